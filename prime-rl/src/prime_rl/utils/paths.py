@@ -1,0 +1,208 @@
+"""Every path of a run. No other module joins run paths.
+
+`OUT` is the run's directory; the orchestrator keeps its own files in `OUT/run_default`. Directories of one step are
+named `step_<n>`; a directory that holds the empty file `STABLE` is complete and flushed.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+STABLE = "STABLE"
+_STEP_DIR = re.compile(r"step_(\d+)")
+
+
+class OutputDirInUse(Exception):
+    """The output directory holds the checkpoints of another run."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunPaths:
+    """The directory of one run, `OUT`."""
+
+    root: Path
+
+    @classmethod
+    def of_orchestrator(cls, output_dir: Path) -> RunPaths:
+        """The run whose orchestrator writes to `output_dir` (`OUT/run_default` under the launchers)."""
+        return cls(output_dir.parent if output_dir.name.startswith("run_") else output_dir)
+
+    @property
+    def orchestrator(self) -> OrchestratorPaths:
+        return OrchestratorPaths(self.root / "run_default")
+
+    @property
+    def configs(self) -> Path:
+        return self.root / "configs"
+
+    def config(self, component: str) -> Path:
+        """The resolved config of a component: `trainer`, `orchestrator`, `inference`, `rl` or `sft`."""
+        return self.configs / f"{component}.toml"
+
+    @property
+    def logs(self) -> Path:
+        return self.root / "logs"
+
+    def log(self, component: str) -> Path:
+        return self.logs / f"{component}.log"
+
+    def rank_log(self, rank: int) -> Path:
+        return self.logs / "trainer" / f"rank_{rank}.log"
+
+    @property
+    def metrics(self) -> Path:
+        """One JSON object a line, appended by every component."""
+        return self.root / "metrics.jsonl"
+
+    @property
+    def torchrun_logs(self) -> Path:
+        return self.root / "torchrun"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.root / "checkpoints"
+
+    def checkpoint(self, step: int) -> Path:
+        return self.checkpoints / f"step_{step}"
+
+    def trainer_checkpoint(self, step: int) -> Path:
+        return self.checkpoint(step) / "trainer"
+
+    @property
+    def weights(self) -> Path:
+        """Exports that Transformers and vLLM load as they are."""
+        return self.root / "weights"
+
+    def weight(self, step: int) -> Path:
+        return self.weights / f"step_{step}"
+
+    @property
+    def rollouts(self) -> Path:
+        """Packed micro-batches, from the packer to the trainer's ranks."""
+        return self.root / "rollouts"
+
+    def rank_batch(self, step: int, data_rank: int) -> Path:
+        return self.rollouts / f"step_{step}" / f"rank_{data_rank}.bin"
+
+    @property
+    def slurm(self) -> Path:
+        return self.root / "slurm"
+
+
+@dataclass(frozen=True, slots=True)
+class OrchestratorPaths:
+    """The orchestrator's directory of one run, `RUN`."""
+
+    root: Path
+
+    @property
+    def control(self) -> Path:
+        return self.root / "control"
+
+    @property
+    def resolved_config(self) -> Path:
+        return self.control / "orch.toml"
+
+    @property
+    def rollouts(self) -> Path:
+        return self.root / "rollouts"
+
+    def batch(self, step: int) -> Path:
+        """The training batch of one step, from the orchestrator to the packer."""
+        return self.rollouts / f"step_{step}" / "rollouts.bin"
+
+    @property
+    def broadcasts(self) -> Path:
+        return self.root / "broadcasts"
+
+    def broadcast(self, version: int) -> Path:
+        """Policy weights of one version, from the trainer to the inference engines."""
+        return self.broadcasts / f"step_{version}"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.root / "checkpoints"
+
+    def checkpoint(self, step: int) -> Path:
+        return self.checkpoints / f"step_{step}" / "orchestrator"
+
+    @property
+    def logs(self) -> Path:
+        return self.root / "logs"
+
+    @property
+    def log(self) -> Path:
+        return self.logs / "orchestrator.log"
+
+
+def step_of(directory: Path) -> int | None:
+    """The step that a directory's name states, or None for another name."""
+    match = _STEP_DIR.fullmatch(directory.name)
+    return int(match.group(1)) if match else None
+
+
+def stable_steps(parent: Path) -> list[int]:
+    """Steps of the complete `step_<n>` directories in `parent`, ascending."""
+    if not parent.is_dir():
+        return []
+    steps = (step_of(child) for child in parent.iterdir() if (child / STABLE).is_file())
+    return sorted(step for step in steps if step is not None)
+
+
+def fsync_tree(directory: Path) -> None:
+    """Flush every file below `directory`, and the directories themselves, to the disk."""
+    for path in [*directory.rglob("*"), directory]:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+@contextmanager
+def replacing_file(target: Path) -> Iterator[Path]:
+    """Yield a scratch path beside `target` that takes its place only if the block succeeds."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    scratch = target.with_name(f"{target.name}.tmp")
+    try:
+        yield scratch
+        scratch.replace(target)
+    finally:
+        scratch.unlink(missing_ok=True)
+
+
+@contextmanager
+def replacing_directory(target: Path) -> Iterator[Path]:
+    """Yield a scratch directory that becomes `target`, flushed and marked `STABLE`, only if the block succeeds.
+
+    An existing `target` is replaced. A crash leaves either the old directory, or none and a `.partial` beside it.
+    """
+    scratch = target.with_name(f"{target.name}.partial")
+    shutil.rmtree(scratch, ignore_errors=True)
+    scratch.mkdir(parents=True)
+    yield scratch
+    (scratch / STABLE).touch()
+    fsync_tree(scratch)
+    if target.exists():
+        shutil.rmtree(target)
+    scratch.replace(target)
+
+
+def check_output_dir(paths: RunPaths, resuming: bool) -> None:
+    """Refuse to start a fresh run where another one left its checkpoints.
+
+    Raises:
+        OutputDirInUse: `OUT/checkpoints` has entries and the run does not resume.
+    """
+    if resuming or not paths.checkpoints.is_dir() or not any(paths.checkpoints.iterdir()):
+        return
+    raise OutputDirInUse(
+        f"{paths.root} holds the checkpoints of another run: choose another --output-dir, "
+        "continue it with --ckpt.resume-step -1, or replace it with --clean-output-dir"
+    )
