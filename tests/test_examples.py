@@ -1,0 +1,82 @@
+"""Every shipped example works: each file's own command is dry-run, and the CPU files are run."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from medarc_rl import medarc_slurm
+
+ROOT = Path(__file__).resolve().parents[1]
+EXAMPLES = ROOT / "examples"
+REVERSE_TEXT = EXAMPLES / "reverse_text"
+TOML_FILES = sorted(EXAMPLES.rglob("rl*.toml")) + sorted(EXAMPLES.rglob("sft*.toml"))
+
+
+def header_command(path: Path) -> list[str]:
+    """The words behind `uv run` in the comment at the top of a TOML file."""
+    line = next(line for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("#   uv run "))
+    return shlex.split(line.removeprefix("#   uv run "))
+
+
+def run_command(*words: str | Path) -> subprocess.CompletedProcess[str]:
+    """Run one of the wrapper's commands from the repository's root, as the READMEs say."""
+    executable = Path(sys.executable).with_name(str(words[0]))
+    arguments = [str(word) for word in words[1:]]
+    return subprocess.run([executable, *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+def metric_values(output_dir: Path, source: str, name: str) -> list[float]:
+    records = map(json.loads, (output_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
+    return [record[name] for record in records if record["source"] == source and name in record]
+
+
+@pytest.mark.parametrize("path", TOML_FILES, ids=lambda path: str(path.relative_to(EXAMPLES)))
+def test_the_command_in_the_header_of_every_example_is_dry_run(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    _, kind, *arguments = header_command(path)
+    output_dir = arguments.index("--output-dir") + 1
+    arguments[output_dir] = str(tmp_path)
+    result = CliRunner().invoke(medarc_slurm.app, [kind, *arguments, "--dry-run"])
+    assert result.exit_code == 0, result.output
+    assert result.stdout.splitlines()[-1].startswith("sbatch ")
+    assert (tmp_path / f"{kind}.sh").is_file()
+
+
+def test_the_shipped_inputs_are_what_their_script_makes(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, REVERSE_TEXT / "make_inputs.py", "--to", tmp_path], check=True)
+    for made in filter(Path.is_file, tmp_path.rglob("*")):
+        shipped = REVERSE_TEXT / made.relative_to(tmp_path)
+        assert made.read_bytes() == shipped.read_bytes(), shipped.name
+
+
+def test_the_sft_example_trains_and_exports(tmp_path: Path) -> None:
+    config = REVERSE_TEXT / "sft_cpu.toml"
+    result = run_command("medarc_train", "sft", "@", config, "--output-dir", tmp_path, "--max-steps", "8")
+    assert result.returncode == 0, result.stdout + result.stderr
+    losses = metric_values(tmp_path, "sft", "loss/mean")
+    assert len(losses) == 8
+    assert losses[-1] < losses[0]
+    shipped = {path.name for path in (REVERSE_TEXT / "checkpoint").iterdir()}
+    assert shipped <= {path.name for path in (tmp_path / "weights" / "step_8").iterdir()}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_rl_example_learns(tmp_path: Path) -> None:
+    config = REVERSE_TEXT / "rl_cpu.toml"
+    result = run_command("medarc_train", "rl", config, "--output-dir", tmp_path)
+    assert result.returncode == 0, result.stdout + result.stderr
+    rewards = metric_values(tmp_path, "orchestrator", "reward/mean")
+    assert statistics.mean(rewards[:5]) < 0.4
+    assert statistics.mean(rewards[-5:]) > 0.8
+    assert (tmp_path / "weights" / f"step_{len(rewards)}" / "model.safetensors").is_file()
