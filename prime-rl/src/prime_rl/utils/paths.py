@@ -92,7 +92,12 @@ class RunPaths:
 
     @property
     def slurm(self) -> Path:
+        """What Slurm writes of each job."""
         return self.root / "slurm"
+
+    def batch_script(self, command: str) -> Path:
+        """The script that `sbatch` was given for `sft` or `rl`."""
+        return self.root / f"{command}.sh"
 
 
 @dataclass(frozen=True, slots=True)
