@@ -1,0 +1,80 @@
+"""The values of a launch: what starts, what happened to it, and how it all ended."""
+
+from __future__ import annotations
+
+import shlex
+import signal
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+
+class CannotStart(Exception):
+    """A child's program could not be started."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessSpec:
+    """One child of a run: what starts, where it writes, and what its exit means."""
+
+    name: str
+    argv: tuple[str, ...]
+    log: Path
+    """Its stdout and stderr are appended here."""
+    env: Mapping[str, str] = field(default_factory=dict)
+    """Added to the launcher's own environment."""
+    completes_run: bool = False
+    """The run has succeeded when every such child has exited with 0. Any other child has to live until then."""
+    relays: frozenset[signal.Signals] = frozenset()
+    """Signals to the launcher that are passed on to this child."""
+
+    def describe(self) -> str:
+        """The command as one would type it, less the inherited environment."""
+        variables = [f"{name}={shlex.quote(value)}" for name, value in sorted(self.env.items())]
+        return " ".join([*variables, shlex.join(self.argv)])
+
+
+@dataclass(frozen=True, slots=True)
+class Exited:
+    """A child ended by itself or was ended."""
+
+    name: str
+    code: int
+    """Exit code, or minus the number of the signal that ended it."""
+
+    @property
+    def signal(self) -> signal.Signals | None:
+        """What ended it, whether the kernel reports it so or a shell in between (128 + n)."""
+        number = -self.code if self.code < 0 else self.code - 128
+        return signal.Signals(number) if number in set(signal.Signals) else None
+
+    def __str__(self) -> str:
+        if self.signal is None:
+            return f"exited with code {self.code}"
+        return (
+            f"was ended by {self.signal.name}"
+            if self.code < 0
+            else f"exited with code {self.code} ({self.signal.name})"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Signalled:
+    """The launcher itself received a signal."""
+
+    signal: signal.Signals
+
+
+Event = Exited | Signalled
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a run ended: the launcher's exit code, and what to tell the user."""
+
+    exit_code: int
+    message: str
+
+    @property
+    def succeeded(self) -> bool:
+        return self.exit_code == 0
