@@ -16,9 +16,10 @@ import random
 import string
 from pathlib import Path
 
-from reverse_text import sample_texts
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config
+
+from reverse_text import sample_texts
 
 SPECIAL_TOKENS = ("<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>", "<|unk|>")
 CHAT_TEMPLATE = (

@@ -11,7 +11,13 @@ from pathlib import Path
 SUCCESS = 25
 """Between INFO and WARNING: a step or a run that ended well. Tests and scripts look for these lines."""
 
-_COLOURS = {"DEBUG": "\033[2m", "SUCCESS": "\033[32m", "WARNING": "\033[33m", "ERROR": "\033[31m", "CRITICAL": "\033[31m"}
+_COLOURS = {
+    "DEBUG": "\033[2m",
+    "SUCCESS": "\033[32m",
+    "WARNING": "\033[33m",
+    "ERROR": "\033[31m",
+    "CRITICAL": "\033[31m",
+}
 _RESET = "\033[0m"
 
 

@@ -1,0 +1,37 @@
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from prime_rl.utils.logger import SUCCESS, setup_logger
+
+
+def test_a_line_has_time_level_and_message(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    log_file = tmp_path / "logs" / "trainer.log"
+    logger = setup_logger("info", log_file)
+    logger.log(SUCCESS, "Step 3 | Loss: 0.1234")
+    logger.debug("not at this level")
+    assert re.fullmatch(r"\d\d:\d\d:\d\d SUCCESS Step 3 \| Loss: 0\.1234\n", log_file.read_text())
+    assert capsys.readouterr().out == log_file.read_text()
+
+
+def test_a_second_start_adds_to_the_log(tmp_path: Path) -> None:
+    log_file = tmp_path / "trainer.log"
+    for attempt in ("first", "second"):
+        setup_logger("info", log_file).info(attempt)
+    assert [line.split()[-1] for line in log_file.read_text().splitlines()] == ["first", "second"]
+
+
+def test_json_lines_carry_the_exception(tmp_path: Path) -> None:
+    log_file = tmp_path / "trainer.log"
+    logger = setup_logger("debug", log_file, json_logging=True)
+    try:
+        raise ValueError("broken")
+    except ValueError:
+        logger.exception("it failed")
+    entry = json.loads(log_file.read_text())
+    assert (entry["level"], entry["message"]) == ("ERROR", "it failed")
+    assert "ValueError: broken" in entry["exception"]
