@@ -1,0 +1,237 @@
+"""Checkpoints: everything that a run needs to go on exactly where it was."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from transformers import PreTrainedTokenizerBase
+
+from prime_rl.configs.trainer import CheckpointConfig
+from prime_rl.trainer.errors import CheckpointError
+from prime_rl.trainer.weights import export_model
+from prime_rl.trainer.world import World
+from prime_rl.utils.logger import get_logger
+from prime_rl.utils.paths import RunPaths, replacing_directory, stable_steps
+
+
+@dataclass(slots=True)
+class Progress:
+    """What a resumed trainer needs to know besides weights, optimizer, schedule and data position."""
+
+    step: int = 0
+    """Optimizer steps done; also the version of the policy."""
+    tokens: int = 0
+    samples: int = 0
+
+    def advance(self, tokens: int, samples: int) -> None:
+        """Count one optimizer step over the tokens and samples of all processes."""
+        self.step += 1
+        self.tokens += tokens
+        self.samples += samples
+
+
+@dataclass(slots=True)
+class TrainState:
+    """What a checkpoint holds for the run as a whole. Each process adds its own data position and random state."""
+
+    model: nn.Module
+    optimizer: Optimizer
+    scheduler: LRScheduler
+    progress: Progress
+
+
+class CheckpointManager:
+    """Saves, finds, loads and thins out the checkpoints and weight exports of one run.
+
+    Every method is a collective call. A checkpoint is `OUT/checkpoints/step_<n>/trainer`; the step's directory
+    appears whole, marked `STABLE`, or not at all.
+    """
+
+    def __init__(self, config: CheckpointConfig, paths: RunPaths, world: World) -> None:
+        self.config = config
+        self.paths = paths
+        self.world = world
+        # Steps of an abandoned continuation, above the one resumed from, are no part of this run.
+        self._saved = _Retention(config, paths.checkpoints, config.resume_step)
+        self._exported = _Retention(config, paths.weights, config.resume_step)
+
+    def resume_step(self) -> int | None:
+        """The step to resume from, or None to start afresh.
+
+        Raises:
+            CheckpointError: the step that the config names has no complete checkpoint.
+        """
+        wanted = self.config.resume_step
+        if wanted is None:
+            return None
+        steps = stable_steps(self.paths.checkpoints)
+        if wanted == -1:
+            if not steps and self.world.is_main:
+                get_logger().warning(f"no complete checkpoint in {self.paths.checkpoints}: starting from step 0")
+            return steps[-1] if steps else None
+        if wanted not in steps:
+            known = ", ".join(map(str, steps)) or "none"
+            raise CheckpointError(
+                f"ckpt.resume_step = {wanted}: no complete checkpoint in {self.paths.checkpoint(wanted)} "
+                f"(complete steps: {known})"
+            )
+        return wanted
+
+    def is_due(self, step: int) -> bool:
+        """True when `ckpt.interval` asks for a checkpoint after `step` optimizer steps."""
+        return self.config.interval is not None and step > 0 and step % self.config.interval == 0
+
+    def save(self, state: TrainState, data_position: dict[str, Any]) -> None:
+        """Write the checkpoint of `state.progress.step`; `data_position` is this process's own."""
+        import torch.distributed.checkpoint as dcp
+        from torch.distributed.checkpoint.state_dict import get_state_dict
+
+        step = state.progress.step
+        with self._replacing(self.paths.checkpoint(step)) as scratch:
+            directory = scratch / self.paths.trainer_checkpoint(step).name
+            model_state, optimizer_state = get_state_dict(state.model, state.optimizer)
+            dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=directory)
+            own = {
+                "progress": asdict(state.progress),
+                "scheduler": state.scheduler.state_dict(),
+                "data": data_position,
+                "random": _random_state(self.world.device),
+                "world_size": self.world.world_size,
+            }
+            torch.save(own, _rank_file(directory, self.world.rank))
+        self._thin_out(self._saved, step)
+
+    def load(self, state: TrainState, step: int) -> dict[str, Any]:
+        """Fill `state` from the checkpoint of `step` and return this process's data position.
+
+        With another number of processes, weights and optimizer are resharded, and the data position is rank 0's.
+
+        Raises:
+            CheckpointError: a file of the checkpoint is missing.
+        """
+        import torch.distributed.checkpoint as dcp
+        from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+        directory = self.paths.trainer_checkpoint(step)
+        own = self._load_own(directory)
+        if not self.config.skip_scheduler:
+            state.scheduler.load_state_dict(own["scheduler"])
+        model_state, optimizer_state = get_state_dict(state.model, state.optimizer)
+        saved = {"model": model_state, "optimizer": optimizer_state}
+        try:
+            dcp.load(saved, checkpoint_id=directory)
+        except dcp.api.CheckpointException as error:
+            raise CheckpointError(f"{directory} does not fit this model and optimizer: {error}") from error
+        rates = [group["lr"] for group in state.optimizer.param_groups]
+        set_state_dict(
+            state.model,
+            state.optimizer,
+            model_state_dict=saved["model"],
+            optim_state_dict=saved["optimizer"],
+        )
+        if self.config.skip_scheduler:
+            for group, rate in zip(state.optimizer.param_groups, rates, strict=True):
+                group["lr"] = rate
+        if not self.config.skip_progress:
+            state.progress = Progress(**own["progress"])
+        _set_random_state(own["random"], self.world.device)
+        return {} if self.config.skip_dataloader else own["data"]
+
+    def export(self, state: TrainState, tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype) -> None:
+        """Write `OUT/weights/step_<n>`, unless `ckpt.weights` is off."""
+        if self.config.weights is None:
+            return
+        step = state.progress.step
+        export_model(state.model, tokenizer, self.paths.weight(step), self.config.weights, dtype)
+        self._thin_out(self._exported, step)
+
+    def _load_own(self, directory: Path) -> dict[str, Any]:
+        path = _rank_file(directory, self.world.rank)
+        fallback = _rank_file(directory, 0)
+        if not fallback.is_file():
+            raise CheckpointError(f"{fallback} is missing")
+        own = torch.load(path if path.is_file() else fallback, weights_only=True)
+        if own["world_size"] != self.world.world_size:
+            own = torch.load(fallback, weights_only=True)
+            if self.world.is_main:
+                get_logger().warning(
+                    f"the checkpoint was saved by {own['world_size']} processes and is loaded by "
+                    f"{self.world.world_size}: samples near the saved position may repeat or be left out"
+                )
+        return own
+
+    @contextmanager
+    def _replacing(self, target: Path) -> Iterator[Path]:
+        """`replacing_directory` for all processes: rank 0 makes and completes it, everyone writes in between."""
+        if not self.world.is_main:
+            yield Path(_from_main(None))
+            dist.barrier()
+            return
+        with replacing_directory(target) as scratch:
+            _from_main(str(scratch))
+            yield scratch
+            dist.barrier()
+
+    def _thin_out(self, retention: _Retention, step: int) -> None:
+        if self.world.is_main:
+            retention.keep(step)
+
+
+class _Retention:
+    """Deletes the `step_<n>` directories that neither `keep_last` nor `keep_interval` keeps."""
+
+    def __init__(self, config: CheckpointConfig, parent: Path, resume_step: int | None) -> None:
+        self.config = config
+        self.parent = parent
+        steps = stable_steps(parent) if resume_step is not None else []
+        self.steps = {step for step in steps if resume_step == -1 or step <= resume_step}
+
+    def keep(self, step: int) -> None:
+        """Count `step` in, and delete what is due."""
+        self.steps.add(step)
+        last, interval = self.config.keep_last, self.config.keep_interval
+        if last is None and interval is None:
+            return
+        newest = sorted(self.steps)[-last:] if last else []
+        for old in sorted(self.steps.difference(newest)):
+            if interval and old % interval == 0:
+                continue
+            try:
+                shutil.rmtree(self.parent / f"step_{old}")
+            except OSError as error:
+                get_logger().warning(f"could not delete an old checkpoint: {error}")
+            self.steps.discard(old)
+
+
+def _rank_file(directory: Path, rank: int) -> Path:
+    return directory / f"rank_{rank}.pt"
+
+
+def _from_main(value: str | None) -> str:
+    """Rank 0's `value`, on every process."""
+    values = [value]
+    dist.broadcast_object_list(values, src=0)
+    return values[0]
+
+
+def _random_state(device: torch.device) -> dict[str, Any]:
+    state = {"python": random.getstate(), "torch": torch.get_rng_state()}
+    return state | ({"cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {})
+
+
+def _set_random_state(state: dict[str, Any], device: torch.device) -> None:
+    random.setstate(state["python"])
+    torch.set_rng_state(state["torch"])
+    if device.type == "cuda" and "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"], device)

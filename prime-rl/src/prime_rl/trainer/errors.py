@@ -1,0 +1,60 @@
+"""What can go wrong in a trainer that a person can mend.
+
+TrainerError             one line on the log, exit code 1, no traceback
+├── DeviceError          the machine lacks what `device` asks for
+├── ModelError           model or tokenizer missing, unreadable, or of an unknown shape
+├── DataError            dataset missing, unreadable, or without what training needs
+├── ScheduleError        learning-rate schedule that does not fit `max_steps`
+├── CheckpointError      nothing, or something else, at the step to resume from
+└── DivergedError        the loss is no longer a finite number
+
+Everything else is a defect of ours: it is logged with its traceback.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from prime_rl.utils.logger import get_logger
+
+
+class TrainerError(Exception):
+    """A fault that the message alone explains: what, where, and what to do."""
+
+
+class DeviceError(TrainerError):
+    pass
+
+
+class ModelError(TrainerError):
+    pass
+
+
+class DataError(TrainerError):
+    pass
+
+
+class ScheduleError(TrainerError):
+    pass
+
+
+class CheckpointError(TrainerError):
+    pass
+
+
+class DivergedError(TrainerError):
+    pass
+
+
+@contextmanager
+def exit_on_error() -> Iterator[None]:
+    """Turn what the block raises into a log entry and exit code 1."""
+    try:
+        yield
+    except TrainerError as error:
+        get_logger().error(str(error))
+        raise SystemExit(1) from None
+    except Exception:  # noqa: BLE001 - the last handler: what got here belongs in the log file, not only on stderr
+        get_logger().exception("the trainer failed")
+        raise SystemExit(1) from None

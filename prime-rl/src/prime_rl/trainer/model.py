@@ -1,0 +1,196 @@
+"""The model under training: a Transformers model, sharded with FSDP2, and its tokenizer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
+from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
+from transformers.utils import logging as transformers_logging
+
+from prime_rl.configs.trainer import ModelConfig, TokenizerConfig
+from prime_rl.trainer.errors import ModelError
+from prime_rl.trainer.parallel_dims import ParallelDims
+from prime_rl.trainer.scoring import enable_scoring
+from prime_rl.trainer.world import World
+from prime_rl.utils.logger import get_logger
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_RANDOM_INIT_SEED = 0
+
+
+def setup_model(config: ModelConfig, world: World) -> nn.Module:
+    """Build, load and shard the model; a collective call.
+
+    The optimizer works on weights in `optimization_dtype`; forward and backward run in the compute dtype, gradients
+    are reduced in `reduce_dtype`. FSDP units are the decoder blocks and the root, also with one process, so every
+    run takes the same path. Use it through `prime_rl.trainer.scoring.score_tokens`, or call it as any Transformers
+    model with `use_cache=False`.
+
+    Raises:
+        ModelError: no model at `config.name`, or one that cannot be trained here.
+        DeviceError: `dp_replicate` does not divide the processes.
+    """
+    transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
+    model_config = load_model_config(config)
+    options = {
+        "dtype": _DTYPES[config.optimization_dtype],
+        "attn_implementation": _attention(config.attn, world),
+        "trust_remote_code": config.trust_remote_code,
+    }
+    # One process reads the weights; the others receive their shards from it.
+    full = _build_full(config, model_config, options) if world.is_main else None
+    if full is not None and world.world_size == 1:
+        model = full.to(world.device)
+    else:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(model_config, **options)
+    _prepare_blocks(model, config)
+    _shard(model, config, world)
+    if world.world_size > 1:
+        _scatter_weights(full, model, world)
+    model.train()
+    enable_scoring(model)
+    return model
+
+
+def compute_dtype(config: ModelConfig, device: torch.device) -> torch.dtype:
+    """The dtype of forward, backward and exported weights: `auto` is bfloat16 on a GPU and float32 on a CPU."""
+    if config.compute_dtype == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return _DTYPES[config.compute_dtype]
+
+
+def load_model_config(config: ModelConfig) -> PretrainedConfig:
+    """The Transformers config of `config.name`, cut to `debug.num_layers`.
+
+    Raises:
+        ModelError: there is none.
+    """
+    try:
+        model_config = AutoConfig.from_pretrained(config.name, trust_remote_code=config.trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(_missing("model.name", config.name, error)) from error
+    if config.debug.num_layers is not None:
+        layers = min(config.debug.num_layers, model_config.num_hidden_layers)
+        model_config.num_hidden_layers = layers
+        if getattr(model_config, "layer_types", None):
+            model_config.layer_types = model_config.layer_types[:layers]
+    return model_config
+
+
+def setup_tokenizer(config: TokenizerConfig, model_config: ModelConfig) -> PreTrainedTokenizerBase:
+    """The tokenizer at `config.name` (the model's own without one), with `config.chat_template` if that is given.
+
+    `chat_template` is Jinja text, or the path of a file that holds it.
+
+    Raises:
+        ModelError: no tokenizer there.
+    """
+    name = config.name or model_config.name
+    trust = model_config.trust_remote_code if config.trust_remote_code is None else config.trust_remote_code
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust)
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(_missing("tokenizer.name", name, error)) from error
+    if config.chat_template is not None:
+        template = config.chat_template
+        is_file = "{" not in template and Path(template).is_file()
+        tokenizer.chat_template = Path(template).read_text() if is_file else template
+    return tokenizer
+
+
+def decoder_blocks(model: nn.Module) -> nn.ModuleList:
+    """The list of decoder blocks.
+
+    Raises:
+        ModelError: the model has no list of `num_hidden_layers` modules.
+    """
+    for module in model.base_model.modules():
+        if isinstance(module, nn.ModuleList) and len(module) == model.config.num_hidden_layers:
+            return module
+    raise ModelError(f"{type(model).__name__} has no list of decoder blocks: this architecture is not supported")
+
+
+def _build_full(config: ModelConfig, model_config: PretrainedConfig, options: dict[str, Any]) -> nn.Module:
+    """The whole model in host memory, read from `config.name` or drawn with a fixed seed."""
+    if config.debug.random_init:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(_RANDOM_INIT_SEED)
+            return AutoModelForCausalLM.from_config(model_config, **options)
+    try:
+        return AutoModelForCausalLM.from_pretrained(config.name, config=model_config, **options)
+    except (OSError, ValueError) as error:
+        hint = "; to start from random weights set model.debug.random_init = true"
+        raise ModelError(_missing("model.name", config.name, error) + hint) from error
+
+
+def _prepare_blocks(model: nn.Module, config: ModelConfig) -> None:
+    for index, block in enumerate(decoder_blocks(model)):
+        if config.ac is not None and index % config.ac.freq == 0:
+            # Replacing `forward` keeps parameter names as they are, which a wrapper module would change.
+            block.forward = _checkpointed(block.forward)
+        if config.compile is not None:
+            block.compile(fullgraph=config.compile.fullgraph)
+
+
+def _checkpointed(forward: Any) -> Any:
+    def recomputing(*args: Any, **kwargs: Any) -> Any:
+        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+
+    return recomputing
+
+
+def _shard(model: nn.Module, config: ModelConfig, world: World) -> None:
+    mesh = ParallelDims.of(config, world).mesh(world.device.type)
+    master, compute = _DTYPES[config.optimization_dtype], compute_dtype(config, world.device)
+    reduce = _DTYPES[config.reduce_dtype]
+    policy = MixedPrecisionPolicy(
+        param_dtype=None if compute == master else compute, reduce_dtype=None if reduce == compute else reduce
+    )
+    for block in decoder_blocks(model):
+        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=config.reshard_after_forward)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+
+
+def _scatter_weights(full: nn.Module | None, model: nn.Module, world: World) -> None:
+    """Fill the sharded model of every process from rank 0's `full`."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+
+    model.to_empty(device=world.device)
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(model, full.state_dict() if full is not None else {}, options=options)
+    # Buffers such as the rotary frequencies are in no state dict.
+    for name, buffer in model.named_buffers():
+        if full is not None:
+            buffer.copy_(full.get_buffer(name))
+        dist.broadcast(buffer, src=0)
+
+
+def _attention(requested: str, world: World) -> str:
+    """The attention kernel to use: `requested` where it can run, else SDPA, said once."""
+    if requested == "sdpa":
+        return "sdpa"
+    installed = {"flash_attention_2": is_flash_attn_2_available, "flash_attention_3": is_flash_attn_3_available}
+    if world.device.type == "cuda" and requested in installed and installed[requested]():
+        return requested
+    if world.is_main:
+        reason = "needs a GPU" if world.device.type == "cpu" else "is not installed"
+        get_logger().info(f"model.attn = {requested} {reason}: using sdpa")
+    return "sdpa"
+
+
+def _missing(key: str, name: str, error: Exception) -> str:
+    """One line on why nothing could be read from `name`."""
+    if Path(name).is_dir():
+        return f"{key} = {name}: {str(error).splitlines()[0]}"
+    if name.startswith((".", "/", "~")) or name.count("/") > 1:
+        return f"{key} = {name}: no such directory"
+    return f"{key} = {name}: no such directory, and not found in the model hub or its local cache"

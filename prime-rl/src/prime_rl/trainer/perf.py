@@ -1,0 +1,80 @@
+"""How fast the trainer is: tokens per second, share of the device's peak, memory."""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+from collections import deque
+
+import torch
+from torch import nn
+
+_WINDOW_STEPS = 10
+_GIB = 2**30
+_PEAK_FLOPS = (
+    ("A100", 312e12),
+    ("H100 PCIe", 756e12),
+    ("H100 NVL", 835e12),
+    ("H100", 989e12),
+    ("H200", 989e12),
+    ("B200", 2.25e15),
+    ("MI300X", 1307.4e12),
+    ("MI325X", 1307.4e12),
+)
+"""Dense bfloat16 peaks by device name, the more exact name first."""
+
+
+class Throughput:
+    """Tokens per second over the last steps."""
+
+    def __init__(self) -> None:
+        self._steps: deque[tuple[float, int]] = deque(maxlen=_WINDOW_STEPS)
+
+    def step(self, tokens: int, now_s: float | None = None) -> float:
+        """Count a step that ended now with `tokens` tokens; the rate since the oldest step, 0 at the first one."""
+        self._steps.append((time.perf_counter() if now_s is None else now_s, tokens))
+        elapsed_s = self._steps[-1][0] - self._steps[0][0]
+        return sum(tokens for _, tokens in list(self._steps)[1:]) / elapsed_s if elapsed_s else 0.0
+
+
+def flops_per_token(model: nn.Module, row_tokens: int) -> float:
+    """FLOP of forward and backward for a token: `6 P + 12 L H Q T`.
+
+    P are the parameters of matrix products that a token uses (of experts, the top k), L layers, H heads of Q
+    channels, T the length of a row.
+    """
+    config = model.config
+    heads, layers = config.num_attention_heads, config.num_hidden_layers
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return 6 * _active_parameters(model) + 12 * layers * heads * head_dim * row_tokens
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """Peak FLOP per second of the device in bfloat16; None for a CPU and for a GPU that we do not know."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((peak for known, peak in _PEAK_FLOPS if known in name), None)
+
+
+def peak_memory_gib(device: torch.device) -> float:
+    """Most memory held so far: on the GPU, or resident in this process on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_reserved(device) / _GIB
+    # Linux counts in KiB, macOS in bytes.
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / _GIB
+
+
+def _active_parameters(model: nn.Module) -> int:
+    embeddings = {id(p) for p in model.get_input_embeddings().parameters()}
+    experts = getattr(model.config, "num_experts", None) or getattr(model.config, "num_local_experts", None)
+    share = (getattr(model.config, "num_experts_per_tok", None) or 1) / (experts or 1)
+    total = sum(p.numel() for p in model.get_output_embeddings().parameters())
+    head = {id(p) for p in model.get_output_embeddings().parameters()}
+    for name, parameter in model.named_parameters():
+        if parameter.ndim < 2 or id(parameter) in embeddings | head:
+            continue
+        total += int(parameter.numel() * (share if ".experts." in name else 1))
+    return total

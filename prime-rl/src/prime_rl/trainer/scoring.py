@@ -1,0 +1,102 @@
+"""From token rows to per-token results: forward pass, then a function of the final hidden states.
+
+A loss needs the logits of a few tokens at a time, never all of them at once (tokens times vocabulary is the largest
+tensor of a step). `score_tokens` therefore hands out hidden states and a function that makes logits, inside FSDP's
+forward, where the head's weights are gathered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import MethodType
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
+from torch.utils.checkpoint import checkpoint
+
+from prime_rl.trainer.errors import ModelError
+from prime_rl.trainer.packed_rows import fold
+
+Result = TypeVar("Result")
+LogitsOf = Callable[[Tensor], Tensor]
+"""Hidden states [N, H] to logits [N, V], in the compute dtype."""
+
+_MAX_LOGITS = 2**25
+"""Logits that may exist at a time: 128 MiB in float32."""
+
+
+def score_tokens(
+    model: nn.Module, input_ids_1T: Tensor, position_ids_1T: Tensor, score: Callable[[Tensor, LogitsOf], Result]
+) -> Result:
+    """Run one packed row of T tokens and return `score(hidden_TH, logits_of)`.
+
+    `hidden_TH` are the final hidden states; entry t predicts token t + 1. Sequences of the row start where a position
+    is not the previous one plus 1, and never see each other. `score` returns a tensor or a tuple of tensors; it must
+    not keep `logits_of`.
+    """
+    return model.score_tokens(input_ids_1T, position_ids_1T, score)
+
+
+def cross_entropy_sum(hidden_NH: Tensor, targets_N: Tensor, logits_of: LogitsOf, vocab_size: int) -> Tensor:
+    """Sum over N tokens of the cross-entropy in float32, with at most `_MAX_LOGITS` logits in memory."""
+    chunk = max(1, _MAX_LOGITS // vocab_size)
+
+    def loss_of(hidden: Tensor, targets: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(logits_of(hidden).float(), targets, reduction="sum")
+
+    if len(targets_N) <= chunk:
+        return loss_of(hidden_NH, targets_N)
+    pieces = zip(hidden_NH.split(chunk), targets_N.split(chunk), strict=True)
+    return torch.stack([checkpoint(loss_of, h, t, use_reentrant=False) for h, t in pieces]).sum()
+
+
+def enable_scoring(model: nn.Module) -> None:
+    """Let `score_tokens` run the sharded `model`; a collective call.
+
+    Raises:
+        ModelError: the model does more to its logits than we know of, so a loss on ours would be wrong.
+    """
+    model.score_tokens = MethodType(_score_tokens, model)
+    register_fsdp_forward_method(model, "score_tokens")
+    _check_head(model)
+
+
+def _score_tokens(
+    self: nn.Module, input_ids_1T: Tensor, position_ids_1T: Tensor, score: Callable[[Tensor, LogitsOf], Result]
+) -> Result:
+    if self.config._attn_implementation == "sdpa":
+        grid = fold(position_ids_1T, self.config.hidden_size)
+        rows = self.base_model(
+            input_ids=grid.place(input_ids_1T), position_ids=grid.position_ids_RW, use_cache=False
+        ).last_hidden_state
+        return score(grid.collect(rows), _logits_of(self))
+    row = self.base_model(input_ids=input_ids_1T, position_ids=position_ids_1T, use_cache=False).last_hidden_state
+    return score(row[0], _logits_of(self))
+
+
+def _logits_of(model: nn.Module) -> LogitsOf:
+    head = model.get_output_embeddings()
+    cap = getattr(model.config, "final_logit_softcapping", None)
+    if cap is None:
+        return head
+    return lambda hidden: torch.tanh(head(hidden) / cap) * cap
+
+
+@torch.no_grad()
+def _check_head(model: nn.Module) -> None:
+    """Compare our logits with the model's own on a few tokens."""
+    device = next(model.parameters()).device
+    tokens = torch.arange(8, device=device)[None]
+    model.eval()
+    with torch.compiler.set_stance("force_eager"):
+        own = model(input_ids=tokens, position_ids=tokens, use_cache=False).logits[0].float()
+        ours = score_tokens(model, tokens, tokens, lambda hidden, logits_of: logits_of(hidden)).float()
+    model.train()
+    # Without a backward pass the gathered parameters stay in place, and an optimizer made now would hold those.
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+    if not torch.allclose(own, ours, rtol=1e-2, atol=1e-2 * float(own.abs().max())):
+        raise ModelError(f"{type(model).__name__} changes its logits behind the head: this family is not supported")

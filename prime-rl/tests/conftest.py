@@ -1,0 +1,66 @@
+"""What the engine's tests share: a model small enough to train in a test."""
+
+from __future__ import annotations
+
+import string
+from pathlib import Path
+
+import pytest
+
+CHATML = (
+    "{%- for message in messages %}"
+    "{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}"
+    "{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
+)
+
+
+@pytest.fixture(scope="session")
+def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Transformers directory: Qwen3 with 2 layers, 4 heads, hidden size 64 and random weights (seed 0).
+
+    Its tokenizer makes one token of each character: 4 special tokens, the newline and the 95 printable ASCII
+    characters, in a vocabulary of 128. The chat template is ChatML; `<|im_end|>` ends a sequence.
+    """
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    directory = tmp_path_factory.mktemp("tiny_model")
+    tokenizer = _char_tokenizer()
+    config = Qwen3Config(
+        vocab_size=128,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=1024,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        Qwen3ForCausalLM(config).save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    return directory
+
+
+def _char_tokenizer():
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|unk|>"]
+    printable = string.ascii_letters + string.digits + string.punctuation + " "
+    vocabulary = {token: index for index, token in enumerate([*special, "\n", *printable])}
+    core = Tokenizer(models.WordLevel(vocabulary, unk_token="<|unk|>"))
+    core.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    core.decoder = decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=core, pad_token="<|endoftext|>", eos_token="<|im_end|>", unk_token="<|unk|>"
+    )
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>"]})
+    tokenizer.chat_template = CHATML
+    return tokenizer
