@@ -1,0 +1,25 @@
+"""One environment served over ZeroMQ: root of `env-server`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import ClassVar
+
+from prime_rl.configs.orchestrator import EnvConfig
+from prime_rl.configs.root import RootConfig
+from prime_rl.configs.shared import LogConfig
+
+
+class EnvServerConfig(RootConfig):
+    """One environment. Read by `env-server`."""
+
+    component: ClassVar[str] = "env_server"
+
+    env: EnvConfig = EnvConfig()
+    """The environment. Its `extra_env_kwargs` are not filled in here: give what the orchestrator would set."""
+
+    log: LogConfig = LogConfig()
+    """Logs."""
+
+    output_dir: Path = Path("outputs/run_default")
+    """Where the logs go."""

@@ -1,0 +1,141 @@
+"""The inference server: root of `inference`, and `[inference]` and `[teacher_inference]` of `rl`."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field
+
+from prime_rl.configs.root import RootConfig
+from prime_rl.configs.shared import BaseModelConfig, Device
+from prime_rl.utils.pydantic_config import BaseConfig
+
+All2AllBackend = Literal[
+    "allgather_reducescatter",
+    "deepep_high_throughput",
+    "deepep_low_latency",
+    "flashinfer_all2allv",
+    "naive",
+    "pplx",
+]
+
+
+class ServerConfig(BaseConfig):
+    """Where the server listens."""
+
+    host: str | None = None
+    """Address to bind; None binds every one."""
+
+    port: int = 8000
+    """Port to bind."""
+
+
+class ParallelConfig(BaseConfig):
+    """How the GPUs of the server share the work."""
+
+    tp: int = 1
+    """Tensor parallel size: GPUs that hold one copy of the model."""
+
+    dp: int = Field(1, ge=1)
+    """Data parallel size: copies of the model."""
+
+    def __str__(self) -> str:
+        return f"tp={self.tp} dp={self.dp}"
+
+
+class ModelConfig(BaseModelConfig):
+    """The served model."""
+
+    dtype: Literal["auto", "float16", "bfloat16", "float32"] = "auto"
+    """Type of weights and activations; `auto` takes the model's own."""
+
+    max_model_len: int | None = None
+    """Context length in tokens; None takes the model's own."""
+
+    enforce_eager: bool = False
+    """Do without CUDA graphs."""
+
+    tool_call_parser: str | None = None
+    """vLLM's tool call parser; `auto` chooses by the model's name, None parses no tool calls."""
+
+    reasoning_parser: str | None = None
+    """vLLM's reasoning parser; None parses no reasoning."""
+
+    rope_scaling: dict[str, Any] | str | None = None
+    """RoPE scaling, passed on; None takes the model's own."""
+
+
+class WeightBroadcastConfig(BaseConfig):
+    """How new weights reach the server."""
+
+    type: Literal["nccl", "filesystem"] = "filesystem"
+    """Through GPU memory, or through files."""
+
+
+class InferenceConfig(RootConfig):
+    """The inference server. Read by `inference`."""
+
+    component: ClassVar[str] = "inference"
+
+    server: ServerConfig = ServerConfig()
+    """Where the server listens."""
+
+    model: ModelConfig = ModelConfig()
+    """The served model."""
+
+    parallel: ParallelConfig = ParallelConfig()
+    """Tensor and data parallel sizes."""
+
+    enable_lora: bool = False
+    """Serve LoRA adapters."""
+
+    max_loras: int = 8
+    """Adapters in GPU memory at once."""
+
+    max_cpu_loras: int = 100
+    """Adapters kept in host memory."""
+
+    max_lora_rank: int | None = None
+    """Largest rank of an adapter; raised to a size that vLLM knows (at most 512)."""
+
+    enable_prefix_caching: bool | None = None
+    """Reuse the cache of equal prefixes; None leaves it to the engine."""
+
+    gpu_memory_utilization: float = 0.9
+    """Fraction of the GPU's memory that the engine may take."""
+
+    api_server_count: int = Field(1, ge=1)
+    """HTTP server processes; raised to `parallel.dp`, and 1 with LoRA."""
+
+    seed: int = 0
+    """Seed of the engine."""
+
+    enable_expert_parallel: bool = False
+    """Split the experts of an MoE model over the GPUs."""
+
+    all2all_backend: All2AllBackend = "allgather_reducescatter"
+    """How tokens reach their experts."""
+
+    enable_eplb: bool = False
+    """Balance the load of the experts."""
+
+    weight_broadcast: WeightBroadcastConfig = WeightBroadcastConfig()
+    """How new weights arrive."""
+
+    device: Device = "auto"
+    """Where to run: `auto` takes a GPU when there is one."""
+
+    backend: Literal["auto", "vllm", "embedded"] = "auto"
+    """The engine: `auto` is vLLM when a GPU is visible and vLLM is installed, else the embedded one."""
+
+    def to_vllm(self) -> Namespace:
+        """These settings under the names of vLLM's own arguments."""
+        ours = {"toml_files", "server", "model", "parallel", "weight_broadcast", "device", "backend"}
+        model = self.model.model_dump()
+        values = {name: getattr(self, name) for name in type(self).model_fields if name not in ours}
+        values |= {"host": self.server.host, "port": self.server.port, "model": model.pop("name"), **model}
+        values |= {"tensor_parallel_size": self.parallel.tp, "data_parallel_size": self.parallel.dp}
+        values["logprobs_mode"] = "processed_logprobs"
+        dropped = {name for name in ("reasoning_parser", "rope_scaling") if values[name] is None}
+        return Namespace(**{name: value for name, value in values.items() if name not in dropped})

@@ -1,0 +1,196 @@
+"""Sections that several components share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from prime_rl.utils.pydantic_config import BaseConfig
+
+ServerType = Literal["vllm", "openai"]
+Device = Literal["auto", "cuda", "cpu"]
+
+
+class SlurmConfig(BaseConfig):
+    """The engine's own Slurm submission."""
+
+    job_name: str = "prime-rl"
+    """Name of the Slurm job."""
+
+    project_dir: Path = Path()
+    """Root of the repository that the job works in."""
+
+    template_path: Path | None = None
+    """Jinja2 template of the batch script."""
+
+    partition: str = "cluster"
+    """Slurm partition."""
+
+
+class BaseModelConfig(BaseConfig):
+    """A model, as every component names it."""
+
+    name: str = "Qwen/Qwen3-0.6B"
+    """Hugging Face model id, or a directory."""
+
+    trust_remote_code: bool = False
+    """Run code that comes with the model or its tokenizer."""
+
+
+class ElasticConfig(BaseConfig):
+    """Inference servers found through DNS. Read by the orchestrator's client."""
+
+    hostname: str
+    """DNS name that resolves to the servers."""
+
+    port: int = 8000
+    """Port of every server."""
+
+    sync_interval: float = 5.0
+    """Seconds between two look-ups."""
+
+
+class ClientConfig(BaseConfig):
+    """How the orchestrator reaches inference servers."""
+
+    timeout: int = 1200
+    """Limit of one request, in seconds."""
+
+    base_url: list[str] = Field(["http://localhost:8000/v1"])
+    """OpenAI-style servers, used in turn."""
+
+    api_key_var: str = "VLLM_API_KEY"
+    """Environment variable that holds the API key."""
+
+    headers: dict[str, str] = Field({})
+    """Headers added to every request."""
+
+    skip_model_check: bool = False
+    """Do not ask the server whether it serves the model."""
+
+    elastic: ElasticConfig | None = None
+    """Find the servers through DNS instead of `base_url`."""
+
+    @property
+    def is_elastic(self) -> bool:
+        return self.elastic is not None
+
+
+class LogConfig(BaseConfig):
+    """Logs for people."""
+
+    level: str = "info"
+    """Level of this process."""
+
+    vf_level: str = "info"
+    """Level of the verifiers library."""
+
+    file: bool = True
+    """Log to a file in the output directory as well."""
+
+    env_worker_logs: bool = False
+    """A log file for each environment worker."""
+
+    log_data: bool = False
+    """SFT: log the first sample."""
+
+    json_logging: bool = False
+    """One JSON object a line."""
+
+
+class LogExtrasConfig(BaseConfig):
+    """Samples and distributions sent to a monitor."""
+
+    samples: bool = True
+    """Send prompts and answers."""
+
+    distributions: bool = True
+    """Send distributions of rewards and advantages."""
+
+    interval: int = Field(10, ge=1)
+    """Steps between two."""
+
+
+class WandbConfig(BaseConfig):
+    """Weights & Biases."""
+
+    project: str = "prime-rl"
+    """Project."""
+
+    name: str | None = None
+    """Name of the run; None lets W&B choose."""
+
+    offline: bool = False
+    """Write locally, upload nothing."""
+
+    id: str | None = None
+    """Run to continue."""
+
+
+class WandbWithExtrasConfig(WandbConfig):
+    """Weights & Biases, with samples and distributions."""
+
+    log_extras: LogExtrasConfig | None = LogExtrasConfig()
+    """Samples and distributions; None sends none."""
+
+
+class PrimeMonitorConfig(BaseConfig):
+    """The monitor of the Prime Intellect platform."""
+
+    base_url: str = "https://api.primeintellect.ai/api/internal/rft"
+    """Root of its API."""
+
+    api_key_var: str = "PRIME_API_KEY"
+    """Environment variable that holds the API key."""
+
+    log_extras: LogExtrasConfig | None = LogExtrasConfig()
+    """Samples and distributions; None sends none."""
+
+
+class HeartbeatConfig(BaseConfig):
+    """A URL that is called as long as the component lives."""
+
+    url: str
+    """URL to call."""
+
+
+class MetricsServerConfig(BaseConfig):
+    """Prometheus metrics and health over HTTP."""
+
+    port: int = Field(8000, ge=1, le=65535)
+    """Port."""
+
+    host: str = "0.0.0.0"
+    """Address to bind."""
+
+
+class BaseTransportConfig(BaseConfig):
+    """Parent of the ways that rollouts travel from the orchestrator to the trainer."""
+
+
+class FileSystemTransportConfig(BaseTransportConfig):
+    """Rollouts travel as files in the output directory."""
+
+    type: Literal["filesystem"] = "filesystem"
+    """Through files."""
+
+
+class ZMQTransportConfig(BaseTransportConfig):
+    """Rollouts travel through a ZeroMQ socket."""
+
+    type: Literal["zmq"] = "zmq"
+    """Through a socket."""
+
+    host: str = "localhost"
+    """Host of the socket."""
+
+    port: int = 5555
+    """First port."""
+
+    hwm: int = 10
+    """High-water mark of the socket, in messages."""
+
+
+TransportConfig = Annotated[FileSystemTransportConfig | ZMQTransportConfig, Field(discriminator="type")]

@@ -1,0 +1,42 @@
+"""Strict configs from TOML files, environment variables and command-line arguments."""
+
+from prime_rl.utils.pydantic_config.arguments import parse_unknown_args, to_kebab_case
+from prime_rl.utils.pydantic_config.base import BaseConfig, BaseSettings, ConfigWarning, derive
+from prime_rl.utils.pydantic_config.dump import dump_toml, to_toml
+from prime_rl.utils.pydantic_config.errors import ConfigError
+from prime_rl.utils.pydantic_config.files import (
+    check_path_and_handle_inheritance,
+    extract_toml_paths,
+    get_temp_toml_file,
+)
+from prime_rl.utils.pydantic_config.load import (
+    get_unknown_args,
+    load_config,
+    parse_argv,
+    parse_argv_or_exit,
+    set_unknown_args,
+    showing_warnings,
+)
+from prime_rl.utils.pydantic_config.schema import get_all_fields
+
+__all__ = [
+    "BaseConfig",
+    "BaseSettings",
+    "ConfigError",
+    "ConfigWarning",
+    "check_path_and_handle_inheritance",
+    "derive",
+    "dump_toml",
+    "extract_toml_paths",
+    "get_all_fields",
+    "get_temp_toml_file",
+    "get_unknown_args",
+    "load_config",
+    "parse_argv",
+    "parse_argv_or_exit",
+    "parse_unknown_args",
+    "set_unknown_args",
+    "showing_warnings",
+    "to_kebab_case",
+    "to_toml",
+]

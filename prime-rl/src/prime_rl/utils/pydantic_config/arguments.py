@@ -1,0 +1,184 @@
+"""Command-line arguments: `--a.b-c value`, `--a.b_c=value`, `--flag`, `--no-flag`, `--section`, `--no-section`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from prime_rl.utils.pydantic_config.errors import ConfigError
+from prime_rl.utils.pydantic_config.layers import KeyPath, Layer, merged, set_at
+from prime_rl.utils.pydantic_config.schema import (
+    KeySite,
+    Section,
+    find_key,
+    is_nullable,
+    is_table,
+    list_items,
+    sections_among,
+)
+from prime_rl.utils.pydantic_config.suggest import advice_for_key
+from prime_rl.utils.pydantic_config.values import NULLS, BadText, parse_text
+
+_BOOLEANS = ("true", "false", "yes", "no", "on", "off", "1", "0")
+
+
+@dataclass
+class ParsedArguments:
+    """What arguments set, what they leave over, and what is wrong with them."""
+
+    values: dict[tuple[str, ...], Any] = field(default_factory=dict)
+    origins: dict[KeyPath, str] = field(default_factory=dict)
+    extras: list[str] = field(default_factory=list)
+    faults: list[str] = field(default_factory=list)
+
+    def assign(self, site: KeySite, flag: str, value: Any) -> None:
+        """A list flag given again adds to the list, a table is merged, anything else is replaced."""
+        earlier = self.values.get(site.path)
+        if isinstance(earlier, list) and isinstance(value, list):
+            value = earlier + value
+        self.values[site.path] = merged(earlier, value)
+        self.origins[site.path] = flag
+
+    def layer(self) -> Layer:
+        """One table of all values; the key of a section is stronger than JSON for the whole section."""
+        data: dict[str, Any] = {}
+        for path in sorted(self.values, key=len):
+            set_at(data, path, self.values[path])
+        return Layer("command line", data, self.origins)
+
+
+def is_boolean_flag(root: Section, flag: str) -> bool:
+    """Whether `flag` (`--name` or `--no-name`) may stand alone, so that an `@` after it starts another argument."""
+    site = find_key(root, flag[2:])
+    return site.is_flag if site is not None else _negated(root, flag[2:]) is not None
+
+
+def parse_arguments(root: Section, args: Sequence[str], allow_extras: bool = False) -> ParsedArguments:
+    """Read arguments without `@`. Unknown options are faults, or (with `allow_extras`) left over with their values.
+
+    An unknown key below a section of `root` is always a fault.
+    """
+    parsed = ParsedArguments()
+    words = list(args)
+    while words:
+        word = words.pop(0)
+        if not word.startswith("--") or word == "--":
+            if allow_extras:
+                parsed.extras.append(word)
+            else:
+                parsed.faults.append(_stray(word))
+            continue
+        flag, equals, text = word.partition("=")
+        try:
+            _read_option(root, parsed, flag, text if equals else None, words)
+        except KeyError:
+            values = _values_after(words)
+            if allow_extras and not _is_below_section(root, flag):
+                parsed.extras += [word, *values]
+            else:
+                parsed.faults.append(f"{flag}: unknown option; {advice_for_key(root, flag[2:], as_flag=True)}")
+        except BadText as error:
+            parsed.faults.append(f"{flag}: {error}")
+    return parsed
+
+
+def arguments_layer(root: Section, args: Sequence[str]) -> Layer:
+    """What arguments without `@` set.
+
+    Raises:
+        ConfigError: one fault for each argument that cannot be read.
+    """
+    parsed = parse_arguments(root, args)
+    if parsed.faults:
+        raise ConfigError(parsed.faults)
+    return parsed.layer()
+
+
+def parse_unknown_args(args: Sequence[str], config_cls: Section) -> tuple[list[str], list[str]]:
+    """Split arguments into those that `config_cls` has a key for and the others, each with its values."""
+    unknown = parse_arguments(config_cls, args, allow_extras=True).extras
+    left = list(unknown)
+    known = []
+    for word in args:
+        if left and word == left[0]:
+            left.pop(0)
+        else:
+            known.append(word)
+    return known, unknown
+
+
+def to_kebab_case(args: list[str]) -> list[str]:
+    """Option names with dashes for underscores, in place; values stay as they are."""
+    for index, word in enumerate(args):
+        if word.startswith("--"):
+            name, equals, value = word.partition("=")
+            args[index] = name.replace("_", "-") + equals + value
+    return args
+
+
+def _read_option(root: Section, parsed: ParsedArguments, flag: str, text: str | None, words: list[str]) -> None:
+    """Assign one option. Raises KeyError if there is no such key, BadText for a value that it cannot take."""
+    site = find_key(root, flag[2:])
+    if site is None:
+        site = _negated(root, flag[2:])
+        if site is None:
+            raise KeyError(flag)
+        if text is not None:
+            raise BadText("takes no value")
+        parsed.assign(site, flag, False if site.is_flag else None)
+        return
+    if site.path == ("toml_files",):
+        raise BadText("is for files; give files with `@ file`")
+    if text is None:
+        text = _value_for(site, words)
+    if text is None:
+        parsed.assign(site, flag, True if site.is_flag else {})
+    else:
+        parsed.assign(site, flag, parse_text(text, site.kinds))
+
+
+def _value_for(site: KeySite, words: list[str]) -> str | None:
+    """Take the option's value from `words`; None for a flag or a section that stands alone."""
+    follows = words[0] if words and not words[0].startswith("--") else None
+    if site.is_flag and (follows is None or follows.lower() not in (*_BOOLEANS, "null", "none")):
+        return None
+    if site.is_section and (follows is None or not (follows.startswith("{") or follows in NULLS)):
+        return None
+    if follows is None:
+        raise BadText("needs a value")
+    return words.pop(0)
+
+
+def _negated(root: Section, name: str) -> KeySite | None:
+    """The flag or optional key that `no-<name>` switches off."""
+    if name[:3].lower() not in ("no-", "no_"):
+        return None
+    site = find_key(root, name[3:])
+    return site if site is not None and (site.is_flag or is_nullable(site.kinds)) else None
+
+
+def _values_after(words: list[str]) -> list[str]:
+    """Take the values of an option that is not ours."""
+    values = []
+    while words and not words[0].startswith("--"):
+        values.append(words.pop(0))
+    return values
+
+
+def _is_below_section(root: Section, flag: str) -> bool:
+    head, dot, _ = flag[2:].partition(".")
+    site = find_key(root, head)
+    return bool(dot) and site is not None and (site.is_section or is_table(site.kinds) or _holds_sections(site))
+
+
+def _holds_sections(site: KeySite) -> bool:
+    return bool(sections_among(list_items(site.kinds) or ()))
+
+
+def _stray(word: str) -> str:
+    if word.endswith(".toml"):
+        return f"{word}: unexpected argument; a config file is written `@ {word}`"
+    if word.startswith("-"):
+        return f"{word}: unknown option; options start with two dashes"
+    return f"{word}: unexpected argument; items of a list are separated by commas"

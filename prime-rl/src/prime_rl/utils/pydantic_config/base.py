@@ -1,0 +1,122 @@
+"""The two base classes of every config, and what they do to raw data before it is validated."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pydantic_settings
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic_settings import PydanticBaseSettingsSource, SettingsConfigDict
+
+from prime_rl.utils.pydantic_config.schema import union_fields
+
+NULL_TEXT = "None"
+"""TOML has no null. This text, anywhere in a config, is one."""
+
+
+class ConfigWarning(UserWarning):
+    """A setting that works, but not as its author may think."""
+
+
+def with_nulls(value: Any) -> Any:
+    """A copy of raw data in which every `"None"` is None."""
+    if isinstance(value, dict):
+        return {key: with_nulls(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [with_nulls(item) for item in value]
+    return None if isinstance(value, str) and value == NULL_TEXT else value
+
+
+def prepare_table(cls: type[BaseModel], data: Any) -> Any:
+    """Raw data of one section, with nulls, and with the `type` of its default wherever a union's table names none.
+
+    So `[optim]` with only `lr` stays what `optim` is by default. The data given stays as it is.
+    """
+    if not isinstance(data, dict):
+        return data
+    table = with_nulls(data)
+    for name, default_type in union_fields(cls).items():
+        value = table.get(name)
+        if isinstance(value, dict) and "type" not in value:
+            table[name] = {"type": default_type, **value}
+    return table
+
+
+def derive(model: BaseModel, **values: Any) -> None:
+    """Set values that follow from others, without marking them as given by the user."""
+    model.__dict__.update(values)
+
+
+class BaseConfig(BaseModel):
+    """A section of a config. An unknown key is an error; `"None"` is None."""
+
+    model_config = ConfigDict(extra="forbid", defer_build=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _prepare(cls, data: Any) -> Any:
+        return prepare_table(cls, data)
+
+
+class BaseSettings(pydantic_settings.BaseSettings):
+    """The root of a config, which also reads files, environment variables and command-line arguments.
+
+    Constructing one reads, from weak to strong: defaults, environment variables, keyword arguments, the files of
+    `set_toml_files`, `_cli_parse_args`. A nested instance (the `trainer` of an `RLConfig`) reads none of them.
+    """
+
+    model_config = SettingsConfigDict(
+        extra="forbid",
+        defer_build=True,
+        env_prefix="PRIME_RL_",
+        env_nested_delimiter="__",
+        cli_kebab_case=True,
+        cli_implicit_flags=True,
+    )
+    files_to_read: ClassVar[tuple[Path, ...]] = ()
+
+    toml_files: list[str] | None = Field(None, exclude=True)
+    """TOML files that this file stands on, relative to it; its own keys win. Read at the top of a file only."""
+
+    def __init__(self, _cli_parse_args: bool | Sequence[str] | None = None, **values: Any) -> None:
+        from prime_rl.utils.pydantic_config.load import merged_sources
+
+        super(pydantic_settings.BaseSettings, self).__init__(**merged_sources(type(self), _cli_parse_args, values))
+
+    # Pydantic then validates nested instances without calling __init__, so only the outermost one reads sources.
+    __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _prepare(cls, data: Any) -> Any:
+        return prepare_table(cls, data)
+
+    @classmethod
+    def set_toml_files(cls, paths: Sequence[Path | str]) -> None:
+        """Read these files, the last one strongest, in every instance made until `clear_toml_files`."""
+        cls.files_to_read = tuple(path if isinstance(path, Path) else Path(path) for path in paths)
+
+    @classmethod
+    def clear_toml_files(cls) -> None:
+        cls.files_to_read = ()
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[pydantic_settings.BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Files, keyword arguments, environment, strongest first; the command line is stronger than all of them."""
+        from prime_rl.utils.pydantic_config.load import files_source
+
+        return files_source(cls), init_settings, env_settings, dotenv_settings, file_secret_settings
+
+    @classmethod
+    def advice_for_key(cls, key: str) -> str | None:
+        """What to write instead of a key that this class had once, or has elsewhere. None for any other key."""
+        return None

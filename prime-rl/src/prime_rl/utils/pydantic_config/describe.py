@@ -1,0 +1,105 @@
+"""What a key is, in words: read from the classes, for `--help` and the generated docs."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import sys
+from functools import cache
+from pathlib import PurePath
+from types import NoneType
+from typing import Any, get_args, get_origin
+
+import annotated_types
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from prime_rl.utils.pydantic_config.schema import Section, alternatives, tag_of
+
+_BOUNDS = {"ge": ">= ", "gt": "> ", "le": "<= ", "lt": "< "}
+
+
+def type_text(annotation: Any) -> str:
+    """`int`, `list[str]`, `LoRAConfig`, `'a' | 'b'`; a `?` at the end means that None is allowed."""
+    kinds = alternatives(annotation)
+    names = [_kind_text(kind) for kind in kinds if kind is not NoneType]
+    return " | ".join(names) + ("?" if NoneType in kinds else "")
+
+
+def default_text(field: FieldInfo) -> str:
+    """The default as TOML has it; `required` without one."""
+    if field.is_required():
+        return "required"
+    return value_text(field.get_default(call_default_factory=True))
+
+
+def value_text(value: Any) -> str:
+    if isinstance(value, BaseModel):
+        tag = tag_of(type(value))
+        return f'{{type = "{tag}"}}' if isinstance(tag, str) else "{}"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str | PurePath):
+        return f'"{value}"'
+    if isinstance(value, list):
+        return f"[{', '.join(value_text(item) for item in value)}]"
+    return "None" if value is None else str(value)
+
+
+def bounds_text(field: FieldInfo) -> str:
+    """`>= 1, <= 8`, of the field itself or of a member of its union; empty without bounds."""
+    metadata = [*field.metadata, *_nested_metadata(field.annotation)]
+    found = []
+    for constraint in metadata:
+        found += [f"{sign}{getattr(constraint, name):g}" for name, sign in _BOUNDS.items() if hasattr(constraint, name)]
+        if isinstance(constraint, annotated_types.MinLen):
+            found.append(f"at least {constraint.min_length}")
+    return ", ".join(found)
+
+
+def field_doc(section: Section, name: str) -> str:
+    """The string below a field in its class, or in the parent that declares it."""
+    for owner in section.__mro__:
+        doc = _class_docs(owner.__module__).get(owner.__name__, {}).get(name)
+        if doc is not None:
+            return doc
+    return ""
+
+
+def _kind_text(kind: Any) -> str:
+    origin = get_origin(kind)
+    if origin is list:
+        return f"list[{type_text(get_args(kind)[0])}]"
+    if origin is dict:
+        return "table"
+    if origin is not None:
+        return " | ".join(repr(value) for value in get_args(kind))
+    return "path" if kind.__name__ == "Path" else kind.__name__
+
+
+def _nested_metadata(annotation: Any) -> list[Any]:
+    """Constraints of the members of a union, as in `Annotated[int, Ge(1)] | str`."""
+    metadata = []
+    for part in get_args(annotation):
+        for extra in getattr(part, "__metadata__", ()):
+            metadata += extra.metadata if isinstance(extra, FieldInfo) else [extra]
+    return metadata
+
+
+@cache
+def _class_docs(module: str) -> dict[str, dict[str, str]]:
+    """Class name to field name to the string below that field, from a module's source."""
+    if module not in sys.modules or not module.startswith("prime_rl"):
+        return {}
+    tree = ast.parse(inspect.getsource(sys.modules[module]))
+    return {node.name: _field_docs(node) for node in tree.body if isinstance(node, ast.ClassDef)}
+
+
+def _field_docs(node: ast.ClassDef) -> dict[str, str]:
+    docs = {}
+    for statement, below in zip(node.body, node.body[1:], strict=False):
+        if not (isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name)):
+            continue
+        if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant) and isinstance(below.value.value, str):
+            docs[statement.target.id] = " ".join(below.value.value.split())
+    return docs

@@ -1,0 +1,13 @@
+"""The error that a person sees."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+class ConfigError(ValueError):
+    """A config that cannot be used. Each fault is one line: where, which key, what is wrong, what to do."""
+
+    def __init__(self, faults: Iterable[str]) -> None:
+        self.faults = [" ".join(fault.split()) for fault in faults]
+        super().__init__("\n".join(self.faults))

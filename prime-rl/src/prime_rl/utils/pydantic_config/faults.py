@@ -1,0 +1,154 @@
+"""Pydantic's errors in words for the person who wrote the config."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any
+
+from pydantic import ValidationError
+
+from prime_rl.utils.pydantic_config.layers import KeyPath, Layer
+from prime_rl.utils.pydantic_config.schema import (
+    Section,
+    alternatives,
+    find_field,
+    is_table,
+    list_items,
+    literals,
+    sections_among,
+    tag_of,
+)
+from prime_rl.utils.pydantic_config.suggest import advice_for_key, variants_with
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where an error is: the key, the classes that could own it, and the `type` that was chosen."""
+
+    path: KeyPath
+    variants: tuple[Section, ...]
+    """More than one if the key's section is a union."""
+    tag: str | None
+    kinds: tuple[Any, ...]
+    """What the key takes; empty if there is no such key."""
+
+    @property
+    def key(self) -> str:
+        return ".".join(str(part) for part in self.path)
+
+
+def faults_of(root: Section, error: ValidationError, layers: Sequence[Layer]) -> list[str]:
+    """One line for each key that is wrong; the complaints of a union's members about one value become one line."""
+    complaints: dict[tuple[str, str], list[str]] = {}
+    for detail in error.errors(include_url=False):
+        place = locate(root, detail["loc"])
+        origin = _origin(place.path, layers, of_rule=detail["type"] in ("value_error", "assertion_error"))
+        what = _complaint(root, place, detail)
+        complaints.setdefault((origin, _shown_key(place.key, origin)), []).append(what)
+    return [f"{origin}: {key}{_joined(whats)}" for (origin, key), whats in complaints.items()]
+
+
+def locate(root: Section, loc: KeyPath) -> Place:
+    """The key that Pydantic's location means, without the names of the union's members in it."""
+    path: list[str | int] = []
+    kinds: tuple[Any, ...] = (root,)
+    variants: tuple[Section, ...] = (root,)
+    tag = None
+    for part in loc:
+        sections = sections_among(kinds)
+        chosen = [section for section in sections if len(sections) > 1 and tag_of(section) == part]
+        items = list_items(kinds)
+        if chosen:
+            kinds, variants, tag = tuple(chosen), sections, str(part)
+            continue
+        if sections:
+            if len(sections) == 1 and (tag is None or sections[0] not in variants):
+                variants, tag = sections, None
+            found = [match for section in sections if (match := find_field(section, str(part)))]
+            kinds = tuple(kind for _, field in found for kind in alternatives(field.annotation))
+        elif items is not None and isinstance(part, int):
+            kinds = items
+        elif is_table(kinds) and str not in kinds:
+            kinds = ()
+        else:
+            break
+        path.append(part)
+    return Place(tuple(path), variants, tag, kinds)
+
+
+def _complaint(root: Section, place: Place, detail: Any) -> str:
+    match detail["type"]:
+        case "value_error" | "assertion_error":
+            return str(detail["ctx"]["error"])
+        case "extra_forbidden":
+            return f"unknown key; {_advice_for_unknown(root, place)}"
+        case "missing":
+            return "is required"
+        case "union_tag_not_found":
+            return f"its `type` is required: {_listed(_tags(place))}"
+        case "union_tag_invalid":
+            return f"its `type` should be {_listed(_tags(place))} (got {detail['ctx']['tag']!r})"
+        case "literal_error":
+            return f"should be {detail['ctx']['expected']}{_got(detail)}{_nearest_literal(place, detail)}"
+        case "model_type" | "model_attributes_type" | "dict_type":
+            return f"should be a table{_got(detail)}"
+    return detail["msg"].removeprefix("Input ").split(", unable to")[0] + _got(detail)
+
+
+def _advice_for_unknown(root: Section, place: Place) -> str:
+    owners = variants_with(place.variants, str(place.path[-1])) if place.tag is not None else []
+    if owners:
+        union = ".".join(str(part) for part in place.path[:-1])
+        return f"it belongs to {union}.type = {_listed(owners)}, and this {union}.type is {place.tag!r}"
+    return advice_for_key(root, place.key)
+
+
+def _tags(place: Place) -> list[str]:
+    return [str(tag_of(section)) for section in sections_among(place.kinds)]
+
+
+def _nearest_literal(place: Place, detail: Any) -> str:
+    choices = [str(choice) for choice in literals(place.kinds)]
+    close = get_close_matches(str(detail["input"]), choices, 1)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def _got(detail: Any) -> str:
+    value = repr(detail["input"])
+    return f" (got {value if len(value) <= 60 else value[:57] + '...'})"
+
+
+def _listed(values: Sequence[str]) -> str:
+    quoted = [repr(value) for value in values]
+    return quoted[0] if len(quoted) == 1 else f"{', '.join(quoted[:-1])} or {quoted[-1]}"
+
+
+def _joined(complaints: Sequence[str]) -> str:
+    """`should be a (got x) or should be b (got x)` as one sentence."""
+    unique = list(dict.fromkeys(complaints))
+    if len(unique) == 1:
+        return unique[0]
+    got = {what[what.index(" (got ") :] for what in unique if " (got " in what}
+    if len(got) != 1:
+        return "; ".join(unique)
+    suffix = got.pop()
+    return " or ".join(what.removesuffix(suffix) for what in unique) + suffix
+
+
+def _origin(path: KeyPath, layers: Sequence[Layer], of_rule: bool) -> str:
+    """The strongest source of the key; for a rule over several keys, every source of its section."""
+    for length in range(len(path), -1, -1):
+        holders = [layer for layer in layers if layer.data and layer.holds(path[:length])]
+        if holders and of_rule:
+            return ", ".join(dict.fromkeys(layer.origin(path[:length]) for layer in holders))
+        if holders:
+            return holders[-1].origin(path[:length])
+    return "config"
+
+
+def _shown_key(key: str, origin: str) -> str:
+    """Nothing where the origin is the flag of this very key."""
+    same = origin.startswith("--") and origin[2:].replace("-", "_").lower() in (key, f"no_{key}")
+    return "" if same or not key else f"{key}: "

@@ -1,0 +1,151 @@
+"""From files, environment and arguments to a config, and from mistakes to one line each."""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_settings import PydanticBaseSettingsSource
+
+from prime_rl.utils.pydantic_config.arguments import arguments_layer, is_boolean_flag, parse_arguments
+from prime_rl.utils.pydantic_config.base import BaseSettings, ConfigWarning
+from prime_rl.utils.pydantic_config.environment import environment_layer
+from prime_rl.utils.pydantic_config.errors import ConfigError
+from prime_rl.utils.pydantic_config.faults import faults_of
+from prime_rl.utils.pydantic_config.files import read_files, split_files
+from prime_rl.utils.pydantic_config.layers import Layer, merge_layers, merged
+
+ConfigT = TypeVar("ConfigT", bound=BaseSettings)
+_unknown_args: ContextVar[list[str]] = ContextVar("unknown_args")
+
+
+def load_config(
+    config_cls: type[ConfigT], files: Sequence[Path | str] = (), overrides: Sequence[str] | Mapping[str, Any] = ()
+) -> ConfigT:
+    """A config of files (the last one strongest) and overrides: arguments, with `@` too, or a nested dict.
+
+    Environment variables are weaker than files. No class or module state is read or changed.
+
+    Raises:
+        ConfigError: one line for each fault.
+    """
+    paths = [path if isinstance(path, Path) else Path(path) for path in files]
+    if isinstance(overrides, Mapping):
+        return _build(config_cls, paths, Layer("override", dict(overrides)))
+    more_paths, args = split_files(overrides, lambda flag: is_boolean_flag(config_cls, flag))
+    return _build(config_cls, [*paths, *more_paths], arguments_layer(config_cls, args))
+
+
+def parse_argv(config_cls: type[ConfigT], allow_extras: bool = False, argv: Sequence[str] | None = None) -> ConfigT:
+    """The config of a command, from `argv` (by default the process's arguments). `--help` prints every option.
+
+    With `allow_extras`, options that the class lacks are kept for `get_unknown_args`.
+
+    Raises:
+        ConfigError: one line for each fault.
+        SystemExit: 0, after `--help`.
+    """
+    argv = sys.argv[1:] if argv is None else argv
+    if "--help" in argv or "-h" in argv:
+        from prime_rl.utils.pydantic_config.help import help_text
+
+        sys.stdout.write(help_text(config_cls, allow_extras))
+        raise SystemExit(0)
+    paths, args = split_files(argv, lambda flag: is_boolean_flag(config_cls, flag))
+    parsed = parse_arguments(config_cls, args, allow_extras)
+    if parsed.faults:
+        raise ConfigError(parsed.faults)
+    set_unknown_args(parsed.extras)
+    return _build(config_cls, paths, parsed.layer())
+
+
+def parse_argv_or_exit(
+    config_cls: type[ConfigT], allow_extras: bool = False, argv: Sequence[str] | None = None
+) -> ConfigT:
+    """`parse_argv` for a command: each fault is an `error:` line on stderr, and the exit status is 2."""
+    try:
+        with showing_warnings():
+            return parse_argv(config_cls, allow_extras, argv)
+    except ConfigError as error:
+        sys.stderr.writelines(f"error: {fault}\n" for fault in error.faults)
+        raise SystemExit(2) from None
+
+
+@contextmanager
+def showing_warnings() -> Iterator[None]:
+    """Print each config warning of the block as one `warning:` line on stderr, once."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", ConfigWarning)
+        try:
+            yield
+        finally:
+            lines = dict.fromkeys(" ".join(str(item.message).split()) for item in caught)
+            sys.stderr.writelines(f"warning: {line}\n" for line in lines)
+
+
+def set_unknown_args(args: Sequence[str]) -> None:
+    """Keep the arguments that `parse_argv` left over."""
+    _unknown_args.set(list(args))
+
+
+def get_unknown_args() -> list[str]:
+    """The arguments that `parse_argv(..., allow_extras=True)` left over. Raises AttributeError before the first."""
+    try:
+        return _unknown_args.get()
+    except LookupError:
+        raise AttributeError("no arguments were parsed yet") from None
+
+
+def _build(config_cls: type[ConfigT], paths: Sequence[Path], overrides: Layer) -> ConfigT:
+    layers = [environment_layer(config_cls, os.environ), *read_files(paths).layers, overrides]
+    try:
+        return config_cls.model_validate(merge_layers(layers))
+    except ValidationError as error:
+        raise ConfigError(faults_of(config_cls, error, layers)) from None
+
+
+class TableSource(PydanticBaseSettingsSource):
+    """A settings source that is one table."""
+
+    def __init__(self, settings_cls: type[BaseSettings], table: Mapping[str, Any]) -> None:
+        super().__init__(settings_cls)
+        self.table = dict(table)
+
+    def get_field_value(self, field: FieldInfo, field_name: str) -> tuple[Any, str, bool]:
+        return self.table.get(field_name), field_name, False
+
+    def __call__(self) -> dict[str, Any]:
+        return self.table
+
+
+def files_source(config_cls: type[BaseSettings]) -> TableSource:
+    return TableSource(config_cls, merge_layers(read_files(config_cls.files_to_read).layers))
+
+
+def merged_sources(
+    config_cls: type[BaseSettings], cli_args: bool | Sequence[str] | None, values: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The table of everything that constructing `config_cls` reads (see `BaseSettings`)."""
+    args = sys.argv[1:] if cli_args is True else cli_args or ()
+    paths, options = split_files(args, lambda flag: is_boolean_flag(config_cls, flag))
+    nothing = TableSource(config_cls, {})
+    sources = config_cls.settings_customise_sources(
+        config_cls,
+        init_settings=TableSource(config_cls, values),
+        env_settings=TableSource(config_cls, environment_layer(config_cls, os.environ).data),
+        dotenv_settings=nothing,
+        file_secret_settings=nothing,
+    )
+    result: dict[str, Any] = {}
+    for source in reversed(sources):
+        result = merged(result, source())
+    given = [*read_files(paths).layers, arguments_layer(config_cls, options)]
+    return merged(result, merge_layers(given))

@@ -1,0 +1,135 @@
+"""What config classes say about their keys: which sections they hold, which values they take."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic import AliasChoices, BaseModel
+from pydantic.fields import FieldInfo
+
+Section = type[BaseModel]
+
+
+def alternatives(annotation: Any) -> tuple[Any, ...]:
+    """The members of a union, or the annotation itself; `Annotated` is unwrapped."""
+    origin = get_origin(annotation)
+    if origin is Annotated:
+        return alternatives(get_args(annotation)[0])
+    if origin in (Union, UnionType):
+        return tuple(member for part in get_args(annotation) for member in alternatives(part))
+    return (annotation,)
+
+
+def sections_among(kinds: Iterable[Any]) -> tuple[Section, ...]:
+    return tuple(kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel))
+
+
+def sections_of(field: FieldInfo) -> tuple[Section, ...]:
+    """The config classes that a field may hold: none, one, or the variants of a union."""
+    return sections_among(alternatives(field.annotation))
+
+
+def list_items(kinds: Iterable[Any]) -> tuple[Any, ...] | None:
+    """What the list among `kinds` may hold, or None without a list."""
+    for kind in kinds:
+        if get_origin(kind) is list:
+            return alternatives(get_args(kind)[0])
+    return None
+
+
+def is_nullable(kinds: Iterable[Any]) -> bool:
+    return NoneType in kinds
+
+
+def is_table(kinds: Iterable[Any]) -> bool:
+    """Whether one of `kinds` is a dict with keys of the user's own."""
+    return any(get_origin(kind) is dict for kind in kinds)
+
+
+def literals(kinds: Iterable[Any]) -> tuple[Any, ...]:
+    return tuple(value for kind in kinds if get_origin(kind) is Literal for value in get_args(kind))
+
+
+def tag_of(section: Section) -> str | None:
+    """The `type` that chooses this class in a union."""
+    field = section.model_fields.get("type")
+    return field.default if field is not None else None
+
+
+@cache
+def union_fields(section: Section) -> dict[str, str]:
+    """The fields of `section` that hold one of several classes, and the `type` of their default."""
+    return {
+        name: field.get_default(call_default_factory=True).type
+        for name, field in section.model_fields.items()
+        if len(sections_of(field)) > 1
+    }
+
+
+def spellings(name: str, field: FieldInfo) -> tuple[str, ...]:
+    """The names under which a file may set this field."""
+    alias = field.validation_alias
+    return tuple(str(choice) for choice in alias.choices) if isinstance(alias, AliasChoices) else (name,)
+
+
+def find_field(section: Section, key: str) -> tuple[str, FieldInfo] | None:
+    """The field that `key` means on a command line: any case, dashes or underscores."""
+    wanted = key.replace("-", "_").lower()
+    for name, field in section.model_fields.items():
+        if wanted in spellings(name, field):
+            return wanted, field
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class KeySite:
+    """A key that exists: its path in a file, and every kind of value that it takes."""
+
+    path: tuple[str, ...]
+    kinds: tuple[Any, ...]
+
+    @property
+    def is_flag(self) -> bool:
+        return bool in self.kinds
+
+    @property
+    def is_section(self) -> bool:
+        return bool(sections_among(self.kinds))
+
+
+def find_key(root: Section, dotted: str) -> KeySite | None:
+    """The key that `dotted` means, through optional sections and every variant of a union; None if there is none."""
+    path: list[str] = []
+    kinds: tuple[Any, ...] = (root,)
+    for part in dotted.split("."):
+        found = [match for section in sections_among(kinds) if (match := find_field(section, part))]
+        if not found:
+            return None
+        path.append(found[0][0])
+        kinds = tuple(dict.fromkeys(kind for _, field in found for kind in alternatives(field.annotation)))
+    return KeySite(tuple(path), kinds)
+
+
+def walk_fields(section: Section, prefix: Sequence[str] = ()) -> Iterator[tuple[tuple[str, ...], Section, FieldInfo]]:
+    """Path, owner and field of every key, parents before children, through every optional section and variant."""
+    for name, field in section.model_fields.items():
+        path = (*prefix, name)
+        yield path, section, field
+        kinds = alternatives(field.annotation)
+        for child in (*sections_among(kinds), *sections_among(list_items(kinds) or ())):
+            yield from walk_fields(child, path)
+
+
+def get_all_fields(model: BaseModel | Section) -> list[str]:
+    """Dotted keys, parents before children; optional sections and unions are not entered."""
+    section = model if isinstance(model, type) else type(model)
+    keys: list[str] = []
+    for name, field in section.model_fields.items():
+        keys.append(name)
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            keys += [f"{name}.{key}" for key in get_all_fields(field.annotation)]
+    return keys

@@ -1,0 +1,73 @@
+"""Values written as text, on a command line or in an environment variable."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from prime_rl.utils.pydantic_config.schema import is_nullable, is_table, list_items, sections_among
+
+NULLS = ("null", "None")
+
+
+class BadText(ValueError):
+    """Text that cannot stand for a value of its key."""
+
+
+def parse_text(text: str, kinds: tuple[Any, ...]) -> Any:
+    """The raw value that `text` means for a key of these kinds; numbers and booleans stay text until validation.
+
+    Raises:
+        BadText: a section, list or table is malformed.
+    """
+    if text in NULLS and is_nullable(kinds):
+        return None
+    if sections_among(kinds):
+        return _json_object(text, "give its keys one by one, or all of them as a JSON object")
+    if (items := list_items(kinds)) is not None:
+        return _list(text, bool(sections_among(items)))
+    if is_table(kinds) and (text.lstrip().startswith("{") or str not in kinds):
+        return _table(text)
+    return text
+
+
+def _json_object(text: str, advice: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise BadText(f"{text!r} is not JSON ({error.msg} at column {error.colno}): {advice}") from error
+    if not isinstance(value, dict):
+        raise BadText(f"{text!r} is not a JSON object: {advice}")
+    return value
+
+
+def _list(text: str, of_sections: bool) -> list[Any]:
+    text = text.strip()
+    if text.startswith("["):
+        try:
+            return json.loads(text)
+        except json.JSONDecodeError as error:
+            if of_sections or not text.endswith("]"):
+                raise BadText(f"{text!r} is not JSON ({error.msg} at column {error.colno})") from error
+            text = text[1:-1]
+    if of_sections:
+        return [_json_object(text, "give one JSON object an item, or a JSON array of them")]
+    return [item.strip() for item in text.split(",") if item.strip()]
+
+
+def _table(text: str) -> dict[str, Any]:
+    if text.lstrip().startswith("{"):
+        return _json_object(text, "give a JSON object, or key=value,key=value")
+    pairs = [pair.partition("=") for pair in text.split(",") if pair.strip()]
+    if not all(separator and key.strip() for key, separator, _ in pairs):
+        raise BadText(f"{text!r} is neither a JSON object nor key=value,key=value")
+    return {key.strip(): _plain(value.strip()) for key, _, value in pairs}
+
+
+def _plain(text: str) -> Any:
+    """A number, boolean or null as such, anything else as text."""
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError:
+        return text
+    return text if isinstance(value, dict | list) else value
