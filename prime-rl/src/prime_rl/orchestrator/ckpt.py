@@ -1,0 +1,159 @@
+"""What an interrupted orchestrator needs to go on: a few numbers for every step that a trainer may have saved.
+
+The trainer saves at its configured steps, but also when it is told to stop or that walltime is near, which can be any
+step. The orchestrator's part is a few kilobytes, so it is written at the start of every step, and removed once the
+trainer has passed that step without saving it. So each trainer checkpoint has its counterpart.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import time
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from prime_rl.configs.orchestrator import CheckpointConfig
+from prime_rl.orchestrator.errors import ResumeFault
+from prime_rl.utils.logger import get_logger
+from prime_rl.utils.paths import (
+    STABLE,
+    OrchestratorPaths,
+    RunPaths,
+    replacing_directory,
+    stable_steps,
+    step_of,
+)
+
+LATEST = -1
+DEFAULT_WEIGHTS_TIMEOUT_S = 600.0
+"""The resuming trainer publishes its version again once it has loaded, so that is worth waiting for."""
+WEIGHTS_POLL_S = 0.2
+
+
+@dataclass(slots=True)
+class Progress:
+    """How far the run is. `step` is the next batch to make."""
+
+    step: int = 0
+    total_tokens: int = 0
+    total_samples: int = 0
+    total_problems: int = 0
+
+    def advance(self, tokens: int, samples: int, problems: int) -> None:
+        self.step += 1
+        self.total_tokens += tokens
+        self.total_samples += samples
+        self.total_problems += problems
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoints:
+    """The orchestrator's checkpoints: `RUN/checkpoints/step_<s>/orchestrator/{progress,buffer}.json`."""
+
+    run: RunPaths
+    paths: OrchestratorPaths
+
+    def save(self, progress: Progress, buffer_state: dict[str, Any]) -> None:
+        target = self.paths.checkpoint(progress.step)
+        with replacing_directory(target.parent) as scratch:
+            part = scratch / target.name
+            part.mkdir()
+            (part / "progress.json").write_text(json.dumps(asdict(progress)))
+            (part / "buffer.json").write_text(json.dumps(buffer_state))
+
+    def load(self, step: int) -> tuple[Progress, dict[str, Any]]:
+        """Progress and buffer state as saved at the start of `step`.
+
+        Raises:
+            ResumeFault: they are not there, or not readable.
+        """
+        part = self.paths.checkpoint(step)
+        if not (part.parent / STABLE).is_file():
+            raise ResumeFault(self._missing(step))
+        try:
+            progress = Progress(**json.loads((part / "progress.json").read_text()))
+            return progress, json.loads((part / "buffer.json").read_text())
+        except (OSError, ValueError, TypeError) as error:
+            raise ResumeFault(f"the orchestrator's checkpoint {part} cannot be read: {error}") from error
+
+    def resolve(self, resume_step: int | None) -> int | None:
+        """The step to resume from; None for a fresh start.
+
+        The latest step is the trainer's latest: it is the trainer that holds the weights.
+        """
+        if resume_step != LATEST:
+            return resume_step
+        saved = stable_steps(self.run.checkpoints)
+        if not saved:
+            get_logger().warning(f"No complete checkpoint in {self.run.checkpoints}: starting afresh")
+            return None
+        return saved[-1]
+
+    def prune(self, version: int) -> None:
+        """Remove the steps that the trainer has passed without saving them; it now is at `version` or later."""
+        kept = {*_steps_in(self.run.checkpoints)}
+        for step in stable_steps(self.paths.checkpoints):
+            # One step of slack: the trainer publishes a version before it saves it.
+            if step < version - 1 and step not in kept:
+                shutil.rmtree(self.paths.checkpoint(step).parent)
+
+    def weights(self, version: int) -> Path | None:
+        """Where the weights of a version lie, or None."""
+        candidates = (self.paths.broadcast(version), self.run.weight(version))
+        return next((path for path in candidates if (path / STABLE).is_file()), None)
+
+    async def await_weights(self, version: int, timeout_s: float | None) -> Path:
+        """Like `weights`, but waits for the trainer to publish them.
+
+        Raises:
+            ResumeFault: they do not appear within `timeout_s` (10 minutes for None).
+        """
+        limit_s = DEFAULT_WEIGHTS_TIMEOUT_S if timeout_s is None else timeout_s
+        deadline = time.monotonic() + limit_s
+        while (path := self.weights(version)) is None:
+            if time.monotonic() > deadline:
+                raise ResumeFault(
+                    f"the weights of version {version} are neither in {self.paths.broadcast(version)} nor in "
+                    f"{self.run.weight(version)} after {limit_s:.0f} s"
+                )
+            await asyncio.sleep(WEIGHTS_POLL_S)
+        return path
+
+    def _missing(self, step: int) -> str:
+        common = sorted(set(stable_steps(self.paths.checkpoints)) & set(stable_steps(self.run.checkpoints)))
+        advice = (
+            f"resume from {common[-1]}, the newest step that both have"
+            if common
+            else "start afresh in another directory"
+        )
+        return f"the trainer's checkpoint of step {step} has no counterpart {self.paths.checkpoint(step)}: {advice}"
+
+
+def remove_stale(run: OrchestratorPaths, start_step: int) -> None:
+    """Remove what an earlier life of this directory left for the steps that are about to run again.
+
+    Call it first thing: the trainer must not find an old batch, nor this process an old broadcast.
+    """
+    for parent, first in ((run.rollouts, start_step), (run.broadcasts, start_step + 1)):
+        for step in _steps_in(parent):
+            if step >= first:
+                get_logger().debug(f"Removing {parent.name}/step_{step} of an earlier start")
+                shutil.rmtree(parent / f"step_{step}", ignore_errors=True)
+
+
+def restore(config: CheckpointConfig, checkpoints: Checkpoints, step: int) -> tuple[Progress, dict[str, Any] | None]:
+    """Progress, and the buffer state unless the config skips it."""
+    progress, buffer_state = checkpoints.load(step)
+    if config.skip_progress:
+        progress = Progress(step=step)
+    return progress, None if config.skip_buffer else buffer_state
+
+
+def _steps_in(parent: Path) -> Iterable[int]:
+    if not parent.is_dir():
+        return []
+    return [step for child in parent.iterdir() if (step := step_of(child)) is not None]

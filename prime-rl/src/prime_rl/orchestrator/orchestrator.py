@@ -1,0 +1,67 @@
+"""Entry point `orchestrator`: rollouts from the inference servers become training batches for the trainer.
+
+Nothing heavy is imported before the config has been checked and stale files are gone.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+
+from prime_rl.configs.not_built import refuse_unbuilt
+from prime_rl.configs.orchestrator import OrchestratorConfig
+from prime_rl.orchestrator.ckpt import Checkpoints, remove_stale
+from prime_rl.orchestrator.errors import OrchestratorError, TooManyFailures
+from prime_rl.utils.logger import get_logger, setup_logger
+from prime_rl.utils.paths import OrchestratorPaths, OutputDirInUse, RunPaths, check_output_dir
+from prime_rl.utils.pydantic_config import dump_toml, parse_argv_or_exit
+
+EXIT_GRACE_S = 10.0
+
+
+def main() -> None:
+    # Until the event loop takes over, there is nothing to save.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    config = parse_argv_or_exit(OrchestratorConfig)
+    refuse_unbuilt(config)
+    paths = OrchestratorPaths(config.output_dir)
+    setup_logger(config.log.level, paths.log if config.log.file else None, config.log.json_logging)
+    sys.exit(run(config, paths))
+
+
+def run(config: OrchestratorConfig, paths: OrchestratorPaths) -> int:
+    """Run the orchestrator; the exit code. A foreseen failure is one log line, any other comes with its traceback."""
+    try:
+        resume_step = prepare_directory(config, paths)
+        # verifiers takes seconds to import.
+        from prime_rl.orchestrator.run import exit_within, run_orchestrator
+
+        exit_code = run_orchestrator(config, resume_step)
+        exit_within(EXIT_GRACE_S, exit_code)
+    except TooManyFailures as failure:
+        # The environment's author needs to see where its code failed.
+        get_logger().error(str(failure), exc_info=failure.__cause__)
+        return 1
+    except (OrchestratorError, OutputDirInUse) as failure:
+        get_logger().error(str(failure))
+        return 1
+    except Exception:  # noqa: BLE001 - the process's last handler
+        get_logger().error("The orchestrator failed", exc_info=True)
+        return 1
+    return exit_code
+
+
+def prepare_directory(config: OrchestratorConfig, paths: OrchestratorPaths) -> int | None:
+    """Write the resolved config and remove what is stale; the step to resume from, or None for a fresh start.
+
+    Raises:
+        OutputDirInUse: the directory holds the checkpoints of another run.
+    """
+    run_paths = RunPaths.of_orchestrator(config.output_dir)
+    wanted = config.ckpt.resume_step if config.ckpt else None
+    check_output_dir(run_paths, resuming=wanted is not None)
+    resume_step = Checkpoints(run_paths, paths).resolve(wanted)
+    remove_stale(paths, resume_step or 0)
+    paths.control.mkdir(parents=True, exist_ok=True)
+    dump_toml(config, paths.resolved_config)
+    return resume_step

@@ -1,0 +1,196 @@
+"""Put the orchestrator's parts together, run them, and take them apart again."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import secrets
+import signal
+import sys
+import threading
+from collections.abc import Mapping
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+
+from prime_rl.configs.orchestrator import CheckpointConfig, OrchestratorConfig
+from prime_rl.orchestrator.advantage import setup_advantage
+from prime_rl.orchestrator.batch import BatchTarget
+from prime_rl.orchestrator.buffer import Buffer
+from prime_rl.orchestrator.ckpt import Checkpoints, Progress, restore
+from prime_rl.orchestrator.client import InferencePool
+from prime_rl.orchestrator.envs import TrainingEnvironment, load_environments
+from prime_rl.orchestrator.filters import setup_filters
+from prime_rl.orchestrator.policy import AsyncLimits, Policy
+from prime_rl.orchestrator.reporting import Reporter, sample_interval, setup_monitor
+from prime_rl.orchestrator.scheduler import Scheduler, SchedulerLimits
+from prime_rl.orchestrator.steps import Steps
+from prime_rl.transport import setup_batch_sender
+from prime_rl.utils.logger import SUCCESS, get_logger
+from prime_rl.utils.paths import OrchestratorPaths, RunPaths
+
+STOP_GRACE_S = 20.0
+"""After a signal, so long until the process ends whatever an environment still does."""
+
+
+def run_orchestrator(config: OrchestratorConfig, resume_step: int | None) -> int:
+    """Run to the end; the exit code.
+
+    Call it in the main thread. Errors pass through.
+    """
+    random.seed(config.seed)
+    environments = load_environments(config.env, config.log.vf_level)
+    sizes = ", ".join(f"{name} ({len(environment)} rows)" for name, environment in environments.items())
+    get_logger().info(f"Environments: {sizes}")
+    # Made in this order, our handlers replace those that verifiers installs for every environment.
+    return asyncio.run(_run_until_stopped(config, environments, resume_step))
+
+
+@dataclass(slots=True)
+class StopSignals:
+    """Turns SIGTERM and SIGINT into the cancellation of one task. A second signal ends the process at once."""
+
+    received: int | None = None
+
+    def watch(self, task: asyncio.Task[int]) -> None:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, self._stop, number, task)
+
+    @property
+    def exit_code(self) -> int:
+        return 128 + (self.received or 0)
+
+    def _stop(self, number: int, task: asyncio.Task[int]) -> None:
+        if self.received is not None:
+            os._exit(self.exit_code)
+        self.received = number
+        get_logger().info(f"{signal.Signals(number).name}: stopping")
+        exit_within(STOP_GRACE_S, self.exit_code)
+        task.cancel()
+
+
+def exit_within(grace_s: float, exit_code: int) -> None:
+    """End the process with this code after `grace_s`, if it has not ended by then; environments may leave threads."""
+    timer = threading.Timer(grace_s, os._exit, (exit_code,))
+    timer.daemon = True
+    timer.start()
+
+
+async def _run_until_stopped(
+    config: OrchestratorConfig, environments: Mapping[str, TrainingEnvironment], resume_step: int | None
+) -> int:
+    main = asyncio.create_task(_run(config, environments, resume_step))
+    signals = StopSignals()
+    signals.watch(main)
+    try:
+        return await main
+    except asyncio.CancelledError:
+        if signals.received is None:
+            raise
+        return signals.exit_code
+
+
+async def _run(
+    config: OrchestratorConfig, environments: Mapping[str, TrainingEnvironment], resume_step: int | None
+) -> int:
+    paths = OrchestratorPaths(config.output_dir)
+    filters = setup_filters(config.filters, config.model.name)
+    advantage = setup_advantage(config.advantage)
+    buffer = Buffer(
+        {name: len(environment) for name, environment in environments.items()}, config.buffer, _seed(config)
+    )
+    async with AsyncExitStack() as closing:
+        sender = setup_batch_sender(config.rollout_transport, paths)
+        closing.callback(sender.close)
+        pool = InferencePool(config.client, config.model.name)
+        closing.push_async_callback(pool.close)
+        held_version = await pool.wait_ready(config.use_token_client)
+        for environment in environments.values():
+            closing.push_async_callback(environment.close)
+            await environment.connect()
+
+        run = RunPaths.of_orchestrator(config.output_dir)
+        checkpoints = Checkpoints(run, paths)
+        progress = await _start(config.ckpt, checkpoints, buffer, pool, resume_step, held_version)
+        limits = AsyncLimits(config.max_async_level, config.strict_async_level)
+        policy = Policy(paths, pool, limits, version=progress.step)
+        scheduler = Scheduler(environments, buffer, pool, policy, _limits(config))
+        closing.push_async_callback(scheduler.close)
+        monitor = setup_monitor(config, run, paths)
+        closing.push(lambda kind, error, trace: monitor.close(int(kind is not None)))
+        steps = Steps(
+            scheduler=scheduler,
+            policy=policy,
+            sender=sender,
+            reporter=Reporter(monitor, filters, sample_interval(config)),
+            checkpoints=checkpoints if config.ckpt else None,
+            advantage=advantage,
+            filters=filters,
+            sampling=config.sampling,
+            target=BatchTarget(config.batch_size, config.token_batch_size),
+            max_steps=config.max_steps,
+        )
+        await _run_steps(steps, progress, pool)
+    get_logger().log(SUCCESS, "Orchestrator finished.")
+    return 0
+
+
+async def _start(
+    config: CheckpointConfig | None,
+    checkpoints: Checkpoints,
+    buffer: Buffer,
+    pool: InferencePool,
+    resume_step: int | None,
+    held_version: int,
+) -> Progress:
+    """Bring buffer and servers to where the run begins."""
+    if config is None or resume_step is None:
+        if held_version:
+            get_logger().info(f"Inference holds version {held_version} of an earlier run: back to the base model")
+            await pool.update_weights(None)
+        return Progress()
+    progress, buffer_state = restore(config, checkpoints, resume_step)
+    if buffer_state is not None:
+        buffer.restore(buffer_state)
+    source = "the base model"
+    if progress.step:
+        weights = await checkpoints.await_weights(progress.step, config.wait_for_weights_timeout)
+        await pool.update_weights(weights)
+        source = str(weights)
+    get_logger().log(
+        SUCCESS,
+        f"Resumed at step {progress.step}: {progress.total_samples} rollouts, {progress.total_tokens} tokens so far, "
+        f"buffer {'as saved' if buffer_state is not None else 'new'}, weights from {source}",
+    )
+    return progress
+
+
+async def _run_steps(steps: Steps, progress: Progress, pool: InferencePool) -> None:
+    """Run the steps, and what goes on beside them; the first failure of any ends all, and is raised."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            beside = [group.create_task(each) for each in (steps.policy.follow(), pool.watch(), steps.lag.measure())]
+            await steps.run(progress)
+            for task in beside:
+                task.cancel()
+    except BaseExceptionGroup as failures:
+        raise failures.exceptions[0]  # noqa: B904 - its own cause says more than the group
+    except asyncio.CancelledError:
+        steps.save(progress)
+        raise
+
+
+def _limits(config: OrchestratorConfig) -> SchedulerLimits:
+    # One group at least, even where the limits are smaller than a group.
+    rollouts = min(config.max_inflight_rollouts or 1, config.max_concurrent or sys.maxsize)
+    return SchedulerLimits(
+        group_size=config.rollouts_per_example,
+        groups_in_flight=max(1, rollouts // config.rollouts_per_example),
+        max_off_policy_steps=config.max_off_policy_steps,
+        groups_per_minute=config.tasks_per_minute,
+    )
+
+
+def _seed(config: OrchestratorConfig) -> int:
+    seeds = (seed for seed in (config.buffer.seed, config.seed) if seed is not None)
+    return next(seeds, secrets.randbits(32))

@@ -1,0 +1,49 @@
+"""What the policy's servers are asked for."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from prime_rl.configs.orchestrator import SamplingConfig, TemperatureSchedulerConfig
+
+
+def temperature_at(config: SamplingConfig, step: int, max_steps: int | None) -> float:
+    """The sampling temperature of a step (0-based): constant, or from the schedule."""
+    if config.temp_scheduler is None:
+        return 1.0 if config.temperature is None else config.temperature
+    return scheduled_temperature(config.temp_scheduler, step, max_steps)
+
+
+def scheduled_temperature(schedule: TemperatureSchedulerConfig, step: int, max_steps: int | None) -> float:
+    """From `start_temperature` at step 0 to `end_temperature` at the last of T steps; constant after that.
+
+    With `p = clamp(step, 0, T-1) / (T-1)` the factor is `p` (linear) or `(1 - cos(pi p)) / 2` (cosine).
+    """
+    horizon = schedule.total_steps or max_steps or 1
+    progress = min(max(step, 0), horizon - 1) / (horizon - 1) if horizon > 1 else 1.0
+    factor = progress if schedule.type == "linear" else (1 - math.cos(math.pi * progress)) / 2
+    return schedule.start_temperature + (schedule.end_temperature - schedule.start_temperature) * factor
+
+
+def train_sampling_args(config: SamplingConfig, temperature: float) -> dict[str, Any]:
+    """Sampling arguments of training requests, as verifiers takes them.
+
+    The trainer recomputes log-probabilities from temperature alone, so nothing may cut the distribution: top-p, top-k
+    and min-p are fixed, whatever `extra_body` says.
+    """
+    optional = {"max_tokens": config.max_tokens, "seed": config.seed}
+    return {
+        "temperature": temperature,
+        "top_p": 1.0,
+        "logprobs": True,
+        **{name: value for name, value in optional.items() if value is not None},
+        "extra_body": {
+            **config.extra_body,
+            "return_token_ids": True,
+            "top_k": -1,
+            "min_p": 0.0,
+            "min_tokens": config.min_tokens,
+            "repetition_penalty": config.repetition_penalty,
+        },
+    }

@@ -1,0 +1,144 @@
+"""The orchestrator's loop: one training batch a step."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from prime_rl.configs.orchestrator import SamplingConfig
+from prime_rl.orchestrator.advantage import AdvantageFunction, assign_advantages
+from prime_rl.orchestrator.batch import Batch, BatchTarget, build_batch
+from prime_rl.orchestrator.ckpt import Checkpoints, Progress
+from prime_rl.orchestrator.errors import NothingToTrain
+from prime_rl.orchestrator.filters import Filter, apply_filters
+from prime_rl.orchestrator.lag import LoopLag
+from prime_rl.orchestrator.metrics import StepStatus, StepTimes, count_tokens
+from prime_rl.orchestrator.policy import Policy
+from prime_rl.orchestrator.reporting import Reporter
+from prime_rl.orchestrator.rollout import Group
+from prime_rl.orchestrator.sampling import temperature_at, train_sampling_args
+from prime_rl.orchestrator.scheduler import Scheduler
+from prime_rl.transport import BatchSender
+from prime_rl.utils.logger import get_logger
+
+MAX_EMPTY_BATCHES = 5
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 30.0, 300.0
+
+
+@dataclass(slots=True)
+class EmptyBatches:
+    """Waits longer after each batch in a row that had nothing to train on, and gives up at the fifth."""
+
+    sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
+    in_a_row: int = 0
+
+    async def pause(self, step: int) -> None:
+        """Raises NothingToTrain when there have been too many."""
+        self.in_a_row += 1
+        if self.in_a_row >= MAX_EMPTY_BATCHES:
+            raise NothingToTrain(
+                f"step {step}: {self.in_a_row} batches in a row had no token to train on; look at the metrics error/* "
+                "and filter/*, and at the log lines of failed rollouts"
+            )
+        pause_s = min(FIRST_PAUSE_S * 2 ** (self.in_a_row - 1), LONGEST_PAUSE_S)
+        get_logger().warning(f"Step {step}: the batch has no token to train on; trying again in {pause_s:.0f} s")
+        await self.sleep(pause_s)
+
+
+@dataclass(slots=True)
+class Steps:
+    """All parts that a step needs, and its phases."""
+
+    scheduler: Scheduler
+    policy: Policy
+    sender: BatchSender
+    reporter: Reporter
+    checkpoints: Checkpoints | None
+    advantage: AdvantageFunction
+    filters: list[Filter]
+    sampling: SamplingConfig
+    target: BatchTarget
+    max_steps: int | None
+    lag: LoopLag = field(default_factory=LoopLag)
+    empty: EmptyBatches = field(default_factory=EmptyBatches)
+    times: StepTimes = field(default_factory=StepTimes)
+
+    async def run(self, progress: Progress) -> None:
+        """Make batches until `max_steps`, and leave a checkpoint of the end."""
+        while self.max_steps is None or progress.step < self.max_steps:
+            with self._timing("step"):
+                self.save(progress)
+                groups = await self.collect(progress.step)
+                batch = self.prepare(groups)
+                if not batch.trained:
+                    await self.empty.pause(progress.step)
+                    continue
+                await self.send(batch, progress)
+            self.report(batch, progress)
+        self.save(progress)
+
+    def save(self, progress: Progress) -> None:
+        """Write what a resumed run needs to begin with this step."""
+        if self.checkpoints is None:
+            return
+        with self._timing("save_ckpt"):
+            self.checkpoints.save(progress, self.scheduler.buffer.state(self.scheduler.examples_in_flight))
+            self.checkpoints.prune(self.policy.version)
+
+    async def collect(self, step: int) -> list[Group]:
+        with self._timing("generate_completions"):
+            sampling_args = train_sampling_args(self.sampling, self.temperature(step))
+            return await self.scheduler.collect(step, self.target, sampling_args, self._usable_groups(step))
+
+    def prepare(self, groups: list[Group]) -> Batch:
+        """Filter, compare and convert the rollouts."""
+        with self._timing("parallel_preprocess"):
+            apply_filters(self.filters, [rollout for group in groups for rollout in group.rollouts])
+            assign_advantages(groups, self.advantage)
+            return build_batch(groups)
+
+    async def send(self, batch: Batch, progress: Progress) -> None:
+        # In a thread, so that a slow disk does not stop the rollouts in flight.
+        await asyncio.to_thread(self.sender.send, batch.message(progress.step))
+        tokens = count_tokens(sample for _, samples in batch.samples for sample in samples)
+        progress.advance(tokens.total, len(batch.rollouts), len(batch.groups))
+        self.empty.in_a_row = 0
+
+    def report(self, batch: Batch, progress: Progress) -> None:
+        """Report the step that has just been sent."""
+        step = progress.step - 1
+        policy_times = self.policy.take_times()
+        self.times.wait_for_ckpt, self.times.update_weights = policy_times.waiting_s, policy_times.updating_s
+        status = StepStatus(
+            policy_version=self.policy.version,
+            async_level=step - self.policy.version,
+            groups_in_flight=self.scheduler.groups_in_flight,
+            group_size=self.scheduler.limits.group_size,
+            cancelled_groups=self.scheduler.take_cancelled(),
+            temperature=self.temperature(step),
+        )
+        extra = {**self.scheduler.buffer.take_metrics(), **self.lag.take_metrics()}
+        self.reporter.record(batch, progress, status, self.times, extra)
+        self.times = StepTimes()
+
+    def temperature(self, step: int) -> float:
+        return temperature_at(self.sampling, step, self.max_steps)
+
+    def _usable_groups(self, step: int) -> int | None:
+        """How many groups the rest of the run can train on; None when nobody can know."""
+        if self.max_steps is None or self.target.rollouts is None:
+            return None
+        per_step = math.ceil(self.target.rollouts / self.scheduler.limits.group_size)
+        return per_step * (self.max_steps - step)
+
+    @contextmanager
+    def _timing(self, phase: str) -> Iterator[None]:
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            setattr(self.times, phase, getattr(self.times, phase) + time.perf_counter() - started)
