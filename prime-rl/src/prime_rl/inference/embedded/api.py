@@ -1,0 +1,228 @@
+"""The HTTP routes of the embedded engine. Loads neither torch nor the model, so that it can answer from the start."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from concurrent.futures import Future
+from http import HTTPStatus
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from prime_rl.inference.embedded.answers import Answered, chat_answer, completion_answer
+from prime_rl.inference.embedded.errors import EngineBusy, EngineStopped, GenerationFailed, WeightError
+from prime_rl.inference.embedded.generation import GenerationRequest
+from prime_rl.inference.protocol import (
+    ChatBody,
+    CompletionBody,
+    RequestError,
+    TokenizeBody,
+    TokensBody,
+    UpdateWeightsBody,
+    parse_body,
+)
+from prime_rl.utils.logger import get_logger
+
+if TYPE_CHECKING:
+    from prime_rl.inference.embedded.service import Service
+
+Result = TypeVar("Result")
+_CLIENT_CLOSED_REQUEST = 499
+
+
+class ClientGone(Exception):
+    """Nobody is left to answer."""
+
+
+class Api:
+    """Routes over a `Service`, which appears once the model is loaded."""
+
+    def __init__(self, model_name: str) -> None:
+        self.model_name = model_name
+        self.service: Service | None = None
+        self.created_s = int(time.time())
+
+    def app(self) -> Starlette:
+        return Starlette(
+            routes=[
+                Route("/health", self.health),
+                Route("/v1/models", self.models),
+                Route("/v1/chat/completions", self.chat, methods=["POST"]),
+                Route("/v1/chat/completions/tokens", self.chat_from_tokens, methods=["POST"]),
+                Route("/v1/completions", self.complete, methods=["POST"]),
+                Route("/tokenize", self.tokenize, methods=["POST"]),
+                Route("/update_weights", self.update_weights, methods=["POST"]),
+                Route("/reload_weights", self.reload_weights, methods=["POST"]),
+                Route("/pause", self.pause, methods=["POST"]),
+                Route("/resume", self.resume, methods=["POST"]),
+                Route("/is_paused", self.is_paused),
+                Route("/load_lora_adapter", self.not_built, methods=["POST"]),
+                Route("/init_broadcaster", self.not_built, methods=["POST"]),
+            ],
+            exception_handlers={
+                RequestError: _answer_request_error,
+                HTTPException: _answer_http_error,
+                ClientGone: _answer_nobody,
+                Exception: _answer_failure,
+            },
+        )
+
+    def ready(self) -> Service:
+        """The service, or a 503 while the model loads."""
+        if self.service is None:
+            raise RequestError("The model is still loading", HTTPStatus.SERVICE_UNAVAILABLE)
+        return self.service
+
+    async def health(self, _: Request) -> Response:
+        self.ready()
+        return Response()
+
+    async def models(self, _: Request) -> Response:
+        service = self.ready()
+        entry = {
+            "id": service.model.name,
+            "object": "model",
+            "created": self.created_s,
+            "owned_by": "prime-rl",
+            "root": service.model.name,
+            "parent": None,
+            "max_model_len": service.model.max_model_len,
+        }
+        return _json({"object": "list", "data": [entry]})
+
+    async def chat(self, request: Request) -> Response:
+        return await self._chat(request, parse_body(ChatBody, await request.body()))
+
+    async def chat_from_tokens(self, request: Request) -> Response:
+        return await self._chat(request, parse_body(TokensBody, await request.body()))
+
+    async def complete(self, request: Request) -> Response:
+        service = self.ready()
+        body = parse_body(CompletionBody, await request.body())
+        answered = await _generate(service, request, service.completion_requests(body))
+        return _json(completion_answer(service.model.name, body, service.text, answered))
+
+    async def tokenize(self, request: Request) -> Response:
+        service = self.ready()
+        body = parse_body(TokenizeBody, await request.body())
+        service.check_model(body.model)
+        tokens = service.tokens_of(body)
+        strings = [service.text.token_text(token) for token in tokens] if body.return_token_strs else None
+        answer = {"count": len(tokens), "max_model_len": service.model.max_model_len, "tokens": tokens}
+        return _json(answer | {"token_strs": strings})
+
+    async def update_weights(self, request: Request) -> Response:
+        body = parse_body(UpdateWeightsBody, await request.body())
+        return await self._swap_weights(Path(body.weight_dir) if body.weight_dir is not None else None)
+
+    async def reload_weights(self, _: Request) -> Response:
+        return await self._swap_weights(None)
+
+    async def pause(self, request: Request) -> Response:
+        if request.query_params.get("mode", "keep") != "keep":
+            raise RequestError("This engine pauses with mode=keep only: requests stay and go on after /resume")
+        await _on_engine(self.ready().engine.pause)
+        return _json({"status": "paused"})
+
+    async def resume(self, _: Request) -> Response:
+        await _on_engine(self.ready().engine.resume)
+        return _json({"status": "resumed"})
+
+    async def is_paused(self, _: Request) -> Response:
+        return _json({"is_paused": self.ready().engine.paused})
+
+    async def not_built(self, request: Request) -> Response:
+        raise RequestError(
+            f"{request.url.path} is not supported by the embedded engine: update full weights through /update_weights",
+            HTTPStatus.NOT_IMPLEMENTED,
+        )
+
+    async def _chat(self, request: Request, body: ChatBody) -> Response:
+        service = self.ready()
+        answered = await _generate(service, request, service.chat_requests(body))
+        return _json(chat_answer(service.model.name, body, service.text, answered))
+
+    async def _swap_weights(self, directory: Path | None) -> Response:
+        engine = self.ready().engine
+        try:
+            version = await _on_engine(lambda: engine.update_weights(directory))
+        except WeightError as exc:
+            raise RequestError(str(exc), param="weight_dir") from exc
+        return _json({"status": "ok", "version": version})
+
+
+async def _generate(service: Service, request: Request, wanted: list[GenerationRequest]) -> Answered:
+    """Run requests to their end, unless the client goes away first."""
+    try:
+        futures = [asyncio.wrap_future(service.engine.submit(one)) for one in wanted]
+    except EngineBusy as exc:
+        _cancel(wanted)
+        raise RequestError(str(exc), HTTPStatus.TOO_MANY_REQUESTS) from exc
+    except EngineStopped as exc:
+        raise RequestError(str(exc), HTTPStatus.SERVICE_UNAVAILABLE) from exc
+    everything = asyncio.gather(*futures)
+    gone = asyncio.create_task(_disconnected(request))
+    try:
+        await asyncio.wait({everything, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not everything.done():
+            raise ClientGone
+        return list(zip(wanted, everything.result(), strict=True))
+    except EngineStopped as exc:
+        raise RequestError(str(exc), HTTPStatus.SERVICE_UNAVAILABLE) from exc
+    except GenerationFailed as exc:
+        raise RequestError(str(exc), HTTPStatus.INTERNAL_SERVER_ERROR) from exc
+    finally:
+        gone.cancel()
+        _cancel(wanted)
+
+
+async def _on_engine(command: Any) -> Any:
+    """The result of a command that the engine runs between two steps."""
+    try:
+        pending: Future[Any] = command()
+        return await asyncio.wrap_future(pending)
+    except EngineStopped as exc:
+        raise RequestError(str(exc), HTTPStatus.SERVICE_UNAVAILABLE) from exc
+
+
+def _cancel(requests: list[GenerationRequest]) -> None:
+    """Make the engine drop what has not been answered; for what has, this does nothing."""
+    for request in requests:
+        request.result.cancel()
+
+
+async def _disconnected(request: Request) -> None:
+    """Return when the client has gone. The body has been read, so that is all that can still arrive."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _json(content: dict[str, Any], status: int = HTTPStatus.OK) -> Response:
+    return Response(msgspec.json.encode(content), status_code=status, media_type="application/json")
+
+
+def _answer_request_error(_: Request, exc: Exception) -> Response:
+    assert isinstance(exc, RequestError)
+    return _json(exc.body(), exc.status)
+
+
+def _answer_http_error(_: Request, exc: Exception) -> Response:
+    assert isinstance(exc, HTTPException)
+    return _json(RequestError(exc.detail, exc.status_code).body(), exc.status_code)
+
+
+def _answer_nobody(_: Request, exc: Exception) -> Response:
+    return Response(status_code=_CLIENT_CLOSED_REQUEST)
+
+
+def _answer_failure(request: Request, exc: Exception) -> Response:
+    get_logger().error(f"{request.url.path} failed: {exc!r}", exc_info=exc)
+    error = RequestError(f"Internal error: {exc!r}", HTTPStatus.INTERNAL_SERVER_ERROR)
+    return _json(error.body(), error.status)

@@ -1,0 +1,141 @@
+"""Attention over key-value slots, plugged into Transformers' models through its public attention interface.
+
+One forward pass takes the next token of every running sequence and the whole prompts of the new ones, laid out as one
+row of N tokens: first B decode tokens (token i belongs to slot row i), then the P prompts, one after the other.
+Shapes: H query heads, K key-value heads, G = H / K, D head dim, L longest prompt or sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
+
+from prime_rl.inference.embedded.errors import UnsupportedModel
+from prime_rl.inference.embedded.slots import KVSlots
+
+ATTENTION_NAME = "kv_slots"
+
+
+class PromptBatch:
+    """Which of the N tokens are which prompt's. Prompts are padded on the right, which causal attention never sees."""
+
+    def __init__(self, rows: SequenceOf[int], lengths: SequenceOf[int], offset: int, device: torch.device) -> None:
+        self.rows = torch.tensor(rows, device=device)
+        self.width = max(lengths)
+        starts = offset + torch.tensor([0, *lengths[:-1]]).cumsum(0)
+        columns = torch.arange(self.width)
+        sizes = torch.tensor(lengths)[:, None]
+        self.token_index = (starts[:, None] + columns.minimum(sizes - 1)).to(device)
+        self.is_token = (columns < sizes).to(device)
+
+
+class SlotStep:
+    """What the attention layers need to know about one forward pass."""
+
+    def __init__(self, slots: KVSlots, decode_positions: SequenceOf[int], prompts: PromptBatch | None) -> None:
+        self.slots = slots
+        self.prompts = prompts
+        self.num_decode = len(decode_positions)
+        self.decode_rows = torch.arange(self.num_decode, device=slots.device)
+        self.decode_positions = torch.tensor(decode_positions, device=slots.device)
+        self.decode_length = max(decode_positions, default=-1) + 1
+        self._masks: dict[int | None, Tensor] = {}
+
+    def decode_mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
+        """Additive mask [B, 1, 1, L] of what each sequence has stored, limited to the last `window` tokens."""
+        if window not in self._masks:
+            columns = torch.arange(self.decode_length, device=self.slots.device)
+            last = self.decode_positions[:, None]
+            visible = columns <= last
+            if window is not None:
+                visible &= columns > last - window
+            hidden = torch.full(visible.shape, -torch.inf, dtype=dtype, device=self.slots.device)
+            self._masks[window] = hidden.masked_fill_(visible, 0.0)[:, None, None]
+        return self._masks[window]
+
+
+def slot_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    slot_step: SlotStep,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """Store the new keys and values, and attend. Query [1, H, N, D], key and value [1, K, N, D]; returns [1, N, H*D].
+
+    The signature is that of Transformers' attention functions; `slot_step` arrives through the model's own call.
+    """
+    if options.get("softcap") is not None or options.get("s_aux") is not None:
+        raise UnsupportedModel(f"{type(module).__name__} needs attention soft caps or sinks")
+    scaling, window = float(options["scaling"]), options.get("sliding_window")
+    keys, values = slot_step.slots.layer(int(module.layer_idx), key)
+    parts = []
+    count = slot_step.num_decode
+    if count:
+        new = (query[0, :, :count], key[0, :, :count], value[0, :, :count])
+        parts.append(_decode(slot_step, (keys, values), new, scaling, window))
+    if slot_step.prompts is not None:
+        parts.append(_prefill(slot_step.prompts, (keys, values), (query, key, value), scaling, window))
+    return (parts[0] if len(parts) == 1 else torch.cat(parts)).unsqueeze(0), None
+
+
+def _decode(
+    step: SlotStep,
+    stored: tuple[Tensor, Tensor],
+    new: tuple[Tensor, Tensor, Tensor],
+    scaling: float,
+    window: int | None,
+) -> Tensor:
+    """One query a row against the row's own slots. Plain matrix products: on a CPU they beat the fused kernel here."""
+    keys, values = stored
+    query, key, value = (tensor.transpose(0, 1) for tensor in new)
+    keys[step.decode_rows, :, step.decode_positions] = key
+    values[step.decode_rows, :, step.decode_positions] = value
+    batch, heads, dim = query.shape
+    length = step.decode_length
+    grouped = (query * scaling).reshape(batch, keys.shape[1], -1, dim)
+    scores = grouped @ keys[:batch, :, :length].transpose(2, 3)
+    weights = (scores + step.decode_mask(window, scores.dtype)).softmax(-1, dtype=torch.float32)
+    return (weights.to(value.dtype) @ values[:batch, :, :length]).reshape(batch, heads * dim)
+
+
+def _prefill(
+    prompts: PromptBatch,
+    stored: tuple[Tensor, Tensor],
+    new: tuple[Tensor, Tensor, Tensor],
+    scaling: float,
+    window: int | None,
+) -> Tensor:
+    """Causal attention inside each prompt. The padding's keys land beyond a row's end: masked, later overwritten."""
+    query, key, value = (tensor[0][:, prompts.token_index].transpose(0, 1) for tensor in new)
+    for slot, fresh in zip(stored, (key, value), strict=True):
+        slot[prompts.rows, :, : prompts.width] = fresh
+    banded = window is not None and window < prompts.width
+    attended = scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=_band(prompts.width, window, query.device) if banded else None,
+        is_causal=not banded,
+        scale=scaling,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    return attended.transpose(1, 2)[prompts.is_token].flatten(1)
+
+
+def _band(width: int, window: int, device: torch.device) -> Tensor:
+    distance = torch.arange(width, device=device)[:, None] - torch.arange(width, device=device)
+    return (distance >= 0) & (distance < window)
+
+
+def register_slot_attention() -> None:
+    """Make `attn_implementation="kv_slots"` known to Transformers. It gets no mask: the slots know their lengths."""
+    AttentionInterface.register(ATTENTION_NAME, slot_attention)

@@ -1,0 +1,137 @@
+"""From a request's body to the engine's request: defaults, limits, prompt."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from transformers import GenerationConfig
+
+from prime_rl.inference.embedded.engine import Engine
+from prime_rl.inference.embedded.errors import TemplateFailed
+from prime_rl.inference.embedded.generation import GenerationRequest, SamplingParams
+from prime_rl.inference.embedded.text import Text
+from prime_rl.inference.protocol import (
+    CONTEXT_LENGTH_MESSAGE,
+    ChatBody,
+    CompletionBody,
+    RequestError,
+    SamplingBody,
+    TokenizeBody,
+    TokensBody,
+)
+
+COMPLETION_MAX_TOKENS = 16
+"""OpenAI's default for text completions. A chat goes on to the end of the context."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """What requests are checked against."""
+
+    name: str
+    max_model_len: int
+    vocab_size: int
+    defaults: GenerationConfig
+    """The model's own sampling defaults, for arguments that a request leaves out."""
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """A running engine with the model and tokenizer in front of it."""
+
+    engine: Engine
+    text: Text
+    model: ServedModel
+    seeds: random.Random = field(default_factory=random.Random)
+    """For requests without a seed of their own."""
+
+    def check_model(self, name: str | None) -> None:
+        if name not in (None, self.model.name):
+            raise RequestError(f"The model `{name}` does not exist; this server has `{self.model.name}`.", 404, "model")
+
+    def chat_prompt(self, body: ChatBody | TokenizeBody) -> list[int]:
+        """Token ids of a body's messages."""
+        flags: dict[str, Any] = {
+            "add_generation_prompt": body.add_generation_prompt,
+            "continue_final_message": body.continue_final_message,
+        }
+        special = isinstance(body, TokenizeBody) and bool(body.add_special_tokens)
+        try:
+            return self.text.encode_chat(body.messages or [], body.tools, flags | body.chat_template_kwargs, special)
+        except TemplateFailed as exc:
+            raise RequestError(str(exc), param="messages") from exc
+
+    def chat_requests(self, body: ChatBody) -> list[GenerationRequest]:
+        prompt = body.tokens if isinstance(body, TokensBody) else self.chat_prompt(body)
+        top = body.top_logprobs if body.logprobs else 0
+        return [self._request(body, prompt, body.max_completion_tokens or body.max_tokens, top)]
+
+    def completion_requests(self, body: CompletionBody) -> list[GenerationRequest]:
+        prompts = [
+            self.text.encode(prompt, body.add_special_tokens) if isinstance(prompt, str) else prompt
+            for prompt in body.prompts
+        ]
+        if not prompts:
+            raise RequestError("`prompt` is empty", param="prompt")
+        max_tokens = body.max_tokens or COMPLETION_MAX_TOKENS
+        return [self._request(body, prompt, max_tokens, body.logprobs or 0) for prompt in prompts]
+
+    def tokens_of(self, body: TokenizeBody) -> list[int]:
+        if body.prompt is not None:
+            return self.text.encode(body.prompt, body.add_special_tokens is not False)
+        return self.chat_prompt(body)
+
+    def _request(
+        self, body: SamplingBody, prompt: Sequence[int], max_tokens: int | None, top_logprobs: int
+    ) -> GenerationRequest:
+        self.check_model(body.model)
+        room = self._room_after(prompt)
+        params = self._sampling_params(body, min(max_tokens or room, room), top_logprobs)
+        stops = body.stop_strings
+        return GenerationRequest(
+            prompt=tuple(prompt),
+            params=params,
+            seed=body.seed if body.seed is not None else self.seeds.getrandbits(62),
+            n=body.n,
+            eos_token_ids=self.text.eos_token_ids,
+            num_prompt_logprobs=body.prompt_logprobs,
+            stop_watches=[self.text.stop_watch(stops, body.skip_special_tokens) for _ in range(body.n if stops else 0)],
+        )
+
+    def _room_after(self, prompt: Sequence[int]) -> int:
+        if not prompt:
+            raise RequestError("The prompt has no tokens", param="prompt")
+        if max(prompt) >= self.model.vocab_size or min(prompt) < 0:
+            raise RequestError(f"The prompt has token ids outside 0..{self.model.vocab_size - 1}", param="prompt")
+        room = self.model.max_model_len - len(prompt)
+        if room < 1:
+            raise RequestError(CONTEXT_LENGTH_MESSAGE.format(limit=self.model.max_model_len, length=len(prompt)))
+        return room
+
+    def _sampling_params(self, body: SamplingBody, max_tokens: int, top_logprobs: int) -> SamplingParams:
+        stops = set(body.stop_token_ids)
+        if any(not 0 <= token < self.model.vocab_size for token in stops):
+            raise RequestError(f"stop_token_ids go beyond 0..{self.model.vocab_size - 1}", param="stop_token_ids")
+        if body.min_tokens > max_tokens:
+            raise RequestError(f"min_tokens {body.min_tokens} is more than the {max_tokens} possible tokens")
+
+        def chosen(name: str, neutral: float) -> Any:
+            own, default = getattr(body, name), getattr(self.model.defaults, name, None)
+            return next(value for value in (own, default, neutral) if value is not None)
+
+        return SamplingParams(
+            max_tokens=max_tokens,
+            temperature=chosen("temperature", 1.0),
+            top_k=max(chosen("top_k", 0), 0),
+            top_p=chosen("top_p", 1.0),
+            min_p=chosen("min_p", 0.0),
+            repetition_penalty=chosen("repetition_penalty", 1.0),
+            presence_penalty=body.presence_penalty,
+            frequency_penalty=body.frequency_penalty,
+            min_tokens=body.min_tokens,
+            stop_token_ids=frozenset(stops if body.ignore_eos else stops | self.text.eos_token_ids),
+            top_logprobs=top_logprobs,
+        )

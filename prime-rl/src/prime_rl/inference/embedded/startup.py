@@ -1,0 +1,61 @@
+"""From an inference config to a service that is ready to answer."""
+
+from __future__ import annotations
+
+import os
+import random
+
+import torch
+from transformers import PreTrainedConfig
+from transformers.utils.logging import disable_progress_bar
+
+from prime_rl.configs.inference import InferenceConfig
+from prime_rl.inference.embedded.engine import Engine
+from prime_rl.inference.embedded.errors import UnsupportedModel
+from prime_rl.inference.embedded.model import ModelRunner, load_model, model_config
+from prime_rl.inference.embedded.service import ServedModel, Service
+from prime_rl.inference.embedded.text import generation_defaults, load_text
+
+CPU_MEMORY_SHARE = 0.25
+"""Of the machine's memory, for keys and values on a CPU: a trainer and environments live there too."""
+
+
+def start_service(config: InferenceConfig) -> Service:
+    """Load the model and its tokenizer, and run it once. The caller's thread becomes the engine's by `engine.run()`.
+
+    Raises:
+        ModelNotFound, UnsupportedModel: one line for the person who started the server.
+    """
+    disable_progress_bar()
+    name, trust = config.model.name, config.model.trust_remote_code
+    max_model_len = _max_model_len(model_config(name, trust), config.model.max_model_len)
+    device = _device(config.device)
+    model, directory = load_model(name, config.model.dtype, device, trust)
+    runner = ModelRunner(model, _kv_budget_bytes(device, config.gpu_memory_utilization), directory)
+    defaults = generation_defaults(directory)
+    text = load_text(name, trust, defaults)
+    served = ServedModel(name, max_model_len, runner.vocab_size, defaults)
+    return Service(Engine(runner), text, served, random.Random(config.seed))
+
+
+def _device(name: str) -> torch.device:
+    if name == "cuda" and not torch.cuda.is_available():
+        raise UnsupportedModel('device = "cuda", but no CUDA device is visible')
+    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def _max_model_len(model: PreTrainedConfig, wanted: int | None) -> int:
+    longest = getattr(model.get_text_config(), "max_position_embeddings", None)
+    if longest is None and wanted is None:
+        raise UnsupportedModel("the model's config names no context length: set inference.model.max_model_len")
+    if longest is not None and wanted is not None and wanted > longest:
+        raise UnsupportedModel(f"inference.model.max_model_len is {wanted}, but the model's context is {longest}")
+    return int(wanted or longest)
+
+
+def _kv_budget_bytes(device: torch.device, gpu_memory_utilization: float) -> int:
+    if device.type == "cpu":
+        return int(CPU_MEMORY_SHARE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    free, total = torch.cuda.mem_get_info(device)
+    # Half of what the share leaves: growing the slots holds the old and the new tensors at once.
+    return max(0, int(gpu_memory_utilization * total) - (total - free)) // 2

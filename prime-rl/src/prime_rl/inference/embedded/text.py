@@ -1,0 +1,140 @@
+"""Text to tokens and back: chat templates, decoding, stop strings."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from jinja2 import TemplateError
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
+
+from prime_rl.inference.embedded.errors import ModelNotFound, TemplateFailed, first_line
+
+_REPLACEMENT = "\ufffd"
+
+
+class Text:
+    """A tokenizer, used from the HTTP thread and, for stop strings, from the engine's."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, eos_token_ids: frozenset[int]) -> None:
+        self._tokenizer = tokenizer
+        self._token_texts: dict[int, str] = {}
+        self.eos_token_ids = eos_token_ids
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        if backend is not None:
+            # Set once and never again: changing them while another thread decodes raises "Already borrowed".
+            backend.no_truncation()
+            backend.no_padding()
+
+    @cached_property
+    def _special_token_ids(self) -> frozenset[int]:
+        return frozenset(self._tokenizer.all_special_ids)
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        return self._tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]
+
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        template_kwargs: Mapping[str, Any],
+        add_special_tokens: bool = False,
+    ) -> list[int]:
+        """Token ids of the messages through the chat template.
+
+        Raises:
+            TemplateFailed: with the template's own words.
+        """
+        plain = [_plain_message(message) for message in messages]
+        try:
+            rendered = self._tokenizer.apply_chat_template(
+                plain, tools=list(tools) if tools else None, tokenize=False, **template_kwargs
+            )
+        except (TemplateError, ValueError, TypeError, KeyError) as exc:
+            raise TemplateFailed(f"The chat template does not take these messages: {exc}") from exc
+        return self.encode(str(rendered), add_special_tokens)
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        return self._tokenizer.decode(
+            list(token_ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+        )
+
+    def token_text(self, token_id: int) -> str:
+        """A token alone as text, special tokens included."""
+        if token_id not in self._token_texts:
+            self._token_texts[token_id] = self.decode([token_id], skip_special_tokens=False)
+        return self._token_texts[token_id]
+
+    def stop_watch(self, stops: Sequence[str], skip_special_tokens: bool) -> StopStrings:
+        return StopStrings(stops, lambda token_ids: self.decode(token_ids, skip_special_tokens))
+
+
+class StopStrings:
+    """Looks for the stop strings of one sample in its text, which is decoded a little at a time."""
+
+    def __init__(self, stops: Sequence[str], decode: Callable[[Sequence[int]], str]) -> None:
+        self._stops = stops
+        self._decode = decode
+        self._keep = max(map(len, stops)) - 1
+        self._tail = ""
+        self._pending: list[int] = []
+        self._context: list[int] = []
+
+    def push(self, token: int) -> str | None:
+        """Take the next token. Returns the stop string that is now complete, if one is."""
+        self._pending.append(token)
+        before = self._decode(self._context)
+        text = self._decode(self._context + self._pending)
+        if text.endswith(_REPLACEMENT):
+            return None  # the bytes of a character have not all arrived
+        self._context, self._pending = self._pending, []
+        self._tail += text[len(before) :]
+        found = min((stop for stop in self._stops if stop in self._tail), key=self._tail.index, default=None)
+        self._tail = self._tail[-self._keep :] if self._keep else ""
+        return found
+
+
+def load_text(name: str, trust_remote_code: bool, generation: GenerationConfig) -> Text:
+    """The tokenizer of a model. What ends an answer is its end-of-sequence token and those of `generation`.
+
+    Raises:
+        ModelNotFound: the model comes without a tokenizer.
+    """
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as exc:
+        raise ModelNotFound(f"cannot load the tokenizer of model {name!r}: {first_line(exc)}") from exc
+    listed = generation.eos_token_id
+    ends = {tokenizer.eos_token_id, *(listed if isinstance(listed, list) else [listed])}
+    return Text(tokenizer, frozenset(token for token in ends if token is not None))
+
+
+def generation_defaults(directory: Path) -> GenerationConfig:
+    """`generation_config.json` of a model, or an empty one."""
+    if (directory / "generation_config.json").is_file():
+        return GenerationConfig.from_pretrained(directory)
+    return GenerationConfig()
+
+
+def _plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
+    """What templates expect: content as one text, and the arguments of tool calls as objects instead of JSON text."""
+    plain = {key: value for key, value in message.items() if value is not None}
+    if isinstance(plain.get("content"), list):
+        plain["content"] = "\n".join(part["text"] for part in plain["content"])
+    plain.setdefault("content", "")
+    if calls := plain.get("tool_calls"):
+        plain["tool_calls"] = [_plain_call(call) for call in calls]
+    return plain
+
+
+def _plain_call(call: Mapping[str, Any]) -> dict[str, Any]:
+    function = dict(call.get("function") or {})
+    if isinstance(function.get("arguments"), str):
+        try:
+            function["arguments"] = json.loads(function["arguments"])
+        except json.JSONDecodeError:
+            return dict(call)  # a model may write what is no JSON; the template gets it as it stands
+    return {**call, "function": function}

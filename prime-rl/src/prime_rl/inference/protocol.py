@@ -1,0 +1,201 @@
+"""What clients send to either engine, and how an engine says no.
+
+The bodies are OpenAI's, with vLLM's extensions. An argument that no engine honours is refused, so that nobody trains
+on samples that were drawn differently from what the request asked for.
+"""
+
+from __future__ import annotations
+
+from http import HTTPStatus
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+MAX_TOP_LOGPROBS = 20
+MAX_SAMPLES = 256
+CONTEXT_LENGTH_MESSAGE = (
+    "This model's maximum context length is {limit} tokens. Your prompt has {length} tokens, which leaves no room for "
+    "an answer. Please shorten it."
+)
+
+
+class RequestError(Exception):
+    """A request that is answered with an error; `status` is its HTTP code."""
+
+    def __init__(self, message: str, status: int = HTTPStatus.BAD_REQUEST, param: str | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.param = param
+
+    def body(self) -> dict[str, Any]:
+        """OpenAI's error object. `type` is the status's name, as vLLM gives it: `BadRequestError`."""
+        name = HTTPStatus(self.status).phrase.replace(" ", "").removesuffix("Error") + "Error"
+        return {"error": {"message": str(self), "type": name, "param": self.param, "code": int(self.status)}}
+
+
+class Body(BaseModel):
+    """Base of every request body: unknown arguments are refused, and an explicit null means "not given"."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_nulls(cls, data: Any) -> Any:
+        return {key: value for key, value in data.items() if value is not None} if isinstance(data, dict) else data
+
+
+class SamplingBody(Body):
+    """The arguments that chat and text completions share."""
+
+    model: str | None = None
+    temperature: Annotated[float, Field(ge=0)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1)] | None = None
+    """-1 and 0 mean all tokens."""
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
+    seed: int | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] = 1
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    min_tokens: Annotated[int, Field(ge=0)] = 0
+    stop: str | list[str] = []
+    stop_token_ids: list[int] = []
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    return_token_ids: bool = True
+    """Token ids are part of every answer of the embedded engine; false is accepted and changes nothing."""
+    return_tokens_as_token_ids: bool = False
+    stream: Literal[False] = False
+    # Hints that have no influence on the tokens.
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    store: bool | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+    request_id: str | None = None
+    service_tier: str | None = None
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """Non-empty stop strings; OpenAI allows one string or a list."""
+        given = [self.stop] if isinstance(self.stop, str) else self.stop
+        return tuple(text for text in given if text)
+
+
+class ChatBody(SamplingBody):
+    """`POST /v1/chat/completions`."""
+
+    messages: list[dict[str, Any]] = Field(min_length=1)
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool = False
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] = 0
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Literal["auto", "none"] | None = None
+    parallel_tool_calls: bool | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] = {}
+
+    @model_validator(mode="after")
+    def _check_messages(self) -> ChatBody:
+        check_messages(self.messages)
+        return self
+
+
+class TokensBody(ChatBody):
+    """`POST /v1/chat/completions/tokens`: a chat body whose prompt ids are `tokens`, already rendered by the client."""
+
+    tokens: list[Annotated[int, Field(ge=0)]] = Field(min_length=1)
+
+
+class CompletionBody(SamplingBody):
+    """`POST /v1/completions`. `prompt` is one or several texts or lists of token ids."""
+
+    prompt: str | list[str] | list[int] | list[list[int]]
+    logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    add_special_tokens: bool = True
+    echo: Literal[False] = False
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        return [self.prompt] if self.prompt and isinstance(self.prompt[0], int) else list(self.prompt)
+
+
+class TokenizeBody(Body):
+    """`POST /tokenize`: of a text, or of messages through the chat template."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    add_special_tokens: bool | None = None
+    """Default: true for a text, false for messages, whose template writes them itself."""
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    tools: list[dict[str, Any]] | None = None
+    chat_template_kwargs: dict[str, Any] = {}
+    return_token_strs: bool = False
+
+    @model_validator(mode="after")
+    def _check_source(self) -> TokenizeBody:
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("give either `prompt` or `messages`")
+        if self.messages is not None:
+            check_messages(self.messages)
+        return self
+
+
+class UpdateWeightsBody(BaseModel):
+    """`POST /update_weights`. `weight_dir` must be given: null, on purpose, means the weights of the start."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    weight_dir: str | None
+
+
+def check_messages(messages: list[dict[str, Any]]) -> None:
+    """Raise ValueError unless every message has a role and a content that a text model can read."""
+    if not messages:
+        raise ValueError("`messages` is empty")
+    for index, message in enumerate(messages):
+        if not isinstance(message.get("role"), str):
+            raise ValueError(f"messages[{index}] has no `role`")
+        content = message.get("content")
+        if not isinstance(content, str | list | None):
+            raise ValueError(f"messages[{index}].content is neither text nor a list of parts")
+        if content is None and message["role"] != "assistant":
+            raise ValueError(f"messages[{index}] has no `content`")
+        for part in content if isinstance(content, list) else []:
+            if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+                raise ValueError(f"messages[{index}].content has a part that is not text; this engine reads text only")
+
+
+Parsed = TypeVar("Parsed", bound=BaseModel)
+
+
+def parse_body(kind: type[Parsed], raw: bytes) -> Parsed:
+    """Validate a request's JSON.
+
+    Raises:
+        RequestError: 400, with the first fault and the argument it is about.
+    """
+    try:
+        return kind.model_validate_json(raw)
+    except ValidationError as exc:
+        raise _as_request_error(exc.errors(include_url=False)[0]) from exc
+
+
+def _as_request_error(fault: Any) -> RequestError:
+    where = ".".join(str(part) for part in fault["loc"])
+    if fault["type"] == "json_invalid":
+        return RequestError(f"The body is not valid JSON: {fault['ctx']['error']}")
+    if fault["type"] == "extra_forbidden":
+        return RequestError(f"Unrecognized request argument: {where}. This engine does not support it.", param=where)
+    if where == "stream":
+        return RequestError("Streaming is not supported by this engine: leave `stream` out or false.", param=where)
+    message = fault["msg"].removeprefix("Value error, ")
+    return RequestError(f"{where}: {message}" if where else message, param=where or None)

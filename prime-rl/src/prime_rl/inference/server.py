@@ -1,0 +1,131 @@
+"""The `inference` command: choose the engine, and serve until told to stop.
+
+Exit status: 0 after SIGTERM or SIGINT (a server ends well only by being stopped), 1 when it cannot start or its engine
+fails, 2 for a config that it cannot honour.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import socket
+import sys
+from collections.abc import Callable
+from typing import Any, Literal
+
+from prime_rl.configs.inference import InferenceConfig
+from prime_rl.configs.not_built import refuse_unbuilt
+from prime_rl.utils.logger import get_logger, setup_logger
+from prime_rl.utils.pydantic_config import get_unknown_args, parse_argv_or_exit
+
+Backend = Literal["vllm", "embedded"]
+
+# What only vLLM reads. `enforce_eager` is not here: the embedded engine never compiles. Nor is
+# `gpu_memory_utilization`, which bounds it on a GPU and has nothing to bound on a CPU.
+VLLM_ONLY = (
+    "parallel.tp",
+    "parallel.dp",
+    "model.tool_call_parser",
+    "model.reasoning_parser",
+    "model.rope_scaling",
+    "enable_lora",
+    "enable_prefix_caching",
+    "enable_expert_parallel",
+    "enable_eplb",
+    "all2all_backend",
+    "api_server_count",
+)
+
+
+def main() -> None:
+    """`inference @ inference.toml --server.port 8000`. Further options go to vLLM when that is the engine."""
+    config = parse_argv_or_exit(InferenceConfig, allow_extras=True)
+    extras = get_unknown_args()
+    refuse_unbuilt(config)
+    setup_logger("info")
+    backend, reason = choose_backend(config, vllm_installed, gpu_visible)
+    if backend == "embedded" and (faults := embedded_faults(config, extras)):
+        sys.stderr.writelines(f"error: {fault}\n" for fault in faults)
+        raise SystemExit(2)
+    get_logger().info(f"Inference engine: {backend} ({reason})")
+    raise SystemExit(_serve_vllm(config, extras) if backend == "vllm" else _serve_embedded(config))
+
+
+def choose_backend(
+    config: InferenceConfig, has_vllm: Callable[[], bool], has_gpu: Callable[[], bool]
+) -> tuple[Backend, str]:
+    """The engine, and why. `auto` is vLLM when it is installed and a GPU is to be used, else the embedded engine."""
+    if config.backend != "auto":
+        return config.backend, "as configured"
+    if not has_vllm():
+        return "embedded", "vLLM is not installed"
+    if config.device == "cpu":
+        return "embedded", 'device = "cpu"'
+    return ("vllm", "vLLM and a GPU are here") if has_gpu() else ("embedded", "no GPU is visible")
+
+
+def vllm_installed() -> bool:
+    return importlib.util.find_spec("vllm") is not None
+
+
+def gpu_visible() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def embedded_faults(config: InferenceConfig, extras: list[str]) -> list[str]:
+    """One line for each setting that the embedded engine would have to ignore."""
+    advice = 'only the vllm engine reads it: leave it out, or set backend = "vllm"'
+    defaults = InferenceConfig.model_construct()
+    faults = [f"{key} = {_at(config, key)!r}: {advice}" for key in VLLM_ONLY if _at(config, key) != _at(defaults, key)]
+    return [*faults, *(f"unknown option {extra}: {advice}" for extra in extras if extra.startswith("-"))]
+
+
+def _at(config: InferenceConfig, key: str) -> Any:
+    value: Any = config
+    for part in key.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def _serve_embedded(config: InferenceConfig) -> int:
+    from prime_rl.inference.embedded.errors import EngineError
+    from prime_rl.inference.embedded.serve import EmbeddedServer
+
+    try:
+        # Bound before the model loads, so that a taken port is found at once; connections are refused until later.
+        with _bound_socket(config) as listener:
+            EmbeddedServer(config).serve_until_stopped(listener)
+    except EngineError as exc:
+        get_logger().error(f"Inference failed: {exc}")
+        return 1
+    except OSError as exc:
+        get_logger().error(f"Inference cannot listen on {config.server.host}:{config.server.port}: {exc.strerror}")
+        return 1
+    return 0
+
+
+def _bound_socket(config: InferenceConfig) -> socket.socket:
+    host = config.server.host or "0.0.0.0"
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, config.server.port))
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def _serve_vllm(config: InferenceConfig, extras: list[str]) -> int:
+    if not vllm_installed():
+        get_logger().error('Inference failed: backend = "vllm", but vLLM is not installed (prime-rl[vllm])')
+        return 1
+    from prime_rl.inference.vllm.serve import serve
+
+    return serve(config, extras)
+
+
+if __name__ == "__main__":
+    main()
