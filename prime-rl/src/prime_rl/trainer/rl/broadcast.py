@@ -1,0 +1,64 @@
+"""Policy weights for the inference engines, through the filesystem."""
+
+from __future__ import annotations
+
+import shutil
+
+import torch
+from torch import nn
+
+from prime_rl.configs.trainer import FileSystemWeightBroadcastConfig
+from prime_rl.trainer.weights import gather_weights, save_weights
+from prime_rl.trainer.world import World
+from prime_rl.utils.paths import OrchestratorPaths, replacing_directory, step_of
+
+
+class FileSystemBroadcast:
+    """Writes `RUN/broadcasts/step_<v>`, whole or not at all, and removes versions nobody will ask for.
+
+    The orchestrator collects batch v - 1 only once the engines hold version v - 1 - k, so when v comes out (k is
+    `max_async_level`) nothing reads v - k - 1 or older any more. Versions that a checkpoint also holds stay.
+    """
+
+    def __init__(
+        self,
+        config: FileSystemWeightBroadcastConfig,
+        run: OrchestratorPaths,
+        world: World,
+        max_async_level: int,
+        keep_interval: int | None,
+    ) -> None:
+        self.config = config
+        self.run = run
+        self.world = world
+        self.max_async_level = max_async_level
+        self.keep_interval = keep_interval
+
+    def publish(self, model: nn.Module, version: int, dtype: torch.dtype) -> None:
+        """Write `version` in `dtype` and in the hub's naming. Collective.
+
+        Raises:
+            OSError: the weights could not be written. The run cannot go on: nobody would ever see this version.
+        """
+        state = gather_weights(model, dtype)
+        if self.world.rank != 0:
+            return
+        with replacing_directory(self.run.broadcast(version)) as scratch:
+            save_weights(state, scratch, self.config.save_sharded, self.config.save_format)
+        self._remove(lambda other: other < version - self.max_async_level and not self._is_kept(other))
+
+    def discard_after(self, version: int) -> None:
+        """Remove versions above `version`: an earlier start of this run, or another run, left them."""
+        if self.world.rank == 0:
+            self._remove(lambda other: other > version)
+
+    def _is_kept(self, version: int) -> bool:
+        return self.keep_interval is not None and version % self.keep_interval == 0
+
+    def _remove(self, is_unwanted) -> None:
+        if not self.run.broadcasts.is_dir():
+            return
+        for directory in self.run.broadcasts.iterdir():
+            version = step_of(directory)
+            if version is not None and is_unwanted(version):
+                shutil.rmtree(directory, ignore_errors=True)

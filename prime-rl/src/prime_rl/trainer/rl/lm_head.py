@@ -1,0 +1,79 @@
+"""Log-probabilities of given tokens without ever holding `[tokens, vocabulary]`.
+
+The vocabulary is walked in slices. Per token the forward keeps the running maximum m, the sum of exponentials
+Z = sum exp(z - m) and the sum of exp(z - m) * z; with them logprob = z_label - log Z - m and
+entropy = m + log Z - E[z]. The backward computes each slice's logits again (runtime behaviour, section 5.4).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def fused_logprobs(
+    hidden: Tensor, weight: Tensor, labels: Tensor, temperatures: Tensor, vocab_chunk: int
+) -> tuple[Tensor, Tensor]:
+    """Log-probability of `labels` under softmax(hidden @ weight.T / temperature), and the entropy of that softmax.
+
+    Args:
+        hidden: [N, H].
+        weight: [V, H], the head's; it has no bias.
+        labels: [N], token ids.
+        temperatures: [N], float32, above 0.
+        vocab_chunk: vocabulary entries per slice.
+
+    Returns:
+        Two float32 tensors [N]. The entropy carries no gradient.
+    """
+    return _FusedLogprobs.apply(hidden, weight, labels, temperatures, vocab_chunk)
+
+
+class _FusedLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden: Tensor, weight: Tensor, labels: Tensor, temperatures: Tensor, vocab_chunk: int):
+        inverse_temperatures = temperatures.float().reciprocal()[:, None]
+        peak = torch.full_like(temperatures, -torch.inf, dtype=torch.float32)
+        total = torch.zeros_like(peak)
+        weighted = torch.zeros_like(peak)
+        label_logits = torch.zeros_like(peak)
+        for start in range(0, weight.shape[0], vocab_chunk):
+            logits = (hidden @ weight[start : start + vocab_chunk].T).float() * inverse_temperatures
+            new_peak = torch.maximum(peak, logits.amax(-1))
+            shrink = (peak - new_peak).exp()
+            exponentials = (logits - new_peak[:, None]).exp()
+            total = total * shrink + exponentials.sum(-1)
+            weighted = weighted * shrink + (exponentials * logits).sum(-1)
+            peak = new_peak
+            inside, column = _labels_in_slice(labels, start, logits.shape[1])
+            label_logits = torch.where(inside, logits.gather(1, column[:, None]).squeeze(1), label_logits)
+        log_partition = peak + total.log()
+        entropy = log_partition - weighted / total
+        ctx.save_for_backward(hidden, weight, labels, inverse_temperatures, log_partition)
+        ctx.vocab_chunk = vocab_chunk
+        ctx.mark_non_differentiable(entropy)
+        return label_logits - log_partition, entropy
+
+    @staticmethod
+    def backward(ctx, grad_logprobs: Tensor, _grad_entropy: Tensor):
+        hidden, weight, labels, inverse_temperatures, log_partition = ctx.saved_tensors
+        grad_hidden = torch.zeros_like(hidden, dtype=torch.float32) if ctx.needs_input_grad[0] else None
+        grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
+        for start in range(0, weight.shape[0], ctx.vocab_chunk):
+            weight_slice = weight[start : start + ctx.vocab_chunk]
+            logits = (hidden @ weight_slice.T).float() * inverse_temperatures
+            inside, column = _labels_in_slice(labels, start, logits.shape[1])
+            grad_logits = (logits - log_partition[:, None]).exp().neg_()
+            grad_logits.scatter_add_(1, column[:, None], inside[:, None].float())
+            grad_logits = (grad_logits * (grad_logprobs[:, None] * inverse_temperatures)).to(weight.dtype)
+            if grad_hidden is not None:
+                grad_hidden += grad_logits @ weight_slice
+            if grad_weight is not None:
+                grad_weight[start : start + ctx.vocab_chunk] = grad_logits.T @ hidden
+        return None if grad_hidden is None else grad_hidden.to(hidden.dtype), grad_weight, None, None, None
+
+
+def _labels_in_slice(labels: Tensor, start: int, width: int) -> tuple[Tensor, Tensor]:
+    """Which labels fall into a slice of the vocabulary, and their column there (0 for the others), both [N]."""
+    inside = (labels >= start) & (labels < start + width)
+    return inside, torch.where(inside, labels - start, 0)

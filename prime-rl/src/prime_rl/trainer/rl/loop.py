@@ -1,0 +1,152 @@
+"""The RL training loop."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from transformers import PreTrainedTokenizerBase
+
+from prime_rl.configs.trainer import TrainerConfig, WeightCheckpointConfig
+from prime_rl.trainer.ckpt import CheckpointManager, TrainState
+from prime_rl.trainer.errors import DivergedError
+from prime_rl.trainer.optim import clip_gradients
+from prime_rl.trainer.rl.broadcast import FileSystemBroadcast
+from prime_rl.trainer.rl.data import BatchSource
+from prime_rl.trainer.rl.metrics import Stopwatch
+from prime_rl.trainer.rl.report import Reporter, StepReport
+from prime_rl.trainer.rl.rows import Row
+from prime_rl.trainer.rl.step import ForwardBackward, StepSize
+from prime_rl.trainer.signals import SignalBox
+from prime_rl.trainer.weights import export_model
+from prime_rl.trainer.world import World
+from prime_rl.utils.logger import get_logger
+from prime_rl.utils.paths import RunPaths
+
+POLL_S = 0.02
+"""Between two looks for a batch. A tiny model's step takes a few tenths of a second, so a long poll would show."""
+
+
+class Stopped(Exception):
+    """SIGTERM asked the trainer to stop; the checkpoint, if one is configured, is written."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What the loop works with."""
+
+    state: TrainState
+    tokenizer: PreTrainedTokenizerBase
+    batches: BatchSource
+    forward_backward: ForwardBackward
+    broadcast: FileSystemBroadcast
+    checkpoints: CheckpointManager | None
+    reporter: Reporter
+    export_dtype: torch.dtype
+    """Of published and exported weights."""
+
+
+class RLTrainer:
+    """Consumes one batch a step and publishes the new policy, until `max_steps`.
+
+    Step s turns policy version s into version s + 1; `progress.step` is the version.
+    """
+
+    def __init__(self, config: TrainerConfig, paths: RunPaths, world: World, parts: Parts, signals: SignalBox) -> None:
+        self.config = config
+        self.paths = paths
+        self.world = world
+        self.parts = parts
+        self.signals = signals
+        self.progress = parts.state.progress
+        self.times = Stopwatch()
+        self._saved_version = self.progress.step
+
+    def run(self) -> None:
+        """Train to the end.
+
+        Raises:
+            Stopped: SIGTERM came first.
+        """
+        if self.progress.step > 0:
+            self._publish()  # whoever resumes with us cannot go on without the version that we stand at
+        while self.config.max_steps is None or self.progress.step < self.config.max_steps:
+            rows = self._receive()
+            report = self._train_step(rows)
+            self._publish()
+            self._save_if_due()
+            self.parts.reporter.report(report, self.times.lap())
+        self._finish()
+
+    def _receive(self) -> list[Row]:
+        """Wait for this rank's rows, serving signals meanwhile. Collective."""
+        with self.times("wait_for_batch"):
+            while True:
+                requests = self.signals.take()
+                if requests.save or requests.stop:
+                    self._save()
+                if requests.stop:
+                    raise Stopped
+                if self._batch_is_ready():
+                    break
+                time.sleep(POLL_S)
+        with self.times("load_data"):
+            return [Row.of(message, self.world.device) for message in self.parts.batches.take(self.progress.step)]
+
+    def _batch_is_ready(self) -> bool:
+        """Rank 0 looks; every rank hears, so that none runs ahead into another collective."""
+        ready = torch.tensor(int(self.world.is_main and self.parts.batches.is_ready(self.progress.step)))
+        dist.broadcast(ready, src=0)
+        return bool(ready)
+
+    def _train_step(self, rows: list[Row]) -> StepReport:
+        state, step = self.parts.state, self.progress.step
+        size = StepSize.of_all_ranks(rows)
+        with self.times("forward_backward"):
+            samples = self.parts.forward_backward.run(rows, size)
+            grad_norm = clip_gradients(state.model, self.config.optim.max_norm)
+            if not math.isfinite(grad_norm):
+                raise DivergedError(f"the gradient of step {step} is not finite: lower optim.lr, or check the rewards")
+            lr = state.scheduler.get_last_lr()[0]
+            state.optimizer.step()
+            state.scheduler.step()
+            state.optimizer.zero_grad()
+        self.progress.advance(size.tokens, size.sequences)
+        return StepReport(step, size, samples.gather(), grad_norm, lr)
+
+    def _publish(self) -> None:
+        with self.times("broadcast_weights"):
+            self.parts.broadcast.publish(self.parts.state.model, self.progress.step, self.parts.export_dtype)
+
+    def _save_if_due(self) -> None:
+        checkpoints, step = self.parts.checkpoints, self.progress.step
+        if checkpoints is None or not checkpoints.is_due(step) or step == self.config.max_steps:
+            return
+        self._save()
+        self._export()
+
+    def _save(self) -> None:
+        """Checkpoint this version, unless it is the untrained model or already saved."""
+        if self.parts.checkpoints is None or self.progress.step == self._saved_version:
+            return
+        with self.times("save_ckpt"):
+            self.parts.checkpoints.save(self.parts.state, data_position={})
+        self._saved_version = self.progress.step
+        if self.world.is_main:
+            get_logger().info(f"Saved checkpoint {self.paths.checkpoint(self.progress.step)}")
+
+    def _export(self) -> None:
+        parts = self.parts
+        if parts.checkpoints is not None:
+            parts.checkpoints.export(parts.state, parts.tokenizer, parts.export_dtype)
+            return
+        target = self.paths.weight(self.progress.step)
+        export_model(parts.state.model, parts.tokenizer, target, WeightCheckpointConfig(), parts.export_dtype)
+
+    def _finish(self) -> None:
+        """A finished run leaves its weights ready to use, and with `[ckpt]` a checkpoint to go on from."""
+        self._save()
+        self._export()

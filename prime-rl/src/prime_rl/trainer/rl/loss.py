@@ -1,0 +1,160 @@
+"""The RL loss: importance-weighted policy gradient on the tokens whose ratio can be trusted.
+
+Reference: runtime behaviour, section 5.3. Per sequence, with mask m, trainer log-probability p_t, inference
+log-probability q_t, d_t = p_t - q_t and r_t = exp(d_t):
+
+    L = - sum over kept t of  R_t * (adv_tau*A_t + teacher_tau*(teacher_t - p_t) - kl_tau*d_t) * p_t
+
+where R_t is r_t or the sequence's clipped ratio, and everything before the last p_t is a constant to the gradient.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from torch import Tensor
+
+from prime_rl.configs.trainer import CustomLossConfig, DefaultLossConfig
+from prime_rl.trainer.errors import TrainerError
+
+MAX_LOG_SEQUENCE_RATIO = 10.0
+"""The summed log-ratio of a sequence is cut here, so that its exponential stays finite."""
+
+
+@dataclass(frozen=True, slots=True)
+class LossInputs:
+    """One sequence of T tokens; entry t of every field belongs to token t."""
+
+    trainer_logprobs: Tensor
+    """[T], carries the gradient. Outside the mask a default loss gets uniform values, a custom one the real ones."""
+    inference_logprobs: Tensor
+    teacher_logprobs: Tensor | None
+    advantages: Tensor
+    loss_mask: Tensor
+    """[T], bool."""
+
+
+@dataclass(frozen=True, slots=True)
+class LossOutputs:
+    """The summed loss of one sequence, and its metrics: scalars or 1-D tensors, without a gradient."""
+
+    loss: Tensor
+    metrics: dict[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """A loss per sequence, and what the sum over all sequences of a step is divided by."""
+
+    of_sequence: Callable[[LossInputs], LossOutputs]
+    per_token: bool
+    """Divide by the masked-in tokens of the step, on all ranks; else by its sequences."""
+    masked_in_only: bool
+    """Log-probabilities outside the mask are never read, so they need not be computed."""
+
+
+class BadLoss(TrainerError):
+    """`loss.import_path` does not lead to a function."""
+
+
+def setup_loss(config: DefaultLossConfig | CustomLossConfig) -> Loss:
+    """The configured loss.
+
+    Raises:
+        BadLoss: the import path of a custom loss leads nowhere.
+    """
+    if config.type == "custom":
+        function = functools.partial(import_function(config.import_path), **config.kwargs)
+        return Loss(function, per_token=False, masked_in_only=False)
+    function = functools.partial(default_loss, config=config)
+    return Loss(function, per_token=config.ratio_type == "token", masked_in_only=True)
+
+
+def import_function(path: str) -> Callable[..., LossOutputs]:
+    """The function that `package.module.name` names."""
+    module, _, name = path.rpartition(".")
+    try:
+        function = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise BadLoss(f"loss.import_path: cannot import {path!r}: {error}") from error
+    if not callable(function):
+        raise BadLoss(f"loss.import_path: {path!r} is a {type(function).__name__}, not a function")
+    return function
+
+
+def default_loss(inputs: LossInputs, config: DefaultLossConfig) -> LossOutputs:
+    """The loss of one sequence, before the division by the step's tokens or sequences."""
+    mask = inputs.loss_mask
+    logprobs = inputs.trainer_logprobs[mask]
+    if logprobs.numel() == 0:
+        return LossOutputs(logprobs.sum())
+    log_ratio = logprobs.detach() - inputs.inference_logprobs[mask]
+    ratio = log_ratio.exp()
+    dropped, metrics = _dropped(log_ratio, ratio, config)
+    bonus = config.adv_tau * inputs.advantages[mask]
+    if inputs.teacher_logprobs is not None:
+        teacher_gap = inputs.teacher_logprobs[mask] - logprobs.detach()
+        bonus = bonus + config.teacher_tau * teacher_gap
+        metrics["teacher_kl"] = teacher_gap.mean()
+    if config.ratio_type == "sequence":
+        sequence_ratio = log_ratio.sum().clamp(max=MAX_LOG_SEQUENCE_RATIO).exp().clamp(max=config.sequence_clip_high)
+        weight = sequence_ratio / mask.sum() * (bonus - config.kl_tau * log_ratio)
+    else:
+        weight = ratio * (bonus - config.kl_tau * log_ratio)
+    # Selected, not multiplied by a mask: a dropped ratio may be infinite, and infinity times 0 is NaN.
+    kept = ~dropped
+    return LossOutputs(-(weight[kept] * logprobs[kept]).sum(), metrics)
+
+
+def _dropped(log_ratio: Tensor, ratio: Tensor, config: DefaultLossConfig) -> tuple[Tensor, dict[str, Tensor]]:
+    """Which masked-in tokens the trust region drops, [masked-in tokens] bool, and what it saw."""
+    geo_ratio = log_ratio.mean().exp()
+    low, high = ratio < config.token_mask_low, ratio > config.token_mask_high
+    geo_low, geo_high = geo_ratio < config.geo_mask_low, geo_ratio > config.geo_mask_high
+    sequence_low, sequence_high = ratio.min() < config.sequence_mask_low, ratio.max() > config.sequence_mask_high
+    dropped = low | high | geo_low | geo_high | sequence_low | sequence_high
+    mismatch = ratio - log_ratio - 1
+    return dropped, {
+        "mismatch_kl": mismatch.mean(),
+        "masked_mismatch_kl": mismatch[dropped].sum() / dropped.sum().clamp(min=1),
+        "unmasked_mismatch_kl": mismatch[~dropped].sum() / (~dropped).sum().clamp(min=1),
+        "is_masked": dropped.float(),
+        "is_masked_low": low.float(),
+        "is_masked_high": high.float(),
+        "sequence_masked_low": sequence_low.float(),
+        "sequence_masked_high": sequence_high.float(),
+        "geo_masked_low": geo_low.float(),
+        "geo_masked_high": geo_high.float(),
+        "geo_seq_ratio": geo_ratio,
+    }
+
+
+def sequence_lengths(position_ids: Tensor) -> list[int]:
+    """Lengths of the sequences packed in a row of T tokens.
+
+    A sequence starts at a 0 that follows another position and precedes a 1; a sequence of one token therefore counts
+    to the one before it.
+    """
+    before, here, after = position_ids[:-2], position_ids[1:-1], position_ids[2:]
+    starts = ((here == 0) & (before != 0) & (after == 1)).nonzero().flatten() + 1
+    return [end - start for start, end in pairwise([0, *starts.tolist(), len(position_ids)])]
+
+
+def split_inputs(row: LossInputs, lengths: list[int]) -> list[LossInputs]:
+    """The sequences of a packed row."""
+    teacher = [None] * len(lengths) if row.teacher_logprobs is None else row.teacher_logprobs.split(lengths)
+    return [
+        LossInputs(*fields)
+        for fields in zip(
+            row.trainer_logprobs.split(lengths),
+            row.inference_logprobs.split(lengths),
+            teacher,
+            row.advantages.split(lengths),
+            row.loss_mask.split(lengths),
+            strict=True,
+        )
+    ]

@@ -1,0 +1,84 @@
+"""What a step measured, over all ranks."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+NAN = float("nan")
+
+
+class Samples:
+    """Values of a step, per masked-in token or per sequence, by the name of their metric."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, list[Tensor]] = defaultdict(list)
+
+    def add(self, values: Mapping[str, Tensor]) -> None:
+        """Scalars or 1-D tensors."""
+        for name, value in values.items():
+            self._values[name].append(value.detach().float().reshape(-1))
+
+    def gather(self) -> dict[str, Tensor]:
+        """All ranks' values on rank 0, an empty dict on the others. Collective."""
+        own = {name: torch.cat(values).cpu() for name, values in self._values.items()}
+        if dist.get_world_size() == 1:
+            return own
+        parts: list[dict[str, Tensor]] | None = [{}] * dist.get_world_size() if dist.get_rank() == 0 else None
+        dist.gather_object(own, parts)
+        if parts is None:
+            return {}
+        names = sorted({name for part in parts for name in part})
+        return {name: torch.cat([part[name] for part in parts if name in part]) for name in names}
+
+
+def statistics(name: str, values: Tensor) -> dict[str, float]:
+    """`<name>/{mean,median,std,min,max}`; all NaN where there is no value."""
+    if values.numel() == 0:
+        return {f"{name}/{statistic}": NAN for statistic in ("mean", "median", "std", "min", "max")}
+    return {
+        f"{name}/mean": values.mean().item(),
+        f"{name}/median": values.median().item(),
+        f"{name}/std": values.std(correction=0).item(),
+        f"{name}/min": values.min().item(),
+        f"{name}/max": values.max().item(),
+    }
+
+
+def training_metrics(values: Mapping[str, Tensor]) -> dict[str, float]:
+    """Statistics of every value, and the ratio of mismatch to entropy."""
+    metrics: dict[str, float] = {}
+    for name, value in values.items():
+        metrics |= statistics(name, value)
+    entropy, mismatch = metrics.get("entropy/mean", NAN), metrics.get("mismatch_kl/mean", NAN)
+    return metrics | {"kl_ent_ratio/mean": mismatch / entropy if entropy else NAN}
+
+
+class Stopwatch:
+    """Seconds that the phases of a step took."""
+
+    def __init__(self) -> None:
+        self._started_s = time.perf_counter()
+        self._phases: dict[str, float] = defaultdict(float)
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        started_s = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._phases[phase] += time.perf_counter() - started_s
+
+    def lap(self) -> dict[str, float]:
+        """`time/step` since the last lap and `time/<phase>` of each phase in it; starts the next lap."""
+        now_s = time.perf_counter()
+        times = {"time/step": now_s - self._started_s} | {f"time/{name}": s for name, s in self._phases.items()}
+        self._started_s = now_s
+        self._phases.clear()
+        return times

@@ -1,0 +1,129 @@
+"""From training samples to packed rows, dealt to the data-parallel ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from prime_rl.trainer.errors import TrainerError
+from prime_rl.transport.messages import MicroBatch, TrainingBatch, TrainingSample
+
+
+class BadBatch(TrainerError):
+    """The orchestrator sent a batch that cannot be trained on."""
+
+
+def pack_batch(batch: TrainingBatch, seq_len: int, row_tokens: int, data_ranks: int) -> list[list[MicroBatch]]:
+    """The rows of each data-parallel rank; every rank gets the same number of them.
+
+    Samples are cut to `seq_len` tokens; a row holds at most `row_tokens` (>= `seq_len`).
+
+    Raises:
+        BadBatch: the batch is empty, or the fields of a sample disagree.
+    """
+    if not batch.examples:
+        raise BadBatch(f"the training batch of step {batch.step} is empty")
+    for index, sample in enumerate(batch.examples):
+        fault = fault_of(sample)
+        if fault is not None:
+            raise BadBatch(f"sample {index} of the training batch of step {batch.step}: {fault}")
+    return deal(pack_rows([to_row(sample, seq_len) for sample in batch.examples], row_tokens), data_ranks)
+
+
+def fault_of(sample: TrainingSample) -> str | None:
+    """What is wrong with a sample, or None."""
+    prompt, completion = len(sample.prompt_ids), len(sample.completion_ids)
+    expected = {
+        "prompt_mask": (sample.prompt_mask, prompt),
+        "completion_mask": (sample.completion_mask, completion),
+        "completion_logprobs": (sample.completion_logprobs, completion),
+        "completion_temperatures": (sample.completion_temperatures, completion),
+    }
+    if sample.teacher_logprobs is not None:
+        expected["teacher_logprobs"] = (sample.teacher_logprobs, prompt + completion)
+    for name, (values, length) in expected.items():
+        if len(values) != length:
+            return f"{name} has {len(values)} entries for {length} tokens"
+    if prompt + completion == 0:
+        return "it has no tokens"
+    if sample.advantage is None:
+        return "it has no advantage"
+    if sample.pixel_values is not None or sample.image_grid_thw is not None:
+        return "it has images, and training on images is not built yet"
+    return None
+
+
+def to_row(sample: TrainingSample, seq_len: int) -> MicroBatch:
+    """One sample as a row of its own, cut to `seq_len` tokens."""
+    prompt, completion = len(sample.prompt_ids), len(sample.completion_ids)
+    length = prompt + completion
+    first_temperature = sample.completion_temperatures[0] if completion else 1.0
+    loss_mask = sample.prompt_mask + sample.completion_mask
+    loss_mask[0] = False  # nothing predicts the first token
+    row = MicroBatch(
+        input_ids=sample.prompt_ids + sample.completion_ids,
+        loss_mask=loss_mask,
+        advantages=[sample.advantage] * length,
+        inference_logprobs=[0.0] * prompt + sample.completion_logprobs,
+        position_ids=list(range(length)),
+        temperatures=[first_temperature] * prompt + sample.completion_temperatures,
+        teacher_logprobs=sample.teacher_logprobs,
+    )
+    return row if length <= seq_len else _cut(row, seq_len)
+
+
+def pack_rows(rows: Sequence[MicroBatch], row_tokens: int) -> list[MicroBatch]:
+    """Join rows into few rows of at most `row_tokens` tokens each."""
+    bins = first_fit_decreasing([len(row.input_ids) for row in rows], row_tokens)
+    return [_join([rows[index] for index in members]) for members in bins]
+
+
+def first_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int]]:
+    """Indices of `lengths` in bins: the longest first, each into the first bin it fits, else into a new one."""
+    bins: list[list[int]] = []
+    free: list[int] = []
+    for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
+        length = lengths[index]
+        place = next((place for place, room in enumerate(free) if length <= room), None)
+        if place is None:
+            bins.append([])
+            free.append(capacity)
+            place = len(bins) - 1
+        bins[place].append(index)
+        free[place] -= length
+    return bins
+
+
+def deal(rows: Sequence[MicroBatch], data_ranks: int) -> list[list[MicroBatch]]:
+    """Deal rows in turn, so that ranks which work side by side hold rows of about the same length.
+
+    Where the count does not divide, the last row is repeated with an empty mask: every rank must run equally many
+    forwards, for each is a collective.
+    """
+    missing = -len(rows) % data_ranks
+    filler = msgspec.structs.replace(
+        rows[-1], loss_mask=[False] * len(rows[-1].loss_mask), advantages=[0.0] * len(rows[-1].advantages)
+    )
+    dealt = [*rows, *[filler] * missing]
+    return [dealt[rank::data_ranks] for rank in range(data_ranks)]
+
+
+def _join(rows: Sequence[MicroBatch]) -> MicroBatch:
+    with_teacher = sum(row.teacher_logprobs is not None for row in rows)
+    if with_teacher not in (0, len(rows)):
+        raise BadBatch("some samples of a training batch have teacher_logprobs and some have none")
+    return MicroBatch(
+        input_ids=[value for row in rows for value in row.input_ids],
+        loss_mask=[value for row in rows for value in row.loss_mask],
+        advantages=[value for row in rows for value in row.advantages],
+        inference_logprobs=[value for row in rows for value in row.inference_logprobs],
+        position_ids=[value for row in rows for value in row.position_ids],
+        temperatures=[value for row in rows for value in row.temperatures],
+        teacher_logprobs=[value for row in rows for value in row.teacher_logprobs or []] if with_teacher else None,
+    )
+
+
+def _cut(row: MicroBatch, length: int) -> MicroBatch:
+    fields = {name: getattr(row, name) for name in row.__struct_fields__}
+    return MicroBatch(**{name: None if values is None else values[:length] for name, values in fields.items()})

@@ -1,0 +1,122 @@
+"""A packed row as tensors, and the model's log-probabilities and entropies of its tokens."""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from prime_rl.configs.trainer import ModelConfig
+from prime_rl.trainer.rl.lm_head import fused_logprobs
+from prime_rl.trainer.rl.loss import sequence_lengths
+from prime_rl.trainer.scoring import LogitsOf, score_tokens
+from prime_rl.transport.messages import MicroBatch
+
+AUTO_VOCAB_CHUNK = 8192
+MAX_LOGITS = 2**25
+"""Logits that the plain head may hold at a time: 128 MiB in float32."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """T tokens of one or more sequences; every tensor is [T] on the model's device."""
+
+    lengths: list[int]
+    """Tokens of each sequence; they sum to T."""
+    is_trained: list[bool]
+    """Whether any token of a sequence is masked in."""
+    trained_tokens: int
+    """Tokens that are masked in."""
+    input_ids: Tensor
+    position_ids: Tensor
+    loss_mask: Tensor
+    advantages: Tensor
+    inference_logprobs: Tensor
+    temperatures: Tensor
+    teacher_logprobs: Tensor | None
+
+    @classmethod
+    def of(cls, message: MicroBatch, device: torch.device) -> Row:
+        def floats(values: list[float] | None) -> Tensor | None:
+            return None if values is None else torch.tensor(values, dtype=torch.float32, device=device)
+
+        # Counted on the host, so that a GPU need not be waited for.
+        position_ids, loss_mask = torch.tensor(message.position_ids), torch.tensor(message.loss_mask, dtype=torch.bool)
+        lengths = sequence_lengths(position_ids)
+        return cls(
+            lengths=lengths,
+            is_trained=[bool(mask.any()) for mask in loss_mask.split(lengths)],
+            trained_tokens=int(loss_mask.sum()),
+            input_ids=torch.tensor(message.input_ids, device=device),
+            position_ids=position_ids.to(device),
+            loss_mask=loss_mask.to(device),
+            advantages=floats(message.advantages),
+            inference_logprobs=floats(message.inference_logprobs),
+            temperatures=floats(message.temperatures),
+            teacher_logprobs=floats(message.teacher_logprobs),
+        )
+
+
+def vocab_chunk_of(config: ModelConfig) -> int | None:
+    """Vocabulary slice of the fused head, or None to use the plain one."""
+    if config.fused_lm_head_chunk_size == "disabled":
+        return None
+    return AUTO_VOCAB_CHUNK if config.fused_lm_head_chunk_size == "auto" else config.fused_lm_head_chunk_size
+
+
+def score_row(model: nn.Module, row: Row, wanted: Tensor, vocab_chunk: int | None) -> tuple[Tensor, Tensor]:
+    """Log-probabilities, with a gradient, and entropies of the tokens that `wanted` [T] selects; both [T], float32.
+
+    Entry t scores token t, which the model predicts at t - 1 with the temperature of t - 1. Entries that are not
+    wanted, and the first, get the values of a uniform distribution.
+    """
+    targets = wanted[1:].nonzero().flatten() + 1
+    labels, temperatures = row.input_ids[targets], row.temperatures[targets - 1]
+
+    def score(hidden: Tensor, logits_of: LogitsOf) -> tuple[Tensor, Tensor]:
+        hidden = hidden[targets - 1]
+        head = model.get_output_embeddings()
+        if vocab_chunk is not None and is_plain(head, model):
+            return fused_logprobs(hidden, head.weight, labels, temperatures, vocab_chunk)
+        return plain_logprobs(hidden, logits_of, labels, temperatures, model.config.vocab_size)
+
+    scored, scored_entropy = score_tokens(model, row.input_ids[None], row.position_ids[None], score)
+    log_vocab = math.log(model.config.vocab_size)
+    logprobs = torch.full_like(row.temperatures, -log_vocab).index_put((targets,), scored)
+    entropy = torch.full_like(row.temperatures, log_vocab).index_put((targets,), scored_entropy)
+    return logprobs, entropy
+
+
+def is_plain(head: nn.Module, model: nn.Module) -> bool:
+    """Whether logits are hidden states times the head's weight and nothing else, as the fused head computes them."""
+    is_capped = getattr(model.config, "final_logit_softcapping", None) is not None
+    return isinstance(head, nn.Linear) and head.bias is None and not is_capped
+
+
+def plain_logprobs(
+    hidden: Tensor, logits_of: LogitsOf, labels: Tensor, temperatures: Tensor, vocab_size: int
+) -> tuple[Tensor, Tensor]:
+    """Log-probabilities and entropies, [N] each, from the logits of the model itself, a piece of the tokens at a time.
+
+    Needed for heads with a bias or a soft cap.
+    """
+    piece = functools.partial(_logprobs_of_piece, logits_of)
+    chunk = max(1, MAX_LOGITS // vocab_size)
+    if len(labels) <= chunk:
+        return piece(hidden, labels, temperatures)
+    parts = zip(hidden.split(chunk), labels.split(chunk), temperatures.split(chunk), strict=True)
+    logprobs, entropies = zip(*(checkpoint(piece, *part, use_reentrant=False) for part in parts), strict=True)
+    return torch.cat(logprobs), torch.cat(entropies)
+
+
+def _logprobs_of_piece(
+    logits_of: LogitsOf, hidden: Tensor, labels: Tensor, temperatures: Tensor
+) -> tuple[Tensor, Tensor]:
+    log_softmax = torch.log_softmax(logits_of(hidden).float() / temperatures[:, None], dim=-1)
+    with torch.no_grad():
+        entropy = -(log_softmax.exp() * log_softmax).sum(-1)
+    return log_softmax.gather(1, labels[:, None]).squeeze(1), entropy

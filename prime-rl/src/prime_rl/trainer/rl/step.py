@@ -1,0 +1,89 @@
+"""Forward and backward over the rows of one step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from prime_rl.trainer.rl.loss import Loss, LossInputs, LossOutputs, split_inputs
+from prime_rl.trainer.rl.metrics import Samples
+from prime_rl.trainer.rl.rows import Row, score_row
+from prime_rl.trainer.world import World
+
+
+@dataclass(frozen=True, slots=True)
+class StepSize:
+    """What all ranks train on in one step."""
+
+    tokens: int
+    trained_tokens: int
+    sequences: int
+    """Those with a masked-in token."""
+
+    @classmethod
+    def of_all_ranks(cls, rows: Sequence[Row]) -> StepSize:
+        """Count the rows of every rank, without the fillers that keep ranks in step. Collective."""
+        real = [row for row in rows if row.trained_tokens]
+        own = [
+            sum(len(row.input_ids) for row in real),
+            sum(row.trained_tokens for row in real),
+            sum(sum(row.is_trained) for row in real),
+        ]
+        counts = torch.tensor(own)
+        dist.all_reduce(counts)
+        return cls(*counts.tolist())
+
+    def divisor(self, loss: Loss) -> int:
+        """What the summed loss is divided by; the same on every rank, however the rows were dealt."""
+        return max(1, self.trained_tokens if loss.per_token else self.sequences)
+
+
+class ForwardBackward:
+    """Accumulates the gradient of a step's loss, and collects what its tokens and sequences showed."""
+
+    def __init__(self, model: nn.Module, loss: Loss, vocab_chunk: int | None, world: World) -> None:
+        self.model = model
+        self.loss = loss
+        self.vocab_chunk = vocab_chunk
+        self.world = world
+
+    def run(self, rows: Sequence[Row], size: StepSize) -> Samples:
+        """Leave the gradient of the mean loss in the parameters. Collective."""
+        samples = Samples()
+        divisor = size.divisor(self.loss)
+        for row in rows:
+            logprobs, entropy = score_row(self.model, row, self._wanted(row), self.vocab_chunk)
+            inputs = LossInputs(logprobs, row.inference_logprobs, row.teacher_logprobs, row.advantages, row.loss_mask)
+            outputs = self._losses(inputs, row)
+            # A row without a trained sequence still takes part in the backward, for that is a collective.
+            total = torch.stack([output.loss for output in outputs]).sum() if outputs else logprobs.sum() * 0.0
+            # FSDP averages the ranks' gradients; they are parts of one sum.
+            (total * (self.world.world_size / divisor)).backward()
+            self._collect(samples, inputs, entropy, outputs, size.sequences / divisor)
+        return samples
+
+    def _wanted(self, row: Row) -> Tensor:
+        return row.loss_mask if self.loss.masked_in_only else torch.ones_like(row.loss_mask)
+
+    def _losses(self, inputs: LossInputs, row: Row) -> list[LossOutputs]:
+        sequences = zip(split_inputs(inputs, row.lengths), row.is_trained, strict=True)
+        return [self.loss.of_sequence(sequence) for sequence, is_trained in sequences if is_trained]
+
+    def _collect(
+        self, samples: Samples, inputs: LossInputs, entropy: Tensor, outputs: Sequence[LossOutputs], share: float
+    ) -> None:
+        mask = inputs.loss_mask
+        samples.add(
+            {
+                "trainer_probs": inputs.trainer_logprobs.detach()[mask].exp(),
+                "inference_probs": inputs.inference_logprobs[mask].exp(),
+                "entropy": entropy[mask],
+            }
+        )
+        for output in outputs:
+            # Scaled so that the mean over all sequences is the loss of the step.
+            samples.add({**output.metrics, "loss": output.loss * share})

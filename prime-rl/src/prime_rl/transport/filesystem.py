@@ -1,0 +1,116 @@
+"""Messages as files: written beside their place and renamed, so a file that exists is whole.
+
+A batch is of no use once its step began: a resumed orchestrator generates the batches after its checkpoint again.
+So each end keeps the files of one step at most, and a sender starts by discarding what an earlier start left.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+import msgspec
+
+from prime_rl.transport.messages import MicroBatch, TrainingBatch
+from prime_rl.utils.logger import get_logger
+from prime_rl.utils.paths import OrchestratorPaths, RunPaths, replacing_file, step_of
+
+
+class FileSystemBatchSender:
+    """Writes `RUN/rollouts/step_<s>/rollouts.bin`."""
+
+    def __init__(self, run: OrchestratorPaths) -> None:
+        self.run = run
+        self._encoder = msgspec.msgpack.Encoder()
+        for step in _steps_in(run.rollouts):
+            _discard(run.batch(step))
+
+    def send(self, batch: TrainingBatch) -> None:
+        with replacing_file(self.run.batch(batch.step)) as scratch:
+            scratch.write_bytes(self._encoder.encode(batch))
+
+    def close(self) -> None:
+        """Nothing to do: what was sent lies on the disk."""
+
+
+class FileSystemBatchReceiver:
+    """Reads exactly the batch file of the step it is asked for, and removes those of earlier steps."""
+
+    def __init__(self, run: OrchestratorPaths) -> None:
+        self.run = run
+        self._decoder = msgspec.msgpack.Decoder(TrainingBatch)
+        self._reported_mtime_ns = 0
+
+    def receive(self, step: int) -> TrainingBatch | None:
+        """The batch of `step`, or None while it is missing or unreadable; each unreadable file is logged once."""
+        path = self.run.batch(step)
+        try:
+            batch = self._decoder.decode(path.read_bytes())
+        except FileNotFoundError:
+            return None
+        except msgspec.DecodeError as error:  # also a ValidationError: well-formed MessagePack of another shape
+            self._report(path, str(error))
+            return None
+        if batch.step != step:
+            self._report(path, f"it holds the batch of step {batch.step}")
+            return None
+        for earlier in _steps_in(self.run.rollouts, before=step):
+            _discard(self.run.batch(earlier))
+        batch.run_idx = 0
+        return batch
+
+    def close(self) -> None:
+        """Nothing to do: no file stays open."""
+
+    def _report(self, path: Path, fault: str) -> None:
+        with contextlib.suppress(FileNotFoundError):  # replaced between the read and this look: the next poll tells
+            mtime_ns = path.stat().st_mtime_ns
+            if mtime_ns != self._reported_mtime_ns:
+                self._reported_mtime_ns = mtime_ns
+                get_logger().error(f"{path} is not a training batch, waiting for another: {fault}")
+
+
+class FileSystemMicroBatchSender:
+    """Writes `OUT/rollouts/step_<s>/rank_<r>.bin` for every data-parallel rank r."""
+
+    def __init__(self, run: RunPaths) -> None:
+        self.run = run
+        self._encoder = msgspec.msgpack.Encoder()
+        self._discard_steps()
+
+    def send(self, step: int, rows_of_ranks: list[list[MicroBatch]]) -> None:
+        # Every rank reads its file before it joins the collectives of that step, so earlier files are done with.
+        self._discard_steps(before=step)
+        for rank, rows in enumerate(rows_of_ranks):
+            with replacing_file(self.run.rank_batch(step, rank)) as scratch:
+                scratch.write_bytes(self._encoder.encode(rows))
+
+    def _discard_steps(self, before: int | None = None) -> None:
+        for step in _steps_in(self.run.rollouts, before):
+            for file in self.run.rank_batch(step, 0).parent.glob("rank_*.bin"):
+                _discard(file)
+
+
+class FileSystemMicroBatchReceiver:
+    """Reads one data-parallel rank's file."""
+
+    def __init__(self, run: RunPaths, data_rank: int) -> None:
+        self.run = run
+        self.data_rank = data_rank
+        self._decoder = msgspec.msgpack.Decoder(list[MicroBatch])
+
+    def receive(self, step: int) -> list[MicroBatch]:
+        return self._decoder.decode(self.run.rank_batch(step, self.data_rank).read_bytes())
+
+
+def _steps_in(parent: Path, before: int | None = None) -> list[int]:
+    if not parent.is_dir():
+        return []
+    steps = (step_of(child) for child in parent.iterdir())
+    return [step for step in steps if step is not None and (before is None or step < before)]
+
+
+def _discard(file: Path) -> None:
+    file.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):  # the directory holds other files, or is gone
+        file.parent.rmdir()

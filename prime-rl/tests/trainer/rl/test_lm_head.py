@@ -1,0 +1,62 @@
+"""The fused output layer equals a full softmax, in value and gradient, for any slice of the vocabulary."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from prime_rl.trainer.rl.lm_head import fused_logprobs
+
+TOKENS, WIDTH, VOCABULARY = 17, 8, 50
+
+
+@pytest.fixture
+def problem():
+    generator = torch.Generator().manual_seed(3)
+    hidden = torch.randn(TOKENS, WIDTH, generator=generator, dtype=torch.float64).float().requires_grad_()
+    weight = (2 * torch.randn(VOCABULARY, WIDTH, generator=generator)).requires_grad_()
+    labels = torch.randint(0, VOCABULARY, (TOKENS,), generator=generator)
+    temperatures = torch.rand(TOKENS, generator=generator) + 0.5
+    return hidden, weight, labels, temperatures
+
+
+def full_softmax(hidden, weight, labels, temperatures):
+    logprobs = torch.log_softmax(hidden @ weight.T / temperatures[:, None], dim=-1)
+    return logprobs.gather(1, labels[:, None]).squeeze(1), -(logprobs.exp() * logprobs).sum(-1)
+
+
+@pytest.mark.parametrize("vocab_chunk", [1, 7, 50, 8192])
+def test_values_and_gradients_equal_the_full_softmax(problem, vocab_chunk) -> None:
+    hidden, weight, labels, temperatures = problem
+    upstream = torch.linspace(-1, 2, TOKENS)
+    expected, expected_entropy = full_softmax(*problem)
+    expected_grads = torch.autograd.grad((expected * upstream).sum(), [hidden, weight])
+    actual, entropy = fused_logprobs(hidden, weight, labels, temperatures, vocab_chunk)
+    grads = torch.autograd.grad((actual * upstream).sum(), [hidden, weight])
+    assert torch.allclose(actual, expected, atol=1e-5)
+    assert torch.allclose(entropy, expected_entropy, atol=1e-5)
+    assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(grads, expected_grads, strict=True))
+
+
+def test_huge_logits_do_not_overflow(problem) -> None:
+    hidden, weight, labels, temperatures = problem
+    logprobs, entropy = fused_logprobs(hidden * 1e4, weight, labels, temperatures, 7)
+    assert logprobs.isfinite().all()
+    assert entropy.isfinite().all()
+
+
+def test_entropy_carries_no_gradient(problem) -> None:
+    _, entropy = fused_logprobs(*problem, 7)
+    assert not entropy.requires_grad
+
+
+def test_a_frozen_head_gets_no_gradient(problem) -> None:
+    hidden, weight, labels, temperatures = problem
+    fused_logprobs(hidden, weight.detach(), labels, temperatures, 7)[0].sum().backward()
+    assert hidden.grad is not None
+
+
+def test_no_tokens_at_all_give_a_zero_gradient(problem) -> None:
+    hidden, weight, labels, temperatures = problem
+    logprobs, _ = fused_logprobs(hidden[:0], weight, labels[:0], temperatures[:0], 7)
+    logprobs.sum().backward()
+    assert weight.grad.abs().sum() == 0

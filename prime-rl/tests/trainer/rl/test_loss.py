@@ -1,0 +1,166 @@
+"""The loss gives the reference's values, and its gradient is that of a weighted log-likelihood."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from prime_rl.configs.trainer import CustomLossConfig, DefaultLossConfig
+from prime_rl.trainer.rl.loss import (
+    BadLoss,
+    LossInputs,
+    LossOutputs,
+    default_loss,
+    loss_of_row,
+    sequence_lengths,
+    setup_loss,
+)
+
+TEACHER = [-2.0, -0.8, -0.7, -1.5, -0.1]
+
+
+def reference_inputs(teacher: list[float] | None = None) -> LossInputs:
+    return LossInputs(
+        trainer_logprobs=torch.tensor([-3.0, -1.0, -0.5, -2.0, -0.2], requires_grad=True),
+        inference_logprobs=torch.tensor([0.0, -1.2, -0.4, -5.0, -0.3]),
+        teacher_logprobs=None if teacher is None else torch.tensor(teacher),
+        advantages=torch.full((5,), 0.5),
+        loss_mask=torch.tensor([False, True, True, True, True]),
+    )
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, 0.947428),
+        ({"ratio_type": "sequence"}, 2.125),
+        ({"kl_tau": 0.1}, 0.925314),
+        ({"token_mask_high": 100}, 21.032965),
+        ({"ratio_type": "sequence", "token_mask_high": 100}, 4.625),
+    ],
+)
+def test_loss_of_the_reference_sequence(settings, expected) -> None:
+    outputs = default_loss(reference_inputs(), DefaultLossConfig(**settings))
+    assert outputs.loss.item() == pytest.approx(expected, abs=2e-6)
+
+
+def test_loss_with_a_teacher() -> None:
+    outputs = default_loss(reference_inputs(TEACHER), DefaultLossConfig(teacher_tau=0.5, token_mask_high=100))
+    assert outputs.loss.item() == pytest.approx(31.163683, abs=2e-5)
+    assert outputs.metrics["teacher_kl"].item() == pytest.approx(0.15, abs=1e-6)
+
+
+def test_metrics_of_the_reference_sequence() -> None:
+    metrics = default_loss(reference_inputs(), DefaultLossConfig()).metrics
+    assert metrics["mismatch_kl"].item() == pytest.approx(4.029237, abs=2e-6)
+    assert metrics["masked_mismatch_kl"].item() == pytest.approx(16.085537, abs=2e-6)
+    assert metrics["unmasked_mismatch_kl"].item() == pytest.approx(0.010470, abs=1e-6)
+    assert metrics["geo_seq_ratio"].item() == pytest.approx(2.225541, abs=2e-6)
+    assert metrics["is_masked"].tolist() == [0, 0, 1, 0]
+    assert metrics["is_masked_high"].tolist() == [0, 0, 1, 0]
+    assert metrics["is_masked_low"].tolist() == [0, 0, 0, 0]
+
+
+def test_gradient_is_the_detached_weight_of_each_kept_token() -> None:
+    inputs = reference_inputs()
+    default_loss(inputs, DefaultLossConfig(kl_tau=0.1)).loss.backward()
+    difference = inputs.trainer_logprobs.detach() - inputs.inference_logprobs
+    weight = difference.exp() * (0.5 - 0.1 * difference)
+    keep = torch.tensor([0.0, 1.0, 1.0, 0.0, 1.0])
+    assert torch.allclose(inputs.trainer_logprobs.grad, -weight * keep)
+
+
+@pytest.mark.parametrize(
+    ("settings", "metric"),
+    [
+        ({"geo_mask_high": 2.0}, "geo_masked_high"),
+        ({"geo_mask_low": 3.0}, "geo_masked_low"),
+        ({"sequence_mask_high": 20.0}, "sequence_masked_high"),
+        ({"sequence_mask_low": 0.95}, "sequence_masked_low"),
+    ],
+)
+def test_a_sequence_mask_drops_every_token(settings, metric) -> None:
+    outputs = default_loss(reference_inputs(), DefaultLossConfig(**settings))
+    assert outputs.loss.item() == 0
+    assert outputs.metrics[metric].item() == 1
+    assert outputs.metrics["is_masked"].mean().item() == 1
+
+
+def test_an_infinite_ratio_is_dropped_and_leaves_no_nan() -> None:
+    inputs = LossInputs(
+        trainer_logprobs=torch.tensor([-1.0, -1.0], requires_grad=True),
+        inference_logprobs=torch.tensor([-200.0, -1.0]),
+        teacher_logprobs=None,
+        advantages=torch.ones(2),
+        loss_mask=torch.tensor([True, True]),
+    )
+    outputs = default_loss(inputs, DefaultLossConfig(geo_mask_high=1e30, sequence_mask_high=1e30))
+    outputs.loss.backward()
+    assert outputs.metrics["is_masked"].tolist() == [1, 0]
+    assert inputs.trainer_logprobs.grad.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("positions", "lengths"),
+    [
+        ([0, 1, 2, 0, 1, 0], [3, 3]),
+        ([0, 0, 1], [3]),
+        ([0, 1, 2, 0], [4]),
+        ([0, 1, 0, 1, 2, 0, 1], [2, 3, 2]),
+        ([0], [1]),
+    ],
+)
+def test_sequences_are_found_from_their_positions(positions, lengths) -> None:
+    assert sequence_lengths(torch.tensor(positions)) == lengths
+
+
+def packed_twice(inputs: LossInputs) -> LossInputs:
+    logprobs = inputs.trainer_logprobs.detach()
+    return LossInputs(
+        torch.cat([logprobs, logprobs]).requires_grad_(),
+        inputs.inference_logprobs.repeat(2),
+        None,
+        inputs.advantages.repeat(2),
+        inputs.loss_mask.repeat(2),
+    )
+
+
+def test_a_packed_row_is_the_sum_of_its_sequences() -> None:
+    loss = setup_loss(DefaultLossConfig(ratio_type="sequence"))
+    total, outputs = loss_of_row(packed_twice(reference_inputs()), [5, 5], loss)
+    assert total.item() == pytest.approx(2 * 2.125)
+    assert len(outputs) == 2
+
+
+def test_a_row_with_an_empty_mask_has_loss_zero_and_a_backward() -> None:
+    inputs = reference_inputs()
+    empty = LossInputs(
+        inputs.trainer_logprobs, *[inputs.inference_logprobs, None, inputs.advantages], torch.zeros(5) > 0
+    )
+    total, outputs = loss_of_row(empty, [5], setup_loss(DefaultLossConfig()))
+    total.backward()
+    assert outputs == []
+    assert inputs.trainer_logprobs.grad.abs().sum() == 0
+
+
+def reinforce(inputs: LossInputs, scale: float) -> LossOutputs:
+    chosen = inputs.trainer_logprobs[inputs.loss_mask]
+    return LossOutputs(-scale * chosen.sum(), {"tokens": inputs.loss_mask.sum()})
+
+
+def test_a_custom_loss_is_imported_and_called_per_sequence(monkeypatch, tmp_path) -> None:
+    (tmp_path / "losses_of_a_user.py").write_text(
+        "from prime_rl.trainer.rl.loss import LossOutputs\n"
+        "def reinforce(inputs, scale):\n"
+        "    return LossOutputs(-scale * inputs.trainer_logprobs[inputs.loss_mask].sum(), {})\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    config = CustomLossConfig(type="custom", import_path="losses_of_a_user.reinforce", kwargs={"scale": 2.0})
+    total, outputs = loss_of_row(packed_twice(reference_inputs()), [5, 5], setup_loss(config))
+    assert total.item() == pytest.approx(2 * 2 * 3.7)
+    assert len(outputs) == 2
+
+
+@pytest.mark.parametrize("path", ["no_such_module.f", "math.no_such_name", "plain", "math.pi"])
+def test_a_custom_loss_that_cannot_be_imported_is_named(path) -> None:
+    with pytest.raises(BadLoss, match=f"loss.import_path.*{path}"):
+        setup_loss(CustomLossConfig(type="custom", import_path=path))

@@ -1,0 +1,100 @@
+"""Samples are packed first-fit decreasing and dealt so that every rank runs equally many rows."""
+
+from __future__ import annotations
+
+import pytest
+from prime_rl.trainer.rl.packing import BadBatch, deal, first_fit_decreasing, pack_batch, pack_rows, to_row
+from prime_rl.transport.messages import TrainingBatch, TrainingSample
+
+
+def sample_of(length: int, **changes) -> TrainingSample:
+    fields = {
+        "prompt_ids": [length],
+        "prompt_mask": [False],
+        "completion_ids": list(range(length - 1)),
+        "completion_mask": [True] * (length - 1),
+        "completion_logprobs": [-0.1 * i for i in range(length - 1)],
+        "completion_temperatures": [0.7] * (length - 1),
+        "advantage": float(length),
+    }
+    return TrainingSample(**fields | changes)
+
+
+def lengths_of(rows) -> list[list[int]]:
+    """The lengths of the sequences in each row; a sequence here is as long as its advantage says."""
+    return [[int(row.advantages[i]) for i, position in enumerate(row.position_ids) if position == 0] for row in rows]
+
+
+def test_rows_are_those_of_the_reference() -> None:
+    rows = pack_rows([to_row(sample_of(n), 10) for n in (5, 3, 9, 2, 4, 6)], 10)
+    assert lengths_of(rows) == [[9], [6, 4], [5, 3, 2]]
+
+
+def test_ranks_take_turns_and_a_missing_row_is_a_copy_without_a_mask() -> None:
+    rows = pack_rows([to_row(sample_of(n), 10) for n in (5, 3, 9, 2, 4, 6)], 10)
+    first, second = deal(rows, 2)
+    assert lengths_of(first) == [[9], [5, 3, 2]]
+    assert lengths_of(second[:1]) == [[6, 4]]
+    assert second[1].input_ids == rows[2].input_ids
+    assert not any(second[1].loss_mask)
+    assert set(second[1].advantages) == {0.0}
+    assert any(rows[2].loss_mask), "the copied row itself is untouched"
+
+
+def test_a_single_rank_gets_every_row_and_no_copy() -> None:
+    rows = pack_rows([to_row(sample_of(n), 4) for n in (3, 4, 2)], 4)
+    assert deal(rows, 1) == [rows]
+
+
+def test_fields_of_a_sample_line_up_token_by_token() -> None:
+    row = to_row(sample_of(4, prompt_ids=[9, 8], prompt_mask=[False, False], teacher_logprobs=[-1.0] * 5), 10)
+    assert row.input_ids == [9, 8, 0, 1, 2]
+    assert row.loss_mask == [False, False, True, True, True]
+    assert row.inference_logprobs == pytest.approx([0.0, 0.0, 0.0, -0.1, -0.2])
+    assert row.temperatures == [0.7] * 5, "the prompt takes the first completion temperature"
+    assert row.position_ids == [0, 1, 2, 3, 4]
+    assert row.teacher_logprobs == [-1.0] * 5
+
+
+def test_a_sample_without_completion_has_temperature_one() -> None:
+    assert to_row(sample_of(1), 10).temperatures == [1.0]
+
+
+def test_a_long_sample_is_cut_in_every_field() -> None:
+    row = to_row(sample_of(9, teacher_logprobs=[-1.0] * 9), 4)
+    sized = [getattr(row, name) for name in row.__struct_fields__ if getattr(row, name) is not None]
+    assert [len(values) for values in sized] == [4] * 7
+
+
+def test_no_bin_overflows_and_every_item_is_in_one() -> None:
+    lengths = [7, 7, 3, 5, 1, 1, 9, 2]
+    bins = first_fit_decreasing(lengths, 10)
+    assert sorted(index for members in bins for index in members) == list(range(len(lengths)))
+    assert all(sum(lengths[index] for index in members) <= 10 for members in bins)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"completion_mask": [True]}, "completion_mask has 1 entries for 3 tokens"),
+        ({"completion_logprobs": []}, "completion_logprobs has 0 entries for 3 tokens"),
+        ({"teacher_logprobs": [0.0]}, "teacher_logprobs has 1 entries for 4 tokens"),
+        ({"advantage": None}, "no advantage"),
+        ({"pixel_values": [[0.0]]}, "images"),
+    ],
+)
+def test_a_sample_that_cannot_be_trained_on_is_named(changes, message) -> None:
+    batch = TrainingBatch([sample_of(4), sample_of(4, **changes)], step=6)
+    with pytest.raises(BadBatch, match=f"sample 1 of the training batch of step 6: .*{message}"):
+        pack_batch(batch, seq_len=8, row_tokens=8, data_ranks=1)
+
+
+def test_an_empty_batch_is_refused() -> None:
+    with pytest.raises(BadBatch, match="step 2 is empty"):
+        pack_batch(TrainingBatch([], step=2), seq_len=8, row_tokens=8, data_ranks=1)
+
+
+def test_teacher_values_for_some_samples_only_are_refused() -> None:
+    batch = TrainingBatch([sample_of(4), sample_of(4, teacher_logprobs=[0.0] * 4)], step=0)
+    with pytest.raises(BadBatch, match="some have none"):
+        pack_batch(batch, seq_len=8, row_tokens=8, data_ranks=1)

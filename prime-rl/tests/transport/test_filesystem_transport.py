@@ -1,0 +1,123 @@
+"""Batches and rows travel as files that are whole or absent."""
+
+from __future__ import annotations
+
+import logging
+
+import msgspec
+import pytest
+from prime_rl.configs.shared import FileSystemTransportConfig, ZMQTransportConfig
+from prime_rl.transport import (
+    MicroBatch,
+    TrainingBatch,
+    TrainingSample,
+    setup_batch_receiver,
+    setup_batch_sender,
+    setup_micro_batch_receiver,
+    setup_micro_batch_sender,
+)
+from prime_rl.utils.paths import RunPaths
+
+CONFIG = FileSystemTransportConfig()
+
+
+@pytest.fixture
+def paths(tmp_path) -> RunPaths:
+    return RunPaths(tmp_path)
+
+
+@pytest.fixture
+def engine_log(caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("prime_rl"), "propagate", True)
+    return caplog
+
+
+def sample(token: int = 5) -> TrainingSample:
+    return TrainingSample([1, 2], [False, False], [token], [True], [-0.5], [1.0], advantage=0.25)
+
+
+def row(token: int) -> MicroBatch:
+    return MicroBatch([token], [True], [0.5], [-0.1], [0], [1.0])
+
+
+def test_a_batch_arrives_as_it_was_sent(paths) -> None:
+    sender, receiver = (setup(CONFIG, paths.orchestrator) for setup in (setup_batch_sender, setup_batch_receiver))
+    assert receiver.receive(3) is None
+    sender.send(TrainingBatch([sample()], step=3))
+    received = receiver.receive(3)
+    assert received == TrainingBatch([sample()], step=3, run_idx=0)
+    sender.close()
+    receiver.close()
+
+
+def test_the_receiver_reads_the_step_it_is_asked_for_and_no_other(paths) -> None:
+    sender, receiver = setup_batch_sender(CONFIG, paths.orchestrator), setup_batch_receiver(CONFIG, paths.orchestrator)
+    sender.send(TrainingBatch([sample(7)], step=1))
+    assert receiver.receive(0) is None
+    assert receiver.receive(1).examples[0].completion_ids == [7]
+
+
+def test_batches_of_earlier_steps_are_removed_once_a_later_one_was_read(paths) -> None:
+    sender, receiver = setup_batch_sender(CONFIG, paths.orchestrator), setup_batch_receiver(CONFIG, paths.orchestrator)
+    for step in (0, 1, 2):
+        sender.send(TrainingBatch([sample()], step=step))
+    receiver.receive(1)
+    assert not paths.orchestrator.batch(0).exists()
+    assert paths.orchestrator.batch(1).exists()
+    assert paths.orchestrator.batch(2).exists()
+
+
+def test_an_undecodable_batch_is_logged_once_and_read_when_it_is_replaced(paths, engine_log) -> None:
+    receiver = setup_batch_receiver(CONFIG, paths.orchestrator)
+    paths.orchestrator.batch(0).parent.mkdir(parents=True)
+    paths.orchestrator.batch(0).write_bytes(b"\xc1 not msgpack")
+    assert receiver.receive(0) is None
+    assert receiver.receive(0) is None
+    assert [record.levelname for record in engine_log.records] == ["ERROR"]
+    assert str(paths.orchestrator.batch(0)) in engine_log.text
+    sender = setup_batch_sender(CONFIG, paths.orchestrator)
+    sender.send(TrainingBatch([sample()], step=0))
+    assert receiver.receive(0) is not None
+
+
+def test_a_batch_of_another_step_in_the_file_is_not_trained_on(paths, engine_log) -> None:
+    receiver = setup_batch_receiver(CONFIG, paths.orchestrator)
+    paths.orchestrator.batch(4).parent.mkdir(parents=True)
+    paths.orchestrator.batch(4).write_bytes(msgspec.msgpack.encode(TrainingBatch([sample()], step=9)))
+    assert receiver.receive(4) is None
+    assert "holds the batch of step 9" in engine_log.text
+
+
+def test_a_new_sender_discards_batches_of_an_earlier_start_and_nothing_else(paths) -> None:
+    setup_batch_sender(CONFIG, paths.orchestrator).send(TrainingBatch([sample()], step=7))
+    neighbour = paths.orchestrator.batch(7).with_name("notes.txt")
+    neighbour.write_text("mine")
+    setup_batch_sender(CONFIG, paths.orchestrator)
+    assert not paths.orchestrator.batch(7).exists()
+    assert neighbour.read_text() == "mine"
+
+
+def test_each_rank_gets_its_own_rows(paths) -> None:
+    sender = setup_micro_batch_sender(CONFIG, paths)
+    sender.send(2, [[row(10)], [row(20), row(21)]])
+    received = [setup_micro_batch_receiver(CONFIG, paths, rank).receive(2) for rank in (0, 1)]
+    assert [[one.input_ids for one in rows] for rows in received] == [[[10]], [[20], [21]]]
+
+
+def test_row_files_of_the_step_before_are_removed(paths) -> None:
+    sender = setup_micro_batch_sender(CONFIG, paths)
+    sender.send(0, [[row(1)]])
+    sender.send(1, [[row(2)]])
+    assert not paths.rank_batch(0, 0).exists()
+    assert paths.rank_batch(1, 0).exists()
+
+
+def test_structs_travel_as_positional_arrays(paths) -> None:
+    setup_batch_sender(CONFIG, paths.orchestrator).send(TrainingBatch([sample()], step=0))
+    examples, step, run = msgspec.msgpack.decode(paths.orchestrator.batch(0).read_bytes())
+    assert (step, run, len(examples[0])) == (0, None, 11)
+
+
+def test_a_transport_that_is_not_built_is_refused_by_name(paths) -> None:
+    with pytest.raises(ValueError, match="zmq"):
+        setup_batch_sender(ZMQTransportConfig(), paths.orchestrator)
