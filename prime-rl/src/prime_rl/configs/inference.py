@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from prime_rl.configs.root import RootConfig
 from prime_rl.configs.shared import BaseModelConfig, Device
-from prime_rl.utils.pydantic_config import BaseConfig
+from prime_rl.utils.pydantic_config import BaseConfig, derive
 
 All2AllBackend = Literal[
     "allgather_reducescatter",
@@ -19,6 +19,10 @@ All2AllBackend = Literal[
     "naive",
     "pplx",
 ]
+
+
+LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+"""The largest ranks that vLLM can be started with."""
 
 
 class ServerConfig(BaseConfig):
@@ -34,7 +38,7 @@ class ServerConfig(BaseConfig):
 class ParallelConfig(BaseConfig):
     """How the GPUs of the server share the work."""
 
-    tp: int = 1
+    tp: int = Field(1, ge=1)
     """Tensor parallel size: GPUs that hold one copy of the model."""
 
     dp: int = Field(1, ge=1)
@@ -128,6 +132,21 @@ class InferenceConfig(RootConfig):
 
     backend: Literal["auto", "vllm", "embedded"] = "auto"
     """The engine: `auto` is vLLM when a GPU is visible and vLLM is installed, else the embedded one."""
+
+    @model_validator(mode="after")
+    def _raise_lora_rank(self) -> Self:
+        if self.max_lora_rank is not None:
+            fitting = [rank for rank in LORA_RANKS if rank >= self.max_lora_rank]
+            if not fitting:
+                raise ValueError(f"max_lora_rank ({self.max_lora_rank}) is above {LORA_RANKS[-1]}, vLLM's largest")
+            derive(self, max_lora_rank=fitting[0])
+        return self
+
+    @model_validator(mode="after")
+    def _match_api_servers(self) -> Self:
+        # An adapter is loaded through one server process and must reach every engine, so LoRA allows only one.
+        derive(self, api_server_count=1 if self.enable_lora else max(self.api_server_count, self.parallel.dp))
+        return self
 
     def to_vllm(self) -> Namespace:
         """These settings under the names of vLLM's own arguments."""

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import AliasChoices, Field
+from pydantic import Field, model_validator
 
+from prime_rl.configs.rollouts import (
+    EnvConfig,
+    EvalConfig,
+    EvalEnvConfig,
+    EvalSamplingConfig,
+    EvalSaveHFConfig,
+    SamplingConfig,
+    TemperatureSchedulerConfig,
+    ValConfig,
+)
 from prime_rl.configs.root import RootConfig
 from prime_rl.configs.shared import (
     BaseModelConfig,
@@ -18,7 +29,39 @@ from prime_rl.configs.shared import (
     TransportConfig,
     WandbWithExtrasConfig,
 )
-from prime_rl.utils.pydantic_config import BaseConfig
+from prime_rl.utils.pydantic_config import BaseConfig, derive, raise_faults
+
+__all__ = [
+    "AdvantageConfig",
+    "BufferConfig",
+    "CheckpointConfig",
+    "CustomAdvantageConfig",
+    "DefaultAdvantageConfig",
+    "EnvConfig",
+    "EvalConfig",
+    "EvalEnvConfig",
+    "EvalSamplingConfig",
+    "EvalSaveHFConfig",
+    "FileSystemWeightBroadcastConfig",
+    "FilterConfig",
+    "GibberishFilterConfig",
+    "LoRAConfig",
+    "ModelConfig",
+    "NCCLWeightBroadcastConfig",
+    "OptimizerConfig",
+    "OrchestratorConfig",
+    "RepetitionFilterConfig",
+    "SamplingConfig",
+    "TeacherModelConfig",
+    "TemperatureSchedulerConfig",
+    "ValConfig",
+    "WeightBroadcastConfig",
+]
+
+DEFAULT_BATCH_SIZE = 128
+BENCH_STEPS = 4
+BENCH_ASYNC_LEVEL = 1_000_000_000
+"""In a benchmark nobody waits for the trainer."""
 
 
 class LoRAConfig(BaseConfig):
@@ -56,175 +99,6 @@ class TeacherModelConfig(BaseConfig):
 
     model: ModelConfig = ModelConfig()
     """The teacher."""
-
-
-class TemperatureSchedulerConfig(BaseConfig):
-    """A temperature that changes over the run."""
-
-    type: Literal["linear", "cosine"] = "linear"
-    """Shape of the curve."""
-
-    start_temperature: float = Field(ge=0)
-    """At step 0."""
-
-    end_temperature: float = Field(ge=0)
-    """At the last step."""
-
-    total_steps: int | None = Field(None, ge=1)
-    """Length; None is `max_steps`."""
-
-
-class SamplingConfig(BaseConfig):
-    """How training rollouts are sampled. `top_p` is always 1, `top_k` -1 and `min_p` 0."""
-
-    temperature: float | None = Field(None, ge=0)
-    """Temperature; None is 1.0 without `temp_scheduler`."""
-
-    temp_scheduler: TemperatureSchedulerConfig | None = None
-    """A changing temperature; None keeps it constant."""
-
-    repetition_penalty: float = Field(1.0, ge=0)
-    """Penalty of repeated tokens; 1 is none."""
-
-    max_tokens: int | None = None
-    """Tokens of one turn; None leaves it to the server."""
-
-    min_tokens: int = Field(0, ge=0)
-    """Fewest tokens of one turn."""
-
-    seed: int | None = None
-    """Seed of the sampler; None leaves it to the server."""
-
-    extra_body: dict[str, Any] = Field({})
-    """More keys for the request."""
-
-
-class EvalSamplingConfig(BaseConfig):
-    """How eval rollouts are sampled. None leaves a value to the server."""
-
-    temperature: float | None = Field(None, ge=0)
-    """Temperature."""
-
-    repetition_penalty: float | None = Field(None, ge=0)
-    """Penalty of repeated tokens; 1 is none."""
-
-    top_p: float | None = None
-    """Sample from the smallest set of tokens with this probability."""
-
-    top_k: int | None = None
-    """Sample from the k likeliest tokens."""
-
-    min_p: float | None = None
-    """Leave out tokens below this fraction of the likeliest one's probability."""
-
-    max_tokens: int | None = None
-    """Tokens of one turn."""
-
-    min_tokens: int | None = None
-    """Fewest tokens of one turn."""
-
-    reasoning_effort: Literal["minimal", "low", "medium", "high"] | None = None
-    """Reasoning effort."""
-
-    seed: int | None = None
-    """Seed of the sampler."""
-
-    extra_body: dict[str, Any] = Field({})
-    """More keys for the request."""
-
-
-class EnvConfig(BaseConfig):
-    """An environment of the verifiers library."""
-
-    id: str = "reverse-text"
-    """Id of the environment, with or without @version."""
-
-    args: dict[str, Any] = Field({})
-    """Arguments of its constructor."""
-
-    name: str | None = None
-    """Name in logs and metrics; None is the id."""
-
-    address: str | None = None
-    """A running environment server; None starts one."""
-
-    extra_env_kwargs: dict[str, Any] = Field({})
-    """Arguments that the system sets: `seq_len` and `score_rollouts` come from the orchestrator."""
-
-
-class EvalEnvConfig(EnvConfig):
-    """An environment to evaluate on."""
-
-    num_examples: int | None = None
-    """Examples; None or 0 is the value of `eval`."""
-
-    rollouts_per_example: int | None = None
-    """Rollouts of an example; None or 0 is the value of `eval`."""
-
-    skip_first: int = 0
-    """Examples to skip at the start."""
-
-    max_retries: int = 0
-    """Attempts after a failed rollout."""
-
-
-class EvalConfig(BaseConfig):
-    """Evaluation during training."""
-
-    env: list[EvalEnvConfig] = Field([EvalEnvConfig()])
-    """The environments."""
-
-    sampling: EvalSamplingConfig = EvalSamplingConfig()
-    """How rollouts are sampled."""
-
-    num_examples: int = -1
-    """Examples of an environment; -1 is all."""
-
-    rollouts_per_example: int = Field(1, ge=1)
-    """Rollouts of an example."""
-
-    interval: int = Field(100, ge=1)
-    """Steps between two evaluations."""
-
-    eval_base_model: bool = True
-    """Evaluate before the first step too."""
-
-    skip_eval_on_resume: bool = Field(
-        True, validation_alias=AliasChoices("skip_eval_on_resume", "skip_eval_on_restart")
-    )
-    """Do not evaluate right after a resume. Also written `skip_eval_on_restart`."""
-
-    cancel_inflight_rollouts_on_eval: bool = False
-    """Cancel training rollouts first."""
-
-
-class EvalSaveHFConfig(BaseConfig):
-    """Where evaluation results go on the Hugging Face hub. No key holds one."""
-
-    dataset_name: str | None = None
-    """Dataset."""
-
-    dataset_subset: str | None = None
-    """Subset."""
-
-    dataset_split: str | None = None
-    """Split."""
-
-    private: bool = False
-    """Make the dataset private."""
-
-
-class ValConfig(BaseConfig):
-    """Validation rollouts."""
-
-    num_examples: int = Field(16, ge=1)
-    """Examples."""
-
-    rollouts_per_example: int = Field(1, ge=1)
-    """Rollouts of an example."""
-
-    interval: int = 10
-    """Steps between two validations."""
 
 
 class CheckpointConfig(BaseConfig):
@@ -281,6 +155,22 @@ class BufferConfig(BaseConfig):
 
     skip_verification: bool = False
     """Do not score; every reward is 0."""
+
+    @model_validator(mode="after")
+    def _check_rules(self) -> Self:
+        raise_faults(self._faults())
+        return self
+
+    def _faults(self) -> Iterator[str]:
+        easy, hard = self.easy_threshold, self.hard_threshold
+        if easy is not None and hard is not None and easy <= hard:
+            yield f"easy_threshold ({easy}) must be above hard_threshold ({hard})"
+        if any(ratio <= 0 for ratio in self.env_ratios or []):
+            yield f"env_ratios must all be above 0 (got {self.env_ratios})"
+        scored = ("online_difficulty_filtering", "easy_threshold", "hard_threshold")
+        needing_scores = [name for name in scored if getattr(self, name) not in (None, False)]
+        if self.skip_verification and needing_scores:
+            yield f"skip_verification gives no rewards, and {', '.join(needing_scores)} need them"
 
 
 class DefaultAdvantageConfig(BaseConfig):
@@ -452,7 +342,7 @@ class OrchestratorConfig(RootConfig):
     rollouts_per_example: int = Field(1, ge=1)
     """Rollouts of one example: its group."""
 
-    seq_len: int = 2048
+    seq_len: int = Field(2048, ge=1)
     """Longest sample in tokens."""
 
     num_train_workers: int = Field(1, ge=1)
@@ -481,3 +371,78 @@ class OrchestratorConfig(RootConfig):
 
     use_token_client: bool = True
     """Send and receive tokens instead of text."""
+
+    @model_validator(mode="after")
+    def _check_rules(self) -> Self:
+        raise_faults([*self._faults(), *self._batching_faults(), *self._temperature_faults()])
+        return self
+
+    @model_validator(mode="after")
+    def _derive_values(self) -> Self:
+        if self.token_batch_size is None:
+            batch_size = self._rollouts_per_step
+            derive(self, batch_size=batch_size)
+            if self.max_inflight_rollouts is None:
+                derive(self, max_inflight_rollouts=int(batch_size * (self.oversampling_factor or 1.0)))
+        if self.bench:
+            derive(self, max_steps=BENCH_STEPS, max_async_level=BENCH_ASYNC_LEVEL, eval=None)
+            for monitor in (self.wandb, self.prime_monitor):
+                if monitor is not None:
+                    derive(monitor, log_extras=None)
+        set_by_us = {"seq_len": self.seq_len, "score_rollouts": not self.buffer.skip_verification}
+        for env in self.env:
+            derive(env, extra_env_kwargs=env.extra_env_kwargs | set_by_us)
+        if self.sampling.temperature is None and self.sampling.temp_scheduler is None:
+            derive(self.sampling, temperature=1.0)
+        return self
+
+    @property
+    def _rollouts_per_step(self) -> int:
+        return DEFAULT_BATCH_SIZE if self.batch_size is None else self.batch_size
+
+    def _faults(self) -> Iterator[str]:
+        kinds = [item.type for item in self.filters]
+        if len(set(kinds)) < len(kinds):
+            yield f"filters has a type more than once: {', '.join(kinds)}"
+        if self.max_concurrent is not None and self.max_concurrent < self.rollouts_per_example:
+            yield (
+                f"max_concurrent ({self.max_concurrent}) is below rollouts_per_example ({self.rollouts_per_example}): "
+                "no group could run"
+            )
+        if self.weight_broadcast.type == "nccl" and self.max_async_level != 1 and not self.bench:
+            yield f"NCCL weight broadcast needs max_async_level = 1 (got {self.max_async_level})"
+        ratios = self.buffer.env_ratios
+        if ratios is not None and len(ratios) != len(self.env):
+            yield f"buffer.env_ratios has {len(ratios)} entries for {len(self.env)} environments"
+
+    def _batching_faults(self) -> Iterator[str]:
+        inflight, factor, group = self.max_inflight_rollouts, self.oversampling_factor, self.rollouts_per_example
+        if self.token_batch_size is not None:
+            if self.batch_size is not None:
+                yield "batch_size and token_batch_size exclude each other: remove one"
+            if factor is not None:
+                yield "oversampling_factor needs batch_size: with token_batch_size, set max_inflight_rollouts"
+            if inflight is None:
+                yield "token_batch_size needs max_inflight_rollouts"
+        else:
+            batch_size = self._rollouts_per_step
+            expected = int(batch_size * (factor or 1.0))
+            if batch_size % group != 0:
+                yield f"batch_size ({batch_size}) is not a multiple of rollouts_per_example ({group})"
+            if inflight is not None and factor is not None and inflight != expected:
+                yield (
+                    f"max_inflight_rollouts ({inflight}) is not batch_size * oversampling_factor "
+                    f"({batch_size} * {factor} = {expected}): remove one"
+                )
+            inflight = expected if inflight is None else inflight
+        if inflight is not None and inflight < group:
+            yield f"max_inflight_rollouts ({inflight}) is below rollouts_per_example ({group})"
+
+    def _temperature_faults(self) -> Iterator[str]:
+        schedule = self.sampling.temp_scheduler
+        if schedule is None:
+            return
+        if self.sampling.temperature is not None:
+            yield "sampling.temperature and sampling.temp_scheduler exclude each other: remove one"
+        if schedule.total_steps is None and self.max_steps is None and not self.bench:
+            yield "sampling.temp_scheduler needs its total_steps, or max_steps"

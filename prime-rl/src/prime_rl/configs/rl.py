@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from prime_rl.configs.inference import InferenceConfig
 from prime_rl.configs.orchestrator import OrchestratorConfig
+from prime_rl.configs.rl_propagation import propagate
+from prime_rl.configs.rl_rules import run_faults, run_warnings
 from prime_rl.configs.root import RootConfig
 from prime_rl.configs.shared import Device, SlurmConfig
 from prime_rl.configs.trainer import TrainerConfig
-from prime_rl.utils.pydantic_config import BaseConfig
+from prime_rl.utils.pydantic_config import BaseConfig, ConfigWarning, raise_faults
 
 
 class SharedLogConfig(BaseConfig):
@@ -90,14 +93,22 @@ class SingleNodeDeploymentConfig(BaseDeploymentConfig):
     type: Literal["single_node"] = "single_node"
     """One node."""
 
-    num_train_gpus: int = 1
+    num_train_gpus: int = Field(1, ge=1)
     """GPUs of the trainer."""
 
-    num_infer_gpus: int = 1
+    num_infer_gpus: int = Field(1, ge=0)
     """GPUs of the inference server."""
 
-    num_teacher_gpus: int | None = None
+    num_teacher_gpus: int | None = Field(None, ge=0)
     """GPUs of the teacher's server; None starts none."""
+
+    @model_validator(mode="after")
+    def _check_gpus(self) -> Self:
+        train, infer, teacher = self.num_train_gpus, self.num_infer_gpus, self.num_teacher_gpus or 0
+        if train + infer + teacher > self.gpus_per_node:
+            parts = f"{train} train + {infer} infer" + (f" + {teacher} teacher" if teacher else "")
+            raise ValueError(f"{parts} = {train + infer + teacher} GPUs, but gpus_per_node is {self.gpus_per_node}")
+        return self
 
 
 class MultiNodeDeploymentConfig(BaseDeploymentConfig):
@@ -106,44 +117,33 @@ class MultiNodeDeploymentConfig(BaseDeploymentConfig):
     type: Literal["multi_node"] = "multi_node"
     """Several nodes."""
 
-    num_train_nodes: int
+    num_train_nodes: int = Field(ge=1)
     """Nodes of the trainer."""
 
-    num_infer_nodes: int
+    num_infer_nodes: int = Field(ge=1)
     """Nodes of the inference servers."""
 
     num_teacher_nodes: int | None = None
     """Nodes of the teacher's server; must stay None."""
 
-    nodes_per_fsdp_group: int | None = None
+    nodes_per_fsdp_group: int | None = Field(None, ge=1)
     """Nodes that share one copy of the model; None shares it among all."""
+
+    @model_validator(mode="after")
+    def _check_nodes(self) -> Self:
+        if self.num_teacher_nodes is not None:
+            raise ValueError("num_teacher_nodes must stay None: a teacher's server runs on a single node only")
+        return self
 
 
 DeploymentConfig = Annotated[SingleNodeDeploymentConfig | MultiNodeDeploymentConfig, Field(discriminator="type")]
 
 
-class RLConfig(RootConfig):
-    """A whole RL run. Read by `rl`, which hands each component its section."""
-
-    component: ClassVar[str] = "rl"
-
-    trainer: TrainerConfig
-    """The trainer; may be empty."""
-
-    orchestrator: OrchestratorConfig
-    """The orchestrator; may be empty."""
-
-    inference: InferenceConfig | None = None
-    """The inference server; None starts none and uses `orchestrator.client.base_url`."""
-
-    teacher_inference: InferenceConfig | None = None
-    """The teacher's server; None starts none."""
+class SharedSettings(BaseConfig):
+    """What `rl` decides for its components; `propagate` writes it into their sections."""
 
     output_dir: Path = Path("outputs")
     """The run's directory; the orchestrator gets `run_default` in it."""
-
-    clean_output_dir: bool = False
-    """Delete the output directory first."""
 
     log: SharedLogConfig = SharedLogConfig()
     """Logs of trainer and orchestrator."""
@@ -160,10 +160,7 @@ class RLConfig(RootConfig):
     max_steps: int | None = None
     """Steps to train; None leaves trainer and orchestrator alone."""
 
-    max_model_len: int | None = None
-    """Not read: set `inference.model.max_model_len`."""
-
-    seq_len: int | None = None
+    seq_len: int | None = Field(None, ge=1)
     """Sequence length of trainer and orchestrator where they set none."""
 
     max_async_level: int | None = Field(None, ge=0)
@@ -178,11 +175,38 @@ class RLConfig(RootConfig):
     deployment: DeploymentConfig = SingleNodeDeploymentConfig()
     """GPUs and nodes."""
 
-    inference_gpu_ids: list[int] | None = None
-    """GPUs of the inference server, by id; None takes the first `deployment.num_infer_gpus` visible ones."""
+    inference_gpu_ids: list[int] | None = Field(None, min_length=1)
+    """GPUs of the inference server, by id; sets `deployment.num_infer_gpus`. None takes the first visible ones."""
 
-    trainer_gpu_ids: list[int] | None = None
-    """GPUs of the trainer, by id (they may be the server's); None takes the next `deployment.num_train_gpus`."""
+    trainer_gpu_ids: list[int] | None = Field(None, min_length=1)
+    """GPUs of the trainer, by id (they may be the server's); sets `deployment.num_train_gpus`. None takes the next."""
+
+    device: Device = "auto"
+    """Where every component runs: `auto` takes GPUs when there are any."""
+
+
+class RLConfig(SharedSettings, RootConfig):
+    """A whole RL run. Read by `rl`, which hands each component its section."""
+
+    component: ClassVar[str] = "rl"
+
+    trainer: TrainerConfig
+    """The trainer; may be empty."""
+
+    orchestrator: OrchestratorConfig
+    """The orchestrator; may be empty."""
+
+    inference: InferenceConfig | None = None
+    """The inference server; None starts none and uses `orchestrator.client.base_url`."""
+
+    teacher_inference: InferenceConfig | None = None
+    """The teacher's server; None starts none."""
+
+    max_model_len: int | None = None
+    """Not read: set `inference.model.max_model_len`."""
+
+    clean_output_dir: bool = False
+    """Delete the output directory first."""
 
     slurm: SlurmConfig | None = None
     """Submit through Slurm; None runs here."""
@@ -190,5 +214,13 @@ class RLConfig(RootConfig):
     dry_run: bool = False
     """Write the resolved configs and stop."""
 
-    device: Device = "auto"
-    """Where every component runs: `auto` takes GPUs when there are any."""
+    @classmethod
+    def prepare(cls, data: dict[str, Any]) -> dict[str, Any]:
+        return propagate(SharedSettings, super().prepare(data))
+
+    @model_validator(mode="after")
+    def _check_rules(self) -> Self:
+        raise_faults(run_faults(self))
+        for text in run_warnings(self):
+            warnings.warn(text, ConfigWarning, stacklevel=2)
+        return self

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from prime_rl.configs.root import RootConfig
 from prime_rl.configs.shared import Device, HeartbeatConfig, LogConfig, SlurmConfig, WandbConfig
 from prime_rl.configs.trainer import (
+    BENCH_STEPS,
     AdamWConfig,
     BenchConfig,
     CheckpointConfig,
@@ -18,8 +20,13 @@ from prime_rl.configs.trainer import (
     OptimizerConfig,
     SchedulerConfig,
     TokenizerConfig,
+    fill_tokenizer,
+    training_faults,
 )
-from prime_rl.utils.pydantic_config import BaseConfig
+from prime_rl.utils.pydantic_config import BaseConfig, derive, raise_faults
+
+STACK_MULTIPLE = 256
+"""Stacked sequences are padded to this length."""
 
 
 class BaseDataConfig(BaseConfig):
@@ -36,6 +43,14 @@ class BaseDataConfig(BaseConfig):
 
     micro_batch_size: int = Field(1, ge=1)
     """Sequences that a rank computes at once."""
+
+    @model_validator(mode="after")
+    def _check_batch(self) -> Self:
+        if self.batch_size % self.micro_batch_size != 0:
+            raise ValueError(
+                f"batch_size ({self.batch_size}) is not a multiple of micro_batch_size ({self.micro_batch_size})"
+            )
+        return self
 
 
 class FakeDataConfig(BaseDataConfig):
@@ -97,6 +112,17 @@ class SFTDataConfig(BaseDataConfig):
     loss_mask: LossMaskConfig = LossMaskConfig()
     """Whose messages are trained on."""
 
+    @model_validator(mode="after")
+    def _check_lengths(self) -> Self:
+        raise_faults(self._length_faults())
+        return self
+
+    def _length_faults(self) -> Iterator[str]:
+        for one, other in (("subsets", "splits"), ("probabilities", "subsets"), ("probabilities", "splits")):
+            values, others = getattr(self, one), getattr(self, other)
+            if values is not None and others is not None and len(values) != len(others):
+                yield f"{one} has {len(values)} entries and {other} {len(others)}: give as many"
+
 
 DataConfig = Annotated[FakeDataConfig | SFTDataConfig, Field(discriminator="type")]
 
@@ -114,8 +140,14 @@ class SingleNodeDeploymentConfig(BaseDeploymentConfig):
     type: Literal["single_node"] = "single_node"
     """One node."""
 
-    num_gpus: int = 1
+    num_gpus: int = Field(1, ge=1)
     """Processes, one a GPU."""
+
+    @model_validator(mode="after")
+    def _check_gpus(self) -> Self:
+        if self.num_gpus > self.gpus_per_node:
+            raise ValueError(f"num_gpus ({self.num_gpus}) is above gpus_per_node ({self.gpus_per_node})")
+        return self
 
 
 class MultiNodeDeploymentConfig(BaseDeploymentConfig):
@@ -124,10 +156,10 @@ class MultiNodeDeploymentConfig(BaseDeploymentConfig):
     type: Literal["multi_node"] = "multi_node"
     """Several nodes."""
 
-    num_nodes: int = 2
+    num_nodes: int = Field(2, ge=1)
     """Nodes."""
 
-    nodes_per_fsdp_group: int | None = None
+    nodes_per_fsdp_group: int | None = Field(None, ge=1)
     """Nodes that share one copy of the model; None shares it among all."""
 
 
@@ -201,3 +233,50 @@ class SFTConfig(RootConfig):
 
     device: Device = "auto"
     """Where to run: `auto` takes GPUs when there are any."""
+
+    @classmethod
+    def prepare(cls, data: dict[str, Any]) -> dict[str, Any]:
+        table = super().prepare(data)
+        deployment = table.get("deployment")
+        if isinstance(deployment, dict) and deployment.get("type") == "multi_node":
+            deployment.pop("num_gpus", None)
+        return table
+
+    @model_validator(mode="after")
+    def _enter_bench_mode(self) -> Self:
+        if self.bench is not None:
+            derive(self, max_steps=BENCH_STEPS, ckpt=None)
+        return self
+
+    @model_validator(mode="after")
+    def _check_rules(self) -> Self:
+        raise_faults([*training_faults(self), *self._sequence_faults(), *self._faults()])
+        fill_tokenizer(self.tokenizer, self.model)
+        derive(self.model, fused_lm_head_chunk_size="disabled")
+        deployment = self.deployment
+        if isinstance(deployment, MultiNodeDeploymentConfig) and deployment.nodes_per_fsdp_group is not None:
+            derive(self.model, dp_replicate=deployment.num_nodes // deployment.nodes_per_fsdp_group)
+        return self
+
+    def _sequence_faults(self) -> Iterator[str]:
+        data, cp = self.data, self.model.cp
+        if cp > 1 and data.pack_function != "cat":
+            yield f"model.cp ({cp}) needs data.pack_function = 'cat' (got {data.pack_function!r})"
+        if cp > 1 and data.seq_len % cp != 0:
+            yield f"data.seq_len ({data.seq_len}) is not a multiple of model.cp ({cp})"
+        if cp > 1 and data.micro_batch_size != 1:
+            yield f"model.cp ({cp}) needs data.micro_batch_size = 1 (got {data.micro_batch_size})"
+        if data.pack_function == "stack" and data.seq_len % STACK_MULTIPLE != 0:
+            yield f"data.pack_function = 'stack' needs a data.seq_len in steps of {STACK_MULTIPLE} (got {data.seq_len})"
+
+    def _faults(self) -> Iterator[str]:
+        if isinstance(self.model.fused_lm_head_chunk_size, int):
+            yield "model.fused_lm_head_chunk_size must be 'auto' or 'disabled': SFT has no fused output layer"
+        deployment = self.deployment
+        if not isinstance(deployment, MultiNodeDeploymentConfig):
+            return
+        if self.slurm is None:
+            yield "deployment.type = 'multi_node' needs [slurm]"
+        group = deployment.nodes_per_fsdp_group
+        if group is not None and deployment.num_nodes % group != 0:
+            yield f"deployment.num_nodes ({deployment.num_nodes}) is not a multiple of nodes_per_fsdp_group ({group})"

@@ -2,14 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
+from prime_rl.configs.model import (
+    DEFAULT_VOCAB_CHUNK,
+    ActivationCheckpointConfig,
+    ActivationOffloadingConfig,
+    CompileConfig,
+    DebugModelConfig,
+    LoRAConfig,
+    ModelConfig,
+    TokenizerConfig,
+)
+from prime_rl.configs.optim import (
+    AdamWConfig,
+    BaseOptimizerConfig,
+    ConstantSchedulerConfig,
+    CosineSchedulerConfig,
+    LinearSchedulerConfig,
+    MuonConfig,
+    OptimizerConfig,
+    SchedulerConfig,
+    SGDConfig,
+)
 from prime_rl.configs.root import RootConfig
 from prime_rl.configs.shared import (
-    BaseModelConfig,
     Device,
     FileSystemTransportConfig,
     HeartbeatConfig,
@@ -18,252 +39,43 @@ from prime_rl.configs.shared import (
     TransportConfig,
     WandbConfig,
 )
-from prime_rl.utils.pydantic_config import BaseConfig
-
-AttentionKernel = Literal["sdpa", "flash_attention_2", "flash_attention_3", "fa4"]
-
-
-class CompileConfig(BaseConfig):
-    """`torch.compile` of the transformer blocks."""
-
-    fullgraph: bool = False
-    """Fail where a block does not compile as a whole."""
-
-
-class ActivationCheckpointConfig(BaseConfig):
-    """Activations computed again in the backward pass."""
-
-    freq: int = Field(1, ge=1)
-    """Every n-th layer."""
-
-
-class ActivationOffloadingConfig(BaseConfig):
-    """Activations kept in host memory."""
-
-    pin_memory: bool = True
-    """Use pinned host buffers."""
-
-    max_inflight_activations: int = Field(5, ge=1)
-    """Activations kept on the GPU while they are copied."""
-
-
-class LoRAConfig(BaseConfig):
-    """Low-rank adapters instead of full training."""
-
-    rank: int = Field(16, ge=1)
-    """Rank of an adapter."""
-
-    alpha: float = Field(32.0, ge=0)
-    """Scale of an adapter (times alpha / rank)."""
-
-    dropout: float = Field(0.0, ge=0, le=1)
-    """Dropout before an adapter."""
-
-    target_modules: list[str] = Field(
-        [
-            "q_proj",
-            "k_proj",
-            "v_proj",
-            "o_proj",
-            "gate_proj",
-            "up_proj",
-            "down_proj",
-            "experts",
-        ]
-    )
-    """Modules that get an adapter: names or regular expressions."""
-
-    modules_to_save: list[str] = Field([])
-    """Modules trained in full: names or regular expressions."""
-
-
-class DebugModelConfig(BaseConfig):
-    """Switches for debugging the model."""
-
-    num_layers: int | None = None
-    """Keep the first n layers only; None keeps all."""
-
-    random_init: bool = False
-    """Start from random weights."""
-
-
-class ModelConfig(BaseModelConfig):
-    """The trained model: its code, memory and parallelism."""
-
-    seq_len: int = 2048
-    """RL: longest sequence that is trained, in tokens. SFT takes `data.seq_len`."""
-
-    attn: AttentionKernel = "flash_attention_2"
-    """Attention kernel; `flash_attention_4` is another name of `fa4`."""
-
-    compile: CompileConfig | None = None
-    """Compile the model; None does not."""
-
-    ac: ActivationCheckpointConfig | None = None
-    """Activation checkpointing; None keeps all activations."""
-
-    ac_offloading: ActivationOffloadingConfig | None = None
-    """Activations in host memory; switches `ac` on. None keeps them on the GPU."""
-
-    fsdp_cpu_offload: bool = False
-    """Keep parameters, gradients and optimizer state in host memory."""
-
-    optim_cpu_offload: bool = False
-    """Keep the optimizer state alone in host memory."""
-
-    reshard_after_forward: bool = True
-    """Free gathered parameters after the forward pass."""
-
-    dp_replicate: int = 1
-    """Copies of the sharded model (HSDP)."""
-
-    ep: int = 1
-    """Expert parallel size."""
-
-    tp: int = 1
-    """Tensor parallel size."""
-
-    cp: int = 1
-    """Context parallel size."""
-
-    impl: Literal["hf", "custom", "auto"] = "auto"
-    """Whose model code: Transformers' or our own; `auto` prefers our own."""
-
-    optimization_dtype: Literal["bfloat16", "float32"] = "float32"
-    """Type of the master weights."""
-
-    reduce_dtype: Literal["bfloat16", "float32"] = "float32"
-    """Type in which gradients are summed over ranks."""
-
-    compute_dtype: Literal["auto", "bfloat16", "float32"] = "auto"
-    """Type of the forward and backward pass: `auto` is bfloat16 on CUDA, float32 on a CPU."""
-
-    moe_use_grouped_mm: bool = True
-    """Grouped matrix products for the experts of an MoE model."""
-
-    freeze_moe_router: bool = False
-    """Do not train the router of an MoE model."""
-
-    lora: LoRAConfig | None = None
-    """Train adapters; None trains all weights."""
-
-    debug: DebugModelConfig = DebugModelConfig()
-    """Switches for debugging."""
-
-    fused_lm_head_chunk_size: Annotated[int, Field(ge=512)] | Literal["auto", "disabled"] = "auto"
-    """Vocabulary entries in one chunk of the fused output layer; RL's `auto` is 8192, SFT's `disabled`."""
-
-
-class TokenizerConfig(BaseConfig):
-    """The tokenizer."""
-
-    name: str | None = None
-    """Tokenizer id or directory; None is the model's name."""
-
-    trust_remote_code: bool | None = None
-    """Run code that comes with the tokenizer; None is the model's choice."""
-
-    chat_template: str | None = None
-    """Chat template in place of the tokenizer's own."""
-
-
-class ConstantSchedulerConfig(BaseConfig):
-    """A constant learning rate."""
-
-    type: Literal["constant"] = "constant"
-    """Constant."""
-
-
-class LinearSchedulerConfig(BaseConfig):
-    """Linear warm-up, constant, linear decay."""
-
-    type: Literal["linear"] = "linear"
-    """Linear."""
-
-    warmup_steps: int = Field(10, ge=0)
-    """Steps of the warm-up."""
-
-    decay_steps: int = Field(10, ge=0)
-    """Steps of the decay at the end."""
-
-    min_lr: float = Field(0.0, ge=0)
-    """Learning rate at the end."""
-
-
-class CosineSchedulerConfig(BaseConfig):
-    """Linear warm-up, then a cosine down to the end."""
-
-    type: Literal["cosine"] = "cosine"
-    """Cosine."""
-
-    warmup_steps: int = Field(10, ge=0)
-    """Steps of the warm-up."""
-
-    min_lr: float = Field(0.0, ge=0)
-    """Learning rate at the end."""
-
-
-SchedulerConfig = Annotated[
-    ConstantSchedulerConfig | LinearSchedulerConfig | CosineSchedulerConfig, Field(discriminator="type")
+from prime_rl.utils.pydantic_config import BaseConfig, derive, raise_faults
+
+__all__ = [
+    "ActivationCheckpointConfig",
+    "ActivationOffloadingConfig",
+    "AdamWConfig",
+    "BaseOptimizerConfig",
+    "BaseWeightBroadcastConfig",
+    "BenchConfig",
+    "CheckpointConfig",
+    "CompileConfig",
+    "ConstantSchedulerConfig",
+    "CosineSchedulerConfig",
+    "CustomLossConfig",
+    "DataLoaderConfig",
+    "DebugModelConfig",
+    "DefaultLossConfig",
+    "FakeDataLoaderConfig",
+    "FileSystemWeightBroadcastConfig",
+    "LinearSchedulerConfig",
+    "LoRAConfig",
+    "LossConfig",
+    "ModelConfig",
+    "MuonConfig",
+    "NCCLWeightBroadcastConfig",
+    "OptimizerConfig",
+    "SGDConfig",
+    "SchedulerConfig",
+    "TokenizerConfig",
+    "TrainerConfig",
+    "WeightBroadcastConfig",
+    "WeightCheckpointConfig",
 ]
 
-
-class BaseOptimizerConfig(BaseConfig):
-    """What every optimizer has."""
-
-    lr: float = Field(1e-6, ge=0)
-    """Learning rate."""
-
-    weight_decay: float = Field(0.01, ge=0)
-    """Weight decay."""
-
-    max_norm: float = Field(1.0, ge=0)
-    """Largest norm of the gradient; a larger one is scaled down."""
-
-
-class SGDConfig(BaseOptimizerConfig):
-    """Stochastic gradient descent."""
-
-    type: Literal["sgd"] = "sgd"
-    """SGD."""
-
-    nesterov: bool = True
-    """Nesterov momentum."""
-
-    momentum: float = 0.9
-    """Momentum."""
-
-
-class AdamWConfig(BaseOptimizerConfig):
-    """AdamW."""
-
-    type: Literal["adamw"] = "adamw"
-    """AdamW."""
-
-    betas1: float = Field(0.9, ge=0)
-    """Decay of the first moment."""
-
-    betas2: float = Field(0.999, ge=0)
-    """Decay of the second moment."""
-
-
-class MuonConfig(BaseOptimizerConfig):
-    """Muon for matrices, AdamW for the rest."""
-
-    type: Literal["muon"] = "muon"
-    """Muon."""
-
-    mu: float = Field(0.95, ge=0)
-    """Momentum of Muon."""
-
-    betas1: float = Field(0.9, ge=0)
-    """AdamW's decay of the first moment."""
-
-    betas2: float = Field(0.95, ge=0)
-    """AdamW's decay of the second moment."""
-
-
-OptimizerConfig = Annotated[SGDConfig | AdamWConfig | MuonConfig, Field(discriminator="type")]
+BENCH_STEPS = 4
+MAX_TRACED_STEPS = 9
+"""A profiler trace of more steps is too large to open."""
 
 
 class WeightCheckpointConfig(BaseConfig):
@@ -345,6 +157,17 @@ class DefaultLossConfig(BaseConfig):
 
     kl_tau: float = Field(0.0, ge=0)
     """Weight of the KL term."""
+
+    @model_validator(mode="after")
+    def _check_rules(self) -> Self:
+        raise_faults(self._faults())
+        return self
+
+    def _faults(self) -> Iterator[str]:
+        for mask in ("token_mask", "geo_mask", "sequence_mask"):
+            low, high = getattr(self, f"{mask}_low"), getattr(self, f"{mask}_high")
+            if low >= high:
+                yield f"{mask}_low ({low}) must be below {mask}_high ({high})"
 
 
 class CustomLossConfig(BaseConfig):
@@ -428,6 +251,25 @@ class BenchConfig(BaseConfig):
     """Write the results to this file as well."""
 
 
+def training_faults(config: Any) -> Iterator[str]:
+    """Broken rules that the RL and the SFT trainer share; `config` is the root of either."""
+    if config.trace_path is not None and (config.max_steps is None or config.max_steps > MAX_TRACED_STEPS):
+        yield f"trace_path needs max_steps of at most {MAX_TRACED_STEPS} (got {config.max_steps})"
+    weights = config.ckpt.weights if config.ckpt is not None else None
+    if weights is not None and weights.save_adapter_separately and config.model.lora is None:
+        yield "ckpt.weights.save_adapter_separately needs model.lora"
+    if config.optim.type == "muon" and config.model.fsdp_cpu_offload:
+        yield "optim.type = 'muon' does not work with model.fsdp_cpu_offload"
+
+
+def fill_tokenizer(tokenizer: TokenizerConfig, model: ModelConfig) -> None:
+    """A tokenizer that names nothing is the model's."""
+    if tokenizer.name is None:
+        derive(tokenizer, name=model.name)
+    if tokenizer.trust_remote_code is None:
+        derive(tokenizer, trust_remote_code=model.trust_remote_code)
+
+
 class TrainerConfig(RootConfig):
     """The RL trainer. Read by `trainer`."""
 
@@ -498,3 +340,28 @@ class TrainerConfig(RootConfig):
 
     device: Device = "auto"
     """Where to run: `auto` takes GPUs when there are any."""
+
+    @model_validator(mode="after")
+    def _enter_bench_mode(self) -> Self:
+        if self.bench is not None:
+            derive(self, max_steps=BENCH_STEPS, ckpt=None)
+            if self.data.fake is None:
+                derive(self.data, fake=FakeDataLoaderConfig())
+        return self
+
+    @model_validator(mode="after")
+    def _check_rules(self) -> Self:
+        raise_faults([*training_faults(self), *self._faults()])
+        fill_tokenizer(self.tokenizer, self.model)
+        if self.model.fused_lm_head_chunk_size == "auto":
+            derive(self.model, fused_lm_head_chunk_size=DEFAULT_VOCAB_CHUNK)
+        return self
+
+    def _faults(self) -> Iterator[str]:
+        broadcast_nccl = self.weight_broadcast.type == "nccl"
+        if broadcast_nccl and self.max_async_level != 1:
+            yield f"NCCL weight broadcast needs max_async_level = 1 (got {self.max_async_level})"
+        if broadcast_nccl and self.model.lora is not None:
+            yield "NCCL weight broadcast cannot send model.lora adapters: use weight_broadcast.type = 'filesystem'"
+        if self.model.optim_cpu_offload and self.max_concurrent_runs > 1:
+            yield f"model.optim_cpu_offload serves one run (got max_concurrent_runs = {self.max_concurrent_runs})"

@@ -1,7 +1,14 @@
 """Strict configs from TOML files, environment variables and command-line arguments."""
 
 from prime_rl.utils.pydantic_config.arguments import parse_unknown_args, to_kebab_case
-from prime_rl.utils.pydantic_config.base import BaseConfig, BaseSettings, ConfigWarning, derive
+from prime_rl.utils.pydantic_config.base import (
+    BaseConfig,
+    BaseSettings,
+    ConfigWarning,
+    derive,
+    explicit_values,
+    raise_faults,
+)
 from prime_rl.utils.pydantic_config.dump import dump_toml, to_toml
 from prime_rl.utils.pydantic_config.errors import ConfigError
 from prime_rl.utils.pydantic_config.files import (
@@ -27,6 +34,7 @@ __all__ = [
     "check_path_and_handle_inheritance",
     "derive",
     "dump_toml",
+    "explicit_values",
     "extract_toml_paths",
     "get_all_fields",
     "get_temp_toml_file",
@@ -35,6 +43,7 @@ __all__ = [
     "parse_argv",
     "parse_argv_or_exit",
     "parse_unknown_args",
+    "raise_faults",
     "set_unknown_args",
     "showing_warnings",
     "to_kebab_case",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any
 
 from prime_rl.utils.pydantic_config.errors import ConfigError
@@ -73,10 +74,10 @@ def parse_arguments(root: Section, args: Sequence[str], allow_extras: bool = Fal
         try:
             _read_option(root, parsed, flag, text if equals else None, words)
         except KeyError:
-            values = _values_after(words)
             if allow_extras and not _is_below_section(root, flag):
-                parsed.extras += [word, *values]
+                parsed.extras += [word, *_values_after(words)]
             else:
+                _values_after(words, at_most=1)
                 parsed.faults.append(f"{flag}: unknown option; {advice_for_key(root, flag[2:], as_flag=True)}")
         except BadText as error:
             parsed.faults.append(f"{flag}: {error}")
@@ -158,11 +159,10 @@ def _negated(root: Section, name: str) -> KeySite | None:
     return site if site is not None and (site.is_flag or is_nullable(site.kinds)) else None
 
 
-def _values_after(words: list[str]) -> list[str]:
+def _values_after(words: list[str], at_most: int | None = None) -> list[str]:
     """Take the values of an option that is not ours."""
-    values = []
-    while words and not words[0].startswith("--"):
-        values.append(words.pop(0))
+    values = list(takewhile(lambda word: not word.startswith("--"), words))[:at_most]
+    del words[: len(values)]
     return values
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -10,7 +10,7 @@ import pydantic_settings
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_settings import PydanticBaseSettingsSource, SettingsConfigDict
 
-from prime_rl.utils.pydantic_config.schema import union_fields
+from prime_rl.utils.pydantic_config.schema import tag_of, union_fields
 
 NULL_TEXT = "None"
 """TOML has no null. This text, anywhere in a config, is one."""
@@ -29,19 +29,37 @@ def with_nulls(value: Any) -> Any:
     return None if isinstance(value, str) and value == NULL_TEXT else value
 
 
-def prepare_table(cls: type[BaseModel], data: Any) -> Any:
+def prepare_table(cls: type[BaseModel], data: dict[str, Any]) -> dict[str, Any]:
     """Raw data of one section, with nulls, and with the `type` of its default wherever a union's table names none.
 
     So `[optim]` with only `lr` stays what `optim` is by default. The data given stays as it is.
     """
-    if not isinstance(data, dict):
-        return data
     table = with_nulls(data)
     for name, default_type in union_fields(cls).items():
         value = table.get(name)
         if isinstance(value, dict) and "type" not in value:
             table[name] = {"type": default_type, **value}
     return table
+
+
+def explicit_values(model: BaseModel) -> dict[str, Any]:
+    """The raw data that `model` was made from, as far as it is not a default."""
+    values: dict[str, Any] = {}
+    for name in type(model).model_fields:
+        value = getattr(model, name)
+        inner = explicit_values(value) if isinstance(value, BaseModel) else value
+        if name in model.model_fields_set or (isinstance(value, BaseModel) and inner):
+            values[name] = inner
+    # A variant of a union is known by its `type`, which nobody needs to give when the class is named.
+    if values and isinstance(tag_of(type(model)), str):
+        values["type"] = model.type  # type: ignore[attr-defined]
+    return values
+
+
+def raise_faults(faults: Iterable[str]) -> None:
+    """Raise one error that tells every fault, each on its own line; nothing without faults."""
+    if lines := list(faults):
+        raise ValueError("\n".join(lines))
 
 
 def derive(model: BaseModel, **values: Any) -> None:
@@ -57,6 +75,11 @@ class BaseConfig(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _prepare(cls, data: Any) -> Any:
+        return cls.prepare(data) if isinstance(data, dict) else data
+
+    @classmethod
+    def prepare(cls, data: dict[str, Any]) -> dict[str, Any]:
+        """The raw data to validate in place of `data`, which stays as it is."""
         return prepare_table(cls, data)
 
 
@@ -91,6 +114,11 @@ class BaseSettings(pydantic_settings.BaseSettings):
     @model_validator(mode="before")
     @classmethod
     def _prepare(cls, data: Any) -> Any:
+        return cls.prepare(data) if isinstance(data, dict) else data
+
+    @classmethod
+    def prepare(cls, data: dict[str, Any]) -> dict[str, Any]:
+        """The raw data to validate in place of `data`, which stays as it is."""
         return prepare_table(cls, data)
 
     @classmethod

@@ -44,7 +44,12 @@ def faults_of(root: Section, error: ValidationError, layers: Sequence[Layer]) ->
     complaints: dict[tuple[str, str], list[str]] = {}
     for detail in error.errors(include_url=False):
         place = locate(root, detail["loc"])
-        origin = _origin(place.path, layers, of_rule=detail["type"] in ("value_error", "assertion_error"))
+        origin = _origin(place.path, layers, of_rule=_is_rule(detail))
+        if _is_rule(detail):
+            # A rule's error tells several faults, one a line; each stays a fault of its own.
+            for line in str(detail["ctx"]["error"]).splitlines():
+                complaints[(origin, f"{_shown_key(place.key, origin)}{line}")] = [""]
+            continue
         what = _complaint(root, place, detail)
         complaints.setdefault((origin, _shown_key(place.key, origin)), []).append(what)
     return [f"{origin}: {key}{_joined(whats)}" for (origin, key), whats in complaints.items()]
@@ -78,10 +83,12 @@ def locate(root: Section, loc: KeyPath) -> Place:
     return Place(tuple(path), variants, tag, kinds)
 
 
+def _is_rule(detail: Any) -> bool:
+    return detail["type"] in ("value_error", "assertion_error")
+
+
 def _complaint(root: Section, place: Place, detail: Any) -> str:
     match detail["type"]:
-        case "value_error" | "assertion_error":
-            return str(detail["ctx"]["error"])
         case "extra_forbidden":
             return f"unknown key; {_advice_for_unknown(root, place)}"
         case "missing":
@@ -142,7 +149,7 @@ def _origin(path: KeyPath, layers: Sequence[Layer], of_rule: bool) -> str:
     for length in range(len(path), -1, -1):
         holders = [layer for layer in layers if layer.data and layer.holds(path[:length])]
         if holders and of_rule:
-            return ", ".join(dict.fromkeys(layer.origin(path[:length]) for layer in holders))
+            return ", ".join(dict.fromkeys(layer.name for layer in holders))
         if holders:
             return holders[-1].origin(path[:length])
     return "config"
