@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import sys
 import time
@@ -65,6 +66,13 @@ def peak_memory_gib(device: torch.device) -> float:
     # Linux counts in KiB, macOS in bytes.
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / _GIB
+
+
+def total_memory_gib(device: torch.device) -> float:
+    """Memory of the device: the GPU's, or this machine's."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory / _GIB
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / _GIB
 
 
 def _active_parameters(model: nn.Module) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Literal
@@ -74,6 +74,15 @@ def setup_world(device: DeviceChoice, timeout_s: int, environ: Mapping[str, str]
         processes = "one process" if world_size == 1 else f"{world_size} processes"
         get_logger().info(f"Training on the CPU with {processes} ({torch.get_num_threads()} threads each)")
     return world
+
+
+def sum_over_processes(values: Sequence[float], world: World) -> list[float]:
+    """Each of `values` summed over all processes, in float64; a collective call."""
+    if world.world_size == 1:
+        return list(values)
+    totals = torch.tensor(values, dtype=torch.float64, device=world.device)
+    dist.all_reduce(totals)
+    return totals.tolist()
 
 
 def destroy_world() -> None:

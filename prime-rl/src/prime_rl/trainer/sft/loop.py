@@ -1,0 +1,105 @@
+"""The SFT training loop."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from itertools import islice
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from prime_rl.configs.sft import BaseDataConfig, SFTConfig
+from prime_rl.configs.trainer import WeightCheckpointConfig
+from prime_rl.trainer.ckpt import CheckpointManager, TrainState
+from prime_rl.trainer.errors import DataError
+from prime_rl.trainer.sft.data import PackedRows
+from prime_rl.trainer.sft.reporting import StepReporter
+from prime_rl.trainer.sft.step import train_step
+from prime_rl.trainer.signals import SignalBox
+from prime_rl.trainer.weights import export_model
+from prime_rl.trainer.world import World
+from prime_rl.utils.logger import get_logger
+from prime_rl.utils.paths import RunPaths, stable_steps
+
+
+@dataclass(slots=True)
+class Parts:
+    """What the loop works with."""
+
+    state: TrainState
+    rows: PackedRows
+    tokenizer: PreTrainedTokenizerBase
+    checkpoints: CheckpointManager | None
+    export_dtype: torch.dtype
+
+
+class SFTTrainer:
+    """Takes the micro-batches of a step from the data, updates the model, until `max_steps` or a signal to stop."""
+
+    def __init__(self, config: SFTConfig, paths: RunPaths, world: World, parts: Parts) -> None:
+        self.config = config
+        self.paths = paths
+        self.world = world
+        self.parts = parts
+        self.micro_batches = micro_batches_per_process(config.data, world)
+        self.saved_step = parts.state.progress.step
+
+    def run(self, signals: SignalBox, reporter: StepReporter) -> bool:
+        """Train and save; returns False when SIGTERM came before `max_steps`."""
+        state, checkpoints = self.parts.state, self.parts.checkpoints
+        requests = signals.take()
+        while not (self.is_done or requests.stop):
+            rows = list(islice(self.parts.rows, self.micro_batches))
+            stats = train_step(state, rows, self.config.optim.max_norm, self.world)
+            reporter.record(state.progress, self.parts.rows.stream.epoch, stats)
+            requests = signals.take()
+            if requests.save or (checkpoints is not None and checkpoints.is_due(state.progress.step)):
+                reporter.saved(self.save())
+        self.save()
+        if self.is_done:
+            self.export()
+        return self.is_done
+
+    @property
+    def is_done(self) -> bool:
+        return self.config.max_steps is not None and self.parts.state.progress.step >= self.config.max_steps
+
+    def save(self) -> float:
+        """Write checkpoint and weights of this step, unless they are written; returns the seconds it took."""
+        checkpoints, step = self.parts.checkpoints, self.parts.state.progress.step
+        if checkpoints is None or step == self.saved_step:
+            return 0.0
+        started_s = time.perf_counter()
+        checkpoints.save(self.parts.state, self.parts.rows.state())
+        checkpoints.export(self.parts.state, self.parts.tokenizer, self.parts.export_dtype)
+        self.saved_step = step
+        elapsed_s = time.perf_counter() - started_s
+        if self.world.is_main:
+            get_logger().info(f"Saved {self.paths.checkpoint(step)} in {elapsed_s:.1f}s")
+        return elapsed_s
+
+    def export(self) -> None:
+        """Write the weights of a finished run, unless `save` has; they are what the run is for."""
+        step = self.parts.state.progress.step
+        options = WeightCheckpointConfig() if self.config.ckpt is None else self.config.ckpt.weights
+        if options is None or step in stable_steps(self.paths.weights):
+            return
+        target = self.paths.weight(step)
+        export_model(self.parts.state.model, self.parts.tokenizer, target, options, self.parts.export_dtype)
+
+
+def micro_batches_per_process(data: BaseDataConfig, world: World) -> int:
+    """Rows that each process computes in a step.
+
+    Raises:
+        DataError: the batch does not divide evenly.
+    """
+    per_round = world.world_size * data.micro_batch_size
+    count, rest = divmod(data.batch_size, per_round)
+    if rest or count == 0:
+        raise DataError(
+            f"data.batch_size = {data.batch_size} is no multiple of {world.world_size} processes x "
+            f"data.micro_batch_size = {data.micro_batch_size}"
+        )
+    return count

@@ -1,0 +1,80 @@
+"""One optimizer step of SFT."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from prime_rl.trainer.ckpt import TrainState
+from prime_rl.trainer.errors import DivergedError
+from prime_rl.trainer.optim import clip_gradients
+from prime_rl.trainer.scoring import LogitsOf, cross_entropy_sum, score_tokens
+from prime_rl.trainer.sft.data import PackedRow
+from prime_rl.trainer.sft.reporting import StepStats
+from prime_rl.trainer.world import World, sum_over_processes
+
+
+def train_step(state: TrainState, rows: Sequence[PackedRow], max_norm: float, world: World) -> StepStats:
+    """Update the model on `rows`, this process's micro-batches; a collective call.
+
+    The loss is the mean over all trained tokens of all processes, so it does not depend on how they are divided.
+
+    Raises:
+        DivergedError: loss or gradient is not finite; nothing has been updated.
+    """
+    started_s = time.perf_counter()
+    own_counts = [sum(len(row.input_ids) for row in rows), sum(row.samples for row in rows), _trained(rows)]
+    tokens, samples, trained_tokens = map(int, sum_over_processes(own_counts, world))
+    own_loss = forward_backward(state.model, rows, max(trained_tokens, 1), world)
+    loss = sum_over_processes([own_loss], world)[0]
+    grad_norm = clip_gradients(state.model, max_norm)
+    if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+        raise DivergedError(
+            f"step {state.progress.step}: loss {loss}, gradient norm {grad_norm}: training has diverged. "
+            "Lower optim.lr or lengthen the warm-up, and resume from the last checkpoint"
+        )
+    forward_backward_s = time.perf_counter() - started_s
+    lr = state.scheduler.get_last_lr()[0]
+    state.optimizer.step()
+    state.scheduler.step()
+    state.optimizer.zero_grad()
+    state.progress.advance(tokens, samples)
+    return StepStats(loss, grad_norm, lr, tokens, samples, forward_backward_s)
+
+
+def forward_backward(model: nn.Module, rows: Sequence[PackedRow], trained_tokens: int, world: World) -> float:
+    """Add the gradient of the mean loss; returns this process's share of that loss.
+
+    `trained_tokens` is the number over all processes. FSDP averages gradients over them, which the factor undoes.
+    """
+    total = torch.zeros((), device=world.device)
+    for row in rows:
+        loss_sum = row_loss_sum(model, row, world.device)
+        (loss_sum * (world.world_size / trained_tokens)).backward()
+        total += loss_sum.detach()
+    return total.item() / trained_tokens
+
+
+def row_loss_sum(model: nn.Module, row: PackedRow, device: torch.device) -> Tensor:
+    """Summed cross-entropy of a row's trained tokens."""
+    input_ids_1T, position_ids_1T = _row_tensor(row.input_ids, device), _row_tensor(row.position_ids, device)
+    trained = torch.from_numpy(np.flatnonzero(row.is_trained)).to(device)
+    targets = torch.from_numpy(row.target_ids[row.is_trained]).to(device)
+
+    def score(hidden_TH: Tensor, logits_of: LogitsOf) -> Tensor:
+        return cross_entropy_sum(hidden_TH[trained], targets, logits_of, model.config.vocab_size)
+
+    return score_tokens(model, input_ids_1T, position_ids_1T, score)
+
+
+def _row_tensor(values: np.ndarray, device: torch.device) -> Tensor:
+    return torch.from_numpy(values)[None].to(device)
+
+
+def _trained(rows: Sequence[PackedRow]) -> int:
+    return sum(int(row.is_trained.sum()) for row in rows)

@@ -1,0 +1,169 @@
+"""Supervised fine-tuning: `sft @ sft.toml`, or this module under torchrun."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import torch.distributed as dist
+from transformers import PreTrainedTokenizerBase
+
+from prime_rl.configs.not_built import refuse_unbuilt
+from prime_rl.configs.sft import SFTConfig
+from prime_rl.configs.trainer import CheckpointConfig
+from prime_rl.trainer.ckpt import CheckpointManager, Progress, TrainState
+from prime_rl.trainer.errors import CheckpointError, ModelError, exit_on_error
+from prime_rl.trainer.model import compute_dtype, setup_model, setup_tokenizer
+from prime_rl.trainer.optim import setup_optimizer
+from prime_rl.trainer.progress_bar import progress_bar
+from prime_rl.trainer.scheduler import setup_scheduler
+from prime_rl.trainer.sft.data import PackedRows, setup_rows
+from prime_rl.trainer.sft.loop import Parts, SFTTrainer, micro_batches_per_process
+from prime_rl.trainer.sft.reporting import StepReporter
+from prime_rl.trainer.signals import EXIT_STOPPED, listen_for_signals
+from prime_rl.trainer.world import World, destroy_world, setup_world
+from prime_rl.utils.logger import SUCCESS, get_logger, setup_logger
+from prime_rl.utils.paths import OutputDirInUse, RunPaths, check_output_dir
+from prime_rl.utils.pydantic_config import parse_argv_or_exit
+
+
+def main() -> None:
+    """Load the config and train. Exit codes: 0 done, 1 failed, 2 bad config, 143 stopped by SIGTERM."""
+    config = parse_argv_or_exit(SFTConfig)
+    refuse_unbuilt(config)
+    raise SystemExit(run(config))
+
+
+def run(config: SFTConfig) -> int:
+    """Train as `config` says, as one of the processes that torchrun started or alone; returns the exit code.
+
+    Raises:
+        SystemExit: with code 1, when the run failed; the log says why.
+    """
+    paths = RunPaths(config.output_dir)
+    rank = int(os.environ.get("RANK", 0))
+    log_file = paths.rank_log(rank) if config.log.file else None
+    setup_logger(config.log.level if rank == 0 else "warning", log_file, config.log.json_logging)
+    with exit_on_error(), joined_world(config) as world:
+        prepare_output_dir(config, paths, world)
+        parts = setup_parts(config, paths, world)
+        is_done = train(SFTTrainer(config, paths, world, parts))
+        if world.is_main:
+            report_end(is_done, paths, parts.state.progress)
+        return 0 if is_done else EXIT_STOPPED
+
+
+def train(trainer: SFTTrainer) -> bool:
+    """Run the loop with signals, metrics and the progress bar around it."""
+    config, world = trainer.config, trainer.world
+    with ExitStack() as stack:
+        signals = stack.enter_context(listen_for_signals(world))
+        bar = stack.enter_context(progress_bar("sft", config.max_steps, shown=world.is_main))
+        reporter = StepReporter(config, trainer.paths, trainer.parts.state.model, world, bar)
+        stack.push(lambda kind, error, trace: reporter.monitor.close(exit_code=0 if error is None else 1))
+        return trainer.run(signals, reporter)
+
+
+@contextmanager
+def joined_world(config: SFTConfig) -> Iterator[World]:
+    try:
+        yield setup_world(config.device, config.dist_timeout_seconds)
+    finally:
+        destroy_world()
+
+
+def prepare_output_dir(config: SFTConfig, paths: RunPaths, world: World) -> None:
+    """Refuse a directory with another run's checkpoints, or clear those if `clean_output_dir` says so.
+
+    The launchers have done so for the whole directory; by now it holds this run's log and config.
+
+    Raises:
+        CheckpointError: the directory is in use.
+    """
+    resuming = config.ckpt is not None and config.ckpt.resume_step is not None
+    if config.clean_output_dir and not resuming and not os.environ.get("NEVER_CLEAN_OUTPUT_DIR"):
+        if world.is_main:
+            shutil.rmtree(paths.checkpoints, ignore_errors=True)
+            shutil.rmtree(paths.weights, ignore_errors=True)
+        dist.barrier()
+    try:
+        check_output_dir(paths, resuming)
+    except OutputDirInUse as error:
+        raise CheckpointError(str(error)) from error
+
+
+def setup_parts(config: SFTConfig, paths: RunPaths, world: World) -> Parts:
+    """Build everything that the loop works with, at the step to resume from.
+
+    Small faults come first: data and schedule are checked before a large model is loaded.
+    """
+    micro_batches_per_process(config.data, world)
+    checkpoints = CheckpointManager(config.ckpt, paths, world) if config.ckpt is not None else None
+    resume_step = checkpoints.resume_step() if checkpoints is not None else None
+    tokenizer = setup_tokenizer(config.tokenizer, config.model)
+    rows = setup_rows(config.data, tokenizer, len(tokenizer), world)
+    if config.log.log_data and world.is_main:
+        log_first_sample(rows, tokenizer)
+    model = setup_model(config.model, world)
+    if len(tokenizer) > model.config.vocab_size:
+        raise ModelError(
+            f"the tokenizer has {len(tokenizer)} tokens, but model.name = {config.model.name} has embeddings for "
+            f"{model.config.vocab_size}"
+        )
+    optimizer = setup_optimizer(config.optim, model)
+    schedule_steps = scheduled_steps(config.max_steps, config.ckpt, resume_step)
+    state = TrainState(model, optimizer, setup_scheduler(config.scheduler, optimizer, schedule_steps), Progress())
+    if checkpoints is not None and resume_step is not None:
+        rows.load_state(checkpoints.load(state, resume_step))
+        leave_receipt(config, paths.checkpoint(resume_step), state.progress, rows, world)
+    return Parts(state, rows, tokenizer, checkpoints, compute_dtype(config.model, world.device))
+
+
+def leave_receipt(config: SFTConfig, checkpoint: Path, progress: Progress, rows: PackedRows, world: World) -> None:
+    """Say where a resumed run stands.
+
+    Raises:
+        CheckpointError: that is beyond the end of the run.
+    """
+    if config.max_steps is not None and progress.step > config.max_steps:
+        raise CheckpointError(f"{checkpoint} is at step {progress.step}, beyond max_steps = {config.max_steps}")
+    if world.is_main:
+        get_logger().info(
+            f"Resumed from {checkpoint}: step {progress.step}, {progress.tokens} tokens, {progress.samples} samples; "
+            f"next in the data: entry {rows.stream.position} (epoch {rows.stream.epoch})"
+        )
+
+
+def scheduled_steps(max_steps: int | None, ckpt: CheckpointConfig | None, resume_step: int | None) -> int | None:
+    """Length of the learning-rate schedule: all steps, or the remaining ones when it starts anew on resuming."""
+    if max_steps is None or ckpt is None or not ckpt.skip_scheduler or ckpt.skip_progress:
+        return max_steps
+    return max_steps - (resume_step or 0)
+
+
+def log_first_sample(rows: PackedRows, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Show the first sample as text, and which part of it is trained."""
+    start = rows.stream.position
+    first = next(rows)
+    rows.stream.position = start
+    ends = [*(index for index in range(1, len(first.position_ids)) if first.position_ids[index] == 0), None]
+    sample = slice(0, ends[0])
+    trained = first.target_ids[sample][first.is_trained[sample]]
+    get_logger().info(f"First sample: {tokenizer.decode(first.input_ids[sample])!r}")
+    get_logger().info(f"Trained in it: {tokenizer.decode(trained)!r}")
+
+
+def report_end(is_done: bool, paths: RunPaths, progress: Progress) -> None:
+    if is_done:
+        get_logger().log(
+            SUCCESS, f"SFT trainer finished! {progress.step} steps; weights in {paths.weight(progress.step)}"
+        )
+    else:
+        get_logger().warning(f"Stopped by SIGTERM after {progress.step} steps")
+
+
+if __name__ == "__main__":
+    main()
