@@ -1,0 +1,95 @@
+"""How a dataclass of options becomes a Typer command, and an error one line on stderr."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable
+from dataclasses import MISSING, Field, fields
+from typing import Annotated, Any, TypeVar, get_type_hints
+
+import typer
+from typer.core import TyperGroup
+
+from medarc_rl.errors import MedarcError
+
+OptionsT = TypeVar("OptionsT")
+
+Words = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="CONFIG",
+        help="A TOML file, written `config.toml`, `@ config.toml` or `@config.toml`; of several `@` files the last is "
+        "strongest. Any option that is not listed below sets a key of the config: `--trainer.optim.lr 1e-6`.",
+    ),
+]
+
+
+def say(line: str) -> None:
+    """Progress and results, on stdout."""
+    sys.stdout.write(f"{line}\n")
+
+
+def warn(line: str) -> None:
+    sys.stderr.write(f"warning: {line}\n")
+
+
+class OneLineErrors(TyperGroup):
+    """Prints what a person did wrong as `error: …`, one line for each fault, without usage or traceback."""
+
+    def main(self, *args: Any, standalone_mode: bool = True, **extra: Any) -> Any:
+        try:
+            code = super().main(*args, standalone_mode=False, **extra)
+        except MedarcError as error:
+            faults, code = error.faults, error.exit_code
+        # What Typer itself raises about options has this shape, and no public class of its own.
+        except typer.TyperException as error:
+            faults, code = (" ".join(error.format_message().split()),), error.exit_code
+        except typer.Abort:
+            faults, code = ("aborted",), 1
+        else:
+            faults = ()
+        sys.stderr.writelines(f"error: {fault}\n" for fault in faults)
+        if standalone_mode:
+            sys.exit(code)
+        return code
+
+
+def new_app(help_text: str) -> typer.Typer:
+    """A Typer app of several commands. Rich is left out: importing it takes longer than the rest of a dry run."""
+    return typer.Typer(
+        cls=OneLineErrors,
+        help=help_text,
+        add_completion=False,
+        rich_markup_mode=None,
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+
+
+def add_command(
+    app: typer.Typer, name: str, options: type[OptionsT], run: Callable[[list[str], OptionsT], int]
+) -> None:
+    """Add a command: the fields of the dataclass `options` are its options, and `run` returns its exit code.
+
+    `run` gets the words that are no option of the command: the config's files and overrides.
+    """
+
+    def command(words: list[str] | None = None, **values: Any) -> int:
+        return run(words or [], options(**values))
+
+    hints = get_type_hints(options, include_extras=True)
+    parameters = [_parameter("words", Words, None)]
+    parameters += [_parameter(field.name, hints[field.name], _default(field)) for field in fields(options)]
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    settings = {"ignore_unknown_options": True, "allow_extra_args": True}
+    app.command(name, help=inspect.getdoc(run), context_settings=settings)(command)
+
+
+def _parameter(name: str, annotation: Any, default: Any) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=annotation, default=default)
+
+
+def _default(field: Field[Any]) -> Any:
+    return field.default if field.default_factory is MISSING else field.default_factory()

@@ -1,0 +1,148 @@
+"""How many GPUs (without any, CPU processes) of one node a run takes, and what follows for its config."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from medarc_rl.errors import UsageError
+from medarc_rl.launchers.slurm import NODE_GPUS
+from medarc_rl.utils import OwnedKeys
+from prime_rl.configs.rl import RLConfig
+from prime_rl.configs.sft import SFTConfig
+from prime_rl.utils.process.devices import (
+    MASK_VARIABLE,
+    DeviceError,
+    choose_device,
+    machine_gpus,
+    masked_gpus,
+    usable_gpus,
+)
+
+FULL_GPU_UTILIZATION = 0.9
+"""From here on an inference server leaves a trainer on the same GPU no memory to speak of."""
+
+
+@dataclass(frozen=True, slots=True)
+class GpuSplit:
+    """GPUs that train and GPUs that serve; with `single_gpu` the same one does both."""
+
+    train: int
+    infer: int
+    single_gpu: bool
+
+    def __post_init__(self) -> None:
+        """Raises UsageError for a split that no node has."""
+        if self.single_gpu:
+            if (self.train, self.infer) != (1, 1):
+                raise UsageError(
+                    "--single-gpu takes one GPU for both: leave out "
+                    f"--train-gpus {self.train} and --infer-gpus {self.infer}"
+                )
+        elif self.total > NODE_GPUS:
+            raise UsageError(
+                f"--train-gpus {self.train} + --infer-gpus {self.infer} = {self.total} GPUs: "
+                f"RL takes 2 to {NODE_GPUS} of one node, or --single-gpu"
+            )
+
+    @property
+    def total(self) -> int:
+        return 1 if self.single_gpu else self.train + self.infer
+
+    @property
+    def owned(self) -> OwnedKeys:
+        """The keys of `RLConfig` that it decides."""
+        return {
+            "deployment.type": "single_node",
+            "deployment.num_train_gpus": self.train,
+            "deployment.num_infer_gpus": self.infer,
+        }
+
+
+def check_rl(config: RLConfig, split: GpuSplit) -> None:
+    """Raises UsageError, with one line for each rule that the run breaks."""
+    faults = []
+    if config.inference is None:
+        faults.append("no [inference] table: this command starts the inference server; an empty table will do")
+    if config.trainer.weight_broadcast.type == "nccl":
+        if split.single_gpu:
+            faults.append("--single-gpu: weight_broadcast.type = 'nccl' needs two GPUs; set it to 'filesystem'")
+        if config.trainer.max_async_level != 1:
+            level = config.trainer.max_async_level
+            faults.append(f"max_async_level = {level}: weight_broadcast.type = 'nccl' needs max_async_level = 1")
+    if faults:
+        raise UsageError(*faults)
+
+
+def advice(config: RLConfig, split: GpuSplit) -> list[str]:
+    """One line for what works, but will likely not go well."""
+    if not split.single_gpu or config.inference is None or config.device == "cpu":
+        return []
+    utilization = config.inference.gpu_memory_utilization
+    if utilization < FULL_GPU_UTILIZATION:
+        return []
+    return [
+        f"--single-gpu: inference.gpu_memory_utilization = {utilization} leaves the trainer little memory; "
+        "0.7 to 0.8 is usual, as in --inference.gpu-memory-utilization 0.75"
+    ]
+
+
+def sft_owned(gpus: int | None) -> OwnedKeys:
+    """The keys of `SFTConfig` that `--gpus` decides; without the flag the config's own number stays."""
+    return {} if gpus is None else {"deployment.num_gpus": gpus}
+
+
+def sft_gpus(config: SFTConfig) -> int:
+    """GPUs of an SFT run.
+
+    Raises:
+        UsageError: more than one node, or more than a node has.
+    """
+    if config.deployment.type != "single_node":
+        raise UsageError(f"deployment.type = {config.deployment.type!r}: this command runs on one node")
+    gpus = config.deployment.num_gpus
+    if not 1 <= gpus <= NODE_GPUS:
+        raise UsageError(f"deployment.num_gpus = {gpus}: one node has 1 to {NODE_GPUS} GPUs")
+    return gpus
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a run computes on this machine."""
+
+    device: Literal["cuda", "cpu"]
+    ids: tuple[str, ...]
+    """The GPUs to show it, by the ids that the environment gives them. On the CPU they only count processes."""
+
+
+def find_place(requested: Literal["auto", "cuda", "cpu"], count: int, env: Mapping[str, str]) -> Place:
+    """The first `count` of the visible GPUs, or the CPU where there are none.
+
+    Raises:
+        UsageError: there are GPUs but fewer, or none although `cuda` is requested.
+    """
+    try:
+        usable = usable_gpus(env)
+        device = choose_device(requested, usable)
+        named = masked_gpus(env)
+    except DeviceError as error:
+        raise UsageError(str(error)) from error
+    if device == "cuda" and len(usable) < count:
+        raise UsageError(
+            f"the run takes {count} GPUs, and {len(usable)} can be used here ({','.join(usable)}): "
+            f"ask for fewer, or name more in {MASK_VARIABLE}"
+        )
+    if device == "cuda":
+        return Place(device, usable[:count])
+    if named == () and machine_gpus():  # hidden on purpose: numbers would show them again
+        return Place(device, ())
+    if named is not None and len(named) >= count:
+        return Place(device, named[:count])
+    return Place(device, tuple(map(str, range(count))))
+
+
+def usable_cores() -> int:
+    """CPU cores that this process may use; under Slurm, those of the job."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,0 +1,29 @@
+"""The wrapper's errors: what a person reads instead of a traceback.
+
+MedarcError            exit 1: it was asked well, and failed
+└── UsageError         exit 2: what was asked cannot be done; nothing was started or overwritten
+    └── HeaderError    a value that the header of a Slurm script cannot carry
+"""
+
+from __future__ import annotations
+
+
+class MedarcError(Exception):
+    """Printed as `error: …`, one line for each fault."""
+
+    exit_code = 1
+
+    def __init__(self, *faults: str) -> None:
+        super().__init__("\n".join(faults))
+        self.faults = faults
+
+
+class UsageError(MedarcError):
+    exit_code = 2
+
+
+class HeaderError(UsageError):
+    def __init__(self, option: str, value: str) -> None:
+        super().__init__(
+            f"{option} {value!r}: Slurm cannot carry control characters or invalid UTF-8 in a script's header"
+        )

@@ -1,0 +1,169 @@
+"""`medarc_slurm sft|rl`: resolve a config, write a batch script, submit it."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from medarc_rl.cli import add_command, new_app, say, warn
+from medarc_rl.deployment import GpuSplit, advice, check_rl, sft_gpus, sft_owned
+from medarc_rl.errors import MedarcError, UsageError
+from medarc_rl.launchers.slurm import NODE_GPUS, BatchJob, SlurmRequest, log_file, render, sbatch_argv, sh_quote
+from medarc_rl.utils import (
+    Run,
+    check_startable,
+    load_run,
+    maybe_autoset_auth_env,
+    prepare_directory,
+    reporting_directory_errors,
+    write_components,
+)
+from prime_rl.configs.rl import RLConfig
+from prime_rl.configs.sft import SFTConfig
+from prime_rl.utils.paths import replacing_file
+
+Option = typer.Option
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlurmOptions:
+    """What both commands take."""
+
+    output_dir: Annotated[Path | None, Option(help="Directory of the run, OUT.")] = None
+    job_name: Annotated[str | None, Option(help="Name of the job; by default <config stem>-sft or -rl.")] = None
+    dry_run: Annotated[bool, Option("--dry-run", help="Write everything, submit nothing.")] = False
+    project_dir: Annotated[Path, Option(help="Where the job runs: holds .venv, and .env if there is one.")] = Path()
+    hf_cache_dir: Annotated[
+        Path | None, Option(help="Hugging Face cache; by default $HF_HOME, else <project dir>/.hf_cache.")
+    ] = None
+    hf_hub_offline: Annotated[bool, Option(help="Let the job read the cache only.")] = False
+    auto_auth: Annotated[
+        bool, Option(help="Give the job HF_TOKEN, from the environment or the local Hugging Face login.")
+    ] = False
+    cpus_per_gpu: Annotated[int, Option(min=1, max=32, help=f"CPUs for each GPU; all of them with {NODE_GPUS}.")] = 8
+    account: Annotated[str | None, Option(envvar=["SBATCH_ACCOUNT", "SLURM_ACCOUNT"], help="Account to charge.")] = None
+    time: Annotated[str | None, Option(help="Time limit, as in 90 (minutes), 2:30:00 or 1-12 (days-hours).")] = None
+    partition: Annotated[str | None, Option(help="Partition.")] = None
+    qos: Annotated[str | None, Option(help="Quality of service.")] = None
+    mem: Annotated[str | None, Option(help="Memory of the node, as in 200G.")] = None
+    constraint: Annotated[str | None, Option(help="Features that the node must have.")] = None
+    nodelist: Annotated[str | None, Option(help="Run on one of these nodes.")] = None
+    exclude: Annotated[str | None, Option(help="Do not run on these nodes.")] = None
+    sbatch_arg: Annotated[
+        list[str], Option(help="Any other option of sbatch, as in --sbatch-arg=--requeue; may be repeated.")
+    ] = field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SftOptions(SlurmOptions):
+    gpus: Annotated[int | None, Option(min=1, max=NODE_GPUS, help="GPUs; by default deployment.num_gpus.")] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RlOptions(SlurmOptions):
+    train_gpus: Annotated[int, Option(min=1, max=4, help="GPUs of the trainer.")] = 1
+    infer_gpus: Annotated[int, Option(min=1, max=7, help="GPUs of the inference server.")] = 1
+    single_gpu: Annotated[bool, Option("--single-gpu", help="One GPU for both.")] = False
+
+
+app = new_app("Submit a run to Slurm: one node, from a TOML file.")
+
+
+def sft(words: list[str], options: SftOptions) -> int:
+    """Submit supervised fine-tuning."""
+    run = load_run(SFTConfig, words, "sft", options.output_dir, sft_owned(options.gpus))
+    job = plan_job("sft", run, options, gpus=sft_gpus(run.config))
+    return write_and_submit(job, run, options)
+
+
+def rl(words: list[str], options: RlOptions) -> int:
+    """Submit reinforcement learning."""
+    split = GpuSplit(options.train_gpus, options.infer_gpus, options.single_gpu)
+    run = load_run(RLConfig, words, "rl", options.output_dir, split.owned)
+    check_rl(run.config, split)
+    for line in advice(run.config, split):
+        warn(line)
+    job = plan_job("rl", run, options, gpus=split.total, single_gpu=split.single_gpu)
+    return write_and_submit(job, run, options)
+
+
+add_command(app, "sft", SftOptions, sft)
+add_command(app, "rl", RlOptions, rl)
+
+
+def plan_job(command: str, run: Run[Any], options: SlurmOptions, gpus: int, single_gpu: bool = False) -> BatchJob:
+    """Decide everything that the script says. Raises UsageError for a project directory that is none."""
+    project_dir = options.project_dir.absolute()
+    if not project_dir.is_dir():
+        raise UsageError(f"--project-dir {project_dir}: no such directory")
+    hf_cache_dir = options.hf_cache_dir or os.environ.get("HF_HOME") or project_dir / ".hf_cache"
+    names = [option.name for option in fields(SlurmRequest) if option.name != "extra"]
+    request = SlurmRequest(**{name: getattr(options, name) for name in names}, extra=tuple(options.sbatch_arg))
+    return BatchJob(
+        command=command,
+        name=options.job_name or f"{run.stem}-{command}",
+        gpus=gpus,
+        cpus_per_gpu=options.cpus_per_gpu,
+        paths=run.paths,
+        project_dir=project_dir,
+        hf_cache_dir=Path(hf_cache_dir).absolute(),
+        hf_hub_offline=options.hf_hub_offline,
+        single_gpu=single_gpu,
+        request=request,
+    )
+
+
+def write_and_submit(job: BatchJob, run: Run[Any], options: SlurmOptions) -> int:
+    """Write config and script, and submit unless this is a dry run. Returns the exit code."""
+    dry_run = options.dry_run or run.config.dry_run
+    check_startable(run, dry_run)
+    script = render(job)
+    if run.config.clean_output_dir and not dry_run:
+        prepare_directory(run)
+    component = "trainer" if job.command == "sft" else "rl"
+    write_components(run, {component: run.config})
+    with reporting_directory_errors():
+        run.paths.slurm.mkdir(parents=True, exist_ok=True)
+        with replacing_file(job.script) as scratch:
+            scratch.write_text(script, encoding="utf-8")
+            scratch.chmod(0o755)
+    say(f"config: {run.paths.config(component)}")
+    say(f"script: {job.script}")
+    if dry_run:
+        say(" ".join(map(sh_quote, sbatch_argv(job))))
+        return 0
+    env = dict(os.environ)
+    for line in maybe_autoset_auth_env(env, options.auto_auth):
+        say(line)
+    submit(job, env)
+    return 0
+
+
+def submit(job: BatchJob, env: dict[str, str]) -> None:
+    """Hand the script to Slurm.
+
+    Raises:
+        MedarcError: there is no `sbatch`, or it refuses.
+    """
+    advice = f"nothing was submitted; the script stays: {job.script}"
+    try:
+        answer = subprocess.run(sbatch_argv(job), env=env, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        raise MedarcError("sbatch: not found: submit where Slurm is, or run here with medarc_train", advice) from None
+    if answer.returncode != 0:
+        complaints = (answer.stderr or f"sbatch: exit code {answer.returncode}").strip().splitlines()
+        raise MedarcError(*complaints, advice)
+    said = (answer.stdout or "").strip()
+    say(said)
+    if job_id := re.search(r"\d+", said):
+        say(f"log: {log_file(job.paths, job_id[0])}")
+
+
+def main() -> None:
+    app()

@@ -1,0 +1,179 @@
+"""What both commands share: loading a run's config, writing it down, guarding its directory, the hub's token."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from medarc_rl.cli import warn
+from medarc_rl.errors import MedarcError, UsageError
+from prime_rl.configs.not_built import unbuilt_faults
+from prime_rl.configs.root import RootConfig
+from prime_rl.utils.paths import OutputDirInUse, RunPaths, check_output_dir
+from prime_rl.utils.process.run_dir import RunDirError, prepare_run_dir, write_configs
+from prime_rl.utils.pydantic_config import BaseSettings, ConfigError, load_config, showing_warnings
+from prime_rl.utils.pydantic_config.arguments import arguments_layer, is_boolean_flag, parse_arguments
+from prime_rl.utils.pydantic_config.files import read_files, section_of, split_files
+from prime_rl.utils.pydantic_config.layers import Layer, merge_layers, value_at
+
+ConfigT = TypeVar("ConfigT", bound=RootConfig)
+
+OwnedKeys = Mapping[str, str | int | None]
+"""Dotted keys of a config that the wrapper sets, whatever file or argument says otherwise."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run(Generic[ConfigT]):
+    """A run as asked for: its config, its directory, and the name of the file it came from."""
+
+    config: ConfigT
+    paths: RunPaths
+    stem: str
+
+    @property
+    def resume_step(self) -> int | None:
+        """The step to continue from, -1 for the latest; None starts afresh."""
+        sections = [self.config, getattr(self.config, "trainer", None), getattr(self.config, "orchestrator", None)]
+        checkpoints = [section.ckpt for section in sections if section is not None]
+        steps = [ckpt.resume_step for ckpt in checkpoints if ckpt is not None]
+        return next((step for step in steps if step is not None), None)
+
+
+def split_words(config_cls: type[RootConfig], words: Sequence[str]) -> tuple[list[Path], list[str]]:
+    """The config files, weakest first, and the overrides among the words of a command line.
+
+    Raises:
+        UsageError: no file is named.
+        ConfigError: an `@` without a file.
+    """
+    files, overrides = split_files(words, partial(is_boolean_flag, config_cls))
+    left_over = parse_arguments(config_cls, overrides, allow_extras=True).extras
+    plain = [word for word in left_over if not word.startswith("-")]
+    # Next to `@ file`, or behind a mistyped option, a word that is no TOML file is rather a stray value.
+    candidates = [word for word in plain if word.endswith(".toml")] or (plain if not files else [])
+    if candidates:
+        overrides.remove(candidates[0])
+        files.insert(0, Path(candidates[0]))
+    if not files:
+        raise UsageError("no config: name a TOML file, as in `config.toml` or `@ config.toml`")
+    return files, overrides
+
+
+def load_run(
+    config_cls: type[ConfigT], words: Sequence[str], kind: str, output_dir: Path | None, owned: OwnedKeys
+) -> Run[ConfigT]:
+    """Load a config from the words of a command line; config warnings, and overrides that lose, go to stderr.
+
+    The run's directory is `output_dir`, else the config's own, else `outputs/<config stem>-<kind>`.
+
+    Raises:
+        UsageError: one line for each fault.
+    """
+    try:
+        with showing_warnings():
+            files, overrides = split_words(config_cls, words)
+            given = [*read_files(files).layers, arguments_layer(config_cls, overrides)]
+            stem = next((file for file in files if not section_of(file)), files[0]).stem
+            root = output_dir or merge_layers(given).get("output_dir", f"outputs/{stem}-{kind}")
+            if isinstance(root, str | Path):
+                owned = {"output_dir": _utf8(str(Path(root).absolute())), "slurm": None, **owned}
+            for line in _dropped(given, owned):
+                warn(line)
+            config = load_config(config_cls, files, [*overrides, *map(_as_argument, owned.items())])
+    except ConfigError as error:
+        raise UsageError(*error.faults) from error
+    return Run(config, RunPaths(Path(config.output_dir)), stem)
+
+
+def _utf8(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise UsageError(f"output directory {text!r}: TOML, and so the run's config, holds UTF-8 only") from None
+    return text
+
+
+def _as_argument(item: tuple[str, str | int | None]) -> str:
+    key, value = item
+    return f"--no-{key}" if value is None else f"--{key}={value}"
+
+
+def _dropped(layers: Sequence[Layer], owned: OwnedKeys) -> list[str]:
+    """One line for each value that loses to another one of the wrapper's."""
+    lines = []
+    arguments = layers[-1]
+    for layer in layers:
+        for key, value in owned.items():
+            path = tuple(key.split("."))
+            # An output directory in a file is only where the run goes by default.
+            if not layer.holds(path) or (key == "output_dir" and layer is not arguments):
+                continue
+            lost = value_at(layer.data, path)
+            # An argument is still text here.
+            if str(lost) != str(value):
+                lines.append(f"{layer.origin(path)}: {key} = {lost!r} is not used; this command sets {key} = {value!r}")
+    return lines
+
+
+def check_startable(run: Run[Any], dry_run: bool) -> None:
+    """Refuse a run that cannot do what it is asked, or that would disturb another one.
+
+    A dry run is told of keys that are not built, and goes on.
+
+    Raises:
+        UsageError: a key is not built, or the directory holds another run.
+    """
+    faults = unbuilt_faults(run.config)
+    if faults and not dry_run:
+        raise UsageError(*faults)
+    for fault in faults:
+        warn(fault)
+    with reporting_directory_errors():
+        check_output_dir(run.paths, resuming=run.resume_step is not None or run.config.clean_output_dir)
+
+
+def prepare_directory(run: Run[Any]) -> None:
+    """Clean the run's directory if the config says so, and drop what is stale in it.
+
+    Raises:
+        UsageError: that is no directory of a run, or not the one to continue.
+    """
+    with reporting_directory_errors():
+        prepare_run_dir(run.paths, run.resume_step, clean=run.config.clean_output_dir)
+
+
+def write_components(run: Run[Any], components: Mapping[str, BaseSettings]) -> None:
+    """Write resolved configs to `OUT/configs`, each under its component's name. Raises MedarcError."""
+    with reporting_directory_errors():
+        write_configs(run.paths, components)
+
+
+@contextmanager
+def reporting_directory_errors() -> Iterator[None]:
+    """Turn what is wrong with a run's directory, or what the file system refuses, into one line."""
+    try:
+        yield
+    except (OutputDirInUse, RunDirError) as error:
+        raise UsageError(str(error)) from error
+    except OSError as error:
+        raise MedarcError(f"{error.filename}: {error.strerror}") from error
+
+
+def maybe_autoset_auth_env(env: MutableMapping[str, str], enabled: bool) -> list[str]:
+    """Put the token of the local Hugging Face login into `env["HF_TOKEN"]`, unless there is one.
+
+    Returns what to tell the user; nothing when disabled, already set, or not logged in.
+    """
+    if not enabled or env.get("HF_TOKEN"):
+        return []
+    from huggingface_hub.utils import get_token
+
+    token = get_token()
+    if not token:
+        return []
+    env["HF_TOKEN"] = token
+    return ["HF_TOKEN is set from the local Hugging Face login"]
