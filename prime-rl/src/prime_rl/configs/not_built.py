@@ -42,6 +42,21 @@ NOT_BUILT: tuple[NotBuilt, ...] = (
     *_of_both_trainers("model.cp", "no context parallelism yet"),
     *_of_both_trainers("model.tp", "no tensor parallelism yet"),
     *_of_both_trainers("model.ep", "no expert parallelism yet"),
+    *_of_both_trainers("model.impl", "models come from Transformers", ("custom",)),
+    *_of_both_trainers("model.lora", "no adapters yet"),
+    *_of_both_trainers("model.ac_offloading", "set `model.ac`, which computes activations again"),
+    *_of_both_trainers("model.fsdp_cpu_offload", "no offloading yet"),
+    *_of_both_trainers("model.optim_cpu_offload", "no offloading yet"),
+    *_of_both_trainers("model.freeze_moe_router", "routers are trained"),
+    *_of_both_trainers("model.moe_use_grouped_mm", "Transformers chooses the kernel"),
+    *_of_both_trainers("optim.type", "use adamw or sgd", ("muon",)),
+    *_of_both_trainers("ckpt.weights.save_adapter_separately", "no adapters yet"),
+    NotBuilt("sft.data.pack_function", "use cat", ("stack",)),
+    NotBuilt("sft.loss_impl", "use torch", ("liger",)),
+    NotBuilt("sft.bench", "set `data.type = \"fake\"` and `max_steps`, and read `metrics.jsonl`"),
+    NotBuilt("sft.memory_profiler_path", "no memory profile yet"),
+    NotBuilt("sft.trace_path", "no profiler trace yet"),
+    NotBuilt("sft.heartbeat", "no heartbeat yet"),
     *_of_both_trainers("log.env_worker_logs", "no environment worker logs yet"),
     NotBuilt("trainer.log.log_data", "only SFT logs its data"),
     NotBuilt("trainer.bench", "set `data.fake` and `max_steps`, and read `metrics.jsonl`"),
@@ -71,7 +86,7 @@ NOT_BUILT: tuple[NotBuilt, ...] = (
 def unbuilt_faults(config: RootConfig) -> list[str]:
     """One line for each key of `config` that is set to something that is not built."""
     return [
-        f"{key} = {value!r} is not built yet: {entry.why}"
+        f"{_shown(key, value)} is not built yet: {entry.why}"
         for entry in NOT_BUILT
         for key, value in _settings_of(config, entry)
     ]
@@ -99,7 +114,7 @@ def _settings_of(config: RootConfig, entry: NotBuilt) -> Iterator[tuple[str, Any
         value = getattr(owner, name)
         unbuilt = value in entry.values if entry.values else value != _default_of(owner, name)
         if unbuilt:
-            yield f"{prefix}{key}", _shown(value)
+            yield f"{prefix}{key}", value
 
 
 def _owners(section: Any, path: list[str]) -> Iterator[tuple[str, BaseModel, str]]:
@@ -120,5 +135,5 @@ def _default_of(owner: BaseModel, name: str) -> Any:
     return type(owner).model_fields[name].get_default(call_default_factory=True)
 
 
-def _shown(value: Any) -> Any:
-    return value.model_dump(mode="json", exclude_defaults=True) if isinstance(value, BaseModel) else value
+def _shown(key: str, value: Any) -> str:
+    return f"[{key}]" if isinstance(value, BaseModel) else f"{key} = {value!r}"
