@@ -53,7 +53,7 @@ NOT_BUILT: tuple[NotBuilt, ...] = (
     *_of_both_trainers("ckpt.weights.save_adapter_separately", "no adapters yet"),
     NotBuilt("sft.data.pack_function", "use cat", ("stack",)),
     NotBuilt("sft.loss_impl", "use torch", ("liger",)),
-    NotBuilt("sft.bench", "set `data.type = \"fake\"` and `max_steps`, and read `metrics.jsonl`"),
+    NotBuilt("sft.bench", 'set `data.type = "fake"` and `max_steps`, and read `metrics.jsonl`'),
     NotBuilt("sft.memory_profiler_path", "no memory profile yet"),
     NotBuilt("sft.trace_path", "no profiler trace yet"),
     NotBuilt("sft.heartbeat", "no heartbeat yet"),
