@@ -1,7 +1,5 @@
 """One environment served over ZeroMQ: root of `env-server`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import ClassVar
 

@@ -1,7 +1,5 @@
 """The inference server: root of `inference`, and `[inference]` and `[teacher_inference]` of `rl`."""
 
-from __future__ import annotations
-
 from argparse import Namespace
 from typing import Any, ClassVar, Literal, Self
 

@@ -1,7 +1,5 @@
 """The trained model and its tokenizer: `model` and `tokenizer` of the RL and the SFT trainer."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal, Self

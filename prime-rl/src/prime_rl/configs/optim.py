@@ -1,7 +1,5 @@
 """Optimizers and learning rate schedules of the RL and the SFT trainer."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal
 
 from pydantic import Field

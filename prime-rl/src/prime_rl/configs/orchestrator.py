@@ -1,7 +1,5 @@
 """The orchestrator: root of `orchestrator` and `[orchestrator]` of `rl`."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self

@@ -1,7 +1,5 @@
 """A whole RL run: root of `rl`."""
 
-from __future__ import annotations
-
 import warnings
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self

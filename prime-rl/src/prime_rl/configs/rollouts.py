@@ -1,7 +1,5 @@
 """Environments, and how rollouts in them are sampled: for training, evaluation and validation."""
 
-from __future__ import annotations
-
 from typing import Any, Literal
 
 from pydantic import AliasChoices, Field

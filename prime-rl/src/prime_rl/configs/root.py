@@ -1,7 +1,5 @@
 """The parent of every root class: it knows which keys earlier and later versions had."""
 
-from __future__ import annotations
-
 from typing import ClassVar
 
 from prime_rl.configs.renamed import new_name

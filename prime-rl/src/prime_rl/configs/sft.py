@@ -1,7 +1,5 @@
 """Supervised fine-tuning: root of `sft`."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self

@@ -1,7 +1,5 @@
 """Sections that several components share."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated, Literal
 

@@ -1,7 +1,5 @@
 """The RL trainer: root of `trainer` and `[trainer]` of `rl`. SFT shares most sections."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self

@@ -13,13 +13,23 @@ from prime_rl.utils.pydantic_config.schema import (
     KeySite,
     Section,
     find_key,
-    is_nullable,
+    find_negated,
+    is_boolean_flag,
     is_table,
     list_items,
     sections_among,
 )
 from prime_rl.utils.pydantic_config.suggest import advice_for_key
 from prime_rl.utils.pydantic_config.values import NULLS, BadText, parse_text
+
+__all__ = [
+    "ParsedArguments",
+    "arguments_layer",
+    "is_boolean_flag",
+    "parse_arguments",
+    "parse_unknown_args",
+    "to_kebab_case",
+]
 
 _BOOLEANS = ("true", "false", "yes", "no", "on", "off", "1", "0")
 
@@ -47,12 +57,6 @@ class ParsedArguments:
         for path in sorted(self.values, key=len):
             set_at(data, path, self.values[path])
         return Layer("command line", data, self.origins)
-
-
-def is_boolean_flag(root: Section, flag: str) -> bool:
-    """Whether `flag` (`--name` or `--no-name`) may stand alone, so that an `@` after it starts another argument."""
-    site = find_key(root, flag[2:])
-    return site.is_flag if site is not None else _negated(root, flag[2:]) is not None
 
 
 def parse_arguments(root: Section, args: Sequence[str], allow_extras: bool = False) -> ParsedArguments:
@@ -122,7 +126,7 @@ def _read_option(root: Section, parsed: ParsedArguments, flag: str, text: str | 
     """Assign one option. Raises KeyError if there is no such key, BadText for a value that it cannot take."""
     site = find_key(root, flag[2:])
     if site is None:
-        site = _negated(root, flag[2:])
+        site = find_negated(root, flag[2:])
         if site is None:
             raise KeyError(flag)
         if text is not None:
@@ -149,14 +153,6 @@ def _value_for(site: KeySite, words: list[str]) -> str | None:
     if follows is None:
         raise BadText("needs a value")
     return words.pop(0)
-
-
-def _negated(root: Section, name: str) -> KeySite | None:
-    """The flag or optional key that `no-<name>` switches off."""
-    if name[:3].lower() not in ("no-", "no_"):
-        return None
-    site = find_key(root, name[3:])
-    return site if site is not None and (site.is_flag or is_nullable(site.kinds)) else None
 
 
 def _values_after(words: list[str], at_most: int | None = None) -> list[str]:

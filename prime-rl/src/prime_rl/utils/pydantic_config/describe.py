@@ -53,7 +53,7 @@ def bounds_text(field: FieldInfo) -> str:
     for constraint in metadata:
         found += [f"{sign}{getattr(constraint, name):g}" for name, sign in _BOUNDS.items() if hasattr(constraint, name)]
         if isinstance(constraint, annotated_types.MinLen):
-            found.append(f"at least {constraint.min_length}")
+            found.append(f"at least {constraint.min_length} item")
     return ", ".join(found)
 
 

@@ -50,7 +50,7 @@ def faults_of(root: Section, error: ValidationError, layers: Sequence[Layer]) ->
             for line in str(detail["ctx"]["error"]).splitlines():
                 complaints[(origin, f"{_shown_key(place.key, origin)}{line}")] = [""]
             continue
-        what = _complaint(root, place, detail)
+        what = _complaint(root, place, detail, layers)
         complaints.setdefault((origin, _shown_key(place.key, origin)), []).append(what)
     return [f"{origin}: {key}{_joined(whats)}" for (origin, key), whats in complaints.items()]
 
@@ -87,10 +87,12 @@ def _is_rule(detail: Any) -> bool:
     return detail["type"] in ("value_error", "assertion_error")
 
 
-def _complaint(root: Section, place: Place, detail: Any) -> str:
+def _complaint(root: Section, place: Place, detail: Any, layers: Sequence[Layer]) -> str:
     match detail["type"]:
+        case "extra_forbidden" if place.kinds:
+            return "is another name of a key that is given too: remove one"
         case "extra_forbidden":
-            return f"unknown key; {_advice_for_unknown(root, place)}"
+            return f"unknown key; {_advice_for_unknown(root, place, layers)}"
         case "missing":
             return "is required"
         case "union_tag_not_found":
@@ -104,12 +106,14 @@ def _complaint(root: Section, place: Place, detail: Any) -> str:
     return detail["msg"].removeprefix("Input ").split(", unable to")[0] + _got(detail)
 
 
-def _advice_for_unknown(root: Section, place: Place) -> str:
+def _advice_for_unknown(root: Section, place: Place, layers: Sequence[Layer]) -> str:
     owners = variants_with(place.variants, str(place.path[-1])) if place.tag is not None else []
-    if owners:
-        union = ".".join(str(part) for part in place.path[:-1])
-        return f"it belongs to {union}.type = {_listed(owners)}, and this {union}.type is {place.tag!r}"
-    return advice_for_key(root, place.key)
+    if not owners:
+        return advice_for_key(root, place.key)
+    tag = (*place.path[:-1], "type")
+    chosen = next((f" (from {layer.origin(tag)})" for layer in reversed(layers) if layer.holds(tag)), "")
+    union = ".".join(str(part) for part in place.path[:-1])
+    return f"it belongs to {union}.type = {_listed(owners)}, but {union}.type is {place.tag!r}{chosen}"
 
 
 def _tags(place: Place) -> list[str]:

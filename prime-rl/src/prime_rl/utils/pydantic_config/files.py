@@ -13,6 +13,7 @@ from uuid import uuid4
 
 from prime_rl.utils.pydantic_config.errors import ConfigError
 from prime_rl.utils.pydantic_config.layers import Layer, set_at
+from prime_rl.utils.pydantic_config.schema import Section, is_boolean_flag
 
 _TOML_PLACE = re.compile(r"\s*\(at (?:line (\d+), column (\d+)|end of document)\)$")
 BASES_KEY = "toml_files"
@@ -149,12 +150,13 @@ def split_files(args: Sequence[str], is_flag: Callable[[str], bool]) -> tuple[li
     return files, remaining
 
 
-def extract_toml_paths(args: Sequence[str]) -> tuple[list[Path], list[str]]:
+def extract_toml_paths(args: Sequence[str], config_cls: Section | None = None) -> tuple[list[Path], list[str]]:
     """The files that arguments name, each after the ones it stands on, and the other arguments.
 
-    A section's file knows its section, so `set_toml_files` takes the paths as they are.
+    A section's file knows its section, so `set_toml_files` takes the paths as they are. With `config_cls`, a boolean
+    flag before an `@` is not mistaken for a section.
     """
-    paths, remaining = split_files(args, is_flag=lambda _: False)
+    paths, remaining = split_files(args, lambda flag: config_cls is not None and is_boolean_flag(config_cls, flag))
     return read_files(paths).files, remaining
 
 

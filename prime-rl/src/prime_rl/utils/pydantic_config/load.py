@@ -15,13 +15,14 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_settings import PydanticBaseSettingsSource
 
-from prime_rl.utils.pydantic_config.arguments import arguments_layer, is_boolean_flag, parse_arguments
+from prime_rl.utils.pydantic_config.arguments import arguments_layer, parse_arguments
 from prime_rl.utils.pydantic_config.base import BaseSettings, ConfigWarning
 from prime_rl.utils.pydantic_config.environment import environment_layer
 from prime_rl.utils.pydantic_config.errors import ConfigError
 from prime_rl.utils.pydantic_config.faults import faults_of
 from prime_rl.utils.pydantic_config.files import read_files, split_files
 from prime_rl.utils.pydantic_config.layers import Layer, merge_layers, merged
+from prime_rl.utils.pydantic_config.schema import is_boolean_flag
 
 ConfigT = TypeVar("ConfigT", bound=BaseSettings)
 _unknown_args: ContextVar[list[str]] = ContextVar("unknown_args")

@@ -114,6 +114,20 @@ def find_key(root: Section, dotted: str) -> KeySite | None:
     return KeySite(tuple(path), kinds)
 
 
+def find_negated(root: Section, name: str) -> KeySite | None:
+    """The flag or optional key that `no-<key>` switches off."""
+    if name[:3].lower() not in ("no-", "no_"):
+        return None
+    site = find_key(root, name[3:])
+    return site if site is not None and (site.is_flag or is_nullable(site.kinds)) else None
+
+
+def is_boolean_flag(root: Section, flag: str) -> bool:
+    """Whether `flag` (`--name` or `--no-name`) may stand alone, so that an `@` after it starts another argument."""
+    site = find_key(root, flag[2:])
+    return site.is_flag if site is not None else find_negated(root, flag[2:]) is not None
+
+
 def walk_fields(section: Section, prefix: Sequence[str] = ()) -> Iterator[tuple[tuple[str, ...], Section, FieldInfo]]:
     """Path, owner and field of every key, parents before children, through every optional section and variant."""
     for name, field in section.model_fields.items():

@@ -31,6 +31,9 @@ def advice_for_key(root: Section, dotted: str, as_flag: bool = False) -> str:
 
 def nearest_key(root: Section, path: KeyPath) -> str:
     """The valid key most like `path`: in the same section, else one of this name elsewhere, else anything there."""
+    keys = [found for found, _, _ in walk_fields(root)]
+    if deeper := [key for key in keys if key[-len(path) :] == path]:
+        return ".".join(min(deeper, key=len))
     parents: tuple[str, ...] = ()
     owners: tuple[Section, ...] = (root,)
     for part in path[:-1]:
@@ -44,9 +47,8 @@ def nearest_key(root: Section, path: KeyPath) -> str:
     names = list(dict.fromkeys(name for owner in owners for name in owner.model_fields if name != "toml_files"))
     close = get_close_matches(wrong, names, 1)
     if not close:
-        elsewhere = [".".join(found) for found, _, _ in walk_fields(root) if found[-1] == wrong]
-        if elsewhere:
-            return min(elsewhere, key=lambda key: key.count("."))
+        if elsewhere := [key for key in keys if key[-1] == wrong]:
+            return ".".join(min(elsewhere, key=len))
         close = get_close_matches(wrong, names, 1, cutoff=0.0) or names[:1]
     return ".".join((*parents, close[0]))
 

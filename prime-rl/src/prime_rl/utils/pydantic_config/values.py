@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, get_args
 
 from prime_rl.utils.pydantic_config.schema import is_nullable, is_table, list_items, sections_among
 
@@ -27,7 +27,7 @@ def parse_text(text: str, kinds: tuple[Any, ...]) -> Any:
     if (items := list_items(kinds)) is not None:
         return _list(text, bool(sections_among(items)))
     if is_table(kinds) and (text.lstrip().startswith("{") or str not in kinds):
-        return _table(text)
+        return _table(text, of_text=any(get_args(kind)[1:] == (str,) for kind in kinds))
     return text
 
 
@@ -55,13 +55,13 @@ def _list(text: str, of_sections: bool) -> list[Any]:
     return [item.strip() for item in text.split(",") if item.strip()]
 
 
-def _table(text: str) -> dict[str, Any]:
+def _table(text: str, of_text: bool) -> dict[str, Any]:
     if text.lstrip().startswith("{"):
         return _json_object(text, "give a JSON object, or key=value,key=value")
     pairs = [pair.partition("=") for pair in text.split(",") if pair.strip()]
     if not all(separator and key.strip() for key, separator, _ in pairs):
         raise BadText(f"{text!r} is neither a JSON object nor key=value,key=value")
-    return {key.strip(): _plain(value.strip()) for key, _, value in pairs}
+    return {key.strip(): value.strip() if of_text else _plain(value.strip()) for key, _, value in pairs}
 
 
 def _plain(text: str) -> Any:
