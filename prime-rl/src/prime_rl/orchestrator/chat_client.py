@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 import aiohttp
@@ -92,6 +92,7 @@ class ChatChannel:
     def __init__(self, base_url: str, headers: Mapping[str, str], timeout_s: float, max_retries: int) -> None:
         self.base_url = base_url.rstrip("/")
         self.max_retries = max_retries
+        self.sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
         self._timeout = aiohttp.ClientTimeout(total=timeout_s)
         self._headers = {"Content-Type": "application/json", **headers}
         self._session: aiohttp.ClientSession | None = None
@@ -157,7 +158,7 @@ class ChatChannel:
             except aiohttp.ClientConnectionError:
                 if attempt > self.max_retries:
                     raise
-            await asyncio.sleep(min(0.25 * 2**attempt, 8.0))
+            await self.sleep(min(0.25 * 2**attempt, 8.0))
         raise AssertionError("unreachable: the loop above has no end")
 
     async def _post_once(self, url: str, data: bytes, headers: Mapping[str, str] | None) -> bytes:

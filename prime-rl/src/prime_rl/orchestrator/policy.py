@@ -93,6 +93,14 @@ class Policy:
         newest = max(stable, default=0)
         return newest if newest > self.version and newest >= self.needed else None
 
+    async def announce(self, version: int) -> None:
+        """All servers hold `version` now: tell the listeners, and whoever waits at the barrier."""
+        self.version = version
+        for listener in self.listeners:
+            listener(version)
+        async with self._changed:
+            self._changed.notify_all()
+
     def take_times(self) -> PolicyTimes:
         times, self.times = self.times, PolicyTimes()
         return times
@@ -103,8 +111,4 @@ class Policy:
         took_s = time.monotonic() - started
         self.times.updating_s += took_s
         get_logger().debug(f"Inference holds version {version} (after {took_s:.2f} s)")
-        self.version = version
-        for listener in self.listeners:
-            listener(version)
-        async with self._changed:
-            self._changed.notify_all()
+        await self.announce(version)

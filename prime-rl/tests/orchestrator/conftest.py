@@ -1,0 +1,250 @@
+"""What the orchestrator's tests share: an inference server without a model, and environments as users write them."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.routing import Route
+
+from prime_rl.orchestrator.rollout import ExampleRef, Rollout, Turn
+
+MODEL = "letters"
+END = 3
+Reply = Callable[[list[dict[str, Any]], int], str]
+
+
+def encode(text: str) -> list[int]:
+    return [ord(letter) for letter in text]
+
+
+def render(messages: Sequence[dict[str, Any]], add_generation_prompt: bool = True) -> list[int]:
+    """The double's chat template: `<role>:<content>` and an end token for each message."""
+    ids = [token for each in messages for token in [*encode(f"{each['role']}:{each['content']}"), END]]
+    return ids + encode("assistant:") * add_generation_prompt
+
+
+def reverse(messages: list[dict[str, Any]], version: int) -> str:
+    """The last message backwards, but only from version 1 on: the policy learns in one step."""
+    text = messages[-1]["content"]
+    return text[::-1] if version else text
+
+
+@dataclass
+class PolicyServer:
+    """Speaks the inference server's HTTP contract. One token a letter; the log-probability tells the version."""
+
+    reply: Reply = reverse
+    version: int = 0
+    ready: bool = True
+    token_route: bool = True
+    loaded: list[str | None] = field(default_factory=list)
+    requests: list[dict[str, Any]] = field(default_factory=list)
+    gate: threading.Event = field(default_factory=threading.Event)
+    """Chat requests are answered only while it is set."""
+    refusal: tuple[int, str] | None = None
+    """Status and message with which chat requests are refused."""
+    drops: tuple[str, ...] = ()
+    """Fields that answers lack."""
+    url: str = ""
+
+    def __post_init__(self) -> None:
+        self.gate.set()
+
+    @property
+    def app(self) -> Starlette:
+        routes = [
+            Route("/health", self._health),
+            Route("/v1/models", self._models),
+            Route("/v1/chat/completions", self._chat, methods=["POST"]),
+            Route("/tokenize", self._tokenize, methods=["POST"]),
+            Route("/update_weights", self._update_weights, methods=["POST"]),
+        ]
+        if self.token_route:
+            routes.append(Route("/v1/chat/completions/tokens", self._chat, methods=["POST"]))
+        return Starlette(routes=routes)
+
+    async def _health(self, request: Request) -> JSONResponse:
+        return JSONResponse({}, 200 if self.ready else 503)
+
+    async def _models(self, request: Request) -> JSONResponse:
+        return JSONResponse({"object": "list", "data": [{"id": MODEL}]})
+
+    async def _tokenize(self, request: Request) -> JSONResponse:
+        body = await request.json()
+        ids = render(body["messages"], body.get("add_generation_prompt", True))
+        return JSONResponse({"count": len(ids), "max_model_len": 1024, "tokens": ids})
+
+    async def _update_weights(self, request: Request) -> JSONResponse:
+        directory = (await request.json())["weight_dir"]
+        self.loaded.append(directory)
+        self.version = int(re.search(r"step_(\d+)$", directory).group(1)) if directory else 0
+        return JSONResponse({"status": "ok"})
+
+    async def _chat(self, request: Request) -> JSONResponse:
+        body = await request.json()
+        if not body.get("messages"):
+            return _error(400, "messages is required")
+        self.requests.append(body | {"path": request.url.path})
+        if not self.gate.is_set():
+            await anyio.to_thread.run_sync(self.gate.wait, abandon_on_cancel=True)
+        if self.refusal is not None:
+            return _error(*self.refusal)
+        return JSONResponse(self._completion(body))
+
+    def _completion(self, body: dict[str, Any]) -> dict[str, Any]:
+        version = self.version
+        text = self.reply(body["messages"], version)
+        prompt, ids = body.get("tokens") or render(body["messages"]), [*encode(text), END]
+        logprob = -0.5 - version
+        content = [{"token": chr(token), "logprob": logprob, "bytes": [], "top_logprobs": []} for token in ids]
+        choice = {
+            "index": 0,
+            "message": {"role": "assistant", "content": text},
+            "finish_reason": "stop",
+            "token_ids": ids,
+            "logprobs": {"content": content},
+            "weight_versions": [{"version": version, "start": 0, "end": len(ids)}],
+        }
+        answer = {"id": "x", "created": 1, "model": MODEL, "prompt_token_ids": prompt, "choices": [choice]}
+        for name in self.drops:
+            answer.pop(name, None)
+            choice.pop(name, None)
+        usage = {"prompt_tokens": len(prompt), "completion_tokens": len(ids), "total_tokens": len(prompt) + len(ids)}
+        return answer | {"object": "chat.completion", "usage": usage}
+
+
+def _error(status: int, message: str) -> JSONResponse:
+    return JSONResponse({"error": {"message": message, "type": "error", "param": None, "code": status}}, status)
+
+
+class _Uvicorn(uvicorn.Server):
+    """Says when it listens, and where."""
+
+    listening: threading.Event
+
+    async def startup(self, sockets: Any = None) -> None:
+        await super().startup(sockets)
+        self.listening.set()
+
+    @property
+    def port(self) -> int:
+        return self.servers[0].sockets[0].getsockname()[1]
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[[PolicyServer], PolicyServer]]:
+    """Starts a policy server on a free port."""
+    started: list[tuple[PolicyServer, _Uvicorn, threading.Thread]] = []
+
+    def start(policy: PolicyServer) -> PolicyServer:
+        server = _Uvicorn(uvicorn.Config(policy.app, port=0, log_level="error", timeout_graceful_shutdown=1))
+        server.listening = threading.Event()
+        thread = threading.Thread(target=server.run, daemon=True)
+        thread.start()
+        assert server.listening.wait(30)
+        policy.url = f"http://127.0.0.1:{server.port}/v1"
+        started.append((policy, server, thread))
+        return policy
+
+    yield start
+    for policy, server, thread in started:
+        policy.gate.set()
+        server.should_exit = True
+        thread.join(10)
+
+
+@pytest.fixture
+def policy_server(serve: Callable[[PolicyServer], PolicyServer]) -> PolicyServer:
+    return serve(PolicyServer())
+
+
+ENVIRONMENTS = '''
+import verifiers as vf
+from datasets import Dataset
+
+TEXTS = ["abc", "hello", "verifiers", "noon time"]
+
+
+def reversed_text(completion, answer):
+    return float(completion[-1]["content"] == answer)
+
+
+class Twice(vf.MultiTurnEnv):
+    """Asks for one more text after the first answer."""
+
+    async def env_response(self, messages, state):
+        return [{"role": "user", "content": "again"}]
+
+
+def load_environment(kind="single", rows=4):
+    data = Dataset.from_list([{"question": text, "answer": text[::-1]} for text in TEXTS]).select(range(rows))
+    rubric = vf.Rubric(funcs=[reversed_text])
+    if kind == "single":
+        return vf.SingleTurnEnv(dataset=data, rubric=rubric)
+    if kind == "twice":
+        return Twice(dataset=data, rubric=rubric, max_turns=2)
+    if kind == "eval only":
+        return vf.SingleTurnEnv(eval_dataset=data, rubric=rubric)
+    raise KeyError(f"no such kind: {kind}")
+'''
+
+
+@pytest.fixture(scope="session")
+def environments_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with the module `letters_env`, and one that fails to import."""
+    directory = tmp_path_factory.mktemp("environments")
+    (directory / "letters_env.py").write_text(ENVIRONMENTS)
+    (directory / "broken_env.py").write_text("import a_module_that_is_not_there\n")
+    return directory
+
+
+@pytest.fixture
+def importable_environments(environments_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(environments_dir))
+    sys.modules.pop("letters_env", None)
+
+
+@pytest.fixture
+def model_dir(tmp_path: Path) -> Path:
+    """A model directory as far as the orchestrator reads it."""
+    directory = tmp_path / MODEL
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps({"vocab_size": 128}))
+    return directory
+
+
+def make_turn(prompt: Sequence[int], completion: Sequence[int], logprob: float = -1.0) -> Turn:
+    return Turn(
+        prompt_ids=list(prompt),
+        prompt_mask=[False] * len(prompt),
+        completion_ids=list(completion),
+        completion_mask=[True] * len(completion),
+        completion_logprobs=[logprob] * len(completion),
+    )
+
+
+def make_rollout(*turns: Turn, reward: float = 0.0, env: str = "letters", **fields: Any) -> Rollout:
+    return Rollout(ExampleRef(env, 0), reward, list(turns), temperature=1.0, version=0, num_turns=len(turns), **fields)
+
+
+@pytest.fixture
+def turn() -> Callable[..., Turn]:
+    return make_turn
+
+
+@pytest.fixture
+def rollout() -> Callable[..., Rollout]:
+    return make_rollout

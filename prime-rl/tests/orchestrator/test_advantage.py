@@ -1,0 +1,72 @@
+from __future__ import annotations
+
+import pytest
+
+from prime_rl.configs.orchestrator import CustomAdvantageConfig, DefaultAdvantageConfig
+from prime_rl.orchestrator.advantage import AdvantageInputs, AdvantageOutputs, assign_advantages, setup_advantage
+from prime_rl.orchestrator.errors import OrchestratorError
+from prime_rl.orchestrator.rollout import Group
+
+
+def rank_by_length(inputs: AdvantageInputs, scale: float) -> AdvantageOutputs:
+    return AdvantageOutputs(scale * inputs.rewards * inputs.completion_lengths)
+
+
+def wrong_shape(inputs: AdvantageInputs) -> AdvantageOutputs:
+    return AdvantageOutputs(inputs.rewards[:1])
+
+
+@pytest.fixture
+def groups(turn, rollout) -> list[Group]:
+    """Rewards 1, 0 with lengths 1, 3; and rewards 0.5, 0.5 with lengths 2, 2."""
+    first = [rollout(turn([0], [1]), reward=1.0), rollout(turn([0], [1, 2, 3]), reward=0.0)]
+    second = [rollout(turn([0], [1, 2]), reward=0.5) for _ in range(2)]
+    return [Group(first), Group(second)]
+
+
+def advantages(groups: list[Group]) -> list[list[float | None]]:
+    return [[rollout.advantage for rollout in group.rollouts] for group in groups]
+
+
+def test_the_default_is_the_reward_less_the_mean_of_the_group(groups) -> None:
+    assign_advantages(groups, setup_advantage(DefaultAdvantageConfig()))
+    assert advantages(groups) == [[0.5, -0.5], [0.0, 0.0]]
+
+
+def test_the_length_weighted_mean_counts_each_token_once(groups) -> None:
+    assign_advantages(groups, setup_advantage(DefaultAdvantageConfig(length_weighted_mean=True)))
+    assert advantages(groups) == [[0.75, -0.25], [0.0, 0.0]]
+
+
+def test_lengths_count_what_the_environment_wrote_between_turns(turn, rollout) -> None:
+    attempt = rollout(turn([1, 2], [3]), turn([1, 2, 3, 8, 9], [4]))
+    assert attempt.completion_tokens == 4
+
+
+def test_a_group_without_tokens_falls_back_to_the_plain_mean(rollout) -> None:
+    group = Group([rollout(reward=1.0), rollout(reward=0.0)])
+    assign_advantages([group], setup_advantage(DefaultAdvantageConfig(length_weighted_mean=True)))
+    assert advantages([group]) == [[0.5, -0.5]]
+
+
+def test_without_an_advantage_the_rewards_are_taken_as_they_are(groups) -> None:
+    assign_advantages(groups, setup_advantage(None))
+    assert advantages(groups) == [[1.0, 0.0], [0.5, 0.5]]
+
+
+def test_a_custom_function_gets_rewards_and_lengths_of_all_groups_and_its_kwargs(groups) -> None:
+    config = CustomAdvantageConfig(type="custom", import_path=f"{__name__}.rank_by_length", kwargs={"scale": 2.0})
+    assign_advantages(groups, setup_advantage(config))
+    assert advantages(groups) == [[2.0, 0.0], [2.0, 2.0]]
+
+
+def test_a_custom_function_that_does_not_import_is_one_line() -> None:
+    config = CustomAdvantageConfig(type="custom", import_path="no_such_module.advantage")
+    with pytest.raises(OrchestratorError, match=r"advantage\.import_path: 'no_such_module.advantage' does not import"):
+        setup_advantage(config)
+
+
+def test_a_custom_function_that_returns_another_shape_is_told_both(groups) -> None:
+    config = CustomAdvantageConfig(type="custom", import_path=f"{__name__}.wrong_shape")
+    with pytest.raises(OrchestratorError, match=r"returned the shape \(1, 2\); it was given rewards of shape \(2, 2\)"):
+        assign_advantages(groups, setup_advantage(config))

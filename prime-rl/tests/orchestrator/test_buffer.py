@@ -1,0 +1,63 @@
+from __future__ import annotations
+
+import json
+from collections import Counter
+
+from prime_rl.configs.orchestrator import BufferConfig
+from prime_rl.orchestrator.buffer import Buffer
+from prime_rl.orchestrator.rollout import ExampleRef, Group
+
+ROWS = {"a": 30, "b": 10}
+
+
+def draws(buffer: Buffer, count: int) -> list[ExampleRef]:
+    return [buffer.sample() for _ in range(count)]
+
+
+def test_the_same_seed_draws_the_same_examples() -> None:
+    first, again = (Buffer(ROWS, BufferConfig(), seed=7) for _ in range(2))
+    assert draws(first, 50) == draws(again, 50)
+    assert draws(Buffer(ROWS, BufferConfig(), seed=8), 50) != draws(Buffer(ROWS, BufferConfig(), seed=7), 50)
+
+
+def test_environments_come_by_size_or_by_ratio() -> None:
+    by_size = Counter(example.env for example in draws(Buffer(ROWS, BufferConfig(), seed=0), 2000))
+    by_ratio = Counter(
+        example.env for example in draws(Buffer(ROWS, BufferConfig(env_ratios=[1.0, 9.0]), seed=0), 2000)
+    )
+    assert 0.7 < by_size["a"] / 2000 < 0.8
+    assert 0.07 < by_ratio["a"] / 2000 < 0.13
+
+
+def test_every_row_can_come_and_no_other() -> None:
+    assert {example.row for example in draws(Buffer({"a": 5}, BufferConfig(), seed=0), 200)} == set(range(5))
+
+
+def test_a_restored_buffer_gives_back_what_was_in_flight_and_goes_on() -> None:
+    buffer = Buffer(ROWS, BufferConfig(), seed=3)
+    in_flight = draws(buffer, 4)
+    state = json.loads(json.dumps(buffer.state(in_flight)))
+    expected = draws(buffer, 6)
+
+    resumed = Buffer(ROWS, BufferConfig(), seed=99)
+    resumed.restore(state)
+    assert draws(resumed, 10) == in_flight + expected
+
+
+def test_examples_that_are_gone_are_not_handed_out_again() -> None:
+    state = Buffer(ROWS, BufferConfig(), seed=0).state([ExampleRef("a", 29), ExampleRef("gone", 0), ExampleRef("b", 1)])
+    smaller = Buffer({"a": 5, "b": 10}, BufferConfig(), seed=0)
+    smaller.restore(state)
+    assert smaller.sample() == ExampleRef("b", 1)
+
+
+def test_online_filtering_turns_away_groups_that_all_solved_or_none_did(rollout) -> None:
+    buffer = Buffer(ROWS, BufferConfig(online_difficulty_filtering=True), seed=0)
+    groups = [Group([rollout(reward=r) for r in rewards]) for rewards in ([1, 1], [0, 0], [0, 0], [1, 0])]
+    assert [buffer.accepts(group) for group in groups] == [False, False, False, True]
+    assert buffer.take_metrics() == {"filtered_rollouts/easy": 0.25, "filtered_rollouts/hard": 0.5}
+
+
+def test_without_filtering_every_group_counts(rollout) -> None:
+    buffer = Buffer(ROWS, BufferConfig(), seed=0)
+    assert buffer.accepts(Group([rollout(reward=0.0)]))

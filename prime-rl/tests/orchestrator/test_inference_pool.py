@@ -1,0 +1,164 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from verifiers.errors import ModelError, OverlongPromptError
+from verifiers.types import UserMessage
+
+from prime_rl.configs.shared import ClientConfig
+from prime_rl.orchestrator.chat_client import ChatChannel
+from prime_rl.orchestrator.client import InferencePool
+from prime_rl.orchestrator.errors import InferenceFault
+from prime_rl.orchestrator.sampling import SamplingConfig, train_sampling_args
+
+ARGS = train_sampling_args(SamplingConfig(max_tokens=8), 0.7)
+PROMPT = [UserMessage(content="abc")]
+
+
+def make_pool(*servers, model: str = "letters", **config) -> InferencePool:
+    return InferencePool(ClientConfig(base_url=[server.url for server in servers], **config), model)
+
+
+async def test_a_pool_is_ready_once_its_servers_answer_as_training_needs(policy_server) -> None:
+    pool = make_pool(policy_server)
+    assert await pool.wait_ready(use_token_client=True) == 0
+    assert pool.servers[0].client_config.client_type == "openai_chat_completions_token"
+    await pool.close()
+
+
+async def test_a_server_that_answers_503_is_not_ready(policy_server) -> None:
+    pool = make_pool(policy_server)
+    policy_server.ready = False
+    assert not await pool.servers[0].is_ready()
+    policy_server.ready = True
+    assert await pool.servers[0].is_ready()
+    await pool.close()
+
+
+async def test_weights_of_an_earlier_run_are_noticed(policy_server) -> None:
+    policy_server.version = 7
+    pool = make_pool(policy_server)
+    assert await pool.wait_ready(use_token_client=False) == 7
+    await pool.close()
+
+
+async def test_a_model_that_is_not_served_is_one_line_that_names_what_is(policy_server) -> None:
+    pool = make_pool(policy_server, model="numbers")
+    with pytest.raises(InferenceFault, match="does not serve 'numbers' but 'letters'"):
+        await pool.wait_ready(use_token_client=False)
+    await pool.close()
+
+
+async def test_a_server_without_token_ids_is_refused_at_the_start(policy_server) -> None:
+    policy_server.drops = ("prompt_token_ids", "token_ids")
+    pool = make_pool(policy_server)
+    with pytest.raises(InferenceFault, match=r"without prompt_token_ids and choices\[0\].token_ids"):
+        await pool.wait_ready(use_token_client=False)
+    await pool.close()
+
+
+async def test_without_the_token_route_later_turns_travel_as_text(serve, policy_server) -> None:
+    plain = type(policy_server)(token_route=False)
+    pool = make_pool(serve(plain))
+    await pool.wait_ready(use_token_client=True)
+    assert pool.servers[0].client_config.client_type == "openai_chat_completions"
+    await pool.close()
+
+
+async def test_weights_reach_every_server(serve, policy_server, tmp_path: Path) -> None:
+    other = serve(type(policy_server)())
+    pool = make_pool(policy_server, other)
+    await pool.update_weights(tmp_path / "step_3")
+    assert policy_server.loaded == other.loaded == [str(tmp_path / "step_3")]
+    assert policy_server.version == other.version == 3
+    await pool.close()
+
+
+async def test_a_server_that_refuses_weights_is_one_line(serve, policy_server) -> None:
+    pool = make_pool(policy_server)
+    pool.servers[0].root_url += "/elsewhere"
+    with pytest.raises(InferenceFault, match=r"did not load the weights .*step_1: .* answered 404"):
+        await pool.update_weights(Path("step_1"))
+    await pool.close()
+
+
+async def test_a_closed_port_is_a_server_that_is_gone(policy_server, unused_tcp_port) -> None:
+    pool = make_pool(policy_server)
+    assert not await pool.servers[0].is_gone()
+    pool.servers[0].root_url = f"http://127.0.0.1:{unused_tcp_port}"
+    assert await pool.servers[0].is_gone()
+    await pool.close()
+
+
+async def test_an_answer_carries_tokens_logprobs_and_the_policy_version(policy_server) -> None:
+    policy_server.version = 2
+    server = make_pool(policy_server).servers[0]
+    response = await server.client.get_response(PROMPT, server.model, ARGS)
+    tokens = response.message.tokens
+    assert response.message.content == "cba"
+    assert tokens.completion_ids == [*map(ord, "cba"), 3]
+    assert tokens.completion_logprobs == [-2.5] * 4
+    assert response.weight_versions == [{"version": 2, "start": 0, "end": 4}]
+    (request,) = policy_server.requests
+    assert (request["max_completion_tokens"], request["temperature"], request["top_k"]) == (8, 0.7, -1)
+    assert request["messages"] == [{"role": "user", "content": "abc"}]
+    await server.close()
+
+
+async def test_an_answer_of_end_of_text_alone_is_an_answer(policy_server) -> None:
+    policy_server.reply = lambda messages, version: ""
+    server = make_pool(policy_server).servers[0]
+    response = await server.client.get_response(PROMPT, server.model, ARGS)
+    assert response.message.content == ""
+    assert response.message.tokens.completion_ids == [3]
+    await server.close()
+
+
+async def test_each_request_gets_a_seed_of_its_own(policy_server) -> None:
+    server = make_pool(policy_server).servers[0]
+    for _ in range(3):
+        await server.client.get_response(PROMPT, server.model, ARGS | {"seed": 40})
+    assert [request["seed"] for request in policy_server.requests] == [40, 41, 42]
+    await server.close()
+
+
+async def test_a_prompt_that_does_not_fit_ends_a_rollout_without_an_error_of_the_model(policy_server) -> None:
+    policy_server.refusal = (400, "This model's maximum context length is 128 tokens")
+    server = make_pool(policy_server).servers[0]
+    with pytest.raises(OverlongPromptError):
+        await server.client.get_response(PROMPT, server.model, ARGS)
+    await server.close()
+
+
+async def test_a_refusal_names_the_route_the_status_and_the_servers_words(policy_server) -> None:
+    policy_server.refusal = (422, "temperature must be positive")
+    server = make_pool(policy_server).servers[0]
+    with pytest.raises(ModelError) as fault:
+        await server.client.get_response(PROMPT, server.model, ARGS)
+    assert str(fault.value.__cause__).endswith("/v1/chat/completions answered 422: temperature must be positive")
+    assert len(policy_server.requests) == 1
+    await server.close()
+
+
+async def test_a_busy_server_is_asked_again(policy_server) -> None:
+    policy_server.refusal = (503, "busy")
+    channel = ChatChannel(policy_server.url, {}, timeout_s=10, max_retries=3)
+    pauses: list[float] = []
+
+    async def pause(seconds: float) -> None:
+        pauses.append(seconds)
+        policy_server.refusal = None if len(pauses) == 2 else policy_server.refusal
+
+    channel.sleep = pause
+    reply = await channel.post("/chat/completions", body={"messages": [{"role": "user", "content": "a"}]})
+    assert reply.choices[0].message.content == "a"
+    assert pauses == [0.5, 1.0]
+    await channel.close()
+
+
+async def test_the_api_key_and_configured_headers_go_with_every_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LETTERS_KEY", "secret")
+    config = ClientConfig(api_key_var="LETTERS_KEY", headers={"X-Team": "med"})
+    (server,) = InferencePool(config, "letters").servers
+    assert server.headers == {"Authorization": "Bearer secret", "X-Team": "med"}

@@ -1,0 +1,215 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prime_rl.configs.orchestrator import BufferConfig
+from prime_rl.orchestrator.batch import BatchTarget
+from prime_rl.orchestrator.buffer import Buffer
+from prime_rl.orchestrator.errors import MalformedRollout, TooManyFailures
+from prime_rl.orchestrator.policy import AsyncLimits, Policy
+from prime_rl.orchestrator.rollout import ExampleRef, Rollout
+from prime_rl.orchestrator.scheduler import MAX_ATTEMPTS, Scheduler, SchedulerLimits
+from prime_rl.utils.paths import OrchestratorPaths
+
+Outcome = list[Rollout] | Exception
+
+
+@dataclass(slots=True)
+class Server:
+    """A server, as far as the scheduler looks at it."""
+
+    groups_in_flight: int = 0
+
+
+class Pool:
+    def __init__(self, *servers: Server) -> None:
+        self.servers = servers
+
+    def least_loaded(self) -> Server:
+        return min(self.servers, key=lambda server: server.groups_in_flight)
+
+
+@dataclass
+class Environment:
+    """Runs groups that end when the test says so; `outcome`, if set, ends each at once."""
+
+    outcome: Callable[[ExampleRef], Outcome] | None = None
+    running: list[tuple[ExampleRef, asyncio.Future[Outcome]]] = field(default_factory=list)
+    cancelled: list[ExampleRef] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    temperatures: list[float] = field(default_factory=list)
+    started: asyncio.Condition = field(default_factory=asyncio.Condition)
+
+    async def run_group(
+        self, example: ExampleRef, size: int, server: Any, sampling_args: dict[str, Any], version: int
+    ) -> list[Rollout]:
+        self.versions.append(version)
+        self.temperatures.append(sampling_args["temperature"])
+        end: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+        self.running.append((example, end))
+        async with self.started:
+            self.started.notify_all()
+        try:
+            outcome = self.outcome(example) if self.outcome else await end
+        except asyncio.CancelledError:
+            self.cancelled.append(example)
+            raise
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    async def wait_for(self, count: int) -> None:
+        """Until so many groups have started."""
+        async with self.started:
+            await self.started.wait_for(lambda: len(self.running) >= count)
+
+
+ARGS = {"temperature": 1.0}
+
+
+def make_scheduler(
+    tmp_path: Path, environment: Environment, pool: Pool | None = None, groups: int = 2, max_off_policy_steps: int = 8
+) -> Scheduler:
+    buffer = Buffer({"letters": 1000}, BufferConfig(), seed=0)
+    policy = Policy(OrchestratorPaths(tmp_path), None, AsyncLimits(1))
+    limits = SchedulerLimits(2, groups, max_off_policy_steps)
+    return Scheduler({"letters": environment}, buffer, pool or Pool(Server()), policy, limits)
+
+
+@pytest.fixture
+def pair(turn, rollout) -> list[Rollout]:
+    """The rollouts of a group that went well."""
+    return [rollout(turn([1], [2]), reward=reward) for reward in (0.0, 1.0)]
+
+
+async def test_groups_beyond_the_target_stay_for_the_next_batch(tmp_path: Path, pair) -> None:
+    environment = Environment()
+    scheduler = make_scheduler(tmp_path, environment, groups=3)
+    collecting = asyncio.create_task(scheduler.collect(0, BatchTarget(rollouts=2), ARGS))
+    await environment.wait_for(3)
+    for _, end in environment.running:
+        end.set_result(pair)
+    assert len(await collecting) == 1
+    assert scheduler.groups_in_flight == 2
+
+    assert len(await scheduler.collect(1, BatchTarget(rollouts=4), ARGS)) == 2
+    await scheduler.close()
+
+
+async def test_a_token_target_counts_the_last_turn_of_each_rollout(tmp_path: Path, pair) -> None:
+    scheduler = make_scheduler(tmp_path, Environment(lambda example: pair))
+    assert len(await scheduler.collect(0, BatchTarget(tokens=9), ARGS)) == 3
+    await scheduler.close()
+
+
+async def test_no_group_starts_that_the_run_cannot_use(tmp_path: Path, pair) -> None:
+    environment = Environment(lambda example: pair)
+    scheduler = make_scheduler(tmp_path, environment, groups=8)
+    await scheduler.collect(0, BatchTarget(rollouts=6), ARGS, usable_groups=3)
+    assert len(environment.running) == 3
+    assert scheduler.groups_in_flight == 0
+
+
+async def test_each_group_goes_to_the_server_with_the_fewest(tmp_path: Path) -> None:
+    pool, environment = Pool(Server(), Server()), Environment()
+    scheduler = make_scheduler(tmp_path, environment, pool, groups=4)
+    collecting = asyncio.create_task(scheduler.collect(0, BatchTarget(rollouts=2), ARGS))
+    await environment.wait_for(4)
+    assert [server.groups_in_flight for server in pool.servers] == [2, 2]
+    collecting.cancel()
+    await scheduler.close()
+
+
+async def test_a_batch_waits_for_its_policy_version(tmp_path: Path, pair) -> None:
+    environment = Environment(lambda example: pair)
+    scheduler = make_scheduler(tmp_path, environment)
+    collecting = asyncio.create_task(scheduler.collect(2, BatchTarget(rollouts=2), ARGS))
+    await asyncio.sleep(0)
+    assert not environment.running
+    await scheduler.policy.announce(1)
+    await collecting
+    assert set(environment.versions) == {1}
+    await scheduler.close()
+
+
+async def test_groups_age_with_every_update_and_are_cancelled_when_too_old(tmp_path: Path, pair) -> None:
+    environment = Environment()
+    scheduler = make_scheduler(tmp_path, environment, groups=2, max_off_policy_steps=1)
+    collecting = asyncio.create_task(scheduler.collect(0, BatchTarget(rollouts=4), ARGS))
+    await environment.wait_for(2)
+    await scheduler.policy.announce(1)
+    environment.running[0][1].set_result(pair)
+    await environment.wait_for(3)
+    await scheduler.policy.announce(2)
+
+    await environment.wait_for(4)
+    assert environment.cancelled == [environment.running[1][0]]
+    assert scheduler.take_cancelled() == 1
+    environment.running[2][1].set_result(pair)
+    assert [group.off_policy_level for group in await collecting] == [1, 1]
+    assert environment.versions[3:] == [2]
+    await scheduler.close()
+
+
+async def test_a_finished_group_that_nobody_collected_ages_too(tmp_path: Path, pair) -> None:
+    environment = Environment(lambda example: pair)
+    scheduler = make_scheduler(tmp_path, environment, groups=3, max_off_policy_steps=0)
+    await scheduler.collect(0, BatchTarget(rollouts=2), ARGS)
+    assert scheduler.groups_in_flight == 2
+    await scheduler.policy.announce(1)
+    assert scheduler.groups_in_flight == 0
+    assert len(await scheduler.collect(1, BatchTarget(rollouts=2), ARGS)) == 1
+    await scheduler.close()
+
+
+async def test_a_failed_group_is_tried_again_and_then_given_up(tmp_path: Path, pair) -> None:
+    tried: list[ExampleRef] = []
+
+    def outcome(example: ExampleRef) -> Outcome:
+        tried.append(example)
+        return KeyError("broken row") if example == tried[0] else pair
+
+    scheduler = make_scheduler(tmp_path, Environment(outcome), groups=1)
+    await scheduler.collect(0, BatchTarget(rollouts=2), ARGS)
+    assert tried[:MAX_ATTEMPTS] == [tried[0]] * MAX_ATTEMPTS
+    assert tried[MAX_ATTEMPTS] != tried[0]
+    await scheduler.close()
+
+
+async def test_when_every_group_fails_the_run_stops_with_the_last_error(tmp_path: Path) -> None:
+    environment = Environment(lambda example: MalformedRollout("no rollout of the group has token ids"))
+    scheduler = make_scheduler(tmp_path, environment, groups=2)
+    with pytest.raises(TooManyFailures, match=r"8 groups of rollouts failed .* no rollout of the group has token ids"):
+        await scheduler.collect(0, BatchTarget(rollouts=2), ARGS)
+    await scheduler.close()
+
+
+async def test_a_group_that_is_not_accepted_is_replaced(tmp_path: Path, pair, rollout) -> None:
+    seen: list[ExampleRef] = []
+
+    def outcome(example: ExampleRef) -> Outcome:
+        seen.append(example)
+        return [rollout(reward=1.0)] * 2 if len(seen) < 3 else pair
+
+    scheduler = make_scheduler(tmp_path, Environment(outcome), groups=1)
+    scheduler.buffer.config = BufferConfig(online_difficulty_filtering=True)
+    (group,) = await scheduler.collect(0, BatchTarget(rollouts=2), ARGS)
+    assert group.rollouts == pair
+    await scheduler.close()
+
+
+async def test_closing_cancels_all_groups_and_waits_for_them(tmp_path: Path) -> None:
+    environment = Environment()
+    scheduler = make_scheduler(tmp_path, environment, groups=2)
+    collecting = asyncio.create_task(scheduler.collect(0, BatchTarget(rollouts=2), ARGS))
+    await environment.wait_for(2)
+    in_flight = scheduler.examples_in_flight
+    collecting.cancel()
+    await scheduler.close()
+    assert environment.cancelled == in_flight
