@@ -30,7 +30,7 @@ with LocalHost() as host:
         for name, code in children.items()
     ]
     outcome = Supervisor(specs, host, lambda line: print(line, flush=True), grace_s=float(sys.argv[3])).run()
-print(outcome.message)
+print(outcome.report())
 raise SystemExit(outcome.exit_code)
 """
 

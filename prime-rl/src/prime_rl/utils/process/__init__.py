@@ -1,7 +1,7 @@
 """Child processes of a run as values, and what starts, watches and ends them."""
 
 from prime_rl.utils.process.host import FakeHost, Host, LocalHost
-from prime_rl.utils.process.logs import Follower
+from prime_rl.utils.process.logs import Follower, shown
 from prime_rl.utils.process.ports import reserved_ports
 from prime_rl.utils.process.spec import CannotStart, Event, Exited, Outcome, ProcessSpec, Signalled
 from prime_rl.utils.process.supervisor import Supervisor
@@ -19,4 +19,5 @@ __all__ = [
     "Signalled",
     "Supervisor",
     "reserved_ports",
+    "shown",
 ]

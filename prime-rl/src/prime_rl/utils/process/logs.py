@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import shlex
+import sys
+import threading
 from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
@@ -12,6 +14,7 @@ from typing import BinaryIO
 from prime_rl.utils.process.spec import ProcessSpec
 
 _TAIL_BYTES = 65_536
+_LOOK_EVERY_S = 0.1
 
 
 @contextlib.contextmanager
@@ -65,3 +68,32 @@ class Follower:
         """Every new line that is complete, without its end."""
         *complete, self._partial = (self._partial + self.read()).split(b"\n")
         return [line.decode(errors="replace").rstrip("\r") for line in complete]
+
+
+@contextlib.contextmanager
+def shown(log: Path) -> Iterator[None]:
+    """Copy what is appended to a log during the block to this process's stdout, as it comes."""
+    follower, done = Follower.at_end(log), threading.Event()
+
+    def copy() -> None:
+        try:
+            while not done.wait(_LOOK_EVERY_S):
+                _show(follower.read())
+            _show(follower.read())
+        except OSError:
+            # Nobody reads stdout any more. The log has everything, and the run goes on.
+            return
+
+    thread = threading.Thread(target=copy, name=f"show-{log.name}", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+def _show(new: bytes) -> None:
+    if new:
+        sys.stdout.buffer.write(new)
+        sys.stdout.flush()

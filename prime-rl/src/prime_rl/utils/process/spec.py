@@ -74,6 +74,13 @@ class Outcome:
 
     exit_code: int
     message: str
+    log_tail: tuple[str, ...] = ()
+    """The last lines of the child that failed."""
+
+    def report(self) -> str:
+        """The message and the lines of the log that may explain it."""
+        lines = ["its last lines:", *(f"  | {line}" for line in self.log_tail)] if self.log_tail else []
+        return "\n".join([self.message, *lines])
 
     @property
     def succeeded(self) -> bool:

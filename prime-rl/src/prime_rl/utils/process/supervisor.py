@@ -18,6 +18,11 @@ HURRIED_GRACE_S = 5.0
 STRAGGLER_GRACE_S = 5.0
 """How long processes that outlive the child that started them may take to stop."""
 
+_MEMORY_HINT = (
+    "This launch sent no SIGKILL: most often it is the kernel's answer when a machine or a job is out of memory. "
+    "Ask for more memory, or make the batch, the sequences or the model smaller."
+)
+
 Cause = Exited | Signalled | CannotStart | None
 """Why a run ends; None is success."""
 
@@ -113,19 +118,14 @@ class Supervisor:
                 return Outcome(128 + signum, f"stopped by {signum.name}")
             case CannotStart():
                 return Outcome(1, str(cause))
-            case Exited(name, code):
-                what = str(cause) if code else "ended early, although the run was not complete"
-                return Outcome(1, self._failure(name, what, killed=cause.signal is signal.SIGKILL))
+            case Exited():
+                return self._failure(cause)
 
-    def _failure(self, name: str, what: str, killed: bool) -> str:
-        last_lines = self._host.tail(name)
-        message = [f"{name} {what}; its log is {self._specs[name].log}"]
-        if last_lines:
-            message += ["its last lines:", *(f"  | {line}" for line in last_lines)]
+    def _failure(self, end: Exited) -> Outcome:
+        what = str(end) if end.code else "ended early, although the run was not complete"
+        message = f"{end.name} {what}; its log is {self._specs[end.name].log}"
+        log_tail = tuple(self._host.tail(end.name))
         # torchrun reports so the end of a worker.
-        if killed or any("Signal 9 (SIGKILL)" in line for line in last_lines):
-            message.append(
-                "This launch sent no SIGKILL: most often it is the kernel's answer when a machine or a job is out of "
-                "memory. Ask for more memory, or make the batch, the sequences or the model smaller."
-            )
-        return "\n".join(message)
+        if end.signal is signal.SIGKILL or any("Signal 9 (SIGKILL)" in line for line in log_tail):
+            message += f"\n{_MEMORY_HINT}"
+        return Outcome(1, message, log_tail)

@@ -1,0 +1,98 @@
+"""How far a run is, as `OUT/metrics.jsonl` tells it."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+_EDGE_STEPS = 5
+"""The summary compares the mean reward of so many first steps and so many last ones."""
+_RATE_STEPS = 10
+"""The time left is estimated from so many last steps."""
+_SPARKS = "▁▂▃▄▅▆▇█"
+
+
+def clock(seconds: float) -> str:
+    """`0:45`, `12:03`, `1:02:03`."""
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    return f"{hours}:{minute:02d}:{second:02d}" if hours else f"{minute}:{second:02d}"
+
+
+def sparkline(values: Iterable[float], width: int = 20) -> str:
+    """The course of some values as blocks of eight heights; the newest `width` of them."""
+    shown = list(values)[-width:]
+    if len(shown) < 2:
+        return ""
+    low, high = min(shown), max(shown)
+    scale = (len(_SPARKS) - 1) / (high - low) if high > low else 0.0
+    return "".join(_SPARKS[round((value - low) * scale)] for value in shown)
+
+
+@dataclass(slots=True)
+class RunProgress:
+    """What the metrics have told so far. Steps are counted as finished ones, from 1."""
+
+    max_steps: int | None
+    step: int = 0
+    rewards: dict[int, float] = field(default_factory=dict)
+    loss: float | None = None
+    tokens_per_s: float | None = None
+    steps_this_time: int = 0
+    _ends: deque[float] = field(default_factory=lambda: deque(maxlen=_RATE_STEPS + 1))
+
+    def take(self, record: Mapping[str, Any]) -> bool:
+        """Note one record of `metrics.jsonl`; true when it says that a step is finished."""
+        step = int(record.get("step", 0)) + 1
+        if record.get("source") == "orchestrator" and (reward := record.get("reward/mean")) is not None:
+            self.rewards[step] = float(reward)
+        if record.get("source") != "trainer" or "loss/mean" not in record:
+            return False
+        self.step = step
+        self.steps_this_time += 1
+        self.loss = record["loss/mean"]
+        self.tokens_per_s = record.get("perf/throughput") or self.tokens_per_s
+        self._ends.append(float(record["time"]))
+        return True
+
+    @property
+    def reward_course(self) -> list[float]:
+        """Mean rewards of the finished steps, in order."""
+        return [self.rewards[step] for step in sorted(self.rewards) if step <= self.step]
+
+    @property
+    def remaining_s(self) -> float | None:
+        """Seconds that the remaining steps will take at the pace of the last ones."""
+        if self.max_steps is None or len(self._ends) < 2:
+            return None
+        pace_s = (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1)
+        return pace_s * max(0, self.max_steps - self.step)
+
+    def figures(self) -> list[str]:
+        """Reward, loss, speed and time left, as far as they are known."""
+        figures = []
+        if self.step in self.rewards:
+            figures.append(f"reward {self.rewards[self.step]:.3f}")
+        if self.loss is not None:
+            figures.append(f"loss {self.loss:.4f}")
+        if self.tokens_per_s:
+            figures.append(f"{self.tokens_per_s:.0f} tok/s")
+        if self.remaining_s is not None:
+            figures.append(f"{clock(self.remaining_s)} left")
+        return figures
+
+    def line(self) -> str:
+        total = "" if self.max_steps is None else f"/{self.max_steps}"
+        return "  ".join([f"step {self.step}{total}", *self.figures()])
+
+    def summary(self, elapsed_s: float) -> str:
+        """How far the run came and what it learned, in one line."""
+        steps = f"{self.steps_this_time} step{'s' * (self.steps_this_time != 1)}"
+        rewards = self.reward_course
+        if not rewards:
+            return f"{steps} in {clock(elapsed_s)}"
+        count = min(_EDGE_STEPS, len(rewards))
+        first, last = (sum(edge) / count for edge in (rewards[:count], rewards[-count:]))
+        return f"{steps} in {clock(elapsed_s)}, mean reward {first:.3f} -> {last:.3f} (first and last {count} steps)"

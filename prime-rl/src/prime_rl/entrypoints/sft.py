@@ -1,0 +1,45 @@
+"""The `sft` command: the SFT trainer on this machine, one process a GPU."""
+
+from __future__ import annotations
+
+import os
+from uuid import uuid4
+
+from prime_rl.configs.not_built import refuse_unbuilt
+from prime_rl.configs.sft import SFTConfig
+from prime_rl.entrypoints.launch import launch
+from prime_rl.utils.paths import RunPaths
+from prime_rl.utils.process import ProcessSpec
+from prime_rl.utils.process.children import SFT_TRAINER, Programs, TorchJob, resume_flags, trainer_spec
+from prime_rl.utils.process.devices import DeviceError, choose_device, thread_env, usable_cores, usable_gpus
+from prime_rl.utils.pydantic_config import parse_argv_or_exit
+
+
+def main() -> None:
+    """`sft @ sft.toml`. Exits with 0 when training ends well, and at once after a dry run."""
+    config = parse_argv_or_exit(SFTConfig)
+    refuse_unbuilt(config)
+    raise SystemExit(run(config))
+
+
+def run(config: SFTConfig) -> int:
+    """Train to the end; the exit code. What went wrong is on stderr."""
+    resume_step = None if config.ckpt is None else config.ckpt.resume_step
+    return launch("sft", config, {"sft": config}, resume_step, plan_run)
+
+
+def plan_run(
+    config: SFTConfig, paths: RunPaths, rendezvous_port: int, resume_step: int | None
+) -> tuple[ProcessSpec, ...]:
+    """The trainer: alone when it is one process, else under torchrun.
+
+    Raises:
+        DeviceError: there are fewer GPUs than processes.
+    """
+    processes, usable = config.deployment.num_gpus, usable_gpus(os.environ)
+    device = choose_device(config.device, usable)
+    if device == "cuda" and len(usable) < processes:
+        raise DeviceError(f"deployment.num_gpus = {processes}, but {len(usable)} can be used: {','.join(usable)}")
+    env = {} if device == "cuda" else thread_env(usable_cores(), processes, os.environ)
+    job = TorchJob(SFT_TRAINER, paths.config("sft"), processes, rendezvous_port, uuid4().hex, paths.torchrun_logs)
+    return (trainer_spec(paths, Programs.find(), job, env, *resume_flags(resume_step, config), torchrun=processes > 1),)

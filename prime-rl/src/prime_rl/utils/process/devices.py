@@ -1,0 +1,142 @@
+"""Which GPUs a launch may use, found without torch. Ids are opaque text: `0`, `GPU-…`, `MIG-…`."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+MASK_VARIABLE = "CUDA_VISIBLE_DEVICES"
+THREADS_VARIABLE = "OMP_NUM_THREADS"
+
+_NO_DEVICES = ("", "-1", "NoDevFiles")
+"""How CUDA, people and Slurm say that there is none."""
+
+
+class DeviceError(Exception):
+    """The GPUs that a launch needs are not there."""
+
+
+@dataclass(frozen=True, slots=True)
+class GpuAssignment:
+    """Who uses which GPU. The two may share one."""
+
+    inference: tuple[str, ...] = ()
+    trainer: tuple[str, ...] = ()
+
+
+def mask(gpus: Sequence[str]) -> dict[str, str]:
+    """The environment that shows a child these GPUs and no others."""
+    return {MASK_VARIABLE: ",".join(gpus)}
+
+
+def masked_gpus(env: Mapping[str, str]) -> tuple[str, ...] | None:
+    """The ids in CUDA_VISIBLE_DEVICES, as given; None when it is not set.
+
+    Raises:
+        DeviceError: an id stands there twice.
+    """
+    if MASK_VARIABLE not in env:
+        return None
+    gpus = []
+    for gpu in (part.strip() for part in env[MASK_VARIABLE].split(",")):
+        if gpu in _NO_DEVICES:  # CUDA, too, reads no further than the first id that is none
+            break
+        gpus.append(gpu)
+    if len(set(gpus)) != len(gpus):
+        raise DeviceError(f"{MASK_VARIABLE}={env[MASK_VARIABLE]} names a GPU twice")
+    return tuple(gpus)
+
+
+def machine_gpus(dev: Path = Path("/dev")) -> tuple[str, ...]:
+    """Indices of the machine's NVIDIA GPUs, whatever a mask says."""
+    # Not /proc/driver/nvidia: a container without any GPU sees the host's.
+    count = sum(re.fullmatch(r"nvidia\d+", path.name) is not None for path in dev.glob("nvidia*"))
+    return tuple(str(index) for index in range(count))
+
+
+def usable_gpus(env: Mapping[str, str], dev: Path = Path("/dev")) -> tuple[str, ...]:
+    """The ids that a launch may use: those of the mask, else all; none on a machine without GPUs."""
+    machine = machine_gpus(dev)
+    masked = masked_gpus(env)
+    return machine if masked is None or not machine else masked
+
+
+def choose_device(requested: Literal["auto", "cuda", "cpu"], usable: Sequence[str]) -> Literal["cuda", "cpu"]:
+    """Where a run happens: on GPUs when there are any, unless the config says otherwise.
+
+    Raises:
+        DeviceError: `cuda` is requested and there is no GPU.
+    """
+    if requested == "cuda" and not usable:
+        raise DeviceError(
+            f'device = "cuda", but no GPU can be used here: no /dev/nvidia0, or {MASK_VARIABLE} hides all. '
+            'device = "cpu" runs on the CPU'
+        )
+    return "cuda" if usable and requested != "cpu" else "cpu"
+
+
+def assign_gpus(
+    usable: Sequence[str],
+    infer: int,
+    train: int,
+    infer_ids: Sequence[int] | None = None,
+    train_ids: Sequence[int] | None = None,
+) -> GpuAssignment:
+    """The first `infer` usable ids to inference and the next `train` to the trainer, but for a side that names its own.
+
+    Ids that the config names (keys of late 2025) may overlap: then both sides share a GPU.
+
+    Raises:
+        DeviceError: there are too few, or a named one is not usable.
+    """
+    inference = tuple(map(str, infer_ids)) if infer_ids is not None else tuple(usable[:infer])
+    free = [gpu for gpu in usable if gpu not in inference]
+    trainer = tuple(map(str, train_ids)) if train_ids is not None else tuple(free[:train])
+    absent = sorted({*inference, *trainer} - set(usable))
+    if absent:
+        raise DeviceError(f"GPU {', '.join(absent)} cannot be used here; {_listed(usable)} can")
+    if (infer_ids is None and len(inference) < infer) or (train_ids is None and len(trainer) < train):
+        raise DeviceError(f"{infer} inference + {train} training GPUs are more than can be used: {_listed(usable)}")
+    return GpuAssignment(inference, trainer)
+
+
+def _listed(gpus: Sequence[str]) -> str:
+    return ",".join(gpus) or "none"
+
+
+def usable_cores() -> int:
+    """CPU cores that this process may use; Slurm may have bound it to some."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def thread_env(cores: int, processes: int, env: Mapping[str, str]) -> dict[str, str]:
+    """The share of the cores that each of some processes on the CPU computes with, unless `env` says it already."""
+    return {} if THREADS_VARIABLE in env else {THREADS_VARIABLE: str(max(1, cores // processes))}
+
+
+def processes_on(gpus: Sequence[str]) -> list[str]:
+    """`<pid>, <name>` of each program that computes on one of these GPUs; empty, too, where nvidia-smi cannot tell."""
+    answer = _nvidia_smi("--query-compute-apps=pid,name", f"--id={','.join(gpus)}")
+    return sorted(set(answer))
+
+
+def indices_by_uuid() -> dict[str, str]:
+    """Index of each GPU that this process may use, in PCI order, by its `GPU-…` id; empty without nvidia-smi."""
+    rows = (row.split(",") for row in _nvidia_smi("--query-gpu=index,uuid"))
+    return {uuid.strip(): index.strip() for index, uuid in rows}
+
+
+def _nvidia_smi(*query: str) -> list[str]:
+    try:
+        answer = subprocess.run(
+            ["nvidia-smi", *query, "--format=csv,noheader"], capture_output=True, text=True, check=True, timeout=30
+        )
+    except (OSError, subprocess.SubprocessError):
+        # Not installed in a slim container, and without an answer for a MIG slice: both run well without it.
+        return []
+    return [line for line in answer.stdout.splitlines() if line.strip()]
