@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from prime_rl.trainer.rl.lm_head import fused_logprobs
 
 TOKENS, WIDTH, VOCABULARY = 17, 8, 50

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from prime_rl.configs.trainer import CustomLossConfig, DefaultLossConfig
 from prime_rl.trainer.rl.loss import (
     BadLoss,
     LossInputs,
-    LossOutputs,
     default_loss,
-    loss_of_row,
     sequence_lengths,
     setup_loss,
+    split_inputs,
 )
 
 TEACHER = [-2.0, -0.8, -0.7, -1.5, -0.1]
@@ -93,7 +93,7 @@ def test_an_infinite_ratio_is_dropped_and_leaves_no_nan() -> None:
         advantages=torch.ones(2),
         loss_mask=torch.tensor([True, True]),
     )
-    outputs = default_loss(inputs, DefaultLossConfig(geo_mask_high=1e30, sequence_mask_high=1e30))
+    outputs = default_loss(inputs, DefaultLossConfig(geo_mask_high=float("inf"), sequence_mask_high=float("inf")))
     outputs.loss.backward()
     assert outputs.metrics["is_masked"].tolist() == [1, 0]
     assert inputs.trainer_logprobs.grad.isfinite().all()
@@ -124,27 +124,27 @@ def packed_twice(inputs: LossInputs) -> LossInputs:
     )
 
 
-def test_a_packed_row_is_the_sum_of_its_sequences() -> None:
-    loss = setup_loss(DefaultLossConfig(ratio_type="sequence"))
-    total, outputs = loss_of_row(packed_twice(reference_inputs()), [5, 5], loss)
-    assert total.item() == pytest.approx(2 * 2.125)
-    assert len(outputs) == 2
+def test_a_packed_row_splits_into_its_sequences() -> None:
+    first, second = split_inputs(packed_twice(reference_inputs()), [5, 5])
+    assert torch.equal(first.trainer_logprobs, second.trainer_logprobs)
+    assert second.loss_mask.tolist() == [False, True, True, True, True]
+    assert second.teacher_logprobs is None
 
 
-def test_a_row_with_an_empty_mask_has_loss_zero_and_a_backward() -> None:
+def test_a_sequence_with_an_empty_mask_has_loss_zero_and_no_metrics() -> None:
     inputs = reference_inputs()
     empty = LossInputs(
-        inputs.trainer_logprobs, *[inputs.inference_logprobs, None, inputs.advantages], torch.zeros(5) > 0
+        inputs.trainer_logprobs, inputs.inference_logprobs, None, inputs.advantages, torch.zeros(5, dtype=torch.bool)
     )
-    total, outputs = loss_of_row(empty, [5], setup_loss(DefaultLossConfig()))
-    total.backward()
-    assert outputs == []
+    outputs = default_loss(empty, DefaultLossConfig())
+    outputs.loss.backward()
+    assert outputs.metrics == {}
     assert inputs.trainer_logprobs.grad.abs().sum() == 0
 
 
-def reinforce(inputs: LossInputs, scale: float) -> LossOutputs:
-    chosen = inputs.trainer_logprobs[inputs.loss_mask]
-    return LossOutputs(-scale * chosen.sum(), {"tokens": inputs.loss_mask.sum()})
+@pytest.mark.parametrize(("ratio_type", "per_token"), [("token", True), ("sequence", False)])
+def test_the_sum_is_divided_by_tokens_or_by_sequences(ratio_type, per_token) -> None:
+    assert setup_loss(DefaultLossConfig(ratio_type=ratio_type)).per_token is per_token
 
 
 def test_a_custom_loss_is_imported_and_called_per_sequence(monkeypatch, tmp_path) -> None:
@@ -155,9 +155,7 @@ def test_a_custom_loss_is_imported_and_called_per_sequence(monkeypatch, tmp_path
     )
     monkeypatch.syspath_prepend(tmp_path)
     config = CustomLossConfig(type="custom", import_path="losses_of_a_user.reinforce", kwargs={"scale": 2.0})
-    total, outputs = loss_of_row(packed_twice(reference_inputs()), [5, 5], setup_loss(config))
-    assert total.item() == pytest.approx(2 * 2 * 3.7)
-    assert len(outputs) == 2
+    assert setup_loss(config).of_sequence(reference_inputs()).loss.item() == pytest.approx(2 * 3.7)
 
 
 @pytest.mark.parametrize("path", ["no_such_module.f", "math.no_such_name", "plain", "math.pi"])

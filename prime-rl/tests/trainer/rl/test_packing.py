@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from prime_rl.trainer.rl.packing import BadBatch, deal, first_fit_decreasing, pack_batch, pack_rows, to_row
 from prime_rl.transport.messages import TrainingBatch, TrainingSample
 

@@ -119,4 +119,4 @@ def _logprobs_of_piece(
     log_softmax = torch.log_softmax(logits_of(hidden).float() / temperatures[:, None], dim=-1)
     with torch.no_grad():
         entropy = -(log_softmax.exp() * log_softmax).sum(-1)
-    return log_softmax.gather(1, labels[:, None]).squeeze(1), entropy
+    return -nn.functional.nll_loss(log_softmax, labels, reduction="none"), entropy

@@ -4,28 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 from prime_rl.configs.not_built import refuse_unbuilt
-from prime_rl.configs.trainer import CheckpointConfig, TrainerConfig
-from prime_rl.trainer.ckpt import CheckpointManager, Progress, TrainState
-from prime_rl.trainer.errors import CheckpointError, exit_on_error
-from prime_rl.trainer.model import compute_dtype, setup_model, setup_tokenizer
-from prime_rl.trainer.optim import setup_optimizer
-from prime_rl.trainer.rl.broadcast import FileSystemBroadcast
-from prime_rl.trainer.rl.data import BatchSource, FakeBatches, PackedBatches, row_tokens
-from prime_rl.trainer.rl.loop import Parts, RLTrainer, Stopped
-from prime_rl.trainer.rl.loss import setup_loss
-from prime_rl.trainer.rl.report import Reporter
-from prime_rl.trainer.rl.rows import vocab_chunk_of
-from prime_rl.trainer.rl.step import ForwardBackward
-from prime_rl.trainer.scheduler import setup_scheduler
-from prime_rl.trainer.signals import EXIT_STOPPED, listen_for_signals
-from prime_rl.trainer.world import World, destroy_world, setup_world
-from prime_rl.utils.logger import SUCCESS, get_logger, setup_logger
-from prime_rl.utils.monitor import JsonlMonitor, Monitor, MultiMonitor
-from prime_rl.utils.paths import OutputDirInUse, RunPaths, check_output_dir, stable_steps
+from prime_rl.configs.trainer import TrainerConfig
+from prime_rl.trainer.errors import exit_on_error
+from prime_rl.utils.logger import setup_logger
+from prime_rl.utils.paths import OutputDirInUse, RunPaths, check_output_dir
 from prime_rl.utils.pydantic_config import parse_argv_or_exit
 
 
@@ -43,117 +27,10 @@ def main() -> None:
     log_file = paths.rank_log(rank) if config.log.file else None
     setup_logger(config.log.level if rank == 0 else "warning", log_file, config.log.json_logging)
     with exit_on_error():
+        # Here, so that a mistake in the config is told at once: this loads torch and transformers.
+        from prime_rl.trainer.rl.run import train
+
         train(config, paths)
-
-
-def train(config: TrainerConfig, paths: RunPaths) -> None:
-    """Run the trainer of `config` in this process and its peers.
-
-    Raises:
-        SystemExit: with 143, when SIGTERM ended the run.
-        TrainerError: a fault that a person can mend.
-    """
-    world = setup_world(config.device, config.dist_timeout_seconds)
-    try:
-        with open_monitor(config, paths, world) as monitor, listen_for_signals(world) as signals:
-            parts = setup_parts(config, paths, world, monitor)
-            RLTrainer(config, paths, world, parts, signals).run()
-    except Stopped:
-        get_logger().warning("Stopped by SIGTERM")
-        raise SystemExit(EXIT_STOPPED) from None
-    finally:
-        destroy_world()
-    if world.is_main:
-        get_logger().log(SUCCESS, "RL trainer finished!")
-
-
-@contextmanager
-def open_monitor(config: TrainerConfig, paths: RunPaths, world: World) -> Iterator[Monitor]:
-    """Metrics go to `OUT/metrics.jsonl`, and to W&B when asked; from rank 0 alone. How the block ended is told."""
-    monitors: list[Monitor] = []
-    if world.is_main:
-        monitors.append(JsonlMonitor(paths.metrics, "trainer"))
-        if config.wandb is not None:
-            from prime_rl.utils.monitor.wandb import WandbMonitor
-
-            monitors.append(WandbMonitor(config.wandb, paths.root, config.model_dump(mode="json")))
-    monitor = MultiMonitor(monitors)
-    try:
-        yield monitor
-    except BaseException:
-        monitor.close(exit_code=1)
-        raise
-    monitor.close()
-
-
-def setup_parts(config: TrainerConfig, paths: RunPaths, world: World, monitor: Monitor) -> Parts:
-    """Build everything the loop works with, from the checkpoint when the run resumes."""
-    loss = setup_loss(config.loss)
-    ckpt = resolve_resume_step(config, paths)
-    checkpoints = CheckpointManager(ckpt, paths, world) if ckpt is not None else None
-    resume_step = checkpoints.resume_step() if checkpoints is not None else None
-    broadcast = FileSystemBroadcast(
-        config.weight_broadcast, paths.orchestrator, world, config.max_async_level, ckpt.interval if ckpt else None
-    )
-    # Before the model is loaded, so that nobody takes a version of an earlier start for one of this run.
-    broadcast.discard_after(resume_step or 0)
-    model = setup_model(config.model, world)
-    optimizer = setup_optimizer(config.optim, model)
-    state = TrainState(model, optimizer, setup_scheduler(config.scheduler, optimizer, config.max_steps), Progress())
-    if checkpoints is not None and resume_step is not None:
-        resume(state, checkpoints, resume_step, config.max_steps)
-    return Parts(
-        state=state,
-        tokenizer=setup_tokenizer(config.tokenizer, config.model),
-        batches=setup_batches(config, paths, world),
-        forward_backward=ForwardBackward(model, loss, vocab_chunk_of(config.model), world),
-        broadcast=broadcast,
-        checkpoints=checkpoints,
-        reporter=Reporter(monitor, world, state.progress, model, row_tokens(config.model.seq_len, world)),
-        export_dtype=compute_dtype(config.model, world.device),
-    )
-
-
-def setup_batches(config: TrainerConfig, paths: RunPaths, world: World) -> BatchSource:
-    if config.data.fake is not None:
-        return FakeBatches(config.data.fake, config.model.seq_len, world)
-    return PackedBatches(config, paths, world)
-
-
-def resolve_resume_step(config: TrainerConfig, paths: RunPaths) -> CheckpointConfig | None:
-    """The checkpoint section, with "the latest" replaced by the newest step that trainer and orchestrator both saved.
-
-    Raises:
-        CheckpointError: both saved checkpoints, but none of the same step.
-    """
-    ckpt = config.ckpt
-    if ckpt is None or ckpt.resume_step != -1 or config.data.fake is not None:
-        return ckpt
-    own, others = stable_steps(paths.checkpoints), stable_steps(paths.orchestrator.checkpoints)
-    common = [step for step in own if step in others]
-    if own and not common:
-        raise CheckpointError(
-            f"ckpt.resume_step = -1: no step has both a trainer checkpoint ({paths.checkpoints}: {own}) and an "
-            f"orchestrator checkpoint ({paths.orchestrator.checkpoints}: {others or 'none'})"
-        )
-    return ckpt.model_copy(update={"resume_step": common[-1]}) if common else ckpt
-
-
-def resume(state: TrainState, checkpoints: CheckpointManager, step: int, max_steps: int | None) -> None:
-    """Continue from the checkpoint of `step`, and leave a receipt.
-
-    Raises:
-        CheckpointError: it is incomplete, of another model, or beyond the end of this run.
-    """
-    if max_steps is not None and step > max_steps:
-        raise CheckpointError(f"ckpt.resume_step = {step} is beyond max_steps = {max_steps}: nothing is left to train")
-    checkpoints.load(state, step)
-    if checkpoints.world.is_main:
-        progress = state.progress
-        get_logger().info(
-            f"Resumed from {checkpoints.paths.trainer_checkpoint(step)}: step {progress.step}, "
-            f"{progress.tokens} tokens, {progress.samples} samples"
-        )
 
 
 if __name__ == "__main__":

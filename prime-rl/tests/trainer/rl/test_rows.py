@@ -1,0 +1,142 @@
+"""Log-probabilities of packed rows are those that Transformers gives each sequence alone."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from prime_rl.configs.trainer import DefaultLossConfig, ModelConfig
+from prime_rl.trainer.model import setup_model
+from prime_rl.trainer.rl.data import FakeBatches
+from prime_rl.trainer.rl.loss import setup_loss
+from prime_rl.trainer.rl.packing import pack_rows, to_row
+from prime_rl.trainer.rl.rows import Row, score_row, vocab_chunk_of
+from prime_rl.trainer.rl.step import ForwardBackward, StepSize
+from prime_rl.transport.messages import TrainingSample
+
+CPU = torch.device("cpu")
+LENGTHS = (9, 5, 12, 7)
+
+
+@pytest.fixture
+def samples() -> list[TrainingSample]:
+    generator = torch.Generator().manual_seed(7)
+
+    def sample(length: int, temperature: float) -> TrainingSample:
+        tokens = torch.randint(4, 100, (length,), generator=generator).tolist()
+        return TrainingSample(
+            prompt_ids=tokens[:3],
+            prompt_mask=[False] * 3,
+            completion_ids=tokens[3:],
+            completion_mask=[True] * (length - 3),
+            completion_logprobs=[-4.5] * (length - 3),
+            completion_temperatures=[temperature] * (length - 3),
+            advantage=1.0 - length / 8,
+        )
+
+    return [sample(length, 0.6 + 0.2 * index) for index, length in enumerate(LENGTHS)]
+
+
+@pytest.fixture
+def model(tiny_model_dir, world):
+    return setup_model(ModelConfig(name=str(tiny_model_dir), attn="sdpa"), world)
+
+
+def packed_row(samples) -> Row:
+    (row,) = pack_rows([to_row(sample, 64) for sample in samples], 64)
+    return Row.of(row, CPU)
+
+
+def logprobs_alone(directory, tokens: list[int], temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probabilities of tokens 1.. and the entropies they were drawn at, from the plain model."""
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    with torch.no_grad():
+        logits = model(torch.tensor([tokens])).logits[0, :-1] / temperature
+    log_softmax = torch.log_softmax(logits, -1)
+    return log_softmax.gather(1, torch.tensor(tokens[1:])[:, None])[:, 0], -(log_softmax.exp() * log_softmax).sum(-1)
+
+
+@pytest.mark.parametrize("vocab_chunk", [None, 40, 8192])
+def test_each_sequence_scores_as_if_it_were_alone(tiny_model_dir, model, samples, vocab_chunk) -> None:
+    row = packed_row(samples)
+    logprobs, entropy = score_row(model, row, row.loss_mask, vocab_chunk)
+    start = 0
+    for sample in sorted(samples, key=lambda one: -len(one.completion_ids)):
+        tokens = sample.prompt_ids + sample.completion_ids
+        expected, expected_entropy = logprobs_alone(tiny_model_dir, tokens, sample.completion_temperatures[0])
+        scored = slice(start + 3, start + len(tokens))
+        assert torch.allclose(logprobs[scored], expected[2:], atol=2e-5)
+        assert torch.allclose(entropy[scored], expected_entropy[2:], atol=2e-5)
+        start += len(tokens)
+
+
+def test_tokens_that_are_not_wanted_get_uniform_values(model, samples) -> None:
+    row = packed_row(samples)
+    logprobs, entropy = score_row(model, row, row.loss_mask, 8192)
+    assert torch.all(logprobs[~row.loss_mask] == -math.log(128))
+    assert torch.all(entropy[~row.loss_mask] == math.log(128))
+
+
+def gradient_of(model, world, rows: list[Row], vocab_chunk: int | None) -> torch.Tensor:
+    step = ForwardBackward(model, setup_loss(DefaultLossConfig()), vocab_chunk, world)
+    step.run(rows, StepSize.of_all_ranks(rows))
+    gradient = torch.cat([parameter.grad.full_tensor().flatten() for parameter in model.parameters()])
+    model.zero_grad()
+    return gradient
+
+
+def test_the_gradient_does_not_depend_on_how_samples_are_packed(model, world, samples) -> None:
+    together = gradient_of(model, world, [packed_row(samples)], 8192)
+    apart = gradient_of(model, world, [Row.of(to_row(sample, 64), CPU) for sample in samples], 8192)
+    assert together.norm() > 0
+    assert torch.allclose(together, apart, atol=1e-6)
+
+
+def test_the_plain_and_the_fused_head_give_one_gradient(model, world, samples) -> None:
+    rows = [packed_row(samples)]
+    assert torch.allclose(gradient_of(model, world, rows, None), gradient_of(model, world, rows, 50), atol=1e-6)
+
+
+def test_a_row_without_trained_tokens_adds_nothing(model, world, samples) -> None:
+    row = packed_row(samples)
+    filler = to_row(samples[0], 64)
+    filler.loss_mask = [False] * len(filler.loss_mask)
+    alone = gradient_of(model, world, [row], 8192)
+    assert torch.equal(alone, gradient_of(model, world, [row, Row.of(filler, CPU)], 8192))
+
+
+def test_step_size_counts_what_is_trained(world, samples) -> None:
+    size = StepSize.of_all_ranks([packed_row(samples)])
+    assert (size.tokens, size.trained_tokens, size.sequences) == (sum(LENGTHS), sum(LENGTHS) - 12, 4)
+
+
+def test_mean_of_the_reported_losses_is_the_loss_of_the_step(model, world, samples) -> None:
+    rows = [packed_row(samples)]
+    size = StepSize.of_all_ranks(rows)
+    values = ForwardBackward(model, setup_loss(DefaultLossConfig()), 8192, world).run(rows, size).gather()
+    logprobs, _ = score_row(model, rows[0], rows[0].loss_mask, 8192)
+    ratio = (logprobs - rows[0].inference_logprobs).exp()
+    summed = -(ratio * rows[0].advantages * logprobs)[rows[0].loss_mask].sum()
+    assert values["loss"].mean().item() == pytest.approx(summed.item() / size.trained_tokens, abs=1e-5)
+    assert len(values["entropy"]) == size.trained_tokens
+    assert len(values["mismatch_kl"]) == size.sequences
+
+
+@pytest.mark.parametrize(("setting", "chunk"), [("auto", 8192), ("disabled", None), (512, 512)])
+def test_the_head_follows_its_setting(setting, chunk) -> None:
+    assert vocab_chunk_of(ModelConfig(fused_lm_head_chunk_size=setting)) == chunk
+
+
+@pytest.mark.parametrize("generate_samples", [False, True])
+def test_fake_rows_fill_the_batch_without_an_orchestrator(world, generate_samples) -> None:
+    from prime_rl.configs.trainer import FakeDataLoaderConfig
+
+    batches = FakeBatches(FakeDataLoaderConfig(batch_size=3, generate_samples=generate_samples), 32, world)
+    rows = [Row.of(message, CPU) for message in batches.take(0)]
+    assert batches.is_ready(0)
+    assert len(rows) == 3
+    assert all(len(row.input_ids) <= 32 for row in rows)
+    assert (max(len(row.lengths) for row in rows) > 1) == generate_samples

@@ -1,0 +1,182 @@
+"""The trainer as a real process: batches in, broadcasts, metrics, checkpoints and weights out."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from prime_rl.configs.trainer import ModelConfig, TrainerConfig
+from prime_rl.trainer.errors import TrainerError
+from prime_rl.trainer.rl.run import train
+from prime_rl.transport.messages import TrainingBatch, TrainingSample
+from prime_rl.utils.paths import RunPaths, stable_steps
+
+MODULE = "prime_rl.trainer.rl.train"
+UNEVEN_LENGTHS = (400, 31, 250, 390, 380, 120, 395, 300, 60, 370, 385, 45)
+"""3,126 tokens: two rows of 2,048, of which the second is half empty."""
+
+
+def batch(step: int) -> TrainingBatch:
+    generator = torch.Generator().manual_seed(step)
+
+    def sample(length: int) -> TrainingSample:
+        prompt, completion = length // 3, length - length // 3
+        tokens = torch.randint(4, 100, (length,), generator=generator).tolist()
+        return TrainingSample(
+            prompt_ids=tokens[:prompt],
+            prompt_mask=[False] * prompt,
+            completion_ids=tokens[prompt:],
+            completion_mask=[True] * completion,
+            completion_logprobs=[-4.8] * completion,
+            completion_temperatures=[1.0] * completion,
+            advantage=torch.randn((), generator=generator).item(),
+        )
+
+    return TrainingBatch([sample(length) for length in UNEVEN_LENGTHS], step)
+
+
+def send(out: Path, steps: int) -> None:
+    """Lie batches ready as an orchestrator would."""
+    for step in range(steps):
+        path = RunPaths(out).orchestrator.batch(step)
+        path.parent.mkdir(parents=True)
+        path.write_bytes(msgspec.msgpack.encode(batch(step)))
+
+
+def command(out: Path, model: Path, *options: str, processes: int = 1) -> list[str]:
+    start = ["-m", MODULE]
+    if processes > 1:
+        start = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", *start]
+    fixed = ["--device", "cpu", "--model.attn", "sdpa", "--optim.lr", "1e-3", "--model.seq_len", "512"]
+    return [sys.executable, *start, "--output-dir", str(out), "--model.name", str(model), *fixed, *options]
+
+
+def trained(out: Path, model: Path, *options: str, processes: int = 1) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        command(out, model, *options, processes=processes), env=environment, capture_output=True, text=True, timeout=300
+    )
+
+
+@pytest.fixture(scope="module")
+def whole_run(tmp_path_factory, tiny_model_dir) -> Path:
+    """The directory of a run over two batches."""
+    out = tmp_path_factory.mktemp("whole")
+    send(out, 2)
+    result = trained(out, tiny_model_dir, "--max-steps", "2")
+    assert result.returncode == 0, result.stdout + result.stderr
+    return out
+
+
+def final_weights(out: Path) -> dict[str, torch.Tensor]:
+    return load_file(RunPaths(out).weight(2) / "model.safetensors")
+
+
+def test_every_version_is_broadcast_and_the_last_one_exported(whole_run, tiny_model_dir) -> None:
+    paths = RunPaths(whole_run)
+    assert stable_steps(paths.orchestrator.broadcasts) == [1, 2]
+    last = load_file(paths.orchestrator.broadcast(2) / "model.safetensors")
+    exported = final_weights(whole_run)
+    start = load_file(tiny_model_dir / "model.safetensors")
+    assert last.keys() == exported.keys() == start.keys()
+    assert all(torch.equal(last[name], exported[name]) for name in last)
+    assert not torch.equal(last["model.norm.weight"], start["model.norm.weight"])
+    assert last["model.norm.weight"].dtype == torch.float32
+
+
+def test_the_exported_weights_load_as_a_model_with_its_tokenizer(whole_run) -> None:
+    directory = RunPaths(whole_run).weight(2)
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(directory), AutoTokenizer.from_pretrained(directory)
+    assert model.config.vocab_size == 128
+    assert tokenizer.chat_template
+
+
+def test_each_step_leaves_its_metrics_and_a_line(whole_run) -> None:
+    records = [json.loads(line) for line in RunPaths(whole_run).metrics.read_text().splitlines()]
+    assert [(record["source"], record["step"]) for record in records] == [("trainer", 0), ("trainer", 1)]
+    wanted = ["loss", "entropy", "mismatch_kl", "is_masked", "geo_seq_ratio", "trainer_probs", "inference_probs"]
+    names = [f"{name}/{statistic}" for name in wanted for statistic in ("mean", "median", "std", "min", "max")]
+    names += ["optim/lr", "optim/grad_norm", "perf/throughput", "time/step", "time/wait_for_batch", "progress/tokens"]
+    assert set(names) <= records[1].keys()
+    assert records[1]["optim/lr"] == pytest.approx(1e-3)
+    assert records[1]["progress/tokens"] == 2 * sum(UNEVEN_LENGTHS)
+    assert records[1]["progress/samples"] == 2 * len(UNEVEN_LENGTHS)
+    log = RunPaths(whole_run).rank_log(0).read_text()
+    assert "Step 1 | Time: " in log
+    assert "| Mismatch KL: " in log
+    assert log.rstrip().endswith("RL trainer finished!")
+
+
+def test_two_processes_train_the_same_weights_as_one(whole_run, tmp_path, tiny_model_dir) -> None:
+    send(tmp_path, 2)
+    result = trained(tmp_path, tiny_model_dir, "--max-steps", "2", processes=2)
+    assert result.returncode == 0, result.stdout + result.stderr
+    alone, together = final_weights(whole_run), final_weights(tmp_path)
+    assert all(torch.allclose(alone[name], together[name], atol=2e-5) for name in alone)
+    metrics = [RunPaths(out).metrics.read_text().splitlines() for out in (whole_run, tmp_path)]
+    assert [len(lines) for lines in metrics] == [2, 2], "rank 0 alone writes them"
+    one, two = (json.loads(lines[0]) for lines in metrics)
+    same = ("loss/mean", "entropy/mean", "mismatch_kl/mean", "optim/grad_norm", "progress/tokens")
+    assert {name: two[name] for name in same} == pytest.approx({name: one[name] for name in same}, rel=1e-4)
+
+
+def test_sigterm_while_waiting_saves_and_the_run_then_ends_bit_equal(whole_run, tmp_path, tiny_model_dir) -> None:
+    send(tmp_path, 1)
+    options = ("--max-steps", "2", "--ckpt.interval", "50")
+    with subprocess.Popen(
+        command(tmp_path, tiny_model_dir, *options),
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as process:
+        seen = next(line for line in process.stdout if "Step 0 |" in line)
+        process.send_signal(signal.SIGTERM)
+        rest, _ = process.communicate(timeout=120)
+    assert process.returncode == 143, seen + rest
+    paths = RunPaths(tmp_path)
+    assert stable_steps(paths.checkpoints) == [1]
+    assert not paths.weights.exists()
+
+    send_again = paths.orchestrator.batch(1)
+    send_again.parent.mkdir(parents=True)
+    send_again.write_bytes(msgspec.msgpack.encode(batch(1)))
+    stale = paths.orchestrator.broadcast(9)
+    stale.mkdir()
+    result = trained(tmp_path, tiny_model_dir, *options, "--ckpt.resume-step", "-1")
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert (
+        f"Resumed from {paths.trainer_checkpoint(1)}: step 1, {sum(UNEVEN_LENGTHS)} tokens, 12 samples" in result.stdout
+    )
+    assert not stale.exists()
+    assert stable_steps(paths.checkpoints) == [1, 2]
+    uninterrupted, resumed = final_weights(whole_run), final_weights(tmp_path)
+    assert all(torch.equal(uninterrupted[name], resumed[name]) for name in uninterrupted)
+
+
+def test_a_batch_that_cannot_be_trained_on_ends_the_run(tmp_path, tiny_model_dir) -> None:
+    path = RunPaths(tmp_path).orchestrator.batch(0)
+    path.parent.mkdir(parents=True)
+    path.write_bytes(msgspec.msgpack.encode(TrainingBatch([], step=0)))
+    model = ModelConfig(name=str(tiny_model_dir), attn="sdpa")
+    with pytest.raises(TrainerError, match="the training batch of step 0 is empty"):
+        train(TrainerConfig(model=model, device="cpu", max_steps=1, output_dir=tmp_path), RunPaths(tmp_path))
+
+
+def test_another_runs_checkpoints_are_not_overwritten(tmp_path, tiny_model_dir) -> None:
+    (tmp_path / "checkpoints" / "step_5").mkdir(parents=True)
+    result = trained(tmp_path, tiny_model_dir, "--max-steps", "2")
+    assert result.returncode == 2
+    assert result.stderr.startswith("error: ")
+    assert "holds the checkpoints of another run" in result.stderr
+    assert not (tmp_path / "logs").exists()
