@@ -10,6 +10,7 @@ import importlib.util
 import socket
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Literal
 
 from prime_rl.configs.inference import InferenceConfig
@@ -42,6 +43,9 @@ def main() -> None:
     extras = get_unknown_args()
     refuse_unbuilt(config)
     setup_logger("info")
+    if _looks_like_path(config.model.name) and not Path(config.model.name).is_dir():
+        get_logger().error(f"Inference failed: model path {config.model.name!r} does not exist")
+        raise SystemExit(1)
     backend, reason = choose_backend(config, vllm_installed, gpu_visible)
     if backend == "embedded" and (faults := embedded_faults(config, extras)):
         sys.stderr.writelines(f"error: {fault}\n" for fault in faults)
@@ -86,6 +90,11 @@ def _at(config: InferenceConfig, key: str) -> Any:
     for part in key.split("."):
         value = getattr(value, part)
     return value
+
+
+def _looks_like_path(name: str) -> bool:
+    """Hub names are `owner/model` or `model`; anything else can only be a path."""
+    return name.startswith((".", "/", "~")) or name.count("/") > 1
 
 
 def _serve_embedded(config: InferenceConfig) -> int:

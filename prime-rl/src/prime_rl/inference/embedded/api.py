@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from http import HTTPStatus
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from starlette.applications import Starlette
@@ -33,7 +34,7 @@ from prime_rl.utils.logger import get_logger
 if TYPE_CHECKING:
     from prime_rl.inference.embedded.service import Service
 
-Result = TypeVar("Result")
+Handler = Callable[[Request], Awaitable[Response]]
 _CLIENT_CLOSED_REQUEST = 499
 
 
@@ -50,28 +51,30 @@ class Api:
         self.created_s = int(time.time())
 
     def app(self) -> Starlette:
+        posts: dict[str, Handler] = {
+            "/v1/chat/completions": self.chat,
+            "/v1/chat/completions/tokens": self.chat_from_tokens,
+            "/v1/completions": self.complete,
+            "/tokenize": self.tokenize,
+            "/update_weights": self.update_weights,
+            "/reload_weights": self.reload_weights,
+            "/pause": self.pause,
+            "/resume": self.resume,
+            "/load_lora_adapter": self.not_built,
+            "/init_broadcaster": self.not_built,
+        }
+        gets: dict[str, Handler] = {
+            "/health": self.health,
+            "/v1/models": self.models,
+            "/is_paused": self.is_paused,
+            "/load": self.load,
+        }
         return Starlette(
             routes=[
-                Route("/health", self.health),
-                Route("/v1/models", self.models),
-                Route("/v1/chat/completions", self.chat, methods=["POST"]),
-                Route("/v1/chat/completions/tokens", self.chat_from_tokens, methods=["POST"]),
-                Route("/v1/completions", self.complete, methods=["POST"]),
-                Route("/tokenize", self.tokenize, methods=["POST"]),
-                Route("/update_weights", self.update_weights, methods=["POST"]),
-                Route("/reload_weights", self.reload_weights, methods=["POST"]),
-                Route("/pause", self.pause, methods=["POST"]),
-                Route("/resume", self.resume, methods=["POST"]),
-                Route("/is_paused", self.is_paused),
-                Route("/load_lora_adapter", self.not_built, methods=["POST"]),
-                Route("/init_broadcaster", self.not_built, methods=["POST"]),
+                *(Route(path, _answering(handler), methods=["POST"]) for path, handler in posts.items()),
+                *(Route(path, _answering(handler)) for path, handler in gets.items()),
             ],
-            exception_handlers={
-                RequestError: _answer_request_error,
-                HTTPException: _answer_http_error,
-                ClientGone: _answer_nobody,
-                Exception: _answer_failure,
-            },
+            exception_handlers={HTTPException: _answer_http_error},
         )
 
     def ready(self) -> Service:
@@ -138,6 +141,10 @@ class Api:
     async def is_paused(self, _: Request) -> Response:
         return _json({"is_paused": self.ready().engine.paused})
 
+    async def load(self, _: Request) -> Response:
+        """Samples that run or wait."""
+        return _json({"server_load": self.ready().engine.load})
+
     async def not_built(self, request: Request) -> Response:
         raise RequestError(
             f"{request.url.path} is not supported by the embedded engine: update full weights through /update_weights",
@@ -183,11 +190,10 @@ async def _generate(service: Service, request: Request, wanted: list[GenerationR
         _cancel(wanted)
 
 
-async def _on_engine(command: Any) -> Any:
+async def _on_engine(command: Callable[[], Future[Any]]) -> Any:
     """The result of a command that the engine runs between two steps."""
     try:
-        pending: Future[Any] = command()
-        return await asyncio.wrap_future(pending)
+        return await asyncio.wrap_future(command())
     except EngineStopped as exc:
         raise RequestError(str(exc), HTTPStatus.SERVICE_UNAVAILABLE) from exc
 
@@ -208,21 +214,25 @@ def _json(content: dict[str, Any], status: int = HTTPStatus.OK) -> Response:
     return Response(msgspec.json.encode(content), status_code=status, media_type="application/json")
 
 
-def _answer_request_error(_: Request, exc: Exception) -> Response:
-    assert isinstance(exc, RequestError)
-    return _json(exc.body(), exc.status)
+def _answering(handler: Handler) -> Handler:
+    """The handler, with every error turned into an answer, so that the connection lives on."""
+
+    async def answer(request: Request) -> Response:
+        try:
+            return await handler(request)
+        except RequestError as exc:
+            return _json(exc.body(), exc.status)
+        except ClientGone:
+            return Response(status_code=_CLIENT_CLOSED_REQUEST)
+        except Exception as exc:  # noqa: BLE001 - the last boundary: logged, and told to the client
+            get_logger().error(f"{request.url.path} failed: {exc!r}", exc_info=exc)
+            error = RequestError(f"Internal error: {exc!r}", HTTPStatus.INTERNAL_SERVER_ERROR)
+            return _json(error.body(), error.status)
+
+    return answer
 
 
-def _answer_http_error(_: Request, exc: Exception) -> Response:
+async def _answer_http_error(_: Request, exc: Exception) -> Response:
+    """Unknown paths and methods."""
     assert isinstance(exc, HTTPException)
     return _json(RequestError(exc.detail, exc.status_code).body(), exc.status_code)
-
-
-def _answer_nobody(_: Request, exc: Exception) -> Response:
-    return Response(status_code=_CLIENT_CLOSED_REQUEST)
-
-
-def _answer_failure(request: Request, exc: Exception) -> Response:
-    get_logger().error(f"{request.url.path} failed: {exc!r}", exc_info=exc)
-    error = RequestError(f"Internal error: {exc!r}", HTTPStatus.INTERNAL_SERVER_ERROR)
-    return _json(error.body(), error.status)

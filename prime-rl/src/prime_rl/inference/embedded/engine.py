@@ -76,6 +76,11 @@ class Engine:
         self._num_queued = 0
         self._stopped = False
 
+    @property
+    def load(self) -> int:
+        """Samples that run or wait."""
+        return self._num_queued
+
     def submit(self, request: GenerationRequest) -> Future[Generation]:
         """Queue a request; its `result` is set by the engine's thread.
 

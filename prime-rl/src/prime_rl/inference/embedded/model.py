@@ -124,14 +124,7 @@ def model_config(name: str, trust_remote_code: bool = False) -> PreTrainedConfig
     Raises:
         ModelNotFound: there is none under that name.
     """
-    if _looks_like_path(name) and not Path(name).is_dir():
-        raise ModelNotFound(f"model path {name!r} does not exist")
     try:
         return AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as exc:
         raise ModelNotFound(f"cannot load model {name!r}: {first_line(exc)}") from exc
-
-
-def _looks_like_path(name: str) -> bool:
-    """Hub names are `owner/model` or `model`; anything else can only be a path."""
-    return name.startswith((".", "/", "~")) or name.count("/") > 1

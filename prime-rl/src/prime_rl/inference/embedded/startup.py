@@ -7,7 +7,7 @@ import random
 
 import torch
 from transformers import PreTrainedConfig
-from transformers.utils.logging import disable_progress_bar
+from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
 from prime_rl.configs.inference import InferenceConfig
 from prime_rl.inference.embedded.engine import Engine
@@ -27,6 +27,7 @@ def start_service(config: InferenceConfig) -> Service:
         ModelNotFound, UnsupportedModel: one line for the person who started the server.
     """
     disable_progress_bar()
+    set_verbosity_error()
     name, trust = config.model.name, config.model.trust_remote_code
     max_model_len = _max_model_len(model_config(name, trust), config.model.max_model_len)
     device = _device(config.device)

@@ -107,6 +107,9 @@ def load_text(name: str, trust_remote_code: bool, generation: GenerationConfig) 
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as exc:
         raise ModelNotFound(f"cannot load the tokenizer of model {name!r}: {first_line(exc)}") from exc
+    if len(tokenizer) <= len(tokenizer.all_special_ids):
+        # Without files, Transformers makes an empty tokenizer of the model's kind.
+        raise ModelNotFound(f"model {name!r} has no tokenizer files")
     listed = generation.eos_token_id
     ends = {tokenizer.eos_token_id, *(listed if isinstance(listed, list) else [listed])}
     return Text(tokenizer, frozenset(token for token in ends if token is not None))

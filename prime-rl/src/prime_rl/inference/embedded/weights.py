@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from prime_rl.inference.embedded.errors import WeightError
+from prime_rl.inference.embedded.errors import WeightError, first_line
 
 
 @torch.inference_mode()
@@ -27,7 +27,7 @@ def load_weights(model: PreTrainedModel, directory: Path) -> None:
     tensors = _read(directory)
     tied = model.state_dict().keys() - own.keys()
     if tensors.keys() - tied != own.keys():
-        tensors = _converted(model, directory)
+        tensors = _converted(model, tensors, directory)
     _check_shapes(own, tensors, directory)
     for name, parameter in own.items():
         parameter.copy_(tensors[name])
@@ -59,26 +59,29 @@ def _read(directory: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def _converted(model: PreTrainedModel, directory: Path) -> dict[str, Tensor]:
+def _converted(model: PreTrainedModel, tensors: dict[str, Tensor], directory: Path) -> dict[str, Tensor]:
     try:
         loaded, report = type(model).from_pretrained(
-            directory, config=model.config, dtype=model.dtype, output_loading_info=True, ignore_mismatched_sizes=True
+            None,
+            config=model.config,
+            state_dict=tensors,
+            dtype=model.dtype,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
         )
-    except (OSError, ValueError, RuntimeError) as exc:
-        raise WeightError(f"{str(directory)!r} does not load as {type(model).__name__}: {exc}") from exc
-    for kind in ("missing_keys", "unexpected_keys"):
-        if names := sorted(report[kind]):
-            label = kind.removesuffix("_keys")
-            raise WeightError(f"{str(directory)!r} does not fit the model: {len(names)} {label}, such as {names[0]}")
-    if mismatched := sorted(report["mismatched_keys"]):
-        raise WeightError(f"{str(directory)!r} does not fit the model: wrong shape of {mismatched[0]}")
+    except (ValueError, RuntimeError) as exc:
+        raise _misfit(directory, first_line(exc)) from exc
+    for kind in ("missing", "unexpected", "mismatched"):
+        if names := sorted(map(str, report[f"{kind}_keys"])):
+            raise _misfit(directory, f"{len(names)} {kind} tensors, such as {names[0]}")
     return loaded.state_dict()
 
 
 def _check_shapes(own: dict[str, Tensor], tensors: dict[str, Tensor], directory: Path) -> None:
     for name, parameter in own.items():
         if tensors[name].shape != parameter.shape:
-            raise WeightError(
-                f"{str(directory)!r} does not fit the model: {name} is {list(tensors[name].shape)}, "
-                f"not {list(parameter.shape)}"
-            )
+            raise _misfit(directory, f"{name} has shape {list(tensors[name].shape)} instead of {list(parameter.shape)}")
+
+
+def _misfit(directory: Path, reason: str) -> WeightError:
+    return WeightError(f"{str(directory)!r} does not fit the model: {reason}")

@@ -1,0 +1,155 @@
+"""Real servers of both engines on a tiny model, and Transformers' own model as the reference."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+
+from prime_rl.utils.process import reserved_ports
+
+READY = "Inference ready"
+
+
+class Server:
+    """An inference server in a process of its own."""
+
+    def __init__(self, python: str, model: Path, *options: str) -> None:
+        self.model = str(model)
+        with reserved_ports(1) as (port,):
+            argv = [python, "-m", "prime_rl.inference.server", "--model.name", self.model, "--model.dtype", "float32"]
+            argv += ["--server.host", "127.0.0.1", "--server.port", str(port), *options]
+            self.process = subprocess.Popen(
+                argv,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+            )
+            self.lines: list[str] = []
+            self._read_until_ready()
+        self.client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=120)
+
+    def _read_until_ready(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines.append(line)
+            if READY in line:
+                threading.Thread(target=lambda: self.lines.extend(self.process.stdout), daemon=True).start()
+                return
+        pytest.fail("the server did not start:\n" + "".join(self.lines[-30:]))
+
+    def post(self, route: str, body: dict[str, Any]) -> dict[str, Any]:
+        answer = self.client.post(route, json=body)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    def chat(self, text: str, **options: Any) -> dict[str, Any]:
+        body = {"model": self.model, "messages": [{"role": "user", "content": text}], "logprobs": True}
+        return self.post("/v1/chat/completions", body | {"return_token_ids": True} | options)
+
+    def complete(self, prompt: str | list[int], **options: Any) -> dict[str, Any]:
+        body = {"model": self.model, "prompt": prompt, "logprobs": 0, "return_token_ids": True}
+        return self.post("/v1/completions", body | options)
+
+    def complete_all(self, prompts: list[list[int]], **options: Any) -> list[dict[str, Any]]:
+        """One request a prompt, all at the same time; the first choice of each."""
+        with ThreadPoolExecutor(len(prompts)) as pool:
+            answers = pool.map(lambda prompt: self.complete(prompt, **options), prompts)
+            return [answer["choices"][0] for answer in answers]
+
+    def stop(self) -> int:
+        self.client.close()
+        self.process.terminate()
+        return self.process.wait(timeout=60)
+
+
+def vllm_python() -> str | None:
+    """An interpreter that has vLLM: the one that `PRIME_RL_VLLM_PYTHON` names, or this one."""
+    if named := os.environ.get("PRIME_RL_VLLM_PYTHON"):
+        return named
+    return sys.executable if importlib.util.find_spec("vllm") else None
+
+
+@pytest.fixture(scope="session", params=["embedded", pytest.param("vllm", marks=pytest.mark.vllm)])
+def engine(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="session")
+def shared_server(engine: str, tiny_model_dir: Path) -> Iterator[Server]:
+    python = sys.executable if engine == "embedded" else vllm_python()
+    if python is None:
+        pytest.skip("needs vLLM: install prime-rl[vllm], or name an interpreter that has it in PRIME_RL_VLLM_PYTHON")
+    server = Server(python, tiny_model_dir, "--backend", engine, "--model.enforce-eager")
+    yield server
+    assert server.stop() == 0, "".join(server.lines[-30:])
+
+
+@pytest.fixture
+def server(shared_server: Server) -> Iterator[Server]:
+    """The engine's server, with the weights of the start after every test."""
+    yield shared_server
+    shared_server.post("/resume", {})
+    shared_server.post("/reload_weights", {})
+
+
+class Reference:
+    """What Transformers says."""
+
+    def __init__(self, directory: Path) -> None:
+        from transformers import AutoModelForCausalLM
+
+        self.model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+
+    @torch.no_grad()
+    def logprobs(self, prompt: list[int], completion: list[int], temperature: float = 1.0) -> list[float]:
+        """Log-probability of each completion token."""
+        logits = self.model(torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1]
+        scaled = (logits / temperature).log_softmax(-1)
+        return scaled.gather(1, torch.tensor(completion).unsqueeze(1)).squeeze(1).tolist()
+
+    def greedy(self, prompt: list[int], count: int) -> list[int]:
+        output = self.model.generate(
+            torch.tensor([prompt]), max_new_tokens=count, min_new_tokens=count, do_sample=False
+        )
+        return output[0, len(prompt) :].tolist()
+
+
+@pytest.fixture(scope="session")
+def reference(tiny_model_dir: Path) -> Reference:
+    return Reference(tiny_model_dir)
+
+
+@pytest.fixture(scope="session")
+def next_weights(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`step_3`: weights of another policy version, as the trainer broadcasts them (no config, no tokenizer)."""
+    from safetensors.torch import load_file, save_file
+
+    directory = tmp_path_factory.mktemp("broadcasts") / "step_3"
+    directory.mkdir()
+    generator = torch.Generator().manual_seed(3)
+    tensors = load_file(tiny_model_dir / "model.safetensors")
+    changed = {name: tensor + 0.05 * torch.randn(tensor.shape, generator=generator) for name, tensor in tensors.items()}
+    save_file(changed, directory / "model.safetensors", metadata={"format": "pt"})
+    (directory / "STABLE").touch()
+    return directory
+
+
+@pytest.fixture(scope="session")
+def next_reference(tiny_model_dir: Path, next_weights: Path) -> Reference:
+    from safetensors.torch import load_file
+
+    reference = Reference(tiny_model_dir)
+    reference.model.load_state_dict(load_file(next_weights / "model.safetensors"), strict=False)
+    return reference

@@ -1,0 +1,214 @@
+"""The engine below HTTP: its batch, its memory, its weights, its end."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
+
+from prime_rl.inference.embedded.engine import Engine
+from prime_rl.inference.embedded.errors import EngineBusy, EngineStopped, GenerationFailed, UnsupportedModel
+from prime_rl.inference.embedded.generation import Completion, GenerationRequest, SamplingParams
+from prime_rl.inference.embedded.model import ModelRunner, load_model
+from prime_rl.inference.embedded.scheduler import Limits
+from prime_rl.inference.embedded.weights import load_weights
+
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 256,
+}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+ARCHITECTURES: dict[str, PreTrainedConfig] = {
+    "qwen3": Qwen3Config(**SIZES),
+    "qwen2": Qwen2Config(**{key: value for key, value in SIZES.items() if key != "head_dim"}),
+    "llama": LlamaConfig(**SIZES),
+    "mistral_with_window": MistralConfig(**SIZES, sliding_window=6),
+    "qwen3_moe": Qwen3MoeConfig(**SIZES, **EXPERTS),
+}
+PROMPTS = [tuple((5 + 7 * index + place) % 64 for place in range(2 + 3 * index)) for index in range(6)]
+PLENTY_BYTES = 1 << 30
+
+
+def saved(config: PreTrainedConfig, directory: Path, seed: int = 0) -> Path:
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config)
+        # Random weights of the usual size give nearly uniform tokens, in which errors drown.
+        for parameter in model.parameters():
+            parameter.data *= 4
+        model.save_pretrained(directory)
+    return directory
+
+
+def runner_of(directory: Path, budget_bytes: int = PLENTY_BYTES) -> ModelRunner:
+    model, source = load_model(str(directory), "float32", torch.device("cpu"))
+    return ModelRunner(model, budget_bytes, source)
+
+
+@pytest.fixture(scope="module")
+def qwen3_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return saved(ARCHITECTURES["qwen3"], tmp_path_factory.mktemp("qwen3"))
+
+
+@contextmanager
+def running(engine: Engine) -> Iterator[Engine]:
+    thread = threading.Thread(target=engine.run)
+    thread.start()
+    try:
+        yield engine
+    finally:
+        engine.stop()
+        thread.join()
+
+
+def request_of(prompt: tuple[int, ...], max_tokens: int = 20, n: int = 1, temperature: float = 0) -> GenerationRequest:
+    params = SamplingParams(max_tokens=max_tokens, temperature=temperature)
+    return GenerationRequest(prompt=prompt, params=params, seed=0, n=n)
+
+
+def answers(engine: Engine, prompts: list[tuple[int, ...]], max_tokens: int = 20) -> list[Completion]:
+    """Greedy completions of prompts that are in the engine at the same time."""
+    engine.pause().result()
+    futures = [engine.submit(request_of(prompt, max_tokens)) for prompt in prompts]
+    engine.resume().result()
+    return [future.result().completions[0] for future in futures]
+
+
+@torch.no_grad()
+def assert_greedy(model: torch.nn.Module, prompt: tuple[int, ...], completion: Completion) -> None:
+    """Every token is the model's likeliest, up to rounding, and has the log-probability that the model gives it."""
+    tokens = torch.tensor([*prompt, *completion.token_ids])
+    logprobs = model(tokens[None]).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+    own = logprobs.gather(1, tokens[len(prompt) :, None]).squeeze(1)
+    torch.testing.assert_close(own, logprobs.amax(-1), atol=1e-4, rtol=0)
+    torch.testing.assert_close(torch.tensor(completion.logprobs), own, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_a_mixed_batch_equals_transformers(name, tmp_path) -> None:
+    directory = saved(ARCHITECTURES[name], tmp_path)
+    reference = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    with running(Engine(runner_of(directory))) as engine:
+        for prompt, completion in zip(PROMPTS, answers(engine, PROMPTS), strict=True):
+            assert_greedy(reference, prompt, completion)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_weights_in_hub_naming_replace_the_live_ones(name, tmp_path) -> None:
+    runner = runner_of(saved(ARCHITECTURES[name], tmp_path / "start"))
+    newer = saved(ARCHITECTURES[name], tmp_path / "step_1", seed=1)
+    load_weights(runner.model, newer)
+    expected = AutoModelForCausalLM.from_pretrained(newer, dtype=torch.float32).state_dict()
+    for key, tensor in runner.model.state_dict().items():
+        torch.testing.assert_close(tensor, expected[key], atol=0, rtol=0)
+
+
+def test_a_model_with_soft_caps_is_refused_before_it_serves(tmp_path) -> None:
+    directory = saved(Gemma2Config(**SIZES), tmp_path)
+    with pytest.raises(UnsupportedModel, match="soft caps"):
+        runner_of(directory)
+
+
+def test_more_requests_than_rows_wait_their_turn(qwen3_dir) -> None:
+    reference = AutoModelForCausalLM.from_pretrained(qwen3_dir, dtype=torch.float32)
+    with running(Engine(runner_of(qwen3_dir), Limits(max_running=2, max_prefill_tokens=8))) as engine:
+        for prompt, completion in zip(PROMPTS, answers(engine, PROMPTS), strict=True):
+            assert_greedy(reference, prompt, completion)
+
+
+def test_sequences_that_outgrow_the_memory_are_read_again_later(qwen3_dir) -> None:
+    reference = AutoModelForCausalLM.from_pretrained(qwen3_dir, dtype=torch.float32)
+    bytes_per_token = runner_of(qwen3_dir).slots.bytes_per_token
+    # 128 tokens for 32 rows; at 256 tokens only 16 rows are left.
+    runner = runner_of(qwen3_dir, budget_bytes=32 * 128 * bytes_per_token)
+    prompts = [(row % 64, 3, row // 2) for row in range(20)]
+    with running(Engine(runner)) as engine:
+        for prompt, completion in zip(prompts, answers(engine, prompts, max_tokens=140), strict=True):
+            assert_greedy(reference, prompt, completion)
+        assert runner.slots.length == 256
+        assert runner.slots.rows == 16
+
+
+class CountingRunner(ModelRunner):
+    """Counts the prompts it reads."""
+
+    num_prompts = 0
+
+    def forward(self, running, prompts, *rest, **options):
+        self.num_prompts += len(prompts)
+        return super().forward(running, prompts, *rest, **options)
+
+
+def test_samples_of_one_prompt_read_it_once(qwen3_dir) -> None:
+    model, _ = load_model(str(qwen3_dir), "float32", torch.device("cpu"))
+    runner = CountingRunner(model, PLENTY_BYTES)
+    runner.num_prompts = 0
+    with running(Engine(runner)) as engine:
+        engine.pause().result()
+        both = [engine.submit(request_of(PROMPTS[3], n=4, temperature=1)) for _ in range(2)]
+        engine.resume().result()
+        first, second = [[c.token_ids for c in future.result().completions] for future in both]
+    assert runner.num_prompts == 1
+    assert first == second
+    assert len({tuple(tokens) for tokens in first}) == 4
+
+
+def test_a_full_queue_refuses(qwen3_dir) -> None:
+    engine = Engine(runner_of(qwen3_dir), Limits(max_running=2, max_waiting=3))
+    engine.submit(request_of(PROMPTS[0], n=5))
+    with pytest.raises(EngineBusy):
+        engine.submit(request_of(PROMPTS[1]))
+
+
+def test_a_cancelled_request_leaves_the_batch_and_the_others_go_on(qwen3_dir) -> None:
+    with running(Engine(runner_of(qwen3_dir))) as engine:
+        engine.pause().result()
+        unwanted = engine.submit(request_of(PROMPTS[0], max_tokens=200))
+        wanted = engine.submit(request_of(PROMPTS[1], max_tokens=10))
+        assert unwanted.cancel()
+        engine.resume().result()
+        assert len(wanted.result().completions[0].token_ids) == 10
+        assert engine.load == 0
+
+
+def test_stopping_fails_what_is_unanswered(qwen3_dir) -> None:
+    with running(Engine(runner_of(qwen3_dir))) as engine:
+        engine.pause().result()
+        waiting = engine.submit(request_of(PROMPTS[0]))
+    with pytest.raises(EngineStopped):
+        waiting.result()
+    with pytest.raises(EngineStopped):
+        engine.submit(request_of(PROMPTS[0]))
+
+
+def test_weights_that_give_no_numbers_fail_the_request_and_not_the_engine(qwen3_dir, tmp_path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(qwen3_dir / "model.safetensors")
+    save_file({key: tensor * torch.nan for key, tensor in tensors.items()}, tmp_path / "model.safetensors")
+    with running(Engine(runner_of(qwen3_dir))) as engine:
+        engine.update_weights(tmp_path).result()
+        with pytest.raises(GenerationFailed, match="version 1"):
+            engine.submit(request_of(PROMPTS[0])).result()
+        engine.update_weights(None).result()
+        assert len(engine.submit(request_of(PROMPTS[0])).result().completions[0].token_ids) == 20

@@ -1,0 +1,54 @@
+"""Text to tokens and back."""
+
+from __future__ import annotations
+
+import pytest
+
+from prime_rl.inference.embedded.errors import ModelNotFound, TemplateFailed
+from prime_rl.inference.embedded.text import StopStrings, Text, generation_defaults, load_text
+
+
+@pytest.fixture(scope="module")
+def text(tiny_model_dir) -> Text:
+    return load_text(str(tiny_model_dir), False, generation_defaults(tiny_model_dir))
+
+
+def watched(stops: list[str], pieces: list[bytes]) -> list[str | None]:
+    """What a watch says after each piece, where token i decodes to `pieces[i]`."""
+    watch = StopStrings(stops, lambda ids: b"".join(pieces[index] for index in ids).decode(errors="replace"))
+    return [watch.push(token) for token in range(len(pieces))]
+
+
+def test_a_stop_string_is_found_across_tokens() -> None:
+    assert watched(["END"], [b"aE", b"N", b"Dx", b"y"]) == [None, None, "END", None]
+
+
+def test_the_first_of_several_stop_strings_wins() -> None:
+    assert watched(["b", "a"], [b"xab"]) == ["a"]
+
+
+def test_a_character_that_arrives_in_pieces_is_found_when_it_is_whole() -> None:
+    first, rest = "é".encode()[:1], "é".encode()[1:]
+    assert watched(["é"], [b"caf", first, rest]) == [None, None, "é"]
+
+
+def test_messages_go_through_the_chat_template(text) -> None:
+    tokens = text.encode_chat([{"role": "user", "content": "Hi"}], None, {"add_generation_prompt": True})
+    assert text.decode(tokens, skip_special_tokens=False) == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    parts = [{"type": "text", "text": "Hi"}]
+    assert text.encode_chat([{"role": "user", "content": parts}], None, {"add_generation_prompt": True}) == tokens
+
+
+def test_a_template_that_fails_says_why(text) -> None:
+    with pytest.raises(TemplateFailed, match="chat template"):
+        text.encode_chat([{"role": "user", "content": {"no": "text"}}], None, {})
+
+
+def test_the_end_of_an_answer_is_known_from_the_tokenizer(text) -> None:
+    assert {text.token_text(token) for token in text.eos_token_ids} == {"<|im_end|>"}
+
+
+def test_a_model_without_a_tokenizer_is_named(tmp_path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
+    with pytest.raises(ModelNotFound, match="tokenizer"):
+        load_text(str(tmp_path), False, generation_defaults(tmp_path))

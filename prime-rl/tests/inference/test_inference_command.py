@@ -1,0 +1,81 @@
+"""The `inference` command: which engine, which faults, which exit status."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from prime_rl.configs.inference import InferenceConfig
+from prime_rl.inference.server import choose_backend, embedded_faults
+from prime_rl.utils.pydantic_config import load_config
+
+
+def config_of(**settings: object) -> InferenceConfig:
+    return load_config(InferenceConfig, [], settings)
+
+
+def inference(*options: str) -> subprocess.CompletedProcess[str]:
+    argv = [sys.executable, "-m", "prime_rl.inference.server", "--server.host", "127.0.0.1", *options]
+    return subprocess.run(argv, capture_output=True, text=True, timeout=120, check=False)
+
+
+@pytest.mark.parametrize(
+    ("settings", "has_vllm", "has_gpu", "expected"),
+    [
+        ({}, True, True, "vllm"),
+        ({}, True, False, "embedded"),
+        ({}, False, True, "embedded"),
+        ({"device": "cpu"}, True, True, "embedded"),
+        ({"backend": "embedded"}, True, True, "embedded"),
+        ({"backend": "vllm"}, False, False, "vllm"),
+    ],
+)
+def test_auto_is_vllm_where_vllm_and_a_gpu_are(settings, has_vllm, has_gpu, expected) -> None:
+    backend, reason = choose_backend(config_of(**settings), lambda: has_vllm, lambda: has_gpu)
+    assert backend == expected
+    assert reason
+
+
+def test_settings_that_only_vllm_reads_are_refused_by_name() -> None:
+    config = config_of(parallel={"tp": 2}, enable_prefix_caching=True)
+    faults = embedded_faults(config, ["--swap-space", "4"])
+    assert [fault.split(":")[0] for fault in faults] == [
+        "parallel.tp = 2",
+        "enable_prefix_caching = True",
+        "unknown option --swap-space",
+    ]
+    assert embedded_faults(config_of(), []) == []
+
+
+def test_an_option_that_the_engine_would_ignore_ends_the_command_with_2() -> None:
+    done = inference("--backend", "embedded", "--enable-prefix-caching")
+    assert done.returncode == 2
+    assert "enable_prefix_caching = True" in done.stderr
+
+
+@pytest.mark.parametrize("name", ["./no/such/model", "/no/such/model"])
+def test_a_missing_model_is_one_line(name) -> None:
+    done = inference("--backend", "embedded", "--model.name", name, "--server.port", "0")
+    assert done.returncode == 1
+    assert f"model path '{name}' does not exist" in done.stdout
+    assert "Traceback" not in done.stdout + done.stderr
+
+
+def test_a_context_beyond_the_models_is_one_line(tiny_model_dir: Path) -> None:
+    options = ("--model.name", str(tiny_model_dir), "--model.max-model-len", "4096", "--server.port", "0")
+    done = inference("--backend", "embedded", *options)
+    assert done.returncode == 1
+    assert "max_model_len is 4096, but the model's context is 1024" in done.stdout
+    assert "Traceback" not in done.stdout + done.stderr
+
+
+def test_a_taken_port_is_found_before_the_model_loads(tiny_model_dir: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = str(other.getsockname()[1])
+        done = inference("--backend", "embedded", "--model.name", str(tiny_model_dir), "--server.port", port)
+    assert done.returncode == 1
+    assert f"127.0.0.1:{port}: Address already in use" in done.stdout
