@@ -6,6 +6,7 @@ together, and nothing of them is left.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import time
@@ -150,13 +151,17 @@ def _report(outcome: Outcome, summary: str, paths: RunPaths, log: LaunchLog) -> 
     if weights:
         summary += f"; weights in {paths.weight(weights[-1])}"
     log.note(summary)
-    sys.stdout.write(f"{summary}\n")
-    sys.stdout.flush()
-    if not outcome.succeeded:
-        message = outcome.report()
-        if stable_steps(paths.checkpoints):
-            message += "\ncontinue from the last checkpoint with --ckpt.resume-step -1"
-        log.note(message)
+    # After SIGHUP there is no terminal to write to, and still an exit code to return.
+    with contextlib.suppress(OSError):
+        sys.stdout.write(f"{summary}\n")
+        sys.stdout.flush()
+    if outcome.succeeded:
+        return 0
+    message = outcome.report()
+    if stable_steps(paths.checkpoints):
+        message += "\ncontinue from the last checkpoint with --ckpt.resume-step -1"
+    log.note(message)
+    with contextlib.suppress(OSError):
         sys.stderr.write(f"error: {message}\n")
     return outcome.exit_code
 

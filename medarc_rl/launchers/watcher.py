@@ -15,7 +15,7 @@ from queue import Empty, SimpleQueue
 
 from medarc_rl.launchers.display import Display
 from medarc_rl.launchers.progress import RunProgress, clock
-from prime_rl.utils.process import Follower
+from prime_rl.utils.process.logs import HEAD, Follower
 
 LOOK_EVERY_S = 0.25
 _LOG_PREFIX = re.compile(r"^\d{2}:\d{2}:\d{2}\s+[A-Z]+\s+")
@@ -58,7 +58,7 @@ class Watcher:
 
     def _take_log_line(self, name: str, line: str) -> None:
         words = _LOG_PREFIX.sub("", _ANSI.sub("", line).rpartition("\r")[2]).strip()
-        if not words:
+        if not words or line.startswith(HEAD):
             return
         self._doing[name] = words
         if name == "inference" and name not in self._ready and re.search(r"\bready\b", words, re.IGNORECASE):

@@ -41,7 +41,8 @@ class Programs:
             CannotStart: one is not there.
         """
         bin_dir = bin_dir or Path(sys.executable).parent
-        return cls(sys.executable, *(_program(name, bin_dir) for name in ("torchrun", "inference", "orchestrator")))
+        python = shutil.which("python", path=str(bin_dir)) or sys.executable
+        return cls(python, *(_program(name, bin_dir) for name in ("torchrun", "inference", "orchestrator")))
 
 
 def _program(name: str, bin_dir: Path) -> str:

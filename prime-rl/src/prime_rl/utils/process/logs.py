@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import shlex
 import sys
 import threading
@@ -13,8 +14,13 @@ from typing import BinaryIO
 
 from prime_rl.utils.process.spec import ProcessSpec
 
+HEAD = "===="
+"""Begins the line that heads an attempt."""
+
 _TAIL_BYTES = 65_536
 _LOOK_EVERY_S = 0.1
+_TORCHRUN_VERDICT = re.compile(r"elastic/multiprocessing/api\.py:\d+\] failed \(exitcode")
+"""torchrun says first which worker failed, and then the same in forty lines that push out what the worker said."""
 
 
 @contextlib.contextmanager
@@ -23,7 +29,7 @@ def opened_for_attempt(spec: ProcessSpec) -> Iterator[tuple[BinaryIO, int]]:
     spec.log.parent.mkdir(parents=True, exist_ok=True)
     with spec.log.open("ab", buffering=0) as log:
         started = datetime.now().astimezone().isoformat(timespec="seconds")
-        log.write(f"==== {spec.name} started {started}: {shlex.join(spec.argv)}\n".encode())
+        log.write(f"{HEAD} {spec.name} started {started}: {shlex.join(spec.argv)}\n".encode())
         yield log, log.tell()
 
 
@@ -37,7 +43,9 @@ def tail(log: Path, lines: int, start_offset: int = 0) -> list[str]:
     except FileNotFoundError:
         return []
     # A progress bar rewrites its line; only what stood there last is worth a place.
-    return [line.rstrip().rpartition("\r")[2] for line in text.split("\n") if line.strip()][-lines:]
+    written = [line.rstrip().rpartition("\r")[2] for line in text.split("\n") if line.strip()]
+    ends = [index for index, line in enumerate(written, 1) if _TORCHRUN_VERDICT.search(line)]
+    return written[: ends[0] if ends else None][-lines:]
 
 
 class Follower:

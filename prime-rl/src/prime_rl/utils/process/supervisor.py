@@ -126,6 +126,6 @@ class Supervisor:
         message = f"{end.name} {what}; its log is {self._specs[end.name].log}"
         log_tail = tuple(self._host.tail(end.name))
         # torchrun reports so the end of a worker.
-        if end.signal is signal.SIGKILL or any("Signal 9 (SIGKILL)" in line for line in log_tail):
+        if end.signal is signal.SIGKILL or any("failed (exitcode: -9)" in line for line in log_tail):
             message += f"\n{_MEMORY_HINT}"
         return Outcome(1, message, log_tail)
