@@ -32,6 +32,7 @@ def tell(word): os.write(pipe, f"{{word}}\\n".encode())
 def flag(key): return sys.argv[sys.argv.index(key) + 1]
 def wait():
     while True: signal.pause()
+def meet(): os.close(os.open(os.environ["MEETING"], os.O_WRONLY if name == "inference" else os.O_RDONLY))
 def metrics(source, step, **values):
     line = dict(time=time.time(), source=source, step=step, **{{k.replace("_", "/"): v for k, v in values.items()}})
     with (out / "metrics.jsonl").open("a") as file: file.write(json.dumps(line) + "\\n")
@@ -40,10 +41,11 @@ seen = dict(argv=sys.argv[1:], env=dict(os.environ))
 (record / f"{{name}}.tmp").write_text(json.dumps(seen))
 (record / f"{{name}}.tmp").rename(record / f"{{name}}.json")
 print(name, "says hello", flush=True)
-exec(os.environ.get(f"DO_{{name.upper()}}", "tell('ready'); wait()"))
+exec(os.environ.get(f"DO_{{name.upper()}}", "tell('ready'); meet(); wait()"))
 """
 
 TRAINING = """
+meet()
 print("Loading the model", flush=True)
 for step in range(3):
     metrics("orchestrator", step, reward_mean=0.1 + 0.2 * step)
@@ -64,12 +66,14 @@ class Stage:
             (self.bin / name).write_text(STAND_IN.format(python=sys.executable))
             (self.bin / name).chmod(0o755)
         os.mkfifo(root / "pipe")
+        os.mkfifo(root / "meeting")
         self._pipe = os.open(root / "pipe", os.O_RDONLY | os.O_NONBLOCK)
 
     @property
     def env(self) -> dict[str, str]:
         return {
             "PIPE": str(self.root / "pipe"),
+            "MEETING": str(self.root / "meeting"),
             "RECORDS": str(self.records),
             "SLURM_TMPDIR": str(self.tmp),
             "HOME": str(self.root / "home"),
@@ -127,7 +131,7 @@ class Stage:
 
 @pytest.fixture
 def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stage]:
-    """A stage whose orchestrator and trainer do their work at once, and whose inference server serves."""
+    """A stage whose inference server serves, and whose trainer works as soon as it does."""
     stage = Stage(tmp_path)
     for name in ("CUDA_VISIBLE_DEVICES", "MEDARC_SINGLE_GPU", "OMP_NUM_THREADS", "HF_HOME", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
@@ -185,7 +189,8 @@ def test_the_orchestrator_is_told_where_the_server_listens(stage: Stage) -> None
     assert stage.flag("orchestrator", "--client.base-url") == f"http://127.0.0.1:{port}/v1"
 
 
-def test_without_an_inference_table_the_server_is_somebody_elses(stage: Stage) -> None:
+def test_without_an_inference_table_the_server_is_somebody_elses(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DO_TRAINER", "")
     assert stage.launch(stage.config(inference=None)) == 0
     assert not (stage.records / "inference.json").exists()
     assert "--client.base-url" not in stage.seen_by("orchestrator")["argv"]
