@@ -165,8 +165,8 @@ class BufferConfig(BaseConfig):
             yield f"easy_threshold ({easy}) must be above hard_threshold ({hard})"
         if any(ratio <= 0 for ratio in self.env_ratios or []):
             yield f"env_ratios must all be above 0 (got {self.env_ratios})"
-        scored = ("online_difficulty_filtering", "easy_threshold", "hard_threshold")
-        needing_scores = [name for name in scored if getattr(self, name) not in (None, False)]
+        thresholds = [name for name in ("easy_threshold", "hard_threshold") if getattr(self, name) is not None]
+        needing_scores = [*thresholds, *(["online_difficulty_filtering"] if self.online_difficulty_filtering else [])]
         if self.skip_verification and needing_scores:
             yield f"skip_verification gives no rewards, and {', '.join(needing_scores)} need them"
 

@@ -71,7 +71,7 @@ def locate(root: Section, loc: KeyPath) -> Place:
         if sections:
             if len(sections) == 1 and (tag is None or sections[0] not in variants):
                 variants, tag = sections, None
-            found = [match for section in sections if (match := find_field(section, str(part)))]
+            found = [match for section in sections if (match := find_field(section, str(part))) and match[0] == part]
             kinds = tuple(kind for _, field in found for kind in alternatives(field.annotation))
         elif items is not None and isinstance(part, int):
             kinds = items
@@ -101,6 +101,8 @@ def _complaint(root: Section, place: Place, detail: Any, layers: Sequence[Layer]
             return f"its `type` should be {_listed(_tags(place))} (got {detail['ctx']['tag']!r})"
         case "literal_error":
             return f"should be {detail['ctx']['expected']}{_got(detail)}{_nearest_literal(place, detail)}"
+        case "path_type":
+            return f"should be a path{_got(detail)}"
         case "model_type" | "model_attributes_type" | "dict_type":
             return f"should be a table{_got(detail)}"
     return detail["msg"].removeprefix("Input ").split(", unable to")[0] + _got(detail)

@@ -30,27 +30,36 @@ def advice_for_key(root: Section, dotted: str, as_flag: bool = False) -> str:
 
 
 def nearest_key(root: Section, path: KeyPath) -> str:
-    """The valid key most like `path`: in the same section, else one of this name elsewhere, else anything there."""
-    keys = [found for found, _, _ in walk_fields(root)]
-    if deeper := [key for key in keys if key[-len(path) :] == path]:
-        return ".".join(min(deeper, key=len))
+    """The valid key most like `path`: in its section, or of the same name in another one."""
+    keys = [key for key, _, _ in walk_fields(root)]
+    parents, owners = _existing(root, path)
+    names = list(dict.fromkeys(name for owner in owners for name in owner.model_fields if name != "toml_files"))
+    wrong = str(path[len(parents)])
+    close = get_close_matches(wrong, names, 1)
+    in_place = len(parents) == len(path) - 1
+    # Of a path whose section does not exist, the end may: `optim.lr` is there, though not at the top.
+    for start in range(len(path)):
+        tail = path[start:]
+        if in_place and start > 0 and close:
+            break
+        if elsewhere := [key for key in keys if key[-len(tail) :] == tail]:
+            return ".".join(min(elsewhere, key=len))
+    close = close or get_close_matches(wrong, names, 1, cutoff=0.0) or names[:1]
+    return ".".join((*parents, close[0]))
+
+
+def _existing(root: Section, path: KeyPath) -> tuple[tuple[str, ...], tuple[Section, ...]]:
+    """The part of `path` that exists as sections, and what the last of them may hold."""
     parents: tuple[str, ...] = ()
     owners: tuple[Section, ...] = (root,)
     for part in path[:-1]:
-        below = _below(owners, str(part))
-        if not below and isinstance(part, str) and not part.isdigit():
-            path = (*parents, part)
+        is_index = isinstance(part, int) or part.isdigit()
+        below = owners if is_index else _below(owners, part)
+        if not below:
             break
-        owners = below or owners
+        owners = below
         parents = (*parents, str(part))
-    wrong = str(path[-1])
-    names = list(dict.fromkeys(name for owner in owners for name in owner.model_fields if name != "toml_files"))
-    close = get_close_matches(wrong, names, 1)
-    if not close:
-        if elsewhere := [key for key in keys if key[-1] == wrong]:
-            return ".".join(min(elsewhere, key=len))
-        close = get_close_matches(wrong, names, 1, cutoff=0.0) or names[:1]
-    return ".".join((*parents, close[0]))
+    return parents, owners
 
 
 def variants_with(variants: tuple[Section, ...], key: str) -> list[str]:

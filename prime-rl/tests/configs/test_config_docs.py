@@ -1,0 +1,66 @@
+"""The reference of every key, and the list of what is not built."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from prime_rl.configs.docs import ROOTS, reference
+from prime_rl.configs.not_built import NOT_BUILT, refuse_unbuilt, unbuilt_faults
+from prime_rl.configs.rl import RLConfig
+from prime_rl.configs.root import RootConfig
+from prime_rl.configs.sft import SFTConfig
+from prime_rl.utils.pydantic_config import load_config
+from prime_rl.utils.pydantic_config.describe import field_doc
+from prime_rl.utils.pydantic_config.schema import walk_fields
+
+PAGE = Path(__file__).parents[3] / "docs" / "config.md"
+RL = ("--trainer", "--orchestrator", "--inference")
+
+
+@pytest.mark.skipif(not PAGE.is_file(), reason="docs/config.md is not beside this package (an installed prime-rl)")
+def test_the_reference_is_current() -> None:
+    advice = "run: python -m prime_rl.configs.docs > docs/config.md"
+    assert PAGE.read_text() == reference(), advice
+
+
+@pytest.mark.parametrize("root", ROOTS, ids=lambda root: root.__name__)
+def test_every_key_and_section_says_what_it_means(root: type[RootConfig]) -> None:
+    undocumented = [".".join(path) for path, owner, _ in walk_fields(root) if not field_doc(owner, path[-1])]
+    nameless = {owner.__name__ for _, owner, _ in walk_fields(root) if not owner.__doc__}
+    assert (undocumented, nameless) == ([], set())
+
+
+@pytest.mark.parametrize("entry", NOT_BUILT, ids=lambda entry: entry.key)
+def test_what_is_not_built_is_a_key_of_a_class(entry) -> None:
+    component, _, key = entry.key.partition(".")
+    (root,) = [root for root in ROOTS if root.component == component]
+    assert tuple(key.split(".")) in {path for path, _, _ in walk_fields(root)}
+
+
+def test_defaults_ask_for_nothing_that_is_not_built() -> None:
+    assert unbuilt_faults(load_config(RLConfig, [], RL)) == []
+    assert unbuilt_faults(SFTConfig()) == []
+
+
+def test_a_run_is_refused_for_what_is_not_built(capsys) -> None:
+    options = ["--trainer.model.cp=2", "--deployment.num-train-gpus=2", "--slurm", "--max-model-len=9"]
+    eval_env = '{"env": [{"id": "x"}, {"id": "y", "skip_first": 3}]}'
+    run = load_config(RLConfig, [], [*RL, *options, "--orchestrator.eval", eval_env])
+    with pytest.raises(SystemExit) as caught:
+        refuse_unbuilt(run)
+    assert caught.value.code == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert "error: [slurm] is not built yet: submit with `medarc_slurm rl`" in lines
+    assert "error: max_model_len = 9 is not built yet: set `inference.model.max_model_len`" in lines
+    assert any(line.startswith("error: trainer.model.cp = 2 is not built yet") for line in lines)
+    assert any(line.startswith("error: orchestrator.eval.env.1.skip_first = 3") for line in lines)
+
+
+def test_only_the_named_values_are_refused() -> None:
+    assert unbuilt_faults(load_config(SFTConfig, [], ["--model.attn=sdpa"])) == []
+    assert (
+        "model.attn = 'fa4'"
+        in unbuilt_faults(load_config(SFTConfig, [], ["--model.attn=fa4", "--model.impl=custom"]))[0]
+    )

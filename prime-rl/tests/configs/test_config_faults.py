@@ -1,0 +1,222 @@
+"""What a wrong config says: where, which key, what is wrong, what to write instead."""
+
+from __future__ import annotations
+
+import pytest
+
+from prime_rl.configs.docs import ROOTS
+from prime_rl.configs.env_server import EnvServerConfig
+from prime_rl.configs.inference import InferenceConfig
+from prime_rl.configs.orchestrator import OrchestratorConfig
+from prime_rl.configs.renamed import RENAMED, new_name
+from prime_rl.configs.rl import RLConfig
+from prime_rl.configs.sft import SFTConfig
+from prime_rl.configs.trainer import TrainerConfig
+from prime_rl.utils.pydantic_config import ConfigError, load_config, parse_argv_or_exit
+from prime_rl.utils.pydantic_config.schema import walk_fields
+
+
+@pytest.mark.parametrize(
+    ("config_cls", "text", "fault"),
+    [
+        (TrainerConfig, "max-steps = 3", "max-steps: unknown key; did you mean max_steps?"),
+        (TrainerConfig, "[optim]\nlrr = 1", "optim.lrr: unknown key; did you mean optim.lr?"),
+        (TrainerConfig, "lr = 1", "lr: unknown key; did you mean optim.lr?"),
+        (TrainerConfig, "[trainer.optim]\nlr = 1", "trainer: unknown key; did you mean"),
+        (
+            TrainerConfig,
+            "[scheduler]\nmin_lrr = 1\ntype = 'cosine'",
+            "scheduler.min_lrr: unknown key; did you mean scheduler.min_lr?",
+        ),
+        (TrainerConfig, "[rollout_transport]\nprot = 1", "rollout_transport.prot: unknown key; did you mean"),
+        (
+            SFTConfig,
+            "[data.loss_mask]\nasistant = true",
+            "data.loss_mask.asistant: unknown key; did you mean data.loss_mask.assistant?",
+        ),
+        (SFTConfig, "[data]\nnmae = 'x'", "data.nmae: unknown key; did you mean data.name?"),
+        (
+            OrchestratorConfig,
+            "[advantage]\ntype = 'custom'\nimport_path = 'x'\nkwarg = 1",
+            "advantage.kwarg: unknown key; did you mean advantage.kwargs?",
+        ),
+        (
+            OrchestratorConfig,
+            "[[filters]]\ntype = 'repetition'\nwindows = 3",
+            "filters.0.windows: unknown key; did you mean filters.0.window?",
+        ),
+        (OrchestratorConfig, "[[env]]\nidd = 'x'", "env.0.idd: unknown key; did you mean env.0.id?"),
+        (InferenceConfig, "[parallel]\ntpp = 2", "parallel.tpp: unknown key; did you mean parallel.tp?"),
+        (EnvServerConfig, "[env]\nidd = 'x'", "env.idd: unknown key; did you mean env.id?"),
+    ],
+)
+def test_an_unknown_key_names_the_nearest_one(toml, faults, config_cls: type, text: str, fault: str) -> None:
+    file = toml(text)
+    found = faults(config_cls, files=(file,))
+    assert len(found) == 1
+    assert found[0].startswith(f"{file}: {fault}")
+
+
+@pytest.mark.parametrize(
+    ("config_cls", "text", "fault"),
+    [
+        (TrainerConfig, "max_steps = 'abc'", "max_steps: should be a valid integer (got 'abc')"),
+        (
+            TrainerConfig,
+            "max_steps = 10.5",
+            "max_steps: should be a valid integer, got a number with a fractional part (got 10.5)",
+        ),
+        (TrainerConfig, "ckpt = 3", "ckpt: should be a table (got 3)"),
+        (TrainerConfig, "output_dir = 3", "output_dir: should be a path (got 3)"),
+        (TrainerConfig, "[optim]\nlr = -1", "optim.lr: should be greater than or equal to 0 (got -1)"),
+        (
+            TrainerConfig,
+            "[optim]\ntype = 'muonn'",
+            "optim: its `type` should be 'sgd', 'adamw' or 'muon' (got 'muonn')",
+        ),
+        (
+            TrainerConfig,
+            "[model]\nattn = 'flash_attention_1'",
+            "model.attn: should be 'sdpa', 'flash_attention_2', 'flash_attention_3' or 'fa4' (got "
+            "'flash_attention_1'); did you mean 'flash_attention_3'?",
+        ),
+        (
+            TrainerConfig,
+            "[model]\nfused_lm_head_chunk_size = 12",
+            "model.fused_lm_head_chunk_size: should be greater than or equal to 512 or should be "
+            "'auto' or 'disabled' (got 12)",
+        ),
+        (TrainerConfig, "[loss]\ntype = 'custom'", "loss.import_path: is required"),
+        (
+            OrchestratorConfig,
+            "[[filters]]\nenforce = true",
+            "filters.0: its `type` is required: 'gibberish' or 'repetition'",
+        ),
+        (
+            OrchestratorConfig,
+            "[sampling.temp_scheduler]\nend_temperature = 1",
+            "sampling.temp_scheduler.start_temperature: is required",
+        ),
+        (
+            OrchestratorConfig,
+            "[buffer]\nhash_keys = []",
+            "buffer.hash_keys: List should have at least 1 item after validation, not 0 (got [])",
+        ),
+        (RLConfig, "[trainer]", "orchestrator: is required"),
+        (RLConfig, "orchestrator = 3\n[trainer]", "orchestrator: should be a table (got 3)"),
+        (
+            OrchestratorConfig,
+            "[eval]\nskip_eval_on_resume = true\nskip_eval_on_restart = true",
+            "eval.skip_eval_on_restart: is another name of a key that is given too: remove one",
+        ),
+    ],
+)
+def test_a_wrong_value_is_told_with_its_key(toml, faults, config_cls: type, text: str, fault: str) -> None:
+    file = toml(text)
+    assert faults(config_cls, files=(file,)) == [f"{file}: {fault}"]
+
+
+def test_a_key_of_another_variant_names_the_variant_and_who_chose(toml, faults) -> None:
+    file = toml("[optim]\ntype = 'sgd'\nnesterov = false")
+    assert faults(TrainerConfig, "--optim.type", "adamw", files=(file,)) == [
+        f"{file}: optim.nesterov: unknown key; it belongs to optim.type = 'sgd', "
+        "but optim.type is 'adamw' (from --optim.type)"
+    ]
+    assert faults(TrainerConfig, "--optim.mu", "1") == [
+        "--optim.mu: unknown key; it belongs to optim.type = 'muon', but optim.type is 'adamw'"
+    ]
+
+
+def test_each_fault_names_the_file_that_holds_it(toml, faults) -> None:
+    base = toml("[optim]\nlr = 'x'\nweight_decay = 'x'", "base.toml")
+    over = toml("[optim]\nlr = 'y'", "over.toml")
+    assert faults(TrainerConfig, "--max-steps=z", files=(base, over)) == [
+        f"{over}: optim.lr: should be a valid number (got 'y')",
+        f"{base}: optim.weight_decay: should be a valid number (got 'x')",
+        "--max-steps: should be a valid integer (got 'z')",
+    ]
+
+
+def test_a_broken_rule_names_every_source_of_its_section(toml, faults) -> None:
+    file = toml("[model]\nfsdp_cpu_offload = true")
+    assert faults(TrainerConfig, "--model.optim-cpu-offload", files=(file,)) == [
+        f"{file}, command line: model: fsdp_cpu_offload holds the optimizer state too: remove optim_cpu_offload"
+    ]
+
+
+def test_every_broken_rule_of_a_section_is_told(faults) -> None:
+    found = faults(TrainerConfig, "--loss.token-mask-low", "9", "--loss.geo-mask-low", "99")
+    assert [fault.split(" (")[0] for fault in found] == [
+        "command line: loss: token_mask_low",
+        "command line: loss: geo_mask_low",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("config_cls", "key", "advice"),
+    [
+        (RLConfig, "async_level", "max_async_level"),
+        (RLConfig, "trainer.async_level", "max_async_level"),
+        (OrchestratorConfig, "async_level", "max_async_level"),
+        (RLConfig, "ckpt.keep", "ckpt.keep_last"),
+        (RLConfig, "teacher_gpu_ids", "deployment.num_teacher_gpus"),
+        (RLConfig, "clean", "clean_output_dir"),
+        (SFTConfig, "slurm.dry_run", "dry_run"),
+        (OrchestratorConfig, "environment_ids", "[[orchestrator.env]]"),
+        (RLConfig, "orchestrator.environment", "[[orchestrator.env]]"),
+        (OrchestratorConfig, "env_mix", "buffer.env_ratios"),
+        (TrainerConfig, "model.experimental", "model.lora"),
+        (TrainerConfig, "loss.mask_ratio_high", "loss.token_mask_high"),
+        (TrainerConfig, "loss.ref_tau", "loss.teacher_tau"),
+        (OrchestratorConfig, "reference_model", "teacher_model"),
+        (OrchestratorConfig, "mask_truncated_completions", "nothing replaces it"),
+        (OrchestratorConfig, "group_size", "orchestrator.rollouts_per_example"),
+        (RLConfig, "orchestrator.train", "[[orchestrator.env]]"),
+        (RLConfig, "resume", "ckpt.resume_step"),
+        (RLConfig, "monitors", "metrics.jsonl"),
+        (RLConfig, "run", "output_dir"),
+        (InferenceConfig, "vllm", "vLLM's settings are keys of inference"),
+        (RLConfig, "inference.vllm", "vLLM's settings are keys of inference"),
+        (SFTConfig, "deployment.num_train_gpus", "deployment.num_gpus"),
+        (TrainerConfig, "model.fused_lm_head_token_chunk_size", "model.fused_lm_head_chunk_size"),
+    ],
+)
+def test_a_renamed_key_names_its_new_name(config_cls: type, key: str, advice: str) -> None:
+    table: dict = {"name": "x"}
+    for part in reversed(key.split(".")):
+        table = {part: table}
+    if config_cls is RLConfig:
+        table = {"trainer": {}, "orchestrator": {}} | table
+    with pytest.raises(ConfigError) as caught:
+        load_config(config_cls, [], table)
+    (line,) = [fault for fault in caught.value.faults if f"{key}: unknown key" in fault]
+    assert advice in line
+
+
+def test_a_renamed_option_names_its_new_name(faults) -> None:
+    assert faults(RLConfig, "--async-level", "2") == ["--async-level: unknown option; it is now max_async_level"]
+    assert (
+        "orchestrator.sampling.max_tokens"
+        in faults(RLConfig, "--orchestrator.train.sampling.max-completion-tokens", "9")[0]
+    )
+
+
+def test_no_valid_key_counts_as_renamed() -> None:
+    for root in ROOTS:
+        for path, _, _ in walk_fields(root):
+            assert new_name(root.component, ".".join(path)) is None
+
+
+def test_every_renaming_can_be_reached() -> None:
+    for pattern in RENAMED:
+        component, _, key = pattern.replace("*.", "trainer.", 1).replace("*", "x").partition(".")
+        assert new_name(component, key) is not None
+
+
+def test_a_command_prints_faults_and_warnings_as_lines(capsys, toml) -> None:
+    file = toml("[trainer.log]\nlevel = 'debug'\n[trainer.optim]\nlrr = 1\n[orchestrator]\nnope = 1")
+    with pytest.raises(SystemExit) as caught:
+        parse_argv_or_exit(RLConfig, argv=["@", str(file)])
+    assert caught.value.code == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split(":")[0] for line in lines] == ["warning", "error", "error"]

@@ -1,0 +1,237 @@
+"""The rules of one component: what is refused, what is derived."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+
+from prime_rl.configs.inference import InferenceConfig, ParallelConfig
+from prime_rl.configs.orchestrator import OrchestratorConfig
+from prime_rl.configs.sft import SFTConfig
+from prime_rl.configs.trainer import TrainerConfig
+from prime_rl.utils.pydantic_config import ConfigWarning, load_config
+
+
+def orchestrator(*options: str) -> OrchestratorConfig:
+    return load_config(OrchestratorConfig, [], options)
+
+
+def trainer(*options: str) -> TrainerConfig:
+    return load_config(TrainerConfig, [], options)
+
+
+def sft(*options: str) -> SFTConfig:
+    return load_config(SFTConfig, [], options)
+
+
+def words(options: str) -> list[str]:
+    return [f"--{option}" for option in options.split()]
+
+
+@pytest.mark.parametrize(
+    ("config_cls", "options", "fault"),
+    [
+        (InferenceConfig, "max-lora-rank=513", "max_lora_rank (513) is above 512"),
+        (
+            OrchestratorConfig,
+            "buffer.easy-threshold=0.2 buffer.hard-threshold=0.2",
+            "easy_threshold (0.2) must be above",
+        ),
+        (OrchestratorConfig, "buffer.env-ratios=0", "env_ratios must all be above 0"),
+        (OrchestratorConfig, "buffer.env-ratios=1,2", "buffer.env_ratios has 2 entries for 1 environments"),
+        (OrchestratorConfig, "buffer.skip-verification buffer.hard-threshold=0", "hard_threshold need them"),
+        (
+            OrchestratorConfig,
+            "buffer.skip-verification buffer.online-difficulty-filtering",
+            "online_difficulty_filtering",
+        ),
+        (
+            OrchestratorConfig,
+            'filters=[{"type":"gibberish"},{"type":"gibberish"}]',
+            "filters has a type more than once",
+        ),
+        (OrchestratorConfig, "max-concurrent=3 rollouts-per-example=4", "max_concurrent (3) is below"),
+        (OrchestratorConfig, "weight-broadcast.type=nccl max-async-level=2", "needs max_async_level = 1 (got 2)"),
+        (OrchestratorConfig, "batch-size=8 token-batch-size=8 max-inflight-rollouts=8", "exclude each other"),
+        (OrchestratorConfig, "token-batch-size=8", "token_batch_size needs max_inflight_rollouts"),
+        (
+            OrchestratorConfig,
+            "token-batch-size=8 max-inflight-rollouts=8 oversampling-factor=2",
+            "oversampling_factor needs",
+        ),
+        (
+            OrchestratorConfig,
+            "rollouts-per-example=3",
+            "batch_size (128) is not a multiple of rollouts_per_example (3)",
+        ),
+        (OrchestratorConfig, "batch-size=8 oversampling-factor=2 max-inflight-rollouts=9", "(8 * 2.0 = 16)"),
+        (OrchestratorConfig, "token-batch-size=8 max-inflight-rollouts=2 rollouts-per-example=4", "(2) is below"),
+        (OrchestratorConfig, "batch-size=8 max-inflight-rollouts=2 rollouts-per-example=4", "(2) is below"),
+        (
+            OrchestratorConfig,
+            'max-steps=1 sampling.temperature=1 sampling.temp-scheduler={"start_temperature":1,"end_temperature":1}',
+            "sampling.temperature and",
+        ),
+        (OrchestratorConfig, 'sampling.temp-scheduler={"start_temperature":1,"end_temperature":1}', "or max_steps"),
+        (TrainerConfig, "model.trust-remote-code model.impl=custom", "trust_remote_code runs the model's own"),
+        (TrainerConfig, "model.cp=2 model.attn=sdpa", "cp (2) needs attn"),
+        (TrainerConfig, "model.cp=2 model.attn=flash_attention_3", "needs impl = 'custom' (got 'auto')"),
+        (TrainerConfig, "model.fsdp-cpu-offload model.optim-cpu-offload", "remove optim_cpu_offload"),
+        (TrainerConfig, "model.attn=fa4", "attn = 'fa4' needs impl = 'custom'"),
+        (TrainerConfig, "model.ep=2 model.impl=hf", "ep (2) needs our own model code"),
+        (TrainerConfig, "loss.sequence-mask-low=100", "sequence_mask_low (100.0) must be below"),
+        (TrainerConfig, "trace-path=x", "trace_path needs max_steps of at most 9 (got None)"),
+        (TrainerConfig, "trace-path=x max-steps=10", "(got 10)"),
+        (TrainerConfig, "ckpt.weights.save-adapter-separately", "save_adapter_separately needs model.lora"),
+        (TrainerConfig, "weight-broadcast.type=nccl max-async-level=2", "needs max_async_level = 1 (got 2)"),
+        (TrainerConfig, "weight-broadcast.type=nccl model.lora", "cannot send model.lora"),
+        (TrainerConfig, "optim.type=muon model.fsdp-cpu-offload", "'muon' does not work with"),
+        (TrainerConfig, "model.optim-cpu-offload max-concurrent-runs=2", "serves one run"),
+        (SFTConfig, "data.batch-size=7 data.micro-batch-size=2", "batch_size (7) is not a multiple"),
+        (SFTConfig, "data.batch-size=2 data.micro-batch-size=4", "batch_size (2) is not a multiple"),
+        (SFTConfig, "data.subsets=a data.splits=b,c", "subsets has 1 entries and splits 2"),
+        (SFTConfig, "data.subsets=a data.probabilities=1,2", "probabilities has 2 entries and subsets 1"),
+        (SFTConfig, "data.splits=a data.probabilities=1,2", "probabilities has 2 entries and splits 1"),
+        (SFTConfig, "deployment.num-gpus=9", "num_gpus (9) is above gpus_per_node (8)"),
+        (SFTConfig, "deployment.type=multi_node", "'multi_node' needs [slurm]"),
+        (SFTConfig, "deployment.type=multi_node slurm deployment.nodes-per-fsdp-group=3", "(2) is not a multiple of"),
+        (SFTConfig, "model.cp=2 data.pack-function=stack data.seq-len=256", "needs data.pack_function = 'cat'"),
+        (SFTConfig, "model.cp=3", "data.seq_len (128) is not a multiple of model.cp (3)"),
+        (SFTConfig, "model.cp=2 data.micro-batch-size=2", "needs data.micro_batch_size = 1"),
+        (SFTConfig, "data.pack-function=stack", "needs a data.seq_len in steps of 256 (got 128)"),
+        (SFTConfig, "model.fused-lm-head-chunk-size=8192", "must be 'auto' or 'disabled'"),
+        (SFTConfig, "trace-path=x", "trace_path needs max_steps"),
+        (SFTConfig, "model.ep=2 model.impl=hf", "ep (2) needs our own model code"),
+    ],
+)
+def test_a_broken_rule_is_one_fault(faults, config_cls: type, options: str, fault: str) -> None:
+    found = faults(config_cls, *words(options))
+    assert len(found) == 1
+    assert fault in found[0]
+
+
+@pytest.mark.parametrize(("asked", "given"), [(1, 8), (8, 8), (9, 16), (257, 320), (512, 512)])
+def test_a_lora_rank_is_raised_to_one_that_vllm_knows(asked: int, given: int) -> None:
+    assert InferenceConfig(max_lora_rank=asked).max_lora_rank == given
+
+
+def test_api_servers_follow_dp_and_lora_allows_one() -> None:
+    assert InferenceConfig(parallel={"dp": 3}).api_server_count == 3
+    assert InferenceConfig(parallel={"dp": 3}, api_server_count=5).api_server_count == 5
+    assert InferenceConfig(parallel={"dp": 3}, enable_lora=True, api_server_count=5).api_server_count == 1
+
+
+def test_parallel_sizes_read_as_text() -> None:
+    assert str(ParallelConfig(tp=2, dp=3)) == "tp=2 dp=3"
+
+
+def test_vllm_gets_its_own_names() -> None:
+    options = words("server.port=9 model.name=m model.max-model-len=64 parallel.tp=2 parallel.dp=3 seed=5")
+    given = vars(load_config(InferenceConfig, [], options).to_vllm())
+    expected = {
+        "host": None,
+        "port": 9,
+        "model": "m",
+        "max_model_len": 64,
+        "dtype": "auto",
+        "tensor_parallel_size": 2,
+        "data_parallel_size": 3,
+        "api_server_count": 3,
+        "seed": 5,
+        "logprobs_mode": "processed_logprobs",
+        "enable_prefix_caching": None,
+    }
+    assert {key: given[key] for key in expected} == expected
+    assert not {"reasoning_parser", "rope_scaling", "device", "backend", "server", "parallel"} & set(given)
+    scaled = InferenceConfig(model={"rope_scaling": {"factor": 2}, "reasoning_parser": "r"}).to_vllm()
+    assert (scaled.rope_scaling, scaled.reasoning_parser) == ({"factor": 2}, "r")
+
+
+def test_a_batch_is_128_rollouts_and_all_of_them_are_in_flight() -> None:
+    config = orchestrator()
+    assert (config.batch_size, config.max_inflight_rollouts, config.sampling.temperature) == (128, 128, 1.0)
+
+
+def test_oversampling_is_cut_to_a_whole_number() -> None:
+    assert orchestrator("--batch-size=10", "--oversampling-factor=1.55").max_inflight_rollouts == 15
+
+
+def test_token_batches_have_no_batch_size() -> None:
+    config = orchestrator("--token-batch-size=99", "--max-inflight-rollouts=8")
+    assert (config.batch_size, config.max_inflight_rollouts) == (None, 8)
+
+
+def test_environments_are_told_the_sequence_length_and_whether_to_score() -> None:
+    env = '{"id": "x", "extra_env_kwargs": {"seq_len": 1, "mine": 2}}'
+    config = orchestrator("--env", env, "--seq-len=64", "--buffer.skip-verification", "--eval")
+    assert config.env[0].extra_env_kwargs == {"seq_len": 64, "mine": 2, "score_rollouts": False}
+    assert config.eval.env[0].extra_env_kwargs == {}
+
+
+def test_a_temperature_schedule_takes_the_place_of_the_constant() -> None:
+    schedule = '{"start_temperature": 1, "end_temperature": 0.5}'
+    assert orchestrator("--sampling.temp-scheduler", schedule, "--max-steps=5").sampling.temperature is None
+
+
+def test_an_orchestrator_benchmark_is_short_and_waits_for_nobody() -> None:
+    config = orchestrator("--bench", "--eval", "--wandb", "--prime-monitor", "--weight-broadcast.type=nccl")
+    assert (config.max_steps, config.max_async_level, config.eval) == (4, 1_000_000_000, None)
+    assert (config.wandb.log_extras, config.prime_monitor.log_extras) == (None, None)
+
+
+def test_a_trainer_benchmark_is_short_and_saves_nothing() -> None:
+    config = trainer("--bench", "--ckpt", "--max-steps=99", "--trace-path=x")
+    assert (config.max_steps, config.ckpt, config.data.fake.batch_size) == (4, None, 2)
+
+
+def test_an_sft_benchmark_keeps_its_data() -> None:
+    config = sft("--bench", "--ckpt", "--trace-path=x")
+    assert (config.max_steps, config.ckpt, config.data.type) == (4, None, "sft")
+
+
+@pytest.mark.parametrize("load", [trainer, sft])
+def test_a_tokenizer_is_the_model_s_unless_named(load) -> None:
+    config = load("--model.name=m", "--model.trust-remote-code")
+    assert (config.tokenizer.name, config.tokenizer.trust_remote_code) == ("m", True)
+    named = load("--model.name=m", "--tokenizer.name=t", "--tokenizer.trust-remote-code=false")
+    assert (named.tokenizer.name, named.tokenizer.trust_remote_code) == ("t", False)
+
+
+def test_the_fused_output_layer_is_resolved() -> None:
+    assert trainer().model.fused_lm_head_chunk_size == 8192
+    assert trainer("--model.fused-lm-head-chunk-size=disabled").model.fused_lm_head_chunk_size == "disabled"
+    assert sft().model.fused_lm_head_chunk_size == "disabled"
+
+
+def test_a_small_chunk_of_the_output_layer_is_warned_about() -> None:
+    with pytest.warns(ConfigWarning, match="fused_lm_head_chunk_size = 512 is slow"):
+        trainer("--model.fused-lm-head-chunk-size=512")
+
+
+def test_offloading_activations_switches_checkpointing_on() -> None:
+    assert trainer("--model.ac-offloading").model.ac.freq == 1
+
+
+def test_several_nodes_tolerate_a_stray_gpu_count_and_make_copies_of_the_model() -> None:
+    options = words("deployment.type=multi_node deployment.num-nodes=4 deployment.nodes-per-fsdp-group=2 slurm")
+    config = sft(*options, "--deployment.num-gpus=8")
+    assert config.model.dp_replicate == 2
+
+
+def test_sections_made_by_default_are_not_shared() -> None:
+    assert TrainerConfig().model is not TrainerConfig().model
+    assert OrchestratorConfig().env[0] is not OrchestratorConfig().env[0]
+
+
+def test_the_data_given_stays_as_it_was() -> None:
+    data = {"optim": {"lr": 1.0}, "ckpt": "None"}
+    TrainerConfig(**data)
+    assert data == {"optim": {"lr": 1.0}, "ckpt": "None"}
+
+
+def test_loading_warns_of_nothing_without_a_reason() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for load in (trainer, sft, orchestrator):
+            load()

@@ -1,0 +1,224 @@
+"""A whole run: how shared settings reach the components, and what the components must agree on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from prime_rl.configs.orchestrator import OrchestratorConfig
+from prime_rl.configs.rl import RLConfig
+from prime_rl.configs.trainer import MuonConfig, TrainerConfig
+from prime_rl.utils.pydantic_config import ConfigWarning, load_config
+
+RL = ("--trainer", "--orchestrator", "--inference")
+
+
+def words(options: str) -> list[str]:
+    return [f"--{option}" for option in options.split()]
+
+
+def test_shared_values_reach_every_component(rl) -> None:
+    run = rl(*words("model.name=m max-steps=5 max-async-level=2 seq-len=64 output-dir=out ckpt.interval=3 device=cpu"))
+    for component in (run.trainer, run.orchestrator):
+        assert (component.max_steps, component.max_async_level, component.ckpt.interval) == (5, 2, 3)
+        assert component.model.name == "m"
+    assert (run.trainer.model.seq_len, run.orchestrator.seq_len) == (64, 64)
+    assert (run.trainer.output_dir, run.orchestrator.output_dir) == (Path("out"), Path("out/run_default"))
+    assert (run.inference.model.name, run.inference.device, run.trainer.device) == ("m", "cpu", "cpu")
+
+
+def test_the_tokenizer_follows_the_shared_model(rl) -> None:
+    assert rl("--model.name=m").trainer.tokenizer.name == "m"
+
+
+def test_shared_seq_len_only_fills(rl) -> None:
+    run = rl(*words("seq-len=64 trainer.model.seq-len=128"))
+    assert (run.trainer.model.seq_len, run.orchestrator.seq_len) == (128, 64)
+
+
+def test_logs_are_shared_unless_nulled(rl) -> None:
+    run = rl(*words("log.level=debug log.no-file trainer.log.vf-level=warn".replace("log.no-file", "no-log.file")))
+    assert (run.trainer.log.level, run.orchestrator.log.file, run.trainer.log.vf_level) == ("debug", False, "warn")
+    assert rl(*words("log.level=null trainer.log.level=error")).trainer.log.level == "error"
+    assert rl(*words("trainer.log.level=error")).trainer.log.level == "info"
+
+
+def test_shared_wandb_names_each_component(rl) -> None:
+    run = rl(*words("wandb.name=n wandb.project=p wandb.offline"))
+    assert (run.trainer.wandb.name, run.orchestrator.wandb.name) == ("n-trainer", "n-orchestrator")
+    assert (run.trainer.wandb.project, run.orchestrator.wandb.offline) == ("p", True)
+
+
+def test_shared_checkpoints_keep_what_they_do_not_set(rl) -> None:
+    run = rl(*words("ckpt.keep-last=2 trainer.ckpt.keep-interval=7"))
+    assert (run.trainer.ckpt.keep_last, run.trainer.ckpt.keep_interval) == (2, 7)
+    assert (run.orchestrator.ckpt.keep_last, run.orchestrator.ckpt.keep_interval) == (2, None)
+
+
+def test_shared_max_steps_serve_a_temperature_schedule(rl) -> None:
+    schedule = '{"start_temperature": 1, "end_temperature": 0.5}'
+    run = rl("--orchestrator.sampling.temp-scheduler", schedule, "--max-steps=5")
+    assert run.orchestrator.max_steps == 5
+
+
+@pytest.mark.parametrize(
+    ("options", "warning"),
+    [
+        ("max-steps=5 trainer.max-steps=6", "max_steps makes trainer.max_steps 5; the config's own .* = '6'"),
+        ("model.name=m inference.model.name=n", "model.name makes inference.model.name 'm'"),
+        ("trainer.log.level=debug", "log.level makes trainer.log.level 'info'"),
+        ("deployment.num-infer-gpus=4 inference.parallel.dp=2", "deployment makes inference.parallel.dp 4"),
+        ("wandb.name=n trainer.wandb.name=m", "wandb.name makes trainer.wandb.name 'n-trainer'"),
+        ("output-dir=a trainer.output-dir=b", "output_dir makes trainer.output_dir"),
+        ("trainer-gpu-ids=1,2 deployment.num-train-gpus=3", "GPU ids make deployment.num_train_gpus 2"),
+        ("ckpt.resume-step=3 wandb", "trainer resumes, but without trainer.wandb.id"),
+    ],
+)
+def test_a_shared_value_that_wins_over_another_says_so(rl, options: str, warning: str) -> None:
+    with pytest.warns(ConfigWarning, match=warning):
+        rl(*words(options))
+
+
+@pytest.mark.parametrize("options", ["max-steps=5 trainer.max-steps=5", "bench max-steps=5", "trainer.log.level=info"])
+def test_equal_values_are_no_conflict(rl, recwarn, options: str) -> None:
+    rl(*words(options))
+    assert not recwarn.list
+
+
+@pytest.mark.parametrize(
+    ("options", "fault"),
+    [
+        ("trainer.max-steps=5", "trainer.max_steps (5) and orchestrator.max_steps (None) differ"),
+        ("orchestrator.max-async-level=2", "trainer.max_async_level (1) and orchestrator.max_async_level (2) differ"),
+        ("trainer.ckpt", "trainer.ckpt is set and orchestrator.ckpt is not"),
+        ("trainer.ckpt.interval=1 orchestrator.ckpt.interval=2", "trainer.ckpt.interval (1) and"),
+        ("trainer.ckpt.resume-step=1 orchestrator.ckpt", "trainer.ckpt.resume_step (1) and"),
+        ("orchestrator.wandb", "orchestrator.wandb is set and trainer.wandb is not"),
+        ("trainer.wandb orchestrator.wandb.project=x", "trainer.wandb.project (prime-rl) and"),
+        ("trainer.model.name=x orchestrator.model.name=x", "trainer.model.name ('x') and inference.model.name"),
+        ("orchestrator.seq-len=4096", "trainer.model.seq_len (2048) is below orchestrator.seq_len (4096)"),
+        ("trainer.bench", "only one of trainer.bench and orchestrator.bench is on"),
+        ("trainer.model.lora orchestrator.model.lora.rank=3", "trainer.model.lora.rank (16) and"),
+        ("deployment.num-infer-gpus=0", "deployment.num_infer_gpus is 0: give [inference] a GPU"),
+        ("deployment.num-infer-gpus=3 inference.parallel.tp=2", "inference: 3 GPUs / parallel.tp 2 = 1.5 copies"),
+        ("deployment.num-train-gpus=3 trainer.model.cp=2", "trainer: 3 GPUs / (model.cp 2 * model.tp 1) = 1.5"),
+        (
+            "deployment.num-train-gpus=5 deployment.num-infer-gpus=4",
+            "5 train + 4 infer = 9 GPUs, but gpus_per_node is 8",
+        ),
+        ("trainer.loss.teacher-tau=1", "trainer.loss.teacher_tau needs"),
+        ("trainer.rollout-transport.type=zmq", "trainer.rollout_transport.type (zmq) and"),
+        ("inference.weight-broadcast.type=nccl", "and inference.weight_broadcast.type ('nccl') differ"),
+        ("deployment.num-teacher-gpus=1 teacher-inference.server.port=8000", "are both 8000: change one"),
+        ("max-async-level=-4", "--max-async-level: should be greater than or equal to 0"),
+        ("ckpt.interval=-5", "--ckpt.interval: should be greater than or equal to 1"),
+    ],
+)
+def test_components_that_do_not_fit_are_one_fault(rl_faults, options: str, fault: str) -> None:
+    found = rl_faults(*words(options))
+    assert len(found) == 1
+    assert fault in found[0]
+
+
+def test_the_async_rule_holds_after_sharing(rl_faults) -> None:
+    found = rl_faults(*words("weight-broadcast.type=nccl max-async-level=2"))
+    assert [fault.split(": ")[1] for fault in found] == ["trainer", "orchestrator"]
+    assert all("needs max_async_level = 1 (got 2)" in fault for fault in found)
+
+
+def test_nccl_needs_two_gpus(faults) -> None:
+    options = words("trainer.weight-broadcast.type=nccl orchestrator.weight-broadcast.type=nccl")
+    options += words("deployment.num-infer-gpus=0")
+    assert "NCCL weight broadcast needs two GPUs (got 1 train + 0 infer)" in faults(RLConfig, *RL[:2], *options)[0]
+
+
+def test_every_inference_gpu_is_used_and_counted_for_nccl(rl) -> None:
+    run = rl(*words("deployment.num-infer-gpus=4 inference.parallel.tp=2 weight-broadcast.type=nccl"))
+    assert (run.inference.parallel.dp, run.inference.api_server_count) == (2, 2)
+    assert run.trainer.weight_broadcast.inference_world_size == 4
+    assert (run.orchestrator.weight_broadcast.type, run.inference.weight_broadcast.type) == ("nccl", "nccl")
+
+
+def test_nccl_set_on_the_components_reaches_the_server(rl) -> None:
+    run = rl(*words("trainer.weight-broadcast.type=nccl orchestrator.weight-broadcast.type=nccl"))
+    assert run.inference.weight_broadcast.type == "nccl"
+
+
+def test_a_shared_broadcast_keeps_the_keys_of_its_own_type(rl) -> None:
+    run = rl(*words("weight-broadcast trainer.weight-broadcast.save-format=torch"))
+    assert run.trainer.weight_broadcast.save_format == "torch"
+    run = rl(
+        "--weight-broadcast.type=nccl", "--trainer.weight-broadcast", '{"type": "filesystem", "save_sharded": false}'
+    )
+    assert run.trainer.weight_broadcast.port == 29501
+
+
+def test_training_workers_leave_out_context_and_tensor_parallel_ranks(rl) -> None:
+    options = words("deployment.num-train-gpus=4 deployment.num-infer-gpus=1 trainer.model.cp=2")
+    assert rl(*options).orchestrator.num_train_workers == 2
+    assert rl("--orchestrator.num-train-workers=3").orchestrator.num_train_workers == 3
+
+
+def test_a_benchmark_covers_both_sides(rl) -> None:
+    run = rl(*words("bench ckpt max-steps=20 orchestrator.batch-size=64"))
+    assert (run.trainer.max_steps, run.orchestrator.max_steps, run.trainer.ckpt) == (4, 4, None)
+    assert run.trainer.data.fake.batch_size == 64
+    in_tokens = words("bench orchestrator.token-batch-size=999 orchestrator.max-inflight-rollouts=8")
+    assert rl(*in_tokens).trainer.data.fake.batch_size == 32
+
+
+def test_lora_reaches_orchestrator_and_server(rl) -> None:
+    run = rl(*words("trainer.model.lora.rank=12"))
+    lora = run.orchestrator.model.lora
+    assert (lora.name, lora.rank, lora.alpha) == ("r12-a32.0", 12, 32.0)
+    assert (run.inference.enable_lora, run.inference.max_lora_rank) == (True, 16)
+
+
+def test_lora_without_a_server_is_warned_about() -> None:
+    with pytest.warns(ConfigWarning, match="start the server with LoRA yourself"):
+        load_config(RLConfig, [], [*RL[:2], "--trainer.model.lora"])
+
+
+def test_teacher_gpus_start_a_teacher_beside_the_server(rl) -> None:
+    run = rl(
+        *words("deployment.num-teacher-gpus=2 trainer.loss.teacher-tau=0.5 inference.server.port=9000 model.name=m")
+    )
+    assert (run.teacher_inference.server.port, run.teacher_inference.parallel.dp) == (9001, 2)
+    assert run.orchestrator.teacher_model.client.base_url == ["http://localhost:9001/v1"]
+    assert run.orchestrator.teacher_model.model.name == "m"
+
+
+def test_several_nodes_follow_their_own_rules(rl, rl_faults) -> None:
+    nodes = words("deployment.type=multi_node deployment.num-train-nodes=2 deployment.num-infer-nodes=1")
+    run = rl(
+        *nodes, "--slurm", *words("weight-broadcast.type=nccl deployment.nodes-per-fsdp-group=1 trainer.model.cp=4")
+    )
+    assert run.orchestrator.num_train_workers == 4
+    assert run.trainer.model.dp_replicate == 2
+    assert (run.trainer.weight_broadcast.host, run.trainer.weight_broadcast.inference_world_size) == ("0.0.0.0", 8)
+    assert "'multi_node' needs [slurm]" in rl_faults(*nodes)[0]
+    assert "num_teacher_nodes must stay None" in rl_faults(*nodes, "--slurm", "--deployment.num-teacher-nodes=1")[0]
+    assert (
+        "belongs to deployment.type = 'single_node'" in rl_faults(*nodes, "--slurm", "--deployment.num-train-gpus=1")[0]
+    )
+
+
+def test_toy_models_may_have_different_names(rl) -> None:
+    rl(*words("trainer.model.name=Jackmin108/a orchestrator.model.name=b"))
+
+
+def test_components_may_be_instances() -> None:
+    trainer = TrainerConfig(optim=MuonConfig(mu=0.5), max_async_level=2)
+    run = RLConfig(
+        trainer=trainer, orchestrator=OrchestratorConfig(max_async_level=2), max_steps=3, model={"name": "m"}
+    )
+    assert (run.trainer.optim.mu, run.trainer.max_async_level, run.trainer.max_steps) == (0.5, 2, 3)
+    assert run.trainer.tokenizer.name == "m"
+
+
+def test_a_faulty_shared_value_is_told_once(rl_faults) -> None:
+    assert rl_faults("--max-steps=abc", "--log.file=maybe") == [
+        "--log.file: should be a valid boolean (got 'maybe')",
+        "--max-steps: should be a valid integer (got 'abc')",
+    ]
