@@ -2,24 +2,13 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
 
 from medarc_rl.errors import UsageError
 from medarc_rl.launchers.slurm import NODE_GPUS
 from medarc_rl.utils import OwnedKeys
 from prime_rl.configs.rl import RLConfig
 from prime_rl.configs.sft import SFTConfig
-from prime_rl.utils.process.devices import (
-    MASK_VARIABLE,
-    DeviceError,
-    choose_device,
-    machine_gpus,
-    masked_gpus,
-    usable_gpus,
-)
 
 FULL_GPU_UTILIZATION = 0.9
 """From here on an inference server leaves a trainer on the same GPU no memory to speak of."""
@@ -66,12 +55,8 @@ def check_rl(config: RLConfig, split: GpuSplit) -> None:
     faults = []
     if config.inference is None:
         faults.append("no [inference] table: this command starts the inference server; an empty table will do")
-    if config.trainer.weight_broadcast.type == "nccl":
-        if split.single_gpu:
-            faults.append("--single-gpu: weight_broadcast.type = 'nccl' needs two GPUs; set it to 'filesystem'")
-        if config.trainer.max_async_level != 1:
-            level = config.trainer.max_async_level
-            faults.append(f"max_async_level = {level}: weight_broadcast.type = 'nccl' needs max_async_level = 1")
+    if split.single_gpu and config.trainer.weight_broadcast.type == "nccl":
+        faults.append("--single-gpu: weight_broadcast.type = 'nccl' needs two GPUs; set it to 'filesystem'")
     if faults:
         raise UsageError(*faults)
 
@@ -106,43 +91,3 @@ def sft_gpus(config: SFTConfig) -> int:
     if not 1 <= gpus <= NODE_GPUS:
         raise UsageError(f"deployment.num_gpus = {gpus}: one node has 1 to {NODE_GPUS} GPUs")
     return gpus
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where a run computes on this machine."""
-
-    device: Literal["cuda", "cpu"]
-    ids: tuple[str, ...]
-    """The GPUs to show it, by the ids that the environment gives them. On the CPU they only count processes."""
-
-
-def find_place(requested: Literal["auto", "cuda", "cpu"], count: int, env: Mapping[str, str]) -> Place:
-    """The first `count` of the visible GPUs, or the CPU where there are none.
-
-    Raises:
-        UsageError: there are GPUs but fewer, or none although `cuda` is requested.
-    """
-    try:
-        usable = usable_gpus(env)
-        device = choose_device(requested, usable)
-        named = masked_gpus(env)
-    except DeviceError as error:
-        raise UsageError(str(error)) from error
-    if device == "cuda" and len(usable) < count:
-        raise UsageError(
-            f"the run takes {count} GPUs, and {len(usable)} can be used here ({','.join(usable)}): "
-            f"ask for fewer, or name more in {MASK_VARIABLE}"
-        )
-    if device == "cuda":
-        return Place(device, usable[:count])
-    if named == () and machine_gpus():  # hidden on purpose: numbers would show them again
-        return Place(device, ())
-    if named is not None and len(named) >= count:
-        return Place(device, named[:count])
-    return Place(device, tuple(map(str, range(count))))
-
-
-def usable_cores() -> int:
-    """CPU cores that this process may use; under Slurm, those of the job."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -151,18 +151,21 @@ def submit(job: BatchJob, env: dict[str, str]) -> None:
     Raises:
         MedarcError: there is no `sbatch`, or it refuses.
     """
-    advice = f"nothing was submitted; the script stays: {job.script}"
     try:
         answer = subprocess.run(sbatch_argv(job), env=env, capture_output=True, text=True, check=False)
     except FileNotFoundError:
-        raise MedarcError("sbatch: not found: submit where Slurm is, or run here with medarc_train", advice) from None
-    if answer.returncode != 0:
-        complaints = (answer.stderr or f"sbatch: exit code {answer.returncode}").strip().splitlines()
-        raise MedarcError(*complaints, advice)
-    said = (answer.stdout or "").strip()
+        complaints = ["sbatch: not found: submit where Slurm is, or run here with medarc_train"]
+        raise MedarcError(*complaints, f"nothing was submitted; the script stays: {job.script}") from None
+    said, complained = (answer.stdout or "").strip(), (answer.stderr or "").strip()
+    job_id = re.search(r"\d+", said)
+    if answer.returncode != 0 and job_id is None:
+        complaints = complained.splitlines() or [f"sbatch ended with exit code {answer.returncode}"]
+        raise MedarcError(*complaints, f"nothing was submitted; the script stays: {job.script}")
     say(said)
-    if job_id := re.search(r"\d+", said):
+    if job_id is not None:
         say(f"log: {log_file(job.paths, job_id[0])}")
+    if answer.returncode != 0:
+        raise MedarcError(f"the job that sbatch was told to wait for ended with exit code {answer.returncode}")
 
 
 def main() -> None:

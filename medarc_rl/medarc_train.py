@@ -14,13 +14,14 @@ from uuid import uuid4
 import typer
 
 from medarc_rl.cli import add_command, new_app, say, warn
-from medarc_rl.deployment import GpuSplit, Place, advice, check_rl, find_place, sft_gpus, sft_owned, usable_cores
+from medarc_rl.deployment import GpuSplit, advice, check_rl, sft_gpus, sft_owned
 from medarc_rl.errors import MedarcError
 from medarc_rl.launchers import rl_local
 from medarc_rl.launchers.foreground import ForegroundChild
 from medarc_rl.launchers.gpus import SINGLE_GPU_VARIABLE
 from medarc_rl.launchers.rl_plan import component_configs
 from medarc_rl.launchers.slurm import NODE_GPUS, sh_quote
+from medarc_rl.place import Place, find_place, usable_cores
 from medarc_rl.utils import check_startable, load_run, prepare_directory, write_components
 from prime_rl.configs.rl import RLConfig
 from prime_rl.configs.sft import SFTConfig

@@ -18,6 +18,8 @@ from prime_rl.utils.paths import RunPaths
 NODE_GPUS = 8
 STOP_LEAD_S = 120
 """How long before the end of its time a job is asked to save and stop."""
+TORCHRUN_GRACE_S = 55
+"""How long torchrun leaves its workers to do so, instead of its own 30 s."""
 _SHORTEST_TIME_WITH_LEAD_S = 10 * STOP_LEAD_S
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
@@ -61,6 +63,16 @@ class BatchJob:
     @property
     def script(self) -> Path:
         return self.paths.batch_script(self.command)
+
+    @property
+    def torchrun_options(self) -> tuple[str, ...]:
+        """Where ranks write: the first to torchrun's own output, the others to files, and their stderr to both."""
+        files = f"--log-dir={self.paths.torchrun_logs}"
+        others = range(1, self.gpus)
+        stdout_to_file = ",".join(f"{rank}:1" for rank in others)
+        stderr_to_both = ",".join(f"{rank}:2" for rank in others)
+        ranks = (f"--redirects={stdout_to_file}", f"--tee={stderr_to_both}") if others else ()
+        return (f"--shutdown-timeout={TORCHRUN_GRACE_S}", files, *ranks)
 
 
 def sh_quote(value: object) -> str:

@@ -1,0 +1,223 @@
+"""The commands with a real Slurm: what a finished job saw, wrote and left."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from medarc_rl import medarc_slurm
+
+ROOT = Path(__file__).resolve().parents[1]
+HOSTILE = 'it\'s "a" $(touch pwned) `id` \\back #hash %j é'
+
+CHILD = """#!{python}
+import json, os, signal, sys
+name = os.path.basename(sys.argv[0])
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+with open({record!r}, "a") as record:
+    record.write(json.dumps([name, os.environ["CUDA_VISIBLE_DEVICES"]]) + "\\n")
+if {gate!r} and name == "torchrun":
+    gate = open({gate!r}, "w")
+    gate.write("training\\n")
+    gate.flush()
+if {gate!r} or name == "inference":
+    signal.pause()
+"""
+
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(300)]
+
+
+def submit(*words: object) -> Result:
+    """Run `medarc_slurm`."""
+    return CliRunner().invoke(medarc_slurm.app, [*map(str, words)])
+
+
+def submit_and_wait(*words: object) -> Result:
+    return submit(*words, "--sbatch-arg=--wait")
+
+
+def job_id_of(result: Result) -> str:
+    match = re.search(r"Submitted batch job (\d+)", result.output)
+    assert match, result.output
+    return match[1]
+
+
+def make_real_project(directory: Path, **child: object) -> Path:
+    """A project whose Python has this one's packages, but whose engine is made of stand-ins.
+
+    Each stand-in notes its GPUs; `inference` then serves for ever, the others end well. With a `gate`, all stay.
+    """
+    venv = directory / ".venv"
+    (venv / "bin").mkdir(parents=True)
+    (venv / "pyvenv.cfg").write_text(f"home = {Path(sys._base_executable).parent}\n")
+    (venv / "bin" / "python").symlink_to(sys._base_executable)
+    site_packages = venv / Path(sysconfig.get_path("purelib")).relative_to(sys.prefix)
+    site_packages.mkdir(parents=True)
+    (site_packages / "real.pth").write_text(f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n")
+    (venv / "bin" / "activate").write_text('PATH="$PROJECT_DIR/.venv/bin:$PATH"\nexport PATH\n')
+    for name in ("inference", "orchestrator", "torchrun"):
+        program = venv / "bin" / name
+        program.write_text(CHILD.format(python=sys.executable, **child))
+        program.chmod(0o755)
+    return directory
+
+
+@pytest.fixture
+def three_gpus_taken(slurm, tmp_path: Path) -> Iterator[None]:
+    """Somebody else's job holds GPUs 0, 1 and 2 of the node."""
+    gate, started = tmp_path / "their-gate", tmp_path / "their-start"
+    os.mkfifo(gate)
+    os.mkfifo(started)
+    slurm.ask("sbatch", "--output=/dev/null", "--gres=gpu:3", f"--wrap=echo up > {started}; cat {gate}")
+    started.read_text()
+    yield
+    gate.write_text("")
+
+
+def test_an_rl_job_runs_the_launcher_on_the_gpus_that_slurm_gave(
+    slurm, three_gpus_taken, stand_ins, project, rl_toml: Path, tmp_path: Path
+) -> None:
+    project(tmp_path / "project")
+    out = tmp_path / "out"
+    words = ("--train-gpus", 2, "--infer-gpus", 1, "--project-dir", tmp_path / "project", "--output-dir", out)
+    result = submit_and_wait("rl", rl_toml, *words)
+    assert result.exit_code == 0, result.output
+    job = slurm.job(job_id_of(result))
+    assert (job["JobState"], job["ExitCode"], job["JobName"]) == ("COMPLETED", "0:0", "tiny-rl")
+    (call,) = stand_ins.calls
+    assert call["argv"][1:] == ["-m", "medarc_rl.launchers.rl_local", "@", f"{out}/configs/rl.toml"]
+    assert call["env"]["CUDA_VISIBLE_DEVICES"] == "3,4,5"
+    assert call["env"]["MEDARC_SINGLE_GPU"] == "0"
+    assert call["cwd"] == str(tmp_path / "project")
+
+
+def test_each_child_of_an_rl_job_sees_its_own_of_those_gpus(
+    slurm, three_gpus_taken, rl_toml: Path, tmp_path: Path
+) -> None:
+    record = tmp_path / "children.jsonl"
+    project_dir = make_real_project(tmp_path / "project", record=str(record), gate="")
+    words = ("--train-gpus", 2, "--infer-gpus", 1, "--project-dir", project_dir, "--output-dir", tmp_path / "out")
+    result = submit_and_wait("rl", rl_toml, *words)
+    job = slurm.job(job_id_of(result))
+    log = Path(job["StdOut"]).read_text()
+    assert (job["JobState"], job["ExitCode"]) == ("COMPLETED", "0:0"), log
+    gpus = dict(map(json.loads, record.read_text().splitlines()))
+    assert gpus == {"inference": "3", "orchestrator": "", "torchrun": "4,5"}
+    assert "trainer finished" in log
+
+
+def test_scancel_stops_a_job_in_order_and_leaves_nothing_behind(slurm, rl_toml: Path, tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    os.mkfifo(gate)
+    project_dir = make_real_project(tmp_path / "project", record=str(tmp_path / "children.jsonl"), gate=str(gate))
+    words = ("--train-gpus", 2, "--project-dir", project_dir, "--output-dir", tmp_path / "out")
+    job_id = job_id_of(submit("rl", rl_toml, *words))
+    with gate.open() as running:
+        assert running.readline() == "training\n"
+        slurm.ask("scancel", job_id)
+        assert running.read() == "", "the end of the pipe: whoever held it has ended"
+    job = slurm.wait_for_end(job_id)
+    assert job["JobState"] == "CANCELLED"
+    assert "SIGTERM" in Path(job["StdOut"]).read_text()
+    assert processes_of_job(job_id) == []
+
+
+def processes_of_job(job_id: str) -> list[str]:
+    mark = f"SLURM_JOB_ID={job_id}".encode()
+    found = []
+    for environ in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            if mark in environ.read_bytes().split(b"\0"):
+                found.append(environ.parent.joinpath("cmdline").read_text())
+        except OSError:
+            continue  # it ended while we looked
+    return found
+
+
+def test_paths_and_names_arrive_as_they_are(slurm, stand_ins, project, sft_toml: Path, tmp_path: Path) -> None:
+    place = tmp_path / HOSTILE
+    project(place / "project")
+    name = f"-{HOSTILE}"
+    result = submit_and_wait(
+        "sft", sft_toml, "--output-dir", place / "out", "--project-dir", place / "project", "--job-name", name
+    )
+    assert result.exit_code == 0, result.output
+    job = slurm.ask("scontrol", "show", "job", job_id_of(result))
+    assert f"JobName={name}\n" in job
+    (call,) = stand_ins.calls
+    assert call["argv"][-1] == f"{place}/out/configs/trainer.toml"
+    assert call["cwd"] == call["env"]["PROJECT_DIR"] == f"{place}/project"
+    assert not list(tmp_path.rglob("pwned"))
+    # A backslash switches the patterns of Slurm's log names off.
+    assert (place / "out" / "slurm" / "job.log").is_file()
+
+
+def test_a_failing_sft_job_keeps_its_exit_code_and_its_words(
+    slurm, stand_ins, project, sft_toml: Path, tmp_path: Path
+) -> None:
+    project(tmp_path / "project").add("torchrun", says="nan in the loss", code=7)
+    out = tmp_path / "out"
+    words = ("--gpus", 2, "--project-dir", tmp_path / "project", "--output-dir", out)
+    result = submit_and_wait("sft", sft_toml, *words)
+    assert result.exit_code == 1
+    assert "exit code 7" in result.stderr
+    job_id = job_id_of(result)
+    assert slurm.job(job_id)["ExitCode"] == "7:0"
+    for log in (f"slurm/job_{job_id}.log", f"logs/trainer_{job_id}.log", "logs/trainer.log"):
+        assert "nan in the loss" in (out / log).read_text()
+    (call,) = stand_ins.calls
+    assert len(call["env"]["CUDA_VISIBLE_DEVICES"].split(",")) == 2
+    assert not Path(call["env"]["XDG_CACHE_HOME"]).exists()
+    again = submit_and_wait("sft", sft_toml, *words)
+    assert (out / "logs" / "trainer.log").read_text().count("nan in the loss") == 2, again.output
+
+
+def test_a_missing_environment_is_one_line_in_the_log(slurm, sft_toml: Path, tmp_path: Path) -> None:
+    result = submit_and_wait("sft", sft_toml, "--project-dir", tmp_path, "--output-dir", tmp_path / "out")
+    log = tmp_path / "out" / "slurm" / f"job_{job_id_of(result)}.log"
+    assert log.read_text().splitlines() == [
+        f"error: {tmp_path}/.venv is missing; run 'uv sync' there, or name another place with --project-dir"
+    ]
+
+
+def test_slurm_gets_what_was_asked_of_it(slurm, stand_ins, project, sft_toml: Path, tmp_path: Path) -> None:
+    project(tmp_path)
+    asked = ("--time=1-2:30", "--mem=3G", "--partition=main", "--constraint=fake", "--nodelist=node0", "--gpus=3")
+    words = ("--cpus-per-gpu=4", "--sbatch-arg=--comment=two words", "--sbatch-arg=--nice=5", "--project-dir", tmp_path)
+    result = submit_and_wait("sft", sft_toml, *asked, *words, "--output-dir", tmp_path / "out")
+    assert result.exit_code == 0, result.output
+    job = slurm.job(job_id_of(result))
+    assert (job["TimeLimit"], job["MinMemoryNode"], job["Partition"]) == ("1-02:30:00", "3G", "main")
+    assert (job["Features"], job["ReqNodeList"], job["NumCPUs"]) == ("fake", "node0", "12")
+    assert "Comment=two words" in slurm.ask("scontrol", "show", "job", job_id_of(result))
+
+
+def test_what_slurm_refuses_is_told_in_its_own_words(slurm, sft_toml: Path, tmp_path: Path) -> None:
+    result = submit("sft", sft_toml, "--partition", "nowhere", "--output-dir", tmp_path / "out")
+    assert result.exit_code == 1
+    assert "invalid partition specified: nowhere" in result.stderr
+    assert result.stderr.splitlines()[-1] == f"error: nothing was submitted; the script stays: {tmp_path}/out/sft.sh"
+    assert (tmp_path / "out" / "sft.sh").is_file()
+
+
+@pytest.mark.slow
+def test_a_real_run_on_the_cpu_ends_with_weights(slurm, tmp_path: Path) -> None:
+    project_dir = tmp_path / "project"
+    project_dir.mkdir()
+    (project_dir / ".venv").symlink_to(sys.prefix)
+    (project_dir / "examples").symlink_to(ROOT / "examples")
+    out = tmp_path / "out"
+    config = ROOT / "examples" / "reverse_text" / "rl_cpu.toml"
+    words = ("--device", "cpu", "--max-steps", 2, "--train-gpus", 2, "--cpus-per-gpu", 1)
+    result = submit_and_wait("rl", config, *words, "--project-dir", project_dir, "--output-dir", out)
+    job = slurm.job(job_id_of(result))
+    assert (job["JobState"], job["ExitCode"]) == ("COMPLETED", "0:0"), Path(job["StdOut"]).read_text()
+    assert (out / "weights" / "step_2" / "model.safetensors").is_file()
