@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from prime_rl.configs.trainer import DefaultLossConfig, ModelConfig
+from prime_rl.configs.trainer import DefaultLossConfig, FakeDataLoaderConfig, ModelConfig
 from prime_rl.trainer.model import setup_model
 from prime_rl.trainer.rl.data import FakeBatches
 from prime_rl.trainer.rl.loss import setup_loss
@@ -125,15 +125,13 @@ def test_mean_of_the_reported_losses_is_the_loss_of_the_step(model, world, sampl
     assert len(values["mismatch_kl"]) == size.sequences
 
 
-@pytest.mark.parametrize(("setting", "chunk"), [("auto", 8192), ("disabled", None), (512, 512)])
+@pytest.mark.parametrize(("setting", "chunk"), [("auto", 8192), ("disabled", None), (16384, 16384)])
 def test_the_head_follows_its_setting(setting, chunk) -> None:
     assert vocab_chunk_of(ModelConfig(fused_lm_head_chunk_size=setting)) == chunk
 
 
 @pytest.mark.parametrize("generate_samples", [False, True])
 def test_fake_rows_fill_the_batch_without_an_orchestrator(world, generate_samples) -> None:
-    from prime_rl.configs.trainer import FakeDataLoaderConfig
-
     batches = FakeBatches(FakeDataLoaderConfig(batch_size=3, generate_samples=generate_samples), 32, world)
     rows = [Row.of(message, CPU) for message in batches.take(0)]
     assert batches.is_ready(0)

@@ -15,9 +15,11 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from prime_rl.configs.shared import FileSystemTransportConfig
 from prime_rl.configs.trainer import ModelConfig, TrainerConfig
 from prime_rl.trainer.errors import TrainerError
 from prime_rl.trainer.rl.run import train
+from prime_rl.transport import setup_batch_sender
 from prime_rl.transport.messages import TrainingBatch, TrainingSample
 from prime_rl.utils.paths import RunPaths, stable_steps
 
@@ -45,12 +47,11 @@ def batch(step: int) -> TrainingBatch:
     return TrainingBatch([sample(length) for length in UNEVEN_LENGTHS], step)
 
 
-def send(out: Path, steps: int) -> None:
+def send(out: Path, *steps: int) -> None:
     """Lie batches ready as an orchestrator would."""
-    for step in range(steps):
-        path = RunPaths(out).orchestrator.batch(step)
-        path.parent.mkdir(parents=True)
-        path.write_bytes(msgspec.msgpack.encode(batch(step)))
+    sender = setup_batch_sender(FileSystemTransportConfig(), RunPaths(out).orchestrator)
+    for step in steps:
+        sender.send(batch(step))
 
 
 def command(out: Path, model: Path, *options: str, processes: int = 1) -> list[str]:
@@ -72,7 +73,7 @@ def trained(out: Path, model: Path, *options: str, processes: int = 1) -> subpro
 def whole_run(tmp_path_factory, tiny_model_dir) -> Path:
     """The directory of a run over two batches."""
     out = tmp_path_factory.mktemp("whole")
-    send(out, 2)
+    send(out, 0, 1)
     result = trained(out, tiny_model_dir, "--max-steps", "2")
     assert result.returncode == 0, result.stdout + result.stderr
     return out
@@ -118,7 +119,7 @@ def test_each_step_leaves_its_metrics_and_a_line(whole_run) -> None:
 
 
 def test_two_processes_train_the_same_weights_as_one(whole_run, tmp_path, tiny_model_dir) -> None:
-    send(tmp_path, 2)
+    send(tmp_path, 0, 1)
     result = trained(tmp_path, tiny_model_dir, "--max-steps", "2", processes=2)
     assert result.returncode == 0, result.stdout + result.stderr
     alone, together = final_weights(whole_run), final_weights(tmp_path)
@@ -130,37 +131,47 @@ def test_two_processes_train_the_same_weights_as_one(whole_run, tmp_path, tiny_m
     assert {name: two[name] for name in same} == pytest.approx({name: one[name] for name in same}, rel=1e-4)
 
 
-def test_sigterm_while_waiting_saves_and_the_run_then_ends_bit_equal(whole_run, tmp_path, tiny_model_dir) -> None:
-    send(tmp_path, 1)
-    options = ("--max-steps", "2", "--ckpt.interval", "50")
-    with subprocess.Popen(
-        command(tmp_path, tiny_model_dir, *options),
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    ) as process:
-        seen = next(line for line in process.stdout if "Step 0 |" in line)
-        process.send_signal(signal.SIGTERM)
-        rest, _ = process.communicate(timeout=120)
-    assert process.returncode == 143, seen + rest
-    paths = RunPaths(tmp_path)
-    assert stable_steps(paths.checkpoints) == [1]
-    assert not paths.weights.exists()
+@pytest.fixture(scope="module")
+def stopped_run(tmp_path_factory, tiny_model_dir) -> Path:
+    """A run that saved version 1 on SIGUSR1, and version 2 on the SIGTERM that ended it; both while it waited."""
+    out = tmp_path_factory.mktemp("stopped")
+    send(out, 0)
+    start = command(out, tiny_model_dir, "--max-steps", "3", "--ckpt.interval", "50")
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(start, env=environment, stdout=subprocess.PIPE, text=True) as process:
 
-    send_again = paths.orchestrator.batch(1)
-    send_again.parent.mkdir(parents=True)
-    send_again.write_bytes(msgspec.msgpack.encode(batch(1)))
+        def read_until(words: str) -> None:
+            assert any(words in line for line in process.stdout), f"the trainer ended before {words!r}"
+
+        read_until("Step 0 |")
+        process.send_signal(signal.SIGUSR1)
+        read_until("Saved checkpoint")
+        send(out, 1)
+        read_until("Step 1 |")
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=120)
+    assert process.returncode == 143
+    return out
+
+
+def test_signals_save_what_is_trained(stopped_run) -> None:
+    assert stable_steps(RunPaths(stopped_run).checkpoints) == [1, 2]
+    assert not RunPaths(stopped_run).weights.exists(), "an unfinished run exports nothing"
+
+
+def test_a_resumed_run_ends_bit_equal(whole_run, stopped_run, tiny_model_dir) -> None:
+    paths = RunPaths(stopped_run)
+    send(stopped_run, 1)
     stale = paths.orchestrator.broadcast(9)
     stale.mkdir()
-    result = trained(tmp_path, tiny_model_dir, *options, "--ckpt.resume-step", "-1")
+    options = ("--max-steps", "2", "--ckpt.resume-step", "1")
+    result = trained(stopped_run, tiny_model_dir, *options)
     assert result.returncode == 0, result.stdout + result.stderr
-    assert (
-        f"Resumed from {paths.trainer_checkpoint(1)}: step 1, {sum(UNEVEN_LENGTHS)} tokens, 12 samples" in result.stdout
-    )
+    receipt = f"Resumed from {paths.trainer_checkpoint(1)}: step 1, {sum(UNEVEN_LENGTHS)} tokens, 12 samples"
+    assert receipt in result.stdout
+    assert stable_steps(paths.orchestrator.broadcasts) == [1, 2]
     assert not stale.exists()
-    assert stable_steps(paths.checkpoints) == [1, 2]
-    uninterrupted, resumed = final_weights(whole_run), final_weights(tmp_path)
+    uninterrupted, resumed = final_weights(whole_run), final_weights(stopped_run)
     assert all(torch.equal(uninterrupted[name], resumed[name]) for name in uninterrupted)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -55,7 +56,7 @@ class FileSystemBroadcast:
     def _is_kept(self, version: int) -> bool:
         return self.keep_interval is not None and version % self.keep_interval == 0
 
-    def _remove(self, is_unwanted) -> None:
+    def _remove(self, is_unwanted: Callable[[int], bool]) -> None:
         if not self.run.broadcasts.is_dir():
             return
         for directory in self.run.broadcasts.iterdir():

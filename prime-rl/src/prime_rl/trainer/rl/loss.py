@@ -69,7 +69,7 @@ def setup_loss(config: DefaultLossConfig | CustomLossConfig) -> Loss:
     """
     if config.type == "custom":
         function = functools.partial(import_function(config.import_path), **config.kwargs)
-        return Loss(function, per_token=False, masked_in_only=False)
+        return Loss(functools.partial(custom_loss, function=function), per_token=False, masked_in_only=False)
     function = functools.partial(default_loss, config=config)
     return Loss(function, per_token=config.ratio_type == "token", masked_in_only=True)
 
@@ -84,6 +84,13 @@ def import_function(path: str) -> Callable[..., LossOutputs]:
     if not callable(function):
         raise BadLoss(f"loss.import_path: {path!r} is a {type(function).__name__}, not a function")
     return function
+
+
+def custom_loss(inputs: LossInputs, function: Callable[[LossInputs], LossOutputs]) -> LossOutputs:
+    """The user's loss, and the mismatch between trainer and inference, which says whether any loss can work."""
+    outputs = function(inputs)
+    log_ratio = (inputs.trainer_logprobs.detach() - inputs.inference_logprobs)[inputs.loss_mask]
+    return LossOutputs(outputs.loss, {"mismatch_kl": mismatch_kl(log_ratio).mean(), **outputs.metrics})
 
 
 def default_loss(inputs: LossInputs, config: DefaultLossConfig) -> LossOutputs:
@@ -117,7 +124,7 @@ def _dropped(log_ratio: Tensor, ratio: Tensor, config: DefaultLossConfig) -> tup
     geo_low, geo_high = geo_ratio < config.geo_mask_low, geo_ratio > config.geo_mask_high
     sequence_low, sequence_high = ratio.min() < config.sequence_mask_low, ratio.max() > config.sequence_mask_high
     dropped = low | high | geo_low | geo_high | sequence_low | sequence_high
-    mismatch = ratio - log_ratio - 1
+    mismatch = mismatch_kl(log_ratio)
     return dropped, {
         "mismatch_kl": mismatch.mean(),
         "masked_mismatch_kl": mismatch[dropped].sum() / dropped.sum().clamp(min=1),
@@ -131,6 +138,11 @@ def _dropped(log_ratio: Tensor, ratio: Tensor, config: DefaultLossConfig) -> tup
         "geo_masked_high": geo_high.float(),
         "geo_seq_ratio": geo_ratio,
     }
+
+
+def mismatch_kl(log_ratio: Tensor) -> Tensor:
+    """Per token `r - log r - 1`; its mean over tokens that inference drew estimates KL(inference | trainer)."""
+    return log_ratio.exp() - log_ratio - 1
 
 
 def sequence_lengths(position_ids: Tensor) -> list[int]:

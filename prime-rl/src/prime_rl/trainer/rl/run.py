@@ -38,7 +38,8 @@ def train(config: TrainerConfig, paths: RunPaths) -> None:
             parts = setup_parts(config, paths, world, monitor)
             RLTrainer(config, paths, world, parts, signals).run()
     except Stopped:
-        get_logger().warning("Stopped by SIGTERM")
+        if world.is_main:
+            get_logger().warning("Stopped by SIGTERM")
         raise SystemExit(EXIT_STOPPED) from None
     finally:
         destroy_world()
