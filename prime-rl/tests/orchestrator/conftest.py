@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,8 @@ class PolicyServer:
     drops: tuple[str, ...] = ()
     """Fields that answers lack."""
     url: str = ""
+    close: Callable[[], None] = lambda: None
+    """Stops serving, as a crash does."""
 
     def __post_init__(self) -> None:
         self.gate.set()
@@ -147,7 +150,12 @@ class _Uvicorn(uvicorn.Server):
 @pytest.fixture
 def serve() -> Iterator[Callable[[PolicyServer], PolicyServer]]:
     """Starts a policy server on a free port."""
-    started: list[tuple[PolicyServer, _Uvicorn, threading.Thread]] = []
+    started: list[PolicyServer] = []
+
+    def stop(policy: PolicyServer, server: _Uvicorn, thread: threading.Thread) -> None:
+        policy.gate.set()
+        server.should_exit = True
+        thread.join(10)
 
     def start(policy: PolicyServer) -> PolicyServer:
         server = _Uvicorn(uvicorn.Config(policy.app, port=0, log_level="error", timeout_graceful_shutdown=1))
@@ -156,14 +164,13 @@ def serve() -> Iterator[Callable[[PolicyServer], PolicyServer]]:
         thread.start()
         assert server.listening.wait(30)
         policy.url = f"http://127.0.0.1:{server.port}/v1"
-        started.append((policy, server, thread))
+        policy.close = partial(stop, policy, server, thread)
+        started.append(policy)
         return policy
 
     yield start
-    for policy, server, thread in started:
-        policy.gate.set()
-        server.should_exit = True
-        thread.join(10)
+    for policy in started:
+        policy.close()
 
 
 @pytest.fixture
@@ -189,6 +196,11 @@ class Twice(vf.MultiTurnEnv):
         return [{"role": "user", "content": "again"}]
 
 
+class Crashing(Twice):
+    async def env_response(self, messages, state):
+        raise RuntimeError("the database is down")
+
+
 def load_environment(kind="single", rows=4):
     data = Dataset.from_list([{"question": text, "answer": text[::-1]} for text in TEXTS]).select(range(rows))
     rubric = vf.Rubric(funcs=[reversed_text])
@@ -196,6 +208,8 @@ def load_environment(kind="single", rows=4):
         return vf.SingleTurnEnv(dataset=data, rubric=rubric)
     if kind == "twice":
         return Twice(dataset=data, rubric=rubric, max_turns=2)
+    if kind == "crashing":
+        return Crashing(dataset=data, rubric=rubric, max_turns=2)
     if kind == "eval only":
         return vf.SingleTurnEnv(eval_dataset=data, rubric=rubric)
     raise KeyError(f"no such kind: {kind}")

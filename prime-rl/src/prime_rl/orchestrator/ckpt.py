@@ -69,11 +69,9 @@ class Checkpoints:
         """Progress and buffer state as saved at the start of `step`.
 
         Raises:
-            ResumeFault: they are not there, or not readable.
+            ResumeFault: they cannot be read.
         """
         part = self.paths.checkpoint(step)
-        if not (part.parent / STABLE).is_file():
-            raise ResumeFault(self._missing(step))
         try:
             progress = Progress(**json.loads((part / "progress.json").read_text()))
             return progress, json.loads((part / "buffer.json").read_text())
@@ -84,14 +82,21 @@ class Checkpoints:
         """The step to resume from; None for a fresh start.
 
         The latest step is the trainer's latest: it is the trainer that holds the weights.
+
+        Raises:
+            ResumeFault: the orchestrator's part of that step is missing.
         """
-        if resume_step != LATEST:
-            return resume_step
-        saved = stable_steps(self.run.checkpoints)
-        if not saved:
-            get_logger().warning(f"No complete checkpoint in {self.run.checkpoints}: starting afresh")
+        if resume_step is None:
             return None
-        return saved[-1]
+        if resume_step == LATEST:
+            saved = stable_steps(self.run.checkpoints)
+            if not saved:
+                get_logger().warning(f"No complete checkpoint in {self.run.checkpoints}: starting afresh")
+                return None
+            resume_step = saved[-1]
+        if resume_step not in stable_steps(self.paths.checkpoints):
+            raise ResumeFault(self._missing(resume_step))
+        return resume_step
 
     def prune(self, version: int) -> None:
         """Remove the steps that the trainer has passed without saving them; it now is at `version` or later."""

@@ -5,6 +5,7 @@ The server is verifiers' own: `run_rollout` and `run_group` requests, as its `ZM
 
 from __future__ import annotations
 
+import signal
 import sys
 
 from prime_rl.configs.env_server import EnvServerConfig
@@ -22,6 +23,8 @@ def main() -> None:
     setup_logger(config.log.level, json_logging=config.log.json_logging)
     try:
         serve(config)
+        # It returns when it has been told to stop, which every process here answers in the same way.
+        sys.exit(128 + signal.SIGTERM)
     except EnvironmentFault as fault:
         get_logger().error(str(fault))
         sys.exit(1)

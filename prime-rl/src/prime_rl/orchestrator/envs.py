@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Sequence
 from typing import Any
 
 import verifiers as vf
-from datasets import Dataset
+from datasets import Dataset, disable_progress_bars
 from verifiers.serve import ZMQEnvClient
 
 from prime_rl.configs.orchestrator import EnvConfig
@@ -83,6 +84,8 @@ def load_environments(configs: Sequence[EnvConfig], vf_level: str) -> dict[str, 
         EnvironmentFault: one does not import, fails to load, has no training rows, or shares its name with another.
     """
     vf.setup_logging(vf_level)
+    if not sys.stderr.isatty():
+        disable_progress_bars()
     # It repeats as several log lines what `_load` says in one.
     logging.getLogger("verifiers.utils.env_utils").setLevel(logging.CRITICAL)
     environments: dict[str, TrainingEnvironment] = {}

@@ -56,6 +56,7 @@ def prepare_directory(config: OrchestratorConfig, paths: OrchestratorPaths) -> i
 
     Raises:
         OutputDirInUse: the directory holds the checkpoints of another run.
+        ResumeFault: the step to resume from has no part of the orchestrator.
     """
     run_paths = RunPaths.of_orchestrator(config.output_dir)
     wanted = config.ckpt.resume_step if config.ckpt else None

@@ -129,11 +129,14 @@ class Steps:
         return temperature_at(self.sampling, step, self.max_steps)
 
     def _usable_groups(self, step: int) -> int | None:
-        """How many groups the rest of the run can train on; None when nobody can know."""
-        if self.max_steps is None or self.target.rollouts is None:
+        """How many groups this step and later ones can use; None when nobody can know.
+
+        A synchronous run uses no group of this step's policy later.
+        """
+        last_step = step if self.policy.limits.max_level == 0 else self.max_steps and self.max_steps - 1
+        if last_step is None or self.target.rollouts is None:
             return None
-        per_step = math.ceil(self.target.rollouts / self.scheduler.limits.group_size)
-        return per_step * (self.max_steps - step)
+        return math.ceil(self.target.rollouts / self.scheduler.limits.group_size) * (last_step - step + 1)
 
     @contextmanager
     def _timing(self, phase: str) -> Iterator[None]:

@@ -1,0 +1,56 @@
+"""The `env-server` command as a process, asked by the orchestrator's own client."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from prime_rl.configs.orchestrator import EnvConfig
+from prime_rl.configs.shared import ClientConfig
+from prime_rl.orchestrator.client import InferencePool
+from prime_rl.orchestrator.envs import load_environments
+from prime_rl.orchestrator.rollout import ExampleRef
+from prime_rl.orchestrator.sampling import SamplingConfig, train_sampling_args
+
+COMMAND = Path(sys.executable).with_name("env-server")
+
+
+@pytest.fixture
+def variables(environments_dir: Path) -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(environments_dir), "OMP_NUM_THREADS": "1"}
+
+
+@pytest.mark.usefixtures("importable_environments")
+async def test_an_environment_answers_from_a_process_of_its_own(
+    policy_server, variables, tmp_path: Path, unused_tcp_port: int
+) -> None:
+    address = f"tcp://127.0.0.1:{unused_tcp_port}"
+    arguments = ["--env.id", "letters-env", "--env.address", address, "--output-dir", str(tmp_path)]
+    process = subprocess.Popen([COMMAND, *arguments], env=variables)
+    (environment,) = load_environments([EnvConfig(id="letters-env", address=address)], "warning").values()
+    pool = InferencePool(ClientConfig(base_url=[policy_server.url]), "letters")
+    policy_server.version = 1
+    try:
+        await environment.connect()
+        args = train_sampling_args(SamplingConfig(), 1.0)
+        rollouts = await environment.run_group(ExampleRef("letters-env", 1), 2, pool.servers[0], args, 1)
+    finally:
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 143
+        await environment.close()
+        await pool.close()
+    assert [rollout.reward for rollout in rollouts] == [1.0, 1.0]
+    assert bytes(rollouts[0].turns[0].completion_ids) == b"olleh\x03"
+    assert (tmp_path / "logs" / "train" / "letters-env" / "env_server.log").is_file()
+
+
+def test_an_environment_that_does_not_import_is_one_line_and_exit_1(variables) -> None:
+    ended = subprocess.run([COMMAND, "--env.id", "no-such-env"], env=variables, capture_output=True, text=True)
+    assert ended.returncode == 1
+    assert "environment 'no-such-env' does not import" in ended.stdout
+    assert "Traceback" not in ended.stdout + ended.stderr

@@ -1,0 +1,114 @@
+from __future__ import annotations
+
+import pytest
+
+from prime_rl.configs.orchestrator import EnvConfig
+from prime_rl.configs.shared import ClientConfig
+from prime_rl.orchestrator.client import InferencePool
+from prime_rl.orchestrator.envs import load_environments
+from prime_rl.orchestrator.errors import EnvironmentFault, MalformedRollout
+from prime_rl.orchestrator.rollout import ExampleRef
+from prime_rl.orchestrator.sampling import SamplingConfig, train_sampling_args
+from prime_rl.orchestrator.trajectories import to_samples
+
+pytestmark = pytest.mark.usefixtures("importable_environments")
+ARGS = train_sampling_args(SamplingConfig(), 0.7)
+EXAMPLE = ExampleRef("letters-env", 1)
+
+
+def load(**config):
+    (environment,) = load_environments([EnvConfig(id="letters-env", **config)], "warning").values()
+    return environment
+
+
+async def run_group(environment, server, size: int = 2, version: int = 5):
+    pool = InferencePool(ClientConfig(base_url=[server.url]), "letters")
+    await pool.wait_ready(use_token_client=True)
+    try:
+        return await environment.run_group(EXAMPLE, size, pool.servers[0], ARGS, version)
+    finally:
+        await pool.close()
+
+
+async def test_a_group_comes_back_scored_with_tokens_and_the_version_that_made_them(policy_server) -> None:
+    policy_server.version = 1
+    rollouts = await run_group(load(), policy_server)
+    assert [rollout.reward for rollout in rollouts] == [1.0, 1.0]
+    (turn,) = rollouts[0].turns
+    assert bytes(turn.completion_ids[:-1]) == b"olleh"
+    assert turn.completion_logprobs == [-1.5] * 6
+    assert (rollouts[0].version, rollouts[0].temperature) == (1, 0.7)
+    assert rollouts[0].metrics == {"reversed_text": 1.0, "num_turns": 1.0}
+    assert rollouts[0].stop_condition == "max_turns_reached"
+
+
+async def test_where_servers_do_not_tell_the_version_is_that_of_the_submission(policy_server) -> None:
+    policy_server.drops = ("weight_versions",)
+    rollouts = await run_group(load(), policy_server)
+    assert {rollout.version for rollout in rollouts} == {5}
+
+
+async def test_a_conversation_of_two_turns_is_one_sample(policy_server) -> None:
+    policy_server.version = 1
+    (rollout,) = await run_group(load(args={"kind": "twice"}), policy_server, size=1)
+    assert rollout.num_turns == 2
+    assert policy_server.requests[-1]["path"] == "/v1/chat/completions/tokens"
+    (sample,) = to_samples(rollout)
+    assert bytes(sample.prompt_ids) == b"user:hello\x03assistant:"
+    assert bytes(sample.completion_ids) == b"olleh\x03user:again\x03assistant:niaga\x03"
+    trained = [token for token, mask in zip(sample.completion_ids, sample.completion_mask, strict=True) if mask]
+    assert bytes(trained) == b"olleh\x03niaga\x03"
+
+
+async def test_what_exceeds_seq_len_is_cut_and_flagged(policy_server) -> None:
+    environment = load(extra_env_kwargs={"seq_len": 23, "score_rollouts": True})
+    (rollout,) = await run_group(environment, policy_server, size=1)
+    assert rollout.is_truncated
+    assert rollout.turns[0].total_tokens == 23
+
+
+async def test_without_verification_rewards_are_zero(policy_server) -> None:
+    policy_server.version = 1
+    (rollout,) = await run_group(load(extra_env_kwargs={"score_rollouts": False}), policy_server, size=1)
+    assert rollout.reward == 0.0
+
+
+async def test_a_group_whose_every_request_failed_is_a_failure_not_a_score(policy_server) -> None:
+    environment = load()
+    pool = InferencePool(ClientConfig(base_url=[policy_server.url]), "letters")
+    policy_server.refusal = (422, "no such sampler")
+    with pytest.raises(MalformedRollout, match=r"every rollout of the group failed: .*no such sampler"):
+        await environment.run_group(EXAMPLE, 2, pool.servers[0], ARGS, 0)
+    await pool.close()
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"id": "no-such-env"}, r"env\[0\]: environment 'no-such-env' does not import: No module named 'no_such_env'"),
+        ({"id": "broken-env"}, r"'broken-env' does not import: No module named 'a_module_that_is_not_there'"),
+        (
+            {"id": "letters-env", "args": {"kind": "odd"}},
+            "Failed to load environment 'letters-env': .*no such kind: odd",
+        ),
+        ({"id": "letters-env", "args": {"size": 1}}, "unexpected keyword argument 'size'"),
+        ({"id": "letters-env", "args": {"rows": 0}}, "'letters-env' has no training rows"),
+        ({"id": "letters-env", "args": {"kind": "eval only"}}, "the dataset of environment 'letters-env' fails"),
+    ],
+)
+def test_an_environment_that_cannot_be_used_is_one_line(config, message: str) -> None:
+    with pytest.raises(EnvironmentFault, match=message) as fault:
+        load_environments([EnvConfig(**config)], "warning")
+    assert "\n" not in str(fault.value)
+
+
+def test_a_version_in_the_id_is_left_out_of_the_import() -> None:
+    environments = load_environments([EnvConfig(id="letters-env@0.1.2", args={"rows": 3})], "warning")
+    assert {name: len(environment) for name, environment in environments.items()} == {"letters-env@0.1.2": 3}
+
+
+def test_two_environments_need_two_names() -> None:
+    same = EnvConfig(id="letters-env")
+    with pytest.raises(EnvironmentFault, match=r"env\[1\]: the name 'letters-env' is taken"):
+        load_environments([same, same], "warning")
+    assert len(load_environments([same, EnvConfig(id="letters-env", name="other")], "warning")) == 2

@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from prime_rl.configs.orchestrator import CheckpointConfig
+from prime_rl.orchestrator.ckpt import Checkpoints, Progress, remove_stale, restore
+from prime_rl.orchestrator.errors import ResumeFault
+from prime_rl.utils.logger import get_logger
+from prime_rl.utils.paths import RunPaths, replacing_directory, stable_steps
+
+
+@pytest.fixture
+def checkpoints(tmp_path: Path) -> Checkpoints:
+    run = RunPaths(tmp_path)
+    return Checkpoints(run, run.orchestrator)
+
+
+def save_trainer(checkpoints: Checkpoints, *steps: int) -> None:
+    for step in steps:
+        with replacing_directory(checkpoints.run.checkpoint(step)):
+            pass
+
+
+def save(checkpoints: Checkpoints, *steps: int) -> None:
+    for step in steps:
+        checkpoints.save(Progress(step, total_tokens=10 * step), {"draws": step})
+
+
+def test_what_is_saved_comes_back(checkpoints: Checkpoints) -> None:
+    saved = Progress(step=4, total_tokens=100, total_samples=20, total_problems=5)
+    checkpoints.save(saved, {"draws": 7})
+    assert restore(CheckpointConfig(), checkpoints, 4) == (saved, {"draws": 7})
+
+
+def test_progress_and_buffer_can_be_left_out(checkpoints: Checkpoints) -> None:
+    save(checkpoints, 4)
+    config = CheckpointConfig(skip_progress=True, skip_buffer=True)
+    assert restore(config, checkpoints, 4) == (Progress(step=4), None)
+
+
+def test_the_latest_step_is_the_trainers_latest_complete_one(checkpoints: Checkpoints) -> None:
+    save(checkpoints, 0, 1, 2, 3)
+    save_trainer(checkpoints, 1, 2)
+    checkpoints.run.checkpoint(3).mkdir()
+    assert checkpoints.resolve(-1) == 2
+    assert checkpoints.resolve(1) == 1
+    assert checkpoints.resolve(None) is None
+
+
+def test_without_a_trainer_checkpoint_the_run_starts_afresh_and_says_so(
+    checkpoints: Checkpoints, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(get_logger(), "handlers", [caplog.handler])
+    save(checkpoints, 0, 1)
+    assert checkpoints.resolve(-1) is None
+    assert "starting afresh" in caplog.text
+
+
+def test_a_step_without_our_part_is_refused_and_the_message_names_one_that_has_both(checkpoints: Checkpoints) -> None:
+    save(checkpoints, 2)
+    save_trainer(checkpoints, 2, 5)
+    with pytest.raises(ResumeFault, match=r"checkpoint of step 5 has no counterpart .*: resume from 2"):
+        checkpoints.resolve(-1)
+
+
+def test_an_unreadable_part_is_one_line(checkpoints: Checkpoints) -> None:
+    save(checkpoints, 2)
+    (checkpoints.paths.checkpoint(2) / "progress.json").write_text("{")
+    with pytest.raises(ResumeFault, match="cannot be read"):
+        checkpoints.load(2)
+
+
+def test_steps_that_the_trainer_passed_without_saving_are_removed(checkpoints: Checkpoints) -> None:
+    save(checkpoints, *range(7))
+    save_trainer(checkpoints, 2)
+    checkpoints.prune(version=5)
+    assert stable_steps(checkpoints.paths.checkpoints) == [2, 4, 5, 6]
+
+
+async def test_weights_come_from_the_broadcast_or_else_from_the_export(checkpoints: Checkpoints) -> None:
+    with replacing_directory(checkpoints.run.weight(3)):
+        pass
+    assert await checkpoints.await_weights(3, timeout_s=0) == checkpoints.run.weight(3)
+    with replacing_directory(checkpoints.paths.broadcast(3)):
+        pass
+    assert await checkpoints.await_weights(3, timeout_s=0) == checkpoints.paths.broadcast(3)
+
+
+async def test_weights_that_do_not_appear_are_one_line_with_both_places(checkpoints: Checkpoints) -> None:
+    with pytest.raises(ResumeFault, match=r"version 3 are neither in .*broadcasts/step_3 nor in .*weights/step_3"):
+        await checkpoints.await_weights(3, timeout_s=0)
+
+
+def test_what_an_earlier_life_left_for_coming_steps_is_removed(checkpoints: Checkpoints) -> None:
+    paths = checkpoints.paths
+    for step in range(4):
+        paths.batch(step).parent.mkdir(parents=True)
+        paths.broadcast(step).mkdir(parents=True)
+    remove_stale(paths, start_step=2)
+    assert sorted(path.name for path in paths.rollouts.iterdir()) == ["step_0", "step_1"]
+    assert sorted(path.name for path in paths.broadcasts.iterdir()) == ["step_0", "step_1", "step_2"]

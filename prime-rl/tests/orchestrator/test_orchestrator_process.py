@@ -1,0 +1,197 @@
+"""The `orchestrator` command as a process, against an inference server and a trainer that this test plays."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomli_w
+
+from prime_rl.configs.shared import FileSystemTransportConfig
+from prime_rl.transport import TrainingBatch, setup_batch_receiver
+from prime_rl.utils.paths import RunPaths, replacing_directory, stable_steps
+
+LIMIT_S = 120.0
+LOOK_S = 0.05
+
+
+@dataclass
+class Run:
+    """An `orchestrator` process and its directory."""
+
+    paths: RunPaths
+    process: subprocess.Popen[bytes]
+    output: Path
+    batches: list[TrainingBatch] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.receiver = setup_batch_receiver(FileSystemTransportConfig(), self.paths.orchestrator)
+
+    def ended(self) -> bool:
+        """Whether the process ends while we look."""
+        try:
+            self.process.wait(LOOK_S)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+    def until(self, condition: Callable[[], Any]) -> Any:
+        """Wait until something is there, and fail with the log if the process ends before."""
+        while not (value := condition()):
+            assert not self.ended(), self.log
+        return value
+
+    def train_step(self, step: int) -> TrainingBatch:
+        """Play the trainer: take the batch of `step`, publish the version that it makes."""
+        batch = self.until(lambda: self.receiver.receive(step))
+        self.batches.append(batch)
+        self.publish(step + 1)
+        return batch
+
+    def publish(self, version: int) -> None:
+        with replacing_directory(self.paths.orchestrator.broadcast(version)) as scratch:
+            (scratch / "model.safetensors").touch()
+
+    def finish(self) -> int:
+        return self.process.wait(LIMIT_S)
+
+    @property
+    def log(self) -> str:
+        return self.output.read_text()
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in self.paths.metrics.read_text().splitlines()]
+
+
+@pytest.fixture
+def start(environments_dir: Path, tmp_path: Path, policy_server) -> Iterator[Callable[..., Run]]:
+    """Starts the command with a config file, in the run directory `tmp_path/run`."""
+    running: list[subprocess.Popen[bytes]] = []
+    environment = {**os.environ, "PYTHONPATH": str(environments_dir), "OMP_NUM_THREADS": "1"}
+
+    def begin(**config: Any) -> Run:
+        paths = RunPaths(tmp_path / "run")
+        defaults = {
+            "output_dir": str(paths.orchestrator.root),
+            "batch_size": 4,
+            "rollouts_per_example": 2,
+            "model": {"name": "letters"},
+            "client": {"base_url": [policy_server.url]},
+            "env": [{"id": "letters-env"}],
+            "filters": [{"type": "repetition"}],
+        }
+        file = tmp_path / "orchestrator.toml"
+        file.write_text(tomli_w.dumps(defaults | config))
+        command = [str(Path(sys.executable).with_name("orchestrator")), "@", str(file)]
+        output = tmp_path / "output.log"
+        with output.open("w") as stream:
+            process = subprocess.Popen(command, env=environment, stdout=stream, stderr=subprocess.STDOUT)
+        running.append(process)
+        return Run(paths, process, output)
+
+    yield begin
+    for process in running:
+        process.kill()
+        process.wait()
+
+
+def rewards(run: Run) -> list[float]:
+    return [record["reward/mean"] for record in run.metrics if record["source"] == "orchestrator"]
+
+
+def test_a_run_sends_its_batches_follows_the_trainer_and_ends_with_exit_0(start, policy_server) -> None:
+    run = start(max_steps=3, max_async_level=0, ckpt={})
+    for step in range(3):
+        run.train_step(step)
+    assert run.finish() == 0
+
+    assert [len(batch.examples) for batch in run.batches] == [4, 4, 4]
+    assert rewards(run)[0] < 1.0
+    assert rewards(run)[1:] == [1.0, 1.0]
+    assert policy_server.version == 2
+    assert policy_server.loaded == [str(run.paths.orchestrator.broadcast(version)) for version in (1, 2)]
+    lines = re.findall(r"SUCCESS (Step \d) \| Time: \d+\.\d\ds \| Reward: \d\.\d{4} \|", run.log)
+    assert lines == ["Step 0", "Step 1", "Step 2"]
+    assert run.log.rstrip().endswith("Orchestrator finished.")
+    assert "Orchestrator finished." in run.paths.orchestrator.log.read_text()
+    assert 3 in stable_steps(run.paths.orchestrator.checkpoints)
+    assert run.paths.orchestrator.resolved_config.is_file()
+    assert [record["step"] for record in run.metrics] == [0, 1, 2]
+
+
+def test_the_batch_after_the_next_waits_for_the_trainer(start, policy_server) -> None:
+    policy_server.version = 5
+    run = start(max_steps=3, max_async_level=1)
+    run.until(lambda: run.receiver.receive(0))
+    run.until(lambda: run.receiver.receive(1))
+    assert not run.ended()
+    assert run.receiver.receive(2) is None
+    run.publish(1)
+    run.until(lambda: run.receiver.receive(2))
+    assert run.finish() == 0
+    assert policy_server.loaded == [None, str(run.paths.orchestrator.broadcast(1))]
+    assert "Inference holds version 5 of an earlier run: back to the base model" in run.log
+
+
+def test_a_stopped_run_continues_where_it_was(start, policy_server) -> None:
+    run = start(max_steps=4, max_async_level=0, ckpt={})
+    for step in range(2):
+        run.train_step(step)
+    policy_server.gate.clear()
+    run.until(lambda: "Step 1 |" in run.log and stable_steps(run.paths.orchestrator.checkpoints)[-1] == 2)
+    run.process.send_signal(signal.SIGTERM)
+    assert run.finish() == 143
+    assert "SIGTERM: stopping" in run.log
+    with replacing_directory(run.paths.checkpoint(2)):
+        pass
+
+    policy_server.gate.set()
+    policy_server.version = 0
+    resumed = start(max_steps=4, max_async_level=0, ckpt={"resume_step": -1})
+    for step in (2, 3):
+        resumed.train_step(step)
+    assert resumed.finish() == 0
+    assert "Resumed at step 2: 8 rollouts" in resumed.log
+    assert [record["step"] for record in resumed.metrics] == [0, 1, 2, 3]
+    assert resumed.metrics[3]["progress/total_samples"] == 16
+    assert policy_server.loaded[-2:] == [str(resumed.paths.orchestrator.broadcast(version)) for version in (2, 3)]
+
+
+def test_resuming_a_step_that_was_not_saved_is_refused_in_one_line(start) -> None:
+    run = start(max_steps=4, ckpt={"resume_step": 3})
+    assert run.finish() == 1
+    assert "the trainer's checkpoint of step 3 has no counterpart" in run.log
+    assert len(run.log.splitlines()) == 1
+
+
+def test_a_run_in_which_every_group_fails_ends_with_the_reason_and_where_it_was(start) -> None:
+    run = start(max_steps=2, env=[{"id": "letters-env", "args": {"kind": "crashing"}}])
+    assert run.finish() == 1
+    assert "8 groups of rollouts failed and none succeeded" in run.log
+    assert "RuntimeError: the database is down" in run.log
+    assert "letters_env.py" in run.log
+
+
+def test_a_dead_inference_server_ends_the_run(start, policy_server) -> None:
+    run = start(max_steps=2, max_async_level=0)
+    run.until(lambda: run.receiver.receive(0))
+    policy_server.close()
+    assert run.finish() == 1
+    assert f"the inference server {policy_server.url.removesuffix('/v1')} is gone" in run.log
+
+
+def test_what_is_not_built_is_refused_before_anything_is_written(start) -> None:
+    run = start(prime_monitor={})
+    assert run.finish() == 2
+    assert "prime_monitor" in run.log
+    assert not run.paths.root.exists()

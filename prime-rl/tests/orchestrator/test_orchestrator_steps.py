@@ -1,0 +1,131 @@
+from __future__ import annotations
+
+import pytest
+
+from prime_rl.orchestrator.batch import build_batch
+from prime_rl.orchestrator.ckpt import Progress
+from prime_rl.orchestrator.errors import MalformedRollout, NothingToTrain
+from prime_rl.orchestrator.metrics import (
+    StepStatus,
+    count_tokens,
+    environment_metrics,
+    log_line,
+    progress_metrics,
+    reward_metrics,
+    rollout_metrics,
+    sample_text,
+    status_metrics,
+)
+from prime_rl.orchestrator.rollout import ExampleRef, Group, check_trainable, read_rollout
+from prime_rl.orchestrator.steps import EmptyBatches
+
+EXAMPLE = ExampleRef("letters", 0)
+
+
+@pytest.fixture
+def batch(turn, rollout):
+    """Two groups: rewards 1 and 0, of which the second failed; and rewards 1 and 1 in another environment."""
+    first = [rollout(turn([1, 2], [3, 4]), reward=1.0), rollout(turn([1, 2], [3]), reward=0.0, error="ModelError")]
+    second = [rollout(turn([1], [2]), reward=1.0, env="numbers", metrics={"exact": float(i)}) for i in range(2)]
+    return build_batch([Group(first, off_policy_level=2), Group(second)])
+
+
+def test_a_batch_ships_only_samples_with_something_to_train(batch) -> None:
+    message = batch.message(7)
+    assert message.step == 7
+    assert [sample.completion_ids for sample in message.examples] == [[3, 4], [2], [2]]
+    assert len(batch.rollouts) == 4
+
+
+def test_tokens_that_are_not_trained_count_as_prefill(batch) -> None:
+    counts = count_tokens(sample for _, samples in batch.samples for sample in samples)
+    assert (counts.prefill, counts.decode, counts.total) == (2 + 3 + 1 + 1, 2 + 1 + 1, 11)
+
+
+def test_the_metrics_of_a_step_have_their_documented_names(batch) -> None:
+    progress = progress_metrics(batch, Progress(1, 11, 4, 2), policy_version=0)
+    assert progress["progress/tokens"] == 11
+    assert progress["progress/total_problems"] == 2
+    rewards = reward_metrics(batch.groups)
+    assert (rewards["reward/mean"], rewards["reward/median"], rewards["reward/min"]) == (0.75, 1.0, 0.0)
+    assert (rewards["batch/solve_none"], rewards["batch/solve_all"], rewards["batch/effective_batch_size"]) == (
+        0,
+        0.5,
+        0.5,
+    )
+    assert (rewards["reward/letters"], rewards["batch/numbers"]) == (0.5, 0.5)
+    environment = environment_metrics(batch.rollouts, [])
+    assert (environment["error/mean"], environment["error/ModelError"], environment["metrics/exact"]) == (
+        0.25,
+        1.0,
+        0.5,
+    )
+    lengths = rollout_metrics(batch)
+    assert (lengths["seq_len/mean"], lengths["seq_len/max"], lengths["samples_per_rollout/mean"]) == (2.75, 3.5, 1)
+
+
+def test_the_line_of_a_step_is_as_scripts_expect_it(batch) -> None:
+    status = StepStatus(3, async_level=1, groups_in_flight=2, group_size=2, cancelled_groups=1, temperature=1.0)
+    metrics = {
+        **reward_metrics(batch.groups),
+        **rollout_metrics(batch),
+        **status_metrics(batch.groups, status),
+        "time/step": 1.234,
+        "perf/throughput": 8.9,
+    }
+    assert metrics["batch/cancelled_rollouts"] == 2
+    assert log_line(4, metrics) == (
+        "Step 4 | Time: 1.23s | Reward: 0.7500 | Throughput: 8.9 tokens/s | Seq. Length: 2.8 tokens/sample | "
+        "Async Level: 1 | Max. Off-Policy Level: 2"
+    )
+
+
+def test_a_sample_reads_as_a_conversation(rollout) -> None:
+    attempt = rollout(reward=0.5, stop_condition="max_turns_reached")
+    attempt.prompt, attempt.completion = [{"role": "user", "content": "abc"}], [{"role": "assistant", "content": "cba"}]
+    assert sample_text(attempt) == "letters row 0, reward 0.5000, max_turns_reached:\n  [user] abc\n  [assistant] cba"
+
+
+async def test_empty_batches_wait_longer_each_time_and_end_the_run_at_the_fifth() -> None:
+    pauses: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        pauses.append(seconds)
+
+    empty = EmptyBatches(sleep)
+    for _ in range(4):
+        await empty.pause(step=3)
+    with pytest.raises(NothingToTrain, match="step 3: 5 batches in a row"):
+        await empty.pause(step=3)
+    assert pauses == [30, 60, 120, 240]
+
+
+@pytest.mark.parametrize("reward", [None, float("nan"), float("inf"), "high"])
+def test_a_reward_that_is_no_number_fails_the_rollout(reward) -> None:
+    with pytest.raises(MalformedRollout, match="not a finite number"):
+        read_rollout({"reward": reward}, EXAMPLE, 1.0, 0)
+
+
+def test_tokens_and_logprobs_that_do_not_match_fail_the_rollout() -> None:
+    tokens = {
+        "prompt_ids": [1],
+        "prompt_mask": [0],
+        "completion_ids": [2, 3],
+        "completion_mask": [1, 1],
+        "completion_logprobs": [-1.0],
+    }
+    with pytest.raises(MalformedRollout, match="2 tokens, 2 mask entries and 1 log-probabilities"):
+        read_rollout({"reward": 1.0, "trajectory": [{"tokens": tokens}]}, EXAMPLE, 1.0, 0)
+
+
+def test_turns_without_tokens_are_left_out() -> None:
+    attempt = read_rollout({"reward": 1.0, "trajectory": [{"tokens": None}]}, EXAMPLE, 1.0, 0)
+    assert (attempt.turns, attempt.num_turns) == ([], 1)
+    with pytest.raises(MalformedRollout, match="no rollout of the group has token ids"):
+        check_trainable([attempt])
+
+
+def test_a_rollout_that_ended_in_an_error_keeps_its_reward_and_does_not_train() -> None:
+    error = {"error": "ToolError", "error_chain_repr": "ToolError('x')", "error_chain_str": "ToolError"}
+    attempt = read_rollout({"reward": 0.5, "error": error, "trajectory": []}, EXAMPLE, 1.0, 0)
+    assert (attempt.reward, attempt.error, attempt.trains) == (0.5, "ToolError", False)
