@@ -77,6 +77,7 @@ def setup_parts(config: TrainerConfig, paths: RunPaths, world: World, monitor: M
     )
     # Before the model is loaded, so that nobody takes a version of an earlier start for one of this run.
     broadcast.discard_after(resume_step or 0)
+    tokenizer = setup_tokenizer(config.tokenizer, config.model)
     model = setup_model(config.model, world)
     optimizer = setup_optimizer(config.optim, model)
     state = TrainState(model, optimizer, setup_scheduler(config.scheduler, optimizer, config.max_steps), Progress())
@@ -84,7 +85,7 @@ def setup_parts(config: TrainerConfig, paths: RunPaths, world: World, monitor: M
         resume(state, checkpoints, resume_step, config.max_steps)
     return Parts(
         state=state,
-        tokenizer=setup_tokenizer(config.tokenizer, config.model),
+        tokenizer=tokenizer,
         batches=setup_batches(config, paths, world),
         forward_backward=ForwardBackward(model, loss, vocab_chunk_of(config.model), world),
         broadcast=broadcast,
