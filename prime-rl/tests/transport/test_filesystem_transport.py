@@ -6,6 +6,7 @@ import logging
 
 import msgspec
 import pytest
+
 from prime_rl.configs.shared import FileSystemTransportConfig, ZMQTransportConfig
 from prime_rl.transport import (
     MicroBatch,
