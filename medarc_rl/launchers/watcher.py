@@ -20,7 +20,7 @@ from prime_rl.utils.process.logs import HEAD, Follower
 LOOK_EVERY_S = 0.25
 _LOG_PREFIX = re.compile(r"^\d{2}:\d{2}:\d{2}\s+[A-Z]+\s+")
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
-_STEP_LINE = re.compile(r"\bStep \d+ \|")
+_STEP_LINE = re.compile(r"\bStep \d+ \| ")
 
 
 class Watcher:
@@ -60,7 +60,8 @@ class Watcher:
         words = _LOG_PREFIX.sub("", _ANSI.sub("", line).rpartition("\r")[2]).strip()
         if not words or line.startswith(HEAD):
             return
-        self._doing[name] = words
+        # Children count steps from 0, the display those that are finished.
+        self._doing[name] = _STEP_LINE.sub("", words)
         if name == "inference" and name not in self._ready and re.search(r"\bready\b", words, re.IGNORECASE):
             self._ready.add(name)
             self._display.line(f"inference is ready after {clock(time.monotonic() - self._started_s)}")

@@ -9,7 +9,9 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
 from urllib.parse import urlsplit
 from uuid import uuid4
 
@@ -48,17 +50,21 @@ def main() -> None:
     raise SystemExit(run(config))
 
 
-def run(config: RLConfig) -> int:
-    """Run the children of `config` to their common end; the exit code. What went wrong is on stderr."""
+def run(config: RLConfig, bin_dir: Path | None = None) -> int:
+    """Run the children of `config` to their common end; the exit code. What went wrong is on stderr.
+
+    Their programs are in `bin_dir`, by default beside this interpreter.
+    """
     sections = {"trainer": config.trainer, "orchestrator": config.orchestrator}
     if config.inference is not None:
         sections["inference"] = config.inference
     ckpt = config.trainer.ckpt
-    return launch("rl", config, sections, None if ckpt is None else ckpt.resume_step, plan_run)
+    plan = partial(plan_run, bin_dir=bin_dir)
+    return launch("rl", config, sections, None if ckpt is None else ckpt.resume_step, plan)
 
 
 def plan_run(
-    config: RLConfig, paths: RunPaths, rendezvous_port: int, resume_step: int | None
+    config: RLConfig, paths: RunPaths, rendezvous_port: int, resume_step: int | None, bin_dir: Path | None = None
 ) -> tuple[ProcessSpec, ...]:
     """Decide every child of the run.
 
@@ -67,8 +73,8 @@ def plan_run(
         DeviceError: the machine lacks the GPUs that the run needs.
     """
     check_ports(config)
-    gpus, env = place(config, os.environ)
-    programs = Programs.find()
+    gpus, env = place(config, usable_gpus(os.environ), os.environ)
+    programs = Programs.find(bin_dir)
     resume = resume_flags(resume_step, config.trainer)
     on_gpus, processes = bool(gpus.trainer), process_counts(config)[1]
     job = TorchJob(RL_TRAINER, paths.config("trainer"), processes, rendezvous_port, uuid4().hex, paths.torchrun_logs)
@@ -96,13 +102,12 @@ def check_ports(config: RLConfig) -> None:
         )
 
 
-def place(config: RLConfig, env: Mapping[str, str]) -> tuple[GpuAssignment, dict[str, str]]:
+def place(config: RLConfig, usable: Sequence[str], env: Mapping[str, str]) -> tuple[GpuAssignment, dict[str, str]]:
     """The GPUs of each side, none on the CPU; and what the environment of every child gets.
 
     Raises:
         LaunchRefused, DeviceError: as `plan_run`.
     """
-    usable = usable_gpus(env)
     infer, train = process_counts(config)
     if choose_device(config.device, usable) == "cpu":
         return GpuAssignment(), cpu_env(config, usable_cores(), env)

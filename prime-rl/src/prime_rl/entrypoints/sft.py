@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from functools import partial
+from pathlib import Path
 from uuid import uuid4
 
 from prime_rl.configs.not_built import refuse_unbuilt
@@ -22,14 +24,17 @@ def main() -> None:
     raise SystemExit(run(config))
 
 
-def run(config: SFTConfig) -> int:
-    """Train to the end; the exit code. What went wrong is on stderr."""
+def run(config: SFTConfig, bin_dir: Path | None = None) -> int:
+    """Train to the end; the exit code. What went wrong is on stderr.
+
+    Programs are in `bin_dir`, by default beside this interpreter.
+    """
     resume_step = None if config.ckpt is None else config.ckpt.resume_step
-    return launch("sft", config, {"sft": config}, resume_step, plan_run)
+    return launch("sft", config, {"sft": config}, resume_step, partial(plan_run, bin_dir=bin_dir))
 
 
 def plan_run(
-    config: SFTConfig, paths: RunPaths, rendezvous_port: int, resume_step: int | None
+    config: SFTConfig, paths: RunPaths, rendezvous_port: int, resume_step: int | None, bin_dir: Path | None = None
 ) -> tuple[ProcessSpec, ...]:
     """The trainer: alone when it is one process, else under torchrun.
 
@@ -42,4 +47,8 @@ def plan_run(
         raise DeviceError(f"deployment.num_gpus = {processes}, but {len(usable)} can be used: {','.join(usable)}")
     env = {} if device == "cuda" else thread_env(usable_cores(), processes, os.environ)
     job = TorchJob(SFT_TRAINER, paths.config("sft"), processes, rendezvous_port, uuid4().hex, paths.torchrun_logs)
-    return (trainer_spec(paths, Programs.find(), job, env, *resume_flags(resume_step, config), torchrun=processes > 1),)
+    return (
+        trainer_spec(
+            paths, Programs.find(bin_dir), job, env, *resume_flags(resume_step, config), torchrun=processes > 1
+        ),
+    )

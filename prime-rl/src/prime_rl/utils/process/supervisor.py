@@ -101,7 +101,8 @@ class Supervisor:
                     break
                 case Exited(name):
                     self._running.remove(name)
-                    self._say(f"{name} {event}")
+                    asked = event.code == 0 or event.signal is signal.SIGTERM
+                    self._say(f"{name} {'stopped' if asked else event}")
                 case Signalled(signum):
                     signals.add(signum)
                     # Not for SIGTERM: a batch script that forwards it, and Slurm, may well send it twice.

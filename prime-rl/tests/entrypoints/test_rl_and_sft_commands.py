@@ -1,0 +1,175 @@
+"""The engine's own `rl` and `sft`, with stand-ins for the programs that they start."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prime_rl.configs.rl import RLConfig
+from prime_rl.configs.sft import SFTConfig
+from prime_rl.entrypoints import rl, sft
+from prime_rl.utils.paths import RunPaths
+from prime_rl.utils.process.devices import GpuAssignment
+
+STAND_IN = """#!{python}
+import json, os, signal, sys
+from pathlib import Path
+
+# The trainer is a module, the others are programs.
+name = "trainer" if "-m" in sys.argv else Path(sys.argv[0]).name
+root = Path(__file__).parent.parent
+(root / f"{{name}}.json").write_text(json.dumps(dict(argv=sys.argv[1:], env=dict(os.environ))))
+print(name, "says hello", flush=True)
+if name == "inference": signal.pause()
+sys.exit(Path(root / f"{{name}}.fails").exists() and "it broke")
+"""
+
+
+class Programs:
+    """Stand-ins for every program of the engine, and what they recorded."""
+
+    def __init__(self, root: Path) -> None:
+        self.root, self.bin = root, root / "bin"
+        self.bin.mkdir()
+        for name in ("inference", "orchestrator", "torchrun", "python"):
+            (self.bin / name).write_text(STAND_IN.format(python=sys.executable))
+            (self.bin / name).chmod(0o755)
+
+    def fail(self, name: str) -> None:
+        (self.root / f"{name}.fails").touch()
+
+    def seen_by(self, name: str) -> dict[str, Any]:
+        return json.loads((self.root / f"{name}.json").read_text())
+
+
+@pytest.fixture
+def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Programs:
+    for name in ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+    return Programs(tmp_path)
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> RunPaths:
+    return RunPaths(tmp_path / "out")
+
+
+def rl_config(out: RunPaths, **values: Any) -> RLConfig:
+    sections = {"trainer": {}, "orchestrator": {}, "inference": {}, "device": "cpu", "output_dir": out.root}
+    return RLConfig.model_validate({**sections, **values})
+
+
+def sft_config(out: RunPaths, **values: Any) -> SFTConfig:
+    return SFTConfig.model_validate({"device": "cpu", "output_dir": out.root, **values})
+
+
+def test_rl_runs_its_children_and_shows_the_trainers_log(
+    programs: Programs, out: RunPaths, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert rl.run(rl_config(out), programs.bin) == 0
+    shown = capsys.readouterr().out
+    assert "trainer says hello" in shown
+    assert "orchestrator says hello" not in shown
+    assert "orchestrator says hello" in out.log("orchestrator").read_text()
+    assert "trainer finished" in out.log("rl").read_text()
+    assert programs.seen_by("trainer")["argv"] == ["-m", "prime_rl.trainer.rl.train", "@", str(out.config("trainer"))]
+    assert programs.seen_by("orchestrator")["env"]["CUDA_VISIBLE_DEVICES"] == ""
+
+
+def test_the_ports_of_rl_are_those_of_the_config(programs: Programs, out: RunPaths) -> None:
+    config = rl_config(
+        out, inference={"server": {"port": 8123}}, orchestrator={"client": {"base_url": ["http://localhost:8123/v1"]}}
+    )
+    inference, orchestrator, _ = rl.plan_run(config, out, 29500, None, programs.bin)
+    assert inference.argv[1:] == ("@", str(out.config("inference")))
+    assert orchestrator.argv[1:] == ("@", str(out.config("orchestrator")))
+
+
+def test_a_client_that_looks_at_another_port_is_refused(
+    programs: Programs, out: RunPaths, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert rl.run(rl_config(out, inference={"server": {"port": 8123}}), programs.bin) == 2
+    assert capsys.readouterr().err.startswith(
+        "error: orchestrator.client.base_url is http://localhost:8000/v1, but the server listens on port 8123"
+    )
+    assert not out.root.exists()
+
+
+def test_the_child_that_fails_is_named_with_the_end_of_its_log(
+    programs: Programs, out: RunPaths, capsys: pytest.CaptureFixture[str]
+) -> None:
+    programs.fail("orchestrator")
+    assert rl.run(rl_config(out), programs.bin) == 1
+    assert capsys.readouterr().err.splitlines() == [
+        f"error: orchestrator exited with code 1; its log is {out.log('orchestrator')}",
+        "its last lines:",
+        "  | orchestrator says hello",
+        "  | it broke",
+    ]
+
+
+def test_gpus_are_taken_in_order_from_the_visible_ones(out: RunPaths) -> None:
+    config = rl_config(out, device="auto", deployment={"num_train_gpus": 2, "num_infer_gpus": 1})
+    gpus, env = rl.place(config, ("7", "GPU-3", "5", "1"), {})
+    assert gpus == GpuAssignment(("7",), ("GPU-3", "5"))
+    assert env == {}
+
+
+def test_gpus_that_the_config_names_may_be_shared(out: RunPaths) -> None:
+    config = rl_config(out, device="auto", inference_gpu_ids=[1], trainer_gpu_ids=[1])
+    assert rl.place(config, ("0", "1"), {})[0] == GpuAssignment(("1",), ("1",))
+
+
+def test_a_dry_run_writes_the_configs_and_starts_nothing(programs: Programs, out: RunPaths) -> None:
+    out.orchestrator.broadcast(3).mkdir(parents=True)
+    assert rl.run(rl_config(out, dry_run=True), programs.bin) == 0
+    assert sorted(path.stem for path in out.configs.iterdir()) == ["inference", "orchestrator", "trainer"]
+    assert not (programs.root / "trainer.json").exists()
+    assert out.orchestrator.broadcast(3).exists()
+
+
+def test_one_sft_process_is_started_alone_and_seen_live(
+    programs: Programs, out: RunPaths, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert sft.run(sft_config(out), programs.bin) == 0
+    assert "trainer says hello" in capsys.readouterr().out
+    assert "trainer says hello" in out.log("trainer").read_text()
+    assert programs.seen_by("trainer")["argv"] == ["-m", "prime_rl.trainer.sft.train", "@", str(out.config("sft"))]
+
+
+def test_several_sft_processes_are_started_by_torchrun(programs: Programs, out: RunPaths) -> None:
+    assert sft.run(sft_config(out, deployment={"num_gpus": 2}), programs.bin) == 0
+    assert "--nproc-per-node=2" in programs.seen_by("trainer")["argv"]
+
+
+def test_a_failed_sft_run_is_one_line_under_the_log_that_was_just_shown(
+    programs: Programs, out: RunPaths, capsys: pytest.CaptureFixture[str]
+) -> None:
+    programs.fail("trainer")
+    assert sft.run(sft_config(out), programs.bin) == 1
+    stdout, stderr = capsys.readouterr()
+    assert "it broke" in stdout
+    assert stderr == f"error: trainer exited with code 1; its log is {out.log('trainer')}\n"
+
+
+def test_another_runs_checkpoints_are_refused(
+    programs: Programs, out: RunPaths, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out.checkpoint(4).mkdir(parents=True)
+    assert sft.run(sft_config(out), programs.bin) == 2
+    assert "holds the checkpoints of another run" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["rl", "sft"])
+def test_a_mistyped_key_is_one_line_and_exit_code_2(command: str, tmp_path: Path) -> None:
+    (tmp_path / "bad.toml").write_text(
+        "max_step = 3\n[trainer]\n[orchestrator]\n" if command == "rl" else "max_step = 3\n"
+    )
+    argv = [sys.executable, "-c", f"from prime_rl.entrypoints.{command} import main; main()", "@", "bad.toml"]
+    ended = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert ended.returncode == 2
+    assert len(ended.stderr.splitlines()) == 1
+    assert "max_step" in ended.stderr
