@@ -8,7 +8,7 @@ import pytest
 
 from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.configs.rl import RLConfig
-from prime_rl.configs.trainer import MuonConfig, TrainerConfig
+from prime_rl.configs.trainer import ModelConfig, MuonConfig, TrainerConfig
 from prime_rl.utils.pydantic_config import ConfigWarning, load_config
 
 RL = ("--trainer", "--orchestrator", "--inference")
@@ -222,3 +222,17 @@ def test_a_faulty_shared_value_is_told_once(rl_faults) -> None:
         "--log.file: should be a valid boolean (got 'maybe')",
         "--max-steps: should be a valid integer (got 'abc')",
     ]
+
+
+def test_sections_may_be_instances_too() -> None:
+    sections = {"model": ModelConfig(seq_len=4096), "optim": MuonConfig(mu=0.5)}
+    run = RLConfig(trainer=sections, orchestrator={}, model={"name": "m"})
+    assert (run.trainer.model.seq_len, run.trainer.model.name, run.trainer.optim.mu) == (4096, "m", 0.5)
+
+
+@pytest.mark.parametrize("key", ["trainer.model", "orchestrator.sampling", "inference.parallel", "trainer.ckpt"])
+def test_sharing_hides_no_section_that_is_no_table(faults, toml, key: str) -> None:
+    component, section = key.split(".")
+    others = "\n".join(f"[{name}]" for name in ("trainer", "orchestrator", "inference") if name != component)
+    file = toml(f"[model]\nname = 'm'\n[ckpt]\ninterval = 3\n{others}\n[{component}]\n{section} = 3")
+    assert faults(RLConfig, files=(file,)) == [f"{file}: {key}: should be a table (got 3)"]

@@ -56,7 +56,7 @@ class RunTables:
     def fill(self, key: str, value: Any) -> None:
         """Set a key that is absent or None; the table of a component that does not run stays absent."""
         if self.get(key) is None:
-            self._set(key, value)
+            self.put(key, value)
 
     def override(self, key: str, value: Any, source: str) -> None:
         """Set a key, and warn if it was given another value. `source` is the shared setting."""
@@ -64,12 +64,15 @@ class RunTables:
         if given is not _ABSENT and _differ(given, value):
             text = f"{source} makes {key} {value!r}; the config's own {key} = {given!r} has no effect"
             warnings.warn(text, ConfigWarning, stacklevel=4)
-        self._set(key, value)
+        self.put(key, value)
 
-    def _set(self, key: str, value: Any) -> None:
+    def put(self, key: str, value: Any) -> None:
+        """Set a key of a component that runs."""
         component, *path = key.split(".")
         table = getattr(self, component)
-        if table is not None:
+        above = [value_at(table, tuple(path[:length])) for length in range(1, len(path))]
+        # A section that is no table is a fault, which must stay for the validation to see.
+        if table is not None and all(section is None or isinstance(section, dict) for section in above):
             set_at(table, path, value)
 
 
@@ -113,9 +116,11 @@ def peek(section: type[SectionT], raw: Any) -> SectionT | None:
 
 
 def _component(value: Any) -> Table | None:
-    if isinstance(value, BaseModel):
-        return explicit_values(value)
-    return value if isinstance(value, dict) else None
+    """The raw table of a component; sections given as instances become tables too."""
+    table = explicit_values(value) if isinstance(value, BaseModel) else value
+    if not isinstance(table, dict):
+        return None
+    return {key: _component(item) if isinstance(item, BaseModel | dict) else item for key, item in table.items()}
 
 
 def _readable_shared(shared_cls: type[SharedSettings], data: Table) -> SharedSettings:
@@ -315,8 +320,10 @@ def _add_teacher(run: RunTables) -> None:
     if run.teacher_inference is None:
         server = peek(ServerConfig, run.get("inference.server"))
         run.teacher_inference = copy.deepcopy(run.inference or {})
-        set_at(run.teacher_inference, ("server", "port"), (server or ServerConfig()).port + 1)
-        run.teacher_inference.get("parallel", {}).pop("dp", None)
+        run.put("teacher_inference.server.port", (server or ServerConfig()).port + 1)
+        # The copied number was made for the server's GPUs.
+        if isinstance(run.get("teacher_inference.parallel"), dict):
+            run.teacher_inference["parallel"].pop("dp", None)
     _fill_dp(run, "teacher_inference", gpus)
     server = peek(ServerConfig, run.get("teacher_inference.server"))
     model = peek(BaseModelConfig, {"name": run.get("teacher_inference.model.name", BaseModelConfig().name)})
