@@ -47,6 +47,8 @@ class GpuSplit:
             "deployment.type": "single_node",
             "deployment.num_train_gpus": self.train,
             "deployment.num_infer_gpus": self.infer,
+            "inference_gpu_ids": None,
+            "trainer_gpu_ids": None,
         }
 
 

@@ -21,14 +21,14 @@ from medarc_rl.launchers.foreground import ForegroundChild
 from medarc_rl.launchers.gpus import SINGLE_GPU_VARIABLE
 from medarc_rl.launchers.rl_plan import component_configs
 from medarc_rl.launchers.slurm import NODE_GPUS, sh_quote
-from medarc_rl.place import Place, find_place, usable_cores
+from medarc_rl.place import Place, find_place
 from medarc_rl.utils import check_startable, load_run, prepare_directory, write_components
 from prime_rl.configs.rl import RLConfig
 from prime_rl.configs.sft import SFTConfig
 from prime_rl.utils.paths import RunPaths
 from prime_rl.utils.process import reserved_ports
 from prime_rl.utils.process.children import SFT_TRAINER, TorchJob
-from prime_rl.utils.process.devices import MASK_VARIABLE
+from prime_rl.utils.process.devices import MASK_VARIABLE, thread_env, usable_cores
 
 Option = typer.Option
 app = new_app("Train here: on this machine's GPUs, or on its CPU.")
@@ -101,7 +101,7 @@ def sft_env(env: Mapping[str, str], place: Place, processes: int) -> dict[str, s
     programs = Path(sys.executable).parent
     result = {**env, "PATH": f"{programs}{os.pathsep}{env.get('PATH', os.defpath)}"}
     if place.device == "cpu":
-        result.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // processes)))
+        result |= thread_env(usable_cores(), processes, env)
     return result
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -51,8 +50,3 @@ def find_place(requested: Literal["auto", "cuda", "cpu"], count: int, env: Mappi
     if named is not None and len(named) >= count:
         return Place(device, named[:count])
     return Place(device, tuple(map(str, range(count))))
-
-
-def usable_cores() -> int:
-    """CPU cores that this process may use; under Slurm, those of the job."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

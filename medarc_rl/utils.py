@@ -13,8 +13,8 @@ from medarc_rl.cli import warn
 from medarc_rl.errors import MedarcError, UsageError
 from prime_rl.configs.not_built import unbuilt_faults
 from prime_rl.configs.root import RootConfig
-from prime_rl.utils.paths import OutputDirInUse, RunPaths, check_output_dir
-from prime_rl.utils.process.run_dir import RunDirError, prepare_run_dir, write_configs
+from prime_rl.utils.paths import OutputDirInUse, RunPaths
+from prime_rl.utils.process.run_dir import RunDirError, check_run_dir, prepare_run_dir, write_configs
 from prime_rl.utils.pydantic_config import BaseSettings, ConfigError, load_config, showing_warnings
 from prime_rl.utils.pydantic_config.arguments import arguments_layer, is_boolean_flag, parse_arguments
 from prime_rl.utils.pydantic_config.files import read_files, section_of, split_files
@@ -125,7 +125,7 @@ def check_startable(run: Run[Any], dry_run: bool) -> None:
     A dry run is told of keys that are not built, and goes on.
 
     Raises:
-        UsageError: a key is not built, or the directory holds another run.
+        UsageError: a key is not built, or the directory holds another run, or not the step to continue from.
     """
     faults = unbuilt_faults(run.config)
     if faults and not dry_run:
@@ -133,17 +133,14 @@ def check_startable(run: Run[Any], dry_run: bool) -> None:
     for fault in faults:
         warn(fault)
     with reporting_directory_errors():
-        check_output_dir(run.paths, resuming=run.resume_step is not None or run.config.clean_output_dir)
+        check_run_dir(run.paths, run.resume_step, run.config.clean_output_dir)
 
 
 def prepare_directory(run: Run[Any]) -> None:
-    """Clean the run's directory if the config says so, and drop what is stale in it.
-
-    Raises:
-        UsageError: that is no directory of a run, or not the one to continue.
-    """
+    """Clean the run's directory if the config says so, and drop what is stale in it. Raises MedarcError."""
     with reporting_directory_errors():
-        prepare_run_dir(run.paths, run.resume_step, clean=run.config.clean_output_dir)
+        resume_step = check_run_dir(run.paths, run.resume_step, run.config.clean_output_dir)
+        prepare_run_dir(run.paths, resume_step, run.config.clean_output_dir)
 
 
 def write_components(run: Run[Any], components: Mapping[str, BaseSettings]) -> None:

@@ -19,13 +19,16 @@ import pytest
 SFT_TOML = 'max_steps = 2\n[model]\nname = "some/model"\n'
 RL_TOML = 'max_steps = 2\n[model]\nname = "some/model"\n[trainer]\n[orchestrator]\n[inference]\n'
 
-RECORDER = """#!{python}
+RECORDER = (
+    f"#!{sys.executable}"
+    + """
 import json, os, sys
 with open(os.environ["RECORD"], "a") as record:
     record.write(json.dumps(dict(argv=sys.argv, env=dict(os.environ), cwd=os.getcwd())) + "\\n")
 print({says!r})
 sys.exit({code})
 """
+)
 
 
 @pytest.fixture(autouse=True)
@@ -62,7 +65,7 @@ class StandIns:
 
     def add(self, name: str, says: str = "", code: int = 0) -> None:
         program = self.directory / name
-        program.write_text(RECORDER.format(python=sys.executable, says=says, code=code))
+        program.write_text(RECORDER.format(says=says, code=code))
         program.chmod(0o755)
 
     @property

@@ -1,0 +1,233 @@
+"""The batch scripts: whatever a value looks like, bash and sbatch take it for data."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from medarc_rl.errors import HeaderError, UsageError
+from medarc_rl.launchers.slurm import (
+    BatchJob,
+    SlurmRequest,
+    header,
+    log_file,
+    render,
+    sbatch_argv,
+    sh_quote,
+    walltime_s,
+)
+from prime_rl.utils.paths import RunPaths
+
+HOSTILE = {
+    "spaces": "two  words ",
+    "quotes": 'it\'s "quoted"',
+    "substitution": "$(touch pwned) `touch pwned` ${HOME} $'x'",
+    "backslashes": "back\\slash\\n \\",
+    "leading dash": "-rf",
+    "unicode": "zażółć “gęślą” 中文 \u2028",
+    "line breaks": "one\ntwo\r\nthree\ttab",
+    "patterns": "%j %% #comment * ? [a] {b,c} ~ !x ; & | > <",
+}
+
+
+def make_job(command: str, root: Path, **changes: object) -> BatchJob:
+    """A job whose every directory is below `root`."""
+    job = BatchJob(command, "name", 2, 8, RunPaths(root / "out"), root / "project", root / "hf")
+    return replace(job, **changes)
+
+
+def run_script(job: BatchJob, tmp_path: Path, **popen: object) -> subprocess.CompletedProcess[str]:
+    """Write the script and run it as Slurm would, with node-local scratch below `tmp_path`."""
+    job.script.parent.mkdir(parents=True, exist_ok=True)
+    job.script.write_text(render(job))
+    scratch = tmp_path / "scratch"
+    scratch.mkdir(exist_ok=True)
+    env = {**os.environ, "SLURM_JOB_ID": "7", "SLURM_TMPDIR": str(scratch), "RECORD": str(tmp_path / "calls.jsonl")}
+    return subprocess.run(["bash", job.script], env=env, capture_output=True, text=True, check=False, **popen)
+
+
+@pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE)
+@pytest.mark.parametrize("command", ["sft", "rl"])
+def test_hostile_paths_reach_the_programs_as_they_are(command: str, text: str, project, tmp_path: Path) -> None:
+    root = tmp_path / text
+    programs = project(root / "project")
+    programs.record = tmp_path / "calls.jsonl"
+    job = make_job(command, root, hf_hub_offline=True)
+    done = run_script(job, tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    (call,) = programs.calls
+    component = "trainer" if command == "sft" else "rl"
+    assert call["argv"][-2:] == ["@", f"{root}/out/configs/{component}.toml"]
+    expected = {
+        "PROJECT_DIR": f"{root}/project",
+        "CONFIG_DIR": f"{root}/out/configs",
+        "OUTPUT_DIR": f"{root}/out",
+        "HF_CACHE_DIR": f"{root}/hf",
+        "HF_HOME": f"{root}/hf",
+        "HF_HUB_OFFLINE": "1",
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+        "PYTHONUNBUFFERED": "1",
+        "OMP_NUM_THREADS": "1",
+    }
+    assert {name: call["env"][name] for name in expected} == expected
+    assert call["cwd"] == f"{root}/project"
+    assert not list(tmp_path.rglob("pwned"))
+
+
+@pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE)
+@pytest.mark.parametrize("command", ["sft", "rl"])
+def test_bash_and_shellcheck_pass_on_every_script(command: str, text: str, tmp_path: Path) -> None:
+    if shutil.which("shellcheck") is None:
+        pytest.skip("no shellcheck: apt-get install shellcheck")
+    request = SlurmRequest(time="1-0", constraint="a&b", extra=("--comment=two words",))
+    script = tmp_path / "job.sh"
+    for gpus in (1, 2, 8):
+        script.write_text(render(make_job(command, Path("/", text), gpus=gpus, request=request)))
+        for check in (["bash", "-n"], ["shellcheck"]):
+            done = subprocess.run([*check, script], capture_output=True, text=True, check=False)
+            assert (done.returncode, done.stdout + done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE)
+def test_a_quoted_value_is_one_word_on_one_line(text: str) -> None:
+    assert "\n" not in sh_quote(text)
+    assert "\r" not in sh_quote(text)
+    echoed = subprocess.run(["bash", "-c", f"printf %s {sh_quote(text)}"], capture_output=True, check=True).stdout
+    assert echoed.decode() == text
+
+
+def test_sft_starts_torchrun_with_caches_of_its_own(project, tmp_path: Path) -> None:
+    programs = project(tmp_path / "project")
+    programs.record = tmp_path / "calls.jsonl"
+    run_script(make_job("sft", tmp_path), tmp_path)
+    run_script(make_job("sft", tmp_path), tmp_path)
+    first, second = programs.calls
+    words = first["argv"][1:]
+    assert words[:3] == ["--nnodes=1", "--nproc-per-node", "2"]
+    assert words[-4:-2] == ["-m", "prime_rl.trainer.sft.train"]
+    for name in ("XDG_CACHE_HOME", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"):
+        assert first["env"][name] != second["env"][name]
+        assert Path(first["env"][name]).is_relative_to(tmp_path / "scratch")
+    assert list((tmp_path / "scratch").iterdir()) == []
+
+
+def test_dot_env_is_exported_and_keeps_a_compile_cache_warm(project, tmp_path: Path) -> None:
+    programs = project(tmp_path / "project")
+    programs.record = tmp_path / "calls.jsonl"
+    (tmp_path / "project" / ".env").write_text(f"WANDB_API_KEY='a b'\nTRITON_CACHE_DIR={tmp_path}/triton\n")
+    run_script(make_job("sft", tmp_path), tmp_path)
+    (call,) = programs.calls
+    assert call["env"]["WANDB_API_KEY"] == "a b"
+    assert call["env"]["TRITON_CACHE_DIR"] == f"{tmp_path}/triton"
+
+
+def test_sft_keeps_torchruns_exit_code_and_both_logs(project, tmp_path: Path) -> None:
+    project(tmp_path / "project").add("torchrun", says="out of memory", code=9)
+    job = make_job("sft", tmp_path)
+    assert run_script(job, tmp_path).returncode == 9
+    done = run_script(job, tmp_path)
+    assert done.stdout == "out of memory\n"
+    assert (tmp_path / "out" / "logs" / "trainer.log").read_text() == "out of memory\n" * 2
+    assert (tmp_path / "out" / "logs" / "trainer_7.log").read_text() == "out of memory\n" * 2
+
+
+def test_rl_becomes_the_launcher(project, tmp_path: Path) -> None:
+    programs = project(tmp_path / "project")
+    programs.record = tmp_path / "calls.jsonl"
+    programs.add("python", code=5)
+    assert run_script(make_job("rl", tmp_path, single_gpu=True), tmp_path).returncode == 5
+    (call,) = programs.calls
+    assert call["argv"][1:] == ["-m", "medarc_rl.launchers.rl_local", "@", f"{tmp_path}/out/configs/rl.toml"]
+    assert call["env"]["MEDARC_SINGLE_GPU"] == "1"
+
+
+STOPPABLE = """#!{python}
+import signal, sys
+def stop(*_):
+    print("saved", flush=True)
+    sys.exit(143)
+signal.signal(signal.SIGTERM, stop)
+open({gate!r}, "w").close()
+signal.pause()
+"""
+
+
+@pytest.mark.parametrize(("command", "program"), [("sft", "torchrun"), ("rl", "python")])
+def test_sigterm_to_the_batch_shell_is_waited_for(command: str, program: str, project, tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    os.mkfifo(gate)
+    programs = project(tmp_path / "project")
+    (programs.directory / program).write_text(STOPPABLE.format(python=sys.executable, gate=str(gate)))
+    job = make_job(command, tmp_path)
+    job.script.parent.mkdir()
+    job.script.write_text(render(job))
+    env = {**os.environ, "SLURM_TMPDIR": str(tmp_path)}
+    with subprocess.Popen(["bash", job.script], env=env, stdout=subprocess.PIPE, text=True) as shell:
+        gate.read_text()
+        shell.send_signal(signal.SIGTERM)
+        assert shell.communicate()[0] == "saved\n"
+    assert shell.returncode == 143
+
+
+@pytest.mark.parametrize("option", ["job-name", "account", "partition", "sbatch-arg"])
+def test_what_the_header_cannot_carry_is_refused(option: str, tmp_path: Path) -> None:
+    evil = "x\n#SBATCH --wrap=evil"
+    changes = {
+        "job-name": {"name": evil},
+        "account": {"request": SlurmRequest(account=evil)},
+        "partition": {"request": SlurmRequest(partition="\udcff")},
+        "sbatch-arg": {"request": SlurmRequest(extra=(f"--comment={evil}",))},
+    }
+    with pytest.raises(HeaderError):
+        header(make_job("rl", tmp_path, **changes[option]))
+
+
+def test_a_log_path_that_the_header_cannot_carry_goes_to_the_command_line(tmp_path: Path) -> None:
+    job = make_job("rl", tmp_path / "one\ntwo")
+    assert not any(line.startswith("--output") for line in header(job))
+    assert sbatch_argv(job)[1] == f"--output={tmp_path}/one\ntwo/out/slurm/job_%j.log"
+
+
+def test_percent_signs_and_backslashes_do_not_redirect_the_log() -> None:
+    (line,) = (line for line in header(make_job("rl", Path("/100%"))) if line.startswith("--output"))
+    assert line == "--output=/100%%/out/slurm/job_%j.log"
+    (line,) = (line for line in header(make_job("rl", Path("/a\\b"))) if line.startswith("--output"))
+    assert line == '--output="/a\\\\\\\\b/out/slurm/job.log"'
+    assert log_file(RunPaths(Path("/a\\b")), "3") == Path("/a\\b/slurm/job.log")
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("90", 5400),
+        ("1:30", 90),
+        ("2:00:00", 7200),
+        ("1-12", 129600),
+        ("1-2:30", 95400),
+        ("0-0:0:5", 5),
+        ("UNLIMITED", 0),
+    ],
+)
+def test_slurms_notations_of_time(text: str, seconds: int) -> None:
+    assert walltime_s(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "soon", "1:2:3:4", "-5", "1-", "2h"])
+def test_no_notation_of_time(text: str) -> None:
+    with pytest.raises(UsageError, match="--time"):
+        walltime_s(text)
+
+
+def test_a_short_job_is_not_stopped_before_it_starts(tmp_path: Path) -> None:
+    def stops(time: str) -> bool:
+        return any("--signal" in line for line in header(make_job("rl", tmp_path, request=SlurmRequest(time=time))))
+
+    assert stops("2:00:00")
+    assert not stops("10")

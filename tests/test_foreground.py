@@ -1,0 +1,78 @@
+"""Ctrl-C and SIGTERM: the child hears of it once, may end in its own time, and never stays behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PARENT = """
+import subprocess, sys
+from medarc_rl.launchers.foreground import ForegroundChild
+with ForegroundChild(grace_s={grace_s}) as child:
+    code = subprocess.run([sys.executable, "-c", {child!r}], preexec_fn=child.before_exec).returncode
+sys.exit(code if code >= 0 else 128 - code)
+"""
+
+CHILD = """
+import signal, sys, os
+heard = []
+def hear(signum, frame):
+    heard.append(signal.Signals(signum).name)
+    {then}
+for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    signal.signal(signum, hear)
+out = open({gate!r}, "w")
+out.write("up\\n"); out.flush()
+while not heard or {stubborn}:
+    signal.pause()
+out.write(" ".join(heard) + "\\n")
+sys.exit(42)
+"""
+
+
+class Family:
+    """A parent that waits for a child which reports through a pipe; the pipe's end is the child's end."""
+
+    def __init__(self, tmp_path: Path, grace_s: float = 60.0, stubborn: bool = False) -> None:
+        gate = tmp_path / "gate"
+        os.mkfifo(gate)
+        child = CHILD.format(gate=str(gate), stubborn=stubborn, then="pass")
+        code = PARENT.format(child=child, grace_s=grace_s)
+        self.parent = subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
+        self.report = gate.open()
+        assert self.report.readline() == "up\n"
+
+    def end(self) -> tuple[str, int]:
+        with self.report:
+            return self.report.read().strip(), self.parent.wait()
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_the_child_hears_a_signal_to_the_parent_and_chooses_its_end(signum: signal.Signals, tmp_path: Path) -> None:
+    family = Family(tmp_path)
+    family.parent.send_signal(signum)
+    assert family.end() == (signum.name, 42)
+
+
+def test_ctrl_c_at_the_terminal_is_heard_once(tmp_path: Path) -> None:
+    family = Family(tmp_path)
+    os.killpg(family.parent.pid, signal.SIGINT)
+    assert family.end() == ("SIGINT", 42)
+
+
+def test_a_child_that_does_not_end_is_killed_after_the_grace(tmp_path: Path) -> None:
+    family = Family(tmp_path, grace_s=0.2, stubborn=True)
+    family.parent.send_signal(signal.SIGTERM)
+    assert family.end() == ("", 137)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux: only there a child is told of its parent's death")
+def test_the_child_does_not_outlive_a_parent_that_was_killed(tmp_path: Path) -> None:
+    family = Family(tmp_path)
+    family.parent.kill()
+    assert family.end() == ("SIGTERM", -signal.SIGKILL)

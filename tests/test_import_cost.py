@@ -1,0 +1,39 @@
+"""Help and dry runs answer at once: they import nothing of what trains."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HEAVY = ("torch", "transformers", "datasets", "verifiers", "vllm", "wandb", "numpy", "rich")
+
+RUN = """
+import sys
+from medarc_rl.{command} import main
+sys.argv = ["{command}", *{words!r}]
+try:
+    main()
+except SystemExit as end:
+    assert end.code == 0, end.code
+sys.stderr.write(" ".join(name for name in {heavy!r} if name in sys.modules))
+"""
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ("medarc_slurm", "--help"),
+        ("medarc_slurm", "rl --help"),
+        ("medarc_slurm", "rl {config} --output-dir {out} --dry-run"),
+        ("medarc_train", "rl --help"),
+        ("medarc_train", "rl {config} --output-dir {out} --dry-run"),
+    ],
+)
+def test_nothing_heavy_is_imported(command: str, words: str, rl_toml: Path, tmp_path: Path) -> None:
+    arguments = words.format(config=rl_toml, out=tmp_path / "out").split()
+    code = RUN.format(command=command, words=arguments, heavy=HEAVY)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")

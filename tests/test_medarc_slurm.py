@@ -1,0 +1,292 @@
+"""`medarc_slurm` up to the call of sbatch: words, directories, rules, artifacts, secrets."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import tomllib
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from medarc_rl import medarc_slurm
+from medarc_rl.utils import maybe_autoset_auth_env
+
+
+def run(*words: object) -> Result:
+    return CliRunner().invoke(medarc_slurm.app, [*map(str, words)])
+
+
+def dry_run(*words: object) -> Result:
+    result = run(*words, "--dry-run")
+    assert result.exit_code == 0, result.output
+    return result
+
+
+def written(out: Path, component: str = "rl") -> dict:
+    return tomllib.loads((out / "configs" / f"{component}.toml").read_text())
+
+
+def header(out: Path, command: str = "rl") -> list[str]:
+    lines = (out / f"{command}.sh").read_text().splitlines()
+    return [line.removeprefix("#SBATCH ") for line in lines if line.startswith("#SBATCH ")]
+
+
+def test_a_dry_run_writes_everything_and_submits_nothing(stand_ins, rl_toml: Path, tmp_path: Path) -> None:
+    stand_ins.add("sbatch")
+    out = tmp_path / "out"
+    result = dry_run("rl", rl_toml, "--output-dir", out)
+    assert shlex.split(result.stdout.splitlines()[-1]) == ["sbatch", f"{out}/rl.sh"]
+    assert sorted(path.name for path in out.iterdir()) == ["configs", "rl.sh", "slurm"]
+    assert stand_ins.calls == []
+
+
+def test_a_submission_calls_sbatch_as_the_dry_run_says(stand_ins, rl_toml: Path, tmp_path: Path) -> None:
+    stand_ins.add("sbatch", says="Submitted batch job 42")
+    out = tmp_path / "out"
+    said = dry_run("rl", rl_toml, "--output-dir", out).stdout.splitlines()[-1]
+    result = run("rl", rl_toml, "--output-dir", out)
+    assert result.exit_code == 0, result.output
+    (call,) = stand_ins.calls
+    assert call["argv"][1:] == shlex.split(said)[1:]
+    assert result.stdout.splitlines()[-2:] == ["Submitted batch job 42", f"log: {out}/slurm/job_42.log"]
+
+
+@pytest.mark.parametrize(
+    "form", ["{0}", "@ {0}", "@{0}", "--max-steps 3 {0}", "--clean-output-dir {0}", "--bench @ {0}"]
+)
+def test_every_form_of_config_is_understood(form: str, rl_toml: Path, tmp_path: Path) -> None:
+    dry_run("rl", *form.format(rl_toml).split(), "--output-dir", tmp_path / "out")
+    assert written(tmp_path / "out")["model"]["name"] == "some/model"
+
+
+def test_several_files_layer_from_left_to_right(rl_toml: Path, tmp_path: Path) -> None:
+    more = tmp_path / "more.toml"
+    more.write_text('max_steps = 7\n[trainer.optim]\nlr = 1e-3\n[model]\nname = "another/model"\n')
+    dry_run("rl", "@", rl_toml, "@", more, "--output-dir", tmp_path / "out", "--trainer.optim.lr", "1e-4")
+    config = written(tmp_path / "out")
+    assert (config["max_steps"], config["model"]["name"], config["trainer"]["optim"]["lr"]) == (
+        7,
+        "another/model",
+        1e-4,
+    )
+
+
+def test_overrides_go_to_the_config_with_and_without_dashes_before(rl_toml: Path, tmp_path: Path) -> None:
+    before = ("--wandb.project", "my_project", "--inference.gpu-memory-utilization=0.4")
+    behind = ("--", "--wandb.name", "n", "--ckpt.resume-step", "-1", "--orchestrator.seed", "3")
+    dry_run("rl", rl_toml, "--output-dir", tmp_path / "out", *before, *behind)
+    config = written(tmp_path / "out")
+    assert config["trainer"]["wandb"]["project"] == "my_project"
+    assert config["orchestrator"]["wandb"]["name"] == "n-orchestrator"
+    assert config["trainer"]["ckpt"]["resume_step"] == -1
+    assert config["inference"]["gpu_memory_utilization"] == 0.4
+
+
+def test_the_directory_is_the_flag_else_the_files_else_named_after_it(
+    rl_toml: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    dry_run("rl", rl_toml)
+    assert written(tmp_path / "outputs" / "tiny-rl")["output_dir"] == str(tmp_path / "outputs" / "tiny-rl")
+    rl_toml.write_text('output_dir = "runs/mine"\n' + rl_toml.read_text())
+    dry_run("rl", rl_toml)
+    assert (tmp_path / "runs" / "mine" / "rl.sh").is_file()
+    dry_run("rl", rl_toml, "--output-dir", "flag")
+    assert written(tmp_path / "flag")["orchestrator"]["output_dir"] == str(tmp_path / "flag" / "run_default")
+
+
+def test_what_the_wrapper_decides_wins_and_what_loses_is_named(rl_toml: Path, tmp_path: Path) -> None:
+    rl_toml.write_text(rl_toml.read_text() + "[deployment]\nnum_infer_gpus = 5\n[slurm]\npartition = 'x'\n")
+    lost = ("--deployment.num-train-gpus", 3, "--", "--output-dir", "elsewhere")
+    result = dry_run("rl", rl_toml, "--output-dir", tmp_path / "out", "--infer-gpus", 2, *lost)
+    config = written(tmp_path / "out")
+    assert (config["deployment"]["num_train_gpus"], config["deployment"]["num_infer_gpus"]) == (1, 2)
+    assert config["inference"]["parallel"]["dp"] == 2
+    for key in ("deployment.num_train_gpus = '3'", "deployment.num_infer_gpus = 5", "'elsewhere'", "slurm"):
+        assert key in result.stderr
+    assert "slurm" not in config
+
+
+def test_sft_takes_its_gpus_from_the_flag_or_the_file(sft_toml: Path, tmp_path: Path) -> None:
+    sft_toml.write_text(sft_toml.read_text() + "[deployment]\nnum_gpus = 2\n")
+    dry_run("sft", sft_toml, "--output-dir", tmp_path / "a")
+    assert "--gres=gpu:2" in header(tmp_path / "a", "sft")
+    dry_run("sft", sft_toml, "--output-dir", tmp_path / "b", "--gpus", 4)
+    assert "--gres=gpu:4" in header(tmp_path / "b", "sft")
+    assert written(tmp_path / "b", "trainer")["deployment"]["num_gpus"] == 4
+
+
+def test_the_header_says_what_was_asked_and_nothing_else(rl_toml: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    dry_run("rl", rl_toml, "--output-dir", out)
+    log = f"{out}/slurm/job_%j.log"
+    assert header(out) == [
+        "--job-name=tiny-rl",
+        "--nodes=1",
+        "--ntasks=1",
+        "--gres=gpu:2",
+        "--cpus-per-gpu=8",
+        "--export=ALL",
+        f"--output={log}",
+        f"--error={log}",
+        "--open-mode=append",
+    ]
+    asked = ["--account=a", "--time=2:00:00", "--partition=p", "--qos=q", "--mem=10G", "--constraint=h100|h200"]
+    asked += ["--nodelist=n[1-3]", "--exclude=n9"]
+    dry_run("rl", rl_toml, "--output-dir", out, *asked, "--sbatch-arg=--requeue", "--sbatch-arg", "--nice=3")
+    stop = "--signal=B:TERM@120"
+    expected = [line.replace("h100|h200", '"h100|h200"') for line in asked]
+    assert header(out)[9:] == [*expected, stop, "--requeue", "--nice=3"]
+
+
+def test_a_whole_node_is_taken_whole(rl_toml: Path, tmp_path: Path) -> None:
+    dry_run("rl", rl_toml, "--output-dir", tmp_path / "out", "--train-gpus", 2, "--infer-gpus", 6)
+    assert "--exclusive" in header(tmp_path / "out")
+    assert not any("cpus-per-gpu" in line for line in header(tmp_path / "out"))
+
+
+def test_one_gpu_for_both(rl_toml: Path, tmp_path: Path) -> None:
+    result = dry_run("rl", rl_toml, "--output-dir", tmp_path / "out", "--single-gpu")
+    assert "--gres=gpu:1" in header(tmp_path / "out")
+    assert "export MEDARC_SINGLE_GPU=1" in (tmp_path / "out" / "rl.sh").read_text()
+    assert "0.7 to 0.8" in result.stderr
+    roomy = dry_run(
+        "rl", rl_toml, "--output-dir", tmp_path / "b", "--single-gpu", "--inference.gpu-memory-utilization=0.7"
+    )
+    assert roomy.stderr == ""
+
+
+def test_the_account_comes_from_the_environment(rl_toml: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_ACCOUNT", "second")
+    dry_run("rl", rl_toml, "--output-dir", tmp_path / "a")
+    assert "--account=second" in header(tmp_path / "a")
+    monkeypatch.setenv("SBATCH_ACCOUNT", "first")
+    dry_run("rl", rl_toml, "--output-dir", tmp_path / "b")
+    assert "--account=first" in header(tmp_path / "b")
+
+
+RL_FAULTS = [
+    ("", "no config"),
+    ("missing.toml", "missing.toml: no such file"),
+    ("{rl} --train-gpus 4 --infer-gpus 7", "--train-gpus 4 + --infer-gpus 7 = 11"),
+    ("{rl} --train-gpus 9", "--train-gpus"),
+    ("{rl} --single-gpu --weight-broadcast.type nccl --max-async-level 1", "'nccl' needs two GPUs"),
+    ("{rl} --weight-broadcast.type nccl --max-async-level 2", "max_async_level = 1"),
+    ("{rl} --infer-gpus 3 --inference.parallel.tp 2", "3 GPUs / parallel.tp 2 = 1.5"),
+    ("{rl} --no-inference", "[inference]"),
+    ("{rl} --single-gpu --infer-gpus 2", "--single-gpu"),
+    ("{rl} --trainer.optm.lr 1", "--trainer.optim"),
+    ("{rl} --max-steps many", "--max-steps: should be a valid integer (got 'many')"),
+    ("{rl} --time soon", "--time 'soon'"),
+    ("{rl} --sbatch-arg requeue", "--sbatch-arg=--requeue"),
+    ("{rl} --project-dir nowhere", "nowhere: no such directory"),
+    ("{rl} --max-model-len 5", "max_model_len = 5 is not built yet"),
+    ("{broken}", "broken.toml:2:"),
+    ("{typo}", "typo.toml: max_step: unknown key; did you mean max_steps?"),
+]
+
+
+@pytest.mark.parametrize(("words", "says"), RL_FAULTS, ids=[says for _, says in RL_FAULTS])
+def test_what_cannot_be_is_one_line_and_changes_nothing(words: str, says: str, rl_toml: Path, tmp_path: Path) -> None:
+    broken, typo = tmp_path / "broken.toml", tmp_path / "typo.toml"
+    broken.write_text("[trainer]\nlr = = 2\n")
+    typo.write_text("max_step = 1\n" + rl_toml.read_text())
+    out = tmp_path / "out"
+    result = run("rl", *words.format(rl=rl_toml, broken=broken, typo=typo).split(), "--output-dir", out)
+    assert result.exit_code == 2, result.output
+    faults = [line for line in result.stderr.splitlines() if not line.startswith("warning: ")]
+    assert all(line.startswith("error: ") for line in faults)
+    assert any(says in line for line in faults), result.stderr
+    assert not out.exists()
+
+
+def test_nine_gpus_and_several_nodes_are_too_much_for_sft(sft_toml: Path, tmp_path: Path) -> None:
+    assert run("sft", sft_toml, "--gpus", 9, "--output-dir", tmp_path / "out").exit_code == 2
+    sft_toml.write_text(sft_toml.read_text() + "[deployment]\ngpus_per_node = 9\nnum_gpus = 9\n")
+    result = run("sft", sft_toml, "--output-dir", tmp_path / "out")
+    assert (result.exit_code, result.stderr) == (2, "error: deployment.num_gpus = 9: one node has 1 to 8 GPUs\n")
+    result = run("sft", sft_toml, "--deployment.type", "multi_node", "--output-dir", tmp_path / "out")
+    assert result.exit_code == 2
+
+
+def test_a_dry_run_only_warns_of_keys_that_are_not_built(rl_toml: Path, tmp_path: Path) -> None:
+    result = dry_run("rl", rl_toml, "--output-dir", tmp_path / "out", "--max-model-len", 5)
+    assert "warning: max_model_len = 5 is not built yet" in result.stderr
+
+
+def test_another_runs_checkpoints_are_left_alone(stand_ins, rl_toml: Path, tmp_path: Path) -> None:
+    stand_ins.add("sbatch", says="Submitted batch job 1")
+    out = tmp_path / "out"
+    checkpoint = out / "checkpoints" / "step_4"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "STABLE").touch()
+    result = run("rl", rl_toml, "--output-dir", out)
+    assert result.exit_code == 2
+    assert "--clean-output-dir" in result.stderr
+    assert [path.name for path in out.iterdir()] == ["checkpoints"]
+    assert run("rl", rl_toml, "--output-dir", out, "--ckpt.resume-step", -1).exit_code == 0
+    assert checkpoint.exists()
+    dry_run("rl", rl_toml, "--output-dir", out, "--clean-output-dir")
+    assert checkpoint.exists()
+    assert run("rl", rl_toml, "--output-dir", out, "--clean-output-dir").exit_code == 0
+    assert not checkpoint.exists()
+    assert "clean_output_dir" not in written(out)
+
+
+def test_only_the_directory_of_a_run_is_cleaned(stand_ins, rl_toml: Path, tmp_path: Path) -> None:
+    stand_ins.add("sbatch")
+    out = tmp_path / "thesis"
+    out.mkdir()
+    (out / "chapter.tex").touch()
+    result = run("rl", rl_toml, "--output-dir", out, "--clean-output-dir")
+    assert result.exit_code == 2
+    assert (out / "chapter.tex").exists()
+
+
+def test_a_directory_that_cannot_be_written_is_one_line(rl_toml: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    result = run("rl", rl_toml, "--output-dir", tmp_path / "file" / "out", "--dry-run")
+    assert (result.exit_code, result.stderr.count("\n")) == (1, 1)
+    assert "Not a directory" in result.stderr
+
+
+def test_without_slurm_the_artifacts_stay(rl_toml: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    result = run("rl", rl_toml, "--output-dir", tmp_path / "out")
+    assert result.exit_code == 1
+    assert result.stderr.splitlines() == [
+        "error: sbatch: not found: submit where Slurm is, or run here with medarc_train",
+        f"error: nothing was submitted; the script stays: {tmp_path}/out/rl.sh",
+    ]
+    assert (tmp_path / "out" / "rl.sh").is_file()
+
+
+def test_the_token_reaches_sbatch_and_no_file_or_argument(
+    stand_ins, rl_toml: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stand_ins.add("sbatch", says="Submitted batch job 1")
+    monkeypatch.setattr("huggingface_hub.utils.get_token", lambda: "hf_secret")
+    out = tmp_path / "out"
+    result = run("rl", rl_toml, "--output-dir", out, "--auto-auth")
+    assert result.exit_code == 0, result.output
+    (call,) = stand_ins.calls
+    assert call["env"]["HF_TOKEN"] == "hf_secret"
+    assert "hf_secret" not in str(call["argv"]) + result.output
+    assert not any(b"hf_secret" in path.read_bytes() for path in out.rglob("*") if path.is_file())
+    assert "HF_TOKEN" not in os.environ
+
+
+def test_a_token_is_only_filled_in_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.utils.get_token", lambda: "local")
+    env = {"HF_TOKEN": "mine"}
+    assert maybe_autoset_auth_env(env, enabled=True) == []
+    assert env == {"HF_TOKEN": "mine"}
+    env = {}
+    assert maybe_autoset_auth_env(env, enabled=False) == []
+    assert env == {}
+    assert len(maybe_autoset_auth_env(env, enabled=True)) == 1
+    assert env == {"HF_TOKEN": "local"}
+    monkeypatch.setattr("huggingface_hub.utils.get_token", lambda: None)
+    assert maybe_autoset_auth_env({}, enabled=True) == []
