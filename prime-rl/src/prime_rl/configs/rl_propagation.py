@@ -9,19 +9,17 @@ from __future__ import annotations
 import copy
 import warnings
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
 from prime_rl.configs.inference import ParallelConfig, ServerConfig
 from prime_rl.configs.orchestrator import DEFAULT_BATCH_SIZE
+from prime_rl.configs.rl_sections import MultiNodeDeploymentConfig, SharedSettings, SingleNodeDeploymentConfig
 from prime_rl.configs.shared import BaseModelConfig
 from prime_rl.configs.trainer import LoRAConfig, ModelConfig
 from prime_rl.utils.pydantic_config import ConfigWarning, explicit_values
 from prime_rl.utils.pydantic_config.layers import set_at, value_at
-
-if TYPE_CHECKING:
-    from prime_rl.configs.rl import MultiNodeDeploymentConfig, SharedSettings, SingleNodeDeploymentConfig
 
 Table = dict[str, Any]
 SectionT = TypeVar("SectionT", bound=BaseModel)
@@ -76,7 +74,7 @@ class RunTables:
             set_at(table, path, value)
 
 
-def propagate(shared_cls: type[SharedSettings], data: Table) -> Table:
+def propagate(data: Table) -> Table:
     """`data` of an `RLConfig` with every shared setting written into the components' tables.
 
     A faulty shared setting is not propagated: its own fault says all there is to say.
@@ -84,7 +82,7 @@ def propagate(shared_cls: type[SharedSettings], data: Table) -> Table:
     components = {name: _component(data.get(name)) for name in RunTables.__dataclass_fields__ if name != "shared"}
     if components["trainer"] is None or components["orchestrator"] is None:
         return data
-    run = RunTables(_readable_shared(shared_cls, data), **components)
+    run = RunTables(_readable_shared(data), **components)
     gpus = _follow_gpu_ids(run)
     for step in (
         _place_output,
@@ -123,13 +121,13 @@ def _component(value: Any) -> Table | None:
     return {key: _component(item) if isinstance(item, BaseModel | dict) else item for key, item in table.items()}
 
 
-def _readable_shared(shared_cls: type[SharedSettings], data: Table) -> SharedSettings:
-    values = {name: data[name] for name in shared_cls.model_fields if name in data}
+def _readable_shared(data: Table) -> SharedSettings:
+    values = {name: data[name] for name in SharedSettings.model_fields if name in data}
     try:
-        return shared_cls.model_validate(values)
+        return SharedSettings.model_validate(values)
     except ValidationError as error:
         faulty = {detail["loc"][0] for detail in error.errors()}
-        return shared_cls.model_validate({name: value for name, value in values.items() if name not in faulty})
+        return SharedSettings.model_validate({name: value for name, value in values.items() if name not in faulty})
 
 
 def _differ(given: Any, value: Any) -> bool:

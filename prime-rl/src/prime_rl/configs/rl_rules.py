@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from prime_rl.configs.inference import InferenceConfig
-    from prime_rl.configs.rl import RLConfig
+from prime_rl.configs.inference import InferenceConfig
+from prime_rl.configs.rl_sections import RunSections
 
 TOY_MODELS = "Jackmin108/"
 """Test models that are published under one name a component."""
 
 
-def run_faults(run: RLConfig) -> Iterator[str]:
+def run_faults(run: RunSections) -> Iterator[str]:
     """One line for each broken rule."""
     yield from _pairing_faults(run)
     yield from _model_faults(run)
@@ -22,7 +21,7 @@ def run_faults(run: RLConfig) -> Iterator[str]:
     yield from _teacher_faults(run)
 
 
-def run_warnings(run: RLConfig) -> Iterator[str]:
+def run_warnings(run: RunSections) -> Iterator[str]:
     """What works, but hardly as meant."""
     for name in ("trainer", "orchestrator"):
         component = getattr(run, name)
@@ -31,7 +30,7 @@ def run_warnings(run: RLConfig) -> Iterator[str]:
             yield f"{name} resumes, but without {name}.wandb.id W&B starts another run"
 
 
-def _pairing_faults(run: RLConfig) -> Iterator[str]:
+def _pairing_faults(run: RunSections) -> Iterator[str]:
     """What trainer and orchestrator must agree on."""
     trainer, orchestrator = run.trainer, run.orchestrator
     benches = trainer.bench is not None
@@ -57,14 +56,14 @@ def _pairing_faults(run: RLConfig) -> Iterator[str]:
         yield from _unequal(run, "rollout_transport.type")
 
 
-def _unequal(run: RLConfig, key: str) -> Iterator[str]:
+def _unequal(run: RunSections, key: str) -> Iterator[str]:
     ours, theirs = _at(run.trainer, key), _at(run.orchestrator, key)
     if ours != theirs:
         once = "" if key.startswith("rollout_transport") else f": set {key} once, at the top"
         yield f"trainer.{key} ({ours}) and orchestrator.{key} ({theirs}) differ{once}"
 
 
-def _one_sided(run: RLConfig, key: str) -> Iterator[str]:
+def _one_sided(run: RunSections, key: str) -> Iterator[str]:
     has, lacks = ("trainer", "orchestrator") if _at(run.trainer, key) is not None else ("orchestrator", "trainer")
     if (_at(run.trainer, key) is None) != (_at(run.orchestrator, key) is None):
         yield f"{has}.{key} is set and {lacks}.{key} is not: set [{key}] once, at the top"
@@ -76,7 +75,7 @@ def _at(section: Any, key: str) -> Any:
     return section
 
 
-def _model_faults(run: RLConfig) -> Iterator[str]:
+def _model_faults(run: RunSections) -> Iterator[str]:
     name = run.trainer.model.name
     others = {"orchestrator": run.orchestrator, "inference": run.inference}
     for other, section in others.items():
@@ -94,7 +93,7 @@ def _model_faults(run: RLConfig) -> Iterator[str]:
             )
 
 
-def _single_node_faults(run: RLConfig) -> Iterator[str]:
+def _single_node_faults(run: RunSections) -> Iterator[str]:
     deployment = run.deployment
     if run.inference is not None and deployment.num_infer_gpus == 0:
         yield "deployment.num_infer_gpus is 0: give [inference] a GPU, or remove it and use a running server"
@@ -116,13 +115,13 @@ def _uneven_split(name: str, server: InferenceConfig, gpus: int) -> Iterator[str
         yield f"{name}: {gpus} GPUs / parallel.tp {tp} = {gpus / tp:g} copies of the model: not a whole number"
 
 
-def _uneven_training(run: RLConfig, gpus: int) -> Iterator[str]:
+def _uneven_training(run: RunSections, gpus: int) -> Iterator[str]:
     cp, tp = run.trainer.model.cp, run.trainer.model.tp
     if gpus % (cp * tp) != 0:
         yield f"trainer: {gpus} GPUs / (model.cp {cp} * model.tp {tp}) = {gpus / (cp * tp):g}: not a whole number"
 
 
-def _multi_node_faults(run: RLConfig) -> Iterator[str]:
+def _multi_node_faults(run: RunSections) -> Iterator[str]:
     deployment = run.deployment
     if run.slurm is None:
         yield "deployment.type = 'multi_node' needs [slurm]"
@@ -137,7 +136,7 @@ def _multi_node_faults(run: RLConfig) -> Iterator[str]:
     yield from _uneven_training(run, deployment.num_train_nodes * deployment.gpus_per_node)
 
 
-def _broadcast_faults(run: RLConfig) -> Iterator[str]:
+def _broadcast_faults(run: RunSections) -> Iterator[str]:
     kind = run.trainer.weight_broadcast.type
     others = {"orchestrator": run.orchestrator, "inference": run.inference}
     for other, section in others.items():
@@ -148,7 +147,7 @@ def _broadcast_faults(run: RLConfig) -> Iterator[str]:
             )
 
 
-def _teacher_faults(run: RLConfig) -> Iterator[str]:
+def _teacher_faults(run: RunSections) -> Iterator[str]:
     loss = run.trainer.loss
     if loss.type == "default" and loss.teacher_tau > 0 and run.orchestrator.teacher_model is None:
         yield "trainer.loss.teacher_tau needs deployment.num_teacher_gpus or [orchestrator.teacher_model]"

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_settings import PydanticBaseSettingsSource, SettingsConfigDict
 
 from prime_rl.utils.pydantic_config.schema import tag_of, union_fields
+from prime_rl.utils.pydantic_config.sources import files_source, merged_sources
 
 NULL_TEXT = "None"
 """TOML has no null. This text, anywhere in a config, is one."""
@@ -104,8 +105,6 @@ class BaseSettings(pydantic_settings.BaseSettings):
     """TOML files that this file stands on, relative to it; its own keys win. Read at the top of a file only."""
 
     def __init__(self, _cli_parse_args: bool | Sequence[str] | None = None, **values: Any) -> None:
-        from prime_rl.utils.pydantic_config.load import merged_sources
-
         super(pydantic_settings.BaseSettings, self).__init__(**merged_sources(type(self), _cli_parse_args, values))
 
     # Pydantic then validates nested instances without calling __init__, so only the outermost one reads sources.
@@ -140,9 +139,7 @@ class BaseSettings(pydantic_settings.BaseSettings):
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         """Files, keyword arguments, environment, strongest first; the command line is stronger than all of them."""
-        from prime_rl.utils.pydantic_config.load import files_source
-
-        return files_source(cls), init_settings, env_settings, dotenv_settings, file_secret_settings
+        return files_source(cls, cls.files_to_read), init_settings, env_settings, dotenv_settings, file_secret_settings
 
     @classmethod
     def advice_for_key(cls, key: str) -> str | None:

@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 from prime_rl.utils.pydantic_config.describe import bounds_text, default_text, field_doc, type_text
-from prime_rl.utils.pydantic_config.schema import Section, alternatives, sections_among, walk_fields
+from prime_rl.utils.pydantic_config.schema import (
+    Section,
+    alternatives,
+    find_key,
+    list_items,
+    sections_among,
+    walk_fields,
+)
 
 _USAGE = """\
 usage: {name} [@ FILE | --SECTION @ FILE | --OPTION VALUE] ...
@@ -38,7 +45,5 @@ def help_text(root: Section, allow_extras: bool = False) -> str:
 
 
 def _is_list_below(root: Section, path: tuple[str, ...], length: int) -> bool:
-    from prime_rl.utils.pydantic_config.schema import find_key, list_items
-
     site = find_key(root, ".".join(path[:length]))
     return site is None or list_items(site.kinds) is not None

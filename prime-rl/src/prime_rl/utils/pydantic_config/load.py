@@ -12,8 +12,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
-from pydantic.fields import FieldInfo
-from pydantic_settings import PydanticBaseSettingsSource
 
 from prime_rl.utils.pydantic_config.arguments import arguments_layer, parse_arguments
 from prime_rl.utils.pydantic_config.base import BaseSettings, ConfigWarning
@@ -21,7 +19,7 @@ from prime_rl.utils.pydantic_config.environment import environment_layer
 from prime_rl.utils.pydantic_config.errors import ConfigError
 from prime_rl.utils.pydantic_config.faults import faults_of
 from prime_rl.utils.pydantic_config.files import read_files, split_files
-from prime_rl.utils.pydantic_config.layers import Layer, merge_layers, merged
+from prime_rl.utils.pydantic_config.layers import Layer, merge_layers
 from prime_rl.utils.pydantic_config.schema import is_boolean_flag
 
 ConfigT = TypeVar("ConfigT", bound=BaseSettings)
@@ -111,42 +109,3 @@ def _build(config_cls: type[ConfigT], paths: Sequence[Path], overrides: Layer) -
         return config_cls.model_validate(merge_layers(layers))
     except ValidationError as error:
         raise ConfigError(faults_of(config_cls, error, layers)) from None
-
-
-class TableSource(PydanticBaseSettingsSource):
-    """A settings source that is one table."""
-
-    def __init__(self, settings_cls: type[BaseSettings], table: Mapping[str, Any]) -> None:
-        super().__init__(settings_cls)
-        self.table = dict(table)
-
-    def get_field_value(self, field: FieldInfo, field_name: str) -> tuple[Any, str, bool]:
-        return self.table.get(field_name), field_name, False
-
-    def __call__(self) -> dict[str, Any]:
-        return self.table
-
-
-def files_source(config_cls: type[BaseSettings]) -> TableSource:
-    return TableSource(config_cls, merge_layers(read_files(config_cls.files_to_read).layers))
-
-
-def merged_sources(
-    config_cls: type[BaseSettings], cli_args: bool | Sequence[str] | None, values: Mapping[str, Any]
-) -> dict[str, Any]:
-    """The table of everything that constructing `config_cls` reads (see `BaseSettings`)."""
-    args = sys.argv[1:] if cli_args is True else cli_args or ()
-    paths, options = split_files(args, lambda flag: is_boolean_flag(config_cls, flag))
-    nothing = TableSource(config_cls, {})
-    sources = config_cls.settings_customise_sources(
-        config_cls,
-        init_settings=TableSource(config_cls, values),
-        env_settings=TableSource(config_cls, environment_layer(config_cls, os.environ).data),
-        dotenv_settings=nothing,
-        file_secret_settings=nothing,
-    )
-    result: dict[str, Any] = {}
-    for source in reversed(sources):
-        result = merged(result, source())
-    given = [*read_files(paths).layers, arguments_layer(config_cls, options)]
-    return merged(result, merge_layers(given))

@@ -1,0 +1,62 @@
+"""What constructing a root config reads: files, keyword arguments, environment variables, the command line."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic.fields import FieldInfo
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource
+
+from prime_rl.utils.pydantic_config.arguments import arguments_layer
+from prime_rl.utils.pydantic_config.environment import environment_layer
+from prime_rl.utils.pydantic_config.files import read_files, split_files
+from prime_rl.utils.pydantic_config.layers import merge_layers, merged
+from prime_rl.utils.pydantic_config.schema import is_boolean_flag
+
+
+class TableSource(PydanticBaseSettingsSource):
+    """A settings source that is one table."""
+
+    def __init__(self, settings_cls: type[BaseSettings], table: Mapping[str, Any]) -> None:
+        super().__init__(settings_cls)
+        self.table = dict(table)
+
+    def get_field_value(self, field: FieldInfo, field_name: str) -> tuple[Any, str, bool]:
+        return self.table.get(field_name), field_name, False
+
+    def __call__(self) -> dict[str, Any]:
+        return self.table
+
+
+def files_source(settings_cls: type[BaseSettings], paths: Sequence[Path]) -> TableSource:
+    """The files as one table, the last one strongest."""
+    return TableSource(settings_cls, merge_layers(read_files(paths).layers))
+
+
+def merged_sources(
+    settings_cls: type[BaseSettings], cli_args: bool | Sequence[str] | None, values: Mapping[str, Any]
+) -> dict[str, Any]:
+    """One table of the class's sources, strongest first, under the command line (True: the process's own).
+
+    Raises:
+        ConfigError: one line for each file, variable or argument that cannot be read.
+    """
+    args = sys.argv[1:] if cli_args is True else cli_args or ()
+    paths, options = split_files(args, lambda flag: is_boolean_flag(settings_cls, flag))
+    nothing = TableSource(settings_cls, {})
+    sources = settings_cls.settings_customise_sources(
+        settings_cls,
+        init_settings=TableSource(settings_cls, values),
+        env_settings=TableSource(settings_cls, environment_layer(settings_cls, os.environ).data),
+        dotenv_settings=nothing,
+        file_secret_settings=nothing,
+    )
+    result: dict[str, Any] = {}
+    for source in reversed(sources):
+        result = merged(result, source())
+    given = [*read_files(paths).layers, arguments_layer(settings_cls, options)]
+    return merged(result, merge_layers(given))
