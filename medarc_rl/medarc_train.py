@@ -88,12 +88,13 @@ add_command(app, "sft", SftOptions, sft)
 add_command(app, "rl", RlOptions, rl)
 
 
-def sft_argv(paths: RunPaths, processes: int, port: int) -> tuple[str, ...]:
+def sft_argv(paths: RunPaths, processes: int, port: int) -> list[str]:
     """The launcher `sft` for one process, torchrun for several."""
     config = paths.config("trainer")
     if processes == 1:
-        return ("sft", "@", str(config))
-    return TorchJob(SFT_TRAINER, config, processes, port, uuid4().hex, paths.torchrun_logs).under_torchrun("torchrun")
+        return ["sft", "@", str(config)]
+    job = TorchJob(SFT_TRAINER, config, processes, port, uuid4().hex, paths.torchrun_logs)
+    return list(job.under_torchrun("torchrun"))
 
 
 def sft_env(env: Mapping[str, str], place: Place, processes: int) -> dict[str, str]:
@@ -105,7 +106,7 @@ def sft_env(env: Mapping[str, str], place: Place, processes: int) -> dict[str, s
     return result
 
 
-def run_in_foreground(argv: tuple[str, ...], env: dict[str, str]) -> int:
+def run_in_foreground(argv: list[str], env: dict[str, str]) -> int:
     """Run a command to its end. Returns its exit code, 128 + n after signal n.
 
     Raises:
