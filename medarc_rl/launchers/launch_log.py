@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
@@ -17,7 +18,8 @@ class LaunchLog:
 
     def note(self, text: str) -> None:
         """Log without showing."""
-        with self._path.open("a", encoding="utf-8") as log:
+        # A full disk ends the children soon enough; they shall at least be stopped in order.
+        with contextlib.suppress(OSError), self._path.open("a", encoding="utf-8") as log:
             log.writelines(f"{datetime.now():%Y-%m-%d %H:%M:%S} {line}\n" for line in text.splitlines())
 
     def say(self, text: str) -> None:

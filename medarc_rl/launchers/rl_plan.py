@@ -23,7 +23,7 @@ from prime_rl.utils.process.children import (
     resume_flags,
     trainer_spec,
 )
-from prime_rl.utils.process.devices import GpuAssignment, mask
+from prime_rl.utils.process.devices import GpuAssignment, allocator_env, mask
 from prime_rl.utils.pydantic_config import BaseSettings
 
 Device = Literal["cuda", "cpu"]
@@ -101,6 +101,8 @@ def _plan_trainer(config: RLConfig, paths: RunPaths, site: Site, *flags: str) ->
         RL_TRAINER, paths.config("trainer"), processes, site.ports.rendezvous, site.launch_id, paths.torchrun_logs
     )
     env = _child_env(config, site, "trainer") | mask(site.gpus.trainer)
+    if site.device == "cuda":
+        env |= allocator_env(site.env)
     torchrun = site.device == "cuda" or processes > 1
     return trainer_spec(paths, site.programs, job, env, *flags, torchrun=torchrun)
 

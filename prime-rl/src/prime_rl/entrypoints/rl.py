@@ -33,6 +33,7 @@ from prime_rl.utils.process.children import (
 )
 from prime_rl.utils.process.devices import (
     GpuAssignment,
+    allocator_env,
     assign_gpus,
     choose_device,
     mask,
@@ -76,14 +77,14 @@ def plan_run(
     gpus, env = place(config, usable_gpus(os.environ), os.environ)
     programs = Programs.find(bin_dir)
     resume = resume_flags(resume_step, config.trainer)
-    on_gpus, processes = bool(gpus.trainer), process_counts(config)[1]
+    processes = process_counts(config)[1]
     job = TorchJob(RL_TRAINER, paths.config("trainer"), processes, rendezvous_port, uuid4().hex, paths.torchrun_logs)
-    wandb = {"WANDB_PROGRAM": "rl", "WANDB_ARGS": json.dumps(sys.argv[1:])}
+    env |= {"WANDB_PROGRAM": "rl", "WANDB_ARGS": json.dumps(sys.argv[1:])}
+    trainer_env = env | mask(gpus.trainer) | (allocator_env(os.environ) if gpus.trainer else {})
+    torchrun = bool(gpus.trainer) or processes > 1
     specs = [
-        orchestrator_spec(paths, programs, env | wandb, *resume),
-        trainer_spec(
-            paths, programs, job, env | wandb | mask(gpus.trainer), *resume, torchrun=on_gpus or processes > 1
-        ),
+        orchestrator_spec(paths, programs, env, *resume),
+        trainer_spec(paths, programs, job, trainer_env, *resume, torchrun=torchrun),
     ]
     if config.inference is not None:
         specs.insert(0, inference_spec(paths, programs, env | mask(gpus.inference)))
@@ -95,7 +96,7 @@ def check_ports(config: RLConfig) -> None:
     if config.inference is None or config.orchestrator.client.is_elastic:
         return
     url, port = config.orchestrator.client.base_url[0], config.inference.server.port
-    if urlsplit(url).port != port:
+    if not urlsplit(url).netloc.endswith(f":{port}"):
         raise LaunchRefused(
             f"orchestrator.client.base_url is {url}, but the server listens on port {port} (inference.server.port): "
             "set both to the same port"

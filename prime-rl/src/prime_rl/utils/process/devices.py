@@ -12,6 +12,7 @@ from typing import Literal
 
 MASK_VARIABLE = "CUDA_VISIBLE_DEVICES"
 THREADS_VARIABLE = "OMP_NUM_THREADS"
+ALLOCATOR_VARIABLE = "PYTORCH_CUDA_ALLOC_CONF"
 
 _NO_DEVICES = ("", "-1", "NoDevFiles")
 """How CUDA, people and Slurm say that there is none."""
@@ -117,6 +118,12 @@ def usable_cores() -> int:
 def thread_env(cores: int, processes: int, env: Mapping[str, str]) -> dict[str, str]:
     """The share of the cores that each of some processes on the CPU computes with, unless `env` says it already."""
     return {} if THREADS_VARIABLE in env else {THREADS_VARIABLE: str(max(1, cores // processes))}
+
+
+def allocator_env(env: Mapping[str, str]) -> dict[str, str]:
+    """Rows of ever other lengths fragment a trainer's GPU memory unless its segments can grow."""
+    given = any(name in env for name in ("PYTORCH_ALLOC_CONF", ALLOCATOR_VARIABLE))
+    return {} if given else {ALLOCATOR_VARIABLE: "expandable_segments:True"}
 
 
 def processes_on(gpus: Sequence[str]) -> list[str]:
