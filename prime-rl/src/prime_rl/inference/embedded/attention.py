@@ -59,6 +59,27 @@ class SlotStep:
         return self._masks[window]
 
 
+def attend(
+    step: SlotStep, layer_index: int, new: tuple[Tensor, Tensor, Tensor], scaling: float, window: int | None
+) -> Tensor:
+    """Store the new keys and values of a layer, and attend to all that is stored.
+
+    Args:
+        new: query [N, H, D], key [N, K, D] and value [N, K, D], rotary positions applied.
+        window: how many tokens back a token sees, itself included; None sees all.
+
+    Returns:
+        [N, H * D].
+    """
+    stored = step.slots.layer(layer_index, like=new[1])
+    parts = []
+    if step.num_decode:
+        parts.append(_decode(step, stored, new, scaling, window))
+    if step.prompts is not None:
+        parts.append(_prefill(step.prompts, stored, new, scaling, window))
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
 def slot_attention(
     module: nn.Module,
     query: Tensor,
@@ -69,22 +90,15 @@ def slot_attention(
     slot_step: SlotStep,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Store the new keys and values, and attend. Query [1, H, N, D], key and value [1, K, N, D]; returns [1, N, H*D].
+    """`attend` with the signature of Transformers' attention functions: [1, heads, N, D] in, [1, N, H * D] out.
 
-    The signature is that of Transformers' attention functions; `slot_step` arrives through the model's own call.
+    `slot_step` arrives through the model's own call.
     """
     if options.get("softcap") is not None or options.get("s_aux") is not None:
         raise UnsupportedModel(f"{type(module).__name__} needs attention soft caps or sinks")
-    scaling, window = float(options["scaling"]), options.get("sliding_window")
-    keys, values = slot_step.slots.layer(int(module.layer_idx), key)
-    parts = []
-    count = slot_step.num_decode
-    if count:
-        new = (query[0, :, :count], key[0, :, :count], value[0, :, :count])
-        parts.append(_decode(slot_step, (keys, values), new, scaling, window))
-    if slot_step.prompts is not None:
-        parts.append(_prefill(slot_step.prompts, (keys, values), (query, key, value), scaling, window))
-    return (parts[0] if len(parts) == 1 else torch.cat(parts)).unsqueeze(0), None
+    new = (query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1))
+    index, scaling = int(module.layer_idx), float(options["scaling"])
+    return attend(slot_step, index, new, scaling, options.get("sliding_window")).unsqueeze(0), None
 
 
 def _decode(
@@ -96,15 +110,14 @@ def _decode(
 ) -> Tensor:
     """One query a row against the row's own slots. Plain matrix products: on a CPU they beat the fused kernel here."""
     keys, values = stored
-    query, key, value = (tensor.transpose(0, 1) for tensor in new)
+    batch, length = step.num_decode, step.decode_length
+    query, key, value = (tensor[:batch] for tensor in new)
     keys[step.decode_rows, :, step.decode_positions] = key
     values[step.decode_rows, :, step.decode_positions] = value
-    batch, heads, dim = query.shape
-    length = step.decode_length
-    grouped = (query * scaling).reshape(batch, keys.shape[1], -1, dim)
+    grouped = (query * scaling).reshape(batch, keys.shape[1], -1, keys.shape[3])
     scores = grouped @ keys[:batch, :, :length].transpose(2, 3)
     weights = (scores + step.decode_mask(window, scores.dtype)).softmax(-1, dtype=torch.float32)
-    return (weights.to(value.dtype) @ values[:batch, :, :length]).reshape(batch, heads * dim)
+    return (weights.to(value.dtype) @ values[:batch, :, :length]).reshape(batch, -1)
 
 
 def _prefill(
@@ -115,7 +128,7 @@ def _prefill(
     window: int | None,
 ) -> Tensor:
     """Causal attention inside each prompt. The padding's keys land beyond a row's end: masked, later overwritten."""
-    query, key, value = (tensor[0][:, prompts.token_index].transpose(0, 1) for tensor in new)
+    query, key, value = (tensor[prompts.token_index].transpose(1, 2) for tensor in new)
     for slot, fresh in zip(stored, (key, value), strict=True):
         slot[prompts.rows, :, : prompts.width] = fresh
     banded = window is not None and window < prompts.width

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from prime_rl.inference.embedded.errors import EngineBusy, EngineStopped, GenerationFailed, WeightError
-from prime_rl.inference.embedded.generation import Generation, GenerationRequest, Sequence
+from prime_rl.inference.embedded.generation import Generation, GenerationRequest
 from prime_rl.inference.embedded.model import ModelRunner
 from prime_rl.inference.embedded.sampling import BatchSampler, prompt_logprobs
 from prime_rl.inference.embedded.scheduler import Limits, Prompts, Scheduler
@@ -94,7 +94,7 @@ class Engine:
             if self._num_queued + request.n > self.limits.max_waiting + self.limits.max_running:
                 raise EngineBusy(f"{self._num_queued} samples are running or waiting already; try again later")
             self._num_queued += request.n
-            request.result.add_done_callback(lambda _: self._forget(request.n))
+            request.result.add_done_callback(lambda result: self._forget(request.n, result))
             self._inbox.put(request)
         return request.result
 
@@ -195,15 +195,13 @@ class Engine:
         if self._sampler is None or not self._sampler.fits(running):
             self._sampler = BatchSampler([sequence.params for sequence in running], logits.device)
         drawn = self._sampler.draw(logits, running)
-        for row, sequence in enumerate(running):
-            if math.isfinite(drawn.logprobs[row]):
-                self._append(sequence, drawn.tokens[row], drawn.logprobs[row], drawn.top[row] if drawn.top else None)
+        tops = drawn.top or [None] * len(running)
+        for sequence, token, logprob, top in zip(running, drawn.tokens, drawn.logprobs, tops, strict=True):
+            if math.isfinite(logprob):
+                sequence.append(token, logprob, top, self.version)
             else:
                 sequence.request.fail(GenerationFailed(f"weights of version {self.version} give logits that are NaN"))
         self.stats.tokens += len(running)
-
-    def _append(self, sequence: Sequence, token: int, logprob: float, top: list[tuple[int, float]] | None) -> None:
-        sequence.append(token, logprob, top if sequence.params.top_logprobs else None, self.version)
 
     def _swap(self, directory: Path | None) -> int:
         started = time.perf_counter()
@@ -233,9 +231,11 @@ class Engine:
             self._inbox.put(command)
         return command.result
 
-    def _forget(self, count: int) -> None:
+    def _forget(self, count: int, result: Future[Generation]) -> None:
         with self._lock:
             self._num_queued -= count
+        if result.cancelled() or result.exception() is not None:
+            self._scheduler.has_unwanted = True
 
     def _fail_unanswered(self) -> None:
         error = EngineStopped("the engine stopped before it had answered")

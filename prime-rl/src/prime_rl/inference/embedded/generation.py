@@ -93,6 +93,7 @@ class Sequence:
     """One sample that is being drawn."""
 
     request: GenerationRequest
+    params: SamplingParams
     rng: random.Random
     tokens: list[int]
     """Prompt and completion."""
@@ -103,29 +104,25 @@ class Sequence:
     completion: Completion | None = None
 
     @property
-    def params(self) -> SamplingParams:
-        return self.request.params
-
-    @property
     def num_generated(self) -> int:
         return len(self.logprobs)
 
     def append(self, token: int, logprob: float, top: TopLogprobs | None, version: int) -> None:
         """Take a token drawn from the weights of `version`, and finish the sample if the token ends it."""
+        params = self.params
         if not self.version_starts or self.version_starts[-1][0] != version:
-            self.version_starts.append((version, self.num_generated))
+            self.version_starts.append((version, len(self.logprobs)))
         self.tokens.append(token)
         self.logprobs.append(logprob)
-        if top is not None:
-            self.top_logprobs.append(top[: self.params.top_logprobs])
+        num_generated = len(self.logprobs)
+        if top is not None and params.top_logprobs:
+            self.top_logprobs.append(top[: params.top_logprobs])
         stop_string = self.stop_watch.push(token) if self.stop_watch is not None else None
-        if self.num_generated < self.params.min_tokens:
-            stop_string = None
-        if token in self.params.stop_token_ids:
+        if token in params.stop_token_ids:
             self._finish("stop", None if token in self.request.eos_token_ids else token)
-        elif stop_string is not None:
+        elif stop_string is not None and num_generated >= params.min_tokens:
             self._finish("stop", stop_string)
-        elif self.num_generated >= self.params.max_tokens:
+        elif num_generated >= params.max_tokens:
             self._finish("length", None)
 
     def _finish(self, reason: FinishReason, stop_reason: int | str | None) -> None:
@@ -163,7 +160,7 @@ class GenerationRequest:
     def __post_init__(self) -> None:
         watches = self.stop_watches or [None] * self.n
         self.sequences = [
-            Sequence(self, random.Random(self.seed + index), list(self.prompt), watch)
+            Sequence(self, self.params, random.Random(self.seed + index), list(self.prompt), watch)
             for index, watch in enumerate(watches)
         ]
 

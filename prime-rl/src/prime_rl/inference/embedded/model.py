@@ -17,6 +17,7 @@ from prime_rl.inference.embedded.attention import (
     register_slot_attention,
 )
 from prime_rl.inference.embedded.errors import ModelNotFound, UnsupportedModel, first_line
+from prime_rl.inference.embedded.fused import FusedDecoder
 from prime_rl.inference.embedded.slots import KVSlots
 
 _SUPPORTED_LAYERS = {"full_attention", "sliding_attention"}
@@ -32,6 +33,7 @@ class ModelRunner:
         self.weights_dir = weights_dir
         """Where the weights of the start can be read again."""
         self.slots = KVSlots(kv_budget_bytes, model.device)
+        self._fused = FusedDecoder(model) if FusedDecoder.supports(model) else None
         self._warm_up()
 
     @torch.inference_mode()
@@ -74,11 +76,17 @@ class ModelRunner:
         return logits[:num_next], list(full) if full_prompts else []
 
     def _logits(self, step: SlotStep, tokens: list[int], positions: list[int], wanted: list[int]) -> Tensor:
+        """Logits [W, V] of the `wanted` among the N tokens."""
+        token_ids = torch.tensor(tokens, device=self.device)
+        position_ids = torch.tensor(positions, device=self.device)
+        wanted_index = torch.tensor(wanted, device=self.device)
+        if self._fused is not None:
+            return self._fused.logits(step, token_ids, position_ids, wanted_index)
         output = self.model(
-            input_ids=torch.tensor([tokens], device=self.device),
-            position_ids=torch.tensor([positions], device=self.device),
+            input_ids=token_ids[None],
+            position_ids=position_ids[None],
             use_cache=False,
-            logits_to_keep=torch.tensor(wanted, device=self.device),
+            logits_to_keep=wanted_index,
             slot_step=step,
         )
         return output.logits[0]

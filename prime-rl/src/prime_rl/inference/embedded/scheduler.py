@@ -39,13 +39,16 @@ class Scheduler:
         self.slots = slots
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
+        self.has_unwanted = False
+        """Set by any thread when a request is cancelled or fails."""
 
     def drop_unwanted(self) -> None:
         """Forget the samples of requests that were cancelled or have failed."""
-        if any(sequence.request.result.done() for sequence in self.running):
-            self._keep([sequence for sequence in self.running if not sequence.request.result.done()])
-        if any(sequence.request.result.done() for sequence in self.waiting):
-            self.waiting = deque(s for s in self.waiting if not s.request.result.done())
+        if not self.has_unwanted:
+            return
+        self.has_unwanted = False
+        self._keep([sequence for sequence in self.running if not sequence.request.result.done()])
+        self.waiting = deque(sequence for sequence in self.waiting if not sequence.request.result.done())
 
     def retire_finished(self) -> list[Sequence]:
         """Take finished sequences out of the batch and return them."""

@@ -52,9 +52,9 @@ class KVSlots:
         self.rows, self.length = rows, length
 
     def layer(self, index: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of a layer; `like` is a new key tensor `[1, kv heads, tokens, head dim]` of it."""
+        """Keys and values of a layer; `like` is a new key tensor `[tokens, kv heads, head dim]` of it."""
         if index not in self._layers:
-            shape = (self.rows, like.shape[1], self.length, like.shape[3])
+            shape = (self.rows, like.shape[1], self.length, like.shape[2])
             self._layers[index] = (like.new_zeros(shape), like.new_zeros(shape))
         return self._layers[index]
 
