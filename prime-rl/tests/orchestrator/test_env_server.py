@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from prime_rl.configs.orchestrator import EnvConfig
-from prime_rl.configs.shared import ClientConfig
+from prime_rl.configs.shared import ClientConfig, LogConfig
 from prime_rl.orchestrator.client import InferencePool
 from prime_rl.orchestrator.envs import load_environments
 from prime_rl.orchestrator.rollout import ExampleRef
@@ -32,7 +32,9 @@ async def test_an_environment_answers_from_a_process_of_its_own(
     address = f"tcp://127.0.0.1:{unused_tcp_port}"
     arguments = ["--env.id", "letters-env", "--env.address", address, "--output-dir", str(tmp_path)]
     process = subprocess.Popen([COMMAND, *arguments], env=variables)
-    (environment,) = load_environments([EnvConfig(id="letters-env", address=address)], "warning").values()
+    (environment,) = load_environments(
+        [EnvConfig(id="letters-env", address=address)], LogConfig(vf_level="warning")
+    ).values()
     pool = InferencePool(ClientConfig(base_url=[policy_server.url]), "letters")
     policy_server.version = 1
     try:

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from prime_rl.configs.orchestrator import EnvConfig
-from prime_rl.configs.shared import ClientConfig
+from prime_rl.configs.shared import ClientConfig, LogConfig
 from prime_rl.orchestrator.client import InferencePool
 from prime_rl.orchestrator.envs import load_environments
 from prime_rl.orchestrator.errors import EnvironmentFault, MalformedRollout
@@ -13,11 +13,12 @@ from prime_rl.orchestrator.trajectories import to_samples
 
 pytestmark = pytest.mark.usefixtures("importable_environments")
 ARGS = train_sampling_args(SamplingConfig(), 0.7)
+LOG = LogConfig(vf_level="warning")
 EXAMPLE = ExampleRef("letters-env", 1)
 
 
 def load(**config):
-    (environment,) = load_environments([EnvConfig(id="letters-env", **config)], "warning").values()
+    (environment,) = load_environments([EnvConfig(id="letters-env", **config)], LOG).values()
     return environment
 
 
@@ -98,17 +99,17 @@ async def test_a_group_whose_every_request_failed_is_a_failure_not_a_score(polic
 )
 def test_an_environment_that_cannot_be_used_is_one_line(config, message: str) -> None:
     with pytest.raises(EnvironmentFault, match=message) as fault:
-        load_environments([EnvConfig(**config)], "warning")
+        load_environments([EnvConfig(**config)], LOG)
     assert "\n" not in str(fault.value)
 
 
 def test_a_version_in_the_id_is_left_out_of_the_import() -> None:
-    environments = load_environments([EnvConfig(id="letters-env@0.1.2", args={"rows": 3})], "warning")
+    environments = load_environments([EnvConfig(id="letters-env@0.1.2", args={"rows": 3})], LOG)
     assert {name: len(environment) for name, environment in environments.items()} == {"letters-env@0.1.2": 3}
 
 
 def test_two_environments_need_two_names() -> None:
     same = EnvConfig(id="letters-env")
     with pytest.raises(EnvironmentFault, match=r"env\[1\]: the name 'letters-env' is taken"):
-        load_environments([same, same], "warning")
-    assert len(load_environments([same, EnvConfig(id="letters-env", name="other")], "warning")) == 2
+        load_environments([same, same], LOG)
+    assert len(load_environments([same, EnvConfig(id="letters-env", name="other")], LOG)) == 2

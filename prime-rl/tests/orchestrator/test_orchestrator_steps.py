@@ -65,7 +65,7 @@ def test_the_metrics_of_a_step_have_their_documented_names(batch) -> None:
 
 
 def test_the_line_of_a_step_is_as_scripts_expect_it(batch) -> None:
-    status = StepStatus(3, async_level=1, groups_in_flight=2, group_size=2, cancelled_groups=1, temperature=1.0)
+    status = StepStatus(4, policy_version=3, groups_in_flight=2, group_size=2, cancelled_groups=1, temperature=1.0)
     metrics = {
         **reward_metrics(batch.groups),
         **rollout_metrics(batch),
@@ -73,7 +73,7 @@ def test_the_line_of_a_step_is_as_scripts_expect_it(batch) -> None:
         "time/step": 1.234,
         "perf/throughput": 8.9,
     }
-    assert metrics["batch/cancelled_rollouts"] == 2
+    assert (metrics["batch/cancelled_rollouts"], metrics["batch/staleness/max"]) == (2, 4)
     assert log_line(4, metrics) == (
         "Step 4 | Time: 1.23s | Reward: 0.7500 | Throughput: 8.9 tokens/s | Seq. Length: 2.8 tokens/sample | "
         "Async Level: 1 | Max. Off-Policy Level: 2"

@@ -74,12 +74,12 @@ ARGS = {"temperature": 1.0}
 
 
 def make_scheduler(
-    tmp_path: Path, environment: Environment, pool: Pool | None = None, groups: int = 2, max_off_policy_steps: int = 8
+    tmp_path: Path, environment: Environment, pool: Pool | None = None, groups: int = 2, **limits: int
 ) -> Scheduler:
     buffer = Buffer({"letters": 1000}, BufferConfig(), seed=0)
     policy = Policy(OrchestratorPaths(tmp_path), None, AsyncLimits(1))
-    limits = SchedulerLimits(2, groups, max_off_policy_steps)
-    return Scheduler({"letters": environment}, buffer, pool or Pool(Server()), policy, limits)
+    sizes = SchedulerLimits(2, groups, **{"max_off_policy_steps": 8, **limits})
+    return Scheduler({"letters": environment}, buffer, pool or Pool(Server()), policy, sizes)
 
 
 @pytest.fixture
@@ -114,6 +114,15 @@ async def test_no_group_starts_that_the_run_cannot_use(tmp_path: Path, pair) -> 
     await scheduler.collect(0, BatchTarget(rollouts=6), ARGS, usable_groups=3)
     assert len(environment.running) == 3
     assert scheduler.groups_in_flight == 0
+
+
+async def test_groups_start_at_most_so_often_a_minute(tmp_path: Path, pair) -> None:
+    environment = Environment(lambda example: pair)
+    scheduler = make_scheduler(tmp_path, environment, groups=3, groups_per_minute=2)
+    await scheduler.collect(0, BatchTarget(rollouts=4), ARGS)
+    assert len(environment.running) == 2
+    assert scheduler.groups_in_flight > 0
+    await scheduler.close()
 
 
 async def test_each_group_goes_to_the_server_with_the_fewest(tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ ADMIN_TIMEOUT_S = 600.0
 FIRST_POLL_S, SLOWEST_POLL_S = 0.1, 1.0
 MAX_RETRIES = 6
 """Attempts after the first, about 20 s in all. A server that refuses connections ends the run before that."""
+UPDATE_ATTEMPTS = 3
 WATCH_INTERVAL_S = 2.0
 MISSED_WATCHES = 3
 PROBE_MESSAGES = [{"role": "user", "content": "Hello"}]
@@ -107,11 +108,17 @@ class InferenceServer:
         Raises:
             InferenceFault: the server refuses them, or does not answer.
         """
-        url = f"{self.root_url}/update_weights"
         body = {"weight_dir": str(weight_dir.resolve()) if weight_dir else None}
         try:
-            async with self._session().post(url, json=body) as response:
-                await self._check(response)
+            for attempt in range(1, UPDATE_ATTEMPTS + 1):
+                try:
+                    async with self._session().post(f"{self.root_url}/update_weights", json=body) as response:
+                        await self._check(response)
+                    return
+                except aiohttp.ClientConnectionError:
+                    if attempt == UPDATE_ATTEMPTS:
+                        raise
+                    await asyncio.sleep(attempt)
         except (ServerAnswered, aiohttp.ClientError, TimeoutError) as error:
             reason = str(error) or type(error).__name__
             raise InferenceFault(
@@ -126,8 +133,12 @@ class InferenceServer:
     def _session(self) -> aiohttp.ClientSession:
         # Apart from the rollouts' connections, so that no administrative call waits behind them.
         if self._admin is None:
-            timeout = aiohttp.ClientTimeout(total=ADMIN_TIMEOUT_S)
-            self._admin = aiohttp.ClientSession(headers=self.headers, timeout=timeout)
+            # Each call opens a connection: an update must not fail because the server closed an idle one.
+            self._admin = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(force_close=True),
+                headers=self.headers,
+                timeout=aiohttp.ClientTimeout(total=ADMIN_TIMEOUT_S),
+            )
         return self._admin
 
     @staticmethod

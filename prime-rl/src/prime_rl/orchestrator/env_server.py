@@ -42,7 +42,7 @@ def serve(config: EnvServerConfig) -> None:
     from prime_rl.orchestrator.envs import environment_arguments, load_environments, module_id
 
     # The server's worker loads it again. There a fault shows as a worker that starts over and over, here as one line.
-    load_environments([config.env], config.log.vf_level)
+    load_environments([config.env], config.log)
     log_dir = config.output_dir / "logs" / "train" / (config.env.name or config.env.id)
     ZMQEnvServer.run_server(
         module_id(config.env.id),

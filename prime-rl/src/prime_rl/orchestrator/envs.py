@@ -12,6 +12,7 @@ from datasets import Dataset, disable_progress_bars
 from verifiers.serve import ZMQEnvClient
 
 from prime_rl.configs.orchestrator import EnvConfig
+from prime_rl.configs.shared import LogConfig
 from prime_rl.orchestrator.client import InferenceServer
 from prime_rl.orchestrator.errors import EnvironmentFault
 from prime_rl.orchestrator.rollout import ExampleRef, Rollout, check_trainable, read_rollout
@@ -75,7 +76,7 @@ class TrainingEnvironment:
             await self._env.env_client.close()
 
 
-def load_environments(configs: Sequence[EnvConfig], vf_level: str) -> dict[str, TrainingEnvironment]:
+def load_environments(configs: Sequence[EnvConfig], log: LogConfig) -> dict[str, TrainingEnvironment]:
     """Load every configured environment, by name.
 
     Call it in the main thread: verifiers installs signal handlers when an environment is made.
@@ -83,7 +84,7 @@ def load_environments(configs: Sequence[EnvConfig], vf_level: str) -> dict[str, 
     Raises:
         EnvironmentFault: one does not import, fails to load, has no training rows, or shares its name with another.
     """
-    vf.setup_logging(vf_level)
+    vf.setup_logging(log.vf_level, json_logging=log.json_logging)
     if not sys.stderr.isatty():
         disable_progress_bars()
     # It repeats as several log lines what `_load` says in one.

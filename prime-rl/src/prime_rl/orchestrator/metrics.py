@@ -30,8 +30,8 @@ class StepTimes:
 class StepStatus:
     """Where scheduler and policy stand when a batch is done."""
 
+    step: int
     policy_version: int
-    async_level: int
     groups_in_flight: int
     group_size: int
     cancelled_groups: int
@@ -144,14 +144,18 @@ def environment_metrics(rollouts: Sequence[Rollout], filters: Sequence[Filter]) 
 def status_metrics(groups: Sequence[Group], status: StepStatus) -> dict[str, float]:
     """`batch/*` of scheduler and policy, and the temperature."""
     levels = [group.off_policy_level for group in groups]
+    # What the trainer sees, time in the queue included: steps from the oldest version of a rollout to its training.
+    staleness = [status.step - rollout.version for group in groups for rollout in group.rollouts]
     return {
-        "batch/async_level": status.async_level,
+        "batch/async_level": status.step - status.policy_version,
         "batch/inflight_rollouts": status.groups_in_flight,
         "batch/inflight_samples": status.groups_in_flight * status.group_size,
         "batch/cancelled_rollouts": status.cancelled_groups * status.group_size,
         "batch/off_policy_level/max": max(levels),
         "batch/off_policy_level/mean": statistics.fmean(levels),
         "batch/off_policy_level/min": min(levels),
+        "batch/staleness/max": max(staleness),
+        "batch/staleness/mean": statistics.fmean(staleness),
         "sampling/temperature": status.temperature,
     }
 

@@ -21,7 +21,8 @@ EXIT_GRACE_S = 10.0
 
 def main() -> None:
     # Until the event loop takes over, there is nothing to save.
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda received, frame: sys.exit(128 + received))
     config = parse_argv_or_exit(OrchestratorConfig)
     refuse_unbuilt(config)
     paths = OrchestratorPaths(config.output_dir)

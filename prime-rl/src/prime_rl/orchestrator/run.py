@@ -39,7 +39,7 @@ def run_orchestrator(config: OrchestratorConfig, resume_step: int | None) -> int
     Call it in the main thread. Errors pass through.
     """
     random.seed(config.seed)
-    environments = load_environments(config.env, config.log.vf_level)
+    environments = load_environments(config.env, config.log)
     sizes = ", ".join(f"{name} ({len(environment)} rows)" for name, environment in environments.items())
     get_logger().info(f"Environments: {sizes}")
     # Made in this order, our handlers replace those that verifiers installs for every environment.
@@ -112,6 +112,8 @@ async def _run(
         run = RunPaths.of_orchestrator(config.output_dir)
         checkpoints = Checkpoints(run, paths)
         progress = await _start(config.ckpt, checkpoints, buffer, pool, resume_step, held_version)
+        if config.max_steps is not None and progress.step >= config.max_steps:
+            get_logger().warning(f"Nothing left to do: max_steps is {config.max_steps}")
         limits = AsyncLimits(config.max_async_level, config.strict_async_level)
         policy = Policy(paths, pool, limits, version=progress.step)
         scheduler = Scheduler(environments, buffer, pool, policy, _limits(config))

@@ -114,8 +114,8 @@ class Steps:
         policy_times = self.policy.take_times()
         self.times.wait_for_ckpt, self.times.update_weights = policy_times.waiting_s, policy_times.updating_s
         status = StepStatus(
+            step=step,
             policy_version=self.policy.version,
-            async_level=step - self.policy.version,
             groups_in_flight=self.scheduler.groups_in_flight,
             group_size=self.scheduler.limits.group_size,
             cancelled_groups=self.scheduler.take_cancelled(),
@@ -133,10 +133,10 @@ class Steps:
 
         A synchronous run uses no group of this step's policy later.
         """
-        last_step = step if self.policy.limits.max_level == 0 else self.max_steps and self.max_steps - 1
-        if last_step is None or self.target.rollouts is None:
+        end = step + 1 if self.policy.limits.max_level == 0 else self.max_steps
+        if end is None or self.target.rollouts is None:
             return None
-        return math.ceil(self.target.rollouts / self.scheduler.limits.group_size) * (last_step - step + 1)
+        return math.ceil(self.target.rollouts / self.scheduler.limits.group_size) * (end - step)
 
     @contextmanager
     def _timing(self, phase: str) -> Iterator[None]:
