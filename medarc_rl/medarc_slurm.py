@@ -115,6 +115,7 @@ def plan_job(command: str, run: Run[Any], options: SlurmOptions, gpus: int, sing
         hf_cache_dir=Path(hf_cache_dir).absolute(),
         hf_hub_offline=options.hf_hub_offline,
         single_gpu=single_gpu,
+        checkpoints=bool(run.checkpoints),
         request=request,
     )
 

@@ -35,12 +35,15 @@ class Run(Generic[ConfigT]):
     stem: str
 
     @property
+    def checkpoints(self) -> list[Any]:
+        """The checkpoint sections that are switched on, the shared one first."""
+        sections = [self.config, getattr(self.config, "trainer", None), getattr(self.config, "orchestrator", None)]
+        return [section.ckpt for section in sections if section is not None and section.ckpt is not None]
+
+    @property
     def resume_step(self) -> int | None:
         """The step to continue from, -1 for the latest; None starts afresh."""
-        sections = [self.config, getattr(self.config, "trainer", None), getattr(self.config, "orchestrator", None)]
-        checkpoints = [section.ckpt for section in sections if section is not None]
-        steps = [ckpt.resume_step for ckpt in checkpoints if ckpt is not None]
-        return next((step for step in steps if step is not None), None)
+        return next((ckpt.resume_step for ckpt in self.checkpoints if ckpt.resume_step is not None), None)
 
 
 def split_words(config_cls: type[RootConfig], words: Sequence[str]) -> tuple[list[Path], list[str]]:

@@ -148,6 +148,20 @@ def test_rl_becomes_the_launcher(project, tmp_path: Path) -> None:
     assert call["env"]["MEDARC_SINGLE_GPU"] == "1"
 
 
+@pytest.mark.parametrize("command", ["sft", "rl"])
+def test_a_requeued_job_goes_on_from_its_last_checkpoint(
+    command: str, project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    programs = project(tmp_path / "project")
+    programs.record = tmp_path / "calls.jsonl"
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    run_script(make_job(command, tmp_path, checkpoints=True), tmp_path)
+    run_script(make_job(command, tmp_path, checkpoints=False), tmp_path)
+    with_checkpoints, without = programs.calls
+    assert with_checkpoints["argv"][-2:] == ["--ckpt.resume-step", "-1"]
+    assert without["argv"][-2] == "@"
+
+
 STOPPABLE = """#!{python}
 import signal, sys
 def stop(*_):

@@ -58,6 +58,8 @@ class BatchJob:
     hf_hub_offline: bool = False
     single_gpu: bool = False
     """Inference and trainer share one GPU (`rl` only)."""
+    checkpoints: bool = False
+    """The run writes checkpoints, so that a job which Slurm starts again can go on."""
     request: SlurmRequest = field(default_factory=SlurmRequest)
 
     @property
