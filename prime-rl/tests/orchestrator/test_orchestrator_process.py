@@ -174,14 +174,6 @@ def test_resuming_a_step_that_was_not_saved_is_refused_in_one_line(start) -> Non
     assert len(run.log.splitlines()) == 1
 
 
-def test_a_run_in_which_every_group_fails_ends_with_the_reason_and_where_it_was(start) -> None:
-    run = start(max_steps=2, env=[{"id": "letters-env", "args": {"kind": "crashing"}}])
-    assert run.finish() == 1
-    assert "8 groups of rollouts failed and none succeeded" in run.log
-    assert "RuntimeError: the database is down" in run.log
-    assert "letters_env.py" in run.log
-
-
 def test_a_dead_inference_server_ends_the_run(start, policy_server) -> None:
     run = start(max_steps=2, max_async_level=0)
     run.until(lambda: run.receiver.receive(0))

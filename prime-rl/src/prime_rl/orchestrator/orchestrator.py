@@ -12,11 +12,10 @@ from prime_rl.configs.not_built import refuse_unbuilt
 from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.orchestrator.ckpt import Checkpoints, remove_stale
 from prime_rl.orchestrator.errors import OrchestratorError, TooManyFailures
+from prime_rl.orchestrator.stopping import EXIT_GRACE_S, exit_within
 from prime_rl.utils.logger import get_logger, setup_logger
 from prime_rl.utils.paths import OrchestratorPaths, OutputDirInUse, RunPaths, check_output_dir
 from prime_rl.utils.pydantic_config import dump_toml, parse_argv_or_exit
-
-EXIT_GRACE_S = 10.0
 
 
 def main() -> None:
@@ -27,7 +26,9 @@ def main() -> None:
     refuse_unbuilt(config)
     paths = OrchestratorPaths(config.output_dir)
     setup_logger(config.log.level, paths.log if config.log.file else None, config.log.json_logging)
-    sys.exit(run(config, paths))
+    exit_code = run(config, paths)
+    exit_within(EXIT_GRACE_S, exit_code)
+    sys.exit(exit_code)
 
 
 def run(config: OrchestratorConfig, paths: OrchestratorPaths) -> int:
@@ -35,10 +36,9 @@ def run(config: OrchestratorConfig, paths: OrchestratorPaths) -> int:
     try:
         resume_step = prepare_directory(config, paths)
         # verifiers takes seconds to import.
-        from prime_rl.orchestrator.run import exit_within, run_orchestrator
+        from prime_rl.orchestrator.run import run_orchestrator
 
-        exit_code = run_orchestrator(config, resume_step)
-        exit_within(EXIT_GRACE_S, exit_code)
+        return run_orchestrator(config, resume_step)
     except TooManyFailures as failure:
         # The environment's author needs to see where its code failed.
         get_logger().error(str(failure), exc_info=failure.__cause__)
@@ -49,7 +49,6 @@ def run(config: OrchestratorConfig, paths: OrchestratorPaths) -> int:
     except Exception:  # noqa: BLE001 - the process's last handler
         get_logger().error("The orchestrator failed", exc_info=True)
         return 1
-    return exit_code
 
 
 def prepare_directory(config: OrchestratorConfig, paths: OrchestratorPaths) -> int | None:

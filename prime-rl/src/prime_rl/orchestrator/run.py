@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import random
 import secrets
-import signal
 import sys
-import threading
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
 
 from prime_rl.configs.orchestrator import CheckpointConfig, OrchestratorConfig
 from prime_rl.orchestrator.advantage import setup_advantage
@@ -25,12 +21,10 @@ from prime_rl.orchestrator.policy import AsyncLimits, Policy
 from prime_rl.orchestrator.reporting import Reporter, sample_interval, setup_monitor
 from prime_rl.orchestrator.scheduler import Scheduler, SchedulerLimits
 from prime_rl.orchestrator.steps import Steps
+from prime_rl.orchestrator.stopping import StopSignals
 from prime_rl.transport import setup_batch_sender
 from prime_rl.utils.logger import SUCCESS, get_logger
 from prime_rl.utils.paths import OrchestratorPaths, RunPaths
-
-STOP_GRACE_S = 20.0
-"""After a signal, so long until the process ends whatever an environment still does."""
 
 
 def run_orchestrator(config: OrchestratorConfig, resume_step: int | None) -> int:
@@ -44,36 +38,6 @@ def run_orchestrator(config: OrchestratorConfig, resume_step: int | None) -> int
     get_logger().info(f"Environments: {sizes}")
     # Made in this order, our handlers replace those that verifiers installs for every environment.
     return asyncio.run(_run_until_stopped(config, environments, resume_step))
-
-
-@dataclass(slots=True)
-class StopSignals:
-    """Turns SIGTERM and SIGINT into the cancellation of one task. A second signal ends the process at once."""
-
-    received: int | None = None
-
-    def watch(self, task: asyncio.Task[int]) -> None:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, self._stop, number, task)
-
-    @property
-    def exit_code(self) -> int:
-        return 128 + (self.received or 0)
-
-    def _stop(self, number: int, task: asyncio.Task[int]) -> None:
-        if self.received is not None:
-            os._exit(self.exit_code)
-        self.received = number
-        get_logger().info(f"{signal.Signals(number).name}: stopping")
-        exit_within(STOP_GRACE_S, self.exit_code)
-        task.cancel()
-
-
-def exit_within(grace_s: float, exit_code: int) -> None:
-    """End the process with this code after `grace_s`, if it has not ended by then; environments may leave threads."""
-    timer = threading.Timer(grace_s, os._exit, (exit_code,))
-    timer.daemon = True
-    timer.start()
 
 
 async def _run_until_stopped(

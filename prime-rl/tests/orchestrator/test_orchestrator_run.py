@@ -1,0 +1,80 @@
+"""The whole orchestrator in this process, for what needs no second one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prime_rl.configs.orchestrator import OrchestratorConfig
+from prime_rl.orchestrator.orchestrator import run
+from prime_rl.utils.logger import setup_logger
+from prime_rl.utils.paths import OrchestratorPaths
+from prime_rl.utils.pydantic_config import load_config
+
+pytestmark = pytest.mark.usefixtures("importable_environments")
+
+
+@pytest.fixture
+def orchestrate(tmp_path: Path, policy_server, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
+    """Runs to the end with these settings; exit code and log."""
+
+    def finish(**settings: Any) -> tuple[int, str]:
+        defaults = {
+            "output_dir": tmp_path / "run_default",
+            "max_steps": 1,
+            "batch_size": 4,
+            "rollouts_per_example": 2,
+            "model": {"name": "letters"},
+            "client": {"base_url": [policy_server.url]},
+            "env": [{"id": "letters-env"}],
+            "filters": [{"type": "repetition"}],
+            "log": {"vf_level": "critical"},
+        }
+        config = load_config(OrchestratorConfig, overrides=defaults | settings)
+        setup_logger("info")
+        return run(config, OrchestratorPaths(config.output_dir)), capsys.readouterr().out
+
+    return finish
+
+
+def test_when_every_group_fails_the_log_has_the_reason_and_where_it_was(orchestrate) -> None:
+    code, log = orchestrate(env=[{"id": "letters-env", "args": {"kind": "crashing"}}])
+    assert code == 1
+    assert "8 groups of rollouts failed and none succeeded; the last one: environment 'letters-env'" in log
+    assert "RuntimeError: the database is down" in log
+    assert "letters_env.py" in log
+
+
+def test_conversations_are_shipped_whole_and_counted(orchestrate, policy_server) -> None:
+    code, log = orchestrate(env=[{"id": "letters-env", "args": {"kind": "twice"}}], max_steps=2)
+    assert code == 0
+    assert {request["path"] for request in policy_server.requests} == {
+        "/v1/chat/completions",
+        "/v1/chat/completions/tokens",
+    }
+    assert "Orchestrator finished." in log
+
+
+def test_a_filter_that_masks_everything_leaves_nothing_to_train(orchestrate, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("prime_rl.orchestrator.steps.FIRST_PAUSE_S", 0.0)
+    code, log = orchestrate(filters=[{"type": "repetition", "window": 1, "prob_threshold": 1e-6, "enforce": True}])
+    assert code == 1
+    assert "step 0: 5 batches in a row had no token to train on" in log
+
+
+def test_a_directory_with_another_runs_checkpoints_is_refused(orchestrate, tmp_path: Path) -> None:
+    (tmp_path / "checkpoints" / "step_5").mkdir(parents=True)
+    code, log = orchestrate()
+    assert code == 1
+    assert "holds the checkpoints of another run" in log
+
+
+def test_a_server_that_cannot_be_trained_with_is_one_line(orchestrate, policy_server) -> None:
+    policy_server.drops = ("token_ids",)
+    code, log = orchestrate()
+    assert code == 1
+    assert len(log.splitlines()) == 2
+    assert "answers without choices[0].token_ids" in log
