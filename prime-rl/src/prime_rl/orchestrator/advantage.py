@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from prime_rl.configs.orchestrator import AdvantageConfig, CustomAdvantageConfig
+from prime_rl.configs.advantages import AdvantageConfig, CustomAdvantageConfig, NormalizedAdvantageConfig
 from prime_rl.orchestrator.errors import OrchestratorError
+from prime_rl.orchestrator.normalization import normalized
 from prime_rl.orchestrator.rollout import Group
 
 if TYPE_CHECKING:
@@ -47,6 +48,8 @@ def setup_advantage(config: AdvantageConfig | None) -> AdvantageFunction:
         return raw_rewards
     if isinstance(config, CustomAdvantageConfig):
         return partial(_call_custom, _import_function(config.import_path), config.kwargs)
+    if isinstance(config, NormalizedAdvantageConfig):
+        return partial(normalized, config=config)
     return length_weighted if config.length_weighted_mean else centred
 
 

@@ -19,6 +19,8 @@ class Filtered:
 
     easy: int = 0
     hard: int = 0
+    equal: int = 0
+    """Of rewards that are all equal, and neither all 0 nor all 1."""
     groups: int = 0
     """All groups offered, accepted ones included."""
 
@@ -53,13 +55,20 @@ class Buffer:
         self._waiting.extend(examples)
 
     def accepts(self, group: Group) -> bool:
-        """Whether a finished group is trained on; `online_difficulty_filtering` turns away means of exactly 0 and 1."""
+        """Whether a finished group is trained on.
+
+        `online_difficulty_filtering` turns away means of exactly 0 and 1, `drop_equal_rewards` groups without any
+        difference to learn from (dynamic sampling; Yu et al. 2025, DAPO).
+        """
         self.filtered.groups += 1
         easy, hard = group.mean_reward == 1.0, group.mean_reward == 0.0
-        if not self.config.online_difficulty_filtering or not (easy or hard):
+        equal = len({rollout.reward for rollout in group.rollouts}) == 1
+        at_a_bound = self.config.online_difficulty_filtering and (easy or hard)
+        if not at_a_bound and not (self.config.drop_equal_rewards and equal):
             return True
         self.filtered.easy += easy
         self.filtered.hard += hard
+        self.filtered.equal += not (easy or hard)
         return False
 
     def take_metrics(self) -> dict[str, float]:
@@ -69,6 +78,7 @@ class Buffer:
         return {
             "filtered_rollouts/easy": filtered.easy / offered,
             "filtered_rollouts/hard": filtered.hard / offered,
+            "filtered_rollouts/equal": filtered.equal / offered,
         }
 
     def state(self, in_flight: Iterable[ExampleRef]) -> dict[str, Any]:

@@ -40,8 +40,9 @@ def run(config: OrchestratorConfig, paths: OrchestratorPaths) -> int:
 
         return run_orchestrator(config, resume_step)
     except TooManyFailures as failure:
-        # The environment's author needs to see where its code failed.
-        get_logger().error(str(failure), exc_info=failure.__cause__)
+        # The author of an environment needs to see where its code failed.
+        cause = failure.__cause__
+        get_logger().error(str(failure), exc_info=None if isinstance(cause, OrchestratorError) else cause)
         return 1
     except (OrchestratorError, OutputDirInUse) as failure:
         get_logger().error(str(failure))

@@ -121,7 +121,11 @@ def read_rollout(output: Mapping[str, Any], example: ExampleRef, temperature: fl
         generation_ms=_phase_ms(timing, "generation"),
         scoring_ms=_phase_ms(timing, "scoring"),
         usage_output_tokens=int((output.get("token_usage") or {}).get("output_tokens", 0)),
-        metrics={name: float(value) for name, value in (output.get("metrics") or {}).items()},
+        metrics={
+            name: float(value)
+            for name, value in (output.get("metrics") or {}).items()
+            if isinstance(value, int | float)
+        },
         prompt=output.get("prompt"),
         completion=output.get("completion"),
     )

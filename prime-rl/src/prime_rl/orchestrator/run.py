@@ -68,12 +68,16 @@ async def _run(
         closing.callback(sender.close)
         pool = InferencePool(config.client, config.model.name)
         closing.push_async_callback(pool.close)
-        held_version = await pool.wait_ready(config.use_token_client)
+        run = RunPaths.of_orchestrator(config.output_dir)
+        # Starting W&B takes seconds, which pass while the servers come up.
+        monitor, held_version = await asyncio.gather(
+            asyncio.to_thread(setup_monitor, config, run, paths), pool.wait_ready(config.use_token_client)
+        )
+        closing.push(lambda kind, error, trace: monitor.close(int(kind is not None)))
         for environment in environments.values():
             closing.push_async_callback(environment.close)
             await environment.connect()
 
-        run = RunPaths.of_orchestrator(config.output_dir)
         checkpoints = Checkpoints(run, paths)
         progress = await _start(config.ckpt, checkpoints, buffer, pool, resume_step, held_version)
         if config.max_steps is not None and progress.step >= config.max_steps:
@@ -82,8 +86,6 @@ async def _run(
         policy = Policy(paths, pool, limits, version=progress.step)
         scheduler = Scheduler(environments, buffer, pool, policy, _limits(config))
         closing.push_async_callback(scheduler.close)
-        monitor = setup_monitor(config, run, paths)
-        closing.push(lambda kind, error, trace: monitor.close(int(kind is not None)))
         steps = Steps(
             scheduler=scheduler,
             policy=policy,
@@ -110,10 +112,10 @@ async def _start(
     held_version: int,
 ) -> Progress:
     """Bring buffer and servers to where the run begins."""
+    if held_version and not resume_step:
+        get_logger().info(f"Inference holds version {held_version} of an earlier run: back to the base model")
+        await pool.update_weights(None)
     if config is None or resume_step is None:
-        if held_version:
-            get_logger().info(f"Inference holds version {held_version} of an earlier run: back to the base model")
-            await pool.update_weights(None)
         return Progress()
     progress, buffer_state = restore(config, checkpoints, resume_step)
     if buffer_state is not None:

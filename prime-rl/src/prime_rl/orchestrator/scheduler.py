@@ -193,7 +193,7 @@ class Scheduler:
         self._rejections_in_a_row += 1
         if self._rejections_in_a_row % (10 * self.limits.groups_in_flight) == 0:
             get_logger().warning(
-                f"online_difficulty_filtering turned away {self._rejections_in_a_row} groups in a row: "
-                "their rewards are all 0 or all 1"
+                f"orchestrator.buffer turned away {self._rejections_in_a_row} groups in a row: "
+                "their rewards are all equal, or all 0 or 1"
             )
         return False
