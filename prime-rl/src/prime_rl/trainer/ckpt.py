@@ -132,7 +132,8 @@ class CheckpointManager:
         try:
             dcp.load(saved, checkpoint_id=directory)
         except dcp.api.CheckpointException as error:
-            raise CheckpointError(f"{directory} does not fit this model and optimizer: {error}") from error
+            reasons = [str(failure[0]).splitlines()[0] for failure in error.failures.values()]
+            raise CheckpointError(f"{directory} does not fit this model and optimizer: {reasons[0]}") from error
         rates = [group["lr"] for group in state.optimizer.param_groups]
         set_state_dict(
             state.model,

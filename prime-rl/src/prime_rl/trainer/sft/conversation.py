@@ -73,7 +73,10 @@ def conversation_of(row: Mapping[str, Any]) -> Conversation:
             return Conversation([], {}, text=(parts[0], parts[1]))
     if not all(isinstance(part, list) for part in parts):
         raise DataError("`prompt` and `completion` must both be message lists or both be strings")
-    return Conversation([_message(message) for part in parts for message in part], kwargs)
+    messages = [_message(message) for part in parts for message in part]
+    if not messages:
+        raise DataError("the conversation has no messages")
+    return Conversation(messages, kwargs)
 
 
 class ConversationTokenizer:

@@ -43,7 +43,9 @@ class SFTTrainer:
         self.world = world
         self.parts = parts
         self.micro_batches = micro_batches_per_process(config.data, world)
+        # What is on the disk at the start. Later looks would differ between processes, as one of them writes.
         self.saved_step = parts.state.progress.step
+        self.exported_step = self.saved_step if self.saved_step in stable_steps(paths.weights) else None
 
     def run(self, signals: SignalBox, reporter: StepReporter) -> bool:
         """Train and save; returns False when SIGTERM came before `max_steps`."""
@@ -73,7 +75,7 @@ class SFTTrainer:
         started_s = time.perf_counter()
         checkpoints.save(self.parts.state, self.parts.rows.state())
         checkpoints.export(self.parts.state, self.parts.tokenizer, self.parts.export_dtype)
-        self.saved_step = step
+        self.saved_step = self.exported_step = step
         elapsed_s = time.perf_counter() - started_s
         if self.world.is_main:
             get_logger().info(f"Saved {self.paths.checkpoint(step)} in {elapsed_s:.1f}s")
@@ -83,7 +85,7 @@ class SFTTrainer:
         """Write the weights of a finished run, unless `save` has; they are what the run is for."""
         step = self.parts.state.progress.step
         options = WeightCheckpointConfig() if self.config.ckpt is None else self.config.ckpt.weights
-        if options is None or step in stable_steps(self.paths.weights):
+        if options is None or step == self.exported_step:
             return
         target = self.paths.weight(step)
         export_model(self.parts.state.model, self.parts.tokenizer, target, options, self.parts.export_dtype)

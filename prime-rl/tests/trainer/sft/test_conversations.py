@@ -1,0 +1,114 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from prime_rl.configs.sft import LossMaskConfig
+from prime_rl.trainer.errors import DataError
+from prime_rl.trainer.sft.conversation import ConversationTokenizer, UnmaskableSample, check_columns
+
+SYSTEM = {"role": "system", "content": "be brief"}
+USER = {"role": "user", "content": "hi"}
+ASSISTANT = {"role": "assistant", "content": "yo"}
+
+
+@pytest.fixture
+def tokenizer(tiny_model_dir: Path) -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(tiny_model_dir)
+
+
+def trained_text(tokenizer: PreTrainedTokenizerBase, row: dict, **loss_mask: bool) -> str:
+    """The text of the trained tokens."""
+    sample = ConversationTokenizer(tokenizer, LossMaskConfig(**loss_mask))(row)
+    return tokenizer.decode(sample.token_ids[sample.is_trained])
+
+
+def whole_text(tokenizer: PreTrainedTokenizerBase, row: dict) -> str:
+    return tokenizer.decode(ConversationTokenizer(tokenizer, LossMaskConfig())(row).token_ids)
+
+
+def test_the_answer_is_trained_and_its_header_is_not(tokenizer: PreTrainedTokenizerBase) -> None:
+    row = {"prompt": [SYSTEM, USER], "completion": [ASSISTANT]}
+    assert whole_text(tokenizer, row).endswith("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nyo<|im_end|>\n")
+    assert trained_text(tokenizer, row) == "yo<|im_end|>\n"
+
+
+def test_messages_and_prompt_with_completion_are_the_same(tokenizer: PreTrainedTokenizerBase) -> None:
+    messages = [USER, ASSISTANT, USER, ASSISTANT]
+    by_parts = {"prompt": messages[:3], "completion": messages[3:]}
+    assert whole_text(tokenizer, {"messages": messages}) == whole_text(tokenizer, by_parts)
+    assert trained_text(tokenizer, {"messages": messages}) == "yo<|im_end|>\n" * 2
+
+
+def test_each_role_can_be_trained(tokenizer: PreTrainedTokenizerBase) -> None:
+    row = {"messages": [SYSTEM, USER, ASSISTANT]}
+    header = "<|im_start|>assistant\n"
+    assert trained_text(tokenizer, row, system=True, assistant=False) == "<|im_start|>system\nbe brief<|im_end|>\n"
+    assert trained_text(tokenizer, row, user=True, assistant=False) == f"<|im_start|>user\nhi<|im_end|>\n{header}"
+    assert trained_text(tokenizer, row, system=True, user=True) == whole_text(tokenizer, row)
+
+
+def test_strings_are_joined_without_a_template_and_end_with_the_end_token(tokenizer: PreTrainedTokenizerBase) -> None:
+    row = {"prompt": "2 + 2 =", "completion": " 4"}
+    assert whole_text(tokenizer, row) == "2 + 2 = 4<|im_end|>"
+    assert trained_text(tokenizer, row) == " 4<|im_end|>"
+
+
+def test_outer_blanks_of_a_message_are_dropped(tokenizer: PreTrainedTokenizerBase) -> None:
+    row = {"messages": [USER, {"role": "assistant", "content": "\n yo \n"}]}
+    assert trained_text(tokenizer, row) == "yo<|im_end|>\n"
+
+
+def test_tools_reach_the_template_decoded(tokenizer: PreTrainedTokenizerBase) -> None:
+    tokenizer.chat_template = (
+        "{% for t in tools or [] %}[{{ t.name }}]{% endfor %}"
+        "{% for m in messages %}{{ m.role }}:{{ m.content }}"
+        "{% for c in m.tool_calls or [] %}{{ c.function.name }}({{ c.function.arguments.x }}){% endfor %};{% endfor %}"
+    )
+    call = {"function": {"name": "add", "arguments": '{"x": 3}'}, "id": None}
+    messages = [
+        USER,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "3"},
+        {"role": "tool", "content": "4"},
+        {**ASSISTANT, "tool_calls": None},
+    ]
+    row = {"messages": messages, "tools": '[{"name": "add"}]'}
+    assert whole_text(tokenizer, row) == "[add]user:hi;assistant:add(3);tool:3;tool:4;assistant:yo;<|im_end|>"
+    assert trained_text(tokenizer, row, tool=True, assistant=False) == "tool:3;tool:4;<|im_end|>"
+
+
+def test_a_template_that_rewrites_earlier_turns_is_told_apart(tokenizer: PreTrainedTokenizerBase) -> None:
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.role }}:{{ m.content if loop.last else m.content[:1] }};{% endfor %}"
+    )
+    with pytest.raises(UnmaskableSample):
+        trained_text(tokenizer, {"messages": [USER, ASSISTANT, USER, ASSISTANT]})
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ({"messages": [{"role": "wizard", "content": "x"}]}, "unknown role 'wizard'"),
+        ({"messages": ["hi"]}, "a message must be an object with a role"),
+        ({"messages": []}, "no messages"),
+        ({"prompt": [USER], "completion": "yo"}, "must both be message lists or both be strings"),
+        ({"messages": [USER, ASSISTANT], "tools": "[{]"}, "tools: not valid JSON"),
+    ],
+)
+def test_a_row_of_another_form_is_refused(tokenizer: PreTrainedTokenizerBase, row: dict, said: str) -> None:
+    with pytest.raises(DataError, match=said):
+        trained_text(tokenizer, row)
+
+
+def test_a_tokenizer_without_a_template_is_refused(tokenizer: PreTrainedTokenizerBase) -> None:
+    tokenizer.chat_template = None
+    with pytest.raises(DataError, match=r"tokenizer\.chat_template"):
+        trained_text(tokenizer, {"messages": [USER, ASSISTANT]})
+
+
+def test_a_dataset_without_conversations_is_named_with_its_columns() -> None:
+    with pytest.raises(DataError, match="the columns are text, label"):
+        check_columns("somewhere", {"text": "", "label": 1})

@@ -1,0 +1,207 @@
+"""Whole SFT runs on the tiny model."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from prime_rl.configs.sft import SFTConfig
+from prime_rl.trainer.sft.train import run
+from prime_rl.utils.paths import RunPaths, stable_steps
+from prime_rl.utils.pydantic_config import dump_toml
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Questions whose answer is the question."""
+    file = tmp_path_factory.mktemp("data") / "echo.jsonl"
+    words = ["heart", "lung", "spleen", "aorta", "femur", "tibia", "iris", "uvula"]
+    pairs = [f"{a} {b}" for a in words for b in words]
+    rows = [
+        {"prompt": [{"role": "user", "content": pair}], "completion": [{"role": "assistant", "content": pair}]}
+        for pair in pairs
+    ]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+@pytest.fixture
+def base(tiny_model_dir: Path, dataset: Path) -> dict[str, Any]:
+    return {
+        "device": "cpu",
+        "model": {"name": str(tiny_model_dir), "attn": "sdpa"},
+        "data": {"name": str(dataset), "batch_size": 4, "micro_batch_size": 2, "seq_len": 64},
+        "optim": {"lr": 3e-3},
+        "scheduler": {"type": "linear", "warmup_steps": 2, "decay_steps": 2},
+        "max_steps": 6,
+    }
+
+
+def run_sft(base: dict[str, Any], output_dir: Path, **changes: Any) -> int:
+    return run(SFTConfig(**{**base, "output_dir": output_dir, **changes}))
+
+
+def metrics_of(output_dir: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in RunPaths(output_dir).metrics.read_text().splitlines()]
+
+
+def losses_of(output_dir: Path) -> list[float]:
+    return [record["loss/mean"] for record in metrics_of(output_dir)]
+
+
+def weights_of(output_dir: Path, step: int) -> dict[str, torch.Tensor]:
+    return load_file(RunPaths(output_dir).weight(step) / "model.safetensors")
+
+
+def assert_same_weights(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_a_run_learns_reports_and_leaves_weights(base: dict[str, Any], tmp_path: Path, capsys) -> None:
+    assert run_sft(base, tmp_path, max_steps=30) == 0
+    records = metrics_of(tmp_path)
+    assert [record["step"] for record in records] == list(range(30))
+    assert {record["source"] for record in records} == {"sft"}
+    assert records[-1]["loss/mean"] < records[0]["loss/mean"] - 1
+    assert records[-1]["progress/num_tokens"] == 30 * 4 * 64
+    assert records[-1]["progress/epoch"] > 1
+    named = {"optim/lr", "optim/grad_norm", "perf/throughput", "perf/peak_memory", "time/step", "progress/num_samples"}
+    assert named <= records[0].keys()
+    out = capsys.readouterr().out
+    assert "SUCCESS Step 0 | Time: " in out
+    assert f"Loss: {records[-1]['loss/mean']:.4f}" in out
+    assert "finished" in out
+    assert AutoModelForCausalLM.from_pretrained(RunPaths(tmp_path).weight(30)).config.vocab_size == 128
+    assert (RunPaths(tmp_path).rank_log(0)).read_text().count("Step ") == 30
+
+
+def test_the_logged_rate_is_the_one_that_was_used(base: dict[str, Any], tmp_path: Path) -> None:
+    run_sft(base, tmp_path)
+    rates = [record["optim/lr"] / base["optim"]["lr"] for record in metrics_of(tmp_path)]
+    assert rates == pytest.approx([1e-8, 0.5, 1, 1, 1, 1e-8])
+
+
+def test_a_resumed_run_ends_in_the_same_bits(base: dict[str, Any], tmp_path: Path, capsys) -> None:
+    run_sft(base, tmp_path / "straight")
+    run_sft(base, tmp_path / "halves", ckpt={"interval": 3})
+    RunPaths(tmp_path / "halves").metrics.unlink()
+    assert run_sft(base, tmp_path / "halves", ckpt={"resume_step": 3}) == 0
+    assert losses_of(tmp_path / "halves") == losses_of(tmp_path / "straight")[3:]
+    assert_same_weights(weights_of(tmp_path / "halves", 6), weights_of(tmp_path / "straight", 6))
+    assert "step 3, 768 tokens" in capsys.readouterr().out
+
+
+def test_a_finished_run_resumed_says_so_and_does_nothing(base: dict[str, Any], tmp_path: Path) -> None:
+    run_sft(base, tmp_path, ckpt={})
+    before = metrics_of(tmp_path)
+    assert run_sft(base, tmp_path, ckpt={"resume_step": -1}) == 0
+    assert metrics_of(tmp_path) == before
+
+
+def test_the_loss_does_not_depend_on_micro_batches(base: dict[str, Any], tmp_path: Path) -> None:
+    # Made-up samples of exactly one row each, so the same tokens are only divided differently.
+    first_steps = []
+    for size in (1, 4):
+        data = {"type": "fake", "input_ids": "random", "batch_size": 4, "micro_batch_size": size, "seq_len": 32}
+        run_sft(base, tmp_path / str(size), data=data, max_steps=4)
+        first_steps.append(metrics_of(tmp_path / str(size))[0])
+    for name in ("loss/mean", "optim/grad_norm"):
+        assert first_steps[0][name] == pytest.approx(first_steps[1][name], rel=1e-5)
+
+
+def failure_of(base: dict[str, Any], output_dir: Path, capsys, **changes: Any) -> str:
+    """The one error line of a run that fails with exit code 1."""
+    with pytest.raises(SystemExit) as stopped:
+        run_sft(base, output_dir, **changes)
+    assert stopped.value.code == 1
+    captured = capsys.readouterr()
+    errors = [line for line in captured.out.splitlines() if "ERROR" in line]
+    assert len(errors) == 1, captured.out
+    assert "Traceback" not in captured.out + captured.err
+    return errors[0]
+
+
+def test_faults_of_a_person_are_one_line_each(base: dict[str, Any], tmp_path: Path, capsys) -> None:
+    def line(**changes: Any) -> str:
+        return failure_of(base, tmp_path / "out", capsys, **changes)
+
+    broken = tmp_path / "broken.jsonl"
+    broken.write_text('{"prompt": \n')
+    texts = tmp_path / "texts.jsonl"
+    texts.write_text('{"text": "abc"}\n')
+    data = base["data"]
+    assert "nowhere: no such directory" in line(model={"name": str(tmp_path / "nowhere")})
+    assert "nowhere.jsonl: no such file" in line(data={**data, "name": str(tmp_path / "nowhere.jsonl")})
+    assert "broken.jsonl:1" in line(data={**data, "name": str(broken)})
+    assert "the columns are text" in line(data={**data, "name": str(texts)})
+    assert "max_steps = 2" in line(max_steps=2, scheduler={"type": "cosine"})
+    assert "ckpt.resume_step = 7" in line(ckpt={"resume_step": 7})
+    assert "lower optim.lr" in line(optim={"lr": 1e30}, scheduler={}).lower()
+
+
+def test_another_runs_checkpoints_are_never_overwritten(base: dict[str, Any], tmp_path: Path, capsys) -> None:
+    run_sft(base, tmp_path, ckpt={})
+    assert "holds the checkpoints of another run" in failure_of(base, tmp_path, capsys)
+    assert run_sft(base, tmp_path, clean_output_dir=True, max_steps=4) == 0
+    assert stable_steps(RunPaths(tmp_path).checkpoints) == []
+    assert stable_steps(RunPaths(tmp_path).weights) == [4]
+
+
+def test_signals_save_on_demand_and_at_the_end(base: dict[str, Any], tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    config = SFTConfig(**{**base, "output_dir": out, "max_steps": None, "scheduler": {}, "ckpt": {}})
+    dump_toml(config, tmp_path / "sft.toml")
+    command = [sys.executable, "-m", "prime_rl.trainer.sft.train", "@", str(tmp_path / "sft.toml")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        wait_for("Step 1 ", process)
+        process.send_signal(signal.SIGUSR1)
+        wait_for("Saved ", process)
+        wait_for("Step ", process)
+        process.send_signal(signal.SIGTERM)
+        rest = process.stdout.read()
+    assert process.returncode == 143
+    assert "Stopped by SIGTERM" in rest
+    steps = stable_steps(RunPaths(out).checkpoints)
+    assert len(steps) == 2
+    assert run_sft(base, out, max_steps=steps[-1] + 1, scheduler={}, ckpt={"resume_step": -1}) == 0
+    assert metrics_of(out)[-1]["step"] == steps[-1]
+
+
+def wait_for(text: str, process: subprocess.Popen) -> None:
+    assert any(text in line for line in process.stdout), f"the run ended before it said {text!r}"
+
+
+def test_two_processes_train_like_one(base: dict[str, Any], tmp_path: Path) -> None:
+    """`two_processes.py` takes one step and then resumes a run half-way; alone it takes the same one step."""
+    dump_toml(SFTConfig(**{**base, "output_dir": tmp_path}), tmp_path / "sft.toml")
+    script = [HERE / "two_processes.py", "@", tmp_path / "sft.toml"]
+    run_python("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *script)
+    losses = losses_of(tmp_path / "straight")
+    assert losses_of(tmp_path / "halves") == losses + losses[3:]
+    assert_same_weights(weights_of(tmp_path / "halves", 6), weights_of(tmp_path / "straight", 6))
+
+    run_python(*script)
+    together, alone = (json.loads((tmp_path / f"step_of_{n}.json").read_text()) for n in ("two", "one"))
+    assert together["loss"] == pytest.approx(alone["loss"], rel=1e-6)
+    assert together["grad_norm"] == pytest.approx(alone["grad_norm"], rel=1e-5)
+
+
+def run_python(*arguments: str | Path) -> None:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    completed = subprocess.run(
+        [sys.executable, *arguments], env=environment, capture_output=True, text=True, check=False, timeout=120
+    )
+    assert completed.returncode == 0, completed.stdout + completed.stderr

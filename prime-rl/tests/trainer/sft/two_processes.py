@@ -1,0 +1,63 @@
+"""Started by `test_sft_run.py`, under torchrun with two processes and alone with one."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from itertools import islice
+
+from prime_rl.configs.sft import FakeDataConfig, SFTConfig
+from prime_rl.configs.trainer import CheckpointConfig
+from prime_rl.trainer.ckpt import Progress, TrainState
+from prime_rl.trainer.model import setup_model
+from prime_rl.trainer.optim import setup_optimizer
+from prime_rl.trainer.scheduler import setup_scheduler
+from prime_rl.trainer.sft.data import setup_rows
+from prime_rl.trainer.sft.loop import SFTTrainer
+from prime_rl.trainer.sft.step import train_step
+from prime_rl.trainer.sft.train import setup_parts, train
+from prime_rl.trainer.world import World, destroy_world, setup_world
+from prime_rl.utils.paths import RunPaths
+from prime_rl.utils.pydantic_config import parse_argv_or_exit
+
+
+def main() -> None:
+    config = parse_argv_or_exit(SFTConfig)
+    world = setup_world("cpu", timeout_s=120)
+    step_on_the_same_rows(config, world)
+    if world.world_size > 1:
+        resume_half_way(config, world)
+    destroy_world()
+
+
+def step_on_the_same_rows(config: SFTConfig, world: World) -> None:
+    """One step on eight rows of different trained lengths: the same ones, however many processes share them."""
+    data = FakeDataConfig(input_ids="random", seq_len=48, batch_size=8)
+    rows = setup_rows(data, None, 128, World(0, 1, 0, world.device))
+    every_row = list(islice(rows, 8))
+    for index, row in enumerate(every_row):
+        row.is_trained[: 5 * index] = False
+    own_rows = every_row[world.rank * 8 // world.world_size : (world.rank + 1) * 8 // world.world_size]
+
+    model = setup_model(config.model, world)
+    optimizer = setup_optimizer(config.optim, model)
+    state = TrainState(model, optimizer, setup_scheduler(config.scheduler, optimizer, 6), Progress())
+    stats = train_step(state, own_rows, max_norm=1.0, world=world)
+    assert stats.tokens == 8 * 48
+    if world.is_main:
+        name = "step_of_one" if world.world_size == 1 else "step_of_two"
+        (config.output_dir / f"{name}.json").write_text(json.dumps(asdict(stats)))
+
+
+def resume_half_way(config: SFTConfig, world: World) -> None:
+    def run_in(name: str, ckpt: CheckpointConfig | None) -> None:
+        changed = config.model_copy(update={"output_dir": config.output_dir / name, "ckpt": ckpt})
+        paths = RunPaths(changed.output_dir)
+        assert train(SFTTrainer(changed, paths, world, setup_parts(changed, paths, world)))
+
+    run_in("straight", None)
+    run_in("halves", CheckpointConfig(interval=3))
+    run_in("halves", CheckpointConfig(resume_step=3))
+
+
+main()

@@ -1,0 +1,188 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from prime_rl.configs.trainer import (
+    ActivationCheckpointConfig,
+    DebugModelConfig,
+    ModelConfig,
+    TokenizerConfig,
+    WeightCheckpointConfig,
+)
+from prime_rl.trainer.errors import DeviceError, ModelError
+from prime_rl.trainer.model import setup_model, setup_tokenizer
+from prime_rl.trainer.optim import clip_gradients
+from prime_rl.trainer.perf import Throughput, flops_per_token
+from prime_rl.trainer.scoring import score_tokens
+from prime_rl.trainer.weights import export_model, gather_weights, save_weights
+from prime_rl.trainer.world import World, resolve_device
+
+
+def config_of(directory: Path, **fields) -> ModelConfig:
+    return ModelConfig(name=str(directory), attn="sdpa", **fields)
+
+
+def logits_of_row(model, tokens: torch.Tensor) -> torch.Tensor:
+    row = tokens[None]
+    return score_tokens(model, row, torch.arange(len(tokens))[None], lambda hidden, logits_of: logits_of(hidden))
+
+
+def test_an_export_is_loaded_by_transformers_and_gives_the_same_logits(
+    tiny_model_dir: Path, world: World, tmp_path: Path
+) -> None:
+    config = config_of(tiny_model_dir, debug=DebugModelConfig(random_init=True))
+    model = setup_model(config, world)
+    tokenizer = setup_tokenizer(TokenizerConfig(), config)
+    target = tmp_path / "step_1"
+    export_model(model, tokenizer, target, WeightCheckpointConfig(), torch.float32)
+
+    tokens = torch.arange(40)
+    reloaded = AutoModelForCausalLM.from_pretrained(target, attn_implementation="sdpa")
+    with torch.no_grad():
+        torch.testing.assert_close(logits_of_row(model, tokens), reloaded(tokens[None]).logits[0])
+    assert reloaded.dtype == torch.float32
+    assert (target / "STABLE").is_file()
+    assert json.loads((target / "generation_config.json").read_text())["use_cache"] is True
+    assert AutoTokenizer.from_pretrained(target).chat_template == tokenizer.chat_template
+
+
+def test_gathered_weights_have_the_files_names_dtype_and_no_tied_copy(tiny_model_dir: Path, world: World) -> None:
+    on_disk = load_file(tiny_model_dir / "model.safetensors")
+    model = setup_model(config_of(tiny_model_dir, ac=ActivationCheckpointConfig()), world)
+    gathered = gather_weights(model, torch.bfloat16)
+    assert gathered.keys() == on_disk.keys()
+    assert {tensor.dtype for tensor in gathered.values()} == {torch.bfloat16}
+    assert torch.equal(gather_weights(model, torch.float32)["model.norm.weight"], on_disk["model.norm.weight"])
+
+
+def test_gathered_weights_do_not_change_with_further_training(tiny_model_dir: Path, world: World) -> None:
+    model = setup_model(config_of(tiny_model_dir), world)
+    gathered = gather_weights(model, torch.float32)
+    before = gathered["model.norm.weight"].clone()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    assert torch.equal(gathered["model.norm.weight"], before)
+
+
+def test_experts_are_exported_one_by_one_as_on_the_hub(tmp_path: Path, world: World) -> None:
+    config = Qwen3MoeConfig(
+        vocab_size=64,
+        hidden_size=32,
+        moe_intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        num_experts=4,
+        num_experts_per_tok=2,
+    )
+    Qwen3MoeForCausalLM(config).save_pretrained(tmp_path)
+    model = setup_model(config_of(tmp_path), world)
+    on_disk = load_file(tmp_path / "model.safetensors")
+    gathered = gather_weights(model, torch.float32)
+    assert "model.layers.0.mlp.experts.3.down_proj.weight" in gathered
+    assert gathered.keys() == on_disk.keys()
+    assert all(torch.equal(gathered[name], on_disk[name]) for name in on_disk)
+
+
+def test_large_weights_are_split_with_an_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = {f"layer.{index}.weight": torch.full((1000,), float(index)) for index in range(3)}
+    import huggingface_hub
+
+    split = huggingface_hub.split_torch_state_dict_into_shards
+    monkeypatch.setattr(
+        huggingface_hub,
+        "split_torch_state_dict_into_shards",
+        lambda state, filename_pattern: split(state, filename_pattern=filename_pattern, max_shard_size=5000),
+    )
+    save_weights(state, tmp_path)
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    assert sorted(set(index["weight_map"].values())) == [f"model-0000{n}-of-00003.safetensors" for n in (1, 2, 3)]
+    file = index["weight_map"]["layer.2.weight"]
+    assert torch.equal(load_file(tmp_path / file)["layer.2.weight"], state["layer.2.weight"])
+
+
+def test_the_torch_format_is_one_that_transformers_names(tmp_path: Path) -> None:
+    save_weights({"weight": torch.ones(2)}, tmp_path, save_format="torch")
+    assert torch.equal(torch.load(tmp_path / "pytorch_model.bin")["weight"], torch.ones(2))
+
+
+def test_checkpointed_activations_and_layer_limit_leave_the_gradient_alone(tiny_model_dir: Path, world: World) -> None:
+    tokens = torch.arange(30)
+
+    def gradient_norm(**fields) -> float:
+        model = setup_model(config_of(tiny_model_dir, **fields), world)
+        logits_of_row(model, tokens).logsumexp(-1).sum().backward()
+        return clip_gradients(model, 1.0)
+
+    assert gradient_norm(ac=ActivationCheckpointConfig(freq=1)) == gradient_norm()
+    assert gradient_norm(debug=DebugModelConfig(num_layers=1)) != gradient_norm()
+
+
+def test_random_weights_are_the_same_in_every_run(tiny_model_dir: Path, world: World) -> None:
+    config = config_of(tiny_model_dir, debug=DebugModelConfig(random_init=True))
+    torch.manual_seed(7)
+    first = gather_weights(setup_model(config, world), torch.float32)
+    torch.manual_seed(8)
+    second = gather_weights(setup_model(config, world), torch.float32)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_bfloat16_compute_keeps_float32_master_weights(tiny_model_dir: Path, world: World) -> None:
+    model = setup_model(config_of(tiny_model_dir, compute_dtype="bfloat16"), world)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    assert logits_of_row(model, torch.arange(5)).dtype == torch.bfloat16
+    on_disk = load_file(tiny_model_dir / "model.safetensors")
+    gathered = gather_weights(model, torch.float32)
+    assert all(torch.equal(gathered[name], on_disk[name]) for name in on_disk)
+
+
+def test_a_missing_model_is_named_in_one_line(tmp_path: Path, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ModelError, match=r"model\.name = .*nowhere: no such directory") as raised:
+        setup_model(config_of(tmp_path / "nowhere"), world)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_directory_without_weights_points_at_random_init(tiny_model_dir: Path, tmp_path: Path, world: World) -> None:
+    (tmp_path / "config.json").write_text((tiny_model_dir / "config.json").read_text())
+    with pytest.raises(ModelError, match=r"model\.debug\.random_init"):
+        setup_model(config_of(tmp_path), world)
+
+
+def test_the_chat_template_can_be_replaced_by_text_or_by_a_file(tiny_model_dir: Path, tmp_path: Path) -> None:
+    file = tmp_path / "template.jinja"
+    file.write_text("{{ 'from a file' }}")
+    config = config_of(tiny_model_dir)
+    for template, rendered in (("{{ 'given' }}", "given"), (str(file), "from a file")):
+        tokenizer = setup_tokenizer(TokenizerConfig(chat_template=template), config)
+        assert tokenizer.apply_chat_template([{"role": "user"}], tokenize=False) == rendered
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_cuda_without_a_gpu_is_refused() -> None:
+    assert resolve_device("auto") == "cpu"
+    with pytest.raises(DeviceError, match="CUDA_VISIBLE_DEVICES"):
+        resolve_device("cuda")
+
+
+def test_replicas_must_divide_the_processes(tiny_model_dir: Path, world: World) -> None:
+    with pytest.raises(DeviceError, match="dp_replicate = 2"):
+        setup_model(config_of(tiny_model_dir, dp_replicate=2), world)
+
+
+def test_throughput_counts_the_steps_after_the_first_of_its_window() -> None:
+    throughput = Throughput()
+    assert [throughput.step(tokens, now_s) for tokens, now_s in ((100, 1.0), (10, 2.0), (30, 3.0))] == [0, 10, 20]
+
+
+def test_flops_count_matrix_parameters_and_attention(tiny_model_dir: Path, world: World) -> None:
+    model = setup_model(config_of(tiny_model_dir), world)
+    layer = 64 * (64 + 32 + 32) + 64 * 64 + 3 * 64 * 128
+    head = 64 * 128
+    assert flops_per_token(model, row_tokens=10) == 6 * (2 * layer + head) + 12 * 2 * 64 * 10

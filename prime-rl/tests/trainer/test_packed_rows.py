@@ -1,0 +1,81 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from prime_rl.configs.trainer import ModelConfig
+from prime_rl.trainer.model import setup_model
+from prime_rl.trainer.packed_rows import fold
+from prime_rl.trainer.scoring import cross_entropy_sum, score_tokens
+from prime_rl.trainer.world import World
+
+VOCAB = 128
+
+
+def positions(*lengths: int) -> Tensor:
+    return torch.cat([torch.arange(length) for length in lengths])[None]
+
+
+def token_losses(model, input_ids_1T: Tensor, position_ids_1T: Tensor) -> Tensor:
+    """Cross-entropy of each token but the first of the row, given those before it: [T - 1]."""
+    logits = score_tokens(model, input_ids_1T, position_ids_1T, lambda hidden, logits_of: logits_of(hidden))
+    return torch.nn.functional.cross_entropy(logits[:-1].float(), input_ids_1T[0, 1:], reduction="none")
+
+
+def test_a_row_of_short_sequences_becomes_rows_as_wide_as_the_longest() -> None:
+    grid = fold(positions(3, 5, 2, 4), hidden_size=1)
+    row = torch.arange(100, 114)[None]
+    placed = grid.place(row)
+    assert placed.shape == (3, 5)
+    assert placed.tolist() == [[103, 104, 105, 106, 107], [110, 111, 112, 113, 0], [100, 101, 102, 108, 109]]
+    assert torch.equal(grid.collect(placed[..., None])[:, 0], row[0])
+
+
+def test_padding_continues_the_last_sequence_of_its_row() -> None:
+    grid = fold(positions(3, 5, 2, 3), hidden_size=1)
+    assert grid.position_ids_RW.tolist() == [[0, 1, 2, 3, 4], [0, 1, 2, 0, 1], [0, 1, 2, 3, 4]]
+
+
+def test_a_row_is_left_alone_where_folding_would_mostly_add_padding() -> None:
+    row = positions(60, 1, 1)
+    assert torch.equal(fold(row, hidden_size=1024).position_ids_RW, row)
+
+
+@pytest.mark.parametrize("lengths", [(7, 12, 1, 30, 9), (40,), (1, 1, 1), (20, 20, 20)])
+def test_a_packed_row_has_the_losses_of_its_sequences_alone(
+    tiny_model_dir: Path, world: World, lengths: tuple[int, ...]
+) -> None:
+    model = setup_model(ModelConfig(name=str(tiny_model_dir), attn="sdpa"), world)
+    generator = torch.Generator().manual_seed(1)
+    sequences = [torch.randint(0, VOCAB, (1, length), generator=generator) for length in lengths]
+    with torch.no_grad():
+        alone = [token_losses(model, sequence, positions(sequence.shape[1])) for sequence in sequences]
+        packed = token_losses(model, torch.cat(sequences, dim=1), positions(*lengths))
+    is_within = positions(*lengths)[0, 1:] != 0
+    torch.testing.assert_close(packed[is_within], torch.cat(alone), atol=1e-5, rtol=0)
+
+
+def test_a_folded_row_has_the_logits_that_transformers_gives_the_packed_row(tiny_model_dir: Path, world: World) -> None:
+    model = setup_model(ModelConfig(name=str(tiny_model_dir), attn="sdpa"), world)
+    tokens, places = torch.arange(60)[None], positions(25, 10, 25)
+    with torch.no_grad():
+        expected = model(input_ids=tokens, position_ids=places, use_cache=False).logits[0]
+        logits = score_tokens(model, tokens, places, lambda hidden, logits_of: logits_of(hidden))
+    torch.testing.assert_close(logits, expected, atol=1e-5, rtol=0)
+
+
+def test_cross_entropy_in_chunks_equals_cross_entropy_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    head = torch.nn.Linear(8, VOCAB, bias=False)
+    hidden, targets = torch.randn(50, 8), torch.randint(0, VOCAB, (50,))
+
+    def loss_and_gradient() -> tuple[Tensor, Tensor]:
+        loss = cross_entropy_sum(hidden, targets, head, VOCAB)
+        return loss.detach(), torch.autograd.grad(loss, head.weight)[0]
+
+    whole = loss_and_gradient()
+    monkeypatch.setattr("prime_rl.trainer.scoring._MAX_LOGITS", 7 * VOCAB)
+    for in_chunks, at_once in zip(loss_and_gradient(), whole, strict=True):
+        torch.testing.assert_close(in_chunks, at_once, atol=1e-4, rtol=1e-5)
