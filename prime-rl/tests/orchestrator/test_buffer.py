@@ -55,9 +55,18 @@ def test_online_filtering_turns_away_groups_that_all_solved_or_none_did(rollout)
     buffer = Buffer(ROWS, BufferConfig(online_difficulty_filtering=True), seed=0)
     groups = [Group([rollout(reward=r) for r in rewards]) for rewards in ([1, 1], [0, 0], [0, 0], [1, 0])]
     assert [buffer.accepts(group) for group in groups] == [False, False, False, True]
-    assert buffer.take_metrics() == {"filtered_rollouts/easy": 0.25, "filtered_rollouts/hard": 0.5}
+    metrics = buffer.take_metrics()
+    assert (metrics["filtered_rollouts/easy"], metrics["filtered_rollouts/hard"]) == (0.25, 0.5)
 
 
 def test_without_filtering_every_group_counts(rollout) -> None:
     buffer = Buffer(ROWS, BufferConfig(), seed=0)
     assert buffer.accepts(Group([rollout(reward=0.0)]))
+
+
+def test_groups_of_equal_rewards_are_turned_away_whatever_the_rewards(rollout) -> None:
+    buffer = Buffer(ROWS, BufferConfig(drop_equal_rewards=True), seed=0)
+    groups = [Group([rollout(reward=r) for r in rewards]) for rewards in ([1, 1], [0.3, 0.3], [0, 0], [1, 0])]
+    assert [buffer.accepts(group) for group in groups] == [False, False, False, True]
+    shares = {"filtered_rollouts/easy": 0.25, "filtered_rollouts/hard": 0.25, "filtered_rollouts/equal": 0.25}
+    assert buffer.take_metrics() == shares

@@ -2,10 +2,17 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
+from prime_rl.configs.advantages import (
+    AdvantageConfig,
+    CustomAdvantageConfig,
+    DefaultAdvantageConfig,
+    NormalizedAdvantageConfig,
+    OverlongConfig,
+)
 from prime_rl.configs.rollouts import (
     EnvConfig,
     EvalConfig,
@@ -46,8 +53,10 @@ __all__ = [
     "LoRAConfig",
     "ModelConfig",
     "NCCLWeightBroadcastConfig",
+    "NormalizedAdvantageConfig",
     "OptimizerConfig",
     "OrchestratorConfig",
+    "OverlongConfig",
     "RepetitionFilterConfig",
     "SamplingConfig",
     "TeacherModelConfig",
@@ -148,6 +157,9 @@ class BufferConfig(BaseConfig):
     online_difficulty_filtering: bool = False
     """Drop groups whose rewards are all 0 or all 1."""
 
+    drop_equal_rewards: bool = False
+    """Drop groups whose rewards are all equal, which teach nothing, and roll out others (DAPO's dynamic sampling)."""
+
     hash_keys: list[str] = Field(["task", "prompt"], min_length=1)
     """Columns that tell examples apart."""
 
@@ -166,35 +178,10 @@ class BufferConfig(BaseConfig):
         if any(ratio <= 0 for ratio in self.env_ratios or []):
             yield f"env_ratios must all be above 0 (got {self.env_ratios})"
         thresholds = [name for name in ("easy_threshold", "hard_threshold") if getattr(self, name) is not None]
-        needing_scores = [*thresholds, *(["online_difficulty_filtering"] if self.online_difficulty_filtering else [])]
+        filters = ("online_difficulty_filtering", "drop_equal_rewards")
+        needing_scores = [*thresholds, *(name for name in filters if getattr(self, name))]
         if self.skip_verification and needing_scores:
             yield f"skip_verification gives no rewards, and {', '.join(needing_scores)} need them"
-
-
-class DefaultAdvantageConfig(BaseConfig):
-    """Reward less the mean of its group."""
-
-    type: Literal["default"] = "default"
-    """The built-in one."""
-
-    length_weighted_mean: bool = False
-    """Weight the mean by the lengths of the answers."""
-
-
-class CustomAdvantageConfig(BaseConfig):
-    """An advantage function of your own."""
-
-    type: Literal["custom"] = "custom"
-    """Your own."""
-
-    import_path: str
-    """Dotted path of the function."""
-
-    kwargs: dict[str, Any] = Field({})
-    """Keyword arguments for it."""
-
-
-AdvantageConfig = Annotated[DefaultAdvantageConfig | CustomAdvantageConfig, Field(discriminator="type")]
 
 
 class GibberishFilterConfig(BaseConfig):
@@ -409,6 +396,10 @@ class OrchestratorConfig(RootConfig):
             )
         if self.weight_broadcast.type == "nccl" and self.max_async_level != 1 and not self.bench:
             yield f"NCCL weight broadcast needs max_async_level = 1 (got {self.max_async_level})"
+        if isinstance(self.advantage, NormalizedAdvantageConfig) and self.rollouts_per_example == 1:
+            compared = {self.advantage.baseline, self.advantage.scale} & {"group", "leave_one_out"}
+            if compared or self.buffer.drop_equal_rewards:
+                yield "rollouts_per_example is 1: with nothing to compare it to in its group, no rollout would teach"
         ratios = self.buffer.env_ratios
         if ratios is not None and len(ratios) != len(self.env):
             yield f"buffer.env_ratios has {len(ratios)} entries for {len(self.env)} environments"

@@ -13,9 +13,11 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
+from prime_rl.configs.algorithms import preset
 from prime_rl.configs.inference import ParallelConfig, ServerConfig
 from prime_rl.configs.orchestrator import DEFAULT_BATCH_SIZE
 from prime_rl.configs.rl_sections import MultiNodeDeploymentConfig, SharedSettings, SingleNodeDeploymentConfig
+from prime_rl.configs.rollouts import SamplingConfig
 from prime_rl.configs.shared import BaseModelConfig
 from prime_rl.configs.trainer import LoRAConfig, ModelConfig
 from prime_rl.utils.pydantic_config import ConfigWarning, explicit_values
@@ -92,6 +94,7 @@ def propagate(data: Table) -> Table:
         _share_wandb,
         _share_model,
         _share_limits,
+        _expand_algorithm,
         _share_bench,
         _share_lora,
         _split_gpus,
@@ -214,6 +217,21 @@ def _share_limits(run: RunTables) -> None:
     if shared.seq_len is not None:
         run.fill("trainer.model.seq_len", shared.seq_len)
         run.fill("orchestrator.seq_len", shared.seq_len)
+
+
+def _expand_algorithm(run: RunTables) -> None:
+    """Fill in the keys of the algorithm. What the config gives, None included, stays as it is."""
+    sampling = peek(SamplingConfig, run.get("orchestrator.sampling"))
+    model = peek(ModelConfig, run.get("trainer.model"))
+    if sampling is None or model is None:
+        return
+    for section, values in preset(run.shared.algorithm, sampling.max_tokens, model.seq_len).items():
+        given = run.get(section, {})
+        if not isinstance(given, dict) or given.get("type", values.get("type")) != values.get("type"):
+            continue  # turned off, or something else in its place
+        for key, value in values.items():
+            if key not in given:
+                run.put(f"{section}.{key}", value)
 
 
 def _share_bench(run: RunTables) -> None:

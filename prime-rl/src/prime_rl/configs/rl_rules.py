@@ -28,6 +28,8 @@ def run_warnings(run: RunSections) -> Iterator[str]:
         resumes = component.ckpt is not None and component.ckpt.resume_step is not None
         if resumes and component.wandb is not None and component.wandb.id is None:
             yield f"{name} resumes, but without {name}.wandb.id W&B starts another run"
+    if run.algorithm == "dapo" and run.orchestrator.sampling.max_tokens is None:
+        yield "algorithm = 'dapo' has no overlong penalty without orchestrator.sampling.max_tokens"
 
 
 def _pairing_faults(run: RunSections) -> Iterator[str]:

@@ -5,6 +5,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
+from prime_rl.configs.algorithms import Algorithm
 from prime_rl.configs.inference import InferenceConfig
 from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.configs.shared import Device
@@ -150,6 +151,10 @@ class SharedSettings(BaseConfig):
 
     model: SharedModelConfig | None = None
     """The model of trainer, orchestrator and inference; None leaves theirs alone."""
+
+    algorithm: Algorithm = "default"
+    """A published algorithm: fills the keys of `trainer.loss`, `trainer.minibatches`, `orchestrator.advantage` and
+    `orchestrator.buffer` that the config leaves out. `default` fills none."""
 
     max_steps: int | None = None
     """Steps to train; None leaves trainer and orchestrator alone."""

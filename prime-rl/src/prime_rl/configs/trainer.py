@@ -6,6 +6,15 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
+from prime_rl.configs.losses import (
+    ClipLossConfig,
+    CustomLossConfig,
+    DecoupledLossConfig,
+    DefaultLossConfig,
+    GSPOLossConfig,
+    LossConfig,
+    TruncatedLossConfig,
+)
 from prime_rl.configs.model import (
     DEFAULT_VOCAB_CHUNK,
     ActivationCheckpointConfig,
@@ -47,15 +56,18 @@ __all__ = [
     "BaseWeightBroadcastConfig",
     "BenchConfig",
     "CheckpointConfig",
+    "ClipLossConfig",
     "CompileConfig",
     "ConstantSchedulerConfig",
     "CosineSchedulerConfig",
     "CustomLossConfig",
     "DataLoaderConfig",
     "DebugModelConfig",
+    "DecoupledLossConfig",
     "DefaultLossConfig",
     "FakeDataLoaderConfig",
     "FileSystemWeightBroadcastConfig",
+    "GSPOLossConfig",
     "LinearSchedulerConfig",
     "LoRAConfig",
     "LossConfig",
@@ -67,6 +79,7 @@ __all__ = [
     "SchedulerConfig",
     "TokenizerConfig",
     "TrainerConfig",
+    "TruncatedLossConfig",
     "WeightBroadcastConfig",
     "WeightCheckpointConfig",
 ]
@@ -115,73 +128,6 @@ class CheckpointConfig(BaseConfig):
 
     skip_dataloader: bool = False
     """SFT: continue without the saved place in the data."""
-
-
-class DefaultLossConfig(BaseConfig):
-    """The RL loss: a clipped and masked policy gradient on importance ratios."""
-
-    type: Literal["default"] = "default"
-    """The built-in loss."""
-
-    ratio_type: Literal["token", "sequence"] = "token"
-    """Importance ratio of a token, or of its whole sequence."""
-
-    token_mask_high: float = Field(8.0, ge=0)
-    """Leave out tokens whose ratio is above."""
-
-    token_mask_low: float = Field(0.125, ge=0)
-    """Leave out tokens whose ratio is below."""
-
-    sequence_clip_high: float = Field(10.0, ge=0)
-    """Largest ratio of a sequence; a larger one is cut to it."""
-
-    geo_mask_high: float = Field(10.0, ge=0)
-    """Leave out sequences whose geometric mean ratio is above."""
-
-    geo_mask_low: float = Field(0.1, ge=0)
-    """Leave out sequences whose geometric mean ratio is below."""
-
-    sequence_mask_low: float = Field(0.0, ge=0)
-    """Leave out sequences with any token's ratio below."""
-
-    sequence_mask_high: float = Field(100.0, ge=0)
-    """Leave out sequences with any token's ratio above."""
-
-    adv_tau: float = Field(1.0, ge=0)
-    """Weight of the advantage."""
-
-    teacher_tau: float = Field(0.0, ge=0)
-    """Weight of the teacher's log-probabilities."""
-
-    kl_tau: float = Field(0.0, ge=0)
-    """Weight of the KL term."""
-
-    @model_validator(mode="after")
-    def _check_rules(self) -> Self:
-        raise_faults(self._faults())
-        return self
-
-    def _faults(self) -> Iterator[str]:
-        for mask in ("token_mask", "geo_mask", "sequence_mask"):
-            low, high = getattr(self, f"{mask}_low"), getattr(self, f"{mask}_high")
-            if low >= high:
-                yield f"{mask}_low ({low}) must be below {mask}_high ({high})"
-
-
-class CustomLossConfig(BaseConfig):
-    """A loss of your own."""
-
-    type: Literal["custom"] = "custom"
-    """Your own."""
-
-    import_path: str
-    """Dotted path of the function."""
-
-    kwargs: dict[str, Any] = Field({})
-    """Keyword arguments for it."""
-
-
-LossConfig = Annotated[DefaultLossConfig | CustomLossConfig, Field(discriminator="type")]
 
 
 class FakeDataLoaderConfig(BaseConfig):
@@ -284,6 +230,9 @@ class TrainerConfig(RootConfig):
 
     loss: LossConfig = DefaultLossConfig()
     """The loss."""
+
+    minibatches: int = Field(1, ge=1)
+    """Optimizer steps that each batch is split into; a batch is one policy version all the same."""
 
     optim: OptimizerConfig = AdamWConfig()
     """The optimizer."""

@@ -51,3 +51,5 @@ class MicroBatch(msgspec.Struct, array_like=True):
     lora_num_tokens: list[int] | None = None
     pixel_values: list[list[float]] | None = None
     image_grid_thw: list[list[int]] | None = None
+    minibatch: int = 0
+    """Which of the step's optimizer updates this row belongs to."""

@@ -63,7 +63,7 @@ def test_a_sample_without_completion_has_temperature_one() -> None:
 
 def test_a_long_sample_is_cut_in_every_field() -> None:
     row = to_row(sample_of(9, teacher_logprobs=[-1.0] * 9), 4)
-    sized = [getattr(row, name) for name in row.__struct_fields__ if getattr(row, name) is not None]
+    sized = [values for values in (getattr(row, name) for name in row.__struct_fields__) if isinstance(values, list)]
     assert [len(values) for values in sized] == [4] * 7
 
 
@@ -99,3 +99,16 @@ def test_teacher_values_for_some_samples_only_are_refused() -> None:
     batch = TrainingBatch([sample_of(4), sample_of(4, teacher_logprobs=[0.0] * 4)], step=0)
     with pytest.raises(BadBatch, match="some have none"):
         pack_batch(batch, seq_len=8, row_tokens=8, data_ranks=1)
+
+
+def test_minibatches_share_the_tokens_and_every_rank_has_rows_of_each() -> None:
+    lengths = (9, 8, 7, 6, 5, 4, 3, 2)
+    ranks = pack_batch(TrainingBatch([sample_of(n) for n in lengths], step=0), 10, 10, data_ranks=2, minibatches=3)
+    assert [[row.minibatch for row in rows] for rows in ranks] == [[0, 1, 2], [0, 1, 2]]
+    tokens = [sum(sum(row.loss_mask) for rows in ranks for row in rows if row.minibatch == index) for index in range(3)]
+    assert tokens == [9 + 6 + 3 - 3, 8 + 5 + 2 - 3, 7 + 4 - 2]
+
+
+def test_a_batch_of_few_samples_has_fewer_minibatches() -> None:
+    (rows,) = pack_batch(TrainingBatch([sample_of(4), sample_of(3)], step=0), 8, 8, data_ranks=1, minibatches=5)
+    assert [row.minibatch for row in rows] == [0, 1]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from prime_rl.configs.trainer import DefaultLossConfig, FakeDataLoaderConfig, ModelConfig
+from prime_rl.configs.trainer import DecoupledLossConfig, DefaultLossConfig, FakeDataLoaderConfig, ModelConfig
 from prime_rl.trainer.model import setup_model
 from prime_rl.trainer.rl.data import FakeBatches
 from prime_rl.trainer.rl.loss import setup_loss
@@ -123,6 +123,14 @@ def test_mean_of_the_reported_losses_is_the_loss_of_the_step(model, world, sampl
     assert values["loss"].mean().item() == pytest.approx(summed.item() / size.trained_tokens, abs=1e-5)
     assert len(values["entropy"]) == size.trained_tokens
     assert len(values["mismatch_kl"]) == size.sequences
+
+
+def test_proximal_log_probabilities_are_those_of_the_weights_at_the_time(model, world, samples) -> None:
+    step = ForwardBackward(model, setup_loss(DecoupledLossConfig()), 8192, world)
+    (row,) = step.with_proximal([packed_row(samples)])
+    now, _ = score_row(model, row, row.loss_mask, 8192)
+    assert torch.equal(row.proximal_logprobs, now.detach())
+    assert not row.proximal_logprobs.requires_grad
 
 
 @pytest.mark.parametrize(("setting", "chunk"), [("auto", 8192), ("disabled", None), (16384, 16384)])

@@ -39,7 +39,7 @@ class PackedBatches:
 
     def __init__(self, config: TrainerConfig, paths: RunPaths, world: World) -> None:
         self._pack: Callable[[TrainingBatch], list[list[MicroBatch]]] = lambda batch: pack_batch(
-            batch, config.model.seq_len, row_tokens(config.model.seq_len, world), world.world_size
+            batch, config.model.seq_len, row_tokens(config.model.seq_len, world), world.world_size, config.minibatches
         )
         self._own_rows: list[MicroBatch] = []
         transport = config.rollout_transport

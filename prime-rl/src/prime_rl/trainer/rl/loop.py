@@ -16,7 +16,7 @@ from prime_rl.trainer.errors import DivergedError
 from prime_rl.trainer.optim import clip_gradients
 from prime_rl.trainer.rl.broadcast import FileSystemBroadcast
 from prime_rl.trainer.rl.data import BatchSource
-from prime_rl.trainer.rl.metrics import Stopwatch
+from prime_rl.trainer.rl.metrics import Samples, Stopwatch
 from prime_rl.trainer.rl.report import Reporter, StepReport
 from prime_rl.trainer.rl.rows import Row
 from prime_rl.trainer.rl.step import ForwardBackward, StepSize
@@ -103,19 +103,36 @@ class RLTrainer:
         return bool(ready)
 
     def _train_step(self, rows: list[Row]) -> StepReport:
-        state, step = self.parts.state, self.progress.step
-        size = StepSize.of_all_ranks(rows)
+        step, lr = self.progress.step, self.parts.state.scheduler.get_last_lr()[0]
+        samples, sizes, grad_norms = Samples(), [], []
         with self.times("forward_backward"):
-            samples = self.parts.forward_backward.run(rows, size)
-            grad_norm = clip_gradients(state.model, self.config.optim.max_norm)
-            if not math.isfinite(grad_norm):
-                raise DivergedError(f"the gradient of step {step} is not finite: lower optim.lr, or check the rewards")
-            lr = state.scheduler.get_last_lr()[0]
-            state.optimizer.step()
-            state.scheduler.step()
-            state.optimizer.zero_grad()
+            for part in self._minibatches(rows):
+                sizes.append(StepSize.of_all_ranks(part))
+                samples.extend(self.parts.forward_backward.run(part, sizes[-1]))
+                grad_norms.append(self._update_weights())
+            self.parts.state.scheduler.step()
+        size = StepSize.total(sizes)
         self.progress.advance(size.tokens, size.sequences)
-        return StepReport(step, size, samples.gather(), grad_norm, lr)
+        return StepReport(step, size, samples.gather(), sum(grad_norms) / len(grad_norms), lr)
+
+    def _minibatches(self, rows: list[Row]) -> list[list[Row]]:
+        """The rows of each optimizer update, one after the other."""
+        count = 1 + max(row.minibatch for row in rows)
+        if count > 1 and self.parts.forward_backward.loss.needs_proximal:
+            rows = self.parts.forward_backward.with_proximal(rows)
+        return [[row for row in rows if row.minibatch == index] for index in range(count)]
+
+    def _update_weights(self) -> float:
+        """Apply the gradient; its norm before clipping."""
+        state = self.parts.state
+        grad_norm = clip_gradients(state.model, self.config.optim.max_norm)
+        if not math.isfinite(grad_norm):
+            raise DivergedError(
+                f"the gradient of step {self.progress.step} is not finite: lower optim.lr, or check the rewards"
+            )
+        state.optimizer.step()
+        state.optimizer.zero_grad()
+        return grad_norm
 
     def _publish(self) -> None:
         with self.times("broadcast_weights"):

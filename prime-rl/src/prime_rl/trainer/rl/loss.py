@@ -1,6 +1,7 @@
-"""The RL loss: importance-weighted policy gradient on the tokens whose ratio can be trusted.
+"""The loss of a sequence, as the config chooses it: the default one, a published objective, or a user's.
 
-Reference: runtime behaviour, section 5.3. Per sequence, with mask m, trainer log-probability p_t, inference
+The default is an importance-weighted policy gradient on the tokens whose ratio can be trusted. Reference: runtime
+behaviour, section 5.3. Per sequence, with mask m, trainer log-probability p_t, inference
 log-probability q_t, d_t = p_t - q_t and r_t = exp(d_t):
 
     L = - sum over kept t of  R_t * (adv_tau*A_t + teacher_tau*(teacher_t - p_t) - kl_tau*d_t) * p_t
@@ -10,6 +11,7 @@ where R_t is r_t or the sequence's clipped ratio, and everything before the last
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib
 from collections.abc import Callable
@@ -18,8 +20,14 @@ from itertools import pairwise
 
 from torch import Tensor
 
-from prime_rl.configs.trainer import CustomLossConfig, DefaultLossConfig
+from prime_rl.configs.losses import (
+    BaseSurrogateLossConfig,
+    DecoupledLossConfig,
+    DefaultLossConfig,
+    LossConfig,
+)
 from prime_rl.trainer.errors import TrainerError
+from prime_rl.trainer.rl.objectives import Objective, Tokens, objective_of
 
 MAX_LOG_SEQUENCE_RATIO = 10.0
 """The summed log-ratio of a sequence is cut here, so that its exponential stays finite."""
@@ -36,6 +44,8 @@ class LossInputs:
     advantages: Tensor
     loss_mask: Tensor
     """[T], bool."""
+    proximal_logprobs: Tensor | None = None
+    """Of the policy that the step began with; None where that is still the one that is trained."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,13 +65,15 @@ class Loss:
     """Divide by the masked-in tokens of the step, on all ranks; else by its sequences."""
     masked_in_only: bool
     """Log-probabilities outside the mask are never read, so they need not be computed."""
+    needs_proximal: bool = False
+    """Reads the log-probabilities of the policy that the step began with."""
 
 
 class BadLoss(TrainerError):
     """`loss.import_path` does not lead to a function."""
 
 
-def setup_loss(config: DefaultLossConfig | CustomLossConfig) -> Loss:
+def setup_loss(config: LossConfig) -> Loss:
     """The configured loss.
 
     Raises:
@@ -70,8 +82,12 @@ def setup_loss(config: DefaultLossConfig | CustomLossConfig) -> Loss:
     if config.type == "custom":
         function = functools.partial(import_function(config.import_path), **config.kwargs)
         return Loss(functools.partial(custom_loss, function=function), per_token=False, masked_in_only=False)
-    function = functools.partial(default_loss, config=config)
-    return Loss(function, per_token=config.ratio_type == "token", masked_in_only=True)
+    if isinstance(config, DefaultLossConfig):
+        function = functools.partial(default_loss, config=config)
+        return Loss(function, per_token=config.ratio_type == "token", masked_in_only=True)
+    function = functools.partial(surrogate_loss, objective=objective_of(config), config=config)
+    per_token, needs_proximal = config.average == "token", isinstance(config, DecoupledLossConfig)
+    return Loss(function, per_token, masked_in_only=True, needs_proximal=needs_proximal)
 
 
 def import_function(path: str) -> Callable[..., LossOutputs]:
@@ -91,6 +107,20 @@ def custom_loss(inputs: LossInputs, function: Callable[[LossInputs], LossOutputs
     outputs = function(inputs)
     log_ratio = (inputs.trainer_logprobs.detach() - inputs.inference_logprobs)[inputs.loss_mask]
     return LossOutputs(outputs.loss, {"mismatch_kl": mismatch_kl(log_ratio).mean(), **outputs.metrics})
+
+
+def surrogate_loss(inputs: LossInputs, objective: Objective, config: BaseSurrogateLossConfig) -> LossOutputs:
+    """A published objective over one sequence, before the division by the step's tokens or sequences."""
+    mask = inputs.loss_mask
+    logprobs, behave_logprobs = inputs.trainer_logprobs[mask], inputs.inference_logprobs[mask]
+    if logprobs.numel() == 0:
+        return LossOutputs(logprobs.sum())
+    proximal = inputs.proximal_logprobs
+    prox_logprobs = logprobs.detach() if proximal is None else proximal[mask]
+    losses, metrics = objective(Tokens(logprobs, behave_logprobs, prox_logprobs, inputs.advantages[mask]))
+    divisor = {"token": 1, "sequence": logprobs.numel(), "constant": config.constant_tokens}[config.average]
+    mismatch = mismatch_kl(logprobs.detach() - behave_logprobs).mean()
+    return LossOutputs(losses.sum() / divisor, {"mismatch_kl": mismatch, **metrics})
 
 
 def default_loss(inputs: LossInputs, config: DefaultLossConfig) -> LossOutputs:
@@ -158,15 +188,6 @@ def sequence_lengths(position_ids: Tensor) -> list[int]:
 
 def split_inputs(row: LossInputs, lengths: list[int]) -> list[LossInputs]:
     """The sequences of a packed row."""
-    teacher = [None] * len(lengths) if row.teacher_logprobs is None else row.teacher_logprobs.split(lengths)
-    return [
-        LossInputs(*fields)
-        for fields in zip(
-            row.trainer_logprobs.split(lengths),
-            row.inference_logprobs.split(lengths),
-            teacher,
-            row.advantages.split(lengths),
-            row.loss_mask.split(lengths),
-            strict=True,
-        )
-    ]
+    fields = (getattr(row, field.name) for field in dataclasses.fields(LossInputs))
+    parts = [[None] * len(lengths) if values is None else values.split(lengths) for values in fields]
+    return [LossInputs(*of_sequence) for of_sequence in zip(*parts, strict=True)]

@@ -25,6 +25,10 @@ class Samples:
         for name, value in values.items():
             self._values[name].append(value.detach().float().reshape(-1))
 
+    def extend(self, other: Samples) -> None:
+        for name, values in other._values.items():
+            self._values[name] += values
+
     def gather(self) -> dict[str, Tensor]:
         """All ranks' values on rank 0, an empty dict on the others. Collective."""
         own = {name: torch.cat(values).cpu() for name, values in self._values.items()}

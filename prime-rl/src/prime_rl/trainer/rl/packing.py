@@ -14,10 +14,13 @@ class BadBatch(TrainerError):
     """The orchestrator sent a batch that cannot be trained on."""
 
 
-def pack_batch(batch: TrainingBatch, seq_len: int, row_tokens: int, data_ranks: int) -> list[list[MicroBatch]]:
-    """The rows of each data-parallel rank; every rank gets the same number of them.
+def pack_batch(
+    batch: TrainingBatch, seq_len: int, row_tokens: int, data_ranks: int, minibatches: int = 1
+) -> list[list[MicroBatch]]:
+    """The rows of each data-parallel rank; every rank gets the same number of them, of each minibatch too.
 
-    Samples are cut to `seq_len` tokens; a row holds at most `row_tokens` (>= `seq_len`).
+    Samples are cut to `seq_len` tokens; a row holds at most `row_tokens` (>= `seq_len`). There are fewer minibatches
+    where there are fewer samples.
 
     Raises:
         BadBatch: the batch is empty, or the fields of a sample disagree.
@@ -28,7 +31,15 @@ def pack_batch(batch: TrainingBatch, seq_len: int, row_tokens: int, data_ranks: 
         fault = fault_of(sample)
         if fault is not None:
             raise BadBatch(f"sample {index} of the training batch of step {batch.step}: {fault}")
-    return deal(pack_rows([to_row(sample, seq_len) for sample in batch.examples], row_tokens), data_ranks)
+    samples = [to_row(sample, seq_len) for sample in batch.examples]
+    # Dealt by length, so that minibatches hold about the same number of tokens.
+    by_length = sorted(samples, key=lambda row: -len(row.input_ids)) if minibatches > 1 else samples
+    parts = [by_length[index::minibatches] for index in range(min(minibatches, len(samples)))]
+    rows_of_ranks: list[list[MicroBatch]] = [[] for _ in range(data_ranks)]
+    for index, part in enumerate(parts):
+        for rows, dealt in zip(rows_of_ranks, deal(pack_rows(part, row_tokens), data_ranks), strict=True):
+            rows += [msgspec.structs.replace(row, minibatch=index) for row in dealt]
+    return rows_of_ranks
 
 
 def fault_of(sample: TrainingSample) -> str | None:
@@ -126,4 +137,6 @@ def _join(rows: Sequence[MicroBatch]) -> MicroBatch:
 
 def _cut(row: MicroBatch, length: int) -> MicroBatch:
     fields = {name: getattr(row, name) for name in row.__struct_fields__}
-    return MicroBatch(**{name: None if values is None else values[:length] for name, values in fields.items()})
+    return MicroBatch(
+        **{name: values[:length] if isinstance(values, list) else values for name, values in fields.items()}
+    )

@@ -25,7 +25,7 @@ class StepReport:
     values: Mapping[str, Tensor]
     """Measured values by metric; empty but on rank 0."""
     grad_norm: float
-    """Before clipping."""
+    """Before clipping; the mean over the step's updates."""
     lr: float
     """The rate that the step's update used."""
 

@@ -38,6 +38,10 @@ class Row:
     inference_logprobs: Tensor
     temperatures: Tensor
     teacher_logprobs: Tensor | None
+    minibatch: int = 0
+    """Which of the step's optimizer updates this row belongs to."""
+    proximal_logprobs: Tensor | None = None
+    """Of the policy that the step began with; None where no loss asks for it."""
 
     @classmethod
     def of(cls, message: MicroBatch, device: torch.device) -> Row:
@@ -58,6 +62,7 @@ class Row:
             inference_logprobs=floats(message.inference_logprobs),
             temperatures=floats(message.temperatures),
             teacher_logprobs=floats(message.teacher_logprobs),
+            minibatch=message.minibatch,
         )
 
 

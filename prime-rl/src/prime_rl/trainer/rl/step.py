@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -37,6 +38,10 @@ class StepSize:
         dist.all_reduce(counts)
         return cls(*counts.tolist())
 
+    @classmethod
+    def total(cls, parts: Sequence[StepSize]) -> StepSize:
+        return cls(*(sum(getattr(part, field.name) for part in parts) for field in dataclasses.fields(cls)))
+
     def divisor(self, loss: Loss) -> int:
         """What the summed loss is divided by; the same on every rank, however the rows were dealt."""
         return max(1, self.trained_tokens if loss.per_token else self.sequences)
@@ -57,7 +62,14 @@ class ForwardBackward:
         divisor = size.divisor(self.loss)
         for row in rows:
             logprobs, entropy = score_row(self.model, row, self._wanted(row), self.vocab_chunk)
-            inputs = LossInputs(logprobs, row.inference_logprobs, row.teacher_logprobs, row.advantages, row.loss_mask)
+            inputs = LossInputs(
+                trainer_logprobs=logprobs,
+                inference_logprobs=row.inference_logprobs,
+                teacher_logprobs=row.teacher_logprobs,
+                advantages=row.advantages,
+                loss_mask=row.loss_mask,
+                proximal_logprobs=row.proximal_logprobs,
+            )
             outputs = self._losses(inputs, row)
             # A row without a trained sequence still takes part in the backward, for that is a collective.
             total = torch.stack([output.loss for output in outputs]).sum() if outputs else logprobs.sum() * 0.0
@@ -65,6 +77,12 @@ class ForwardBackward:
             (total * (self.world.world_size / divisor)).backward()
             self._collect(samples, inputs, entropy, outputs, size.sequences / divisor)
         return samples
+
+    def with_proximal(self, rows: Sequence[Row]) -> list[Row]:
+        """The rows, each with the log-probabilities that the policy gives it now. Collective."""
+        with torch.no_grad():
+            scored = [score_row(self.model, row, self._wanted(row), self.vocab_chunk)[0] for row in rows]
+        return [dataclasses.replace(row, proximal_logprobs=own) for row, own in zip(rows, scored, strict=True)]
 
     def _wanted(self, row: Row) -> Tensor:
         return row.loss_mask if self.loss.masked_in_only else torch.ones_like(row.loss_mask)
