@@ -116,7 +116,7 @@ def test_row_files_of_the_step_before_are_removed(paths) -> None:
 def test_structs_travel_as_positional_arrays(paths) -> None:
     setup_batch_sender(CONFIG, paths.orchestrator).send(TrainingBatch([sample()], step=0))
     examples, step, run = msgspec.msgpack.decode(paths.orchestrator.batch(0).read_bytes())
-    assert (step, run, len(examples[0])) == (0, None, 11)
+    assert (step, run, len(examples[0])) == (0, None, 12)
 
 
 def test_a_transport_that_is_not_built_is_refused_by_name(paths) -> None:

@@ -75,6 +75,7 @@ __all__ = [
     "MuonConfig",
     "NCCLWeightBroadcastConfig",
     "OptimizerConfig",
+    "ParityConfig",
     "SGDConfig",
     "SchedulerConfig",
     "TokenizerConfig",
@@ -128,6 +129,17 @@ class CheckpointConfig(BaseConfig):
 
     skip_dataloader: bool = False
     """SFT: continue without the saved place in the data."""
+
+
+class ParityConfig(BaseConfig):
+    """A check of the first batch: trainer and inference must give the same tokens the same log-probabilities."""
+
+    on_mismatch: Literal["stop", "warn", "off"] = "stop"
+    """End the run, warn, or do not look."""
+
+    max_mean_abs_diff: float = Field(0.05, gt=0)
+    """Largest mean absolute difference, in nats. A bfloat16 engine measures up to 0.03 and float32 below 0.001; a wrong
+    temperature or stale weights, above 0.1."""
 
 
 class FakeDataLoaderConfig(BaseConfig):
@@ -230,6 +242,9 @@ class TrainerConfig(RootConfig):
 
     loss: LossConfig = DefaultLossConfig()
     """The loss."""
+
+    parity: ParityConfig = ParityConfig()
+    """The check that trainer and inference mean the same policy."""
 
     minibatches: int = Field(1, ge=1)
     """Optimizer steps that each batch is split into; a batch is one policy version all the same."""

@@ -32,6 +32,7 @@ def to_samples(rollout: Rollout) -> list[TrainingSample]:
         sample.completion_temperatures = [rollout.temperature] * len(sample.completion_ids)
         sample.advantage = rollout.advantage
         sample.reward = rollout.reward
+        sample.version = rollout.version
     return samples
 
 

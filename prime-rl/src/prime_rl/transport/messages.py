@@ -27,6 +27,8 @@ class TrainingSample(msgspec.Struct, array_like=True):
     """For people; the loss reads `advantage` only."""
     pixel_values: list[list[float]] | None = None
     image_grid_thw: list[list[int]] | None = None
+    version: int | None = None
+    """Oldest policy version that sampled any of its tokens; None where that is not known."""
 
 
 class TrainingBatch(msgspec.Struct, array_like=True):
@@ -51,5 +53,7 @@ class MicroBatch(msgspec.Struct, array_like=True):
     lora_num_tokens: list[int] | None = None
     pixel_values: list[list[float]] | None = None
     image_grid_thw: list[list[int]] | None = None
+    versions: list[int] | None = None
+    """Oldest policy version of each token's sequence; -1, or None for all, where it is not known."""
     minibatch: int = 0
     """Which of the step's optimizer updates this row belongs to."""

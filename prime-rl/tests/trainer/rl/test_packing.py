@@ -64,7 +64,7 @@ def test_a_sample_without_completion_has_temperature_one() -> None:
 def test_a_long_sample_is_cut_in_every_field() -> None:
     row = to_row(sample_of(9, teacher_logprobs=[-1.0] * 9), 4)
     sized = [values for values in (getattr(row, name) for name in row.__struct_fields__) if isinstance(values, list)]
-    assert [len(values) for values in sized] == [4] * 7
+    assert [len(values) for values in sized] == [4] * 8
 
 
 def test_no_bin_overflows_and_every_item_is_in_one() -> None:

@@ -59,6 +59,7 @@ def command(out: Path, model: Path, *options: str, processes: int = 1) -> list[s
     if processes > 1:
         start = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", *start]
     fixed = ["--device", "cpu", "--model.attn", "sdpa", "--optim.lr", "1e-3", "--model.seq_len", "512"]
+    fixed += ["--parity.on-mismatch", "off"]  # these batches were sampled by nobody
     return [sys.executable, *start, "--output-dir", str(out), "--model.name", str(model), *fixed, *options]
 
 
@@ -131,6 +132,35 @@ def test_two_processes_train_the_same_weights_as_one(whole_run, tmp_path, tiny_m
     assert {name: two[name] for name in same} == pytest.approx({name: one[name] for name in same}, rel=1e-4)
 
 
+def config_of(out: Path, model: Path, **settings) -> TrainerConfig:
+    fixed = {"device": "cpu", "max_steps": 1, "parity": {"on_mismatch": "off"}, "optim": {"lr": 1e-3}}
+    model_config = ModelConfig(name=str(model), attn="sdpa", seq_len=512)
+    return TrainerConfig(output_dir=out, model=model_config, **fixed | settings)
+
+
+def test_several_updates_a_batch_are_one_version_and_the_same_for_two_processes(tmp_path, tiny_model_dir) -> None:
+    alone, together = tmp_path / "alone", tmp_path / "together"
+    for out in (alone, together):
+        send(out, 0)
+    options = ("--max-steps", "1", "--minibatches", "3", "--loss.type", "decoupled")
+    result = trained(together, tiny_model_dir, *options, processes=2)
+    assert result.returncode == 0, result.stdout + result.stderr
+    train(config_of(alone, tiny_model_dir, minibatches=3, loss={"type": "decoupled"}), RunPaths(alone))
+    assert stable_steps(RunPaths(alone).orchestrator.broadcasts) == [1]
+    one, two = (load_file(RunPaths(out).weight(1) / "model.safetensors") for out in (alone, together))
+    assert all(torch.allclose(one[name], two[name], atol=2e-5) for name in one)
+    record = json.loads(RunPaths(alone).metrics.read_text())
+    assert record["progress/samples"] == len(UNEVEN_LENGTHS)
+    assert record["importance_ratio/std"] > 0, "later updates leave the policy that the step began with"
+
+
+def test_an_engine_of_another_policy_ends_the_run_before_it_trains(tmp_path, tiny_model_dir) -> None:
+    send(tmp_path, 0)
+    with pytest.raises(TrainerError, match="version 0: log-probabilities of trainer and inference differ by "):
+        train(config_of(tmp_path, tiny_model_dir, parity={"on_mismatch": "stop"}), RunPaths(tmp_path))
+    assert not RunPaths(tmp_path).orchestrator.broadcasts.exists()
+
+
 @pytest.fixture(scope="module")
 def stopped_run(tmp_path_factory, tiny_model_dir) -> Path:
     """A run that saved version 1 on SIGUSR1, and version 2 on the SIGTERM that ended it; both while it waited."""
@@ -179,9 +209,8 @@ def test_a_batch_that_cannot_be_trained_on_ends_the_run(tmp_path, tiny_model_dir
     path = RunPaths(tmp_path).orchestrator.batch(0)
     path.parent.mkdir(parents=True)
     path.write_bytes(msgspec.msgpack.encode(TrainingBatch([], step=0)))
-    model = ModelConfig(name=str(tiny_model_dir), attn="sdpa")
     with pytest.raises(TrainerError, match="the training batch of step 0 is empty"):
-        train(TrainerConfig(model=model, device="cpu", max_steps=1, output_dir=tmp_path), RunPaths(tmp_path))
+        train(config_of(tmp_path, tiny_model_dir), RunPaths(tmp_path))
 
 
 def test_another_runs_checkpoints_are_not_overwritten(tmp_path, tiny_model_dir) -> None:

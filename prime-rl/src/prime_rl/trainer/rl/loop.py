@@ -17,6 +17,7 @@ from prime_rl.trainer.optim import clip_gradients
 from prime_rl.trainer.rl.broadcast import FileSystemBroadcast
 from prime_rl.trainer.rl.data import BatchSource
 from prime_rl.trainer.rl.metrics import Samples, Stopwatch
+from prime_rl.trainer.rl.parity import ParityGate
 from prime_rl.trainer.rl.report import Reporter, StepReport
 from prime_rl.trainer.rl.rows import Row
 from prime_rl.trainer.rl.step import ForwardBackward, StepSize
@@ -42,6 +43,7 @@ class Parts:
     tokenizer: PreTrainedTokenizerBase
     batches: BatchSource
     forward_backward: ForwardBackward
+    parity: ParityGate
     broadcast: FileSystemBroadcast
     checkpoints: CheckpointManager | None
     reporter: Reporter
@@ -104,6 +106,7 @@ class RLTrainer:
 
     def _train_step(self, rows: list[Row]) -> StepReport:
         step, lr = self.progress.step, self.parts.state.scheduler.get_last_lr()[0]
+        self.parts.parity.check(rows, self.parts.forward_backward, version=step)
         samples, sizes, grad_norms = Samples(), [], []
         with self.times("forward_backward"):
             for part in self._minibatches(rows):

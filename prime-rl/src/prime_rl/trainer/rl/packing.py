@@ -80,6 +80,7 @@ def to_row(sample: TrainingSample, seq_len: int) -> MicroBatch:
         position_ids=list(range(length)),
         temperatures=[first_temperature] * prompt + sample.completion_temperatures,
         teacher_logprobs=sample.teacher_logprobs,
+        versions=[-1 if sample.version is None else sample.version] * length,
     )
     return row if length <= seq_len else _cut(row, seq_len)
 
@@ -132,6 +133,7 @@ def _join(rows: Sequence[MicroBatch]) -> MicroBatch:
         position_ids=[value for row in rows for value in row.position_ids],
         temperatures=[value for row in rows for value in row.temperatures],
         teacher_logprobs=[value for row in rows for value in row.teacher_logprobs or []] if with_teacher else None,
+        versions=[value for row in rows for value in row.versions or [-1] * len(row.input_ids)],
     )
 
 

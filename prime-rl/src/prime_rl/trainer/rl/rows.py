@@ -38,6 +38,8 @@ class Row:
     inference_logprobs: Tensor
     temperatures: Tensor
     teacher_logprobs: Tensor | None
+    versions: Tensor
+    """Oldest policy version that sampled the token's sequence; -1 where it is not known."""
     minibatch: int = 0
     """Which of the step's optimizer updates this row belongs to."""
     proximal_logprobs: Tensor | None = None
@@ -62,8 +64,17 @@ class Row:
             inference_logprobs=floats(message.inference_logprobs),
             temperatures=floats(message.temperatures),
             teacher_logprobs=floats(message.teacher_logprobs),
+            versions=torch.tensor(message.versions or [-1] * len(message.input_ids), device=device),
             minibatch=message.minibatch,
         )
+
+    def is_fresh(self, version: int) -> Tensor:
+        """Which masked-in tokens were sampled from `version` alone, [T] bool.
+
+        The trainer holds `version`, so nothing newer exists: the oldest version of a sequence says it. Before the first
+        update there is no other version at all.
+        """
+        return self.loss_mask if version == 0 else self.loss_mask & (self.versions == version)
 
 
 def vocab_chunk_of(config: ModelConfig) -> int | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from prime_rl.configs.trainer import TrainerConfig
+from prime_rl.configs.trainer import ParityConfig, TrainerConfig
 from prime_rl.trainer.ckpt import CheckpointManager, Progress, TrainState
 from prime_rl.trainer.errors import CheckpointError
 from prime_rl.trainer.model import compute_dtype, setup_model, setup_tokenizer
@@ -14,6 +14,7 @@ from prime_rl.trainer.rl.broadcast import FileSystemBroadcast
 from prime_rl.trainer.rl.data import BatchSource, FakeBatches, PackedBatches, row_tokens
 from prime_rl.trainer.rl.loop import Parts, RLTrainer, Stopped
 from prime_rl.trainer.rl.loss import setup_loss
+from prime_rl.trainer.rl.parity import ParityGate
 from prime_rl.trainer.rl.report import Reporter
 from prime_rl.trainer.rl.rows import vocab_chunk_of
 from prime_rl.trainer.rl.step import ForwardBackward
@@ -88,11 +89,18 @@ def setup_parts(config: TrainerConfig, paths: RunPaths, world: World, monitor: M
         tokenizer=tokenizer,
         batches=setup_batches(config, paths, world),
         forward_backward=ForwardBackward(model, loss, vocab_chunk_of(config.model), world),
+        parity=setup_parity(config, world),
         broadcast=broadcast,
         checkpoints=checkpoints,
         reporter=Reporter(monitor, world, state.progress, model, row_tokens(config.model.seq_len, world)),
         export_dtype=compute_dtype(config.model, world.device),
     )
+
+
+def setup_parity(config: TrainerConfig, world: World) -> ParityGate:
+    """The configured check; random batches come from no policy."""
+    is_fake = config.data.fake is not None
+    return ParityGate(ParityConfig(on_mismatch="off") if is_fake else config.parity, world)
 
 
 def setup_batches(config: TrainerConfig, paths: RunPaths, world: World) -> BatchSource:

@@ -1,0 +1,70 @@
+"""Do trainer and inference engine mean the same policy? Asked once, of the first batch after a start or a resume."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from prime_rl.configs.trainer import ParityConfig
+from prime_rl.trainer.errors import TrainerError
+from prime_rl.trainer.rl.rows import Row
+from prime_rl.trainer.rl.step import ForwardBackward
+from prime_rl.trainer.world import World, sum_over_processes
+from prime_rl.utils.logger import get_logger
+
+LIKELY_CAUSES = (
+    "sampling settings that the engine applies and orchestrator.sampling does not tell (temperature, penalties); "
+    "weights of another version, or a tied head that an update left stale; "
+    "another model, tokenizer or chat template behind the server; "
+    "a coarser dtype or quantisation there"
+)
+
+
+class ParityMismatch(TrainerError):
+    """Trainer and inference engine give the same tokens different log-probabilities."""
+
+
+class ParityGate:
+    """Compares the two log-probabilities of tokens that the engine sampled from the version that the trainer holds.
+
+    Rounding apart they are equal; where they are not, importance ratios are wrong from the first step on and the run
+    would learn little or nothing.
+    """
+
+    def __init__(self, config: ParityConfig, world: World) -> None:
+        self.config = config
+        self.world = world
+        self._is_due = config.on_mismatch != "off"
+
+    def check(self, rows: Sequence[Row], forward_backward: ForwardBackward, version: int) -> None:
+        """Look at one row of each rank, on the first call only. Collective.
+
+        Raises:
+            ParityMismatch: the mean absolute difference is above the bound, on every rank alike.
+        """
+        if not self._is_due:
+            return
+        self._is_due = False
+        row = max(rows, key=lambda row: int(row.is_fresh(version).sum()))
+        (scored,) = forward_backward.with_proximal([row])
+        difference = (scored.proximal_logprobs - row.inference_logprobs)[row.is_fresh(version)].abs()
+        total, tokens = sum_over_processes([difference.double().sum().item(), difference.numel()], self.world)
+        if tokens == 0:
+            self._log(f"Parity: no token of this batch was sampled from version {version}, so nothing can be compared")
+            return
+        mean = total / tokens
+        finding = f"log-probabilities of trainer and inference differ by {mean:.2g} on average over {tokens:.0f} tokens"
+        if mean <= self.config.max_mean_abs_diff:  # false for NaN
+            self._log(f"Parity: {finding} of version {version}")
+            return
+        fault = (
+            f"version {version}: {finding}, more than parity.max_mean_abs_diff = {self.config.max_mean_abs_diff:g}. "
+            f"Likely causes: {LIKELY_CAUSES}"
+        )
+        if self.config.on_mismatch == "stop":
+            raise ParityMismatch(f'{fault}. To go on all the same, set trainer.parity.on_mismatch = "warn"')
+        if self.world.is_main:
+            get_logger().warning(fault)
+
+    def _log(self, line: str) -> None:
+        if self.world.is_main:
+            get_logger().info(line)

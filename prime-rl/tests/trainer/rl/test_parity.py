@@ -1,0 +1,90 @@
+"""A run whose engine and trainer disagree about the first tokens is stopped, with the likely causes."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+
+import pytest
+import torch
+
+from prime_rl.configs.trainer import DefaultLossConfig, ModelConfig, ParityConfig
+from prime_rl.trainer.model import setup_model
+from prime_rl.trainer.rl.loss import setup_loss
+from prime_rl.trainer.rl.packing import pack_batch
+from prime_rl.trainer.rl.parity import ParityGate, ParityMismatch
+from prime_rl.trainer.rl.rows import Row
+from prime_rl.trainer.rl.step import ForwardBackward
+from prime_rl.transport.messages import TrainingBatch, TrainingSample
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def scorer(tiny_model_dir, world) -> ForwardBackward:
+    model = setup_model(ModelConfig(name=str(tiny_model_dir), attn="sdpa"), world)
+    return ForwardBackward(model, setup_loss(DefaultLossConfig()), 8192, world)
+
+
+@pytest.fixture
+def engine_log(caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("prime_rl"), "propagate", True)
+    caplog.set_level(logging.INFO)
+    return caplog
+
+
+def row_of(scorer: ForwardBackward, *versions: int | None, temperature: float = 1.0) -> Row:
+    """A packed row, one sequence a version, with the log-probabilities that an engine of this policy would give."""
+    generator = torch.Generator().manual_seed(3)
+
+    def sample(version: int | None) -> TrainingSample:
+        tokens = torch.randint(4, 100, (24,), generator=generator).tolist()
+        fields = ([0.0] * 20, [temperature] * 20)
+        return TrainingSample(tokens[:4], [False] * 4, tokens[4:], [True] * 20, *fields, advantage=1.0, version=version)
+
+    batch = TrainingBatch([sample(version) for version in versions], step=0)
+    ((message,),) = pack_batch(batch, seq_len=64, row_tokens=512, data_ranks=1)
+    (row,) = scorer.with_proximal([Row.of(message, CPU)])
+    return dataclasses.replace(row, inference_logprobs=row.proximal_logprobs)
+
+
+def test_an_engine_of_the_same_policy_passes(scorer, world, engine_log) -> None:
+    ParityGate(ParityConfig(), world).check([row_of(scorer, 0, 0)], scorer, version=0)
+    assert "differ by 0 on average over 40 tokens of version 0" in engine_log.text
+
+
+def test_another_temperature_stops_the_run_and_names_the_causes(scorer, world) -> None:
+    row = row_of(scorer, 0, temperature=0.3)
+    row = dataclasses.replace(row, temperatures=torch.ones_like(row.temperatures))
+    with pytest.raises(ParityMismatch, match=r"version 0: .* over 20 tokens, more than parity.*temperature.*tied head"):
+        ParityGate(ParityConfig(), world).check([row], scorer, version=0)
+
+
+def test_values_that_are_not_numbers_stop_the_run(scorer, world) -> None:
+    row = row_of(scorer, 0)
+    row = dataclasses.replace(row, inference_logprobs=torch.full_like(row.inference_logprobs, torch.nan))
+    with pytest.raises(ParityMismatch, match="differ by nan"):
+        ParityGate(ParityConfig(), world).check([row], scorer, version=0)
+
+
+@pytest.mark.parametrize(("on_mismatch", "warnings"), [("warn", 1), ("off", 0)])
+def test_the_run_goes_on_when_it_is_told_to(scorer, world, engine_log, on_mismatch, warnings) -> None:
+    row = row_of(scorer, 0)
+    row = dataclasses.replace(row, inference_logprobs=row.inference_logprobs - 1)
+    gate = ParityGate(ParityConfig(on_mismatch=on_mismatch), world)
+    gate.check([row], scorer, version=0)
+    gate.check([row], scorer, version=1)
+    assert [record.levelname for record in engine_log.records] == ["WARNING"] * warnings
+
+
+def test_after_a_resume_only_tokens_of_the_resumed_version_are_compared(scorer, world, engine_log) -> None:
+    row = row_of(scorer, 7, 6, None)
+    stale = row.versions != 7
+    row = dataclasses.replace(row, inference_logprobs=row.inference_logprobs - 2.0 * stale)
+    ParityGate(ParityConfig(), world).check([row], scorer, version=7)
+    assert "over 20 tokens of version 7" in engine_log.text
+
+
+def test_a_batch_without_fresh_tokens_says_so(scorer, world, engine_log) -> None:
+    ParityGate(ParityConfig(), world).check([row_of(scorer, 4, None)], scorer, version=5)
+    assert "nothing can be compared" in engine_log.text
