@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from prime_rl.configs.docs import ROOTS, reference
-from prime_rl.configs.not_built import NOT_BUILT, refuse_unbuilt, unbuilt_faults
+from prime_rl.configs.not_built import NOT_BUILT, NotBuilt, refuse_unbuilt, unbuilt_faults
 from prime_rl.configs.rl import RLConfig
 from prime_rl.configs.root import RootConfig
 from prime_rl.configs.sft import SFTConfig
@@ -46,8 +46,7 @@ def test_defaults_ask_for_nothing_that_is_not_built() -> None:
 
 def test_a_run_is_refused_for_what_is_not_built(capsys) -> None:
     options = ["--trainer.model.cp=2", "--deployment.num-train-gpus=2", "--slurm", "--max-model-len=9"]
-    eval_env = '{"env": [{"id": "x"}, {"id": "y", "skip_first": 3}]}'
-    run = load_config(RLConfig, [], [*RL, *options, "--orchestrator.eval", eval_env])
+    run = load_config(RLConfig, [], [*RL, *options])
     with pytest.raises(SystemExit) as caught:
         refuse_unbuilt(run)
     assert caught.value.code == 2
@@ -55,7 +54,13 @@ def test_a_run_is_refused_for_what_is_not_built(capsys) -> None:
     assert "error: [slurm] is not built yet: submit with `medarc_slurm rl`" in lines
     assert "error: max_model_len = 9 is not built yet: set `inference.model.max_model_len`" in lines
     assert any(line.startswith("error: trainer.model.cp = 2 is not built yet") for line in lines)
-    assert any(line.startswith("error: orchestrator.eval.env.1.skip_first = 3") for line in lines)
+
+
+def test_what_is_not_built_is_found_in_every_item_of_a_list(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("prime_rl.configs.not_built.NOT_BUILT", (NotBuilt("orchestrator.eval.env.skip_first", "why"),))
+    eval_env = '{"env": [{"id": "x"}, {"id": "y", "skip_first": 3}]}'
+    run = load_config(RLConfig, [], [*RL, "--orchestrator.eval", eval_env])
+    assert unbuilt_faults(run) == ["orchestrator.eval.env.1.skip_first = 3 is not built yet: why"]
 
 
 def test_only_the_named_values_are_refused() -> None:

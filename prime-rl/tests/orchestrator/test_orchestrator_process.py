@@ -105,6 +105,10 @@ def start(environments_dir: Path, tmp_path: Path, policy_server) -> Iterator[Cal
         process.wait()
 
 
+def of_evaluations(run: Run) -> list[dict[str, Any]]:
+    return [record for record in run.metrics if any(name.startswith("eval/") for name in record)]
+
+
 def rewards(run: Run) -> list[float]:
     return [record["reward/mean"] for record in run.metrics if record["source"] == "orchestrator"]
 
@@ -127,6 +131,28 @@ def test_a_run_sends_its_batches_follows_the_trainer_and_ends_with_exit_0(start,
     assert 3 in stable_steps(run.paths.orchestrator.checkpoints)
     assert run.paths.orchestrator.resolved_config.is_file()
     assert [record["step"] for record in run.metrics] == [0, 1, 2]
+
+
+def test_the_policy_is_evaluated_before_during_and_after_training(start, policy_server) -> None:
+    env = {"id": "letters-env", "name": "held-out", "rollouts_per_example": 2, "skip_first": 1, "num_examples": 2}
+    crashing = {"id": "letters-env", "name": "crashing", "args": {"kind": "crashing"}}
+    evaluation = {"env": [env, crashing], "interval": 2, "sampling": {"seed": 5, "max_tokens": 9}}
+    run = start(max_steps=3, max_async_level=0, eval=evaluation)
+    for step in range(3):
+        run.train_step(step)
+    assert run.finish() == 0
+
+    records = of_evaluations(run)
+    assert [record["progress/ckpt_step"] for record in records] == [0, 2, 3]
+    assert [record["eval/held-out/avg@2"] for record in records] == [0.0, 1.0, 1.0]
+    assert [record["eval/held-out/pass@2"] for record in records] == [0.0, 1.0, 1.0]
+    assert [record["eval/crashing/failed/mean"] for record in records] == [1.0, 1.0, 1.0]
+    asked = [request for request in policy_server.requests if request.get("max_completion_tokens") == 9]
+    of_row = [request for request in asked if request["messages"] == [{"role": "user", "content": "hello"}]]
+    assert {request["seed"] for request in of_row} == {5, 6}
+    assert "exact_seed" not in of_row[0]
+    assert "Evaluation on 'held-out' | Version: 3 | avg@2: 1.0000" in run.log
+    assert "4 rollouts failed and are left out of its scores; one of them: RuntimeError: the database" in run.log
 
 
 def test_the_batch_after_the_next_waits_for_the_trainer(start, policy_server) -> None:

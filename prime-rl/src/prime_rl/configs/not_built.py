@@ -18,7 +18,7 @@ class NotBuilt:
 
     key: str
     """Dotted, from a component: `trainer.`, `orchestrator.`, `inference.`, `sft.` or `rl.`. A list stands for each of
-    its items: `orchestrator.eval.env.skip_first`."""
+    its items: `orchestrator.filters.window`."""
     why: str
     """Why, and what to do instead."""
     values: tuple[Any, ...] = ()
@@ -77,7 +77,6 @@ NOT_BUILT: tuple[NotBuilt, ...] = (
     NotBuilt("orchestrator.client.elastic", "list the servers in `client.base_url`"),
     NotBuilt("orchestrator.model.lora", "rollouts come from full weights so far"),
     NotBuilt("orchestrator.teacher_model", "no teacher yet"),
-    NotBuilt("orchestrator.eval", "no evaluation during training yet: evaluate `weights/step_<n>` afterwards"),
     NotBuilt("orchestrator.val", "no validation rollouts yet"),
     NotBuilt("orchestrator.buffer.easy_threshold", "examples are not sorted by difficulty yet"),
     NotBuilt("orchestrator.buffer.hard_threshold", "examples are not sorted by difficulty yet"),
@@ -89,8 +88,9 @@ NOT_BUILT: tuple[NotBuilt, ...] = (
     NotBuilt("orchestrator.bench", "set `max_steps`, and read `metrics.jsonl`"),
     NotBuilt("orchestrator.prime_monitor", "metrics go to metrics.jsonl and W&B"),
     NotBuilt("orchestrator.optim.lr", "one run a trainer so far: set `trainer.optim.lr`"),
-    NotBuilt("orchestrator.eval.env.skip_first", "no example can be skipped yet"),
-    NotBuilt("orchestrator.eval.sampling.seed", "set `orchestrator.eval.sampling.extra_body.seed`"),
+    NotBuilt("eval.client.elastic", "list the servers in `client.base_url`"),
+    NotBuilt("eval.log.log_data", "only SFT logs its data"),
+    NotBuilt("eval.log.env_worker_logs", "no environment worker logs yet"),
 )
 
 
@@ -117,7 +117,7 @@ def _settings_of(config: RootConfig, entry: NotBuilt) -> Iterator[tuple[str, Any
     component, *path = entry.key.split(".")
     if component == type(config).component:
         section, prefix = config, ""
-    elif type(config).component == "rl" and component in ("trainer", "orchestrator", "inference"):
+    elif component in ("trainer", "orchestrator", "inference") and component in type(config).model_fields:
         section, prefix = getattr(config, component), f"{component}."
     else:
         return

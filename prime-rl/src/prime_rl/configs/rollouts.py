@@ -76,7 +76,7 @@ class EvalSamplingConfig(BaseConfig):
     """Reasoning effort."""
 
     seed: int | None = None
-    """Seed of the sampler."""
+    """Seed of the sampler: the n-th rollout of each example gets seed + n."""
 
     extra_body: dict[str, Any] = Field({})
     """More keys for the request."""
@@ -110,10 +110,10 @@ class EvalEnvConfig(EnvConfig):
     rollouts_per_example: int | None = None
     """Rollouts of an example; None or 0 is the value of `eval`."""
 
-    skip_first: int = 0
+    skip_first: int = Field(0, ge=0)
     """Examples to skip at the start."""
 
-    max_retries: int = 0
+    max_retries: int = Field(0, ge=0)
     """Attempts after a failed rollout."""
 
 
@@ -133,7 +133,7 @@ class EvalConfig(BaseConfig):
     """Rollouts of an example."""
 
     interval: int = Field(100, ge=1)
-    """Steps between two evaluations."""
+    """Policy versions between two evaluations; the last version is evaluated in any case."""
 
     eval_base_model: bool = True
     """Evaluate before the first step too."""

@@ -22,6 +22,7 @@ from verifiers.clients.openai_chat_completions_token_client import OpenAIChatCom
 from verifiers.types import ClientConfig, Response
 
 from prime_rl.orchestrator.errors import InferenceFault
+from prime_rl.orchestrator.sampling import EXACT_SEED
 
 RETRYABLE_STATUS = frozenset({408, 429, 500, 502, 503, 504})
 KEEPALIVE_S = 4.0
@@ -138,7 +139,7 @@ class ChatChannel:
 
     def _prepare(self, body: dict[str, Any]) -> dict[str, Any]:
         body = {name: value for name, value in body.items() if value is not None}
-        if "seed" in body:
+        if not body.pop(EXACT_SEED, False) and "seed" in body:
             # One seed for all would make the rollouts of a group identical, and a group of equals teaches nothing.
             body["seed"] += next(self._requests)
         if "messages" in body:

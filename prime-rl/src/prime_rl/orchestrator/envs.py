@@ -1,11 +1,11 @@
-"""The training environments: user code, loaded through verifiers and run in this process or in an `env-server`."""
+"""The environments: user code, loaded through verifiers and run in this process or in an `env-server`."""
 
 from __future__ import annotations
 
 import logging
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal, Self
 
 import verifiers as vf
 from datasets import Dataset, disable_progress_bars
@@ -19,19 +19,27 @@ from prime_rl.orchestrator.rollout import ExampleRef, Rollout, check_trainable, 
 
 SERVER_STARTUP_TIMEOUT_S = 600.0
 STATE_COLUMNS = ["trajectory", "sampling_args"]
+Split = Literal["train", "eval"]
 
 
-class TrainingEnvironment:
-    """One environment and its training rows."""
+class Environment:
+    """One environment and its rows, of training or of evaluation.
 
-    def __init__(self, name: str, env: vf.Environment, address: str | None) -> None:
+    An environment without rows for evaluation evaluates on those for training, as verifiers has it.
+    """
+
+    def __init__(self, name: str, env: vf.Environment, address: str | None, split: Split = "train") -> None:
         self.name = name
         self.address = address
         self._env = env
-        self._rows: Dataset = env.get_dataset()
+        self._rows: Dataset = env.get_dataset() if split == "train" else env.get_eval_dataset()
 
     def __len__(self) -> int:
         return len(self._rows)
+
+    def held_out(self) -> Self:
+        """The same environment with its rows for evaluation."""
+        return type(self)(self.name, self._env, self.address, "eval")
 
     async def connect(self) -> None:
         """Wait for the environment's server, where the config names one.
@@ -53,50 +61,68 @@ class TrainingEnvironment:
     async def run_group(
         self, example: ExampleRef, size: int, server: InferenceServer, sampling_args: dict[str, Any], version: int
     ) -> list[Rollout]:
-        """Attempt one example `size` times and score the attempts together.
+        """Attempt one example `size` times to train on it.
 
         Whatever the environment's code raises passes through.
 
         Raises:
             MalformedRollout: nothing that came back can be trained on.
         """
+        rollouts = await self.attempt(example, size, server, sampling_args, version)
+        check_trainable(rollouts)
+        return rollouts
+
+    async def attempt(
+        self,
+        example: ExampleRef,
+        size: int,
+        server: InferenceServer,
+        sampling_args: dict[str, Any],
+        version: int,
+        max_retries: int = 0,
+    ) -> list[Rollout]:
+        """Attempt one example `size` times and score the attempts together, whether or not they can be trained on.
+
+        verifiers tries again up to `max_retries` times after a fault of a server or a sandbox.
+        """
         outputs = await self._env.run_group(
             [self._rows[example.row]] * size,
             server.client if self._env.env_client is None else server.client_config,
             server.model,
             sampling_args,
+            max_retries,
             state_columns=STATE_COLUMNS,
         )
-        rollouts = [read_rollout(output, example, sampling_args["temperature"], version) for output in outputs]
-        check_trainable(rollouts)
-        return rollouts
+        temperature = sampling_args.get("temperature", 1.0)
+        return [read_rollout(output, example, temperature, version) for output in outputs]
 
     async def close(self) -> None:
         if self._env.env_client is not None:
             await self._env.env_client.close()
 
 
-def load_environments(configs: Sequence[EnvConfig], log: LogConfig) -> dict[str, TrainingEnvironment]:
-    """Load every configured environment, by name.
+def load_environments(
+    configs: Sequence[EnvConfig], log: LogConfig, key: str = "env", split: Split = "train"
+) -> dict[str, Environment]:
+    """Load every configured environment, by name. `key` is where the config has them, below `orchestrator`.
 
     Call it in the main thread: verifiers installs signal handlers when an environment is made.
 
     Raises:
-        EnvironmentFault: one does not import, fails to load, has no training rows, or shares its name with another.
+        EnvironmentFault: one does not import, fails to load, has no rows, or shares its name with another.
     """
     vf.setup_logging(log.vf_level, json_logging=log.json_logging)
     if not sys.stderr.isatty():
         disable_progress_bars()
     # It repeats as several log lines what `_load` says in one.
     logging.getLogger("verifiers.utils.env_utils").setLevel(logging.CRITICAL)
-    environments: dict[str, TrainingEnvironment] = {}
+    environments: dict[str, Environment] = {}
     for index, config in enumerate(configs):
+        place = f"orchestrator.{key}[{index}]"
         name = config.name or config.id
         if name in environments:
-            raise EnvironmentFault(
-                f"orchestrator.env[{index}]: the name {name!r} is taken; give it a `name` of its own"
-            )
-        environments[name] = _load(config, name, f"orchestrator.env[{index}]")
+            raise EnvironmentFault(f"{place}: the name {name!r} is taken; give it a `name` of its own")
+        environments[name] = _load(config, name, place, split)
     return environments
 
 
@@ -110,7 +136,7 @@ def module_id(env_id: str) -> str:
     return env_id.partition("@")[0]
 
 
-def _load(config: EnvConfig, name: str, place: str) -> TrainingEnvironment:
+def _load(config: EnvConfig, name: str, place: str, split: Split) -> Environment:
     try:
         env = vf.load_environment(module_id(config.id), **config.args)
     except ValueError as error:  # verifiers turns every failed import into one
@@ -122,13 +148,13 @@ def _load(config: EnvConfig, name: str, place: str) -> TrainingEnvironment:
         raise EnvironmentFault(f"{place}: {_one_line(error)}") from error
     try:
         env.set_kwargs(**environment_arguments(config.extra_env_kwargs))
-        environment = TrainingEnvironment(name, env, config.address)
+        environment = Environment(name, env, config.address, split)
     except Exception as error:  # building the dataset is the environment's own code
         raise EnvironmentFault(
             f"{place}: the dataset of environment {config.id!r} fails: {_one_line(error)}"
         ) from error
     if not len(environment):
-        raise EnvironmentFault(f"{place}: environment {config.id!r} has no training rows")
+        raise EnvironmentFault(f"{place}: environment {config.id!r} has no {split} rows")
     return environment
 
 

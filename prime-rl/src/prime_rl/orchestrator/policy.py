@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -61,18 +62,30 @@ class Policy:
     """Called with each new version, once all servers hold it."""
     times: PolicyTimes = field(default_factory=PolicyTimes)
     _changed: asyncio.Condition = field(default_factory=asyncio.Condition)
+    _updating: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def follow(self) -> None:
         """Load each new version as soon as it is complete, for ever. What goes wrong passes through."""
         while True:
-            target = self.target()
-            if target is not None:
-                await self._update(target)
+            async with self._updating:
+                target = self.target()
+                if target is not None:
+                    await self._update(target)
             await asyncio.sleep(POLL_S)
+
+    @asynccontextmanager
+    async def pinned(self) -> AsyncIterator[int]:
+        """The version that the servers hold, and keep until the block ends."""
+        async with self._updating:
+            yield self.version
 
     async def require(self, step: int) -> None:
         """Wait until the servers hold a version that may generate the batch of `step`."""
-        self.needed = self.limits.needed_version(step)
+        await self.require_version(self.limits.needed_version(step))
+
+    async def require_version(self, version: int) -> None:
+        """Wait until the servers hold this version or, unless the level is strict, a later one."""
+        self.needed = version
         started = time.monotonic()
         async with self._changed:
             while self.version < self.needed:

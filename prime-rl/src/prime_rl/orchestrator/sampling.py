@@ -5,7 +5,10 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from prime_rl.configs.orchestrator import SamplingConfig, TemperatureSchedulerConfig
+from prime_rl.configs.orchestrator import EvalSamplingConfig, SamplingConfig, TemperatureSchedulerConfig
+
+EXACT_SEED = "exact_seed"
+"""In a request's body, tells the chat channel to send the seed as it is. It is not sent itself."""
 
 
 def temperature_at(config: SamplingConfig, step: int, max_steps: int | None) -> float:
@@ -32,12 +35,11 @@ def train_sampling_args(config: SamplingConfig, temperature: float) -> dict[str,
     The trainer recomputes log-probabilities from temperature alone, so nothing may cut the distribution: top-p, top-k
     and min-p are fixed, whatever `extra_body` says.
     """
-    optional = {"max_tokens": config.max_tokens, "seed": config.seed}
     return {
         "temperature": temperature,
         "top_p": 1.0,
         "logprobs": True,
-        **{name: value for name, value in optional.items() if value is not None},
+        **_set(max_tokens=config.max_tokens, seed=config.seed),
         "extra_body": {
             **config.extra_body,
             "return_token_ids": True,
@@ -47,3 +49,26 @@ def train_sampling_args(config: SamplingConfig, temperature: float) -> dict[str,
             "repetition_penalty": config.repetition_penalty,
         },
     }
+
+
+def eval_sampling_args(config: EvalSamplingConfig, attempt: int) -> dict[str, Any]:
+    """Sampling arguments of the n-th attempt (from 0) at each example of an evaluation: only what is set.
+
+    With a seed, the attempts at an example differ, and the next evaluation repeats them.
+    """
+    named = _set(temperature=config.temperature, max_tokens=config.max_tokens, top_p=config.top_p)
+    named |= _set(reasoning_effort=config.reasoning_effort)
+    extra = _set(
+        top_k=config.top_k,
+        min_p=config.min_p,
+        min_tokens=config.min_tokens,
+        repetition_penalty=config.repetition_penalty,
+    )
+    if config.seed is not None:
+        named["seed"] = config.seed + attempt
+        extra[EXACT_SEED] = True
+    return {**named, "extra_body": {**config.extra_body, **extra}}
+
+
+def _set(**values: Any) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not None}

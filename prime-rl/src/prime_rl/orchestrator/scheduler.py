@@ -130,6 +130,15 @@ class Scheduler:
         cancelled, self.cancelled_groups = self.cancelled_groups, 0
         return cancelled
 
+    async def interrupt(self) -> None:
+        """Cancel the groups that still run; their examples come again first."""
+        running = {task: group for task, group in self._in_flight.items() if not task.done()}
+        for task, group in running.items():
+            self._release(task)
+            task.cancel()
+            self._retries.append((group.example, group.attempt))
+        await asyncio.gather(*running, return_exceptions=True)
+
     async def close(self) -> None:
         """Cancel everything in flight, and wait until it has ended."""
         tasks = list(self._in_flight)

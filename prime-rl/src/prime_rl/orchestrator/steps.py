@@ -14,6 +14,7 @@ from prime_rl.orchestrator.advantage import AdvantageFunction, assign_advantages
 from prime_rl.orchestrator.batch import Batch, BatchTarget, build_batch
 from prime_rl.orchestrator.ckpt import Checkpoints, Progress
 from prime_rl.orchestrator.errors import NothingToTrain
+from prime_rl.orchestrator.evaluation import Evaluator
 from prime_rl.orchestrator.filters import Filter, apply_filters
 from prime_rl.orchestrator.lag import LoopLag
 from prime_rl.orchestrator.metrics import StepStatus, StepTimes, count_tokens
@@ -63,6 +64,7 @@ class Steps:
     sampling: SamplingConfig
     target: BatchTarget
     max_steps: int | None
+    evaluator: Evaluator | None = None
     lag: LoopLag = field(default_factory=LoopLag)
     empty: EmptyBatches = field(default_factory=EmptyBatches)
     times: StepTimes = field(default_factory=StepTimes)
@@ -70,6 +72,8 @@ class Steps:
     async def run(self, progress: Progress) -> None:
         """Make batches until `max_steps`, and leave a checkpoint of the end."""
         while self.max_steps is None or progress.step < self.max_steps:
+            if self.evaluator is not None:
+                await self.evaluator.run_if_due(progress.step, self.scheduler)
             with self._timing("step"):
                 self.save(progress)
                 groups = await self.collect(progress.step)
@@ -80,6 +84,8 @@ class Steps:
                 await self.send(batch, progress)
             self.report(batch, progress)
         self.save(progress)
+        if self.evaluator is not None:
+            await self.evaluator.finish(progress.step)
 
     def save(self, progress: Progress) -> None:
         """Write what a resumed run needs to begin with this step."""

@@ -1,0 +1,142 @@
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+from prime_rl.configs.orchestrator import EvalConfig, EvalSamplingConfig
+from prime_rl.orchestrator.attempts import Attempt, Outcome, run_attempts
+from prime_rl.orchestrator.evaluation import EvalSchedule, eval_metrics, has_response
+from prime_rl.orchestrator.policy import AsyncLimits, Policy
+from prime_rl.orchestrator.rollout import ExampleRef, Rollout
+from prime_rl.orchestrator.sampling import eval_sampling_args
+from prime_rl.utils.paths import OrchestratorPaths, replacing_directory
+
+
+class Server:
+    groups_in_flight = 0
+
+
+class Pool:
+    def __init__(self) -> None:
+        self.server = Server()
+
+    def least_loaded(self) -> Server:
+        return self.server
+
+
+class Environment:
+    """Every third attempt raises."""
+
+    def __init__(self, rollout: Any) -> None:
+        self.make_rollout = rollout
+        self.started = 0
+        self.running = 0
+        self.most_at_once = 0
+
+    async def attempt(self, example, size, server, sampling_args, version, max_retries=0) -> list[Rollout]:
+        self.started += 1
+        number = self.started
+        self.running += 1
+        self.most_at_once = max(self.most_at_once, self.running)
+        await asyncio.sleep(0)
+        self.running -= 1
+        if number % 3 == 0:
+            raise RuntimeError("the sandbox\nis down")
+        return [self.make_rollout(reward=1.0)]
+
+
+def due_at(schedule: EvalSchedule, versions: list[int]) -> list[int]:
+    due = []
+    for version in versions:
+        if schedule.due(version):
+            schedule.last = version
+            due.append(version)
+    return due
+
+
+def test_an_evaluation_is_due_when_the_version_crosses_the_interval_even_in_a_jump() -> None:
+    schedule = EvalSchedule.starting(EvalConfig(interval=10), 0)
+    assert due_at(schedule, [0, 0, 4, 9, 13, 14, 19, 41, 42, 50]) == [0, 13, 41, 50]
+
+
+def test_the_base_model_can_be_left_out() -> None:
+    schedule = EvalSchedule.starting(EvalConfig(interval=10, eval_base_model=False), 0)
+    assert due_at(schedule, [0, 1, 9, 10, 11]) == [10]
+
+
+def test_after_a_resume_the_same_version_is_not_evaluated_again_unless_asked() -> None:
+    assert due_at(EvalSchedule.starting(EvalConfig(interval=10), 20), [20, 21, 30]) == [30]
+    again = EvalConfig(interval=10, skip_eval_on_resume=False)
+    assert due_at(EvalSchedule.starting(again, 20), [20, 21, 30]) == [20, 30]
+    assert due_at(EvalSchedule.starting(again, 21), [21, 22, 30]) == [30]
+
+
+async def test_attempts_run_a_few_at_a_time_and_one_that_raises_is_counted(rollout) -> None:
+    environment, pool = Environment(rollout), Pool()
+    attempts = [Attempt(environment, ExampleRef("letters", row), {}) for row in range(7)]
+    outcomes = await run_attempts(attempts, pool, 0, at_once=2)
+    assert environment.most_at_once == 2
+    assert [outcome.failed for outcome in outcomes] == [0, 0, 1, 0, 0, 1, 0]
+    assert [outcome.example.row for outcome in outcomes] == list(range(7))
+    assert outcomes[2].reason == "RuntimeError: the sandbox is down"
+    assert pool.server.groups_in_flight == 0
+
+
+def test_the_metrics_of_an_evaluation_have_their_documented_names(turn, rollout) -> None:
+    outcomes = [
+        Outcome(ExampleRef("letters", 0), [rollout(turn([1], [2] * length), reward=reward)])
+        for length, reward in ((2, 1.0), (4, 0.0), (3, 0.0), (3, 0.0))
+    ]
+    metrics = eval_metrics(outcomes, 4)
+    assert metrics["avg@4"] == 0.25
+    assert [metrics[f"pass@{k}"] for k in (1, 2, 4)] == [0.25, 0.5, 1.0]
+    assert [metrics[f"completion_len/{name}"] for name in ("mean", "max", "min")] == [3, 4, 2]
+    assert set(metrics) >= {"no_response/mean", "no_response/count", "is_truncated/mean", "failed/count"}
+
+
+def test_failures_have_no_score_and_partial_rewards_no_pass_at_k(rollout) -> None:
+    example = ExampleRef("letters", 0)
+    outcomes = [Outcome(example, [rollout(reward=0.5)]), Outcome(example, [], failed=1, reason="down")]
+    metrics = eval_metrics(outcomes, 2)
+    assert (metrics["avg@2"], metrics["failed/count"], metrics["failed/mean"]) == (0.5, 1, 0.5)
+    assert not any(name.startswith("pass@") for name in metrics)
+    assert eval_metrics(outcomes[1:], 2) == {"failed/count": 1, "failed/mean": 1.0}
+
+
+def test_an_empty_answer_is_no_response(rollout) -> None:
+    assert not has_response(rollout(completion=[{"role": "assistant", "content": ""}]))
+    assert has_response(rollout(completion=[{"role": "assistant", "content": "", "tool_calls": [{"id": "1"}]}]))
+    assert has_response(rollout(completion="text"))
+
+
+async def test_the_servers_keep_one_version_while_an_evaluation_runs(tmp_path: Path) -> None:
+    loaded: list[Path] = []
+
+    class Receiver:
+        async def update_weights(self, weight_dir: Path | None) -> None:
+            loaded.append(weight_dir)
+
+    paths = OrchestratorPaths(tmp_path)
+    policy = Policy(paths, Receiver(), AsyncLimits(1))
+    async with policy.pinned() as version:
+        following = asyncio.create_task(policy.follow())
+        with replacing_directory(paths.broadcast(1)):
+            pass
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert (version, policy.version, loaded) == (0, 0, [])
+    await policy.require_version(1)
+    assert loaded == [paths.broadcast(1)]
+    following.cancel()
+
+
+def test_eval_requests_carry_what_is_set_and_nothing_else() -> None:
+    assert eval_sampling_args(EvalSamplingConfig(), 0) == {"extra_body": {}}
+    config = EvalSamplingConfig(temperature=0.0, max_tokens=5, top_k=3, seed=7, extra_body={"stop": "x"})
+    assert eval_sampling_args(config, 2) == {
+        "temperature": 0.0,
+        "max_tokens": 5,
+        "seed": 9,
+        "extra_body": {"stop": "x", "top_k": 3, "exact_seed": True},
+    }
