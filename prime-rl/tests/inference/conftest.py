@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -81,17 +82,34 @@ def vllm_python() -> str | None:
     return sys.executable if importlib.util.find_spec("vllm") else None
 
 
+@pytest.fixture(scope="session")
+def served_model_dir(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model with wider heads: vLLM's attention on a CPU knows head sizes from 32."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    directory = tmp_path_factory.mktemp("served_model") / "model"
+    shutil.copytree(tiny_model_dir, directory)
+    config = AutoConfig.from_pretrained(tiny_model_dir)
+    config.head_dim = 32
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(config).save_pretrained(directory)
+    return directory
+
+
 @pytest.fixture(scope="session", params=["embedded", pytest.param("vllm", marks=pytest.mark.vllm)])
 def engine(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
 @pytest.fixture(scope="session")
-def shared_server(engine: str, tiny_model_dir: Path) -> Iterator[Server]:
+def shared_server(engine: str, served_model_dir: Path) -> Iterator[Server]:
     python = sys.executable if engine == "embedded" else vllm_python()
     if python is None:
         pytest.skip("needs vLLM: install prime-rl[vllm], or name an interpreter that has it in PRIME_RL_VLLM_PYTHON")
-    server = Server(python, tiny_model_dir, "--backend", engine, "--model.enforce-eager")
+    # On a CPU, vLLM takes its share of the machine's memory and refuses to start when that much is not free.
+    options = ("--backend", engine, "--model.enforce-eager", "--gpu-memory-utilization", "0.1")
+    server = Server(python, served_model_dir, *options)
     yield server
     assert server.stop() == 0, "".join(server.lines[-30:])
 
@@ -127,19 +145,19 @@ class Reference:
 
 
 @pytest.fixture(scope="session")
-def reference(tiny_model_dir: Path) -> Reference:
-    return Reference(tiny_model_dir)
+def reference(served_model_dir: Path) -> Reference:
+    return Reference(served_model_dir)
 
 
 @pytest.fixture(scope="session")
-def next_weights(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def next_weights(served_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """`step_3`: weights of another policy version, as the trainer broadcasts them (no config, no tokenizer)."""
     from safetensors.torch import load_file, save_file
 
     directory = tmp_path_factory.mktemp("broadcasts") / "step_3"
     directory.mkdir()
     generator = torch.Generator().manual_seed(3)
-    tensors = load_file(tiny_model_dir / "model.safetensors")
+    tensors = load_file(served_model_dir / "model.safetensors")
     changed = {name: tensor + 0.05 * torch.randn(tensor.shape, generator=generator) for name, tensor in tensors.items()}
     save_file(changed, directory / "model.safetensors", metadata={"format": "pt"})
     (directory / "STABLE").touch()
@@ -147,9 +165,9 @@ def next_weights(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory)
 
 
 @pytest.fixture(scope="session")
-def next_reference(tiny_model_dir: Path, next_weights: Path) -> Reference:
+def next_reference(served_model_dir: Path, next_weights: Path) -> Reference:
     from safetensors.torch import load_file
 
-    reference = Reference(tiny_model_dir)
+    reference = Reference(served_model_dir)
     reference.model.load_state_dict(load_file(next_weights / "model.safetensors"), strict=False)
     return reference

@@ -17,8 +17,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from prime_rl.inference.checkpoints import WeightError
 from prime_rl.inference.embedded.answers import Answered, chat_answer, completion_answer
-from prime_rl.inference.embedded.errors import EngineBusy, EngineStopped, GenerationFailed, WeightError
+from prime_rl.inference.embedded.errors import EngineBusy, EngineStopped, GenerationFailed
 from prime_rl.inference.embedded.generation import GenerationRequest
 from prime_rl.inference.protocol import (
     ChatBody,

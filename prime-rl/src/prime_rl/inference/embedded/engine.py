@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from prime_rl.inference.embedded.errors import EngineBusy, EngineStopped, GenerationFailed, WeightError
+from prime_rl.inference.checkpoints import WeightError
+from prime_rl.inference.embedded.errors import EngineBusy, EngineStopped, GenerationFailed
 from prime_rl.inference.embedded.generation import Generation, GenerationRequest
 from prime_rl.inference.embedded.model import ModelRunner
 from prime_rl.inference.embedded.sampling import BatchSampler, prompt_logprobs

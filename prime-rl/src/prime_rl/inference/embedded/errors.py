@@ -15,10 +15,6 @@ class UnsupportedModel(EngineError):
     """The model, or what the config asks of it, is beyond this engine."""
 
 
-class WeightError(EngineError):
-    """A directory does not hold weights of this model. The live weights were not changed."""
-
-
 class TemplateFailed(EngineError):
     """The chat template does not take these messages, or there is none."""
 

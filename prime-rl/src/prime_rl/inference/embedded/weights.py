@@ -10,7 +10,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from prime_rl.inference.embedded.errors import WeightError, first_line
+from prime_rl.inference.checkpoints import WeightError, checkpoint_files, misfit
+from prime_rl.inference.embedded.errors import first_line
 
 
 @torch.inference_mode()
@@ -45,13 +46,8 @@ def _untied_state(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def _read(directory: Path) -> dict[str, Tensor]:
-    files = sorted(directory.glob("*.safetensors"))
-    if not directory.is_dir():
-        raise WeightError(f"weight directory {str(directory)!r} does not exist")
-    if not files:
-        raise WeightError(f"weight directory {str(directory)!r} holds no .safetensors file")
     tensors: dict[str, Tensor] = {}
-    for file in files:
+    for file in checkpoint_files(directory):
         try:
             tensors.update(load_file(file))
         except (OSError, SafetensorError) as exc:
@@ -70,18 +66,14 @@ def _converted(model: PreTrainedModel, tensors: dict[str, Tensor], directory: Pa
             ignore_mismatched_sizes=True,
         )
     except (ValueError, RuntimeError) as exc:
-        raise _misfit(directory, first_line(exc)) from exc
+        raise misfit(directory, first_line(exc)) from exc
     for kind in ("missing", "unexpected", "mismatched"):
         if names := sorted(map(str, report[f"{kind}_keys"])):
-            raise _misfit(directory, f"{len(names)} {kind} tensors, such as {names[0]}")
+            raise misfit(directory, f"{len(names)} {kind} tensors, such as {names[0]}")
     return loaded.state_dict()
 
 
 def _check_shapes(own: dict[str, Tensor], tensors: dict[str, Tensor], directory: Path) -> None:
     for name, parameter in own.items():
         if tensors[name].shape != parameter.shape:
-            raise _misfit(directory, f"{name} has shape {list(tensors[name].shape)} instead of {list(parameter.shape)}")
-
-
-def _misfit(directory: Path, reason: str) -> WeightError:
-    return WeightError(f"{str(directory)!r} does not fit the model: {reason}")
+            raise misfit(directory, f"{name} has shape {list(tensors[name].shape)} instead of {list(parameter.shape)}")

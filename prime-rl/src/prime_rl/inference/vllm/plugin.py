@@ -1,0 +1,129 @@
+"""Our routes in vLLM's server, through its endpoint plugins: weight updates, pause and resume, prompts as tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse
+from starlette.datastructures import State
+from transformers.utils import cached_file
+from vllm.engine.protocol import EngineClient
+from vllm.entrypoints.openai.chat_completion.api_router import create_chat_completion
+
+from prime_rl.inference.checkpoints import WeightError, check_same_model, checkpoint_shapes
+from prime_rl.inference.protocol import RequestError, UpdateWeightsBody, parse_body
+from prime_rl.inference.vllm.serving import ChatServing, CompletionServing, TokensChatRequest, adopt
+from prime_rl.utils.logger import SUCCESS, get_logger, setup_logger
+from prime_rl.utils.paths import step_of
+
+_POLL_S = 0.1
+_GRACE_S = 3
+
+
+class PrimeRoutes:
+    """A vLLM endpoint plugin; one instance in every API server process."""
+
+    name = "prime_rl"
+    required_tasks = ("generate",)
+
+    def __init__(self) -> None:
+        self._updating = asyncio.Lock()
+        self._version = 0
+        self._watching: asyncio.Task[None] | None = None
+
+    def attach_router(self, app: FastAPI) -> None:
+        self._app = app
+        app.add_exception_handler(RequestError, _answer_request_error)
+        for path, handler in {
+            "/update_weights": self.update_weights,
+            "/reload_weights": self.reload_weights,
+            "/pause": self.pause,
+            "/resume": self.resume,
+            "/v1/chat/completions/tokens": self.chat_from_tokens,
+        }.items():
+            app.add_api_route(path, handler, methods=["POST"])
+        app.add_api_route("/is_paused", self.is_paused, methods=["GET"])
+
+    async def init_state(self, engine_client: EngineClient | None, state: State, args: Namespace) -> None:
+        assert engine_client is not None, "the task `generate` comes with an engine"
+        setup_logger("info")
+        self._engine = engine_client
+        self._base = Path(str(cached_file(args.model, "config.json"))).parent
+        await self._engine.update_weight_version("0")
+        state.openai_serving_chat = adopt(ChatServing, state.openai_serving_chat)
+        state.openai_serving_completion = adopt(CompletionServing, state.openai_serving_completion)
+        self._watching = asyncio.create_task(self._watch(args))
+
+    async def update_weights(self, request: Request) -> JSONResponse:
+        body = parse_body(UpdateWeightsBody, await request.body())
+        return await self._swap(Path(body.weight_dir) if body.weight_dir is not None else None)
+
+    async def reload_weights(self) -> JSONResponse:
+        return await self._swap(None)
+
+    async def pause(self) -> JSONResponse:
+        await self._engine.pause_generation(mode="keep", clear_cache=False)
+        return JSONResponse({"status": "paused"})
+
+    async def resume(self) -> JSONResponse:
+        await self._engine.resume_generation()
+        return JSONResponse({"status": "resumed"})
+
+    async def is_paused(self) -> JSONResponse:
+        return JSONResponse({"is_paused": await self._engine.is_paused()})
+
+    async def chat_from_tokens(self, request: TokensChatRequest, raw_request: Request) -> Any:
+        return await create_chat_completion(request, raw_request=raw_request)
+
+    async def _swap(self, directory: Path | None) -> JSONResponse:
+        """Load weights on all workers between two steps. Running requests keep their keys and values and go on."""
+        started = time.perf_counter()
+        source = directory or self._base
+        try:
+            await asyncio.to_thread(check_same_model, source, checkpoint_shapes(self._base))
+        except WeightError as exc:
+            raise RequestError(str(exc), param="weight_dir") from exc
+        async with self._updating:
+            await self._engine.collective_rpc("load_checkpoint", args=(str(source),))
+            await self._engine.reset_prefix_cache()
+            step = step_of(source) if directory else 0
+            self._version = self._version + 1 if step is None else step
+            await self._engine.update_weight_version(str(self._version))
+        seconds = time.perf_counter() - started
+        get_logger().info(f"Weights: version {self._version} live after {seconds:.2f}s")
+        return JSONResponse({"status": "ok", "version": self._version})
+
+    async def _watch(self, args: Namespace) -> None:
+        """Say that the server answers, once it does; from then on, end the process when its engine dies.
+
+        vLLM has no hook after the first moment, and ends with status 0 in the second case as if it had been stopped.
+        """
+        while not getattr(getattr(self._app.state, "server", None), "started", False):
+            await asyncio.sleep(_POLL_S)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, self._stop)
+        get_logger().log(SUCCESS, f"Inference ready: {args.model} on {args.host or '0.0.0.0'}:{args.port}")
+        while not self._engine.errored:
+            await asyncio.sleep(_POLL_S)
+        get_logger().error("Inference failed: vLLM's engine has died")
+        raise SystemExit(1)
+
+    def _stop(self) -> None:
+        """Stop accepting, give what is in flight a moment, and leave with the engine: uvicorn's own way out."""
+        assert self._watching is not None
+        self._watching.cancel()
+        server: uvicorn.Server = self._app.state.server
+        server.config.timeout_graceful_shutdown = _GRACE_S
+        server.should_exit = True
+
+
+def _answer_request_error(_: Request, exc: Exception) -> JSONResponse:
+    assert isinstance(exc, RequestError)
+    return JSONResponse(exc.body(), status_code=exc.status)

@@ -1,0 +1,47 @@
+"""Start vLLM's own OpenAI server, in this process, with our routes and our worker extension in it."""
+
+from __future__ import annotations
+
+import os
+from importlib.metadata import entry_points
+
+from prime_rl.configs.inference import InferenceConfig
+from prime_rl.inference.vllm.arguments import vllm_arguments
+from prime_rl.utils.logger import get_logger
+
+PLUGIN_NAME = "prime_rl"
+"""Of the entry point in the group `vllm.endpoint_plugins`, which brings `prime_rl.inference.vllm.plugin`."""
+
+
+def serve(config: InferenceConfig, extras: list[str]) -> int:
+    """Serve until stopped; the exit status. API server and worker processes load the same plugin and extension."""
+    os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+    _allow_plugin()
+    from vllm.entrypoints.cli.serve import ServeSubcommand
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+    from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
+    from vllm.logger import configure_logging_from_args
+    from vllm.platforms import current_platform
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    wanted = config.device
+    if wanted != "auto" and (wanted == "cpu") != current_platform.is_cpu():
+        get_logger().error(
+            f'Inference failed: device = "{wanted}", but this vLLM runs on {current_platform.device_type}'
+        )
+        return 1
+    cli_env_setup()
+    args = vllm_arguments(config, extras, make_arg_parser(FlexibleArgumentParser()))
+    configure_logging_from_args(args)
+    validate_parsed_serve_args(args)
+    ServeSubcommand.cmd(args)
+    return 0
+
+
+def _allow_plugin() -> None:
+    """vLLM loads endpoint plugins only by name, and naming one shuts out the general plugins that are not named."""
+    if (named := os.environ.get("VLLM_PLUGINS")) is not None:
+        others = named.split(",")
+    else:
+        others = [plugin.name for plugin in entry_points(group="vllm.general_plugins")]
+    os.environ["VLLM_PLUGINS"] = ",".join([*others, PLUGIN_NAME])

@@ -1,0 +1,88 @@
+"""vLLM's chat and completion handlers, with the weight version of every token and with prompts given as tokens."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from typing import Any, TypeVar
+
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest, ChatCompletionResponse
+from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
+from vllm.entrypoints.openai.completion.protocol import CompletionResponse
+from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
+from vllm.entrypoints.serve.engine.protocol import ErrorResponse
+from vllm.outputs import CompletionOutput, RequestOutput
+
+from prime_rl.inference.protocol import CONTEXT_LENGTH_MESSAGE, RequestError
+
+Handler = TypeVar("Handler")
+
+
+class TokensChatRequest(ChatCompletionRequest):
+    """A chat request whose prompt ids are `tokens`, already rendered by the client."""
+
+    tokens: list[int]
+
+
+class ChatServing(OpenAIServingChat):
+    async def render_chat_request(self, request: ChatCompletionRequest) -> Any:
+        """The messages are rendered as ever, since parsers read them; then the given tokens take their place."""
+        rendered = await super().render_chat_request(request)
+        if isinstance(rendered, ErrorResponse):
+            return rendered
+        conversation, (prompt,) = rendered
+        if isinstance(request, TokensChatRequest):
+            prompt["prompt_token_ids"] = request.tokens
+        check_room(len(prompt["prompt_token_ids"]), self.model_config.max_model_len)
+        return conversation, [prompt]
+
+    async def chat_completion_full_generator(
+        self, request: ChatCompletionRequest, result_generator: AsyncIterator[RequestOutput], *rest: Any, **options: Any
+    ) -> ErrorResponse | ChatCompletionResponse:
+        last: list[RequestOutput] = []
+
+        async def remembered() -> AsyncIterator[RequestOutput]:
+            async for output in result_generator:
+                last[:] = [output]
+                yield output
+
+        response = await super().chat_completion_full_generator(request, remembered(), *rest, **options)
+        if isinstance(response, ChatCompletionResponse) and last:
+            _add_versions(response.choices, last[0].outputs)
+        return response
+
+
+class CompletionServing(OpenAIServingCompletion):
+    async def render_completion_request(self, request: Any) -> Any:
+        rendered = await super().render_completion_request(request)
+        for prompt in [] if isinstance(rendered, ErrorResponse) else rendered:
+            check_room(len(prompt["prompt_token_ids"]), self.model_config.max_model_len)
+        return rendered
+
+    def request_output_to_completion_response(
+        self, final_res_batch: list[RequestOutput], *rest: Any, **options: Any
+    ) -> CompletionResponse:
+        response = super().request_output_to_completion_response(final_res_batch, *rest, **options)
+        _add_versions(response.choices, [output for result in final_res_batch for output in result.outputs])
+        return response
+
+
+def adopt(kind: type[Handler], handler: Any) -> Handler:
+    """A `kind` with the state of the handler that vLLM has built from its many arguments."""
+    adopted = kind.__new__(kind)
+    adopted.__dict__.update(handler.__dict__)
+    return adopted
+
+
+def check_room(length: int, limit: int) -> None:
+    """Refuse a prompt that leaves no room for an answer, in the words that clients look for."""
+    if length >= limit:
+        raise RequestError(CONTEXT_LENGTH_MESSAGE.format(limit=limit, length=length))
+
+
+def _add_versions(choices: Sequence[Any], outputs: Sequence[CompletionOutput]) -> None:
+    """vLLM labels versions with text and reports them on its own routes only; our labels are numbers."""
+    for choice, output in zip(choices, outputs, strict=True):
+        choice.weight_versions = [
+            {"version": int(span.version), "start": span.start, "end": span.end}
+            for span in output.weight_versions or []
+        ]
