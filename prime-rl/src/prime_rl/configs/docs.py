@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pydantic.fields import FieldInfo
 
 from prime_rl.configs.env_server import EnvServerConfig
+from prime_rl.configs.eval import OfflineEvalConfig
 from prime_rl.configs.inference import InferenceConfig
 from prime_rl.configs.not_built import NOT_BUILT, NotBuilt
 from prime_rl.configs.orchestrator import OrchestratorConfig
@@ -25,6 +26,7 @@ ROOTS: tuple[type[RootConfig], ...] = (
     OrchestratorConfig,
     InferenceConfig,
     EnvServerConfig,
+    OfflineEvalConfig,
 )
 
 INTRODUCTION = """\
@@ -40,6 +42,7 @@ Made from the config classes by `python -m prime_rl.configs.docs > docs/config.m
 | `orchestrator` | `OrchestratorConfig` |
 | `inference` | `InferenceConfig` |
 | `env-server` | `EnvServerConfig` |
+| `eval`, `medarc_train eval` | `OfflineEvalConfig` |
 
 ## Where values come from
 

@@ -45,6 +45,10 @@ RENAMED: Mapping[str, str] = MappingProxyType(
         "trainer.weights": "exported weights are now ckpt.weights, weights for inference weight_broadcast",
         "sft.weights": "exported weights are now ckpt.weights",
         "*.weight_broadcast.adapter_only": "nothing replaces it: remove it",
+        "eval.use_tqdm": "nothing replaces it: remove it",
+        "eval.save": "results are always in <output_dir>/eval: remove it",
+        "eval.resume_path": "start it again with the same output_dir: what is there is not done again",
+        "eval.watcher": "nothing replaces it: evaluate during training with orchestrator.eval",
         # Later versions.
         "*.run": "a run is its output_dir here: set that (and wandb.name)",
         "*.resume": "it is ckpt.resume_step here (-1 is the latest)",

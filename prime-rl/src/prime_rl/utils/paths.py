@@ -146,6 +146,28 @@ class OrchestratorPaths:
         return self.logs / "orchestrator.log"
 
 
+@dataclass(frozen=True, slots=True)
+class EvalPaths:
+    """What `eval` writes to its output directory, besides the `configs`, `logs` and `metrics.jsonl` of any run."""
+
+    root: Path
+
+    @property
+    def results(self) -> Path:
+        """One JSON object a line for each finished rollout."""
+        return self.root / "eval" / "results.jsonl"
+
+    @property
+    def settings(self) -> Path:
+        """What the results were made with, as JSON."""
+        return self.root / "eval" / "settings.json"
+
+    @property
+    def summary(self) -> Path:
+        """The scores of every step and environment, as JSON."""
+        return self.root / "eval" / "summary.json"
+
+
 def step_of(directory: Path) -> int | None:
     """The step that a directory's name states, or None for another name."""
     match = _STEP_DIR.fullmatch(directory.name)

@@ -1,0 +1,149 @@
+"""Evaluation of checkpoints: root of `eval`."""
+
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+from pydantic import Field, model_validator
+
+from prime_rl.configs.inference import InferenceConfig
+from prime_rl.configs.rollouts import EvalEnvConfig, EvalSamplingConfig
+from prime_rl.configs.root import RootConfig
+from prime_rl.configs.shared import BaseModelConfig, ClientConfig, Device, LogConfig, WandbConfig
+from prime_rl.utils.pydantic_config import derive, raise_faults
+
+
+class EvalClientConfig(ClientConfig):
+    """How the evaluation reaches inference servers."""
+
+    timeout: int = 36000
+    """Limit of one request, in seconds."""
+
+
+class OfflineEvalConfig(RootConfig):
+    """Evaluation of a model and its checkpoints. Read by `eval`."""
+
+    component: ClassVar[str] = "eval"
+
+    model: BaseModelConfig = BaseModelConfig()
+    """The base model, as the server names it."""
+
+    env: list[EvalEnvConfig] = Field([])
+    """The environments. Those of `environment_ids` are added."""
+
+    environment_ids: list[str] = Field([])
+    """Ids of environments, for the command line."""
+
+    environment_args: dict[str, dict[str, Any]] = Field({})
+    """Constructor arguments of `environment_ids`, by id."""
+
+    num_examples: list[int] = Field([])
+    """Examples of each environment, -1 for all; one value is for every environment, none is -1."""
+
+    rollouts_per_example: list[int] = Field([])
+    """Rollouts of an example in each environment; one value is for every environment, none is 1."""
+
+    max_concurrent: int | None = Field(128, ge=1)
+    """Rollouts at a time, over all environments; None sets no limit."""
+
+    weights_dir: Path | None = None
+    """Directory of `step_<n>` checkpoints, such as `outputs/weights`; None evaluates the base model only."""
+
+    steps: list[int] | None = None
+    """The checkpoints to evaluate; None is all that are complete."""
+
+    eval_base: bool = True
+    """Evaluate the base model, as step 0 and first."""
+
+    sampling: EvalSamplingConfig = EvalSamplingConfig()
+    """How rollouts are sampled."""
+
+    client: EvalClientConfig = EvalClientConfig()
+    """How to reach a running inference server."""
+
+    inference: InferenceConfig | None = None
+    """The inference server to start for the evaluation; None uses a running one."""
+
+    device: Device = "auto"
+    """Where the started server runs: `auto` takes a GPU when there is one."""
+
+    output_dir: Path = Path("outputs/eval")
+    """Directory of the evaluation. One that holds part of the same evaluation is completed."""
+
+    log: LogConfig = LogConfig()
+    """Logs for people."""
+
+    wandb: WandbConfig | None = None
+    """Weights & Biases; None logs only to `metrics.jsonl`."""
+
+    dry_run: bool = False
+    """Write the resolved config and stop."""
+
+    @model_validator(mode="after")
+    def _give_the_server_the_model(self) -> Self:
+        if self.inference is not None:
+            if "device" not in self.inference.model_fields_set:
+                derive(self.inference, device=self.device)
+            if "name" not in self.inference.model.model_fields_set:
+                derive(self.inference.model, name=self.model.name)
+        return self
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        faults = [*self._list_faults(), *self._step_faults()]
+        if not self.env and not self.environment_ids:
+            faults.append("no environment: name one with `environment_ids` or [[env]]")
+        names = [env.name or env.id for env in self.env] + self.environment_ids
+        faults += [f"the environment name {name!r} is taken twice: set `name`" for name in _repeated(names)]
+        if self.inference is not None and self.inference.model.name != self.model.name:
+            faults.append(f"inference.model.name ({self.inference.model.name!r}) is not model.name: leave it out")
+        raise_faults(faults)
+        return self
+
+    @property
+    def environments(self) -> list[EvalEnvConfig]:
+        """Every environment, with its own numbers of examples and rollouts."""
+        named = [EvalEnvConfig(id=each, args=self.environment_args.get(each, {})) for each in self.environment_ids]
+        everyone = [*self.env, *named]
+        return [
+            env.model_copy(
+                update={
+                    "num_examples": env.num_examples or _nth(self.num_examples, index, -1),
+                    "rollouts_per_example": env.rollouts_per_example or _nth(self.rollouts_per_example, index, 1),
+                }
+            )
+            for index, env in enumerate(everyone)
+        ]
+
+    def _list_faults(self) -> list[str]:
+        count = len(self.env) + len(self.environment_ids)
+        faults = []
+        for key in ("num_examples", "rollouts_per_example"):
+            values = getattr(self, key)
+            if len(values) not in (0, 1, count):
+                faults.append(f"{key} has {len(values)} values for {count} environments: give one for each, or one")
+        faults += [
+            f"num_examples has {value}: at least 1, or -1 for all"
+            for value in self.num_examples
+            if value < 1 and value != -1
+        ]
+        faults += [f"rollouts_per_example has {value}: at least 1" for value in self.rollouts_per_example if value < 1]
+        unknown = sorted(set(self.environment_args) - set(self.environment_ids))
+        faults += [f"environment_args names {each!r}, which is not in environment_ids" for each in unknown]
+        return faults
+
+    def _step_faults(self) -> list[str]:
+        faults = []
+        if self.weights_dir is None and not self.eval_base:
+            faults.append("eval_base = false without weights_dir leaves nothing to evaluate")
+        if self.weights_dir is None and self.steps is not None:
+            faults.append("steps are those of weights_dir: name it too")
+        faults += [f"steps has {step}: at least 0" for step in self.steps or () if step < 0]
+        return faults
+
+
+def _nth(values: list[int], index: int, default: int) -> int:
+    return default if not values else values[index if len(values) > 1 else 0]
+
+
+def _repeated(names: list[str]) -> list[str]:
+    return sorted({name for name in names if names.count(name) > 1})

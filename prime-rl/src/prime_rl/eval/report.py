@@ -1,0 +1,64 @@
+"""What an evaluation tells: a table for people, a summary and metrics for programs."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TextIO
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from prime_rl.utils.paths import replacing_file
+
+PLAIN_WIDTH = 240
+"""Columns for a file or a pipe, where nothing needs to fit a window."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """The scores of one candidate in one environment."""
+
+    candidate: str
+    step: int
+    env: str
+    metrics: Mapping[str, float]
+    """As in `metrics.jsonl`, without the prefix `eval/<env>/`."""
+
+
+def write_summary(rows: Sequence[Row], path: Path) -> None:
+    """Every row as one JSON object of a list."""
+    with replacing_file(path) as scratch:
+        scratch.write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n", encoding="utf-8")
+
+
+def print_table(rows: Sequence[Row], file: TextIO = sys.stdout) -> None:
+    """One line a candidate and environment; with colours and rules on a terminal, plain columns elsewhere."""
+    on_terminal = file.isatty()
+    scores = list(dict.fromkeys(name for row in rows for name in row.metrics if name.startswith(("avg@", "pass@"))))
+    table = Table(box=SIMPLE_HEAD if on_terminal else None, pad_edge=False, header_style="bold")
+    for title in ("weights", "environment"):
+        table.add_column(title)
+    for title in (*scores, "length", "truncated", "failed", "seconds"):
+        table.add_column(title, justify="right")
+    for row in rows:
+        table.add_row(row.candidate, row.env, *(_cell(row.metrics, name, "{:.3f}") for name in scores), *_others(row))
+    Console(file=file, width=None if on_terminal else PLAIN_WIDTH, highlight=False).print(table)
+
+
+def _others(row: Row) -> list[str]:
+    return [
+        _cell(row.metrics, "completion_len/mean", "{:.1f}"),
+        _cell(row.metrics, "is_truncated/mean", "{:.1%}"),
+        _cell(row.metrics, "failed/count", "{:.0f}"),
+        _cell(row.metrics, "time", "{:.1f}"),
+    ]
+
+
+def _cell(metrics: Mapping[str, float], name: str, form: str) -> str:
+    """Empty where there is no such value: no rewards of 0 and 1 only, or nothing left to run."""
+    return form.format(metrics[name]) if name in metrics else ""

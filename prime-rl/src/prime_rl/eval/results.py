@@ -1,0 +1,121 @@
+"""Finished rollouts as lines of a file: what a second start need not do again."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+from prime_rl.orchestrator.rollout import ExampleRef, Rollout
+
+
+class Key(NamedTuple):
+    """Which rollout: the n-th (from 0) at a row of an environment's dataset, with the weights of one step."""
+
+    step: int
+    env: str
+    example: int
+    rollout: int
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """One finished rollout, as it stands in the file."""
+
+    step: int
+    env: str
+    example: int
+    rollout: int
+    reward: float
+    completion_tokens: int
+    is_truncated: bool
+    stop_condition: str | None
+    seconds: float
+    """From the first request to the score."""
+    metrics: Mapping[str, float]
+    """What else the environment's rubric computes."""
+    prompt: Any
+    completion: Any
+
+    @classmethod
+    def of(cls, key: Key, rollout: Rollout, seconds: float) -> Self:
+        return cls(
+            *key,
+            reward=rollout.reward,
+            completion_tokens=rollout.completion_tokens,
+            is_truncated=rollout.is_truncated,
+            stop_condition=rollout.stop_condition,
+            seconds=round(seconds, 3),
+            metrics=rollout.metrics or {},
+            prompt=rollout.prompt,
+            completion=rollout.completion,
+        )
+
+    @property
+    def key(self) -> Key:
+        return Key(self.step, self.env, self.example, self.rollout)
+
+    def as_rollout(self) -> Rollout:
+        """The rollout, as far as its scores go."""
+        return Rollout(
+            ExampleRef(self.env, self.example),
+            self.reward,
+            turns=[],
+            temperature=1.0,
+            version=self.step,
+            is_truncated=self.is_truncated,
+            stop_condition=self.stop_condition,
+            usage_output_tokens=self.completion_tokens,
+            completion=self.completion,
+        )
+
+
+class ResultsFile:
+    """Every result so far, in memory and in `results.jsonl`. A context manager.
+
+    A line is written at once, so a crash costs at most the rollouts in flight; half a line at the end is dropped.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._results: dict[Key, Result] = {}
+
+    def __enter__(self) -> Self:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._descriptor = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+        written = self._path.read_bytes()
+        whole = written[: written.rfind(b"\n") + 1]
+        os.ftruncate(self._descriptor, len(whole))
+        for line in whole.splitlines():
+            result = Result(**json.loads(line))
+            self._results[result.key] = result
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        os.close(self._descriptor)
+
+    def __contains__(self, key: Key) -> bool:
+        return key in self._results
+
+    def __len__(self) -> int:
+        return len(self._results)
+
+    def add(self, result: Result) -> None:
+        line = json.dumps(asdict(result), ensure_ascii=False, default=_plain) + "\n"
+        os.write(self._descriptor, line.encode())
+        self._results[result.key] = result
+
+    def of(self, step: int, env: str) -> Iterator[Result]:
+        """The results of one step in one environment."""
+        return (result for result in self._results.values() if (result.step, result.env) == (step, env))
+
+
+def _plain(value: Any) -> Any:
+    """Messages may be models of their own."""
+    return value.model_dump() if hasattr(value, "model_dump") else str(value)

@@ -1,0 +1,197 @@
+"""The evaluation itself: for each candidate, load its weights, make the rollouts that are missing, score all."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+
+from prime_rl.configs.eval import OfflineEvalConfig
+from prime_rl.configs.rollouts import EvalEnvConfig
+from prime_rl.eval.candidates import Candidate
+from prime_rl.eval.report import Row
+from prime_rl.eval.results import Key, Result, ResultsFile
+from prime_rl.eval.server import OwnServer, wait_until_served
+from prime_rl.orchestrator.attempts import Attempt, Outcome, run_attempts
+from prime_rl.orchestrator.chat_client import ServerAnswered
+from prime_rl.orchestrator.client import InferencePool, InferenceServer
+from prime_rl.orchestrator.envs import Environment
+from prime_rl.orchestrator.errors import InferenceFault
+from prime_rl.orchestrator.evaluation import eval_metrics
+from prime_rl.orchestrator.rollout import ExampleRef, Rollout
+from prime_rl.orchestrator.sampling import eval_sampling_args
+from prime_rl.utils.logger import SUCCESS, get_logger
+from prime_rl.utils.monitor import Monitor
+
+UNLIMITED = 1_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class EvalSet:
+    """One environment, and how much of it is evaluated."""
+
+    environment: Environment
+    rows: range
+    rollouts: int
+    """Rollouts of each row."""
+    max_retries: int
+
+    @classmethod
+    def of(cls, config: EvalEnvConfig, environment: Environment) -> EvalSet:
+        """`config` is one of `OfflineEvalConfig.environments`, which have all numbers filled in."""
+        size = len(environment)
+        end = size if config.num_examples < 0 else min(config.skip_first + config.num_examples, size)
+        return cls(environment, range(config.skip_first, end), config.rollouts_per_example, config.max_retries)
+
+    @property
+    def name(self) -> str:
+        return self.environment.name
+
+    def keys(self, step: int) -> list[Key]:
+        """Every rollout, row by row: servers find the prompt of a row in their cache."""
+        return [Key(step, self.name, row, number) for row in self.rows for number in range(self.rollouts)]
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """An environment for one rollout, which is written down as soon as it has ended well."""
+
+    environment: Environment
+    key: Key
+    results: ResultsFile
+
+    async def attempt(
+        self,
+        example: ExampleRef,
+        size: int,
+        server: InferenceServer,
+        sampling_args: dict[str, Any],
+        version: int,
+        max_retries: int = 0,
+    ) -> list[Rollout]:
+        started_s = time.perf_counter()
+        rollouts = await self.environment.attempt(example, size, server, sampling_args, version, max_retries)
+        for rollout in rollouts:
+            if rollout.error is None:
+                self.results.add(Result.of(self.key, rollout, time.perf_counter() - started_s))
+        return rollouts
+
+
+@dataclass(slots=True)
+class Evaluation:
+    """All candidates in all environments. What fails is told at the end and keeps nothing else from running."""
+
+    config: OfflineEvalConfig
+    sets: Sequence[EvalSet]
+    pool: InferencePool
+    results: ResultsFile
+    monitor: Monitor
+    rows: list[Row] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
+
+    async def run(self, candidates: Sequence[Candidate]) -> None:
+        for candidate in candidates:
+            keys = [key for each in self.sets for key in each.keys(candidate.step)]
+            missing = [key for key in keys if key not in self.results]
+            if len(missing) < len(keys):
+                get_logger().info(f"{candidate}: {len(keys) - len(missing)} of {len(keys)} rollouts are there already")
+            outcomes: list[Outcome] = []
+            started_s = time.perf_counter()
+            if missing:
+                try:
+                    await self._load(candidate)
+                except InferenceFault as fault:
+                    self._fail(f"{candidate}: {fault}")
+                    continue
+                outcomes = await run_attempts(
+                    [self._attempt(key) for key in missing],
+                    self.pool,
+                    candidate.step,
+                    self.config.max_concurrent or UNLIMITED,
+                )
+            for each in self.sets:
+                self._report(candidate, each, [one for one in outcomes if one.example.env == each.name], started_s)
+
+    async def _load(self, candidate: Candidate) -> None:
+        """Give the servers the candidate's weights. Raises InferenceFault."""
+        try:
+            await self.pool.update_weights(candidate.weights)
+        except InferenceFault as fault:
+            # A server of somebody else's cannot change its weights, and so has those of the base model.
+            cannot = isinstance(fault.__cause__, ServerAnswered) and fault.__cause__.status in (404, 405)
+            if not cannot or candidate.weights is not None:
+                raise
+
+    def _attempt(self, key: Key) -> Attempt:
+        (of_env,) = [each for each in self.sets if each.name == key.env]
+        return Attempt(
+            Recorded(of_env.environment, key, self.results),
+            ExampleRef(key.env, key.example),
+            eval_sampling_args(self.config.sampling, key.rollout),
+            max_retries=of_env.max_retries,
+        )
+
+    def _report(self, candidate: Candidate, of_env: EvalSet, ran: Sequence[Outcome], started_s: float) -> None:
+        """Score everything that there is of a candidate in one environment, what an earlier start did too."""
+        wanted = set(of_env.keys(candidate.step))
+        rollouts = [each.as_rollout() for each in self.results.of(candidate.step, of_env.name) if each.key in wanted]
+        failed = [outcome for outcome in ran if outcome.failed]
+        metrics = eval_metrics(
+            [*(Outcome(rollout.example, [rollout]) for rollout in rollouts), *failed], of_env.rollouts
+        )
+        if ran:
+            metrics["time"] = max(outcome.ended_s for outcome in ran) - started_s
+            self.monitor.log({f"eval/{of_env.name}/{name}": value for name, value in metrics.items()}, candidate.step)
+        self.rows.append(Row(str(candidate), candidate.step, of_env.name, metrics))
+        get_logger().log(SUCCESS, f"{candidate} | {of_env.name} | {_scores(metrics)}")
+        if failed:
+            self._fail(
+                f"{candidate}, {of_env.name}: {len(failed)} of {len(wanted)} rollouts failed, "
+                f"one with {failed[0].reason}"
+            )
+
+    def _fail(self, line: str) -> None:
+        get_logger().error(line)
+        self.failures.append(line)
+
+
+async def evaluate(evaluation: Evaluation, candidates: Sequence[Candidate], server: OwnServer | None) -> None:
+    """Wait for the servers, and evaluate.
+
+    Raises:
+        InferenceFault: a server does not come up, or serves another model.
+        ServerLost: the own server has ended.
+    """
+    async with AsyncExitStack() as closing:
+        closing.push_async_callback(evaluation.pool.close)
+        for each in evaluation.sets:
+            closing.push_async_callback(each.environment.close)
+        try:
+            async with asyncio.TaskGroup() as group:
+                watch = group.create_task(server.watch()) if server is not None else None
+                await _evaluate(evaluation, candidates)
+                if watch is not None:
+                    watch.cancel()
+        except BaseExceptionGroup as failures:
+            raise failures.exceptions[0]  # noqa: B904 - its own cause says more than the group
+
+
+async def _evaluate(evaluation: Evaluation, candidates: Sequence[Candidate]) -> None:
+    for each in evaluation.sets:
+        await each.environment.connect()
+    try:
+        await wait_until_served(evaluation.pool, evaluation.config.client)
+    except (ServerAnswered, aiohttp.ClientError) as error:
+        raise InferenceFault(f"the inference server does not list its models: {error}") from error
+    await evaluation.run(candidates)
+
+
+def _scores(metrics: Mapping[str, float]) -> str:
+    scores = [f"{name}: {value:.4f}" for name, value in metrics.items() if name.startswith(("avg@", "pass@"))]
+    time_s = [f"Time: {metrics['time']:.2f}s"] if "time" in metrics else []
+    return " | ".join([*(scores or ["no rollout succeeded"]), *time_s])
