@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +14,7 @@ import numpy as np
 
 from prime_rl.configs.sft import SFTDataConfig
 from prime_rl.trainer.errors import DataError
+from prime_rl.trainer.sft.source_files import Part, find_parts
 
 if TYPE_CHECKING:
     import pyarrow
@@ -31,14 +31,15 @@ def load_rows(config: SFTDataConfig) -> Rows:
     Raises:
         DataError: nothing there, nothing in it, or not readable.
     """
-    parts = [_load_part(config.name, subset, split) for subset, split in _wanted(config)]
-    for (subset, split), part in zip(_wanted(config), parts, strict=True):
-        if len(part) == 0:
-            raise DataError(f"data.name = {config.name}: {subset or split} has no rows")
-    if len(parts) == 1:
-        return parts[0]
-    lengths = [len(part) for part in parts]
-    return InterleavedRows(parts, interleave(lengths, config.probabilities, config.stopping_strategy))
+    parts = find_parts(config)
+    loaded = [_load_part(part) for part in parts]
+    for part, rows in zip(parts, loaded, strict=True):
+        if len(rows) == 0:
+            raise DataError(f"{part} has no rows")
+    if len(loaded) == 1:
+        return loaded[0]
+    lengths = [len(rows) for rows in loaded]
+    return InterleavedRows(loaded, interleave(lengths, config.probabilities, config.stopping_strategy))
 
 
 def interleave(lengths: Sequence[int], probabilities: Sequence[float] | None, stopping_strategy: str) -> np.ndarray:
@@ -92,39 +93,14 @@ class TableRows(Sequence):
         return self.table.slice(index, 1).to_pylist()[0]
 
 
-def _wanted(config: SFTDataConfig) -> list[tuple[str | None, str]]:
-    """Pairs of subset (None is the default one) and split."""
-    if config.subsets is None:
-        return [(None, split) for split in config.splits or ["train"]]
-    return list(zip_longest(config.subsets, config.splits or [], fillvalue="train"))
-
-
-def _load_part(name: str, subset: str | None, split: str) -> Rows:
-    path = Path(name).expanduser()
-    if path.is_file():
-        if subset is not None or split != "train":
-            raise DataError(f"data.name = {name} is a file, which has no subset or split {subset or split}")
-        return _read_file(path)
-    if path.is_dir():
-        return _load_directory(path, subset, split)
-    if name.startswith((".", "/", "~")) or path.suffix in _READERS or name.count("/") > 1:
-        raise DataError(f"data.name = {name}: no such file or directory")
-    return _load_with_datasets(name, subset, split)
-
-
-def _load_directory(directory: Path, subset: str | None, split: str) -> Rows:
-    if (directory / "dataset_dict.json").is_file() or (directory / "state.json").is_file():
-        return _load_saved(directory, split)
-    root = directory / subset if subset else directory
-    files = sorted(path for path in [*root.glob("*"), *root.glob("data/*")] if path.suffix in _READERS)
-    named = [path for path in files if path.stem == split or path.name.startswith((f"{split}-", f"{split}."))]
-    chosen = named or (files if split == "train" else [])
-    if not chosen:
-        where = f"{root} (split {split})" if files else f"{root}"
-        raise DataError(f"data.name = {directory}: no {', '.join(_READERS)} files in {where}")
-    if len(chosen) == 1:
-        return _read_file(chosen[0])
-    return [row for path in chosen for row in _read_file(path)]
+def _load_part(part: Part) -> Rows:
+    if part.is_saved:
+        return _load_saved(Path(part.name).expanduser(), part.split)
+    if not part.files:
+        return _load_with_datasets(part.name, part.subset, part.split)
+    if len(part.files) == 1:
+        return _READERS[part.files[0].suffix](part.files[0])
+    return [row for file in part.files for row in _READERS[file.suffix](file)]
 
 
 def _load_saved(directory: Path, split: str) -> Rows:
@@ -148,13 +124,6 @@ def _load_with_datasets(name: str, subset: str | None, split: str) -> Rows:
     except (OSError, ValueError) as error:
         reason = str(error).splitlines()[0]
         raise DataError(f"data.name = {name}: no such file, and not loadable from the hub: {reason}") from error
-
-
-def _read_file(path: Path) -> Rows:
-    reader = _READERS.get(path.suffix)
-    if reader is None:
-        raise DataError(f"data.name = {path}: unknown file type; known are {', '.join(_READERS)}")
-    return reader(path)
 
 
 def _read_json(path: Path) -> Rows:

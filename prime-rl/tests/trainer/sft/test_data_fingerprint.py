@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from prime_rl.configs.sft import FakeDataConfig, SFTDataConfig
+from prime_rl.trainer.sft import fingerprint
+from prime_rl.trainer.sft.fingerprint import DataFingerprint, fingerprint_of
+
+
+@pytest.fixture
+def tokenizer(tiny_model_dir: Path) -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(tiny_model_dir)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"prompt": "a", "completion": "b"}\n')
+    return path
+
+
+def test_the_same_data_elsewhere_has_the_same_fingerprint(
+    file: Path, tmp_path: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    before = fingerprint_of(SFTDataConfig(name=str(file)), tokenizer)
+    (tmp_path / "moved").mkdir()
+    moved = file.rename(tmp_path / "moved" / file.name)
+    after = fingerprint_of(SFTDataConfig(name=str(moved), batch_size=64), tokenizer)
+    assert after == before == DataFingerprint.from_dict(before.as_dict())
+    assert before.differences(after) == []
+
+
+def test_each_thing_that_changes_the_rows_is_named(file: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    before = fingerprint_of(SFTDataConfig(name=str(file)), tokenizer)
+    file.write_text('{"prompt": "a", "completion": "c"}\n')
+    tokenizer.chat_template += "!"
+    tokenizer.add_tokens(["<new>"])
+    changed = SFTDataConfig(name=str(file), seq_len=64, loss_mask={"user": True})
+    lines = before.differences(fingerprint_of(changed, tokenizer))
+    assert [line.split(" (")[0] for line in lines] == [
+        "the contents of data.name changed",
+        "the tokenizer changed",
+        "the chat template changed",
+        "data.loss_mask.user was False and is True",
+        "data.seq_len was 128 and is 64",
+    ]
+
+
+def test_a_large_file_is_judged_by_size_and_samples(
+    file: Path, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fingerprint, "_WHOLE_BYTES", 8)
+    before = fingerprint_of(SFTDataConfig(name=str(file)), tokenizer)
+    assert before == fingerprint_of(SFTDataConfig(name=str(file)), tokenizer)
+    file.write_text(file.read_text() + "\n")
+    assert before.contents != fingerprint_of(SFTDataConfig(name=str(file)), tokenizer).contents
+
+
+def test_made_up_data_is_known_by_its_settings(tokenizer: PreTrainedTokenizerBase) -> None:
+    before = fingerprint_of(FakeDataConfig(), tokenizer)
+    assert before.differences(fingerprint_of(FakeDataConfig(length="variable"), tokenizer)) == [
+        "data.length was 'fixed' and is 'variable'"
+    ]
