@@ -196,6 +196,15 @@ class Twice(vf.MultiTurnEnv):
         return [{"role": "user", "content": "again"}]
 
 
+class EvalFails(vf.SingleTurnEnv):
+    """Cannot run the rows for evaluation."""
+
+    async def setup_state(self, state):
+        if (state["input"].get("info") or {}).get("split") == "eval":
+            raise RuntimeError("no such database")
+        return state
+
+
 class Crashing(Twice):
     async def env_response(self, messages, state):
         raise RuntimeError("the database is down")
@@ -210,6 +219,8 @@ def load_environment(kind="single", rows=4):
         return Twice(dataset=data, rubric=rubric, max_turns=2)
     if kind == "crashing":
         return Crashing(dataset=data, rubric=rubric, max_turns=2)
+    if kind == "eval fails":
+        return EvalFails(dataset=data, eval_dataset=data.add_column("info", [{"split": "eval"}] * rows), rubric=rubric)
     if kind == "eval only":
         return vf.SingleTurnEnv(eval_dataset=data, rubric=rubric)
     raise KeyError(f"no such kind: {kind}")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -78,3 +80,24 @@ def test_a_server_that_cannot_be_trained_with_is_one_line(orchestrate, policy_se
     assert code == 1
     assert len(log.splitlines()) == 2
     assert "answers without choices[0].token_ids" in log
+
+
+def test_validation_runs_beside_a_batch_and_is_reported_with_it(orchestrate, policy_server, tmp_path: Path) -> None:
+    policy_server.version = 0
+    code, log = orchestrate(val={"num_examples": 3, "interval": 2}, max_steps=2)
+    assert code == 0
+    first, second = (json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines())
+    assert {name for name in first if name.startswith("val_")} == {
+        "val_failed/count",
+        *(f"val_reward/{name}" for name in ("mean", "std", "min", "max", "median")),
+    }
+    assert not any(name.startswith("val_") for name in second)
+    assert len(policy_server.requests) == 2 * 4 + 3 + 1
+    assert re.search(r"Step 0 \| Time: .* \| Reward: \d\.\d{4} \| Val\. Reward: \d\.\d{4} \|", log)
+
+
+def test_a_validation_that_fails_does_not_end_the_run(orchestrate, tmp_path: Path) -> None:
+    failing = [{"id": "letters-env", "args": {"kind": "eval fails"}}]
+    code, log = orchestrate(env=failing, val={"num_examples": 3})
+    assert code == 0
+    assert "Step 0: 3 validation rollouts failed; one of them: RuntimeError: no such database" in log

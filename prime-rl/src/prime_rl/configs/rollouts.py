@@ -164,7 +164,7 @@ class EvalSaveHFConfig(BaseConfig):
 
 
 class ValConfig(BaseConfig):
-    """Validation rollouts."""
+    """Validation: rollouts of the environments' rows for evaluation, sampled as for training, the same each time."""
 
     num_examples: int = Field(16, ge=1)
     """Examples."""

@@ -162,8 +162,9 @@ def status_metrics(groups: Sequence[Group], status: StepStatus) -> dict[str, flo
 
 def log_line(step: int, metrics: dict[str, float]) -> str:
     """The success line of a step, which people and scripts read."""
+    validation = f"Val. Reward: {metrics['val_reward/mean']:.4f} | " if "val_reward/mean" in metrics else ""
     return (
-        f"Step {step} | Time: {metrics['time/step']:.2f}s | Reward: {metrics['reward/mean']:.4f} | "
+        f"Step {step} | Time: {metrics['time/step']:.2f}s | Reward: {metrics['reward/mean']:.4f} | {validation}"
         f"Throughput: {metrics['perf/throughput']:.1f} tokens/s | "
         f"Seq. Length: {metrics['seq_len/mean']:.1f} tokens/sample | "
         f"Async Level: {metrics['batch/async_level']} | "

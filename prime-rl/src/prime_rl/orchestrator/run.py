@@ -11,7 +11,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from itertools import chain
 
-from prime_rl.configs.orchestrator import CheckpointConfig, OrchestratorConfig
+from prime_rl.configs.orchestrator import BufferConfig, CheckpointConfig, OrchestratorConfig
 from prime_rl.orchestrator.advantage import setup_advantage
 from prime_rl.orchestrator.batch import BatchTarget
 from prime_rl.orchestrator.buffer import Buffer
@@ -25,6 +25,7 @@ from prime_rl.orchestrator.reporting import Reporter, sample_interval, setup_mon
 from prime_rl.orchestrator.scheduler import Scheduler, SchedulerLimits
 from prime_rl.orchestrator.steps import Steps
 from prime_rl.orchestrator.stopping import StopSignals
+from prime_rl.orchestrator.validation import Validator
 from prime_rl.transport import setup_batch_sender
 from prime_rl.utils.logger import SUCCESS, get_logger
 from prime_rl.utils.monitor import Monitor
@@ -118,6 +119,7 @@ async def _run(config: OrchestratorConfig, environments: Environments, resume_st
             target=BatchTarget(config.batch_size, config.token_batch_size),
             max_steps=config.max_steps,
             evaluator=_evaluator(config, environments.eval, policy, pool, monitor),
+            validator=_validator(config, environments.train, pool),
         )
         await _run_steps(steps, progress, pool)
     get_logger().log(SUCCESS, "Orchestrator finished.")
@@ -187,6 +189,24 @@ def _evaluator(
         pool=pool,
         monitor=monitor,
         at_once=_rollouts_in_flight(config),
+    )
+
+
+def _validator(
+    config: OrchestratorConfig, environments: Mapping[str, Environment], pool: InferencePool
+) -> Validator | None:
+    if config.val is None:
+        return None
+    held_out = {name: environment.held_out() for name, environment in environments.items()}
+    # A buffer of its own, so that validation does not change what is trained on.
+    sizes = {name: len(environment) for name, environment in held_out.items()}
+    buffer = Buffer(sizes, BufferConfig(env_ratios=config.buffer.env_ratios), config.seed or 0)
+    return Validator(
+        config=config.val,
+        environments=held_out,
+        examples=[buffer.sample() for _ in range(config.val.num_examples)],
+        pool=pool,
+        at_once=_limits(config).groups_in_flight,
     )
 
 

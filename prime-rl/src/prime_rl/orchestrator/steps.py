@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 from prime_rl.configs.orchestrator import SamplingConfig
 from prime_rl.orchestrator.advantage import AdvantageFunction, assign_advantages
@@ -23,6 +24,7 @@ from prime_rl.orchestrator.reporting import Reporter
 from prime_rl.orchestrator.rollout import Group
 from prime_rl.orchestrator.sampling import temperature_at, train_sampling_args
 from prime_rl.orchestrator.scheduler import Scheduler
+from prime_rl.orchestrator.validation import Validator
 from prime_rl.transport import BatchSender
 from prime_rl.utils.logger import get_logger
 
@@ -65,6 +67,9 @@ class Steps:
     target: BatchTarget
     max_steps: int | None
     evaluator: Evaluator | None = None
+    validator: Validator | None = None
+    validation: dict[str, float] = field(default_factory=dict)
+    """What the validation of this step found."""
     lag: LoopLag = field(default_factory=LoopLag)
     empty: EmptyBatches = field(default_factory=EmptyBatches)
     times: StepTimes = field(default_factory=StepTimes)
@@ -96,9 +101,10 @@ class Steps:
             self.checkpoints.prune(self.policy.version)
 
     async def collect(self, step: int) -> list[Group]:
+        sampling_args = train_sampling_args(self.sampling, self.temperature(step))
         with self._timing("generate_completions"):
-            sampling_args = train_sampling_args(self.sampling, self.temperature(step))
-            return await self.scheduler.collect(step, self.target, sampling_args, self._usable_groups(step))
+            async with self._validating(step, sampling_args):
+                return await self.scheduler.collect(step, self.target, sampling_args, self._usable_groups(step))
 
     def prepare(self, groups: list[Group]) -> Batch:
         """Filter, compare and convert the rollouts."""
@@ -127,7 +133,8 @@ class Steps:
             cancelled_groups=self.scheduler.take_cancelled(),
             temperature=self.temperature(step),
         )
-        extra = {**self.scheduler.buffer.take_metrics(), **self.lag.take_metrics()}
+        extra = {**self.scheduler.buffer.take_metrics(), **self.lag.take_metrics(), **self.validation}
+        self.validation = {}
         self.reporter.record(batch, progress, status, self.times, extra)
         self.times = StepTimes()
 
@@ -143,6 +150,20 @@ class Steps:
         if end is None or self.target.rollouts is None:
             return None
         return math.ceil(self.target.rollouts / self.scheduler.limits.group_size) * (end - step)
+
+    @asynccontextmanager
+    async def _validating(self, step: int, sampling_args: dict[str, Any]) -> AsyncIterator[None]:
+        """Validate beside the block, where it is due."""
+        if self.validator is None or not self.validator.due(step):
+            yield
+            return
+        await self.policy.require(step)
+        task = asyncio.create_task(self.validator.run(step, sampling_args, self.policy.version))
+        try:
+            yield
+            self.validation = await task
+        finally:
+            task.cancel()
 
     @contextmanager
     def _timing(self, phase: str) -> Iterator[None]:
