@@ -61,7 +61,8 @@ def test_the_shipped_inputs_are_what_their_script_makes(tmp_path: Path) -> None:
 
 def test_the_sft_example_trains_and_exports(tmp_path: Path) -> None:
     config = REVERSE_TEXT / "sft_cpu.toml"
-    result = run_command("medarc_train", "sft", "@", config, "--output-dir", tmp_path, "--max-steps", "8")
+    shorter = ("--max-steps", "8", "--scheduler.warmup-steps", "2", "--scheduler.decay-steps", "2")
+    result = run_command("medarc_train", "sft", "@", config, "--output-dir", tmp_path, *shorter)
     assert result.returncode == 0, result.stdout + result.stderr
     losses = metric_values(tmp_path, "sft", "loss/mean")
     assert len(losses) == 8
