@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+import prime_rl  # noqa: F401 - before any test imports torch: it decides how torch's threads wait
+
 CHATML = (
     "{%- for message in messages %}"
     "{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}"
