@@ -1,4 +1,4 @@
-"""`medarc_train sft|rl`: resolve a config and run it here."""
+"""`medarc_train sft|rl|eval`: resolve a config and run it here."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import typer
 
 from medarc_rl.cli import add_command, new_app, say, warn
 from medarc_rl.deployment import GpuSplit, advice, check_rl, sft_gpus, sft_owned
-from medarc_rl.errors import MedarcError
+from medarc_rl.errors import MedarcError, UsageError
 from medarc_rl.launchers import rl_local
 from medarc_rl.launchers.foreground import ForegroundChild
 from medarc_rl.launchers.gpus import SINGLE_GPU_VARIABLE
@@ -23,6 +23,8 @@ from medarc_rl.launchers.rl_plan import component_configs
 from medarc_rl.launchers.slurm import NODE_GPUS, sh_quote
 from medarc_rl.place import Place, find_place
 from medarc_rl.utils import check_startable, load_run, prepare_directory, write_components
+from prime_rl.configs.eval import OfflineEvalConfig
+from prime_rl.configs.not_built import unbuilt_faults
 from prime_rl.configs.rl import RLConfig
 from prime_rl.configs.sft import SFTConfig
 from prime_rl.utils.paths import RunPaths
@@ -49,6 +51,11 @@ class RlOptions:
     train_gpus: Annotated[int, Option(min=1, max=4, help="GPUs of the trainer, or its processes on a CPU.")] = 1
     infer_gpus: Annotated[int, Option(min=1, max=7, help="GPUs of the inference server.")] = 1
     single_gpu: Annotated[bool, Option("--single-gpu", help="One GPU for both.")] = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalOptions:
+    output_dir: Annotated[Path | None, Option(help="Directory of the evaluation; one begun before goes on.")] = None
 
 
 def sft(words: list[str], options: SftOptions) -> int:
@@ -84,8 +91,22 @@ def rl(words: list[str], options: RlOptions) -> int:
     return rl_local.rl_local(run.config)
 
 
+def evaluate(words: list[str], options: EvalOptions) -> int:
+    """Evaluate a model and its checkpoints, with a server of its own if the config has an [inference] table."""
+    run = load_run(OfflineEvalConfig, words, "eval", options.output_dir, {})
+    if faults := unbuilt_faults(run.config):
+        raise UsageError(*faults)
+    write_components(run, {"eval": run.config})
+    argv = ["eval", "@", str(run.paths.config("eval"))]
+    if run.config.dry_run:
+        say(" ".join(map(sh_quote, argv)))
+        return 0
+    return run_in_foreground(argv, child_env(os.environ))
+
+
 add_command(app, "sft", SftOptions, sft)
 add_command(app, "rl", RlOptions, rl)
+add_command(app, "eval", EvalOptions, evaluate)
 
 
 def sft_argv(paths: RunPaths, processes: int, port: int) -> list[str]:
@@ -98,12 +119,15 @@ def sft_argv(paths: RunPaths, processes: int, port: int) -> list[str]:
 
 
 def sft_env(env: Mapping[str, str], place: Place, processes: int) -> dict[str, str]:
-    """The child's environment: programs of this installation first, and on a CPU its cores shared out."""
+    """The child's environment; on a CPU its cores are shared out."""
+    threads = thread_env(usable_cores(), processes, env) if place.device == "cpu" else {}
+    return child_env(env) | threads
+
+
+def child_env(env: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a child that finds the programs of this installation first."""
     programs = Path(sys.executable).parent
-    result = {**env, "PATH": f"{programs}{os.pathsep}{env.get('PATH', os.defpath)}"}
-    if place.device == "cpu":
-        result |= thread_env(usable_cores(), processes, env)
-    return result
+    return {**env, "PATH": f"{programs}{os.pathsep}{env.get('PATH', os.defpath)}"}
 
 
 def run_in_foreground(argv: list[str], env: dict[str, str]) -> int:

@@ -83,7 +83,8 @@ def load_run(
             stem = next((file for file in files if not section_of(file)), files[0]).stem
             root = output_dir or merge_layers(given).get("output_dir", f"outputs/{stem}-{kind}")
             if isinstance(root, str | Path):
-                owned = {"output_dir": _utf8(str(Path(root).absolute())), "slurm": None, **owned}
+                no_slurm = {"slurm": None} if "slurm" in config_cls.model_fields else {}
+                owned = {"output_dir": _utf8(str(Path(root).absolute())), **no_slurm, **owned}
             for line in _dropped(given, owned):
                 warn(line)
             config = load_config(config_cls, files, [*overrides, *map(_as_argument, owned.items())])
