@@ -7,14 +7,13 @@ import logging
 import msgspec
 import pytest
 
-from prime_rl.configs.shared import FileSystemTransportConfig, ZMQTransportConfig
+from prime_rl.configs.shared import FileSystemTransportConfig
 from prime_rl.transport import (
     MicroBatch,
     TrainingBatch,
     TrainingSample,
     setup_batch_receiver,
     setup_batch_sender,
-    setup_micro_batch_receiver,
     setup_micro_batch_sender,
 )
 from prime_rl.utils.paths import RunPaths
@@ -39,23 +38,6 @@ def sample(token: int = 5) -> TrainingSample:
 
 def row(token: int) -> MicroBatch:
     return MicroBatch([token], [True], [0.5], [-0.1], [0], [1.0])
-
-
-def test_a_batch_arrives_as_it_was_sent(paths) -> None:
-    sender, receiver = (setup(CONFIG, paths.orchestrator) for setup in (setup_batch_sender, setup_batch_receiver))
-    assert receiver.receive(3) is None
-    sender.send(TrainingBatch([sample()], step=3))
-    received = receiver.receive(3)
-    assert received == TrainingBatch([sample()], step=3, run_idx=0)
-    sender.close()
-    receiver.close()
-
-
-def test_the_receiver_reads_the_step_it_is_asked_for_and_no_other(paths) -> None:
-    sender, receiver = setup_batch_sender(CONFIG, paths.orchestrator), setup_batch_receiver(CONFIG, paths.orchestrator)
-    sender.send(TrainingBatch([sample(7)], step=1))
-    assert receiver.receive(0) is None
-    assert receiver.receive(1).examples[0].completion_ids == [7]
 
 
 def test_batches_of_earlier_steps_are_removed_once_a_later_one_was_read(paths) -> None:
@@ -98,17 +80,10 @@ def test_a_new_sender_discards_batches_of_an_earlier_start_and_nothing_else(path
     assert neighbour.read_text() == "mine"
 
 
-def test_each_rank_gets_its_own_rows(paths) -> None:
-    sender = setup_micro_batch_sender(CONFIG, paths)
-    sender.send(2, [[row(10)], [row(20), row(21)]])
-    received = [setup_micro_batch_receiver(CONFIG, paths, rank).receive(2) for rank in (0, 1)]
-    assert [[one.input_ids for one in rows] for rows in received] == [[[10]], [[20], [21]]]
-
-
 def test_row_files_of_the_step_before_are_removed(paths) -> None:
     sender = setup_micro_batch_sender(CONFIG, paths)
-    sender.send(0, [[row(1)]])
-    sender.send(1, [[row(2)]])
+    sender.send(0, {0: [row(1)]})
+    sender.send(1, {0: [row(2)]})
     assert not paths.rank_batch(0, 0).exists()
     assert paths.rank_batch(1, 0).exists()
 
@@ -117,8 +92,3 @@ def test_structs_travel_as_positional_arrays(paths) -> None:
     setup_batch_sender(CONFIG, paths.orchestrator).send(TrainingBatch([sample()], step=0))
     examples, step, run = msgspec.msgpack.decode(paths.orchestrator.batch(0).read_bytes())
     assert (step, run, len(examples[0])) == (0, None, 12)
-
-
-def test_a_transport_that_is_not_built_is_refused_by_name(paths) -> None:
-    with pytest.raises(ValueError, match="zmq"):
-        setup_batch_sender(ZMQTransportConfig(), paths.orchestrator)

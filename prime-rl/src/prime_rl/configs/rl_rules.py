@@ -56,6 +56,8 @@ def _pairing_faults(run: RunSections) -> Iterator[str]:
         )
     if trainer.rollout_transport.type != orchestrator.rollout_transport.type:
         yield from _unequal(run, "rollout_transport.type")
+    elif trainer.rollout_transport.type == "zmq":
+        yield from _unequal(run, "rollout_transport.port")
 
 
 def _unequal(run: RunSections, key: str) -> Iterator[str]:

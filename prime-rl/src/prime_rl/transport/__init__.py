@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Mapping
+from typing import Protocol
 
+from prime_rl.configs.shared import TransportConfig
+from prime_rl.transport.errors import TransportError
 from prime_rl.transport.filesystem import (
     FileSystemBatchReceiver,
     FileSystemBatchSender,
@@ -11,19 +14,18 @@ from prime_rl.transport.filesystem import (
     FileSystemMicroBatchSender,
 )
 from prime_rl.transport.messages import MicroBatch, TrainingBatch, TrainingSample
+from prime_rl.transport.sockets import ZMQBatchReceiver, ZMQBatchSender, ZMQMicroBatchReceiver, ZMQMicroBatchSender
 from prime_rl.utils.paths import OrchestratorPaths, RunPaths
-
-if TYPE_CHECKING:
-    from prime_rl.configs.shared import TransportConfig
 
 
 class BatchSender(Protocol):
     """The orchestrator's end."""
 
     def send(self, batch: TrainingBatch) -> None:
-        """Hand over the batch of `batch.step`; returns when the receiver can see all of it."""
+        """Hand over the batch of `batch.step`."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Return when the receiver can have all that was sent, even if this process ends then."""
 
 
 class BatchReceiver(Protocol):
@@ -38,7 +40,9 @@ class BatchReceiver(Protocol):
 class MicroBatchSender(Protocol):
     """The packer's end towards the data-parallel ranks."""
 
-    def send(self, step: int, rows_of_ranks: list[list[MicroBatch]]) -> None: ...
+    def send(self, step: int, rows_of_ranks: Mapping[int, list[MicroBatch]]) -> None: ...
+
+    def close(self) -> None: ...
 
 
 class MicroBatchReceiver(Protocol):
@@ -47,31 +51,30 @@ class MicroBatchReceiver(Protocol):
     def receive(self, step: int) -> list[MicroBatch]:
         """This rank's rows of `step`, which the packer has already sent."""
 
+    def close(self) -> None: ...
+
 
 def setup_batch_sender(config: TransportConfig, run: OrchestratorPaths) -> BatchSender:
     """The orchestrator's end of the transport. Batches that an earlier start left behind are discarded."""
-    _require_filesystem(config)
-    return FileSystemBatchSender(run)
+    return ZMQBatchSender(config, run) if config.type == "zmq" else FileSystemBatchSender(run)
 
 
 def setup_batch_receiver(config: TransportConfig, run: OrchestratorPaths) -> BatchReceiver:
-    _require_filesystem(config)
-    return FileSystemBatchReceiver(run)
+    """Raises TransportError where its socket cannot be opened."""
+    return ZMQBatchReceiver(config, run) if config.type == "zmq" else FileSystemBatchReceiver(run)
 
 
 def setup_micro_batch_sender(config: TransportConfig, run: RunPaths) -> MicroBatchSender:
-    _require_filesystem(config)
-    return FileSystemMicroBatchSender(run)
+    """Raises TransportError where its socket cannot be opened."""
+    return ZMQMicroBatchSender(config) if config.type == "zmq" else FileSystemMicroBatchSender(run)
 
 
 def setup_micro_batch_receiver(config: TransportConfig, run: RunPaths, data_rank: int) -> MicroBatchReceiver:
-    _require_filesystem(config)
-    return FileSystemMicroBatchReceiver(run, data_rank)
-
-
-def _require_filesystem(config: TransportConfig) -> None:
-    if config.type != "filesystem":
-        raise ValueError(f"rollout_transport.type {config.type!r} is not built yet; use 'filesystem'")
+    return (
+        ZMQMicroBatchReceiver(config, data_rank)
+        if config.type == "zmq"
+        else FileSystemMicroBatchReceiver(run, data_rank)
+    )
 
 
 __all__ = [
@@ -82,6 +85,7 @@ __all__ = [
     "MicroBatchSender",
     "TrainingBatch",
     "TrainingSample",
+    "TransportError",
     "setup_batch_receiver",
     "setup_batch_sender",
     "setup_micro_batch_receiver",

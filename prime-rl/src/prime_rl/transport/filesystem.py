@@ -7,6 +7,7 @@ So each end keeps the files of one step at most, and a sender starts by discardi
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
@@ -78,12 +79,15 @@ class FileSystemMicroBatchSender:
         self._encoder = msgspec.msgpack.Encoder()
         self._discard_steps()
 
-    def send(self, step: int, rows_of_ranks: list[list[MicroBatch]]) -> None:
+    def send(self, step: int, rows_of_ranks: Mapping[int, list[MicroBatch]]) -> None:
         # Every rank reads its file before it joins the collectives of that step, so earlier files are done with.
         self._discard_steps(before=step)
-        for rank, rows in enumerate(rows_of_ranks):
+        for rank, rows in rows_of_ranks.items():
             with replacing_file(self.run.rank_batch(step, rank)) as scratch:
                 scratch.write_bytes(self._encoder.encode(rows))
+
+    def close(self) -> None:
+        """Nothing to do: no file stays open."""
 
     def _discard_steps(self, before: int | None = None) -> None:
         for step in _steps_in(self.run.rollouts, before):
@@ -101,6 +105,9 @@ class FileSystemMicroBatchReceiver:
 
     def receive(self, step: int) -> list[MicroBatch]:
         return self._decoder.decode(self.run.rank_batch(step, self.data_rank).read_bytes())
+
+    def close(self) -> None:
+        """Nothing to do: no file stays open."""
 
 
 def _steps_in(parent: Path, before: int | None = None) -> list[int]:

@@ -15,13 +15,14 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from prime_rl.configs.shared import FileSystemTransportConfig
+from prime_rl.configs.shared import FileSystemTransportConfig, ZMQTransportConfig
 from prime_rl.configs.trainer import ModelConfig, TrainerConfig
 from prime_rl.trainer.errors import TrainerError
 from prime_rl.trainer.rl.run import train
 from prime_rl.transport import setup_batch_sender
 from prime_rl.transport.messages import TrainingBatch, TrainingSample
 from prime_rl.utils.paths import RunPaths, stable_steps
+from prime_rl.utils.process.ports import reserved_ports
 
 MODULE = "prime_rl.trainer.rl.train"
 UNEVEN_LENGTHS = (400, 31, 250, 390, 380, 120, 395, 300, 60, 370, 385, 45)
@@ -139,12 +140,18 @@ def config_of(out: Path, model: Path, **settings) -> TrainerConfig:
 
 
 def test_several_updates_a_batch_are_one_version_and_the_same_for_two_processes(tmp_path, tiny_model_dir) -> None:
+    """One process gets its batch through a file; two get it, and their rows, through sockets."""
     alone, together = tmp_path / "alone", tmp_path / "together"
-    for out in (alone, together):
-        send(out, 0)
-    options = ("--max-steps", "1", "--minibatches", "3", "--loss.type", "decoupled")
+    with reserved_ports(1) as (port,):
+        sockets = ZMQTransportConfig(port=port)
+    sender = setup_batch_sender(sockets, RunPaths(together).orchestrator)
+    sender.send(batch(0))
+    options = ["--max-steps", "1", "--minibatches", "3", "--loss.type", "decoupled"]
+    options += ["--rollout-transport.type", "zmq", "--rollout-transport.port", str(port)]
     result = trained(together, tiny_model_dir, *options, processes=2)
+    sender.close()
     assert result.returncode == 0, result.stdout + result.stderr
+    send(alone, 0)
     train(config_of(alone, tiny_model_dir, minibatches=3, loss={"type": "decoupled"}), RunPaths(alone))
     assert stable_steps(RunPaths(alone).orchestrator.broadcasts) == [1]
     one, two = (load_file(RunPaths(out).weight(1) / "model.safetensors") for out in (alone, together))

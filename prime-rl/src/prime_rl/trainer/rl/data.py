@@ -3,16 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from contextlib import ExitStack
+from typing import Protocol, TypeVar
 
 import numpy as np
 
 from prime_rl.configs.trainer import FakeDataLoaderConfig, TrainerConfig
+from prime_rl.trainer.errors import DataError
 from prime_rl.trainer.rl.packing import pack_batch, pack_rows
 from prime_rl.trainer.world import World
-from prime_rl.transport import MicroBatch, setup_batch_receiver, setup_micro_batch_receiver, setup_micro_batch_sender
-from prime_rl.transport.messages import TrainingBatch
+from prime_rl.transport import (
+    BatchReceiver,
+    MicroBatch,
+    MicroBatchReceiver,
+    MicroBatchSender,
+    TrainingBatch,
+    TransportError,
+    setup_batch_receiver,
+    setup_micro_batch_receiver,
+    setup_micro_batch_sender,
+)
 from prime_rl.utils.paths import RunPaths
+
+EndT = TypeVar("EndT", BatchReceiver, MicroBatchSender, MicroBatchReceiver)
 
 CPU_ROW_TOKENS = 2048
 """Rows hold at least this much on a CPU, where a forward of a short row costs little less than one of a long row."""
@@ -30,6 +43,8 @@ class BatchSource(Protocol):
     def take(self, step: int) -> list[MicroBatch]:
         """This rank's rows; every rank gets the same number."""
 
+    def close(self) -> None: ...
+
 
 class PackedBatches:
     """Packs the orchestrator's batches on rank 0 and hands each rank its rows.
@@ -43,11 +58,17 @@ class PackedBatches:
         )
         self._own_rows: list[MicroBatch] = []
         transport = config.rollout_transport
-        if world.is_main:
-            self._batches = setup_batch_receiver(transport, paths.orchestrator)
-            self._ranks = setup_micro_batch_sender(transport, paths) if world.world_size > 1 else None
-        else:
-            self._rows = setup_micro_batch_receiver(transport, paths, world.rank)
+        self._closing = ExitStack()
+        try:
+            if world.is_main:
+                self._batches = self._closed_later(setup_batch_receiver(transport, paths.orchestrator))
+                self._ranks = (
+                    self._closed_later(setup_micro_batch_sender(transport, paths)) if world.world_size > 1 else None
+                )
+            else:
+                self._rows = self._closed_later(setup_micro_batch_receiver(transport, paths, world.rank))
+        except TransportError as error:
+            raise DataError(str(error)) from error
         self._is_main = world.is_main
 
     def is_ready(self, step: int) -> bool:
@@ -57,11 +78,18 @@ class PackedBatches:
         rows_of_ranks = self._pack(batch)
         self._own_rows = rows_of_ranks[0]
         if self._ranks is not None:
-            self._ranks.send(step, rows_of_ranks)
+            self._ranks.send(step, dict(enumerate(rows_of_ranks[1:], start=1)))
         return True
 
     def take(self, step: int) -> list[MicroBatch]:
         return self._own_rows if self._is_main else self._rows.receive(step)
+
+    def close(self) -> None:
+        self._closing.close()
+
+    def _closed_later(self, end: EndT) -> EndT:
+        self._closing.callback(end.close)
+        return end
 
 
 class FakeBatches:
@@ -86,6 +114,9 @@ class FakeBatches:
             lengths = rng.integers(max(2, self.seq_len // 8), self.seq_len // 2, size=4 * count, endpoint=True)
             rows += pack_rows([fake_row(rng, int(length)) for length in lengths], self.seq_len)
         return rows[:count]
+
+    def close(self) -> None:
+        """Nothing to do."""
 
 
 def row_tokens(seq_len: int, world: World) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 
 from prime_rl.configs.trainer import ParityConfig, TrainerConfig
 from prime_rl.trainer.ckpt import CheckpointManager, Progress, TrainState
@@ -37,7 +37,8 @@ def train(config: TrainerConfig, paths: RunPaths) -> None:
     try:
         with open_monitor(config, paths, world) as monitor, listen_for_signals(world) as signals:
             parts = setup_parts(config, paths, world, monitor)
-            RLTrainer(config, paths, world, parts, signals).run()
+            with closing(parts.batches):
+                RLTrainer(config, paths, world, parts, signals).run()
     except Stopped:
         if world.is_main:
             get_logger().warning("Stopped by SIGTERM")

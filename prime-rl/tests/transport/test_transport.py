@@ -1,0 +1,131 @@
+"""What every transport must do: batches and rows arrive whole, for the step that asks, and the last one too."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+
+import pytest
+
+from prime_rl.configs.shared import FileSystemTransportConfig, TransportConfig, ZMQTransportConfig
+from prime_rl.transport import (
+    BatchReceiver,
+    BatchSender,
+    MicroBatch,
+    MicroBatchReceiver,
+    MicroBatchSender,
+    TrainingBatch,
+    TrainingSample,
+    setup_batch_receiver,
+    setup_batch_sender,
+    setup_micro_batch_receiver,
+    setup_micro_batch_sender,
+)
+from prime_rl.utils.paths import RunPaths
+from prime_rl.utils.process.ports import reserved_ports
+
+DEADLINE_S = 20
+
+
+def sample(token: int = 5) -> TrainingSample:
+    return TrainingSample([1, 2], [False, False], [token], [True], [-0.5], [1.0], advantage=0.25, version=3)
+
+
+def batch(step: int, token: int = 5) -> TrainingBatch:
+    return TrainingBatch([sample(token)], step=step)
+
+
+def row(token: int) -> MicroBatch:
+    return MicroBatch([token], [True], [0.5], [-0.1], [0], [1.0], minibatch=2)
+
+
+@pytest.fixture(params=["filesystem", "zmq"])
+def config(request) -> TransportConfig:
+    if request.param == "filesystem":
+        return FileSystemTransportConfig()
+    with reserved_ports(1) as (port,):
+        return ZMQTransportConfig(host="127.0.0.1", port=port)
+
+
+class Ends:
+    """Opens ends of one transport, and closes them after the test."""
+
+    def __init__(self, config: TransportConfig, paths: RunPaths, closing: ExitStack) -> None:
+        self.config = config
+        self.paths = paths
+        self.closing = closing
+
+    def sender(self) -> BatchSender:
+        return self._open(setup_batch_sender(self.config, self.paths.orchestrator))
+
+    def receiver(self) -> BatchReceiver:
+        return self._open(setup_batch_receiver(self.config, self.paths.orchestrator))
+
+    def rows_sender(self) -> MicroBatchSender:
+        return self._open(setup_micro_batch_sender(self.config, self.paths))
+
+    def rows_receiver(self, rank: int) -> MicroBatchReceiver:
+        return self._open(setup_micro_batch_receiver(self.config, self.paths, rank))
+
+    def _open(self, end):
+        self.closing.callback(end.close)
+        return end
+
+
+@pytest.fixture
+def ends(config, tmp_path) -> Iterator[Ends]:
+    with ExitStack() as closing:
+        yield Ends(config, RunPaths(tmp_path / "run"), closing)
+
+
+def awaited(receive: Callable[[], TrainingBatch | None]) -> TrainingBatch:
+    """What a poll gives at last."""
+    deadline = time.monotonic() + DEADLINE_S
+    while (received := receive()) is None:
+        assert time.monotonic() < deadline, "nothing came"
+    return received
+
+
+def test_a_batch_arrives_as_it_was_sent(ends) -> None:
+    receiver, sender = ends.receiver(), ends.sender()
+    assert receiver.receive(3) is None
+    sender.send(batch(3))
+    received = awaited(lambda: receiver.receive(3))
+    assert received == TrainingBatch([sample()], step=3, run_idx=0)
+
+
+def test_the_receiver_takes_the_step_it_is_asked_for_and_no_other(ends) -> None:
+    receiver, sender = ends.receiver(), ends.sender()
+    for step in (1, 2):
+        sender.send(batch(step, token=10 + step))
+    assert awaited(lambda: receiver.receive(2)).examples[0].completion_ids == [12]
+    assert receiver.receive(1) is None, "its step is over"
+    assert receiver.receive(0) is None
+
+
+def test_batches_that_came_early_wait_for_their_step(ends) -> None:
+    receiver, sender = ends.receiver(), ends.sender()
+    for step in (0, 1, 2):
+        sender.send(batch(step, token=step))
+    tokens = [awaited(lambda step=step: receiver.receive(step)).examples[0].completion_ids for step in (0, 1, 2)]
+    assert tokens == [[0], [1], [2]]
+
+
+def test_the_last_batch_arrives_although_its_sender_has_gone(ends) -> None:
+    sender = ends.sender()
+    leaving = threading.Thread(target=lambda: (sender.send(batch(9)), sender.close()))
+    leaving.start()
+    receiver = ends.receiver()
+    assert awaited(lambda: receiver.receive(9)).step == 9
+    leaving.join(timeout=DEADLINE_S)
+    assert not leaving.is_alive()
+
+
+def test_each_rank_gets_its_own_rows_of_each_step(ends) -> None:
+    sender, receivers = ends.rows_sender(), {rank: ends.rows_receiver(rank) for rank in (1, 10)}
+    for step in (4, 5):
+        sender.send(step, {1: [row(step)], 10: [row(10 * step), row(20 * step)]})
+        received = {rank: receiver.receive(step) for rank, receiver in receivers.items()}
+        assert received == {1: [row(step)], 10: [row(10 * step), row(20 * step)]}

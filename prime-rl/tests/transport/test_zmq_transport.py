@@ -1,0 +1,82 @@
+"""What is particular to sockets: whose batch it is, who listens, and which port."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+import pytest
+import zmq
+
+from prime_rl.configs.shared import ZMQTransportConfig
+from prime_rl.transport import TrainingBatch, TrainingSample, TransportError, setup_batch_receiver, setup_batch_sender
+from prime_rl.transport.sockets import ZMQMicroBatchReceiver, ZMQMicroBatchSender
+from prime_rl.utils.paths import RunPaths
+from prime_rl.utils.process.ports import reserved_ports
+
+DEADLINE_S = 20
+
+
+@pytest.fixture
+def config() -> ZMQTransportConfig:
+    with reserved_ports(1) as (port,):
+        return ZMQTransportConfig(host="127.0.0.1", port=port)
+
+
+@pytest.fixture
+def receiver(config, tmp_path):
+    end = setup_batch_receiver(config, RunPaths(tmp_path / "mine").orchestrator)
+    yield end
+    end.close()
+
+
+@pytest.fixture
+def engine_log(caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("prime_rl"), "propagate", True)
+    return caplog
+
+
+def poll_until(receiver, is_done) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not is_done(receiver.receive(0)):
+        assert time.monotonic() < deadline
+
+
+def test_a_batch_of_another_run_is_dropped_and_both_runs_are_named(config, receiver, tmp_path, engine_log) -> None:
+    sender = setup_batch_sender(config, RunPaths(tmp_path / "theirs").orchestrator)
+    sender.send(TrainingBatch([], step=0))
+    poll_until(receiver, lambda _: engine_log.records)
+    sender.close()
+    assert "'theirs/run_default', for this is 'mine/run_default': two runs use one port" in engine_log.text
+    assert receiver.receive(0) is None
+
+
+def test_a_message_that_is_no_batch_is_dropped(config, receiver, engine_log) -> None:
+    with zmq.Context() as context, context.socket(zmq.PUSH) as stranger:
+        stranger.connect(f"tcp://{config.host}:{config.port}")
+        stranger.send_multipart([b"mine/run_default", b"\xc1"])
+        poll_until(receiver, lambda _: engine_log.records)
+    assert "not a training batch" in engine_log.text
+
+
+def test_of_two_batches_for_one_step_the_later_one_counts(config, receiver, tmp_path) -> None:
+    sender = setup_batch_sender(config, RunPaths(tmp_path / "mine").orchestrator)
+    samples = [TrainingSample([token], [False], [], [], [], []) for token in (1, 2)]
+    for sample in samples:
+        sender.send(TrainingBatch([sample], step=0))
+    poll_until(receiver, lambda batch: batch is not None and batch.examples == [samples[1]])
+    sender.close()
+
+
+def test_a_port_in_use_is_told_with_the_keys_to_change(config, receiver, tmp_path) -> None:
+    with pytest.raises(TransportError, match=rf"listen at 127.0.0.1:{config.port}: Address already in use.*\.port"):
+        setup_batch_receiver(config, RunPaths(tmp_path).orchestrator)
+
+
+def test_rows_of_another_step_are_a_fault(config) -> None:
+    sender, receiver = ZMQMicroBatchSender(config), ZMQMicroBatchReceiver(config, 1)
+    sender.send(4, {1: []})
+    with pytest.raises(TransportError, match="expected the rows of step 5, and those of step 4 came"):
+        receiver.receive(5)
+    receiver.close()
+    sender.close()
