@@ -69,4 +69,4 @@ def test_groups_of_equal_rewards_are_turned_away_whatever_the_rewards(rollout) -
     groups = [Group([rollout(reward=r) for r in rewards]) for rewards in ([1, 1], [0.3, 0.3], [0, 0], [1, 0])]
     assert [buffer.accepts(group) for group in groups] == [False, False, False, True]
     shares = {"filtered_rollouts/easy": 0.25, "filtered_rollouts/hard": 0.25, "filtered_rollouts/equal": 0.25}
-    assert buffer.take_metrics() == shares
+    assert buffer.take_metrics().items() >= shares.items()

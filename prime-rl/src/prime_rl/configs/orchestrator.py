@@ -143,16 +143,16 @@ class BufferConfig(BaseConfig):
     """Share of each environment, above 0; None follows their sizes."""
 
     easy_threshold: float | None = None
-    """Mean reward from which an example is easy; None finds none easy."""
+    """Mean reward of a group from which its example is easy and does not come again; None finds none easy."""
 
     hard_threshold: float | None = None
-    """Mean reward up to which an example is hard; None finds none hard."""
+    """Mean reward of a group up to which its example is hard and does not come again; None finds none hard."""
 
     easy_fraction: float = Field(0.0, ge=0, le=1)
-    """Share of the easy examples taken back at the start."""
+    """Share of the easy examples that come again after a resume."""
 
     hard_fraction: float = Field(0.0, ge=0, le=1)
-    """Share of the hard examples taken back at the start."""
+    """Share of the hard examples that come again after a resume."""
 
     online_difficulty_filtering: bool = False
     """Drop groups whose rewards are all 0 or all 1."""
@@ -161,7 +161,7 @@ class BufferConfig(BaseConfig):
     """Drop groups whose rewards are all equal, which teach nothing, and roll out others (DAPO's dynamic sampling)."""
 
     hash_keys: list[str] = Field(["task", "prompt"], min_length=1)
-    """Columns that tell examples apart."""
+    """Columns that tell examples apart when a run resumes; `task` is the environment's name."""
 
     skip_verification: bool = False
     """Do not score; every reward is 0."""

@@ -15,6 +15,7 @@ from prime_rl.configs.orchestrator import EnvConfig
 from prime_rl.configs.shared import LogConfig
 from prime_rl.orchestrator.client import InferenceServer
 from prime_rl.orchestrator.errors import EnvironmentFault
+from prime_rl.orchestrator.pools import fingerprint
 from prime_rl.orchestrator.rollout import ExampleRef, Rollout, check_trainable, read_rollout
 
 SERVER_STARTUP_TIMEOUT_S = 600.0
@@ -40,6 +41,10 @@ class Environment:
     def held_out(self) -> Self:
         """The same environment with its rows for evaluation."""
         return type(self)(self.name, self._env, self.address, "eval")
+
+    def fingerprint(self, row: int, keys: Sequence[str]) -> str:
+        """Tells a row from others, also in another version of the dataset."""
+        return fingerprint(self.name, self._rows[row], keys)
 
     async def connect(self) -> None:
         """Wait for the environment's server, where the config names one.

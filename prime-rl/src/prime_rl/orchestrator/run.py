@@ -4,31 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import random
-import secrets
-import sys
-from collections.abc import Iterator, Mapping
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
-from itertools import chain
 
-from prime_rl.configs.orchestrator import BufferConfig, CheckpointConfig, OrchestratorConfig
+from prime_rl.configs.orchestrator import CheckpointConfig, OrchestratorConfig
 from prime_rl.orchestrator.advantage import setup_advantage
 from prime_rl.orchestrator.batch import BatchTarget
 from prime_rl.orchestrator.buffer import Buffer
 from prime_rl.orchestrator.ckpt import Checkpoints, Progress, restore
 from prime_rl.orchestrator.client import InferencePool
-from prime_rl.orchestrator.envs import Environment, load_environments
-from prime_rl.orchestrator.evaluation import EvalSchedule, EvalSet, Evaluator
 from prime_rl.orchestrator.filters import setup_filters
+from prime_rl.orchestrator.parts import (
+    Environments,
+    make_buffer,
+    make_evaluator,
+    make_validator,
+    scheduler_limits,
+)
 from prime_rl.orchestrator.policy import AsyncLimits, Policy
 from prime_rl.orchestrator.reporting import Reporter, sample_interval, setup_monitor
-from prime_rl.orchestrator.scheduler import Scheduler, SchedulerLimits
+from prime_rl.orchestrator.scheduler import Scheduler
 from prime_rl.orchestrator.steps import Steps
 from prime_rl.orchestrator.stopping import StopSignals
-from prime_rl.orchestrator.validation import Validator
 from prime_rl.transport import setup_batch_sender
 from prime_rl.utils.logger import SUCCESS, get_logger
-from prime_rl.utils.monitor import Monitor
 from prime_rl.utils.paths import OrchestratorPaths, RunPaths
 
 
@@ -41,28 +39,6 @@ def run_orchestrator(config: OrchestratorConfig, resume_step: int | None) -> int
     environments = Environments.load(config)
     # Made in this order, our handlers replace those that verifiers installs for every environment.
     return asyncio.run(_run_until_stopped(config, environments, resume_step))
-
-
-@dataclass(frozen=True, slots=True)
-class Environments:
-    """All environments of a run, by name."""
-
-    train: Mapping[str, Environment]
-    eval: Mapping[str, Environment]
-
-    @classmethod
-    def load(cls, config: OrchestratorConfig) -> Environments:
-        """Load them, and say so. Call it in the main thread: verifiers installs signal handlers."""
-        train = load_environments(config.env, config.log)
-        evals = load_environments(config.eval.env, config.log, "eval.env", "eval") if config.eval else {}
-        for purpose, environments in (("Training", train), ("Evaluation", evals)):
-            sizes = [f"{name} ({len(environment)} rows)" for name, environment in environments.items()]
-            if sizes:
-                get_logger().info(f"{purpose} environments: {', '.join(sizes)}")
-        return cls(train, evals)
-
-    def __iter__(self) -> Iterator[Environment]:
-        return chain(self.train.values(), self.eval.values())
 
 
 async def _run_until_stopped(config: OrchestratorConfig, environments: Environments, resume_step: int | None) -> int:
@@ -81,9 +57,7 @@ async def _run(config: OrchestratorConfig, environments: Environments, resume_st
     paths = OrchestratorPaths(config.output_dir)
     filters = setup_filters(config.filters, config.model.name)
     advantage = setup_advantage(config.advantage)
-    buffer = Buffer(
-        {name: len(environment) for name, environment in environments.train.items()}, config.buffer, _seed(config)
-    )
+    buffer = make_buffer(config, environments.train)
     async with AsyncExitStack() as closing:
         sender = setup_batch_sender(config.rollout_transport, paths)
         closing.callback(sender.close)
@@ -105,7 +79,7 @@ async def _run(config: OrchestratorConfig, environments: Environments, resume_st
             get_logger().warning(f"Nothing left to do: max_steps is {config.max_steps}")
         limits = AsyncLimits(config.max_async_level, config.strict_async_level)
         policy = Policy(paths, pool, limits, version=progress.step)
-        scheduler = Scheduler(environments.train, buffer, pool, policy, _limits(config))
+        scheduler = Scheduler(environments.train, buffer, pool, policy, scheduler_limits(config))
         closing.push_async_callback(scheduler.close)
         steps = Steps(
             scheduler=scheduler,
@@ -118,8 +92,8 @@ async def _run(config: OrchestratorConfig, environments: Environments, resume_st
             sampling=config.sampling,
             target=BatchTarget(config.batch_size, config.token_batch_size),
             max_steps=config.max_steps,
-            evaluator=_evaluator(config, environments.eval, policy, pool, monitor),
-            validator=_validator(config, environments.train, pool),
+            evaluator=make_evaluator(config, environments.eval, policy, pool, monitor),
+            validator=make_validator(config, environments.train, pool),
         )
         await _run_steps(steps, progress, pool)
     get_logger().log(SUCCESS, "Orchestrator finished.")
@@ -169,61 +143,3 @@ async def _run_steps(steps: Steps, progress: Progress, pool: InferencePool) -> N
     except asyncio.CancelledError:
         steps.save(progress)
         raise
-
-
-def _evaluator(
-    config: OrchestratorConfig,
-    environments: Mapping[str, Environment],
-    policy: Policy,
-    pool: InferencePool,
-    monitor: Monitor,
-) -> Evaluator | None:
-    if config.eval is None:
-        return None
-    pairs = zip(config.eval.env, environments.values(), strict=True)
-    return Evaluator(
-        config=config.eval,
-        sets=[EvalSet.of(each, config.eval, environment) for each, environment in pairs],
-        schedule=EvalSchedule.starting(config.eval, policy.version),
-        policy=policy,
-        pool=pool,
-        monitor=monitor,
-        at_once=_rollouts_in_flight(config),
-    )
-
-
-def _validator(
-    config: OrchestratorConfig, environments: Mapping[str, Environment], pool: InferencePool
-) -> Validator | None:
-    if config.val is None:
-        return None
-    held_out = {name: environment.held_out() for name, environment in environments.items()}
-    # A buffer of its own, so that validation does not change what is trained on.
-    sizes = {name: len(environment) for name, environment in held_out.items()}
-    buffer = Buffer(sizes, BufferConfig(env_ratios=config.buffer.env_ratios), config.seed or 0)
-    return Validator(
-        config=config.val,
-        environments=held_out,
-        examples=[buffer.sample() for _ in range(config.val.num_examples)],
-        pool=pool,
-        at_once=_limits(config).groups_in_flight,
-    )
-
-
-def _limits(config: OrchestratorConfig) -> SchedulerLimits:
-    return SchedulerLimits(
-        group_size=config.rollouts_per_example,
-        # One group at least, even where the limits are smaller than a group.
-        groups_in_flight=max(1, _rollouts_in_flight(config) // config.rollouts_per_example),
-        max_off_policy_steps=config.max_off_policy_steps,
-        groups_per_minute=config.tasks_per_minute,
-    )
-
-
-def _rollouts_in_flight(config: OrchestratorConfig) -> int:
-    return min(config.max_inflight_rollouts or 1, config.max_concurrent or sys.maxsize)
-
-
-def _seed(config: OrchestratorConfig) -> int:
-    seeds = (seed for seed in (config.buffer.seed, config.seed) if seed is not None)
-    return next(seeds, secrets.randbits(32))
