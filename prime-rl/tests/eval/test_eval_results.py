@@ -1,0 +1,110 @@
+"""What an evaluation keeps: results line by line, the settings they were made with, the candidates, the table."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+
+from prime_rl.eval.candidates import find_candidates
+from prime_rl.eval.errors import MissingSteps, OtherEvaluation
+from prime_rl.eval.report import Row, print_table
+from prime_rl.eval.results import Key, Result, ResultsFile
+from prime_rl.eval.settings import check_settings, save_settings
+from prime_rl.orchestrator.rollout import ExampleRef, Rollout
+from prime_rl.utils.paths import EvalPaths
+
+SETTINGS = {"model": "tiny", "sampling": {"top_p": None}, "environments": {"a": {"args": {"seed": 1}}}}
+
+
+def result(number: int, reward: float = 1.0, step: int = 0) -> Result:
+    completion = [{"role": "assistant", "content": "naïve ∛"}]
+    rollout = Rollout(
+        ExampleRef("a", 0), reward, [], 1.0, step, usage_output_tokens=3, prompt=[], completion=completion
+    )
+    return Result.of(Key(step, "a", 0, number), rollout, seconds=0.5)
+
+
+def test_results_are_read_back_as_they_were(tmp_path: Path) -> None:
+    path = tmp_path / "eval" / "results.jsonl"
+    with ResultsFile(path) as results:
+        results.add(result(0))
+        results.add(result(1, reward=0.0, step=4))
+    with ResultsFile(path) as again:
+        assert len(again) == 2
+        assert Key(4, "a", 0, 1) in again
+        assert Key(4, "a", 0, 0) not in again
+        (kept,) = again.of(0, "a")
+    assert kept == result(0)
+    assert (kept.as_rollout().reward, kept.as_rollout().completion_tokens) == (1.0, 3)
+
+
+def test_half_a_line_of_a_crash_is_dropped_and_written_again(tmp_path: Path) -> None:
+    path = tmp_path / "results.jsonl"
+    with ResultsFile(path) as results:
+        results.add(result(0))
+    with path.open("a") as file:
+        file.write('{"step": 0, "env": "a", "exam')
+    with ResultsFile(path) as results:
+        assert len(results) == 1
+        results.add(result(1))
+    assert [json.loads(line)["rollout"] for line in path.read_text().splitlines()] == [0, 1]
+
+
+def test_more_environments_may_join_an_evaluation(tmp_path: Path) -> None:
+    paths = EvalPaths(tmp_path)
+    save_settings(paths, check_settings(paths, SETTINGS))
+    joined = check_settings(paths, {**SETTINGS, "environments": {"b": {"args": {}}}})
+    assert set(joined["environments"]) == {"a", "b"}
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"model": "other"}, "another model"),
+        ({"sampling": {"top_p": 0.5}}, "another sampling"),
+        ({"environments": {"a": {"args": {"seed": 2}}}}, "another environment 'a'"),
+    ],
+)
+def test_results_of_other_settings_are_not_mixed(tmp_path: Path, change: dict, named: str) -> None:
+    paths = EvalPaths(tmp_path)
+    save_settings(paths, check_settings(paths, SETTINGS))
+    with pytest.raises(OtherEvaluation, match=named):
+        check_settings(paths, {**SETTINGS, **change})
+
+
+@pytest.fixture
+def weights(tmp_path: Path) -> Path:
+    """Steps 0, 20 and 100 are complete; step 60 is not."""
+    for step in (20, 100, 0):
+        (tmp_path / f"step_{step}").mkdir()
+        (tmp_path / f"step_{step}" / "STABLE").touch()
+    (tmp_path / "step_60").mkdir()
+    return tmp_path
+
+
+def test_the_base_model_is_first_and_checkpoints_follow_in_order(weights: Path) -> None:
+    assert list(map(str, find_candidates(True, weights, None))) == ["base", "step 20", "step 100"]
+    assert list(map(str, find_candidates(False, weights, [100, 0]))) == ["step 0", "step 100"]
+    assert list(map(str, find_candidates(True, None, None))) == ["base"]
+
+
+def test_a_step_that_is_not_complete_is_refused(weights: Path, tmp_path: Path) -> None:
+    with pytest.raises(MissingSteps, match="lacks step 60; complete steps: 0, 20, 100"):
+        find_candidates(True, weights, [20, 60])
+    with pytest.raises(MissingSteps, match="lacks any step; complete steps: none"):
+        find_candidates(False, tmp_path / "empty", None)
+
+
+def test_the_table_is_plain_text_where_there_is_no_terminal() -> None:
+    file = io.StringIO()
+    scores = {"avg@4": 0.25, "pass@1": 0.25, "pass@4": 1.0, "completion_len/mean": 9.5, "is_truncated/mean": 0.5}
+    rows = [Row("base", 0, "a", {**scores, "failed/count": 0, "time": 2.0}), Row("step 20", 20, "b", {"avg@4": 0.5})]
+    print_table(rows, file)
+    lines = [line.split() for line in file.getvalue().splitlines()]
+    assert lines[0] == "weights environment avg@4 pass@1 pass@4 length truncated failed seconds".split()
+    assert lines[1] == ["base", "a", "0.250", "0.250", "1.000", "9.5", "50.0%", "0", "2.0"]
+    assert lines[2] == ["step", "20", "b", "0.500"]
+    assert "\x1b" not in file.getvalue()
