@@ -194,9 +194,13 @@ def test_two_processes_train_like_one(base: dict[str, Any], tmp_path: Path) -> N
     assert_same_weights(weights_of(tmp_path / "halves", 6), weights_of(tmp_path / "straight", 6))
 
     run_python(*script)
-    together, alone = (json.loads((tmp_path / f"step_of_{n}.json").read_text()) for n in ("two", "one"))
-    assert together["loss"] == pytest.approx(alone["loss"], rel=1e-6)
-    assert together["grad_norm"] == pytest.approx(alone["grad_norm"], rel=1e-5)
+    alone, sharded, replicated = (
+        json.loads((tmp_path / f"{processes}_processes_{replicas}_replicas.json").read_text())
+        for processes, replicas in ((1, 1), (2, 1), (2, 2))
+    )
+    for together in (sharded, replicated):
+        assert together["loss"] == pytest.approx(alone["loss"], rel=1e-6)
+        assert together["grad_norm"] == pytest.approx(alone["grad_norm"], rel=1e-5)
 
 
 def run_python(*arguments: str | Path) -> None:

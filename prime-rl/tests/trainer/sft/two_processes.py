@@ -24,13 +24,14 @@ from prime_rl.utils.pydantic_config import parse_argv_or_exit
 def main() -> None:
     config = parse_argv_or_exit(SFTConfig)
     world = setup_world("cpu", timeout_s=120)
-    step_on_the_same_rows(config, world)
+    for dp_replicate in range(1, world.world_size + 1):
+        step_on_the_same_rows(config, world, dp_replicate)
     if world.world_size > 1:
         resume_half_way(config, world)
     destroy_world()
 
 
-def step_on_the_same_rows(config: SFTConfig, world: World) -> None:
+def step_on_the_same_rows(config: SFTConfig, world: World, dp_replicate: int) -> None:
     """One step on eight rows of different trained lengths: the same ones, however many processes share them."""
     data = FakeDataConfig(input_ids="random", seq_len=48, batch_size=8)
     rows = setup_rows(data, None, 128, World(0, 1, 0, world.device))
@@ -39,14 +40,14 @@ def step_on_the_same_rows(config: SFTConfig, world: World) -> None:
         row.is_trained[: 5 * index] = False
     own_rows = every_row[world.rank * 8 // world.world_size : (world.rank + 1) * 8 // world.world_size]
 
-    model = setup_model(config.model, world)
+    model = setup_model(config.model.model_copy(update={"dp_replicate": dp_replicate}), world)
     optimizer = setup_optimizer(config.optim, model)
     state = TrainState(model, optimizer, setup_scheduler(config.scheduler, optimizer, 6), Progress())
     stats = train_step(state, own_rows, max_norm=1.0, world=world)
     assert stats.tokens == 8 * 48
     if world.is_main:
-        name = "step_of_one" if world.world_size == 1 else "step_of_two"
-        (config.output_dir / f"{name}.json").write_text(json.dumps(asdict(stats)))
+        name = f"{world.world_size}_processes_{dp_replicate}_replicas.json"
+        (config.output_dir / name).write_text(json.dumps(asdict(stats)))
 
 
 def resume_half_way(config: SFTConfig, world: World) -> None:

@@ -11,12 +11,9 @@ from transformers import PreTrainedTokenizerBase
 
 from prime_rl.configs.sft import FakeDataConfig, SFTDataConfig
 from prime_rl.trainer.errors import DataError
-from prime_rl.trainer.sft.conversation import (
-    ConversationTokenizer,
-    TokenizedSample,
-    UnmaskableSample,
-    check_columns,
-)
+from prime_rl.trainer.sft.chat_spans import UnmaskableSample
+from prime_rl.trainer.sft.conversation import ConversationTokenizer, TokenizedSample
+from prime_rl.trainer.sft.messages import check_columns
 from prime_rl.trainer.sft.sources import load_rows
 from prime_rl.trainer.world import World
 from prime_rl.utils.logger import get_logger

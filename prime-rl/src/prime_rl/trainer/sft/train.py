@@ -31,10 +31,10 @@ from prime_rl.utils.pydantic_config import parse_argv_or_exit
 
 
 def main() -> None:
-    """Load the config and train. Exit codes: 0 done, 1 failed, 2 bad config, 143 stopped by SIGTERM."""
+    """Load the config and train. Exit codes: 0 done (or `dry_run`), 1 failed, 2 bad config, 143 stopped by SIGTERM."""
     config = parse_argv_or_exit(SFTConfig)
     refuse_unbuilt(config)
-    raise SystemExit(run(config))
+    raise SystemExit(0 if config.dry_run else run(config))
 
 
 def run(config: SFTConfig) -> int:
