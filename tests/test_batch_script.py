@@ -164,17 +164,22 @@ def test_a_requeued_job_goes_on_from_its_last_checkpoint(
 
 STOPPABLE = """#!{python}
 import signal, sys
-def stop(*_):
-    print("saved", flush=True)
-    sys.exit(143)
-signal.signal(signal.SIGTERM, stop)
+stop = {{signal.SIGTERM}}
+signal.pthread_sigmask(signal.SIG_BLOCK, stop)
 open({gate!r}, "w").close()
-signal.pause()
+signal.sigwait(stop)
+# The time of a checkpoint, in which a second signal would be heard.
+print("stopped once" if signal.sigtimedwait(stop, 1.5) is None else "stopped twice", flush=True)
+sys.exit(143)
 """
 
 
+@pytest.mark.parametrize("everyone", [False, True], ids=["the shell alone", "every process"])
 @pytest.mark.parametrize(("command", "program"), [("sft", "torchrun"), ("rl", "python")])
-def test_sigterm_to_the_batch_shell_is_waited_for(command: str, program: str, project, tmp_path: Path) -> None:
+def test_a_stop_reaches_the_program_once_and_is_waited_for(
+    command: str, program: str, everyone: bool, project, tmp_path: Path
+) -> None:
+    """`--signal=B:` signals the batch shell alone, scancel every process of the job."""
     gate = tmp_path / "gate"
     os.mkfifo(gate)
     programs = project(tmp_path / "project")
@@ -183,10 +188,11 @@ def test_sigterm_to_the_batch_shell_is_waited_for(command: str, program: str, pr
     job.script.parent.mkdir()
     job.script.write_text(render(job))
     env = {**os.environ, "SLURM_TMPDIR": str(tmp_path)}
-    with subprocess.Popen(["bash", job.script], env=env, stdout=subprocess.PIPE, text=True) as shell:
+    argv = ["bash", job.script]
+    with subprocess.Popen(argv, env=env, stdout=subprocess.PIPE, text=True, start_new_session=True) as shell:
         gate.read_text()
-        shell.send_signal(signal.SIGTERM)
-        assert shell.communicate()[0] == "saved\n"
+        (os.killpg if everyone else os.kill)(shell.pid, signal.SIGTERM)
+        assert shell.communicate()[0] == "stopped once\n"
     assert shell.returncode == 143
 
 

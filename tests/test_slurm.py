@@ -208,16 +208,21 @@ def test_what_slurm_refuses_is_told_in_its_own_words(slurm, sft_toml: Path, tmp_
     assert (tmp_path / "out" / "sft.sh").is_file()
 
 
+RL_ON_CPU = ("rl", "rl_cpu.toml", "--max-steps", 2, "--train-gpus", 2)
+SFT_ON_CPU = ("sft", "sft_cpu.toml", "--max-steps", 2, "--scheduler.warmup-steps", 0, "--scheduler.decay-steps", 1)
+
+
 @pytest.mark.slow
-def test_a_real_run_on_the_cpu_ends_with_weights(slurm, tmp_path: Path) -> None:
+@pytest.mark.parametrize("words", [RL_ON_CPU, SFT_ON_CPU], ids=["rl", "sft"])
+def test_a_real_run_on_the_cpu_ends_with_weights(words: tuple, slurm, tmp_path: Path) -> None:
     project_dir = tmp_path / "project"
     project_dir.mkdir()
     (project_dir / ".venv").symlink_to(sys.prefix)
     (project_dir / "examples").symlink_to(ROOT / "examples")
     out = tmp_path / "out"
-    config = ROOT / "examples" / "reverse_text" / "rl_cpu.toml"
-    words = ("--device", "cpu", "--max-steps", 2, "--train-gpus", 2, "--cpus-per-gpu", 1)
-    result = submit_and_wait("rl", config, *words, "--project-dir", project_dir, "--output-dir", out)
+    command, config, *overrides = words
+    where = ("--cpus-per-gpu", 1, "--device", "cpu", "--project-dir", project_dir, "--output-dir", out)
+    result = submit_and_wait(command, ROOT / "examples" / "reverse_text" / config, *overrides, *where)
     job = slurm.job(job_id_of(result))
     assert (job["JobState"], job["ExitCode"]) == ("COMPLETED", "0:0"), Path(job["StdOut"]).read_text()
     assert (out / "weights" / "step_2" / "model.safetensors").is_file()
