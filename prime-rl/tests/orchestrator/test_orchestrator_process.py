@@ -137,7 +137,7 @@ def test_the_policy_is_evaluated_before_during_and_after_training(start, policy_
     env = {"id": "letters-env", "name": "held-out", "rollouts_per_example": 2, "skip_first": 1, "num_examples": 2}
     crashing = {"id": "letters-env", "name": "crashing", "args": {"kind": "crashing"}}
     evaluation = {"env": [env, crashing], "interval": 2, "sampling": {"seed": 5, "max_tokens": 9}}
-    run = start(max_steps=3, max_async_level=0, eval=evaluation)
+    run = start(max_steps=3, max_async_level=0, eval=evaluation, save_rollouts=True)
     for step in range(3):
         run.train_step(step)
     assert run.finish() == 0
@@ -151,6 +151,8 @@ def test_the_policy_is_evaluated_before_during_and_after_training(start, policy_
     of_row = [request for request in asked if request["messages"] == [{"role": "user", "content": "hello"}]]
     assert {request["seed"] for request in of_row} == {5, 6}
     assert "exact_seed" not in of_row[0]
+    lines = [json.loads(line) for line in run.paths.orchestrator.eval_samples(3).read_text().splitlines()]
+    assert [line["reward"] for line in lines] == [1.0] * 4 + [None] * 4
     assert "Evaluation on 'held-out' | Version: 3 | avg@2: 1.0000" in run.log
     assert "4 rollouts failed and are left out of its scores; one of them: RuntimeError: the database" in run.log
 

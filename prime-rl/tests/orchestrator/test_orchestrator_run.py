@@ -101,3 +101,22 @@ def test_a_validation_that_fails_does_not_end_the_run(orchestrate, tmp_path: Pat
     code, log = orchestrate(env=failing, val={"num_examples": 3})
     assert code == 0
     assert "Step 0: 3 validation rollouts failed; one of them: RuntimeError: no such database" in log
+
+
+def test_every_rollout_of_a_batch_can_be_saved_as_a_line(orchestrate, tmp_path: Path) -> None:
+    code, _ = orchestrate(save_rollouts=True, env=[{"id": "letters-env", "args": {"kind": "twice"}}], max_steps=2)
+    assert code == 0
+    samples = tmp_path / "run_default" / "samples"
+    assert sorted(path.name for path in samples.iterdir()) == ["step_0.jsonl", "step_1.jsonl"]
+    lines = [json.loads(line) for line in (samples / "step_0.jsonl").read_text().splitlines()]
+    assert [line["group"] for line in lines] == [0, 0, 1, 1]
+    line = lines[0]
+    assert [message["role"] for message in line["prompt"] + line["completion"]] == ["user", "assistant"] * 2
+    assert (line["env"], line["num_turns"], line["policy_version"], line["error"]) == ("letters-env", 2, 0, None)
+    assert line["advantage"] == line["reward"] - (lines[0]["reward"] + lines[1]["reward"]) / 2
+    assert line["completion_tokens"] > line["prompt_tokens"] > 0
+
+
+def test_rollouts_are_not_saved_unless_asked_for(orchestrate, tmp_path: Path) -> None:
+    orchestrate()
+    assert not (tmp_path / "run_default" / "samples").exists()

@@ -354,6 +354,9 @@ class OrchestratorConfig(RootConfig):
     heartbeat: HeartbeatConfig | None = None
     """Heartbeat; None is off."""
 
+    save_rollouts: bool = False
+    """Write all rollouts, to `samples/step_<s>.jsonl` and, of evaluations, `samples/eval_<version>.jsonl`."""
+
     use_token_client: bool = True
     """Send and receive tokens instead of text."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,6 +15,7 @@ from prime_rl.orchestrator.envs import Environment
 from prime_rl.orchestrator.errors import EnvironmentFault
 from prime_rl.orchestrator.policy import Policy
 from prime_rl.orchestrator.rollout import ExampleRef, Rollout
+from prime_rl.orchestrator.samples import RolloutLog
 from prime_rl.orchestrator.sampling import eval_sampling_args
 from prime_rl.orchestrator.scheduler import Scheduler
 from prime_rl.utils.logger import SUCCESS, get_logger
@@ -77,6 +79,7 @@ class Evaluator:
     policy: Policy
     pool: ServerPool
     monitor: Monitor
+    rollout_log: RolloutLog
     at_once: int
     """Rollouts at once, over all environments."""
 
@@ -101,10 +104,12 @@ class Evaluator:
         async with self.policy.pinned() as version:
             self.schedule.last = version
             started_s = time.perf_counter()
-            outcomes = iter(await run_attempts(attempts, self.pool, version, self.at_once))
+            outcomes = await run_attempts(attempts, self.pool, version, self.at_once)
+        await asyncio.to_thread(self.rollout_log.write_evaluation, version, outcomes)
+        rest = iter(outcomes)
         metrics: dict[str, float] = {"progress/ckpt_step": version}
         for each in self.sets:
-            of_set = list(islice(outcomes, len(each.rows) * each.attempts))
+            of_set = list(islice(rest, len(each.rows) * each.attempts))
             of_env = eval_metrics(of_set, each.attempts)
             of_env["time"] = max((outcome.ended_s for outcome in of_set), default=started_s) - started_s
             _tell(each.name, version, of_env, of_set)

@@ -14,6 +14,7 @@ from prime_rl.orchestrator.client import InferencePool
 from prime_rl.orchestrator.envs import Environment, load_environments
 from prime_rl.orchestrator.evaluation import EvalSchedule, EvalSet, Evaluator
 from prime_rl.orchestrator.policy import Policy
+from prime_rl.orchestrator.samples import RolloutLog
 from prime_rl.orchestrator.scheduler import SchedulerLimits
 from prime_rl.orchestrator.validation import Validator
 from prime_rl.utils.logger import get_logger
@@ -58,6 +59,7 @@ def make_evaluator(
     policy: Policy,
     pool: InferencePool,
     monitor: Monitor,
+    rollout_log: RolloutLog,
 ) -> Evaluator | None:
     if config.eval is None:
         return None
@@ -69,6 +71,7 @@ def make_evaluator(
         policy=policy,
         pool=pool,
         monitor=monitor,
+        rollout_log=rollout_log,
         at_once=_rollouts_in_flight(config),
     )
 

@@ -22,6 +22,7 @@ from prime_rl.orchestrator.parts import (
 )
 from prime_rl.orchestrator.policy import AsyncLimits, Policy
 from prime_rl.orchestrator.reporting import Reporter, sample_interval, setup_monitor
+from prime_rl.orchestrator.samples import RolloutLog
 from prime_rl.orchestrator.scheduler import Scheduler
 from prime_rl.orchestrator.steps import Steps
 from prime_rl.orchestrator.stopping import StopSignals
@@ -81,18 +82,20 @@ async def _run(config: OrchestratorConfig, environments: Environments, resume_st
         policy = Policy(paths, pool, limits, version=progress.step)
         scheduler = Scheduler(environments.train, buffer, pool, policy, scheduler_limits(config))
         closing.push_async_callback(scheduler.close)
+        rollout_log = RolloutLog(paths, config.save_rollouts)
         steps = Steps(
             scheduler=scheduler,
             policy=policy,
             sender=sender,
             reporter=Reporter(monitor, filters, sample_interval(config)),
+            rollout_log=rollout_log,
             checkpoints=checkpoints if config.ckpt else None,
             advantage=advantage,
             filters=filters,
             sampling=config.sampling,
             target=BatchTarget(config.batch_size, config.token_batch_size),
             max_steps=config.max_steps,
-            evaluator=make_evaluator(config, environments.eval, policy, pool, monitor),
+            evaluator=make_evaluator(config, environments.eval, policy, pool, monitor, rollout_log),
             validator=make_validator(config, environments.train, pool),
         )
         await _run_steps(steps, progress, pool)

@@ -22,6 +22,7 @@ from prime_rl.orchestrator.metrics import StepStatus, StepTimes, count_tokens
 from prime_rl.orchestrator.policy import Policy
 from prime_rl.orchestrator.reporting import Reporter
 from prime_rl.orchestrator.rollout import Group
+from prime_rl.orchestrator.samples import RolloutLog
 from prime_rl.orchestrator.sampling import temperature_at, train_sampling_args
 from prime_rl.orchestrator.scheduler import Scheduler
 from prime_rl.orchestrator.validation import Validator
@@ -60,6 +61,7 @@ class Steps:
     policy: Policy
     sender: BatchSender
     reporter: Reporter
+    rollout_log: RolloutLog
     checkpoints: Checkpoints | None
     advantage: AdvantageFunction
     filters: list[Filter]
@@ -114,8 +116,9 @@ class Steps:
             return build_batch(groups)
 
     async def send(self, batch: Batch, progress: Progress) -> None:
-        # In a thread, so that a slow disk does not stop the rollouts in flight.
+        # In threads, so that a slow disk does not stop the rollouts in flight.
         await asyncio.to_thread(self.sender.send, batch.message(progress.step))
+        await asyncio.to_thread(self.rollout_log.write_batch, progress.step, batch.groups)
         tokens = count_tokens(sample for _, samples in batch.samples for sample in samples)
         progress.advance(tokens.total, len(batch.rollouts), len(batch.groups))
         self.empty.in_a_row = 0

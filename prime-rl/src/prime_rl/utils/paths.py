@@ -138,12 +138,27 @@ class OrchestratorPaths:
         return self.checkpoints / f"step_{step}" / "orchestrator"
 
     @property
+    def samples(self) -> Path:
+        """Rollouts for people and programs, one JSON object a line."""
+        return self.root / "samples"
+
+    def step_samples(self, step: int) -> Path:
+        return self.samples / f"step_{step}.jsonl"
+
+    def eval_samples(self, version: int) -> Path:
+        return self.samples / f"eval_{version}.jsonl"
+
+    @property
     def logs(self) -> Path:
         return self.root / "logs"
 
     @property
     def log(self) -> Path:
         return self.logs / "orchestrator.log"
+
+    def env_log(self, purpose: str, env: str) -> Path:
+        """Log of an environment server; `purpose` is `train` or `eval`."""
+        return self.logs / purpose / f"{env.replace('/', '--')}.log"
 
 
 @dataclass(frozen=True, slots=True)
