@@ -138,10 +138,10 @@ def run_in_foreground(argv: list[str], env: dict[str, str]) -> int:
     """
     try:
         with ForegroundChild() as child:
-            code = subprocess.run(argv, env=env | child.env, preexec_fn=child.before_exec, check=False).returncode
+            ended = subprocess.run(argv, env=env | child.env, preexec_fn=child.before_exec, check=False)
+            return child.exit_code(ended.returncode)
     except FileNotFoundError:
         raise MedarcError(f"{argv[0]}: not found: install prime-rl in this environment") from None
-    return code if code >= 0 else 128 - code
 
 
 def main() -> None:

@@ -16,7 +16,7 @@ from medarc_rl.launchers.foreground import ForegroundChild
 with ForegroundChild(grace_s={grace_s}) as child:
     argv = [sys.executable, "-c", {child!r}]
     code = subprocess.run(argv, env=os.environ | child.env, preexec_fn=child.before_exec).returncode
-sys.exit(code if code >= 0 else 128 - code)
+sys.exit(child.exit_code(code))
 """
 
 CHILD = """
@@ -65,13 +65,13 @@ class Family:
 def test_the_child_hears_a_signal_to_the_parent_and_chooses_its_end(signum: signal.Signals, tmp_path: Path) -> None:
     family = Family(tmp_path)
     family.parent.send_signal(signum)
-    assert family.end() == (signum.name, 42)
+    assert family.end() == (signum.name, 128 + signum)
 
 
 def test_ctrl_c_at_the_terminal_is_heard_once(tmp_path: Path) -> None:
     family = Family(tmp_path)
     os.killpg(family.parent.pid, signal.SIGINT)
-    assert family.end() == ("SIGINT", 42)
+    assert family.end() == ("SIGINT", 130)
 
 
 def test_a_child_that_does_not_end_is_killed_after_the_grace(tmp_path: Path) -> None:
@@ -91,17 +91,17 @@ def test_a_second_signal_is_not_passed_on(tmp_path: Path) -> None:
     family = Family(tmp_path, patience_s=1.0)
     family.parent.send_signal(signal.SIGINT)
     family.parent.send_signal(signal.SIGTERM)
-    assert family.end() == ("SIGINT", 42)
+    assert family.end() == ("SIGINT", 130)
 
 
 def test_a_worker_that_outlives_the_child_is_ended(tmp_path: Path) -> None:
     family = Family(tmp_path, patience_s=0.0, has_worker=True)
     family.parent.send_signal(signal.SIGTERM)
-    assert family.end() == ("SIGTERM", 42)
+    assert family.end() == ("SIGTERM", 143)
 
 
 def test_a_request_for_a_checkpoint_reaches_who_listens(tmp_path: Path) -> None:
     family = Family(tmp_path)
     family.parent.send_signal(signal.SIGUSR1)
     family.parent.send_signal(signal.SIGTERM)
-    assert family.end() == ("checkpoint SIGTERM", 42)
+    assert family.end() == ("checkpoint SIGTERM", 143)

@@ -35,7 +35,7 @@ class ForegroundChild:
         self._mark = uuid4().hex
         self._previous_handlers: dict[signal.Signals, object] = {}
         self._pid: int | None = None
-        self._stopping = False
+        self._stopped_by: int | None = None
 
     @property
     def env(self) -> dict[str, str]:
@@ -61,6 +61,12 @@ class ForegroundChild:
         os.close(self._told)
         os.close(self._tell)
 
+    def exit_code(self, returncode: int) -> int:
+        """The shell's word for how the child ended: 128 + n after signal n, also where the child (torchrun) says 1."""
+        if self._stopped_by is not None and returncode > 0:
+            return 128 + self._stopped_by
+        return returncode if returncode >= 0 else 128 - returncode
+
     def before_exec(self) -> None:
         """Runs in the child. Out of the terminal's foreground group, it gets one Ctrl-C, from us, and not two."""
         os.setsid()
@@ -81,10 +87,12 @@ class ForegroundChild:
         if child is None:
             raise SystemExit(128 + signum)
         # Only the first: torchrun leaves its workers when it is signalled while it waits for them.
-        if not self._stopping:
+        if self._stopped_by is None:
+            self._stopped_by = signum
             reaper.send(child, signal.Signals(signum))
-        signal.setitimer(signal.ITIMER_REAL, HURRIED_GRACE_S if self._stopping else self._grace_s)
-        self._stopping = True
+            signal.setitimer(signal.ITIMER_REAL, self._grace_s)
+        else:
+            signal.setitimer(signal.ITIMER_REAL, HURRIED_GRACE_S)
 
     def _relay(self, signum: int, frame: FrameType | None) -> None:
         """To the child if it handles the signal; torchrun does not, and would die of it, but its workers do."""
