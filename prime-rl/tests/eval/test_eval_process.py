@@ -1,0 +1,168 @@
+"""The `eval` command as a process, against the embedded engine with a real model and real checkpoints."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prime_rl.utils.process import reserved_ports
+
+ENVIRONMENT = """
+import verifiers as vf
+from datasets import Dataset
+
+
+def mentions_a_vowel(completion):
+    return float(any(letter in "aeiou" for letter in completion[-1]["content"]))
+
+
+def load_environment(rows=8):
+    data = Dataset.from_list([{"question": f"Question {number}", "answer": ""} for number in range(rows)])
+    return vf.SingleTurnEnv(eval_dataset=data, rubric=vf.Rubric(funcs=[mentions_a_vowel]))
+"""
+
+
+@pytest.fixture(scope="module")
+def env(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """A process environment in which the environment `vowels` imports."""
+    directory = tmp_path_factory.mktemp("environments")
+    (directory / "vowels.py").write_text(ENVIRONMENT)
+    return {**os.environ, "PYTHONPATH": str(directory), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+
+
+@pytest.fixture(scope="module")
+def server_url(tiny_model_dir: Path, env: dict[str, str]) -> Iterator[str]:
+    with reserved_ports(1) as (port,):
+        argv = [sys.executable, "-m", "prime_rl.inference.server", "--model.name", str(tiny_model_dir)]
+        argv += ["--device", "cpu", "--server.host", "127.0.0.1", "--server.port", str(port)]
+        process = subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=env)
+        yield f"http://127.0.0.1:{port}/v1"
+        process.terminate()
+        process.wait(timeout=60)
+
+
+@pytest.fixture(scope="module")
+def weights_dir(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`step_1` is the base model again, `step_2` another model, and `step_3` no model at all."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    parent = tmp_path_factory.mktemp("weights")
+    for step in (1, 2, 3):
+        shutil.copytree(tiny_model_dir, parent / f"step_{step}")
+        (parent / f"step_{step}" / "STABLE").touch()
+    tensors = load_file(tiny_model_dir / "model.safetensors")
+    generator = torch.Generator().manual_seed(1)
+    changed = {name: each + 0.1 * torch.randn(each.shape, generator=generator) for name, each in tensors.items()}
+    save_file(changed, parent / "step_2" / "model.safetensors", metadata={"format": "pt"})
+    (parent / "step_3" / "model.safetensors").write_bytes(b"not a model")
+    return parent
+
+
+@dataclass(frozen=True)
+class Command:
+    """`eval` with what all tests share."""
+
+    model: Path
+    env: dict[str, str]
+    out: Path
+
+    def argv(self, *options: object) -> list[str]:
+        shared = ["--model.name", self.model, "--environment-ids", "vowels", "--output-dir", self.out]
+        sampling = ["--sampling.temperature", "0", "--sampling.max-tokens", "8"]
+        return [sys.executable, "-m", "prime_rl.entrypoints.eval", *map(str, [*shared, *sampling, *options])]
+
+    def run(self, *options: object) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(self.argv(*options), env=self.env, capture_output=True, text=True, check=False)
+
+    @property
+    def results(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.out / "eval" / "results.jsonl").read_text().splitlines()]
+
+    def answers(self, step: int) -> dict[int, str]:
+        """The last message of rollout 0 at each example."""
+        mine = [each for each in self.results if each["step"] == step and each["rollout"] == 0]
+        return {each["example"]: each["completion"][-1]["content"] for each in mine}
+
+
+@pytest.fixture
+def command(tiny_model_dir: Path, env: dict[str, str], tmp_path: Path) -> Command:
+    return Command(tiny_model_dir, env, tmp_path / "out")
+
+
+def test_base_and_checkpoints_are_evaluated_and_a_broken_one_stops_no_other(
+    command: Command, server_url: str, weights_dir: Path
+) -> None:
+    options = ["--client.base-url", server_url, "--weights-dir", weights_dir, "--num-examples", 3]
+    done = command.run(*options, "--rollouts-per-example", 2)
+    assert done.returncode == 1, done.stdout + done.stderr
+    table = [line.split()[:3] for line in done.stdout.splitlines() if line.startswith(("base ", "step "))]
+    assert [row[:2] for row in table] == [["base", "vowels"], ["step", "1"], ["step", "2"]]
+    assert f"Not evaluated in full: step 3: {server_url.removesuffix('/v1')} did not load the weights" in done.stdout
+    assert command.answers(0) == command.answers(1)
+    assert command.answers(0) != command.answers(2)
+    assert len(command.results) == 3 * 3 * 2
+    (summary, *_) = json.loads((command.out / "eval" / "summary.json").read_text())
+    rewards = [each["reward"] for each in command.results if each["step"] == 0]
+    assert summary["metrics"]["avg@2"] == pytest.approx(sum(rewards) / 6)
+    assert summary["metrics"]["pass@1"] == summary["metrics"]["avg@2"]
+    (record, *_) = map(json.loads, (command.out / "metrics.jsonl").read_text().splitlines())
+    assert (record["source"], record["step"]) == ("eval", 0)
+    assert record["eval/vowels/completion_len/mean"] <= 8
+
+
+def test_what_is_there_is_not_done_again(command: Command, server_url: str, weights_dir: Path) -> None:
+    options = ["--client.base-url", server_url, "--weights-dir", weights_dir, "--steps", 1]
+    assert command.run(*options, "--num-examples", 2).returncode == 0
+    first = (command.out / "eval" / "results.jsonl").read_bytes()
+    again = command.run(*options, "--num-examples", 4)
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert "base: 2 of 4 rollouts are there already" in again.stdout
+    assert (command.out / "eval" / "results.jsonl").read_bytes().startswith(first)
+    keys = [(each["step"], each["example"]) for each in command.results]
+    assert sorted(keys) == [(step, example) for step in (0, 1) for example in range(4)]
+
+    other = command.run(*options, "--sampling.top-p", 0.5)
+    assert other.returncode == 2
+    assert other.stderr == (
+        f"error: {command.out} holds results that were made with another sampling: choose another --output-dir\n"
+    )
+
+
+def test_a_stopped_evaluation_keeps_what_it_has(command: Command, server_url: str, weights_dir: Path) -> None:
+    options = ["--client.base-url", server_url, "--weights-dir", weights_dir, "--steps", 2, "--max-concurrent", 1]
+    argv = command.argv(*options, "--rollouts-per-example", 2, "--sampling.max-tokens", 200)
+    process = subprocess.Popen(argv, env=command.env, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    for line in process.stdout:
+        if "SUCCESS base" in line:
+            process.terminate()
+            break
+    process.communicate(timeout=60)
+    assert process.returncode == 143
+    assert len([each for each in command.results if each["step"] == 0]) == 16
+    assert len(command.results) < 32
+
+
+def test_a_server_of_its_own_that_cannot_start_is_told_at_once(command: Command) -> None:
+    done = command.run("--inference", "--model.name", "./no-such-model", "--device", "cpu")
+    assert done.returncode == 1
+    assert "the inference server exited with code 1; its last lines:" in done.stdout
+    assert "model path './no-such-model' does not exist" in done.stdout
+    assert "Traceback" not in done.stdout + done.stderr
+
+
+def test_an_environment_that_is_not_there_is_one_line(command: Command, server_url: str) -> None:
+    done = command.run("--client.base-url", server_url, "--environment-ids", "nowhere")
+    assert done.returncode == 1
+    assert "environment 'nowhere' does not import" in done.stdout
+    assert "Traceback" not in done.stdout + done.stderr
