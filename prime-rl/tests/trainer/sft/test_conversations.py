@@ -7,7 +7,9 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from prime_rl.configs.sft import LossMaskConfig
 from prime_rl.trainer.errors import DataError
-from prime_rl.trainer.sft.conversation import ConversationTokenizer, UnmaskableSample, check_columns
+from prime_rl.trainer.sft.chat_spans import UnmaskableSample
+from prime_rl.trainer.sft.conversation import ConversationTokenizer
+from prime_rl.trainer.sft.messages import check_columns
 
 SYSTEM = {"role": "system", "content": "be brief"}
 USER = {"role": "user", "content": "hi"}
@@ -32,14 +34,14 @@ def whole_text(tokenizer: PreTrainedTokenizerBase, row: dict) -> str:
 def test_the_answer_is_trained_and_its_header_is_not(tokenizer: PreTrainedTokenizerBase) -> None:
     row = {"prompt": [SYSTEM, USER], "completion": [ASSISTANT]}
     assert whole_text(tokenizer, row).endswith("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nyo<|im_end|>\n")
-    assert trained_text(tokenizer, row) == "yo<|im_end|>\n"
+    assert trained_text(tokenizer, row) == "yo<|im_end|>"
 
 
 def test_messages_and_prompt_with_completion_are_the_same(tokenizer: PreTrainedTokenizerBase) -> None:
     messages = [USER, ASSISTANT, USER, ASSISTANT]
     by_parts = {"prompt": messages[:3], "completion": messages[3:]}
     assert whole_text(tokenizer, {"messages": messages}) == whole_text(tokenizer, by_parts)
-    assert trained_text(tokenizer, {"messages": messages}) == "yo<|im_end|>\n" * 2
+    assert trained_text(tokenizer, {"messages": messages}) == "yo<|im_end|>" * 2
 
 
 def test_each_role_can_be_trained(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -47,7 +49,7 @@ def test_each_role_can_be_trained(tokenizer: PreTrainedTokenizerBase) -> None:
     header = "<|im_start|>assistant\n"
     assert trained_text(tokenizer, row, system=True, assistant=False) == "<|im_start|>system\nbe brief<|im_end|>\n"
     assert trained_text(tokenizer, row, user=True, assistant=False) == f"<|im_start|>user\nhi<|im_end|>\n{header}"
-    assert trained_text(tokenizer, row, system=True, user=True) == whole_text(tokenizer, row)
+    assert trained_text(tokenizer, row, system=True, user=True) + "\n" == whole_text(tokenizer, row)
 
 
 def test_strings_are_joined_without_a_template_and_end_with_the_end_token(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -56,9 +58,23 @@ def test_strings_are_joined_without_a_template_and_end_with_the_end_token(tokeni
     assert trained_text(tokenizer, row) == " 4<|im_end|>"
 
 
+def test_all_of_a_plain_text_is_trained(tokenizer: PreTrainedTokenizerBase) -> None:
+    assert trained_text(tokenizer, {"text": "to be"}, assistant=False) == "to be<|im_end|>"
+
+
+def test_nulls_that_columnar_files_fill_in_do_not_reach_the_template(tokenizer: PreTrainedTokenizerBase) -> None:
+    tokenizer.chat_template = "{{ tools | tojson }}{% for m in messages %}{{ m | tojson }}{% endfor %}"
+    call = {"function": {"name": "add", "arguments": {"x": 3, "of_another_tool": None}}, "type": None}
+    row = {
+        "messages": [USER, {"role": "assistant", "content": None, "tool_calls": [call]}],
+        "tools": [{"name": "add", "parameters": {"x": {"type": "int", "enum": None}, "of_another_tool": None}}],
+    }
+    assert "null" not in whole_text(tokenizer, row)
+
+
 def test_outer_blanks_of_a_message_are_dropped(tokenizer: PreTrainedTokenizerBase) -> None:
     row = {"messages": [USER, {"role": "assistant", "content": "\n yo \n"}]}
-    assert trained_text(tokenizer, row) == "yo<|im_end|>\n"
+    assert trained_text(tokenizer, row) == "yo<|im_end|>"
 
 
 def test_tools_reach_the_template_decoded(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -77,10 +93,12 @@ def test_tools_reach_the_template_decoded(tokenizer: PreTrainedTokenizerBase) ->
     ]
     row = {"messages": messages, "tools": '[{"name": "add"}]'}
     assert whole_text(tokenizer, row) == "[add]user:hi;assistant:add(3);tool:3;tool:4;assistant:yo;<|im_end|>"
-    assert trained_text(tokenizer, row, tool=True, assistant=False) == "tool:3;tool:4;<|im_end|>"
+    assert trained_text(tokenizer, row, tool=True, assistant=False) == "tool:3;tool:4;"
+    # No end token of the template's own: the appended one belongs to the last message.
+    assert trained_text(tokenizer, row) == "assistant:add(3);assistant:yo;<|im_end|>"
 
 
-def test_a_template_that_rewrites_earlier_turns_is_told_apart(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_a_template_that_cuts_earlier_turns_short_is_told_apart(tokenizer: PreTrainedTokenizerBase) -> None:
     tokenizer.chat_template = (
         "{% for m in messages %}{{ m.role }}:{{ m.content if loop.last else m.content[:1] }};{% endfor %}"
     )
@@ -92,8 +110,15 @@ def test_a_template_that_rewrites_earlier_turns_is_told_apart(tokenizer: PreTrai
     ("row", "said"),
     [
         ({"messages": [{"role": "wizard", "content": "x"}]}, "unknown role 'wizard'"),
-        ({"messages": ["hi"]}, "a message must be an object with a role"),
+        ({"messages": ["hi"]}, "message 1: must be an object with a role"),
         ({"messages": []}, "no messages"),
+        ({"messages": [USER, {"role": "assistant"}]}, "message 2: the assistant message has no `content`"),
+        ({"messages": [{"role": "user", "content": 7}]}, "message 1: `content` must be a text, but is 7"),
+        ({"messages": {"role": "user"}}, "`messages` must be a list"),
+        ({"messages": [{**ASSISTANT, "tool_calls": "[1]"}]}, "message 1: `tool_calls` must be a list of objects"),
+        ({"messages": [USER, ASSISTANT], "tools": {"name": "add"}}, "`tools` must be a list"),
+        ({"messages": None, "id": 3}, "the row has id"),
+        ({"prompt": "2 + 2 =", "completion": None}, "`completion` is missing"),
         ({"prompt": [USER], "completion": "yo"}, "must both be message lists or both be strings"),
         ({"messages": [USER, ASSISTANT], "tools": "[{]"}, "tools: not valid JSON"),
     ],
@@ -110,5 +135,5 @@ def test_a_tokenizer_without_a_template_is_refused(tokenizer: PreTrainedTokenize
 
 
 def test_a_dataset_without_conversations_is_named_with_its_columns() -> None:
-    with pytest.raises(DataError, match="the columns are text, label"):
-        check_columns("somewhere", {"text": "", "label": 1})
+    with pytest.raises(DataError, match="the columns are question, label"):
+        check_columns("somewhere", {"question": "", "label": 1})

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from itertools import takewhile
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import jinja2
@@ -34,6 +34,14 @@ _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 class UnmaskableSample(Exception):
     """Nothing tells which characters of the text are a message's."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Chat:
+    messages: Sequence[Message]
+    kwargs: dict[str, Any]
+    text: str
+    """All of it, as the template renders it."""
 
 
 class ChatSpans:
@@ -62,80 +70,78 @@ class ChatSpans:
         flags = [self.trained_roles[message["role"]] for message in messages]
         if any(flag for flag, message in zip(flags, messages, strict=True) if message["role"] != "assistant"):
             text = self._render(messages, kwargs)
-            return text, self._spans(messages, kwargs, text)
+            return text, self._spans(_Chat(messages, kwargs, text))
         if not any(flags):
             return self._render(messages, kwargs), []
         text, marked = self._render_marked(messages, kwargs)
         if marked is not None:
             return text, [(begin, self._settled(text, begin, end)) for begin, end in marked]
-        return text, self._spans(messages, kwargs, text)
+        return text, self._spans(_Chat(messages, kwargs, text))
 
     def ends_by_itself(self, text: str) -> bool:
         """Whether the template has written an end token behind the last message."""
         return self._ends_with_special.search(text.rstrip()) is not None
 
-    def _spans(self, messages: Sequence[Message], kwargs: dict[str, Any], text: str) -> list[Span]:
-        generated = self._assistant_spans(messages, kwargs, text)
+    def _spans(self, chat: _Chat) -> list[Span]:
+        generated = self._generated_spans(chat)
         spans, begin = [], 0
-        for index, message in enumerate(messages):
+        for index, message in enumerate(chat.messages):
             if index in generated:
                 start, end = generated[index]
             else:
-                start, end = begin, self._end_of_other(messages, index, kwargs, text, generated)
+                start, end = begin, self._end_of_other(chat, index, generated, begin)
             if self.trained_roles[message["role"]]:
                 spans.append((start, end))
             begin = end
         return spans
 
-    def _assistant_spans(self, messages: Sequence[Message], kwargs: dict[str, Any], text: str) -> dict[int, Span]:
+    def _generated_spans(self, chat: _Chat) -> dict[int, Span]:
+        """Span of each of the assistant's messages, by its index."""
         spans, after = {}, 0
-        for index, message in enumerate(messages):
+        for index, message in enumerate(chat.messages):
             if message["role"] == "assistant":
-                spans[index] = self._assistant_span(messages, index, kwargs, text, after)
+                start, end = self._prefix_span(chat, index, after) or self._compared_span(chat, index, after)
+                spans[index] = start, self._settled(chat.text, start, end)
                 after = spans[index][1]
         return spans
 
-    def _end_of_other(
-        self, messages: Sequence[Message], index: int, kwargs: dict[str, Any], text: str, generated: dict[int, Span]
-    ) -> int:
+    def _end_of_other(self, chat: _Chat, index: int, generated: Mapping[int, Span], begin: int) -> int:
         """Where a message that is not the assistant's ends. Of neighbours with the same flag, the last one has all."""
-        if index + 1 == len(messages):
-            return len(text)
+        if index + 1 == len(chat.messages):
+            return len(chat.text)
         if index + 1 in generated:
             return generated[index + 1][0]
-        if self.trained_roles[messages[index + 1]["role"]] == self.trained_roles[messages[index]["role"]]:
-            return max((span[1] for at, span in generated.items() if at < index), default=0)
-        end = self._prefix_length(messages[: index + 1], kwargs, text, add_generation_prompt=False)
+        flags = [self.trained_roles[message["role"]] for message in chat.messages[index : index + 2]]
+        if flags[0] == flags[1]:
+            return begin
+        end = self._prefix_length(chat, index + 1, add_generation_prompt=False)
         if end is None:
             raise UnmaskableSample
         return end
 
-    def _assistant_span(
-        self, messages: Sequence[Message], index: int, kwargs: dict[str, Any], text: str, after: int
-    ) -> Span:
-        """What the assistant generates in message `index`; the messages before it end at `after` or later."""
-        start = self._prefix_length(messages[:index], kwargs, text, add_generation_prompt=True)
-        end: int | None = len(text)
-        if index + 1 < len(messages):
-            end = self._prefix_length(messages[: index + 1], kwargs, text, add_generation_prompt=False)
-        if start is None or end is None or not after <= start <= end:
-            start, end = self._compared_span(messages, index, kwargs, text, after)
-        return start, self._settled(text, start, end)
+    def _prefix_span(self, chat: _Chat, index: int, after: int) -> Span | None:
+        """The span of an assistant's message, found by rendering what comes before it, and that with the message."""
+        start = self._prefix_length(chat, index, add_generation_prompt=True)
+        end: int | None = len(chat.text)
+        if index + 1 < len(chat.messages):
+            end = self._prefix_length(chat, index + 1, add_generation_prompt=False)
+        return None if start is None or end is None or not after <= start <= end else (start, end)
 
-    def _compared_span(
-        self, messages: Sequence[Message], index: int, kwargs: dict[str, Any], text: str, after: int
-    ) -> Span:
-        """The span of an assistant's message, found by putting a mark in its place."""
-        marked_message = {**messages[index], "content": _MARK}
-        marked_message.pop("tool_calls", None)
-        marked = [*messages[:index], marked_message, *messages[index + 1 :]]
-        before, mark, behind = self._render_or_skip(marked, kwargs).partition(_MARK)
-        if not mark or _MARK in behind or not text.endswith(behind):
+    def _compared_span(self, chat: _Chat, index: int, after: int) -> Span:
+        """The same, found by putting a mark in the message's place."""
+        marked = {**chat.messages[index], "content": _MARK}
+        marked.pop("tool_calls", None)
+        try:
+            text = self._render([*chat.messages[:index], marked, *chat.messages[index + 1 :]], chat.kwargs)
+        except DataError as error:
+            raise UnmaskableSample from error
+        before, mark, behind = text.partition(_MARK)
+        if not mark or _MARK in behind or not chat.text.endswith(behind):
             raise UnmaskableSample
-        end = len(text) - len(behind)
-        common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(before, text[:end], strict=False)))
-        header = self._header(messages[:index], kwargs)
-        at = text.rfind(header, after, common) if header else -1
+        end = len(chat.text) - len(behind)
+        common = _common_length(before, chat.text[:end])
+        header = self._header(chat.messages[:index], chat.kwargs)
+        at = chat.text.rfind(header, after, common) if header else -1
         start = at + len(header) if at >= 0 else common
         if not after <= start <= end or (at < 0 and common < len(before)):
             raise UnmaskableSample
@@ -158,21 +164,13 @@ class ChatSpans:
         following = self._special_next.match(text, end)
         return following.end() if following else end
 
-    def _prefix_length(
-        self, messages: Sequence[Message], kwargs: dict[str, Any], text: str, *, add_generation_prompt: bool
-    ) -> int | None:
-        """Characters that these messages take of `text`; None when their own text is not how it starts."""
+    def _prefix_length(self, chat: _Chat, count: int, *, add_generation_prompt: bool) -> int | None:
+        """Characters that the first `count` messages take of the text; None when theirs is not how it starts."""
         try:
-            start = self._render(messages, kwargs, add_generation_prompt=add_generation_prompt)
+            start = self._render(chat.messages[:count], chat.kwargs, add_generation_prompt=add_generation_prompt)
         except DataError:
             return None
-        return len(start) if text.startswith(start) else None
-
-    def _render_or_skip(self, messages: Sequence[Message], kwargs: dict[str, Any]) -> str:
-        try:
-            return self._render(messages, kwargs)
-        except DataError as error:
-            raise UnmaskableSample from error
+        return len(start) if chat.text.startswith(start) else None
 
     def _render(self, messages: Sequence[Message], kwargs: dict[str, Any], add_generation_prompt: bool = False) -> str:
         self._check_template()
@@ -206,3 +204,9 @@ class ChatSpans:
     def _check_template(self) -> None:
         if self.tokenizer.chat_template is None:
             raise DataError("the tokenizer has no chat template: set tokenizer.chat_template")
+
+
+def _common_length(one: str, other: str) -> int:
+    """Length of the longest common start."""
+    limit = min(len(one), len(other))
+    return next((index for index in range(limit) if one[index] != other[index]), limit)
