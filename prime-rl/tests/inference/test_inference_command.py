@@ -7,10 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import httpx
 import pytest
 
 from prime_rl.configs.inference import InferenceConfig
 from prime_rl.inference.server import choose_backend, embedded_faults
+from prime_rl.utils.process import reserved_ports
 from prime_rl.utils.pydantic_config import load_config
 
 
@@ -79,3 +81,26 @@ def test_a_taken_port_is_found_before_the_model_loads(tiny_model_dir: Path) -> N
         done = inference("--backend", "embedded", "--model.name", str(tiny_model_dir), "--server.port", port)
     assert done.returncode == 1
     assert f"127.0.0.1:{port}: Address already in use" in done.stdout
+
+
+def answer_while_loading(port: int) -> httpx.Response:
+    """The first answer to a health check; nothing listens at first."""
+    while True:
+        try:
+            return httpx.get(f"http://127.0.0.1:{port}/health")
+        except httpx.ConnectError:
+            continue
+
+
+def test_a_server_that_still_loads_says_so_and_stops_when_told(tiny_model_dir: Path) -> None:
+    with reserved_ports(1) as (port,):
+        argv = [sys.executable, "-m", "prime_rl.inference.server", "--model.name", str(tiny_model_dir)]
+        argv += ["--backend", "embedded", "--server.host", "127.0.0.1", "--server.port", str(port)]
+        process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        answer = answer_while_loading(port)
+    assert answer.status_code == 503
+    assert answer.json()["error"]["type"] == "ServiceUnavailableError"
+    process.terminate()
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, output
+    assert "Traceback" not in output

@@ -7,11 +7,13 @@ fails, 2 for a config that it cannot honour.
 from __future__ import annotations
 
 import importlib.util
+import logging
+import os
 import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 from prime_rl.configs.inference import InferenceConfig
 from prime_rl.configs.not_built import refuse_unbuilt
@@ -51,7 +53,9 @@ def main() -> None:
         sys.stderr.writelines(f"error: {fault}\n" for fault in faults)
         raise SystemExit(2)
     get_logger().info(f"Inference engine: {backend} ({reason})")
-    raise SystemExit(_serve_vllm(config, extras) if backend == "vllm" else _serve_embedded(config))
+    if backend == "vllm":
+        raise SystemExit(_serve_vllm(config, extras))
+    _leave(_serve_embedded(config))
 
 
 def choose_backend(
@@ -112,6 +116,15 @@ def _serve_embedded(config: InferenceConfig) -> int:
         get_logger().error(f"Inference cannot listen on {config.server.host}:{config.server.port}: {exc.strerror}")
         return 1
     return 0
+
+
+def _leave(status: int) -> NoReturn:
+    """End the process at once: taking torch and Transformers apart takes seconds, and a model that is still loading in
+    its thread cannot be interrupted."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def _bound_socket(config: InferenceConfig) -> socket.socket:

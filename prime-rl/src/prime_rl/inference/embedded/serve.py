@@ -48,7 +48,8 @@ class EmbeddedServer(uvicorn.Server):
             signal.signal(number, lambda *_: None)
         self._engine_thread.start()
         self.run(sockets=[listener])
-        self._engine_thread.join(timeout=_GRACE_S)
+        if self.api.service is not None:
+            self._engine_thread.join(timeout=_GRACE_S)
         if self.failure is not None:
             raise self.failure
 

@@ -1,0 +1,51 @@
+"""From our config to vLLM's arguments. Needs no vLLM: any parser stands for vLLM's own."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser
+
+import pytest
+
+from prime_rl.configs.inference import InferenceConfig
+from prime_rl.inference.vllm.arguments import WORKER_EXTENSION, tool_call_parser, vllm_arguments
+from prime_rl.utils.pydantic_config import load_config
+
+
+def parser() -> ArgumentParser:
+    made = ArgumentParser()
+    made.add_argument("--max-model-len", type=int, default=77)
+    made.add_argument("--seed", type=int, default=1)
+    made.add_argument("--swap-space", type=float, default=4.0)
+    return made
+
+
+def test_the_config_sets_arguments_and_leaves_the_rest_to_vllm() -> None:
+    config = load_config(InferenceConfig, [], {"seed": 5, "parallel": {"tp": 2}})
+    args = vllm_arguments(config, [], parser())
+    assert (args.seed, args.max_model_len, args.tensor_parallel_size) == (5, 77, 2)
+    assert args.logprobs_mode == "processed_logprobs"
+    assert args.worker_extension_cls == WORKER_EXTENSION
+
+
+def test_raw_options_win_over_the_config() -> None:
+    config = load_config(InferenceConfig, [], {"seed": 5})
+    args = vllm_arguments(config, ["--seed", "6", "--swap-space", "0"], parser())
+    assert (args.seed, args.swap_space) == (6, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("setting", "model", "expected"),
+    [
+        ("auto", "Qwen/Qwen3-0.6B", "hermes"),
+        ("auto", "zai-org/GLM-4.5-Air", "glm45"),
+        ("auto", "someone/else", None),
+        ("mistral", "Qwen/Qwen3-0.6B", "mistral"),
+        (None, "Qwen/Qwen3-0.6B", None),
+    ],
+)
+def test_tool_calls_are_parsed_by_the_familys_parser(setting, model, expected) -> None:
+    assert tool_call_parser(setting, model) == expected
+    config = load_config(InferenceConfig, [], {"model": {"name": model, "tool_call_parser": setting}})
+    args = vllm_arguments(config, [], parser())
+    assert getattr(args, "tool_call_parser", None) == expected
+    assert getattr(args, "enable_auto_tool_choice", False) == (expected is not None)
