@@ -162,6 +162,8 @@ def submit(job: BatchJob, env: dict[str, str]) -> None:
     if answer.returncode != 0 and job_id is None:
         complaints = complained.splitlines() or [f"sbatch ended with exit code {answer.returncode}"]
         raise MedarcError(*complaints, f"nothing was submitted; the script stays: {job.script}")
+    for line in complained.splitlines():
+        warn(line)
     say(said)
     if job_id is not None:
         say(f"log: {log_file(job.paths, job_id[0])}")
