@@ -25,8 +25,8 @@ from prime_rl.utils.paths import RunPaths, stable_steps
 from prime_rl.utils.process.ports import reserved_ports
 
 MODULE = "prime_rl.trainer.rl.train"
-UNEVEN_LENGTHS = (400, 31, 250, 390, 380, 120, 395, 300, 60, 370, 385, 45)
-"""3,126 tokens: two rows of 2,048, of which the second is half empty."""
+UNEVEN_LENGTHS = 2 * (400, 31, 250, 390, 380, 120, 395, 300, 60, 370, 385, 45)
+"""6,252 tokens: four rows of 2,048, of which the last is almost empty; each of two processes adds up two."""
 
 
 def batch(step: int) -> TrainingBatch:
@@ -204,7 +204,8 @@ def test_a_resumed_run_ends_bit_equal(whole_run, stopped_run, tiny_model_dir) ->
     options = ("--max-steps", "2", "--ckpt.resume-step", "1")
     result = trained(stopped_run, tiny_model_dir, *options)
     assert result.returncode == 0, result.stdout + result.stderr
-    receipt = f"Resumed from {paths.trainer_checkpoint(1)}: step 1, {sum(UNEVEN_LENGTHS)} tokens, 12 samples"
+    seen = f"{sum(UNEVEN_LENGTHS)} tokens, {len(UNEVEN_LENGTHS)} samples"
+    receipt = f"Resumed from {paths.trainer_checkpoint(1)}: step 1, {seen}"
     assert receipt in result.stdout
     assert stable_steps(paths.orchestrator.broadcasts) == [1, 2]
     assert not stale.exists()
