@@ -235,3 +235,42 @@ def test_one_demonstration_in_four_is_right() -> None:
         right.append(closeness(value, expected, calculator.tolerance(expected)))
     share = statistics.fmean(score == 1.0 for score in right)
     assert 0.24 < share < 0.29
+
+
+def train(kind: str, output_dir: Path, *options: str) -> list[dict[str, Any]]:
+    """Run the example's CPU file as its README says; the records of the run's metrics."""
+    words = ["@"] if kind == "sft" else []
+    program = Path(sys.executable).with_name("medarc_train")
+    argv = [program, kind, *words, MED_CALC / f"{kind}_cpu.toml", "--output-dir", output_dir, *options]
+    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return list(map(json.loads, (output_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()))
+
+
+def values(records: list[dict[str, Any]], name: str) -> list[float]:
+    return [record[name] for record in records if name in record]
+
+
+def test_the_sft_file_trains_what_the_shipped_checkpoint_is_made_of(tmp_path: Path) -> None:
+    short = ("--scheduler.warmup-steps", "1", "--scheduler.decay-steps", "1")
+    losses = values(train("sft", tmp_path, "--max-steps", "4", *short), "loss/mean")
+    assert losses[-1] < losses[0]
+    shipped = {path.name for path in (MED_CALC / "checkpoint").iterdir()}
+    assert shipped <= {path.name for path in (tmp_path / "weights" / "step_4").iterdir()}
+
+
+def test_the_rl_file_runs_from_the_shipped_checkpoint(tmp_path: Path) -> None:
+    records = train("rl", tmp_path, "--max-steps", "2")
+    rewards = values(records, "reward/mean")
+    assert len(rewards) == 2
+    # The demonstrations are right one time in four, and so is a model that has learned from them alone.
+    assert all(0.05 < reward < 0.5 for reward in rewards)
+    assert (tmp_path / "weights" / "step_2" / "model.safetensors").is_file()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_rl_file_learns(tmp_path: Path) -> None:
+    rewards = values(train("rl", tmp_path), "reward/mean")
+    assert statistics.fmean(rewards[:5]) < 0.35
+    assert statistics.fmean(rewards[-10:]) > 0.7
