@@ -20,7 +20,12 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
+from prime_rl.configs.orchestrator import OrchestratorConfig
+from prime_rl.orchestrator.orchestrator import run
 from prime_rl.orchestrator.rollout import ExampleRef, Rollout, Turn
+from prime_rl.utils.logger import setup_logger
+from prime_rl.utils.paths import OrchestratorPaths
+from prime_rl.utils.pydantic_config import load_config
 
 MODEL = "letters"
 END = 3
@@ -249,6 +254,29 @@ def model_dir(tmp_path: Path) -> Path:
     directory.mkdir()
     (directory / "config.json").write_text(json.dumps({"vocab_size": 128}))
     return directory
+
+
+@pytest.fixture
+def orchestrate(tmp_path: Path, policy_server, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
+    """Runs to the end with these settings; exit code and log."""
+
+    def finish(**settings: Any) -> tuple[int, str]:
+        defaults = {
+            "output_dir": tmp_path / "run_default",
+            "max_steps": 1,
+            "batch_size": 4,
+            "rollouts_per_example": 2,
+            "model": {"name": "letters"},
+            "client": {"base_url": [policy_server.url]},
+            "env": [{"id": "letters-env"}],
+            "filters": [{"type": "repetition"}],
+            "log": {"vf_level": "critical"},
+        }
+        config = load_config(OrchestratorConfig, overrides=defaults | settings)
+        setup_logger("info")
+        return run(config, OrchestratorPaths(config.output_dir)), capsys.readouterr().out
+
+    return finish
 
 
 def make_turn(prompt: Sequence[int], completion: Sequence[int], logprob: float = -1.0) -> Turn:

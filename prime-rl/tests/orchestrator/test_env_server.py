@@ -13,7 +13,7 @@ import pytest
 from prime_rl.configs.orchestrator import EnvConfig
 from prime_rl.configs.shared import ClientConfig, LogConfig
 from prime_rl.orchestrator.client import InferencePool
-from prime_rl.orchestrator.env_server import main
+from prime_rl.orchestrator.env_server import PARENT_VARIABLE, main
 from prime_rl.orchestrator.envs import load_environments
 from prime_rl.orchestrator.rollout import ExampleRef
 from prime_rl.orchestrator.sampling import SamplingConfig, train_sampling_args
@@ -45,7 +45,16 @@ async def test_an_environment_answers_from_a_process_of_its_own(
         await pool.close()
     assert [rollout.reward for rollout in rollouts] == [1.0, 1.0]
     assert bytes(rollouts[0].turns[0].completion_ids) == b"olleh\x03"
-    assert (tmp_path / "logs" / "train" / "letters-env" / "env_server.log").is_file()
+    assert (tmp_path / "logs" / "train" / "letters-env.log").is_file()
+
+
+def test_a_server_does_not_stay_without_the_orchestrator_that_started_it(
+    environments_dir: Path, tmp_path: Path, unused_tcp_port: int
+) -> None:
+    arguments = ["--env.id", "letters-env", "--env.address", f"tcp://127.0.0.1:{unused_tcp_port}"]
+    variables = {**os.environ, "PYTHONPATH": str(environments_dir), PARENT_VARIABLE: str(os.getppid())}
+    ended = subprocess.run([COMMAND, *arguments, "--output-dir", str(tmp_path)], env=variables, timeout=120)
+    assert ended.returncode == 143
 
 
 def test_an_environment_that_does_not_import_is_one_line_and_exit_1(

@@ -4,42 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from prime_rl.configs.orchestrator import OrchestratorConfig
-from prime_rl.orchestrator.orchestrator import run
-from prime_rl.utils.logger import setup_logger
-from prime_rl.utils.paths import OrchestratorPaths
-from prime_rl.utils.pydantic_config import load_config
-
 pytestmark = pytest.mark.usefixtures("importable_environments")
-
-
-@pytest.fixture
-def orchestrate(tmp_path: Path, policy_server, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
-    """Runs to the end with these settings; exit code and log."""
-
-    def finish(**settings: Any) -> tuple[int, str]:
-        defaults = {
-            "output_dir": tmp_path / "run_default",
-            "max_steps": 1,
-            "batch_size": 4,
-            "rollouts_per_example": 2,
-            "model": {"name": "letters"},
-            "client": {"base_url": [policy_server.url]},
-            "env": [{"id": "letters-env"}],
-            "filters": [{"type": "repetition"}],
-            "log": {"vf_level": "critical"},
-        }
-        config = load_config(OrchestratorConfig, overrides=defaults | settings)
-        setup_logger("info")
-        return run(config, OrchestratorPaths(config.output_dir)), capsys.readouterr().out
-
-    return finish
 
 
 def test_when_every_group_fails_the_log_has_the_reason_and_where_it_was(orchestrate) -> None:

@@ -270,6 +270,9 @@ class OrchestratorConfig(RootConfig):
     env: list[EnvConfig] = Field([EnvConfig()])
     """Training environments."""
 
+    env_servers: bool = False
+    """Run each environment that has no `address` in a process of its own, for environments that compute for long."""
+
     eval: EvalConfig | None = None
     """Evaluation during training; None is off."""
 

@@ -95,7 +95,7 @@ class EnvConfig(BaseConfig):
     """Name in logs and metrics; None is the id."""
 
     address: str | None = None
-    """A running environment server; None starts one."""
+    """A running environment server; None starts one with `env_servers`, and else runs it in the orchestrator."""
 
     extra_env_kwargs: dict[str, Any] = Field({})
     """Arguments that the system sets: `seq_len` and `score_rollouts` come from the orchestrator."""

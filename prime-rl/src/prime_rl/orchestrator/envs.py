@@ -32,7 +32,7 @@ class Environment:
     def __init__(self, name: str, env: vf.Environment, address: str | None, split: Split = "train") -> None:
         self.name = name
         self.address = address
-        self._env = env
+        self.vf_env = env
         self._rows: Dataset = env.get_dataset() if split == "train" else env.get_eval_dataset()
 
     def __len__(self) -> int:
@@ -40,7 +40,7 @@ class Environment:
 
     def held_out(self) -> Self:
         """The same environment with its rows for evaluation."""
-        return type(self)(self.name, self._env, self.address, "eval")
+        return type(self)(self.name, self.vf_env, self.address, "eval")
 
     def fingerprint(self, row: int, keys: Sequence[str]) -> str:
         """Tells a row from others, also in another version of the dataset."""
@@ -61,7 +61,7 @@ class Environment:
             raise EnvironmentFault(
                 f"the server of environment {self.name!r} at {self.address} does not answer"
             ) from error
-        self._env.env_client = client
+        self.vf_env.env_client = client
 
     async def run_group(
         self, example: ExampleRef, size: int, server: InferenceServer, sampling_args: dict[str, Any], version: int
@@ -90,9 +90,9 @@ class Environment:
 
         verifiers tries again up to `max_retries` times after a fault of a server or a sandbox.
         """
-        outputs = await self._env.run_group(
+        outputs = await self.vf_env.run_group(
             [self._rows[example.row]] * size,
-            server.client if self._env.env_client is None else server.client_config,
+            server.client if self.vf_env.env_client is None else server.client_config,
             server.model,
             sampling_args,
             max_retries,
@@ -102,8 +102,8 @@ class Environment:
         return [read_rollout(output, example, temperature, version) for output in outputs]
 
     async def close(self) -> None:
-        if self._env.env_client is not None:
-            await self._env.env_client.close()
+        if self.vf_env.env_client is not None:
+            await self.vf_env.env_client.close()
 
 
 def load_environments(
@@ -116,19 +116,42 @@ def load_environments(
     Raises:
         EnvironmentFault: one does not import, fails to load, has no rows, or shares its name with another.
     """
-    vf.setup_logging(log.vf_level, json_logging=log.json_logging)
-    if not sys.stderr.isatty():
-        disable_progress_bars()
-    # It repeats as several log lines what `_load` says in one.
-    logging.getLogger("verifiers.utils.env_utils").setLevel(logging.CRITICAL)
+    setup_verifiers_logging(log)
     environments: dict[str, Environment] = {}
     for index, config in enumerate(configs):
         place = f"orchestrator.{key}[{index}]"
         name = config.name or config.id
         if name in environments:
             raise EnvironmentFault(f"{place}: the name {name!r} is taken; give it a `name` of its own")
-        environments[name] = _load(config, name, place, split)
+        environments[name] = _with_rows(load_environment(config, place), config, place, split)
     return environments
+
+
+def load_environment(config: EnvConfig, place: str) -> vf.Environment:
+    """The environment as verifiers knows it; its dataset may not be built yet.
+
+    Raises:
+        EnvironmentFault: it does not import, or fails to load.
+    """
+    try:
+        env = vf.load_environment(module_id(config.id), **config.args)
+        env.set_kwargs(**environment_arguments(config.extra_env_kwargs))
+    except ValueError as error:  # verifiers turns every failed import into one
+        raise EnvironmentFault(
+            f"{place}: environment {config.id!r} does not import: {error.__cause__ or error}; "
+            "install its package into this Python environment, or correct `id`"
+        ) from error
+    except Exception as error:  # an environment's own code may raise anything
+        raise EnvironmentFault(f"{place}: {_one_line(error)}") from error
+    return env
+
+
+def setup_verifiers_logging(log: LogConfig) -> None:
+    vf.setup_logging(log.vf_level, json_logging=log.json_logging)
+    if not sys.stderr.isatty():
+        disable_progress_bars()
+    # It repeats as several log lines what `load_environment` says in one.
+    logging.getLogger("verifiers.utils.env_utils").setLevel(logging.CRITICAL)
 
 
 def environment_arguments(extra_env_kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -141,25 +164,16 @@ def module_id(env_id: str) -> str:
     return env_id.partition("@")[0]
 
 
-def _load(config: EnvConfig, name: str, place: str, split: Split) -> Environment:
+def _with_rows(env: vf.Environment, config: EnvConfig, place: str, split: Split) -> Environment:
     try:
-        env = vf.load_environment(module_id(config.id), **config.args)
-    except ValueError as error:  # verifiers turns every failed import into one
-        raise EnvironmentFault(
-            f"{place}: environment {config.id!r} does not import: {error.__cause__ or error}; "
-            "install its package into this Python environment, or correct `id`"
-        ) from error
-    except Exception as error:  # an environment's own code may raise anything
-        raise EnvironmentFault(f"{place}: {_one_line(error)}") from error
-    try:
-        env.set_kwargs(**environment_arguments(config.extra_env_kwargs))
-        environment = Environment(name, env, config.address, split)
+        environment = Environment(config.name or config.id, env, config.address, split)
     except Exception as error:  # building the dataset is the environment's own code
         raise EnvironmentFault(
             f"{place}: the dataset of environment {config.id!r} fails: {_one_line(error)}"
         ) from error
     if not len(environment):
-        raise EnvironmentFault(f"{place}: environment {config.id!r} has no {split} rows")
+        purpose = "training" if split == "train" else "evaluation"
+        raise EnvironmentFault(f"{place}: environment {config.id!r} has no rows for {purpose}")
     return environment
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import sys
 from collections.abc import Iterator, Mapping
@@ -11,6 +12,7 @@ from itertools import chain
 from prime_rl.configs.orchestrator import BufferConfig, OrchestratorConfig
 from prime_rl.orchestrator.buffer import Buffer
 from prime_rl.orchestrator.client import InferencePool
+from prime_rl.orchestrator.env_processes import EnvServers
 from prime_rl.orchestrator.envs import Environment, load_environments
 from prime_rl.orchestrator.evaluation import EvalSchedule, EvalSet, Evaluator
 from prime_rl.orchestrator.policy import Policy
@@ -38,6 +40,19 @@ class Environments:
             if sizes:
                 get_logger().info(f"{purpose} environments: {', '.join(sizes)}")
         return cls(train, evals)
+
+    async def start_servers(self, config: OrchestratorConfig, servers: EnvServers) -> None:
+        """Start a process for each environment that has none yet."""
+        await servers.start("train", config.env, self.train.values(), config.log)
+        if config.eval is not None:
+            await servers.start("eval", config.eval.env, self.eval.values(), config.log)
+
+    async def connect(self) -> None:
+        """Raises EnvironmentFault when an environment's server does not answer."""
+        await asyncio.gather(*(environment.connect() for environment in self))
+
+    async def close(self) -> None:
+        await asyncio.gather(*(environment.close() for environment in self))
 
     def __iter__(self) -> Iterator[Environment]:
         return chain(self.train.values(), self.eval.values())

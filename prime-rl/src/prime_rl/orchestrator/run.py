@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Coroutine, Sequence
 from contextlib import AsyncExitStack
+from typing import Any
 
 from prime_rl.configs.orchestrator import CheckpointConfig, OrchestratorConfig
 from prime_rl.orchestrator.advantage import setup_advantage
@@ -12,6 +14,7 @@ from prime_rl.orchestrator.batch import BatchTarget
 from prime_rl.orchestrator.buffer import Buffer
 from prime_rl.orchestrator.ckpt import Checkpoints, Progress, restore
 from prime_rl.orchestrator.client import InferencePool
+from prime_rl.orchestrator.env_processes import EnvServers
 from prime_rl.orchestrator.filters import setup_filters
 from prime_rl.orchestrator.parts import (
     Environments,
@@ -64,16 +67,18 @@ async def _run(config: OrchestratorConfig, environments: Environments, resume_st
         closing.callback(sender.close)
         pool = InferencePool(config.client, config.model.name)
         closing.push_async_callback(pool.close)
+        servers = EnvServers(paths)
+        closing.push_async_callback(servers.close)
+        if config.env_servers:
+            await environments.start_servers(config, servers)
         run = RunPaths.of_orchestrator(config.output_dir)
         # Starting W&B takes seconds, which pass while the servers come up.
         monitor, held_version = await asyncio.gather(
             asyncio.to_thread(setup_monitor, config, run, paths), pool.wait_ready(config.use_token_client)
         )
         closing.push(lambda kind, error, trace: monitor.close(int(kind is not None)))
-        for environment in environments:
-            closing.push_async_callback(environment.close)
-            await environment.connect()
-
+        closing.push_async_callback(environments.close)
+        await servers.guard(environments.connect())
         checkpoints = Checkpoints(run, paths)
         progress = await _start(config.ckpt, checkpoints, buffer, pool, resume_step, held_version)
         if config.max_steps is not None and progress.step >= config.max_steps:
@@ -98,7 +103,7 @@ async def _run(config: OrchestratorConfig, environments: Environments, resume_st
             evaluator=make_evaluator(config, environments.eval, policy, pool, monitor, rollout_log),
             validator=make_validator(config, environments.train, pool),
         )
-        await _run_steps(steps, progress, pool)
+        await _run_steps(steps, progress, [policy.follow(), pool.watch(), servers.watch(), steps.lag.measure()])
     get_logger().log(SUCCESS, "Orchestrator finished.")
     return 0
 
@@ -133,13 +138,13 @@ async def _start(
     return progress
 
 
-async def _run_steps(steps: Steps, progress: Progress, pool: InferencePool) -> None:
+async def _run_steps(steps: Steps, progress: Progress, beside: Sequence[Coroutine[Any, Any, None]]) -> None:
     """Run the steps, and what goes on beside them; the first failure of any ends all, and is raised."""
     try:
         async with asyncio.TaskGroup() as group:
-            beside = [group.create_task(each) for each in (steps.policy.follow(), pool.watch(), steps.lag.measure())]
+            tasks = [group.create_task(each) for each in beside]
             await steps.run(progress)
-            for task in beside:
+            for task in tasks:
                 task.cancel()
     except BaseExceptionGroup as failures:
         raise failures.exceptions[0]  # noqa: B904 - its own cause says more than the group
