@@ -33,7 +33,7 @@ def start(config: OfflineEvalConfig, candidates: Sequence[Candidate], host: Loca
         server = None
         if config.inference is not None:
             server = closing.enter_context(own_server(config.inference, paths, host))
-        environments = load_environments(config.environments, config.log, split="eval")
+        environments = load_environments(config.environments, config.log, "env", "eval")
         results = closing.enter_context(ResultsFile(EvalPaths(config.output_dir).results))
         monitor = _setup_monitor(config, paths)
         closing.push(lambda kind, error, trace: monitor.close(int(kind is not None)))

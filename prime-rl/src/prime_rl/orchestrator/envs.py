@@ -107,9 +107,9 @@ class Environment:
 
 
 def load_environments(
-    configs: Sequence[EnvConfig], log: LogConfig, key: str = "env", split: Split = "train"
+    configs: Sequence[EnvConfig], log: LogConfig, key: str = "orchestrator.env", split: Split = "train"
 ) -> dict[str, Environment]:
-    """Load every configured environment, by name. `key` is where the config has them, below `orchestrator`.
+    """Load every configured environment, by name. `key` is where the config has them.
 
     Call it in the main thread: verifiers installs signal handlers when an environment is made.
 
@@ -119,7 +119,7 @@ def load_environments(
     setup_verifiers_logging(log)
     environments: dict[str, Environment] = {}
     for index, config in enumerate(configs):
-        place = f"orchestrator.{key}[{index}]"
+        place = f"{key}[{index}]"
         name = config.name or config.id
         if name in environments:
             raise EnvironmentFault(f"{place}: the name {name!r} is taken; give it a `name` of its own")

@@ -34,7 +34,7 @@ class Environments:
     def load(cls, config: OrchestratorConfig) -> Environments:
         """Load them, and say so. Call it in the main thread: verifiers installs signal handlers."""
         train = load_environments(config.env, config.log)
-        evals = load_environments(config.eval.env, config.log, "eval.env", "eval") if config.eval else {}
+        evals = load_environments(config.eval.env, config.log, "orchestrator.eval.env", "eval") if config.eval else {}
         for purpose, environments in (("Training", train), ("Evaluation", evals)):
             sizes = [f"{name} ({len(environment)} rows)" for name, environment in environments.items()]
             if sizes:
