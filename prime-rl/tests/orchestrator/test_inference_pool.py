@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ from verifiers.types import UserMessage
 
 from prime_rl.configs.shared import ClientConfig
 from prime_rl.orchestrator.chat_client import ChatChannel
-from prime_rl.orchestrator.client import InferencePool
+from prime_rl.orchestrator.client import WATCH_INTERVAL_S, InferencePool
 from prime_rl.orchestrator.errors import InferenceFault
 from prime_rl.orchestrator.sampling import SamplingConfig, train_sampling_args
 
@@ -80,6 +81,62 @@ async def test_a_server_that_refuses_weights_is_one_line(serve, policy_server) -
     pool.servers[0].root_url += "/elsewhere"
     with pytest.raises(InferenceFault, match=r"did not load the weights .*step_1: .* answered 404"):
         await pool.update_weights(Path("step_1"))
+    await pool.close()
+
+
+async def test_a_server_that_refuses_weights_is_left_out_while_another_serves(serve, policy_server) -> None:
+    other = serve(type(policy_server)())
+    pool = make_pool(policy_server, other)
+    first, second = pool.servers
+    first.root_url += "/elsewhere"
+    lost = []
+    pool.on_lost.append(lost.append)
+    await pool.update_weights(Path("step_1"))
+    assert pool.serving == [second]
+    assert lost == [first]
+    assert pool.least_loaded() is second
+    await pool.close()
+
+
+async def test_a_server_comes_back_once_it_is_healthy_and_holds_what_the_others_hold(serve, policy_server) -> None:
+    other = serve(type(policy_server)())
+    pool = make_pool(policy_server, other)
+    changed = asyncio.Condition()
+    pauses: list[float] = []
+
+    async def pause(seconds: float) -> None:
+        pauses.append(seconds)
+        async with changed:
+            changed.notify_all()
+        await asyncio.sleep(0)
+
+    async def until(condition) -> None:
+        async with changed:
+            await changed.wait_for(condition)
+
+    pool.sleep = pause
+    watchers = [asyncio.create_task(each) for each in pool.watchers()]
+    other.ready = False
+    await until(lambda: len(pool.serving) == 1)
+    await pool.update_weights(Path("step_4"))
+    assert (policy_server.version, other.version) == (4, 0)
+    await until(lambda: max(pauses) > WATCH_INTERVAL_S)
+    other.ready = True
+    await until(lambda: len(pool.serving) == 2)
+    assert other.version == 4
+    for task in watchers:
+        task.cancel()
+    await asyncio.gather(*watchers, return_exceptions=True)
+    await pool.close()
+
+
+async def test_the_last_server_that_is_gone_ends_the_run(policy_server) -> None:
+    pool = make_pool(policy_server)
+    policy_server.ready = False
+    pool.sleep = lambda seconds: asyncio.sleep(0)
+    (watcher,) = pool.watchers()
+    with pytest.raises(InferenceFault, match="is gone; its log says why"):
+        await watcher
     await pool.close()
 
 

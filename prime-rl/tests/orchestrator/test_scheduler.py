@@ -29,7 +29,7 @@ class Server:
 
 class Pool:
     def __init__(self, *servers: Server) -> None:
-        self.servers = servers
+        self.servers = list(servers)
 
     def least_loaded(self) -> Server:
         return min(self.servers, key=lambda server: server.groups_in_flight)
@@ -132,6 +132,23 @@ async def test_each_group_goes_to_the_server_with_the_fewest(tmp_path: Path) -> 
     await environment.wait_for(4)
     assert [server.groups_in_flight for server in pool.servers] == [2, 2]
     collecting.cancel()
+    await scheduler.close()
+
+
+async def test_the_groups_of_a_lost_server_run_again_elsewhere(tmp_path: Path, pair) -> None:
+    pool, environment = Pool(Server(), Server()), Environment()
+    scheduler = make_scheduler(tmp_path, environment, pool, groups=2)
+    collecting = asyncio.create_task(scheduler.collect(0, BatchTarget(rollouts=4), ARGS))
+    await environment.wait_for(2)
+    lost = pool.servers.pop(0)
+    scheduler.abandon(lost)
+    await environment.wait_for(3)
+    (example,) = environment.cancelled
+    assert environment.running[2][0] == example
+    assert (lost.groups_in_flight, pool.servers[0].groups_in_flight) == (0, 2)
+    for _, end in environment.running[1:]:
+        end.set_result(pair)
+    assert len(await collecting) == 2
     await scheduler.close()
 
 

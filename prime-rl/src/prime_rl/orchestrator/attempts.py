@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from prime_rl.orchestrator.client import InferenceServer
+from prime_rl.orchestrator.inference_server import InferenceServer
 from prime_rl.orchestrator.rollout import ExampleRef, Rollout
 
 

@@ -1,162 +1,48 @@
-"""The inference servers of the policy: are they ready, what do they serve, and which weights do they hold."""
+"""The inference servers of the policy, and which of them serve at the moment."""
 
 from __future__ import annotations
 
 import asyncio
-import os
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
 import aiohttp
-import verifiers as vf
 
 from prime_rl.configs.shared import ClientConfig
-from prime_rl.orchestrator.chat_client import (
-    ChatChannel,
-    ChatClient,
-    ServerAnswered,
-    TokenChatClient,
-    check_reply,
-    error_message,
-)
+from prime_rl.orchestrator.chat_client import ServerAnswered
 from prime_rl.orchestrator.errors import InferenceFault
+from prime_rl.orchestrator.inference_server import InferenceServer
 from prime_rl.utils.logger import get_logger
 
 READY_TIMEOUT_S = 1800.0
-ADMIN_TIMEOUT_S = 600.0
 FIRST_POLL_S, SLOWEST_POLL_S = 0.1, 1.0
-MAX_RETRIES = 6
-"""Attempts after the first, about 20 s in all. A server that refuses connections ends the run before that."""
-UPDATE_ATTEMPTS = 3
 WATCH_INTERVAL_S = 2.0
 MISSED_WATCHES = 3
-PROBE_MESSAGES = [{"role": "user", "content": "Hello"}]
-
-
-class InferenceServer:
-    """One server. `groups_in_flight` is the scheduler's account of its load."""
-
-    def __init__(self, base_url: str, config: ClientConfig, model: str) -> None:
-        self.base_url = base_url.rstrip("/")
-        self.root_url = self.base_url.removesuffix("/v1")
-        self.model = model
-        self.groups_in_flight = 0
-        self.headers = _headers(config)
-        self.client_config = vf.ClientConfig(
-            client_type="openai_chat_completions",
-            api_key_var=config.api_key_var,
-            api_base_url=self.base_url,
-            timeout=config.timeout,
-            max_retries=MAX_RETRIES,
-            extra_headers=self.headers,
-        )
-        self.client: ChatClient = ChatClient(self.client_config)
-        self._admin: aiohttp.ClientSession | None = None
-
-    def use_tokens(self) -> None:
-        """From now on, send the tokens of earlier turns as they were sampled."""
-        self.client_config = self.client_config.model_copy(update={"client_type": "openai_chat_completions_token"})
-        self.client = TokenChatClient(self.client_config)
-
-    async def is_ready(self) -> bool:
-        """Whether `/health` answers 200. A server that is starting refuses connections, or answers 503."""
-        try:
-            async with self._session().get(f"{self.root_url}/health") as response:
-                return response.status == 200
-        except (aiohttp.ClientError, TimeoutError):
-            return False
-
-    async def is_gone(self) -> bool:
-        """Whether nothing listens at the address any more. A busy server that is slow to answer is not gone."""
-        try:
-            async with self._session().get(f"{self.root_url}/health"):
-                return False
-        except aiohttp.ClientConnectorError:
-            return True
-        except (aiohttp.ClientError, TimeoutError):
-            return False
-
-    async def served_models(self) -> list[str]:
-        async with self._session().get(f"{self.base_url}/models") as response:
-            await self._check(response)
-            return [entry["id"] for entry in (await response.json())["data"]]
-
-    async def has_token_route(self) -> bool:
-        """Whether the server takes token ids in place of messages. The route refuses an empty request."""
-        async with self._session().post(f"{self.base_url}/chat/completions/tokens", json={}) as response:
-            return response.status not in (404, 405)
-
-    async def probe(self) -> int | None:
-        """Sample one token, to see that answers can be trained on; the policy version, where the server tells."""
-        channel = ChatChannel(self.base_url, self.headers, ADMIN_TIMEOUT_S, MAX_RETRIES)
-        body = {"model": self.model, "messages": PROBE_MESSAGES, "max_completion_tokens": 1, "logprobs": True}
-        try:
-            reply = await channel.post("/chat/completions", body={**body, "return_token_ids": True})
-        except (ServerAnswered, aiohttp.ClientError, TimeoutError) as error:
-            raise InferenceFault(f"{self.base_url} does not answer a chat request: {error}") from error
-        finally:
-            await channel.close()
-        check_reply(reply, self.base_url)
-        versions = reply.choices[0].weight_versions
-        return int(versions[-1]["version"]) if versions else None
-
-    async def update_weights(self, weight_dir: Path | None) -> None:
-        """Load the weights in `weight_dir`, or the base model's. Requests in flight go on with the new weights.
-
-        Raises:
-            InferenceFault: the server refuses them, or does not answer.
-        """
-        body = {"weight_dir": str(weight_dir.resolve()) if weight_dir else None}
-        try:
-            for attempt in range(1, UPDATE_ATTEMPTS + 1):
-                try:
-                    async with self._session().post(f"{self.root_url}/update_weights", json=body) as response:
-                        await self._check(response)
-                    return
-                except aiohttp.ClientConnectionError:
-                    if attempt == UPDATE_ATTEMPTS:
-                        raise
-                    await asyncio.sleep(attempt)
-        except (ServerAnswered, aiohttp.ClientError, TimeoutError) as error:
-            reason = str(error) or type(error).__name__
-            raise InferenceFault(
-                f"{self.root_url} did not load the weights {weight_dir or 'of the base model'}: {reason}"
-            ) from error
-
-    async def close(self) -> None:
-        await self.client.close()
-        if self._admin is not None:
-            await self._admin.close()
-
-    def _session(self) -> aiohttp.ClientSession:
-        # Apart from the rollouts' connections, so that no administrative call waits behind them.
-        if self._admin is None:
-            # Each call opens a connection: an update must not fail because the server closed an idle one.
-            self._admin = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(force_close=True),
-                headers=self.headers,
-                timeout=aiohttp.ClientTimeout(total=ADMIN_TIMEOUT_S),
-            )
-        return self._admin
-
-    @staticmethod
-    async def _check(response: aiohttp.ClientResponse) -> None:
-        if response.status != 200:
-            raise ServerAnswered(str(response.url), response.status, error_message(await response.read()))
+LONGEST_PAUSE_S = 60.0
 
 
 class InferencePool:
-    """All servers of the policy. They hold the same weights."""
+    """All servers of the policy. Those that serve hold the same weights.
+
+    A server that is gone or does not load weights is left out, as long as another one serves. It comes back once it is
+    healthy and holds the weights that the others hold.
+    """
 
     def __init__(self, config: ClientConfig, model: str) -> None:
         self.config = config
         self.model = model
         self.servers = [InferenceServer(url, config, model) for url in config.base_url]
+        self.serving = list(self.servers)
+        self.weight_dir: Path | None = None
+        """What the servers were told to load last; None is the base model."""
+        self.on_lost: list[Callable[[InferenceServer], None]] = []
+        """Called with each server that is left out."""
+        self.sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
 
     def least_loaded(self) -> InferenceServer:
-        return min(self.servers, key=lambda server: server.groups_in_flight)
+        return min(self.serving, key=lambda server: server.groups_in_flight)
 
     async def wait_ready(self, use_token_client: bool) -> int:
         """Wait until every server is up, serves the model, and answers with what training needs.
@@ -176,26 +62,74 @@ class InferencePool:
         return max(version or 0 for version in versions)
 
     async def update_weights(self, weight_dir: Path | None) -> None:
-        await asyncio.gather(*(server.update_weights(weight_dir) for server in self.servers))
-
-    async def watch(self) -> None:
-        """Look at the servers every few seconds, for ever.
-
-        Without this, a dead server shows only once all requests have used up their retries.
+        """Load weights into all servers that serve.
 
         Raises:
-            InferenceFault: nothing listens at a server's address any more.
+            InferenceFault: none of them did.
         """
-        missed = dict.fromkeys(self.servers, 0)
-        while True:
-            await asyncio.sleep(WATCH_INTERVAL_S)
-            for server in self.servers:
-                missed[server] = missed[server] + 1 if await server.is_gone() else 0
-                if missed[server] >= MISSED_WATCHES:
-                    raise InferenceFault(f"the inference server {server.root_url} is gone; its log says why")
+        self.weight_dir = weight_dir
+        servers = list(self.serving)
+        loads = [server.update_weights(weight_dir) for server in servers]
+        for server, result in zip(servers, await asyncio.gather(*loads, return_exceptions=True), strict=True):
+            if isinstance(result, InferenceFault):
+                self._leave_out(server, result)
+            elif result is not None:
+                raise result
+
+    def watchers(self) -> list[Coroutine[Any, Any, None]]:
+        """For each server one that looks at it for ever, and raises InferenceFault when the last one is gone."""
+        return [self._watch(server) for server in self.servers]
 
     async def close(self) -> None:
         await asyncio.gather(*(server.close() for server in self.servers))
+
+    async def _watch(self, server: InferenceServer) -> None:
+        """Look at a server every few seconds.
+
+        Without this, a dead server shows only once all requests have used up their retries.
+        """
+        missed = 0
+        while True:
+            await self.sleep(WATCH_INTERVAL_S)
+            if server not in self.serving:
+                await self._take_back(server)
+                missed = 0
+            missed = missed + 1 if await server.is_gone() else 0
+            if missed >= MISSED_WATCHES and server in self.serving:
+                fault = InferenceFault(f"the inference server {server.root_url} is gone; its log says why")
+                self._leave_out(server, fault)
+
+    def _leave_out(self, server: InferenceServer, fault: InferenceFault) -> None:
+        """Raises the fault when no other server serves."""
+        if server not in self.serving:
+            return
+        if len(self.serving) == 1:
+            raise fault
+        self.serving.remove(server)
+        get_logger().warning(f"{fault}; {len(self.serving)} of {len(self.servers)} servers go on")
+        for listener in self.on_lost:
+            listener(server)
+
+    async def _take_back(self, server: InferenceServer) -> None:
+        """Wait until a server that was left out can serve again, looking less and less often."""
+        pause_s = WATCH_INTERVAL_S
+        while not await self._is_up_to_date(server):
+            await self.sleep(pause_s)
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+        self.serving.append(server)
+        get_logger().info(f"The inference server {server.root_url} serves again")
+
+    async def _is_up_to_date(self, server: InferenceServer) -> bool:
+        """Whether it is healthy and has just loaded what the others hold; they may have moved on meanwhile."""
+        wanted = self.weight_dir
+        if not await server.is_ready():
+            return False
+        try:
+            await server.update_weights(wanted)
+        except InferenceFault as fault:
+            get_logger().debug(f"Not back yet: {fault}")
+            return False
+        return wanted == self.weight_dir
 
     async def _wait_healthy(self, server: InferenceServer) -> None:
         started, poll_s, told = time.monotonic(), FIRST_POLL_S, False
@@ -231,11 +165,6 @@ class InferencePool:
             "An inference server has no /v1/chat/completions/tokens, so later turns travel as text; where that is "
             "tokenized otherwise than it was sampled, they become samples of their own"
         )
-
-
-def _headers(config: ClientConfig) -> dict[str, str]:
-    key = os.environ.get(config.api_key_var, "EMPTY")
-    return config.headers if key in ("", "EMPTY") else {"Authorization": f"Bearer {key}", **config.headers}
 
 
 def _listed(models: Sequence[Any]) -> str:

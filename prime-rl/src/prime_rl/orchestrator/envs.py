@@ -13,8 +13,8 @@ from verifiers.serve import ZMQEnvClient
 
 from prime_rl.configs.orchestrator import EnvConfig
 from prime_rl.configs.shared import LogConfig
-from prime_rl.orchestrator.client import InferenceServer
 from prime_rl.orchestrator.errors import EnvironmentFault
+from prime_rl.orchestrator.inference_server import InferenceServer
 from prime_rl.orchestrator.pools import fingerprint
 from prime_rl.orchestrator.rollout import ExampleRef, Rollout, check_trainable, read_rollout
 

@@ -87,6 +87,7 @@ async def _run(config: OrchestratorConfig, environments: Environments, resume_st
         policy = Policy(paths, pool, limits, version=progress.step)
         scheduler = Scheduler(environments.train, buffer, pool, policy, scheduler_limits(config))
         closing.push_async_callback(scheduler.close)
+        pool.on_lost.append(scheduler.abandon)
         rollout_log = RolloutLog(paths, config.save_rollouts)
         steps = Steps(
             scheduler=scheduler,
@@ -103,7 +104,8 @@ async def _run(config: OrchestratorConfig, environments: Environments, resume_st
             evaluator=make_evaluator(config, environments.eval, policy, pool, monitor, rollout_log),
             validator=make_validator(config, environments.train, pool),
         )
-        await _run_steps(steps, progress, [policy.follow(), pool.watch(), servers.watch(), steps.lag.measure()])
+        beside = [policy.follow(), *pool.watchers(), servers.watch(), steps.lag.measure()]
+        await _run_steps(steps, progress, beside)
     get_logger().log(SUCCESS, "Orchestrator finished.")
     return 0
 

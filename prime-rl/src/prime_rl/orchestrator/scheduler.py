@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -12,8 +12,8 @@ from aiolimiter import AsyncLimiter
 
 from prime_rl.orchestrator.batch import BatchTarget
 from prime_rl.orchestrator.buffer import Buffer
-from prime_rl.orchestrator.client import InferenceServer
 from prime_rl.orchestrator.errors import TooManyFailures
+from prime_rl.orchestrator.inference_server import InferenceServer
 from prime_rl.orchestrator.policy import Policy
 from prime_rl.orchestrator.rollout import ExampleRef, Group, Rollout
 from prime_rl.utils.logger import get_logger
@@ -132,12 +132,11 @@ class Scheduler:
 
     async def interrupt(self) -> None:
         """Cancel the groups that still run; their examples come again first."""
-        running = {task: group for task, group in self._in_flight.items() if not task.done()}
-        for task, group in running.items():
-            self._release(task)
-            task.cancel()
-            self._retries.append((group.example, group.attempt))
-        await asyncio.gather(*running, return_exceptions=True)
+        await asyncio.gather(*self._withdraw(lambda group: True), return_exceptions=True)
+
+    def abandon(self, server: InferenceServer) -> None:
+        """A server is lost: its groups run again elsewhere, which does not count as an attempt."""
+        self._withdraw(lambda group: group.server is server)
 
     async def close(self) -> None:
         """Cancel everything in flight, and wait until it has ended."""
@@ -146,6 +145,14 @@ class Scheduler:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         self._in_flight.clear()
+
+    def _withdraw(self, chosen: Callable[[InFlight], bool]) -> list[asyncio.Task[list[Rollout]]]:
+        running = {task: group for task, group in self._in_flight.items() if not task.done() and chosen(group)}
+        for task, group in running.items():
+            self._release(task)
+            task.cancel()
+            self._retries.append((group.example, group.attempt))
+        return list(running)
 
     def _refill(self, sampling_args: dict[str, Any], usable: int | None) -> None:
         capacity = self.limits.groups_in_flight if usable is None else min(self.limits.groups_in_flight, usable)
