@@ -89,3 +89,20 @@ def test_every_rollout_of_a_batch_can_be_saved_as_a_line(orchestrate, tmp_path: 
 def test_rollouts_are_not_saved_unless_asked_for(orchestrate, tmp_path: Path) -> None:
     orchestrate()
     assert not (tmp_path / "run_default" / "samples").exists()
+
+
+def test_a_watchdog_is_called_after_each_step_and_may_fail(orchestrate, policy_server) -> None:
+    root = policy_server.url.removesuffix("/v1")
+    code, log = orchestrate(heartbeat={"url": f"{root}/health"})
+    assert code == 0
+    assert "heartbeat" not in log
+    code, log = orchestrate(heartbeat={"url": f"{root}/nowhere"})
+    assert code == 0
+    assert f"The heartbeat {root}/nowhere failed: 404" in log
+
+
+def test_a_benchmark_runs_four_steps_without_a_trainer_and_ends_with_a_table(orchestrate) -> None:
+    code, log = orchestrate(bench=True)
+    assert code == 0
+    assert re.search(r"Step +Step time \(s\) +Throughput \(tokens/s\)\n", log)
+    assert re.findall(r"^ +([123]|Overall) +\d+\.\d\d", log, re.MULTILINE) == ["1", "2", "3", "Overall"]

@@ -8,6 +8,7 @@ from typing import Any
 
 from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.orchestrator.batch import Batch
+from prime_rl.orchestrator.bench import BenchTable
 from prime_rl.orchestrator.ckpt import Progress
 from prime_rl.orchestrator.filters import Filter
 from prime_rl.orchestrator.metrics import (
@@ -63,8 +64,10 @@ class Reporter:
 
 
 def setup_monitor(config: OrchestratorConfig, run: RunPaths, paths: OrchestratorPaths) -> Monitor:
-    """Always `OUT/metrics.jsonl`; W&B when configured."""
+    """Always `OUT/metrics.jsonl`; W&B when configured, and a table at the end of a benchmark."""
     monitors: list[Monitor] = [JsonlMonitor(run.metrics, "orchestrator")]
+    if config.bench:
+        monitors.append(BenchTable())
     if config.wandb is not None:
         # Imported late: wandb costs half a second.
         from prime_rl.utils.monitor.wandb import WandbMonitor

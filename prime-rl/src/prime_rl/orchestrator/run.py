@@ -16,6 +16,7 @@ from prime_rl.orchestrator.ckpt import Checkpoints, Progress, restore
 from prime_rl.orchestrator.client import InferencePool
 from prime_rl.orchestrator.env_processes import EnvServers
 from prime_rl.orchestrator.filters import setup_filters
+from prime_rl.orchestrator.heartbeat import Heartbeat
 from prime_rl.orchestrator.parts import (
     Environments,
     make_buffer,
@@ -88,6 +89,8 @@ async def _run(config: OrchestratorConfig, environments: Environments, resume_st
         scheduler = Scheduler(environments.train, buffer, pool, policy, scheduler_limits(config))
         closing.push_async_callback(scheduler.close)
         pool.on_lost.append(scheduler.abandon)
+        heartbeat = Heartbeat(config.heartbeat.url if config.heartbeat else None)
+        closing.push_async_callback(heartbeat.close)
         rollout_log = RolloutLog(paths, config.save_rollouts)
         steps = Steps(
             scheduler=scheduler,
@@ -95,6 +98,7 @@ async def _run(config: OrchestratorConfig, environments: Environments, resume_st
             sender=sender,
             reporter=Reporter(monitor, filters, sample_interval(config)),
             rollout_log=rollout_log,
+            heartbeat=heartbeat,
             checkpoints=checkpoints if config.ckpt else None,
             advantage=advantage,
             filters=filters,

@@ -17,6 +17,7 @@ from prime_rl.orchestrator.ckpt import Checkpoints, Progress
 from prime_rl.orchestrator.errors import NothingToTrain
 from prime_rl.orchestrator.evaluation import Evaluator
 from prime_rl.orchestrator.filters import Filter, apply_filters
+from prime_rl.orchestrator.heartbeat import Heartbeat
 from prime_rl.orchestrator.lag import LoopLag
 from prime_rl.orchestrator.metrics import StepStatus, StepTimes, count_tokens
 from prime_rl.orchestrator.policy import Policy
@@ -62,6 +63,7 @@ class Steps:
     sender: BatchSender
     reporter: Reporter
     rollout_log: RolloutLog
+    heartbeat: Heartbeat
     checkpoints: Checkpoints | None
     advantage: AdvantageFunction
     filters: list[Filter]
@@ -90,6 +92,7 @@ class Steps:
                     continue
                 await self.send(batch, progress)
             self.report(batch, progress)
+            self.heartbeat.beat()
         self.save(progress)
         if self.evaluator is not None:
             await self.evaluator.finish(progress.step)
