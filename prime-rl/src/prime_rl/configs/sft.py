@@ -36,8 +36,9 @@ class BaseDataConfig(BaseConfig):
     seq_len: int = Field(128, ge=1)
     """Length of a sequence in tokens."""
 
-    pack_function: Literal["cat", "stack"] = "cat"
-    """Fill sequences with samples one after another, or give each sample its own."""
+    pack_function: Literal["cat", "stack", "best_fit"] = "cat"
+    """Fill rows with samples one after another (`cat`, which cuts the last one), with whole samples chosen to fill
+    them (`best_fit`), or with samples of like length (`stack`). Samples never see each other."""
 
     micro_batch_size: int = Field(1, ge=1)
     """Sequences that a rank computes at once."""
@@ -87,7 +88,8 @@ class SFTDataConfig(BaseDataConfig):
     """Conversations."""
 
     name: str = "PrimeIntellect/Reverse-Text-SFT"
-    """Dataset: a hub id, a directory, or a JSONL or Parquet file."""
+    """Dataset: a hub id, a directory, or a JSONL, JSON, Parquet or Arrow file. Rows have `messages`, or `prompt` and
+    `completion`, or `text`."""
 
     subsets: list[str] | None = None
     """Subsets; None is the default one."""
@@ -106,6 +108,18 @@ class SFTDataConfig(BaseDataConfig):
 
     seed: int = 0
     """Seed of the shuffle; the epoch is added to it."""
+
+    streaming: bool = False
+    """Read rows as they are needed, without looking at all of them first. Shuffles within `shuffle_buffer` rows."""
+
+    shuffle_buffer: int = Field(10_000, ge=1)
+    """Rows that are shuffled at a time when streaming."""
+
+    overlong: Literal["truncate", "drop", "error"] = "truncate"
+    """What to do with a sample of more than `seq_len` tokens."""
+
+    max_untrainable_share: float = Field(0.5, ge=0, le=1)
+    """Stop before training when more than this share of the rows has no trained token within `seq_len`."""
 
     loss_mask: LossMaskConfig = LossMaskConfig()
     """Whose messages are trained on."""

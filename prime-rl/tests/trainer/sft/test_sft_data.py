@@ -83,7 +83,7 @@ def test_a_place_saved_by_another_number_of_processes_is_divided_again(
     positions = []
     for rank in range(3):
         rows = setup_rows(config, tokenizer, 128, world_of(rank, 3))
-        rows.load_state({"position": 8, "row_count": 9})
+        rows.load_state({"position": 8, "row_count": 9, "rank": 0, "waiting": {}})
         positions.append(rows.stream.position)
     assert sorted(positions) == [8, 9, 10]
     assert [position % 3 for position in positions] == [0, 1, 2]
@@ -105,7 +105,8 @@ def test_rows_that_cannot_be_trained_on_are_left_out_and_counted(
     monkeypatch.setattr(logging.getLogger("prime_rl"), "propagate", True)
     stream = setup_rows(config, tokenizer, 128, world_of())
     assert texts_of(stream, tokenizer, 3) == ["good"] * 3
-    assert caplog.text.count("Left out row 0") == 1
+    assert caplog.text.count("rows.jsonl:1: no trained token within data.seq_len = 20") == 1
+    assert stream.stream.counts.untrainable == 3
 
 
 def test_a_dataset_without_any_usable_row_is_refused(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -121,7 +122,7 @@ def test_a_bad_row_is_named_by_its_number(tmp_path: Path, tokenizer: PreTrainedT
     file = tmp_path / "rows.jsonl"
     file.write_text('{"prompt": "a", "completion": "b"}\n{"prompt": "a", "completion": 7}\n')
     rows = setup_rows(SFTDataConfig(name=str(file), shuffle=False), tokenizer, 128, world_of())
-    with pytest.raises(DataError, match="row 1: `prompt` and `completion`"):
+    with pytest.raises(DataError, match=r"rows\.jsonl:2: `prompt` and `completion`"):
         next(rows)
 
 

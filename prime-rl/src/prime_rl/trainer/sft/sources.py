@@ -1,31 +1,32 @@
-"""Where SFT's rows come from: local files, directories, saved datasets, the hub; several of them interleaved.
+"""Where SFT's rows come from: files, directories, saved datasets, the hub; several of them interleaved.
 
-Local JSON and Parquet files are read directly: importing `datasets` costs a second at every start.
+Rows are either all at hand, so that any can be asked for, or streamed in order.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from prime_rl.configs.sft import SFTDataConfig
 from prime_rl.trainer.errors import DataError
+from prime_rl.trainer.sft.row_files import Row, RowList, read_file, stream_file
 from prime_rl.trainer.sft.source_files import Part, find_parts
 
-if TYPE_CHECKING:
-    import pyarrow
-
-Rows = Sequence[Mapping[str, Any]]
+Reading = Callable[[], Row]
+"""Parses one row."""
 
 _INTERLEAVE_SEED = 0
 _DRAWS_AT_ONCE = 1000
 
 
-def load_rows(config: SFTDataConfig) -> Rows:
+def load_rows(config: SFTDataConfig) -> RowList:
     """The rows of `data.name`, in file order; several subsets or splits are interleaved.
 
     Raises:
@@ -42,6 +43,18 @@ def load_rows(config: SFTDataConfig) -> Rows:
     return InterleavedRows(loaded, interleave(lengths, config.probabilities, config.stopping_strategy))
 
 
+def stream_rows(config: SFTDataConfig) -> Iterator[Reading]:
+    """The rows of one epoch in the same order, read as they are taken.
+
+    Raises:
+        DataError: nothing there, nothing in it, or not readable.
+    """
+    parts = [partial(_stream_part, part) for part in find_parts(config)]
+    if len(parts) == 1:
+        return parts[0]()
+    return interleave_streams(parts, config.probabilities, config.stopping_strategy)
+
+
 def interleave(lengths: Sequence[int], probabilities: Sequence[float] | None, stopping_strategy: str) -> np.ndarray:
     """The order in which to read parts of the given lengths: [n, 2] pairs of part and row.
 
@@ -55,137 +68,142 @@ def interleave(lengths: Sequence[int], probabilities: Sequence[float] | None, st
         rows = np.arange(turns)[:, None] % np.asarray(lengths)
         return np.stack([np.tile(np.arange(count), turns), rows.reshape(-1)], axis=1)
     enough = any if stopping_strategy == "first_exhausted" else all
-    generator = np.random.default_rng(_INTERLEAVE_SEED)
     read, order = [0] * count, []
+    for part in _draws(count, probabilities):
+        order.append((part, read[part] % lengths[part]))
+        read[part] += 1
+        if enough(done >= length for done, length in zip(read, lengths, strict=True)):
+            break
+    return np.array(order)
+
+
+def interleave_streams(
+    parts: Sequence[Callable[[], Iterator[Reading]]], probabilities: Sequence[float] | None, stopping_strategy: str
+) -> Iterator[Reading]:
+    """What `interleave` does, for parts whose lengths show only when they end."""
+    enough = any if stopping_strategy == "first_exhausted" else all
+    streams = [part() for part in parts]
+    # The next row of each: that there is none must be known as soon as the last one has been taken.
+    ahead = [next(stream) for stream in streams]
+    ended = [False] * len(parts)
+    turns = _draws(len(parts), probabilities)
+    for taken, part in enumerate(turns, start=1):
+        yield ahead[part]
+        following = next(streams[part], None)
+        if following is None:
+            ended[part] = True
+            streams[part] = parts[part]()
+            following = next(streams[part])
+        ahead[part] = following
+        is_round_over = probabilities is not None or taken % len(parts) == 0
+        if is_round_over and enough(ended):
+            return
+
+
+def _draws(count: int, probabilities: Sequence[float] | None) -> Iterator[int]:
+    generator = np.random.default_rng(_INTERLEAVE_SEED)
     while True:
-        for part in generator.choice(count, size=_DRAWS_AT_ONCE, p=probabilities).tolist():
-            order.append((part, read[part] % lengths[part]))
-            read[part] += 1
-            if enough(done >= length for done, length in zip(read, lengths, strict=True)):
-                return np.array(order)
+        yield from range(count) if probabilities is None else _draw(generator, count, probabilities)
 
 
-class InterleavedRows(Sequence):
-    """Several row sequences read as one."""
+def _draw(generator: np.random.Generator, count: int, probabilities: Sequence[float]) -> list[int]:
+    return generator.choice(count, size=_DRAWS_AT_ONCE, p=probabilities).tolist()
 
-    def __init__(self, parts: Sequence[Rows], order: np.ndarray) -> None:
+
+class InterleavedRows(RowList):
+    """Several row lists read as one."""
+
+    def __init__(self, parts: Sequence[RowList], order: np.ndarray) -> None:
+        super().__init__((), "")
         self.parts = parts
         self.order = order
 
     def __len__(self) -> int:
         return len(self.order)
 
-    def __getitem__(self, index: int) -> Mapping[str, Any]:
+    def __getitem__(self, index: int) -> Row:
         part, row = self.order[index]
         return self.parts[part][int(row)]
 
+    def where(self, index: int) -> str:
+        part, row = self.order[index]
+        return self.parts[part].where(int(row))
 
-class TableRows(Sequence):
-    """An Arrow table read row by row."""
 
-    def __init__(self, table: pyarrow.Table) -> None:
-        self.table = table
+class JoinedRows(RowList):
+    """Several row lists one behind the other."""
+
+    def __init__(self, parts: Sequence[RowList]) -> None:
+        super().__init__((), "")
+        self.parts = parts
+        self.ends = list(accumulate(len(part) for part in parts))
 
     def __len__(self) -> int:
-        return self.table.num_rows
+        return self.ends[-1]
 
-    def __getitem__(self, index: int) -> Mapping[str, Any]:
-        return self.table.slice(index, 1).to_pylist()[0]
+    def __getitem__(self, index: int) -> Row:
+        part, row = self._find(index)
+        return part[row]
+
+    def where(self, index: int) -> str:
+        part, row = self._find(index)
+        return part.where(row)
+
+    def _find(self, index: int) -> tuple[RowList, int]:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        at = bisect_right(self.ends, index)
+        return self.parts[at], index - (self.ends[at - 1] if at else 0)
 
 
-def _load_part(part: Part) -> Rows:
+def _load_part(part: Part) -> RowList:
     if part.is_saved:
-        return _load_saved(Path(part.name).expanduser(), part.split)
+        return RowList(_load_saved(part), str(part))
     if not part.files:
-        return _load_with_datasets(part.name, part.subset, part.split)
+        return RowList(_load_from_hub(part, streaming=False), str(part))
     if len(part.files) == 1:
-        return _READERS[part.files[0].suffix](part.files[0])
-    return [row for file in part.files for row in _READERS[file.suffix](file)]
+        return read_file(part.files[0])
+    return JoinedRows([read_file(file) for file in part.files])
 
 
-def _load_saved(directory: Path, split: str) -> Rows:
+def _stream_part(part: Part) -> Iterator[Reading]:
+    count = 0
+    for reading in _readings(part):
+        yield reading
+        count += 1
+    if count == 0:
+        raise DataError(f"{part} has no rows")
+
+
+def _readings(part: Part) -> Iterator[Reading]:
+    if part.is_saved:
+        rows = _load_saved(part)
+        yield from (partial(rows.__getitem__, index) for index in range(len(rows)))
+    elif not part.files:
+        yield from (partial(dict, row) for row in _load_from_hub(part, streaming=True))
+    else:
+        for file in part.files:
+            yield from stream_file(file)
+
+
+def _load_saved(part: Part) -> Sequence[Row]:
     """A directory written by `Dataset.save_to_disk` or `DatasetDict.save_to_disk`."""
     import datasets
 
-    saved = datasets.load_from_disk(str(directory))
+    saved = datasets.load_from_disk(str(Path(part.name).expanduser()))
     if isinstance(saved, datasets.Dataset):
         return saved
-    if split not in saved:
-        raise DataError(f"data.name = {directory} has no split {split}; it has {', '.join(saved)}")
-    return saved[split]
+    if part.split not in saved:
+        raise DataError(f"data.name = {part.name} has no split {part.split}; it has {', '.join(saved)}")
+    return saved[part.split]
 
 
-def _load_with_datasets(name: str, subset: str | None, split: str) -> Rows:
+def _load_from_hub(part: Part, streaming: bool) -> Any:
     import datasets
 
     datasets.disable_progress_bars()
     try:
-        return datasets.load_dataset(name, subset, split=split)
+        return datasets.load_dataset(part.name, part.subset, split=part.split, streaming=streaming)
     except (OSError, ValueError) as error:
         reason = str(error).splitlines()[0]
-        raise DataError(f"data.name = {name}: no such file, and not loadable from the hub: {reason}") from error
-
-
-def _read_json(path: Path) -> Rows:
-    """A `.json` file: one array of objects, or one object a line."""
-    text = path.read_text(encoding="utf-8")
-    if not text.lstrip().startswith("["):
-        return list(_parse_lines(path, text))
-    try:
-        rows = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise DataError(f"{path}:{error.lineno}: not valid JSON: {error.msg}") from error
-    if not all(isinstance(row, dict) for row in rows):
-        raise DataError(f"{path}: the array has entries that are no objects")
-    return rows
-
-
-def _read_jsonl(path: Path) -> Rows:
-    return list(_parse_lines(path, path.read_text(encoding="utf-8")))
-
-
-def _parse_lines(path: Path, text: str) -> Iterator[dict[str, Any]]:
-    # Not `splitlines`, which also splits at characters that JSON strings may hold as they are.
-    for number, line in enumerate(text.split("\n"), start=1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise DataError(f"{path}:{number}: not valid JSON: {error.msg} (column {error.colno})") from error
-        if not isinstance(row, dict):
-            raise DataError(f"{path}:{number}: not a JSON object")
-        yield row
-
-
-def _read_parquet(path: Path) -> Rows:
-    import pyarrow
-    import pyarrow.parquet
-
-    try:
-        return TableRows(pyarrow.parquet.read_table(path))
-    except pyarrow.ArrowException as error:
-        raise DataError(f"{path}: not a Parquet file: {error}") from error
-
-
-def _read_arrow(path: Path) -> Rows:
-    """An Arrow file of either kind: streamed, as `datasets` writes it, or with a footer."""
-    import pyarrow
-
-    with pyarrow.memory_map(str(path)) as source:
-        for open_table in (pyarrow.ipc.open_stream, pyarrow.ipc.open_file):
-            source.seek(0)
-            try:
-                return TableRows(open_table(source).read_all())
-            except pyarrow.ArrowInvalid:
-                continue
-    raise DataError(f"{path}: not an Arrow file")
-
-
-_READERS: dict[str, Callable[[Path], Rows]] = {
-    ".jsonl": _read_jsonl,
-    ".ndjson": _read_jsonl,
-    ".json": _read_json,
-    ".parquet": _read_parquet,
-    ".arrow": _read_arrow,
-}
+        raise DataError(f"data.name = {part.name}: no such file, and not loadable from the hub: {reason}") from error

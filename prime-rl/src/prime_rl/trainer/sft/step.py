@@ -28,7 +28,7 @@ def train_step(state: TrainState, rows: Sequence[PackedRow], max_norm: float, wo
         DivergedError: loss or gradient is not finite; nothing has been updated.
     """
     started_s = time.perf_counter()
-    own_counts = [sum(len(row.input_ids) for row in rows), sum(row.samples for row in rows), _trained(rows)]
+    own_counts = [sum(row.tokens for row in rows), sum(row.samples for row in rows), _trained(rows)]
     tokens, samples, trained_tokens = map(int, sum_over_processes(own_counts, world))
     own_loss = forward_backward(state.model, rows, max(trained_tokens, 1), world)
     loss = sum_over_processes([own_loss], world)[0]

@@ -1,0 +1,222 @@
+"""The stream of training samples: endless, divided over the processes, without those that cannot be trained on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from prime_rl.configs.sft import FakeDataConfig, SFTDataConfig
+from prime_rl.trainer.errors import DataError
+from prime_rl.trainer.sft.chat_spans import UnmaskableSample
+from prime_rl.trainer.sft.conversation import ConversationTokenizer, TokenizedSample
+from prime_rl.trainer.sft.entries import Entry, setup_entries
+from prime_rl.utils.logger import get_logger
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from prime_rl.trainer.world import World
+
+_CACHED_TOKENS = 2**26
+"""Tokens that stay tokenized from one epoch to the next: about 340 MB a process."""
+_MAX_BARREN_RUN = 100_000
+"""Rows without a use, one behind the other, after which a stream of unknown length is given up."""
+
+
+class SampleStream(Protocol):
+    """Samples without end; entry i of the stream belongs to process i modulo the number of processes."""
+
+    position: int
+    """Index of the next entry in the stream that this process looks at."""
+    row_count: int
+    """Rows of one epoch; 0 where that is unknown, and for made-up data, which has none."""
+
+    @property
+    def epoch(self) -> int: ...
+
+    def __next__(self) -> TokenizedSample: ...
+
+    def state(self) -> dict[str, Any]:
+        """The place behind the sample returned last."""
+
+    def restore(self, position: int, state: Mapping[str, Any]) -> None:
+        """Continue at this process's first entry from `position` on, in the stream that saved `state`."""
+
+
+@dataclass(slots=True)
+class SampleCounts:
+    """What became of the rows that this process looked at, each counted in every epoch."""
+
+    seen: int = 0
+    truncated: int = 0
+    overlong: int = 0
+    """Left out because they are too long."""
+    untrainable: int = 0
+    """Left out because no token within `seq_len` is trained."""
+    unmaskable: int = 0
+    """Left out because the chat template does not let their messages be told apart."""
+
+    @property
+    def left_out(self) -> int:
+        return self.overlong + self.untrainable + self.unmaskable
+
+
+class SampleMaker:
+    """Makes a row a sample of at most `seq_len` inputs, or says why it is none."""
+
+    def __init__(self, config: SFTDataConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.config = config
+        self._tokenize = ConversationTokenizer(tokenizer, config.loss_mask)
+
+    def __call__(self, entry: Entry) -> tuple[TokenizedSample | None, str]:
+        """The sample, and the name of the count in `SampleCounts` that it belongs to, `seen` for nothing special.
+
+        Raises:
+            DataError: the row is no conversation, or is too long and `data.overlong` is "error".
+        """
+        row = entry.read()
+        try:
+            sample = self._tokenize(row)
+        except UnmaskableSample:
+            return None, "unmaskable"
+        except DataError as error:
+            raise DataError(f"{entry.where}: {error}") from error
+        is_overlong = sample.inputs > self.config.seq_len
+        if is_overlong and self.config.overlong == "error":
+            raise DataError(
+                f"{entry.where}: {sample.inputs} tokens, more than data.seq_len = {self.config.seq_len}, "
+                'and data.overlong = "error"'
+            )
+        if is_overlong and self.config.overlong == "drop":
+            return None, "overlong"
+        sample = sample.first(self.config.seq_len)
+        if sample.targets == 0:
+            return None, "untrainable"
+        return sample, "truncated" if is_overlong else "seen"
+
+
+class DatasetStream:
+    """The rows of a dataset, epoch after epoch. Rows without a use are left out, and counted."""
+
+    def __init__(self, config: SFTDataConfig, tokenizer: PreTrainedTokenizerBase, world: World) -> None:
+        self.config = config
+        self.world = world
+        self.entries = setup_entries(config)
+        self.position = world.rank
+        self.counts = SampleCounts()
+        self._make = SampleMaker(config, tokenizer)
+        self._cache: dict[int, tuple[TokenizedSample | None, str]] = {}
+        self._cached_tokens = 0
+        self._told: set[int] = set()
+
+    @property
+    def row_count(self) -> int:
+        return self.entries.row_count
+
+    @property
+    def epoch(self) -> int:
+        return self.entries.epoch_of(self.position)
+
+    def __next__(self) -> TokenizedSample:
+        barren = 0
+        while True:
+            sample = self._sample(self.entries.at(self.position))
+            self.position += self.world.world_size
+            if sample is not None:
+                return sample
+            barren += 1
+            # Twice through this process's share without a usable row: there is none.
+            if barren > (2 * self.row_count // self.world.world_size + 1 if self.row_count else _MAX_BARREN_RUN):
+                raise DataError(
+                    f"data.name = {self.config.name}: no row has a trained token within data.seq_len = "
+                    f"{self.config.seq_len}; check data.loss_mask, data.overlong and data.seq_len"
+                )
+
+    def state(self) -> dict[str, Any]:
+        return {"position": self.position, "row_count": self.row_count, **self.entries.state()}
+
+    def restore(self, position: int, state: Mapping[str, Any]) -> None:
+        self.position = position + (self.world.rank - position) % self.world.world_size
+        self.entries.restore(self.position, state)
+
+    def first_ones(self, count: int) -> Iterator[tuple[Entry, TokenizedSample | None, str]]:
+        """What the stream begins with, over all processes, as `SampleMaker` has it. Moves and counts nothing.
+
+        Only before the first sample has been taken. Ends with the first epoch, as far as its length is known.
+        """
+        for position in range(min(count, self.row_count or self.config.shuffle_buffer)):
+            entry = self.entries.at(position)
+            if self.entries.epoch_of(position) > 0:
+                return
+            yield entry, *self._made(entry)
+
+    def _sample(self, entry: Entry) -> TokenizedSample | None:
+        """The tokens of a row, or None if it cannot be trained on."""
+        sample, kind = self._made(entry)
+        self.counts.seen += 1
+        if kind != "seen":
+            setattr(self.counts, kind, getattr(self.counts, kind) + 1)
+            self._tell(entry, kind)
+        return sample
+
+    def _tell(self, entry: Entry, kind: str) -> None:
+        """Warn of the first row of a kind, and each time that their number has doubled; of a row only once."""
+        if entry.key in self._told:
+            return
+        if entry.key is not None:
+            self._told.add(entry.key)
+        count = getattr(self.counts, kind)
+        if count & (count - 1) == 0:
+            line = _TOLD[kind].format(where=entry.where, limit=self.config.seq_len)
+            get_logger().warning(f"{line} (rows like it so far: {count})")
+
+    def _made(self, entry: Entry) -> tuple[TokenizedSample | None, str]:
+        if entry.key is not None and entry.key in self._cache:
+            return self._cache[entry.key]
+        made = self._make(entry)
+        size = 0 if made[0] is None else len(made[0])
+        if entry.key is not None and self._cached_tokens + size <= _CACHED_TOKENS:
+            self._cache[entry.key] = made
+            self._cached_tokens += size
+        return made
+
+
+_TOLD = {
+    "truncated": "Cut {where}: longer than data.seq_len = {limit}",
+    "overlong": "Left out {where}: longer than data.seq_len = {limit}",
+    "untrainable": "Left out {where}: no trained token within data.seq_len = {limit}",
+    "unmaskable": "Left out {where}: the chat template does not let its messages be told apart",
+}
+
+
+class FakeStream:
+    """Made-up samples, all tokens trained: `increasing` repeats the stream's index, `random` draws tokens."""
+
+    epoch = 0
+    row_count = 0
+
+    def __init__(self, config: FakeDataConfig, vocab_size: int, world: World) -> None:
+        self.config = config
+        self.vocab_size = vocab_size
+        self.world = world
+        self.position = world.rank
+
+    def __next__(self) -> TokenizedSample:
+        generator = np.random.default_rng(self.position)
+        longest = self.config.seq_len
+        length = longest if self.config.length == "fixed" else int(generator.integers(1, max(longest, 2)))
+        if self.config.input_ids == "increasing":
+            token_ids = np.full(length + 1, self.position % self.vocab_size)
+        else:
+            token_ids = generator.integers(0, self.vocab_size, size=length + 1)
+        self.position += self.world.world_size
+        return TokenizedSample(token_ids.astype(np.int32), np.ones(length + 1, dtype=bool))
+
+    def state(self) -> dict[str, Any]:
+        return {"position": self.position, "row_count": self.row_count}
+
+    def restore(self, position: int, state: Mapping[str, Any]) -> None:
+        self.position = position + (self.world.rank - position) % self.world.world_size
