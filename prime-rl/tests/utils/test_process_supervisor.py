@@ -93,10 +93,17 @@ def test_a_second_ctrl_c_shortens_the_grace_and_a_second_sigterm_does_not(
     assert longest_wait_s - 1 < host.waits_s[-1] <= longest_wait_s
 
 
-def test_what_outlives_its_parent_gets_a_short_grace() -> None:
+def test_what_outlives_a_finished_run_gets_a_short_grace() -> None:
     host = FakeHost([Exited("orchestrator", 0), Exited("trainer", 0), Exited("inference", 0)])
     run(host)
     assert host.grace_of_end_s == 5
+
+
+def test_a_worker_that_outlives_its_torchrun_may_still_save() -> None:
+    children_end = [Exited("trainer", 1), Exited("orchestrator", 143), Exited("inference", 0)]
+    host = FakeHost([Signalled(signal.SIGTERM), *children_end])
+    run(host)
+    assert host.grace_of_end_s > 50
 
 
 def test_sigusr1_goes_to_the_trainer_and_the_run_goes_on() -> None:

@@ -16,7 +16,7 @@ HURRIED_GRACE_S = 5.0
 """What is left of the grace after a Ctrl-C while stopping: somebody is waiting at the terminal."""
 
 STRAGGLER_GRACE_S = 5.0
-"""How long processes that outlive the child that started them may take to stop."""
+"""How long processes that outlive the child that started them may take to stop, after a run that ended well."""
 
 _MEMORY_HINT = (
     "This launch sent no SIGKILL: most often it is the kernel's answer when a machine or a job is out of memory. "
@@ -46,7 +46,7 @@ class Supervisor:
     def run(self) -> Outcome:
         """Start the children in order and wait for the end of the run. Nothing is left running on return."""
         cause = self._start() or self._watch()
-        signals = self._stop()
+        signals = self._stop(completed=cause is None)
         if isinstance(cause, Exited) and cause.signal in signals:
             # Slurm signals every process of a job at once; a child's end can be seen before the signal to us.
             cause = Signalled(cause.signal)
@@ -87,7 +87,7 @@ class Supervisor:
                     f"{signum.name} passed on to {name}" if heard else f"{name} does not listen to {signum.name} yet"
                 )
 
-    def _stop(self) -> set[signal.Signals]:
+    def _stop(self, completed: bool) -> set[signal.Signals]:
         """End every child; returns the signals that arrived meanwhile."""
         signals: set[signal.Signals] = set()
         for name in reversed(self._running):
@@ -108,8 +108,14 @@ class Supervisor:
                     # Not for SIGTERM: a batch script that forwards it, and Slurm, may well send it twice.
                     if signum is signal.SIGINT:
                         deadline = min(deadline, time.monotonic() + HURRIED_GRACE_S)
-        self._host.end_all(0.0 if self._running else STRAGGLER_GRACE_S)
+        self._host.end_all(self._straggler_grace_s(completed, deadline))
         return signals
+
+    def _straggler_grace_s(self, completed: bool, deadline: float) -> float:
+        if self._running:
+            return 0.0
+        # A torchrun that is told twice to stop, by Slurm and by us, leaves its workers, who may still be saving.
+        return STRAGGLER_GRACE_S if completed else max(0.0, deadline - time.monotonic())
 
     def _outcome(self, cause: Cause) -> Outcome:
         match cause:
