@@ -19,10 +19,11 @@ from prime_rl.eval.results import Key, Result, ResultsFile
 from prime_rl.eval.server import OwnServer, wait_until_served
 from prime_rl.orchestrator.attempts import Attempt, Outcome, run_attempts
 from prime_rl.orchestrator.chat_client import ServerAnswered
-from prime_rl.orchestrator.client import InferencePool, InferenceServer
+from prime_rl.orchestrator.client import InferencePool
 from prime_rl.orchestrator.envs import Environment
 from prime_rl.orchestrator.errors import InferenceFault
 from prime_rl.orchestrator.evaluation import eval_metrics
+from prime_rl.orchestrator.inference_server import InferenceServer
 from prime_rl.orchestrator.rollout import ExampleRef, Rollout
 from prime_rl.orchestrator.sampling import eval_sampling_args
 from prime_rl.utils.logger import SUCCESS, get_logger
@@ -120,7 +121,8 @@ class Evaluation:
     async def _load(self, candidate: Candidate) -> None:
         """Give the servers the candidate's weights. Raises InferenceFault."""
         try:
-            await self.pool.update_weights(candidate.weights)
+            # Not through the pool, which goes on without a server that fails: here the next weights may suit it again.
+            await asyncio.gather(*(server.update_weights(candidate.weights) for server in self.pool.servers))
         except InferenceFault as fault:
             # A server of somebody else's cannot change its weights, and so has those of the base model.
             cannot = isinstance(fault.__cause__, ServerAnswered) and fault.__cause__.status in (404, 405)

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from prime_rl.configs.inference import InferenceConfig
 from prime_rl.configs.shared import ClientConfig
 from prime_rl.eval.errors import ServerLost
-from prime_rl.orchestrator.client import READY_TIMEOUT_S, InferencePool, InferenceServer
+from prime_rl.orchestrator.client import InferencePool
 from prime_rl.orchestrator.errors import InferenceFault
+from prime_rl.orchestrator.inference_server import InferenceServer
 from prime_rl.utils.logger import get_logger
 from prime_rl.utils.paths import RunPaths
 from prime_rl.utils.process import LocalHost, reserved_ports
@@ -22,6 +23,7 @@ from prime_rl.utils.process.devices import DeviceError, choose_device, mask, thr
 from prime_rl.utils.process.spec import Exited
 
 POLL_S = 0.5
+READY_TIMEOUT_S = 1800.0
 
 
 @dataclass(frozen=True, slots=True)
