@@ -10,6 +10,7 @@ from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.orchestrator.batch import Batch
 from prime_rl.orchestrator.bench import BenchTable
 from prime_rl.orchestrator.ckpt import Progress
+from prime_rl.orchestrator.extras import Extras
 from prime_rl.orchestrator.filters import Filter
 from prime_rl.orchestrator.metrics import (
     StepStatus,
@@ -32,10 +33,17 @@ SAMPLE_INTERVAL = 10
 class Reporter:
     """Reports steps. Samples are logged every `sample_interval` steps; None logs none."""
 
-    def __init__(self, monitor: Monitor, filters: list[Filter], sample_interval: int | None = SAMPLE_INTERVAL) -> None:
+    def __init__(
+        self,
+        monitor: Monitor,
+        filters: list[Filter],
+        sample_interval: int | None = SAMPLE_INTERVAL,
+        extras: Extras | None = None,
+    ) -> None:
         self.monitor = monitor
         self.filters = filters
         self.sample_interval = sample_interval
+        self.extras = extras
 
     def record(
         self, batch: Batch, progress: Progress, status: StepStatus, times: StepTimes, extra: dict[str, float]
@@ -54,6 +62,8 @@ class Reporter:
         metrics["perf/throughput"] = metrics["progress/tokens"] / max(times.generate_completions, 1e-9)
         self.monitor.log(metrics, step)
         get_logger().log(SUCCESS, log_line(step, metrics))
+        if self.extras is not None:
+            self.extras.record(batch, step)
         if self.sample_interval and step % self.sample_interval == 0:
             # A choice of its own, so that looking at samples does not disturb what is sampled.
             sample = random.Random(step).choice(batch.rollouts)
@@ -63,8 +73,9 @@ class Reporter:
         self.monitor.close(exit_code)
 
 
-def setup_monitor(config: OrchestratorConfig, run: RunPaths, paths: OrchestratorPaths) -> Monitor:
+def setup_monitor(config: OrchestratorConfig, run: RunPaths, paths: OrchestratorPaths) -> tuple[Monitor, Extras | None]:
     """Always `OUT/metrics.jsonl`; W&B when configured, and a table at the end of a benchmark."""
+    extras = None
     monitors: list[Monitor] = [JsonlMonitor(run.metrics, "orchestrator")]
     if config.bench:
         monitors.append(BenchTable())
@@ -72,8 +83,10 @@ def setup_monitor(config: OrchestratorConfig, run: RunPaths, paths: Orchestrator
         # Imported late: wandb costs half a second.
         from prime_rl.utils.monitor.wandb import WandbMonitor
 
-        monitors.append(WandbMonitor(config.wandb, paths.root, _plain(config)))
-    return MultiMonitor(monitors)
+        wandb = WandbMonitor(config.wandb, paths.root, _plain(config))
+        monitors.append(wandb)
+        extras = Extras(wandb, config.wandb.log_extras) if config.wandb.log_extras else None
+    return MultiMonitor(monitors), extras
 
 
 def sample_interval(config: OrchestratorConfig) -> int | None:

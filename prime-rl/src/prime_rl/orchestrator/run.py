@@ -74,7 +74,7 @@ async def _run(config: OrchestratorConfig, environments: Environments, resume_st
             await environments.start_servers(config, servers)
         run = RunPaths.of_orchestrator(config.output_dir)
         # Starting W&B takes seconds, which pass while the servers come up.
-        monitor, held_version = await asyncio.gather(
+        (monitor, extras), held_version = await asyncio.gather(
             asyncio.to_thread(setup_monitor, config, run, paths), pool.wait_ready(config.use_token_client)
         )
         closing.push(lambda kind, error, trace: monitor.close(int(kind is not None)))
@@ -96,7 +96,7 @@ async def _run(config: OrchestratorConfig, environments: Environments, resume_st
             scheduler=scheduler,
             policy=policy,
             sender=sender,
-            reporter=Reporter(monitor, filters, sample_interval(config)),
+            reporter=Reporter(monitor, filters, sample_interval(config), extras),
             rollout_log=rollout_log,
             heartbeat=heartbeat,
             checkpoints=checkpoints if config.ckpt else None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,18 @@ class WandbMonitor:
 
     def log(self, metrics: Metrics, step: int) -> None:
         self._run.log(dict(metrics), step=step)
+
+    def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int) -> None:
+        """A table to read in the browser."""
+        import wandb
+
+        self._run.log({name: wandb.Table(columns=list(columns), data=[list(row) for row in rows])}, step=step)
+
+    def log_distributions(self, values: Mapping[str, Sequence[float]], step: int) -> None:
+        """A histogram for each name."""
+        import wandb
+
+        self._run.log({name: wandb.Histogram(list(of_name)) for name, of_name in values.items()}, step=step)
 
     def close(self, exit_code: int = 0) -> None:
         self._run.finish(exit_code=exit_code)
