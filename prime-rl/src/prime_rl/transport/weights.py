@@ -1,0 +1,149 @@
+"""Weights from the trainer straight into the memory of inference engines, through NCCL, or gloo without GPUs.
+
+The group is apart from the trainer's own and from the engine's: rank 0 is the trainer's main process, every other rank
+an engine's worker. Rank 0 broadcasts all messages:
+
+    int64 [number of bundles]
+    for each bundle: int64 [bytes of the header], the header, then one flat tensor for each of its dtypes
+
+The header is MessagePack: the policy version, and name and shape of each tensor, by dtype. Bundles are the tensors
+outside the decoder layers, then each layer's (runtime behaviour, section 5.9), so that neither side ever holds a second
+copy of the model. Names are those of the hub.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from datetime import timedelta
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from prime_rl.transport.errors import TransportError
+
+_LAYER = re.compile(r"\.layers\.(\d+)\.")
+SENDER = 0
+
+
+class TensorSpec(msgspec.Struct, array_like=True):
+    """One tensor of a bundle."""
+
+    name: str
+    shape: list[int]
+
+
+class BundleHeader(msgspec.Struct, array_like=True):
+    """What a bundle holds, in the order in which it comes."""
+
+    version: int
+    tensors_by_dtype: dict[str, list[TensorSpec]]
+
+
+class WeightGroup:
+    """One process's place among the trainer and the engines' workers."""
+
+    def __init__(self, address: tuple[str, int], rank: int, size: int, device: torch.device, timeout_s: float) -> None:
+        """Join; returns when all `size` processes have joined. Rank 0 opens the port at `address`.
+
+        Raises:
+            TransportError: they do not all come in `timeout_s`, or the port cannot be opened.
+        """
+        self.rank = rank
+        self.device = device
+        host, port = address
+        timeout = timedelta(seconds=timeout_s)
+        try:
+            store = dist.TCPStore(host, port, size, is_master=rank == SENDER, timeout=timeout)
+            self._backend = _backend(store, rank, size, device, timeout)
+            self._broadcast(torch.zeros(1, dtype=torch.int64, device=device))
+        except (RuntimeError, OSError) as error:  # torch's DistError is a RuntimeError
+            raise TransportError(
+                f"weight_broadcast: process {rank} of {size} could not join the group at {host}:{port}: "
+                f"{str(error).splitlines()[0]}"
+            ) from error
+
+    def send(self, weights: Mapping[str, Tensor], version: int) -> None:
+        """Give `weights` (any device, hub naming) to every engine worker. Rank 0 only."""
+        bundles = bundles_of(weights)
+        self._send_number(len(bundles))
+        for names in bundles:
+            by_dtype: dict[torch.dtype, list[str]] = {}
+            for name in names:
+                by_dtype.setdefault(weights[name].dtype, []).append(name)
+            self._send_bytes(msgspec.msgpack.encode(_header_of(weights, by_dtype, version)))
+            for members in by_dtype.values():
+                self._broadcast(torch.cat([weights[name].to(self.device).flatten() for name in members]))
+
+    def receive(self, version: int) -> Iterator[tuple[str, Tensor]]:
+        """Name and tensor of all weights of `version`, on this process's device, as they come. Every rank but 0.
+
+        The iterator must be used up: the others wait for this process. A tensor is a view of its bundle.
+
+        Raises:
+            TransportError: the trainer sends another version.
+        """
+        for _ in range(self._receive_number()):
+            header = msgspec.msgpack.decode(self._receive_bytes(), type=BundleHeader)
+            if header.version != version:
+                raise TransportError(f"expected the weights of version {version}, and {header.version} came")
+            for dtype, specs in header.tensors_by_dtype.items():
+                sizes = [math.prod(spec.shape) for spec in specs]
+                flat = torch.empty(sum(sizes), dtype=getattr(torch, dtype), device=self.device)
+                self._broadcast(flat)
+                for spec, part in zip(specs, flat.split(sizes), strict=True):
+                    yield spec.name, part.view(spec.shape)
+
+    def _broadcast(self, tensor: Tensor) -> None:
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = SENDER, 0
+        self._backend.broadcast([tensor], options).wait()
+
+    def _send_number(self, number: int) -> None:
+        self._broadcast(torch.tensor([number], dtype=torch.int64, device=self.device))
+
+    def _receive_number(self) -> int:
+        number = torch.zeros(1, dtype=torch.int64, device=self.device)
+        self._broadcast(number)
+        return int(number)
+
+    def _send_bytes(self, payload: bytes) -> None:
+        self._send_number(len(payload))
+        self._broadcast(torch.frombuffer(bytearray(payload), dtype=torch.uint8).to(self.device))
+
+    def _receive_bytes(self) -> bytes:
+        payload = torch.empty(self._receive_number(), dtype=torch.uint8, device=self.device)
+        self._broadcast(payload)
+        return payload.cpu().numpy().tobytes()
+
+
+def bundles_of(names: Iterable[str]) -> list[list[str]]:
+    """The names outside decoder layers, then those of each layer, in order."""
+    bundles: dict[int, list[str]] = {}
+    for name in names:
+        layer = _LAYER.search(name)
+        bundles.setdefault(-1 if layer is None else int(layer[1]), []).append(name)
+    return [bundles[index] for index in sorted(bundles)]
+
+
+def _header_of(weights: Mapping[str, Tensor], by_dtype: Mapping[torch.dtype, list[str]], version: int) -> BundleHeader:
+    return BundleHeader(
+        version,
+        {
+            str(dtype).removeprefix("torch."): [TensorSpec(name, list(weights[name].shape)) for name in names]
+            for dtype, names in by_dtype.items()
+        },
+    )
+
+
+def _backend(store: dist.Store, rank: int, size: int, device: torch.device, timeout: timedelta) -> dist.Backend:
+    # Made directly: a process may be in other groups already, or, as an engine's worker, must not start a default one.
+    store = dist.PrefixStore("weights", store)
+    if device.type == "cuda":
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        return dist.ProcessGroupNCCL(store, rank, size, options)
+    return dist.ProcessGroupGloo(store, rank, size, timeout)
