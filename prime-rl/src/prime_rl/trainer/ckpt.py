@@ -149,6 +149,14 @@ class CheckpointManager:
         _set_random_state(own["random"], self.world.device)
         return {} if self.config.skip_dataloader else own["data"]
 
+    def saved_data(self, step: int) -> dict[str, Any]:
+        """The data position that `load` will return, whatever `ckpt` says of it.
+
+        Raises:
+            CheckpointError: a file of the checkpoint is missing.
+        """
+        return self._load_own(self.paths.trainer_checkpoint(step))["data"]
+
     def export(self, state: TrainState, tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype) -> None:
         """Write `OUT/weights/step_<n>`, unless `ckpt.weights` is off."""
         if self.config.weights is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from itertools import islice
+from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -14,7 +15,9 @@ from prime_rl.configs.trainer import WeightCheckpointConfig
 from prime_rl.trainer.ckpt import CheckpointManager, TrainState
 from prime_rl.trainer.errors import DataError
 from prime_rl.trainer.sft.data import PackedRows
+from prime_rl.trainer.sft.fingerprint import DataFingerprint
 from prime_rl.trainer.sft.reporting import StepReporter
+from prime_rl.trainer.sft.resume import FINGERPRINT
 from prime_rl.trainer.sft.step import train_step
 from prime_rl.trainer.signals import SignalBox
 from prime_rl.trainer.weights import export_model
@@ -32,6 +35,12 @@ class Parts:
     tokenizer: PreTrainedTokenizerBase
     checkpoints: CheckpointManager | None
     export_dtype: torch.dtype
+    fingerprint: DataFingerprint | None
+    """Of the data, for the checkpoints; None without any."""
+
+    def place_in_data(self) -> dict[str, Any]:
+        """What a checkpoint holds of this process's data."""
+        return {**self.rows.state(), FINGERPRINT: None if self.fingerprint is None else self.fingerprint.as_dict()}
 
 
 class SFTTrainer:
@@ -73,7 +82,7 @@ class SFTTrainer:
         if checkpoints is None or step == self.saved_step:
             return 0.0
         started_s = time.perf_counter()
-        checkpoints.save(self.parts.state, self.parts.rows.state())
+        checkpoints.save(self.parts.state, self.parts.place_in_data())
         checkpoints.export(self.parts.state, self.parts.tokenizer, self.parts.export_dtype)
         self.saved_step = self.exported_step = step
         elapsed_s = time.perf_counter() - started_s

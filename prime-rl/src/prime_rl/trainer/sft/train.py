@@ -6,7 +6,6 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
@@ -21,8 +20,10 @@ from prime_rl.trainer.optim import setup_optimizer
 from prime_rl.trainer.progress_bar import progress_bar
 from prime_rl.trainer.scheduler import setup_scheduler
 from prime_rl.trainer.sft.data import PackedRows, setup_rows
+from prime_rl.trainer.sft.fingerprint import fingerprint_of
 from prime_rl.trainer.sft.loop import Parts, SFTTrainer, micro_batches_per_process
 from prime_rl.trainer.sft.reporting import StepReporter
+from prime_rl.trainer.sft.resume import check_same_rows, leave_receipt
 from prime_rl.trainer.signals import EXIT_STOPPED, listen_for_signals
 from prime_rl.trainer.world import World, destroy_world, setup_world
 from prime_rl.utils.logger import SUCCESS, get_logger, setup_logger
@@ -104,6 +105,8 @@ def setup_parts(config: SFTConfig, paths: RunPaths, world: World) -> Parts:
     checkpoints = CheckpointManager(config.ckpt, paths, world) if config.ckpt is not None else None
     resume_step = checkpoints.resume_step() if checkpoints is not None else None
     tokenizer = setup_tokenizer(config.tokenizer, config.model)
+    fingerprint = fingerprint_of(config.data, tokenizer) if checkpoints is not None else None
+    verified = check_same_rows(checkpoints, resume_step, fingerprint) if resume_step is not None else ""
     rows = setup_rows(config.data, tokenizer, len(tokenizer), world)
     if config.log.log_data and world.is_main:
         log_first_sample(rows, tokenizer)
@@ -118,23 +121,8 @@ def setup_parts(config: SFTConfig, paths: RunPaths, world: World) -> Parts:
     state = TrainState(model, optimizer, setup_scheduler(config.scheduler, optimizer, schedule_steps), Progress())
     if checkpoints is not None and resume_step is not None:
         rows.load_state(checkpoints.load(state, resume_step))
-        leave_receipt(config, paths.checkpoint(resume_step), state.progress, rows, world)
-    return Parts(state, rows, tokenizer, checkpoints, compute_dtype(config.model, world.device))
-
-
-def leave_receipt(config: SFTConfig, checkpoint: Path, progress: Progress, rows: PackedRows, world: World) -> None:
-    """Say where a resumed run stands.
-
-    Raises:
-        CheckpointError: that is beyond the end of the run.
-    """
-    if config.max_steps is not None and progress.step > config.max_steps:
-        raise CheckpointError(f"{checkpoint} is at step {progress.step}, beyond max_steps = {config.max_steps}")
-    if world.is_main:
-        get_logger().info(
-            f"Resumed from {checkpoint}: step {progress.step}, {progress.tokens} tokens, {progress.samples} samples; "
-            f"next in the data: entry {rows.stream.position} (epoch {rows.stream.epoch})"
-        )
+        leave_receipt(config, checkpoints, state.progress, rows, verified)
+    return Parts(state, rows, tokenizer, checkpoints, compute_dtype(config.model, world.device), fingerprint)
 
 
 def scheduled_steps(max_steps: int | None, ckpt: CheckpointConfig | None, resume_step: int | None) -> int | None:

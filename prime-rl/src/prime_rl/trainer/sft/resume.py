@@ -1,0 +1,58 @@
+"""Going on where a run stopped: what has to be the same for that, and what is said about it."""
+
+from __future__ import annotations
+
+from prime_rl.configs.sft import SFTConfig
+from prime_rl.trainer.ckpt import CheckpointManager, Progress
+from prime_rl.trainer.errors import CheckpointError
+from prime_rl.trainer.sft.data import PackedRows
+from prime_rl.trainer.sft.fingerprint import DataFingerprint
+from prime_rl.utils.logger import get_logger
+
+FINGERPRINT = "fingerprint"
+"""Key of the fingerprint in what a checkpoint holds of the data."""
+
+
+def check_same_rows(checkpoints: CheckpointManager, step: int, now: DataFingerprint) -> str:
+    """Compare the data of a checkpoint with those of `now`; returns what that verified, for the receipt.
+
+    Raises:
+        CheckpointError: they give other rows, so a place in the ones means nothing in the others. With
+            `ckpt.skip_dataloader`, which leaves the place aside, that is only a warning.
+    """
+    checkpoint = checkpoints.paths.checkpoint(step)
+    saved = checkpoints.saved_data(step).get(FINGERPRINT)
+    if saved is None:
+        return "not the data, of which this checkpoint holds no fingerprint"
+    differences = DataFingerprint.from_dict(saved).differences(now)
+    if not differences:
+        return "contents of the data, tokenizer, chat template and packing are the same"
+    listed = "".join(f"\n  - {line}" for line in differences)
+    if not checkpoints.config.skip_dataloader:
+        raise CheckpointError(
+            f"{checkpoint} was trained on other rows than this config gives:{listed}\n"
+            "Undo that, or go on from the beginning of these rows with --ckpt.skip-dataloader"
+        )
+    if checkpoints.world.is_main:
+        get_logger().warning(f"{checkpoint} was trained on other rows, and these start from their beginning:{listed}")
+    return f"not the data: {len(differences)} differences, passed over by ckpt.skip_dataloader"
+
+
+def leave_receipt(
+    config: SFTConfig, checkpoints: CheckpointManager, progress: Progress, rows: PackedRows, verified: str
+) -> None:
+    """Say where a resumed run stands, and what has been checked.
+
+    Raises:
+        CheckpointError: that is beyond the end of the run.
+    """
+    if config.max_steps is not None and progress.step > config.max_steps:
+        raise CheckpointError(
+            f"{checkpoints.paths.checkpoints} has come to step {progress.step}, beyond max_steps = {config.max_steps}"
+        )
+    if checkpoints.world.is_main:
+        get_logger().info(
+            f"Resumed from {checkpoints.paths.checkpoints}: step {progress.step}, {progress.tokens} tokens, "
+            f"{progress.samples} samples; next in the data: entry {rows.stream.position} (epoch {rows.stream.epoch}); "
+            f"verified: {verified}"
+        )
