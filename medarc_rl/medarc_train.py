@@ -8,6 +8,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated
 from uuid import uuid4
 
@@ -31,8 +32,11 @@ from prime_rl.utils.paths import RunPaths
 from prime_rl.utils.process import reserved_ports
 from prime_rl.utils.process.children import SFT_TRAINER, TorchJob
 from prime_rl.utils.process.devices import MASK_VARIABLE, thread_env, usable_cores
+from prime_rl.utils.pydantic_config import dump_toml
 
 Option = typer.Option
+SFT_PREFLIGHT = "prime_rl.trainer.sft.preflight"
+
 app = new_app("Train here: on this machine's GPUs, or on its CPU.")
 
 
@@ -43,6 +47,9 @@ class SftOptions:
         int | None,
         Option(min=1, max=NODE_GPUS, help="GPUs, or processes on a CPU; by default deployment.num_gpus, which is 1."),
     ] = None
+    preflight: Annotated[
+        bool, Option("--preflight", help="Look at the data, say what training on it would be like, and stop.")
+    ] = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +68,8 @@ class EvalOptions:
 def sft(words: list[str], options: SftOptions) -> int:
     """Run supervised fine-tuning."""
     run = load_run(SFTConfig, words, "sft", options.output_dir, sft_owned(options.gpus))
+    if options.preflight:
+        return sft_preflight(run.config)
     processes = sft_gpus(run.config)
     place = find_place(run.config.device, processes, os.environ)
     check_startable(run, run.config.dry_run)
@@ -107,6 +116,14 @@ def evaluate(words: list[str], options: EvalOptions) -> int:
 add_command(app, "sft", SftOptions, sft)
 add_command(app, "rl", RlOptions, rl)
 add_command(app, "eval", EvalOptions, evaluate)
+
+
+def sft_preflight(config: SFTConfig) -> int:
+    """Report on the data of a run. Its directory is left alone."""
+    with TemporaryDirectory() as scratch:
+        file = Path(scratch) / "sft.toml"
+        dump_toml(config, file)
+        return run_in_foreground([sys.executable, "-m", SFT_PREFLIGHT, "@", str(file)], dict(os.environ))
 
 
 def sft_argv(paths: RunPaths, processes: int, port: int) -> list[str]:

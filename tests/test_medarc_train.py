@@ -65,6 +65,17 @@ def test_one_process_is_the_sft_command(programs, sft_toml: Path, tmp_path: Path
     assert tomllib.loads(config.read_text())["optim"]["lr"] == 1e-3
 
 
+def test_a_preflight_reads_the_resolved_config_and_leaves_the_runs_directory_alone(
+    programs, sft_toml: Path, tmp_path: Path
+) -> None:
+    programs.add("python")
+    result = run("sft", sft_toml, "--output-dir", tmp_path / "out", "--preflight", "--data.seq-len", 64)
+    assert result.exit_code == 0, result.output
+    (call,) = programs.calls
+    assert call["argv"][1:4] == ["-m", "prime_rl.trainer.sft.preflight", "@"]
+    assert not (tmp_path / "out").exists()
+
+
 def test_several_processes_are_torchrun(programs, sft_toml: Path, tmp_path: Path) -> None:
     programs.add("torchrun")
     result = run("sft", sft_toml, "--output-dir", tmp_path / "out", "--gpus", 2, "--device", "cpu")

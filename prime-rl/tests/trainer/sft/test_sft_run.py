@@ -141,12 +141,12 @@ def test_faults_of_a_person_are_one_line_each(base: dict[str, Any], tmp_path: Pa
     broken = tmp_path / "broken.jsonl"
     broken.write_text('{"prompt": \n')
     texts = tmp_path / "texts.jsonl"
-    texts.write_text('{"text": "abc"}\n')
+    texts.write_text('{"question": "abc"}\n')
     data = base["data"]
     assert "nowhere: no such directory" in line(model={"name": str(tmp_path / "nowhere")})
     assert "nowhere.jsonl: no such file" in line(data={**data, "name": str(tmp_path / "nowhere.jsonl")})
     assert "broken.jsonl:1" in line(data={**data, "name": str(broken)})
-    assert "the columns are text" in line(data={**data, "name": str(texts)})
+    assert "the columns are question" in line(data={**data, "name": str(texts)})
     assert "max_steps = 2" in line(max_steps=2, scheduler={"type": "cosine"})
     assert "ckpt.resume_step = 7" in line(ckpt={"resume_step": 7})
     assert "lower optim.lr" in line(optim={"lr": 1e30}, scheduler={}).lower()

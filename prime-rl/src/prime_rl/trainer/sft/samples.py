@@ -64,6 +64,18 @@ class SampleCounts:
         return self.overlong + self.untrainable + self.unmaskable
 
 
+@dataclass(frozen=True, slots=True)
+class Made:
+    """What became of a row."""
+
+    sample: TokenizedSample | None
+    """None when it cannot be trained on."""
+    kind: str
+    """The count in `SampleCounts` that it belongs to: `seen` for nothing special."""
+    inputs: int = 0
+    """Its length before it was cut."""
+
+
 class SampleMaker:
     """Makes a row a sample of at most `seq_len` inputs, or says why it is none."""
 
@@ -71,8 +83,8 @@ class SampleMaker:
         self.config = config
         self._tokenize = ConversationTokenizer(tokenizer, config.loss_mask)
 
-    def __call__(self, entry: Entry) -> tuple[TokenizedSample | None, str]:
-        """The sample, and the name of the count in `SampleCounts` that it belongs to, `seen` for nothing special.
+    def __call__(self, entry: Entry) -> Made:
+        """Tokenize a row, mask and cut it.
 
         Raises:
             DataError: the row is no conversation, or is too long and `data.overlong` is "error".
@@ -81,7 +93,7 @@ class SampleMaker:
         try:
             sample = self._tokenize(row)
         except UnmaskableSample:
-            return None, "unmaskable"
+            return Made(None, "unmaskable")
         except DataError as error:
             raise DataError(f"{entry.where}: {error}") from error
         is_overlong = sample.inputs > self.config.seq_len
@@ -91,11 +103,11 @@ class SampleMaker:
                 'and data.overlong = "error"'
             )
         if is_overlong and self.config.overlong == "drop":
-            return None, "overlong"
-        sample = sample.first(self.config.seq_len)
-        if sample.targets == 0:
-            return None, "untrainable"
-        return sample, "truncated" if is_overlong else "seen"
+            return Made(None, "overlong", sample.inputs)
+        cut = sample.first(self.config.seq_len)
+        if cut.targets == 0:
+            return Made(None, "untrainable", sample.inputs)
+        return Made(cut, "truncated" if is_overlong else "seen", sample.inputs)
 
 
 class DatasetStream:
@@ -108,7 +120,7 @@ class DatasetStream:
         self.position = world.rank
         self.counts = SampleCounts()
         self._make = SampleMaker(config, tokenizer)
-        self._cache: dict[int, tuple[TokenizedSample | None, str]] = {}
+        self._cache: dict[int, Made] = {}
         self._cached_tokens = 0
         self._told: set[int] = set()
 
@@ -142,8 +154,8 @@ class DatasetStream:
         self.position = position + (self.world.rank - position) % self.world.world_size
         self.entries.restore(self.position, state)
 
-    def first_ones(self, count: int) -> Iterator[tuple[Entry, TokenizedSample | None, str]]:
-        """What the stream begins with, over all processes, as `SampleMaker` has it. Moves and counts nothing.
+    def first_ones(self, count: int) -> Iterator[Made]:
+        """What the stream begins with, over all processes. Moves and counts nothing.
 
         Only before the first sample has been taken. Ends with the first epoch, as far as its length is known.
         """
@@ -151,16 +163,16 @@ class DatasetStream:
             entry = self.entries.at(position)
             if self.entries.epoch_of(position) > 0:
                 return
-            yield entry, *self._made(entry)
+            yield self._made(entry)
 
     def _sample(self, entry: Entry) -> TokenizedSample | None:
         """The tokens of a row, or None if it cannot be trained on."""
-        sample, kind = self._made(entry)
+        made = self._made(entry)
         self.counts.seen += 1
-        if kind != "seen":
-            setattr(self.counts, kind, getattr(self.counts, kind) + 1)
-            self._tell(entry, kind)
-        return sample
+        if made.kind != "seen":
+            setattr(self.counts, made.kind, getattr(self.counts, made.kind) + 1)
+            self._tell(entry, made.kind)
+        return made.sample
 
     def _tell(self, entry: Entry, kind: str) -> None:
         """Warn of the first row of a kind, and each time that their number has doubled; of a row only once."""
@@ -173,11 +185,11 @@ class DatasetStream:
             line = _TOLD[kind].format(where=entry.where, limit=self.config.seq_len)
             get_logger().warning(f"{line} (rows like it so far: {count})")
 
-    def _made(self, entry: Entry) -> tuple[TokenizedSample | None, str]:
+    def _made(self, entry: Entry) -> Made:
         if entry.key is not None and entry.key in self._cache:
             return self._cache[entry.key]
         made = self._make(entry)
-        size = 0 if made[0] is None else len(made[0])
+        size = 0 if made.sample is None else len(made.sample)
         if entry.key is not None and self._cached_tokens + size <= _CACHED_TOKENS:
             self._cache[entry.key] = made
             self._cached_tokens += size

@@ -1,0 +1,168 @@
+"""What an SFT run would train on, in seconds and without a model: `medarc_train sft CONFIG --preflight`.
+
+By itself: `python -m prime_rl.trainer.sft.preflight @ sft.toml`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from prime_rl.configs.not_built import refuse_unbuilt
+from prime_rl.configs.sft import SFTConfig, SFTDataConfig
+from prime_rl.trainer.errors import exit_on_error
+from prime_rl.trainer.sft.conversation import TokenizedSample
+from prime_rl.trainer.sft.entries import Entries, setup_entries
+from prime_rl.trainer.sft.examination import Examination, examine, untrainable_fault, worries
+from prime_rl.trainer.sft.samples import Made, SampleMaker
+from prime_rl.utils.logger import setup_logger
+from prime_rl.utils.pydantic_config import parse_argv_or_exit
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_MAX_ROWS = 10_000
+_MAX_TOKENS = 2_000_000
+_HISTOGRAM_BARS = 8
+_BAR_WIDTH = 40
+_SHOWN_CHARACTERS = 600
+"""Of each stretch of trained, or untrained, text."""
+
+
+def main() -> None:
+    """Print the report. Exit codes: 0 fine, 1 the run would not start, 2 bad config."""
+    config = parse_argv_or_exit(SFTConfig)
+    refuse_unbuilt(config)
+    setup_logger("warning")
+    raise SystemExit(preflight(config, Console(soft_wrap=True)))
+
+
+def preflight(config: SFTConfig, console: Console) -> int:
+    """Look at the data of a run, and print what it is like; returns the exit code.
+
+    Raises:
+        SystemExit: with code 1, when the data cannot be read; the log says why.
+    """
+    if not isinstance(config.data, SFTDataConfig):
+        console.print(f'data.type = "{config.data.type}": made-up samples, nothing to look at')
+        return 0
+    with exit_on_error():
+        # This import takes most of a preflight's time, and a fault of the data needs none of it.
+        entries = setup_entries(config.data)
+        from prime_rl.trainer.model import setup_tokenizer
+
+        tokenizer = setup_tokenizer(config.tokenizer, config.model)
+        made = _made_rows(entries, SampleMaker(config.data, tokenizer), config.data)
+        found = examine(made, entries.row_count, config.data)
+        if config.data.streaming and found.row_count == 0 and entries.row_count:
+            found.row_count = entries.row_count
+    console.print(_figures(found, config.data))
+    console.print(_histogram(found, config.data.seq_len))
+    for number, sample in enumerate(found.shown, start=1):
+        console.print(Text(f"\nSample {number}: {sample.inputs} tokens, {sample.targets} trained", style="bold"))
+        console.print(rendered(sample, tokenizer, in_colour=console.is_terminal))
+    return _verdict(found, config.data, console)
+
+
+def rendered(sample: TokenizedSample, tokenizer: PreTrainedTokenizerBase, in_colour: bool) -> Text:
+    """A sample's text, its trained parts in green, or between « and » where there are no colours."""
+    text = Text()
+    # The first token is never predicted.
+    flags = [False, *sample.is_trained[1:].tolist()]
+    for is_trained, group in groupby(zip(flags, sample.token_ids.tolist(), strict=True), key=lambda pair: pair[0]):
+        part = _shortened(tokenizer.decode([token for _, token in group]))
+        if in_colour:
+            text.append(part, style="black on green" if is_trained else "dim")
+        else:
+            text.append(f"«{part}»" if is_trained else part)
+    return text
+
+
+def _made_rows(entries: Entries, make: SampleMaker, config: SFTDataConfig) -> Iterator[Made]:
+    """The rows of the first epoch in its order, until they are enough to judge by."""
+    tokens = 0
+    for position in range(min(_MAX_ROWS, entries.row_count or _MAX_ROWS)):
+        entry = entries.at(position)
+        if entries.epoch_of(position) > 0 or tokens > _MAX_TOKENS:
+            return
+        made = make(entry)
+        tokens += made.inputs
+        yield made
+
+
+def _figures(found: Examination, config: SFTDataConfig) -> Table:
+    counts, factor = found.counts, found.per_epoch
+    table = Table(title=f"SFT data: {config.name}", title_justify="left", show_header=False, box=None)
+
+    def add(name: str, value: str) -> None:
+        table.add_row(name, value)
+
+    rows_of_epoch = f"{found.row_count:,}" if found.row_count else "unknown (streamed)"
+    about = "" if found.is_complete else "about "
+    basis = "all of them" if found.is_complete else f"{counts.seen:,}: the figures of an epoch follow from these"
+    steps = found.packed_rows * factor * config.micro_batch_size / config.batch_size
+    add("rows of an epoch", rows_of_epoch)
+    add("rows looked at", basis)
+    add("samples of an epoch", f"{about}{found.samples * factor:,.0f}")
+    add("tokens of an epoch", f"{about}{found.tokens * factor:,.0f}")
+    add("  of them trained", f"{found.targets / max(found.tokens, 1):.1%}")
+    for name, count in (
+        ("cut to data.seq_len", counts.truncated),
+        ("left out, too long", counts.overlong),
+        ("left out, nothing trained", counts.untrainable),
+        ("left out, not to be masked", counts.unmaskable),
+        ("duplicates", found.duplicates),
+    ):
+        add(name, f"{count:,} ({found.share(count):.1%})")
+    add(f"rows filled by {config.pack_function}", f"{found.fill:.2%}")
+    add("tokens cut off by packing", f"{found.discarded:.2%}")
+    add("steps of an epoch", f"{about}{steps:,.1f}")
+    return table
+
+
+def _histogram(found: Examination, seq_len: int) -> Table:
+    """Rows by length. Bars are of equal width in tokens, and the last holds all beyond the 99th percentile."""
+    table = Table(title="\nLengths in tokens", title_justify="left", show_header=False, box=None)
+    lengths = np.array(found.lengths or [0])
+    width = max(1, int(np.ceil((np.percentile(lengths, 99) + 1) / _HISTOGRAM_BARS)))
+    places = np.minimum(lengths // width, _HISTOGRAM_BARS - 1)
+    counts = np.bincount(places, minlength=_HISTOGRAM_BARS)
+    for place, count in enumerate(counts.tolist()):
+        last = int(lengths.max()) if place == _HISTOGRAM_BARS - 1 else (place + 1) * width - 1
+        bar = "█" * round(_BAR_WIDTH * count / counts.max())
+        limit = "  <- data.seq_len" if place * width <= seq_len <= last else ""
+        table.add_row(f"{place * width:,} to {max(last, place * width):,}", f"{count:,}", bar + limit)
+    return table
+
+
+def _verdict(found: Examination, config: SFTDataConfig, console: Console) -> int:
+    lines = list(worries(found, config))
+    fault = untrainable_fault(found, config)
+    console.print()
+    for line in lines:
+        console.print(f"warning: {line}", style="yellow", markup=False, highlight=False)
+    if fault:
+        sys.stdout.flush()
+        sys.stderr.write(f"error: {fault}\n")
+        return 1
+    if not lines:
+        console.print("Nothing to worry about.", style="green")
+    return 0
+
+
+def _shortened(text: str) -> str:
+    if len(text) <= _SHOWN_CHARACTERS:
+        return text
+    half = _SHOWN_CHARACTERS // 2
+    return f"{text[:half]} […{len(text) - 2 * half:,} characters…] {text[-half:]}"
+
+
+if __name__ == "__main__":
+    main()

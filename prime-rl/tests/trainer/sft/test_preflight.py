@@ -1,0 +1,173 @@
+from __future__ import annotations
+
+import io
+import json
+import logging
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from transformers import AutoTokenizer
+
+from prime_rl.configs.sft import SFTConfig
+from prime_rl.trainer.errors import DataError
+from prime_rl.trainer.sft.conversation import ConversationTokenizer
+from prime_rl.trainer.sft.data import setup_rows
+from prime_rl.trainer.sft.examination import check_first_rows
+from prime_rl.trainer.sft.preflight import preflight, rendered
+from prime_rl.trainer.world import World
+
+Report = Callable[..., str]
+
+GOOD = [{"prompt": f"{number}+1=", "completion": f"{number + 1}"} for number in range(20)]
+LONG = {"prompt": "x", "completion": "y" * 100}
+MASKED = {"prompt": "x" * 100, "completion": "y"}
+CHAT = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]}
+
+
+def config_of(file: Path, tiny_model_dir: Path, **data: Any) -> SFTConfig:
+    return SFTConfig(
+        model={"name": str(tiny_model_dir)}, data={"name": str(file), "seq_len": 32, "batch_size": 4, **data}
+    )
+
+
+@pytest.fixture
+def report(tmp_path: Path, tiny_model_dir: Path) -> Report:
+    def report_on(rows: list[dict], exit_code: int = 0, **data: Any) -> str:
+        file = tmp_path / "rows.jsonl"
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        out = io.StringIO()
+        console = Console(file=out, width=120, soft_wrap=True)
+        assert preflight(config_of(file, tiny_model_dir, **data), console) == exit_code
+        return out.getvalue()
+
+    return report_on
+
+
+def figure(text: str, name: str) -> str:
+    """What the report says behind `name`."""
+    line = next(line for line in text.splitlines() if line.strip().startswith(name))
+    return line.strip().removeprefix(name).strip()
+
+
+def test_the_figures_of_an_epoch(report: Report) -> None:
+    text = report([*GOOD, GOOD[0], LONG, MASKED])
+    assert figure(text, "rows of an epoch") == "23"
+    assert figure(text, "rows looked at") == "all of them"
+    assert figure(text, "samples of an epoch") == "22"
+    assert figure(text, "cut to data.seq_len") == "1 (4.3%)"
+    assert figure(text, "left out, nothing trained") == "1 (4.3%)"
+    assert figure(text, "duplicates") == "1 (4.3%)"
+    # Each character is a token, the end token is only predicted; the long one is cut to 32.
+    assert figure(text, "tokens of an epoch") == str(9 * 5 + 6 + 10 * 7 + 5 + 32)
+    assert "warning: 1 of 23 rows have no trained token within data.seq_len = 32 and are left out" in text
+
+
+def test_lengths_are_shown_with_the_limit(report: Report) -> None:
+    text = report([*GOOD, LONG])
+    bars = [line for line in text.splitlines() if re.match(r" \d+ to ", line)]
+    assert len(bars) == 8
+    assert sum("data.seq_len" in bar for bar in bars) == 1
+    assert bars[-1].split("to")[1].split()[0] == "101"
+
+
+@pytest.mark.parametrize(("packing", "fill", "cut"), [("cat", "100.00%", "20.00%"), ("best_fit", "93.75%", "0.00%")])
+def test_packing_is_tried_out(packing: str, fill: str, cut: str, report: Report) -> None:
+    text = report([{"text": "x" * 10} for _ in range(6)], pack_function=packing, seq_len=32)
+    assert figure(text, f"rows filled by {packing}") == fill
+    assert figure(text, "tokens cut off by packing") == cut
+
+
+def test_three_samples_are_shown_with_the_trained_part_marked(report: Report) -> None:
+    text = report([CHAT, *GOOD], shuffle=False)
+    assert text.count("Sample ") == 3
+    assert "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n«yo<|im_end|>»\n" in text
+    assert "0+1=«1<|im_end|>»" in text
+
+
+def test_in_a_terminal_the_trained_part_is_coloured(tiny_model_dir: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model_dir)
+    sample = ConversationTokenizer(tokenizer, config_of(Path("x"), tiny_model_dir).data.loss_mask)(CHAT)
+    text = rendered(sample, tokenizer, in_colour=True)
+    coloured = [text.plain[span.start : span.end] for span in text.spans if "green" in str(span.style)]
+    assert coloured == ["yo<|im_end|>"]
+    assert "«" not in text.plain
+
+
+def test_streamed_data_is_looked_at_too(report: Report) -> None:
+    text = report(GOOD, streaming=True)
+    assert figure(text, "rows of an epoch") == "20"
+    assert figure(text, "samples of an epoch") == "20"
+
+
+def test_data_that_would_stop_the_run_fails_the_preflight(report: Report, capsys: pytest.CaptureFixture[str]) -> None:
+    report([*GOOD[:2], *[MASKED] * 3], exit_code=1)
+    assert capsys.readouterr().err.startswith("error: data.name = ")
+    report([*GOOD[:2], *[MASKED] * 3], max_untrainable_share=0.7)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("", "has no rows"),
+        ('{"prompt": "a", "completion": "b"}\n{"prompt":\n', "rows.jsonl:2: not valid JSON"),
+        ('{"question": "a"}\n', "the columns are question"),
+        ('{"text": "a"}\n{"text": null}\n', "rows.jsonl:2: no `messages`"),
+        ('{"messages": [{"role": "wizard", "content": "x"}]}\n', "rows.jsonl:1: message 1: unknown role 'wizard'"),
+        ('["text"]\n', "rows.jsonl:1: not a JSON object"),
+        ("\xff\n", "rows.jsonl:1: not UTF-8 text"),
+    ],
+)
+def test_bad_data_is_one_line(
+    content: str, said: str, tmp_path: Path, tiny_model_dir: Path, caplog: pytest.LogCaptureFixture, monkeypatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("prime_rl"), "propagate", True)
+    file = tmp_path / "rows.jsonl"
+    file.write_bytes(content.encode("latin-1"))
+    with pytest.raises(SystemExit) as stopped:
+        preflight(config_of(file, tiny_model_dir), Console(file=io.StringIO()))
+    assert stopped.value.code == 1
+    assert [said in record.message and not record.exc_info for record in caplog.records] == [True]
+
+
+# --- the same checks at the start of a run
+
+
+def check(rows: list[dict], tmp_path: Path, tiny_model_dir: Path, show: bool = False, **data: Any):
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = config_of(file, tiny_model_dir, **data)
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model_dir)
+    packed = setup_rows(config.data, tokenizer, 128, World(0, 1, 0, torch.device("cpu")))
+    check_first_rows(packed, tokenizer, show)
+    return packed
+
+
+def test_a_run_warns_of_its_first_rows(
+    tmp_path: Path, tiny_model_dir: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("prime_rl"), "propagate", True)
+    check([*GOOD, *[LONG] * 3], tmp_path, tiny_model_dir, show=True, shuffle=False)
+    assert "3 of 23 rows are longer than data.seq_len = 32 and are cut; the longest has 101 tokens" in caplog.text
+    assert "2 of 23 rows have the same tokens as an earlier row" in caplog.text
+
+
+def test_a_run_without_enough_to_train_on_stops_before_it_starts(tmp_path: Path, tiny_model_dir: Path) -> None:
+    with pytest.raises(DataError, match=r"of 5 rows 3 cannot be trained on \(3 without a trained token") as stopped:
+        check([*GOOD[:2], *[MASKED] * 3], tmp_path, tiny_model_dir)
+    assert "max_untrainable_share allows 50%" in str(stopped.value)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_looking_at_the_first_rows_moves_nothing(streaming: bool, tmp_path: Path, tiny_model_dir: Path) -> None:
+    looked_at = check(GOOD, tmp_path, tiny_model_dir, streaming=streaming, shuffle_buffer=7)
+    config = config_of(tmp_path / "rows.jsonl", tiny_model_dir, streaming=streaming, shuffle_buffer=7)
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model_dir)
+    untouched = setup_rows(config.data, tokenizer, 128, World(0, 1, 0, torch.device("cpu")))
+    assert looked_at.stream.counts.seen == 0
+    for _ in range(10):
+        assert next(looked_at).input_ids.tolist() == next(untouched).input_ids.tolist()
