@@ -56,11 +56,15 @@ class SignalBox:
 
 @contextmanager
 def listen_for_signals(world: World) -> Iterator[SignalBox]:
-    """Collect SIGTERM and SIGUSR1 during the block. Before and after it SIGTERM ends the process at once."""
+    """Collect SIGTERM and SIGUSR1 during the block. Before and after it SIGTERM ends the process at once.
+
+    A process that has been told to stop is not told again: launchers, torchrun and Slurm each pass the signal on, and
+    a late copy of it must not kill a process that is about to leave by itself.
+    """
     box = SignalBox(world)
     previous = signal.signal(signal.SIGTERM, box._on_stop), signal.signal(signal.SIGUSR1, box._on_save)
     try:
         yield box
     finally:
-        signal.signal(signal.SIGTERM, previous[0])
+        signal.signal(signal.SIGTERM, signal.SIG_IGN if box._stop else previous[0])
         signal.signal(signal.SIGUSR1, previous[1])

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import signal
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -15,6 +18,8 @@ from prime_rl.trainer.errors import DeviceError
 from prime_rl.utils.logger import get_logger
 
 DeviceChoice = Literal["auto", "cuda", "cpu"]
+
+_PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +52,14 @@ def resolve_device(device: DeviceChoice) -> Literal["cuda", "cpu"]:
 def setup_world(device: DeviceChoice, timeout_s: int, environ: Mapping[str, str] = os.environ) -> World:
     """Join the process group: NCCL for GPUs, gloo for the CPU.
 
-    Ranks come from torchrun's variables. Without them this process is the whole world, connected through an in-memory
-    store, so a lone trainer opens no port.
+    Ranks come from torchrun's variables, and its processes end with it. Without them this process is the whole
+    world, connected through an in-memory store, so a lone trainer opens no port.
 
     Raises:
         DeviceError: the machine lacks the device that is asked for.
     """
+    if "TORCHELASTIC_RUN_ID" in environ:
+        _die_with_parent()
     kind = resolve_device(device)
     rank, world_size, local_rank = (int(environ.get(key, d)) for key, d in _TORCHRUN_DEFAULTS)
     if kind == "cuda" and local_rank >= torch.cuda.device_count():
@@ -89,6 +96,18 @@ def destroy_world() -> None:
     """Leave the process group, if this process is in one."""
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def _die_with_parent() -> None:
+    """Let the end of torchrun, also by SIGKILL, be a SIGTERM here. Only Linux can."""
+    if sys.platform != "linux":
+        return
+    parent = os.getppid()
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    # A torchrun that died before the call sends nothing: died during it, its children have another parent now; died
+    # earlier, its store is gone, and joining the group fails.
+    if os.getppid() != parent:
+        os.kill(os.getpid(), signal.SIGTERM)
 
 
 _TORCHRUN_DEFAULTS = (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0))

@@ -1,0 +1,51 @@
+"""How a trainer's processes end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from prime_rl.trainer.signals import listen_for_signals
+from prime_rl.trainer.world import World
+
+WORKER = Path(__file__).with_name("worker_of_torchrun.py")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a child that its parent died")
+def test_no_worker_outlives_a_killed_torchrun() -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(WORKER)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as torchrun:
+        joined = {torchrun.stdout.readline().strip() for _ in range(2)}
+        torchrun.send_signal(signal.SIGKILL)
+        # The workers hold the other end of this pipe: it ends when the last of them has.
+        rest = torchrun.stdout.read()
+    assert joined == {"joined 0", "joined 1"}
+    assert rest == ""
+
+
+@pytest.fixture
+def default_sigterm():
+    previous = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, previous)
+
+
+def test_a_second_sigterm_does_not_kill_a_process_that_is_stopping(world: World, default_sigterm: None) -> None:
+    with listen_for_signals(world) as signals:
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)
+        assert signals.take().stop
+    signal.raise_signal(signal.SIGTERM)
+
+
+def test_sigterm_kills_again_after_a_run_that_was_not_stopped(world: World) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with listen_for_signals(world):
+        pass
+    assert signal.getsignal(signal.SIGTERM) is before

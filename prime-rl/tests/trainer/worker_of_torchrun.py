@@ -1,0 +1,13 @@
+"""Started by `test_processes_of_a_run.py` under torchrun: joins the world, says so, and waits to be ended."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+
+from prime_rl.trainer.world import setup_world
+
+world = setup_world("cpu", timeout_s=60)
+os.write(sys.stdout.fileno(), f"joined {world.rank}\n".encode())
+signal.pause()
