@@ -164,5 +164,5 @@ def test_a_server_of_its_own_that_cannot_start_is_told_at_once(command: Command)
 def test_an_environment_that_is_not_there_is_one_line(command: Command, server_url: str) -> None:
     done = command.run("--client.base-url", server_url, "--environment-ids", "nowhere")
     assert done.returncode == 1
-    assert "env[0]: environment 'nowhere' does not import" in done.stdout
+    assert "env[1]: environment 'nowhere' does not import" in done.stdout
     assert "Traceback" not in done.stdout + done.stderr
