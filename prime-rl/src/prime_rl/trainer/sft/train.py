@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 import torch.distributed as dist
-from transformers import PreTrainedTokenizerBase
 
 from prime_rl.configs.not_built import refuse_unbuilt
 from prime_rl.configs.sft import SFTConfig
@@ -19,11 +18,13 @@ from prime_rl.trainer.model import compute_dtype, setup_model, setup_tokenizer
 from prime_rl.trainer.optim import setup_optimizer
 from prime_rl.trainer.progress_bar import progress_bar
 from prime_rl.trainer.scheduler import setup_scheduler
-from prime_rl.trainer.sft.data import PackedRows, setup_rows
+from prime_rl.trainer.sft.data import setup_rows
+from prime_rl.trainer.sft.examination import check_first_rows
 from prime_rl.trainer.sft.fingerprint import fingerprint_of
 from prime_rl.trainer.sft.loop import Parts, SFTTrainer, micro_batches_per_process
 from prime_rl.trainer.sft.reporting import StepReporter
 from prime_rl.trainer.sft.resume import check_same_rows, leave_receipt
+from prime_rl.trainer.sft.validation import Validation
 from prime_rl.trainer.signals import EXIT_STOPPED, listen_for_signals
 from prime_rl.trainer.world import World, destroy_world, setup_world
 from prime_rl.utils.logger import SUCCESS, get_logger, setup_logger
@@ -108,8 +109,7 @@ def setup_parts(config: SFTConfig, paths: RunPaths, world: World) -> Parts:
     fingerprint = fingerprint_of(config.data, tokenizer) if checkpoints is not None else None
     verified = check_same_rows(checkpoints, resume_step, fingerprint) if resume_step is not None else ""
     rows = setup_rows(config.data, tokenizer, len(tokenizer), world)
-    if config.log.log_data and world.is_main:
-        log_first_sample(rows, tokenizer)
+    check_first_rows(rows, tokenizer, show=config.log.log_data)
     model = setup_model(config.model, world)
     if len(tokenizer) > model.config.vocab_size:
         raise ModelError(
@@ -119,10 +119,12 @@ def setup_parts(config: SFTConfig, paths: RunPaths, world: World) -> Parts:
     optimizer = setup_optimizer(config.optim, model)
     schedule_steps = scheduled_steps(config.max_steps, config.ckpt, resume_step)
     state = TrainState(model, optimizer, setup_scheduler(config.scheduler, optimizer, schedule_steps), Progress())
+    validation = Validation(config.val.data, tokenizer, world) if config.val is not None else None
     if checkpoints is not None and resume_step is not None:
         rows.load_state(checkpoints.load(state, resume_step))
         leave_receipt(config, checkpoints, state.progress, rows, verified)
-    return Parts(state, rows, tokenizer, checkpoints, compute_dtype(config.model, world.device), fingerprint)
+    export_dtype = compute_dtype(config.model, world.device)
+    return Parts(state, rows, tokenizer, checkpoints, export_dtype, validation, fingerprint)
 
 
 def scheduled_steps(max_steps: int | None, ckpt: CheckpointConfig | None, resume_step: int | None) -> int | None:
@@ -130,18 +132,6 @@ def scheduled_steps(max_steps: int | None, ckpt: CheckpointConfig | None, resume
     if max_steps is None or ckpt is None or not ckpt.skip_scheduler or ckpt.skip_progress:
         return max_steps
     return max_steps - (resume_step or 0)
-
-
-def log_first_sample(rows: PackedRows, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Show the first sample as text, and which part of it is trained."""
-    start = rows.stream.position
-    first = next(rows)
-    rows.stream.position = start
-    ends = [*(index for index in range(1, len(first.position_ids)) if first.position_ids[index] == 0), None]
-    sample = slice(0, ends[0])
-    trained = first.target_ids[sample][first.is_trained[sample]]
-    get_logger().info(f"First sample: {tokenizer.decode(first.input_ids[sample])!r}")
-    get_logger().info(f"Trained in it: {tokenizer.decode(trained)!r}")
 
 
 def report_end(is_done: bool, paths: RunPaths, progress: Progress) -> None:
