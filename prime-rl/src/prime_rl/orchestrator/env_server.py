@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from prime_rl.configs.env_server import EnvServerConfig
 from prime_rl.configs.not_built import refuse_unbuilt
 from prime_rl.orchestrator.errors import EnvironmentFault
-from prime_rl.orchestrator.stopping import EXIT_GRACE_S, exit_within
+from prime_rl.orchestrator.stopping import leave
 from prime_rl.utils.logger import get_logger, setup_logger
 from prime_rl.utils.paths import OrchestratorPaths
 from prime_rl.utils.pydantic_config import parse_argv_or_exit
@@ -40,8 +40,7 @@ def main() -> None:
         get_logger().error(str(fault))
         sys.exit(1)
     # It returns when it has been told to stop, which every process here answers in the same way.
-    exit_within(EXIT_GRACE_S, STOPPED)
-    sys.exit(STOPPED)
+    leave(STOPPED)
 
 
 def serve(config: EnvServerConfig) -> None:

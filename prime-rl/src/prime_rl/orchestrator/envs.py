@@ -152,6 +152,8 @@ def setup_verifiers_logging(log: LogConfig) -> None:
         disable_progress_bars()
     # It repeats as several log lines what `load_environment` says in one.
     logging.getLogger("verifiers.utils.env_utils").setLevel(logging.CRITICAL)
+    # It tells of every server that it waits for one that starts.
+    logging.getLogger("verifiers.serve.client").setLevel(logging.WARNING)
 
 
 def environment_arguments(extra_env_kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from prime_rl.configs.not_built import refuse_unbuilt
 from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.orchestrator.ckpt import Checkpoints, remove_stale
 from prime_rl.orchestrator.errors import OrchestratorError, TooManyFailures
-from prime_rl.orchestrator.stopping import EXIT_GRACE_S, exit_within
+from prime_rl.orchestrator.stopping import leave
 from prime_rl.utils.logger import get_logger, setup_logger
 from prime_rl.utils.paths import OrchestratorPaths, OutputDirInUse, RunPaths, check_output_dir
 from prime_rl.utils.pydantic_config import dump_toml, parse_argv_or_exit
@@ -26,9 +26,7 @@ def main() -> None:
     refuse_unbuilt(config)
     paths = OrchestratorPaths(config.output_dir)
     setup_logger(config.log.level, paths.log if config.log.file else None, config.log.json_logging)
-    exit_code = run(config, paths)
-    exit_within(EXIT_GRACE_S, exit_code)
-    sys.exit(exit_code)
+    leave(run(config, paths))
 
 
 def run(config: OrchestratorConfig, paths: OrchestratorPaths) -> int:
