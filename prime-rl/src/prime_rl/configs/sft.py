@@ -136,6 +136,25 @@ class SFTDataConfig(BaseDataConfig):
                 yield f"{one} has {len(values)} entries and {other} {len(others)}: give as many"
 
 
+class ValConfig(BaseConfig):
+    """Validation during training: the loss on other rows, each of which counts once."""
+
+    interval: int = Field(50, ge=1)
+    """Steps between two; the last step is always validated."""
+
+    on_start: bool = False
+    """Validate the untrained model too."""
+
+    data: SFTDataConfig = SFTDataConfig()
+    """The dataset. Keys that are not given are those of `data`; rows are always packed whole, by best fit."""
+
+    @model_validator(mode="after")
+    def _check_data(self) -> Self:
+        if self.data.streaming:
+            raise ValueError("data.streaming = true: validation reads all of its rows at the start")
+        return self
+
+
 DataConfig = Annotated[FakeDataConfig | SFTDataConfig, Field(discriminator="type")]
 
 
@@ -191,6 +210,9 @@ class SFTConfig(RootConfig):
 
     data: DataConfig = SFTDataConfig()
     """The dataset."""
+
+    val: ValConfig | None = None
+    """Validation during training; None is off."""
 
     optim: OptimizerConfig = AdamWConfig()
     """The optimizer."""
@@ -252,6 +274,8 @@ class SFTConfig(RootConfig):
         deployment = table.get("deployment")
         if isinstance(deployment, dict) and deployment.get("type") == "multi_node":
             deployment.pop("num_gpus", None)
+        if isinstance(table.get("val"), dict):
+            table["val"] = _with_keys_of_data(table["val"], table.get("data"))
         return table
 
     @model_validator(mode="after")
@@ -282,6 +306,8 @@ class SFTConfig(RootConfig):
             yield f"data.pack_function = 'stack' needs a data.seq_len in steps of {STACK_MULTIPLE} (got {data.seq_len})"
 
     def _faults(self) -> Iterator[str]:
+        if self.ckpt is not None and self.ckpt.keep_best and self.val is None:
+            yield "ckpt.keep_best needs [val]: the best step is the one with the lowest validation loss"
         if isinstance(self.model.fused_lm_head_chunk_size, int):
             yield "model.fused_lm_head_chunk_size must be 'auto' or 'disabled': SFT has no fused output layer"
         deployment = self.deployment
@@ -292,3 +318,16 @@ class SFTConfig(RootConfig):
         group = deployment.nodes_per_fsdp_group
         if group is not None and deployment.num_nodes % group != 0:
             yield f"deployment.num_nodes ({deployment.num_nodes}) is not a multiple of nodes_per_fsdp_group ({group})"
+
+
+def _with_keys_of_data(val: dict[str, Any], data: Any) -> dict[str, Any]:
+    """The raw `[val]`, its `data` completed by the raw `[data]`."""
+    own = val.get("data", {})
+    if not isinstance(own, dict) or not isinstance(data, dict):
+        return val
+    left_out = {"streaming", "type"}
+    if data.get("type") == "fake":
+        left_out |= {"length", "input_ids", "pack_function"}
+    if "name" in own:
+        left_out |= {"subsets", "splits", "probabilities"}
+    return {**val, "data": {**{key: value for key, value in data.items() if key not in left_out}, **own}}

@@ -121,6 +121,10 @@ class CheckpointConfig(BaseConfig):
     keep_interval: int | None = Field(None, ge=1)
     """Keep multiples of n for ever; None sets no such rule."""
 
+    keep_best: bool = False
+    """SFT: save whenever the validation loss is the lowest so far, note that step in `checkpoints/best.json`, and keep
+    it whatever the other rules say."""
+
     skip_progress: bool = False
     """SFT: continue without the saved progress."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import shutil
 from collections.abc import Iterator
@@ -22,7 +23,7 @@ from prime_rl.trainer.errors import CheckpointError
 from prime_rl.trainer.weights import export_model
 from prime_rl.trainer.world import World
 from prime_rl.utils.logger import get_logger
-from prime_rl.utils.paths import RunPaths, replacing_directory, stable_steps
+from prime_rl.utils.paths import RunPaths, replacing_directory, replacing_file, stable_steps
 
 
 @dataclass(slots=True)
@@ -51,6 +52,14 @@ class TrainState:
     progress: Progress
 
 
+@dataclass(frozen=True, slots=True)
+class Best:
+    """The step with the lowest validation loss."""
+
+    step: int
+    val_loss: float
+
+
 class CheckpointManager:
     """Saves, finds, loads and thins out the checkpoints and weight exports of one run.
 
@@ -65,6 +74,9 @@ class CheckpointManager:
         # Steps of an abandoned continuation, above the one resumed from, are no part of this run.
         self._saved = _Retention(config, paths.checkpoints, config.resume_step)
         self._exported = _Retention(config, paths.weights, config.resume_step)
+
+        self._best = self._saved_best() if config.keep_best and config.resume_step is not None else None
+        self._protect_best()
 
     def resume_step(self) -> int | None:
         """The step to resume from, or None to start afresh.
@@ -149,6 +161,18 @@ class CheckpointManager:
         _set_random_state(own["random"], self.world.device)
         return {} if self.config.skip_dataloader else own["data"]
 
+    def is_best(self, val_loss: float) -> bool:
+        """True when `ckpt.keep_best` asks for a checkpoint of a step with this validation loss."""
+        return self.config.keep_best and (self._best is None or val_loss < self._best.val_loss)
+
+    def mark_best(self, step: int, val_loss: float) -> None:
+        """Note that `step`, which has been saved, is the best, and keep it until there is a better one."""
+        self._best = Best(step, val_loss)
+        self._protect_best()
+        if self.world.is_main:
+            with replacing_file(self.paths.best_checkpoint) as scratch:
+                scratch.write_text(json.dumps(asdict(self._best)) + "\n")
+
     def saved_data(self, step: int) -> dict[str, Any]:
         """The data position that `load` will return, whatever `ckpt` says of it.
 
@@ -180,6 +204,16 @@ class CheckpointManager:
                 )
         return own
 
+    def _saved_best(self) -> Best | None:
+        """The best step of the run that is resumed, unless that came after the step to resume from."""
+        path = self.paths.best_checkpoint
+        best = Best(**json.loads(path.read_text())) if path.is_file() else None
+        return best if best is not None and best.step in self._saved.steps else None
+
+    def _protect_best(self) -> None:
+        for retention in (self._saved, self._exported):
+            retention.protected_step = None if self._best is None else self._best.step
+
     @contextmanager
     def _replacing(self, target: Path) -> Iterator[Path]:
         """`replacing_directory` for all processes: rank 0 makes and completes it, everyone writes in between."""
@@ -203,6 +237,7 @@ class _Retention:
     def __init__(self, config: CheckpointConfig, parent: Path, resume_step: int | None) -> None:
         self.config = config
         self.parent = parent
+        self.protected_step: int | None = None
         steps = stable_steps(parent) if resume_step is not None else []
         self.steps = {step for step in steps if resume_step == -1 or step <= resume_step}
 
@@ -214,7 +249,7 @@ class _Retention:
             return
         newest = sorted(self.steps)[-last:] if last else []
         for old in sorted(self.steps.difference(newest)):
-            if interval and old % interval == 0:
+            if old == self.protected_step or (interval and old % interval == 0):
                 continue
             try:
                 shutil.rmtree(self.parent / f"step_{old}")

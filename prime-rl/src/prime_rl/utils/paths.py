@@ -75,6 +75,11 @@ class RunPaths:
         return self.checkpoint(step) / "trainer"
 
     @property
+    def best_checkpoint(self) -> Path:
+        """Which step has the lowest validation loss, as JSON."""
+        return self.checkpoints / "best.json"
+
+    @property
     def weights(self) -> Path:
         """Exports that Transformers and vLLM load as they are."""
         return self.root / "weights"

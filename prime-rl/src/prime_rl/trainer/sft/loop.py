@@ -19,6 +19,7 @@ from prime_rl.trainer.sft.fingerprint import DataFingerprint
 from prime_rl.trainer.sft.reporting import StepReporter
 from prime_rl.trainer.sft.resume import FINGERPRINT
 from prime_rl.trainer.sft.step import train_step
+from prime_rl.trainer.sft.validation import Validation
 from prime_rl.trainer.signals import SignalBox
 from prime_rl.trainer.weights import export_model
 from prime_rl.trainer.world import World
@@ -35,6 +36,7 @@ class Parts:
     tokenizer: PreTrainedTokenizerBase
     checkpoints: CheckpointManager | None
     export_dtype: torch.dtype
+    validation: Validation | None
     fingerprint: DataFingerprint | None
     """Of the data, for the checkpoints; None without any."""
 
@@ -59,11 +61,15 @@ class SFTTrainer:
     def run(self, signals: SignalBox, reporter: StepReporter) -> bool:
         """Train and save; returns False when SIGTERM came before `max_steps`."""
         state, checkpoints = self.parts.state, self.parts.checkpoints
+        if self.config.val is not None and self.config.val.on_start and state.progress.step == 0:
+            self.validate(reporter)
         requests = signals.take()
         while not (self.is_done or requests.stop):
             rows = list(islice(self.parts.rows, self.micro_batches))
             stats = train_step(state, rows, self.config.optim.max_norm, self.world)
             reporter.record(state.progress, self.parts.rows.stream.epoch, stats)
+            if self.validation_is_due:
+                self.validate(reporter)
             requests = signals.take()
             if requests.save or (checkpoints is not None and checkpoints.is_due(state.progress.step)):
                 reporter.saved(self.save())
@@ -75,6 +81,20 @@ class SFTTrainer:
     @property
     def is_done(self) -> bool:
         return self.config.max_steps is not None and self.parts.state.progress.step >= self.config.max_steps
+
+    @property
+    def validation_is_due(self) -> bool:
+        val = self.config.val
+        return val is not None and (self.is_done or self.parts.state.progress.step % val.interval == 0)
+
+    def validate(self, reporter: StepReporter) -> None:
+        """Measure the model on the validation data, and save it if it is the best so far and that is wanted."""
+        checkpoints, step = self.parts.checkpoints, self.parts.state.progress.step
+        stats = self.parts.validation.run(self.parts.state.model)
+        reporter.validated(step, stats)
+        if checkpoints is not None and step > 0 and checkpoints.is_best(stats.loss):
+            reporter.saved(self.save())
+            checkpoints.mark_best(step, stats.loss)
 
     def save(self) -> float:
         """Write checkpoint and weights of this step, unless they are written; returns the seconds it took."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 import time
 from dataclasses import dataclass
@@ -32,6 +33,22 @@ class StepStats:
     forward_backward_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class ValStats:
+    """One look at the validation data, over all processes."""
+
+    loss: float
+    """Mean cross-entropy of its trained tokens."""
+    seconds: float
+
+    @property
+    def perplexity(self) -> float:
+        try:
+            return math.exp(self.loss)
+        except OverflowError:
+            return math.inf
+
+
 class StepReporter:
     """Reports steps on the main process; elsewhere it keeps silent."""
 
@@ -49,6 +66,18 @@ class StepReporter:
     def saved(self, seconds: float) -> None:
         """Note the time of a checkpoint; the next step's report includes it."""
         self._save_s = seconds
+
+    def validated(self, step: int, stats: ValStats) -> None:
+        """Report the validation of the model after `step` updates. The next step's time does not count it."""
+        self._lap_s = time.perf_counter()
+        if not self.world.is_main:
+            return
+        metrics = {"val/loss": stats.loss, "val/perplexity": stats.perplexity, "time/val": stats.seconds}
+        self.monitor.log(metrics, step)
+        get_logger().info(
+            f"Validation after {step} steps | Loss: {stats.loss:.4f} | Perplexity: {stats.perplexity:.2f} | "
+            f"Time: {stats.seconds:.2f}s"
+        )
 
     def record(self, progress: Progress, epoch: int, stats: StepStats) -> None:
         """Report the step that made `progress.step`; steps are counted from 0."""

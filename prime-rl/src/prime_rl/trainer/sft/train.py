@@ -110,6 +110,7 @@ def setup_parts(config: SFTConfig, paths: RunPaths, world: World) -> Parts:
     verified = check_same_rows(checkpoints, resume_step, fingerprint) if resume_step is not None else ""
     rows = setup_rows(config.data, tokenizer, len(tokenizer), world)
     check_first_rows(rows, tokenizer, show=config.log.log_data)
+    validation = Validation(config.val.data, tokenizer, world) if config.val is not None else None
     model = setup_model(config.model, world)
     if len(tokenizer) > model.config.vocab_size:
         raise ModelError(
@@ -119,7 +120,6 @@ def setup_parts(config: SFTConfig, paths: RunPaths, world: World) -> Parts:
     optimizer = setup_optimizer(config.optim, model)
     schedule_steps = scheduled_steps(config.max_steps, config.ckpt, resume_step)
     state = TrainState(model, optimizer, setup_scheduler(config.scheduler, optimizer, schedule_steps), Progress())
-    validation = Validation(config.val.data, tokenizer, world) if config.val is not None else None
     if checkpoints is not None and resume_step is not None:
         rows.load_state(checkpoints.load(state, resume_step))
         leave_receipt(config, checkpoints, state.progress, rows, verified)

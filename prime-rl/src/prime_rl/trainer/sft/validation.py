@@ -1,0 +1,83 @@
+"""The loss on rows that are not trained on."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from prime_rl.configs.sft import SFTDataConfig
+from prime_rl.trainer.sft.best_fit import best_fit_decreasing
+from prime_rl.trainer.sft.conversation import TokenizedSample
+from prime_rl.trainer.sft.packing import PackedRow, lay_out
+from prime_rl.trainer.sft.reporting import ValStats
+from prime_rl.trainer.sft.samples import DatasetStream
+from prime_rl.trainer.sft.step import row_loss_sum
+from prime_rl.trainer.world import World, sum_over_processes
+from prime_rl.utils.logger import get_logger
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class Validation:
+    """Every row of a dataset once, packed whole; the same each time, however many processes share them."""
+
+    def __init__(self, config: SFTDataConfig, tokenizer: PreTrainedTokenizerBase, world: World) -> None:
+        """Tokenize and pack.
+
+        Raises:
+            DataError: the dataset is missing, or nothing in it is trained on.
+        """
+        self.world = world
+        samples = _first_epoch(config, tokenizer, world.device)
+        rows = _packed(samples, config)
+        self._trained_tokens = sum(int(row.is_trained.sum()) for row in rows)
+        # Sharded weights are gathered by all processes together, so each has to compute as many rows.
+        empty = lay_out([], config.seq_len * config.micro_batch_size, config.seq_len)
+        rows += [empty] * (-len(rows) % world.world_size)
+        self._own_rows = rows[world.rank :: world.world_size]
+        if world.is_main:
+            get_logger().info(
+                f"Validation data: {len(samples)} samples in {len(rows)} rows, {self._trained_tokens} trained tokens"
+            )
+
+    @torch.no_grad()
+    def run(self, model: nn.Module) -> ValStats:
+        """Loss of `model`, which stays as it is, as do all random states; a collective call."""
+        started_s = time.perf_counter()
+        model.eval()
+        own_sum = sum(row_loss_sum(model, row, self.world.device).double() for row in self._own_rows)
+        model.train()
+        # Without a backward pass the gathered weights stay in place, and the optimizer works on the shards.
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+        loss_sum = sum_over_processes([own_sum.item()], self.world)[0]
+        return ValStats(loss_sum / self._trained_tokens, time.perf_counter() - started_s)
+
+
+def _first_epoch(
+    config: SFTDataConfig, tokenizer: PreTrainedTokenizerBase, device: torch.device
+) -> list[TokenizedSample]:
+    stream = DatasetStream(config, tokenizer, World(0, 1, 0, device))
+    samples: list[TokenizedSample] = []
+    while stream.position < stream.row_count:
+        sample = next(stream)
+        # Rows without a use are passed over, at the end into the next epoch.
+        if stream.position <= stream.row_count:
+            samples.append(sample)
+    return samples
+
+
+def _packed(samples: list[TokenizedSample], config: SFTDataConfig) -> list[PackedRow]:
+    row_tokens = config.seq_len * config.micro_batch_size
+    bins = best_fit_decreasing(np.array([sample.inputs for sample in samples]), row_tokens)
+    members: list[list[TokenizedSample]] = [[] for _ in range(int(bins.max()) + 1)]
+    for sample, at in zip(samples, bins.tolist(), strict=True):
+        members[at].append(sample)
+    return [lay_out(row, row_tokens, config.seq_len) for row in members]
