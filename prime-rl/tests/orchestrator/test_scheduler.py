@@ -135,6 +135,24 @@ async def test_each_group_goes_to_the_server_with_the_fewest(tmp_path: Path) -> 
     await scheduler.close()
 
 
+async def test_interrupted_groups_come_again_first_and_finished_ones_are_kept(tmp_path: Path, pair) -> None:
+    environment = Environment()
+    scheduler = make_scheduler(tmp_path, environment, groups=3)
+    collecting = asyncio.create_task(scheduler.collect(0, BatchTarget(rollouts=2), ARGS))
+    await environment.wait_for(3)
+    for _, end in environment.running[:2]:
+        end.set_result(pair)
+    await collecting
+    (still_running,) = [example for example, end in environment.running if not end.done()]
+    await scheduler.interrupt()
+    assert environment.cancelled == [still_running]
+    assert scheduler.groups_in_flight == 1
+    assert len(await scheduler.collect(1, BatchTarget(rollouts=2), ARGS)) == 1
+    await environment.wait_for(4)
+    assert environment.running[3][0] == still_running
+    await scheduler.close()
+
+
 async def test_the_groups_of_a_lost_server_run_again_elsewhere(tmp_path: Path, pair) -> None:
     pool, environment = Pool(Server(), Server()), Environment()
     scheduler = make_scheduler(tmp_path, environment, pool, groups=2)
