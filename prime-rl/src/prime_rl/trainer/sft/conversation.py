@@ -67,7 +67,7 @@ class ConversationTokenizer:
     def _chat(self, conversation: Conversation) -> TokenizedSample:
         text, spans = self._spans(conversation)
         # A chat template writes the special tokens itself.
-        encoding = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        encoding = self._encode(text, add_special_tokens=False)
         sample = _masked(encoding, spans)
         if self._spans.ends_by_itself(text):
             return sample
@@ -79,8 +79,12 @@ class ConversationTokenizer:
         spans = [(len(prompt), len(text))] if is_end_trained else []
         if content.prompt is not None and self.trained_roles["user"]:
             spans.append((0, len(prompt)))
-        encoding = self.tokenizer(text, return_offsets_mapping=True)
+        encoding = self._encode(text, add_special_tokens=True)
         return self._with_end(_masked(encoding, spans), is_end_trained)
+
+    def _encode(self, text: str, add_special_tokens: bool) -> Mapping[str, Any]:
+        # Not verbose: it would warn of a model's limit, and `data.seq_len` is the one that holds.
+        return self.tokenizer(text, add_special_tokens=add_special_tokens, return_offsets_mapping=True, verbose=False)
 
     def _with_end(self, sample: TokenizedSample, is_trained: bool) -> TokenizedSample:
         end = self.tokenizer.eos_token_id
