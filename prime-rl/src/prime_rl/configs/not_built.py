@@ -64,6 +64,7 @@ NOT_BUILT: tuple[NotBuilt, ...] = (
     NotBuilt("trainer.heartbeat", "no heartbeat yet"),
     NotBuilt("trainer.metrics_server", "metrics go to metrics.jsonl and W&B"),
     NotBuilt("trainer.weight_broadcast.type", "weights travel through files", ("nccl",)),
+    NotBuilt("trainer.ckpt.async_save", "RL saves between two steps"),
     NotBuilt("trainer.ckpt.keep_best", "only SFT validates"),
     NotBuilt("trainer.ckpt.skip_progress", "RL continues with everything it saved"),
     NotBuilt("trainer.ckpt.skip_scheduler", "RL continues with everything it saved"),

@@ -121,6 +121,9 @@ class CheckpointConfig(BaseConfig):
     keep_interval: int | None = Field(None, ge=1)
     """Keep multiples of n for ever; None sets no such rule."""
 
+    async_save: bool = False
+    """SFT: training goes on while a checkpoint is written. Needs memory for a copy of weights and optimizer."""
+
     keep_best: bool = False
     """SFT: save whenever the validation loss is the lowest so far, note that step in `checkpoints/best.json`, and keep
     it whatever the other rules say."""

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import random
 import shutil
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -19,11 +21,15 @@ from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedTokenizerBase
 
 from prime_rl.configs.trainer import CheckpointConfig
+from prime_rl.trainer.background import BackgroundJobs
 from prime_rl.trainer.errors import CheckpointError
-from prime_rl.trainer.weights import export_model
+from prime_rl.trainer.weights import gather_weights, write_export
 from prime_rl.trainer.world import World
 from prime_rl.utils.logger import get_logger
 from prime_rl.utils.paths import RunPaths, replacing_directory, replacing_file, stable_steps
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
 
 @dataclass(slots=True)
@@ -64,13 +70,18 @@ class CheckpointManager:
     """Saves, finds, loads and thins out the checkpoints and weight exports of one run.
 
     Every method is a collective call. A checkpoint is `OUT/checkpoints/step_<n>/trainer`; the step's directory
-    appears whole, marked `STABLE`, or not at all.
+    appears whole, marked `STABLE`, or not at all. With `ckpt.async_save` a save copies the state and returns; a
+    thread writes it. The next save waits for that, and whoever ends the run calls `wait`.
     """
 
     def __init__(self, config: CheckpointConfig, paths: RunPaths, world: World) -> None:
         self.config = config
         self.paths = paths
         self.world = world
+        self._jobs = BackgroundJobs() if config.async_save else None
+        self._stager: BlockingAsyncStager | None = None
+        # The thread's collectives must not mix with those of training.
+        self._group = dist.new_group(backend="gloo") if config.async_save else None
         # Steps of an abandoned continuation, above the one resumed from, are no part of this run.
         self._saved = _Retention(config, paths.checkpoints, config.resume_step)
         self._exported = _Retention(config, paths.weights, config.resume_step)
@@ -105,24 +116,37 @@ class CheckpointManager:
         return self.config.interval is not None and step > 0 and step % self.config.interval == 0
 
     def save(self, state: TrainState, data_position: dict[str, Any]) -> None:
-        """Write the checkpoint of `state.progress.step`; `data_position` is this process's own."""
-        import torch.distributed.checkpoint as dcp
+        """Write the checkpoint of `state.progress.step`; `data_position` is this process's own.
+
+        Raises:
+            CheckpointError: it could not be written, or the one before could not in the background.
+        """
         from torch.distributed.checkpoint.state_dict import get_state_dict
 
+        self.wait()
         step = state.progress.step
-        with self._replacing(self.paths.checkpoint(step)) as scratch:
-            directory = scratch / self.paths.trainer_checkpoint(step).name
-            model_state, optimizer_state = get_state_dict(state.model, state.optimizer)
-            dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=directory)
-            own = {
-                "progress": asdict(state.progress),
-                "scheduler": state.scheduler.state_dict(),
-                "data": data_position,
-                "random": _random_state(self.world.device),
-                "world_size": self.world.world_size,
-            }
-            torch.save(own, _rank_file(directory, self.world.rank))
-        self._thin_out(self._saved, step)
+        model_state, optimizer_state = get_state_dict(state.model, state.optimizer)
+        shared = {"model": model_state, "optimizer": optimizer_state}
+        own = {
+            "progress": asdict(state.progress),
+            "scheduler": state.scheduler.state_dict(),
+            "data": data_position,
+            "random": _random_state(self.world.device),
+            "world_size": self.world.world_size,
+        }
+        if self._jobs is not None:
+            shared, own = self._staged(shared), copy.deepcopy(own)
+        self._do(lambda: self._write(step, shared, own))
+
+    def wait(self) -> None:
+        """Return when everything is on the disk.
+
+        Raises:
+            CheckpointError: something could not be written.
+        """
+        if self._jobs is not None:
+            with _explained():
+                self._jobs.wait()
 
     def load(self, state: TrainState, step: int) -> dict[str, Any]:
         """Fill `state` from the checkpoint of `step` and return this process's data position.
@@ -167,11 +191,15 @@ class CheckpointManager:
 
     def mark_best(self, step: int, val_loss: float) -> None:
         """Note that `step`, which has been saved, is the best, and keep it until there is a better one."""
-        self._best = Best(step, val_loss)
-        self._protect_best()
-        if self.world.is_main:
-            with replacing_file(self.paths.best_checkpoint) as scratch:
-                scratch.write_text(json.dumps(asdict(self._best)) + "\n")
+        best = self._best = Best(step, val_loss)
+
+        def note() -> None:
+            self._protect_best()
+            if self.world.is_main:
+                with replacing_file(self.paths.best_checkpoint) as scratch:
+                    scratch.write_text(json.dumps(asdict(best)) + "\n")
+
+        self._do(note)
 
     def saved_data(self, step: int) -> dict[str, Any]:
         """The data position that `load` will return, whatever `ckpt` says of it.
@@ -186,8 +214,46 @@ class CheckpointManager:
         if self.config.weights is None:
             return
         step = state.progress.step
-        export_model(state.model, tokenizer, self.paths.weight(step), self.config.weights, dtype)
-        self._thin_out(self._exported, step)
+        weights = gather_weights(state.model, dtype)
+
+        def write() -> None:
+            if self.world.is_main:
+                write_export(weights, state.model, tokenizer, self.paths.weight(step), self.config.weights)
+                self._exported.keep(step)
+
+        self._do(write)
+
+    def _do(self, job: Callable[[], None]) -> None:
+        if self._jobs is not None:
+            self._jobs.submit(job)
+            return
+        with _explained():
+            job()
+
+    def _staged(self, shared: dict[str, Any]) -> dict[str, Any]:
+        """A copy in host memory, the same memory each time: to get new pages takes longer than to fill them."""
+        from torch.distributed.checkpoint.staging import BlockingAsyncStager
+
+        if self._stager is None:
+            # Kept by itself only where memory can be pinned.
+            self._stager = BlockingAsyncStager(cache_staged_state_dict=self.world.device.type == "cuda")
+        staged = self._stager.stage(shared)
+        self._stager.cache_staged_state_dict, self._stager.state_dict_cache = True, staged
+        return staged
+
+    def _write(self, step: int, shared: dict[str, Any], own: dict[str, Any]) -> None:
+        import torch.distributed.checkpoint as dcp
+
+        started_s = time.perf_counter()
+        target = self.paths.checkpoint(step)
+        with self._replacing(target) as scratch:
+            directory = scratch / self.paths.trainer_checkpoint(step).name
+            dcp.save(shared, checkpoint_id=directory, process_group=self._group)
+            torch.save(own, _rank_file(directory, self.world.rank))
+        if self.world.is_main:
+            self._saved.keep(step)
+            if self._jobs is not None:
+                get_logger().info(f"Wrote {target} in the background in {time.perf_counter() - started_s:.1f}s")
 
     def _load_own(self, directory: Path) -> dict[str, Any]:
         path = _rank_file(directory, self.world.rank)
@@ -218,17 +284,13 @@ class CheckpointManager:
     def _replacing(self, target: Path) -> Iterator[Path]:
         """`replacing_directory` for all processes: rank 0 makes and completes it, everyone writes in between."""
         if not self.world.is_main:
-            yield Path(_from_main(None))
-            dist.barrier()
+            yield Path(_from_main(None, self._group))
+            dist.barrier(group=self._group)
             return
         with replacing_directory(target) as scratch:
-            _from_main(str(scratch))
+            _from_main(str(scratch), self._group)
             yield scratch
-            dist.barrier()
-
-    def _thin_out(self, retention: _Retention, step: int) -> None:
-        if self.world.is_main:
-            retention.keep(step)
+            dist.barrier(group=self._group)
 
 
 class _Retention:
@@ -262,10 +324,27 @@ def _rank_file(directory: Path, rank: int) -> Path:
     return directory / f"rank_{rank}.pt"
 
 
-def _from_main(value: str | None) -> str:
+@contextmanager
+def _explained() -> Iterator[None]:
+    """Turn what a full or broken disk raises into a line for a person."""
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    try:
+        yield
+    except CheckpointException as error:
+        reasons = [str(failure[0]).splitlines()[0] for failure in error.failures.values()]
+        raise CheckpointError(f"{_NOT_WRITTEN}: {reasons[0]}") from error
+    except OSError as error:
+        raise CheckpointError(f"{_NOT_WRITTEN}: {error}") from error
+
+
+_NOT_WRITTEN = "could not write a checkpoint; those written before are whole"
+
+
+def _from_main(value: str | None, group: dist.ProcessGroup | None) -> str:
     """Rank 0's `value`, on every process."""
     values = [value]
-    dist.broadcast_object_list(values, src=0)
+    dist.broadcast_object_list(values, src=0, group=group)
     return values[0]
 
 

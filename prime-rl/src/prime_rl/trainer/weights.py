@@ -76,8 +76,19 @@ def export_model(
     It holds weights in `dtype`, config, generation config, tokenizer, chat template and `STABLE`; it appears whole.
     """
     state = gather_weights(model, dtype)
-    if dist.get_rank() != 0:
-        return
+    if dist.get_rank() == 0:
+        write_export(state, model, tokenizer, target, config)
+
+
+def write_export(
+    state: Mapping[str, Tensor],
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    target: Path,
+    config: WeightCheckpointConfig,
+) -> None:
+    """The part of `export_model` behind the gathering of `state`; of `model` only the configs are read."""
+    dtype = next(tensor.dtype for tensor in state.values() if tensor.is_floating_point())
     with replacing_directory(target) as scratch:
         save_weights(state, scratch, config.save_sharded, config.save_format)
         model_config = copy.deepcopy(model.config)

@@ -57,7 +57,7 @@ def resume_half_way(config: SFTConfig, world: World) -> None:
         assert train(SFTTrainer(changed, paths, world, setup_parts(changed, paths, world)))
 
     run_in("straight", None)
-    run_in("halves", CheckpointConfig(interval=3))
+    run_in("halves", CheckpointConfig(interval=3, async_save=True))
     run_in("halves", CheckpointConfig(resume_step=3))
 
 

@@ -107,7 +107,8 @@ class SFTTrainer:
         self.saved_step = self.exported_step = step
         elapsed_s = time.perf_counter() - started_s
         if self.world.is_main:
-            get_logger().info(f"Saved {self.paths.checkpoint(step)} in {elapsed_s:.1f}s")
+            done = "Copied the state for" if checkpoints.config.async_save else "Saved"
+            get_logger().info(f"{done} {self.paths.checkpoint(step)} in {elapsed_s:.1f}s")
         return elapsed_s
 
     def export(self) -> None:

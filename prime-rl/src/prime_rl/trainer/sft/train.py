@@ -66,6 +66,8 @@ def train(trainer: SFTTrainer) -> bool:
         bar = stack.enter_context(progress_bar("sft", config.max_steps, shown=world.is_main))
         reporter = StepReporter(config, trainer.paths, trainer.parts.state.model, world, bar)
         stack.push(lambda kind, error, trace: reporter.monitor.close(exit_code=0 if error is None else 1))
+        if trainer.parts.checkpoints is not None:
+            stack.callback(trainer.parts.checkpoints.wait)
         return trainer.run(signals, reporter)
 
 

@@ -1,0 +1,119 @@
+"""`ckpt.async_save`: the same checkpoints, written while training goes on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from prime_rl.configs.trainer import (
+    AdamWConfig,
+    CheckpointConfig,
+    ConstantSchedulerConfig,
+    ModelConfig,
+    TokenizerConfig,
+)
+from prime_rl.trainer.background import BackgroundJobs
+from prime_rl.trainer.ckpt import CheckpointManager, Progress, TrainState
+from prime_rl.trainer.errors import CheckpointError
+from prime_rl.trainer.model import setup_model, setup_tokenizer
+from prime_rl.trainer.optim import setup_optimizer
+from prime_rl.trainer.scheduler import setup_scheduler
+from prime_rl.trainer.scoring import score_tokens
+from prime_rl.trainer.weights import gather_weights
+from prime_rl.trainer.world import World
+from prime_rl.utils.paths import RunPaths, stable_steps
+
+
+def new_state(model_dir: Path, world: World) -> TrainState:
+    model = setup_model(ModelConfig(name=str(model_dir), attn="sdpa"), world)
+    optimizer = setup_optimizer(AdamWConfig(lr=1e-2), model)
+    return TrainState(model, optimizer, setup_scheduler(ConstantSchedulerConfig(), optimizer, 10), Progress())
+
+
+def take_step(state: TrainState) -> None:
+    tokens, places = torch.arange(50)[None], torch.arange(50)[None]
+    score_tokens(state.model, tokens, places, lambda h, logits_of: logits_of(h).logsumexp(-1).sum()).backward()
+    state.optimizer.step()
+    state.scheduler.step()
+    state.optimizer.zero_grad()
+    state.progress.advance(tokens=50, samples=1)
+
+
+def everything(state: TrainState) -> list[torch.Tensor]:
+    """Copies of weights and moments."""
+    moments = [value for values in state.optimizer.state.values() for value in values.values()]
+    whole = [getattr(value, "full_tensor", value.clone)() for value in moments]
+    return [*gather_weights(state.model, torch.float32).values(), *(value.clone() for value in whole)]
+
+
+def manager(root: Path, world: World, **fields) -> CheckpointManager:
+    return CheckpointManager(CheckpointConfig(async_save=True, **fields), RunPaths(root), world)
+
+
+def test_a_checkpoint_holds_the_state_at_the_time_of_the_save(
+    tiny_model_dir: Path, tmp_path: Path, world: World
+) -> None:
+    state, checkpoints = new_state(tiny_model_dir, world), manager(tmp_path, world)
+    take_step(state)
+    checkpoints.save(state, {})
+    take_step(state)
+    expected = everything(state)
+    position = {"position": [3]}
+    checkpoints.save(state, position)
+    # Training goes on at once, in the very tensors that are being saved.
+    position["position"].append(4)
+    take_step(state)
+    checkpoints.wait()
+
+    resumed = new_state(tiny_model_dir, world)
+    assert manager(tmp_path, world).load(resumed, 2) == {"position": [3]}
+    assert resumed.progress == Progress(step=2, tokens=100, samples=2)
+    assert all(map(torch.equal, everything(resumed), expected))
+
+
+def test_saves_follow_each_other_and_old_ones_go(tiny_model_dir: Path, tmp_path: Path, world: World) -> None:
+    state, checkpoints = new_state(tiny_model_dir, world), manager(tmp_path, world, keep_last=1, keep_best=True)
+    tokenizer = setup_tokenizer(TokenizerConfig(), ModelConfig(name=str(tiny_model_dir)))
+    for val_loss in (3.0, 1.0, 2.0, 2.5):
+        take_step(state)
+        checkpoints.save(state, {})
+        checkpoints.export(state, tokenizer, torch.float32)
+        if checkpoints.is_best(val_loss):
+            checkpoints.mark_best(state.progress.step, val_loss)
+    checkpoints.wait()
+    paths = RunPaths(tmp_path)
+    assert stable_steps(paths.checkpoints) == stable_steps(paths.weights) == [2, 4]
+    assert paths.best_checkpoint.read_text() == '{"step": 2, "val_loss": 1.0}\n'
+
+
+def test_what_could_not_be_written_is_told_by_the_next_save(tiny_model_dir: Path, tmp_path: Path, world: World) -> None:
+    state, checkpoints = new_state(tiny_model_dir, world), manager(tmp_path, world, keep_best=True)
+    paths = RunPaths(tmp_path)
+    take_step(state)
+    checkpoints.save(state, {})
+    take_step(state)
+    (paths.checkpoints).mkdir(exist_ok=True)
+    paths.checkpoint(2).with_name("step_2.partial").write_text("in the way")
+    checkpoints.save(state, {})
+    checkpoints.mark_best(2, 1.0)
+    with pytest.raises(
+        CheckpointError, match=r"could not write a checkpoint; those written before are whole: .*step_2"
+    ):
+        checkpoints.save(state, {})
+    assert stable_steps(paths.checkpoints) == [1]
+    assert not paths.best_checkpoint.exists()
+
+
+def test_jobs_run_in_order_up_to_a_failing_one() -> None:
+    done: list[int] = []
+    jobs = BackgroundJobs()
+    for number in (1, 2):
+        jobs.submit(lambda number=number: done.append(number))
+    jobs.submit(lambda: done.append(1 // 0))
+    jobs.submit(lambda: done.append(4))
+    with pytest.raises(ZeroDivisionError):
+        jobs.wait()
+    jobs.wait()
+    assert done == [1, 2]
