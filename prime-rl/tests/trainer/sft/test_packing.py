@@ -119,7 +119,7 @@ def test_padding_is_made_of_untrained_sequences_of_its_own() -> None:
 def test_no_sample_is_cut_lost_or_seen_twice_in_an_epoch(packing: str, open_rows: Callable[..., PackedRows]) -> None:
     rows = open_rows(pack_function=packing, micro_batch_size=2)
     seen: list[bytes] = []
-    while rows.stream.epoch < 2:
+    while rows.stream.epoch < 3:
         seen += samples_in(next(rows))
     counts = {text: seen.count(text) for text in seen}
     # What was read and not seen yet waits for a row; nothing can be more than one epoch ahead of the rest.

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import io
 import json
-import logging
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +19,7 @@ from prime_rl.trainer.sft.data import setup_rows
 from prime_rl.trainer.sft.examination import check_first_rows
 from prime_rl.trainer.sft.preflight import preflight, rendered
 from prime_rl.trainer.world import World
+from prime_rl.utils.logger import setup_logger
 
 Report = Callable[..., str]
 
@@ -123,15 +123,16 @@ def test_data_that_would_stop_the_run_fails_the_preflight(report: Report, capsys
     ],
 )
 def test_bad_data_is_one_line(
-    content: str, said: str, tmp_path: Path, tiny_model_dir: Path, caplog: pytest.LogCaptureFixture, monkeypatch
+    content: str, said: str, tmp_path: Path, tiny_model_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(logging.getLogger("prime_rl"), "propagate", True)
+    setup_logger("warning")
     file = tmp_path / "rows.jsonl"
     file.write_bytes(content.encode("latin-1"))
     with pytest.raises(SystemExit) as stopped:
         preflight(config_of(file, tiny_model_dir), Console(file=io.StringIO()))
     assert stopped.value.code == 1
-    assert [said in record.message and not record.exc_info for record in caplog.records] == [True]
+    (line,) = capsys.readouterr().out.splitlines()
+    assert said in line
 
 
 # --- the same checks at the start of a run
@@ -148,12 +149,15 @@ def check(rows: list[dict], tmp_path: Path, tiny_model_dir: Path, show: bool = F
 
 
 def test_a_run_warns_of_its_first_rows(
-    tmp_path: Path, tiny_model_dir: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, tiny_model_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(logging.getLogger("prime_rl"), "propagate", True)
+    setup_logger("info")
     check([*GOOD, *[LONG] * 3], tmp_path, tiny_model_dir, show=True, shuffle=False)
-    assert "3 of 23 rows are longer than data.seq_len = 32 and are cut; the longest has 101 tokens" in caplog.text
-    assert "2 of 23 rows have the same tokens as an earlier row" in caplog.text
+    text = capsys.readouterr().out
+    assert "3 of 23 rows are longer than data.seq_len = 32 and are cut; the longest has 101 tokens" in text
+    assert "2 of 23 rows have the same tokens as an earlier row" in text
+    assert "First sample: '0+1=1<|im_end|>'" in text
+    assert "Trained in it: '1<|im_end|>'" in text
 
 
 def test_a_run_without_enough_to_train_on_stops_before_it_starts(tmp_path: Path, tiny_model_dir: Path) -> None:

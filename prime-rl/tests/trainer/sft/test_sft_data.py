@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from itertools import islice
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from prime_rl.configs.sft import FakeDataConfig, SFTDataConfig
 from prime_rl.trainer.errors import DataError
 from prime_rl.trainer.sft.data import PackedRows, setup_rows
 from prime_rl.trainer.world import World
+from prime_rl.utils.logger import setup_logger
 
 
 @pytest.fixture
@@ -92,9 +92,9 @@ def test_a_place_saved_by_another_number_of_processes_is_divided_again(
 def test_rows_that_cannot_be_trained_on_are_left_out_and_counted(
     tmp_path: Path,
     tokenizer: PreTrainedTokenizerBase,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    setup_logger("warning")
     rows = [
         {"prompt": "long " * 30, "completion": "never reached"},
         {"prompt": ">", "completion": "good"},
@@ -102,10 +102,9 @@ def test_rows_that_cannot_be_trained_on_are_left_out_and_counted(
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = SFTDataConfig(name=str(file), shuffle=False, seq_len=20)
-    monkeypatch.setattr(logging.getLogger("prime_rl"), "propagate", True)
     stream = setup_rows(config, tokenizer, 128, world_of())
     assert texts_of(stream, tokenizer, 3) == ["good"] * 3
-    assert caplog.text.count("rows.jsonl:1: no trained token within data.seq_len = 20") == 1
+    assert capsys.readouterr().out.count("rows.jsonl:1: no trained token within data.seq_len = 20") == 1
     assert stream.stream.counts.untrainable == 3
 
 

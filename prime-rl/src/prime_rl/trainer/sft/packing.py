@@ -16,8 +16,11 @@ from prime_rl.trainer.sft.samples import SampleStream
 if TYPE_CHECKING:
     from prime_rl.trainer.world import World
 
-_WINDOW_ROWS = 64
-"""Rows that `best_fit` chooses samples for at a time. More fill better, and hold the first step up longer."""
+_WINDOW_SAMPLES = 1024
+"""Samples that `best_fit` chooses from, as far as `_WINDOW_TOKENS` allow. More fill better, and hold the start up."""
+_WINDOW_ROWS = 16
+"""The fewest rows to choose samples for, as far as `_WINDOW_TOKENS` allow."""
+_WINDOW_TOKENS = 2**20
 _STALE_AFTER = 10
 """Rows after which a bucket of `stack` that got no sample is emptied."""
 
@@ -97,8 +100,8 @@ class Cat:
 class BestFit:
     """Whole samples, chosen from a window of the stream so that rows are full; see `best_fit_decreasing`.
 
-    A window ends with the epoch, or with enough samples for `_WINDOW_ROWS` rows. Its emptiest row waits for the next
-    window. Rows come in random order, since the packing sorts them by their longest sample.
+    A window ends with the epoch, or when it is large enough. Its emptiest row waits for the next window. Rows come in
+    random order, since the packing sorts them by their longest sample.
     """
 
     def __init__(self, row_tokens: int) -> None:
@@ -112,23 +115,27 @@ class BestFit:
         return self.rows.pop()
 
     def _pack_window(self, stream: SampleStream) -> None:
-        seed = stream.position
-        samples, wanted = self.held_back, _WINDOW_ROWS * self.row_tokens
-        total = sum(sample.inputs for sample in samples)
-        epoch = stream.epoch
-        while total < wanted and (stream.epoch == epoch or total < self.row_tokens):
-            samples.append(next(stream))
-            total += samples[-1].inputs
-        lengths = np.array([sample.inputs for sample in samples])
+        seed, epoch, count = stream.position, stream.epoch, 0
+        # The row that waited is one item, so that its samples, which are short ones, come first this time.
+        items = [self.held_back] if self.held_back else []
+        total = sum(sample.inputs for sample in self.held_back)
+        while total < self.row_tokens or not (stream.epoch > epoch or self._is_enough(count, total)):
+            items.append([next(stream)])
+            count += 1
+            total += items[-1][0].inputs
+        lengths = np.array([sum(sample.inputs for sample in item) for item in items])
         bins = best_fit_decreasing(lengths, self.row_tokens)
         rows: list[list[TokenizedSample]] = [[] for _ in range(int(bins.max()) + 1)]
-        for sample, at in zip(samples, bins.tolist(), strict=True):
-            rows[at].append(sample)
+        for item, at in zip(items, bins.tolist(), strict=True):
+            rows[at] += item
         self.held_back = []
         if len(rows) > 1:
             self.held_back = rows.pop(int(np.argmin(np.bincount(bins, weights=lengths))))
         order = np.random.default_rng(seed).permutation(len(rows))
         self.rows = [rows[index] for index in order]
+
+    def _is_enough(self, samples: int, tokens: int) -> bool:
+        return tokens >= _WINDOW_TOKENS or (samples >= _WINDOW_SAMPLES and tokens >= _WINDOW_ROWS * self.row_tokens)
 
     def state(self) -> dict[str, Any]:
         return {"rows": [_as_bytes(row) for row in self.rows], "held_back": _as_bytes(self.held_back)}
