@@ -13,18 +13,21 @@ from transformers import PreTrainedTokenizerBase
 from prime_rl.configs.sft import BaseDataConfig, SFTConfig
 from prime_rl.configs.trainer import WeightCheckpointConfig
 from prime_rl.trainer.ckpt import CheckpointManager, TrainState
-from prime_rl.trainer.errors import DataError
+from prime_rl.trainer.errors import DataError, DivergedError
 from prime_rl.trainer.sft.data import PackedRows
 from prime_rl.trainer.sft.fingerprint import DataFingerprint
-from prime_rl.trainer.sft.reporting import StepReporter
+from prime_rl.trainer.sft.reporting import StepReporter, StepStats
 from prime_rl.trainer.sft.resume import FINGERPRINT
-from prime_rl.trainer.sft.step import train_step
+from prime_rl.trainer.sft.samples import DatasetStream
+from prime_rl.trainer.sft.step import has_finite_weights, train_step
 from prime_rl.trainer.sft.validation import Validation
 from prime_rl.trainer.signals import SignalBox
 from prime_rl.trainer.weights import export_model
 from prime_rl.trainer.world import World
 from prime_rl.utils.logger import get_logger
 from prime_rl.utils.paths import RunPaths, stable_steps
+
+_NAMED_ROWS = 64
 
 
 @dataclass(slots=True)
@@ -65,8 +68,7 @@ class SFTTrainer:
             self.validate(reporter)
         requests = signals.take()
         while not (self.is_done or requests.stop):
-            rows = list(islice(self.parts.rows, self.micro_batches))
-            stats = train_step(state, rows, self.config.optim.max_norm, self.world)
+            stats = self.train_step()
             reporter.record(state.progress, self.parts.rows.stream.epoch, stats)
             if self.validation_is_due:
                 self.validate(reporter)
@@ -77,6 +79,37 @@ class SFTTrainer:
         if self.is_done:
             self.export()
         return self.is_done
+
+    def train_step(self) -> StepStats:
+        """Update the model on the next rows.
+
+        Raises:
+            DivergedError: loss or gradient is not finite. The state before the step is saved, if it is worth it.
+        """
+        state, stream = self.parts.state, self.parts.rows.stream
+        first = stream.position
+        rows = list(islice(self.parts.rows, self.micro_batches))
+        try:
+            return train_step(state, rows, self.config.optim.max_norm, self.world)
+        except DivergedError as error:
+            # Broken weights would push good checkpoints out.
+            if has_finite_weights(state.model, self.world):
+                self.save()
+            raise DivergedError(f"{error}. Drawn for it: {self._names_of_rows(first)}") from None
+
+    def _names_of_rows(self, first: int) -> str:
+        """The rows that this process took from position `first` of the data on."""
+        stream, packing = self.parts.rows.stream, self.config.data.pack_function
+        positions = range(first, stream.position, self.world.world_size)
+        if isinstance(stream, DatasetStream) and stream.row_count:
+            names = [stream.entries.at(position).where for position in positions[:_NAMED_ROWS]]
+        else:
+            names = [f"entry {position}" for position in positions[:_NAMED_ROWS]]
+        more = f" and {len(positions) - _NAMED_ROWS} more" if len(positions) > _NAMED_ROWS else ""
+        earlier = (
+            "" if packing == "cat" else f'{", " if names else ""}what pack_function = "{packing}" held back before'
+        )
+        return ", ".join(names) + more + earlier
 
     @property
     def is_done(self) -> bool:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from prime_rl.trainer.ckpt import TrainState
 from prime_rl.trainer.errors import DivergedError
@@ -58,6 +59,13 @@ def forward_backward(model: nn.Module, rows: Sequence[PackedRow], trained_tokens
         (loss_sum * (world.world_size / trained_tokens)).backward()
         total += loss_sum.detach()
     return total.item() / trained_tokens
+
+
+def has_finite_weights(model: nn.Module, world: World) -> bool:
+    """Whether no weight of any process is infinite or no number; a collective call."""
+    shards = (p.to_local() if isinstance(p, DTensor) else p for p in model.parameters())
+    broken = sum(not bool(shard.isfinite().all()) for shard in shards)
+    return sum_over_processes([broken], world)[0] == 0
 
 
 def row_loss_sum(model: nn.Module, row: PackedRow, device: torch.device) -> Tensor:
