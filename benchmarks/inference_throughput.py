@@ -145,9 +145,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batch", type=int, nargs="+", default=[16, 64])
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument(
-        "--model", type=Path, help="a Transformers directory instead of a tiny random Qwen3"
-    )
+    parser.add_argument("--model", type=Path, help="a Transformers directory instead of a tiny random Qwen3")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         compare(args.model or tiny_model(Path(scratch)), args.batch, args.rounds)
