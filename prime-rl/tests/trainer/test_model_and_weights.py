@@ -113,6 +113,12 @@ def test_the_torch_format_is_one_that_transformers_names(tmp_path: Path) -> None
     assert torch.equal(torch.load(tmp_path / "pytorch_model.bin")["weight"], torch.ones(2))
 
 
+def test_whoever_may_enter_the_directory_may_read_the_weights(tmp_path: Path) -> None:
+    tmp_path.chmod(0o750)
+    save_weights({"weight": torch.ones(2)}, tmp_path)
+    assert (tmp_path / "model.safetensors").stat().st_mode & 0o777 == 0o640
+
+
 def test_checkpointed_activations_and_layer_limit_leave_the_gradient_alone(tiny_model_dir: Path, world: World) -> None:
     tokens = torch.arange(30)
 

@@ -111,3 +111,5 @@ def _save_file(state: dict[str, Tensor], path: Path, save_format: SaveFormat) ->
     from safetensors.torch import save_file
 
     save_file({name: tensor.contiguous() for name, tensor in state.items()}, path, metadata={"format": "pt"})
+    # safetensors makes files for their owner alone; whoever may enter the directory should be able to load them.
+    path.chmod(path.parent.stat().st_mode & 0o666)
