@@ -72,7 +72,7 @@ RENAMED: Mapping[str, str] = MappingProxyType(
         "orchestrator.eval.skip_first_step": "it is orchestrator.eval.eval_base_model = false here",
         "orchestrator.eval.retrigger_on_resume": "it is orchestrator.eval.skip_eval_on_resume = false here",
         "orchestrator.model.client": "it is orchestrator.client here",
-        "orchestrator.algo": "it is orchestrator.advantage and trainer.loss here",
+        "orchestrator.algo": "it is algorithm, at the top of the rl config, here",
         "orchestrator.concurrency": "it is orchestrator.max_inflight_rollouts here",
         "orchestrator.renderer": "not here: remove it",
         "orchestrator.tokenizer": "it is trainer.tokenizer here",
@@ -88,6 +88,10 @@ RENAMED: Mapping[str, str] = MappingProxyType(
         "inference.backend_port": "it is inference.server.port here",
         "*.log.ranks_filter": "not here: remove it",
         "*.log.interval": "not here: remove it",
+        # Words of other trainers.
+        "*.optim.learning_rate": "it is optim.lr here",
+        "*.optim.max_grad_norm": "it is optim.max_norm here",
+        "*.optim.grad_clip": "it is optim.max_norm here",
     }
 )
 
