@@ -5,6 +5,7 @@ import io
 import json
 import os
 import pty
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +135,8 @@ def test_a_terminal_that_is_gone_does_not_end_the_run(scene: Scene) -> None:
     watcher = Watcher(RunProgress(2), display, Follower(scene.metrics), {})
     with watching(watcher, display):
         watcher.say("nobody reads this")
+        watching_threads = threading.active_count()
+    assert threading.active_count() < watching_threads
 
 
 def test_a_terminal_gets_a_bar_and_the_words_of_each_child() -> None:

@@ -205,7 +205,8 @@ def test_several_nodes_follow_their_own_rules(rl, rl_faults) -> None:
 
 
 def test_toy_models_may_have_different_names(rl) -> None:
-    rl(*words("trainer.model.name=Jackmin108/a orchestrator.model.name=b"))
+    config = rl(*words("trainer.model.name=Jackmin108/a orchestrator.model.name=b"))
+    assert (config.trainer.model.name, config.orchestrator.model.name) == ("Jackmin108/a", "b")
 
 
 def test_components_may_be_instances() -> None:
