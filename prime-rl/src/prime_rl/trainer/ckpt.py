@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerBase
 from prime_rl.configs.trainer import CheckpointConfig
 from prime_rl.trainer.background import BackgroundJobs
 from prime_rl.trainer.errors import CheckpointError
-from prime_rl.trainer.weights import gather_weights, write_export
+from prime_rl.trainer.weights import gather_export, without_frozen, write_export
 from prime_rl.trainer.world import World
 from prime_rl.utils.logger import get_logger
 from prime_rl.utils.paths import RunPaths, replacing_directory, replacing_file, stable_steps
@@ -126,7 +126,7 @@ class CheckpointManager:
         self.wait()
         step = state.progress.step
         model_state, optimizer_state = get_state_dict(state.model, state.optimizer)
-        shared = {"model": model_state, "optimizer": optimizer_state}
+        shared = {"model": without_frozen(model_state, state.model), "optimizer": optimizer_state}
         own = {
             "progress": asdict(state.progress),
             "scheduler": state.scheduler.state_dict(),
@@ -157,14 +157,14 @@ class CheckpointManager:
             CheckpointError: a file of the checkpoint is missing.
         """
         import torch.distributed.checkpoint as dcp
-        from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+        from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
         directory = self.paths.trainer_checkpoint(step)
         own = self._load_own(directory)
         if not self.config.skip_scheduler:
             state.scheduler.load_state_dict(own["scheduler"])
         model_state, optimizer_state = get_state_dict(state.model, state.optimizer)
-        saved = {"model": model_state, "optimizer": optimizer_state}
+        saved = {"model": without_frozen(model_state, state.model), "optimizer": optimizer_state}
         try:
             dcp.load(saved, checkpoint_id=directory)
         except dcp.api.CheckpointException as error:
@@ -176,6 +176,7 @@ class CheckpointManager:
             state.optimizer,
             model_state_dict=saved["model"],
             optim_state_dict=saved["optimizer"],
+            options=StateDictOptions(strict=False),  # `dcp.load` has seen to what has to be there
         )
         if self.config.skip_scheduler:
             for group, rate in zip(state.optimizer.param_groups, rates, strict=True):
@@ -214,11 +215,11 @@ class CheckpointManager:
         if self.config.weights is None:
             return
         step = state.progress.step
-        weights = gather_weights(state.model, dtype)
+        export = gather_export(state.model, self.config.weights, dtype)
 
         def write() -> None:
             if self.world.is_main:
-                write_export(weights, state.model, tokenizer, self.paths.weight(step), self.config.weights)
+                write_export(export, state.model, tokenizer, self.paths.weight(step), self.config.weights)
                 self._exported.keep(step)
 
         self._do(write)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from transformers.utils import logging as transformers_logging
 
 from prime_rl.configs.trainer import ModelConfig, TokenizerConfig
 from prime_rl.trainer.errors import ModelError
+from prime_rl.trainer.lora import adapted, log_adapters
 from prime_rl.trainer.parallel_dims import ParallelDims
 from prime_rl.trainer.scoring import enable_scoring
 from prime_rl.trainer.world import World
@@ -45,13 +47,16 @@ def setup_model(config: ModelConfig, world: World) -> nn.Module:
         "attn_implementation": _attention(config.attn, world),
         "trust_remote_code": config.trust_remote_code,
     }
+    adapt = partial(adapted, config=config.lora, compute_dtype=compute_dtype(config, world.device))
     # One process reads the weights; the others receive their shards from it.
-    full = _build_full(config, model_config, options) if world.is_main else None
+    full = adapt(_build_full(config, model_config, options)) if world.is_main else None
     if full is not None and world.world_size == 1:
         model = full.to(world.device)
     else:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(model_config, **options)
+            model = adapt(AutoModelForCausalLM.from_config(model_config, **options))
+    if config.lora is not None and world.is_main:
+        log_adapters(model)
     _prepare_blocks(model, config)
     _shard(model, config, world)
     if world.world_size > 1:
@@ -136,14 +141,15 @@ def _prepare_blocks(model: nn.Module, config: ModelConfig) -> None:
     for index, block in enumerate(decoder_blocks(model)):
         if config.ac is not None and index % config.ac.freq == 0:
             # Replacing `forward` keeps parameter names as they are, which a wrapper module would change.
-            block.forward = _checkpointed(block.forward)
+            has_dropout = config.lora is not None and config.lora.dropout > 0
+            block.forward = _checkpointed(block.forward, preserve_rng_state=has_dropout)
         if config.compile is not None:
             block.compile(fullgraph=config.compile.fullgraph)
 
 
-def _checkpointed(forward: Any) -> Any:
+def _checkpointed(forward: Any, preserve_rng_state: bool) -> Any:
     def recomputing(*args: Any, **kwargs: Any) -> Any:
-        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state, **kwargs)
 
     return recomputing
 

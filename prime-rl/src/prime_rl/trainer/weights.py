@@ -5,20 +5,24 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedTokenizerBase
 from transformers.core_model_loading import revert_weight_conversion
 
 from prime_rl.configs.trainer import WeightCheckpointConfig
+from prime_rl.trainer.lora import merged, own_names, whole
+from prime_rl.trainer.lora_export import PeftAdapter, gather_adapter
 from prime_rl.utils.paths import replacing_directory
 
 SaveFormat = Literal["safetensors", "torch"]
+ADAPTER_DIRECTORY = "lora_adapters"
+"""Beside the merged weights of an export, with `ckpt.weights.save_adapter_separately`."""
 _FILE_PATTERNS = {"safetensors": "model{suffix}.safetensors", "torch": "pytorch_model{suffix}.bin"}
 
 
@@ -27,19 +31,26 @@ def gather_weights(model: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
     """A copy of all weights in host memory on rank 0, and nothing elsewhere; a collective call.
 
     Names are those of the hub. Of tied weights only the one that Transformers keeps is returned. Floating-point
-    tensors are cast to `dtype`.
+    tensors are cast to `dtype`. Adapters are merged into the weights that they belong to.
     """
-    tied = model.all_tied_weights_keys
+    left_out = own_names(model).union(model.all_tied_weights_keys)
     state: dict[str, Tensor] = {}
     for name, tensor in model.state_dict().items():
-        if name in tied:
+        if name in left_out:
             continue
-        full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        full = merged(model, name, whole(tensor))
         if dist.get_rank() == 0:
             target = dtype if full.is_floating_point() else full.dtype
             # A copy even where nothing changes: training goes on in the tensors of the model.
             state[name] = full.to("cpu", target, copy=True)
     return dict(revert_weight_conversion(model, state)) if state else {}
+
+
+def without_frozen(model_state: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+    """`model_state` without the weights that no step changes: they come with the model."""
+    weights = model.named_parameters(remove_duplicate=False)
+    frozen = {name for name, weight in weights if not weight.requires_grad}
+    return {name: value for name, value in model_state.items() if name not in frozen}
 
 
 def save_weights(
@@ -64,6 +75,28 @@ def save_weights(
         (directory / index_name).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
 
 
+def save_adapter(adapter: PeftAdapter, directory: Path) -> None:
+    """Write PEFT's two files into `directory`, which is made if need be."""
+    directory.mkdir(exist_ok=True)
+    _save_file(adapter.state, directory / "adapter_model.safetensors", "safetensors")
+    (directory / "adapter_config.json").write_text(json.dumps(adapter.config, indent=2, sort_keys=True) + "\n")
+
+
+@dataclass(frozen=True, slots=True)
+class Export:
+    """What an export needs of the model, in host memory."""
+
+    weights: dict[str, Tensor]
+    adapter: PeftAdapter | None
+
+
+def gather_export(model: nn.Module, config: WeightCheckpointConfig, dtype: torch.dtype) -> Export:
+    """A copy of what `config` asks for, weights in `dtype`, on rank 0; a collective call."""
+    # Kept to train on from, and small: no rounding.
+    adapter = gather_adapter(model, torch.float32) if config.save_adapter_separately else None
+    return Export(gather_weights(model, dtype), adapter)
+
+
 def export_model(
     model: nn.Module,
     tokenizer: PreTrainedTokenizerBase,
@@ -75,22 +108,22 @@ def export_model(
 
     It holds weights in `dtype`, config, generation config, tokenizer, chat template and `STABLE`; it appears whole.
     """
-    state = gather_weights(model, dtype)
+    export = gather_export(model, config, dtype)
     if dist.get_rank() == 0:
-        write_export(state, model, tokenizer, target, config)
+        write_export(export, model, tokenizer, target, config)
 
 
 def write_export(
-    state: Mapping[str, Tensor],
+    export: Export,
     model: nn.Module,
     tokenizer: PreTrainedTokenizerBase,
     target: Path,
     config: WeightCheckpointConfig,
 ) -> None:
-    """The part of `export_model` behind the gathering of `state`; of `model` only the configs are read."""
-    dtype = next(tensor.dtype for tensor in state.values() if tensor.is_floating_point())
+    """The part of `export_model` behind the gathering of `export`; of `model` only the configs are read."""
+    dtype = next(tensor.dtype for tensor in export.weights.values() if tensor.is_floating_point())
     with replacing_directory(target) as scratch:
-        save_weights(state, scratch, config.save_sharded, config.save_format)
+        save_weights(export.weights, scratch, config.save_sharded, config.save_format)
         model_config = copy.deepcopy(model.config)
         model_config.dtype = str(dtype).removeprefix("torch.")
         model_config.architectures = [type(model).__name__.removeprefix("FSDP")]
@@ -102,6 +135,8 @@ def write_export(
         # `save_pretrained` refuses the inconsistent sampling defaults that many hub models ship.
         generation_config.to_json_file(scratch / "generation_config.json")
         tokenizer.save_pretrained(scratch)
+        if export.adapter is not None:
+            save_adapter(export.adapter, scratch / ADAPTER_DIRECTORY)
 
 
 def _save_file(state: dict[str, Tensor], path: Path, save_format: SaveFormat) -> None:

@@ -9,7 +9,9 @@ import torch
 from torch import nn
 
 from prime_rl.configs.trainer import FileSystemWeightBroadcastConfig
-from prime_rl.trainer.weights import gather_weights, save_weights
+from prime_rl.trainer.lora import is_adapted
+from prime_rl.trainer.lora_export import gather_adapter
+from prime_rl.trainer.weights import gather_weights, save_adapter, save_weights
 from prime_rl.trainer.world import World
 from prime_rl.utils.paths import OrchestratorPaths, replacing_directory, step_of
 
@@ -36,16 +38,22 @@ class FileSystemBroadcast:
         self.keep_interval = keep_interval
 
     def publish(self, model: nn.Module, version: int, dtype: torch.dtype) -> None:
-        """Write `version` in `dtype` and in the hub's naming. Collective.
+        """Write `version` in `dtype` and in the hub's naming; of a model with adapters these alone, as PEFT does.
+
+        Collective.
 
         Raises:
             OSError: the weights could not be written. The run cannot go on: nobody would ever see this version.
         """
-        state = gather_weights(model, dtype)
+        adapter = gather_adapter(model, dtype) if is_adapted(model) else None
+        weights = gather_weights(model, dtype) if adapter is None else {}
         if self.world.rank != 0:
             return
         with replacing_directory(self.run.broadcast(version)) as scratch:
-            save_weights(state, scratch, self.config.save_sharded, self.config.save_format)
+            if adapter is not None:
+                save_adapter(adapter, scratch)
+            else:
+                save_weights(weights, scratch, self.config.save_sharded, self.config.save_format)
         self._remove(lambda other: other < version - self.max_async_level and not self._is_kept(other))
 
     def discard_after(self, version: int) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from prime_rl.configs.trainer import ModelConfig
+from prime_rl.trainer.lora import is_adapted
 from prime_rl.trainer.rl.lm_head import fused_logprobs
 from prime_rl.trainer.rl.loss import sequence_lengths
 from prime_rl.trainer.scoring import LogitsOf, score_tokens
@@ -110,7 +111,7 @@ def score_row(model: nn.Module, row: Row, wanted: Tensor, vocab_chunk: int | Non
 def is_plain(head: nn.Module, model: nn.Module) -> bool:
     """Whether logits are hidden states times the head's weight and nothing else, as the fused head computes them."""
     is_capped = getattr(model.config, "final_logit_softcapping", None) is not None
-    return isinstance(head, nn.Linear) and head.bias is None and not is_capped
+    return isinstance(head, nn.Linear) and head.bias is None and not is_capped and not is_adapted(head)
 
 
 def plain_logprobs(
