@@ -157,6 +157,14 @@ class UpdateWeightsBody(BaseModel):
     weight_dir: str | None
 
 
+class LoadAdapterBody(BaseModel):
+    """`POST /load_lora_adapter`: serve the adapter in the directory `lora_path` under the model name `lora_name`."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    lora_name: str
+    lora_path: str
+
+
 def check_messages(messages: list[dict[str, Any]]) -> None:
     """Raise ValueError unless every message has a role and a content that a text model can read."""
     if not messages:

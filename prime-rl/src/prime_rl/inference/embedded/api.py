@@ -17,6 +17,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from prime_rl.inference.adapters import AdapterMissing
 from prime_rl.inference.checkpoints import WeightError
 from prime_rl.inference.embedded.answers import Answered, chat_answer, completion_answer
 from prime_rl.inference.embedded.errors import EngineBusy, EngineStopped, GenerationFailed
@@ -24,6 +25,7 @@ from prime_rl.inference.embedded.generation import GenerationRequest
 from prime_rl.inference.protocol import (
     ChatBody,
     CompletionBody,
+    LoadAdapterBody,
     RequestError,
     TokenizeBody,
     TokensBody,
@@ -61,7 +63,7 @@ class Api:
             "/reload_weights": self.reload_weights,
             "/pause": self.pause,
             "/resume": self.resume,
-            "/load_lora_adapter": self.not_built,
+            "/load_lora_adapter": self.load_adapter,
             "/init_broadcaster": self.not_built,
         }
         gets: dict[str, Handler] = {
@@ -90,16 +92,12 @@ class Api:
 
     async def models(self, _: Request) -> Response:
         service = self.ready()
-        entry = {
-            "id": service.model.name,
-            "object": "model",
-            "created": self.created_s,
-            "owned_by": "prime-rl",
-            "root": service.model.name,
-            "parent": None,
-            "max_model_len": service.model.max_model_len,
-        }
-        return _json({"object": "list", "data": [entry]})
+        base = service.model.name
+        common = {"object": "model", "created": self.created_s, "owned_by": "prime-rl"}
+        entries = [{"id": base, "root": base, "parent": None, "max_model_len": service.model.max_model_len}]
+        for adapter in service.adapters.values():
+            entries.append({"id": adapter.name, "root": str(adapter.directory), "parent": base, "max_model_len": None})
+        return _json({"object": "list", "data": [common | entry for entry in entries]})
 
     async def chat(self, request: Request) -> Response:
         return await self._chat(request, parse_body(ChatBody, await request.body()))
@@ -111,12 +109,12 @@ class Api:
         service = self.ready()
         body = parse_body(CompletionBody, await request.body())
         answered = await _generate(service, request, service.completion_requests(body))
-        return _json(completion_answer(service.model.name, body, service.text, answered))
+        return _json(completion_answer(body.model or service.model.name, body, service.text, answered))
 
     async def tokenize(self, request: Request) -> Response:
         service = self.ready()
         body = parse_body(TokenizeBody, await request.body())
-        service.check_model(body.model)
+        service.adapter(body.model)
         tokens = service.tokens_of(body)
         strings = [service.text.token_text(token) for token in tokens] if body.return_token_strs else None
         answer = {"count": len(tokens), "max_model_len": service.model.max_model_len, "tokens": tokens}
@@ -128,6 +126,17 @@ class Api:
 
     async def reload_weights(self, _: Request) -> Response:
         return await self._swap_weights(None)
+
+    async def load_adapter(self, request: Request) -> Response:
+        body = parse_body(LoadAdapterBody, await request.body())
+        engine = self.ready().engine
+        try:
+            version = await _on_engine(lambda: engine.load_adapter(body.lora_name, Path(body.lora_path)))
+        except AdapterMissing as exc:
+            raise RequestError(str(exc), HTTPStatus.NOT_FOUND, "lora_path") from exc
+        except WeightError as exc:
+            raise RequestError(str(exc), param="lora_path") from exc
+        return _json({"status": "ok", "version": version})
 
     async def pause(self, request: Request) -> Response:
         if request.query_params.get("mode", "keep") != "keep":
@@ -155,7 +164,7 @@ class Api:
     async def _chat(self, request: Request, body: ChatBody) -> Response:
         service = self.ready()
         answered = await _generate(service, request, service.chat_requests(body))
-        return _json(chat_answer(service.model.name, body, service.text, answered))
+        return _json(chat_answer(body.model or service.model.name, body, service.text, answered))
 
     async def _swap_weights(self, directory: Path | None) -> Response:
         engine = self.ready().engine

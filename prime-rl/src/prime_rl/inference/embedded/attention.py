@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
+from prime_rl.inference.embedded.adapters import StepAdapters
 from prime_rl.inference.embedded.errors import UnsupportedModel
 from prime_rl.inference.embedded.slots import KVSlots
 
@@ -35,10 +36,17 @@ class PromptBatch:
 
 
 class SlotStep:
-    """What the attention layers need to know about one forward pass."""
+    """What the layers need to know about one forward pass."""
 
-    def __init__(self, slots: KVSlots, decode_positions: SequenceOf[int], prompts: PromptBatch | None) -> None:
+    def __init__(
+        self,
+        slots: KVSlots,
+        decode_positions: SequenceOf[int],
+        prompts: PromptBatch | None,
+        adapters: StepAdapters | None = None,
+    ) -> None:
         self.slots = slots
+        self.adapters = adapters
         self.prompts = prompts
         self.num_decode = len(decode_positions)
         self.decode_rows = torch.arange(self.num_decode, device=slots.device)

@@ -14,7 +14,9 @@ from typing import Any
 
 import torch
 
+from prime_rl.inference.adapters import check_base_version
 from prime_rl.inference.checkpoints import WeightError
+from prime_rl.inference.embedded.adapters import AdapterStore
 from prime_rl.inference.embedded.errors import EngineBusy, EngineStopped, GenerationFailed
 from prime_rl.inference.embedded.generation import Generation, GenerationRequest
 from prime_rl.inference.embedded.model import ModelRunner
@@ -64,9 +66,12 @@ class Engine:
     completion says which of its tokens came from which version.
     """
 
-    def __init__(self, runner: ModelRunner, limits: Limits | None = None) -> None:
+    def __init__(self, runner: ModelRunner, limits: Limits | None = None, adapters: AdapterStore | None = None) -> None:
         self.limits = limits or Limits()
+        self.adapters = adapters
+        """None when the engine was not started for adapters."""
         self.version = 0
+        """Of the base weights."""
         self.paused = False
         self.stats = EngineStats()
         self._runner = runner
@@ -107,6 +112,13 @@ class Engine:
         """
         return self._call(lambda: self._swap(directory))
 
+    def load_adapter(self, name: str, directory: Path) -> Future[int]:
+        """Serve the adapter in `directory` under `name`, in place of an earlier version; the result is its version.
+
+        The result's error is a `WeightError` when it cannot be served; an earlier version then stays.
+        """
+        return self._call(lambda: self._swap_adapter(name, directory))
+
     def pause(self) -> Future[None]:
         """Stop between two decode steps and keep everything; requests queue up until `resume`."""
         return self._call(lambda: self._set_paused(True))
@@ -143,6 +155,7 @@ class Engine:
                 return False
             if isinstance(item, GenerationRequest):
                 self._scheduler.waiting.extend(item.sequences)
+                self._fail_unless_loaded(item)
             else:
                 item.perform()
 
@@ -171,6 +184,7 @@ class Engine:
             prompts=[leader.tokens for leader in leaders],
             prompt_rows=[num_decode + index for index in prompts.leaders],
             full_prompts=full,
+            adapters=[sequence.request.adapter for sequence in (*running[:num_decode], *leaders)],
         )
         for row, prompt_logits in zip(full, full_logits, strict=True):
             request = leaders[row].request
@@ -198,10 +212,12 @@ class Engine:
         drawn = self._sampler.draw(logits, running)
         tops = drawn.top or [None] * len(running)
         for sequence, token, logprob, top in zip(running, drawn.tokens, drawn.logprobs, tops, strict=True):
+            adapter = sequence.request.adapter
+            version = self.version if adapter is None else adapter.version
             if math.isfinite(logprob):
-                sequence.append(token, logprob, top, self.version)
+                sequence.append(token, logprob, top, version)
             else:
-                sequence.request.fail(GenerationFailed(f"weights of version {self.version} give logits that are NaN"))
+                sequence.request.fail(GenerationFailed(f"weights of version {version} give logits that are NaN"))
         self.stats.tokens += len(running)
 
     def _swap(self, directory: Path | None) -> int:
@@ -210,15 +226,37 @@ class Engine:
         if source is None:
             raise WeightError("this engine was built without a directory of start weights")
         load_weights(self._runner.model, source)
+        if self.adapters is not None:
+            self.adapters.unload_all()
+            for sequence in [*self._scheduler.running, *self._scheduler.waiting]:
+                self._fail_unless_loaded(sequence.request)
         step = step_of(source) if directory else 0
         self.version = self.version + 1 if step is None else step
+        self._tell_swap(f"Weights: version {self.version}", started)
+        return self.version
+
+    def _swap_adapter(self, name: str, directory: Path) -> int:
+        started = time.perf_counter()
+        if self.adapters is None:
+            raise WeightError("this server was started without enable_lora")
+        check_base_version(self.version)
+        version = self.adapters.load(name, directory).version
+        self._tell_swap(f"Adapter {name}: version {version}", started)
+        return version
+
+    def _tell_swap(self, what: str, started: float) -> None:
         get_logger().info(
-            f"Weights: version {self.version} live after {time.perf_counter() - started:.2f}s | "
+            f"{what} live after {time.perf_counter() - started:.2f}s | "
             f"{len(self._scheduler.running)} running, {len(self._scheduler.waiting)} waiting | "
             f"{self.stats.tokens} tokens at {self.stats.tokens_per_s:.0f} tokens/s before it"
         )
         self.stats = EngineStats()
-        return self.version
+
+    @staticmethod
+    def _fail_unless_loaded(request: GenerationRequest) -> None:
+        adapter = request.adapter
+        if adapter is not None and not adapter.is_loaded:
+            request.fail(GenerationFailed(f"adapter {adapter.name!r} was unloaded: the weights under it were replaced"))
 
     def _set_paused(self, paused: bool) -> None:
         self.paused = paused

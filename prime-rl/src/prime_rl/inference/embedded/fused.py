@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.functional import embedding, linear, rms_norm, silu
 from transformers import PreTrainedModel
 
+from prime_rl.inference.embedded.adapters import Site, StepAdapters
 from prime_rl.inference.embedded.attention import SlotStep, attend
 
 _ARCHITECTURES = {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
@@ -26,17 +27,21 @@ _ARCHITECTURES = {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", 
 class _Joined:
     """Linear layers with a common input, as one."""
 
+    site: Site
     weight: Tensor
     bias: Tensor | None
 
     @classmethod
-    def of(cls, layers: Sequence[nn.Linear]) -> _Joined:
+    def of(cls, prefix: str, parent: nn.Module, names: Sequence[str]) -> _Joined:
+        """The layers `names` of the module `parent`, whose path is `prefix`."""
+        layers = [parent.get_submodule(name) for name in names]
         weight = _join([layer.weight for layer in layers])
         bias = _join([layer.bias for layer in layers]) if layers[0].bias is not None else None
-        return cls(weight, bias)
+        return cls(tuple(f"{prefix}.{name}" for name in names), weight, bias)
 
-    def __call__(self, inputs: Tensor) -> Tensor:
-        return linear(inputs, self.weight, self.bias)
+    def __call__(self, inputs: Tensor, adapters: StepAdapters | None) -> Tensor:
+        outputs = linear(inputs, self.weight, self.bias)
+        return outputs if adapters is None else adapters.add(self.site, inputs, outputs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +51,9 @@ class _Layer:
     index: int
     module: Any
     qkv: _Joined
+    output: _Joined
     gate_up: _Joined
+    down: _Joined
     window: int | None
 
 
@@ -60,6 +67,11 @@ class FusedDecoder:
         self._layers = [self._layer(index, layer, config) for index, layer in enumerate(model.model.layers)]
         self._head_dim: int = model.model.layers[0].self_attn.head_dim
         self._num_heads = (config.num_attention_heads, config.num_key_value_heads)
+
+    @property
+    def sites(self) -> list[Site]:
+        """Where adapters can change the model."""
+        return [part.site for layer in self._layers for part in (layer.qkv, layer.output, layer.gate_up, layer.down)]
 
     @staticmethod
     def supports(model: PreTrainedModel) -> bool:
@@ -75,33 +87,35 @@ class FusedDecoder:
         for layer in self._layers:
             normed = _norm(hidden, layer.module.input_layernorm)
             hidden = hidden + self._attention(layer, step, normed, rotary)
-            gate, up = layer.gate_up(_norm(hidden, layer.module.post_attention_layernorm)).chunk(2, -1)
-            down = layer.module.mlp.down_proj
-            hidden = hidden + linear(silu(gate) * up, down.weight, down.bias)
+            normed = _norm(hidden, layer.module.post_attention_layernorm)
+            gate, up = layer.gate_up(normed, step.adapters).chunk(2, -1)
+            hidden = hidden + layer.down(silu(gate) * up, step.adapters)
         return self._head(_norm(hidden[wanted], self._model.norm))
 
     def _attention(self, layer: _Layer, step: SlotStep, hidden: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
         module = layer.module.self_attn
         num_query, num_key = self._num_heads
-        heads = layer.qkv(hidden).unflatten(-1, (-1, self._head_dim))
+        heads = layer.qkv(hidden, step.adapters).unflatten(-1, (-1, self._head_dim))
         query, key, value = heads.split([num_query, num_key, num_key], dim=1)
         if hasattr(module, "q_norm"):
             query, key = _norm(query, module.q_norm), _norm(key, module.k_norm)
         turned = _rotate(torch.cat((query, key), dim=1), *rotary)
         new = (turned[:, :num_query], turned[:, num_query:], value)
         attended = attend(step, layer.index, new, module.scaling, layer.window)
-        return linear(attended, module.o_proj.weight, module.o_proj.bias)
+        return layer.output(attended, step.adapters)
 
     @staticmethod
     def _layer(index: int, module: Any, config: Any) -> _Layer:
-        attention, mlp = module.self_attn, module.mlp
+        attention, path = module.self_attn, f"model.layers.{index}"
         # Qwen decides layer by layer; Mistral has one window for all.
         owner = attention if hasattr(attention, "sliding_window") else config
         return _Layer(
             index=index,
             module=module,
-            qkv=_Joined.of([attention.q_proj, attention.k_proj, attention.v_proj]),
-            gate_up=_Joined.of([mlp.gate_proj, mlp.up_proj]),
+            qkv=_Joined.of(f"{path}.self_attn", attention, ["q_proj", "k_proj", "v_proj"]),
+            output=_Joined.of(f"{path}.self_attn", attention, ["o_proj"]),
+            gate_up=_Joined.of(f"{path}.mlp", module.mlp, ["gate_proj", "up_proj"]),
+            down=_Joined.of(f"{path}.mlp", module.mlp, ["down_proj"]),
             window=getattr(owner, "sliding_window", None),
         )
 

@@ -6,7 +6,10 @@ import random
 from collections.abc import Sequence as SequenceOf
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
+
+if TYPE_CHECKING:
+    from prime_rl.inference.embedded.adapters import Adapter
 
 FinishReason = Literal["stop", "length"]
 TopLogprobs = list[tuple[int, float]]
@@ -153,6 +156,8 @@ class GenerationRequest:
     """Alternatives to report for every prompt token; None asks for no log-probabilities of the prompt."""
     stop_watches: SequenceOf[StopWatch | None] = ()
     """One for each sample; empty when there are no stop strings."""
+    adapter: Adapter | None = None
+    """None is the base model."""
     result: Future[Generation] = field(default_factory=Future)
     prompt_logprobs: list[PromptLogprob] | None = None
     sequences: list[Sequence] = field(init=False)

@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import cached_file
 
+from prime_rl.inference.embedded.adapters import Adapter, AdapterLimits, AdapterStore, LinearHooks, StepAdapters
 from prime_rl.inference.embedded.attention import (
     ATTENTION_NAME,
     PromptBatch,
@@ -34,7 +35,21 @@ class ModelRunner:
         """Where the weights of the start can be read again."""
         self.slots = KVSlots(kv_budget_bytes, model.device)
         self._fused = FusedDecoder(model) if FusedDecoder.supports(model) else None
+        self._hooks = LinearHooks()
         self._warm_up()
+
+    def adapter_store(self, base_model: str, limits: AdapterLimits) -> AdapterStore:
+        """Prepare the model for adapters. Once, before the first step."""
+        if self._fused is None:
+            self._hooks = LinearHooks.on(self.model)
+        return AdapterStore(
+            base_model=base_model,
+            sites=self._fused.sites if self._fused is not None else self._hooks.sites,
+            base={name: tuple(tensor.shape) for name, tensor in self.model.state_dict().items()},
+            limits=limits,
+            dtype=self.model.dtype,
+            device=self.device,
+        )
 
     @torch.inference_mode()
     def forward(
@@ -43,6 +58,7 @@ class ModelRunner:
         prompts: SequenceOf[SequenceOf[int]],
         prompt_rows: SequenceOf[int],
         full_prompts: SequenceOf[int] = (),
+        adapters: SequenceOf[Adapter | None] = (),
     ) -> tuple[Tensor, list[Tensor]]:
         """Advance every running sequence by its last token, and read the prompts.
 
@@ -51,6 +67,7 @@ class ModelRunner:
             prompts: all tokens of new sequences.
             prompt_rows: their slot rows.
             full_prompts: indices into `prompts` of those whose logits are wanted at every position.
+            adapters: of each running sequence, then of each prompt; empty when none has one.
 
         Returns:
             Logits of the next tokens, [running + prompts, vocabulary], and those of each full prompt, [length - 1, V].
@@ -59,7 +76,8 @@ class ModelRunner:
         positions = [len(tokens) - 1 for tokens in running]
         flat = [tokens[-1] for tokens in running]
         batch = PromptBatch(prompt_rows, lengths, len(flat), self.device) if prompts else None
-        step = SlotStep(self.slots, positions, batch)
+        step_adapters = StepAdapters.of(adapters, [1] * len(flat) + lengths, self.device)
+        step = SlotStep(self.slots, positions, batch, step_adapters)
         wanted, start = list(range(len(flat))), len(flat)
         spans = []
         for tokens in prompts:
@@ -82,6 +100,7 @@ class ModelRunner:
         wanted_index = torch.tensor(wanted, device=self.device)
         if self._fused is not None:
             return self._fused.logits(step, token_ids, position_ids, wanted_index)
+        self._hooks.current = step.adapters
         output = self.model(
             input_ids=token_ids[None],
             position_ids=position_ids[None],

@@ -18,6 +18,8 @@ class Limits:
     """Samples in the queue; a request that would exceed it is refused."""
     max_prefill_tokens: int = 4096
     """Prompt tokens, padding included, read in one forward pass. A longer prompt is read alone."""
+    max_adapters: int = 8
+    """Different adapters in the running batch; a sequence of one more waits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +85,8 @@ class Scheduler:
             longest = max(longest, len(sequence.tokens))
             if self.running and not self.slots.fits(len(self.running) + 1, longest + 1):
                 break
+            if not self._has_adapter_room(sequence):
+                break
             key = _reading(sequence)
             if key not in known:
                 width = max(width, len(sequence.tokens))
@@ -96,6 +100,12 @@ class Scheduler:
         if sequences:
             self.slots.reserve(len(self.running), max(len(sequence.tokens) for sequence in self.running))
         return Prompts(sequences, leaders, source)
+
+    def _has_adapter_room(self, sequence: Sequence) -> bool:
+        if sequence.request.adapter is None:
+            return True
+        running = {other.request.adapter for other in self.running} - {None}
+        return sequence.request.adapter in running or len(running) < self.limits.max_adapters
 
     def _keep(self, kept: list[Sequence]) -> None:
         """Make `kept` the batch: sequences from its end move into the rows that others leave."""
@@ -114,4 +124,4 @@ class Scheduler:
 def _reading(sequence: Sequence) -> tuple[object, ...]:
     """Equal for sequences whose tokens are read only once; log-probabilities of a prompt need a reading each."""
     request = sequence.request
-    return (*sequence.tokens, id(request) if request.wants_prompt_logprobs else None)
+    return (*sequence.tokens, id(request.adapter), id(request) if request.wants_prompt_logprobs else None)

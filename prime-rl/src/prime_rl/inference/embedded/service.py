@@ -9,6 +9,7 @@ from typing import Any
 
 from transformers import GenerationConfig
 
+from prime_rl.inference.embedded.adapters import Adapter
 from prime_rl.inference.embedded.engine import Engine
 from prime_rl.inference.embedded.errors import TemplateFailed
 from prime_rl.inference.embedded.generation import GenerationRequest, SamplingParams
@@ -48,9 +49,20 @@ class Service:
     seeds: random.Random = field(default_factory=random.Random)
     """For requests without a seed of their own."""
 
-    def check_model(self, name: str | None) -> None:
-        if name not in (None, self.model.name):
-            raise RequestError(f"The model `{name}` does not exist; this server has `{self.model.name}`.", 404, "model")
+    @property
+    def adapters(self) -> dict[str, Adapter]:
+        """What is loaded, by name."""
+        return self.engine.adapters.loaded if self.engine.adapters is not None else {}
+
+    def adapter(self, name: str | None) -> Adapter | None:
+        """The adapter that a request's `model` names; None for the base model, which is also the default."""
+        if name in (None, self.model.name):
+            return None
+        adapters = self.adapters
+        if name not in adapters:
+            served = ", ".join(f"`{known}`" for known in (self.model.name, *adapters))
+            raise RequestError(f"The model `{name}` does not exist; this server has {served}.", 404, "model")
+        return adapters[name]
 
     def chat_prompt(self, body: ChatBody | TokenizeBody) -> list[int]:
         """Token ids of a body's messages."""
@@ -87,7 +99,6 @@ class Service:
     def _request(
         self, body: SamplingBody, prompt: Sequence[int], max_tokens: int | None, top_logprobs: int
     ) -> GenerationRequest:
-        self.check_model(body.model)
         room = self._room_after(prompt)
         params = self._sampling_params(body, min(max_tokens or room, room), top_logprobs)
         stops = body.stop_strings
@@ -97,6 +108,7 @@ class Service:
             seed=body.seed if body.seed is not None else self.seeds.getrandbits(62),
             n=body.n,
             eos_token_ids=self.text.eos_token_ids,
+            adapter=self.adapter(body.model),
             num_prompt_logprobs=body.prompt_logprobs,
             stop_watches=[self.text.stop_watch(stops, body.skip_special_tokens) for _ in range(body.n if stops else 0)],
         )

@@ -10,9 +10,12 @@ from transformers import PreTrainedConfig
 from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
 from prime_rl.configs.inference import InferenceConfig
+from prime_rl.inference.adapters import DEFAULT_MAX_RANK
+from prime_rl.inference.embedded.adapters import AdapterLimits
 from prime_rl.inference.embedded.engine import Engine
 from prime_rl.inference.embedded.errors import UnsupportedModel
 from prime_rl.inference.embedded.model import ModelRunner, load_model, model_config
+from prime_rl.inference.embedded.scheduler import Limits
 from prime_rl.inference.embedded.service import ServedModel, Service
 from prime_rl.inference.embedded.text import generation_defaults, load_text
 
@@ -36,7 +39,14 @@ def start_service(config: InferenceConfig) -> Service:
     defaults = generation_defaults(directory)
     text = load_text(name, trust, defaults)
     served = ServedModel(name, max_model_len, runner.vocab_size, defaults)
-    return Service(Engine(runner), text, served, random.Random(config.seed))
+    return Service(_engine(config, runner), text, served, random.Random(config.seed))
+
+
+def _engine(config: InferenceConfig, runner: ModelRunner) -> Engine:
+    if not config.enable_lora:
+        return Engine(runner)
+    limits = AdapterLimits(config.max_cpu_loras, config.max_lora_rank or DEFAULT_MAX_RANK)
+    return Engine(runner, Limits(max_adapters=config.max_loras), runner.adapter_store(config.model.name, limits))
 
 
 def _device(name: str) -> torch.device:

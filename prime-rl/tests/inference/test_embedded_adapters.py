@@ -1,0 +1,283 @@
+"""LoRA adapters in the engine below HTTP, against PEFT's own model."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
+
+from prime_rl.inference.adapters import AdapterMissing
+from prime_rl.inference.checkpoints import WeightError
+from prime_rl.inference.embedded.adapters import AdapterLimits
+from prime_rl.inference.embedded.engine import Engine
+from prime_rl.inference.embedded.errors import GenerationFailed
+from prime_rl.inference.embedded.generation import Generation, GenerationRequest, SamplingParams
+from prime_rl.inference.embedded.model import ModelRunner, load_model
+from prime_rl.inference.embedded.scheduler import Limits
+
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+}
+ARCHITECTURES: dict[str, PreTrainedConfig] = {
+    "qwen3": Qwen3Config(**SIZES, head_dim=8),
+    "qwen2": Qwen2Config(**SIZES),
+    "llama": LlamaConfig(**SIZES),
+    "mistral_with_window": MistralConfig(**SIZES, sliding_window=6),
+    "qwen3_moe": Qwen3MoeConfig(**SIZES, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16),
+    "gemma3": Gemma3TextConfig(**SIZES, head_dim=8, layer_types=["full_attention"] * 2),
+}
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+ALL = [*ATTENTION, "gate_proj", "up_proj", "down_proj"]
+PROMPTS = [tuple((5 + 7 * index + place) % 64 for place in range(2 + 3 * index)) for index in range(4)]
+
+
+@torch.no_grad()
+def base_model(config: PreTrainedConfig, directory: Path) -> Path:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config)
+        # Random weights of the usual size give nearly uniform tokens, in which errors drown.
+        for parameter in model.parameters():
+            parameter *= 4
+        model.save_pretrained(directory)
+    return directory
+
+
+@torch.no_grad()
+def adapter_of(base: Path, directory: Path, seed: int, targets: list[str], rank: int = 4) -> Path:
+    """A PEFT adapter whose B is not zero, as a trained one's."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+        peft = get_peft_model(model, LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=targets))
+        for name, parameter in peft.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.3)
+        peft.save_pretrained(directory)
+    return directory
+
+
+def reference(base: Path, adapter: Path | None) -> torch.nn.Module:
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    return PeftModel.from_pretrained(model, adapter) if adapter is not None else model
+
+
+def engine_of(base: Path, max_in_batch: int = 8, max_loaded: int = 3, max_rank: int = 8) -> Engine:
+    model, source = load_model(str(base), "float32", torch.device("cpu"))
+    runner = ModelRunner(model, 1 << 30, source)
+    store = runner.adapter_store("base", AdapterLimits(max_loaded, max_rank))
+    return Engine(runner, Limits(max_adapters=max_in_batch), store)
+
+
+@contextmanager
+def running(engine: Engine) -> Iterator[Engine]:
+    thread = threading.Thread(target=engine.run)
+    thread.start()
+    try:
+        yield engine
+    finally:
+        engine.stop()
+        thread.join()
+
+
+def submit(engine: Engine, prompt: tuple[int, ...], name: str | None, max_tokens: int = 16) -> Future[Generation]:
+    assert engine.adapters is not None
+    params = SamplingParams(max_tokens=max_tokens, temperature=0)
+    adapter = engine.adapters.loaded[name] if name is not None else None
+    return engine.submit(GenerationRequest(prompt=prompt, params=params, seed=0, adapter=adapter))
+
+
+@torch.no_grad()
+def assert_greedy(model: torch.nn.Module, prompt: tuple[int, ...], generation: Generation) -> None:
+    """Every token is the model's likeliest, up to rounding, and has the log-probability that the model gives it."""
+    (completion,) = generation.completions
+    tokens = torch.tensor([*prompt, *completion.token_ids])
+    logprobs = model(tokens[None]).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+    own = logprobs.gather(1, tokens[len(prompt) :, None]).squeeze(1)
+    torch.testing.assert_close(own, logprobs.amax(-1), atol=1e-4, rtol=0)
+    torch.testing.assert_close(torch.tensor(completion.logprobs), own, atol=1e-4, rtol=0)
+
+
+@pytest.fixture(scope="module")
+def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return base_model(ARCHITECTURES["qwen3"], tmp_path_factory.mktemp("qwen3"))
+
+
+@pytest.fixture(scope="module")
+def adapters(qwen3: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Two adapters of different rank and targets, as steps 1 and 2."""
+    parent = tmp_path_factory.mktemp("broadcasts")
+    return [
+        adapter_of(qwen3, parent / "step_1", seed=1, targets=ALL),
+        adapter_of(qwen3, parent / "step_2", seed=2, targets=["q_proj", "v_proj", "down_proj"], rank=8),
+    ]
+
+
+@pytest.mark.parametrize(("name", "max_in_batch"), [*((name, 2) for name in ARCHITECTURES), ("qwen3", 1)])
+def test_a_batch_of_the_base_and_of_two_adapters_equals_peft(name, max_in_batch, tmp_path) -> None:
+    base = base_model(ARCHITECTURES[name], tmp_path / "base")
+    targets = ATTENTION if name == "qwen3_moe" else ALL
+    paths = {
+        "first": adapter_of(base, tmp_path / "step_1", 1, targets),
+        "second": adapter_of(base, tmp_path / "step_2", 2, ["q_proj", "v_proj"], rank=8),
+        None: None,
+    }
+    with running(engine_of(base, max_in_batch)) as engine:
+        for chosen in ("first", "second"):
+            engine.load_adapter(chosen, paths[chosen]).result()
+        engine.pause().result()
+        futures = {(prompt, chosen): submit(engine, prompt, chosen) for prompt in PROMPTS for chosen in paths}
+        engine.resume().result()
+        models = {chosen: reference(base, path) for chosen, path in paths.items()}
+        for (prompt, chosen), future in futures.items():
+            assert_greedy(models[chosen], prompt, future.result())
+
+
+def test_a_new_version_takes_effect_between_two_steps_of_running_requests(qwen3, adapters) -> None:
+    with running(engine_of(qwen3)) as engine:
+        assert engine.load_adapter("mine", adapters[0]).result() == 1
+        longer = {name: submit(engine, PROMPTS[0], name, max_tokens=200) for name in ("mine", None)}
+        while not all(future.done() for future in longer.values()):
+            for directory in (adapters[1], adapters[0]):
+                engine.load_adapter("mine", directory).result()
+    spans = {name: future.result().completions[0].versions for name, future in longer.items()}
+    assert {span.version for span in spans["mine"]} == {1, 2}
+    assert [span.version for span in spans[None]] == [0]
+    assert [span.start for span in spans["mine"][1:]] == [span.end for span in spans["mine"][:-1]]
+
+
+def test_answers_after_a_new_version_are_those_of_peft_with_it(qwen3, adapters) -> None:
+    with running(engine_of(qwen3)) as engine:
+        for directory in adapters:
+            engine.load_adapter("mine", directory).result()
+            assert_greedy(reference(qwen3, directory), PROMPTS[1], submit(engine, PROMPTS[1], "mine").result())
+
+
+def test_replacing_the_base_weights_ends_the_requests_of_adapters_and_no_others(qwen3, adapters) -> None:
+    with running(engine_of(qwen3)) as engine:
+        engine.load_adapter("mine", adapters[0]).result()
+        engine.pause().result()
+        lost, kept = submit(engine, PROMPTS[0], "mine"), submit(engine, PROMPTS[0], None)
+        engine.update_weights(None).result()
+        engine.resume().result()
+        assert len(kept.result().completions[0].token_ids) == 16
+        with pytest.raises(GenerationFailed, match="adapter 'mine' was unloaded"):
+            lost.result()
+        assert engine.adapters.loaded == {}
+
+
+def test_adapters_are_for_the_weights_of_the_start(qwen3, adapters, tmp_path) -> None:
+    (tmp_path / "step_7").symlink_to(qwen3)
+    with running(engine_of(qwen3)) as engine:
+        engine.update_weights(tmp_path / "step_7").result()
+        with pytest.raises(WeightError, match="holds weights of version 7"):
+            engine.load_adapter("mine", adapters[0]).result()
+
+
+def rewrite_config(**changes: Any) -> Callable[[Path], None]:
+    def change(directory: Path) -> None:
+        path = directory / "adapter_config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+    return change
+
+
+def rewrite_tensors(change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]) -> Callable[[Path], None]:
+    def rewrite(directory: Path) -> None:
+        path = directory / "adapter_model.safetensors"
+        save_file(change(load_file(path)), path)
+
+    return rewrite
+
+
+FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "its rank is 64": (rewrite_config(r=64), "server's max_lora_rank is 8"),
+    "use_dora = True": (rewrite_config(use_dora=True), "no engine here serves"),
+    "modules_to_save": (rewrite_config(modules_to_save=["lm_head"]), "no engine here serves"),
+    "r = None": (rewrite_config(r=None), "lora_alpha = 8"),
+    "not JSON": (lambda directory: (directory / "adapter_config.json").write_text("{"), "cannot read"),
+    "damaged": (lambda directory: (directory / "adapter_model.safetensors").write_bytes(b"x" * 40), "cannot read"),
+    "another width": (
+        rewrite_tensors(lambda t: {name: torch.zeros(4, 48) if "lora_A" in name else x for name, x in t.items()}),
+        r"has shape \[4, 48\] instead of \[4, 64\]",
+    ),
+    "half a layer": (
+        rewrite_tensors(
+            lambda t: {name: x for name, x in t.items() if not name.endswith("1.mlp.up_proj.lora_B.weight")}
+        ),
+        r"up_proj.lora_B.weight is missing",
+    ),
+    "another depth": (
+        rewrite_tensors(lambda t: {name.replace("layers.1.", "layers.9."): x for name, x in t.items()}),
+        "the model has no linear layer model.layers.9",
+    ),
+    "the head": (
+        rewrite_tensors(
+            lambda t: (
+                t
+                | {
+                    "base_model.model.lm_head.lora_A.weight": torch.zeros(4, 32),
+                    "base_model.model.lm_head.lora_B.weight": torch.zeros(64, 4),
+                }
+            )
+        ),
+        "this engine adds no adapter to lm_head",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_an_adapter_that_does_not_fit_is_refused_and_the_old_version_stays(fault, qwen3, adapters, tmp_path) -> None:
+    break_it, message = FAULTS[fault]
+    broken = adapter_of(qwen3, tmp_path / "step_5", seed=5, targets=ALL)
+    break_it(broken)
+    with running(engine_of(qwen3)) as engine:
+        engine.load_adapter("mine", adapters[0]).result()
+        with pytest.raises(WeightError, match=message):
+            engine.load_adapter("mine", broken).result()
+        generation = submit(engine, PROMPTS[1], "mine").result()
+    assert [span.version for span in generation.completions[0].versions] == [1]
+    assert_greedy(reference(qwen3, adapters[0]), PROMPTS[1], generation)
+
+
+def test_a_missing_file_is_told_apart_from_an_unfit_one(qwen3, adapters, tmp_path) -> None:
+    (tmp_path / "step_1").mkdir()
+    with running(engine_of(qwen3)) as engine:
+        for directory in (tmp_path / "nowhere", tmp_path / "step_1"):
+            with pytest.raises(AdapterMissing, match="holds no adapter_config"):
+                engine.load_adapter("mine", directory).result()
+
+
+def test_no_more_adapters_are_kept_than_the_server_was_started_for(qwen3, adapters) -> None:
+    with running(engine_of(qwen3, max_loaded=2)) as engine:
+        for name in ("first", "second", "first"):
+            engine.load_adapter(name, adapters[0]).result()
+        with pytest.raises(WeightError, match="max_cpu_loras is 2"):
+            engine.load_adapter("third", adapters[0]).result()
+        with pytest.raises(WeightError, match="it is the base model"):
+            engine.load_adapter("base", adapters[0]).result()
