@@ -14,6 +14,7 @@ from prime_rl.configs.sft import SFTConfig
 from prime_rl.configs.trainer import CheckpointConfig
 from prime_rl.trainer.ckpt import CheckpointManager, Progress, TrainState
 from prime_rl.trainer.errors import CheckpointError, ModelError, exit_on_error
+from prime_rl.trainer.leaving import leaving_at_once
 from prime_rl.trainer.model import compute_dtype, setup_model, setup_tokenizer
 from prime_rl.trainer.optim import setup_optimizer
 from prime_rl.trainer.progress_bar import progress_bar
@@ -36,7 +37,8 @@ def main() -> None:
     """Load the config and train. Exit codes: 0 done (or `dry_run`), 1 failed, 2 bad config, 143 stopped by SIGTERM."""
     config = parse_argv_or_exit(SFTConfig)
     refuse_unbuilt(config)
-    raise SystemExit(0 if config.dry_run else run(config))
+    with leaving_at_once():
+        raise SystemExit(0 if config.dry_run else run(config))
 
 
 def run(config: SFTConfig) -> int:
