@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.utils.checkpoint import checkpoint
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
-from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
 from transformers.utils import logging as transformers_logging
 
 from prime_rl.configs.trainer import ModelConfig, TokenizerConfig
+from prime_rl.trainer.attention import choose_attention
+from prime_rl.trainer.blocks import decoder_blocks, prepare_blocks
 from prime_rl.trainer.errors import ModelError
-from prime_rl.trainer.lora import adapted, log_adapters
 from prime_rl.trainer.parallel_dims import ParallelDims
 from prime_rl.trainer.scoring import enable_scoring
 from prime_rl.trainer.world import World
@@ -42,27 +40,23 @@ def setup_model(config: ModelConfig, world: World) -> nn.Module:
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()
     model_config = load_model_config(config)
-    options = {
-        "dtype": _DTYPES[config.optimization_dtype],
-        "attn_implementation": _attention(config.attn, world),
-        "trust_remote_code": config.trust_remote_code,
-    }
-    adapt = partial(adapted, config=config.lora, compute_dtype=compute_dtype(config, world.device))
+    options = _options(config, model_config, world)
+    home = torch.device("cpu") if config.fsdp_cpu_offload else world.device
     # One process reads the weights; the others receive their shards from it.
-    full = adapt(_build_full(config, model_config, options)) if world.is_main else None
+    full = _build_full(config, model_config, options) if world.is_main else None
     if full is not None and world.world_size == 1:
-        model = full.to(world.device)
+        model = full.to(home)
     else:
         with torch.device("meta"):
-            model = adapt(AutoModelForCausalLM.from_config(model_config, **options))
-    if config.lora is not None and world.is_main:
-        log_adapters(model)
-    _prepare_blocks(model, config)
+            model = AutoModelForCausalLM.from_config(model_config, **options)
+    if config.freeze_moe_router:
+        freeze_routers(model)
+    prepare_blocks(model, config, world.device)
     _shard(model, config, world)
     if world.world_size > 1:
-        _scatter_weights(full, model, world)
+        _scatter_weights(full, model, home, world)
     model.train()
-    enable_scoring(model)
+    enable_scoring(model, world.device)
     return model
 
 
@@ -112,16 +106,31 @@ def setup_tokenizer(config: TokenizerConfig, model_config: ModelConfig) -> PreTr
     return tokenizer
 
 
-def decoder_blocks(model: nn.Module) -> nn.ModuleList:
-    """The list of decoder blocks.
+def freeze_routers(model: nn.Module) -> None:
+    """Leave the routers of an MoE model as they are.
 
     Raises:
-        ModelError: the model has no list of `num_hidden_layers` modules.
+        ModelError: it has none.
     """
-    for module in model.base_model.modules():
-        if isinstance(module, nn.ModuleList) and len(module) == model.config.num_hidden_layers:
-            return module
-    raise ModelError(f"{type(model).__name__} has no list of decoder blocks: this architecture is not supported")
+    routers = [module for name, module in model.named_modules() if _is_router(name, module)]
+    if not routers:
+        raise ModelError(f"model.freeze_moe_router: {type(model).__name__} has no router")
+    for router in routers:
+        router.requires_grad_(False)
+
+
+def _options(config: ModelConfig, model_config: PretrainedConfig, world: World) -> dict[str, Any]:
+    """How Transformers builds the model. The choice of the attention kernel is logged."""
+    compute = compute_dtype(config, world.device)
+    kernel, reason = choose_attention(config.attn, model_config, world.device, compute)
+    if world.is_main:
+        get_logger().info(f"Attention: {kernel}{f' ({reason})' if reason else ''}")
+    options = {
+        "dtype": _DTYPES[config.optimization_dtype],
+        "attn_implementation": kernel,
+        "trust_remote_code": config.trust_remote_code,
+    }
+    return options if config.moe_use_grouped_mm else options | {"experts_implementation": "eager"}
 
 
 def _build_full(config: ModelConfig, model_config: PretrainedConfig, options: dict[str, Any]) -> nn.Module:
@@ -132,26 +141,9 @@ def _build_full(config: ModelConfig, model_config: PretrainedConfig, options: di
             return AutoModelForCausalLM.from_config(model_config, **options)
     try:
         return AutoModelForCausalLM.from_pretrained(config.name, config=model_config, **options)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, ImportError) as error:
         hint = "; to start from random weights set model.debug.random_init = true"
         raise ModelError(_missing("model.name", config.name, error) + hint) from error
-
-
-def _prepare_blocks(model: nn.Module, config: ModelConfig) -> None:
-    for index, block in enumerate(decoder_blocks(model)):
-        if config.ac is not None and index % config.ac.freq == 0:
-            # Replacing `forward` keeps parameter names as they are, which a wrapper module would change.
-            has_dropout = config.lora is not None and config.lora.dropout > 0
-            block.forward = _checkpointed(block.forward, preserve_rng_state=has_dropout)
-        if config.compile is not None:
-            block.compile(fullgraph=config.compile.fullgraph)
-
-
-def _checkpointed(forward: Any, preserve_rng_state: bool) -> Any:
-    def recomputing(*args: Any, **kwargs: Any) -> Any:
-        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state, **kwargs)
-
-    return recomputing
 
 
 def _shard(model: nn.Module, config: ModelConfig, world: World) -> None:
@@ -161,36 +153,30 @@ def _shard(model: nn.Module, config: ModelConfig, world: World) -> None:
     policy = MixedPrecisionPolicy(
         param_dtype=None if compute == master else compute, reduce_dtype=None if reduce == compute else reduce
     )
+    offload = CPUOffloadPolicy(pin_memory=world.device.type == "cuda") if config.fsdp_cpu_offload else OffloadPolicy()
+    units = {"mesh": mesh, "mp_policy": policy, "offload_policy": offload}
     for block in decoder_blocks(model):
-        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=config.reshard_after_forward)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
+        fully_shard(block, reshard_after_forward=config.reshard_after_forward, **units)
+    fully_shard(model, **units)
 
 
-def _scatter_weights(full: nn.Module | None, model: nn.Module, world: World) -> None:
-    """Fill the sharded model of every process from rank 0's `full`."""
+def _scatter_weights(full: nn.Module | None, model: nn.Module, home: torch.device, world: World) -> None:
+    """Fill the sharded model of every process from rank 0's `full`; parameters live on `home`."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
-    model.to_empty(device=world.device)
+    model.to_empty(device=home)
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     set_model_state_dict(model, full.state_dict() if full is not None else {}, options=options)
     # Buffers such as the rotary frequencies are in no state dict.
-    for name, buffer in model.named_buffers():
-        if full is not None:
-            buffer.copy_(full.get_buffer(name))
-        dist.broadcast(buffer, src=0)
+    for name, buffer in list(model.named_buffers()):
+        filled = (buffer if full is None else full.get_buffer(name)).to(world.device)
+        dist.broadcast(filled, src=0)
+        owner, _, own_name = name.rpartition(".")
+        setattr(model.get_submodule(owner), own_name, filled)
 
 
-def _attention(requested: str, world: World) -> str:
-    """The attention kernel to use: `requested` where it can run, else SDPA, said once."""
-    if requested == "sdpa":
-        return "sdpa"
-    installed = {"flash_attention_2": is_flash_attn_2_available, "flash_attention_3": is_flash_attn_3_available}
-    if world.device.type == "cuda" and requested in installed and installed[requested]():
-        return requested
-    if world.is_main:
-        reason = "needs a GPU" if world.device.type == "cpu" else "is not installed"
-        get_logger().info(f"model.attn = {requested} {reason}: using sdpa")
-    return "sdpa"
+def _is_router(name: str, module: nn.Module) -> bool:
+    return type(module).__name__.endswith("Router") or name.rpartition(".")[2] in ("gate", "router")
 
 
 def _missing(key: str, name: str, error: Exception) -> str:

@@ -7,11 +7,30 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Optimizer
 
-from prime_rl.configs.trainer import AdamWConfig, OptimizerConfig, SGDConfig
+from prime_rl.configs.trainer import AdamWConfig, MuonConfig, OptimizerConfig, SGDConfig
+from prime_rl.trainer.muon import Muon, split_for_muon
+from prime_rl.trainer.optimizer_offload import offload_states
 
 
-def setup_optimizer(config: OptimizerConfig, model: nn.Module) -> Optimizer:
-    """The optimizer of all trainable parameters, weight decay on every one of them."""
+def setup_optimizer(config: OptimizerConfig, model: nn.Module, states_on_host: bool = False) -> Optimizer:
+    """The optimizer of all trainable parameters, weight decay on every one of them.
+
+    With `states_on_host` its states stay in host memory, and are on the GPU only for the update of their parameters.
+    """
+    optimizer = _optimizer(config, model)
+    device = next(model.parameters()).device
+    if states_on_host and device.type == "cuda":
+        offload_states(optimizer, device)
+    return optimizer
+
+
+def clip_gradients(model: nn.Module, max_norm: float) -> float:
+    """Scale all gradients so that their norm is at most `max_norm`; returns the norm before; a collective call."""
+    norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm, foreach=True)
+    return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+
+
+def _optimizer(config: OptimizerConfig, model: nn.Module) -> Optimizer:
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     match config:
         case AdamWConfig():
@@ -31,11 +50,5 @@ def setup_optimizer(config: OptimizerConfig, model: nn.Module) -> Optimizer:
                 nesterov=config.nesterov,
                 weight_decay=config.weight_decay,
             )
-        case _:
-            raise NotImplementedError(f"optim.type = {config.type}")
-
-
-def clip_gradients(model: nn.Module, max_norm: float) -> float:
-    """Scale all gradients so that their norm is at most `max_norm`; returns the norm before; a collective call."""
-    norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm, foreach=True)
-    return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        case MuonConfig():
+            return Muon(config, *split_for_muon(model))

@@ -41,7 +41,7 @@ def fold(position_ids_1T: Tensor, hidden_size: int) -> Grid:
     layout: for each cell about 24 H^2 FLOP in the linear layers and 4 H W in attention, so cells * (6 H + W).
     """
     positions = position_ids_1T[0].cpu().numpy()
-    starts = np.flatnonzero(np.diff(positions, prepend=positions[0] - 2) != 1)
+    starts = _starts(positions)
     lengths = np.diff(np.append(starts, len(positions)))
     width = int(lengths.max())
     rows, columns, row_count = _first_fit_decreasing(lengths, width)
@@ -57,6 +57,17 @@ def fold(position_ids_1T: Tensor, hidden_size: int) -> Grid:
     grid.flat[cells] = positions
     device = position_ids_1T.device
     return Grid(torch.from_numpy(cells).to(device), torch.from_numpy(grid).to(device))
+
+
+def sequence_bounds(position_ids_1T: Tensor) -> tuple[Tensor, int]:
+    """Where each of a row's S sequences starts, and the row's end: [S + 1], int32; and the longest one's length."""
+    positions = position_ids_1T[0].cpu().numpy()
+    bounds = np.append(_starts(positions), len(positions)).astype(np.int32)
+    return torch.from_numpy(bounds).to(position_ids_1T.device), int(np.diff(bounds).max())
+
+
+def _starts(positions: np.ndarray) -> np.ndarray:
+    return np.flatnonzero(np.diff(positions, prepend=positions[0] - 2) != 1)
 
 
 def _first_fit_decreasing(lengths: np.ndarray, width: int) -> tuple[np.ndarray, np.ndarray, int]:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.utils.checkpoint import checkpoint
 
+from prime_rl.trainer.attention import SDPA, row_options
 from prime_rl.trainer.errors import ModelError
 from prime_rl.trainer.packed_rows import fold
 
@@ -23,6 +24,8 @@ Result = TypeVar("Result")
 LogitsOf = Callable[[Tensor], Tensor]
 """Hidden states [N, H] to logits [N, V], in the compute dtype."""
 
+_CHECKED_LENGTHS = (5, 3)
+"""Tokens of the sequences that every model is tried on."""
 _MAX_LOGITS = 2**25
 """Logits that may exist at a time: 128 MiB in float32."""
 
@@ -52,27 +55,30 @@ def cross_entropy_sum(hidden_NH: Tensor, targets_N: Tensor, logits_of: LogitsOf,
     return torch.stack([checkpoint(loss_of, h, t, use_reentrant=False) for h, t in pieces]).sum()
 
 
-def enable_scoring(model: nn.Module) -> None:
-    """Let `score_tokens` run the sharded `model`; a collective call.
+def enable_scoring(model: nn.Module, device: torch.device) -> None:
+    """Let `score_tokens` run the sharded `model`, whose inputs are on `device`; a collective call.
 
     Raises:
         ModelError: the model does more to its logits than we know of, so a loss on ours would be wrong.
     """
     model.score_tokens = MethodType(_score_tokens, model)
     register_fsdp_forward_method(model, "score_tokens")
-    _check_head(model)
+    _check(model, device)
 
 
 def _score_tokens(
     self: nn.Module, input_ids_1T: Tensor, position_ids_1T: Tensor, score: Callable[[Tensor, LogitsOf], Result]
 ) -> Result:
-    if self.config._attn_implementation == "sdpa":
+    if self.config._attn_implementation == SDPA:
         grid = fold(position_ids_1T, self.config.hidden_size)
         rows = self.base_model(
             input_ids=grid.place(input_ids_1T), position_ids=grid.position_ids_RW, use_cache=False
         ).last_hidden_state
         return score(grid.collect(rows), _logits_of(self))
-    row = self.base_model(input_ids=input_ids_1T, position_ids=position_ids_1T, use_cache=False).last_hidden_state
+    options = row_options(self.config._attn_implementation, position_ids_1T)
+    row = self.base_model(
+        input_ids=input_ids_1T, position_ids=position_ids_1T, use_cache=False, **options
+    ).last_hidden_state
     return score(row[0], _logits_of(self))
 
 
@@ -85,18 +91,28 @@ def _logits_of(model: nn.Module) -> LogitsOf:
 
 
 @torch.no_grad()
-def _check_head(model: nn.Module) -> None:
-    """Compare our logits with the model's own on a few tokens."""
-    device = next(model.parameters()).device
-    tokens = torch.arange(8, device=device)[None]
+def _check(model: nn.Module, device: torch.device) -> None:
+    """Compare our logits of a row of two sequences with the model's own of each."""
+    tokens = torch.arange(sum(_CHECKED_LENGTHS), device=device)[None]
+    sequences = tokens.split(_CHECKED_LENGTHS, dim=1)
+    places = [torch.arange(length, device=device)[None] for length in _CHECKED_LENGTHS]
     model.eval()
     with torch.compiler.set_stance("force_eager"):
-        own = model(input_ids=tokens, position_ids=tokens, use_cache=False).logits[0].float()
-        ours = score_tokens(model, tokens, tokens, lambda hidden, logits_of: logits_of(hidden)).float()
+        own = [model(input_ids=ids, use_cache=False).logits[0].float() for ids in sequences]
+        ours = score_tokens(model, tokens, torch.cat(places, 1), lambda hidden, logits_of: logits_of(hidden)).float()
     model.train()
     # Without a backward pass the gathered parameters stay in place, and an optimizer made now would hold those.
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-    if not torch.allclose(own, ours, rtol=1e-2, atol=1e-2 * float(own.abs().max())):
+    first, second = (_is_close(*pair) for pair in zip(ours.split(_CHECKED_LENGTHS), own, strict=True))
+    if not first:
         raise ModelError(f"{type(model).__name__} changes its logits behind the head: this family is not supported")
+    if not second:
+        raise ModelError(
+            f"{type(model).__name__} lets the sequences of a packed row see each other: this family is not supported"
+        )
+
+
+def _is_close(ours: Tensor, own: Tensor) -> bool:
+    return torch.allclose(own, ours, rtol=1e-2, atol=1e-2 * float(own.abs().max()))

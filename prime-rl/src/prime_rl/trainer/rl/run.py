@@ -81,7 +81,7 @@ def setup_parts(config: TrainerConfig, paths: RunPaths, world: World, monitor: M
     broadcast.discard_after(resume_step or 0)
     tokenizer = setup_tokenizer(config.tokenizer, config.model)
     model = setup_model(config.model, world)
-    optimizer = setup_optimizer(config.optim, model)
+    optimizer = setup_optimizer(config.optim, model, config.model.optim_cpu_offload)
     state = TrainState(model, optimizer, setup_scheduler(config.scheduler, optimizer, config.max_steps), Progress())
     if checkpoints is not None and resume_step is not None:
         resume(state, checkpoints, resume_step, config.max_steps)

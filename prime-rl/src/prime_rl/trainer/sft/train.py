@@ -121,7 +121,7 @@ def setup_parts(config: SFTConfig, paths: RunPaths, world: World) -> Parts:
             f"the tokenizer has {len(tokenizer)} tokens, but model.name = {config.model.name} has embeddings for "
             f"{model.config.vocab_size}"
         )
-    optimizer = setup_optimizer(config.optim, model)
+    optimizer = setup_optimizer(config.optim, model, config.model.optim_cpu_offload)
     schedule_steps = scheduled_steps(config.max_steps, config.ckpt, resume_step)
     state = TrainState(model, optimizer, setup_scheduler(config.scheduler, optimizer, schedule_steps), Progress())
     if checkpoints is not None and resume_step is not None:

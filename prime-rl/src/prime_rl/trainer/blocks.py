@@ -1,0 +1,63 @@
+"""How a decoder block runs: compiled, with its activations computed again, or kept in host memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from prime_rl.configs.trainer import ModelConfig
+from prime_rl.trainer.activation_offload import ActivationOffload
+from prime_rl.trainer.errors import ModelError
+
+Forward = Callable[..., Any]
+
+
+def decoder_blocks(model: nn.Module) -> nn.ModuleList:
+    """The list of decoder blocks.
+
+    Raises:
+        ModelError: the model has no list of `num_hidden_layers` modules.
+    """
+    for module in model.base_model.modules():
+        if isinstance(module, nn.ModuleList) and len(module) == model.config.num_hidden_layers:
+            return module
+    raise ModelError(f"{type(model).__name__} has no list of decoder blocks: this architecture is not supported")
+
+
+def prepare_blocks(model: nn.Module, config: ModelConfig, device: torch.device) -> None:
+    """Wrap each block's forward as `compile`, `ac` and `ac_offloading` ask; before FSDP, whose hooks stay outside."""
+    offload = None
+    if config.ac_offloading is not None and device.type == "cuda":
+        offload = ActivationOffload(config.ac_offloading, device)
+    for index, block in enumerate(decoder_blocks(model)):
+        forward = block.forward
+        if config.compile is not None:
+            # Rows differ in length from step to step.
+            forward = torch.compile(forward, fullgraph=config.compile.fullgraph, dynamic=True)
+        if config.ac is not None and index % config.ac.freq == 0:
+            # Adapters are the only place where a forward pass draws random numbers.
+            has_dropout = config.lora is not None and config.lora.dropout > 0
+            forward = _checkpointed(forward, preserve_rng_state=has_dropout)
+        if offload is not None:
+            forward = _offloaded(forward, offload)
+        # Replacing `forward` keeps parameter names as they are, which a wrapper module would change.
+        block.forward = forward
+
+
+def _checkpointed(forward: Forward, preserve_rng_state: bool) -> Forward:
+    def recomputing(*args: Any, **kwargs: Any) -> Any:
+        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state, **kwargs)
+
+    return recomputing
+
+
+def _offloaded(forward: Forward, offload: ActivationOffload) -> Forward:
+    def offloading(*args: Any, **kwargs: Any) -> Any:
+        with offload.hooks():
+            return forward(*args, **kwargs)
+
+    return offloading

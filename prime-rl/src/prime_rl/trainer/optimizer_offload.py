@@ -1,0 +1,103 @@
+"""Optimizer states in host memory; on the device only while their parameters are updated."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+SLICE_BYTES = 2**30
+"""Parameters of this size (at least one) are updated at a time. With AdamW their states take twice that."""
+
+
+def offload_states(optimizer: Optimizer, device: torch.device, slice_bytes: int = SLICE_BYTES) -> None:
+    """Let `optimizer` keep its states in host memory, pinned where `device` is a GPU.
+
+    `step` updates a slice of the parameters at a time, with the same result: no optimizer here looks at more than one
+    parameter to update another. To be called before a schedule is made of `optimizer`.
+    """
+    whole_step = optimizer.step
+    host = _HostCopies(optimizer, device)
+
+    def step(closure: None = None) -> None:
+        groups = optimizer.param_groups
+        for group in groups:
+            for parameters in _slices(group["params"], slice_bytes):
+                host.bring(parameters)
+                optimizer.param_groups = [{**group, "params": parameters}]
+                try:
+                    whole_step()
+                finally:
+                    optimizer.param_groups = groups
+                host.take(parameters)
+
+    optimizer.step = step
+    # A loaded state is on the device of its parameter.
+    optimizer.register_load_state_dict_post_hook(lambda loaded: host.take(list(loaded.state)))
+
+
+class _HostCopies:
+    """Moves states between the device and host memory, which is got once and kept."""
+
+    def __init__(self, optimizer: Optimizer, device: torch.device) -> None:
+        self.optimizer = optimizer
+        self.device = device
+        self._copies: dict[tuple[nn.Parameter, str], Tensor] = {}
+
+    def bring(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Put a copy of the states on the device into their place."""
+        for parameter, name, state in self._states(parameters):
+            self.optimizer.state[parameter][name] = _copy_on(self.device, state)
+
+    def take(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Put the states into host memory, and free them on the device."""
+        for parameter, name, state in self._states(parameters):
+            copy = self._copies.get((parameter, name))
+            if copy is None or copy.dtype != state.dtype:
+                copy = self._copies[parameter, name] = self._room_for(state)
+            local(copy).copy_(local(state), non_blocking=True)
+            self.optimizer.state[parameter][name] = copy
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def _states(self, parameters: Sequence[nn.Parameter]) -> Iterator[tuple[nn.Parameter, str, Tensor]]:
+        """Counters, which have no dimension, stay where the optimizer wants them."""
+        for parameter in parameters:
+            for name, state in list(self.optimizer.state.get(parameter, {}).items()):
+                if isinstance(state, Tensor) and state.ndim > 0:
+                    yield parameter, name, state
+
+    def _room_for(self, state: Tensor) -> Tensor:
+        copy = _copy_on(torch.device("cpu"), state)
+        if self.device.type == "cuda":
+            if isinstance(copy, DTensor):
+                copy._local_tensor = copy._local_tensor.pin_memory()
+            else:
+                copy = copy.pin_memory()
+        return copy
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This process's part of a sharded tensor; any other tensor itself."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _copy_on(device: torch.device, state: Tensor) -> Tensor:
+    return state.to(device, non_blocking=True, copy=True)
+
+
+def _slices(parameters: Sequence[nn.Parameter], slice_bytes: int) -> Iterator[list[nn.Parameter]]:
+    taken: list[nn.Parameter] = []
+    taken_bytes = 0
+    for parameter in parameters:
+        own_bytes = local(parameter).nbytes
+        if taken and taken_bytes + own_bytes > slice_bytes:
+            yield taken
+            taken, taken_bytes = [], 0
+        taken.append(parameter)
+        taken_bytes += own_bytes
+    if taken:
+        yield taken
