@@ -1,0 +1,60 @@
+"""A process with its children, watched from outside: when it started, and the most memory that all of them held."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+LOOK_EVERY_S = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Watched:
+    """What a process tree took, from its start to its end."""
+
+    started_at: float
+    """In seconds since 1970."""
+    seconds: float
+    peak_gb: float
+    """Sum over the processes of each one's highest resident memory, in 1e9 bytes."""
+
+
+def run_watched(argv: Sequence[str], log: Path, environment: Mapping[str, str]) -> Watched:
+    """Run a command to its end; what it prints goes to `log`.
+
+    Raises:
+        RuntimeError: it failed; the message holds the end of the log.
+    """
+    peaks_kb: dict[int, int] = {}
+    started_at = time.time()
+    with log.open("w") as output:
+        child = subprocess.Popen(argv, stdout=output, stderr=subprocess.STDOUT, env=os.environ | environment)
+        while child.poll() is None:
+            peaks_kb |= {process: _peak_kb(process, peaks_kb.get(process, 0)) for process in _tree(child.pid)}
+            time.sleep(LOOK_EVERY_S)
+    if child.returncode != 0:
+        raise RuntimeError(f"{argv[0]} ended with {child.returncode}:\n{log.read_text()[-3000:]}")
+    return Watched(started_at, time.time() - started_at, sum(peaks_kb.values()) * 1024 / 1e9)
+
+
+def _tree(root: int) -> list[int]:
+    """`root` and all that descend from it, as far as they still run."""
+    try:
+        tasks = list(Path(f"/proc/{root}/task").iterdir())
+        children = [int(child) for task in tasks for child in (task / "children").read_text().split()]
+    except OSError:
+        return []
+    return [root, *(process for child in children for process in _tree(child))]
+
+
+def _peak_kb(process: int, known: int) -> int:
+    """The kernel's own high-water mark, so that a look now and then misses nothing; `known` for one that is gone."""
+    try:
+        status = Path(f"/proc/{process}/status").read_text()
+    except OSError:
+        return known
+    return max([known, *(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM:"))])

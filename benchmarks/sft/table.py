@@ -1,0 +1,105 @@
+"""Measurements to figures, and to a table for people."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from statistics import median
+from typing import Any
+
+from children import Watched
+
+FLOP_PER_TOKEN = 0.86e9
+"""Of SmolLM2-135M at 512 tokens a row: 6 N + 6 L d S, with N = 134.5e6 weights, L = 30 layers, d = 576, S = 512."""
+COMPARED = ("tokens_per_s", "peak_gb", "startup_s")
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """One row in one round."""
+
+    row: str
+    tokens_per_s: float
+    """Median over the steps after the first; tokens of samples, not of padding."""
+    step_s: float
+    startup_s: float
+    """From the start of the first process to the beginning of the first step."""
+    peak_gb: float
+    losses: list[float]
+
+    @classmethod
+    def of(cls, row: str, watched: Watched, told: Mapping[str, Any]) -> Measurement:
+        """From what was seen from outside and what the row wrote."""
+        steps = told["steps"]
+        seconds = [step["ended_at"] - before["ended_at"] for before, step in pairwise(steps)]
+        rates = [step["tokens"] / each_s for step, each_s in zip(steps[1:], seconds, strict=True)]
+        startup_s = told["first_step_began_at"] - watched.started_at
+        losses = [step["loss"] for step in steps]
+        return cls(row, median(rates), median(seconds), startup_s, watched.peak_gb, losses)
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def comparison(records: Sequence[Mapping[str, Any]]) -> tuple[str, dict[str, Any]]:
+    """A table in Markdown, and its figures; medians over the rounds."""
+    peak = median_of(record["gflops"] for record in records if record["row"] == "matmul")
+    rows: dict[str, dict[str, float]] = {}
+    for record in records:
+        if "tokens_per_s" in record and record["row"] not in rows:
+            same = [other for other in records if other["row"] == record["row"]]
+            rows[record["row"]] = _figures(same, peak)
+    ratios = {
+        f"{ours} / {theirs}": {key: rows[ours][key] / rows[theirs][key] for key in COMPARED}
+        for ours in rows
+        if ours.startswith("ours")
+        for theirs in rows
+        if not theirs.startswith("ours")
+    }
+    losses = [record["ours_and_trl"] for record in records if record["row"] == "losses"]
+    text = "\n".join([*_rows_table(rows, peak), "", *_ratio_table(ratios), *_loss_table(losses[-1] if losses else [])])
+    return text, {"matmul_bf16_gflops": peak, "rows": rows, "ratios": ratios, "losses": losses[-1] if losses else None}
+
+
+def median_of(values: Iterable[float]) -> float:
+    return float(median(list(values)))
+
+
+def _figures(same: Sequence[Mapping[str, Any]], peak: float) -> dict[str, float]:
+    rates = [record["tokens_per_s"] for record in same]
+    figures = {key: median_of(record[key] for record in same) for key in (*COMPARED, "step_s")}
+    share = figures["tokens_per_s"] * FLOP_PER_TOKEN / (peak * 1e9)
+    return figures | {"least": min(rates), "most": max(rates), "rounds": len(same), "matmul_share": share}
+
+
+def _rows_table(rows: Mapping[str, Mapping[str, float]], peak: float) -> list[str]:
+    lines = [
+        f"bfloat16 matrix products of these cores: {peak:.0f} GFLOP/s",
+        "",
+        "| row | tokens/s (range of rounds) | s/step | peak GB | start-up s | share of matmul peak | rounds |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name, row in rows.items():
+        rate = f"{row['tokens_per_s']:.0f} ({row['least']:.0f} to {row['most']:.0f})"
+        share = f"{row['matmul_share']:.0%}"
+        lines.append(
+            f"| {name} | {rate} | {row['step_s']:.1f} | {row['peak_gb']:.2f} | {row['startup_s']:.1f} | {share} "
+            f"| {row['rounds']:.0f} |"
+        )
+    return lines
+
+
+def _ratio_table(ratios: Mapping[str, Mapping[str, float]]) -> list[str]:
+    lines = ["| ratio | tokens/s | peak memory | start-up |", "|---|---|---|---|"]
+    for name, ratio in ratios.items():
+        cells = (f"{ratio[key]:.2f}" for key in COMPARED)
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return lines
+
+
+def _loss_table(losses: Sequence[Sequence[float]]) -> list[str]:
+    if not losses:
+        return []
+    lines = ["", "| step, unpacked, float32 | our loss | TRL's |", "|---|---|---|"]
+    return lines + [f"| {step} | {ours:.5f} | {trl:.5f} |" for step, (ours, trl) in enumerate(losses)]
