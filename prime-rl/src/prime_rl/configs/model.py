@@ -43,7 +43,7 @@ class ActivationOffloadingConfig(BaseConfig):
     """Use pinned host buffers."""
 
     max_inflight_activations: int = Field(5, ge=1)
-    """Activations kept on the GPU while they are copied."""
+    """Activations kept on the GPU while they are copied, and fetched ahead of their use."""
 
 
 class LoRAConfig(BaseConfig):
@@ -93,22 +93,23 @@ class ModelConfig(BaseModelConfig):
     """RL: longest sequence that is trained, in tokens. SFT takes `data.seq_len`."""
 
     attn: AttentionKernel = "flash_attention_2"
-    """Attention kernel; `flash_attention_4` is another name of `fa4`."""
+    """Attention kernel. Where it cannot run, on a GPU PyTorch's varlen kernel or flex attention does, on a CPU SDPA; the
+    log names the choice. `flash_attention_4` is another name of `fa4`."""
 
     compile: CompileConfig | None = None
-    """Compile the model; None does not."""
+    """Compile the decoder blocks; None does not."""
 
     ac: ActivationCheckpointConfig | None = None
     """Activation checkpointing; None keeps all activations."""
 
     ac_offloading: ActivationOffloadingConfig | None = None
-    """Activations in host memory; switches `ac` on. None keeps them on the GPU."""
+    """Activations in host memory; switches `ac` on. None keeps them where they are computed, as a CPU does anyway."""
 
     fsdp_cpu_offload: bool = False
-    """Keep parameters, gradients and optimizer state in host memory."""
+    """Keep parameters, gradients and optimizer state in host memory, and update them on the CPU."""
 
     optim_cpu_offload: bool = False
-    """Keep the optimizer state alone in host memory."""
+    """Keep the optimizer state alone in host memory; the GPU updates a part of the weights at a time."""
 
     reshard_after_forward: bool = True
     """Free gathered parameters after the forward pass."""
@@ -138,7 +139,7 @@ class ModelConfig(BaseModelConfig):
     """Type of the forward and backward pass: `auto` is bfloat16 on CUDA, float32 on a CPU."""
 
     moe_use_grouped_mm: bool = True
-    """Grouped matrix products for the experts of an MoE model."""
+    """Grouped matrix products for the experts of an MoE model; without, one expert runs after the other."""
 
     freeze_moe_router: bool = False
     """Do not train the router of an MoE model."""

@@ -88,7 +88,7 @@ class AdamWConfig(BaseOptimizerConfig):
 
 
 class MuonConfig(BaseOptimizerConfig):
-    """Muon for matrices, AdamW for the rest."""
+    """Muon for matrices, AdamW for embeddings, head and vectors. Matrices move about as far as with AdamW at this rate."""
 
     type: Literal["muon"] = "muon"
     """Muon."""
