@@ -93,8 +93,8 @@ class ModelConfig(BaseModelConfig):
     """RL: longest sequence that is trained, in tokens. SFT takes `data.seq_len`."""
 
     attn: AttentionKernel = "flash_attention_2"
-    """Attention kernel. Where it cannot run, on a GPU PyTorch's varlen kernel or flex attention does, on a CPU SDPA; the
-    log names the choice. `flash_attention_4` is another name of `fa4`."""
+    """Attention kernel. Where it cannot run, PyTorch's varlen kernel or flex attention does on a GPU, SDPA on a CPU;
+    the log names the choice. `flash_attention_4` is another name of `fa4`."""
 
     compile: CompileConfig | None = None
     """Compile the decoder blocks; None does not."""

@@ -88,7 +88,7 @@ class AdamWConfig(BaseOptimizerConfig):
 
 
 class MuonConfig(BaseOptimizerConfig):
-    """Muon for matrices, AdamW for embeddings, head and vectors. Matrices move about as far as with AdamW at this rate."""
+    """Muon for matrices, AdamW for embeddings, head and vectors. A matrix moves about as far as AdamW would move it."""
 
     type: Literal["muon"] = "muon"
     """Muon."""
