@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -69,6 +71,17 @@ class Server:
             answers = pool.map(lambda prompt: self.complete(prompt, **options), prompts)
             return [answer["choices"][0] for answer in answers]
 
+    def events(self, route: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+        """The chunks of a stream, which must end with `[DONE]`."""
+        with self.client.stream("POST", route, json={"model": self.model, "stream": True} | body) as answer:
+            assert answer.status_code == 200, answer.read()
+            assert answer.headers["content-type"].startswith("text/event-stream")
+            lines = [line for line in answer.iter_lines() if line]
+        assert all(line.startswith("data: ") for line in lines)
+        *chunks, done = [line.removeprefix("data: ") for line in lines]
+        assert done == "[DONE]"
+        return [json.loads(chunk) for chunk in chunks]
+
     def stop(self) -> int:
         self.client.close()
         self.process.terminate()
@@ -109,6 +122,7 @@ def shared_server(engine: str, served_model_dir: Path) -> Iterator[Server]:
         pytest.skip("needs vLLM: install prime-rl[vllm], or name an interpreter that has it in PRIME_RL_VLLM_PYTHON")
     # On a CPU, vLLM takes its share of the machine's memory and refuses to start when that much is not free.
     options = ("--backend", engine, "--model.enforce-eager", "--gpu-memory-utilization", "0.1")
+    options += ("--model.tool-call-parser", "hermes")
     server = Server(python, served_model_dir, *options)
     yield server
     assert server.stop() == 0, "".join(server.lines[-30:])
@@ -120,6 +134,18 @@ def server(shared_server: Server) -> Iterator[Server]:
     yield shared_server
     shared_server.post("/resume", {})
     shared_server.post("/reload_weights", {})
+
+
+@pytest.fixture
+def wait_for_load(server: Server) -> Callable[[Callable[[float], bool]], None]:
+    """Waits until the number of samples in the server is as expected."""
+
+    def wait(is_expected: Callable[[float], bool]) -> None:
+        deadline = time.monotonic() + 60
+        while not is_expected(load := server.client.get("/load").json()["server_load"]):
+            assert time.monotonic() < deadline, f"the server's load stays {load}"
+
+    return wait
 
 
 class Reference:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import socket
-import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -241,18 +239,12 @@ def test_more_tokens_than_the_context_holds_are_cut_to_it(server) -> None:
     assert (len(choice["token_ids"]), choice["finish_reason"]) == (24, "length")
 
 
-def wait_for_load(server, is_expected: Callable[[float], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not is_expected(load := server.client.get("/load").json()["server_load"]):
-        assert time.monotonic() < deadline, f"the server's load stays {load}"
-
-
-def test_a_client_that_hangs_up_takes_its_request_with_it(server) -> None:
+def test_a_client_that_hangs_up_takes_its_request_with_it(server, wait_for_load) -> None:
     server.post("/pause", {})
     body = json.dumps({"model": server.model, "prompt": PROMPT, "n": 3, "max_tokens": 1000}).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}"
     with socket.create_connection((server.client.base_url.host, server.client.base_url.port)) as connection:
         connection.sendall(head.encode() + b"\r\n\r\n" + body)
-        wait_for_load(server, lambda load: load > 0)
-    wait_for_load(server, lambda load: load == 0)
+        wait_for_load(lambda load: load > 0)
+    wait_for_load(lambda load: load == 0)
     server.post("/resume", {})

@@ -7,7 +7,8 @@ from argparse import ArgumentParser
 import pytest
 
 from prime_rl.configs.inference import InferenceConfig
-from prime_rl.inference.vllm.arguments import WORKER_EXTENSION, tool_call_parser, vllm_arguments
+from prime_rl.inference.families import tool_call_parser
+from prime_rl.inference.vllm.arguments import WORKER_EXTENSION, vllm_arguments
 from prime_rl.utils.pydantic_config import load_config
 
 

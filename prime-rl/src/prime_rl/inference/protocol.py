@@ -7,7 +7,7 @@ on samples that were drawn differently from what the request asked for.
 from __future__ import annotations
 
 from http import HTTPStatus
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -44,6 +44,15 @@ class Body(BaseModel):
         return {key: value for key, value in data.items() if value is not None} if isinstance(data, dict) else data
 
 
+class StreamOptions(Body):
+    """What a stream tells besides the samples."""
+
+    include_usage: bool = False
+    """A last chunk without choices counts the tokens."""
+    continuous_usage_stats: bool = False
+    """Every chunk counts the tokens of its sample."""
+
+
 class SamplingBody(Body):
     """The arguments that chat and text completions share."""
 
@@ -64,12 +73,15 @@ class SamplingBody(Body):
     stop_token_ids: list[int] = []
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
+    logit_bias: dict[Annotated[int, Field(strict=False)], Annotated[float, Field(ge=-100, le=100)]] = {}
+    """Added to the logits of these token ids before anything else."""
     skip_special_tokens: bool = True
     prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     return_token_ids: bool = True
     """Token ids are part of every answer of the embedded engine; false is accepted and changes nothing."""
     return_tokens_as_token_ids: bool = False
-    stream: Literal[False] = False
+    stream: bool = False
+    stream_options: StreamOptions | None = None
     # Hints that have no influence on the tokens.
     user: str | None = None
     metadata: dict[str, Any] | None = None
@@ -78,6 +90,12 @@ class SamplingBody(Body):
     cache_salt: str | None = None
     request_id: str | None = None
     service_tier: str | None = None
+
+    @model_validator(mode="after")
+    def _check_stream_options(self) -> Self:
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("`stream_options` are for `stream = true`")
+        return self
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -203,7 +221,5 @@ def _as_request_error(fault: Any) -> RequestError:
         return RequestError(f"The body is not valid JSON: {fault['ctx']['error']}")
     if fault["type"] == "extra_forbidden":
         return RequestError(f"Unrecognized request argument: {where}. This engine does not support it.", param=where)
-    if where == "stream":
-        return RequestError("Streaming is not supported by this engine: leave `stream` out or false.", param=where)
     message = fault["msg"].removeprefix("Value error, ")
     return RequestError(f"{where}: {message}" if where else message, param=where or None)

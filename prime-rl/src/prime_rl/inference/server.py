@@ -17,6 +17,8 @@ from typing import Any, Literal, NoReturn
 
 from prime_rl.configs.inference import InferenceConfig
 from prime_rl.configs.not_built import refuse_unbuilt
+from prime_rl.inference.embedded.tool_calls import TOOL_PARSERS
+from prime_rl.inference.families import tool_call_parser
 from prime_rl.utils.logger import get_logger, setup_logger
 from prime_rl.utils.pydantic_config import get_unknown_args, parse_argv_or_exit
 
@@ -27,7 +29,6 @@ Backend = Literal["vllm", "embedded"]
 VLLM_ONLY = (
     "parallel.tp",
     "parallel.dp",
-    "model.tool_call_parser",
     "model.reasoning_parser",
     "model.rope_scaling",
     "enable_lora",
@@ -86,6 +87,9 @@ def embedded_faults(config: InferenceConfig, extras: list[str]) -> list[str]:
     advice = 'only the vllm engine reads it: leave it out, or set backend = "vllm"'
     defaults = InferenceConfig.model_construct()
     faults = [f"{key} = {_at(config, key)!r}: {advice}" for key in VLLM_ONLY if _at(config, key) != _at(defaults, key)]
+    if (parser := tool_call_parser(config.model.tool_call_parser, config.model.name)) not in (None, *TOOL_PARSERS):
+        known = ", ".join(TOOL_PARSERS)
+        faults.append(f'model.tool_call_parser = {parser!r}: the embedded engine knows {known}; set backend = "vllm"')
     return [*faults, *(f"unknown option {extra}: {advice}" for extra in extras if extra.startswith("-"))]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import Future
 from http import HTTPStatus
 from pathlib import Path
@@ -14,19 +14,22 @@ import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from prime_rl.inference.adapters import AdapterMissing
 from prime_rl.inference.checkpoints import WeightError
 from prime_rl.inference.embedded.answers import Answered, chat_answer, completion_answer
 from prime_rl.inference.embedded.errors import EngineBusy, EngineStopped, GenerationFailed
-from prime_rl.inference.embedded.generation import GenerationRequest
+from prime_rl.inference.embedded.generation import Generation, GenerationRequest
+from prime_rl.inference.embedded.stream import ChatChunks, CompletionChunks, EventStream
 from prime_rl.inference.protocol import (
     ChatBody,
     CompletionBody,
     LoadAdapterBody,
     RequestError,
+    SamplingBody,
     TokenizeBody,
     TokensBody,
     UpdateWeightsBody,
@@ -108,7 +111,10 @@ class Api:
     async def complete(self, request: Request) -> Response:
         service = self.ready()
         body = parse_body(CompletionBody, await request.body())
-        answered = await _generate(service, request, service.completion_requests(body))
+        wanted = service.completion_requests(body)
+        if body.stream:
+            return _stream(service, body, wanted, CompletionChunks(body, service.text))
+        answered = await _generate(service, request, wanted)
         return _json(completion_answer(body.model or service.model.name, body, service.text, answered))
 
     async def tokenize(self, request: Request) -> Response:
@@ -163,8 +169,14 @@ class Api:
 
     async def _chat(self, request: Request, body: ChatBody) -> Response:
         service = self.ready()
-        answered = await _generate(service, request, service.chat_requests(body))
-        return _json(chat_answer(body.model or service.model.name, body, service.text, answered))
+        parser = service.parser_for(body)
+        if parser is not None and parser.needs_special_tokens:
+            body = body.model_copy(update={"skip_special_tokens": False})
+        wanted = service.chat_requests(body)
+        if body.stream:
+            return _stream(service, body, wanted, ChatChunks(body, service.text, parser))
+        answered = await _generate(service, request, wanted)
+        return _json(chat_answer(body.model or service.model.name, body, service.text, answered, parser))
 
     async def _swap_weights(self, directory: Path | None) -> Response:
         engine = self.ready().engine
@@ -177,14 +189,7 @@ class Api:
 
 async def _generate(service: Service, request: Request, wanted: list[GenerationRequest]) -> Answered:
     """Run requests to their end, unless the client goes away first."""
-    try:
-        futures = [asyncio.wrap_future(service.engine.submit(one)) for one in wanted]
-    except EngineBusy as exc:
-        _cancel(wanted)
-        raise RequestError(str(exc), HTTPStatus.TOO_MANY_REQUESTS) from exc
-    except EngineStopped as exc:
-        raise RequestError(str(exc), HTTPStatus.SERVICE_UNAVAILABLE) from exc
-    everything = asyncio.gather(*futures)
+    everything = asyncio.gather(*map(asyncio.wrap_future, _submit(service, wanted)))
     gone = asyncio.create_task(_disconnected(request))
     try:
         await asyncio.wait({everything, gone}, return_when=asyncio.FIRST_COMPLETED)
@@ -198,6 +203,39 @@ async def _generate(service: Service, request: Request, wanted: list[GenerationR
     finally:
         gone.cancel()
         _cancel(wanted)
+
+
+def _stream(
+    service: Service, body: SamplingBody, wanted: list[GenerationRequest], chunks: ChatChunks | CompletionChunks
+) -> Response:
+    stream = EventStream(body.model or service.model.name, body, wanted, service.text, chunks)
+    _submit(service, wanted)
+    return _Events(stream.events(), wanted)
+
+
+class _Events(StreamingResponse):
+    """Server-sent events. When they end, or the client goes away, the engine drops what is left of the requests."""
+
+    def __init__(self, events: AsyncIterator[bytes], wanted: list[GenerationRequest]) -> None:
+        super().__init__(events, media_type="text/event-stream")
+        self._wanted = wanted
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            _cancel(self._wanted)
+
+
+def _submit(service: Service, wanted: list[GenerationRequest]) -> list[Future[Generation]]:
+    """Queue requests, all or none."""
+    try:
+        return [service.engine.submit(one) for one in wanted]
+    except EngineBusy as exc:
+        _cancel(wanted)
+        raise RequestError(str(exc), HTTPStatus.TOO_MANY_REQUESTS) from exc
+    except EngineStopped as exc:
+        raise RequestError(str(exc), HTTPStatus.SERVICE_UNAVAILABLE) from exc
 
 
 async def _on_engine(command: Callable[[], Future[Any]]) -> Any:

@@ -170,8 +170,11 @@ class Engine:
             return
         logits = self._forward(num_decode, prompts)
         self._sample(logits)
+        followed = {sequence.request.on_progress for sequence in scheduler.running} - {None}
         for sequence in scheduler.retire_finished():
             sequence.request.answer_if_complete()
+        for tell in followed:
+            tell()
         self.stats.busy_s += time.perf_counter() - started
 
     def _forward(self, num_decode: int, prompts: Prompts) -> torch.Tensor:

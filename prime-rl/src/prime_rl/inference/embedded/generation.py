@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -30,6 +31,8 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """(token id, what is added to its logit)."""
     min_tokens: int = 0
     stop_token_ids: frozenset[int] = frozenset()
     """Tokens that end the answer, the end-of-sequence tokens among them unless those are ignored."""
@@ -61,12 +64,18 @@ class VersionSpan:
 
 
 @dataclass(frozen=True, slots=True)
-class Completion:
-    """One finished sample. `token_ids` include the token that ended it."""
+class Tokens:
+    """Sampled tokens. `top_logprobs` is empty unless they were asked for."""
 
     token_ids: list[int]
     logprobs: list[float]
     top_logprobs: list[TopLogprobs]
+
+
+@dataclass(frozen=True, slots=True)
+class Completion(Tokens):
+    """One finished sample. `token_ids` include the token that ended it."""
+
     finish_reason: FinishReason
     stop_reason: int | str | None
     """The stop token or string that was asked for and met; None for the end of sequence and for the length."""
@@ -105,6 +114,8 @@ class Sequence:
     top_logprobs: list[TopLogprobs] = field(default_factory=list)
     version_starts: list[tuple[int, int]] = field(default_factory=list)
     completion: Completion | None = None
+    num_readable: int = 0
+    """Tokens that another thread may read: by then `completion` is set if the last of them ended the sample."""
 
     @property
     def num_generated(self) -> int:
@@ -127,6 +138,15 @@ class Sequence:
             self._finish("stop", stop_string)
         elif num_generated >= params.max_tokens:
             self._finish("length", None)
+        self.num_readable = num_generated
+
+    def drawn(self, start: int) -> Tokens:
+        """The sampled tokens from `start` on, as far as another thread may read them."""
+        end = self.num_readable
+        offset = len(self.request.prompt)
+        return Tokens(
+            self.tokens[offset + start : offset + end], self.logprobs[start:end], self.top_logprobs[start:end]
+        )
 
     def _finish(self, reason: FinishReason, stop_reason: int | str | None) -> None:
         ends = [start for _, start in self.version_starts[1:]] + [self.num_generated]
@@ -160,6 +180,8 @@ class GenerationRequest:
     """None is the base model."""
     result: Future[Generation] = field(default_factory=Future)
     prompt_logprobs: list[PromptLogprob] | None = None
+    on_progress: Callable[[], None] | None = None
+    """Called by the engine's thread after every step that drew a token of this request."""
     sequences: list[Sequence] = field(init=False)
 
     def __post_init__(self) -> None:

@@ -24,11 +24,28 @@ class Drawn:
     top: list[TopLogprobs] | None
 
 
+@dataclass(frozen=True, slots=True)
+class _Bias:
+    """`values[i]` is added to the logit of `tokens[i]` in `rows[i]`. No pair of row and token comes twice."""
+
+    rows: Tensor
+    tokens: Tensor
+    values: Tensor
+
+    @classmethod
+    def of(cls, params: SequenceOf[SamplingParams], device: torch.device) -> _Bias | None:
+        entries = [(row, *entry) for row, p in enumerate(params) for entry in p.logit_bias]
+        if not entries:
+            return None
+        rows, tokens, values = zip(*entries, strict=True)
+        return cls(*(torch.tensor(column, device=device) for column in (rows, tokens)), torch.tensor(values).to(device))
+
+
 class BatchSampler:
     """The sampling parameters of R sequences as tensors, and the draw.
 
-    Order of processing: penalties, minimum length, temperature, min-p, top-k, top-p. A row that is greedy takes the
-    likeliest token and reports log-probabilities at temperature 1 without truncation.
+    Order of processing, as vLLM's: logit bias, minimum length, penalties, temperature, min-p, top-k, top-p. A row that
+    is greedy takes the likeliest token and reports log-probabilities at temperature 1 without truncation.
     """
 
     def __init__(self, params: SequenceOf[SamplingParams], device: torch.device) -> None:
@@ -39,6 +56,7 @@ class BatchSampler:
         self.min_p = self._optional([0.0 if p.greedy else p.min_p for p in params], neutral=0.0)
         self.top_k = self._optional([0 if p.greedy else p.top_k for p in params], neutral=0)
         self.top_p = self._optional([1.0 if p.greedy else p.top_p for p in params], neutral=1.0)
+        self.bias = _Bias.of(params, device)
         self.penalised = [row for row, p in enumerate(params) if p.penalised]
         self.delayed = [row for row, p in enumerate(params) if p.min_tokens > 0 and p.stop_token_ids]
         self.num_top = max(p.top_logprobs for p in params)
@@ -64,13 +82,15 @@ class BatchSampler:
         return Drawn(chosen.squeeze(1).tolist(), logprobs.squeeze(1).tolist(), top)
 
     def _process(self, logits: Tensor, sequences: SequenceOf[Sequence]) -> Tensor:
-        if self.penalised or self.delayed:
+        if self.bias is not None or self.penalised or self.delayed:
             logits = logits.clone()
-        for row in self.penalised:
-            _penalise(logits[row], sequences[row])
+        if self.bias is not None:
+            logits[self.bias.rows, self.bias.tokens] += self.bias.values
         for row in self.delayed:
             if sequences[row].num_generated < self.params[row].min_tokens:
                 logits[row, list(self.params[row].stop_token_ids)] = -torch.inf
+        for row in self.penalised:
+            _penalise(logits[row], sequences[row])
         if self.temperature is not None:
             logits = logits / self.temperature
         if self.min_p is not None:

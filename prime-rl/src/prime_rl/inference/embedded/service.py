@@ -14,6 +14,7 @@ from prime_rl.inference.embedded.engine import Engine
 from prime_rl.inference.embedded.errors import TemplateFailed
 from prime_rl.inference.embedded.generation import GenerationRequest, SamplingParams
 from prime_rl.inference.embedded.text import Text
+from prime_rl.inference.embedded.tool_calls import ToolParser
 from prime_rl.inference.protocol import (
     CONTEXT_LENGTH_MESSAGE,
     ChatBody,
@@ -48,6 +49,8 @@ class Service:
     model: ServedModel
     seeds: random.Random = field(default_factory=random.Random)
     """For requests without a seed of their own."""
+    tool_parser: ToolParser | None = None
+    """Reads tool calls; None when the server was started without."""
 
     @property
     def adapters(self) -> dict[str, Adapter]:
@@ -75,6 +78,18 @@ class Service:
             return self.text.encode_chat(body.messages or [], body.tools, flags | body.chat_template_kwargs, special)
         except TemplateFailed as exc:
             raise RequestError(str(exc), param="messages") from exc
+
+    def parser_for(self, body: ChatBody) -> ToolParser | None:
+        """What reads the answer to a request that may be answered with tool calls."""
+        if not body.tools or body.tool_choice == "none":
+            return None
+        if self.tool_parser is None:
+            raise RequestError(
+                "This server reads no tool calls: start it with `model.tool_call_parser`, "
+                'or send `tool_choice = "none"`, which leaves them in the text.',
+                param="tools",
+            )
+        return self.tool_parser
 
     def chat_requests(self, body: ChatBody) -> list[GenerationRequest]:
         prompt = body.tokens if isinstance(body, TokensBody) else self.chat_prompt(body)
@@ -127,6 +142,8 @@ class Service:
         stops = set(body.stop_token_ids)
         if any(not 0 <= token < self.model.vocab_size for token in stops):
             raise RequestError(f"stop_token_ids go beyond 0..{self.model.vocab_size - 1}", param="stop_token_ids")
+        if any(not 0 <= token < self.model.vocab_size for token in body.logit_bias):
+            raise RequestError(f"logit_bias goes beyond 0..{self.model.vocab_size - 1}", param="logit_bias")
         if body.min_tokens > max_tokens:
             raise RequestError(f"min_tokens {body.min_tokens} is more than the {max_tokens} possible tokens")
 
@@ -143,6 +160,7 @@ class Service:
             repetition_penalty=chosen("repetition_penalty", 1.0),
             presence_penalty=body.presence_penalty,
             frequency_penalty=body.frequency_penalty,
+            logit_bias=tuple(body.logit_bias.items()),
             min_tokens=body.min_tokens,
             stop_token_ids=frozenset(stops if body.ignore_eos else stops | self.text.eos_token_ids),
             top_logprobs=top_logprobs,

@@ -18,6 +18,8 @@ from prime_rl.inference.embedded.model import ModelRunner, load_model, model_con
 from prime_rl.inference.embedded.scheduler import Limits
 from prime_rl.inference.embedded.service import ServedModel, Service
 from prime_rl.inference.embedded.text import generation_defaults, load_text
+from prime_rl.inference.embedded.tool_calls import TOOL_PARSERS
+from prime_rl.inference.families import tool_call_parser
 
 CPU_MEMORY_SHARE = 0.25
 """Of the machine's memory, for keys and values on a CPU: a trainer and environments live there too."""
@@ -39,7 +41,8 @@ def start_service(config: InferenceConfig) -> Service:
     defaults = generation_defaults(directory)
     text = load_text(name, trust, defaults)
     served = ServedModel(name, max_model_len, runner.vocab_size, defaults)
-    return Service(_engine(config, runner), text, served, random.Random(config.seed))
+    parser = TOOL_PARSERS.get(tool_call_parser(config.model.tool_call_parser, name) or "")
+    return Service(_engine(config, runner), text, served, random.Random(config.seed), parser)
 
 
 def _engine(config: InferenceConfig, runner: ModelRunner) -> Engine:

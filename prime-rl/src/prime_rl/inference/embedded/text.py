@@ -68,30 +68,44 @@ class Text:
             self._token_texts[token_id] = self.decode([token_id], skip_special_tokens=False)
         return self._token_texts[token_id]
 
+    def growing(self, skip_special_tokens: bool) -> GrowingText:
+        return GrowingText(lambda token_ids: self.decode(token_ids, skip_special_tokens))
+
     def stop_watch(self, stops: Sequence[str], skip_special_tokens: bool) -> StopStrings:
         return StopStrings(stops, lambda token_ids: self.decode(token_ids, skip_special_tokens))
 
 
-class StopStrings:
-    """Looks for the stop strings of one sample in its text, which is decoded a little at a time."""
+class GrowingText:
+    """Text of a growing list of tokens, decoded a little at a time."""
 
-    def __init__(self, stops: Sequence[str], decode: Callable[[Sequence[int]], str]) -> None:
-        self._stops = stops
+    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
         self._decode = decode
-        self._keep = max(map(len, stops)) - 1
-        self._tail = ""
         self._pending: list[int] = []
         self._context: list[int] = []
 
-    def push(self, token: int) -> str | None:
-        """Take the next token. Returns the stop string that is now complete, if one is."""
-        self._pending.append(token)
+    def push(self, tokens: Sequence[int]) -> str:
+        """Take the next tokens. Returns the text that they add: none until all bytes of a character are there."""
+        self._pending += tokens
         before = self._decode(self._context)
         text = self._decode(self._context + self._pending)
         if text.endswith(_REPLACEMENT):
-            return None  # the bytes of a character have not all arrived
+            return ""
         self._context, self._pending = self._pending, []
-        self._tail += text[len(before) :]
+        return text[len(before) :]
+
+
+class StopStrings:
+    """Looks for the stop strings of one sample in its text."""
+
+    def __init__(self, stops: Sequence[str], decode: Callable[[Sequence[int]], str]) -> None:
+        self._stops = stops
+        self._text = GrowingText(decode)
+        self._keep = max(map(len, stops)) - 1
+        self._tail = ""
+
+    def push(self, token: int) -> str | None:
+        """Take the next token. Returns the stop string that is now complete, if one is."""
+        self._tail += self._text.push([token])
         found = min((stop for stop in self._stops if stop in self._tail), key=self._tail.index, default=None)
         self._tail = self._tail[-self._keep :] if self._keep else ""
         return found
