@@ -9,6 +9,7 @@ from prime_rl.inference.families import tool_call_parser
 
 WORKER_EXTENSION = "prime_rl.inference.vllm.worker.CheckpointLoading"
 
+
 def vllm_arguments(config: InferenceConfig, extras: list[str], parser: ArgumentParser) -> Namespace:
     """The namespace that vLLM's server starts from. `extras` are raw options of vLLM, which win over the config.
 
