@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
 import socket
 import subprocess
 import sys
@@ -20,9 +22,9 @@ def config_of(**settings: object) -> InferenceConfig:
     return load_config(InferenceConfig, [], settings)
 
 
-def inference(*options: str) -> subprocess.CompletedProcess[str]:
+def inference(*options: str, **env: str) -> subprocess.CompletedProcess[str]:
     argv = [sys.executable, "-m", "prime_rl.inference.server", "--server.host", "127.0.0.1", *options]
-    return subprocess.run(argv, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(argv, capture_output=True, text=True, timeout=120, check=False, env={**os.environ, **env})
 
 
 @pytest.mark.parametrize(
@@ -57,6 +59,32 @@ def test_an_option_that_the_engine_would_ignore_ends_the_command_with_2() -> Non
     done = inference("--backend", "embedded", "--enable-prefix-caching")
     assert done.returncode == 2
     assert "enable_prefix_caching = True" in done.stderr
+
+
+needs_no_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="needs no vLLM in this Python")
+
+
+@needs_no_vllm
+def test_vllm_is_served_by_the_interpreter_that_the_environment_names(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\necho "serving: $*, not again: ${PRIME_RL_VLLM_PYTHON-}"; exit 7\n')
+    python.chmod(0o755)
+    done = inference("--backend", "vllm", "--seed", "3", PRIME_RL_VLLM_PYTHON=str(python))
+    assert done.returncode == 7
+    options = "-m prime_rl.inference.server --server.host 127.0.0.1 --backend vllm --seed 3"
+    assert f"serving: {options}, not again: \n" in done.stdout
+
+
+@needs_no_vllm
+@pytest.mark.parametrize(
+    ("python", "advice"),
+    [("", "name an interpreter that has it in PRIME_RL_VLLM_PYTHON"), ("/no/python", "'/no/python': No such file")],
+)
+def test_a_vllm_that_is_nowhere_is_one_line(python: str, advice: str) -> None:
+    done = inference("--backend", "vllm", PRIME_RL_VLLM_PYTHON=python)
+    assert done.returncode == 1
+    assert advice in done.stdout.splitlines()[-1]
+    assert "Traceback" not in done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("name", ["./no/such/model", "/no/such/model"])

@@ -50,7 +50,7 @@ class ModelConfig(BaseModelConfig):
     """The served model."""
 
     dtype: Literal["auto", "float16", "bfloat16", "float32"] = "auto"
-    """Type of weights and activations; `auto` takes the model's own."""
+    """Type of weights and activations; `auto` is the model's own on a GPU, and float32, as in the trainer, on a CPU."""
 
     max_model_len: int | None = None
     """Context length in tokens; None takes the model's own."""
@@ -105,7 +105,8 @@ class InferenceConfig(RootConfig):
     """Reuse the cache of equal prefixes; None leaves it to the engine."""
 
     gpu_memory_utilization: float = 0.9
-    """Fraction of the GPU's memory that the engine may take."""
+    """Fraction of the GPU's memory that the engine may take. On a CPU the default leaves most of the machine's memory
+    to others; another value is the fraction of it that vLLM takes."""
 
     api_server_count: int = Field(1, ge=1)
     """HTTP server processes; raised to `parallel.dp`, and 1 with LoRA."""

@@ -24,6 +24,9 @@ from prime_rl.utils.pydantic_config import get_unknown_args, parse_argv_or_exit
 
 Backend = Literal["vllm", "embedded"]
 
+VLLM_PYTHON_VARIABLE = "PRIME_RL_VLLM_PYTHON"
+"""Names an interpreter that has vLLM and this engine, for an environment whose own has no vLLM."""
+
 # What only vLLM reads. `enforce_eager` is not here: the embedded engine never compiles. Nor is
 # `gpu_memory_utilization`, which bounds it on a GPU and has nothing to bound on a CPU.
 VLLM_ONLY = (
@@ -31,7 +34,6 @@ VLLM_ONLY = (
     "parallel.dp",
     "model.reasoning_parser",
     "model.rope_scaling",
-    "enable_lora",
     "enable_prefix_caching",
     "enable_expert_parallel",
     "enable_eplb",
@@ -49,7 +51,7 @@ def main() -> None:
     if _looks_like_path(config.model.name) and not Path(config.model.name).is_dir():
         get_logger().error(f"Inference failed: model path {config.model.name!r} does not exist")
         raise SystemExit(1)
-    backend, reason = choose_backend(config, vllm_installed, gpu_visible)
+    backend, reason = choose_backend(config, lambda: vllm_installed() or other_python() is not None, gpu_visible)
     if backend == "embedded" and (faults := embedded_faults(config, extras)):
         sys.stderr.writelines(f"error: {fault}\n" for fault in faults)
         raise SystemExit(2)
@@ -74,6 +76,11 @@ def choose_backend(
 
 def vllm_installed() -> bool:
     return importlib.util.find_spec("vllm") is not None
+
+
+def other_python() -> str | None:
+    """The interpreter that the environment names for vLLM."""
+    return os.environ.get(VLLM_PYTHON_VARIABLE) or None
 
 
 def gpu_visible() -> bool:
@@ -145,12 +152,30 @@ def _bound_socket(config: InferenceConfig) -> socket.socket:
 
 
 def _serve_vllm(config: InferenceConfig, extras: list[str]) -> int:
-    if not vllm_installed():
-        get_logger().error('Inference failed: backend = "vllm", but vLLM is not installed (prime-rl[vllm])')
-        return 1
-    from prime_rl.inference.vllm.serve import serve
+    if vllm_installed():
+        from prime_rl.inference.vllm.serve import serve
 
-    return serve(config, extras)
+        return serve(config, extras)
+    if (python := other_python()) is not None:
+        return _go_on_as(python)
+    get_logger().error(
+        f'Inference failed: backend = "vllm", but {sys.executable} has no vLLM: install prime-rl[vllm], or name an '
+        f"interpreter that has it in {VLLM_PYTHON_VARIABLE}"
+    )
+    return 1
+
+
+def _go_on_as(python: str) -> int:
+    """Become the same command under another interpreter: the same process to whoever started it."""
+    env = {name: value for name, value in os.environ.items() if name != VLLM_PYTHON_VARIABLE}
+    get_logger().info(f"vLLM runs under {python} ({VLLM_PYTHON_VARIABLE})")
+    sys.stdout.flush()
+    sys.stderr.flush()
+    try:
+        os.execve(python, [python, "-m", "prime_rl.inference.server", *sys.argv[1:]], env)
+    except OSError as exc:
+        get_logger().error(f"Inference failed: {VLLM_PYTHON_VARIABLE} = {python!r}: {exc.strerror}")
+        return 1
 
 
 if __name__ == "__main__":
