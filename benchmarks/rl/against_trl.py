@@ -1,0 +1,221 @@
+"""An RL step beside TRL's: `uv run python benchmarks/rl/against_trl.py`. README.md here says what is compared.
+
+Every row is a run of its own, one after another: `medarc_train rl` with its three processes, or TRL's GRPOTrainer. What
+was measured is added to `measurements.jsonl` in `--out`, so that rounds may be spread over several calls; the table is
+made from all of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))
+
+import tomli_w  # noqa: E402
+from trl_venv import DEFAULT_DIRECTORY, trl_python  # noqa: E402
+
+PROMPTS, GROUP, NEW_TOKENS, LR = 16, 8, 64, 1e-4
+WARMUP_STEPS, LAST_STEPS = 2, 2
+"""Left out of a row's figures: at the end of our run nothing is generated any more, which makes its steps shorter."""
+OURS = {"ours-async-1": 1, "ours-async-0": 0}
+ROWS = ("trl", *OURS)
+TOKENIZER = HERE.parents[1] / "examples" / "reverse_text" / "model"
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """One row in one round."""
+
+    row: str
+    step_s: float
+    """Mean over the steps between the first and the last ones."""
+    generated: float
+    """Tokens of completions in a step; as many are trained."""
+    startup_s: float
+    """From the start of the command to the end of the first step."""
+    rewards: list[float]
+
+    @classmethod
+    def of(cls, row: str, started_at: float, steps: Sequence[Mapping[str, float]]) -> Measurement:
+        measured = steps[WARMUP_STEPS - 1 : -LAST_STEPS]
+        return cls(
+            row=row,
+            step_s=(measured[-1]["ended_at"] - measured[0]["ended_at"]) / (len(measured) - 1),
+            generated=mean(step["generated"] for step in measured[1:]),
+            startup_s=steps[0]["ended_at"] - started_at,
+            rewards=[step["reward"] for step in steps],
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """Where things are, and how long each row runs."""
+
+    out: Path
+    model: Path
+    trl: Path
+    steps: int
+
+    def measure(self, row: str) -> Measurement:
+        """Run one row in processes of its own.
+
+        Raises:
+            RuntimeError: it failed; the message holds the end of its log.
+        """
+        work = self.out / "work" / row
+        shutil.rmtree(work, ignore_errors=True)
+        work.mkdir(parents=True)
+        argv = self.trl_argv(work) if row == "trl" else self.our_argv(work, OURS[row])
+        # As after an installation: modules are compiled once, and not on every start.
+        environment = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
+        environment |= {
+            "PYTHONPATH": os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")]),
+            "PYTHONPYCACHEPREFIX": str(self.out / "pycache"),
+        }
+        environment |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+        started_at = time.time()
+        with (work / "log").open("w") as log:
+            code = subprocess.run(argv, stdout=log, stderr=subprocess.STDOUT, env=environment, check=False).returncode
+        if code != 0:
+            raise RuntimeError(f"{row} ended with {code}:\n{(work / 'log').read_text()[-3000:]}")
+        steps = json.loads((work / "result.json").read_text())["steps"] if row == "trl" else our_steps(work / "run")
+        return Measurement.of(row, started_at, steps)
+
+    def trl_argv(self, work: Path) -> list[str]:
+        options = {
+            "max_steps": self.steps,
+            "per_device_train_batch_size": PROMPTS * GROUP,
+            "num_generations": GROUP,
+            "max_completion_length": NEW_TOKENS,
+            "generation_kwargs": {"min_new_tokens": NEW_TOKENS},
+            "learning_rate": LR,
+            "loss_type": "grpo",
+            "gradient_checkpointing": False,
+        }
+        (work / "job.json").write_text(json.dumps({"model": str(self.model), "trl": options}))
+        return [str(self.trl), str(HERE / "trl_row.py"), str(work / "job.json"), str(work / "result.json")]
+
+    def our_argv(self, work: Path, async_level: int) -> list[str]:
+        config = {
+            "device": "cpu",
+            "output_dir": str(work / "run"),
+            "max_steps": self.steps,
+            "max_async_level": async_level,
+            "seq_len": 128,
+            "algorithm": "grpo",
+            "model": {"name": str(self.model)},
+            "trainer": {"model": {"attn": "sdpa"}, "optim": {"lr": LR, "weight_decay": 0.0}},
+            "orchestrator": {
+                "batch_size": PROMPTS * GROUP,
+                "rollouts_per_example": GROUP,
+                "sampling": {"max_tokens": NEW_TOKENS, "min_tokens": NEW_TOKENS},
+                "env": [{"id": "letters"}],
+            },
+            "inference": {"backend": "embedded", "model": {"max_model_len": 128}},
+        }
+        (work / "rl.toml").write_text(tomli_w.dumps(config))
+        return [str(Path(sys.executable).with_name("medarc_train")), "rl", str(work / "rl.toml")]
+
+
+def our_steps(run: Path) -> list[dict[str, float]]:
+    """What TRL's row tells of itself, from the metrics of a run."""
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    batches = {r["step"]: r for r in records if r["source"] == "orchestrator" and "reward/mean" in r}
+    return [
+        {
+            "ended_at": r["time"],
+            "reward": batches[r["step"]]["reward/mean"],
+            "generated": batches[r["step"]]["progress/decode_tokens"],
+        }
+        for r in records
+        if r["source"] == "trainer" and "time/step" in r
+    ]
+
+
+def tiny_model(directory: Path) -> Path:
+    """Qwen3 with 2.39 M random parameters in float32, with a tokenizer of one token a character."""
+    if not (directory / "config.json").exists():
+        import torch
+        from transformers import AutoModelForCausalLM, Qwen3Config
+
+        torch.manual_seed(0)
+        config = Qwen3Config(
+            vocab_size=128,
+            hidden_size=256,
+            intermediate_size=512,
+            num_hidden_layers=4,
+            num_attention_heads=8,
+            num_key_value_heads=4,
+            head_dim=32,
+            max_position_embeddings=512,
+            tie_word_embeddings=True,
+            eos_token_id=1,
+            pad_token_id=0,
+        )
+        AutoModelForCausalLM.from_config(config).save_pretrained(directory)
+        for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+            shutil.copy(TOKENIZER / name, directory)
+    return directory
+
+
+def table(records: Sequence[Mapping[str, Any]]) -> str:
+    """Medians over the rounds, in Markdown."""
+    lines = [
+        "| row | s/step (least to most of the rounds) | generated + trained tokens/s | first step after s | TRL / this |",
+        "|---|---|---|---|---|",
+    ]
+    by_row = {row: [record for record in records if record["row"] == row] for row in ROWS}
+    seconds = {row: median(record["step_s"] for record in same) for row, same in by_row.items() if same}
+    for row, step_s in seconds.items():
+        same = by_row[row]
+        least, most = min(record["step_s"] for record in same), max(record["step_s"] for record in same)
+        rate = 2 * median(record["generated"] for record in same) / step_s
+        startup = median(record["startup_s"] for record in same)
+        ratio = f"{seconds['trl'] / step_s:.2f}" if "trl" in seconds else "-"
+        lines.append(f"| {row} | {step_s:.2f} ({least:.2f} to {most:.2f}) | {rate:.0f} | {startup:.1f} | {ratio} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    options = parse_arguments()
+    out = options.out.resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    bench = Bench(out, tiny_model(out / "model"), trl_python(options.trl_venv).absolute(), options.steps)
+    measured = out / "measurements.jsonl"
+    with measured.open("a") as lines:
+        for index in range(options.rounds):
+            for row in options.rows:
+                print(f"round {index + 1} of {options.rounds}: {row}", flush=True)
+                lines.write(json.dumps(asdict(bench.measure(row))) + "\n")
+                lines.flush()
+    print(table([json.loads(line) for line in measured.read_text().splitlines()]))
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=3, help="0 only prints the table of what was measured")
+    parser.add_argument("--rows", type=lambda text: text.split(","), default=ROWS, help=", ".join(ROWS))
+    parser.add_argument("--steps", type=int, default=14, help="of each row in each round")
+    parser.add_argument("--out", type=Path, default=Path("outputs/benchmarks/rl"))
+    parser.add_argument("--trl-venv", type=Path, default=DEFAULT_DIRECTORY, help="made if it is not there")
+    options = parser.parse_args()
+    unknown = [row for row in options.rows if row not in ROWS]
+    if unknown:
+        parser.error(f"no such row: {', '.join(unknown)}; there are {', '.join(ROWS)}")
+    return options
+
+
+if __name__ == "__main__":
+    main()
