@@ -46,7 +46,7 @@ def weights_of(seed: int) -> dict[str, torch.Tensor]:
 
 def test_another_process_receives_every_version_bit_by_bit(port, tmp_path) -> None:
     engine = subprocess.Popen([sys.executable, "-c", ENGINE, str(port), str(tmp_path)])
-    group = WeightGroup(("127.0.0.1", port), rank=0, size=2, device=CPU, timeout_s=TIMEOUT_S)
+    group = join(port, 0)
     for version in (1, 2):
         group.send(weights_of(version), version)
     assert engine.wait(timeout=TIMEOUT_S) == 0
@@ -57,12 +57,13 @@ def test_another_process_receives_every_version_bit_by_bit(port, tmp_path) -> No
         assert received["model.layers.1.norm.weight"].dtype == torch.bfloat16
 
 
-def test_another_version_than_the_one_asked_for_is_a_fault(port) -> None:
-    def join(rank: int) -> WeightGroup:
-        return WeightGroup(("127.0.0.1", port), rank=rank, size=2, device=CPU, timeout_s=TIMEOUT_S)
+def join(port: int, rank: int, size: int = 2, timeout_s: float = TIMEOUT_S) -> WeightGroup:
+    return WeightGroup(("127.0.0.1", port), rank, size, CPU, timeout_s)
 
-    with ThreadPoolExecutor(2) as threads:
-        trainer, engine = threads.map(join, (0, 1))
+
+def test_another_version_than_the_one_asked_for_is_a_fault(port) -> None:
+    trainer, engine = join(port, 0), join(port, 1)
+    with ThreadPoolExecutor(1) as threads:
         sending = threads.submit(trainer.send, {"model.norm.weight": torch.ones(3)}, 4)
         with pytest.raises(TransportError, match="expected the weights of version 5, and 4 came"):
             dict(engine.receive(5))
@@ -70,9 +71,53 @@ def test_another_version_than_the_one_asked_for_is_a_fault(port) -> None:
         sending.exception(timeout=TIMEOUT_S)
 
 
-def test_an_engine_that_does_not_come_is_named(port) -> None:
-    with pytest.raises(TransportError, match=f"process 0 of 2 could not join the group at 127.0.0.1:{port}"):
-        WeightGroup(("127.0.0.1", port), rank=0, size=2, device=CPU, timeout_s=0.3)
+def test_an_engine_that_waits_for_no_trainer_says_so(port) -> None:
+    with pytest.raises(TransportError, match=f"process 1 of 2 could not join the group at 127.0.0.1:{port}"):
+        join(port, 1, timeout_s=0.3)
+
+
+def test_a_port_that_is_taken_is_named(port) -> None:
+    first = join(port, 0)
+    with pytest.raises(TransportError, match=f"could not join the group at 127.0.0.1:{port}"):
+        join(port, 0)
+    assert first.rank == 0
+
+
+def test_weights_that_nobody_takes_are_a_fault_after_the_groups_time(port) -> None:
+    trainer, engine = join(port, 0, timeout_s=0.3), join(port, 1)
+    with pytest.raises(TransportError, match="version 1 did not reach the inference servers"):
+        trainer.send({"model.norm.weight": torch.ones(3)}, 1)
+    assert engine.rank == 1
+
+
+def test_a_group_of_another_size_is_refused_at_the_door(port) -> None:
+    trainer = join(port, 0, size=3)
+    with pytest.raises(TransportError, match=r"waits for 2 inference workers, and there are 1: .*world_size = 1"):
+        join(port, 1, size=2)
+    assert trainer.size == 3
+
+
+LOSES_ITS_TRAINER = """
+import os, sys
+import torch
+from prime_rl.transport.weights import WeightGroup
+
+group = WeightGroup(("127.0.0.1", int(sys.argv[1])), rank=0, size=2, device=torch.device("cpu"), timeout_s=120)
+group.send({"model.norm.weight": torch.ones(3)}, 1)
+print("sent", flush=True)
+sys.stdin.readline()
+os._exit(9)
+"""
+
+
+def test_a_trainer_that_dies_is_a_fault_at_once(port) -> None:
+    argv = [sys.executable, "-c", LOSES_ITS_TRAINER, str(port)]
+    trainer = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    engine = join(port, 1)
+    assert dict(engine.receive(1)).keys() == {"model.norm.weight"}
+    trainer.communicate("die\n")
+    with pytest.raises(TransportError, match="version 2 did not come from the trainer"):
+        dict(engine.receive(2))
 
 
 def test_bundles_are_what_lies_outside_the_layers_and_then_each_layer_from_0_on() -> None:

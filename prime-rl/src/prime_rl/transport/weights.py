@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from datetime import timedelta
 
 import msgspec
@@ -26,6 +27,7 @@ from torch import Tensor
 from prime_rl.transport.errors import TransportError
 
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
+_OFFER = "offer"
 SENDER = 0
 
 
@@ -43,40 +45,55 @@ class BundleHeader(msgspec.Struct, array_like=True):
     tensors_by_dtype: dict[str, list[TensorSpec]]
 
 
+class Offer(msgspec.Struct, array_like=True):
+    """What the trainer says of the group at its door."""
+
+    size: int
+    device: str
+
+
 class WeightGroup:
     """One process's place among the trainer and the engines' workers."""
 
     def __init__(self, address: tuple[str, int], rank: int, size: int, device: torch.device, timeout_s: float) -> None:
-        """Join; returns when all `size` processes have joined. Rank 0 opens the port at `address`.
+        """Meet at `address`, where rank 0 opens a port and returns at once; the others wait for it.
+
+        The connections themselves are made with the first weights.
 
         Raises:
-            TransportError: they do not all come in `timeout_s`, or the port cannot be opened.
+            TransportError: the port cannot be opened, or rank 0 does not come in `timeout_s`, or means another group.
         """
         self.rank = rank
+        self.size = size
         self.device = device
+        self._timeout = timedelta(seconds=timeout_s)
+        self._backend: dist.Backend | None = None
         host, port = address
-        timeout = timedelta(seconds=timeout_s)
-        try:
-            store = dist.TCPStore(host, port, size, is_master=rank == SENDER, timeout=timeout)
-            self._backend = _backend(store, rank, size, device, timeout)
-            self._broadcast(torch.zeros(1, dtype=torch.int64, device=device))
-        except (RuntimeError, OSError) as error:  # torch's DistError is a RuntimeError
-            raise TransportError(
-                f"weight_broadcast: process {rank} of {size} could not join the group at {host}:{port}: "
-                f"{str(error).splitlines()[0]}"
-            ) from error
+        with _telling(f"process {rank} of {size} could not join the group at {host}:{port}"):
+            self._store = dist.TCPStore(
+                host, port, is_master=rank == SENDER, timeout=self._timeout, wait_for_workers=False
+            )
+            if rank == SENDER:
+                self._store.set(_OFFER, msgspec.msgpack.encode(Offer(size, device.type)))
+            else:
+                self._check(msgspec.msgpack.decode(self._store.get(_OFFER), type=Offer))
 
     def send(self, weights: Mapping[str, Tensor], version: int) -> None:
-        """Give `weights` (any device, hub naming) to every engine worker. Rank 0 only."""
-        bundles = bundles_of(weights)
-        self._send_number(len(bundles))
-        for names in bundles:
-            by_dtype: dict[torch.dtype, list[str]] = {}
-            for name in names:
-                by_dtype.setdefault(weights[name].dtype, []).append(name)
-            self._send_bytes(msgspec.msgpack.encode(_header_of(weights, by_dtype, version)))
-            for members in by_dtype.values():
-                self._broadcast(torch.cat([weights[name].to(self.device).flatten() for name in members]))
+        """Give `weights` (any device, hub naming) to every engine worker. Rank 0 only.
+
+        Raises:
+            TransportError: a worker is gone, or does not take them in the group's time.
+        """
+        with _telling(f"version {version} did not reach the inference servers"):
+            bundles = bundles_of(weights)
+            self._send_number(len(bundles))
+            for names in bundles:
+                by_dtype: dict[torch.dtype, list[str]] = {}
+                for name in names:
+                    by_dtype.setdefault(weights[name].dtype, []).append(name)
+                self._send_bytes(msgspec.msgpack.encode(_header_of(weights, by_dtype, version)))
+                for members in by_dtype.values():
+                    self._broadcast(torch.cat([weights[name].to(self.device).flatten() for name in members]))
 
     def receive(self, version: int) -> Iterator[tuple[str, Tensor]]:
         """Name and tensor of all weights of `version`, on this process's device, as they come. Every rank but 0.
@@ -84,20 +101,39 @@ class WeightGroup:
         The iterator must be used up: the others wait for this process. A tensor is a view of its bundle.
 
         Raises:
-            TransportError: the trainer sends another version.
+            TransportError: the trainer is gone, sends nothing in the group's time, or sends another version.
         """
-        for _ in range(self._receive_number()):
-            header = msgspec.msgpack.decode(self._receive_bytes(), type=BundleHeader)
+        broken = f"version {version} did not come from the trainer"
+        with _telling(broken):
+            count = self._receive_number()
+        for _ in range(count):
+            with _telling(broken):
+                header = msgspec.msgpack.decode(self._receive_bytes(), type=BundleHeader)
             if header.version != version:
                 raise TransportError(f"expected the weights of version {version}, and {header.version} came")
             for dtype, specs in header.tensors_by_dtype.items():
                 sizes = [math.prod(spec.shape) for spec in specs]
                 flat = torch.empty(sum(sizes), dtype=getattr(torch, dtype), device=self.device)
-                self._broadcast(flat)
+                with _telling(broken):
+                    self._broadcast(flat)
                 for spec, part in zip(specs, flat.split(sizes), strict=True):
                     yield spec.name, part.view(spec.shape)
 
+    def _check(self, offer: Offer) -> None:
+        if offer.device != self.device.type:
+            raise TransportError(
+                f"the trainer sends weights from a {offer.device} device, and this engine is on a {self.device.type} "
+                "one: weight_broadcast.type = 'nccl' needs both on GPUs, or both on CPUs"
+            )
+        if offer.size != self.size:
+            raise TransportError(
+                f"the trainer waits for {offer.size - 1} inference workers, and there are {self.size - 1}: set "
+                f"trainer.weight_broadcast.inference_world_size = {self.size - 1}"
+            )
+
     def _broadcast(self, tensor: Tensor) -> None:
+        if self._backend is None:
+            self._backend = _backend(self._store, self.rank, self.size, self.device, self._timeout)
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = SENDER, 0
         self._backend.broadcast([tensor], options).wait()
@@ -118,6 +154,15 @@ class WeightGroup:
         payload = torch.empty(self._receive_number(), dtype=torch.uint8, device=self.device)
         self._broadcast(payload)
         return payload.cpu().numpy().tobytes()
+
+
+@contextmanager
+def _telling(fault: str) -> Iterator[None]:
+    """Turn what torch raises into one line."""
+    try:
+        yield
+    except (RuntimeError, OSError) as error:  # torch's DistError is a RuntimeError
+        raise TransportError(f"weight_broadcast: {fault}: {str(error).splitlines()[0]}") from error
 
 
 def bundles_of(names: Iterable[str]) -> list[list[str]]:
