@@ -56,6 +56,10 @@ class PolicyServer:
     version: int = 0
     ready: bool = True
     token_route: bool = True
+    adapters: dict[str, int] = field(default_factory=dict)
+    """Version of each loaded adapter."""
+    missing_adapters: int = 0
+    """So many loads of an adapter find no files."""
     loaded: list[str | None] = field(default_factory=list)
     requests: list[dict[str, Any]] = field(default_factory=list)
     gate: threading.Event = field(default_factory=threading.Event)
@@ -79,6 +83,7 @@ class PolicyServer:
             Route("/v1/chat/completions", self._chat, methods=["POST"]),
             Route("/tokenize", self._tokenize, methods=["POST"]),
             Route("/update_weights", self._update_weights, methods=["POST"]),
+            Route("/load_lora_adapter", self._load_adapter, methods=["POST"]),
         ]
         if self.token_route:
             routes.append(Route("/v1/chat/completions/tokens", self._chat, methods=["POST"]))
@@ -101,6 +106,15 @@ class PolicyServer:
         self.version = int(re.search(r"step_(\d+)$", directory).group(1)) if directory else 0
         return JSONResponse({"status": "ok"})
 
+    async def _load_adapter(self, request: Request) -> JSONResponse:
+        body = await request.json()
+        if self.missing_adapters:
+            self.missing_adapters -= 1
+            return _error(404, "no adapter_config.json")
+        self.loaded.append(body["lora_path"])
+        self.adapters[body["lora_name"]] = int(body["lora_path"].rpartition("step_")[2])
+        return JSONResponse({"status": "ok"})
+
     async def _chat(self, request: Request) -> JSONResponse:
         body = await request.json()
         if not body.get("messages"):
@@ -110,10 +124,12 @@ class PolicyServer:
             await anyio.to_thread.run_sync(self.gate.wait, abandon_on_cancel=True)
         if self.refusal is not None:
             return _error(*self.refusal)
+        if body.get("model", MODEL) not in (MODEL, *self.adapters):
+            return _error(404, f"the model {body['model']} does not exist")
         return JSONResponse(self._completion(body))
 
     def _completion(self, body: dict[str, Any]) -> dict[str, Any]:
-        version = self.version
+        version = self.adapters.get(body.get("model", MODEL), self.version)
         text = self.reply(body["messages"], version)
         prompt, ids = body.get("tokens") or render(body["messages"]), [*encode(text), END]
         logprob = -0.5 - version

@@ -61,6 +61,23 @@ async def test_a_conversation_of_two_turns_is_one_sample(policy_server) -> None:
     assert bytes(trained) == b"olleh\x03niaga\x03"
 
 
+async def test_a_conversation_that_began_before_the_first_adapter_goes_on_with_the_base_model(policy_server) -> None:
+    pool = InferencePool(ClientConfig(base_url=[policy_server.url]), "letters", adapter="r4-a8.0")
+    environment = load(args={"kind": "twice"})
+
+    def reply(messages, version) -> str:
+        if len(messages) == 1:
+            policy_server.adapters["r4-a8.0"] = 1
+            pool.servers[0].model = "r4-a8.0"
+        return "ok"
+
+    policy_server.reply = reply
+    (rollout,) = await environment.run_group(EXAMPLE, 1, pool.servers[0], ARGS, 0)
+    assert [request["model"] for request in policy_server.requests] == ["letters", "letters"]
+    assert rollout.version == 0
+    await pool.close()
+
+
 async def test_what_exceeds_seq_len_is_cut_and_flagged(policy_server) -> None:
     environment = load(extra_env_kwargs={"seq_len": 23, "score_rollouts": True})
     (rollout,) = await run_group(environment, policy_server, size=1)

@@ -17,8 +17,8 @@ ARGS = train_sampling_args(SamplingConfig(max_tokens=8), 0.7)
 PROMPT = [UserMessage(content="abc")]
 
 
-def make_pool(*servers, model: str = "letters", **config) -> InferencePool:
-    return InferencePool(ClientConfig(base_url=[server.url for server in servers], **config), model)
+def make_pool(*servers, model: str = "letters", adapter: str | None = None, **config) -> InferencePool:
+    return InferencePool(ClientConfig(base_url=[server.url for server in servers], **config), model, adapter)
 
 
 async def test_a_pool_is_ready_once_its_servers_answer_as_training_needs(policy_server) -> None:
@@ -73,6 +73,37 @@ async def test_weights_reach_every_server(serve, policy_server, tmp_path: Path) 
     await pool.update_weights(tmp_path / "step_3")
     assert policy_server.loaded == other.loaded == [str(tmp_path / "step_3")]
     assert policy_server.version == other.version == 3
+    await pool.close()
+
+
+async def test_with_an_adapter_updates_load_it_and_requests_name_it_from_then_on(policy_server, tmp_path) -> None:
+    pool = make_pool(policy_server, adapter="r16-a32.0")
+    (server,) = pool.servers
+    assert await pool.wait_ready(use_token_client=False) == 0
+    assert server.model == "letters"
+    await pool.update_weights(tmp_path / "step_1")
+    assert policy_server.loaded == [str(tmp_path / "step_1")]
+    assert (policy_server.adapters, policy_server.version, server.model) == ({"r16-a32.0": 1}, 0, "r16-a32.0")
+    await pool.update_weights(None)
+    assert (policy_server.loaded[-1], server.model) == (None, "letters")
+    await pool.close()
+
+
+async def test_an_adapter_that_the_server_does_not_see_yet_is_loaded_a_moment_later(policy_server, tmp_path) -> None:
+    pool = make_pool(policy_server, adapter="r16-a32.0")
+    pauses: list[float] = []
+
+    async def pause(seconds: float) -> None:
+        pauses.append(seconds)
+
+    pool.servers[0].sleep = pause
+    policy_server.missing_adapters = 3
+    await pool.update_weights(tmp_path / "step_2")
+    assert (policy_server.adapters, pauses) == ({"r16-a32.0": 2}, [1, 2, 4])
+    policy_server.missing_adapters = 100
+    with pytest.raises(InferenceFault, match=r"did not load the weights .*step_3: .* answered 404: no adapter_config"):
+        await pool.update_weights(tmp_path / "step_3")
+    assert len(pauses) == 3 + 9
     await pool.close()
 
 

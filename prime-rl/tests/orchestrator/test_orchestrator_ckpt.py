@@ -89,8 +89,16 @@ async def test_weights_come_from_the_broadcast_or_else_from_the_export(checkpoin
 
 
 async def test_weights_that_do_not_appear_are_one_line_with_both_places(checkpoints: Checkpoints) -> None:
-    with pytest.raises(ResumeFault, match=r"version 3 are neither in .*broadcasts/step_3 nor in .*weights/step_3"):
+    with pytest.raises(ResumeFault, match=r"version 3 do not appear in .*broadcasts/step_3 or in .*weights/step_3"):
         await checkpoints.await_weights(3, timeout_s=0)
+
+
+async def test_an_adapter_comes_from_the_broadcast_only_since_exports_are_merged(checkpoints: Checkpoints) -> None:
+    of_adapter = Checkpoints(checkpoints.run, checkpoints.paths, of_adapter=True)
+    with replacing_directory(checkpoints.run.weight(3)):
+        pass
+    with pytest.raises(ResumeFault, match=r"version 3 do not appear in .*broadcasts/step_3 within 0 s"):
+        await of_adapter.await_weights(3, timeout_s=0)
 
 
 def test_what_an_earlier_life_left_for_coming_steps_is_removed(checkpoints: Checkpoints) -> None:

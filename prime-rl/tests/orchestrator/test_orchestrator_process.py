@@ -195,6 +195,30 @@ def test_a_stopped_run_continues_where_it_was(start, policy_server) -> None:
     assert policy_server.loaded[-2:] == [str(resumed.paths.orchestrator.broadcast(version)) for version in (2, 3)]
 
 
+def test_a_run_that_trains_an_adapter_asks_for_it_from_its_first_version_on_and_after_a_resume(
+    start, policy_server
+) -> None:
+    policy_server.version = 5
+    lora = {"name": "letters", "lora": {"rank": 4, "alpha": 8.0}}
+    run = start(max_steps=2, max_async_level=0, ckpt={}, model=lora)
+    for step in range(2):
+        run.train_step(step)
+    assert run.finish() == 0
+    first, second = (str(run.paths.orchestrator.broadcast(version)) for version in (1, 2))
+    assert policy_server.loaded == [None, first]
+    assert [request["model"] for request in policy_server.requests] == ["letters"] * (1 + 4) + ["r4-a8.0"] * 4
+
+    with replacing_directory(run.paths.checkpoint(2)):
+        pass
+    policy_server.requests.clear()
+    policy_server.adapters.clear()
+    resumed = start(max_steps=3, max_async_level=0, ckpt={"resume_step": -1}, model=lora)
+    resumed.train_step(2)
+    assert resumed.finish() == 0
+    assert policy_server.loaded == [None, first, second]
+    assert [request["model"] for request in policy_server.requests] == ["letters"] + ["r4-a8.0"] * 4
+
+
 def test_resuming_a_step_that_was_not_saved_is_refused_in_one_line(start) -> None:
     run = start(max_steps=4, ckpt={"resume_step": 3})
     assert run.finish() == 1

@@ -83,6 +83,12 @@ class LoRAConfig(BaseConfig):
     alpha: float | None = Field(None, ge=0)
     """Alpha; None is the trainer's."""
 
+    @property
+    def adapter_name(self) -> str:
+        """The name that requests ask for."""
+        parts = [f"{letter}{value}" for letter, value in (("r", self.rank), ("a", self.alpha)) if value is not None]
+        return self.name or "-".join(parts) or "adapter"
+
 
 class ModelConfig(BaseModelConfig):
     """A model, as the servers know it."""

@@ -56,6 +56,8 @@ class Checkpoints:
 
     run: RunPaths
     paths: OrchestratorPaths
+    of_adapter: bool = False
+    """Whether what the trainer publishes is an adapter. The exports of such a run are whole weights all the same."""
 
     def save(self, progress: Progress, buffer_state: dict[str, Any]) -> None:
         target = self.paths.checkpoint(progress.step)
@@ -108,8 +110,7 @@ class Checkpoints:
 
     def weights(self, version: int) -> Path | None:
         """Where the weights of a version lie, or None."""
-        candidates = (self.paths.broadcast(version), self.run.weight(version))
-        return next((path for path in candidates if (path / STABLE).is_file()), None)
+        return next((path for path in self._weight_places(version) if (path / STABLE).is_file()), None)
 
     async def await_weights(self, version: int, timeout_s: float | None) -> Path:
         """Like `weights`, but waits for the trainer to publish them.
@@ -121,12 +122,14 @@ class Checkpoints:
         deadline = time.monotonic() + limit_s
         while (path := self.weights(version)) is None:
             if time.monotonic() > deadline:
-                raise ResumeFault(
-                    f"the weights of version {version} are neither in {self.paths.broadcast(version)} nor in "
-                    f"{self.run.weight(version)} after {limit_s:.0f} s"
-                )
+                places = " or in ".join(str(place) for place in self._weight_places(version))
+                raise ResumeFault(f"the weights of version {version} do not appear in {places} within {limit_s:.0f} s")
             await asyncio.sleep(WEIGHTS_POLL_S)
         return path
+
+    def _weight_places(self, version: int) -> list[Path]:
+        published = self.paths.broadcast(version)
+        return [published] if self.of_adapter else [published, self.run.weight(version)]
 
     def _missing(self, step: int) -> str:
         common = sorted(set(stable_steps(self.paths.checkpoints)) & set(stable_steps(self.run.checkpoints)))

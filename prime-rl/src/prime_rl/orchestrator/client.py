@@ -30,10 +30,12 @@ class InferencePool:
     healthy and holds the weights that the others hold.
     """
 
-    def __init__(self, config: ClientConfig, model: str) -> None:
+    def __init__(self, config: ClientConfig, model: str, adapter: str | None = None) -> None:
+        """`adapter` is the name under which the servers get what is trained; None trains all weights of `model`."""
         self.config = config
         self.model = model
-        self.servers = [InferenceServer(url, config, model) for url in config.base_url]
+        self.adapter = adapter
+        self.servers = [InferenceServer(url, config, model, adapter) for url in config.base_url]
         self.serving = list(self.servers)
         self.weight_dir: Path | None = None
         """What the servers were told to load last; None is the base model."""
@@ -48,7 +50,7 @@ class InferencePool:
         """Wait until every server is up, serves the model, and answers with what training needs.
 
         Returns:
-            The newest policy version that a server holds: above 0 when an earlier run left its weights there.
+            The newest version of the model that a server holds: above 0 when an earlier run left its weights there.
 
         Raises:
             InferenceFault: a server does not come up, or cannot be used.

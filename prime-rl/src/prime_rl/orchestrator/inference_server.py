@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 import aiohttp
@@ -19,22 +21,31 @@ from prime_rl.orchestrator.chat_client import (
     error_message,
 )
 from prime_rl.orchestrator.errors import InferenceFault
+from prime_rl.utils.logger import get_logger
 
 ADMIN_TIMEOUT_S = 600.0
 MAX_RETRIES = 6
 """Attempts after the first, about 20 s in all. A server that refuses connections ends the run before that."""
-UPDATE_ATTEMPTS = 3
+UPDATE_PAUSES_S = (1.0, 2.0)
+"""Before another attempt at an update that found no connection."""
+ADAPTER_PAUSES_S = (1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0, 30.0, 30.0)
+"""Before another attempt at an adapter whose files the server does not see yet, as on a network filesystem."""
 PROBE_MESSAGES = [{"role": "user", "content": "Hello"}]
 
 
 class InferenceServer:
     """One server. `groups_in_flight` is the scheduler's account of its load."""
 
-    def __init__(self, base_url: str, config: ClientConfig, model: str) -> None:
+    def __init__(self, base_url: str, config: ClientConfig, model: str, adapter: str | None = None) -> None:
         self.base_url = base_url.rstrip("/")
         self.root_url = self.base_url.removesuffix("/v1")
+        self.base_model = model
+        self.adapter = adapter
+        """Name of the adapter that updates load; None when they replace the weights of the model."""
         self.model = model
+        """What rollouts ask for: the adapter from its first version on. Those that began before keep the model."""
         self.groups_in_flight = 0
+        self.sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
         self.headers = _headers(config)
         self.client_config = vf.ClientConfig(
             client_type="openai_chat_completions",
@@ -86,7 +97,7 @@ class InferenceServer:
     async def probe(self) -> int | None:
         """Sample one token, to see that answers can be trained on; the policy version, where the server tells."""
         channel = ChatChannel(self.base_url, self.headers, ADMIN_TIMEOUT_S, MAX_RETRIES)
-        body = {"model": self.model, "messages": PROBE_MESSAGES, "max_completion_tokens": 1, "logprobs": True}
+        body = {"model": self.base_model, "messages": PROBE_MESSAGES, "max_completion_tokens": 1, "logprobs": True}
         try:
             reply = await channel.post("/chat/completions", body={**body, "return_token_ids": True})
         except (ServerAnswered, aiohttp.ClientError, TimeoutError) as error:
@@ -98,27 +109,40 @@ class InferenceServer:
         return int(versions[-1]["version"]) if versions else None
 
     async def update_weights(self, weight_dir: Path | None) -> None:
-        """Load the weights in `weight_dir`, or the base model's. Requests in flight go on with the new weights.
+        """Load the weights or the adapter in `weight_dir`, or the base model's weights.
+
+        Requests in flight go on: those that ask for what was replaced, with its new version.
 
         Raises:
             InferenceFault: the server refuses them, or does not answer.
         """
-        body = {"weight_dir": str(weight_dir.resolve()) if weight_dir else None}
+        path = str(weight_dir.resolve()) if weight_dir else None
         try:
-            for attempt in range(1, UPDATE_ATTEMPTS + 1):
-                try:
-                    async with self._session().post(f"{self.root_url}/update_weights", json=body) as response:
-                        await self._check(response)
-                    return
-                except aiohttp.ClientConnectionError:
-                    if attempt == UPDATE_ATTEMPTS:
-                        raise
-                    await asyncio.sleep(attempt)
+            if path is None or self.adapter is None:
+                await self._update("/update_weights", {"weight_dir": path})
+                self.model = self.base_model
+            else:
+                await self._update("/load_lora_adapter", {"lora_name": self.adapter, "lora_path": path})
+                self.model = self.adapter
         except (ServerAnswered, aiohttp.ClientError, TimeoutError) as error:
             reason = str(error) or type(error).__name__
             raise InferenceFault(
                 f"{self.root_url} did not load the weights {weight_dir or 'of the base model'}: {reason}"
             ) from error
+
+    async def _update(self, route: str, body: dict[str, str | None]) -> None:
+        """Post an update; a few times where that may help."""
+        for attempt in itertools.count():
+            try:
+                async with self._session().post(f"{self.root_url}{route}", json=body) as response:
+                    await self._check(response)
+                return
+            except (ServerAnswered, aiohttp.ClientConnectionError) as error:
+                pauses_s = _retry_pauses_s(route, error)
+                if attempt >= len(pauses_s):
+                    raise
+                get_logger().warning(f"Trying again in {pauses_s[attempt]:.0f} s: {error}")
+                await self.sleep(pauses_s[attempt])
 
     async def close(self) -> None:
         await self.client.close()
@@ -140,6 +164,14 @@ class InferenceServer:
     async def _check(response: aiohttp.ClientResponse) -> None:
         if response.status != 200:
             raise ServerAnswered(str(response.url), response.status, error_message(await response.read()))
+
+
+def _retry_pauses_s(route: str, error: Exception) -> Sequence[float]:
+    """The pauses before further attempts at an update that fails like this. 404 is an adapter that is not there yet."""
+    if not isinstance(error, ServerAnswered):
+        return UPDATE_PAUSES_S
+    is_passing = route == "/load_lora_adapter" and (error.status == 404 or error.status >= 500)
+    return ADAPTER_PAUSES_S if is_passing else ()
 
 
 def _headers(config: ClientConfig) -> dict[str, str]:

@@ -66,7 +66,8 @@ async def _run(config: OrchestratorConfig, environments: Environments, resume_st
     async with AsyncExitStack() as closing:
         sender = setup_batch_sender(config.rollout_transport, paths)
         closing.callback(sender.close)
-        pool = InferencePool(config.client, config.model.name)
+        lora = config.model.lora
+        pool = InferencePool(config.client, config.model.name, lora.adapter_name if lora else None)
         closing.push_async_callback(pool.close)
         servers = EnvServers(paths)
         closing.push_async_callback(servers.close)
@@ -80,7 +81,7 @@ async def _run(config: OrchestratorConfig, environments: Environments, resume_st
         closing.push(lambda kind, error, trace: monitor.close(int(kind is not None)))
         closing.push_async_callback(environments.close)
         await servers.guard(environments.connect())
-        checkpoints = Checkpoints(run, paths)
+        checkpoints = Checkpoints(run, paths, of_adapter=lora is not None)
         progress = await _start(config.ckpt, checkpoints, buffer, pool, resume_step, held_version)
         if config.max_steps is not None and progress.step >= config.max_steps:
             get_logger().warning(f"Nothing left to do: max_steps is {config.max_steps}")
@@ -123,7 +124,7 @@ async def _start(
     held_version: int,
 ) -> Progress:
     """Bring buffer and servers to where the run begins."""
-    if held_version and not resume_step:
+    if held_version and (not resume_step or pool.adapter is not None):
         get_logger().info(f"Inference holds version {held_version} of an earlier run: back to the base model")
         await pool.update_weights(None)
     if config is None or resume_step is None:
