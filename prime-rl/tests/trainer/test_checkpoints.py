@@ -63,7 +63,7 @@ def test_a_loaded_run_goes_on_bit_for_bit(tiny_model_dir: Path, tmp_path: Path, 
 
     resumed = new_state(tiny_model_dir, world, optim, schedule)
     torch.manual_seed(999)
-    assert manager(tmp_path, world).load(resumed, 3) == {"position": 17}
+    assert manager(tmp_path, world).load(resumed, 3) == [{"position": 17}]
     assert resumed.progress == Progress(step=3, tokens=150, samples=3)
     assert train(resumed, 3) == expected
     assert resumed.scheduler.get_last_lr() == straight.scheduler.get_last_lr()
@@ -77,7 +77,7 @@ def test_parts_of_a_checkpoint_can_be_left_aside(tiny_model_dir: Path, tmp_path:
     manager(tmp_path, world).save(saved, {"position": 17})
     fresh = new_state(tiny_model_dir, world)
     options = {"skip_progress": True, "skip_scheduler": True, "skip_dataloader": True}
-    assert manager(tmp_path, world, **options).load(fresh, 2) == {}
+    assert manager(tmp_path, world, **options).load(fresh, 2) == []
     assert fresh.progress == Progress()
     assert fresh.optimizer.param_groups[0]["lr"] == 1e-2
 

@@ -68,7 +68,7 @@ def test_a_checkpoint_holds_the_state_at_the_time_of_the_save(
     checkpoints.wait()
 
     resumed = new_state(tiny_model_dir, world)
-    assert manager(tmp_path, world).load(resumed, 2) == {"position": [3]}
+    assert manager(tmp_path, world).load(resumed, 2) == [{"position": [3]}]
     assert resumed.progress == Progress(step=2, tokens=100, samples=2)
     assert all(map(torch.equal, everything(resumed), expected))
 

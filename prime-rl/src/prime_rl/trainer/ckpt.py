@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-import json
+import io
 import random
 import shutil
 import time
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -23,10 +24,11 @@ from transformers import PreTrainedTokenizerBase
 from prime_rl.configs.trainer import CheckpointConfig
 from prime_rl.trainer.background import BackgroundJobs
 from prime_rl.trainer.errors import CheckpointError
+from prime_rl.trainer.retention import Best, Retention
 from prime_rl.trainer.weights import gather_export, without_frozen, write_export
 from prime_rl.trainer.world import World
 from prime_rl.utils.logger import get_logger
-from prime_rl.utils.paths import RunPaths, replacing_directory, replacing_file, stable_steps
+from prime_rl.utils.paths import RunPaths, begin_directory, complete_directory, scratch_of, stable_steps
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.staging import BlockingAsyncStager
@@ -58,14 +60,6 @@ class TrainState:
     progress: Progress
 
 
-@dataclass(frozen=True, slots=True)
-class Best:
-    """The step with the lowest validation loss."""
-
-    step: int
-    val_loss: float
-
-
 class CheckpointManager:
     """Saves, finds, loads and thins out the checkpoints and weight exports of one run.
 
@@ -82,10 +76,8 @@ class CheckpointManager:
         self._stager: BlockingAsyncStager | None = None
         # The thread's collectives must not mix with those of training.
         self._group = dist.new_group(backend="gloo") if config.async_save else None
-        # Steps of an abandoned continuation, above the one resumed from, are no part of this run.
-        self._saved = _Retention(config, paths.checkpoints, config.resume_step)
-        self._exported = _Retention(config, paths.weights, config.resume_step)
-
+        self._saved = Retention(config, paths.checkpoints)
+        self._exported = Retention(config, paths.weights)
         self._best = self._saved_best() if config.keep_best and config.resume_step is not None else None
         self._protect_best()
 
@@ -145,13 +137,13 @@ class CheckpointManager:
             CheckpointError: something could not be written.
         """
         if self._jobs is not None:
-            with _explained():
-                self._jobs.wait()
+            self._jobs.wait()
 
-    def load(self, state: TrainState, step: int) -> dict[str, Any]:
-        """Fill `state` from the checkpoint of `step` and return this process's data position.
+    def load(self, state: TrainState, step: int) -> list[dict[str, Any]]:
+        """Fill `state` from the checkpoint of `step` and return the data position: this process's own, alone.
 
-        With another number of processes, weights and optimizer are resharded, and the data position is rank 0's.
+        When another number of processes saved it, weights and optimizer are resharded, and the positions are those of
+        all of them, in order of rank. With `ckpt.skip_dataloader` there is none.
 
         Raises:
             CheckpointError: a file of the checkpoint is missing.
@@ -184,7 +176,7 @@ class CheckpointManager:
         if not self.config.skip_progress:
             state.progress = Progress(**own["progress"])
         _set_random_state(own["random"], self.world.device)
-        return {} if self.config.skip_dataloader else own["data"]
+        return [] if self.config.skip_dataloader else self._positions(directory, own)
 
     def is_best(self, val_loss: float) -> bool:
         """True when `ckpt.keep_best` asks for a checkpoint of a step with this validation loss."""
@@ -196,14 +188,14 @@ class CheckpointManager:
 
         def note() -> None:
             self._protect_best()
-            if self.world.is_main:
-                with replacing_file(self.paths.best_checkpoint) as scratch:
-                    scratch.write_text(json.dumps(asdict(best)) + "\n")
+            with self._together():
+                if self.world.is_main:
+                    best.write(self.paths.best_checkpoint)
 
         self._do(note)
 
     def saved_data(self, step: int) -> dict[str, Any]:
-        """The data position that `load` will return, whatever `ckpt` says of it.
+        """What a process that saved the checkpoint noted of its data, whatever `ckpt` says of that.
 
         Raises:
             CheckpointError: a file of the checkpoint is missing.
@@ -227,8 +219,7 @@ class CheckpointManager:
     def _do(self, job: Callable[[], None]) -> None:
         if self._jobs is not None:
             self._jobs.submit(job)
-            return
-        with _explained():
+        else:
             job()
 
     def _staged(self, shared: dict[str, Any]) -> dict[str, Any]:
@@ -247,34 +238,42 @@ class CheckpointManager:
 
         started_s = time.perf_counter()
         target = self.paths.checkpoint(step)
-        with self._replacing(target) as scratch:
-            directory = scratch / self.paths.trainer_checkpoint(step).name
-            dcp.save(shared, checkpoint_id=directory, process_group=self._group)
-            torch.save(own, _rank_file(directory, self.world.rank))
+        scratch = scratch_of(target)
+        directory = scratch / self.paths.trainer_checkpoint(step).name
+        try:
+            with self._together():
+                if self.world.is_main:
+                    begin_directory(target)
+            with self._together():
+                dcp.save(shared, checkpoint_id=directory, process_group=self._group)
+                _write_object(own, _rank_file(directory, self.world.rank))
+            with self._together():
+                if self.world.is_main:
+                    complete_directory(target)
+        except CheckpointError:
+            if self.world.is_main:
+                shutil.rmtree(scratch, ignore_errors=True)
+            raise
         if self.world.is_main:
             self._saved.keep(step)
             if self._jobs is not None:
                 get_logger().info(f"Wrote {target} in the background in {time.perf_counter() - started_s:.1f}s")
 
     def _load_own(self, directory: Path) -> dict[str, Any]:
-        path = _rank_file(directory, self.world.rank)
-        fallback = _rank_file(directory, 0)
-        if not fallback.is_file():
-            raise CheckpointError(f"{fallback} is missing")
-        own = torch.load(path if path.is_file() else fallback, weights_only=True)
-        if own["world_size"] != self.world.world_size:
-            own = torch.load(fallback, weights_only=True)
-            if self.world.is_main:
-                get_logger().warning(
-                    f"the checkpoint was saved by {own['world_size']} processes and is loaded by "
-                    f"{self.world.world_size}: samples near the saved position may repeat or be left out"
-                )
-        return own
+        """What this process saved; of more processes than saved, some get what another one did."""
+        first = _load_object(_rank_file(directory, 0))
+        rank = self.world.rank % first["world_size"]
+        return first if rank == 0 else _load_object(_rank_file(directory, rank))
+
+    def _positions(self, directory: Path, own: dict[str, Any]) -> list[dict[str, Any]]:
+        saved_by = own["world_size"]
+        if saved_by == self.world.world_size:
+            return [own["data"]]
+        return [_load_object(_rank_file(directory, rank))["data"] for rank in range(saved_by)]
 
     def _saved_best(self) -> Best | None:
         """The best step of the run that is resumed, unless that came after the step to resume from."""
-        path = self.paths.best_checkpoint
-        best = Best(**json.loads(path.read_text())) if path.is_file() else None
+        best = Best.read(self.paths.best_checkpoint)
         return best if best is not None and best.step in self._saved.steps else None
 
     def _protect_best(self) -> None:
@@ -282,47 +281,37 @@ class CheckpointManager:
             retention.protected_step = None if self._best is None else self._best.step
 
     @contextmanager
-    def _replacing(self, target: Path) -> Iterator[Path]:
-        """`replacing_directory` for all processes: rank 0 makes and completes it, everyone writes in between."""
-        if not self.world.is_main:
-            yield Path(_from_main(None, self._group))
-            dist.barrier(group=self._group)
-            return
-        with replacing_directory(target) as scratch:
-            _from_main(str(scratch), self._group)
-            yield scratch
-            dist.barrier(group=self._group)
-
-
-class _Retention:
-    """Deletes the `step_<n>` directories that neither `keep_last` nor `keep_interval` keeps."""
-
-    def __init__(self, config: CheckpointConfig, parent: Path, resume_step: int | None) -> None:
-        self.config = config
-        self.parent = parent
-        self.protected_step: int | None = None
-        steps = stable_steps(parent) if resume_step is not None else []
-        self.steps = {step for step in steps if resume_step == -1 or step <= resume_step}
-
-    def keep(self, step: int) -> None:
-        """Count `step` in, and delete what is due."""
-        self.steps.add(step)
-        last, interval = self.config.keep_last, self.config.keep_interval
-        if last is None and interval is None:
-            return
-        newest = sorted(self.steps)[-last:] if last else []
-        for old in sorted(self.steps.difference(newest)):
-            if old == self.protected_step or (interval and old % interval == 0):
-                continue
-            try:
-                shutil.rmtree(self.parent / f"step_{old}")
-            except OSError as error:
-                get_logger().warning(f"could not delete an old checkpoint: {error}")
-            self.steps.discard(old)
+    def _together(self) -> Iterator[None]:
+        """What fails in the block on one process fails on all, so that none waits for it."""
+        fault = None
+        try:
+            with _explained():
+                yield
+        except CheckpointError as error:
+            fault = str(error)
+        faults = [fault]
+        if self.world.world_size > 1:
+            faults = [None] * self.world.world_size
+            dist.all_gather_object(faults, fault, group=self._group)
+        for reason in filter(None, faults):
+            raise CheckpointError(reason)
 
 
 def _rank_file(directory: Path, rank: int) -> Path:
     return directory / f"rank_{rank}.pt"
+
+
+def _write_object(value: dict[str, Any], path: Path) -> None:
+    # By way of memory: what `torch.save` raises on a full disk does not say so.
+    content = io.BytesIO()
+    torch.save(value, content)
+    path.write_bytes(content.getbuffer())
+
+
+def _load_object(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise CheckpointError(f"{path} is missing")
+    return torch.load(path, weights_only=True)
 
 
 @contextmanager
@@ -335,18 +324,11 @@ def _explained() -> Iterator[None]:
     except CheckpointException as error:
         reasons = [str(failure[0]).splitlines()[0] for failure in error.failures.values()]
         raise CheckpointError(f"{_NOT_WRITTEN}: {reasons[0]}") from error
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{_NOT_WRITTEN}: {error}") from error
 
 
 _NOT_WRITTEN = "could not write a checkpoint; those written before are whole"
-
-
-def _from_main(value: str | None, group: dist.ProcessGroup | None) -> str:
-    """Rank 0's `value`, on every process."""
-    values = [value]
-    dist.broadcast_object_list(values, src=0, group=group)
-    return values[0]
 
 
 def _random_state(device: torch.device) -> dict[str, Any]:

@@ -228,12 +228,34 @@ def replacing_file(target: Path) -> Iterator[Path]:
 def replacing_directory(target: Path) -> Iterator[Path]:
     """Yield a scratch directory that becomes `target`, flushed and marked `STABLE`, only if the block succeeds.
 
-    An existing `target` is replaced. A crash leaves either the old directory, or none and a `.partial` beside it.
+    An existing `target` is replaced. If the block fails nothing is left of it; a crash leaves either the old directory,
+    or none and a `.partial` beside it.
     """
-    scratch = target.with_name(f"{target.name}.partial")
+    scratch = begin_directory(target)
+    try:
+        yield scratch
+        complete_directory(target)
+    except BaseException:
+        shutil.rmtree(scratch, ignore_errors=True)
+        raise
+
+
+def scratch_of(target: Path) -> Path:
+    """Where a directory is written that will become `target`."""
+    return target.with_name(f"{target.name}.partial")
+
+
+def begin_directory(target: Path) -> Path:
+    """Make an empty `scratch_of(target)`, and return it."""
+    scratch = scratch_of(target)
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir(parents=True)
-    yield scratch
+    return scratch
+
+
+def complete_directory(target: Path) -> None:
+    """Put what has been written to `scratch_of(target)` in its place: flushed, marked `STABLE`, renamed."""
+    scratch = scratch_of(target)
     (scratch / STABLE).touch()
     fsync_tree(scratch)
     if target.exists():

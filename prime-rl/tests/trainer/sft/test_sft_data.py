@@ -68,25 +68,12 @@ def test_a_saved_place_continues_exactly(tmp_path: Path, tokenizer: PreTrainedTo
     next(straight)
     state = straight.state()
     resumed = setup_rows(config, tokenizer, 128, world_of())
-    resumed.load_state(state)
+    resumed.load_state([state])
     for _ in range(20):
         expected, row = next(straight), next(resumed)
         assert np.array_equal(expected.input_ids, row.input_ids)
         assert np.array_equal(expected.position_ids, row.position_ids)
     assert straight.stream.epoch == resumed.stream.epoch > 1
-
-
-def test_a_place_saved_by_another_number_of_processes_is_divided_again(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerBase
-) -> None:
-    config = SFTDataConfig(name=str(write_texts(tmp_path / "rows.jsonl", ["abc"] * 9)))
-    positions = []
-    for rank in range(3):
-        rows = setup_rows(config, tokenizer, 128, world_of(rank, 3))
-        rows.load_state({"position": 8, "row_count": 9, "rank": 0, "waiting": {}})
-        positions.append(rows.stream.position)
-    assert sorted(positions) == [8, 9, 10]
-    assert [position % 3 for position in positions] == [0, 1, 2]
 
 
 def test_rows_that_cannot_be_trained_on_are_left_out_and_counted(

@@ -37,10 +37,10 @@ class Entries(Protocol):
     def epoch_of(self, position: int) -> int: ...
 
     def state(self) -> dict[str, Any]:
-        """What `restore` needs besides the position."""
+        """Where reading has come to."""
 
-    def restore(self, position: int, state: Mapping[str, Any]) -> None:
-        """Be ready for `position` and those behind it."""
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Be ready for every position behind those that had been asked for when `state` was returned."""
 
 
 class LoadedEntries:
@@ -67,7 +67,7 @@ class LoadedEntries:
     def state(self) -> dict[str, Any]:
         return {}
 
-    def restore(self, position: int, state: Mapping[str, Any]) -> None:
+    def restore(self, state: Mapping[str, Any]) -> None:
         """Nothing to do: a position alone says which row it is."""
 
     def _row_index(self, position: int) -> int:
@@ -108,14 +108,11 @@ class StreamedEntries:
         return self._epoch
 
     def state(self) -> dict[str, Any]:
-        return {"epoch": self._epoch, "epoch_start": self._epoch_start}
+        return {"epoch": self._epoch, "epoch_start": self._epoch_start, "block_start": self._block_start}
 
-    def restore(self, position: int, state: Mapping[str, Any]) -> None:
-        self._epoch, self._epoch_start = state["epoch"], state["epoch_start"]
-        size = self.config.shuffle_buffer
-        skipped = (position - self._epoch_start) // size * size
-        self._rows = islice(stream_rows(self.config), skipped, None)
-        self._block_start, self._block = self._epoch_start + skipped, []
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self._epoch, self._epoch_start, self._block_start = (state[k] for k in ("epoch", "epoch_start", "block_start"))
+        self._rows = islice(stream_rows(self.config), self._block_start - self._epoch_start, None)
         self._read_block()
 
     def _read_block(self) -> None:

@@ -24,7 +24,7 @@ _NO_INFLUENCE = {"name", "batch_size", "max_untrainable_share"}
 
 @dataclass(frozen=True, slots=True)
 class DataFingerprint:
-    """Equal fingerprints mean equal rows in equal order, for one number of processes."""
+    """Equal fingerprints mean equal samples in equal order, and for one number of processes equal rows."""
 
     contents: str
     """Digest of the dataset's files; of a hub dataset its name and revision."""

@@ -18,7 +18,6 @@ from prime_rl.trainer.sft.data import PackedRows
 from prime_rl.trainer.sft.fingerprint import DataFingerprint
 from prime_rl.trainer.sft.reporting import StepReporter, StepStats
 from prime_rl.trainer.sft.resume import FINGERPRINT
-from prime_rl.trainer.sft.samples import DatasetStream
 from prime_rl.trainer.sft.step import has_finite_weights, train_step
 from prime_rl.trainer.sft.validation import Validation
 from prime_rl.trainer.signals import SignalBox
@@ -87,7 +86,7 @@ class SFTTrainer:
             DivergedError: loss or gradient is not finite. The state before the step is saved, if it is worth it.
         """
         state, stream = self.parts.state, self.parts.rows.stream
-        first = stream.position
+        stream.drawn.clear()
         rows = list(islice(self.parts.rows, self.micro_batches))
         try:
             return train_step(state, rows, self.config.optim.max_norm, self.world)
@@ -95,17 +94,13 @@ class SFTTrainer:
             # Broken weights would push good checkpoints out.
             if has_finite_weights(state.model, self.world):
                 self.save()
-            raise DivergedError(f"{error}. Drawn for it: {self._names_of_rows(first)}") from None
+            raise DivergedError(f"{error}. Drawn for it: {self._names_of_rows()}") from None
 
-    def _names_of_rows(self, first: int) -> str:
-        """The rows that this process took from position `first` of the data on."""
-        stream, packing = self.parts.rows.stream, self.config.data.pack_function
-        positions = range(first, stream.position, self.world.world_size)
-        if isinstance(stream, DatasetStream) and stream.row_count:
-            names = [stream.entries.at(position).where for position in positions[:_NAMED_ROWS]]
-        else:
-            names = [f"entry {position}" for position in positions[:_NAMED_ROWS]]
-        more = f" and {len(positions) - _NAMED_ROWS} more" if len(positions) > _NAMED_ROWS else ""
+    def _names_of_rows(self) -> str:
+        """The rows that this process took from the data in this step."""
+        drawn, packing = self.parts.rows.stream.drawn, self.config.data.pack_function
+        names = drawn[:_NAMED_ROWS]
+        more = f" and {len(drawn) - _NAMED_ROWS} more" if len(drawn) > _NAMED_ROWS else ""
         earlier = (
             "" if packing == "cat" else f'{", " if names else ""}what pack_function = "{packing}" held back before'
         )

@@ -11,6 +11,7 @@ import numpy as np
 from prime_rl.configs.sft import STACK_MULTIPLE, BaseDataConfig
 from prime_rl.trainer.sft.best_fit import best_fit_decreasing
 from prime_rl.trainer.sft.conversation import TokenizedSample
+from prime_rl.trainer.sft.places import Place, redealt
 from prime_rl.trainer.sft.samples import SampleStream
 
 if TYPE_CHECKING:
@@ -107,7 +108,8 @@ class BestFit:
     def __init__(self, row_tokens: int) -> None:
         self.row_tokens = row_tokens
         self.rows: list[list[TokenizedSample]] = []
-        self.held_back: list[TokenizedSample] = []
+        self.held_back: list[list[TokenizedSample]] = []
+        """One row, or several after a change of the number of processes."""
 
     def __call__(self, stream: SampleStream) -> Sequence[TokenizedSample]:
         if not self.rows:
@@ -116,9 +118,9 @@ class BestFit:
 
     def _pack_window(self, stream: SampleStream) -> None:
         seed, epoch, count = stream.position, stream.epoch, 0
-        # The row that waited is one item, so that its samples, which are short ones, come first this time.
-        items = [self.held_back] if self.held_back else []
-        total = sum(sample.inputs for sample in self.held_back)
+        # A row that waited is one item, so that its samples, which are short ones, come first this time.
+        items = list(self.held_back)
+        total = sum(sample.inputs for item in items for sample in item)
         while total < self.row_tokens or not (stream.epoch > epoch or self._is_enough(count, total)):
             items.append([next(stream)])
             count += 1
@@ -130,7 +132,7 @@ class BestFit:
             rows[at] += item
         self.held_back = []
         if len(rows) > 1:
-            self.held_back = rows.pop(int(np.argmin(np.bincount(bins, weights=lengths))))
+            self.held_back = [rows.pop(int(np.argmin(np.bincount(bins, weights=lengths))))]
         order = np.random.default_rng(seed).permutation(len(rows))
         self.rows = [rows[index] for index in order]
 
@@ -138,11 +140,10 @@ class BestFit:
         return tokens >= _WINDOW_TOKENS or (samples >= _WINDOW_SAMPLES and tokens >= _WINDOW_ROWS * self.row_tokens)
 
     def state(self) -> dict[str, Any]:
-        return {"rows": [_as_bytes(row) for row in self.rows], "held_back": _as_bytes(self.held_back)}
+        return {"rows": _rows_as_bytes(self.rows), "held_back": _rows_as_bytes(self.held_back)}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        self.rows = [_from_bytes(row) for row in state["rows"]]
-        self.held_back = _from_bytes(state["held_back"])
+        self.rows, self.held_back = _rows_from_bytes(state["rows"]), _rows_from_bytes(state["held_back"])
 
 
 class Stack:
@@ -162,9 +163,11 @@ class Stack:
             self.buckets[size] = []
         self.touched_at = dict.fromkeys(self.buckets, 0)
         self.emitted = 0
+        self.ready: list[list[TokenizedSample]] = []
+        """Rows that were full when the number of processes changed."""
 
     def __call__(self, stream: SampleStream) -> Sequence[TokenizedSample]:
-        samples = self._stale()
+        samples = self.ready.pop() if self.ready else self._stale()
         while samples is None:
             samples = self._take_in(next(stream))
         self.emitted += 1
@@ -199,11 +202,13 @@ class Stack:
             "buckets": {size: _as_bytes(samples) for size, samples in self.buckets.items()},
             "touched_at": dict(self.touched_at),
             "emitted": self.emitted,
+            "ready": _rows_as_bytes(self.ready),
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
         self.buckets = {size: _from_bytes(samples) for size, samples in state["buckets"].items()}
         self.touched_at, self.emitted = dict(state["touched_at"]), state["emitted"]
+        self.ready = _rows_from_bytes(state["ready"])
 
 
 def setup_packer(config: BaseDataConfig) -> Packer:
@@ -230,19 +235,16 @@ class PackedRows:
 
     def state(self) -> dict[str, Any]:
         """The place in the data behind the row returned last, with the samples that wait for a row."""
-        return {**self.stream.state(), "rank": self.world.rank, "waiting": self._packer.state()}
+        world = {"rank": self.world.rank, "world_size": self.world.world_size}
+        return {**self.stream.state(), **world, "waiting": self._packer.state()}
 
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        """Continue at a place that `state` returned; an empty mapping leaves the place as it is.
-
-        A place that another number of processes saved becomes this process's next entry behind it. Only the process
-        that held samples back gets them again.
-        """
-        if not state:
-            return
-        self.stream.restore(state["position"], state)
-        if state["rank"] == self.world.rank:
-            self._packer.restore(state["waiting"])
+    def load_state(self, places: Sequence[Place]) -> None:
+        """Continue where this process was, or where all those were that `places` come from, when they were others."""
+        place = places[0]
+        if len(places) > 1 or place["world_size"] != self.world.world_size:
+            place = redealt(places, self.world.rank, self.world.world_size)
+        self.stream.restore(place)
+        self._packer.restore(place["waiting"])
 
 
 def _as_bytes(samples: Sequence[TokenizedSample]) -> list[tuple[bytes, bytes]]:
@@ -252,3 +254,11 @@ def _as_bytes(samples: Sequence[TokenizedSample]) -> list[tuple[bytes, bytes]]:
 
 def _from_bytes(pairs: Sequence[tuple[bytes, bytes]]) -> list[TokenizedSample]:
     return [TokenizedSample(np.frombuffer(ids, np.int32), np.frombuffer(mask, bool)) for ids, mask in pairs]
+
+
+def _rows_as_bytes(rows: Sequence[Sequence[TokenizedSample]]) -> list[list[tuple[bytes, bytes]]]:
+    return [_as_bytes(row) for row in rows]
+
+
+def _rows_from_bytes(rows: Sequence[Sequence[tuple[bytes, bytes]]]) -> list[list[TokenizedSample]]:
+    return [_from_bytes(row) for row in rows]

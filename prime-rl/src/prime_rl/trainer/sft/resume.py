@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from prime_rl.configs.sft import SFTConfig
 from prime_rl.trainer.ckpt import CheckpointManager, Progress
 from prime_rl.trainer.errors import CheckpointError
 from prime_rl.trainer.sft.data import PackedRows
 from prime_rl.trainer.sft.fingerprint import DataFingerprint
+from prime_rl.trainer.sft.places import Place
 from prime_rl.utils.logger import get_logger
 
 FINGERPRINT = "fingerprint"
@@ -38,8 +41,27 @@ def check_same_rows(checkpoints: CheckpointManager, step: int, now: DataFingerpr
     return f"not the data: {len(differences)} differences, passed over by ckpt.skip_dataloader"
 
 
+def go_on(rows: PackedRows, places: Sequence[Place]) -> str:
+    """Put `rows` where the checkpoint's processes were, so that every sample is trained on that was not; returns how.
+
+    Raises:
+        CheckpointError: the checkpoint does not hold enough for that.
+    """
+    if not places:
+        return "from the beginning of the data"
+    if not all({"left_over", "world_size"} <= place.keys() for place in places):
+        raise CheckpointError(
+            "the checkpoint is of an older version, and its place in the data cannot be told exactly: "
+            "go on from the beginning of the data with --ckpt.skip-dataloader"
+        )
+    rows.load_state(places)
+    saved_by, now = places[0]["world_size"], rows.world.world_size
+    dealt = "" if saved_by == now else f", dealt anew from {saved_by} processes to {now}"
+    return f"at entry {rows.stream.position} of the data (epoch {rows.stream.epoch}){dealt}"
+
+
 def leave_receipt(
-    config: SFTConfig, checkpoints: CheckpointManager, progress: Progress, rows: PackedRows, verified: str
+    config: SFTConfig, checkpoints: CheckpointManager, progress: Progress, place: str, verified: str
 ) -> None:
     """Say where a resumed run stands, and what has been checked.
 
@@ -53,6 +75,5 @@ def leave_receipt(
     if checkpoints.world.is_main:
         get_logger().info(
             f"Resumed from {checkpoints.paths.checkpoints}: step {progress.step}, {progress.tokens} tokens, "
-            f"{progress.samples} samples; next in the data: entry {rows.stream.position} (epoch {rows.stream.epoch}); "
-            f"verified: {verified}"
+            f"{progress.samples} samples; goes on {place}; verified: {verified}"
         )

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -13,6 +13,7 @@ from prime_rl.trainer.errors import DataError
 from prime_rl.trainer.sft.chat_spans import UnmaskableSample
 from prime_rl.trainer.sft.conversation import ConversationTokenizer, TokenizedSample
 from prime_rl.trainer.sft.entries import Entry, setup_entries
+from prime_rl.trainer.sft.places import Place, Places
 from prime_rl.utils.logger import get_logger
 
 if TYPE_CHECKING:
@@ -24,26 +25,6 @@ _CACHED_TOKENS = 2**26
 """Tokens that stay tokenized from one epoch to the next: about 340 MB a process."""
 _MAX_BARREN_RUN = 100_000
 """Rows without a use, one behind the other, after which a stream of unknown length is given up."""
-
-
-class SampleStream(Protocol):
-    """Samples without end; entry i of the stream belongs to process i modulo the number of processes."""
-
-    position: int
-    """Index of the next entry in the stream that this process looks at."""
-    row_count: int
-    """Rows of one epoch; 0 where that is unknown, and for made-up data, which has none."""
-
-    @property
-    def epoch(self) -> int: ...
-
-    def __next__(self) -> TokenizedSample: ...
-
-    def state(self) -> dict[str, Any]:
-        """The place behind the sample returned last."""
-
-    def restore(self, position: int, state: Mapping[str, Any]) -> None:
-        """Continue at this process's first entry from `position` on, in the stream that saved `state`."""
 
 
 @dataclass(slots=True)
@@ -62,6 +43,31 @@ class SampleCounts:
     @property
     def left_out(self) -> int:
         return self.overlong + self.untrainable + self.unmaskable
+
+
+class SampleStream(Protocol):
+    """Samples without end; the processes share its entries, see `places`."""
+
+    row_count: int
+    """Rows of one epoch; 0 where that is unknown, and for made-up data, which has none."""
+    counts: SampleCounts
+    drawn: list[str]
+    """Names of the entries that were looked at since somebody cleared this list."""
+
+    @property
+    def position(self) -> int:
+        """Index of the next entry that this process looks at."""
+
+    @property
+    def epoch(self) -> int: ...
+
+    def __next__(self) -> TokenizedSample: ...
+
+    def state(self) -> dict[str, Any]:
+        """The place behind the sample returned last."""
+
+    def restore(self, state: Place) -> None:
+        """Continue at the place that `state` returned."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,8 +123,9 @@ class DatasetStream:
         self.config = config
         self.world = world
         self.entries = setup_entries(config)
-        self.position = world.rank
         self.counts = SampleCounts()
+        self.drawn: list[str] = []
+        self._places = Places(world)
         self._make = SampleMaker(config, tokenizer)
         self._cache: dict[int, Made] = {}
         self._cached_tokens = 0
@@ -129,14 +136,18 @@ class DatasetStream:
         return self.entries.row_count
 
     @property
+    def position(self) -> int:
+        return self._places.next
+
+    @property
     def epoch(self) -> int:
         return self.entries.epoch_of(self.position)
 
     def __next__(self) -> TokenizedSample:
         barren = 0
         while True:
-            sample = self._sample(self.entries.at(self.position))
-            self.position += self.world.world_size
+            sample = self._sample(self.entries.at(self._places.next))
+            self._places.take()
             if sample is not None:
                 return sample
             barren += 1
@@ -148,11 +159,12 @@ class DatasetStream:
                 )
 
     def state(self) -> dict[str, Any]:
-        return {"position": self.position, "row_count": self.row_count, **self.entries.state()}
+        return {**self._places.state(), **self.entries.state(), "counts": asdict(self.counts)}
 
-    def restore(self, position: int, state: Mapping[str, Any]) -> None:
-        self.position = position + (self.world.rank - position) % self.world.world_size
-        self.entries.restore(self.position, state)
+    def restore(self, state: Place) -> None:
+        self._places.restore(state)
+        self.entries.restore(state)
+        self.counts = SampleCounts(**state["counts"])
 
     def first_ones(self, count: int) -> Iterator[Made]:
         """What the stream begins with, over all processes. Moves and counts nothing.
@@ -168,6 +180,7 @@ class DatasetStream:
     def _sample(self, entry: Entry) -> TokenizedSample | None:
         """The tokens of a row, or None if it cannot be trained on."""
         made = self._made(entry)
+        self.drawn.append(entry.where)
         self.counts.seen += 1
         if made.kind != "seen":
             setattr(self.counts, made.kind, getattr(self.counts, made.kind) + 1)
@@ -213,22 +226,30 @@ class FakeStream:
     def __init__(self, config: FakeDataConfig, vocab_size: int, world: World) -> None:
         self.config = config
         self.vocab_size = vocab_size
-        self.world = world
-        self.position = world.rank
+        self.counts = SampleCounts()
+        self.drawn: list[str] = []
+        self._places = Places(world)
+
+    @property
+    def position(self) -> int:
+        return self._places.next
 
     def __next__(self) -> TokenizedSample:
-        generator = np.random.default_rng(self.position)
+        position = self._places.take()
+        generator = np.random.default_rng(position)
         longest = self.config.seq_len
         length = longest if self.config.length == "fixed" else int(generator.integers(1, max(longest, 2)))
         if self.config.input_ids == "increasing":
-            token_ids = np.full(length + 1, self.position % self.vocab_size)
+            token_ids = np.full(length + 1, position % self.vocab_size)
         else:
             token_ids = generator.integers(0, self.vocab_size, size=length + 1)
-        self.position += self.world.world_size
+        self.counts.seen += 1
+        self.drawn.append(f"entry {position}")
         return TokenizedSample(token_ids.astype(np.int32), np.ones(length + 1, dtype=bool))
 
     def state(self) -> dict[str, Any]:
-        return {"position": self.position, "row_count": self.row_count}
+        return {**self._places.state(), "counts": asdict(self.counts)}
 
-    def restore(self, position: int, state: Mapping[str, Any]) -> None:
-        self.position = position + (self.world.rank - position) % self.world.world_size
+    def restore(self, state: Place) -> None:
+        self._places.restore(state)
+        self.counts = SampleCounts(**state["counts"])

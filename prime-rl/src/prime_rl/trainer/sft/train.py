@@ -24,7 +24,7 @@ from prime_rl.trainer.sft.examination import check_first_rows
 from prime_rl.trainer.sft.fingerprint import fingerprint_of
 from prime_rl.trainer.sft.loop import Parts, SFTTrainer, micro_batches_per_process
 from prime_rl.trainer.sft.reporting import StepReporter
-from prime_rl.trainer.sft.resume import check_same_rows, leave_receipt
+from prime_rl.trainer.sft.resume import check_same_rows, go_on, leave_receipt
 from prime_rl.trainer.sft.validation import Validation
 from prime_rl.trainer.signals import EXIT_STOPPED, listen_for_signals
 from prime_rl.trainer.world import World, destroy_world, setup_world
@@ -125,8 +125,8 @@ def setup_parts(config: SFTConfig, paths: RunPaths, world: World) -> Parts:
     schedule_steps = scheduled_steps(config.max_steps, config.ckpt, resume_step)
     state = TrainState(model, optimizer, setup_scheduler(config.scheduler, optimizer, schedule_steps), Progress())
     if checkpoints is not None and resume_step is not None:
-        rows.load_state(checkpoints.load(state, resume_step))
-        leave_receipt(config, checkpoints, state.progress, rows, verified)
+        place = go_on(rows, checkpoints.load(state, resume_step))
+        leave_receipt(config, checkpoints, state.progress, place, verified)
     export_dtype = compute_dtype(config.model, world.device)
     return Parts(state, rows, tokenizer, checkpoints, export_dtype, validation, fingerprint)
 
