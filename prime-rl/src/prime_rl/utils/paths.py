@@ -135,6 +135,15 @@ class OrchestratorPaths:
         """Policy weights of one version, from the trainer to the inference engines."""
         return self.broadcasts / f"step_{version}"
 
+    def broadcast_ready(self, version: int) -> Path:
+        """Marks that the servers are about to receive this version from the trainer, without files."""
+        return self.broadcast(version) / "NCCL_READY"
+
+    @property
+    def broadcasts_closed(self) -> Path:
+        """Marks that the orchestrator has ended and asks for no version any more."""
+        return self.broadcasts / "CLOSED"
+
     @property
     def checkpoints(self) -> Path:
         return self.root / "checkpoints"
