@@ -1,0 +1,74 @@
+"""The same samples give the same loss and gradient, however they are packed and divided among processes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+SCRIPT = Path(__file__).with_name("gradients_of_a_batch.py")
+
+
+@pytest.fixture(scope="module")
+def results(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]:
+    """What `gradients_of_a_batch.py` found, by the number of its processes."""
+    directory = tmp_path_factory.mktemp("results")
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    found = {}
+    for processes, launcher in ((1, []), (2, torchrun)):
+        command = [sys.executable, *launcher, SCRIPT, tiny_model_dir, directory / f"{processes}.pt"]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=120)
+        assert done.returncode == 0, done.stdout + done.stderr
+        found[processes] = torch.load(directory / f"{processes}.pt")
+    return found
+
+
+@pytest.mark.parametrize("trainer", ["sft", "rl"])
+@pytest.mark.parametrize(
+    ("processes", "division"),
+    [
+        pytest.param(1, "unpacked 1", id="sixteen unpacked samples"),
+        pytest.param(2, "packed 1", id="two processes of four rows"),
+        pytest.param(2, "packed 2", id="two replicas of four rows"),
+        pytest.param(2, "unpacked 1", id="two processes of eight unpacked samples"),
+    ],
+)
+def test_loss_and_gradient_are_those_of_one_process_with_eight_rows(
+    results: dict[int, dict[str, Any]], trainer: str, processes: int, division: str
+) -> None:
+    expected_loss, expected = results[1][f"{trainer} packed 1"]
+    loss, gradient = results[processes][f"{trainer} {division}"]
+    assert loss == pytest.approx(expected_loss, rel=1e-5)
+    assert expected.norm() > 0.1
+    torch.testing.assert_close(gradient, expected, rtol=0, atol=1e-6 * float(expected.norm()))
+
+
+@pytest.mark.parametrize(
+    ("setting", "plain", "tolerance"),
+    [
+        ("adamw", "adamw", 1e-4),
+        ("sgd", "sgd", 1e-6),
+        # Rounded to bfloat16 on the way.
+        ("muon", "muon", 1e-3),
+        ("muon of replicas", "muon", 1e-3),
+        ("fsdp_cpu_offload", "adamw", 1e-4),
+    ],
+)
+def test_two_processes_end_in_the_weights_of_one(
+    results: dict[int, dict[str, Any]], setting: str, plain: str, tolerance: float
+) -> None:
+    weights, expected = results[2][setting], results[1][plain]
+    assert weights.keys() == expected.keys()
+    for name in weights:
+        torch.testing.assert_close(weights[name], expected[name], rtol=0, atol=tolerance)
+
+
+def test_offloaded_parameters_change_no_bit(results: dict[int, dict[str, Any]]) -> None:
+    for found in results.values():
+        assert all(torch.equal(tensor, found["adamw"][name]) for name, tensor in found["fsdp_cpu_offload"].items())
