@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from prime_rl.configs.trainer import ModelConfig, TokenizerConfig
 from prime_rl.trainer.attention import choose_attention
 from prime_rl.trainer.blocks import decoder_blocks, prepare_blocks
 from prime_rl.trainer.errors import ModelError
+from prime_rl.trainer.lora import adapted, log_adapters
 from prime_rl.trainer.parallel_dims import ParallelDims
 from prime_rl.trainer.scoring import enable_scoring
 from prime_rl.trainer.world import World
@@ -42,13 +44,16 @@ def setup_model(config: ModelConfig, world: World) -> nn.Module:
     model_config = load_model_config(config)
     options = _options(config, model_config, world)
     home = torch.device("cpu") if config.fsdp_cpu_offload else world.device
+    adapt = partial(adapted, config=config.lora, compute_dtype=compute_dtype(config, world.device))
     # One process reads the weights; the others receive their shards from it.
-    full = _build_full(config, model_config, options) if world.is_main else None
+    full = adapt(_build_full(config, model_config, options)) if world.is_main else None
     if full is not None and world.world_size == 1:
         model = full.to(home)
     else:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(model_config, **options)
+            model = adapt(AutoModelForCausalLM.from_config(model_config, **options))
+    if config.lora is not None and world.is_main:
+        log_adapters(model)
     if config.freeze_moe_router:
         freeze_routers(model)
     prepare_blocks(model, config, world.device)
