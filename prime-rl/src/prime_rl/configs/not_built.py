@@ -43,8 +43,6 @@ NOT_BUILT: tuple[NotBuilt, ...] = (
     *_of_both_trainers("model.tp", "no tensor parallelism yet"),
     *_of_both_trainers("model.ep", "no expert parallelism yet"),
     *_of_both_trainers("model.impl", "models come from Transformers", ("custom",)),
-    *_of_both_trainers("model.lora", "no adapters yet"),
-    *_of_both_trainers("ckpt.weights.save_adapter_separately", "no adapters yet"),
     NotBuilt("sft.loss_impl", "use torch, which holds few logits at a time too", ("liger",)),
     NotBuilt("sft.bench", 'set `data.type = "fake"` and `max_steps`, and read `metrics.jsonl`'),
     NotBuilt("sft.memory_profiler_path", "no memory profile yet"),

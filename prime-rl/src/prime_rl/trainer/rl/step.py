@@ -88,9 +88,11 @@ class ForwardBackward:
         return samples
 
     def with_proximal(self, rows: Sequence[Row]) -> list[Row]:
-        """The rows, each with the log-probabilities that the policy gives it now. Collective."""
+        """The rows, each with the log-probabilities that the policy gives it now, without dropout. Collective."""
+        self.model.eval()
         with torch.no_grad():
             scored = [score_row(self.model, row, self._wanted(row), self.vocab_chunk)[0] for row in rows]
+        self.model.train()
         return [dataclasses.replace(row, proximal_logprobs=own) for row, own in zip(rows, scored, strict=True)]
 
     def _wanted(self, row: Row) -> Tensor:

@@ -1,0 +1,269 @@
+"""Adapters: what they compute, train, and leave; PEFT is the measure."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from prime_rl.configs.trainer import (
+    ActivationCheckpointConfig,
+    AdamWConfig,
+    CompileConfig,
+    DebugModelConfig,
+    FileSystemWeightBroadcastConfig,
+    LoRAConfig,
+    ModelConfig,
+    TokenizerConfig,
+    WeightCheckpointConfig,
+)
+from prime_rl.trainer.errors import ModelError
+from prime_rl.trainer.lora import LowRank
+from prime_rl.trainer.lora_export import gather_adapter
+from prime_rl.trainer.model import setup_model, setup_tokenizer
+from prime_rl.trainer.optim import setup_optimizer
+from prime_rl.trainer.perf import flops_per_token
+from prime_rl.trainer.rl.broadcast import FileSystemBroadcast
+from prime_rl.trainer.rl.rows import Row, score_row
+from prime_rl.trainer.scoring import score_tokens
+from prime_rl.trainer.weights import export_model, gather_weights, save_adapter
+from prime_rl.trainer.world import World
+from prime_rl.transport.messages import MicroBatch
+from prime_rl.utils.paths import RunPaths
+
+TOKENS = torch.arange(4, 100, 3)
+
+
+@pytest.fixture(scope="module")
+def moe_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Qwen3-MoE with 4 experts, of which 2 are used, in each of 2 layers; its head is not tied."""
+    directory = tmp_path_factory.mktemp("moe")
+    sizes = {"hidden_size": 32, "moe_intermediate_size": 16, "num_hidden_layers": 2, "head_dim": 16}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    config = Qwen3MoeConfig(vocab_size=128, num_experts=4, num_experts_per_tok=2, **sizes, **heads)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        Qwen3MoeForCausalLM(config).save_pretrained(directory)
+    return directory
+
+
+def config_of(directory: Path, lora: dict[str, Any] | None = None, **fields: Any) -> ModelConfig:
+    adapter = LoRAConfig(**{"rank": 4, "alpha": 8.0, **(lora or {})})
+    return ModelConfig(name=str(directory), attn="sdpa", lora=adapter, **fields)
+
+
+def logits_of(model: PreTrainedModel) -> Tensor:
+    positions = torch.arange(len(TOKENS))[None]
+    return score_tokens(model, TOKENS[None], positions, lambda hidden, logits_of: logits_of(hidden)).float()
+
+
+def loss_of(logits: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(logits[:-1], TOKENS[1:])
+
+
+def train(model: PreTrainedModel, steps: int = 3) -> PreTrainedModel:
+    optimizer = setup_optimizer(AdamWConfig(lr=1e-2), model)
+    for _ in range(steps):
+        loss_of(logits_of(model)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
+def in_peft(model: PreTrainedModel, base: Path, directory: Path, **options: Any) -> peft.PeftModel:
+    """`base` with the adapter of `model`, as PEFT loads it from files."""
+    save_adapter(gather_adapter(model, torch.float32), directory)
+    own = AutoModelForCausalLM.from_pretrained(base, attn_implementation="sdpa")
+    return peft.PeftModel.from_pretrained(own, directory, **options)
+
+
+@pytest.mark.parametrize(
+    "lora",
+    [
+        pytest.param({}, id="every-linear-layer"),
+        pytest.param({"target_modules": [r"layers\.1\..*(q|down)_proj$", "k_proj"]}, id="some-layers-by-pattern"),
+        pytest.param({"modules_to_save": ["norm", "layers.0.mlp"], "alpha": 6.0}, id="with-modules-trained-in-full"),
+        pytest.param({"target_modules": ["v_proj"], "modules_to_save": ["embed_tokens"]}, id="with-tied-embeddings"),
+    ],
+)
+def test_peft_computes_what_the_trained_model_computes(
+    tiny_model_dir: Path, world: World, tmp_path: Path, lora: dict[str, Any]
+) -> None:
+    model = train(setup_model(config_of(tiny_model_dir, lora), world))
+    loaded = in_peft(model, tiny_model_dir, tmp_path / "adapter")
+    start = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
+    with torch.no_grad():
+        ours, theirs, before = logits_of(model), loaded(TOKENS[None]).logits[0], start(TOKENS[None]).logits[0]
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+    assert (ours - before).abs().max() > 0.1
+
+
+def test_loss_and_gradients_are_those_of_peft(tiny_model_dir: Path, world: World, tmp_path: Path) -> None:
+    model = train(setup_model(config_of(tiny_model_dir, ac=ActivationCheckpointConfig()), world))
+    loaded = in_peft(model, tiny_model_dir, tmp_path / "adapter", is_trainable=True)
+    ours, theirs = loss_of(logits_of(model)), loss_of(loaded(TOKENS[None]).logits[0])
+    ours.backward()
+    theirs.backward()
+    assert ours.item() == pytest.approx(theirs.item(), rel=1e-6)
+    expected = {name.replace(".default", ""): weight.grad for name, weight in loaded.named_parameters()}
+    compared = 0
+    for path, module in model.named_modules():
+        if isinstance(module, LowRank):
+            for own, factor in ((module.A, "lora_A"), (module.B, "lora_B")):
+                other = expected[f"base_model.model.{path.removesuffix('.lora')}.{factor}.weight"]
+                torch.testing.assert_close(own.grad.full_tensor(), other, rtol=1e-4, atol=1e-7)
+                compared += 1
+    assert compared == 2 * 7 * 2
+
+
+def test_an_untrained_adapter_changes_nothing_and_every_run_draws_the_same_one(
+    tiny_model_dir: Path, world: World
+) -> None:
+    torch.manual_seed(1)
+    one = setup_model(config_of(tiny_model_dir), world)
+    torch.manual_seed(2)
+    other = setup_model(config_of(tiny_model_dir), world)
+    plain = setup_model(ModelConfig(name=str(tiny_model_dir), attn="sdpa"), world)
+    assert torch.equal(logits_of(one), logits_of(plain))
+    first, second = (gather_adapter(model, torch.float32).state for model in (one, other))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    drawn = first["base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"]
+    assert 0.9 / 8 < drawn.abs().max() <= 1 / 8, "uniform in 1 / sqrt(64)"
+
+
+def test_only_adapters_and_modules_to_save_are_trained(tiny_model_dir: Path, world: World) -> None:
+    config = config_of(tiny_model_dir, {"target_modules": ["self_attn.q_proj"], "modules_to_save": ["model.norm"]})
+    model = setup_model(config, world)
+    before = gather_weights(model, torch.float32)
+    optimizer = setup_optimizer(AdamWConfig(lr=1e-2), model)
+    assert sum(len(group["params"]) for group in optimizer.param_groups) == 2 * 2 + 1
+    train(model)
+    after = gather_weights(model, torch.float32)
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed == {"model.norm.weight", *(f"model.layers.{layer}.self_attn.q_proj.weight" for layer in (0, 1))}
+
+
+def test_an_export_is_merged_and_holds_the_adapter_if_asked(tiny_model_dir: Path, world: World, tmp_path: Path) -> None:
+    config = config_of(tiny_model_dir)
+    model = train(setup_model(config, world))
+    options = WeightCheckpointConfig(save_adapter_separately=True)
+    tokenizer = setup_tokenizer(TokenizerConfig(), config)
+    export_model(model, tokenizer, tmp_path / "step_3", options, torch.float32)
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "step_3", attn_implementation="sdpa")
+    base = AutoModelForCausalLM.from_pretrained(tiny_model_dir, attn_implementation="sdpa")
+    loaded = peft.PeftModel.from_pretrained(base, tmp_path / "step_3" / "lora_adapters")
+    with torch.no_grad():
+        for other in (merged, loaded):
+            torch.testing.assert_close(logits_of(model), other(TOKENS[None]).logits[0], rtol=1e-5, atol=1e-5)
+    stored = load_file(tmp_path / "step_3" / "model.safetensors")
+    assert stored.keys() == load_file(tiny_model_dir / "model.safetensors").keys()
+
+
+def test_a_broadcast_holds_the_adapter_alone_in_peft_s_format(
+    tiny_model_dir: Path, world: World, tmp_path: Path
+) -> None:
+    model = train(setup_model(config_of(tiny_model_dir), world))
+    run = RunPaths(tmp_path).orchestrator
+    FileSystemBroadcast(FileSystemWeightBroadcastConfig(), run, world, 1, None).publish(model, 3, torch.float32)
+    files = {path.name for path in run.broadcast(3).iterdir()}
+    assert files == {"adapter_model.safetensors", "adapter_config.json", "STABLE"}
+    config = json.loads((run.broadcast(3) / "adapter_config.json").read_text())
+    expected = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 4, "lora_alpha": 8, "bias": "none"}
+    assert expected.items() <= config.items()
+    linear = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
+    assert (config["target_modules"], config["modules_to_save"]) == (linear, None)
+    loaded = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny_model_dir), run.broadcast(3))
+    with torch.no_grad():
+        torch.testing.assert_close(logits_of(model), loaded(TOKENS[None]).logits[0], rtol=1e-5, atol=1e-5)
+
+
+def test_frozen_weights_are_kept_in_the_compute_dtype_and_give_the_same_bits(
+    tiny_model_dir: Path, world: World
+) -> None:
+    model = setup_model(config_of(tiny_model_dir, compute_dtype="bfloat16"), world)
+    plain = setup_model(ModelConfig(name=str(tiny_model_dir), attn="sdpa", compute_dtype="bfloat16"), world)
+    dtypes = {(weight.requires_grad, weight.dtype) for weight in model.parameters()}
+    assert dtypes == {(True, torch.float32), (False, torch.bfloat16)}
+    assert torch.equal(logits_of(model), logits_of(plain))
+    losses = [loss_of(logits_of(train(model, steps))).item() for steps in (0, 5)]
+    assert losses[1] < losses[0] - 0.05
+
+
+def test_dropout_is_the_same_when_activations_are_computed_again(tiny_model_dir: Path, world: World) -> None:
+    def trained(**fields: Any) -> dict[str, Tensor]:
+        model = setup_model(config_of(tiny_model_dir, {"dropout": 0.5}, **fields), world)
+        torch.manual_seed(0)
+        return gather_adapter(train(model), torch.float32).state
+
+    kept, again = trained(), trained(ac=ActivationCheckpointConfig())
+    assert all(torch.equal(kept[name], again[name]) for name in kept)
+
+
+@pytest.mark.slow
+def test_a_compiled_model_trains_the_same_adapters(tiny_model_dir: Path, world: World) -> None:
+    def trained(compile: CompileConfig | None) -> dict[str, Tensor]:
+        config = config_of(tiny_model_dir, debug=DebugModelConfig(num_layers=1), compile=compile)
+        return gather_adapter(train(setup_model(config, world), steps=2), torch.float32).state
+
+    torch.testing.assert_close(trained(None), trained(CompileConfig()), rtol=1e-3, atol=1e-4)
+
+
+def test_stacked_experts_are_adapted_and_exported_one_by_one(moe_model_dir: Path, world: World, tmp_path: Path) -> None:
+    model = setup_model(config_of(moe_model_dir), world)
+    plain = setup_model(ModelConfig(name=str(moe_model_dir), attn="sdpa"), world)
+    torch.testing.assert_close(logits_of(model), logits_of(plain), rtol=1e-5, atol=1e-6)
+    loaded = in_peft(train(model), moe_model_dir, tmp_path / "adapter")
+    names = load_file(tmp_path / "adapter" / "adapter_model.safetensors").keys()
+    assert "base_model.model.model.layers.1.mlp.experts.3.up_proj.lora_B.weight" in names
+    with torch.no_grad():
+        torch.testing.assert_close(logits_of(model), loaded(TOKENS[None]).logits[0], rtol=1e-5, atol=1e-5)
+    merged, start = gather_weights(model, torch.float32), load_file(moe_model_dir / "model.safetensors")
+    assert merged.keys() == start.keys()
+    changed = {name.rpartition(".layers.1.")[2] for name in start if not torch.equal(merged[name], start[name])}
+    assert {"mlp.experts.0.gate_proj.weight", "mlp.experts.3.down_proj.weight"} <= changed
+
+
+def test_an_adapted_head_counts_in_the_fused_log_probabilities_too(moe_model_dir: Path, world: World) -> None:
+    model = train(setup_model(config_of(moe_model_dir, {"target_modules": ["lm_head"]}), world))
+    length = len(TOKENS)
+    fields = {"advantages": [1.0] * length, "inference_logprobs": [0.0] * length, "temperatures": [1.0] * length}
+    message = MicroBatch(TOKENS.tolist(), [True] * length, position_ids=list(range(length)), **fields)
+    row = Row.of(message, torch.device("cpu"))
+    scored, _ = score_row(model, row, row.loss_mask, vocab_chunk=512)
+    expected = logits_of(model).log_softmax(-1)[:-1].gather(1, TOKENS[1:, None])[:, 0]
+    torch.testing.assert_close(scored[1:], expected)
+
+
+def test_names_that_mean_nothing_are_one_line_with_the_nearest_ones(
+    tiny_model_dir: Path, moe_model_dir: Path, world: World
+) -> None:
+    def fault(directory: Path = tiny_model_dir, **lora: Any) -> str:
+        with pytest.raises(ModelError) as raised:
+            setup_model(config_of(directory, lora), world)
+        assert "\n" not in str(raised.value)
+        return str(raised.value)
+
+    assert '"q_prj" matches no linear layer of this model; nearest: q_proj' in fault(target_modules=["q_prj"])
+    assert "nearest: down_proj, gate_proj, k_proj" in fault(target_modules=["zzz"])
+    assert '"nrm" matches no module' in fault(modules_to_save=["nrm"])
+    assert '"(q_proj" is no regular expression' in fault(target_modules=["(q_proj"])
+    assert "leaves nothing to adapt: experts" in fault(target_modules=["experts"])
+    assert "lm_head shares its weight with model.embed_tokens" in fault(target_modules=["q_proj", "lm_head"])
+    assert "whose experts are stacked: they are adapted as a whole" in fault(
+        moe_model_dir, target_modules=["q_proj", "up_proj"]
+    )
+
+
+def test_flops_of_frozen_weights_lack_their_gradient(tiny_model_dir: Path, world: World) -> None:
+    model = setup_model(config_of(tiny_model_dir, {"target_modules": ["q_proj"]}), world)
+    layer = 64 * (64 + 32 + 32) + 64 * 64 + 3 * 64 * 128
+    adapters = 2 * 4 * (64 + 64)
+    expected = 4 * (2 * layer + 64 * 128) + 6 * adapters + 12 * 2 * 64 * 10
+    assert flops_per_token(model, row_tokens=10) == expected

@@ -1,0 +1,179 @@
+"""SFT and RL runs that train adapters."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.distributed.checkpoint import FileSystemReader
+from transformers import AutoModelForCausalLM
+
+from prime_rl.configs.sft import SFTConfig
+from prime_rl.configs.shared import FileSystemTransportConfig
+from prime_rl.configs.trainer import TrainerConfig
+from prime_rl.trainer.rl.run import train
+from prime_rl.trainer.sft.train import run
+from prime_rl.transport import setup_batch_sender
+from prime_rl.transport.messages import TrainingBatch, TrainingSample
+from prime_rl.utils.paths import RunPaths, stable_steps
+from prime_rl.utils.pydantic_config import dump_toml
+
+TWO_PROCESSES = Path(__file__).parent / "sft" / "two_processes.py"
+
+
+@pytest.fixture
+def base(tiny_model_dir: Path, tmp_path: Path) -> dict[str, Any]:
+    """SFT on questions whose answer is the question, with dropout and with the last norm trained in full."""
+    file = tmp_path / "echo.jsonl"
+    words = ["heart", "lung", "spleen", "aorta", "femur", "tibia", "iris", "uvula"]
+    file.write_text("".join(json.dumps({"prompt": a + b, "completion": a + b}) + "\n" for a in words for b in words))
+    lora = {"rank": 8, "alpha": 32.0, "modules_to_save": ["model.norm"]}
+    return {
+        "device": "cpu",
+        "model": {"name": str(tiny_model_dir), "attn": "sdpa", "lora": lora},
+        "data": {"name": str(file), "batch_size": 4, "micro_batch_size": 2, "seq_len": 64},
+        "optim": {"lr": 1e-2},
+        "max_steps": 6,
+    }
+
+
+def run_sft(base: dict[str, Any], output_dir: Path, **changes: Any) -> None:
+    """Run as a new process would."""
+    torch.manual_seed(torch.default_generator.initial_seed())
+    assert run(SFTConfig(**{**base, "output_dir": output_dir, **changes})) == 0
+
+
+def losses_of(output_dir: Path) -> list[float]:
+    return [json.loads(line)["loss/mean"] for line in RunPaths(output_dir).metrics.read_text().splitlines()]
+
+
+def test_sft_learns_and_leaves_merged_weights_and_the_adapter(base: dict[str, Any], tmp_path: Path, capsys) -> None:
+    out = tmp_path / "out"
+    run_sft(base, out, max_steps=30, ckpt={"weights": {"save_adapter_separately": True}})
+    losses = losses_of(out)
+    assert losses[-1] < losses[0] - 0.5
+    assert "LoRA: 14 adapters, " in capsys.readouterr().out
+    directory, tokens = RunPaths(out).weight(30), torch.arange(4, 100)[None]
+    merged = AutoModelForCausalLM.from_pretrained(directory)
+    start = AutoModelForCausalLM.from_pretrained(base["model"]["name"])
+    loaded = peft.PeftModel.from_pretrained(start, directory / "lora_adapters")
+    with torch.no_grad():
+        torch.testing.assert_close(merged(tokens).logits, loaded(tokens).logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+def test_a_resumed_run_ends_in_the_same_bits(base: dict[str, Any], tmp_path: Path, in_background: bool) -> None:
+    base["model"]["lora"]["dropout"] = 0.2
+    straight, halves = tmp_path / "straight", tmp_path / "halves"
+    run_sft(base, straight)
+    run_sft(base, halves, max_steps=3, ckpt={"async_save": in_background})
+    run_sft(base, halves, ckpt={"resume_step": -1})
+    assert losses_of(halves) == losses_of(straight)
+    one, other = (load_file(RunPaths(out).weight(6) / "model.safetensors") for out in (straight, halves))
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_a_checkpoint_holds_what_is_trained_alone(base: dict[str, Any], tmp_path: Path) -> None:
+    run_sft(base, tmp_path / "out", max_steps=1, ckpt={})
+    saved = FileSystemReader(RunPaths(tmp_path / "out").trainer_checkpoint(1)).read_metadata().state_dict_metadata
+    weights = {name for name in saved if name.startswith("model.")}
+    assert len(weights) == 2 * 14 + 1
+    assert all(".lora." in name or name.endswith("model.norm.weight") for name in weights)
+
+
+def test_the_best_step_stays(base: dict[str, Any], tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    val = {"interval": 2, "data": {"name": base["data"]["name"], "seq_len": 64}}
+    run_sft(base, out, val=val, ckpt={"keep_best": True, "keep_last": 1})
+    best = json.loads(RunPaths(out).best_checkpoint.read_text())["step"]
+    assert best in stable_steps(RunPaths(out).checkpoints)
+
+
+def test_two_processes_train_like_one_and_resume_in_the_same_bits(base: dict[str, Any], tmp_path: Path) -> None:
+    """What `two_processes.py` does is told there."""
+    config = {**base, "scheduler": {"type": "linear", "warmup_steps": 2, "decay_steps": 2}}
+    dump_toml(SFTConfig(**{**config, "output_dir": tmp_path}), tmp_path / "sft.toml")
+    script = [TWO_PROCESSES, "@", tmp_path / "sft.toml"]
+    run_python("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *script)
+    assert losses_of(tmp_path / "halves") == losses_of(tmp_path / "straight") + losses_of(tmp_path / "straight")[3:]
+    one, other = (
+        load_file(RunPaths(tmp_path / name).weight(6) / "model.safetensors") for name in ("straight", "halves")
+    )
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    run_python(*script)
+    alone, sharded, replicated = (
+        json.loads((tmp_path / f"{processes}_processes_{replicas}_replicas.json").read_text())
+        for processes, replicas in ((1, 1), (2, 1), (2, 2))
+    )
+    for together in (sharded, replicated):
+        assert together["loss"] == pytest.approx(alone["loss"], rel=1e-6)
+        assert together["grad_norm"] == pytest.approx(alone["grad_norm"], rel=1e-5)
+
+
+def run_python(*arguments: str | Path) -> None:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    completed = subprocess.run(
+        [sys.executable, *arguments], env=environment, capture_output=True, text=True, check=False, timeout=120
+    )
+    assert completed.returncode == 0, completed.stdout + completed.stderr
+
+
+def batch(step: int) -> TrainingBatch:
+    generator = torch.Generator().manual_seed(step)
+
+    def sample(advantage: float) -> TrainingSample:
+        tokens = torch.randint(4, 100, (40,), generator=generator).tolist()
+        return TrainingSample(
+            prompt_ids=tokens[:10],
+            prompt_mask=[False] * 10,
+            completion_ids=tokens[10:],
+            completion_mask=[True] * 30,
+            completion_logprobs=[-4.8] * 30,
+            completion_temperatures=[1.0] * 30,
+            advantage=advantage,
+        )
+
+    return TrainingBatch([sample(advantage) for advantage in (1.0, -0.5, 0.7, -1.2)], step)
+
+
+def run_rl(out: Path, model: Path, steps: range, **settings: Any) -> None:
+    sender = setup_batch_sender(FileSystemTransportConfig(), RunPaths(out).orchestrator)
+    for step in steps:
+        sender.send(batch(step))
+    lora = {"rank": 4, "alpha": 16.0}
+    fixed = {"device": "cpu", "parity": {"on_mismatch": "off"}, "optim": {"lr": 1e-2}, "max_steps": steps.stop}
+    model_config = {"name": str(model), "attn": "sdpa", "seq_len": 128, "lora": lora}
+    train(TrainerConfig(output_dir=out, model=model_config, **fixed, **settings), RunPaths(out))
+
+
+def test_rl_publishes_each_version_as_an_adapter_and_exports_it_merged(tiny_model_dir: Path, tmp_path: Path) -> None:
+    run_rl(tmp_path, tiny_model_dir, range(2))
+    paths = RunPaths(tmp_path)
+    assert stable_steps(paths.orchestrator.broadcasts) == [1, 2], "version 0 is the model itself"
+    assert not (paths.orchestrator.broadcast(2) / "model.safetensors").exists()
+    first, last = (load_file(paths.orchestrator.broadcast(v) / "adapter_model.safetensors") for v in (1, 2))
+    assert any(not torch.equal(first[name], last[name]) for name in first)
+    merged, start = (AutoModelForCausalLM.from_pretrained(path) for path in (paths.weight(2), tiny_model_dir))
+    loaded = peft.PeftModel.from_pretrained(start, paths.orchestrator.broadcast(2))
+    tokens = torch.arange(4, 100)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(merged(tokens).logits, loaded(tokens).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_rl_resumes_in_the_same_bits(tiny_model_dir: Path, tmp_path: Path) -> None:
+    straight, halves = tmp_path / "straight", tmp_path / "halves"
+    run_rl(straight, tiny_model_dir, range(2))
+    run_rl(halves, tiny_model_dir, range(1), ckpt={})
+    run_rl(halves, tiny_model_dir, range(1, 2), ckpt={"resume_step": 1})
+    one, other = (
+        load_file(RunPaths(out).orchestrator.broadcast(2) / "adapter_model.safetensors") for out in (straight, halves)
+    )
+    assert all(torch.equal(one[name], other[name]) for name in one)
