@@ -43,7 +43,7 @@ def prepare_blocks(model: nn.Module, config: ModelConfig, device: torch.device) 
             has_dropout = config.lora is not None and config.lora.dropout > 0
             forward = _checkpointed(forward, preserve_rng_state=has_dropout)
         if offload is not None:
-            forward = _offloaded(forward, offload)
+            forward = offloaded(forward, offload)
         # Replacing `forward` keeps parameter names as they are, which a wrapper module would change.
         block.forward = forward
 
@@ -55,7 +55,9 @@ def _checkpointed(forward: Forward, preserve_rng_state: bool) -> Forward:
     return recomputing
 
 
-def _offloaded(forward: Forward, offload: ActivationOffload) -> Forward:
+def offloaded(forward: Forward, offload: ActivationOffload) -> Forward:
+    """`forward`, with what autograd saves in it kept by `offload`."""
+
     def offloading(*args: Any, **kwargs: Any) -> Any:
         with offload.hooks():
             return forward(*args, **kwargs)

@@ -1,0 +1,79 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from prime_rl.configs.trainer import ActivationCheckpointConfig, ActivationOffloadingConfig, ModelConfig
+from prime_rl.trainer.activation_offload import MIN_BYTES, ActivationOffload, Stored
+from prime_rl.trainer.blocks import decoder_blocks, offloaded
+from prime_rl.trainer.model import setup_model
+from prime_rl.trainer.scoring import score_tokens
+from prime_rl.trainer.world import World
+
+CPU = torch.device("cpu")
+TOKENS, PLACES = torch.arange(60)[None], torch.cat([torch.arange(25), torch.arange(35)])[None]
+
+
+def loss_and_gradients(model) -> list[Tensor]:
+    """Of two micro-batches, one after the other."""
+    losses = []
+    for _ in range(2):
+        loss = score_tokens(model, TOKENS, PLACES, lambda hidden, logits_of: logits_of(hidden).logsumexp(-1).sum())
+        loss.backward()
+        losses.append(loss.detach())
+    gradients = [parameter.grad.full_tensor() for parameter in model.parameters()]
+    model.zero_grad()
+    return [*losses, *gradients]
+
+
+@pytest.mark.parametrize("max_inflight", [1, 2, 50])
+@pytest.mark.parametrize("ac", [None, ActivationCheckpointConfig(freq=1), ActivationCheckpointConfig(freq=2)])
+@pytest.mark.parametrize("compute_dtype", ["float32", "bfloat16"])
+def test_activations_that_were_away_give_the_same_bits(
+    tiny_model_dir: Path, world: World, ac, max_inflight: int, compute_dtype: str
+) -> None:
+    config = ModelConfig(name=str(tiny_model_dir), attn="sdpa", ac=ac, compute_dtype=compute_dtype)
+    model = setup_model(config, world)
+    expected = loss_and_gradients(model)
+    offload = ActivationOffload(ActivationOffloadingConfig(max_inflight_activations=max_inflight), CPU)
+    for block in decoder_blocks(model):
+        block.forward = offloaded(block.forward, offload)
+    assert all(torch.equal(*pair) for pair in zip(loss_and_gradients(model), expected, strict=True))
+    assert offload.moved_bytes > 0
+
+
+def test_checkpointed_blocks_move_their_input_and_no_weight(tiny_model_dir: Path, world: World) -> None:
+    model = setup_model(ModelConfig(name=str(tiny_model_dir), attn="sdpa", ac=ActivationCheckpointConfig()), world)
+    offload = ActivationOffload(ActivationOffloadingConfig(), CPU)
+    for block in decoder_blocks(model):
+        block.forward = offloaded(block.forward, offload)
+    loss_and_gradients(model)
+    hidden_bytes = TOKENS.shape[1] * 64 * 4
+    assert offload.moved_bytes == 2 * len(decoder_blocks(model)) * hidden_bytes
+
+
+def test_only_the_newest_activations_stay_on_the_device() -> None:
+    offload = ActivationOffload(ActivationOffloadingConfig(max_inflight_activations=2), CPU)
+    states = torch.ones(MIN_BYTES, requires_grad=True)
+    with offload.hooks():
+        for _ in range(6):
+            states = states.exp()
+    stored, node = [], states.grad_fn
+    while hasattr(node, "_raw_saved_result"):
+        stored.append(node._raw_saved_result.data)
+        node = node.next_functions[0][0]
+    assert all(isinstance(one, Stored) for one in stored)
+    assert [one.on_device is not None for one in stored] == [True, True, False, False, False, False]
+
+
+def test_small_tensors_and_parameters_stay() -> None:
+    offload = ActivationOffload(ActivationOffloadingConfig(), CPU)
+    small = torch.ones(MIN_BYTES // 4 - 1, requires_grad=True)
+    linear = torch.nn.Linear(64, 64, bias=False)
+    with offload.hooks():
+        small.exp().sum()
+        linear(torch.ones(2, 64, requires_grad=True)).sum()
+    assert offload.moved_bytes == 0

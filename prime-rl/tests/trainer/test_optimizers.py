@@ -1,0 +1,191 @@
+"""Each optimizer against a reference, and states in host memory against states on the device."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from prime_rl.configs.trainer import (
+    AdamWConfig,
+    ConstantSchedulerConfig,
+    ModelConfig,
+    MuonConfig,
+    OptimizerConfig,
+    SGDConfig,
+)
+from prime_rl.trainer.model import setup_model
+from prime_rl.trainer.muon import orthogonalised, split_for_muon
+from prime_rl.trainer.optim import clip_gradients, setup_optimizer
+from prime_rl.trainer.optimizer_offload import offload_states
+from prime_rl.trainer.scheduler import setup_scheduler
+from prime_rl.trainer.world import World
+
+CPU = torch.device("cpu")
+OPTIMIZERS = [
+    pytest.param(AdamWConfig(lr=1e-2, weight_decay=0.1), id="adamw"),
+    pytest.param(SGDConfig(lr=1e-2, weight_decay=0.1), id="sgd"),
+    pytest.param(MuonConfig(lr=1e-2, weight_decay=0.1), id="muon"),
+]
+
+
+class Net(nn.Module):
+    """One parameter of each kind that optimizers tell apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed_tokens = nn.Embedding(12, 6)
+        self.wide = nn.Linear(6, 10)
+        self.tall = nn.Linear(10, 4, bias=False)
+        self.experts = nn.Parameter(torch.randn(3, 4, 8))
+        self.lm_head = nn.Linear(8, 12, bias=False)
+
+
+def give_gradients(net: nn.Module, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in net.parameters():
+        parameter.grad = torch.randn(parameter.shape, generator=generator)
+
+
+def updated(config: OptimizerConfig, updates: int = 4) -> dict[str, Tensor]:
+    net = Net()
+    optimizer = setup_optimizer(config, net)
+    for seed in range(updates):
+        give_gradients(net, seed)
+        optimizer.step()
+    return dict(net.named_parameters())
+
+
+def test_adamw_follows_its_formula() -> None:
+    config = AdamWConfig(lr=1e-2, betas1=0.8, betas2=0.9, weight_decay=0.1)
+    net = Net()
+    expected = net.wide.weight.detach().double()
+    mean, square = torch.zeros_like(expected), torch.zeros_like(expected)
+    for update in range(1, 5):
+        give_gradients(net, update - 1)
+        gradient = net.wide.weight.grad.double()
+        mean = 0.8 * mean + 0.2 * gradient
+        square = 0.9 * square + 0.1 * gradient**2
+        step = (mean / (1 - 0.8**update)) / ((square / (1 - 0.9**update)).sqrt() + 1e-8)
+        expected = expected * (1 - 1e-2 * 0.1) - 1e-2 * step
+    torch.testing.assert_close(updated(config)["wide.weight"].double(), expected, atol=1e-6, rtol=0)
+
+
+def test_sgd_follows_its_formula() -> None:
+    config = SGDConfig(lr=1e-2, momentum=0.8, nesterov=True, weight_decay=0.1)
+    net = Net()
+    expected = net.wide.weight.detach().double()
+    momentum = torch.zeros_like(expected)
+    for seed in range(4):
+        give_gradients(net, seed)
+        gradient = net.wide.weight.grad.double() + 0.1 * expected
+        momentum = gradient if seed == 0 else 0.8 * momentum + gradient
+        expected = expected - 1e-2 * (gradient + 0.8 * momentum)
+    torch.testing.assert_close(updated(config)["wide.weight"].double(), expected, atol=1e-6, rtol=0)
+
+
+def test_muon_is_that_of_pytorch_for_matrices_and_adamw_for_the_rest() -> None:
+    config = MuonConfig(lr=1e-2, weight_decay=0.1)
+    net = Net()
+    matrices = [net.wide.weight, net.tall.weight]
+    others = [net.embed_tokens.weight, net.wide.bias, net.lm_head.weight]
+    references = [
+        torch.optim.Muon(matrices, lr=1e-2, weight_decay=0.1, momentum=0.95, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(others, lr=1e-2, weight_decay=0.1, betas=(0.9, 0.95)),
+    ]
+    for seed in range(4):
+        give_gradients(net, seed)
+        for reference in references:
+            reference.step()
+    expected = dict(net.named_parameters())
+    for name, parameter in updated(config).items():
+        if name != "experts":
+            torch.testing.assert_close(parameter, expected[name], atol=1e-6, rtol=0)
+
+
+def test_muon_makes_each_expert_of_a_stack_orthogonal_by_itself() -> None:
+    stack = torch.randn(3, 40, 16)
+    together = orthogonalised(stack)
+    assert all(torch.equal(one, orthogonalised(alone)) for one, alone in zip(together, stack, strict=True))
+    singular = torch.linalg.svdvals(together.float())
+    assert float(singular.min()) > 0.6
+    assert float(singular.max()) < 1.3
+
+
+def test_muon_moves_a_matrix_as_far_as_adamw_would() -> None:
+    """Both by about 0.2 lr a weight and update, root mean square, when gradients have no common direction."""
+    net = nn.Sequential(nn.Linear(64, 256, bias=False))
+    before = net[0].weight.detach().clone()
+    optimizer = setup_optimizer(MuonConfig(lr=1e-2, weight_decay=0), net)
+    give_gradients(net, 0)
+    optimizer.step()
+    assert float((net[0].weight.detach() - before).square().mean().sqrt()) == pytest.approx(0.2e-2, rel=0.2)
+
+
+def test_muon_leaves_embeddings_and_vectors_to_adamw(tiny_model_dir: Path, world: World) -> None:
+    model = setup_model(ModelConfig(name=str(tiny_model_dir), attn="sdpa"), world)
+    model.base_model.layers[0].mlp.requires_grad_(False)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    matrices, others = ({names[id(parameter)] for parameter in group} for group in split_for_muon(model))
+    attention = {f"model.layers.{n}.self_attn.{part}_proj.weight" for n in (0, 1) for part in "qkvo"}
+    assert matrices == attention | {f"model.layers.1.mlp.{part}_proj.weight" for part in ("gate", "up", "down")}
+    assert "model.embed_tokens.weight" in others
+    assert "model.layers.0.input_layernorm.weight" in others
+    assert len(others) == 1 + 2 * 4 + 1
+
+
+@pytest.mark.parametrize("config", OPTIMIZERS)
+def test_a_schedule_sets_the_rate_of_every_parameter(config: OptimizerConfig) -> None:
+    net = Net()
+    optimizer = setup_optimizer(config.model_copy(update={"weight_decay": 0.0}), net)
+    scheduler = setup_scheduler(ConstantSchedulerConfig(), optimizer, None)
+    assert scheduler.get_last_lr() == [1e-2] * len(optimizer.param_groups)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    before = {name: parameter.detach().clone() for name, parameter in net.named_parameters()}
+    give_gradients(net, 0)
+    optimizer.step()
+    assert all(torch.equal(parameter, before[name]) for name, parameter in net.named_parameters())
+
+
+@pytest.mark.parametrize("config", OPTIMIZERS)
+@pytest.mark.parametrize("slice_bytes", [1, 400, 2**30])
+def test_states_on_the_host_change_no_bit(config: OptimizerConfig, slice_bytes: int) -> None:
+    expected = updated(config)
+    net = Net()
+    optimizer = setup_optimizer(config, net)
+    offload_states(optimizer, CPU, slice_bytes)
+    for seed in range(4):
+        if seed == 2:  # a run that stops here and goes on
+            saved = optimizer.state_dict()
+            optimizer = setup_optimizer(config, net)
+            offload_states(optimizer, CPU, slice_bytes)
+            optimizer.load_state_dict(saved)
+        give_gradients(net, seed)
+        optimizer.step()
+    assert all(torch.equal(parameter, expected[name]) for name, parameter in net.named_parameters())
+
+
+def test_states_stay_in_the_same_host_memory() -> None:
+    net = Net()
+    optimizer = setup_optimizer(AdamWConfig(lr=1e-2), net)
+    offload_states(optimizer, CPU)
+    places = []
+    for seed in range(3):
+        give_gradients(net, seed)
+        optimizer.step()
+        places.append([state["exp_avg"].data_ptr() for state in optimizer.state.values()])
+    assert places[0] == places[1] == places[2]
+
+
+def test_the_norm_is_that_before_clipping() -> None:
+    net = Net()
+    give_gradients(net, 0)
+    norm = math.sqrt(sum(float(parameter.grad.square().sum()) for parameter in net.parameters()))
+    assert clip_gradients(net, 0.5) == pytest.approx(norm)
+    clipped = math.sqrt(sum(float(parameter.grad.square().sum()) for parameter in net.parameters()))
+    assert clipped == pytest.approx(0.5, rel=1e-4)
