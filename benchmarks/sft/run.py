@@ -82,7 +82,6 @@ class Bench:
     def conversations(self, name: str, count: int, words: tuple[int, int]) -> Path:
         file = self.out / "work" / name
         if not file.exists():
-            file.parent.mkdir(parents=True, exist_ok=True)
             write_conversations(file, count, seed=0, words=words)
         return file
 
@@ -149,7 +148,7 @@ def steps_of_run(metrics: Path) -> dict[str, Any]:
 
 def main() -> None:
     options = parse_arguments()
-    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / "work").mkdir(parents=True, exist_ok=True)
     if not (options.model / "config.json").exists():
         subprocess.run(["uv", "run", str(BENCHMARKS / "smollm2.py"), str(options.model)], check=True)
     bench = Bench(
