@@ -122,7 +122,7 @@ def shared_server(engine: str, served_model_dir: Path) -> Iterator[Server]:
         pytest.skip("needs vLLM: install prime-rl[vllm], or name an interpreter that has it in PRIME_RL_VLLM_PYTHON")
     # On a CPU, vLLM takes its share of the machine's memory and refuses to start when that much is not free.
     options = ("--backend", engine, "--model.enforce-eager", "--gpu-memory-utilization", "0.1")
-    options += ("--model.tool-call-parser", "hermes")
+    options += ("--model.tool-call-parser", "hermes", "--enable-lora", "--max-lora-rank", "8")
     server = Server(python, served_model_dir, *options)
     yield server
     assert server.stop() == 0, "".join(server.lines[-30:])

@@ -23,5 +23,7 @@ def vllm_arguments(config: InferenceConfig, extras: list[str], parser: ArgumentP
         "worker_extension_cls": WORKER_EXTENSION,
         "enable_server_load_tracking": True,
         "disable_uvicorn_access_log": True,
+        # Not vLLM's own: for our routes, which know nothing else of the config.
+        "weight_broadcast": config.weight_broadcast.type,
     }
     return parser.parse_args(extras, namespace=Namespace(**values))

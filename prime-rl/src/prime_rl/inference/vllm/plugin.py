@@ -6,6 +6,9 @@ import asyncio
 import signal
 import time
 from argparse import Namespace
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +20,12 @@ from transformers.utils import cached_file
 from vllm.engine.protocol import EngineClient
 from vllm.entrypoints.openai.chat_completion.api_router import create_chat_completion
 
+from prime_rl.inference.adapters import AdapterMissing, check_base_version
 from prime_rl.inference.checkpoints import WeightError, check_same_model, checkpoint_shapes
-from prime_rl.inference.protocol import RequestError, UpdateWeightsBody, parse_body
+from prime_rl.inference.protocol import LoadAdapterBody, RequestError, UpdateWeightsBody, parse_body
+from prime_rl.inference.vllm.adapters import Adapters
 from prime_rl.inference.vllm.serving import ChatServing, CompletionServing, TokensChatRequest, adopt
+from prime_rl.inference.vllm.versions import UpdateCount, label_of
 from prime_rl.utils.logger import SUCCESS, get_logger, setup_logger
 from prime_rl.utils.paths import step_of
 
@@ -44,6 +50,7 @@ class PrimeRoutes:
         for path, handler in {
             "/update_weights": self.update_weights,
             "/reload_weights": self.reload_weights,
+            "/load_lora_adapter": self.load_adapter,
             "/pause": self.pause,
             "/resume": self.resume,
             "/v1/chat/completions/tokens": self.chat_from_tokens,
@@ -56,9 +63,11 @@ class PrimeRoutes:
         setup_logger("info")
         self._engine = engine_client
         self._base = Path(str(cached_file(args.model, "config.json"))).parent
-        await self._engine.update_weight_version("0")
-        state.openai_serving_chat = adopt(ChatServing, state.openai_serving_chat)
-        state.openai_serving_completion = adopt(CompletionServing, state.openai_serving_completion)
+        self._adapters = Adapters(engine_client, state.openai_serving_models, self._base)
+        self._update_count = UpdateCount()
+        await self._engine.update_weight_version(label_of(0, {}))
+        state.openai_serving_chat = adopt(ChatServing, state.openai_serving_chat, self._update_count)
+        state.openai_serving_completion = adopt(CompletionServing, state.openai_serving_completion, self._update_count)
         self._watching = asyncio.create_task(self._watch(args))
 
     async def update_weights(self, request: Request) -> JSONResponse:
@@ -67,6 +76,23 @@ class PrimeRoutes:
 
     async def reload_weights(self) -> JSONResponse:
         return await self._swap(None)
+
+    async def load_adapter(self, request: Request) -> JSONResponse:
+        body = parse_body(LoadAdapterBody, await request.body())
+        directory, started = Path(body.lora_path), time.perf_counter()
+        async with self._updating:
+            try:
+                check_base_version(self._version)
+                await asyncio.to_thread(self._adapters.check, body.lora_name, directory)
+                async with self._between_steps():
+                    version = await self._adapters.load(body.lora_name, directory)
+            except AdapterMissing as exc:
+                raise RequestError(str(exc), HTTPStatus.NOT_FOUND, "lora_path") from exc
+            except WeightError as exc:
+                raise RequestError(str(exc), param="lora_path") from exc
+        seconds = time.perf_counter() - started
+        get_logger().info(f"Adapter {body.lora_name}: version {version} live after {seconds:.2f}s")
+        return JSONResponse({"status": "ok", "version": version})
 
     async def pause(self) -> JSONResponse:
         await self._engine.pause_generation(mode="keep", clear_cache=False)
@@ -90,15 +116,28 @@ class PrimeRoutes:
             await asyncio.to_thread(check_same_model, source, checkpoint_shapes(self._base))
         except WeightError as exc:
             raise RequestError(str(exc), param="weight_dir") from exc
-        async with self._updating:
+        async with self._updating, self._between_steps():
+            await self._adapters.unload_all()
             await self._engine.collective_rpc("load_checkpoint", args=(str(source),))
-            await self._engine.reset_prefix_cache()
             step = step_of(source) if directory else 0
             self._version = self._version + 1 if step is None else step
-            await self._engine.update_weight_version(str(self._version))
         seconds = time.perf_counter() - started
         get_logger().info(f"Weights: version {self._version} live after {seconds:.2f}s")
         return JSONResponse({"status": "ok", "version": self._version})
+
+    @asynccontextmanager
+    async def _between_steps(self) -> AsyncIterator[None]:
+        """Change weights in this block: no step runs meanwhile, and the next one has their label and an empty cache."""
+        was_paused = await self._engine.is_paused()
+        if not was_paused:
+            await self._engine.pause_generation(mode="keep", clear_cache=False)
+        try:
+            yield
+            self._update_count.advance()
+            await self._engine.update_weight_version(label_of(self._version, self._adapters.versions))
+        finally:
+            if not was_paused:
+                await self._engine.resume_generation()
 
     async def _watch(self, args: Namespace) -> None:
         """Say that the server answers, once it does; from then on, end the process when its engine dies.

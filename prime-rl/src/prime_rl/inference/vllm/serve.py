@@ -8,6 +8,7 @@ from importlib.metadata import entry_points
 
 from prime_rl.configs.inference import InferenceConfig
 from prime_rl.inference.vllm.arguments import vllm_arguments
+from prime_rl.inference.vllm.versions import UpdateCount
 from prime_rl.utils.logger import get_logger
 
 PLUGIN_NAME = "prime_rl"
@@ -40,7 +41,8 @@ def serve(config: InferenceConfig, extras: list[str]) -> int:
         _fit_cpu(args)
     configure_logging_from_args(args)
     validate_parsed_serve_args(args)
-    ServeSubcommand.cmd(args)
+    with UpdateCount.shared():
+        ServeSubcommand.cmd(args)
     return 0
 
 

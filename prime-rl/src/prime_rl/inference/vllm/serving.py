@@ -13,6 +13,7 @@ from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.outputs import CompletionOutput, RequestOutput
 
 from prime_rl.inference.protocol import CONTEXT_LENGTH_MESSAGE, RequestError
+from prime_rl.inference.vllm.versions import UpdateCount, version_of
 
 Handler = TypeVar("Handler")
 
@@ -24,6 +25,8 @@ class TokensChatRequest(ChatCompletionRequest):
 
 
 class ChatServing(OpenAIServingChat):
+    update_count: UpdateCount
+
     async def render_chat_request(self, request: ChatCompletionRequest) -> Any:
         """The messages are rendered as ever, since parsers read them; then the given tokens take their place."""
         rendered = await super().render_chat_request(request)
@@ -33,6 +36,7 @@ class ChatServing(OpenAIServingChat):
         if isinstance(request, TokensChatRequest):
             prompt["prompt_token_ids"] = request.tokens
         check_room(len(prompt["prompt_token_ids"]), self.model_config.max_model_len)
+        self.update_count.mark(prompt)
         return conversation, [prompt]
 
     async def chat_completion_full_generator(
@@ -47,29 +51,32 @@ class ChatServing(OpenAIServingChat):
 
         response = await super().chat_completion_full_generator(request, remembered(), *rest, **options)
         if isinstance(response, ChatCompletionResponse) and last:
-            _add_versions(response.choices, last[0].outputs)
+            _add_versions(response, last[0].outputs)
         return response
 
 
 class CompletionServing(OpenAIServingCompletion):
+    update_count: UpdateCount
+
     async def render_completion_request(self, request: Any) -> Any:
         rendered = await super().render_completion_request(request)
         for prompt in [] if isinstance(rendered, ErrorResponse) else rendered:
             check_room(len(prompt["prompt_token_ids"]), self.model_config.max_model_len)
+            self.update_count.mark(prompt)
         return rendered
 
     def request_output_to_completion_response(
         self, final_res_batch: list[RequestOutput], *rest: Any, **options: Any
     ) -> CompletionResponse:
         response = super().request_output_to_completion_response(final_res_batch, *rest, **options)
-        _add_versions(response.choices, [output for result in final_res_batch for output in result.outputs])
+        _add_versions(response, [output for result in final_res_batch for output in result.outputs])
         return response
 
 
-def adopt(kind: type[Handler], handler: Any) -> Handler:
+def adopt(kind: type[Handler], handler: Any, update_count: UpdateCount) -> Handler:
     """A `kind` with the state of the handler that vLLM has built from its many arguments."""
     adopted = kind.__new__(kind)
-    adopted.__dict__.update(handler.__dict__)
+    adopted.__dict__.update(handler.__dict__, update_count=update_count)
     return adopted
 
 
@@ -79,10 +86,14 @@ def check_room(length: int, limit: int) -> None:
         raise RequestError(CONTEXT_LENGTH_MESSAGE.format(limit=limit, length=length))
 
 
-def _add_versions(choices: Sequence[Any], outputs: Sequence[CompletionOutput]) -> None:
-    """vLLM labels versions with text and reports them on its own routes only; our labels are numbers."""
-    for choice, output in zip(choices, outputs, strict=True):
-        choice.weight_versions = [
-            {"version": int(span.version), "start": span.start, "end": span.end}
-            for span in output.weight_versions or []
-        ]
+def _add_versions(response: ChatCompletionResponse | CompletionResponse, outputs: Sequence[CompletionOutput]) -> None:
+    """vLLM labels versions with text and reports them on its own routes only; ours are numbers of the named model."""
+    for choice, output in zip(response.choices, outputs, strict=True):
+        spans: list[dict[str, int]] = []
+        for span in output.weight_versions or []:
+            version = version_of(span.version, response.model)
+            if spans and spans[-1]["version"] == version:
+                spans[-1]["end"] = span.end
+            else:
+                spans.append({"version": version, "start": span.start, "end": span.end})
+        choice.weight_versions = spans

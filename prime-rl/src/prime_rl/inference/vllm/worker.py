@@ -1,4 +1,4 @@
-"""What each vLLM worker can do beyond vLLM: load a checkpoint directory into the live model."""
+"""What each vLLM worker can do beyond vLLM: load new weights into the live model, from files or from the trainer."""
 
 from __future__ import annotations
 
@@ -6,9 +6,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from prime_rl.inference.checkpoints import checkpoint_files
+from prime_rl.inference.checkpoints import WeightError, checkpoint_files
+from prime_rl.inference.protocol import InitBroadcasterBody
+from prime_rl.inference.weight_group import join_group, received
+from prime_rl.transport.errors import TransportError
+from prime_rl.transport.weights import WeightGroup
 
 
 class CheckpointLoading:
@@ -16,9 +21,37 @@ class CheckpointLoading:
 
     model_runner: Any
     vllm_config: Any
+    rank: int
+    device: torch.device
+    weight_group: WeightGroup | None = None
 
     def load_checkpoint(self, directory: str) -> None:
-        """Reload the model from the safetensors of `directory`, hub key naming, in place.
+        """Reload the model from the safetensors of `directory`, hub key naming, in place."""
+        self._reload(_tensors(Path(directory)))
+
+    def join_weight_group(self, body: dict[str, Any], workers: int) -> str | None:
+        """Join the trainer's group as one of the server's `workers`; what went wrong, or None."""
+        parallel = self.vllm_config.parallel_config
+        worker = parallel.data_parallel_index * parallel.tensor_parallel_size + self.rank
+        try:
+            self.weight_group = join_group(InitBroadcasterBody(**body), self.device, worker, workers)
+        except TransportError as error:
+            return str(error)
+        return None
+
+    def receive_checkpoint(self, directory: str) -> str | None:
+        """Reload the model with the version that `directory` names, as the trainer sends it; what went wrong, or None.
+
+        After a transfer that broke off, the weights are neither the old nor the new ones.
+        """
+        try:
+            self._reload(received(self.weight_group, Path(directory)))
+        except (TransportError, WeightError) as error:
+            return str(error)
+        return None
+
+    def _reload(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
+        """Replace all weights.
 
         vLLM's reload undoes and redoes what the backend did to the weights after loading (packing, fusing); loading
         into the packed parameters themselves would fail halfway.
@@ -26,7 +59,7 @@ class CheckpointLoading:
         from vllm.config import set_current_vllm_config
 
         with set_current_vllm_config(self.vllm_config):
-            self.model_runner.reload_weights(weights_iterator=_tensors(Path(directory)))
+            self.model_runner.reload_weights(weights_iterator=tensors)
         self._repack_tied_heads()
 
     def _repack_tied_heads(self) -> None:
