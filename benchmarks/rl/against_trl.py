@@ -26,7 +26,7 @@ sys.path.insert(0, str(HERE.parent))
 import tomli_w  # noqa: E402
 from trl_venv import DEFAULT_DIRECTORY, trl_python  # noqa: E402
 
-PROMPTS, GROUP, NEW_TOKENS, LR = 16, 8, 64, 1e-4
+PROMPTS, GROUP, NEW_TOKENS, LR = 16, 8, 64, 2e-5
 WARMUP_STEPS, LAST_STEPS = 2, 2
 """Left out of a row's figures: at the end of our run nothing is generated any more, which makes its steps shorter."""
 OURS = {"ours-async-1": 1, "ours-async-0": 0}
@@ -99,7 +99,6 @@ class Bench:
             "per_device_train_batch_size": PROMPTS * GROUP,
             "num_generations": GROUP,
             "max_completion_length": NEW_TOKENS,
-            "generation_kwargs": {"min_new_tokens": NEW_TOKENS},
             "learning_rate": LR,
             "loss_type": "grpo",
             "gradient_checkpointing": False,
@@ -120,7 +119,7 @@ class Bench:
             "orchestrator": {
                 "batch_size": PROMPTS * GROUP,
                 "rollouts_per_example": GROUP,
-                "sampling": {"max_tokens": NEW_TOKENS, "min_tokens": NEW_TOKENS},
+                "sampling": {"max_tokens": NEW_TOKENS},
                 "env": [{"id": "letters"}],
             },
             "inference": {"backend": "embedded", "model": {"max_model_len": 128}},
