@@ -133,6 +133,16 @@ def test_nccl_needs_two_gpus(faults) -> None:
     assert "NCCL weight broadcast needs two GPUs (got 1 train + 0 infer)" in faults(RLConfig, *RL[:2], *options)[0]
 
 
+def test_nccl_needs_gpus_of_each_sides_own(rl_faults) -> None:
+    options = words("weight-broadcast.type=nccl inference-gpu-ids=[0,1] trainer-gpu-ids=[1,2]")
+    assert "inference_gpu_ids and trainer_gpu_ids share 1" in rl_faults(*options)[0]
+
+
+def test_on_a_cpu_weights_are_sent_without_gpus(rl) -> None:
+    run = rl(*words("weight-broadcast.type=nccl device=cpu"))
+    assert run.trainer.weight_broadcast.inference_world_size == 1
+
+
 def test_every_inference_gpu_is_used_and_counted_for_nccl(rl) -> None:
     run = rl(*words("deployment.num-infer-gpus=4 inference.parallel.tp=2 weight-broadcast.type=nccl"))
     assert (run.inference.parallel.dp, run.inference.api_server_count) == (2, 2)

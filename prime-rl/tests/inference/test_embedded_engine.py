@@ -25,7 +25,7 @@ from prime_rl.inference.embedded.errors import EngineBusy, EngineStopped, Genera
 from prime_rl.inference.embedded.generation import Completion, GenerationRequest, SamplingParams
 from prime_rl.inference.embedded.model import ModelRunner, load_model
 from prime_rl.inference.embedded.scheduler import Limits
-from prime_rl.inference.embedded.weights import load_weights
+from prime_rl.inference.embedded.weights import load_weights, read_weights
 
 SIZES = {
     "vocab_size": 64,
@@ -117,7 +117,7 @@ def test_a_mixed_batch_equals_transformers(name, tmp_path) -> None:
 def test_weights_in_hub_naming_replace_the_live_ones(name, tmp_path) -> None:
     runner = runner_of(saved(ARCHITECTURES[name], tmp_path / "start"))
     newer = saved(ARCHITECTURES[name], tmp_path / "step_1", seed=1)
-    load_weights(runner.model, newer)
+    load_weights(runner.model, read_weights(newer), newer)
     expected = AutoModelForCausalLM.from_pretrained(newer, dtype=torch.float32).state_dict()
     for key, tensor in runner.model.state_dict().items():
         torch.testing.assert_close(tensor, expected[key], atol=0, rtol=0)

@@ -94,7 +94,7 @@ async def test_weights_that_do_not_appear_are_one_line_with_both_places(checkpoi
 
 
 async def test_an_adapter_comes_from_the_broadcast_only_since_exports_are_merged(checkpoints: Checkpoints) -> None:
-    of_adapter = Checkpoints(checkpoints.run, checkpoints.paths, of_adapter=True)
+    of_adapter = Checkpoints(checkpoints.run, checkpoints.paths, only_published=True)
     with replacing_directory(checkpoints.run.weight(3)):
         pass
     with pytest.raises(ResumeFault, match=r"version 3 do not appear in .*broadcasts/step_3 within 0 s"):

@@ -72,7 +72,7 @@ class WeightBroadcastConfig(BaseConfig):
     """How new weights reach the server."""
 
     type: Literal["nccl", "filesystem"] = "filesystem"
-    """Through GPU memory, or through files."""
+    """Through memory (NCCL, on a CPU gloo), or through files."""
 
 
 class InferenceConfig(RootConfig):

@@ -233,10 +233,10 @@ class FileSystemWeightBroadcastConfig(BaseConfig):
 
 
 class NCCLWeightBroadcastConfig(BaseConfig):
-    """Weights travel from GPU to GPU."""
+    """Weights travel from the trainer's memory to the servers'. Needs `max_async_level` 1, and no adapters."""
 
     type: Literal["nccl"] = "nccl"
-    """Through NCCL."""
+    """Through NCCL, from GPU to GPU; on a CPU through gloo."""
 
     host: str = "localhost"
     """Host of the rendezvous."""
@@ -244,8 +244,8 @@ class NCCLWeightBroadcastConfig(BaseConfig):
     port: int = 29501
     """Port of the rendezvous."""
 
-    timeout: int = 1200
-    """Limit in seconds."""
+    timeout: int = Field(1200, ge=1)
+    """Limit in seconds: for the servers to join, to ask for a version that is offered, and for its transfer."""
 
 
 WeightBroadcastConfig = Annotated[

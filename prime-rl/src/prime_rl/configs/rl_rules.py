@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from prime_rl.configs.inference import InferenceConfig
-from prime_rl.configs.rl_sections import RunSections
+from prime_rl.configs.rl_sections import RunSections, SingleNodeDeploymentConfig
 
 TOY_MODELS = "Jackmin108/"
 """Test models that are published under one name a component."""
@@ -106,10 +106,21 @@ def _single_node_faults(run: RunSections) -> Iterator[str]:
     if run.teacher_inference is not None and deployment.num_teacher_gpus:
         yield from _uneven_split("teacher_inference", run.teacher_inference, deployment.num_teacher_gpus)
     yield from _uneven_training(run, deployment.num_train_gpus)
-    if run.trainer.weight_broadcast.type == "nccl" and deployment.num_train_gpus + deployment.num_infer_gpus < 2:
+    if run.trainer.weight_broadcast.type == "nccl" and run.device != "cpu":
+        yield from _shared_gpu(run, deployment)
+
+
+def _shared_gpu(run: RunSections, deployment: SingleNodeDeploymentConfig) -> Iterator[str]:
+    """NCCL connects different GPUs. On a CPU gloo takes its place."""
+    if deployment.num_train_gpus + deployment.num_infer_gpus < 2:
         yield (
             f"NCCL weight broadcast needs two GPUs (got {deployment.num_train_gpus} train + "
             f"{deployment.num_infer_gpus} infer): use weight_broadcast.type = 'filesystem'"
+        )
+    if shared := sorted({*(run.inference_gpu_ids or ())} & {*(run.trainer_gpu_ids or ())}):
+        yield (
+            f"NCCL weight broadcast needs GPUs of each side's own, and inference_gpu_ids and trainer_gpu_ids share "
+            f"{', '.join(map(str, shared))}: use weight_broadcast.type = 'filesystem'"
         )
 
 

@@ -66,12 +66,12 @@ class SharedWeightBroadcastConfig(BaseConfig):
     """How weights travel from the trainer to the inference servers."""
 
     type: Literal["nccl", "filesystem"] = "filesystem"
-    """Through GPU memory, or through files."""
+    """Through memory (NCCL, on a CPU gloo; needs `max_async_level` 1), or through files."""
 
     port: int = 29501
     """NCCL: port of the rendezvous."""
 
-    timeout: int = 1200
+    timeout: int = Field(1200, ge=1)
     """NCCL: limit in seconds."""
 
 

@@ -184,10 +184,10 @@ class FileSystemWeightBroadcastConfig(BaseWeightBroadcastConfig):
 
 
 class NCCLWeightBroadcastConfig(BaseWeightBroadcastConfig):
-    """Weights travel from GPU to GPU."""
+    """Weights travel from the trainer's memory to the servers'. Needs `max_async_level` 1, and no adapters."""
 
     type: Literal["nccl"] = "nccl"
-    """Through NCCL."""
+    """Through NCCL, from GPU to GPU; on a CPU through gloo."""
 
     host: str = "localhost"
     """Host of the rendezvous."""
@@ -195,11 +195,11 @@ class NCCLWeightBroadcastConfig(BaseWeightBroadcastConfig):
     port: int = 29501
     """Port of the rendezvous."""
 
-    timeout: int = 1200
-    """Limit in seconds."""
+    timeout: int = Field(1200, ge=1)
+    """Limit in seconds: for the servers to join, to ask for a version that is offered, and for its transfer."""
 
-    inference_world_size: int = 1
-    """Inference GPUs; the group has one more."""
+    inference_world_size: int = Field(1, ge=1)
+    """Inference GPUs, on a CPU processes, of all servers; the group has one more. `rl` fills it in for its server."""
 
 
 WeightBroadcastConfig = Annotated[

@@ -183,6 +183,18 @@ class LoadAdapterBody(BaseModel):
     lora_path: str
 
 
+class InitBroadcasterBody(BaseModel):
+    """`POST /init_broadcaster`: join the trainer's weight group at `host`:`port`, as one of several servers."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    host: str
+    port: Annotated[int, Field(ge=1, le=65535)]
+    server_rank: Annotated[int, Field(ge=0)]
+    num_inference_server: Annotated[int, Field(ge=1)]
+    timeout: Annotated[int, Field(ge=1)]
+    """Seconds, for joining and for each transfer."""
+
+
 def check_messages(messages: list[dict[str, Any]]) -> None:
     """Raise ValueError unless every message has a role and a content that a text model can read."""
     if not messages:

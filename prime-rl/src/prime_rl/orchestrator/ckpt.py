@@ -56,8 +56,8 @@ class Checkpoints:
 
     run: RunPaths
     paths: OrchestratorPaths
-    of_adapter: bool = False
-    """Whether what the trainer publishes is an adapter. The exports of such a run are whole weights all the same."""
+    only_published: bool = False
+    """Whether exports cannot stand for what the trainer publishes: an adapter, or weights that it sends itself."""
 
     def save(self, progress: Progress, buffer_state: dict[str, Any]) -> None:
         target = self.paths.checkpoint(progress.step)
@@ -129,7 +129,7 @@ class Checkpoints:
 
     def _weight_places(self, version: int) -> list[Path]:
         published = self.paths.broadcast(version)
-        return [published] if self.of_adapter else [published, self.run.weight(version)]
+        return [published] if self.only_published else [published, self.run.weight(version)]
 
     def _missing(self, step: int) -> str:
         common = sorted(set(stable_steps(self.paths.checkpoints)) & set(stable_steps(self.run.checkpoints)))

@@ -37,8 +37,12 @@ class InferencePool:
         self.adapter = adapter
         self.servers = [InferenceServer(url, config, model, adapter) for url in config.base_url]
         self.serving = list(self.servers)
+        self.is_group = False
+        """Whether the servers receive weights together, so that none can be left out."""
         self.weight_dir: Path | None = None
         """What the servers were told to load last; None is the base model."""
+        self.before_update: list[Callable[[Path | None], None]] = []
+        """Called with what the servers are told to load, just before."""
         self.on_lost: list[Callable[[InferenceServer], None]] = []
         """Called with each server that is left out."""
         self.sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
@@ -70,6 +74,8 @@ class InferencePool:
             InferenceFault: none of them did.
         """
         self.weight_dir = weight_dir
+        for listener in self.before_update:
+            listener(weight_dir)
         servers = list(self.serving)
         loads = [server.update_weights(weight_dir) for server in servers]
         for server, result in zip(servers, await asyncio.gather(*loads, return_exceptions=True), strict=True):
@@ -77,6 +83,19 @@ class InferencePool:
                 self._leave_out(server, result)
             elif result is not None:
                 raise result
+
+    async def join_weight_group(self, host: str, port: int, timeout_s: int) -> None:
+        """Let all servers join the trainer's weight group. From now on, a server that is lost ends the run.
+
+        Raises:
+            InferenceFault: one of them could not.
+        """
+        self.is_group = True
+        count = len(self.servers)
+        joins = [
+            server.join_weight_group(host, port, (rank, count), timeout_s) for rank, server in enumerate(self.servers)
+        ]
+        await asyncio.gather(*joins)
 
     def watchers(self) -> list[Coroutine[Any, Any, None]]:
         """For each server one that looks at it for ever, and raises InferenceFault when the last one is gone."""
@@ -105,7 +124,7 @@ class InferencePool:
         """Raises the fault when no other server serves."""
         if server not in self.serving:
             return
-        if len(self.serving) == 1:
+        if len(self.serving) == 1 or self.is_group:
             raise fault
         self.serving.remove(server)
         get_logger().warning(f"{fault}; {len(self.serving)} of {len(self.servers)} servers go on")

@@ -45,6 +45,8 @@ class InferenceServer:
         self.model = model
         """What rollouts ask for: the adapter from its first version on. Those that began before keep the model."""
         self.groups_in_flight = 0
+        self.in_group = False
+        """Whether weights come from the trainer, which sends them once."""
         self.sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
         self.headers = _headers(config)
         self.client_config = vf.ClientConfig(
@@ -130,6 +132,24 @@ class InferenceServer:
                 f"{self.root_url} did not load the weights {weight_dir or 'of the base model'}: {reason}"
             ) from error
 
+    async def join_weight_group(self, host: str, port: int, place: tuple[int, int], timeout_s: int) -> None:
+        """Meet the trainer at `host`:`port`, as server `place[0]` of `place[1]`.
+
+        Raises:
+            InferenceFault: the server cannot, or the trainer does not come.
+        """
+        body = {"host": host, "port": port, "server_rank": place[0], "num_inference_server": place[1]}
+        # The server answers after `timeout_s` at the latest, with the reason.
+        limit = aiohttp.ClientTimeout(total=timeout_s + ADMIN_TIMEOUT_S)
+        url = f"{self.root_url}/init_broadcaster"
+        try:
+            async with self._session().post(url, json=body | {"timeout": timeout_s}, timeout=limit) as response:
+                await self._check(response)
+        except (ServerAnswered, aiohttp.ClientError, TimeoutError) as error:
+            reason = str(error) or type(error).__name__
+            raise InferenceFault(f"{self.root_url} did not join the trainer's weight group: {reason}") from error
+        self.in_group = True
+
     async def _update(self, route: str, body: dict[str, str | None]) -> None:
         """Post an update; a few times where that may help."""
         for attempt in itertools.count():
@@ -138,7 +158,7 @@ class InferenceServer:
                     await self._check(response)
                 return
             except (ServerAnswered, aiohttp.ClientConnectionError) as error:
-                pauses_s = _retry_pauses_s(route, error)
+                pauses_s = () if self.in_group else _retry_pauses_s(route, error)
                 if attempt >= len(pauses_s):
                     raise
                 get_logger().warning(f"Trying again in {pauses_s[attempt]:.0f} s: {error}")

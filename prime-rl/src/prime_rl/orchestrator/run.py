@@ -14,6 +14,7 @@ from prime_rl.orchestrator.batch import BatchTarget
 from prime_rl.orchestrator.buffer import Buffer
 from prime_rl.orchestrator.ckpt import Checkpoints, Progress, restore
 from prime_rl.orchestrator.client import InferencePool
+from prime_rl.orchestrator.direct_weights import DirectWeights
 from prime_rl.orchestrator.env_processes import EnvServers
 from prime_rl.orchestrator.filters import setup_filters
 from prime_rl.orchestrator.heartbeat import Heartbeat
@@ -81,7 +82,10 @@ async def _run(config: OrchestratorConfig, environments: Environments, resume_st
         closing.push(lambda kind, error, trace: monitor.close(int(kind is not None)))
         closing.push_async_callback(environments.close)
         await servers.guard(environments.connect())
-        checkpoints = Checkpoints(run, paths, of_adapter=lora is not None)
+        direct = None
+        if config.weight_broadcast.type == "nccl":
+            direct = await DirectWeights.of(config.weight_broadcast, pool, paths)
+        checkpoints = Checkpoints(run, paths, only_published=lora is not None or direct is not None)
         progress = await _start(config.ckpt, checkpoints, buffer, pool, resume_step, held_version)
         if config.max_steps is not None and progress.step >= config.max_steps:
             get_logger().warning(f"Nothing left to do: max_steps is {config.max_steps}")
@@ -111,6 +115,8 @@ async def _run(config: OrchestratorConfig, environments: Environments, resume_st
         )
         beside = [policy.follow(), *pool.watchers(), servers.watch(), steps.lag.measure()]
         await _run_steps(steps, progress, beside)
+        if direct is not None:
+            direct.close()
     get_logger().log(SUCCESS, "Orchestrator finished.")
     return 0
 
@@ -151,8 +157,9 @@ async def _run_steps(steps: Steps, progress: Progress, beside: Sequence[Coroutin
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(each) for each in beside]
             await steps.run(progress)
-            for task in tasks:
-                task.cancel()
+            async with steps.policy.pinned():  # so that no update breaks off, which the trainer may take part in
+                for task in tasks:
+                    task.cancel()
     except BaseExceptionGroup as failures:
         raise failures.exceptions[0]  # noqa: B904 - its own cause says more than the group
     except asyncio.CancelledError:

@@ -5,6 +5,7 @@ TrainerError             one line on the log, exit code 1, no traceback
 ├── ModelError           model or tokenizer missing, unreadable, or of an unknown shape
 ├── DataError            dataset missing, unreadable, or without what training needs
 ├── ScheduleError        learning-rate schedule that does not fit `max_steps`
+├── BroadcastError       new weights do not reach the inference servers
 ├── CheckpointError      nothing, or something else, at the step to resume from
 └── DivergedError        the loss is no longer a finite number
 
@@ -36,6 +37,10 @@ class DataError(TrainerError):
 
 
 class ScheduleError(TrainerError):
+    pass
+
+
+class BroadcastError(TrainerError):
     pass
 
 

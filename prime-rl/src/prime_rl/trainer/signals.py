@@ -34,6 +34,11 @@ class SignalBox:
         self._stop = False
         self._save = False
 
+    @property
+    def stop_asked(self) -> bool:
+        """Whether this process was told to stop, which the others may not know yet."""
+        return self._stop
+
     def take(self) -> Requests:
         """The requests that any process received; all processes get the same answer, so this is a collective call.
 

@@ -47,7 +47,7 @@ def test_versions_of_an_earlier_start_are_discarded(tmp_path, model, world) -> N
     broadcast = broadcast_to(tmp_path, world, max_async_level=9)
     for version in (1, 2, 3):
         broadcast.publish(model, version, torch.float32)
-    broadcast.discard_after(1)
+    broadcast.start(1)
     assert stable_steps(RunPaths(tmp_path).orchestrator.broadcasts) == [1]
 
 

@@ -27,6 +27,7 @@ from prime_rl.inference.embedded.stream import ChatChunks, CompletionChunks, Eve
 from prime_rl.inference.protocol import (
     ChatBody,
     CompletionBody,
+    InitBroadcasterBody,
     LoadAdapterBody,
     RequestError,
     SamplingBody,
@@ -35,6 +36,7 @@ from prime_rl.inference.protocol import (
     UpdateWeightsBody,
     parse_body,
 )
+from prime_rl.transport.errors import TransportError
 from prime_rl.utils.logger import get_logger
 
 if TYPE_CHECKING:
@@ -67,7 +69,7 @@ class Api:
             "/pause": self.pause,
             "/resume": self.resume,
             "/load_lora_adapter": self.load_adapter,
-            "/init_broadcaster": self.not_built,
+            "/init_broadcaster": self.init_broadcaster,
         }
         gets: dict[str, Handler] = {
             "/health": self.health,
@@ -161,11 +163,14 @@ class Api:
         """Samples that run or wait."""
         return _json({"server_load": self.ready().engine.load})
 
-    async def not_built(self, request: Request) -> Response:
-        raise RequestError(
-            f"{request.url.path} is not supported by the embedded engine: update full weights through /update_weights",
-            HTTPStatus.NOT_IMPLEMENTED,
-        )
+    async def init_broadcaster(self, request: Request) -> Response:
+        body = parse_body(InitBroadcasterBody, await request.body())
+        try:
+            # Beside the event loop, which this would hold up until the trainer is there.
+            await asyncio.to_thread(self.ready().engine.new_weights.join, body)
+        except TransportError as exc:
+            raise RequestError(str(exc), HTTPStatus.INTERNAL_SERVER_ERROR) from exc
+        return _json({"status": "ok"})
 
     async def _chat(self, request: Request, body: ChatBody) -> Response:
         service = self.ready()
@@ -184,6 +189,8 @@ class Api:
             version = await _on_engine(lambda: engine.update_weights(directory))
         except WeightError as exc:
             raise RequestError(str(exc), param="weight_dir") from exc
+        except TransportError as exc:
+            raise RequestError(str(exc), HTTPStatus.INTERNAL_SERVER_ERROR) from exc
         return _json({"status": "ok", "version": version})
 
 

@@ -22,7 +22,7 @@ from prime_rl.inference.embedded.generation import Generation, GenerationRequest
 from prime_rl.inference.embedded.model import ModelRunner
 from prime_rl.inference.embedded.sampling import BatchSampler, prompt_logprobs
 from prime_rl.inference.embedded.scheduler import Limits, Prompts, Scheduler
-from prime_rl.inference.embedded.weights import load_weights
+from prime_rl.inference.embedded.weights import NewWeights, load_weights, read_weights
 from prime_rl.utils.logger import get_logger
 from prime_rl.utils.paths import step_of
 
@@ -70,6 +70,7 @@ class Engine:
         self.limits = limits or Limits()
         self.adapters = adapters
         """None when the engine was not started for adapters."""
+        self.new_weights = NewWeights(runner.device)
         self.version = 0
         """Of the base weights."""
         self.paused = False
@@ -108,7 +109,8 @@ class Engine:
         """Swap in the weights of `directory`, or those of the start for None; the result is the version now live.
 
         The version is the number in a name `step_<n>`; another name counts one up, and the start is version 0.
-        The result's error is a `WeightError` when the directory does not fit; the old weights then stay.
+        The result's error is a `WeightError` when the directory does not fit, and a `TransportError` when nothing
+        comes; the old weights then stay.
         """
         return self._call(lambda: self._swap(directory))
 
@@ -228,7 +230,8 @@ class Engine:
         source = directory or self._runner.weights_dir
         if source is None:
             raise WeightError("this engine was built without a directory of start weights")
-        load_weights(self._runner.model, source)
+        tensors = self.new_weights.of(source) if directory else read_weights(source)
+        load_weights(self._runner.model, tensors, source)
         if self.adapters is not None:
             self.adapters.unload_all()
             for sequence in [*self._scheduler.running, *self._scheduler.waiting]:

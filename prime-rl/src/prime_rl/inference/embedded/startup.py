@@ -42,7 +42,9 @@ def start_service(config: InferenceConfig) -> Service:
     text = load_text(name, trust, defaults)
     served = ServedModel(name, max_model_len, runner.vocab_size, defaults)
     parser = TOOL_PARSERS.get(tool_call_parser(config.model.tool_call_parser, name) or "")
-    return Service(_engine(config, runner), text, served, random.Random(config.seed), parser)
+    engine = _engine(config, runner)
+    engine.new_weights.from_trainer = config.weight_broadcast.type == "nccl"
+    return Service(engine, text, served, random.Random(config.seed), parser)
 
 
 def _engine(config: InferenceConfig, runner: ModelRunner) -> Engine:

@@ -1,7 +1,8 @@
-"""Swapping the weights of a live model for those of a checkpoint directory."""
+"""Swapping the weights of a live model for those of a checkpoint."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -12,24 +13,56 @@ from transformers import PreTrainedModel
 
 from prime_rl.inference.checkpoints import WeightError, checkpoint_files, misfit
 from prime_rl.inference.embedded.errors import first_line
+from prime_rl.inference.protocol import InitBroadcasterBody, RequestError
+from prime_rl.inference.weight_group import NOT_STARTED_FOR_IT, join_group, received
+from prime_rl.transport.weights import WeightGroup
+
+
+class NewWeights:
+    """Where versions after the first come from: files, or the trainer itself."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.from_trainer = False
+        """The trainer sends the version that a directory names; there is nothing to read in it."""
+        self._group: WeightGroup | None = None
+
+    def join(self, body: InitBroadcasterBody) -> None:
+        """Meet the trainer; blocks until it is there. A group of an earlier run is left.
+
+        Raises:
+            RequestError: this server was not started for it.
+            TransportError: the trainer does not come, or means another group.
+        """
+        if not self.from_trainer:
+            raise RequestError(NOT_STARTED_FOR_IT)
+        self._group = join_group(body, self.device)
+
+    def of(self, directory: Path) -> dict[str, Tensor]:
+        """The tensors of the version in `directory`.
+
+        Raises:
+            WeightError: there is none, or this server has not joined the trainer's group.
+            TransportError: the trainer does not send it.
+        """
+        return dict(received(self._group, directory)) if self.from_trainer else read_weights(directory)
 
 
 @torch.inference_mode()
-def load_weights(model: PreTrainedModel, directory: Path) -> None:
-    """Copy the safetensors of `directory` (hub key naming) into the live parameters, in place.
+def load_weights(model: PreTrainedModel, tensors: Mapping[str, Tensor], source: Path) -> None:
+    """Copy `tensors` (hub key naming) into the live parameters, in place. `source` is their name in errors.
 
     Everything is checked before the first byte is copied. A checkpoint whose keys are not the model's own (fused or
     stacked experts) is read by Transformers' loader, which knows the conversion of each architecture.
 
     Raises:
-        WeightError: the directory is missing or unreadable, or a tensor is missing, unknown, or of another shape.
+        WeightError: a tensor is missing, unknown, or of another shape.
     """
     own = _untied_state(model)
-    tensors = _read(directory)
     tied = model.state_dict().keys() - own.keys()
     if tensors.keys() - tied != own.keys():
-        tensors = _converted(model, tensors, directory)
-    _check_shapes(own, tensors, directory)
+        tensors = _converted(model, tensors, source)
+    _check_shapes(own, tensors, source)
     for name, parameter in own.items():
         parameter.copy_(tensors[name])
 
@@ -45,7 +78,12 @@ def _untied_state(model: PreTrainedModel) -> dict[str, Tensor]:
     return state
 
 
-def _read(directory: Path) -> dict[str, Tensor]:
+def read_weights(directory: Path) -> dict[str, Tensor]:
+    """The safetensors of `directory`.
+
+    Raises:
+        WeightError: the directory is missing or unreadable.
+    """
     tensors: dict[str, Tensor] = {}
     for file in checkpoint_files(directory):
         try:
@@ -55,25 +93,25 @@ def _read(directory: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def _converted(model: PreTrainedModel, tensors: dict[str, Tensor], directory: Path) -> dict[str, Tensor]:
+def _converted(model: PreTrainedModel, tensors: Mapping[str, Tensor], source: Path) -> dict[str, Tensor]:
     try:
         loaded, report = type(model).from_pretrained(
             None,
             config=model.config,
-            state_dict=tensors,
+            state_dict=dict(tensors),
             dtype=model.dtype,
             output_loading_info=True,
             ignore_mismatched_sizes=True,
         )
     except (ValueError, RuntimeError) as exc:
-        raise misfit(directory, first_line(exc)) from exc
+        raise misfit(source, first_line(exc)) from exc
     for kind in ("missing", "unexpected", "mismatched"):
         if names := sorted(map(str, report[f"{kind}_keys"])):
-            raise misfit(directory, f"{len(names)} {kind} tensors, such as {names[0]}")
+            raise misfit(source, f"{len(names)} {kind} tensors, such as {names[0]}")
     return loaded.state_dict()
 
 
-def _check_shapes(own: dict[str, Tensor], tensors: dict[str, Tensor], directory: Path) -> None:
+def _check_shapes(own: dict[str, Tensor], tensors: Mapping[str, Tensor], source: Path) -> None:
     for name, parameter in own.items():
         if tensors[name].shape != parameter.shape:
-            raise misfit(directory, f"{name} has shape {list(tensors[name].shape)} instead of {list(parameter.shape)}")
+            raise misfit(source, f"{name} has shape {list(tensors[name].shape)} instead of {list(parameter.shape)}")

@@ -22,10 +22,17 @@ from vllm.entrypoints.openai.chat_completion.api_router import create_chat_compl
 
 from prime_rl.inference.adapters import AdapterMissing, check_base_version
 from prime_rl.inference.checkpoints import WeightError, check_same_model, checkpoint_shapes
-from prime_rl.inference.protocol import LoadAdapterBody, RequestError, UpdateWeightsBody, parse_body
+from prime_rl.inference.protocol import (
+    InitBroadcasterBody,
+    LoadAdapterBody,
+    RequestError,
+    UpdateWeightsBody,
+    parse_body,
+)
 from prime_rl.inference.vllm.adapters import Adapters
 from prime_rl.inference.vllm.serving import ChatServing, CompletionServing, TokensChatRequest, adopt
 from prime_rl.inference.vllm.versions import UpdateCount, label_of
+from prime_rl.inference.weight_group import NOT_STARTED_FOR_IT
 from prime_rl.utils.logger import SUCCESS, get_logger, setup_logger
 from prime_rl.utils.paths import step_of
 
@@ -51,6 +58,7 @@ class PrimeRoutes:
             "/update_weights": self.update_weights,
             "/reload_weights": self.reload_weights,
             "/load_lora_adapter": self.load_adapter,
+            "/init_broadcaster": self.init_broadcaster,
             "/pause": self.pause,
             "/resume": self.resume,
             "/v1/chat/completions/tokens": self.chat_from_tokens,
@@ -63,6 +71,8 @@ class PrimeRoutes:
         setup_logger("info")
         self._engine = engine_client
         self._base = Path(str(cached_file(args.model, "config.json"))).parent
+        self._from_trainer = args.weight_broadcast == "nccl"
+        self._workers = args.data_parallel_size * args.tensor_parallel_size
         self._adapters = Adapters(engine_client, state.openai_serving_models, self._base)
         self._update_count = UpdateCount()
         await self._engine.update_weight_version(label_of(0, {}))
@@ -94,6 +104,14 @@ class PrimeRoutes:
         get_logger().info(f"Adapter {body.lora_name}: version {version} live after {seconds:.2f}s")
         return JSONResponse({"status": "ok", "version": version})
 
+    async def init_broadcaster(self, request: Request) -> JSONResponse:
+        """Let all workers join the trainer's weight group."""
+        body = parse_body(InitBroadcasterBody, await request.body())
+        if not self._from_trainer:
+            raise RequestError(NOT_STARTED_FOR_IT)
+        await self._on_workers("join_weight_group", body.model_dump(), self._workers)
+        return JSONResponse({"status": "ok"})
+
     async def pause(self) -> JSONResponse:
         await self._engine.pause_generation(mode="keep", clear_cache=False)
         return JSONResponse({"status": "paused"})
@@ -112,18 +130,26 @@ class PrimeRoutes:
         """Load weights on all workers between two steps. Running requests keep their keys and values and go on."""
         started = time.perf_counter()
         source = directory or self._base
-        try:
-            await asyncio.to_thread(check_same_model, source, checkpoint_shapes(self._base))
-        except WeightError as exc:
-            raise RequestError(str(exc), param="weight_dir") from exc
+        received = directory is not None and self._from_trainer
+        if not received:
+            try:
+                await asyncio.to_thread(check_same_model, source, checkpoint_shapes(self._base))
+            except WeightError as exc:
+                raise RequestError(str(exc), param="weight_dir") from exc
         async with self._updating, self._between_steps():
             await self._adapters.unload_all()
-            await self._engine.collective_rpc("load_checkpoint", args=(str(source),))
+            await self._on_workers("receive_checkpoint" if received else "load_checkpoint", str(source))
             step = step_of(source) if directory else 0
             self._version = self._version + 1 if step is None else step
         seconds = time.perf_counter() - started
         get_logger().info(f"Weights: version {self._version} live after {seconds:.2f}s")
         return JSONResponse({"status": "ok", "version": self._version})
+
+    async def _on_workers(self, method: str, *args: Any) -> None:
+        """Have every worker do it; what one of them says went wrong is the answer."""
+        faults = [fault for fault in await self._engine.collective_rpc(method, args=args) if fault is not None]
+        if faults:
+            raise RequestError(faults[0], HTTPStatus.INTERNAL_SERVER_ERROR)
 
     @asynccontextmanager
     async def _between_steps(self) -> AsyncIterator[None]:

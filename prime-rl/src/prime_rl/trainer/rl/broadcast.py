@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -14,6 +15,16 @@ from prime_rl.trainer.lora_export import gather_adapter
 from prime_rl.trainer.weights import gather_weights, save_adapter, save_weights
 from prime_rl.trainer.world import World
 from prime_rl.utils.paths import OrchestratorPaths, replacing_directory, step_of
+
+
+class Broadcast(Protocol):
+    """How new weights reach the inference engines."""
+
+    def start(self, version: int) -> None:
+        """Make sure that nobody takes a version of an earlier start for one of this run, which begins at `version`."""
+
+    def publish(self, model: nn.Module, version: int, dtype: torch.dtype) -> None:
+        """Let the engines have `version`. Collective."""
 
 
 class FileSystemBroadcast:
@@ -56,7 +67,7 @@ class FileSystemBroadcast:
                 save_weights(weights, scratch, self.config.save_sharded, self.config.save_format)
         self._remove(lambda other: other < version - self.max_async_level and not self._is_kept(other))
 
-    def discard_after(self, version: int) -> None:
+    def start(self, version: int) -> None:
         """Remove versions above `version`: an earlier start of this run, or another run, left them."""
         if self.world.rank == 0:
             self._remove(lambda other: other > version)

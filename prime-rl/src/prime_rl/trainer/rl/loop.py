@@ -14,7 +14,7 @@ from prime_rl.configs.trainer import TrainerConfig, WeightCheckpointConfig
 from prime_rl.trainer.ckpt import CheckpointManager, TrainState
 from prime_rl.trainer.errors import DivergedError
 from prime_rl.trainer.optim import clip_gradients
-from prime_rl.trainer.rl.broadcast import FileSystemBroadcast
+from prime_rl.trainer.rl.broadcast import Broadcast
 from prime_rl.trainer.rl.data import BatchSource
 from prime_rl.trainer.rl.metrics import Samples, Stopwatch
 from prime_rl.trainer.rl.parity import ParityGate
@@ -44,7 +44,7 @@ class Parts:
     batches: BatchSource
     forward_backward: ForwardBackward
     parity: ParityGate
-    broadcast: FileSystemBroadcast
+    broadcast: Broadcast
     checkpoints: CheckpointManager | None
     reporter: Reporter
     export_dtype: torch.dtype

