@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 import peft
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint import FileSystemReader
 from transformers import AutoModelForCausalLM
 
@@ -87,6 +88,29 @@ def test_a_checkpoint_holds_what_is_trained_alone(base: dict[str, Any], tmp_path
     weights = {name for name in saved if name.startswith("model.")}
     assert len(weights) == 2 * 14 + 1
     assert all(".lora." in name or name.endswith("model.norm.weight") for name in weights)
+
+
+def test_a_checkpoint_is_refused_beside_other_weights_or_another_scale(
+    base: dict[str, Any], tiny_model_dir: Path, tmp_path: Path, capsys
+) -> None:
+    out, other_model = tmp_path / "out", tmp_path / "other_model"
+    run_sft(base, out, max_steps=1, ckpt={})
+    shutil.copytree(tiny_model_dir, other_model)
+    weights = load_file(other_model / "model.safetensors")
+    weights["model.embed_tokens.weight"][0, 0] += 1
+    save_file(weights, other_model / "model.safetensors", metadata={"format": "pt"})
+
+    def fault(**model: Any) -> str:
+        with pytest.raises(SystemExit):
+            run_sft({**base, "model": {**base["model"], **model}}, out, ckpt={"resume_step": -1})
+        return capsys.readouterr().out
+
+    assert "model.lora.alpha / rank = 4, and this config trains with model.lora.alpha / rank = 2" in fault(
+        lora={**base["model"]["lora"], "alpha": 16.0}
+    )
+    assert "alpha / rank = 4, and this config trains without model.lora" in fault(lora=None)
+    assert "other_model is not the model that they were trained beside" in fault(name=str(other_model))
+    run_sft({**base, "model": {**base["model"], "compute_dtype": "bfloat16"}}, out, ckpt={"resume_step": -1})
 
 
 def test_the_best_step_stays(base: dict[str, Any], tmp_path: Path) -> None:

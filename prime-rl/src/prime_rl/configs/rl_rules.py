@@ -95,6 +95,11 @@ def _model_faults(run: RunSections) -> Iterator[str]:
                 f"trainer.model.lora.{key} ({getattr(ours, key)}) and orchestrator.model.lora.{key} "
                 f"({getattr(theirs, key)}) differ: leave the orchestrator's out"
             )
+    if ours is not None and ours.modules_to_save:
+        yield (
+            f"trainer.model.lora.modules_to_save ({', '.join(ours.modules_to_save)}): inference engines "
+            "take adapters of linear layers alone; remove it, or train all weights, without trainer.model.lora"
+        )
 
 
 def _single_node_faults(run: RunSections) -> Iterator[str]:

@@ -24,8 +24,9 @@ from transformers import PreTrainedTokenizerBase
 from prime_rl.configs.trainer import CheckpointConfig
 from prime_rl.trainer.background import BackgroundJobs
 from prime_rl.trainer.errors import CheckpointError
+from prime_rl.trainer.frozen import check_frozen, identity_of_frozen, without_frozen
 from prime_rl.trainer.retention import Best, Retention
-from prime_rl.trainer.weights import gather_export, without_frozen, write_export
+from prime_rl.trainer.weights import gather_export, write_export
 from prime_rl.trainer.world import World
 from prime_rl.utils.logger import get_logger
 from prime_rl.utils.paths import RunPaths, begin_directory, complete_directory, scratch_of, stable_steps
@@ -125,6 +126,7 @@ class CheckpointManager:
             "data": data_position,
             "random": _random_state(self.world.device),
             "world_size": self.world.world_size,
+            "frozen": identity_of_frozen(state.model),
         }
         if self._jobs is not None:
             shared, own = self._staged(shared), copy.deepcopy(own)
@@ -153,6 +155,7 @@ class CheckpointManager:
 
         directory = self.paths.trainer_checkpoint(step)
         own = self._load_own(directory)
+        check_frozen(own["frozen"], state.model, directory)
         if not self.config.skip_scheduler:
             state.scheduler.load_state_dict(own["scheduler"])
         model_state, optimizer_state = get_state_dict(state.model, state.optimizer)

@@ -46,13 +46,6 @@ def gather_weights(model: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
     return dict(revert_weight_conversion(model, state)) if state else {}
 
 
-def without_frozen(model_state: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-    """`model_state` without the weights that no step changes: they come with the model."""
-    weights = model.named_parameters(remove_duplicate=False)
-    frozen = {name for name, weight in weights if not weight.requires_grad}
-    return {name: value for name, value in model_state.items() if name not in frozen}
-
-
 def save_weights(
     state: Mapping[str, Tensor], directory: Path, save_sharded: bool = True, save_format: SaveFormat = "safetensors"
 ) -> None:
