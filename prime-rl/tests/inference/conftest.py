@@ -115,17 +115,27 @@ def engine(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-@pytest.fixture(scope="session")
-def shared_server(engine: str, served_model_dir: Path) -> Iterator[Server]:
+def started(engine: str, directory: Path) -> Iterator[Server]:
+    """An engine's server on a model, stopped afterwards. It reads tool calls in the format of Hermes and Qwen."""
     python = sys.executable if engine == "embedded" else vllm_python()
     if python is None:
         pytest.skip("needs vLLM: install prime-rl[vllm], or name an interpreter that has it in PRIME_RL_VLLM_PYTHON")
     # On a CPU, vLLM takes its share of the machine's memory and refuses to start when that much is not free.
     options = ("--backend", engine, "--model.enforce-eager", "--gpu-memory-utilization", "0.1")
     options += ("--model.tool-call-parser", "hermes", "--enable-lora", "--max-lora-rank", "8")
-    server = Server(python, served_model_dir, *options)
+    server = Server(python, directory, *options)
     yield server
     assert server.stop() == 0, "".join(server.lines[-30:])
+
+
+@pytest.fixture(scope="session")
+def start_server() -> Callable[[str, Path], Iterator[Server]]:
+    return started
+
+
+@pytest.fixture(scope="session")
+def shared_server(engine: str, served_model_dir: Path) -> Iterator[Server]:
+    yield from started(engine, served_model_dir)
 
 
 @pytest.fixture

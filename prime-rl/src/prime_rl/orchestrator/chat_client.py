@@ -209,6 +209,43 @@ class ChatClient(OpenAIChatCompletionsClient):
 class TokenChatClient(OpenAIChatCompletionsTokenClient, ChatClient):
     """From the second turn on, the tokens of earlier turns go out as they were sampled, not as text."""
 
+    async def get_prompt_ids(self, state: Mapping[str, Any], prompt_messages: Any, oai_tools: Any) -> list[int] | None:
+        """Token ids of the next prompt: those of an earlier turn, and what the environment has added since.
+
+        A turn that `max_tokens` cut off has no end, and verifiers would render such a conversation anew from its text
+        ("TITO fell back to MITO"), whose tokens may not be the sampled ones. Here the template's own end closes the
+        turn; like all that the environment adds, it is not trained.
+        """
+        ids = await super().get_prompt_ids(state, prompt_messages, oai_tools)
+        if ids is not None or not any(map(_is_cut_off, state["trajectory"])):
+            return ids
+        end = await self._end_of_turn(state["model"])
+        if not end:
+            return None
+        steps = [_closed(step, end) if _is_cut_off(step) else step for step in state["trajectory"]]
+        return await super().get_prompt_ids({"model": state["model"], "trajectory": steps}, prompt_messages, oai_tools)
+
+    async def _end_of_turn(self, model: str) -> list[int]:
+        """What the template writes after an answer: the tokens in which two short answers end alike."""
+        turns = [[{"role": "assistant", "content": content}] for content in ("x", "y")]
+        options = {"add_generation_prompt": False}
+        first, second = [await self.tokenize(turn, None, model, extra_kwargs=options) for turn in turns]
+        pairs = zip(reversed(first), reversed(second), strict=False)
+        length = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+        return first[len(first) - length :]
+
+
+def _is_cut_off(step: Mapping[str, Any]) -> bool:
+    """Whether a turn ended at `max_tokens`, and its tokens are known to the last one."""
+    tokens, response = step["tokens"], step.get("response")
+    return tokens is not None and not tokens["is_truncated"] and bool(response and response.message.is_truncated)
+
+
+def _closed(step: Mapping[str, Any], end: list[int]) -> dict[str, Any]:
+    """The turn as if it had ended by itself."""
+    tokens = step["tokens"]
+    return {**step, "response": None, "tokens": {**tokens, "completion_ids": [*tokens["completion_ids"], *end]}}
+
 
 def error_message(answer: bytes) -> str:
     """The message in an OpenAI error body, or the start of whatever came back; on one line."""

@@ -1,0 +1,68 @@
+"""Conversations over several turns: verifiers, our clients and an engine make one exact sample of each."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+import torch
+import verifiers as vf
+from datasets import Dataset
+
+from prime_rl.configs.shared import ClientConfig
+from prime_rl.orchestrator.inference_server import InferenceServer
+from prime_rl.orchestrator.rollout import ExampleRef, Rollout, read_rollout
+from prime_rl.orchestrator.trajectories import to_samples
+
+NUM_TURNS = 4
+
+
+class Chatter(vf.MultiTurnEnv):
+    """Says something after every turn."""
+
+    async def env_response(self, messages: vf.Messages, state: vf.State, **kwargs: Any) -> vf.Messages:
+        return [vf.UserMessage(content=f"And {len(state['trajectory'])}?")]
+
+
+def rollouts(server: Any, size: int, **sampling: Any) -> list[Rollout]:
+    async def run() -> list[Rollout]:
+        rows = Dataset.from_list([{"prompt": [{"role": "user", "content": "Talk"}], "answer": ""}])
+        environment = Chatter(dataset=rows, rubric=vf.Rubric(), max_turns=NUM_TURNS)
+        target = InferenceServer(f"{server.client.base_url}/v1", ClientConfig(), server.model)
+        target.use_tokens()
+        args = {"temperature": 1.0, "logprobs": True, **sampling}
+        args["extra_body"] = {"return_token_ids": True, "top_k": -1, **args.get("extra_body", {})}
+        columns = ["trajectory", "sampling_args"]
+        group = [environment.get_dataset()[0]] * size
+        outputs = await environment.run_group(group, target.client, target.model, args, state_columns=columns)
+        await target.close()
+        return [read_rollout(output, ExampleRef("chatter", 0), 1.0, 0) for output in outputs]
+
+    return asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        pytest.param({"max_tokens": 200, "logit_bias": {"1": -100, "2": 6.0}}, id="turns-that-end"),
+        pytest.param({"max_tokens": 7, "extra_body": {"ignore_eos": True}}, id="turns-that-are-cut-off"),
+        pytest.param({"max_tokens": 12, "logit_bias": {"1": -100, "2": 3.0}}, id="some-of-both"),
+    ],
+)
+def test_a_conversation_is_one_sample_of_the_sampled_tokens(server, reference, caplog, sampling) -> None:
+    for rollout in rollouts(server, size=3, **sampling):
+        assert (rollout.error, rollout.num_turns) == (None, NUM_TURNS)
+        (sample,) = to_samples(rollout)
+        if "logit_bias" in sampling:
+            assert sample.completion_ids.count(1) == 2 * (NUM_TURNS - 1), "a header for each turn of either side"
+        else:
+            assert_exact(reference, sample)
+    assert "fell back" not in caplog.text
+
+
+def assert_exact(reference: Any, sample: Any) -> None:
+    """The log-probabilities that were sampled with are those of the sample's own tokens in their own context."""
+    expected = torch.tensor(reference.logprobs(sample.prompt_ids, sample.completion_ids))
+    used = torch.tensor(sample.completion_mask)
+    torch.testing.assert_close(torch.tensor(sample.completion_logprobs)[used], expected[used], atol=2e-4, rtol=1e-4)

@@ -1,0 +1,61 @@
+"""Tool calls in text: what each format reads, and what it leaves alone."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from prime_rl.inference.embedded.tool_calls import TOOL_PARSERS, ToolCall
+
+WEATHER = '{"name": "weather", "arguments": {"city": "Köln"}}'
+CALL = ToolCall("weather", '{"city": "Köln"}')
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "calls"),
+    [
+        ("Sunny.", "Sunny.", []),
+        (f"<tool_call>\n{WEATHER}\n</tool_call>", None, [CALL]),
+        (f"Let me see.\n<tool_call>{WEATHER}</tool_call>", "Let me see.\n", [CALL]),
+        (f"<tool_call>{WEATHER}</tool_call>\n<tool_call>{WEATHER}</tool_call>", None, [CALL, CALL]),
+        (f"<tool_call>{WEATHER}", None, [CALL]),
+        ("<tool_call>weather(Köln)</tool_call>", "<tool_call>weather(Köln)</tool_call>", []),
+        ('<tool_call>{"name": "weather"}</tool_call>', '<tool_call>{"name": "weather"}</tool_call>', []),
+        ("<tool_call>[1]</tool_call>", "<tool_call>[1]</tool_call>", []),
+        ('<tool_call>{"name": "wea', '<tool_call>{"name": "wea', []),
+    ],
+)
+def test_hermes_reads_tagged_json_and_leaves_the_rest(text, content, calls) -> None:
+    reading = TOOL_PARSERS["hermes"].read(text)
+    assert (reading.content, list(reading.calls)) == (content, calls)
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "calls"),
+    [
+        ("Sunny.", "Sunny.", []),
+        (WEATHER, None, [CALL]),
+        ('<|python_tag|>{"name": "weather", "parameters": {"city": "Köln"}}', None, [CALL]),
+        (f"{WEATHER}; {WEATHER}", None, [CALL, CALL]),
+        ('{"name": "f", "parameters": {"point": {"x": 1}}}', None, [ToolCall("f", '{"point": {"x": 1}}')]),
+        ("{not json}", "{not json}", []),
+        ('{"city": "Köln"}', '{"city": "Köln"}', []),
+    ],
+)
+def test_llama3_json_reads_bare_json_and_leaves_the_rest(text, content, calls) -> None:
+    reading = TOOL_PARSERS["llama3_json"].read(text)
+    assert (reading.content, list(reading.calls)) == (content, calls)
+
+
+@pytest.mark.parametrize(
+    ("text", "settled"),
+    [("Sunny", 5), ("a <", 2), ("a <tool_cal", 2), ("a <tool_call>{", 2), ("a <b", 4)],
+)
+def test_what_may_become_a_call_is_not_content_yet(text, settled) -> None:
+    assert TOOL_PARSERS["hermes"].settled(text) == settled
+
+
+def test_arguments_stay_json_text() -> None:
+    (call,) = TOOL_PARSERS["hermes"].read(f"<tool_call>{WEATHER}</tool_call>").calls
+    assert json.loads(call.arguments) == {"city": "Köln"}

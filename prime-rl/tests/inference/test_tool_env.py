@@ -1,0 +1,169 @@
+"""Tool use from end to end: a model that has learned to call a tool, an engine, and verifiers' own `ToolEnv`."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import verifiers as vf
+from datasets import Dataset
+
+from prime_rl.configs.shared import ClientConfig
+from prime_rl.orchestrator.inference_server import InferenceServer
+from prime_rl.orchestrator.rollout import ExampleRef, Rollout, read_rollout
+from prime_rl.orchestrator.trajectories import to_samples
+from prime_rl.transport.messages import TrainingSample
+
+TEMPLATE = """
+{%- if tools %}{{- '<|im_start|>tools\\n' }}
+{%- for tool in tools %}{{- tool.function.name }}{% endfor %}{{- '<|im_end|>\\n' }}
+{%- endif %}
+{%- for message in messages %}
+{{- '<|im_start|>' + message.role + '\\n' + (message.content or '') }}
+{%- for call in message.tool_calls or [] %}
+{{- '<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' + (call.function.arguments | tojson) }}
+{{- '}\\n</tool_call>' }}
+{%- endfor %}
+{{- '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
+
+QUESTION = {"role": "user", "content": "2+3"}
+ARGUMENTS = '{"a": 2, "b": 3}'
+
+
+def add(a: int, b: int) -> int:
+    """The sum of two numbers."""
+    return a + b
+
+
+TOOL = {"type": "function", "function": {"name": "add", "description": "", "parameters": {"type": "object"}}}
+CALL = {"id": "1", "type": "function", "function": {"name": "add", "arguments": {"a": 2, "b": 3}}}
+CONVERSATION = [
+    QUESTION,
+    {"role": "assistant", "content": "", "tool_calls": [CALL]},
+    {"role": "tool", "content": "5", "tool_call_id": "1"},
+    {"role": "assistant", "content": "It is 5"},
+]
+
+
+@pytest.fixture(scope="module")
+def caller_dir(served_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model after it has learned one conversation by heart."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    directory = tmp_path_factory.mktemp("caller") / "model"
+    shutil.copytree(served_model_dir, directory)
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    tokenizer.chat_template = TEMPLATE
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    text = tokenizer.apply_chat_template(CONVERSATION, tools=[TOOL], tokenize=False)
+    tokens = torch.tensor([tokenizer(text)["input_ids"]])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(300):
+        loss = model(tokens, labels=tokens).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if loss < 0.02:
+            break
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def caller(engine: str, caller_dir: Path, start_server) -> Iterator[Any]:
+    yield from start_server(engine, caller_dir)
+
+
+def chat(caller: Any, **options: Any) -> dict[str, Any]:
+    body = {"messages": [QUESTION], "tools": [TOOL], "temperature": 0, "max_tokens": 200}
+    return caller.post("/v1/chat/completions", {"model": caller.model} | body | options)["choices"][0]
+
+
+def test_a_call_comes_back_as_a_tool_call(caller) -> None:
+    choice = chat(caller)
+    (call,) = choice["message"]["tool_calls"]
+    assert (call["type"], call["function"]) == ("function", {"name": "add", "arguments": ARGUMENTS})
+    assert call["id"]
+    assert not choice["message"]["content"]
+    assert choice["finish_reason"] == "tool_calls"
+
+
+def test_the_answer_to_a_call_is_read_through_the_template(caller) -> None:
+    call = {"id": "x", "type": "function", "function": {"name": "add", "arguments": ARGUMENTS}}
+    messages = [QUESTION, {"role": "assistant", "content": None, "tool_calls": [call]}, CONVERSATION[2]]
+    choice = chat(caller, messages=messages)
+    assert (choice["message"]["content"], choice["finish_reason"]) == ("It is 5", "stop")
+    assert not choice["message"].get("tool_calls")
+
+
+def test_a_call_stays_text_when_tools_are_not_to_be_used(caller) -> None:
+    choice = chat(caller, tool_choice="none")
+    assert choice["message"]["content"].startswith("<tool_call>")
+    assert (choice["finish_reason"], choice["message"].get("tool_calls") or []) == ("stop", [])
+
+
+def test_a_streamed_call_adds_up_to_the_call(caller) -> None:
+    body = {"messages": [QUESTION], "tools": [TOOL], "temperature": 0, "max_tokens": 200, "return_token_ids": True}
+    parts = [part for chunk in caller.events("/v1/chat/completions", body) for part in chunk["choices"]]
+    deltas = [part["delta"] for part in parts]
+    calls = [call for delta in deltas for call in delta.get("tool_calls") or []]
+    assert {call["index"] for call in calls} == {0}
+    names = [call["function"]["name"] for call in calls if call["function"].get("name")]
+    arguments = "".join(call["function"].get("arguments") or "" for call in calls)
+    assert (names, json.loads(arguments)) == (["add"], {"a": 2, "b": 3})
+    assert "".join(delta.get("content") or "" for delta in deltas).strip() == ""
+    assert parts[-1]["finish_reason"] == "tool_calls"
+    whole = chat(caller, return_token_ids=True)["token_ids"]
+    assert [token for part in parts for token in part.get("token_ids") or []] == whole
+
+
+def rollouts(caller: Any, environment: vf.Environment, size: int) -> list[Rollout]:
+    async def run() -> list[Rollout]:
+        server = InferenceServer(f"{caller.client.base_url}/v1", ClientConfig(), caller.model)
+        server.use_tokens()
+        args = {"temperature": 0, "max_tokens": 200, "logprobs": True, "extra_body": {"return_token_ids": True}}
+        rows = [environment.get_dataset()[0]] * size
+        columns = ["trajectory", "sampling_args"]
+        outputs = await environment.run_group(rows, server.client, server.model, args, state_columns=columns)
+        await server.close()
+        return [read_rollout(output, ExampleRef("sums", 0), 0.0, 0) for output in outputs]
+
+    return asyncio.run(run())
+
+
+def test_verifiers_tool_env_makes_one_exact_sample_of_a_conversation_with_tools(caller, caplog) -> None:
+    async def correct(completion: Any, answer: str) -> float:
+        return float(completion[-1].content == f"It is {answer}")
+
+    rows = Dataset.from_list([{"prompt": [QUESTION], "answer": "5"}])
+    environment = vf.ToolEnv(tools=[add], dataset=rows, rubric=vf.Rubric([correct]), max_turns=4)
+    for rollout in rollouts(caller, environment, size=2):
+        assert (rollout.error, rollout.reward, rollout.num_turns) == (None, 1.0, 2)
+        assert rollout.metrics["add_calls"] == 1
+        (sample,) = to_samples(rollout)
+        assert text_of(caller, trained(sample)) == (
+            f'<tool_call>\n{{"name": "add", "arguments": {ARGUMENTS}}}\n</tool_call><|im_end|>It is 5<|im_end|>'
+        )
+        assert (
+            text_of(caller, sample.completion_ids).count("<|im_start|>tool\n5<|im_end|>\n<|im_start|>assistant\n") == 1
+        )
+    assert "fell back" not in caplog.text
+
+
+def trained(sample: TrainingSample) -> list[int]:
+    return [token for token, used in zip(sample.completion_ids, sample.completion_mask, strict=True) if used]
+
+
+def text_of(caller: Any, tokens: list[int]) -> str:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(caller.model).decode(tokens)
