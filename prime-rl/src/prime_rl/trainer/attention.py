@@ -92,7 +92,7 @@ def _is_installed(kernel: str) -> bool:
 
 
 def _best_of_pytorch(model_config: PretrainedConfig, capability: tuple[int, int], compute: torch.dtype) -> str:
-    model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(model_config))
+    model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(model_config), None)
     if model_class is None:
         return SDPA
     head = getattr(model_config, "head_dim", None) or model_config.hidden_size // model_config.num_attention_heads
