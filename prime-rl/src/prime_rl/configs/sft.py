@@ -239,13 +239,13 @@ class SFTConfig(RootConfig):
     """Steps to train; None never ends."""
 
     memory_profiler_path: Path | None = None
-    """Write a memory profile here."""
+    """Write snapshots of the GPU's memory to this directory, one a step."""
 
     bench: BenchConfig | None = None
     """Benchmark mode; None is off."""
 
     trace_path: Path | None = None
-    """Write profiler traces to this directory; needs `max_steps` below 10."""
+    """Write a profiler trace of the run to this directory, one a process; needs `max_steps` below 10."""
 
     dist_timeout_seconds: int = 600
     """Limit of a collective operation, in seconds."""
@@ -254,7 +254,7 @@ class SFTConfig(RootConfig):
     """Whose cross-entropy."""
 
     heartbeat: HeartbeatConfig | None = None
-    """Heartbeat; None is off."""
+    """A URL to call after each step; None is off."""
 
     deployment: SFTDeploymentConfig = SingleNodeDeploymentConfig()
     """GPUs and nodes."""

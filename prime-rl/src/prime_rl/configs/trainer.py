@@ -122,7 +122,7 @@ class CheckpointConfig(BaseConfig):
     """Keep multiples of n for ever; None sets no such rule."""
 
     async_save: bool = False
-    """SFT: training goes on while a checkpoint is written. Needs memory for a copy of weights and optimizer."""
+    """Training goes on while a checkpoint is written. Needs memory for a copy of weights and optimizer."""
 
     keep_best: bool = False
     """SFT: save whenever the validation loss is the lowest so far, note that step in `checkpoints/best.json`, and keep
@@ -208,7 +208,7 @@ WeightBroadcastConfig = Annotated[
 
 
 class BenchConfig(BaseConfig):
-    """Benchmark mode: four steps, no checkpoints."""
+    """Benchmark mode: four steps and a table of the last three; neither checkpoints nor weights are left."""
 
     output_json: Path | None = None
     """Write the results to this file as well."""
@@ -287,22 +287,22 @@ class TrainerConfig(RootConfig):
     """Steps that the rollouts' policy may lag behind; 0 is synchronous."""
 
     memory_profiler_path: Path | None = None
-    """Write a memory profile here."""
+    """Write snapshots of the GPU's memory to this directory, one a step."""
 
     bench: BenchConfig | None = None
     """Benchmark mode; None is off."""
 
     trace_path: Path | None = None
-    """Write profiler traces to this directory; needs `max_steps` below 10."""
+    """Write a profiler trace of the run to this directory, one a process; needs `max_steps` below 10."""
 
     dist_timeout_seconds: int = 600
     """Limit of a collective operation, in seconds."""
 
     heartbeat: HeartbeatConfig | None = None
-    """Heartbeat; None is off."""
+    """A URL to call after each step; None is off."""
 
     metrics_server: MetricsServerConfig | None = None
-    """Prometheus endpoint; None is off."""
+    """`/metrics` for Prometheus, and `/health`; None is off."""
 
     max_concurrent_runs: int = Field(1, ge=1)
     """LoRA runs trained side by side."""

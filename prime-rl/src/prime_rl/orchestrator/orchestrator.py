@@ -14,6 +14,7 @@ from prime_rl.orchestrator.ckpt import Checkpoints, remove_stale
 from prime_rl.orchestrator.errors import OrchestratorError, TooManyFailures
 from prime_rl.orchestrator.stopping import leave
 from prime_rl.utils.logger import get_logger, setup_logger
+from prime_rl.utils.monitor import MonitorError
 from prime_rl.utils.paths import OrchestratorPaths, OutputDirInUse, RunPaths, check_output_dir
 from prime_rl.utils.pydantic_config import dump_toml, parse_argv_or_exit
 
@@ -42,7 +43,7 @@ def run(config: OrchestratorConfig, paths: OrchestratorPaths) -> int:
         cause = failure.__cause__
         get_logger().error(str(failure), exc_info=None if isinstance(cause, OrchestratorError) else cause)
         return 1
-    except (OrchestratorError, OutputDirInUse) as failure:
+    except (OrchestratorError, MonitorError, OutputDirInUse) as failure:
         get_logger().error(str(failure))
         return 1
     except Exception:  # noqa: BLE001 - the process's last handler

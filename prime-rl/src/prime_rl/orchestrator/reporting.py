@@ -8,7 +8,6 @@ from typing import Any
 
 from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.orchestrator.batch import Batch
-from prime_rl.orchestrator.bench import BenchTable
 from prime_rl.orchestrator.ckpt import Progress
 from prime_rl.orchestrator.extras import Extras
 from prime_rl.orchestrator.filters import Filter
@@ -25,6 +24,7 @@ from prime_rl.orchestrator.metrics import (
 )
 from prime_rl.utils.logger import SUCCESS, get_logger
 from prime_rl.utils.monitor import JsonlMonitor, Monitor, MultiMonitor
+from prime_rl.utils.monitor.bench import BenchTable
 from prime_rl.utils.paths import OrchestratorPaths, RunPaths
 
 SAMPLE_INTERVAL = 10
@@ -78,7 +78,7 @@ def setup_monitor(config: OrchestratorConfig, run: RunPaths, paths: Orchestrator
     extras = None
     monitors: list[Monitor] = [JsonlMonitor(run.metrics, "orchestrator")]
     if config.bench:
-        monitors.append(BenchTable())
+        monitors.append(BenchTable({"time/step": "Step time (s)", "perf/throughput": "Throughput (tokens/s)"}))
     if config.wandb is not None:
         # Imported late: wandb costs half a second.
         from prime_rl.utils.monitor.wandb import WandbMonitor

@@ -17,7 +17,6 @@ from prime_rl.orchestrator.client import InferencePool
 from prime_rl.orchestrator.direct_weights import DirectWeights
 from prime_rl.orchestrator.env_processes import EnvServers
 from prime_rl.orchestrator.filters import setup_filters
-from prime_rl.orchestrator.heartbeat import Heartbeat
 from prime_rl.orchestrator.parts import (
     Environments,
     make_buffer,
@@ -32,6 +31,7 @@ from prime_rl.orchestrator.scheduler import Scheduler
 from prime_rl.orchestrator.steps import Steps
 from prime_rl.orchestrator.stopping import StopSignals
 from prime_rl.transport import setup_batch_sender
+from prime_rl.utils.heartbeat import Heartbeat
 from prime_rl.utils.logger import SUCCESS, get_logger
 from prime_rl.utils.paths import OrchestratorPaths, RunPaths
 
@@ -95,7 +95,7 @@ async def _run(config: OrchestratorConfig, environments: Environments, resume_st
         closing.push_async_callback(scheduler.close)
         pool.on_lost.append(scheduler.abandon)
         heartbeat = Heartbeat(config.heartbeat.url if config.heartbeat else None)
-        closing.push_async_callback(heartbeat.close)
+        closing.callback(heartbeat.close)
         rollout_log = RolloutLog(paths, config.save_rollouts)
         steps = Steps(
             scheduler=scheduler,

@@ -17,7 +17,6 @@ from prime_rl.orchestrator.ckpt import Checkpoints, Progress
 from prime_rl.orchestrator.errors import NothingToTrain
 from prime_rl.orchestrator.evaluation import Evaluator
 from prime_rl.orchestrator.filters import Filter, apply_filters
-from prime_rl.orchestrator.heartbeat import Heartbeat
 from prime_rl.orchestrator.lag import LoopLag
 from prime_rl.orchestrator.metrics import StepStatus, StepTimes, count_tokens
 from prime_rl.orchestrator.policy import Policy
@@ -28,6 +27,7 @@ from prime_rl.orchestrator.sampling import temperature_at, train_sampling_args
 from prime_rl.orchestrator.scheduler import Scheduler
 from prime_rl.orchestrator.validation import Validator
 from prime_rl.transport import BatchSender
+from prime_rl.utils.heartbeat import Heartbeat
 from prime_rl.utils.logger import get_logger
 
 MAX_EMPTY_BATCHES = 5

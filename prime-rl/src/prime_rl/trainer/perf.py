@@ -7,11 +7,16 @@ import resource
 import sys
 import time
 from collections import deque
+from collections.abc import Mapping
 
 import torch
 from torch import nn
 
+from prime_rl.trainer.world import World
+from prime_rl.utils.logger import get_logger
+
 _WINDOW_STEPS = 10
+_MEASURED_S = 0.1
 _GIB = 2**30
 _PEAK_FLOPS = (
     ("A100", 312e12),
@@ -57,6 +62,65 @@ def peak_flops(device: torch.device) -> float | None:
         return None
     name = torch.cuda.get_device_name(device)
     return next((peak for known, peak in _PEAK_FLOPS if known in name), None)
+
+
+def known_peak_flops(world: World, dtype: torch.dtype) -> float | None:
+    """`peak_flops`, or on a CPU what its cores do now in products of `dtype`; the log says so.
+
+    Every process measures, at the same time, since they share the cores.
+    """
+    if world.device.type != "cpu":
+        return peak_flops(world.device)
+    peak = measured_peak_flops(dtype)
+    if world.is_main:
+        get_logger().info(
+            f"MFU is the share of {peak / 1e9:.0f} GFLOP/s a process, measured now in {str(dtype).partition('.')[2]} "
+            f"matrix products on {torch.get_num_threads()} threads"
+        )
+    return peak
+
+
+def measured_peak_flops(dtype: torch.dtype) -> float:
+    """FLOP per second of square matrix products on this process's CPU threads: the best of a tenth of a second.
+
+    What other programs take of the cores meanwhile is missing in it.
+    """
+    size = 768
+    one, other = torch.ones(size, size, dtype=dtype), torch.ones(size, size, dtype=dtype)
+    best_s, end_s = float("inf"), time.perf_counter() + _MEASURED_S
+    while (started_s := time.perf_counter()) < end_s:
+        one @ other
+        best_s = min(best_s, time.perf_counter() - started_s)
+    return 2 * size**3 / best_s
+
+
+class Performance:
+    """Speed, share of the peak, and memory of each step, under the same names for every trainer."""
+
+    def __init__(self, model: nn.Module, row_tokens: int, world: World, peak: float | None) -> None:
+        """`row_tokens` is the length of a row, `peak` that of a process in FLOP per second, if it is known."""
+        self.world = world
+        self.total_memory_gib = total_memory_gib(world.device)
+        self._throughput = Throughput()
+        self._flops_share = flops_per_token(model, row_tokens) / (peak * world.world_size) if peak else None
+
+    def step(self, tokens: int) -> dict[str, float]:
+        """The metrics of a step that ended now, with `tokens` tokens of all processes."""
+        tokens_per_s = self._throughput.step(tokens)
+        metrics = {
+            "perf/throughput": tokens_per_s,
+            "perf/throughput_per_gpu": tokens_per_s / self.world.world_size,
+            "perf/peak_memory": peak_memory_gib(self.world.device),
+        }
+        if self._flops_share is not None:
+            metrics["perf/mfu"] = 100 * tokens_per_s * self._flops_share
+        return metrics
+
+
+def speed_fields(metrics: Mapping[str, float]) -> list[str]:
+    """What the log line of a step says of its speed."""
+    fields = [f"Throughput: {metrics['perf/throughput']:.0f} tokens/s"]
+    return [*fields, f"MFU: {metrics['perf/mfu']:.1f}%"] if "perf/mfu" in metrics else fields
 
 
 def peak_memory_gib(device: torch.device) -> float:

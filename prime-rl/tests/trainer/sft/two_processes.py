@@ -16,6 +16,7 @@ from prime_rl.trainer.sft.data import setup_rows
 from prime_rl.trainer.sft.loop import SFTTrainer
 from prime_rl.trainer.sft.step import train_step
 from prime_rl.trainer.sft.train import setup_parts, train
+from prime_rl.trainer.telemetry import open_telemetry
 from prime_rl.trainer.world import World, destroy_world, setup_world
 from prime_rl.utils.paths import RunPaths
 from prime_rl.utils.pydantic_config import parse_argv_or_exit
@@ -54,7 +55,8 @@ def resume_half_way(config: SFTConfig, world: World) -> None:
     def run_in(name: str, ckpt: CheckpointConfig | None) -> None:
         changed = config.model_copy(update={"output_dir": config.output_dir / name, "ckpt": ckpt})
         paths = RunPaths(changed.output_dir)
-        assert train(SFTTrainer(changed, paths, world, setup_parts(changed, paths, world)))
+        with open_telemetry(changed, paths, world) as telemetry:
+            assert train(SFTTrainer(changed, paths, world, setup_parts(changed, paths, world)), telemetry)
 
     run_in("straight", None)
     run_in("halves", CheckpointConfig(interval=3, async_save=True))

@@ -169,4 +169,5 @@ class RLTrainer:
     def _finish(self) -> None:
         """A finished run leaves its weights ready to use, and with `[ckpt]` a checkpoint to go on from."""
         self._save()
-        self._export()
+        if self.config.bench is None:
+            self._export()

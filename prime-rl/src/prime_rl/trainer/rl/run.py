@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 
+from torch import nn
+
 from prime_rl.configs.trainer import ParityConfig, TrainerConfig
 from prime_rl.trainer.ckpt import CheckpointManager, Progress, TrainState
 from prime_rl.trainer.errors import CheckpointError
 from prime_rl.trainer.model import compute_dtype, setup_model, setup_tokenizer
 from prime_rl.trainer.optim import setup_optimizer
+from prime_rl.trainer.perf import Performance, known_peak_flops, peak_flops
 from prime_rl.trainer.rl.broadcast import Broadcast, FileSystemBroadcast
 from prime_rl.trainer.rl.data import BatchSource, FakeBatches, PackedBatches, row_tokens
 from prime_rl.trainer.rl.group_broadcast import GroupBroadcast
@@ -21,9 +24,9 @@ from prime_rl.trainer.rl.rows import vocab_chunk_of
 from prime_rl.trainer.rl.step import ForwardBackward
 from prime_rl.trainer.scheduler import setup_scheduler
 from prime_rl.trainer.signals import EXIT_STOPPED, SignalBox, listen_for_signals
+from prime_rl.trainer.telemetry import Telemetry, open_telemetry
 from prime_rl.trainer.world import World, destroy_world, setup_world
 from prime_rl.utils.logger import SUCCESS, get_logger
-from prime_rl.utils.monitor import JsonlMonitor, Monitor, MultiMonitor
 from prime_rl.utils.paths import RunPaths
 
 
@@ -36,9 +39,9 @@ def train(config: TrainerConfig, paths: RunPaths) -> None:
     """
     world = setup_world(config.device, config.dist_timeout_seconds)
     try:
-        with open_monitor(config, paths, world) as monitor, listen_for_signals(world) as signals:
-            parts = setup_parts(config, paths, world, monitor, signals)
-            with closing(parts.batches):
+        with open_telemetry(config, paths, world) as telemetry, listen_for_signals(world) as signals:
+            parts = setup_parts(config, paths, world, telemetry, signals)
+            with closing(parts.batches), written(parts.checkpoints), telemetry.profile.recording():
                 RLTrainer(config, paths, world, parts, signals).run()
     except Stopped:
         if world.is_main:
@@ -51,25 +54,18 @@ def train(config: TrainerConfig, paths: RunPaths) -> None:
 
 
 @contextmanager
-def open_monitor(config: TrainerConfig, paths: RunPaths, world: World) -> Iterator[Monitor]:
-    """Metrics go to `OUT/metrics.jsonl`, and to W&B when asked; from rank 0 alone. How the block ended is told."""
-    monitors: list[Monitor] = []
-    if world.is_main:
-        monitors.append(JsonlMonitor(paths.metrics, "trainer"))
-        if config.wandb is not None:
-            from prime_rl.utils.monitor.wandb import WandbMonitor
-
-            monitors.append(WandbMonitor(config.wandb, paths.root, config.model_dump(mode="json")))
-    monitor = MultiMonitor(monitors)
+def written(checkpoints: CheckpointManager | None) -> Iterator[None]:
+    """Leave the block only when what is written in the background is on the disk."""
     try:
-        yield monitor
-    except BaseException:
-        monitor.close(exit_code=1)
-        raise
-    monitor.close()
+        yield
+    finally:
+        if checkpoints is not None:
+            checkpoints.wait()
 
 
-def setup_parts(config: TrainerConfig, paths: RunPaths, world: World, monitor: Monitor, signals: SignalBox) -> Parts:
+def setup_parts(
+    config: TrainerConfig, paths: RunPaths, world: World, telemetry: Telemetry, signals: SignalBox
+) -> Parts:
     """Build everything the loop works with, from the checkpoint when the run resumes."""
     loss = setup_loss(config.loss)
     checkpoints = CheckpointManager(config.ckpt, paths, world) if config.ckpt is not None else None
@@ -91,7 +87,7 @@ def setup_parts(config: TrainerConfig, paths: RunPaths, world: World, monitor: M
         parity=setup_parity(config, world),
         broadcast=broadcast,
         checkpoints=checkpoints,
-        reporter=Reporter(monitor, world, state.progress, model, row_tokens(config.model.seq_len, world)),
+        reporter=Reporter(telemetry, state.progress, setup_performance(config, model, world)),
         export_dtype=compute_dtype(config.model, world.device),
     )
 
@@ -102,6 +98,14 @@ def setup_broadcast(config: TrainerConfig, paths: RunPaths, world: World, signal
         return GroupBroadcast(config.weight_broadcast, run, world, lambda: signals.stop_asked)
     keep_interval = config.ckpt.interval if config.ckpt is not None else None
     return FileSystemBroadcast(config.weight_broadcast, run, world, config.max_async_level, keep_interval)
+
+
+def setup_performance(config: TrainerConfig, model: nn.Module, world: World) -> Performance:
+    """On a CPU the share of its peak is told of benchmarks alone: else the inference server computes on it as well."""
+    is_measured = config.bench is not None
+    dtype = compute_dtype(config.model, world.device)
+    peak = known_peak_flops(world, dtype) if is_measured else peak_flops(world.device)
+    return Performance(model, row_tokens(config.model.seq_len, world), world, peak)
 
 
 def setup_parity(config: TrainerConfig, world: World) -> ParityGate:

@@ -68,7 +68,7 @@ class SFTTrainer:
         requests = signals.take()
         while not (self.is_done or requests.stop):
             stats = self.train_step()
-            reporter.record(state.progress, self.parts.rows.stream.epoch, stats)
+            reporter.record(state.progress, self.parts.rows.stream, stats)
             if self.validation_is_due:
                 self.validate(reporter)
             requests = signals.take()
@@ -140,8 +140,10 @@ class SFTTrainer:
         return elapsed_s
 
     def export(self) -> None:
-        """Write the weights of a finished run, unless `save` has; they are what the run is for."""
+        """Write the weights of a finished run, unless `save` has; they are what the run is for, but not a benchmark."""
         step = self.parts.state.progress.step
+        if self.config.bench is not None:
+            return
         options = WeightCheckpointConfig() if self.config.ckpt is None else self.config.ckpt.weights
         if options is None or step == self.exported_step:
             return

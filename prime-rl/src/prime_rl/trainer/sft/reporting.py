@@ -5,18 +5,20 @@ from __future__ import annotations
 import math
 import shutil
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, astuple, dataclass
 
-from prime_rl.configs.sft import SFTConfig
 from prime_rl.trainer.ckpt import Progress
-from prime_rl.trainer.perf import Throughput, flops_per_token, peak_flops, peak_memory_gib, total_memory_gib
-from prime_rl.trainer.progress_bar import ProgressBar
-from prime_rl.trainer.world import World
+from prime_rl.trainer.perf import Performance, speed_fields
+from prime_rl.trainer.progress_bar import ProgressBar, clock, figures
+from prime_rl.trainer.sft.samples import SampleCounts, SampleStream
+from prime_rl.trainer.telemetry import Telemetry
+from prime_rl.trainer.world import sum_over_processes
 from prime_rl.utils.logger import SUCCESS, get_logger
-from prime_rl.utils.monitor import JsonlMonitor, Monitor, MultiMonitor
 from prime_rl.utils.paths import RunPaths
 
 _GIB = 2**30
+_EDGE_STEPS = 5
+"""The summary compares the mean loss of so many first steps and so many last ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,14 +54,13 @@ class ValStats:
 class StepReporter:
     """Reports steps on the main process; elsewhere it keeps silent."""
 
-    def __init__(self, config: SFTConfig, paths: RunPaths, model, world: World, bar: ProgressBar) -> None:
+    def __init__(self, paths: RunPaths, telemetry: Telemetry, performance: Performance, bar: ProgressBar) -> None:
         self.paths = paths
-        self.world = world
+        self.telemetry = telemetry
+        self.performance = performance
+        self.world = performance.world
         self.bar = bar
-        self.monitor = _setup_monitor(config, paths) if world.is_main else MultiMonitor([])
-        self._throughput = Throughput()
-        peak = peak_flops(world.device)
-        self._flops_share = flops_per_token(model, config.data.seq_len) / peak if peak else None
+        self.summary = Summary()
         self._save_s = 0.0
         self._lap_s = time.perf_counter()
 
@@ -73,50 +74,53 @@ class StepReporter:
         if not self.world.is_main:
             return
         metrics = {"val/loss": stats.loss, "val/perplexity": stats.perplexity, "time/val": stats.seconds}
-        self.monitor.log(metrics, step)
+        self.telemetry.monitor.log(metrics, step)
         get_logger().info(
             f"Validation after {step} steps | Loss: {stats.loss:.4f} | Perplexity: {stats.perplexity:.2f} | "
             f"Time: {stats.seconds:.2f}s"
         )
 
-    def record(self, progress: Progress, epoch: int, stats: StepStats) -> None:
-        """Report the step that made `progress.step`; steps are counted from 0."""
+    def record(self, progress: Progress, stream: SampleStream, stats: StepStats) -> None:
+        """Report the step that made `progress.step`; steps are counted from 0. A collective call."""
         now_s = time.perf_counter()
         step_s, self._lap_s = now_s - self._lap_s, now_s
-        rate = self._throughput.step(stats.tokens, now_s)
+        step = progress.step - 1
+        self.telemetry.profile.step(step)
+        counts = SampleCounts(*map(int, sum_over_processes(astuple(stream.counts), self.world)))
         if not self.world.is_main:
             return
         metrics = {
             "loss/mean": stats.loss,
             "optim/lr": stats.lr,
             "optim/grad_norm": stats.grad_norm,
-            "progress/epoch": epoch,
+            "progress/epoch": stream.epoch,
             "progress/num_samples": progress.samples,
             "progress/num_tokens": progress.tokens,
-            "perf/throughput": rate,
-            "perf/throughput_per_gpu": rate / self.world.world_size,
-            "perf/peak_memory": peak_memory_gib(self.world.device),
             "time/step": step_s,
             "time/forward_backward": stats.forward_backward_s,
             "time/save_ckpt": self._save_s,
+            **{f"data/{kind}": count for kind, count in asdict(counts).items()},
+            **self.performance.step(stats.tokens),
             **self._disk(),
         }
-        if self._flops_share is not None:
-            metrics["perf/mfu"] = 100 * self._flops_share * rate / self.world.world_size
         self._save_s = 0.0
-        self.monitor.log(metrics, progress.step - 1)
-        get_logger().log(SUCCESS, self._line(metrics, progress.step - 1))
-        self.bar.update(progress.step, f"loss {stats.loss:.4f}  {rate:,.0f} tokens/s")
+        self.summary.add(stats, counts)
+        self.telemetry.monitor.log(metrics, step)
+        get_logger().log(SUCCESS, self._line(metrics, step))
+        self.bar.update(progress.step, figures(metrics))
 
     def _line(self, metrics: dict[str, float], step: int) -> str:
-        total_gib = total_memory_gib(self.world.device)
-        memory = f"{metrics['perf/peak_memory']:.1f}/{total_gib:.1f} GiB"
-        mfu = f" | MFU: {metrics['perf/mfu']:.1f}%" if "perf/mfu" in metrics else ""
-        return (
-            f"Step {step} | Time: {metrics['time/step']:.2f}s | Loss: {metrics['loss/mean']:.4f} | "
-            f"Grad. Norm: {metrics['optim/grad_norm']:.4f} | LR: {metrics['optim/lr']:.2e} | "
-            f"Throughput: {metrics['perf/throughput']:.0f} tokens/s{mfu} | Peak Mem.: {memory}"
-        )
+        memory = f"{metrics['perf/peak_memory']:.1f}/{self.performance.total_memory_gib:.1f} GiB"
+        fields = [
+            f"Step {step}",
+            f"Time: {metrics['time/step']:.2f}s",
+            f"Loss: {metrics['loss/mean']:.4f}",
+            f"Grad. Norm: {metrics['optim/grad_norm']:.4f}",
+            f"LR: {metrics['optim/lr']:.2e}",
+            *speed_fields(metrics),
+            f"Peak Mem.: {memory}",
+        ]
+        return " | ".join(fields)
 
     def _disk(self) -> dict[str, float]:
         usage = shutil.disk_usage(self.paths.root)
@@ -128,10 +132,41 @@ class StepReporter:
         }
 
 
-def _setup_monitor(config: SFTConfig, paths: RunPaths) -> Monitor:
-    monitors: list[Monitor] = [JsonlMonitor(paths.metrics, "sft")]
-    if config.wandb is not None:
-        from prime_rl.utils.monitor.wandb import WandbMonitor
+class Summary:
+    """What a run, since it was started or resumed, comes to."""
 
-        monitors.append(WandbMonitor(config.wandb, paths.root, config.model_dump(mode="json")))
-    return MultiMonitor(monitors)
+    def __init__(self) -> None:
+        self._started_s = self._ended_s = time.perf_counter()
+        self._losses: list[float] = []
+        self._tokens = 0
+        self._counts = SampleCounts()
+
+    def add(self, stats: StepStats, counts: SampleCounts) -> None:
+        self._losses.append(stats.loss)
+        self._tokens += stats.tokens
+        self._counts = counts
+        self._ended_s = time.perf_counter()
+
+    def lines(self) -> list[str]:
+        """Steps, tokens, time and loss; and what became of the rows, whenever they were read."""
+        if not self._losses:
+            return []
+        elapsed_s = self._ended_s - self._started_s
+        edge = max(1, min(_EDGE_STEPS, len(self._losses) // 2))
+        first, last = (sum(losses) / edge for losses in (self._losses[:edge], self._losses[-edge:]))
+        counts = asdict(self._counts)
+        fates = ", ".join(f"{counts[kind]:,} {words}" for kind, words in _FATES.items() if counts[kind])
+        return [
+            f"{len(self._losses):,} steps and {self._tokens:,} tokens in {clock(elapsed_s)} "
+            f"({self._tokens / elapsed_s:,.0f} tokens/s); loss {first:.4f} -> {last:.4f} "
+            f"(first and last {edge} step{'s' * (edge > 1)})",
+            f"Rows read so far: {counts['seen']:,}" + (f"; {fates}" if fates else "; none was cut or left out"),
+        ]
+
+
+_FATES = {
+    "truncated": "cut to data.seq_len",
+    "overlong": "left out as too long",
+    "untrainable": "left out without a trained token",
+    "unmaskable": "left out as not to be masked",
+}

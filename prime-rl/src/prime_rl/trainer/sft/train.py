@@ -17,16 +17,18 @@ from prime_rl.trainer.errors import CheckpointError, ModelError, exit_on_error
 from prime_rl.trainer.leaving import leaving_at_once
 from prime_rl.trainer.model import compute_dtype, setup_model, setup_tokenizer
 from prime_rl.trainer.optim import setup_optimizer
+from prime_rl.trainer.perf import Performance, known_peak_flops
 from prime_rl.trainer.progress_bar import progress_bar
 from prime_rl.trainer.scheduler import setup_scheduler
 from prime_rl.trainer.sft.data import setup_rows
 from prime_rl.trainer.sft.examination import check_first_rows
 from prime_rl.trainer.sft.fingerprint import fingerprint_of
 from prime_rl.trainer.sft.loop import Parts, SFTTrainer, micro_batches_per_process
-from prime_rl.trainer.sft.reporting import StepReporter
+from prime_rl.trainer.sft.reporting import StepReporter, Summary
 from prime_rl.trainer.sft.resume import check_same_rows, go_on, leave_receipt
 from prime_rl.trainer.sft.validation import Validation
 from prime_rl.trainer.signals import EXIT_STOPPED, listen_for_signals
+from prime_rl.trainer.telemetry import Telemetry, open_telemetry
 from prime_rl.trainer.world import World, destroy_world, setup_world
 from prime_rl.utils.logger import SUCCESS, get_logger, setup_logger
 from prime_rl.utils.paths import OutputDirInUse, RunPaths, check_output_dir
@@ -53,24 +55,27 @@ def run(config: SFTConfig) -> int:
     setup_logger(config.log.level if rank == 0 else "warning", log_file, config.log.json_logging)
     with exit_on_error(), joined_world(config) as world:
         prepare_output_dir(config, paths, world)
-        parts = setup_parts(config, paths, world)
-        is_done = train(SFTTrainer(config, paths, world, parts))
-        if world.is_main:
-            report_end(is_done, paths, parts.state.progress)
+        with open_telemetry(config, paths, world) as telemetry:
+            is_done = train(SFTTrainer(config, paths, world, setup_parts(config, paths, world)), telemetry)
         return 0 if is_done else EXIT_STOPPED
 
 
-def train(trainer: SFTTrainer) -> bool:
-    """Run the loop with signals, metrics and the progress bar around it."""
+def train(trainer: SFTTrainer, telemetry: Telemetry) -> bool:
+    """Run the loop with signals, reports and the progress bar around it; False when SIGTERM ended it."""
     config, world = trainer.config, trainer.world
+    peak = known_peak_flops(world, compute_dtype(config.model, world.device))
+    performance = Performance(trainer.parts.state.model, config.data.seq_len, world, peak)
     with ExitStack() as stack:
         signals = stack.enter_context(listen_for_signals(world))
         bar = stack.enter_context(progress_bar("sft", config.max_steps, shown=world.is_main))
-        reporter = StepReporter(config, trainer.paths, trainer.parts.state.model, world, bar)
-        stack.push(lambda kind, error, trace: reporter.monitor.close(exit_code=0 if error is None else 1))
+        reporter = StepReporter(trainer.paths, telemetry, performance, bar)
         if trainer.parts.checkpoints is not None:
             stack.callback(trainer.parts.checkpoints.wait)
-        return trainer.run(signals, reporter)
+        stack.enter_context(telemetry.profile.recording())
+        is_done = trainer.run(signals, reporter)
+    if world.is_main:
+        report_end(is_done, trainer, reporter.summary)
+    return is_done
 
 
 @contextmanager
@@ -138,13 +143,16 @@ def scheduled_steps(max_steps: int | None, ckpt: CheckpointConfig | None, resume
     return max_steps - (resume_step or 0)
 
 
-def report_end(is_done: bool, paths: RunPaths, progress: Progress) -> None:
-    if is_done:
-        get_logger().log(
-            SUCCESS, f"SFT trainer finished! {progress.step} steps; weights in {paths.weight(progress.step)}"
-        )
-    else:
-        get_logger().warning(f"Stopped by SIGTERM after {progress.step} steps")
+def report_end(is_done: bool, trainer: SFTTrainer, summary: Summary) -> None:
+    step = trainer.parts.state.progress.step
+    for line in summary.lines():
+        get_logger().info(line)
+    if not is_done:
+        get_logger().warning(f"Stopped by SIGTERM after {step} steps")
+        return
+    weights = trainer.paths.weight(step)
+    where = f"; weights in {weights}" if weights.is_dir() else ""
+    get_logger().log(SUCCESS, f"SFT trainer finished! {step} steps{where}")
 
 
 if __name__ == "__main__":

@@ -8,6 +8,10 @@ from typing import Protocol
 Metrics = Mapping[str, float | int | str]
 
 
+class MonitorError(Exception):
+    """A monitor that was asked for cannot start; the message says why, and what to do."""
+
+
 class Monitor(Protocol):
     """Takes a component's metrics, once a step."""
 

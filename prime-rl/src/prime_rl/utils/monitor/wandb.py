@@ -7,25 +7,39 @@ from pathlib import Path
 from typing import Any
 
 from prime_rl.configs.shared import WandbConfig
-from prime_rl.utils.monitor.base import Metrics
+from prime_rl.utils.monitor.base import Metrics, MonitorError
 
 
 class WandbMonitor:
-    """One W&B run. `offline` writes it below `directory` for `wandb sync`; an `id` continues an earlier run."""
+    """One W&B run. `offline`, or `WANDB_MODE=offline`, writes it below `directory` for `wandb sync`.
+
+    An `id` continues an earlier run.
+    """
 
     def __init__(self, config: WandbConfig, directory: Path, run_config: dict[str, Any]) -> None:
+        """Start the run.
+
+        Raises:
+            MonitorError: W&B cannot be reached, or does not know us.
+        """
         import wandb
 
         directory.mkdir(parents=True, exist_ok=True)
-        self._run = wandb.init(
-            project=config.project,
-            name=config.name,
-            id=config.id,
-            resume="allow",
-            mode="offline" if config.offline else "online",
-            dir=directory,
-            config=run_config,
-        )
+        try:
+            self._run = wandb.init(
+                project=config.project,
+                name=config.name,
+                id=config.id,
+                resume="allow",
+                mode="offline" if config.offline else None,
+                dir=directory,
+                config=run_config,
+            )
+        except wandb.Error as error:
+            reason = str(error).strip().splitlines()[0]
+            raise MonitorError(
+                f"wandb: {reason}: log in with `wandb login`, or write it here with --wandb.offline"
+            ) from error
 
     def log(self, metrics: Metrics, step: int) -> None:
         self._run.log(dict(metrics), step=step)

@@ -1,0 +1,40 @@
+"""Tells a watchdog that the run goes on."""
+
+from __future__ import annotations
+
+import threading
+import urllib.request
+from http.client import HTTPException
+
+from prime_rl.utils.logger import get_logger
+
+TIMEOUT_S = 1.0
+
+
+class Heartbeat:
+    """One GET a step, from a thread. A step is left out while the last call is pending; failures are warnings.
+
+    Without a URL nothing is called.
+    """
+
+    def __init__(self, url: str | None) -> None:
+        self.url = url
+        self._pending: threading.Thread | None = None
+
+    def beat(self) -> None:
+        if self.url is not None and (self._pending is None or not self._pending.is_alive()):
+            self._pending = threading.Thread(target=self._call, name="heartbeat", daemon=True)
+            self._pending.start()
+
+    def close(self) -> None:
+        """Wait for the last call, which takes no longer than its time limit."""
+        if self._pending is not None:
+            self._pending.join(2 * TIMEOUT_S)
+
+    def _call(self) -> None:
+        try:
+            with urllib.request.urlopen(self.url, timeout=TIMEOUT_S):
+                return
+        except (OSError, HTTPException, ValueError) as error:
+            reason = getattr(error, "code", None) or getattr(error, "reason", None) or error
+            get_logger().warning(f"The heartbeat {self.url} failed: {reason}")

@@ -1,0 +1,192 @@
+"""What watches a trainer: benchmark, trace, metrics server, heartbeat, memory, MFU."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from prime_rl.configs.sft import SFTConfig
+from prime_rl.configs.shared import MetricsServerConfig
+from prime_rl.configs.trainer import LoRAConfig, ModelConfig, TrainerConfig
+from prime_rl.trainer.errors import TrainerError
+from prime_rl.trainer.model import setup_model
+from prime_rl.trainer.perf import flops_per_token, measured_peak_flops
+from prime_rl.trainer.rl.run import train as train_rl
+from prime_rl.trainer.sft.train import run as run_sft
+from prime_rl.trainer.telemetry import open_telemetry
+from prime_rl.trainer.world import World
+from prime_rl.utils.heartbeat import Heartbeat
+from prime_rl.utils.logger import setup_logger
+from prime_rl.utils.monitor import MonitorError
+from prime_rl.utils.monitor.prometheus import MetricsServer
+from prime_rl.utils.paths import RunPaths
+from prime_rl.utils.process.ports import reserved_ports
+
+
+@pytest.fixture
+def sft(tiny_model_dir: Path, tmp_path: Path) -> dict[str, Any]:
+    return {
+        "device": "cpu",
+        "model": {"name": str(tiny_model_dir), "attn": "sdpa"},
+        "data": {"type": "fake", "input_ids": "random", "batch_size": 2, "seq_len": 64},
+        "output_dir": tmp_path / "out",
+    }
+
+
+@pytest.fixture
+def watchdog() -> Iterator[tuple[str, list[str]]]:
+    """A server that answers 200 below `/ok` and 404 elsewhere: its URL, and the paths that were asked for."""
+    asked: list[str] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append(self.path)
+            self.send_response(200 if self.path == "/ok" else 404)
+            self.end_headers()
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}", asked
+        server.shutdown()
+
+
+# --- benchmark
+
+
+def assert_is_bench(log: str, results: dict[str, Any]) -> None:
+    assert re.search(r"Step +MFU \(%\) +Throughput \(tokens/s\) +Step time \(s\) +Peak memory \(GiB\)\n", log)
+    rows = re.findall(r"^ +([123]|Overall) +(\d+\.\d\d)", log, re.MULTILINE)
+    assert [name for name, _ in rows] == ["1", "2", "3", "Overall"]
+    assert results.keys() == {"mfu", "throughput", "step_time", "peak_memory"}
+    for name in ("mfu", "throughput", "step_time"):
+        assert results[name]["min"] <= results[name]["mean"] <= results[name]["max"]
+    assert 0 < results["peak_memory"]["pct"] < 100
+
+
+def test_a_benchmark_of_sft_ends_with_a_table_and_leaves_no_weights(
+    sft: dict[str, Any], tmp_path: Path, capsys
+) -> None:
+    file = tmp_path / "bench.json"
+    assert run_sft(SFTConfig(**sft, bench={"output_json": file}, ckpt={})) == 0
+    out = capsys.readouterr().out
+    assert_is_bench(out, json.loads(file.read_text()))
+    assert "measured now in float32 matrix products" in out
+    paths = RunPaths(tmp_path / "out")
+    assert not paths.weights.exists()
+    assert not paths.checkpoints.exists()
+
+
+def test_a_benchmark_of_the_rl_trainer_needs_no_orchestrator(tiny_model_dir: Path, tmp_path: Path, capsys) -> None:
+    setup_logger("info")
+    model = {"name": str(tiny_model_dir), "attn": "sdpa", "seq_len": 64}
+    file = tmp_path / "bench.json"
+    config = TrainerConfig(device="cpu", model=model, output_dir=tmp_path / "out", bench={"output_json": file})
+    train_rl(config, RunPaths(config.output_dir))
+    assert_is_bench(capsys.readouterr().out, json.loads(file.read_text()))
+
+
+# --- profiles
+
+
+def test_a_trace_is_one_that_chrome_reads(sft: dict[str, Any], tmp_path: Path) -> None:
+    assert run_sft(SFTConfig(**sft, trace_path=tmp_path / "traces", max_steps=2)) == 0
+    with gzip.open(tmp_path / "traces" / "rank_0.json.gz") as file:
+        events = json.load(file)["traceEvents"]
+    names = {event["name"] for event in events if event["ph"] == "X"}
+    assert {"traced step 0", "traced step 1", "aten::mm"} <= names
+    assert all({"ts", "dur", "pid", "tid"} <= event.keys() for event in events if event["ph"] == "X")
+
+
+def test_a_memory_profile_is_one_of_a_gpu(sft: dict[str, Any], world: World, tmp_path: Path) -> None:
+    config = SFTConfig(**sft, memory_profiler_path=tmp_path / "memory")
+    with pytest.raises(TrainerError, match="records a GPU's memory"), open_telemetry(config, RunPaths(tmp_path), world):
+        pass
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU is visible")
+def test_memory_snapshots_are_written_for_every_step(sft: dict[str, Any], tmp_path: Path) -> None:
+    memory = tmp_path / "memory"
+    assert run_sft(SFTConfig(**{**sft, "device": "cuda"}, memory_profiler_path=memory, max_steps=2)) == 0
+    assert sorted(file.name for file in memory.iterdir()) == ["rank_0_step_0.pickle", "rank_0_step_1.pickle"]
+
+
+# --- metrics server and heartbeat
+
+
+def page(url: str) -> str:
+    with urllib.request.urlopen(url, timeout=5) as answer:
+        return answer.read().decode()
+
+
+def test_prometheus_reads_the_last_step_and_the_health() -> None:
+    with reserved_ports(1) as (port,):
+        server = MetricsServer(MetricsServerConfig(host="127.0.0.1", port=port))
+    root = f"http://127.0.0.1:{port}"
+    assert page(f"{root}/health") == "ok"
+    server.log({"loss/mean": 0.5, "optim/lr": 1e-3, "kl_ent_ratio/mean": float("nan"), "time/step": 1.0}, step=3)
+    server.log({"val/loss": 9.0}, step=4)
+    text = page(f"{root}/metrics")
+    values = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+    assert values["trainer_step"] == "3.0"
+    assert values["trainer_loss"] == "0.5"
+    assert values["trainer_kl_ent_ratio"] == "nan"
+    assert values['trainer_run_learning_rate{run="run_default"}'] == "0.001"
+    assert "trainer_mfu_percent" not in values
+    assert text.count("# TYPE trainer_loss gauge\n") == 1
+    with pytest.raises(urllib.error.HTTPError, match="404"):
+        page(f"{root}/elsewhere")
+    server.close()
+
+
+def test_a_taken_port_is_one_line(sft: dict[str, Any], world: World, tmp_path: Path) -> None:
+    with reserved_ports(1) as (port,):
+        config = MetricsServerConfig(host="127.0.0.1", port=port)
+    server = MetricsServer(config)
+    with pytest.raises(MonitorError, match=f"cannot listen on 127.0.0.1:{port}: Address already in use"):
+        MetricsServer(config)
+    server.close()
+
+
+def test_a_watchdog_hears_of_steps_and_may_fail(sft: dict[str, Any], watchdog: tuple[str, list[str]], capsys) -> None:
+    url, asked = watchdog
+    assert run_sft(SFTConfig(**sft, heartbeat={"url": f"{url}/ok"}, max_steps=3)) == 0
+    # A step is left out while the call of the one before is under way.
+    assert 1 <= len(asked) <= 3
+    assert "heartbeat" not in capsys.readouterr().out
+    setup_logger("info")
+    failing = Heartbeat(f"{url}/nowhere")
+    failing.beat()
+    failing.close()
+    assert f"The heartbeat {url}/nowhere failed: 404" in capsys.readouterr().out
+
+
+# --- MFU
+
+
+def test_a_frozen_weight_costs_two_products_and_a_trained_one_three(tiny_model_dir: Path, world: World) -> None:
+    model_config = ModelConfig(name=str(tiny_model_dir), attn="sdpa")
+    # Two layers: q and o of 64 x 64, k and v of 64 x 32, three of 64 x 128 in the MLP; the head of 64 x 128.
+    layers, head, attention = 2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128), 64 * 128, 12 * 2 * 64 * 100
+    assert flops_per_token(setup_model(model_config, world), 100) == 6 * (layers + head) + attention
+    lora = model_config.model_copy(update={"lora": LoRAConfig(rank=4, target_modules=["q_proj"], modules_to_save=[])})
+    adapters = 2 * 4 * (64 + 64)
+    assert flops_per_token(setup_model(lora, world), 100) == 4 * (layers + head) + 6 * adapters + attention
+
+
+def test_the_measured_peak_is_that_of_matrix_products() -> None:
+    assert 1e8 < measured_peak_flops(torch.float32) < 1e14
