@@ -29,6 +29,9 @@ class Grid:
         grid[self.cells_T] = row_1T[0]
         return grid.view(self.position_ids_RW.shape)
 
+    def cost(self, hidden_size: int) -> int:
+        return layout_cost(self.position_ids_RW.numel(), self.position_ids_RW.shape[1], hidden_size)
+
     def collect(self, grid_RWH: Tensor) -> Tensor:
         """The T cells that hold tokens, in the row's order: [T, H]."""
         return grid_RWH.flatten(0, 1).index_select(0, self.cells_T)
@@ -37,16 +40,15 @@ class Grid:
 def fold(position_ids_1T: Tensor, hidden_size: int) -> Grid:
     """Choose the cheaper of two layouts: the row as it is, or rows as wide as the longest sequence.
 
-    A sequence starts wherever the position is not the previous one plus 1, as in Transformers' packed mask. Cost of a
-    layout: for each cell about 24 H^2 FLOP in the linear layers and 4 H W in attention, so cells * (6 H + W).
+    A sequence starts wherever the position is not the previous one plus 1, as in Transformers' packed mask.
     """
     positions = position_ids_1T[0].cpu().numpy()
-    starts = _starts(positions)
+    starts = sequence_starts(positions)
     lengths = np.diff(np.append(starts, len(positions)))
     width = int(lengths.max())
     rows, columns, row_count = _first_fit_decreasing(lengths, width)
-    unfolded_cost = len(positions) * (6 * hidden_size + len(positions))
-    if row_count * width * (6 * hidden_size + width) >= unfolded_cost:
+    unfolded_cost = layout_cost(len(positions), len(positions), hidden_size)
+    if layout_cost(row_count * width, width, hidden_size) >= unfolded_cost:
         cells = torch.arange(len(positions), device=position_ids_1T.device)
         return Grid(cells, position_ids_1T)
     within = np.arange(len(positions)) - np.repeat(starts, lengths)
@@ -59,14 +61,20 @@ def fold(position_ids_1T: Tensor, hidden_size: int) -> Grid:
     return Grid(torch.from_numpy(cells).to(device), torch.from_numpy(grid).to(device))
 
 
+def layout_cost(cells: int, width: int, hidden_size: int) -> int:
+    """Cells take about 24 H^2 FLOP each in a block's linear layers and 4 H W in attention: in units of 4 H."""
+    return cells * (6 * hidden_size + width)
+
+
 def sequence_bounds(position_ids_1T: Tensor) -> tuple[Tensor, int]:
     """Where each of a row's S sequences starts, and the row's end: [S + 1], int32; and the longest one's length."""
     positions = position_ids_1T[0].cpu().numpy()
-    bounds = np.append(_starts(positions), len(positions)).astype(np.int32)
+    bounds = np.append(sequence_starts(positions), len(positions)).astype(np.int32)
     return torch.from_numpy(bounds).to(position_ids_1T.device), int(np.diff(bounds).max())
 
 
-def _starts(positions: np.ndarray) -> np.ndarray:
+def sequence_starts(positions: np.ndarray) -> np.ndarray:
+    """Where the sequences of a row start."""
     return np.flatnonzero(np.diff(positions, prepend=positions[0] - 2) != 1)
 
 

@@ -7,7 +7,7 @@ forward, where the head's weights are gathered.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import MethodType
 from typing import TypeVar
 
@@ -19,13 +19,15 @@ from torch.utils.checkpoint import checkpoint
 from prime_rl.trainer.attention import SDPA, row_options
 from prime_rl.trainer.errors import ModelError
 from prime_rl.trainer.packed_rows import fold
+from prime_rl.trainer.shared_prefixes import SHARED, find_shared_prefixes
 
 Result = TypeVar("Result")
 LogitsOf = Callable[[Tensor], Tensor]
 """Hidden states [N, H] to logits [N, V], in the compute dtype."""
 
-_CHECKED_LENGTHS = (5, 3)
-"""Tokens of the sequences that every model is tried on."""
+_CHECKED = ((0, 1, 2, 3, 4), (5, 6, 7))
+_CHECKED_SHARED = ((0, 1, 2, 3, 4), (0, 1, 5))
+"""Sequences that every model is tried on."""
 _MAX_LOGITS = 2**25
 """Logits that may exist at a time: 128 MiB in float32."""
 
@@ -63,19 +65,38 @@ def enable_scoring(model: nn.Module, device: torch.device) -> None:
     """
     model.score_tokens = MethodType(_score_tokens, model)
     register_fsdp_forward_method(model, "score_tokens")
-    _check(model, device)
+    first, second = _logits_are_right(model, device, _CHECKED)
+    if not first:
+        raise ModelError(f"{type(model).__name__} changes its logits behind the head: this family is not supported")
+    if not second:
+        raise ModelError(
+            f"{type(model).__name__} lets the sequences of a packed row see each other: this family is not supported"
+        )
+    if model.config._attn_implementation == SDPA and model._supports_attention_backend:
+        model.config._attn_implementation = SHARED
+        # A saving, so a model that mixes tokens otherwise than by attention goes without.
+        if not all(_logits_are_right(model, device, _CHECKED_SHARED)):
+            model.config._attn_implementation = SDPA
 
 
 def _score_tokens(
     self: nn.Module, input_ids_1T: Tensor, position_ids_1T: Tensor, score: Callable[[Tensor, LogitsOf], Result]
 ) -> Result:
-    if self.config._attn_implementation == SDPA:
+    kernel = self.config._attn_implementation
+    if kernel in (SDPA, SHARED):
         grid = fold(position_ids_1T, self.config.hidden_size)
+        tree = find_shared_prefixes(input_ids_1T, position_ids_1T) if kernel == SHARED else None
+        if tree is not None and tree.cost(self.config.hidden_size) < grid.cost(self.config.hidden_size):
+            nodes, places = (row[:, tree.token_of_node_N] for row in (input_ids_1T, position_ids_1T))
+            hidden = self.base_model(
+                input_ids=nodes, position_ids=places, use_cache=False, **tree.options()
+            ).last_hidden_state
+            return score(hidden[0].index_select(0, tree.node_of_token_T), _logits_of(self))
         rows = self.base_model(
             input_ids=grid.place(input_ids_1T), position_ids=grid.position_ids_RW, use_cache=False
         ).last_hidden_state
         return score(grid.collect(rows), _logits_of(self))
-    options = row_options(self.config._attn_implementation, position_ids_1T)
+    options = row_options(kernel, position_ids_1T)
     row = self.base_model(
         input_ids=input_ids_1T, position_ids=position_ids_1T, use_cache=False, **options
     ).last_hidden_state
@@ -91,27 +112,21 @@ def _logits_of(model: nn.Module) -> LogitsOf:
 
 
 @torch.no_grad()
-def _check(model: nn.Module, device: torch.device) -> None:
-    """Compare our logits of a row of two sequences with the model's own of each."""
-    tokens = torch.arange(sum(_CHECKED_LENGTHS), device=device)[None]
-    sequences = tokens.split(_CHECKED_LENGTHS, dim=1)
-    places = [torch.arange(length, device=device)[None] for length in _CHECKED_LENGTHS]
+def _logits_are_right(model: nn.Module, device: torch.device, checked: Sequence[Sequence[int]]) -> list[bool]:
+    """Compare our logits of a row of sequences with the model's own of each. Collective."""
+    sequences = [torch.tensor(tokens, device=device)[None] for tokens in checked]
+    places = [torch.arange(len(tokens), device=device)[None] for tokens in checked]
+    row, positions = torch.cat(sequences, 1), torch.cat(places, 1)
     model.eval()
     with torch.compiler.set_stance("force_eager"):
         own = [model(input_ids=ids, use_cache=False).logits[0].float() for ids in sequences]
-        ours = score_tokens(model, tokens, torch.cat(places, 1), lambda hidden, logits_of: logits_of(hidden)).float()
+        ours = score_tokens(model, row, positions, lambda hidden, logits_of: logits_of(hidden)).float()
     model.train()
     # Without a backward pass the gathered parameters stay in place, and an optimizer made now would hold those.
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-    first, second = (_is_close(*pair) for pair in zip(ours.split(_CHECKED_LENGTHS), own, strict=True))
-    if not first:
-        raise ModelError(f"{type(model).__name__} changes its logits behind the head: this family is not supported")
-    if not second:
-        raise ModelError(
-            f"{type(model).__name__} lets the sequences of a packed row see each other: this family is not supported"
-        )
+    return [_is_close(*pair) for pair in zip(ours.split([len(tokens) for tokens in checked]), own, strict=True)]
 
 
 def _is_close(ours: Tensor, own: Tensor) -> bool:

@@ -109,6 +109,13 @@ def test_minibatches_share_the_tokens_and_every_rank_has_rows_of_each() -> None:
     assert tokens == [9 + 6 + 3 - 3, 8 + 5 + 2 - 3, 7 + 4 - 2]
 
 
+def test_samples_of_a_prompt_stay_together_as_far_as_there_is_room() -> None:
+    samples = [sample_of(n, prompt_ids=[prompt]) for prompt, n in [(1, 5), (1, 2), (1, 4), (2, 3), (2, 3), (1, 3)]]
+    rows = pack_batch(TrainingBatch(examples=samples, step=0), 10, 20, 1, together_tokens=7)[0]
+    assert lengths_of(rows) == [[5, 2, 3, 3, 4, 3]]
+    assert lengths_of(pack_batch(TrainingBatch(examples=samples, step=0), 10, 20, 1)[0]) == [[5, 4, 3, 3, 3, 2]]
+
+
 def test_a_batch_of_few_samples_has_fewer_minibatches() -> None:
     (rows,) = pack_batch(TrainingBatch([sample_of(4), sample_of(3)], step=0), 8, 8, data_ranks=1, minibatches=5)
     assert [row.minibatch for row in rows] == [0, 1]

@@ -15,12 +15,18 @@ class BadBatch(TrainerError):
 
 
 def pack_batch(
-    batch: TrainingBatch, seq_len: int, row_tokens: int, data_ranks: int, minibatches: int = 1
+    batch: TrainingBatch,
+    seq_len: int,
+    row_tokens: int,
+    data_ranks: int,
+    minibatches: int = 1,
+    together_tokens: int = 0,
 ) -> list[list[MicroBatch]]:
     """The rows of each data-parallel rank; every rank gets the same number of them, of each minibatch too.
 
     Samples are cut to `seq_len` tokens; a row holds at most `row_tokens` (>= `seq_len`). There are fewer minibatches
-    where there are fewer samples.
+    where there are fewer samples. Samples of one prompt that follow each other stay in one row up to `together_tokens`
+    (<= `row_tokens`), where attention shares prefixes.
 
     Raises:
         BadBatch: the batch is empty, or the fields of a sample disagree.
@@ -37,7 +43,8 @@ def pack_batch(
     parts = [by_length[index::minibatches] for index in range(min(minibatches, len(samples)))]
     rows_of_ranks: list[list[MicroBatch]] = [[] for _ in range(data_ranks)]
     for index, part in enumerate(parts):
-        for rows, dealt in zip(rows_of_ranks, deal(pack_rows(part, row_tokens), data_ranks), strict=True):
+        packed = pack_rows(join_groups(part, together_tokens), row_tokens)
+        for rows, dealt in zip(rows_of_ranks, deal(packed, data_ranks), strict=True):
             rows += [msgspec.structs.replace(row, minibatch=index) for row in dealt]
     return rows_of_ranks
 
@@ -83,6 +90,23 @@ def to_row(sample: TrainingSample, seq_len: int) -> MicroBatch:
         versions=[-1 if sample.version is None else sample.version] * length,
     )
     return row if length <= seq_len else _cut(row, seq_len)
+
+
+def join_groups(rows: Sequence[MicroBatch], together_tokens: int) -> list[MicroBatch]:
+    """Join neighbours with the same prompt, as long as they have at most `together_tokens` together."""
+    groups: list[list[MicroBatch]] = []
+    prompt: list[int] | None = None
+    room = 0
+    for row in rows:
+        length = len(row.input_ids)
+        own = row.input_ids[: row.loss_mask.index(True)] if True in row.loss_mask else None
+        if own is not None and own == prompt and length <= room:
+            groups[-1].append(row)
+            room -= length
+        else:
+            groups.append([row])
+            prompt, room = own, together_tokens - length
+    return [group[0] if len(group) == 1 else _join(group) for group in groups]
 
 
 def pack_rows(rows: Sequence[MicroBatch], row_tokens: int) -> list[MicroBatch]:
