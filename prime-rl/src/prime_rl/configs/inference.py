@@ -92,14 +92,14 @@ class InferenceConfig(RootConfig):
     enable_lora: bool = False
     """Serve LoRA adapters."""
 
-    max_loras: int = 8
-    """Adapters in GPU memory at once."""
+    max_loras: int = Field(8, ge=1)
+    """Adapters in one batch."""
 
-    max_cpu_loras: int = 100
-    """Adapters kept in host memory."""
+    max_cpu_loras: int = Field(100, ge=1)
+    """Adapters that are loaded; one more is refused. vLLM wants at least `max_loras`."""
 
-    max_lora_rank: int | None = None
-    """Largest rank of an adapter; raised to a size that vLLM knows (at most 512)."""
+    max_lora_rank: int | None = Field(None, ge=1)
+    """Largest rank of an adapter, raised to a size that vLLM knows (at most 512); None is 16."""
 
     enable_prefix_caching: bool | None = None
     """Reuse the cache of equal prefixes; None leaves it to the engine."""
