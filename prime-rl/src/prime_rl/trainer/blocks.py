@@ -9,11 +9,13 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from prime_rl.configs.trainer import ModelConfig
+from prime_rl.configs.trainer import CompileConfig, ModelConfig
 from prime_rl.trainer.activation_offload import ActivationOffload
 from prime_rl.trainer.errors import ModelError
 
 Forward = Callable[..., Any]
+_MOST_GRAPHS = 32
+"""Of a model's blocks. Each kind of block (with a window, say, or without) needs four; any more run as they are."""
 
 
 def decoder_blocks(model: nn.Module) -> nn.ModuleList:
@@ -36,8 +38,7 @@ def prepare_blocks(model: nn.Module, config: ModelConfig, device: torch.device) 
     for index, block in enumerate(decoder_blocks(model)):
         forward = block.forward
         if config.compile is not None:
-            # Rows differ in length from step to step.
-            forward = torch.compile(forward, fullgraph=config.compile.fullgraph, dynamic=True)
+            forward = _compiled(forward, config.compile)
         if config.ac is not None and index % config.ac.freq == 0:
             # Adapters are the only place where a forward pass draws random numbers.
             has_dropout = config.lora is not None and config.lora.dropout > 0
@@ -46,6 +47,11 @@ def prepare_blocks(model: nn.Module, config: ModelConfig, device: torch.device) 
             forward = offloaded(forward, offload)
         # Replacing `forward` keeps parameter names as they are, which a wrapper module would change.
         block.forward = forward
+
+
+def _compiled(forward: Forward, config: CompileConfig) -> Forward:
+    """One graph serves all blocks alike and rows of every length; others are for one row, and for masked rows."""
+    return torch.compile(forward, fullgraph=config.fullgraph, dynamic=True, recompile_limit=_MOST_GRAPHS)
 
 
 def _checkpointed(forward: Forward, preserve_rng_state: bool) -> Forward:

@@ -1,0 +1,46 @@
+"""Compiled blocks: the same losses and gradients, and no compilation for each new length."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.utils import counters
+
+from prime_rl.configs.trainer import ActivationCheckpointConfig, CompileConfig, ModelConfig
+from prime_rl.trainer.model import setup_model
+from prime_rl.trainer.scoring import score_tokens
+from prime_rl.trainer.world import World
+
+ROWS = ((50, 64, 40), (30, 90, 10), (128,), (33, 20, 7, 80, 90))
+"""Sequences of equal length and not, in one row of the grid and in several: every kind of graph."""
+LATER_ROWS = ((100,), (12, 9), (200, 10), (31, 32, 33), (70, 12, 58))
+
+
+def loss_and_gradients(model, lengths: tuple[int, ...]) -> list[Tensor]:
+    tokens = torch.randint(0, 128, (1, sum(lengths)), generator=torch.Generator().manual_seed(sum(lengths)))
+    places = torch.cat([torch.arange(length) for length in lengths])[None]
+    loss = score_tokens(model, tokens, places, lambda hidden, logits_of: logits_of(hidden).float().logsumexp(-1).mean())
+    loss.backward()
+    gradients = [parameter.grad.full_tensor() for parameter in model.parameters()]
+    model.zero_grad()
+    return [loss.detach(), *gradients]
+
+
+@pytest.mark.slow
+def test_compiled_blocks_give_the_same_gradients_and_soon_compile_no_more(tiny_model_dir: Path, world: World) -> None:
+    torch._dynamo.reset()
+    counters.clear()
+    settings = {"name": str(tiny_model_dir), "attn": "sdpa", "ac": ActivationCheckpointConfig(freq=2)}
+    plain = setup_model(ModelConfig(**settings), world)
+    compiled = setup_model(ModelConfig(**settings, compile=CompileConfig(fullgraph=True)), world)
+    graphs = []
+    for rows in (ROWS, LATER_ROWS):
+        for lengths in rows:
+            pairs = zip(loss_and_gradients(compiled, lengths), loss_and_gradients(plain, lengths), strict=True)
+            for one, other in pairs:
+                torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-4)
+        graphs.append(counters["stats"]["unique_graphs"])
+    assert 0 < graphs[0] == graphs[1] <= 4

@@ -1,0 +1,153 @@
+"""What only a GPU shows: kernels that have no CPU version, and memory that offloading frees."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from prime_rl.configs.trainer import (
+    ActivationCheckpointConfig,
+    ActivationOffloadingConfig,
+    AdamWConfig,
+    CompileConfig,
+    DebugModelConfig,
+    ModelConfig,
+    MuonConfig,
+    OptimizerConfig,
+)
+from prime_rl.trainer.attention import FLEX, SDPA, VARLEN, choose_attention
+from prime_rl.trainer.model import load_model_config, setup_model
+from prime_rl.trainer.optim import clip_gradients, setup_optimizer
+from prime_rl.trainer.scoring import score_tokens
+from prime_rl.trainer.world import World, destroy_world, setup_world
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
+LENGTHS = (70, 130, 1, 300)
+
+
+@pytest.fixture
+def gpu() -> Iterator[World]:
+    yield setup_world("cuda", timeout_s=60, environ={})
+    destroy_world()
+
+
+@pytest.fixture(scope="module")
+def wide_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A config whose activations outweigh what the allocator rounds: 8 layers, hidden size 512."""
+    from transformers import Qwen3Config
+
+    directory = tmp_path_factory.mktemp("wide")
+    Qwen3Config(
+        vocab_size=1024,
+        hidden_size=512,
+        intermediate_size=1024,
+        num_hidden_layers=8,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=64,
+    ).save_pretrained(directory)
+    return directory
+
+
+def config_of(directory: Path, **fields) -> ModelConfig:
+    return ModelConfig(name=str(directory), debug=DebugModelConfig(random_init=True), **fields)
+
+
+def backward(model, lengths: tuple[int, ...] = LENGTHS) -> Tensor:
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(0, 128, (1, sum(lengths)), generator=generator).cuda()
+    places = torch.cat([torch.arange(length) for length in lengths])[None].cuda()
+    loss = score_tokens(model, tokens, places, lambda hidden, logits_of: logits_of(hidden).float().logsumexp(-1).mean())
+    loss.backward()
+    return loss.detach()
+
+
+def gradient_of(model) -> Tensor:
+    backward(model)
+    return torch.cat([parameter.grad.full_tensor().flatten().cpu() for parameter in model.parameters()])
+
+
+def relative(one: Tensor, other: Tensor) -> float:
+    return float((one - other).norm() / other.norm())
+
+
+@pytest.mark.parametrize("kernel", [VARLEN, FLEX])
+def test_packed_rows_have_one_gradient_under_every_kernel(
+    wide_model_dir: Path, gpu: World, kernel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = gradient_of(setup_model(config_of(wide_model_dir, attn=SDPA, compute_dtype="float32"), gpu))
+    rounded = gradient_of(setup_model(config_of(wide_model_dir, attn=SDPA), gpu))
+    monkeypatch.setattr("prime_rl.trainer.model.choose_attention", lambda *given: (kernel, ""))
+    found = gradient_of(setup_model(config_of(wide_model_dir), gpu))
+    assert relative(found, expected) < 1.5 * relative(rounded, expected)
+
+
+def test_without_flash_attention_the_varlen_kernel_is_chosen(wide_model_dir: Path, monkeypatch) -> None:
+    monkeypatch.setattr("prime_rl.trainer.attention._is_installed", lambda kernel: False)
+    model_config = load_model_config(config_of(wide_model_dir))
+    kernel, _ = choose_attention("flash_attention_2", model_config, torch.device("cuda", 0), torch.bfloat16)
+    assert kernel == (VARLEN if torch.cuda.get_device_capability()[0] >= 8 else FLEX)
+
+
+def peak_bytes_of_backward(config: ModelConfig, world: World) -> tuple[int, Tensor]:
+    model = setup_model(config, world)
+    backward(model, (4096,))
+    model.zero_grad()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    loss = backward(model, (4096,) * 4)
+    return torch.cuda.max_memory_allocated(), loss
+
+
+def test_offloaded_activations_free_memory_and_change_no_bit(wide_model_dir: Path, gpu: World) -> None:
+    recomputed = {"ac": ActivationCheckpointConfig(freq=2)}
+    offloading = ActivationOffloadingConfig(max_inflight_activations=1)
+    kept, loss = peak_bytes_of_backward(config_of(wide_model_dir, **recomputed), gpu)
+    moved, same_loss = peak_bytes_of_backward(config_of(wide_model_dir, **recomputed, ac_offloading=offloading), gpu)
+    assert torch.equal(same_loss, loss)
+    assert moved < 0.8 * kept
+
+
+@pytest.mark.parametrize("optim", [AdamWConfig(lr=1e-3), MuonConfig(lr=1e-3)], ids=["adamw", "muon"])
+def test_states_are_on_the_gpu_only_during_the_update(wide_model_dir: Path, gpu: World, optim: OptimizerConfig) -> None:
+    models = [setup_model(config_of(wide_model_dir), gpu) for _ in range(2)]
+    plain, offloaded = (
+        setup_optimizer(optim, model, states_on_host=is_on_host)
+        for model, is_on_host in zip(models, (False, True), strict=True)
+    )
+    for _ in range(3):
+        for model, optimizer in zip(models, (plain, offloaded), strict=True):
+            backward(model)
+            clip_gradients(model, 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        states = [value.to_local() for state in offloaded.state.values() for value in state.values() if value.ndim > 0]
+        assert states
+        assert all(state.is_pinned() for state in states)
+    assert all(torch.equal(one, other) for one, other in zip(*map(list, map(weights, models)), strict=True))
+
+
+def weights(model) -> Iterator[Tensor]:
+    return (parameter.full_tensor() for parameter in model.parameters())
+
+
+def test_offloaded_parameters_live_on_the_host_and_give_the_same_gradient(wide_model_dir: Path, gpu: World) -> None:
+    expected = gradient_of(setup_model(config_of(wide_model_dir), gpu))
+    model = setup_model(config_of(wide_model_dir, fsdp_cpu_offload=True), gpu)
+    assert {parameter.device.type for parameter in model.parameters()} == {"cpu"}
+    torch.testing.assert_close(gradient_of(model), expected, rtol=0, atol=1e-5 * float(expected.norm()))
+    clip_gradients(model, 1.0)
+    setup_optimizer(AdamWConfig(), model).step()
+
+
+def test_compiled_blocks_run_on_packed_rows(wide_model_dir: Path, gpu: World) -> None:
+    expected = gradient_of(setup_model(config_of(wide_model_dir, attn=SDPA, compute_dtype="float32"), gpu))
+    found = gradient_of(setup_model(config_of(wide_model_dir, compile=CompileConfig()), gpu))
+    assert relative(found, expected) < 0.05
