@@ -100,6 +100,7 @@ def test_equal_values_are_no_conflict(rl, recwarn, options: str) -> None:
         ("orchestrator.seq-len=4096", "trainer.model.seq_len (2048) is below orchestrator.seq_len (4096)"),
         ("trainer.bench", "only one of trainer.bench and orchestrator.bench is on"),
         ("trainer.model.lora orchestrator.model.lora.rank=3", "trainer.model.lora.rank (16) and"),
+        ("orchestrator.model.lora", "orchestrator.model.lora is set and trainer.model.lora is not"),
         ("trainer.model.lora.modules_to_save=norm", "inference engines take adapters of linear layers alone"),
         ("deployment.num-infer-gpus=0", "deployment.num_infer_gpus is 0: give [inference] a GPU"),
         ("deployment.num-infer-gpus=3 inference.parallel.tp=2", "inference: 3 GPUs / parallel.tp 2 = 1.5 copies"),

@@ -89,6 +89,8 @@ def _model_faults(run: RunSections) -> Iterator[str]:
                 "set model.name once, at the top"
             )
     ours, theirs = run.trainer.model.lora, run.orchestrator.model.lora
+    if ours is None and theirs is not None:
+        yield "orchestrator.model.lora is set and trainer.model.lora is not: set [trainer.model.lora]"
     for key in ("rank", "alpha"):
         if ours is not None and theirs is not None and getattr(ours, key) != getattr(theirs, key):
             yield (
