@@ -11,7 +11,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
+    PreTrainedModel,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from prime_rl.configs.trainer import (
     ActivationCheckpointConfig,
@@ -51,6 +58,20 @@ def moe_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         Qwen3MoeForCausalLM(config).save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def mixed_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """GLM-4-MoE: the first layer is dense, the second has a shared expert beside the stacked ones."""
+    directory = tmp_path_factory.mktemp("mixed")
+    sizes = {"hidden_size": 32, "intermediate_size": 24, "moe_intermediate_size": 16, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16, "first_k_dense_replace": 1}
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "n_group": 1, "topk_group": 1}
+    config = Glm4MoeConfig(vocab_size=128, pad_token_id=0, **sizes, **heads, **experts)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        Glm4MoeForCausalLM(config).save_pretrained(directory)
     return directory
 
 
@@ -228,6 +249,13 @@ def test_stacked_experts_are_adapted_and_exported_one_by_one(moe_model_dir: Path
     assert merged.keys() == start.keys()
     changed = {name.rpartition(".layers.1.")[2] for name in start if not torch.equal(merged[name], start[name])}
     assert {"mlp.experts.0.gate_proj.weight", "mlp.experts.3.down_proj.weight"} <= changed
+
+
+def test_peft_finds_linear_layers_beside_stacked_experts(mixed_model_dir: Path, world: World, tmp_path: Path) -> None:
+    model = train(setup_model(config_of(mixed_model_dir, {"dropout": 0.1}), world)).eval()
+    loaded = in_peft(model, mixed_model_dir, tmp_path / "adapter")
+    with torch.no_grad():
+        torch.testing.assert_close(logits_of(model), loaded(TOKENS[None]).logits[0], rtol=1e-5, atol=1e-5)
 
 
 def test_an_adapted_head_counts_in_the_fused_log_probabilities_too(moe_model_dir: Path, world: World) -> None:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from prime_rl.trainer.lora import LowRank, whole
+from prime_rl.trainer.lora_targets import PARTS, is_stacked
 
 _PREFIX = "base_model.model."
 
@@ -46,8 +47,9 @@ def peft_config(model: nn.Module) -> dict[str, Any]:
         "base_model_name_or_path": model.config.name_or_path,
         "r": lora.rank,
         "lora_alpha": int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha,
-        "lora_dropout": lora.dropout.p,
-        "target_modules": _target_modules(model),
+        # PEFT has none for stacked experts, and what is loaded for use needs none.
+        "lora_dropout": 0.0 if _has_adapted_experts(model) else lora.dropout.p,
+        **_targets(model),
         "modules_to_save": [path for path, _ in _saved_modules(model)] or None,
         "bias": "none",
         "fan_in_fan_out": False,
@@ -57,20 +59,26 @@ def peft_config(model: nn.Module) -> dict[str, Any]:
     }
 
 
-def _target_modules(model: nn.Module) -> list[str]:
-    """Last components of the adapted paths where these name nothing else, and whole paths where they would."""
+def _targets(model: nn.Module) -> dict[str, list[str]]:
+    """Last components of the adapted paths where these name nothing else, and whole paths where they would.
+
+    Of a model with stacked experts, PEFT takes every module called as a part of them for that part. Such linear layers
+    beside the experts it only finds as parameters.
+    """
     linear = {path: module for path, module in model.named_modules() if isinstance(module, nn.Linear)}
     has_adapter = {path: hasattr(module, "lora") for path, module in linear.items()}
     last = {path: path.rpartition(".")[2] for path in has_adapter}
     shared = {last[path] for path in has_adapter if not has_adapter[path]}
-    names = {path if last[path] in shared else last[path] for path in has_adapter if has_adapter[path]}
-    parts = {part for module in model.modules() for part in _parts_of(module)}
-    return sorted(names | parts)
+    taken = set(PARTS) if any(map(is_stacked, model.modules())) else set()
+    adapted = [path for path in has_adapter if has_adapter[path]]
+    names = {path if last[path] in shared else last[path] for path in adapted if last[path] not in taken}
+    parameters = [f"{path}.weight" for path in adapted if last[path] in taken]
+    parts = PARTS if _has_adapted_experts(model) else ()
+    return {"target_modules": sorted(names.union(parts)), "target_parameters": parameters}
 
 
-def _parts_of(module: nn.Module) -> list[str]:
-    lora = getattr(module, "lora", None)
-    return list(lora) if isinstance(lora, nn.ModuleDict) else []
+def _has_adapted_experts(model: nn.Module) -> bool:
+    return any(isinstance(getattr(module, "lora", None), nn.ModuleDict) for module in model.modules())
 
 
 def _trained_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

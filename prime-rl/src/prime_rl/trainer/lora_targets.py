@@ -18,6 +18,7 @@ from prime_rl.trainer.errors import ModelError
 EXPERT_PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 """Stacked weights of a module of experts, and what each holds, one below the other."""
 
+PARTS = tuple(part for parts in EXPERT_PARTS.values() for part in parts)
 _STACKED_EXPERTS = "experts"
 """The default target of mixture-of-experts models; other models have no such module."""
 _REGEX_CHARACTERS = frozenset("\\^$*+?{}[]|()")
@@ -42,7 +43,7 @@ def chosen_modules(model: PreTrainedModel, config: LoRAConfig) -> ChosenModules:
     """
     owners = {path: module for path, module in model.named_modules() if any(True for _ in module.parameters(False))}
     linear = {path: module for path, module in owners.items() if isinstance(module, nn.Linear)}
-    experts = {path: module for path, module in owners.items() if _is_stacked(module)}
+    experts = {path: module for path, module in owners.items() if is_stacked(module)}
     saved = _selected(config.modules_to_save, owners)
     for pattern in config.modules_to_save:
         if not _selected([pattern], owners):
@@ -84,14 +85,15 @@ def _selected(patterns: Iterable[str], modules: Mapping[str, nn.Module]) -> _MOD
     return {path: module for path, module in modules.items() if any(matches(pattern, path) for pattern in patterns)}
 
 
-def _is_stacked(module: nn.Module) -> bool:
+def is_stacked(module: nn.Module) -> bool:
+    """Whether `module` holds the weights of several experts in one tensor."""
     return any(parameter.ndim == 3 for parameter in module.parameters(recurse=False))
 
 
 def _check_target(pattern: str, linear: _MODULES, experts: _MODULES, chosen: ChosenModules) -> None:
     if _selected([pattern], linear | experts):
         return
-    inside = [path for path in experts for part in _parts() if matches(pattern, f"{path}.0.{part}")]
+    inside = [path for path in experts for part in PARTS if matches(pattern, f"{path}.0.{part}")]
     if inside and not chosen.experts:
         raise ModelError(
             f'model.lora.target_modules: "{pattern}" is a part of {inside[0]}, whose experts are stacked: they are '
@@ -99,10 +101,6 @@ def _check_target(pattern: str, linear: _MODULES, experts: _MODULES, chosen: Cho
         )
     if not inside and pattern != _STACKED_EXPERTS:
         raise ModelError(_no_match("target_modules", pattern, linear | experts, "linear layer"))
-
-
-def _parts() -> list[str]:
-    return [part for parts in EXPERT_PARTS.values() for part in parts]
 
 
 def _no_match(key: str, pattern: str, modules: _MODULES, kind: str) -> str:
@@ -138,4 +136,4 @@ def _check_experts(path: str, module: nn.Module, model: PreTrainedModel, config:
 def _has_hub_names(path: str, module: nn.Module, model: PreTrainedModel) -> bool:
     """Whether files hold each projection of each expert under the name that its adapter will get."""
     state = {f"{path}.{name}": torch.empty_like(getattr(module, name), device="meta") for name in EXPERT_PARTS}
-    return {f"{path}.0.{part}.weight" for part in _parts()} <= revert_weight_conversion(model, state).keys()
+    return {f"{path}.0.{part}.weight" for part in PARTS} <= revert_weight_conversion(model, state).keys()
