@@ -184,6 +184,13 @@ def test_a_missing_weight_directory_is_named(server) -> None:
     assert "nowhere/step_1" in answer.json()["error"]["message"]
 
 
+def test_a_server_that_reads_weights_from_files_joins_no_group(server) -> None:
+    body = {"host": "127.0.0.1", "port": 9, "server_rank": 0, "num_inference_server": 1, "timeout": 1}
+    answer = server.client.post("/init_broadcaster", json=body)
+    assert answer.status_code == 400
+    assert 'start it with weight_broadcast.type = "nccl"' in answer.json()["error"]["message"]
+
+
 def test_a_paused_server_answers_after_resume(server) -> None:
     server.post("/pause", {})
     assert server.client.get("/is_paused").json() == {"is_paused": True}

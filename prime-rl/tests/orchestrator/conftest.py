@@ -61,6 +61,8 @@ class PolicyServer:
     missing_adapters: int = 0
     """So many loads of an adapter find no files."""
     loaded: list[str | None] = field(default_factory=list)
+    joins: list[dict[str, Any]] = field(default_factory=list)
+    """Weight groups that it was told to join; the trainer of the port 1 never comes."""
     requests: list[dict[str, Any]] = field(default_factory=list)
     gate: threading.Event = field(default_factory=threading.Event)
     """Chat requests are answered only while it is set."""
@@ -84,6 +86,7 @@ class PolicyServer:
             Route("/tokenize", self._tokenize, methods=["POST"]),
             Route("/update_weights", self._update_weights, methods=["POST"]),
             Route("/load_lora_adapter", self._load_adapter, methods=["POST"]),
+            Route("/init_broadcaster", self._join, methods=["POST"]),
         ]
         if self.token_route:
             routes.append(Route("/v1/chat/completions/tokens", self._chat, methods=["POST"]))
@@ -114,6 +117,12 @@ class PolicyServer:
         self.loaded.append(body["lora_path"])
         self.adapters[body["lora_name"]] = int(body["lora_path"].rpartition("step_")[2])
         return JSONResponse({"status": "ok"})
+
+    async def _join(self, request: Request) -> JSONResponse:
+        self.joins.append(await request.json())
+        return (
+            _error(500, "the trainer did not come") if self.joins[-1]["port"] == 1 else JSONResponse({"status": "ok"})
+        )
 
     async def _chat(self, request: Request) -> JSONResponse:
         body = await request.json()

@@ -1,0 +1,115 @@
+"""Weights go to whoever asks for them, straight from memory; and nobody waits for ever for one who does not."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from prime_rl.configs.trainer import ModelConfig, NCCLWeightBroadcastConfig
+from prime_rl.trainer.errors import BroadcastError
+from prime_rl.trainer.model import setup_model
+from prime_rl.trainer.rl.group_broadcast import GroupBroadcast
+from prime_rl.transport.weights import WeightGroup
+from prime_rl.utils.paths import STABLE, OrchestratorPaths, RunPaths
+from prime_rl.utils.process import reserved_ports
+
+Made = Callable[..., GroupBroadcast]
+
+
+@pytest.fixture
+def model(tiny_model_dir, world):
+    return setup_model(ModelConfig(name=str(tiny_model_dir), attn="sdpa"), world)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> OrchestratorPaths:
+    return RunPaths(tmp_path).orchestrator
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    with reserved_ports(1) as (port,):
+        yield port
+
+
+@pytest.fixture
+def made(run: OrchestratorPaths, world, port: int) -> Made:
+    """Makes the trainer's side."""
+
+    def make(timeout_s: int = 60, is_stopping: bool = False) -> GroupBroadcast:
+        config = NCCLWeightBroadcastConfig(host="127.0.0.1", port=port, timeout=timeout_s)
+        return GroupBroadcast(config, run, world, lambda: is_stopping)
+
+    return make
+
+
+def ask_for(run: OrchestratorPaths, version: int) -> None:
+    run.broadcast(version).mkdir(parents=True, exist_ok=True)
+    run.broadcast_ready(version).touch()
+
+
+def test_an_engine_gets_every_tensor_that_the_model_keeps(made, model, run, port, tiny_model_dir) -> None:
+    broadcast, received = made(), {}
+    broadcast.start(0)
+
+    def receive() -> None:
+        engine = WeightGroup(("127.0.0.1", port), 1, 2, torch.device("cpu"), timeout_s=60)
+        received.update({name: tensor.clone() for name, tensor in engine.receive(3)})
+
+    engine = threading.Thread(target=receive)
+    engine.start()
+    ask_for(run, 3)
+    broadcast.publish(model, 3, torch.bfloat16)
+    engine.join()
+    original = load_file(tiny_model_dir / "model.safetensors")
+    assert received.keys() == original.keys()
+    assert all(torch.equal(received[name], original[name].bfloat16()) for name in original)
+
+
+def test_a_version_waits_for_the_orchestrator_to_ask(made, model, run) -> None:
+    broadcast = made(timeout_s=1)
+    broadcast.start(0)
+    with pytest.raises(BroadcastError, match=r"did not ask for version 1 within weight_broadcast\.timeout = 1 s"):
+        broadcast.publish(model, 1, torch.float32)
+    assert (run.broadcast(1) / STABLE).exists()
+
+
+def test_servers_that_are_gone_are_a_fault(made, model, run) -> None:
+    broadcast = made(timeout_s=1)
+    broadcast.start(0)
+    ask_for(run, 1)
+    with pytest.raises(BroadcastError, match="version 1 did not reach the inference servers"):
+        broadcast.publish(model, 1, torch.float32)
+
+
+def test_after_the_orchestrators_end_nothing_is_sent(made, model, run) -> None:
+    broadcast = made()
+    broadcast.start(0)
+    run.broadcasts.mkdir(parents=True)
+    run.broadcasts_closed.touch()
+    broadcast.publish(model, 1, torch.float32)
+
+
+def test_a_trainer_that_is_told_to_stop_waits_for_nobody(made, model) -> None:
+    broadcast = made(is_stopping=True)
+    broadcast.start(0)
+    broadcast.publish(model, 1, torch.float32)
+
+
+def test_markers_of_an_earlier_start_are_gone_before_anyone_joins(made, run) -> None:
+    ask_for(run, 2)
+    run.broadcasts_closed.touch()
+    made().start(2)
+    assert not run.broadcasts.exists()
+
+
+def test_a_port_that_is_taken_is_named(made, port) -> None:
+    first, other = made(), made()
+    first.start(0)
+    with pytest.raises(BroadcastError, match=f"could not join the group at 127.0.0.1:{port}"):
+        other.start(0)
