@@ -23,6 +23,7 @@ from prime_rl.trainer.optim import clip_gradients, setup_optimizer
 from prime_rl.trainer.optimizer_offload import offload_states
 from prime_rl.trainer.scheduler import setup_scheduler
 from prime_rl.trainer.world import World
+from prime_rl.utils.logger import setup_logger
 
 CPU = torch.device("cpu")
 OPTIMIZERS = [
@@ -180,6 +181,13 @@ def test_states_stay_in_the_same_host_memory() -> None:
         optimizer.step()
         places.append([state["exp_avg"].data_ptr() for state in optimizer.state.values()])
     assert places[0] == places[1] == places[2]
+
+
+def test_a_cpu_has_nothing_to_offload_and_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    setup_logger("info")
+    optimizer = setup_optimizer(AdamWConfig(lr=1e-2), Net(), states_on_host=True)
+    assert "step" not in vars(optimizer)
+    assert "model.optim_cpu_offload has nothing to do on a CPU" in capsys.readouterr().out
 
 
 def test_the_norm_is_that_before_clipping() -> None:

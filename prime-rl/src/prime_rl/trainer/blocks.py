@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from prime_rl.configs.trainer import CompileConfig, ModelConfig
 from prime_rl.trainer.activation_offload import ActivationOffload
 from prime_rl.trainer.errors import ModelError
+from prime_rl.utils.logger import get_logger
 
 Forward = Callable[..., Any]
 _MOST_GRAPHS = 32
@@ -35,6 +36,8 @@ def prepare_blocks(model: nn.Module, config: ModelConfig, device: torch.device) 
     offload = None
     if config.ac_offloading is not None and device.type == "cuda":
         offload = ActivationOffload(config.ac_offloading, device)
+    elif config.ac_offloading is not None:
+        get_logger().info("model.ac_offloading has nothing to do on a CPU: activations are in host memory")
     for index, block in enumerate(decoder_blocks(model)):
         forward = block.forward
         if config.compile is not None:

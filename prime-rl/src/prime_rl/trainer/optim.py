@@ -10,6 +10,7 @@ from torch.optim import AdamW, Optimizer
 from prime_rl.configs.trainer import AdamWConfig, MuonConfig, OptimizerConfig, SGDConfig
 from prime_rl.trainer.muon import Muon, split_for_muon
 from prime_rl.trainer.optimizer_offload import offload_states
+from prime_rl.utils.logger import get_logger
 
 
 def setup_optimizer(config: OptimizerConfig, model: nn.Module, states_on_host: bool = False) -> Optimizer:
@@ -21,6 +22,8 @@ def setup_optimizer(config: OptimizerConfig, model: nn.Module, states_on_host: b
     device = next(model.parameters()).device
     if states_on_host and device.type == "cuda":
         offload_states(optimizer, device)
+    elif states_on_host:
+        get_logger().info("model.optim_cpu_offload has nothing to do on a CPU: states are in host memory")
     return optimizer
 
 
