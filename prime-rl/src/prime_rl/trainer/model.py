@@ -14,9 +14,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Pretra
 from transformers.utils import logging as transformers_logging
 
 from prime_rl.configs.trainer import ModelConfig, TokenizerConfig
+from prime_rl.trainer.accumulation import holds_whole_model
 from prime_rl.trainer.attention import choose_attention
 from prime_rl.trainer.blocks import decoder_blocks, prepare_blocks
 from prime_rl.trainer.errors import ModelError
+from prime_rl.trainer.lean_norm import use_lean_norms
 from prime_rl.trainer.lora import adapted, log_adapters
 from prime_rl.trainer.parallel_dims import ParallelDims
 from prime_rl.trainer.scoring import enable_scoring
@@ -56,6 +58,8 @@ def setup_model(config: ModelConfig, world: World) -> nn.Module:
         log_adapters(model)
     if config.freeze_moe_router:
         freeze_routers(model)
+    if world.device.type == "cpu":
+        use_lean_norms(model)
     prepare_blocks(model, config, world.device)
     _shard(model, config, world)
     if world.world_size > 1:
@@ -160,8 +164,9 @@ def _shard(model: nn.Module, config: ModelConfig, world: World) -> None:
     )
     offload = CPUOffloadPolicy(pin_memory=world.device.type == "cuda") if config.fsdp_cpu_offload else OffloadPolicy()
     units = {"mesh": mesh, "mp_policy": policy, "offload_policy": offload}
+    reshard = config.reshard_after_forward and not holds_whole_model(world)
     for block in decoder_blocks(model):
-        fully_shard(block, reshard_after_forward=config.reshard_after_forward, **units)
+        fully_shard(block, reshard_after_forward=reshard, **units)
     fully_shard(model, **units)
 
 
