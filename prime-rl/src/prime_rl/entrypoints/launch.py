@@ -8,9 +8,10 @@ from typing import TypeVar
 
 from prime_rl.configs.rl import RLConfig
 from prime_rl.configs.sft import SFTConfig
+from prime_rl.entrypoints.live import followed
 from prime_rl.utils.logger import SUCCESS, get_logger, setup_logger
 from prime_rl.utils.paths import OutputDirInUse, RunPaths
-from prime_rl.utils.process import CannotStart, LocalHost, ProcessSpec, Supervisor, reserved_ports, shown
+from prime_rl.utils.process import CannotStart, LocalHost, Outcome, ProcessSpec, Supervisor, reserved_ports
 from prime_rl.utils.process.devices import DeviceError
 from prime_rl.utils.process.run_dir import RunDirError, check_run_dir, prepare_run_dir, write_configs
 from prime_rl.utils.pydantic_config import BaseSettings
@@ -31,7 +32,7 @@ def launch(
     """Write the configs of `sections`, run the children, and return the exit code; what went wrong is on stderr.
 
     0 when the run is complete, or was a dry one; 2 when it cannot be started as asked; 128 + n after signal n; else 1.
-    The trainer's log is shown as it grows.
+    The trainer's log is shown as it grows, on a terminal with a bar below it.
     """
     paths = RunPaths(config.output_dir)
     try:
@@ -44,7 +45,10 @@ def launch(
             prepare_run_dir(paths, resume_step, config.clean_output_dir)
             write_configs(paths, sections)
             setup_logger("info", paths.log(name))
-            return _supervise(specs, host, paths)
+            trainer = sections.get("trainer") or sections["sft"]
+            with followed(trainer, paths):
+                outcome = Supervisor(specs, host, get_logger().info).run()
+            return _report(outcome, specs, paths)
     except (LaunchRefused, DeviceError, OutputDirInUse, RunDirError) as error:
         fault, code = error, 2
     except (CannotStart, OSError) as error:
@@ -53,9 +57,7 @@ def launch(
     return code
 
 
-def _supervise(specs: tuple[ProcessSpec, ...], host: LocalHost, paths: RunPaths) -> int:
-    with shown(paths.log("trainer")):
-        outcome = Supervisor(specs, host, get_logger().info).run()
+def _report(outcome: Outcome, specs: tuple[ProcessSpec, ...], paths: RunPaths) -> int:
     if outcome.succeeded:
         get_logger().log(SUCCESS, f"Done; the run is in {paths.root}")
         return 0
