@@ -14,8 +14,10 @@ Everything else is a defect of ours: it is logged with its traceback.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from errno import EDQUOT, ENOSPC
 
 from prime_rl.utils.logger import get_logger
 
@@ -60,6 +62,14 @@ def exit_on_error() -> Iterator[None]:
     except TrainerError as error:
         get_logger().error(str(error))
         raise SystemExit(1) from None
-    except Exception:  # noqa: BLE001 - the last handler: what got here belongs in the log file, not only on stderr
-        get_logger().exception("the trainer failed")
+    except Exception as error:  # noqa: BLE001 - the last handler: what got here belongs in the log file as well
+        if _is_full_disk(error):
+            get_logger().error(f"the disk is full: {error}")
+        else:
+            get_logger().exception("the trainer failed")
         raise SystemExit(1) from None
+
+
+def _is_full_disk(error: Exception) -> bool:
+    # Writers in other languages have exceptions of their own, with the system's words in them.
+    return getattr(error, "errno", None) in (ENOSPC, EDQUOT) or os.strerror(ENOSPC) in str(error)

@@ -6,7 +6,7 @@ import atexit
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 
 @contextmanager
@@ -27,6 +27,8 @@ def leaving_at_once() -> Iterator[None]:
             raise
         exit_code = error.code or 0
     atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        # The log is on a full disk, or nobody reads it: no reason for another exit code.
+        with suppress(OSError):
+            stream.flush()
     os._exit(exit_code)

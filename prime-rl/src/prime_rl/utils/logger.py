@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import sys
@@ -56,6 +57,32 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(entry)
 
 
+class _Enduring:
+    """A log that cannot be written, on a full disk for one, is told of once on stderr; the program goes on.
+
+    What was not written stays in the stream's buffer, and follows when there is room again.
+    """
+
+    _is_told = False
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            super().handleError(record)
+        elif not self._is_told:
+            self._is_told = True
+            with contextlib.suppress(OSError):
+                sys.stderr.write(f"warning: the log {self.stream.name} cannot be written: {error.strerror}\n")
+
+
+class _StreamHandler(_Enduring, logging.StreamHandler):
+    pass
+
+
+class _FileHandler(_Enduring, logging.FileHandler):
+    pass
+
+
 def setup_logger(level: str, log_file: Path | None = None, json_logging: bool = False) -> logging.Logger:
     """Send the records of `prime_rl` to stdout, and to `log_file` (appended to) when one is given.
 
@@ -68,10 +95,10 @@ def setup_logger(level: str, log_file: Path | None = None, json_logging: bool = 
     for handler in list(logger.handlers):
         logger.removeHandler(handler)
         handler.close()
-    handlers: list[logging.Handler] = [logging.StreamHandler(sys.stdout)]
+    handlers: list[logging.Handler] = [_StreamHandler(sys.stdout)]
     if log_file is not None:
         log_file.parent.mkdir(parents=True, exist_ok=True)
-        handlers.append(logging.FileHandler(log_file))
+        handlers.append(_FileHandler(log_file))
     for index, handler in enumerate(handlers):
         colour = index == 0 and sys.stdout.isatty()
         handler.setFormatter(JsonFormatter() if json_logging else TextFormatter(colour))

@@ -1,0 +1,153 @@
+"""A disk that is full: what is there stays whole, the run says so in a line, and goes on when there is room."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from prime_rl.configs.sft import SFTConfig
+from prime_rl.trainer.sft.train import run
+from prime_rl.utils.logger import get_logger, setup_logger
+from prime_rl.utils.monitor import JsonlMonitor
+from prime_rl.utils.paths import RunPaths, stable_steps
+
+Disk = Callable[[int], Path]
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Disk]:
+    """A file system of so many KiB; called again, it gets another size."""
+    if sys.platform != "linux" or os.geteuid() != 0:
+        pytest.skip("only root on Linux can mount a small file system")
+    root = tmp_path / "small"
+    root.mkdir()
+
+    def resized(size_kib: int) -> Path:
+        options = f"size={size_kib}k" + (",remount" if root.is_mount() else "")
+        mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", root], capture_output=True, text=True)
+        if mounted.returncode != 0:
+            pytest.skip(f"mounting is not allowed here: {mounted.stderr.strip()}")
+        return root
+
+    yield resized
+    if root.is_mount():
+        subprocess.run(["umount", root], check=True)
+
+
+def fill(root: Path) -> Path:
+    """Take all the room that is left."""
+    file = root / "filler"
+    with file.open("wb", buffering=0) as stream:
+        try:
+            while True:
+                stream.write(bytes(4096))
+        except OSError:
+            return file
+
+
+@pytest.fixture
+def config(tiny_model_dir: Path) -> dict[str, Any]:
+    return {
+        "device": "cpu",
+        "model": {"name": str(tiny_model_dir), "attn": "sdpa"},
+        "data": {"type": "fake", "input_ids": "random", "batch_size": 2, "seq_len": 64},
+        "max_steps": 6,
+    }
+
+
+def errors_of(config: SFTConfig, capsys: pytest.CaptureFixture[str]) -> list[str]:
+    """The error lines of a run that fails with exit code 1 and no traceback."""
+    with pytest.raises(SystemExit) as stopped:
+        run(config)
+    assert stopped.value.code == 1
+    captured = capsys.readouterr()
+    assert "Traceback" not in captured.out + captured.err
+    return [line for line in captured.out.splitlines() if "ERROR" in line]
+
+
+@pytest.mark.parametrize("async_save", [False, True], ids=["between_steps", "in_the_background"])
+def test_the_last_good_checkpoint_stays_whole_and_goes_on_when_there_is_room(
+    async_save: bool, config: dict[str, Any], disk: Disk, tmp_path: Path, capsys
+) -> None:
+    # A checkpoint takes 1.1 MiB, an export 0.4.
+    root = disk(4096)
+    paths = RunPaths(root / "out")
+    ckpt = {"interval": 1, "async_save": async_save}
+    errors = errors_of(SFTConfig(**config, output_dir=paths.root, ckpt=ckpt), capsys)
+    assert len(errors) == 1
+    assert "could not write a checkpoint; those written before are whole: " in errors[0]
+    assert "No space left on device" in errors[0]
+    good = stable_steps(paths.checkpoints)
+    assert good
+    assert good[-1] < 6
+    assert [path.name for path in paths.checkpoints.iterdir() if path.name.endswith(".partial")] == []
+    assert paths.rank_log(0).read_text().count("could not write a checkpoint") == 1
+
+    disk(65_536)
+    resumed = {"resume_step": -1, "interval": 1}
+    assert run(SFTConfig(**config, output_dir=paths.root, ckpt=resumed)) == 0
+    assert run(SFTConfig(**config, output_dir=tmp_path / "straight")) == 0
+    one, other = (
+        load_file(RunPaths(out).weight(6) / "model.safetensors") for out in (paths.root, tmp_path / "straight")
+    )
+    assert all(one[name].equal(other[name]) for name in other)
+
+
+def test_weights_that_do_not_fit_are_told_in_one_line(config: dict[str, Any], disk: Disk, capsys) -> None:
+    paths = RunPaths(disk(200) / "out")
+    errors = errors_of(SFTConfig(**config, output_dir=paths.root), capsys)
+    assert len(errors) == 1
+    assert "the disk is full: " in errors[0]
+    assert stable_steps(paths.weights) == []
+    assert len(paths.metrics.read_text().splitlines()) == 6
+
+
+def test_metrics_that_cannot_be_written_are_told_of_and_follow_when_there_is_room(disk: Disk, capsys) -> None:
+    root = disk(64)
+    setup_logger("info")
+    monitor = JsonlMonitor(root / "metrics.jsonl", "sft")
+    monitor.log({"loss/mean": 1.0}, 0)
+    filler = fill(root)
+    # The file's last block takes some lines more.
+    for step in range(1, 200):
+        monitor.log({"loss/mean": 1.0}, step)
+    filler.unlink()
+    monitor.log({"loss/mean": 2.0}, 200)
+    monitor.close()
+    out = capsys.readouterr().out
+    assert out.count("cannot be written") == 1
+    assert "lines of" in out
+    records = []
+    for line in (root / "metrics.jsonl").read_text().splitlines():
+        try:
+            records.append(json.loads(line))
+        except ValueError:
+            # The one line that the end of the disk cut.
+            records.append(None)
+    assert records.count(None) <= 1
+    assert records[0]["step"] == 0
+    assert records[-1] == records[-1] | {"step": 200, "loss/mean": 2.0}
+
+
+def test_a_log_that_cannot_be_written_is_told_of_once_and_stops_nothing(disk: Disk, capsys) -> None:
+    root = disk(64)
+    setup_logger("info", root / "run.log")
+    filler = fill(root)
+    for number in range(200):
+        get_logger().info(f"line {number} of many that the disk has no room for")
+    captured = capsys.readouterr()
+    assert captured.out.count("of many") == 200
+    assert captured.err == f"warning: the log {root / 'run.log'} cannot be written: No space left on device\n"
+    filler.unlink()
+    get_logger().info("room again")
+    lines = (root / "run.log").read_text().splitlines()
+    assert len(lines) == 201
+    setup_logger("info")
