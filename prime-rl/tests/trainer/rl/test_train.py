@@ -168,12 +168,12 @@ def test_an_engine_of_another_policy_ends_the_run_before_it_trains(tmp_path, tin
     assert not RunPaths(tmp_path).orchestrator.broadcasts.exists()
 
 
-@pytest.fixture(scope="module")
-def stopped_run(tmp_path_factory, tiny_model_dir) -> Path:
+@pytest.fixture(scope="module", params=[(), ("--ckpt.async-save",)], ids=["between_steps", "in_the_background"])
+def stopped_run(request, tmp_path_factory, tiny_model_dir) -> Path:
     """A run that saved version 1 on SIGUSR1, and version 2 on the SIGTERM that ended it; both while it waited."""
     out = tmp_path_factory.mktemp("stopped")
     send(out, 0)
-    start = command(out, tiny_model_dir, "--max-steps", "3", "--ckpt.interval", "50")
+    start = command(out, tiny_model_dir, "--max-steps", "3", "--ckpt.interval", "50", *request.param)
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     with subprocess.Popen(start, env=environment, stdout=subprocess.PIPE, text=True) as process:
 
@@ -182,7 +182,7 @@ def stopped_run(tmp_path_factory, tiny_model_dir) -> Path:
 
         read_until("Step 0 |")
         process.send_signal(signal.SIGUSR1)
-        read_until("Saved checkpoint")
+        read_until(" checkpoint ")
         send(out, 1)
         read_until("Step 1 |")
         process.send_signal(signal.SIGTERM)

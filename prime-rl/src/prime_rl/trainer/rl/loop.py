@@ -156,7 +156,8 @@ class RLTrainer:
             self.parts.checkpoints.save(self.parts.state, data_position={})
         self._saved_version = self.progress.step
         if self.world.is_main:
-            get_logger().info(f"Saved checkpoint {self.paths.checkpoint(self.progress.step)}")
+            done = "Copied the state for" if self.parts.checkpoints.config.async_save else "Saved"
+            get_logger().info(f"{done} checkpoint {self.paths.checkpoint(self.progress.step)}")
 
     def _export(self) -> None:
         parts = self.parts
