@@ -60,7 +60,7 @@ class JsonFormatter(logging.Formatter):
 class _Enduring:
     """A log that cannot be written, on a full disk for one, is told of once on stderr; the program goes on.
 
-    What was not written stays in the stream's buffer, and follows when there is room again.
+    As much as the stream's buffer holds follows when there is room again.
     """
 
     _is_told = False
