@@ -107,25 +107,30 @@ class Bench:
         return [str(self.trl), str(HERE / "trl_row.py"), str(work / "job.json"), str(work / "result.json")]
 
     def our_argv(self, work: Path, async_level: int) -> list[str]:
-        config = {
-            "device": "cpu",
-            "output_dir": str(work / "run"),
-            "max_steps": self.steps,
-            "max_async_level": async_level,
-            "seq_len": 128,
-            "algorithm": "grpo",
-            "model": {"name": str(self.model)},
-            "trainer": {"model": {"attn": "sdpa"}, "optim": {"lr": LR, "weight_decay": 0.0}},
-            "orchestrator": {
-                "batch_size": PROMPTS * GROUP,
-                "rollouts_per_example": GROUP,
-                "sampling": {"max_tokens": NEW_TOKENS},
-                "env": [{"id": "letters"}],
-            },
-            "inference": {"backend": "embedded", "model": {"max_model_len": 128}},
-        }
+        config = our_config(self.model, work / "run", self.steps, async_level)
         (work / "rl.toml").write_text(tomli_w.dumps(config))
         return [str(Path(sys.executable).with_name("medarc_train")), "rl", str(work / "rl.toml")]
+
+
+def our_config(model: Path, output: Path, steps: int, async_level: int) -> dict[str, Any]:
+    """The job as a run of ours."""
+    return {
+        "device": "cpu",
+        "output_dir": str(output),
+        "max_steps": steps,
+        "max_async_level": async_level,
+        "seq_len": 128,
+        "algorithm": "grpo",
+        "model": {"name": str(model)},
+        "trainer": {"model": {"attn": "sdpa"}, "optim": {"lr": LR, "weight_decay": 0.0}},
+        "orchestrator": {
+            "batch_size": PROMPTS * GROUP,
+            "rollouts_per_example": GROUP,
+            "sampling": {"max_tokens": NEW_TOKENS},
+            "env": [{"id": "letters"}],
+        },
+        "inference": {"backend": "embedded", "model": {"max_model_len": 128}},
+    }
 
 
 def our_steps(run: Path) -> list[dict[str, float]]:
@@ -172,7 +177,7 @@ def tiny_model(directory: Path) -> Path:
 def table(records: Sequence[Mapping[str, Any]]) -> str:
     """Medians over the rounds, in Markdown."""
     lines = [
-        "| row | s/step (least to most of the rounds) | generated + trained tokens/s | first step after s | TRL / this |",
+        "| row | s/step (least to most of the rounds) | generated + trained tokens/s | first step, s | TRL / this |",
         "|---|---|---|---|---|",
     ]
     by_row = {row: [record for record in records if record["row"] == row] for row in ROWS}

@@ -53,7 +53,7 @@ class Speed:
     per_cpu_second: float
 
 
-def answers(tokens: int) -> dict[str, bytes]:
+def answers(tokens: int, model: str = MODEL) -> dict[str, bytes]:
     """Bodies by path."""
     logprobs = [{"token": "a", "logprob": -0.5, "bytes": [97], "top_logprobs": []} for _ in range(tokens)]
     choice = {
@@ -65,16 +65,18 @@ def answers(tokens: int) -> dict[str, bytes]:
         "weight_versions": [{"version": 0, "start": 0, "end": tokens}],
     }
     usage = {"prompt_tokens": 20, "completion_tokens": tokens, "total_tokens": 20 + tokens}
-    chat = {"id": "x", "created": 1, "model": MODEL, "prompt_token_ids": list(range(20)), "choices": [choice]}
-    bodies = {"/v1/chat/completions": chat | {"usage": usage}, "/v1/models": {"data": [{"id": MODEL}]}}
+    chat = {"id": "x", "created": 1, "model": model, "prompt_token_ids": list(range(20)), "choices": [choice]}
+    bodies = {"/v1/chat/completions": chat | {"usage": usage}, "/v1/models": {"data": [{"id": model}]}}
     return {path: json.dumps(body).encode() for path, body in bodies.items()}
 
 
 class InstantEngine(asyncio.Protocol):
     """HTTP/1.1 with keep-alive, as far as the orchestrator's requests need it."""
 
-    def __init__(self, replies: dict[str, bytes]) -> None:
+    def __init__(self, replies: dict[str, bytes], chat_s: float = 0.0) -> None:
         self.replies = replies
+        self.chat_s = chat_s
+        """How long a chat request takes."""
         self.received = b""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -91,23 +93,29 @@ class InstantEngine(asyncio.Protocol):
             if len(self.received) < end + 4 + length:
                 return
             self.received = self.received[end + 4 + length :]
-            body = self.replies.get(head.split(" ", 2)[1], b"{}")
-            self.transport.write(
-                b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)
+            path = head.split(" ", 2)[1]
+            body = self.replies.get(path, b"{}")
+            reply = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%b" % (
+                len(body),
+                body,
             )
+            if self.chat_s and path.endswith("/chat/completions"):
+                asyncio.get_running_loop().call_later(self.chat_s, self.transport.write, reply)
+            else:
+                self.transport.write(reply)
 
 
-async def serve(tokens: int) -> None:
-    replies = answers(tokens)
-    server = await asyncio.get_running_loop().create_server(lambda: InstantEngine(replies), "127.0.0.1", 0)
+async def serve(tokens: int, chat_s: float, model: str) -> None:
+    replies = answers(tokens, model)
+    server = await asyncio.get_running_loop().create_server(lambda: InstantEngine(replies, chat_s), "127.0.0.1", 0)
     print(server.sockets[0].getsockname()[1], flush=True)
     await server.serve_forever()
 
 
 @contextmanager
-def engine(tokens: int) -> Iterator[str]:
+def engine(tokens: int, chat_s: float = 0.0, model: str = MODEL) -> Iterator[str]:
     """An engine in a process of its own; its URL."""
-    command = [sys.executable, __file__, "--tokens", str(tokens), "--serve"]
+    command = [sys.executable, __file__, "--tokens", str(tokens), "--serve", str(chat_s), model]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             yield f"http://127.0.0.1:{process.stdout.readline().strip()}/v1"
@@ -181,10 +189,10 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=128)
     parser.add_argument("--tokens", type=int, default=64, help="in each completion")
     parser.add_argument("--env-servers", action="store_true", help="run the environment in a process of its own")
-    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--serve", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.serve:
-        asyncio.run(serve(args.tokens))
+        asyncio.run(serve(args.tokens, float(args.serve[0]), args.serve[1]))
         return
     print(f"Machine: {machine()}")
     with engine(args.tokens) as url, tempfile.TemporaryDirectory() as directory:

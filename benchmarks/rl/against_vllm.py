@@ -1,0 +1,132 @@
+"""The embedded engine beside vLLM, over the same HTTP requests: tokens a second.
+
+    uv run python benchmarks/rl/against_vllm.py --vllm VENV/bin/vllm [--model DIR] [--concurrent 16 64]
+
+Both are servers of their own with both cores, one after the other. Each of the concurrent clients sends one
+`/v1/completions` request: 32 prompt tokens, 64 sampled ones whatever they are, and the log-probability of each. vLLM
+runs eagerly (its compiled model starts a minute later) with its own choice of cores, or with `--vllm-bind`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE)]
+
+from against_trl import tiny_model  # noqa: E402
+
+PROMPT_TOKENS, NEW_TOKENS, MAX_MODEL_LEN = 32, 64, 512
+START_LIMIT_S = 180.0
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return listener.getsockname()[1]
+
+
+def commands(args: argparse.Namespace, model: Path, port: int) -> dict[str, tuple[list[str], dict[str, str]]]:
+    """How each server is started, and with which environment."""
+    ours = [str(Path(sys.executable).with_name("inference")), "--device", "cpu", "--backend", "embedded"]
+    ours += ["--model.name", str(model), "--model.dtype", args.dtype, "--model.max-model-len", str(MAX_MODEL_LEN)]
+    ours += ["--server.host", "127.0.0.1", "--server.port", str(port)]
+    servers = {"embedded": (ours, {"OMP_NUM_THREADS": str(os.cpu_count())})}
+    if args.vllm is not None:
+        vllm = [str(args.vllm), "serve", str(model), "--host", "127.0.0.1", "--port", str(port), "--enforce-eager"]
+        vllm += ["--dtype", args.dtype, "--max-model-len", str(MAX_MODEL_LEN)]
+        bind = {} if args.vllm_bind is None else {"VLLM_CPU_OMP_THREADS_BIND": args.vllm_bind}
+        servers["vLLM"] = (vllm, {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", **bind})
+    return servers
+
+
+@contextmanager
+def running(command: list[str], environment: dict[str, str], url: str, log: Path) -> Iterator[float]:
+    """A server that answers; how long it took to start.
+
+    Raises:
+        RuntimeError: it ended, or takes too long.
+    """
+    started = time.monotonic()
+    with log.open("w") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env={**os.environ, **environment})
+        try:
+            while not _is_healthy(url):
+                if process.poll() is not None or time.monotonic() - started > START_LIMIT_S:
+                    raise RuntimeError(f"{command[0]} does not answer:\n{log.read_text()[-3000:]}")
+                time.sleep(0.1)
+            yield time.monotonic() - started
+        finally:
+            process.terminate()
+            process.wait()
+
+
+def _is_healthy(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/health", timeout=5).status_code == 200
+    except httpx.TransportError:  # not up yet
+        return False
+
+
+async def tokens_per_s(url: str, model: Path, prompts: Sequence[Sequence[int]]) -> float:
+    body = {"model": str(model), "max_tokens": NEW_TOKENS, "ignore_eos": True, "temperature": 1.0, "logprobs": 0}
+    async with httpx.AsyncClient(base_url=url, timeout=600, limits=httpx.Limits(max_connections=None)) as client:
+
+        async def one(prompt: Sequence[int]) -> int:
+            answer = await client.post("/v1/completions", json={**body, "prompt": list(prompt)})
+            return len(answer.raise_for_status().json()["choices"][0]["logprobs"]["token_logprobs"])
+
+        started = time.perf_counter()
+        count = sum(await asyncio.gather(*map(one, prompts)))
+        return count / (time.perf_counter() - started)
+
+
+def measure(args: argparse.Namespace, model: Path) -> None:
+    vocab_size = json.loads((model / "config.json").read_text())["vocab_size"]
+    draw = random.Random(0)
+    print("| server | starts in s | " + " | ".join(f"{n} at once" for n in args.concurrent) + " |")
+    print("|---|---|" + "---|" * len(args.concurrent))
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    for name, (command, environment) in commands(args, model, port).items():
+        log = Path(tempfile.gettempdir()) / f"against-vllm-{name}.log"
+        with running(command, environment, url, log) as startup_s:
+            cells = []
+            for concurrent in args.concurrent:
+                speeds = []
+                for _ in range(args.rounds + 1):
+                    prompts = [[draw.randrange(vocab_size) for _ in range(PROMPT_TOKENS)] for _ in range(concurrent)]
+                    speeds.append(asyncio.run(tokens_per_s(url, model, prompts)))
+                cells.append(f"{statistics.median(speeds[1:]):.0f}")  # the first one warms up
+        print(f"| {name}, {args.dtype} | {startup_s:.0f} | " + " | ".join(cells) + " |", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--vllm", type=Path, help="the `vllm` command of an environment with vllm-cpu; none: left out")
+    parser.add_argument("--vllm-bind", help="cores as in VLLM_CPU_OMP_THREADS_BIND, such as 0-1")
+    parser.add_argument("--model", type=Path, help="a Transformers directory instead of a tiny random Qwen3")
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
+    parser.add_argument("--concurrent", type=int, nargs="+", default=[16, 64])
+    parser.add_argument("--rounds", type=int, default=3)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as directory:
+        measure(args, (args.model or tiny_model(Path(directory) / "model")).resolve())
+
+
+if __name__ == "__main__":
+    main()
