@@ -73,9 +73,9 @@ def test_the_sft_example_trains_and_exports(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_the_rl_example_learns(tmp_path: Path) -> None:
-    config = REVERSE_TEXT / "rl_cpu.toml"
-    result = run_command("medarc_train", "rl", config, "--output-dir", tmp_path)
+@pytest.mark.parametrize("name", ["rl_cpu.toml", "rl_lora_cpu.toml"])
+def test_the_rl_example_learns(name: str, tmp_path: Path) -> None:
+    result = run_command("medarc_train", "rl", REVERSE_TEXT / name, "--output-dir", tmp_path)
     assert result.returncode == 0, result.stdout + result.stderr
     rewards = metric_values(tmp_path, "orchestrator", "reward/mean")
     assert statistics.mean(rewards[:5]) < 0.4
