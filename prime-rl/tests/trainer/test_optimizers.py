@@ -12,9 +12,11 @@ from torch import Tensor, nn
 from prime_rl.configs.trainer import (
     AdamWConfig,
     ConstantSchedulerConfig,
+    LinearSchedulerConfig,
     ModelConfig,
     MuonConfig,
     OptimizerConfig,
+    SchedulerConfig,
     SGDConfig,
 )
 from prime_rl.trainer.model import setup_model
@@ -52,12 +54,15 @@ def give_gradients(net: nn.Module, seed: int) -> None:
         parameter.grad = torch.randn(parameter.shape, generator=generator)
 
 
-def updated(config: OptimizerConfig, updates: int = 4) -> dict[str, Tensor]:
+def updated(config: OptimizerConfig, schedule: SchedulerConfig | None = None) -> dict[str, Tensor]:
+    """The parameters after four updates."""
     net = Net()
     optimizer = setup_optimizer(config, net)
-    for seed in range(updates):
+    scheduler = setup_scheduler(schedule or ConstantSchedulerConfig(), optimizer, 4)
+    for seed in range(4):
         give_gradients(net, seed)
         optimizer.step()
+        scheduler.step()
     return dict(net.named_parameters())
 
 
@@ -156,18 +161,21 @@ def test_a_schedule_sets_the_rate_of_every_parameter(config: OptimizerConfig) ->
 @pytest.mark.parametrize("config", OPTIMIZERS)
 @pytest.mark.parametrize("slice_bytes", [1, 400, 2**30])
 def test_states_on_the_host_change_no_bit(config: OptimizerConfig, slice_bytes: int) -> None:
-    expected = updated(config)
-    net = Net()
-    optimizer = setup_optimizer(config, net)
-    offload_states(optimizer, CPU, slice_bytes)
+    schedule = LinearSchedulerConfig(warmup_steps=2, decay_steps=2)
+    expected = updated(config, schedule)
+    net, (optimizer, scheduler) = Net(), (None, None)
     for seed in range(4):
-        if seed == 2:  # a run that stops here and goes on
-            saved = optimizer.state_dict()
+        if seed in (0, 2):  # the run starts, and goes on after it was stopped
+            saved = None if optimizer is None else (optimizer.state_dict(), scheduler.state_dict())
             optimizer = setup_optimizer(config, net)
             offload_states(optimizer, CPU, slice_bytes)
-            optimizer.load_state_dict(saved)
+            scheduler = setup_scheduler(schedule, optimizer, 4)
+            if saved is not None:
+                optimizer.load_state_dict(saved[0])
+                scheduler.load_state_dict(saved[1])
         give_gradients(net, seed)
         optimizer.step()
+        scheduler.step()
     assert all(torch.equal(parameter, expected[name]) for name, parameter in net.named_parameters())
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from types import MethodType
 
 import torch
 from torch import Tensor, nn
@@ -17,12 +18,12 @@ def offload_states(optimizer: Optimizer, device: torch.device, slice_bytes: int 
     """Let `optimizer` keep its states in host memory, pinned where `device` is a GPU.
 
     `step` updates a slice of the parameters at a time, with the same result: no optimizer here looks at more than one
-    parameter to update another. To be called before a schedule is made of `optimizer`.
+    parameter to update another.
     """
     whole_step = optimizer.step
     host = _HostCopies(optimizer, device)
 
-    def step(closure: None = None) -> None:
+    def step(optimizer: Optimizer, closure: None = None) -> None:
         groups = optimizer.param_groups
         for group in groups:
             for parameters in _slices(group["params"], slice_bytes):
@@ -34,7 +35,8 @@ def offload_states(optimizer: Optimizer, device: torch.device, slice_bytes: int 
                     optimizer.param_groups = groups
                 host.take(parameters)
 
-    optimizer.step = step
+    # Bound, as schedules expect it.
+    optimizer.step = MethodType(step, optimizer)
     # A loaded state is on the device of its parameter.
     optimizer.register_load_state_dict_post_hook(lambda loaded: host.take(list(loaded.state)))
 
