@@ -10,7 +10,6 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 import pytest
 import verifiers as vf
@@ -236,19 +235,6 @@ def test_one_demonstration_in_four_is_right() -> None:
         right.append(closeness(value, expected, calculator.tolerance(expected)))
     share = statistics.fmean(score == 1.0 for score in right)
     assert 0.24 < share < 0.29
-
-
-def test_the_curves_of_several_runs_are_drawn(tmp_path: Path) -> None:
-    for number in range(2):
-        records = [{"source": "orchestrator", "step": step, "reward/mean": step / 10} for step in range(11)]
-        (tmp_path / f"run{number}").mkdir()
-        lines = "\n".join(map(json.dumps, [{"source": "trainer", "loss/mean": 1.0}, *records]))
-        (tmp_path / f"run{number}" / "metrics.jsonl").write_text(lines + "\n")
-    argv = [MED_CALC / "plot_rewards.py", tmp_path / "run0", tmp_path / "run1", "--to", tmp_path / "curves.svg"]
-    subprocess.run([sys.executable, *argv], check=True)
-    picture = ElementTree.parse(tmp_path / "curves.svg").getroot()
-    paths = picture.findall("{http://www.w3.org/2000/svg}path")
-    assert [path.get("d", "").count("L") for path in paths] == [10, 10]
 
 
 def train(kind: str, output_dir: Path, *options: str) -> list[dict[str, Any]]:
