@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -90,12 +91,18 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
         pytest.skip("needs vLLM: `bash .ci/make-vllm-env DIR`, and DIR/bin/python in PRIME_RL_VLLM_PYTHON")
     base, directory = model(), tmp_path_factory.mktemp("run")
     (directory / "rl.toml").write_text(CONFIG.format(lr="1e-5" if model is smollm2 else "3e-4"))
+    options = ("--model.name", base, "--inference.backend", engine, "--weight-broadcast.type", broadcast)
+    train(directory, *options)
+    return Run(base, RunPaths(directory / "out"))
+
+
+def train(directory: Path, *options: str | Path) -> str:
+    """Run `rl.toml` to its end in `out`; what was printed."""
     argv = [Path(sys.executable).with_name("medarc_train"), "rl", directory / "rl.toml"]
-    argv += ["--output-dir", directory / "out", "--model.name", base, "--inference.backend", engine]
-    argv += ["--weight-broadcast.type", broadcast]
+    argv += ["--output-dir", directory / "out", *options]
     done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    return Run(base, RunPaths(directory / "out"))
+    return done.stdout
 
 
 def last_batch(run: Run) -> TrainingBatch:
@@ -141,3 +148,15 @@ def test_the_run_exports_the_trained_model(run: Run) -> None:
     trained, base = model_of(run.paths.weight(NUM_STEPS)).state_dict(), model_of(run.base).state_dict()
     assert trained.keys() == base.keys()
     assert not torch.equal(trained["lm_head.weight"], base["lm_head.weight"])
+
+
+@pytest.mark.slow
+def test_a_resumed_run_of_two_trainer_processes_sends_its_weights_first(tmp_path: Path) -> None:
+    (tmp_path / "rl.toml").write_text(CONFIG.format(lr="3e-4"))
+    options = ("--model.name", tiny(), "--weight-broadcast.type", "nccl", "--train-gpus", "2")
+    train(tmp_path, *options, "--max-steps", "2")
+    shown = train(tmp_path, *options, "--ckpt.resume-step", "-1")
+    (parity,) = [line for line in shown.splitlines() if "Parity" in line]
+    assert parity.endswith("of version 2")
+    difference = float(re.search(r"differ by (\S+)", parity)[1])
+    assert difference < ROUNDING

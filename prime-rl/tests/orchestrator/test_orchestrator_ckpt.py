@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from prime_rl.configs.orchestrator import CheckpointConfig
-from prime_rl.orchestrator.ckpt import Checkpoints, Progress, remove_stale, restore
+from prime_rl.orchestrator.ckpt import Checkpoints, Progress, remove_offers, remove_stale, restore
 from prime_rl.orchestrator.errors import ResumeFault
 from prime_rl.utils.logger import get_logger
 from prime_rl.utils.paths import RunPaths, replacing_directory, stable_steps
@@ -109,3 +109,15 @@ def test_what_an_earlier_life_left_for_coming_steps_is_removed(checkpoints: Chec
     remove_stale(paths, start_step=2)
     assert sorted(path.name for path in paths.rollouts.iterdir()) == ["step_0", "step_1"]
     assert sorted(path.name for path in paths.broadcasts.iterdir()) == ["step_0", "step_1", "step_2"]
+
+
+def test_versions_that_were_sent_without_files_are_nobodys(checkpoints: Checkpoints) -> None:
+    paths = checkpoints.paths
+    for version in (1, 2, 3):
+        with replacing_directory(paths.broadcast(version)) as scratch:
+            if version == 2:
+                (scratch / "model.safetensors").touch()
+    paths.broadcast_ready(3).touch()
+    paths.broadcasts_closed.touch()
+    remove_offers(paths)
+    assert stable_steps(paths.broadcasts) == [2]

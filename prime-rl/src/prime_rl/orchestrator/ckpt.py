@@ -153,6 +153,14 @@ def remove_stale(run: OrchestratorPaths, start_step: int) -> None:
                 shutil.rmtree(parent / f"step_{step}", ignore_errors=True)
 
 
+def remove_offers(run: OrchestratorPaths) -> None:
+    """Remove versions without files, which a start with `weight_broadcast.type = "nccl"` left: nobody can load them."""
+    for version in stable_steps(run.broadcasts):
+        markers = {STABLE, run.broadcast_ready(version).name}
+        if {file.name for file in run.broadcast(version).iterdir()} <= markers:
+            shutil.rmtree(run.broadcast(version), ignore_errors=True)
+
+
 def restore(config: CheckpointConfig, checkpoints: Checkpoints, step: int) -> tuple[Progress, dict[str, Any] | None]:
     """Progress, and the buffer state unless the config skips it."""
     progress, buffer_state = checkpoints.load(step)

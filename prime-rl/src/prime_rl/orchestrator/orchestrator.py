@@ -10,7 +10,7 @@ import sys
 
 from prime_rl.configs.not_built import refuse_unbuilt
 from prime_rl.configs.orchestrator import OrchestratorConfig
-from prime_rl.orchestrator.ckpt import Checkpoints, remove_stale
+from prime_rl.orchestrator.ckpt import Checkpoints, remove_offers, remove_stale
 from prime_rl.orchestrator.errors import OrchestratorError, TooManyFailures
 from prime_rl.orchestrator.stopping import leave
 from prime_rl.utils.logger import get_logger, setup_logger
@@ -63,6 +63,8 @@ def prepare_directory(config: OrchestratorConfig, paths: OrchestratorPaths) -> i
     check_output_dir(run_paths, resuming=wanted is not None)
     resume_step = Checkpoints(run_paths, paths).resolve(wanted)
     remove_stale(paths, resume_step or 0)
+    if config.weight_broadcast.type == "filesystem":
+        remove_offers(paths)
     paths.control.mkdir(parents=True, exist_ok=True)
     dump_toml(config, paths.resolved_config)
     return resume_step
