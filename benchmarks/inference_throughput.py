@@ -29,9 +29,10 @@ from prime_rl.inference.embedded.api import Api
 from prime_rl.inference.embedded.engine import Engine
 from prime_rl.inference.embedded.generation import GenerationRequest, SamplingParams
 from prime_rl.inference.embedded.model import ModelRunner, load_model
+from prime_rl.inference.embedded.scheduler import Limits
 from prime_rl.inference.embedded.service import ServedModel, Service
 
-PROMPT_TOKENS, NEW_TOKENS = 32, 64
+PROMPT_TOKENS, NEW_TOKENS, TURN_TOKENS = 32, 64, 64
 Prompts = Sequence[tuple[int, ...]]
 
 
@@ -141,14 +142,51 @@ def compare(directory: Path, batches: Sequence[int], rounds: int) -> None:
     thread.join()
 
 
+def converse_s(engine: Engine, conversations: int, turns: int) -> float:
+    """Seconds for conversations side by side: each turn adds `TURN_TOKENS` to the prompt and draws half as many."""
+    numbers = random.Random(1)
+    histories = [(number,) for number in range(conversations)]
+    started = time.perf_counter()
+    for _ in range(turns):
+        for index, history in enumerate(histories):
+            histories[index] = (*history, *(numbers.randrange(100) for _ in range(TURN_TOKENS)))
+        params = SamplingParams(max_tokens=TURN_TOKENS // 2)
+        futures = [engine.submit(GenerationRequest(prompt=history, params=params, seed=0)) for history in histories]
+        drawn = [future.result().completions[0].token_ids for future in futures]
+        histories = [(*history, *tokens) for history, tokens in zip(histories, drawn, strict=True)]
+    return time.perf_counter() - started
+
+
+def compare_conversations(directory: Path, conversations: int, turns: int, rounds: int) -> None:
+    """What it brings to keep what was read of earlier turns."""
+    model, _ = load_model(str(directory), "float32", torch.device("cpu"))
+    seconds: dict[str, list[float]] = {"read anew": [], "read once": []}
+    for _ in range(rounds):
+        for name, kept_bytes in (("read anew", 0), ("read once", 1 << 30)):
+            engine = Engine(ModelRunner(model, 4 << 30), Limits(max_prefix_bytes=kept_bytes))
+            thread = threading.Thread(target=engine.run)
+            thread.start()
+            seconds[name].append(converse_s(engine, conversations, turns))
+            engine.stop()
+            thread.join()
+    anew = statistics.median(seconds["read anew"])
+    print(f"{conversations} conversations of {turns} turns, {TURN_TOKENS} new and {TURN_TOKENS // 2} drawn tokens each")
+    for name, values in seconds.items():
+        print(f"  {name:22} {statistics.median(values):8.2f} s  {anew / statistics.median(values):5.2f}x")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batch", type=int, nargs="+", default=[16, 64])
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--turns", type=int, default=4, help="of the conversations; 0 leaves them out")
     parser.add_argument("--model", type=Path, help="a Transformers directory instead of a tiny random Qwen3")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
-        compare(args.model or tiny_model(Path(scratch)), args.batch, args.rounds)
+        directory = args.model or tiny_model(Path(scratch))
+        compare(directory, args.batch, args.rounds)
+        if args.turns:
+            compare_conversations(directory, conversations=8, turns=args.turns, rounds=args.rounds)
 
 
 if __name__ == "__main__":

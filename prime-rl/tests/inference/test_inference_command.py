@@ -45,20 +45,29 @@ def test_auto_is_vllm_where_vllm_and_a_gpu_are(settings, has_vllm, has_gpu, expe
 
 
 def test_settings_that_only_vllm_reads_are_refused_by_name() -> None:
-    config = config_of(parallel={"tp": 2}, enable_prefix_caching=True)
-    faults = embedded_faults(config, ["--swap-space", "4"])
+    config = config_of(enable_expert_parallel=True, api_server_count=2, model={"tool_call_parser": "mistral"})
+    faults = embedded_faults(config, ["--swap-space", "4"], lambda: True)
     assert [fault.split(":")[0] for fault in faults] == [
-        "parallel.tp = 2",
-        "enable_prefix_caching = True",
+        "enable_expert_parallel = True",
+        "model.tool_call_parser = 'mistral'",
+        "api_server_count = 2",
         "unknown option --swap-space",
     ]
-    assert embedded_faults(config_of(), []) == []
+    assert embedded_faults(config_of(model={"tool_call_parser": "hermes"}), [], lambda: True) == []
+
+
+@pytest.mark.parametrize("settings", [{"parallel": {"dp": 2}}, {"parallel": {"tp": 2}}])
+def test_what_would_be_several_processes_is_one_on_a_cpu_and_refused_on_gpus(settings) -> None:
+    (fault,) = embedded_faults(config_of(**settings), [], lambda: True)
+    assert "takes one GPU" in fault
+    assert embedded_faults(config_of(**settings), [], lambda: False) == []
+    assert embedded_faults(config_of(**settings, device="cpu"), [], lambda: True) == []
 
 
 def test_an_option_that_the_engine_would_ignore_ends_the_command_with_2() -> None:
-    done = inference("--backend", "embedded", "--enable-prefix-caching")
+    done = inference("--backend", "embedded", "--enable-expert-parallel")
     assert done.returncode == 2
-    assert "enable_prefix_caching = True" in done.stderr
+    assert "enable_expert_parallel = True" in done.stderr
 
 
 needs_no_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="needs no vLLM in this Python")

@@ -34,7 +34,7 @@ class ServerConfig(BaseConfig):
 
 
 class ParallelConfig(BaseConfig):
-    """How the GPUs of the server share the work."""
+    """How the GPUs of the server share the work. On a CPU, the embedded engine takes the cores of as many processes."""
 
     tp: int = Field(1, ge=1)
     """Tensor parallel size: GPUs that hold one copy of the model."""
@@ -102,7 +102,7 @@ class InferenceConfig(RootConfig):
     """Largest rank of an adapter, raised to a size that vLLM knows (at most 512); None is 16."""
 
     enable_prefix_caching: bool | None = None
-    """Reuse the cache of equal prefixes; None leaves it to the engine."""
+    """Reuse what was read of equal beginnings of prompts; None leaves it to the engine. The embedded engine does."""
 
     gpu_memory_utilization: float = 0.9
     """Fraction of the GPU's memory that the engine may take. On a CPU the default leaves most of the machine's memory

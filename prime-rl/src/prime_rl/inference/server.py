@@ -30,15 +30,11 @@ VLLM_PYTHON_VARIABLE = "PRIME_RL_VLLM_PYTHON"
 # What only vLLM reads. `enforce_eager` is not here: the embedded engine never compiles. Nor is
 # `gpu_memory_utilization`, which bounds it on a GPU and has nothing to bound on a CPU.
 VLLM_ONLY = (
-    "parallel.tp",
-    "parallel.dp",
     "model.reasoning_parser",
     "model.rope_scaling",
-    "enable_prefix_caching",
     "enable_expert_parallel",
     "enable_eplb",
     "all2all_backend",
-    "api_server_count",
 )
 
 
@@ -52,7 +48,7 @@ def main() -> None:
         get_logger().error(f"Inference failed: model path {config.model.name!r} does not exist")
         raise SystemExit(1)
     backend, reason = choose_backend(config, lambda: vllm_installed() or other_python() is not None, gpu_visible)
-    if backend == "embedded" and (faults := embedded_faults(config, extras)):
+    if backend == "embedded" and (faults := embedded_faults(config, extras, gpu_visible)):
         sys.stderr.writelines(f"error: {fault}\n" for fault in faults)
         raise SystemExit(2)
     get_logger().info(f"Inference engine: {backend} ({reason})")
@@ -89,7 +85,7 @@ def gpu_visible() -> bool:
     return torch.cuda.is_available()
 
 
-def embedded_faults(config: InferenceConfig, extras: list[str]) -> list[str]:
+def embedded_faults(config: InferenceConfig, extras: list[str], has_gpu: Callable[[], bool]) -> list[str]:
     """One line for each setting that the embedded engine would have to ignore."""
     advice = 'only the vllm engine reads it: leave it out, or set backend = "vllm"'
     defaults = InferenceConfig.model_construct()
@@ -97,6 +93,11 @@ def embedded_faults(config: InferenceConfig, extras: list[str]) -> list[str]:
     if (parser := tool_call_parser(config.model.tool_call_parser, config.model.name)) not in (None, *TOOL_PARSERS):
         known = ", ".join(TOOL_PARSERS)
         faults.append(f'model.tool_call_parser = {parser!r}: the embedded engine knows {known}; set backend = "vllm"')
+    # On a CPU, what would be several processes is one engine with the cores of all.
+    if config.parallel.tp * config.parallel.dp > 1 and config.device != "cpu" and has_gpu():
+        faults.append(f'parallel ({config.parallel}): the embedded engine takes one GPU; set backend = "vllm" for more')
+    if config.api_server_count > config.parallel.dp:
+        faults.append(f"api_server_count = {config.api_server_count}: {advice}")
     return [*faults, *(f"unknown option {extra}: {advice}" for extra in extras if extra.startswith("-"))]
 
 

@@ -23,9 +23,19 @@ ATTENTION_NAME = "kv_slots"
 
 
 class PromptBatch:
-    """Which of the N tokens are which prompt's. Prompts are padded on the right, which causal attention never sees."""
+    """Which of the N tokens are which prompt's. Prompts are padded on the right, which causal attention never sees.
 
-    def __init__(self, rows: SequenceOf[int], lengths: SequenceOf[int], offset: int, device: torch.device) -> None:
+    `lengths` count the tokens that are read now, and `known` those before them, which are in the prompt's row already.
+    """
+
+    def __init__(
+        self,
+        rows: SequenceOf[int],
+        lengths: SequenceOf[int],
+        known: SequenceOf[int],
+        offset: int,
+        device: torch.device,
+    ) -> None:
         self.rows = torch.tensor(rows, device=device)
         self.width = max(lengths)
         starts = offset + torch.tensor([0, *lengths[:-1]]).cumsum(0)
@@ -33,6 +43,19 @@ class PromptBatch:
         sizes = torch.tensor(lengths)[:, None]
         self.token_index = (starts[:, None] + columns.minimum(sizes - 1)).to(device)
         self.is_token = (columns < sizes).to(device)
+        self.goes_on = any(known)
+        """Whether a prompt has tokens in its row already."""
+        self.positions = torch.tensor(known, device=device)[:, None] + columns.to(device)
+        self.total = max(count + length for count, length in zip(known, lengths, strict=True))
+
+    def visible(self, window: int | None) -> Tensor:
+        """Mask [P, 1, width, total]: which stored tokens each of the padded tokens sees."""
+        columns = torch.arange(self.total, device=self.positions.device)
+        last = self.positions[..., None]
+        visible = columns <= last
+        if window is not None:
+            visible &= columns > last - window
+        return visible[:, None]
 
 
 class SlotStep:
@@ -84,7 +107,8 @@ def attend(
     if step.num_decode:
         parts.append(_decode(step, stored, new, scaling, window))
     if step.prompts is not None:
-        parts.append(_prefill(step.prompts, stored, new, scaling, window))
+        read = _continue if step.prompts.goes_on else _prefill
+        parts.append(read(step.prompts, stored, new, scaling, window))
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
@@ -148,6 +172,31 @@ def _prefill(
         is_causal=not banded,
         scale=scaling,
         enable_gqa=query.shape[1] != key.shape[1],
+    )
+    return attended.transpose(1, 2)[prompts.is_token].flatten(1)
+
+
+def _continue(
+    prompts: PromptBatch,
+    stored: tuple[Tensor, Tensor],
+    new: tuple[Tensor, Tensor, Tensor],
+    scaling: float,
+    window: int | None,
+) -> Tensor:
+    """Prompts whose beginnings are in their rows: the new tokens join them there, and see what the row holds."""
+    query, key, value = (tensor[prompts.token_index] for tensor in new)
+    rows = prompts.rows[:, None].expand_as(prompts.positions)[prompts.is_token]
+    positions = prompts.positions[prompts.is_token]
+    for slot, fresh in zip(stored, (key, value), strict=True):
+        slot[rows, :, positions] = fresh[prompts.is_token]
+    keys, values = (slot[prompts.rows, :, : prompts.total] for slot in stored)
+    attended = scaled_dot_product_attention(
+        query.transpose(1, 2),
+        keys,
+        values,
+        attn_mask=prompts.visible(window),
+        scale=scaling,
+        enable_gqa=query.shape[2] != keys.shape[1],
     )
     return attended.transpose(1, 2)[prompts.is_token].flatten(1)
 

@@ -188,6 +188,7 @@ class Engine:
             running=[sequence.tokens for sequence in running[:num_decode]],
             prompts=[leader.tokens for leader in leaders],
             prompt_rows=[num_decode + index for index in prompts.leaders],
+            known=prompts.known,
             full_prompts=full,
             adapters=[sequence.request.adapter for sequence in (*running[:num_decode], *leaders)],
         )
@@ -257,6 +258,7 @@ class Engine:
             f"{self.stats.tokens} tokens at {self.stats.tokens_per_s:.0f} tokens/s before it"
         )
         self.stats = EngineStats()
+        self._scheduler.prefixes.forget()
 
     @staticmethod
     def _fail_unless_loaded(request: GenerationRequest) -> None:

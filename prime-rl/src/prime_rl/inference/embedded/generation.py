@@ -114,6 +114,8 @@ class Sequence:
     top_logprobs: list[TopLogprobs] = field(default_factory=list)
     version_starts: list[tuple[int, int]] = field(default_factory=list)
     completion: Completion | None = None
+    epoch: int = -1
+    """Of the weights that were live when the sequence was read; see `PrefixStore`."""
     num_readable: int = 0
     """Tokens that another thread may read: by then `completion` is set if the last of them ended the sample."""
 

@@ -57,6 +57,7 @@ class ModelRunner:
         running: SequenceOf[SequenceOf[int]],
         prompts: SequenceOf[SequenceOf[int]],
         prompt_rows: SequenceOf[int],
+        known: SequenceOf[int] = (),
         full_prompts: SequenceOf[int] = (),
         adapters: SequenceOf[Adapter | None] = (),
     ) -> tuple[Tensor, list[Tensor]]:
@@ -66,23 +67,25 @@ class ModelRunner:
             running: all tokens of the sequences in slot rows 0, 1, …; the last one is not in the slots yet.
             prompts: all tokens of new sequences.
             prompt_rows: their slot rows.
+            known: for each prompt, how many of its tokens are in its row already; empty when none is.
             full_prompts: indices into `prompts` of those whose logits are wanted at every position.
             adapters: of each running sequence, then of each prompt; empty when none has one.
 
         Returns:
             Logits of the next tokens, [running + prompts, vocabulary], and those of each full prompt, [length - 1, V].
         """
-        lengths = [len(tokens) for tokens in prompts]
+        known = known or [0] * len(prompts)
+        lengths = [len(tokens) - count for tokens, count in zip(prompts, known, strict=True)]
         positions = [len(tokens) - 1 for tokens in running]
         flat = [tokens[-1] for tokens in running]
-        batch = PromptBatch(prompt_rows, lengths, len(flat), self.device) if prompts else None
+        batch = PromptBatch(prompt_rows, lengths, known, len(flat), self.device) if prompts else None
         step_adapters = StepAdapters.of(adapters, [1] * len(flat) + lengths, self.device)
         step = SlotStep(self.slots, positions, batch, step_adapters)
         wanted, start = list(range(len(flat))), len(flat)
         spans = []
-        for tokens in prompts:
-            flat.extend(tokens)
-            positions.extend(range(len(tokens)))
+        for tokens, count in zip(prompts, known, strict=True):
+            flat.extend(tokens[count:])
+            positions.extend(range(count, len(tokens)))
             spans.append((start, len(flat) - 1))
             wanted.append(len(flat) - 1)
             start = len(flat)

@@ -6,6 +6,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from prime_rl.inference.embedded.generation import Sequence
+from prime_rl.inference.embedded.prefixes import Match, PrefixStore
 from prime_rl.inference.embedded.slots import KVSlots
 
 
@@ -20,6 +21,8 @@ class Limits:
     """Prompt tokens, padding included, read in one forward pass. A longer prompt is read alone."""
     max_adapters: int = 8
     """Different adapters in the running batch; a sequence of one more waits."""
+    max_prefix_bytes: int = 0
+    """Of keys and values that are kept for later prompts with the same beginning; 0 reads every prompt anew."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +34,8 @@ class Prompts:
     """Indices into `sequences` of those that are read."""
     source: list[int]
     """For each sequence, the index into `leaders` of the one that it copies; its own for a leader."""
+    known: list[int]
+    """For each leader, how many of its tokens are in its row already."""
 
 
 class Scheduler:
@@ -39,6 +44,7 @@ class Scheduler:
     def __init__(self, limits: Limits, slots: KVSlots) -> None:
         self.limits = limits
         self.slots = slots
+        self.prefixes = PrefixStore(slots, limits.max_prefix_bytes)
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.has_unwanted = False
@@ -56,6 +62,8 @@ class Scheduler:
         """Take finished sequences out of the batch and return them."""
         finished = [sequence for sequence in self.running if sequence.completion is not None]
         if finished:
+            if self.limits.max_prefix_bytes:
+                self._keep_prefixes()
             self._keep([sequence for sequence in self.running if sequence.completion is None])
         return finished
 
@@ -77,8 +85,10 @@ class Scheduler:
         sequences: list[Sequence] = []
         leaders: list[int] = []
         source: list[int] = []
+        matches: list[Match | None] = []
         known: dict[object, int] = {}
-        longest = max((len(sequence.tokens) for sequence in self.running), default=0)
+        before = list(self.running)
+        longest = max((len(sequence.tokens) for sequence in before), default=0)
         width = 0
         while self.waiting and len(self.running) < self.limits.max_running:
             sequence = self.waiting[0]
@@ -89,17 +99,34 @@ class Scheduler:
                 break
             key = _reading(sequence)
             if key not in known:
-                width = max(width, len(sequence.tokens))
+                match = self.prefixes.find(sequence, before)
+                width = max(width, len(sequence.tokens) - (match.length if match else 0))
                 if leaders and width * (len(leaders) + 1) > self.limits.max_prefill_tokens:
                     break
                 known[key] = len(leaders)
                 leaders.append(len(sequences))
+                matches.append(match)
             source.append(known[key])
             sequences.append(self.waiting.popleft())
             self.running.append(sequence)
-        if sequences:
-            self.slots.reserve(len(self.running), max(len(sequence.tokens) for sequence in self.running))
-        return Prompts(sequences, leaders, source)
+        self._place(sequences, [(len(before) + leader, match) for leader, match in zip(leaders, matches, strict=True)])
+        return Prompts(sequences, leaders, source, [match.length if match else 0 for match in matches])
+
+    def _place(self, sequences: list[Sequence], matches: list[tuple[int, Match | None]]) -> None:
+        """Reserve rows for new sequences, and fill in what is known of those that are read."""
+        if not sequences:
+            return
+        self.slots.reserve(len(self.running), max(len(sequence.tokens) for sequence in self.running))
+        for sequence in sequences:
+            sequence.epoch = self.prefixes.epoch
+        for row, match in matches:
+            if match is not None:
+                self.prefixes.take(match, row)
+
+    def _keep_prefixes(self) -> None:
+        for row, sequence in enumerate(self.running):
+            if sequence.completion is not None:
+                self.prefixes.keep(sequence, row)
 
     def _has_adapter_room(self, sequence: Sequence) -> bool:
         if sequence.request.adapter is None:

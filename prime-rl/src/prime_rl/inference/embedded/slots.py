@@ -64,6 +64,16 @@ class KVSlots:
             for tensor in pair:
                 tensor[targets, :, :length] = tensor[source, :, :length]
 
+    def parts(self, row: int, length: int) -> list[Tensor]:
+        """A copy of the first `length` tokens of a row: one tensor [kv heads, length, head dim] for each of ours."""
+        return [tensor[row, :, :length].clone() for pair in self._layers.values() for tensor in pair]
+
+    def put(self, parts: list[Tensor], row: int, length: int) -> None:
+        """Write the first `length` tokens of such a copy into a row."""
+        own = [tensor for pair in self._layers.values() for tensor in pair]
+        for tensor, part in zip(own, parts, strict=True):
+            tensor[row, :, :length] = part[:, :length]
+
     @staticmethod
     def _resized(tensor: Tensor, rows: int, length: int) -> Tensor:
         kept_rows, kept_length = min(rows, tensor.shape[0]), min(length, tensor.shape[2])

@@ -20,9 +20,13 @@ from prime_rl.inference.embedded.service import ServedModel, Service
 from prime_rl.inference.embedded.text import generation_defaults, load_text
 from prime_rl.inference.embedded.tool_calls import TOOL_PARSERS
 from prime_rl.inference.families import tool_call_parser
+from prime_rl.utils.process.devices import usable_cores
 
 CPU_MEMORY_SHARE = 0.25
 """Of the machine's memory, for keys and values on a CPU: a trainer and environments live there too."""
+
+PREFIX_SHARE = 0.125
+"""Of the memory for running sequences, this much again for the keys and values of finished ones."""
 
 
 def start_service(config: InferenceConfig) -> Service:
@@ -36,6 +40,8 @@ def start_service(config: InferenceConfig) -> Service:
     name, trust = config.model.name, config.model.trust_remote_code
     max_model_len = _max_model_len(model_config(name, trust), config.model.max_model_len)
     device = _device(config.device)
+    if device.type == "cpu":
+        _use_cores_of(config.parallel.tp * config.parallel.dp)
     model, directory = load_model(name, config.model.dtype, device, trust)
     runner = ModelRunner(model, _kv_budget_bytes(device, config.gpu_memory_utilization), directory)
     defaults = generation_defaults(directory)
@@ -48,16 +54,24 @@ def start_service(config: InferenceConfig) -> Service:
 
 
 def _engine(config: InferenceConfig, runner: ModelRunner) -> Engine:
+    keeps_prefixes = config.enable_prefix_caching is not False
+    prefix_bytes = int(PREFIX_SHARE * runner.slots.budget_bytes) if keeps_prefixes else 0
+    limits = Limits(max_adapters=config.max_loras, max_prefix_bytes=prefix_bytes)
     if not config.enable_lora:
-        return Engine(runner)
-    limits = AdapterLimits(config.max_cpu_loras, config.max_lora_rank or DEFAULT_MAX_RANK)
-    return Engine(runner, Limits(max_adapters=config.max_loras), runner.adapter_store(config.model.name, limits))
+        return Engine(runner, limits)
+    for_adapters = AdapterLimits(config.max_cpu_loras, config.max_lora_rank or DEFAULT_MAX_RANK)
+    return Engine(runner, limits, runner.adapter_store(config.model.name, for_adapters))
 
 
 def _device(name: str) -> torch.device:
     if name == "cuda" and not torch.cuda.is_available():
         raise UnsupportedModel('device = "cuda", but no CUDA device is visible')
     return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def _use_cores_of(processes: int) -> None:
+    """Compute with the cores of several processes: a launcher gives each its share, and one engine does their work."""
+    torch.set_num_threads(min(usable_cores(), processes * torch.get_num_threads()))
 
 
 def _max_model_len(model: PreTrainedConfig, wanted: int | None) -> int:

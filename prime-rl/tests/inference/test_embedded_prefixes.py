@@ -1,0 +1,200 @@
+"""What the engine has read is not read again while the weights stay, and answers are what they would be anyway."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen3Config
+
+from prime_rl.inference.embedded.engine import Engine
+from prime_rl.inference.embedded.generation import Completion, GenerationRequest, SamplingParams
+from prime_rl.inference.embedded.model import ModelRunner, load_model
+from prime_rl.inference.embedded.scheduler import Limits
+
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 512,
+}
+ARCHITECTURES = {
+    "qwen3": Qwen3Config(**SIZES),
+    "mistral_with_window": MistralConfig(**SIZES, sliding_window=20),
+    # Runs by Transformers' own code, as models do that the engine does not know.
+    "unknown": LlamaConfig(**SIZES, hidden_act="gelu"),
+}
+PROMPT = tuple((5 + 7 * place) % 64 for place in range(40))
+OTHER = tuple((1 + 3 * place) % 64 for place in range(40))
+
+
+class ReadingRunner(ModelRunner):
+    """Counts the prompt tokens that it reads."""
+
+    num_read = 0
+
+    def forward(self, running, prompts, prompt_rows, known=(), *rest, **options):
+        self.num_read += sum(map(len, prompts)) - sum(known)
+        return super().forward(running, prompts, prompt_rows, known, *rest, **options)
+
+
+@pytest.fixture(scope="module", params=ARCHITECTURES)
+def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp(request.param)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(ARCHITECTURES[request.param])
+        for parameter in model.parameters():
+            parameter.data *= 4  # nearly uniform tokens would hide errors
+        model.save_pretrained(path)
+    return path
+
+
+@contextmanager
+def running(directory: Path, max_prefix_bytes: int = 1 << 20) -> Iterator[tuple[Engine, ReadingRunner]]:
+    model, source = load_model(str(directory), "float32", torch.device("cpu"))
+    runner = ReadingRunner(model, 1 << 30, source)
+    runner.num_read = 0
+    engine = Engine(runner, Limits(max_prefix_bytes=max_prefix_bytes))
+    thread = threading.Thread(target=engine.run)
+    thread.start()
+    try:
+        yield engine, runner
+    finally:
+        engine.stop()
+        thread.join()
+
+
+def answer(engine: Engine, prompt: tuple[int, ...], max_tokens: int = 24) -> Completion:
+    params = SamplingParams(max_tokens=max_tokens, temperature=0)
+    return engine.submit(GenerationRequest(prompt=prompt, params=params, seed=0)).result().completions[0]
+
+
+@torch.no_grad()
+def assert_greedy(directory: Path, prompt: tuple[int, ...], completion: Completion) -> None:
+    """Every token is the model's likeliest, up to rounding, and has the log-probability that the model gives it."""
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    tokens = torch.tensor([*prompt, *completion.token_ids])
+    logprobs = model(tokens[None]).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+    own = logprobs.gather(1, tokens[len(prompt) :, None]).squeeze(1)
+    torch.testing.assert_close(own, logprobs.amax(-1), atol=1e-4, rtol=0)
+    torch.testing.assert_close(torch.tensor(completion.logprobs), own, atol=1e-4, rtol=0)
+
+
+def test_the_next_turn_reads_only_what_is_new(directory) -> None:
+    with running(directory) as (engine, runner):
+        first = answer(engine, PROMPT)
+        second_prompt = (*PROMPT, *first.token_ids, 3, 4, 5)
+        runner.num_read = 0
+        second = answer(engine, second_prompt)
+        assert runner.num_read == 4, "the last sampled token, which was never read, and three new ones"
+        third_prompt = (*second_prompt, *second.token_ids, 6)
+        third = answer(engine, third_prompt)
+        assert runner.num_read == 6
+    assert_greedy(directory, second_prompt, second)
+    assert_greedy(directory, third_prompt, third)
+
+
+def test_turns_of_several_conversations_continue_in_one_batch(directory) -> None:
+    with running(directory) as (engine, runner):
+        starts = [PROMPT, OTHER, PROMPT[:25]]
+        prompts = [(*start, *answer(engine, start).token_ids, 9) for start in starts]
+        prompts.append((60, 61, 62))  # one that nothing is known of
+        engine.pause().result()
+        params = SamplingParams(max_tokens=24, temperature=0)
+        futures = [engine.submit(GenerationRequest(prompt=prompt, params=params, seed=0)) for prompt in prompts]
+        runner.num_read = 0
+        engine.resume().result()
+        completions = [future.result().completions[0] for future in futures]
+        assert runner.num_read == 3 * 2 + 3
+    for prompt, completion in zip(prompts, completions, strict=True):
+        assert_greedy(directory, prompt, completion)
+
+
+def test_a_request_of_the_same_group_that_comes_later_takes_over_the_running_prompt(directory) -> None:
+    with running(directory) as (engine, runner):
+        early = engine.submit(
+            GenerationRequest(prompt=PROMPT, params=SamplingParams(max_tokens=400, temperature=0), seed=0)
+        )
+        assert answer(engine, OTHER).token_ids, "the first one has been read by now"
+        runner.num_read = 0
+        late = answer(engine, PROMPT)
+        assert runner.num_read == 1
+        assert early.result().completions[0].token_ids[:24] == late.token_ids
+    assert_greedy(directory, PROMPT, late)
+
+
+def test_a_different_continuation_shares_what_is_common(directory) -> None:
+    with running(directory) as (engine, runner):
+        answer(engine, PROMPT)
+        runner.num_read = 0
+        branched = (*PROMPT[:30], 1, 2, 3)
+        completion = answer(engine, branched)
+        assert runner.num_read == 3
+    assert_greedy(directory, branched, completion)
+
+
+def test_new_weights_are_read_with_anew(directory, tmp_path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(directory / "model.safetensors")
+    newer = tmp_path / "step_1"
+    newer.mkdir()
+    save_file({name: tensor * 1.05 for name, tensor in tensors.items()}, newer / "model.safetensors", {"format": "pt"})
+    (newer / "config.json").write_text((directory / "config.json").read_text())
+    with running(directory) as (engine, runner):
+        prompt = (*PROMPT, *answer(engine, PROMPT).token_ids, 3)
+        engine.update_weights(newer).result()
+        runner.num_read = 0
+        completion = answer(engine, prompt)
+        assert runner.num_read == len(prompt)
+    assert_greedy(newer, prompt, completion)
+
+
+def test_a_sequence_that_saw_two_weights_is_not_kept(directory) -> None:
+    with running(directory) as (engine, runner):
+        params = SamplingParams(max_tokens=400, temperature=0)
+        future = engine.submit(GenerationRequest(prompt=PROMPT, params=params, seed=0))
+        answer(engine, OTHER)
+        engine.update_weights(None).result()
+        tokens = future.result().completions[0].token_ids
+        runner.num_read = 0
+        prompt = (*PROMPT, *tokens, 3)
+        answer(engine, prompt, max_tokens=1)
+        assert runner.num_read == len(prompt)
+
+
+def test_memory_is_bounded_and_the_oldest_goes_first(directory) -> None:
+    with running(directory, max_prefix_bytes=100 * 256) as (engine, runner):
+        assert runner.slots.bytes_per_token == 256
+        for prompt in (PROMPT, OTHER):  # 63 tokens each: one fits
+            answer(engine, prompt)
+        runner.num_read = 0
+        answer(engine, OTHER)
+        assert runner.num_read == 1
+        answer(engine, PROMPT)
+        assert runner.num_read == 1 + len(PROMPT)
+
+
+def test_prompt_logprobs_are_computed_for_every_token(directory) -> None:
+    params = SamplingParams(max_tokens=1, temperature=0)
+    with running(directory) as (engine, _):
+        answer(engine, PROMPT)
+        request = GenerationRequest(prompt=PROMPT, params=params, seed=0, num_prompt_logprobs=0)
+        assert len(engine.submit(request).result().prompt_logprobs) == len(PROMPT) - 1
+
+
+def test_nothing_is_kept_without_memory_for_it(directory) -> None:
+    with running(directory, max_prefix_bytes=0) as (engine, runner):
+        answer(engine, PROMPT)
+        runner.num_read = 0
+        answer(engine, PROMPT)
+        assert runner.num_read == len(PROMPT)
