@@ -5,8 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
+from transformers import AutoConfig
 
 from prime_rl.configs.trainer import ModelConfig
+from prime_rl.trainer.attention_apart import attend_apart, find_sequences_apart
 from prime_rl.trainer.model import setup_model
 from prime_rl.trainer.packed_rows import fold
 from prime_rl.trainer.scoring import cross_entropy_sum, score_tokens
@@ -67,15 +69,48 @@ def test_a_folded_row_has_the_logits_that_transformers_gives_the_packed_row(tiny
     torch.testing.assert_close(logits, expected, atol=1e-5, rtol=0)
 
 
-def test_cross_entropy_in_chunks_equals_cross_entropy_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    head = torch.nn.Linear(8, VOCAB, bias=False)
-    hidden, targets = torch.randn(50, 8), torch.randint(0, VOCAB, (50,))
+@pytest.mark.parametrize("kind", ["linear", "capped"])
+def test_cross_entropy_in_chunks_equals_cross_entropy_at_once(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    linear = torch.nn.Linear(8, VOCAB, bias=False)
+    head = linear if kind == "linear" else lambda hidden: torch.tanh(linear(hidden) / 5) * 5
+    hidden, targets = torch.randn(50, 8, requires_grad=True), torch.randint(0, VOCAB, (50,))
+    known = torch.nn.functional.cross_entropy(head(hidden), targets, reduction="sum") / 3
+    expected = [known.detach(), *torch.autograd.grad(known, (hidden, linear.weight))]
+    for most in (2**20, 20 * VOCAB, 7 * VOCAB):
+        for limit in ("scoring._MAX_LOGITS", "linear_cross_entropy._MAX_LOGITS"):
+            monkeypatch.setattr(f"prime_rl.trainer.{limit}", most)
+        monkeypatch.setattr("prime_rl.trainer.linear_cross_entropy._MAX_FLOAT_LOGITS", 3 * VOCAB)
+        loss = cross_entropy_sum(hidden, targets, head, VOCAB) / 3
+        found = [loss.detach(), *torch.autograd.grad(loss, (hidden, linear.weight))]
+        for ours, theirs in zip(found, expected, strict=True):
+            torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-5)
 
-    def loss_and_gradient() -> tuple[Tensor, Tensor]:
-        loss = cross_entropy_sum(hidden, targets, head, VOCAB)
-        return loss.detach(), torch.autograd.grad(loss, head.weight)[0]
 
-    whole = loss_and_gradient()
-    monkeypatch.setattr("prime_rl.trainer.scoring._MAX_LOGITS", 7 * VOCAB)
-    for in_chunks, at_once in zip(loss_and_gradient(), whole, strict=True):
-        torch.testing.assert_close(in_chunks, at_once, atol=1e-4, rtol=1e-5)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 3e-2)])
+def test_sequences_apart_have_the_attention_of_each_alone(dtype: torch.dtype, tolerance: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    lengths, scale = [20, 1, 12, 7], 0.2
+    states = [torch.randn(heads, 40, 16, generator=generator).requires_grad_() for heads in (6, 2, 2)]
+    pieces = zip(*(state.split(lengths, dim=1) for state in states), strict=True)
+    alone = [
+        torch.nn.functional.scaled_dot_product_attention(
+            *(one[None] for one in piece), is_causal=True, scale=scale, enable_gqa=True
+        )
+        for piece in pieces
+    ]
+    expected = torch.cat(alone, dim=2)[0].transpose(0, 1)
+    slope = torch.randn(expected.shape, generator=generator)
+    theirs = [expected, *torch.autograd.grad(expected, states, slope)]
+    ours = attend_apart(*(state.to(dtype) for state in states), lengths, scale)
+    for one, other in zip([ours, *torch.autograd.grad(ours, states, slope.to(dtype))], theirs, strict=True):
+        torch.testing.assert_close(one.float(), other, rtol=tolerance, atol=tolerance * float(other.abs().max()))
+
+
+def test_few_long_sequences_are_computed_apart_and_many_short_ones_are_not(tiny_model_dir: Path) -> None:
+    config = AutoConfig.from_pretrained(tiny_model_dir)
+    hidden_size = 576
+    few, many = positions(200, 150, 100), positions(*[8] * 64)
+    apart = [find_sequences_apart(row, config).cost(hidden_size) for row in (few, many)]
+    folded = [fold(row, hidden_size).cost(hidden_size) for row in (few, many)]
+    assert apart[0] < folded[0]
+    assert apart[1] > folded[1]

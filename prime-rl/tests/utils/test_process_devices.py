@@ -84,6 +84,11 @@ def test_each_process_on_the_cpu_gets_its_share_of_the_cores_unless_told_otherwi
     assert devices.thread_env(8, 3, {"OMP_NUM_THREADS": "4"}) == {}
 
 
+def test_threads_with_cores_of_their_own_spin_for_a_moment_unless_told_otherwise() -> None:
+    assert devices.spin_env({}) == {"GOMP_SPINCOUNT": "20000"}
+    assert devices.spin_env({"GOMP_SPINCOUNT": "0"}) == {}
+
+
 @pytest.fixture
 def nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     program = tmp_path / "nvidia-smi"

@@ -13,7 +13,14 @@ from prime_rl.entrypoints.launch import launch
 from prime_rl.utils.paths import RunPaths
 from prime_rl.utils.process import ProcessSpec
 from prime_rl.utils.process.children import SFT_TRAINER, Programs, TorchJob, resume_flags, trainer_spec
-from prime_rl.utils.process.devices import DeviceError, choose_device, thread_env, usable_cores, usable_gpus
+from prime_rl.utils.process.devices import (
+    DeviceError,
+    choose_device,
+    spin_env,
+    thread_env,
+    usable_cores,
+    usable_gpus,
+)
 from prime_rl.utils.pydantic_config import parse_argv_or_exit
 
 
@@ -45,7 +52,7 @@ def plan_run(
     device = choose_device(config.device, usable)
     if device == "cuda" and len(usable) < processes:
         raise DeviceError(f"deployment.num_gpus = {processes}, but {len(usable)} can be used: {','.join(usable)}")
-    env = {} if device == "cuda" else thread_env(usable_cores(), processes, os.environ)
+    env = {} if device == "cuda" else thread_env(usable_cores(), processes, os.environ) | spin_env(os.environ)
     job = TorchJob(SFT_TRAINER, paths.config("sft"), processes, rendezvous_port, uuid4().hex, paths.torchrun_logs)
     return (
         trainer_spec(

@@ -2,21 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from typing import TypeVar
+
 from torch import nn
 
+from prime_rl.trainer.blocks import decoder_blocks
 from prime_rl.trainer.world import World
 
+Row = TypeVar("Row")
 
-def holds_whole_model(world: World) -> bool:
-    """Whether FSDP's gathering and sharing are copies from memory to memory: a lone process on a CPU.
 
-    They take a fifth of a step there. On a GPU they are cheap, and free memory that is not.
+def accumulated(model: nn.Module, rows: Sequence[Row], world: World) -> Iterator[Row]:
+    """The micro-batches of a step, each of which is to go forward and backward before the next one.
+
+    A lone process on a CPU gathers weights and shares gradients once in the step: there both are copies from memory to
+    memory, and took a fifth of it. Gathered weights are free again behind the last backward pass. On a GPU the copies
+    are cheap, and what they free is not.
     """
-    return world.world_size == 1 and world.device.type == "cpu"
+    if world.world_size > 1 or world.device.type != "cpu":
+        yield from rows
+        return
+    _keep_weights_after_forward(model, keep=True)
+    for index, row in enumerate(rows):
+        is_last = index + 1 == len(rows)
+        model.set_requires_gradient_sync(is_last)
+        model.set_reshard_after_backward(is_last)
+        yield row
+    _keep_weights_after_forward(model, keep=False)
 
 
-def hold_gradients(model: nn.Module, world: World, *, until_next: bool) -> None:
-    """Let a lone process on a CPU keep gathered weights and its gradients as they are `until_next` backward pass."""
-    if holds_whole_model(world):
-        model.set_requires_gradient_sync(not until_next)
-        model.set_reshard_after_backward(not until_next)
+def _keep_weights_after_forward(model: nn.Module, keep: bool) -> None:
+    for block in decoder_blocks(model):
+        block.set_reshard_after_forward(not keep, recurse=False)

@@ -14,7 +14,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Pretra
 from transformers.utils import logging as transformers_logging
 
 from prime_rl.configs.trainer import ModelConfig, TokenizerConfig
-from prime_rl.trainer.accumulation import holds_whole_model
 from prime_rl.trainer.attention import choose_attention
 from prime_rl.trainer.blocks import decoder_blocks, prepare_blocks
 from prime_rl.trainer.errors import ModelError
@@ -58,14 +57,14 @@ def setup_model(config: ModelConfig, world: World) -> nn.Module:
         log_adapters(model)
     if config.freeze_moe_router:
         freeze_routers(model)
-    if world.device.type == "cpu":
+    if world.device.type == "cpu" and config.compile is None:
         use_lean_norms(model)
     prepare_blocks(model, config, world.device)
     _shard(model, config, world)
     if world.world_size > 1:
         _scatter_weights(full, model, home, world)
     model.train()
-    enable_scoring(model, world.device)
+    enable_scoring(model, world.device, is_compiled=config.compile is not None)
     return model
 
 
@@ -164,9 +163,8 @@ def _shard(model: nn.Module, config: ModelConfig, world: World) -> None:
     )
     offload = CPUOffloadPolicy(pin_memory=world.device.type == "cuda") if config.fsdp_cpu_offload else OffloadPolicy()
     units = {"mesh": mesh, "mp_policy": policy, "offload_policy": offload}
-    reshard = config.reshard_after_forward and not holds_whole_model(world)
     for block in decoder_blocks(model):
-        fully_shard(block, reshard_after_forward=reshard, **units)
+        fully_shard(block, reshard_after_forward=config.reshard_after_forward, **units)
     fully_shard(model, **units)
 
 

@@ -17,7 +17,9 @@ from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.utils.checkpoint import checkpoint
 
 from prime_rl.trainer.attention import SDPA, row_options
+from prime_rl.trainer.attention_apart import find_sequences_apart
 from prime_rl.trainer.errors import ModelError
+from prime_rl.trainer.linear_cross_entropy import linear_cross_entropy_sum
 from prime_rl.trainer.packed_rows import fold
 from prime_rl.trainer.shared_prefixes import SHARED, find_shared_prefixes
 
@@ -46,6 +48,8 @@ def score_tokens(
 
 def cross_entropy_sum(hidden_NH: Tensor, targets_N: Tensor, logits_of: LogitsOf, vocab_size: int) -> Tensor:
     """Sum over N tokens of the cross-entropy in float32, with at most `_MAX_LOGITS` logits in memory."""
+    if type(logits_of) is nn.Linear and logits_of.bias is None:
+        return linear_cross_entropy_sum(hidden_NH, logits_of.weight, targets_N)
     chunk = max(1, _MAX_LOGITS // vocab_size)
 
     def loss_of(hidden: Tensor, targets: Tensor) -> Tensor:
@@ -57,13 +61,15 @@ def cross_entropy_sum(hidden_NH: Tensor, targets_N: Tensor, logits_of: LogitsOf,
     return torch.stack([checkpoint(loss_of, h, t, use_reentrant=False) for h, t in pieces]).sum()
 
 
-def enable_scoring(model: nn.Module, device: torch.device) -> None:
+def enable_scoring(model: nn.Module, device: torch.device, *, is_compiled: bool = False) -> None:
     """Let `score_tokens` run the sharded `model`, whose inputs are on `device`; a collective call.
 
     Raises:
         ModelError: the model does more to its logits than we know of, so a loss on ours would be wrong.
     """
     model.score_tokens = MethodType(_score_tokens, model)
+    # A graph would be compiled for every division of a row into sequences.
+    model.takes_sequences_apart = device.type == "cpu" and not is_compiled
     register_fsdp_forward_method(model, "score_tokens")
     first, second = _logits_are_right(model, device, _CHECKED)
     if not first:
@@ -82,21 +88,28 @@ def enable_scoring(model: nn.Module, device: torch.device) -> None:
 def _score_tokens(
     self: nn.Module, input_ids_1T: Tensor, position_ids_1T: Tensor, score: Callable[[Tensor, LogitsOf], Result]
 ) -> Result:
-    kernel = self.config._attn_implementation
+    kernel, hidden_size = self.config._attn_implementation, self.config.hidden_size
     if kernel in (SDPA, SHARED):
-        grid = fold(position_ids_1T, self.config.hidden_size)
+        grid = fold(position_ids_1T, hidden_size)
         tree = find_shared_prefixes(input_ids_1T, position_ids_1T) if kernel == SHARED else None
-        if tree is not None and tree.cost(self.config.hidden_size) < grid.cost(self.config.hidden_size):
+        may_part = kernel == SHARED and self.takes_sequences_apart
+        apart = find_sequences_apart(position_ids_1T, self.config) if may_part else None
+        layouts = [layout for layout in (grid, tree, apart) if layout is not None]
+        layout = min(layouts, key=lambda layout: layout.cost(hidden_size))
+        if layout is tree:
             nodes, places = (row[:, tree.token_of_node_N] for row in (input_ids_1T, position_ids_1T))
             hidden = self.base_model(
                 input_ids=nodes, position_ids=places, use_cache=False, **tree.options()
             ).last_hidden_state
             return score(hidden[0].index_select(0, tree.node_of_token_T), _logits_of(self))
-        rows = self.base_model(
-            input_ids=grid.place(input_ids_1T), position_ids=grid.position_ids_RW, use_cache=False
-        ).last_hidden_state
-        return score(grid.collect(rows), _logits_of(self))
-    options = row_options(kernel, position_ids_1T)
+        if layout is grid:
+            rows = self.base_model(
+                input_ids=grid.place(input_ids_1T), position_ids=grid.position_ids_RW, use_cache=False
+            ).last_hidden_state
+            return score(grid.collect(rows), _logits_of(self))
+        options = apart.options()
+    else:
+        options = row_options(kernel, position_ids_1T)
     row = self.base_model(
         input_ids=input_ids_1T, position_ids=position_ids_1T, use_cache=False, **options
     ).last_hidden_state

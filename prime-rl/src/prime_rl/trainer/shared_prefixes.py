@@ -19,6 +19,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from prime_rl.trainer.attention_apart import attend_apart
 from prime_rl.trainer.packed_rows import layout_cost, sequence_starts
 
 SHARED = "sdpa_shared_prefixes"
@@ -79,7 +80,13 @@ def find_shared_prefixes(input_ids_1T: Tensor, position_ids_1T: Tensor) -> Prefi
 def shared_prefix_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, None]:
-    """SDPA behind Transformers' attention interface: [B, heads, T, D] in, [B, T, heads, D] out; B = 1 for a tree."""
+    """SDPA behind Transformers' attention interface: [B, heads, T, D] in, [B, T, heads, D] out.
+
+    B = 1 for a tree, and for a row of `sequence_lengths` that are computed apart.
+    """
+    lengths = options.pop("sequence_lengths", None)
+    if lengths is not None:
+        return attend_apart(query[0], key[0], value[0], lengths, options["scaling"])[None], None
     node_of_cell, cell_of_node = options.pop("node_of_cell", None), options.pop("cell_of_node", None)
     if node_of_cell is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)

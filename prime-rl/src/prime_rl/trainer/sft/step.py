@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from prime_rl.trainer.accumulation import hold_gradients
+from prime_rl.trainer.accumulation import accumulated
 from prime_rl.trainer.ckpt import TrainState
 from prime_rl.trainer.errors import DivergedError
 from prime_rl.trainer.optim import clip_gradients
@@ -55,8 +55,7 @@ def forward_backward(model: nn.Module, rows: Sequence[PackedRow], trained_tokens
     `trained_tokens` is the number over all processes. FSDP averages gradients over them, which the factor undoes.
     """
     total = torch.zeros((), device=world.device)
-    for index, row in enumerate(rows):
-        hold_gradients(model, world, until_next=index + 1 < len(rows))
+    for row in accumulated(model, rows, world):
         loss_sum = row_loss_sum(model, row, world.device)
         (loss_sum * (world.world_size / trained_tokens)).backward()
         total += loss_sum.detach()

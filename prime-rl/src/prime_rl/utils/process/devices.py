@@ -12,10 +12,13 @@ from typing import Literal
 
 MASK_VARIABLE = "CUDA_VISIBLE_DEVICES"
 THREADS_VARIABLE = "OMP_NUM_THREADS"
+SPIN_VARIABLE = "GOMP_SPINCOUNT"
 ALLOCATOR_VARIABLE = "PYTORCH_CUDA_ALLOC_CONF"
 
 _NO_DEVICES = ("", "-1", "NoDevFiles")
 """How CUDA, people and Slurm say that there is none."""
+_SPINS = "20000"
+"""Some tenths of a millisecond."""
 
 
 class DeviceError(Exception):
@@ -118,6 +121,14 @@ def usable_cores() -> int:
 def thread_env(cores: int, processes: int, env: Mapping[str, str]) -> dict[str, str]:
     """The share of the cores that each of some processes on the CPU computes with, unless `env` says it already."""
     return {} if THREADS_VARIABLE in env else {THREADS_VARIABLE: str(max(1, cores // processes))}
+
+
+def spin_env(env: Mapping[str, str]) -> dict[str, str]:
+    """Let threads of a process with cores of its own spin between two operations, unless `env` says how long.
+
+    Waking them takes longer than the gap. Where processes share cores, a spinning thread keeps another from its work.
+    """
+    return {} if SPIN_VARIABLE in env else {SPIN_VARIABLE: _SPINS}
 
 
 def allocator_env(env: Mapping[str, str]) -> dict[str, str]:
