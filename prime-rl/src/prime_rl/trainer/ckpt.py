@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import copy
-import io
-import random
 import shutil
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -23,6 +19,14 @@ from transformers import PreTrainedTokenizerBase
 
 from prime_rl.configs.trainer import CheckpointConfig
 from prime_rl.trainer.background import BackgroundJobs
+from prime_rl.trainer.ckpt_files import (
+    load_object,
+    random_state,
+    rank_file,
+    set_random_state,
+    together,
+    write_object,
+)
 from prime_rl.trainer.errors import CheckpointError
 from prime_rl.trainer.frozen import check_frozen, identity_of_frozen, without_frozen
 from prime_rl.trainer.retention import Best, Retention
@@ -124,7 +128,7 @@ class CheckpointManager:
             "progress": asdict(state.progress),
             "scheduler": state.scheduler.state_dict(),
             "data": data_position,
-            "random": _random_state(self.world.device),
+            "random": random_state(self.world.device),
             "world_size": self.world.world_size,
             "frozen": identity_of_frozen(state.model),
         }
@@ -178,7 +182,7 @@ class CheckpointManager:
                 group["lr"] = rate
         if not self.config.skip_progress:
             state.progress = Progress(**own["progress"])
-        _set_random_state(own["random"], self.world.device)
+        set_random_state(own["random"], self.world.device)
         return [] if self.config.skip_dataloader else self._positions(directory, own)
 
     def is_best(self, val_loss: float) -> bool:
@@ -191,7 +195,7 @@ class CheckpointManager:
 
         def note() -> None:
             self._protect_best()
-            with self._together():
+            with together(self.world, self._group):
                 if self.world.is_main:
                     best.write(self.paths.best_checkpoint)
 
@@ -244,13 +248,13 @@ class CheckpointManager:
         scratch = scratch_of(target)
         directory = scratch / self.paths.trainer_checkpoint(step).name
         try:
-            with self._together():
+            with together(self.world, self._group):
                 if self.world.is_main:
                     begin_directory(target)
-            with self._together():
+            with together(self.world, self._group):
                 dcp.save(shared, checkpoint_id=directory, process_group=self._group)
-                _write_object(own, _rank_file(directory, self.world.rank))
-            with self._together():
+                write_object(own, rank_file(directory, self.world.rank))
+            with together(self.world, self._group):
                 if self.world.is_main:
                     complete_directory(target)
         except CheckpointError:
@@ -264,15 +268,15 @@ class CheckpointManager:
 
     def _load_own(self, directory: Path) -> dict[str, Any]:
         """What this process saved; of more processes than saved, some get what another one did."""
-        first = _load_object(_rank_file(directory, 0))
+        first = load_object(rank_file(directory, 0))
         rank = self.world.rank % first["world_size"]
-        return first if rank == 0 else _load_object(_rank_file(directory, rank))
+        return first if rank == 0 else load_object(rank_file(directory, rank))
 
     def _positions(self, directory: Path, own: dict[str, Any]) -> list[dict[str, Any]]:
         saved_by = own["world_size"]
         if saved_by == self.world.world_size:
             return [own["data"]]
-        return [_load_object(_rank_file(directory, rank))["data"] for rank in range(saved_by)]
+        return [load_object(rank_file(directory, rank))["data"] for rank in range(saved_by)]
 
     def _saved_best(self) -> Best | None:
         """The best step of the run that is resumed, unless that came after the step to resume from."""
@@ -282,65 +286,3 @@ class CheckpointManager:
     def _protect_best(self) -> None:
         for retention in (self._saved, self._exported):
             retention.protected_step = None if self._best is None else self._best.step
-
-    @contextmanager
-    def _together(self) -> Iterator[None]:
-        """What fails in the block on one process fails on all, so that none waits for it."""
-        fault = None
-        try:
-            with _explained():
-                yield
-        except CheckpointError as error:
-            fault = str(error)
-        faults = [fault]
-        if self.world.world_size > 1:
-            faults = [None] * self.world.world_size
-            dist.all_gather_object(faults, fault, group=self._group)
-        for reason in filter(None, faults):
-            raise CheckpointError(reason)
-
-
-def _rank_file(directory: Path, rank: int) -> Path:
-    return directory / f"rank_{rank}.pt"
-
-
-def _write_object(value: dict[str, Any], path: Path) -> None:
-    # By way of memory: what `torch.save` raises on a full disk does not say so.
-    content = io.BytesIO()
-    torch.save(value, content)
-    path.write_bytes(content.getbuffer())
-
-
-def _load_object(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        raise CheckpointError(f"{path} is missing")
-    return torch.load(path, weights_only=True)
-
-
-@contextmanager
-def _explained() -> Iterator[None]:
-    """Turn what a full or broken disk raises into a line for a person."""
-    from torch.distributed.checkpoint.api import CheckpointException
-
-    try:
-        yield
-    except CheckpointException as error:
-        reasons = [str(failure[0]).splitlines()[0] for failure in error.failures.values()]
-        raise CheckpointError(f"{_NOT_WRITTEN}: {reasons[0]}") from error
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{_NOT_WRITTEN}: {error}") from error
-
-
-_NOT_WRITTEN = "could not write a checkpoint; those written before are whole"
-
-
-def _random_state(device: torch.device) -> dict[str, Any]:
-    state = {"python": random.getstate(), "torch": torch.get_rng_state()}
-    return state | ({"cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {})
-
-
-def _set_random_state(state: dict[str, Any], device: torch.device) -> None:
-    random.setstate(state["python"])
-    torch.set_rng_state(state["torch"])
-    if device.type == "cuda" and "cuda" in state:
-        torch.cuda.set_rng_state(state["cuda"], device)
