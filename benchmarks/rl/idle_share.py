@@ -4,7 +4,7 @@
 
 The real orchestrator and trainer run on the model that against_trl.py makes. The engine answers every request after
 `--answer-s` seconds with the same 64 tokens, whatever the load: rollouts hide behind training only as far as the async
-level lets them.
+level lets them. Equal answers share nearly all of the trainer's work, which makes it quick.
 """
 
 from __future__ import annotations
