@@ -14,7 +14,7 @@ from prime_rl.trainer.model import setup_model
 from prime_rl.trainer.scoring import score_tokens
 from prime_rl.trainer.world import World
 
-ROWS = ((50, 64, 40), (30, 90, 10), (128,), (33, 20, 7, 80, 90))
+ROWS = ((50, 55, 52), (30, 90, 10), (128,), (33, 20, 7, 80, 90))
 """Sequences of equal length and not, in one row of the grid and in several: every kind of graph."""
 LATER_ROWS = ((100,), (12, 9), (200, 10), (31, 32, 33), (70, 12, 58))
 
