@@ -199,6 +199,24 @@ def test_adapters_go_with_the_base_weights_they_were_made_for(server, adapters, 
     load(server, adapters[4])
 
 
+def test_new_full_weights_end_the_answers_of_adapters_and_no_others(server, adapters, wait_for_load) -> None:
+    load(server, adapters[4])
+    server.post("/pause", {})
+    body = {"prompt": PROMPT, "max_tokens": 20, "ignore_eos": True, "return_token_ids": True}
+    with ThreadPoolExecutor(2) as pool:
+        lost, kept = (
+            pool.submit(server.client.post, "/v1/completions", json=body | {"model": name})
+            for name in (NAME, server.model)
+        )
+        wait_for_load(lambda load: load == 2)
+        server.post("/reload_weights", {})
+        server.post("/resume", {})
+        assert len(kept.result().json()["choices"][0]["token_ids"]) == 20
+        answer = lost.result()
+    # The embedded engine answers with an error, vLLM with what it had.
+    assert answer.status_code == 500 or answer.json()["choices"][0]["finish_reason"] == "abort"
+
+
 @pytest.mark.parametrize("body", [{"lora_name": "x"}, {"lora_path": "x"}, {"lora_name": 1, "lora_path": "x"}], ids=str)
 def test_a_load_without_name_and_path_is_refused(server, body) -> None:
     answer = server.client.post("/load_lora_adapter", json=body)
