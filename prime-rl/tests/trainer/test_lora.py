@@ -126,6 +126,17 @@ def test_peft_computes_what_the_trained_model_computes(
     assert (ours - before).abs().max() > 0.1
 
 
+def test_the_files_are_those_that_peft_itself_writes(tiny_model_dir: Path, world: World, tmp_path: Path) -> None:
+    model = train(setup_model(config_of(tiny_model_dir, {"modules_to_save": ["norm"]}), world))
+    in_peft(model, tiny_model_dir, tmp_path / "ours").save_pretrained(tmp_path / "theirs")
+    ours, theirs = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("ours", "theirs"))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    own, other = (json.loads((tmp_path / name / "adapter_config.json").read_text()) for name in ("ours", "theirs"))
+    assert own["target_modules"] == sorted(other.pop("target_modules"))
+    assert {name: other[name] for name in own if name in other} == {name: own[name] for name in own if name in other}
+
+
 def test_loss_and_gradients_are_those_of_peft(tiny_model_dir: Path, world: World, tmp_path: Path) -> None:
     model = train(setup_model(config_of(tiny_model_dir, ac=ActivationCheckpointConfig()), world))
     loaded = in_peft(model, tiny_model_dir, tmp_path / "adapter", is_trainable=True)
