@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from transformers import (
     AutoModelForCausalLM,
     Glm4MoeConfig,
@@ -90,6 +91,10 @@ def loss_of(logits: Tensor) -> Tensor:
 
 
 def train(model: PreTrainedModel, steps: int = 3) -> PreTrainedModel:
+    # Logits alone, without a backward pass, leave the gathered weights in place.
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
     optimizer = setup_optimizer(AdamWConfig(lr=1e-2), model)
     for _ in range(steps):
         loss_of(logits_of(model)).backward()
