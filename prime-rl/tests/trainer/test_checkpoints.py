@@ -12,6 +12,7 @@ from prime_rl.configs.trainer import (
     ConstantSchedulerConfig,
     LinearSchedulerConfig,
     ModelConfig,
+    MuonConfig,
     SGDConfig,
     TokenizerConfig,
 )
@@ -19,6 +20,7 @@ from prime_rl.trainer.ckpt import CheckpointManager, Progress, TrainState
 from prime_rl.trainer.errors import CheckpointError
 from prime_rl.trainer.model import setup_model, setup_tokenizer
 from prime_rl.trainer.optim import clip_gradients, setup_optimizer
+from prime_rl.trainer.optimizer_offload import offload_states
 from prime_rl.trainer.scheduler import setup_scheduler
 from prime_rl.trainer.scoring import score_tokens
 from prime_rl.trainer.weights import gather_weights
@@ -26,9 +28,13 @@ from prime_rl.trainer.world import World
 from prime_rl.utils.paths import RunPaths, stable_steps
 
 
-def new_state(model_dir: Path, world: World, optim=None, schedule=None, max_steps: int = 10) -> TrainState:
+def new_state(
+    model_dir: Path, world: World, optim=None, schedule=None, max_steps: int = 10, states_on_host: bool = False
+) -> TrainState:
     model = setup_model(ModelConfig(name=str(model_dir), attn="sdpa"), world)
     optimizer = setup_optimizer(optim or AdamWConfig(lr=1e-2), model)
+    if states_on_host:
+        offload_states(optimizer, world.device)
     return TrainState(
         model, optimizer, setup_scheduler(schedule or ConstantSchedulerConfig(), optimizer, max_steps), Progress()
     )
@@ -53,15 +59,25 @@ def manager(root: Path, world: World, **fields) -> CheckpointManager:
     return CheckpointManager(CheckpointConfig(**fields), RunPaths(root), world)
 
 
-@pytest.mark.parametrize("optim", [AdamWConfig(lr=1e-2), SGDConfig(lr=1e-2)], ids=["adamw", "sgd"])
-def test_a_loaded_run_goes_on_bit_for_bit(tiny_model_dir: Path, tmp_path: Path, world: World, optim) -> None:
+@pytest.mark.parametrize("states_on_host", [False, True])
+@pytest.mark.parametrize(
+    "optim",
+    [
+        pytest.param(AdamWConfig(lr=1e-2), id="adamw"),
+        pytest.param(SGDConfig(lr=1e-2), id="sgd"),
+        pytest.param(MuonConfig(lr=1e-2), id="muon"),
+    ],
+)
+def test_a_loaded_run_goes_on_bit_for_bit(
+    tiny_model_dir: Path, tmp_path: Path, world: World, optim, states_on_host: bool
+) -> None:
     schedule = LinearSchedulerConfig(warmup_steps=5, decay_steps=2)
-    straight = new_state(tiny_model_dir, world, optim, schedule)
+    straight = new_state(tiny_model_dir, world, optim, schedule, states_on_host=states_on_host)
     train(straight, 3)
     manager(tmp_path, world).save(straight, {"position": 17})
     expected = train(straight, 3)
 
-    resumed = new_state(tiny_model_dir, world, optim, schedule)
+    resumed = new_state(tiny_model_dir, world, optim, schedule, states_on_host=states_on_host)
     torch.manual_seed(999)
     assert manager(tmp_path, world).load(resumed, 3) == [{"position": 17}]
     assert resumed.progress == Progress(step=3, tokens=150, samples=3)
