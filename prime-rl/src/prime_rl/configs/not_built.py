@@ -50,6 +50,7 @@ NOT_BUILT: tuple[NotBuilt, ...] = (
     NotBuilt("trainer.ckpt.skip_progress", "RL continues with everything it saved"),
     NotBuilt("trainer.ckpt.skip_scheduler", "RL continues with everything it saved"),
     NotBuilt("trainer.ckpt.skip_dataloader", "RL continues with everything it saved"),
+    NotBuilt("trainer.weight_broadcast.save_format", "the engines read safetensors", ("torch",)),
     NotBuilt("trainer.max_concurrent_runs", "one run a trainer so far"),
     NotBuilt("trainer.loss.teacher_tau", "no teacher yet"),
     NotBuilt("orchestrator.log.log_data", "only SFT logs its data"),
