@@ -92,13 +92,16 @@ def test_after_the_orchestrators_end_nothing_is_sent(made, model, run) -> None:
     broadcast.start(0)
     run.broadcasts.mkdir(parents=True)
     run.broadcasts_closed.touch()
+    # Nobody asks and nobody joins: to wait or to send would raise at the timeout.
     broadcast.publish(model, 1, torch.float32)
+    assert (run.broadcast(1) / STABLE).exists()
 
 
-def test_a_trainer_that_is_told_to_stop_waits_for_nobody(made, model) -> None:
+def test_a_trainer_that_is_told_to_stop_waits_for_nobody(made, model, run) -> None:
     broadcast = made(is_stopping=True)
     broadcast.start(0)
     broadcast.publish(model, 1, torch.float32)
+    assert (run.broadcast(1) / STABLE).exists()
 
 
 def test_markers_of_an_earlier_start_are_gone_before_anyone_joins(made, run) -> None:
