@@ -127,16 +127,18 @@ def mean_difference(directory: Path, samples: list[TrainingSample]) -> float:
     return torch.cat(differences).mean().item()
 
 
-def mismatch_kl(run: Run) -> list[float]:
+def mismatch_kl(run: Run, statistic: str) -> list[float]:
+    """Of the samples of each step."""
     records = map(json.loads, run.paths.metrics.read_text().splitlines())
-    return [record["mismatch_kl/max"] for record in records if record["source"] == "trainer"]
+    return [record[f"mismatch_kl/{statistic}"] for record in records if record["source"] == "trainer"]
 
 
 def test_engine_and_trainer_agree_before_and_after_weight_updates(run: Run) -> None:
-    first, *later = mismatch_kl(run)
-    assert first < ROUNDING  # version 0 on both sides
+    assert mismatch_kl(run, "max")[0] < ROUNDING  # version 0 on both sides
+    _, *later = mismatch_kl(run, "median")
     assert len(later) == NUM_STEPS - 1
-    assert max(later) < 0.1  # the trainer is a step ahead, as async level 1 says
+    # The trainer is a step ahead, as async level 1 says. How far a single sample moves in a step is not bounded.
+    assert max(later) < 0.05
 
     samples = [sample for sample in last_batch(run).examples if sample.version == SAVED_VERSION]
     assert samples
