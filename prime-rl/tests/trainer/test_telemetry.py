@@ -23,7 +23,7 @@ from prime_rl.trainer.errors import TrainerError
 from prime_rl.trainer.model import setup_model
 from prime_rl.trainer.perf import flops_per_token, measured_peak_flops
 from prime_rl.trainer.rl.run import train as train_rl
-from prime_rl.trainer.sft.train import run as run_sft
+from prime_rl.trainer.sft.run import run as run_sft
 from prime_rl.trainer.telemetry import open_telemetry
 from prime_rl.trainer.world import World
 from prime_rl.utils.heartbeat import Heartbeat

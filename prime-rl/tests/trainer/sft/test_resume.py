@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from prime_rl.configs.sft import SFTConfig
-from prime_rl.trainer.sft.train import run
+from prime_rl.trainer.sft.run import run
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from prime_rl.configs.sft import SFTConfig
 from prime_rl.trainer.model import setup_tokenizer
 from prime_rl.trainer.sft import step
 from prime_rl.trainer.sft.packing import PackedRow
-from prime_rl.trainer.sft.train import run
+from prime_rl.trainer.sft.run import run
 from prime_rl.utils.paths import RunPaths, stable_steps
 
 _POISON = "@"

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from prime_rl.configs.sft import SFTConfig
-from prime_rl.trainer.sft.train import run
+from prime_rl.trainer.sft.run import run
 from prime_rl.utils.paths import RunPaths
 
 

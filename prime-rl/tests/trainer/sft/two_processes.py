@@ -14,8 +14,8 @@ from prime_rl.trainer.optim import setup_optimizer
 from prime_rl.trainer.scheduler import setup_scheduler
 from prime_rl.trainer.sft.data import setup_rows
 from prime_rl.trainer.sft.loop import SFTTrainer
+from prime_rl.trainer.sft.run import setup_parts, train
 from prime_rl.trainer.sft.step import train_step
-from prime_rl.trainer.sft.train import setup_parts, train
 from prime_rl.trainer.telemetry import open_telemetry
 from prime_rl.trainer.world import World, destroy_world, setup_world
 from prime_rl.utils.paths import RunPaths

@@ -9,6 +9,7 @@ from prime_rl.configs.not_built import refuse_unbuilt
 from prime_rl.configs.trainer import TrainerConfig
 from prime_rl.trainer.errors import exit_on_error
 from prime_rl.trainer.leaving import leaving_at_once
+from prime_rl.utils.imports import importing
 from prime_rl.utils.logger import setup_logger
 from prime_rl.utils.paths import OutputDirInUse, RunPaths, check_output_dir
 from prime_rl.utils.pydantic_config import parse_argv_or_exit
@@ -29,7 +30,8 @@ def main() -> None:
     setup_logger(config.log.level if rank == 0 else "warning", log_file, config.log.json_logging)
     with leaving_at_once(), exit_on_error():
         # Here, so that a mistake in the config is told at once: this loads torch and transformers.
-        from prime_rl.trainer.rl.run import train
+        with importing():
+            from prime_rl.trainer.rl.run import train
 
         train(config, paths)
 

@@ -1,37 +1,11 @@
-"""Supervised fine-tuning: `sft @ sft.toml`, or this module under torchrun."""
+"""The SFT trainer's entry point: `python -m prime_rl.trainer.sft.train @ sft.toml`, or this module under torchrun."""
 
 from __future__ import annotations
 
-import os
-import shutil
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-
-import torch.distributed as dist
-
 from prime_rl.configs.not_built import refuse_unbuilt
 from prime_rl.configs.sft import SFTConfig
-from prime_rl.configs.trainer import CheckpointConfig
-from prime_rl.trainer.ckpt import CheckpointManager, Progress, TrainState
-from prime_rl.trainer.errors import CheckpointError, ModelError, exit_on_error
 from prime_rl.trainer.leaving import leaving_at_once
-from prime_rl.trainer.model import compute_dtype, setup_model, setup_tokenizer
-from prime_rl.trainer.optim import setup_optimizer
-from prime_rl.trainer.perf import Performance, known_peak_flops
-from prime_rl.trainer.progress_bar import progress_bar
-from prime_rl.trainer.scheduler import setup_scheduler
-from prime_rl.trainer.sft.data import setup_rows
-from prime_rl.trainer.sft.examination import check_first_rows
-from prime_rl.trainer.sft.fingerprint import fingerprint_of
-from prime_rl.trainer.sft.loop import Parts, SFTTrainer, micro_batches_per_process
-from prime_rl.trainer.sft.reporting import StepReporter, Summary
-from prime_rl.trainer.sft.resume import check_same_rows, go_on, leave_receipt
-from prime_rl.trainer.sft.validation import Validation
-from prime_rl.trainer.signals import EXIT_STOPPED, listen_for_signals
-from prime_rl.trainer.telemetry import Telemetry, open_telemetry
-from prime_rl.trainer.world import World, destroy_world, setup_world
-from prime_rl.utils.logger import SUCCESS, get_logger, setup_logger
-from prime_rl.utils.paths import OutputDirInUse, RunPaths, check_output_dir
+from prime_rl.utils.imports import importing
 from prime_rl.utils.pydantic_config import parse_argv_or_exit
 
 
@@ -39,120 +13,14 @@ def main() -> None:
     """Load the config and train. Exit codes: 0 done (or `dry_run`), 1 failed, 2 bad config, 143 stopped by SIGTERM."""
     config = parse_argv_or_exit(SFTConfig)
     refuse_unbuilt(config)
-    with leaving_at_once():
-        raise SystemExit(0 if config.dry_run else run(config))
-
-
-def run(config: SFTConfig) -> int:
-    """Train as `config` says, as one of the processes that torchrun started or alone; returns the exit code.
-
-    Raises:
-        SystemExit: with code 1, when the run failed; the log says why.
-    """
-    paths = RunPaths(config.output_dir)
-    rank = int(os.environ.get("RANK", 0))
-    log_file = paths.rank_log(rank) if config.log.file else None
-    setup_logger(config.log.level if rank == 0 else "warning", log_file, config.log.json_logging)
-    with exit_on_error(), joined_world(config) as world:
-        prepare_output_dir(config, paths, world)
-        with open_telemetry(config, paths, world) as telemetry:
-            is_done = train(SFTTrainer(config, paths, world, setup_parts(config, paths, world)), telemetry)
-        return 0 if is_done else EXIT_STOPPED
-
-
-def train(trainer: SFTTrainer, telemetry: Telemetry) -> bool:
-    """Run the loop with signals, reports and the progress bar around it; False when SIGTERM ended it."""
-    config, world = trainer.config, trainer.world
-    peak = known_peak_flops(world, compute_dtype(config.model, world.device))
-    performance = Performance(trainer.parts.state.model, config.data.seq_len, world, peak)
-    with ExitStack() as stack:
-        signals = stack.enter_context(listen_for_signals(world))
-        bar = stack.enter_context(progress_bar("sft", config.max_steps, shown=world.is_main))
-        reporter = StepReporter(trainer.paths, telemetry, performance, bar)
-        if trainer.parts.checkpoints is not None:
-            stack.callback(trainer.parts.checkpoints.wait)
-        stack.enter_context(telemetry.profile.recording())
-        is_done = trainer.run(signals, reporter)
-    if world.is_main:
-        report_end(is_done, trainer, reporter.summary)
-    return is_done
-
-
-@contextmanager
-def joined_world(config: SFTConfig) -> Iterator[World]:
-    try:
-        yield setup_world(config.device, config.dist_timeout_seconds)
-    finally:
-        destroy_world()
-
-
-def prepare_output_dir(config: SFTConfig, paths: RunPaths, world: World) -> None:
-    """Refuse a directory with another run's checkpoints, or clear those if `clean_output_dir` says so.
-
-    The launchers have done so for the whole directory; by now it holds this run's log and config.
-
-    Raises:
-        CheckpointError: the directory is in use.
-    """
-    resuming = config.ckpt is not None and config.ckpt.resume_step is not None
-    if config.clean_output_dir and not resuming and not os.environ.get("NEVER_CLEAN_OUTPUT_DIR"):
-        if world.is_main:
-            shutil.rmtree(paths.checkpoints, ignore_errors=True)
-            shutil.rmtree(paths.weights, ignore_errors=True)
-        dist.barrier()
-    try:
-        check_output_dir(paths, resuming)
-    except OutputDirInUse as error:
-        raise CheckpointError(str(error)) from error
-
-
-def setup_parts(config: SFTConfig, paths: RunPaths, world: World) -> Parts:
-    """Build everything that the loop works with, at the step to resume from.
-
-    Small faults come first: data and schedule are checked before a large model is loaded.
-    """
-    micro_batches_per_process(config.data, world)
-    checkpoints = CheckpointManager(config.ckpt, paths, world) if config.ckpt is not None else None
-    resume_step = checkpoints.resume_step() if checkpoints is not None else None
-    tokenizer = setup_tokenizer(config.tokenizer, config.model)
-    fingerprint = fingerprint_of(config.data, tokenizer) if checkpoints is not None else None
-    verified = check_same_rows(checkpoints, resume_step, fingerprint) if resume_step is not None else ""
-    rows = setup_rows(config.data, tokenizer, len(tokenizer), world)
-    check_first_rows(rows, tokenizer, show=config.log.log_data)
-    validation = Validation(config.val.data, tokenizer, world) if config.val is not None else None
-    model = setup_model(config.model, world)
-    if len(tokenizer) > model.config.vocab_size:
-        raise ModelError(
-            f"the tokenizer has {len(tokenizer)} tokens, but model.name = {config.model.name} has embeddings for "
-            f"{model.config.vocab_size}"
-        )
-    optimizer = setup_optimizer(config.optim, model, config.model.optim_cpu_offload)
-    schedule_steps = scheduled_steps(config.max_steps, config.ckpt, resume_step)
-    state = TrainState(model, optimizer, setup_scheduler(config.scheduler, optimizer, schedule_steps), Progress())
-    if checkpoints is not None and resume_step is not None:
-        place = go_on(rows, checkpoints.load(state, resume_step))
-        leave_receipt(config, checkpoints, state.progress, place, verified)
-    export_dtype = compute_dtype(config.model, world.device)
-    return Parts(state, rows, tokenizer, checkpoints, export_dtype, validation, fingerprint)
-
-
-def scheduled_steps(max_steps: int | None, ckpt: CheckpointConfig | None, resume_step: int | None) -> int | None:
-    """Length of the learning-rate schedule: all steps, or the remaining ones when it starts anew on resuming."""
-    if max_steps is None or ckpt is None or not ckpt.skip_scheduler or ckpt.skip_progress:
-        return max_steps
-    return max_steps - (resume_step or 0)
-
-
-def report_end(is_done: bool, trainer: SFTTrainer, summary: Summary) -> None:
-    step = trainer.parts.state.progress.step
-    for line in summary.lines():
-        get_logger().info(line)
-    if not is_done:
-        get_logger().warning(f"Stopped by SIGTERM after {step} steps")
+    if config.dry_run:
         return
-    weights = trainer.paths.weight(step)
-    where = f"; weights in {weights}" if weights.is_dir() else ""
-    get_logger().log(SUCCESS, f"SFT trainer finished! {step} steps{where}")
+    with leaving_at_once():
+        # Here, so that a mistake in the config is told at once: this loads torch and Transformers.
+        with importing():
+            from prime_rl.trainer.sft.run import run
+
+        raise SystemExit(run(config))
 
 
 if __name__ == "__main__":
