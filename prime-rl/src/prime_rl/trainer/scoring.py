@@ -7,17 +7,21 @@ forward, where the head's weights are gathered.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from types import MethodType
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 
 from prime_rl.trainer.attention import SDPA, row_options
 from prime_rl.trainer.attention_apart import find_sequences_apart
+from prime_rl.trainer.blocks import decoder_blocks
 from prime_rl.trainer.errors import ModelError
 from prime_rl.trainer.linear_cross_entropy import linear_cross_entropy_sum
 from prime_rl.trainer.packed_rows import fold
@@ -27,9 +31,8 @@ Result = TypeVar("Result")
 LogitsOf = Callable[[Tensor], Tensor]
 """Hidden states [N, H] to logits [N, V], in the compute dtype."""
 
-_CHECKED = ((0, 1, 2, 3, 4), (5, 6, 7))
-_CHECKED_SHARED = ((0, 1, 2, 3, 4), (0, 1, 5))
-"""Sequences that every model is tried on."""
+_CHECKED = ((0, 1, 2, 3, 4), (5, 6, 7), (0, 1, 5))
+"""Sequences that every model is tried on. The last one begins as the first one does."""
 _MAX_LOGITS = 2**25
 """Logits that may exist at a time: 128 MiB in float32."""
 
@@ -71,18 +74,21 @@ def enable_scoring(model: nn.Module, device: torch.device, *, is_compiled: bool 
     # A graph would be compiled for every division of a row into sequences.
     model.takes_sequences_apart = device.type == "cpu" and not is_compiled
     register_fsdp_forward_method(model, "score_tokens")
-    first, second = _logits_are_right(model, device, _CHECKED)
-    if not first:
-        raise ModelError(f"{type(model).__name__} changes its logits behind the head: this family is not supported")
-    if not second:
-        raise ModelError(
-            f"{type(model).__name__} lets the sequences of a packed row see each other: this family is not supported"
-        )
-    if model.config._attn_implementation == SDPA and model._supports_attention_backend:
-        model.config._attn_implementation = SHARED
-        # A saving, so a model that mixes tokens otherwise than by attention goes without.
-        if not all(_logits_are_right(model, device, _CHECKED_SHARED)):
-            model.config._attn_implementation = SDPA
+    with _gathered_once(model, device), torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        long, other, alike = (Tried(*of_one) for of_one in zip(_CHECKED, _own_logits(model, device), strict=True))
+        is_right, is_apart = _are_scored(model, device, (long, other))
+        if not is_right:
+            raise ModelError(f"{type(model).__name__} changes its logits behind the head: this family is not supported")
+        if not is_apart:
+            raise ModelError(
+                f"{type(model).__name__} lets the sequences of a packed row see each other: this family is not "
+                "supported"
+            )
+        if model.config._attn_implementation == SDPA and model._supports_attention_backend:
+            model.config._attn_implementation = SHARED
+            # A saving, so a model that mixes tokens otherwise than by attention goes without.
+            if not all(_are_scored(model, device, (long, alike))):
+                model.config._attn_implementation = SDPA
 
 
 def _score_tokens(
@@ -124,23 +130,53 @@ def _logits_of(model: nn.Module) -> LogitsOf:
     return lambda hidden: torch.tanh(head(hidden) / cap) * cap
 
 
-@torch.no_grad()
-def _logits_are_right(model: nn.Module, device: torch.device, checked: Sequence[Sequence[int]]) -> list[bool]:
-    """Compare our logits of a row of sequences with the model's own of each. Collective."""
-    sequences = [torch.tensor(tokens, device=device)[None] for tokens in checked]
-    places = [torch.arange(len(tokens), device=device)[None] for tokens in checked]
-    row, positions = torch.cat(sequences, 1), torch.cat(places, 1)
-    model.eval()
-    with torch.compiler.set_stance("force_eager"):
-        own = [model(input_ids=ids, use_cache=False).logits[0].float() for ids in sequences]
-        ours = score_tokens(model, row, positions, lambda hidden, logits_of: logits_of(hidden)).float()
-    model.train()
-    # Without a backward pass the gathered parameters stay in place, and an optimizer made now would hold those.
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
-    return [_is_close(*pair) for pair in zip(ours.split([len(tokens) for tokens in checked]), own, strict=True)]
+class Tried(NamedTuple):
+    """A sequence, and what the model itself makes of it."""
+
+    tokens: Sequence[int]
+    logits_TV: Tensor
+
+
+def _own_logits(model: nn.Module, device: torch.device) -> list[Tensor]:
+    """The model's own logits of each of `_CHECKED`. Collective."""
+    # One pass for all: what follows the end of the shorter ones is not seen by the tokens before.
+    sequences = [torch.tensor(tokens, device=device) for tokens in _CHECKED]
+    logits_NTV = model(input_ids=pad_sequence(sequences, batch_first=True), use_cache=False).logits.float()
+    return [logits_TV[: len(tokens)] for logits_TV, tokens in zip(logits_NTV, _CHECKED, strict=True)]
+
+
+def _are_scored(model: nn.Module, device: torch.device, tried: Sequence[Tried]) -> list[bool]:
+    """Of each sequence of a row, whether `score_tokens` hands out its own logits. Collective."""
+    row = [token for sequence in tried for token in sequence.tokens]
+    places = [place for sequence in tried for place in range(len(sequence.tokens))]
+    row_1T, places_1T = (torch.tensor(of_row, device=device)[None] for of_row in (row, places))
+    ours = score_tokens(model, row_1T, places_1T, lambda hidden, logits_of: logits_of(hidden)).float()
+    of_each = ours.split([len(sequence.tokens) for sequence in tried])
+    return [_is_close(mine, sequence.logits_TV) for mine, sequence in zip(of_each, tried, strict=True)]
 
 
 def _is_close(ours: Tensor, own: Tensor) -> bool:
     return torch.allclose(own, ours, rtol=1e-2, atol=1e-2 * float(own.abs().max()))
+
+
+@contextmanager
+def _gathered_once(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Try the model in the block, and have its weights sharded again behind it.
+
+    A lone process on a CPU has them all anyway, and keeps them gathered from one pass to the next.
+    """
+    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    is_kept = dist.get_world_size() == 1 and device.type == "cpu"
+    blocks = decoder_blocks(model) if is_kept else []
+    for block in blocks:
+        block.set_reshard_after_forward(False, recurse=False)
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train()
+        for block in blocks:
+            block.set_reshard_after_forward(True, recurse=False)
+        # Without a backward pass gathered parameters stay in place, and an optimizer made now would hold those.
+        for unit in units:
+            unit.reshard()
