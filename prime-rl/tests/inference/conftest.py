@@ -23,6 +23,21 @@ from prime_rl.utils.process import reserved_ports
 
 READY = "Inference ready"
 
+TEMPLATE = """
+{%- if tools %}{{- '<|im_start|>tools\\n' }}
+{%- for tool in tools %}{{- tool.function.name }}{% endfor %}{{- '<|im_end|>\\n' }}
+{%- endif %}
+{%- for message in messages %}
+{{- '<|im_start|>' + message.role + '\\n' + (message.content or '') }}
+{%- for call in message.tool_calls or [] %}
+{{- '<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' + (call.function.arguments | tojson) }}
+{{- '}\\n</tool_call>' }}
+{%- endfor %}
+{{- '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
+"""ChatML, with the names of the tools in front and calls in the format of Hermes."""
+
 
 class Server:
     """An inference server in a process of its own."""
@@ -97,8 +112,8 @@ def vllm_python() -> str | None:
 
 @pytest.fixture(scope="session")
 def served_model_dir(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny model with wider heads: vLLM's attention on a CPU knows head sizes from 32."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    """The tiny model with wider heads, for vLLM on a CPU knows head sizes from 32, and with a template of tools."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     directory = tmp_path_factory.mktemp("served_model") / "model"
     shutil.copytree(tiny_model_dir, directory)
@@ -107,6 +122,9 @@ def served_model_dir(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFact
     with torch.random.fork_rng():
         torch.manual_seed(0)
         AutoModelForCausalLM.from_config(config).save_pretrained(directory)
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(directory)
     return directory
 
 
@@ -115,27 +133,18 @@ def engine(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-def started(engine: str, directory: Path) -> Iterator[Server]:
-    """An engine's server on a model, stopped afterwards. It reads tool calls in the format of Hermes and Qwen."""
+@pytest.fixture(scope="session")
+def shared_server(engine: str, served_model_dir: Path) -> Iterator[Server]:
+    """One server an engine, for starting vLLM takes a minute. It reads tool calls in the format of Hermes and Qwen."""
     python = sys.executable if engine == "embedded" else vllm_python()
     if python is None:
         pytest.skip("needs vLLM: install prime-rl[vllm], or name an interpreter that has it in PRIME_RL_VLLM_PYTHON")
     # On a CPU, vLLM takes its share of the machine's memory and refuses to start when that much is not free.
     options = ("--backend", engine, "--model.enforce-eager", "--gpu-memory-utilization", "0.1")
     options += ("--model.tool-call-parser", "hermes", "--enable-lora", "--max-lora-rank", "8")
-    server = Server(python, directory, *options)
+    server = Server(python, served_model_dir, *options)
     yield server
     assert server.stop() == 0, "".join(server.lines[-30:])
-
-
-@pytest.fixture(scope="session")
-def start_server() -> Callable[[str, Path], Iterator[Server]]:
-    return started
-
-
-@pytest.fixture(scope="session")
-def shared_server(engine: str, served_model_dir: Path) -> Iterator[Server]:
-    yield from started(engine, served_model_dir)
 
 
 @pytest.fixture

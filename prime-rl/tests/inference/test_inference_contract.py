@@ -146,12 +146,14 @@ def test_new_weights_change_the_answers_and_null_brings_the_first_ones_back(
     assert versions == [{"version": 0, "start": 0, "end": 20}]
 
 
-def test_running_requests_survive_weight_updates_and_say_which_weights_made_each_token(server, next_weights) -> None:
+def test_running_requests_survive_weight_updates_and_say_which_weights_made_each_token(
+    server, next_weights, wait_for_load
+) -> None:
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(server.complete, PROMPT, max_tokens=900, ignore_eos=True, seed=1)
-        while not running.done():
-            for directory in (str(next_weights), None):
-                server.post("/update_weights", {"weight_dir": directory})
+        wait_for_load(lambda load: load == 1)
+        for directory in (str(next_weights), None) * 10:
+            server.post("/update_weights", {"weight_dir": directory})
         (choice,) = running.result()["choices"]
     spans = choice["weight_versions"]
     assert len(spans) > 1
@@ -198,6 +200,34 @@ def test_a_paused_server_answers_after_resume(server) -> None:
         waiting = pool.submit(server.complete, PROMPT, max_tokens=4, ignore_eos=True)
         server.post("/resume", {})
         assert len(waiting.result()["choices"][0]["token_ids"]) == 4
+
+
+def test_a_pause_under_load_holds_every_request_where_it_is(server, reference, wait_for_load) -> None:
+    with ThreadPoolExecutor(5) as pool:
+        ask = [(prompt, pool.submit(server.complete, prompt, max_tokens=500, ignore_eos=True)) for prompt in prompts(4)]
+        wait_for_load(lambda load: load == 4)
+        server.post("/pause", {})
+        ask.append((PROMPT, pool.submit(server.complete, PROMPT, max_tokens=8, ignore_eos=True)))
+        wait_for_load(lambda load: load == 5)
+        assert server.client.get("/health").status_code == 200
+        assert not any(answer.done() for _, answer in ask)
+        server.post("/resume", {})
+        for prompt, answer in ask:
+            (choice,) = answer.result()["choices"]
+            assert len(choice["token_ids"]) == (8 if prompt is PROMPT else 500)
+            assert_close(choice["logprobs"]["token_logprobs"], reference.logprobs(prompt, choice["token_ids"]))
+
+
+def test_a_server_is_healthy_while_its_weights_are_replaced(server, next_weights) -> None:
+    def replace() -> None:
+        for directory in (str(next_weights), None) * 5:
+            server.post("/update_weights", {"weight_dir": directory})
+
+    with ThreadPoolExecutor(1) as pool:
+        replacing = pool.submit(replace)
+        while not replacing.done():
+            assert server.client.get("/health").status_code == 200
+        replacing.result()
 
 
 def chat_body(**changes: Any) -> bytes:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,20 +17,6 @@ from prime_rl.orchestrator.inference_server import InferenceServer
 from prime_rl.orchestrator.rollout import ExampleRef, Rollout, read_rollout
 from prime_rl.orchestrator.trajectories import to_samples
 from prime_rl.transport.messages import TrainingSample
-
-TEMPLATE = """
-{%- if tools %}{{- '<|im_start|>tools\\n' }}
-{%- for tool in tools %}{{- tool.function.name }}{% endfor %}{{- '<|im_end|>\\n' }}
-{%- endif %}
-{%- for message in messages %}
-{{- '<|im_start|>' + message.role + '\\n' + (message.content or '') }}
-{%- for call in message.tool_calls or [] %}
-{{- '<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' + (call.function.arguments | tojson) }}
-{{- '}\\n</tool_call>' }}
-{%- endfor %}
-{{- '<|im_end|>\\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
 
 QUESTION = {"role": "user", "content": "2+3"}
 ARGUMENTS = '{"a": 2, "b": 3}'
@@ -53,16 +37,13 @@ CONVERSATION = [
 ]
 
 
-@pytest.fixture(scope="module")
-def caller_dir(served_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny model after it has learned one conversation by heart."""
+@pytest.fixture(scope="session")
+def learned_weights(served_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Weights of the tiny model after it has learned one conversation by heart."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    directory = tmp_path_factory.mktemp("caller") / "model"
-    shutil.copytree(served_model_dir, directory)
-    tokenizer = AutoTokenizer.from_pretrained(directory)
-    tokenizer.chat_template = TEMPLATE
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(served_model_dir)
+    model = AutoModelForCausalLM.from_pretrained(served_model_dir, dtype=torch.float32)
     text = tokenizer.apply_chat_template(CONVERSATION, tools=[TOOL], tokenize=False)
     tokens = torch.tensor([tokenizer(text)["input_ids"]])
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -73,14 +54,16 @@ def caller_dir(served_model_dir: Path, tmp_path_factory: pytest.TempPathFactory)
         optimizer.zero_grad()
         if loss < 0.02:
             break
+    directory = tmp_path_factory.mktemp("learned") / "step_1"
     model.save_pretrained(directory)
-    tokenizer.save_pretrained(directory)
     return directory
 
 
-@pytest.fixture(scope="module")
-def caller(engine: str, caller_dir: Path, start_server) -> Iterator[Any]:
-    yield from start_server(engine, caller_dir)
+@pytest.fixture
+def caller(server: Any, learned_weights: Path) -> Any:
+    """A server whose model calls its tool."""
+    server.post("/update_weights", {"weight_dir": str(learned_weights)})
+    return server
 
 
 def chat(caller: Any, **options: Any) -> dict[str, Any]:

@@ -28,6 +28,20 @@ def test_the_config_sets_arguments_and_leaves_the_rest_to_vllm() -> None:
     assert args.worker_extension_cls == WORKER_EXTENSION
 
 
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"parallel": {"tp": 2}}, (2, 1, 1)),
+        ({"parallel": {"tp": 2, "dp": 3}}, (2, 3, 3)),
+        ({"parallel": {"dp": 2}, "api_server_count": 4}, (1, 2, 4)),
+        ({"parallel": {"dp": 2}, "enable_lora": True}, (1, 2, 1)),  # an adapter is loaded through one server
+    ],
+)
+def test_each_copy_of_the_model_has_a_server_process(settings, expected) -> None:
+    args = vllm_arguments(load_config(InferenceConfig, [], settings), [], parser())
+    assert (args.tensor_parallel_size, args.data_parallel_size, args.api_server_count) == expected
+
+
 def test_raw_options_win_over_the_config() -> None:
     config = load_config(InferenceConfig, [], {"seed": 5})
     args = vllm_arguments(config, ["--seed", "6", "--swap-space", "0"], parser())
