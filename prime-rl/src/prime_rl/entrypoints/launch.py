@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-from prime_rl.configs.rl import RLConfig
-from prime_rl.configs.sft import SFTConfig
 from prime_rl.entrypoints.live import followed
 from prime_rl.utils.logger import SUCCESS, get_logger, setup_logger
 from prime_rl.utils.paths import OutputDirInUse, RunPaths
@@ -16,7 +14,11 @@ from prime_rl.utils.process.devices import DeviceError
 from prime_rl.utils.process.run_dir import RunDirError, check_run_dir, prepare_run_dir, write_configs
 from prime_rl.utils.pydantic_config import BaseSettings
 
-ConfigT = TypeVar("ConfigT", RLConfig, SFTConfig)
+if TYPE_CHECKING:
+    from prime_rl.configs.rl import RLConfig
+    from prime_rl.configs.sft import SFTConfig
+
+ConfigT = TypeVar("ConfigT", "RLConfig", "SFTConfig")
 
 Plan = Callable[[ConfigT, RunPaths, int, int | None], tuple[ProcessSpec, ...]]
 """Decides the children from a config, the run's paths, a rendezvous port of its own, and the step to resume from."""

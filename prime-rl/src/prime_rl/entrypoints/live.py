@@ -7,12 +7,15 @@ import json
 import sys
 import threading
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
-from prime_rl.configs.sft import SFTConfig
-from prime_rl.configs.trainer import TrainerConfig
 from prime_rl.trainer.progress_bar import ProgressBar, figures, progress_bar
 from prime_rl.utils.paths import RunPaths
 from prime_rl.utils.process import Follower, shown
+
+if TYPE_CHECKING:
+    from prime_rl.configs.sft import SFTConfig
+    from prime_rl.configs.trainer import TrainerConfig
 
 _LOOK_EVERY_S = 0.1
 
