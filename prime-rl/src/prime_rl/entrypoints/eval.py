@@ -20,6 +20,7 @@ from prime_rl.eval.errors import EvalError, MissingSteps, OtherEvaluation
 from prime_rl.eval.settings import check_settings, save_settings
 from prime_rl.orchestrator.errors import OrchestratorError
 from prime_rl.orchestrator.stopping import EXIT_GRACE_S, exit_within
+from prime_rl.utils.imports import importing
 from prime_rl.utils.logger import get_logger, setup_logger
 from prime_rl.utils.paths import EvalPaths, RunPaths
 from prime_rl.utils.process import CannotStart, LocalHost
@@ -73,7 +74,8 @@ def _evaluate(config: OfflineEvalConfig, candidates: Sequence[Candidate]) -> int
             for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
                 signal.signal(number, lambda received, frame: sys.exit(128 + received))
             # verifiers takes seconds to import.
-            from prime_rl.eval.start import start
+            with importing():
+                from prime_rl.eval.start import start
 
             return start(config, candidates, host)
     except (EvalError, OrchestratorError, DeviceError, CannotStart) as failure:

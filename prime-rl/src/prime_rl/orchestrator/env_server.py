@@ -15,6 +15,7 @@ from prime_rl.configs.env_server import EnvServerConfig
 from prime_rl.configs.not_built import refuse_unbuilt
 from prime_rl.orchestrator.errors import EnvironmentFault
 from prime_rl.orchestrator.stopping import leave
+from prime_rl.utils.imports import importing
 from prime_rl.utils.logger import get_logger, setup_logger
 from prime_rl.utils.paths import OrchestratorPaths
 from prime_rl.utils.pydantic_config import parse_argv_or_exit
@@ -50,7 +51,8 @@ def serve(config: EnvServerConfig) -> None:
         EnvironmentFault: the environment cannot be used, or its address is taken.
     """
     # verifiers takes seconds to import.
-    from prime_rl.orchestrator.envs import load_environment, setup_verifiers_logging
+    with importing():
+        from prime_rl.orchestrator.envs import load_environment, setup_verifiers_logging
 
     setup_verifiers_logging(config.log)
     env = load_environment(config.env, "env")

@@ -13,6 +13,7 @@ from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.orchestrator.ckpt import Checkpoints, remove_offers, remove_stale
 from prime_rl.orchestrator.errors import OrchestratorError, TooManyFailures
 from prime_rl.orchestrator.stopping import leave
+from prime_rl.utils.imports import importing
 from prime_rl.utils.logger import get_logger, setup_logger
 from prime_rl.utils.monitor import MonitorError
 from prime_rl.utils.paths import OrchestratorPaths, OutputDirInUse, RunPaths, check_output_dir
@@ -35,7 +36,8 @@ def run(config: OrchestratorConfig, paths: OrchestratorPaths) -> int:
     try:
         resume_step = prepare_directory(config, paths)
         # verifiers takes seconds to import.
-        from prime_rl.orchestrator.run import run_orchestrator
+        with importing():
+            from prime_rl.orchestrator.run import run_orchestrator
 
         return run_orchestrator(config, resume_step)
     except TooManyFailures as failure:

@@ -12,6 +12,7 @@ import uvicorn
 
 from prime_rl.configs.inference import InferenceConfig
 from prime_rl.inference.embedded.api import Api
+from prime_rl.utils.imports import importing
 from prime_rl.utils.logger import SUCCESS, get_logger
 
 _GRACE_S = 3
@@ -63,7 +64,8 @@ class EmbeddedServer(uvicorn.Server):
         started = time.perf_counter()
         try:
             # Here and not at the top: these imports take seconds, in which the server already answers 503.
-            from prime_rl.inference.embedded.startup import start_service
+            with importing():
+                from prime_rl.inference.embedded.startup import start_service
 
             service = start_service(self.inference)
             self.api.service = service
