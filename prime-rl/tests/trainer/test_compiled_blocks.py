@@ -24,7 +24,7 @@ def loss_and_gradients(model, lengths: tuple[int, ...]) -> list[Tensor]:
     places = torch.cat([torch.arange(length) for length in lengths])[None]
     loss = score_tokens(model, tokens, places, lambda hidden, logits_of: logits_of(hidden).float().logsumexp(-1).mean())
     loss.backward()
-    gradients = [parameter.grad.full_tensor() for parameter in model.parameters()]
+    gradients = [parameter.grad.full_tensor().clone() for parameter in model.parameters()]
     model.zero_grad()
     return [loss.detach(), *gradients]
 

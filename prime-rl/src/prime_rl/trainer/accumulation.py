@@ -1,4 +1,4 @@
-"""Gradients of several micro-batches, summed before FSDP takes them."""
+"""Several micro-batches in a step, over weights that are gathered once."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ Row = TypeVar("Row")
 def accumulated(model: nn.Module, rows: Sequence[Row], world: World) -> Iterator[Row]:
     """The micro-batches of a step, each of which is to go forward and backward before the next one.
 
-    A lone process on a CPU gathers weights and shares gradients once in the step: there both are copies from memory to
-    memory, and took a fifth of it. Gathered weights are free again behind the last backward pass. On a GPU the copies
-    are cheap, and what they free is not.
+    A lone process on a CPU gathers weights once in the step: there that is a copy from memory to memory. Gathered
+    weights are free again behind the last backward pass. On a GPU the copies are cheap, and what they free is not.
     """
     if world.world_size > 1 or world.device.type != "cpu":
         yield from rows
         return
     _keep_weights_after_forward(model, keep=True)
+    # Before the first activation, so that they leave no holes between activations.
+    for unit in (model, *decoder_blocks(model)):
+        unit.unshard()
     for index, row in enumerate(rows):
-        is_last = index + 1 == len(rows)
-        model.set_requires_gradient_sync(is_last)
-        model.set_reshard_after_backward(is_last)
+        model.set_reshard_after_backward(index + 1 == len(rows))
         yield row
     _keep_weights_after_forward(model, keep=False)
 

@@ -17,6 +17,10 @@ from prime_rl.configs.trainer import ModelConfig, TokenizerConfig
 from prime_rl.trainer.attention import choose_attention
 from prime_rl.trainer.blocks import decoder_blocks, prepare_blocks
 from prime_rl.trainer.errors import ModelError
+from prime_rl.trainer.kept_gradients import keep_gradients
+from prime_rl.trainer.lean_embedding import use_lean_embedding
+from prime_rl.trainer.lean_linear import use_lean_linears
+from prime_rl.trainer.lean_mlp import use_lean_mlps
 from prime_rl.trainer.lean_norm import use_lean_norms
 from prime_rl.trainer.lora import adapted, log_adapters
 from prime_rl.trainer.parallel_dims import ParallelDims
@@ -59,12 +63,16 @@ def setup_model(config: ModelConfig, world: World) -> nn.Module:
         freeze_routers(model)
     if world.device.type == "cpu" and config.compile is None:
         use_lean_norms(model)
+        use_lean_mlps(model)
+        use_lean_embedding(model)
+        use_lean_linears(model)
     prepare_blocks(model, config, world.device)
     _shard(model, config, world)
     if world.world_size > 1:
         _scatter_weights(full, model, home, world)
     model.train()
     enable_scoring(model, world.device, is_compiled=config.compile is not None)
+    keep_gradients(model, world)
     return model
 
 

@@ -8,6 +8,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Optimizer
 
 from prime_rl.configs.trainer import AdamWConfig, MuonConfig, OptimizerConfig, SGDConfig
+from prime_rl.trainer.host_memory import keep_freed_memory, untouched_zeros_like
 from prime_rl.trainer.muon import Muon, split_for_muon
 from prime_rl.trainer.optimizer_offload import offload_states
 from prime_rl.utils.logger import get_logger
@@ -24,6 +25,11 @@ def setup_optimizer(config: OptimizerConfig, model: nn.Module, states_on_host: b
         offload_states(optimizer, device)
     elif states_on_host:
         get_logger().info("model.optim_cpu_offload has nothing to do on a CPU: states are in host memory")
+    if device.type == "cpu":
+        if isinstance(optimizer, AdamW):
+            _make_states(optimizer)
+        # What is made from here on belongs to a step.
+        keep_freed_memory()
     return optimizer
 
 
@@ -55,3 +61,11 @@ def _optimizer(config: OptimizerConfig, model: nn.Module) -> Optimizer:
             )
         case MuonConfig():
             return Muon(config, *split_for_muon(model))
+
+
+def _make_states(optimizer: AdamW) -> None:
+    """The states as AdamW itself would make them in its first update, after the tensors of a pass."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            moments = {name: untouched_zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+            optimizer.state[parameter] = {"step": torch.zeros(()), **moments}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import platform
 import signal
 import sys
 from collections.abc import Mapping, Sequence
@@ -16,12 +15,12 @@ import torch
 import torch.distributed as dist
 
 from prime_rl.trainer.errors import DeviceError
+from prime_rl.trainer.host_memory import map_large_tensors
 from prime_rl.utils.logger import get_logger
 
 DeviceChoice = Literal["auto", "cuda", "cpu"]
 
 _PR_SET_PDEATHSIG = 1
-_M_TRIM_THRESHOLD, _M_MMAP_MAX, _INT_MAX = -1, -4, 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +67,7 @@ def setup_world(device: DeviceChoice, timeout_s: int, environ: Mapping[str, str]
         raise DeviceError(f"process {local_rank} has no GPU of its own: {torch.cuda.device_count()} are visible")
     target = torch.device(kind, local_rank) if kind == "cuda" else torch.device("cpu")
     if kind == "cpu":
-        _keep_freed_memory()
+        map_large_tensors()
     if kind == "cuda":
         torch.cuda.set_device(target)
         torch.set_float32_matmul_precision("high")
@@ -100,18 +99,6 @@ def destroy_world() -> None:
     """Leave the process group, if this process is in one."""
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-def _keep_freed_memory() -> None:
-    """Let glibc keep what is freed for the next tensor. Only glibc can.
-
-    It gives large blocks back to the system at once, which hands them out again page by page, each one zeroed: half of
-    the time of operations that make such tensors.
-    """
-    if platform.libc_ver()[0] == "glibc":
-        libc = ctypes.CDLL(None)
-        libc.mallopt(_M_MMAP_MAX, 0)
-        libc.mallopt(_M_TRIM_THRESHOLD, _INT_MAX)
 
 
 def _die_with_parent() -> None:

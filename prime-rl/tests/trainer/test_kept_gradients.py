@@ -1,0 +1,87 @@
+"""Gradients that stay where they are, against those that FSDP makes for each step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from prime_rl.configs.trainer import AdamWConfig, ModelConfig
+from prime_rl.trainer import linear_cross_entropy
+from prime_rl.trainer.accumulation import accumulated
+from prime_rl.trainer.model import setup_model
+from prime_rl.trainer.optim import setup_optimizer
+from prime_rl.trainer.scoring import cross_entropy_sum, score_tokens
+from prime_rl.trainer.world import World
+
+VOCAB = 128
+ROWS = [torch.arange(length)[None] % VOCAB for length in (40, 25, 60)]
+
+
+def gradient_of(model: nn.Module, rows: list[Tensor], world: World) -> dict[str, Tensor]:
+    for row in accumulated(model, rows, world):
+        targets = row[0].roll(-1)
+        score_tokens(
+            model, row, row, lambda hidden, logits_of, t=targets: cross_entropy_sum(hidden, t, logits_of, VOCAB)
+        ).backward()
+    return {name: parameter.grad.to_local().clone() for name, parameter in model.named_parameters()}
+
+
+@pytest.fixture(params=["float32", "bfloat16"])
+def config(request: pytest.FixtureRequest, tiny_model_dir: Path) -> ModelConfig:
+    return ModelConfig(name=str(tiny_model_dir), attn="sdpa", compute_dtype=request.param)
+
+
+@pytest.mark.parametrize("most_logits", [2**25, 16 * VOCAB], ids=["head in one part", "head in parts"])
+def test_they_are_those_of_fsdp(
+    config: ModelConfig, world: World, most_logits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(linear_cross_entropy, "_MAX_LOGITS", most_logits)
+    monkeypatch.setattr(linear_cross_entropy, "_VOCABULARY_PART", 48)
+    kept = gradient_of(setup_model(config, world), ROWS, world)
+    monkeypatch.setattr("prime_rl.trainer.model.keep_gradients", lambda model, world: None)
+    tolerance = 1e-5 if config.compute_dtype == "float32" else 2e-2
+    for name, expected in gradient_of(setup_model(config, world), ROWS, world).items():
+        torch.testing.assert_close(
+            kept[name], expected, rtol=tolerance, atol=tolerance * float(expected.abs().max()), msg=name
+        )
+
+
+def test_they_stay_where_they_are_and_start_anew_after_zero_grad(config: ModelConfig, world: World) -> None:
+    model = setup_model(config, world)
+    first = gradient_of(model, ROWS, world)
+    places = [parameter.grad.to_local().data_ptr() for parameter in model.parameters()]
+    model.zero_grad()
+    assert all(parameter.grad is None for parameter in model.parameters())
+    again = gradient_of(model, ROWS, world)
+    assert [parameter.grad.to_local().data_ptr() for parameter in model.parameters()] == places
+    assert all(torch.equal(first[name], again[name]) for name in first)
+
+
+def test_the_padding_token_has_no_gradient(config: ModelConfig, world: World) -> None:
+    model = setup_model(config, world)
+    embedding = model.get_input_embeddings()
+    embedding.padding_idx = 7
+    model.unshard()
+    embedding(torch.tensor([[3, 7, 7]])).sum().backward()
+    model.reshard()
+    gradient = embedding.weight.grad.to_local()
+    assert gradient[3].abs().sum() > 0
+    assert gradient[7].abs().sum() == 0
+
+
+def test_states_made_before_the_first_update_are_adamws_own(config: ModelConfig, world: World) -> None:
+    weights = []
+    for is_ours in (True, False):
+        model = setup_model(config, world)
+        optimizer = setup_optimizer(AdamWConfig(lr=1e-2), model)
+        if not is_ours:
+            optimizer.state.clear()
+        for _ in range(2):
+            gradient_of(model, ROWS, world)
+            optimizer.step()
+            optimizer.zero_grad()
+        weights.append([parameter.to_local().clone() for parameter in model.parameters()])
+    assert all(torch.equal(*pair) for pair in zip(*weights, strict=True))
