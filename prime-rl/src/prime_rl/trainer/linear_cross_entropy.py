@@ -11,8 +11,8 @@ from prime_rl.trainer.kept_gradients import KeptGradient, kept_gradient_of
 
 _MAX_LOGITS = 2**25
 """Gradients of logits that may exist at a time, in the compute dtype: 64 MiB in bfloat16."""
-_MAX_FLOAT_LOGITS = 2**22
-"""Logits that may exist in float32 at a time: 16 MiB, which caches hold."""
+_MAX_FLOAT_LOGITS = 2**20
+"""Logits that may exist in float32 at a time: 4 MiB, which caches hold."""
 _VOCABULARY_PART = 4096
 """Tokens of the vocabulary whose gradient is made at a time, where it is added to a kept one."""
 
