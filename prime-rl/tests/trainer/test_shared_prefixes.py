@@ -8,6 +8,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, MistralConfig
 
 from prime_rl.configs.trainer import ModelConfig
+from prime_rl.trainer.lean_linear import row_count
 from prime_rl.trainer.model import setup_model
 from prime_rl.trainer.scoring import score_tokens
 from prime_rl.trainer.shared_prefixes import SHARED, find_shared_prefixes
@@ -43,7 +44,7 @@ def test_tokens_with_the_same_past_are_one_node() -> None:
     assert torch.equal(sequences[0][:13], sequences[1][:13])
     assert torch.equal(sequences[0][:14], sequences[4][:14])
     assert torch.equal(sequences[2], sequences[0][:12])
-    assert len(tree.token_of_node_N) == len({tuple(s[:end]) for s in GROUP for end in range(1, len(s) + 1)})
+    assert int(tree.node_of_token_T.max()) + 1 == len({tuple(s[:end]) for s in GROUP for end in range(1, len(s) + 1)})
 
 
 def test_the_same_token_after_another_past_is_another_node() -> None:
@@ -83,4 +84,5 @@ def test_a_sliding_window_stays_one(tmp_path: Path, world: World) -> None:
 def test_equal_sequences_cost_one_of_them(copies: int) -> None:
     tree = find_shared_prefixes(*row_of([PROMPT] * copies))
     assert tree is not None
-    assert len(tree.token_of_node_N) == len(PROMPT)
+    assert int(tree.node_of_token_T.max()) + 1 == len(PROMPT)
+    assert len(tree.token_of_node_N) == row_count(len(PROMPT))

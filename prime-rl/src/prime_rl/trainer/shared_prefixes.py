@@ -20,6 +20,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from prime_rl.trainer.attention_apart import attend_apart
+from prime_rl.trainer.lean_linear import row_count
 from prime_rl.trainer.packed_rows import layout_cost, sequence_starts
 
 SHARED = "sdpa_shared_prefixes"
@@ -31,7 +32,7 @@ class PrefixTree:
 
     node_of_token_T: Tensor
     token_of_node_N: Tensor
-    """One of the tokens that the node stands for."""
+    """One of the tokens that the node stands for. The last nodes may stand for none, and are never read."""
     node_of_cell_SW: Tensor
     """Padding on the right repeats the sequence's last node, which causal attention never shows to the others."""
     cell_of_node_N: Tensor
@@ -74,6 +75,8 @@ def find_shared_prefixes(input_ids_1T: Tensor, position_ids_1T: Tensor) -> Prefi
         before = span
     if count == len(ids):
         return None
+    # Nodes that nobody reads, so that linear layers see few different numbers of rows.
+    tokens.append(np.zeros(row_count(count) - count, dtype=np.int64))
     return _tree(node_of_token, np.concatenate(tokens), spans, input_ids_1T.device)
 
 
@@ -114,7 +117,7 @@ def _tree(node_of_token: np.ndarray, token_of_node: np.ndarray, spans: list[rang
     starts, lengths = np.array([[span.start, len(span)] for span in spans]).T
     columns = np.minimum(np.arange(width)[None, :], lengths[:, None] - 1)
     node_of_cell = node_of_token[starts[:, None] + columns]
-    cell_of_node = np.empty(len(token_of_node), dtype=np.int64)
+    cell_of_node = np.zeros(len(token_of_node), dtype=np.int64)
     is_token = np.arange(width)[None, :] < lengths[:, None]
     cell_of_node[node_of_cell[is_token]] = np.flatnonzero(is_token)
     arrays = (node_of_token, token_of_node, node_of_cell, cell_of_node)

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from prime_rl.trainer.accumulation import accumulated
 from prime_rl.trainer.rl.loss import Loss, LossInputs, LossOutputs, split_inputs
 from prime_rl.trainer.rl.metrics import Samples
 from prime_rl.trainer.rl.rows import Row, score_row
@@ -67,7 +68,7 @@ class ForwardBackward:
         """Leave the gradient of the mean loss in the parameters. Collective."""
         samples = Samples()
         divisor = size.divisor(self.loss)
-        for index, row in enumerate(rows, start=1):
+        for index, row in enumerate(accumulated(self.model, rows, self.world), start=1):
             if self._reduces_once:
                 self.model.set_requires_gradient_sync(index == len(rows))
             logprobs, entropy = score_row(self.model, row, self._wanted(row), self.vocab_chunk)
