@@ -16,7 +16,7 @@ from prime_rl.trainer.world import World
 from prime_rl.utils.logger import get_logger
 
 _WINDOW_STEPS = 10
-_MEASURED_S = 0.1
+_MEASURED_S = 0.05
 _GIB = 2**30
 _PEAK_FLOPS = (
     ("A100", 312e12),
@@ -81,7 +81,7 @@ def known_peak_flops(world: World, dtype: torch.dtype) -> float | None:
 
 
 def measured_peak_flops(dtype: torch.dtype) -> float:
-    """FLOP per second of square matrix products on this process's CPU threads: the best of a tenth of a second.
+    """FLOP per second of square matrix products on this process's CPU threads: the best of a twentieth of a second.
 
     What other programs take of the cores meanwhile is missing in it.
     """

@@ -12,7 +12,7 @@ import uvicorn
 
 from prime_rl.configs.inference import InferenceConfig
 from prime_rl.inference.embedded.api import Api
-from prime_rl.utils.imports import importing
+from prime_rl.utils.imports import import_transformers, importing
 from prime_rl.utils.logger import SUCCESS, get_logger
 
 _GRACE_S = 3
@@ -65,6 +65,7 @@ class EmbeddedServer(uvicorn.Server):
         try:
             # Here and not at the top: these imports take seconds, in which the server already answers 503.
             with importing():
+                import_transformers()
                 from prime_rl.inference.embedded.startup import start_service
 
             service = start_service(self.inference)

@@ -9,7 +9,7 @@ from prime_rl.configs.not_built import refuse_unbuilt
 from prime_rl.configs.trainer import TrainerConfig
 from prime_rl.trainer.errors import exit_on_error
 from prime_rl.trainer.leaving import leaving_at_once
-from prime_rl.utils.imports import importing
+from prime_rl.utils.imports import import_transformers, importing
 from prime_rl.utils.logger import setup_logger
 from prime_rl.utils.paths import OutputDirInUse, RunPaths, check_output_dir
 from prime_rl.utils.pydantic_config import parse_argv_or_exit
@@ -31,6 +31,7 @@ def main() -> None:
     with leaving_at_once(), exit_on_error():
         # Here, so that a mistake in the config is told at once: this loads torch and transformers.
         with importing():
+            import_transformers()
             from prime_rl.trainer.rl.run import train
 
         train(config, paths)
