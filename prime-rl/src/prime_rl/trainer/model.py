@@ -21,7 +21,6 @@ from prime_rl.trainer.kept_gradients import keep_gradients
 from prime_rl.trainer.lean_embedding import use_lean_embedding
 from prime_rl.trainer.lean_linear import use_lean_linears
 from prime_rl.trainer.lean_mlp import use_lean_mlps
-from prime_rl.trainer.lean_linear import use_lean_linears
 from prime_rl.trainer.lean_norm import use_lean_norms
 from prime_rl.trainer.lora import adapted, log_adapters
 from prime_rl.trainer.parallel_dims import ParallelDims
@@ -64,7 +63,6 @@ def setup_model(config: ModelConfig, world: World) -> nn.Module:
         freeze_routers(model)
     if world.device.type == "cpu" and config.compile is None:
         use_lean_norms(model)
-        use_lean_linears(model)
         use_lean_mlps(model)
         use_lean_embedding(model)
         use_lean_linears(model)
