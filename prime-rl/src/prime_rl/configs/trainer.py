@@ -144,9 +144,9 @@ class ParityConfig(BaseConfig):
     on_mismatch: Literal["stop", "warn", "off"] = "stop"
     """End the run, warn, or do not look."""
 
-    max_mean_abs_diff: float = Field(0.05, gt=0)
-    """Largest mean absolute difference, in nats. Two float32 engines measured 4e-8, bfloat16 against float32 0.024, a
-    temperature of 0.9 taken for 1.0 gave 0.58."""
+    max_mean_abs_diff: float | None = Field(None, gt=0)
+    """Largest mean absolute difference, in nats; None is 0.1 for a trainer that computes in bfloat16, else 0.05. With
+    135 million parameters 1e-5 was measured in float32, 0.04 to 0.055 where one or both sides compute in bfloat16."""
 
 
 class FakeDataLoaderConfig(BaseConfig):

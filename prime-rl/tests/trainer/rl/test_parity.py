@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -65,6 +66,22 @@ def test_values_that_are_not_numbers_stop_the_run(scorer, world) -> None:
     row = dataclasses.replace(row, inference_logprobs=torch.full_like(row.inference_logprobs, torch.nan))
     with pytest.raises(ParityMismatch, match="differ by nan"):
         ParityGate(ParityConfig(), world).check([row], scorer, version=0)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "config", "difference", "is_stopped"),
+    [
+        (torch.bfloat16, ParityConfig(), 0.055, False),  # as measured between healthy bfloat16 engines and trainer
+        (torch.bfloat16, ParityConfig(), 0.15, True),
+        (torch.float32, ParityConfig(), 0.055, True),
+        (torch.float32, ParityConfig(max_mean_abs_diff=0.06), 0.055, False),
+    ],
+)
+def test_bfloat16_may_differ_further_than_float32(scorer, world, dtype, config, difference, is_stopped) -> None:
+    row = row_of(scorer, 0)
+    row = dataclasses.replace(row, inference_logprobs=row.inference_logprobs + difference)
+    with pytest.raises(ParityMismatch) if is_stopped else nullcontext():
+        ParityGate(config, world, dtype).check([row], scorer, version=0)
 
 
 @pytest.mark.parametrize(("on_mismatch", "warnings"), [("warn", 1), ("off", 0)])

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 
 from torch import nn
+from transformers import PretrainedConfig
 
 from prime_rl.configs.trainer import ParityConfig, TrainerConfig
 from prime_rl.trainer.ckpt import CheckpointManager, Progress, TrainState
@@ -82,7 +83,7 @@ def setup_parts(
     return Parts(
         state=state,
         tokenizer=tokenizer,
-        batches=setup_batches(config, paths, world),
+        batches=setup_batches(config, paths, world, model.config),
         forward_backward=ForwardBackward(model, loss, vocab_chunk_of(config.model), world),
         parity=setup_parity(config, world),
         broadcast=broadcast,
@@ -105,19 +106,20 @@ def setup_performance(config: TrainerConfig, model: nn.Module, world: World) -> 
     is_measured = config.bench is not None
     dtype = compute_dtype(config.model, world.device)
     peak = known_peak_flops(world, dtype) if is_measured else peak_flops(world.device)
-    return Performance(model, row_tokens(config.model.seq_len, world), world, peak)
+    return Performance(model, row_tokens(config.model.seq_len, model.config, world), world, peak)
 
 
 def setup_parity(config: TrainerConfig, world: World) -> ParityGate:
     """The configured check; random batches come from no policy."""
     is_fake = config.data.fake is not None
-    return ParityGate(ParityConfig(on_mismatch="off") if is_fake else config.parity, world)
+    parity = ParityConfig(on_mismatch="off") if is_fake else config.parity
+    return ParityGate(parity, world, compute_dtype(config.model, world.device))
 
 
-def setup_batches(config: TrainerConfig, paths: RunPaths, world: World) -> BatchSource:
+def setup_batches(config: TrainerConfig, paths: RunPaths, world: World, model_config: PretrainedConfig) -> BatchSource:
     if config.data.fake is not None:
         return FakeBatches(config.data.fake, config.model.seq_len, world)
-    return PackedBatches(config, paths, world)
+    return PackedBatches(config, paths, world, row_tokens(config.model.seq_len, model_config, world))
 
 
 def resume(state: TrainState, checkpoints: CheckpointManager, step: int, max_steps: int | None) -> None:
