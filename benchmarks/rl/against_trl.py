@@ -24,7 +24,8 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
 import tomli_w  # noqa: E402
-from trl_venv import DEFAULT_DIRECTORY, trl_python  # noqa: E402
+from options import parse_options  # noqa: E402
+from trl_venv import trl_python  # noqa: E402
 
 PROMPTS, GROUP, NEW_TOKENS, LR = 16, 8, 64, 2e-5
 WARMUP_STEPS, LAST_STEPS = 2, 2
@@ -209,16 +210,8 @@ def main() -> None:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=3, help="0 only prints the table of what was measured")
-    parser.add_argument("--rows", type=lambda text: text.split(","), default=ROWS, help=", ".join(ROWS))
     parser.add_argument("--steps", type=int, default=14, help="of each row in each round")
-    parser.add_argument("--out", type=Path, default=Path("outputs/benchmarks/rl"))
-    parser.add_argument("--trl-venv", type=Path, default=DEFAULT_DIRECTORY, help="made if it is not there")
-    options = parser.parse_args()
-    unknown = [row for row in options.rows if row not in ROWS]
-    if unknown:
-        parser.error(f"no such row: {', '.join(unknown)}; there are {', '.join(ROWS)}")
-    return options
+    return parse_options(parser, Path("outputs/benchmarks/rl"), ROWS, ROWS)
 
 
 if __name__ == "__main__":

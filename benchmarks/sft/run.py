@@ -20,8 +20,9 @@ sys.path[:0] = [str(BENCHMARKS), str(Path(__file__).resolve().parent)]
 import tomli_w  # noqa: E402
 from children import run_watched  # noqa: E402
 from conversations import write_conversations  # noqa: E402
+from options import parse_options  # noqa: E402
 from table import Measurement, comparison  # noqa: E402
-from trl_venv import DEFAULT_DIRECTORY, trl_python  # noqa: E402
+from trl_venv import trl_python  # noqa: E402
 
 SEQ_LEN, BATCH, LR, THREADS = 512, 4, 2e-5, 2
 LOSS_SEQ_LEN = 256
@@ -172,20 +173,12 @@ def main() -> None:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=3, help="0 only prints the table of what was measured")
-    parser.add_argument("--rows", type=lambda text: text.split(","), default=DEFAULT_ROWS, help=", ".join(ROWS))
     parser.add_argument("--steps", type=int, default=4, help="of each row in each round; the first one warms up")
     parser.add_argument("--losses", action="store_true", help="compare losses on unpacked data, too")
-    parser.add_argument("--out", type=Path, default=Path("outputs/benchmarks/sft"))
     parser.add_argument(
         "--model", type=Path, default=Path("outputs/benchmarks/smollm2"), help="made if it is not there"
     )
-    parser.add_argument("--trl-venv", type=Path, default=DEFAULT_DIRECTORY, help="made if it is not there")
-    options = parser.parse_args()
-    unknown = [row for row in options.rows if row not in ROWS]
-    if unknown:
-        parser.error(f"no such row: {', '.join(unknown)}; there are {', '.join(ROWS)}")
-    return options
+    return parse_options(parser, Path("outputs/benchmarks/sft"), ROWS, DEFAULT_ROWS)
 
 
 if __name__ == "__main__":

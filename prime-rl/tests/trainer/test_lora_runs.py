@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +23,6 @@ from prime_rl.trainer.sft.run import run
 from prime_rl.transport import setup_batch_sender
 from prime_rl.transport.messages import TrainingBatch, TrainingSample
 from prime_rl.utils.paths import RunPaths, stable_steps
-from prime_rl.utils.pydantic_config import dump_toml
-
-TWO_PROCESSES = Path(__file__).parent / "sft" / "two_processes.py"
 
 
 @pytest.fixture
@@ -121,33 +116,11 @@ def test_the_best_step_stays(base: dict[str, Any], tmp_path: Path) -> None:
     assert best in stable_steps(RunPaths(out).checkpoints)
 
 
-def test_two_processes_train_like_one_and_resume_in_the_same_bits(base: dict[str, Any], tmp_path: Path) -> None:
-    """What `two_processes.py` does is told there."""
+def test_two_processes_train_like_one_and_resume_in_the_same_bits(
+    base: dict[str, Any], tmp_path: Path, assert_two_processes_train_like_one: Callable[[SFTConfig], None]
+) -> None:
     config = {**base, "scheduler": {"type": "linear", "warmup_steps": 2, "decay_steps": 2}}
-    dump_toml(SFTConfig(**{**config, "output_dir": tmp_path}), tmp_path / "sft.toml")
-    script = [TWO_PROCESSES, "@", tmp_path / "sft.toml"]
-    run_python("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *script)
-    assert losses_of(tmp_path / "halves") == losses_of(tmp_path / "straight") + losses_of(tmp_path / "straight")[3:]
-    one, other = (
-        load_file(RunPaths(tmp_path / name).weight(6) / "model.safetensors") for name in ("straight", "halves")
-    )
-    assert all(torch.equal(one[name], other[name]) for name in one)
-    run_python(*script)
-    alone, sharded, replicated = (
-        json.loads((tmp_path / f"{processes}_processes_{replicas}_replicas.json").read_text())
-        for processes, replicas in ((1, 1), (2, 1), (2, 2))
-    )
-    for together in (sharded, replicated):
-        assert together["loss"] == pytest.approx(alone["loss"], rel=1e-6)
-        assert together["grad_norm"] == pytest.approx(alone["grad_norm"], rel=1e-5)
-
-
-def run_python(*arguments: str | Path) -> None:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    completed = subprocess.run(
-        [sys.executable, *arguments], env=environment, capture_output=True, text=True, check=False, timeout=120
-    )
-    assert completed.returncode == 0, completed.stdout + completed.stderr
+    assert_two_processes_train_like_one(SFTConfig(**{**config, "output_dir": tmp_path}))
 
 
 def batch(step: int) -> TrainingBatch:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -184,28 +184,7 @@ def wait_for(text: str, process: subprocess.Popen) -> None:
     assert any(text in line for line in process.stdout), f"the run ended before it said {text!r}"
 
 
-def test_two_processes_train_like_one(base: dict[str, Any], tmp_path: Path) -> None:
-    """`two_processes.py` takes one step and then resumes a run half-way; alone it takes the same one step."""
-    dump_toml(SFTConfig(**{**base, "output_dir": tmp_path}), tmp_path / "sft.toml")
-    script = [HERE / "two_processes.py", "@", tmp_path / "sft.toml"]
-    run_python("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *script)
-    losses = losses_of(tmp_path / "straight")
-    assert losses_of(tmp_path / "halves") == losses + losses[3:]
-    assert_same_weights(weights_of(tmp_path / "halves", 6), weights_of(tmp_path / "straight", 6))
-
-    run_python(*script)
-    alone, sharded, replicated = (
-        json.loads((tmp_path / f"{processes}_processes_{replicas}_replicas.json").read_text())
-        for processes, replicas in ((1, 1), (2, 1), (2, 2))
-    )
-    for together in (sharded, replicated):
-        assert together["loss"] == pytest.approx(alone["loss"], rel=1e-6)
-        assert together["grad_norm"] == pytest.approx(alone["grad_norm"], rel=1e-5)
-
-
-def run_python(*arguments: str | Path) -> None:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    completed = subprocess.run(
-        [sys.executable, *arguments], env=environment, capture_output=True, text=True, check=False, timeout=120
-    )
-    assert completed.returncode == 0, completed.stdout + completed.stderr
+def test_two_processes_train_like_one(
+    base: dict[str, Any], tmp_path: Path, assert_two_processes_train_like_one: Callable[[SFTConfig], None]
+) -> None:
+    assert_two_processes_train_like_one(SFTConfig(**{**base, "output_dir": tmp_path}))
