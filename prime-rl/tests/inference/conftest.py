@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
 import os
@@ -37,6 +38,30 @@ TEMPLATE = """
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
 """ChatML, with the names of the tools in front and calls in the format of Hermes."""
+
+
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+SMALL_MODELS = {
+    "qwen3": ("Qwen3Config", {"head_dim": 8}),
+    "qwen2": ("Qwen2Config", {}),
+    "llama": ("LlamaConfig", {}),
+    "llama_with_gelu": ("LlamaConfig", {"hidden_act": "gelu"}),
+    "mistral_with_window": ("MistralConfig", {"sliding_window": 6}),
+    "mistral_with_longer_window": ("MistralConfig", {"sliding_window": 20}),
+    "qwen3_moe": ("Qwen3MoeConfig", {"head_dim": 8, **EXPERTS}),
+    "gemma2": ("Gemma2Config", {"head_dim": 8}),
+    "gemma3": ("Gemma3TextConfig", {"head_dim": 8, "layer_types": ["full_attention"] * 2}),
+}
+"""Names of Transformers' classes of configs, and settings besides `SIZES`."""
 
 
 class Server:
@@ -126,6 +151,29 @@ def served_model_dir(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFact
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(directory)
     return directory
+
+
+@pytest.fixture(scope="session")
+def small_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Directories of random models by their names in `SMALL_MODELS`, each made once; another `seed`, other weights."""
+    import transformers
+
+    @functools.cache
+    def directory_of(name: str, seed: int = 0) -> Path:
+        config_class, settings = SMALL_MODELS[name]
+        directory = tmp_path_factory.mktemp(name)
+        with torch.random.fork_rng(), torch.no_grad():
+            torch.manual_seed(seed)
+            model = transformers.AutoModelForCausalLM.from_config(
+                getattr(transformers, config_class)(**SIZES, **settings)
+            )
+            # Random weights of the usual size give nearly uniform tokens, in which errors drown.
+            for parameter in model.parameters():
+                parameter *= 4
+            model.save_pretrained(directory)
+        return directory
+
+    return directory_of
 
 
 @pytest.fixture(scope="session", params=["embedded", pytest.param("vllm", marks=pytest.mark.vllm)])

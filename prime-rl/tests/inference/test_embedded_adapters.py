@@ -14,16 +14,7 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
-from transformers import (
-    AutoModelForCausalLM,
-    Gemma3TextConfig,
-    LlamaConfig,
-    MistralConfig,
-    PreTrainedConfig,
-    Qwen2Config,
-    Qwen3Config,
-    Qwen3MoeConfig,
-)
+from transformers import AutoModelForCausalLM
 
 from prime_rl.inference.adapters import AdapterMissing
 from prime_rl.inference.checkpoints import WeightError
@@ -34,38 +25,10 @@ from prime_rl.inference.embedded.generation import Generation, GenerationRequest
 from prime_rl.inference.embedded.model import ModelRunner, load_model
 from prime_rl.inference.embedded.scheduler import Limits
 
-SIZES = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-}
-ARCHITECTURES: dict[str, PreTrainedConfig] = {
-    "qwen3": Qwen3Config(**SIZES, head_dim=8),
-    "qwen2": Qwen2Config(**SIZES),
-    "llama": LlamaConfig(**SIZES),
-    "mistral_with_window": MistralConfig(**SIZES, sliding_window=6),
-    "qwen3_moe": Qwen3MoeConfig(**SIZES, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16),
-    "gemma3": Gemma3TextConfig(**SIZES, head_dim=8, layer_types=["full_attention"] * 2),
-}
+ARCHITECTURES = ("qwen3", "qwen2", "llama", "mistral_with_window", "qwen3_moe", "gemma3")
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 ALL = [*ATTENTION, "gate_proj", "up_proj", "down_proj"]
 PROMPTS = [tuple((5 + 7 * index + place) % 64 for place in range(2 + 3 * index)) for index in range(4)]
-
-
-@torch.no_grad()
-def base_model(config: PreTrainedConfig, directory: Path) -> Path:
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(config)
-        # Random weights of the usual size give nearly uniform tokens, in which errors drown.
-        for parameter in model.parameters():
-            parameter *= 4
-        model.save_pretrained(directory)
-    return directory
 
 
 @torch.no_grad()
@@ -124,8 +87,8 @@ def assert_greedy(model: torch.nn.Module, prompt: tuple[int, ...], generation: G
 
 
 @pytest.fixture(scope="module")
-def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return base_model(ARCHITECTURES["qwen3"], tmp_path_factory.mktemp("qwen3"))
+def qwen3(small_model: Callable[..., Path]) -> Path:
+    return small_model("qwen3")
 
 
 @pytest.fixture(scope="module")
@@ -139,8 +102,8 @@ def adapters(qwen3: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path
 
 
 @pytest.mark.parametrize(("name", "max_in_batch"), [*((name, 2) for name in ARCHITECTURES), ("qwen3", 1)])
-def test_a_batch_of_the_base_and_of_two_adapters_equals_peft(name, max_in_batch, tmp_path) -> None:
-    base = base_model(ARCHITECTURES[name], tmp_path / "base")
+def test_a_batch_of_the_base_and_of_two_adapters_equals_peft(name, max_in_batch, small_model, tmp_path) -> None:
+    base = small_model(name)
     targets = ATTENTION if name == "qwen3_moe" else ALL
     paths = {
         "first": adapter_of(base, tmp_path / "step_1", 1, targets),

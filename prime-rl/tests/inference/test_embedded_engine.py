@@ -3,22 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    Gemma2Config,
-    LlamaConfig,
-    MistralConfig,
-    PreTrainedConfig,
-    Qwen2Config,
-    Qwen3Config,
-    Qwen3MoeConfig,
-)
+from transformers import AutoModelForCausalLM
 
 from prime_rl.inference.embedded.engine import Engine
 from prime_rl.inference.embedded.errors import EngineBusy, EngineStopped, GenerationFailed, UnsupportedModel
@@ -27,37 +18,9 @@ from prime_rl.inference.embedded.model import ModelRunner, load_model
 from prime_rl.inference.embedded.scheduler import Limits
 from prime_rl.inference.embedded.weights import load_weights, read_weights
 
-SIZES = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 256,
-}
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-ARCHITECTURES: dict[str, PreTrainedConfig] = {
-    "qwen3": Qwen3Config(**SIZES),
-    "qwen2": Qwen2Config(**{key: value for key, value in SIZES.items() if key != "head_dim"}),
-    "llama": LlamaConfig(**SIZES),
-    "mistral_with_window": MistralConfig(**SIZES, sliding_window=6),
-    "qwen3_moe": Qwen3MoeConfig(**SIZES, **EXPERTS),
-}
+ARCHITECTURES = ("qwen3", "qwen2", "llama", "mistral_with_window", "qwen3_moe")
 PROMPTS = [tuple((5 + 7 * index + place) % 64 for place in range(2 + 3 * index)) for index in range(6)]
 PLENTY_BYTES = 1 << 30
-
-
-def saved(config: PreTrainedConfig, directory: Path, seed: int = 0) -> Path:
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config)
-        # Random weights of the usual size give nearly uniform tokens, in which errors drown.
-        for parameter in model.parameters():
-            parameter.data *= 4
-        model.save_pretrained(directory)
-    return directory
 
 
 def runner_of(directory: Path, budget_bytes: int = PLENTY_BYTES) -> ModelRunner:
@@ -66,8 +29,8 @@ def runner_of(directory: Path, budget_bytes: int = PLENTY_BYTES) -> ModelRunner:
 
 
 @pytest.fixture(scope="module")
-def qwen3_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return saved(ARCHITECTURES["qwen3"], tmp_path_factory.mktemp("qwen3"))
+def qwen3_dir(small_model: Callable[..., Path]) -> Path:
+    return small_model("qwen3")
 
 
 @contextmanager
@@ -105,8 +68,8 @@ def assert_greedy(model: torch.nn.Module, prompt: tuple[int, ...], completion: C
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_a_mixed_batch_equals_transformers(name, tmp_path) -> None:
-    directory = saved(ARCHITECTURES[name], tmp_path)
+def test_a_mixed_batch_equals_transformers(name, small_model) -> None:
+    directory = small_model(name)
     reference = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     with running(Engine(runner_of(directory))) as engine:
         for prompt, completion in zip(PROMPTS, answers(engine, PROMPTS), strict=True):
@@ -114,19 +77,18 @@ def test_a_mixed_batch_equals_transformers(name, tmp_path) -> None:
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_weights_in_hub_naming_replace_the_live_ones(name, tmp_path) -> None:
-    runner = runner_of(saved(ARCHITECTURES[name], tmp_path / "start"))
-    newer = saved(ARCHITECTURES[name], tmp_path / "step_1", seed=1)
+def test_weights_in_hub_naming_replace_the_live_ones(name, small_model) -> None:
+    runner = runner_of(small_model(name))
+    newer = small_model(name, seed=1)
     load_weights(runner.model, read_weights(newer), newer)
     expected = AutoModelForCausalLM.from_pretrained(newer, dtype=torch.float32).state_dict()
     for key, tensor in runner.model.state_dict().items():
         torch.testing.assert_close(tensor, expected[key], atol=0, rtol=0)
 
 
-def test_a_model_with_soft_caps_is_refused_before_it_serves(tmp_path) -> None:
-    directory = saved(Gemma2Config(**SIZES), tmp_path)
+def test_a_model_with_soft_caps_is_refused_before_it_serves(small_model) -> None:
     with pytest.raises(UnsupportedModel, match="soft caps"):
-        runner_of(directory)
+        runner_of(small_model("gemma2"))
 
 
 def test_more_requests_than_rows_wait_their_turn(qwen3_dir) -> None:

@@ -3,35 +3,19 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen3Config
+from transformers import AutoModelForCausalLM
 
 from prime_rl.inference.embedded.engine import Engine
 from prime_rl.inference.embedded.generation import Completion, GenerationRequest, SamplingParams
 from prime_rl.inference.embedded.model import ModelRunner, load_model
 from prime_rl.inference.embedded.scheduler import Limits
 
-SIZES = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 512,
-}
-ARCHITECTURES = {
-    "qwen3": Qwen3Config(**SIZES),
-    "mistral_with_window": MistralConfig(**SIZES, sliding_window=20),
-    # Runs by Transformers' own code, as models do that the engine does not know.
-    "unknown": LlamaConfig(**SIZES, hidden_act="gelu"),
-}
 PROMPT = tuple((5 + 7 * place) % 64 for place in range(40))
 OTHER = tuple((1 + 3 * place) % 64 for place in range(40))
 
@@ -46,16 +30,10 @@ class ReadingRunner(ModelRunner):
         return super().forward(running, prompts, prompt_rows, known, *rest, **options)
 
 
-@pytest.fixture(scope="module", params=ARCHITECTURES)
-def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp(request.param)
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(ARCHITECTURES[request.param])
-        for parameter in model.parameters():
-            parameter.data *= 4  # nearly uniform tokens would hide errors
-        model.save_pretrained(path)
-    return path
+# The engine does not know the last one, which runs by Transformers' own code.
+@pytest.fixture(scope="module", params=["qwen3", "mistral_with_longer_window", "llama_with_gelu"])
+def directory(request: pytest.FixtureRequest, small_model: Callable[..., Path]) -> Path:
+    return small_model(request.param)
 
 
 @contextmanager
