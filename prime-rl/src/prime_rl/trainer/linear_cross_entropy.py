@@ -13,7 +13,7 @@ _MAX_LOGITS = 2**25
 """Gradients of logits that may exist at a time, in the compute dtype: 64 MiB in bfloat16."""
 _MAX_FLOAT_LOGITS = 2**20
 """Logits that may exist in float32 at a time: 4 MiB, which caches hold."""
-_VOCABULARY_PART = 4096
+_VOCABULARY_PART = 2048
 """Tokens of the vocabulary whose gradient is made at a time, where it is added to a kept one."""
 
 
@@ -86,10 +86,12 @@ def _loss_and_slopes(
     for start in range(0, len(targets_N), rows):
         part = slice(start, start + rows)
         values, picked = logits[part].float(), targets_N[part, None]
-        normalizer = values.logsumexp(1, keepdim=True)
-        loss += (normalizer - values.gather(1, picked)).sum()
+        peak, own = values.amax(1, keepdim=True), values.gather(1, picked)
+        # One exponential of each logit serves the loss and its gradient.
+        total = values.sub_(peak).exp_().sum(1, keepdim=True)
+        loss += (peak + total.log() - own).sum()
         if is_trained:
-            slopes = values.sub_(normalizer).exp_()
-            slopes.scatter_add_(1, picked, -torch.ones_like(normalizer))
+            slopes = values.div_(total)
+            slopes.scatter_add_(1, picked, -torch.ones_like(total))
             logits[part] = slopes
     return logits if is_trained else None, loss
