@@ -7,10 +7,12 @@ that rounds and rows may be spread over several calls; the table is made from al
 from __future__ import annotations
 
 import argparse
+import compileall
 import json
 import subprocess
 import sys
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -155,6 +157,8 @@ def main() -> None:
     bench = Bench(
         options.out.resolve(), options.model.resolve(), trl_python(options.trl_venv).absolute(), options.steps
     )
+    # As after a first start, also where Python may not write bytecode itself. Not imported: that would set variables.
+    compileall.compile_dir(Path(find_spec("prime_rl").origin).parent, quiet=1)
     measured = bench.out / "measurements.jsonl"
     with measured.open("a") as lines:
         for index in range(options.rounds):
