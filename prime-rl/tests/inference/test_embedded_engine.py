@@ -16,7 +16,7 @@ from prime_rl.inference.embedded.errors import EngineBusy, EngineStopped, Genera
 from prime_rl.inference.embedded.generation import Completion, GenerationRequest, SamplingParams
 from prime_rl.inference.embedded.model import ModelRunner, load_model
 from prime_rl.inference.embedded.scheduler import Limits
-from prime_rl.inference.embedded.weights import load_weights, read_weights
+from prime_rl.inference.embedded.weights import read_weights
 
 ARCHITECTURES = ("qwen3", "qwen2", "llama", "mistral_with_window", "qwen3_moe")
 PROMPTS = [tuple((5 + 7 * index + place) % 64 for place in range(2 + 3 * index)) for index in range(6)]
@@ -80,7 +80,7 @@ def test_a_mixed_batch_equals_transformers(name, small_model) -> None:
 def test_weights_in_hub_naming_replace_the_live_ones(name, small_model) -> None:
     runner = runner_of(small_model(name))
     newer = small_model(name, seed=1)
-    load_weights(runner.model, read_weights(newer), newer)
+    runner.load_weights(read_weights(newer), newer)
     expected = AutoModelForCausalLM.from_pretrained(newer, dtype=torch.float32).state_dict()
     for key, tensor in runner.model.state_dict().items():
         torch.testing.assert_close(tensor, expected[key], atol=0, rtol=0)

@@ -16,6 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from prime_rl.inference.embedded.adapters import StepAdapters
+from prime_rl.inference.embedded.common_start import CommonStart
 from prime_rl.inference.embedded.errors import UnsupportedModel
 from prime_rl.inference.embedded.slots import KVSlots
 
@@ -67,15 +68,25 @@ class SlotStep:
         decode_positions: SequenceOf[int],
         prompts: PromptBatch | None,
         adapters: StepAdapters | None = None,
+        common_start: CommonStart | None = None,
     ) -> None:
+        """`common_start` tells which of the decoding rows begin alike, where that is worth while."""
         self.slots = slots
+        self.common_start = common_start
         self.adapters = adapters
         self.prompts = prompts
         self.num_decode = len(decode_positions)
-        self.decode_rows = torch.arange(self.num_decode, device=slots.device)
+        self._decode_targets: dict[int, Tensor] = {}
         self.decode_positions = torch.tensor(decode_positions, device=slots.device)
         self.decode_length = max(decode_positions, default=-1) + 1
         self._masks: dict[int | None, Tensor] = {}
+
+    def decode_targets(self, num_heads: int) -> Tensor:
+        """Where the new token of every head of every row goes, [B * K], among all stored tokens of all heads."""
+        if num_heads not in self._decode_targets:
+            heads = torch.arange(self.num_decode * num_heads, device=self.slots.device).view(-1, num_heads)
+            self._decode_targets[num_heads] = (heads * self.slots.length + self.decode_positions[:, None]).flatten()
+        return self._decode_targets[num_heads]
 
     def decode_mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
         """Additive mask [B, 1, 1, L] of what each sequence has stored, limited to the last `window` tokens."""
@@ -143,13 +154,22 @@ def _decode(
     """One query a row against the row's own slots. Plain matrix products: on a CPU they beat the fused kernel here."""
     keys, values = stored
     batch, length = step.num_decode, step.decode_length
-    query, key, value = (tensor[:batch] for tensor in new)
-    keys[step.decode_rows, :, step.decode_positions] = key
-    values[step.decode_rows, :, step.decode_positions] = value
-    grouped = (query * scaling).reshape(batch, keys.shape[1], -1, keys.shape[3])
-    scores = grouped @ keys[:batch, :, :length].transpose(2, 3)
-    weights = (scores + step.decode_mask(window, scores.dtype)).softmax(-1, dtype=torch.float32)
-    return (weights.to(value.dtype) @ values[:batch, :, :length]).reshape(batch, -1)
+    heads, size = keys.shape[1], keys.shape[3]
+    query, *fresh = (tensor[:batch] for tensor in new)
+    targets = step.decode_targets(heads)
+    for slot, tokens in zip(stored, fresh, strict=True):
+        slot.view(-1, size).index_copy_(0, targets, tokens.reshape(-1, size))
+    grouped = (query * scaling).view(batch, heads, -1, size)
+    common = step.common_start
+    start = common.length if common is not None else 0
+    scores = grouped @ keys[:batch, :, start:length].transpose(2, 3)
+    if common is not None:
+        scores = torch.cat((common.scores(grouped, keys), scores), -1)
+    weights = scores.add_(step.decode_mask(window, scores.dtype)).softmax(-1, dtype=torch.float32).to(values.dtype)
+    mixed = weights[..., start:] @ values[:batch, :, start:length]
+    if common is not None:
+        mixed += common.mix(weights[..., :start], values)
+    return mixed.view(batch, -1)
 
 
 def _prefill(

@@ -22,7 +22,7 @@ from prime_rl.inference.embedded.generation import Generation, GenerationRequest
 from prime_rl.inference.embedded.model import ModelRunner
 from prime_rl.inference.embedded.sampling import BatchSampler, prompt_logprobs
 from prime_rl.inference.embedded.scheduler import Limits, Prompts, Scheduler
-from prime_rl.inference.embedded.weights import NewWeights, load_weights, read_weights
+from prime_rl.inference.embedded.weights import NewWeights, read_weights
 from prime_rl.utils.logger import get_logger
 from prime_rl.utils.paths import step_of
 
@@ -191,6 +191,7 @@ class Engine:
             known=prompts.known,
             full_prompts=full,
             adapters=[sequence.request.adapter for sequence in (*running[:num_decode], *leaders)],
+            origins=[sequence.origin for sequence in running[:num_decode]],
         )
         for row, prompt_logits in zip(full, full_logits, strict=True):
             request = leaders[row].request
@@ -232,7 +233,7 @@ class Engine:
         if source is None:
             raise WeightError("this engine was built without a directory of start weights")
         tensors = self.new_weights.of(source) if directory else read_weights(source)
-        load_weights(self._runner.model, tensors, source)
+        self._runner.load_weights(tensors, source)
         if self.adapters is not None:
             self.adapters.unload_all()
             for sequence in [*self._scheduler.running, *self._scheduler.waiting]:

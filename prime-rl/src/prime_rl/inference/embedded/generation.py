@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 if TYPE_CHECKING:
     from prime_rl.inference.embedded.adapters import Adapter
+    from prime_rl.inference.embedded.common_start import Origin
 
 FinishReason = Literal["stop", "length"]
 TopLogprobs = list[tuple[int, float]]
@@ -116,6 +117,8 @@ class Sequence:
     completion: Completion | None = None
     epoch: int = -1
     """Of the weights that were live when the sequence was read; see `PrefixStore`."""
+    origin: Origin | None = None
+    """Set when the sequence is read: whose prompt it shares, see `CommonStart`."""
     num_readable: int = 0
     """Tokens that another thread may read: by then `completion` is set if the last of them ended the sample."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from pathlib import Path
 
@@ -17,9 +18,11 @@ from prime_rl.inference.embedded.attention import (
     SlotStep,
     register_slot_attention,
 )
+from prime_rl.inference.embedded.common_start import CommonStart, Origin
 from prime_rl.inference.embedded.errors import ModelNotFound, UnsupportedModel, first_line
 from prime_rl.inference.embedded.fused import FusedDecoder
 from prime_rl.inference.embedded.slots import KVSlots
+from prime_rl.inference.embedded.weights import load_weights
 
 _SUPPORTED_LAYERS = {"full_attention", "sliding_attention"}
 
@@ -36,6 +39,8 @@ class ModelRunner:
         self.slots = KVSlots(kv_budget_bytes, model.device)
         self._fused = FusedDecoder(model) if FusedDecoder.supports(model) else None
         self._hooks = LinearHooks()
+        self._origins: list[Origin | None] = []
+        self._shared: CommonStart | None = None
         self._warm_up()
 
     def adapter_store(self, base_model: str, limits: AdapterLimits) -> AdapterStore:
@@ -51,6 +56,16 @@ class ModelRunner:
             device=self.device,
         )
 
+    def load_weights(self, tensors: Mapping[str, Tensor], source: Path) -> None:
+        """Put other weights in place of the live ones; `source` is their name in errors.
+
+        Raises:
+            WeightError: they do not fit. The old ones then stay.
+        """
+        load_weights(self.model, tensors, source)
+        if self._fused is not None:
+            self._fused.refresh()
+
     @torch.inference_mode()
     def forward(
         self,
@@ -60,6 +75,7 @@ class ModelRunner:
         known: SequenceOf[int] = (),
         full_prompts: SequenceOf[int] = (),
         adapters: SequenceOf[Adapter | None] = (),
+        origins: SequenceOf[Origin | None] = (),
     ) -> tuple[Tensor, list[Tensor]]:
         """Advance every running sequence by its last token, and read the prompts.
 
@@ -70,6 +86,7 @@ class ModelRunner:
             known: for each prompt, how many of its tokens are in its row already; empty when none is.
             full_prompts: indices into `prompts` of those whose logits are wanted at every position.
             adapters: of each running sequence, then of each prompt; empty when none has one.
+            origins: of the running sequences; empty to attend to each by itself.
 
         Returns:
             Logits of the next tokens, [running + prompts, vocabulary], and those of each full prompt, [length - 1, V].
@@ -80,7 +97,7 @@ class ModelRunner:
         flat = [tokens[-1] for tokens in running]
         batch = PromptBatch(prompt_rows, lengths, known, len(flat), self.device) if prompts else None
         step_adapters = StepAdapters.of(adapters, [1] * len(flat) + lengths, self.device)
-        step = SlotStep(self.slots, positions, batch, step_adapters)
+        step = SlotStep(self.slots, positions, batch, step_adapters, self._common_start(origins))
         wanted, start = list(range(len(flat))), len(flat)
         spans = []
         for tokens, count in zip(prompts, known, strict=True):
@@ -95,6 +112,14 @@ class ModelRunner:
         logits = self._logits(step, flat, positions, wanted)
         full = logits[num_next:].split([spans[index][1] - spans[index][0] for index in full_prompts])
         return logits[:num_next], list(full) if full_prompts else []
+
+    def _common_start(self, origins: SequenceOf[Origin | None]) -> CommonStart | None:
+        """Of the running sequences; made anew only when they change."""
+        if origins != self._origins:
+            self._origins = list(origins)
+            known = [origin for origin in origins if origin is not None]
+            self._shared = CommonStart.of(known, self.device) if len(known) == len(origins) else None
+        return self._shared
 
     def _logits(self, step: SlotStep, tokens: list[int], positions: list[int], wanted: list[int]) -> Tensor:
         """Logits [W, V] of the `wanted` among the N tokens."""

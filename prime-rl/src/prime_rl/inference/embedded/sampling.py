@@ -73,10 +73,11 @@ class BatchSampler:
         peak = logits.amax(-1, keepdim=True)
         weights = (logits - peak).exp_()
         uniforms = self._column([sequence.rng.random() for sequence in sequences], logits.dtype)
-        chosen = _inverse_cdf(weights, uniforms)
+        cdf = weights.cumsum(-1)
+        chosen = _inverse_cdf(cdf, uniforms)
         if self.greedy is not None:
             chosen = torch.where(self.greedy, logits.argmax(-1, keepdim=True), chosen)
-        log_norm = peak + weights.sum(-1, keepdim=True).log()
+        log_norm = peak + cdf[:, -1:].log()
         logprobs = logits.gather(1, chosen) - log_norm
         top = _top(logits - log_norm, self.num_top) if self.num_top else None
         return Drawn(chosen.squeeze(1).tolist(), logprobs.squeeze(1).tolist(), top)
@@ -128,13 +129,12 @@ def prompt_logprobs(logits_LV: Tensor, prompt: SequenceOf[int], num_top: int) ->
     return [PromptLogprob(*row) for row in zip(prompt[1:], own.squeeze(1).tolist(), ranks, tops, strict=True)]
 
 
-def _inverse_cdf(weights: Tensor, uniforms: Tensor) -> Tensor:
+def _inverse_cdf(cdf: Tensor, uniforms: Tensor) -> Tensor:
     """The first token whose cumulative weight exceeds `uniform * total`.
 
     One sorted search instead of `torch.multinomial`, which is 40 times slower on a CPU. Rounding can push the target
     up to the total itself; the bound by the last token that still adds weight keeps tokens of weight 0 out.
     """
-    cdf = weights.cumsum(-1)
     total = cdf[:, -1:].contiguous()
     chosen = torch.searchsorted(cdf, uniforms * total, right=True)
     last = torch.searchsorted(cdf, total)

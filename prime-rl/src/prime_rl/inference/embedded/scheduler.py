@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from dataclasses import dataclass
 
+from prime_rl.inference.embedded.common_start import Origin
 from prime_rl.inference.embedded.generation import Sequence
 from prime_rl.inference.embedded.prefixes import Match, PrefixStore
 from prime_rl.inference.embedded.slots import KVSlots
@@ -47,6 +49,7 @@ class Scheduler:
         self.prefixes = PrefixStore(slots, limits.max_prefix_bytes)
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
+        self._numbers = itertools.count()
         self.has_unwanted = False
         """Set by any thread when a request is cancelled or fails."""
 
@@ -117,8 +120,11 @@ class Scheduler:
         if not sequences:
             return
         self.slots.reserve(len(self.running), max(len(sequence.tokens) for sequence in self.running))
+        origins = {_origin_key(sequence): sequence.origin for sequence in self.running if sequence.origin is not None}
         for sequence in sequences:
             sequence.epoch = self.prefixes.epoch
+            fresh = Origin(next(self._numbers), len(sequence.request.prompt))
+            sequence.origin = origins.setdefault(_origin_key(sequence), fresh)
         for row, match in matches:
             if match is not None:
                 self.prefixes.take(match, row)
@@ -146,6 +152,11 @@ class Scheduler:
                 self.slots.copy(rows[id(mover)], [row], len(mover.tokens))
                 batch[row] = mover
         self.running = [sequence for sequence in batch if sequence is not None]
+
+
+def _origin_key(sequence: Sequence) -> tuple[object, ...]:
+    """Equal for sequences whose prompts have the same keys and values."""
+    return sequence.epoch, id(sequence.request.adapter), sequence.request.prompt
 
 
 def _reading(sequence: Sequence) -> tuple[object, ...]:

@@ -1,0 +1,144 @@
+"""Rows that begin alike are attended to together, and answers are what they would be anyway."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, MistralConfig, Qwen3Config
+
+from prime_rl.inference.embedded import common_start
+from prime_rl.inference.embedded.attention import SlotStep, attend
+from prime_rl.inference.embedded.common_start import CommonStart, Origin
+from prime_rl.inference.embedded.engine import Engine
+from prime_rl.inference.embedded.generation import Completion, GenerationRequest, SamplingParams
+from prime_rl.inference.embedded.model import ModelRunner, load_model
+from prime_rl.inference.embedded.slots import KVSlots
+
+CPU = torch.device("cpu")
+HEADS, QUERIES, SIZE = 2, 3, 8
+GROUPS = [16, 12, 10, 1, 1]
+"""Rows of each group."""
+LENGTH = 18
+"""Tokens that every group has in common."""
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 256,
+}
+ARCHITECTURES = {
+    "qwen3": Qwen3Config(**SIZES, tie_word_embeddings=True),
+    "mistral_with_window": MistralConfig(**SIZES, sliding_window=9),
+}
+PROMPTS = [tuple((5 + 7 * index + 3 * place) % 64 for place in range(20 + 2 * index)) for index in range(4)]
+
+
+def origins_of(groups: list[int], length: int = LENGTH) -> list[Origin]:
+    """Rows of the groups, in turns rather than one group after the other."""
+    waiting = [[Origin(number, length)] * count for number, count in enumerate(groups)]
+    return [group.pop() for _ in range(max(groups)) for group in waiting if group]
+
+
+@pytest.mark.parametrize("window", [None, 7])
+def test_attention_with_a_common_start_is_attention_to_every_row(window) -> None:
+    origins = origins_of(GROUPS)
+    slots = KVSlots(1 << 24, CPU)
+    slots.reserve(len(origins), 40)
+    generator = torch.Generator().manual_seed(0)
+    starts = torch.randn(2, len(GROUPS), HEADS, LENGTH, SIZE, generator=generator)
+    stored = slots.layer(0, like=torch.zeros(1, HEADS, SIZE))
+    for part, slot in enumerate(stored):
+        slot.copy_(torch.randn(slot.shape, generator=generator))
+        slot[: len(origins), :, :LENGTH] = starts[part, [origin.number for origin in origins]]
+    # Rows of one may be shorter than what the groups have in common.
+    positions = [LENGTH + row % 11 if GROUPS[origin.number] > 1 else 4 + row for row, origin in enumerate(origins)]
+    new = tuple(
+        torch.randn(len(origins), heads, SIZE, generator=generator) for heads in (HEADS * QUERIES, HEADS, HEADS)
+    )
+    common = CommonStart.of(origins, CPU)
+    assert common is not None
+    apart, together = (
+        attend(SlotStep(slots, positions, None, common_start=one), 0, new, 0.3, window) for one in (None, common)
+    )
+    torch.testing.assert_close(together, apart, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("groups", "length"),
+    [([1] * 40, 50), ([20, 20], 5), ([4, 4], 50), ([30, *[1] * 12], 50)],
+    ids=["nothing in common", "short", "few rows", "mostly alone"],
+)
+def test_rows_are_attended_to_one_by_one_where_that_is_faster(groups, length) -> None:
+    assert CommonStart.of(origins_of(groups, length), CPU) is None
+
+
+@pytest.fixture(params=ARCHITECTURES)
+def directories(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, Path]:
+    """Two versions of a model."""
+    made = tmp_path / "start", tmp_path / "step_1"
+    for seed, directory in enumerate(made):
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            model = AutoModelForCausalLM.from_config(ARCHITECTURES[request.param])
+            for parameter in model.parameters():
+                parameter.data *= 4  # nearly uniform tokens would hide errors
+            model.save_pretrained(directory)
+    return made
+
+
+@torch.no_grad()
+def assert_drawn_from(directory: Path, prompt: tuple[int, ...], completion: Completion) -> None:
+    """Every token has the log-probability that the model gives it."""
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    tokens = torch.tensor([*prompt, *completion.token_ids])
+    logprobs = model(tokens[None]).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+    own = logprobs.gather(1, tokens[len(prompt) :, None]).squeeze(1)
+    torch.testing.assert_close(torch.tensor(completion.logprobs), own, atol=1e-4, rtol=0)
+
+
+def test_groups_of_two_versions_of_the_weights_stay_apart(directories, monkeypatch) -> None:
+    start, newer = directories
+    used = []
+    real = CommonStart.scores
+    monkeypatch.setattr(CommonStart, "scores", lambda *args: used.append(args[0]) or real(*args))
+    monkeypatch.setattr(common_start, "_FEWEST_ROWS", 8)
+    model, source = load_model(str(start), "float32", CPU)
+    engine = Engine(ModelRunner(model, 1 << 28, source))
+    thread = threading.Thread(target=engine.run)
+    thread.start()
+
+    def submit(max_tokens: int) -> list:
+        """Groups of ten, whose samples end at different lengths."""
+        engine.pause().result()
+        return [
+            engine.submit(GenerationRequest(prompt, SamplingParams(max_tokens=max_tokens + 3 * row), seed=row))
+            for row in range(10)
+            for prompt in PROMPTS
+        ]
+
+    try:
+        first = submit(200)
+        engine.resume().result()
+        engine.submit(GenerationRequest((1, 2, 3), SamplingParams(max_tokens=4), seed=0)).result()
+        engine.pause().result()
+        engine.update_weights(newer).result()
+        second = submit(10)
+        engine.resume().result()
+        answers = [[future.result().completions[0] for future in wave] for wave in (first, second)]
+    finally:
+        engine.stop()
+        thread.join()
+    assert used
+    for prompt, completion in zip(PROMPTS * 10, answers[1], strict=True):
+        assert_drawn_from(newer, prompt, completion)
+    for prompt, completion in zip(PROMPTS * 10, answers[0], strict=True):
+        end = completion.versions[0].end
+        before = Completion(completion.token_ids[:end], completion.logprobs[:end], [], "length", None, [])
+        assert_drawn_from(start, prompt, before)

@@ -1,0 +1,118 @@
+"""Products by the kernels that are at hand equal PyTorch's own, and follow the weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import linear, silu
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
+
+from prime_rl.inference.embedded.adapters import Adapter, LowRank, StepAdapters
+from prime_rl.inference.embedded.model import ModelRunner, load_model
+from prime_rl.inference.embedded.products import Product, by_onednn
+from prime_rl.inference.embedded.weights import read_weights
+
+SITE = ("first", "second")
+NUM_TOKENS = (1, 3, 200)
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+}
+HEADS = {
+    "tied": Qwen3Config(**SIZES, tie_word_embeddings=True),
+    "of its own": LlamaConfig(**SIZES, tie_word_embeddings=False),
+}
+
+
+@pytest.fixture(autouse=True)
+def no_gradients():
+    with torch.inference_mode():
+        yield
+
+
+def layers(dtype: torch.dtype = torch.float32, bias: bool = False) -> list[nn.Linear]:
+    """Two layers with 32 inputs and 48 outputs together."""
+    generator = torch.Generator().manual_seed(0)
+    made = [nn.Linear(32, 16, bias=bias), nn.Linear(32, 32, bias=bias)]
+    for layer in made:
+        for parameter in layer.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) / 6)
+    return [layer.to(dtype) for layer in made]
+
+
+def expected(made: list[nn.Linear], inputs: torch.Tensor) -> torch.Tensor:
+    return torch.cat([linear(inputs, layer.weight, layer.bias) for layer in made], -1)
+
+
+@pytest.mark.parametrize("packs", [True, False])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_products_are_those_of_the_layers(dtype, bias, packs) -> None:
+    made = layers(dtype, bias)
+    product = Product(made, packs=packs)
+    for count in NUM_TOKENS:
+        inputs, others = torch.randn(count, 32).to(dtype), torch.randn(count, 48).to(dtype)
+        plain = expected(made, inputs)
+        close = {"atol": TOLERANCE[dtype], "rtol": TOLERANCE[dtype]}
+        torch.testing.assert_close(product(inputs), plain, **close)
+        torch.testing.assert_close(product.swish(inputs), silu(plain), **close)
+        torch.testing.assert_close(product.times(inputs, others), plain * others, **close)
+        torch.testing.assert_close(product.plus(inputs, others), plain + others, **close)
+
+
+def test_adapters_come_before_what_follows_the_product() -> None:
+    made = layers()
+    product = Product(made, SITE, packs=True)
+    change = LowRank(torch.randn(4, 32), torch.randn(48, 4))
+    adapter = Adapter("a", Path("step_1"), 1, {SITE: change})
+    adapters = StepAdapters([adapter, None], [2, 3], torch.device("cpu"))
+    inputs, others = torch.randn(5, 32), torch.randn(5, 48)
+    plain = expected(made, inputs)
+    plain[:2] += inputs[:2] @ change.down_RI.t() @ change.up_OR.t()
+    close = {"atol": 1e-4, "rtol": 1e-4}
+    torch.testing.assert_close(product(inputs, adapters), plain, **close)
+    torch.testing.assert_close(product.swish(inputs, adapters), silu(plain), **close)
+    torch.testing.assert_close(product.times(inputs, others, adapters), plain * others, **close)
+    torch.testing.assert_close(product.plus(inputs, others, adapters), plain + others, **close)
+
+
+def test_after_a_change_of_the_weights_a_refresh_is_all_it_takes() -> None:
+    made = layers()
+    product = Product(made, packs=True)
+    for layer in made:
+        layer.weight.mul_(-2)
+    product.refresh()
+    inputs = torch.randn(7, 32)
+    torch.testing.assert_close(product(inputs), expected(made, inputs), atol=1e-5, rtol=1e-5)
+
+
+def test_other_number_formats_are_left_to_pytorch() -> None:
+    assert not by_onednn(torch.zeros(2, 2, dtype=torch.float16))
+    product = Product(layers(torch.float16), packs=True)
+    assert product(torch.ones(2, 32, dtype=torch.float16)).shape == (2, 48)
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_new_weights_reach_every_product_and_the_head(name, tmp_path) -> None:
+    for seed, directory in enumerate(("start", "step_1")):
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            AutoModelForCausalLM.from_config(HEADS[name]).save_pretrained(tmp_path / directory)
+    model, _ = load_model(str(tmp_path / "start"), "float32", torch.device("cpu"))
+    runner = ModelRunner(model, 1 << 24)
+    newer = tmp_path / "step_1"
+    runner.load_weights(read_weights(newer), newer)
+    reference = AutoModelForCausalLM.from_pretrained(newer, dtype=torch.float32)
+    prompt = [3, 1, 4, 1, 5, 9, 2, 6]
+    logits, _ = runner.forward([], [prompt], [0])
+    torch.testing.assert_close(logits, reference(torch.tensor([prompt])).logits[0, -1:], atol=1e-5, rtol=1e-5)
