@@ -1,8 +1,9 @@
 """Generation speed of the embedded engine beside Transformers' `generate`, in one run.
 
-    OMP_NUM_THREADS=2 uv run python benchmarks/inference_throughput.py [--batch 16 64] [--rounds 3] [--model DIR]
+    OMP_NUM_THREADS=2 uv run python benchmarks/inference_throughput.py [--batch 16 64] [--rounds 3]
+        [--model DIR] [--dtype float32]
 
-Prompts of 32 tokens, 64 new tokens each, sampled at temperature 1, float32. Rounds alternate, so that a busy machine
+Prompts of 32 tokens, 64 new tokens each, sampled at temperature 1. Rounds alternate, so that a busy machine
 slows both; the ratio is of the medians. "over HTTP" is the engine behind its server in this process, with one chat
 request a sample and log-probabilities in the answers.
 """
@@ -110,11 +111,11 @@ def serve(engine: Engine, vocab_size: int) -> tuple[str, uvicorn.Server]:
     return f"http://127.0.0.1:{listener.getsockname()[1]}", server
 
 
-def compare(directory: Path, batches: Sequence[int], rounds: int) -> None:
-    reference = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+def compare(directory: Path, dtype: str, batches: Sequence[int], rounds: int) -> None:
+    reference = AutoModelForCausalLM.from_pretrained(directory, dtype=getattr(torch, dtype))
     reference.generation_config.eos_token_id = None
     reference.generation_config.pad_token_id = 0
-    model, _ = load_model(str(directory), "float32", torch.device("cpu"))
+    model, _ = load_model(str(directory), dtype, torch.device("cpu"))
     engine = Engine(ModelRunner(model, 4 << 30))
     thread = threading.Thread(target=engine.run)
     thread.start()
@@ -133,7 +134,7 @@ def compare(directory: Path, batches: Sequence[int], rounds: int) -> None:
                 if number:  # the first round warms up
                     speeds[name].append(speed)
         base = statistics.median(speeds["Transformers generate"])
-        print(f"batch {batch}, {torch.get_num_threads()} threads")
+        print(f"batch {batch}, {dtype}, {torch.get_num_threads()} threads")
         for name, values in speeds.items():
             median = statistics.median(values)
             print(f"  {name:22} {median:8.0f} tokens/s  {median / base:5.2f}x")
@@ -181,10 +182,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--turns", type=int, default=4, help="of the conversations; 0 leaves them out")
     parser.add_argument("--model", type=Path, help="a Transformers directory instead of a tiny random Qwen3")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="not of the conversations")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         directory = args.model or tiny_model(Path(scratch))
-        compare(directory, args.batch, args.rounds)
+        compare(directory, args.dtype, args.batch, args.rounds)
         if args.turns:
             compare_conversations(directory, conversations=8, turns=args.turns, rounds=args.rounds)
 
