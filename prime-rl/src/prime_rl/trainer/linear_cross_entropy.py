@@ -11,8 +11,10 @@ from prime_rl.trainer.kept_gradients import KeptGradient, kept_gradient_of
 
 _MAX_LOGITS = 2**25
 """Gradients of logits that may exist at a time, in the compute dtype: 64 MiB in bfloat16."""
-_MAX_FLOAT_LOGITS = 2**20
-"""Logits that may exist in float32 at a time: 4 MiB, which caches hold."""
+_MAX_FLOAT_LOGITS = 2**22
+"""Logits that may exist in float32 at a time: 16 MiB."""
+_CACHED_FLOAT_LOGITS = 2**20
+"""The same on a CPU: 4 MiB, which its caches hold. A GPU would wait for many small operations."""
 _VOCABULARY_PART = 2048
 """Tokens of the vocabulary whose gradient is made at a time, where it is added to a kept one."""
 
@@ -80,7 +82,9 @@ def _loss_and_slopes(
     hidden_NH: Tensor, weight_VH: Tensor, targets_N: Tensor, is_trained: bool
 ) -> tuple[Tensor | None, Tensor]:
     """Gradient of the summed loss by the logits, in the compute dtype; and the loss."""
-    rows = max(1, _MAX_FLOAT_LOGITS // len(weight_VH))
+    on_cpu = hidden_NH.device.type == "cpu"
+    most = min(_MAX_FLOAT_LOGITS, _CACHED_FLOAT_LOGITS) if on_cpu else _MAX_FLOAT_LOGITS
+    rows = max(1, most // len(weight_VH))
     loss = hidden_NH.new_zeros((), dtype=torch.float32)
     logits = torch.mm(hidden_NH, weight_VH.t())
     for start in range(0, len(targets_N), rows):
