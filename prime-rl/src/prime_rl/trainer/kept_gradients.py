@@ -48,19 +48,19 @@ def keep_gradients(model: nn.Module, world: World) -> None:
 
     They are those of the sharded parameters, as FSDP would leave them, also after `zero_grad(set_to_none=True)`. Only
     for a lone process on a CPU, and for float32 master weights: others' sums need another dtype than the gradients.
+
+    Leaves the weights gathered: `enable_scoring`, which comes next, needs them so and then shards them.
     """
     if world.world_size > 1 or world.device.type != "cpu":
         return
     sharded = dict(model.named_parameters())
-    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    for unit in units:
-        unit.unshard()
+    for unit in model.modules():
+        if isinstance(unit, FSDPModule):
+            unit.unshard()
     for name, gathered in model.named_parameters():
         if gathered.requires_grad and sharded[name].dtype == torch.float32:
             gathered.kept_gradient = KeptGradient(sharded[name])
             gathered.register_post_accumulate_grad_hook(gathered.kept_gradient.take)
-    for unit in units:
-        unit.reshard()
 
 
 def kept_gradient_of(gathered: Tensor) -> KeptGradient | None:

@@ -71,8 +71,8 @@ def setup_model(config: ModelConfig, world: World) -> nn.Module:
     if world.world_size > 1:
         _scatter_weights(full, model, home, world)
     model.train()
-    enable_scoring(model, world.device, is_compiled=config.compile is not None)
     keep_gradients(model, world)
+    enable_scoring(model, world.device, is_compiled=config.compile is not None)
     return model
 
 
