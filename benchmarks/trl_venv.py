@@ -19,15 +19,16 @@ def trl_python(directory: Path = DEFAULT_DIRECTORY) -> Path:
         subprocess.CalledProcessError: uv cannot make it.
     """
     python = directory / "bin" / "python"
-    if (
-        python.exists()
-        and subprocess.run([python, "-c", "import trl"], capture_output=True, check=False).returncode == 0
-    ):
+    same_torch = f"import trl; from importlib.metadata import version as v; exit(v('torch') != {version('torch')!r})"
+    if python.exists() and subprocess.run([python, "-c", same_torch], capture_output=True, check=False).returncode == 0:
         return python
-    same_here = [f"{name}=={version(name).partition('+')[0]}" for name in ("torch", "transformers")]
-    # Wheels that lie on this machine (a CPU build of torch, say) are taken before larger ones from the registry.
-    found_here = {"UV_FIND_LINKS": os.environ["PIP_FIND_LINKS"]} if "PIP_FIND_LINKS" in os.environ else {}
-    environment = {**found_here, **os.environ}
+    same_here = [f"{name}=={version(name)}" for name in ("torch", "transformers")]
+    environment = dict(os.environ)
+    # The same build of torch, too: that with CUDA holds 0.4 GB more in libraries. The one for CPUs is named with a "+",
+    # and lies on some machines; where both are at hand uv would take it for the other.
+    environment.pop("UV_FIND_LINKS", None)
+    if "+" in version("torch") and "PIP_FIND_LINKS" in os.environ:
+        environment["UV_FIND_LINKS"] = os.environ["PIP_FIND_LINKS"]
     subprocess.run(["uv", "venv", "-q", "--clear", "--python", "3.11", directory], check=True, env=environment)
     install = ["uv", "pip", "install", "-q", "--compile-bytecode", "--python", python, TRL, "datasets>=4.7", *same_here]
     subprocess.run(install, check=True, env=environment)
