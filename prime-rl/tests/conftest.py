@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import socket
 import string
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
 
 import prime_rl  # noqa: F401 - before any test imports torch: it decides how torch's threads wait
+from prime_rl.utils.process.ports import reserved_ports
 
 CHATML = (
     "{%- for message in messages %}"
@@ -15,6 +19,20 @@ CHATML = (
     "{%- endfor %}"
     "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
 )
+
+
+@pytest.fixture
+def zmq_port() -> Iterator[int]:
+    """A port for a ZMQ transport, which takes the next one as well: nobody else is given either while the test runs."""
+    with ExitStack() as held:
+        while True:
+            (port,) = held.enter_context(reserved_ports(1))
+            after = held.enter_context(socket.socket())
+            after.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            with suppress(OSError):  # taken: try the next pair
+                after.bind(("", port + 1))
+                break
+        yield port
 
 
 @pytest.fixture(scope="session")

@@ -156,7 +156,7 @@ def test_prometheus_reads_the_last_step_and_the_health() -> None:
 def test_a_taken_port_is_one_line(sft: dict[str, Any], world: World, tmp_path: Path) -> None:
     with reserved_ports(1) as (port,):
         config = MetricsServerConfig(host="127.0.0.1", port=port)
-    server = MetricsServer(config)
+        server = MetricsServer(config)
     with pytest.raises(MonitorError, match=f"cannot listen on 127.0.0.1:{port}: Address already in use"):
         MetricsServer(config)
     server.close()

@@ -24,7 +24,6 @@ from prime_rl.transport import (
     setup_micro_batch_sender,
 )
 from prime_rl.utils.paths import RunPaths
-from prime_rl.utils.process.ports import reserved_ports
 
 DEADLINE_S = 20
 
@@ -42,11 +41,10 @@ def row(token: int) -> MicroBatch:
 
 
 @pytest.fixture(params=["filesystem", "zmq"])
-def config(request) -> TransportConfig:
+def config(request, zmq_port: int) -> TransportConfig:
     if request.param == "filesystem":
         return FileSystemTransportConfig()
-    with reserved_ports(1) as (port,):
-        return ZMQTransportConfig(host="127.0.0.1", port=port)
+    return ZMQTransportConfig(host="127.0.0.1", port=zmq_port)
 
 
 class Ends:

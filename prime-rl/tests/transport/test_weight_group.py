@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -18,7 +19,7 @@ CPU = torch.device("cpu")
 TIMEOUT_S = 120
 
 ENGINE = """
-import sys
+import os, sys
 import torch
 from safetensors.torch import save_file
 from prime_rl.transport.weights import WeightGroup
@@ -27,13 +28,15 @@ port, target = int(sys.argv[1]), sys.argv[2]
 group = WeightGroup(("127.0.0.1", port), rank=1, size=2, device=torch.device("cpu"), timeout_s=120)
 for version in (1, 2):
     save_file({name: part.clone() for name, part in group.receive(version)}, f"{target}/{version}.safetensors")
+os._exit(0)
 """
+"""Engines end so, too: gloo's threads and Python's end do not go together."""
 
 
 @pytest.fixture
-def port() -> int:
+def port() -> Iterator[int]:
     with reserved_ports(1) as (port,):
-        return port
+        yield port
 
 
 def weights_of(seed: int) -> dict[str, torch.Tensor]:

@@ -12,15 +12,13 @@ from prime_rl.configs.shared import ZMQTransportConfig
 from prime_rl.transport import TrainingBatch, TrainingSample, TransportError, setup_batch_receiver, setup_batch_sender
 from prime_rl.transport.sockets import ZMQMicroBatchReceiver, ZMQMicroBatchSender
 from prime_rl.utils.paths import RunPaths
-from prime_rl.utils.process.ports import reserved_ports
 
 DEADLINE_S = 20
 
 
 @pytest.fixture
-def config() -> ZMQTransportConfig:
-    with reserved_ports(1) as (port,):
-        return ZMQTransportConfig(host="127.0.0.1", port=port)
+def config(zmq_port: int) -> ZMQTransportConfig:
+    return ZMQTransportConfig(host="127.0.0.1", port=zmq_port)
 
 
 @pytest.fixture

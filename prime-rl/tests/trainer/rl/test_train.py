@@ -22,7 +22,6 @@ from prime_rl.trainer.rl.run import train
 from prime_rl.transport import setup_batch_sender
 from prime_rl.transport.messages import TrainingBatch, TrainingSample
 from prime_rl.utils.paths import RunPaths, stable_steps
-from prime_rl.utils.process.ports import reserved_ports
 
 MODULE = "prime_rl.trainer.rl.train"
 UNEVEN_LENGTHS = 2 * (400, 31, 250, 390, 380, 120, 395, 300, 60, 370, 385, 45)
@@ -139,15 +138,15 @@ def config_of(out: Path, model: Path, **settings) -> TrainerConfig:
     return TrainerConfig(output_dir=out, model=model_config, **fixed | settings)
 
 
-def test_several_updates_a_batch_are_one_version_and_the_same_for_two_processes(tmp_path, tiny_model_dir) -> None:
+def test_several_updates_a_batch_are_one_version_and_the_same_for_two_processes(
+    tmp_path, tiny_model_dir, zmq_port
+) -> None:
     """One process gets its batch through a file; two get it, and their rows, through sockets."""
     alone, together = tmp_path / "alone", tmp_path / "together"
-    with reserved_ports(1) as (port,):
-        sockets = ZMQTransportConfig(port=port)
-    sender = setup_batch_sender(sockets, RunPaths(together).orchestrator)
-    sender.send(batch(0))
     options = ["--max-steps", "1", "--minibatches", "3", "--loss.type", "decoupled"]
-    options += ["--rollout-transport.type", "zmq", "--rollout-transport.port", str(port)]
+    options += ["--rollout-transport.type", "zmq", "--rollout-transport.port", str(zmq_port)]
+    sender = setup_batch_sender(ZMQTransportConfig(port=zmq_port), RunPaths(together).orchestrator)
+    sender.send(batch(0))
     result = trained(together, tiny_model_dir, *options, processes=2)
     sender.close()
     assert result.returncode == 0, result.stdout + result.stderr
