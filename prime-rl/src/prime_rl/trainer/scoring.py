@@ -42,9 +42,9 @@ def score_tokens(
 ) -> Result:
     """Run one packed row of T tokens and return `score(hidden_TH, logits_of)`.
 
-    `hidden_TH` are the final hidden states; entry t predicts token t + 1, and that of a sequence's last token has no
-    meaning. Sequences of the row start where a position is not the previous one plus 1, and never see each other.
-    `score` returns a tensor or a tuple of tensors; it must not keep `logits_of`.
+    `hidden_TH` are the final hidden states; entry t predicts token t + 1. Sequences of the row start where a position
+    is not the previous one plus 1, and never see each other. `score` returns a tensor or a tuple of tensors; it must
+    not keep `logits_of`.
     """
     return model.score_tokens(input_ids_1T, position_ids_1T, score)
 
@@ -152,7 +152,7 @@ def _are_scored(model: nn.Module, device: torch.device, tried: Sequence[Tried]) 
     row_1T, places_1T = (torch.tensor(of_row, device=device)[None] for of_row in (row, places))
     ours = score_tokens(model, row_1T, places_1T, lambda hidden, logits_of: logits_of(hidden)).float()
     of_each = ours.split([len(sequence.tokens) for sequence in tried])
-    return [_is_close(mine[:-1], sequence.logits_TV[:-1]) for mine, sequence in zip(of_each, tried, strict=True)]
+    return [_is_close(mine, sequence.logits_TV) for mine, sequence in zip(of_each, tried, strict=True)]
 
 
 def _is_close(ours: Tensor, own: Tensor) -> bool:

@@ -2,13 +2,14 @@
 
 RL trains on groups of answers to one prompt. A token's hidden states depend on the tokens before it and nothing else,
 so the copies of a prompt have the same ones. Here the tokens of a row become a tree: tokens with the same past are one
-node. A sequence's last token, which predicts none, is left out. The model runs over the nodes; its attention alone sees
-whole sequences again. Results and gradients are those of the sequences one by one, up to rounding.
+node. The model runs over the nodes; its attention alone sees whole sequences again. Results and gradients are those
+of the sequences one by one, up to rounding.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -30,7 +31,6 @@ class PrefixTree:
     """T tokens of S sequences as N nodes. Attention takes them as S rows, as wide as the longest sequence (W)."""
 
     node_of_token_T: Tensor
-    """That of a sequence's last token is of no meaning."""
     token_of_node_N: Tensor
     """One of the tokens that the node stands for. The last nodes may stand for none, and are never read."""
     node_of_cell_SW: Tensor
@@ -57,11 +57,11 @@ def find_shared_prefixes(input_ids_1T: Tensor, position_ids_1T: Tensor) -> Prefi
     """The tree of a packed row, or None where no two sequences begin alike."""
     ids, positions = input_ids_1T[0].cpu().numpy(), position_ids_1T[0].cpu().numpy()
     starts = sequence_starts(positions)
-    ends = [*starts[1:].tolist(), len(ids)]
-    spans = [range(start, max(start + 1, end - 1)) for start, end in zip(starts.tolist(), ends, strict=True)]
+    bounds = [*starts.tolist(), len(ids)]
+    spans = [range(*pair) for pair in pairwise(bounds)]
     # Side by side in order, each sequence has its longest common beginning with the one before it.
     spans.sort(key=lambda span: (positions[span.start], ids[span.start : span.stop].tolist()))
-    node_of_token = np.zeros(len(ids), dtype=np.int64)
+    node_of_token = np.empty(len(ids), dtype=np.int64)
     tokens: list[np.ndarray] = []
     count = 0
     before = range(0)
@@ -73,7 +73,7 @@ def find_shared_prefixes(input_ids_1T: Tensor, position_ids_1T: Tensor) -> Prefi
         tokens.append(own)
         count += len(own)
         before = span
-    if count == sum(map(len, spans)):
+    if count == len(ids):
         return None
     # Nodes that nobody reads, so that linear layers see few different numbers of rows.
     tokens.append(np.zeros(row_count(count) - count, dtype=np.int64))
