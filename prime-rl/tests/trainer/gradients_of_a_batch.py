@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from prime_rl.configs.trainer import AdamWConfig, DefaultLossConfig, ModelConfig, MuonConfig, OptimizerConfig, SGDConfig
+from prime_rl.trainer.leaving import leaving_at_once
 from prime_rl.trainer.model import setup_model
 from prime_rl.trainer.optim import clip_gradients, setup_optimizer
 from prime_rl.trainer.rl.loss import setup_loss
@@ -121,4 +122,5 @@ def trained_weights(config: ModelConfig, optim: OptimizerConfig, world: World) -
     return gather_weights(model, torch.float32)
 
 
-main(sys.argv[1], Path(sys.argv[2]))
+with leaving_at_once():
+    main(sys.argv[1], Path(sys.argv[2]))

@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 from prime_rl.configs.sft import SFTConfig
+from prime_rl.trainer.leaving import leaving_at_once
 from prime_rl.trainer.sft import packing
 from prime_rl.trainer.sft.run import run
 from prime_rl.utils.pydantic_config import parse_argv_or_exit
@@ -27,4 +28,5 @@ def main() -> None:
     raise SystemExit(code)
 
 
-main()
+with leaving_at_once():
+    main()

@@ -9,6 +9,7 @@ from itertools import islice
 from prime_rl.configs.sft import FakeDataConfig, SFTConfig
 from prime_rl.configs.trainer import CheckpointConfig
 from prime_rl.trainer.ckpt import Progress, TrainState
+from prime_rl.trainer.leaving import leaving_at_once
 from prime_rl.trainer.model import setup_model
 from prime_rl.trainer.optim import setup_optimizer
 from prime_rl.trainer.scheduler import setup_scheduler
@@ -63,4 +64,5 @@ def resume_half_way(config: SFTConfig, world: World) -> None:
     run_in("halves", CheckpointConfig(resume_step=3))
 
 
-main()
+with leaving_at_once():
+    main()
