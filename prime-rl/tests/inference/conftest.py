@@ -52,6 +52,7 @@ SIZES = {
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 SMALL_MODELS = {
     "qwen3": ("Qwen3Config", {"head_dim": 8}),
+    "qwen3_with_tied_head": ("Qwen3Config", {"head_dim": 8, "tie_word_embeddings": True}),
     "qwen2": ("Qwen2Config", {}),
     "llama": ("LlamaConfig", {}),
     "llama_with_gelu": ("LlamaConfig", {"hidden_act": "gelu"}),

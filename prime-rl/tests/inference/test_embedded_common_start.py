@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, MistralConfig, Qwen3Config
+from transformers import AutoModelForCausalLM
 
 from prime_rl.inference.embedded import common_start
 from prime_rl.inference.embedded.attention import SlotStep, attend
@@ -23,20 +24,6 @@ GROUPS = [16, 12, 10, 1, 1]
 """Rows of each group."""
 LENGTH = 18
 """Tokens that every group has in common."""
-SIZES = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 256,
-}
-ARCHITECTURES = {
-    "qwen3": Qwen3Config(**SIZES, tie_word_embeddings=True),
-    "mistral_with_window": MistralConfig(**SIZES, sliding_window=9),
-}
 PROMPTS = [tuple((5 + 7 * index + 3 * place) % 64 for place in range(20 + 2 * index)) for index in range(4)]
 
 
@@ -79,18 +66,12 @@ def test_rows_are_attended_to_one_by_one_where_that_is_faster(groups, length) ->
     assert CommonStart.of(origins_of(groups, length), CPU) is None
 
 
-@pytest.fixture(params=ARCHITECTURES)
-def directories(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, Path]:
+@pytest.fixture(params=["qwen3_with_tied_head", "mistral_with_window"])
+def directories(request: pytest.FixtureRequest, small_model: Callable[..., Path], tmp_path: Path) -> tuple[Path, Path]:
     """Two versions of a model."""
-    made = tmp_path / "start", tmp_path / "step_1"
-    for seed, directory in enumerate(made):
-        with torch.random.fork_rng():
-            torch.manual_seed(seed)
-            model = AutoModelForCausalLM.from_config(ARCHITECTURES[request.param])
-            for parameter in model.parameters():
-                parameter.data *= 4  # nearly uniform tokens would hide errors
-            model.save_pretrained(directory)
-    return made
+    newer = tmp_path / "step_1"
+    newer.symlink_to(small_model(request.param, seed=1))
+    return small_model(request.param), newer
 
 
 @torch.no_grad()

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.functional import linear, silu
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
+from transformers import AutoModelForCausalLM
 
 from prime_rl.inference.embedded.adapters import Adapter, LowRank, StepAdapters
 from prime_rl.inference.embedded.model import ModelRunner, load_model
@@ -18,20 +18,6 @@ from prime_rl.inference.embedded.weights import read_weights
 SITE = ("first", "second")
 NUM_TOKENS = (1, 3, 200)
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
-SIZES = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 64,
-}
-HEADS = {
-    "tied": Qwen3Config(**SIZES, tie_word_embeddings=True),
-    "of its own": LlamaConfig(**SIZES, tie_word_embeddings=False),
-}
 
 
 @pytest.fixture(autouse=True)
@@ -102,17 +88,13 @@ def test_other_number_formats_are_left_to_pytorch() -> None:
     assert product(torch.ones(2, 32, dtype=torch.float16)).shape == (2, 48)
 
 
-@pytest.mark.parametrize("name", HEADS)
-def test_new_weights_reach_every_product_and_the_head(name, tmp_path) -> None:
-    for seed, directory in enumerate(("start", "step_1")):
-        with torch.random.fork_rng():
-            torch.manual_seed(seed)
-            AutoModelForCausalLM.from_config(HEADS[name]).save_pretrained(tmp_path / directory)
-    model, _ = load_model(str(tmp_path / "start"), "float32", torch.device("cpu"))
+@pytest.mark.parametrize("name", ["qwen3_with_tied_head", "llama"])
+def test_new_weights_reach_every_product_and_the_head(name, small_model) -> None:
+    start, newer = (small_model(name, seed=seed) for seed in (0, 1))
+    model, _ = load_model(str(start), "float32", torch.device("cpu"))
     runner = ModelRunner(model, 1 << 24)
-    newer = tmp_path / "step_1"
     runner.load_weights(read_weights(newer), newer)
     reference = AutoModelForCausalLM.from_pretrained(newer, dtype=torch.float32)
     prompt = [3, 1, 4, 1, 5, 9, 2, 6]
     logits, _ = runner.forward([], [prompt], [0])
-    torch.testing.assert_close(logits, reference(torch.tensor([prompt])).logits[0, -1:], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(logits, reference(torch.tensor([prompt])).logits[0, -1:], atol=1e-4, rtol=1e-4)
