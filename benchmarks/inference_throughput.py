@@ -26,12 +26,12 @@ import torch
 import uvicorn
 from transformers import AutoModelForCausalLM, GenerationConfig, Qwen3Config
 
-from prime_rl.inference.embedded.api import Api
-from prime_rl.inference.embedded.engine import Engine
-from prime_rl.inference.embedded.generation import GenerationRequest, SamplingParams
-from prime_rl.inference.embedded.model import ModelRunner, load_model
-from prime_rl.inference.embedded.scheduler import Limits
-from prime_rl.inference.embedded.service import ServedModel, Service
+from prime_rl.inference.embedded.engine.engine import Engine
+from prime_rl.inference.embedded.engine.generation import GenerationRequest, SamplingParams
+from prime_rl.inference.embedded.engine.model import ModelRunner, load_model
+from prime_rl.inference.embedded.engine.scheduler import Limits
+from prime_rl.inference.embedded.http.api import Api
+from prime_rl.inference.embedded.http.service import ServedModel, Service
 
 PROMPT_TOKENS, NEW_TOKENS, TURN_TOKENS = 32, 64, 64
 Prompts = Sequence[tuple[int, ...]]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from medarc_rl.backends.slurm import NODE_GPUS
 from medarc_rl.errors import UsageError
-from medarc_rl.launchers.slurm import NODE_GPUS
 from medarc_rl.utils import OwnedKeys
 from prime_rl.configs.rl import RLConfig
 from prime_rl.configs.sft import SFTConfig

@@ -11,10 +11,10 @@ from typing import Annotated, Any
 
 import typer
 
+from medarc_rl.backends.slurm import NODE_GPUS, BatchJob, SlurmRequest, log_file, render, sbatch_argv, sh_quote
 from medarc_rl.cli import add_command, new_app, say, warn
 from medarc_rl.deployment import GpuSplit, advice, check_rl, sft_gpus, sft_owned
 from medarc_rl.errors import MedarcError, UsageError
-from medarc_rl.launchers.slurm import NODE_GPUS, BatchJob, SlurmRequest, log_file, render, sbatch_argv, sh_quote
 from medarc_rl.utils import (
     Run,
     check_startable,
@@ -26,7 +26,7 @@ from medarc_rl.utils import (
 )
 from prime_rl.configs.rl import RLConfig
 from prime_rl.configs.sft import SFTConfig
-from prime_rl.utils.paths import replacing_file
+from prime_rl.utils.files import replacing_file
 
 Option = typer.Option
 

@@ -14,6 +14,7 @@ from uuid import uuid4
 
 import typer
 
+from medarc_rl.backends.slurm import NODE_GPUS, sh_quote
 from medarc_rl.cli import add_command, new_app, say, warn
 from medarc_rl.deployment import GpuSplit, advice, check_rl, sft_gpus, sft_owned
 from medarc_rl.errors import MedarcError, UsageError
@@ -21,17 +22,16 @@ from medarc_rl.launchers import rl_local
 from medarc_rl.launchers.foreground import ForegroundChild
 from medarc_rl.launchers.gpus import SINGLE_GPU_VARIABLE
 from medarc_rl.launchers.rl_plan import component_configs
-from medarc_rl.launchers.slurm import NODE_GPUS, sh_quote
 from medarc_rl.place import Place, find_place
 from medarc_rl.utils import check_startable, load_run, prepare_directory, write_components
 from prime_rl.configs.eval import OfflineEvalConfig
-from prime_rl.configs.not_built import unbuilt_faults
 from prime_rl.configs.rl import RLConfig
 from prime_rl.configs.sft import SFTConfig
-from prime_rl.utils.paths import RunPaths
-from prime_rl.utils.process import reserved_ports
-from prime_rl.utils.process.children import SFT_TRAINER, TorchJob
-from prime_rl.utils.process.devices import MASK_VARIABLE, thread_env, usable_cores
+from prime_rl.configs.surface.not_built import unbuilt_faults
+from prime_rl.launch import reserved_ports
+from prime_rl.launch.devices import MASK_VARIABLE, thread_env, usable_cores
+from prime_rl.launch.programs import SFT_TRAINER, TorchJob
+from prime_rl.run.paths import RunPaths
 from prime_rl.utils.pydantic_config import dump_toml
 
 Option = typer.Option

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from medarc_rl.errors import UsageError
-from prime_rl.utils.process.devices import (
+from prime_rl.launch.devices import (
     MASK_VARIABLE,
     DeviceError,
     choose_device,

@@ -11,14 +11,14 @@ from typing import Any, Generic, TypeVar
 
 from medarc_rl.cli import warn
 from medarc_rl.errors import MedarcError, UsageError
-from prime_rl.configs.not_built import unbuilt_faults
-from prime_rl.configs.root import RootConfig
-from prime_rl.utils.paths import OutputDirInUse, RunPaths
-from prime_rl.utils.process.run_dir import RunDirError, check_run_dir, prepare_run_dir, write_configs
+from prime_rl.configs.surface.not_built import unbuilt_faults
+from prime_rl.configs.surface.root import RootConfig
+from prime_rl.run.directory import OutputDirInUse, RunDirError, check_run_dir, prepare_run_dir, write_configs
+from prime_rl.run.paths import RunPaths
 from prime_rl.utils.pydantic_config import BaseSettings, ConfigError, load_config, showing_warnings
 from prime_rl.utils.pydantic_config.arguments import arguments_layer, is_boolean_flag, parse_arguments
-from prime_rl.utils.pydantic_config.files import read_files, section_of, split_files
 from prime_rl.utils.pydantic_config.layers import Layer, merge_layers, value_at
+from prime_rl.utils.pydantic_config.toml_files import read_files, section_of, split_files
 
 ConfigT = TypeVar("ConfigT", bound=RootConfig)
 

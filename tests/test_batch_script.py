@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from medarc_rl.errors import HeaderError, UsageError
-from medarc_rl.launchers.slurm import (
+from medarc_rl.backends.slurm import (
     BatchJob,
     SlurmRequest,
     header,
@@ -23,7 +22,8 @@ from medarc_rl.launchers.slurm import (
     sh_quote,
     walltime_s,
 )
-from prime_rl.utils.paths import RunPaths
+from medarc_rl.errors import HeaderError, UsageError
+from prime_rl.run.paths import RunPaths
 
 HOSTILE = {
     "spaces": "two  words ",

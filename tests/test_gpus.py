@@ -6,7 +6,7 @@ from medarc_rl.errors import UsageError
 from medarc_rl.launchers.gpus import mask_for_vllm, split_gpus
 from medarc_rl.launchers.rl_local import choose_gpus
 from prime_rl.configs.rl import RLConfig
-from prime_rl.utils.process.devices import GpuAssignment
+from prime_rl.launch.devices import GpuAssignment
 
 INDICES = {"GPU-1a2b3c": "0", "GPU-1a9999": "1", "GPU-77": "2"}
 

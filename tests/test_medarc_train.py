@@ -162,7 +162,7 @@ def test_what_is_not_built_is_refused_before_the_start(launches: Launches, rl_to
 
 @pytest.fixture
 def node_with_two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("prime_rl.utils.process.devices.machine_gpus", lambda dev=None: ("0", "1"))
+    monkeypatch.setattr("prime_rl.launch.devices.machine_gpus", lambda dev=None: ("0", "1"))
     monkeypatch.setattr("medarc_rl.place.machine_gpus", lambda: ("0", "1"))
 
 
@@ -186,6 +186,6 @@ def test_more_gpus_than_there_are_is_an_error(node_with_two_gpus) -> None:
 
 
 def test_cuda_without_a_gpu_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("prime_rl.utils.process.devices.machine_gpus", lambda dev=None: ())
+    monkeypatch.setattr("prime_rl.launch.devices.machine_gpus", lambda dev=None: ())
     with pytest.raises(UsageError, match="cuda"):
         find_place("cuda", 1, {})

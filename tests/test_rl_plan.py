@@ -6,10 +6,10 @@ import pytest
 
 from medarc_rl.launchers.rl_plan import Ports, Site, plan_run
 from prime_rl.configs.rl import RLConfig
-from prime_rl.utils.paths import RunPaths
-from prime_rl.utils.process import ProcessSpec
-from prime_rl.utils.process.children import Programs
-from prime_rl.utils.process.devices import GpuAssignment
+from prime_rl.launch import ProcessSpec
+from prime_rl.launch.devices import GpuAssignment
+from prime_rl.launch.programs import Programs
+from prime_rl.run.paths import RunPaths
 
 PATHS = RunPaths(Path("out"))
 

@@ -16,8 +16,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from prime_rl.run.paths import RunPaths
 from prime_rl.transport.messages import TrainingBatch, TrainingSample
-from prime_rl.utils.paths import RunPaths
 
 ROOT = Path(__file__).resolve().parents[1]
 NUM_STEPS, SAVED_VERSION = 4, 2

@@ -10,7 +10,7 @@ from types import FrameType, TracebackType
 from typing import Self
 from uuid import uuid4
 
-from prime_rl.utils.process import reaper
+from prime_rl.launch import reaper
 
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 GRACE_S = 90.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from medarc_rl.errors import UsageError
-from prime_rl.utils.process.devices import MASK_VARIABLE, GpuAssignment, assign_gpus
+from prime_rl.launch.devices import MASK_VARIABLE, GpuAssignment, assign_gpus
 
 SINGLE_GPU_VARIABLE = "MEDARC_SINGLE_GPU"
 """`1`: inference and trainer share the one GPU."""

@@ -15,19 +15,13 @@ from pathlib import Path
 from uuid import uuid4
 
 from medarc_rl.errors import MedarcError, UsageError
-from medarc_rl.launchers.caches import private_caches
-from medarc_rl.launchers.display import display_for
 from medarc_rl.launchers.gpus import SINGLE_GPU_VARIABLE, split_gpus
-from medarc_rl.launchers.launch_log import LaunchLog
-from medarc_rl.launchers.progress import RunProgress
 from medarc_rl.launchers.rl_plan import Device, Ports, Site, component_configs, plan_run, resume_step_of
-from medarc_rl.launchers.watcher import Watcher, watching
-from prime_rl.configs.not_built import unbuilt_faults
 from prime_rl.configs.rl import RLConfig
-from prime_rl.utils.paths import OutputDirInUse, RunPaths, stable_steps
-from prime_rl.utils.process import CannotStart, Follower, LocalHost, Outcome, Supervisor, reserved_ports
-from prime_rl.utils.process.children import Programs, process_counts
-from prime_rl.utils.process.devices import (
+from prime_rl.configs.surface.not_built import unbuilt_faults
+from prime_rl.launch import CannotStart, Follower, LocalHost, Outcome, Supervisor, reserved_ports
+from prime_rl.launch.caches import private_caches
+from prime_rl.launch.devices import (
     DeviceError,
     GpuAssignment,
     assign_gpus,
@@ -37,8 +31,14 @@ from prime_rl.utils.process.devices import (
     usable_cores,
     usable_gpus,
 )
-from prime_rl.utils.process.run_dir import RunDirError, check_run_dir, prepare_run_dir, write_configs
+from prime_rl.launch.launch_log import LaunchLog
+from prime_rl.launch.programs import Programs, process_counts
+from prime_rl.run.directory import OutputDirInUse, RunDirError, check_run_dir, prepare_run_dir, write_configs
+from prime_rl.run.paths import RunPaths, stable_steps
 from prime_rl.utils.pydantic_config import parse_argv_or_exit
+from prime_rl.watch.display import display_for
+from prime_rl.watch.progress import RunProgress
+from prime_rl.watch.watcher import Watcher, watching
 
 
 def rl_local(config: RLConfig, bin_dir: Path | None = None) -> int:

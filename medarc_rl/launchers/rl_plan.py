@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from medarc_rl.launchers.caches import cache_env
 from medarc_rl.launchers.gpus import mask_for_vllm
 from prime_rl.configs.rl import RLConfig
-from prime_rl.utils.paths import RunPaths
-from prime_rl.utils.process import ProcessSpec
-from prime_rl.utils.process.children import (
+from prime_rl.launch import ProcessSpec
+from prime_rl.launch.caches import cache_env
+from prime_rl.launch.devices import GpuAssignment, allocator_env, mask
+from prime_rl.launch.programs import (
     RL_TRAINER,
     Programs,
     TorchJob,
@@ -23,7 +23,7 @@ from prime_rl.utils.process.children import (
     resume_flags,
     trainer_spec,
 )
-from prime_rl.utils.process.devices import GpuAssignment, allocator_env, mask
+from prime_rl.run.paths import RunPaths
 from prime_rl.utils.pydantic_config import BaseSettings
 
 Device = Literal["cuda", "cpu"]

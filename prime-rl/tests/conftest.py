@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import prime_rl  # noqa: F401 - before any test imports torch: it decides how torch's threads wait
-from prime_rl.utils.process.ports import reserved_ports
+from prime_rl.launch.ports import reserved_ports
 
 CHATML = (
     "{%- for message in messages %}"

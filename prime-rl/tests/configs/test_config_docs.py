@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from prime_rl.configs.docs import ROOTS, reference
-from prime_rl.configs.not_built import NOT_BUILT, NotBuilt, refuse_unbuilt, unbuilt_faults
 from prime_rl.configs.rl import RLConfig
-from prime_rl.configs.root import RootConfig
 from prime_rl.configs.sft import SFTConfig
+from prime_rl.configs.surface.docs import ROOTS, reference
+from prime_rl.configs.surface.not_built import NOT_BUILT, NotBuilt, refuse_unbuilt, unbuilt_faults
+from prime_rl.configs.surface.root import RootConfig
 from prime_rl.utils.pydantic_config import load_config
 from prime_rl.utils.pydantic_config.describe import field_doc
 from prime_rl.utils.pydantic_config.schema import walk_fields
@@ -21,7 +21,7 @@ RL = ("--trainer", "--orchestrator", "--inference")
 
 @pytest.mark.skipif(not PAGE.is_file(), reason="docs/config.md is not beside this package (an installed prime-rl)")
 def test_the_reference_is_current() -> None:
-    advice = "run: python -m prime_rl.configs.docs > docs/config.md"
+    advice = "run: python -m prime_rl.configs.surface.docs > docs/config.md"
     assert PAGE.read_text() == reference(), advice
 
 
@@ -57,7 +57,9 @@ def test_a_run_is_refused_for_what_is_not_built(capsys) -> None:
 
 
 def test_what_is_not_built_is_found_in_every_item_of_a_list(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("prime_rl.configs.not_built.NOT_BUILT", (NotBuilt("orchestrator.eval.env.skip_first", "why"),))
+    monkeypatch.setattr(
+        "prime_rl.configs.surface.not_built.NOT_BUILT", (NotBuilt("orchestrator.eval.env.skip_first", "why"),)
+    )
     eval_env = '{"env": [{"id": "x"}, {"id": "y", "skip_first": 3}]}'
     run = load_config(RLConfig, [], [*RL, "--orchestrator.eval", eval_env])
     assert unbuilt_faults(run) == ["orchestrator.eval.env.1.skip_first = 3 is not built yet: why"]

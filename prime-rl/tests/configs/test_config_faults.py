@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from prime_rl.configs.docs import ROOTS
 from prime_rl.configs.env_server import EnvServerConfig
 from prime_rl.configs.inference import InferenceConfig
 from prime_rl.configs.orchestrator import OrchestratorConfig
-from prime_rl.configs.renamed import RENAMED, new_name
 from prime_rl.configs.rl import RLConfig
 from prime_rl.configs.sft import SFTConfig
+from prime_rl.configs.surface.docs import ROOTS
+from prime_rl.configs.surface.renamed import RENAMED, new_name
 from prime_rl.configs.trainer import TrainerConfig
 from prime_rl.utils.pydantic_config import ConfigError, load_config, parse_argv_or_exit
 from prime_rl.utils.pydantic_config.schema import walk_fields

@@ -11,8 +11,8 @@ import pytest
 from prime_rl.configs.rl import RLConfig
 from prime_rl.configs.sft import SFTConfig
 from prime_rl.entrypoints import rl, sft
-from prime_rl.utils.paths import RunPaths
-from prime_rl.utils.process.devices import GpuAssignment
+from prime_rl.launch.devices import GpuAssignment
+from prime_rl.run.paths import RunPaths
 
 STAND_IN = """#!{python}
 import json, os, signal, sys

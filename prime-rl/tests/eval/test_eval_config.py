@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from prime_rl.configs.eval import OfflineEvalConfig
-from prime_rl.configs.not_built import unbuilt_faults
+from prime_rl.configs.surface.not_built import unbuilt_faults
 from prime_rl.utils.pydantic_config import ConfigError, load_config
 
 

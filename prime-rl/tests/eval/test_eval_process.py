@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from prime_rl.utils.process import reserved_ports
+from prime_rl.launch import reserved_ports
 
 ENVIRONMENT = """
 import verifiers as vf

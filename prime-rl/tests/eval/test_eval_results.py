@@ -13,8 +13,8 @@ from prime_rl.eval.errors import MissingSteps, OtherEvaluation
 from prime_rl.eval.report import Row, print_table
 from prime_rl.eval.results import Key, Result, ResultsFile
 from prime_rl.eval.settings import check_settings, save_settings
-from prime_rl.orchestrator.rollout import ExampleRef, Rollout
-from prime_rl.utils.paths import EvalPaths
+from prime_rl.orchestrator.rollouts.rollout import ExampleRef, Rollout
+from prime_rl.run.paths import EvalPaths
 
 SETTINGS = {"model": "tiny", "sampling": {"top_p": None}, "environments": {"a": {"args": {"seed": 1}}}}
 

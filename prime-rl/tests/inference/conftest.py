@@ -20,7 +20,7 @@ import httpx
 import pytest
 import torch
 
-from prime_rl.utils.process import reserved_ports
+from prime_rl.launch import reserved_ports
 
 READY = "Inference ready"
 

@@ -16,14 +16,14 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from prime_rl.inference.adapters import AdapterMissing
-from prime_rl.inference.checkpoints import WeightError
-from prime_rl.inference.embedded.adapters import AdapterLimits
-from prime_rl.inference.embedded.engine import Engine
+from prime_rl.inference.adapter_files import AdapterMissing
+from prime_rl.inference.checkpoint_files import WeightError
+from prime_rl.inference.embedded.engine.engine import Engine
+from prime_rl.inference.embedded.engine.generation import Generation, GenerationRequest, SamplingParams
+from prime_rl.inference.embedded.engine.lora import AdapterLimits
+from prime_rl.inference.embedded.engine.model import ModelRunner, load_model
+from prime_rl.inference.embedded.engine.scheduler import Limits
 from prime_rl.inference.embedded.errors import GenerationFailed
-from prime_rl.inference.embedded.generation import Generation, GenerationRequest, SamplingParams
-from prime_rl.inference.embedded.model import ModelRunner, load_model
-from prime_rl.inference.embedded.scheduler import Limits
 
 ARCHITECTURES = ("qwen3", "qwen2", "llama", "mistral_with_window", "qwen3_moe", "gemma3")
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]

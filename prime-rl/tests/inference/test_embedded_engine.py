@@ -11,12 +11,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from prime_rl.inference.embedded.engine import Engine
+from prime_rl.inference.embedded.engine.engine import Engine
+from prime_rl.inference.embedded.engine.generation import Completion, GenerationRequest, SamplingParams
+from prime_rl.inference.embedded.engine.model import ModelRunner, load_model
+from prime_rl.inference.embedded.engine.scheduler import Limits
+from prime_rl.inference.embedded.engine.weights import read_weights
 from prime_rl.inference.embedded.errors import EngineBusy, EngineStopped, GenerationFailed, UnsupportedModel
-from prime_rl.inference.embedded.generation import Completion, GenerationRequest, SamplingParams
-from prime_rl.inference.embedded.model import ModelRunner, load_model
-from prime_rl.inference.embedded.scheduler import Limits
-from prime_rl.inference.embedded.weights import read_weights
 
 ARCHITECTURES = ("qwen3", "qwen2", "llama", "mistral_with_window", "qwen3_moe")
 PROMPTS = [tuple((5 + 7 * index + place) % 64 for place in range(2 + 3 * index)) for index in range(6)]

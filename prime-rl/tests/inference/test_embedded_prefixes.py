@@ -11,10 +11,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from prime_rl.inference.embedded.engine import Engine
-from prime_rl.inference.embedded.generation import Completion, GenerationRequest, SamplingParams
-from prime_rl.inference.embedded.model import ModelRunner, load_model
-from prime_rl.inference.embedded.scheduler import Limits
+from prime_rl.inference.embedded.engine.engine import Engine
+from prime_rl.inference.embedded.engine.generation import Completion, GenerationRequest, SamplingParams
+from prime_rl.inference.embedded.engine.model import ModelRunner, load_model
+from prime_rl.inference.embedded.engine.scheduler import Limits
 
 PROMPT = tuple((5 + 7 * place) % 64 for place in range(40))
 OTHER = tuple((1 + 3 * place) % 64 for place in range(40))

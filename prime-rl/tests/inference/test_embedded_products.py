@@ -10,10 +10,10 @@ from torch import nn
 from torch.nn.functional import linear, silu
 from transformers import AutoModelForCausalLM
 
-from prime_rl.inference.embedded.adapters import Adapter, LowRank, StepAdapters
-from prime_rl.inference.embedded.model import ModelRunner, load_model
-from prime_rl.inference.embedded.products import Product, by_onednn
-from prime_rl.inference.embedded.weights import read_weights
+from prime_rl.inference.embedded.cpu.products import Product, by_onednn
+from prime_rl.inference.embedded.engine.lora import Adapter, LowRank, StepAdapters
+from prime_rl.inference.embedded.engine.model import ModelRunner, load_model
+from prime_rl.inference.embedded.engine.weights import read_weights
 
 SITE = ("first", "second")
 NUM_TOKENS = (1, 3, 200)

@@ -8,8 +8,8 @@ from collections import Counter
 import pytest
 import torch
 
-from prime_rl.inference.embedded.generation import GenerationRequest, SamplingParams, Sequence
-from prime_rl.inference.embedded.sampling import BatchSampler, Drawn, prompt_logprobs
+from prime_rl.inference.embedded.engine.generation import GenerationRequest, SamplingParams, Sequence
+from prime_rl.inference.embedded.engine.sampling import BatchSampler, Drawn, prompt_logprobs
 
 LOGITS = [2.0, 1.0, 0.0, -1.0, -torch.inf]
 CPU = torch.device("cpu")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from prime_rl.inference.embedded.engine.text import StopStrings, Text, generation_defaults, load_text
 from prime_rl.inference.embedded.errors import ModelNotFound, TemplateFailed
-from prime_rl.inference.embedded.text import StopStrings, Text, generation_defaults, load_text
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ import pytest
 
 from prime_rl.configs.inference import InferenceConfig
 from prime_rl.inference.server import choose_backend, embedded_faults
-from prime_rl.utils.process import reserved_ports
+from prime_rl.launch import reserved_ports
 from prime_rl.utils.pydantic_config import load_config
 
 

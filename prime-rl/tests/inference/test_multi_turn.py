@@ -11,9 +11,9 @@ import verifiers as vf
 from datasets import Dataset
 
 from prime_rl.configs.shared import ClientConfig
-from prime_rl.orchestrator.inference_server import InferenceServer
-from prime_rl.orchestrator.rollout import ExampleRef, Rollout, read_rollout
-from prime_rl.orchestrator.trajectories import to_samples
+from prime_rl.orchestrator.rollouts.rollout import ExampleRef, Rollout, read_rollout
+from prime_rl.orchestrator.rollouts.trajectories import to_samples
+from prime_rl.orchestrator.servers.server import InferenceServer
 
 NUM_TURNS = 4
 

@@ -22,9 +22,9 @@ from starlette.routing import Route
 
 from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.orchestrator.orchestrator import run
-from prime_rl.orchestrator.rollout import ExampleRef, Rollout, Turn
+from prime_rl.orchestrator.rollouts.rollout import ExampleRef, Rollout, Turn
+from prime_rl.run.paths import OrchestratorPaths
 from prime_rl.utils.logger import setup_logger
-from prime_rl.utils.paths import OrchestratorPaths
 from prime_rl.utils.pydantic_config import load_config
 
 MODEL = "letters"

@@ -3,9 +3,14 @@ from __future__ import annotations
 import pytest
 
 from prime_rl.configs.orchestrator import CustomAdvantageConfig, DefaultAdvantageConfig
-from prime_rl.orchestrator.advantage import AdvantageInputs, AdvantageOutputs, assign_advantages, setup_advantage
+from prime_rl.orchestrator.batches.advantage import (
+    AdvantageInputs,
+    AdvantageOutputs,
+    assign_advantages,
+    setup_advantage,
+)
 from prime_rl.orchestrator.errors import OrchestratorError
-from prime_rl.orchestrator.rollout import Group
+from prime_rl.orchestrator.rollouts.rollout import Group
 
 
 def rank_by_length(inputs: AdvantageInputs, scale: float) -> AdvantageOutputs:

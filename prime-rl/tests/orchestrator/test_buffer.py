@@ -4,8 +4,8 @@ import json
 from collections import Counter
 
 from prime_rl.configs.orchestrator import BufferConfig
-from prime_rl.orchestrator.buffer import Buffer
-from prime_rl.orchestrator.rollout import ExampleRef, Group
+from prime_rl.orchestrator.rollouts.rollout import ExampleRef, Group
+from prime_rl.orchestrator.scheduling.buffer import Buffer
 
 ROWS = {"a": 30, "b": 10}
 

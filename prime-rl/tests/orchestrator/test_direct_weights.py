@@ -8,10 +8,10 @@ import pytest
 
 from prime_rl.configs.orchestrator import NCCLWeightBroadcastConfig
 from prime_rl.configs.shared import ClientConfig
-from prime_rl.orchestrator.client import InferencePool
-from prime_rl.orchestrator.direct_weights import DirectWeights
 from prime_rl.orchestrator.errors import InferenceFault
-from prime_rl.utils.paths import OrchestratorPaths
+from prime_rl.orchestrator.servers.direct_weights import DirectWeights
+from prime_rl.orchestrator.servers.pool import InferencePool
+from prime_rl.run.paths import OrchestratorPaths
 
 CONFIG = NCCLWeightBroadcastConfig(host="trainer", port=29501, timeout=7)
 

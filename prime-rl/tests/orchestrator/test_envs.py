@@ -4,12 +4,12 @@ import pytest
 
 from prime_rl.configs.orchestrator import EnvConfig
 from prime_rl.configs.shared import ClientConfig, LogConfig
-from prime_rl.orchestrator.client import InferencePool
-from prime_rl.orchestrator.envs import load_environments
+from prime_rl.orchestrator.env_servers.environments import load_environments
 from prime_rl.orchestrator.errors import EnvironmentFault, MalformedRollout
-from prime_rl.orchestrator.rollout import ExampleRef
-from prime_rl.orchestrator.sampling import SamplingConfig, train_sampling_args
-from prime_rl.orchestrator.trajectories import to_samples
+from prime_rl.orchestrator.rollouts.rollout import ExampleRef
+from prime_rl.orchestrator.rollouts.sampling import SamplingConfig, train_sampling_args
+from prime_rl.orchestrator.rollouts.trajectories import to_samples
+from prime_rl.orchestrator.servers.pool import InferencePool
 
 pytestmark = pytest.mark.usefixtures("importable_environments")
 ARGS = train_sampling_args(SamplingConfig(), 0.7)

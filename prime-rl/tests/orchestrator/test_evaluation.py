@@ -5,12 +5,13 @@ from pathlib import Path
 from typing import Any
 
 from prime_rl.configs.orchestrator import EvalConfig, EvalSamplingConfig
-from prime_rl.orchestrator.attempts import Attempt, Outcome, run_attempts
-from prime_rl.orchestrator.evaluation import EvalSchedule, eval_metrics, has_response
-from prime_rl.orchestrator.policy import AsyncLimits, Policy
-from prime_rl.orchestrator.rollout import ExampleRef, Rollout
-from prime_rl.orchestrator.sampling import eval_sampling_args
-from prime_rl.utils.paths import OrchestratorPaths, replacing_directory
+from prime_rl.orchestrator.evaluation.evaluator import EvalSchedule, eval_metrics, has_response
+from prime_rl.orchestrator.rollouts.attempts import Attempt, Outcome, run_attempts
+from prime_rl.orchestrator.rollouts.rollout import ExampleRef, Rollout
+from prime_rl.orchestrator.rollouts.sampling import eval_sampling_args
+from prime_rl.orchestrator.servers.policy import AsyncLimits, Policy
+from prime_rl.run.paths import OrchestratorPaths
+from prime_rl.utils.files import replacing_directory
 
 
 class Server:

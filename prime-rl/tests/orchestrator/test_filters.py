@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from prime_rl.configs.orchestrator import GibberishFilterConfig, RepetitionFilterConfig
+from prime_rl.orchestrator.batches.filters import apply_filters, setup_filters
 from prime_rl.orchestrator.errors import OrchestratorError
-from prime_rl.orchestrator.filters import apply_filters, setup_filters
-from prime_rl.orchestrator.trajectories import to_samples
+from prime_rl.orchestrator.rollouts.trajectories import to_samples
 
 
 def gibberish(model_dir: Path, **fields):

@@ -8,10 +8,10 @@ from verifiers.errors import ModelError, OverlongPromptError
 from verifiers.types import UserMessage
 
 from prime_rl.configs.shared import ClientConfig
-from prime_rl.orchestrator.chat_client import ChatChannel
-from prime_rl.orchestrator.client import WATCH_INTERVAL_S, InferencePool
 from prime_rl.orchestrator.errors import InferenceFault
-from prime_rl.orchestrator.sampling import SamplingConfig, train_sampling_args
+from prime_rl.orchestrator.rollouts.chat_client import ChatChannel
+from prime_rl.orchestrator.rollouts.sampling import SamplingConfig, train_sampling_args
+from prime_rl.orchestrator.servers.pool import WATCH_INTERVAL_S, InferencePool
 
 ARGS = train_sampling_args(SamplingConfig(max_tokens=8), 0.7)
 PROMPT = [UserMessage(content="abc")]

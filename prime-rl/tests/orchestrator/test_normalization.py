@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from prime_rl.configs.orchestrator import NormalizedAdvantageConfig, OverlongConfig
-from prime_rl.orchestrator.advantage import assign_advantages, setup_advantage
-from prime_rl.orchestrator.normalization import shaped_reward
-from prime_rl.orchestrator.rollout import Group
+from prime_rl.orchestrator.batches.advantage import assign_advantages, setup_advantage, shaped_reward
+from prime_rl.orchestrator.rollouts.rollout import Group
 
 
 @pytest.fixture

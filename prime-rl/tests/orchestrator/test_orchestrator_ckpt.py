@@ -7,8 +7,9 @@ import pytest
 from prime_rl.configs.orchestrator import CheckpointConfig
 from prime_rl.orchestrator.ckpt import Checkpoints, Progress, remove_offers, remove_stale, restore
 from prime_rl.orchestrator.errors import ResumeFault
+from prime_rl.run.paths import RunPaths, stable_steps
+from prime_rl.utils.files import replacing_directory
 from prime_rl.utils.logger import get_logger
-from prime_rl.utils.paths import RunPaths, replacing_directory, stable_steps
 
 
 @pytest.fixture

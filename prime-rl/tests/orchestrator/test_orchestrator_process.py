@@ -17,8 +17,9 @@ import pytest
 import tomli_w
 
 from prime_rl.configs.shared import FileSystemTransportConfig
+from prime_rl.run.paths import RunPaths, stable_steps
 from prime_rl.transport import TrainingBatch, setup_batch_receiver
-from prime_rl.utils.paths import RunPaths, replacing_directory, stable_steps
+from prime_rl.utils.files import replacing_directory
 
 LIMIT_S = 120.0
 LOOK_S = 0.05

@@ -2,10 +2,10 @@ from __future__ import annotations
 
 import pytest
 
-from prime_rl.orchestrator.batch import build_batch
+from prime_rl.orchestrator.batches.batch import build_batch
 from prime_rl.orchestrator.ckpt import Progress
 from prime_rl.orchestrator.errors import MalformedRollout, NothingToTrain
-from prime_rl.orchestrator.metrics import (
+from prime_rl.orchestrator.reports.metrics import (
     StepStatus,
     count_tokens,
     environment_metrics,
@@ -16,7 +16,7 @@ from prime_rl.orchestrator.metrics import (
     sample_text,
     status_metrics,
 )
-from prime_rl.orchestrator.rollout import ExampleRef, Group, check_trainable, read_rollout
+from prime_rl.orchestrator.rollouts.rollout import ExampleRef, Group, check_trainable, read_rollout
 from prime_rl.orchestrator.steps import EmptyBatches
 
 EXAMPLE = ExampleRef("letters", 0)

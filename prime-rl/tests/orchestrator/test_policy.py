@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from prime_rl.orchestrator.errors import InferenceFault
-from prime_rl.orchestrator.policy import AsyncLimits, Policy
-from prime_rl.utils.paths import OrchestratorPaths, replacing_directory
+from prime_rl.orchestrator.servers.policy import AsyncLimits, Policy
+from prime_rl.run.paths import OrchestratorPaths
+from prime_rl.utils.files import replacing_directory
 
 
 class Receiver:

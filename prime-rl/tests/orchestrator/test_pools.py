@@ -9,11 +9,11 @@ import pytest
 
 from prime_rl.configs.orchestrator import BufferConfig, EnvConfig
 from prime_rl.configs.shared import LogConfig
-from prime_rl.orchestrator.buffer import Buffer
-from prime_rl.orchestrator.envs import load_environments
+from prime_rl.orchestrator.env_servers.environments import load_environments
 from prime_rl.orchestrator.errors import NothingToTrain
-from prime_rl.orchestrator.pools import fingerprint
-from prime_rl.orchestrator.rollout import ExampleRef, Group, Rollout
+from prime_rl.orchestrator.rollouts.rollout import ExampleRef, Group, Rollout
+from prime_rl.orchestrator.scheduling.buffer import Buffer
+from prime_rl.orchestrator.scheduling.difficulty import fingerprint
 
 THRESHOLDS = BufferConfig(easy_threshold=0.9, hard_threshold=0.1)
 Finish = Callable[[Buffer, ExampleRef, float], bool]

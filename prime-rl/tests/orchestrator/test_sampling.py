@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from prime_rl.configs.orchestrator import SamplingConfig, TemperatureSchedulerConfig
-from prime_rl.orchestrator.sampling import temperature_at, train_sampling_args
+from prime_rl.orchestrator.rollouts.sampling import temperature_at, train_sampling_args
 
 
 @pytest.mark.parametrize(

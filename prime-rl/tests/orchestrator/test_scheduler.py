@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from prime_rl.configs.orchestrator import BufferConfig
-from prime_rl.orchestrator.batch import BatchTarget
-from prime_rl.orchestrator.buffer import Buffer
+from prime_rl.orchestrator.batches.batch import BatchTarget
 from prime_rl.orchestrator.errors import MalformedRollout, TooManyFailures
-from prime_rl.orchestrator.policy import AsyncLimits, Policy
-from prime_rl.orchestrator.rollout import ExampleRef, Rollout
-from prime_rl.orchestrator.scheduler import MAX_ATTEMPTS, Scheduler, SchedulerLimits
-from prime_rl.utils.paths import OrchestratorPaths
+from prime_rl.orchestrator.rollouts.rollout import ExampleRef, Rollout
+from prime_rl.orchestrator.scheduling.buffer import Buffer
+from prime_rl.orchestrator.scheduling.scheduler import MAX_ATTEMPTS, Scheduler, SchedulerLimits
+from prime_rl.orchestrator.servers.policy import AsyncLimits, Policy
+from prime_rl.run.paths import OrchestratorPaths
 
 Outcome = list[Rollout] | Exception
 

@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import load_file
 
 from prime_rl.configs.sft import SFTConfig
-from prime_rl.trainer.world import World, destroy_world, setup_world
-from prime_rl.utils.paths import RunPaths
+from prime_rl.run.paths import RunPaths
+from prime_rl.trainer.process.world import World, destroy_world, setup_world
 from prime_rl.utils.pydantic_config import dump_toml
 
 HERE = Path(__file__).parent

@@ -15,18 +15,18 @@ import torch
 from torch import Tensor, nn
 
 from prime_rl.configs.trainer import AdamWConfig, DefaultLossConfig, ModelConfig, MuonConfig, OptimizerConfig, SGDConfig
-from prime_rl.trainer.leaving import leaving_at_once
-from prime_rl.trainer.model import setup_model
-from prime_rl.trainer.optim import clip_gradients, setup_optimizer
+from prime_rl.trainer.checkpoints.weights import gather_weights
+from prime_rl.trainer.model.build import setup_model
+from prime_rl.trainer.optim.optimizer import clip_gradients, setup_optimizer
+from prime_rl.trainer.process.errors import leaving_at_once
+from prime_rl.trainer.process.world import World, destroy_world, setup_world, sum_over_processes
 from prime_rl.trainer.rl.loss import setup_loss
 from prime_rl.trainer.rl.packing import deal, pack_batch, to_row
 from prime_rl.trainer.rl.rows import Row
 from prime_rl.trainer.rl.step import ForwardBackward, StepSize
-from prime_rl.trainer.sft.conversation import TokenizedSample
-from prime_rl.trainer.sft.packing import PackedRow, lay_out
+from prime_rl.trainer.sft.data.conversation import TokenizedSample
+from prime_rl.trainer.sft.data.packer import PackedRow, lay_out
 from prime_rl.trainer.sft.step import forward_backward
-from prime_rl.trainer.weights import gather_weights
-from prime_rl.trainer.world import World, destroy_world, setup_world, sum_over_processes
 from prime_rl.transport.messages import TrainingBatch, TrainingSample
 
 ROW_TOKENS = 60

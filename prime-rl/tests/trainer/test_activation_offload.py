@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from prime_rl.configs.trainer import ActivationCheckpointConfig, ActivationOffloadingConfig, ModelConfig
-from prime_rl.trainer.activation_offload import MIN_BYTES, ActivationOffload, Stored
-from prime_rl.trainer.blocks import decoder_blocks, offloaded
-from prime_rl.trainer.model import setup_model
-from prime_rl.trainer.scoring import score_tokens
-from prime_rl.trainer.world import World
+from prime_rl.trainer.model.activation_offload import MIN_BYTES, ActivationOffload, Stored
+from prime_rl.trainer.model.blocks import decoder_blocks, offloaded
+from prime_rl.trainer.model.build import setup_model
+from prime_rl.trainer.model.scoring import score_tokens
+from prime_rl.trainer.process.world import World
 
 CPU = torch.device("cpu")
 TOKENS, PLACES = torch.arange(60)[None], torch.cat([torch.arange(25), torch.arange(35)])[None]

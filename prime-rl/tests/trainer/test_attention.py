@@ -11,11 +11,11 @@ from transformers import AutoModelForCausalLM, Gemma2Config, GptOssConfig, Qwen3
 
 from prime_rl.configs.trainer import ModelConfig
 from prime_rl.trainer import attention
-from prime_rl.trainer.attention import FLEX, SDPA, VARLEN, choose_attention, row_options, varlen_attention
-from prime_rl.trainer.errors import ModelError
-from prime_rl.trainer.model import setup_model
-from prime_rl.trainer.packed_rows import sequence_bounds
-from prime_rl.trainer.world import World
+from prime_rl.trainer.kernels.attention import FLEX, SDPA, VARLEN, choose_attention, row_options, varlen_attention
+from prime_rl.trainer.model.build import setup_model
+from prime_rl.trainer.model.packed_rows import sequence_bounds
+from prime_rl.trainer.process.errors import ModelError
+from prime_rl.trainer.process.world import World
 from prime_rl.utils.logger import setup_logger
 
 LENGTHS = (7, 12, 1, 30)

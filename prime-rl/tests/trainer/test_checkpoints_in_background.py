@@ -14,16 +14,16 @@ from prime_rl.configs.trainer import (
     ModelConfig,
     TokenizerConfig,
 )
-from prime_rl.trainer.background import BackgroundJobs
-from prime_rl.trainer.ckpt import CheckpointManager, Progress, TrainState
-from prime_rl.trainer.errors import CheckpointError
-from prime_rl.trainer.model import setup_model, setup_tokenizer
-from prime_rl.trainer.optim import setup_optimizer
-from prime_rl.trainer.scheduler import setup_scheduler
-from prime_rl.trainer.scoring import score_tokens
-from prime_rl.trainer.weights import gather_weights
-from prime_rl.trainer.world import World
-from prime_rl.utils.paths import RunPaths, stable_steps
+from prime_rl.run.paths import RunPaths, stable_steps
+from prime_rl.trainer.checkpoints.files import BackgroundJobs
+from prime_rl.trainer.checkpoints.manager import CheckpointManager, Progress, TrainState
+from prime_rl.trainer.checkpoints.weights import gather_weights
+from prime_rl.trainer.model.build import setup_model, setup_tokenizer
+from prime_rl.trainer.model.scoring import score_tokens
+from prime_rl.trainer.optim.optimizer import setup_optimizer
+from prime_rl.trainer.optim.scheduler import setup_scheduler
+from prime_rl.trainer.process.errors import CheckpointError
+from prime_rl.trainer.process.world import World
 
 
 def new_state(model_dir: Path, world: World) -> TrainState:

@@ -10,9 +10,9 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 from prime_rl.configs.trainer import ActivationCheckpointConfig, CompileConfig, ModelConfig
-from prime_rl.trainer.model import setup_model
-from prime_rl.trainer.scoring import score_tokens
-from prime_rl.trainer.world import World
+from prime_rl.trainer.model.build import setup_model
+from prime_rl.trainer.model.scoring import score_tokens
+from prime_rl.trainer.process.world import World
 
 ROWS = ((50, 55, 52), (30, 90, 10), (128,), (33, 20, 7, 80, 90))
 """Sequences of equal length and not, in one row of the grid and in several: every kind of graph."""

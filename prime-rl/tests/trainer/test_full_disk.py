@@ -14,10 +14,10 @@ import pytest
 from safetensors.torch import load_file
 
 from prime_rl.configs.sft import SFTConfig
+from prime_rl.monitors import JsonlMonitor
+from prime_rl.run.paths import RunPaths, stable_steps
 from prime_rl.trainer.sft.run import run
 from prime_rl.utils.logger import get_logger, setup_logger
-from prime_rl.utils.monitor import JsonlMonitor
-from prime_rl.utils.paths import RunPaths, stable_steps
 
 Disk = Callable[[int], Path]
 

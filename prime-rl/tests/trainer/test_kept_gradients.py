@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from prime_rl.configs.trainer import AdamWConfig, ModelConfig
 from prime_rl.trainer import linear_cross_entropy
-from prime_rl.trainer.accumulation import accumulated
-from prime_rl.trainer.model import setup_model
-from prime_rl.trainer.optim import setup_optimizer
-from prime_rl.trainer.scoring import cross_entropy_sum, score_tokens
-from prime_rl.trainer.world import World
+from prime_rl.trainer.model.build import setup_model
+from prime_rl.trainer.model.scoring import cross_entropy_sum, score_tokens
+from prime_rl.trainer.optim.accumulation import accumulated
+from prime_rl.trainer.optim.optimizer import setup_optimizer
+from prime_rl.trainer.process.world import World
 
 VOCAB = 128
 ROWS = [torch.arange(length)[None] % VOCAB for length in (40, 25, 60)]
@@ -41,7 +41,7 @@ def test_they_are_those_of_fsdp(
     monkeypatch.setattr(linear_cross_entropy, "_MAX_LOGITS", most_logits)
     monkeypatch.setattr(linear_cross_entropy, "_VOCABULARY_PART", 48)
     kept = gradient_of(setup_model(config, world), ROWS, world)
-    monkeypatch.setattr("prime_rl.trainer.model.keep_gradients", lambda model, world: None)
+    monkeypatch.setattr("prime_rl.trainer.model.build.keep_gradients", lambda model, world: None)
     tolerance = 1e-5 if config.compute_dtype == "float32" else 2e-2
     for name, expected in gradient_of(setup_model(config, world), ROWS, world).items():
         torch.testing.assert_close(

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from prime_rl.trainer.lean_linear import has_lean_products, product, row_count, use_lean_linears
+from prime_rl.trainer.kernels.lean_linear import has_lean_products, product, row_count, use_lean_linears
 
 needs_the_kernels = pytest.mark.skipif(
     not has_lean_products(), reason="a CPU without AVX-512, or PyTorch without oneDNN"

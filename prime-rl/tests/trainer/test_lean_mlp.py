@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP
 
-from prime_rl.trainer.lean_mlp import use_lean_mlps
+from prime_rl.trainer.kernels.lean_mlp import use_lean_mlps
 
 WIDTH = 64
 

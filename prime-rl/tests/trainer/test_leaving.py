@@ -9,7 +9,7 @@ import pytest
 
 ABORTS_WHEN_TORN_DOWN = """
 import atexit, os
-from prime_rl.trainer.leaving import leaving_at_once
+from prime_rl.trainer.process.errors import leaving_at_once
 
 class Aborting:
     def __del__(self):

@@ -32,19 +32,19 @@ from prime_rl.configs.trainer import (
     TokenizerConfig,
     WeightCheckpointConfig,
 )
-from prime_rl.trainer.errors import ModelError
-from prime_rl.trainer.lora import LowRank
-from prime_rl.trainer.lora_export import gather_adapter
-from prime_rl.trainer.model import setup_model, setup_tokenizer
-from prime_rl.trainer.optim import setup_optimizer
-from prime_rl.trainer.perf import flops_per_token
+from prime_rl.run.paths import RunPaths
+from prime_rl.trainer.checkpoints.weights import export_model, gather_weights, save_adapter
+from prime_rl.trainer.lora.adapters import LowRank
+from prime_rl.trainer.lora.export import gather_adapter
+from prime_rl.trainer.model.build import setup_model, setup_tokenizer
+from prime_rl.trainer.model.scoring import score_tokens
+from prime_rl.trainer.observe.perf import flops_per_token
+from prime_rl.trainer.optim.optimizer import setup_optimizer
+from prime_rl.trainer.process.errors import ModelError
+from prime_rl.trainer.process.world import World
 from prime_rl.trainer.rl.broadcast import FileSystemBroadcast
 from prime_rl.trainer.rl.rows import Row, score_row
-from prime_rl.trainer.scoring import score_tokens
-from prime_rl.trainer.weights import export_model, gather_weights, save_adapter
-from prime_rl.trainer.world import World
 from prime_rl.transport.messages import MicroBatch
-from prime_rl.utils.paths import RunPaths
 
 TOKENS = torch.arange(4, 100, 3)
 

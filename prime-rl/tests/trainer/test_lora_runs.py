@@ -18,11 +18,11 @@ from transformers import AutoModelForCausalLM
 from prime_rl.configs.sft import SFTConfig
 from prime_rl.configs.shared import FileSystemTransportConfig
 from prime_rl.configs.trainer import TrainerConfig
+from prime_rl.run.paths import RunPaths, stable_steps
 from prime_rl.trainer.rl.run import train
 from prime_rl.trainer.sft.run import run
 from prime_rl.transport import setup_batch_sender
 from prime_rl.transport.messages import TrainingBatch, TrainingSample
-from prime_rl.utils.paths import RunPaths, stable_steps
 
 
 @pytest.fixture

@@ -7,12 +7,12 @@ import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from prime_rl.configs.trainer import AdamWConfig, ModelConfig, MuonConfig
-from prime_rl.trainer.errors import ModelError
-from prime_rl.trainer.model import setup_model
-from prime_rl.trainer.optim import clip_gradients, setup_optimizer
-from prime_rl.trainer.scoring import score_tokens
-from prime_rl.trainer.weights import gather_weights
-from prime_rl.trainer.world import World
+from prime_rl.trainer.checkpoints.weights import gather_weights
+from prime_rl.trainer.model.build import setup_model
+from prime_rl.trainer.model.scoring import score_tokens
+from prime_rl.trainer.optim.optimizer import clip_gradients, setup_optimizer
+from prime_rl.trainer.process.errors import ModelError
+from prime_rl.trainer.process.world import World
 
 TOKENS, PLACES = torch.arange(30)[None], torch.cat([torch.arange(12), torch.arange(18)])[None]
 

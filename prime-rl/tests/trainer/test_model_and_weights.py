@@ -15,13 +15,13 @@ from prime_rl.configs.trainer import (
     TokenizerConfig,
     WeightCheckpointConfig,
 )
-from prime_rl.trainer.errors import DeviceError, ModelError
-from prime_rl.trainer.model import setup_model, setup_tokenizer
-from prime_rl.trainer.optim import clip_gradients
-from prime_rl.trainer.perf import Throughput, flops_per_token
-from prime_rl.trainer.scoring import score_tokens
-from prime_rl.trainer.weights import export_model, gather_weights, save_weights
-from prime_rl.trainer.world import World, resolve_device
+from prime_rl.trainer.checkpoints.weights import export_model, gather_weights, save_weights
+from prime_rl.trainer.model.build import setup_model, setup_tokenizer
+from prime_rl.trainer.model.scoring import score_tokens
+from prime_rl.trainer.observe.perf import Throughput, flops_per_token
+from prime_rl.trainer.optim.optimizer import clip_gradients
+from prime_rl.trainer.process.errors import DeviceError, ModelError
+from prime_rl.trainer.process.world import World, resolve_device
 
 
 def config_of(directory: Path, **fields) -> ModelConfig:

@@ -19,11 +19,11 @@ from prime_rl.configs.trainer import (
     MuonConfig,
     OptimizerConfig,
 )
-from prime_rl.trainer.attention import FLEX, SDPA, VARLEN, choose_attention
-from prime_rl.trainer.model import load_model_config, setup_model
-from prime_rl.trainer.optim import clip_gradients, setup_optimizer
-from prime_rl.trainer.scoring import score_tokens
-from prime_rl.trainer.world import World, destroy_world, setup_world
+from prime_rl.trainer.kernels.attention import FLEX, SDPA, VARLEN, choose_attention
+from prime_rl.trainer.model.build import load_model_config, setup_model
+from prime_rl.trainer.model.scoring import score_tokens
+from prime_rl.trainer.optim.optimizer import clip_gradients, setup_optimizer
+from prime_rl.trainer.process.world import World, destroy_world, setup_world
 
 pytestmark = [
     pytest.mark.gpu,
@@ -84,13 +84,13 @@ def test_packed_rows_have_one_gradient_under_every_kernel(
 ) -> None:
     expected = gradient_of(setup_model(config_of(wide_model_dir, attn=SDPA, compute_dtype="float32"), gpu))
     rounded = gradient_of(setup_model(config_of(wide_model_dir, attn=SDPA), gpu))
-    monkeypatch.setattr("prime_rl.trainer.model.choose_attention", lambda *given: (kernel, ""))
+    monkeypatch.setattr("prime_rl.trainer.model.build.choose_attention", lambda *given: (kernel, ""))
     found = gradient_of(setup_model(config_of(wide_model_dir), gpu))
     assert relative(found, expected) < 1.5 * relative(rounded, expected)
 
 
 def test_without_flash_attention_the_varlen_kernel_is_chosen(wide_model_dir: Path, monkeypatch) -> None:
-    monkeypatch.setattr("prime_rl.trainer.attention._is_installed", lambda kernel: False)
+    monkeypatch.setattr("prime_rl.trainer.kernels.attention._is_installed", lambda kernel: False)
     model_config = load_model_config(config_of(wide_model_dir))
     kernel, _ = choose_attention("flash_attention_2", model_config, torch.device("cuda", 0), torch.bfloat16)
     assert kernel == (VARLEN if torch.cuda.get_device_capability()[0] >= 8 else FLEX)

@@ -19,12 +19,12 @@ from prime_rl.configs.trainer import (
     SchedulerConfig,
     SGDConfig,
 )
-from prime_rl.trainer.model import setup_model
-from prime_rl.trainer.muon import orthogonalised, split_for_muon
-from prime_rl.trainer.optim import clip_gradients, setup_optimizer
-from prime_rl.trainer.optimizer_offload import offload_states
-from prime_rl.trainer.scheduler import setup_scheduler
-from prime_rl.trainer.world import World
+from prime_rl.trainer.model.build import setup_model
+from prime_rl.trainer.optim.muon import orthogonalised, split_for_muon
+from prime_rl.trainer.optim.offload import offload_states
+from prime_rl.trainer.optim.optimizer import clip_gradients, setup_optimizer
+from prime_rl.trainer.optim.scheduler import setup_scheduler
+from prime_rl.trainer.process.world import World
 from prime_rl.utils.logger import setup_logger
 
 CPU = torch.device("cpu")

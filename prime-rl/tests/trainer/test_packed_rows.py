@@ -8,11 +8,11 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from prime_rl.configs.trainer import ModelConfig
-from prime_rl.trainer.attention_apart import attend_apart, find_sequences_apart
-from prime_rl.trainer.model import setup_model
-from prime_rl.trainer.packed_rows import fold
-from prime_rl.trainer.scoring import cross_entropy_sum, score_tokens
-from prime_rl.trainer.world import World
+from prime_rl.trainer.kernels.attention_apart import attend_apart, find_sequences_apart
+from prime_rl.trainer.model.build import setup_model
+from prime_rl.trainer.model.packed_rows import fold
+from prime_rl.trainer.model.scoring import cross_entropy_sum, score_tokens
+from prime_rl.trainer.process.world import World
 
 VOCAB = 128
 
@@ -77,9 +77,9 @@ def test_cross_entropy_in_chunks_equals_cross_entropy_at_once(kind: str, monkeyp
     known = torch.nn.functional.cross_entropy(head(hidden), targets, reduction="sum") / 3
     expected = [known.detach(), *torch.autograd.grad(known, (hidden, linear.weight))]
     for most in (2**20, 20 * VOCAB, 7 * VOCAB):
-        for limit in ("scoring._MAX_LOGITS", "linear_cross_entropy._MAX_LOGITS"):
+        for limit in ("model.scoring._MAX_LOGITS", "kernels.linear_cross_entropy._MAX_LOGITS"):
             monkeypatch.setattr(f"prime_rl.trainer.{limit}", most)
-        monkeypatch.setattr("prime_rl.trainer.linear_cross_entropy._MAX_FLOAT_LOGITS", 3 * VOCAB)
+        monkeypatch.setattr("prime_rl.trainer.kernels.linear_cross_entropy._MAX_FLOAT_LOGITS", 3 * VOCAB)
         loss = cross_entropy_sum(hidden, targets, head, VOCAB) / 3
         found = [loss.detach(), *torch.autograd.grad(loss, (hidden, linear.weight))]
         for ours, theirs in zip(found, expected, strict=True):

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from prime_rl.trainer.signals import listen_for_signals
-from prime_rl.trainer.world import World
+from prime_rl.trainer.process.signals import listen_for_signals
+from prime_rl.trainer.process.world import World
 
 WORKER = Path(__file__).with_name("worker_of_torchrun.py")
 

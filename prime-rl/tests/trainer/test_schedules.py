@@ -9,8 +9,8 @@ from prime_rl.configs.trainer import (
     LinearSchedulerConfig,
     SchedulerConfig,
 )
-from prime_rl.trainer.errors import ScheduleError
-from prime_rl.trainer.scheduler import setup_scheduler
+from prime_rl.trainer.optim.scheduler import setup_scheduler
+from prime_rl.trainer.process.errors import ScheduleError
 
 
 def rates(config: SchedulerConfig, max_steps: int | None, updates: int, lr: float = 1.0) -> list[float]:

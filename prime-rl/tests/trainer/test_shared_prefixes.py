@@ -8,11 +8,11 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, MistralConfig
 
 from prime_rl.configs.trainer import ModelConfig
-from prime_rl.trainer.lean_linear import row_count
-from prime_rl.trainer.model import setup_model
-from prime_rl.trainer.scoring import score_tokens
-from prime_rl.trainer.shared_prefixes import SHARED, find_shared_prefixes
-from prime_rl.trainer.world import World
+from prime_rl.trainer.kernels.lean_linear import row_count
+from prime_rl.trainer.model.build import setup_model
+from prime_rl.trainer.model.scoring import score_tokens
+from prime_rl.trainer.model.shared_prefixes import SHARED, find_shared_prefixes
+from prime_rl.trainer.process.world import World
 
 PROMPT = list(range(20, 32))
 GROUP = [[*PROMPT, 5, 6, 7], [*PROMPT, 5, 9], [*PROMPT], [3, 4, 5, 6], [*PROMPT, 5, 6, 8, 8, 8]]

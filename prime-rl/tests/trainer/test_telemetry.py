@@ -19,19 +19,19 @@ import torch
 from prime_rl.configs.sft import SFTConfig
 from prime_rl.configs.shared import MetricsServerConfig
 from prime_rl.configs.trainer import LoRAConfig, ModelConfig, TrainerConfig
-from prime_rl.trainer.errors import TrainerError
-from prime_rl.trainer.model import setup_model
-from prime_rl.trainer.perf import flops_per_token, measured_peak_flops
+from prime_rl.launch.ports import reserved_ports
+from prime_rl.monitors import MonitorError
+from prime_rl.monitors.heartbeat import Heartbeat
+from prime_rl.monitors.prometheus import MetricsServer
+from prime_rl.run.paths import RunPaths
+from prime_rl.trainer.model.build import setup_model
+from prime_rl.trainer.observe.perf import flops_per_token, measured_peak_flops
+from prime_rl.trainer.observe.telemetry import open_telemetry
+from prime_rl.trainer.process.errors import TrainerError
+from prime_rl.trainer.process.world import World
 from prime_rl.trainer.rl.run import train as train_rl
 from prime_rl.trainer.sft.run import run as run_sft
-from prime_rl.trainer.telemetry import open_telemetry
-from prime_rl.trainer.world import World
-from prime_rl.utils.heartbeat import Heartbeat
 from prime_rl.utils.logger import setup_logger
-from prime_rl.utils.monitor import MonitorError
-from prime_rl.utils.monitor.prometheus import MetricsServer
-from prime_rl.utils.paths import RunPaths
-from prime_rl.utils.process.ports import reserved_ports
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 
-from prime_rl.trainer.world import setup_world
+from prime_rl.trainer.process.world import setup_world
 
 world = setup_world("cpu", timeout_s=60)
 os.write(sys.stdout.fileno(), f"joined {world.rank}\n".encode())

@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from prime_rl.configs.shared import FileSystemTransportConfig
+from prime_rl.run.paths import RunPaths
 from prime_rl.transport import (
     MicroBatch,
     TrainingBatch,
@@ -16,7 +17,6 @@ from prime_rl.transport import (
     setup_batch_sender,
     setup_micro_batch_sender,
 )
-from prime_rl.utils.paths import RunPaths
 
 CONFIG = FileSystemTransportConfig()
 

@@ -10,6 +10,7 @@ from contextlib import ExitStack
 import pytest
 
 from prime_rl.configs.shared import FileSystemTransportConfig, TransportConfig, ZMQTransportConfig
+from prime_rl.run.paths import RunPaths
 from prime_rl.transport import (
     BatchReceiver,
     BatchSender,
@@ -23,7 +24,6 @@ from prime_rl.transport import (
     setup_micro_batch_receiver,
     setup_micro_batch_sender,
 )
-from prime_rl.utils.paths import RunPaths
 
 DEADLINE_S = 20
 

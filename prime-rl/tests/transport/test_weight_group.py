@@ -11,9 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from prime_rl.launch.ports import reserved_ports
 from prime_rl.transport.errors import TransportError
 from prime_rl.transport.weights import WeightGroup, bundles_of
-from prime_rl.utils.process.ports import reserved_ports
 
 CPU = torch.device("cpu")
 TIMEOUT_S = 120

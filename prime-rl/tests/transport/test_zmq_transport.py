@@ -9,9 +9,9 @@ import pytest
 import zmq
 
 from prime_rl.configs.shared import ZMQTransportConfig
+from prime_rl.run.paths import RunPaths
 from prime_rl.transport import TrainingBatch, TrainingSample, TransportError, setup_batch_receiver, setup_batch_sender
 from prime_rl.transport.sockets import ZMQMicroBatchReceiver, ZMQMicroBatchSender
-from prime_rl.utils.paths import RunPaths
 
 DEADLINE_S = 20
 

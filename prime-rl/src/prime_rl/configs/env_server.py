@@ -4,8 +4,8 @@ from pathlib import Path
 from typing import ClassVar
 
 from prime_rl.configs.orchestrator import EnvConfig
-from prime_rl.configs.root import RootConfig
 from prime_rl.configs.shared import LogConfig
+from prime_rl.configs.surface.root import RootConfig
 
 
 class EnvServerConfig(RootConfig):

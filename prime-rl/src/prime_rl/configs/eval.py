@@ -7,8 +7,8 @@ from pydantic import Field, model_validator
 
 from prime_rl.configs.inference import InferenceConfig
 from prime_rl.configs.rollouts import EvalEnvConfig, EvalSamplingConfig
-from prime_rl.configs.root import RootConfig
 from prime_rl.configs.shared import BaseModelConfig, ClientConfig, Device, LogConfig, WandbConfig
+from prime_rl.configs.surface.root import RootConfig
 from prime_rl.utils.pydantic_config import derive, raise_faults
 
 

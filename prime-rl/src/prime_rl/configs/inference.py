@@ -5,8 +5,8 @@ from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from prime_rl.configs.root import RootConfig
 from prime_rl.configs.shared import BaseModelConfig, Device
+from prime_rl.configs.surface.root import RootConfig
 from prime_rl.utils.pydantic_config import BaseConfig, derive
 
 All2AllBackend = Literal[

@@ -23,7 +23,6 @@ from prime_rl.configs.rollouts import (
     TemperatureSchedulerConfig,
     ValConfig,
 )
-from prime_rl.configs.root import RootConfig
 from prime_rl.configs.shared import (
     BaseModelConfig,
     ClientConfig,
@@ -34,6 +33,7 @@ from prime_rl.configs.shared import (
     TransportConfig,
     WandbWithExtrasConfig,
 )
+from prime_rl.configs.surface.root import RootConfig
 from prime_rl.utils.pydantic_config import BaseConfig, derive, raise_faults
 
 __all__ = [

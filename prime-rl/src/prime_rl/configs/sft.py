@@ -6,8 +6,8 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from prime_rl.configs.root import RootConfig
 from prime_rl.configs.shared import Device, HeartbeatConfig, LogConfig, SlurmConfig, WandbConfig
+from prime_rl.configs.surface.root import RootConfig
 from prime_rl.configs.trainer import (
     BENCH_STEPS,
     AdamWConfig,

@@ -36,7 +36,6 @@ from prime_rl.configs.optim import (
     SchedulerConfig,
     SGDConfig,
 )
-from prime_rl.configs.root import RootConfig
 from prime_rl.configs.shared import (
     Device,
     FileSystemTransportConfig,
@@ -46,6 +45,7 @@ from prime_rl.configs.shared import (
     TransportConfig,
     WandbConfig,
 )
+from prime_rl.configs.surface.root import RootConfig
 from prime_rl.utils.pydantic_config import BaseConfig, derive, raise_faults
 
 __all__ = [

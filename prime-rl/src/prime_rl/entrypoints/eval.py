@@ -14,18 +14,18 @@ from collections.abc import Sequence
 from typing import Any
 
 from prime_rl.configs.eval import OfflineEvalConfig
-from prime_rl.configs.not_built import refuse_unbuilt
+from prime_rl.configs.surface.not_built import refuse_unbuilt
 from prime_rl.eval.candidates import Candidate, find_candidates
 from prime_rl.eval.errors import EvalError, MissingSteps, OtherEvaluation
 from prime_rl.eval.settings import check_settings, save_settings
+from prime_rl.launch import CannotStart, LocalHost
+from prime_rl.launch.devices import DeviceError
 from prime_rl.orchestrator.errors import OrchestratorError
 from prime_rl.orchestrator.stopping import EXIT_GRACE_S, exit_within
+from prime_rl.run.directory import write_configs
+from prime_rl.run.paths import EvalPaths, RunPaths
 from prime_rl.utils.imports import importing
 from prime_rl.utils.logger import get_logger, setup_logger
-from prime_rl.utils.paths import EvalPaths, RunPaths
-from prime_rl.utils.process import CannotStart, LocalHost
-from prime_rl.utils.process.devices import DeviceError
-from prime_rl.utils.process.run_dir import write_configs
 from prime_rl.utils.pydantic_config import parse_argv_or_exit
 
 
@@ -75,7 +75,7 @@ def _evaluate(config: OfflineEvalConfig, candidates: Sequence[Candidate]) -> int
                 signal.signal(number, lambda received, frame: sys.exit(128 + received))
             # verifiers takes seconds to import.
             with importing():
-                from prime_rl.eval.start import start
+                from prime_rl.eval.run import start
 
             return start(config, candidates, host)
     except (EvalError, OrchestratorError, DeviceError, CannotStart) as failure:

@@ -6,13 +6,13 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, TypeVar
 
-from prime_rl.entrypoints.live import followed
+from prime_rl.launch import CannotStart, LocalHost, Outcome, ProcessSpec, Supervisor, reserved_ports
+from prime_rl.launch.devices import DeviceError
+from prime_rl.run.directory import OutputDirInUse, RunDirError, check_run_dir, prepare_run_dir, write_configs
+from prime_rl.run.paths import RunPaths
 from prime_rl.utils.logger import SUCCESS, get_logger, setup_logger
-from prime_rl.utils.paths import OutputDirInUse, RunPaths
-from prime_rl.utils.process import CannotStart, LocalHost, Outcome, ProcessSpec, Supervisor, reserved_ports
-from prime_rl.utils.process.devices import DeviceError
-from prime_rl.utils.process.run_dir import RunDirError, check_run_dir, prepare_run_dir, write_configs
 from prime_rl.utils.pydantic_config import BaseSettings
+from prime_rl.watch.trainer_log import followed
 
 if TYPE_CHECKING:
     from prime_rl.configs.rl import RLConfig

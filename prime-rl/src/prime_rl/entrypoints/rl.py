@@ -15,12 +15,21 @@ from pathlib import Path
 from urllib.parse import urlsplit
 from uuid import uuid4
 
-from prime_rl.configs.not_built import refuse_unbuilt
 from prime_rl.configs.rl import RLConfig
+from prime_rl.configs.surface.not_built import refuse_unbuilt
 from prime_rl.entrypoints.launch import LaunchRefused, launch
-from prime_rl.utils.paths import RunPaths
-from prime_rl.utils.process import ProcessSpec
-from prime_rl.utils.process.children import (
+from prime_rl.launch import ProcessSpec
+from prime_rl.launch.devices import (
+    GpuAssignment,
+    allocator_env,
+    assign_gpus,
+    choose_device,
+    mask,
+    processes_on,
+    usable_cores,
+    usable_gpus,
+)
+from prime_rl.launch.programs import (
     RL_TRAINER,
     Programs,
     TorchJob,
@@ -31,16 +40,7 @@ from prime_rl.utils.process.children import (
     resume_flags,
     trainer_spec,
 )
-from prime_rl.utils.process.devices import (
-    GpuAssignment,
-    allocator_env,
-    assign_gpus,
-    choose_device,
-    mask,
-    processes_on,
-    usable_cores,
-    usable_gpus,
-)
+from prime_rl.run.paths import RunPaths
 from prime_rl.utils.pydantic_config import parse_argv_or_exit
 
 

@@ -7,13 +7,11 @@ from functools import partial
 from pathlib import Path
 from uuid import uuid4
 
-from prime_rl.configs.not_built import refuse_unbuilt
 from prime_rl.configs.sft import SFTConfig
+from prime_rl.configs.surface.not_built import refuse_unbuilt
 from prime_rl.entrypoints.launch import launch
-from prime_rl.utils.paths import RunPaths
-from prime_rl.utils.process import ProcessSpec
-from prime_rl.utils.process.children import SFT_TRAINER, Programs, TorchJob, resume_flags, trainer_spec
-from prime_rl.utils.process.devices import (
+from prime_rl.launch import ProcessSpec
+from prime_rl.launch.devices import (
     DeviceError,
     choose_device,
     spin_env,
@@ -21,6 +19,8 @@ from prime_rl.utils.process.devices import (
     usable_cores,
     usable_gpus,
 )
+from prime_rl.launch.programs import SFT_TRAINER, Programs, TorchJob, resume_flags, trainer_spec
+from prime_rl.run.paths import RunPaths
 from prime_rl.utils.pydantic_config import parse_argv_or_exit
 
 

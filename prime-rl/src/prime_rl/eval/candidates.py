@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from prime_rl.eval.errors import MissingSteps
-from prime_rl.utils.paths import stable_steps
+from prime_rl.run.paths import stable_steps
 
 BASE_STEP = 0
 """The step that the base model's results are filed under."""

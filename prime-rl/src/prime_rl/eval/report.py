@@ -13,7 +13,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from prime_rl.utils.paths import replacing_file
+from prime_rl.utils.files import replacing_file
 
 PLAIN_WIDTH = 240
 """Columns for a file or a pipe, where nothing needs to fit a window."""

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
-from prime_rl.orchestrator.rollout import ExampleRef, Rollout
+from prime_rl.orchestrator.rollouts.rollout import ExampleRef, Rollout
 
 
 class Key(NamedTuple):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,20 +14,23 @@ import aiohttp
 from prime_rl.configs.eval import OfflineEvalConfig
 from prime_rl.configs.rollouts import EvalEnvConfig
 from prime_rl.eval.candidates import Candidate
-from prime_rl.eval.report import Row
+from prime_rl.eval.report import Row, print_table, write_summary
 from prime_rl.eval.results import Key, Result, ResultsFile
-from prime_rl.eval.server import OwnServer, wait_until_served
-from prime_rl.orchestrator.attempts import Attempt, Outcome, run_attempts
-from prime_rl.orchestrator.chat_client import ServerAnswered
-from prime_rl.orchestrator.client import InferencePool
-from prime_rl.orchestrator.envs import Environment
+from prime_rl.eval.server import OwnServer, own_server, wait_until_served
+from prime_rl.launch import LocalHost
+from prime_rl.monitors import JsonlMonitor, Monitor, MultiMonitor
+from prime_rl.orchestrator.env_servers.environments import Environment, load_environments
 from prime_rl.orchestrator.errors import InferenceFault
-from prime_rl.orchestrator.evaluation import eval_metrics
-from prime_rl.orchestrator.inference_server import InferenceServer
-from prime_rl.orchestrator.rollout import ExampleRef, Rollout
-from prime_rl.orchestrator.sampling import eval_sampling_args
+from prime_rl.orchestrator.evaluation.evaluator import eval_metrics
+from prime_rl.orchestrator.rollouts.attempts import Attempt, Outcome, run_attempts
+from prime_rl.orchestrator.rollouts.chat_client import ServerAnswered
+from prime_rl.orchestrator.rollouts.rollout import ExampleRef, Rollout
+from prime_rl.orchestrator.rollouts.sampling import eval_sampling_args
+from prime_rl.orchestrator.servers.pool import InferencePool
+from prime_rl.orchestrator.servers.server import InferenceServer
+from prime_rl.orchestrator.stopping import StopSignals
+from prime_rl.run.paths import EvalPaths, RunPaths
 from prime_rl.utils.logger import SUCCESS, get_logger
-from prime_rl.utils.monitor import Monitor
 
 UNLIMITED = 1_000_000
 
@@ -197,3 +200,70 @@ def _scores(metrics: Mapping[str, float]) -> str:
     scores = [f"{name}: {value:.4f}" for name, value in metrics.items() if name.startswith(("avg@", "pass@"))]
     time_s = [f"Time: {metrics['time']:.2f}s"] if "time" in metrics else []
     return " | ".join([*(scores or ["no rollout succeeded"]), *time_s])
+
+
+def start(config: OfflineEvalConfig, candidates: Sequence[Candidate], host: LocalHost) -> int:
+    """Evaluate every candidate; the exit code. Call it in the main thread.
+
+    Raises:
+        EvalError, OrchestratorError, DeviceError, CannotStart: nothing (more) can be evaluated.
+    """
+    paths = RunPaths(config.output_dir)
+    with ExitStack() as closing:
+        # The server loads its model while the environments load their data.
+        server = None
+        if config.inference is not None:
+            server = closing.enter_context(own_server(config.inference, paths, host))
+        environments = load_environments(config.environments, config.log, "env", "eval")
+        results = closing.enter_context(ResultsFile(EvalPaths(config.output_dir).results))
+        monitor = _setup_monitor(config, paths)
+        closing.push(lambda kind, error, trace: monitor.close(int(kind is not None)))
+        return asyncio.run(_until_stopped(config, environments, candidates, results, monitor, server))
+
+
+async def _until_stopped(
+    config: OfflineEvalConfig,
+    environments: Mapping[str, Environment],
+    candidates: Sequence[Candidate],
+    results: ResultsFile,
+    monitor: Monitor,
+    server: OwnServer | None,
+) -> int:
+    client = config.client if server is None else config.client.model_copy(update={"base_url": [server.base_url]})
+    evaluation = Evaluation(
+        config=config,
+        sets=[EvalSet.of(each, environments[each.name or each.id]) for each in config.environments],
+        pool=InferencePool(client, config.model.name),
+        results=results,
+        monitor=monitor,
+    )
+    main = asyncio.create_task(evaluate(evaluation, candidates, server))
+    signals = StopSignals()
+    signals.watch(main)
+    try:
+        await main
+    except asyncio.CancelledError:
+        if signals.received is None:
+            raise
+        return signals.exit_code
+    finally:
+        _tell(evaluation, EvalPaths(config.output_dir))
+    return 1 if evaluation.failures else 0
+
+
+def _tell(evaluation: Evaluation, paths: EvalPaths) -> None:
+    if evaluation.rows:
+        print_table(evaluation.rows)
+        write_summary(evaluation.rows, paths.summary)
+        get_logger().info(f"{len(evaluation.results)} rollouts in {paths.results}")
+    for failure in evaluation.failures:
+        get_logger().error(f"Not evaluated in full: {failure}")
+
+
+def _setup_monitor(config: OfflineEvalConfig, paths: RunPaths) -> Monitor:
+    monitors: list[Monitor] = [JsonlMonitor(paths.metrics, "eval")]
+    if config.wandb is not None:
+        from prime_rl.monitors.wandb import WandbMonitor
+
+        monitors.append(WandbMonitor(config.wandb, paths.root, config.model_dump(mode="json")))
+    return MultiMonitor(monitors)

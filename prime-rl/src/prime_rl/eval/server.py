@@ -12,15 +12,15 @@ from dataclasses import dataclass
 from prime_rl.configs.inference import InferenceConfig
 from prime_rl.configs.shared import ClientConfig
 from prime_rl.eval.errors import ServerLost
-from prime_rl.orchestrator.client import InferencePool
+from prime_rl.launch import LocalHost, reserved_ports
+from prime_rl.launch.devices import DeviceError, choose_device, mask, thread_env, usable_cores, usable_gpus
+from prime_rl.launch.programs import Programs, inference_spec
+from prime_rl.launch.spec import Exited
 from prime_rl.orchestrator.errors import InferenceFault
-from prime_rl.orchestrator.inference_server import InferenceServer
+from prime_rl.orchestrator.servers.pool import InferencePool
+from prime_rl.orchestrator.servers.server import InferenceServer
+from prime_rl.run.paths import RunPaths
 from prime_rl.utils.logger import get_logger
-from prime_rl.utils.paths import RunPaths
-from prime_rl.utils.process import LocalHost, reserved_ports
-from prime_rl.utils.process.children import Programs, inference_spec
-from prime_rl.utils.process.devices import DeviceError, choose_device, mask, thread_env, usable_cores, usable_gpus
-from prime_rl.utils.process.spec import Exited
 
 POLL_S = 0.5
 READY_TIMEOUT_S = 1800.0

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from prime_rl.eval.errors import OtherEvaluation
-from prime_rl.utils.paths import EvalPaths, replacing_file
+from prime_rl.run.paths import EvalPaths
+from prime_rl.utils.files import replacing_file
 
 
 def check_settings(paths: EvalPaths, settings: Mapping[str, Any]) -> dict[str, Any]:

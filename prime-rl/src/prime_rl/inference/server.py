@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 from prime_rl.configs.inference import InferenceConfig
-from prime_rl.configs.not_built import refuse_unbuilt
-from prime_rl.inference.embedded.tool_calls import TOOL_PARSERS
+from prime_rl.configs.surface.not_built import refuse_unbuilt
+from prime_rl.inference.embedded.http.tool_calls import TOOL_PARSERS
 from prime_rl.inference.families import tool_call_parser
 from prime_rl.utils.logger import get_logger, setup_logger
 from prime_rl.utils.pydantic_config import get_unknown_args, parse_argv_or_exit
@@ -115,7 +115,7 @@ def _looks_like_path(name: str) -> bool:
 
 def _serve_embedded(config: InferenceConfig) -> int:
     from prime_rl.inference.embedded.errors import EngineError
-    from prime_rl.inference.embedded.serve import EmbeddedServer
+    from prime_rl.inference.embedded.process import EmbeddedServer
 
     try:
         # Bound before the model loads, so that a taken port is found at once; connections are refused until later.

@@ -8,10 +8,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from prime_rl.inference.checkpoints import WeightError
+from prime_rl.inference.checkpoint_files import WeightError
 from prime_rl.inference.protocol import InitBroadcasterBody
+from prime_rl.run.paths import step_of
 from prime_rl.transport.weights import WeightGroup
-from prime_rl.utils.paths import step_of
 
 NOT_STARTED_FOR_IT = 'this server reads weights from files: start it with weight_broadcast.type = "nccl"'
 

@@ -18,15 +18,9 @@ from typing import Any
 
 from prime_rl.configs.orchestrator import CheckpointConfig
 from prime_rl.orchestrator.errors import ResumeFault
+from prime_rl.run.paths import OrchestratorPaths, RunPaths, stable_steps, step_of
+from prime_rl.utils.files import STABLE, replacing_directory
 from prime_rl.utils.logger import get_logger
-from prime_rl.utils.paths import (
-    STABLE,
-    OrchestratorPaths,
-    RunPaths,
-    replacing_directory,
-    stable_steps,
-    step_of,
-)
 
 LATEST = -1
 DEFAULT_WEIGHTS_TIMEOUT_S = 600.0

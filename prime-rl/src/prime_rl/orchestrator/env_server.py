@@ -12,12 +12,12 @@ import sys
 from typing import TYPE_CHECKING
 
 from prime_rl.configs.env_server import EnvServerConfig
-from prime_rl.configs.not_built import refuse_unbuilt
+from prime_rl.configs.surface.not_built import refuse_unbuilt
 from prime_rl.orchestrator.errors import EnvironmentFault
 from prime_rl.orchestrator.stopping import leave
+from prime_rl.run.paths import OrchestratorPaths
 from prime_rl.utils.imports import importing
 from prime_rl.utils.logger import get_logger, setup_logger
-from prime_rl.utils.paths import OrchestratorPaths
 from prime_rl.utils.pydantic_config import parse_argv_or_exit
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def serve(config: EnvServerConfig) -> None:
     """
     # verifiers takes seconds to import.
     with importing():
-        from prime_rl.orchestrator.envs import load_environment, setup_verifiers_logging
+        from prime_rl.orchestrator.env_servers.environments import load_environment, setup_verifiers_logging
 
     setup_verifiers_logging(config.log)
     env = load_environment(config.env, "env")
@@ -62,7 +62,7 @@ def serve(config: EnvServerConfig) -> None:
 async def _serve(env: vf.Environment, address: str) -> None:
     import zmq
 
-    from prime_rl.orchestrator.env_service import EnvironmentService
+    from prime_rl.orchestrator.env_servers.service import EnvironmentService
 
     try:
         service = EnvironmentService(env, address)

@@ -8,15 +8,16 @@ from __future__ import annotations
 import signal
 import sys
 
-from prime_rl.configs.not_built import refuse_unbuilt
 from prime_rl.configs.orchestrator import OrchestratorConfig
+from prime_rl.configs.surface.not_built import refuse_unbuilt
+from prime_rl.monitors import MonitorError
 from prime_rl.orchestrator.ckpt import Checkpoints, remove_offers, remove_stale
 from prime_rl.orchestrator.errors import OrchestratorError, TooManyFailures
 from prime_rl.orchestrator.stopping import leave
+from prime_rl.run.directory import OutputDirInUse, check_output_dir
+from prime_rl.run.paths import OrchestratorPaths, RunPaths
 from prime_rl.utils.imports import importing
 from prime_rl.utils.logger import get_logger, setup_logger
-from prime_rl.utils.monitor import MonitorError
-from prime_rl.utils.paths import OrchestratorPaths, OutputDirInUse, RunPaths, check_output_dir
 from prime_rl.utils.pydantic_config import dump_toml, parse_argv_or_exit
 
 

@@ -11,23 +11,23 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from prime_rl.configs.orchestrator import SamplingConfig
-from prime_rl.orchestrator.advantage import AdvantageFunction, assign_advantages
-from prime_rl.orchestrator.batch import Batch, BatchTarget, build_batch
+from prime_rl.monitors.heartbeat import Heartbeat
+from prime_rl.orchestrator.batches.advantage import AdvantageFunction, assign_advantages
+from prime_rl.orchestrator.batches.batch import Batch, BatchTarget, build_batch
+from prime_rl.orchestrator.batches.filters import Filter, apply_filters
 from prime_rl.orchestrator.ckpt import Checkpoints, Progress
 from prime_rl.orchestrator.errors import NothingToTrain
-from prime_rl.orchestrator.evaluation import Evaluator
-from prime_rl.orchestrator.filters import Filter, apply_filters
-from prime_rl.orchestrator.lag import LoopLag
-from prime_rl.orchestrator.metrics import StepStatus, StepTimes, count_tokens
-from prime_rl.orchestrator.policy import Policy
-from prime_rl.orchestrator.reporting import Reporter
-from prime_rl.orchestrator.rollout import Group
-from prime_rl.orchestrator.samples import RolloutLog
-from prime_rl.orchestrator.sampling import temperature_at, train_sampling_args
-from prime_rl.orchestrator.scheduler import Scheduler
-from prime_rl.orchestrator.validation import Validator
+from prime_rl.orchestrator.evaluation.evaluator import Evaluator
+from prime_rl.orchestrator.evaluation.validator import Validator
+from prime_rl.orchestrator.reports.metrics import StepStatus, StepTimes, count_tokens
+from prime_rl.orchestrator.reports.reporter import Reporter
+from prime_rl.orchestrator.reports.rollout_log import RolloutLog
+from prime_rl.orchestrator.rollouts.rollout import Group
+from prime_rl.orchestrator.rollouts.sampling import temperature_at, train_sampling_args
+from prime_rl.orchestrator.scheduling.lag import LoopLag
+from prime_rl.orchestrator.scheduling.scheduler import Scheduler
+from prime_rl.orchestrator.servers.policy import Policy
 from prime_rl.transport import BatchSender
-from prime_rl.utils.heartbeat import Heartbeat
 from prime_rl.utils.logger import get_logger
 
 MAX_EMPTY_BATCHES = 5

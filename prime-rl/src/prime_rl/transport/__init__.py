@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from prime_rl.configs.shared import TransportConfig
+from prime_rl.run.paths import OrchestratorPaths, RunPaths
 from prime_rl.transport.errors import TransportError
 from prime_rl.transport.filesystem import (
     FileSystemBatchReceiver,
@@ -15,7 +16,6 @@ from prime_rl.transport.filesystem import (
 )
 from prime_rl.transport.messages import MicroBatch, TrainingBatch, TrainingSample
 from prime_rl.transport.sockets import ZMQBatchReceiver, ZMQBatchSender, ZMQMicroBatchReceiver, ZMQMicroBatchSender
-from prime_rl.utils.paths import OrchestratorPaths, RunPaths
 
 
 class BatchSender(Protocol):

@@ -12,9 +12,10 @@ from pathlib import Path
 
 import msgspec
 
+from prime_rl.run.paths import OrchestratorPaths, RunPaths, step_of
 from prime_rl.transport.messages import MicroBatch, TrainingBatch
+from prime_rl.utils.files import replacing_file
 from prime_rl.utils.logger import get_logger
-from prime_rl.utils.paths import OrchestratorPaths, RunPaths, replacing_file, step_of
 
 
 class FileSystemBatchSender:

@@ -17,10 +17,10 @@ import msgspec
 import zmq
 
 from prime_rl.configs.shared import ZMQTransportConfig
+from prime_rl.run.paths import OrchestratorPaths
 from prime_rl.transport.errors import TransportError
 from prime_rl.transport.messages import MicroBatch, TrainingBatch
 from prime_rl.utils.logger import get_logger
-from prime_rl.utils.paths import OrchestratorPaths
 
 LINGER_S = 30
 """A closing sender waits so long until its last batch has been fetched; a busy trainer's I/O thread fetches it too."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from prime_rl.trainer.world import World, destroy_world, setup_world
+from prime_rl.trainer.process.world import World, destroy_world, setup_world
 
 
 @pytest.fixture

@@ -7,9 +7,9 @@ import torch
 from safetensors.torch import load_file
 
 from prime_rl.configs.trainer import FileSystemWeightBroadcastConfig, ModelConfig
-from prime_rl.trainer.model import setup_model
+from prime_rl.run.paths import RunPaths, stable_steps
+from prime_rl.trainer.model.build import setup_model
 from prime_rl.trainer.rl.broadcast import FileSystemBroadcast
-from prime_rl.utils.paths import RunPaths, stable_steps
 
 
 @pytest.fixture

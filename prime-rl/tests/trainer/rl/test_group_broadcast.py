@@ -11,12 +11,13 @@ import torch
 from safetensors.torch import load_file
 
 from prime_rl.configs.trainer import ModelConfig, NCCLWeightBroadcastConfig
-from prime_rl.trainer.errors import BroadcastError
-from prime_rl.trainer.model import setup_model
+from prime_rl.launch import reserved_ports
+from prime_rl.run.paths import OrchestratorPaths, RunPaths
+from prime_rl.trainer.model.build import setup_model
+from prime_rl.trainer.process.errors import BroadcastError
 from prime_rl.trainer.rl.group_broadcast import GroupBroadcast
 from prime_rl.transport.weights import WeightGroup
-from prime_rl.utils.paths import STABLE, OrchestratorPaths, RunPaths
-from prime_rl.utils.process import reserved_ports
+from prime_rl.utils.files import STABLE
 
 Made = Callable[..., GroupBroadcast]
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from prime_rl.configs.trainer import DefaultLossConfig, ModelConfig, ParityConfig
-from prime_rl.trainer.model import setup_model
+from prime_rl.trainer.model.build import setup_model
 from prime_rl.trainer.rl.loss import setup_loss
 from prime_rl.trainer.rl.packing import pack_batch
 from prime_rl.trainer.rl.parity import ParityGate, ParityMismatch

@@ -9,8 +9,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from prime_rl.configs.trainer import DecoupledLossConfig, DefaultLossConfig, FakeDataLoaderConfig, ModelConfig
-from prime_rl.trainer.model import setup_model
-from prime_rl.trainer.rl.data import FakeBatches
+from prime_rl.trainer.model.build import setup_model
+from prime_rl.trainer.rl.batches import FakeBatches
 from prime_rl.trainer.rl.loss import setup_loss
 from prime_rl.trainer.rl.packing import pack_rows, to_row
 from prime_rl.trainer.rl.rows import Row, score_row, vocab_chunk_of

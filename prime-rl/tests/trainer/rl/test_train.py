@@ -17,11 +17,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from prime_rl.configs.shared import FileSystemTransportConfig, ZMQTransportConfig
 from prime_rl.configs.trainer import ModelConfig, TrainerConfig
-from prime_rl.trainer.errors import TrainerError
+from prime_rl.run.paths import RunPaths, stable_steps
+from prime_rl.trainer.process.errors import TrainerError
 from prime_rl.trainer.rl.run import train
 from prime_rl.transport import setup_batch_sender
 from prime_rl.transport.messages import TrainingBatch, TrainingSample
-from prime_rl.utils.paths import RunPaths, stable_steps
 
 MODULE = "prime_rl.trainer.rl.train"
 UNEVEN_LENGTHS = 2 * (400, 31, 250, 390, 380, 120, 395, 300, 60, 370, 385, 45)

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 from prime_rl.configs.sft import SFTConfig
-from prime_rl.trainer.leaving import leaving_at_once
+from prime_rl.trainer.process.errors import leaving_at_once
 from prime_rl.trainer.sft import packing
 from prime_rl.trainer.sft.run import run
 from prime_rl.utils.pydantic_config import parse_argv_or_exit

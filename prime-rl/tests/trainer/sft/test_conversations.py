@@ -6,10 +6,10 @@ import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from prime_rl.configs.sft import LossMaskConfig
-from prime_rl.trainer.errors import DataError
-from prime_rl.trainer.sft.chat_spans import UnmaskableSample
-from prime_rl.trainer.sft.conversation import ConversationTokenizer
-from prime_rl.trainer.sft.messages import check_columns
+from prime_rl.trainer.process.errors import DataError
+from prime_rl.trainer.sft.data.chat_spans import UnmaskableSample
+from prime_rl.trainer.sft.data.conversation import ConversationTokenizer
+from prime_rl.trainer.sft.data.messages import check_columns
 
 SYSTEM = {"role": "system", "content": "be brief"}
 USER = {"role": "user", "content": "hi"}

@@ -7,7 +7,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from prime_rl.configs.sft import FakeDataConfig, SFTDataConfig
 from prime_rl.trainer.sft import fingerprint
-from prime_rl.trainer.sft.fingerprint import DataFingerprint, fingerprint_of
+from prime_rl.trainer.sft.data.fingerprint import DataFingerprint, fingerprint_of
 
 
 @pytest.fixture

@@ -13,13 +13,12 @@ from transformers import AutoTokenizer
 
 from prime_rl.configs.sft import FakeDataConfig, SFTDataConfig
 from prime_rl.configs.trainer import ModelConfig
-from prime_rl.trainer.model import setup_model
-from prime_rl.trainer.sft.best_fit import best_fit_decreasing, fill_of
-from prime_rl.trainer.sft.conversation import TokenizedSample
-from prime_rl.trainer.sft.data import PackedRow, PackedRows, setup_rows
-from prime_rl.trainer.sft.packing import Stack, lay_out
+from prime_rl.trainer.model.build import setup_model
+from prime_rl.trainer.process.world import World
+from prime_rl.trainer.sft.data.best_fit import best_fit_decreasing, fill_of
+from prime_rl.trainer.sft.data.conversation import TokenizedSample
+from prime_rl.trainer.sft.data.packer import PackedRow, PackedRows, Stack, lay_out, setup_rows
 from prime_rl.trainer.sft.step import row_loss_sum
-from prime_rl.trainer.world import World
 
 PACKINGS = ("cat", "best_fit", "stack")
 

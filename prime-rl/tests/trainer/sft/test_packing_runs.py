@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from prime_rl.configs.sft import SFTConfig
+from prime_rl.run.paths import RunPaths
 from prime_rl.trainer.sft.run import run
-from prime_rl.utils.paths import RunPaths
 
 
 @pytest.fixture(scope="module")

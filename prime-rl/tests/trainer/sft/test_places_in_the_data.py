@@ -17,10 +17,10 @@ import torch
 from transformers import AutoTokenizer
 
 from prime_rl.configs.sft import FakeDataConfig, SFTConfig, SFTDataConfig
-from prime_rl.trainer.sft.data import PackedRow, PackedRows, setup_rows
-from prime_rl.trainer.sft.places import Places, redealt
-from prime_rl.trainer.world import World
-from prime_rl.utils.paths import RunPaths
+from prime_rl.run.paths import RunPaths
+from prime_rl.trainer.process.world import World
+from prime_rl.trainer.sft.data.packer import PackedRow, PackedRows, setup_rows
+from prime_rl.trainer.sft.data.places import Places, redealt
 from prime_rl.utils.pydantic_config import dump_toml
 
 HERE = Path(__file__).parent

@@ -13,12 +13,12 @@ from rich.console import Console
 from transformers import AutoTokenizer
 
 from prime_rl.configs.sft import SFTConfig
-from prime_rl.trainer.errors import DataError
-from prime_rl.trainer.sft.conversation import ConversationTokenizer
-from prime_rl.trainer.sft.data import setup_rows
-from prime_rl.trainer.sft.examination import check_first_rows
+from prime_rl.trainer.process.errors import DataError
+from prime_rl.trainer.process.world import World
+from prime_rl.trainer.sft.data.conversation import ConversationTokenizer
+from prime_rl.trainer.sft.data.examination import check_first_rows
+from prime_rl.trainer.sft.data.packer import setup_rows
 from prime_rl.trainer.sft.preflight import preflight, rendered
-from prime_rl.trainer.world import World
 from prime_rl.utils.logger import setup_logger
 
 Report = Callable[..., str]

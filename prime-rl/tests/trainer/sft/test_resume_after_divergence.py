@@ -9,11 +9,11 @@ import pytest
 from torch import Tensor
 
 from prime_rl.configs.sft import SFTConfig
-from prime_rl.trainer.model import setup_tokenizer
+from prime_rl.run.paths import RunPaths, stable_steps
+from prime_rl.trainer.model.build import setup_tokenizer
 from prime_rl.trainer.sft import step
-from prime_rl.trainer.sft.packing import PackedRow
+from prime_rl.trainer.sft.data.packer import PackedRow
 from prime_rl.trainer.sft.run import run
-from prime_rl.utils.paths import RunPaths, stable_steps
 
 _POISON = "@"
 

@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 from prime_rl.configs.sft import SFTConfig
+from prime_rl.run.paths import RunPaths
 from prime_rl.trainer.sft.run import run
-from prime_rl.utils.paths import RunPaths
 
 
 def test_rows_that_were_cut_or_left_out_are_counted_over_a_resume(tiny_model_dir: Path, tmp_path: Path, capsys) -> None:

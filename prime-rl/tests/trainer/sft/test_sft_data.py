@@ -10,9 +10,9 @@ import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from prime_rl.configs.sft import FakeDataConfig, SFTDataConfig
-from prime_rl.trainer.errors import DataError
-from prime_rl.trainer.sft.data import PackedRows, setup_rows
-from prime_rl.trainer.world import World
+from prime_rl.trainer.process.errors import DataError
+from prime_rl.trainer.process.world import World
+from prime_rl.trainer.sft.data.packer import PackedRows, setup_rows
 from prime_rl.utils.logger import setup_logger
 
 

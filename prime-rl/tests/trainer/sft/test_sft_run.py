@@ -16,8 +16,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from prime_rl.configs.sft import SFTConfig
+from prime_rl.run.paths import RunPaths, stable_steps
 from prime_rl.trainer.sft.run import run
-from prime_rl.utils.paths import RunPaths, stable_steps
 from prime_rl.utils.pydantic_config import dump_toml
 
 HERE = Path(__file__).parent

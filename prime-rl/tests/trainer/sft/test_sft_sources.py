@@ -9,8 +9,8 @@ import pyarrow.parquet
 import pytest
 
 from prime_rl.configs.sft import SFTDataConfig
-from prime_rl.trainer.errors import DataError
-from prime_rl.trainer.sft.sources import interleave, load_rows
+from prime_rl.trainer.process.errors import DataError
+from prime_rl.trainer.sft.data.sources import interleave, load_rows
 
 ROWS = [{"prompt": f"question {index}", "completion": "ja"} for index in range(3)]
 

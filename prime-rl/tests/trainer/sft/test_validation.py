@@ -14,12 +14,12 @@ from transformers import AutoModelForCausalLM
 
 from prime_rl.configs.sft import SFTConfig, SFTDataConfig
 from prime_rl.configs.trainer import ModelConfig, TokenizerConfig
-from prime_rl.trainer.model import setup_model, setup_tokenizer
-from prime_rl.trainer.sft.conversation import ConversationTokenizer
+from prime_rl.run.paths import RunPaths, stable_steps
+from prime_rl.trainer.model.build import setup_model, setup_tokenizer
+from prime_rl.trainer.process.world import World
+from prime_rl.trainer.sft.data.conversation import ConversationTokenizer
 from prime_rl.trainer.sft.run import run
 from prime_rl.trainer.sft.validation import Validation
-from prime_rl.trainer.world import World
-from prime_rl.utils.paths import RunPaths, stable_steps
 from prime_rl.utils.pydantic_config import ConfigError, dump_toml, load_config
 
 

@@ -8,18 +8,18 @@ from itertools import islice
 
 from prime_rl.configs.sft import FakeDataConfig, SFTConfig
 from prime_rl.configs.trainer import CheckpointConfig
-from prime_rl.trainer.ckpt import Progress, TrainState
-from prime_rl.trainer.leaving import leaving_at_once
-from prime_rl.trainer.model import setup_model
-from prime_rl.trainer.optim import setup_optimizer
-from prime_rl.trainer.scheduler import setup_scheduler
-from prime_rl.trainer.sft.data import setup_rows
+from prime_rl.run.paths import RunPaths
+from prime_rl.trainer.checkpoints.manager import Progress, TrainState
+from prime_rl.trainer.model.build import setup_model
+from prime_rl.trainer.observe.telemetry import open_telemetry
+from prime_rl.trainer.optim.optimizer import setup_optimizer
+from prime_rl.trainer.optim.scheduler import setup_scheduler
+from prime_rl.trainer.process.errors import leaving_at_once
+from prime_rl.trainer.process.world import World, destroy_world, setup_world
+from prime_rl.trainer.sft.data.packer import setup_rows
 from prime_rl.trainer.sft.loop import SFTTrainer
 from prime_rl.trainer.sft.run import setup_parts, train
 from prime_rl.trainer.sft.step import train_step
-from prime_rl.trainer.telemetry import open_telemetry
-from prime_rl.trainer.world import World, destroy_world, setup_world
-from prime_rl.utils.paths import RunPaths
 from prime_rl.utils.pydantic_config import parse_argv_or_exit
 
 

@@ -10,17 +10,17 @@ from transformers import PreTrainedConfig
 from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
 from prime_rl.configs.inference import InferenceConfig
-from prime_rl.inference.adapters import DEFAULT_MAX_RANK
-from prime_rl.inference.embedded.adapters import AdapterLimits
-from prime_rl.inference.embedded.engine import Engine
+from prime_rl.inference.adapter_files import DEFAULT_MAX_RANK
+from prime_rl.inference.embedded.engine.engine import Engine
+from prime_rl.inference.embedded.engine.lora import AdapterLimits
+from prime_rl.inference.embedded.engine.model import ModelRunner, load_model, model_config
+from prime_rl.inference.embedded.engine.scheduler import Limits
+from prime_rl.inference.embedded.engine.text import generation_defaults, load_text
 from prime_rl.inference.embedded.errors import UnsupportedModel
-from prime_rl.inference.embedded.model import ModelRunner, load_model, model_config
-from prime_rl.inference.embedded.scheduler import Limits
-from prime_rl.inference.embedded.service import ServedModel, Service
-from prime_rl.inference.embedded.text import generation_defaults, load_text
-from prime_rl.inference.embedded.tool_calls import TOOL_PARSERS
+from prime_rl.inference.embedded.http.service import ServedModel, Service
+from prime_rl.inference.embedded.http.tool_calls import TOOL_PARSERS
 from prime_rl.inference.families import tool_call_parser
-from prime_rl.utils.process.devices import usable_cores
+from prime_rl.launch.devices import usable_cores
 
 CPU_MEMORY_SHARE = 0.25
 """Of the machine's memory, for keys and values on a CPU: a trainer and environments live there too."""

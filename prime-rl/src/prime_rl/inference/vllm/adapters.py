@@ -9,9 +9,9 @@ from vllm.entrypoints.openai.models.serving import OpenAIServingModels
 from vllm.lora.request import LoRARequest
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from prime_rl.inference.adapters import DEFAULT_MAX_RANK, check_name, read_adapter_spec
-from prime_rl.inference.checkpoints import WeightError, checkpoint_shapes
-from prime_rl.utils.paths import step_of
+from prime_rl.inference.adapter_files import DEFAULT_MAX_RANK, check_name, read_adapter_spec
+from prime_rl.inference.checkpoint_files import WeightError, checkpoint_shapes
+from prime_rl.run.paths import step_of
 
 
 @dataclass(slots=True)

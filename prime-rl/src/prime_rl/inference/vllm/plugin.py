@@ -20,8 +20,8 @@ from transformers.utils import cached_file
 from vllm.engine.protocol import EngineClient
 from vllm.entrypoints.openai.chat_completion.api_router import create_chat_completion
 
-from prime_rl.inference.adapters import AdapterMissing, check_base_version
-from prime_rl.inference.checkpoints import WeightError, check_same_model, checkpoint_shapes
+from prime_rl.inference.adapter_files import AdapterMissing, check_base_version
+from prime_rl.inference.checkpoint_files import WeightError, check_same_model, checkpoint_shapes
 from prime_rl.inference.protocol import (
     InitBroadcasterBody,
     LoadAdapterBody,
@@ -30,11 +30,11 @@ from prime_rl.inference.protocol import (
     parse_body,
 )
 from prime_rl.inference.vllm.adapters import Adapters
-from prime_rl.inference.vllm.serving import ChatServing, CompletionServing, TokensChatRequest, adopt
+from prime_rl.inference.vllm.handlers import ChatServing, CompletionServing, TokensChatRequest, adopt
 from prime_rl.inference.vllm.versions import UpdateCount, label_of
 from prime_rl.inference.weight_group import NOT_STARTED_FOR_IT
+from prime_rl.run.paths import step_of
 from prime_rl.utils.logger import SUCCESS, get_logger, setup_logger
-from prime_rl.utils.paths import step_of
 
 _POLL_S = 0.1
 _GRACE_S = 3

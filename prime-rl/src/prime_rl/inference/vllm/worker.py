@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from prime_rl.inference.checkpoints import WeightError, checkpoint_files
+from prime_rl.inference.checkpoint_files import WeightError, checkpoint_files
 from prime_rl.inference.protocol import InitBroadcasterBody
 from prime_rl.inference.weight_group import join_group, received
 from prime_rl.transport.errors import TransportError

@@ -10,11 +10,12 @@ import torch
 from torch import nn
 
 from prime_rl.configs.trainer import FileSystemWeightBroadcastConfig
-from prime_rl.trainer.lora import is_adapted
-from prime_rl.trainer.lora_export import gather_adapter
-from prime_rl.trainer.weights import gather_weights, save_adapter, save_weights
-from prime_rl.trainer.world import World
-from prime_rl.utils.paths import OrchestratorPaths, replacing_directory, step_of
+from prime_rl.run.paths import OrchestratorPaths, step_of
+from prime_rl.trainer.checkpoints.weights import gather_weights, save_adapter, save_weights
+from prime_rl.trainer.lora.adapters import is_adapted
+from prime_rl.trainer.lora.export import gather_adapter
+from prime_rl.trainer.process.world import World
+from prime_rl.utils.files import replacing_directory
 
 
 class Broadcast(Protocol):

@@ -12,13 +12,14 @@ import torch.distributed as dist
 from torch import nn
 
 from prime_rl.configs.trainer import NCCLWeightBroadcastConfig
-from prime_rl.trainer.errors import BroadcastError
-from prime_rl.trainer.weights import gather_weights
-from prime_rl.trainer.world import World
+from prime_rl.run.paths import OrchestratorPaths
+from prime_rl.trainer.checkpoints.weights import gather_weights
+from prime_rl.trainer.process.errors import BroadcastError
+from prime_rl.trainer.process.world import World
 from prime_rl.transport import TransportError
 from prime_rl.transport.weights import SENDER, WeightGroup
+from prime_rl.utils.files import STABLE
 from prime_rl.utils.logger import get_logger
-from prime_rl.utils.paths import STABLE, OrchestratorPaths
 
 POLL_S = 0.02
 

@@ -11,21 +11,21 @@ import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
 from prime_rl.configs.trainer import TrainerConfig, WeightCheckpointConfig
-from prime_rl.trainer.ckpt import CheckpointManager, TrainState
-from prime_rl.trainer.errors import DivergedError
-from prime_rl.trainer.optim import clip_gradients
+from prime_rl.run.paths import RunPaths
+from prime_rl.trainer.checkpoints.manager import CheckpointManager, TrainState
+from prime_rl.trainer.checkpoints.weights import export_model
+from prime_rl.trainer.optim.optimizer import clip_gradients
+from prime_rl.trainer.process.errors import DivergedError
+from prime_rl.trainer.process.signals import SignalBox
+from prime_rl.trainer.process.world import World
+from prime_rl.trainer.rl.batches import BatchSource
 from prime_rl.trainer.rl.broadcast import Broadcast
-from prime_rl.trainer.rl.data import BatchSource
 from prime_rl.trainer.rl.metrics import Samples, Stopwatch
 from prime_rl.trainer.rl.parity import ParityGate
 from prime_rl.trainer.rl.report import Reporter, StepReport
 from prime_rl.trainer.rl.rows import Row
 from prime_rl.trainer.rl.step import ForwardBackward, StepSize
-from prime_rl.trainer.signals import SignalBox
-from prime_rl.trainer.weights import export_model
-from prime_rl.trainer.world import World
 from prime_rl.utils.logger import get_logger
-from prime_rl.utils.paths import RunPaths
 
 POLL_S = 0.02
 """Between two looks for a batch. A tiny model's step takes a few tenths of a second, so a long poll would show."""

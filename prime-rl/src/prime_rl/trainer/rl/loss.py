@@ -26,7 +26,7 @@ from prime_rl.configs.losses import (
     DefaultLossConfig,
     LossConfig,
 )
-from prime_rl.trainer.errors import TrainerError
+from prime_rl.trainer.process.errors import TrainerError
 from prime_rl.trainer.rl.objectives import Objective, Tokens, objective_of
 
 MAX_LOG_SEQUENCE_RATIO = 10.0

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from prime_rl.trainer.errors import TrainerError
+from prime_rl.trainer.process.errors import TrainerError
 from prime_rl.transport.messages import MicroBatch, TrainingBatch, TrainingSample
 
 

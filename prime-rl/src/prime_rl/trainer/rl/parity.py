@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import torch
 
 from prime_rl.configs.trainer import ParityConfig
-from prime_rl.trainer.errors import TrainerError
+from prime_rl.trainer.process.errors import TrainerError
+from prime_rl.trainer.process.world import World, sum_over_processes
 from prime_rl.trainer.rl.rows import Row
 from prime_rl.trainer.rl.step import ForwardBackward
-from prime_rl.trainer.world import World, sum_over_processes
 from prime_rl.utils.logger import get_logger
 
 LIKELY_CAUSES = (

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from prime_rl.trainer.ckpt import Progress
-from prime_rl.trainer.perf import Performance, speed_fields
+from prime_rl.trainer.checkpoints.manager import Progress
+from prime_rl.trainer.observe.perf import Performance, speed_fields
+from prime_rl.trainer.observe.telemetry import Telemetry
 from prime_rl.trainer.rl.metrics import NAN, training_metrics
 from prime_rl.trainer.rl.step import StepSize
-from prime_rl.trainer.telemetry import Telemetry
 from prime_rl.utils.logger import SUCCESS, get_logger
 
 

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from prime_rl.configs.trainer import ModelConfig
-from prime_rl.trainer.lora import is_adapted
-from prime_rl.trainer.rl.lm_head import fused_logprobs
+from prime_rl.trainer.kernels.fused_logprobs import fused_logprobs
+from prime_rl.trainer.lora.adapters import is_adapted
+from prime_rl.trainer.model.scoring import LogitsOf, score_tokens
 from prime_rl.trainer.rl.loss import sequence_lengths
-from prime_rl.trainer.scoring import LogitsOf, score_tokens
 from prime_rl.transport.messages import MicroBatch
 
 AUTO_VOCAB_CHUNK = 8192

@@ -9,13 +9,18 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from prime_rl.configs.trainer import ParityConfig, TrainerConfig
-from prime_rl.trainer.ckpt import CheckpointManager, Progress, TrainState
-from prime_rl.trainer.errors import CheckpointError
-from prime_rl.trainer.model import compute_dtype, setup_model, setup_tokenizer
-from prime_rl.trainer.optim import setup_optimizer
-from prime_rl.trainer.perf import Performance, known_peak_flops, peak_flops
+from prime_rl.run.paths import RunPaths
+from prime_rl.trainer.checkpoints.manager import CheckpointManager, Progress, TrainState
+from prime_rl.trainer.model.build import compute_dtype, setup_model, setup_tokenizer
+from prime_rl.trainer.observe.perf import Performance, known_peak_flops, peak_flops
+from prime_rl.trainer.observe.telemetry import Telemetry, open_telemetry
+from prime_rl.trainer.optim.optimizer import setup_optimizer
+from prime_rl.trainer.optim.scheduler import setup_scheduler
+from prime_rl.trainer.process.errors import CheckpointError
+from prime_rl.trainer.process.signals import EXIT_STOPPED, SignalBox, listen_for_signals
+from prime_rl.trainer.process.world import World, destroy_world, setup_world
+from prime_rl.trainer.rl.batches import BatchSource, FakeBatches, PackedBatches, row_tokens
 from prime_rl.trainer.rl.broadcast import Broadcast, FileSystemBroadcast
-from prime_rl.trainer.rl.data import BatchSource, FakeBatches, PackedBatches, row_tokens
 from prime_rl.trainer.rl.group_broadcast import GroupBroadcast
 from prime_rl.trainer.rl.loop import Parts, RLTrainer, Stopped
 from prime_rl.trainer.rl.loss import setup_loss
@@ -23,12 +28,7 @@ from prime_rl.trainer.rl.parity import ParityGate
 from prime_rl.trainer.rl.report import Reporter
 from prime_rl.trainer.rl.rows import vocab_chunk_of
 from prime_rl.trainer.rl.step import ForwardBackward
-from prime_rl.trainer.scheduler import setup_scheduler
-from prime_rl.trainer.signals import EXIT_STOPPED, SignalBox, listen_for_signals
-from prime_rl.trainer.telemetry import Telemetry, open_telemetry
-from prime_rl.trainer.world import World, destroy_world, setup_world
 from prime_rl.utils.logger import SUCCESS, get_logger
-from prime_rl.utils.paths import RunPaths
 
 
 def train(config: TrainerConfig, paths: RunPaths) -> None:

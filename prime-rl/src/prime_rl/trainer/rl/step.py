@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from prime_rl.trainer.accumulation import accumulated
+from prime_rl.trainer.optim.accumulation import accumulated
+from prime_rl.trainer.process.world import World
 from prime_rl.trainer.rl.loss import Loss, LossInputs, LossOutputs, split_inputs
 from prime_rl.trainer.rl.metrics import Samples
 from prime_rl.trainer.rl.rows import Row, score_row
-from prime_rl.trainer.world import World
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import sys
 
-from prime_rl.configs.not_built import refuse_unbuilt
+from prime_rl.configs.surface.not_built import refuse_unbuilt
 from prime_rl.configs.trainer import TrainerConfig
-from prime_rl.trainer.errors import exit_on_error
-from prime_rl.trainer.leaving import leaving_at_once
+from prime_rl.run.directory import OutputDirInUse, check_output_dir
+from prime_rl.run.paths import RunPaths
+from prime_rl.trainer.process.errors import exit_on_error, leaving_at_once
 from prime_rl.utils.imports import import_transformers, importing
 from prime_rl.utils.logger import setup_logger
-from prime_rl.utils.paths import OutputDirInUse, RunPaths, check_output_dir
 from prime_rl.utils.pydantic_config import parse_argv_or_exit
 
 

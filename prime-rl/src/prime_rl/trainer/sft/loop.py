@@ -12,19 +12,19 @@ from transformers import PreTrainedTokenizerBase
 
 from prime_rl.configs.sft import BaseDataConfig, SFTConfig
 from prime_rl.configs.trainer import WeightCheckpointConfig
-from prime_rl.trainer.ckpt import CheckpointManager, TrainState
-from prime_rl.trainer.errors import DataError, DivergedError
-from prime_rl.trainer.sft.data import PackedRows
-from prime_rl.trainer.sft.fingerprint import DataFingerprint
+from prime_rl.run.paths import RunPaths, stable_steps
+from prime_rl.trainer.checkpoints.manager import CheckpointManager, TrainState
+from prime_rl.trainer.checkpoints.weights import export_model
+from prime_rl.trainer.process.errors import DataError, DivergedError
+from prime_rl.trainer.process.signals import SignalBox
+from prime_rl.trainer.process.world import World
+from prime_rl.trainer.sft.data.fingerprint import DataFingerprint
+from prime_rl.trainer.sft.data.packer import PackedRows
 from prime_rl.trainer.sft.reporting import StepReporter, StepStats
 from prime_rl.trainer.sft.resume import FINGERPRINT
 from prime_rl.trainer.sft.step import has_finite_weights, train_step
 from prime_rl.trainer.sft.validation import Validation
-from prime_rl.trainer.signals import SignalBox
-from prime_rl.trainer.weights import export_model
-from prime_rl.trainer.world import World
 from prime_rl.utils.logger import get_logger
-from prime_rl.utils.paths import RunPaths, stable_steps
 
 _NAMED_ROWS = 64
 

@@ -15,13 +15,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from prime_rl.configs.not_built import refuse_unbuilt
 from prime_rl.configs.sft import SFTConfig, SFTDataConfig
-from prime_rl.trainer.errors import exit_on_error
-from prime_rl.trainer.sft.conversation import TokenizedSample
-from prime_rl.trainer.sft.entries import Entries, setup_entries
-from prime_rl.trainer.sft.examination import Examination, examine, untrainable_fault, worries
-from prime_rl.trainer.sft.samples import Made, SampleMaker
+from prime_rl.configs.surface.not_built import refuse_unbuilt
+from prime_rl.trainer.process.errors import exit_on_error
+from prime_rl.trainer.sft.data.conversation import TokenizedSample
+from prime_rl.trainer.sft.data.entries import Entries, setup_entries
+from prime_rl.trainer.sft.data.examination import Examination, examine, untrainable_fault, worries
+from prime_rl.trainer.sft.data.samples import Made, SampleMaker
 from prime_rl.utils.logger import setup_logger
 from prime_rl.utils.pydantic_config import parse_argv_or_exit
 
@@ -56,7 +56,7 @@ def preflight(config: SFTConfig, console: Console) -> int:
     with exit_on_error():
         # This import takes most of a preflight's time, and a fault of the data needs none of it.
         entries = setup_entries(config.data)
-        from prime_rl.trainer.model import setup_tokenizer
+        from prime_rl.trainer.model.build import setup_tokenizer
 
         tokenizer = setup_tokenizer(config.tokenizer, config.model)
         made = _made_rows(entries, SampleMaker(config.data, tokenizer), config.data)

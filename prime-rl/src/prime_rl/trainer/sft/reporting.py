@@ -7,14 +7,14 @@ import shutil
 import time
 from dataclasses import asdict, astuple, dataclass
 
-from prime_rl.trainer.ckpt import Progress
-from prime_rl.trainer.perf import Performance, speed_fields
-from prime_rl.trainer.progress_bar import ProgressBar, clock, figures
-from prime_rl.trainer.sft.samples import SampleCounts, SampleStream
-from prime_rl.trainer.telemetry import Telemetry
-from prime_rl.trainer.world import sum_over_processes
+from prime_rl.run.paths import RunPaths
+from prime_rl.trainer.checkpoints.manager import Progress
+from prime_rl.trainer.observe.perf import Performance, speed_fields
+from prime_rl.trainer.observe.telemetry import Telemetry
+from prime_rl.trainer.process.world import sum_over_processes
+from prime_rl.trainer.sft.data.samples import SampleCounts, SampleStream
 from prime_rl.utils.logger import SUCCESS, get_logger
-from prime_rl.utils.paths import RunPaths
+from prime_rl.watch.progress_bar import ProgressBar, clock, figures
 
 _GIB = 2**30
 _EDGE_STEPS = 5

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from prime_rl.configs.sft import SFTConfig
-from prime_rl.trainer.ckpt import CheckpointManager, Progress
-from prime_rl.trainer.errors import CheckpointError
-from prime_rl.trainer.sft.data import PackedRows
-from prime_rl.trainer.sft.fingerprint import DataFingerprint
-from prime_rl.trainer.sft.places import Place
+from prime_rl.trainer.checkpoints.manager import CheckpointManager, Progress
+from prime_rl.trainer.process.errors import CheckpointError
+from prime_rl.trainer.sft.data.fingerprint import DataFingerprint
+from prime_rl.trainer.sft.data.packer import PackedRows
+from prime_rl.trainer.sft.data.places import Place
 from prime_rl.utils.logger import get_logger
 
 FINGERPRINT = "fingerprint"

@@ -11,25 +11,26 @@ import torch.distributed as dist
 
 from prime_rl.configs.sft import SFTConfig
 from prime_rl.configs.trainer import CheckpointConfig
-from prime_rl.trainer.ckpt import CheckpointManager, Progress, TrainState
-from prime_rl.trainer.errors import CheckpointError, ModelError, exit_on_error
-from prime_rl.trainer.model import compute_dtype, setup_model, setup_tokenizer
-from prime_rl.trainer.optim import setup_optimizer
-from prime_rl.trainer.perf import Performance, known_peak_flops
-from prime_rl.trainer.progress_bar import progress_bar
-from prime_rl.trainer.scheduler import setup_scheduler
-from prime_rl.trainer.sft.data import setup_rows
-from prime_rl.trainer.sft.examination import check_first_rows
-from prime_rl.trainer.sft.fingerprint import fingerprint_of
+from prime_rl.run.directory import OutputDirInUse, check_output_dir
+from prime_rl.run.paths import RunPaths
+from prime_rl.trainer.checkpoints.manager import CheckpointManager, Progress, TrainState
+from prime_rl.trainer.model.build import compute_dtype, setup_model, setup_tokenizer
+from prime_rl.trainer.observe.perf import Performance, known_peak_flops
+from prime_rl.trainer.observe.telemetry import Telemetry, open_telemetry
+from prime_rl.trainer.optim.optimizer import setup_optimizer
+from prime_rl.trainer.optim.scheduler import setup_scheduler
+from prime_rl.trainer.process.errors import CheckpointError, ModelError, exit_on_error
+from prime_rl.trainer.process.signals import EXIT_STOPPED, listen_for_signals
+from prime_rl.trainer.process.world import World, destroy_world, setup_world
+from prime_rl.trainer.sft.data.examination import check_first_rows
+from prime_rl.trainer.sft.data.fingerprint import fingerprint_of
+from prime_rl.trainer.sft.data.packer import setup_rows
 from prime_rl.trainer.sft.loop import Parts, SFTTrainer, micro_batches_per_process
 from prime_rl.trainer.sft.reporting import StepReporter, Summary
 from prime_rl.trainer.sft.resume import check_same_rows, go_on, leave_receipt
 from prime_rl.trainer.sft.validation import Validation
-from prime_rl.trainer.signals import EXIT_STOPPED, listen_for_signals
-from prime_rl.trainer.telemetry import Telemetry, open_telemetry
-from prime_rl.trainer.world import World, destroy_world, setup_world
 from prime_rl.utils.logger import SUCCESS, get_logger, setup_logger
-from prime_rl.utils.paths import OutputDirInUse, RunPaths, check_output_dir
+from prime_rl.watch.progress_bar import progress_bar
 
 
 def run(config: SFTConfig) -> int:

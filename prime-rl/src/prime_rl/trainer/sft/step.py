@@ -11,14 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from prime_rl.trainer.accumulation import accumulated
-from prime_rl.trainer.ckpt import TrainState
-from prime_rl.trainer.errors import DivergedError
-from prime_rl.trainer.optim import clip_gradients
-from prime_rl.trainer.scoring import LogitsOf, cross_entropy_sum, score_tokens
-from prime_rl.trainer.sft.data import PackedRow
+from prime_rl.trainer.checkpoints.manager import TrainState
+from prime_rl.trainer.model.scoring import LogitsOf, cross_entropy_sum, score_tokens
+from prime_rl.trainer.optim.accumulation import accumulated
+from prime_rl.trainer.optim.optimizer import clip_gradients
+from prime_rl.trainer.process.errors import DivergedError
+from prime_rl.trainer.process.world import World, sum_over_processes
+from prime_rl.trainer.sft.data.packer import PackedRow
 from prime_rl.trainer.sft.reporting import StepStats
-from prime_rl.trainer.world import World, sum_over_processes
 
 
 def train_step(state: TrainState, rows: Sequence[PackedRow], max_norm: float, world: World) -> StepStats:

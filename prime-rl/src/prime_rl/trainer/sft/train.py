@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from prime_rl.configs.not_built import refuse_unbuilt
 from prime_rl.configs.sft import SFTConfig
-from prime_rl.trainer.leaving import leaving_at_once
+from prime_rl.configs.surface.not_built import refuse_unbuilt
+from prime_rl.trainer.process.errors import leaving_at_once
 from prime_rl.utils.imports import import_transformers, importing
 from prime_rl.utils.pydantic_config import parse_argv_or_exit
 

@@ -11,13 +11,13 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from prime_rl.configs.sft import SFTDataConfig
-from prime_rl.trainer.sft.best_fit import best_fit_decreasing
-from prime_rl.trainer.sft.conversation import TokenizedSample
-from prime_rl.trainer.sft.packing import PackedRow, lay_out
+from prime_rl.trainer.process.world import World, sum_over_processes
+from prime_rl.trainer.sft.data.best_fit import best_fit_decreasing
+from prime_rl.trainer.sft.data.conversation import TokenizedSample
+from prime_rl.trainer.sft.data.packer import PackedRow, lay_out
+from prime_rl.trainer.sft.data.samples import DatasetStream
 from prime_rl.trainer.sft.reporting import ValStats
-from prime_rl.trainer.sft.samples import DatasetStream
 from prime_rl.trainer.sft.step import row_loss_sum
-from prime_rl.trainer.world import World, sum_over_processes
 from prime_rl.utils.logger import get_logger
 
 if TYPE_CHECKING:

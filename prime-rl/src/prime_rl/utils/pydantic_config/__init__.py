@@ -11,11 +11,6 @@ from prime_rl.utils.pydantic_config.base import (
 )
 from prime_rl.utils.pydantic_config.dump import dump_toml, to_toml
 from prime_rl.utils.pydantic_config.errors import ConfigError
-from prime_rl.utils.pydantic_config.files import (
-    check_path_and_handle_inheritance,
-    extract_toml_paths,
-    get_temp_toml_file,
-)
 from prime_rl.utils.pydantic_config.load import (
     get_unknown_args,
     load_config,
@@ -25,6 +20,11 @@ from prime_rl.utils.pydantic_config.load import (
     showing_warnings,
 )
 from prime_rl.utils.pydantic_config.schema import get_all_fields
+from prime_rl.utils.pydantic_config.toml_files import (
+    check_path_and_handle_inheritance,
+    extract_toml_paths,
+    get_temp_toml_file,
+)
 
 __all__ = [
     "BaseConfig",

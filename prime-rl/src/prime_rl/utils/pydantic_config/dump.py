@@ -9,7 +9,7 @@ from typing import Any
 import tomli_w
 from pydantic import BaseModel
 
-from prime_rl.utils.paths import replacing_file
+from prime_rl.utils.files import replacing_file
 from prime_rl.utils.pydantic_config.base import NULL_TEXT
 
 

@@ -18,9 +18,9 @@ from prime_rl.utils.pydantic_config.base import BaseSettings, ConfigWarning
 from prime_rl.utils.pydantic_config.environment import environment_layer
 from prime_rl.utils.pydantic_config.errors import ConfigError
 from prime_rl.utils.pydantic_config.faults import faults_of
-from prime_rl.utils.pydantic_config.files import read_files, split_files
 from prime_rl.utils.pydantic_config.layers import Layer, merge_layers
 from prime_rl.utils.pydantic_config.schema import is_boolean_flag
+from prime_rl.utils.pydantic_config.toml_files import read_files, split_files
 
 ConfigT = TypeVar("ConfigT", bound=BaseSettings)
 _unknown_args: ContextVar[list[str]] = ContextVar("unknown_args")
@@ -54,7 +54,7 @@ def parse_argv(config_cls: type[ConfigT], allow_extras: bool = False, argv: Sequ
     """
     argv = sys.argv[1:] if argv is None else argv
     if "--help" in argv or "-h" in argv:
-        from prime_rl.utils.pydantic_config.help import help_text
+        from prime_rl.utils.pydantic_config.describe import help_text
 
         sys.stdout.write(help_text(config_cls, allow_extras))
         raise SystemExit(0)

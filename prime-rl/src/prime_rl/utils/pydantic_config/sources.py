@@ -13,9 +13,9 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource
 
 from prime_rl.utils.pydantic_config.arguments import arguments_layer
 from prime_rl.utils.pydantic_config.environment import environment_layer
-from prime_rl.utils.pydantic_config.files import read_files, split_files
 from prime_rl.utils.pydantic_config.layers import merge_layers, merged
 from prime_rl.utils.pydantic_config.schema import is_boolean_flag
+from prime_rl.utils.pydantic_config.toml_files import read_files, split_files
 
 
 class TableSource(PydanticBaseSettingsSource):

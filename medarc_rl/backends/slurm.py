@@ -1,0 +1,214 @@
+"""A Slurm batch script as values, decided here and printed by the templates.
+
+Two grammars meet in a script. The body is bash: `sh_quote`. The header is read by sbatch, which knows `"` and `\\`
+but no other shell syntax: `header_word`. The name of the log has a third one, of `%` patterns: `_log_options`.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from medarc_rl.errors import HeaderError, UsageError
+from prime_rl.run.paths import RunPaths
+
+NODE_GPUS = 8
+STOP_LEAD_S = 120
+"""How long before the end of its time a job is asked to save and stop."""
+TORCHRUN_GRACE_S = 55
+"""How long torchrun leaves its workers to do so, instead of its own 30 s."""
+_SHORTEST_TIME_WITH_LEAD_S = 10 * STOP_LEAD_S
+
+_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
+_PLAIN_HEADER = re.compile(r"[A-Za-z0-9_@%+=:,./\[\]-]+")
+_WALLTIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<clock>\d+(?::\d+){0,2})")
+
+
+@dataclass(frozen=True, slots=True)
+class SlurmRequest:
+    """What a person asks of Slurm beyond GPUs. None leaves the choice to the cluster, and prints nothing."""
+
+    account: str | None = None
+    time: str | None = None
+    partition: str | None = None
+    qos: str | None = None
+    mem: str | None = None
+    constraint: str | None = None
+    nodelist: str | None = None
+    exclude: str | None = None
+    extra: tuple[str, ...] = ()
+    """Whole sbatch options, last in the header, so that they win over all others."""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchJob:
+    """One job on one node."""
+
+    command: str
+    """`sft` or `rl`: names the template and the script."""
+    name: str
+    gpus: int
+    cpus_per_gpu: int
+    paths: RunPaths
+    project_dir: Path
+    hf_cache_dir: Path
+    hf_hub_offline: bool = False
+    single_gpu: bool = False
+    """Inference and trainer share one GPU (`rl` only)."""
+    checkpoints: bool = False
+    """The run writes checkpoints, so that a job which Slurm starts again can go on."""
+    request: SlurmRequest = field(default_factory=SlurmRequest)
+
+    @property
+    def script(self) -> Path:
+        return self.paths.batch_script(self.command)
+
+    @property
+    def torchrun_options(self) -> tuple[str, ...]:
+        """Where ranks write: the first to torchrun's own output, the others to files, and their stderr to both."""
+        files = f"--log-dir={self.paths.torchrun_logs}"
+        others = range(1, self.gpus)
+        stdout_to_file = ",".join(f"{rank}:1" for rank in others)
+        stderr_to_both = ",".join(f"{rank}:2" for rank in others)
+        ranks = (f"--redirects={stdout_to_file}", f"--tee={stderr_to_both}") if others else ()
+        return (f"--shutdown-timeout={TORCHRUN_GRACE_S}", files, *ranks)
+
+
+def sh_quote(value: object) -> str:
+    """`value` as one bash word on one line. sbatch refuses a script with a carriage return, so none is printed raw."""
+    text = str(value)
+    if not _CONTROL.search(text):
+        return shlex.quote(text)
+    escaped = text.replace("\\", "\\\\").replace("'", "\\'")
+    return "$'" + _CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", escaped) + "'"
+
+
+def header_word(option: str, value: str) -> str:
+    """`option=value` as sbatch reads it from a script's header.
+
+    Raises:
+        HeaderError: the header, which ends at a line break, cannot carry the value.
+    """
+    return f"{option}={_header_quote(option, value)}"
+
+
+def _header_quote(option: str, value: str) -> str:
+    if _CONTROL.search(value) or not _is_utf8(value):
+        raise HeaderError(option, value)
+    if _PLAIN_HEADER.fullmatch(value):
+        return value
+    escaped = value.replace("\\", "\\\\").replace('"', '\\"')
+    return f'"{escaped}"'
+
+
+def _is_utf8(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def log_pattern(paths: RunPaths) -> str:
+    """Where Slurm writes a job's output, in the pattern language of `sbatch --output`.
+
+    A backslash anywhere in the pattern switches its `%` signs off, so there all jobs append to one file.
+    """
+    if "\\" in str(paths.slurm):
+        return str(log_file(paths, "")).replace("\\", "\\\\")
+    return str(paths.slurm).replace("%", "%%") + "/job_%j.log"
+
+
+def log_file(paths: RunPaths, job_id: str) -> Path:
+    """The file that `log_pattern` means for one job."""
+    return paths.slurm / ("job.log" if "\\" in str(paths.slurm) else f"job_{job_id}.log")
+
+
+def walltime_s(text: str) -> int:
+    """Seconds in one of Slurm's notations: `M`, `M:S`, `H:M:S`, `D-H`, `D-H:M`, `D-H:M:S`; 0 is no limit.
+
+    Raises:
+        UsageError: none of them.
+    """
+    if text.upper() in ("INFINITE", "UNLIMITED"):
+        return 0
+    match = _WALLTIME.fullmatch(text)
+    if match is None:
+        raise UsageError(f"--time {text!r}: write minutes, hours:minutes:seconds or days-hours, as 90, 2:30:00 or 1-12")
+    clock = [int(part) for part in match["clock"].split(":")]
+    if match["days"] is not None:
+        hours, minutes, seconds = [*clock, 0, 0][:3]
+        return int(match["days"]) * 86400 + hours * 3600 + minutes * 60 + seconds
+    hours, minutes, seconds = {1: [0, *clock, 0], 2: [0, *clock], 3: clock}[len(clock)]
+    return hours * 3600 + minutes * 60 + seconds
+
+
+def header(job: BatchJob) -> list[str]:
+    """The `#SBATCH` options of a job, in order.
+
+    Raises:
+        UsageError: an option that Slurm would refuse, or that its header cannot carry.
+    """
+    return [*_placement(job), *_log_header(job), *_requested(job.request)]
+
+
+def _placement(job: BatchJob) -> Iterator[str]:
+    yield header_word("--job-name", job.name)
+    yield "--nodes=1"
+    yield "--ntasks=1"
+    yield f"--gres=gpu:{job.gpus}"
+    yield "--exclusive" if job.gpus == NODE_GPUS else f"--cpus-per-gpu={job.cpus_per_gpu}"
+    yield "--export=ALL"
+
+
+def _log_header(job: BatchJob) -> Iterator[str]:
+    pattern = log_pattern(job.paths)
+    if not _CONTROL.search(pattern):
+        yield header_word("--output", pattern)
+        yield header_word("--error", pattern)
+    # A requeued job keeps its number, and would erase what the first attempt wrote.
+    yield "--open-mode=append"
+
+
+def _requested(request: SlurmRequest) -> Iterator[str]:
+    for name in ("account", "time", "partition", "qos", "mem", "constraint", "nodelist", "exclude"):
+        value = getattr(request, name)
+        if value is not None:
+            yield header_word(f"--{name}", value)
+    if request.time is not None and walltime_s(request.time) >= _SHORTEST_TIME_WITH_LEAD_S:
+        yield f"--signal=B:TERM@{STOP_LEAD_S}"
+    for argument in request.extra:
+        if not argument.startswith("-"):
+            raise UsageError(f"--sbatch-arg {argument!r}: write a whole option of sbatch, as in --sbatch-arg=--requeue")
+        option, equals, value = argument.partition("=")
+        yield header_word(option, value) if equals else _header_quote("--sbatch-arg", argument)
+
+
+def render(job: BatchJob) -> str:
+    """The batch script.
+
+    Raises:
+        UsageError: see `header`.
+    """
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    environment = Environment(
+        loader=PackageLoader("medarc_rl", "slurm_templates"),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        autoescape=False,
+    )
+    environment.filters["sh"] = sh_quote
+    return environment.get_template(f"one_node_{job.command}.j2").render(job=job, header=header(job))
+
+
+def sbatch_argv(job: BatchJob) -> list[str]:
+    """The command that submits the script. It repeats nothing that the script's header says."""
+    pattern = log_pattern(job.paths)
+    log = [f"--output={pattern}", f"--error={pattern}"] if _CONTROL.search(pattern) else []
+    return ["sbatch", *log, str(job.script)]

@@ -1,0 +1,69 @@
+"""A whole RL run: root of `rl`."""
+
+import warnings
+from typing import Any, ClassVar, Self
+
+from pydantic import model_validator
+
+from prime_rl.configs.rl.propagation import propagate
+from prime_rl.configs.rl.rules import run_faults, run_warnings
+from prime_rl.configs.rl.sections import (
+    BaseDeploymentConfig,
+    DeploymentConfig,
+    MultiNodeDeploymentConfig,
+    RunSections,
+    SharedCheckpointConfig,
+    SharedLogConfig,
+    SharedModelConfig,
+    SharedSettings,
+    SharedWandbConfig,
+    SharedWeightBroadcastConfig,
+    SingleNodeDeploymentConfig,
+)
+from prime_rl.configs.shared import SlurmConfig
+from prime_rl.configs.surface.root import RootConfig
+from prime_rl.utils.pydantic_config import ConfigWarning, raise_faults
+
+__all__ = [
+    "BaseDeploymentConfig",
+    "DeploymentConfig",
+    "MultiNodeDeploymentConfig",
+    "RLConfig",
+    "RunSections",
+    "SharedCheckpointConfig",
+    "SharedLogConfig",
+    "SharedModelConfig",
+    "SharedSettings",
+    "SharedWandbConfig",
+    "SharedWeightBroadcastConfig",
+    "SingleNodeDeploymentConfig",
+]
+
+
+class RLConfig(RunSections, RootConfig):
+    """A whole RL run. Read by `rl`, which hands each component its section."""
+
+    component: ClassVar[str] = "rl"
+
+    max_model_len: int | None = None
+    """Not read: set `inference.model.max_model_len`."""
+
+    clean_output_dir: bool = False
+    """Delete the output directory first."""
+
+    slurm: SlurmConfig | None = None
+    """Submit through Slurm; None runs here."""
+
+    dry_run: bool = False
+    """Write the resolved configs and stop."""
+
+    @classmethod
+    def prepare(cls, data: dict[str, Any]) -> dict[str, Any]:
+        return propagate(super().prepare(data))
+
+    @model_validator(mode="after")
+    def _check_rules(self) -> Self:
+        raise_faults(run_faults(self))
+        for text in run_warnings(self):
+            warnings.warn(text, ConfigWarning, stacklevel=2)
+        return self

@@ -1,0 +1,349 @@
+"""How the shared settings of `rl` reach its components.
+
+Raw tables in, raw tables out, before any component is validated: each is then validated once, with the values that it
+will run with, so that no bound, rule or derived value of a component can miss a shared setting.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from prime_rl.configs.algorithms import preset
+from prime_rl.configs.inference import ParallelConfig, ServerConfig
+from prime_rl.configs.orchestrator import DEFAULT_BATCH_SIZE
+from prime_rl.configs.rl.sections import MultiNodeDeploymentConfig, SharedSettings, SingleNodeDeploymentConfig
+from prime_rl.configs.rollouts import SamplingConfig
+from prime_rl.configs.shared import BaseModelConfig
+from prime_rl.configs.trainer import LoRAConfig, ModelConfig
+from prime_rl.utils.pydantic_config import ConfigWarning, explicit_values
+from prime_rl.utils.pydantic_config.layers import set_at, value_at
+
+Table = dict[str, Any]
+SectionT = TypeVar("SectionT", bound=BaseModel)
+_ABSENT = object()
+_BENCH_TOKEN_BATCH = 32
+"""Fake samples of a benchmark whose batches are counted in tokens."""
+
+
+@dataclass
+class RunTables:
+    """The raw sections of a run's components, changed in place; None for a component that does not run."""
+
+    shared: SharedSettings
+    trainer: Table
+    orchestrator: Table
+    inference: Table | None
+    teacher_inference: Table | None
+
+    @property
+    def single_node(self) -> SingleNodeDeploymentConfig | None:
+        return self.shared.deployment if self.shared.deployment.type == "single_node" else None
+
+    @property
+    def multi_node(self) -> MultiNodeDeploymentConfig | None:
+        return self.shared.deployment if self.shared.deployment.type == "multi_node" else None
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """The raw value of a dotted key (`trainer.model.name`)."""
+        component, *path = key.split(".")
+        return value_at(getattr(self, component), tuple(path), default)
+
+    def fill(self, key: str, value: Any) -> None:
+        """Set a key that is absent or None; the table of a component that does not run stays absent."""
+        if self.get(key) is None:
+            self.put(key, value)
+
+    def override(self, key: str, value: Any, source: str) -> None:
+        """Set a key, and warn if it was given another value. `source` is the shared setting."""
+        given = self.get(key, _ABSENT)
+        if given is not _ABSENT and _differ(given, value):
+            text = f"{source} makes {key} {value!r}; the config's own {key} = {given!r} has no effect"
+            warnings.warn(text, ConfigWarning, stacklevel=4)
+        self.put(key, value)
+
+    def put(self, key: str, value: Any) -> None:
+        """Set a key of a component that runs."""
+        component, *path = key.split(".")
+        table = getattr(self, component)
+        above = [value_at(table, tuple(path[:length])) for length in range(1, len(path))]
+        # A section that is no table is a fault, which must stay for the validation to see.
+        if table is not None and all(section is None or isinstance(section, dict) for section in above):
+            set_at(table, path, value)
+
+
+def propagate(data: Table) -> Table:
+    """`data` of an `RLConfig` with every shared setting written into the components' tables.
+
+    A faulty shared setting is not propagated: its own fault says all there is to say.
+    """
+    components = {name: _component(data.get(name)) for name in RunTables.__dataclass_fields__ if name != "shared"}
+    if components["trainer"] is None or components["orchestrator"] is None:
+        return data
+    run = RunTables(_readable_shared(data), **components)
+    gpus = _follow_gpu_ids(run)
+    for step in (
+        _place_output,
+        _share_device,
+        _share_log,
+        _share_ckpt,
+        _share_wandb,
+        _share_model,
+        _share_limits,
+        _expand_algorithm,
+        _share_bench,
+        _share_lora,
+        _split_gpus,
+        _share_weight_broadcast,
+        _add_teacher,
+    ):
+        step(run)
+    tables = {name: getattr(run, name) for name in components}
+    return data | gpus | {name: table for name, table in tables.items() if table is not None}
+
+
+def peek(section: type[SectionT], raw: Any) -> SectionT | None:
+    """The validated section, or None: its faults are told when the whole config is validated."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ConfigWarning)
+            return section.model_validate(raw if isinstance(raw, dict) else {})
+    except ValidationError:
+        return None
+
+
+def _component(value: Any) -> Table | None:
+    """The raw table of a component; sections given as instances become tables too."""
+    table = explicit_values(value) if isinstance(value, BaseModel) else value
+    if not isinstance(table, dict):
+        return None
+    return {key: _component(item) if isinstance(item, BaseModel | dict) else item for key, item in table.items()}
+
+
+def _readable_shared(data: Table) -> SharedSettings:
+    values = {name: data[name] for name in SharedSettings.model_fields if name in data}
+    try:
+        return SharedSettings.model_validate(values)
+    except ValidationError as error:
+        faulty = {detail["loc"][0] for detail in error.errors()}
+        return SharedSettings.model_validate({name: value for name, value in values.items() if name not in faulty})
+
+
+def _differ(given: Any, value: Any) -> bool:
+    """Raw values may still be text from a command line."""
+    return given != value and str(given).lower() != str(value).lower()
+
+
+def _follow_gpu_ids(run: RunTables) -> Table:
+    """Make the GPU counts those of the id lists. Returns the changed `deployment`, if any."""
+    deployment = run.single_node
+    lists = {"num_infer_gpus": run.shared.inference_gpu_ids, "num_train_gpus": run.shared.trainer_gpu_ids}
+    counts = {key: len(ids) for key, ids in lists.items() if ids is not None}
+    if deployment is None or not counts:
+        return {}
+    for key, count in counts.items():
+        if key in deployment.model_fields_set and getattr(deployment, key) != count:
+            text = (
+                f"the GPU ids make deployment.{key} {count}; the config's own {getattr(deployment, key)} has no effect"
+            )
+            warnings.warn(text, ConfigWarning, stacklevel=4)
+    run.shared.deployment = deployment.model_copy(update=counts)
+    return {"deployment": explicit_values(run.shared.deployment) | {"type": deployment.type}}
+
+
+def _place_output(run: RunTables) -> None:
+    root = run.shared.output_dir
+    run.override("trainer.output_dir", root, "output_dir")
+    run.override("orchestrator.output_dir", root / "run_default", "output_dir")
+
+
+def _share_device(run: RunTables) -> None:
+    if run.shared.device != "auto":
+        for component in ("trainer", "inference", "teacher_inference"):
+            run.override(f"{component}.device", run.shared.device, "device")
+
+
+def _share_log(run: RunTables) -> None:
+    for key, value in run.shared.log:
+        if value is not None:
+            run.override(f"trainer.log.{key}", value, f"log.{key}")
+            run.override(f"orchestrator.log.{key}", value, f"log.{key}")
+
+
+def _share_ckpt(run: RunTables) -> None:
+    if run.shared.ckpt is None:
+        return
+    for component in ("trainer", "orchestrator"):
+        run.fill(f"{component}.ckpt", {})
+        for key, value in run.shared.ckpt:
+            if value is not None:
+                run.override(f"{component}.ckpt.{key}", value, f"ckpt.{key}")
+
+
+def _share_wandb(run: RunTables) -> None:
+    wandb = run.shared.wandb
+    if wandb is None:
+        return
+    for component in ("trainer", "orchestrator"):
+        run.fill(f"{component}.wandb", {})
+        if wandb.project:
+            run.override(f"{component}.wandb.project", wandb.project, "wandb.project")
+        if wandb.name:
+            run.override(f"{component}.wandb.name", f"{wandb.name}-{component}", "wandb.name")
+        if wandb.offline:
+            run.override(f"{component}.wandb.offline", True, "wandb.offline")
+
+
+def _share_model(run: RunTables) -> None:
+    if run.shared.model is not None:
+        for component in ("trainer", "orchestrator", "inference"):
+            run.override(f"{component}.model.name", run.shared.model.name, "model.name")
+
+
+def _share_limits(run: RunTables) -> None:
+    shared = run.shared
+    # A benchmark sets its own number of steps, and its orchestrator waits for nobody.
+    if shared.max_steps is not None and not shared.bench:
+        run.override("trainer.max_steps", shared.max_steps, "max_steps")
+        run.override("orchestrator.max_steps", shared.max_steps, "max_steps")
+    if shared.max_async_level is not None:
+        run.override("trainer.max_async_level", shared.max_async_level, "max_async_level")
+        if not shared.bench:
+            run.override("orchestrator.max_async_level", shared.max_async_level, "max_async_level")
+    if shared.seq_len is not None:
+        run.fill("trainer.model.seq_len", shared.seq_len)
+        run.fill("orchestrator.seq_len", shared.seq_len)
+
+
+def _expand_algorithm(run: RunTables) -> None:
+    """Fill in the keys of the algorithm. What the config gives, None included, stays as it is."""
+    sampling = peek(SamplingConfig, run.get("orchestrator.sampling"))
+    model = peek(ModelConfig, run.get("trainer.model"))
+    if sampling is None or model is None:
+        return
+    for section, values in preset(run.shared.algorithm, sampling.max_tokens, model.seq_len).items():
+        given = run.get(section, {})
+        if not isinstance(given, dict) or given.get("type", values.get("type")) != values.get("type"):
+            continue  # turned off, or something else in its place
+        for key, value in values.items():
+            if key not in given:
+                run.put(f"{section}.{key}", value)
+
+
+def _share_bench(run: RunTables) -> None:
+    if not run.shared.bench:
+        return
+    run.fill("trainer.bench", {})
+    run.override("orchestrator.bench", True, "bench")
+    in_tokens = run.get("orchestrator.token_batch_size") is not None
+    rollouts = run.get("orchestrator.batch_size")
+    samples = _BENCH_TOKEN_BATCH if in_tokens else DEFAULT_BATCH_SIZE if rollouts is None else rollouts
+    run.override("trainer.data.fake.batch_size", samples, "bench")
+
+
+def _share_lora(run: RunTables) -> None:
+    raw = run.get("trainer.model.lora")
+    lora = peek(LoRAConfig, raw) if raw is not None else None
+    if lora is None:
+        return
+    run.fill("orchestrator.model.lora.rank", lora.rank)
+    run.fill("orchestrator.model.lora.alpha", lora.alpha)
+    run.fill("orchestrator.model.lora.name", f"r{lora.rank}-a{lora.alpha}")
+    if run.inference is None:
+        text = "trainer.model.lora is set, but no [inference]: start the server with LoRA yourself"
+        warnings.warn(text, ConfigWarning, stacklevel=3)
+        return
+    run.override("inference.enable_lora", True, "trainer.model.lora")
+    run.inference["max_lora_rank"] = lora.rank
+
+
+def _split_gpus(run: RunTables) -> None:
+    model = peek(ModelConfig, run.get("trainer.model"))
+    if run.single_node is not None:
+        train_gpus = run.single_node.num_train_gpus
+        _fill_dp(run, "inference", run.single_node.num_infer_gpus)
+    else:
+        deployment = run.multi_node
+        train_gpus = deployment.num_train_nodes * deployment.gpus_per_node
+        if deployment.nodes_per_fsdp_group is not None:
+            copies = max(1, deployment.num_train_nodes // deployment.nodes_per_fsdp_group)
+            run.override("trainer.model.dp_replicate", copies, "deployment.nodes_per_fsdp_group")
+    if train_gpus > 1 and model is not None:
+        workers = max(1, train_gpus // (model.cp * model.tp))
+        run.override("orchestrator.num_train_workers", workers, "deployment")
+
+
+def _fill_dp(run: RunTables, component: str, gpus: int) -> None:
+    """Use every GPU of a server. A number that `tp` does not divide is left alone: it is a fault of the run."""
+    if getattr(run, component) is None:
+        return
+    parallel = peek(ParallelConfig, run.get(f"{component}.parallel"))
+    if parallel is not None and gpus != parallel.dp * parallel.tp and gpus > 0 and gpus % parallel.tp == 0:
+        run.override(f"{component}.parallel.dp", gpus // parallel.tp, "deployment")
+
+
+def _share_weight_broadcast(run: RunTables) -> None:
+    shared = run.shared.weight_broadcast
+    if shared is not None:
+        for component in ("trainer", "orchestrator", "inference"):
+            _set_broadcast_type(run, component, shared.type)
+        if shared.type == "nccl":
+            for component in ("trainer", "orchestrator"):
+                run.override(f"{component}.weight_broadcast.port", shared.port, "weight_broadcast.port")
+                run.override(f"{component}.weight_broadcast.timeout", shared.timeout, "weight_broadcast.timeout")
+    kind = run.get("trainer.weight_broadcast.type", "filesystem")
+    run.fill("inference.weight_broadcast.type", kind)
+    if kind == "nccl":
+        if run.multi_node is not None and shared is not None:
+            run.override("trainer.weight_broadcast.host", "0.0.0.0", "deployment")
+        _count_inference_gpus(run, always=shared is not None)
+
+
+def _set_broadcast_type(run: RunTables, component: str, kind: str) -> None:
+    """Change the type; keys of another type go with it, keys of the same type stay."""
+    key = f"{component}.weight_broadcast"
+    given = run.get(key)
+    if isinstance(given, dict) and given.get("type", "filesystem") != kind:
+        run.override(f"{key}.type", kind, "weight_broadcast.type")
+        given.clear()
+    run.override(f"{key}.type", kind, "weight_broadcast.type")
+
+
+def _count_inference_gpus(run: RunTables, always: bool) -> None:
+    """Make the NCCL group as large as the servers are, where the config does not say itself how large they are."""
+    key = "trainer.weight_broadcast.inference_world_size"
+    parallel = peek(ParallelConfig, run.get("inference.parallel")) if run.inference is not None else None
+    if run.multi_node is not None:
+        size = run.multi_node.gpus_per_node * run.multi_node.num_infer_nodes
+    elif parallel is not None:
+        size = parallel.dp * parallel.tp
+    else:
+        return
+    if always:
+        run.override(key, size, "weight_broadcast")
+    else:
+        run.fill(key, size)
+
+
+def _add_teacher(run: RunTables) -> None:
+    gpus = (run.single_node.num_teacher_gpus or 0) if run.single_node is not None else 0
+    if gpus == 0:
+        return
+    if run.teacher_inference is None:
+        server = peek(ServerConfig, run.get("inference.server"))
+        run.teacher_inference = copy.deepcopy(run.inference or {})
+        run.put("teacher_inference.server.port", (server or ServerConfig()).port + 1)
+        # The copied number was made for the server's GPUs.
+        if isinstance(run.get("teacher_inference.parallel"), dict):
+            run.teacher_inference["parallel"].pop("dp", None)
+    _fill_dp(run, "teacher_inference", gpus)
+    server = peek(ServerConfig, run.get("teacher_inference.server"))
+    model = peek(BaseModelConfig, {"name": run.get("teacher_inference.model.name", BaseModelConfig().name)})
+    if server is not None and model is not None:
+        url = f"http://{server.host or 'localhost'}:{server.port}/v1"
+        run.override("orchestrator.teacher_model.client.base_url", [url], "teacher_inference.server")
+        run.override("orchestrator.teacher_model.model.name", model.name, "teacher_inference.model.name")

@@ -1,0 +1,179 @@
+"""The rules of an RL run that no component can check alone. By now every shared setting has reached the components."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from prime_rl.configs.inference import InferenceConfig
+from prime_rl.configs.rl.sections import RunSections, SingleNodeDeploymentConfig
+
+TOY_MODELS = "Jackmin108/"
+"""Test models that are published under one name a component."""
+
+
+def run_faults(run: RunSections) -> Iterator[str]:
+    """One line for each broken rule."""
+    yield from _pairing_faults(run)
+    yield from _model_faults(run)
+    yield from _single_node_faults(run) if run.deployment.type == "single_node" else _multi_node_faults(run)
+    yield from _broadcast_faults(run)
+    yield from _teacher_faults(run)
+
+
+def run_warnings(run: RunSections) -> Iterator[str]:
+    """What works, but hardly as meant."""
+    for name in ("trainer", "orchestrator"):
+        component = getattr(run, name)
+        resumes = component.ckpt is not None and component.ckpt.resume_step is not None
+        if resumes and component.wandb is not None and component.wandb.id is None:
+            yield f"{name} resumes, but without {name}.wandb.id W&B starts another run"
+    if run.algorithm == "dapo" and run.orchestrator.sampling.max_tokens is None:
+        yield "algorithm = 'dapo' has no overlong penalty without orchestrator.sampling.max_tokens"
+
+
+def _pairing_faults(run: RunSections) -> Iterator[str]:
+    """What trainer and orchestrator must agree on."""
+    trainer, orchestrator = run.trainer, run.orchestrator
+    benches = trainer.bench is not None
+    if benches != orchestrator.bench:
+        yield "only one of trainer.bench and orchestrator.bench is on: set bench = true at the top instead"
+    # A benchmark's trainer writes no checkpoints, and its orchestrator is never held back.
+    if not benches:
+        yield from _unequal(run, "max_steps")
+        yield from _unequal(run, "max_async_level")
+        yield from _one_sided(run, "ckpt")
+    yield from _one_sided(run, "wandb")
+    if trainer.ckpt is not None and orchestrator.ckpt is not None:
+        yield from _unequal(run, "ckpt.interval")
+        yield from _unequal(run, "ckpt.resume_step")
+    if trainer.wandb is not None and orchestrator.wandb is not None:
+        yield from _unequal(run, "wandb.project")
+    if trainer.model.seq_len < orchestrator.seq_len:
+        yield (
+            f"trainer.model.seq_len ({trainer.model.seq_len}) is below orchestrator.seq_len ({orchestrator.seq_len}): "
+            "longer samples could not be trained"
+        )
+    if trainer.rollout_transport.type != orchestrator.rollout_transport.type:
+        yield from _unequal(run, "rollout_transport.type")
+    elif trainer.rollout_transport.type == "zmq":
+        yield from _unequal(run, "rollout_transport.port")
+
+
+def _unequal(run: RunSections, key: str) -> Iterator[str]:
+    ours, theirs = _at(run.trainer, key), _at(run.orchestrator, key)
+    if ours != theirs:
+        once = "" if key.startswith("rollout_transport") else f": set {key} once, at the top"
+        yield f"trainer.{key} ({ours}) and orchestrator.{key} ({theirs}) differ{once}"
+
+
+def _one_sided(run: RunSections, key: str) -> Iterator[str]:
+    has, lacks = ("trainer", "orchestrator") if _at(run.trainer, key) is not None else ("orchestrator", "trainer")
+    if (_at(run.trainer, key) is None) != (_at(run.orchestrator, key) is None):
+        yield f"{has}.{key} is set and {lacks}.{key} is not: set [{key}] once, at the top"
+
+
+def _at(section: Any, key: str) -> Any:
+    for part in key.split("."):
+        section = getattr(section, part)
+    return section
+
+
+def _model_faults(run: RunSections) -> Iterator[str]:
+    name = run.trainer.model.name
+    others = {"orchestrator": run.orchestrator, "inference": run.inference}
+    for other, section in others.items():
+        if section is not None and section.model.name != name and not name.startswith(TOY_MODELS):
+            yield (
+                f"trainer.model.name ({name!r}) and {other}.model.name ({section.model.name!r}) differ: "
+                "set model.name once, at the top"
+            )
+    ours, theirs = run.trainer.model.lora, run.orchestrator.model.lora
+    if ours is None and theirs is not None:
+        yield "orchestrator.model.lora is set and trainer.model.lora is not: set [trainer.model.lora]"
+    for key in ("rank", "alpha"):
+        if ours is not None and theirs is not None and getattr(ours, key) != getattr(theirs, key):
+            yield (
+                f"trainer.model.lora.{key} ({getattr(ours, key)}) and orchestrator.model.lora.{key} "
+                f"({getattr(theirs, key)}) differ: leave the orchestrator's out"
+            )
+    if ours is not None and ours.modules_to_save:
+        yield (
+            f"trainer.model.lora.modules_to_save ({', '.join(ours.modules_to_save)}): inference engines "
+            "take adapters of linear layers alone; remove it, or train all weights, without trainer.model.lora"
+        )
+
+
+def _single_node_faults(run: RunSections) -> Iterator[str]:
+    deployment = run.deployment
+    if run.inference is not None and deployment.num_infer_gpus == 0:
+        yield "deployment.num_infer_gpus is 0: give [inference] a GPU, or remove it and use a running server"
+    elif run.inference is not None:
+        yield from _uneven_split("inference", run.inference, deployment.num_infer_gpus)
+    if run.teacher_inference is not None and deployment.num_teacher_gpus:
+        yield from _uneven_split("teacher_inference", run.teacher_inference, deployment.num_teacher_gpus)
+    yield from _uneven_training(run, deployment.num_train_gpus)
+    if run.trainer.weight_broadcast.type == "nccl" and run.device != "cpu":
+        yield from _shared_gpu(run, deployment)
+
+
+def _shared_gpu(run: RunSections, deployment: SingleNodeDeploymentConfig) -> Iterator[str]:
+    """NCCL connects different GPUs. On a CPU gloo takes its place."""
+    if deployment.num_train_gpus + deployment.num_infer_gpus < 2:
+        yield (
+            f"NCCL weight broadcast needs two GPUs (got {deployment.num_train_gpus} train + "
+            f"{deployment.num_infer_gpus} infer): use weight_broadcast.type = 'filesystem'"
+        )
+    if shared := sorted({*(run.inference_gpu_ids or ())} & {*(run.trainer_gpu_ids or ())}):
+        yield (
+            f"NCCL weight broadcast needs GPUs of each side's own, and inference_gpu_ids and trainer_gpu_ids share "
+            f"{', '.join(map(str, shared))}: use weight_broadcast.type = 'filesystem'"
+        )
+
+
+def _uneven_split(name: str, server: InferenceConfig, gpus: int) -> Iterator[str]:
+    tp = server.parallel.tp
+    if gpus % tp != 0:
+        yield f"{name}: {gpus} GPUs / parallel.tp {tp} = {gpus / tp:g} copies of the model: not a whole number"
+
+
+def _uneven_training(run: RunSections, gpus: int) -> Iterator[str]:
+    cp, tp = run.trainer.model.cp, run.trainer.model.tp
+    if gpus % (cp * tp) != 0:
+        yield f"trainer: {gpus} GPUs / (model.cp {cp} * model.tp {tp}) = {gpus / (cp * tp):g}: not a whole number"
+
+
+def _multi_node_faults(run: RunSections) -> Iterator[str]:
+    deployment = run.deployment
+    if run.slurm is None:
+        yield "deployment.type = 'multi_node' needs [slurm]"
+    if run.inference is None:
+        yield "deployment.type = 'multi_node' needs [inference]"
+    if run.teacher_inference is not None:
+        yield "deployment.type = 'multi_node' does not go with [teacher_inference]"
+    group = deployment.nodes_per_fsdp_group
+    if group is not None and deployment.num_train_nodes % group != 0:
+        nodes = deployment.num_train_nodes
+        yield f"deployment.num_train_nodes ({nodes}) is not a multiple of nodes_per_fsdp_group ({group})"
+    yield from _uneven_training(run, deployment.num_train_nodes * deployment.gpus_per_node)
+
+
+def _broadcast_faults(run: RunSections) -> Iterator[str]:
+    kind = run.trainer.weight_broadcast.type
+    others = {"orchestrator": run.orchestrator, "inference": run.inference}
+    for other, section in others.items():
+        if section is not None and section.weight_broadcast.type != kind:
+            yield (
+                f"trainer.weight_broadcast.type ({kind!r}) and {other}.weight_broadcast.type "
+                f"({section.weight_broadcast.type!r}) differ: set weight_broadcast.type once, at the top"
+            )
+
+
+def _teacher_faults(run: RunSections) -> Iterator[str]:
+    loss = run.trainer.loss
+    if loss.type == "default" and loss.teacher_tau > 0 and run.orchestrator.teacher_model is None:
+        yield "trainer.loss.teacher_tau needs deployment.num_teacher_gpus or [orchestrator.teacher_model]"
+    if run.teacher_inference is not None and run.inference is not None:
+        port = run.inference.server.port
+        if run.teacher_inference.server.port == port:
+            yield f"inference.server.port and teacher_inference.server.port are both {port}: change one"

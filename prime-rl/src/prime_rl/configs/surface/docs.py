@@ -1,0 +1,138 @@
+"""The reference of every config key, generated from the classes.
+
+`python -m prime_rl.configs.surface.docs > docs/config.md`
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+from pydantic.fields import FieldInfo
+
+from prime_rl.configs.env_server import EnvServerConfig
+from prime_rl.configs.eval import OfflineEvalConfig
+from prime_rl.configs.inference import InferenceConfig
+from prime_rl.configs.orchestrator import OrchestratorConfig
+from prime_rl.configs.rl import RLConfig
+from prime_rl.configs.sft import SFTConfig
+from prime_rl.configs.surface.not_built import NOT_BUILT, NotBuilt
+from prime_rl.configs.surface.root import RootConfig
+from prime_rl.configs.trainer import TrainerConfig
+from prime_rl.utils.pydantic_config.describe import bounds_text, default_text, field_doc, type_text
+from prime_rl.utils.pydantic_config.schema import Section, alternatives, list_items, sections_among
+
+ROOTS: tuple[type[RootConfig], ...] = (
+    RLConfig,
+    SFTConfig,
+    TrainerConfig,
+    OrchestratorConfig,
+    InferenceConfig,
+    EnvServerConfig,
+    OfflineEvalConfig,
+)
+
+INTRODUCTION = """\
+# Config keys
+
+Made from the config classes by `python -m prime_rl.configs.surface.docs > docs/config.md`; a test holds it current.
+
+| command | root class |
+|---|---|
+| `rl`, `medarc_train rl`, `medarc_slurm rl` | `RLConfig` |
+| `sft`, `medarc_train sft`, `medarc_slurm sft` | `SFTConfig` |
+| `trainer` | `TrainerConfig` |
+| `orchestrator` | `OrchestratorConfig` |
+| `inference` | `InferenceConfig` |
+| `env-server` | `EnvServerConfig` |
+| `eval`, `medarc_train eval` | `OfflineEvalConfig` |
+
+## Where values come from
+
+From strong to weak: options, files, environment variables, defaults. Tables are merged key by key at every depth;
+anything else, lists too, is replaced whole. An unknown key is an error everywhere.
+
+| write | for |
+|---|---|
+| `@ a.toml`, `@a.toml` | a file; several are layered, the last one wins |
+| `--trainer @ a.toml`, `--trainer.model.ac @ a.toml` | a file that holds one section |
+| `toml_files = ["base.toml"]` at the top of a file | files that it stands on, relative to it; its own keys win |
+| `--trainer.optim.lr 1e-6`, `--trainer.optim.lr=1e-6` | an option; dashes and underscores are the same |
+| `--bench`, `--no-trainer.model.reshard-after-forward` | a boolean |
+| `--ckpt`, `--ckpt '{"interval": 5}'`, `--no-ckpt` | an optional section: on, on with values, off |
+| `--client.base-url a,b`, `--client.base-url a --client.base-url b`, `'["a", "b"]'` | a list |
+| `--env '{"id": "x"}' --env '{"id": "y"}'` | a list of sections |
+| `--client.headers k=v,k2=v2`, `'{"k": "v"}'` | a table |
+| `"None"` (anywhere), `null` (options) | no value |
+| `PRIME_RL_MAX_STEPS=10`, `PRIME_RL_MODEL__NAME=x` (or `PRIME_…`) | a key of the root class, by environment |
+
+A table that does not name its `type` keeps the default one. Under `rl`, shared settings at the top are written into the
+components' sections; where they replace another value, a warning says so.
+"""
+
+NOT_BUILT_TEXT = """\
+## Not built yet
+
+These keys load, so that files written for PRIME-RL resolve. A run that sets one to anything but its default (or to one
+of the values named) is refused at the start.
+
+| key | value | |
+|---|---|---|"""
+
+
+def reference() -> str:
+    """The whole page."""
+    parts = [INTRODUCTION]
+    for root in ROOTS:
+        parts.append(f"## {root.__name__}\n")
+        parts += [_section_text(section, places) for section, places in sections_of_root(root).items()]
+    parts.append("\n".join([NOT_BUILT_TEXT, *(_unbuilt_row(entry) for entry in NOT_BUILT)]) + "\n")
+    return "\n".join(parts)
+
+
+def sections_of_root(root: type[RootConfig]) -> dict[Section, list[str]]:
+    """The classes below a root and the keys that hold them, in the order of the keys. Other roots have their own."""
+    found: dict[Section, list[str]] = {root: []}
+    for key, section in _sections_below(root, ""):
+        found.setdefault(section, []).append(key)
+    return found
+
+
+def _sections_below(section: Section, prefix: str) -> Iterator[tuple[str, Section]]:
+    for name, field in section.model_fields.items():
+        kinds = alternatives(field.annotation)
+        in_list = sections_among(list_items(kinds) or ())
+        for child in (*sections_among(kinds), *in_list):
+            key = f"{prefix}{name}[]" if in_list else f"{prefix}{name}"
+            if child not in ROOTS:
+                yield key, child
+                yield from _sections_below(child, f"{key}.")
+
+
+def _section_text(section: Section, places: list[str]) -> str:
+    title = [f"### {', '.join(f'`{place}`' for place in places)}: {section.__name__}", ""] if places else []
+    rows = [
+        _row(section, name, field) for name, field in section.model_fields.items() if name != "toml_files" or not places
+    ]
+    table = ["| key | type | default | bounds | meaning |", "|---|---|---|---|---|", *rows] if rows else []
+    return "\n".join([*title, section.__doc__ or "", "", *table]) + "\n"
+
+
+def _row(section: Section, name: str, field: FieldInfo) -> str:
+    cells = (
+        f"`{name}`",
+        f"`{type_text(field.annotation)}`",
+        f"`{default_text(field)}`",
+        bounds_text(field),
+        field_doc(section, name),
+    )
+    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
+
+
+def _unbuilt_row(entry: NotBuilt) -> str:
+    values = ", ".join(f"`{value!r}`" for value in entry.values) or "any"
+    return f"| `{entry.key}` | {values} | {entry.why} |"
+
+
+if __name__ == "__main__":
+    sys.stdout.write(reference())

@@ -1,0 +1,231 @@
+"""Attention over key-value slots, plugged into Transformers' models through its public attention interface.
+
+One forward pass takes the next token of every running sequence and the whole prompts of the new ones, laid out as one
+row of N tokens: first B decode tokens (token i belongs to slot row i), then the P prompts, one after the other.
+Shapes: H query heads, K key-value heads, G = H / K, D head dim, L longest prompt or sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
+
+from prime_rl.inference.embedded.engine.common_start import CommonStart
+from prime_rl.inference.embedded.engine.lora import StepAdapters
+from prime_rl.inference.embedded.engine.slots import KVSlots
+from prime_rl.inference.embedded.errors import UnsupportedModel
+
+ATTENTION_NAME = "kv_slots"
+
+
+class PromptBatch:
+    """Which of the N tokens are which prompt's. Prompts are padded on the right, which causal attention never sees.
+
+    `lengths` count the tokens that are read now, and `known` those before them, which are in the prompt's row already.
+    """
+
+    def __init__(
+        self,
+        rows: SequenceOf[int],
+        lengths: SequenceOf[int],
+        known: SequenceOf[int],
+        offset: int,
+        device: torch.device,
+    ) -> None:
+        self.rows = torch.tensor(rows, device=device)
+        self.width = max(lengths)
+        starts = offset + torch.tensor([0, *lengths[:-1]]).cumsum(0)
+        columns = torch.arange(self.width)
+        sizes = torch.tensor(lengths)[:, None]
+        self.token_index = (starts[:, None] + columns.minimum(sizes - 1)).to(device)
+        self.is_token = (columns < sizes).to(device)
+        self.goes_on = any(known)
+        """Whether a prompt has tokens in its row already."""
+        self.positions = torch.tensor(known, device=device)[:, None] + columns.to(device)
+        self.total = max(count + length for count, length in zip(known, lengths, strict=True))
+
+    def visible(self, window: int | None) -> Tensor:
+        """Mask [P, 1, width, total]: which stored tokens each of the padded tokens sees."""
+        columns = torch.arange(self.total, device=self.positions.device)
+        last = self.positions[..., None]
+        visible = columns <= last
+        if window is not None:
+            visible &= columns > last - window
+        return visible[:, None]
+
+
+class SlotStep:
+    """What the layers need to know about one forward pass."""
+
+    def __init__(
+        self,
+        slots: KVSlots,
+        decode_positions: SequenceOf[int],
+        prompts: PromptBatch | None,
+        adapters: StepAdapters | None = None,
+        common_start: CommonStart | None = None,
+    ) -> None:
+        """`common_start` tells which of the decoding rows begin alike, where that is worth while."""
+        self.slots = slots
+        self.common_start = common_start
+        self.adapters = adapters
+        self.prompts = prompts
+        self.num_decode = len(decode_positions)
+        self._decode_targets: dict[int, Tensor] = {}
+        self.decode_positions = torch.tensor(decode_positions, device=slots.device)
+        self.decode_length = max(decode_positions, default=-1) + 1
+        self._masks: dict[int | None, Tensor] = {}
+
+    def decode_targets(self, num_heads: int) -> Tensor:
+        """Where the new token of every head of every row goes, [B * K], among all stored tokens of all heads."""
+        if num_heads not in self._decode_targets:
+            heads = torch.arange(self.num_decode * num_heads, device=self.slots.device).view(-1, num_heads)
+            self._decode_targets[num_heads] = (heads * self.slots.length + self.decode_positions[:, None]).flatten()
+        return self._decode_targets[num_heads]
+
+    def decode_mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
+        """Additive mask [B, 1, 1, L] of what each sequence has stored, limited to the last `window` tokens."""
+        if window not in self._masks:
+            columns = torch.arange(self.decode_length, device=self.slots.device)
+            last = self.decode_positions[:, None]
+            visible = columns <= last
+            if window is not None:
+                visible &= columns > last - window
+            hidden = torch.full(visible.shape, -torch.inf, dtype=dtype, device=self.slots.device)
+            self._masks[window] = hidden.masked_fill_(visible, 0.0)[:, None, None]
+        return self._masks[window]
+
+
+def attend(
+    step: SlotStep, layer_index: int, new: tuple[Tensor, Tensor, Tensor], scaling: float, window: int | None
+) -> Tensor:
+    """Store the new keys and values of a layer, and attend to all that is stored.
+
+    Args:
+        new: query [N, H, D], key [N, K, D] and value [N, K, D], rotary positions applied.
+        window: how many tokens back a token sees, itself included; None sees all.
+
+    Returns:
+        [N, H * D].
+    """
+    stored = step.slots.layer(layer_index, like=new[1])
+    parts = []
+    if step.num_decode:
+        parts.append(_decode(step, stored, new, scaling, window))
+    if step.prompts is not None:
+        read = _continue if step.prompts.goes_on else _prefill
+        parts.append(read(step.prompts, stored, new, scaling, window))
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def slot_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    slot_step: SlotStep,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """`attend` with the signature of Transformers' attention functions: [1, heads, N, D] in, [1, N, H * D] out.
+
+    `slot_step` arrives through the model's own call.
+    """
+    if options.get("softcap") is not None or options.get("s_aux") is not None:
+        raise UnsupportedModel(f"{type(module).__name__} needs attention soft caps or sinks")
+    new = (query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1))
+    index, scaling = int(module.layer_idx), float(options["scaling"])
+    return attend(slot_step, index, new, scaling, options.get("sliding_window")).unsqueeze(0), None
+
+
+def _decode(
+    step: SlotStep,
+    stored: tuple[Tensor, Tensor],
+    new: tuple[Tensor, Tensor, Tensor],
+    scaling: float,
+    window: int | None,
+) -> Tensor:
+    """One query a row against the row's own slots. Plain matrix products: on a CPU they beat the fused kernel here."""
+    keys, values = stored
+    batch, length = step.num_decode, step.decode_length
+    heads, size = keys.shape[1], keys.shape[3]
+    query, *fresh = (tensor[:batch] for tensor in new)
+    targets = step.decode_targets(heads)
+    for slot, tokens in zip(stored, fresh, strict=True):
+        slot.view(-1, size).index_copy_(0, targets, tokens.reshape(-1, size))
+    grouped = (query * scaling).view(batch, heads, -1, size)
+    common = step.common_start
+    start = common.length if common is not None else 0
+    scores = grouped @ keys[:batch, :, start:length].transpose(2, 3)
+    if common is not None:
+        scores = torch.cat((common.scores(grouped, keys), scores), -1)
+    weights = scores.add_(step.decode_mask(window, scores.dtype)).softmax(-1, dtype=torch.float32).to(values.dtype)
+    mixed = weights[..., start:] @ values[:batch, :, start:length]
+    if common is not None:
+        mixed += common.mix(weights[..., :start], values)
+    return mixed.view(batch, -1)
+
+
+def _prefill(
+    prompts: PromptBatch,
+    stored: tuple[Tensor, Tensor],
+    new: tuple[Tensor, Tensor, Tensor],
+    scaling: float,
+    window: int | None,
+) -> Tensor:
+    """Causal attention inside each prompt. The padding's keys land beyond a row's end: masked, later overwritten."""
+    query, key, value = (tensor[prompts.token_index].transpose(1, 2) for tensor in new)
+    for slot, fresh in zip(stored, (key, value), strict=True):
+        slot[prompts.rows, :, : prompts.width] = fresh
+    banded = window is not None and window < prompts.width
+    attended = scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=_band(prompts.width, window, query.device) if banded else None,
+        is_causal=not banded,
+        scale=scaling,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    return attended.transpose(1, 2)[prompts.is_token].flatten(1)
+
+
+def _continue(
+    prompts: PromptBatch,
+    stored: tuple[Tensor, Tensor],
+    new: tuple[Tensor, Tensor, Tensor],
+    scaling: float,
+    window: int | None,
+) -> Tensor:
+    """Prompts whose beginnings are in their rows: the new tokens join them there, and see what the row holds."""
+    query, key, value = (tensor[prompts.token_index] for tensor in new)
+    rows = prompts.rows[:, None].expand_as(prompts.positions)[prompts.is_token]
+    positions = prompts.positions[prompts.is_token]
+    for slot, fresh in zip(stored, (key, value), strict=True):
+        slot[rows, :, positions] = fresh[prompts.is_token]
+    keys, values = (slot[prompts.rows, :, : prompts.total] for slot in stored)
+    attended = scaled_dot_product_attention(
+        query.transpose(1, 2),
+        keys,
+        values,
+        attn_mask=prompts.visible(window),
+        scale=scaling,
+        enable_gqa=query.shape[2] != keys.shape[1],
+    )
+    return attended.transpose(1, 2)[prompts.is_token].flatten(1)
+
+
+def _band(width: int, window: int, device: torch.device) -> Tensor:
+    distance = torch.arange(width, device=device)[:, None] - torch.arange(width, device=device)
+    return (distance >= 0) & (distance < window)
+
+
+def register_slot_attention() -> None:
+    """Make `attn_implementation="kv_slots"` known to Transformers. It gets no mask: the slots know their lengths."""
+    AttentionInterface.register(ATTENTION_NAME, slot_attention)

@@ -1,0 +1,185 @@
+"""The model behind the engine: loading it, and one forward pass over running sequences and new prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Sequence as SequenceOf
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.utils import cached_file
+
+from prime_rl.inference.embedded.cpu.fused import FusedDecoder
+from prime_rl.inference.embedded.engine.attention import (
+    ATTENTION_NAME,
+    PromptBatch,
+    SlotStep,
+    register_slot_attention,
+)
+from prime_rl.inference.embedded.engine.common_start import CommonStart, Origin
+from prime_rl.inference.embedded.engine.lora import Adapter, AdapterLimits, AdapterStore, LinearHooks, StepAdapters
+from prime_rl.inference.embedded.engine.slots import KVSlots
+from prime_rl.inference.embedded.engine.weights import load_weights
+from prime_rl.inference.embedded.errors import ModelNotFound, UnsupportedModel, first_line
+
+_SUPPORTED_LAYERS = {"full_attention", "sliding_attention"}
+
+
+class ModelRunner:
+    """A causal language model and the key-value slots of the sequences that run on it."""
+
+    def __init__(self, model: PreTrainedModel, kv_budget_bytes: int, weights_dir: Path | None = None) -> None:
+        self.model = model
+        self.device = model.device
+        self.vocab_size: int = model.config.get_text_config().vocab_size
+        self.weights_dir = weights_dir
+        """Where the weights of the start can be read again."""
+        self.slots = KVSlots(kv_budget_bytes, model.device)
+        self._fused = FusedDecoder(model) if FusedDecoder.supports(model) else None
+        self._hooks = LinearHooks()
+        self._origins: list[Origin | None] = []
+        self._shared: CommonStart | None = None
+        self._warm_up()
+
+    def adapter_store(self, base_model: str, limits: AdapterLimits) -> AdapterStore:
+        """Prepare the model for adapters. Once, before the first step."""
+        if self._fused is None:
+            self._hooks = LinearHooks.on(self.model)
+        return AdapterStore(
+            base_model=base_model,
+            sites=self._fused.sites if self._fused is not None else self._hooks.sites,
+            base={name: tuple(tensor.shape) for name, tensor in self.model.state_dict().items()},
+            limits=limits,
+            dtype=self.model.dtype,
+            device=self.device,
+        )
+
+    def load_weights(self, tensors: Mapping[str, Tensor], source: Path) -> None:
+        """Put other weights in place of the live ones; `source` is their name in errors.
+
+        Raises:
+            WeightError: they do not fit. The old ones then stay.
+        """
+        load_weights(self.model, tensors, source)
+        if self._fused is not None:
+            self._fused.refresh()
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        running: SequenceOf[SequenceOf[int]],
+        prompts: SequenceOf[SequenceOf[int]],
+        prompt_rows: SequenceOf[int],
+        known: SequenceOf[int] = (),
+        full_prompts: SequenceOf[int] = (),
+        adapters: SequenceOf[Adapter | None] = (),
+        origins: SequenceOf[Origin | None] = (),
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Advance every running sequence by its last token, and read the prompts.
+
+        Args:
+            running: all tokens of the sequences in slot rows 0, 1, …; the last one is not in the slots yet.
+            prompts: all tokens of new sequences.
+            prompt_rows: their slot rows.
+            known: for each prompt, how many of its tokens are in its row already; empty when none is.
+            full_prompts: indices into `prompts` of those whose logits are wanted at every position.
+            adapters: of each running sequence, then of each prompt; empty when none has one.
+            origins: of the running sequences; empty to attend to each by itself.
+
+        Returns:
+            Logits of the next tokens, [running + prompts, vocabulary], and those of each full prompt, [length - 1, V].
+        """
+        known = known or [0] * len(prompts)
+        lengths = [len(tokens) - count for tokens, count in zip(prompts, known, strict=True)]
+        positions = [len(tokens) - 1 for tokens in running]
+        flat = [tokens[-1] for tokens in running]
+        batch = PromptBatch(prompt_rows, lengths, known, len(flat), self.device) if prompts else None
+        step_adapters = StepAdapters.of(adapters, [1] * len(flat) + lengths, self.device)
+        step = SlotStep(self.slots, positions, batch, step_adapters, self._common_start(origins))
+        wanted, start = list(range(len(flat))), len(flat)
+        spans = []
+        for tokens, count in zip(prompts, known, strict=True):
+            flat.extend(tokens[count:])
+            positions.extend(range(count, len(tokens)))
+            spans.append((start, len(flat) - 1))
+            wanted.append(len(flat) - 1)
+            start = len(flat)
+        num_next = len(wanted)
+        for index in full_prompts:
+            wanted.extend(range(*spans[index]))
+        logits = self._logits(step, flat, positions, wanted)
+        full = logits[num_next:].split([spans[index][1] - spans[index][0] for index in full_prompts])
+        return logits[:num_next], list(full) if full_prompts else []
+
+    def _common_start(self, origins: SequenceOf[Origin | None]) -> CommonStart | None:
+        """Of the running sequences; made anew only when they change."""
+        if origins != self._origins:
+            self._origins = list(origins)
+            known = [origin for origin in origins if origin is not None]
+            self._shared = CommonStart.of(known, self.device) if len(known) == len(origins) else None
+        return self._shared
+
+    def _logits(self, step: SlotStep, tokens: list[int], positions: list[int], wanted: list[int]) -> Tensor:
+        """Logits [W, V] of the `wanted` among the N tokens."""
+        token_ids = torch.tensor(tokens, device=self.device)
+        position_ids = torch.tensor(positions, device=self.device)
+        wanted_index = torch.tensor(wanted, device=self.device)
+        if self._fused is not None:
+            return self._fused.logits(step, token_ids, position_ids, wanted_index)
+        self._hooks.current = step.adapters
+        output = self.model(
+            input_ids=token_ids[None],
+            position_ids=position_ids[None],
+            use_cache=False,
+            logits_to_keep=wanted_index,
+            slot_step=step,
+        )
+        return output.logits[0]
+
+    def _warm_up(self) -> None:
+        """Run a prompt and a decode step: sizes the slots, pays first-call costs, and shows whether the model fits."""
+        layers = set(getattr(self.model.config.get_text_config(), "layer_types", None) or [])
+        if not layers <= _SUPPORTED_LAYERS:
+            raise UnsupportedModel(f"the model has layers of type {', '.join(sorted(layers - _SUPPORTED_LAYERS))}")
+        self.slots.reserve(rows=1, length=2)
+        self.forward([], [[0]], [0])
+        self.forward([[0, 0]], [], [])
+        if self.slots.num_layers != self.model.config.get_text_config().num_hidden_layers:
+            raise UnsupportedModel("the model keeps state beside the keys and values of attention")
+
+
+def load_model(
+    name: str, dtype: str, device: torch.device, trust_remote_code: bool = False
+) -> tuple[PreTrainedModel, Path]:
+    """Load a model for generation, and say which directory its weights came from.
+
+    `dtype` "auto" is float32 on a CPU, where bfloat16 log-probabilities are noisy, and bfloat16 elsewhere.
+
+    Raises:
+        ModelNotFound: one line that names the path, or the hub's answer.
+    """
+    register_slot_attention()
+    auto = torch.float32 if device.type == "cpu" else torch.bfloat16
+    torch_dtype = auto if dtype == "auto" else getattr(torch, dtype)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            name, dtype=torch_dtype, attn_implementation=ATTENTION_NAME, trust_remote_code=trust_remote_code
+        )
+        directory = Path(str(cached_file(name, "config.json"))).parent
+    except (OSError, ValueError) as exc:
+        raise ModelNotFound(f"cannot load model {name!r}: {first_line(exc)}") from exc
+    return model.to(device).requires_grad_(False).eval(), directory
+
+
+def model_config(name: str, trust_remote_code: bool = False) -> PreTrainedConfig:
+    """The model's config alone.
+
+    Raises:
+        ModelNotFound: there is none under that name.
+    """
+    try:
+        return AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as exc:
+        raise ModelNotFound(f"cannot load model {name!r}: {first_line(exc)}") from exc

@@ -1,0 +1,184 @@
+"""Response bodies in vLLM's shapes, with the policy version of every token."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import asdict
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
+
+from prime_rl.inference.embedded.engine.generation import Completion, Generation, GenerationRequest, Tokens, TopLogprobs
+from prime_rl.inference.protocol import ChatBody, CompletionBody, SamplingBody
+
+if TYPE_CHECKING:
+    from prime_rl.inference.embedded.engine.text import Text
+    from prime_rl.inference.embedded.http.tool_calls import ToolParser
+
+_LOWEST_LOGPROB = -9999.0
+"""Stands for minus infinity, which JSON lacks."""
+
+Answered = Sequence[tuple[GenerationRequest, Generation]]
+
+
+def chat_answer(
+    model: str, body: ChatBody, text: Text, answered: Answered, parser: ToolParser | None
+) -> dict[str, Any]:
+    """`chat.completion`: ids of the prompt on the top level, those of the completion in each choice."""
+    request, generation = answered[0]
+    choices = []
+    for index, completion in enumerate(generation.completions):
+        message = read_message(body, completion_text(body, text, completion), parser)
+        parts = {"message": message, "logprobs": chat_logprobs(body, text, completion)}
+        choices.append(_choice(completion, index) | parts | tools_finish(message))
+    return envelope("chatcmpl", "chat.completion", model) | {
+        "usage": _usage_of(answered),
+        "choices": choices,
+        "prompt_token_ids": list(request.prompt),
+        "prompt_logprobs": _prompt_logprobs(text, generation),
+    }
+
+
+def completion_answer(model: str, body: CompletionBody, text: Text, answered: Answered) -> dict[str, Any]:
+    """`text_completion`: every choice has the ids of its prompt and of its completion."""
+    choices: list[dict[str, Any]] = []
+    for request, generation in answered:
+        for completion in generation.completions:
+            choices.append(
+                _choice(completion, len(choices))
+                | {
+                    "text": completion_text(body, text, completion),
+                    "logprobs": completion_logprobs(body, text, completion),
+                    "prompt_token_ids": list(request.prompt),
+                    "prompt_logprobs": _prompt_logprobs(text, generation),
+                }
+            )
+    return envelope("cmpl", "text_completion", model) | {"usage": _usage_of(answered), "choices": choices}
+
+
+def envelope(prefix: str, kind: str, model: str) -> dict[str, Any]:
+    """What every answer and every chunk of a stream starts with."""
+    return {"id": f"{prefix}-{uuid.uuid4().hex}", "object": kind, "created": int(time.time()), "model": model}
+
+
+def usage(num_prompt: int, num_completion: int) -> dict[str, int]:
+    """Counts of tokens."""
+    total = num_prompt + num_completion
+    return {"prompt_tokens": num_prompt, "completion_tokens": num_completion, "total_tokens": total}
+
+
+def read_message(body: ChatBody, content: str, parser: ToolParser | None) -> dict[str, Any]:
+    """The assistant's message, with its tool calls taken out of the text when there is a parser."""
+    message: dict[str, Any] = {"role": "assistant", "content": content}
+    if parser is None:
+        return message
+    reading = parser.read(content)
+    calls = reading.calls[:1] if body.parallel_tool_calls is False else reading.calls
+    message["content"] = reading.content
+    if calls:
+        message["tool_calls"] = [
+            {
+                "id": f"chatcmpl-tool-{uuid.uuid4().hex}",
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.arguments},
+            }
+            for call in calls
+        ]
+    return message
+
+
+def tools_finish(message: dict[str, Any]) -> dict[str, str]:
+    """What takes the place of the finish reason when the message calls tools."""
+    return {"finish_reason": "tool_calls"} if "tool_calls" in message else {}
+
+
+def _usage_of(answered: Answered) -> dict[str, int]:
+    num_completion = sum(len(c.token_ids) for _, generation in answered for c in generation.completions)
+    return usage(sum(len(request.prompt) for request, _ in answered), num_completion)
+
+
+def _choice(completion: Completion, index: int) -> dict[str, Any]:
+    return {
+        "index": index,
+        "finish_reason": completion.finish_reason,
+        "stop_reason": completion.stop_reason,
+        "token_ids": completion.token_ids,
+        "weight_versions": [asdict(span) for span in completion.versions],
+    }
+
+
+def completion_text(body: SamplingBody, text: Text, completion: Completion) -> str:
+    """The text, without the stop token or string that ended it unless the request wants it."""
+    token_ids, reason = completion.token_ids, completion.stop_reason
+    if completion.finish_reason == "length" or (body.include_stop_str_in_output and not isinstance(reason, str)):
+        return text.decode(token_ids, body.skip_special_tokens)
+    before = text.decode(token_ids[:-1], body.skip_special_tokens)
+    if not isinstance(reason, str):
+        return before
+    answer = text.decode(token_ids, body.skip_special_tokens)
+    start = answer.find(reason, max(0, len(before) - len(reason) + 1))
+    return answer[: start + len(reason)] if body.include_stop_str_in_output else answer[:start]
+
+
+def _token_name(body: SamplingBody, text: Text, token_id: int) -> str:
+    return f"token_id:{token_id}" if body.return_tokens_as_token_ids else text.token_text(token_id)
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, _LOWEST_LOGPROB)
+
+
+def chat_logprobs(body: ChatBody, text: Text, drawn: Tokens) -> dict[str, Any] | None:
+    """One entry a token; None unless they were asked for."""
+    if not body.logprobs:
+        return None
+    tops: Sequence[TopLogprobs] = drawn.top_logprobs or [[] for _ in drawn.token_ids]
+
+    def entry(token_id: int, logprob: float) -> dict[str, Any]:
+        name = _token_name(body, text, token_id)
+        return {"token": name, "logprob": _finite(logprob), "bytes": list(name.encode())}
+
+    rows = zip(drawn.token_ids, drawn.logprobs, tops, strict=True)
+    return {
+        "content": [
+            entry(token_id, logprob) | {"top_logprobs": [entry(*pair) for pair in top]}
+            for token_id, logprob, top in rows
+        ]
+    }
+
+
+def completion_logprobs(
+    body: CompletionBody, text: Text, drawn: Tokens, first_offset: int = 0
+) -> dict[str, Any] | None:
+    """Parallel lists; None unless they were asked for. `first_offset` is where the text of `drawn` starts."""
+    if body.logprobs is None:
+        return None
+    names = [_token_name(body, text, token_id) for token_id in drawn.token_ids]
+    lengths = [len(text.token_text(token_id)) for token_id in drawn.token_ids]
+    tops: Sequence[TopLogprobs] = drawn.top_logprobs or [[] for _ in names]
+    return {
+        "text_offset": list(accumulate(lengths[:-1], initial=first_offset)),
+        "token_logprobs": [_finite(logprob) for logprob in drawn.logprobs],
+        "tokens": names,
+        "top_logprobs": [
+            {_token_name(body, text, token): _finite(logprob) for token, logprob in [*top, own]}
+            for top, own in zip(tops, zip(drawn.token_ids, drawn.logprobs, strict=True), strict=True)
+        ],
+    }
+
+
+def _prompt_logprobs(text: Text, generation: Generation) -> list[dict[str, Any] | None] | None:
+    """One object a prompt token, null for the first: `{token id: {logprob, rank, decoded_token}}`."""
+    if generation.prompt_logprobs is None:
+        return None
+    rows: list[dict[str, Any] | None] = [None]
+    for token in generation.prompt_logprobs:
+        ranked = [(top_id, logprob, rank) for rank, (top_id, logprob) in enumerate(token.top, start=1)]
+        rows.append(
+            {
+                str(token_id): {"logprob": _finite(logprob), "rank": rank, "decoded_token": text.token_text(token_id)}
+                for token_id, logprob, rank in [*ranked, (token.token_id, token.logprob, token.rank)]
+            }
+        )
+    return rows

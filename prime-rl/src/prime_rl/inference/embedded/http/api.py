@@ -1,0 +1,293 @@
+"""The HTTP routes of the embedded engine. Loads neither torch nor the model, so that it can answer from the start."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from concurrent.futures import Future
+from http import HTTPStatus
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from prime_rl.inference.adapter_files import AdapterMissing
+from prime_rl.inference.checkpoint_files import WeightError
+from prime_rl.inference.embedded.engine.generation import Generation, GenerationRequest
+from prime_rl.inference.embedded.errors import EngineBusy, EngineStopped, GenerationFailed
+from prime_rl.inference.embedded.http.answers import Answered, chat_answer, completion_answer
+from prime_rl.inference.embedded.http.stream import ChatChunks, CompletionChunks, EventStream
+from prime_rl.inference.protocol import (
+    ChatBody,
+    CompletionBody,
+    InitBroadcasterBody,
+    LoadAdapterBody,
+    RequestError,
+    SamplingBody,
+    TokenizeBody,
+    TokensBody,
+    UpdateWeightsBody,
+    parse_body,
+)
+from prime_rl.transport.errors import TransportError
+from prime_rl.utils.logger import get_logger
+
+if TYPE_CHECKING:
+    from prime_rl.inference.embedded.http.service import Service
+
+Handler = Callable[[Request], Awaitable[Response]]
+_CLIENT_CLOSED_REQUEST = 499
+
+
+class ClientGone(Exception):
+    """Nobody is left to answer."""
+
+
+class Api:
+    """Routes over a `Service`, which appears once the model is loaded."""
+
+    def __init__(self, model_name: str) -> None:
+        self.model_name = model_name
+        self.service: Service | None = None
+        self.created_s = int(time.time())
+
+    def app(self) -> Starlette:
+        posts: dict[str, Handler] = {
+            "/v1/chat/completions": self.chat,
+            "/v1/chat/completions/tokens": self.chat_from_tokens,
+            "/v1/completions": self.complete,
+            "/tokenize": self.tokenize,
+            "/update_weights": self.update_weights,
+            "/reload_weights": self.reload_weights,
+            "/pause": self.pause,
+            "/resume": self.resume,
+            "/load_lora_adapter": self.load_adapter,
+            "/init_broadcaster": self.init_broadcaster,
+        }
+        gets: dict[str, Handler] = {
+            "/health": self.health,
+            "/v1/models": self.models,
+            "/is_paused": self.is_paused,
+            "/load": self.load,
+        }
+        return Starlette(
+            routes=[
+                *(Route(path, _answering(handler), methods=["POST"]) for path, handler in posts.items()),
+                *(Route(path, _answering(handler)) for path, handler in gets.items()),
+            ],
+            exception_handlers={HTTPException: _answer_http_error},
+        )
+
+    def ready(self) -> Service:
+        """The service, or a 503 while the model loads."""
+        if self.service is None:
+            raise RequestError("The model is still loading", HTTPStatus.SERVICE_UNAVAILABLE)
+        return self.service
+
+    async def health(self, _: Request) -> Response:
+        self.ready()
+        return Response()
+
+    async def models(self, _: Request) -> Response:
+        service = self.ready()
+        base = service.model.name
+        common = {"object": "model", "created": self.created_s, "owned_by": "prime-rl"}
+        entries = [{"id": base, "root": base, "parent": None, "max_model_len": service.model.max_model_len}]
+        for adapter in service.adapters.values():
+            entries.append({"id": adapter.name, "root": str(adapter.directory), "parent": base, "max_model_len": None})
+        return _json({"object": "list", "data": [common | entry for entry in entries]})
+
+    async def chat(self, request: Request) -> Response:
+        return await self._chat(request, parse_body(ChatBody, await request.body()))
+
+    async def chat_from_tokens(self, request: Request) -> Response:
+        return await self._chat(request, parse_body(TokensBody, await request.body()))
+
+    async def complete(self, request: Request) -> Response:
+        service = self.ready()
+        body = parse_body(CompletionBody, await request.body())
+        wanted = service.completion_requests(body)
+        if body.stream:
+            return _stream(service, body, wanted, CompletionChunks(body, service.text))
+        answered = await _generate(service, request, wanted)
+        return _json(completion_answer(body.model or service.model.name, body, service.text, answered))
+
+    async def tokenize(self, request: Request) -> Response:
+        service = self.ready()
+        body = parse_body(TokenizeBody, await request.body())
+        service.adapter(body.model)
+        tokens = service.tokens_of(body)
+        strings = [service.text.token_text(token) for token in tokens] if body.return_token_strs else None
+        answer = {"count": len(tokens), "max_model_len": service.model.max_model_len, "tokens": tokens}
+        return _json(answer | {"token_strs": strings})
+
+    async def update_weights(self, request: Request) -> Response:
+        body = parse_body(UpdateWeightsBody, await request.body())
+        return await self._swap_weights(Path(body.weight_dir) if body.weight_dir is not None else None)
+
+    async def reload_weights(self, _: Request) -> Response:
+        return await self._swap_weights(None)
+
+    async def load_adapter(self, request: Request) -> Response:
+        body = parse_body(LoadAdapterBody, await request.body())
+        engine = self.ready().engine
+        try:
+            version = await _on_engine(lambda: engine.load_adapter(body.lora_name, Path(body.lora_path)))
+        except AdapterMissing as exc:
+            raise RequestError(str(exc), HTTPStatus.NOT_FOUND, "lora_path") from exc
+        except WeightError as exc:
+            raise RequestError(str(exc), param="lora_path") from exc
+        return _json({"status": "ok", "version": version})
+
+    async def pause(self, request: Request) -> Response:
+        if request.query_params.get("mode", "keep") != "keep":
+            raise RequestError("This engine pauses with mode=keep only: requests stay and go on after /resume")
+        await _on_engine(self.ready().engine.pause)
+        return _json({"status": "paused"})
+
+    async def resume(self, _: Request) -> Response:
+        await _on_engine(self.ready().engine.resume)
+        return _json({"status": "resumed"})
+
+    async def is_paused(self, _: Request) -> Response:
+        return _json({"is_paused": self.ready().engine.paused})
+
+    async def load(self, _: Request) -> Response:
+        """Samples that run or wait."""
+        return _json({"server_load": self.ready().engine.load})
+
+    async def init_broadcaster(self, request: Request) -> Response:
+        body = parse_body(InitBroadcasterBody, await request.body())
+        try:
+            # Beside the event loop, which this would hold up until the trainer is there.
+            await asyncio.to_thread(self.ready().engine.new_weights.join, body)
+        except TransportError as exc:
+            raise RequestError(str(exc), HTTPStatus.INTERNAL_SERVER_ERROR) from exc
+        return _json({"status": "ok"})
+
+    async def _chat(self, request: Request, body: ChatBody) -> Response:
+        service = self.ready()
+        parser = service.parser_for(body)
+        if parser is not None and parser.needs_special_tokens:
+            body = body.model_copy(update={"skip_special_tokens": False})
+        wanted = service.chat_requests(body)
+        if body.stream:
+            return _stream(service, body, wanted, ChatChunks(body, service.text, parser))
+        answered = await _generate(service, request, wanted)
+        return _json(chat_answer(body.model or service.model.name, body, service.text, answered, parser))
+
+    async def _swap_weights(self, directory: Path | None) -> Response:
+        engine = self.ready().engine
+        try:
+            version = await _on_engine(lambda: engine.update_weights(directory))
+        except WeightError as exc:
+            raise RequestError(str(exc), param="weight_dir") from exc
+        except TransportError as exc:
+            raise RequestError(str(exc), HTTPStatus.INTERNAL_SERVER_ERROR) from exc
+        return _json({"status": "ok", "version": version})
+
+
+async def _generate(service: Service, request: Request, wanted: list[GenerationRequest]) -> Answered:
+    """Run requests to their end, unless the client goes away first."""
+    everything = asyncio.gather(*map(asyncio.wrap_future, _submit(service, wanted)))
+    gone = asyncio.create_task(_disconnected(request))
+    try:
+        await asyncio.wait({everything, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not everything.done():
+            raise ClientGone
+        return list(zip(wanted, everything.result(), strict=True))
+    except EngineStopped as exc:
+        raise RequestError(str(exc), HTTPStatus.SERVICE_UNAVAILABLE) from exc
+    except GenerationFailed as exc:
+        raise RequestError(str(exc), HTTPStatus.INTERNAL_SERVER_ERROR) from exc
+    finally:
+        gone.cancel()
+        _cancel(wanted)
+
+
+def _stream(
+    service: Service, body: SamplingBody, wanted: list[GenerationRequest], chunks: ChatChunks | CompletionChunks
+) -> Response:
+    stream = EventStream(body.model or service.model.name, body, wanted, service.text, chunks)
+    _submit(service, wanted)
+    return _Events(stream.events(), wanted)
+
+
+class _Events(StreamingResponse):
+    """Server-sent events. When they end, or the client goes away, the engine drops what is left of the requests."""
+
+    def __init__(self, events: AsyncIterator[bytes], wanted: list[GenerationRequest]) -> None:
+        super().__init__(events, media_type="text/event-stream")
+        self._wanted = wanted
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            _cancel(self._wanted)
+
+
+def _submit(service: Service, wanted: list[GenerationRequest]) -> list[Future[Generation]]:
+    """Queue requests, all or none."""
+    try:
+        return [service.engine.submit(one) for one in wanted]
+    except EngineBusy as exc:
+        _cancel(wanted)
+        raise RequestError(str(exc), HTTPStatus.TOO_MANY_REQUESTS) from exc
+    except EngineStopped as exc:
+        raise RequestError(str(exc), HTTPStatus.SERVICE_UNAVAILABLE) from exc
+
+
+async def _on_engine(command: Callable[[], Future[Any]]) -> Any:
+    """The result of a command that the engine runs between two steps."""
+    try:
+        return await asyncio.wrap_future(command())
+    except EngineStopped as exc:
+        raise RequestError(str(exc), HTTPStatus.SERVICE_UNAVAILABLE) from exc
+
+
+def _cancel(requests: list[GenerationRequest]) -> None:
+    """Make the engine drop what has not been answered; for what has, this does nothing."""
+    for request in requests:
+        request.result.cancel()
+
+
+async def _disconnected(request: Request) -> None:
+    """Return when the client has gone. The body has been read, so that is all that can still arrive."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _json(content: dict[str, Any], status: int = HTTPStatus.OK) -> Response:
+    return Response(msgspec.json.encode(content), status_code=status, media_type="application/json")
+
+
+def _answering(handler: Handler) -> Handler:
+    """The handler, with every error turned into an answer, so that the connection lives on."""
+
+    async def answer(request: Request) -> Response:
+        try:
+            return await handler(request)
+        except RequestError as exc:
+            return _json(exc.body(), exc.status)
+        except ClientGone:
+            return Response(status_code=_CLIENT_CLOSED_REQUEST)
+        except Exception as exc:  # noqa: BLE001 - the last boundary: logged, and told to the client
+            get_logger().error(f"{request.url.path} failed: {exc!r}", exc_info=exc)
+            error = RequestError(f"Internal error: {exc!r}", HTTPStatus.INTERNAL_SERVER_ERROR)
+            return _json(error.body(), error.status)
+
+    return answer
+
+
+async def _answer_http_error(_: Request, exc: Exception) -> Response:
+    """Unknown paths and methods."""
+    assert isinstance(exc, HTTPException)
+    return _json(RequestError(exc.detail, exc.status_code).body(), exc.status_code)

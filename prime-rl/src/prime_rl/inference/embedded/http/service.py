@@ -1,0 +1,167 @@
+"""From a request's body to the engine's request: defaults, limits, prompt."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from transformers import GenerationConfig
+
+from prime_rl.inference.embedded.engine.engine import Engine
+from prime_rl.inference.embedded.engine.generation import GenerationRequest, SamplingParams
+from prime_rl.inference.embedded.engine.lora import Adapter
+from prime_rl.inference.embedded.engine.text import Text
+from prime_rl.inference.embedded.errors import TemplateFailed
+from prime_rl.inference.embedded.http.tool_calls import ToolParser
+from prime_rl.inference.protocol import (
+    CONTEXT_LENGTH_MESSAGE,
+    ChatBody,
+    CompletionBody,
+    RequestError,
+    SamplingBody,
+    TokenizeBody,
+    TokensBody,
+)
+
+COMPLETION_MAX_TOKENS = 16
+"""OpenAI's default for text completions. A chat goes on to the end of the context."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """What requests are checked against."""
+
+    name: str
+    max_model_len: int
+    vocab_size: int
+    defaults: GenerationConfig
+    """The model's own sampling defaults, for arguments that a request leaves out."""
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """A running engine with the model and tokenizer in front of it."""
+
+    engine: Engine
+    text: Text
+    model: ServedModel
+    seeds: random.Random = field(default_factory=random.Random)
+    """For requests without a seed of their own."""
+    tool_parser: ToolParser | None = None
+    """Reads tool calls; None when the server was started without."""
+
+    @property
+    def adapters(self) -> dict[str, Adapter]:
+        """What is loaded, by name."""
+        return self.engine.adapters.loaded if self.engine.adapters is not None else {}
+
+    def adapter(self, name: str | None) -> Adapter | None:
+        """The adapter that a request's `model` names; None for the base model, which is also the default."""
+        if name in (None, self.model.name):
+            return None
+        adapters = self.adapters
+        if name not in adapters:
+            served = ", ".join(f"`{known}`" for known in (self.model.name, *adapters))
+            raise RequestError(f"The model `{name}` does not exist; this server has {served}.", 404, "model")
+        return adapters[name]
+
+    def chat_prompt(self, body: ChatBody | TokenizeBody) -> list[int]:
+        """Token ids of a body's messages."""
+        flags: dict[str, Any] = {
+            "add_generation_prompt": body.add_generation_prompt,
+            "continue_final_message": body.continue_final_message,
+        }
+        special = isinstance(body, TokenizeBody) and bool(body.add_special_tokens)
+        try:
+            return self.text.encode_chat(body.messages or [], body.tools, flags | body.chat_template_kwargs, special)
+        except TemplateFailed as exc:
+            raise RequestError(str(exc), param="messages") from exc
+
+    def parser_for(self, body: ChatBody) -> ToolParser | None:
+        """What reads the answer to a request that may be answered with tool calls."""
+        if not body.tools or body.tool_choice == "none":
+            return None
+        if self.tool_parser is None:
+            raise RequestError(
+                "This server reads no tool calls: start it with `model.tool_call_parser`, "
+                'or send `tool_choice = "none"`, which leaves them in the text.',
+                param="tools",
+            )
+        return self.tool_parser
+
+    def chat_requests(self, body: ChatBody) -> list[GenerationRequest]:
+        prompt = body.tokens if isinstance(body, TokensBody) else self.chat_prompt(body)
+        top = body.top_logprobs if body.logprobs else 0
+        return [self._request(body, prompt, body.max_completion_tokens or body.max_tokens, top)]
+
+    def completion_requests(self, body: CompletionBody) -> list[GenerationRequest]:
+        prompts = [
+            self.text.encode(prompt, body.add_special_tokens) if isinstance(prompt, str) else prompt
+            for prompt in body.prompts
+        ]
+        if not prompts:
+            raise RequestError("`prompt` is empty", param="prompt")
+        max_tokens = body.max_tokens or COMPLETION_MAX_TOKENS
+        return [self._request(body, prompt, max_tokens, body.logprobs or 0) for prompt in prompts]
+
+    def tokens_of(self, body: TokenizeBody) -> list[int]:
+        if body.prompt is not None:
+            return self.text.encode(body.prompt, body.add_special_tokens is not False)
+        return self.chat_prompt(body)
+
+    def _request(
+        self, body: SamplingBody, prompt: Sequence[int], max_tokens: int | None, top_logprobs: int
+    ) -> GenerationRequest:
+        room = self._room_after(prompt)
+        params = self._sampling_params(body, min(max_tokens or room, room), top_logprobs)
+        stops = body.stop_strings
+        return GenerationRequest(
+            prompt=tuple(prompt),
+            params=params,
+            seed=body.seed if body.seed is not None else self.seeds.getrandbits(62),
+            n=body.n,
+            eos_token_ids=self.text.eos_token_ids,
+            adapter=self.adapter(body.model),
+            num_prompt_logprobs=body.prompt_logprobs,
+            stop_watches=[self.text.stop_watch(stops, body.skip_special_tokens) for _ in range(body.n if stops else 0)],
+        )
+
+    def _room_after(self, prompt: Sequence[int]) -> int:
+        if not prompt:
+            raise RequestError("The prompt has no tokens", param="prompt")
+        if max(prompt) >= self.model.vocab_size or min(prompt) < 0:
+            raise RequestError(f"The prompt has token ids outside 0..{self.model.vocab_size - 1}", param="prompt")
+        room = self.model.max_model_len - len(prompt)
+        if room < 1:
+            raise RequestError(CONTEXT_LENGTH_MESSAGE.format(limit=self.model.max_model_len, length=len(prompt)))
+        return room
+
+    def _sampling_params(self, body: SamplingBody, max_tokens: int, top_logprobs: int) -> SamplingParams:
+        stops = set(body.stop_token_ids)
+        if any(not 0 <= token < self.model.vocab_size for token in stops):
+            raise RequestError(f"stop_token_ids go beyond 0..{self.model.vocab_size - 1}", param="stop_token_ids")
+        if any(not 0 <= token < self.model.vocab_size for token in body.logit_bias):
+            raise RequestError(f"logit_bias goes beyond 0..{self.model.vocab_size - 1}", param="logit_bias")
+        if body.min_tokens > max_tokens:
+            raise RequestError(f"min_tokens {body.min_tokens} is more than the {max_tokens} possible tokens")
+
+        def chosen(name: str, neutral: float) -> Any:
+            own, default = getattr(body, name), getattr(self.model.defaults, name, None)
+            return next(value for value in (own, default, neutral) if value is not None)
+
+        return SamplingParams(
+            max_tokens=max_tokens,
+            temperature=chosen("temperature", 1.0),
+            top_k=max(chosen("top_k", 0), 0),
+            top_p=chosen("top_p", 1.0),
+            min_p=chosen("min_p", 0.0),
+            repetition_penalty=chosen("repetition_penalty", 1.0),
+            presence_penalty=body.presence_penalty,
+            frequency_penalty=body.frequency_penalty,
+            logit_bias=tuple(body.logit_bias.items()),
+            min_tokens=body.min_tokens,
+            stop_token_ids=frozenset(stops if body.ignore_eos else stops | self.text.eos_token_ids),
+            top_logprobs=top_logprobs,
+        )

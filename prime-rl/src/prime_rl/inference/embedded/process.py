@@ -1,0 +1,82 @@
+"""The embedded engine's process: a server that answers at once, and an engine that loads and runs in a thread."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import threading
+import time
+from types import FrameType
+
+import uvicorn
+
+from prime_rl.configs.inference import InferenceConfig
+from prime_rl.inference.embedded.http.api import Api
+from prime_rl.utils.imports import import_transformers, importing
+from prime_rl.utils.logger import SUCCESS, get_logger
+
+_GRACE_S = 3
+
+
+class EmbeddedServer(uvicorn.Server):
+    """Uvicorn, with the engine's life tied to it."""
+
+    def __init__(self, config: InferenceConfig) -> None:
+        self.api = Api(config.model.name)
+        # uvicorn serves without its lifespan protocol: the engine's thread is managed here.
+        super().__init__(
+            uvicorn.Config(
+                self.api.app(),
+                lifespan="off",
+                log_level="warning",
+                access_log=False,
+                timeout_graceful_shutdown=_GRACE_S,
+                timeout_keep_alive=75,
+            )
+        )
+        self.inference = config
+        self.failure: Exception | None = None
+        self._engine_thread = threading.Thread(target=self._run_engine, name="engine", daemon=True)
+
+    def serve_until_stopped(self, listener: socket.socket) -> None:
+        """Serve on `listener` until SIGTERM, SIGINT or a failure of the engine, which is raised.
+
+        Raises:
+            ModelNotFound, UnsupportedModel: the model cannot be served; the message is one line for a person.
+        """
+        # uvicorn raises the signal again after its clean-up; a stop that was asked for is not a failure.
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: None)
+        self._engine_thread.start()
+        self.run(sockets=[listener])
+        if self.api.service is not None:
+            self._engine_thread.join(timeout=_GRACE_S)
+        if self.failure is not None:
+            raise self.failure
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Answer what is in flight with 503 instead of waiting for it, then stop."""
+        if self.api.service is not None:
+            self.api.service.engine.stop()
+        super().handle_exit(sig, frame)
+
+    def _run_engine(self) -> None:
+        started = time.perf_counter()
+        try:
+            # Here and not at the top: these imports take seconds, in which the server already answers 503.
+            with importing():
+                import_transformers()
+                from prime_rl.inference.embedded.startup import start_service
+
+            service = start_service(self.inference)
+            self.api.service = service
+            get_logger().log(
+                SUCCESS,
+                f"Inference ready in {time.perf_counter() - started:.1f}s: {self.inference.model.name} on "
+                f"{self.inference.server.host or '0.0.0.0'}:{self.inference.server.port}",
+            )
+            service.engine.run()
+        except Exception as exc:  # noqa: BLE001 - carried to the main thread, which ends the process with it
+            self.failure = exc
+        finally:
+            self.should_exit = True

@@ -1,0 +1,23 @@
+"""Child processes of a run as values, and what starts, watches and ends them."""
+
+from prime_rl.launch.host import FakeHost, Host, LocalHost
+from prime_rl.launch.logs import Follower, shown
+from prime_rl.launch.ports import reserved_ports
+from prime_rl.launch.spec import CannotStart, Event, Exited, Outcome, ProcessSpec, Signalled
+from prime_rl.launch.supervisor import Supervisor
+
+__all__ = [
+    "CannotStart",
+    "Event",
+    "Exited",
+    "FakeHost",
+    "Follower",
+    "Host",
+    "LocalHost",
+    "Outcome",
+    "ProcessSpec",
+    "Signalled",
+    "Supervisor",
+    "reserved_ports",
+    "shown",
+]

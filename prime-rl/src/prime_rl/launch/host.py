@@ -1,0 +1,191 @@
+"""Where children run: this machine, or a test's script of events."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from threading import Thread
+from types import FrameType, TracebackType
+from typing import Protocol, Self
+from uuid import uuid4
+
+from prime_rl.launch import logs, reaper
+from prime_rl.launch.spec import CannotStart, Event, Exited, ProcessSpec, Signalled
+
+CAUGHT = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+"""Signals to the launcher that become events."""
+
+TAIL_LINES = 20
+
+
+class Host(Protocol):
+    """Starts children, reports what happens, ends them."""
+
+    def start(self, spec: ProcessSpec) -> None:
+        """Raises CannotStart."""
+
+    def next_event(self, timeout_s: float | None) -> Event | None:
+        """Wait for the next thing that happens; None when the time is up first."""
+
+    def stop(self, name: str) -> None:
+        """Ask a child, with all of its process group, to stop."""
+
+    def relay(self, name: str, signum: signal.Signals) -> bool:
+        """Pass a signal to those processes of a child that handle it; False when none does."""
+
+    def end_all(self, grace_s: float) -> None:
+        """End whatever is left of any child, descendants and daemons too; by force after the grace."""
+
+    def tail(self, name: str) -> list[str]:
+        """The last lines that a child wrote in this attempt."""
+
+
+class LocalHost:
+    """Children of this process, each in a session of its own.
+
+    A context manager for the main thread: inside it, signals to this process become events, and a guard process ends
+    the children and removes the scratch directories should this process be killed. On exit nothing is left running.
+    """
+
+    def __init__(self) -> None:
+        self._mark = uuid4().hex
+        self._events: SimpleQueue[Event] = SimpleQueue()
+        self._children: dict[str, subprocess.Popen[bytes]] = {}
+        self._logs: dict[str, tuple[Path, int]] = {}
+        self._previous_handlers: dict[signal.Signals, object] = {}
+
+    def __enter__(self) -> Self:
+        for signum in CAUGHT:
+            # nohup's promise is to survive the terminal.
+            if signum is not signal.SIGHUP or signal.getsignal(signum) is not signal.SIG_IGN:
+                self._previous_handlers[signum] = signal.signal(signum, self._on_signal)
+        self._guard = subprocess.Popen(
+            [sys.executable, "-I", "-S", str(Path(reaper.__file__))],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        self._tell_guard(mark=self._mark)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.end_all(grace_s=0)
+        self._tell_guard(goodbye=True)
+        # A guard that somebody killed cannot take a goodbye.
+        with contextlib.suppress(BrokenPipeError):
+            self._guard.stdin.close()
+        self._guard.wait()
+        for signum, handler in self._previous_handlers.items():
+            signal.signal(signum, handler)
+
+    def _on_signal(self, signum: int, frame: FrameType | None) -> None:
+        # SimpleQueue.put is the one put that may interrupt a get of the same thread.
+        self._events.put(Signalled(signal.Signals(signum)))
+
+    def _tell_guard(self, **message: object) -> None:
+        with contextlib.suppress(BrokenPipeError):
+            self._guard.stdin.write(json.dumps(message).encode() + b"\n")
+            self._guard.stdin.flush()
+
+    def remove_if_killed(self, directory: Path) -> None:
+        """Have the guard remove a directory should this process die without a chance to do it."""
+        self._tell_guard(scratch=[str(directory)])
+
+    def start(self, spec: ProcessSpec) -> None:
+        env = os.environ | spec.env | {reaper.MARK_VARIABLE: self._mark}
+        with logs.opened_for_attempt(spec) as (log, offset):
+            self._logs[spec.name] = (spec.log, offset)
+            try:
+                child = subprocess.Popen(
+                    spec.argv,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    env=env,
+                    start_new_session=True,
+                )
+            except OSError as error:
+                raise CannotStart(f"{spec.name} cannot be started: {spec.argv[0]}: {error.strerror}") from error
+        self._children[spec.name] = child
+        self._tell_guard(leaders=[child.pid])
+        Thread(target=self._report_exit, args=(spec.name, child), name=f"wait-{spec.name}", daemon=True).start()
+
+    def _report_exit(self, name: str, child: subprocess.Popen[bytes]) -> None:
+        self._events.put(Exited(name, child.wait()))
+
+    def next_event(self, timeout_s: float | None) -> Event | None:
+        try:
+            return self._events.get(timeout=timeout_s)
+        except Empty:
+            return None
+
+    def stop(self, name: str) -> None:
+        reaper.send_group(self._children[name].pid, signal.SIGTERM)
+
+    def relay(self, name: str, signum: signal.Signals) -> bool:
+        listeners = reaper.listeners(self._children[name].pid, signum)
+        for pid in listeners:
+            reaper.send(pid, signum)
+        return bool(listeners)
+
+    def end_all(self, grace_s: float) -> None:
+        reaper.end(self._mark, [child.pid for child in self._children.values()], grace_s)
+
+    def tail(self, name: str) -> list[str]:
+        log, offset = self._logs[name]
+        return logs.tail(log, TAIL_LINES, offset)
+
+
+class FakeHost:
+    """Starts nothing: plays a script of events and remembers what it was asked to do.
+
+    `None` in the script is time running out; for a caller with a time limit so is the script's end.
+    """
+
+    def __init__(
+        self, events: Iterable[Event | None], cannot_start: Iterable[str] = (), listening: bool = True
+    ) -> None:
+        self._script = list(events)
+        self._cannot_start = frozenset(cannot_start)
+        self._listening = listening
+        self.started: list[str] = []
+        self.stopped: list[str] = []
+        self.relayed: list[tuple[str, signal.Signals]] = []
+        self.waits_s: list[float | None] = []
+        self.grace_of_end_s: float | None = None
+
+    def start(self, spec: ProcessSpec) -> None:
+        if spec.name in self._cannot_start:
+            raise CannotStart(f"{spec.name} cannot be started: {spec.argv[0]}: No such file or directory")
+        self.started.append(spec.name)
+
+    def next_event(self, timeout_s: float | None) -> Event | None:
+        self.waits_s.append(timeout_s)
+        if self._script:
+            return self._script.pop(0)
+        if timeout_s is None:
+            raise AssertionError("the supervisor waits for an event that the script does not have")
+        return None
+
+    def stop(self, name: str) -> None:
+        self.stopped.append(name)
+
+    def relay(self, name: str, signum: signal.Signals) -> bool:
+        self.relayed.append((name, signum))
+        return self._listening
+
+    def end_all(self, grace_s: float) -> None:
+        self.grace_of_end_s = grace_s
+
+    def tail(self, name: str) -> list[str]:
+        return [f"last words of {name}"]

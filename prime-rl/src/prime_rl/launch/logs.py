@@ -1,0 +1,107 @@
+"""Log files of children: appended to, an attempt at a time; read while they grow."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import shlex
+import sys
+import threading
+from collections.abc import Iterator
+from datetime import datetime
+from pathlib import Path
+from typing import BinaryIO
+
+from prime_rl.launch.spec import ProcessSpec
+
+HEAD = "===="
+"""Begins the line that heads an attempt."""
+
+_TAIL_BYTES = 65_536
+_LOOK_EVERY_S = 0.1
+_TORCHRUN_VERDICT = re.compile(r"elastic/multiprocessing/api\.py:\d+\] failed \(exitcode")
+"""torchrun says first which worker failed, and then the same in forty lines that push out what the worker said."""
+
+
+@contextlib.contextmanager
+def opened_for_attempt(spec: ProcessSpec) -> Iterator[tuple[BinaryIO, int]]:
+    """The child's log, opened for appending behind a line that heads this attempt, and the offset after that line."""
+    spec.log.parent.mkdir(parents=True, exist_ok=True)
+    with spec.log.open("ab", buffering=0) as log:
+        started = datetime.now().astimezone().isoformat(timespec="seconds")
+        log.write(f"{HEAD} {spec.name} started {started}: {shlex.join(spec.argv)}\n".encode())
+        yield log, log.tell()
+
+
+def tail(log: Path, lines: int, start_offset: int = 0) -> list[str]:
+    """The last lines of a log that were written at or after an offset in bytes."""
+    try:
+        with log.open("rb") as file:
+            size = file.seek(0, 2)
+            file.seek(max(start_offset, size - _TAIL_BYTES))
+            text = file.read().decode(errors="replace")
+    except FileNotFoundError:
+        return []
+    # A progress bar rewrites its line; only what stood there last is worth a place.
+    written = [line.rstrip().rpartition("\r")[2] for line in text.split("\n") if line.strip()]
+    ends = [index for index, line in enumerate(written, 1) if _TORCHRUN_VERDICT.search(line)]
+    return written[: ends[0] if ends else None][-lines:]
+
+
+class Follower:
+    """Reads what is appended to a file that may not exist yet."""
+
+    def __init__(self, path: Path, offset: int = 0) -> None:
+        self.path = path
+        self._offset = offset
+        self._partial = b""
+
+    @classmethod
+    def at_end(cls, path: Path) -> Follower:
+        """Follow only what is written from now on."""
+        return cls(path, path.stat().st_size if path.exists() else 0)
+
+    def read(self) -> bytes:
+        """Everything new."""
+        try:
+            with self.path.open("rb") as file:
+                file.seek(self._offset)
+                new = file.read()
+        except FileNotFoundError:
+            return b""
+        self._offset += len(new)
+        return new
+
+    def lines(self) -> list[str]:
+        """Every new line that is complete, without its end."""
+        *complete, self._partial = (self._partial + self.read()).split(b"\n")
+        return [line.decode(errors="replace").rstrip("\r") for line in complete]
+
+
+@contextlib.contextmanager
+def shown(log: Path) -> Iterator[None]:
+    """Copy what is appended to a log during the block to this process's stdout, as it comes."""
+    follower, done = Follower.at_end(log), threading.Event()
+
+    def copy() -> None:
+        try:
+            while not done.wait(_LOOK_EVERY_S):
+                _show(follower.read())
+            _show(follower.read())
+        except OSError:
+            # Nobody reads stdout any more. The log has everything, and the run goes on.
+            return
+
+    thread = threading.Thread(target=copy, name=f"show-{log.name}", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+def _show(new: bytes) -> None:
+    if new:
+        sys.stdout.buffer.write(new)
+        sys.stdout.flush()

@@ -1,0 +1,138 @@
+"""Starts the children of a run, watches them, and stops them all: whatever happens, once and in order."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Sequence
+
+from prime_rl.launch.host import Host
+from prime_rl.launch.spec import CannotStart, Exited, Outcome, ProcessSpec, Signalled
+
+GRACE_S = 60.0
+"""How long children may take to save and stop after SIGTERM."""
+
+HURRIED_GRACE_S = 5.0
+"""What is left of the grace after a Ctrl-C while stopping: somebody is waiting at the terminal."""
+
+STRAGGLER_GRACE_S = 5.0
+"""How long processes that outlive the child that started them may take to stop, after a run that ended well."""
+
+_MEMORY_HINT = (
+    "This launch sent no SIGKILL: most often it is the kernel's answer when a machine or a job is out of memory. "
+    "Ask for more memory, or make the batch, the sequences or the model smaller."
+)
+
+Cause = Exited | Signalled | CannotStart | None
+"""Why a run ends; None is success."""
+
+
+class Supervisor:
+    """Runs children to a common end.
+
+    The first child that fails, or that ends before the run is complete, ends the run, and so does SIGINT, SIGTERM or
+    SIGHUP to the launcher. `say` is told of each start and end in one line.
+    """
+
+    def __init__(
+        self, specs: Sequence[ProcessSpec], host: Host, say: Callable[[str], None], grace_s: float = GRACE_S
+    ) -> None:
+        self._specs = {spec.name: spec for spec in specs}
+        self._host = host
+        self._say = say
+        self._grace_s = grace_s
+        self._running: list[str] = []
+
+    def run(self) -> Outcome:
+        """Start the children in order and wait for the end of the run. Nothing is left running on return."""
+        cause = self._start() or self._watch()
+        signals = self._stop(completed=cause is None)
+        if isinstance(cause, Exited) and cause.signal in signals:
+            # Slurm signals every process of a job at once; a child's end can be seen before the signal to us.
+            cause = Signalled(cause.signal)
+        return self._outcome(cause)
+
+    def _start(self) -> Cause:
+        for spec in self._specs.values():
+            try:
+                self._host.start(spec)
+            except CannotStart as error:
+                return error
+            self._running.append(spec.name)
+            self._say(f"{spec.name} started, log {spec.log}")
+        return None
+
+    def _watch(self) -> Cause:
+        unfinished = {spec.name for spec in self._specs.values() if spec.completes_run}
+        while unfinished:
+            event = self._host.next_event(None)
+            match event:
+                case Exited(name, code):
+                    self._running.remove(name)
+                    if code != 0 or name not in unfinished:
+                        return event
+                    unfinished.remove(name)
+                    self._say(f"{name} finished")
+                case Signalled(signal.SIGUSR1):
+                    self._relay(event.signal)
+                case Signalled():
+                    return event
+        return None
+
+    def _relay(self, signum: signal.Signals) -> None:
+        for name in self._running:
+            if signum in self._specs[name].relays:
+                heard = self._host.relay(name, signum)
+                self._say(
+                    f"{signum.name} passed on to {name}" if heard else f"{name} does not listen to {signum.name} yet"
+                )
+
+    def _stop(self, completed: bool) -> set[signal.Signals]:
+        """End every child; returns the signals that arrived meanwhile."""
+        signals: set[signal.Signals] = set()
+        for name in reversed(self._running):
+            self._host.stop(name)
+        deadline = time.monotonic() + self._grace_s
+        while self._running:
+            event = self._host.next_event(max(0.0, deadline - time.monotonic()))
+            match event:
+                case None:
+                    self._say(f"{', '.join(self._running)} did not stop in time and will be killed")
+                    break
+                case Exited(name):
+                    self._running.remove(name)
+                    asked = event.code == 0 or event.signal is signal.SIGTERM
+                    self._say(f"{name} {'stopped' if asked else event}")
+                case Signalled(signum):
+                    signals.add(signum)
+                    # Not for SIGTERM: a batch script that forwards it, and Slurm, may well send it twice.
+                    if signum is signal.SIGINT:
+                        deadline = min(deadline, time.monotonic() + HURRIED_GRACE_S)
+        self._host.end_all(self._straggler_grace_s(completed, deadline))
+        return signals
+
+    def _straggler_grace_s(self, completed: bool, deadline: float) -> float:
+        if self._running:
+            return 0.0
+        # A torchrun that is told twice to stop, by Slurm and by us, leaves its workers, who may still be saving.
+        return STRAGGLER_GRACE_S if completed else max(0.0, deadline - time.monotonic())
+
+    def _outcome(self, cause: Cause) -> Outcome:
+        match cause:
+            case None:
+                return Outcome(0, "all done")
+            case Signalled(signum):
+                return Outcome(128 + signum, f"stopped by {signum.name}")
+            case CannotStart():
+                return Outcome(1, str(cause))
+            case Exited():
+                return self._failure(cause)
+
+    def _failure(self, end: Exited) -> Outcome:
+        what = str(end) if end.code else "ended early, although the run was not complete"
+        message = f"{end.name} {what}; its log is {self._specs[end.name].log}"
+        log_tail = tuple(self._host.tail(end.name))
+        # torchrun reports so the end of a worker.
+        if end.signal is signal.SIGKILL or any("failed (exitcode: -9)" in line for line in log_tail):
+            message += f"\n{_MEMORY_HINT}"
+        return Outcome(1, message, log_tail)

@@ -1,0 +1,54 @@
+"""Metrics for programs: one JSON object a line."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from pathlib import Path
+
+from prime_rl.monitors.base import Metrics
+from prime_rl.utils.logger import get_logger
+
+
+class JsonlMonitor:
+    """Appends `{"time", "source", "step", <metric>: <value>, …}` lines to a file that several processes share.
+
+    Each line is one `write` to a descriptor opened for appending, so lines of different processes do not mix.
+    NaN and infinities, which JSON lacks, become null. A line that cannot be written, on a full disk for one, is a
+    warning: training is worth more than its record.
+    """
+
+    def __init__(self, path: Path, source: str) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.path = path
+        self.source = source
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        self._lost_lines = 0
+        self._is_mid_line = False
+
+    def log(self, metrics: Metrics, step: int) -> None:
+        record = {"time": time.time(), "source": self.source, "step": step}
+        for name, value in metrics.items():
+            record[name] = None if isinstance(value, float) and not math.isfinite(value) else value
+        line = (json.dumps(record) + "\n").encode()
+        start = b"\n" if self._is_mid_line else b""
+        try:
+            written = os.write(self._descriptor, start + line)
+        except OSError as error:
+            self._tell_loss(error.strerror)
+            return
+        self._is_mid_line = written < len(start + line)
+        if self._is_mid_line:
+            self._tell_loss("the disk is full")
+
+    def close(self, exit_code: int = 0) -> None:
+        if self._lost_lines:
+            get_logger().warning(f"{self._lost_lines} lines of {self.path} could not be written")
+        os.close(self._descriptor)
+
+    def _tell_loss(self, reason: str) -> None:
+        self._lost_lines += 1
+        if self._lost_lines == 1:
+            get_logger().warning(f"{self.path} cannot be written ({reason}); training goes on without its metrics")

@@ -1,0 +1,60 @@
+"""Metrics in Weights & Biases."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from prime_rl.configs.shared import WandbConfig
+from prime_rl.monitors.base import Metrics, MonitorError
+
+
+class WandbMonitor:
+    """One W&B run. `offline`, or `WANDB_MODE=offline`, writes it below `directory` for `wandb sync`.
+
+    An `id` continues an earlier run.
+    """
+
+    def __init__(self, config: WandbConfig, directory: Path, run_config: dict[str, Any]) -> None:
+        """Start the run.
+
+        Raises:
+            MonitorError: W&B cannot be reached, or does not know us.
+        """
+        import wandb
+
+        directory.mkdir(parents=True, exist_ok=True)
+        try:
+            self._run = wandb.init(
+                project=config.project,
+                name=config.name,
+                id=config.id,
+                resume="allow",
+                mode="offline" if config.offline else None,
+                dir=directory,
+                config=run_config,
+            )
+        except wandb.Error as error:
+            reason = str(error).strip().splitlines()[0]
+            raise MonitorError(
+                f"wandb: {reason}: log in with `wandb login`, or write it here with --wandb.offline"
+            ) from error
+
+    def log(self, metrics: Metrics, step: int) -> None:
+        self._run.log(dict(metrics), step=step)
+
+    def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int) -> None:
+        """A table to read in the browser."""
+        import wandb
+
+        self._run.log({name: wandb.Table(columns=list(columns), data=[list(row) for row in rows])}, step=step)
+
+    def log_distributions(self, values: Mapping[str, Sequence[float]], step: int) -> None:
+        """A histogram for each name."""
+        import wandb
+
+        self._run.log({name: wandb.Histogram(list(of_name)) for name, of_name in values.items()}, step=step)
+
+    def close(self, exit_code: int = 0) -> None:
+        self._run.finish(exit_code=exit_code)

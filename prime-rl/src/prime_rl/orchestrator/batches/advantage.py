@@ -1,0 +1,170 @@
+"""How much better a rollout did than the others of its group."""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from prime_rl.configs.advantages import (
+    AdvantageConfig,
+    CustomAdvantageConfig,
+    NormalizedAdvantageConfig,
+    OverlongConfig,
+)
+from prime_rl.orchestrator.errors import OrchestratorError
+from prime_rl.orchestrator.rollouts.rollout import Group, Rollout
+
+if TYPE_CHECKING:
+    import torch
+AdvantageFunction = Callable[[Sequence[Group]], list[list[float]]]
+"""From the groups of a batch to one advantage for each rollout of each group."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdvantageInputs:
+    """What a custom advantage function receives: P groups of G rollouts."""
+
+    rewards: torch.Tensor
+    """float32 [P, G]"""
+    completion_lengths: torch.Tensor
+    """int64 [P, G]; tokens after the first prompt."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdvantageOutputs:
+    """What a custom advantage function returns."""
+
+    advantages: torch.Tensor
+    """[P, G], broadcast to every token of the rollout."""
+
+
+def setup_advantage(config: AdvantageConfig | None) -> AdvantageFunction:
+    """The function that the config asks for; without a config, the rewards themselves.
+
+    Raises:
+        OrchestratorError: a custom function does not import.
+    """
+    if config is None:
+        return raw_rewards
+    if isinstance(config, CustomAdvantageConfig):
+        return partial(_call_custom, _import_function(config.import_path), config.kwargs)
+    if isinstance(config, NormalizedAdvantageConfig):
+        return partial(normalized, config=config)
+    return length_weighted if config.length_weighted_mean else centred
+
+
+def assign_advantages(groups: Sequence[Group], advantage: AdvantageFunction) -> None:
+    """Set the advantage of every rollout."""
+    for group, values in zip(groups, advantage(groups), strict=True):
+        for rollout, value in zip(group.rollouts, values, strict=True):
+            rollout.advantage = float(value)
+
+
+def raw_rewards(groups: Sequence[Group]) -> list[list[float]]:
+    return [[rollout.reward for rollout in group.rollouts] for group in groups]
+
+
+def centred(groups: Sequence[Group]) -> list[list[float]]:
+    """Each reward less the mean of its group; not divided by the standard deviation."""
+    return [_less(group, group.mean_reward) for group in groups]
+
+
+def length_weighted(groups: Sequence[Group]) -> list[list[float]]:
+    """Each reward less the group's mean weighted by completion length, so that each token has the same say.
+
+    A group without completion tokens uses the plain mean.
+    """
+    return [_less(group, _token_mean(group)) for group in groups]
+
+
+def _less(group: Group, baseline: float) -> list[float]:
+    return [rollout.reward - baseline for rollout in group.rollouts]
+
+
+def _token_mean(group: Group) -> float:
+    lengths = [rollout.completion_tokens for rollout in group.rollouts]
+    if not sum(lengths):
+        return group.mean_reward
+    weighted = sum(rollout.reward * length for rollout, length in zip(group.rollouts, lengths, strict=True))
+    return weighted / sum(lengths)
+
+
+def _import_function(import_path: str) -> Callable[..., Any]:
+    module_name, _, name = import_path.rpartition(".")
+    try:
+        return getattr(importlib.import_module(module_name), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise OrchestratorError(
+            f"orchestrator.advantage.import_path: {import_path!r} does not import: {error}"
+        ) from error
+
+
+def _call_custom(function: Callable[..., Any], kwargs: dict[str, Any], groups: Sequence[Group]) -> list[list[float]]:
+    # Torch takes more than a second to import, and only custom functions see tensors.
+    import torch
+
+    rewards = torch.tensor([[rollout.reward for rollout in group.rollouts] for group in groups])
+    lengths = torch.tensor([[rollout.completion_tokens for rollout in group.rollouts] for group in groups])
+    advantages = function(AdvantageInputs(rewards, lengths), **kwargs).advantages
+    if tuple(advantages.shape) != tuple(rewards.shape):
+        raise OrchestratorError(
+            f"the custom advantage function returned the shape {tuple(advantages.shape)}; "
+            f"it was given rewards of shape {tuple(rewards.shape)}"
+        )
+    return advantages.tolist()
+
+
+SCALE_EPS = 1e-5
+"""Added to standard deviations, so that a group of equal rewards gives 0, not 0 / 0."""
+
+
+def normalized(groups: Sequence[Group], config: NormalizedAdvantageConfig) -> list[list[float]]:
+    """(r - baseline) / (scale + 1e-5) for each rollout of each group.
+
+    GRPO (Shao et al. 2024) takes mean and standard deviation of the group, Dr. GRPO (Liu et al. 2025) the mean alone,
+    RLOO (Ahmadian et al. 2024) the mean of the others, REINFORCE++ (Hu et al. 2025) mean and standard deviation of the
+    batch. The scale is the square root of the sum of (r - baseline)^2 over n - 1 rollouts of the group or batch; the
+    leave-one-out baseline is no mean of its own group, and is scaled as the mean would be.
+    """
+    rewards = [[shaped_reward(rollout, config.overlong) for rollout in group.rollouts] for group in groups]
+    everything = [reward for group in rewards for reward in group]
+    batch_mean = _mean(everything)
+    means = [{"none": 0.0, "batch": batch_mean}.get(config.baseline, _mean(group)) for group in rewards]
+    batch_scale = _deviation([r - mean for group, mean in zip(rewards, means, strict=True) for r in group])
+    advantages = []
+    for group, mean in zip(rewards, means, strict=True):
+        centred = [reward - mean for reward in group]
+        scale = {"none": 1.0, "batch": batch_scale + SCALE_EPS}.get(config.scale, _deviation(centred) + SCALE_EPS)
+        if config.baseline == "leave_one_out":
+            # r_i - (sum - r_i) / (n - 1) = (r_i - mean) * n / (n - 1)
+            centred = [value * len(group) / max(len(group) - 1, 1) for value in centred]
+        advantages.append([value / scale for value in centred])
+    return advantages
+
+
+def shaped_reward(rollout: Rollout, overlong: OverlongConfig | None) -> float:
+    """The reward, less the overlong penalty of the rollout's longest answer.
+
+    Soft overlong punishment (Yu et al. 2025, DAPO): with L tokens sampled, limit M and buffer K, the penalty is
+    min(1, max(0, (L - (M - K)) / K)) times its size.
+    """
+    if overlong is None:
+        return rollout.reward
+    longest = max((len(turn.completion_ids) for turn in rollout.turns), default=rollout.usage_output_tokens)
+    excess = (longest - (overlong.max_tokens - overlong.buffer_tokens)) / overlong.buffer_tokens
+    return rollout.reward - overlong.penalty * min(1.0, max(0.0, excess))
+
+
+def _mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values) if values else 0.0
+
+
+def _deviation(centred: Sequence[float]) -> float:
+    """Sample standard deviation; 1 for a single value, which has none."""
+    if len(centred) < 2:
+        return 1.0
+    return math.sqrt(math.fsum(value * value for value in centred) / (len(centred) - 1))

@@ -1,0 +1,111 @@
+"""Detect rollouts that went astray: rare tokens sampled by accident, and loops."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from prime_rl.configs.orchestrator import FilterConfig, GibberishFilterConfig
+from prime_rl.orchestrator.errors import OrchestratorError
+from prime_rl.orchestrator.rollouts.rollout import Rollout
+
+
+class Filter(Protocol):
+    """Looks at a rollout's sampled tokens. With `enforce`, what it detects is not trained on."""
+
+    name: str
+    enforce: bool
+
+    def detects(self, rollout: Rollout) -> bool: ...
+
+
+@dataclass(frozen=True, slots=True)
+class GibberishFilter:
+    """A rare token (late ids are rare in byte-pair vocabularies) that was also far less likely than a uniform draw."""
+
+    token_id_threshold: int
+    max_logprob: float
+    enforce: bool
+    name: str = "gibberish"
+
+    def detects(self, rollout: Rollout) -> bool:
+        return any(
+            token > self.token_id_threshold and logprob < self.max_logprob
+            for turn in rollout.turns
+            for token, logprob in zip(turn.completion_ids, turn.completion_logprobs, strict=True)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class RepetitionFilter:
+    """`window` tokens in a row, counted across turns, that the policy was all but certain of."""
+
+    window: int
+    min_logprob: float
+    enforce: bool
+    name: str = "repetition"
+
+    def detects(self, rollout: Rollout) -> bool:
+        if sum(len(turn.completion_ids) for turn in rollout.turns) < self.window:
+            return False
+        run = 0
+        for turn in rollout.turns:
+            for logprob in turn.completion_logprobs:
+                run = run + 1 if logprob > self.min_logprob else 0
+                if run >= self.window:
+                    return True
+        return False
+
+
+def setup_filters(configs: Sequence[FilterConfig], model_name: str) -> list[Filter]:
+    """The configured filters, in order. The gibberish filter needs the vocabulary size from the model's config."""
+    return [_setup_filter(config, model_name) for config in configs]
+
+
+def apply_filters(filters: Sequence[Filter], rollouts: Sequence[Rollout]) -> None:
+    """Record `filter/<name>` (0 or 1) on each rollout, and mask those that an enforcing filter detects.
+
+    The first filter that detects a rollout wins. Rewards stay, and enter the group's baseline.
+    """
+    for rollout in rollouts:
+        hit = next((each for each in filters if each.detects(rollout)), None)
+        rollout.metrics = {**(rollout.metrics or {}), **{f"filter/{each.name}": float(each is hit) for each in filters}}
+        if hit is not None and hit.enforce:
+            rollout.masked_by = rollout.stop_condition = hit.name
+
+
+def vocab_size(model_name: str) -> int:
+    """The vocabulary size that a model's `config.json` states, read from its directory or from the hub.
+
+    Raises:
+        OrchestratorError: there is no such file, or it states no size.
+    """
+    path = Path(model_name) / "config.json"
+    try:
+        if not path.is_file():
+            from huggingface_hub import hf_hub_download
+
+            path = Path(hf_hub_download(model_name, "config.json"))
+        config = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        # The hub's errors derive from these two; its messages run over several lines.
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise OrchestratorError(
+            f"orchestrator.filters: the gibberish filter needs the vocabulary size of {model_name!r}, and its "
+            f"config.json cannot be read ({reason}); correct orchestrator.model.name, or leave this filter out"
+        ) from error
+    size = config.get("vocab_size") or config.get("text_config", {}).get("vocab_size")
+    if not size:
+        raise OrchestratorError(f"orchestrator.filters: the config.json of {model_name!r} states no vocab_size")
+    return int(size)
+
+
+def _setup_filter(config: FilterConfig, model_name: str) -> Filter:
+    if isinstance(config, GibberishFilterConfig):
+        uniform_logprob = -math.log(vocab_size(model_name))
+        return GibberishFilter(config.token_id_threshold, uniform_logprob - config.logprob_offset, config.enforce)
+    return RepetitionFilter(config.window, math.log(config.prob_threshold), config.enforce)

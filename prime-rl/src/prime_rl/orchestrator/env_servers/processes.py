@@ -1,0 +1,148 @@
+"""Environment servers that the orchestrator starts, watches and ends."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Coroutine, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from prime_rl.configs.env_server import EnvServerConfig
+from prime_rl.configs.orchestrator import EnvConfig
+from prime_rl.configs.shared import LogConfig
+from prime_rl.launch import ProcessSpec
+from prime_rl.launch.logs import opened_for_attempt, tail
+from prime_rl.orchestrator.env_server import PARENT_VARIABLE
+from prime_rl.orchestrator.env_servers.environments import Environment
+from prime_rl.orchestrator.errors import EnvironmentFault
+from prime_rl.run.paths import OrchestratorPaths
+from prime_rl.utils.logger import get_logger
+from prime_rl.utils.pydantic_config import dump_toml
+
+STOP_GRACE_S = 8.0
+TAIL_LINES = 20
+
+
+@dataclass(frozen=True, slots=True)
+class EnvServer:
+    """One running server."""
+
+    name: str
+    process: asyncio.subprocess.Process
+    log: Path
+    log_offset: int
+    """Where in the log its output begins."""
+
+    def fault(self) -> EnvironmentFault:
+        """Say that it has ended, with its last words."""
+        lines = [f"  | {line}" for line in tail(self.log, TAIL_LINES, self.log_offset)]
+        headline = (
+            f"the server of environment {self.name!r} ended with code {self.process.returncode}; its log is {self.log}"
+        )
+        return EnvironmentFault("\n".join([headline, *lines]))
+
+
+class EnvServers:
+    """The servers of a run. They listen on sockets in a directory that only this user can read."""
+
+    def __init__(self, paths: OrchestratorPaths) -> None:
+        self.paths = paths
+        self._servers: list[EnvServer] = []
+        self._sockets = tempfile.TemporaryDirectory(prefix="env-servers-", ignore_cleanup_errors=True)
+
+    async def start(
+        self, purpose: str, configs: Sequence[EnvConfig], environments: Iterable[Environment], log: LogConfig
+    ) -> None:
+        """Start a server for each environment that has no address yet, and give it that of its server.
+
+        `purpose` is `train` or `eval`.
+        """
+        for config, environment in zip(configs, environments, strict=True):
+            if environment.address is None:
+                environment.address = f"ipc://{self._sockets.name}/{len(self._servers)}"
+                server = self._server_config(config, environment.address, log)
+                file = self.paths.control / f"env_{purpose}_{len(self._servers)}.toml"
+                dump_toml(server, file)
+                argv = (sys.executable, "-m", "prime_rl.orchestrator.env_server", "@", str(file))
+                log_file = self.paths.env_log(purpose, environment.name)
+                self._servers.append(await _start(ProcessSpec(environment.name, argv, log_file)))
+
+    async def guard(self, work: Coroutine[Any, Any, None]) -> None:
+        """Do the work, unless a server ends before it is done.
+
+        Raises:
+            EnvironmentFault: one did.
+        """
+        tasks = [asyncio.create_task(each) for each in (work, self.watch())]
+        try:
+            ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in ended:
+                task.result()
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def watch(self) -> None:
+        """Wait for ever.
+
+        Raises:
+            EnvironmentFault: a server has ended.
+        """
+        ends = [asyncio.create_task(server.process.wait()) for server in self._servers]
+        try:
+            if not ends:
+                await asyncio.Event().wait()
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            raise next(server.fault() for server in self._servers if server.process.returncode is not None)
+        finally:
+            for task in ends:
+                task.cancel()
+
+    async def close(self) -> None:
+        """Ask all servers to stop, and end those that have not after a few seconds."""
+        for server in self._servers:
+            _send_group(server.process, signal.SIGTERM)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._ended(), STOP_GRACE_S)
+        for server in self._servers:
+            # Whatever an environment started in its turn goes as well.
+            _send_group(server.process, signal.SIGKILL)
+        await self._ended()
+        self._sockets.cleanup()
+
+    async def _ended(self) -> None:
+        await asyncio.gather(*(server.process.wait() for server in self._servers))
+
+    def _server_config(self, config: EnvConfig, address: str, log: LogConfig) -> EnvServerConfig:
+        settings = {name: getattr(config, name) for name in EnvConfig.model_fields}
+        # What it prints goes to its log as it is.
+        printing = log.model_copy(update={"file": False})
+        return EnvServerConfig(
+            env=EnvConfig(**settings | {"address": address}), log=printing, output_dir=self.paths.root
+        )
+
+
+async def _start(spec: ProcessSpec) -> EnvServer:
+    with opened_for_attempt(spec) as (log, offset):
+        process = await asyncio.create_subprocess_exec(
+            *spec.argv,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            env={**os.environ, PARENT_VARIABLE: str(os.getpid())},
+            # So that what an environment starts ends with it.
+            start_new_session=True,
+        )
+    get_logger().info(f"Environment {spec.name!r} is served by process {process.pid}; its log is {spec.log}")
+    return EnvServer(spec.name, process, spec.log, offset)
+
+
+def _send_group(process: asyncio.subprocess.Process, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, number)

@@ -1,0 +1,53 @@
+"""Validation: the training setup on rows that are not trained on, beside the rollouts of a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from prime_rl.configs.orchestrator import ValConfig
+from prime_rl.orchestrator.reports.metrics import reward_metrics
+from prime_rl.orchestrator.rollouts.attempts import Attempt, Attemptable, ServerPool, run_attempts
+from prime_rl.orchestrator.rollouts.rollout import ExampleRef, Group
+from prime_rl.utils.logger import get_logger
+
+
+@dataclass(frozen=True, slots=True)
+class Validator:
+    """Rolls out the same examples each time, so that two validations differ by the policy alone."""
+
+    config: ValConfig
+    environments: Mapping[str, Attemptable]
+    examples: list[ExampleRef]
+    pool: ServerPool
+    at_once: int
+    """Groups at once."""
+
+    def due(self, step: int) -> bool:
+        return step % self.config.interval == 0
+
+    async def run(self, step: int, sampling_args: dict[str, Any], version: int) -> dict[str, float]:
+        """`val_reward/*`, and `val_batch/*` with several environments; failed groups are left out and counted."""
+        size = self.config.rollouts_per_example
+        attempts = [Attempt(self.environments[example.env], example, sampling_args, size) for example in self.examples]
+        outcomes = await run_attempts(attempts, self.pool, version, self.at_once)
+        failed = sum(outcome.failed for outcome in outcomes)
+        if failed:
+            reason = next(outcome.reason for outcome in outcomes if outcome.reason)
+            get_logger().warning(f"Step {step}: {failed} validation rollouts failed; one of them: {reason}")
+        groups = [Group(outcome.rollouts) for outcome in outcomes if outcome.rollouts]
+        return {"val_failed/count": failed, **validation_metrics(groups)}
+
+
+def validation_metrics(groups: list[Group]) -> dict[str, float]:
+    """The reward metrics of a batch under validation's names."""
+    if not groups:
+        return {}
+    envs = {rollout.example.env for group in groups for rollout in group.rollouts}
+    shares = {f"batch/{env}" for env in envs}
+    return {
+        f"val_{name}": value
+        for name, value in reward_metrics(groups).items()
+        if name.startswith("reward/") or name in shares
+    }

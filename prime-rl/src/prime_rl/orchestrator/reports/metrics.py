@@ -1,0 +1,197 @@
+"""What is reported of a step: names as in the metrics file, W&B and the log line."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from prime_rl.orchestrator.batches.batch import Batch
+from prime_rl.orchestrator.batches.filters import Filter
+from prime_rl.orchestrator.ckpt import Progress
+from prime_rl.orchestrator.rollouts.rollout import Group, Rollout
+from prime_rl.transport.messages import TrainingSample
+
+
+@dataclass(slots=True)
+class StepTimes:
+    """Seconds spent in the phases of one step."""
+
+    step: float = 0.0
+    generate_completions: float = 0.0
+    parallel_preprocess: float = 0.0
+    save_ckpt: float = 0.0
+    wait_for_ckpt: float = 0.0
+    update_weights: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class StepStatus:
+    """Where scheduler and policy stand when a batch is done."""
+
+    step: int
+    policy_version: int
+    groups_in_flight: int
+    group_size: int
+    cancelled_groups: int
+    temperature: float
+
+
+@dataclass(frozen=True, slots=True)
+class TokenCounts:
+    """Tokens of a batch: `decode` are trained, `prefill` are all others."""
+
+    prefill: int
+    decode: int
+
+    @property
+    def total(self) -> int:
+        return self.prefill + self.decode
+
+
+def count_tokens(samples: Iterable[TrainingSample]) -> TokenCounts:
+    prefill = decode = 0
+    for sample in samples:
+        trained = sum(sample.completion_mask)
+        decode += trained
+        prefill += len(sample.prompt_ids) + len(sample.completion_ids) - trained
+    return TokenCounts(prefill, decode)
+
+
+def progress_metrics(batch: Batch, progress: Progress, policy_version: int) -> dict[str, float]:
+    """`progress/*`. `progress` already counts this batch."""
+    tokens = count_tokens(sample for _, samples in batch.samples for sample in samples)
+    return {
+        "progress/tokens": tokens.total,
+        "progress/prefill_tokens": tokens.prefill,
+        "progress/decode_tokens": tokens.decode,
+        "progress/samples": len(batch.rollouts),
+        "progress/problems": len(batch.groups),
+        "progress/total_tokens": progress.total_tokens,
+        "progress/total_samples": progress.total_samples,
+        "progress/total_problems": progress.total_problems,
+        "progress/ckpt_step": policy_version,
+    }
+
+
+def rollout_metrics(batch: Batch) -> dict[str, float]:
+    """Lengths, turns and durations, as statistics over the means of the groups; and `is_truncated`."""
+    counts = {id(rollout): (count_tokens(samples), len(samples)) for rollout, samples in batch.samples}
+    readers: dict[str, Callable[[Rollout], float]] = {
+        "seq_len": lambda rollout: counts[id(rollout)][0].total,
+        "prefill_len": lambda rollout: counts[id(rollout)][0].prefill,
+        "decode_len": lambda rollout: counts[id(rollout)][0].decode,
+        "is_truncated": lambda rollout: rollout.is_truncated,
+        "samples_per_rollout": lambda rollout: counts[id(rollout)][1],
+        "num_turns": lambda rollout: rollout.num_turns,
+        "generation_ms": lambda rollout: rollout.generation_ms,
+        "scoring_ms": lambda rollout: rollout.scoring_ms,
+    }
+    metrics: dict[str, float] = {}
+    for name, read in readers.items():
+        means = [statistics.fmean(read(rollout) for rollout in group.rollouts) for group in batch.groups]
+        metrics |= {f"{name}/mean": statistics.fmean(means), f"{name}/max": max(means), f"{name}/min": min(means)}
+    return metrics
+
+
+def reward_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    """`reward/*` over rollouts, the shares of groups that all or none solved, and shares of the environments."""
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    rewards = [rollout.reward for rollout in rollouts]
+    solved_none = sum(sum(rollout.reward for rollout in group.rollouts) == 0 for group in groups) / len(groups)
+    solved_all = sum(sum(r.reward for r in group.rollouts) == len(group.rollouts) for group in groups) / len(groups)
+    metrics = {
+        "reward/mean": statistics.fmean(rewards),
+        "reward/std": statistics.pstdev(rewards),
+        "reward/min": min(rewards),
+        "reward/max": max(rewards),
+        "reward/median": statistics.median(rewards),
+        "batch/solve_none": solved_none,
+        "batch/solve_all": solved_all,
+        "batch/effective_batch_size": 1.0 - solved_none - solved_all,
+    }
+    by_env = _by(rollouts, lambda rollout: rollout.example.env)
+    if len(by_env) > 1:
+        for env, of_env in by_env.items():
+            metrics[f"reward/{env}"] = statistics.fmean(rollout.reward for rollout in of_env)
+            metrics[f"batch/{env}"] = len(of_env) / len(rollouts)
+    return metrics
+
+
+def environment_metrics(rollouts: Sequence[Rollout], filters: Sequence[Filter]) -> dict[str, float]:
+    """`metrics/*` of the environments, `error/*`, and how often each filter detected something."""
+    errors = Counter(rollout.error for rollout in rollouts if rollout.error)
+    metrics = {"error/mean": errors.total() / len(rollouts)}
+    metrics |= {f"error/{name}": count / errors.total() for name, count in errors.items()}
+    values: dict[str, list[float]] = {}
+    for rollout in rollouts:
+        for name, value in (rollout.metrics or {}).items():
+            values.setdefault(name, []).append(value)
+    metrics |= {f"metrics/{name}": statistics.fmean(of_name) for name, of_name in values.items()}
+    detected = 0.0
+    for each in filters:
+        count = sum(values.get(f"filter/{each.name}", []))
+        detected += count
+        metrics |= {f"filter/{each.name}_count": count, f"filter/{each.name}_rate": count / len(rollouts)}
+    if filters:
+        enforced = sum(rollout.masked_by is not None for rollout in rollouts)
+        metrics["filter/total_detected_rate"] = detected / len(rollouts)
+        metrics["filter/total_enforced_rate"] = enforced / len(rollouts)
+    return metrics
+
+
+def status_metrics(groups: Sequence[Group], status: StepStatus) -> dict[str, float]:
+    """`batch/*` of scheduler and policy, and the temperature."""
+    levels = [group.off_policy_level for group in groups]
+    # What the trainer sees, time in the queue included: steps from the oldest version of a rollout to its training.
+    staleness = [status.step - rollout.version for group in groups for rollout in group.rollouts]
+    return {
+        "batch/async_level": status.step - status.policy_version,
+        "batch/inflight_rollouts": status.groups_in_flight,
+        "batch/inflight_samples": status.groups_in_flight * status.group_size,
+        "batch/cancelled_rollouts": status.cancelled_groups * status.group_size,
+        "batch/off_policy_level/max": max(levels),
+        "batch/off_policy_level/mean": statistics.fmean(levels),
+        "batch/off_policy_level/min": min(levels),
+        "batch/staleness/max": max(staleness),
+        "batch/staleness/mean": statistics.fmean(staleness),
+        "sampling/temperature": status.temperature,
+    }
+
+
+def log_line(step: int, metrics: dict[str, float]) -> str:
+    """The success line of a step, which people and scripts read."""
+    validation = f"Val. Reward: {metrics['val_reward/mean']:.4f} | " if "val_reward/mean" in metrics else ""
+    return (
+        f"Step {step} | Time: {metrics['time/step']:.2f}s | Reward: {metrics['reward/mean']:.4f} | {validation}"
+        f"Throughput: {metrics['perf/throughput']:.1f} tokens/s | "
+        f"Seq. Length: {metrics['seq_len/mean']:.1f} tokens/sample | "
+        f"Async Level: {metrics['batch/async_level']} | "
+        f"Max. Off-Policy Level: {metrics['batch/off_policy_level/max']}"
+    )
+
+
+def sample_text(rollout: Rollout) -> str:
+    """A rollout for people: prompt, completion and reward."""
+    outcome = f"error {rollout.error}" if rollout.error else rollout.stop_condition or "no stop condition"
+    messages = [*_messages(rollout.prompt), *_messages(rollout.completion)]
+    text = "\n".join(f"  [{role}] {content}" for role, content in messages)
+    return f"{rollout.example.env} row {rollout.example.row}, reward {rollout.reward:.4f}, {outcome}:\n{text}"
+
+
+def _messages(messages: object) -> list[tuple[str, str]]:
+    if not isinstance(messages, list):
+        return [("text", str(messages))] if messages else []
+    return [(str(message.get("role")), _shortened(str(message.get("content")))) for message in messages]
+
+
+def _shortened(text: str, limit: int = 1000) -> str:
+    return text if len(text) <= limit else f"{text[: limit // 2]} … {text[-limit // 2 :]}"
+
+
+def _by(rollouts: Iterable[Rollout], key: Callable[[Rollout], str]) -> dict[str, list[Rollout]]:
+    groups: dict[str, list[Rollout]] = {}
+    for rollout in rollouts:
+        groups.setdefault(key(rollout), []).append(rollout)
+    return groups

@@ -1,0 +1,145 @@
+"""Where the report of a step goes: the monitors, the log, and now and then a sample to read."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any, Protocol
+
+from prime_rl.configs.orchestrator import OrchestratorConfig
+from prime_rl.configs.shared import LogExtrasConfig
+from prime_rl.monitors import JsonlMonitor, Monitor, MultiMonitor
+from prime_rl.monitors.bench import BenchTable
+from prime_rl.orchestrator.batches.batch import Batch
+from prime_rl.orchestrator.batches.filters import Filter
+from prime_rl.orchestrator.ckpt import Progress
+from prime_rl.orchestrator.reports.metrics import (
+    StepStatus,
+    StepTimes,
+    environment_metrics,
+    log_line,
+    progress_metrics,
+    reward_metrics,
+    rollout_metrics,
+    sample_text,
+    status_metrics,
+)
+from prime_rl.orchestrator.rollouts.rollout import Rollout
+from prime_rl.run.paths import OrchestratorPaths, RunPaths
+from prime_rl.utils.logger import SUCCESS, get_logger
+
+SAMPLE_INTERVAL = 10
+
+
+class Reporter:
+    """Reports steps. Samples are logged every `sample_interval` steps; None logs none."""
+
+    def __init__(
+        self,
+        monitor: Monitor,
+        filters: list[Filter],
+        sample_interval: int | None = SAMPLE_INTERVAL,
+        extras: Extras | None = None,
+    ) -> None:
+        self.monitor = monitor
+        self.filters = filters
+        self.sample_interval = sample_interval
+        self.extras = extras
+
+    def record(
+        self, batch: Batch, progress: Progress, status: StepStatus, times: StepTimes, extra: dict[str, float]
+    ) -> None:
+        """Report the step that `progress` has just completed."""
+        step = progress.step - 1
+        metrics = {
+            **progress_metrics(batch, progress, status.policy_version),
+            **rollout_metrics(batch),
+            **reward_metrics(batch.groups),
+            **environment_metrics(batch.rollouts, self.filters),
+            **status_metrics(batch.groups, status),
+            **{f"time/{name}": value for name, value in asdict(times).items()},
+            **extra,
+        }
+        metrics["perf/throughput"] = metrics["progress/tokens"] / max(times.generate_completions, 1e-9)
+        self.monitor.log(metrics, step)
+        get_logger().log(SUCCESS, log_line(step, metrics))
+        if self.extras is not None:
+            self.extras.record(batch, step)
+        if self.sample_interval and step % self.sample_interval == 0:
+            # A choice of its own, so that looking at samples does not disturb what is sampled.
+            sample = random.Random(step).choice(batch.rollouts)
+            get_logger().info(f"A sample of step {step}: {sample_text(sample)}")
+
+    def close(self, exit_code: int) -> None:
+        self.monitor.close(exit_code)
+
+
+def setup_monitor(config: OrchestratorConfig, run: RunPaths, paths: OrchestratorPaths) -> tuple[Monitor, Extras | None]:
+    """Always `OUT/metrics.jsonl`; W&B when configured, and a table at the end of a benchmark."""
+    extras = None
+    monitors: list[Monitor] = [JsonlMonitor(run.metrics, "orchestrator")]
+    if config.bench:
+        monitors.append(BenchTable({"time/step": "Step time (s)", "perf/throughput": "Throughput (tokens/s)"}))
+    if config.wandb is not None:
+        # Imported late: wandb costs half a second.
+        from prime_rl.monitors.wandb import WandbMonitor
+
+        wandb = WandbMonitor(config.wandb, paths.root, _plain(config))
+        monitors.append(wandb)
+        extras = Extras(wandb, config.wandb.log_extras) if config.wandb.log_extras else None
+    return MultiMonitor(monitors), extras
+
+
+def sample_interval(config: OrchestratorConfig) -> int | None:
+    """Steps between two logged samples; `wandb.log_extras` changes or silences it."""
+    if config.wandb is None:
+        return SAMPLE_INTERVAL
+    extras = config.wandb.log_extras
+    return extras.interval if extras is not None and extras.samples else None
+
+
+def _plain(config: OrchestratorConfig) -> dict[str, Any]:
+    return config.model_dump(mode="json")
+
+
+COLUMNS = ("step", "task", "example_id", "messages", "input_ids", "reward")
+MAX_SAMPLES = 8
+
+
+class ExtrasMonitor(Protocol):
+    """W&B, as needed here."""
+
+    def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int) -> None: ...
+
+    def log_distributions(self, values: Mapping[str, Sequence[float]], step: int) -> None: ...
+
+
+class Extras:
+    """What `log_extras` asks for: a table of a few rollouts, and histograms of rewards and advantages."""
+
+    def __init__(self, monitor: ExtrasMonitor, config: LogExtrasConfig) -> None:
+        self.monitor = monitor
+        self.config = config
+
+    def record(self, batch: Batch, step: int) -> None:
+        """Report the batch of `step`, if it is one of those that are reported."""
+        if step % self.config.interval:
+            return
+        rollouts = batch.rollouts
+        if self.config.samples:
+            # A choice of its own, so that looking at samples does not disturb what is sampled.
+            chosen = random.Random(step).sample(rollouts, min(MAX_SAMPLES, len(rollouts)))
+            self.monitor.log_table("samples", COLUMNS, [sample_row(each, step) for each in chosen], step)
+        if self.config.distributions:
+            values = {
+                "distributions/rewards": [rollout.reward for rollout in rollouts],
+                "distributions/advantages": [rollout.advantage or 0.0 for rollout in rollouts],
+            }
+            self.monitor.log_distributions(values, step)
+
+
+def sample_row(rollout: Rollout, step: int) -> list[Any]:
+    """One row of the table; the token ids are those of the last model call."""
+    ids = rollout.turns[-1].prompt_ids + rollout.turns[-1].completion_ids if rollout.turns else []
+    return [step, rollout.example.env, rollout.example.row, sample_text(rollout), str(ids), rollout.reward]

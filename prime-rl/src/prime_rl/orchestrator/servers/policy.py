@@ -1,0 +1,127 @@
+"""Which policy version the inference servers hold, and when they get the next one."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from prime_rl.run.paths import OrchestratorPaths, stable_steps
+from prime_rl.utils.logger import get_logger
+
+POLL_S = 0.05
+"""A look at the broadcasts directory takes microseconds, and a late update is idle time of the whole run."""
+REMIND_S = 60.0
+
+
+class WeightReceiver(Protocol):
+    """The inference servers, as seen from here."""
+
+    async def update_weights(self, weight_dir: Path | None) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class AsyncLimits:
+    """How far rollouts may run ahead of the trainer, in steps."""
+
+    max_level: int
+    strict: bool = False
+    """Exactly that far, not at most."""
+
+    def needed_version(self, step: int) -> int:
+        """The oldest policy version that may generate the batch of `step`."""
+        return max(step - self.max_level, 0)
+
+
+@dataclass(slots=True)
+class PolicyTimes:
+    """Seconds since the last report."""
+
+    waiting_s: float = 0.0
+    updating_s: float = 0.0
+
+
+@dataclass(slots=True)
+class Policy:
+    """Follows the trainer's broadcasts.
+
+    `follow` runs in the background for the life of the run; `require` is the barrier in front of a batch.
+    """
+
+    run: OrchestratorPaths
+    receiver: WeightReceiver
+    limits: AsyncLimits
+    version: int = 0
+    """What all servers hold."""
+    needed: int = 0
+    listeners: list[Callable[[int], None]] = field(default_factory=list)
+    """Called with each new version, once all servers hold it."""
+    times: PolicyTimes = field(default_factory=PolicyTimes)
+    _changed: asyncio.Condition = field(default_factory=asyncio.Condition)
+    _updating: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    async def follow(self) -> None:
+        """Load each new version as soon as it is complete, for ever. What goes wrong passes through."""
+        while True:
+            async with self._updating:
+                target = self.target()
+                if target is not None:
+                    await self._update(target)
+            await asyncio.sleep(POLL_S)
+
+    @asynccontextmanager
+    async def pinned(self) -> AsyncIterator[int]:
+        """The version that the servers hold, and keep until the block ends."""
+        async with self._updating:
+            yield self.version
+
+    async def require(self, step: int) -> None:
+        """Wait until the servers hold a version that may generate the batch of `step`."""
+        await self.require_version(self.limits.needed_version(step))
+
+    async def require_version(self, version: int) -> None:
+        """Wait until the servers hold this version or, unless the level is strict, a later one."""
+        self.needed = version
+        started = time.monotonic()
+        async with self._changed:
+            while self.version < self.needed:
+                try:
+                    await asyncio.wait_for(self._changed.wait(), REMIND_S)
+                except TimeoutError:
+                    get_logger().info(f"Waiting for the trainer: {self.run.broadcast(self.needed)}")
+        self.times.waiting_s += time.monotonic() - started
+
+    def target(self) -> int | None:
+        """The version to load now, or None.
+
+        The newest complete one; under a strict level exactly the needed one.
+        """
+        stable = stable_steps(self.run.broadcasts)
+        if self.limits.strict:
+            stable = [version for version in stable if version == self.needed]
+        newest = max(stable, default=0)
+        return newest if newest > self.version and newest >= self.needed else None
+
+    async def announce(self, version: int) -> None:
+        """All servers hold `version` now: tell the listeners, and whoever waits at the barrier."""
+        self.version = version
+        for listener in self.listeners:
+            listener(version)
+        async with self._changed:
+            self._changed.notify_all()
+
+    def take_times(self) -> PolicyTimes:
+        times, self.times = self.times, PolicyTimes()
+        return times
+
+    async def _update(self, version: int) -> None:
+        started = time.monotonic()
+        await self.receiver.update_weights(self.run.broadcast(version))
+        took_s = time.monotonic() - started
+        self.times.updating_s += took_s
+        get_logger().debug(f"Inference holds version {version} (after {took_s:.2f} s)")
+        await self.announce(version)

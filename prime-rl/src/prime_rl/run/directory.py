@@ -1,0 +1,143 @@
+"""Makes the output directory ready for a launch, so that nothing of a former run is taken for its own."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from prime_rl.run.paths import RunPaths, stable_steps, step_of
+
+if TYPE_CHECKING:
+    from prime_rl.utils.pydantic_config import BaseSettings
+
+KEEP_VARIABLE = "NEVER_CLEAN_OUTPUT_DIR"
+"""When this is set, no output directory is ever cleaned."""
+
+_NOT_CLEANED = frozenset({"configs", "slurm", "rl.sh", "sft.sh"})
+"""What the batch job that runs the launcher stands on; a launch overwrites its own part."""
+
+_SIGNS_OF_A_RUN = ("configs", "logs", "checkpoints", "weights", "metrics.jsonl")
+
+_LAUNCH_KEYS = ("slurm", "dry_run", "clean_output_dir")
+
+
+class OutputDirInUse(Exception):
+    """The output directory holds the checkpoints of another run."""
+
+
+class RunDirError(Exception):
+    """The output directory cannot be used as asked."""
+
+
+def check_run_dir(paths: RunPaths, resume_step: int | None, clean: bool = False) -> int | None:
+    """The step to resume from, if any; changes nothing.
+
+    -1 becomes the newest step that trainer and orchestrator have both completed, else the trainer's newest; without
+    any it stays -1, and the components start afresh.
+
+    Raises:
+        OutputDirInUse: a fresh run would meet another one's checkpoints.
+        RunDirError: the directory must not be cleaned, or the step to resume from is not there.
+    """
+    if resume_step is not None:
+        return _resolve(paths, resume_step)
+    if _is_to_be_cleaned(clean):
+        _check_cleanable(paths.root)
+    else:
+        check_output_dir(paths, resuming=False)
+    return None
+
+
+def prepare_run_dir(paths: RunPaths, resume_step: int | None, clean: bool = False) -> None:
+    """Drop what a former run left and a launch that starts at `resume_step` would take for its own.
+
+    A fresh run sets `metrics.jsonl` of a former one aside as `metrics.<n>.jsonl`, a resumed run appends to it; nothing
+    is cleaned under a run that resumes.
+    """
+    if resume_step is None and _is_to_be_cleaned(clean):
+        _clean(paths.root)
+    _discard_stale(paths, resume_step)
+    if resume_step is None:
+        _set_aside(paths.metrics)
+
+
+def write_configs(paths: RunPaths, configs: Mapping[str, BaseSettings]) -> None:
+    """Write each component's resolved config, less what was only meant for this launch, to `OUT/configs`."""
+    from prime_rl.utils.pydantic_config import dump_toml
+
+    for component, config in configs.items():
+        exclude = [key for key in _LAUNCH_KEYS if key in type(config).model_fields]
+        dump_toml(config, paths.config(component), exclude=exclude)
+
+
+def _is_to_be_cleaned(clean: bool) -> bool:
+    return clean and not os.environ.get(KEEP_VARIABLE)
+
+
+def _check_cleanable(root: Path) -> None:
+    precious = any(place.is_relative_to(root.resolve()) for place in (Path.cwd(), Path.home()))
+    is_run = any((root / sign).exists() for sign in _SIGNS_OF_A_RUN)
+    if root.is_dir() and any(root.iterdir()) and (precious or not is_run):
+        raise RunDirError(f"{root} does not look like the directory of a run: delete it yourself if you mean it")
+
+
+def _clean(root: Path) -> None:
+    for entry in root.iterdir() if root.is_dir() else ():
+        if entry.name in _NOT_CLEANED:
+            continue
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry)
+        else:
+            entry.unlink()
+
+
+def _resolve(paths: RunPaths, resume_step: int) -> int:
+    complete = stable_steps(paths.checkpoints)
+    if resume_step == -1:
+        common = set(complete) & set(stable_steps(paths.orchestrator.checkpoints))
+        return max(common or complete, default=-1)
+    if resume_step not in complete:
+        there = ", ".join(map(str, complete)) or "none"
+        raise RunDirError(
+            f"no complete checkpoint {paths.checkpoint(resume_step)} to resume from; complete steps: {there}"
+        )
+    return resume_step
+
+
+def _discard_stale(paths: RunPaths, resume_step: int | None) -> None:
+    """Batches from the first step on, newer policies than the one to start from, and control files."""
+    run, first_step = paths.orchestrator, max(resume_step or 0, 0)
+    oldest_stale_broadcast = 0 if resume_step is None else first_step + 1
+    for directory in (paths.rollouts, run.control):
+        if directory.exists():
+            shutil.rmtree(directory)
+    for parent, first_stale in ((run.rollouts, first_step), (run.broadcasts, oldest_stale_broadcast)):
+        for directory in parent.glob("step_*"):
+            # A step that cannot be read from the name is a write that a crash cut short.
+            step = step_of(directory)
+            if step is None or step >= first_stale:
+                shutil.rmtree(directory)
+
+
+def _set_aside(metrics: Path) -> None:
+    if metrics.exists():
+        names = (metrics.with_name(f"{metrics.stem}.{number}{metrics.suffix}") for number in itertools.count(1))
+        metrics.rename(next(name for name in names if not name.exists()))
+
+
+def check_output_dir(paths: RunPaths, resuming: bool) -> None:
+    """Refuse to start a fresh run where another one left its checkpoints.
+
+    Raises:
+        OutputDirInUse: `OUT/checkpoints` has entries and the run does not resume.
+    """
+    if resuming or not paths.checkpoints.is_dir() or not any(paths.checkpoints.iterdir()):
+        return
+    raise OutputDirInUse(
+        f"{paths.root} holds the checkpoints of another run: choose another --output-dir, "
+        "continue it with --ckpt.resume-step -1, or replace it with --clean-output-dir"
+    )

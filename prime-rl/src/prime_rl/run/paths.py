@@ -1,0 +1,204 @@
+"""Every path of a run. No other module joins run paths.
+
+`OUT` is the run's directory; the orchestrator keeps its own files in `OUT/run_default`. Directories of one step are
+named `step_<n>`; a directory that holds the empty file `STABLE` is complete and flushed.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from prime_rl.utils.files import STABLE
+
+_STEP_DIR = re.compile(r"step_(\d+)")
+
+
+@dataclass(frozen=True, slots=True)
+class RunPaths:
+    """The directory of one run, `OUT`."""
+
+    root: Path
+
+    @classmethod
+    def of_orchestrator(cls, output_dir: Path) -> RunPaths:
+        """The run whose orchestrator writes to `output_dir` (`OUT/run_default` under the launchers)."""
+        return cls(output_dir.parent if output_dir.name.startswith("run_") else output_dir)
+
+    @property
+    def orchestrator(self) -> OrchestratorPaths:
+        return OrchestratorPaths(self.root / "run_default")
+
+    @property
+    def configs(self) -> Path:
+        return self.root / "configs"
+
+    def config(self, component: str) -> Path:
+        """The resolved config of a component: `trainer`, `orchestrator`, `inference`, `rl` or `sft`."""
+        return self.configs / f"{component}.toml"
+
+    @property
+    def logs(self) -> Path:
+        return self.root / "logs"
+
+    def log(self, component: str) -> Path:
+        return self.logs / f"{component}.log"
+
+    def rank_log(self, rank: int) -> Path:
+        return self.logs / "trainer" / f"rank_{rank}.log"
+
+    @property
+    def metrics(self) -> Path:
+        """One JSON object a line, appended by every component."""
+        return self.root / "metrics.jsonl"
+
+    @property
+    def torchrun_logs(self) -> Path:
+        return self.root / "torchrun"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.root / "checkpoints"
+
+    def checkpoint(self, step: int) -> Path:
+        return self.checkpoints / f"step_{step}"
+
+    def trainer_checkpoint(self, step: int) -> Path:
+        return self.checkpoint(step) / "trainer"
+
+    @property
+    def best_checkpoint(self) -> Path:
+        """Which step has the lowest validation loss, as JSON."""
+        return self.checkpoints / "best.json"
+
+    @property
+    def weights(self) -> Path:
+        """Exports that Transformers and vLLM load as they are."""
+        return self.root / "weights"
+
+    def weight(self, step: int) -> Path:
+        return self.weights / f"step_{step}"
+
+    @property
+    def rollouts(self) -> Path:
+        """Packed micro-batches, from the packer to the trainer's ranks."""
+        return self.root / "rollouts"
+
+    def rank_batch(self, step: int, data_rank: int) -> Path:
+        return self.rollouts / f"step_{step}" / f"rank_{data_rank}.bin"
+
+    @property
+    def slurm(self) -> Path:
+        """What Slurm writes of each job."""
+        return self.root / "slurm"
+
+    def batch_script(self, command: str) -> Path:
+        """The script that `sbatch` was given for `sft` or `rl`."""
+        return self.root / f"{command}.sh"
+
+
+@dataclass(frozen=True, slots=True)
+class OrchestratorPaths:
+    """The orchestrator's directory of one run, `RUN`."""
+
+    root: Path
+
+    @property
+    def control(self) -> Path:
+        return self.root / "control"
+
+    @property
+    def resolved_config(self) -> Path:
+        return self.control / "orch.toml"
+
+    @property
+    def rollouts(self) -> Path:
+        return self.root / "rollouts"
+
+    def batch(self, step: int) -> Path:
+        """The training batch of one step, from the orchestrator to the packer."""
+        return self.rollouts / f"step_{step}" / "rollouts.bin"
+
+    @property
+    def broadcasts(self) -> Path:
+        return self.root / "broadcasts"
+
+    def broadcast(self, version: int) -> Path:
+        """Policy weights of one version, from the trainer to the inference engines."""
+        return self.broadcasts / f"step_{version}"
+
+    def broadcast_ready(self, version: int) -> Path:
+        """Marks that the servers are about to receive this version from the trainer, without files."""
+        return self.broadcast(version) / "NCCL_READY"
+
+    @property
+    def broadcasts_closed(self) -> Path:
+        """Marks that the orchestrator has ended and asks for no version any more."""
+        return self.broadcasts / "CLOSED"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.root / "checkpoints"
+
+    def checkpoint(self, step: int) -> Path:
+        return self.checkpoints / f"step_{step}" / "orchestrator"
+
+    @property
+    def samples(self) -> Path:
+        """Rollouts for people and programs, one JSON object a line."""
+        return self.root / "samples"
+
+    def step_samples(self, step: int) -> Path:
+        return self.samples / f"step_{step}.jsonl"
+
+    def eval_samples(self, version: int) -> Path:
+        return self.samples / f"eval_{version}.jsonl"
+
+    @property
+    def logs(self) -> Path:
+        return self.root / "logs"
+
+    @property
+    def log(self) -> Path:
+        return self.logs / "orchestrator.log"
+
+    def env_log(self, purpose: str, env: str) -> Path:
+        """Log of an environment server; `purpose` is `train` or `eval`."""
+        return self.logs / purpose / f"{env.replace('/', '--')}.log"
+
+
+@dataclass(frozen=True, slots=True)
+class EvalPaths:
+    """What `eval` writes to its output directory, besides the `configs`, `logs` and `metrics.jsonl` of any run."""
+
+    root: Path
+
+    @property
+    def results(self) -> Path:
+        """One JSON object a line for each finished rollout."""
+        return self.root / "eval" / "results.jsonl"
+
+    @property
+    def settings(self) -> Path:
+        """What the results were made with, as JSON."""
+        return self.root / "eval" / "settings.json"
+
+    @property
+    def summary(self) -> Path:
+        """The scores of every step and environment, as JSON."""
+        return self.root / "eval" / "summary.json"
+
+
+def step_of(directory: Path) -> int | None:
+    """The step that a directory's name states, or None for another name."""
+    match = _STEP_DIR.fullmatch(directory.name)
+    return int(match.group(1)) if match else None
+
+
+def stable_steps(parent: Path) -> list[int]:
+    """Steps of the complete `step_<n>` directories in `parent`, ascending."""
+    if not parent.is_dir():
+        return []
+    steps = (step_of(child) for child in parent.iterdir() if (child / STABLE).is_file())
+    return sorted(step for step in steps if step is not None)

@@ -1,0 +1,143 @@
+"""Weights out of the trainer: gathered from the shards, named as on the hub, written for Transformers and vLLM."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
+from transformers.core_model_loading import revert_weight_conversion
+
+from prime_rl.configs.trainer import WeightCheckpointConfig
+from prime_rl.trainer.lora.adapters import merged, own_names, whole
+from prime_rl.trainer.lora.export import PeftAdapter, gather_adapter
+from prime_rl.utils.files import replacing_directory
+
+SaveFormat = Literal["safetensors", "torch"]
+ADAPTER_DIRECTORY = "lora_adapters"
+"""Beside the merged weights of an export, with `ckpt.weights.save_adapter_separately`."""
+_FILE_PATTERNS = {"safetensors": "model{suffix}.safetensors", "torch": "pytorch_model{suffix}.bin"}
+
+
+@torch.no_grad()
+def gather_weights(model: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
+    """A copy of all weights in host memory on rank 0, and nothing elsewhere; a collective call.
+
+    Names are those of the hub. Of tied weights only the one that Transformers keeps is returned. Floating-point
+    tensors are cast to `dtype`. Adapters are merged into the weights that they belong to.
+    """
+    left_out = own_names(model).union(model.all_tied_weights_keys)
+    state: dict[str, Tensor] = {}
+    for name, tensor in model.state_dict().items():
+        if name in left_out:
+            continue
+        full = merged(model, name, whole(tensor))
+        if dist.get_rank() == 0:
+            target = dtype if full.is_floating_point() else full.dtype
+            # A copy even where nothing changes: training goes on in the tensors of the model.
+            state[name] = full.to("cpu", target, copy=True)
+    return dict(revert_weight_conversion(model, state)) if state else {}
+
+
+def save_weights(
+    state: Mapping[str, Tensor], directory: Path, save_sharded: bool = True, save_format: SaveFormat = "safetensors"
+) -> None:
+    """Write weights as Transformers reads them: one file, or with `save_sharded` several and an index.
+
+    Files are at most as large as the hub's default.
+    """
+    from huggingface_hub import split_torch_state_dict_into_shards
+
+    pattern = _FILE_PATTERNS[save_format]
+    if not save_sharded:
+        _save_file(dict(state), directory / pattern.format(suffix=""), save_format)
+        return
+    split = split_torch_state_dict_into_shards(dict(state), filename_pattern=pattern)
+    for file_name, names in split.filename_to_tensors.items():
+        _save_file({name: state[name] for name in names}, directory / file_name, save_format)
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        index_name = f"{pattern.format(suffix='')}.index.json"
+        (directory / index_name).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+
+
+def save_adapter(adapter: PeftAdapter, directory: Path) -> None:
+    """Write PEFT's two files into `directory`, which is made if need be."""
+    directory.mkdir(exist_ok=True)
+    _save_file(adapter.state, directory / "adapter_model.safetensors", "safetensors")
+    (directory / "adapter_config.json").write_text(json.dumps(adapter.config, indent=2, sort_keys=True) + "\n")
+
+
+@dataclass(frozen=True, slots=True)
+class Export:
+    """What an export needs of the model, in host memory."""
+
+    weights: dict[str, Tensor]
+    adapter: PeftAdapter | None
+
+
+def gather_export(model: nn.Module, config: WeightCheckpointConfig, dtype: torch.dtype) -> Export:
+    """A copy of what `config` asks for, weights in `dtype`, on rank 0; a collective call."""
+    # Kept to train on from, and small: no rounding.
+    adapter = gather_adapter(model, torch.float32) if config.save_adapter_separately else None
+    return Export(gather_weights(model, dtype), adapter)
+
+
+def export_model(
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    target: Path,
+    config: WeightCheckpointConfig,
+    dtype: torch.dtype,
+) -> None:
+    """Write `target`, a directory that `from_pretrained` loads as it is; a collective call.
+
+    It holds weights in `dtype`, config, generation config, tokenizer, chat template and `STABLE`; it appears whole.
+    """
+    export = gather_export(model, config, dtype)
+    if dist.get_rank() == 0:
+        write_export(export, model, tokenizer, target, config)
+
+
+def write_export(
+    export: Export,
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    target: Path,
+    config: WeightCheckpointConfig,
+) -> None:
+    """The part of `export_model` behind the gathering of `export`; of `model` only the configs are read."""
+    dtype = next(tensor.dtype for tensor in export.weights.values() if tensor.is_floating_point())
+    with replacing_directory(target) as scratch:
+        save_weights(export.weights, scratch, config.save_sharded, config.save_format)
+        model_config = copy.deepcopy(model.config)
+        model_config.dtype = str(dtype).removeprefix("torch.")
+        model_config.architectures = [type(model).__name__.removeprefix("FSDP")]
+        model_config.save_pretrained(scratch)
+        generation_config = copy.deepcopy(model.generation_config)
+        generation_config.use_cache = True
+        if generation_config.eos_token_id is None:
+            generation_config.eos_token_id = tokenizer.eos_token_id
+        # `save_pretrained` refuses the inconsistent sampling defaults that many hub models ship.
+        generation_config.to_json_file(scratch / "generation_config.json")
+        tokenizer.save_pretrained(scratch)
+        if export.adapter is not None:
+            save_adapter(export.adapter, scratch / ADAPTER_DIRECTORY)
+
+
+def _save_file(state: dict[str, Tensor], path: Path, save_format: SaveFormat) -> None:
+    if save_format == "torch":
+        torch.save(state, path)
+        return
+    from safetensors.torch import save_file
+
+    save_file({name: tensor.contiguous() for name, tensor in state.items()}, path, metadata={"format": "pt"})
+    # safetensors makes files for their owner alone; whoever may enter the directory should be able to load them.
+    path.chmod(path.parent.stat().st_mode & 0o666)

@@ -1,0 +1,117 @@
+"""The attention kernel of a run, chosen once, and what it needs to know of a packed row.
+
+Sequences of a packed row must not see each other. How that is said depends on the kernel: flash attention and
+PyTorch's varlen kernel take the sequences' bounds, flex attention a block mask that Transformers builds from the
+positions, and SDPA gets short rows (`packed_rows.fold`), with a mask only where two sequences share one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention.varlen import varlen_attn
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface, AttentionMaskInterface, PretrainedConfig
+from transformers.masking_utils import flash_attention_mask
+from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available, is_kernels_available
+
+from prime_rl.trainer.model.packed_rows import sequence_bounds
+from prime_rl.trainer.process.errors import ModelError
+
+SDPA, FLEX, VARLEN = "sdpa", "flex_attention", "varlen"
+_MAX_VARLEN_HEAD = 256
+_FIRST_FLASH_GENERATION = 8
+"""Compute capability (Ampere) from which PyTorch's flash kernels run."""
+
+
+def choose_attention(
+    requested: str, model_config: PretrainedConfig, device: torch.device, compute: torch.dtype
+) -> tuple[str, str]:
+    """Name of the kernel for Transformers, and why it is not the `requested` one (empty if it is).
+
+    In order: the requested kernel where it can run, PyTorch's varlen kernel, flex attention, SDPA.
+    """
+    if requested == SDPA or device.type != "cuda":
+        return SDPA, "" if requested == SDPA else f"model.attn = {requested} needs a GPU"
+    if _is_installed(requested):
+        return requested, ""
+    reason = f"model.attn = {requested} is not installed"
+    return _best_of_pytorch(model_config, torch.cuda.get_device_capability(device), compute), reason
+
+
+def row_options(kernel: str, position_ids_1T: Tensor) -> dict[str, Any]:
+    """What kernels that take bounds are told of a packed row, as arguments of the model; nothing for the others."""
+    if kernel in (SDPA, FLEX, "eager"):
+        return {}
+    bounds, longest = sequence_bounds(position_ids_1T)
+    return {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": longest, "max_length_k": longest}
+
+
+def varlen_attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
+) -> tuple[Tensor, None]:
+    """PyTorch's varlen kernel behind Transformers' attention interface: [B, heads, T, D] in, [B, T, heads, D] out.
+
+    Without bounds among the options, they follow from the positions; without those, each row is one sequence.
+
+    Raises:
+        ModelError: the model wants what the kernel has not.
+    """
+    wanted = {"softcap", "s_aux"}.intersection(name for name, option in options.items() if option is not None)
+    if wanted or attention_mask is not None or options.get("dropout"):
+        raise ModelError(f"{type(module).__name__} needs more than the varlen kernel has: set model.attn = 'sdpa'")
+    rows, heads, tokens, _ = query.shape
+    bounds, longest = _bounds_of(rows, tokens, query.device, options)
+    window = options.get("sliding_window")
+    q, k, v = (states.transpose(1, 2).flatten(0, 1) for states in (query, key, value))
+    out = varlen_attn(
+        q,
+        k,
+        v,
+        bounds,
+        bounds,
+        longest,
+        longest,
+        scale=options.get("scaling"),
+        window_size=(-1 if window is None else window - 1, 0),
+        enable_gqa=key.shape[1] != heads,
+    )
+    return out.view(rows, tokens, heads, -1), None
+
+
+AttentionInterface.register(VARLEN, varlen_attention)
+AttentionMaskInterface.register(VARLEN, flash_attention_mask)
+
+
+def _is_installed(kernel: str) -> bool:
+    if kernel == "flash_attention_3":
+        # Without the package, Transformers fetches the kernel from the hub.
+        return is_flash_attn_3_available() or is_kernels_available()
+    return is_flash_attn_2_available()
+
+
+def _best_of_pytorch(model_config: PretrainedConfig, capability: tuple[int, int], compute: torch.dtype) -> str:
+    model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(model_config), None)
+    if model_class is None:
+        return SDPA
+    head = getattr(model_config, "head_dim", None) or model_config.hidden_size // model_config.num_attention_heads
+    is_plain = (
+        model_class._supports_flash_attn
+        # Set where only kernels with extras will do, such as learned sinks.
+        and not getattr(model_class, "_compatible_flash_implementations", None)
+        and getattr(model_config, "attn_logit_softcapping", None) is None
+        and not hasattr(model_config, "v_head_dim")
+    )
+    is_half = compute in (torch.bfloat16, torch.float16)
+    if is_plain and is_half and capability[0] >= _FIRST_FLASH_GENERATION and head % 8 == 0 and head <= _MAX_VARLEN_HEAD:
+        return VARLEN
+    return FLEX if model_class._supports_flex_attn else SDPA
+
+
+def _bounds_of(rows: int, tokens: int, device: torch.device, options: dict[str, Any]) -> tuple[Tensor, int]:
+    if options.get("cu_seq_lens_q") is not None:
+        return options["cu_seq_lens_q"], options["max_length_q"]
+    if rows == 1 and options.get("position_ids") is not None:
+        return sequence_bounds(options["position_ids"])
+    return torch.arange(0, (rows + 1) * tokens, tokens, dtype=torch.int32, device=device), tokens

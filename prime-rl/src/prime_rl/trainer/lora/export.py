@@ -1,0 +1,111 @@
+"""Adapters in the format of PEFT, which PEFT and vLLM load as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from prime_rl.trainer.lora.adapters import LowRank, whole
+from prime_rl.trainer.lora.targets import PARTS, is_stacked
+
+_PREFIX = "base_model.model."
+
+
+@dataclass(frozen=True, slots=True)
+class PeftAdapter:
+    """What PEFT's two files hold: `adapter_model.safetensors` and `adapter_config.json`."""
+
+    state: dict[str, Tensor]
+    config: dict[str, Any]
+
+
+@torch.no_grad()
+def gather_adapter(model: nn.Module, dtype: torch.dtype) -> PeftAdapter:
+    """A copy of all adapters and of the modules trained in full, in `dtype` in host memory; a collective call.
+
+    The tensors are on rank 0 only.
+    """
+    state: dict[str, Tensor] = {}
+    for name, tensor in _trained_tensors(model):
+        full = whole(tensor)
+        if dist.get_rank() == 0:
+            state |= {_PREFIX + own: part.to("cpu", dtype, copy=True) for own, part in _hub_tensors(name, full)}
+    return PeftAdapter(state, peft_config(model))
+
+
+def peft_config(model: nn.Module) -> dict[str, Any]:
+    """The fields of PEFT's `LoraConfig` that say what the adapters of `model` are."""
+    lora = next(module for module in model.modules() if isinstance(module, LowRank))
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": model.config.name_or_path,
+        "r": lora.rank,
+        "lora_alpha": int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha,
+        # PEFT has none for stacked experts, and what is loaded for use needs none.
+        "lora_dropout": 0.0 if _has_adapted_experts(model) else lora.dropout.p,
+        **_targets(model),
+        "modules_to_save": [path for path, _ in _saved_modules(model)] or None,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "use_rslora": False,
+        "use_dora": False,
+        "inference_mode": True,
+    }
+
+
+def _targets(model: nn.Module) -> dict[str, list[str]]:
+    """Last components of the adapted paths where these name nothing else, and whole paths where they would.
+
+    Of a model with stacked experts, PEFT takes every module called as a part of them for that part. Such linear layers
+    beside the experts it only finds as parameters.
+    """
+    linear = {path: module for path, module in model.named_modules() if isinstance(module, nn.Linear)}
+    has_adapter = {path: hasattr(module, "lora") for path, module in linear.items()}
+    last = {path: path.rpartition(".")[2] for path in has_adapter}
+    shared = {last[path] for path in has_adapter if not has_adapter[path]}
+    taken = set(PARTS) if any(map(is_stacked, model.modules())) else set()
+    adapted = [path for path in has_adapter if has_adapter[path]]
+    names = {path if last[path] in shared else last[path] for path in adapted if last[path] not in taken}
+    parameters = [f"{path}.weight" for path in adapted if last[path] in taken]
+    parts = PARTS if _has_adapted_experts(model) else ()
+    return {"target_modules": sorted(names.union(parts)), "target_parameters": parameters}
+
+
+def _has_adapted_experts(model: nn.Module) -> bool:
+    return any(isinstance(getattr(module, "lora", None), nn.ModuleDict) for module in model.modules())
+
+
+def _trained_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Names of PEFT, but with the experts' tensors stacked."""
+    for path, module in model.named_modules():
+        if isinstance(module, LowRank):
+            # `<path>.lora` of a linear layer, `<path>.lora.<part>` of stacked experts.
+            base = path.removesuffix(".lora").replace(".lora.", ".")
+            yield f"{base}.lora_A.weight", module.A
+            yield f"{base}.lora_B.weight", module.B
+    for path, module in _saved_modules(model):
+        for name, parameter in module.named_parameters(recurse=False):
+            yield f"{path}.{name}", parameter
+
+
+def _saved_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    for path, module in model.named_modules():
+        own = list(module.parameters(recurse=False))
+        if not isinstance(module, LowRank) and own and all(parameter.requires_grad for parameter in own):
+            yield path, module
+
+
+def _hub_tensors(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """`name` and `tensor`, or for stacked experts those of each expert."""
+    if ".lora_" not in name or tensor.ndim == 2:
+        yield name, tensor
+        return
+    module, part, factor, leaf = name.rsplit(".", 3)
+    for index, own in enumerate(tensor):
+        yield f"{module}.{index}.{part}.{factor}.{leaf}", own

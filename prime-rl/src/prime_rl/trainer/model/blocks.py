@@ -1,0 +1,74 @@
+"""How a decoder block runs: compiled, with its activations computed again, or kept in host memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from prime_rl.configs.trainer import CompileConfig, ModelConfig
+from prime_rl.trainer.model.activation_offload import ActivationOffload
+from prime_rl.trainer.process.errors import ModelError
+from prime_rl.utils.logger import get_logger
+
+Forward = Callable[..., Any]
+_MOST_GRAPHS = 32
+"""Of a model's blocks. Each kind of block (with a window, say, or without) needs four; any more run as they are."""
+
+
+def decoder_blocks(model: nn.Module) -> nn.ModuleList:
+    """The list of decoder blocks.
+
+    Raises:
+        ModelError: the model has no list of `num_hidden_layers` modules.
+    """
+    for module in model.base_model.modules():
+        if isinstance(module, nn.ModuleList) and len(module) == model.config.num_hidden_layers:
+            return module
+    raise ModelError(f"{type(model).__name__} has no list of decoder blocks: this architecture is not supported")
+
+
+def prepare_blocks(model: nn.Module, config: ModelConfig, device: torch.device) -> None:
+    """Wrap each block's forward as `compile`, `ac` and `ac_offloading` ask; before FSDP, whose hooks stay outside."""
+    offload = None
+    if config.ac_offloading is not None and device.type == "cuda":
+        offload = ActivationOffload(config.ac_offloading, device)
+    elif config.ac_offloading is not None:
+        get_logger().info("model.ac_offloading has nothing to do on a CPU: activations are in host memory")
+    for index, block in enumerate(decoder_blocks(model)):
+        forward = block.forward
+        if config.compile is not None:
+            forward = _compiled(forward, config.compile)
+        if config.ac is not None and index % config.ac.freq == 0:
+            # Adapters are the only place where a forward pass draws random numbers.
+            has_dropout = config.lora is not None and config.lora.dropout > 0
+            forward = _checkpointed(forward, preserve_rng_state=has_dropout)
+        if offload is not None:
+            forward = offloaded(forward, offload)
+        # Replacing `forward` keeps parameter names as they are, which a wrapper module would change.
+        block.forward = forward
+
+
+def _compiled(forward: Forward, config: CompileConfig) -> Forward:
+    """One graph serves all blocks alike and rows of every length; others are for one row, and for masked rows."""
+    return torch.compile(forward, fullgraph=config.fullgraph, dynamic=True, recompile_limit=_MOST_GRAPHS)
+
+
+def _checkpointed(forward: Forward, preserve_rng_state: bool) -> Forward:
+    def recomputing(*args: Any, **kwargs: Any) -> Any:
+        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state, **kwargs)
+
+    return recomputing
+
+
+def offloaded(forward: Forward, offload: ActivationOffload) -> Forward:
+    """`forward`, with what autograd saves in it kept by `offload`."""
+
+    def offloading(*args: Any, **kwargs: Any) -> Any:
+        with offload.hooks():
+            return forward(*args, **kwargs)
+
+    return offloading

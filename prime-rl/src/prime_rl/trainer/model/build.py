@@ -1,0 +1,204 @@
+"""The model under training: a Transformers model, sharded with FSDP2, and its tokenizer."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
+from transformers.utils import logging as transformers_logging
+
+from prime_rl.configs.trainer import ModelConfig, TokenizerConfig
+from prime_rl.trainer.kernels.attention import choose_attention
+from prime_rl.trainer.kernels.lean_embedding import use_lean_embedding
+from prime_rl.trainer.kernels.lean_linear import use_lean_linears
+from prime_rl.trainer.kernels.lean_mlp import use_lean_mlps
+from prime_rl.trainer.kernels.lean_norm import use_lean_norms
+from prime_rl.trainer.lora.adapters import adapted, log_adapters
+from prime_rl.trainer.model.blocks import decoder_blocks, prepare_blocks
+from prime_rl.trainer.model.scoring import enable_scoring
+from prime_rl.trainer.optim.kept_gradients import keep_gradients
+from prime_rl.trainer.process.errors import ModelError
+from prime_rl.trainer.process.parallel_dims import ParallelDims
+from prime_rl.trainer.process.world import World
+from prime_rl.utils.logger import get_logger
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_RANDOM_INIT_SEED = 0
+
+
+def setup_model(config: ModelConfig, world: World) -> nn.Module:
+    """Build, load and shard the model; a collective call.
+
+    The optimizer works on weights in `optimization_dtype`; forward and backward run in the compute dtype, gradients
+    are reduced in `reduce_dtype`. FSDP units are the decoder blocks and the root, also with one process, so every
+    run takes the same path. Use it through `scoring.score_tokens`, or call it as any Transformers
+    model with `use_cache=False`.
+
+    Raises:
+        ModelError: no model at `config.name`, or one that cannot be trained here.
+        DeviceError: `dp_replicate` does not divide the processes.
+    """
+    transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
+    model_config = load_model_config(config)
+    options = _options(config, model_config, world)
+    home = torch.device("cpu") if config.fsdp_cpu_offload else world.device
+    adapt = partial(adapted, config=config.lora, compute_dtype=compute_dtype(config, world.device))
+    # One process reads the weights; the others receive their shards from it.
+    full = adapt(_build_full(config, model_config, options)) if world.is_main else None
+    if full is not None and world.world_size == 1:
+        model = full.to(home)
+    else:
+        with torch.device("meta"):
+            model = adapt(AutoModelForCausalLM.from_config(model_config, **options))
+    if config.lora is not None and world.is_main:
+        log_adapters(model)
+    if config.freeze_moe_router:
+        freeze_routers(model)
+    if world.device.type == "cpu" and config.compile is None:
+        use_lean_norms(model)
+        use_lean_mlps(model)
+        use_lean_embedding(model)
+        use_lean_linears(model)
+    prepare_blocks(model, config, world.device)
+    _shard(model, config, world)
+    if world.world_size > 1:
+        _scatter_weights(full, model, home, world)
+    model.train()
+    keep_gradients(model, world)
+    enable_scoring(model, world.device, is_compiled=config.compile is not None)
+    return model
+
+
+def compute_dtype(config: ModelConfig, device: torch.device) -> torch.dtype:
+    """The dtype of forward, backward and exported weights: `auto` is bfloat16 on a GPU and float32 on a CPU."""
+    if config.compute_dtype == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return _DTYPES[config.compute_dtype]
+
+
+def load_model_config(config: ModelConfig) -> PretrainedConfig:
+    """The Transformers config of `config.name`, cut to `debug.num_layers`.
+
+    Raises:
+        ModelError: there is none.
+    """
+    try:
+        model_config = AutoConfig.from_pretrained(config.name, trust_remote_code=config.trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(_missing("model.name", config.name, error)) from error
+    if config.debug.num_layers is not None:
+        layers = min(config.debug.num_layers, model_config.num_hidden_layers)
+        model_config.num_hidden_layers = layers
+        if getattr(model_config, "layer_types", None):
+            model_config.layer_types = model_config.layer_types[:layers]
+    return model_config
+
+
+def setup_tokenizer(config: TokenizerConfig, model_config: ModelConfig) -> PreTrainedTokenizerBase:
+    """The tokenizer at `config.name` (the model's own without one), with `config.chat_template` if that is given.
+
+    `chat_template` is Jinja text, or the path of a file that holds it.
+
+    Raises:
+        ModelError: no tokenizer there.
+    """
+    name = config.name or model_config.name
+    trust = model_config.trust_remote_code if config.trust_remote_code is None else config.trust_remote_code
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust)
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(_missing("tokenizer.name", name, error)) from error
+    if config.chat_template is not None:
+        template = config.chat_template
+        is_file = "{" not in template and Path(template).is_file()
+        tokenizer.chat_template = Path(template).read_text() if is_file else template
+    return tokenizer
+
+
+def freeze_routers(model: nn.Module) -> None:
+    """Leave the routers of an MoE model as they are.
+
+    Raises:
+        ModelError: it has none.
+    """
+    routers = [module for name, module in model.named_modules() if _is_router(name, module)]
+    if not routers:
+        raise ModelError(f"model.freeze_moe_router: {type(model).__name__} has no router")
+    for router in routers:
+        router.requires_grad_(False)
+
+
+def _options(config: ModelConfig, model_config: PretrainedConfig, world: World) -> dict[str, Any]:
+    """How Transformers builds the model. The choice of the attention kernel is logged."""
+    compute = compute_dtype(config, world.device)
+    kernel, reason = choose_attention(config.attn, model_config, world.device, compute)
+    if world.is_main:
+        get_logger().info(f"Attention: {kernel}{f' ({reason})' if reason else ''}")
+    options = {
+        "dtype": _DTYPES[config.optimization_dtype],
+        "attn_implementation": kernel,
+        "trust_remote_code": config.trust_remote_code,
+    }
+    return options if config.moe_use_grouped_mm else options | {"experts_implementation": "eager"}
+
+
+def _build_full(config: ModelConfig, model_config: PretrainedConfig, options: dict[str, Any]) -> nn.Module:
+    """The whole model in host memory, read from `config.name` or drawn with a fixed seed."""
+    if config.debug.random_init:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(_RANDOM_INIT_SEED)
+            return AutoModelForCausalLM.from_config(model_config, **options)
+    try:
+        return AutoModelForCausalLM.from_pretrained(config.name, config=model_config, **options)
+    except (OSError, ValueError, ImportError) as error:
+        hint = "; to start from random weights set model.debug.random_init = true"
+        raise ModelError(_missing("model.name", config.name, error) + hint) from error
+
+
+def _shard(model: nn.Module, config: ModelConfig, world: World) -> None:
+    mesh = ParallelDims.of(config, world).mesh(world.device.type)
+    master, compute = _DTYPES[config.optimization_dtype], compute_dtype(config, world.device)
+    reduce = _DTYPES[config.reduce_dtype]
+    policy = MixedPrecisionPolicy(
+        param_dtype=None if compute == master else compute, reduce_dtype=None if reduce == compute else reduce
+    )
+    offload = CPUOffloadPolicy(pin_memory=world.device.type == "cuda") if config.fsdp_cpu_offload else OffloadPolicy()
+    units = {"mesh": mesh, "mp_policy": policy, "offload_policy": offload}
+    for block in decoder_blocks(model):
+        fully_shard(block, reshard_after_forward=config.reshard_after_forward, **units)
+    fully_shard(model, **units)
+
+
+def _scatter_weights(full: nn.Module | None, model: nn.Module, home: torch.device, world: World) -> None:
+    """Fill the sharded model of every process from rank 0's `full`; parameters live on `home`."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+
+    model.to_empty(device=home)
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(model, full.state_dict() if full is not None else {}, options=options)
+    # Buffers such as the rotary frequencies are in no state dict.
+    for name, buffer in list(model.named_buffers()):
+        filled = (buffer if full is None else full.get_buffer(name)).to(world.device)
+        dist.broadcast(filled, src=0)
+        owner, _, own_name = name.rpartition(".")
+        setattr(model.get_submodule(owner), own_name, filled)
+
+
+def _is_router(name: str, module: nn.Module) -> bool:
+    return type(module).__name__.endswith("Router") or name.rpartition(".")[2] in ("gate", "router")
+
+
+def _missing(key: str, name: str, error: Exception) -> str:
+    """One line on why nothing could be read from `name`."""
+    if Path(name).is_dir():
+        return f"{key} = {name}: {str(error).splitlines()[0]}"
+    if name.startswith((".", "/", "~")) or name.count("/") > 1:
+        return f"{key} = {name}: no such directory"
+    return f"{key} = {name}: no such directory, and not found in the model hub or its local cache"

@@ -1,0 +1,157 @@
+"""How fast the trainer is: tokens per second, share of the device's peak, memory."""
+
+from __future__ import annotations
+
+import os
+import resource
+import sys
+import time
+from collections import deque
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from prime_rl.trainer.process.world import World
+from prime_rl.utils.logger import get_logger
+
+_WINDOW_STEPS = 10
+_MEASURED_S = 0.05
+_GIB = 2**30
+_PEAK_FLOPS = (
+    ("A100", 312e12),
+    ("H100 PCIe", 756e12),
+    ("H100 NVL", 835e12),
+    ("H100", 989e12),
+    ("H200", 989e12),
+    ("B200", 2.25e15),
+    ("MI300X", 1307.4e12),
+    ("MI325X", 1307.4e12),
+)
+"""Dense bfloat16 peaks by device name, the more exact name first."""
+
+
+class Throughput:
+    """Tokens per second over the last steps."""
+
+    def __init__(self) -> None:
+        self._steps: deque[tuple[float, int]] = deque(maxlen=_WINDOW_STEPS)
+
+    def step(self, tokens: int, now_s: float | None = None) -> float:
+        """Count a step that ended now with `tokens` tokens; the rate since the oldest step, 0 at the first one."""
+        self._steps.append((time.perf_counter() if now_s is None else now_s, tokens))
+        elapsed_s = self._steps[-1][0] - self._steps[0][0]
+        return sum(tokens for _, tokens in list(self._steps)[1:]) / elapsed_s if elapsed_s else 0.0
+
+
+def flops_per_token(model: nn.Module, row_tokens: int) -> float:
+    """FLOP of forward and backward for a token: `6 P + 12 L H Q T`; of frozen parameters 4 instead of 6.
+
+    P are the parameters of matrix products that a token uses (of experts, the top k), L layers, H heads of Q
+    channels, T the length of a row. What is frozen needs no gradient of its own, but passes on that of its input.
+    """
+    config = model.config
+    heads, layers = config.num_attention_heads, config.num_hidden_layers
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return _matrix_flops(model) + 12 * layers * heads * head_dim * row_tokens
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """Peak FLOP per second of the device in bfloat16; None for a CPU and for a GPU that we do not know."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((peak for known, peak in _PEAK_FLOPS if known in name), None)
+
+
+def known_peak_flops(world: World, dtype: torch.dtype) -> float | None:
+    """`peak_flops`, or on a CPU what its cores do now in products of `dtype`; the log says so.
+
+    Every process measures, at the same time, since they share the cores.
+    """
+    if world.device.type != "cpu":
+        return peak_flops(world.device)
+    peak = measured_peak_flops(dtype)
+    if world.is_main:
+        get_logger().info(
+            f"MFU is the share of {peak / 1e9:.0f} GFLOP/s a process, measured now in {str(dtype).partition('.')[2]} "
+            f"matrix products on {torch.get_num_threads()} threads"
+        )
+    return peak
+
+
+def measured_peak_flops(dtype: torch.dtype) -> float:
+    """FLOP per second of square matrix products on this process's CPU threads: the best of a twentieth of a second.
+
+    What other programs take of the cores meanwhile is missing in it.
+    """
+    size = 768
+    one, other = torch.ones(size, size, dtype=dtype), torch.ones(size, size, dtype=dtype)
+    best_s, end_s = float("inf"), time.perf_counter() + _MEASURED_S
+    while (started_s := time.perf_counter()) < end_s:
+        one @ other
+        best_s = min(best_s, time.perf_counter() - started_s)
+    return 2 * size**3 / best_s
+
+
+class Performance:
+    """Speed, share of the peak, and memory of each step, under the same names for every trainer."""
+
+    def __init__(self, model: nn.Module, row_tokens: int, world: World, peak: float | None) -> None:
+        """`row_tokens` is the length of a row, `peak` that of a process in FLOP per second, if it is known."""
+        self.world = world
+        self.total_memory_gib = total_memory_gib(world.device)
+        self._throughput = Throughput()
+        self._flops_share = flops_per_token(model, row_tokens) / (peak * world.world_size) if peak else None
+
+    def step(self, tokens: int) -> dict[str, float]:
+        """The metrics of a step that ended now, with `tokens` tokens of all processes."""
+        tokens_per_s = self._throughput.step(tokens)
+        metrics = {
+            "perf/throughput": tokens_per_s,
+            "perf/throughput_per_gpu": tokens_per_s / self.world.world_size,
+            "perf/peak_memory": peak_memory_gib(self.world.device),
+        }
+        if self._flops_share is not None:
+            metrics["perf/mfu"] = 100 * tokens_per_s * self._flops_share
+        return metrics
+
+
+def speed_fields(metrics: Mapping[str, float]) -> list[str]:
+    """What the log line of a step says of its speed."""
+    fields = [f"Throughput: {metrics['perf/throughput']:.0f} tokens/s"]
+    return [*fields, f"MFU: {metrics['perf/mfu']:.1f}%"] if "perf/mfu" in metrics else fields
+
+
+def peak_memory_gib(device: torch.device) -> float:
+    """Most memory held so far: on the GPU, or resident in this process on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_reserved(device) / _GIB
+    # Linux counts in KiB, macOS in bytes.
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / _GIB
+
+
+def total_memory_gib(device: torch.device) -> float:
+    """Memory of the device: the GPU's, or this machine's."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory / _GIB
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / _GIB
+
+
+def _matrix_flops(model: nn.Module) -> int:
+    experts = getattr(model.config, "num_experts", None) or getattr(model.config, "num_local_experts", None)
+    share = (getattr(model.config, "num_experts_per_tok", None) or 1) / (experts or 1)
+    head = list(model.get_output_embeddings().parameters())
+    total = sum(_flops_of(p) for p in head)
+    # Looking up an embedding is no product; the head, which may share its weight, is counted.
+    passed_over = {id(p) for p in [*model.get_input_embeddings().parameters(), *head]}
+    for name, parameter in model.named_parameters():
+        if parameter.ndim < 2 or id(parameter) in passed_over:
+            continue
+        total += int(_flops_of(parameter) * (share if ".experts." in name else 1))
+    return total
+
+
+def _flops_of(parameter: nn.Parameter) -> int:
+    return (6 if parameter.requires_grad else 4) * parameter.numel()

@@ -1,0 +1,105 @@
+"""What watches a trainer: metrics files, W&B, a metrics server, a heartbeat, profiles, the table of a benchmark."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from prime_rl.monitors import JsonlMonitor, Metrics, Monitor, MonitorError, MultiMonitor
+from prime_rl.monitors.bench import BenchTable, Measured, summary
+from prime_rl.monitors.heartbeat import Heartbeat
+from prime_rl.run.paths import RunPaths
+from prime_rl.trainer.observe.perf import total_memory_gib
+from prime_rl.trainer.observe.profiling import Profile
+from prime_rl.trainer.process.errors import TrainerError
+from prime_rl.trainer.process.world import World
+from prime_rl.utils.files import replacing_file
+
+if TYPE_CHECKING:
+    from prime_rl.configs.sft import SFTConfig
+    from prime_rl.configs.trainer import TrainerConfig
+
+BENCH_COLUMNS = {
+    "perf/mfu": "MFU (%)",
+    "perf/throughput": "Throughput (tokens/s)",
+    "time/step": "Step time (s)",
+    "perf/peak_memory": "Peak memory (GiB)",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Telemetry:
+    """Told of every step: the monitor on rank 0, the profile on every rank."""
+
+    monitor: Monitor
+    profile: Profile
+
+
+class HeartbeatMonitor:
+    """Calls a URL when a step is done."""
+
+    def __init__(self, url: str) -> None:
+        self._heartbeat = Heartbeat(url)
+
+    def log(self, metrics: Metrics, step: int) -> None:
+        self._heartbeat.beat()
+
+    def close(self, exit_code: int = 0) -> None:
+        self._heartbeat.close()
+
+
+@contextmanager
+def open_telemetry(config: SFTConfig | TrainerConfig, paths: RunPaths, world: World) -> Iterator[Telemetry]:
+    """Everything that `config` asks for, while the block runs; monitors are told how it ended.
+
+    Raises:
+        TrainerError: something of it cannot be had.
+    """
+    profile = Profile(config.trace_path, config.memory_profiler_path, world)
+    try:
+        monitor = MultiMonitor(list(_monitors(config, paths, world)))
+    except MonitorError as error:
+        raise TrainerError(str(error)) from error
+    try:
+        yield Telemetry(monitor, profile)
+    except BaseException:
+        monitor.close(exit_code=1)
+        raise
+    monitor.close()
+
+
+def _monitors(config: SFTConfig | TrainerConfig, paths: RunPaths, world: World) -> Iterator[Monitor]:
+    server = getattr(config, "metrics_server", None)
+    if server is not None and world.local_rank == 0:
+        from prime_rl.monitors.prometheus import MetricsServer
+
+        yield MetricsServer(server, has_metrics=world.is_main)
+    if not world.is_main:
+        return
+    yield JsonlMonitor(paths.metrics, config.component)
+    if config.wandb is not None:
+        from prime_rl.monitors.wandb import WandbMonitor
+
+        yield WandbMonitor(config.wandb, paths.root, config.model_dump(mode="json"))
+    if config.heartbeat is not None:
+        yield HeartbeatMonitor(config.heartbeat.url)
+    if config.bench is not None:
+        total_gib = total_memory_gib(world.device)
+        yield BenchTable(BENCH_COLUMNS, partial(_write_bench, config.bench.output_json, total_gib))
+
+
+def _write_bench(target: Path | None, total_gib: float, measured: Measured) -> None:
+    """The results as JSON, if they are wanted."""
+    if target is None:
+        return
+    names = {"mfu": "perf/mfu", "throughput": "perf/throughput", "step_time": "time/step"}
+    results = {name: summary(measured[metric]) for name, metric in names.items() if metric in measured}
+    most_gib = max(measured["perf/peak_memory"])
+    results["peak_memory"] = {"gib": most_gib, "pct": 100 * most_gib / total_gib}
+    with replacing_file(target) as scratch:
+        scratch.write_text(json.dumps(results, indent=2) + "\n")

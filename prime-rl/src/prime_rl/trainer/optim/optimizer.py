@@ -1,0 +1,71 @@
+"""The optimizer, and the gradient clipping before it."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim import AdamW, Optimizer
+
+from prime_rl.configs.trainer import AdamWConfig, MuonConfig, OptimizerConfig, SGDConfig
+from prime_rl.trainer.optim.muon import Muon, split_for_muon
+from prime_rl.trainer.optim.offload import offload_states
+from prime_rl.trainer.process.host_memory import keep_freed_memory, untouched_zeros_like
+from prime_rl.utils.logger import get_logger
+
+
+def setup_optimizer(config: OptimizerConfig, model: nn.Module, states_on_host: bool = False) -> Optimizer:
+    """The optimizer of all trainable parameters, weight decay on every one of them.
+
+    With `states_on_host` its states stay in host memory, and are on the GPU only for the update of their parameters.
+    """
+    optimizer = _optimizer(config, model)
+    device = next(model.parameters()).device
+    if states_on_host and device.type == "cuda":
+        offload_states(optimizer, device)
+    elif states_on_host:
+        get_logger().info("model.optim_cpu_offload has nothing to do on a CPU: states are in host memory")
+    if device.type == "cpu":
+        if isinstance(optimizer, AdamW):
+            _make_states(optimizer)
+        # What is made from here on belongs to a step.
+        keep_freed_memory()
+    return optimizer
+
+
+def clip_gradients(model: nn.Module, max_norm: float) -> float:
+    """Scale all gradients so that their norm is at most `max_norm`; returns the norm before; a collective call."""
+    norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm, foreach=True)
+    return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+
+
+def _optimizer(config: OptimizerConfig, model: nn.Module) -> Optimizer:
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    match config:
+        case AdamWConfig():
+            # The fused kernel updates all parameters in one pass; on a CPU it is five times faster than the loop.
+            return AdamW(
+                parameters,
+                lr=config.lr,
+                betas=(config.betas1, config.betas2),
+                weight_decay=config.weight_decay,
+                fused=True,
+            )
+        case SGDConfig():
+            return torch.optim.SGD(
+                parameters,
+                lr=config.lr,
+                momentum=config.momentum,
+                nesterov=config.nesterov,
+                weight_decay=config.weight_decay,
+            )
+        case MuonConfig():
+            return Muon(config, *split_for_muon(model))
+
+
+def _make_states(optimizer: AdamW) -> None:
+    """The states as AdamW itself would make them in its first update, after the tensors of a pass."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            moments = {name: untouched_zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+            optimizer.state[parameter] = {"step": torch.zeros(()), **moments}

@@ -1,0 +1,43 @@
+"""How the trainer's processes divide the work."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from prime_rl.configs.trainer import ModelConfig
+from prime_rl.trainer.process.errors import DeviceError
+from prime_rl.trainer.process.world import World
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelDims:
+    """Sizes of the data-parallel axes: `dp_replicate` copies of the model, each sharded over `dp_shard` processes.
+
+    Every process reads its own data, so both axes together are the data axis.
+    """
+
+    dp_replicate: int
+    dp_shard: int
+
+    @classmethod
+    def of(cls, config: ModelConfig, world: World) -> ParallelDims:
+        """Divide the world as the config asks.
+
+        Raises:
+            DeviceError: the number of processes is no multiple of `model.dp_replicate`.
+        """
+        shard, rest = divmod(world.world_size, config.dp_replicate)
+        if rest or shard == 0:
+            raise DeviceError(
+                f"model.dp_replicate = {config.dp_replicate} does not divide the {world.world_size} trainer processes"
+            )
+        return cls(config.dp_replicate, shard)
+
+    def mesh(self, device_type: str) -> DeviceMesh:
+        """The mesh that FSDP shards over: one axis, or two (replicate, shard) for HSDP."""
+        if self.dp_replicate == 1:
+            return init_device_mesh(device_type, (self.dp_shard,), mesh_dim_names=("dp_shard",))
+        sizes = (self.dp_replicate, self.dp_shard)
+        return init_device_mesh(device_type, sizes, mesh_dim_names=("dp_replicate", "dp_shard"))

@@ -1,0 +1,116 @@
+"""Who this process is among the trainer's processes, and the group that connects them."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+
+from prime_rl.trainer.process.errors import DeviceError
+from prime_rl.trainer.process.host_memory import map_large_tensors
+from prime_rl.utils.logger import get_logger
+
+DeviceChoice = Literal["auto", "cuda", "cpu"]
+
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """One process of the trainer: its rank among all, its rank on this machine, and its device."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    device: torch.device
+
+    @property
+    def is_main(self) -> bool:
+        """True for the one process that writes logs, metrics and exports."""
+        return self.rank == 0
+
+
+def resolve_device(device: DeviceChoice) -> Literal["cuda", "cpu"]:
+    """The kind of device to train on.
+
+    Raises:
+        DeviceError: `cuda` is asked for and no GPU is visible.
+    """
+    visible = torch.cuda.is_available()
+    if device == "cuda" and not visible:
+        raise DeviceError('device = "cuda", but this process sees no GPU: check CUDA_VISIBLE_DEVICES, or use "cpu"')
+    return "cuda" if visible and device != "cpu" else "cpu"
+
+
+def setup_world(device: DeviceChoice, timeout_s: int, environ: Mapping[str, str] = os.environ) -> World:
+    """Join the process group: NCCL for GPUs, gloo for the CPU.
+
+    Ranks come from torchrun's variables, and its processes end with it. Without them this process is the whole
+    world, connected through an in-memory store, so a lone trainer opens no port.
+
+    Raises:
+        DeviceError: the machine lacks the device that is asked for.
+    """
+    if "TORCHELASTIC_RUN_ID" in environ:
+        _die_with_parent()
+    kind = resolve_device(device)
+    rank, world_size, local_rank = (int(environ.get(key, d)) for key, d in _TORCHRUN_DEFAULTS)
+    if kind == "cuda" and local_rank >= torch.cuda.device_count():
+        raise DeviceError(f"process {local_rank} has no GPU of its own: {torch.cuda.device_count()} are visible")
+    target = torch.device(kind, local_rank) if kind == "cuda" else torch.device("cpu")
+    if kind == "cpu":
+        map_large_tensors()
+    if kind == "cuda":
+        torch.cuda.set_device(target)
+        torch.set_float32_matmul_precision("high")
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo",
+        store=dist.HashStore() if world_size == 1 else None,
+        rank=rank if world_size == 1 else -1,
+        world_size=world_size if world_size == 1 else -1,
+        timeout=timedelta(seconds=timeout_s),
+        device_id=target if kind == "cuda" else None,
+    )
+    world = World(rank, world_size, local_rank, target)
+    if world.is_main and kind == "cpu":
+        processes = "one process" if world_size == 1 else f"{world_size} processes"
+        get_logger().info(f"Training on the CPU with {processes} ({torch.get_num_threads()} threads each)")
+    return world
+
+
+def sum_over_processes(values: Sequence[float], world: World) -> list[float]:
+    """Each of `values` summed over all processes, in float64; a collective call."""
+    if world.world_size == 1:
+        return list(values)
+    totals = torch.tensor(values, dtype=torch.float64, device=world.device)
+    dist.all_reduce(totals)
+    return totals.tolist()
+
+
+def destroy_world() -> None:
+    """Leave the process group, if this process is in one."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _die_with_parent() -> None:
+    """Let the end of torchrun, also by SIGKILL, be a SIGTERM here. Only Linux can."""
+    if sys.platform != "linux":
+        return
+    parent = os.getppid()
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    # A torchrun that died before the call sends nothing: died during it, its children have another parent now; died
+    # earlier, its store is gone, and joining the group fails.
+    if os.getppid() != parent:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+_TORCHRUN_DEFAULTS = (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0))

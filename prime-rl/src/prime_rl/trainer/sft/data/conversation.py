@@ -1,0 +1,105 @@
+"""From a row of the dataset to tokens, and to the knowledge which of them are trained on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from prime_rl.configs.sft import LossMaskConfig
+from prime_rl.trainer.process.errors import ModelError
+from prime_rl.trainer.sft.data.chat_spans import ChatSpans, Span
+from prime_rl.trainer.sft.data.messages import ROLES, Conversation, PlainText, read_row
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizedSample:
+    """n tokens and, for each, whether the model is trained to predict it."""
+
+    token_ids: np.ndarray
+    """int32 [n]."""
+    is_trained: np.ndarray
+    """bool [n]."""
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def inputs(self) -> int:
+        """Tokens that go into the model: the last one is only predicted."""
+        return len(self.token_ids) - 1
+
+    @property
+    def targets(self) -> int:
+        """Trained tokens; the first token is never predicted."""
+        return int(self.is_trained[1:].sum())
+
+    def first(self, inputs: int) -> TokenizedSample:
+        """The sample cut to so many inputs."""
+        return TokenizedSample(self.token_ids[: inputs + 1], self.is_trained[: inputs + 1])
+
+
+class ConversationTokenizer:
+    """Tokenizes rows, and marks the tokens of the trained roles. A token belongs to the message in which it starts."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, loss_mask: LossMaskConfig) -> None:
+        if not tokenizer.is_fast:
+            raise ModelError(f"{type(tokenizer).__name__} does not say where its tokens start: use a fast tokenizer")
+        self.tokenizer = tokenizer
+        self.trained_roles = {role: getattr(loss_mask, role) for role in ROLES}
+        self._spans = ChatSpans(tokenizer, self.trained_roles)
+
+    def __call__(self, row: Mapping[str, Any]) -> TokenizedSample:
+        """Tokenize a row. A text without an end token gets one, trained if what it ends is.
+
+        Raises:
+            DataError: the row is no conversation, has an unknown role, or the tokenizer lacks a chat template.
+            UnmaskableSample: the chat template does not let the messages be told apart.
+        """
+        content = read_row(row)
+        return self._plain(content) if isinstance(content, PlainText) else self._chat(content)
+
+    def _chat(self, conversation: Conversation) -> TokenizedSample:
+        text, spans = self._spans(conversation)
+        # A chat template writes the special tokens itself.
+        encoding = self._encode(text, add_special_tokens=False)
+        sample = _masked(encoding, spans)
+        if self._spans.ends_by_itself(text):
+            return sample
+        return self._with_end(sample, self.trained_roles[conversation.messages[-1]["role"]])
+
+    def _plain(self, content: PlainText) -> TokenizedSample:
+        prompt, is_end_trained = content.prompt or "", content.prompt is None or self.trained_roles["assistant"]
+        text = prompt + content.completion
+        spans = [(len(prompt), len(text))] if is_end_trained else []
+        if content.prompt is not None and self.trained_roles["user"]:
+            spans.append((0, len(prompt)))
+        encoding = self._encode(text, add_special_tokens=True)
+        return self._with_end(_masked(encoding, spans), is_end_trained)
+
+    def _encode(self, text: str, add_special_tokens: bool) -> Mapping[str, Any]:
+        # Not verbose: it would warn of a model's limit, and `data.seq_len` is the one that holds.
+        return self.tokenizer(text, add_special_tokens=add_special_tokens, return_offsets_mapping=True, verbose=False)
+
+    def _with_end(self, sample: TokenizedSample, is_trained: bool) -> TokenizedSample:
+        end = self.tokenizer.eos_token_id
+        if end is None or end in sample.token_ids[:-1]:
+            return sample
+        if len(sample) and sample.token_ids[-1] == end:
+            # The tokenizer's own end token stands nowhere in the text.
+            return TokenizedSample(sample.token_ids, np.append(sample.is_trained[:-1], is_trained))
+        return TokenizedSample(np.append(sample.token_ids, np.int32(end)), np.append(sample.is_trained, is_trained))
+
+
+def _masked(encoding: Mapping[str, Any], spans: list[Span]) -> TokenizedSample:
+    token_ids = np.array(encoding["input_ids"], dtype=np.int32)
+    starts = np.array(encoding["offset_mapping"], dtype=np.int64).reshape(-1, 2)[:, 0]
+    is_trained = np.zeros(len(token_ids), dtype=bool)
+    for begin, end in spans:
+        is_trained |= (starts >= begin) & (starts < end)
+    return TokenizedSample(token_ids, is_trained)

@@ -1,0 +1,142 @@
+"""The endless sequence of rows that all processes share: epoch after epoch, each shuffled anew."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, Protocol
+
+import numpy as np
+
+from prime_rl.configs.sft import SFTDataConfig
+from prime_rl.trainer.process.errors import DataError
+from prime_rl.trainer.sft.data.messages import check_columns
+from prime_rl.trainer.sft.data.row_files import Row
+from prime_rl.trainer.sft.data.sources import Reading, load_rows, stream_rows
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A place in the sequence."""
+
+    read: Reading
+    where: str
+    """For messages: file and line, or dataset and row."""
+    key: int | None = None
+    """The same for the same row in every epoch; None when rows are streamed."""
+
+
+class Entries(Protocol):
+    row_count: int
+    """Rows of one epoch; 0 as long as that is not known."""
+
+    def at(self, position: int) -> Entry:
+        """The entry at a position; positions are asked for in rising order."""
+
+    def epoch_of(self, position: int) -> int: ...
+
+    def state(self) -> dict[str, Any]:
+        """Where reading has come to."""
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Be ready for every position behind those that had been asked for when `state` was returned."""
+
+
+class LoadedEntries:
+    """Rows that are all at hand: any position at any time, shuffled as a whole."""
+
+    def __init__(self, config: SFTDataConfig) -> None:
+        self.config = config
+        self.rows = load_rows(config)
+        check_columns(config.name, self.rows[0])
+        self.row_count = len(self.rows)
+        self._order: tuple[int, np.ndarray] | None = None
+
+    def at(self, position: int) -> Entry:
+        index = self._row_index(position)
+
+        def read() -> Row:
+            return self.rows[index]
+
+        return Entry(read, self.rows.where(index), index)
+
+    def epoch_of(self, position: int) -> int:
+        return position // self.row_count
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Nothing to do: a position alone says which row it is."""
+
+    def _row_index(self, position: int) -> int:
+        epoch, offset = divmod(position, self.row_count)
+        if not self.config.shuffle:
+            return offset
+        if self._order is None or self._order[0] != epoch:
+            generator = np.random.default_rng(self.config.seed + epoch)
+            self._order = epoch, generator.permutation(self.row_count)
+        return int(self._order[1][offset])
+
+
+class StreamedEntries:
+    """Rows read in order and shuffled by blocks of `shuffle_buffer` rows; an epoch's length shows at its end."""
+
+    def __init__(self, config: SFTDataConfig) -> None:
+        self.config = config
+        self.row_count = 0
+        self._epoch = 0
+        self._epoch_start = 0
+        self._block_start = 0
+        self._block: list[Reading] = []
+        self._rows: Iterator[Reading] = stream_rows(config)
+        self._read_block()
+        check_columns(config.name, self._block[0]())
+
+    def at(self, position: int) -> Entry:
+        if position < self._block_start:
+            raise ValueError(f"position {position} of a stream that has come to {self._block_start}")
+        while position >= self._block_start + len(self._block):
+            self._block_start += len(self._block)
+            self._read_block()
+        where = f"data.name = {self.config.name}, row {position - self._epoch_start} of epoch {self._epoch}"
+        return Entry(self._block[position - self._block_start], where)
+
+    def epoch_of(self, position: int) -> int:
+        """The epoch that reading has come to: where the next one starts is not known."""
+        return self._epoch
+
+    def state(self) -> dict[str, Any]:
+        return {"epoch": self._epoch, "epoch_start": self._epoch_start, "block_start": self._block_start}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self._epoch, self._epoch_start, self._block_start = (state[k] for k in ("epoch", "epoch_start", "block_start"))
+        self._rows = islice(stream_rows(self.config), self._block_start - self._epoch_start, None)
+        self._read_block()
+
+    def _read_block(self) -> None:
+        """Read the block that starts at `_block_start`, of the next epoch when this one is over."""
+        block = list(islice(self._rows, self.config.shuffle_buffer))
+        if not block:
+            self.row_count = self._block_start - self._epoch_start
+            if self.row_count <= 0:
+                raise DataError(f"data.name = {self.config.name} has fewer rows than when the checkpoint was saved")
+            self._epoch += 1
+            self._epoch_start = self._block_start
+            self._rows = stream_rows(self.config)
+            block = list(islice(self._rows, self.config.shuffle_buffer))
+        if self.config.shuffle:
+            seed = (self.config.seed + self._epoch, self._block_start - self._epoch_start)
+            order = np.random.default_rng(seed).permutation(len(block))
+            block = [block[index] for index in order]
+        self._block = block
+
+
+def setup_entries(config: SFTDataConfig) -> Entries:
+    """The rows of `data.name`, loaded or streamed.
+
+    Raises:
+        DataError: nothing there, nothing in it, or not readable.
+    """
+    return StreamedEntries(config) if config.streaming else LoadedEntries(config)

@@ -1,0 +1,119 @@
+"""What decides the rows that an SFT run trains on, small enough to keep in a checkpoint and to compare on resuming."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from prime_rl.configs.sft import FakeDataConfig, SFTDataConfig
+from prime_rl.trainer.sft.data.sources import Part, find_parts
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_WHOLE_BYTES = 2**30
+"""Larger files are judged by their size and by blocks spread over them: reading all would hold up the start."""
+_BLOCK_BYTES = 2**20
+_BLOCKS = 256
+_NO_INFLUENCE = {"name", "batch_size", "max_untrainable_share"}
+"""Keys of `data` that leave the rows as they are; a file may move, its contents count."""
+
+
+@dataclass(frozen=True, slots=True)
+class DataFingerprint:
+    """Equal fingerprints mean equal samples in equal order, and for one number of processes equal rows."""
+
+    contents: str
+    """Digest of the dataset's files; of a hub dataset its name and revision."""
+    tokenizer: str
+    """Digest of the tokenizer."""
+    chat_template: str
+    """Digest of the chat template."""
+    settings: Mapping[str, Any]
+    """The keys of `data` that shape the rows, dotted."""
+
+    def differences(self, other: DataFingerprint) -> list[str]:
+        """One line for each thing that is another in `other`, the fingerprint of now, than it was in this one."""
+        named = (
+            ("the contents of data.name", self.contents, other.contents),
+            ("the tokenizer", self.tokenizer, other.tokenizer),
+            ("the chat template", self.chat_template, other.chat_template),
+        )
+        lines = [f"{what} changed ({was[:12]}, now {now[:12]})" for what, was, now in named if was != now]
+        for key in sorted({*self.settings, *other.settings}):
+            was, now = self.settings.get(key), other.settings.get(key)
+            if was != now:
+                lines.append(f"data.{key} was {was!r} and is {now!r}")
+        return lines
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, for a checkpoint."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> DataFingerprint:
+        """The fingerprint that `as_dict` wrote."""
+        return cls(**values)
+
+
+def fingerprint_of(config: SFTDataConfig | FakeDataConfig, tokenizer: PreTrainedTokenizerBase) -> DataFingerprint:
+    """Fingerprint of a run's data: about a second for each GB of files, up to 1 GB a file.
+
+    Raises:
+        DataError: there is no such dataset.
+    """
+    # A first use drops the truncation that the tokenizer's file may hold. Before and after must look the same.
+    tokenizer("a")
+    unread = {"shuffle_buffer"} if isinstance(config, SFTDataConfig) and not config.streaming else set()
+    contents = "made up" if isinstance(config, FakeDataConfig) else _digest_of_parts(find_parts(config))
+    return DataFingerprint(
+        contents=contents,
+        tokenizer=_digest([tokenizer.backend_tokenizer.to_str(), repr(sorted(tokenizer.special_tokens_map.items()))]),
+        chat_template=_digest([repr(tokenizer.chat_template)]),
+        settings=dict(_flat(config.model_dump(mode="json", exclude=_NO_INFLUENCE | unread))),
+    )
+
+
+def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in table.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _digest(texts: list[str]) -> str:
+    return hashlib.blake2b("\0".join(texts).encode(), digest_size=16).hexdigest()
+
+
+def _digest_of_parts(parts: list[Part]) -> str:
+    return _digest([_digest_of_files(part.files) if part.files else _hub_identity(part) for part in parts])
+
+
+def _digest_of_files(files: tuple[Path, ...]) -> str:
+    state = hashlib.blake2b(digest_size=16)
+    for file in files:
+        size = file.stat().st_size
+        state.update(f"{size}\0".encode())
+        with file.open("rb") as content:
+            if size <= _WHOLE_BYTES:
+                while block := content.read(_BLOCK_BYTES):
+                    state.update(block)
+                continue
+            for index in range(_BLOCKS):
+                content.seek(index * max(size - _BLOCK_BYTES, 0) // (_BLOCKS - 1))
+                state.update(content.read(_BLOCK_BYTES))
+    return state.hexdigest()
+
+
+def _hub_identity(part: Part) -> str:
+    """A hub dataset by the commit that its name stands for here, as the cache of the hub notes it."""
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    repository = f"datasets--{part.name.replace('/', '--')}"
+    reference = Path(HF_HUB_CACHE) / repository / "refs" / "main"
+    commit = reference.read_text().strip() if reference.is_file() else "unknown revision"
+    return f"{part.name} {part.subset} {part.split} {commit}"

@@ -1,0 +1,286 @@
+"""Rows of a fixed number of tokens, made of samples that never see each other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from prime_rl.configs.sft import STACK_MULTIPLE, BaseDataConfig, FakeDataConfig, SFTDataConfig
+from prime_rl.trainer.sft.data.best_fit import best_fit_decreasing
+from prime_rl.trainer.sft.data.conversation import TokenizedSample
+from prime_rl.trainer.sft.data.places import Place, redealt
+from prime_rl.trainer.sft.data.samples import DatasetStream, FakeStream, SampleStream
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from prime_rl.trainer.process.world import World
+
+
+_WINDOW_SAMPLES = 1024
+"""Samples that `best_fit` chooses from, as far as `_WINDOW_TOKENS` allow. More fill better, and hold the start up."""
+_WINDOW_ROWS = 16
+"""The fewest rows to choose samples for, as far as `_WINDOW_TOKENS` allow."""
+_WINDOW_TOKENS = 2**20
+_STALE_AFTER = 10
+"""Rows after which a bucket of `stack` that got no sample is emptied."""
+
+
+@dataclass(frozen=True, slots=True)
+class PackedRow:
+    """T tokens of several samples, each with its target, and padding behind them; arrays of [T]."""
+
+    input_ids: np.ndarray
+    target_ids: np.ndarray
+    """The token that follows in the same sample."""
+    is_trained: np.ndarray
+    """Whether the target counts in the loss."""
+    position_ids: np.ndarray
+    """Restart at 0 with each sample."""
+    samples: int
+    """Samples that the row holds, the last perhaps in part."""
+    padding: int = 0
+    """How many of the tokens are padding: sequences of their own, not trained, and seen by none."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of samples."""
+        return len(self.input_ids) - self.padding
+
+
+def lay_out(samples: Sequence[TokenizedSample], row_tokens: int, seq_len: int) -> PackedRow:
+    """One behind the other, cut or padded to `row_tokens`. Padding is made of sequences of at most `seq_len` tokens."""
+    padding = max(0, row_tokens - sum(sample.inputs for sample in samples))
+    zeros = np.zeros(padding, dtype=np.int64)
+
+    def joined(parts: Iterable[np.ndarray], behind: np.ndarray, dtype: type = np.int64) -> np.ndarray:
+        return np.concatenate([*parts, behind], dtype=dtype)[:row_tokens]
+
+    return PackedRow(
+        input_ids=joined((sample.token_ids[:-1] for sample in samples), zeros),
+        target_ids=joined((sample.token_ids[1:] for sample in samples), zeros),
+        is_trained=joined((sample.is_trained[1:] for sample in samples), zeros.astype(bool), bool),
+        position_ids=joined((np.arange(sample.inputs) for sample in samples), np.arange(padding) % seq_len),
+        samples=len(samples),
+        padding=padding,
+    )
+
+
+class Packer(Protocol):
+    """Chooses samples of a stream for one row after another. What it holds back between rows is its state."""
+
+    def __call__(self, stream: SampleStream) -> Sequence[TokenizedSample]:
+        """The samples of the next row."""
+
+    def state(self) -> dict[str, Any]:
+        """Plain values and bytes."""
+
+    def restore(self, state: Mapping[str, Any]) -> None: ...
+
+
+class Cat:
+    """Samples as they come, until the row is full. The rest of the last one is discarded, so nothing is held back."""
+
+    def __init__(self, row_tokens: int) -> None:
+        self.row_tokens = row_tokens
+
+    def __call__(self, stream: SampleStream) -> Sequence[TokenizedSample]:
+        samples, total = [], 0
+        while total < self.row_tokens:
+            samples.append(next(stream))
+            total += samples[-1].inputs
+        return samples
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Nothing to do."""
+
+
+class BestFit:
+    """Whole samples, chosen from a window of the stream so that rows are full; see `best_fit_decreasing`.
+
+    A window ends with the epoch, or when it is large enough. Its emptiest row waits for the next window. Rows come in
+    random order, since the packing sorts them by their longest sample.
+    """
+
+    def __init__(self, row_tokens: int) -> None:
+        self.row_tokens = row_tokens
+        self.rows: list[list[TokenizedSample]] = []
+        self.held_back: list[list[TokenizedSample]] = []
+        """One row, or several after a change of the number of processes."""
+
+    def __call__(self, stream: SampleStream) -> Sequence[TokenizedSample]:
+        if not self.rows:
+            self._pack_window(stream)
+        return self.rows.pop()
+
+    def _pack_window(self, stream: SampleStream) -> None:
+        seed, epoch, count = stream.position, stream.epoch, 0
+        # A row that waited is one item, so that its samples, which are short ones, come first this time.
+        items = list(self.held_back)
+        total = sum(sample.inputs for item in items for sample in item)
+        while total < self.row_tokens or not (stream.epoch > epoch or self._is_enough(count, total)):
+            items.append([next(stream)])
+            count += 1
+            total += items[-1][0].inputs
+        lengths = np.array([sum(sample.inputs for sample in item) for item in items])
+        bins = best_fit_decreasing(lengths, self.row_tokens)
+        rows: list[list[TokenizedSample]] = [[] for _ in range(int(bins.max()) + 1)]
+        for item, at in zip(items, bins.tolist(), strict=True):
+            rows[at] += item
+        self.held_back = []
+        if len(rows) > 1:
+            self.held_back = [rows.pop(int(np.argmin(np.bincount(bins, weights=lengths))))]
+        order = np.random.default_rng(seed).permutation(len(rows))
+        self.rows = [rows[index] for index in order]
+
+    def _is_enough(self, samples: int, tokens: int) -> bool:
+        return tokens >= _WINDOW_TOKENS or (samples >= _WINDOW_SAMPLES and tokens >= _WINDOW_ROWS * self.row_tokens)
+
+    def state(self) -> dict[str, Any]:
+        return {"rows": _rows_as_bytes(self.rows), "held_back": _rows_as_bytes(self.held_back)}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self.rows, self.held_back = _rows_from_bytes(state["rows"]), _rows_from_bytes(state["held_back"])
+
+
+class Stack:
+    """Samples of like length: a row is a number of equal places, and each sample takes one of them.
+
+    Places have a row's tokens, half of them, a quarter and so on, in steps of `STACK_MULTIPLE`. A sample waits in the
+    bucket of the smallest place that holds it until the bucket fills a row. A bucket that gets no sample for
+    `_STALE_AFTER` rows moves to larger places as long as they suffice, and its row is emitted with places left free.
+    """
+
+    def __init__(self, row_tokens: int) -> None:
+        self.row_tokens = row_tokens
+        self.buckets: dict[int, list[TokenizedSample]] = {row_tokens: []}
+        size = row_tokens
+        while size % (2 * STACK_MULTIPLE) == 0:
+            size //= 2
+            self.buckets[size] = []
+        self.touched_at = dict.fromkeys(self.buckets, 0)
+        self.emitted = 0
+        self.ready: list[list[TokenizedSample]] = []
+        """Rows that were full when the number of processes changed."""
+
+    def __call__(self, stream: SampleStream) -> Sequence[TokenizedSample]:
+        samples = self.ready.pop() if self.ready else self._stale()
+        while samples is None:
+            samples = self._take_in(next(stream))
+        self.emitted += 1
+        return samples
+
+    def _take_in(self, sample: TokenizedSample) -> list[TokenizedSample] | None:
+        """Put a sample into its bucket; what the bucket holds when that fills a row."""
+        size = min(size for size in self.buckets if size >= sample.inputs)
+        self.buckets[size].append(sample)
+        self.touched_at[size] = self.emitted
+        return self._emptied(size) if len(self.buckets[size]) * size >= self.row_tokens else None
+
+    def _stale(self) -> list[TokenizedSample] | None:
+        """What the smallest bucket without a recent sample holds, and the larger ones that it moves through."""
+        for size in sorted(self.buckets):
+            if self.buckets[size] and self.emitted - self.touched_at[size] > _STALE_AFTER:
+                samples = self._emptied(size)
+                while 2 * size in self.buckets:
+                    size *= 2
+                    if (len(samples) + len(self.buckets[size])) * size > self.row_tokens:
+                        break
+                    samples += self._emptied(size)
+                return samples
+        return None
+
+    def _emptied(self, size: int) -> list[TokenizedSample]:
+        samples, self.buckets[size] = self.buckets[size], []
+        return samples
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "buckets": {size: _as_bytes(samples) for size, samples in self.buckets.items()},
+            "touched_at": dict(self.touched_at),
+            "emitted": self.emitted,
+            "ready": _rows_as_bytes(self.ready),
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self.buckets = {size: _from_bytes(samples) for size, samples in state["buckets"].items()}
+        self.touched_at, self.emitted = dict(state["touched_at"]), state["emitted"]
+        self.ready = _rows_from_bytes(state["ready"])
+
+
+def setup_packer(config: BaseDataConfig) -> Packer:
+    """The packer that `data.pack_function` names, for rows of `seq_len * micro_batch_size` tokens."""
+    packers = {"cat": Cat, "best_fit": BestFit, "stack": Stack}
+    return packers[config.pack_function](config.seq_len * config.micro_batch_size)
+
+
+class PackedRows:
+    """This process's rows, one micro-batch after another."""
+
+    def __init__(self, stream: SampleStream, config: BaseDataConfig, world: World) -> None:
+        self.stream = stream
+        self.config = config
+        self.world = world
+        self.row_tokens = config.seq_len * config.micro_batch_size
+        self._packer = setup_packer(config)
+
+    def __iter__(self) -> PackedRows:
+        return self
+
+    def __next__(self) -> PackedRow:
+        return lay_out(self._packer(self.stream), self.row_tokens, self.config.seq_len)
+
+    def state(self) -> dict[str, Any]:
+        """The place in the data behind the row returned last, with the samples that wait for a row."""
+        world = {"rank": self.world.rank, "world_size": self.world.world_size}
+        return {**self.stream.state(), **world, "waiting": self._packer.state()}
+
+    def load_state(self, places: Sequence[Place]) -> None:
+        """Continue where this process was, or where all those were that `places` come from, when they were others."""
+        place = places[0]
+        if len(places) > 1 or place["world_size"] != self.world.world_size:
+            place = redealt(places, self.world.rank, self.world.world_size)
+        self.stream.restore(place)
+        self._packer.restore(place["waiting"])
+
+
+def _as_bytes(samples: Sequence[TokenizedSample]) -> list[tuple[bytes, bytes]]:
+    """Checkpoints are read back without code, so they hold no arrays of NumPy's."""
+    return [(sample.token_ids.astype(np.int32).tobytes(), sample.is_trained.tobytes()) for sample in samples]
+
+
+def _from_bytes(pairs: Sequence[tuple[bytes, bytes]]) -> list[TokenizedSample]:
+    return [TokenizedSample(np.frombuffer(ids, np.int32), np.frombuffer(mask, bool)) for ids, mask in pairs]
+
+
+def _rows_as_bytes(rows: Sequence[Sequence[TokenizedSample]]) -> list[list[tuple[bytes, bytes]]]:
+    return [_as_bytes(row) for row in rows]
+
+
+def _rows_from_bytes(rows: Sequence[Sequence[tuple[bytes, bytes]]]) -> list[list[TokenizedSample]]:
+    return [_from_bytes(row) for row in rows]
+
+
+__all__ = ["PackedRow", "PackedRows", "setup_rows"]
+
+
+def setup_rows(
+    config: SFTDataConfig | FakeDataConfig, tokenizer: PreTrainedTokenizerBase, vocab_size: int, world: World
+) -> PackedRows:
+    """This process's rows of `seq_len * micro_batch_size` tokens.
+
+    Raises:
+        DataError: the dataset is missing or has no conversations.
+    """
+    stream: SampleStream
+    if isinstance(config, FakeDataConfig):
+        stream = FakeStream(config, vocab_size, world)
+    else:
+        stream = DatasetStream(config, tokenizer, world)
+    return PackedRows(stream, config, world)

@@ -1,0 +1,93 @@
+"""Which entries of the data each process takes, and how that is dealt anew among another number of processes.
+
+Entry i belongs to process i modulo their number n. Each process reads at its own pace, so when n processes stop, some
+entries below the farthest one's place are still to be read, and packers hold samples back. `redealt` gives all of it to
+m processes: every entry is taken once, and every sample that was held back is used once.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from itertools import chain, zip_longest
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from prime_rl.trainer.process.world import World
+
+Place = Mapping[str, Any]
+"""The place of one process in the data as a checkpoint holds it: plain values and bytes."""
+
+
+class Places:
+    """The entries of one process, in rising order."""
+
+    def __init__(self, world: World) -> None:
+        self._stride = world.world_size
+        self._next = world.rank
+        self._left_over: list[int] = []
+
+    @property
+    def next(self) -> int:
+        """The entry that `take` will return."""
+        return self._left_over[0] if self._left_over else self._next
+
+    def take(self) -> int:
+        if self._left_over:
+            return self._left_over.pop(0)
+        taken, self._next = self._next, self._next + self._stride
+        return taken
+
+    def state(self) -> dict[str, Any]:
+        return {"position": self._next, "left_over": list(self._left_over)}
+
+    def restore(self, state: Place) -> None:
+        self._next, self._left_over = state["position"], list(state["left_over"])
+
+
+def redealt(places: Sequence[Place], rank: int, world_size: int) -> dict[str, Any]:
+    """The place of process `rank` of `world_size`, when `places` are those of all processes that stopped, by rank."""
+    farthest = max(place["position"] for place in places)
+    behind = (range(place["position"], farthest, len(places)) for place in places)
+    left_over = sorted(chain(*behind, *(place["left_over"] for place in places)))
+    counts = sum((Counter(place["counts"]) for place in places), Counter())
+    # Reading starts where the hindmost process was; all that is still to be read lies behind that.
+    hindmost = min(places, key=lambda place: min([place["position"], *place["left_over"]]))
+    return {
+        **hindmost,
+        "position": farthest + (rank - farthest) % world_size,
+        "left_over": left_over[rank::world_size],
+        "counts": dict(counts) if rank == 0 else {},
+        "waiting": _redealt_samples([place["waiting"] for place in places], rank, world_size),
+        "rank": rank,
+        "world_size": world_size,
+    }
+
+
+def _redealt_samples(waiting: Sequence[Mapping[str, Any]], rank: int, world_size: int) -> dict[str, Any]:
+    """The state of a packer, from those of all packers."""
+    own = slice(rank, None, world_size)
+    if "held_back" in waiting[0]:
+        # Rows are taken from the end of the lists, by all processes at once.
+        rounds = zip_longest(*(reversed(state["rows"]) for state in waiting))
+        rows = [row for row in chain.from_iterable(rounds) if row is not None]
+        return {"rows": rows[own][::-1], "held_back": list(chain(*(state["held_back"] for state in waiting)))[own]}
+    if "buckets" in waiting[0]:
+        return _redealt_buckets(waiting, own)
+    return {}
+
+
+def _redealt_buckets(waiting: Sequence[Mapping[str, Any]], own: slice) -> dict[str, Any]:
+    row_tokens = max(waiting[0]["buckets"])
+    emitted = max(state["emitted"] for state in waiting)
+    ready = list(chain(*(state["ready"] for state in waiting)))[own]
+    buckets, touched_at = {}, {}
+    for size in waiting[0]["buckets"]:
+        samples = list(chain(*(state["buckets"][size] for state in waiting)))[own]
+        # Together they may be more than a row.
+        places = row_tokens // size
+        whole = len(samples) // places * places
+        ready += [samples[start : start + places] for start in range(0, whole, places)]
+        buckets[size] = samples[whole:]
+        touched_at[size] = emitted - min(state["emitted"] - state["touched_at"][size] for state in waiting)
+    return {"ready": ready, "buckets": buckets, "touched_at": touched_at, "emitted": emitted}

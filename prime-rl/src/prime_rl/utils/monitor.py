@@ -1,0 +1,3 @@
+"""Alias of `prime_rl.monitors`, for code that imports it from here."""
+
+from prime_rl.monitors import *  # noqa: F403

@@ -1,0 +1,71 @@
+"""What a launcher shows of the training that it started: the trainer's log, and on a terminal a bar below it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import threading
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from prime_rl.launch import Follower, shown
+from prime_rl.run.paths import RunPaths
+from prime_rl.watch.progress_bar import ProgressBar, figures, progress_bar
+
+if TYPE_CHECKING:
+    from prime_rl.configs.sft import SFTConfig
+    from prime_rl.configs.trainer import TrainerConfig
+
+_LOOK_EVERY_S = 0.1
+
+
+@contextlib.contextmanager
+def followed(config: SFTConfig | TrainerConfig, paths: RunPaths) -> Iterator[None]:
+    """Show the trainer of `config` while the block runs, from the files that it writes anyway."""
+    log = paths.log("trainer")
+    if not sys.stdout.isatty():
+        with shown(log):
+            yield
+        return
+    with progress_bar(config.component, config.max_steps) as bar:
+        view = _View(Follower.at_end(log), Follower.at_end(paths.metrics), config.component, bar)
+        done = threading.Event()
+        thread = threading.Thread(target=view.keep_looking, args=(done,), name="progress", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            done.set()
+            thread.join()
+
+
+class _View:
+    def __init__(self, log: Follower, metrics: Follower, source: str, bar: ProgressBar) -> None:
+        self.log = log
+        self.metrics = metrics
+        self.source = source
+        self.bar = bar
+
+    def keep_looking(self, done: threading.Event) -> None:
+        try:
+            while not done.wait(_LOOK_EVERY_S):
+                self.look()
+            self.look()
+        except OSError:
+            # The terminal is gone. The log has everything, and the run goes on.
+            return
+
+    def look(self) -> None:
+        # The bar catches what is written to stdout, and puts it above itself.
+        for line in self.log.lines():
+            sys.stdout.write(f"{line}\n")
+        sys.stdout.flush()
+        for line in self.metrics.lines():
+            # A full disk cuts a line short.
+            with contextlib.suppress(ValueError):
+                self._take(json.loads(line))
+
+    def _take(self, record: dict) -> None:
+        if record.get("source") == self.source and "loss/mean" in record:
+            self.bar.update(record["step"] + 1, figures(record))

@@ -1,0 +1,94 @@
+"""Shows a person what happens in a run: a finished step in one line, and what each child is doing.
+
+All of it is read from what the children write anyway, `OUT/metrics.jsonl` and their logs, by a thread of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from queue import Empty, SimpleQueue
+
+from prime_rl.launch.logs import HEAD, Follower
+from prime_rl.watch.display import Display
+from prime_rl.watch.progress import RunProgress, clock
+
+LOOK_EVERY_S = 0.25
+_LOG_PREFIX = re.compile(r"^\d{2}:\d{2}:\d{2}\s+[A-Z]+\s+")
+_ANSI = re.compile(r"\x1b\[[0-9;]*m")
+_STEP_LINE = re.compile(r"\bStep \d+ \| ")
+
+
+class Watcher:
+    """Follows the files of a run and keeps a display current. `say` may be called from any thread."""
+
+    def __init__(
+        self, progress: RunProgress, display: Display, metrics: Follower, logs: Mapping[str, Follower]
+    ) -> None:
+        self.progress = progress
+        self._display = display
+        self._metrics = metrics
+        self._logs = logs
+        self._doing = dict.fromkeys(logs, "starting")
+        self._said: SimpleQueue[str] = SimpleQueue()
+        self._ready: set[str] = set()
+        self._started_s = time.monotonic()
+
+    def say(self, text: str) -> None:
+        self._said.put(text)
+
+    def look(self) -> None:
+        """Show everything that is new."""
+        with contextlib.suppress(Empty):
+            while True:
+                self._display.line(self._said.get_nowait())
+        for name, follower in self._logs.items():
+            for line in follower.lines():
+                self._take_log_line(name, line)
+        for line in self._metrics.lines():
+            # A full disk cuts a line short.
+            with contextlib.suppress(ValueError):
+                if self.progress.take(json.loads(line)):
+                    self._display.line(self.progress.line())
+        self._display.update(self.progress, self._doing)
+
+    def _take_log_line(self, name: str, line: str) -> None:
+        words = _LOG_PREFIX.sub("", _ANSI.sub("", line).rpartition("\r")[2]).strip()
+        if not words or line.startswith(HEAD):
+            return
+        # Children count steps from 0, the display those that are finished.
+        self._doing[name] = _STEP_LINE.sub("", words)
+        if name == "inference" and name not in self._ready and re.search(r"\bready\b", words, re.IGNORECASE):
+            self._ready.add(name)
+            self._display.line(f"inference is ready after {clock(time.monotonic() - self._started_s)}")
+        # A finished step is shown with its reward, which only the metrics know.
+        if name == "trainer" and not _STEP_LINE.search(words):
+            self._display.line(line.rstrip())
+
+
+@contextlib.contextmanager
+def watching(watcher: Watcher, display: Display) -> Iterator[None]:
+    """Run a watcher beside the block, and once more after it."""
+    done = threading.Event()
+
+    def keep_looking() -> None:
+        try:
+            while not done.wait(LOOK_EVERY_S):
+                watcher.look()
+            watcher.look()
+            display.close()
+        except OSError:
+            # The terminal is gone. The run is worth more than its picture, and SIGHUP is handled elsewhere.
+            return
+
+    thread = threading.Thread(target=keep_looking, name="progress", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()

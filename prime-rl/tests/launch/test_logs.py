@@ -1,0 +1,68 @@
+"""Logs keep every attempt, and can be read while they grow."""
+
+from pathlib import Path
+
+from prime_rl.launch import Follower, ProcessSpec, logs
+
+
+def attempt(log: Path, text: str) -> int:
+    with logs.opened_for_attempt(ProcessSpec("trainer", ("trainer", "@", "a b.toml"), log)) as (file, offset):
+        file.write(text.encode())
+    return offset
+
+
+def test_a_second_attempt_keeps_the_first_and_is_headed_by_its_command(tmp_path: Path) -> None:
+    log = tmp_path / "logs" / "trainer.log"
+    attempt(log, "one\n")
+    attempt(log, "two\n")
+    lines = log.read_text().splitlines()
+    assert [lines[1], lines[3]] == ["one", "two"]
+    assert lines[2].startswith("==== trainer started 2")
+    assert lines[2].endswith("trainer @ 'a b.toml'")
+
+
+def test_the_tail_is_of_this_attempt_only(tmp_path: Path) -> None:
+    log = tmp_path / "trainer.log"
+    attempt(log, "old\n" * 30)
+    offset = attempt(log, "".join(f"line {i}\n" for i in range(30)) + "\nlast, without an end")
+    assert logs.tail(log, 3, offset) == ["line 28", "line 29", "last, without an end"]
+    assert len(logs.tail(log, 100, offset)) == 31
+
+
+def test_of_a_progress_bar_the_tail_has_what_stood_there_last(tmp_path: Path) -> None:
+    log = tmp_path / "trainer.log"
+    log.write_bytes(b"  0%|\r 50%|\r100%|\ndone\n")
+    assert logs.tail(log, 5) == ["100%|", "done"]
+
+
+def test_what_a_worker_said_is_not_pushed_out_by_torchruns_report_of_its_end(tmp_path: Path) -> None:
+    log = tmp_path / "trainer.log"
+    verdict = (
+        "E1121 09:30:16 7 torch/distributed/elastic/multiprocessing/api.py:1002] failed (exitcode: 1) local_rank: 1"
+    )
+    log.write_text(f"[default1]:no such dataset\n{verdict}\n" + "Traceback\n" * 40)
+    assert logs.tail(log, 20) == ["[default1]:no such dataset", verdict]
+
+
+def test_a_log_that_was_never_written_has_no_tail(tmp_path: Path) -> None:
+    assert logs.tail(tmp_path / "absent.log", 5) == []
+
+
+def test_a_follower_waits_for_the_file_and_for_the_end_of_a_line(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    follower = Follower(path)
+    assert follower.lines() == []
+    path.write_text("one\ntw")
+    assert follower.lines() == ["one"]
+    with path.open("a") as file:
+        file.write("o\n")
+    assert follower.lines() == ["two"]
+
+
+def test_a_follower_can_start_at_the_present_end(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("old\n")
+    follower = Follower.at_end(path)
+    with path.open("a") as file:
+        file.write("new\n")
+    assert follower.lines() == ["new"]

@@ -1,0 +1,126 @@
+"""What the supervisor decides, on a host that plays a script."""
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from prime_rl.launch import Exited, FakeHost, Outcome, ProcessSpec, Signalled, Supervisor
+
+SIGUSR1 = signal.SIGUSR1
+
+
+def spec(name: str, completes_run: bool = False, relays: frozenset[signal.Signals] = frozenset()) -> ProcessSpec:
+    return ProcessSpec(name, (name,), Path(f"logs/{name}.log"), completes_run=completes_run, relays=relays)
+
+
+RL_SPECS = (
+    spec("inference"),
+    spec("orchestrator", completes_run=True),
+    spec("trainer", completes_run=True, relays=frozenset({SIGUSR1})),
+)
+
+
+def run(host: FakeHost) -> tuple[Outcome, list[str]]:
+    said: list[str] = []
+    return Supervisor(RL_SPECS, host, said.append).run(), said
+
+
+def test_the_run_succeeds_when_all_that_complete_it_have_exited_with_zero() -> None:
+    host = FakeHost([Exited("orchestrator", 0), Exited("trainer", 0), Exited("inference", -15)])
+    outcome, _ = run(host)
+    assert outcome.succeeded
+    assert host.started == ["inference", "orchestrator", "trainer"]
+    assert host.stopped == ["inference"]
+
+
+def test_one_finished_child_of_two_does_not_end_the_run() -> None:
+    host = FakeHost([Exited("orchestrator", 0), Exited("trainer", 3), Exited("inference", 0)])
+    assert run(host)[0].exit_code == 1
+
+
+def test_a_failure_stops_the_others_in_reverse_order_and_shows_the_log() -> None:
+    host = FakeHost([Exited("inference", 3), Exited("trainer", 143), Exited("orchestrator", 143)])
+    outcome, _ = run(host)
+    assert host.stopped == ["trainer", "orchestrator"]
+    assert outcome.exit_code == 1
+    assert outcome.report().splitlines() == [
+        "inference exited with code 3; its log is logs/inference.log",
+        "its last lines:",
+        "  | last words of inference",
+    ]
+
+
+def test_inference_that_ends_early_is_a_failure_even_with_code_zero() -> None:
+    outcome, _ = run(FakeHost([Exited("inference", 0), Exited("trainer", 0), Exited("orchestrator", 0)]))
+    assert outcome.exit_code == 1
+    assert outcome.message.startswith("inference ended early")
+
+
+@pytest.mark.parametrize("code", [-9, 137])
+def test_a_child_killed_by_somebody_else_hints_at_memory(code: int) -> None:
+    outcome, _ = run(FakeHost([Exited("trainer", code), Exited("orchestrator", 0), Exited("inference", 0)]))
+    assert "SIGKILL" in outcome.message
+    assert "out of memory" in outcome.message
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_stops_everything_and_becomes_the_exit_code(signum: signal.Signals) -> None:
+    host = FakeHost([Signalled(signum), *(Exited(name, 143) for name in ("trainer", "orchestrator", "inference"))])
+    outcome, _ = run(host)
+    assert outcome == Outcome(128 + signum, f"stopped by {signum.name}")
+    assert host.stopped == ["trainer", "orchestrator", "inference"]
+
+
+def test_children_that_got_slurms_sigterm_first_do_not_look_like_a_failure() -> None:
+    ends = [Exited("trainer", 143), Signalled(signal.SIGTERM), Exited("orchestrator", -15), Exited("inference", -15)]
+    assert run(FakeHost(ends))[0].exit_code == 143
+
+
+def test_children_that_do_not_stop_in_time_are_killed() -> None:
+    host = FakeHost([Exited("trainer", 1), Exited("orchestrator", 0), None])
+    _, said = run(host)
+    assert host.grace_of_end_s == 0
+    assert "inference did not stop in time and will be killed" in said
+
+
+@pytest.mark.parametrize(("again", "longest_wait_s"), [(signal.SIGINT, 5), (signal.SIGTERM, 60)])
+def test_a_second_ctrl_c_shortens_the_grace_and_a_second_sigterm_does_not(
+    again: signal.Signals, longest_wait_s: float
+) -> None:
+    host = FakeHost([Signalled(signal.SIGINT), Signalled(again), Exited("trainer", 143), None])
+    run(host)
+    assert longest_wait_s - 1 < host.waits_s[-1] <= longest_wait_s
+
+
+def test_what_outlives_a_finished_run_gets_a_short_grace() -> None:
+    host = FakeHost([Exited("orchestrator", 0), Exited("trainer", 0), Exited("inference", 0)])
+    run(host)
+    assert host.grace_of_end_s == 5
+
+
+def test_a_worker_that_outlives_its_torchrun_may_still_save() -> None:
+    children_end = [Exited("trainer", 1), Exited("orchestrator", 143), Exited("inference", 0)]
+    host = FakeHost([Signalled(signal.SIGTERM), *children_end])
+    run(host)
+    assert host.grace_of_end_s > 50
+
+
+def test_sigusr1_goes_to_the_trainer_and_the_run_goes_on() -> None:
+    host = FakeHost([Signalled(SIGUSR1), Exited("orchestrator", 0), Exited("trainer", 0), Exited("inference", 0)])
+    outcome, said = run(host)
+    assert outcome.succeeded
+    assert host.relayed == [("trainer", SIGUSR1)]
+    assert "SIGUSR1 passed on to trainer" in said
+
+
+def test_sigusr1_before_the_trainer_listens_is_said_and_lost() -> None:
+    events = [Signalled(SIGUSR1), Exited("orchestrator", 0), Exited("trainer", 0), Exited("inference", 0)]
+    assert "trainer does not listen to SIGUSR1 yet" in run(FakeHost(events, listening=False))[1]
+
+
+def test_a_program_that_cannot_be_started_stops_those_that_were() -> None:
+    host = FakeHost([Exited("inference", -15)], cannot_start=["orchestrator"])
+    outcome, _ = run(host)
+    assert outcome == Outcome(1, "orchestrator cannot be started: orchestrator: No such file or directory")
+    assert host.started == host.stopped == ["inference"]

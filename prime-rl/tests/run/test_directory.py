@@ -1,0 +1,120 @@
+"""Nothing of a former run in the same directory is taken for the new one's, and nothing of worth is lost."""
+
+from pathlib import Path
+
+import pytest
+
+from prime_rl.run.directory import OutputDirInUse, RunDirError, check_run_dir, prepare_run_dir
+from prime_rl.run.paths import RunPaths
+from prime_rl.utils.files import STABLE
+
+
+def fill(directory: Path, *names: str) -> None:
+    for name in names:
+        (directory / name).mkdir(parents=True, exist_ok=True)
+        (directory / name / STABLE).touch()
+
+
+def names(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+@pytest.fixture
+def paths(tmp_path: Path) -> RunPaths:
+    """A run of which every part has gone on to step 3."""
+    paths = RunPaths(tmp_path / "out")
+    steps = ("step_1", "step_2", "step_3")
+    for directory in (paths.weights, paths.orchestrator.broadcasts, paths.orchestrator.rollouts, paths.rollouts):
+        fill(directory, *steps)
+    fill(paths.orchestrator.broadcasts, "step_4.partial")
+    paths.orchestrator.control.mkdir()
+    (paths.orchestrator.control / "evicted.txt").touch()
+    paths.metrics.write_text("old\n")
+    return paths
+
+
+def test_a_fresh_run_finds_no_old_batches_policies_or_orders(paths: RunPaths) -> None:
+    prepare_run_dir(paths, None)
+    assert names(paths.orchestrator.rollouts) == names(paths.orchestrator.broadcasts) == []
+    assert not paths.rollouts.exists()
+    assert not paths.orchestrator.control.exists()
+
+
+def test_a_fresh_run_keeps_old_weights_and_sets_old_metrics_aside(paths: RunPaths) -> None:
+    (paths.root / "metrics.1.jsonl").write_text("older\n")
+    prepare_run_dir(paths, None)
+    assert names(paths.weights) == ["step_1", "step_2", "step_3"]
+    assert not paths.metrics.exists()
+    assert (paths.root / "metrics.1.jsonl").read_text() == "older\n"
+    assert (paths.root / "metrics.2.jsonl").read_text() == "old\n"
+
+
+def test_a_resumed_run_keeps_the_policy_it_starts_from_and_appends_to_the_metrics(paths: RunPaths) -> None:
+    prepare_run_dir(paths, 2)
+    assert names(paths.orchestrator.broadcasts) == ["step_1", "step_2"]
+    assert names(paths.orchestrator.rollouts) == ["step_1"]
+    assert paths.metrics.read_text() == "old\n"
+
+
+def test_a_fresh_run_does_not_start_among_checkpoints(paths: RunPaths) -> None:
+    fill(paths.checkpoints, "step_2")
+    with pytest.raises(OutputDirInUse):
+        check_run_dir(paths, None)
+    assert check_run_dir(paths, None, clean=True) is None
+
+
+def test_the_latest_step_is_one_that_both_sides_have_completed(paths: RunPaths) -> None:
+    fill(paths.checkpoints, "step_2", "step_4", "step_6")
+    (paths.checkpoint(6) / STABLE).unlink()
+    fill(paths.orchestrator.checkpoints, "step_2", "step_6")
+    assert check_run_dir(paths, -1) == 2
+
+
+def test_the_latest_step_of_an_sft_run_is_the_trainers(paths: RunPaths) -> None:
+    fill(paths.checkpoints, "step_2", "step_4")
+    assert check_run_dir(paths, -1) == 4
+
+
+def test_the_latest_of_no_steps_is_left_to_the_components(paths: RunPaths) -> None:
+    assert check_run_dir(paths, -1) == -1
+
+
+def test_a_step_that_is_not_complete_cannot_be_resumed(paths: RunPaths) -> None:
+    fill(paths.checkpoints, "step_2", "step_4")
+    (paths.checkpoint(4) / STABLE).unlink()
+    assert check_run_dir(paths, 2) == 2
+    with pytest.raises(RunDirError, match=r"no complete checkpoint .*step_4 to resume from; complete steps: 2"):
+        check_run_dir(paths, 4)
+
+
+def test_cleaning_removes_the_run_but_not_what_its_batch_job_stands_on(paths: RunPaths) -> None:
+    fill(paths.root, "configs", "slurm", "logs")
+    (paths.root / "latest").symlink_to(paths.weights)
+    prepare_run_dir(paths, None, clean=True)
+    assert names(paths.root) == ["configs", "slurm"]
+
+
+def test_nothing_is_cleaned_under_a_run_that_resumes(paths: RunPaths) -> None:
+    fill(paths.checkpoints, "step_2")
+    prepare_run_dir(paths, 2, clean=True)
+    assert names(paths.checkpoints) == ["step_2"]
+
+
+def test_an_environment_variable_forbids_all_cleaning(paths: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NEVER_CLEAN_OUTPUT_DIR", "1")
+    prepare_run_dir(paths, None, clean=True)
+    assert names(paths.weights) == ["step_1", "step_2", "step_3"]
+    fill(paths.checkpoints, "step_2")
+    with pytest.raises(OutputDirInUse):
+        check_run_dir(paths, None, clean=True)
+
+
+def test_a_directory_that_is_no_run_is_not_cleaned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "thesis.tex").touch()
+    with pytest.raises(RunDirError, match="does not look like the directory of a run"):
+        check_run_dir(RunPaths(tmp_path / "data"), None, clean=True)
+    fill(tmp_path, "logs")
+    monkeypatch.chdir(tmp_path / "data")
+    with pytest.raises(RunDirError):
+        check_run_dir(RunPaths(tmp_path), None, clean=True)

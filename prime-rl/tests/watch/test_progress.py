@@ -1,0 +1,168 @@
+"""What a person sees of a run, from the files that its children write."""
+
+import errno
+import io
+import json
+import os
+import pty
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prime_rl.launch import Follower
+from prime_rl.watch.display import LiveDisplay, PlainDisplay, display_for
+from prime_rl.watch.progress import RunProgress, clock, sparkline
+from prime_rl.watch.watcher import Watcher, watching
+
+
+def trainer(step: int, time: float = 0.0, **metrics: float) -> dict[str, Any]:
+    return {"time": time, "source": "trainer", "step": step, "loss/mean": 0.25, **metrics}
+
+
+def orchestrator(step: int, reward: float) -> dict[str, Any]:
+    return {"time": 0.0, "source": "orchestrator", "step": step, "reward/mean": reward}
+
+
+def progress_of(*records: dict[str, Any], max_steps: int | None = 60) -> RunProgress:
+    progress = RunProgress(max_steps)
+    for record in records:
+        progress.take(record)
+    return progress
+
+
+def append(path: Path, *lines: str) -> None:
+    with path.open("a") as file:
+        file.writelines(f"{line}\n" for line in lines)
+
+
+def test_a_step_is_finished_when_the_trainer_says_so_and_shows_its_own_reward() -> None:
+    progress = RunProgress(60)
+    assert not progress.take(orchestrator(0, 0.5))
+    assert not progress.take(orchestrator(1, 0.9))
+    assert progress.take(trainer(0, **{"perf/throughput": 1234.4}))
+    assert progress.line() == "step 1/60  reward 0.500  loss 0.2500  1234 tok/s"
+
+
+def test_the_time_left_follows_the_pace_of_the_last_steps() -> None:
+    slow_start = [trainer(step, time=100.0 * step) for step in range(3)]
+    steady = [trainer(step, time=300 + 2.0 * step) for step in range(3, 20)]
+    assert progress_of(*slow_start, *steady).remaining_s == pytest.approx(80)
+    assert progress_of(trainer(0)).remaining_s is None
+    assert progress_of(trainer(0), trainer(1), max_steps=None).remaining_s is None
+
+
+def test_a_resumed_run_counts_its_own_steps() -> None:
+    progress = progress_of(trainer(40, time=1), trainer(41, time=2))
+    assert progress.line().startswith("step 42/60")
+    assert progress.summary(elapsed_s=75) == "2 steps in 1:15"
+
+
+def test_the_summary_compares_the_first_steps_with_the_last() -> None:
+    records = [record for step in range(12) for record in (orchestrator(step, step / 10), trainer(step))]
+    summary = progress_of(*records).summary(elapsed_s=3700)
+    assert summary == "12 steps in 1:01:40, mean reward 0.200 -> 0.900 (first and last 5 steps)"
+
+
+def test_a_run_that_did_nothing_says_so() -> None:
+    assert RunProgress(3).summary(1.2) == "0 steps in 0:01"
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(0, "0:00"), (59.6, "1:00"), (3599, "59:59"), (7325, "2:02:05")])
+def test_a_clock(seconds: float, text: str) -> None:
+    assert clock(seconds) == text
+
+
+def test_a_sparkline_shows_the_course_of_the_newest_values() -> None:
+    assert sparkline([0, 1, 2, 3, 4, 5, 6, 7]) == "▁▂▃▄▅▆▇█"
+    assert sparkline([1.0, 1.0]) == "▁▁"
+    assert sparkline([5, 0, 1], width=2) == "▁█"
+    assert sparkline([1]) == ""
+
+
+class Scene:
+    """Files of a run, and a watcher that writes plain lines about them."""
+
+    def __init__(self, root: Path) -> None:
+        self.metrics, self.logs = (
+            root / "metrics.jsonl",
+            {name: root / f"{name}.log" for name in ("inference", "trainer")},
+        )
+        self.stream = io.StringIO()
+        self.display = PlainDisplay(self.stream)
+        followers = {name: Follower(log) for name, log in self.logs.items()}
+        self.watcher = Watcher(RunProgress(2), self.display, Follower(self.metrics), followers)
+
+    def shown(self) -> list[str]:
+        return self.stream.getvalue().splitlines()
+
+
+@pytest.fixture
+def scene(tmp_path: Path) -> Scene:
+    return Scene(tmp_path)
+
+
+def test_lines_tell_of_the_start_the_trainer_and_each_step(scene: Scene) -> None:
+    scene.watcher.say("inference started")
+    append(scene.logs["inference"], "12:00:01    INFO Loading", "12:00:02    INFO Server is ready on 127.0.0.1:1")
+    append(scene.logs["trainer"], "==== trainer started now: python", "12:00:03 WARNING a warning")
+    scene.watcher.look()
+    append(scene.metrics, json.dumps(orchestrator(0, 0.5)), json.dumps(trainer(0)), '{"cut sho')
+    append(scene.logs["trainer"], "12:00:04 \x1b[32mSUCCESS\x1b[0m Step 0 | Time: 1.00s | Loss: 0.2500")
+    scene.watcher.look()
+    assert scene.shown() == [
+        "inference started",
+        "inference is ready after 0:00",
+        "12:00:03 WARNING a warning",
+        "step 1/2  reward 0.500  loss 0.2500",
+    ]
+
+
+def test_watching_shows_what_came_last(scene: Scene) -> None:
+    with watching(scene.watcher, scene.display):
+        append(scene.metrics, json.dumps(trainer(0)), json.dumps(trainer(1, time=1)))
+    assert [line.split("  ")[0] for line in scene.shown()] == ["step 1/2", "step 2/2"]
+
+
+class GoneTerminal(io.StringIO):
+    def write(self, text: str) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+
+def test_a_terminal_that_is_gone_does_not_end_the_run(scene: Scene) -> None:
+    display = PlainDisplay(GoneTerminal())
+    watcher = Watcher(RunProgress(2), display, Follower(scene.metrics), {})
+    with watching(watcher, display):
+        watcher.say("nobody reads this")
+        watching_threads = threading.active_count()
+    assert threading.active_count() < watching_threads
+
+
+def test_a_terminal_gets_a_bar_and_the_words_of_each_child() -> None:
+    master, slave = pty.openpty()
+    with os.fdopen(slave, "w") as terminal:
+        display = display_for(terminal)
+        assert isinstance(display, LiveDisplay)
+        display.update(RunProgress(60), {"inference": "Loading the model"})
+        display.line("a line to keep")
+        records = [record for step in range(3) for record in (orchestrator(step, step / 4), trainer(step, time=step))]
+        display.update(progress_of(*records), {"trainer": "Waiting for a batch"})
+        display.close()
+    shown = os.read(master, 65536).decode()
+    os.close(master)
+    for part in (
+        "Loading the model",
+        "a line to keep",
+        "━",
+        "step 3/60  reward 0.500",
+        "0:57 left",
+        "▁▅█",
+        "Waiting for",
+    ):
+        assert part in shown
+
+
+def test_a_file_gets_plain_lines(tmp_path: Path) -> None:
+    with (tmp_path / "job.log").open("w") as file:
+        assert isinstance(display_for(file), PlainDisplay)
