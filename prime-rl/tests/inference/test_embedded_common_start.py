@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from prime_rl.inference.embedded import common_start
+from prime_rl.inference.embedded.engine import common_start
 from prime_rl.inference.embedded.engine.attention import SlotStep, attend
 from prime_rl.inference.embedded.engine.common_start import CommonStart, Origin
 from prime_rl.inference.embedded.engine.engine import Engine

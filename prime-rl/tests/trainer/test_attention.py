@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, Gemma2Config, GptOssConfig, Qwen3Config
 
 from prime_rl.configs.trainer import ModelConfig
-from prime_rl.trainer import attention
+from prime_rl.trainer.kernels import attention
 from prime_rl.trainer.kernels.attention import FLEX, SDPA, VARLEN, choose_attention, row_options, varlen_attention
 from prime_rl.trainer.model.build import setup_model
 from prime_rl.trainer.model.packed_rows import sequence_bounds
@@ -147,7 +147,7 @@ def test_the_choice_is_logged_once(tiny_model_dir: Path, world: World, capsys: p
 def test_a_family_whose_packed_sequences_see_each_other_is_refused(
     tiny_model_dir: Path, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from prime_rl.trainer import scoring
+    from prime_rl.trainer.model import scoring
 
     real = scoring.fold
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from prime_rl.configs.trainer import AdamWConfig, ModelConfig
-from prime_rl.trainer import linear_cross_entropy
+from prime_rl.trainer.kernels import linear_cross_entropy
 from prime_rl.trainer.model.build import setup_model
 from prime_rl.trainer.model.scoring import cross_entropy_sum, score_tokens
 from prime_rl.trainer.optim.accumulation import accumulated

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from prime_rl.configs.sft import SFTConfig
 from prime_rl.trainer.process.errors import leaving_at_once
-from prime_rl.trainer.sft import packing
+from prime_rl.trainer.sft.data import packer
 from prime_rl.trainer.sft.run import run
 from prime_rl.utils.pydantic_config import parse_argv_or_exit
 
@@ -16,13 +16,13 @@ from prime_rl.utils.pydantic_config import parse_argv_or_exit
 def main() -> None:
     config = parse_argv_or_exit(SFTConfig)
     trained: list[list[int]] = []
-    lay_out = packing.lay_out
+    lay_out = packer.lay_out
 
     def recorded(samples, *arguments):
         trained.extend(sample.token_ids.tolist() for sample in samples)
         return lay_out(samples, *arguments)
 
-    packing.lay_out = recorded
+    packer.lay_out = recorded
     code = run(config)
     Path(config.output_dir, f"trained_{os.environ.get('RANK', 0)}.json").write_text(json.dumps(trained))
     raise SystemExit(code)

@@ -6,7 +6,7 @@ import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from prime_rl.configs.sft import FakeDataConfig, SFTDataConfig
-from prime_rl.trainer.sft import fingerprint
+from prime_rl.trainer.sft.data import fingerprint
 from prime_rl.trainer.sft.data.fingerprint import DataFingerprint, fingerprint_of
 
 

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from prime_rl.configs.sft import SFTDataConfig
 from prime_rl.trainer.process.errors import DataError
 from prime_rl.trainer.process.world import World
-from prime_rl.trainer.sft import row_files
+from prime_rl.trainer.sft.data import row_files
 from prime_rl.trainer.sft.data.packer import PackedRows, setup_rows
 from prime_rl.trainer.sft.data.sources import load_rows, stream_rows
 
