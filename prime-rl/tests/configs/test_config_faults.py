@@ -9,11 +9,8 @@ from prime_rl.configs.inference import InferenceConfig
 from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.configs.rl import RLConfig
 from prime_rl.configs.sft import SFTConfig
-from prime_rl.configs.surface.docs import ROOTS
-from prime_rl.configs.surface.renamed import RENAMED, new_name
 from prime_rl.configs.trainer import TrainerConfig
-from prime_rl.utils.pydantic_config import ConfigError, load_config, parse_argv_or_exit
-from prime_rl.utils.pydantic_config.schema import walk_fields
+from prime_rl.utils.pydantic_config import parse_argv_or_exit
 
 
 @pytest.mark.parametrize(
@@ -22,7 +19,7 @@ from prime_rl.utils.pydantic_config.schema import walk_fields
         (TrainerConfig, "max-steps = 3", "max-steps: unknown key; did you mean max_steps?"),
         (TrainerConfig, "[optim]\nlrr = 1", "optim.lrr: unknown key; did you mean optim.lr?"),
         (TrainerConfig, "lr = 1", "lr: unknown key; did you mean optim.lr?"),
-        (TrainerConfig, "[trainer.optim]\nlr = 1", "trainer: unknown key; did you mean"),
+        (TrainerConfig, "[trainer.optim]\nlr = 1", "trainer: unknown key; leave out `trainer`"),
         (
             TrainerConfig,
             "[scheduler]\nmin_lrr = 1\ntype = 'cosine'",
@@ -150,67 +147,6 @@ def test_every_broken_rule_of_a_section_is_told(faults) -> None:
         "command line: loss: token_mask_low",
         "command line: loss: geo_mask_low",
     ]
-
-
-@pytest.mark.parametrize(
-    ("config_cls", "key", "advice"),
-    [
-        (RLConfig, "async_level", "max_async_level"),
-        (RLConfig, "trainer.async_level", "max_async_level"),
-        (OrchestratorConfig, "async_level", "max_async_level"),
-        (RLConfig, "ckpt.keep", "ckpt.keep_last"),
-        (RLConfig, "teacher_gpu_ids", "deployment.num_teacher_gpus"),
-        (RLConfig, "clean", "clean_output_dir"),
-        (SFTConfig, "slurm.dry_run", "dry_run"),
-        (OrchestratorConfig, "environment_ids", "[[orchestrator.env]]"),
-        (RLConfig, "orchestrator.environment", "[[orchestrator.env]]"),
-        (OrchestratorConfig, "env_mix", "buffer.env_ratios"),
-        (TrainerConfig, "model.experimental", "model.lora"),
-        (TrainerConfig, "loss.mask_ratio_high", "loss.token_mask_high"),
-        (TrainerConfig, "loss.ref_tau", "loss.teacher_tau"),
-        (OrchestratorConfig, "reference_model", "teacher_model"),
-        (OrchestratorConfig, "mask_truncated_completions", "nothing replaces it"),
-        (OrchestratorConfig, "group_size", "orchestrator.rollouts_per_example"),
-        (RLConfig, "orchestrator.train", "[[orchestrator.env]]"),
-        (RLConfig, "resume", "ckpt.resume_step"),
-        (RLConfig, "monitors", "metrics.jsonl"),
-        (RLConfig, "run", "output_dir"),
-        (InferenceConfig, "vllm", "vLLM's settings are keys of inference"),
-        (RLConfig, "inference.vllm", "vLLM's settings are keys of inference"),
-        (SFTConfig, "deployment.num_train_gpus", "deployment.num_gpus"),
-        (TrainerConfig, "model.fused_lm_head_token_chunk_size", "model.fused_lm_head_chunk_size"),
-    ],
-)
-def test_a_renamed_key_names_its_new_name(config_cls: type, key: str, advice: str) -> None:
-    table: dict = {"name": "x"}
-    for part in reversed(key.split(".")):
-        table = {part: table}
-    if config_cls is RLConfig:
-        table = {"trainer": {}, "orchestrator": {}} | table
-    with pytest.raises(ConfigError) as caught:
-        load_config(config_cls, [], table)
-    (line,) = [fault for fault in caught.value.faults if f"{key}: unknown key" in fault]
-    assert advice in line
-
-
-def test_a_renamed_option_names_its_new_name(faults) -> None:
-    assert faults(RLConfig, "--async-level", "2") == ["--async-level: unknown option; it is now max_async_level"]
-    assert (
-        "orchestrator.sampling.max_tokens"
-        in faults(RLConfig, "--orchestrator.train.sampling.max-completion-tokens", "9")[0]
-    )
-
-
-def test_no_valid_key_counts_as_renamed() -> None:
-    for root in ROOTS:
-        for path, _, _ in walk_fields(root):
-            assert new_name(root.component, ".".join(path)) is None
-
-
-def test_every_renaming_can_be_reached() -> None:
-    for pattern in RENAMED:
-        component, _, key = pattern.replace("*.", "trainer.", 1).replace("*", "x").partition(".")
-        assert new_name(component, key) is not None
 
 
 def test_a_command_prints_faults_and_warnings_as_lines(capsys, toml) -> None:

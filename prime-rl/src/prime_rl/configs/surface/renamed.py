@@ -1,108 +1,276 @@
-"""Keys that earlier and later versions of PRIME-RL have, and what to write here instead."""
+"""Keys of other versions of PRIME-RL, and the keys here that replace them.
+
+Two readers: the hint for an unknown key, and `medarc_train migrate`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from types import MappingProxyType
+from typing import Literal
 
-COMPONENTS = ("trainer", "orchestrator", "inference")
+SECTIONS_OF_RL = ("trainer", "orchestrator", "inference")
 
-RENAMED: Mapping[str, str] = MappingProxyType(
-    {
-        # Earlier versions. A key starts with the component that had it; `*` stands for anything.
-        "*.async_level": "it is now max_async_level",
-        "*.ckpt.keep": "it is now ckpt.keep_last (and ckpt.keep_interval)",
-        "rl.teacher_gpu_ids": "it is now deployment.num_teacher_gpus",
-        "rl.clean": "it is now clean_output_dir",
-        "sft.clean": "it is now clean_output_dir",
-        "*.dump_config": "it is now dry_run",
-        "*.slurm.dry_run": "it is now dry_run, at the top",
-        "orchestrator.environment*": "environments are now [[orchestrator.env]] tables (and [[orchestrator.eval.env]])",
-        "orchestrator.eval.environment*": "environments are now [[orchestrator.eval.env]] tables",
-        "orchestrator.env_mix": "it is now orchestrator.buffer.env_ratios",
-        "*.model.experimental": "model.experimental.lora is now model.lora",
-        "*.loss.mask_ratio_*": "they are now loss.token_mask_low and loss.token_mask_high",
-        "*.loss.sequence_mask_ratio_*": "they are now loss.sequence_mask_low and loss.sequence_mask_high",
-        "*.loss.ref_tau": "it is now loss.teacher_tau",
-        "*.reference_model": "it is now teacher_model",
-        "orchestrator.trajectory_strategy": "nothing replaces it: remove it",
-        "orchestrator.workers_per_env": "nothing replaces it: remove it",
-        "orchestrator.max_env_worker_restarts": "nothing replaces it: remove it",
-        "orchestrator.mask_env_responses": "nothing replaces it: remove it",
-        "orchestrator.mask_truncated_completions": "nothing replaces it: remove it",
-        "orchestrator.zero_truncated_completions": "nothing replaces it: remove it",
-        "orchestrator.reload_weights_on_start": "nothing replaces it: remove it",
-        "orchestrator.env.log": "nothing replaces it: remove it",
-        "orchestrator.eval.save": "nothing replaces it: remove it",
-        "orchestrator.eval.retry": "nothing replaces it: remove it (eval.env has max_retries)",
-        "orchestrator.ckpt.buffer_path": "nothing replaces it: remove it",
-        "orchestrator.buffer.type": "nothing replaces it: set buffer.easy_threshold and hard_threshold, "
-        "or buffer.online_difficulty_filtering",
-        "*.model.load_using_meta": "nothing replaces it: remove it",
-        "*.client.server_type": "nothing replaces it: remove it",
-        "orchestrator.weights": "nothing replaces it: remove it",
-        "trainer.weights": "exported weights are now ckpt.weights, weights for inference weight_broadcast",
-        "sft.weights": "exported weights are now ckpt.weights",
-        "*.weight_broadcast.adapter_only": "nothing replaces it: remove it",
-        "eval.use_tqdm": "nothing replaces it: remove it",
-        "eval.save": "results are always in <output_dir>/eval: remove it",
-        "eval.resume_path": "start it again with the same output_dir: what is there is not done again",
-        "eval.watcher": "nothing replaces it: evaluate during training with orchestrator.eval",
-        # Later versions.
-        "*.run": "a run is its output_dir here: set that (and wandb.name)",
-        "*.resume": "it is ckpt.resume_step here (-1 is the latest)",
-        "*.ckpt.skip_optimizer": "not here: remove it",
-        "*.ckpt.output_dir": "checkpoints are in output_dir here: remove it",
-        "*.monitors.wandb": "it is wandb here",
-        "*.monitors.prime": "it is orchestrator.prime_monitor here",
-        "*.monitors": "metrics.jsonl is always written here: remove it",
-        "*.env_vars": "not here: set environment variables outside",
-        "rl.tokenizer": "it is trainer.tokenizer here",
-        "rl.rollout_transport": "it is trainer.rollout_transport and orchestrator.rollout_transport here",
-        "rl.deployment.num_infer_replicas": "not here: every GPU of a server is used",
-        "rl.deployment.orchestrator_on_inference": "not here: remove it",
-        "sft.deployment.num_train_gpus": "it is deployment.num_gpus here",
-        "sft.deployment.num_train_nodes": "it is deployment.num_nodes here",
-        "orchestrator.group_size": "it is orchestrator.rollouts_per_example here",
-        "orchestrator.train.sampling.max_completion_tokens": "it is orchestrator.sampling.max_tokens here",
-        "orchestrator.train.sampling": "it is orchestrator.sampling here",
-        "orchestrator.train": "training environments are [[orchestrator.env]] tables here, with `id` and `args`",
-        "orchestrator.eval.source": "eval environments are [[orchestrator.eval.env]] tables here",
-        "orchestrator.eval.skip_first_step": "it is orchestrator.eval.eval_base_model = false here",
-        "orchestrator.eval.retrigger_on_resume": "it is orchestrator.eval.skip_eval_on_resume = false here",
-        "orchestrator.model.client": "it is orchestrator.client here",
-        "orchestrator.algo": "it is algorithm, at the top of the rl config, here",
-        "orchestrator.concurrency": "it is orchestrator.max_inflight_rollouts here",
-        "orchestrator.renderer": "not here: remove it",
-        "orchestrator.tokenizer": "it is trainer.tokenizer here",
-        "orchestrator.collect_inference_metrics": "not here: remove it",
-        "*.loss.dppo_mask_low": "it is loss.token_mask_low here, a bound on the ratio",
-        "*.loss.dppo_mask_high": "it is loss.token_mask_high here, a bound on the ratio",
-        "*.fused_lm_head_token_chunk_size": "it is model.fused_lm_head_chunk_size here, counted in vocabulary entries",
-        "inference.vllm.model": "it is inference.model.name here",
-        "inference.vllm.tensor_parallel_size": "it is inference.parallel.tp here",
-        "inference.vllm.data_parallel_size": "it is inference.parallel.dp here",
-        "inference.vllm": "vLLM's settings are keys of inference and inference.model here; pass others to `inference` "
-        "as options",
-        "inference.backend_port": "it is inference.server.port here",
-        "*.log.ranks_filter": "not here: remove it",
-        "*.log.interval": "not here: remove it",
-        # Words of other trainers.
-        "*.optim.learning_rate": "it is optim.lr here",
-        "*.optim.max_grad_norm": "it is optim.max_norm here",
-        "*.optim.grad_clip": "it is optim.max_norm here",
-    }
+
+@dataclass(frozen=True, slots=True)
+class Renamed:
+    """A key, or a table with everything below it, that this version does not have."""
+
+    old: str
+    """Dotted key. Its first word is a component: `rl`, `sft`, `trainer`, `orchestrator`, `inference`, `eval`, or `*`
+    for any. `*` elsewhere matches any text. An item of a list is written without its index."""
+    new: tuple[str, ...] = ()
+    """Keys that replace it, with their component; `*` is the component of `old`. Empty: nothing replaces it."""
+    note: str = ""
+    """What to know when moving the value; or, without `new`, why there is no such key."""
+    value: Literal["same", "inverted", "rewrite"] = "same"
+    """How the value moves: unchanged, as the opposite boolean, or by hand because it is built differently."""
+
+
+def _moved(old: str, *new: str, note: str = "") -> Renamed:
+    return Renamed(old, new, note)
+
+
+def _inverted(old: str, new: str) -> Renamed:
+    return Renamed(old, (new,), "with the opposite value", "inverted")
+
+
+def _rewritten(old: str, *new: str, note: str) -> Renamed:
+    return Renamed(old, new, note, "rewrite")
+
+
+def _removed(old: str, note: str = "remove it") -> Renamed:
+    return Renamed(old, (), note)
+
+
+OLDER: tuple[Renamed, ...] = (
+    _moved("*.async_level", "*.max_async_level"),
+    _moved("*.ckpt.keep", "*.ckpt.keep_last"),
+    _moved("rl.clean", "rl.clean_output_dir"),
+    _moved("sft.clean", "sft.clean_output_dir"),
+    _moved("rl.dump_config", "rl.dry_run"),
+    _moved("sft.dump_config", "sft.dry_run"),
+    _removed("*.dump_config"),
+    _moved("rl.slurm.dry_run", "rl.dry_run"),
+    _moved("sft.slurm.dry_run", "sft.dry_run"),
+    _rewritten("rl.teacher_gpu_ids", "rl.deployment.num_teacher_gpus", note="a count; not supported yet"),
+    _rewritten("orchestrator.environment", "orchestrator.env", note="one [[env]] table for each environment"),
+    _rewritten("orchestrator.environment_ids", "orchestrator.env", note="one [[env]] table for each environment"),
+    _rewritten("orchestrator.environment_args", "orchestrator.env", note="`args` of each [[env]] table"),
+    _rewritten("orchestrator.eval.environment", "orchestrator.eval.env", note="one [[env]] table for each environment"),
+    _rewritten("orchestrator.eval.environment_ids", "orchestrator.eval.env", note="one table for each environment"),
+    _rewritten("orchestrator.eval.environment_args", "orchestrator.eval.env", note="`args` of each table"),
+    _moved("orchestrator.env_mix", "orchestrator.buffer.env_ratios"),
+    _moved("*.model.experimental.lora", "*.model.lora"),
+    _moved("*.loss.mask_ratio_low", "*.loss.token_mask_low"),
+    _moved("*.loss.mask_ratio_high", "*.loss.token_mask_high"),
+    _moved("*.loss.sequence_mask_ratio_low", "*.loss.sequence_mask_low"),
+    _moved("*.loss.sequence_mask_ratio_high", "*.loss.sequence_mask_high"),
+    _moved("*.loss.ref_tau", "*.loss.teacher_tau", note="not supported yet"),
+    _rewritten("orchestrator.reference_model", "orchestrator.teacher_model", note="not supported yet"),
+    _removed("orchestrator.trajectory_strategy"),
+    _removed("orchestrator.workers_per_env"),
+    _removed("orchestrator.max_env_worker_restarts"),
+    _removed("orchestrator.mask_env_responses"),
+    _removed("orchestrator.mask_truncated_completions"),
+    _removed("orchestrator.zero_truncated_completions"),
+    _removed("orchestrator.reload_weights_on_start"),
+    _removed("orchestrator.env.log"),
+    _removed("orchestrator.eval.save"),
+    _rewritten("orchestrator.eval.retry", "orchestrator.eval.env.max_retries", note="in each [[eval.env]] table"),
+    _removed("orchestrator.ckpt.buffer_path"),
+    _rewritten(
+        "orchestrator.buffer.type",
+        "orchestrator.buffer.easy_threshold",
+        "orchestrator.buffer.hard_threshold",
+        "orchestrator.buffer.online_difficulty_filtering",
+        note="`simple` is the default",
+    ),
+    _removed("*.model.load_using_meta"),
+    _removed("*.client.server_type"),
+    _removed("orchestrator.weights"),
+    _rewritten(
+        "trainer.weights",
+        "trainer.ckpt.weights",
+        "trainer.weight_broadcast",
+        note="weights to keep, and weights for the inference servers",
+    ),
+    _rewritten("sft.weights", "sft.ckpt.weights", note="weights are exported with checkpoints"),
+    _removed("*.weight_broadcast.adapter_only"),
+    _removed("eval.use_tqdm"),
+    _removed("eval.save", "remove it: results are always written to <output_dir>/eval"),
+    _removed("eval.resume_path", "remove it: run again with the same output_dir to complete an evaluation"),
+    _removed("eval.watcher", "evaluate during training with [orchestrator.eval]"),
 )
 
+NEWER: tuple[Renamed, ...] = (
+    # Runs, checkpoints, monitors.
+    _moved("*.run.dir", "*.output_dir"),
+    _rewritten("*.run.name", "*.output_dir", note="a run is its directory; wandb.name names it for W&B"),
+    _rewritten("*.run", "*.output_dir", note="a run is its directory"),
+    _moved("*.resume.step", "*.ckpt.resume_step"),
+    _removed("*.resume.dir", "a run resumes from its own output_dir"),
+    _rewritten("*.resume", "*.ckpt.resume_step", note="-1 is the latest"),
+    _removed("*.ckpt.skip_optimizer", "a checkpoint is always loaded with its optimizer"),
+    _removed("*.ckpt.output_dir", "checkpoints are written to output_dir"),
+    _moved("*.monitors.wandb", "*.wandb"),
+    _removed("*.monitors.file", "remove it: metrics.jsonl is always written"),
+    _removed("*.monitors.prime", "metrics go to metrics.jsonl and W&B"),
+    _removed("*.monitors", "metrics go to metrics.jsonl, and to W&B with [wandb]"),
+    _removed("*.env_vars", "set environment variables outside the config"),
+    _moved("rl.tokenizer", "trainer.tokenizer"),
+    _moved("rl.rollout_transport", "trainer.rollout_transport", "orchestrator.rollout_transport"),
+    _removed("rl.deployment.num_infer_replicas", "the number of copies follows from the GPUs and parallel.tp"),
+    _removed("*.deployment.orchestrator_on_inference"),
+    _moved("sft.deployment.num_train_gpus", "sft.deployment.num_gpus"),
+    _moved("sft.deployment.num_train_nodes", "sft.deployment.num_nodes"),
+    _removed("sft.deployment.num_infer_*", "sft starts no inference server"),
+    _removed("sft.deployment.num_eval_*", "sft starts no inference server"),
+    _removed("sft.inference", "sft starts no inference server"),
+    _removed("sft.eval", "sft evaluates no environments: validate with [val], or run `eval` on its weights"),
+    _removed("sft.renderer", "samples are rendered with the tokenizer's chat template"),
+    _removed("*.log.ranks_filter"),
+    _removed("*.log.interval"),
+    # Orchestrator.
+    _moved("orchestrator.group_size", "orchestrator.rollouts_per_example"),
+    _moved("orchestrator.train.sampling.max_completion_tokens", "orchestrator.sampling.max_tokens"),
+    _moved("orchestrator.train.sampling", "orchestrator.sampling"),
+    _rewritten(
+        "orchestrator.train.source",
+        "orchestrator.env",
+        note="training environments are [[orchestrator.env]] tables with `id` and `args`",
+    ),
+    _rewritten(
+        "orchestrator.train.env",
+        "orchestrator.env",
+        note="training environments are [[orchestrator.env]] tables with `id` and `args`",
+    ),
+    _rewritten(
+        "orchestrator.train.filter_zero_advantages",
+        "orchestrator.buffer.drop_equal_rewards",
+        note="which replaces the groups that it drops",
+    ),
+    _removed("orchestrator.train"),
+    _rewritten(
+        "orchestrator.eval.source",
+        "orchestrator.eval.env",
+        note="eval environments are [[orchestrator.eval.env]] tables with `id` and `args`",
+    ),
+    _moved("orchestrator.eval.group_size", "orchestrator.eval.rollouts_per_example"),
+    _moved("orchestrator.eval.env.group_size", "orchestrator.eval.env.rollouts_per_example"),
+    _moved("orchestrator.eval.select.limit", "orchestrator.eval.num_examples"),
+    _moved("orchestrator.eval.sampling.max_completion_tokens", "orchestrator.eval.sampling.max_tokens"),
+    _inverted("orchestrator.eval.skip_first_step", "orchestrator.eval.eval_base_model"),
+    _inverted("orchestrator.eval.retrigger_on_resume", "orchestrator.eval.skip_eval_on_resume"),
+    _moved("orchestrator.sampling.max_completion_tokens", "orchestrator.sampling.max_tokens"),
+    _rewritten("orchestrator.model.client.base_url", "orchestrator.client.base_url", note="a list"),
+    _moved("orchestrator.model.client", "orchestrator.client"),
+    _rewritten("orchestrator.algo", "rl.algorithm", note="at the top of the rl config: grpo, dapo, …"),
+    _rewritten(
+        "orchestrator.concurrency",
+        "orchestrator.max_inflight_rollouts",
+        note="a fixed number of rollouts, not an adaptive one",
+    ),
+    _removed("orchestrator.renderer", "prompts are rendered with the tokenizer's chat template"),
+    _moved("orchestrator.tokenizer", "trainer.tokenizer"),
+    _removed("orchestrator.pad_to_multiple_of"),
+    _removed("orchestrator.env_server_base_port"),
+    _removed("orchestrator.collect_inference_metrics"),
+    # Trainer.
+    _rewritten("trainer.loss.dppo_mask_low", "trainer.loss.token_mask_low", note="a bound on the ratio"),
+    _rewritten("trainer.loss.dppo_mask_high", "trainer.loss.token_mask_high", note="a bound on the ratio"),
+    _rewritten(
+        "*.model.fused_lm_head_token_chunk_size",
+        "*.model.fused_lm_head_chunk_size",
+        note="counted in vocabulary entries, not tokens",
+    ),
+    _removed("*.model.quantization", "models are trained in bfloat16 or float32"),
+    _removed("*.model.moe", "see model.moe_use_grouped_mm and model.ep"),
+    _removed("trainer.gc"),
+    _removed("trainer.matmul_precision"),
+    _removed("trainer.enable_router_replay"),
+    _removed("trainer.enable_token_export", "orchestrator.save_rollouts writes the rollouts"),
+    _rewritten("sft.data.source", "sft.data.name", note="one dataset, or several `subsets` or `splits` of it"),
+    # Inference.
+    _moved("inference.vllm.model", "inference.model.name"),
+    _moved("inference.vllm.tensor_parallel_size", "inference.parallel.tp"),
+    _moved("inference.vllm.data_parallel_size", "inference.parallel.dp"),
+    _moved("inference.vllm.host", "inference.server.host"),
+    _moved("inference.vllm.port", "inference.server.port"),
+    *(
+        _moved(f"inference.vllm.{key}", f"inference.model.{key}")
+        for key in (
+            "dtype",
+            "max_model_len",
+            "enforce_eager",
+            "tool_call_parser",
+            "reasoning_parser",
+            "trust_remote_code",
+        )
+    ),
+    *(
+        _moved(f"inference.vllm.{key}", f"inference.{key}")
+        for key in (
+            "enable_lora",
+            "max_loras",
+            "max_cpu_loras",
+            "max_lora_rank",
+            "enable_prefix_caching",
+            "gpu_memory_utilization",
+            "api_server_count",
+            "seed",
+            "enable_expert_parallel",
+            "all2all_backend",
+            "enable_eplb",
+        )
+    ),
+    _removed("inference.vllm.rope_scaling", "set it in the model's config.json"),
+    _removed("inference.vllm", "`inference` passes options that it does not know to vLLM: --name value"),
+    _removed("inference.router", "one server is started; list several in orchestrator.client.base_url"),
+    _removed("inference.deployment", "one server is started; its GPUs are deployment.num_infer_gpus of rl"),
+    _removed("inference.kv_cache_offload"),
+    _moved("inference.backend_port", "inference.server.port"),
+    _removed("inference.slurm", "the server runs in the job of its run"),
+    _removed("inference.dry_run"),
+    # `evals`.
+    _moved("eval.group_size", "eval.rollouts_per_example"),
+    _moved("eval.sampling.max_completion_tokens", "eval.sampling.max_tokens"),
+    _rewritten("eval.source", "eval.env", note="environments are [[env]] tables with `id` and `args`"),
+)
 
-def new_name(component: str, key: str) -> str | None:
-    """What to write instead of `key` (dotted, from the root of `component`); None if it never was a key."""
-    parts = key.split(".")
-    if component == "rl" and len(parts) > 1 and parts[0] in (*COMPONENTS, "teacher_inference"):
-        parts[0] = parts[0].removeprefix("teacher_")
-    else:
-        parts = [component, *parts]
-    # A key below a renamed table was renamed with it.
-    tables = [".".join(parts[:length]) for length in range(len(parts), 1, -1)]
-    return next((RENAMED[pattern] for pattern in RENAMED for table in tables if fnmatchcase(table, pattern)), None)
+OTHER_TRAINERS: tuple[Renamed, ...] = (
+    *(
+        _moved(f"{component}.optim.{old}", f"{component}.optim.{new}")
+        for component in ("trainer", "sft")
+        for old, new in (("learning_rate", "lr"), ("max_grad_norm", "max_norm"), ("grad_clip", "max_norm"))
+    ),
+)
+
+RENAMED: tuple[Renamed, ...] = (*OLDER, *NEWER, *OTHER_TRAINERS)
+"""A key is looked up with its whole path first, then with the tables around it; of equal lengths the first entry is
+taken."""
+
+
+def split_component(component: str, key: str) -> tuple[str, str]:
+    """The component that owns `key` (dotted, from the root of `component`), and the key from there.
+
+    `trainer.optim.lr` of `rl` is `optim.lr` of `trainer`.
+    """
+    head, _, rest = key.partition(".")
+    if component in ("rl", "eval") and rest and head.removeprefix("teacher_") in SECTIONS_OF_RL:
+        return head.removeprefix("teacher_"), rest
+    return component, key
+
+
+def find_renamed(component: str, key: str) -> tuple[Renamed, str] | None:
+    """The entry for `key` of a component, or for a table around it; and the part of `key` below that table.
+
+    None if no version that we know of has the key.
+    """
+    parts = [component, *key.split(".")]
+    for length in range(len(parts), 1, -1):
+        table = ".".join(parts[:length])
+        for entry in RENAMED:
+            if fnmatchcase(table, entry.old):
+                return entry, ".".join(parts[length:])
+    return None

@@ -1,8 +1,8 @@
-"""The parent of every root class: it knows which keys earlier and later versions had."""
+"""Parent of the root config classes."""
 
 from typing import ClassVar
 
-from prime_rl.configs.surface.renamed import new_name
+from prime_rl.configs.surface.hints import hint_for_renamed
 from prime_rl.utils.pydantic_config import BaseSettings
 
 
@@ -10,8 +10,8 @@ class RootConfig(BaseSettings):
     """What a command reads: files, environment variables and arguments."""
 
     component: ClassVar[str] = ""
-    """How other components call this one: the first word of its keys in `not_built` and `renamed`."""
+    """Name of this config in other configs, and first word of its keys in `not_built` and `renamed`."""
 
     @classmethod
-    def advice_for_key(cls, key: str) -> str | None:
-        return new_name(cls.component, key)
+    def advice_for_key(cls, key: str, as_flag: bool = False) -> str | None:
+        return hint_for_renamed(cls, cls.component, key, as_flag)

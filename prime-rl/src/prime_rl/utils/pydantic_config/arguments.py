@@ -82,7 +82,8 @@ def parse_arguments(root: Section, args: Sequence[str], allow_extras: bool = Fal
                 parsed.extras += [word, *_values_after(words)]
             else:
                 _values_after(words, at_most=1)
-                parsed.faults.append(f"{flag}: unknown option; {advice_for_key(root, flag[2:], as_flag=True)}")
+                advice = advice_for_key(root, flag[2:], as_flag=True)
+                parsed.faults.append(f"{flag}: unknown option; {advice}" if advice else f"{flag}: unknown option")
         except BadText as error:
             parsed.faults.append(f"{flag}: {error}")
     return parsed

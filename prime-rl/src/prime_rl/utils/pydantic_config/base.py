@@ -142,6 +142,6 @@ class BaseSettings(pydantic_settings.BaseSettings):
         return files_source(cls, cls.files_to_read), init_settings, env_settings, dotenv_settings, file_secret_settings
 
     @classmethod
-    def advice_for_key(cls, key: str) -> str | None:
-        """What to write instead of a key that this class had once, or has elsewhere. None for any other key."""
+    def advice_for_key(cls, key: str, as_flag: bool = False) -> str | None:
+        """What to write instead of a key that another version has. None for any other key."""
         return None

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from itertools import takewhile
 from typing import Any
 
 from pydantic import ValidationError
@@ -20,7 +21,7 @@ from prime_rl.utils.pydantic_config.schema import (
     sections_among,
     tag_of,
 )
-from prime_rl.utils.pydantic_config.suggest import advice_for_key, variants_with
+from prime_rl.utils.pydantic_config.suggest import advice_for_key, advice_for_renamed, variants_with
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +37,7 @@ class Place:
 
     @property
     def key(self) -> str:
-        return ".".join(str(part) for part in self.path)
+        return _dotted(self.path)
 
 
 def faults_of(root: Section, error: ValidationError, layers: Sequence[Layer]) -> list[str]:
@@ -50,7 +51,13 @@ def faults_of(root: Section, error: ValidationError, layers: Sequence[Layer]) ->
             for line in str(detail["ctx"]["error"]).splitlines():
                 complaints[(origin, f"{_shown_key(place.key, origin)}{line}")] = [""]
             continue
-        what = _complaint(root, place, detail, layers)
+        if detail["type"] == "extra_forbidden" and not place.kinds:
+            for path, advice in unknown_keys(root, place, detail["input"], layers):
+                origin = _origin(path, layers, of_rule=False)
+                what = f"unknown key; {advice}" if advice else "unknown key"
+                complaints.setdefault((origin, _shown_key(_dotted(path), origin)), []).append(what)
+            continue
+        what = _complaint(place, detail)
         complaints.setdefault((origin, _shown_key(place.key, origin)), []).append(what)
     return [f"{origin}: {key}{_joined(whats)}" for (origin, key), whats in complaints.items()]
 
@@ -83,16 +90,49 @@ def locate(root: Section, loc: KeyPath) -> Place:
     return Place(tuple(path), variants, tag, kinds)
 
 
+def unknown_keys(root: Section, place: Place, value: Any, layers: Sequence[Layer]) -> list[tuple[KeyPath, str | None]]:
+    """The keys to name for an unknown key with this value, and what to write instead of each.
+
+    One key, or, for a table of another version, each key that has its own place here.
+    """
+    if owners := variants_with(place.variants, str(place.path[-1])) if place.tag is not None else []:
+        return [(place.path, _advice_for_variant(place, owners, layers))]
+    paths: dict[str, list[KeyPath]] = {}
+    for leaf in _leaves(place.path, value):
+        paths.setdefault(advice_for_renamed(root, leaf) or "", []).append(leaf)
+    if list(paths) == [""]:
+        return [(place.path, advice_for_key(root, place.key))]
+    return [(_common_start(leaves), advice or None) for advice, leaves in paths.items()]
+
+
+def _leaves(path: KeyPath, value: Any) -> Iterator[KeyPath]:
+    """The path of each value that is no table or list of tables."""
+    if isinstance(value, list) and any(isinstance(item, dict) for item in value):
+        value = dict(enumerate(value))
+    if not isinstance(value, dict) or not value:
+        yield path
+        return
+    for key, item in value.items():
+        yield from _leaves((*path, key), item)
+
+
+def _common_start(paths: Sequence[KeyPath]) -> KeyPath:
+    same = takewhile(lambda parts: len(set(parts)) == 1, zip(*paths, strict=False))
+    return tuple(parts[0] for parts in same)
+
+
+def _dotted(path: KeyPath) -> str:
+    return ".".join(str(part) for part in path)
+
+
 def _is_rule(detail: Any) -> bool:
     return detail["type"] in ("value_error", "assertion_error")
 
 
-def _complaint(root: Section, place: Place, detail: Any, layers: Sequence[Layer]) -> str:
+def _complaint(place: Place, detail: Any) -> str:
     match detail["type"]:
-        case "extra_forbidden" if place.kinds:
-            return "is another name of a key that is given too: remove one"
         case "extra_forbidden":
-            return f"unknown key; {_advice_for_unknown(root, place, layers)}"
+            return "is another name of a key that is given too: remove one"
         case "missing":
             return "is required"
         case "union_tag_not_found":
@@ -108,10 +148,7 @@ def _complaint(root: Section, place: Place, detail: Any, layers: Sequence[Layer]
     return detail["msg"].removeprefix("Input ").split(", unable to")[0] + _got(detail)
 
 
-def _advice_for_unknown(root: Section, place: Place, layers: Sequence[Layer]) -> str:
-    owners = variants_with(place.variants, str(place.path[-1])) if place.tag is not None else []
-    if not owners:
-        return advice_for_key(root, place.key)
+def _advice_for_variant(place: Place, owners: Sequence[str], layers: Sequence[Layer]) -> str:
     tag = (*place.path[:-1], "type")
     chosen = next((f" (from {layer.origin(tag)})" for layer in reversed(layers) if layer.holds(tag)), "")
     union = ".".join(str(part) for part in place.path[:-1])

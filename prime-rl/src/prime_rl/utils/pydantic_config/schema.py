@@ -114,6 +114,32 @@ def find_key(root: Section, dotted: str) -> KeySite | None:
     return KeySite(tuple(path), kinds)
 
 
+def sections_below(owners: Sequence[Section], name: str) -> tuple[Section, ...]:
+    """The sections that key `name` of any of `owners` may hold: its own, the variants of a union, items of a list."""
+    kinds = [
+        kind
+        for owner in owners
+        if (found := find_field(owner, name)) is not None
+        for kind in alternatives(found[1].annotation)
+    ]
+    return (*sections_among(kinds), *sections_among(list_items(kinds) or ()))
+
+
+def has_key(root: Section, path: Sequence[str]) -> bool:
+    """Whether a file may have a key at `path`, without indices of lists; anything may stand below a free table."""
+    owners: tuple[Section, ...] = (root,)
+    for length, part in enumerate(path, start=1):
+        found = [match for owner in owners if (match := find_field(owner, part)) is not None]
+        if not found:
+            return False
+        if any(is_table(alternatives(field.annotation)) for _, field in found):
+            return True
+        owners = sections_below(owners, part)
+        if length == len(path):
+            return True
+    return False
+
+
 def find_negated(root: Section, name: str) -> KeySite | None:
     """The flag or optional key that `no-<key>` switches off."""
     if name[:3].lower() not in ("no-", "no_"):

@@ -1,51 +1,83 @@
-"""What to write instead of a key that does not exist."""
+"""Hints for a key that does not exist. Where none is certain enough, there is none."""
 
 from __future__ import annotations
 
-from difflib import get_close_matches
-
 from prime_rl.utils.pydantic_config.layers import KeyPath
-from prime_rl.utils.pydantic_config.schema import (
-    Section,
-    alternatives,
-    find_field,
-    list_items,
-    sections_among,
-    tag_of,
-    walk_fields,
-)
+from prime_rl.utils.pydantic_config.schema import Section, find_field, has_key, sections_below, tag_of, walk_fields
+
+MOST_PLACES = 2
+"""A name that more sections have says too little about which one was meant."""
 
 
-def advice_for_key(root: Section, dotted: str, as_flag: bool = False) -> str:
-    """Advice for a key that `root` lacks: its new name, its place elsewhere, or the key most like it.
+def advice_for_key(root: Section, dotted: str, as_flag: bool = False) -> str | None:
+    """What to write instead of a key that `root` lacks: what other versions call it, or the key that it resembles.
 
-    `dotted` is the key as in a file, or an option without its dashes (`as_flag`), which the answer then looks like.
+    `dotted` is the key as in a file, or an option without its dashes (`as_flag`); keys in the answer look like it.
+    None if nothing is a safe guess.
     """
     parts = dotted.replace("-", "_").lower().split(".") if as_flag else dotted.split(".")
-    known = getattr(root, "advice_for_key", lambda _: None)(".".join(part for part in parts if not part.isdigit()))
+    known = advice_for_renamed(root, parts, as_flag)
     if known is not None:
         return known
-    nearest = nearest_key(root, tuple(parts))
-    return f"did you mean {'--' + nearest.replace('_', '-') if as_flag else nearest}?"
+    own_name = getattr(root, "component", "")
+    if parts == [own_name]:
+        return f"leave out `{own_name}`: this is the config of {own_name} itself"
+    inner = parts[1:] if parts[0] == own_name else []
+    nearest = [".".join(inner)] if inner and has_key(root, inner) else nearest_keys(root, tuple(inner or parts))
+    if not nearest:
+        return None
+    shown = [f"--{key.replace('_', '-')}" if as_flag else key for key in nearest]
+    return f"did you mean {' or '.join(shown)}?"
 
 
-def nearest_key(root: Section, path: KeyPath) -> str:
-    """The valid key most like `path`: in its section, or of the same name in another one."""
-    keys = [key for key, _, _ in walk_fields(root)]
+def advice_for_renamed(root: Section, parts: KeyPath, as_flag: bool = False) -> str | None:
+    """What to write instead of a key that another version has."""
+    hook = getattr(root, "advice_for_key", lambda *_: None)
+    return hook(".".join(str(part) for part in parts if not _is_index(part)), as_flag)
+
+
+def nearest_keys(root: Section, path: KeyPath) -> list[str]:
+    """The keys that `path` may have meant: a misspelling in its section, or the same name in another one."""
     parents, owners = _existing(root, path)
+    wrong, rest = str(path[len(parents)]), tuple(str(part) for part in path[len(parents) + 1 :])
     names = list(dict.fromkeys(name for owner in owners for name in owner.model_fields if name != "toml_files"))
-    wrong = str(path[len(parents)])
-    close = get_close_matches(wrong, names, 1)
-    in_place = len(parents) == len(path) - 1
-    # Of a path whose section does not exist, the end may: `optim.lr` is there, though not at the top.
-    for start in range(len(path)):
-        tail = path[start:]
-        if in_place and start > 0 and close:
-            break
-        if elsewhere := [key for key in keys if key[-len(tail) :] == tail]:
-            return ".".join(min(elsewhere, key=len))
-    close = close or get_close_matches(wrong, names, 1, cutoff=0.0) or names[:1]
-    return ".".join((*parents, close[0]))
+    for name in names:
+        if is_misspelling(wrong, name) and has_key(
+            root, [part for part in (*parents, name, *rest) if not _is_index(part)]
+        ):
+            return [".".join((*parents, name, *rest))]
+    tail = (wrong, *rest)
+    elsewhere = dict.fromkeys(".".join(key) for key, _, _ in walk_fields(root) if key[-len(tail) :] == tail)
+    return list(elsewhere) if len(elsewhere) <= MOST_PLACES else []
+
+
+def is_misspelling(wrong: str, name: str) -> bool:
+    """Whether `wrong` is `name` with a slip of the keyboard in one or two of its words, or other underscores.
+
+    Words are compared one by one, so that `keep_best` is not taken for `keep_last`, nor `max_len` for `min_len`.
+    """
+    wrong, name = wrong.replace("-", "_").lower(), name.lower()
+    if wrong.replace("_", "") == name.replace("_", ""):
+        return True
+    words, names = wrong.split("_"), name.split("_")
+    if len(words) != len(names):
+        return False
+    changed = [(word, right) for word, right in zip(words, names, strict=True) if word != right]
+    return len(changed) <= 2 and all(_one_slip(word, right) for word, right in changed)
+
+
+def _one_slip(word: str, right: str) -> bool:
+    """One letter added, left out, doubled, swapped with its neighbour or, in a word of four and more, replaced."""
+    longer, shorter = (word, right) if len(word) >= len(right) else (right, word)
+    if len(longer) == len(shorter) + 1:
+        return bool(shorter) and any(longer[:at] + longer[at + 1 :] == shorter for at in range(len(longer)))
+    if len(longer) != len(shorter):
+        return False
+    different = [at for at in range(len(word)) if word[at] != right[at]]
+    if len(different) == 2:
+        one, other = different
+        return other == one + 1 and word[one] == right[other] and word[other] == right[one]
+    return len(different) == 1 and len(word) >= 4 and not right[different[0]].isdigit()
 
 
 def _existing(root: Section, path: KeyPath) -> tuple[tuple[str, ...], tuple[Section, ...]]:
@@ -53,8 +85,7 @@ def _existing(root: Section, path: KeyPath) -> tuple[tuple[str, ...], tuple[Sect
     parents: tuple[str, ...] = ()
     owners: tuple[Section, ...] = (root,)
     for part in path[:-1]:
-        is_index = isinstance(part, int) or part.isdigit()
-        below = owners if is_index else _below(owners, part)
+        below = owners if _is_index(part) else sections_below(owners, str(part))
         if not below:
             break
         owners = below
@@ -67,11 +98,5 @@ def variants_with(variants: tuple[Section, ...], key: str) -> list[str]:
     return [str(tag_of(variant)) for variant in variants if find_field(variant, key) is not None]
 
 
-def _below(owners: tuple[Section, ...], part: str) -> tuple[Section, ...]:
-    kinds = [
-        kind
-        for owner in owners
-        if (found := find_field(owner, part)) is not None
-        for kind in alternatives(found[1].annotation)
-    ]
-    return (*sections_among(kinds), *sections_among(list_items(kinds) or ()))
+def _is_index(part: str | int) -> bool:
+    return isinstance(part, int) or part.isdigit()

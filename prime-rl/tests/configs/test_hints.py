@@ -1,0 +1,342 @@
+"""What an unknown key's line suggests. A wrong suggestion is worse than none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from prime_rl.configs.env_server import EnvServerConfig
+from prime_rl.configs.eval import OfflineEvalConfig
+from prime_rl.configs.inference import InferenceConfig
+from prime_rl.configs.orchestrator import OrchestratorConfig
+from prime_rl.configs.rl import RLConfig
+from prime_rl.configs.sft import SFTConfig
+from prime_rl.configs.surface.docs import ROOTS
+from prime_rl.configs.surface.not_built import NOT_BUILT
+from prime_rl.configs.surface.renamed import RENAMED, Renamed, find_renamed, split_component
+from prime_rl.configs.trainer import TrainerConfig
+from prime_rl.utils.pydantic_config import ConfigError, load_config
+from prime_rl.utils.pydantic_config.schema import has_key, walk_fields
+from prime_rl.utils.pydantic_config.suggest import is_misspelling
+
+ROOT_OF = {root.component: root for root in ROOTS}
+
+OLDER: list[tuple[type, str, str | None]] = [
+    (RLConfig, "async_level", "use max_async_level"),
+    (RLConfig, "trainer.async_level", "use trainer.max_async_level"),
+    (OrchestratorConfig, "async_level", "use max_async_level"),
+    (RLConfig, "ckpt.keep", "use ckpt.keep_last"),
+    (TrainerConfig, "ckpt.keep", "use ckpt.keep_last"),
+    (RLConfig, "teacher_gpu_ids", "use deployment.num_teacher_gpus (a count; not supported yet)"),
+    (RLConfig, "clean", "use clean_output_dir"),
+    (SFTConfig, "clean", "use clean_output_dir"),
+    (RLConfig, "dump_config", "use dry_run"),
+    (TrainerConfig, "dump_config", "remove it"),
+    (SFTConfig, "slurm.dry_run", "use dry_run"),
+    (RLConfig, "orchestrator.environment.id", "use orchestrator.env (one [[env]] table for each environment)"),
+    (OrchestratorConfig, "environment.args.split", "use env (one [[env]] table for each environment)"),
+    (OrchestratorConfig, "environment_ids", "use env (one [[env]] table for each environment)"),
+    (OrchestratorConfig, "eval.environment_ids", "use eval.env (one table for each environment)"),
+    (OrchestratorConfig, "eval.environment_args.x", "use eval.env (`args` of each table)"),
+    (OrchestratorConfig, "env_mix", "use buffer.env_ratios"),
+    (OrchestratorConfig, "trajectory_strategy", "remove it"),
+    (OrchestratorConfig, "workers_per_env", "remove it"),
+    (OrchestratorConfig, "max_env_worker_restarts", "remove it"),
+    (OrchestratorConfig, "mask_env_responses", "remove it"),
+    (OrchestratorConfig, "mask_truncated_completions", "remove it"),
+    (OrchestratorConfig, "zero_truncated_completions", "remove it"),
+    (OrchestratorConfig, "reload_weights_on_start", "remove it"),
+    (OrchestratorConfig, "eval.save.disk", "remove it"),
+    (OrchestratorConfig, "eval.retry", "use eval.env.max_retries (in each [[eval.env]] table)"),
+    (OrchestratorConfig, "ckpt.buffer_path", "remove it"),
+    (
+        OrchestratorConfig,
+        "buffer.type",
+        "use buffer.easy_threshold, buffer.hard_threshold and buffer.online_difficulty_filtering "
+        "(`simple` is the default)",
+    ),
+    (TrainerConfig, "model.experimental.lora.rank", "use model.lora.rank"),
+    (RLConfig, "trainer.model.experimental.lora.rank", "use trainer.model.lora.rank"),
+    (TrainerConfig, "model.experimental.other", None),
+    (TrainerConfig, "model.load_using_meta", "remove it"),
+    (OrchestratorConfig, "client.server_type", "remove it"),
+    (OrchestratorConfig, "weights.path", "remove it"),
+    (
+        TrainerConfig,
+        "weights.interval",
+        "use ckpt.weights and weight_broadcast (weights to keep, and weights for the inference servers)",
+    ),
+    (SFTConfig, "weights.interval", "use ckpt.weights (weights are exported with checkpoints)"),
+    (TrainerConfig, "weight_broadcast.adapter_only", "remove it"),
+    (TrainerConfig, "loss.mask_ratio_high", "use loss.token_mask_high"),
+    (RLConfig, "trainer.loss.mask_ratio_low", "use trainer.loss.token_mask_low"),
+    (TrainerConfig, "loss.sequence_mask_ratio_low", "use loss.sequence_mask_low"),
+    (TrainerConfig, "loss.ref_tau", "use loss.teacher_tau (not supported yet)"),
+    (OrchestratorConfig, "reference_model.name", "use teacher_model (not supported yet)"),
+    (OfflineEvalConfig, "use_tqdm", "remove it"),
+    (OfflineEvalConfig, "save.env_hub", "remove it: results are always written to <output_dir>/eval"),
+    (OfflineEvalConfig, "resume_path", "remove it: run again with the same output_dir to complete an evaluation"),
+    (OfflineEvalConfig, "watcher", "evaluate during training with [orchestrator.eval]"),
+]
+
+NEWER: list[tuple[type, str, str | None]] = [
+    (RLConfig, "run.name", "use output_dir (a run is its directory; wandb.name names it for W&B)"),
+    (RLConfig, "run.dir", "use output_dir"),
+    (RLConfig, "resume.step", "use ckpt.resume_step"),
+    (RLConfig, "resume.dir", "a run resumes from its own output_dir"),
+    (RLConfig, "ckpt.output_dir", "checkpoints are written to output_dir"),
+    (TrainerConfig, "ckpt.skip_optimizer", "a checkpoint is always loaded with its optimizer"),
+    (RLConfig, "monitors.wandb.project", "use wandb.project"),
+    (RLConfig, "monitors.wandb.tags", "monitors.wandb is wandb here, which has no tags"),
+    (RLConfig, "monitors.file.path", "remove it: metrics.jsonl is always written"),
+    (RLConfig, "monitors.prime.base_url", "metrics go to metrics.jsonl and W&B"),
+    (SFTConfig, "monitors.wandb.name", "use wandb.name"),
+    (RLConfig, "env_vars.NCCL_DEBUG", "set environment variables outside the config"),
+    (TrainerConfig, "env_vars.NCCL_DEBUG", "set environment variables outside the config"),
+    (RLConfig, "inference.env_vars.VLLM_X", "set environment variables outside the config"),
+    (RLConfig, "tokenizer.name", "use trainer.tokenizer.name"),
+    (RLConfig, "rollout_transport.type", "use trainer.rollout_transport.type and orchestrator.rollout_transport.type"),
+    (
+        RLConfig,
+        "deployment.num_infer_replicas",
+        "the number of copies follows from the GPUs and parallel.tp",
+    ),
+    (RLConfig, "deployment.orchestrator_on_inference", "remove it"),
+    (RLConfig, "log.ranks_filter", "remove it"),
+    (RLConfig, "log.interval", "remove it"),
+    (OrchestratorConfig, "group_size", "use rollouts_per_example"),
+    (RLConfig, "orchestrator.group_size", "use orchestrator.rollouts_per_example"),
+    (RLConfig, "orchestrator.train.sampling.max_completion_tokens", "use orchestrator.sampling.max_tokens"),
+    (RLConfig, "orchestrator.train.sampling.temperature", "use orchestrator.sampling.temperature"),
+    (
+        RLConfig,
+        "orchestrator.train.sampling.extra_body.chat_template_kwargs.x",
+        "use orchestrator.sampling.extra_body.chat_template_kwargs.x",
+    ),
+    (
+        RLConfig,
+        "orchestrator.train.sampling.top_p",
+        "orchestrator.train.sampling is orchestrator.sampling here, which has no top_p",
+    ),
+    (
+        RLConfig,
+        "orchestrator.train.source.env.taskset.id",
+        "use orchestrator.env (training environments are [[orchestrator.env]] tables with `id` and `args`)",
+    ),
+    (
+        RLConfig,
+        "orchestrator.train.filter_zero_advantages",
+        "use orchestrator.buffer.drop_equal_rewards (which replaces the groups that it drops)",
+    ),
+    (
+        OrchestratorConfig,
+        "eval.source.env",
+        "use eval.env (eval environments are [[orchestrator.eval.env]] tables with `id` and `args`)",
+    ),
+    (OrchestratorConfig, "eval.group_size", "use eval.rollouts_per_example"),
+    (OrchestratorConfig, "eval.select.limit", "use eval.num_examples"),
+    (OrchestratorConfig, "eval.sampling.max_completion_tokens", "use eval.sampling.max_tokens"),
+    (RLConfig, "orchestrator.eval.sampling.max_completion_tokens", "use orchestrator.eval.sampling.max_tokens"),
+    (OrchestratorConfig, "sampling.max_completion_tokens", "use sampling.max_tokens"),
+    (OrchestratorConfig, "eval.skip_first_step", "use eval.eval_base_model (with the opposite value)"),
+    (OrchestratorConfig, "eval.retrigger_on_resume", "use eval.skip_eval_on_resume (with the opposite value)"),
+    (RLConfig, "orchestrator.model.client.base_url", "use orchestrator.client.base_url (a list)"),
+    (RLConfig, "orchestrator.model.client.api_key_var", "use orchestrator.client.api_key_var"),
+    (
+        RLConfig,
+        "orchestrator.model.client.connect",
+        "orchestrator.model.client is orchestrator.client here, which has no connect",
+    ),
+    (RLConfig, "orchestrator.algo.type", "use algorithm (at the top of the rl config: grpo, dapo, …)"),
+    (
+        OrchestratorConfig,
+        "algo.type",
+        "use algorithm in the config of rl (at the top of the rl config: grpo, dapo, …)",
+    ),
+    (
+        OrchestratorConfig,
+        "concurrency.max_inflight",
+        "use max_inflight_rollouts (a fixed number of rollouts, not an adaptive one)",
+    ),
+    (OrchestratorConfig, "renderer.name", "prompts are rendered with the tokenizer's chat template"),
+    (OrchestratorConfig, "tokenizer.name", "use tokenizer.name in the config of trainer"),
+    (OrchestratorConfig, "pad_to_multiple_of", "remove it"),
+    (OrchestratorConfig, "env_server_base_port", "remove it"),
+    (OrchestratorConfig, "collect_inference_metrics", "remove it"),
+    (TrainerConfig, "loss.dppo_mask_low", "use loss.token_mask_low (a bound on the ratio)"),
+    (TrainerConfig, "loss.dppo_mask_high", "use loss.token_mask_high (a bound on the ratio)"),
+    (
+        RLConfig,
+        "trainer.model.fused_lm_head_token_chunk_size",
+        "use trainer.model.fused_lm_head_chunk_size (counted in vocabulary entries, not tokens)",
+    ),
+    (RLConfig, "trainer.model.quantization.type", "models are trained in bfloat16 or float32"),
+    (SFTConfig, "model.moe.dispatch.type", "see model.moe_use_grouped_mm and model.ep"),
+    (TrainerConfig, "gc.interval", "remove it"),
+    (TrainerConfig, "matmul_precision", "remove it"),
+    (TrainerConfig, "enable_router_replay", "remove it"),
+    (TrainerConfig, "enable_token_export", "orchestrator.save_rollouts writes the rollouts"),
+    (InferenceConfig, "vllm.model", "use model.name"),
+    (RLConfig, "inference.vllm.tensor_parallel_size", "use inference.parallel.tp"),
+    (RLConfig, "inference.vllm.data_parallel_size", "use inference.parallel.dp"),
+    (RLConfig, "inference.vllm.max_model_len", "use inference.model.max_model_len"),
+    (RLConfig, "inference.vllm.enable_lora", "use inference.enable_lora"),
+    (RLConfig, "inference.vllm.gpu_memory_utilization", "use inference.gpu_memory_utilization"),
+    (
+        RLConfig,
+        "inference.vllm.max_num_seqs",
+        "`inference` passes options that it does not know to vLLM: --name value",
+    ),
+    (InferenceConfig, "router.type", "one server is started; list several in orchestrator.client.base_url"),
+    (
+        RLConfig,
+        "inference.deployment.num_decode_replicas",
+        "one server is started; its GPUs are deployment.num_infer_gpus of rl",
+    ),
+    (RLConfig, "inference.kv_cache_offload", "remove it"),
+    (InferenceConfig, "backend_port", "use server.port"),
+    (InferenceConfig, "slurm.partition", "the server runs in the job of its run"),
+    (InferenceConfig, "dry_run", "remove it"),
+    (RLConfig, "inference.use_deep_gemm", None),
+    (SFTConfig, "deployment.num_train_gpus", "use deployment.num_gpus"),
+    (SFTConfig, "deployment.num_train_nodes", "use deployment.num_nodes"),
+    (SFTConfig, "deployment.num_infer_gpus", "sft starts no inference server"),
+    (SFTConfig, "deployment.num_eval_gpus", "sft starts no inference server"),
+    (SFTConfig, "inference.vllm.model", "sft starts no inference server"),
+    (
+        SFTConfig,
+        "eval.sampling.max_completion_tokens",
+        "sft evaluates no environments: validate with [val], or run `eval` on its weights",
+    ),
+    (SFTConfig, "renderer.name", "samples are rendered with the tokenizer's chat template"),
+    (SFTConfig, "data.source.dataset", "use data.name (one dataset, or several `subsets` or `splits` of it)"),
+    (OfflineEvalConfig, "group_size", "use rollouts_per_example"),
+    (OfflineEvalConfig, "sampling.max_completion_tokens", "use sampling.max_tokens"),
+    (OfflineEvalConfig, "source.env", "use env (environments are [[env]] tables with `id` and `args`)"),
+    (TrainerConfig, "optim.learning_rate", "use optim.lr"),
+    (SFTConfig, "optim.max_grad_norm", "use optim.max_norm"),
+]
+
+MISTAKES: list[tuple[type, str, str | None]] = [
+    # Misspelled: the same words, with a slip in one of them.
+    (TrainerConfig, "optim.lrr", "did you mean optim.lr?"),
+    (TrainerConfig, "optim.weigth_decay", "did you mean optim.weight_decay?"),
+    (TrainerConfig, "maxsteps", "did you mean max_steps?"),
+    (TrainerConfig, "rollout_transport.prot", "did you mean rollout_transport.port?"),
+    (SFTConfig, "data.nmae", "did you mean data.name?"),
+    (SFTConfig, "data.loss_mask.asistant", "did you mean data.loss_mask.assistant?"),
+    (InferenceConfig, "parallel.tpp", "did you mean parallel.tp?"),
+    (EnvServerConfig, "env.idd", "did you mean env.id?"),
+    # In the wrong section, where the name says which is the right one.
+    (TrainerConfig, "lr", "did you mean optim.lr?"),
+    (TrainerConfig, "optim.max_steps", "did you mean max_steps?"),
+    (RLConfig, "optim.lr", "did you mean trainer.optim or orchestrator.optim?"),
+    (TrainerConfig, "trainer.optim.lr", "leave out `trainer`: this is the config of trainer itself"),
+    # Nothing is near enough.
+    (InferenceConfig, "parallel.ep", None),
+    (RLConfig, "ckpt.keep_best", "did you mean trainer.ckpt.keep_best?"),
+    (OrchestratorConfig, "ckpt.keep_best", None),
+    (OrchestratorConfig, "sampling.min_len", None),
+    (TrainerConfig, "name", None),
+    (TrainerConfig, "scheduler.gamma", None),
+    (TrainerConfig, "frobnicate", None),
+    (OrchestratorConfig, "eval.sampling.beams", None),
+]
+
+
+def line_for(config_cls: type, key: str) -> str:
+    """The line about `key`, in a file that is otherwise right."""
+    value: Any = 3
+    for part in reversed(key.split(".")):
+        value = {part: value}
+    required: dict[str, Any] = {"trainer": {}, "orchestrator": {}} if config_cls is RLConfig else {}
+    with pytest.raises(ConfigError) as caught:
+        load_config(config_cls, [], required | value)
+    (line,) = [fault for fault in caught.value.faults if "unknown key" in fault]
+    return line
+
+
+@pytest.mark.parametrize(("config_cls", "key", "hint"), [*OLDER, *NEWER, *MISTAKES])
+def test_an_unknown_key_gets_the_right_hint_or_none(config_cls: type, key: str, hint: str | None) -> None:
+    before, _, after = line_for(config_cls, key).partition(": unknown key")
+    assert key.startswith(before.removeprefix("override: "))
+    assert after == (f"; {hint}" if hint else "")
+
+
+@pytest.mark.parametrize("entry", RENAMED, ids=lambda entry: entry.old)
+def test_every_hint_names_keys_that_exist(entry: Renamed) -> None:
+    for new in entry.new:
+        component, _, key = new.partition(".")
+        owners = list(ROOT_OF) if component == "*" else [component]
+        having = [owner for owner in owners if has_key(ROOT_OF[owner], key.split("."))]
+        assert having
+        if {f"{owner}.{key}" for owner in having} & {unbuilt.key for unbuilt in NOT_BUILT if not unbuilt.values}:
+            assert "not supported yet" in entry.note
+
+
+def test_a_hint_is_left_out_where_its_key_does_not_exist() -> None:
+    assert line_for(InferenceConfig, "async_level") == "override: async_level: unknown key"
+
+
+@pytest.mark.parametrize("entry", RENAMED, ids=lambda entry: entry.old)
+def test_every_entry_is_found_before_any_other(entry: Renamed) -> None:
+    component, _, key = entry.old.replace("*.", "trainer.", 1).replace("*", "x").partition(".")
+    found = find_renamed(component, key)
+    assert found == (entry, "")
+
+
+def test_no_valid_key_counts_as_renamed() -> None:
+    for root in ROOTS:
+        for path, _, _ in walk_fields(root):
+            assert find_renamed(*split_component(root.component, ".".join(path))) is None
+
+
+def test_a_table_of_another_version_is_answered_key_by_key(toml, faults) -> None:
+    file = toml(
+        "[trainer]\n[orchestrator.train]\n[[orchestrator.train.source]]\nratio = 1\nenv.taskset.id = 'x'\n"
+        "[orchestrator.train.sampling]\nmax_completion_tokens = 9\ntemperature = 1\n"
+        "[monitors.wandb]\nproject = 'p'\n[monitors.file]\n[env_vars]\nA = '1'\nB = '2'\n"
+    )
+    source = "use orchestrator.env (training environments are [[orchestrator.env]] tables with `id` and `args`)"
+    assert sorted(faults(RLConfig, files=(file,))) == [
+        f"{file}: env_vars: unknown key; set environment variables outside the config",
+        f"{file}: monitors.file: unknown key; remove it: metrics.jsonl is always written",
+        f"{file}: monitors.wandb.project: unknown key; use wandb.project",
+        f"{file}: orchestrator.train.sampling.max_completion_tokens: unknown key; use orchestrator.sampling.max_tokens",
+        f"{file}: orchestrator.train.sampling.temperature: unknown key; use orchestrator.sampling.temperature",
+        f"{file}: orchestrator.train.source.0: unknown key; {source}",
+    ]
+
+
+def test_an_option_of_another_version_is_answered_with_options(faults) -> None:
+    assert faults(RLConfig, "--async-level", "2") == ["--async-level: unknown option; use --max-async-level"]
+    assert faults(RLConfig, "--orchestrator.train.sampling.max-completion-tokens", "9") == [
+        "--orchestrator.train.sampling.max-completion-tokens: unknown option; use --orchestrator.sampling.max-tokens"
+    ]
+    assert faults(TrainerConfig, "--frobnicate", "9") == ["--frobnicate: unknown option"]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "name"),
+    [("lrr", "lr"), ("max-steps", "max_steps"), ("batchsize", "batch_size"), ("windows", "window"), ("nmae", "name")],
+)
+def test_a_slip_in_a_word_is_a_misspelling(wrong: str, name: str) -> None:
+    assert is_misspelling(wrong, name)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "name"),
+    [
+        ("ep", "tp"),
+        ("keep_best", "keep_last"),
+        ("max_tokens", "min_tokens"),
+        ("top_k", "top_p"),
+        ("host", "port"),
+        ("num_train_gpus", "num_infer_gpus"),
+        ("token_mask_low", "token_mask_high"),
+        ("max_completion_tokens", "max_tokens"),
+    ],
+)
+def test_another_word_is_not(wrong: str, name: str) -> None:
+    assert not is_misspelling(wrong, name)
