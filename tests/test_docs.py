@@ -1,0 +1,167 @@
+"""The documents name what exists: paths, links, anchors and definitions; their commands and configs load."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shlex
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from medarc_rl import medarc_slurm, medarc_train
+from prime_rl.configs.eval import OfflineEvalConfig
+from prime_rl.configs.rl import RLConfig
+from prime_rl.configs.sft import SFTConfig
+from prime_rl.utils.pydantic_config import load_config
+
+ROOT = Path(__file__).resolve().parents[1]
+ENGINE = ROOT / "prime-rl" / "src" / "prime_rl"
+README = ROOT / "README.md"
+ARCHITECTURE = ROOT / "docs" / "architecture.md"
+PAGES = [
+    README,
+    ROOT / "AGENTS.md",
+    ROOT / "CHANGELOG.md",
+    ROOT / "prime-rl" / "README.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "examples").glob("*/README.md")),
+    *sorted((ROOT / "benchmarks").glob("*/README.md")),
+]
+
+CODE_SPAN = re.compile(r"`([^`\n]+)`")
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\[[^\]\n]*\]\(([^)\s]+)\)|<img[^>]* src=\"([^\"]+)\"")
+PATH = re.compile(r"(?:\.\./)*[\w.-]+(?:/[\w.-]+)*/?")
+REPOSITORY_PATH = re.compile(r"(?<![\w./~-])(?:\.ci|benchmarks|docs|examples|medarc_rl|prime-rl)/[\w./-]*\w")
+COMMAND = re.compile(r"^uv run (medarc_train|medarc_slurm) (sft|rl|eval) (.*)")
+
+MADE_BY_A_RUN = ("OUT/", "RUN/", "outputs/")
+"""Beginnings of paths that a run writes. Pages use them for everything in a run's directory."""
+
+
+def page_id(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+every_page = pytest.mark.parametrize("page", PAGES, ids=page_id)
+
+
+def paths_in(page: Path) -> Iterator[str]:
+    """Code spans that name a file or folder of the repository."""
+    bases = (ROOT, ENGINE, page.parent)
+    for span in CODE_SPAN.findall(FENCE.sub("", page.read_text(encoding="utf-8"))):
+        if span.startswith(MADE_BY_A_RUN) or not PATH.fullmatch(span):
+            continue
+        first = next(part for part in span.split("/") if part != "..")
+        if span.endswith(".py") or ("/" in span and any((base / first).exists() for base in bases)):
+            yield span
+
+
+@every_page
+def test_every_path_in_a_page_exists(page: Path) -> None:
+    bases = (ROOT, ENGINE, page.parent)
+    missing = {path for path in paths_in(page) if not any((base / path).exists() for base in bases)}
+    text = page.read_text(encoding="utf-8")
+    missing |= {path for path in REPOSITORY_PATH.findall(text) if not (ROOT / path).exists()}
+    assert missing == set()
+
+
+@every_page
+def test_every_relative_link_in_a_page_leads_somewhere(page: Path) -> None:
+    broken = []
+    for target, image in LINK.findall(FENCE.sub("", page.read_text(encoding="utf-8"))):
+        address = target or image
+        if address.startswith(("http://", "https://")):
+            continue
+        path, _, anchor = address.partition("#")
+        linked = page.parent / path if path else page
+        if not linked.exists() or (anchor and anchor not in anchors_of(linked)):
+            broken.append(address)
+    assert broken == []
+
+
+def anchors_of(page: Path) -> set[str]:
+    """The anchors that GitHub makes of a page's headings."""
+    text = FENCE.sub("", page.read_text(encoding="utf-8"))
+    headings = re.findall(r"^#+ +(.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_the_architecture_page_names_definitions_of_the_files_that_it_lists() -> None:
+    """In its tables, a row starts with a Python file, and the code spans of its second cell are defined in there."""
+    unknown, checked = [], 0
+    for line in ARCHITECTURE.read_text(encoding="utf-8").splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if not line.startswith("|") or not re.fullmatch(r"`[\w./-]+\.py`", cells[0]):
+            continue
+        file = cells[0].strip("`")
+        source = next(base / file for base in (ROOT, ENGINE) if (base / file).exists())
+        known = definitions_of(source)
+        for name in CODE_SPAN.findall(cells[1]):
+            checked += 1
+            if name not in known:
+                unknown.append(f"{file}: {name}")
+    assert unknown == []
+    assert checked > 40
+
+
+def definitions_of(source: Path) -> set[str]:
+    """Functions, classes and methods (`Class.method`) of a module."""
+    names = set()
+    for node in ast.parse(source.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(node.name)
+        if isinstance(node, ast.ClassDef):
+            names |= {
+                f"{node.name}.{member.name}"
+                for member in node.body
+                if isinstance(member, ast.FunctionDef | ast.AsyncFunctionDef)
+            }
+    return names
+
+
+def commands_in(page: Path) -> Iterator[str]:
+    for language, block in FENCE.findall(page.read_text(encoding="utf-8")):
+        if language == "bash":
+            yield from filter(COMMAND.match, block.replace("\\\n", " ").splitlines())
+
+
+COMMANDS = [(page, command) for page in PAGES for command in commands_in(page)]
+
+
+@pytest.mark.parametrize(("page", "command"), COMMANDS, ids=[f"{page_id(page)}: {line}" for page, line in COMMANDS])
+def test_every_command_in_a_page_is_dry_run(
+    page: Path, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`medarc_slurm` stands in for `medarc_train`: it takes the same words, and looks for no GPU."""
+    monkeypatch.chdir(ROOT)
+    program, kind, rest = COMMAND.match(command).groups()
+    words = [word for word in shlex.split(rest, comments=True) if word not in ("--preflight", "--dry-run")]
+    app = medarc_train.app if kind == "eval" else medarc_slurm.app
+    result = CliRunner().invoke(app, [kind, *words, "--dry-run", "--output-dir", str(tmp_path)])
+    assert result.exit_code == 0, f"{program}: {result.output}"
+
+
+BLOCKS = [
+    (page, block)
+    for page in PAGES
+    for language, block in FENCE.findall(page.read_text(encoding="utf-8"))
+    if language == "toml"
+]
+
+
+@pytest.mark.parametrize(("page", "block"), BLOCKS, ids=[f"{page_id(page)}: {block[:30]!r}" for page, block in BLOCKS])
+def test_every_config_in_a_page_loads(page: Path, block: str, tmp_path: Path) -> None:
+    """Blocks of RL are pieces: they stand on the sections that every RL file has."""
+    config_cls = {"sft.md": SFTConfig, "eval.md": OfflineEvalConfig}.get(page.name, RLConfig)
+    base = tmp_path / "base.toml"
+    base.write_text("[trainer]\n[orchestrator]\nrollouts_per_example = 8\n" if config_cls is RLConfig else "")
+    load_config(config_cls, [base], tomllib.loads(block))
+
+
+def test_the_readme_fits_on_150_lines() -> None:
+    assert len(README.read_text(encoding="utf-8").splitlines()) <= 150
