@@ -17,7 +17,7 @@ from prime_rl.run.directory import OutputDirInUse, RunDirError, check_run_dir, p
 from prime_rl.run.paths import RunPaths
 from prime_rl.utils.pydantic_config import BaseSettings, ConfigError, load_config, showing_warnings
 from prime_rl.utils.pydantic_config.arguments import arguments_layer, is_boolean_flag, parse_arguments
-from prime_rl.utils.pydantic_config.layers import Layer, merge_layers, value_at
+from prime_rl.utils.pydantic_config.layers import Layer, merge_layers, value_at, with_underscores
 from prime_rl.utils.pydantic_config.toml_files import read_files, section_of, split_files
 
 ConfigT = TypeVar("ConfigT", bound=RootConfig)
@@ -79,9 +79,10 @@ def load_run(
     try:
         with showing_warnings():
             files, overrides = split_words(config_cls, words)
-            given = [*read_files(files).layers, arguments_layer(config_cls, overrides)]
+            written = [*read_files(files).layers, arguments_layer(config_cls, overrides)]
+            given = [with_underscores(config_cls, layer) for layer in written]
             stem = next((file for file in files if not section_of(file)), files[0]).stem
-            root = output_dir or merge_layers(given).get("output_dir", f"outputs/{stem}-{kind}")
+            root = output_dir or merge_layers(config_cls, given).get("output_dir", f"outputs/{stem}-{kind}")
             if isinstance(root, str | Path):
                 no_slurm = {"slurm": None} if "slurm" in config_cls.model_fields else {}
                 owned = {"output_dir": _utf8(str(Path(root).absolute())), **no_slurm, **owned}

@@ -9,8 +9,9 @@ import pytest
 from prime_rl.configs.inference import InferenceConfig, ParallelConfig
 from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.configs.sft import SFTConfig
+from prime_rl.configs.surface.not_built import unbuilt_faults
 from prime_rl.configs.trainer import TrainerConfig
-from prime_rl.utils.pydantic_config import ConfigWarning, load_config
+from prime_rl.utils.pydantic_config import ConfigWarning, dump_toml, load_config
 
 
 def orchestrator(*options: str) -> OrchestratorConfig:
@@ -97,6 +98,7 @@ def words(options: str) -> list[str]:
         (SFTConfig, "deployment.type=multi_node", "'multi_node' needs [slurm]"),
         (SFTConfig, "deployment.type=multi_node slurm deployment.nodes-per-fsdp-group=3", "(2) is not a multiple of"),
         (SFTConfig, "model.cp=2 data.pack-function=stack data.seq-len=256", "needs data.pack_function = 'cat'"),
+        (SFTConfig, "model.seq-len=64 data.seq-len=32", "model.seq_len (64) and data.seq_len (32) differ"),
         (SFTConfig, "model.cp=3", "data.seq_len (128) is not a multiple of model.cp (3)"),
         (SFTConfig, "model.cp=2 data.micro-batch-size=2", "needs data.micro_batch_size = 1"),
         (SFTConfig, "data.pack-function=stack", "needs a data.seq_len in steps of 256 (got 128)"),
@@ -236,3 +238,21 @@ def test_loading_warns_of_nothing_without_a_reason() -> None:
         for load in (trainer, sft, orchestrator):
             load()
     assert caught == []
+
+
+def test_sft_takes_its_sequence_length_under_either_name() -> None:
+    for options in (["--model.seq-len=64"], ["--data.seq-len=64"], ["--model.seq-len=64", "--data.seq-len=64"]):
+        config = sft(*options)
+        assert (config.model.seq_len, config.data.seq_len) == (64, 64)
+        assert unbuilt_faults(config) == []
+
+
+def test_sft_validates_with_the_same_sequence_length() -> None:
+    assert sft("--model.seq-len=64", "--val").val.data.seq_len == 64
+    assert sft("--model.seq-len=64", "--val.data.seq-len=32").val.data.seq_len == 32
+
+
+def test_a_resolved_sft_config_loads_again(tmp_path) -> None:
+    config = sft("--model.seq-len=64", "--val")
+    dump_toml(config, tmp_path / "sft.toml")
+    assert load_config(SFTConfig, [tmp_path / "sft.toml"]) == config

@@ -90,7 +90,8 @@ class ModelConfig(BaseModelConfig):
     """The trained model: its code, memory and parallelism."""
 
     seq_len: int = Field(2048, ge=1)
-    """RL: longest sequence that is trained, in tokens. SFT takes `data.seq_len`."""
+    """Length of the longest training sequence, in tokens. SFT: the value of `data.seq_len`, which may be set here
+    instead."""
 
     attn: AttentionKernel = "flash_attention_2"
     """Attention kernel. Where it cannot run, PyTorch's varlen kernel or flex attention does on a GPU, SDPA on a CPU;

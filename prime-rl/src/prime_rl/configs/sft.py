@@ -285,8 +285,18 @@ class SFTConfig(RootConfig):
         return self
 
     @model_validator(mode="after")
+    def _share_sequence_length(self) -> Self:
+        """`model.seq_len` is another name of `data.seq_len`."""
+        if "seq_len" in self.model.model_fields_set and "seq_len" not in self.data.model_fields_set:
+            derive(self.data, seq_len=self.model.seq_len)
+            if self.val is not None and "seq_len" not in self.val.data.model_fields_set:
+                derive(self.val.data, seq_len=self.model.seq_len)
+        return self
+
+    @model_validator(mode="after")
     def _check_rules(self) -> Self:
         raise_faults([*training_faults(self), *self._sequence_faults(), *self._faults()])
+        derive(self.model, seq_len=self.data.seq_len)
         fill_tokenizer(self.tokenizer, self.model)
         derive(self.model, fused_lm_head_chunk_size="disabled")
         deployment = self.deployment
@@ -296,6 +306,8 @@ class SFTConfig(RootConfig):
 
     def _sequence_faults(self) -> Iterator[str]:
         data, cp = self.data, self.model.cp
+        if "seq_len" in self.model.model_fields_set and self.model.seq_len != data.seq_len:
+            yield f"model.seq_len ({self.model.seq_len}) and data.seq_len ({data.seq_len}) differ: set one"
         if cp > 1 and data.pack_function != "cat":
             yield f"model.cp ({cp}) needs data.pack_function = 'cat' (got {data.pack_function!r})"
         if cp > 1 and data.seq_len % cp != 0:

@@ -57,7 +57,8 @@ anything else, lists too, is replaced whole. An unknown key is an error everywhe
 | `@ a.toml`, `@a.toml` | a file; several are layered, the last one wins |
 | `--trainer @ a.toml`, `--trainer.model.ac @ a.toml` | a file that holds one section |
 | `toml_files = ["base.toml"]` at the top of a file | files that it stands on, relative to it; its own keys win |
-| `--trainer.optim.lr 1e-6`, `--trainer.optim.lr=1e-6` | an option; dashes and underscores are the same |
+| `--trainer.optim.lr 1e-6`, `--trainer.optim.lr=1e-6` | an option |
+| `weight-decay = 0.1`, `--optim.weight_decay 0.1` | dashes and underscores are the same, in files and options |
 | `--bench`, `--no-trainer.model.reshard-after-forward` | a boolean |
 | `--ckpt`, `--ckpt '{"interval": 5}'`, `--no-ckpt` | an optional section: on, on with values, off |
 | `--client.base-url a,b`, `--client.base-url a --client.base-url b`, `'["a", "b"]'` | a list |
@@ -66,7 +67,9 @@ anything else, lists too, is replaced whole. An unknown key is an error everywhe
 | `"None"` (anywhere), `null` (options) | no value |
 | `PRIME_RL_MAX_STEPS=10`, `PRIME_RL_MODEL__NAME=x` (or `PRIME_…`) | a key of the root class, by environment |
 
-A table that does not name its `type` keeps the default one. Under `rl`, shared settings at the top are written into the
+A table without `type` has the default one. If a file or option changes the `type` that a weaker source chose, the keys
+of the weaker source that the new type lacks are ignored, with a warning; keys that both types have keep their values.
+Under `rl`, shared settings at the top are written into the
 components' sections; where they replace another value, a warning says so.
 """
 

@@ -37,7 +37,6 @@ NOT_BUILT: tuple[NotBuilt, ...] = (
     NotBuilt("rl.max_model_len", "set `inference.model.max_model_len`"),
     NotBuilt("sft.slurm", "submit with `medarc_slurm sft`"),
     NotBuilt("sft.deployment.type", "runs use one node", ("multi_node",)),
-    NotBuilt("sft.model.seq_len", "set `data.seq_len`"),
     *_of_both_trainers("model.attn", "use flash_attention_2, flash_attention_3 or sdpa", ("fa4",)),
     *_of_both_trainers("model.cp", "no context parallelism yet"),
     *_of_both_trainers("model.tp", "no tensor parallelism yet"),

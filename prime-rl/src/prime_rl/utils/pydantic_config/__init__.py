@@ -4,13 +4,12 @@ from prime_rl.utils.pydantic_config.arguments import parse_unknown_args, to_keba
 from prime_rl.utils.pydantic_config.base import (
     BaseConfig,
     BaseSettings,
-    ConfigWarning,
     derive,
     explicit_values,
     raise_faults,
 )
 from prime_rl.utils.pydantic_config.dump import dump_toml, to_toml
-from prime_rl.utils.pydantic_config.errors import ConfigError
+from prime_rl.utils.pydantic_config.errors import ConfigError, ConfigWarning
 from prime_rl.utils.pydantic_config.load import (
     get_unknown_args,
     load_config,

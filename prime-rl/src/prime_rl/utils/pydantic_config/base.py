@@ -17,10 +17,6 @@ NULL_TEXT = "None"
 """TOML has no null. This text, anywhere in a config, is one."""
 
 
-class ConfigWarning(UserWarning):
-    """A setting that works, but not as its author may think."""
-
-
 def with_nulls(value: Any) -> Any:
     """A copy of raw data in which every `"None"` is None."""
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""The error that a person sees."""
+"""The error and the warning that users see."""
 
 from __future__ import annotations
 
@@ -11,3 +11,7 @@ class ConfigError(ValueError):
     def __init__(self, faults: Iterable[str]) -> None:
         self.faults = [" ".join(fault.split()) for fault in faults]
         super().__init__("\n".join(self.faults))
+
+
+class ConfigWarning(UserWarning):
+    """A setting that works, but not as its author may think."""

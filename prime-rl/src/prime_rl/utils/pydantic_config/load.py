@@ -14,11 +14,11 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from prime_rl.utils.pydantic_config.arguments import arguments_layer, parse_arguments
-from prime_rl.utils.pydantic_config.base import BaseSettings, ConfigWarning
+from prime_rl.utils.pydantic_config.base import BaseSettings
 from prime_rl.utils.pydantic_config.environment import environment_layer
-from prime_rl.utils.pydantic_config.errors import ConfigError
+from prime_rl.utils.pydantic_config.errors import ConfigError, ConfigWarning
 from prime_rl.utils.pydantic_config.faults import faults_of
-from prime_rl.utils.pydantic_config.layers import Layer, merge_layers
+from prime_rl.utils.pydantic_config.layers import Layer, merge_layers, with_underscores
 from prime_rl.utils.pydantic_config.schema import is_boolean_flag
 from prime_rl.utils.pydantic_config.toml_files import read_files, split_files
 
@@ -104,8 +104,9 @@ def get_unknown_args() -> list[str]:
 
 
 def _build(config_cls: type[ConfigT], paths: Sequence[Path], overrides: Layer) -> ConfigT:
-    layers = [environment_layer(config_cls, os.environ), *read_files(paths).layers, overrides]
+    given = [environment_layer(config_cls, os.environ), *read_files(paths).layers, overrides]
+    layers = [with_underscores(config_cls, layer) for layer in given]
     try:
-        return config_cls.model_validate(merge_layers(layers))
+        return config_cls.model_validate(merge_layers(config_cls, layers))
     except ValidationError as error:
         raise ConfigError(faults_of(config_cls, error, layers)) from None
