@@ -123,7 +123,7 @@ def plan_job(command: str, run: Run[Any], options: SlurmOptions, gpus: int, sing
 def write_and_submit(job: BatchJob, run: Run[Any], options: SlurmOptions) -> int:
     """Write config and script, and submit unless this is a dry run. Returns the exit code."""
     dry_run = options.dry_run or run.config.dry_run
-    check_startable(run, dry_run)
+    check_startable(run, dry_run, job.project_dir)
     script = render(job)
     if run.config.clean_output_dir and not dry_run:
         prepare_directory(run)

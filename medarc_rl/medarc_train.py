@@ -24,6 +24,7 @@ from medarc_rl.launchers.gpus import SINGLE_GPU_VARIABLE
 from medarc_rl.launchers.rl_plan import component_configs
 from medarc_rl.place import Place, find_place
 from medarc_rl.utils import check_startable, load_run, prepare_directory, write_components
+from prime_rl.checks import start_faults
 from prime_rl.configs.eval import OfflineEvalConfig
 from prime_rl.configs.rl import RLConfig
 from prime_rl.configs.sft import SFTConfig
@@ -103,7 +104,7 @@ def rl(words: list[str], options: RlOptions) -> int:
 def evaluate(words: list[str], options: EvalOptions) -> int:
     """Evaluate a model and its checkpoints, with a server of its own if the config has an [inference] table."""
     run = load_run(OfflineEvalConfig, words, "eval", options.output_dir, {})
-    if faults := unbuilt_faults(run.config):
+    if faults := [*unbuilt_faults(run.config), *start_faults(run.config)]:
         raise UsageError(*faults)
     write_components(run, {"eval": run.config})
     argv = ["eval", "@", str(run.paths.config("eval"))]

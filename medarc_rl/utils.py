@@ -11,6 +11,7 @@ from typing import Any, Generic, TypeVar
 
 from medarc_rl.cli import warn
 from medarc_rl.errors import MedarcError, UsageError
+from prime_rl.checks import start_faults
 from prime_rl.configs.surface.not_built import unbuilt_faults
 from prime_rl.configs.surface.root import RootConfig
 from prime_rl.run.directory import OutputDirInUse, RunDirError, check_run_dir, prepare_run_dir, write_configs
@@ -124,19 +125,23 @@ def _dropped(layers: Sequence[Layer], owned: OwnedKeys) -> list[str]:
     return lines
 
 
-def check_startable(run: Run[Any], dry_run: bool) -> None:
+def check_startable(run: Run[Any], dry_run: bool, job_dir: Path | None = None) -> None:
     """Refuse a run that cannot do what it is asked, or that would disturb another one.
 
-    A dry run is told of keys that are not built, and goes on.
+    A dry run prints keys that are not built as warnings, and goes on. `job_dir` is the project directory of a batch
+    job; None means that the run starts here.
 
     Raises:
-        UsageError: a key is not built, or the directory holds another run, or not the step to continue from.
+        UsageError: a key is not built, a file or package of the config is missing, or the directory holds another run,
+            or not the step to continue from.
     """
     faults = unbuilt_faults(run.config)
-    if faults and not dry_run:
+    if dry_run:
+        for fault in faults:
+            warn(fault)
+        faults = []
+    if faults := [*faults, *start_faults(run.config, job_dir)]:
         raise UsageError(*faults)
-    for fault in faults:
-        warn(fault)
     with reporting_directory_errors():
         check_run_dir(run.paths, run.resume_step, run.config.clean_output_dir)
 

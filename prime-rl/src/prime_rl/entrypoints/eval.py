@@ -13,6 +13,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from prime_rl.checks import refuse_unstartable
 from prime_rl.configs.eval import OfflineEvalConfig
 from prime_rl.configs.surface.not_built import refuse_unbuilt
 from prime_rl.eval.candidates import Candidate, find_candidates
@@ -33,6 +34,7 @@ def main() -> None:
     """`eval @ eval.toml`."""
     config = parse_argv_or_exit(OfflineEvalConfig)
     refuse_unbuilt(config)
+    refuse_unstartable(config)
     exit_code = run(config)
     exit_within(EXIT_GRACE_S, exit_code)
     raise SystemExit(exit_code)

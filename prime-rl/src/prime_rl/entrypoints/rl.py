@@ -15,6 +15,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 from uuid import uuid4
 
+from prime_rl.checks import refuse_unstartable
 from prime_rl.configs.rl import RLConfig
 from prime_rl.configs.surface.not_built import refuse_unbuilt
 from prime_rl.entrypoints.launch import LaunchRefused, launch
@@ -48,6 +49,7 @@ def main() -> None:
     """`rl @ rl.toml`. Exits with 0 when orchestrator and trainer both end well, and at once after a dry run."""
     config = parse_argv_or_exit(RLConfig)
     refuse_unbuilt(config)
+    refuse_unstartable(config)
     raise SystemExit(run(config))
 
 

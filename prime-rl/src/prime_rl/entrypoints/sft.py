@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from uuid import uuid4
 
+from prime_rl.checks import refuse_unstartable
 from prime_rl.configs.sft import SFTConfig
 from prime_rl.configs.surface.not_built import refuse_unbuilt
 from prime_rl.entrypoints.launch import launch
@@ -28,6 +29,7 @@ def main() -> None:
     """`sft @ sft.toml`. Exits with 0 when training ends well, and at once after a dry run."""
     config = parse_argv_or_exit(SFTConfig)
     refuse_unbuilt(config)
+    refuse_unstartable(config)
     raise SystemExit(run(config))
 
 

@@ -13,6 +13,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
+from prime_rl.checks.model_files import read_template
+from prime_rl.checks.start_dir import StartFault, looks_like_path
 from prime_rl.configs.trainer import ModelConfig, TokenizerConfig
 from prime_rl.trainer.kernels.attention import choose_attention
 from prime_rl.trainer.kernels.lean_embedding import use_lean_embedding
@@ -104,10 +106,8 @@ def load_model_config(config: ModelConfig) -> PretrainedConfig:
 def setup_tokenizer(config: TokenizerConfig, model_config: ModelConfig) -> PreTrainedTokenizerBase:
     """The tokenizer at `config.name` (the model's own without one), with `config.chat_template` if that is given.
 
-    `chat_template` is Jinja text, or the path of a file that holds it.
-
     Raises:
-        ModelError: no tokenizer there.
+        ModelError: no tokenizer there, or no chat template.
     """
     name = config.name or model_config.name
     trust = model_config.trust_remote_code if config.trust_remote_code is None else config.trust_remote_code
@@ -116,9 +116,10 @@ def setup_tokenizer(config: TokenizerConfig, model_config: ModelConfig) -> PreTr
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(_missing("tokenizer.name", name, error)) from error
     if config.chat_template is not None:
-        template = config.chat_template
-        is_file = "{" not in template and Path(template).is_file()
-        tokenizer.chat_template = Path(template).read_text() if is_file else template
+        try:
+            tokenizer.chat_template = read_template(config.chat_template)
+        except StartFault as fault:
+            raise ModelError(str(fault)) from fault
     return tokenizer
 
 
@@ -199,6 +200,6 @@ def _missing(key: str, name: str, error: Exception) -> str:
     """One line on why nothing could be read from `name`."""
     if Path(name).is_dir():
         return f"{key} = {name}: {str(error).splitlines()[0]}"
-    if name.startswith((".", "/", "~")) or name.count("/") > 1:
+    if looks_like_path(name):
         return f"{key} = {name}: no such directory"
     return f"{key} = {name}: no such directory, and not found in the model hub or its local cache"

@@ -8,8 +8,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from prime_rl.checks.data_files import Part
 from prime_rl.configs.sft import FakeDataConfig, SFTDataConfig
-from prime_rl.trainer.sft.data.sources import Part, find_parts
+from prime_rl.trainer.sft.data.sources import find_parts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -1,0 +1,116 @@
+"""Finds faults of local model folders, tokenizers and chat templates. Hub ids cannot be checked here."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from prime_rl.checks.start_dir import StartDir, StartFault, looks_like_path
+from prime_rl.configs.model import ModelConfig, TokenizerConfig
+
+_WEIGHTS = ("*.safetensors", "*.bin")
+_TOKENIZERS = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
+_SHARDS = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+
+
+def model_fault(name: str, start: StartDir, needs_weights: bool = True) -> str | None:
+    """Why no model can be loaded from `name`; None for a good folder and for a hub id."""
+    folder = start.find(name)
+    if not folder.is_dir():
+        return _no_folder(name, start)
+    try:
+        read_config(folder)
+        if needs_weights:
+            _check_weights(folder)
+    except StartFault as fault:
+        return str(fault)
+    return None
+
+
+def tokenizer_faults(config: TokenizerConfig, model: ModelConfig, start: StartDir) -> Iterator[str]:
+    """Faults of the tokenizer's folder and of its chat template. A model's own tokenizer shares the model's folder."""
+    name = config.name or model.name
+    if start.find(name).is_dir():
+        trusted = model.trust_remote_code if config.trust_remote_code is None else config.trust_remote_code
+        if not trusted and not _has_any(start.find(name), _TOKENIZERS):
+            yield f"tokenizer.name = {name}: the folder holds no tokenizer"
+    elif name != model.name and (fault := _no_folder(name, start)):
+        yield f"tokenizer.name = {name}: {fault}"
+    if config.chat_template is not None:
+        try:
+            read_template(config.chat_template, start)
+        except StartFault as fault:
+            yield str(fault)
+
+
+def read_template(template: str, start: StartDir | None = None) -> str:
+    """The chat template that `tokenizer.chat_template` means: Jinja text, or the path of a file that holds it.
+
+    Raises:
+        StartFault: it is a path, and there is no such file.
+    """
+    # Jinja text without a single brace would print the same for every conversation.
+    if "{" in template:
+        return template
+    start = start or StartDir()
+    if start.find(template).is_file():
+        return start.find(template).read_text(encoding="utf-8")
+    if start.lacks(template) or start.find(template).is_dir():
+        raise StartFault(f"tokenizer.chat_template = {template!r}: no such file, and no Jinja template")
+    return ""
+
+
+def read_config(folder: Path) -> Mapping[str, Any]:
+    """A model folder's `config.json`.
+
+    Raises:
+        StartFault: there is none, or it cannot be read.
+    """
+    file = folder / "config.json"
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        if (folder / "adapter_config.json").is_file():
+            raise StartFault("the folder holds an adapter, not a model: name the model that it adapts") from None
+        raise StartFault("the folder has no config.json") from None
+    except (OSError, ValueError) as error:
+        raise StartFault(f"its config.json cannot be read: {error}") from error
+    if not isinstance(config, dict):
+        raise StartFault("its config.json holds no JSON object")
+    return config
+
+
+def text_setting(config: Mapping[str, Any], key: str) -> Any:
+    """A value of a model's config; of a model with several parts, that of its language model."""
+    return config.get(key) or (config.get("text_config") or {}).get(key)
+
+
+def _check_weights(folder: Path) -> None:
+    if not _has_any(folder, _WEIGHTS):
+        raise StartFault("the folder holds no weights (*.safetensors or *.bin)")
+    if (folder / "model.safetensors").is_file():
+        return
+    for index in (folder / name for name in _SHARDS):
+        if not index.is_file():
+            continue
+        try:
+            shards = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        except (OSError, ValueError, KeyError, AttributeError) as error:
+            raise StartFault(f"its {index.name} cannot be read: {error}") from error
+        missing = [shard for shard in shards if not (folder / shard).is_file()]
+        # Transformers reads the first index that it finds.
+        if missing:
+            raise StartFault(f"{len(missing)} of {len(shards)} files of weights are missing, such as {missing[0]}")
+        return
+
+
+def _no_folder(name: str, start: StartDir) -> str | None:
+    if not looks_like_path(name) or not start.lacks(name):
+        return None
+    return "no such directory" + ("; ~ is not replaced here: write the whole path" if name.startswith("~") else "")
+
+
+def _has_any(folder: Path, patterns: tuple[str, ...]) -> bool:
+    return any(next(folder.glob(pattern), None) is not None for pattern in patterns)

@@ -1,0 +1,48 @@
+"""The directory that a run starts in, and what can be known of it from here."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+
+class StartFault(Exception):
+    """A run cannot start with a file, package or program that its config names. The message is one line."""
+
+
+@dataclass(frozen=True, slots=True)
+class StartDir:
+    """Where the processes of a run will start; relative paths are relative to it."""
+
+    path: Path = Path()
+    is_here: bool = True
+    """The run starts on this machine, in this Python environment.
+
+    False for a batch job. Its machine shares file systems with this one, but may have disks of its own: a path is
+    known to be missing only if its parent directory exists here.
+    """
+
+    @classmethod
+    def of_job(cls, project_dir: Path) -> StartDir:
+        """The start of a batch job that runs in `project_dir`."""
+        return cls(project_dir, is_here=False)
+
+    @property
+    def has_our_packages(self) -> bool:
+        """Whether the run imports what this interpreter imports. A batch job uses the `.venv` of its project."""
+        return self.is_here or Path(sys.prefix).resolve() == (self.path / ".venv").resolve()
+
+    def find(self, name: str | Path) -> Path:
+        """`name` as seen from here."""
+        return self.path / name
+
+    def lacks(self, name: str | Path) -> bool:
+        """Whether nothing can be at `name` when the run starts."""
+        path = self.find(name)
+        return not path.exists() and (self.is_here or path.parent.is_dir())
+
+
+def looks_like_path(name: str) -> bool:
+    """Whether `name` cannot be a hub id. Those are `owner/name` or `name`."""
+    return name.startswith((".", "/", "~")) or name.count("/") > 1

@@ -1,0 +1,179 @@
+"""What would stop a run at its start is one line and exit code 2, in dry runs and before submission, within a moment.
+
+Each command goes through all of its cases in one process, which must not load anything heavy for any of them.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+HEAVY = ("torch", "transformers", "datasets", "verifiers", "vllm", "wandb", "numpy", "rich")
+
+RUN_ALL = """
+import contextlib, io, json, sys
+from pathlib import Path
+from {module} import main
+results = dict()
+for name, words in json.loads(Path({cases!r}).read_text()).items():
+    sys.argv, code = [{program!r}, *words], 0
+    with contextlib.redirect_stderr(io.StringIO()) as said, contextlib.redirect_stdout(io.StringIO()):
+        try:
+            main()
+        except SystemExit as end:
+            code = end.code
+    results[name] = (code, said.getvalue())
+print(json.dumps(dict(results=results, loaded=[name for name in {heavy!r} if name in sys.modules])))
+"""
+
+SFT = 'max_steps = 2\n[model]\nname = "some/model"\n[data]\nname = "some/data"\n'
+RL = 'max_steps = 2\n[model]\nname = "some/model"\n[trainer]\n[orchestrator]\n[inference]\n'
+EVAL = 'environment_ids = ["reverse-text"]\n[model]\nname = "some/model"\n[inference]\n'
+CONFIG = '{"model_type": "qwen3"}'
+
+
+@dataclass(frozen=True)
+class Case:
+    """One fault: the options that make it, and a part of the line that says so. `{dir}` is the case's directory."""
+
+    command: str
+    options: str
+    fault: str
+    files: Mapping[str, str] | None = None
+
+
+CASES = {
+    "data file that is not there": Case("sft", "--data.name {dir}/no.jsonl", "no such file or directory"),
+    "data file of another type": Case(
+        "sft", "--data.name {dir}/rows.csv", "unknown file type; known are .jsonl", {"rows.csv": "a,b"}
+    ),
+    "empty data file": Case("sft", "--data.name {dir}/rows.jsonl", "has no rows", {"rows.jsonl": ""}),
+    "data directory without the split": Case(
+        "sft", "--data.name {dir}/data --data.splits test", "(split test)", {"data/train.jsonl": "{}\n"}
+    ),
+    "validation data that is not there": Case(
+        "sft", "--val.data.name {dir}/no.jsonl", "val.data.name = {dir}/no.jsonl: no such file"
+    ),
+    "model folder that is not there": Case("sft", "--model.name {dir}/model", "model: no such directory"),
+    "model folder of nothing": Case(
+        "rl", "--model.name {dir}/model", "model: the folder has no config.json", {"model/tokenizer.json": "{}"}
+    ),
+    "model folder of an adapter": Case(
+        "rl",
+        "--model.name {dir}/model",
+        "the folder holds an adapter, not a model",
+        {"model/adapter_config.json": "{}", "model/tokenizer.json": "{}"},
+    ),
+    "model folder without weights": Case(
+        "eval", "--model.name {dir}/model", "holds no weights", {"model/config.json": CONFIG}
+    ),
+    "model folder whose copy was cut short": Case(
+        "sft",
+        "--model.name {dir}/model",
+        "1 of 2 files of weights are missing, such as 2.safetensors",
+        {
+            "model/config.json": CONFIG,
+            "model/tokenizer.json": "{}",
+            "model/1.safetensors": "",
+            "model/model.safetensors.index.json": '{"weight_map": {"a": "1.safetensors", "b": "2.safetensors"}}',
+        },
+    ),
+    "tokenizer that is not there": Case(
+        "rl", "--trainer.tokenizer.name {dir}/tokenizer", "tokenizer.name = {dir}/tokenizer: no such directory"
+    ),
+    "model folder without a tokenizer": Case(
+        "sft",
+        "--model.name {dir}/model --model.debug.random-init",
+        "the folder holds no tokenizer",
+        {"model/config.json": CONFIG},
+    ),
+    "chat template that is not there": Case(
+        "sft", "--tokenizer.chat-template {dir}/chat.jinja", "chat.jinja': no such file, and no Jinja template"
+    ),
+}
+PROGRAMS = ("medarc_train", "medarc_slurm", "engine")
+RUNS = [
+    (program, name)
+    for program in PROGRAMS
+    for name, case in CASES.items()
+    if (program, case.command) != ("medarc_slurm", "eval")
+]
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The files of every case, and a project whose environment is this one."""
+    root = tmp_path_factory.mktemp("cases")
+    (root / "project").mkdir()
+    (root / "project" / ".venv").symlink_to(sys.prefix)
+    for command, base in (("sft", SFT), ("rl", RL), ("eval", EVAL)):
+        (root / f"{command}.toml").write_text(base)
+    for name, case in CASES.items():
+        directory_of(root, name).mkdir()
+        for path, text in (case.files or {}).items():
+            file = directory_of(root, name) / path
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(text)
+    return root
+
+
+def directory_of(root: Path, name: str) -> Path:
+    return root / name.replace(" ", "_")
+
+
+def words_of(root: Path, name: str, program: str) -> list[str]:
+    case, directory = CASES[name], directory_of(root, name)
+    options = case.options.format(dir=directory).split()
+    place = ["--output-dir", str(directory / "out"), "--dry-run"]
+    config = str(root / f"{case.command}.toml")
+    if program == "engine":
+        return ["@", config, *options, *place]
+    project = ["--project-dir", str(root / "project")] if program == "medarc_slurm" else []
+    return [case.command, config, *options, *place, *project]
+
+
+def run_all(root: Path, program: str, module: str, names: list[str]) -> dict[str, tuple[int, str]]:
+    """What each case's exit code was, and its stderr."""
+    cases = root / f"{module}.json"
+    cases.write_text(json.dumps({name: words_of(root, name, program) for name in names}))
+    code = RUN_ALL.format(module=module, cases=str(cases), program=program, heavy=HEAVY)
+    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout.splitlines()[-1])
+    assert told["loaded"] == []
+    return told["results"]
+
+
+@pytest.fixture(scope="module")
+def results(root: Path) -> dict[tuple[str, str], tuple[int, str]]:
+    found = {}
+    for program in PROGRAMS:
+        mine = [name for of_program, name in RUNS if of_program == program]
+        if program != "engine":
+            found |= {
+                (program, name): each for name, each in run_all(root, program, f"medarc_rl.{program}", mine).items()
+            }
+            continue
+        for command in ("sft", "rl", "eval"):
+            names = [name for name in mine if CASES[name].command == command]
+            ran = run_all(root, program, f"prime_rl.entrypoints.{command}", names)
+            found |= {(program, name): each for name, each in ran.items()}
+    return found
+
+
+@pytest.mark.parametrize(("program", "name"), RUNS, ids=lambda word: word.replace(" ", "_"))
+def test_a_fault_is_one_line_and_exit_code_2(
+    program: str, name: str, root: Path, results: dict[tuple[str, str], tuple[int, str]]
+) -> None:
+    code, said = results[program, name]
+    lines = [line for line in said.splitlines() if not line.startswith("warning: ")]
+    assert (code, len(lines)) == (2, 1), said
+    assert lines[0].startswith("error: ")
+    assert CASES[name].fault.replace("{dir}", str(directory_of(root, name))) in lines[0]
+    assert not (directory_of(root, name) / "out").exists()
