@@ -23,7 +23,7 @@ class Heartbeat:
 
     def beat(self) -> None:
         if self.url is not None and (self._pending is None or not self._pending.is_alive()):
-            self._pending = threading.Thread(target=self._call, name="heartbeat", daemon=True)
+            self._pending = threading.Thread(target=self._call, args=(self.url,), name="heartbeat", daemon=True)
             self._pending.start()
 
     def close(self) -> None:
@@ -31,10 +31,10 @@ class Heartbeat:
         if self._pending is not None:
             self._pending.join(2 * TIMEOUT_S)
 
-    def _call(self) -> None:
+    def _call(self, url: str) -> None:
         try:
-            with urllib.request.urlopen(self.url, timeout=TIMEOUT_S):
+            with urllib.request.urlopen(url, timeout=TIMEOUT_S):
                 return
         except (OSError, HTTPException, ValueError) as error:
             reason = getattr(error, "code", None) or getattr(error, "reason", None) or error
-            get_logger().warning(f"The heartbeat {self.url} failed: {reason}")
+            get_logger().warning(f"The heartbeat {url} failed: {reason}")

@@ -37,7 +37,7 @@ class JsonlMonitor:
         try:
             written = os.write(self._descriptor, start + line)
         except OSError as error:
-            self._tell_loss(error.strerror)
+            self._tell_loss(error.strerror or str(error))
             return
         self._is_mid_line = written < len(start + line)
         if self._is_mid_line:

@@ -64,10 +64,10 @@ class MetricsServer:
 
 def exposition(metrics: Metrics, step: int, now_s: float) -> str:
     """The gauges in Prometheus's text format."""
-    values = {"trainer_step": step, "trainer_last_step_timestamp_seconds": now_s}
+    values: dict[str, float | str] = {"trainer_step": step, "trainer_last_step_timestamp_seconds": now_s}
     values |= {gauge: metrics[name] for gauge, name in GAUGES.items() if name in metrics}
     values |= {f"trainer_runs_{state}": 1 for state in ("discovered", "active", "ready", "max")}
-    labelled = {"trainer_run_step": step, "trainer_run_ready": 1}
+    labelled: dict[str, float | str] = {"trainer_run_step": step, "trainer_run_ready": 1}
     labelled |= {gauge: metrics[name] for gauge, name in RUN_GAUGES.items() if name in metrics}
     lines = [f"# TYPE {gauge} gauge\n{gauge} {float(value)}\n" for gauge, value in values.items()]
     lines += [f"# TYPE {gauge} gauge\n{gauge}{{{RUN_LABEL}}} {float(value)}\n" for gauge, value in labelled.items()]

@@ -158,7 +158,7 @@ class ZMQMicroBatchReceiver:
         self._context.destroy(linger=0)
 
 
-def _bind(socket_: zmq.Socket, host: str, port: int) -> None:
+def _bind(socket_: zmq.Socket[bytes], host: str, port: int) -> None:
     """Listen on the address of `host` alone: whoever reaches a socket can send what is trained on."""
     try:
         socket_.bind(f"tcp://{socket.gethostbyname(host)}:{port}")

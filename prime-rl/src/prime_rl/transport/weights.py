@@ -67,14 +67,15 @@ class WeightGroup:
         self.size = size
         self.device = device
         self._timeout = timedelta(seconds=timeout_s)
-        self._backend: dist.Backend | None = None
+        self._backend: dist.ProcessGroupNCCL | dist.ProcessGroupGloo | None = None
         host, port = address
         with _telling(f"process {rank} of {size} could not join the group at {host}:{port}"):
             self._store = dist.TCPStore(
                 host, port, is_master=rank == SENDER, timeout=self._timeout, wait_for_workers=False
             )
             if rank == SENDER:
-                self._store.set(_OFFER, msgspec.msgpack.encode(Offer(size, device.type)))
+                # torch's stub takes text alone; the store takes bytes, and gives bytes back.
+                self._store.set(_OFFER, msgspec.msgpack.encode(Offer(size, device.type)))  # type: ignore[arg-type]
             else:
                 self._check(msgspec.msgpack.decode(self._store.get(_OFFER), type=Offer))
 
@@ -116,7 +117,7 @@ class WeightGroup:
                 flat = torch.empty(sum(sizes), dtype=getattr(torch, dtype), device=self.device)
                 with _telling(broken):
                     self._broadcast(flat)
-                for spec, part in zip(specs, flat.split(sizes), strict=True):
+                for spec, part in zip(specs, flat.split_with_sizes(sizes), strict=True):
                     yield spec.name, part.view(spec.shape)
 
     def _check(self, offer: Offer) -> None:
@@ -136,7 +137,8 @@ class WeightGroup:
             self._backend = _backend(self._store, self.rank, self.size, self.device, self._timeout)
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = SENDER, 0
-        self._backend.broadcast([tensor], options).wait()
+        # torch's stub leaves out what a backend can do.
+        self._backend.broadcast([tensor], options).wait()  # type: ignore[union-attr]
 
     def _send_number(self, number: int) -> None:
         self._broadcast(torch.tensor([number], dtype=torch.int64, device=self.device))
@@ -184,7 +186,9 @@ def _header_of(weights: Mapping[str, Tensor], by_dtype: Mapping[torch.dtype, lis
     )
 
 
-def _backend(store: dist.Store, rank: int, size: int, device: torch.device, timeout: timedelta) -> dist.Backend:
+def _backend(
+    store: dist.Store, rank: int, size: int, device: torch.device, timeout: timedelta
+) -> dist.ProcessGroupNCCL | dist.ProcessGroupGloo:
     # Made directly: a process may be in other groups already, or, as an engine's worker, must not start a default one.
     store = dist.PrefixStore("weights", store)
     if device.type == "cuda":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -42,6 +43,8 @@ def import_transformers() -> None:
         return
     directory = Path(transformers.__file__).parent / "models"
 
+    # Cached, as the function that it stands in for.
+    @functools.lru_cache
     def known_list(path: str, prefix: str | None = None) -> dict[frozenset[str], dict[str, set[str]]]:
         if Path(path) != directory / "__init__.py" or prefix is not None:
             return list_again(path, prefix)

@@ -7,7 +7,11 @@ import json
 import logging
 import sys
 from datetime import UTC, datetime
+from io import TextIOWrapper
 from pathlib import Path
+from typing import TextIO, TypeVar
+
+StreamT = TypeVar("StreamT", bound=TextIO)
 
 SUCCESS = 25
 """Between INFO and WARNING: a step or a run that ended well. Tests and scripts look for these lines."""
@@ -57,7 +61,7 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(entry)
 
 
-class _Enduring:
+class _StreamHandler(logging.StreamHandler[StreamT]):
     """A log that cannot be written, on a full disk for one, is told of once on stderr; the program goes on.
 
     As much as the stream's buffer holds follows when there is room again.
@@ -75,11 +79,7 @@ class _Enduring:
                 sys.stderr.write(f"warning: the log {self.stream.name} cannot be written: {error.strerror}\n")
 
 
-class _StreamHandler(_Enduring, logging.StreamHandler):
-    pass
-
-
-class _FileHandler(_Enduring, logging.FileHandler):
+class _FileHandler(_StreamHandler[TextIOWrapper], logging.FileHandler):
     pass
 
 

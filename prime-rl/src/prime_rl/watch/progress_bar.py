@@ -8,9 +8,12 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
 from prime_rl.utils.logger import get_logger
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
 
 _PACE_STEPS = 10
 """The time left is estimated from so many last steps."""
@@ -96,7 +99,7 @@ def rich_bar(name: str, total_steps: int | None) -> Iterator[ProgressBar]:
 
 
 class _RichBar:
-    def __init__(self, bar, task: int, pace: Pace) -> None:
+    def __init__(self, bar: Progress, task: TaskID, pace: Pace) -> None:
         self.bar = bar
         self.task = task
         self.pace = pace
@@ -107,7 +110,7 @@ class _RichBar:
         self.bar.update(self.task, completed=step, figures=figures, left=left)
 
 
-def _redirect_log(old: object, new) -> None:
+def _redirect_log(old: TextIO, new: TextIO) -> None:
     for handler in get_logger().handlers:
         if isinstance(handler, logging.StreamHandler) and handler.stream is old:
             handler.setStream(new)

@@ -7,7 +7,7 @@ import json
 import sys
 import threading
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from prime_rl.launch import Follower, shown
 from prime_rl.run.paths import RunPaths
@@ -66,6 +66,6 @@ class _View:
             with contextlib.suppress(ValueError):
                 self._take(json.loads(line))
 
-    def _take(self, record: dict) -> None:
+    def _take(self, record: dict[str, Any]) -> None:
         if record.get("source") == self.source and "loss/mean" in record:
             self.bar.update(record["step"] + 1, figures(record))

@@ -4,6 +4,7 @@ import warnings
 from typing import Any, ClassVar, Self
 
 from pydantic import model_validator
+from pydantic_settings import SettingsConfigDict
 
 from prime_rl.configs.rl.propagation import propagate
 from prime_rl.configs.rl.rules import run_faults, run_warnings
@@ -43,6 +44,9 @@ __all__ = [
 class RLConfig(RunSections, RootConfig):
     """A whole RL run. Read by `rl`, which hands each component its section."""
 
+    # What both parents say; only then do they agree on its type.
+    model_config = SettingsConfigDict()
+
     component: ClassVar[str] = "rl"
 
     max_model_len: int | None = None
@@ -63,7 +67,7 @@ class RLConfig(RunSections, RootConfig):
 
     @model_validator(mode="after")
     def _check_rules(self) -> Self:
-        raise_faults(run_faults(self))
+        raise_faults(run_faults(self, has_slurm=self.slurm is not None))
         for text in run_warnings(self):
             warnings.warn(text, ConfigWarning, stacklevel=2)
         return self

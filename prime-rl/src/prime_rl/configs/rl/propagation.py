@@ -81,10 +81,11 @@ def propagate(data: Table) -> Table:
 
     A faulty shared setting is not propagated: its own fault says all there is to say.
     """
-    components = {name: _component(data.get(name)) for name in RunTables.__dataclass_fields__ if name != "shared"}
-    if components["trainer"] is None or components["orchestrator"] is None:
+    trainer, orchestrator = _component(data.get("trainer")), _component(data.get("orchestrator"))
+    if trainer is None or orchestrator is None:
         return data
-    run = RunTables(_readable_shared(data), **components)
+    servers = {name: _component(data.get(name)) for name in ("inference", "teacher_inference")}
+    run = RunTables(_readable_shared(data), trainer, orchestrator, **servers)
     gpus = _follow_gpu_ids(run)
     for step in (
         _place_output,
@@ -102,7 +103,7 @@ def propagate(data: Table) -> Table:
         _add_teacher,
     ):
         step(run)
-    tables = {name: getattr(run, name) for name in components}
+    tables = {"trainer": run.trainer, "orchestrator": run.orchestrator} | {name: getattr(run, name) for name in servers}
     return data | gpus | {name: table for name, table in tables.items() if table is not None}
 
 
@@ -263,11 +264,11 @@ def _share_lora(run: RunTables) -> None:
 
 def _split_gpus(run: RunTables) -> None:
     model = peek(ModelConfig, run.get("trainer.model"))
-    if run.single_node is not None:
-        train_gpus = run.single_node.num_train_gpus
-        _fill_dp(run, "inference", run.single_node.num_infer_gpus)
+    deployment = run.shared.deployment
+    if isinstance(deployment, SingleNodeDeploymentConfig):
+        train_gpus = deployment.num_train_gpus
+        _fill_dp(run, "inference", deployment.num_infer_gpus)
     else:
-        deployment = run.multi_node
         train_gpus = deployment.num_train_nodes * deployment.gpus_per_node
         if deployment.nodes_per_fsdp_group is not None:
             copies = max(1, deployment.num_train_nodes // deployment.nodes_per_fsdp_group)

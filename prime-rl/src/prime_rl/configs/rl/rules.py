@@ -6,17 +6,20 @@ from collections.abc import Iterator
 from typing import Any
 
 from prime_rl.configs.inference import InferenceConfig
-from prime_rl.configs.rl.sections import RunSections, SingleNodeDeploymentConfig
+from prime_rl.configs.rl.sections import MultiNodeDeploymentConfig, RunSections, SingleNodeDeploymentConfig
 
 TOY_MODELS = "Jackmin108/"
 """Test models that are published under one name a component."""
 
 
-def run_faults(run: RunSections) -> Iterator[str]:
+def run_faults(run: RunSections, has_slurm: bool) -> Iterator[str]:
     """One line for each broken rule."""
     yield from _pairing_faults(run)
     yield from _model_faults(run)
-    yield from _single_node_faults(run) if run.deployment.type == "single_node" else _multi_node_faults(run)
+    if isinstance(run.deployment, SingleNodeDeploymentConfig):
+        yield from _single_node_faults(run, run.deployment)
+    else:
+        yield from _multi_node_faults(run, run.deployment, has_slurm)
     yield from _broadcast_faults(run)
     yield from _teacher_faults(run)
 
@@ -104,8 +107,7 @@ def _model_faults(run: RunSections) -> Iterator[str]:
         )
 
 
-def _single_node_faults(run: RunSections) -> Iterator[str]:
-    deployment = run.deployment
+def _single_node_faults(run: RunSections, deployment: SingleNodeDeploymentConfig) -> Iterator[str]:
     if run.inference is not None and deployment.num_infer_gpus == 0:
         yield "deployment.num_infer_gpus is 0: give [inference] a GPU, or remove it and use a running server"
     elif run.inference is not None:
@@ -143,9 +145,8 @@ def _uneven_training(run: RunSections, gpus: int) -> Iterator[str]:
         yield f"trainer: {gpus} GPUs / (model.cp {cp} * model.tp {tp}) = {gpus / (cp * tp):g}: not a whole number"
 
 
-def _multi_node_faults(run: RunSections) -> Iterator[str]:
-    deployment = run.deployment
-    if run.slurm is None:
+def _multi_node_faults(run: RunSections, deployment: MultiNodeDeploymentConfig, has_slurm: bool) -> Iterator[str]:
+    if not has_slurm:
         yield "deployment.type = 'multi_node' needs [slurm]"
     if run.inference is None:
         yield "deployment.type = 'multi_node' needs [inference]"

@@ -31,7 +31,7 @@ def prepare_table(cls: type[BaseModel], data: dict[str, Any]) -> dict[str, Any]:
 
     So `[optim]` with only `lr` stays what `optim` is by default. The data given stays as it is.
     """
-    table = with_nulls(data)
+    table = {key: with_nulls(value) for key, value in data.items()}
     for name, default_type in union_fields(cls).items():
         value = table.get(name)
         if isinstance(value, dict) and "type" not in value:

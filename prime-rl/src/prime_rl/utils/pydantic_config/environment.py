@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from prime_rl.utils.pydantic_config.errors import ConfigError
 from prime_rl.utils.pydantic_config.layers import KeyPath, Layer, set_at
@@ -19,7 +20,7 @@ def environment_layer(root: Section, environ: Mapping[str, str]) -> Layer:
     Raises:
         ConfigError: the JSON of a section is malformed.
     """
-    data: dict = {}
+    data: dict[str, Any] = {}
     origins: dict[KeyPath, str] = {}
     faults = []
     for variable, path in _variables(root, environ):

@@ -9,6 +9,7 @@ from itertools import takewhile
 from typing import Any
 
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 
 from prime_rl.utils.pydantic_config.layers import KeyPath, Layer
 from prime_rl.utils.pydantic_config.schema import (
@@ -125,11 +126,11 @@ def _dotted(path: KeyPath) -> str:
     return ".".join(str(part) for part in path)
 
 
-def _is_rule(detail: Any) -> bool:
+def _is_rule(detail: ErrorDetails) -> bool:
     return detail["type"] in ("value_error", "assertion_error")
 
 
-def _complaint(place: Place, detail: Any) -> str:
+def _complaint(place: Place, detail: ErrorDetails) -> str:
     match detail["type"]:
         case "extra_forbidden":
             return "is another name of a key that is given too: remove one"
@@ -159,13 +160,13 @@ def _tags(place: Place) -> list[str]:
     return [str(tag_of(section)) for section in sections_among(place.kinds)]
 
 
-def _nearest_literal(place: Place, detail: Any) -> str:
+def _nearest_literal(place: Place, detail: ErrorDetails) -> str:
     choices = [str(choice) for choice in literals(place.kinds)]
     close = get_close_matches(str(detail["input"]), choices, 1)
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
-def _got(detail: Any) -> str:
+def _got(detail: ErrorDetails) -> str:
     value = repr(detail["input"])
     return f" (got {value if len(value) <= 60 else value[:57] + '...'})"
 

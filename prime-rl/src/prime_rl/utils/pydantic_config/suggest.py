@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from prime_rl.utils.pydantic_config.layers import KeyPath
 from prime_rl.utils.pydantic_config.schema import Section, find_field, has_key, sections_below, tag_of, walk_fields
 
@@ -16,7 +18,7 @@ def advice_for_key(root: Section, dotted: str, as_flag: bool = False) -> str | N
     None if nothing is a safe guess.
     """
     parts = dotted.replace("-", "_").lower().split(".") if as_flag else dotted.split(".")
-    known = advice_for_renamed(root, parts, as_flag)
+    known = advice_for_renamed(root, tuple(parts), as_flag)
     if known is not None:
         return known
     own_name = getattr(root, "component", "")
@@ -32,7 +34,7 @@ def advice_for_key(root: Section, dotted: str, as_flag: bool = False) -> str | N
 
 def advice_for_renamed(root: Section, parts: KeyPath, as_flag: bool = False) -> str | None:
     """What to write instead of a key that another version has."""
-    hook = getattr(root, "advice_for_key", lambda *_: None)
+    hook: Callable[[str, bool], str | None] = getattr(root, "advice_for_key", lambda *_: None)
     return hook(".".join(str(part) for part in parts if not _is_index(part)), as_flag)
 
 

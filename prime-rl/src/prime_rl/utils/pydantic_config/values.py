@@ -45,7 +45,8 @@ def _list(text: str, of_sections: bool) -> list[Any]:
     text = text.strip()
     if text.startswith("["):
         try:
-            return json.loads(text)
+            items: list[Any] = json.loads(text)
+            return items
         except json.JSONDecodeError as error:
             if of_sections or not text.endswith("]"):
                 raise BadText(f"{text!r} is not JSON ({error.msg} at column {error.colno})") from error
