@@ -8,10 +8,10 @@ from prime_rl.utils.pydantic_config import BaseConfig, raise_faults
 
 
 class DefaultAdvantageConfig(BaseConfig):
-    """Reward less the mean of its group."""
+    """Reward minus the mean of its group."""
 
     type: Literal["default"] = "default"
-    """The built-in one."""
+    """The default function."""
 
     length_weighted_mean: bool = False
     """Weight the mean by the lengths of the answers."""
@@ -21,26 +21,26 @@ class CustomAdvantageConfig(BaseConfig):
     """An advantage function of your own."""
 
     type: Literal["custom"] = "custom"
-    """Your own."""
+    """Your own function."""
 
     import_path: str
-    """Dotted path of the function."""
+    """Dotted path of the function, such as `package.module.name`."""
 
     kwargs: dict[str, Any] = Field({})
-    """Keyword arguments for it."""
+    """Keyword arguments of the function."""
 
 
 class OverlongConfig(BaseConfig):
-    """DAPO's soft punishment: the reward falls linearly over the last tokens before an answer is cut off."""
+    """DAPO's overlong penalty: lowers the reward linearly over the last tokens before the length limit."""
 
     max_tokens: int = Field(ge=1)
-    """Length at which an answer loses `penalty`; usually `sampling.max_tokens`."""
+    """Length at which an answer loses the whole `penalty`; usually `sampling.max_tokens`."""
 
     buffer_tokens: int = Field(ge=1)
-    """Tokens before that over which the penalty grows from 0."""
+    """Number of tokens before `max_tokens` over which the penalty grows from 0."""
 
     penalty: float = Field(1.0, ge=0)
-    """Taken off the reward at `max_tokens`."""
+    """Amount subtracted from the reward at `max_tokens`."""
 
     @model_validator(mode="after")
     def _check_rules(self) -> "OverlongConfig":
@@ -50,19 +50,19 @@ class OverlongConfig(BaseConfig):
 
 
 class NormalizedAdvantageConfig(BaseConfig):
-    """Reward less a baseline, divided by a scale."""
+    """Reward minus a baseline, divided by a scale."""
 
     type: Literal["normalized"] = "normalized"
     """Normalised."""
 
     baseline: Literal["group", "leave_one_out", "batch", "none"] = "group"
-    """What is taken off: the mean of the group, of the others in the group, of the whole batch, or nothing."""
+    """Baseline: the mean of the group, of the other rollouts in the group, of the whole batch, or none."""
 
     scale: Literal["group", "batch", "none"] = "group"
-    """What divides: the standard deviation in the group, in the whole batch, or nothing."""
+    """Scale: the standard deviation in the group, in the whole batch, or none."""
 
     overlong: OverlongConfig | None = None
-    """Penalty of answers that are almost cut off; None has none."""
+    """Penalty for answers near the length limit. None disables it."""
 
 
 AdvantageConfig = Annotated[

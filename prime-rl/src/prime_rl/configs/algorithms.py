@@ -1,6 +1,6 @@
-"""What `algorithm` of a run stands for: keys of `trainer.loss`, `orchestrator.advantage` and `orchestrator.buffer`.
+"""The presets behind `algorithm`: keys of `trainer.loss`, `orchestrator.advantage` and `orchestrator.buffer`.
 
-A preset fills keys that the config leaves out, so that the resolved config shows all of it and any key can differ.
+A preset fills in keys that the config leaves out, so the resolved config shows all of them and each can be overridden.
 """
 
 from __future__ import annotations
@@ -70,9 +70,9 @@ PRESETS: Mapping[Algorithm, Mapping[str, Mapping[str, Any]]] = {
 
 
 def preset(algorithm: Algorithm, max_tokens: int | None, seq_len: int) -> dict[str, dict[str, Any]]:
-    """Raw values of each section that an algorithm sets.
+    """Raw values of each section that the algorithm sets.
 
-    `max_tokens` is the longest answer, as far as it is known, and `seq_len` the longest sample.
+    `max_tokens` is the length limit of an answer, if it is known, and `seq_len` that of a sample.
     """
     sections = {section: dict(values) for section, values in PRESETS[algorithm].items()}
     if algorithm == "dr_grpo":

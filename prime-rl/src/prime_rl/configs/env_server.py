@@ -14,10 +14,10 @@ class EnvServerConfig(RootConfig):
     component: ClassVar[str] = "env_server"
 
     env: EnvConfig = EnvConfig()
-    """The environment. Its `extra_env_kwargs` are not filled in here: give what the orchestrator would set."""
+    """The environment. Set its `extra_env_kwargs` to what the orchestrator would set; they are not filled in here."""
 
     log: LogConfig = LogConfig()
     """Logs."""
 
     output_dir: Path = Path("outputs/run_default")
-    """Where the logs go."""
+    """Directory of the logs."""

@@ -16,7 +16,7 @@ class EvalClientConfig(ClientConfig):
     """How the evaluation reaches inference servers."""
 
     timeout: int = 36000
-    """Limit of one request, in seconds."""
+    """Timeout of one request, in seconds."""
 
 
 class OfflineEvalConfig(RootConfig):
@@ -25,10 +25,10 @@ class OfflineEvalConfig(RootConfig):
     component: ClassVar[str] = "eval"
 
     model: BaseModelConfig = BaseModelConfig()
-    """The base model, as the server names it."""
+    """The base model, under the name that the server uses."""
 
     env: list[EvalEnvConfig] = Field([])
-    """The environments. Those of `environment_ids` are added."""
+    """The environments. `environment_ids` adds more."""
 
     environment_ids: list[str] = Field([])
     """Ids of environments, for the command line."""
@@ -37,22 +37,22 @@ class OfflineEvalConfig(RootConfig):
     """Constructor arguments of `environment_ids`, by id."""
 
     num_examples: list[int] = Field([])
-    """Examples of each environment, -1 for all; one value is for every environment, none is -1."""
+    """Number of examples for each environment, or one for all of them. -1 is all examples, and so is an empty list."""
 
     rollouts_per_example: list[int] = Field([])
-    """Rollouts of an example in each environment; one value is for every environment, none is 1."""
+    """Rollouts per example for each environment, or one for all of them. An empty list is 1."""
 
     max_concurrent: int | None = Field(128, ge=1)
-    """Rollouts at a time, over all environments; None sets no limit."""
+    """Maximum number of rollouts at once, over all environments. None sets no limit."""
 
     weights_dir: Path | None = None
-    """Directory of `step_<n>` checkpoints, such as `outputs/weights`; None evaluates the base model only."""
+    """Directory of `step_<n>` checkpoints, such as `outputs/weights`. None evaluates only the base model."""
 
     steps: list[int] | None = None
-    """The checkpoints to evaluate; None is all that are complete."""
+    """Steps of the checkpoints to evaluate. None evaluates all complete ones."""
 
     eval_base: bool = True
-    """Evaluate the base model, as step 0 and first."""
+    """Evaluate the base model first, as step 0."""
 
     sampling: EvalSamplingConfig = EvalSamplingConfig()
     """How rollouts are sampled."""
@@ -61,19 +61,19 @@ class OfflineEvalConfig(RootConfig):
     """How to reach a running inference server."""
 
     inference: InferenceConfig | None = None
-    """The inference server to start for the evaluation; None uses a running one."""
+    """The inference server to start. None uses a running one."""
 
     device: Device = "auto"
-    """Where the started server runs: `auto` takes a GPU when there is one."""
+    """Where the started server runs. `auto` uses a GPU if there is one."""
 
     output_dir: Path = Path("outputs/eval")
-    """Directory of the evaluation. One that holds part of the same evaluation is completed."""
+    """Directory of the evaluation. If it holds part of the same evaluation, the rest is added."""
 
     log: LogConfig = LogConfig()
-    """Logs for people."""
+    """Logs."""
 
     wandb: WandbConfig | None = None
-    """Weights & Biases; None logs only to `metrics.jsonl`."""
+    """Weights & Biases. None logs only to `metrics.jsonl`."""
 
     dry_run: bool = False
     """Write the resolved config and stop."""

@@ -20,27 +20,27 @@ All2AllBackend = Literal[
 
 
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-"""The largest ranks that vLLM can be started with."""
+"""Values of `max_lora_rank` that vLLM accepts."""
 
 
 class ServerConfig(BaseConfig):
     """Where the server listens."""
 
     host: str | None = None
-    """Address to bind; None binds every one."""
+    """Address to listen on. None listens on all of them."""
 
     port: int = 8000
-    """Port to bind."""
+    """Port to listen on."""
 
 
 class ParallelConfig(BaseConfig):
-    """How the GPUs of the server share the work. On a CPU, the embedded engine takes the cores of as many processes."""
+    """How the server's GPUs share the work. On a CPU, the embedded engine uses the cores of `tp * dp` processes."""
 
     tp: int = Field(1, ge=1)
-    """Tensor parallel size: GPUs that hold one copy of the model."""
+    """Tensor-parallel size: number of GPUs that hold one copy of the model."""
 
     dp: int = Field(1, ge=1)
-    """Data parallel size: copies of the model."""
+    """Data-parallel size: number of copies of the model."""
 
     def __str__(self) -> str:
         return f"tp={self.tp} dp={self.dp}"
@@ -50,29 +50,29 @@ class ModelConfig(BaseModelConfig):
     """The served model."""
 
     dtype: Literal["auto", "float16", "bfloat16", "float32"] = "auto"
-    """Type of weights and activations; `auto` is the model's own on a GPU, and float32, as in the trainer, on a CPU."""
+    """Dtype of weights and activations. `auto` is the model's own on a GPU and float32 on a CPU, as in the trainer."""
 
     max_model_len: int | None = None
-    """Context length in tokens; None takes the model's own."""
+    """Context length in tokens. None takes the model's own."""
 
     enforce_eager: bool = False
-    """Do without CUDA graphs."""
+    """vLLM: do not compile the model, and do not use CUDA graphs."""
 
     tool_call_parser: str | None = None
-    """vLLM's tool call parser; `auto` chooses by the model's name, None parses no tool calls."""
+    """Parser of the model's tool calls. `auto` chooses by the model's name; None parses no tool calls."""
 
     reasoning_parser: str | None = None
-    """vLLM's reasoning parser; None parses no reasoning."""
+    """vLLM's reasoning parser. None parses no reasoning."""
 
     rope_scaling: dict[str, Any] | str | None = None
-    """RoPE scaling, passed on; None takes the model's own."""
+    """RoPE scaling, passed to vLLM. None takes the model's own."""
 
 
 class WeightBroadcastConfig(BaseConfig):
     """How new weights reach the server."""
 
     type: Literal["nccl", "filesystem"] = "filesystem"
-    """Through memory (NCCL, on a CPU gloo), or through files."""
+    """`nccl`: from the trainer's memory, over NCCL, or gloo on a CPU. `filesystem`: from files."""
 
 
 class InferenceConfig(RootConfig):
@@ -93,23 +93,23 @@ class InferenceConfig(RootConfig):
     """Serve LoRA adapters."""
 
     max_loras: int = Field(8, ge=1)
-    """Adapters in one batch."""
+    """Maximum number of adapters in one batch."""
 
     max_cpu_loras: int = Field(100, ge=1)
-    """Adapters that are loaded; one more is refused. vLLM wants at least `max_loras`."""
+    """Maximum number of loaded adapters; another one is refused. vLLM needs at least `max_loras`."""
 
     max_lora_rank: int | None = Field(None, ge=1)
-    """Largest rank of an adapter, raised to a size that vLLM knows (at most 512); None is 16."""
+    """Maximum rank of an adapter, rounded up to a size that vLLM supports (at most 512). None is 16."""
 
     enable_prefix_caching: bool | None = None
-    """Reuse what was read of equal beginnings of prompts; None leaves it to the engine. The embedded engine does."""
+    """Reuse the keys and values of prompt prefixes. None leaves it to the engine; the embedded engine reuses them."""
 
     gpu_memory_utilization: float = 0.9
-    """Fraction of the GPU's memory that the engine may take. On a CPU the default leaves most of the machine's memory
-    to others; another value is the fraction of it that vLLM takes."""
+    """Fraction of the GPU's memory that the engine may use. On a CPU the default leaves most of the machine's memory
+    free; any other value is the fraction that vLLM uses."""
 
     api_server_count: int = Field(1, ge=1)
-    """HTTP server processes; raised to `parallel.dp`, and 1 with LoRA."""
+    """Number of HTTP server processes. Raised to `parallel.dp`; always 1 with LoRA."""
 
     seed: int = 0
     """Seed of the engine."""
@@ -121,16 +121,16 @@ class InferenceConfig(RootConfig):
     """How tokens reach their experts."""
 
     enable_eplb: bool = False
-    """Balance the load of the experts."""
+    """Balance the load over the experts."""
 
     weight_broadcast: WeightBroadcastConfig = WeightBroadcastConfig()
     """How new weights arrive."""
 
     device: Device = "auto"
-    """Where to run: `auto` takes a GPU when there is one."""
+    """Where to run. `auto` uses a GPU if there is one."""
 
     backend: Literal["auto", "vllm", "embedded"] = "auto"
-    """The engine: `auto` is vLLM when a GPU is visible and vLLM is installed, else the embedded one."""
+    """The engine. `auto` is vLLM if it is installed and a GPU is visible; otherwise the embedded engine."""
 
     @model_validator(mode="after")
     def _raise_lora_rank(self) -> Self:

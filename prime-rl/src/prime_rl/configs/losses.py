@@ -9,34 +9,34 @@ from prime_rl.utils.pydantic_config import BaseConfig, raise_faults
 
 
 class DefaultLossConfig(BaseConfig):
-    """The RL loss: a clipped and masked policy gradient on importance ratios."""
+    """A clipped and masked policy gradient on importance ratios."""
 
     type: Literal["default"] = "default"
-    """The built-in loss."""
+    """The default loss."""
 
     ratio_type: Literal["token", "sequence"] = "token"
-    """Importance ratio of a token, or of its whole sequence."""
+    """Importance ratio of each token, or of its whole sequence."""
 
     token_mask_high: float = Field(8.0, ge=0)
-    """Leave out tokens whose ratio is above."""
+    """Exclude tokens whose ratio is above this."""
 
     token_mask_low: float = Field(0.125, ge=0)
-    """Leave out tokens whose ratio is below."""
+    """Exclude tokens whose ratio is below this."""
 
     sequence_clip_high: float = Field(10.0, ge=0)
-    """Largest ratio of a sequence; a larger one is cut to it."""
+    """Maximum ratio of a sequence. Larger ones are clipped to it."""
 
     geo_mask_high: float = Field(10.0, ge=0)
-    """Leave out sequences whose geometric mean ratio is above."""
+    """Exclude sequences whose geometric mean ratio is above this."""
 
     geo_mask_low: float = Field(0.1, ge=0)
-    """Leave out sequences whose geometric mean ratio is below."""
+    """Exclude sequences whose geometric mean ratio is below this."""
 
     sequence_mask_low: float = Field(0.0, ge=0)
-    """Leave out sequences with any token's ratio below."""
+    """Exclude sequences in which any token's ratio is below this."""
 
     sequence_mask_high: float = Field(100.0, ge=0)
-    """Leave out sequences with any token's ratio above."""
+    """Exclude sequences in which any token's ratio is above this."""
 
     adv_tau: float = Field(1.0, ge=0)
     """Weight of the advantage."""
@@ -60,27 +60,27 @@ class DefaultLossConfig(BaseConfig):
 
 
 class CustomLossConfig(BaseConfig):
-    """A loss of your own."""
+    """Your own loss function."""
 
     type: Literal["custom"] = "custom"
-    """Your own."""
+    """Your own function."""
 
     import_path: str
-    """Dotted path of the function."""
+    """Dotted path of the function, such as `package.module.name`."""
 
     kwargs: dict[str, Any] = Field({})
-    """Keyword arguments for it."""
+    """Keyword arguments of the function."""
 
 
 class BaseSurrogateLossConfig(BaseConfig):
-    """What the published losses share."""
+    """Keys that the published losses share."""
 
     average: Literal["token", "sequence", "constant"] = "token"
-    """Mean over all tokens of the step; mean over the tokens of each sequence, then over sequences; or each sequence's
-    sum divided by `constant_tokens`, then the mean over sequences."""
+    """`token`: mean over all tokens of the step. `sequence`: mean over each sequence's tokens, then over sequences.
+    `constant`: each sequence's sum divided by `constant_tokens`, then the mean over sequences."""
 
     constant_tokens: int = Field(1, ge=1)
-    """Tokens that each sequence counts as, with `average = "constant"`."""
+    """Divisor of each sequence's sum with `average = "constant"`."""
 
 
 class ClipLossConfig(BaseSurrogateLossConfig):
@@ -90,42 +90,42 @@ class ClipLossConfig(BaseSurrogateLossConfig):
     """Clipped surrogate."""
 
     clip_low: float = Field(0.2, ge=0, le=1)
-    """Ratios below 1 minus this gain nothing more."""
+    """Ratios are clipped below 1 minus this."""
 
     clip_high: float = Field(0.2, ge=0)
-    """Ratios above 1 plus this gain nothing more."""
+    """Ratios are clipped above 1 plus this."""
 
     dual_clip: float | None = Field(None, gt=1)
-    """Largest ratio that a negative advantage counts with; None sets no bound."""
+    """Maximum ratio for tokens with a negative advantage. None sets no maximum."""
 
 
 class GSPOLossConfig(BaseSurrogateLossConfig):
-    """GSPO: the clipped surrogate on a sequence's geometric mean ratio."""
+    """GSPO: the clipped surrogate on each sequence's geometric mean ratio."""
 
     type: Literal["gspo"] = "gspo"
     """Group sequence policy optimization."""
 
     average: Literal["token", "sequence", "constant"] = "sequence"
-    """As in the other losses; GSPO's own is `sequence`."""
+    """As in the other losses. `sequence` is GSPO's own."""
 
     clip_low: float = Field(3e-4, ge=0, le=1)
-    """Sequence ratios below 1 minus this gain nothing more."""
+    """Sequence ratios are clipped below 1 minus this."""
 
     clip_high: float = Field(4e-4, ge=0)
-    """Sequence ratios above 1 plus this gain nothing more."""
+    """Sequence ratios are clipped above 1 plus this."""
 
 
 class TruncatedLossConfig(BaseSurrogateLossConfig):
-    """REINFORCE with truncated importance weights, so that every token keeps its gradient: CISPO, RLOO."""
+    """REINFORCE with truncated importance weights, so that every token keeps a gradient: CISPO, RLOO."""
 
     type: Literal["truncated"] = "truncated"
     """Truncated importance weights."""
 
     weight_low: float = Field(0.0, ge=0)
-    """Smaller weights are raised to this."""
+    """Minimum weight. Smaller ones are raised to it."""
 
     weight_high: float = Field(5.0, gt=0)
-    """Larger weights are cut to this."""
+    """Maximum weight. Larger ones are truncated to it."""
 
     @model_validator(mode="after")
     def _check_rules(self) -> Self:
@@ -135,22 +135,22 @@ class TruncatedLossConfig(BaseSurrogateLossConfig):
 
 
 class DecoupledLossConfig(BaseSurrogateLossConfig):
-    """Decoupled PPO: clipped around the policy of the step's start, weighted back to the policy that sampled."""
+    """Decoupled PPO: clips around the policy at the start of the step, and reweights to the policy that sampled."""
 
     type: Literal["decoupled"] = "decoupled"
     """Decoupled PPO."""
 
     clip_low: float = Field(0.2, ge=0, le=1)
-    """Ratios to the policy of the step's start below 1 minus this gain nothing more."""
+    """Ratios to the policy at the start of the step are clipped below 1 minus this."""
 
     clip_high: float = Field(0.2, ge=0)
-    """Ratios to the policy of the step's start above 1 plus this gain nothing more."""
+    """Ratios to the policy at the start of the step are clipped above 1 plus this."""
 
     dual_clip: float | None = Field(None, gt=1)
-    """Largest ratio that a negative advantage counts with; None sets no bound."""
+    """Maximum ratio for tokens with a negative advantage. None sets no maximum."""
 
     behaviour_weight_cap: float | None = Field(5.0, gt=0)
-    """Tokens with a larger weight, from the sampling policy to that of the step's start, are left out; None keeps
+    """Exclude tokens whose weight (policy at the start of the step / policy that sampled) is above this. None keeps
     all."""
 
 

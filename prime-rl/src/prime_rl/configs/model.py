@@ -23,40 +23,40 @@ AttentionKernel = Annotated[
 
 
 class CompileConfig(BaseConfig):
-    """`torch.compile` of the transformer blocks."""
+    """Compiles the decoder blocks with `torch.compile`."""
 
     fullgraph: bool = False
-    """Fail where a block does not compile as a whole."""
+    """Fail if a block does not compile as one graph."""
 
 
 class ActivationCheckpointConfig(BaseConfig):
-    """Activations computed again in the backward pass."""
+    """Recomputes activations in the backward pass instead of storing them."""
 
     freq: int = Field(1, ge=1)
-    """Every n-th layer."""
+    """Recompute every n-th block."""
 
 
 class ActivationOffloadingConfig(BaseConfig):
-    """Activations kept in host memory."""
+    """Stores activations in host memory."""
 
     pin_memory: bool = True
     """Use pinned host buffers."""
 
     max_inflight_activations: int = Field(5, ge=1)
-    """Activations kept on the GPU while they are copied, and fetched ahead of their use."""
+    """Number of activations that stay on the GPU while they are copied, and that are fetched ahead of their use."""
 
 
 class LoRAConfig(BaseConfig):
-    """Low-rank adapters instead of full training."""
+    """Trains low-rank adapters instead of all weights."""
 
     rank: int = Field(16, ge=1)
-    """Rank of an adapter."""
+    """Rank of each adapter."""
 
     alpha: float = Field(32.0, ge=0)
-    """Scale of an adapter (times alpha / rank)."""
+    """The adapter's output is scaled by alpha / rank."""
 
     dropout: float = Field(0.0, ge=0, le=1)
-    """Dropout before an adapter."""
+    """Dropout of the adapter's input, in training."""
 
     target_modules: list[str] = Field(
         [
@@ -70,17 +70,17 @@ class LoRAConfig(BaseConfig):
             "experts",
         ]
     )
-    """Modules that get an adapter: names or regular expressions."""
+    """Modules that get an adapter: names, or regular expressions."""
 
     modules_to_save: list[str] = Field([])
-    """Modules trained in full: names or regular expressions."""
+    """Modules that are trained in full: names, or regular expressions."""
 
 
 class DebugModelConfig(BaseConfig):
     """Switches for debugging the model."""
 
     num_layers: int | None = None
-    """Keep the first n layers only; None keeps all."""
+    """Number of layers to keep, from the first. None keeps all."""
 
     random_init: bool = False
     """Start from random weights."""
@@ -94,65 +94,65 @@ class ModelConfig(BaseModelConfig):
     instead."""
 
     attn: AttentionKernel = "flash_attention_2"
-    """Attention kernel. Where it cannot run, PyTorch's varlen kernel or flex attention does on a GPU, SDPA on a CPU;
-    the log names the choice. `flash_attention_4` is another name of `fa4`."""
+    """Attention kernel. If it is not available: PyTorch's varlen kernel or flex attention on a GPU, SDPA on a CPU. The
+    log names the choice. `flash_attention_4` is another name for `fa4`."""
 
     compile: CompileConfig | None = None
-    """Compile the decoder blocks; None does not."""
+    """Compile the decoder blocks. None disables compilation."""
 
     ac: ActivationCheckpointConfig | None = None
-    """Activation checkpointing; None keeps all activations."""
+    """Activation checkpointing. None stores all activations."""
 
     ac_offloading: ActivationOffloadingConfig | None = None
-    """Activations in host memory; switches `ac` on. None keeps them where they are computed, as a CPU does anyway."""
+    """Activations in host memory; turns `ac` on. None keeps them on the GPU. No effect on a CPU."""
 
     fsdp_cpu_offload: bool = False
     """Keep parameters, gradients and optimizer state in host memory, and update them on the CPU."""
 
     optim_cpu_offload: bool = False
-    """Keep the optimizer state alone in host memory; the GPU updates a part of the weights at a time."""
+    """Keep only the optimizer state in host memory. The GPU updates one part of the weights at a time."""
 
     reshard_after_forward: bool = True
-    """Free gathered parameters after the forward pass."""
+    """Free a block's gathered parameters after its forward pass."""
 
     dp_replicate: int = Field(1, ge=1)
-    """Copies of the sharded model (HSDP)."""
+    """Number of copies of the sharded model (HSDP)."""
 
     ep: int = Field(1, ge=1)
-    """Expert parallel size."""
+    """Expert-parallel size."""
 
     tp: int = Field(1, ge=1)
-    """Tensor parallel size."""
+    """Tensor-parallel size."""
 
     cp: int = Field(1, ge=1)
-    """Context parallel size."""
+    """Context-parallel size."""
 
     impl: Literal["hf", "custom", "auto"] = "auto"
-    """Whose model code: Transformers' or our own; `auto` prefers our own."""
+    """Model code: Transformers' (`hf`) or our own (`custom`). `auto` prefers our own, if there is any."""
 
     optimization_dtype: Literal["bfloat16", "float32"] = "float32"
-    """Type of the master weights."""
+    """Dtype of the master weights."""
 
     reduce_dtype: Literal["bfloat16", "float32"] = "float32"
-    """Type in which gradients are summed over ranks."""
+    """Dtype in which gradients are summed over ranks."""
 
     compute_dtype: Literal["auto", "bfloat16", "float32"] = "auto"
-    """Type of the forward and backward pass: `auto` is bfloat16 on CUDA, float32 on a CPU."""
+    """Dtype of the forward and backward pass. `auto` is bfloat16 on a GPU and float32 on a CPU."""
 
     moe_use_grouped_mm: bool = True
-    """Grouped matrix products for the experts of an MoE model; without, one expert runs after the other."""
+    """Use grouped matrix products for the experts of an MoE model. False runs one expert after another."""
 
     freeze_moe_router: bool = False
     """Do not train the router of an MoE model."""
 
     lora: LoRAConfig | None = None
-    """Train adapters; None trains all weights."""
+    """Train adapters. None trains all weights."""
 
     debug: DebugModelConfig = DebugModelConfig()
     """Switches for debugging."""
 
     fused_lm_head_chunk_size: Annotated[int, Field(ge=512)] | Literal["auto", "disabled"] = "auto"
-    """Vocabulary entries in one chunk of the fused output layer; RL's `auto` is 8192, SFT's `disabled`."""
+    """Vocabulary entries per chunk of the fused output layer. `auto` is 8192 in RL and `disabled` in SFT."""
 
     @model_validator(mode="after")
     def _check_rules(self) -> Self:
@@ -185,10 +185,10 @@ class TokenizerConfig(BaseConfig):
     """The tokenizer."""
 
     name: str | None = None
-    """Tokenizer id or directory; None is the model's name."""
+    """Tokenizer id or directory. None takes `model.name`."""
 
     trust_remote_code: bool | None = None
-    """Run code that comes with the tokenizer; None is the model's choice."""
+    """Run code that comes with the tokenizer. None takes `model.trust_remote_code`."""
 
     chat_template: str | None = None
-    """Chat template in place of the tokenizer's own."""
+    """Chat template that replaces the tokenizer's own: Jinja text, or the path of a file."""

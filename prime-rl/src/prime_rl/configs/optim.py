@@ -15,29 +15,29 @@ class ConstantSchedulerConfig(BaseConfig):
 
 
 class LinearSchedulerConfig(BaseConfig):
-    """Linear warm-up, constant, linear decay."""
+    """Linear warm-up, constant rate, linear decay."""
 
     type: Literal["linear"] = "linear"
     """Linear."""
 
     warmup_steps: int = Field(10, ge=0)
-    """Steps of the warm-up."""
+    """Number of warm-up steps."""
 
     decay_steps: int = Field(10, ge=0)
-    """Steps of the decay at the end."""
+    """Number of decay steps at the end."""
 
     min_lr: float = Field(0.0, ge=0)
     """Learning rate at the end."""
 
 
 class CosineSchedulerConfig(BaseConfig):
-    """Linear warm-up, then a cosine down to the end."""
+    """Linear warm-up, then cosine decay to the end."""
 
     type: Literal["cosine"] = "cosine"
     """Cosine."""
 
     warmup_steps: int = Field(10, ge=0)
-    """Steps of the warm-up."""
+    """Number of warm-up steps."""
 
     min_lr: float = Field(0.0, ge=0)
     """Learning rate at the end."""
@@ -49,7 +49,7 @@ SchedulerConfig = Annotated[
 
 
 class BaseOptimizerConfig(BaseConfig):
-    """What every optimizer has."""
+    """Keys of every optimizer."""
 
     lr: float = Field(1e-6, ge=0)
     """Learning rate."""
@@ -58,7 +58,7 @@ class BaseOptimizerConfig(BaseConfig):
     """Weight decay."""
 
     max_norm: float = Field(1.0, ge=0)
-    """Largest norm of the gradient; a larger one is scaled down."""
+    """Maximum gradient norm. Larger gradients are scaled down to it."""
 
 
 class SGDConfig(BaseOptimizerConfig):
@@ -88,13 +88,13 @@ class AdamWConfig(BaseOptimizerConfig):
 
 
 class MuonConfig(BaseOptimizerConfig):
-    """Muon for matrices, AdamW for embeddings, head and vectors. A matrix moves about as far as AdamW would move it."""
+    """Muon for matrices; AdamW for embeddings, head and vectors. Muon's updates are about as large as AdamW's."""
 
     type: Literal["muon"] = "muon"
     """Muon."""
 
     mu: float = Field(0.95, ge=0)
-    """Momentum of Muon."""
+    """Muon's momentum."""
 
     betas1: float = Field(0.9, ge=0)
     """AdamW's decay of the first moment."""

@@ -68,44 +68,44 @@ __all__ = [
 DEFAULT_BATCH_SIZE = 128
 BENCH_STEPS = 4
 BENCH_ASYNC_LEVEL = 1_000_000_000
-"""In a benchmark nobody waits for the trainer."""
+"""Benchmarks do not wait for the trainer."""
 
 
 class LoRAConfig(BaseConfig):
     """The adapter of this run."""
 
     name: str | None = None
-    """Name of the adapter; None is made from rank and alpha."""
+    """Name of the adapter. None makes one from rank and alpha."""
 
     rank: int | None = Field(None, ge=1)
-    """Rank; None is the trainer's."""
+    """Rank. None takes the trainer's."""
 
     alpha: float | None = Field(None, ge=0)
-    """Alpha; None is the trainer's."""
+    """Alpha. None takes the trainer's."""
 
     @property
     def adapter_name(self) -> str:
-        """The name that requests ask for."""
+        """The model name in requests for the adapter."""
         parts = [f"{letter}{value}" for letter, value in (("r", self.rank), ("a", self.alpha)) if value is not None]
         return self.name or "-".join(parts) or "adapter"
 
 
 class ModelConfig(BaseModelConfig):
-    """A model, as the servers know it."""
+    """A model, under the name that the servers use."""
 
     lora: LoRAConfig | None = None
-    """The adapter of this run; None trains all weights."""
+    """The adapter of this run. None trains all weights."""
 
 
 class OptimizerConfig(BaseConfig):
-    """The optimizer of this run, when one trainer serves several."""
+    """The optimizer of this run, if one trainer serves several runs."""
 
     lr: float = Field(1e-4, ge=0)
     """Learning rate."""
 
 
 class TeacherModelConfig(BaseConfig):
-    """A model whose log-probabilities guide the policy."""
+    """A teacher whose log-probabilities guide the policy."""
 
     client: ClientConfig = ClientConfig()
     """How to reach the teacher's server."""
@@ -115,22 +115,22 @@ class TeacherModelConfig(BaseConfig):
 
 
 class CheckpointConfig(BaseConfig):
-    """Checkpoints of the orchestrator. A step stays if `keep_last` or `keep_interval` keeps it."""
+    """Checkpoints of the orchestrator. A checkpoint is kept if `keep_last` or `keep_interval` keeps it."""
 
     interval: int | None = Field(None, ge=1)
-    """Steps between two; None saves at the end only."""
+    """Steps between two checkpoints. None saves only at the end."""
 
     resume_step: int | None = Field(None, ge=-1)
-    """Step to continue from; -1 is the latest, None starts afresh."""
+    """Step to continue from. -1 is the latest; None starts a new run."""
 
     wait_for_weights_timeout: int | None = Field(None, ge=1)
-    """Seconds to wait for the weights of the step; None does not wait."""
+    """Seconds to wait for the weights of the step to resume from. None waits 600."""
 
     keep_last: int | None = Field(None, ge=1)
-    """Keep the newest n; None sets no such limit."""
+    """Number of newest checkpoints to keep. None disables the rule."""
 
     keep_interval: int | None = Field(None, ge=1)
-    """Keep multiples of n for ever; None sets no such rule."""
+    """Keep every checkpoint whose step is a multiple of n. None disables the rule."""
 
     skip_progress: bool = False
     """Continue without the saved progress."""
@@ -140,37 +140,37 @@ class CheckpointConfig(BaseConfig):
 
 
 class BufferConfig(BaseConfig):
-    """Which examples are rolled out next."""
+    """Chooses the examples to roll out."""
 
     seed: int | None = None
-    """Seed of the choice; None differs from run to run."""
+    """Seed of the choice. None is different in every run."""
 
     env_ratios: list[float] | None = None
-    """Share of each environment, above 0; None follows their sizes."""
+    """Share of each environment, above 0. None is proportional to their sizes."""
 
     easy_threshold: float | None = None
-    """Mean reward of a group from which its example is easy and does not come again; None finds none easy."""
+    """Examples whose group has at least this mean reward are easy and are not sampled again. None disables the rule."""
 
     hard_threshold: float | None = None
-    """Mean reward of a group up to which its example is hard and does not come again; None finds none hard."""
+    """Examples whose group has at most this mean reward are hard and are not sampled again. None disables the rule."""
 
     easy_fraction: float = Field(0.0, ge=0, le=1)
-    """Share of the easy examples that come again after a resume."""
+    """Share of the easy examples that a resume returns to the pool."""
 
     hard_fraction: float = Field(0.0, ge=0, le=1)
-    """Share of the hard examples that come again after a resume."""
+    """Share of the hard examples that a resume returns to the pool."""
 
     online_difficulty_filtering: bool = False
     """Drop groups whose rewards are all 0 or all 1."""
 
     drop_equal_rewards: bool = False
-    """Drop groups whose rewards are all equal, which teach nothing, and roll out others (DAPO's dynamic sampling)."""
+    """Drop groups whose rewards are all equal, and roll out others instead (DAPO's dynamic sampling)."""
 
     hash_keys: list[str] = Field(["task", "prompt"], min_length=1)
-    """Columns that tell examples apart when a run resumes; `task` is the environment's name."""
+    """Columns that identify an example when a run resumes. `task` is the environment's name."""
 
     skip_verification: bool = False
-    """Do not score; every reward is 0."""
+    """Do not score rollouts; every reward is 0."""
 
     @model_validator(mode="after")
     def _check_rules(self) -> Self:
@@ -191,52 +191,52 @@ class BufferConfig(BaseConfig):
 
 
 class GibberishFilterConfig(BaseConfig):
-    """Finds answers with a rare token that the policy itself found unlikely."""
+    """Detects answers with a rare token that the policy itself considered unlikely."""
 
     type: Literal["gibberish"] = "gibberish"
     """Gibberish."""
 
     enforce: bool = False
-    """Leave such rollouts out of the loss instead of counting them."""
+    """Exclude such rollouts from the loss. False only counts them."""
 
     token_id_threshold: int = 100000
-    """Token ids above are rare."""
+    """Token ids above this are rare."""
 
     logprob_offset: float = 2.0
-    """A token is unlikely below -ln(vocabulary size) minus this."""
+    """A token is unlikely if its log-probability is below -ln(vocabulary size) minus this."""
 
 
 class RepetitionFilterConfig(BaseConfig):
-    """Finds answers with a long run of tokens that the policy was sure of."""
+    """Detects answers with a long series of tokens that the policy was certain of."""
 
     type: Literal["repetition"] = "repetition"
     """Repetition."""
 
     enforce: bool = False
-    """Leave such rollouts out of the loss instead of counting them."""
+    """Exclude such rollouts from the loss. False only counts them."""
 
     window: int = Field(3000, ge=1)
-    """Length of the run in tokens."""
+    """Length of the series in tokens."""
 
     prob_threshold: float = Field(0.99, gt=0, le=1)
-    """Probability from which the policy is sure."""
+    """The policy is certain of a token above this probability."""
 
 
 FilterConfig = Annotated[GibberishFilterConfig | RepetitionFilterConfig, Field(discriminator="type")]
 
 
 class FileSystemWeightBroadcastConfig(BaseConfig):
-    """Weights travel as files in the output directory."""
+    """Sends weights as files in the output directory."""
 
     type: Literal["filesystem"] = "filesystem"
-    """Through files."""
+    """Files."""
 
 
 class NCCLWeightBroadcastConfig(BaseConfig):
-    """Weights travel from the trainer's memory to the servers'. Needs `max_async_level` 1, and no adapters."""
+    """Sends weights from the trainer's memory to the servers'. Needs `max_async_level = 1` and no LoRA."""
 
     type: Literal["nccl"] = "nccl"
-    """Through NCCL, from GPU to GPU; on a CPU through gloo."""
+    """NCCL from GPU to GPU, or gloo on a CPU."""
 
     host: str = "localhost"
     """Host of the rendezvous."""
@@ -245,7 +245,7 @@ class NCCLWeightBroadcastConfig(BaseConfig):
     """Port of the rendezvous."""
 
     timeout: int = Field(1200, ge=1)
-    """Limit in seconds: for the servers to join, to ask for a version that is offered, and for its transfer."""
+    """Timeout in seconds: for the servers to join, to ask for an offered version, and for its transfer."""
 
 
 WeightBroadcastConfig = Annotated[
@@ -265,10 +265,10 @@ class OrchestratorConfig(RootConfig):
     """The policy."""
 
     optim: OptimizerConfig = OptimizerConfig()
-    """The optimizer of this run, when one trainer serves several."""
+    """The optimizer of this run, if one trainer serves several runs."""
 
     teacher_model: TeacherModelConfig | None = None
-    """A teacher for log-probabilities; None is off."""
+    """A teacher. None disables it."""
 
     sampling: SamplingConfig = SamplingConfig()
     """How training rollouts are sampled."""
@@ -277,16 +277,16 @@ class OrchestratorConfig(RootConfig):
     """Training environments."""
 
     env_servers: bool = False
-    """Run each environment that has no `address` in a process of its own, for environments that compute for long."""
+    """Run each environment without an `address` in its own process. Useful for environments with slow scoring."""
 
     eval: EvalConfig | None = None
-    """Evaluation during training; None is off."""
+    """Evaluation during training. None disables it."""
 
     buffer: BufferConfig = BufferConfig()
-    """Which examples come next."""
+    """Chooses the examples to roll out."""
 
     advantage: AdvantageConfig | None = DefaultAdvantageConfig()
-    """The advantage function; None takes rewards as they are."""
+    """The advantage function. None uses the rewards themselves."""
 
     filters: list[FilterConfig] = Field([GibberishFilterConfig(), RepetitionFilterConfig()])
     """Rollout filters, each kind at most once."""
@@ -295,16 +295,16 @@ class OrchestratorConfig(RootConfig):
     """Logs."""
 
     wandb: WandbWithExtrasConfig | None = None
-    """Weights & Biases; None is off."""
+    """Weights & Biases. None disables it."""
 
     prime_monitor: PrimeMonitorConfig | None = None
-    """The platform's monitor; None is off."""
+    """The platform's monitor. None disables it."""
 
     ckpt: CheckpointConfig | None = None
-    """Checkpoints; None writes none."""
+    """Checkpoints. None writes none."""
 
     val: ValConfig | None = None
-    """Validation rollouts; None is off."""
+    """Validation rollouts. None disables them."""
 
     weight_broadcast: WeightBroadcastConfig = FileSystemWeightBroadcastConfig()
     """How weights reach the inference servers."""
@@ -316,58 +316,58 @@ class OrchestratorConfig(RootConfig):
     """The orchestrator's directory."""
 
     max_concurrent: int | None = None
-    """Rollouts running at once; None sets no limit."""
+    """Maximum number of rollouts running at once. None sets no limit."""
 
     tasks_per_minute: int | None = Field(None, ge=1)
-    """Tasks started in a minute by each worker; None sets no limit."""
+    """Maximum number of groups started per minute. None sets no limit."""
 
     batch_size: int | None = Field(None, ge=1)
-    """Rollouts in a step; None is 128 without `token_batch_size`."""
+    """Rollouts per step. None is 128, unless `token_batch_size` is set."""
 
     token_batch_size: int | None = Field(None, ge=1)
-    """Tokens in a step, instead of `batch_size`."""
+    """Tokens per step, instead of `batch_size`."""
 
     oversampling_factor: float | None = Field(None, ge=1)
     """`max_inflight_rollouts` as a multiple of `batch_size`."""
 
     max_inflight_rollouts: int | None = Field(None, ge=1)
-    """Rollouts in flight; None is `batch_size` times `oversampling_factor`."""
+    """Maximum number of rollouts in flight. None is `batch_size * oversampling_factor`."""
 
     rollouts_per_example: int = Field(1, ge=1)
-    """Rollouts of one example: its group."""
+    """Rollouts per example, which form a group."""
 
     seq_len: int = Field(2048, ge=1)
-    """Longest sample in tokens."""
+    """Maximum length of a sample, in tokens."""
 
     num_train_workers: int = Field(1, ge=1)
     """Data ranks of the trainer."""
 
     max_steps: int | None = None
-    """Steps to train; None never ends."""
+    """Number of steps. None trains until it is stopped."""
 
     max_off_policy_steps: int = Field(8, ge=0)
-    """Policies that one rollout may span."""
+    """A group of rollouts is cancelled after more than this number of weight updates."""
 
     max_async_level: int = Field(1, ge=0)
-    """Steps that rollouts may run ahead of the trainer."""
+    """Maximum number of steps that rollouts run ahead of the trainer. 0 is synchronous."""
 
     strict_async_level: bool = False
-    """Run exactly that many steps ahead, not at most."""
+    """Run exactly `max_async_level` steps ahead, not at most."""
 
     bench: bool = False
     """Benchmark mode: four steps, no evaluation."""
 
     seed: int | None = 42
-    """Seed of the process; None differs from run to run."""
+    """Seed of the process. None is different in every run."""
 
     heartbeat: HeartbeatConfig | None = None
-    """Heartbeat; None is off."""
+    """Heartbeat. None disables it."""
 
     save_rollouts: bool = False
-    """Write all rollouts, to `samples/step_<s>.jsonl` and, of evaluations, `samples/eval_<version>.jsonl`."""
+    """Write all rollouts to `samples/step_<s>.jsonl`, and evaluation rollouts to `samples/eval_<version>.jsonl`."""
 
     use_token_client: bool = True
-    """Send and receive tokens instead of text."""
+    """Send later turns as the sampled token ids instead of text."""
 
     @model_validator(mode="after")
     def _check_rules(self) -> Self:

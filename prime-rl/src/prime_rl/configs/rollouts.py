@@ -1,4 +1,4 @@
-"""Environments, and how rollouts in them are sampled: for training, evaluation and validation."""
+"""Environments, and how their rollouts are sampled: for training, evaluation and validation."""
 
 from typing import Any, Literal
 
@@ -14,72 +14,72 @@ class TemperatureSchedulerConfig(BaseConfig):
     """Shape of the curve."""
 
     start_temperature: float = Field(ge=0)
-    """At step 0."""
+    """Temperature at step 0."""
 
     end_temperature: float = Field(ge=0)
-    """At the last step."""
+    """Temperature at the last step."""
 
     total_steps: int | None = Field(None, ge=1)
-    """Length; None is `max_steps`."""
+    """Number of steps. None takes `max_steps`."""
 
 
 class SamplingConfig(BaseConfig):
     """How training rollouts are sampled. `top_p` is always 1, `top_k` -1 and `min_p` 0."""
 
     temperature: float | None = Field(None, ge=0)
-    """Temperature; None is 1.0 without `temp_scheduler`."""
+    """Temperature. None is 1.0, unless `temp_scheduler` is set."""
 
     temp_scheduler: TemperatureSchedulerConfig | None = None
-    """A changing temperature; None keeps it constant."""
+    """Schedule of the temperature. None keeps it constant."""
 
     repetition_penalty: float = Field(1.0, ge=0)
-    """Penalty of repeated tokens; 1 is none."""
+    """Penalty for repeated tokens. 1 is no penalty."""
 
     max_tokens: int | None = None
-    """Tokens of one turn; None leaves it to the server."""
+    """Maximum tokens per turn. None leaves it to the server."""
 
     min_tokens: int = Field(0, ge=0)
-    """Fewest tokens of one turn."""
+    """Minimum tokens per turn."""
 
     seed: int | None = None
-    """Seed of the sampler; None leaves it to the server."""
+    """Seed of the sampler. None leaves it to the server."""
 
     extra_body: dict[str, Any] = Field({})
-    """More keys for the request."""
+    """Additional keys of the request body."""
 
 
 class EvalSamplingConfig(BaseConfig):
-    """How eval rollouts are sampled. None leaves a value to the server."""
+    """How evaluation rollouts are sampled. None leaves a value to the server."""
 
     temperature: float | None = Field(None, ge=0)
     """Temperature."""
 
     repetition_penalty: float | None = Field(None, ge=0)
-    """Penalty of repeated tokens; 1 is none."""
+    """Penalty for repeated tokens. 1 is no penalty."""
 
     top_p: float | None = None
-    """Sample from the smallest set of tokens with this probability."""
+    """Sample from the smallest set of tokens whose probabilities sum to at least this."""
 
     top_k: int | None = None
-    """Sample from the k likeliest tokens."""
+    """Sample from the k most likely tokens."""
 
     min_p: float | None = None
-    """Leave out tokens below this fraction of the likeliest one's probability."""
+    """Exclude tokens below this fraction of the most likely token's probability."""
 
     max_tokens: int | None = None
-    """Tokens of one turn."""
+    """Maximum tokens per turn."""
 
     min_tokens: int | None = None
-    """Fewest tokens of one turn."""
+    """Minimum tokens per turn."""
 
     reasoning_effort: Literal["minimal", "low", "medium", "high"] | None = None
     """Reasoning effort."""
 
     seed: int | None = None
-    """Seed of the sampler: the n-th rollout of each example gets seed + n."""
+    """Seed of the sampler. The n-th rollout of each example uses seed + n."""
 
     extra_body: dict[str, Any] = Field({})
-    """More keys for the request."""
+    """Additional keys of the request body."""
 
 
 class EnvConfig(BaseConfig):
@@ -92,29 +92,30 @@ class EnvConfig(BaseConfig):
     """Arguments of its constructor."""
 
     name: str | None = None
-    """Name in logs and metrics; None is the id."""
+    """Name in logs and metrics. None takes the id."""
 
     address: str | None = None
-    """A running environment server; None starts one with `env_servers`, and else runs it in the orchestrator."""
+    """Address of a running environment server. None runs the environment in the orchestrator, or with `env_servers` in
+    a server that the orchestrator starts."""
 
     extra_env_kwargs: dict[str, Any] = Field({})
-    """Arguments that the system sets: `seq_len` and `score_rollouts` come from the orchestrator."""
+    """Attributes to set on the environment. The orchestrator adds `seq_len` and `score_rollouts`."""
 
 
 class EvalEnvConfig(EnvConfig):
     """An environment to evaluate on."""
 
     num_examples: int | None = None
-    """Examples; None or 0 is the value of `eval`."""
+    """Number of examples. None or 0 takes the value of `eval`."""
 
     rollouts_per_example: int | None = None
-    """Rollouts of an example; None or 0 is the value of `eval`."""
+    """Rollouts per example. None or 0 takes the value of `eval`."""
 
     skip_first: int = Field(0, ge=0)
-    """Examples to skip at the start."""
+    """Number of examples to skip at the start."""
 
     max_retries: int = Field(0, ge=0)
-    """Attempts after a failed rollout."""
+    """Number of retries after a failed rollout."""
 
 
 class EvalConfig(BaseConfig):
@@ -127,16 +128,16 @@ class EvalConfig(BaseConfig):
     """How rollouts are sampled."""
 
     num_examples: int = -1
-    """Examples of an environment; -1 is all."""
+    """Examples per environment. -1 is all of them."""
 
     rollouts_per_example: int = Field(1, ge=1)
-    """Rollouts of an example."""
+    """Rollouts per example."""
 
     interval: int = Field(100, ge=1)
-    """Policy versions between two evaluations; the last version is evaluated in any case."""
+    """Policy versions between two evaluations. The last version is always evaluated."""
 
     eval_base_model: bool = True
-    """Evaluate before the first step too."""
+    """Also evaluate before the first step."""
 
     skip_eval_on_resume: bool = Field(
         True, validation_alias=AliasChoices("skip_eval_on_resume", "skip_eval_on_restart")
@@ -144,11 +145,11 @@ class EvalConfig(BaseConfig):
     """Do not evaluate right after a resume. Also written `skip_eval_on_restart`."""
 
     cancel_inflight_rollouts_on_eval: bool = False
-    """Cancel training rollouts first."""
+    """Cancel training rollouts in flight before an evaluation."""
 
 
 class EvalSaveHFConfig(BaseConfig):
-    """Where evaluation results go on the Hugging Face hub. No key holds one."""
+    """A dataset on the Hugging Face hub for evaluation results. No config has this section."""
 
     dataset_name: str | None = None
     """Dataset."""
@@ -164,13 +165,13 @@ class EvalSaveHFConfig(BaseConfig):
 
 
 class ValConfig(BaseConfig):
-    """Validation: rollouts of the environments' rows for evaluation, sampled as for training, the same each time."""
+    """Validation: rolls out the same evaluation examples each time, with the sampling settings of training."""
 
     num_examples: int = Field(16, ge=1)
-    """Examples."""
+    """Number of examples."""
 
     rollouts_per_example: int = Field(1, ge=1)
-    """Rollouts of an example."""
+    """Rollouts per example."""
 
     interval: int = Field(10, ge=1)
     """Steps between two validations."""

@@ -24,24 +24,25 @@ from prime_rl.configs.trainer import (
 from prime_rl.utils.pydantic_config import BaseConfig, derive, raise_faults
 
 STACK_MULTIPLE = 256
-"""Stacked sequences are padded to this length."""
+"""`stack` pads sequences to a multiple of this length."""
 
 
 class BaseDataConfig(BaseConfig):
-    """Batches and their sequences."""
+    """Batches and packing."""
 
     batch_size: int = Field(128, ge=1)
-    """Sequences in a step, over all ranks."""
+    """Packed sequences per step, over all ranks."""
 
     seq_len: int = Field(128, ge=1)
-    """Length of a sequence in tokens."""
+    """Length of a packed sequence, and maximum length of a sample, in tokens."""
 
     pack_function: Literal["cat", "stack", "best_fit"] = "cat"
-    """Fill rows with samples one after another (`cat`, which cuts the last one), with whole samples chosen to fill
-    them (`best_fit`), or with samples of like length (`stack`). Samples never see each other."""
+    """How samples fill rows of `seq_len * micro_batch_size` tokens. `cat`: in order, cutting each row's last sample.
+    `best_fit`: whole samples, chosen to fill rows. `stack`: samples of similar length. Samples never attend to each
+    other."""
 
     micro_batch_size: int = Field(1, ge=1)
-    """Sequences that a rank computes at once."""
+    """Packed sequences that a rank computes at once."""
 
     @model_validator(mode="after")
     def _check_batch(self) -> Self:
@@ -53,10 +54,10 @@ class BaseDataConfig(BaseConfig):
 
 
 class FakeDataConfig(BaseDataConfig):
-    """Made-up tokens, for benchmarks."""
+    """Generated tokens, for benchmarks."""
 
     type: Literal["fake"] = "fake"
-    """Made up."""
+    """Generated."""
 
     length: Literal["fixed", "variable"] = "fixed"
     """Lengths of the samples."""
@@ -66,7 +67,7 @@ class FakeDataConfig(BaseDataConfig):
 
 
 class LossMaskConfig(BaseConfig):
-    """Whose messages are trained on."""
+    """Roles whose messages are trained on."""
 
     system: bool = False
     """System messages."""
@@ -92,37 +93,37 @@ class SFTDataConfig(BaseDataConfig):
     `completion`, or `text`."""
 
     subsets: list[str] | None = None
-    """Subsets; None is the default one."""
+    """Subsets. None takes the default one."""
 
     splits: list[str] | None = None
-    """Splits; None is `train`."""
+    """Splits. None takes `train`."""
 
     probabilities: list[float] | None = None
-    """Share of each subset or split; None follows their sizes."""
+    """Share of each subset or split. None is proportional to their sizes."""
 
     stopping_strategy: Literal["first_exhausted", "all_exhausted"] = "all_exhausted"
-    """Whether an epoch ends with the first or the last of them."""
+    """Whether an epoch ends when the first or the last subset or split is exhausted."""
 
     shuffle: bool = True
     """Shuffle in every epoch."""
 
     seed: int = 0
-    """Seed of the shuffle; the epoch is added to it."""
+    """Seed of the shuffle. The epoch number is added to it."""
 
     streaming: bool = False
-    """Read rows as they are needed, without looking at all of them first. Shuffles within `shuffle_buffer` rows."""
+    """Read rows as they are needed instead of loading all of them first. Shuffles within `shuffle_buffer` rows."""
 
     shuffle_buffer: int = Field(10_000, ge=1)
-    """Rows that are shuffled at a time when streaming."""
+    """Number of rows that are shuffled together when streaming."""
 
     overlong: Literal["truncate", "drop", "error"] = "truncate"
-    """What to do with a sample of more than `seq_len` tokens."""
+    """What to do with samples of more than `seq_len` tokens."""
 
     max_untrainable_share: float = Field(0.5, ge=0, le=1)
-    """Stop before training when more than this share of the rows has no trained token within `seq_len`."""
+    """Stop before training if more than this share of the rows has no trained token within `seq_len`."""
 
     loss_mask: LossMaskConfig = LossMaskConfig()
-    """Whose messages are trained on."""
+    """Roles whose messages are trained on."""
 
     @model_validator(mode="after")
     def _check_lengths(self) -> Self:
@@ -137,16 +138,16 @@ class SFTDataConfig(BaseDataConfig):
 
 
 class ValConfig(BaseConfig):
-    """Validation during training: the loss on other rows, each of which counts once."""
+    """Validation during training: the loss on other rows, each counted once."""
 
     interval: int = Field(50, ge=1)
-    """Steps between two; the last step is always validated."""
+    """Steps between two validations. The last step is always validated."""
 
     on_start: bool = False
-    """Validate the untrained model too."""
+    """Also validate before the first step."""
 
     data: SFTDataConfig = SFTDataConfig()
-    """The dataset. Keys that are not given are those of `data`; rows are always packed whole, by best fit."""
+    """The dataset. Unset keys take the values of `data`. Rows are always packed with `best_fit`."""
 
     @model_validator(mode="after")
     def _check_data(self) -> Self:
@@ -172,7 +173,7 @@ class SingleNodeDeploymentConfig(BaseDeploymentConfig):
     """One node."""
 
     num_gpus: int = Field(1, ge=1)
-    """Processes, one a GPU."""
+    """Number of processes, one per GPU."""
 
     @model_validator(mode="after")
     def _check_gpus(self) -> Self:
@@ -188,10 +189,10 @@ class MultiNodeDeploymentConfig(BaseDeploymentConfig):
     """Several nodes."""
 
     num_nodes: int = Field(2, ge=1)
-    """Nodes."""
+    """Number of nodes."""
 
     nodes_per_fsdp_group: int | None = Field(None, ge=1)
-    """Nodes that share one copy of the model; None shares it among all."""
+    """Number of nodes that share one copy of the model. None shares it among all nodes."""
 
 
 SFTDeploymentConfig = Annotated[SingleNodeDeploymentConfig | MultiNodeDeploymentConfig, Field(discriminator="type")]
@@ -212,7 +213,7 @@ class SFTConfig(RootConfig):
     """The dataset."""
 
     val: ValConfig | None = None
-    """Validation during training; None is off."""
+    """Validation during training. None disables it."""
 
     optim: OptimizerConfig = AdamWConfig()
     """The optimizer."""
@@ -221,52 +222,52 @@ class SFTConfig(RootConfig):
     """The learning rate schedule."""
 
     ckpt: CheckpointConfig | None = None
-    """Checkpoints; None writes none."""
+    """Checkpoints. None writes none."""
 
     log: LogConfig = LogConfig()
     """Logs."""
 
     wandb: WandbConfig | None = None
-    """Weights & Biases; None is off."""
+    """Weights & Biases. None disables it."""
 
     output_dir: Path = Path("outputs")
     """The run's directory."""
 
     clean_output_dir: bool = False
-    """Delete the output directory first."""
+    """Delete the contents of the output directory first."""
 
     max_steps: int | None = None
-    """Steps to train; None never ends."""
+    """Number of steps. None trains until it is stopped."""
 
     memory_profiler_path: Path | None = None
-    """Write snapshots of the GPU's memory to this directory, one a step."""
+    """Write a snapshot of GPU memory to this directory after each step."""
 
     bench: BenchConfig | None = None
-    """Benchmark mode; None is off."""
+    """Benchmark mode. None disables it."""
 
     trace_path: Path | None = None
-    """Write a profiler trace of the run to this directory, one a process; needs `max_steps` below 10."""
+    """Write a profiler trace per process to this directory. Needs `max_steps` below 10."""
 
     dist_timeout_seconds: int = 600
-    """Limit of a collective operation, in seconds."""
+    """Timeout of a collective operation, in seconds."""
 
     loss_impl: Literal["liger", "torch"] = "torch"
-    """Whose cross-entropy."""
+    """Implementation of the cross-entropy."""
 
     heartbeat: HeartbeatConfig | None = None
-    """A URL to call after each step; None is off."""
+    """A URL to call after each step. None disables it."""
 
     deployment: SFTDeploymentConfig = SingleNodeDeploymentConfig()
     """GPUs and nodes."""
 
     slurm: SlurmConfig | None = None
-    """Submit through Slurm; None runs here."""
+    """Submit through Slurm. None runs here."""
 
     dry_run: bool = False
     """Write the resolved config and stop."""
 
     device: Device = "auto"
-    """Where to run: `auto` takes GPUs when there are any."""
+    """Where to run. `auto` uses GPUs if there are any."""
 
     @classmethod
     def prepare(cls, data: dict[str, Any]) -> dict[str, Any]:

@@ -12,13 +12,13 @@ Device = Literal["auto", "cuda", "cpu"]
 
 
 class SlurmConfig(BaseConfig):
-    """The engine's own Slurm submission."""
+    """PRIME-RL's own Slurm submission."""
 
     job_name: str = "prime-rl"
     """Name of the Slurm job."""
 
     project_dir: Path = Path()
-    """Root of the repository that the job works in."""
+    """Root of the repository that the job runs in."""
 
     template_path: Path | None = None
     """Jinja2 template of the batch script."""
@@ -28,7 +28,7 @@ class SlurmConfig(BaseConfig):
 
 
 class BaseModelConfig(BaseConfig):
-    """A model, as every component names it."""
+    """A model: the keys that every component has."""
 
     name: str = "Qwen/Qwen3-0.6B"
     """Hugging Face model id, or a directory."""
@@ -47,17 +47,17 @@ class ElasticConfig(BaseConfig):
     """Port of every server."""
 
     sync_interval: float = 5.0
-    """Seconds between two look-ups."""
+    """Seconds between two DNS lookups."""
 
 
 class ClientConfig(BaseConfig):
     """How the orchestrator reaches inference servers."""
 
     timeout: int = 1200
-    """Limit of one request, in seconds."""
+    """Timeout of one request, in seconds."""
 
     base_url: list[str] = Field(["http://localhost:8000/v1"])
-    """OpenAI-style servers, used in turn."""
+    """URLs of OpenAI-compatible servers. Each new group of rollouts goes to the least busy one."""
 
     api_key_var: str = "VLLM_API_KEY"
     """Environment variable that holds the API key."""
@@ -66,7 +66,7 @@ class ClientConfig(BaseConfig):
     """Headers added to every request."""
 
     skip_model_check: bool = False
-    """Do not ask the server whether it serves the model."""
+    """Skip the check that the server serves the model."""
 
     elastic: ElasticConfig | None = None
     """Find the servers through DNS instead of `base_url`."""
@@ -77,29 +77,29 @@ class ClientConfig(BaseConfig):
 
 
 class LogConfig(BaseConfig):
-    """Logs for people."""
+    """Log lines on the terminal and in files."""
 
     level: str = "info"
-    """Level of this process."""
+    """Log level of this process."""
 
     vf_level: str = "info"
-    """Level of the verifiers library."""
+    """Log level of the verifiers library."""
 
     file: bool = True
-    """Log to a file in the output directory as well."""
+    """Also log to a file in the output directory."""
 
     env_worker_logs: bool = False
-    """A log file for each environment worker."""
+    """Write a log file for each environment worker."""
 
     log_data: bool = False
     """SFT: log the first sample."""
 
     json_logging: bool = False
-    """One JSON object a line."""
+    """Write one JSON object per line."""
 
 
 class LogExtrasConfig(BaseConfig):
-    """Samples and distributions sent to a monitor."""
+    """Samples and distributions to send to a monitor."""
 
     samples: bool = True
     """Send prompts and answers."""
@@ -108,84 +108,84 @@ class LogExtrasConfig(BaseConfig):
     """Send distributions of rewards and advantages."""
 
     interval: int = Field(10, ge=1)
-    """Steps between two."""
+    """Steps between two uploads."""
 
 
 class WandbConfig(BaseConfig):
     """Weights & Biases."""
 
     project: str = "prime-rl"
-    """Project."""
+    """Project name."""
 
     name: str | None = None
-    """Name of the run; None lets W&B choose."""
+    """Run name. None lets W&B choose."""
 
     offline: bool = False
-    """Write locally, upload nothing."""
+    """Write locally and upload nothing."""
 
     id: str | None = None
-    """Run to continue."""
+    """Id of the run to continue."""
 
 
 class WandbWithExtrasConfig(WandbConfig):
     """Weights & Biases, with samples and distributions."""
 
     log_extras: LogExtrasConfig | None = LogExtrasConfig()
-    """Samples and distributions; None sends none."""
+    """Samples and distributions to send. None sends none."""
 
 
 class PrimeMonitorConfig(BaseConfig):
     """The monitor of the Prime Intellect platform."""
 
     base_url: str = "https://api.primeintellect.ai/api/internal/rft"
-    """Root of its API."""
+    """Root URL of its API."""
 
     api_key_var: str = "PRIME_API_KEY"
     """Environment variable that holds the API key."""
 
     log_extras: LogExtrasConfig | None = LogExtrasConfig()
-    """Samples and distributions; None sends none."""
+    """Samples and distributions to send. None sends none."""
 
 
 class HeartbeatConfig(BaseConfig):
-    """A URL that is called as long as the component lives."""
+    """A URL that receives a GET request after every step."""
 
     url: str
-    """URL to call."""
+    """URL of the request."""
 
 
 class MetricsServerConfig(BaseConfig):
     """Prometheus metrics and health over HTTP."""
 
     port: int = Field(8000, ge=1, le=65535)
-    """Port."""
+    """Port to listen on."""
 
     host: str = "0.0.0.0"
     """Address to bind."""
 
 
 class BaseTransportConfig(BaseConfig):
-    """Parent of the ways that rollouts travel from the orchestrator to the trainer."""
+    """Base of the transports that carry rollouts from the orchestrator to the trainer."""
 
 
 class FileSystemTransportConfig(BaseTransportConfig):
-    """Rollouts travel as files in the output directory."""
+    """Sends rollouts as files in the output directory."""
 
     type: Literal["filesystem"] = "filesystem"
-    """Through files."""
+    """Files."""
 
 
 class ZMQTransportConfig(BaseTransportConfig):
-    """Rollouts travel through a ZeroMQ socket."""
+    """Sends rollouts through ZeroMQ sockets."""
 
     type: Literal["zmq"] = "zmq"
-    """Through a socket."""
+    """ZeroMQ sockets."""
 
     host: str = "localhost"
     """Host of the socket."""
 
     port: int = 5555
-    """First port."""
+    """First of the ports."""
 
     hwm: int = 10
     """High-water mark of the socket, in messages."""

@@ -87,46 +87,46 @@ __all__ = [
 
 BENCH_STEPS = 4
 MAX_TRACED_STEPS = 9
-"""A profiler trace of more steps is too large to open."""
+"""Viewers cannot open a trace of more steps."""
 
 
 class WeightCheckpointConfig(BaseConfig):
-    """Weights exported in the layout of Transformers."""
+    """Exports weights in the layout of Transformers."""
 
     save_sharded: bool = True
-    """Several files instead of one."""
+    """Write several files instead of one."""
 
     save_format: Literal["safetensors", "torch"] = "safetensors"
     """File format."""
 
     save_adapter_separately: bool = False
-    """Save the adapter alone as well; needs `model.lora`."""
+    """Also save the adapter alone. Needs `model.lora`."""
 
 
 class CheckpointConfig(BaseConfig):
-    """Checkpoints. A step stays if `keep_last` or `keep_interval` keeps it; with neither, all stay."""
+    """Checkpoints. A checkpoint is kept if `keep_last` or `keep_interval` keeps it; without either, all are kept."""
 
     interval: int | None = Field(None, ge=1)
-    """Steps between two; None saves at the end only."""
+    """Steps between two checkpoints. None saves only at the end."""
 
     weights: WeightCheckpointConfig | None = WeightCheckpointConfig()
-    """Export weights too; None does not."""
+    """Also export the weights. None exports none."""
 
     resume_step: int | None = Field(None, ge=-1)
-    """Step to continue from; -1 is the latest, None starts afresh."""
+    """Step to continue from. -1 is the latest; None starts a new run."""
 
     keep_last: int | None = Field(None, ge=1)
-    """Keep the newest n; None sets no such limit."""
+    """Number of newest checkpoints to keep. None disables the rule."""
 
     keep_interval: int | None = Field(None, ge=1)
-    """Keep multiples of n for ever; None sets no such rule."""
+    """Keep every checkpoint whose step is a multiple of n. None disables the rule."""
 
     async_save: bool = False
-    """Training goes on while a checkpoint is written. Needs memory for a copy of weights and optimizer."""
+    """Continue training while a checkpoint is written. Needs memory for a copy of weights and optimizer state."""
 
     keep_best: bool = False
-    """SFT: save whenever the validation loss is the lowest so far, note that step in `checkpoints/best.json`, and keep
-    it whatever the other rules say."""
+    """SFT: save if the validation loss is the lowest so far, record the step in `checkpoints/best.json`, and keep it
+    regardless of the other rules."""
 
     skip_progress: bool = False
     """SFT: continue without the saved progress."""
@@ -135,59 +135,59 @@ class CheckpointConfig(BaseConfig):
     """SFT: continue without the saved schedule."""
 
     skip_dataloader: bool = False
-    """SFT: continue without the saved place in the data."""
+    """SFT: continue from the beginning of the data instead of the saved position."""
 
 
 class ParityConfig(BaseConfig):
-    """A check of the first batch: trainer and inference must give the same tokens the same log-probabilities."""
+    """Checks on the first batch that trainer and inference give the same tokens the same log-probabilities."""
 
     on_mismatch: Literal["stop", "warn", "off"] = "stop"
-    """End the run, warn, or do not look."""
+    """Stop the run, log a warning, or skip the check."""
 
     max_mean_abs_diff: float | None = Field(None, gt=0)
-    """Largest mean absolute difference, in nats; None is 0.1 for a trainer that computes in bfloat16, else 0.05. With
-    135 million parameters 1e-5 was measured in float32, 0.04 to 0.055 where one or both sides compute in bfloat16."""
+    """Maximum mean absolute difference, in nats. None is 0.1 for a trainer that computes in bfloat16, otherwise 0.05.
+    Measured with 135 million parameters: 1e-5 in float32; 0.04 to 0.055 if either side computes in bfloat16."""
 
 
 class FakeDataLoaderConfig(BaseConfig):
     """Random batches, for benchmarks."""
 
     batch_size: int = Field(2, ge=1)
-    """Samples in a batch."""
+    """Samples per batch."""
 
     generate_samples: bool = False
-    """Make separate samples and pack them."""
+    """Make samples of various lengths and pack them."""
 
 
 class DataLoaderConfig(BaseConfig):
-    """Where batches come from."""
+    """Source of the batches."""
 
     fake: FakeDataLoaderConfig | None = None
-    """Random batches; None takes the orchestrator's."""
+    """Random batches. None uses the orchestrator's."""
 
 
 class BaseWeightBroadcastConfig(BaseConfig):
-    """Parent of the ways that weights travel to the inference servers."""
+    """Base of the ways to send weights to the inference servers."""
 
 
 class FileSystemWeightBroadcastConfig(BaseWeightBroadcastConfig):
-    """Weights travel as files in the output directory."""
+    """Sends weights as files in the output directory."""
 
     type: Literal["filesystem"] = "filesystem"
-    """Through files."""
+    """Files."""
 
     save_sharded: bool = True
-    """Several files instead of one."""
+    """Write several files instead of one."""
 
     save_format: Literal["safetensors", "torch"] = "safetensors"
     """File format."""
 
 
 class NCCLWeightBroadcastConfig(BaseWeightBroadcastConfig):
-    """Weights travel from the trainer's memory to the servers'. Needs `max_async_level` 1, and no adapters."""
+    """Sends weights from the trainer's memory to the servers'. Needs `max_async_level = 1` and no LoRA."""
 
     type: Literal["nccl"] = "nccl"
-    """Through NCCL, from GPU to GPU; on a CPU through gloo."""
+    """NCCL from GPU to GPU, or gloo on a CPU."""
 
     host: str = "localhost"
     """Host of the rendezvous."""
@@ -196,10 +196,10 @@ class NCCLWeightBroadcastConfig(BaseWeightBroadcastConfig):
     """Port of the rendezvous."""
 
     timeout: int = Field(1200, ge=1)
-    """Limit in seconds: for the servers to join, to ask for a version that is offered, and for its transfer."""
+    """Timeout in seconds: for the servers to join, to ask for an offered version, and for its transfer."""
 
     inference_world_size: int = Field(1, ge=1)
-    """Inference GPUs, on a CPU processes, of all servers; the group has one more. `rl` fills it in for its server."""
+    """Number of inference workers of all servers: GPUs, or processes on a CPU. `rl` sets it for its own server."""
 
 
 WeightBroadcastConfig = Annotated[
@@ -208,10 +208,10 @@ WeightBroadcastConfig = Annotated[
 
 
 class BenchConfig(BaseConfig):
-    """Benchmark mode: four steps and a table of the last three; neither checkpoints nor weights are left."""
+    """Benchmark mode: runs four steps and prints a table of the last three. Writes no checkpoints or weights."""
 
     output_json: Path | None = None
-    """Write the results to this file as well."""
+    """Also write the results to this file."""
 
 
 def training_faults(config: Any) -> Iterator[str]:
@@ -226,7 +226,7 @@ def training_faults(config: Any) -> Iterator[str]:
 
 
 def fill_tokenizer(tokenizer: TokenizerConfig, model: ModelConfig) -> None:
-    """A tokenizer that names nothing is the model's."""
+    """Fill in unset keys of the tokenizer from the model."""
     if tokenizer.name is None:
         derive(tokenizer, name=model.name)
     if tokenizer.trust_remote_code is None:
@@ -245,16 +245,16 @@ class TrainerConfig(RootConfig):
     """The tokenizer."""
 
     data: DataLoaderConfig = DataLoaderConfig()
-    """Where batches come from."""
+    """Source of the batches."""
 
     loss: LossConfig = DefaultLossConfig()
     """The loss."""
 
     parity: ParityConfig = ParityConfig()
-    """The check that trainer and inference mean the same policy."""
+    """The check that trainer and inference use the same policy."""
 
     minibatches: int = Field(1, ge=1)
-    """Optimizer steps that each batch is split into; a batch is one policy version all the same."""
+    """Number of optimizer steps per batch. A batch is still one policy version."""
 
     optim: OptimizerConfig = AdamWConfig()
     """The optimizer."""
@@ -263,52 +263,52 @@ class TrainerConfig(RootConfig):
     """The learning rate schedule."""
 
     ckpt: CheckpointConfig | None = None
-    """Checkpoints; None writes none."""
+    """Checkpoints. None writes none."""
 
     weight_broadcast: WeightBroadcastConfig = FileSystemWeightBroadcastConfig()
     """How weights reach the inference servers."""
 
     rollout_transport: TransportConfig = FileSystemTransportConfig()
-    """How rollouts arrive."""
+    """How rollouts reach the trainer."""
 
     log: LogConfig = LogConfig()
     """Logs."""
 
     wandb: WandbConfig | None = None
-    """Weights & Biases; None is off."""
+    """Weights & Biases. None disables it."""
 
     output_dir: Path = Path("outputs")
     """The run's directory."""
 
     max_steps: int | None = None
-    """Steps to train; None never ends."""
+    """Number of steps. None trains until it is stopped."""
 
     max_async_level: int = Field(1, ge=0)
-    """Steps that the rollouts' policy may lag behind; 0 is synchronous."""
+    """Maximum number of steps that rollouts run ahead of the trainer. 0 is synchronous."""
 
     memory_profiler_path: Path | None = None
-    """Write snapshots of the GPU's memory to this directory, one a step."""
+    """Write a snapshot of GPU memory to this directory after each step."""
 
     bench: BenchConfig | None = None
-    """Benchmark mode; None is off."""
+    """Benchmark mode. None disables it."""
 
     trace_path: Path | None = None
-    """Write a profiler trace of the run to this directory, one a process; needs `max_steps` below 10."""
+    """Write a profiler trace per process to this directory. Needs `max_steps` below 10."""
 
     dist_timeout_seconds: int = 600
-    """Limit of a collective operation, in seconds."""
+    """Timeout of a collective operation, in seconds."""
 
     heartbeat: HeartbeatConfig | None = None
-    """A URL to call after each step; None is off."""
+    """A URL to call after each step. None disables it."""
 
     metrics_server: MetricsServerConfig | None = None
-    """`/metrics` for Prometheus, and `/health`; None is off."""
+    """`/metrics` for Prometheus, and `/health`. None disables it."""
 
     max_concurrent_runs: int = Field(1, ge=1)
-    """LoRA runs trained side by side."""
+    """Number of LoRA runs to train concurrently."""
 
     device: Device = "auto"
-    """Where to run: `auto` takes GPUs when there are any."""
+    """Where to run. `auto` uses GPUs if there are any."""
 
     @model_validator(mode="after")
     def _enter_bench_mode(self) -> Self:

@@ -53,10 +53,10 @@ class RLConfig(RunSections, RootConfig):
     """Not read: set `inference.model.max_model_len`."""
 
     clean_output_dir: bool = False
-    """Delete the output directory first."""
+    """Delete the contents of the output directory first."""
 
     slurm: SlurmConfig | None = None
-    """Submit through Slurm; None runs here."""
+    """Submit through Slurm. None runs here."""
 
     dry_run: bool = False
     """Write the resolved configs and stop."""

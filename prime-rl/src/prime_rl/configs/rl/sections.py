@@ -1,4 +1,4 @@
-"""What a run of `rl` is made of: the settings that its components share, and the components."""
+"""Sections of an RL run: settings that its components share, and the components."""
 
 from pathlib import Path
 from typing import Annotated, Literal, Self
@@ -14,45 +14,45 @@ from prime_rl.utils.pydantic_config import BaseConfig
 
 
 class SharedLogConfig(BaseConfig):
-    """Logs of trainer and orchestrator. A value here wins over theirs; None leaves them alone."""
+    """Logs of trainer and orchestrator. A value here overrides theirs; None does not."""
 
     level: str | None = "info"
-    """Level of both."""
+    """Log level of both."""
 
     file: bool | None = True
-    """Whether both log to files as well."""
+    """Also log to files."""
 
     json_logging: bool = False
-    """Whether both write one JSON object a line."""
+    """Write one JSON object per line."""
 
 
 class SharedCheckpointConfig(BaseConfig):
-    """Checkpoints of trainer and orchestrator. A value here wins over theirs; None leaves them alone."""
+    """Checkpoints of trainer and orchestrator. A value here overrides theirs; None does not."""
 
     interval: int | None = Field(None, ge=1)
-    """Steps between two."""
+    """Steps between two checkpoints."""
 
     resume_step: int | None = Field(None, ge=-1)
-    """Step to continue from; -1 is the latest."""
+    """Step to continue from. -1 is the latest."""
 
     keep_last: int | None = Field(None, ge=1)
-    """Keep the newest n."""
+    """Number of newest checkpoints to keep."""
 
     keep_interval: int | None = Field(None, ge=1)
-    """Keep multiples of n for ever."""
+    """Keep every checkpoint whose step is a multiple of n."""
 
 
 class SharedWandbConfig(BaseConfig):
     """Weights & Biases of trainer and orchestrator."""
 
     project: str | None = "prime-rl"
-    """Project of both; None leaves theirs alone."""
+    """Project name of both. None keeps their own."""
 
     name: str | None = None
-    """Name of the run; `-trainer` and `-orchestrator` are added. None leaves theirs alone."""
+    """Run name; `-trainer` and `-orchestrator` are appended. None keeps their own."""
 
     offline: bool | None = False
-    """Write locally, upload nothing; only true reaches both."""
+    """Write locally and upload nothing. Only `true` overrides the components."""
 
 
 class SharedModelConfig(BaseConfig):
@@ -63,23 +63,23 @@ class SharedModelConfig(BaseConfig):
 
 
 class SharedWeightBroadcastConfig(BaseConfig):
-    """How weights travel from the trainer to the inference servers."""
+    """How the trainer sends weights to the inference servers."""
 
     type: Literal["nccl", "filesystem"] = "filesystem"
-    """Through memory (NCCL, on a CPU gloo; needs `max_async_level` 1), or through files."""
+    """`nccl`: from memory to memory over NCCL (gloo on a CPU); needs `max_async_level = 1`. `filesystem`: as files."""
 
     port: int = 29501
     """NCCL: port of the rendezvous."""
 
     timeout: int = Field(1200, ge=1)
-    """NCCL: limit in seconds."""
+    """NCCL: timeout in seconds."""
 
 
 class BaseDeploymentConfig(BaseConfig):
-    """Where the run's components run."""
+    """GPUs and nodes of the components."""
 
     gpus_per_node: int = 8
-    """GPUs of a node."""
+    """Number of GPUs per node."""
 
 
 class SingleNodeDeploymentConfig(BaseDeploymentConfig):
@@ -89,13 +89,13 @@ class SingleNodeDeploymentConfig(BaseDeploymentConfig):
     """One node."""
 
     num_train_gpus: int = Field(1, ge=1)
-    """GPUs of the trainer."""
+    """Number of GPUs of the trainer."""
 
     num_infer_gpus: int = Field(1, ge=0)
-    """GPUs of the inference server."""
+    """Number of GPUs of the inference server."""
 
     num_teacher_gpus: int | None = Field(None, ge=0)
-    """GPUs of the teacher's server; None starts none."""
+    """Number of GPUs of the teacher's server. None starts none."""
 
     @model_validator(mode="after")
     def _check_gpus(self) -> Self:
@@ -113,16 +113,16 @@ class MultiNodeDeploymentConfig(BaseDeploymentConfig):
     """Several nodes."""
 
     num_train_nodes: int = Field(ge=1)
-    """Nodes of the trainer."""
+    """Number of nodes of the trainer."""
 
     num_infer_nodes: int = Field(ge=1)
-    """Nodes of the inference servers."""
+    """Number of nodes of the inference servers."""
 
     num_teacher_nodes: int | None = None
-    """Nodes of the teacher's server; must stay None."""
+    """Number of nodes of the teacher's server. Must be None."""
 
     nodes_per_fsdp_group: int | None = Field(None, ge=1)
-    """Nodes that share one copy of the model; None shares it among all."""
+    """Number of nodes that share one copy of the model. None shares it among all nodes."""
 
     @model_validator(mode="after")
     def _check_nodes(self) -> Self:
@@ -135,38 +135,38 @@ DeploymentConfig = Annotated[SingleNodeDeploymentConfig | MultiNodeDeploymentCon
 
 
 class SharedSettings(BaseConfig):
-    """What `rl` decides for its components; `propagate` writes it into their sections."""
+    """Settings that the components share. `propagate` writes them into the components' sections."""
 
     output_dir: Path = Path("outputs")
-    """The run's directory; the orchestrator gets `run_default` in it."""
+    """The run's directory. The orchestrator writes to `run_default` in it."""
 
     log: SharedLogConfig = SharedLogConfig()
     """Logs of trainer and orchestrator."""
 
     ckpt: SharedCheckpointConfig | None = None
-    """Checkpoints of trainer and orchestrator; None leaves theirs alone."""
+    """Checkpoints of trainer and orchestrator. None keeps their own settings."""
 
     wandb: SharedWandbConfig | None = None
-    """Weights & Biases of trainer and orchestrator; None leaves theirs alone."""
+    """Weights & Biases of trainer and orchestrator. None keeps their own settings."""
 
     model: SharedModelConfig | None = None
-    """The model of trainer, orchestrator and inference; None leaves theirs alone."""
+    """The model of trainer, orchestrator and inference. None keeps their own settings."""
 
     algorithm: Algorithm = "default"
-    """A published algorithm: fills the keys of `trainer.loss`, `trainer.minibatches`, `orchestrator.advantage` and
-    `orchestrator.buffer` that the config leaves out. `default` fills none."""
+    """A published algorithm. Fills in keys of `trainer.loss`, `trainer.minibatches`, `orchestrator.advantage` and
+    `orchestrator.buffer` that the config leaves out. `default` fills in none."""
 
     max_steps: int | None = None
-    """Steps to train; None leaves trainer and orchestrator alone."""
+    """Number of steps. None keeps the settings of trainer and orchestrator."""
 
     seq_len: int | None = Field(None, ge=1)
-    """Sequence length of trainer and orchestrator where they set none."""
+    """Sequence length of trainer and orchestrator, if they do not set their own."""
 
     max_async_level: int | None = Field(None, ge=0)
-    """Async level of trainer and orchestrator; None leaves theirs alone."""
+    """`max_async_level` of trainer and orchestrator. None keeps their own settings."""
 
     weight_broadcast: SharedWeightBroadcastConfig | None = None
-    """How weights travel; None leaves the components' own settings alone."""
+    """How weights reach the inference servers. None keeps the components' own settings."""
 
     bench: bool = False
     """Benchmark mode of trainer and orchestrator."""
@@ -175,13 +175,14 @@ class SharedSettings(BaseConfig):
     """GPUs and nodes."""
 
     inference_gpu_ids: list[int] | None = Field(None, min_length=1)
-    """GPUs of the inference server, by id; sets `deployment.num_infer_gpus`. None takes the first visible ones."""
+    """Ids of the inference server's GPUs; sets `deployment.num_infer_gpus`. None takes the first visible GPUs."""
 
     trainer_gpu_ids: list[int] | None = Field(None, min_length=1)
-    """GPUs of the trainer, by id (they may be the server's); sets `deployment.num_train_gpus`. None takes the next."""
+    """Ids of the trainer's GPUs, which may include the server's; sets `deployment.num_train_gpus`. None takes the next
+    visible GPUs."""
 
     device: Device = "auto"
-    """Where every component runs: `auto` takes GPUs when there are any."""
+    """Where every component runs. `auto` uses GPUs if there are any."""
 
 
 class RunSections(SharedSettings):
@@ -194,7 +195,7 @@ class RunSections(SharedSettings):
     """The orchestrator; may be empty."""
 
     inference: InferenceConfig | None = None
-    """The inference server; None starts none and uses `orchestrator.client.base_url`."""
+    """The inference server. None starts none, and the run uses `orchestrator.client.base_url`."""
 
     teacher_inference: InferenceConfig | None = None
-    """The teacher's server; None starts none."""
+    """The teacher's server. None starts none."""

@@ -1,4 +1,4 @@
-"""The reference of every config key, generated from the classes.
+"""Generates the reference of every config key from the classes.
 
 `python -m prime_rl.configs.surface.docs > docs/config.md`
 """
@@ -35,7 +35,7 @@ ROOTS: tuple[type[RootConfig], ...] = (
 INTRODUCTION = """\
 # Config keys
 
-Made from the config classes by `python -m prime_rl.configs.surface.docs > docs/config.md`; a test holds it current.
+Generated with `python -m prime_rl.configs.surface.docs > docs/config.md`; a test checks that it is up to date.
 
 | command | root class |
 |---|---|
@@ -49,35 +49,49 @@ Made from the config classes by `python -m prime_rl.configs.surface.docs > docs/
 
 ## Where values come from
 
-From strong to weak: options, files, environment variables, defaults. Tables are merged key by key at every depth;
-anything else, lists too, is replaced whole. An unknown key is an error everywhere.
+```bash
+uv run medarc_train rl examples/reverse_text/rl_cpu.toml --trainer.optim.lr 1e-4 --max-steps 40
+```
+
+Options override files, files override environment variables, and those override defaults. Tables are merged key by key
+at every depth; all other values, including lists, are replaced as a whole. An unknown key is an error everywhere.
 
 | write | for |
 |---|---|
-| `@ a.toml`, `@a.toml` | a file; several are layered, the last one wins |
+| `@ a.toml`, `@a.toml` | a file; of several, the last one is strongest |
 | `--trainer @ a.toml`, `--trainer.model.ac @ a.toml` | a file that holds one section |
+<<<<<<< HEAD
 | `toml_files = ["base.toml"]` at the top of a file | files that it stands on, relative to it; its own keys win |
 | `--trainer.optim.lr 1e-6`, `--trainer.optim.lr=1e-6` | an option |
 | `weight-decay = 0.1`, `--optim.weight_decay 0.1` | dashes and underscores are the same, in files and options |
+=======
+| `toml_files = ["base.toml"]` at the top of a file | files to inherit from, relative to it; its own keys are stronger |
+| `--trainer.optim.lr 1e-6`, `--trainer.optim.lr=1e-6` | an option; dashes and underscores are equivalent |
+>>>>>>> 44f25a4 (Config reference in plain English: what a key is, its unit, what None means)
 | `--bench`, `--no-trainer.model.reshard-after-forward` | a boolean |
 | `--ckpt`, `--ckpt '{"interval": 5}'`, `--no-ckpt` | an optional section: on, on with values, off |
 | `--client.base-url a,b`, `--client.base-url a --client.base-url b`, `'["a", "b"]'` | a list |
 | `--env '{"id": "x"}' --env '{"id": "y"}'` | a list of sections |
 | `--client.headers k=v,k2=v2`, `'{"k": "v"}'` | a table |
 | `"None"` (anywhere), `null` (options) | no value |
-| `PRIME_RL_MAX_STEPS=10`, `PRIME_RL_MODEL__NAME=x` (or `PRIME_…`) | a key of the root class, by environment |
+| `PRIME_RL_MAX_STEPS=10`, `PRIME_RL_MODEL__NAME=x` (or `PRIME_…`) | a key of the root class, from the environment |
 
+<<<<<<< HEAD
 A table without `type` has the default one. If a file or option changes the `type` that a weaker source chose, the keys
 of the weaker source that the new type lacks are ignored, with a warning; keys that both types have keep their values.
 Under `rl`, shared settings at the top are written into the
 components' sections; where they replace another value, a warning says so.
+=======
+A table without a `type` keeps the default type. In `rl`, shared settings at the top are copied into the components'
+sections. If one replaces another value, a warning says so.
+>>>>>>> 44f25a4 (Config reference in plain English: what a key is, its unit, what None means)
 """
 
 NOT_BUILT_TEXT = """\
 ## Not built yet
 
-These keys load, so that files written for PRIME-RL resolve. A run that sets one to anything but its default (or to one
-of the values named) is refused at the start.
+These keys are accepted, so that files written for PRIME-RL load. A run that sets one to anything except its default (or
+to one of the listed values) is refused at the start.
 
 | key | value | |
 |---|---|---|"""

@@ -98,7 +98,7 @@ class BaseSettings(pydantic_settings.BaseSettings):
     files_to_read: ClassVar[tuple[Path, ...]] = ()
 
     toml_files: list[str] | None = Field(None, exclude=True)
-    """TOML files that this file stands on, relative to it; its own keys win. Read at the top of a file only."""
+    """TOML files to inherit from, relative to this file; its own keys are stronger. Read only at the top of a file."""
 
     def __init__(self, _cli_parse_args: bool | Sequence[str] | None = None, **values: Any) -> None:
         super(pydantic_settings.BaseSettings, self).__init__(**merged_sources(type(self), _cli_parse_args, values))
