@@ -49,7 +49,7 @@ def test_the_started_server_serves_the_model_on_the_same_device() -> None:
         (["--environment-ids", "a", "--no-eval-base"], "eval_base = false without weights_dir leaves nothing"),
         (["--environment-ids", "a", "--steps", "1"], "steps are those of weights_dir"),
         (["--environment-ids", "a", "--inference.model.name", "x"], "inference.model.name ('x') is not model.name"),
-        (["--environment-ids", "a", "--use-tqdm", "true"], "--use-tqdm: unknown option; nothing replaces it"),
+        (["--environment-ids", "a", "--use-tqdm", "true"], "--use-tqdm: unknown option; remove it"),
     ],
 )
 def test_what_contradicts_itself_is_one_line(options: list[str], fault: str) -> None:
