@@ -152,8 +152,9 @@ def _follow_gpu_ids(run: RunTables) -> Table:
                 f"the GPU ids make deployment.{key} {count}; the config's own {getattr(deployment, key)} has no effect"
             )
             warnings.warn(text, ConfigWarning, stacklevel=4)
-    run.shared.deployment = deployment.model_copy(update=counts)
-    return {"deployment": explicit_values(run.shared.deployment) | {"type": deployment.type}}
+    counted = deployment.model_copy(update=counts)
+    run.shared = run.shared.model_copy(update={"deployment": counted})
+    return {"deployment": explicit_values(counted) | {"type": deployment.type}}
 
 
 def _place_output(run: RunTables) -> None:

@@ -60,14 +60,31 @@ def raise_faults(faults: Iterable[str]) -> None:
 
 
 def derive(model: BaseModel, **values: Any) -> None:
-    """Set values that follow from others, without marking them as given by the user."""
+    """Set values that follow from others, without marking them as given by the user.
+
+    For the validators of a config only: it is the one way past `frozen`, while the config is being built.
+    """
     model.__dict__.update(values)
 
 
-class BaseConfig(BaseModel):
-    """A section of a config. An unknown key is an error; `"None"` is None."""
+def _without_hash(model: BaseModel) -> int:
+    """`__hash__` of every config.
 
-    model_config = ConfigDict(extra="forbid", defer_build=True)
+    Pydantic gives a frozen model a hash, and does not copy a default that has one: `derive` on one instance would
+    change the default of all others.
+    """
+    raise TypeError(f"{type(model).__name__} is not hashable: it holds lists and tables")
+
+
+class BaseConfig(BaseModel):
+    """A section of a config. An unknown key is an error; `"None"` is None.
+
+    Attributes cannot be assigned. Lists and tables in them are Python's own, which nothing protects.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, revalidate_instances="always", defer_build=True)
+
+    __hash__ = _without_hash
 
     @model_validator(mode="before")
     @classmethod
@@ -83,12 +100,16 @@ class BaseConfig(BaseModel):
 class BaseSettings(pydantic_settings.BaseSettings):
     """The root of a config, which also reads files, environment variables and command-line arguments.
 
+    Frozen like its sections.
+
     Constructing one reads, from weak to strong: defaults, environment variables, keyword arguments, the files of
     `set_toml_files`, `_cli_parse_args`. A nested instance (the `trainer` of an `RLConfig`) reads none of them.
     """
 
     model_config = SettingsConfigDict(
         extra="forbid",
+        frozen=True,
+        revalidate_instances="always",
         defer_build=True,
         env_prefix="PRIME_RL_",
         env_nested_delimiter="__",
@@ -105,6 +126,8 @@ class BaseSettings(pydantic_settings.BaseSettings):
 
     # Pydantic then validates nested instances without calling __init__, so only the outermost one reads sources.
     __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
+
+    __hash__ = _without_hash
 
     @model_validator(mode="before")
     @classmethod
