@@ -1,11 +1,11 @@
-"""Generation speed of the embedded engine beside Transformers' `generate`, in one run.
+"""Generation speed of the embedded engine against Transformers' `generate`, in one run.
 
     OMP_NUM_THREADS=2 uv run python benchmarks/inference_throughput.py [--batch 16 64] [--rounds 3]
         [--model DIR] [--dtype float32]
 
-Prompts of 32 tokens, 64 new tokens each, sampled at temperature 1. Rounds alternate, so that a busy machine
-slows both; the ratio is of the medians. "over HTTP" is the engine behind its server in this process, with one chat
-request a sample and log-probabilities in the answers.
+Prompts of 32 tokens, 64 new tokens each, sampled at temperature 1. Rounds alternate, so a busy machine slows both; the
+ratio compares medians. "over HTTP" is the engine behind its server in this process, with one chat request per sample
+and log-probabilities in the answers.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ async def http_tokens_per_s(url: str, prompts: Prompts) -> float:
 
 
 class NoText:
-    """Stands in for the tokenizer: ids are all that this measures."""
+    """Replaces the tokenizer: this benchmark only uses token ids."""
 
     eos_token_ids: frozenset[int] = frozenset()
 
@@ -144,7 +144,7 @@ def compare(directory: Path, dtype: str, batches: Sequence[int], rounds: int) ->
 
 
 def converse_s(engine: Engine, conversations: int, turns: int) -> float:
-    """Seconds for conversations side by side: each turn adds `TURN_TOKENS` to the prompt and draws half as many."""
+    """Seconds for concurrent conversations. Each turn adds `TURN_TOKENS` to the prompt and samples half as many."""
     numbers = random.Random(1)
     histories = [(number,) for number in range(conversations)]
     started = time.perf_counter()
@@ -159,7 +159,7 @@ def converse_s(engine: Engine, conversations: int, turns: int) -> float:
 
 
 def compare_conversations(directory: Path, conversations: int, turns: int, rounds: int) -> None:
-    """What it brings to keep what was read of earlier turns."""
+    """Measure the gain from caching the prefixes of earlier turns."""
     model, _ = load_model(str(directory), "float32", torch.device("cpu"))
     seconds: dict[str, list[float]] = {"read anew": [], "read once": []}
     for _ in range(rounds):

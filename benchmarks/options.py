@@ -1,4 +1,4 @@
-"""The options that benchmarks beside TRL share."""
+"""Options of the benchmarks against TRL."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trl_venv import DEFAULT_DIRECTORY
 def parse_options(
     parser: argparse.ArgumentParser, out: Path, rows: Sequence[str], default_rows: Sequence[str]
 ) -> argparse.Namespace:
-    """What `parser` knows, and which of `rows` to measure, how often, and where to write."""
+    """Add to `parser` which of `rows` to measure, how often and where to write, and parse the command line."""
     parser.add_argument("--rounds", type=int, default=3, help="0 only prints the table of what was measured")
     parser.add_argument("--rows", type=lambda text: text.split(","), default=default_rows, help=", ".join(rows))
     parser.add_argument("--out", type=Path, default=out)

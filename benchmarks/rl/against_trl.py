@@ -1,8 +1,7 @@
-"""An RL step beside TRL's: `uv run python benchmarks/rl/against_trl.py`. README.md here says what is compared.
+"""Measures an RL step against TRL's: `uv run python benchmarks/rl/against_trl.py`. See README.md for what is compared.
 
-Every row is a run of its own, one after another: `medarc_train rl` with its three processes, or TRL's GRPOTrainer. What
-was measured is added to `measurements.jsonl` in `--out`, so that rounds may be spread over several calls; the table is
-made from all of them.
+Rows run one after another: `medarc_train rl` with its three processes, or TRL's GRPOTrainer. Results are appended to
+`measurements.jsonl` in `--out`, so rounds can be spread over several calls; the table uses all of them.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from trl_venv import trl_python  # noqa: E402
 
 PROMPTS, GROUP, NEW_TOKENS, LR = 16, 8, 64, 2e-5
 WARMUP_STEPS, LAST_STEPS = 2, 2
-"""Left out of a row's figures: at the end of our run nothing is generated any more, which makes its steps shorter."""
+"""Steps excluded at the end: our run generates nothing there, so its steps are shorter."""
 OURS = {"ours-async-1": 1, "ours-async-0": 0}
 ROWS = ("trl", *OURS)
 TOKENIZER = HERE.parents[1] / "examples" / "reverse_text" / "model"
@@ -41,9 +40,9 @@ class Measurement:
 
     row: str
     step_s: float
-    """Mean over the steps between the first and the last ones."""
+    """Mean over the steps, without the first and the last ones."""
     generated: float
-    """Tokens of completions in a step; as many are trained."""
+    """Completion tokens per step; the same number is trained."""
     startup_s: float
     """From the start of the command to the end of the first step."""
     rewards: list[float]
@@ -70,16 +69,16 @@ class Bench:
     steps: int
 
     def measure(self, row: str) -> Measurement:
-        """Run one row in processes of its own.
+        """Run one row in its own processes.
 
         Raises:
-            RuntimeError: it failed; the message holds the end of its log.
+            RuntimeError: it failed; the message contains the end of its log.
         """
         work = self.out / "work" / row
         shutil.rmtree(work, ignore_errors=True)
         work.mkdir(parents=True)
         argv = self.trl_argv(work) if row == "trl" else self.our_argv(work, OURS[row])
-        # As after an installation: modules are compiled once, and not on every start.
+        # As in an installation: modules are compiled once, not on every start.
         environment = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
         environment |= {
             "PYTHONPATH": os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")]),
@@ -135,7 +134,7 @@ def our_config(model: Path, output: Path, steps: int, async_level: int) -> dict[
 
 
 def our_steps(run: Path) -> list[dict[str, float]]:
-    """What TRL's row tells of itself, from the metrics of a run."""
+    """The same figures as TRL's row, from the metrics of a run."""
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     batches = {r["step"]: r for r in records if r["source"] == "orchestrator" and "reward/mean" in r}
     return [
@@ -150,7 +149,7 @@ def our_steps(run: Path) -> list[dict[str, float]]:
 
 
 def tiny_model(directory: Path) -> Path:
-    """Qwen3 with 2.39 M random parameters in float32, with a tokenizer of one token a character."""
+    """Qwen3 with 2.39 M random parameters in float32, with one token per character."""
     if not (directory / "config.json").exists():
         import torch
         from transformers import AutoModelForCausalLM, Qwen3Config

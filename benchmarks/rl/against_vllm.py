@@ -1,10 +1,10 @@
-"""The embedded engine beside vLLM, over the same HTTP requests: tokens a second.
+"""Measures the embedded engine against vLLM with the same HTTP requests, in tokens per second.
 
     uv run python benchmarks/rl/against_vllm.py --vllm-python VENV/bin/python [--model DIR] [--concurrent 16 64]
 
-Both are servers of their own with all cores, one after the other. Each of the concurrent clients sends one
-`/v1/completions` request: 32 prompt tokens, 64 sampled ones whatever they are, and the log-probability of each. vLLM
-compiles the model, as is its default, or runs it eagerly as the tests do. Left to itself it would keep one core free.
+Both run as servers with all cores, one after the other. Each of the concurrent clients sends one `/v1/completions`
+request: 32 prompt tokens, exactly 64 sampled ones, and the log-probability of each. vLLM compiles the model (its
+default) or runs it eagerly, as in the tests. By default vLLM would leave one core free.
 """
 
 from __future__ import annotations
@@ -60,10 +60,10 @@ def commands(args: argparse.Namespace, model: Path, port: int) -> dict[str, tupl
 
 @contextmanager
 def running(command: list[str], environment: dict[str, str], url: str, log: Path) -> Iterator[float]:
-    """A server that answers; how long it took to start.
+    """Start a server and wait until it answers; the seconds that this took.
 
     Raises:
-        RuntimeError: it ended, or takes too long.
+        RuntimeError: it exits, or takes too long.
     """
     started = time.monotonic()
     with log.open("w") as output:

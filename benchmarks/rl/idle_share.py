@@ -1,10 +1,10 @@
-"""How long the trainer waits for its batches at async levels 0, 1 and 2, with an engine that is slower than it.
+"""Measures how long the trainer waits for batches at async levels 0, 1 and 2, if the engine is slower.
 
     uv run python benchmarks/rl/idle_share.py [--answer-s 1.5] [--steps 12] [--levels 0 1 2]
 
-The real orchestrator and trainer run on the model that against_trl.py makes. The engine answers every request after
-`--answer-s` seconds with the same 64 tokens, whatever the load: rollouts hide behind training only as far as the async
-level lets them. Equal answers share nearly all of the trainer's work, which makes it quick.
+The real orchestrator and trainer run with the model that against_trl.py makes. The engine answers every request after
+`--answer-s` seconds with the same 64 tokens, at any load, so rollouts overlap with training only as far as the async
+level allows. The trainer is fast because equal answers share nearly all of its work.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ TOKENS, WARMUP_STEPS = 64, 3
 
 
 def idle_share(level: int, args: argparse.Namespace, model: Path, work: Path) -> tuple[float, float]:
-    """Share of the steps' time in which the trainer waited for a batch; and seconds a step."""
+    """Share of time that the trainer waited for a batch, and seconds per step."""
     config = our_config(model, work, args.steps, level)
     config |= {"inference": None, "trainer": config["trainer"] | {"parity": {"on_mismatch": "off"}}}
     config["orchestrator"]["filters"] = []

@@ -1,6 +1,6 @@
-"""The task of the benchmark: write many `e`. Prompts and reward for both sides, and a verifiers environment of them.
+"""The benchmark's task: write many `e`. Prompts and reward for both sides, and a verifiers environment with them.
 
-Nothing else is imported here, for TRL runs in an environment without verifiers.
+Imports verifiers only when it is needed, because TRL's environment does not have it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ LETTER = "e"
 
 
 def prompts() -> list[str]:
-    """Texts of one length, the same for every caller."""
+    """Texts of one length, the same in every call."""
     draw = random.Random(0)
     return ["".join(draw.choices("abcdefghijklmnopqrstuvwxyz ", k=PROMPT_CHARACTERS)) for _ in range(ROWS)]
 
@@ -24,7 +24,7 @@ def share_of_letter(text: str) -> float:
 
 
 def reward(completion: list[dict[str, Any]]) -> float:
-    """As verifiers and TRL hand over a completion: a list of messages."""
+    """The reward of a completion, which verifiers and TRL pass as a list of messages."""
     return share_of_letter(completion[-1]["content"] or "")
 
 

@@ -1,11 +1,11 @@
-"""What the orchestrator itself costs: rollouts a second with an engine that answers at once.
+"""Measures the orchestrator's own cost: rollouts per second with an engine that answers at once.
 
     uv run python benchmarks/rl/orchestrator_overhead.py [--steps 20] [--batch 128] [--tokens 64] [--env-servers]
 
 The `orchestrator` command runs on one core, with real environments, scheduling, scoring, samples and batches on disk.
-The engine, a process of its own, sends the same answer to every chat request: `--tokens` token ids with
-log-probabilities. Nobody trains. "per CPU second" counts only time that the orchestrator ran, so that other work on the
-machine changes it little; with `--env-servers` the environment's own process is not in it.
+The engine, a separate process, sends the same answer to every chat request: `--tokens` token ids with
+log-probabilities. There is no trainer. "per CPU second" counts only the orchestrator's CPU time, so other work on the
+machine changes it little; with `--env-servers` it does not include the environment's process.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def load_environment():
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """Rollouts a second."""
+    """Rollouts per second."""
 
     by_the_clock: float
     per_cpu_second: float
@@ -71,7 +71,7 @@ def answers(tokens: int, model: str = MODEL) -> dict[str, bytes]:
 
 
 class InstantEngine(asyncio.Protocol):
-    """HTTP/1.1 with keep-alive, as far as the orchestrator's requests need it."""
+    """HTTP/1.1 with keep-alive: only what the orchestrator's requests need."""
 
     def __init__(self, replies: dict[str, bytes], chat_s: float = 0.0) -> None:
         self.replies = replies
@@ -114,7 +114,7 @@ async def serve(tokens: int, chat_s: float, model: str) -> None:
 
 @contextmanager
 def engine(tokens: int, chat_s: float = 0.0, model: str = MODEL) -> Iterator[str]:
-    """An engine in a process of its own; its URL."""
+    """Run an engine in a separate process; yields its URL."""
     command = [sys.executable, __file__, "--tokens", str(tokens), "--serve", str(chat_s), model]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
@@ -145,7 +145,7 @@ def measure(args: argparse.Namespace, url: str, directory: Path) -> Speed:
     process = subprocess.Popen(
         [str(Path(sys.executable).with_name("orchestrator")), "@", str(file)],
         env={**os.environ, "PYTHONPATH": str(directory), "OMP_NUM_THREADS": "1"},
-        # Environment servers inherit it and would share the one core.
+        # Environment servers inherit the core mask and would share the one core.
         preexec_fn=None if args.env_servers else lambda: os.sched_setaffinity(0, {core}),
     )
     return watch(process, directory / "metrics.jsonl", args)

@@ -1,6 +1,6 @@
 """TRL's GRPOTrainer on the benchmark's task, in TRL's own environment: `python trl_row.py JOB.json RESULT.json`.
 
-Everything that is not set here or by the job is TRL's default.
+Anything not set here or by the job has TRL's default.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""How long a weight update takes, beside reading the file: `POST /update_weights` to a running inference server.
+"""Measures a weight update (`POST /update_weights` to a running server) against reading the file.
 
     uv run python benchmarks/rl/weight_update.py [--backend embedded|vllm] [--model DIR] [--dtype float32|bfloat16]
 
-For `--backend vllm`, `PRIME_RL_VLLM_PYTHON` names an interpreter that has vLLM. The file is in the page cache, as after
-the trainer has written it.
+For `--backend vllm`, set `PRIME_RL_VLLM_PYTHON` to an interpreter with vLLM. The file is in the page cache, as it is
+after the trainer has written it.
 """
 
 from __future__ import annotations

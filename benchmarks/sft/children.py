@@ -1,4 +1,4 @@
-"""A process with its children, watched from outside: when it started, and the most memory that all of them held."""
+"""Runs a command and measures it with its child processes: start time, and peak memory summed over them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LOOK_EVERY_S = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Watched:
-    """What a process tree took, from its start to its end."""
+    """Measurements of a process tree."""
 
     started_at: float
     """In seconds since 1970."""
@@ -24,10 +24,10 @@ class Watched:
 
 
 def run_watched(argv: Sequence[str], log: Path, environment: Mapping[str, str]) -> Watched:
-    """Run a command to its end; what it prints goes to `log`.
+    """Run a command to its end, with its output in `log`.
 
     Raises:
-        RuntimeError: it failed; the message holds the end of the log.
+        RuntimeError: it failed; the message contains the end of the log.
     """
     peaks_kb: dict[int, int] = {}
     started_at = time.time()
@@ -42,7 +42,7 @@ def run_watched(argv: Sequence[str], log: Path, environment: Mapping[str, str]) 
 
 
 def _tree(root: int) -> list[int]:
-    """`root` and all that descend from it, as far as they still run."""
+    """`root` and all its descendants that are still running."""
     try:
         tasks = list(Path(f"/proc/{root}/task").iterdir())
         children = [int(child) for task in tasks for child in (task / "children").read_text().split()]
@@ -52,7 +52,7 @@ def _tree(root: int) -> list[int]:
 
 
 def _peak_kb(process: int, known: int) -> int:
-    """The kernel's own high-water mark, so that a look now and then misses nothing; `known` for one that is gone."""
+    """The kernel's high-water mark, so that polling misses no peak; `known` if the process has exited."""
     try:
         status = Path(f"/proc/{process}/status").read_text()
     except OSError:

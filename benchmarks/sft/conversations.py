@@ -1,4 +1,4 @@
-"""Conversations for the benchmark: made with a fixed seed, lengths as in real chat data, as text in ChatML."""
+"""Makes the benchmark's conversations: fixed seed, lengths as in real chat data, ChatML text."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WORDS = (
     "medication test result acute "
 ).split()
 MEDIAN_WORDS, SPREAD = 120, 0.75
-"""Of an answer: log-normal, as lengths of human answers are."""
+"""Number of words of an answer: log-normal, like lengths of human answers."""
 
 
 def write_conversations(file: Path, count: int, seed: int, *, words: tuple[int, int]) -> None:

@@ -1,4 +1,4 @@
-"""What the cores' matrix products allow in bfloat16, in GFLOP/s: `python matmul_peak.py RESULT.json`."""
+"""Measures the cores' peak in bfloat16 matrix products, in GFLOP/s: `python matmul_peak.py RESULT.json`."""
 
 from __future__ import annotations
 

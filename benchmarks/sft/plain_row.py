@@ -1,7 +1,7 @@
 """The floor: a plain PyTorch loop over full rows of the benchmark's data: `python plain_row.py JOB.json RESULT.json`.
 
-Nothing but Transformers, autocast and AdamW. Rows are texts one after another, cut every `seq_len` tokens; the model
-sees the places where a text starts by its position, and keeps the texts apart.
+Only Transformers, autocast and AdamW. Rows are concatenated texts, cut every `seq_len` tokens. Positions restart with
+each text, so the model keeps the texts separate.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def main(job: dict[str, Any], result: Path) -> None:
 
 
 def rows(job: dict[str, Any]) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Tokens, positions and labels of row after row; the first token of a text is no label."""
+    """Tokens, positions and labels, row by row. The first token of a text is not a label."""
     tokenizer = AutoTokenizer.from_pretrained(job["model"])
     tokens: list[int] = []
     positions: list[int] = []

@@ -1,7 +1,7 @@
-"""SFT beside TRL: `uv run python benchmarks/sft/run.py`. README.md in this directory says what is compared, and how.
+"""Measures SFT against TRL: `uv run python benchmarks/sft/run.py`. README.md here says what is compared, and how.
 
-Every row is a process of its own, one after another. What was measured is added to `measurements.jsonl` in `--out`, so
-that rounds and rows may be spread over several calls; the table is made from all of them.
+Rows run one after another, each in its own process. Results are appended to `measurements.jsonl` in `--out`, so rounds
+and rows can be spread over several calls; the table uses all of them.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from trl_venv import trl_python  # noqa: E402
 
 SEQ_LEN, BATCH, LR, THREADS = 512, 4, 2e-5, 2
 LOSS_SEQ_LEN = 256
-"""Of the rows on which losses are compared. Their samples have more than half of these tokens: no two fit in one."""
+"""Tokens per row when comparing losses. Each sample has more than half of them, so no two fit into one row."""
 OURS = ("ours-best_fit", "ours-cat")
 TRL = {"trl-bfd": {"packing_strategy": "bfd"}, "trl-wrapped": {"packing_strategy": "wrapped"}}
 RECOMPUTING = ("trl-bfd-recomputing", "ours-best_fit-recomputing")
-"""With activation checkpointing, TRL's own default. Left out unless asked for."""
+"""Rows with activation checkpointing, which is TRL's default. Only run if requested."""
 ROWS = (*OURS, *TRL, "plain", *RECOMPUTING)
 DEFAULT_ROWS = (*OURS, *TRL, "plain")
 
@@ -47,7 +47,7 @@ class Bench:
     steps: int
 
     def measure(self, row: str, round_index: int) -> Measurement:
-        """Run one row in a process of its own."""
+        """Run one row in its own process."""
         work = self.out / "work" / f"{row}-{round_index}"
         work.mkdir(parents=True, exist_ok=True)
         data = self.conversations("chat.jsonl", 2000, words=(10, 370))
@@ -139,7 +139,7 @@ def trl_options(steps: int) -> dict[str, Any]:
 
 
 def steps_of_run(metrics: Path) -> dict[str, Any]:
-    """What the other rows tell of themselves, from the metrics of an `sft` run."""
+    """The same figures as the other rows, from the metrics of an `sft` run."""
     records = [record for record in map(json.loads, metrics.read_text().splitlines()) if "loss/mean" in record]
     totals = [0, *(record["progress/num_tokens"] for record in records)]
     steps = [
@@ -157,7 +157,7 @@ def main() -> None:
     bench = Bench(
         options.out.resolve(), options.model.resolve(), trl_python(options.trl_venv).absolute(), options.steps
     )
-    # As after a first start, also where Python may not write bytecode itself. Not imported: that would set variables.
+    # As after a first start, also if Python may not write bytecode. Not imported here: that would set variables.
     compileall.compile_dir(Path(find_spec("prime_rl").origin).parent, quiet=1)
     measured = bench.out / "measurements.jsonl"
     with measured.open("a") as lines:
@@ -178,7 +178,7 @@ def main() -> None:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=4, help="of each row in each round; the first one warms up")
-    parser.add_argument("--losses", action="store_true", help="compare losses on unpacked data, too")
+    parser.add_argument("--losses", action="store_true", help="also compare losses on unpacked data")
     parser.add_argument(
         "--model", type=Path, default=Path("outputs/benchmarks/smollm2"), help="made if it is not there"
     )

@@ -1,7 +1,7 @@
 """TRL's SFTTrainer on the benchmark's data, in TRL's own environment: `python trl_row.py JOB.json RESULT.json`.
 
 Weights are float32 and the forward pass is under bfloat16 autocast (`bf16=True`), TRL's counterpart of float32 master
-weights with bfloat16 compute. Everything that is not set here or by the job is TRL's default.
+weights with bfloat16 compute. Anything not set here or by the job has TRL's default.
 """
 
 from __future__ import annotations
