@@ -37,6 +37,7 @@ def find_parts(config: SFTDataConfig, start: StartDir | None = None) -> list[Par
     Raises:
         StartFault: there is nothing at the path, or it has no such split.
     """
+    wanted: list[tuple[str | None, str]]
     if config.subsets is None:
         wanted = [(None, split) for split in config.splits or ["train"]]
     else:

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from prime_rl.checks.model_files import model_fault, tokenizer_faults
 from prime_rl.checks.start_dir import StartDir
 from prime_rl.configs.model import ModelConfig, TokenizerConfig
 from prime_rl.configs.surface.root import RootConfig
+
+if TYPE_CHECKING:
+    from prime_rl.configs.eval import OfflineEvalConfig
+    from prime_rl.configs.inference import InferenceConfig
+    from prime_rl.configs.rl import RLConfig
+    from prime_rl.configs.sft import SFTConfig
 
 
 def start_faults(config: RootConfig, job_dir: Path | None = None) -> list[str]:
@@ -31,7 +38,7 @@ def refuse_unstartable(config: RootConfig) -> None:
         raise SystemExit(2)
 
 
-def _sft_faults(config: RootConfig, start: StartDir) -> Iterator[str]:
+def _sft_faults(config: SFTConfig, start: StartDir) -> Iterator[str]:
     # `sft` loads none of RL's configs, nor `rl` those of SFT.
     from prime_rl.checks.data_files import data_faults
 
@@ -39,7 +46,7 @@ def _sft_faults(config: RootConfig, start: StartDir) -> Iterator[str]:
     yield from data_faults(config, start)
 
 
-def _rl_faults(config: RootConfig, start: StartDir) -> Iterator[str]:
+def _rl_faults(config: RLConfig, start: StartDir) -> Iterator[str]:
     trained = config.trainer.model
     served = {} if config.inference is None else {"inference.model.name": config.inference.model.name}
     key = "model.name" if list(served.values()) == [trained.name] else "trainer.model.name"
@@ -49,16 +56,22 @@ def _rl_faults(config: RootConfig, start: StartDir) -> Iterator[str]:
         yield from _model_faults(served, start)
 
 
-def _eval_faults(config: RootConfig, start: StartDir) -> Iterator[str]:
+def _eval_faults(config: OfflineEvalConfig, start: StartDir) -> Iterator[str]:
     if config.inference is not None:
         yield from _model_faults({"model.name": config.inference.model.name}, start)
 
 
-def _inference_faults(config: RootConfig, start: StartDir) -> Iterator[str]:
+def _inference_faults(config: InferenceConfig, start: StartDir) -> Iterator[str]:
     yield from _model_faults({"model.name": config.model.name}, start)
 
 
-_FAULTS = {"sft": _sft_faults, "rl": _rl_faults, "eval": _eval_faults, "inference": _inference_faults}
+_FAULTS: Mapping[str, Callable[[Any, StartDir], Iterator[str]]] = {
+    "sft": _sft_faults,
+    "rl": _rl_faults,
+    "eval": _eval_faults,
+    "inference": _inference_faults,
+}
+"""By `component`, which also names the class of the config."""
 
 
 def _trained_model_faults(model: ModelConfig, tokenizer: TokenizerConfig, start: StartDir) -> Iterator[str]:

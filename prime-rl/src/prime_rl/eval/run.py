@@ -48,9 +48,11 @@ class EvalSet:
     @classmethod
     def of(cls, config: EvalEnvConfig, environment: Environment) -> EvalSet:
         """`config` is one of `OfflineEvalConfig.environments`, which have all numbers filled in."""
-        size = len(environment)
-        end = size if config.num_examples < 0 else min(config.skip_first + config.num_examples, size)
-        return cls(environment, range(config.skip_first, end), config.rollouts_per_example, config.max_retries)
+        size, examples, rollouts = len(environment), config.num_examples, config.rollouts_per_example
+        assert examples is not None
+        assert rollouts is not None
+        end = size if examples < 0 else min(config.skip_first + examples, size)
+        return cls(environment, range(config.skip_first, end), rollouts, config.max_retries)
 
     @property
     def name(self) -> str:

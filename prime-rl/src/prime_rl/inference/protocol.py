@@ -142,7 +142,8 @@ class CompletionBody(SamplingBody):
     def prompts(self) -> list[str | list[int]]:
         if isinstance(self.prompt, str):
             return [self.prompt]
-        return [self.prompt] if self.prompt and isinstance(self.prompt[0], int) else list(self.prompt)
+        ids = [part for part in self.prompt if isinstance(part, int)]
+        return [ids] if ids else [part for part in self.prompt if not isinstance(part, int)]
 
 
 class TokenizeBody(Body):

@@ -9,7 +9,7 @@ import signal
 import sys
 import threading
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from prime_rl.utils.logger import get_logger
 
@@ -25,7 +25,7 @@ class StopSignals:
 
     received: int | None = None
 
-    def watch(self, task: asyncio.Task[int]) -> None:
+    def watch(self, task: asyncio.Task[Any]) -> None:
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self._stop, number, task)
 
@@ -33,7 +33,7 @@ class StopSignals:
     def exit_code(self) -> int:
         return 128 + (self.received or 0)
 
-    def _stop(self, number: int, task: asyncio.Task[int]) -> None:
+    def _stop(self, number: int, task: asyncio.Task[Any]) -> None:
         if self.received is not None:
             os._exit(self.exit_code)
         self.received = number

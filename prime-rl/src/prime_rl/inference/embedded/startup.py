@@ -75,12 +75,14 @@ def _use_cores_of(processes: int) -> None:
 
 
 def _max_model_len(model: PreTrainedConfig, wanted: int | None) -> int:
-    longest = getattr(model.get_text_config(), "max_position_embeddings", None)
-    if longest is None and wanted is None:
-        raise UnsupportedModel("the model's config names no context length: set inference.model.max_model_len")
-    if longest is not None and wanted is not None and wanted > longest:
+    longest: int | None = getattr(model.get_text_config(), "max_position_embeddings", None)
+    if not wanted:
+        if longest is None:
+            raise UnsupportedModel("the model's config names no context length: set inference.model.max_model_len")
+        return longest
+    if longest is not None and wanted > longest:
         raise UnsupportedModel(f"inference.model.max_model_len is {wanted}, but the model's context is {longest}")
-    return int(wanted or longest)
+    return wanted
 
 
 def _kv_budget_bytes(device: torch.device, gpu_memory_utilization: float) -> int:

@@ -17,8 +17,11 @@ from prime_rl.orchestrator.rollouts.rollout import Rollout
 class Filter(Protocol):
     """Looks at a rollout's sampled tokens. With `enforce`, what it detects is not trained on."""
 
-    name: str
-    enforce: bool
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def enforce(self) -> bool: ...
 
     def detects(self, rollout: Rollout) -> bool: ...
 

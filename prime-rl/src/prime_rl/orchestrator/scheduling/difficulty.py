@@ -53,7 +53,7 @@ class DifficultyPools:
 
     def shares(self) -> dict[str, float]:
         """`pool/*`: shares of all examples."""
-        counts = {name: len(pool) for name, pool in self._moved.items()}
+        counts: dict[str, int] = {name: len(pool) for name, pool in self._moved.items()}
         counts["normal"] = sum(len(rows) for rows in self.normal.values())
         return {f"pool/{name}": counts[name] / max(sum(counts.values()), 1) for name in ("easy", "normal", "hard")}
 
@@ -68,7 +68,7 @@ class DifficultyPools:
         """Move what had moved. Examples that are gone are left out, with a warning."""
         index: dict[str, dict[str, ExampleRef]] = {}
         for difficulty, entries in state.items():
-            found = (self._find(*entry, index) for entry in entries)
+            found = (self._find(env, row, printed, index) for env, row, printed in entries)
             missing = sum(example is None or not self.move(example, difficulty) for example in found)
             if missing:
                 get_logger().warning(

@@ -94,7 +94,7 @@ def is_packable(model: nn.Module) -> bool:
     return sum(parameter.nbytes for parameter in model.parameters()) <= PACKED_SHARE * total
 
 
-def _joined(parameters: Sequence[nn.Parameter]) -> Tensor:
+def _joined(parameters: Sequence[Tensor]) -> Tensor:
     """Parameters side by side along their first dimension, each made a view of the result."""
     if len(parameters) == 1:
         return parameters[0]

@@ -8,10 +8,10 @@ Shapes: H query heads, K key-value heads, G = H / K, D head dim, L longest promp
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
@@ -123,8 +123,14 @@ def attend(
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
+class AttentionLayer(Protocol):
+    """What Transformers' attention layers tell of themselves."""
+
+    layer_idx: int
+
+
 def slot_attention(
-    module: nn.Module,
+    module: AttentionLayer,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -140,7 +146,7 @@ def slot_attention(
     if options.get("softcap") is not None or options.get("s_aux") is not None:
         raise UnsupportedModel(f"{type(module).__name__} needs attention soft caps or sinks")
     new = (query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1))
-    index, scaling = int(module.layer_idx), float(options["scaling"])
+    index, scaling = module.layer_idx, float(options["scaling"])
     return attend(slot_step, index, new, scaling, options.get("sliding_window")).unsqueeze(0), None
 
 
@@ -183,13 +189,13 @@ def _prefill(
     query, key, value = (tensor[prompts.token_index].transpose(1, 2) for tensor in new)
     for slot, fresh in zip(stored, (key, value), strict=True):
         slot[prompts.rows, :, : prompts.width] = fresh
-    banded = window is not None and window < prompts.width
+    band = None if window is None or window >= prompts.width else _band(prompts.width, window, query.device)
     attended = scaled_dot_product_attention(
         query,
         key,
         value,
-        attn_mask=_band(prompts.width, window, query.device) if banded else None,
-        is_causal=not banded,
+        attn_mask=band,
+        is_causal=band is None,
         scale=scaling,
         enable_gqa=query.shape[1] != key.shape[1],
     )

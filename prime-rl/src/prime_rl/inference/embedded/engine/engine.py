@@ -6,7 +6,7 @@ import math
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +16,7 @@ import torch
 
 from prime_rl.inference.adapter_files import check_base_version
 from prime_rl.inference.checkpoint_files import WeightError
-from prime_rl.inference.embedded.engine.generation import Generation, GenerationRequest
+from prime_rl.inference.embedded.engine.generation import Generation, GenerationRequest, TopLogprobs
 from prime_rl.inference.embedded.engine.lora import AdapterStore
 from prime_rl.inference.embedded.engine.model import ModelRunner
 from prime_rl.inference.embedded.engine.sampling import BatchSampler, prompt_logprobs
@@ -172,7 +172,7 @@ class Engine:
             return
         logits = self._forward(num_decode, prompts)
         self._sample(logits)
-        followed = {sequence.request.on_progress for sequence in scheduler.running} - {None}
+        followed = {tell for sequence in scheduler.running if (tell := sequence.request.on_progress) is not None}
         for sequence in scheduler.retire_finished():
             sequence.request.answer_if_complete()
         for tell in followed:
@@ -217,7 +217,7 @@ class Engine:
         if self._sampler is None or not self._sampler.fits(running):
             self._sampler = BatchSampler([sequence.params for sequence in running], logits.device)
         drawn = self._sampler.draw(logits, running)
-        tops = drawn.top or [None] * len(running)
+        tops: Sequence[TopLogprobs | None] = drawn.top or [None] * len(running)
         for sequence, token, logprob, top in zip(running, drawn.tokens, drawn.logprobs, tops, strict=True):
             adapter = sequence.request.adapter
             version = self.version if adapter is None else adapter.version

@@ -170,7 +170,8 @@ def load_model(
         directory = Path(str(cached_file(name, "config.json"))).parent
     except (OSError, ValueError) as exc:
         raise ModelNotFound(f"cannot load model {name!r}: {first_line(exc)}") from exc
-    return model.to(device).requires_grad_(False).eval(), directory
+    # A decorator of Transformers hides from type checkers that `to` is a method.
+    return model.to(device).requires_grad_(False).eval(), directory  # type: ignore[arg-type]
 
 
 def model_config(name: str, trust_remote_code: bool = False) -> PreTrainedConfig:

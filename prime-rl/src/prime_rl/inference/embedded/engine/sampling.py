@@ -38,7 +38,9 @@ class _Bias:
         if not entries:
             return None
         rows, tokens, values = zip(*entries, strict=True)
-        return cls(*(torch.tensor(column, device=device) for column in (rows, tokens)), torch.tensor(values).to(device))
+        return cls(
+            torch.tensor(rows, device=device), torch.tensor(tokens, device=device), torch.tensor(values).to(device)
+        )
 
 
 class BatchSampler:

@@ -51,16 +51,18 @@ class Text:
         plain = [_plain_message(message) for message in messages]
         try:
             rendered = self._tokenizer.apply_chat_template(
-                plain, tools=list(tools) if tools else None, tokenize=False, **template_kwargs
+                plain, tools=[dict(tool) for tool in tools] if tools else None, tokenize=False, **template_kwargs
             )
         except (TemplateError, ValueError, TypeError, KeyError) as exc:
             raise TemplateFailed(f"The chat template does not take these messages: {exc}") from exc
         return self.encode(str(rendered), add_special_tokens)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        return self._tokenizer.decode(
+        text = self._tokenizer.decode(
             list(token_ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
         )
+        assert isinstance(text, str), "one sequence is one text"
+        return text
 
     def token_text(self, token_id: int) -> str:
         """A token alone as text, special tokens included."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import cast
 
 import torch
 from safetensors import SafetensorError
@@ -95,7 +96,7 @@ def read_weights(directory: Path) -> dict[str, Tensor]:
 
 def _converted(model: PreTrainedModel, tensors: Mapping[str, Tensor], source: Path) -> dict[str, Tensor]:
     try:
-        loaded, report = type(model).from_pretrained(
+        answer: object = type(model).from_pretrained(
             None,
             config=model.config,
             state_dict=dict(tensors),
@@ -105,6 +106,8 @@ def _converted(model: PreTrainedModel, tensors: Mapping[str, Tensor], source: Pa
         )
     except (ValueError, RuntimeError) as exc:
         raise misfit(source, first_line(exc)) from exc
+    # Annotated as the model alone, it is a pair with `output_loading_info`.
+    loaded, report = cast("tuple[PreTrainedModel, Mapping[str, Iterable[object]]]", answer)
     for kind in ("missing", "unexpected", "mismatched"):
         if names := sorted(map(str, report[f"{kind}_keys"])):
             raise misfit(source, f"{len(names)} {kind} tensors, such as {names[0]}")

@@ -198,8 +198,9 @@ async def _generate(service: Service, request: Request, wanted: list[GenerationR
     """Run requests to their end, unless the client goes away first."""
     everything = asyncio.gather(*map(asyncio.wrap_future, _submit(service, wanted)))
     gone = asyncio.create_task(_disconnected(request))
+    either: set[asyncio.Future[Any]] = {everything, gone}
     try:
-        await asyncio.wait({everything, gone}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         if not everything.done():
             raise ClientGone
         return list(zip(wanted, everything.result(), strict=True))

@@ -95,7 +95,8 @@ class ChatChunks:
         return {"choices": [choice], "prompt_token_ids": list(prompt)}
 
     def choice(self, sample: GrowingSample, piece: Piece, prompt: Sequence[int]) -> Chunk:
-        delta, finish = {"content": piece.text}, _finish(piece.completion)
+        delta: dict[str, Any] = {"content": piece.text}
+        finish = _finish(piece.completion)
         if piece.completion is not None and self._parser is not None:
             whole = completion_text(self._body, self._text, piece.completion)
             message = read_message(self._body, whole, self._parser)
