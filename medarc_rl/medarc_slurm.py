@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
+from medarc_rl.backends.launcher import CONFIGS, launcher_job
 from medarc_rl.backends.slurm import NODE_GPUS, BatchJob, SlurmRequest, log_file, render, sbatch_argv, sh_quote
 from medarc_rl.cli import add_command, new_app, say, warn
 from medarc_rl.deployment import GpuSplit, advice, check_rl, sft_gpus, sft_owned
@@ -106,11 +107,9 @@ def plan_job(command: str, run: Run[Any], options: SlurmOptions, gpus: int, sing
     names = [option.name for option in fields(SlurmRequest) if option.name != "extra"]
     request = SlurmRequest(**{name: getattr(options, name) for name in names}, extra=tuple(options.sbatch_arg))
     return BatchJob(
-        command=command,
+        job=launcher_job(command, run.paths, gpus),
         name=options.job_name or f"{run.stem}-{command}",
-        gpus=gpus,
         cpus_per_gpu=options.cpus_per_gpu,
-        paths=run.paths,
         project_dir=project_dir,
         hf_cache_dir=Path(hf_cache_dir).absolute(),
         hf_hub_offline=options.hf_hub_offline,
@@ -127,7 +126,7 @@ def write_and_submit(job: BatchJob, run: Run[Any], options: SlurmOptions) -> int
     script = render(job)
     if run.config.clean_output_dir and not dry_run:
         prepare_directory(run)
-    component = "trainer" if job.command == "sft" else "rl"
+    component = CONFIGS[job.command]
     write_components(run, {component: run.config})
     with reporting_directory_errors():
         run.paths.slurm.mkdir(parents=True, exist_ok=True)

@@ -3,37 +3,31 @@
 from __future__ import annotations
 
 import os
-import subprocess
+import shutil
 import sys
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated
-from uuid import uuid4
 
 import typer
 
-from medarc_rl.backends.slurm import NODE_GPUS, sh_quote
-from medarc_rl.cli import add_command, new_app, say, warn
+from medarc_rl.backends.slurm import NODE_GPUS
+from medarc_rl.cli import add_command, new_app, warn
 from medarc_rl.deployment import GpuSplit, advice, check_rl, sft_gpus, sft_owned
-from medarc_rl.errors import MedarcError, UsageError
-from medarc_rl.launchers import rl_local
-from medarc_rl.launchers.foreground import ForegroundChild
-from medarc_rl.launchers.gpus import SINGLE_GPU_VARIABLE
-from medarc_rl.launchers.rl_plan import component_configs
-from medarc_rl.place import Place, find_place
-from medarc_rl.utils import check_startable, load_run, prepare_directory, write_components
-from prime_rl.checks import start_faults
+from medarc_rl.launchers import rl_local, sft_local
+from medarc_rl.launchers.shared_node import SINGLE_GPU_VARIABLE, first_gpus, shared_node
+from medarc_rl.utils import check_startable, load_run, write_components
 from prime_rl.configs.eval import OfflineEvalConfig
 from prime_rl.configs.rl import RLConfig
 from prime_rl.configs.sft import SFTConfig
-from prime_rl.configs.surface.not_built import unbuilt_faults
-from prime_rl.launch import reserved_ports
-from prime_rl.launch.devices import MASK_VARIABLE, thread_env, usable_cores
-from prime_rl.launch.programs import SFT_TRAINER, TorchJob
-from prime_rl.run.paths import RunPaths
+from prime_rl.launch import LocalHost, ProcessSpec, Supervisor, shown
+from prime_rl.launch.commands import EVAL
+from prime_rl.launch.devices import MASK_VARIABLE
+from prime_rl.launch.plan import component_configs
+from prime_rl.launch.run import launch
 from prime_rl.utils.pydantic_config import dump_toml
+from prime_rl.watch.screens import eval_screen
 
 Option = typer.Option
 SFT_PREFLIGHT = "prime_rl.trainer.sft.preflight"
@@ -71,18 +65,10 @@ def sft(words: list[str], options: SftOptions) -> int:
     run = load_run(SFTConfig, words, "sft", options.output_dir, sft_owned(options.gpus))
     if options.preflight:
         return sft_preflight(run.config)
-    processes = sft_gpus(run.config)
-    place = find_place(run.config.device, processes, os.environ)
+    first_gpus(run.config.device, sft_gpus(run.config), os.environ)
     check_startable(run, run.config.dry_run)
-    if not run.config.dry_run:
-        prepare_directory(run)
     write_components(run, {"trainer": run.config})
-    with reserved_ports(1) as (port,):
-        argv = sft_argv(run.paths, processes, port)
-        if run.config.dry_run:
-            say(" ".join(map(sh_quote, argv)))
-            return 0
-        return run_in_foreground(argv, sft_env(os.environ, place, processes))
+    return sft_local.sft_local(run.config)
 
 
 def rl(words: list[str], options: RlOptions) -> int:
@@ -90,28 +76,21 @@ def rl(words: list[str], options: RlOptions) -> int:
     split = GpuSplit(options.train_gpus, options.infer_gpus, options.single_gpu)
     run = load_run(RLConfig, words, "rl", options.output_dir, split.owned)
     check_rl(run.config, split)
-    place = find_place(run.config.device, split.total, os.environ)
+    gpus = first_gpus(run.config.device, split.total, os.environ)
     for line in advice(run.config, split):
         warn(line)
     check_startable(run, run.config.dry_run)
     write_components(run, component_configs(run.config))
-    os.environ[MASK_VARIABLE] = ",".join(place.ids)
+    os.environ[MASK_VARIABLE] = ",".join(gpus)
     os.environ[SINGLE_GPU_VARIABLE] = str(int(split.single_gpu))
-    # Looked up at the call, since outside code puts its own function there.
+    # Looked up at the call, because outside code replaces the function.
     return rl_local.rl_local(run.config)
 
 
 def evaluate(words: list[str], options: EvalOptions) -> int:
     """Evaluate a model and its checkpoints, with a server of its own if the config has an [inference] table."""
     run = load_run(OfflineEvalConfig, words, "eval", options.output_dir, {})
-    if faults := [*unbuilt_faults(run.config), *start_faults(run.config)]:
-        raise UsageError(*faults)
-    write_components(run, {"eval": run.config})
-    argv = ["eval", "@", str(run.paths.config("eval"))]
-    if run.config.dry_run:
-        say(" ".join(map(sh_quote, argv)))
-        return 0
-    return run_in_foreground(argv, child_env(os.environ))
+    return launch(EVAL, run.config, eval_screen, shared_node(os.environ))
 
 
 add_command(app, "sft", SftOptions, sft)
@@ -120,46 +99,17 @@ add_command(app, "eval", EvalOptions, evaluate)
 
 
 def sft_preflight(config: SFTConfig) -> int:
-    """Report on the data of a run. Its directory is left alone."""
-    with TemporaryDirectory() as scratch:
-        file = Path(scratch) / "sft.toml"
+    """Report on the data of a run. The run's directory is not touched."""
+    with TemporaryDirectory() as scratch, LocalHost() as host:
+        file, log = Path(scratch, "sft.toml"), Path(scratch, "preflight.log")
         dump_toml(config, file)
-        return run_in_foreground([sys.executable, "-m", SFT_PREFLIGHT, "@", str(file)], dict(os.environ))
-
-
-def sft_argv(paths: RunPaths, processes: int, port: int) -> list[str]:
-    """The launcher `sft` for one process, torchrun for several."""
-    config = paths.config("trainer")
-    if processes == 1:
-        return ["sft", "@", str(config)]
-    job = TorchJob(SFT_TRAINER, config, processes, port, uuid4().hex, paths.torchrun_logs)
-    return list(job.under_torchrun("torchrun"))
-
-
-def sft_env(env: Mapping[str, str], place: Place, processes: int) -> dict[str, str]:
-    """The child's environment; on a CPU its cores are shared out."""
-    threads = thread_env(usable_cores(), processes, env) if place.device == "cpu" else {}
-    return child_env(env) | threads
-
-
-def child_env(env: Mapping[str, str]) -> dict[str, str]:
-    """The environment of a child that finds the programs of this installation first."""
-    programs = Path(sys.executable).parent
-    return {**env, "PATH": f"{programs}{os.pathsep}{env.get('PATH', os.defpath)}"}
-
-
-def run_in_foreground(argv: list[str], env: dict[str, str]) -> int:
-    """Run a command to its end. Returns its exit code, 128 + n after signal n.
-
-    Raises:
-        MedarcError: there is no such program.
-    """
-    try:
-        with ForegroundChild() as child:
-            ended = subprocess.run(argv, env=env | child.env, preexec_fn=child.before_exec, check=False)
-            return child.exit_code(ended.returncode)
-    except FileNotFoundError:
-        raise MedarcError(f"{argv[0]}: not found: install prime-rl in this environment") from None
+        # The child writes to a file, and this process shows it: rich must be told about the terminal.
+        terminal = {"FORCE_COLOR": "1", "COLUMNS": str(shutil.get_terminal_size().columns)}
+        env = terminal if sys.stdout.isatty() else {}
+        argv = (sys.executable, "-m", SFT_PREFLIGHT, "@", str(file))
+        preflight = ProcessSpec("preflight", argv, log, env, completes_run=True)
+        with shown(log):
+            return Supervisor([preflight], host, say=lambda line: None).run().exit_code
 
 
 def main() -> None:

@@ -83,11 +83,10 @@ def stand_ins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StandIns:
 
 
 def make_project(directory: Path) -> StandIns:
-    """A project directory whose `.venv` holds stand-ins for `python` and `torchrun`."""
+    """A project directory whose `.venv` holds a stand-in for `python`."""
     programs = StandIns(directory / ".venv" / "bin")
     (programs.directory / "activate").write_text('PATH="$PROJECT_DIR/.venv/bin:$PATH"\nexport PATH\n')
     programs.add("python")
-    programs.add("torchrun")
     return programs
 
 

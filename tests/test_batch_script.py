@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from medarc_rl.backends.launcher import launcher_job
 from medarc_rl.backends.slurm import (
     BatchJob,
     SlurmRequest,
@@ -37,10 +38,10 @@ HOSTILE = {
 }
 
 
-def make_job(command: str, root: Path, **changes: object) -> BatchJob:
+def make_job(command: str, root: Path, gpus: int = 2, **changes: object) -> BatchJob:
     """A job whose every directory is below `root`."""
-    job = BatchJob(command, "name", 2, 8, RunPaths(root / "out"), root / "project", root / "hf")
-    return replace(job, **changes)
+    job = launcher_job(command, RunPaths(root / "out"), gpus)
+    return replace(BatchJob(job, "name", 8, root / "project", root / "hf"), **changes)
 
 
 def run_script(job: BatchJob, tmp_path: Path, **popen: object) -> subprocess.CompletedProcess[str]:
@@ -103,21 +104,6 @@ def test_a_quoted_value_is_one_word_on_one_line(text: str) -> None:
     assert echoed.decode() == text
 
 
-def test_sft_starts_torchrun_with_caches_of_its_own(project, tmp_path: Path) -> None:
-    programs = project(tmp_path / "project")
-    programs.record = tmp_path / "calls.jsonl"
-    run_script(make_job("sft", tmp_path), tmp_path)
-    run_script(make_job("sft", tmp_path), tmp_path)
-    first, second = programs.calls
-    words = first["argv"][1:]
-    assert words[:3] == ["--nnodes=1", "--nproc-per-node", "2"]
-    assert words[-4:-2] == ["-m", "prime_rl.trainer.sft.train"]
-    for name in ("XDG_CACHE_HOME", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"):
-        assert first["env"][name] != second["env"][name]
-        assert Path(first["env"][name]).is_relative_to(tmp_path / "scratch")
-    assert list((tmp_path / "scratch").iterdir()) == []
-
-
 def test_dot_env_is_exported_and_keeps_a_compile_cache_warm(project, tmp_path: Path) -> None:
     programs = project(tmp_path / "project")
     programs.record = tmp_path / "calls.jsonl"
@@ -128,24 +114,24 @@ def test_dot_env_is_exported_and_keeps_a_compile_cache_warm(project, tmp_path: P
     assert call["env"]["TRITON_CACHE_DIR"] == f"{tmp_path}/triton"
 
 
-def test_sft_keeps_torchruns_exit_code_and_both_logs(project, tmp_path: Path) -> None:
-    project(tmp_path / "project").add("torchrun", says="out of memory", code=9)
-    job = make_job("sft", tmp_path)
-    assert run_script(job, tmp_path).returncode == 9
-    done = run_script(job, tmp_path)
-    assert done.stdout == "out of memory\n"
-    assert (tmp_path / "out" / "logs" / "trainer.log").read_text() == "out of memory\n" * 2
-    assert (tmp_path / "out" / "logs" / "trainer_7.log").read_text() == "out of memory\n" * 2
+def test_a_number_of_threads_that_the_user_set_stays(project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    programs = project(tmp_path / "project")
+    programs.record = tmp_path / "calls.jsonl"
+    monkeypatch.setenv("OMP_NUM_THREADS", "6")
+    run_script(make_job("sft", tmp_path), tmp_path)
+    assert programs.calls[0]["env"]["OMP_NUM_THREADS"] == "6"
 
 
-def test_rl_becomes_the_launcher(project, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("command", "config"), [("sft", "trainer"), ("rl", "rl")])
+def test_the_script_becomes_the_launcher(command: str, config: str, project, tmp_path: Path) -> None:
     programs = project(tmp_path / "project")
     programs.record = tmp_path / "calls.jsonl"
     programs.add("python", code=5)
-    assert run_script(make_job("rl", tmp_path, single_gpu=True), tmp_path).returncode == 5
+    assert run_script(make_job(command, tmp_path, single_gpu=command == "rl"), tmp_path).returncode == 5
     (call,) = programs.calls
-    assert call["argv"][1:] == ["-m", "medarc_rl.launchers.rl_local", "@", f"{tmp_path}/out/configs/rl.toml"]
-    assert call["env"]["MEDARC_SINGLE_GPU"] == "1"
+    launcher = f"medarc_rl.launchers.{command}_local"
+    assert call["argv"][1:] == ["-m", launcher, "@", f"{tmp_path}/out/configs/{config}.toml"]
+    assert call["env"].get("MEDARC_SINGLE_GPU") == ("1" if command == "rl" else None)
 
 
 @pytest.mark.parametrize("command", ["sft", "rl"])
@@ -175,15 +161,15 @@ sys.exit(143)
 
 
 @pytest.mark.parametrize("everyone", [False, True], ids=["the shell alone", "every process"])
-@pytest.mark.parametrize(("command", "program"), [("sft", "torchrun"), ("rl", "python")])
-def test_a_stop_reaches_the_program_once_and_is_waited_for(
-    command: str, program: str, everyone: bool, project, tmp_path: Path
+@pytest.mark.parametrize("command", ["sft", "rl"])
+def test_a_stop_reaches_the_launcher_once_and_is_waited_for(
+    command: str, everyone: bool, project, tmp_path: Path
 ) -> None:
     """`--signal=B:` signals the batch shell alone, scancel every process of the job."""
     gate = tmp_path / "gate"
     os.mkfifo(gate)
     programs = project(tmp_path / "project")
-    (programs.directory / program).write_text(STOPPABLE.format(python=sys.executable, gate=str(gate)))
+    (programs.directory / "python").write_text(STOPPABLE.format(python=sys.executable, gate=str(gate)))
     job = make_job(command, tmp_path)
     job.script.parent.mkdir()
     job.script.write_text(render(job))

@@ -1,4 +1,4 @@
-"""`medarc_train`: what it writes, which program it starts with which environment, and what it hands to the launcher."""
+"""`medarc_train`: what it writes, and what it hands to the launchers."""
 
 from __future__ import annotations
 
@@ -6,29 +6,29 @@ import os
 import sys
 import tomllib
 from pathlib import Path
+from typing import Any, Literal
 
 import pytest
 from typer.testing import CliRunner, Result
 
 from medarc_rl import medarc_train
 from medarc_rl.errors import UsageError
-from medarc_rl.place import find_place
-from prime_rl.configs.rl import RLConfig
+from medarc_rl.launchers.shared_node import first_gpus
 
 
 class Launches:
-    """Stands in for `rl_local`: remembers what it was given."""
+    """Stands in for `rl_local` and `sft_local`: remembers what it was given."""
 
     def __init__(self, code: int = 0) -> None:
         self.code = code
-        self.configs: list[RLConfig] = []
-        self.masks: list[str] = []
-        self.single: list[str] = []
+        self.configs: list[Any] = []
+        self.masks: list[str | None] = []
+        self.single: list[str | None] = []
 
-    def __call__(self, config: RLConfig) -> int:
+    def __call__(self, config: Any) -> int:
         self.configs.append(config)
-        self.masks.append(os.environ["CUDA_VISIBLE_DEVICES"])
-        self.single.append(os.environ["MEDARC_SINGLE_GPU"])
+        self.masks.append(os.environ.get("CUDA_VISIBLE_DEVICES"))
+        self.single.append(os.environ.get("MEDARC_SINGLE_GPU"))
         return self.code
 
 
@@ -36,79 +36,49 @@ class Launches:
 def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
     stand_in = Launches()
     monkeypatch.setattr("medarc_rl.launchers.rl_local.rl_local", stand_in)
-    # The command sets these two; monkeypatch puts them back.
+    monkeypatch.setattr("medarc_rl.launchers.sft_local.sft_local", stand_in)
+    # The command sets these two; monkeypatch restores them.
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     monkeypatch.setenv("MEDARC_SINGLE_GPU", "")
     return stand_in
 
 
-@pytest.fixture
-def programs(stand_ins, monkeypatch: pytest.MonkeyPatch):
-    """Stand-ins for `sft` and `torchrun` beside the interpreter, where the command looks first."""
-    monkeypatch.setattr(sys, "executable", str(stand_ins.directory / "python"))
-    return stand_ins
-
-
 def run(*words: object) -> Result:
     return CliRunner().invoke(medarc_train.app, [*map(str, words)])
 
 
-def test_one_process_is_the_sft_command(programs, sft_toml: Path, tmp_path: Path) -> None:
-    programs.add("sft")
-    result = run("sft", "@", sft_toml, "--output-dir", tmp_path / "out", "--optim.lr", "1e-3")
+def test_sft_is_handed_to_the_launcher(launches: Launches, sft_toml: Path, tmp_path: Path) -> None:
+    words = ("--output-dir", tmp_path / "out", "--gpus", 2, "--optim.lr", "1e-3", "--device", "cpu")
+    result = run("sft", "@", sft_toml, *words)
     assert result.exit_code == 0, result.output
-    (call,) = programs.calls
-    config = tmp_path / "out" / "configs" / "trainer.toml"
-    assert call["argv"][1:] == ["@", str(config)]
-    assert int(call["env"]["OMP_NUM_THREADS"]) >= 1
-    assert tomllib.loads(config.read_text())["optim"]["lr"] == 1e-3
+    (config,) = launches.configs
+    assert config.deployment.num_gpus == 2
+    written = tomllib.loads((tmp_path / "out" / "configs" / "trainer.toml").read_text())
+    assert written["optim"]["lr"] == config.optim.lr == 1e-3
 
 
 def test_a_preflight_reads_the_resolved_config_and_leaves_the_runs_directory_alone(
-    programs, sft_toml: Path, tmp_path: Path
+    stand_ins, sft_toml: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    programs.add("python")
+    stand_ins.add("python", says="4 samples")
+    monkeypatch.setattr(sys, "executable", str(stand_ins.directory / "python"))
     result = run("sft", sft_toml, "--output-dir", tmp_path / "out", "--preflight", "--data.seq-len", 64)
     assert result.exit_code == 0, result.output
-    (call,) = programs.calls
+    (call,) = [call for call in stand_ins.calls if "-m" in call["argv"]]
     assert call["argv"][1:4] == ["-m", "prime_rl.trainer.sft.preflight", "@"]
     assert not (tmp_path / "out").exists()
 
 
-def test_several_processes_are_torchrun(programs, sft_toml: Path, tmp_path: Path) -> None:
-    programs.add("torchrun")
-    result = run("sft", sft_toml, "--output-dir", tmp_path / "out", "--gpus", 2, "--device", "cpu")
+@pytest.mark.parametrize("command", ["sft", "rl"])
+def test_a_dry_run_shows_the_command_of_every_process(command: str, tmp_path: Path, request) -> None:
+    toml = request.getfixturevalue(f"{command}_toml")
+    gpus = ("--gpus", 2) if command == "sft" else ("--train-gpus", 2)
+    result = run(command, toml, "--output-dir", tmp_path / "out", *gpus, "--device", "cpu", "--dry-run")
     assert result.exit_code == 0, result.output
-    (call,) = programs.calls
-    assert "--nproc-per-node=2" in call["argv"]
-    config = str(tmp_path / "out" / "configs" / "trainer.toml")
-    assert call["argv"][-4:] == ["-m", "prime_rl.trainer.sft.train", "@", config]
-
-
-@pytest.mark.parametrize("code", [1, 9, 143])
-def test_the_exit_code_is_the_childs(code: int, programs, sft_toml: Path, tmp_path: Path) -> None:
-    programs.add("sft", code=code)
-    assert run("sft", sft_toml, "--output-dir", tmp_path / "out").exit_code == code
-
-
-def test_a_signal_that_ends_the_child_is_128_and_its_number(programs, sft_toml: Path, tmp_path: Path) -> None:
-    (programs.directory / "sft").write_text("#!/bin/bash\nkill -KILL $$\n")
-    (programs.directory / "sft").chmod(0o755)
-    assert run("sft", sft_toml, "--output-dir", tmp_path / "out").exit_code == 137
-
-
-def test_a_missing_program_is_one_line(programs, sft_toml: Path, tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    result = run("sft", sft_toml, "--output-dir", tmp_path / "out")
-    assert (result.exit_code, result.stderr) == (1, "error: sft: not found: install prime-rl in this environment\n")
-
-
-def test_a_dry_run_of_sft_shows_the_command(programs, sft_toml: Path, tmp_path: Path) -> None:
-    programs.add("sft")
-    result = run("sft", sft_toml, "--output-dir", tmp_path / "out", "--dry-run")
-    assert result.stdout.splitlines()[-1] == f"sft @ {tmp_path}/out/configs/trainer.toml"
-    assert programs.calls == []
+    shown = [line for line in result.stdout.splitlines() if f"-m prime_rl.trainer.{command}.train" in line]
+    assert ["RANK=0" in shown[0], "RANK=1" in shown[1], len(shown)] == [True, True, 2]
+    assert not (tmp_path / "out" / "logs").exists()
 
 
 def test_rl_is_handed_to_the_launcher(launches: Launches, rl_toml: Path, tmp_path: Path) -> None:
@@ -161,31 +131,34 @@ def test_what_is_not_built_is_refused_before_the_start(launches: Launches, rl_to
 
 
 @pytest.fixture
-def node_with_two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("prime_rl.launch.devices.machine_gpus", lambda dev=None: ("0", "1"))
-    monkeypatch.setattr("medarc_rl.place.machine_gpus", lambda: ("0", "1"))
+def two_gpus(tmp_path: Path) -> Path:
+    """A `/dev` with two GPUs."""
+    for index in range(2):
+        (tmp_path / f"nvidia{index}").touch()
+    return tmp_path
 
 
 @pytest.mark.parametrize(
-    ("device", "mask", "place"),
+    ("device", "mask", "gpus"),
     [
-        ("auto", None, ("cuda", ("0", "1"))),
-        ("auto", "1,0", ("cuda", ("1", "0"))),
-        ("cpu", None, ("cpu", ("0", "1"))),
-        ("auto", "", ("cpu", ())),
+        ("auto", None, ("0", "1")),
+        ("auto", "1,0", ("1", "0")),
+        ("cpu", None, ("0", "1")),
+        ("auto", "", ()),
     ],
 )
-def test_where_a_run_of_two_goes_on_a_machine_with_two_gpus(node_with_two_gpus, device, mask, place) -> None:
-    found = find_place(device, 2, {} if mask is None else {"CUDA_VISIBLE_DEVICES": mask})
-    assert (found.device, found.ids) == place
+def test_where_a_run_of_two_goes_on_a_machine_with_two_gpus(
+    device: Literal["auto", "cpu"], mask: str | None, gpus: tuple[str, ...], two_gpus: Path
+) -> None:
+    env = {} if mask is None else {"CUDA_VISIBLE_DEVICES": mask}
+    assert first_gpus(device, 2, env, two_gpus) == gpus
 
 
-def test_more_gpus_than_there_are_is_an_error(node_with_two_gpus) -> None:
+def test_more_gpus_than_there_are_is_an_error(two_gpus: Path) -> None:
     with pytest.raises(UsageError, match="takes 3 GPUs, and 2 can be used here"):
-        find_place("auto", 3, {})
+        first_gpus("auto", 3, {}, two_gpus)
 
 
-def test_cuda_without_a_gpu_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("prime_rl.launch.devices.machine_gpus", lambda dev=None: ())
+def test_cuda_without_a_gpu_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="cuda"):
-        find_place("cuda", 1, {})
+        first_gpus("cuda", 1, {}, tmp_path)

@@ -23,7 +23,9 @@ STAND_IN = """#!{python}
 import json, os, signal, socket, sys, time
 from pathlib import Path
 
-name = "trainer" if "prime_rl.trainer.rl.train" in sys.argv else Path(sys.argv[0]).name
+name = Path(sys.argv[0]).name
+if "prime_rl.trainer.rl.train" in sys.argv:
+    name = "trainer" if os.environ["RANK"] == "0" else "trainer_rank_" + os.environ["RANK"]
 pipe = os.open(os.environ["PIPE"], os.O_WRONLY)
 record = Path(os.environ["RECORDS"])
 out = Path(sys.argv[sys.argv.index("@") + 1]).parent.parent
@@ -62,7 +64,7 @@ class Stage:
         self.bin, self.records, self.tmp = root / "bin", root / "records", root / "tmp"
         for directory in (self.bin, self.records, self.tmp):
             directory.mkdir()
-        for name in ("inference", "orchestrator", "torchrun", "python"):
+        for name in ("inference", "orchestrator", "python"):
             (self.bin / name).write_text(STAND_IN.format(python=sys.executable))
             (self.bin / name).chmod(0o755)
         os.mkfifo(root / "pipe")
@@ -135,7 +137,7 @@ def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stage]:
     stage = Stage(tmp_path)
     for name in ("CUDA_VISIBLE_DEVICES", "MEDARC_SINGLE_GPU", "OMP_NUM_THREADS", "HF_HOME", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
-    for name, value in (stage.env | {"DO_ORCHESTRATOR": "", "DO_TRAINER": TRAINING}).items():
+    for name, value in (stage.env | {"DO_ORCHESTRATOR": "", "DO_TRAINER": TRAINING, "DO_TRAINER_RANK_1": ""}).items():
         monkeypatch.setenv(name, value)
     yield stage
     stage.close()
@@ -204,7 +206,7 @@ def test_each_child_sees_the_gpus_that_slurm_gave_for_it(stage: Stage, monkeypat
     assert masks == {"inference": "5", "orchestrator": ""}
     trainer = stage.seen_by("trainer")
     assert trainer["env"]["CUDA_VISIBLE_DEVICES"] == "GPU-2a,7"
-    assert "--nproc-per-node=2" in trainer["argv"]
+    assert trainer["env"]["WORLD_SIZE"] == "2"
 
 
 def test_in_single_gpu_mode_both_see_the_one_gpu(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,16 +20,23 @@ HOSTILE = 'it\'s "a" $(touch pwned) `id` \\back #hash %j é'
 
 CHILD = """#!{python}
 import json, os, signal, sys
-name = os.path.basename(sys.argv[0])
+name = "trainer" if "prime_rl.trainer.rl.train" in sys.argv else os.path.basename(sys.argv[0])
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
 with open({record!r}, "a") as record:
     record.write(json.dumps([name, os.environ["CUDA_VISIBLE_DEVICES"]]) + "\\n")
-if {gate!r} and name == "torchrun":
+if {gate!r} and name == "trainer" and os.environ["RANK"] == "0":
     gate = open({gate!r}, "w")
     gate.write("training\\n")
     gate.flush()
 if {gate!r} or name == "inference":
     signal.pause()
+"""
+
+PYTHON = """#!/bin/bash
+here=${BASH_SOURCE[0]%/*}
+# The trainer is a stand-in, everything else is real.
+if [[ $2 == prime_rl.trainer.* ]]; then exec "$here/trainer" "$@"; fi
+exec "$here/python3" "$@"
 """
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(300)]
@@ -58,12 +65,14 @@ def make_real_project(directory: Path, **child: object) -> Path:
     venv = directory / ".venv"
     (venv / "bin").mkdir(parents=True)
     (venv / "pyvenv.cfg").write_text(f"home = {Path(sys._base_executable).parent}\n")
-    (venv / "bin" / "python").symlink_to(sys._base_executable)
+    (venv / "bin" / "python3").symlink_to(sys._base_executable)
+    (venv / "bin" / "python").write_text(PYTHON)
+    (venv / "bin" / "python").chmod(0o755)
     site_packages = venv / Path(sysconfig.get_path("purelib")).relative_to(sys.prefix)
     site_packages.mkdir(parents=True)
     (site_packages / "real.pth").write_text(f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n")
     (venv / "bin" / "activate").write_text('PATH="$PROJECT_DIR/.venv/bin:$PATH"\nexport PATH\n')
-    for name in ("inference", "orchestrator", "torchrun"):
+    for name in ("inference", "orchestrator", "trainer"):
         program = venv / "bin" / name
         program.write_text(CHILD.format(python=sys.executable, **child))
         program.chmod(0o755)
@@ -110,7 +119,7 @@ def test_each_child_of_an_rl_job_sees_its_own_of_those_gpus(
     log = Path(job["StdOut"]).read_text()
     assert (job["JobState"], job["ExitCode"]) == ("COMPLETED", "0:0"), log
     gpus = dict(map(json.loads, record.read_text().splitlines()))
-    assert gpus == {"inference": "3", "orchestrator": "", "torchrun": "4,5"}
+    assert gpus == {"inference": "3", "orchestrator": "", "trainer": "4,5"}
     assert "trainer finished" in log
 
 
@@ -163,7 +172,7 @@ def test_paths_and_names_arrive_as_they_are(slurm, stand_ins, project, sft_toml:
 def test_a_failing_sft_job_keeps_its_exit_code_and_its_words(
     slurm, stand_ins, project, sft_toml: Path, tmp_path: Path
 ) -> None:
-    project(tmp_path / "project").add("torchrun", says="nan in the loss", code=7)
+    project(tmp_path / "project").add("python", says="nan in the loss", code=7)
     out = tmp_path / "out"
     words = ("--gpus", 2, "--project-dir", tmp_path / "project", "--output-dir", out)
     result = submit_and_wait("sft", sft_toml, *words)
@@ -171,13 +180,10 @@ def test_a_failing_sft_job_keeps_its_exit_code_and_its_words(
     assert "exit code 7" in result.stderr
     job_id = job_id_of(result)
     assert slurm.job(job_id)["ExitCode"] == "7:0"
-    for log in (f"slurm/job_{job_id}.log", f"logs/trainer_{job_id}.log", "logs/trainer.log"):
-        assert "nan in the loss" in (out / log).read_text()
+    assert "nan in the loss" in (out / "slurm" / f"job_{job_id}.log").read_text()
     (call,) = stand_ins.calls
+    assert call["argv"][1:3] == ["-m", "medarc_rl.launchers.sft_local"]
     assert len(call["env"]["CUDA_VISIBLE_DEVICES"].split(",")) == 2
-    assert not Path(call["env"]["XDG_CACHE_HOME"]).exists()
-    again = submit_and_wait("sft", sft_toml, *words)
-    assert (out / "logs" / "trainer.log").read_text().count("nan in the loss") == 2, again.output
 
 
 def test_a_missing_environment_is_one_line_in_the_log(slurm, sft_toml: Path, tmp_path: Path) -> None:

@@ -1,0 +1,1 @@
+"""Back-ends that submit a job to a cluster."""

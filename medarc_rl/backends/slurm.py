@@ -1,7 +1,7 @@
 """A Slurm batch script as values, decided here and printed by the templates.
 
 Two grammars meet in a script. The body is bash: `sh_quote`. The header is read by sbatch, which knows `"` and `\\`
-but no other shell syntax: `header_word`. The name of the log has a third one, of `%` patterns: `_log_options`.
+but no other shell syntax: `header_word`. The name of the log has a third one, of `%` patterns: `log_pattern`.
 """
 
 from __future__ import annotations
@@ -13,13 +13,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from medarc_rl.errors import HeaderError, UsageError
+from prime_rl.launch.job import Job
 from prime_rl.run.paths import RunPaths
 
 NODE_GPUS = 8
 STOP_LEAD_S = 120
 """How long before the end of its time a job is asked to save and stop."""
-TORCHRUN_GRACE_S = 55
-"""How long torchrun leaves its workers to do so, instead of its own 30 s."""
 _SHORTEST_TIME_WITH_LEAD_S = 10 * STOP_LEAD_S
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
@@ -45,36 +44,41 @@ class SlurmRequest:
 
 @dataclass(frozen=True, slots=True)
 class BatchJob:
-    """One job on one node."""
+    """A job and how Slurm shall run it."""
 
-    command: str
-    """`sft` or `rl`: names the template and the script."""
+    job: Job
     name: str
-    gpus: int
     cpus_per_gpu: int
-    paths: RunPaths
     project_dir: Path
     hf_cache_dir: Path
     hf_hub_offline: bool = False
     single_gpu: bool = False
     """Inference and trainer share one GPU (`rl` only)."""
     checkpoints: bool = False
-    """The run writes checkpoints, so that a job which Slurm starts again can go on."""
+    """Whether the run writes checkpoints, from which a requeued job can resume."""
     request: SlurmRequest = field(default_factory=SlurmRequest)
+
+    @property
+    def command(self) -> str:
+        """`sft` or `rl`: names the template and the script."""
+        return self.job.command
+
+    @property
+    def paths(self) -> RunPaths:
+        return self.job.paths
+
+    @property
+    def gpus(self) -> int:
+        return self.job.resources.gpus_per_node
 
     @property
     def script(self) -> Path:
         return self.paths.batch_script(self.command)
 
     @property
-    def torchrun_options(self) -> tuple[str, ...]:
-        """Where ranks write: the first to torchrun's own output, the others to files, and their stderr to both."""
-        files = f"--log-dir={self.paths.torchrun_logs}"
-        others = range(1, self.gpus)
-        stdout_to_file = ",".join(f"{rank}:1" for rank in others)
-        stderr_to_both = ",".join(f"{rank}:2" for rank in others)
-        ranks = (f"--redirects={stdout_to_file}", f"--tee={stderr_to_both}") if others else ()
-        return (f"--shutdown-timeout={TORCHRUN_GRACE_S}", files, *ranks)
+    def argv(self) -> tuple[str, ...]:
+        """The command that the script becomes."""
+        return self.job.processes[0].argv
 
 
 def sh_quote(value: object) -> str:
@@ -157,7 +161,7 @@ def header(job: BatchJob) -> list[str]:
 
 def _placement(job: BatchJob) -> Iterator[str]:
     yield header_word("--job-name", job.name)
-    yield "--nodes=1"
+    yield f"--nodes={job.job.resources.nodes}"
     yield "--ntasks=1"
     yield f"--gres=gpu:{job.gpus}"
     yield "--exclusive" if job.gpus == NODE_GPUS else f"--cpus-per-gpu={job.cpus_per_gpu}"

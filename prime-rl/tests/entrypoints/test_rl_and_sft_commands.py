@@ -11,7 +11,6 @@ import pytest
 from prime_rl.configs.rl import RLConfig
 from prime_rl.configs.sft import SFTConfig
 from prime_rl.entrypoints import rl, sft
-from prime_rl.launch.devices import GpuAssignment
 from prime_rl.run.paths import RunPaths
 
 STAND_IN = """#!{python}
@@ -20,6 +19,7 @@ from pathlib import Path
 
 # The trainer is a module, the others are programs.
 name = "trainer" if "-m" in sys.argv else Path(sys.argv[0]).name
+if os.environ.get("RANK", "0") != "0": name += "_rank_" + os.environ["RANK"]
 root = Path(__file__).parent.parent
 (root / f"{{name}}.json").write_text(json.dumps(dict(argv=sys.argv[1:], env=dict(os.environ))))
 print(name, "says hello", flush=True)
@@ -34,7 +34,7 @@ class Programs:
     def __init__(self, root: Path) -> None:
         self.root, self.bin = root, root / "bin"
         self.bin.mkdir()
-        for name in ("inference", "orchestrator", "torchrun", "python"):
+        for name in ("inference", "orchestrator", "python"):
             (self.bin / name).write_text(STAND_IN.format(python=sys.executable))
             (self.bin / name).chmod(0o755)
 
@@ -47,7 +47,7 @@ class Programs:
 
 @pytest.fixture
 def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Programs:
-    for name in ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS"):
+    for name in ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "RANK"):
         monkeypatch.delenv(name, raising=False)
     return Programs(tmp_path)
 
@@ -80,12 +80,10 @@ def test_rl_runs_its_children_and_shows_the_trainers_log(
 
 
 def test_the_ports_of_rl_are_those_of_the_config(programs: Programs, out: RunPaths) -> None:
-    config = rl_config(
-        out, inference={"server": {"port": 8123}}, orchestrator={"client": {"base_url": ["http://localhost:8123/v1"]}}
-    )
-    inference, orchestrator, _ = rl.plan_run(config, out, 29500, None, programs.bin)
-    assert inference.argv[1:] == ("@", str(out.config("inference")))
-    assert orchestrator.argv[1:] == ("@", str(out.config("orchestrator")))
+    client = {"client": {"base_url": ["http://localhost:8123/v1"]}}
+    assert rl.run(rl_config(out, inference={"server": {"port": 8123}}, orchestrator=client), programs.bin) == 0
+    for name in ("inference", "orchestrator"):
+        assert programs.seen_by(name)["argv"] == ["@", str(out.config(name))]
 
 
 def test_a_client_that_looks_at_another_port_is_refused(
@@ -111,22 +109,10 @@ def test_the_child_that_fails_is_named_with_the_end_of_its_log(
     ]
 
 
-def test_gpus_are_taken_in_order_from_the_visible_ones(out: RunPaths) -> None:
-    config = rl_config(out, device="auto", deployment={"num_train_gpus": 2, "num_infer_gpus": 1})
-    gpus, env = rl.place(config, ("7", "GPU-3", "5", "1"), {})
-    assert gpus == GpuAssignment(("7",), ("GPU-3", "5"))
-    assert env == {}
-
-
-def test_gpus_that_the_config_names_may_be_shared(out: RunPaths) -> None:
-    config = rl_config(out, device="auto", inference_gpu_ids=[1], trainer_gpu_ids=[1])
-    assert rl.place(config, ("0", "1"), {})[0] == GpuAssignment(("1",), ("1",))
-
-
 def test_a_dry_run_writes_the_configs_and_starts_nothing(programs: Programs, out: RunPaths) -> None:
     out.orchestrator.broadcast(3).mkdir(parents=True)
     assert rl.run(rl_config(out, dry_run=True), programs.bin) == 0
-    assert sorted(path.stem for path in out.configs.iterdir()) == ["inference", "orchestrator", "trainer"]
+    assert sorted(path.stem for path in out.configs.iterdir()) == ["inference", "orchestrator", "rl", "trainer"]
     assert not (programs.root / "trainer.json").exists()
     assert out.orchestrator.broadcast(3).exists()
 
@@ -140,9 +126,25 @@ def test_one_sft_process_is_started_alone_and_seen_live(
     assert programs.seen_by("trainer")["argv"] == ["-m", "prime_rl.trainer.sft.train", "@", str(out.config("sft"))]
 
 
-def test_several_sft_processes_are_started_by_torchrun(programs: Programs, out: RunPaths) -> None:
+def test_each_rank_of_sft_is_a_process_with_a_log(programs: Programs, out: RunPaths) -> None:
     assert sft.run(sft_config(out, deployment={"num_gpus": 2}), programs.bin) == 0
-    assert "--nproc-per-node=2" in programs.seen_by("trainer")["argv"]
+    for rank, name in enumerate(("trainer", "trainer_rank_1")):
+        env = programs.seen_by(name)["env"]
+        assert (env["RANK"], env["WORLD_SIZE"], env["MASTER_ADDR"]) == (str(rank), "2", "127.0.0.1")
+        assert f"{name} says hello" in out.log(name).read_text()
+
+
+def test_a_rank_that_fails_is_named_with_the_end_of_its_own_log(
+    programs: Programs, out: RunPaths, capsys: pytest.CaptureFixture[str]
+) -> None:
+    programs.fail("trainer_rank_1")
+    assert sft.run(sft_config(out, deployment={"num_gpus": 2}), programs.bin) == 1
+    assert capsys.readouterr().err.splitlines() == [
+        f"error: trainer_rank_1 exited with code 1; its log is {out.log('trainer_rank_1')}",
+        "its last lines:",
+        "  | trainer_rank_1 says hello",
+        "  | it broke",
+    ]
 
 
 def test_a_failed_sft_run_is_one_line_under_the_log_that_was_just_shown(

@@ -156,8 +156,8 @@ def test_a_stopped_evaluation_keeps_what_it_has(command: Command, server_url: st
 def test_a_server_of_its_own_that_cannot_start_is_told_at_once(command: Command) -> None:
     done = command.run("--inference", "--model.name", "./no-such-model", "--device", "cpu")
     assert done.returncode == 1
-    assert "the inference server exited with code 1; its last lines:" in done.stdout
-    assert "model path './no-such-model' does not exist" in done.stdout
+    assert "error: inference exited with code 1; its log is" in done.stderr
+    assert "model path './no-such-model' does not exist" in done.stderr
     assert "Traceback" not in done.stdout + done.stderr
 
 

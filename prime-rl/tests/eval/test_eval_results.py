@@ -8,12 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from prime_rl.eval.candidates import find_candidates
-from prime_rl.eval.errors import MissingSteps, OtherEvaluation
 from prime_rl.eval.report import Row, print_table
 from prime_rl.eval.results import Key, Result, ResultsFile
-from prime_rl.eval.settings import check_settings, save_settings
 from prime_rl.orchestrator.rollouts.rollout import ExampleRef, Rollout
+from prime_rl.run.evaluations import MissingSteps, OtherEvaluation, check_settings, find_candidates, save_settings
 from prime_rl.run.paths import EvalPaths
 
 SETTINGS = {"model": "tiny", "sampling": {"top_p": None}, "environments": {"a": {"args": {"seed": 1}}}}

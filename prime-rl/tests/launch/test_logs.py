@@ -35,15 +35,6 @@ def test_of_a_progress_bar_the_tail_has_what_stood_there_last(tmp_path: Path) ->
     assert logs.tail(log, 5) == ["100%|", "done"]
 
 
-def test_what_a_worker_said_is_not_pushed_out_by_torchruns_report_of_its_end(tmp_path: Path) -> None:
-    log = tmp_path / "trainer.log"
-    verdict = (
-        "E1121 09:30:16 7 torch/distributed/elastic/multiprocessing/api.py:1002] failed (exitcode: 1) local_rank: 1"
-    )
-    log.write_text(f"[default1]:no such dataset\n{verdict}\n" + "Traceback\n" * 40)
-    assert logs.tail(log, 20) == ["[default1]:no such dataset", verdict]
-
-
 def test_a_log_that_was_never_written_has_no_tail(tmp_path: Path) -> None:
     assert logs.tail(tmp_path / "absent.log", 5) == []
 

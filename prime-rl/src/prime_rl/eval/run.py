@@ -13,11 +13,9 @@ import aiohttp
 
 from prime_rl.configs.eval import OfflineEvalConfig
 from prime_rl.configs.rollouts import EvalEnvConfig
-from prime_rl.eval.candidates import Candidate
 from prime_rl.eval.report import Row, print_table, write_summary
 from prime_rl.eval.results import Key, Result, ResultsFile
-from prime_rl.eval.server import OwnServer, own_server, wait_until_served
-from prime_rl.launch import LocalHost
+from prime_rl.eval.servers import wait_until_served
 from prime_rl.monitors import JsonlMonitor, Monitor, MultiMonitor
 from prime_rl.orchestrator.env_servers.environments import Environment, load_environments
 from prime_rl.orchestrator.errors import InferenceFault
@@ -29,6 +27,7 @@ from prime_rl.orchestrator.rollouts.sampling import eval_sampling_args
 from prime_rl.orchestrator.servers.pool import InferencePool
 from prime_rl.orchestrator.servers.server import InferenceServer
 from prime_rl.orchestrator.stopping import StopSignals
+from prime_rl.run.evaluations import Candidate
 from prime_rl.run.paths import EvalPaths, RunPaths
 from prime_rl.utils.logger import SUCCESS, get_logger
 
@@ -167,25 +166,17 @@ class Evaluation:
         self.failures.append(line)
 
 
-async def evaluate(evaluation: Evaluation, candidates: Sequence[Candidate], server: OwnServer | None) -> None:
+async def evaluate(evaluation: Evaluation, candidates: Sequence[Candidate]) -> None:
     """Wait for the servers, and evaluate.
 
     Raises:
         InferenceFault: a server does not come up, or serves another model.
-        ServerLost: the own server has ended.
     """
     async with AsyncExitStack() as closing:
         closing.push_async_callback(evaluation.pool.close)
         for each in evaluation.sets:
             closing.push_async_callback(each.environment.close)
-        try:
-            async with asyncio.TaskGroup() as group:
-                watch = group.create_task(server.watch()) if server is not None else None
-                await _evaluate(evaluation, candidates)
-                if watch is not None:
-                    watch.cancel()
-        except BaseExceptionGroup as failures:
-            raise failures.exceptions[0]  # noqa: B904 - its own cause says more than the group
+        await _evaluate(evaluation, candidates)
 
 
 async def _evaluate(evaluation: Evaluation, candidates: Sequence[Candidate]) -> None:
@@ -204,23 +195,19 @@ def _scores(metrics: Mapping[str, float]) -> str:
     return " | ".join([*(scores or ["no rollout succeeded"]), *time_s])
 
 
-def start(config: OfflineEvalConfig, candidates: Sequence[Candidate], host: LocalHost) -> int:
-    """Evaluate every candidate; the exit code. Call it in the main thread.
+def run_evaluation(config: OfflineEvalConfig, candidates: Sequence[Candidate]) -> int:
+    """Evaluate every candidate and return the exit code. Call it in the main thread.
 
     Raises:
-        EvalError, OrchestratorError, DeviceError, CannotStart: nothing (more) can be evaluated.
+        OrchestratorError: nothing, or nothing more, can be evaluated.
     """
     paths = RunPaths(config.output_dir)
     with ExitStack() as closing:
-        # The server loads its model while the environments load their data.
-        server = None
-        if config.inference is not None:
-            server = closing.enter_context(own_server(config.inference, paths, host))
         environments = load_environments(config.environments, config.log, "env", "eval")
         results = closing.enter_context(ResultsFile(EvalPaths(config.output_dir).results))
         monitor = _setup_monitor(config, paths)
         closing.push(lambda kind, error, trace: monitor.close(int(kind is not None)))
-        return asyncio.run(_until_stopped(config, environments, candidates, results, monitor, server))
+        return asyncio.run(_until_stopped(config, environments, candidates, results, monitor))
 
 
 async def _until_stopped(
@@ -229,17 +216,15 @@ async def _until_stopped(
     candidates: Sequence[Candidate],
     results: ResultsFile,
     monitor: Monitor,
-    server: OwnServer | None,
 ) -> int:
-    client = config.client if server is None else config.client.model_copy(update={"base_url": [server.base_url]})
     evaluation = Evaluation(
         config=config,
         sets=[EvalSet.of(each, environments[each.name or each.id]) for each in config.environments],
-        pool=InferencePool(client, config.model.name),
+        pool=InferencePool(config.client, config.model.name),
         results=results,
         monitor=monitor,
     )
-    main = asyncio.create_task(evaluate(evaluation, candidates, server))
+    main = asyncio.create_task(evaluate(evaluation, candidates))
     signals = StopSignals()
     signals.watch(main)
     try:

@@ -36,15 +36,15 @@ def private_caches(env: Mapping[str, str]) -> Iterator[Path]:
 
 
 def cache_env(root: Path, child: str, env: Mapping[str, str]) -> dict[str, str]:
-    """The environment that moves a child's caches of compiled code below `root`, and nothing else with them.
+    """The environment that moves a child's caches of compiled code below `root`.
 
-    Downloaded models are found through XDG_CACHE_HOME as well, unless HF_HOME says where they are.
+    A compile cache that `env` names stays where it is, warm from run to run. Downloaded models stay in the user's
+    cache: HF_HOME is set, because Hugging Face libraries would otherwise follow XDG_CACHE_HOME.
     """
-    directories = {
-        "XDG_CACHE_HOME": root / child / "xdg",
-        "TRITON_CACHE_DIR": root / child / "triton",
-        "TORCHINDUCTOR_CACHE_DIR": root / child / "inductor",
-    }
+    directories = {"XDG_CACHE_HOME": root / child / "xdg"}
+    for name, directory in (("TRITON_CACHE_DIR", "triton"), ("TORCHINDUCTOR_CACHE_DIR", "inductor")):
+        if not env.get(name):
+            directories[name] = root / child / directory
     user_caches = env.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     hf_home = env.get("HF_HOME") or str(Path(user_caches) / "huggingface")
     return {name: str(path) for name, path in directories.items()} | {"HF_HOME": hf_home}

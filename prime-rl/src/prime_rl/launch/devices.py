@@ -27,15 +27,39 @@ class DeviceError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class GpuAssignment:
-    """Who uses which GPU. The two may share one."""
+    """The GPUs of inference and trainer, which may share one."""
 
     inference: tuple[str, ...] = ()
     trainer: tuple[str, ...] = ()
+
+    @property
+    def all(self) -> tuple[str, ...]:
+        """Each GPU once."""
+        return tuple(dict.fromkeys((*self.inference, *self.trainer)))
 
 
 def mask(gpus: Sequence[str]) -> dict[str, str]:
     """The environment that shows a child these GPUs and no others."""
     return {MASK_VARIABLE: ",".join(gpus)}
+
+
+def mask_for_vllm(gpus: Sequence[str], indices: Mapping[str, str]) -> dict[str, str]:
+    """The environment that shows vLLM these GPUs. vLLM parses the mask as integers and crashes on a `GPU-…` id.
+
+    Replace ids by their index in PCI order (`indices`, by id), and tell the child to use that order. If an id has no
+    index (a MIG slice, or nvidia-smi is missing), keep all ids, because CUDA does not accept a mixture.
+    """
+    translated = [gpu if gpu.isdigit() else _index_of(gpu, indices) for gpu in gpus]
+    known = [index for index in translated if index is not None]
+    if all(gpu.isdigit() for gpu in gpus) or len(known) < len(gpus):
+        return mask(gpus)
+    return mask(known) | {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+
+
+def _index_of(gpu: str, indices: Mapping[str, str]) -> str | None:
+    # CUDA accepts a prefix of an id as long as it is unique.
+    matches = [index for uuid, index in indices.items() if uuid.startswith(gpu)]
+    return matches[0] if len(matches) == 1 else None
 
 
 def masked_gpus(env: Mapping[str, str]) -> tuple[str, ...] | None:
@@ -132,7 +156,10 @@ def spin_env(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def allocator_env(env: Mapping[str, str]) -> dict[str, str]:
-    """Rows of ever other lengths fragment a trainer's GPU memory unless its segments can grow."""
+    """Let the segments of a trainer's GPU memory grow, unless `env` configures the allocator.
+
+    Rows of varying lengths fragment fixed segments.
+    """
     given = any(name in env for name in ("PYTORCH_ALLOC_CONF", ALLOCATOR_VARIABLE))
     return {} if given else {ALLOCATOR_VARIABLE: "expandable_segments:True"}
 

@@ -1,4 +1,4 @@
-"""The launcher's own log, `OUT/logs/rl.log`."""
+"""The launcher's own log, `OUT/logs/<command>.log`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 class LaunchLog:
-    """Keeps each line of a launch behind those of earlier ones, and shows it as well."""
+    """Appends lines to a file and shows them."""
 
     def __init__(self, path: Path, show: Callable[[str], None]) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -18,7 +18,7 @@ class LaunchLog:
 
     def note(self, text: str) -> None:
         """Log without showing."""
-        # A full disk ends the children soon enough; they shall at least be stopped in order.
+        # A full disk will end the children. The launcher must live to stop them in order.
         with contextlib.suppress(OSError), self._path.open("a", encoding="utf-8") as log:
             log.writelines(f"{datetime.now():%Y-%m-%d %H:%M:%S} {line}\n" for line in text.splitlines())
 

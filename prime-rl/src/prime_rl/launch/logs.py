@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import re
 import shlex
 import sys
 import threading
@@ -19,8 +18,6 @@ HEAD = "===="
 
 _TAIL_BYTES = 65_536
 _LOOK_EVERY_S = 0.1
-_TORCHRUN_VERDICT = re.compile(r"elastic/multiprocessing/api\.py:\d+\] failed \(exitcode")
-"""torchrun says first which worker failed, and then the same in forty lines that push out what the worker said."""
 
 
 @contextlib.contextmanager
@@ -44,8 +41,7 @@ def tail(log: Path, lines: int, start_offset: int = 0) -> list[str]:
         return []
     # A progress bar rewrites its line; only what stood there last is worth a place.
     written = [line.rstrip().rpartition("\r")[2] for line in text.split("\n") if line.strip()]
-    ends = [index for index, line in enumerate(written, 1) if _TORCHRUN_VERDICT.search(line)]
-    return written[: ends[0] if ends else None][-lines:]
+    return written[-lines:]
 
 
 class Follower:

@@ -23,10 +23,16 @@ class ProcessSpec:
     """Its stdout and stderr are appended here."""
     env: Mapping[str, str] = field(default_factory=dict)
     """Added to the launcher's own environment."""
+    node: int = 0
+    """Index of the node that it runs on."""
+    gpus: tuple[str, ...] = ()
+    """GPUs that it may use, by the ids of its node."""
+    rank: int = 0
+    """Rank among the processes of its component."""
     completes_run: bool = False
-    """The run has succeeded when every such child has exited with 0. Any other child has to live until then."""
+    """The run succeeds when every such child has exited with 0. Every other child must live until then."""
     relays: frozenset[signal.Signals] = frozenset()
-    """Signals to the launcher that are passed on to this child."""
+    """Signals to the launcher that are forwarded to this child."""
 
     def describe(self) -> str:
         """The command as one would type it, less the inherited environment."""
@@ -76,6 +82,8 @@ class Outcome:
     message: str
     log_tail: tuple[str, ...] = ()
     """The last lines of the child that failed."""
+    failed: str | None = None
+    """Name of the child that failed."""
 
     def report(self) -> str:
         """The message and the lines of the log that may explain it."""

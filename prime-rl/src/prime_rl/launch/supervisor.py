@@ -59,7 +59,7 @@ class Supervisor:
             except CannotStart as error:
                 return error
             self._running.append(spec.name)
-            self._say(f"{spec.name} started, log {spec.log}")
+            self._announce(spec.name, f"started, log {spec.log}")
         return None
 
     def _watch(self) -> Cause:
@@ -72,12 +72,17 @@ class Supervisor:
                     if code != 0 or name not in unfinished:
                         return event
                     unfinished.remove(name)
-                    self._say(f"{name} finished")
+                    self._announce(name, "finished")
                 case Signalled(signal.SIGUSR1):
                     self._relay(event.signal)
                 case Signalled():
                     return event
         return None
+
+    def _announce(self, name: str, words: str) -> None:
+        """Report a normal start or end. The first rank speaks for the others."""
+        if self._specs[name].rank == 0:
+            self._say(f"{name} {words}")
 
     def _relay(self, signum: signal.Signals) -> None:
         for name in self._running:
@@ -114,7 +119,7 @@ class Supervisor:
     def _straggler_grace_s(self, completed: bool, deadline: float) -> float:
         if self._running:
             return 0.0
-        # A torchrun that is told twice to stop, by Slurm and by us, leaves its workers, who may still be saving.
+        # Processes that a child started may still be saving.
         return STRAGGLER_GRACE_S if completed else max(0.0, deadline - time.monotonic())
 
     def _outcome(self, cause: Cause) -> Outcome:
@@ -132,7 +137,6 @@ class Supervisor:
         what = str(end) if end.code else "ended early, although the run was not complete"
         message = f"{end.name} {what}; its log is {self._specs[end.name].log}"
         log_tail = tuple(self._host.tail(end.name))
-        # torchrun reports so the end of a worker.
-        if end.signal is signal.SIGKILL or any("failed (exitcode: -9)" in line for line in log_tail):
+        if end.signal is signal.SIGKILL:
             message += f"\n{_MEMORY_HINT}"
-        return Outcome(1, message, log_tail)
+        return Outcome(1, message, log_tail, failed=end.name)

@@ -54,10 +54,6 @@ class RunPaths:
         return self.root / "metrics.jsonl"
 
     @property
-    def torchrun_logs(self) -> Path:
-        return self.root / "torchrun"
-
-    @property
     def checkpoints(self) -> Path:
         return self.root / "checkpoints"
 

@@ -1,0 +1,21 @@
+"""The job that a back-end submits: one launcher on one node, which plans the run's processes there."""
+
+from __future__ import annotations
+
+from prime_rl.launch.job import Job, Resources
+from prime_rl.launch.spec import ProcessSpec
+from prime_rl.run.paths import RunPaths
+
+LAUNCHERS = {"sft": "medarc_rl.launchers.sft_local", "rl": "medarc_rl.launchers.rl_local"}
+CONFIGS = {"sft": "trainer", "rl": "rl"}
+"""Name of the resolved config in `OUT/configs` that the launcher reads."""
+
+
+def launcher_job(command: str, paths: RunPaths, gpus: int) -> Job:
+    """A job whose only process launches `command` on a node with `gpus` GPUs.
+
+    Ids of GPUs, ports and directories for scratch files are only known on the node, so the launcher chooses them.
+    """
+    argv = ("python", "-m", LAUNCHERS[command], "@", str(paths.config(CONFIGS[command])))
+    launcher = ProcessSpec(command, argv, paths.log(command), completes_run=True)
+    return Job(command, paths, (launcher,), Resources(nodes=1, gpus_per_node=gpus))

@@ -1,0 +1,26 @@
+"""One SFT run on this machine, next to other people's: `sft_local(config)`, or `python -m … @ trainer.toml`."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from medarc_rl.launchers.shared_node import shared_node
+from prime_rl.configs.sft import SFTConfig
+from prime_rl.launch.commands import SFT
+from prime_rl.launch.run import launch
+from prime_rl.utils.pydantic_config import parse_argv_or_exit
+from prime_rl.watch.screens import sft_screen
+
+
+def sft_local(config: SFTConfig, bin_dir: Path | None = None) -> int:
+    """Run the ranks of the SFT trainer to their common end and return the exit code, as `rl_local` does."""
+    return launch(SFT, config, sft_screen, shared_node(os.environ), bin_dir)
+
+
+def main() -> None:
+    raise SystemExit(sft_local(parse_argv_or_exit(SFTConfig)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,54 @@
+"""How launches of the wrapper behave on a node that others use as well."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal
+
+from medarc_rl.errors import UsageError
+from prime_rl.launch.devices import MASK_VARIABLE, DeviceError, choose_device, machine_gpus, masked_gpus, usable_gpus
+from prime_rl.launch.site import Sharing
+
+SINGLE_GPU_VARIABLE = "MEDARC_SINGLE_GPU"
+"""`1`: inference and trainer share one GPU."""
+
+
+def shared_node(env: Mapping[str, str], exact_gpus: bool = False) -> Sharing:
+    """Free ports and private caches; one GPU for both sides if the environment says so."""
+    return Sharing(
+        free_ports=True,
+        private_caches=True,
+        exact_gpus=exact_gpus,
+        single_gpu=env.get(SINGLE_GPU_VARIABLE) == "1",
+    )
+
+
+def first_gpus(
+    requested: Literal["auto", "cuda", "cpu"], count: int, env: Mapping[str, str], dev: Path = Path("/dev")
+) -> tuple[str, ...]:
+    """The first `count` of the visible GPUs, by the ids that the environment gives them.
+
+    On the CPU the ids only count processes.
+
+    Raises:
+        UsageError: too few GPUs are visible, or none although `cuda` is requested.
+    """
+    try:
+        usable = usable_gpus(env, dev)
+        device = choose_device(requested, usable)
+        named = masked_gpus(env)
+    except DeviceError as error:
+        raise UsageError(str(error)) from error
+    if device == "cuda" and len(usable) < count:
+        raise UsageError(
+            f"the run takes {count} GPUs, and {len(usable)} can be used here ({','.join(usable)}): "
+            f"ask for fewer, or name more in {MASK_VARIABLE}"
+        )
+    if device == "cuda":
+        return usable[:count]
+    if named == () and machine_gpus(dev):  # hidden on purpose: numbers would show them again
+        return ()
+    if named is not None and len(named) >= count:
+        return named[:count]
+    return tuple(map(str, range(count)))

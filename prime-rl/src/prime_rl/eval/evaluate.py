@@ -1,0 +1,47 @@
+"""The evaluator's process: `python -m prime_rl.eval.evaluate @ eval.toml`, started by the `eval` command.
+
+Exit status: 0 when every candidate was evaluated in full; 1 when something failed, after everything else was done;
+128 + n after signal n.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Sequence
+
+from prime_rl.configs.eval import OfflineEvalConfig
+from prime_rl.orchestrator.errors import OrchestratorError
+from prime_rl.orchestrator.stopping import EXIT_GRACE_S, exit_within
+from prime_rl.run.evaluations import Candidate, EvaluationRefused, find_candidates
+from prime_rl.utils.imports import importing
+from prime_rl.utils.logger import get_logger, setup_logger
+from prime_rl.utils.pydantic_config import parse_argv_or_exit
+
+
+def main() -> None:
+    """Evaluate, print the table, and exit."""
+    config = parse_argv_or_exit(OfflineEvalConfig)
+    setup_logger(config.log.level, None, config.log.json_logging)
+    # Until the event loop takes over.
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, lambda received, frame: sys.exit(128 + received))
+    try:
+        exit_code = _evaluate(config, find_candidates(config.eval_base, config.weights_dir, config.steps))
+    except (EvaluationRefused, OrchestratorError) as error:
+        get_logger().error(str(error))
+        exit_code = 1
+    exit_within(EXIT_GRACE_S, exit_code)
+    raise SystemExit(exit_code)
+
+
+def _evaluate(config: OfflineEvalConfig, candidates: Sequence[Candidate]) -> int:
+    # verifiers takes seconds to import.
+    with importing():
+        from prime_rl.eval.run import run_evaluation
+
+    return run_evaluation(config, candidates)
+
+
+if __name__ == "__main__":
+    main()

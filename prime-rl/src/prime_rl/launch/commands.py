@@ -1,0 +1,83 @@
+"""The commands that launch jobs: `sft`, `rl` and `eval`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from prime_rl.checks import start_faults
+from prime_rl.configs.surface.not_built import unbuilt_faults
+from prime_rl.launch.plan import eval_demand, plan_eval, plan_rl, plan_sft, port_fault, rl_demand, sft_demand
+from prime_rl.launch.run import Command, LaunchRefused
+from prime_rl.launch.site import Sharing
+from prime_rl.run.directory import check_run_dir, prepare_run_dir
+from prime_rl.run.evaluations import (
+    EvaluationRefused,
+    check_settings,
+    find_candidates,
+    save_settings,
+    settings_of,
+)
+from prime_rl.run.paths import EvalPaths, RunPaths
+
+if TYPE_CHECKING:
+    from prime_rl.configs.eval import OfflineEvalConfig
+    from prime_rl.configs.rl import RLConfig
+    from prime_rl.configs.sft import SFTConfig
+
+
+def _sft_faults(config: SFTConfig, sharing: Sharing) -> list[str]:
+    if config.deployment.type != "single_node":
+        return [f"deployment.type = {config.deployment.type!r}: this command runs on one node"]
+    return [*unbuilt_faults(config), *start_faults(config)]
+
+
+def _rl_faults(config: RLConfig, sharing: Sharing) -> list[str]:
+    faults = []
+    if config.deployment.type != "single_node":
+        faults.append(f"deployment.type = {config.deployment.type!r}: this command runs on one node")
+    elif config.deployment.num_teacher_gpus:
+        faults.append(f"deployment.num_teacher_gpus = {config.deployment.num_teacher_gpus}: no teacher is started here")
+    if config.teacher_inference is not None:
+        faults.append("teacher_inference: no teacher is started here")
+    fault = None if sharing.free_ports else port_fault(config)
+    if fault is not None:
+        faults.append(fault)
+    return faults or [*unbuilt_faults(config), *start_faults(config)]
+
+
+def _eval_faults(config: OfflineEvalConfig, sharing: Sharing) -> list[str]:
+    return [*unbuilt_faults(config), *start_faults(config)]
+
+
+def _check_run(config: SFTConfig | RLConfig, paths: RunPaths) -> int | None:
+    return check_run_dir(paths, resume_step_of(config), config.clean_output_dir)
+
+
+def _prepare_run(config: SFTConfig | RLConfig, paths: RunPaths, resume_step: int | None) -> None:
+    prepare_run_dir(paths, resume_step, config.clean_output_dir)
+
+
+def _check_evaluation(config: OfflineEvalConfig, paths: RunPaths) -> None:
+    try:
+        find_candidates(config.eval_base, config.weights_dir, config.steps)
+        check_settings(EvalPaths(paths.root), settings_of(config))
+    except EvaluationRefused as error:
+        raise LaunchRefused(str(error)) from error
+
+
+def _prepare_evaluation(config: OfflineEvalConfig, paths: RunPaths, resume_step: int | None) -> None:
+    eval_paths = EvalPaths(paths.root)
+    save_settings(eval_paths, check_settings(eval_paths, settings_of(config)))
+
+
+def resume_step_of(config: SFTConfig | RLConfig) -> int | None:
+    """The step to resume from. In an RL config the shared `ckpt` section has set it for all components."""
+    ckpt = getattr(config, "trainer", config).ckpt
+    return None if ckpt is None else ckpt.resume_step
+
+
+SFT: Command[SFTConfig] = Command("sft", sft_demand, plan_sft, _sft_faults, _check_run, _prepare_run)
+RL: Command[RLConfig] = Command("rl", rl_demand, plan_rl, _rl_faults, _check_run, _prepare_run)
+EVAL: Command[OfflineEvalConfig] = Command(
+    "eval", eval_demand, plan_eval, _eval_faults, _check_evaluation, _prepare_evaluation
+)

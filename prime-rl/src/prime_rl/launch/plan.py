@@ -1,0 +1,197 @@
+"""Plans jobs: from a config and a site to the processes of `sft`, `rl` and `eval`.
+
+Plans are pure. They start nothing, write nothing and read no environment.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+from prime_rl.launch.caches import cache_env
+from prime_rl.launch.devices import allocator_env, mask, mask_for_vllm, spin_env, thread_env
+from prime_rl.launch.job import Job, Resources
+from prime_rl.launch.programs import (
+    LOOPBACK,
+    RL_TRAINER,
+    SFT_TRAINER,
+    TrainerRanks,
+    evaluator_process,
+    inference_process,
+    loopback_env,
+    orchestrator_process,
+)
+from prime_rl.launch.site import Demand, Site
+from prime_rl.launch.spec import ProcessSpec
+from prime_rl.run.paths import RunPaths
+
+if TYPE_CHECKING:
+    from prime_rl.configs.eval import OfflineEvalConfig
+    from prime_rl.configs.inference import InferenceConfig
+    from prime_rl.configs.rl import RLConfig
+    from prime_rl.configs.sft import SFTConfig
+    from prime_rl.utils.pydantic_config import BaseSettings
+
+
+def sft_demand(config: SFTConfig) -> Demand:
+    return Demand(config.device, train=config.deployment.num_gpus)
+
+
+def rl_demand(config: RLConfig) -> Demand:
+    infer_ids, train_ids = config.inference_gpu_ids, config.trainer_gpu_ids
+    infer = config.deployment.num_infer_gpus if infer_ids is None else len(infer_ids)
+    return Demand(
+        config.device,
+        infer=0 if config.inference is None else infer,
+        train=config.deployment.num_train_gpus if train_ids is None else len(train_ids),
+        infer_ids=None if infer_ids is None else tuple(infer_ids),
+        train_ids=None if train_ids is None else tuple(train_ids),
+    )
+
+
+def eval_demand(config: OfflineEvalConfig) -> Demand:
+    if config.inference is None:
+        return Demand("cpu")
+    return Demand(config.inference.device, infer=config.inference.parallel.tp * config.inference.parallel.dp)
+
+
+def plan_sft(config: SFTConfig, paths: RunPaths, site: Site, resume_step: int | None) -> Job:
+    """The ranks of the SFT trainer. `resume_step` is the step that "the latest" (-1) in the config stands for."""
+    count = config.deployment.num_gpus
+    env = {} if site.device == "cuda" else thread_env(site.cores, count, site.env) | spin_env(site.env)
+    ranks = TrainerRanks(SFT_TRAINER, paths.config("sft"), count, site.ports.rendezvous)
+    trainer = _trainer("sft", ranks, paths, site, env, *_resume_flags(config.ckpt, resume_step))
+    return Job("sft", paths, trainer, _resources(trainer), {"sft": config})
+
+
+def plan_rl(config: RLConfig, paths: RunPaths, site: Site, resume_step: int | None) -> Job:
+    """Inference server (unless the config has none), orchestrator and the ranks of the trainer."""
+    demand, resume = rl_demand(config), _resume_flags(config.trainer.ckpt, resume_step)
+    broadcast = _broadcast_flags(config, site)
+    env: dict[str, str] = {}
+    if site.device == "cpu":
+        # At async level 0 inference and trainer take turns.
+        at_once = (
+            demand.infer + demand.train if config.orchestrator.max_async_level else max(demand.infer, demand.train)
+        )
+        env = thread_env(site.cores, at_once, site.env)
+    ranks = TrainerRanks(RL_TRAINER, paths.config("trainer"), demand.train, site.ports.rendezvous)
+    server, client = _addresses(config.inference, site)
+    processes = (
+        *_inference("rl", config.inference, paths, site, env, *server),
+        orchestrator_process(
+            paths,
+            site.programs.orchestrator,
+            _child_env("rl", "orchestrator", site, env),
+            *client,
+            *broadcast,
+            *resume,
+        ),
+        *_trainer("rl", ranks, paths, site, env, *broadcast, *resume),
+    )
+    return Job(
+        "rl", paths, processes, _resources(processes), component_configs(config), _headline(demand, config, site)
+    )
+
+
+def plan_eval(config: OfflineEvalConfig, paths: RunPaths, site: Site, resume_step: int | None = None) -> Job:
+    """Inference server (unless the config has none) and evaluator, which finds by itself what is left to do."""
+    env = {} if site.device == "cuda" else thread_env(site.cores, 1, site.env)
+    server, client = _addresses(config.inference, site)
+    processes = (
+        *_inference("eval", config.inference, paths, site, env, *server),
+        evaluator_process(paths, site.programs.python, _child_env("eval", "evaluator", site, {}), *client),
+    )
+    configs: dict[str, BaseSettings] = {"eval": config}
+    if config.inference is not None:
+        configs["inference"] = config.inference
+    return Job("eval", paths, processes, _resources(processes), configs)
+
+
+def component_configs(config: RLConfig) -> dict[str, BaseSettings]:
+    """What an RL run writes to `OUT/configs`: the whole, and each component's section."""
+    sections: dict[str, BaseSettings] = {
+        "rl": config,
+        "trainer": config.trainer,
+        "orchestrator": config.orchestrator,
+    }
+    return sections if config.inference is None else {**sections, "inference": config.inference}
+
+
+def port_fault(config: RLConfig) -> str | None:
+    """Tell if the orchestrator would look for the server on a port that the server does not use."""
+    if config.inference is None or config.orchestrator.client.is_elastic:
+        return None
+    url, port = config.orchestrator.client.base_url[0], config.inference.server.port
+    if urlsplit(url).netloc.endswith(f":{port}"):
+        return None
+    return (
+        f"orchestrator.client.base_url is {url}, but the server listens on port {port} (inference.server.port): "
+        "set both to the same port"
+    )
+
+
+def _inference(
+    command: str, config: InferenceConfig | None, paths: RunPaths, site: Site, env: Mapping[str, str], *flags: str
+) -> tuple[ProcessSpec, ...]:
+    if config is None:
+        return ()
+    gpus = site.gpus.inference
+    may_be_vllm = site.device == "cuda" and config.backend != "embedded"
+    visible = mask_for_vllm(gpus, site.gpu_indices) if may_be_vllm else mask(gpus)
+    env = _child_env(command, "inference", site, env) | visible
+    return (inference_process(paths, site.programs.inference, env, gpus, *flags),)
+
+
+def _trainer(
+    command: str, ranks: TrainerRanks, paths: RunPaths, site: Site, env: Mapping[str, str], *flags: str
+) -> tuple[ProcessSpec, ...]:
+    env = _child_env(command, "trainer", site, env) | mask(site.gpus.trainer)
+    if site.device == "cuda":
+        env |= allocator_env(site.env)
+    if ranks.count > 1:
+        # One thread per rank on GPUs, as under torchrun. On CPUs the share of the cores is set already.
+        env = {**thread_env(1, 1, site.env), **env} | loopback_env(site.env)
+    return ranks.processes(paths, site.programs.python, env, site.gpus.trainer, *flags)
+
+
+def _child_env(command: str, child: str, site: Site, env: Mapping[str, str]) -> dict[str, str]:
+    caches = {} if site.caches is None else cache_env(site.caches, child, site.env)
+    return {**caches, **env, "WANDB_PROGRAM": command, "WANDB_ARGS": json.dumps(site.arguments)}
+
+
+def _addresses(config: InferenceConfig | None, site: Site) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Flags of the server and of its client for a port that was chosen at run time."""
+    port = site.ports.inference
+    if config is None or port is None:
+        return (), ()
+    server = ("--server.host", LOOPBACK, "--server.port", str(port))
+    return server, ("--client.base-url", f"http://{LOOPBACK}:{port}/v1")
+
+
+def _broadcast_flags(config: RLConfig, site: Site) -> tuple[str, ...]:
+    port = site.ports.broadcast
+    if config.trainer.weight_broadcast.type != "nccl" or port is None:
+        return ()
+    return ("--weight_broadcast.host", LOOPBACK, "--weight_broadcast.port", str(port))
+
+
+def _resume_flags(ckpt: object, resume_step: int | None) -> tuple[str, ...]:
+    """Flags for a step that differs from the one in the config, as "the latest" does once it is known."""
+    configured = getattr(ckpt, "resume_step", None)
+    return () if resume_step == configured else ("--ckpt.resume-step", str(resume_step))
+
+
+def _resources(processes: tuple[ProcessSpec, ...]) -> Resources:
+    gpus = {(process.node, gpu) for process in processes for gpu in process.gpus}
+    return Resources(nodes=1 + max(process.node for process in processes), gpus_per_node=len(gpus))
+
+
+def _headline(demand: Demand, config: RLConfig, site: Site) -> str:
+    if site.device == "cuda":
+        return f"inference on GPU {','.join(site.gpus.inference)}, trainer on GPU {','.join(site.gpus.trainer)}"
+    why = 'device = "cpu"' if config.device == "cpu" else "no GPU here"
+    counts = f"{demand.infer} inference + {demand.train} training, {site.cores} cores"
+    return f"{why}: everything runs on the CPU ({counts})"

@@ -1,0 +1,156 @@
+"""From a config to the end of its processes: the one way in which every command launches."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Generic, Protocol, TypeVar
+
+from prime_rl.launch.devices import DeviceError
+from prime_rl.launch.host import LocalHost
+from prime_rl.launch.job import Job
+from prime_rl.launch.launch_log import LaunchLog
+from prime_rl.launch.site import Demand, Sharing, Site, claimed_site
+from prime_rl.launch.spec import CannotStart, Outcome
+from prime_rl.launch.supervisor import Supervisor
+from prime_rl.run.directory import OutputDirInUse, RunDirError, write_configs
+from prime_rl.run.paths import RunPaths, stable_steps
+
+ConfigT = TypeVar("ConfigT", bound="Launchable")
+
+
+class Launchable(Protocol):
+    """What a config must have to be launched."""
+
+    @property
+    def output_dir(self) -> Path: ...
+
+    @property
+    def dry_run(self) -> bool: ...
+
+
+class LaunchRefused(Exception):
+    """The run cannot be started as configured. Printed as one line for each fault."""
+
+    def __init__(self, *faults: str) -> None:
+        super().__init__("\n".join(faults))
+        self.faults = faults
+
+
+class Screen(Protocol):
+    """What a person sees of a run while it lasts."""
+
+    def line(self, text: str) -> None:
+        """Show one line from the launcher."""
+
+    def summary(self) -> str | None:
+        """What the run did, in one line; None if the processes have said so themselves."""
+
+    def has_shown(self, child: str) -> bool:
+        """Whether the log of a child was on the screen, so that an error need not repeat its end."""
+
+
+ScreenFactory = Callable[[Job], AbstractContextManager[Screen]]
+
+
+@dataclass(frozen=True, slots=True)
+class Command(Generic[ConfigT]):
+    """What differs between `sft`, `rl` and `eval`."""
+
+    name: str
+    demand: Callable[[ConfigT], Demand]
+    plan: Callable[[ConfigT, RunPaths, Site, int | None], Job]
+    check: Callable[[ConfigT, Sharing], list[str]]
+    """Faults that this machine or the launcher finds in a config."""
+    check_directory: Callable[[ConfigT, RunPaths], int | None]
+    """Refuse a directory that the run must not use, change nothing, and return the step to resume from."""
+    prepare_directory: Callable[[ConfigT, RunPaths, int | None], None]
+
+
+def launch(
+    command: Command[ConfigT],
+    config: ConfigT,
+    screen: ScreenFactory,
+    sharing: Sharing = Sharing(),  # noqa: B008 - frozen
+    bin_dir: Path | None = None,
+) -> int:
+    """Run the processes of a config to their common end. Call it in the main thread: it handles signals.
+
+    What went wrong is on stderr, in one line for each fault.
+
+    Returns:
+        0 when the run is complete, or was a dry run; 2 when it cannot be started as asked; 128 + n after signal n;
+        otherwise 1.
+    """
+    faults: tuple[str, ...]
+    try:
+        return _launch(command, config, screen, sharing, bin_dir)
+    except LaunchRefused as error:
+        faults, code = error.faults, 2
+    except (DeviceError, OutputDirInUse, RunDirError) as error:
+        faults, code = (str(error),), 2
+    except (CannotStart, OSError) as error:
+        faults, code = (str(error),), 1
+    sys.stderr.writelines(f"error: {fault}\n" for fault in faults)
+    return code
+
+
+def _launch(
+    command: Command[ConfigT], config: ConfigT, screen: ScreenFactory, sharing: Sharing, bin_dir: Path | None
+) -> int:
+    if faults := command.check(config, sharing):
+        raise LaunchRefused(*faults)
+    paths = RunPaths(config.output_dir)
+    with LocalHost() as host, claimed_site(command.demand(config), sharing, os.environ, bin_dir) as site:
+        if site.caches is not None:
+            host.remove_if_killed(site.caches)
+        resume_step = command.check_directory(config, paths)
+        job = command.plan(config, paths, site, resume_step)
+        if not config.dry_run:
+            command.prepare_directory(config, paths, resume_step)
+        write_configs(paths, job.configs)
+        if config.dry_run:
+            sys.stdout.writelines(f"{line}\n" for line in job.describe())
+            return 0
+        return run_job(job, host, screen)
+
+
+def run_job(job: Job, host: LocalHost, screen: ScreenFactory) -> int:
+    """Run a planned job to its end, show it, and return the exit code."""
+    with screen(job) as shown:
+        log = LaunchLog(job.paths.log(job.command), shown.line)
+        if job.headline:
+            log.say(job.headline)
+        outcome = Supervisor(job.processes, host, log.say).run()
+    _report(outcome, job, shown, log)
+    return outcome.exit_code
+
+
+def _report(outcome: Outcome, job: Job, screen: Screen, log: LaunchLog) -> None:
+    """Say how the run ended: on stdout what it did, on stderr what went wrong."""
+    summary = screen.summary()
+    if summary is not None:
+        if weights := stable_steps(job.paths.weights):
+            summary += f"; weights in {job.paths.weight(weights[-1])}"
+        log.note(summary)
+        _write(sys.stdout.write, f"{summary}\n")
+    if outcome.succeeded:
+        return
+    known = outcome.failed is not None and screen.has_shown(outcome.failed)
+    message = outcome.message if known else outcome.report()
+    if stable_steps(job.paths.checkpoints):
+        message += "\ncontinue from the last checkpoint with --ckpt.resume-step -1"
+    log.note(message)
+    _write(sys.stderr.write, f"error: {message}\n")
+
+
+def _write(write: Callable[[str], object], text: str) -> None:
+    # After SIGHUP there is no terminal to write to, and still an exit code to return.
+    with contextlib.suppress(OSError):
+        write(text)
+        sys.stdout.flush()

@@ -1,0 +1,157 @@
+"""Where a launch runs: the GPUs, cores, ports and caches of this machine that it may use."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from prime_rl.launch.caches import private_caches
+from prime_rl.launch.devices import (
+    DeviceError,
+    GpuAssignment,
+    assign_gpus,
+    choose_device,
+    indices_by_uuid,
+    masked_gpus,
+    processes_on,
+    usable_cores,
+    usable_gpus,
+)
+from prime_rl.launch.ports import reserved_ports
+from prime_rl.launch.programs import Programs
+
+Device = Literal["cuda", "cpu"]
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """What the processes of a run compute on."""
+
+    device: Literal["auto", "cuda", "cpu"]
+    infer: int = 0
+    """GPUs of the inference server; on CPUs, processes."""
+    train: int = 0
+    infer_ids: tuple[int, ...] | None = None
+    """GPUs that the config names. None takes the first free ones."""
+    train_ids: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Sharing:
+    """What a launch does so that several can run on one node."""
+
+    free_ports: bool = False
+    """Choose free ports at run time instead of those in the config."""
+    private_caches: bool = False
+    """Keep caches of compiled code in a directory of this launch, and remove it at the end."""
+    exact_gpus: bool = False
+    """Require that exactly the needed GPUs are visible, as a scheduler grants them."""
+    single_gpu: bool = False
+    """Let inference and trainer share one GPU."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ports:
+    """TCP ports of one launch. None uses the port in the config."""
+
+    rendezvous: int
+    inference: int | None = None
+    broadcast: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """What a plan needs to know besides the config."""
+
+    programs: Programs
+    device: Device
+    gpus: GpuAssignment
+    gpu_indices: Mapping[str, str]
+    """Index by `GPU-…` id, for a server that only accepts indices."""
+    cores: int
+    env: Mapping[str, str]
+    """The launcher's own environment."""
+    ports: Ports
+    caches: Path | None = None
+    """Directory for caches of compiled code. None uses the user's own."""
+    arguments: tuple[str, ...] = ()
+    """The launcher's command line, which W&B records."""
+
+
+@contextmanager
+def claimed_site(
+    demand: Demand, sharing: Sharing, env: Mapping[str, str], bin_dir: Path | None = None
+) -> Iterator[Site]:
+    """Choose GPUs and hold ports and caches for the length of the block.
+
+    Raises:
+        DeviceError: the machine lacks the GPUs, or other programs compute on them.
+        CannotStart: a program of the engine is not installed.
+    """
+    device, gpus = place(demand, sharing, env)
+    programs = Programs.find(bin_dir)
+    with ExitStack() as held:
+        rendezvous, inference, broadcast = held.enter_context(reserved_ports(3))
+        ports = Ports(rendezvous, inference, broadcast) if sharing.free_ports else Ports(rendezvous)
+        yield Site(
+            programs=programs,
+            device=device,
+            gpus=gpus,
+            gpu_indices={} if all(gpu.isdigit() for gpu in gpus.inference) else indices_by_uuid(),
+            cores=usable_cores(),
+            env=dict(env),
+            ports=ports,
+            caches=held.enter_context(private_caches(env)) if sharing.private_caches else None,
+            arguments=tuple(sys.argv[1:]),
+        )
+
+
+def place(
+    demand: Demand, sharing: Sharing, env: Mapping[str, str], dev: Path = Path("/dev")
+) -> tuple[Device, GpuAssignment]:
+    """Choose the device, and the GPUs of inference and trainer.
+
+    On CPUs, a mask that does not fit is ignored, because nothing computes on its GPUs.
+
+    Raises:
+        DeviceError: the machine lacks the GPUs, or other programs compute on them.
+    """
+    usable = usable_gpus(env, dev)
+    device = choose_device(demand.device, usable)
+    try:
+        gpus = _assigned(demand, sharing, usable if device == "cuda" else masked_gpus(env) or ())
+    except DeviceError:
+        if device == "cuda":
+            raise
+        return device, GpuAssignment()
+    if device == "cuda" and (busy := processes_on(gpus.all)):
+        raise DeviceError(f"other programs compute on the GPUs of this run: {'; '.join(busy)}")
+    return device, gpus
+
+
+def _assigned(demand: Demand, sharing: Sharing, ids: tuple[str, ...]) -> GpuAssignment:
+    named = (demand.infer_ids, demand.train_ids)
+    if named == (None, None) and sharing.exact_gpus:
+        _check_exact(demand, sharing, ids)
+    if named == (None, None) and sharing.single_gpu:
+        if not ids:
+            raise DeviceError("single-GPU mode needs 1 GPU, but none can be used here")
+        return GpuAssignment(ids[:1], ids[:1])
+    return assign_gpus(ids, demand.infer, demand.train, *named)
+
+
+def _check_exact(demand: Demand, sharing: Sharing, ids: tuple[str, ...]) -> None:
+    needed = 1 if sharing.single_gpu else demand.infer + demand.train
+    if len(ids) == needed:
+        return
+    wanted = "single-GPU mode needs 1"
+    if not sharing.single_gpu:
+        wanted = f"{demand.infer} inference + {demand.train} training GPUs are {needed}"
+    raise DeviceError(
+        f"{wanted}, but {len(ids)} can be used here ({','.join(ids) or 'none'}): "
+        "set CUDA_VISIBLE_DEVICES to the ones to use"
+    )

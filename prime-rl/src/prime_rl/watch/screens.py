@@ -1,0 +1,82 @@
+"""What a person sees of a job while it runs: one screen for each command."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, cast
+
+from prime_rl.launch.job import Job
+from prime_rl.launch.logs import Follower, shown
+from prime_rl.launch.run import Screen
+from prime_rl.watch.display import display_for
+from prime_rl.watch.progress import RunProgress
+from prime_rl.watch.trainer_log import followed
+from prime_rl.watch.watcher import Watcher, watching
+
+if TYPE_CHECKING:
+    from prime_rl.configs.rl import RLConfig
+    from prime_rl.configs.sft import SFTConfig
+
+
+@dataclass(frozen=True, slots=True)
+class LogScreen:
+    """Shows the log of one child, and the launcher's lines between."""
+
+    job: Job
+    child: str
+
+    def line(self, text: str) -> None:
+        sys.stdout.write(f"{text}\n")
+        sys.stdout.flush()
+
+    def summary(self) -> str:
+        return f"Done: {self.job.command} in {self.job.paths.root}"
+
+    def has_shown(self, child: str) -> bool:
+        return child == self.child
+
+
+@dataclass(frozen=True, slots=True)
+class RunScreen:
+    """Shows each finished step of an RL run with its reward, and what every child is doing."""
+
+    watcher: Watcher
+    started_s: float = field(default_factory=time.monotonic)
+
+    def line(self, text: str) -> None:
+        self.watcher.say(text)
+
+    def summary(self) -> str:
+        return self.watcher.progress.summary(time.monotonic() - self.started_s)
+
+    def has_shown(self, child: str) -> bool:
+        return False
+
+
+@contextlib.contextmanager
+def sft_screen(job: Job) -> Iterator[Screen]:
+    """The trainer's log, and on a terminal a progress bar below it."""
+    with followed(cast("SFTConfig", job.configs["sft"]), job.paths):
+        yield LogScreen(job, "trainer")
+
+
+@contextlib.contextmanager
+def rl_screen(job: Job) -> Iterator[Screen]:
+    """The steps of the run, and on a terminal a live view below them."""
+    progress = RunProgress(cast("RLConfig", job.configs["rl"]).trainer.max_steps)
+    logs = {spec.name: Follower.at_end(spec.log) for spec in job.processes if spec.rank == 0}
+    display = display_for(sys.stdout)
+    watcher = Watcher(progress, display, Follower.at_end(job.paths.metrics), logs)
+    with watching(watcher, display):
+        yield RunScreen(watcher)
+
+
+@contextlib.contextmanager
+def eval_screen(job: Job) -> Iterator[Screen]:
+    """The evaluator's log."""
+    with shown(job.process("evaluator").log):
+        yield LogScreen(job, "evaluator")

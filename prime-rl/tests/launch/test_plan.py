@@ -1,0 +1,158 @@
+"""Plans of `sft`, `rl` and `eval`: values only, so that GPUs can be planned without any."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from prime_rl.configs.eval import OfflineEvalConfig
+from prime_rl.configs.rl import RLConfig
+from prime_rl.configs.sft import SFTConfig
+from prime_rl.launch import ProcessSpec
+from prime_rl.launch.devices import GpuAssignment
+from prime_rl.launch.job import Job, Resources
+from prime_rl.launch.plan import plan_eval, plan_rl, plan_sft
+from prime_rl.launch.programs import Programs
+from prime_rl.launch.site import Device, Ports, Site
+from prime_rl.run.paths import RunPaths
+
+PATHS = RunPaths(Path("out"))
+
+
+def config(**values: object) -> RLConfig:
+    return RLConfig.model_validate({"trainer": {}, "orchestrator": {}, "inference": {}, "output_dir": "out", **values})
+
+
+def site(device: Device = "cuda", gpus: GpuAssignment | None = None, **env: str) -> Site:
+    return Site(
+        programs=Programs("/venv/python", "/venv/inference", "/venv/orchestrator"),
+        device=device,
+        gpus=gpus or GpuAssignment(("0",), ("1",)),
+        gpu_indices={"GPU-aa": "4", "GPU-bb": "5"},
+        cores=8,
+        env=env,
+        caches=Path("/caches"),
+        ports=Ports(inference=8001, rendezvous=8002, broadcast=8003),
+        arguments=("@", "rl.toml"),
+    )
+
+
+def plan(config: RLConfig, site: Site, resume_step: int | None = None) -> dict[str, ProcessSpec]:
+    return {spec.name: spec for spec in plan_rl(config, PATHS, site, resume_step).processes}
+
+
+def jobs_on(gpus: GpuAssignment, backend: str = "auto") -> dict[str, Job]:
+    """The same trio planned by every command."""
+    here = site(gpus=gpus)
+    eval_values = {"environment_ids": ["x"], "inference": {"backend": backend}, "output_dir": "out"}
+    return {
+        "rl": plan_rl(config(inference={"backend": backend}), PATHS, here, None),
+        "eval": plan_eval(OfflineEvalConfig.model_validate(eval_values), PATHS, here),
+        "sft": plan_sft(SFTConfig.model_validate({"output_dir": "out"}), PATHS, here, None),
+    }
+
+
+def test_children_start_in_the_order_in_which_they_need_each_other() -> None:
+    assert list(plan(config(), site())) == ["inference", "orchestrator", "trainer"]
+
+
+def test_a_job_counts_each_gpu_once() -> None:
+    assert plan_rl(config(), PATHS, site(), None).resources == Resources(nodes=1, gpus_per_node=2)
+    shared = site(gpus=GpuAssignment(("0",), ("0",)))
+    assert plan_rl(config(), PATHS, shared, None).resources == Resources(nodes=1, gpus_per_node=1)
+
+
+@pytest.mark.parametrize("command", ["rl", "sft"])
+def test_every_rank_of_a_trainer_is_a_process_that_meets_the_others_on_loopback(command: str) -> None:
+    deployment = {"deployment": {"num_train_gpus": 2}} if command == "rl" else {"deployment": {"num_gpus": 2}}
+    here = site(gpus=GpuAssignment(("0",), ("1", "2")))
+    if command == "rl":
+        job = plan_rl(config(**deployment), PATHS, here, None)
+    else:
+        job = plan_sft(SFTConfig.model_validate({"output_dir": "out", **deployment}), PATHS, here, None)
+    ranks = [spec for spec in job.processes if spec.name.startswith("trainer")]
+    assert [(spec.name, spec.rank, spec.env["RANK"], spec.env["LOCAL_RANK"]) for spec in ranks] == [
+        ("trainer", 0, "0", "0"),
+        ("trainer_rank_1", 1, "1", "1"),
+    ]
+    for spec in ranks:
+        assert spec.argv[:3] == ("/venv/python", "-m", f"prime_rl.trainer.{command}.train")
+        assert spec.gpus == ("1", "2")
+        assert spec.completes_run
+        expected = {
+            "WORLD_SIZE": "2",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": "8002",
+            "CUDA_VISIBLE_DEVICES": "1,2",
+            "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+            "OMP_NUM_THREADS": "1",
+            "GLOO_SOCKET_IFNAME": "lo",
+        }
+        assert {name: spec.env[name] for name in expected} == expected
+    assert [spec.log.name for spec in ranks] == ["trainer.log", "trainer_rank_1.log"]
+
+
+def test_one_rank_keeps_all_threads() -> None:
+    assert "OMP_NUM_THREADS" not in plan(config(), site())["trainer"].env
+
+
+def test_what_the_user_set_stays() -> None:
+    user = {"PYTORCH_ALLOC_CONF": "backend:native", "GLOO_SOCKET_IFNAME": "eth7", "OMP_NUM_THREADS": "3"}
+    here = site(gpus=GpuAssignment(("0",), ("1", "2")), **user)
+    trainer = plan(config(deployment={"num_train_gpus": 2}), here)["trainer"]
+    assert not {"PYTORCH_CUDA_ALLOC_CONF", *user} & set(trainer.env)
+
+
+@pytest.mark.parametrize(("backend", "mask"), [("auto", "4"), ("vllm", "4"), ("embedded", "GPU-aa")])
+def test_every_command_gives_vllm_an_index_for_an_id(backend: str, mask: str) -> None:
+    jobs = jobs_on(GpuAssignment(("GPU-aa",), ("GPU-bb",)), backend)
+    assert {jobs[name].process("inference").env["CUDA_VISIBLE_DEVICES"] for name in ("rl", "eval")} == {mask}
+    assert {jobs[name].process("trainer").env["CUDA_VISIBLE_DEVICES"] for name in ("rl", "sft")} == {"GPU-bb"}
+
+
+def test_every_process_of_every_command_has_caches_of_its_own() -> None:
+    jobs = jobs_on(GpuAssignment(("0",), ("1",)))
+    for job in jobs.values():
+        assert [spec.env["XDG_CACHE_HOME"] for spec in job.processes] == [
+            f"/caches/{spec.name}/xdg" for spec in job.processes
+        ]
+
+
+def test_a_compile_cache_that_the_user_names_stays_warm() -> None:
+    env = plan(config(), site(TRITON_CACHE_DIR="/warm"))["trainer"].env
+    assert "TRITON_CACHE_DIR" not in env
+    assert env["TORCHINDUCTOR_CACHE_DIR"] == "/caches/trainer/inductor"
+
+
+def test_without_ports_of_its_own_a_launch_uses_those_of_the_config() -> None:
+    here = replace(site(), ports=Ports(rendezvous=8002))
+    specs = plan(config(), here)
+    assert specs["inference"].argv[1:] == ("@", "out/configs/inference.toml")
+    assert specs["orchestrator"].argv[1:] == ("@", "out/configs/orchestrator.toml")
+
+
+def test_the_evaluator_asks_the_server_that_was_started_for_it() -> None:
+    evaluator = jobs_on(GpuAssignment(("0",), ()))["eval"].process("evaluator")
+    assert evaluator.argv[-2:] == ("--client.base-url", "http://127.0.0.1:8001/v1")
+    assert evaluator.env["CUDA_VISIBLE_DEVICES"] == ""
+
+
+def test_both_ends_of_an_nccl_broadcast_get_its_port() -> None:
+    specs = plan(config(weight_broadcast={"type": "nccl"}), site())
+    for name in ("orchestrator", "trainer"):
+        argv = specs[name].argv
+        assert argv[argv.index("--weight_broadcast.port") + 1] == "8003"
+        assert argv[argv.index("--weight_broadcast.host") + 1] == "127.0.0.1"
+    assert "--weight_broadcast.port" not in plan(config(), site())["trainer"].argv
+
+
+@pytest.mark.parametrize(("level", "threads"), [(1, "4"), (0, "8")])
+def test_on_the_cpu_the_cores_are_shared_by_those_who_compute_at_once(level: int, threads: str) -> None:
+    specs = plan(config(max_async_level=level), site("cpu"))
+    assert {spec.env["OMP_NUM_THREADS"] for spec in specs.values()} == {threads}
+
+
+def test_resuming_from_the_latest_names_the_step_and_from_a_step_says_it_once() -> None:
+    latest = plan(config(ckpt={"resume_step": -1}), site(), resume_step=6)
+    assert latest["trainer"].argv[-2:] == latest["orchestrator"].argv[-2:] == ("--ckpt.resume-step", "6")
+    assert "--ckpt.resume-step" not in plan(config(ckpt={"resume_step": 6}), site(), resume_step=6)["trainer"].argv
