@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -33,7 +33,7 @@ Option = typer.Option
 
 
 @dataclass(frozen=True, kw_only=True)
-class SlurmOptions:
+class SlurmOptions(SlurmRequest):
     """What both commands take."""
 
     output_dir: Annotated[Path | None, Option(help="Directory of the run, OUT.")] = None
@@ -48,17 +48,6 @@ class SlurmOptions:
         bool, Option(help="Give the job HF_TOKEN, from the environment or the local Hugging Face login.")
     ] = False
     cpus_per_gpu: Annotated[int, Option(min=1, max=32, help=f"CPUs for each GPU; all of them with {NODE_GPUS}.")] = 8
-    account: Annotated[str | None, Option(envvar=["SBATCH_ACCOUNT", "SLURM_ACCOUNT"], help="Account to charge.")] = None
-    time: Annotated[str | None, Option(help="Time limit, as in 90 (minutes), 2:30:00 or 1-12 (days-hours).")] = None
-    partition: Annotated[str | None, Option(help="Partition.")] = None
-    qos: Annotated[str | None, Option(help="Quality of service.")] = None
-    mem: Annotated[str | None, Option(help="Memory of the node, as in 200G.")] = None
-    constraint: Annotated[str | None, Option(help="Features that the node must have.")] = None
-    nodelist: Annotated[str | None, Option(help="Run on one of these nodes.")] = None
-    exclude: Annotated[str | None, Option(help="Do not run on these nodes.")] = None
-    sbatch_arg: Annotated[
-        list[str], Option(help="Any other option of sbatch, as in --sbatch-arg=--requeue; may be repeated.")
-    ] = field(default_factory=list)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,8 +93,6 @@ def plan_job(command: str, run: Run[Any], options: SlurmOptions, gpus: int, sing
     if not project_dir.is_dir():
         raise UsageError(f"--project-dir {project_dir}: no such directory")
     hf_cache_dir = options.hf_cache_dir or os.environ.get("HF_HOME") or project_dir / ".hf_cache"
-    names = [option.name for option in fields(SlurmRequest) if option.name != "extra"]
-    request = SlurmRequest(**{name: getattr(options, name) for name in names}, extra=tuple(options.sbatch_arg))
     return BatchJob(
         job=launcher_job(command, run.paths, gpus),
         name=options.job_name or f"{run.stem}-{command}",
@@ -115,7 +102,7 @@ def plan_job(command: str, run: Run[Any], options: SlurmOptions, gpus: int, sing
         hf_hub_offline=options.hf_hub_offline,
         single_gpu=single_gpu,
         checkpoints=bool(run.checkpoints),
-        request=request,
+        request=options,
     )
 
 

@@ -87,7 +87,7 @@ def test_hostile_paths_reach_the_programs_as_they_are(command: str, text: str, p
 def test_bash_and_shellcheck_pass_on_every_script(command: str, text: str, tmp_path: Path) -> None:
     if shutil.which("shellcheck") is None:
         pytest.skip("no shellcheck: apt-get install shellcheck")
-    request = SlurmRequest(time="1-0", constraint="a&b", extra=("--comment=two words",))
+    request = SlurmRequest(time="1-0", constraint="a&b", sbatch_arg=["--comment=two words"])
     script = tmp_path / "job.sh"
     for gpus in (1, 2, 8):
         script.write_text(render(make_job(command, Path("/", text), gpus=gpus, request=request)))
@@ -189,7 +189,7 @@ def test_what_the_header_cannot_carry_is_refused(option: str, tmp_path: Path) ->
         "job-name": {"name": evil},
         "account": {"request": SlurmRequest(account=evil)},
         "partition": {"request": SlurmRequest(partition="\udcff")},
-        "sbatch-arg": {"request": SlurmRequest(extra=(f"--comment={evil}",))},
+        "sbatch-arg": {"request": SlurmRequest(sbatch_arg=[f"--comment={evil}"])},
     }
     with pytest.raises(HeaderError):
         header(make_job("rl", tmp_path, **changes[option]))

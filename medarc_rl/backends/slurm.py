@@ -9,8 +9,11 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import Annotated
+
+from typer import Option
 
 from medarc_rl.errors import HeaderError, UsageError
 from prime_rl.launch.job import Job
@@ -26,20 +29,25 @@ _PLAIN_HEADER = re.compile(r"[A-Za-z0-9_@%+=:,./\[\]-]+")
 _WALLTIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<clock>\d+(?::\d+){0,2})")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class SlurmRequest:
-    """What a person asks of Slurm beyond GPUs. None leaves the choice to the cluster, and prints nothing."""
+    """What a person asks of Slurm beyond GPUs: options of the command line and of the script's header alike.
 
-    account: str | None = None
-    time: str | None = None
-    partition: str | None = None
-    qos: str | None = None
-    mem: str | None = None
-    constraint: str | None = None
-    nodelist: str | None = None
-    exclude: str | None = None
-    extra: tuple[str, ...] = ()
-    """Whole sbatch options, last in the header, so that they win over all others."""
+    None leaves the choice to the cluster and prints nothing.
+    """
+
+    account: Annotated[str | None, Option(envvar=["SBATCH_ACCOUNT", "SLURM_ACCOUNT"], help="Account to charge.")] = None
+    time: Annotated[str | None, Option(help="Time limit, as in 90 (minutes), 2:30:00 or 1-12 (days-hours).")] = None
+    partition: Annotated[str | None, Option(help="Partition.")] = None
+    qos: Annotated[str | None, Option(help="Quality of service.")] = None
+    mem: Annotated[str | None, Option(help="Memory of the node, as in 200G.")] = None
+    constraint: Annotated[str | None, Option(help="Features that the node must have.")] = None
+    nodelist: Annotated[str | None, Option(help="Run on one of these nodes.")] = None
+    exclude: Annotated[str | None, Option(help="Do not run on these nodes.")] = None
+    # Last in the header, so that it wins over all others.
+    sbatch_arg: Annotated[
+        list[str], Option(help="Any other option of sbatch, as in --sbatch-arg=--requeue; may be repeated.")
+    ] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,13 +186,13 @@ def _log_header(job: BatchJob) -> Iterator[str]:
 
 
 def _requested(request: SlurmRequest) -> Iterator[str]:
-    for name in ("account", "time", "partition", "qos", "mem", "constraint", "nodelist", "exclude"):
-        value = getattr(request, name)
-        if value is not None:
-            yield header_word(f"--{name}", value)
+    for option in fields(SlurmRequest):
+        value = getattr(request, option.name)
+        if isinstance(value, str):
+            yield header_word(f"--{option.name}", value)
     if request.time is not None and walltime_s(request.time) >= _SHORTEST_TIME_WITH_LEAD_S:
         yield f"--signal=B:TERM@{STOP_LEAD_S}"
-    for argument in request.extra:
+    for argument in request.sbatch_arg:
         if not argument.startswith("-"):
             raise UsageError(f"--sbatch-arg {argument!r}: write a whole option of sbatch, as in --sbatch-arg=--requeue")
         option, equals, value = argument.partition("=")

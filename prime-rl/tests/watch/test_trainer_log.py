@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from prime_rl.watch.progress_bar import Pace, figures
+from prime_rl.watch.progress import Pace
+from prime_rl.watch.progress_bar import figures
 
 RUN = """
 import json, sys

@@ -6,7 +6,7 @@ import contextlib
 import shlex
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import datetime
 from pathlib import Path
 from typing import BinaryIO
@@ -75,26 +75,34 @@ class Follower:
 
 
 @contextlib.contextmanager
-def shown(log: Path) -> Iterator[None]:
-    """Copy what is appended to a log during the block to this process's stdout, as it comes."""
-    follower, done = Follower.at_end(log), threading.Event()
+def polled(look: Callable[[], None], name: str, every_s: float = _LOOK_EVERY_S) -> Iterator[None]:
+    """Call `look` in a thread during the block, and once more after it.
 
-    def copy() -> None:
-        try:
-            while not done.wait(_LOOK_EVERY_S):
-                _show(follower.read())
-            _show(follower.read())
-        except OSError:
-            # Nobody reads stdout any more. The log has everything, and the run goes on.
-            return
+    An OSError ends the thread and nothing else: the terminal is gone, but the logs are complete and the run goes on.
+    """
+    done = threading.Event()
 
-    thread = threading.Thread(target=copy, name=f"show-{log.name}", daemon=True)
+    def keep_looking() -> None:
+        with contextlib.suppress(OSError):
+            while not done.wait(every_s):
+                look()
+            look()
+
+    thread = threading.Thread(target=keep_looking, name=name, daemon=True)
     thread.start()
     try:
         yield
     finally:
         done.set()
         thread.join()
+
+
+@contextlib.contextmanager
+def shown(log: Path) -> Iterator[None]:
+    """Copy what is appended to a log during the block to this process's stdout."""
+    follower = Follower.at_end(log)
+    with polled(lambda: _show(follower.read()), name=f"show-{log.name}"):
+        yield
 
 
 def _show(new: bytes) -> None:

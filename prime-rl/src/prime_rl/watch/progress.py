@@ -31,6 +31,22 @@ def sparkline(values: Iterable[float], width: int = 20) -> str:
     return "".join(_SPARKS[round((value - low) * scale)] for value in shown)
 
 
+class Pace:
+    """Estimates the time left from the last steps, so that a resumed run does not look fast."""
+
+    def __init__(self, total_steps: int | None) -> None:
+        self.total_steps = total_steps
+        self._ends: deque[tuple[int, float]] = deque(maxlen=_RATE_STEPS + 1)
+
+    def left_s(self, step: int, now_s: float) -> float | None:
+        """Seconds from `now_s`, when `step` steps are done; None if that is unknown."""
+        self._ends.append((step, now_s))
+        (first_step, first_s), (last_step, last_s) = self._ends[0], self._ends[-1]
+        if self.total_steps is None or last_step <= first_step:
+            return None
+        return max(0, self.total_steps - step) * (last_s - first_s) / (last_step - first_step)
+
+
 @dataclass(slots=True)
 class RunProgress:
     """What the metrics have told so far. Steps are counted as finished ones, from 1."""
@@ -41,7 +57,12 @@ class RunProgress:
     loss: float | None = None
     tokens_per_s: float | None = None
     steps_this_time: int = 0
-    _ends: deque[float] = field(default_factory=lambda: deque(maxlen=_RATE_STEPS + 1))
+    remaining_s: float | None = None
+    """Seconds that the remaining steps will take at the pace of the last ones."""
+    _pace: Pace = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._pace = Pace(self.max_steps)
 
     def take(self, record: Mapping[str, Any]) -> bool:
         """Note one record of `metrics.jsonl`; true when it says that a step is finished."""
@@ -54,21 +75,13 @@ class RunProgress:
         self.steps_this_time += 1
         self.loss = record["loss/mean"]
         self.tokens_per_s = record.get("perf/throughput") or self.tokens_per_s
-        self._ends.append(float(record["time"]))
+        self.remaining_s = self._pace.left_s(step, float(record["time"]))
         return True
 
     @property
     def reward_course(self) -> list[float]:
         """Mean rewards of the finished steps, in order."""
         return [self.rewards[step] for step in sorted(self.rewards) if step <= self.step]
-
-    @property
-    def remaining_s(self) -> float | None:
-        """Seconds that the remaining steps will take at the pace of the last ones."""
-        if self.max_steps is None or len(self._ends) < 2:
-            return None
-        pace_s = (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1)
-        return pace_s * max(0, self.max_steps - self.step)
 
     def figures(self) -> list[str]:
         """Reward, loss, speed and time left, as far as they are known."""

@@ -5,25 +5,15 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
 from prime_rl.utils.logger import get_logger
+from prime_rl.watch.progress import Pace, clock
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
-
-_PACE_STEPS = 10
-"""The time left is estimated from so many last steps."""
-
-
-def clock(seconds: float) -> str:
-    """`0:45`, `12:03`, `1:02:03`."""
-    minutes, second = divmod(round(seconds), 60)
-    hours, minute = divmod(minutes, 60)
-    return f"{hours}:{minute:02d}:{second:02d}" if hours else f"{minute}:{second:02d}"
 
 
 def figures(metrics: Mapping[str, Any]) -> str:
@@ -35,22 +25,6 @@ def figures(metrics: Mapping[str, Any]) -> str:
         ("perf/peak_memory", "{:.1f} GiB"),
     )
     return "  ".join(words.format(metrics[name]) for name, words in shown if metrics.get(name) is not None)
-
-
-class Pace:
-    """Estimates the time left from the last steps, so that a resumed run is not taken for a fast one."""
-
-    def __init__(self, total_steps: int | None) -> None:
-        self.total_steps = total_steps
-        self._ends: deque[tuple[int, float]] = deque(maxlen=_PACE_STEPS + 1)
-
-    def left_s(self, step: int, now_s: float) -> float | None:
-        """Seconds from now, when `step` steps are done; None while that cannot be told."""
-        self._ends.append((step, now_s))
-        (first_step, first_s), (last_step, last_s) = self._ends[0], self._ends[-1]
-        if self.total_steps is None or last_step <= first_step:
-            return None
-        return max(0, self.total_steps - step) * (last_s - first_s) / (last_step - first_step)
 
 
 class ProgressBar(Protocol):

@@ -5,19 +5,16 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
-import threading
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from prime_rl.launch import Follower, shown
+from prime_rl.launch.logs import Follower, polled, shown
 from prime_rl.run.paths import RunPaths
 from prime_rl.watch.progress_bar import ProgressBar, figures, progress_bar
 
 if TYPE_CHECKING:
     from prime_rl.configs.sft import SFTConfig
     from prime_rl.configs.trainer import TrainerConfig
-
-_LOOK_EVERY_S = 0.1
 
 
 @contextlib.contextmanager
@@ -30,14 +27,8 @@ def followed(config: SFTConfig | TrainerConfig, paths: RunPaths) -> Iterator[Non
         return
     with progress_bar(config.component, config.max_steps) as bar:
         view = _View(Follower.at_end(log), Follower.at_end(paths.metrics), config.component, bar)
-        done = threading.Event()
-        thread = threading.Thread(target=view.keep_looking, args=(done,), name="progress", daemon=True)
-        thread.start()
-        try:
+        with polled(view.look, name="progress"):
             yield
-        finally:
-            done.set()
-            thread.join()
 
 
 class _View:
@@ -46,15 +37,6 @@ class _View:
         self.metrics = metrics
         self.source = source
         self.bar = bar
-
-    def keep_looking(self, done: threading.Event) -> None:
-        try:
-            while not done.wait(_LOOK_EVERY_S):
-                self.look()
-            self.look()
-        except OSError:
-            # The terminal is gone. The log has everything, and the run goes on.
-            return
 
     def look(self) -> None:
         # The bar catches what is written to stdout, and puts it above itself.

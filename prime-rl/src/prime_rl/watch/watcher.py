@@ -8,12 +8,11 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-import threading
 import time
 from collections.abc import Iterator, Mapping
 from queue import Empty, SimpleQueue
 
-from prime_rl.launch.logs import HEAD, Follower
+from prime_rl.launch.logs import HEAD, Follower, polled
 from prime_rl.watch.display import Display
 from prime_rl.watch.progress import RunProgress, clock
 
@@ -72,23 +71,14 @@ class Watcher:
 
 @contextlib.contextmanager
 def watching(watcher: Watcher, display: Display) -> Iterator[None]:
-    """Run a watcher beside the block, and once more after it."""
-    done = threading.Event()
+    """Run a watcher during the block, and once more after it."""
+    # After the last look, so that a terminal that is gone cannot fail the launch.
+    with contextlib.ExitStack() as closing:
+        closing.callback(_close, display)
+        with polled(watcher.look, name="progress", every_s=LOOK_EVERY_S):
+            yield
 
-    def keep_looking() -> None:
-        try:
-            while not done.wait(LOOK_EVERY_S):
-                watcher.look()
-            watcher.look()
-            display.close()
-        except OSError:
-            # The terminal is gone. The run is worth more than its picture, and SIGHUP is handled elsewhere.
-            return
 
-    thread = threading.Thread(target=keep_looking, name="progress", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        done.set()
-        thread.join()
+def _close(display: Display) -> None:
+    with contextlib.suppress(OSError):
+        display.close()

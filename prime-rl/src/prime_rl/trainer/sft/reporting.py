@@ -14,7 +14,8 @@ from prime_rl.trainer.observe.telemetry import Telemetry
 from prime_rl.trainer.process.world import sum_over_processes
 from prime_rl.trainer.sft.data.samples import SampleCounts, SampleStream
 from prime_rl.utils.logger import SUCCESS, get_logger
-from prime_rl.watch.progress_bar import ProgressBar, clock, figures
+from prime_rl.watch.progress import clock
+from prime_rl.watch.progress_bar import ProgressBar, figures
 
 _GIB = 2**30
 _EDGE_STEPS = 5
