@@ -164,8 +164,8 @@ def nothing(base: Path, directory: Path) -> None:
 @pytest.mark.parametrize(
     "fault",
     [
-        (nothing, 404, "holds no adapter_config.json"),
-        (rank_of_64, 400, "its rank is 64, and this server's max_lora_rank is 8"),
+        (nothing, 404, "has no adapter_config.json"),
+        (rank_of_64, 400, "its rank is 64, but this server's max_lora_rank is 8"),
         (of_a_wider_model, 400, "instead of"),
         (with_another_kind_of_adapter, 400, "use_dora"),
     ],

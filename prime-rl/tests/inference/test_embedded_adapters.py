@@ -180,8 +180,8 @@ def rewrite_tensors(change: Callable[[dict[str, torch.Tensor]], dict[str, torch.
 
 FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "its rank is 64": (rewrite_config(r=64), "server's max_lora_rank is 8"),
-    "use_dora = True": (rewrite_config(use_dora=True), "no engine here serves"),
-    "modules_to_save": (rewrite_config(modules_to_save=["lm_head"]), "no engine here serves"),
+    "use_dora = True": (rewrite_config(use_dora=True), "is not supported"),
+    "modules_to_save": (rewrite_config(modules_to_save=["lm_head"]), "is not supported"),
     "r = None": (rewrite_config(r=None), "lora_alpha = 8"),
     "not JSON": (lambda directory: (directory / "adapter_config.json").write_text("{"), "cannot read"),
     "damaged": (lambda directory: (directory / "adapter_model.safetensors").write_bytes(b"x" * 40), "cannot read"),
@@ -209,7 +209,7 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
                 }
             )
         ),
-        "this engine adds no adapter to lm_head",
+        "adapters on lm_head are not supported",
     ),
 }
 
@@ -232,7 +232,7 @@ def test_a_missing_file_is_told_apart_from_an_unfit_one(qwen3, adapters, tmp_pat
     (tmp_path / "step_1").mkdir()
     with running(engine_of(qwen3)) as engine:
         for directory in (tmp_path / "nowhere", tmp_path / "step_1"):
-            with pytest.raises(AdapterMissing, match="holds no adapter_config"):
+            with pytest.raises(AdapterMissing, match="has no adapter_config"):
                 engine.load_adapter("mine", directory).result()
 
 

@@ -49,7 +49,7 @@ def test_attention_with_a_common_start_is_attention_to_every_row(window) -> None
     new = tuple(
         torch.randn(len(origins), heads, SIZE, generator=generator) for heads in (HEADS * QUERIES, HEADS, HEADS)
     )
-    common = CommonStart.of(origins, CPU)
+    common = CommonStart.from_origins(origins, CPU)
     assert common is not None
     apart, together = (
         attend(SlotStep(slots, positions, None, common_start=one), 0, new, 0.3, window) for one in (None, common)
@@ -63,7 +63,7 @@ def test_attention_with_a_common_start_is_attention_to_every_row(window) -> None
     ids=["nothing in common", "short", "few rows", "mostly alone"],
 )
 def test_rows_are_attended_to_one_by_one_where_that_is_faster(groups, length) -> None:
-    assert CommonStart.of(origins_of(groups, length), CPU) is None
+    assert CommonStart.from_origins(origins_of(groups, length), CPU) is None
 
 
 @pytest.fixture(params=["qwen3_with_tied_head", "mistral_with_window"])

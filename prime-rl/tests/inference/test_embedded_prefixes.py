@@ -25,9 +25,9 @@ class ReadingRunner(ModelRunner):
 
     num_read = 0
 
-    def forward(self, running, prompts, prompt_rows, known=(), *rest, **options):
-        self.num_read += sum(map(len, prompts)) - sum(known)
-        return super().forward(running, prompts, prompt_rows, known, *rest, **options)
+    def forward(self, running, prompts, prompt_rows, num_cached=(), *rest, **options):
+        self.num_read += sum(map(len, prompts)) - sum(num_cached)
+        return super().forward(running, prompts, prompt_rows, num_cached, *rest, **options)
 
 
 # The engine does not know the last one, which runs by Transformers' own code.

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.functional import linear, silu
 from transformers import AutoModelForCausalLM
 
-from prime_rl.inference.embedded.cpu.products import Product, by_onednn
+from prime_rl.inference.embedded.cpu.products import MergedLinear, uses_onednn
 from prime_rl.inference.embedded.engine.lora import Adapter, LowRank, StepAdapters
 from prime_rl.inference.embedded.engine.model import ModelRunner, load_model
 from prime_rl.inference.embedded.engine.weights import read_weights
@@ -45,20 +45,20 @@ def expected(made: list[nn.Linear], inputs: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 def test_products_are_those_of_the_layers(dtype, bias, packs) -> None:
     made = layers(dtype, bias)
-    product = Product(made, packs=packs)
+    product = MergedLinear(made, packs=packs)
     for count in NUM_TOKENS:
         inputs, others = torch.randn(count, 32).to(dtype), torch.randn(count, 48).to(dtype)
         plain = expected(made, inputs)
         close = {"atol": TOLERANCE[dtype], "rtol": TOLERANCE[dtype]}
         torch.testing.assert_close(product(inputs), plain, **close)
-        torch.testing.assert_close(product.swish(inputs), silu(plain), **close)
-        torch.testing.assert_close(product.times(inputs, others), plain * others, **close)
-        torch.testing.assert_close(product.plus(inputs, others), plain + others, **close)
+        torch.testing.assert_close(product.silu(inputs), silu(plain), **close)
+        torch.testing.assert_close(product.mul(inputs, others), plain * others, **close)
+        torch.testing.assert_close(product.add(inputs, others), plain + others, **close)
 
 
 def test_adapters_come_before_what_follows_the_product() -> None:
     made = layers()
-    product = Product(made, SITE, packs=True)
+    product = MergedLinear(made, SITE, packs=True)
     change = LowRank(torch.randn(4, 32), torch.randn(48, 4))
     adapter = Adapter("a", Path("step_1"), 1, {SITE: change})
     adapters = StepAdapters([adapter, None], [2, 3], torch.device("cpu"))
@@ -67,14 +67,14 @@ def test_adapters_come_before_what_follows_the_product() -> None:
     plain[:2] += inputs[:2] @ change.down_RI.t() @ change.up_OR.t()
     close = {"atol": 1e-4, "rtol": 1e-4}
     torch.testing.assert_close(product(inputs, adapters), plain, **close)
-    torch.testing.assert_close(product.swish(inputs, adapters), silu(plain), **close)
-    torch.testing.assert_close(product.times(inputs, others, adapters), plain * others, **close)
-    torch.testing.assert_close(product.plus(inputs, others, adapters), plain + others, **close)
+    torch.testing.assert_close(product.silu(inputs, adapters), silu(plain), **close)
+    torch.testing.assert_close(product.mul(inputs, others, adapters), plain * others, **close)
+    torch.testing.assert_close(product.add(inputs, others, adapters), plain + others, **close)
 
 
 def test_after_a_change_of_the_weights_a_refresh_is_all_it_takes() -> None:
     made = layers()
-    product = Product(made, packs=True)
+    product = MergedLinear(made, packs=True)
     for layer in made:
         layer.weight.mul_(-2)
     product.refresh()
@@ -83,8 +83,8 @@ def test_after_a_change_of_the_weights_a_refresh_is_all_it_takes() -> None:
 
 
 def test_other_number_formats_are_left_to_pytorch() -> None:
-    assert not by_onednn(torch.zeros(2, 2, dtype=torch.float16))
-    product = Product(layers(torch.float16), packs=True)
+    assert not uses_onednn(torch.zeros(2, 2, dtype=torch.float16))
+    product = MergedLinear(layers(torch.float16), packs=True)
     assert product(torch.ones(2, 32, dtype=torch.float16)).shape == (2, 48)
 
 

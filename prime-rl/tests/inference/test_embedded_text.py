@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from prime_rl.inference.embedded.engine.text import StopStrings, Text, generation_defaults, load_text
+from prime_rl.inference.embedded.engine.text import StopStringMatcher, Text, generation_defaults, load_text
 from prime_rl.inference.embedded.errors import ModelNotFound, TemplateFailed
 
 
@@ -15,7 +15,7 @@ def text(tiny_model_dir) -> Text:
 
 def watched(stops: list[str], pieces: list[bytes]) -> list[str | None]:
     """What a watch says after each piece, where token i decodes to `pieces[i]`."""
-    watch = StopStrings(stops, lambda ids: b"".join(pieces[index] for index in ids).decode(errors="replace"))
+    watch = StopStringMatcher(stops, lambda ids: b"".join(pieces[index] for index in ids).decode(errors="replace"))
     return [watch.push(token) for token in range(len(pieces))]
 
 

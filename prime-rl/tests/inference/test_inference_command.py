@@ -59,7 +59,7 @@ def test_settings_that_only_vllm_reads_are_refused_by_name() -> None:
 @pytest.mark.parametrize("settings", [{"parallel": {"dp": 2}}, {"parallel": {"tp": 2}}])
 def test_what_would_be_several_processes_is_one_on_a_cpu_and_refused_on_gpus(settings) -> None:
     (fault,) = embedded_faults(config_of(**settings), [], lambda: True)
-    assert "takes one GPU" in fault
+    assert "uses one GPU" in fault
     assert embedded_faults(config_of(**settings), [], lambda: False) == []
     assert embedded_faults(config_of(**settings, device="cpu"), [], lambda: True) == []
 
@@ -87,7 +87,7 @@ def test_vllm_is_served_by_the_interpreter_that_the_environment_names(tmp_path: 
 @needs_no_vllm
 @pytest.mark.parametrize(
     ("python", "advice"),
-    [("", "name an interpreter that has it in PRIME_RL_VLLM_PYTHON"), ("/no/python", "'/no/python': No such file")],
+    [("", "set PRIME_RL_VLLM_PYTHON to an interpreter that has it"), ("/no/python", "'/no/python': No such file")],
 )
 def test_a_vllm_that_is_nowhere_is_one_line(python: str, advice: str) -> None:
     done = inference("--backend", "vllm", PRIME_RL_VLLM_PYTHON=python)

@@ -27,7 +27,7 @@ CALL = ToolCall("weather", '{"city": "Köln"}')
     ],
 )
 def test_hermes_reads_tagged_json_and_leaves_the_rest(text, content, calls) -> None:
-    reading = TOOL_PARSERS["hermes"].read(text)
+    reading = TOOL_PARSERS["hermes"].parse(text)
     assert (reading.content, list(reading.calls)) == (content, calls)
 
 
@@ -44,18 +44,18 @@ def test_hermes_reads_tagged_json_and_leaves_the_rest(text, content, calls) -> N
     ],
 )
 def test_llama3_json_reads_bare_json_and_leaves_the_rest(text, content, calls) -> None:
-    reading = TOOL_PARSERS["llama3_json"].read(text)
+    reading = TOOL_PARSERS["llama3_json"].parse(text)
     assert (reading.content, list(reading.calls)) == (content, calls)
 
 
 @pytest.mark.parametrize(
-    ("text", "settled"),
+    ("text", "final_length"),
     [("Sunny", 5), ("a <", 2), ("a <tool_cal", 2), ("a <tool_call>{", 2), ("a <b", 4)],
 )
-def test_what_may_become_a_call_is_not_content_yet(text, settled) -> None:
-    assert TOOL_PARSERS["hermes"].settled(text) == settled
+def test_what_may_become_a_call_is_not_content_yet(text, final_length) -> None:
+    assert TOOL_PARSERS["hermes"].final_length(text) == final_length
 
 
 def test_arguments_stay_json_text() -> None:
-    (call,) = TOOL_PARSERS["hermes"].read(f"<tool_call>{WEATHER}</tool_call>").calls
+    (call,) = TOOL_PARSERS["hermes"].parse(f"<tool_call>{WEATHER}</tool_call>").calls
     assert json.loads(call.arguments) == {"city": "Köln"}

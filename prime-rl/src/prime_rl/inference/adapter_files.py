@@ -1,7 +1,8 @@
-"""LoRA adapter directories in PEFT's format, checked against the base model before anything is loaded.
+"""Validates LoRA adapter directories in PEFT's format against the base model before anything is loaded.
 
-`adapter_config.json` and `adapter_model.safetensors`, with the keys `base_model.model.<path>.lora_A.weight` [R, I] and
-`lora_B.weight` [O, R] for a linear layer at `<path>`. Loads no torch: only the headers of the tensors are read.
+A directory holds `adapter_config.json` and `adapter_model.safetensors`. For a linear layer at `<path>`, the keys are
+`base_model.model.<path>.lora_A.weight` [R, I] and `lora_B.weight` [O, R], with rank R, I inputs and O outputs.
+Only safetensors headers are read, so torch is not imported.
 """
 
 from __future__ import annotations
@@ -14,14 +15,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from prime_rl.inference.checkpoint_files import Shapes, WeightError, checkpoint_shapes, misfit
+from prime_rl.inference.checkpoint_files import Shapes, WeightError, checkpoint_shapes, mismatch_error
 
 DEFAULT_MAX_RANK = 16
-"""Of a server whose config does not say: vLLM's own default, for both engines."""
+"""Default `max_lora_rank` for both engines, taken from vLLM. Used when the config leaves it unset."""
 
 _CONFIG, _TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _KEY = re.compile(r"base_model\.model\.(?P<path>.+)\.lora_(?P<side>[AB])\.weight")
-_PLAIN: dict[str, tuple[Any, ...]] = {
+_SUPPORTED_VALUES: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none", None),
     "modules_to_save": ([], None),
@@ -32,21 +33,21 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
     "fan_in_fan_out": (False, None),
     "layer_replication": ([], None),
 }
-"""What an adapter may say in keys that would change what its two matrices mean."""
+"""Accepted values of the keys in `adapter_config.json` that change what the two matrices mean."""
 
 
 class AdapterMissing(WeightError):
-    """The directory, or a file of it, is not there; on a network filesystem it may appear a moment later."""
+    """The adapter directory, or a file in it, does not exist. On a network filesystem it may appear later: retry."""
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterSpec:
-    """A checked adapter. The product of a layer's matrices counts `scale` times."""
+    """A validated adapter. A layer's weight update is `scale * lora_B @ lora_A`."""
 
     tensors: Path
     scale: float
     paths: tuple[str, ...]
-    """The linear layers that it changes."""
+    """Module paths of the linear layers that the adapter changes."""
 
     @staticmethod
     def key(path: str, side: str) -> str:
@@ -58,20 +59,21 @@ def read_adapter_spec(directory: Path, base: Shapes, max_rank: int) -> AdapterSp
 
     Raises:
         AdapterMissing: the directory or one of its files does not exist.
-        WeightError: the adapter is damaged, larger than `max_rank`, more than plain LoRA, or made for another model.
+        WeightError: the adapter is damaged, its rank exceeds `max_rank`, it uses more than plain LoRA, or it does not
+            fit the base model.
     """
     for file in (directory / _CONFIG, directory / _TENSORS):
         if not file.is_file():
-            raise AdapterMissing(f"adapter directory {str(directory)!r} holds no {file.name}")
+            raise AdapterMissing(f"adapter directory {str(directory)!r} has no {file.name}")
     config = _read_config(directory)
     rank, alpha = config.get("r"), config.get("lora_alpha")
     if not isinstance(rank, int) or rank < 1 or not isinstance(alpha, int | float):
-        raise misfit(directory, f"{_CONFIG} has r = {rank!r} and lora_alpha = {alpha!r}")
+        raise mismatch_error(directory, f"{_CONFIG} has r = {rank!r} and lora_alpha = {alpha!r}")
     if rank > max_rank:
-        raise misfit(directory, f"its rank is {rank}, and this server's max_lora_rank is {max_rank}")
-    for name, plain in _PLAIN.items():
-        if config.get(name, plain[0]) not in plain:
-            raise misfit(directory, f"{_CONFIG} has {name} = {config[name]!r}, which no engine here serves")
+        raise mismatch_error(directory, f"its rank is {rank}, but this server's max_lora_rank is {max_rank}")
+    for name, supported in _SUPPORTED_VALUES.items():
+        if config.get(name, supported[0]) not in supported:
+            raise mismatch_error(directory, f"{_CONFIG} has {name} = {config[name]!r}, which is not supported")
     shapes = checkpoint_shapes(directory)
     paths = _paths(directory, shapes)
     for path in paths:
@@ -81,22 +83,22 @@ def read_adapter_spec(directory: Path, base: Shapes, max_rank: int) -> AdapterSp
 
 
 def check_name(name: str, base_model: str, loaded: Collection[str], max_loaded: int) -> None:
-    """Whether an adapter may be loaded under `name`.
+    """Check that an adapter may be loaded under `name`.
 
     Raises:
-        WeightError: the name is the base model's, or there are as many adapters as the server keeps.
+        WeightError: the name is empty or the base model's, or the server already holds `max_loaded` adapters.
     """
     if not name or name == base_model:
-        raise WeightError(f"{name!r} cannot name an adapter: it is {'the base model' if name else 'empty'}")
+        raise WeightError(f"cannot name an adapter {name!r}: it is {'the base model' if name else 'empty'}")
     if name not in loaded and len(loaded) >= max_loaded:
-        raise WeightError(f"{len(loaded)} adapters are loaded, and this server's max_cpu_loras is {max_loaded}")
+        raise WeightError(f"{len(loaded)} adapters are loaded, but this server's max_cpu_loras is {max_loaded}")
 
 
 def check_base_version(version: int) -> None:
-    """Raises WeightError unless the server holds the weights of its start, which are what adapters are made for."""
+    """Raise WeightError unless the server holds its initial weights, because adapters are trained on those."""
     if version != 0:
         raise WeightError(
-            f"this server holds weights of version {version}, and adapters belong to those of its start: "
+            f"this server holds weights of version {version}, but adapters need its initial weights: "
             "POST /reload_weights first"
         )
 
@@ -107,27 +109,27 @@ def _read_config(directory: Path) -> dict[str, Any]:
     except (OSError, ValueError) as exc:
         raise WeightError(f"cannot read {str(directory / _CONFIG)!r}: {exc}") from exc
     if not isinstance(config, dict):
-        raise misfit(directory, f"{_CONFIG} is no JSON object")
+        raise mismatch_error(directory, f"{_CONFIG} is not a JSON object")
     return config
 
 
 def _paths(directory: Path, shapes: Shapes) -> tuple[str, ...]:
     matches = {name: _KEY.fullmatch(name) for name in sorted(shapes)}
     if odd := [name for name, match in matches.items() if match is None]:
-        raise misfit(directory, f"{len(odd)} tensors are no part of a LoRA layer, such as {odd[0]}")
+        raise mismatch_error(directory, f"{len(odd)} tensors do not belong to a LoRA layer, such as {odd[0]}")
     paths = dict.fromkeys(match["path"] for match in matches.values() if match is not None)
     if not paths:
-        raise misfit(directory, f"{_TENSORS} holds no tensor")
+        raise mismatch_error(directory, f"{_TENSORS} contains no tensors")
     return tuple(paths)
 
 
 def _check_layer(directory: Path, path: str, rank: int, shapes: Shapes, base: Shapes) -> None:
     weight = base.get(f"{path}.weight")
     if weight is None or len(weight) != 2:
-        raise misfit(directory, f"the model has no linear layer {path}")
+        raise mismatch_error(directory, f"the model has no linear layer {path}")
     num_outputs, num_inputs = weight
     for side, expected in (("A", (rank, num_inputs)), ("B", (num_outputs, rank))):
         key = AdapterSpec.key(path, side)
         if shapes.get(key) != expected:
             found = f"has shape {list(shapes[key])} instead of {list(expected)}" if key in shapes else "is missing"
-            raise misfit(directory, f"{key} {found}")
+            raise mismatch_error(directory, f"{key} {found}")

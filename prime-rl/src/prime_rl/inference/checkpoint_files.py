@@ -1,4 +1,4 @@
-"""Checkpoint directories as the trainer broadcasts them: safetensors files, checked before anything is loaded."""
+"""Validates safetensors checkpoint directories, as the trainer broadcasts them, before anything is loaded."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 class WeightError(Exception):
-    """A directory does not hold weights of the served model. The live weights were not changed."""
+    """A directory does not contain weights of the served model. The live weights are unchanged."""
 
 
 def checkpoint_files(directory: Path) -> list[Path]:
-    """The safetensors files of a checkpoint.
+    """List the safetensors files of a checkpoint, sorted by name.
 
     Raises:
         WeightError: the directory or its files are missing.
@@ -23,12 +23,12 @@ def checkpoint_files(directory: Path) -> list[Path]:
         raise WeightError(f"weight directory {str(directory)!r} does not exist")
     files = sorted(directory.glob("*.safetensors"))
     if not files:
-        raise WeightError(f"weight directory {str(directory)!r} holds no .safetensors file")
+        raise WeightError(f"weight directory {str(directory)!r} has no .safetensors file")
     return files
 
 
 def checkpoint_shapes(directory: Path) -> Shapes:
-    """Shape of every tensor, from the files' headers.
+    """Read the shape of every tensor, keyed by name, from the safetensors headers.
 
     Raises:
         WeightError: a file is missing or damaged.
@@ -44,20 +44,21 @@ def checkpoint_shapes(directory: Path) -> Shapes:
 
 
 def check_same_model(directory: Path, base: Shapes) -> None:
-    """Refuse a checkpoint whose tensors are not those of the start weights. A tied head may be there or not.
+    """Check that a checkpoint has the same tensor names and shapes as the base model. A tied head may be left out.
 
     Raises:
-        WeightError: names the first tensor that is missing, unknown, or of another shape.
+        WeightError: a tensor is missing, unexpected, or has another shape; the message names the first one.
     """
     shapes = checkpoint_shapes(directory)
     tied = {"lm_head.weight"}
     for kind, names in (("missing", base.keys() - shapes.keys()), ("unexpected", shapes.keys() - base.keys())):
         if odd := sorted(names - tied):
-            raise misfit(directory, f"{len(odd)} {kind} tensors, such as {odd[0]}")
+            raise mismatch_error(directory, f"{len(odd)} {kind} tensors, such as {odd[0]}")
     for name in base.keys() & shapes.keys():
         if shapes[name] != base[name]:
-            raise misfit(directory, f"{name} has shape {list(shapes[name])} instead of {list(base[name])}")
+            raise mismatch_error(directory, f"{name} has shape {list(shapes[name])} instead of {list(base[name])}")
 
 
-def misfit(directory: Path, reason: str) -> WeightError:
+def mismatch_error(directory: Path, reason: str) -> WeightError:
+    """The error for a directory whose contents do not fit the model; the caller raises it."""
     return WeightError(f"{str(directory)!r} does not fit the model: {reason}")

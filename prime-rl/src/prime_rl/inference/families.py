@@ -1,4 +1,4 @@
-"""What models of a family have in common, known by how their hub names start."""
+"""Model families, recognized by the prefix of their hub names, and the settings that each family shares."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _TOOL_CALL_PARSERS = (
 
 
 def tool_call_parser(setting: str | None, model: str) -> str | None:
-    """The parser to use: `auto` knows some families by their hub name, and parses nothing for the rest."""
+    """Resolve `model.tool_call_parser`: `auto` picks the parser of a known model family, or None (no parsing)."""
     if setting != "auto":
         return setting
     return next((parser for prefix, parser in _TOOL_CALL_PARSERS if model.startswith(prefix)), None)

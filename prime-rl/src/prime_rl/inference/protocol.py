@@ -1,7 +1,7 @@
-"""What clients send to either engine, and how an engine says no.
+"""Request bodies and error responses of the HTTP API that both engines serve.
 
-The bodies are OpenAI's, with vLLM's extensions. An argument that no engine honours is refused, so that nobody trains
-on samples that were drawn differently from what the request asked for.
+The bodies are OpenAI's, with vLLM's extensions. Unsupported arguments are rejected, never ignored, so that training
+samples are always drawn the way the request asked for.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ CONTEXT_LENGTH_MESSAGE = (
 
 
 class RequestError(Exception):
-    """A request that is answered with an error; `status` is its HTTP code."""
+    """An error that becomes the HTTP response. `status` is the status code, `param` the argument at fault."""
 
     def __init__(self, message: str, status: int = HTTPStatus.BAD_REQUEST, param: str | None = None) -> None:
         super().__init__(message)
@@ -28,13 +28,13 @@ class RequestError(Exception):
         self.param = param
 
     def body(self) -> dict[str, Any]:
-        """OpenAI's error object. `type` is the status's name, as vLLM gives it: `BadRequestError`."""
+        """Build OpenAI's error object. As in vLLM, `type` is derived from the status, such as `BadRequestError`."""
         name = HTTPStatus(self.status).phrase.replace(" ", "").removesuffix("Error") + "Error"
         return {"error": {"message": str(self), "type": name, "param": self.param, "code": int(self.status)}}
 
 
 class Body(BaseModel):
-    """Base of every request body: unknown arguments are refused, and an explicit null means "not given"."""
+    """Base of every request body: rejects unknown arguments and treats an explicit null as "not given"."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -45,22 +45,22 @@ class Body(BaseModel):
 
 
 class StreamOptions(Body):
-    """What a stream tells besides the samples."""
+    """Token counts to include in a stream."""
 
     include_usage: bool = False
-    """A last chunk without choices counts the tokens."""
+    """Send a final chunk with the total token counts and no choices."""
     continuous_usage_stats: bool = False
-    """Every chunk counts the tokens of its sample."""
+    """Also add the token counts of the sample to each of its chunks. Requires `include_usage`."""
 
 
 class SamplingBody(Body):
-    """The arguments that chat and text completions share."""
+    """Arguments shared by chat and text completions."""
 
     model: str | None = None
     temperature: Annotated[float, Field(ge=0)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1)] | None = None
-    """-1 and 0 mean all tokens."""
+    """Number of most likely tokens to sample from. -1 and 0 disable the limit."""
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Field(gt=0)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
@@ -74,15 +74,15 @@ class SamplingBody(Body):
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     logit_bias: dict[Annotated[int, Field(strict=False)], Annotated[float, Field(ge=-100, le=100)]] = {}
-    """Added to the logits of these token ids before anything else."""
+    """Values to add to the logits of these token ids, before all other processing."""
     skip_special_tokens: bool = True
     prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     return_token_ids: bool = True
-    """Token ids are part of every answer of the embedded engine; false is accepted and changes nothing."""
+    """Accepted for compatibility: the embedded engine returns token ids in every response, even when this is false."""
     return_tokens_as_token_ids: bool = False
     stream: bool = False
     stream_options: StreamOptions | None = None
-    # Hints that have no influence on the tokens.
+    # Accepted for compatibility; these do not affect the generated tokens.
     user: str | None = None
     metadata: dict[str, Any] | None = None
     store: bool | None = None
@@ -94,12 +94,12 @@ class SamplingBody(Body):
     @model_validator(mode="after")
     def _check_stream_options(self) -> Self:
         if self.stream_options is not None and not self.stream:
-            raise ValueError("`stream_options` are for `stream = true`")
+            raise ValueError("`stream_options` requires `stream = true`")
         return self
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
-        """Non-empty stop strings; OpenAI allows one string or a list."""
+        """The non-empty stop strings. OpenAI allows one string or a list."""
         given = [self.stop] if isinstance(self.stop, str) else self.stop
         return tuple(text for text in given if text)
 
@@ -125,13 +125,13 @@ class ChatBody(SamplingBody):
 
 
 class TokensBody(ChatBody):
-    """`POST /v1/chat/completions/tokens`: a chat body whose prompt ids are `tokens`, already rendered by the client."""
+    """`POST /v1/chat/completions/tokens`: a chat body whose prompt the client has tokenized already (`tokens`)."""
 
     tokens: list[Annotated[int, Field(ge=0)]] = Field(min_length=1)
 
 
 class CompletionBody(SamplingBody):
-    """`POST /v1/completions`. `prompt` is one or several texts or lists of token ids."""
+    """`POST /v1/completions`. `prompt` is one text, one list of token ids, or a list of either."""
 
     prompt: str | list[str] | list[int] | list[list[int]]
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
@@ -147,13 +147,13 @@ class CompletionBody(SamplingBody):
 
 
 class TokenizeBody(Body):
-    """`POST /tokenize`: of a text, or of messages through the chat template."""
+    """`POST /tokenize`: tokenize a text, or messages rendered with the chat template."""
 
     model: str | None = None
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
     add_special_tokens: bool | None = None
-    """Default: true for a text, false for messages, whose template writes them itself."""
+    """None means true for a text and false for messages, because chat templates write special tokens themselves."""
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     tools: list[dict[str, Any]] | None = None
@@ -163,14 +163,14 @@ class TokenizeBody(Body):
     @model_validator(mode="after")
     def _check_source(self) -> TokenizeBody:
         if (self.prompt is None) == (self.messages is None):
-            raise ValueError("give either `prompt` or `messages`")
+            raise ValueError("set either `prompt` or `messages`")
         if self.messages is not None:
             check_messages(self.messages)
         return self
 
 
 class UpdateWeightsBody(BaseModel):
-    """`POST /update_weights`. `weight_dir` must be given: null, on purpose, means the weights of the start."""
+    """`POST /update_weights`. `weight_dir` is required; an explicit null restores the initial weights."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
     weight_dir: str | None
@@ -185,7 +185,7 @@ class LoadAdapterBody(BaseModel):
 
 
 class InitBroadcasterBody(BaseModel):
-    """`POST /init_broadcaster`: join the trainer's weight group at `host`:`port`, as one of several servers."""
+    """`POST /init_broadcaster`: join the trainer's weight group at `host`:`port` as server `server_rank`."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
     host: str
@@ -193,11 +193,11 @@ class InitBroadcasterBody(BaseModel):
     server_rank: Annotated[int, Field(ge=0)]
     num_inference_server: Annotated[int, Field(ge=1)]
     timeout: Annotated[int, Field(ge=1)]
-    """Seconds, for joining and for each transfer."""
+    """Timeout in seconds for joining and for each transfer."""
 
 
 def check_messages(messages: list[dict[str, Any]]) -> None:
-    """Raise ValueError unless every message has a role and a content that a text model can read."""
+    """Raise ValueError unless every message has a role and text content."""
     if not messages:
         raise ValueError("`messages` is empty")
     for index, message in enumerate(messages):
@@ -205,22 +205,22 @@ def check_messages(messages: list[dict[str, Any]]) -> None:
             raise ValueError(f"messages[{index}] has no `role`")
         content = message.get("content")
         if not isinstance(content, str | list | None):
-            raise ValueError(f"messages[{index}].content is neither text nor a list of parts")
+            raise ValueError(f"messages[{index}].content must be text or a list of parts")
         if content is None and message["role"] != "assistant":
             raise ValueError(f"messages[{index}] has no `content`")
         for part in content if isinstance(content, list) else []:
             if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-                raise ValueError(f"messages[{index}].content has a part that is not text; this engine reads text only")
+                raise ValueError(f"messages[{index}].content has a part that is not text; this engine is text-only")
 
 
 Parsed = TypeVar("Parsed", bound=BaseModel)
 
 
 def parse_body(kind: type[Parsed], raw: bytes) -> Parsed:
-    """Validate a request's JSON.
+    """Parse and validate a JSON request body.
 
     Raises:
-        RequestError: 400, with the first fault and the argument it is about.
+        RequestError: status 400, naming the first invalid argument.
     """
     try:
         return kind.model_validate_json(raw)

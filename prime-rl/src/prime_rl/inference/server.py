@@ -1,7 +1,7 @@
-"""The `inference` command: choose the engine, and serve until told to stop.
+"""The `inference` command: selects the engine and serves until SIGTERM or SIGINT.
 
-Exit status: 0 after SIGTERM or SIGINT (a server ends well only by being stopped), 1 when it cannot start or its engine
-fails, 2 for a config that it cannot honour.
+Exit status: 0 after SIGTERM or SIGINT, 1 if the server cannot start or its engine fails, 2 if the engine does not
+support a setting in the config.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from prime_rl.utils.pydantic_config import get_unknown_args, parse_argv_or_exit
 Backend = Literal["vllm", "embedded"]
 
 VLLM_PYTHON_VARIABLE = "PRIME_RL_VLLM_PYTHON"
-"""Names an interpreter that has vLLM and this engine, for an environment whose own has no vLLM."""
+"""Environment variable: path of a Python interpreter with vLLM and prime_rl, used when the current one has no vLLM."""
 
-# What only vLLM reads. `enforce_eager` is not here: the embedded engine never compiles. Nor is
-# `gpu_memory_utilization`, which bounds it on a GPU and has nothing to bound on a CPU.
+# Settings that only vLLM reads. `enforce_eager` is not listed because the embedded engine never compiles, and
+# `gpu_memory_utilization` is not listed because the embedded engine uses it on a GPU.
 VLLM_ONLY = (
     "model.reasoning_parser",
     "model.rope_scaling",
@@ -39,7 +39,7 @@ VLLM_ONLY = (
 
 
 def main() -> None:
-    """`inference @ inference.toml --server.port 8000`. Further options go to vLLM when that is the engine."""
+    """Run `inference @ inference.toml --server.port 8000`. The vLLM engine also receives all unknown options."""
     config = parse_argv_or_exit(InferenceConfig, allow_extras=True)
     extras = get_unknown_args()
     refuse_unbuilt(config)
@@ -47,35 +47,35 @@ def main() -> None:
     if _looks_like_path(config.model.name) and not Path(config.model.name).is_dir():
         get_logger().error(f"Inference failed: model path {config.model.name!r} does not exist")
         raise SystemExit(1)
-    backend, reason = choose_backend(config, lambda: vllm_installed() or other_python() is not None, gpu_visible)
+    backend, reason = choose_backend(config, lambda: vllm_installed() or vllm_python() is not None, gpu_visible)
     if backend == "embedded" and (faults := embedded_faults(config, extras, gpu_visible)):
         sys.stderr.writelines(f"error: {fault}\n" for fault in faults)
         raise SystemExit(2)
     get_logger().info(f"Inference engine: {backend} ({reason})")
     if backend == "vllm":
         raise SystemExit(_serve_vllm(config, extras))
-    _leave(_serve_embedded(config))
+    _exit_now(_serve_embedded(config))
 
 
 def choose_backend(
     config: InferenceConfig, has_vllm: Callable[[], bool], has_gpu: Callable[[], bool]
 ) -> tuple[Backend, str]:
-    """The engine, and why. `auto` is vLLM when it is installed and a GPU is to be used, else the embedded engine."""
+    """Return the engine and the reason. `auto` is vLLM if it is installed and a GPU is used, else embedded."""
     if config.backend != "auto":
         return config.backend, "as configured"
     if not has_vllm():
         return "embedded", "vLLM is not installed"
     if config.device == "cpu":
         return "embedded", 'device = "cpu"'
-    return ("vllm", "vLLM and a GPU are here") if has_gpu() else ("embedded", "no GPU is visible")
+    return ("vllm", "vLLM and a GPU are available") if has_gpu() else ("embedded", "no GPU is visible")
 
 
 def vllm_installed() -> bool:
     return importlib.util.find_spec("vllm") is not None
 
 
-def other_python() -> str | None:
-    """The interpreter that the environment names for vLLM."""
+def vllm_python() -> str | None:
+    """The interpreter named by `PRIME_RL_VLLM_PYTHON`, if any."""
     return os.environ.get(VLLM_PYTHON_VARIABLE) or None
 
 
@@ -86,16 +86,18 @@ def gpu_visible() -> bool:
 
 
 def embedded_faults(config: InferenceConfig, extras: list[str], has_gpu: Callable[[], bool]) -> list[str]:
-    """One line for each setting that the embedded engine would have to ignore."""
-    advice = 'only the vllm engine reads it: leave it out, or set backend = "vllm"'
+    """Return one error line for each setting that the embedded engine does not support."""
+    advice = 'only the vllm engine supports it: remove it, or set backend = "vllm"'
     defaults = InferenceConfig.model_construct()
     faults = [f"{key} = {_at(config, key)!r}: {advice}" for key in VLLM_ONLY if _at(config, key) != _at(defaults, key)]
     if (parser := tool_call_parser(config.model.tool_call_parser, config.model.name)) not in (None, *TOOL_PARSERS):
         known = ", ".join(TOOL_PARSERS)
-        faults.append(f'model.tool_call_parser = {parser!r}: the embedded engine knows {known}; set backend = "vllm"')
-    # On a CPU, what would be several processes is one engine with the cores of all.
+        faults.append(
+            f'model.tool_call_parser = {parser!r}: the embedded engine supports {known}; set backend = "vllm"'
+        )
+    # On a CPU, one engine uses the cores of all tp * dp processes instead.
     if config.parallel.tp * config.parallel.dp > 1 and config.device != "cpu" and has_gpu():
-        faults.append(f'parallel ({config.parallel}): the embedded engine takes one GPU; set backend = "vllm" for more')
+        faults.append(f'parallel ({config.parallel}): the embedded engine uses one GPU; set backend = "vllm" for more')
     if config.api_server_count > config.parallel.dp:
         faults.append(f"api_server_count = {config.api_server_count}: {advice}")
     return [*faults, *(f"unknown option {extra}: {advice}" for extra in extras if extra.startswith("-"))]
@@ -109,7 +111,7 @@ def _at(config: InferenceConfig, key: str) -> Any:
 
 
 def _looks_like_path(name: str) -> bool:
-    """Hub names are `owner/model` or `model`; anything else can only be a path."""
+    """Hub names are `owner/model` or `model`; anything else must be a path."""
     return name.startswith((".", "/", "~")) or name.count("/") > 1
 
 
@@ -118,7 +120,7 @@ def _serve_embedded(config: InferenceConfig) -> int:
     from prime_rl.inference.embedded.process import EmbeddedServer
 
     try:
-        # Bound before the model loads, so that a taken port is found at once; connections are refused until later.
+        # Bind before the model loads, so that a port in use fails at once. Connections are refused until `listen`.
         with _bound_socket(config) as listener:
             EmbeddedServer(config).serve_until_stopped(listener)
     except EngineError as exc:
@@ -130,9 +132,8 @@ def _serve_embedded(config: InferenceConfig) -> int:
     return 0
 
 
-def _leave(status: int) -> NoReturn:
-    """End the process at once: taking torch and Transformers apart takes seconds, and a model that is still loading in
-    its thread cannot be interrupted."""
+def _exit_now(status: int) -> NoReturn:
+    """Exit without interpreter teardown, which takes seconds with torch and waits for a model that is still loading."""
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -157,17 +158,17 @@ def _serve_vllm(config: InferenceConfig, extras: list[str]) -> int:
         from prime_rl.inference.vllm.serve import serve
 
         return serve(config, extras)
-    if (python := other_python()) is not None:
-        return _go_on_as(python)
+    if (python := vllm_python()) is not None:
+        return _exec_under(python)
     get_logger().error(
-        f'Inference failed: backend = "vllm", but {sys.executable} has no vLLM: install prime-rl[vllm], or name an '
-        f"interpreter that has it in {VLLM_PYTHON_VARIABLE}"
+        f'Inference failed: backend = "vllm", but {sys.executable} has no vLLM: install prime-rl[vllm], or set '
+        f"{VLLM_PYTHON_VARIABLE} to an interpreter that has it"
     )
     return 1
 
 
-def _go_on_as(python: str) -> int:
-    """Become the same command under another interpreter: the same process to whoever started it."""
+def _exec_under(python: str) -> int:
+    """Replace this process with the same command under another interpreter; the process id stays the same."""
     env = {name: value for name, value in os.environ.items() if name != VLLM_PYTHON_VARIABLE}
     get_logger().info(f"vLLM runs under {python} ({VLLM_PYTHON_VARIABLE})")
     sys.stdout.flush()

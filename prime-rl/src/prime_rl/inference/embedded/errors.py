@@ -1,37 +1,37 @@
-"""What can go wrong in the embedded engine. Loads nothing, so that the HTTP routes can name these from the start."""
+"""Errors of the embedded engine. Imports nothing heavy, so that the HTTP routes can use them before torch is loaded."""
 
 from __future__ import annotations
 
 
 class EngineError(Exception):
-    """Base of the errors below; each message is one line for a person."""
+    """Base class; each message is one line for the user."""
 
 
 class ModelNotFound(EngineError):
-    """The model's name is neither a directory with a model nor a hub model that can be fetched."""
+    """The model name is neither a local model directory nor a hub model that can be downloaded."""
 
 
 class UnsupportedModel(EngineError):
-    """The model, or what the config asks of it, is beyond this engine."""
+    """This engine does not support the model, or a setting for it."""
 
 
 class TemplateFailed(EngineError):
-    """The chat template does not take these messages, or there is none."""
+    """The chat template rejects the messages, or the tokenizer has no template."""
 
 
 class EngineBusy(EngineError):
-    """The queue is full."""
+    """The request queue is full."""
 
 
 class EngineStopped(EngineError):
-    """The engine no longer takes requests, or stopped before it had answered this one."""
+    """The engine no longer accepts requests, or stopped before it completed this one."""
 
 
 class GenerationFailed(EngineError):
-    """The model gave no usable distribution."""
+    """The model produced logits that cannot be sampled from, or the request's adapter was unloaded."""
 
 
 def first_line(error: Exception) -> str:
-    """What a library said, without its advice and traces."""
+    """The first line of a library's error message, without its advice and traceback."""
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__

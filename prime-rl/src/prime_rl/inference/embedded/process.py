@@ -1,4 +1,4 @@
-"""The embedded engine's process: a server that answers at once, and an engine that loads and runs in a thread."""
+"""The embedded engine's process: an HTTP server that responds at once, and a thread that loads and runs the model."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _GRACE_S = 3
 
 
 class EmbeddedServer(uvicorn.Server):
-    """Uvicorn, with the engine's life tied to it."""
+    """A uvicorn server that starts and stops the engine's thread with itself."""
 
     def __init__(self, config: InferenceConfig) -> None:
         self.api = Api(config.model.name)
-        # uvicorn serves without its lifespan protocol: the engine's thread is managed here.
+        # lifespan="off": this class manages the engine's thread.
         super().__init__(
             uvicorn.Config(
                 self.api.app(),
@@ -39,12 +39,13 @@ class EmbeddedServer(uvicorn.Server):
         self._engine_thread = threading.Thread(target=self._run_engine, name="engine", daemon=True)
 
     def serve_until_stopped(self, listener: socket.socket) -> None:
-        """Serve on `listener` until SIGTERM, SIGINT or a failure of the engine, which is raised.
+        """Serve on `listener` until SIGTERM, SIGINT or an engine failure.
 
         Raises:
-            ModelNotFound, UnsupportedModel: the model cannot be served; the message is one line for a person.
+            ModelNotFound, UnsupportedModel: the model cannot be served; the message is one line for the user.
+            Exception: any other error of the engine's thread.
         """
-        # uvicorn raises the signal again after its clean-up; a stop that was asked for is not a failure.
+        # uvicorn raises the signal again after its clean-up; a requested stop must not end the process with a failure.
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: None)
         self._engine_thread.start()
@@ -55,7 +56,7 @@ class EmbeddedServer(uvicorn.Server):
             raise self.failure
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Answer what is in flight with 503 instead of waiting for it, then stop."""
+        """Fail requests in flight with status 503 instead of waiting for them, then stop."""
         if self.api.service is not None:
             self.api.service.engine.stop()
         super().handle_exit(sig, frame)
@@ -63,7 +64,7 @@ class EmbeddedServer(uvicorn.Server):
     def _run_engine(self) -> None:
         started = time.perf_counter()
         try:
-            # Here and not at the top: these imports take seconds, in which the server already answers 503.
+            # Imported here because it takes seconds, during which the server already responds with 503.
             with importing():
                 import_transformers()
                 from prime_rl.inference.embedded.startup import start_service
@@ -76,7 +77,7 @@ class EmbeddedServer(uvicorn.Server):
                 f"{self.inference.server.host or '0.0.0.0'}:{self.inference.server.port}",
             )
             service.engine.run()
-        except Exception as exc:  # noqa: BLE001 - carried to the main thread, which ends the process with it
+        except Exception as exc:  # noqa: BLE001 - the main thread raises it
             self.failure = exc
         finally:
             self.should_exit = True

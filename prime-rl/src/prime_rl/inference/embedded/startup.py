@@ -1,4 +1,4 @@
-"""From an inference config to a service that is ready to answer."""
+"""Builds the embedded engine's service from an inference config: loads the model and sizes the key-value cache."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from prime_rl.inference.families import tool_call_parser
 from prime_rl.launch.devices import usable_cores
 
 CPU_MEMORY_SHARE = 0.25
-"""Of the machine's memory, for keys and values on a CPU: a trainer and environments live there too."""
+"""Fraction of the machine's memory for the key-value cache on a CPU, which is shared with trainer and environments."""
 
 PREFIX_SHARE = 0.125
-"""Of the memory for running sequences, this much again for the keys and values of finished ones."""
+"""Size of the prefix cache as a fraction of the key-value memory of running sequences, in addition to it."""
 
 
 def start_service(config: InferenceConfig) -> Service:
-    """Load the model and its tokenizer, and run it once. The caller's thread becomes the engine's by `engine.run()`.
+    """Load the model and its tokenizer, and run a warm-up step. The caller then runs `engine.run()` in its thread.
 
     Raises:
-        ModelNotFound, UnsupportedModel: one line for the person who started the server.
+        ModelNotFound, UnsupportedModel: the message is one line for the user.
     """
     disable_progress_bar()
     set_verbosity_error()
@@ -49,7 +49,7 @@ def start_service(config: InferenceConfig) -> Service:
     served = ServedModel(name, max_model_len, runner.vocab_size, defaults)
     parser = TOOL_PARSERS.get(tool_call_parser(config.model.tool_call_parser, name) or "")
     engine = _engine(config, runner)
-    engine.new_weights.from_trainer = config.weight_broadcast.type == "nccl"
+    engine.weight_source.from_trainer = config.weight_broadcast.type == "nccl"
     return Service(engine, text, served, random.Random(config.seed), parser)
 
 
@@ -70,7 +70,7 @@ def _device(name: str) -> torch.device:
 
 
 def _use_cores_of(processes: int) -> None:
-    """Compute with the cores of several processes: a launcher gives each its share, and one engine does their work."""
+    """Use the cores of `processes` processes: the launcher assigns cores per process, and one engine replaces all."""
     torch.set_num_threads(min(usable_cores(), processes * torch.get_num_threads()))
 
 
@@ -78,7 +78,7 @@ def _max_model_len(model: PreTrainedConfig, wanted: int | None) -> int:
     longest: int | None = getattr(model.get_text_config(), "max_position_embeddings", None)
     if not wanted:
         if longest is None:
-            raise UnsupportedModel("the model's config names no context length: set inference.model.max_model_len")
+            raise UnsupportedModel("the model's config has no context length: set inference.model.max_model_len")
         return longest
     if longest is not None and wanted > longest:
         raise UnsupportedModel(f"inference.model.max_model_len is {wanted}, but the model's context is {longest}")
@@ -89,5 +89,5 @@ def _kv_budget_bytes(device: torch.device, gpu_memory_utilization: float) -> int
     if device.type == "cpu":
         return int(CPU_MEMORY_SHARE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     free, total = torch.cuda.mem_get_info(device)
-    # Half of what the share leaves: growing the slots holds the old and the new tensors at once.
+    # Halved because the old and the new tensors are alive at the same time while the slots grow.
     return max(0, int(gpu_memory_utilization * total) - (total - free)) // 2

@@ -1,4 +1,4 @@
-"""LoRA adapters in vLLM: loaded in place under their names, with versions of their own."""
+"""Loads LoRA adapters into vLLM in place and tracks the version of each one."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from prime_rl.run.paths import step_of
 
 @dataclass(slots=True)
 class Adapters:
-    """The adapters of a server. Change them only while generation is paused."""
+    """The server's adapters. Change them only while generation is paused."""
 
     engine: AsyncLLM
     models: OpenAIServingModels
-    """Where vLLM looks up the adapter that a request names."""
+    """vLLM's registry, which resolves a request's `model` to an adapter."""
     base_dir: Path
     versions: dict[str, int] = field(default_factory=dict)
 
     def check(self, name: str, directory: Path) -> None:
-        """Read the headers of an adapter and see whether it can be loaded.
+        """Check, from the adapter's config and headers, that it can be loaded.
 
         Raises:
-            AdapterMissing: a file is not there.
-            WeightError: the adapter does not fit this model or this server.
+            AdapterMissing: the directory or one of its files does not exist.
+            WeightError: the adapter does not fit the model or exceeds the server's limits.
         """
         limits = self.engine.vllm_config.lora_config
         if limits is None:
@@ -38,27 +38,27 @@ class Adapters:
         read_adapter_spec(directory, checkpoint_shapes(self.base_dir), limits.max_lora_rank or DEFAULT_MAX_RANK)
 
     async def load(self, name: str, directory: Path) -> int:
-        """Load an adapter, or a new version of it in place; its version.
+        """Load an adapter under `name`, or replace its current version in place. Returns the version.
 
-        vLLM would read a request's adapter again in every step that is told to load in place. So the workers are told
-        once, and requests, old and new, name what they then hold.
+        With `load_inplace` in a request, vLLM would read the adapter again in every step. So only this call sets it,
+        and requests refer to the loaded adapter without it.
 
         Raises:
-            WeightError: vLLM refuses it. The old version then stays.
+            WeightError: vLLM rejects the adapter. The old version then stays live.
         """
         known = self.models.lora_requests.get(name)
         number = known.lora_int_id if known is not None else self.models.lora_id_counter.inc(1)
         try:
             await self.engine.add_lora(LoRARequest(name, number, str(directory), load_inplace=True))
-        except Exception as exc:  # whatever a worker raises arrives as one of several kinds
-            raise WeightError(f"vLLM does not load the adapter {str(directory)!r}: {exc}") from exc
+        except Exception as exc:  # workers' errors arrive as various types
+            raise WeightError(f"vLLM cannot load the adapter {str(directory)!r}: {exc}") from exc
         self.models.lora_requests[name] = LoRARequest(name, number, str(directory))
         step = step_of(directory)
         self.versions[name] = self.versions.get(name, 0) + 1 if step is None else step
         return self.versions[name]
 
     async def unload_all(self) -> None:
-        """Forget the adapters and end the requests that name one, because the weights under them are replaced."""
+        """Unload all adapters and abort the requests that use one, because their base weights are being replaced."""
         if not self.versions:
             return
         self.versions.clear()

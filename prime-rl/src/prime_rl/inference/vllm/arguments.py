@@ -1,4 +1,4 @@
-"""vLLM's own arguments for an inference config."""
+"""Translates an inference config into vLLM's server arguments."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ WORKER_EXTENSION = "prime_rl.inference.vllm.worker.CheckpointLoading"
 
 
 def vllm_arguments(config: InferenceConfig, extras: list[str], parser: ArgumentParser) -> Namespace:
-    """The namespace that vLLM's server starts from. `extras` are raw options of vLLM, which win over the config.
+    """Build the argument namespace for vLLM's server. `extras` are raw vLLM options, which override the config.
 
-    What the config leaves at None is left to vLLM's own default.
+    Settings that are None in the config keep vLLM's default.
     """
     values = {name: value for name, value in vars(config.to_vllm()).items() if value is not None}
     values.pop("tool_call_parser", None)
@@ -23,7 +23,7 @@ def vllm_arguments(config: InferenceConfig, extras: list[str], parser: ArgumentP
         "worker_extension_cls": WORKER_EXTENSION,
         "enable_server_load_tracking": True,
         "disable_uvicorn_access_log": True,
-        # Not vLLM's own: for our routes, which know nothing else of the config.
+        # Not a vLLM argument: our routes read it, because they have no other access to the config.
         "weight_broadcast": config.weight_broadcast.type,
     }
     return parser.parse_args(extras, namespace=Namespace(**values))

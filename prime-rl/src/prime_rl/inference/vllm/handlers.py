@@ -1,4 +1,4 @@
-"""vLLM's chat and completion handlers, with the weight version of every token and with prompts given as tokens."""
+"""Extends vLLM's chat and completion handlers with per-token weight versions and pre-tokenized prompts."""
 
 from __future__ import annotations
 
@@ -19,24 +19,26 @@ Handler = TypeVar("Handler")
 
 
 class TokensChatRequest(ChatCompletionRequest):
-    """A chat request whose prompt ids are `tokens`, already rendered by the client."""
+    """A chat request whose prompt the client has tokenized already (`tokens`)."""
 
     tokens: list[int]
 
 
 class ChatServing(OpenAIServingChat):
+    """vLLM's chat handler with weight versions and pre-tokenized prompts."""
+
     update_count: UpdateCount
 
     async def render_chat_request(self, request: ChatCompletionRequest) -> Any:
-        """The messages are rendered as ever, since parsers read them; then the given tokens take their place."""
+        """Render the messages, which vLLM's parsers need, then replace the prompt ids by the request's tokens."""
         rendered = await super().render_chat_request(request)
         if isinstance(rendered, ErrorResponse):
             return rendered
         conversation, (prompt,) = rendered
         if isinstance(request, TokensChatRequest):
             prompt["prompt_token_ids"] = request.tokens
-        check_room(len(prompt["prompt_token_ids"]), self.model_config.max_model_len)
-        self.update_count.mark(prompt)
+        check_context_length(len(prompt["prompt_token_ids"]), self.model_config.max_model_len)
+        self.update_count.salt(prompt)
         return conversation, [prompt]
 
     async def chat_completion_full_generator(
@@ -44,25 +46,27 @@ class ChatServing(OpenAIServingChat):
     ) -> ErrorResponse | ChatCompletionResponse:
         last: list[RequestOutput] = []
 
-        async def remembered() -> AsyncIterator[RequestOutput]:
+        async def keep_last() -> AsyncIterator[RequestOutput]:
             async for output in result_generator:
                 last[:] = [output]
                 yield output
 
-        response = await super().chat_completion_full_generator(request, remembered(), *rest, **options)
+        response = await super().chat_completion_full_generator(request, keep_last(), *rest, **options)
         if isinstance(response, ChatCompletionResponse) and last:
             _add_versions(response, last[0].outputs)
         return response
 
 
 class CompletionServing(OpenAIServingCompletion):
+    """vLLM's completion handler with weight versions."""
+
     update_count: UpdateCount
 
     async def render_completion_request(self, request: Any) -> Any:
         rendered = await super().render_completion_request(request)
         for prompt in [] if isinstance(rendered, ErrorResponse) else rendered:
-            check_room(len(prompt["prompt_token_ids"]), self.model_config.max_model_len)
-            self.update_count.mark(prompt)
+            check_context_length(len(prompt["prompt_token_ids"]), self.model_config.max_model_len)
+            self.update_count.salt(prompt)
         return rendered
 
     def request_output_to_completion_response(
@@ -73,21 +77,24 @@ class CompletionServing(OpenAIServingCompletion):
         return response
 
 
-def adopt(kind: type[Handler], handler: Any, update_count: UpdateCount) -> Handler:
-    """A `kind` with the state of the handler that vLLM has built from its many arguments."""
-    adopted = kind.__new__(kind)
-    adopted.__dict__.update(handler.__dict__, update_count=update_count)
-    return adopted
+def as_subclass(kind: type[Handler], handler: Any, update_count: UpdateCount) -> Handler:
+    """Create a `kind` with the state of vLLM's handler, to avoid repeating vLLM's many constructor arguments."""
+    converted = kind.__new__(kind)
+    converted.__dict__.update(handler.__dict__, update_count=update_count)
+    return converted
 
 
-def check_room(length: int, limit: int) -> None:
-    """Refuse a prompt that leaves no room for an answer, in the words that clients look for."""
+def check_context_length(length: int, limit: int) -> None:
+    """Raise RequestError if a prompt fills the context. Clients match on the wording of the message."""
     if length >= limit:
         raise RequestError(CONTEXT_LENGTH_MESSAGE.format(limit=limit, length=length))
 
 
 def _add_versions(response: ChatCompletionResponse | CompletionResponse, outputs: Sequence[CompletionOutput]) -> None:
-    """vLLM labels versions with text and reports them on its own routes only; ours are numbers of the named model."""
+    """Add `weight_versions` to every choice: spans with the version number of the response's model.
+
+    vLLM itself reports versions as text labels, and only on its own routes.
+    """
     for choice, output in zip(response.choices, outputs, strict=True):
         spans: list[dict[str, int]] = []
         for span in output.weight_versions or []:

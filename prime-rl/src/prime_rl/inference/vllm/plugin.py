@@ -1,4 +1,4 @@
-"""Our routes in vLLM's server, through its endpoint plugins: weight updates, pause and resume, prompts as tokens."""
+"""vLLM endpoint plugin with PRIME-RL's routes: weight updates, adapters, pause and resume, pre-tokenized chats."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ from prime_rl.inference.protocol import (
     parse_body,
 )
 from prime_rl.inference.vllm.adapters import Adapters
-from prime_rl.inference.vllm.handlers import ChatServing, CompletionServing, TokensChatRequest, adopt
+from prime_rl.inference.vllm.handlers import ChatServing, CompletionServing, TokensChatRequest, as_subclass
 from prime_rl.inference.vllm.versions import UpdateCount, label_of
-from prime_rl.inference.weight_group import NOT_STARTED_FOR_IT
+from prime_rl.inference.weight_group import NO_WEIGHT_GROUP
 from prime_rl.run.paths import step_of
 from prime_rl.utils.logger import SUCCESS, get_logger, setup_logger
 
@@ -41,7 +41,7 @@ _GRACE_S = 3
 
 
 class PrimeRoutes:
-    """A vLLM endpoint plugin; one instance in every API server process."""
+    """The endpoint plugin. Each API server process has one instance."""
 
     name = "prime_rl"
     required_tasks = ("generate",)
@@ -53,7 +53,7 @@ class PrimeRoutes:
 
     def attach_router(self, app: FastAPI) -> None:
         self._app = app
-        app.add_exception_handler(RequestError, _answer_request_error)
+        app.add_exception_handler(RequestError, _request_error_response)
         for path, handler in {
             "/update_weights": self.update_weights,
             "/reload_weights": self.reload_weights,
@@ -67,7 +67,7 @@ class PrimeRoutes:
         app.add_api_route("/is_paused", self.is_paused, methods=["GET"])
 
     async def init_state(self, engine_client: EngineClient | None, state: State, args: Namespace) -> None:
-        assert engine_client is not None, "the task `generate` comes with an engine"
+        assert engine_client is not None, "the task `generate` requires an engine"
         setup_logger("info")
         self._engine = engine_client
         self._base = Path(str(cached_file(args.model, "config.json"))).parent
@@ -76,8 +76,10 @@ class PrimeRoutes:
         self._adapters = Adapters(engine_client, state.openai_serving_models, self._base)
         self._update_count = UpdateCount()
         await self._engine.update_weight_version(label_of(0, {}))
-        state.openai_serving_chat = adopt(ChatServing, state.openai_serving_chat, self._update_count)
-        state.openai_serving_completion = adopt(CompletionServing, state.openai_serving_completion, self._update_count)
+        state.openai_serving_chat = as_subclass(ChatServing, state.openai_serving_chat, self._update_count)
+        state.openai_serving_completion = as_subclass(
+            CompletionServing, state.openai_serving_completion, self._update_count
+        )
         self._watching = asyncio.create_task(self._watch(args))
 
     async def update_weights(self, request: Request) -> JSONResponse:
@@ -105,10 +107,10 @@ class PrimeRoutes:
         return JSONResponse({"status": "ok", "version": version})
 
     async def init_broadcaster(self, request: Request) -> JSONResponse:
-        """Let all workers join the trainer's weight group."""
+        """Make all workers join the trainer's weight group."""
         body = parse_body(InitBroadcasterBody, await request.body())
         if not self._from_trainer:
-            raise RequestError(NOT_STARTED_FOR_IT)
+            raise RequestError(NO_WEIGHT_GROUP)
         await self._on_workers("join_weight_group", body.model_dump(), self._workers)
         return JSONResponse({"status": "ok"})
 
@@ -127,7 +129,7 @@ class PrimeRoutes:
         return await create_chat_completion(request, raw_request=raw_request)
 
     async def _swap(self, directory: Path | None) -> JSONResponse:
-        """Load weights on all workers between two steps. Running requests keep their keys and values and go on."""
+        """Load weights on all workers between two steps. Running requests keep their keys and values."""
         started = time.perf_counter()
         source = directory or self._base
         received = directory is not None and self._from_trainer
@@ -146,14 +148,18 @@ class PrimeRoutes:
         return JSONResponse({"status": "ok", "version": self._version})
 
     async def _on_workers(self, method: str, *args: Any) -> None:
-        """Have every worker do it; what one of them says went wrong is the answer."""
+        """Call a method on every worker.
+
+        Raises:
+            RequestError: a worker failed; the message is the first worker's error.
+        """
         faults = [fault for fault in await self._engine.collective_rpc(method, args=args) if fault is not None]
         if faults:
             raise RequestError(faults[0], HTTPStatus.INTERNAL_SERVER_ERROR)
 
     @asynccontextmanager
     async def _between_steps(self) -> AsyncIterator[None]:
-        """Change weights in this block: no step runs meanwhile, and the next one has their label and an empty cache."""
+        """Pause generation while the block changes weights, then relabel them and invalidate the prefix cache."""
         was_paused = await self._engine.is_paused()
         if not was_paused:
             await self._engine.pause_generation(mode="keep", clear_cache=False)
@@ -166,9 +172,9 @@ class PrimeRoutes:
                 await self._engine.resume_generation()
 
     async def _watch(self, args: Namespace) -> None:
-        """Say that the server answers, once it does; from then on, end the process when its engine dies.
+        """Log when the server is ready, then exit with status 1 if the engine dies.
 
-        vLLM has no hook after the first moment, and ends with status 0 in the second case as if it had been stopped.
+        vLLM has no hook for readiness, and it exits with status 0 when its engine dies.
         """
         while not getattr(getattr(self._app.state, "server", None), "started", False):
             await asyncio.sleep(_POLL_S)
@@ -181,7 +187,7 @@ class PrimeRoutes:
         raise SystemExit(1)
 
     def _stop(self) -> None:
-        """Stop accepting, give what is in flight a moment, and leave with the engine: uvicorn's own way out."""
+        """Shut down through uvicorn: stop accepting requests and give those in flight a few seconds to finish."""
         assert self._watching is not None
         self._watching.cancel()
         server: uvicorn.Server = self._app.state.server
@@ -189,6 +195,6 @@ class PrimeRoutes:
         server.should_exit = True
 
 
-def _answer_request_error(_: Request, exc: Exception) -> JSONResponse:
+def _request_error_response(_: Request, exc: Exception) -> JSONResponse:
     assert isinstance(exc, RequestError)
     return JSONResponse(exc.body(), status_code=exc.status)

@@ -1,4 +1,4 @@
-"""Start vLLM's own OpenAI server, in this process, with our routes and our worker extension in it."""
+"""Starts vLLM's OpenAI server in this process, with PRIME-RL's routes and worker extension."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from prime_rl.inference.vllm.versions import UpdateCount
 from prime_rl.utils.logger import get_logger
 
 PLUGIN_NAME = "prime_rl"
-"""Of the entry point in the group `vllm.endpoint_plugins`, which brings `prime_rl.inference.vllm.plugin`."""
+"""Name of the entry point for `prime_rl.inference.vllm.plugin` in the group `vllm.endpoint_plugins`."""
 
 CPU_CACHE_SHARE = 0.1
-"""Of a machine's memory, for keys and values on a CPU: a trainer and environments live there too."""
+"""Fraction of the machine's memory for the key-value cache on a CPU, which is shared with trainer and environments."""
 
 _MEMORY_NODES = Path("/sys/devices/system/node")
 
 
 def serve(config: InferenceConfig, extras: list[str]) -> int:
-    """Serve until stopped; the exit status. API server and worker processes load the same plugin and extension."""
+    """Serve until stopped and return the exit status. API server and worker processes load the plugin and extension."""
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     _allow_plugin()
     from vllm.entrypoints.cli.serve import ServeSubcommand
@@ -50,7 +50,11 @@ def serve(config: InferenceConfig, extras: list[str]) -> int:
 
 
 def _allow_plugin() -> None:
-    """vLLM loads endpoint plugins only by name, and naming one shuts out the general plugins that are not named."""
+    """Add our plugin to `VLLM_PLUGINS`.
+
+    vLLM loads endpoint plugins only if they are listed there. Setting the variable disables all unlisted general
+    plugins, so those are listed too.
+    """
     if (named := os.environ.get("VLLM_PLUGINS")) is not None:
         others = named.split(",")
     else:
@@ -59,10 +63,11 @@ def _allow_plugin() -> None:
 
 
 def _fit_cpu(args: Namespace) -> None:
-    """What vLLM's defaults, made for a GPU of its own, should be on a CPU that is shared with a trainer.
+    """Replace vLLM's defaults, which assume a dedicated GPU, by ones that suit a CPU shared with a trainer.
 
-    It would take most of the machine's memory, and not start where that much is not free. And the trainer computes in
-    float32 here, so `auto` means that for the engine too: in bfloat16 the two differ by 0.02 nats a token.
+    By default vLLM takes most of the machine's memory and fails to start if that much is not free. The trainer
+    computes in float32 on a CPU, so `auto` becomes float32 here too: with bfloat16, log-probabilities of engine and
+    trainer would differ by 0.02 nats per token.
     """
     default = InferenceConfig.model_fields["gpu_memory_utilization"].default
     if args.gpu_memory_utilization == default and args.kv_cache_memory_bytes is None:
@@ -70,7 +75,7 @@ def _fit_cpu(args: Namespace) -> None:
         args.kv_cache_memory_bytes = int(CPU_CACHE_SHARE * total_bytes)
     if args.dtype == "auto":
         args.dtype = "float32"
-    # It gives each process of a copy the cores of one memory node, and refuses to start where there are too few.
+    # vLLM binds each tensor-parallel process to one NUMA node and refuses to start if there are too few nodes.
     memory_nodes = len(list(_MEMORY_NODES.glob("node[0-9]*"))) or 1
     if args.tensor_parallel_size > memory_nodes and "VLLM_CPU_OMP_THREADS_BIND" not in os.environ:
         os.environ.setdefault("VLLM_CPU_SIM_MULTI_NUMA", "1")

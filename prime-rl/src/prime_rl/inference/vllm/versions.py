@@ -1,4 +1,4 @@
-"""What vLLM's one label of its weights says about the version of each model, and which cached prefixes may be used."""
+"""Weight versions in vLLM: encodes the versions of all models in vLLM's weight label, and salts the prefix cache."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ _SIZE_BYTES = 8
 
 
 def label_of(base: int, adapters: Mapping[str, int]) -> str:
-    """The label of weights with these versions: a number, or with adapters a JSON object. Every process can read it."""
+    """Encode versions as vLLM's weight label: the base version, or a JSON object if there are adapters."""
     return json.dumps({"": base, **adapters}) if adapters else str(base)
 
 
 def version_of(label: str, model: str) -> int:
-    """The version of `model`, an adapter's name or any other for the base model, in weights with this label."""
+    """Decode the version of `model` from a label. Any name that is not an adapter's means the base model."""
     versions = json.loads(label)
     return versions if isinstance(versions, int) else versions.get(model, versions[""])
 
 
 class UpdateCount:
-    """How often the weights have changed, known to all API server processes.
+    """The number of weight updates so far, shared by all API server processes through a memory-mapped file.
 
-    It goes into the hash of every cached prefix. vLLM does not empty its prefix cache while requests run, so without
-    it a request could be answered on keys and values of weights from before.
+    It is part of the hash of every cached prefix. vLLM does not clear its prefix cache while requests are running, so
+    without it a request could reuse keys and values computed with old weights.
     """
 
     def __init__(self) -> None:
@@ -40,7 +40,7 @@ class UpdateCount:
     @staticmethod
     @contextmanager
     def shared() -> Iterator[None]:
-        """Let this process and those that it starts share a count, for as long as the block runs."""
+        """Create a count for this process and its children, which exists while the block runs."""
         with NamedTemporaryFile(prefix="prime-rl-", suffix=".count") as file:
             file.write(bytes(_SIZE_BYTES))
             file.flush()
@@ -54,6 +54,6 @@ class UpdateCount:
     def advance(self) -> None:
         self._bytes[:_SIZE_BYTES] = (self.value + 1).to_bytes(_SIZE_BYTES, "little")
 
-    def mark(self, prompt: dict[str, Any]) -> None:
-        """Let a rendered prompt find only what the present weights have cached."""
+    def salt(self, prompt: dict[str, Any]) -> None:
+        """Restrict a rendered prompt to prefixes cached under the current weights, through vLLM's `cache_salt`."""
         prompt["cache_salt"] = f"{self.value}:{prompt.get('cache_salt', '')}"

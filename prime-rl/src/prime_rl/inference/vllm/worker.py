@@ -1,4 +1,4 @@
-"""What each vLLM worker can do beyond vLLM: load new weights into the live model, from files or from the trainer."""
+"""vLLM worker extension that loads new weights into the live model, from files or from the trainer's weight group."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch import Tensor
 
 from prime_rl.inference.checkpoint_files import WeightError, checkpoint_files
 from prime_rl.inference.protocol import InitBroadcasterBody
-from prime_rl.inference.weight_group import join_group, received
+from prime_rl.inference.weight_group import join_group, received_tensors
 from prime_rl.transport.errors import TransportError
 from prime_rl.transport.weights import WeightGroup
 
 
 class CheckpointLoading:
-    """Mixed into vLLM's worker class (`worker_extension_cls`); called through `collective_rpc`."""
+    """Mixin for vLLM's worker class (`worker_extension_cls`). Its methods are called through `collective_rpc`."""
 
     model_runner: Any
     vllm_config: Any
@@ -26,11 +26,11 @@ class CheckpointLoading:
     weight_group: WeightGroup | None = None
 
     def load_checkpoint(self, directory: str) -> None:
-        """Reload the model from the safetensors of `directory`, hub key naming, in place."""
+        """Reload the model in place from the safetensors files in `directory` (hub tensor names)."""
         self._reload(_tensors(Path(directory)))
 
     def join_weight_group(self, body: dict[str, Any], workers: int) -> str | None:
-        """Join the trainer's group as one of the server's `workers`; what went wrong, or None."""
+        """Join the trainer's weight group as one of the server's `workers`. Returns an error message or None."""
         parallel = self.vllm_config.parallel_config
         worker = parallel.data_parallel_index * parallel.tensor_parallel_size + self.rank
         try:
@@ -40,12 +40,12 @@ class CheckpointLoading:
         return None
 
     def receive_checkpoint(self, directory: str) -> str | None:
-        """Reload the model with the version that `directory` names, as the trainer sends it; what went wrong, or None.
+        """Receive the version that `directory` names from the trainer and load it. Returns an error message or None.
 
-        After a transfer that broke off, the weights are neither the old nor the new ones.
+        If the transfer fails halfway, the weights are a mix of old and new ones.
         """
         try:
-            self._reload(received(self.weight_group, Path(directory)))
+            self._reload(received_tensors(self.weight_group, Path(directory)))
         except (TransportError, WeightError) as error:
             return str(error)
         return None
@@ -53,8 +53,8 @@ class CheckpointLoading:
     def _reload(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
         """Replace all weights.
 
-        vLLM's reload undoes and redoes what the backend did to the weights after loading (packing, fusing); loading
-        into the packed parameters themselves would fail halfway.
+        Uses vLLM's reload, which reverts the backend's post-processing of weights (packing, fusing) and applies it
+        again. Loading into the packed parameters directly would fail halfway.
         """
         from vllm.config import set_current_vllm_config
 
@@ -63,7 +63,7 @@ class CheckpointLoading:
         self._repack_tied_heads()
 
     def _repack_tied_heads(self) -> None:
-        """The CPU backend packs a copy of the head, which the reload of vLLM 0.32 leaves stale when it is tied."""
+        """Repack tied heads: the CPU backend keeps a packed copy, which the reload in vLLM 0.32 leaves stale."""
         for module in self.model_runner.get_model().modules():
             packed = hasattr(module, "cpu_linear") and hasattr(module, "quant_method")
             if packed and getattr(module, "weight", None) is not None and module.weight.numel():

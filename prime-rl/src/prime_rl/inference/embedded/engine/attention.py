@@ -1,7 +1,7 @@
-"""Attention over key-value slots, plugged into Transformers' models through its public attention interface.
+"""Attention over the key-value cache slots, registered through Transformers' public attention interface.
 
-One forward pass takes the next token of every running sequence and the whole prompts of the new ones, laid out as one
-row of N tokens: first B decode tokens (token i belongs to slot row i), then the P prompts, one after the other.
+One forward pass decodes the next token of every running sequence and prefills the new prompts, laid out as one row of
+N tokens: first B decode tokens (token i belongs to slot row i), then the P prompts one after another.
 Shapes: H query heads, K key-value heads, G = H / K, D head dim, L longest prompt or sequence.
 """
 
@@ -24,16 +24,17 @@ ATTENTION_NAME = "kv_slots"
 
 
 class PromptBatch:
-    """Which of the N tokens are which prompt's. Prompts are padded on the right, which causal attention never sees.
+    """The prompts of one forward pass: their slot rows and the positions of their tokens among the N tokens.
 
-    `lengths` count the tokens that are read now, and `known` those before them, which are in the prompt's row already.
+    `lengths` are the numbers of tokens to prefill now, and `num_cached` the numbers of earlier tokens whose keys and
+    values are in the prompts' rows already. Prompts are padded on the right, where causal attention never looks.
     """
 
     def __init__(
         self,
         rows: SequenceOf[int],
         lengths: SequenceOf[int],
-        known: SequenceOf[int],
+        num_cached: SequenceOf[int],
         offset: int,
         device: torch.device,
     ) -> None:
@@ -44,13 +45,13 @@ class PromptBatch:
         sizes = torch.tensor(lengths)[:, None]
         self.token_index = (starts[:, None] + columns.minimum(sizes - 1)).to(device)
         self.is_token = (columns < sizes).to(device)
-        self.goes_on = any(known)
-        """Whether a prompt has tokens in its row already."""
-        self.positions = torch.tensor(known, device=device)[:, None] + columns.to(device)
-        self.total = max(count + length for count, length in zip(known, lengths, strict=True))
+        self.has_cached = any(num_cached)
+        """Whether any prompt has cached tokens in its row."""
+        self.positions = torch.tensor(num_cached, device=device)[:, None] + columns.to(device)
+        self.total = max(count + length for count, length in zip(num_cached, lengths, strict=True))
 
     def visible(self, window: int | None) -> Tensor:
-        """Mask [P, 1, width, total]: which stored tokens each of the padded tokens sees."""
+        """Boolean mask [P, 1, width, total]: the stored tokens that each padded token attends to."""
         columns = torch.arange(self.total, device=self.positions.device)
         last = self.positions[..., None]
         visible = columns <= last
@@ -60,7 +61,7 @@ class PromptBatch:
 
 
 class SlotStep:
-    """What the layers need to know about one forward pass."""
+    """Everything that the layers need to know about one forward pass."""
 
     def __init__(
         self,
@@ -70,7 +71,7 @@ class SlotStep:
         adapters: StepAdapters | None = None,
         common_start: CommonStart | None = None,
     ) -> None:
-        """`common_start` tells which of the decoding rows begin alike, where that is worth while."""
+        """`common_start` groups decoding rows with a shared prompt; None computes attention row by row."""
         self.slots = slots
         self.common_start = common_start
         self.adapters = adapters
@@ -82,14 +83,14 @@ class SlotStep:
         self._masks: dict[int | None, Tensor] = {}
 
     def decode_targets(self, num_heads: int) -> Tensor:
-        """Where the new token of every head of every row goes, [B * K], among all stored tokens of all heads."""
+        """Flat index [B * K] of each row's and head's new token in the stored tensors viewed as [rows * K * L, D]."""
         if num_heads not in self._decode_targets:
             heads = torch.arange(self.num_decode * num_heads, device=self.slots.device).view(-1, num_heads)
             self._decode_targets[num_heads] = (heads * self.slots.length + self.decode_positions[:, None]).flatten()
         return self._decode_targets[num_heads]
 
     def decode_mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
-        """Additive mask [B, 1, 1, L] of what each sequence has stored, limited to the last `window` tokens."""
+        """Additive mask [B, 1, 1, L] over the stored tokens of each sequence, limited to the last `window` tokens."""
         if window not in self._masks:
             columns = torch.arange(self.decode_length, device=self.slots.device)
             last = self.decode_positions[:, None]
@@ -104,21 +105,21 @@ class SlotStep:
 def attend(
     step: SlotStep, layer_index: int, new: tuple[Tensor, Tensor, Tensor], scaling: float, window: int | None
 ) -> Tensor:
-    """Store the new keys and values of a layer, and attend to all that is stored.
+    """Store the new keys and values of a layer, and attend to all stored tokens.
 
     Args:
-        new: query [N, H, D], key [N, K, D] and value [N, K, D], rotary positions applied.
-        window: how many tokens back a token sees, itself included; None sees all.
+        new: query [N, H, D], key [N, K, D] and value [N, K, D], with rotary embeddings applied.
+        window: sliding window in tokens, including the token itself; None attends to all.
 
     Returns:
-        [N, H * D].
+        The attention output, [N, H * D].
     """
     stored = step.slots.layer(layer_index, like=new[1])
     parts = []
     if step.num_decode:
         parts.append(_decode(step, stored, new, scaling, window))
     if step.prompts is not None:
-        read = _continue if step.prompts.goes_on else _prefill
+        read = _extend if step.prompts.has_cached else _prefill
         parts.append(read(step.prompts, stored, new, scaling, window))
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
@@ -141,10 +142,13 @@ def slot_attention(
 ) -> tuple[Tensor, None]:
     """`attend` with the signature of Transformers' attention functions: [1, heads, N, D] in, [1, N, H * D] out.
 
-    `slot_step` arrives through the model's own call.
+    `slot_step` is a keyword argument of the model's forward call, which Transformers passes through.
+
+    Raises:
+        UnsupportedModel: the model uses attention soft caps or sinks.
     """
     if options.get("softcap") is not None or options.get("s_aux") is not None:
-        raise UnsupportedModel(f"{type(module).__name__} needs attention soft caps or sinks")
+        raise UnsupportedModel(f"{type(module).__name__} needs attention soft caps or sinks, which are not supported")
     new = (query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1))
     index, scaling = module.layer_idx, float(options["scaling"])
     return attend(slot_step, index, new, scaling, options.get("sliding_window")).unsqueeze(0), None
@@ -157,7 +161,7 @@ def _decode(
     scaling: float,
     window: int | None,
 ) -> Tensor:
-    """One query a row against the row's own slots. Plain matrix products: on a CPU they beat the fused kernel here."""
+    """Attend with one query per row. Uses plain matrix products, which are faster than the fused kernel on a CPU."""
     keys, values = stored
     batch, length = step.num_decode, step.decode_length
     heads, size = keys.shape[1], keys.shape[3]
@@ -185,7 +189,7 @@ def _prefill(
     scaling: float,
     window: int | None,
 ) -> Tensor:
-    """Causal attention inside each prompt. The padding's keys land beyond a row's end: masked, later overwritten."""
+    """Causal attention within each prompt. Padding is stored past a prompt's end, masked, and overwritten later."""
     query, key, value = (tensor[prompts.token_index].transpose(1, 2) for tensor in new)
     for slot, fresh in zip(stored, (key, value), strict=True):
         slot[prompts.rows, :, : prompts.width] = fresh
@@ -202,14 +206,14 @@ def _prefill(
     return attended.transpose(1, 2)[prompts.is_token].flatten(1)
 
 
-def _continue(
+def _extend(
     prompts: PromptBatch,
     stored: tuple[Tensor, Tensor],
     new: tuple[Tensor, Tensor, Tensor],
     scaling: float,
     window: int | None,
 ) -> Tensor:
-    """Prompts whose beginnings are in their rows: the new tokens join them there, and see what the row holds."""
+    """Prefill prompts whose first tokens are cached: store the new tokens after them and attend to the whole row."""
     query, key, value = (tensor[prompts.token_index] for tensor in new)
     rows = prompts.rows[:, None].expand_as(prompts.positions)[prompts.is_token]
     positions = prompts.positions[prompts.is_token]
@@ -233,5 +237,5 @@ def _band(width: int, window: int, device: torch.device) -> Tensor:
 
 
 def register_slot_attention() -> None:
-    """Make `attn_implementation="kv_slots"` known to Transformers. It gets no mask: the slots know their lengths."""
+    """Register `attn_implementation="kv_slots"` with Transformers. It needs no mask: the slots know their lengths."""
     AttentionInterface.register(ATTENTION_NAME, slot_attention)

@@ -1,4 +1,4 @@
-"""The engine: one thread that turns a queue of requests into answers, a token of every sequence at a time."""
+"""The embedded engine: one thread that generates completions for queued requests by continuous batching."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from prime_rl.inference.embedded.engine.generation import Generation, Generation
 from prime_rl.inference.embedded.engine.lora import AdapterStore
 from prime_rl.inference.embedded.engine.model import ModelRunner
 from prime_rl.inference.embedded.engine.sampling import BatchSampler, prompt_logprobs
-from prime_rl.inference.embedded.engine.scheduler import Limits, Prompts, Scheduler
-from prime_rl.inference.embedded.engine.weights import NewWeights, read_weights
+from prime_rl.inference.embedded.engine.scheduler import Limits, PrefillBatch, Scheduler
+from prime_rl.inference.embedded.engine.weights import WeightSource, read_weights
 from prime_rl.inference.embedded.errors import EngineBusy, EngineStopped, GenerationFailed
 from prime_rl.run.paths import step_of
 from prime_rl.utils.logger import get_logger
@@ -41,7 +41,7 @@ class EngineStats:
 
 @dataclass(frozen=True, slots=True)
 class _Command:
-    """Work for the engine's thread between two steps, and where its caller waits for the outcome."""
+    """An action to run on the engine's thread between two steps, and the future for its result."""
 
     action: Callable[[], Any]
     result: Future[Any]
@@ -51,7 +51,7 @@ class _Command:
             return
         try:
             self.result.set_result(self.action())
-        except Exception as exc:  # noqa: BLE001 - the caller gets it; the engine itself is unharmed
+        except Exception as exc:  # noqa: BLE001 - passed on to the caller; the engine keeps running
             self.result.set_exception(exc)
 
     def fail(self, error: Exception) -> None:
@@ -60,19 +60,19 @@ class _Command:
 
 
 class Engine:
-    """Continuous batching over a model. Public methods may be called from any thread; `run` is the engine's own.
+    """Continuous batching over a model. Any thread may call the public methods, except `run`, the engine's own loop.
 
-    Weights are swapped between two decode steps. Running sequences go on with the keys and values they have, and every
-    completion says which of its tokens came from which version.
+    Weights are swapped between two decode steps. Running sequences keep their keys and values, and every completion
+    records which weight version generated each of its tokens.
     """
 
     def __init__(self, runner: ModelRunner, limits: Limits | None = None, adapters: AdapterStore | None = None) -> None:
         self.limits = limits or Limits()
         self.adapters = adapters
-        """None when the engine was not started for adapters."""
-        self.new_weights = NewWeights(runner.device)
+        """None if LoRA is not enabled."""
+        self.weight_source = WeightSource(runner.device)
         self.version = 0
-        """Of the base weights."""
+        """Version of the base weights."""
         self.paused = False
         self.stats = EngineStats()
         self._runner = runner
@@ -85,68 +85,68 @@ class Engine:
 
     @property
     def load(self) -> int:
-        """Samples that run or wait."""
+        """Number of samples running or waiting."""
         return self._num_queued
 
     def submit(self, request: GenerationRequest) -> Future[Generation]:
-        """Queue a request; its `result` is set by the engine's thread.
+        """Queue a request and return its `result`, which the engine's thread sets.
 
         Raises:
-            EngineBusy: the queue is full.
+            EngineBusy: the request queue is full.
             EngineStopped: the engine is stopping.
         """
         with self._lock:
             if self._stopped:
                 raise EngineStopped("the engine is stopping")
             if self._num_queued + request.n > self.limits.max_waiting + self.limits.max_running:
-                raise EngineBusy(f"{self._num_queued} samples are running or waiting already; try again later")
+                raise EngineBusy(f"the request queue is full ({self._num_queued} samples); retry later")
             self._num_queued += request.n
-            request.result.add_done_callback(lambda result: self._forget(request.n, result))
+            request.result.add_done_callback(lambda result: self._release(request.n, result))
             self._inbox.put(request)
         return request.result
 
     def update_weights(self, directory: Path | None) -> Future[int]:
-        """Swap in the weights of `directory`, or those of the start for None; the result is the version now live.
+        """Load the weights in `directory`, or the initial weights for None. The future's result is the new version.
 
-        The version is the number in a name `step_<n>`; another name counts one up, and the start is version 0.
-        The result's error is a `WeightError` when the directory does not fit, and a `TransportError` when nothing
-        comes; the old weights then stay.
+        The version is n for a directory named `step_<n>`, otherwise the current version plus one. The initial weights
+        are version 0. The future fails with a `WeightError` if the directory does not fit the model and with a
+        `TransportError` if the trainer does not send the weights; the old weights then stay live.
         """
         return self._call(lambda: self._swap(directory))
 
     def load_adapter(self, name: str, directory: Path) -> Future[int]:
-        """Serve the adapter in `directory` under `name`, in place of an earlier version; the result is its version.
+        """Serve the adapter in `directory` under `name`, replacing an earlier version. The result is its version.
 
-        The result's error is a `WeightError` when it cannot be served; an earlier version then stays.
+        The future fails with a `WeightError` if the adapter cannot be served; an earlier version then stays live.
         """
         return self._call(lambda: self._swap_adapter(name, directory))
 
     def pause(self) -> Future[None]:
-        """Stop between two decode steps and keep everything; requests queue up until `resume`."""
+        """Pause after the current step. Running sequences stay in place and new requests queue up until `resume`."""
         return self._call(lambda: self._set_paused(True))
 
     def resume(self) -> Future[None]:
         return self._call(lambda: self._set_paused(False))
 
     def stop(self) -> None:
-        """Let `run` return after its current step. Unanswered requests fail with `EngineStopped`."""
+        """Make `run` return after its current step. Pending requests fail with `EngineStopped`."""
         with self._lock:
             self._stopped = True
         self._inbox.put(None)
 
     @torch.inference_mode()
     def run(self) -> None:
-        """Work until `stop`. An error in a step ends the engine: all that wait get an error, and it is raised."""
+        """Generate until `stop`. An error in a step ends the engine: pending requests fail, and the error is raised."""
         try:
-            while self._take_inbox():
+            while self._drain_inbox():
                 if not self.paused:
                     self._step()
         finally:
             self.stop()
-            self._fail_unanswered()
+            self._fail_pending()
 
-    def _take_inbox(self) -> bool:
-        """Handle what has arrived; wait for something when there is nothing to generate. False once stopped."""
+    def _drain_inbox(self) -> bool:
+        """Process arrived requests and commands; block while there is nothing to generate. Returns False on stop."""
         while True:
             idle = self.paused or not (self._scheduler.running or self._scheduler.waiting)
             try:
@@ -164,7 +164,7 @@ class Engine:
     def _step(self) -> None:
         started = time.perf_counter()
         scheduler = self._scheduler
-        scheduler.drop_unwanted()
+        scheduler.drop_aborted()
         scheduler.make_room()
         num_decode = len(scheduler.running)
         prompts = scheduler.admit()
@@ -172,15 +172,15 @@ class Engine:
             return
         logits = self._forward(num_decode, prompts)
         self._sample(logits)
-        followed = {tell for sequence in scheduler.running if (tell := sequence.request.on_progress) is not None}
+        callbacks = {call for sequence in scheduler.running if (call := sequence.request.on_progress) is not None}
         for sequence in scheduler.retire_finished():
-            sequence.request.answer_if_complete()
-        for tell in followed:
-            tell()
+            sequence.request.resolve_if_complete()
+        for notify in callbacks:
+            notify()
         self.stats.busy_s += time.perf_counter() - started
 
-    def _forward(self, num_decode: int, prompts: Prompts) -> torch.Tensor:
-        """Logits of the next token of every running sequence."""
+    def _forward(self, num_decode: int, prompts: PrefillBatch) -> torch.Tensor:
+        """Logits [R, V] of the next token of every running sequence."""
         running = self._scheduler.running
         leaders = [prompts.sequences[index] for index in prompts.leaders]
         full = [row for row, leader in enumerate(leaders) if leader.request.wants_prompt_logprobs]
@@ -188,7 +188,7 @@ class Engine:
             running=[sequence.tokens for sequence in running[:num_decode]],
             prompts=[leader.tokens for leader in leaders],
             prompt_rows=[num_decode + index for index in prompts.leaders],
-            known=prompts.known,
+            num_cached=prompts.num_cached,
             full_prompts=full,
             adapters=[sequence.request.adapter for sequence in (*running[:num_decode], *leaders)],
             origins=[sequence.origin for sequence in running[:num_decode]],
@@ -199,11 +199,11 @@ class Engine:
                 prompt_logits[: len(request.prompt) - 1], request.prompt, request.num_prompt_logprobs or 0
             )
         if len(leaders) < len(prompts.sequences):
-            logits = self._share(logits, num_decode, prompts)
+            logits = self._copy_to_followers(logits, num_decode, prompts)
         return logits
 
-    def _share(self, logits: torch.Tensor, num_decode: int, prompts: Prompts) -> torch.Tensor:
-        """Give the followers of each prompt its keys, values and logits."""
+    def _copy_to_followers(self, logits: torch.Tensor, num_decode: int, prompts: PrefillBatch) -> torch.Tensor:
+        """Copy each prompt's keys, values and logits from its leader to the sequences with the same prompt."""
         followers: dict[int, list[int]] = {}
         for index, source in enumerate(prompts.source):
             if index != prompts.leaders[source]:
@@ -224,15 +224,15 @@ class Engine:
             if math.isfinite(logprob):
                 sequence.append(token, logprob, top, version)
             else:
-                sequence.request.fail(GenerationFailed(f"weights of version {version} give logits that are NaN"))
+                sequence.request.fail(GenerationFailed(f"weights of version {version} produced NaN logits"))
         self.stats.tokens += len(running)
 
     def _swap(self, directory: Path | None) -> int:
         started = time.perf_counter()
         source = directory or self._runner.weights_dir
         if source is None:
-            raise WeightError("this engine was built without a directory of start weights")
-        tensors = self.new_weights.of(source) if directory else read_weights(source)
+            raise WeightError("this engine has no directory with its initial weights")
+        tensors = self.weight_source.read(source) if directory else read_weights(source)
         self._runner.load_weights(tensors, source)
         if self.adapters is not None:
             self.adapters.unload_all()
@@ -240,7 +240,7 @@ class Engine:
                 self._fail_unless_loaded(sequence.request)
         step = step_of(source) if directory else 0
         self.version = self.version + 1 if step is None else step
-        self._tell_swap(f"Weights: version {self.version}", started)
+        self._log_swap(f"Weights: version {self.version}", started)
         return self.version
 
     def _swap_adapter(self, name: str, directory: Path) -> int:
@@ -249,29 +249,29 @@ class Engine:
             raise WeightError("this server was started without enable_lora")
         check_base_version(self.version)
         version = self.adapters.load(name, directory).version
-        self._tell_swap(f"Adapter {name}: version {version}", started)
+        self._log_swap(f"Adapter {name}: version {version}", started)
         return version
 
-    def _tell_swap(self, what: str, started: float) -> None:
+    def _log_swap(self, what: str, started: float) -> None:
         get_logger().info(
             f"{what} live after {time.perf_counter() - started:.2f}s | "
             f"{len(self._scheduler.running)} running, {len(self._scheduler.waiting)} waiting | "
-            f"{self.stats.tokens} tokens at {self.stats.tokens_per_s:.0f} tokens/s before it"
+            f"previous version: {self.stats.tokens} tokens at {self.stats.tokens_per_s:.0f} tokens/s"
         )
         self.stats = EngineStats()
-        self._scheduler.prefixes.forget()
+        self._scheduler.prefixes.clear()
 
     @staticmethod
     def _fail_unless_loaded(request: GenerationRequest) -> None:
         adapter = request.adapter
         if adapter is not None and not adapter.is_loaded:
-            request.fail(GenerationFailed(f"adapter {adapter.name!r} was unloaded: the weights under it were replaced"))
+            request.fail(GenerationFailed(f"adapter {adapter.name!r} was unloaded: its base weights were replaced"))
 
     def _set_paused(self, paused: bool) -> None:
         self.paused = paused
 
     def _call(self, action: Callable[[], Any]) -> Future[Any]:
-        """Have `action` run on the engine's thread, between two steps."""
+        """Run `action` on the engine's thread between two steps."""
         command = _Command(action, Future())
         with self._lock:
             if self._stopped:
@@ -279,14 +279,14 @@ class Engine:
             self._inbox.put(command)
         return command.result
 
-    def _forget(self, count: int, result: Future[Generation]) -> None:
+    def _release(self, count: int, result: Future[Generation]) -> None:
         with self._lock:
             self._num_queued -= count
         if result.cancelled() or result.exception() is not None:
-            self._scheduler.has_unwanted = True
+            self._scheduler.has_aborted = True
 
-    def _fail_unanswered(self) -> None:
-        error = EngineStopped("the engine stopped before it had answered")
+    def _fail_pending(self) -> None:
+        error = EngineStopped("the engine stopped before the request was complete")
         for sequence in [*self._scheduler.running, *self._scheduler.waiting]:
             sequence.request.fail(error)
         while not self._inbox.empty():

@@ -1,4 +1,4 @@
-"""One generation request on its way through the engine: what was asked, what has been sampled, what is answered."""
+"""State of a generation request in the engine: sampling parameters, sequences being sampled, and the completions."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ TopLogprobs = list[tuple[int, float]]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SamplingParams:
-    """How tokens are drawn. Compared by identity: a batch asks only whether it still holds the same requests."""
+    """Sampling parameters of a request. Compared by identity, to check whether a batch still has the same requests."""
 
     max_tokens: int
     temperature: float = 1.0
-    """0 is greedy; its log-probabilities are those of temperature 1 without truncation."""
+    """0 is greedy decoding, which reports log-probabilities at temperature 1 without truncation."""
     top_k: int = 0
-    """0 keeps all tokens."""
+    """0 disables the limit."""
     top_p: float = 1.0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: tuple[tuple[int, float], ...] = ()
-    """(token id, what is added to its logit)."""
+    """Pairs of token id and value to add to its logit."""
     min_tokens: int = 0
     stop_token_ids: frozenset[int] = frozenset()
-    """Tokens that end the answer, the end-of-sequence tokens among them unless those are ignored."""
+    """Tokens that end the completion, including the end-of-sequence tokens unless they are ignored."""
     top_logprobs: int = 0
 
     @property
@@ -48,16 +48,16 @@ class SamplingParams:
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
 
-class StopWatch(Protocol):
-    """Looks for stop strings in a growing answer."""
+class StopMatcher(Protocol):
+    """Detects stop strings in a sample as it grows."""
 
     def push(self, token: int) -> str | None:
-        """Take the next token. Returns the stop string that is now complete, if one is."""
+        """Add the next token. Returns the stop string that it completes, if any."""
 
 
 @dataclass(frozen=True, slots=True)
 class VersionSpan:
-    """Tokens `start` to `end` (exclusive) of a completion were drawn from the weights of `version`."""
+    """Tokens `start` to `end` (exclusive) of a completion were generated with weights `version`."""
 
     version: int
     start: int
@@ -66,7 +66,7 @@ class VersionSpan:
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """Sampled tokens. `top_logprobs` is empty unless they were asked for."""
+    """Sampled tokens. `top_logprobs` is empty unless requested."""
 
     token_ids: list[int]
     logprobs: list[float]
@@ -75,17 +75,17 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True)
 class Completion(Tokens):
-    """One finished sample. `token_ids` include the token that ended it."""
+    """One finished sample. `token_ids` includes the token that ended it."""
 
     finish_reason: FinishReason
     stop_reason: int | str | None
-    """The stop token or string that was asked for and met; None for the end of sequence and for the length."""
+    """The requested stop token or stop string that ended the sample; None for end of sequence or length."""
     versions: list[VersionSpan]
 
 
 @dataclass(frozen=True, slots=True)
 class PromptLogprob:
-    """A prompt token under the raw distribution of the tokens before it. `rank` counts from 1."""
+    """Log-probability of a prompt token given the tokens before it, at temperature 1. `rank` starts at 1."""
 
     token_id: int
     logprob: float
@@ -95,7 +95,7 @@ class PromptLogprob:
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """The answer to a request: its samples in order, and the prompt's log-probabilities when they were asked for."""
+    """The result of a request: its samples in order, and the prompt's log-probabilities if requested."""
 
     completions: list[Completion]
     prompt_logprobs: list[PromptLogprob] | None
@@ -103,31 +103,31 @@ class Generation:
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One sample that is being drawn."""
+    """One sample while it is being generated."""
 
     request: GenerationRequest
     params: SamplingParams
     rng: random.Random
     tokens: list[int]
-    """Prompt and completion."""
-    stop_watch: StopWatch | None = None
+    """Prompt and completion tokens."""
+    stop_matcher: StopMatcher | None = None
     logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[TopLogprobs] = field(default_factory=list)
     version_starts: list[tuple[int, int]] = field(default_factory=list)
     completion: Completion | None = None
     epoch: int = -1
-    """Of the weights that were live when the sequence was read; see `PrefixStore`."""
+    """The prefix cache's epoch when the sequence was prefilled; identifies the weights. See `PrefixCache`."""
     origin: Origin | None = None
-    """Set when the sequence is read: whose prompt it shares, see `CommonStart`."""
+    """Identifies the prompt that it shares with others; set at prefill. See `CommonStart`."""
     num_readable: int = 0
-    """Tokens that another thread may read: by then `completion` is set if the last of them ended the sample."""
+    """Number of sampled tokens that other threads may read. Updated after `completion`, so that readers see both."""
 
     @property
     def num_generated(self) -> int:
         return len(self.logprobs)
 
     def append(self, token: int, logprob: float, top: TopLogprobs | None, version: int) -> None:
-        """Take a token drawn from the weights of `version`, and finish the sample if the token ends it."""
+        """Add a token generated with weights `version`, and finish the sample if the token ends it."""
         params = self.params
         if not self.version_starts or self.version_starts[-1][0] != version:
             self.version_starts.append((version, len(self.logprobs)))
@@ -136,7 +136,7 @@ class Sequence:
         num_generated = len(self.logprobs)
         if top is not None and params.top_logprobs:
             self.top_logprobs.append(top[: params.top_logprobs])
-        stop_string = self.stop_watch.push(token) if self.stop_watch is not None else None
+        stop_string = self.stop_matcher.push(token) if self.stop_matcher is not None else None
         if token in params.stop_token_ids:
             self._finish("stop", None if token in self.request.eos_token_ids else token)
         elif stop_string is not None and num_generated >= params.min_tokens:
@@ -146,7 +146,7 @@ class Sequence:
         self.num_readable = num_generated
 
     def drawn(self, start: int) -> Tokens:
-        """The sampled tokens from `start` on, as far as another thread may read them."""
+        """The sampled tokens from `start` to `num_readable`. May be called from any thread."""
         end = self.num_readable
         offset = len(self.request.prompt)
         return Tokens(
@@ -167,9 +167,9 @@ class Sequence:
 
 @dataclass(slots=True, eq=False)
 class GenerationRequest:
-    """A prompt and the `n` samples wanted of it.
+    """A prompt and the number of samples to generate from it.
 
-    `result` is cancelled by whoever no longer wants the answer; the engine then drops the samples at its next step.
+    Cancel `result` to abort the request; the engine drops its samples at the next step.
     """
 
     prompt: tuple[int, ...]
@@ -178,39 +178,39 @@ class GenerationRequest:
     n: int = 1
     eos_token_ids: frozenset[int] = frozenset()
     num_prompt_logprobs: int | None = None
-    """Alternatives to report for every prompt token; None asks for no log-probabilities of the prompt."""
-    stop_watches: SequenceOf[StopWatch | None] = ()
-    """One for each sample; empty when there are no stop strings."""
+    """Number of alternatives to report per prompt token; None computes no prompt log-probabilities."""
+    stop_matchers: SequenceOf[StopMatcher | None] = ()
+    """One per sample; empty if there are no stop strings."""
     adapter: Adapter | None = None
     """None is the base model."""
     result: Future[Generation] = field(default_factory=Future)
     prompt_logprobs: list[PromptLogprob] | None = None
     on_progress: Callable[[], None] | None = None
-    """Called by the engine's thread after every step that drew a token of this request."""
+    """Called on the engine's thread after every step that sampled a token for this request."""
     sequences: list[Sequence] = field(init=False)
 
     def __post_init__(self) -> None:
-        watches = self.stop_watches or [None] * self.n
+        matchers = self.stop_matchers or [None] * self.n
         self.sequences = [
-            Sequence(self, self.params, random.Random(self.seed + index), list(self.prompt), watch)
-            for index, watch in enumerate(watches)
+            Sequence(self, self.params, random.Random(self.seed + index), list(self.prompt), matcher)
+            for index, matcher in enumerate(matchers)
         ]
 
     @property
     def wants_prompt_logprobs(self) -> bool:
         return self.num_prompt_logprobs is not None and self.prompt_logprobs is None
 
-    def answer_if_complete(self) -> None:
-        """Set the result once every sample has ended. Samples that end together ask together; the first one sets it."""
+    def resolve_if_complete(self) -> None:
+        """Set the result once all samples have finished. May be called once per sample; later calls do nothing."""
         completions = [sequence.completion for sequence in self.sequences if sequence.completion is not None]
-        if len(completions) == len(self.sequences) and self._claim():
+        if len(completions) == len(self.sequences) and self._try_claim():
             self.result.set_result(Generation(completions, self.prompt_logprobs))
 
     def fail(self, error: Exception) -> None:
-        """Set the result to an error, unless it is set or cancelled already."""
-        if self._claim():
+        """Fail the result with `error`, unless it is set or cancelled already."""
+        if self._try_claim():
             self.result.set_exception(error)
 
-    def _claim(self) -> bool:
-        """Whether the result is still to be set; from then on it cannot be cancelled."""
+    def _try_claim(self) -> bool:
+        """Return whether the result can still be set; if so, it can no longer be cancelled."""
         return not self.result.done() and self.result.set_running_or_notify_cancel()

@@ -1,7 +1,7 @@
-"""LoRA adapters beside the base weights: loaded under a name, replaced in place, applied to whoever names them.
+"""Multi-LoRA serving: loads named adapters and applies each one to the tokens of the requests that select it.
 
-An adapter is never added to the weights. So one batch holds sequences of the base model and of several adapters, a new
-version takes effect between two decode steps, and nothing of a small change is lost to rounding in bfloat16.
+Adapters are never merged into the weights. One batch can therefore mix the base model and several adapters, a new
+version takes effect between two decode steps, and small updates are not lost to bfloat16 rounding.
 Shapes: N tokens, R rank, I inputs and O outputs of a layer.
 """
 
@@ -18,66 +18,68 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from prime_rl.inference.adapter_files import AdapterSpec, check_name, read_adapter_spec
-from prime_rl.inference.checkpoint_files import Shapes, WeightError, misfit
+from prime_rl.inference.checkpoint_files import Shapes, WeightError, mismatch_error
 from prime_rl.run.paths import step_of
 
 Site = tuple[str, ...]
-"""Paths of the linear layers that one matrix product computes: several where they share their input."""
+"""Module paths of the linear layers computed by one matrix product: one layer, or several with the same input."""
 
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
-    """What an adapter adds at a site: `up @ down`, with the adapter's scale in `up`."""
+    """An adapter's weight update at a site: `up @ down`, with the adapter's scale folded into `up`."""
 
     down_RI: Tensor
     up_OR: Tensor
 
     @classmethod
-    def join(cls, parts: SequenceOf[LowRank]) -> LowRank:
-        """Of layers with a common input, whose outputs lie side by side."""
-        if len(parts) == 1:
-            return parts[0]
-        return cls(torch.cat([part.down_RI for part in parts]), torch.block_diag(*(part.up_OR for part in parts)))
+    def join(cls, updates: SequenceOf[LowRank]) -> LowRank:
+        """Combine the updates of layers with the same input into one update of their concatenated outputs."""
+        if len(updates) == 1:
+            return updates[0]
+        down_RI = torch.cat([update.down_RI for update in updates])
+        return cls(down_RI, torch.block_diag(*(update.up_OR for update in updates)))
 
 
 @dataclass(slots=True, eq=False)
 class Adapter:
-    """A loaded adapter. Requests hold on to it; a new version changes its fields between two decode steps."""
+    """A loaded adapter. Requests keep a reference; loading a new version updates its fields between decode steps."""
 
     name: str
     directory: Path
     version: int
     layers: dict[Site, LowRank]
     is_loaded: bool = True
-    """False once the weights under it have been replaced: nothing may be generated with it any more."""
+    """False once the base weights have been replaced; requests with this adapter then fail."""
 
 
 class StepAdapters:
-    """Which of the N tokens of a forward pass go through which adapter."""
+    """The adapters used in one forward pass, and the tokens that each of them applies to."""
 
     def __init__(self, owners: SequenceOf[Adapter | None], lengths: SequenceOf[int], device: torch.device) -> None:
-        """`owners` are the adapters of the step's sequences, and `lengths` how many of its tokens each has."""
+        """`owners` holds the adapter of each sequence in the step, and `lengths` its number of tokens."""
         used = list(dict.fromkeys(owners))
-        self._parts: list[tuple[Adapter, Tensor | None]] = []
+        self._rows: list[tuple[Adapter, Tensor | None]] = []
+        """Each adapter with the indices of its tokens; None means all N tokens."""
         if len(used) == 1 and used[0] is not None:
-            self._parts.append((used[0], None))
+            self._rows.append((used[0], None))
             return
         indices = torch.tensor([used.index(owner) for owner in owners])
         owner_N = indices.repeat_interleave(torch.tensor(lengths))
         for index, adapter in enumerate(used):
             if adapter is not None:
-                self._parts.append((adapter, (owner_N == index).nonzero().squeeze(1).to(device)))
+                self._rows.append((adapter, (owner_N == index).nonzero().squeeze(1).to(device)))
 
     @classmethod
-    def of(
+    def from_owners(
         cls, owners: SequenceOf[Adapter | None], lengths: SequenceOf[int], device: torch.device
     ) -> StepAdapters | None:
-        """None when all sequences are the base model's."""
+        """Return None if all sequences use the base model."""
         return cls(owners, lengths, device) if any(owner is not None for owner in owners) else None
 
     def add(self, site: Site, inputs_NI: Tensor, outputs_NO: Tensor) -> Tensor:
-        """The outputs of a site, with what the adapters add to their tokens' rows. Works in place."""
-        for adapter, rows in self._parts:
+        """Add the adapters' updates to the outputs of a site, in place, and return them."""
+        for adapter, rows in self._rows:
             if (change := adapter.layers.get(site)) is None:
                 continue
             if rows is None:
@@ -89,17 +91,17 @@ class StepAdapters:
 
 @dataclass(slots=True)
 class LinearHooks:
-    """Adapters in the linear layers of a Transformers model that runs by its own code."""
+    """Applies adapters through forward hooks, for models that run Transformers' own forward pass."""
 
     sites: list[Site] = field(default_factory=list)
     current: StepAdapters | None = None
-    """Of the forward pass that runs."""
+    """Adapters of the current forward pass."""
 
     @classmethod
-    def on(cls, model: nn.Module) -> LinearHooks:
+    def attach_to(cls, model: nn.Module) -> LinearHooks:
         hooks = cls()
         for path, module in model.named_modules():
-            # An expert sees only some tokens, and the head only the last ones.
+            # Experts and the head process only some of the tokens, so token indices do not apply to them.
             if isinstance(module, nn.Linear) and "expert" not in path and not path.endswith("lm_head"):
                 hooks._add_to(path, module)
         return hooks
@@ -117,7 +119,7 @@ class LinearHooks:
 
 @dataclass(frozen=True, slots=True)
 class AdapterLimits:
-    """What the server was started for."""
+    """The server's limits on adapters."""
 
     max_loaded: int
     max_rank: int
@@ -125,11 +127,11 @@ class AdapterLimits:
 
 @dataclass(slots=True)
 class AdapterStore:
-    """The adapters of a server, by name. Changed by the engine's thread only, and as a whole: any thread may read."""
+    """The server's adapters by name. Only the engine's thread replaces `loaded`; any thread may read it."""
 
     base_model: str
     sites: list[Site]
-    """Where the model can add an adapter's change."""
+    """Sites where the model can apply adapters."""
     base: Shapes
     limits: AdapterLimits
     dtype: torch.dtype
@@ -137,13 +139,13 @@ class AdapterStore:
     loaded: dict[str, Adapter] = field(default_factory=dict)
 
     def load(self, name: str, directory: Path) -> Adapter:
-        """Load an adapter, or a new version of it, in place.
+        """Load an adapter under `name`, or replace its current version in place.
 
-        Its version is the number in a name `step_<n>`; another name counts one up from the last version, or from 0.
+        The version is n for a directory named `step_<n>`, otherwise the previous version plus one (1 for the first).
 
         Raises:
-            AdapterMissing: a file is not there.
-            WeightError: the adapter does not fit this model or this server. The old version then stays.
+            AdapterMissing: the directory or one of its files does not exist.
+            WeightError: the adapter does not fit the model or exceeds the server's limits. The old version stays live.
         """
         check_name(name, self.base_model, self.loaded, self.limits.max_loaded)
         layers = self._read(directory, read_adapter_spec(directory, self.base, self.limits.max_rank))
@@ -157,7 +159,7 @@ class AdapterStore:
         return adapter
 
     def unload_all(self) -> None:
-        """Forget the adapters, because the weights under them are replaced."""
+        """Unload all adapters, because their base weights are being replaced."""
         for adapter in self.loaded.values():
             adapter.is_loaded = False
         self.loaded = {}
@@ -165,13 +167,13 @@ class AdapterStore:
     def _read(self, directory: Path, spec: AdapterSpec) -> dict[Site, LowRank]:
         known = {path for site in self.sites for path in site}
         if odd := [path for path in spec.paths if path not in known]:
-            raise misfit(directory, f"this engine adds no adapter to {odd[0]}")
+            raise mismatch_error(directory, f"adapters on {odd[0]} are not supported")
         try:
             tensors = load_file(spec.tensors)
         except (OSError, SafetensorError) as exc:
             raise WeightError(f"cannot read {str(spec.tensors)!r}: {exc}") from exc
 
-        def part(path: str) -> LowRank:
+        def update_of(path: str) -> LowRank:
             if path not in spec.paths:
                 num_outputs, num_inputs = self.base[f"{path}.weight"]
                 return LowRank(torch.zeros(0, num_inputs), torch.zeros(num_outputs, 0))
@@ -179,7 +181,7 @@ class AdapterStore:
             return LowRank(down, up * spec.scale)
 
         touched = [site for site in self.sites if not set(site).isdisjoint(spec.paths)]
-        return {site: self._placed(LowRank.join([part(path) for path in site])) for site in touched}
+        return {site: self._to_device(LowRank.join([update_of(path) for path in site])) for site in touched}
 
-    def _placed(self, change: LowRank) -> LowRank:
+    def _to_device(self, change: LowRank) -> LowRank:
         return LowRank(*(tensor.to(self.device, self.dtype) for tensor in (change.down_RI, change.up_OR)))

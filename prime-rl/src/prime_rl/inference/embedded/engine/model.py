@@ -1,4 +1,4 @@
-"""The model behind the engine: loading it, and one forward pass over running sequences and new prompts."""
+"""Loads the model and runs its forward pass over running sequences and new prompts."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ _SUPPORTED_LAYERS = {"full_attention", "sliding_attention"}
 
 
 class ModelRunner:
-    """A causal language model and the key-value slots of the sequences that run on it."""
+    """A causal language model and the key-value slots of the running sequences."""
 
     def __init__(self, model: PreTrainedModel, kv_budget_bytes: int, weights_dir: Path | None = None) -> None:
         self.model = model
         self.device = model.device
         self.vocab_size: int = model.config.get_text_config().vocab_size
         self.weights_dir = weights_dir
-        """Where the weights of the start can be read again."""
+        """Directory of the initial weights; None if they cannot be reloaded."""
         self.slots = KVSlots(kv_budget_bytes, model.device)
         self._fused = FusedDecoder(model) if FusedDecoder.supports(model) else None
         self._hooks = LinearHooks()
@@ -44,9 +44,9 @@ class ModelRunner:
         self._warm_up()
 
     def adapter_store(self, base_model: str, limits: AdapterLimits) -> AdapterStore:
-        """Prepare the model for adapters. Once, before the first step."""
+        """Prepare the model for LoRA adapters. Call once, before the first step."""
         if self._fused is None:
-            self._hooks = LinearHooks.on(self.model)
+            self._hooks = LinearHooks.attach_to(self.model)
         return AdapterStore(
             base_model=base_model,
             sites=self._fused.sites if self._fused is not None else self._hooks.sites,
@@ -57,10 +57,10 @@ class ModelRunner:
         )
 
     def load_weights(self, tensors: Mapping[str, Tensor], source: Path) -> None:
-        """Put other weights in place of the live ones; `source` is their name in errors.
+        """Replace the live weights by `tensors`; `source` names them in error messages.
 
         Raises:
-            WeightError: they do not fit. The old ones then stay.
+            WeightError: the tensors do not fit the model. The old weights then stay live.
         """
         load_weights(self.model, tensors, source)
         if self._fused is not None:
@@ -72,35 +72,35 @@ class ModelRunner:
         running: SequenceOf[SequenceOf[int]],
         prompts: SequenceOf[SequenceOf[int]],
         prompt_rows: SequenceOf[int],
-        known: SequenceOf[int] = (),
+        num_cached: SequenceOf[int] = (),
         full_prompts: SequenceOf[int] = (),
         adapters: SequenceOf[Adapter | None] = (),
         origins: SequenceOf[Origin | None] = (),
     ) -> tuple[Tensor, list[Tensor]]:
-        """Advance every running sequence by its last token, and read the prompts.
+        """Run one step: decode the last token of every running sequence and prefill the prompts.
 
         Args:
-            running: all tokens of the sequences in slot rows 0, 1, …; the last one is not in the slots yet.
-            prompts: all tokens of new sequences.
-            prompt_rows: their slot rows.
-            known: for each prompt, how many of its tokens are in its row already; empty when none is.
-            full_prompts: indices into `prompts` of those whose logits are wanted at every position.
-            adapters: of each running sequence, then of each prompt; empty when none has one.
-            origins: of the running sequences; empty to attend to each by itself.
+            running: all tokens of the sequences in slot rows 0, 1, …; the last token is not in the slots yet.
+            prompts: all tokens of each new sequence.
+            prompt_rows: the slot row of each prompt.
+            num_cached: number of tokens of each prompt that are in its row already; empty means none.
+            full_prompts: indices into `prompts` of those whose logits are needed at every position.
+            adapters: adapter of each running sequence, then of each prompt; empty means none.
+            origins: prompt origin of each running sequence; empty disables shared-prefix attention.
 
         Returns:
-            Logits of the next tokens, [running + prompts, vocabulary], and those of each full prompt, [length - 1, V].
+            Next-token logits [running + prompts, V], and the logits [length - 1, V] of each full prompt.
         """
-        known = known or [0] * len(prompts)
-        lengths = [len(tokens) - count for tokens, count in zip(prompts, known, strict=True)]
+        num_cached = num_cached or [0] * len(prompts)
+        lengths = [len(tokens) - count for tokens, count in zip(prompts, num_cached, strict=True)]
         positions = [len(tokens) - 1 for tokens in running]
         flat = [tokens[-1] for tokens in running]
-        batch = PromptBatch(prompt_rows, lengths, known, len(flat), self.device) if prompts else None
-        step_adapters = StepAdapters.of(adapters, [1] * len(flat) + lengths, self.device)
+        batch = PromptBatch(prompt_rows, lengths, num_cached, len(flat), self.device) if prompts else None
+        step_adapters = StepAdapters.from_owners(adapters, [1] * len(flat) + lengths, self.device)
         step = SlotStep(self.slots, positions, batch, step_adapters, self._common_start(origins))
         wanted, start = list(range(len(flat))), len(flat)
         spans = []
-        for tokens, count in zip(prompts, known, strict=True):
+        for tokens, count in zip(prompts, num_cached, strict=True):
             flat.extend(tokens[count:])
             positions.extend(range(count, len(tokens)))
             spans.append((start, len(flat) - 1))
@@ -114,15 +114,15 @@ class ModelRunner:
         return logits[:num_next], list(full) if full_prompts else []
 
     def _common_start(self, origins: SequenceOf[Origin | None]) -> CommonStart | None:
-        """Of the running sequences; made anew only when they change."""
+        """The shared-prefix groups of the running sequences, rebuilt only when the sequences change."""
         if origins != self._origins:
             self._origins = list(origins)
-            known = [origin for origin in origins if origin is not None]
-            self._shared = CommonStart.of(known, self.device) if len(known) == len(origins) else None
+            found = [origin for origin in origins if origin is not None]
+            self._shared = CommonStart.from_origins(found, self.device) if len(found) == len(origins) else None
         return self._shared
 
     def _logits(self, step: SlotStep, tokens: list[int], positions: list[int], wanted: list[int]) -> Tensor:
-        """Logits [W, V] of the `wanted` among the N tokens."""
+        """Logits [W, V] at the indices `wanted` of the N tokens."""
         token_ids = torch.tensor(tokens, device=self.device)
         position_ids = torch.tensor(positions, device=self.device)
         wanted_index = torch.tensor(wanted, device=self.device)
@@ -139,26 +139,27 @@ class ModelRunner:
         return output.logits[0]
 
     def _warm_up(self) -> None:
-        """Run a prompt and a decode step: sizes the slots, pays first-call costs, and shows whether the model fits."""
+        """Run one prefill and one decode step, to allocate the slots and to check that the model is supported."""
         layers = set(getattr(self.model.config.get_text_config(), "layer_types", None) or [])
         if not layers <= _SUPPORTED_LAYERS:
-            raise UnsupportedModel(f"the model has layers of type {', '.join(sorted(layers - _SUPPORTED_LAYERS))}")
+            unsupported = ", ".join(sorted(layers - _SUPPORTED_LAYERS))
+            raise UnsupportedModel(f"the model has layers of type {unsupported}, which are not supported")
         self.slots.reserve(rows=1, length=2)
         self.forward([], [[0]], [0])
         self.forward([[0, 0]], [], [])
         if self.slots.num_layers != self.model.config.get_text_config().num_hidden_layers:
-            raise UnsupportedModel("the model keeps state beside the keys and values of attention")
+            raise UnsupportedModel("the model has layers without a key-value cache, which are not supported")
 
 
 def load_model(
     name: str, dtype: str, device: torch.device, trust_remote_code: bool = False
 ) -> tuple[PreTrainedModel, Path]:
-    """Load a model for generation, and say which directory its weights came from.
+    """Load a model for generation, and return it with the directory of its weights.
 
     `dtype` "auto" is float32 on a CPU, where bfloat16 log-probabilities are noisy, and bfloat16 elsewhere.
 
     Raises:
-        ModelNotFound: one line that names the path, or the hub's answer.
+        ModelNotFound: the model cannot be loaded; the message contains the first line of the library's error.
     """
     register_slot_attention()
     auto = torch.float32 if device.type == "cpu" else torch.bfloat16
@@ -175,10 +176,10 @@ def load_model(
 
 
 def model_config(name: str, trust_remote_code: bool = False) -> PreTrainedConfig:
-    """The model's config alone.
+    """Load only the model's config.
 
     Raises:
-        ModelNotFound: there is none under that name.
+        ModelNotFound: there is no model with that name.
     """
     try:
         return AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)

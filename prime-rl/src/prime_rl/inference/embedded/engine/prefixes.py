@@ -1,8 +1,8 @@
-"""What the engine has read already: keys and values that a new prompt takes over instead of reading its tokens again.
+"""Prefix cache: reuses the keys and values of earlier tokens instead of prefilling them again.
 
-The next turn of a conversation begins with all tokens of the last one, and the requests of a group have one prompt.
-Keys and values are taken over only if they were made by the very weights that are live: every swap of weights or
-adapters forgets what was kept.
+A conversation's next turn starts with all tokens of the previous one, and the requests of a group share their prompt.
+Keys and values are reused only under the weights that computed them: every update of weights or adapters clears the
+cache.
 """
 
 from __future__ import annotations
@@ -18,56 +18,56 @@ from prime_rl.inference.embedded.engine.generation import Sequence
 from prime_rl.inference.embedded.engine.slots import KVSlots
 
 BLOCK_TOKENS = 16
-"""Prompts are compared block by block; shorter common beginnings are read again."""
+"""Prompts are matched in blocks of this many tokens; shorter common prefixes are not reused."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Kept:
+class CachedPrefix:
     """The keys and values of a finished sequence."""
 
     tokens: list[int]
     owner: object
-    """The adapter; None is the base model."""
-    parts: list[Tensor]
+    """The adapter that computed it; None is the base model."""
+    tensors: list[Tensor]
     keys: list[int]
-    """Of its blocks, in the index of the store."""
+    """Keys of its blocks in the cache's index."""
 
     @property
     def size_bytes(self) -> int:
-        return sum(part.nbytes for part in self.parts)
+        return sum(tensor.nbytes for tensor in self.tensors)
 
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """The first `length` tokens of a prompt are in a row of the slots, or were kept."""
+    """The first `length` tokens of a prompt are in a slot row or in a cache entry, `source`."""
 
     length: int
-    source: int | Kept
+    source: int | CachedPrefix
 
 
-class PrefixStore:
-    """Beginnings of prompts that need not be read. Used by the engine's thread only."""
+class PrefixCache:
+    """A cache of finished sequences' keys and values, evicted least recently used first. Not thread-safe."""
 
     def __init__(self, slots: KVSlots, budget_bytes: int) -> None:
         self.slots = slots
         self.budget_bytes = budget_bytes
         self.size_bytes = 0
         self.epoch = 0
-        """Which weights are live; counts their swaps."""
-        self.num_reused = 0
-        """Tokens that were not read again."""
-        self._kept: OrderedDict[int, Kept] = OrderedDict()
-        self._index: dict[int, Kept] = {}
+        """Number of weight updates so far; identifies the live weights."""
+        self.num_reused_tokens = 0
+        """Number of prompt tokens that were not prefilled again."""
+        self._entries: OrderedDict[int, CachedPrefix] = OrderedDict()
+        self._index: dict[int, CachedPrefix] = {}
 
-    def forget(self) -> None:
-        """The weights have changed."""
+    def clear(self) -> None:
+        """Drop all entries, because the weights have changed."""
         self.epoch += 1
         self.size_bytes = 0
-        self._kept.clear()
+        self._entries.clear()
         self._index.clear()
 
     def find(self, sequence: Sequence, running: SequenceOf[Sequence]) -> Match | None:
-        """The longest beginning of a waiting sequence that is there. One token at least is left to read."""
+        """Find the longest cached prefix of a waiting sequence. At least one token is left to prefill."""
         limit = len(sequence.tokens) - 1
         if self.budget_bytes == 0 or limit < BLOCK_TOKENS or sequence.request.wants_prompt_logprobs:
             return None
@@ -76,12 +76,12 @@ class PrefixStore:
             same = other.request.prompt == request.prompt and other.request.adapter is request.adapter
             if same and other.epoch == self.epoch:
                 return Match(min(limit, len(request.prompt)), row)
-        found: Kept | None = None
+        found: CachedPrefix | None = None
         length = 0
         for key in _block_keys(sequence.tokens, request.adapter):
-            if (kept := self._index.get(key)) is None:
+            if (entry := self._index.get(key)) is None:
                 break
-            found = kept
+            found = entry
             length += BLOCK_TOKENS
         if found is None or found.owner is not request.adapter or found.tokens[:length] != sequence.tokens[:length]:
             return None
@@ -90,17 +90,17 @@ class PrefixStore:
             length += 1
         return Match(min(length, limit), found)
 
-    def take(self, match: Match, row: int) -> None:
-        """Put what was found into a row."""
-        self.num_reused += match.length
-        if isinstance(match.source, Kept):
-            self._kept.move_to_end(id(match.source))
-            self.slots.put(match.source.parts, row, match.length)
+    def load(self, match: Match, row: int) -> None:
+        """Copy the keys and values of a match into a slot row."""
+        self.num_reused_tokens += match.length
+        if isinstance(match.source, CachedPrefix):
+            self._entries.move_to_end(id(match.source))
+            self.slots.write_row(match.source.tensors, row, match.length)
         elif match.source != row:
             self.slots.copy(match.source, [row], match.length)
 
-    def keep(self, sequence: Sequence, row: int) -> None:
-        """Keep the keys and values of a sequence that has ended. Its last token has none yet."""
+    def store(self, sequence: Sequence, row: int) -> None:
+        """Cache the keys and values of a finished sequence, except its last token, which has none yet."""
         length = len(sequence.tokens) - 1
         size_bytes = length * self.slots.bytes_per_token
         if sequence.epoch != self.epoch or length < BLOCK_TOKENS or size_bytes > self.budget_bytes:
@@ -109,13 +109,13 @@ class PrefixStore:
             self._drop_oldest()
         owner = sequence.request.adapter
         tokens = sequence.tokens[:length]
-        kept = Kept(tokens, owner, self.slots.parts(row, length), list(_block_keys(tokens, owner)))
-        self._kept[id(kept)] = kept
-        self._index.update(dict.fromkeys(kept.keys, kept))
-        self.size_bytes += kept.size_bytes
+        entry = CachedPrefix(tokens, owner, self.slots.read_row(row, length), list(_block_keys(tokens, owner)))
+        self._entries[id(entry)] = entry
+        self._index.update(dict.fromkeys(entry.keys, entry))
+        self.size_bytes += entry.size_bytes
 
     def _drop_oldest(self) -> None:
-        _, oldest = self._kept.popitem(last=False)
+        _, oldest = self._entries.popitem(last=False)
         self.size_bytes -= oldest.size_bytes
         for key in oldest.keys:
             if self._index.get(key) is oldest:
@@ -123,7 +123,7 @@ class PrefixStore:
 
 
 def _block_keys(tokens: SequenceOf[int], owner: object) -> Iterator[int]:
-    """A key for each whole block, which stands for all tokens up to its end."""
+    """Yield a key for each full block, hashed over all tokens up to the block's end."""
     key = id(owner)
     for start in range(0, len(tokens) - BLOCK_TOKENS + 1, BLOCK_TOKENS):
         key = hash((key, *tokens[start : start + BLOCK_TOKENS]))

@@ -1,6 +1,6 @@
-"""Drawing the next token of every sequence in a batch at once.
+"""Samples the next token of every sequence in a batch at once.
 
-Shapes: R sequences, V tokens of the vocabulary.
+Shapes: R sequences, V tokens in the vocabulary.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from prime_rl.inference.embedded.engine.generation import PromptLogprob, Samplin
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """The sampled tokens, their log-probabilities under the processed distribution, and its top when asked for."""
+    """The sampled tokens with their log-probabilities under the processed distribution, and the top-k if requested."""
 
     tokens: list[int]
     logprobs: list[float]
@@ -26,14 +26,14 @@ class Drawn:
 
 @dataclass(frozen=True, slots=True)
 class _Bias:
-    """`values[i]` is added to the logit of `tokens[i]` in `rows[i]`. No pair of row and token comes twice."""
+    """Logit bias: adds `values[i]` to the logit of `tokens[i]` in `rows[i]`. Pairs of row and token are unique."""
 
     rows: Tensor
     tokens: Tensor
     values: Tensor
 
     @classmethod
-    def of(cls, params: SequenceOf[SamplingParams], device: torch.device) -> _Bias | None:
+    def from_params(cls, params: SequenceOf[SamplingParams], device: torch.device) -> _Bias | None:
         entries = [(row, *entry) for row, p in enumerate(params) for entry in p.logit_bias]
         if not entries:
             return None
@@ -44,10 +44,10 @@ class _Bias:
 
 
 class BatchSampler:
-    """The sampling parameters of R sequences as tensors, and the draw.
+    """Samples from R sequences, whose sampling parameters it holds as tensors.
 
-    Order of processing, as vLLM's: logit bias, minimum length, penalties, temperature, min-p, top-k, top-p. A row that
-    is greedy takes the likeliest token and reports log-probabilities at temperature 1 without truncation.
+    Processes logits in vLLM's order: logit bias, minimum length, penalties, temperature, min-p, top-k, top-p. Greedy
+    rows take the most likely token and report log-probabilities at temperature 1 without truncation.
     """
 
     def __init__(self, params: SequenceOf[SamplingParams], device: torch.device) -> None:
@@ -58,19 +58,19 @@ class BatchSampler:
         self.min_p = self._optional([0.0 if p.greedy else p.min_p for p in params], neutral=0.0)
         self.top_k = self._optional([0 if p.greedy else p.top_k for p in params], neutral=0)
         self.top_p = self._optional([1.0 if p.greedy else p.top_p for p in params], neutral=1.0)
-        self.bias = _Bias.of(params, device)
+        self.bias = _Bias.from_params(params, device)
         self.penalised = [row for row, p in enumerate(params) if p.penalised]
         self.delayed = [row for row, p in enumerate(params) if p.min_tokens > 0 and p.stop_token_ids]
         self.num_top = max(p.top_logprobs for p in params)
 
     def fits(self, sequences: SequenceOf[Sequence]) -> bool:
-        """Whether these are the sequences, in this order, that the tensors were built for."""
+        """Whether the tensors were built for exactly these sequences, in this order."""
         return len(sequences) == len(self.params) and all(
             sequence.params is params for sequence, params in zip(sequences, self.params, strict=True)
         )
 
     def draw(self, logits_RV: Tensor, sequences: SequenceOf[Sequence]) -> Drawn:
-        """Sample one token a row; every sequence spends one number of its own generator, whatever its neighbours do."""
+        """Sample one token per row. Each sequence uses its own generator, so results do not depend on the batch."""
         logits = self._process(logits_RV.float(), sequences)
         peak = logits.amax(-1, keepdim=True)
         weights = (logits - peak).exp_()
@@ -103,7 +103,7 @@ class BatchSampler:
         return logits
 
     def _truncate(self, logits: Tensor) -> Tensor:
-        """Keep the top k tokens, then the smallest set of them with at least mass p. Ties at the border stay."""
+        """Keep the top k tokens, then the smallest set of those with mass at least p. Ties at the cutoff are kept."""
         ordered = logits.sort(-1, descending=True).values
         rank = torch.arange(ordered.shape[-1], device=self.device)
         if self.top_k is not None:
@@ -122,7 +122,7 @@ class BatchSampler:
 
 
 def prompt_logprobs(logits_LV: Tensor, prompt: SequenceOf[int], num_top: int) -> list[PromptLogprob]:
-    """Log-probabilities of `prompt[1:]` from the logits of `prompt[:-1]`, at temperature 1 and not truncated."""
+    """Log-probabilities of `prompt[1:]` from the logits [L, V] of `prompt[:-1]`, at temperature 1, not truncated."""
     logprobs = logits_LV.float().log_softmax(-1)
     targets = torch.tensor(prompt[1:], device=logits_LV.device).unsqueeze(1)
     own = logprobs.gather(1, targets)
@@ -132,10 +132,10 @@ def prompt_logprobs(logits_LV: Tensor, prompt: SequenceOf[int], num_top: int) ->
 
 
 def _inverse_cdf(cdf: Tensor, uniforms: Tensor) -> Tensor:
-    """The first token whose cumulative weight exceeds `uniform * total`.
+    """Return the index of the first token whose cumulative weight exceeds `uniform * total`, [R, 1].
 
-    One sorted search instead of `torch.multinomial`, which is 40 times slower on a CPU. Rounding can push the target
-    up to the total itself; the bound by the last token that still adds weight keeps tokens of weight 0 out.
+    Uses one binary search, because `torch.multinomial` is 40 times slower on a CPU. Rounding can make the target equal
+    to the total; clamping to the last token with positive weight ensures that tokens of weight 0 are never chosen.
     """
     total = cdf[:, -1:].contiguous()
     chosen = torch.searchsorted(cdf, uniforms * total, right=True)
@@ -149,7 +149,10 @@ def _top(logprobs: Tensor, count: int) -> list[TopLogprobs]:
 
 
 def _penalise(logits_V: Tensor, sequence: Sequence) -> None:
-    """Repetition (divide or multiply, over prompt and completion), presence and frequency (over the completion)."""
+    """Apply repetition penalty (over prompt and completion), presence and frequency penalties (over the completion).
+
+    As in vLLM, the repetition penalty divides positive logits and multiplies negative ones. Works in place.
+    """
     params = sequence.params
     if params.repetition_penalty != 1:
         seen = torch.tensor(sorted(set(sequence.tokens)), device=logits_V.device)

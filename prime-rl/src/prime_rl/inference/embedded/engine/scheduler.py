@@ -1,4 +1,4 @@
-"""Which sequences run: admission, and the upkeep of slot rows. Decides only; the engine runs the model."""
+"""Scheduler of the embedded engine: admits sequences to the running batch, preempts them, and assigns slot rows."""
 
 from __future__ import annotations
 
@@ -8,72 +8,72 @@ from dataclasses import dataclass
 
 from prime_rl.inference.embedded.engine.common_start import Origin
 from prime_rl.inference.embedded.engine.generation import Sequence
-from prime_rl.inference.embedded.engine.prefixes import Match, PrefixStore
+from prime_rl.inference.embedded.engine.prefixes import Match, PrefixCache
 from prime_rl.inference.embedded.engine.slots import KVSlots
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Bounds of the engine's work."""
+    """Limits on batch and queue sizes."""
 
     max_running: int = 128
     max_waiting: int = 4096
-    """Samples in the queue; a request that would exceed it is refused."""
+    """Maximum number of queued samples; requests beyond it are rejected."""
     max_prefill_tokens: int = 4096
-    """Prompt tokens, padding included, read in one forward pass. A longer prompt is read alone."""
+    """Maximum number of prompt tokens, including padding, in one forward pass. A longer prompt is prefilled alone."""
     max_adapters: int = 8
-    """Different adapters in the running batch; a sequence of one more waits."""
+    """Maximum number of different adapters in the running batch; sequences with another adapter wait."""
     max_prefix_bytes: int = 0
-    """Of keys and values that are kept for later prompts with the same beginning; 0 reads every prompt anew."""
+    """Size of the prefix cache in bytes; 0 disables it."""
 
 
 @dataclass(frozen=True, slots=True)
-class Prompts:
-    """New sequences of one step. Sequences with equal tokens share one reading of them."""
+class PrefillBatch:
+    """The sequences admitted in one step. Sequences with equal tokens are prefilled once: one leads, the rest copy."""
 
     sequences: list[Sequence]
     leaders: list[int]
-    """Indices into `sequences` of those that are read."""
+    """Indices into `sequences` of those that are prefilled."""
     source: list[int]
-    """For each sequence, the index into `leaders` of the one that it copies; its own for a leader."""
-    known: list[int]
-    """For each leader, how many of its tokens are in its row already."""
+    """For each sequence, the index into `leaders` of the one it copies; a leader has its own index."""
+    num_cached: list[int]
+    """For each leader, the number of its tokens that are in its row already."""
 
 
 class Scheduler:
-    """The queue and the running batch. Running sequence i owns slot row i, so the batch is always contiguous."""
+    """The waiting queue and the running batch. Running sequence i owns slot row i, so the batch is contiguous."""
 
     def __init__(self, limits: Limits, slots: KVSlots) -> None:
         self.limits = limits
         self.slots = slots
-        self.prefixes = PrefixStore(slots, limits.max_prefix_bytes)
+        self.prefixes = PrefixCache(slots, limits.max_prefix_bytes)
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self._numbers = itertools.count()
-        self.has_unwanted = False
-        """Set by any thread when a request is cancelled or fails."""
+        self.has_aborted = False
+        """Set by any thread when a request is cancelled or has failed."""
 
-    def drop_unwanted(self) -> None:
-        """Forget the samples of requests that were cancelled or have failed."""
-        if not self.has_unwanted:
+    def drop_aborted(self) -> None:
+        """Drop the samples of requests that were cancelled or have failed."""
+        if not self.has_aborted:
             return
-        self.has_unwanted = False
-        self._keep([sequence for sequence in self.running if not sequence.request.result.done()])
+        self.has_aborted = False
+        self._compact([sequence for sequence in self.running if not sequence.request.result.done()])
         self.waiting = deque(sequence for sequence in self.waiting if not sequence.request.result.done())
 
     def retire_finished(self) -> list[Sequence]:
-        """Take finished sequences out of the batch and return them."""
+        """Remove finished sequences from the batch and return them."""
         finished = [sequence for sequence in self.running if sequence.completion is not None]
         if finished:
             if self.limits.max_prefix_bytes:
-                self._keep_prefixes()
-            self._keep([sequence for sequence in self.running if sequence.completion is None])
+                self._cache_prefixes()
+            self._compact([sequence for sequence in self.running if sequence.completion is None])
         return finished
 
     def make_room(self) -> None:
-        """Reserve a token for every running sequence. Without memory for it, the youngest go back to the queue.
+        """Reserve space for one more token per running sequence, preempting the newest sequences if memory runs out.
 
-        They keep their tokens, and are read again like a prompt when there is room.
+        A preempted sequence returns to the queue with its tokens and is prefilled again when there is room.
         """
         if not self.running:
             return
@@ -83,13 +83,13 @@ class Scheduler:
             length = max(len(sequence.tokens) for sequence in self.running)
         self.slots.reserve(len(self.running), length)
 
-    def admit(self) -> Prompts:
-        """Move sequences from the queue to the end of the batch, as far as rows, memory and the step's bound allow."""
+    def admit(self) -> PrefillBatch:
+        """Move sequences from the queue to the batch, within the limits on rows, memory and prefill tokens."""
         sequences: list[Sequence] = []
         leaders: list[int] = []
         source: list[int] = []
         matches: list[Match | None] = []
-        known: dict[object, int] = {}
+        leader_of: dict[object, int] = {}
         before = list(self.running)
         longest = max((len(sequence.tokens) for sequence in before), default=0)
         width = 0
@@ -100,23 +100,25 @@ class Scheduler:
                 break
             if not self._has_adapter_room(sequence):
                 break
-            key = _reading(sequence)
-            if key not in known:
+            key = _prefill_key(sequence)
+            if key not in leader_of:
                 match = self.prefixes.find(sequence, before)
                 width = max(width, len(sequence.tokens) - (match.length if match else 0))
                 if leaders and width * (len(leaders) + 1) > self.limits.max_prefill_tokens:
                     break
-                known[key] = len(leaders)
+                leader_of[key] = len(leaders)
                 leaders.append(len(sequences))
                 matches.append(match)
-            source.append(known[key])
+            source.append(leader_of[key])
             sequences.append(self.waiting.popleft())
             self.running.append(sequence)
-        self._place(sequences, [(len(before) + leader, match) for leader, match in zip(leaders, matches, strict=True)])
-        return Prompts(sequences, leaders, source, [match.length if match else 0 for match in matches])
+        self._reserve_rows(
+            sequences, [(len(before) + leader, match) for leader, match in zip(leaders, matches, strict=True)]
+        )
+        return PrefillBatch(sequences, leaders, source, [match.length if match else 0 for match in matches])
 
-    def _place(self, sequences: list[Sequence], matches: list[tuple[int, Match | None]]) -> None:
-        """Reserve rows for new sequences, and fill in what is known of those that are read."""
+    def _reserve_rows(self, sequences: list[Sequence], matches: list[tuple[int, Match | None]]) -> None:
+        """Reserve rows for new sequences, and copy cached prefixes into the rows of `matches`."""
         if not sequences:
             return
         self.slots.reserve(len(self.running), max(len(sequence.tokens) for sequence in self.running))
@@ -127,12 +129,12 @@ class Scheduler:
             sequence.origin = origins.setdefault(_origin_key(sequence), fresh)
         for row, match in matches:
             if match is not None:
-                self.prefixes.take(match, row)
+                self.prefixes.load(match, row)
 
-    def _keep_prefixes(self) -> None:
+    def _cache_prefixes(self) -> None:
         for row, sequence in enumerate(self.running):
             if sequence.completion is not None:
-                self.prefixes.keep(sequence, row)
+                self.prefixes.store(sequence, row)
 
     def _has_adapter_room(self, sequence: Sequence) -> bool:
         if sequence.request.adapter is None:
@@ -140,8 +142,8 @@ class Scheduler:
         running = {other.request.adapter for other in self.running} - {None}
         return sequence.request.adapter in running or len(running) < self.limits.max_adapters
 
-    def _keep(self, kept: list[Sequence]) -> None:
-        """Make `kept` the batch: sequences from its end move into the rows that others leave."""
+    def _compact(self, kept: list[Sequence]) -> None:
+        """Make `kept` the batch, moving sequences from its end into the rows that became free."""
         rows = {id(sequence): row for row, sequence in enumerate(self.running)}
         staying = {id(sequence) for sequence in kept}
         batch: list[Sequence | None] = [s if id(s) in staying else None for s in self.running[: len(kept)]]
@@ -155,11 +157,11 @@ class Scheduler:
 
 
 def _origin_key(sequence: Sequence) -> tuple[object, ...]:
-    """Equal for sequences whose prompts have the same keys and values."""
+    """A key that is equal for sequences whose prompts have the same keys and values."""
     return sequence.epoch, id(sequence.request.adapter), sequence.request.prompt
 
 
-def _reading(sequence: Sequence) -> tuple[object, ...]:
-    """Equal for sequences whose tokens are read only once; log-probabilities of a prompt need a reading each."""
+def _prefill_key(sequence: Sequence) -> tuple[object, ...]:
+    """A key that is equal for sequences that can share a prefill. Requests for prompt log-probabilities never share."""
     request = sequence.request
     return (*sequence.tokens, id(request.adapter), id(request) if request.wants_prompt_logprobs else None)

@@ -1,4 +1,4 @@
-"""Where the keys and values of running sequences live: one row a sequence, row i for the i-th running sequence."""
+"""Key-value cache of the running sequences: one row (slot) per sequence, row i for running sequence i."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ _ROW_STEP = 16
 
 
 class KVSlots:
-    """Key and value tensors `[rows, kv heads, length, head dim]` of every layer, grown when needed.
+    """Key and value tensors `[rows, kv heads, length, head dim]` of every layer, grown on demand.
 
-    The tensors start as zeros, because masked positions are multiplied by 0 and a NaN would survive that.
+    The tensors are initialized to zeros: masked positions are multiplied by 0, which would not remove a NaN.
     """
 
     def __init__(self, budget_bytes: int, device: torch.device) -> None:
@@ -28,18 +28,19 @@ class KVSlots:
 
     @property
     def bytes_per_token(self) -> int:
-        """Of one token of one sequence in all layers; 0 before the first forward pass."""
+        """Size of one token of one sequence across all layers; 0 before the first forward pass."""
         tensors = [tensor for pair in self._layers.values() for tensor in pair]
         return sum(tensor.shape[1] * tensor.shape[3] * tensor.element_size() for tensor in tensors)
 
     def fits(self, rows: int, length: int) -> bool:
-        """Whether `rows` sequences of up to `length` tokens stay within the budget."""
+        """Whether `rows` sequences of up to `length` tokens fit in the memory budget."""
         return self._rounded_rows(rows) * self._rounded_length(length) * self.bytes_per_token <= self.budget_bytes
 
     def reserve(self, rows: int, length: int) -> None:
-        """Make room for `rows` sequences of up to `length` tokens; what they have stored stays.
+        """Make room for `rows` sequences of up to `length` tokens, keeping stored tokens.
 
-        Beyond the budget, one side shrinks to what is asked for while the other grows.
+        If keeping the larger of the old and new size in both dimensions would exceed the budget, the tensors are
+        resized to exactly the requested size, so one dimension may shrink.
         """
         if rows <= self.rows and length <= self.length:
             return
@@ -52,7 +53,7 @@ class KVSlots:
         self.rows, self.length = rows, length
 
     def layer(self, index: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of a layer; `like` is a new key tensor `[tokens, kv heads, head dim]` of it."""
+        """Keys and values of a layer. `like`, a key tensor `[tokens, kv heads, head dim]`, sets shape and dtype."""
         if index not in self._layers:
             shape = (self.rows, like.shape[1], self.length, like.shape[2])
             self._layers[index] = (like.new_zeros(shape), like.new_zeros(shape))
@@ -64,15 +65,15 @@ class KVSlots:
             for tensor in pair:
                 tensor[targets, :, :length] = tensor[source, :, :length]
 
-    def parts(self, row: int, length: int) -> list[Tensor]:
-        """A copy of the first `length` tokens of a row: one tensor [kv heads, length, head dim] for each of ours."""
+    def read_row(self, row: int, length: int) -> list[Tensor]:
+        """Copy out the first `length` tokens of a row: key and value tensors [kv heads, length, head dim] per layer."""
         return [tensor[row, :, :length].clone() for pair in self._layers.values() for tensor in pair]
 
-    def put(self, parts: list[Tensor], row: int, length: int) -> None:
-        """Write the first `length` tokens of such a copy into a row."""
+    def write_row(self, tensors: list[Tensor], row: int, length: int) -> None:
+        """Write the first `length` tokens of tensors from `read_row` into a row."""
         own = [tensor for pair in self._layers.values() for tensor in pair]
-        for tensor, part in zip(own, parts, strict=True):
-            tensor[row, :, :length] = part[:, :length]
+        for tensor, copied in zip(own, tensors, strict=True):
+            tensor[row, :, :length] = copied[:, :length]
 
     @staticmethod
     def _resized(tensor: Tensor, rows: int, length: int) -> Tensor:

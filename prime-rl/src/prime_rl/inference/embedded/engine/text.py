@@ -1,4 +1,4 @@
-"""Text to tokens and back: chat templates, decoding, stop strings."""
+"""Tokenization: encoding, chat templates, incremental detokenization, and stop strings."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _REPLACEMENT = "\ufffd"
 
 
 class Text:
-    """A tokenizer, used from the HTTP thread and, for stop strings, from the engine's."""
+    """A model's tokenizer. Used by the HTTP thread and, for stop strings, by the engine's thread."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, eos_token_ids: frozenset[int]) -> None:
         self._tokenizer = tokenizer
@@ -25,7 +25,7 @@ class Text:
         self.eos_token_ids = eos_token_ids
         backend = getattr(tokenizer, "backend_tokenizer", None)
         if backend is not None:
-            # Set once and never again: changing them while another thread decodes raises "Already borrowed".
+            # Set only here: changing them while another thread decodes raises "Already borrowed".
             backend.no_truncation()
             backend.no_padding()
 
@@ -43,10 +43,10 @@ class Text:
         template_kwargs: Mapping[str, Any],
         add_special_tokens: bool = False,
     ) -> list[int]:
-        """Token ids of the messages through the chat template.
+        """Render the messages with the chat template and tokenize the result.
 
         Raises:
-            TemplateFailed: with the template's own words.
+            TemplateFailed: the template rejects the messages; the message includes the template's error.
         """
         plain = [_plain_message(message) for message in messages]
         try:
@@ -54,7 +54,7 @@ class Text:
                 plain, tools=[dict(tool) for tool in tools] if tools else None, tokenize=False, **template_kwargs
             )
         except (TemplateError, ValueError, TypeError, KeyError) as exc:
-            raise TemplateFailed(f"The chat template does not take these messages: {exc}") from exc
+            raise TemplateFailed(f"The chat template rejected the messages: {exc}") from exc
         return self.encode(str(rendered), add_special_tokens)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
@@ -65,20 +65,20 @@ class Text:
         return text
 
     def token_text(self, token_id: int) -> str:
-        """A token alone as text, special tokens included."""
+        """The text of a single token, including special tokens."""
         if token_id not in self._token_texts:
             self._token_texts[token_id] = self.decode([token_id], skip_special_tokens=False)
         return self._token_texts[token_id]
 
-    def growing(self, skip_special_tokens: bool) -> GrowingText:
-        return GrowingText(lambda token_ids: self.decode(token_ids, skip_special_tokens))
+    def detokenizer(self, skip_special_tokens: bool) -> IncrementalDetokenizer:
+        return IncrementalDetokenizer(lambda token_ids: self.decode(token_ids, skip_special_tokens))
 
-    def stop_watch(self, stops: Sequence[str], skip_special_tokens: bool) -> StopStrings:
-        return StopStrings(stops, lambda token_ids: self.decode(token_ids, skip_special_tokens))
+    def stop_matcher(self, stops: Sequence[str], skip_special_tokens: bool) -> StopStringMatcher:
+        return StopStringMatcher(stops, lambda token_ids: self.decode(token_ids, skip_special_tokens))
 
 
-class GrowingText:
-    """Text of a growing list of tokens, decoded a little at a time."""
+class IncrementalDetokenizer:
+    """Detokenizes a growing token sequence piece by piece."""
 
     def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
         self._decode = decode
@@ -86,7 +86,7 @@ class GrowingText:
         self._context: list[int] = []
 
     def push(self, tokens: Sequence[int]) -> str:
-        """Take the next tokens. Returns the text that they add: none until all bytes of a character are there."""
+        """Add tokens. Returns the text they add, or "" while the last character is still missing bytes."""
         self._pending += tokens
         before = self._decode(self._context)
         text = self._decode(self._context + self._pending)
@@ -96,35 +96,35 @@ class GrowingText:
         return text[len(before) :]
 
 
-class StopStrings:
-    """Looks for the stop strings of one sample in its text."""
+class StopStringMatcher:
+    """Searches the text of one sample for its stop strings."""
 
     def __init__(self, stops: Sequence[str], decode: Callable[[Sequence[int]], str]) -> None:
         self._stops = stops
-        self._text = GrowingText(decode)
+        self._detokenizer = IncrementalDetokenizer(decode)
         self._keep = max(map(len, stops)) - 1
         self._tail = ""
 
     def push(self, token: int) -> str | None:
-        """Take the next token. Returns the stop string that is now complete, if one is."""
-        self._tail += self._text.push([token])
+        """Add the next token. Returns the stop string that it completes, if any."""
+        self._tail += self._detokenizer.push([token])
         found = min((stop for stop in self._stops if stop in self._tail), key=self._tail.index, default=None)
         self._tail = self._tail[-self._keep :] if self._keep else ""
         return found
 
 
 def load_text(name: str, trust_remote_code: bool, generation: GenerationConfig) -> Text:
-    """The tokenizer of a model. What ends an answer is its end-of-sequence token and those of `generation`.
+    """Load a model's tokenizer. Its end-of-sequence tokens are the tokenizer's own and those of `generation`.
 
     Raises:
-        ModelNotFound: the model comes without a tokenizer.
+        ModelNotFound: the model has no tokenizer.
     """
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as exc:
         raise ModelNotFound(f"cannot load the tokenizer of model {name!r}: {first_line(exc)}") from exc
     if len(tokenizer) <= len(tokenizer.all_special_ids):
-        # Without files, Transformers makes an empty tokenizer of the model's kind.
+        # If there are no tokenizer files, Transformers returns an empty tokenizer of the model's class.
         raise ModelNotFound(f"model {name!r} has no tokenizer files")
     listed = generation.eos_token_id
     ends = {tokenizer.eos_token_id, *(listed if isinstance(listed, list) else [listed])}
@@ -132,14 +132,14 @@ def load_text(name: str, trust_remote_code: bool, generation: GenerationConfig) 
 
 
 def generation_defaults(directory: Path) -> GenerationConfig:
-    """`generation_config.json` of a model, or an empty one."""
+    """Load the model's `generation_config.json`, or an empty config if there is none."""
     if (directory / "generation_config.json").is_file():
         return GenerationConfig.from_pretrained(directory)
     return GenerationConfig()
 
 
 def _plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
-    """What templates expect: content as one text, and the arguments of tool calls as objects instead of JSON text."""
+    """Convert to what templates expect: content as one string, and tool-call arguments as objects, not JSON text."""
     plain = {key: value for key, value in message.items() if value is not None}
     if isinstance(plain.get("content"), list):
         plain["content"] = "\n".join(part["text"] for part in plain["content"])
@@ -155,5 +155,5 @@ def _plain_call(call: Mapping[str, Any]) -> dict[str, Any]:
         try:
             function["arguments"] = json.loads(function["arguments"])
         except json.JSONDecodeError:
-            return dict(call)  # a model may write what is no JSON; the template gets it as it stands
+            return dict(call)  # models may write invalid JSON, which the template receives unchanged
     return {**call, "function": function}

@@ -1,4 +1,4 @@
-"""Swapping the weights of a live model for those of a checkpoint."""
+"""Updates the weights of a live model in place, from a checkpoint directory or from the trainer's weight group."""
 
 from __future__ import annotations
 
@@ -12,52 +12,52 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from prime_rl.inference.checkpoint_files import WeightError, checkpoint_files, misfit
+from prime_rl.inference.checkpoint_files import WeightError, checkpoint_files, mismatch_error
 from prime_rl.inference.embedded.errors import first_line
 from prime_rl.inference.protocol import InitBroadcasterBody, RequestError
-from prime_rl.inference.weight_group import NOT_STARTED_FOR_IT, join_group, received
+from prime_rl.inference.weight_group import NO_WEIGHT_GROUP, join_group, received_tensors
 from prime_rl.transport.weights import WeightGroup
 
 
-class NewWeights:
-    """Where versions after the first come from: files, or the trainer itself."""
+class WeightSource:
+    """Source of weight updates: checkpoint files, or the trainer's weight group."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.from_trainer = False
-        """The trainer sends the version that a directory names; there is nothing to read in it."""
+        """If true, tensors come from the trainer; a directory only names the version and has no weights to read."""
         self._group: WeightGroup | None = None
 
     def join(self, body: InitBroadcasterBody) -> None:
-        """Meet the trainer; blocks until it is there. A group of an earlier run is left.
+        """Join the trainer's weight group, replacing an earlier one. Blocks until the trainer is there.
 
         Raises:
-            RequestError: this server was not started for it.
-            TransportError: the trainer does not come, or means another group.
+            RequestError: this server was started to load weights from files.
+            TransportError: the trainer does not appear in time, or expects another group.
         """
         if not self.from_trainer:
-            raise RequestError(NOT_STARTED_FOR_IT)
+            raise RequestError(NO_WEIGHT_GROUP)
         self._group = join_group(body, self.device)
 
-    def of(self, directory: Path) -> dict[str, Tensor]:
-        """The tensors of the version in `directory`.
+    def read(self, directory: Path) -> dict[str, Tensor]:
+        """Read, or receive from the trainer, the tensors of the version that `directory` names.
 
         Raises:
-            WeightError: there is none, or this server has not joined the trainer's group.
-            TransportError: the trainer does not send it.
+            WeightError: the directory has no weights or no version, or the weight group has not been joined.
+            TransportError: the trainer does not send the weights in time.
         """
-        return dict(received(self._group, directory)) if self.from_trainer else read_weights(directory)
+        return dict(received_tensors(self._group, directory)) if self.from_trainer else read_weights(directory)
 
 
 @torch.inference_mode()
 def load_weights(model: PreTrainedModel, tensors: Mapping[str, Tensor], source: Path) -> None:
-    """Copy `tensors` (hub key naming) into the live parameters, in place. `source` is their name in errors.
+    """Copy `tensors` (named as on the hub) into the live parameters, in place. `source` names them in error messages.
 
-    Everything is checked before the first byte is copied. A checkpoint whose keys are not the model's own (fused or
-    stacked experts) is read by Transformers' loader, which knows the conversion of each architecture.
+    Everything is validated before the first byte is copied. If the names differ from the model's own (fused or stacked
+    experts), Transformers' loader converts the tensors, because it knows the conversion of each architecture.
 
     Raises:
-        WeightError: a tensor is missing, unknown, or of another shape.
+        WeightError: a tensor is missing, unexpected, or has another shape.
     """
     own = _untied_state(model)
     tied = model.state_dict().keys() - own.keys()
@@ -69,7 +69,7 @@ def load_weights(model: PreTrainedModel, tensors: Mapping[str, Tensor], source: 
 
 
 def _untied_state(model: PreTrainedModel) -> dict[str, Tensor]:
-    """The state dict without second names of a tensor: a tied head is its embedding."""
+    """The state dict with each tensor under one name only; a tied head appears as the embedding."""
     state: dict[str, Tensor] = {}
     seen: set[int] = set()
     for name, tensor in model.state_dict().items():
@@ -80,10 +80,10 @@ def _untied_state(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def read_weights(directory: Path) -> dict[str, Tensor]:
-    """The safetensors of `directory`.
+    """Read all tensors from the safetensors files in `directory`.
 
     Raises:
-        WeightError: the directory is missing or unreadable.
+        WeightError: the directory or a file is missing or unreadable.
     """
     tensors: dict[str, Tensor] = {}
     for file in checkpoint_files(directory):
@@ -105,16 +105,18 @@ def _converted(model: PreTrainedModel, tensors: Mapping[str, Tensor], source: Pa
             ignore_mismatched_sizes=True,
         )
     except (ValueError, RuntimeError) as exc:
-        raise misfit(source, first_line(exc)) from exc
-    # Annotated as the model alone, it is a pair with `output_loading_info`.
+        raise mismatch_error(source, first_line(exc)) from exc
+    # Transformers annotates only the model, but with `output_loading_info` it returns a pair.
     loaded, report = cast("tuple[PreTrainedModel, Mapping[str, Iterable[object]]]", answer)
     for kind in ("missing", "unexpected", "mismatched"):
         if names := sorted(map(str, report[f"{kind}_keys"])):
-            raise misfit(source, f"{len(names)} {kind} tensors, such as {names[0]}")
+            raise mismatch_error(source, f"{len(names)} {kind} tensors, such as {names[0]}")
     return loaded.state_dict()
 
 
 def _check_shapes(own: dict[str, Tensor], tensors: Mapping[str, Tensor], source: Path) -> None:
     for name, parameter in own.items():
         if tensors[name].shape != parameter.shape:
-            raise misfit(source, f"{name} has shape {list(tensors[name].shape)} instead of {list(parameter.shape)}")
+            raise mismatch_error(
+                source, f"{name} has shape {list(tensors[name].shape)} instead of {list(parameter.shape)}"
+            )

@@ -1,4 +1,4 @@
-"""Response bodies in vLLM's shapes, with the policy version of every token."""
+"""Builds response bodies in vLLM's format, extended by the weight version of every token."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ if TYPE_CHECKING:
     from prime_rl.inference.embedded.http.tool_calls import ToolParser
 
 _LOWEST_LOGPROB = -9999.0
-"""Stands for minus infinity, which JSON lacks."""
+"""Replaces minus infinity, which JSON cannot represent."""
 
 Answered = Sequence[tuple[GenerationRequest, Generation]]
 
 
-def chat_answer(
+def chat_response(
     model: str, body: ChatBody, text: Text, answered: Answered, parser: ToolParser | None
 ) -> dict[str, Any]:
-    """`chat.completion`: ids of the prompt on the top level, those of the completion in each choice."""
+    """A `chat.completion` body, with the prompt's token ids at the top level and the completion's in each choice."""
     request, generation = answered[0]
     choices = []
     for index, completion in enumerate(generation.completions):
-        message = read_message(body, completion_text(body, text, completion), parser)
-        parts = {"message": message, "logprobs": chat_logprobs(body, text, completion)}
-        choices.append(_choice(completion, index) | parts | tools_finish(message))
+        message = assistant_message(body, completion_text(body, text, completion), parser)
+        content = {"message": message, "logprobs": chat_logprobs(body, text, completion)}
+        choices.append(_choice(completion, index) | content | tool_finish_reason(message))
     return envelope("chatcmpl", "chat.completion", model) | {
         "usage": _usage_of(answered),
         "choices": choices,
@@ -40,8 +40,8 @@ def chat_answer(
     }
 
 
-def completion_answer(model: str, body: CompletionBody, text: Text, answered: Answered) -> dict[str, Any]:
-    """`text_completion`: every choice has the ids of its prompt and of its completion."""
+def completion_response(model: str, body: CompletionBody, text: Text, answered: Answered) -> dict[str, Any]:
+    """A `text_completion` body; every choice has the token ids of its prompt and of its completion."""
     choices: list[dict[str, Any]] = []
     for request, generation in answered:
         for completion in generation.completions:
@@ -58,24 +58,24 @@ def completion_answer(model: str, body: CompletionBody, text: Text, answered: An
 
 
 def envelope(prefix: str, kind: str, model: str) -> dict[str, Any]:
-    """What every answer and every chunk of a stream starts with."""
+    """The fields common to every response and every stream chunk."""
     return {"id": f"{prefix}-{uuid.uuid4().hex}", "object": kind, "created": int(time.time()), "model": model}
 
 
 def usage(num_prompt: int, num_completion: int) -> dict[str, int]:
-    """Counts of tokens."""
+    """OpenAI's `usage` object: token counts."""
     total = num_prompt + num_completion
     return {"prompt_tokens": num_prompt, "completion_tokens": num_completion, "total_tokens": total}
 
 
-def read_message(body: ChatBody, content: str, parser: ToolParser | None) -> dict[str, Any]:
-    """The assistant's message, with its tool calls taken out of the text when there is a parser."""
+def assistant_message(body: ChatBody, content: str, parser: ToolParser | None) -> dict[str, Any]:
+    """The assistant message. With a parser, tool calls are moved from the text into `tool_calls`."""
     message: dict[str, Any] = {"role": "assistant", "content": content}
     if parser is None:
         return message
-    reading = parser.read(content)
-    calls = reading.calls[:1] if body.parallel_tool_calls is False else reading.calls
-    message["content"] = reading.content
+    parsed = parser.parse(content)
+    calls = parsed.calls[:1] if body.parallel_tool_calls is False else parsed.calls
+    message["content"] = parsed.content
     if calls:
         message["tool_calls"] = [
             {
@@ -88,8 +88,8 @@ def read_message(body: ChatBody, content: str, parser: ToolParser | None) -> dic
     return message
 
 
-def tools_finish(message: dict[str, Any]) -> dict[str, str]:
-    """What takes the place of the finish reason when the message calls tools."""
+def tool_finish_reason(message: dict[str, Any]) -> dict[str, str]:
+    """Override for the finish reason if the message has tool calls, else empty."""
     return {"finish_reason": "tool_calls"} if "tool_calls" in message else {}
 
 
@@ -109,7 +109,7 @@ def _choice(completion: Completion, index: int) -> dict[str, Any]:
 
 
 def completion_text(body: SamplingBody, text: Text, completion: Completion) -> str:
-    """The text, without the stop token or string that ended it unless the request wants it."""
+    """The completion's text. The stop token or string that ended it is cut off unless the request includes it."""
     token_ids, reason = completion.token_ids, completion.stop_reason
     if completion.finish_reason == "length" or (body.include_stop_str_in_output and not isinstance(reason, str)):
         return text.decode(token_ids, body.skip_special_tokens)
@@ -130,7 +130,7 @@ def _finite(logprob: float) -> float:
 
 
 def chat_logprobs(body: ChatBody, text: Text, drawn: Tokens) -> dict[str, Any] | None:
-    """One entry a token; None unless they were asked for."""
+    """OpenAI's chat `logprobs`, one entry per token; None unless requested."""
     if not body.logprobs:
         return None
     tops: Sequence[TopLogprobs] = drawn.top_logprobs or [[] for _ in drawn.token_ids]
@@ -151,7 +151,10 @@ def chat_logprobs(body: ChatBody, text: Text, drawn: Tokens) -> dict[str, Any] |
 def completion_logprobs(
     body: CompletionBody, text: Text, drawn: Tokens, first_offset: int = 0
 ) -> dict[str, Any] | None:
-    """Parallel lists; None unless they were asked for. `first_offset` is where the text of `drawn` starts."""
+    """OpenAI's completion `logprobs` as parallel lists; None unless requested.
+
+    `first_offset` is the character offset of the text of `drawn`.
+    """
     if body.logprobs is None:
         return None
     names = [_token_name(body, text, token_id) for token_id in drawn.token_ids]
@@ -169,7 +172,7 @@ def completion_logprobs(
 
 
 def _prompt_logprobs(text: Text, generation: Generation) -> list[dict[str, Any] | None] | None:
-    """One object a prompt token, null for the first: `{token id: {logprob, rank, decoded_token}}`."""
+    """One object `{token id: {logprob, rank, decoded_token}}` per prompt token, null for the first."""
     if generation.prompt_logprobs is None:
         return None
     rows: list[dict[str, Any] | None] = [None]

@@ -1,4 +1,4 @@
-"""The HTTP routes of the embedded engine. Loads neither torch nor the model, so that it can answer from the start."""
+"""HTTP routes of the embedded engine. Imports no torch, so that the server can respond while the model loads."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from prime_rl.inference.adapter_files import AdapterMissing
 from prime_rl.inference.checkpoint_files import WeightError
 from prime_rl.inference.embedded.engine.generation import Generation, GenerationRequest
 from prime_rl.inference.embedded.errors import EngineBusy, EngineStopped, GenerationFailed
-from prime_rl.inference.embedded.http.answers import Answered, chat_answer, completion_answer
+from prime_rl.inference.embedded.http.answers import Answered, chat_response, completion_response
 from prime_rl.inference.embedded.http.stream import ChatChunks, CompletionChunks, EventStream
 from prime_rl.inference.protocol import (
     ChatBody,
@@ -46,12 +46,12 @@ Handler = Callable[[Request], Awaitable[Response]]
 _CLIENT_CLOSED_REQUEST = 499
 
 
-class ClientGone(Exception):
-    """Nobody is left to answer."""
+class ClientDisconnected(Exception):
+    """The client disconnected before the response was ready."""
 
 
 class Api:
-    """Routes over a `Service`, which appears once the model is loaded."""
+    """Routes to a `Service`, which is set once the model is loaded."""
 
     def __init__(self, model_name: str) -> None:
         self.model_name = model_name
@@ -79,14 +79,18 @@ class Api:
         }
         return Starlette(
             routes=[
-                *(Route(path, _answering(handler), methods=["POST"]) for path, handler in posts.items()),
-                *(Route(path, _answering(handler)) for path, handler in gets.items()),
+                *(Route(path, _with_error_responses(handler), methods=["POST"]) for path, handler in posts.items()),
+                *(Route(path, _with_error_responses(handler)) for path, handler in gets.items()),
             ],
-            exception_handlers={HTTPException: _answer_http_error},
+            exception_handlers={HTTPException: _http_error_response},
         )
 
     def ready(self) -> Service:
-        """The service, or a 503 while the model loads."""
+        """Return the service.
+
+        Raises:
+            RequestError: status 503 while the model is loading.
+        """
         if self.service is None:
             raise RequestError("The model is still loading", HTTPStatus.SERVICE_UNAVAILABLE)
         return self.service
@@ -117,7 +121,7 @@ class Api:
         if body.stream:
             return _stream(service, body, wanted, CompletionChunks(body, service.text))
         answered = await _generate(service, request, wanted)
-        return _json(completion_answer(body.model or service.model.name, body, service.text, answered))
+        return _json(completion_response(body.model or service.model.name, body, service.text, answered))
 
     async def tokenize(self, request: Request) -> Response:
         service = self.ready()
@@ -148,7 +152,7 @@ class Api:
 
     async def pause(self, request: Request) -> Response:
         if request.query_params.get("mode", "keep") != "keep":
-            raise RequestError("This engine pauses with mode=keep only: requests stay and go on after /resume")
+            raise RequestError("This engine supports only mode=keep: requests stay and continue after /resume")
         await _on_engine(self.ready().engine.pause)
         return _json({"status": "paused"})
 
@@ -160,14 +164,14 @@ class Api:
         return _json({"is_paused": self.ready().engine.paused})
 
     async def load(self, _: Request) -> Response:
-        """Samples that run or wait."""
+        """Number of samples running or waiting."""
         return _json({"server_load": self.ready().engine.load})
 
     async def init_broadcaster(self, request: Request) -> Response:
         body = parse_body(InitBroadcasterBody, await request.body())
         try:
-            # Beside the event loop, which this would hold up until the trainer is there.
-            await asyncio.to_thread(self.ready().engine.new_weights.join, body)
+            # In a thread, because joining blocks until the trainer is there.
+            await asyncio.to_thread(self.ready().engine.weight_source.join, body)
         except TransportError as exc:
             raise RequestError(str(exc), HTTPStatus.INTERNAL_SERVER_ERROR) from exc
         return _json({"status": "ok"})
@@ -181,7 +185,7 @@ class Api:
         if body.stream:
             return _stream(service, body, wanted, ChatChunks(body, service.text, parser))
         answered = await _generate(service, request, wanted)
-        return _json(chat_answer(body.model or service.model.name, body, service.text, answered, parser))
+        return _json(chat_response(body.model or service.model.name, body, service.text, answered, parser))
 
     async def _swap_weights(self, directory: Path | None) -> Response:
         engine = self.ready().engine
@@ -195,14 +199,14 @@ class Api:
 
 
 async def _generate(service: Service, request: Request, wanted: list[GenerationRequest]) -> Answered:
-    """Run requests to their end, unless the client goes away first."""
+    """Run requests to completion, or cancel them if the client disconnects first."""
     everything = asyncio.gather(*map(asyncio.wrap_future, _submit(service, wanted)))
     gone = asyncio.create_task(_disconnected(request))
     either: set[asyncio.Future[Any]] = {everything, gone}
     try:
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         if not everything.done():
-            raise ClientGone
+            raise ClientDisconnected
         return list(zip(wanted, everything.result(), strict=True))
     except EngineStopped as exc:
         raise RequestError(str(exc), HTTPStatus.SERVICE_UNAVAILABLE) from exc
@@ -222,7 +226,7 @@ def _stream(
 
 
 class _Events(StreamingResponse):
-    """Server-sent events. When they end, or the client goes away, the engine drops what is left of the requests."""
+    """A server-sent event stream. Cancels unfinished requests when it ends or the client disconnects."""
 
     def __init__(self, events: AsyncIterator[bytes], wanted: list[GenerationRequest]) -> None:
         super().__init__(events, media_type="text/event-stream")
@@ -236,7 +240,7 @@ class _Events(StreamingResponse):
 
 
 def _submit(service: Service, wanted: list[GenerationRequest]) -> list[Future[Generation]]:
-    """Queue requests, all or none."""
+    """Submit all requests, or none if the engine refuses one."""
     try:
         return [service.engine.submit(one) for one in wanted]
     except EngineBusy as exc:
@@ -247,7 +251,7 @@ def _submit(service: Service, wanted: list[GenerationRequest]) -> list[Future[Ge
 
 
 async def _on_engine(command: Callable[[], Future[Any]]) -> Any:
-    """The result of a command that the engine runs between two steps."""
+    """Run a command on the engine between two steps, and return its result."""
     try:
         return await asyncio.wrap_future(command())
     except EngineStopped as exc:
@@ -255,13 +259,13 @@ async def _on_engine(command: Callable[[], Future[Any]]) -> Any:
 
 
 def _cancel(requests: list[GenerationRequest]) -> None:
-    """Make the engine drop what has not been answered; for what has, this does nothing."""
+    """Cancel requests. Has no effect on those that are complete."""
     for request in requests:
         request.result.cancel()
 
 
 async def _disconnected(request: Request) -> None:
-    """Return when the client has gone. The body has been read, so that is all that can still arrive."""
+    """Return when the client disconnects. Requires the body to have been read, so that no other message can arrive."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
 
@@ -270,17 +274,17 @@ def _json(content: dict[str, Any], status: int = HTTPStatus.OK) -> Response:
     return Response(msgspec.json.encode(content), status_code=status, media_type="application/json")
 
 
-def _answering(handler: Handler) -> Handler:
-    """The handler, with every error turned into an answer, so that the connection lives on."""
+def _with_error_responses(handler: Handler) -> Handler:
+    """Wrap a handler so that every error becomes a response and the connection stays open."""
 
     async def answer(request: Request) -> Response:
         try:
             return await handler(request)
         except RequestError as exc:
             return _json(exc.body(), exc.status)
-        except ClientGone:
+        except ClientDisconnected:
             return Response(status_code=_CLIENT_CLOSED_REQUEST)
-        except Exception as exc:  # noqa: BLE001 - the last boundary: logged, and told to the client
+        except Exception as exc:  # noqa: BLE001 - the outermost boundary: logged and returned to the client
             get_logger().error(f"{request.url.path} failed: {exc!r}", exc_info=exc)
             error = RequestError(f"Internal error: {exc!r}", HTTPStatus.INTERNAL_SERVER_ERROR)
             return _json(error.body(), error.status)
@@ -288,7 +292,7 @@ def _answering(handler: Handler) -> Handler:
     return answer
 
 
-async def _answer_http_error(_: Request, exc: Exception) -> Response:
-    """Unknown paths and methods."""
+async def _http_error_response(_: Request, exc: Exception) -> Response:
+    """Response for unknown paths and methods."""
     assert isinstance(exc, HTTPException)
     return _json(RequestError(exc.detail, exc.status_code).body(), exc.status_code)

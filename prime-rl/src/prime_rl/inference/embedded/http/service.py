@@ -1,4 +1,4 @@
-"""From a request's body to the engine's request: defaults, limits, prompt."""
+"""Translates request bodies into engine requests: applies defaults, checks limits, tokenizes prompts."""
 
 from __future__ import annotations
 
@@ -26,49 +26,53 @@ from prime_rl.inference.protocol import (
 )
 
 COMPLETION_MAX_TOKENS = 16
-"""OpenAI's default for text completions. A chat goes on to the end of the context."""
+"""OpenAI's default `max_tokens` for text completions. Chats default to the rest of the context."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """What requests are checked against."""
+    """Properties of the served model that requests are validated against."""
 
     name: str
     max_model_len: int
     vocab_size: int
     defaults: GenerationConfig
-    """The model's own sampling defaults, for arguments that a request leaves out."""
+    """The model's own sampling defaults, used for arguments that a request omits."""
 
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """A running engine with the model and tokenizer in front of it."""
+    """A running engine with its tokenizer, model properties and tool-call parser."""
 
     engine: Engine
     text: Text
     model: ServedModel
     seeds: random.Random = field(default_factory=random.Random)
-    """For requests without a seed of their own."""
+    """Generates seeds for requests without one."""
     tool_parser: ToolParser | None = None
-    """Reads tool calls; None when the server was started without."""
+    """Parser for tool calls; None if the server was started without one."""
 
     @property
     def adapters(self) -> dict[str, Adapter]:
-        """What is loaded, by name."""
+        """The loaded adapters by name."""
         return self.engine.adapters.loaded if self.engine.adapters is not None else {}
 
     def adapter(self, name: str | None) -> Adapter | None:
-        """The adapter that a request's `model` names; None for the base model, which is also the default."""
+        """The adapter that a request's `model` selects; None for the base model, which is the default.
+
+        Raises:
+            RequestError: status 404 if there is no such model.
+        """
         if name in (None, self.model.name):
             return None
         adapters = self.adapters
         if name not in adapters:
             served = ", ".join(f"`{known}`" for known in (self.model.name, *adapters))
-            raise RequestError(f"The model `{name}` does not exist; this server has {served}.", 404, "model")
+            raise RequestError(f"The model `{name}` does not exist; this server serves {served}.", 404, "model")
         return adapters[name]
 
     def chat_prompt(self, body: ChatBody | TokenizeBody) -> list[int]:
-        """Token ids of a body's messages."""
+        """Token ids of the messages, rendered with the chat template."""
         flags: dict[str, Any] = {
             "add_generation_prompt": body.add_generation_prompt,
             "continue_final_message": body.continue_final_message,
@@ -80,13 +84,17 @@ class Service:
             raise RequestError(str(exc), param="messages") from exc
 
     def parser_for(self, body: ChatBody) -> ToolParser | None:
-        """What reads the answer to a request that may be answered with tool calls."""
+        """The tool-call parser for a request; None if the request has no tools or disables them.
+
+        Raises:
+            RequestError: the request has tools, but the server has no parser.
+        """
         if not body.tools or body.tool_choice == "none":
             return None
         if self.tool_parser is None:
             raise RequestError(
-                "This server reads no tool calls: start it with `model.tool_call_parser`, "
-                'or send `tool_choice = "none"`, which leaves them in the text.',
+                "This server does not parse tool calls: start it with `model.tool_call_parser`, "
+                'or send `tool_choice = "none"` to leave them in the text.',
                 param="tools",
             )
         return self.tool_parser
@@ -114,8 +122,8 @@ class Service:
     def _request(
         self, body: SamplingBody, prompt: Sequence[int], max_tokens: int | None, top_logprobs: int
     ) -> GenerationRequest:
-        room = self._room_after(prompt)
-        params = self._sampling_params(body, min(max_tokens or room, room), top_logprobs)
+        limit = self._max_new_tokens(prompt)
+        params = self._sampling_params(body, min(max_tokens or limit, limit), top_logprobs)
         stops = body.stop_strings
         return GenerationRequest(
             prompt=tuple(prompt),
@@ -125,27 +133,30 @@ class Service:
             eos_token_ids=self.text.eos_token_ids,
             adapter=self.adapter(body.model),
             num_prompt_logprobs=body.prompt_logprobs,
-            stop_watches=[self.text.stop_watch(stops, body.skip_special_tokens) for _ in range(body.n if stops else 0)],
+            stop_matchers=[
+                self.text.stop_matcher(stops, body.skip_special_tokens) for _ in range(body.n if stops else 0)
+            ],
         )
 
-    def _room_after(self, prompt: Sequence[int]) -> int:
+    def _max_new_tokens(self, prompt: Sequence[int]) -> int:
         if not prompt:
             raise RequestError("The prompt has no tokens", param="prompt")
         if max(prompt) >= self.model.vocab_size or min(prompt) < 0:
             raise RequestError(f"The prompt has token ids outside 0..{self.model.vocab_size - 1}", param="prompt")
-        room = self.model.max_model_len - len(prompt)
-        if room < 1:
+        remaining = self.model.max_model_len - len(prompt)
+        if remaining < 1:
             raise RequestError(CONTEXT_LENGTH_MESSAGE.format(limit=self.model.max_model_len, length=len(prompt)))
-        return room
+        return remaining
 
     def _sampling_params(self, body: SamplingBody, max_tokens: int, top_logprobs: int) -> SamplingParams:
         stops = set(body.stop_token_ids)
         if any(not 0 <= token < self.model.vocab_size for token in stops):
-            raise RequestError(f"stop_token_ids go beyond 0..{self.model.vocab_size - 1}", param="stop_token_ids")
+            message = f"stop_token_ids has token ids outside 0..{self.model.vocab_size - 1}"
+            raise RequestError(message, param="stop_token_ids")
         if any(not 0 <= token < self.model.vocab_size for token in body.logit_bias):
-            raise RequestError(f"logit_bias goes beyond 0..{self.model.vocab_size - 1}", param="logit_bias")
+            raise RequestError(f"logit_bias has token ids outside 0..{self.model.vocab_size - 1}", param="logit_bias")
         if body.min_tokens > max_tokens:
-            raise RequestError(f"min_tokens {body.min_tokens} is more than the {max_tokens} possible tokens")
+            raise RequestError(f"min_tokens ({body.min_tokens}) exceeds the limit of {max_tokens} new tokens")
 
         def chosen(name: str, neutral: float) -> Any:
             own, default = getattr(body, name), getattr(self.model.defaults, name, None)

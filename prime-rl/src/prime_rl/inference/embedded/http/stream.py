@@ -1,4 +1,4 @@
-"""Answers as server-sent events, in vLLM's shapes: a chunk for what each sample has grown by."""
+"""Streams responses as server-sent events in vLLM's format, one chunk per sample and step."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from prime_rl.inference.embedded.engine.generation import Completion, Generation
 from prime_rl.inference.embedded.engine.generation import Sequence as Sample
 from prime_rl.inference.embedded.errors import EngineStopped, GenerationFailed
 from prime_rl.inference.embedded.http.answers import (
+    assistant_message,
     chat_logprobs,
     completion_logprobs,
     completion_text,
     envelope,
-    read_message,
-    tools_finish,
+    tool_finish_reason,
     usage,
 )
 from prime_rl.inference.protocol import ChatBody, CompletionBody, RequestError, SamplingBody
@@ -31,19 +31,19 @@ Chunk = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """What a sample has grown by. `completion` is set with its last piece; `text` is then the rest of its text."""
+class SampleDelta:
+    """The new tokens and text of a sample. The last delta has the `completion` and all remaining text."""
 
     tokens: Tokens
     text: str
     completion: Completion | None
 
 
-class GrowingSample:
-    """One sample on its way to the client.
+class SampleStream:
+    """Tracks how much of one sample has been sent to the client.
 
-    The texts of its pieces make up the text of the whole answer: as many characters as could turn out to be the start
-    of a stop string wait for the next piece.
+    The concatenated texts of the deltas equal the text of the non-streamed response. Characters that may be the start
+    of a stop string are held back until the next delta.
     """
 
     def __init__(self, sample: Sample, index: int, body: SamplingBody, text: Text) -> None:
@@ -54,15 +54,16 @@ class GrowingSample:
         self._sample = sample
         self._body = body
         self._text = text
-        self._growing = text.growing(body.skip_special_tokens)
+        self._detokenizer = text.detokenizer(body.skip_special_tokens)
         self._held_back = 0
         if body.stop_strings and not body.include_stop_str_in_output:
             self._held_back = max(map(len, body.stop_strings)) - 1
-        self._known = ""
-        self._shown = 0
+        self._decoded = ""
+        self._num_sent_chars = 0
 
-    def advance(self, settled: Callable[[str], int]) -> Piece | None:
-        """What is new since the last call, if anything. `settled` tells how much of the text is content for sure."""
+    def advance(self, final_length: Callable[[str], int]) -> SampleDelta | None:
+        """Return what is new since the last call, or None. `final_length` returns how many leading characters of the
+        decoded text are certain to be content."""
         tokens = self._sample.drawn(self.num_sent)
         if self.is_finished or not tokens.token_ids:
             return None
@@ -70,18 +71,19 @@ class GrowingSample:
         completion = self._sample.completion
         if completion is not None and self.num_sent == len(completion.token_ids):
             self.is_finished = True
-            return Piece(tokens, completion_text(self._body, self._text, completion)[self._shown :], completion)
-        self._known += self._growing.push(tokens.token_ids)
-        start = self._shown
-        self._shown = max(start, min(settled(self._known), len(self._known) - self._held_back))
-        return Piece(tokens, self._known[start : self._shown], None)
+            remaining = completion_text(self._body, self._text, completion)[self._num_sent_chars :]
+            return SampleDelta(tokens, remaining, completion)
+        self._decoded += self._detokenizer.push(tokens.token_ids)
+        start = self._num_sent_chars
+        self._num_sent_chars = max(start, min(final_length(self._decoded), len(self._decoded) - self._held_back))
+        return SampleDelta(tokens, self._decoded[start : self._num_sent_chars], None)
 
 
 class ChatChunks:
-    """Chunks of `chat.completion.chunk`: first the role of every sample, with the prompt's ids on the top level."""
+    """Builds `chat.completion.chunk` chunks. A sample's first chunk has its role and, at top level, the prompt ids."""
 
     def __init__(self, body: ChatBody, text: Text, parser: ToolParser | None) -> None:
-        self.settled: Callable[[str], int] = len if parser is None else parser.settled
+        self.final_length: Callable[[str], int] = len if parser is None else parser.final_length
         self._body = body
         self._text = text
         self._parser = parser
@@ -89,29 +91,29 @@ class ChatChunks:
     def envelope(self, model: str) -> Chunk:
         return envelope("chatcmpl", "chat.completion.chunk", model)
 
-    def opening(self, sample: GrowingSample, prompt: Sequence[int]) -> Chunk | None:
+    def opening(self, sample: SampleStream, prompt: Sequence[int]) -> Chunk | None:
         delta = {"role": "assistant", "content": ""}
         choice = {"index": sample.index, "delta": delta, "logprobs": None, "finish_reason": None}
         return {"choices": [choice], "prompt_token_ids": list(prompt)}
 
-    def choice(self, sample: GrowingSample, piece: Piece, prompt: Sequence[int]) -> Chunk:
+    def choice(self, sample: SampleStream, piece: SampleDelta, prompt: Sequence[int]) -> Chunk:
         delta: dict[str, Any] = {"content": piece.text}
         finish = _finish(piece.completion)
         if piece.completion is not None and self._parser is not None:
             whole = completion_text(self._body, self._text, piece.completion)
-            message = read_message(self._body, whole, self._parser)
+            message = assistant_message(self._body, whole, self._parser)
             if "tool_calls" in message:
                 rest = (message["content"] or "")[len(whole) - len(piece.text) :]
-                calls = [{"index": place, **call} for place, call in enumerate(message["tool_calls"])]
-                delta, finish = {"content": rest or None, "tool_calls": calls}, finish | tools_finish(message)
+                calls = [{"index": index, **call} for index, call in enumerate(message["tool_calls"])]
+                delta, finish = {"content": rest or None, "tool_calls": calls}, finish | tool_finish_reason(message)
         logprobs = chat_logprobs(self._body, self._text, piece.tokens)
         return {"delta": delta, "logprobs": logprobs, **finish}
 
 
 class CompletionChunks:
-    """Chunks of `text_completion`: the first one of every sample has its prompt's ids."""
+    """Builds `text_completion` chunks. A sample's first chunk has the prompt ids."""
 
-    settled = staticmethod(len)
+    final_length = staticmethod(len)
 
     def __init__(self, body: CompletionBody, text: Text) -> None:
         self._body = body
@@ -121,10 +123,10 @@ class CompletionChunks:
     def envelope(self, model: str) -> Chunk:
         return envelope("cmpl", "text_completion", model)
 
-    def opening(self, sample: GrowingSample, prompt: Sequence[int]) -> Chunk | None:
+    def opening(self, sample: SampleStream, prompt: Sequence[int]) -> Chunk | None:
         return None
 
-    def choice(self, sample: GrowingSample, piece: Piece, prompt: Sequence[int]) -> Chunk:
+    def choice(self, sample: SampleStream, piece: SampleDelta, prompt: Sequence[int]) -> Chunk:
         is_first = sample.index not in self._offsets
         start = self._offsets.setdefault(sample.index, 0)
         self._offsets[sample.index] += sum(len(self._text.token_text(token)) for token in piece.tokens.token_ids)
@@ -134,7 +136,7 @@ class CompletionChunks:
 
 
 class EventStream:
-    """The events of one request's samples. Made on the server's loop, before the requests are submitted."""
+    """The event stream of one HTTP request. Create it on the server's event loop, before submitting the requests."""
 
     def __init__(
         self,
@@ -153,12 +155,12 @@ class EventStream:
         self._counts_all = options is not None and options.include_usage
         self._counts_each = self._counts_all and options is not None and options.continuous_usage_stats
         every = [sample for request in requests for sample in request.sequences]
-        self._samples = [(GrowingSample(sample, index, body, text), sample) for index, sample in enumerate(every)]
+        self._samples = [(SampleStream(sample, index, body, text), sample) for index, sample in enumerate(every)]
         for request in requests:
             request.on_progress = self._wake
 
     async def events(self) -> AsyncIterator[bytes]:
-        """One event a chunk, the count of all tokens when it is wanted, and `[DONE]`. An error is an event as well."""
+        """Yield one event per chunk, the total token counts if requested, and `[DONE]`. Errors are sent as events."""
         for request in self._requests:
             request.result.add_done_callback(lambda _: self._wake())
         try:
@@ -181,12 +183,12 @@ class EventStream:
 
     def _new_events(self) -> Iterator[bytes]:
         for sample, source in self._samples:
-            if (piece := sample.advance(self._chunks.settled)) is not None:
+            if (piece := sample.advance(self._chunks.final_length)) is not None:
                 choice = self._chunks.choice(sample, piece, source.request.prompt)
                 own = {"index": sample.index, "token_ids": piece.tokens.token_ids}
                 yield self._event({"choices": [own | choice]}, sample)
 
-    def _event(self, chunk: Chunk, sample: GrowingSample | None = None) -> bytes:
+    def _event(self, chunk: Chunk, sample: SampleStream | None = None) -> bytes:
         if self._counts_each and sample is not None:
             chunk["usage"] = usage(sample.num_prompt, sample.num_sent)
         return _encoded(self._start | chunk)
@@ -197,7 +199,7 @@ class EventStream:
                 request.result.result()
 
     def _wake(self) -> None:
-        """Called from the engine's thread."""
+        """Wake the stream; called from the engine's thread."""
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._grown.set)
 

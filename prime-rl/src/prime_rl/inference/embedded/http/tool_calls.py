@@ -1,4 +1,4 @@
-"""Tool calls in a model's text. The formats, and what counts as one, are those of vLLM's parsers of the same names."""
+"""Parsers for tool calls in generated text. Formats and validity rules follow vLLM's parsers of the same names."""
 
 from __future__ import annotations
 
@@ -15,48 +15,48 @@ _HERMES_CALL = re.compile(r"<tool_call>(.*?)</tool_call>|<tool_call>(.*)", re.DO
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A call as the model wrote it. `arguments` is JSON text, as in OpenAI's messages."""
+    """A parsed tool call. `arguments` is JSON text, as in OpenAI's messages."""
 
     name: str
     arguments: str
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
-    """An answer taken apart. Text that is no valid call stays content."""
+class ParsedAnswer:
+    """The content and tool calls of a completion. Text that is not a valid call stays in the content."""
 
     content: str | None
     calls: Sequence[ToolCall] = ()
 
 
 class ToolParser(Protocol):
-    """Reads the tool calls of one family of models."""
+    """Parses the tool-call format of one model family."""
 
     needs_special_tokens: bool
-    """Whether the marks around a call may be special tokens, which must then stay in the text."""
+    """Whether the call delimiters may be special tokens, which detokenization must then keep."""
 
-    def read(self, text: str) -> Reading:
-        """Take a whole answer apart."""
+    def parse(self, text: str) -> ParsedAnswer:
+        """Split a complete text into content and tool calls."""
 
-    def settled(self, text: str) -> int:
-        """How many characters of an answer that goes on are content, whatever follows."""
+    def final_length(self, text: str) -> int:
+        """Number of leading characters of an incomplete text that are content, whatever follows."""
 
 
 class Hermes:
-    """`<tool_call>{"name": …, "arguments": {…}}</tool_call>`, any number of times, after the content."""
+    """Parses `<tool_call>{"name": …, "arguments": {…}}</tool_call>`, repeated any number of times after the content."""
 
     needs_special_tokens = True
 
-    def read(self, text: str) -> Reading:
+    def parse(self, text: str) -> ParsedAnswer:
         if _HERMES_START not in text:
-            return Reading(text)
+            return ParsedAnswer(text)
         try:
             calls = [_call(json.loads(closed or open_), "arguments") for closed, open_ in _HERMES_CALL.findall(text)]
         except (ValueError, KeyError, TypeError):
-            return Reading(text)
-        return Reading(text[: text.index(_HERMES_START)] or None, calls)
+            return ParsedAnswer(text)
+        return ParsedAnswer(text[: text.index(_HERMES_START)] or None, calls)
 
-    def settled(self, text: str) -> int:
+    def final_length(self, text: str) -> int:
         if _HERMES_START in text:
             return text.index(_HERMES_START)
         begun = (size for size in range(len(_HERMES_START) - 1, 0, -1) if text.endswith(_HERMES_START[:size]))
@@ -64,11 +64,11 @@ class Hermes:
 
 
 class Llama3Json:
-    """`{"name": …, "parameters": {…}}`, several of them with anything between, and no content beside them."""
+    """Parses one or more `{"name": …, "parameters": {…}}` objects. Text around them is dropped."""
 
     needs_special_tokens = False
 
-    def read(self, text: str) -> Reading:
+    def parse(self, text: str) -> ParsedAnswer:
         calls: list[ToolCall] = []
         start = text.find("{")
         try:
@@ -77,17 +77,17 @@ class Llama3Json:
                 calls.append(_call(value, "arguments" if "arguments" in value else "parameters"))
                 start = text.find("{", end)
         except (ValueError, KeyError):
-            return Reading(text)
-        return Reading(None, calls) if calls else Reading(text)
+            return ParsedAnswer(text)
+        return ParsedAnswer(None, calls) if calls else ParsedAnswer(text)
 
-    def settled(self, text: str) -> int:
+    def final_length(self, text: str) -> int:
         return 0
 
 
 TOOL_PARSERS: Mapping[str, ToolParser] = MappingProxyType(
     {"hermes": Hermes(), "llama3_json": Llama3Json(), "llama4_json": Llama3Json()}
 )
-"""By vLLM's names."""
+"""Parsers by vLLM's names for them."""
 
 
 def _call(value: Any, arguments_key: str) -> ToolCall:
