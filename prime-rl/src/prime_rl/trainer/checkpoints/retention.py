@@ -42,8 +42,9 @@ class Retention:
         self.protected_step: int | None = None
         """A step that stays whatever the rules say."""
         resume_step = config.resume_step
-        steps = stable_steps(parent) if resume_step is not None else []
-        self.steps = {step for step in steps if resume_step == -1 or step <= resume_step}
+        self.steps: set[int] = set()
+        if resume_step is not None:
+            self.steps = {step for step in stable_steps(parent) if resume_step == -1 or step <= resume_step}
 
     def keep(self, step: int) -> None:
         """Count `step` in, and delete what is due."""

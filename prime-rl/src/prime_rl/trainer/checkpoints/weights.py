@@ -11,8 +11,8 @@ from typing import Literal
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from transformers import PreTrainedTokenizerBase
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.core_model_loading import revert_weight_conversion
 
 from prime_rl.configs.trainer import WeightCheckpointConfig
@@ -27,7 +27,7 @@ _FILE_PATTERNS = {"safetensors": "model{suffix}.safetensors", "torch": "pytorch_
 
 
 @torch.no_grad()
-def gather_weights(model: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
+def gather_weights(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, Tensor]:
     """A copy of all weights in host memory on rank 0, and nothing elsewhere; a collective call.
 
     Names are those of the hub. Of tied weights only the one that Transformers keeps is returned. Floating-point
@@ -83,7 +83,7 @@ class Export:
     adapter: PeftAdapter | None
 
 
-def gather_export(model: nn.Module, config: WeightCheckpointConfig, dtype: torch.dtype) -> Export:
+def gather_export(model: PreTrainedModel, config: WeightCheckpointConfig, dtype: torch.dtype) -> Export:
     """A copy of what `config` asks for, weights in `dtype`, on rank 0; a collective call."""
     # Kept to train on from, and small: no rounding.
     adapter = gather_adapter(model, torch.float32) if config.save_adapter_separately else None
@@ -91,7 +91,7 @@ def gather_export(model: nn.Module, config: WeightCheckpointConfig, dtype: torch
 
 
 def export_model(
-    model: nn.Module,
+    model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     target: Path,
     config: WeightCheckpointConfig,
@@ -108,7 +108,7 @@ def export_model(
 
 def write_export(
     export: Export,
-    model: nn.Module,
+    model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     target: Path,
     config: WeightCheckpointConfig,

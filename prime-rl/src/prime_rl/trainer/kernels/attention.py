@@ -7,12 +7,18 @@ positions, and SDPA gets short rows (`packed_rows.fold`), with a mask only where
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface, AttentionMaskInterface, PretrainedConfig
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AttentionInterface,
+    AttentionMaskInterface,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 from transformers.masking_utils import flash_attention_mask
 from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available, is_kernels_available
 
@@ -77,6 +83,7 @@ def varlen_attention(
         window_size=(-1 if window is None else window - 1, 0),
         enable_gqa=key.shape[1] != heads,
     )
+    assert isinstance(out, Tensor), "no log-sum-exp was asked for"
     return out.view(rows, tokens, heads, -1), None
 
 
@@ -92,7 +99,9 @@ def _is_installed(kernel: str) -> bool:
 
 
 def _best_of_pytorch(model_config: PretrainedConfig, capability: tuple[int, int], compute: torch.dtype) -> str:
-    model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(model_config), None)
+    # Annotated as a pair of classes, which it holds for tokenizers alone.
+    found: object = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(model_config), None)
+    model_class = cast("type[PreTrainedModel] | None", found)
     if model_class is None:
         return SDPA
     head = getattr(model_config, "head_dim", None) or model_config.hidden_size // model_config.num_attention_heads

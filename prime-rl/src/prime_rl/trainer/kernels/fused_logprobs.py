@@ -7,6 +7,8 @@ entropy = m + log Z - E[z]. The backward computes each slice's logits again (run
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -31,7 +33,9 @@ def fused_logprobs(
 
 class _FusedLogprobs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden: Tensor, weight: Tensor, labels: Tensor, temperatures: Tensor, vocab_chunk: int):
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, temperatures: Tensor, vocab_chunk: int
+    ) -> tuple[Tensor, Tensor]:
         inverse_temperatures = temperatures.float().reciprocal()[:, None]
         peak = torch.full_like(temperatures, -torch.inf, dtype=torch.float32)
         total = torch.zeros_like(peak)
@@ -55,7 +59,7 @@ class _FusedLogprobs(torch.autograd.Function):
         return label_logits - log_partition, entropy
 
     @staticmethod
-    def backward(ctx, grad_logprobs: Tensor, _grad_entropy: Tensor):
+    def backward(ctx: Any, grad_logprobs: Tensor, _grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, labels, inverse_temperatures, log_partition = ctx.saved_tensors
         grad_hidden = torch.zeros_like(hidden, dtype=torch.float32) if ctx.needs_input_grad[0] else None
         grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None

@@ -7,15 +7,20 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from prime_rl.trainer.optim.kept_gradients import KeptGradient, kept_gradient_of
 
 
-def use_lean_embedding(model: nn.Module) -> None:
+def use_lean_embedding(model: PreTrainedModel) -> None:
     """Let the model's input embedding add to a kept gradient, where there is one."""
     module = model.get_input_embeddings()
-    if type(module) is nn.Embedding and module.max_norm is None and not module.scale_grad_by_freq:
+    if _is_plain(module):
         module.forward = MethodType(_forward, module)
+
+
+def _is_plain(module: nn.Module) -> bool:
+    return type(module) is nn.Embedding and module.max_norm is None and not module.scale_grad_by_freq
 
 
 class _Embedding(torch.autograd.Function):

@@ -28,9 +28,9 @@ def use_lean_linears(model: nn.Module) -> None:
     """Let the model's linear layers compute as here, where that is possible."""
     if not has_lean_products():
         return
-    for module in model.modules():
-        if type(module) is nn.Linear:
-            module.forward = MethodType(_forward, module)
+    linears: list[nn.Module] = [module for module in model.modules() if type(module) is nn.Linear]
+    for module in linears:
+        module.forward = MethodType(_forward, module)
 
 
 def product(a_NK: Tensor, b_MK: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from types import MethodType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,12 @@ from prime_rl.trainer.kernels.lean_linear import product
 _FORMULA = "self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))"
 """As it is written in Llama and its many relatives."""
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+
+
+class _PlainMLP(Protocol):
+    gate_proj: nn.Linear
+    up_proj: nn.Linear
+    down_proj: nn.Linear
 
 
 def use_lean_mlps(model: nn.Module) -> None:
@@ -64,7 +70,7 @@ def _sum_of_products(a_NI: Tensor, one_IH: Tensor, b_NI: Tensor, other_IH: Tenso
     return torch.mm(a_NI, one_IH).addmm_(b_NI, other_IH)
 
 
-def _forward(self: nn.Module, x: Tensor) -> Tensor:
+def _forward(self: _PlainMLP, x: Tensor) -> Tensor:
     return swiglu_mlp(x, self.gate_proj.weight, self.up_proj.weight, self.down_proj.weight)
 
 

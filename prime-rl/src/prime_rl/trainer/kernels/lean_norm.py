@@ -8,10 +8,15 @@ LayerNorm about a mean of 0, whose gradient has one more term.
 from __future__ import annotations
 
 from types import MethodType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+
+
+class _PlainNorm(Protocol):
+    weight: Tensor
+    variance_epsilon: float
 
 
 def use_lean_norms(model: nn.Module) -> None:
@@ -50,7 +55,7 @@ class _RMSNorm(torch.autograd.Function):
         return grad_x, None if grad_weight is None else grad_weight.to(weight.dtype), None
 
 
-def _forward(self: nn.Module, hidden_states: Tensor) -> Tensor:
+def _forward(self: _PlainNorm, hidden_states: Tensor) -> Tensor:
     return rms_norm(hidden_states, self.weight, self.variance_epsilon)
 
 

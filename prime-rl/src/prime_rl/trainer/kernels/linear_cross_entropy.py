@@ -44,7 +44,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             part = slice(start, start + rows)
             slopes, part_loss = _loss_and_slopes(hidden[part], weight, targets[part], is_trained)
             loss += part_loss
-            if slopes is None:
+            if slopes is None or grad_hidden is None:
                 continue
             torch.mm(slopes, weight, out=grad_hidden[part])
             if is_added_later:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from functools import partial
 from types import MethodType
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -32,9 +33,8 @@ class LowRank(nn.Module):
     def __init__(self, config: LoRAConfig, weight: Tensor, out_features: int, generator: torch.Generator) -> None:
         super().__init__()
         *stack, _, in_features = weight.shape
-        options = {"dtype": weight.dtype, "device": weight.device}
-        self.A = nn.Parameter(torch.empty(*stack, config.rank, in_features, **options))
-        self.B = nn.Parameter(torch.zeros(*stack, out_features, config.rank, **options))
+        self.A = nn.Parameter(weight.new_empty(*stack, config.rank, in_features))
+        self.B = nn.Parameter(weight.new_zeros(*stack, out_features, config.rank))
         if not weight.is_meta:
             bound = 1 / math.sqrt(in_features)
             # Drawn on the CPU, one after the other: the same numbers whatever the device and the number of processes.
@@ -59,6 +59,15 @@ class LowRank(nn.Module):
     def delta(self) -> Tensor:
         """What it adds to the weight, [*stack, out, in] in float32; a collective call."""
         return (whole(self.B).float() @ whole(self.A).float()) * self.scale
+
+
+class _StackedExperts(Protocol):
+    """A module with the weights of all experts in one tensor for each projection, once it is adapted."""
+
+    down_proj: Tensor
+    lora: nn.ModuleDict
+
+    def _apply_gate(self, gate_up: Tensor) -> Tensor: ...
 
 
 def adapted(model: PreTrainedModel, config: LoRAConfig | None, compute_dtype: torch.dtype) -> PreTrainedModel:
@@ -118,7 +127,7 @@ def merged(model: nn.Module, name: str, weight: Tensor) -> Tensor:
     if isinstance(lora, LowRank) and leaf == "weight":
         return weight.float() + lora.delta()
     if isinstance(lora, nn.ModuleDict) and leaf in EXPERT_PARTS:
-        return weight.float() + torch.cat([lora[part].delta() for part in EXPERT_PARTS[leaf]], dim=-2)
+        return weight.float() + torch.cat([part.delta() for part in _parts_of(lora, leaf)], dim=-2)
     return weight
 
 
@@ -128,19 +137,29 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def _add_low_rank(module: nn.Linear, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
-    return output + module.lora(inputs[0])
+    assert isinstance(module.lora, LowRank)
+    added: Tensor = module.lora(inputs[0])
+    return output + added
 
 
 def _adapt_experts(experts: nn.Module, config: LoRAConfig, generator: torch.Generator) -> None:
-    experts.lora = nn.ModuleDict()
+    loras = nn.ModuleDict()
+    experts.lora = loras
     for name, parts in EXPERT_PARTS.items():
         weight = getattr(experts, name)
         for part in parts:
-            experts.lora[part] = LowRank(config, weight, weight.shape[-2] // len(parts), generator)
+            loras[part] = LowRank(config, weight, weight.shape[-2] // len(parts), generator)
     experts.forward = MethodType(_experts_forward, experts)
 
 
-def _experts_forward(experts: nn.Module, hidden_NH: Tensor, top_k_index_NK: Tensor, top_k_weights_NK: Tensor) -> Tensor:
+def _parts_of(loras: nn.ModuleDict, name: str) -> list[LowRank]:
+    """The adapters of the stacked weight `name`."""
+    return [cast("LowRank", loras[part]) for part in EXPERT_PARTS[name]]
+
+
+def _experts_forward(
+    experts: _StackedExperts, hidden_NH: Tensor, top_k_index_NK: Tensor, top_k_weights_NK: Tensor
+) -> Tensor:
     """What Transformers' stacked experts compute, with each expert's adapters beside its weights.
 
     Adding the products to the weights instead would need no loop, but in bfloat16 it would round small updates away.
@@ -157,9 +176,9 @@ def _experts_forward(experts: nn.Module, hidden_NH: Tensor, top_k_index_NK: Tens
     return torch.zeros_like(hidden_NH).index_add_(0, token, weighted.to(hidden_NH.dtype))
 
 
-def _expert_projections(experts: nn.Module, name: str) -> list[partial[Tensor]]:
+def _expert_projections(experts: _StackedExperts, name: str) -> list[partial[Tensor]]:
     """For each expert a function of its tokens: the projection with the weight `name` and what adapts it."""
-    loras = [experts.lora[part] for part in EXPERT_PARTS[name]]
+    loras = _parts_of(experts.lora, name)
     # Unbinding once, and not indexing for each expert, keeps the backward pass linear in the number of experts.
     weights = getattr(experts, name).unbind()
     factors = [zip(lora.A.unbind(), lora.B.unbind(), strict=True) for lora in loras]

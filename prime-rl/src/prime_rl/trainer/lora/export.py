@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from prime_rl.trainer.lora.adapters import LowRank, whole
 from prime_rl.trainer.lora.targets import PARTS, is_stacked
@@ -25,7 +26,7 @@ class PeftAdapter:
 
 
 @torch.no_grad()
-def gather_adapter(model: nn.Module, dtype: torch.dtype) -> PeftAdapter:
+def gather_adapter(model: PreTrainedModel, dtype: torch.dtype) -> PeftAdapter:
     """A copy of all adapters and of the modules trained in full, in `dtype` in host memory; a collective call.
 
     The tensors are on rank 0 only.
@@ -38,7 +39,7 @@ def gather_adapter(model: nn.Module, dtype: torch.dtype) -> PeftAdapter:
     return PeftAdapter(state, peft_config(model))
 
 
-def peft_config(model: nn.Module) -> dict[str, Any]:
+def peft_config(model: PreTrainedModel) -> dict[str, Any]:
     """The fields of PEFT's `LoraConfig` that say what the adapters of `model` are."""
     lora = next(module for module in model.modules() if isinstance(module, LowRank))
     return {
@@ -59,7 +60,7 @@ def peft_config(model: nn.Module) -> dict[str, Any]:
     }
 
 
-def _targets(model: nn.Module) -> dict[str, list[str]]:
+def _targets(model: PreTrainedModel) -> dict[str, list[str]]:
     """Last components of the adapted paths where these name nothing else, and whole paths where they would.
 
     Of a model with stacked experts, PEFT takes every module called as a part of them for that part. Such linear layers
@@ -77,11 +78,11 @@ def _targets(model: nn.Module) -> dict[str, list[str]]:
     return {"target_modules": sorted(names.union(parts)), "target_parameters": parameters}
 
 
-def _has_adapted_experts(model: nn.Module) -> bool:
+def _has_adapted_experts(model: PreTrainedModel) -> bool:
     return any(isinstance(getattr(module, "lora", None), nn.ModuleDict) for module in model.modules())
 
 
-def _trained_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def _trained_tensors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     """Names of PEFT, but with the experts' tensors stacked."""
     for path, module in model.named_modules():
         if isinstance(module, LowRank):
@@ -94,7 +95,7 @@ def _trained_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield f"{path}.{name}", parameter
 
 
-def _saved_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def _saved_modules(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
     for path, module in model.named_modules():
         own = list(module.parameters(recurse=False))
         if not isinstance(module, LowRank) and own and all(parameter.requires_grad for parameter in own):

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -23,13 +24,14 @@ _STACKED_EXPERTS = "experts"
 """The default target of mixture-of-experts models; other models have no such module."""
 _REGEX_CHARACTERS = frozenset("\\^$*+?{}[]|()")
 _MODULES = dict[str, nn.Module]
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 
 @dataclass(frozen=True, slots=True)
 class ChosenModules:
     """Modules by path."""
 
-    linear: _MODULES
+    linear: dict[str, nn.Linear]
     experts: _MODULES
     saved: _MODULES
     """Trained in full. They own parameters themselves."""
@@ -57,8 +59,8 @@ def chosen_modules(model: PreTrainedModel, config: LoRAConfig) -> ChosenModules:
         _check_target(pattern, linear, experts, chosen)
     if not (chosen.linear or chosen.experts):
         raise ModelError(f"model.lora.target_modules leaves nothing to adapt: {_listed(config.target_modules)}")
-    for path, module in chosen.linear.items():
-        _check_linear(path, module, owners)
+    for path, layer in chosen.linear.items():
+        _check_linear(path, layer, owners)
     for path, module in chosen.experts.items():
         _check_experts(path, module, model, config)
     return chosen
@@ -81,7 +83,7 @@ def matches(pattern: str, path: str) -> bool:
         raise ModelError(f'model.lora: "{pattern}" is no regular expression: {error}') from error
 
 
-def _selected(patterns: Iterable[str], modules: Mapping[str, nn.Module]) -> _MODULES:
+def _selected(patterns: Iterable[str], modules: Mapping[str, ModuleT]) -> dict[str, ModuleT]:
     return {path: module for path, module in modules.items() if any(matches(pattern, path) for pattern in patterns)}
 
 
@@ -90,8 +92,9 @@ def is_stacked(module: nn.Module) -> bool:
     return any(parameter.ndim == 3 for parameter in module.parameters(recurse=False))
 
 
-def _check_target(pattern: str, linear: _MODULES, experts: _MODULES, chosen: ChosenModules) -> None:
-    if _selected([pattern], linear | experts):
+def _check_target(pattern: str, linear: Mapping[str, nn.Linear], experts: _MODULES, chosen: ChosenModules) -> None:
+    either: _MODULES = {**linear, **experts}
+    if _selected([pattern], either):
         return
     inside = [path for path in experts for part in PARTS if matches(pattern, f"{path}.0.{part}")]
     if inside and not chosen.experts:
@@ -100,7 +103,7 @@ def _check_target(pattern: str, linear: _MODULES, experts: _MODULES, chosen: Cho
             f'adapted as a whole, with the name "{_STACKED_EXPERTS}"'
         )
     if not inside and pattern != _STACKED_EXPERTS:
-        raise ModelError(_no_match("target_modules", pattern, linear | experts, "linear layer"))
+        raise ModelError(_no_match("target_modules", pattern, either, "linear layer"))
 
 
 def _no_match(key: str, pattern: str, modules: _MODULES, kind: str) -> str:

@@ -75,14 +75,16 @@ class ActivationOffload:
             return stored
         if self._inflight:
             self._end_of_forward()
+        on_device = self._fetched(stored)
         ahead = stored
-        for _ in range(self.max_inflight):
-            self._fetch(ahead)
-            ahead = ahead.before() if ahead.before is not None else None
-            if ahead is None:
+        for _ in range(self.max_inflight - 1):
+            before = ahead.before() if ahead.before is not None else None
+            if before is None:
                 break
+            ahead = before
+            self._fetched(ahead)
         self._wait(stored)
-        return stored.on_device
+        return on_device
 
     def _is_worth_moving(self, tensor: Tensor) -> bool:
         owner = tensor if tensor._base is None else tensor._base
@@ -100,12 +102,13 @@ class ActivationOffload:
         self._wait(stored)
         stored.on_device = None
 
-    def _fetch(self, stored: Stored) -> None:
+    def _fetched(self, stored: Stored) -> Tensor:
         if stored.on_device is None:
             # Allocated for the stream that uses and frees it.
             stored.on_device = torch.empty_like(stored.host, device=self.device)
             with self._copying() as stored.copied:
                 stored.on_device.copy_(stored.host, non_blocking=True)
+        return stored.on_device
 
     @contextmanager
     def _copying(self) -> Iterator[torch.cuda.Event | None]:

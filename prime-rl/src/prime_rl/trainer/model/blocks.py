@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
 
 from prime_rl.configs.trainer import CompileConfig, ModelConfig
 from prime_rl.trainer.model.activation_offload import ActivationOffload
@@ -19,7 +20,7 @@ _MOST_GRAPHS = 32
 """Of a model's blocks. Each kind of block (with a window, say, or without) needs four; any more run as they are."""
 
 
-def decoder_blocks(model: nn.Module) -> nn.ModuleList:
+def decoder_blocks(model: PreTrainedModel) -> nn.ModuleList:
     """The list of decoder blocks.
 
     Raises:
@@ -31,7 +32,7 @@ def decoder_blocks(model: nn.Module) -> nn.ModuleList:
     raise ModelError(f"{type(model).__name__} has no list of decoder blocks: this architecture is not supported")
 
 
-def prepare_blocks(model: nn.Module, config: ModelConfig, device: torch.device) -> None:
+def prepare_blocks(model: PreTrainedModel, config: ModelConfig, device: torch.device) -> None:
     """Wrap each block's forward as `compile`, `ac` and `ac_offloading` ask; before FSDP, whose hooks stay outside."""
     offload = None
     if config.ac_offloading is not None and device.type == "cuda":
@@ -54,7 +55,10 @@ def prepare_blocks(model: nn.Module, config: ModelConfig, device: torch.device) 
 
 def _compiled(forward: Forward, config: CompileConfig) -> Forward:
     """One graph serves all blocks alike and rows of every length; others are for one row, and for masked rows."""
-    return torch.compile(forward, fullgraph=config.fullgraph, dynamic=True, recompile_limit=_MOST_GRAPHS)
+    # The overloads of `compile` leave out `recompile_limit`.
+    return torch.compile(  # type: ignore[call-overload]
+        forward, fullgraph=config.fullgraph, dynamic=True, recompile_limit=_MOST_GRAPHS
+    )
 
 
 def _checkpointed(forward: Forward, preserve_rng_state: bool) -> Forward:

@@ -89,7 +89,7 @@ def _first_fit_decreasing(lengths: np.ndarray, width: int) -> tuple[np.ndarray, 
     row_count = int(rows.max()) + 1
     columns = np.empty_like(rows)
     used = np.zeros(row_count, dtype=np.int64)
-    for index, row in enumerate(rows):
+    for index, row in enumerate(rows.tolist()):
         columns[index] = used[row]
         used[row] += lengths[index]
     return rows, columns, row_count

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import MethodType
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -18,13 +18,14 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
 
 from prime_rl.trainer.kernels.attention import SDPA, row_options
 from prime_rl.trainer.kernels.attention_apart import find_sequences_apart
 from prime_rl.trainer.kernels.linear_cross_entropy import linear_cross_entropy_sum
 from prime_rl.trainer.model.blocks import decoder_blocks
-from prime_rl.trainer.model.packed_rows import fold
-from prime_rl.trainer.model.shared_prefixes import SHARED, find_shared_prefixes
+from prime_rl.trainer.model.packed_rows import Grid, fold
+from prime_rl.trainer.model.shared_prefixes import SHARED, PrefixTree, find_shared_prefixes
 from prime_rl.trainer.process.errors import ModelError
 
 Result = TypeVar("Result")
@@ -37,6 +38,13 @@ _MAX_LOGITS = 2**25
 """Logits that may exist at a time: 128 MiB in float32."""
 
 
+class _Scoring(Protocol):
+    """What `enable_scoring` adds to a model."""
+
+    score_tokens: Callable[[Tensor, Tensor, Callable[[Tensor, LogitsOf], Any]], Any]
+    takes_sequences_apart: bool
+
+
 def score_tokens(
     model: nn.Module, input_ids_1T: Tensor, position_ids_1T: Tensor, score: Callable[[Tensor, LogitsOf], Result]
 ) -> Result:
@@ -46,7 +54,7 @@ def score_tokens(
     is not the previous one plus 1, and never see each other. `score` returns a tensor or a tuple of tensors; it must
     not keep `logits_of`.
     """
-    return model.score_tokens(input_ids_1T, position_ids_1T, score)
+    return cast("_Scoring", model).score_tokens(input_ids_1T, position_ids_1T, score)
 
 
 def cross_entropy_sum(hidden_NH: Tensor, targets_N: Tensor, logits_of: LogitsOf, vocab_size: int) -> Tensor:
@@ -64,15 +72,16 @@ def cross_entropy_sum(hidden_NH: Tensor, targets_N: Tensor, logits_of: LogitsOf,
     return torch.stack([checkpoint(loss_of, h, t, use_reentrant=False) for h, t in pieces]).sum()
 
 
-def enable_scoring(model: nn.Module, device: torch.device, *, is_compiled: bool = False) -> None:
+def enable_scoring(model: PreTrainedModel, device: torch.device, *, is_compiled: bool = False) -> None:
     """Let `score_tokens` run the sharded `model`, whose inputs are on `device`; a collective call.
 
     Raises:
         ModelError: the model does more to its logits than we know of, so a loss on ours would be wrong.
     """
-    model.score_tokens = MethodType(_score_tokens, model)
+    scoring = cast("_Scoring", model)
+    scoring.score_tokens = MethodType(_score_tokens, model)
     # A graph would be compiled for every division of a row into sequences.
-    model.takes_sequences_apart = device.type == "cpu" and not is_compiled
+    scoring.takes_sequences_apart = device.type == "cpu" and not is_compiled
     register_fsdp_forward_method(model, "score_tokens")
     with _gathered_once(model, device), torch.no_grad(), torch.compiler.set_stance("force_eager"):
         long, other, alike = (Tried(*of_one) for of_one in zip(_CHECKED, _own_logits(model, device), strict=True))
@@ -92,28 +101,28 @@ def enable_scoring(model: nn.Module, device: torch.device, *, is_compiled: bool 
 
 
 def _score_tokens(
-    self: nn.Module, input_ids_1T: Tensor, position_ids_1T: Tensor, score: Callable[[Tensor, LogitsOf], Result]
+    self: PreTrainedModel, input_ids_1T: Tensor, position_ids_1T: Tensor, score: Callable[[Tensor, LogitsOf], Result]
 ) -> Result:
     kernel, hidden_size = self.config._attn_implementation, self.config.hidden_size
     if kernel in (SDPA, SHARED):
         grid = fold(position_ids_1T, hidden_size)
         tree = find_shared_prefixes(input_ids_1T, position_ids_1T) if kernel == SHARED else None
-        may_part = kernel == SHARED and self.takes_sequences_apart
+        may_part = kernel == SHARED and cast("_Scoring", self).takes_sequences_apart
         apart = find_sequences_apart(position_ids_1T, self.config) if may_part else None
         layouts = [layout for layout in (grid, tree, apart) if layout is not None]
         layout = min(layouts, key=lambda layout: layout.cost(hidden_size))
-        if layout is tree:
-            nodes, places = (row[:, tree.token_of_node_N] for row in (input_ids_1T, position_ids_1T))
+        if isinstance(layout, PrefixTree):
+            nodes, places = (row[:, layout.token_of_node_N] for row in (input_ids_1T, position_ids_1T))
             hidden = self.base_model(
-                input_ids=nodes, position_ids=places, use_cache=False, **tree.options()
+                input_ids=nodes, position_ids=places, use_cache=False, **layout.options()
             ).last_hidden_state
-            return score(hidden[0].index_select(0, tree.node_of_token_T), _logits_of(self))
-        if layout is grid:
+            return score(hidden[0].index_select(0, layout.node_of_token_T), _logits_of(self))
+        if isinstance(layout, Grid):
             rows = self.base_model(
-                input_ids=grid.place(input_ids_1T), position_ids=grid.position_ids_RW, use_cache=False
+                input_ids=layout.place(input_ids_1T), position_ids=layout.position_ids_RW, use_cache=False
             ).last_hidden_state
-            return score(grid.collect(rows), _logits_of(self))
-        options = apart.options()
+            return score(layout.collect(rows), _logits_of(self))
+        options = layout.options()
     else:
         options = row_options(kernel, position_ids_1T)
     row = self.base_model(
@@ -122,7 +131,7 @@ def _score_tokens(
     return score(row[0], _logits_of(self))
 
 
-def _logits_of(model: nn.Module) -> LogitsOf:
+def _logits_of(model: PreTrainedModel) -> LogitsOf:
     head = model.get_output_embeddings()
     cap = getattr(model.config, "final_logit_softcapping", None)
     if cap is None:
@@ -137,7 +146,7 @@ class Tried(NamedTuple):
     logits_TV: Tensor
 
 
-def _own_logits(model: nn.Module, device: torch.device) -> list[Tensor]:
+def _own_logits(model: PreTrainedModel, device: torch.device) -> list[Tensor]:
     """The model's own logits of each of `_CHECKED`. Collective."""
     # One pass for all: what follows the end of the shorter ones is not seen by the tokens before.
     sequences = [torch.tensor(tokens, device=device) for tokens in _CHECKED]
@@ -160,14 +169,14 @@ def _is_close(ours: Tensor, own: Tensor) -> bool:
 
 
 @contextmanager
-def _gathered_once(model: nn.Module, device: torch.device) -> Iterator[None]:
+def _gathered_once(model: PreTrainedModel, device: torch.device) -> Iterator[None]:
     """Try the model in the block, and have its weights sharded again behind it.
 
     A lone process on a CPU has them all anyway, and keeps them gathered from one pass to the next.
     """
     units = [module for module in model.modules() if isinstance(module, FSDPModule)]
     is_kept = dist.get_world_size() == 1 and device.type == "cpu"
-    blocks = decoder_blocks(model) if is_kept else []
+    blocks = [block for block in decoder_blocks(model) if isinstance(block, FSDPModule)] if is_kept else []
     for block in blocks:
         block.set_reshard_after_forward(False, recurse=False)
     model.eval()

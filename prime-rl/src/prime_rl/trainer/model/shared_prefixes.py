@@ -93,9 +93,9 @@ def shared_prefix_attention(
     node_of_cell, cell_of_node = options.pop("node_of_cell", None), options.pop("cell_of_node", None)
     if node_of_cell is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
-    cells = (_cells_of(states, node_of_cell) for states in (query, key, value))
+    queries, keys, values = (_cells_of(states, node_of_cell) for states in (query, key, value))
     mask = _window_mask(node_of_cell.shape[1], options.get("sliding_window"), query.device)
-    outcome, _ = sdpa_attention_forward(module, *cells, mask, **options)
+    outcome, _ = sdpa_attention_forward(module, queries, keys, values, mask, **options)
     return outcome.flatten(0, 1).index_select(0, cell_of_node)[None], None
 
 

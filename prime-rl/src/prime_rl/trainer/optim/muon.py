@@ -43,19 +43,19 @@ class Muon(Optimizer):
         super().__init__(groups, {"lr": config.lr, "weight_decay": config.weight_decay})
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # no update here needs the loss again
         """Apply the gradients."""
         for group in self.param_groups:
-            if group["algorithm"] == "adamw":
+            if self._adamw is not None and group["algorithm"] == "adamw":
                 self._adamw.param_groups, self._adamw.state = [group], self.state
                 self._adamw.step()
                 continue
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    self._update_matrix(parameter, group)
+                    self._update_matrix(parameter, parameter.grad, group)
 
-    def _update_matrix(self, parameter: nn.Parameter, group: dict[str, Any]) -> None:
-        state, gradient, momentum = self.state[parameter], parameter.grad, group["momentum"]
+    def _update_matrix(self, parameter: nn.Parameter, gradient: Tensor, group: dict[str, Any]) -> None:
+        state, momentum = self.state[parameter], group["momentum"]
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(gradient)
         buffer = state["momentum_buffer"].lerp_(gradient, 1 - momentum)
@@ -66,7 +66,8 @@ class Muon(Optimizer):
 
 def split_for_muon(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
     """The trainable parameters that Muon takes, matrices other than embeddings and head, and the others."""
-    matrices, others = [], []
+    matrices: list[nn.Parameter] = []
+    others: list[nn.Parameter] = []
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
@@ -91,6 +92,8 @@ def orthogonalised(matrices: Tensor) -> Tensor:
 def _orthogonal_of_all(update: Tensor) -> Tensor:
     if not isinstance(update, DTensor):
         return orthogonalised(update)
-    whole = orthogonalised(update.to(torch.bfloat16).full_tensor())
+    half = update.to(torch.bfloat16)
+    assert isinstance(half, DTensor)
+    whole = orthogonalised(half.full_tensor())
     # Every process has the whole, so that none needs to send anything.
     return distribute_tensor(whole, update.device_mesh, update.placements, src_data_rank=None).to(update.dtype)

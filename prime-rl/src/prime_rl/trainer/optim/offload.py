@@ -35,8 +35,8 @@ def offload_states(optimizer: Optimizer, device: torch.device, slice_bytes: int 
                     optimizer.param_groups = groups
                 host.take(parameters)
 
-    # Bound, as schedules expect it.
-    optimizer.step = MethodType(step, optimizer)
+    # Bound, as schedules expect it; they put their own in its place too.
+    optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
     # A loaded state is on the device of its parameter.
     optimizer.register_load_state_dict_post_hook(lambda loaded: host.take(list(loaded.state)))
 
@@ -47,14 +47,14 @@ class _HostCopies:
     def __init__(self, optimizer: Optimizer, device: torch.device) -> None:
         self.optimizer = optimizer
         self.device = device
-        self._copies: dict[tuple[nn.Parameter, str], Tensor] = {}
+        self._copies: dict[tuple[Tensor, str], Tensor] = {}
 
-    def bring(self, parameters: Sequence[nn.Parameter]) -> None:
+    def bring(self, parameters: Sequence[Tensor]) -> None:
         """Put a copy of the states on the device into their place."""
         for parameter, name, state in self._states(parameters):
             self.optimizer.state[parameter][name] = _copy_on(self.device, state)
 
-    def take(self, parameters: Sequence[nn.Parameter]) -> None:
+    def take(self, parameters: Sequence[Tensor]) -> None:
         """Put the states into host memory, and free them on the device."""
         for parameter, name, state in self._states(parameters):
             copy = self._copies.get((parameter, name))
@@ -65,7 +65,7 @@ class _HostCopies:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def _states(self, parameters: Sequence[nn.Parameter]) -> Iterator[tuple[nn.Parameter, str, Tensor]]:
+    def _states(self, parameters: Sequence[Tensor]) -> Iterator[tuple[Tensor, str, Tensor]]:
         """Counters, which have no dimension, stay where the optimizer wants them."""
         for parameter in parameters:
             for name, state in list(self.optimizer.state.get(parameter, {}).items()):

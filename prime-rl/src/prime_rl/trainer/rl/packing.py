@@ -52,7 +52,7 @@ def pack_batch(
 def fault_of(sample: TrainingSample) -> str | None:
     """What is wrong with a sample, or None."""
     prompt, completion = len(sample.prompt_ids), len(sample.completion_ids)
-    expected = {
+    expected: dict[str, tuple[Sequence[object], int]] = {
         "prompt_mask": (sample.prompt_mask, prompt),
         "completion_mask": (sample.completion_mask, completion),
         "completion_logprobs": (sample.completion_logprobs, completion),
@@ -73,7 +73,8 @@ def fault_of(sample: TrainingSample) -> str | None:
 
 
 def to_row(sample: TrainingSample, seq_len: int) -> MicroBatch:
-    """One sample as a row of its own, cut to `seq_len` tokens."""
+    """One sample, in which `fault_of` finds nothing, as a row of its own, cut to `seq_len` tokens."""
+    assert sample.advantage is not None
     prompt, completion = len(sample.prompt_ids), len(sample.completion_ids)
     length = prompt + completion
     first_temperature = sample.completion_temperatures[0] if completion else 1.0
@@ -163,6 +164,5 @@ def _join(rows: Sequence[MicroBatch]) -> MicroBatch:
 
 def _cut(row: MicroBatch, length: int) -> MicroBatch:
     fields = {name: getattr(row, name) for name in row.__struct_fields__}
-    return MicroBatch(
-        **{name: values[:length] if isinstance(values, list) else values for name, values in fields.items()}
-    )
+    cut = {name: values[:length] for name, values in fields.items() if isinstance(values, list)}
+    return msgspec.structs.replace(row, **cut)

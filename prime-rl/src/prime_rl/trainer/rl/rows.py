@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
 
 from prime_rl.configs.trainer import ModelConfig
 from prime_rl.trainer.kernels.fused_logprobs import fused_logprobs
@@ -48,8 +49,8 @@ class Row:
 
     @classmethod
     def of(cls, message: MicroBatch, device: torch.device) -> Row:
-        def floats(values: list[float] | None) -> Tensor | None:
-            return None if values is None else torch.tensor(values, dtype=torch.float32, device=device)
+        def floats(values: list[float]) -> Tensor:
+            return torch.tensor(values, dtype=torch.float32, device=device)
 
         # Counted on the host, so that a GPU need not be waited for.
         position_ids, loss_mask = torch.tensor(message.position_ids), torch.tensor(message.loss_mask, dtype=torch.bool)
@@ -64,7 +65,7 @@ class Row:
             advantages=floats(message.advantages),
             inference_logprobs=floats(message.inference_logprobs),
             temperatures=floats(message.temperatures),
-            teacher_logprobs=floats(message.teacher_logprobs),
+            teacher_logprobs=None if message.teacher_logprobs is None else floats(message.teacher_logprobs),
             versions=torch.tensor(message.versions or [-1] * len(message.input_ids), device=device),
             minibatch=message.minibatch,
         )
@@ -85,7 +86,7 @@ def vocab_chunk_of(config: ModelConfig) -> int | None:
     return AUTO_VOCAB_CHUNK if config.fused_lm_head_chunk_size == "auto" else config.fused_lm_head_chunk_size
 
 
-def score_row(model: nn.Module, row: Row, wanted: Tensor, vocab_chunk: int | None) -> tuple[Tensor, Tensor]:
+def score_row(model: PreTrainedModel, row: Row, wanted: Tensor, vocab_chunk: int | None) -> tuple[Tensor, Tensor]:
     """Log-probabilities, with a gradient, and entropies of the tokens that `wanted` [T] selects; both [T], float32.
 
     Entry t scores token t, which the model predicts at t - 1 with the temperature of t - 1. Entries that are not
@@ -108,7 +109,7 @@ def score_row(model: nn.Module, row: Row, wanted: Tensor, vocab_chunk: int | Non
     return logprobs, entropy
 
 
-def is_plain(head: nn.Module, model: nn.Module) -> bool:
+def is_plain(head: nn.Module, model: PreTrainedModel) -> bool:
     """Whether logits are hidden states times the head's weight and nothing else, as the fused head computes them."""
     is_capped = getattr(model.config, "final_logit_softcapping", None) is not None
     return isinstance(head, nn.Linear) and head.bias is None and not is_capped and not is_adapted(head)

@@ -77,7 +77,9 @@ def rendered(sample: TokenizedSample, tokenizer: PreTrainedTokenizerBase, in_col
     # The first token is never predicted.
     flags = [False, *sample.is_trained[1:].tolist()]
     for is_trained, group in groupby(zip(flags, sample.token_ids.tolist(), strict=True), key=lambda pair: pair[0]):
-        part = _shortened(tokenizer.decode([token for _, token in group]))
+        decoded = tokenizer.decode([token for _, token in group])
+        assert isinstance(decoded, str), "one sequence is one text"
+        part = _shortened(decoded)
         if in_colour:
             text.append(part, style="black on green" if is_trained else "dim")
         else:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import jinja2
 
@@ -175,12 +175,14 @@ class ChatSpans:
     def _render(self, messages: Sequence[Message], kwargs: dict[str, Any], add_generation_prompt: bool = False) -> str:
         self._check_template()
         try:
-            return self.tokenizer.apply_chat_template(
+            text = self.tokenizer.apply_chat_template(
                 list(messages), tokenize=False, add_generation_prompt=add_generation_prompt, **kwargs
             )
         # A template is a program: beside its own refusals it may index or add what is not there.
         except (jinja2.TemplateError, TypeError, IndexError, KeyError, ValueError) as error:
             raise DataError(f"the chat template refuses the conversation: {error}") from error
+        assert isinstance(text, str), "one conversation is one text"
+        return text
 
     def _render_marked(self, messages: Sequence[Message], kwargs: dict[str, Any]) -> tuple[str, list[Span] | None]:
         """The text, and what the template marks as generated; None when it marks nothing."""
@@ -191,7 +193,7 @@ class ChatSpans:
         from transformers.utils.chat_template_utils import render_jinja_template
 
         try:
-            texts, spans = render_jinja_template(
+            answer: object = render_jinja_template(
                 conversations=[list(messages)],
                 chat_template=template,
                 return_assistant_tokens_mask=True,
@@ -199,6 +201,8 @@ class ChatSpans:
             )
         except (jinja2.TemplateError, TypeError, IndexError, KeyError, ValueError) as error:
             raise DataError(f"the chat template refuses the conversation: {error}") from error
+        # Annotated as text.
+        texts, spans = cast("tuple[list[str], list[list[Span]]]", answer)
         return texts[0], [(begin, end) for begin, end in spans[0] if begin < end]
 
     def _check_template(self) -> None:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 Row = Mapping[str, Any]
 
 
-class RowList(Sequence):
+class RowList:
     """Rows, and where a person finds each of them."""
 
     def __init__(self, rows: Sequence[Row], name: str) -> None:
