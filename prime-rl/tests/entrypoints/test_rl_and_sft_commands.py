@@ -154,6 +154,7 @@ def test_a_failed_sft_run_is_one_line_under_the_log_that_was_just_shown(
     assert sft.run(sft_config(out), programs.bin) == 1
     stdout, stderr = capsys.readouterr()
     assert "it broke" in stdout
+    assert "Done" not in stdout
     assert stderr == f"error: trainer exited with code 1; its log is {out.log('trainer')}\n"
 
 

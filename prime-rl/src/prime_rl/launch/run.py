@@ -48,8 +48,8 @@ class Screen(Protocol):
     def line(self, text: str) -> None:
         """Show one line from the launcher."""
 
-    def summary(self) -> str | None:
-        """What the run did, in one line; None if the processes have said so themselves."""
+    def summary(self, succeeded: bool) -> str | None:
+        """What the run did, in one line. None adds nothing to what the processes have printed."""
 
     def has_shown(self, child: str) -> bool:
         """Whether the log of a child was on the screen, so that an error need not repeat its end."""
@@ -133,7 +133,7 @@ def run_job(job: Job, host: LocalHost, screen: ScreenFactory) -> int:
 
 def _report(outcome: Outcome, job: Job, screen: Screen, log: LaunchLog) -> None:
     """Say how the run ended: on stdout what it did, on stderr what went wrong."""
-    summary = screen.summary()
+    summary = screen.summary(outcome.succeeded)
     if summary is not None:
         if weights := stable_steps(job.paths.weights):
             summary += f"; weights in {job.paths.weight(weights[-1])}"

@@ -33,8 +33,8 @@ class LogScreen:
         sys.stdout.write(f"{text}\n")
         sys.stdout.flush()
 
-    def summary(self) -> str:
-        return f"Done: {self.job.command} in {self.job.paths.root}"
+    def summary(self, succeeded: bool) -> str | None:
+        return f"Done: {self.job.command} in {self.job.paths.root}" if succeeded else None
 
     def has_shown(self, child: str) -> bool:
         return child == self.child
@@ -50,7 +50,7 @@ class RunScreen:
     def line(self, text: str) -> None:
         self.watcher.say(text)
 
-    def summary(self) -> str:
+    def summary(self, succeeded: bool) -> str:
         return self.watcher.progress.summary(time.monotonic() - self.started_s)
 
     def has_shown(self, child: str) -> bool:

@@ -67,6 +67,8 @@ def exit_on_error() -> Iterator[None]:
     except Exception as error:  # noqa: BLE001 - the last handler: what got here belongs in the log file as well
         if _is_full_disk(error):
             get_logger().error(f"the disk is full: {error}")
+        elif _is_lost_peer(error):
+            get_logger().error("lost the connection to another rank of the trainer; its log tells why")
         else:
             get_logger().exception("the trainer failed")
         raise SystemExit(1) from None
@@ -75,6 +77,12 @@ def exit_on_error() -> Iterator[None]:
 def _is_full_disk(error: Exception) -> bool:
     # Writers in other languages have exceptions of their own, with the system's words in them.
     return getattr(error, "errno", None) in (ENOSPC, EDQUOT) or os.strerror(ENOSPC) in str(error)
+
+
+def _is_lost_peer(error: Exception) -> bool:
+    # gloo has no exception class of its own.
+    text = str(error)
+    return "gloo/transport" in text and any(words in text for words in ("Connection reset", "Connection closed"))
 
 
 @contextmanager
