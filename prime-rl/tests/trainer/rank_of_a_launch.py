@@ -19,9 +19,8 @@ LISTENS = "0A"
 
 def listening_addresses() -> set[str]:
     """Addresses, in the kernel's hexadecimal form, of the sockets that this process listens on."""
-    inodes = {
-        os.readlink(fd).removeprefix("socket:[").rstrip("]") for fd in Path("/proc/self/fd").iterdir() if fd.exists()
-    }
+    targets = [str(fd.readlink()) for fd in Path("/proc/self/fd").iterdir() if fd.is_symlink()]
+    inodes = {target.removeprefix("socket:[").removesuffix("]") for target in targets}
     found = set()
     for table in ("tcp", "tcp6"):
         for line in Path("/proc/self/net", table).read_text().splitlines()[1:]:

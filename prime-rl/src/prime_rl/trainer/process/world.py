@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from prime_rl.trainer.process.errors import DeviceError
 from prime_rl.trainer.process.host_memory import map_large_tensors
+from prime_rl.trainer.process.store import open_store
 from prime_rl.utils.logger import get_logger
 
 DeviceChoice = Literal["auto", "cuda", "cpu"]
@@ -71,12 +72,14 @@ def setup_world(device: DeviceChoice, timeout_s: int, environ: Mapping[str, str]
     if kind == "cuda":
         torch.cuda.set_device(target)
         torch.set_float32_matmul_precision("high")
+    timeout = timedelta(seconds=timeout_s)
+    store = open_store(environ, rank, world_size, timeout)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo",
-        store=dist.HashStore() if world_size == 1 else None,
-        rank=rank if world_size == 1 else -1,
-        world_size=world_size if world_size == 1 else -1,
-        timeout=timedelta(seconds=timeout_s),
+        store=store,
+        rank=-1 if store is None else rank,
+        world_size=-1 if store is None else world_size,
+        timeout=timeout,
         device_id=target if kind == "cuda" else None,
     )
     world = World(rank, world_size, local_rank, target)
