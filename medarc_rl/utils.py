@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from medarc_rl.cli import warn
 from medarc_rl.errors import MedarcError, UsageError
@@ -21,7 +21,12 @@ from prime_rl.utils.pydantic_config.arguments import arguments_layer, is_boolean
 from prime_rl.utils.pydantic_config.layers import Layer, merge_layers, value_at, with_underscores
 from prime_rl.utils.pydantic_config.toml_files import read_files, section_of, split_files
 
-ConfigT = TypeVar("ConfigT", bound=RootConfig)
+if TYPE_CHECKING:
+    from prime_rl.configs.eval import OfflineEvalConfig
+    from prime_rl.configs.rl import RLConfig
+    from prime_rl.configs.sft import SFTConfig
+
+ConfigT = TypeVar("ConfigT", bound="SFTConfig | RLConfig | OfflineEvalConfig")
 
 OwnedKeys = Mapping[str, str | int | None]
 """Dotted keys of a config that the wrapper sets, whatever file or argument says otherwise."""
@@ -39,7 +44,7 @@ class Run(Generic[ConfigT]):
     def checkpoints(self) -> list[Any]:
         """The checkpoint sections that are switched on, the shared one first."""
         sections = [self.config, getattr(self.config, "trainer", None), getattr(self.config, "orchestrator", None)]
-        return [section.ckpt for section in sections if section is not None and section.ckpt is not None]
+        return [ckpt for section in sections if (ckpt := getattr(section, "ckpt", None)) is not None]
 
     @property
     def resume_step(self) -> int | None:

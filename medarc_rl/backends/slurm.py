@@ -195,8 +195,8 @@ def _requested(request: SlurmRequest) -> Iterator[str]:
     for argument in request.sbatch_arg:
         if not argument.startswith("-"):
             raise UsageError(f"--sbatch-arg {argument!r}: write a whole option of sbatch, as in --sbatch-arg=--requeue")
-        option, equals, value = argument.partition("=")
-        yield header_word(option, value) if equals else _header_quote("--sbatch-arg", argument)
+        name, equals, value = argument.partition("=")
+        yield header_word(name, value) if equals else _header_quote("--sbatch-arg", argument)
 
 
 def render(job: BatchJob) -> str:

@@ -8,16 +8,19 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from threading import Thread
 from types import FrameType, TracebackType
-from typing import Protocol, Self
+from typing import Any, Protocol, Self
 from uuid import uuid4
 
 from prime_rl.launch import logs, reaper
 from prime_rl.launch.spec import CannotStart, Event, Exited, ProcessSpec, Signalled
+
+Handler = Callable[[int, FrameType | None], Any] | signal.Handlers | int | None
+"""What `signal.signal` takes and gives back."""
 
 CAUGHT = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 """Signals to the launcher that become events."""
@@ -59,7 +62,7 @@ class LocalHost:
         self._events: SimpleQueue[Event] = SimpleQueue()
         self._children: dict[str, subprocess.Popen[bytes]] = {}
         self._logs: dict[str, tuple[Path, int]] = {}
-        self._previous_handlers: dict[signal.Signals, object] = {}
+        self._previous_handlers: dict[signal.Signals, Handler] = {}
 
     def __enter__(self) -> Self:
         for signum in CAUGHT:
@@ -73,6 +76,8 @@ class LocalHost:
             stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
+        assert self._guard.stdin is not None, "a pipe was asked for"
+        self._to_guard = self._guard.stdin
         self._tell_guard(mark=self._mark)
         return self
 
@@ -83,7 +88,7 @@ class LocalHost:
         self._tell_guard(goodbye=True)
         # A guard that somebody killed cannot take a goodbye.
         with contextlib.suppress(BrokenPipeError):
-            self._guard.stdin.close()
+            self._to_guard.close()
         self._guard.wait()
         for signum, handler in self._previous_handlers.items():
             signal.signal(signum, handler)
@@ -94,8 +99,8 @@ class LocalHost:
 
     def _tell_guard(self, **message: object) -> None:
         with contextlib.suppress(BrokenPipeError):
-            self._guard.stdin.write(json.dumps(message).encode() + b"\n")
-            self._guard.stdin.flush()
+            self._to_guard.write(json.dumps(message).encode() + b"\n")
+            self._to_guard.flush()
 
     def remove_if_killed(self, directory: Path) -> None:
         """Have the guard remove a directory should this process die without a chance to do it."""

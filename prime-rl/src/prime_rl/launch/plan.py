@@ -36,16 +36,20 @@ if TYPE_CHECKING:
 
 
 def sft_demand(config: SFTConfig) -> Demand:
-    return Demand(config.device, train=config.deployment.num_gpus)
+    deployment = config.deployment
+    assert deployment.type == "single_node", "commands refuse the others"
+    return Demand(config.device, train=deployment.num_gpus)
 
 
 def rl_demand(config: RLConfig) -> Demand:
+    deployment = config.deployment
+    assert deployment.type == "single_node", "commands refuse the others"
     infer_ids, train_ids = config.inference_gpu_ids, config.trainer_gpu_ids
-    infer = config.deployment.num_infer_gpus if infer_ids is None else len(infer_ids)
+    infer = deployment.num_infer_gpus if infer_ids is None else len(infer_ids)
     return Demand(
         config.device,
         infer=0 if config.inference is None else infer,
-        train=config.deployment.num_train_gpus if train_ids is None else len(train_ids),
+        train=deployment.num_train_gpus if train_ids is None else len(train_ids),
         infer_ids=None if infer_ids is None else tuple(infer_ids),
         train_ids=None if train_ids is None else tuple(train_ids),
     )
@@ -59,7 +63,7 @@ def eval_demand(config: OfflineEvalConfig) -> Demand:
 
 def plan_sft(config: SFTConfig, paths: RunPaths, site: Site, resume_step: int | None) -> Job:
     """The ranks of the SFT trainer. `resume_step` is the step that "the latest" (-1) in the config stands for."""
-    count = config.deployment.num_gpus
+    count = sft_demand(config).train
     env = {} if site.device == "cuda" else thread_env(site.cores, count, site.env) | spin_env(site.env)
     ranks = TrainerRanks(SFT_TRAINER, paths.config("sft"), count, site.ports.rendezvous)
     trainer = _trainer("sft", ranks, paths, site, env, *_resume_flags(config.ckpt, resume_step))

@@ -85,7 +85,7 @@ def check_settings(paths: EvalPaths, settings: Mapping[str, Any]) -> dict[str, A
     Raises:
         OtherEvaluation: the directory holds results that were made with other settings.
     """
-    current = json.loads(json.dumps(settings, default=str))
+    current: dict[str, Any] = json.loads(json.dumps(settings, default=str))
     if not paths.settings.is_file():
         return current
     earlier = json.loads(paths.settings.read_text(encoding="utf-8"))
