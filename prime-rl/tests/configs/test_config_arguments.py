@@ -77,18 +77,18 @@ def test_a_section_of_a_file_can_be_switched_off(toml, args: tuple[str, ...]) ->
 @pytest.mark.parametrize(
     "args",
     [
-        ("--client.base-url", "a,b"),
-        ("--client.base-url", "a", "--client.base-url", "b"),
-        ("--client.base-url", '["a", "b"]'),
-        ("--client.base-url", "[a,b]"),
+        ("--client.base-url", "http://a,http://b"),
+        ("--client.base-url", "http://a", "--client.base-url", "http://b"),
+        ("--client.base-url", '["http://a", "http://b"]'),
+        ("--client.base-url", "[http://a,http://b]"),
     ],
 )
 def test_lists_by_commas_repetition_or_json(args: tuple[str, ...]) -> None:
-    assert orchestrator(*args).client.base_url == ["a", "b"]
+    assert orchestrator(*args).client.base_url == ["http://a", "http://b"]
 
 
 def test_an_empty_list_is_empty() -> None:
-    assert trainer("--model.lora.target-modules", "[]").model.lora.target_modules == []
+    assert trainer("--model.lora.modules-to-save", "[]").model.lora.modules_to_save == []
 
 
 @pytest.mark.parametrize(

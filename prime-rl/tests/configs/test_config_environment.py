@@ -27,10 +27,10 @@ def test_the_longer_prefix_is_stronger(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_sections_and_lists_are_json_and_single_keys_win(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PRIME_RL_CLIENT", '{"base_url": ["a"], "timeout": 1}')
+    monkeypatch.setenv("PRIME_RL_CLIENT", '{"base_url": ["http://a"], "timeout": 1}')
     monkeypatch.setenv("PRIME_RL_CLIENT__TIMEOUT", "2")
     config = load_config(OrchestratorConfig)
-    assert (config.client.base_url, config.client.timeout) == (["a"], 2)
+    assert (config.client.base_url, config.client.timeout) == (["http://a"], 2)
 
 
 def test_nested_roots_read_nothing_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:

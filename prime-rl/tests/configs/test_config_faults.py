@@ -34,7 +34,7 @@ from prime_rl.utils.pydantic_config import parse_argv_or_exit
         (SFTConfig, "[data]\nnmae = 'x'", "data.nmae: unknown key; did you mean data.name?"),
         (
             OrchestratorConfig,
-            "[advantage]\ntype = 'custom'\nimport_path = 'x'\nkwarg = 1",
+            "[advantage]\ntype = 'custom'\nimport_path = 'x.y'\nkwarg = 1",
             "advantage.kwarg: unknown key; did you mean advantage.kwargs?",
         ),
         (

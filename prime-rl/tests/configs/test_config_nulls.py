@@ -36,7 +36,7 @@ CONFIGS = {
     "sft": (SFTConfig, ["--bench", "--optim.type", "sgd", "--data.subsets", "a,b"]),
     "trainer": (
         TrainerConfig,
-        ["--bench", "--model.ac-offloading", "--loss.type", "custom", "--loss.import-path", "x"],
+        ["--bench", "--model.ac-offloading", "--loss.type", "custom", "--loss.import-path", "x.y"],
     ),
     "env args": (OrchestratorConfig, ["--env", '{"id": "x", "args": {"a": null, "b": [null, {"c": null}], "d": 1.5}}']),
 }

@@ -75,6 +75,29 @@ def words(options: str) -> list[str]:
             "sampling.temperature and",
         ),
         (OrchestratorConfig, 'sampling.temp-scheduler={"start_temperature":1,"end_temperature":1}', "or max_steps"),
+        (OrchestratorConfig, 'env=[{"id":"a"},{"id":"a"}]', "env: several environments are called 'a': set `name`"),
+        (
+            OrchestratorConfig,
+            'eval.env=[{"id":"a"},{"id":"b","name":"a"}]',
+            "eval.env: several environments are called 'a'",
+        ),
+        (OrchestratorConfig, "client.base-url=[]", "base_url is empty: name a server"),
+        (OrchestratorConfig, "client.base-url=localhost:8000", "is not a URL: write http://host:port/v1"),
+        (OrchestratorConfig, "advantage.type=custom advantage.import-path=mine", "write package.module.function"),
+        (TrainerConfig, "loss.type=custom loss.import-path=mine:loss", "is not the path of a function"),
+        (TrainerConfig, "scheduler.type=linear", "scheduler.decay_steps = 10 needs max_steps"),
+        (TrainerConfig, "scheduler.type=linear max-steps=19", "do not fit into max_steps = 19"),
+        (
+            TrainerConfig,
+            "scheduler.type=linear scheduler.warmup-steps=0 scheduler.decay-steps=0",
+            "the linear schedule needs scheduler.warmup_steps or scheduler.decay_steps above 0",
+        ),
+        (TrainerConfig, "scheduler.type=cosine max-steps=10", "max_steps above scheduler.warmup_steps = 10"),
+        (TrainerConfig, "scheduler.type=cosine", "(got max_steps = None)"),
+        (TrainerConfig, "ckpt.resume-step=6 max-steps=5", "ckpt.resume_step = 6 is beyond max_steps = 5"),
+        (TrainerConfig, "memory-profiler-path=x device=cpu", "records a GPU's memory"),
+        (TrainerConfig, "model.lora.target-modules=(q_proj", '"(q_proj" is not a regular expression'),
+        (TrainerConfig, "model.lora.target-modules=[]", "it leaves nothing to adapt"),
         (TrainerConfig, "model.trust-remote-code model.impl=custom", "trust_remote_code runs the model's own"),
         (TrainerConfig, "model.cp=2 model.attn=sdpa", "cp (2) needs attn"),
         (TrainerConfig, "model.cp=2 model.attn=flash_attention_3", "needs impl = 'custom' (got 'auto')"),
@@ -91,6 +114,16 @@ def words(options: str) -> list[str]:
         (TrainerConfig, "model.optim-cpu-offload max-concurrent-runs=2", "serves one run"),
         (SFTConfig, "data.batch-size=7 data.micro-batch-size=2", "batch_size (7) is not a multiple"),
         (SFTConfig, "data.batch-size=2 data.micro-batch-size=4", "batch_size (2) is not a multiple"),
+        (SFTConfig, "data.batch-size=6 deployment.num-gpus=4", "data.batch_size = 6 is not a multiple of 4 processes"),
+        (SFTConfig, "model.dp-replicate=2 deployment.num-gpus=1", "model.dp_replicate = 2 does not divide the 1 "),
+        (SFTConfig, "scheduler.type=linear max-steps=19", "do not fit into max_steps = 19"),
+        (
+            SFTConfig,
+            "scheduler.type=linear max-steps=30 ckpt.resume-step=15 ckpt.skip-scheduler",
+            "do not fit into max_steps = 15",
+        ),
+        (SFTConfig, "ckpt.resume-step=6 max-steps=5", "nothing is left to train"),
+        (SFTConfig, "data.splits=a,b data.probabilities=1,2", "probabilities must be at least 0 and add up to 1"),
         (SFTConfig, "data.subsets=a data.splits=b,c", "subsets has 1 entries and splits 2"),
         (SFTConfig, "data.subsets=a data.probabilities=1,2", "probabilities has 2 entries and subsets 1"),
         (SFTConfig, "data.splits=a data.probabilities=1,2", "probabilities has 2 entries and splits 1"),
@@ -111,6 +144,16 @@ def test_a_broken_rule_is_one_fault(faults, config_cls: type, options: str, faul
     found = faults(config_cls, *words(options))
     assert len(found) == 1
     assert fault in found[0]
+
+
+@pytest.mark.parametrize("config_cls", [TrainerConfig, SFTConfig])
+def test_a_benchmark_has_too_few_steps_for_a_schedule_and_keeps_its_rate(config_cls: type) -> None:
+    config = load_config(config_cls, [], words("bench scheduler.type=linear max-steps=1000"))
+    assert (config.max_steps, config.scheduler.type) == (4, "constant")
+
+
+def test_a_run_that_forgets_its_progress_may_start_from_any_step() -> None:
+    assert sft("--ckpt.resume-step=6", "--ckpt.skip-progress", "--max-steps=5").max_steps == 5
 
 
 @pytest.mark.parametrize(("asked", "given"), [(1, 8), (8, 8), (9, 16), (257, 320), (512, 512)])

@@ -162,7 +162,7 @@ def test_a_stronger_type_drops_the_keys_of_the_type_before(root: type, key: str,
         assert f"{union}.{name}" in warning
 
 
-LINEAR = "[scheduler]\ntype = 'linear'\nmin_lr = 1e-7\ndecay_steps = 3\nwarmup_steps = 2"
+LINEAR = "max_steps = 100\n[scheduler]\ntype = 'linear'\nmin_lr = 1e-7\ndecay_steps = 3\nwarmup_steps = 2"
 """A file whose keys another type of scheduler lacks in part."""
 
 
@@ -194,7 +194,7 @@ def test_json_and_a_section_file_change_the_type_too(toml) -> None:
 def test_a_file_changes_the_type_of_the_environment(toml, monkeypatch) -> None:
     monkeypatch.setenv("PRIME_RL_SCHEDULER__TYPE", "linear")
     monkeypatch.setenv("PRIME_RL_SCHEDULER__DECAY_STEPS", "3")
-    file = toml("[scheduler]\ntype = 'cosine'")
+    file = toml("max_steps = 100\n[scheduler]\ntype = 'cosine'")
     config, warned = load_with_warnings([file])
     assert config.scheduler.type == "cosine"
     assert warned == [

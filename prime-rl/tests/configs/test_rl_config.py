@@ -56,6 +56,16 @@ def test_shared_checkpoints_keep_what_they_do_not_set(rl) -> None:
     assert (run.orchestrator.ckpt.keep_last, run.orchestrator.ckpt.keep_interval) == (2, None)
 
 
+def test_a_resumed_run_waits_for_the_trainer_that_starts_with_it(rl) -> None:
+    key = "wait_for_weights_timeout"
+    assert getattr(rl("--ckpt").orchestrator.ckpt, key) is None
+    assert getattr(rl("--ckpt.resume-step=-1").orchestrator.ckpt, key) == 600
+    own = rl("--ckpt.resume-step=-1", "--orchestrator.ckpt.wait-for-weights-timeout=5")
+    assert getattr(own.orchestrator.ckpt, key) == 5
+    none = rl("--ckpt.resume-step=-1", "--orchestrator.ckpt.wait-for-weights-timeout=None")
+    assert getattr(none.orchestrator.ckpt, key) is None
+
+
 def test_shared_max_steps_serve_a_temperature_schedule(rl) -> None:
     schedule = '{"start_temperature": 1, "end_temperature": 0.5}'
     run = rl("--orchestrator.sampling.temp-scheduler", schedule, "--max-steps=5")
@@ -98,6 +108,8 @@ def test_equal_values_are_no_conflict(rl, recwarn, options: str) -> None:
         ("trainer.wandb orchestrator.wandb.project=x", "trainer.wandb.project (prime-rl) and"),
         ("trainer.model.name=x orchestrator.model.name=x", "trainer.model.name ('x') and inference.model.name"),
         ("orchestrator.seq-len=4096", "trainer.model.seq_len (2048) is below orchestrator.seq_len (4096)"),
+        ("max-steps=5 trainer.scheduler.type=linear", "do not fit into max_steps = 5"),
+        ("trainer.model.dp-replicate=2", "model.dp_replicate = 2 does not divide the 1 trainer processes"),
         ("trainer.bench", "only one of trainer.bench and orchestrator.bench is on"),
         ("trainer.model.lora orchestrator.model.lora.rank=3", "trainer.model.lora.rank (16) and"),
         ("orchestrator.model.lora", "orchestrator.model.lora is set and trainer.model.lora is not"),

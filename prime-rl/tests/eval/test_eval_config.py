@@ -44,7 +44,7 @@ def test_the_started_server_serves_the_model_on_the_same_device() -> None:
         ([], "no environment: name one with `environment_ids` or [[env]]"),
         (["--environment-ids", "a,b,c", "--num-examples", "1,2"], "num_examples has 2 values for 3 environments"),
         (["--environment-ids", "a", "--num-examples", "0"], "num_examples has 0: at least 1, or -1 for all"),
-        (["--environment-ids", "a,a"], "the environment name 'a' is taken twice"),
+        (["--environment-ids", "a,a"], "env: several environments are called 'a': set `name`"),
         (["--environment-ids", "a", "--environment-args", '{"b": {}}'], "environment_args names 'b'"),
         (["--environment-ids", "a", "--no-eval-base"], "eval_base = false without weights_dir leaves nothing"),
         (["--environment-ids", "a", "--steps", "1"], "steps are those of weights_dir"),

@@ -4,9 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from prime_rl.configs.orchestrator import CheckpointConfig
+from prime_rl.configs.orchestrator import CheckpointConfig, NCCLWeightBroadcastConfig, OrchestratorConfig
 from prime_rl.orchestrator.ckpt import Checkpoints, Progress, remove_offers, remove_stale, restore
 from prime_rl.orchestrator.errors import ResumeFault
+from prime_rl.orchestrator.run import weights_timeout_s
 from prime_rl.run.paths import RunPaths, stable_steps
 from prime_rl.utils.files import replacing_directory
 from prime_rl.utils.logger import get_logger
@@ -92,6 +93,25 @@ async def test_weights_come_from_the_broadcast_or_else_from_the_export(checkpoin
 async def test_weights_that_do_not_appear_are_one_line_with_both_places(checkpoints: Checkpoints) -> None:
     with pytest.raises(ResumeFault, match=r"version 3 do not appear in .*broadcasts/step_3 or in .*weights/step_3"):
         await checkpoints.await_weights(3, timeout_s=0)
+
+
+async def test_without_a_limit_weights_are_not_waited_for(checkpoints: Checkpoints) -> None:
+    with pytest.raises(
+        ResumeFault, match=r"version 3 are not in .*: .* set orchestrator.ckpt.wait_for_weights_timeout"
+    ):
+        await checkpoints.await_weights(3, timeout_s=None)
+    with replacing_directory(checkpoints.run.weight(3)):
+        pass
+    assert await checkpoints.await_weights(3, timeout_s=None) == checkpoints.run.weight(3)
+
+
+def test_weights_that_the_trainer_sends_itself_are_always_waited_for() -> None:
+    ckpt = CheckpointConfig(resume_step=3)
+    assert weights_timeout_s(OrchestratorConfig(ckpt=ckpt)) is None
+    sent = NCCLWeightBroadcastConfig(timeout=70)
+    assert weights_timeout_s(OrchestratorConfig(ckpt=ckpt, weight_broadcast=sent)) == 70
+    own = CheckpointConfig(resume_step=3, wait_for_weights_timeout=5)
+    assert weights_timeout_s(OrchestratorConfig(ckpt=own, weight_broadcast=sent)) == 5
 
 
 async def test_an_adapter_comes_from_the_broadcast_only_since_exports_are_merged(checkpoints: Checkpoints) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from prime_rl.configs.sft import SFTConfig
 from prime_rl.configs.shared import MetricsServerConfig
@@ -68,7 +69,7 @@ def watchdog() -> Iterator[tuple[str, list[str]]]:
 
 
 def assert_is_bench(log: str, results: dict[str, Any]) -> None:
-    assert re.search(r"Step +MFU \(%\) +Throughput \(tokens/s\) +Step time \(s\) +Peak memory \(GiB\)\n", log)
+    assert re.search(r"Step +Throughput \(tokens/s\) +MFU \(%\) +Step time \(s\) +Peak memory \(GiB\)\n", log)
     rows = re.findall(r"^ +([123]|Overall) +(\d+\.\d\d)", log, re.MULTILINE)
     assert [name for name, _ in rows] == ["1", "2", "3", "Overall"]
     assert results.keys() == {"mfu", "throughput", "step_time", "peak_memory"}
@@ -133,20 +134,28 @@ def page(url: str) -> str:
         return answer.read().decode()
 
 
+def gauges(text: str) -> dict[str, str]:
+    return dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+
+
 def test_prometheus_reads_the_last_step_and_the_health() -> None:
     with reserved_ports(1) as (port,):
         server = MetricsServer(MetricsServerConfig(host="127.0.0.1", port=port))
     root = f"http://127.0.0.1:{port}"
-    assert page(f"{root}/health") == "ok"
+    assert page(f"{root}/health") == "ok\n"
+    before = gauges(page(f"{root}/metrics"))
+    assert set(before.values()) == {"0.0"}
+    assert {"trainer_step", "trainer_loss", "trainer_mfu_percent", "trainer_runs_max"} <= before.keys()
     server.log({"loss/mean": 0.5, "optim/lr": 1e-3, "kl_ent_ratio/mean": float("nan"), "time/step": 1.0}, step=3)
     server.log({"val/loss": 9.0}, step=4)
     text = page(f"{root}/metrics")
-    values = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+    values = gauges(text)
+    assert before.keys() <= values.keys()
     assert values["trainer_step"] == "3.0"
     assert values["trainer_loss"] == "0.5"
     assert values["trainer_kl_ent_ratio"] == "nan"
     assert values['trainer_run_learning_rate{run="run_default"}'] == "0.001"
-    assert "trainer_mfu_percent" not in values
+    assert (values["trainer_runs_active"], values["trainer_mfu_percent"]) == ("1.0", "0.0")
     assert text.count("# TYPE trainer_loss gauge\n") == 1
     with pytest.raises(urllib.error.HTTPError, match="404"):
         page(f"{root}/elsewhere")
@@ -186,6 +195,27 @@ def test_a_frozen_weight_costs_two_products_and_a_trained_one_three(tiny_model_d
     lora = model_config.model_copy(update={"lora": LoRAConfig(rank=4, target_modules=["q_proj"], modules_to_save=[])})
     adapters = 2 * 4 * (64 + 64)
     assert flops_per_token(setup_model(lora, world), 100) == 4 * (layers + head) + 6 * adapters + attention
+
+
+@pytest.mark.parametrize(("row_tokens", "ratio"), [(8_192, 1.44), (16_384, 1.61), (65_536, 1.86)])
+def test_equal_speed_prints_a_higher_mfu_than_upstreams_formula(row_tokens: int, ratio: float) -> None:
+    """Upstream takes Q = hidden size / heads, which is 64 for Qwen3-0.6B; its heads have 128 channels."""
+    config = Qwen3Config(
+        vocab_size=151_936,
+        hidden_size=1024,
+        intermediate_size=3072,
+        num_hidden_layers=28,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        head_dim=128,
+        tie_word_embeddings=True,
+    )
+    with torch.device("meta"):
+        model = Qwen3ForCausalLM(config)
+    parameters = sum(parameter.numel() for parameter in model.parameters() if parameter.ndim > 1)
+    assert flops_per_token(model, row_tokens) == 6 * parameters + 12 * 28 * 16 * 128 * row_tokens
+    of_upstream = 6 * parameters + 12 * 28 * 16 * (1024 // 16) * row_tokens
+    assert round(flops_per_token(model, row_tokens) / of_upstream, 2) == ratio
 
 
 def test_the_measured_peak_is_that_of_matrix_products() -> None:

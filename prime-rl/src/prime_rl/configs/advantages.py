@@ -4,6 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from prime_rl.configs.shared import ImportPath
 from prime_rl.utils.pydantic_config import BaseConfig, raise_faults
 
 
@@ -23,7 +24,7 @@ class CustomAdvantageConfig(BaseConfig):
     type: Literal["custom"] = "custom"
     """Your own function."""
 
-    import_path: str
+    import_path: ImportPath
     """Dotted path of the function, such as `package.module.name`."""
 
     kwargs: dict[str, Any] = Field({})

@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Self
 from pydantic import Field, model_validator
 
 from prime_rl.configs.inference import InferenceConfig
-from prime_rl.configs.rollouts import EvalEnvConfig, EvalSamplingConfig
+from prime_rl.configs.rollouts import EvalEnvConfig, EvalSamplingConfig, repeated_names
 from prime_rl.configs.shared import BaseModelConfig, ClientConfig, Device, LogConfig, WandbConfig
 from prime_rl.configs.surface.root import RootConfig
 from prime_rl.utils.pydantic_config import derive, raise_faults
@@ -92,8 +92,7 @@ class OfflineEvalConfig(RootConfig):
         faults = [*self._list_faults(), *self._step_faults()]
         if not self.env and not self.environment_ids:
             faults.append("no environment: name one with `environment_ids` or [[env]]")
-        names = [env.name or env.id for env in self.env] + self.environment_ids
-        faults += [f"the environment name {name!r} is taken twice: set `name`" for name in _repeated(names)]
+        faults += repeated_names("env", [*self.env, *(EvalEnvConfig(id=each) for each in self.environment_ids)])
         if self.inference is not None and self.inference.model.name != self.model.name:
             faults.append(f"inference.model.name ({self.inference.model.name!r}) is not model.name: leave it out")
         raise_faults(faults)
@@ -143,7 +142,3 @@ class OfflineEvalConfig(RootConfig):
 
 def _nth(values: list[int], index: int, default: int) -> int:
     return default if not values else values[index if len(values) > 1 else 0]
-
-
-def _repeated(names: list[str]) -> list[str]:
-    return sorted({name for name in names if names.count(name) > 1})

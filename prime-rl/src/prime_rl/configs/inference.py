@@ -5,7 +5,7 @@ from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from prime_rl.configs.shared import BaseModelConfig, Device
+from prime_rl.configs.shared import BaseModelConfig, Device, Port
 from prime_rl.configs.surface.root import RootConfig
 from prime_rl.utils.pydantic_config import BaseConfig, derive
 
@@ -29,7 +29,7 @@ class ServerConfig(BaseConfig):
     host: str | None = None
     """Address to listen on. None listens on all of them."""
 
-    port: int = 8000
+    port: Port = 8000
     """Port to listen on."""
 
 

@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
+from prime_rl.configs.shared import ImportPath
 from prime_rl.utils.pydantic_config import BaseConfig, raise_faults
 
 
@@ -65,7 +66,7 @@ class CustomLossConfig(BaseConfig):
     type: Literal["custom"] = "custom"
     """Your own function."""
 
-    import_path: str
+    import_path: ImportPath
     """Dotted path of the function, such as `package.module.name`."""
 
     kwargs: dict[str, Any] = Field({})

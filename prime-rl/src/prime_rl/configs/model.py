@@ -1,5 +1,6 @@
 """The trained model and its tokenizer: `model` and `tokenizer` of the RL and the SFT trainer."""
 
+import re
 import warnings
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal, Self
@@ -20,6 +21,11 @@ def _short_kernel_name(name: Any) -> Any:
 AttentionKernel = Annotated[
     Literal["sdpa", "flash_attention_2", "flash_attention_3", "fa4"], BeforeValidator(_short_kernel_name)
 ]
+
+
+def is_regex(pattern: str) -> bool:
+    """Whether a pattern for module names is a regular expression; without these characters it is a plain name."""
+    return not frozenset("\\^$*+?{}[]|()").isdisjoint(pattern)
 
 
 class CompileConfig(BaseConfig):
@@ -74,6 +80,21 @@ class LoRAConfig(BaseConfig):
 
     modules_to_save: list[str] = Field([])
     """Modules that are trained in full: names, or regular expressions."""
+
+    @model_validator(mode="after")
+    def _check_rules(self) -> Self:
+        raise_faults(self._faults())
+        return self
+
+    def _faults(self) -> Iterator[str]:
+        if not self.target_modules:
+            yield "target_modules is empty: it leaves nothing to adapt"
+        for key in ("target_modules", "modules_to_save"):
+            for pattern in filter(is_regex, getattr(self, key)):
+                try:
+                    re.compile(pattern)
+                except re.error as error:
+                    yield f'{key}: "{pattern}" is not a regular expression: {error}'
 
 
 class DebugModelConfig(BaseConfig):
@@ -179,6 +200,13 @@ class ModelConfig(BaseModelConfig):
             yield f"attn = 'fa4' needs impl = 'custom' (got {self.impl!r})"
         if self.ep > 1 and self.impl == "hf":
             yield f"ep ({self.ep}) needs our own model code: impl = 'custom' or 'auto'"
+
+
+def replication_fault(model: ModelConfig, processes: int) -> str | None:
+    """Why `processes` trainer processes cannot hold `model.dp_replicate` copies of the model."""
+    if processes % model.dp_replicate == 0:
+        return None
+    return f"model.dp_replicate = {model.dp_replicate} does not divide the {processes} trainer processes"
 
 
 class TokenizerConfig(BaseConfig):

@@ -1,5 +1,6 @@
 """Optimizers and learning rate schedules of the RL and the SFT trainer."""
 
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -46,6 +47,26 @@ class CosineSchedulerConfig(BaseConfig):
 SchedulerConfig = Annotated[
     ConstantSchedulerConfig | LinearSchedulerConfig | CosineSchedulerConfig, Field(discriminator="type")
 ]
+
+
+def schedule_faults(scheduler: SchedulerConfig, steps: int | None) -> Iterator[str]:
+    """Why a schedule does not fit into `steps` optimizer steps; None means that training never ends."""
+    if isinstance(scheduler, CosineSchedulerConfig) and (steps is None or scheduler.warmup_steps >= steps):
+        yield (
+            f"the cosine schedule needs max_steps above scheduler.warmup_steps = {scheduler.warmup_steps} "
+            f"(got max_steps = {steps})"
+        )
+    if not isinstance(scheduler, LinearSchedulerConfig):
+        return
+    warmup, decay = scheduler.warmup_steps, scheduler.decay_steps
+    if warmup == decay == 0:
+        yield "the linear schedule needs scheduler.warmup_steps or scheduler.decay_steps above 0"
+    if decay and steps is None:
+        yield f"scheduler.decay_steps = {decay} needs max_steps, to know when the decay starts"
+    if steps is not None and warmup + decay > steps:
+        yield (
+            f"scheduler.warmup_steps = {warmup} and scheduler.decay_steps = {decay} do not fit into max_steps = {steps}"
+        )
 
 
 class BaseOptimizerConfig(BaseConfig):

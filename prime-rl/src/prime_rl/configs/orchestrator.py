@@ -22,6 +22,7 @@ from prime_rl.configs.rollouts import (
     SamplingConfig,
     TemperatureSchedulerConfig,
     ValConfig,
+    repeated_names,
 )
 from prime_rl.configs.shared import (
     BaseModelConfig,
@@ -29,6 +30,7 @@ from prime_rl.configs.shared import (
     FileSystemTransportConfig,
     HeartbeatConfig,
     LogConfig,
+    Port,
     PrimeMonitorConfig,
     TransportConfig,
     WandbWithExtrasConfig,
@@ -124,7 +126,8 @@ class CheckpointConfig(BaseConfig):
     """Step to continue from. -1 is the latest; None starts a new run."""
 
     wait_for_weights_timeout: int | None = Field(None, ge=1)
-    """Seconds to wait for the weights of the step to resume from. None waits 600."""
+    """Seconds to wait for the weights of the step to resume from. None does not wait. `rl` sets 600 for a run that
+    resumes, because its trainer starts at the same time."""
 
     keep_last: int | None = Field(None, ge=1)
     """Number of newest checkpoints to keep. None disables the rule."""
@@ -241,7 +244,7 @@ class NCCLWeightBroadcastConfig(BaseConfig):
     host: str = "localhost"
     """Host of the rendezvous."""
 
-    port: int = 29501
+    port: Port = 29501
     """Port of the rendezvous."""
 
     timeout: int = Field(1200, ge=1)
@@ -412,6 +415,8 @@ class OrchestratorConfig(RootConfig):
             compared = {self.advantage.baseline, self.advantage.scale} & {"group", "leave_one_out"}
             if compared or self.buffer.drop_equal_rewards:
                 yield "rollouts_per_example is 1: with nothing to compare it to in its group, no rollout would teach"
+        yield from repeated_names("env", self.env)
+        yield from repeated_names("eval.env", [] if self.eval is None else self.eval.env)
         ratios = self.buffer.env_ratios
         if ratios is not None and len(ratios) != len(self.env):
             yield f"buffer.env_ratios has {len(ratios)} entries for {len(self.env)} environments"

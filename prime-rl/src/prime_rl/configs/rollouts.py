@@ -1,5 +1,6 @@
 """Environments, and how their rollouts are sampled: for training, evaluation and validation."""
 
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 from pydantic import AliasChoices, Field
@@ -116,6 +117,13 @@ class EvalEnvConfig(EnvConfig):
 
     max_retries: int = Field(0, ge=0)
     """Number of retries after a failed rollout."""
+
+
+def repeated_names(key: str, envs: Sequence[EnvConfig]) -> Iterator[str]:
+    """One line for each name that several environments share, in logs and metrics."""
+    names = [env.name or env.id for env in envs]
+    for name in sorted({name for name in names if names.count(name) > 1}):
+        yield f"{key}: several environments are called {name!r}: set `name`"
 
 
 class EvalConfig(BaseConfig):

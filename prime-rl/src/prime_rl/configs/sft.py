@@ -1,11 +1,13 @@
 """Supervised fine-tuning: root of `sft`."""
 
 from collections.abc import Iterator
+from math import isclose
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
+from prime_rl.configs.model import replication_fault
 from prime_rl.configs.shared import Device, HeartbeatConfig, LogConfig, SlurmConfig, WandbConfig
 from prime_rl.configs.surface.root import RootConfig
 from prime_rl.configs.trainer import (
@@ -51,6 +53,16 @@ class BaseDataConfig(BaseConfig):
                 f"batch_size ({self.batch_size}) is not a multiple of micro_batch_size ({self.micro_batch_size})"
             )
         return self
+
+
+def batch_fault(data: BaseDataConfig, processes: int) -> str | None:
+    """Why `data.batch_size` rows cannot be shared out to `processes` trainer processes."""
+    if data.batch_size % (processes * data.micro_batch_size) == 0:
+        return None
+    return (
+        f"data.batch_size = {data.batch_size} is not a multiple of {processes} processes x data.micro_batch_size = "
+        f"{data.micro_batch_size}"
+    )
 
 
 class FakeDataConfig(BaseDataConfig):
@@ -127,7 +139,7 @@ class SFTDataConfig(BaseDataConfig):
 
     @model_validator(mode="after")
     def _check_lengths(self) -> Self:
-        raise_faults(self._length_faults())
+        raise_faults(list(self._length_faults()) or self._share_faults())
         return self
 
     def _length_faults(self) -> Iterator[str]:
@@ -135,6 +147,11 @@ class SFTDataConfig(BaseDataConfig):
             values, others = getattr(self, one), getattr(self, other)
             if values is not None and others is not None and len(values) != len(others):
                 yield f"{one} has {len(values)} entries and {other} {len(others)}: give as many"
+
+    def _share_faults(self) -> Iterator[str]:
+        shares = self.probabilities
+        if shares is not None and (min(shares, default=0) < 0 or not isclose(sum(shares), 1, abs_tol=1e-8)):
+            yield f"probabilities must be at least 0 and add up to 1 (got {shares})"
 
 
 class ValConfig(BaseConfig):
@@ -282,7 +299,7 @@ class SFTConfig(RootConfig):
     @model_validator(mode="after")
     def _enter_bench_mode(self) -> Self:
         if self.bench is not None:
-            derive(self, max_steps=BENCH_STEPS, ckpt=None)
+            derive(self, max_steps=BENCH_STEPS, ckpt=None, scheduler=ConstantSchedulerConfig())
         return self
 
     @model_validator(mode="after")
@@ -325,6 +342,8 @@ class SFTConfig(RootConfig):
             yield "model.fused_lm_head_chunk_size must be 'auto' or 'disabled': SFT has no fused output layer"
         deployment = self.deployment
         if not isinstance(deployment, MultiNodeDeploymentConfig):
+            processes = deployment.num_gpus
+            yield from filter(None, (batch_fault(self.data, processes), replication_fault(self.model, processes)))
             return
         if self.slurm is None:
             yield "deployment.type = 'multi_node' needs [slurm]"

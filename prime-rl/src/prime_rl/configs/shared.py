@@ -1,14 +1,34 @@
 """Sections that several components share."""
 
+import re
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field
+from pydantic import AfterValidator, Field, model_validator
 
 from prime_rl.utils.pydantic_config import BaseConfig
 
 ServerType = Literal["vllm", "openai"]
 Device = Literal["auto", "cuda", "cpu"]
+
+
+Port = Annotated[int, Field(ge=1, le=65535)]
+
+
+def _of_a_function(path: str) -> str:
+    if not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)+", path):
+        raise ValueError(f"is not the path of a function: write package.module.function (got {path!r})")
+    return path
+
+
+ImportPath = Annotated[str, AfterValidator(_of_a_function)]
+"""Dotted path of a function: `package.module.function`."""
+
+
+def _with_scheme(url: str) -> str:
+    if not url.startswith(("http://", "https://")):
+        raise ValueError(f"is not a URL: write http://host:port/v1 (got {url!r})")
+    return url
 
 
 class SlurmConfig(BaseConfig):
@@ -56,7 +76,7 @@ class ClientConfig(BaseConfig):
     timeout: int = 1200
     """Timeout of one request, in seconds."""
 
-    base_url: list[str] = Field(["http://localhost:8000/v1"])
+    base_url: list[Annotated[str, AfterValidator(_with_scheme)]] = Field(["http://localhost:8000/v1"])
     """URLs of OpenAI-compatible servers. Each new group of rollouts goes to the least busy one."""
 
     api_key_var: str = "VLLM_API_KEY"
@@ -70,6 +90,12 @@ class ClientConfig(BaseConfig):
 
     elastic: ElasticConfig | None = None
     """Find the servers through DNS instead of `base_url`."""
+
+    @model_validator(mode="after")
+    def _check_rules(self) -> Self:
+        if not self.base_url and self.elastic is None:
+            raise ValueError("base_url is empty: name a server")
+        return self
 
     @property
     def is_elastic(self) -> bool:
@@ -157,7 +183,7 @@ class HeartbeatConfig(BaseConfig):
 class MetricsServerConfig(BaseConfig):
     """Prometheus metrics and health over HTTP."""
 
-    port: int = Field(8000, ge=1, le=65535)
+    port: Port = 8000
     """Port to listen on."""
 
     host: str = "0.0.0.0"
@@ -184,7 +210,7 @@ class ZMQTransportConfig(BaseTransportConfig):
     host: str = "localhost"
     """Host of the socket."""
 
-    port: int = 5555
+    port: int = Field(5555, ge=1, le=65534)
     """First of the ports."""
 
     hwm: int = 10

@@ -35,6 +35,7 @@ from prime_rl.configs.optim import (
     OptimizerConfig,
     SchedulerConfig,
     SGDConfig,
+    schedule_faults,
 )
 from prime_rl.configs.shared import (
     Device,
@@ -42,6 +43,7 @@ from prime_rl.configs.shared import (
     HeartbeatConfig,
     LogConfig,
     MetricsServerConfig,
+    Port,
     TransportConfig,
     WandbConfig,
 )
@@ -192,7 +194,7 @@ class NCCLWeightBroadcastConfig(BaseWeightBroadcastConfig):
     host: str = "localhost"
     """Host of the rendezvous."""
 
-    port: int = 29501
+    port: Port = 29501
     """Port of the rendezvous."""
 
     timeout: int = Field(1200, ge=1)
@@ -208,10 +210,26 @@ WeightBroadcastConfig = Annotated[
 
 
 class BenchConfig(BaseConfig):
-    """Benchmark mode: runs four steps and prints a table of the last three. Writes no checkpoints or weights."""
+    """Benchmark mode: four steps at a constant learning rate, and a table of the last three. Writes no checkpoints."""
 
     output_json: Path | None = None
     """Also write the results to this file."""
+
+
+NO_MEMORY_PROFILE = "memory_profiler_path records a GPU's memory, and this run has no GPU"
+
+
+def beyond_end(step: int | None, max_steps: int | None) -> Iterator[str]:
+    """Why a run cannot continue from `step`; nothing when it can."""
+    if step is not None and max_steps is not None and step > max_steps:
+        yield f"ckpt.resume_step = {step} is beyond max_steps = {max_steps}: nothing is left to train"
+
+
+def scheduled_steps(max_steps: int | None, ckpt: CheckpointConfig | None, resume_step: int | None) -> int | None:
+    """Length of the learning-rate schedule: all steps, or the remaining ones if it starts anew on resuming."""
+    if max_steps is None or ckpt is None or not ckpt.skip_scheduler or ckpt.skip_progress:
+        return max_steps
+    return max_steps - (resume_step or 0)
 
 
 def training_faults(config: Any) -> Iterator[str]:
@@ -221,8 +239,22 @@ def training_faults(config: Any) -> Iterator[str]:
     weights = config.ckpt.weights if config.ckpt is not None else None
     if weights is not None and weights.save_adapter_separately and config.model.lora is None:
         yield "ckpt.weights.save_adapter_separately needs model.lora"
+    yield from _step_faults(config)
+    if config.memory_profiler_path is not None and config.device == "cpu":
+        yield NO_MEMORY_PROFILE
     if config.optim.type == "muon" and config.model.fsdp_cpu_offload:
         yield "optim.type = 'muon' does not work with model.fsdp_cpu_offload"
+
+
+def _step_faults(config: Any) -> Iterator[str]:
+    """What does not fit into `max_steps`: the step to continue from, or the schedule."""
+    ckpt = config.ckpt
+    # -1 is the latest step, which only the run's directory knows.
+    resume_step = None if ckpt is None or ckpt.resume_step == -1 else ckpt.resume_step
+    if ckpt is not None and not ckpt.skip_progress and (faults := list(beyond_end(resume_step, config.max_steps))):
+        yield from faults
+    else:
+        yield from schedule_faults(config.scheduler, scheduled_steps(config.max_steps, ckpt, resume_step))
 
 
 def fill_tokenizer(tokenizer: TokenizerConfig, model: ModelConfig) -> None:
@@ -313,7 +345,7 @@ class TrainerConfig(RootConfig):
     @model_validator(mode="after")
     def _enter_bench_mode(self) -> Self:
         if self.bench is not None:
-            derive(self, max_steps=BENCH_STEPS, ckpt=None)
+            derive(self, max_steps=BENCH_STEPS, ckpt=None, scheduler=ConstantSchedulerConfig())
             if self.data.fake is None:
                 derive(self.data, fake=FakeDataLoaderConfig())
         return self

@@ -1,15 +1,16 @@
-"""Metrics for Prometheus, and a health check: a small HTTP server beside a trainer."""
+"""Serves metrics for Prometheus and a health check over HTTP, from the trainer's process."""
 
 from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 from prime_rl.configs.shared import MetricsServerConfig
 from prime_rl.monitors.base import Metrics, MonitorError
 
-GAUGES = {
+GAUGES: Mapping[str, str] = {
     "trainer_loss": "loss/mean",
     "trainer_throughput_tokens_per_sec": "perf/throughput",
     "trainer_grad_norm": "optim/grad_norm",
@@ -20,25 +21,33 @@ GAUGES = {
     "trainer_mismatch_kl": "mismatch_kl/mean",
     "trainer_kl_ent_ratio": "kl_ent_ratio/mean",
 }
-"""The gauges, by the metric that each shows."""
-RUN_GAUGES = {"trainer_run_tokens": "progress/tokens", "trainer_run_learning_rate": "optim/lr"}
-"""Those with a label for the run, of which a trainer has one."""
+"""Gauges and the metric that each shows."""
+STEP_GAUGES = ("trainer_step", "trainer_last_step_timestamp_seconds")
+RUN_COUNT_GAUGES = tuple(f"trainer_runs_{state}" for state in ("discovered", "active", "ready", "max"))
+RUN_GAUGES: Mapping[str, str] = {"trainer_run_tokens": "progress/tokens", "trainer_run_learning_rate": "optim/lr"}
+"""Gauges that carry the label of a run. A trainer has one run."""
+RUN_STATE_GAUGES = ("trainer_run_step", "trainer_run_ready")
 RUN_LABEL = 'run="run_default"'
 
 
 class MetricsServer:
-    """Serves `GET /health` ("ok") from the start on, and `GET /metrics` to whom `log` has told a step.
+    """Serves `GET /health` ("ok") and `GET /metrics`, both from the start.
 
-    A process whose steps nobody reports, the first one of another machine, serves its health alone.
+    Gauges are 0 before the first step; those of a run have no value yet. On other machines than the first, the first
+    process has no metrics and serves its health only.
     """
 
     def __init__(self, config: MetricsServerConfig, has_metrics: bool = True) -> None:
-        """Listen.
+        """Start to listen.
 
         Raises:
-            MonitorError: the port is taken, or the host not ours.
+            MonitorError: the port is taken, or the host is not an address of this machine.
         """
-        pages = {"/health": b"ok"} | ({"/metrics": b""} if has_metrics else {})
+        self._values: dict[str, float | str] = dict.fromkeys((*STEP_GAUGES, *GAUGES, *RUN_COUNT_GAUGES), 0.0)
+        self._run_values: dict[str, float | str] = {}
+        pages = {"/health": b"ok\n"}
+        if has_metrics:
+            pages["/metrics"] = exposition(self._values, self._run_values).encode()
 
         class Handler(_PageHandler):
             pages_by_path = pages
@@ -54,23 +63,26 @@ class MetricsServer:
         threading.Thread(target=self._server.serve_forever, name="metrics server", daemon=True).start()
 
     def log(self, metrics: Metrics, step: int) -> None:
-        if "/metrics" in self._pages and "time/step" in metrics:
-            self._pages["/metrics"] = exposition(metrics, step, time.time()).encode()
+        if "/metrics" not in self._pages or "time/step" not in metrics:
+            return
+        self._values |= dict(zip(STEP_GAUGES, (step, time.time()), strict=True)) | dict.fromkeys(RUN_COUNT_GAUGES, 1)
+        self._values |= {gauge: metrics[name] for gauge, name in GAUGES.items() if name in metrics}
+        self._run_values |= {"trainer_run_step": step, "trainer_run_ready": 1}
+        self._run_values |= {gauge: metrics[name] for gauge, name in RUN_GAUGES.items() if name in metrics}
+        self._pages["/metrics"] = exposition(self._values, self._run_values).encode()
 
     def close(self, exit_code: int = 0) -> None:
         self._server.shutdown()
         self._server.server_close()
 
 
-def exposition(metrics: Metrics, step: int, now_s: float) -> str:
-    """The gauges in Prometheus's text format."""
-    values: dict[str, float | str] = {"trainer_step": step, "trainer_last_step_timestamp_seconds": now_s}
-    values |= {gauge: metrics[name] for gauge, name in GAUGES.items() if name in metrics}
-    values |= {f"trainer_runs_{state}": 1 for state in ("discovered", "active", "ready", "max")}
-    labelled: dict[str, float | str] = {"trainer_run_step": step, "trainer_run_ready": 1}
-    labelled |= {gauge: metrics[name] for gauge, name in RUN_GAUGES.items() if name in metrics}
+def exposition(values: Mapping[str, float | str], run_values: Mapping[str, float | str]) -> str:
+    """The gauges in Prometheus's text format. `run_values` get the label of the run; without a value none is shown."""
     lines = [f"# TYPE {gauge} gauge\n{gauge} {float(value)}\n" for gauge, value in values.items()]
-    lines += [f"# TYPE {gauge} gauge\n{gauge}{{{RUN_LABEL}}} {float(value)}\n" for gauge, value in labelled.items()]
+    for gauge in (*RUN_STATE_GAUGES, *RUN_GAUGES):
+        lines.append(f"# TYPE {gauge} gauge\n")
+        if gauge in run_values:
+            lines.append(f"{gauge}{{{RUN_LABEL}}} {float(run_values[gauge])}\n")
     return "".join(lines)
 
 

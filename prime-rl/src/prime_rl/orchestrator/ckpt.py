@@ -23,8 +23,6 @@ from prime_rl.utils.files import STABLE, replacing_directory
 from prime_rl.utils.logger import get_logger
 
 LATEST = -1
-DEFAULT_WEIGHTS_TIMEOUT_S = 600.0
-"""The resuming trainer publishes its version again once it has loaded, so that is worth waiting for."""
 WEIGHTS_POLL_S = 0.2
 
 
@@ -107,17 +105,23 @@ class Checkpoints:
         return next((path for path in self._weight_places(version) if (path / STABLE).is_file()), None)
 
     async def await_weights(self, version: int, timeout_s: float | None) -> Path:
-        """Like `weights`, but waits for the trainer to publish them.
+        """Wait up to `timeout_s` for the trainer to publish the weights of a version; None does not wait.
+
+        A resumed trainer publishes its version again once it has loaded its checkpoint.
 
         Raises:
-            ResumeFault: they do not appear within `timeout_s` (10 minutes for None).
+            ResumeFault: they are not there.
         """
-        limit_s = DEFAULT_WEIGHTS_TIMEOUT_S if timeout_s is None else timeout_s
-        deadline = time.monotonic() + limit_s
+        places = " or in ".join(str(place) for place in self._weight_places(version))
+        deadline = time.monotonic() + (timeout_s or 0)
         while (path := self.weights(version)) is None:
+            if timeout_s is None:
+                raise ResumeFault(
+                    f"the weights of version {version} are not in {places}: to wait for the trainer to publish them, "
+                    "set orchestrator.ckpt.wait_for_weights_timeout"
+                )
             if time.monotonic() > deadline:
-                places = " or in ".join(str(place) for place in self._weight_places(version))
-                raise ResumeFault(f"the weights of version {version} do not appear in {places} within {limit_s:.0f} s")
+                raise ResumeFault(f"the weights of version {version} do not appear in {places} within {timeout_s:g} s")
             await asyncio.sleep(WEIGHTS_POLL_S)
         return path
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
-from prime_rl.configs.orchestrator import BufferConfig, CheckpointConfig, OrchestratorConfig
+from prime_rl.configs.orchestrator import BufferConfig, OrchestratorConfig
 from prime_rl.monitors import Monitor
 from prime_rl.monitors.heartbeat import Heartbeat
 from prime_rl.orchestrator.batches.advantage import setup_advantage
@@ -87,7 +87,7 @@ async def _run(config: OrchestratorConfig, environments: Environments, resume_st
         if config.weight_broadcast.type == "nccl":
             direct = await DirectWeights.of(config.weight_broadcast, pool, paths)
         checkpoints = Checkpoints(run, paths, only_published=lora is not None or direct is not None)
-        progress = await _start(config.ckpt, checkpoints, buffer, pool, resume_step, held_version)
+        progress = await _start(config, checkpoints, buffer, pool, resume_step, held_version)
         if config.max_steps is not None and progress.step >= config.max_steps:
             get_logger().warning(f"Nothing left to do: max_steps is {config.max_steps}")
         limits = AsyncLimits(config.max_async_level, config.strict_async_level)
@@ -123,7 +123,7 @@ async def _run(config: OrchestratorConfig, environments: Environments, resume_st
 
 
 async def _start(
-    config: CheckpointConfig | None,
+    config: OrchestratorConfig,
     checkpoints: Checkpoints,
     buffer: Buffer,
     pool: InferencePool,
@@ -134,14 +134,14 @@ async def _start(
     if held_version and (not resume_step or pool.adapter is not None):
         get_logger().info(f"Inference holds version {held_version} of an earlier run: back to the base model")
         await pool.update_weights(None)
-    if config is None or resume_step is None:
+    if config.ckpt is None or resume_step is None:
         return Progress()
-    progress, buffer_state = restore(config, checkpoints, resume_step)
+    progress, buffer_state = restore(config.ckpt, checkpoints, resume_step)
     if buffer_state is not None:
         buffer.restore(buffer_state)
     source = "the base model"
     if progress.step:
-        weights = await checkpoints.await_weights(progress.step, config.wait_for_weights_timeout)
+        weights = await checkpoints.await_weights(progress.step, weights_timeout_s(config))
         await pool.update_weights(weights)
         source = str(weights)
     get_logger().log(
@@ -150,6 +150,17 @@ async def _start(
         f"buffer {'as saved' if buffer_state is not None else 'new'}, weights from {source}",
     )
     return progress
+
+
+def weights_timeout_s(config: OrchestratorConfig) -> float | None:
+    """How long to wait for the weights to resume from; None does not wait.
+
+    A trainer that sends its weights itself only ever offers them, so there they are always waited for.
+    """
+    configured = None if config.ckpt is None else config.ckpt.wait_for_weights_timeout
+    if configured is None and config.weight_broadcast.type == "nccl":
+        return config.weight_broadcast.timeout
+    return configured
 
 
 async def _run_steps(steps: Steps, progress: Progress, beside: Sequence[Coroutine[Any, Any, None]]) -> None:

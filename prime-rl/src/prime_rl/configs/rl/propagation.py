@@ -26,6 +26,7 @@ from prime_rl.utils.pydantic_config.layers import set_at, value_at
 Table = dict[str, Any]
 SectionT = TypeVar("SectionT", bound=BaseModel)
 _ABSENT = object()
+RESUMED_WEIGHTS_TIMEOUT_S = 600
 _BENCH_TOKEN_BATCH = 32
 """Fake samples of a benchmark whose batches are counted in tokens."""
 
@@ -92,6 +93,7 @@ def propagate(data: Table) -> Table:
         _share_device,
         _share_log,
         _share_ckpt,
+        _wait_for_weights,
         _share_wandb,
         _share_model,
         _share_limits,
@@ -184,6 +186,13 @@ def _share_ckpt(run: RunTables) -> None:
         for key, value in run.shared.ckpt:
             if value is not None:
                 run.override(f"{component}.ckpt.{key}", value, f"ckpt.{key}")
+
+
+def _wait_for_weights(run: RunTables) -> None:
+    """The trainer, which starts at the same time, publishes the weights to resume from once it has loaded them."""
+    key = "orchestrator.ckpt.wait_for_weights_timeout"
+    if run.get("orchestrator.ckpt.resume_step") is not None and run.get(key, _ABSENT) is _ABSENT:
+        run.put(key, RESUMED_WEIGHTS_TIMEOUT_S)
 
 
 def _share_wandb(run: RunTables) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from prime_rl.configs.inference import InferenceConfig
+from prime_rl.configs.model import replication_fault
 from prime_rl.configs.rl.sections import MultiNodeDeploymentConfig, RunSections, SingleNodeDeploymentConfig
 
 TOY_MODELS = "Jackmin108/"
@@ -115,6 +116,8 @@ def _single_node_faults(run: RunSections, deployment: SingleNodeDeploymentConfig
     if run.teacher_inference is not None and deployment.num_teacher_gpus:
         yield from _uneven_split("teacher_inference", run.teacher_inference, deployment.num_teacher_gpus)
     yield from _uneven_training(run, deployment.num_train_gpus)
+    if fault := replication_fault(run.trainer.model, deployment.num_train_gpus):
+        yield fault
     if run.trainer.weight_broadcast.type == "nccl" and run.device != "cpu":
         yield from _shared_gpu(run, deployment)
 

@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 from prime_rl.configs.algorithms import Algorithm
 from prime_rl.configs.inference import InferenceConfig
 from prime_rl.configs.orchestrator import OrchestratorConfig
-from prime_rl.configs.shared import Device
+from prime_rl.configs.shared import Device, Port
 from prime_rl.configs.trainer import TrainerConfig
 from prime_rl.utils.pydantic_config import BaseConfig
 
@@ -68,7 +68,7 @@ class SharedWeightBroadcastConfig(BaseConfig):
     type: Literal["nccl", "filesystem"] = "filesystem"
     """`nccl`: from memory to memory over NCCL (gloo on a CPU); needs `max_async_level = 1`. `filesystem`: as files."""
 
-    port: int = 29501
+    port: Port = 29501
     """NCCL: port of the rendezvous."""
 
     timeout: int = Field(1200, ge=1)

@@ -114,16 +114,13 @@ def load_environments(
     Call it in the main thread: verifiers installs signal handlers when an environment is made.
 
     Raises:
-        EnvironmentFault: one does not import, fails to load, has no rows, or shares its name with another.
+        EnvironmentFault: one does not import, fails to load, or has no rows.
     """
     setup_verifiers_logging(log)
     environments: dict[str, Environment] = {}
     for index, config in enumerate(configs):
         place = f"{key}[{index}]"
-        name = config.name or config.id
-        if name in environments:
-            raise EnvironmentFault(f"{place}: the name {name!r} is taken; give it a `name` of its own")
-        environments[name] = _with_rows(load_environment(config, place), config, place, split)
+        environments[config.name or config.id] = _with_rows(load_environment(config, place), config, place, split)
     return environments
 
 

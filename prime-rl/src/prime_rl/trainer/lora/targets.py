@@ -13,7 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from prime_rl.configs.trainer import LoRAConfig
+from prime_rl.configs.model import LoRAConfig, is_regex
 from prime_rl.trainer.process.errors import ModelError
 
 EXPERT_PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
@@ -22,7 +22,6 @@ EXPERT_PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_pr
 PARTS = tuple(part for parts in EXPERT_PARTS.values() for part in parts)
 _STACKED_EXPERTS = "experts"
 """The default target of mixture-of-experts models; other models have no such module."""
-_REGEX_CHARACTERS = frozenset("\\^$*+?{}[]|()")
 _MODULES = dict[str, nn.Module]
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
@@ -72,15 +71,10 @@ def matches(pattern: str, path: str) -> bool:
     A plain name is a component of the path, or several that follow each other ("self_attn.q_proj"); a pattern with one
     of the characters ``^$*+?{}[]|()\\`` is a regular expression, searched anywhere.
 
-    Raises:
-        ModelError: it is no valid expression.
     """
-    if _REGEX_CHARACTERS.isdisjoint(pattern):
-        return f".{pattern}." in f".{path}."
-    try:
+    if is_regex(pattern):
         return re.search(pattern, path) is not None
-    except re.error as error:
-        raise ModelError(f'model.lora: "{pattern}" is no regular expression: {error}') from error
+    return f".{pattern}." in f".{path}."
 
 
 def _selected(patterns: Iterable[str], modules: Mapping[str, ModuleT]) -> dict[str, ModuleT]:

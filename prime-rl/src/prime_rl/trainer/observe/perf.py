@@ -45,15 +45,19 @@ class Throughput:
 
 
 def flops_per_token(model: nn.Module, row_tokens: int) -> float:
-    """FLOP of forward and backward for a token: `6 P + 12 L H Q T`; of frozen parameters 4 instead of 6.
+    """FLOP of the forward and backward pass per token: `6 P + 12 L H Q T`. docs/watching.md explains the symbols.
 
-    P are the parameters of matrix products that a token uses (of experts, the top k), L layers, H heads of Q
-    channels, T the length of a row. What is frozen needs no gradient of its own, but passes on that of its input.
+    A frozen parameter counts 4 instead of 6: it needs no gradient of its own, but passes on that of its input.
     """
     config = model.config
     heads, layers = config.num_attention_heads, config.num_hidden_layers
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    return _matrix_flops(model) + 12 * layers * heads * head_dim * row_tokens
+    return _matrix_flops(model) + 12 * layers * heads * head_dim(model) * row_tokens
+
+
+def head_dim(model: nn.Module) -> int:
+    """Channels of an attention head: the config's `head_dim`, or hidden size / heads where it has none."""
+    config = model.config
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
 def peak_flops(device: torch.device) -> float | None:
@@ -74,8 +78,8 @@ def known_peak_flops(world: World, dtype: torch.dtype) -> float | None:
     peak = measured_peak_flops(dtype)
     if world.is_main:
         get_logger().info(
-            f"MFU is the share of {peak / 1e9:.0f} GFLOP/s a process, measured now in {str(dtype).partition('.')[2]} "
-            f"matrix products on {torch.get_num_threads()} threads"
+            f"Peak of a process: {peak / 1e9:.0f} GFLOP/s, measured now in {str(dtype).partition('.')[2]} matrix "
+            f"products on {torch.get_num_threads()} threads"
         )
     return peak
 
@@ -102,7 +106,15 @@ class Performance:
         self.world = world
         self.total_memory_gib = total_memory_gib(world.device)
         self._throughput = Throughput()
-        self._flops_share = flops_per_token(model, row_tokens) / (peak * world.world_size) if peak else None
+        self._flops_share: float | None = None
+        if peak:
+            flops = flops_per_token(model, row_tokens)
+            self._flops_share = flops / (peak * world.world_size)
+            if world.is_main:
+                get_logger().info(
+                    f"MFU = {flops:.4g} FLOP per token * tokens/s / ({peak:.4g} FLOP/s * {world.world_size} processes) "
+                    f"with 6 P + 12 L H Q T FLOP per token, Q = {head_dim(model)}, T = {row_tokens}"
+                )
 
     def step(self, tokens: int) -> dict[str, float]:
         """The metrics of a step that ended now, with `tokens` tokens of all processes."""

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from prime_rl.configs.trainer import NO_MEMORY_PROFILE
 from prime_rl.trainer.process.errors import DeviceError
 from prime_rl.trainer.process.world import World
 from prime_rl.utils.logger import get_logger
@@ -25,7 +26,7 @@ class Profile:
             DeviceError: a memory profile is asked for where there is no GPU.
         """
         if memory_profiler_path is not None and world.device.type != "cuda":
-            raise DeviceError("memory_profiler_path records a GPU's memory, and this run has no GPU")
+            raise DeviceError(NO_MEMORY_PROFILE)
         self.trace_path = trace_path
         self.memory_profiler_path = memory_profiler_path
         self.world = world

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from prime_rl.configs.trainer import TrainerConfig
 
 BENCH_COLUMNS = {
-    "perf/mfu": "MFU (%)",
     "perf/throughput": "Throughput (tokens/s)",
+    "perf/mfu": "MFU (%)",
     "time/step": "Step time (s)",
     "perf/peak_memory": "Peak memory (GiB)",
 }

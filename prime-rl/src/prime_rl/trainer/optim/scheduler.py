@@ -8,6 +8,7 @@ from functools import partial
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from prime_rl.configs.optim import schedule_faults
 from prime_rl.configs.trainer import CosineSchedulerConfig, LinearSchedulerConfig, SchedulerConfig
 from prime_rl.trainer.process.errors import ScheduleError
 
@@ -22,16 +23,12 @@ def setup_scheduler(config: SchedulerConfig, optimizer: Optimizer, max_steps: in
         ScheduleError: warm-up and decay do not fit into `max_steps`, or the schedule needs one.
     """
     lr = optimizer.defaults["lr"]
+    for fault in schedule_faults(config, max_steps):
+        raise ScheduleError(fault)
     match config:
         case LinearSchedulerConfig():
-            _check_linear(config, max_steps)
             factor = partial(linear_factor, config, _floor(config.min_lr, lr), max_steps)
         case CosineSchedulerConfig():
-            if max_steps is None or config.warmup_steps >= max_steps:
-                raise ScheduleError(
-                    f"the cosine schedule needs max_steps above scheduler.warmup_steps = {config.warmup_steps}, "
-                    f"but max_steps = {max_steps}"
-                )
             factor = partial(cosine_factor, config, config.min_lr / lr if lr else 0.0, max_steps)
         case _:
             return LambdaLR(optimizer, lambda update: 1.0)
@@ -67,16 +64,3 @@ def cosine_factor(config: CosineSchedulerConfig, floor: float, max_steps: int, u
 
 def _floor(min_lr: float, lr: float) -> float:
     return min_lr / lr if min_lr and lr else _SMALLEST_FACTOR
-
-
-def _check_linear(config: LinearSchedulerConfig, max_steps: int | None) -> None:
-    warmup, decay = config.warmup_steps, config.decay_steps
-    if warmup == decay == 0:
-        raise ScheduleError("the linear schedule needs scheduler.warmup_steps or scheduler.decay_steps above 0")
-    if decay and max_steps is None:
-        raise ScheduleError(f"scheduler.decay_steps = {decay} needs max_steps, to know when the decay starts")
-    if max_steps is not None and warmup + decay > max_steps:
-        raise ScheduleError(
-            f"scheduler.warmup_steps = {warmup} and scheduler.decay_steps = {decay} do not fit into "
-            f"max_steps = {max_steps}"
-        )

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from prime_rl.configs.trainer import ModelConfig
+from prime_rl.configs.model import ModelConfig, replication_fault
 from prime_rl.trainer.process.errors import DeviceError
 from prime_rl.trainer.process.world import World
 
@@ -28,12 +28,9 @@ class ParallelDims:
         Raises:
             DeviceError: the number of processes is no multiple of `model.dp_replicate`.
         """
-        shard, rest = divmod(world.world_size, config.dp_replicate)
-        if rest or shard == 0:
-            raise DeviceError(
-                f"model.dp_replicate = {config.dp_replicate} does not divide the {world.world_size} trainer processes"
-            )
-        return cls(config.dp_replicate, shard)
+        if fault := replication_fault(config, world.world_size):
+            raise DeviceError(fault)
+        return cls(config.dp_replicate, world.world_size // config.dp_replicate)
 
     def mesh(self, device_type: str) -> DeviceMesh:
         """The mesh that FSDP shards over: one axis, or two (replicate, shard) for HSDP."""

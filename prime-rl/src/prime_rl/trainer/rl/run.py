@@ -8,7 +8,7 @@ from contextlib import closing, contextmanager
 from torch import nn
 from transformers import PretrainedConfig
 
-from prime_rl.configs.trainer import ParityConfig, TrainerConfig
+from prime_rl.configs.trainer import ParityConfig, TrainerConfig, beyond_end
 from prime_rl.run.paths import RunPaths
 from prime_rl.trainer.checkpoints.manager import CheckpointManager, Progress, TrainState
 from prime_rl.trainer.model.build import compute_dtype, setup_model, setup_tokenizer
@@ -128,8 +128,8 @@ def resume(state: TrainState, checkpoints: CheckpointManager, step: int, max_ste
     Raises:
         CheckpointError: it is incomplete, of another model, or beyond the end of this run.
     """
-    if max_steps is not None and step > max_steps:
-        raise CheckpointError(f"ckpt.resume_step = {step} is beyond max_steps = {max_steps}: nothing is left to train")
+    for fault in beyond_end(step, max_steps):
+        raise CheckpointError(fault)
     checkpoints.load(state, step)
     if checkpoints.world.is_main:
         progress = state.progress

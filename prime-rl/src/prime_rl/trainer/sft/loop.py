@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from prime_rl.configs.sft import BaseDataConfig, SFTConfig
+from prime_rl.configs.sft import BaseDataConfig, SFTConfig, batch_fault
 from prime_rl.configs.trainer import WeightCheckpointConfig
 from prime_rl.run.paths import RunPaths, stable_steps
 from prime_rl.trainer.checkpoints.manager import CheckpointManager, TrainState
@@ -157,11 +157,6 @@ def micro_batches_per_process(data: BaseDataConfig, world: World) -> int:
     Raises:
         DataError: the batch does not divide evenly.
     """
-    per_round = world.world_size * data.micro_batch_size
-    count, rest = divmod(data.batch_size, per_round)
-    if rest or count == 0:
-        raise DataError(
-            f"data.batch_size = {data.batch_size} is no multiple of {world.world_size} processes x "
-            f"data.micro_batch_size = {data.micro_batch_size}"
-        )
-    return count
+    if fault := batch_fault(data, world.world_size):
+        raise DataError(fault)
+    return data.batch_size // (world.world_size * data.micro_batch_size)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from prime_rl.configs.sft import SFTConfig
+from prime_rl.configs.trainer import beyond_end
 from prime_rl.trainer.checkpoints.manager import CheckpointManager, Progress
 from prime_rl.trainer.process.errors import CheckpointError
 from prime_rl.trainer.sft.data.fingerprint import DataFingerprint
@@ -68,10 +69,8 @@ def leave_receipt(
     Raises:
         CheckpointError: that is beyond the end of the run.
     """
-    if config.max_steps is not None and progress.step > config.max_steps:
-        raise CheckpointError(
-            f"{checkpoints.paths.checkpoints} has come to step {progress.step}, beyond max_steps = {config.max_steps}"
-        )
+    for fault in beyond_end(progress.step, config.max_steps):
+        raise CheckpointError(fault)
     if checkpoints.world.is_main:
         get_logger().info(
             f"Resumed from {checkpoints.paths.checkpoints}: step {progress.step}, {progress.tokens} tokens, "

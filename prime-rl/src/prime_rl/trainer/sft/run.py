@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager
 import torch.distributed as dist
 
 from prime_rl.configs.sft import SFTConfig
-from prime_rl.configs.trainer import CheckpointConfig
+from prime_rl.configs.trainer import scheduled_steps
 from prime_rl.run.directory import OutputDirInUse, check_output_dir
 from prime_rl.run.paths import RunPaths
 from prime_rl.trainer.checkpoints.manager import CheckpointManager, Progress, TrainState
@@ -124,13 +124,6 @@ def setup_parts(config: SFTConfig, paths: RunPaths, world: World) -> Parts:
         leave_receipt(config, checkpoints, state.progress, place, verified)
     export_dtype = compute_dtype(config.model, world.device)
     return Parts(state, rows, tokenizer, checkpoints, export_dtype, validation, fingerprint)
-
-
-def scheduled_steps(max_steps: int | None, ckpt: CheckpointConfig | None, resume_step: int | None) -> int | None:
-    """Length of the learning-rate schedule: all steps, or the remaining ones when it starts anew on resuming."""
-    if max_steps is None or ckpt is None or not ckpt.skip_scheduler or ckpt.skip_progress:
-        return max_steps
-    return max_steps - (resume_step or 0)
 
 
 def report_end(is_done: bool, trainer: SFTTrainer, summary: Summary) -> None:
