@@ -113,7 +113,7 @@ def test_a_trace_is_one_that_chrome_reads(sft: dict[str, Any], tmp_path: Path) -
 
 
 def test_a_memory_profile_is_one_of_a_gpu(sft: dict[str, Any], world: World, tmp_path: Path) -> None:
-    config = SFTConfig(**sft, memory_profiler_path=tmp_path / "memory")
+    config = SFTConfig(**{**sft, "device": "auto"}, memory_profiler_path=tmp_path / "memory")
     with pytest.raises(TrainerError, match="records a GPU's memory"), open_telemetry(config, RunPaths(tmp_path), world):
         pass
 

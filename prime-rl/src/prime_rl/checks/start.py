@@ -18,6 +18,12 @@ if TYPE_CHECKING:
     from prime_rl.configs.rl import RLConfig
     from prime_rl.configs.sft import SFTConfig
 
+if TYPE_CHECKING:
+    from prime_rl.configs.eval import OfflineEvalConfig
+    from prime_rl.configs.inference import InferenceConfig
+    from prime_rl.configs.rl import RLConfig
+    from prime_rl.configs.sft import SFTConfig
+
 
 def start_faults(config: RootConfig, job_dir: Path | None = None) -> list[str]:
     """One line for each file, package or program that the config names and that is not there.
