@@ -9,6 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 
+_RECORDED = "WANDB_"
+"""Prefix of variables that only tell W&B which command started the run."""
+
+
 class CannotStart(Exception):
     """A child's program could not be started."""
 
@@ -35,8 +39,9 @@ class ProcessSpec:
     """Signals to the launcher that are forwarded to this child."""
 
     def describe(self) -> str:
-        """The command as one would type it, less the inherited environment."""
-        variables = [f"{name}={shlex.quote(value)}" for name, value in sorted(self.env.items())]
+        """The command as a person would type it, without the inherited environment."""
+        typed = sorted((name, value) for name, value in self.env.items() if not name.startswith(_RECORDED))
+        variables = [f"{name}={shlex.quote(value)}" for name, value in typed]
         return " ".join([*variables, shlex.join(self.argv)])
 
 
