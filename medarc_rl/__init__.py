@@ -1,1 +1,1 @@
-"""The wrapper: decides where a run's processes go, starts them, and tells what happened."""
+"""The wrapper: MedARC's commands for the engine in `prime_rl`, on this machine and on Slurm."""

@@ -1,4 +1,4 @@
-"""How a dataclass of options becomes a Typer command, and an error one line on stderr."""
+"""Turns a dataclass of options into a Typer command, and an error into one line on stderr."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Words = Annotated[
 
 
 def say(line: str) -> None:
-    """Progress and results, on stdout."""
+    """Print progress or a result on stdout."""
     sys.stdout.write(f"{line}\n")
 
 
@@ -38,7 +38,7 @@ def warn(line: str) -> None:
 
 
 class OneLineErrors(TyperGroup):
-    """Prints what a person did wrong as `error: …`, one line for each fault, without usage or traceback."""
+    """Prints a user's mistakes as `error: …`, one line for each fault, without usage or traceback."""
 
     def main(
         self,
@@ -53,7 +53,7 @@ class OneLineErrors(TyperGroup):
             code = super().main(args, prog_name, complete_var, False, windows_expand_args, **extra)
         except MedarcError as error:
             faults, code = error.faults, error.exit_code
-        # What Typer itself raises about options has this shape, and no public class of its own.
+        # Typer's own errors about options have no more specific public class.
         except typer.TyperException as error:
             faults, code = (" ".join(error.format_message().split()),), error.exit_code
         except typer.Abort:
@@ -67,7 +67,7 @@ class OneLineErrors(TyperGroup):
 
 
 def new_app(help_text: str) -> typer.Typer:
-    """A Typer app of several commands. Rich is left out: importing it takes longer than the rest of a dry run."""
+    """A Typer app with several commands. It does not use Rich, whose import takes longer than the rest of a dry run."""
     return typer.Typer(
         cls=OneLineErrors,
         help=help_text,
@@ -81,9 +81,9 @@ def new_app(help_text: str) -> typer.Typer:
 def add_command(
     app: typer.Typer, name: str, options: type[OptionsT], run: Callable[[list[str], OptionsT], int]
 ) -> None:
-    """Add a command: the fields of the dataclass `options` are its options, and `run` returns its exit code.
+    """Add a command. The fields of the dataclass `options` become its options; `run` returns its exit code.
 
-    `run` gets the words that are no option of the command: the config's files and overrides.
+    `run` receives the words that are not options of the command: the config's files and overrides.
     """
 
     def command(words: list[str] | None = None, **values: Any) -> int:

@@ -1,4 +1,4 @@
-"""How many GPUs (without any, CPU processes) of one node a run takes, and what follows for its config."""
+"""Number of GPUs of a run on one node (or CPU processes, without GPUs), and the config keys that it sets."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from prime_rl.configs.rl import RLConfig
 from prime_rl.configs.sft import SFTConfig
 
 FULL_GPU_UTILIZATION = 0.9
-"""From here on an inference server leaves a trainer on the same GPU no memory to speak of."""
+"""At this utilization an inference server leaves almost no memory for a trainer on the same GPU."""
 
 
 @dataclass(frozen=True, slots=True)
 class GpuSplit:
-    """GPUs that train and GPUs that serve; with `single_gpu` the same one does both."""
+    """Numbers of GPUs that train and that serve. With `single_gpu` one GPU does both."""
 
     train: int
     infer: int
     single_gpu: bool
 
     def __post_init__(self) -> None:
-        """Raises UsageError for a split that no node has."""
+        """Raises UsageError if a node does not have enough GPUs."""
         if self.single_gpu:
             if (self.train, self.infer) != (1, 1):
                 raise UsageError(
@@ -42,7 +42,7 @@ class GpuSplit:
 
     @property
     def owned(self) -> OwnedKeys:
-        """The keys of `RLConfig` that it decides."""
+        """The keys of `RLConfig` that it sets."""
         return {
             "deployment.type": "single_node",
             "deployment.num_train_gpus": self.train,
@@ -53,7 +53,7 @@ class GpuSplit:
 
 
 def check_rl(config: RLConfig, split: GpuSplit) -> None:
-    """Raises UsageError, with one line for each rule that the run breaks."""
+    """Raises UsageError with one line for each broken rule."""
     faults = []
     if config.inference is None:
         faults.append("no [inference] table: this command starts the inference server; an empty table will do")
@@ -64,7 +64,7 @@ def check_rl(config: RLConfig, split: GpuSplit) -> None:
 
 
 def advice(config: RLConfig, split: GpuSplit) -> list[str]:
-    """One line for what works, but will likely not go well."""
+    """One line for each setting that works but probably not well."""
     if not split.single_gpu or config.inference is None or config.device == "cpu":
         return []
     utilization = config.inference.gpu_memory_utilization
@@ -77,15 +77,15 @@ def advice(config: RLConfig, split: GpuSplit) -> list[str]:
 
 
 def sft_owned(gpus: int | None) -> OwnedKeys:
-    """The keys of `SFTConfig` that `--gpus` decides; without the flag the config's own number stays."""
+    """The keys of `SFTConfig` that `--gpus` sets. Without the flag the config's number is used."""
     return {} if gpus is None else {"deployment.num_gpus": gpus}
 
 
 def sft_gpus(config: SFTConfig) -> int:
-    """GPUs of an SFT run.
+    """Number of GPUs of an SFT run.
 
     Raises:
-        UsageError: more than one node, or more than a node has.
+        UsageError: the run needs more than one node, or more GPUs than a node has.
     """
     if config.deployment.type != "single_node":
         raise UsageError(f"deployment.type = {config.deployment.type!r}: this command runs on one node")

@@ -1,8 +1,8 @@
-"""The wrapper's errors: what a person reads instead of a traceback.
+"""The wrapper's errors, which a user sees instead of a traceback.
 
-MedarcError            exit 1: it was asked well, and failed
-└── UsageError         exit 2: what was asked cannot be done; nothing was started or overwritten
-    └── HeaderError    a value that the header of a Slurm script cannot carry
+MedarcError            exit 1: a valid request failed
+└── UsageError         exit 2: the request is not possible; nothing was started or overwritten
+    └── HeaderError    a value that the header of a Slurm script cannot contain
 """
 
 from __future__ import annotations

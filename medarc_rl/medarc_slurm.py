@@ -34,20 +34,20 @@ Option = typer.Option
 
 @dataclass(frozen=True, kw_only=True)
 class SlurmOptions(SlurmRequest):
-    """What both commands take."""
+    """Options of both commands."""
 
     output_dir: Annotated[Path | None, Option(help="Directory of the run, OUT.")] = None
     job_name: Annotated[str | None, Option(help="Name of the job; by default <config stem>-sft or -rl.")] = None
-    dry_run: Annotated[bool, Option("--dry-run", help="Write everything, submit nothing.")] = False
-    project_dir: Annotated[Path, Option(help="Where the job runs: holds .venv, and .env if there is one.")] = Path()
+    dry_run: Annotated[bool, Option("--dry-run", help="Write the config and the script; do not submit.")] = False
+    project_dir: Annotated[Path, Option(help="Directory that the job runs in, with .venv, maybe .env.")] = Path()
     hf_cache_dir: Annotated[
         Path | None, Option(help="Hugging Face cache; by default $HF_HOME, else <project dir>/.hf_cache.")
     ] = None
-    hf_hub_offline: Annotated[bool, Option(help="Let the job read the cache only.")] = False
+    hf_hub_offline: Annotated[bool, Option(help="Let the job only read the cache.")] = False
     auto_auth: Annotated[
         bool, Option(help="Give the job HF_TOKEN, from the environment or the local Hugging Face login.")
     ] = False
-    cpus_per_gpu: Annotated[int, Option(min=1, max=32, help=f"CPUs for each GPU; all of them with {NODE_GPUS}.")] = 8
+    cpus_per_gpu: Annotated[int, Option(min=1, max=32, help=f"CPUs per GPU; all of them with {NODE_GPUS}.")] = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +88,7 @@ add_command(app, "rl", RlOptions, rl)
 
 
 def plan_job(command: str, run: Run[Any], options: SlurmOptions, gpus: int, single_gpu: bool = False) -> BatchJob:
-    """Decide everything that the script says. Raises UsageError for a project directory that is none."""
+    """Decide everything that the script contains. Raises UsageError if the project directory does not exist."""
     project_dir = options.project_dir.absolute()
     if not project_dir.is_dir():
         raise UsageError(f"--project-dir {project_dir}: no such directory")
@@ -107,7 +107,7 @@ def plan_job(command: str, run: Run[Any], options: SlurmOptions, gpus: int, sing
 
 
 def write_and_submit(job: BatchJob, run: Run[Any], options: SlurmOptions) -> int:
-    """Write config and script, and submit unless this is a dry run. Returns the exit code."""
+    """Write config and script, submit unless this is a dry run, and return the exit code."""
     dry_run = options.dry_run or run.config.dry_run
     check_startable(run, dry_run, job.project_dir)
     script = render(job)
@@ -133,10 +133,10 @@ def write_and_submit(job: BatchJob, run: Run[Any], options: SlurmOptions) -> int
 
 
 def submit(job: BatchJob, env: dict[str, str]) -> None:
-    """Hand the script to Slurm.
+    """Submit the script.
 
     Raises:
-        MedarcError: there is no `sbatch`, or it refuses.
+        MedarcError: there is no `sbatch`, or it refuses the script.
     """
     try:
         answer = subprocess.run(sbatch_argv(job), env=env, capture_output=True, text=True, check=False)

@@ -43,7 +43,7 @@ class SftOptions:
         Option(min=1, max=NODE_GPUS, help="GPUs, or processes on a CPU; by default deployment.num_gpus, which is 1."),
     ] = None
     preflight: Annotated[
-        bool, Option("--preflight", help="Look at the data, say what training on it would be like, and stop.")
+        bool, Option("--preflight", help="Report on the data and stop: samples, lengths, packing, faults.")
     ] = False
 
 
@@ -57,7 +57,7 @@ class RlOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class EvalOptions:
-    output_dir: Annotated[Path | None, Option(help="Directory of the evaluation; one begun before goes on.")] = None
+    output_dir: Annotated[Path | None, Option(help="Directory of the evaluation; an earlier one continues.")] = None
 
 
 def sft(words: list[str], options: SftOptions) -> int:
@@ -88,7 +88,7 @@ def rl(words: list[str], options: RlOptions) -> int:
 
 
 def evaluate(words: list[str], options: EvalOptions) -> int:
-    """Evaluate a model and its checkpoints, with a server of its own if the config has an [inference] table."""
+    """Evaluate a model and its checkpoints. Starts its own server if the config has an [inference] table."""
     run = load_run(OfflineEvalConfig, words, "eval", options.output_dir, {})
     return launch(EVAL, run.config, eval_screen, shared_node(os.environ))
 

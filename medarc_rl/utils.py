@@ -1,4 +1,4 @@
-"""What both commands share: loading a run's config, writing it down, guarding its directory, the hub's token."""
+"""Shared by both commands: load and write a run's config, check its directory, find the hub's token."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ if TYPE_CHECKING:
 ConfigT = TypeVar("ConfigT", bound="SFTConfig | RLConfig | OfflineEvalConfig")
 
 OwnedKeys = Mapping[str, str | int | None]
-"""Dotted keys of a config that the wrapper sets, whatever file or argument says otherwise."""
+"""Dotted config keys that the wrapper sets, overriding files and options."""
 
 
 @dataclass(frozen=True, slots=True)
 class Run(Generic[ConfigT]):
-    """A run as asked for: its config, its directory, and the name of the file it came from."""
+    """A requested run: its config, its directory, and the name of its config file."""
 
     config: ConfigT
     paths: RunPaths
@@ -42,18 +42,18 @@ class Run(Generic[ConfigT]):
 
     @property
     def checkpoints(self) -> list[Any]:
-        """The checkpoint sections that are switched on, the shared one first."""
+        """The checkpoint sections that are set, the shared one first."""
         sections = [self.config, getattr(self.config, "trainer", None), getattr(self.config, "orchestrator", None)]
         return [ckpt for section in sections if (ckpt := getattr(section, "ckpt", None)) is not None]
 
     @property
     def resume_step(self) -> int | None:
-        """The step to continue from, -1 for the latest; None starts afresh."""
+        """The step to continue from; -1 is the latest, None starts a new run."""
         return next((ckpt.resume_step for ckpt in self.checkpoints if ckpt.resume_step is not None), None)
 
 
 def split_words(config_cls: type[RootConfig], words: Sequence[str]) -> tuple[list[Path], list[str]]:
-    """The config files, weakest first, and the overrides among the words of a command line.
+    """Split the words of a command line into config files, weakest first, and overrides.
 
     Raises:
         UsageError: no file is named.
@@ -62,7 +62,7 @@ def split_words(config_cls: type[RootConfig], words: Sequence[str]) -> tuple[lis
     files, overrides = split_files(words, partial(is_boolean_flag, config_cls))
     left_over = parse_arguments(config_cls, overrides, allow_extras=True).extras
     plain = [word for word in left_over if not word.startswith("-")]
-    # Next to `@ file`, or behind a mistyped option, a word that is no TOML file is rather a stray value.
+    # With an `@ file`, a word that is not a TOML file is more likely the value of a mistyped option.
     candidates = [word for word in plain if word.endswith(".toml")] or (plain if not files else [])
     if candidates:
         overrides.remove(candidates[0])
@@ -75,9 +75,9 @@ def split_words(config_cls: type[RootConfig], words: Sequence[str]) -> tuple[lis
 def load_run(
     config_cls: type[ConfigT], words: Sequence[str], kind: str, output_dir: Path | None, owned: OwnedKeys
 ) -> Run[ConfigT]:
-    """Load a config from the words of a command line; config warnings, and overrides that lose, go to stderr.
+    """Load a config from the words of a command line. Warnings, and overrides without effect, are printed to stderr.
 
-    The run's directory is `output_dir`, else the config's own, else `outputs/<config stem>-<kind>`.
+    The run's directory is `output_dir`, or the config's own, or `outputs/<config stem>-<kind>`.
 
     Raises:
         UsageError: one line for each fault.
@@ -114,24 +114,24 @@ def _as_argument(item: tuple[str, str | int | None]) -> str:
 
 
 def _dropped(layers: Sequence[Layer], owned: OwnedKeys) -> list[str]:
-    """One line for each value that loses to another one of the wrapper's."""
+    """One line for each value that the wrapper overrides."""
     lines = []
     arguments = layers[-1]
     for layer in layers:
         for key, value in owned.items():
             path = tuple(key.split("."))
-            # An output directory in a file is only where the run goes by default.
+            # An output directory in a file is only a default.
             if not layer.holds(path) or (key == "output_dir" and layer is not arguments):
                 continue
             lost = value_at(layer.data, path)
-            # An argument is still text here.
+            # Values of arguments are still text here.
             if str(lost) != str(value):
                 lines.append(f"{layer.origin(path)}: {key} = {lost!r} is not used; this command sets {key} = {value!r}")
     return lines
 
 
 def check_startable(run: Run[Any], dry_run: bool, job_dir: Path | None = None) -> None:
-    """Refuse a run that cannot do what it is asked, or that would disturb another one.
+    """Refuse a run that cannot work, or that would damage another one.
 
     A dry run prints keys that are not built as warnings, and goes on. `job_dir` is the project directory of a batch
     job; None means that the run starts here.
@@ -152,7 +152,7 @@ def check_startable(run: Run[Any], dry_run: bool, job_dir: Path | None = None) -
 
 
 def prepare_directory(run: Run[Any]) -> None:
-    """Clean the run's directory if the config says so, and drop what is stale in it. Raises MedarcError."""
+    """Clean the run's directory if the config says so, and remove stale files. Raises MedarcError."""
     with reporting_directory_errors():
         resume_step = check_run_dir(run.paths, run.resume_step, run.config.clean_output_dir)
         prepare_run_dir(run.paths, resume_step, run.config.clean_output_dir)
@@ -166,7 +166,7 @@ def write_components(run: Run[Any], components: Mapping[str, BaseSettings]) -> N
 
 @contextmanager
 def reporting_directory_errors() -> Iterator[None]:
-    """Turn what is wrong with a run's directory, or what the file system refuses, into one line."""
+    """Turn faults of a run's directory and of the file system into one line."""
     try:
         yield
     except (OutputDirInUse, RunDirError) as error:
@@ -176,9 +176,9 @@ def reporting_directory_errors() -> Iterator[None]:
 
 
 def maybe_autoset_auth_env(env: MutableMapping[str, str], enabled: bool) -> list[str]:
-    """Put the token of the local Hugging Face login into `env["HF_TOKEN"]`, unless there is one.
+    """Copy the token of the local Hugging Face login to `env["HF_TOKEN"]`, unless it is set.
 
-    Returns what to tell the user; nothing when disabled, already set, or not logged in.
+    Returns lines for the user; none if disabled, already set, or not logged in.
     """
     if not enabled or env.get("HF_TOKEN"):
         return []

@@ -1,4 +1,4 @@
-"""The job that a back-end submits: one launcher on one node, which plans the run's processes there."""
+"""Makes the job that a back-end submits: one launcher on one node, which plans the run's processes there."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CONFIGS = {"sft": "trainer", "rl": "rl"}
 def launcher_job(command: str, paths: RunPaths, gpus: int) -> Job:
     """A job whose only process launches `command` on a node with `gpus` GPUs.
 
-    Ids of GPUs, ports and directories for scratch files are only known on the node, so the launcher chooses them.
+    GPU ids, ports and scratch directories are only known on the node, so the launcher chooses them.
     """
     argv = ("python", "-m", LAUNCHERS[command], "@", str(paths.config(CONFIGS[command])))
     launcher = ProcessSpec(command, argv, paths.log(command), completes_run=True)

@@ -1,7 +1,7 @@
-"""A Slurm batch script as values, decided here and printed by the templates.
+"""Decides the values of a Slurm batch script, which the templates print.
 
-Two grammars meet in a script. The body is bash: `sh_quote`. The header is read by sbatch, which knows `"` and `\\`
-but no other shell syntax: `header_word`. The name of the log has a third one, of `%` patterns: `log_pattern`.
+A script mixes three syntaxes. The body is bash (`sh_quote`). sbatch reads the header, and understands `"` and `\\` but
+no other shell syntax (`header_word`). The name of the log is a `%` pattern (`log_pattern`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from prime_rl.run.paths import RunPaths
 
 NODE_GPUS = 8
 STOP_LEAD_S = 120
-"""How long before the end of its time a job is asked to save and stop."""
+"""Seconds before its time limit at which a job is asked to save and stop."""
 _SHORTEST_TIME_WITH_LEAD_S = 10 * STOP_LEAD_S
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
@@ -31,9 +31,9 @@ _WALLTIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<clock>\d+(?::\d+){0,2})")
 
 @dataclass(frozen=True, kw_only=True)
 class SlurmRequest:
-    """What a person asks of Slurm beyond GPUs: options of the command line and of the script's header alike.
+    """Options for Slurm, apart from GPUs, on the command line and in the script's header.
 
-    None leaves the choice to the cluster and prints nothing.
+    None prints nothing and leaves the choice to the cluster.
     """
 
     account: Annotated[str | None, Option(envvar=["SBATCH_ACCOUNT", "SLURM_ACCOUNT"], help="Account to charge.")] = None
@@ -52,7 +52,7 @@ class SlurmRequest:
 
 @dataclass(frozen=True, slots=True)
 class BatchJob:
-    """A job and how Slurm shall run it."""
+    """A job, and how Slurm runs it."""
 
     job: Job
     name: str
@@ -90,7 +90,7 @@ class BatchJob:
 
 
 def sh_quote(value: object) -> str:
-    """`value` as one bash word on one line. sbatch refuses a script with a carriage return, so none is printed raw."""
+    """Quote `value` as one bash word on one line. Control characters are escaped: sbatch refuses carriage returns."""
     text = str(value)
     if not _CONTROL.search(text):
         return shlex.quote(text)
@@ -102,7 +102,7 @@ def header_word(option: str, value: str) -> str:
     """`option=value` as sbatch reads it from a script's header.
 
     Raises:
-        HeaderError: the header, which ends at a line break, cannot carry the value.
+        HeaderError: the header cannot contain the value, for example because of a line break.
     """
     return f"{option}={_header_quote(option, value)}"
 
@@ -127,7 +127,7 @@ def _is_utf8(text: str) -> bool:
 def log_pattern(paths: RunPaths) -> str:
     """Where Slurm writes a job's output, in the pattern language of `sbatch --output`.
 
-    A backslash anywhere in the pattern switches its `%` signs off, so there all jobs append to one file.
+    A backslash anywhere in the pattern disables `%` signs; then all jobs append to one file.
     """
     if "\\" in str(paths.slurm):
         return str(log_file(paths, "")).replace("\\", "\\\\")
@@ -140,10 +140,10 @@ def log_file(paths: RunPaths, job_id: str) -> Path:
 
 
 def walltime_s(text: str) -> int:
-    """Seconds in one of Slurm's notations: `M`, `M:S`, `H:M:S`, `D-H`, `D-H:M`, `D-H:M:S`; 0 is no limit.
+    """Seconds of a time limit as Slurm writes it: `M`, `M:S`, `H:M:S`, `D-H`, `D-H:M` or `D-H:M:S`. 0 is no limit.
 
     Raises:
-        UsageError: none of them.
+        UsageError: `text` has another form.
     """
     if text.upper() in ("INFINITE", "UNLIMITED"):
         return 0
@@ -162,7 +162,7 @@ def header(job: BatchJob) -> list[str]:
     """The `#SBATCH` options of a job, in order.
 
     Raises:
-        UsageError: an option that Slurm would refuse, or that its header cannot carry.
+        UsageError: Slurm would refuse an option, or the header cannot contain it.
     """
     return [*_placement(job), *_log_header(job), *_requested(job.request)]
 
@@ -181,7 +181,7 @@ def _log_header(job: BatchJob) -> Iterator[str]:
     if not _CONTROL.search(pattern):
         yield header_word("--output", pattern)
         yield header_word("--error", pattern)
-    # A requeued job keeps its number, and would erase what the first attempt wrote.
+    # A requeued job keeps its number and would overwrite the log of the first attempt.
     yield "--open-mode=append"
 
 
@@ -220,7 +220,7 @@ def render(job: BatchJob) -> str:
 
 
 def sbatch_argv(job: BatchJob) -> list[str]:
-    """The command that submits the script. It repeats nothing that the script's header says."""
+    """The command that submits the script. It does not repeat options of the script's header."""
     pattern = log_pattern(job.paths)
     log = [f"--output={pattern}", f"--error={pattern}"] if _CONTROL.search(pattern) else []
     return ["sbatch", *log, str(job.script)]

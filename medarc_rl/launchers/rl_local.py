@@ -1,4 +1,4 @@
-"""One RL run on this machine, next to other people's: `rl_local(config)`, or `python -m … @ rl.toml`."""
+"""Launches one RL run on a shared machine: `rl_local(config)`, or `python -m … @ rl.toml`."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from prime_rl.watch.screens import rl_screen
 def rl_local(config: RLConfig, bin_dir: Path | None = None) -> int:
     """Run inference server, orchestrator and trainer to their common end and return the exit code.
 
-    They get exactly the visible GPUs, free ports and private caches. What goes wrong is on stderr. Call it in the main
-    thread: it handles signals.
+    They get exactly the visible GPUs, free ports and private caches. Faults are printed to stderr. Call it in the main
+    thread, because it handles signals.
 
     Args:
         config: a resolved config, with the GPU counts in `deployment`.
         bin_dir: where the engine's programs are, by default the directory of this interpreter.
 
     Returns:
-        0 when orchestrator and trainer both succeed; 2 for what cannot be started here; 128 + n after signal n;
+        0 if orchestrator and trainer both succeed; 2 if the run cannot be started here; 128 + n after signal n;
         otherwise 1.
     """
     return launch(RL, config, rl_screen, shared_node(os.environ, exact_gpus=True), bin_dir)

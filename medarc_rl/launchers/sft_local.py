@@ -1,4 +1,4 @@
-"""One SFT run on this machine, next to other people's: `sft_local(config)`, or `python -m … @ trainer.toml`."""
+"""Launches one SFT run on a shared machine: `sft_local(config)`, or `python -m … @ trainer.toml`."""
 
 from __future__ import annotations
 

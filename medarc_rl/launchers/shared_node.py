@@ -1,4 +1,4 @@
-"""How launches of the wrapper behave on a node that others use as well."""
+"""Settings of launches on a node that others use too."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SINGLE_GPU_VARIABLE = "MEDARC_SINGLE_GPU"
 
 
 def shared_node(env: Mapping[str, str], exact_gpus: bool = False) -> Sharing:
-    """Free ports and private caches; one GPU for both sides if the environment says so."""
+    """Free ports and private caches, and one GPU for both sides if `MEDARC_SINGLE_GPU` is 1."""
     return Sharing(
         free_ports=True,
         private_caches=True,
@@ -27,9 +27,7 @@ def shared_node(env: Mapping[str, str], exact_gpus: bool = False) -> Sharing:
 def first_gpus(
     requested: Literal["auto", "cuda", "cpu"], count: int, env: Mapping[str, str], dev: Path = Path("/dev")
 ) -> tuple[str, ...]:
-    """The first `count` of the visible GPUs, by the ids that the environment gives them.
-
-    On the CPU the ids only count processes.
+    """Ids of the first `count` visible GPUs. On a CPU they only count processes.
 
     Raises:
         UsageError: too few GPUs are visible, or none although `cuda` is requested.
@@ -47,7 +45,7 @@ def first_gpus(
         )
     if device == "cuda":
         return usable[:count]
-    if named == () and machine_gpus(dev):  # hidden on purpose: numbers would show them again
+    if named == () and machine_gpus(dev):  # hidden on purpose: ids would make them visible again
         return ()
     if named is not None and len(named) >= count:
         return named[:count]

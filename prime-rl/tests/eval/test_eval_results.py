@@ -22,7 +22,7 @@ def result(number: int, reward: float = 1.0, step: int = 0) -> Result:
     rollout = Rollout(
         ExampleRef("a", 0), reward, [], 1.0, step, usage_output_tokens=3, prompt=[], completion=completion
     )
-    return Result.of(Key(step, "a", 0, number), rollout, seconds=0.5)
+    return Result.from_rollout(Key(step, "a", 0, number), rollout, seconds=0.5)
 
 
 def test_results_are_read_back_as_they_were(tmp_path: Path) -> None:
@@ -34,7 +34,7 @@ def test_results_are_read_back_as_they_were(tmp_path: Path) -> None:
         assert len(again) == 2
         assert Key(4, "a", 0, 1) in again
         assert Key(4, "a", 0, 0) not in again
-        (kept,) = again.of(0, "a")
+        (kept,) = again.select(0, "a")
     assert kept == result(0)
     assert (kept.as_rollout().reward, kept.as_rollout().completion_tokens) == (1.0, 3)
 

@@ -57,5 +57,5 @@ def test_a_fresh_run_does_not_start_on_another_ones_checkpoints(tmp_path: Path) 
 
 
 def test_the_orchestrator_finds_its_run(tmp_path: Path) -> None:
-    assert RunPaths.of_orchestrator(tmp_path / "run_default").metrics == tmp_path / "metrics.jsonl"
-    assert RunPaths.of_orchestrator(tmp_path / "alone").metrics == tmp_path / "alone" / "metrics.jsonl"
+    assert RunPaths.from_orchestrator_dir(tmp_path / "run_default").metrics == tmp_path / "metrics.jsonl"
+    assert RunPaths.from_orchestrator_dir(tmp_path / "alone").metrics == tmp_path / "alone" / "metrics.jsonl"

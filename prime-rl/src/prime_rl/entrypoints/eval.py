@@ -1,6 +1,6 @@
 """The `eval` command: a base model and its checkpoints on verifiers environments.
 
-With an `[inference]` table it starts a server on a free port; otherwise it asks the one at `client.base_url`.
+With an `[inference]` table it starts a server on a free port; otherwise it uses the server at `client.base_url`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from prime_rl.watch.screens import eval_screen
 
 
 def main() -> None:
-    """`eval @ eval.toml`. Exits with 0 when every candidate was evaluated in full."""
+    """`eval @ eval.toml`. Exits with 0 if every candidate was evaluated completely."""
     raise SystemExit(run(parse_argv_or_exit(OfflineEvalConfig)))
 
 

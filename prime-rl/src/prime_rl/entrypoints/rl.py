@@ -16,7 +16,7 @@ from prime_rl.watch.screens import rl_screen
 
 
 def main() -> None:
-    """`rl @ rl.toml`. Exits with 0 when orchestrator and trainer both succeed, and at once after a dry run."""
+    """`rl @ rl.toml`. Exits with 0 if orchestrator and trainer both succeed, or after a dry run."""
     raise SystemExit(run(parse_argv_or_exit(RLConfig)))
 
 

@@ -12,7 +12,7 @@ from prime_rl.watch.screens import sft_screen
 
 
 def main() -> None:
-    """`sft @ sft.toml`. Exits with 0 when training succeeds, and at once after a dry run."""
+    """`sft @ sft.toml`. Exits with 0 if training succeeds, or after a dry run."""
     raise SystemExit(run(parse_argv_or_exit(SFTConfig)))
 
 

@@ -1,7 +1,7 @@
 """The evaluator's process: `python -m prime_rl.eval.evaluate @ eval.toml`, started by the `eval` command.
 
-Exit status: 0 when every candidate was evaluated in full; 1 when something failed, after everything else was done;
-128 + n after signal n.
+Exit status: 0 if every candidate was evaluated completely; 1 if something failed, after all the rest was done; 128 + n
+after signal n.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def main() -> None:
     """Evaluate, print the table, and exit."""
     config = parse_argv_or_exit(OfflineEvalConfig)
     setup_logger(config.log.level, None, config.log.json_logging)
-    # Until the event loop takes over.
+    # Until the event loop handles signals.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda received, frame: sys.exit(128 + received))
     try:

@@ -1,4 +1,4 @@
-"""What an evaluation tells: a table for people, a summary and metrics for programs."""
+"""Reports an evaluation: a table for the terminal and a summary file for programs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rich.table import Table
 from prime_rl.utils.files import replacing_file
 
 PLAIN_WIDTH = 240
-"""Columns for a file or a pipe, where nothing needs to fit a window."""
+"""Width of the table in a file or a pipe."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,13 +31,13 @@ class Row:
 
 
 def write_summary(rows: Sequence[Row], path: Path) -> None:
-    """Every row as one JSON object of a list."""
+    """Write all rows as a JSON list."""
     with replacing_file(path) as scratch:
         scratch.write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n", encoding="utf-8")
 
 
 def print_table(rows: Sequence[Row], file: TextIO = sys.stdout) -> None:
-    """One line a candidate and environment; with colours and rules on a terminal, plain columns elsewhere."""
+    """Print one line per candidate and environment: with colours and rules on a terminal, otherwise plain."""
     on_terminal = file.isatty()
     scores = list(dict.fromkeys(name for row in rows for name in row.metrics if name.startswith(("avg@", "pass@"))))
     table = Table(box=SIMPLE_HEAD if on_terminal else None, pad_edge=False, header_style="bold")
@@ -60,5 +60,5 @@ def _others(row: Row) -> list[str]:
 
 
 def _cell(metrics: Mapping[str, float], name: str, form: str) -> str:
-    """Empty where there is no such value: no rewards of 0 and 1 only, or nothing left to run."""
+    """Empty if there is no such value, such as `pass@k` for graded rewards."""
     return form.format(metrics[name]) if name in metrics else ""

@@ -1,4 +1,4 @@
-"""Finished rollouts as lines of a file: what a second start need not do again."""
+"""Stores finished rollouts as lines of a file, so that a second start does not repeat them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from prime_rl.orchestrator.rollouts.rollout import ExampleRef, Rollout
 
 
 class Key(NamedTuple):
-    """Which rollout: the n-th (from 0) at a row of an environment's dataset, with the weights of one step."""
+    """Identifies a rollout: the n-th (from 0) of a row of an environment's dataset, with the weights of one step."""
 
     step: int
     env: str
@@ -24,7 +24,7 @@ class Key(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One finished rollout, as it stands in the file."""
+    """One finished rollout, as stored in the file."""
 
     step: int
     env: str
@@ -37,12 +37,12 @@ class Result:
     seconds: float
     """From the first request to the score."""
     metrics: Mapping[str, float]
-    """What else the environment's rubric computes."""
+    """Other metrics of the environment's rubric."""
     prompt: Any
     completion: Any
 
     @classmethod
-    def of(cls, key: Key, rollout: Rollout, seconds: float) -> Self:
+    def from_rollout(cls, key: Key, rollout: Rollout, seconds: float) -> Self:
         return cls(
             *key,
             reward=rollout.reward,
@@ -60,7 +60,7 @@ class Result:
         return Key(self.step, self.env, self.example, self.rollout)
 
     def as_rollout(self) -> Rollout:
-        """The rollout, as far as its scores go."""
+        """The rollout, with the fields that scores need."""
         return Rollout(
             ExampleRef(self.env, self.example),
             self.reward,
@@ -75,9 +75,9 @@ class Result:
 
 
 class ResultsFile:
-    """Every result so far, in memory and in `results.jsonl`. A context manager.
+    """All results so far, in memory and in `results.jsonl`. A context manager.
 
-    A line is written at once, so a crash costs at most the rollouts in flight; half a line at the end is dropped.
+    Lines are written immediately, so a crash loses at most the rollouts in flight. An incomplete last line is dropped.
     """
 
     def __init__(self, path: Path) -> None:
@@ -111,11 +111,11 @@ class ResultsFile:
         os.write(self._descriptor, line.encode())
         self._results[result.key] = result
 
-    def of(self, step: int, env: str) -> Iterator[Result]:
+    def select(self, step: int, env: str) -> Iterator[Result]:
         """The results of one step in one environment."""
         return (result for result in self._results.values() if (result.step, result.env) == (step, env))
 
 
 def _plain(value: Any) -> Any:
-    """Messages may be models of their own."""
+    """Convert a message that is a Pydantic model."""
     return value.model_dump() if hasattr(value, "model_dump") else str(value)

@@ -1,4 +1,4 @@
-"""The evaluation itself: for each candidate, load its weights, make the rollouts that are missing, score all."""
+"""Evaluates each candidate: loads its weights, makes missing rollouts, scores all rollouts."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ UNLIMITED = 1_000_000
 
 @dataclass(frozen=True, slots=True)
 class EvalSet:
-    """One environment, and how much of it is evaluated."""
+    """One environment, and the rows to evaluate."""
 
     environment: Environment
     rows: range
     rollouts: int
-    """Rollouts of each row."""
+    """Rollouts per row."""
     max_retries: int
 
     @classmethod
-    def of(cls, config: EvalEnvConfig, environment: Environment) -> EvalSet:
+    def from_config(cls, config: EvalEnvConfig, environment: Environment) -> EvalSet:
         """`config` is one of `OfflineEvalConfig.environments`, which have all numbers filled in."""
         size, examples, rollouts = len(environment), config.num_examples, config.rollouts_per_example
         assert examples is not None
@@ -58,13 +58,13 @@ class EvalSet:
         return self.environment.name
 
     def keys(self, step: int) -> list[Key]:
-        """Every rollout, row by row: servers find the prompt of a row in their cache."""
+        """Every rollout, row by row, so that servers find the prompt of a row in their cache."""
         return [Key(step, self.name, row, number) for row in self.rows for number in range(self.rollouts)]
 
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """An environment for one rollout, which is written down as soon as it has ended well."""
+    """An environment that stores its one rollout as soon as it succeeds."""
 
     environment: Environment
     key: Key
@@ -83,13 +83,13 @@ class Recorded:
         rollouts = await self.environment.attempt(example, size, server, sampling_args, version, max_retries)
         for rollout in rollouts:
             if rollout.error is None:
-                self.results.add(Result.of(self.key, rollout, time.perf_counter() - started_s))
+                self.results.add(Result.from_rollout(self.key, rollout, time.perf_counter() - started_s))
         return rollouts
 
 
 @dataclass(slots=True)
 class Evaluation:
-    """All candidates in all environments. What fails is told at the end and keeps nothing else from running."""
+    """All candidates in all environments. Failures are reported at the end; everything else still runs."""
 
     config: OfflineEvalConfig
     sets: Sequence[EvalSet]
@@ -123,12 +123,12 @@ class Evaluation:
                 self._report(candidate, each, [one for one in outcomes if one.example.env == each.name], started_s)
 
     async def _load(self, candidate: Candidate) -> None:
-        """Give the servers the candidate's weights. Raises InferenceFault."""
+        """Load the candidate's weights into the servers. Raises InferenceFault."""
         try:
-            # Not through the pool, which goes on without a server that fails: here the next weights may suit it again.
+            # Not through the pool, which drops a server that fails: the next weights may work again.
             await asyncio.gather(*(server.update_weights(candidate.weights) for server in self.pool.servers))
         except InferenceFault as fault:
-            # A server of somebody else's cannot change its weights, and so has those of the base model.
+            # A foreign server cannot change its weights, so it still has the base model's.
             cannot = isinstance(fault.__cause__, ServerAnswered) and fault.__cause__.status in (404, 405)
             if not cannot or candidate.weights is not None:
                 raise
@@ -143,9 +143,10 @@ class Evaluation:
         )
 
     def _report(self, candidate: Candidate, of_env: EvalSet, ran: Sequence[Outcome], started_s: float) -> None:
-        """Score everything that there is of a candidate in one environment, what an earlier start did too."""
+        """Score all rollouts of a candidate in one environment, including those of earlier starts."""
         wanted = set(of_env.keys(candidate.step))
-        rollouts = [each.as_rollout() for each in self.results.of(candidate.step, of_env.name) if each.key in wanted]
+        stored = self.results.select(candidate.step, of_env.name)
+        rollouts = [each.as_rollout() for each in stored if each.key in wanted]
         failed = [outcome for outcome in ran if outcome.failed]
         metrics = eval_metrics(
             [*(Outcome(rollout.example, [rollout]) for rollout in rollouts), *failed], of_env.rollouts
@@ -199,7 +200,7 @@ def run_evaluation(config: OfflineEvalConfig, candidates: Sequence[Candidate]) -
     """Evaluate every candidate and return the exit code. Call it in the main thread.
 
     Raises:
-        OrchestratorError: nothing, or nothing more, can be evaluated.
+        OrchestratorError: the evaluation cannot start or cannot continue.
     """
     paths = RunPaths(config.output_dir)
     with ExitStack() as closing:
@@ -219,7 +220,7 @@ async def _until_stopped(
 ) -> int:
     evaluation = Evaluation(
         config=config,
-        sets=[EvalSet.of(each, environments[each.name or each.id]) for each in config.environments],
+        sets=[EvalSet.from_config(each, environments[each.name or each.id]) for each in config.environments],
         pool=InferencePool(config.client, config.model.name),
         results=results,
         monitor=monitor,

@@ -16,10 +16,10 @@ READY_TIMEOUT_S = 1800.0
 
 
 async def wait_until_served(pool: InferencePool, client: ClientConfig) -> None:
-    """Wait until every server is up, and see that it serves the model.
+    """Wait until every server is ready, and check that it serves the model.
 
     Raises:
-        InferenceFault: one does not come up, or does not serve the model.
+        InferenceFault: a server does not become ready, or does not serve the model.
     """
     await asyncio.gather(*(_wait_healthy(server) for server in pool.servers))
     if client.skip_model_check:

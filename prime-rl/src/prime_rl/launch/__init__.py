@@ -1,4 +1,4 @@
-"""Child processes of a run as values, and what starts, watches and ends them."""
+"""Processes of a run as values; starts, watches and stops them."""
 
 from prime_rl.launch.host import FakeHost, Host, LocalHost
 from prime_rl.launch.logs import Follower, shown

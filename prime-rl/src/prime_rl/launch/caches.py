@@ -1,4 +1,4 @@
-"""A directory of caches that belongs to one launch alone."""
+"""Private cache directories, one per launch."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _LOCK = "launch.lock"
 
 @contextlib.contextmanager
 def private_caches(env: Mapping[str, str]) -> Iterator[Path]:
-    """A new directory, mode 0700, below `$SLURM_TMPDIR` or the system's temporary one; removed at the end.
+    """Make a directory with mode 0700 in `$SLURM_TMPDIR` or the system's temporary directory, and remove it at the end.
 
-    A launch that was killed together with its guard, as Slurm does after its own grace, leaves its directory behind:
-    the next one of the same user on that node removes it. A lock tells it from those in use.
+    If a launch is killed together with its guard, as Slurm does after its grace period, its directory remains. The same
+    user's next launch on that node removes it. A lock marks directories in use.
     """
     slurm_tmp = Path(env.get("SLURM_TMPDIR") or "/nonexistent")
     base = slurm_tmp if os.access(slurm_tmp, os.W_OK | os.X_OK) else Path(tempfile.gettempdir())
@@ -28,7 +28,7 @@ def private_caches(env: Mapping[str, str]) -> Iterator[Path]:
     try:
         with (root / "new.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            # Nobody ever sees the lock file without its lock.
+            # The lock file never appears without its lock.
             (root / "new.lock").rename(root / _LOCK)
             yield root
     finally:
@@ -36,9 +36,9 @@ def private_caches(env: Mapping[str, str]) -> Iterator[Path]:
 
 
 def cache_env(root: Path, child: str, env: Mapping[str, str]) -> dict[str, str]:
-    """The environment that moves a child's caches of compiled code below `root`.
+    """The environment that moves a child's caches of compiled code into `root`.
 
-    A compile cache that `env` names stays where it is, warm from run to run. Downloaded models stay in the user's
+    A compile cache that `env` names is kept, so that it stays warm between runs. Downloaded models stay in the user's
     cache: HF_HOME is set, because Hugging Face libraries would otherwise follow XDG_CACHE_HOME.
     """
     directories = {"XDG_CACHE_HOME": root / child / "xdg"}
@@ -52,7 +52,7 @@ def cache_env(root: Path, child: str, env: Mapping[str, str]) -> dict[str, str]:
 
 def _remove_abandoned(base: Path) -> None:
     for root in base.glob(f"{_PREFIX}*"):
-        # No lock file: its owner is just about to make one. Another user's directory cannot be read.
+        # Without a lock file, its owner is about to make one. Another user's directory cannot be read.
         with contextlib.suppress(OSError):
             if root.stat().st_uid == os.getuid() and _is_unlocked(root / _LOCK):
                 shutil.rmtree(root, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Which GPUs a launch may use, found without torch. Ids are opaque text: `0`, `GPU-…`, `MIG-…`."""
+"""Finds the GPUs that a launch may use, without torch. Ids are opaque text: `0`, `GPU-…`, `MIG-…`."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ SPIN_VARIABLE = "GOMP_SPINCOUNT"
 ALLOCATOR_VARIABLE = "PYTORCH_CUDA_ALLOC_CONF"
 
 _NO_DEVICES = ("", "-1", "NoDevFiles")
-"""How CUDA, people and Slurm say that there is none."""
+"""Values with which CUDA, users and Slurm say that there is no GPU."""
 _SPINS = "20000"
-"""Some tenths of a millisecond."""
+"""A few tenths of a millisecond."""
 
 
 class DeviceError(Exception):
-    """The GPUs that a launch needs are not there."""
+    """The GPUs that a launch needs are not available."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,16 +63,16 @@ def _index_of(gpu: str, indices: Mapping[str, str]) -> str | None:
 
 
 def masked_gpus(env: Mapping[str, str]) -> tuple[str, ...] | None:
-    """The ids in CUDA_VISIBLE_DEVICES, as given; None when it is not set.
+    """The ids in CUDA_VISIBLE_DEVICES, unchanged; None if it is not set.
 
     Raises:
-        DeviceError: an id stands there twice.
+        DeviceError: an id occurs twice.
     """
     if MASK_VARIABLE not in env:
         return None
     gpus = []
     for gpu in (part.strip() for part in env[MASK_VARIABLE].split(",")):
-        if gpu in _NO_DEVICES:  # CUDA, too, reads no further than the first id that is none
+        if gpu in _NO_DEVICES:  # like CUDA, which stops reading at the first invalid id
             break
         gpus.append(gpu)
     if len(set(gpus)) != len(gpus):
@@ -81,21 +81,21 @@ def masked_gpus(env: Mapping[str, str]) -> tuple[str, ...] | None:
 
 
 def machine_gpus(dev: Path = Path("/dev")) -> tuple[str, ...]:
-    """Indices of the machine's NVIDIA GPUs, whatever a mask says."""
+    """Indices of the machine's NVIDIA GPUs, ignoring any mask."""
     # Not /proc/driver/nvidia: a container without any GPU sees the host's.
     count = sum(re.fullmatch(r"nvidia\d+", path.name) is not None for path in dev.glob("nvidia*"))
     return tuple(str(index) for index in range(count))
 
 
 def usable_gpus(env: Mapping[str, str], dev: Path = Path("/dev")) -> tuple[str, ...]:
-    """The ids that a launch may use: those of the mask, else all; none on a machine without GPUs."""
+    """The ids that a launch may use: those in the mask, or all GPUs without a mask."""
     machine = machine_gpus(dev)
     masked = masked_gpus(env)
     return machine if masked is None or not machine else masked
 
 
 def choose_device(requested: Literal["auto", "cuda", "cpu"], usable: Sequence[str]) -> Literal["cuda", "cpu"]:
-    """Where a run happens: on GPUs when there are any, unless the config says otherwise.
+    """The device of a run: GPUs if there are any, unless the config says otherwise.
 
     Raises:
         DeviceError: `cuda` is requested and there is no GPU.
@@ -115,12 +115,12 @@ def assign_gpus(
     infer_ids: Sequence[int] | None = None,
     train_ids: Sequence[int] | None = None,
 ) -> GpuAssignment:
-    """The first `infer` usable ids to inference and the next `train` to the trainer, but for a side that names its own.
+    """Assign the first `infer` usable ids to inference and the next `train` to the trainer, or ids from the config.
 
-    Ids that the config names (keys of late 2025) may overlap: then both sides share a GPU.
+    Ids in the config may overlap; then both sides share a GPU.
 
     Raises:
-        DeviceError: there are too few, or a named one is not usable.
+        DeviceError: there are too few GPUs, or a named one is not usable.
     """
     inference = tuple(map(str, infer_ids)) if infer_ids is not None else tuple(usable[:infer])
     free = [gpu for gpu in usable if gpu not in inference]
@@ -138,19 +138,19 @@ def _listed(gpus: Sequence[str]) -> str:
 
 
 def usable_cores() -> int:
-    """CPU cores that this process may use; Slurm may have bound it to some."""
+    """Number of CPU cores that this process may use; Slurm may have restricted them."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def thread_env(cores: int, processes: int, env: Mapping[str, str]) -> dict[str, str]:
-    """The share of the cores that each of some processes on the CPU computes with, unless `env` says it already."""
+    """The number of threads for each of several CPU processes, unless `env` sets it."""
     return {} if THREADS_VARIABLE in env else {THREADS_VARIABLE: str(max(1, cores // processes))}
 
 
 def spin_env(env: Mapping[str, str]) -> dict[str, str]:
-    """Let threads of a process with cores of its own spin between two operations, unless `env` says how long.
+    """Let threads spin between two operations, unless `env` sets the duration. Only for a process with its own cores.
 
-    Waking them takes longer than the gap. Where processes share cores, a spinning thread keeps another from its work.
+    Waking a thread takes longer than the gap. If processes share cores, a spinning thread delays another one.
     """
     return {} if SPIN_VARIABLE in env else {SPIN_VARIABLE: _SPINS}
 
@@ -165,13 +165,13 @@ def allocator_env(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def processes_on(gpus: Sequence[str]) -> list[str]:
-    """`<pid>, <name>` of each program that computes on one of these GPUs; empty, too, where nvidia-smi cannot tell."""
+    """`<pid>, <name>` of each program that computes on one of these GPUs. Also empty if nvidia-smi is not available."""
     answer = _nvidia_smi("--query-compute-apps=pid,name", f"--id={','.join(gpus)}")
     return sorted(set(answer))
 
 
 def indices_by_uuid() -> dict[str, str]:
-    """Index of each GPU that this process may use, in PCI order, by its `GPU-…` id; empty without nvidia-smi."""
+    """Index of each usable GPU in PCI order, by its `GPU-…` id. Empty without nvidia-smi."""
     rows = (row.split(",") for row in _nvidia_smi("--query-gpu=index,uuid"))
     return {uuid.strip(): index.strip() for index, uuid in rows}
 
@@ -182,6 +182,6 @@ def _nvidia_smi(*query: str) -> list[str]:
             ["nvidia-smi", *query, "--format=csv,noheader"], capture_output=True, text=True, check=True, timeout=30
         )
     except (OSError, subprocess.SubprocessError):
-        # Not installed in a slim container, and without an answer for a MIG slice: both run well without it.
+        # Not installed in slim containers, and gives no answer for MIG slices. Both work without it.
         return []
     return [line for line in answer.stdout.splitlines() if line.strip()]

@@ -1,4 +1,4 @@
-"""Where children run: this machine, or a test's script of events."""
+"""Runs children: on this machine, or as a scripted fake for tests."""
 
 from __future__ import annotations
 
@@ -29,32 +29,32 @@ TAIL_LINES = 20
 
 
 class Host(Protocol):
-    """Starts children, reports what happens, ends them."""
+    """Starts children, reports events, and stops the children."""
 
     def start(self, spec: ProcessSpec) -> None:
         """Raises CannotStart."""
 
     def next_event(self, timeout_s: float | None) -> Event | None:
-        """Wait for the next thing that happens; None when the time is up first."""
+        """Wait for the next event; None after the timeout."""
 
     def stop(self, name: str) -> None:
-        """Ask a child, with all of its process group, to stop."""
+        """Ask a child and its process group to stop."""
 
     def relay(self, name: str, signum: signal.Signals) -> bool:
-        """Pass a signal to those processes of a child that handle it; False when none does."""
+        """Forward a signal to the processes of a child that handle it; False if none does."""
 
     def end_all(self, grace_s: float) -> None:
-        """End whatever is left of any child, descendants and daemons too; by force after the grace."""
+        """Stop everything that is left of any child, including daemons; kill it after the grace period."""
 
     def tail(self, name: str) -> list[str]:
-        """The last lines that a child wrote in this attempt."""
+        """The last log lines of a child in this attempt."""
 
 
 class LocalHost:
-    """Children of this process, each in a session of its own.
+    """Runs children of this process, each in its own session.
 
-    A context manager for the main thread: inside it, signals to this process become events, and a guard process ends
-    the children and removes the scratch directories should this process be killed. On exit nothing is left running.
+    A context manager for the main thread. Inside it, signals to this process become events. If this process is killed,
+    a guard process stops the children and removes scratch directories. No process is left on exit.
     """
 
     def __init__(self) -> None:
@@ -66,7 +66,7 @@ class LocalHost:
 
     def __enter__(self) -> Self:
         for signum in CAUGHT:
-            # nohup's promise is to survive the terminal.
+            # nohup ignores SIGHUP, so that the run survives its terminal.
             if signum is not signal.SIGHUP or signal.getsignal(signum) is not signal.SIG_IGN:
                 self._previous_handlers[signum] = signal.signal(signum, self._on_signal)
         self._guard = subprocess.Popen(
@@ -86,7 +86,7 @@ class LocalHost:
     ) -> None:
         self.end_all(grace_s=0)
         self._tell_guard(goodbye=True)
-        # A guard that somebody killed cannot take a goodbye.
+        # The guard may have been killed.
         with contextlib.suppress(BrokenPipeError):
             self._to_guard.close()
         self._guard.wait()
@@ -94,7 +94,7 @@ class LocalHost:
             signal.signal(signum, handler)
 
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
-        # SimpleQueue.put is the one put that may interrupt a get of the same thread.
+        # Only SimpleQueue.put may interrupt a get in the same thread.
         self._events.put(Signalled(signal.Signals(signum)))
 
     def _tell_guard(self, **message: object) -> None:
@@ -103,7 +103,7 @@ class LocalHost:
             self._to_guard.flush()
 
     def remove_if_killed(self, directory: Path) -> None:
-        """Have the guard remove a directory should this process die without a chance to do it."""
+        """Let the guard remove a directory if this process is killed."""
         self._tell_guard(scratch=[str(directory)])
 
     def start(self, spec: ProcessSpec) -> None:
@@ -152,9 +152,9 @@ class LocalHost:
 
 
 class FakeHost:
-    """Starts nothing: plays a script of events and remembers what it was asked to do.
+    """Starts nothing: replays a script of events and records the calls.
 
-    `None` in the script is time running out; for a caller with a time limit so is the script's end.
+    `None` in the script is a timeout; so is the end of the script, for a caller with a timeout.
     """
 
     def __init__(

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Resources:
-    """What a job takes of a cluster."""
+    """Nodes and GPUs of a job."""
 
     nodes: int = 1
     gpus_per_node: int = 0

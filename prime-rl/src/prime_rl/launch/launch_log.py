@@ -18,7 +18,7 @@ class LaunchLog:
 
     def note(self, text: str) -> None:
         """Log without showing."""
-        # A full disk will end the children. The launcher must live to stop them in order.
+        # On a full disk the children will fail. The launcher must survive to stop them in order.
         with contextlib.suppress(OSError), self._path.open("a", encoding="utf-8") as log:
             log.writelines(f"{datetime.now():%Y-%m-%d %H:%M:%S} {line}\n" for line in text.splitlines())
 

@@ -1,4 +1,4 @@
-"""Log files of children: appended to, an attempt at a time; read while they grow."""
+"""Log files of children: each attempt is appended; they can be read while they grow."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import BinaryIO
 from prime_rl.launch.spec import ProcessSpec
 
 HEAD = "===="
-"""Begins the line that heads an attempt."""
+"""Start of the line that begins an attempt."""
 
 _TAIL_BYTES = 65_536
 _LOOK_EVERY_S = 0.1
@@ -22,7 +22,7 @@ _LOOK_EVERY_S = 0.1
 
 @contextlib.contextmanager
 def opened_for_attempt(spec: ProcessSpec) -> Iterator[tuple[BinaryIO, int]]:
-    """The child's log, opened for appending behind a line that heads this attempt, and the offset after that line."""
+    """Append a line to the child's log that begins this attempt; yields the file and the offset after that line."""
     spec.log.parent.mkdir(parents=True, exist_ok=True)
     with spec.log.open("ab", buffering=0) as log:
         started = datetime.now().astimezone().isoformat(timespec="seconds")
@@ -31,7 +31,7 @@ def opened_for_attempt(spec: ProcessSpec) -> Iterator[tuple[BinaryIO, int]]:
 
 
 def tail(log: Path, lines: int, start_offset: int = 0) -> list[str]:
-    """The last lines of a log that were written at or after an offset in bytes."""
+    """The last lines of a log, ignoring everything before an offset in bytes."""
     try:
         with log.open("rb") as file:
             size = file.seek(0, 2)
@@ -39,7 +39,7 @@ def tail(log: Path, lines: int, start_offset: int = 0) -> list[str]:
             text = file.read().decode(errors="replace")
     except FileNotFoundError:
         return []
-    # A progress bar rewrites its line; only what stood there last is worth a place.
+    # A progress bar rewrites its line; only the last version matters.
     written = [line.rstrip().rpartition("\r")[2] for line in text.split("\n") if line.strip()]
     return written[-lines:]
 
@@ -58,7 +58,7 @@ class Follower:
         return cls(path, path.stat().st_size if path.exists() else 0)
 
     def read(self) -> bytes:
-        """Everything new."""
+        """All new bytes."""
         try:
             with self.path.open("rb") as file:
                 file.seek(self._offset)
@@ -69,7 +69,7 @@ class Follower:
         return new
 
     def lines(self) -> list[str]:
-        """Every new line that is complete, without its end."""
+        """Every new complete line, without its line ending."""
         *complete, self._partial = (self._partial + self.read()).split(b"\n")
         return [line.decode(errors="replace").rstrip("\r") for line in complete]
 

@@ -1,4 +1,4 @@
-"""Ports of this machine that nobody else is given while a launch lasts."""
+"""Reserves TCP ports for the duration of a launch."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def reserved_ports(count: int) -> Iterator[tuple[int, ...]]:
-    """Free TCP ports, held until the block ends, that a child can still bind.
+    """Hold free TCP ports until the block ends; a child can still bind them.
 
-    Each is held by a socket that is bound but does not listen. The kernel gives such a port to nobody who asks for any
-    free one, whichever user asks, and does not use it for outgoing connections; so two launches cannot meet. A server
-    that asks for this very port with SO_REUSEADDR, as uvicorn, vLLM and torch's store do, gets it all the same.
+    A socket that is bound but does not listen holds each port. The kernel then never hands it out as a free port to
+    any user, and does not use it for outgoing connections, so two launches cannot collide. A server that binds this
+    port with SO_REUSEADDR, as uvicorn, vLLM and torch's store do, still gets it.
     """
     with contextlib.ExitStack() as held:
         yield tuple(held.enter_context(_bound_socket()).getsockname()[1] for _ in range(count))

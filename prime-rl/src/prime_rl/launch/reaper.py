@@ -1,13 +1,13 @@
-"""Who belongs to a launch, and how all of it is ended; also the guard that does so when the launcher dies itself.
+"""Finds and ends the processes of a launch. Also the guard process that does this if the launcher itself dies.
 
-The processes of a launch are known by three signs: the session that each child of the launcher was given, descent
-from such a child, and a mark in the environment. The mark finds daemons that left both session and parent; session and
-descent find programs that overwrite their environment to set a process title. All three are read from `/proc`; without
-it (macOS) the process groups of the children stand for the processes.
+Three properties identify the processes of a launch: the session of each child, descent from a child, and a mark in the
+environment. The mark finds daemons that left both session and parent. Session and descent find programs that overwrite
+their environment to set a process title. All three are read from `/proc`. Without it (macOS), the process groups of the
+children are used.
 
-As a program (`python -I -S reaper.py`, standard library only) this is the guard: it reads JSON lines from
-stdin, and when stdin ends without a goodbye - the launcher was killed with SIGKILL, or crashed - it ends the launch's
-processes and removes its scratch directories.
+Run as a program (`python -I -S reaper.py`, standard library only), this is the guard. It reads JSON lines from stdin.
+If stdin ends without a goodbye, because the launcher crashed or got SIGKILL, it ends the launch's processes and removes
+its scratch directories.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MARK_VARIABLE = "PRIME_RL_LAUNCH"
 """Environment variable of every child; its value is the launch's mark."""
 
 GUARD_GRACE_S = 15.0
-"""How long children whose launcher was killed may take to stop."""
+"""Seconds for children to stop after their launcher was killed."""
 
 _PROC = Path("/proc")
 _HAS_PROC = (_PROC / "self" / "stat").exists()
@@ -45,9 +45,9 @@ class _Entry(NamedTuple):
 def _process_table() -> dict[int, _Entry]:
     table = {}
     for directory in _PROC.glob("[0-9]*"):
-        # A process may end between the listing and the read.
+        # A process may exit between the listing and the read.
         with contextlib.suppress(OSError):
-            # The command name stands in parentheses and may hold anything, parentheses too.
+            # The command name is in parentheses and may contain anything, including parentheses.
             fields = (directory / "stat").read_text(errors="replace").rpartition(")")[2].split()
             table[int(directory.name)] = _Entry(fields[0], *map(int, fields[1:4]))
     return table
@@ -61,7 +61,7 @@ def _is_marked(pid: int, mark: str) -> bool:
 
 
 def members(mark: str, leaders: Iterable[int]) -> set[int]:
-    """Live processes of the launch with this mark whose children were `leaders` (process ids)."""
+    """Live processes of the launch with this mark and with the children `leaders` (process ids)."""
     leaders = set(leaders)
     if not _HAS_PROC:
         return {leader for leader in leaders if _group_exists(leader)}
@@ -90,10 +90,7 @@ def _group_exists(leader: int) -> bool:
 
 
 def listeners(leader: int, signum: signal.Signals) -> set[int]:
-    """`leader` and its descendants, less those that have no handler for the signal.
-
-    torchrun would die of a signal that its workers handle, so it must not get one that is meant for them.
-    """
+    """`leader` and its descendants that handle the signal. The signal would kill the others."""
     return {pid for pid in _with_descendants({leader}, _process_table()) if _handles(pid, signum)}
 
 
@@ -106,21 +103,21 @@ def _handles(pid: int, signum: signal.Signals) -> bool:
 
 
 def send(pid: int, signum: signal.Signals) -> None:
-    """Signal one of `members`; one that has ended meanwhile is what was wanted."""
+    """Signal one of `members`. It may have exited already."""
     with contextlib.suppress(ProcessLookupError):
         (os.kill if _HAS_PROC else os.killpg)(pid, signum)
 
 
 def send_group(leader: int, signum: signal.Signals) -> None:
-    """Signal the process group of a child. PermissionError is macOS' word for a group of zombies."""
+    """Signal the process group of a child. macOS raises PermissionError for a group of zombies."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(leader, signum)
 
 
 def end(mark: str, leaders: Iterable[int], grace_s: float) -> set[int]:
-    """SIGTERM to all that is left of a launch, and SIGKILL to what is still there after the grace.
+    """Send SIGTERM to everything that is left of a launch, and SIGKILL after the grace period.
 
-    Returns the process ids that were found. They are gone on return, unless the kernel holds one.
+    Returns the process ids that were found. They are gone on return, unless the kernel blocks one.
     """
     leaders = list(leaders)
     found = members(mark, leaders)
@@ -147,7 +144,7 @@ def _wait_gone(mark: str, leaders: Iterable[int], timeout_s: float) -> bool:
 
 
 def guard() -> None:
-    """Wait for the launcher's goodbye or death; after its death end its processes and remove its scratch."""
+    """Wait for the launcher's goodbye, or for its death; then end its processes and remove its scratch directories."""
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(signum, signal.SIG_IGN)
     mark, leaders, scratch = "", [], []

@@ -1,4 +1,4 @@
-"""From a config to the end of its processes: the one way in which every command launches."""
+"""Launches a config: checks it, plans its processes, runs them, reports. Used by every command."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class LaunchRefused(Exception):
 
 
 class Screen(Protocol):
-    """What a person sees of a run while it lasts."""
+    """What the user sees during a run."""
 
     def line(self, text: str) -> None:
         """Show one line from the launcher."""
@@ -52,7 +52,7 @@ class Screen(Protocol):
         """What the run did, in one line. None adds nothing to what the processes have printed."""
 
     def has_shown(self, child: str) -> bool:
-        """Whether the log of a child was on the screen, so that an error need not repeat its end."""
+        """Whether the log of a child was shown, so that an error need not repeat its end."""
 
 
 ScreenFactory = Callable[[Job], AbstractContextManager[Screen]]
@@ -66,9 +66,9 @@ class Command(Generic[ConfigT]):
     demand: Callable[[ConfigT], Demand]
     plan: Callable[[ConfigT, RunPaths, Site, int | None], Job]
     check: Callable[[ConfigT, Sharing], list[str]]
-    """Faults that this machine or the launcher finds in a config."""
+    """Faults of the config on this machine, one line each."""
     check_directory: Callable[[ConfigT, RunPaths], int | None]
-    """Refuse a directory that the run must not use, change nothing, and return the step to resume from."""
+    """Refuse a directory that the run must not use, without changing it; returns the step to resume from."""
     prepare_directory: Callable[[ConfigT, RunPaths, int | None], None]
 
 
@@ -79,12 +79,12 @@ def launch(
     sharing: Sharing = Sharing(),  # noqa: B008 - frozen
     bin_dir: Path | None = None,
 ) -> int:
-    """Run the processes of a config to their common end. Call it in the main thread: it handles signals.
+    """Run the processes of a config until all have ended. Call it in the main thread, because it handles signals.
 
-    What went wrong is on stderr, in one line for each fault.
+    Prints one line for each fault to stderr.
 
     Returns:
-        0 when the run is complete, or was a dry run; 2 when it cannot be started as asked; 128 + n after signal n;
+        0 if the run is complete, or was a dry run; 2 if it cannot be started as configured; 128 + n after signal n;
         otherwise 1.
     """
     faults: tuple[str, ...]
@@ -132,7 +132,7 @@ def run_job(job: Job, host: LocalHost, screen: ScreenFactory) -> int:
 
 
 def _report(outcome: Outcome, job: Job, screen: Screen, log: LaunchLog) -> None:
-    """Say how the run ended: on stdout what it did, on stderr what went wrong."""
+    """Report how the run ended: the summary on stdout, an error on stderr."""
     summary = screen.summary(outcome.succeeded)
     if summary is not None:
         if weights := stable_steps(job.paths.weights):
@@ -150,7 +150,7 @@ def _report(outcome: Outcome, job: Job, screen: Screen, log: LaunchLog) -> None:
 
 
 def _write(write: Callable[[str], object], text: str) -> None:
-    # After SIGHUP there is no terminal to write to, and still an exit code to return.
+    # After SIGHUP the terminal is gone, but the exit code must still be returned.
     with contextlib.suppress(OSError):
         write(text)
         sys.stdout.flush()

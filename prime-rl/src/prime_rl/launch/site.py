@@ -29,7 +29,7 @@ Device = Literal["cuda", "cpu"]
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What the processes of a run compute on."""
+    """GPUs or CPU processes that a run needs."""
 
     device: Literal["auto", "cuda", "cpu"]
     infer: int = 0
@@ -42,7 +42,7 @@ class Demand:
 
 @dataclass(frozen=True, slots=True)
 class Sharing:
-    """What a launch does so that several can run on one node."""
+    """Measures that let several launches run on one node."""
 
     free_ports: bool = False
     """Choose free ports at run time instead of those in the config."""
@@ -65,7 +65,7 @@ class Ports:
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """What a plan needs to know besides the config."""
+    """Everything that a plan depends on, apart from the config."""
 
     programs: Programs
     device: Device
@@ -86,7 +86,7 @@ class Site:
 def claimed_site(
     demand: Demand, sharing: Sharing, env: Mapping[str, str], bin_dir: Path | None = None
 ) -> Iterator[Site]:
-    """Choose GPUs and hold ports and caches for the length of the block.
+    """Choose GPUs, and hold ports and caches during the block.
 
     Raises:
         DeviceError: the machine lacks the GPUs, or other programs compute on them.

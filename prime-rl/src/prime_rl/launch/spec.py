@@ -1,4 +1,4 @@
-"""The values of a launch: what starts, what happened to it, and how it all ended."""
+"""Values of a launch: processes, events, and the outcome."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ class CannotStart(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ProcessSpec:
-    """One child of a run: what starts, where it writes, and what its exit means."""
+    """One process of a run: its command, its log, and what its exit means."""
 
     name: str
     argv: tuple[str, ...]
     log: Path
     """Its stdout and stderr are appended here."""
     env: Mapping[str, str] = field(default_factory=dict)
-    """Added to the launcher's own environment."""
+    """Added to the launcher's environment."""
     node: int = 0
     """Index of the node that it runs on."""
     gpus: tuple[str, ...] = ()
@@ -47,15 +47,15 @@ class ProcessSpec:
 
 @dataclass(frozen=True, slots=True)
 class Exited:
-    """A child ended by itself or was ended."""
+    """A child has exited or was killed."""
 
     name: str
     code: int
-    """Exit code, or minus the number of the signal that ended it."""
+    """Exit code, or the negative number of the signal that killed it."""
 
     @property
     def signal(self) -> signal.Signals | None:
-        """What ended it, whether the kernel reports it so or a shell in between (128 + n)."""
+        """The signal that killed it, as the kernel (-n) or a shell (128 + n) reports it."""
         number = -self.code if self.code < 0 else self.code - 128
         return signal.Signals(number) if number in set(signal.Signals) else None
 
@@ -81,7 +81,7 @@ Event = Exited | Signalled
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a run ended: the launcher's exit code, and what to tell the user."""
+    """How a run ended: the launcher's exit code, and a message for the user."""
 
     exit_code: int
     message: str
@@ -91,7 +91,7 @@ class Outcome:
     """Name of the child that failed."""
 
     def report(self) -> str:
-        """The message and the lines of the log that may explain it."""
+        """The message, and log lines that may explain it."""
         lines = ["its last lines:", *(f"  | {line}" for line in self.log_tail)] if self.log_tail else []
         return "\n".join([self.message, *lines])
 

@@ -1,4 +1,4 @@
-"""Starts the children of a run, watches them, and stops them all: whatever happens, once and in order."""
+"""Starts the children of a run in order, watches them, and always stops all of them."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from prime_rl.launch.host import Host
 from prime_rl.launch.spec import CannotStart, Exited, Outcome, ProcessSpec, Signalled
 
 GRACE_S = 60.0
-"""How long children may take to save and stop after SIGTERM."""
+"""Seconds for children to save and stop after SIGTERM."""
 
 HURRIED_GRACE_S = 5.0
-"""What is left of the grace after a Ctrl-C while stopping: somebody is waiting at the terminal."""
+"""Seconds that remain after a second Ctrl-C: somebody is waiting at the terminal."""
 
 STRAGGLER_GRACE_S = 5.0
-"""How long processes that outlive the child that started them may take to stop, after a run that ended well."""
+"""Seconds for processes that outlive their parent, after a successful run."""
 
 _MEMORY_HINT = (
-    "This launch sent no SIGKILL: most often it is the kernel's answer when a machine or a job is out of memory. "
+    "This launch sent no SIGKILL. Most likely the machine or the job ran out of memory and the kernel sent it. "
     "Ask for more memory, or make the batch, the sequences or the model smaller."
 )
 
@@ -28,10 +28,10 @@ Cause = Exited | Signalled | CannotStart | None
 
 
 class Supervisor:
-    """Runs children to a common end.
+    """Runs children until the run is complete, fails or is stopped.
 
-    The first child that fails, or that ends before the run is complete, ends the run, and so does SIGINT, SIGTERM or
-    SIGHUP to the launcher. `say` is told of each start and end in one line.
+    The run ends with the first child that fails or that exits before the run is complete, and with SIGINT, SIGTERM or
+    SIGHUP to the launcher. `say` receives one line for each start and end.
     """
 
     def __init__(
@@ -44,11 +44,11 @@ class Supervisor:
         self._running: list[str] = []
 
     def run(self) -> Outcome:
-        """Start the children in order and wait for the end of the run. Nothing is left running on return."""
+        """Start the children in order and wait for the end of the run. No process is left on return."""
         cause = self._start() or self._watch()
         signals = self._stop(completed=cause is None)
         if isinstance(cause, Exited) and cause.signal in signals:
-            # Slurm signals every process of a job at once; a child's end can be seen before the signal to us.
+            # Slurm signals every process of a job at once; a child's exit may arrive before our own signal.
             cause = Signalled(cause.signal)
         return self._outcome(cause)
 
@@ -80,7 +80,7 @@ class Supervisor:
         return None
 
     def _announce(self, name: str, words: str) -> None:
-        """Report a normal start or end. The first rank speaks for the others."""
+        """Report a normal start or end. Of several ranks only the first is reported."""
         if self._specs[name].rank == 0:
             self._say(f"{name} {words}")
 
@@ -93,7 +93,7 @@ class Supervisor:
                 )
 
     def _stop(self, completed: bool) -> set[signal.Signals]:
-        """End every child; returns the signals that arrived meanwhile."""
+        """Stop every child; returns the signals that arrived during that time."""
         signals: set[signal.Signals] = set()
         for name in reversed(self._running):
             self._host.stop(name)
@@ -110,7 +110,7 @@ class Supervisor:
                     self._say(f"{name} {'stopped' if asked else event}")
                 case Signalled(signum):
                     signals.add(signum)
-                    # Not for SIGTERM: a batch script that forwards it, and Slurm, may well send it twice.
+                    # Not for SIGTERM: Slurm, and a batch script that forwards the signal, may both send it.
                     if signum is signal.SIGINT:
                         deadline = min(deadline, time.monotonic() + HURRIED_GRACE_S)
         self._host.end_all(self._straggler_grace_s(completed, deadline))

@@ -61,7 +61,7 @@ def prepare_directory(config: OrchestratorConfig, paths: OrchestratorPaths) -> i
         OutputDirInUse: the directory holds the checkpoints of another run.
         ResumeFault: the step to resume from has no part of the orchestrator.
     """
-    run_paths = RunPaths.of_orchestrator(config.output_dir)
+    run_paths = RunPaths.from_orchestrator_dir(config.output_dir)
     wanted = config.ckpt.resume_step if config.ckpt else None
     check_output_dir(run_paths, resuming=wanted is not None)
     resume_step = Checkpoints(run_paths, paths).resolve(wanted)

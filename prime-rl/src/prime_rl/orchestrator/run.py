@@ -75,7 +75,7 @@ async def _run(config: OrchestratorConfig, environments: Environments, resume_st
         closing.push_async_callback(servers.close)
         if config.env_servers:
             await environments.start_servers(config, servers)
-        run = RunPaths.of_orchestrator(config.output_dir)
+        run = RunPaths.from_orchestrator_dir(config.output_dir)
         # Starting W&B takes seconds, which pass while the servers come up.
         (monitor, extras), held_version = await asyncio.gather(
             asyncio.to_thread(setup_monitor, config, run, paths), pool.wait_ready(config.use_token_client)

@@ -1,4 +1,4 @@
-"""Makes the output directory ready for a launch, so that nothing of a former run is taken for its own."""
+"""Prepares the output directory of a launch, so that it does not read files of an earlier run."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ if TYPE_CHECKING:
     from prime_rl.utils.pydantic_config import BaseSettings
 
 KEEP_VARIABLE = "NEVER_CLEAN_OUTPUT_DIR"
-"""When this is set, no output directory is ever cleaned."""
+"""If this environment variable is set, output directories are never cleaned."""
 
 _NOT_CLEANED = frozenset({"configs", "slurm", "rl.sh", "sft.sh"})
-"""What the batch job that runs the launcher stands on; a launch overwrites its own part."""
+"""Files that the batch job itself uses. A launch overwrites its own."""
 
 _SIGNS_OF_A_RUN = ("configs", "logs", "checkpoints", "weights", "metrics.jsonl")
 
@@ -34,14 +34,14 @@ class RunDirError(Exception):
 
 
 def check_run_dir(paths: RunPaths, resume_step: int | None, clean: bool = False) -> int | None:
-    """The step to resume from, if any; changes nothing.
+    """Check the directory, without changing it, and return the step to resume from, if any.
 
-    -1 becomes the newest step that trainer and orchestrator have both completed, else the trainer's newest; without
-    any it stays -1, and the components start afresh.
+    -1 becomes the newest step that trainer and orchestrator have both completed, or else the trainer's newest. Without
+    any it stays -1, and the components start a new run.
 
     Raises:
-        OutputDirInUse: a fresh run would meet another one's checkpoints.
-        RunDirError: the directory must not be cleaned, or the step to resume from is not there.
+        OutputDirInUse: a new run would find another run's checkpoints.
+        RunDirError: the directory must not be cleaned, or the step to resume from does not exist.
     """
     if resume_step is not None:
         return _resolve(paths, resume_step)
@@ -53,10 +53,10 @@ def check_run_dir(paths: RunPaths, resume_step: int | None, clean: bool = False)
 
 
 def prepare_run_dir(paths: RunPaths, resume_step: int | None, clean: bool = False) -> None:
-    """Drop what a former run left and a launch that starts at `resume_step` would take for its own.
+    """Remove files of an earlier run that a launch starting at `resume_step` would mistake for its own.
 
-    A fresh run sets `metrics.jsonl` of a former one aside as `metrics.<n>.jsonl`, a resumed run appends to it; nothing
-    is cleaned under a run that resumes.
+    A new run renames an existing `metrics.jsonl` to `metrics.<n>.jsonl`. A resumed run appends to it, and never cleans
+    the directory.
     """
     if resume_step is None and _is_to_be_cleaned(clean):
         _clean(paths.root)
@@ -66,7 +66,7 @@ def prepare_run_dir(paths: RunPaths, resume_step: int | None, clean: bool = Fals
 
 
 def write_configs(paths: RunPaths, configs: Mapping[str, BaseSettings]) -> None:
-    """Write each component's resolved config, less what was only meant for this launch, to `OUT/configs`."""
+    """Write each component's resolved config to `OUT/configs`, without keys that only concern this launch."""
     from prime_rl.utils.pydantic_config import dump_toml
 
     for component, config in configs.items():
@@ -109,7 +109,7 @@ def _resolve(paths: RunPaths, resume_step: int) -> int:
 
 
 def _discard_stale(paths: RunPaths, resume_step: int | None) -> None:
-    """Batches from the first step on, newer policies than the one to start from, and control files."""
+    """Remove batches from the first step on, policies newer than the one to start from, and control files."""
     run, first_step = paths.orchestrator, max(resume_step or 0, 0)
     oldest_stale_broadcast = 0 if resume_step is None else first_step + 1
     for directory in (paths.rollouts, run.control):
@@ -117,7 +117,7 @@ def _discard_stale(paths: RunPaths, resume_step: int | None) -> None:
             shutil.rmtree(directory)
     for parent, first_stale in ((run.rollouts, first_step), (run.broadcasts, oldest_stale_broadcast)):
         for directory in parent.glob("step_*"):
-            # A step that cannot be read from the name is a write that a crash cut short.
+            # A name without a step is a write that a crash interrupted.
             step = step_of(directory)
             if step is None or step >= first_stale:
                 shutil.rmtree(directory)
@@ -130,7 +130,7 @@ def _set_aside(metrics: Path) -> None:
 
 
 def check_output_dir(paths: RunPaths, resuming: bool) -> None:
-    """Refuse to start a fresh run where another one left its checkpoints.
+    """Refuse to start a new run in a directory with another run's checkpoints.
 
     Raises:
         OutputDirInUse: `OUT/checkpoints` has entries and the run does not resume.

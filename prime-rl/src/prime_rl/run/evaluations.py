@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from prime_rl.configs.eval import OfflineEvalConfig
 
 BASE_STEP = 0
-"""The step that the base model's results are filed under."""
+"""The step under which the base model's results are stored."""
 
 
 class EvaluationRefused(Exception):
@@ -48,10 +48,10 @@ class Candidate:
 
 
 def find_candidates(eval_base: bool, weights_dir: Path | None, steps: Iterable[int] | None) -> list[Candidate]:
-    """The base model, if asked for, and the complete checkpoints in `weights_dir` (of `steps`; None is all).
+    """The base model, if requested, and the complete checkpoints in `weights_dir` (only `steps`, if given).
 
     Raises:
-        MissingSteps: one of `steps` is not there or not complete, or there is nothing to evaluate.
+        MissingSteps: one of `steps` is missing or incomplete, or there is nothing to evaluate.
     """
     base = [Candidate(BASE_STEP, None)] if eval_base else []
     if weights_dir is None:
@@ -63,7 +63,7 @@ def find_candidates(eval_base: bool, weights_dir: Path | None, steps: Iterable[i
         there = ", ".join(map(str, complete)) or "none"
         lacking = f"step {', '.join(map(str, missing))}" if missing else "any step"
         raise MissingSteps(f"{weights_dir} lacks {lacking}; complete steps: {there}")
-    # What a trainer writes before its first step is the base model once more.
+    # The weights of step 0 are the base model again.
     steps_left = [step for step in wanted if not (base and step == BASE_STEP)]
     return [*base, *(Candidate(step, weights_dir / f"step_{step}") for step in steps_left)]
 

@@ -1,7 +1,7 @@
-"""Every path of a run. No other module joins run paths.
+"""All paths of a run. No other module joins run paths.
 
-`OUT` is the run's directory; the orchestrator keeps its own files in `OUT/run_default`. Directories of one step are
-named `step_<n>`; a directory that holds the empty file `STABLE` is complete and flushed.
+`OUT` is the run's directory; the orchestrator keeps its files in `OUT/run_default`, `RUN`. The directory of a step is
+named `step_<n>`. A directory with the empty file `STABLE` is complete and flushed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class RunPaths:
     root: Path
 
     @classmethod
-    def of_orchestrator(cls, output_dir: Path) -> RunPaths:
+    def from_orchestrator_dir(cls, output_dir: Path) -> RunPaths:
         """The run whose orchestrator writes to `output_dir` (`OUT/run_default` under the launchers)."""
         return cls(output_dir.parent if output_dir.name.startswith("run_") else output_dir)
 
@@ -50,7 +50,7 @@ class RunPaths:
 
     @property
     def metrics(self) -> Path:
-        """One JSON object a line, appended by every component."""
+        """JSON lines, appended by every component."""
         return self.root / "metrics.jsonl"
 
     @property
@@ -65,12 +65,12 @@ class RunPaths:
 
     @property
     def best_checkpoint(self) -> Path:
-        """Which step has the lowest validation loss, as JSON."""
+        """The step with the lowest validation loss, as JSON."""
         return self.checkpoints / "best.json"
 
     @property
     def weights(self) -> Path:
-        """Exports that Transformers and vLLM load as they are."""
+        """Exports that Transformers and vLLM load unchanged."""
         return self.root / "weights"
 
     def weight(self, step: int) -> Path:
@@ -86,11 +86,11 @@ class RunPaths:
 
     @property
     def slurm(self) -> Path:
-        """What Slurm writes of each job."""
+        """Slurm's output of each job."""
         return self.root / "slurm"
 
     def batch_script(self, command: str) -> Path:
-        """The script that `sbatch` was given for `sft` or `rl`."""
+        """The batch script of `sft` or `rl`."""
         return self.root / f"{command}.sh"
 
 
@@ -125,12 +125,12 @@ class OrchestratorPaths:
         return self.broadcasts / f"step_{version}"
 
     def broadcast_ready(self, version: int) -> Path:
-        """Marks that the servers are about to receive this version from the trainer, without files."""
+        """Marker: the servers are about to receive this version from the trainer's memory."""
         return self.broadcast(version) / "NCCL_READY"
 
     @property
     def broadcasts_closed(self) -> Path:
-        """Marks that the orchestrator has ended and asks for no version any more."""
+        """Marker: the orchestrator has ended and needs no further version."""
         return self.broadcasts / "CLOSED"
 
     @property
@@ -142,7 +142,7 @@ class OrchestratorPaths:
 
     @property
     def samples(self) -> Path:
-        """Rollouts for people and programs, one JSON object a line."""
+        """Rollouts as JSON lines."""
         return self.root / "samples"
 
     def step_samples(self, step: int) -> Path:
@@ -166,18 +166,18 @@ class OrchestratorPaths:
 
 @dataclass(frozen=True, slots=True)
 class EvalPaths:
-    """What `eval` writes to its output directory, besides the `configs`, `logs` and `metrics.jsonl` of any run."""
+    """Files of `eval`, in addition to the `configs`, `logs` and `metrics.jsonl` of every run."""
 
     root: Path
 
     @property
     def results(self) -> Path:
-        """One JSON object a line for each finished rollout."""
+        """Finished rollouts as JSON lines."""
         return self.root / "eval" / "results.jsonl"
 
     @property
     def settings(self) -> Path:
-        """What the results were made with, as JSON."""
+        """The settings of the results, as JSON."""
         return self.root / "eval" / "settings.json"
 
     @property
@@ -187,7 +187,7 @@ class EvalPaths:
 
 
 def step_of(directory: Path) -> int | None:
-    """The step that a directory's name states, or None for another name."""
+    """The step in a directory's name, or None."""
     match = _STEP_DIR.fullmatch(directory.name)
     return int(match.group(1)) if match else None
 

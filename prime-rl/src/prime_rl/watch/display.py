@@ -1,4 +1,4 @@
-"""Where a run's progress is shown: a terminal, or lines in a file."""
+"""Shows a run's progress: live on a terminal, or as lines in a file."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from prime_rl.watch.progress import RunProgress, sparkline
 
 
 class Display(Protocol):
-    """Where progress is shown."""
+    """Shows progress."""
 
     def line(self, text: str) -> None:
-        """Something to keep: it stays in the terminal's history."""
+        """Show a line that stays in the terminal's history."""
 
     def update(self, progress: RunProgress, doing: Mapping[str, str]) -> None:
-        """The present state; `doing` is the last thing that each child said."""
+        """Show the current state. `doing` is the last log line of each child."""
 
     def close(self) -> None: ...
 
 
 class PlainDisplay:
-    """Lines, for a file, a pipe or a batch job's log."""
+    """Plain lines, for a file, a pipe or a batch job's log."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -37,7 +37,7 @@ class PlainDisplay:
 
 
 class LiveDisplay:
-    """A bar at the foot of a terminal, under the lines that scroll."""
+    """A bar at the bottom of the terminal, below the scrolling lines."""
 
     def __init__(self, stream: TextIO) -> None:
         from rich.console import Console
@@ -81,6 +81,6 @@ class LiveDisplay:
 def display_for(stream: TextIO) -> Display:
     from rich.console import Console
 
-    # `is_dumb_terminal`: cannot move its cursor.
+    # A dumb terminal cannot move its cursor.
     console = Console(file=stream)
     return LiveDisplay(stream) if console.is_terminal and not console.is_dumb_terminal else PlainDisplay(stream)

@@ -1,4 +1,4 @@
-"""How far a run is, as `OUT/metrics.jsonl` tells it."""
+"""Progress of a run, from `OUT/metrics.jsonl`."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 _EDGE_STEPS = 5
-"""The summary compares the mean reward of so many first steps and so many last ones."""
+"""Number of first and last steps whose mean rewards the summary compares."""
 _RATE_STEPS = 10
-"""The time left is estimated from so many last steps."""
+"""Number of last steps from which the remaining time is estimated."""
 _SPARKS = "▁▂▃▄▅▆▇█"
 
 
@@ -22,7 +22,7 @@ def clock(seconds: float) -> str:
 
 
 def sparkline(values: Iterable[float], width: int = 20) -> str:
-    """The course of some values as blocks of eight heights; the newest `width` of them."""
+    """Draw the newest `width` values as blocks of eight heights."""
     shown = list(values)[-width:]
     if len(shown) < 2:
         return ""
@@ -49,7 +49,7 @@ class Pace:
 
 @dataclass(slots=True)
 class RunProgress:
-    """What the metrics have told so far. Steps are counted as finished ones, from 1."""
+    """Values from the metrics so far. Counts finished steps, from 1."""
 
     max_steps: int | None
     step: int = 0
@@ -58,14 +58,14 @@ class RunProgress:
     tokens_per_s: float | None = None
     steps_this_time: int = 0
     remaining_s: float | None = None
-    """Seconds that the remaining steps will take at the pace of the last ones."""
+    """Estimated seconds for the remaining steps, at the pace of the last ones."""
     _pace: Pace = field(init=False)
 
     def __post_init__(self) -> None:
         self._pace = Pace(self.max_steps)
 
     def take(self, record: Mapping[str, Any]) -> bool:
-        """Note one record of `metrics.jsonl`; true when it says that a step is finished."""
+        """Read one record of `metrics.jsonl`; True if it finishes a step."""
         step = int(record.get("step", 0)) + 1
         if record.get("source") == "orchestrator" and (reward := record.get("reward/mean")) is not None:
             self.rewards[step] = float(reward)
@@ -84,7 +84,7 @@ class RunProgress:
         return [self.rewards[step] for step in sorted(self.rewards) if step <= self.step]
 
     def figures(self) -> list[str]:
-        """Reward, loss, speed and time left, as far as they are known."""
+        """Reward, loss, speed and remaining time, if known."""
         figures = []
         if self.step in self.rewards:
             figures.append(f"reward {self.rewards[self.step]:.3f}")
@@ -101,7 +101,7 @@ class RunProgress:
         return "  ".join([f"step {self.step}{total}", *self.figures()])
 
     def summary(self, elapsed_s: float) -> str:
-        """How far the run came and what it learned, in one line."""
+        """Steps, time and rewards of the run, in one line."""
         steps = f"{self.steps_this_time} step{'s' * (self.steps_this_time != 1)}"
         rewards = self.reward_course
         if not rewards:

@@ -1,4 +1,4 @@
-"""A live line on the terminal: how far the run is, its last figures, and the time left."""
+"""A live line on the terminal: progress, latest values and remaining time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def figures(metrics: Mapping[str, Any]) -> str:
-    """What the bar shows of a step, from its metrics."""
+    """The values of a step that the bar shows."""
     shown = (
         ("loss/mean", "loss {:.4f}"),
         ("perf/throughput", "{:,.0f} tokens/s"),
@@ -31,23 +31,23 @@ class ProgressBar(Protocol):
     """Shows the state of a run."""
 
     def update(self, step: int, figures: str) -> None:
-        """`step` steps are done; `figures` is a short text on the last one."""
+        """Show that `step` steps are done, with a short text about the last one."""
 
 
 class _NoBar:
     def update(self, step: int, figures: str) -> None:
-        """Log lines tell the same where no one watches live."""
+        """The log has the same values."""
 
 
 @contextmanager
 def progress_bar(name: str, total_steps: int | None, shown: bool = True) -> Iterator[ProgressBar]:
-    """Show a bar below the log while the block runs, if stdout is a terminal; `total_steps` None has no end."""
+    """Show a bar below the log during the block, if stdout is a terminal. `total_steps` None has no end."""
     if not shown or not sys.stdout.isatty():
         yield _NoBar()
         return
     plain_stdout = sys.stdout
     with rich_bar(name, total_steps) as bar:
-        # While the bar lives, `sys.stdout` prints above it; the log has to take that way too.
+        # While the bar exists, `sys.stdout` prints above it; the log must use it too.
         _redirect_log(plain_stdout, sys.stdout)
         try:
             yield bar
@@ -57,7 +57,7 @@ def progress_bar(name: str, total_steps: int | None, shown: bool = True) -> Iter
 
 @contextmanager
 def rich_bar(name: str, total_steps: int | None) -> Iterator[ProgressBar]:
-    """The bar itself, at the foot of the terminal."""
+    """A bar at the bottom of the terminal."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = (

@@ -1,4 +1,4 @@
-"""What a person sees of a job while it runs: one screen for each command."""
+"""What the user sees while a job runs: one screen for each command."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class LogScreen:
-    """Shows the log of one child, and the launcher's lines between."""
+    """Shows the log of one child, with the launcher's lines in between."""
 
     job: Job
     child: str
@@ -42,7 +42,7 @@ class LogScreen:
 
 @dataclass(frozen=True, slots=True)
 class RunScreen:
-    """Shows each finished step of an RL run with its reward, and what every child is doing."""
+    """Shows each finished step of an RL run with its reward, and what each child is doing."""
 
     watcher: Watcher
     started_s: float = field(default_factory=time.monotonic)

@@ -1,4 +1,4 @@
-"""What a launcher shows of the training that it started: the trainer's log, and on a terminal a bar below it."""
+"""Shows the trainer's log during training, and on a terminal a progress bar below it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def followed(config: SFTConfig | TrainerConfig, paths: RunPaths) -> Iterator[None]:
-    """Show the trainer of `config` while the block runs, from the files that it writes anyway."""
+    """Show the trainer of `config` during the block, from its log and metrics files."""
     log = paths.log("trainer")
     if not sys.stdout.isatty():
         with shown(log):
@@ -39,12 +39,12 @@ class _View:
         self.bar = bar
 
     def look(self) -> None:
-        # The bar catches what is written to stdout, and puts it above itself.
+        # The bar redirects stdout to the lines above it.
         for line in self.log.lines():
             sys.stdout.write(f"{line}\n")
         sys.stdout.flush()
         for line in self.metrics.lines():
-            # A full disk cuts a line short.
+            # A full disk leaves an incomplete line.
             with contextlib.suppress(ValueError):
                 self._take(json.loads(line))
 

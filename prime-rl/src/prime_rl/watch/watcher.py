@@ -1,6 +1,6 @@
-"""Shows a person what happens in a run: a finished step in one line, and what each child is doing.
+"""Shows what happens in a run: one line for each finished step, and what each child is doing.
 
-All of it is read from what the children write anyway, `OUT/metrics.jsonl` and their logs, by a thread of its own.
+A thread reads it from `OUT/metrics.jsonl` and the children's logs.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _STEP_LINE = re.compile(r"\bStep \d+ \| ")
 
 
 class Watcher:
-    """Follows the files of a run and keeps a display current. `say` may be called from any thread."""
+    """Follows the files of a run and updates a display. `say` may be called from any thread."""
 
     def __init__(
         self, progress: RunProgress, display: Display, metrics: Follower, logs: Mapping[str, Follower]
@@ -41,7 +41,7 @@ class Watcher:
         self._said.put(text)
 
     def look(self) -> None:
-        """Show everything that is new."""
+        """Show everything new."""
         with contextlib.suppress(Empty):
             while True:
                 self._display.line(self._said.get_nowait())
@@ -49,7 +49,7 @@ class Watcher:
             for line in follower.lines():
                 self._take_log_line(name, line)
         for line in self._metrics.lines():
-            # A full disk cuts a line short.
+            # A full disk leaves an incomplete line.
             with contextlib.suppress(ValueError):
                 if self.progress.take(json.loads(line)):
                     self._display.line(self.progress.line())
@@ -59,12 +59,12 @@ class Watcher:
         words = _LOG_PREFIX.sub("", _ANSI.sub("", line).rpartition("\r")[2]).strip()
         if not words or line.startswith(HEAD):
             return
-        # Children count steps from 0, the display those that are finished.
+        # Children count steps from 0; the display counts finished steps.
         self._doing[name] = _STEP_LINE.sub("", words)
         if name == "inference" and name not in self._ready and re.search(r"\bready\b", words, re.IGNORECASE):
             self._ready.add(name)
             self._display.line(f"inference is ready after {clock(time.monotonic() - self._started_s)}")
-        # A finished step is shown with its reward, which only the metrics know.
+        # A finished step is shown with its reward, which only the metrics contain.
         if name == "trainer" and not _STEP_LINE.search(words):
             self._display.line(line.rstrip())
 
