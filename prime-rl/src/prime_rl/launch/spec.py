@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-
 _RECORDED = "WANDB_"
 """Prefix of variables that only tell W&B which command started the run."""
 
