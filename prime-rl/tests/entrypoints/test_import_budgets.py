@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from prime_rl.utils.imports import importing
+from prime_rl.utils.imports import import_without_gc
 
 HEAVY = ("torch", "transformers", "numpy", "rich", "datasets", "pandas", "pyarrow", "verifiers", "vllm", "wandb")
 OF_NOTEBOOKS = ("IPython", "matplotlib", "sklearn", "scipy", "tensorboard")
@@ -73,7 +73,7 @@ assert transformers.models.llama.LlamaConfig is transformers.LlamaConfig
 
 def test_importing_leaves_garbage_collection_as_it_was() -> None:
     frozen = gc.get_freeze_count()
-    with importing():
+    with import_without_gc():
         assert not gc.isenabled()
     assert gc.isenabled()
     assert gc.get_freeze_count() > frozen

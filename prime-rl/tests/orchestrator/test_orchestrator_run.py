@@ -98,7 +98,7 @@ def test_a_watchdog_is_called_after_each_step_and_may_fail(orchestrate, policy_s
     assert "heartbeat" not in log
     code, log = orchestrate(heartbeat={"url": f"{root}/nowhere"})
     assert code == 0
-    assert f"The heartbeat {root}/nowhere failed: 404" in log
+    assert f"Heartbeat request to {root}/nowhere failed: 404" in log
 
 
 def test_a_benchmark_runs_four_steps_without_a_trainer_and_ends_with_a_table(orchestrate) -> None:

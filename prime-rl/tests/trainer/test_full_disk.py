@@ -124,8 +124,8 @@ def test_metrics_that_cannot_be_written_are_told_of_and_follow_when_there_is_roo
     monitor.log({"loss/mean": 2.0}, 200)
     monitor.close()
     out = capsys.readouterr().out
-    assert out.count("cannot be written") == 1
-    assert "lines of" in out
+    assert out.count("Cannot write to") == 1
+    assert "lines could not be written to" in out
     records = []
     for line in (root / "metrics.jsonl").read_text().splitlines():
         try:
@@ -146,7 +146,7 @@ def test_a_log_that_cannot_be_written_is_told_of_once_and_stops_nothing(disk: Di
         get_logger().info(f"line {number} of many that the disk has no room for")
     captured = capsys.readouterr()
     assert captured.out.count("of many") == 200
-    assert captured.err == f"warning: the log {root / 'run.log'} cannot be written: No space left on device\n"
+    assert captured.err == f"warning: cannot write to the log {root / 'run.log'}: No space left on device\n"
     filler.unlink()
     get_logger().info("room again")
     assert (root / "run.log").read_text().splitlines()[-1].endswith(" INFO room again")

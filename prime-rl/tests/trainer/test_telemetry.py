@@ -181,7 +181,7 @@ def test_a_watchdog_hears_of_steps_and_may_fail(sft: dict[str, Any], watchdog: t
     failing = Heartbeat(f"{url}/nowhere")
     failing.beat()
     failing.close()
-    assert f"The heartbeat {url}/nowhere failed: 404" in capsys.readouterr().out
+    assert f"Heartbeat request to {url}/nowhere failed: 404" in capsys.readouterr().out
 
 
 # --- MFU

@@ -68,7 +68,7 @@ def test_a_batch_of_another_step_in_the_file_is_not_trained_on(paths, engine_log
     paths.orchestrator.batch(4).parent.mkdir(parents=True)
     paths.orchestrator.batch(4).write_bytes(msgspec.msgpack.encode(TrainingBatch([sample()], step=9)))
     assert receiver.receive(4) is None
-    assert "holds the batch of step 9" in engine_log.text
+    assert "contains the batch of step 9" in engine_log.text
 
 
 def test_a_new_sender_discards_batches_of_an_earlier_start_and_nothing_else(paths) -> None:

@@ -68,7 +68,7 @@ def test_another_version_than_the_one_asked_for_is_a_fault(port) -> None:
     trainer, engine = join(port, 0), join(port, 1)
     with ThreadPoolExecutor(1) as threads:
         sending = threads.submit(trainer.send, {"model.norm.weight": torch.ones(3)}, 4)
-        with pytest.raises(TransportError, match="expected the weights of version 5, and 4 came"):
+        with pytest.raises(TransportError, match="expected the weights of version 5, but received 4"):
             dict(engine.receive(5))
         del engine  # its end closes, and the trainer hears of it or has sent all
         sending.exception(timeout=TIMEOUT_S)
@@ -95,7 +95,7 @@ def test_weights_that_nobody_takes_are_a_fault_after_the_groups_time(port) -> No
 
 def test_a_group_of_another_size_is_refused_at_the_door(port) -> None:
     trainer = join(port, 0, size=3)
-    with pytest.raises(TransportError, match=r"waits for 2 inference workers, and there are 1: .*world_size = 1"):
+    with pytest.raises(TransportError, match=r"expects 2 inference workers, but there are 1: .*world_size = 1"):
         join(port, 1, size=2)
     assert trainer.size == 3
 
@@ -119,7 +119,7 @@ def test_a_trainer_that_dies_is_a_fault_at_once(port) -> None:
     engine = join(port, 1)
     assert dict(engine.receive(1)).keys() == {"model.norm.weight"}
     trainer.communicate("die\n")
-    with pytest.raises(TransportError, match="version 2 did not come from the trainer"):
+    with pytest.raises(TransportError, match="did not receive version 2 from the trainer"):
         dict(engine.receive(2))
 
 

@@ -45,7 +45,7 @@ def test_a_batch_of_another_run_is_dropped_and_both_runs_are_named(config, recei
     sender.send(TrainingBatch([], step=0))
     poll_until(receiver, lambda _: engine_log.records)
     sender.close()
-    assert "'theirs/run_default', for this is 'mine/run_default': two runs use one port" in engine_log.text
+    assert "'theirs/run_default': this is run 'mine/run_default', and both use the same port" in engine_log.text
     assert receiver.receive(0) is None
 
 
@@ -54,7 +54,7 @@ def test_a_message_that_is_no_batch_is_dropped(config, receiver, engine_log) -> 
         stranger.connect(f"tcp://{config.host}:{config.port}")
         stranger.send_multipart([b"mine/run_default", b"\xc1"])
         poll_until(receiver, lambda _: engine_log.records)
-    assert "not a training batch" in engine_log.text
+    assert "not a valid training batch" in engine_log.text
 
 
 def test_of_two_batches_for_one_step_the_later_one_counts(config, receiver, tmp_path) -> None:
@@ -67,14 +67,14 @@ def test_of_two_batches_for_one_step_the_later_one_counts(config, receiver, tmp_
 
 
 def test_a_port_in_use_is_told_with_the_keys_to_change(config, receiver, tmp_path) -> None:
-    with pytest.raises(TransportError, match=rf"listen at 127.0.0.1:{config.port}: Address already in use.*\.port"):
+    with pytest.raises(TransportError, match=rf"listen on 127.0.0.1:{config.port}: Address already in use.*\.port"):
         setup_batch_receiver(config, RunPaths(tmp_path).orchestrator)
 
 
 def test_rows_of_another_step_are_a_fault(config) -> None:
     sender, receiver = ZMQMicroBatchSender(config), ZMQMicroBatchReceiver(config, 1)
     sender.send(4, {1: []})
-    with pytest.raises(TransportError, match="expected the rows of step 5, and those of step 4 came"):
+    with pytest.raises(TransportError, match="expected the rows of step 5, but received those of step 4"):
         receiver.receive(5)
     receiver.close()
     sender.close()

@@ -14,7 +14,7 @@ from prime_rl.configs.eval import OfflineEvalConfig
 from prime_rl.orchestrator.errors import OrchestratorError
 from prime_rl.orchestrator.stopping import EXIT_GRACE_S, exit_within
 from prime_rl.run.evaluations import Candidate, EvaluationRefused, find_candidates
-from prime_rl.utils.imports import importing
+from prime_rl.utils.imports import import_without_gc
 from prime_rl.utils.logger import get_logger, setup_logger
 from prime_rl.utils.pydantic_config import parse_argv_or_exit
 
@@ -37,7 +37,7 @@ def main() -> None:
 
 def _evaluate(config: OfflineEvalConfig, candidates: Sequence[Candidate]) -> int:
     # verifiers takes seconds to import.
-    with importing():
+    with import_without_gc():
         from prime_rl.eval.run import run_evaluation
 
     return run_evaluation(config, candidates)

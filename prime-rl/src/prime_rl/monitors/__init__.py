@@ -1,4 +1,4 @@
-"""Where metrics go: always `OUT/metrics.jsonl`, and W&B when asked."""
+"""Metric sinks: `metrics.jsonl` (always), W&B, Prometheus, and the benchmark table."""
 
 from prime_rl.monitors.base import Metrics, Monitor, MonitorError, MultiMonitor
 from prime_rl.monitors.jsonl import JsonlMonitor

@@ -1,4 +1,4 @@
-"""What every monitor can do."""
+"""The interface of metric monitors."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ Metrics = Mapping[str, float | int | str]
 
 
 class MonitorError(Exception):
-    """A monitor that was asked for cannot start; the message says why, and what to do."""
+    """A configured monitor cannot start; the message says why and how to fix it."""
 
 
 class Monitor(Protocol):
-    """Takes a component's metrics, once a step."""
+    """Receives a component's metrics once per step."""
 
     def log(self, metrics: Metrics, step: int) -> None: ...
 
     def close(self, exit_code: int = 0) -> None:
-        """Flush, and say how the run ended."""
+        """Flush, and record the run's exit code."""
 
 
 class MultiMonitor:
-    """Hands each call to several monitors."""
+    """Forwards every call to several monitors."""
 
     def __init__(self, monitors: Sequence[Monitor]) -> None:
         self.monitors = tuple(monitors)

@@ -1,4 +1,4 @@
-"""The table that ends a benchmark run."""
+"""Benchmark table: collects the metrics of each step and logs their statistics at the end."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from prime_rl.monitors.base import Metrics
 from prime_rl.utils.logger import SUCCESS, get_logger
 
 _WIDTH = 132
-"""Characters; five columns of figures and their summaries."""
+"""Table width in characters; fits five columns with their summaries."""
 
 Measured = Mapping[str, Sequence[float]]
-"""Values of the measured steps, by the name of their metric."""
+"""Values of the measured steps by metric name."""
 
 
 class BenchTable:
-    """A monitor that keeps the steps and logs a table of them at the end, less the first, which warms up.
+    """A monitor that logs a table of all steps at the end, except the first one, which is a warm-up.
 
-    `columns` are metrics and their titles; a metric that no step has gets no column.
+    `columns` maps metric names to column titles. Metrics that are missing from the steps get no column.
     """
 
     def __init__(self, columns: Mapping[str, str], write: Callable[[Measured], None] = lambda measured: None) -> None:
-        """`write` gets the values as well, at the end."""
+        """`write` is also called with the measured values at the end."""
         self.columns = columns
         self._write = write
         self._steps: dict[int, Metrics] = {}
 
     def log(self, metrics: Metrics, step: int) -> None:
-        # Validation and the like are no steps.
+        # Only training steps have this metric; validation, for example, does not.
         if "time/step" in metrics:
             self._steps[step] = dict(metrics)
 
@@ -53,8 +53,8 @@ class BenchTable:
         table = Table(box=box.SIMPLE_HEAD, show_footer=True)
         table.add_column("Step", footer="Overall")
         for name, values in measured.items():
-            of = summary(values)
-            footer = f"{of['mean']:.2f} ± {of['std']:.2f} [{of['min']:.2f}, {of['max']:.2f}]"
+            stats = summary(values)
+            footer = f"{stats['mean']:.2f} ± {stats['std']:.2f} [{stats['min']:.2f}, {stats['max']:.2f}]"
             table.add_column(self.columns[name], footer=footer, justify="right")
         for index, step in enumerate(steps):
             table.add_row(str(step), *(f"{values[index]:.2f}" for values in measured.values()))
@@ -64,7 +64,7 @@ class BenchTable:
 
 
 def summary(values: Sequence[float]) -> dict[str, float]:
-    """Mean, standard deviation, least and most."""
+    """Mean, population standard deviation, minimum and maximum."""
     return {
         "mean": statistics.fmean(values),
         "std": statistics.pstdev(values),

@@ -1,4 +1,4 @@
-"""Tells a watchdog that the run goes on."""
+"""Heartbeat: sends a GET request to a watchdog URL after every step."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ TIMEOUT_S = 1.0
 
 
 class Heartbeat:
-    """One GET a step, from a thread. A step is left out while the last call is pending; failures are warnings.
+    """Sends one GET request per step from a background thread, with a timeout of `TIMEOUT_S` seconds.
 
-    Without a URL nothing is called.
+    A beat is skipped while the previous request is pending. Failures are logged as warnings. If the URL is None, no
+    request is sent.
     """
 
     def __init__(self, url: str | None) -> None:
@@ -27,7 +28,7 @@ class Heartbeat:
             self._pending.start()
 
     def close(self) -> None:
-        """Wait for the last call, which takes no longer than its time limit."""
+        """Wait for the last request to finish or time out."""
         if self._pending is not None:
             self._pending.join(2 * TIMEOUT_S)
 
@@ -37,4 +38,4 @@ class Heartbeat:
                 return
         except (OSError, HTTPException, ValueError) as error:
             reason = getattr(error, "code", None) or getattr(error, "reason", None) or error
-            get_logger().warning(f"The heartbeat {url} failed: {reason}")
+            get_logger().warning(f"Heartbeat request to {url} failed: {reason}")

@@ -1,4 +1,4 @@
-"""Metrics for programs: one JSON object a line."""
+"""JSONL monitor: writes metrics to a file as one JSON object per line."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from prime_rl.utils.logger import get_logger
 class JsonlMonitor:
     """Appends `{"time", "source", "step", <metric>: <value>, …}` lines to a file that several processes share.
 
-    Each line is one `write` to a descriptor opened for appending, so lines of different processes do not mix.
-    NaN and infinities, which JSON lacks, become null. A line that cannot be written, on a full disk for one, is a
-    warning: training is worth more than its record.
+    Each line is one `write` to a descriptor in append mode, so lines of different processes do not interleave. NaN and
+    infinities become null, because JSON cannot represent them. If a line cannot be written (for example, the disk is
+    full), training continues: the first failure is logged as a warning, and `close` logs the number of lost lines.
     """
 
     def __init__(self, path: Path, source: str) -> None:
@@ -37,18 +37,18 @@ class JsonlMonitor:
         try:
             written = os.write(self._descriptor, start + line)
         except OSError as error:
-            self._tell_loss(error.strerror or str(error))
+            self._count_lost(error.strerror or str(error))
             return
         self._is_mid_line = written < len(start + line)
         if self._is_mid_line:
-            self._tell_loss("the disk is full")
+            self._count_lost("the disk is full")
 
     def close(self, exit_code: int = 0) -> None:
         if self._lost_lines:
-            get_logger().warning(f"{self._lost_lines} lines of {self.path} could not be written")
+            get_logger().warning(f"{self._lost_lines} lines could not be written to {self.path}")
         os.close(self._descriptor)
 
-    def _tell_loss(self, reason: str) -> None:
+    def _count_lost(self, reason: str) -> None:
         self._lost_lines += 1
         if self._lost_lines == 1:
-            get_logger().warning(f"{self.path} cannot be written ({reason}); training goes on without its metrics")
+            get_logger().warning(f"Cannot write to {self.path} ({reason}); training continues, but metrics are lost")

@@ -21,7 +21,7 @@ GAUGES: Mapping[str, str] = {
     "trainer_mismatch_kl": "mismatch_kl/mean",
     "trainer_kl_ent_ratio": "kl_ent_ratio/mean",
 }
-"""Gauges and the metric that each shows."""
+"""Gauge names and the metric that each one reports."""
 STEP_GAUGES = ("trainer_step", "trainer_last_step_timestamp_seconds")
 RUN_COUNT_GAUGES = tuple(f"trainer_runs_{state}" for state in ("discovered", "active", "ready", "max"))
 RUN_GAUGES: Mapping[str, str] = {"trainer_run_tokens": "progress/tokens", "trainer_run_learning_rate": "optim/lr"}
@@ -33,15 +33,15 @@ RUN_LABEL = 'run="run_default"'
 class MetricsServer:
     """Serves `GET /health` ("ok") and `GET /metrics`, both from the start.
 
-    Gauges are 0 before the first step; those of a run have no value yet. On other machines than the first, the first
-    process has no metrics and serves its health only.
+    Before the first step, gauges are 0, and gauges with a `run` label have no value. With `has_metrics=False` it serves
+    only `/health`. The first process of every other machine does this, because only the main process logs metrics.
     """
 
     def __init__(self, config: MetricsServerConfig, has_metrics: bool = True) -> None:
-        """Start to listen.
+        """Start listening.
 
         Raises:
-            MonitorError: the port is taken, or the host is not an address of this machine.
+            MonitorError: the port is in use, or the host is not an address of this machine.
         """
         self._values: dict[str, float | str] = dict.fromkeys((*STEP_GAUGES, *GAUGES, *RUN_COUNT_GAUGES), 0.0)
         self._run_values: dict[str, float | str] = {}
@@ -77,7 +77,7 @@ class MetricsServer:
 
 
 def exposition(values: Mapping[str, float | str], run_values: Mapping[str, float | str]) -> str:
-    """The gauges in Prometheus's text format. `run_values` get the label of the run; without a value none is shown."""
+    """Format gauges in Prometheus's text format. `run_values` get the `run` label and may be missing."""
     lines = [f"# TYPE {gauge} gauge\n{gauge} {float(value)}\n" for gauge, value in values.items()]
     for gauge in (*RUN_STATE_GAUGES, *RUN_GAUGES):
         lines.append(f"# TYPE {gauge} gauge\n")
@@ -101,4 +101,4 @@ class _PageHandler(BaseHTTPRequestHandler):
         self.wfile.write(page)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Requests come every few seconds; the log is for training."""
+        """Log no requests: a scraper sends one every few seconds."""

@@ -1,4 +1,4 @@
-"""Metrics in Weights & Biases."""
+"""Weights & Biases monitor."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from prime_rl.monitors.base import Metrics, MonitorError
 
 
 class WandbMonitor:
-    """One W&B run. `offline`, or `WANDB_MODE=offline`, writes it below `directory` for `wandb sync`.
+    """Logs to one W&B run.
 
-    An `id` continues an earlier run.
+    `offline`, or `WANDB_MODE=offline`, writes the run to `directory` for a later `wandb sync`. `id` resumes an earlier
+    run.
     """
 
     def __init__(self, config: WandbConfig, directory: Path, run_config: dict[str, Any]) -> None:
         """Start the run.
 
         Raises:
-            MonitorError: W&B cannot be reached, or does not know us.
+            MonitorError: W&B cannot be reached, or the user is not logged in.
         """
         import wandb
 
@@ -38,20 +39,20 @@ class WandbMonitor:
         except wandb.Error as error:
             reason = str(error).strip().splitlines()[0]
             raise MonitorError(
-                f"wandb: {reason}: log in with `wandb login`, or write it here with --wandb.offline"
+                f"wandb: {reason}: log in with `wandb login`, or log offline with --wandb.offline"
             ) from error
 
     def log(self, metrics: Metrics, step: int) -> None:
         self._run.log(dict(metrics), step=step)
 
     def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int) -> None:
-        """A table to read in the browser."""
+        """Log a table."""
         import wandb
 
         self._run.log({name: wandb.Table(columns=list(columns), data=[list(row) for row in rows])}, step=step)
 
     def log_distributions(self, values: Mapping[str, Sequence[float]], step: int) -> None:
-        """A histogram for each name."""
+        """Log one histogram per name."""
         import wandb
 
         self._run.log({name: wandb.Histogram(list(of_name)) for name, of_name in values.items()}, step=step)

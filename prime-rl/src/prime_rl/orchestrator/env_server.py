@@ -16,7 +16,7 @@ from prime_rl.configs.surface.not_built import refuse_unbuilt
 from prime_rl.orchestrator.errors import EnvironmentFault
 from prime_rl.orchestrator.stopping import leave
 from prime_rl.run.paths import OrchestratorPaths
-from prime_rl.utils.imports import importing
+from prime_rl.utils.imports import import_without_gc
 from prime_rl.utils.logger import get_logger, setup_logger
 from prime_rl.utils.pydantic_config import parse_argv_or_exit
 
@@ -51,7 +51,7 @@ def serve(config: EnvServerConfig) -> None:
         EnvironmentFault: the environment cannot be used, or its address is taken.
     """
     # verifiers takes seconds to import.
-    with importing():
+    with import_without_gc():
         from prime_rl.orchestrator.env_servers.environments import load_environment, setup_verifiers_logging
 
     setup_verifiers_logging(config.log)

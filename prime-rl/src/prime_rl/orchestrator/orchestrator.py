@@ -16,7 +16,7 @@ from prime_rl.orchestrator.errors import OrchestratorError, TooManyFailures
 from prime_rl.orchestrator.stopping import leave
 from prime_rl.run.directory import OutputDirInUse, check_output_dir
 from prime_rl.run.paths import OrchestratorPaths, RunPaths
-from prime_rl.utils.imports import importing
+from prime_rl.utils.imports import import_without_gc
 from prime_rl.utils.logger import get_logger, setup_logger
 from prime_rl.utils.pydantic_config import dump_toml, parse_argv_or_exit
 
@@ -37,7 +37,7 @@ def run(config: OrchestratorConfig, paths: OrchestratorPaths) -> int:
     try:
         resume_step = prepare_directory(config, paths)
         # verifiers takes seconds to import.
-        with importing():
+        with import_without_gc():
             from prime_rl.orchestrator.run import run_orchestrator
 
         return run_orchestrator(config, resume_step)

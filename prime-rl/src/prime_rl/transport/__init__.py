@@ -1,4 +1,4 @@
-"""How messages travel from the orchestrator to the packer, and from the packer to the trainer's ranks."""
+"""Transport of training batches: from the orchestrator to the packer, and from the packer to the trainer's ranks."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ from prime_rl.transport.sockets import ZMQBatchReceiver, ZMQBatchSender, ZMQMicr
 
 
 class BatchSender(Protocol):
-    """The orchestrator's end."""
+    """Sends training batches; used by the orchestrator."""
 
     def send(self, batch: TrainingBatch) -> None:
-        """Hand over the batch of `batch.step`."""
+        """Send the batch of `batch.step`."""
 
     def close(self) -> None:
-        """Return when the receiver can have all that was sent, even if this process ends then."""
+        """Block until the receiver can get every batch sent, even if this process exits afterwards."""
 
 
 class BatchReceiver(Protocol):
-    """The packer's end, on rank 0 of the trainer."""
+    """Receives training batches; used by the packer, on rank 0 of the trainer."""
 
     def receive(self, step: int) -> TrainingBatch | None:
-        """The batch of `step`, or None while there is none. Never blocks."""
+        """Return the batch of `step`, or None if it has not arrived. Never blocks."""
 
     def close(self) -> None: ...
 
 
 class MicroBatchSender(Protocol):
-    """The packer's end towards the data-parallel ranks."""
+    """Sends packed rows to the data-parallel ranks; used by the packer."""
 
     def send(self, step: int, rows_of_ranks: Mapping[int, list[MicroBatch]]) -> None: ...
 
@@ -46,30 +46,31 @@ class MicroBatchSender(Protocol):
 
 
 class MicroBatchReceiver(Protocol):
-    """One data-parallel rank's end."""
+    """Receives the packed rows of one data-parallel rank."""
 
     def receive(self, step: int) -> list[MicroBatch]:
-        """This rank's rows of `step`, which the packer has already sent."""
+        """Return this rank's rows of `step`. Call only after the packer has sent them."""
 
     def close(self) -> None: ...
 
 
 def setup_batch_sender(config: TransportConfig, run: OrchestratorPaths) -> BatchSender:
-    """The orchestrator's end of the transport. Batches that an earlier start left behind are discarded."""
+    """Create the orchestrator's sender. Deletes batches left over from an earlier start."""
     return ZMQBatchSender(config, run) if config.type == "zmq" else FileSystemBatchSender(run)
 
 
 def setup_batch_receiver(config: TransportConfig, run: OrchestratorPaths) -> BatchReceiver:
-    """Raises TransportError where its socket cannot be opened."""
+    """Create the packer's receiver. Raises TransportError if its socket cannot be opened."""
     return ZMQBatchReceiver(config, run) if config.type == "zmq" else FileSystemBatchReceiver(run)
 
 
 def setup_micro_batch_sender(config: TransportConfig, run: RunPaths) -> MicroBatchSender:
-    """Raises TransportError where its socket cannot be opened."""
+    """Create the packer's sender. Raises TransportError if its socket cannot be opened."""
     return ZMQMicroBatchSender(config) if config.type == "zmq" else FileSystemMicroBatchSender(run)
 
 
 def setup_micro_batch_receiver(config: TransportConfig, run: RunPaths, data_rank: int) -> MicroBatchReceiver:
+    """Create the receiver of one data-parallel rank."""
     return (
         ZMQMicroBatchReceiver(config, data_rank)
         if config.type == "zmq"

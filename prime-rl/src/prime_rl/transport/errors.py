@@ -1,7 +1,7 @@
-"""What can go wrong between orchestrator and trainer that a person can mend."""
+"""Errors in communication between orchestrator, trainer and inference servers that the user can fix."""
 
 from __future__ import annotations
 
 
 class TransportError(Exception):
-    """A fault that the message alone explains."""
+    """A transport failure; the message alone explains it, without a traceback."""

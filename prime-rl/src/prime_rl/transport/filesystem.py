@@ -1,7 +1,7 @@
-"""Messages as files: written beside their place and renamed, so a file that exists is whole.
+"""Filesystem transport: exchanges batches as files, written to a temporary name and renamed when complete.
 
-A batch is of no use once its step began: a resumed orchestrator generates the batches after its checkpoint again.
-So each end keeps the files of one step at most, and a sender starts by discarding what an earlier start left.
+A batch is not needed after its step has begun, because a resumed orchestrator regenerates the batches after its
+checkpoint. So files are kept for one step only, and a sender deletes leftover files when it starts.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ class FileSystemBatchSender:
             scratch.write_bytes(self._encoder.encode(batch))
 
     def close(self) -> None:
-        """Nothing to do: what was sent lies on the disk."""
+        """Do nothing: sent batches are on disk."""
 
 
 class FileSystemBatchReceiver:
-    """Reads exactly the batch file of the step it is asked for, and removes those of earlier steps."""
+    """Reads the batch file of the requested step and deletes the files of earlier steps."""
 
     def __init__(self, run: OrchestratorPaths) -> None:
         self.run = run
@@ -44,7 +44,7 @@ class FileSystemBatchReceiver:
         self._reported_mtime_ns = 0
 
     def receive(self, step: int) -> TrainingBatch | None:
-        """The batch of `step`, or None while it is missing or unreadable; each unreadable file is logged once."""
+        """Return the batch of `step`, or None while it is missing or unreadable. Logs each unreadable file once."""
         path = self.run.batch(step)
         try:
             batch = self._decoder.decode(path.read_bytes())
@@ -54,7 +54,7 @@ class FileSystemBatchReceiver:
             self._report(path, str(error))
             return None
         if batch.step != step:
-            self._report(path, f"it holds the batch of step {batch.step}")
+            self._report(path, f"it contains the batch of step {batch.step}")
             return None
         for earlier in _steps_in(self.run.rollouts, before=step):
             _discard(self.run.batch(earlier))
@@ -62,14 +62,14 @@ class FileSystemBatchReceiver:
         return batch
 
     def close(self) -> None:
-        """Nothing to do: no file stays open."""
+        """Do nothing: no file stays open."""
 
     def _report(self, path: Path, fault: str) -> None:
-        with contextlib.suppress(FileNotFoundError):  # replaced between the read and this look: the next poll tells
+        with contextlib.suppress(FileNotFoundError):  # replaced since it was read: the next poll reads the new file
             mtime_ns = path.stat().st_mtime_ns
             if mtime_ns != self._reported_mtime_ns:
                 self._reported_mtime_ns = mtime_ns
-                get_logger().error(f"{path} is not a training batch, waiting for another: {fault}")
+                get_logger().error(f"{path} is not a valid training batch ({fault}); waiting for a valid one")
 
 
 class FileSystemMicroBatchSender:
@@ -81,14 +81,14 @@ class FileSystemMicroBatchSender:
         self._discard_steps()
 
     def send(self, step: int, rows_of_ranks: Mapping[int, list[MicroBatch]]) -> None:
-        # Every rank reads its file before it joins the collectives of that step, so earlier files are done with.
+        # Every rank reads its file before it joins a step's collectives, so files of earlier steps are not needed.
         self._discard_steps(before=step)
         for rank, rows in rows_of_ranks.items():
             with replacing_file(self.run.rank_batch(step, rank)) as scratch:
                 scratch.write_bytes(self._encoder.encode(rows))
 
     def close(self) -> None:
-        """Nothing to do: no file stays open."""
+        """Do nothing: no file stays open."""
 
     def _discard_steps(self, before: int | None = None) -> None:
         for step in _steps_in(self.run.rollouts, before):
@@ -97,7 +97,7 @@ class FileSystemMicroBatchSender:
 
 
 class FileSystemMicroBatchReceiver:
-    """Reads one data-parallel rank's file."""
+    """Reads the files of one data-parallel rank."""
 
     def __init__(self, run: RunPaths, data_rank: int) -> None:
         self.run = run
@@ -108,7 +108,7 @@ class FileSystemMicroBatchReceiver:
         return self._decoder.decode(self.run.rank_batch(step, self.data_rank).read_bytes())
 
     def close(self) -> None:
-        """Nothing to do: no file stays open."""
+        """Do nothing: no file stays open."""
 
 
 def _steps_in(parent: Path, before: int | None = None) -> list[int]:
@@ -120,5 +120,5 @@ def _steps_in(parent: Path, before: int | None = None) -> list[int]:
 
 def _discard(file: Path) -> None:
     file.unlink(missing_ok=True)
-    with contextlib.suppress(OSError):  # the directory holds other files, or is gone
+    with contextlib.suppress(OSError):  # the directory is not empty, or is already deleted
         file.parent.rmdir()

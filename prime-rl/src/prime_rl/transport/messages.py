@@ -1,7 +1,7 @@
-"""The messages between orchestrator, packer and trainer, as MessagePack arrays.
+"""Messages between orchestrator, packer and trainer, encoded as MessagePack arrays.
 
-Fields travel by position, so new ones go to the end with a default: an older reader ignores them, a newer reader
-fills them in.
+Fields are identified by position. Add new fields at the end, with a default: older readers ignore them, and newer
+readers use the default for messages without them.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ class TrainingSample(msgspec.Struct, array_like=True):
     prompt_mask: list[bool]
     completion_ids: list[int]
     completion_mask: list[bool]
-    """False for tokens that the environment wrote."""
+    """False for tokens that the environment wrote; they are not trained on."""
     completion_logprobs: list[float]
     """Log-probability of each completion token under the policy that sampled it; 0.0 for environment tokens."""
     completion_temperatures: list[float]
     teacher_logprobs: list[float] | None = None
-    """N + M values; entry t scores token t."""
+    """N + M values; entry t is the log-probability of token t."""
     advantage: float | None = None
     reward: float | None = None
-    """For people; the loss reads `advantage` only."""
+    """For reports only; the loss uses `advantage`."""
     pixel_values: list[list[float]] | None = None
     image_grid_thw: list[list[int]] | None = None
     version: int | None = None
-    """Oldest policy version that sampled any of its tokens; None where that is not known."""
+    """Oldest policy version that sampled any of its tokens; None if unknown."""
 
 
 class TrainingBatch(msgspec.Struct, array_like=True):
-    """What the trainer consumes at one step."""
+    """All samples that the trainer consumes in one step."""
 
     examples: list[TrainingSample]
     step: int
@@ -41,7 +41,7 @@ class TrainingBatch(msgspec.Struct, array_like=True):
 
 
 class MicroBatch(msgspec.Struct, array_like=True):
-    """One packed row of T tokens for one data-parallel rank. A sequence starts wherever `position_ids` is 0."""
+    """One packed row of T tokens for one data-parallel rank. A sequence starts at each token with position 0."""
 
     input_ids: list[int]
     loss_mask: list[bool]
@@ -54,6 +54,6 @@ class MicroBatch(msgspec.Struct, array_like=True):
     pixel_values: list[list[float]] | None = None
     image_grid_thw: list[list[int]] | None = None
     versions: list[int] | None = None
-    """Oldest policy version of each token's sequence; -1, or None for all, where it is not known."""
+    """Oldest policy version of each token's sequence, -1 if unknown. None if no version is known."""
     minibatch: int = 0
-    """Which of the step's optimizer updates this row belongs to."""
+    """Index of the optimizer update within the step that this row belongs to."""

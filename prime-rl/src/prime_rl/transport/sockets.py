@@ -1,11 +1,11 @@
-"""Messages through ZeroMQ sockets, for components without a shared filesystem.
+"""ZeroMQ transport, for components without a shared filesystem.
 
-| socket | who | carries |
+| socket | who | frames |
 |---|---|---|
-| PULL at `port` | rank 0 of the trainer binds, the orchestrator pushes | name of the run, TrainingBatch |
-| XPUB at `port + 1` | rank 0 of the trainer binds, the other ranks subscribe | topic of the rank, step, MicroBatch[] |
+| PULL at `port` | rank 0 of the trainer binds, the orchestrator pushes | run name, TrainingBatch |
+| XPUB at `port + 1` | rank 0 of the trainer binds, the other ranks subscribe | the rank's topic, step, MicroBatch[] |
 
-An XPUB socket hears of subscriptions, so rank 0 knows when all ranks listen and no row is published to nobody.
+An XPUB socket receives subscriptions, so rank 0 can wait for all ranks to subscribe before it publishes.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from prime_rl.transport.messages import MicroBatch, TrainingBatch
 from prime_rl.utils.logger import get_logger
 
 LINGER_S = 30
-"""A closing sender waits so long until its last batch has been fetched; a busy trainer's I/O thread fetches it too."""
+"""How long a closing sender waits for unsent batches to leave. ZeroMQ's I/O thread receives even in a busy trainer."""
 
 PEER_TIMEOUT_S = 60
-"""Ranks of one trainer start together and take each step together; a longer silence is a fault."""
+"""Timeout between the ranks of a trainer, which start together and run each step together."""
 
 SUBSCRIBE = b"\x01"
 
 
 class ZMQBatchSender:
-    """The orchestrator's end."""
+    """Pushes training batches from the orchestrator to the trainer."""
 
     def __init__(self, config: ZMQTransportConfig, run: OrchestratorPaths) -> None:
-        self._run_name = _name_of(run)
+        self._run_name = _run_name(run)
         self._encoder = msgspec.msgpack.Encoder()
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.PUSH)
@@ -47,16 +47,16 @@ class ZMQBatchSender:
         self._socket.send_multipart([self._run_name, self._encoder.encode(batch)])
 
     def close(self) -> None:
-        """Return when all batches have left, or after `LINGER_S`."""
+        """Block until all batches have been sent, at most `LINGER_S` seconds."""
         self._socket.close()
         self._context.term()
 
 
 class ZMQBatchReceiver:
-    """Rank 0's end. Keeps batches that came early, and drops those of earlier steps and of other runs."""
+    """Pulls training batches on rank 0. Stores batches of later steps; drops those of earlier steps and other runs."""
 
     def __init__(self, config: ZMQTransportConfig, run: OrchestratorPaths) -> None:
-        self._run_name = _name_of(run)
+        self._run_name = _run_name(run)
         self._decoder = msgspec.msgpack.Decoder(TrainingBatch)
         self._batches: dict[int, TrainingBatch] = {}
         self._context = zmq.Context()
@@ -65,10 +65,10 @@ class ZMQBatchReceiver:
         _bind(self._socket, config.host, config.port)
 
     def receive(self, step: int) -> TrainingBatch | None:
-        """The batch of `step`, or None while it has not come; of two for one step, the later one."""
+        """Return the batch of `step`, or None if it has not arrived. If a step is sent twice, the last one counts."""
         while (frames := self._next_message()) is not None:
-            self._keep(frames)
-        for earlier in [kept for kept in self._batches if kept < step]:
+            self._accept(frames)
+        for earlier in [stored for stored in self._batches if stored < step]:
             del self._batches[earlier]
         return self._batches.get(step)
 
@@ -81,38 +81,38 @@ class ZMQBatchReceiver:
         except zmq.Again:
             return None
 
-    def _keep(self, frames: list[bytes]) -> None:
+    def _accept(self, frames: list[bytes]) -> None:
         run_name, *payload = frames
         if run_name != self._run_name or len(payload) != 1:
             theirs, ours = (name.decode(errors="replace") for name in (run_name, self._run_name))
-            get_logger().error(f"Dropped a batch of {theirs!r}, for this is {ours!r}: two runs use one port")
+            get_logger().error(f"Dropped a batch of run {theirs!r}: this is run {ours!r}, and both use the same port")
             return
         try:
             batch = self._decoder.decode(payload[0])
         except msgspec.DecodeError as error:
-            get_logger().error(f"Dropped a message that is not a training batch: {error}")
+            get_logger().error(f"Dropped a message that is not a valid training batch: {error}")
             return
         batch.run_idx = 0
         self._batches[batch.step] = batch
 
 
 class ZMQMicroBatchSender:
-    """Rank 0's end towards the other ranks."""
+    """Publishes packed rows from rank 0 to all data-parallel ranks."""
 
     def __init__(self, config: ZMQTransportConfig) -> None:
         self._encoder = msgspec.msgpack.Encoder()
         self._subscribed: set[bytes] = set()
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.XPUB)
-        # A publisher drops messages for a slow subscriber unless it is told to wait for it.
+        # By default, a publisher drops messages for slow subscribers.
         self._socket.xpub_nodrop = True
         _bind(self._socket, config.host, config.port + 1)
 
     def send(self, step: int, rows_of_ranks: Mapping[int, list[MicroBatch]]) -> None:
-        """Publish each rank's rows, once all these ranks listen.
+        """Publish each rank's rows, after waiting for all of these ranks to subscribe.
 
         Raises:
-            TransportError: a rank does not, for `PEER_TIMEOUT_S`.
+            TransportError: a rank does not subscribe within `PEER_TIMEOUT_S` seconds.
         """
         self._await_subscriptions(rows_of_ranks)
         for rank, rows in rows_of_ranks.items():
@@ -125,14 +125,14 @@ class ZMQMicroBatchSender:
     def _await_subscriptions(self, ranks: Iterable[int]) -> None:
         while missing := [rank for rank in ranks if _topic(rank) not in self._subscribed]:
             if not self._socket.poll(PEER_TIMEOUT_S * 1000):
-                raise TransportError(f"trainer ranks {missing} did not ask for their rows in {PEER_TIMEOUT_S} s")
+                raise TransportError(f"trainer ranks {missing} did not subscribe to their rows in {PEER_TIMEOUT_S} s")
             event = self._socket.recv()
             if event.startswith(SUBSCRIBE):
                 self._subscribed.add(event.removeprefix(SUBSCRIBE))
 
 
 class ZMQMicroBatchReceiver:
-    """One data-parallel rank's end."""
+    """Receives the packed rows of one data-parallel rank."""
 
     def __init__(self, config: ZMQTransportConfig, data_rank: int) -> None:
         self._decoder = msgspec.msgpack.Decoder(list[MicroBatch])
@@ -142,16 +142,16 @@ class ZMQMicroBatchReceiver:
         self._socket.subscribe(_topic(data_rank))
 
     def receive(self, step: int) -> list[MicroBatch]:
-        """This rank's rows of `step`.
+        """Return this rank's rows of `step`.
 
         Raises:
-            TransportError: they do not come for `PEER_TIMEOUT_S`, or those of another step come instead.
+            TransportError: the rows do not arrive within `PEER_TIMEOUT_S` seconds, or rows of another step arrive.
         """
         if not self._socket.poll(PEER_TIMEOUT_S * 1000):
-            raise TransportError(f"the rows of step {step} did not come in {PEER_TIMEOUT_S} s")
+            raise TransportError(f"the rows of step {step} did not arrive in {PEER_TIMEOUT_S} s")
         _, sent_step, payload = self._socket.recv_multipart()
         if int(sent_step) != step:
-            raise TransportError(f"expected the rows of step {step}, and those of step {int(sent_step)} came")
+            raise TransportError(f"expected the rows of step {step}, but received those of step {int(sent_step)}")
         return self._decoder.decode(payload)
 
     def close(self) -> None:
@@ -159,21 +159,21 @@ class ZMQMicroBatchReceiver:
 
 
 def _bind(socket_: zmq.Socket[bytes], host: str, port: int) -> None:
-    """Listen on the address of `host` alone: whoever reaches a socket can send what is trained on."""
+    """Listen on the address of `host` only: anyone who can reach the socket can inject training data."""
     try:
         socket_.bind(f"tcp://{socket.gethostbyname(host)}:{port}")
     except (OSError, zmq.ZMQError) as error:
         raise TransportError(
-            f"rollout_transport: cannot listen at {host}:{port}: {error.strerror}; another run may use the port: set "
-            "trainer.rollout_transport.port and orchestrator.rollout_transport.port to another one"
+            f"rollout_transport: cannot listen on {host}:{port}: {error.strerror}; if another run uses the port, set "
+            "trainer.rollout_transport.port and orchestrator.rollout_transport.port to a different one"
         ) from error
 
 
 def _topic(rank: int) -> bytes:
-    # The bar at the end keeps rank 1 from hearing rank 10: a subscription matches prefixes.
+    # Subscriptions match prefixes: without the final bar, rank 1 would also receive rank 10's rows.
     return b"data_rank|%d|" % rank
 
 
-def _name_of(run: OrchestratorPaths) -> bytes:
-    """The last two parts of the run's directory: machines may mount it at different places."""
+def _run_name(run: OrchestratorPaths) -> bytes:
+    """The last two components of the run's directory, which machines may mount under different paths."""
     return "/".join(run.root.absolute().parts[-2:]).encode()

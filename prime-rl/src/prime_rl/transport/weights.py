@@ -1,14 +1,14 @@
-"""Weights from the trainer straight into the memory of inference engines, through NCCL, or gloo without GPUs.
+"""Broadcasts weights from the trainer directly to inference engines, through NCCL on GPUs or gloo on CPUs.
 
-The group is apart from the trainer's own and from the engine's: rank 0 is the trainer's main process, every other rank
-an engine's worker. Rank 0 broadcasts all messages:
+The process group is separate from those of the trainer and of the engines: rank 0 is the trainer's main process, and
+every other rank is an engine worker. Rank 0 broadcasts all messages:
 
     int64 [number of bundles]
-    for each bundle: int64 [bytes of the header], the header, then one flat tensor for each of its dtypes
+    for each bundle: int64 [header size in bytes], the header, then one flat tensor per dtype
 
-The header is MessagePack: the policy version, and name and shape of each tensor, by dtype. Bundles are the tensors
-outside the decoder layers, then each layer's (runtime behaviour, section 5.9), so that neither side ever holds a second
-copy of the model. Names are those of the hub.
+The header is MessagePack: the policy version, and the name and shape of each tensor, grouped by dtype. The first bundle
+has the tensors outside the decoder layers, and each further bundle has one layer's, so that neither side ever holds a
+second copy of the model. Tensors are named as on the hub.
 """
 
 from __future__ import annotations
@@ -27,41 +27,42 @@ from torch import Tensor
 from prime_rl.transport.errors import TransportError
 
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
-_OFFER = "offer"
+_GROUP_INFO = "info"
 SENDER = 0
 
 
 class TensorSpec(msgspec.Struct, array_like=True):
-    """One tensor of a bundle."""
+    """Name and shape of one tensor in a bundle."""
 
     name: str
     shape: list[int]
 
 
 class BundleHeader(msgspec.Struct, array_like=True):
-    """What a bundle holds, in the order in which it comes."""
+    """The contents of a bundle, in the order in which they are sent."""
 
     version: int
     tensors_by_dtype: dict[str, list[TensorSpec]]
 
 
-class Offer(msgspec.Struct, array_like=True):
-    """What the trainer says of the group at its door."""
+class GroupInfo(msgspec.Struct, array_like=True):
+    """The group's size and device type, published by the trainer so that joining workers can check theirs."""
 
     size: int
     device: str
 
 
 class WeightGroup:
-    """One process's place among the trainer and the engines' workers."""
+    """One process's membership in the group of the trainer (rank 0) and all engine workers."""
 
     def __init__(self, address: tuple[str, int], rank: int, size: int, device: torch.device, timeout_s: float) -> None:
-        """Meet at `address`, where rank 0 opens a port and returns at once; the others wait for it.
+        """Rendezvous at `address`: rank 0 opens the port and returns at once; all other ranks wait for rank 0.
 
-        The connections themselves are made with the first weights.
+        Connections are established when the first weights are sent.
 
         Raises:
-            TransportError: the port cannot be opened, or rank 0 does not come in `timeout_s`, or means another group.
+            TransportError: the port cannot be opened, rank 0 does not appear within `timeout_s` seconds, or its group
+                has another size or device type.
         """
         self.rank = rank
         self.size = size
@@ -69,23 +70,23 @@ class WeightGroup:
         self._timeout = timedelta(seconds=timeout_s)
         self._backend: dist.ProcessGroupNCCL | dist.ProcessGroupGloo | None = None
         host, port = address
-        with _telling(f"process {rank} of {size} could not join the group at {host}:{port}"):
+        with _as_transport_error(f"process {rank} of {size} could not join the group at {host}:{port}"):
             self._store = dist.TCPStore(
                 host, port, is_master=rank == SENDER, timeout=self._timeout, wait_for_workers=False
             )
             if rank == SENDER:
                 # torch's stub takes text alone; the store takes bytes, and gives bytes back.
-                self._store.set(_OFFER, msgspec.msgpack.encode(Offer(size, device.type)))  # type: ignore[arg-type]
+                self._store.set(_GROUP_INFO, msgspec.msgpack.encode(GroupInfo(size, device.type)))  # type: ignore[arg-type]
             else:
-                self._check(msgspec.msgpack.decode(self._store.get(_OFFER), type=Offer))
+                self._check(msgspec.msgpack.decode(self._store.get(_GROUP_INFO), type=GroupInfo))
 
     def send(self, weights: Mapping[str, Tensor], version: int) -> None:
-        """Give `weights` (any device, hub naming) to every engine worker. Rank 0 only.
+        """Send `weights` (on any device, named as on the hub) to every engine worker. Rank 0 only.
 
         Raises:
-            TransportError: a worker is gone, or does not take them in the group's time.
+            TransportError: a worker has exited or does not receive the weights within the group's timeout.
         """
-        with _telling(f"version {version} did not reach the inference servers"):
+        with _as_transport_error(f"version {version} did not reach the inference servers"):
             bundles = bundles_of(weights)
             self._send_number(len(bundles))
             for names in bundles:
@@ -97,38 +98,38 @@ class WeightGroup:
                     self._broadcast(torch.cat([weights[name].to(self.device).flatten() for name in members]))
 
     def receive(self, version: int) -> Iterator[tuple[str, Tensor]]:
-        """Name and tensor of all weights of `version`, on this process's device, as they come. Every rank but 0.
+        """Yield name and tensor of every weight of `version` as they arrive, on this process's device. Not on rank 0.
 
-        The iterator must be used up: the others wait for this process. A tensor is a view of its bundle.
+        Exhaust the iterator, because all other ranks wait for this one. Each tensor is a view of its bundle.
 
         Raises:
-            TransportError: the trainer is gone, sends nothing in the group's time, or sends another version.
+            TransportError: the trainer has exited, sends nothing within the group's timeout, or sends another version.
         """
-        broken = f"version {version} did not come from the trainer"
-        with _telling(broken):
+        broken = f"did not receive version {version} from the trainer"
+        with _as_transport_error(broken):
             count = self._receive_number()
         for _ in range(count):
-            with _telling(broken):
+            with _as_transport_error(broken):
                 header = msgspec.msgpack.decode(self._receive_bytes(), type=BundleHeader)
             if header.version != version:
-                raise TransportError(f"expected the weights of version {version}, and {header.version} came")
+                raise TransportError(f"expected the weights of version {version}, but received {header.version}")
             for dtype, specs in header.tensors_by_dtype.items():
                 sizes = [math.prod(spec.shape) for spec in specs]
                 flat = torch.empty(sum(sizes), dtype=getattr(torch, dtype), device=self.device)
-                with _telling(broken):
+                with _as_transport_error(broken):
                     self._broadcast(flat)
                 for spec, part in zip(specs, flat.split_with_sizes(sizes), strict=True):
                     yield spec.name, part.view(spec.shape)
 
-    def _check(self, offer: Offer) -> None:
-        if offer.device != self.device.type:
+    def _check(self, info: GroupInfo) -> None:
+        if info.device != self.device.type:
             raise TransportError(
-                f"the trainer sends weights from a {offer.device} device, and this engine is on a {self.device.type} "
-                "one: weight_broadcast.type = 'nccl' needs both on GPUs, or both on CPUs"
+                f"the trainer sends weights from a {info.device} device, but this engine is on a {self.device.type} "
+                "device: weight_broadcast.type = 'nccl' needs both on GPUs or both on CPUs"
             )
-        if offer.size != self.size:
+        if info.size != self.size:
             raise TransportError(
-                f"the trainer waits for {offer.size - 1} inference workers, and there are {self.size - 1}: set "
+                f"the trainer expects {info.size - 1} inference workers, but there are {self.size - 1}: set "
                 f"trainer.weight_broadcast.inference_world_size = {self.size - 1}"
             )
 
@@ -159,8 +160,8 @@ class WeightGroup:
 
 
 @contextmanager
-def _telling(fault: str) -> Iterator[None]:
-    """Turn what torch raises into one line."""
+def _as_transport_error(fault: str) -> Iterator[None]:
+    """Convert errors from torch into a one-line TransportError."""
     try:
         yield
     except (RuntimeError, OSError) as error:  # torch's DistError is a RuntimeError
@@ -168,7 +169,7 @@ def _telling(fault: str) -> Iterator[None]:
 
 
 def bundles_of(names: Iterable[str]) -> list[list[str]]:
-    """The names outside decoder layers, then those of each layer, in order."""
+    """Group names into bundles: those outside decoder layers first, then one bundle per layer, in order."""
     bundles: dict[int, list[str]] = {}
     for name in names:
         layer = _LAYER.search(name)
@@ -189,7 +190,7 @@ def _header_of(weights: Mapping[str, Tensor], by_dtype: Mapping[torch.dtype, lis
 def _backend(
     store: dist.Store, rank: int, size: int, device: torch.device, timeout: timedelta
 ) -> dist.ProcessGroupNCCL | dist.ProcessGroupGloo:
-    # Made directly: a process may be in other groups already, or, as an engine's worker, must not start a default one.
+    # Constructed directly: the process may be in other groups already, and an engine worker must not create a default.
     store = dist.PrefixStore("weights", store)
     if device.type == "cuda":
         options = dist.ProcessGroupNCCL.Options()

@@ -1,6 +1,7 @@
-"""Files and directories that are written whole or not at all.
+"""Atomic writes of files and directories.
 
-Writers write beside the target and rename. A directory that holds the empty file `STABLE` is complete and flushed.
+Writers write to a temporary path next to the target, then rename it. A directory with an empty file `STABLE` is
+complete and flushed to disk.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ STABLE = "STABLE"
 
 
 def fsync_tree(directory: Path) -> None:
-    """Flush every file below `directory`, and the directories themselves, to the disk."""
+    """Flush every file and directory in `directory` to disk, recursively."""
     for path in [*directory.rglob("*"), directory]:
         descriptor = os.open(path, os.O_RDONLY)
         try:
@@ -26,7 +27,7 @@ def fsync_tree(directory: Path) -> None:
 
 @contextmanager
 def replacing_file(target: Path) -> Iterator[Path]:
-    """Yield a scratch path beside `target` that takes its place only if the block succeeds."""
+    """Yield a scratch path next to `target`, and rename it to `target` only if the block succeeds."""
     target.parent.mkdir(parents=True, exist_ok=True)
     scratch = target.with_name(f"{target.name}.tmp")
     try:
@@ -40,8 +41,8 @@ def replacing_file(target: Path) -> Iterator[Path]:
 def replacing_directory(target: Path) -> Iterator[Path]:
     """Yield a scratch directory that becomes `target`, flushed and marked `STABLE`, only if the block succeeds.
 
-    An existing `target` is replaced. If the block fails nothing is left of it; a crash leaves either the old directory,
-    or none and a `.partial` beside it.
+    An existing `target` is replaced. If the block fails, the scratch directory is deleted. After a crash, either the
+    old directory is intact, or there is no `target` but a `.partial` directory next to it.
     """
     scratch = begin_directory(target)
     try:
@@ -53,12 +54,12 @@ def replacing_directory(target: Path) -> Iterator[Path]:
 
 
 def scratch_of(target: Path) -> Path:
-    """Where a directory is written that will become `target`."""
+    """Path of the scratch directory that will become `target`."""
     return target.with_name(f"{target.name}.partial")
 
 
 def begin_directory(target: Path) -> Path:
-    """Make an empty `scratch_of(target)`, and return it."""
+    """Create an empty `scratch_of(target)` and return its path."""
     scratch = scratch_of(target)
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir(parents=True)
@@ -66,7 +67,7 @@ def begin_directory(target: Path) -> Path:
 
 
 def complete_directory(target: Path) -> None:
-    """Put what has been written to `scratch_of(target)` in its place: flushed, marked `STABLE`, renamed."""
+    """Mark `scratch_of(target)` as `STABLE`, flush it to disk, and rename it to `target`."""
     scratch = scratch_of(target)
     (scratch / STABLE).touch()
     fsync_tree(scratch)

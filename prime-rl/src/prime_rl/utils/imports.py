@@ -1,4 +1,4 @@
-"""Importing thousands of modules, as torch and Transformers are, without what makes it slow."""
+"""Speeds up imports of large packages such as torch and Transformers."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from pathlib import Path
 
 
 @contextmanager
-def importing() -> Iterator[None]:
-    """Import in the block; garbage is not collected meanwhile, nor ever looked for among what is then there.
+def import_without_gc() -> Iterator[None]:
+    """Disable garbage collection in the block, and exempt all objects that exist at its end from later collections.
 
-    Modules make a million objects and throw few away. Python looks through all of them again each time that their
-    number has grown by a quarter: a sixth of the time of importing torch and Transformers, and each full collection
-    afterwards takes a tenth of a second.
+    Imports create a million objects and free few of them. Python rescans all of them whenever their number has grown
+    by a quarter, which takes a sixth of the import time of torch and Transformers. Each later full collection would
+    take a tenth of a second.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -28,28 +28,29 @@ def importing() -> Iterator[None]:
 
 
 def import_transformers() -> None:
-    """Import Transformers and its package of models, which read the same 3,000 files each to list what they define.
+    """Import `transformers` and `transformers.models`, and scan their files only once.
 
-    Here the package of models gets its list from that of Transformers: a fifth of a second less. It is the same list.
+    Both packages read the same 3,000 files to list the names that they define. Here, `transformers.models` derives its
+    list from that of `transformers`, which saves a fifth of a second. The lists are identical.
     """
     import transformers
 
     try:
         from transformers.utils import import_utils
 
-        list_again = import_utils.define_import_structure
+        original = import_utils.define_import_structure
     except (ImportError, AttributeError):
-        # Another version, which does it in another way.
+        # This version of Transformers has no such function.
         return
     directory = Path(transformers.__file__).parent / "models"
 
     # Cached, as the function that it stands in for.
     @functools.lru_cache
-    def known_list(path: str, prefix: str | None = None) -> dict[frozenset[str], dict[str, set[str]]]:
+    def reuse_list(path: str, prefix: str | None = None) -> dict[frozenset[str], dict[str, set[str]]]:
         if Path(path) != directory / "__init__.py" or prefix is not None:
-            return list_again(path, prefix)
-        # Listed before, with these very arguments, so this is looked up.
-        of_transformers = list_again(directory, prefix="models")
+            return original(path, prefix)
+        # Cached: `transformers` made the same call.
+        of_transformers = original(directory, prefix="models")
         return {
             backends: {
                 name.removeprefix("models."): objects for name, objects in of.items() if name.startswith("models.")
@@ -57,8 +58,8 @@ def import_transformers() -> None:
             for backends, of in of_transformers.items()
         }
 
-    import_utils.define_import_structure = known_list
+    import_utils.define_import_structure = reuse_list
     try:
         import transformers.models
     finally:
-        import_utils.define_import_structure = list_again
+        import_utils.define_import_structure = original

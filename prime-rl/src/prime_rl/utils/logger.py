@@ -1,4 +1,4 @@
-"""Logs for people: `HH:MM:SS`, level, message; or one JSON object a line."""
+"""Logging: lines with `HH:MM:SS`, level and message, or one JSON object per line."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import TextIO, TypeVar
 StreamT = TypeVar("StreamT", bound=TextIO)
 
 SUCCESS = 25
-"""Between INFO and WARNING: a step or a run that ended well. Tests and scripts look for these lines."""
+"""Level between INFO and WARNING, for steps and runs that succeeded. Tests and scripts search for these lines."""
 
 _COLOURS = {
     "DEBUG": "\033[2m",
@@ -27,7 +27,7 @@ _RESET = "\033[0m"
 
 
 class TextFormatter(logging.Formatter):
-    """`12:30:05    INFO message`; a debug line ends with its place in the source."""
+    """Formats `12:30:05    INFO message`; debug lines end with file name and line number."""
 
     def __init__(self, colour: bool) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class TextFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """`timestamp, level, message, module, function, line`, and `exception` where there is one."""
+    """Formats a JSON object with `timestamp, level, message, module, function, line`, and `exception` if present."""
 
     def format(self, record: logging.LogRecord) -> str:
         entry = {
@@ -62,21 +62,21 @@ class JsonFormatter(logging.Formatter):
 
 
 class _StreamHandler(logging.StreamHandler[StreamT]):
-    """A log that cannot be written, on a full disk for one, is told of once on stderr; the program goes on.
+    """If the log cannot be written (for example, the disk is full), prints one warning to stderr and continues.
 
-    As much as the stream's buffer holds follows when there is room again.
+    Lines in the stream's buffer are written once there is space again.
     """
 
-    _is_told = False
+    _has_warned = False
 
     def handleError(self, record: logging.LogRecord) -> None:
         error = sys.exc_info()[1]
         if not isinstance(error, OSError):
             super().handleError(record)
-        elif not self._is_told:
-            self._is_told = True
+        elif not self._has_warned:
+            self._has_warned = True
             with contextlib.suppress(OSError):
-                sys.stderr.write(f"warning: the log {self.stream.name} cannot be written: {error.strerror}\n")
+                sys.stderr.write(f"warning: cannot write to the log {self.stream.name}: {error.strerror}\n")
 
 
 class _FileHandler(_StreamHandler[TextIOWrapper], logging.FileHandler):
@@ -84,9 +84,9 @@ class _FileHandler(_StreamHandler[TextIOWrapper], logging.FileHandler):
 
 
 def setup_logger(level: str, log_file: Path | None = None, json_logging: bool = False) -> logging.Logger:
-    """Send the records of `prime_rl` to stdout, and to `log_file` (appended to) when one is given.
+    """Send log records of `prime_rl` to stdout and, if given, append them to `log_file`.
 
-    `level` is a level name in any case. A second call replaces the handlers of the first.
+    `level` is a level name in upper or lower case. A second call replaces the handlers of the first.
     """
     logging.addLevelName(SUCCESS, "SUCCESS")
     logger = logging.getLogger("prime_rl")
@@ -107,5 +107,5 @@ def setup_logger(level: str, log_file: Path | None = None, json_logging: bool = 
 
 
 def get_logger() -> logging.Logger:
-    """The engine's logger. `get_logger().log(SUCCESS, …)` writes a success line."""
+    """Return the logger of `prime_rl`. `get_logger().log(SUCCESS, …)` writes a success line."""
     return logging.getLogger("prime_rl")

@@ -10,7 +10,7 @@ from prime_rl.configs.trainer import TrainerConfig
 from prime_rl.run.directory import OutputDirInUse, check_output_dir
 from prime_rl.run.paths import RunPaths
 from prime_rl.trainer.process.errors import exit_on_error, leaving_at_once
-from prime_rl.utils.imports import import_transformers, importing
+from prime_rl.utils.imports import import_transformers, import_without_gc
 from prime_rl.utils.logger import setup_logger
 from prime_rl.utils.pydantic_config import parse_argv_or_exit
 
@@ -30,7 +30,7 @@ def main() -> None:
     setup_logger(config.log.level if rank == 0 else "warning", log_file, config.log.json_logging)
     with leaving_at_once(), exit_on_error():
         # Here, so that a mistake in the config is told at once: this loads torch and transformers.
-        with importing():
+        with import_without_gc():
             import_transformers()
             from prime_rl.trainer.rl.run import train
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from prime_rl.configs.sft import SFTConfig
 from prime_rl.configs.surface.not_built import refuse_unbuilt
 from prime_rl.trainer.process.errors import leaving_at_once
-from prime_rl.utils.imports import import_transformers, importing
+from prime_rl.utils.imports import import_transformers, import_without_gc
 from prime_rl.utils.pydantic_config import parse_argv_or_exit
 
 
@@ -17,7 +17,7 @@ def main() -> None:
         return
     with leaving_at_once():
         # Here, so that a mistake in the config is told at once: this loads torch and Transformers.
-        with importing():
+        with import_without_gc():
             import_transformers()
             from prime_rl.trainer.sft.run import run
 
