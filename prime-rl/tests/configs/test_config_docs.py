@@ -56,13 +56,11 @@ def test_a_run_is_refused_for_what_is_not_built(capsys) -> None:
     assert any(line.startswith("error: trainer.model.cp = 2 is not built yet") for line in lines)
 
 
-def test_what_is_not_built_is_found_in_every_item_of_a_list(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "prime_rl.configs.surface.not_built.NOT_BUILT", (NotBuilt("orchestrator.eval.env.skip_first", "why"),)
-    )
+def test_what_is_not_built_is_found_in_every_item_of_a_list() -> None:
     eval_env = '{"env": [{"id": "x"}, {"id": "y", "skip_first": 3}]}'
     run = load_config(RLConfig, [], [*RL, "--orchestrator.eval", eval_env])
-    assert unbuilt_faults(run) == ["orchestrator.eval.env.1.skip_first = 3 is not built yet: why"]
+    unbuilt = [NotBuilt("orchestrator.eval.env.skip_first", "why")]
+    assert unbuilt_faults(run, unbuilt) == ["orchestrator.eval.env.1.skip_first = 3 is not built yet: why"]
 
 
 def test_only_the_named_values_are_refused() -> None:

@@ -299,7 +299,10 @@ def orchestrate(tmp_path: Path, policy_server, capsys: pytest.CaptureFixture[str
         }
         config = load_config(OrchestratorConfig, overrides=defaults | settings)
         setup_logger("info")
-        return run(config, OrchestratorPaths(config.output_dir)), capsys.readouterr().out
+        return run(config, OrchestratorPaths(config.output_dir), at_once), capsys.readouterr().out
+
+    async def at_once(seconds: float) -> None:
+        """Pauses take no time."""
 
     return finish
 

@@ -29,8 +29,7 @@ def test_conversations_are_shipped_whole_and_counted(orchestrate, policy_server)
     assert "Orchestrator finished." in log
 
 
-def test_a_filter_that_masks_everything_leaves_nothing_to_train(orchestrate, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("prime_rl.orchestrator.steps.FIRST_PAUSE_S", 0.0)
+def test_a_filter_that_masks_everything_leaves_nothing_to_train(orchestrate) -> None:
     code, log = orchestrate(filters=[{"type": "repetition", "window": 1, "prob_threshold": 1e-6, "enforce": True}])
     assert code == 1
     assert "step 0: 5 batches in a row had no token to train on" in log

@@ -5,8 +5,10 @@ Nothing heavy is imported before the config has been checked and stale files are
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import sys
+from typing import TYPE_CHECKING
 
 from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.configs.surface.not_built import refuse_unbuilt
@@ -20,6 +22,9 @@ from prime_rl.utils.imports import import_without_gc
 from prime_rl.utils.logger import get_logger, setup_logger
 from prime_rl.utils.pydantic_config import dump_toml, parse_argv_or_exit
 
+if TYPE_CHECKING:
+    from prime_rl.orchestrator.steps import Sleep
+
 
 def main() -> None:
     # Until the event loop takes over, there is nothing to save.
@@ -32,15 +37,18 @@ def main() -> None:
     leave(run(config, paths))
 
 
-def run(config: OrchestratorConfig, paths: OrchestratorPaths) -> int:
-    """Run the orchestrator; the exit code. A foreseen failure is one log line, any other comes with its traceback."""
+def run(config: OrchestratorConfig, paths: OrchestratorPaths, sleep: Sleep = asyncio.sleep) -> int:
+    """Run the orchestrator; the exit code. A foreseen failure is one log line, any other comes with its traceback.
+
+    `sleep` waits between batches that had nothing to train on.
+    """
     try:
         resume_step = prepare_directory(config, paths)
         # verifiers takes seconds to import.
         with import_without_gc():
             from prime_rl.orchestrator.run import run_orchestrator
 
-        return run_orchestrator(config, resume_step)
+        return run_orchestrator(config, resume_step, sleep)
     except TooManyFailures as failure:
         # The author of an environment needs to see where its code failed.
         cause = failure.__cause__

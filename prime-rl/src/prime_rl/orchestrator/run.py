@@ -30,26 +30,28 @@ from prime_rl.orchestrator.scheduling.scheduler import Scheduler, SchedulerLimit
 from prime_rl.orchestrator.servers.direct_weights import DirectWeights
 from prime_rl.orchestrator.servers.policy import AsyncLimits, Policy
 from prime_rl.orchestrator.servers.pool import InferencePool
-from prime_rl.orchestrator.steps import Steps
+from prime_rl.orchestrator.steps import EmptyBatches, Sleep, Steps
 from prime_rl.orchestrator.stopping import StopSignals
 from prime_rl.run.paths import OrchestratorPaths, RunPaths
 from prime_rl.transport import setup_batch_sender
 from prime_rl.utils.logger import SUCCESS, get_logger
 
 
-def run_orchestrator(config: OrchestratorConfig, resume_step: int | None) -> int:
-    """Run to the end; the exit code.
+def run_orchestrator(config: OrchestratorConfig, resume_step: int | None, sleep: Sleep) -> int:
+    """Run to the end; the exit code. `sleep` waits between batches that had nothing to train on.
 
     Call it in the main thread. Errors pass through.
     """
     random.seed(config.seed)
     environments = Environments.load(config)
     # Made in this order, our handlers replace those that verifiers installs for every environment.
-    return asyncio.run(_run_until_stopped(config, environments, resume_step))
+    return asyncio.run(_run_until_stopped(config, environments, resume_step, sleep))
 
 
-async def _run_until_stopped(config: OrchestratorConfig, environments: Environments, resume_step: int | None) -> int:
-    main = asyncio.create_task(_run(config, environments, resume_step))
+async def _run_until_stopped(
+    config: OrchestratorConfig, environments: Environments, resume_step: int | None, sleep: Sleep
+) -> int:
+    main = asyncio.create_task(_run(config, environments, resume_step, sleep))
     signals = StopSignals()
     signals.watch(main)
     try:
@@ -60,7 +62,7 @@ async def _run_until_stopped(config: OrchestratorConfig, environments: Environme
         return signals.exit_code
 
 
-async def _run(config: OrchestratorConfig, environments: Environments, resume_step: int | None) -> int:
+async def _run(config: OrchestratorConfig, environments: Environments, resume_step: int | None, sleep: Sleep) -> int:
     paths = OrchestratorPaths(config.output_dir)
     filters = setup_filters(config.filters, config.model.name)
     advantage = setup_advantage(config.advantage)
@@ -113,6 +115,7 @@ async def _run(config: OrchestratorConfig, environments: Environments, resume_st
             max_steps=config.max_steps,
             evaluator=make_evaluator(config, environments.eval, policy, pool, monitor, rollout_log),
             validator=make_validator(config, environments.train, pool),
+            empty=EmptyBatches(sleep),
         )
         beside = [policy.follow(), *pool.watchers(), servers.watch(), steps.lag.measure()]
         await _run_steps(steps, progress, beside)

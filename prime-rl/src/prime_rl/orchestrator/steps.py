@@ -30,6 +30,7 @@ from prime_rl.orchestrator.servers.policy import Policy
 from prime_rl.transport import BatchSender
 from prime_rl.utils.logger import get_logger
 
+Sleep = Callable[[float], Awaitable[None]]
 MAX_EMPTY_BATCHES = 5
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 30.0, 300.0
 
@@ -38,7 +39,7 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 30.0, 300.0
 class EmptyBatches:
     """Waits longer after each batch in a row that had nothing to train on, and gives up at the fifth."""
 
-    sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
+    sleep: Sleep = asyncio.sleep
     in_a_row: int = 0
 
     async def pause(self, step: int) -> None:

@@ -6,7 +6,6 @@ import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from prime_rl.configs.sft import FakeDataConfig, SFTDataConfig
-from prime_rl.trainer.sft.data import fingerprint
 from prime_rl.trainer.sft.data.fingerprint import DataFingerprint, fingerprint_of
 
 
@@ -49,14 +48,12 @@ def test_each_thing_that_changes_the_rows_is_named(file: Path, tokenizer: PreTra
     ]
 
 
-def test_a_large_file_is_judged_by_size_and_samples(
-    file: Path, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(fingerprint, "_WHOLE_BYTES", 8)
-    before = fingerprint_of(SFTDataConfig(name=str(file)), tokenizer)
-    assert before == fingerprint_of(SFTDataConfig(name=str(file)), tokenizer)
+def test_a_large_file_is_judged_by_size_and_samples(file: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    config = SFTDataConfig(name=str(file))
+    before = fingerprint_of(config, tokenizer, whole_bytes=8)
+    assert before == fingerprint_of(config, tokenizer, whole_bytes=8)
     file.write_text(file.read_text() + "\n")
-    assert before.contents != fingerprint_of(SFTDataConfig(name=str(file)), tokenizer).contents
+    assert before.contents != fingerprint_of(config, tokenizer, whole_bytes=8).contents
 
 
 def test_made_up_data_is_known_by_its_settings(tokenizer: PreTrainedTokenizerBase) -> None:

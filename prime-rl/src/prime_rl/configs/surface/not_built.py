@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,11 +65,11 @@ NOT_BUILT: tuple[NotBuilt, ...] = (
 )
 
 
-def unbuilt_faults(config: RootConfig) -> list[str]:
+def unbuilt_faults(config: RootConfig, entries: Sequence[NotBuilt] = NOT_BUILT) -> list[str]:
     """One line for each key of `config` that is set to something that is not built."""
     return [
         f"{_shown(key, value)} is not built yet: {entry.why}"
-        for entry in NOT_BUILT
+        for entry in entries
         for key, value in _settings_of(config, entry)
     ]
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-_FEWEST_ROWS = 32
+FEWEST_ROWS = 32
 """With fewer rows, a layer's rows stay in the processor's cache and sharing gains nothing."""
 _FEWEST_TOKENS = 16
 _FEWEST_MEMBERS = 3
@@ -45,12 +45,14 @@ class CommonStart:
         self._position_B = torch.tensor([places[row] for row in range(len(places))], device=device)
 
     @classmethod
-    def from_origins(cls, origins: SequenceOf[Origin], device: torch.device) -> CommonStart | None:
+    def from_origins(
+        cls, origins: SequenceOf[Origin], device: torch.device, fewest_rows: int = FEWEST_ROWS
+    ) -> CommonStart | None:
         """Group rows by origin. Returns None if sharing would not pay off.
 
         Groups of one row may have fewer tokens than the shared length: the tokens beyond their end are masked.
         """
-        if device.type != "cpu" or len(origins) < _FEWEST_ROWS:
+        if device.type != "cpu" or len(origins) < fewest_rows:
             return None
         rows: dict[Origin, list[int]] = {}
         for row, origin in enumerate(origins):

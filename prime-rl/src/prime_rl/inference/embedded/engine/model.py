@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
 from pathlib import Path
 
@@ -24,13 +24,20 @@ from prime_rl.inference.embedded.engine.slots import KVSlots
 from prime_rl.inference.embedded.engine.weights import load_weights
 from prime_rl.inference.embedded.errors import ModelNotFound, UnsupportedModel, first_line
 
+FindCommonStart = Callable[[SequenceOf[Origin], torch.device], CommonStart | None]
 _SUPPORTED_LAYERS = {"full_attention", "sliding_attention"}
 
 
 class ModelRunner:
     """A causal language model and the key-value slots of the running sequences."""
 
-    def __init__(self, model: PreTrainedModel, kv_budget_bytes: int, weights_dir: Path | None = None) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        kv_budget_bytes: int,
+        weights_dir: Path | None = None,
+        find_common_start: FindCommonStart = CommonStart.from_origins,
+    ) -> None:
         self.model = model
         self.device = model.device
         self.vocab_size: int = model.config.get_text_config().vocab_size
@@ -39,6 +46,7 @@ class ModelRunner:
         self.slots = KVSlots(kv_budget_bytes, model.device)
         self._fused = FusedDecoder(model) if FusedDecoder.supports(model) else None
         self._hooks = LinearHooks()
+        self._find_common_start = find_common_start
         self._origins: list[Origin | None] = []
         self._shared: CommonStart | None = None
         self._warm_up()
@@ -118,7 +126,7 @@ class ModelRunner:
         if origins != self._origins:
             self._origins = list(origins)
             found = [origin for origin in origins if origin is not None]
-            self._shared = CommonStart.from_origins(found, self.device) if len(found) == len(origins) else None
+            self._shared = self._find_common_start(found, self.device) if len(found) == len(origins) else None
         return self._shared
 
     def _logits(self, step: SlotStep, tokens: list[int], positions: list[int], wanted: list[int]) -> Tensor:

@@ -15,7 +15,7 @@ from prime_rl.trainer.sft.data.sources import find_parts
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_WHOLE_BYTES = 2**30
+WHOLE_BYTES = 2**30
 """Larger files are judged by their size and by blocks spread over them: reading all would hold up the start."""
 _BLOCK_BYTES = 2**20
 _BLOCKS = 256
@@ -60,8 +60,10 @@ class DataFingerprint:
         return cls(**values)
 
 
-def fingerprint_of(config: SFTDataConfig | FakeDataConfig, tokenizer: PreTrainedTokenizerBase) -> DataFingerprint:
-    """Fingerprint of a run's data: about a second for each GB of files, up to 1 GB a file.
+def fingerprint_of(
+    config: SFTDataConfig | FakeDataConfig, tokenizer: PreTrainedTokenizerBase, whole_bytes: int = WHOLE_BYTES
+) -> DataFingerprint:
+    """Fingerprint of a run's data: about a second for each GB of files, up to `whole_bytes` of a file.
 
     Raises:
         DataError: there is no such dataset.
@@ -69,7 +71,7 @@ def fingerprint_of(config: SFTDataConfig | FakeDataConfig, tokenizer: PreTrained
     # A first use drops the truncation that the tokenizer's file may hold. Before and after must look the same.
     tokenizer("a")
     unread = {"shuffle_buffer"} if isinstance(config, SFTDataConfig) and not config.streaming else set()
-    contents = "made up" if isinstance(config, FakeDataConfig) else _digest_of_parts(find_parts(config))
+    contents = "made up" if isinstance(config, FakeDataConfig) else _digest_of_parts(find_parts(config), whole_bytes)
     return DataFingerprint(
         contents=contents,
         tokenizer=_digest([tokenizer.backend_tokenizer.to_str(), repr(sorted(tokenizer.special_tokens_map.items()))]),
@@ -90,17 +92,17 @@ def _digest(texts: list[str]) -> str:
     return hashlib.blake2b("\0".join(texts).encode(), digest_size=16).hexdigest()
 
 
-def _digest_of_parts(parts: list[Part]) -> str:
-    return _digest([_digest_of_files(part.files) if part.files else _hub_identity(part) for part in parts])
+def _digest_of_parts(parts: list[Part], whole_bytes: int) -> str:
+    return _digest([_digest_of_files(part.files, whole_bytes) if part.files else _hub_identity(part) for part in parts])
 
 
-def _digest_of_files(files: tuple[Path, ...]) -> str:
+def _digest_of_files(files: tuple[Path, ...], whole_bytes: int) -> str:
     state = hashlib.blake2b(digest_size=16)
     for file in files:
         size = file.stat().st_size
         state.update(f"{size}\0".encode())
         with file.open("rb") as content:
-            if size <= _WHOLE_BYTES:
+            if size <= whole_bytes:
                 while block := content.read(_BLOCK_BYTES):
                     state.update(block)
                 continue
