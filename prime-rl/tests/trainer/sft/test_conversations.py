@@ -58,6 +58,27 @@ def test_strings_are_joined_without_a_template_and_end_with_the_end_token(tokeni
     assert trained_text(tokenizer, row) == " 4<|im_end|>"
 
 
+@pytest.mark.parametrize("row", [{"prompt": "{}", "completion": "yo"}, {"text": "{}yo"}], ids=["completion", "text"])
+@pytest.mark.parametrize("bos_is_eos", [False, True])
+def test_an_end_token_within_the_text_does_not_replace_the_one_at_its_end(
+    tokenizer: PreTrainedTokenizerBase, row: dict, bos_is_eos: bool
+) -> None:
+    chat = tokenizer.apply_chat_template([SYSTEM, USER], tokenize=False, add_generation_prompt=True)
+    if bos_is_eos:
+        tokenizer.bos_token = tokenizer.eos_token
+        chat = tokenizer.eos_token + chat
+    assert tokenizer.eos_token in chat
+    row = {key: text.format(chat) for key, text in row.items()}
+    assert trained_text(tokenizer, row).endswith("yo<|im_end|>")
+    assert whole_text(tokenizer, row) == chat + "yo<|im_end|>"
+
+
+def test_an_end_token_that_the_text_brings_is_not_doubled(tokenizer: PreTrainedTokenizerBase) -> None:
+    row = {"prompt": "2 + 2 =", "completion": " 4<|im_end|>"}
+    assert whole_text(tokenizer, row) == "2 + 2 = 4<|im_end|>"
+    assert trained_text(tokenizer, row) == " 4<|im_end|>"
+
+
 def test_all_of_a_plain_text_is_trained(tokenizer: PreTrainedTokenizerBase) -> None:
     assert trained_text(tokenizer, {"text": "to be"}, assistant=False) == "to be<|im_end|>"
 

@@ -29,9 +29,11 @@ MASKED = {"prompt": "x" * 100, "completion": "y"}
 CHAT = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]}
 
 
-def config_of(file: Path, tiny_model_dir: Path, **data: Any) -> SFTConfig:
+def config_of(file: Path, tiny_model_dir: Path, tokenizer: dict[str, Any] | None = None, **data: Any) -> SFTConfig:
     return SFTConfig(
-        model={"name": str(tiny_model_dir)}, data={"name": str(file), "seq_len": 32, "batch_size": 4, **data}
+        model={"name": str(tiny_model_dir)},
+        tokenizer=tokenizer or {},
+        data={"name": str(file), "seq_len": 32, "batch_size": 4, **data},
     )
 
 
@@ -80,6 +82,15 @@ def test_packing_is_tried_out(packing: str, fill: str, cut: str, report: Report)
     text = report([{"text": "x" * 10} for _ in range(6)], pack_function=packing, seq_len=32)
     assert figure(text, f"rows filled by {packing}") == fill
     assert figure(text, "tokens cut off by packing") == cut
+
+
+def test_samples_that_train_no_end_are_counted(report: Report) -> None:
+    unfinished = {"messages": [*CHAT["messages"], {"role": "user", "content": "and?"}]}
+    template = (
+        "{% for m in messages %}{{ m.role }}:{{ m.content }}{% if m.role == 'user' %}<|im_end|>{% endif %}{% endfor %}"
+    )
+    text = report([CHAT, unfinished, unfinished], tokenizer={"chat_template": template})
+    assert "2 of 3 rows train no end token, so a model does not learn to stop after them" in text
 
 
 def test_three_samples_are_shown_with_the_trained_part_marked(report: Report) -> None:

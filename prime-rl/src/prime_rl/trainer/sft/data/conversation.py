@@ -87,11 +87,12 @@ class ConversationTokenizer:
         return self.tokenizer(text, add_special_tokens=add_special_tokens, return_offsets_mapping=True, verbose=False)
 
     def _with_end(self, sample: TokenizedSample, is_trained: bool) -> TokenizedSample:
+        """End the sample with the end token. End tokens inside the text, as in a rendered chat, do not count."""
         end = self.tokenizer.eos_token_id
-        if end is None or end in sample.token_ids[:-1]:
+        if end is None:
             return sample
         if len(sample) and sample.token_ids[-1] == end:
-            # The tokenizer's own end token stands nowhere in the text.
+            # The tokenizer may have added it, and then no span of the text covers it.
             return TokenizedSample(sample.token_ids, np.append(sample.is_trained[:-1], is_trained))
         return TokenizedSample(np.append(sample.token_ids, np.int32(end)), np.append(sample.is_trained, is_trained))
 

@@ -37,6 +37,8 @@ class Examination:
     """Of each row that could be tokenized, before it was cut, in tokens."""
     tokens: int = 0
     targets: int = 0
+    without_end: int = 0
+    """Samples whose trained part has no end token."""
     duplicates: int = 0
     """Samples that have the same tokens as an earlier one."""
     packed_rows: int = 0
@@ -79,6 +81,7 @@ def examine(rows: Iterable[Made], row_count: int, config: SFTDataConfig) -> Exam
             found.lengths.append(made.inputs)
         if made.sample is not None:
             samples.append(made.sample)
+            found.without_end += not made.has_end
             fingerprint = hash(made.sample.token_ids.tobytes())
             found.duplicates += fingerprint in known
             known.add(fingerprint)
@@ -125,6 +128,8 @@ def worries(found: Examination, config: SFTDataConfig) -> Iterator[str]:
         yield f"{counts.untrainable} {of_rows} have no trained token within {limit} and are left out"
     if found.share(counts.unmaskable) > _WORRYING_UNTRAINABLE:
         yield f"{counts.unmaskable} {of_rows} are left out: the chat template does not let messages be told apart"
+    if found.share(found.without_end) > _WORRYING_UNTRAINABLE:
+        yield f"{found.without_end} {of_rows} train no end token, so a model does not learn to stop after them"
     if found.share(found.duplicates) > _WORRYING_DUPLICATES:
         yield f"{found.duplicates} {of_rows} have the same tokens as an earlier row"
     if found.discarded > _WORRYING_LOSS_OF_PACKING:
@@ -133,10 +138,9 @@ def worries(found: Examination, config: SFTDataConfig) -> Iterator[str]:
             '"best_fit" cuts none'
         )
     if 1 - found.fill > _WORRYING_LOSS_OF_PACKING and found.packed_rows > 1:
-        yield (
-            f'data.pack_function = "{config.pack_function}" leaves {1 - found.fill:.0%} of the rows to padding; '
-            '"best_fit" fills them better'
-        )
+        better = "" if config.pack_function == "best_fit" else '; "best_fit" fills them better'
+        padding = f"{1 - found.fill:.0%} of the rows to padding"
+        yield f'data.pack_function = "{config.pack_function}" leaves {padding}{better}'
 
 
 def check_first_rows(rows: PackedRows, tokenizer: PreTrainedTokenizerBase, show: bool) -> None:

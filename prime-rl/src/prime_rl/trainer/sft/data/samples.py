@@ -80,6 +80,8 @@ class Made:
     """The count in `SampleCounts` that it belongs to: `seen` for nothing special."""
     inputs: int = 0
     """Its length before it was cut."""
+    has_end: bool = True
+    """Whether the last trained token, before the cut, is one that ends a message."""
 
 
 class SampleMaker:
@@ -88,6 +90,7 @@ class SampleMaker:
     def __init__(self, config: SFTDataConfig, tokenizer: PreTrainedTokenizerBase) -> None:
         self.config = config
         self._tokenize = ConversationTokenizer(tokenizer, config.loss_mask)
+        self._special_ids = frozenset(tokenizer.all_special_ids)
 
     def __call__(self, entry: Entry) -> Made:
         """Tokenize a row, mask and cut it.
@@ -113,7 +116,9 @@ class SampleMaker:
         cut = sample.first(self.config.seq_len)
         if cut.targets == 0:
             return Made(None, "untrainable", sample.inputs)
-        return Made(cut, "truncated" if is_overlong else "seen", sample.inputs)
+        last_trained = sample.token_ids[np.flatnonzero(sample.is_trained)[-1]]
+        kind = "truncated" if is_overlong else "seen"
+        return Made(cut, kind, sample.inputs, has_end=int(last_trained) in self._special_ids)
 
 
 class DatasetStream:
