@@ -45,7 +45,7 @@ def test_the_command_in_the_files_header_is_dry_run(tmp_path: Path, monkeypatch:
     [
         (["--steps", "3"], "steps are those of weights_dir"),
         (["--num-exmples", "3"], "did you mean --num-examples?"),
-        (["--client.elastic.hostname", "x"], "is not built yet: list the servers in `client.base_url`"),
+        (["--client.elastic.hostname", "x"], "is not supported yet: list the servers in `client.base_url`"),
         (["--slurm.partition", "x"], "--slurm.partition: unknown option"),
     ],
 )

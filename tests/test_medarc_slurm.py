@@ -182,7 +182,7 @@ RL_FAULTS = [
     ("{rl} --time soon", "--time 'soon'"),
     ("{rl} --sbatch-arg requeue", "--sbatch-arg=--requeue"),
     ("{rl} --project-dir nowhere", "nowhere: no such directory"),
-    ("{rl} --max-model-len 5", "max_model_len = 5 is not built yet"),
+    ("{rl} --max-model-len 5", "max_model_len = 5 is not supported yet"),
     ("{broken}", "broken.toml:2:"),
     ("{typo}", "typo.toml: max_step: unknown key; did you mean max_steps?"),
 ]
@@ -213,7 +213,7 @@ def test_nine_gpus_and_several_nodes_are_too_much_for_sft(sft_toml: Path, tmp_pa
 
 def test_a_dry_run_only_warns_of_keys_that_are_not_built(rl_toml: Path, tmp_path: Path) -> None:
     result = dry_run("rl", rl_toml, "--output-dir", tmp_path / "out", "--max-model-len", 5)
-    assert "warning: max_model_len = 5 is not built yet" in result.stderr
+    assert "warning: max_model_len = 5 is not supported yet" in result.stderr
 
 
 def test_another_runs_checkpoints_are_left_alone(stand_ins, rl_toml: Path, tmp_path: Path) -> None:

@@ -126,7 +126,7 @@ def test_another_runs_checkpoints_are_left_alone(launches: Launches, rl_toml: Pa
 def test_what_is_not_built_is_refused_before_the_start(launches: Launches, rl_toml: Path, tmp_path: Path) -> None:
     result = run("rl", rl_toml, "--output-dir", tmp_path / "out", "--max-model-len", 5)
     assert result.exit_code == 2
-    assert "max_model_len = 5 is not built yet" in result.stderr
+    assert "max_model_len = 5 is not supported yet" in result.stderr
     assert not (tmp_path / "out").exists()
 
 

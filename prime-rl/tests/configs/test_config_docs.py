@@ -11,7 +11,7 @@ from prime_rl.configs.sft import SFTConfig
 from prime_rl.configs.surface.docs import ROOTS, reference
 from prime_rl.configs.surface.not_built import NOT_BUILT, NotBuilt, refuse_unbuilt, unbuilt_faults
 from prime_rl.configs.surface.root import RootConfig
-from prime_rl.utils.pydantic_config import load_config
+from prime_rl.utils.pydantic_config import ConfigWarning, load_config
 from prime_rl.utils.pydantic_config.describe import field_doc
 from prime_rl.utils.pydantic_config.schema import walk_fields
 
@@ -51,16 +51,26 @@ def test_a_run_is_refused_for_what_is_not_built(capsys) -> None:
         refuse_unbuilt(run)
     assert caught.value.code == 2
     lines = capsys.readouterr().err.splitlines()
-    assert "error: [slurm] is not built yet: submit with `medarc_slurm rl`" in lines
-    assert "error: max_model_len = 9 is not built yet: set `inference.model.max_model_len`" in lines
-    assert any(line.startswith("error: trainer.model.cp = 2 is not built yet") for line in lines)
+    assert "error: [slurm] is not supported yet: submit with `medarc_slurm rl`" in lines
+    assert "error: max_model_len = 9 is not supported yet: set `inference.model.max_model_len`" in lines
+    assert any(line.startswith("error: trainer.model.cp = 2 is not supported yet") for line in lines)
 
 
 def test_what_is_not_built_is_found_in_every_item_of_a_list() -> None:
+    entries = [NotBuilt("orchestrator.eval.env.skip_first", "why")]
     eval_env = '{"env": [{"id": "x"}, {"id": "y", "skip_first": 3}]}'
     run = load_config(RLConfig, [], [*RL, "--orchestrator.eval", eval_env])
-    unbuilt = [NotBuilt("orchestrator.eval.env.skip_first", "why")]
-    assert unbuilt_faults(run, unbuilt) == ["orchestrator.eval.env.1.skip_first = 3 is not built yet: why"]
+    assert unbuilt_faults(run, entries) == ["orchestrator.eval.env.1.skip_first = 3 is not supported yet: why"]
+
+
+def test_a_key_without_effect_is_warned_of_and_not_refused() -> None:
+    options = [*RL, "--trainer.log.vf-level=debug", "--orchestrator.model.trust-remote-code"]
+    with pytest.warns(ConfigWarning) as caught:
+        assert unbuilt_faults(load_config(RLConfig, [], options)) == []
+    assert [str(warning.message) for warning in caught] == [
+        "trainer.log.vf_level has no effect: the trainer runs no environments",
+        "orchestrator.model.trust_remote_code has no effect: the orchestrator loads no model code",
+    ]
 
 
 def test_only_the_named_values_are_refused() -> None:

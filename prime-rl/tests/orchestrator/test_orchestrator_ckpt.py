@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -77,8 +78,27 @@ def test_an_unreadable_part_is_one_line(checkpoints: Checkpoints) -> None:
 def test_steps_that_the_trainer_passed_without_saving_are_removed(checkpoints: Checkpoints) -> None:
     save(checkpoints, *range(7))
     save_trainer(checkpoints, 2)
-    checkpoints.prune(version=5)
+    checkpoints.prune(version=5, newest=6)
     assert stable_steps(checkpoints.paths.checkpoints) == [2, 4, 5, 6]
+
+
+@pytest.mark.parametrize(
+    ("config", "kept"),
+    [
+        (CheckpointConfig(interval=3), [3, 5, 6, 9, 12]),
+        (CheckpointConfig(interval=3, keep_last=2), [5, 9, 12]),
+        (CheckpointConfig(interval=3, keep_interval=6), [5, 6, 12]),
+        (CheckpointConfig(interval=3, keep_last=1, keep_interval=6), [5, 6, 12]),
+        (CheckpointConfig(keep_last=2), [5]),
+    ],
+)
+def test_the_config_keeps_steps_of_its_own(checkpoints: Checkpoints, config: CheckpointConfig, kept: list[int]) -> None:
+    """The trainer saved step 5, and may still save 13 and 14. An earlier continuation left step 15."""
+    ours = replace(checkpoints, config=config)
+    save(ours, *range(16))
+    save_trainer(ours, 5)
+    ours.prune(version=14, newest=14)
+    assert stable_steps(ours.paths.checkpoints) == [*kept, 13, 14, 15]
 
 
 async def test_weights_come_from_the_broadcast_or_else_from_the_export(checkpoints: Checkpoints) -> None:

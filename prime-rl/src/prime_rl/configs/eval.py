@@ -85,6 +85,8 @@ class OfflineEvalConfig(RootConfig):
                 derive(self.inference, device=self.device)
             if "name" not in self.inference.model.model_fields_set:
                 derive(self.inference.model, name=self.model.name)
+            if "trust_remote_code" not in self.inference.model.model_fields_set:
+                derive(self.inference.model, trust_remote_code=self.model.trust_remote_code)
         return self
 
     @model_validator(mode="after")

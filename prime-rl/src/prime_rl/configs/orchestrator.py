@@ -117,10 +117,11 @@ class TeacherModelConfig(BaseConfig):
 
 
 class CheckpointConfig(BaseConfig):
-    """Checkpoints of the orchestrator. A checkpoint is kept if `keep_last` or `keep_interval` keeps it."""
+    """Checkpoints of the orchestrator. Every checkpoint of the trainer has a counterpart, which is kept as long as it.
+    `interval`, `keep_last` and `keep_interval` keep more of them."""
 
     interval: int | None = Field(None, ge=1)
-    """Steps between two checkpoints. None saves only at the end."""
+    """Steps between two checkpoints. None keeps only the counterparts of the trainer's, and the last one."""
 
     resume_step: int | None = Field(None, ge=-1)
     """Step to continue from. -1 is the latest; None starts a new run."""
@@ -130,10 +131,10 @@ class CheckpointConfig(BaseConfig):
     resumes, because its trainer starts at the same time."""
 
     keep_last: int | None = Field(None, ge=1)
-    """Number of newest checkpoints to keep. None disables the rule."""
+    """Number of newest checkpoints of `interval` to keep. With neither this nor `keep_interval`, all are kept."""
 
     keep_interval: int | None = Field(None, ge=1)
-    """Keep every checkpoint whose step is a multiple of n. None disables the rule."""
+    """Keep every checkpoint of `interval` whose step is a multiple of n. None disables the rule."""
 
     skip_progress: bool = False
     """Continue without the saved progress."""
@@ -343,7 +344,8 @@ class OrchestratorConfig(RootConfig):
     """Maximum length of a sample, in tokens."""
 
     num_train_workers: int = Field(1, ge=1)
-    """Data ranks of the trainer."""
+    """Number of trainer processes that share the batch of a step; `rl` fills it in. A `batch_size` below it gets a
+    warning."""
 
     max_steps: int | None = None
     """Number of steps. None trains until it is stopped."""

@@ -1,8 +1,9 @@
-"""What an interrupted orchestrator needs to go on: a few numbers for every step that a trainer may have saved.
+"""Checkpoints of the orchestrator: progress and buffer, so that an interrupted run can resume.
 
-The trainer saves at its configured steps, but also when it is told to stop or that walltime is near, which can be any
-step. The orchestrator's part is a few kilobytes, so it is written at the start of every step, and removed once the
-trainer has passed that step without saving it. So each trainer checkpoint has its counterpart.
+Every checkpoint of the trainer needs a counterpart here. The trainer saves at its configured steps, and also when it is
+told to stop or the walltime is near, which can be any step. The counterpart is a few kilobytes, so it is written at the
+start of every step, and removed once the trainer has passed the step without saving it, unless `ckpt.interval`,
+`ckpt.keep_last` and `ckpt.keep_interval` keep it.
 """
 
 from __future__ import annotations
@@ -12,13 +13,14 @@ import json
 import shutil
 import time
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from prime_rl.configs.orchestrator import CheckpointConfig
 from prime_rl.orchestrator.errors import ResumeFault
 from prime_rl.run.paths import OrchestratorPaths, RunPaths, stable_steps, step_of
+from prime_rl.run.retention import kept_steps
 from prime_rl.utils.files import STABLE, replacing_directory
 from prime_rl.utils.logger import get_logger
 
@@ -48,6 +50,7 @@ class Checkpoints:
 
     run: RunPaths
     paths: OrchestratorPaths
+    config: CheckpointConfig = field(default_factory=CheckpointConfig)
     only_published: bool = False
     """Whether exports cannot stand for what the trainer publishes: an adapter, or weights that it sends itself."""
 
@@ -92,13 +95,20 @@ class Checkpoints:
             raise ResumeFault(self._missing(resume_step))
         return resume_step
 
-    def prune(self, version: int) -> None:
-        """Remove the steps that the trainer has passed without saving them; it now is at `version` or later."""
-        kept = {*_steps_in(self.run.checkpoints)}
-        for step in stable_steps(self.paths.checkpoints):
+    def prune(self, version: int, newest: int) -> None:
+        """Remove the steps that nothing keeps: the trainer, now at `version` or later, has no checkpoint of them, and
+        neither does the config keep them. `newest` is the step saved last."""
+        steps = stable_steps(self.paths.checkpoints)
+        kept = {*_steps_in(self.run.checkpoints), *self._kept_by_config(steps, newest)}
+        for step in steps:
             # One step of slack: the trainer publishes a version before it saves it.
             if step < version - 1 and step not in kept:
                 shutil.rmtree(self.paths.checkpoint(step).parent)
+
+    def _kept_by_config(self, steps: Iterable[int], newest: int) -> set[int]:
+        interval = self.config.interval
+        regular = [step for step in steps if interval and 0 < step <= newest and step % interval == 0]
+        return kept_steps(regular, self.config.keep_last, self.config.keep_interval)
 
     def weights(self, version: int) -> Path | None:
         """Where the weights of a version lie, or None."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
-from prime_rl.configs.orchestrator import BufferConfig, OrchestratorConfig
+from prime_rl.configs.orchestrator import BufferConfig, CheckpointConfig, OrchestratorConfig
 from prime_rl.monitors import Monitor
 from prime_rl.monitors.heartbeat import Heartbeat
 from prime_rl.orchestrator.batches.advantage import setup_advantage
@@ -43,6 +43,11 @@ def run_orchestrator(config: OrchestratorConfig, resume_step: int | None, sleep:
     Call it in the main thread. Errors pass through.
     """
     random.seed(config.seed)
+    if config.batch_size is not None and config.batch_size < config.num_train_workers:
+        get_logger().warning(
+            f"A step has {config.batch_size} rollouts for {config.num_train_workers} trainer processes: some train on "
+            "nothing; raise orchestrator.batch_size"
+        )
     environments = Environments.load(config)
     # Made in this order, our handlers replace those that verifiers installs for every environment.
     return asyncio.run(_run_until_stopped(config, environments, resume_step, sleep))
@@ -88,7 +93,8 @@ async def _run(config: OrchestratorConfig, environments: Environments, resume_st
         direct = None
         if config.weight_broadcast.type == "nccl":
             direct = await DirectWeights.of(config.weight_broadcast, pool, paths)
-        checkpoints = Checkpoints(run, paths, only_published=lora is not None or direct is not None)
+        published_alone = lora is not None or direct is not None
+        checkpoints = Checkpoints(run, paths, config.ckpt or CheckpointConfig(), published_alone)
         progress = await _start(config, checkpoints, buffer, pool, resume_step, held_version)
         if config.max_steps is not None and progress.step >= config.max_steps:
             get_logger().warning(f"Nothing left to do: max_steps is {config.max_steps}")

@@ -104,7 +104,7 @@ class Steps:
             return
         with self._timing("save_ckpt"):
             self.checkpoints.save(progress, self.scheduler.buffer.state(self.scheduler.examples_in_flight))
-            self.checkpoints.prune(self.policy.version)
+            self.checkpoints.prune(self.policy.version, progress.step)
 
     async def collect(self, step: int) -> list[Group]:
         sampling_args = train_sampling_args(self.sampling, self.temperature(step))

@@ -88,13 +88,13 @@ sections. If one replaces another value, a warning says so.
 """
 
 NOT_BUILT_TEXT = """\
-## Not built yet
+## Not supported yet
 
-These keys are accepted, so that files written for PRIME-RL load. A run that sets one to anything except its default (or
-to one of the listed values) is refused at the start.
+These keys load, so that files written for PRIME-RL resolve. A run that sets one to anything but its default, or to one
+of the values named here, is refused at the start, or goes on without it and says so.
 
-| key | value | |
-|---|---|---|"""
+| key | value | a run that sets it | why, or what to do instead |
+|---|---|---|---|"""
 
 
 def reference() -> str:
@@ -148,7 +148,8 @@ def _row(section: Section, name: str, field: FieldInfo) -> str:
 
 def _unbuilt_row(entry: NotBuilt) -> str:
     values = ", ".join(f"`{value!r}`" for value in entry.values) or "any"
-    return f"| `{entry.key}` | {values} | {entry.why} |"
+    outcome = "is refused" if entry.refused else "is warned"
+    return f"| `{entry.key}` | {values} | {outcome} | {entry.why} |"
 
 
 if __name__ == "__main__":

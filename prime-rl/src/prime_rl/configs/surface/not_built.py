@@ -1,4 +1,4 @@
-"""The one list of keys that load, so that users' files resolve, but that no component honours yet."""
+"""The keys that no component reads yet. They load, so that users' files resolve."""
 
 from __future__ import annotations
 
@@ -9,72 +9,90 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from prime_rl.configs.surface.root import RootConfig
+from prime_rl.utils.pydantic_config import BaseSettings
 
 
 @dataclass(frozen=True, slots=True)
 class NotBuilt:
-    """A key that must keep its default, because nothing reads it yet."""
+    """A key that nothing reads, or whose value nothing supports."""
 
     key: str
-    """Dotted, from a component: `trainer.`, `orchestrator.`, `inference.`, `sft.` or `rl.`. A list stands for each of
-    its items: `orchestrator.filters.window`."""
-    why: str
-    """Why, and what to do instead."""
+    """Dotted, from a component: `trainer.`, `orchestrator.`, `inference.`, `sft.`, `rl.`, `eval.` or `env_server.`. A
+    list stands for each of its items: `orchestrator.filters.window`."""
+    why: str = ""
+    """Why, or what to do instead."""
     values: tuple[Any, ...] = ()
-    """When only some values are not built, these; empty means every value but the default."""
+    """The values that are not supported. Empty: every value but the default."""
+    refused: bool = True
+    """Whether a run that sets the key is refused. Otherwise the run is the same without it, and a warning says so."""
 
 
-def _of_both_trainers(key: str, why: str, values: tuple[Any, ...] = ()) -> tuple[NotBuilt, ...]:
-    return tuple(NotBuilt(f"{component}.{key}", why, values) for component in ("trainer", "sft"))
+def _of_both_trainers(key: str, why: str, values: tuple[Any, ...] = (), refused: bool = True) -> tuple[NotBuilt, ...]:
+    return tuple(NotBuilt(f"{component}.{key}", why, values, refused) for component in ("trainer", "sft"))
 
 
 NOT_BUILT: tuple[NotBuilt, ...] = (
     NotBuilt("rl.slurm", "submit with `medarc_slurm rl`"),
-    NotBuilt("rl.deployment.type", "runs use one node", ("multi_node",)),
-    NotBuilt("rl.deployment.num_teacher_gpus", "no teacher yet"),
-    NotBuilt("rl.teacher_inference", "no teacher yet"),
+    NotBuilt("rl.deployment.type", "a run uses one node", ("multi_node",)),
+    NotBuilt("rl.deployment.num_teacher_gpus"),
+    NotBuilt("rl.teacher_inference"),
     NotBuilt("rl.max_model_len", "set `inference.model.max_model_len`"),
     NotBuilt("sft.slurm", "submit with `medarc_slurm sft`"),
-    NotBuilt("sft.deployment.type", "runs use one node", ("multi_node",)),
+    NotBuilt("sft.deployment.type", "a run uses one node", ("multi_node",)),
     *_of_both_trainers("model.attn", "use flash_attention_2, flash_attention_3 or sdpa", ("fa4",)),
-    *_of_both_trainers("model.cp", "no context parallelism yet"),
-    *_of_both_trainers("model.tp", "no tensor parallelism yet"),
-    *_of_both_trainers("model.ep", "no expert parallelism yet"),
-    *_of_both_trainers("model.impl", "models come from Transformers", ("custom",)),
-    NotBuilt("sft.loss_impl", "use torch, which holds few logits at a time too", ("liger",)),
-    *_of_both_trainers("log.env_worker_logs", "no environment worker logs yet"),
+    *_of_both_trainers("model.cp", "context parallelism is missing"),
+    *_of_both_trainers("model.tp", "tensor parallelism is missing"),
+    *_of_both_trainers("model.ep", "expert parallelism is missing"),
+    *_of_both_trainers("model.impl", "models come from Transformers: use hf or auto", ("custom",)),
+    NotBuilt("sft.loss_impl", "use torch, which also holds few logits at a time", ("liger",)),
+    *_of_both_trainers("log.env_worker_logs", "the trainer runs no environments"),
+    *_of_both_trainers("log.vf_level", "the trainer runs no environments", refused=False),
     NotBuilt("trainer.log.log_data", "only SFT logs its data"),
     NotBuilt("trainer.ckpt.keep_best", "only SFT validates"),
-    NotBuilt("trainer.ckpt.skip_progress", "RL continues with everything it saved"),
-    NotBuilt("trainer.ckpt.skip_scheduler", "RL continues with everything it saved"),
-    NotBuilt("trainer.ckpt.skip_dataloader", "RL continues with everything it saved"),
+    NotBuilt("trainer.ckpt.skip_progress", "RL resumes with everything that was saved"),
+    NotBuilt("trainer.ckpt.skip_scheduler", "RL resumes with everything that was saved"),
+    NotBuilt("trainer.ckpt.skip_dataloader", "RL resumes with everything that was saved"),
     NotBuilt("trainer.weight_broadcast.save_format", "the engines read safetensors", ("torch",)),
-    NotBuilt("trainer.max_concurrent_runs", "one run a trainer so far"),
-    NotBuilt("trainer.loss.teacher_tau", "no teacher yet"),
+    NotBuilt("trainer.max_concurrent_runs", "a trainer serves one run"),
+    NotBuilt("trainer.loss.teacher_tau"),
     NotBuilt("orchestrator.log.log_data", "only SFT logs its data"),
-    NotBuilt("orchestrator.log.env_worker_logs", "no environment worker logs yet"),
+    NotBuilt("orchestrator.log.env_worker_logs"),
+    NotBuilt("orchestrator.model.trust_remote_code", "the orchestrator loads no model code", refused=False),
     NotBuilt("orchestrator.client.elastic", "list the servers in `client.base_url`"),
-    NotBuilt("orchestrator.teacher_model", "no teacher yet"),
-    NotBuilt("inference.model.rope_scaling", "set it in the model's config.json"),
+    NotBuilt("orchestrator.teacher_model"),
     NotBuilt("orchestrator.prime_monitor", "metrics go to metrics.jsonl and W&B"),
-    NotBuilt("orchestrator.optim.lr", "one run a trainer so far: set `trainer.optim.lr`"),
+    NotBuilt("orchestrator.optim.lr", "a trainer serves one run: set `trainer.optim.lr`"),
+    NotBuilt("inference.model.rope_scaling", "set it in the model's config.json"),
     NotBuilt("eval.client.elastic", "list the servers in `client.base_url`"),
     NotBuilt("eval.log.log_data", "only SFT logs its data"),
-    NotBuilt("eval.log.env_worker_logs", "no environment worker logs yet"),
+    NotBuilt("eval.log.env_worker_logs"),
+    NotBuilt("eval.log.file", "the launcher writes the log of each process to a file", refused=False),
+    NotBuilt("env_server.log.log_data", "only SFT logs its data"),
+    NotBuilt("env_server.log.env_worker_logs"),
 )
 
 
-def unbuilt_faults(config: RootConfig, entries: Sequence[NotBuilt] = NOT_BUILT) -> list[str]:
-    """One line for each key of `config` that is set to something that is not built."""
+def unbuilt_faults(config: BaseSettings, entries: Sequence[NotBuilt] = NOT_BUILT) -> list[str]:
+    """One line for each key of `config`, or of a component in it, that is set to something that is not supported."""
     return [
-        f"{_shown(key, value)} is not built yet: {entry.why}"
+        f"{_shown(key, value)} is not supported yet" + (f": {entry.why}" if entry.why else "")
         for entry in entries
+        if entry.refused
         for key, value in _settings_of(config, entry)
     ]
 
 
-def refuse_unbuilt(config: RootConfig) -> None:
+def ignored_keys(config: BaseSettings) -> list[str]:
+    """One line for each key of `config` itself that is set and has no effect."""
+    return [
+        f"{entry.key} has no effect: {entry.why}"
+        for entry in NOT_BUILT
+        if not entry.refused and entry.key.startswith(f"{type(config).component}.")
+        for _ in _settings_of(config, entry)
+    ]
+
+
+def refuse_unbuilt(config: BaseSettings) -> None:
     """Print those lines and exit with status 2, if there are any."""
     faults = unbuilt_faults(config)
     for fault in faults:
@@ -83,7 +101,7 @@ def refuse_unbuilt(config: RootConfig) -> None:
         raise SystemExit(2)
 
 
-def _settings_of(config: RootConfig, entry: NotBuilt) -> Iterator[tuple[str, Any]]:
+def _settings_of(config: BaseSettings, entry: NotBuilt) -> Iterator[tuple[str, Any]]:
     """Key (as the user of this config writes it) and value, wherever `config` sets what `entry` names."""
     component, *path = entry.key.split(".")
     if component == type(config).component:

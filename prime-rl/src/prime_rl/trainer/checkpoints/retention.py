@@ -9,6 +9,7 @@ from pathlib import Path
 
 from prime_rl.configs.trainer import CheckpointConfig
 from prime_rl.run.paths import stable_steps
+from prime_rl.run.retention import kept_steps
 from prime_rl.utils.files import replacing_file
 from prime_rl.utils.logger import get_logger
 
@@ -49,13 +50,8 @@ class Retention:
     def keep(self, step: int) -> None:
         """Count `step` in, and delete what is due."""
         self.steps.add(step)
-        last, interval = self.config.keep_last, self.config.keep_interval
-        if last is None and interval is None:
-            return
-        newest = sorted(self.steps)[-last:] if last else []
-        for old in sorted(self.steps.difference(newest)):
-            if old == self.protected_step or (interval and old % interval == 0):
-                continue
+        kept = kept_steps(self.steps, self.config.keep_last, self.config.keep_interval)
+        for old in sorted(self.steps - kept - {self.protected_step}):
             try:
                 shutil.rmtree(self.parent / f"step_{old}")
             except OSError as error:

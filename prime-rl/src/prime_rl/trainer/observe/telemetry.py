@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from prime_rl.configs.trainer import TrainerConfig
 from prime_rl.monitors import JsonlMonitor, Metrics, Monitor, MonitorError, MultiMonitor
 from prime_rl.monitors.bench import BenchTable, Measured, summary
 from prime_rl.monitors.heartbeat import Heartbeat
@@ -22,7 +23,6 @@ from prime_rl.utils.files import replacing_file
 
 if TYPE_CHECKING:
     from prime_rl.configs.sft import SFTConfig
-    from prime_rl.configs.trainer import TrainerConfig
 
 BENCH_COLUMNS = {
     "perf/throughput": "Throughput (tokens/s)",
@@ -74,7 +74,7 @@ def open_telemetry(config: SFTConfig | TrainerConfig, paths: RunPaths, world: Wo
 
 
 def _monitors(config: SFTConfig | TrainerConfig, paths: RunPaths, world: World) -> Iterator[Monitor]:
-    server = getattr(config, "metrics_server", None)
+    server = config.metrics_server if isinstance(config, TrainerConfig) else None
     if server is not None and world.local_rank == 0:
         from prime_rl.monitors.prometheus import MetricsServer
 

@@ -116,6 +116,9 @@ class BaseSettings(pydantic_settings.BaseSettings):
         cli_kebab_case=True,
         cli_implicit_flags=True,
     )
+    component: ClassVar[str] = ""
+    """Name of this config in other configs, and in messages about its keys."""
+
     files_to_read: ClassVar[tuple[Path, ...]] = ()
 
     toml_files: list[str] | None = Field(None, exclude=True)
