@@ -93,8 +93,7 @@ async def _run(config: OrchestratorConfig, environments: Environments, resume_st
         direct = None
         if config.weight_broadcast.type == "nccl":
             direct = await DirectWeights.of(config.weight_broadcast, pool, paths)
-        published_alone = lora is not None or direct is not None
-        checkpoints = Checkpoints(run, paths, config.ckpt or CheckpointConfig(), published_alone)
+        checkpoints = Checkpoints(run, paths, config.ckpt or CheckpointConfig(), bool(lora or direct))
         progress = await _start(config, checkpoints, buffer, pool, resume_step, held_version)
         if config.max_steps is not None and progress.step >= config.max_steps:
             get_logger().warning(f"Nothing left to do: max_steps is {config.max_steps}")
