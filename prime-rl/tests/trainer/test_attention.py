@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, Gemma2Config, GptOssConfig, Qwen3Config
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    AutoModelForCausalLM,
+    Gemma2Config,
+    GptOssConfig,
+    Qwen3Config,
+)
+from transformers.masking_utils import flash_attention_mask
 
 from prime_rl.configs.trainer import ModelConfig
-from prime_rl.trainer.kernels import attention
 from prime_rl.trainer.kernels.attention import FLEX, SDPA, VARLEN, choose_attention, row_options, varlen_attention
 from prime_rl.trainer.model.build import setup_model
 from prime_rl.trainer.model.packed_rows import sequence_bounds
+from prime_rl.trainer.model.scoring import enable_scoring
 from prime_rl.trainer.process.errors import ModelError
 from prime_rl.trainer.process.world import World
 from prime_rl.utils.logger import setup_logger
@@ -46,9 +55,10 @@ def sdpa_of_each_sequence(
     return torch.cat(out)
 
 
-@pytest.fixture
-def cpu_varlen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "varlen_attn", sdpa_of_each_sequence)
+CPU_VARLEN = "varlen_on_a_cpu"
+varlen_on_a_cpu = partial(varlen_attention, varlen=sdpa_of_each_sequence)
+AttentionInterface.register(CPU_VARLEN, varlen_on_a_cpu)
+AttentionMaskInterface.register(CPU_VARLEN, flash_attention_mask)
 
 
 def logits_of(model_dir: Path, kernel: str, tokens: Tensor, places: Tensor, **options) -> Tensor:
@@ -57,10 +67,8 @@ def logits_of(model_dir: Path, kernel: str, tokens: Tensor, places: Tensor, **op
         return model(input_ids=tokens, position_ids=places, use_cache=False, **options).logits[0]
 
 
-@pytest.mark.parametrize("kernel", [FLEX, VARLEN])
-def test_a_packed_row_has_the_logits_of_its_sequences_alone(
-    tiny_model_dir: Path, cpu_varlen: None, kernel: str
-) -> None:
+@pytest.mark.parametrize("kernel", [FLEX, CPU_VARLEN])
+def test_a_packed_row_has_the_logits_of_its_sequences_alone(tiny_model_dir: Path, kernel: str) -> None:
     generator = torch.Generator().manual_seed(1)
     tokens, places = torch.randint(0, 128, (1, sum(LENGTHS)), generator=generator), positions(*LENGTHS)
     packed = logits_of(tiny_model_dir, kernel, tokens, places, **row_options(kernel, places))
@@ -71,17 +79,17 @@ def test_a_packed_row_has_the_logits_of_its_sequences_alone(
     torch.testing.assert_close(packed, torch.cat(alone), atol=1e-5, rtol=0)
 
 
-def test_varlen_takes_the_bounds_from_the_positions_if_nobody_tells_it(tiny_model_dir: Path, cpu_varlen: None) -> None:
+def test_varlen_takes_the_bounds_from_the_positions_if_nobody_tells_it(tiny_model_dir: Path) -> None:
     tokens, places = torch.arange(50)[None], positions(*LENGTHS)
-    told = logits_of(tiny_model_dir, VARLEN, tokens, places, **row_options(VARLEN, places))
-    assert torch.equal(logits_of(tiny_model_dir, VARLEN, tokens, places), told)
+    told = logits_of(tiny_model_dir, CPU_VARLEN, tokens, places, **row_options(CPU_VARLEN, places))
+    assert torch.equal(logits_of(tiny_model_dir, CPU_VARLEN, tokens, places), told)
 
 
 @pytest.mark.parametrize("window", [None, 3])
-def test_varlen_looks_back_as_far_as_the_window_of_the_layer(cpu_varlen: None, window: int | None) -> None:
+def test_varlen_looks_back_as_far_as_the_window_of_the_layer(window: int | None) -> None:
     generator = torch.Generator().manual_seed(2)
     query, key, value = (torch.randn(2, heads, 10, 8, generator=generator) for heads in (4, 2, 2))
-    out, _ = varlen_attention(torch.nn.Module(), query, key, value, None, scaling=0.3, sliding_window=window)
+    out, _ = varlen_on_a_cpu(torch.nn.Module(), query, key, value, None, scaling=0.3, sliding_window=window)
     back = torch.arange(10)[:, None] - torch.arange(10)[None, :]
     mask = (back >= 0) & (back < (window or 10))
     expected = torch.nn.functional.scaled_dot_product_attention(
@@ -123,19 +131,15 @@ def test_a_cpu_runs_sdpa_and_says_why(requested: str, reason: str) -> None:
     ],
 )
 def test_a_gpu_without_flash_attention_runs_the_best_kernel_of_pytorch(
-    monkeypatch: pytest.MonkeyPatch, config, capability: tuple[int, int], compute: torch.dtype, kernel: str
+    config, capability: tuple[int, int], compute: torch.dtype, kernel: str
 ) -> None:
-    monkeypatch.setattr(attention, "_is_installed", lambda kernel: False)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    assert choose_attention("flash_attention_2", config, GPU, compute) == (
-        kernel,
-        "model.attn = flash_attention_2 is not installed",
-    )
+    chosen = choose_attention("flash_attention_2", config, GPU, compute, lambda name: False, lambda device: capability)
+    assert chosen == (kernel, "model.attn = flash_attention_2 is not installed")
 
 
-def test_an_installed_kernel_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "_is_installed", lambda kernel: True)
-    assert choose_attention("flash_attention_3", QWEN, GPU, torch.bfloat16) == ("flash_attention_3", "")
+def test_an_installed_kernel_is_taken() -> None:
+    chosen = choose_attention("flash_attention_3", QWEN, GPU, torch.bfloat16, lambda name: True)
+    assert chosen == ("flash_attention_3", "")
 
 
 def test_the_choice_is_logged_once(tiny_model_dir: Path, world: World, capsys: pytest.CaptureFixture[str]) -> None:
@@ -144,16 +148,9 @@ def test_the_choice_is_logged_once(tiny_model_dir: Path, world: World, capsys: p
     assert capsys.readouterr().out.count("Attention: sdpa (model.attn = flash_attention_2 needs a GPU)") == 1
 
 
-def test_a_family_whose_packed_sequences_see_each_other_is_refused(
-    tiny_model_dir: Path, world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from prime_rl.trainer.model import scoring
-
-    real = scoring.fold
-
-    def without_positions(position_ids_1T: Tensor, hidden_size: int):
-        return real(torch.arange(position_ids_1T.shape[1])[None], hidden_size)
-
-    monkeypatch.setattr(scoring, "fold", without_positions)
+def test_a_family_whose_packed_sequences_see_each_other_is_refused(tiny_model_dir: Path, world: World) -> None:
+    model = setup_model(ModelConfig(name=str(tiny_model_dir), attn=SDPA), world)
+    # Tokens meet outside attention, as in a recurrent layer.
+    model.get_input_embeddings().register_forward_hook(lambda module, inputs, output: output + output.cumsum(1))
     with pytest.raises(ModelError, match="see each other"):
-        setup_model(ModelConfig(name=str(tiny_model_dir), attn=SDPA), world)
+        enable_scoring(model, world.device)

@@ -91,17 +91,9 @@ def test_experts_are_exported_one_by_one_as_on_the_hub(tmp_path: Path, world: Wo
     assert all(torch.equal(gathered[name], on_disk[name]) for name in on_disk)
 
 
-def test_large_weights_are_split_with_an_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_weights_are_split_with_an_index(tmp_path: Path) -> None:
     state = {f"layer.{index}.weight": torch.full((1000,), float(index)) for index in range(3)}
-    import huggingface_hub
-
-    split = huggingface_hub.split_torch_state_dict_into_shards
-    monkeypatch.setattr(
-        huggingface_hub,
-        "split_torch_state_dict_into_shards",
-        lambda state, filename_pattern: split(state, filename_pattern=filename_pattern, max_shard_size=5000),
-    )
-    save_weights(state, tmp_path)
+    save_weights(state, tmp_path, largest_file=5000)
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     assert sorted(set(index["weight_map"].values())) == [f"model-0000{n}-of-00003.safetensors" for n in (1, 2, 3)]
     file = index["weight_map"]["layer.2.weight"]

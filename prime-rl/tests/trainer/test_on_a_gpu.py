@@ -79,20 +79,18 @@ def relative(one: Tensor, other: Tensor) -> float:
 
 
 @pytest.mark.parametrize("kernel", [VARLEN, FLEX])
-def test_packed_rows_have_one_gradient_under_every_kernel(
-    wide_model_dir: Path, gpu: World, kernel: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_packed_rows_have_one_gradient_under_every_kernel(wide_model_dir: Path, gpu: World, kernel: str) -> None:
     expected = gradient_of(setup_model(config_of(wide_model_dir, attn=SDPA, compute_dtype="float32"), gpu))
     rounded = gradient_of(setup_model(config_of(wide_model_dir, attn=SDPA), gpu))
-    monkeypatch.setattr("prime_rl.trainer.model.build.choose_attention", lambda *given: (kernel, ""))
-    found = gradient_of(setup_model(config_of(wide_model_dir), gpu))
+    model = setup_model(config_of(wide_model_dir), gpu)
+    model.set_attn_implementation(kernel)
+    found = gradient_of(model)
     assert relative(found, expected) < 1.5 * relative(rounded, expected)
 
 
-def test_without_flash_attention_the_varlen_kernel_is_chosen(wide_model_dir: Path, monkeypatch) -> None:
-    monkeypatch.setattr("prime_rl.trainer.kernels.attention._is_installed", lambda kernel: False)
-    model_config = load_model_config(config_of(wide_model_dir))
-    kernel, _ = choose_attention("flash_attention_2", model_config, torch.device("cuda", 0), torch.bfloat16)
+def test_without_flash_attention_the_varlen_kernel_is_chosen(wide_model_dir: Path) -> None:
+    model_config, device = load_model_config(config_of(wide_model_dir)), torch.device("cuda", 0)
+    kernel, _ = choose_attention("flash_attention_2", model_config, device, torch.bfloat16, lambda name: False)
     assert kernel == (VARLEN if torch.cuda.get_device_capability()[0] >= 8 else FLEX)
 
 

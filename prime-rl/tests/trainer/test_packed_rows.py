@@ -9,6 +9,7 @@ from transformers import AutoConfig
 
 from prime_rl.configs.trainer import ModelConfig
 from prime_rl.trainer.kernels.attention_apart import attend_apart, find_sequences_apart
+from prime_rl.trainer.kernels.linear_cross_entropy import Limits
 from prime_rl.trainer.model.build import setup_model
 from prime_rl.trainer.model.packed_rows import fold
 from prime_rl.trainer.model.scoring import cross_entropy_sum, score_tokens
@@ -70,17 +71,15 @@ def test_a_folded_row_has_the_logits_that_transformers_gives_the_packed_row(tiny
 
 
 @pytest.mark.parametrize("kind", ["linear", "capped"])
-def test_cross_entropy_in_chunks_equals_cross_entropy_at_once(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cross_entropy_in_chunks_equals_cross_entropy_at_once(kind: str) -> None:
     linear = torch.nn.Linear(8, VOCAB, bias=False)
     head = linear if kind == "linear" else lambda hidden: torch.tanh(linear(hidden) / 5) * 5
     hidden, targets = torch.randn(50, 8, requires_grad=True), torch.randint(0, VOCAB, (50,))
     known = torch.nn.functional.cross_entropy(head(hidden), targets, reduction="sum") / 3
     expected = [known.detach(), *torch.autograd.grad(known, (hidden, linear.weight))]
     for most in (2**20, 20 * VOCAB, 7 * VOCAB):
-        for limit in ("model.scoring._MAX_LOGITS", "kernels.linear_cross_entropy._MAX_LOGITS"):
-            monkeypatch.setattr(f"prime_rl.trainer.{limit}", most)
-        monkeypatch.setattr("prime_rl.trainer.kernels.linear_cross_entropy._MAX_FLOAT_LOGITS", 3 * VOCAB)
-        loss = cross_entropy_sum(hidden, targets, head, VOCAB) / 3
+        limits = Limits(logits=most, float_logits=3 * VOCAB)
+        loss = cross_entropy_sum(hidden, targets, head, VOCAB, limits) / 3
         found = [loss.detach(), *torch.autograd.grad(loss, (hidden, linear.weight))]
         for ours, theirs in zip(found, expected, strict=True):
             torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-5)

@@ -23,6 +23,8 @@ from prime_rl.utils.files import replacing_directory
 SaveFormat = Literal["safetensors", "torch"]
 ADAPTER_DIRECTORY = "lora_adapters"
 """Beside the merged weights of an export, with `ckpt.weights.save_adapter_separately`."""
+HUB_FILE_SIZE = "5GB"
+"""The hub's own limit of a file of weights."""
 _FILE_PATTERNS = {"safetensors": "model{suffix}.safetensors", "torch": "pytorch_model{suffix}.bin"}
 
 
@@ -47,19 +49,20 @@ def gather_weights(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, Tens
 
 
 def save_weights(
-    state: Mapping[str, Tensor], directory: Path, save_sharded: bool = True, save_format: SaveFormat = "safetensors"
+    state: Mapping[str, Tensor],
+    directory: Path,
+    save_sharded: bool = True,
+    save_format: SaveFormat = "safetensors",
+    largest_file: int | str = HUB_FILE_SIZE,
 ) -> None:
-    """Write weights as Transformers reads them: one file, or with `save_sharded` several and an index.
-
-    Files are at most as large as the hub's default.
-    """
+    """Write weights as Transformers reads them: one file, or with `save_sharded` several and an index."""
     from huggingface_hub import split_torch_state_dict_into_shards
 
     pattern = _FILE_PATTERNS[save_format]
     if not save_sharded:
         _save_file(dict(state), directory / pattern.format(suffix=""), save_format)
         return
-    split = split_torch_state_dict_into_shards(dict(state), filename_pattern=pattern)
+    split = split_torch_state_dict_into_shards(dict(state), filename_pattern=pattern, max_shard_size=largest_file)
     for file_name, names in split.filename_to_tensors.items():
         _save_file({name: state[name] for name in names}, directory / file_name, save_format)
     if split.is_sharded:

@@ -7,6 +7,7 @@ positions, and SDPA gets short rows (`packed_rows.fold`), with a mask only where
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -31,8 +32,21 @@ _FIRST_FLASH_GENERATION = 8
 """Compute capability (Ampere) from which PyTorch's flash kernels run."""
 
 
+def is_installed(kernel: str) -> bool:
+    """Whether the package of a flash attention kernel is here."""
+    if kernel == "flash_attention_3":
+        # Without the package, Transformers fetches the kernel from the hub.
+        return is_flash_attn_3_available() or is_kernels_available()
+    return is_flash_attn_2_available()
+
+
 def choose_attention(
-    requested: str, model_config: PretrainedConfig, device: torch.device, compute: torch.dtype
+    requested: str,
+    model_config: PretrainedConfig,
+    device: torch.device,
+    compute: torch.dtype,
+    has_kernel: Callable[[str], bool] = is_installed,
+    capability_of: Callable[[torch.device], tuple[int, int]] = torch.cuda.get_device_capability,
 ) -> tuple[str, str]:
     """Name of the kernel for Transformers, and why it is not the `requested` one (empty if it is).
 
@@ -40,10 +54,10 @@ def choose_attention(
     """
     if requested == SDPA or device.type != "cuda":
         return SDPA, "" if requested == SDPA else f"model.attn = {requested} needs a GPU"
-    if _is_installed(requested):
+    if has_kernel(requested):
         return requested, ""
     reason = f"model.attn = {requested} is not installed"
-    return _best_of_pytorch(model_config, torch.cuda.get_device_capability(device), compute), reason
+    return _best_of_pytorch(model_config, capability_of(device), compute), reason
 
 
 def row_options(kernel: str, position_ids_1T: Tensor) -> dict[str, Any]:
@@ -55,7 +69,13 @@ def row_options(kernel: str, position_ids_1T: Tensor) -> dict[str, Any]:
 
 
 def varlen_attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    varlen: Callable[..., Tensor | tuple[Tensor, ...]] = varlen_attn,
+    **options: Any,
 ) -> tuple[Tensor, None]:
     """PyTorch's varlen kernel behind Transformers' attention interface: [B, heads, T, D] in, [B, T, heads, D] out.
 
@@ -71,7 +91,7 @@ def varlen_attention(
     bounds, longest = _bounds_of(rows, tokens, query.device, options)
     window = options.get("sliding_window")
     q, k, v = (states.transpose(1, 2).flatten(0, 1) for states in (query, key, value))
-    out = varlen_attn(
+    out = varlen(
         q,
         k,
         v,
@@ -89,13 +109,6 @@ def varlen_attention(
 
 AttentionInterface.register(VARLEN, varlen_attention)
 AttentionMaskInterface.register(VARLEN, flash_attention_mask)
-
-
-def _is_installed(kernel: str) -> bool:
-    if kernel == "flash_attention_3":
-        # Without the package, Transformers fetches the kernel from the hub.
-        return is_flash_attn_3_available() or is_kernels_available()
-    return is_flash_attn_2_available()
 
 
 def _best_of_pytorch(model_config: PretrainedConfig, capability: tuple[int, int], compute: torch.dtype) -> str:

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from prime_rl.trainer.kernels.attention import SDPA, row_options
 from prime_rl.trainer.kernels.attention_apart import find_sequences_apart
-from prime_rl.trainer.kernels.linear_cross_entropy import linear_cross_entropy_sum
+from prime_rl.trainer.kernels.linear_cross_entropy import LIMITS, Limits, linear_cross_entropy_sum
 from prime_rl.trainer.model.blocks import decoder_blocks
 from prime_rl.trainer.model.packed_rows import Grid, fold
 from prime_rl.trainer.model.shared_prefixes import SHARED, PrefixTree, find_shared_prefixes
@@ -34,8 +34,6 @@ LogitsOf = Callable[[Tensor], Tensor]
 
 _CHECKED = ((0, 1, 2, 3, 4), (5, 6, 7), (0, 1, 5))
 """Sequences that every model is tried on. The last one begins as the first one does."""
-_MAX_LOGITS = 2**25
-"""Logits that may exist at a time: 128 MiB in float32."""
 
 
 class _Scoring(Protocol):
@@ -57,11 +55,13 @@ def score_tokens(
     return cast("_Scoring", model).score_tokens(input_ids_1T, position_ids_1T, score)
 
 
-def cross_entropy_sum(hidden_NH: Tensor, targets_N: Tensor, logits_of: LogitsOf, vocab_size: int) -> Tensor:
-    """Sum over N tokens of the cross-entropy in float32, with at most `_MAX_LOGITS` logits in memory."""
+def cross_entropy_sum(
+    hidden_NH: Tensor, targets_N: Tensor, logits_of: LogitsOf, vocab_size: int, limits: Limits = LIMITS
+) -> Tensor:
+    """Sum over N tokens of the cross-entropy in float32, with at most `limits.logits` logits in memory."""
     if type(logits_of) is nn.Linear and logits_of.bias is None:
-        return linear_cross_entropy_sum(hidden_NH, logits_of.weight, targets_N)
-    chunk = max(1, _MAX_LOGITS // vocab_size)
+        return linear_cross_entropy_sum(hidden_NH, logits_of.weight, targets_N, limits)
+    chunk = max(1, limits.logits // vocab_size)
 
     def loss_of(hidden: Tensor, targets: Tensor) -> Tensor:
         return nn.functional.cross_entropy(logits_of(hidden).float(), targets, reduction="sum")
