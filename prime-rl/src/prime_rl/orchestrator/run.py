@@ -97,8 +97,7 @@ async def _run(config: OrchestratorConfig, environments: Environments, resume_st
         progress = await _start(config, checkpoints, buffer, pool, resume_step, held_version)
         if config.max_steps is not None and progress.step >= config.max_steps:
             get_logger().warning(f"Nothing left to do: max_steps is {config.max_steps}")
-        limits = AsyncLimits(config.max_async_level, config.strict_async_level)
-        policy = Policy(paths, pool, limits, version=progress.step)
+        policy = Policy(paths, pool, AsyncLimits(config.max_async_level, config.strict_async_level), progress.step)
         scheduler = Scheduler(environments.train, buffer, pool, policy, scheduler_limits(config))
         closing.push_async_callback(scheduler.close)
         pool.on_lost.append(scheduler.abandon)
