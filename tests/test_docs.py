@@ -163,5 +163,10 @@ def test_every_config_in_a_page_loads(page: Path, block: str, tmp_path: Path) ->
     load_config(config_cls, [base], tomllib.loads(block))
 
 
+@every_page
+def test_no_page_holds_an_unresolved_merge(page: Path) -> None:
+    assert re.findall(r"^(?:<{7}|>{7}) .*$", page.read_text(encoding="utf-8"), re.MULTILINE) == []
+
+
 def test_the_readme_fits_on_150_lines() -> None:
     assert len(README.read_text(encoding="utf-8").splitlines()) <= 150

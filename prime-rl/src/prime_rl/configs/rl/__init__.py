@@ -44,7 +44,7 @@ __all__ = [
 class RLConfig(RunSections, RootConfig):
     """A whole RL run. Read by `rl`, which hands each component its section."""
 
-    # What both parents say; only then do they agree on its type.
+    # Both parents declare it; repeated so that their types agree.
     model_config = SettingsConfigDict()
 
     component: ClassVar[str] = "rl"

@@ -1,7 +1,7 @@
-"""How the shared settings of `rl` reach its components.
+"""Copies the shared settings of `rl` into the sections of its components.
 
-Raw tables in, raw tables out, before any component is validated: each is then validated once, with the values that it
-will run with, so that no bound, rule or derived value of a component can miss a shared setting.
+It works on raw tables, before validation. Each component is then validated once, with the values that it will run with,
+so its bounds, rules and derived values take every shared setting into account.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SectionT = TypeVar("SectionT", bound=BaseModel)
 _ABSENT = object()
 RESUMED_WEIGHTS_TIMEOUT_S = 600
 _BENCH_TOKEN_BATCH = 32
-"""Fake samples of a benchmark whose batches are counted in tokens."""
+"""Number of fake samples in a benchmark with `token_batch_size`."""
 
 
 @dataclass
@@ -55,12 +55,12 @@ class RunTables:
         return value_at(getattr(self, component), tuple(path), default)
 
     def fill(self, key: str, value: Any) -> None:
-        """Set a key that is absent or None; the table of a component that does not run stays absent."""
+        """Set a key that is absent or None, unless its component does not run."""
         if self.get(key) is None:
             self.put(key, value)
 
     def override(self, key: str, value: Any, source: str) -> None:
-        """Set a key, and warn if it was given another value. `source` is the shared setting."""
+        """Set a key, and warn if the config gives it another value. `source` is the shared setting."""
         given = self.get(key, _ABSENT)
         if given is not _ABSENT and _differ(given, value):
             text = f"{source} makes {key} {value!r}; the config's own {key} = {given!r} has no effect"
@@ -72,15 +72,15 @@ class RunTables:
         component, *path = key.split(".")
         table = getattr(self, component)
         above = [value_at(table, tuple(path[:length])) for length in range(1, len(path))]
-        # A section that is no table is a fault, which must stay for the validation to see.
+        # A section that is not a table is a fault; keep it, so that validation reports it.
         if table is not None and all(section is None or isinstance(section, dict) for section in above):
             set_at(table, path, value)
 
 
 def propagate(data: Table) -> Table:
-    """`data` of an `RLConfig` with every shared setting written into the components' tables.
+    """`data` of an `RLConfig`, with every shared setting copied into the components' tables.
 
-    A faulty shared setting is not propagated: its own fault says all there is to say.
+    A faulty shared setting is not copied, so that its fault is reported only once.
     """
     trainer, orchestrator = _component(data.get("trainer")), _component(data.get("orchestrator"))
     if trainer is None or orchestrator is None:
@@ -110,7 +110,7 @@ def propagate(data: Table) -> Table:
 
 
 def peek(section: type[SectionT], raw: Any) -> SectionT | None:
-    """The validated section, or None: its faults are told when the whole config is validated."""
+    """The validated section, or None; its faults are reported when the whole config is validated."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ConfigWarning)
@@ -120,7 +120,7 @@ def peek(section: type[SectionT], raw: Any) -> SectionT | None:
 
 
 def _component(value: Any) -> Table | None:
-    """The raw table of a component; sections given as instances become tables too."""
+    """The raw table of a component. A section given as an instance becomes a table."""
     table = explicit_values(value) if isinstance(value, BaseModel) else value
     if not isinstance(table, dict):
         return None
@@ -137,12 +137,12 @@ def _readable_shared(data: Table) -> SharedSettings:
 
 
 def _differ(given: Any, value: Any) -> bool:
-    """Raw values may still be text from a command line."""
+    """Whether two values differ. A raw value may still be text from the command line."""
     return given != value and str(given).lower() != str(value).lower()
 
 
 def _follow_gpu_ids(run: RunTables) -> Table:
-    """Make the GPU counts those of the id lists. Returns the changed `deployment`, if any."""
+    """Set the GPU counts to the lengths of the id lists. Returns the changed `deployment`, if any."""
     deployment = run.single_node
     lists = {"num_infer_gpus": run.shared.inference_gpu_ids, "num_train_gpus": run.shared.trainer_gpu_ids}
     counts = {key: len(ids) for key, ids in lists.items() if ids is not None}
@@ -189,7 +189,7 @@ def _share_ckpt(run: RunTables) -> None:
 
 
 def _wait_for_weights(run: RunTables) -> None:
-    """The trainer, which starts at the same time, publishes the weights to resume from once it has loaded them."""
+    """Let a resumed orchestrator wait: the trainer publishes the weights once it has loaded its checkpoint."""
     key = "orchestrator.ckpt.wait_for_weights_timeout"
     if run.get("orchestrator.ckpt.resume_step") is not None and run.get(key, _ABSENT) is _ABSENT:
         run.put(key, RESUMED_WEIGHTS_TIMEOUT_S)
@@ -217,7 +217,7 @@ def _share_model(run: RunTables) -> None:
 
 def _share_limits(run: RunTables) -> None:
     shared = run.shared
-    # A benchmark sets its own number of steps, and its orchestrator waits for nobody.
+    # A benchmark sets its own number of steps, and its orchestrator does not wait for the trainer.
     if shared.max_steps is not None and not shared.bench:
         run.override("trainer.max_steps", shared.max_steps, "max_steps")
         run.override("orchestrator.max_steps", shared.max_steps, "max_steps")
@@ -231,7 +231,7 @@ def _share_limits(run: RunTables) -> None:
 
 
 def _expand_algorithm(run: RunTables) -> None:
-    """Fill in the keys of the algorithm. What the config gives, None included, stays as it is."""
+    """Fill in the keys of the algorithm. Values in the config, including None, are kept."""
     sampling = peek(SamplingConfig, run.get("orchestrator.sampling"))
     model = peek(ModelConfig, run.get("trainer.model"))
     if sampling is None or model is None:
@@ -239,7 +239,7 @@ def _expand_algorithm(run: RunTables) -> None:
     for section, values in preset(run.shared.algorithm, sampling.max_tokens, model.seq_len).items():
         given = run.get(section, {})
         if not isinstance(given, dict) or given.get("type", values.get("type")) != values.get("type"):
-            continue  # turned off, or something else in its place
+            continue  # turned off, or of another type
         for key, value in values.items():
             if key not in given:
                 run.put(f"{section}.{key}", value)
@@ -289,7 +289,7 @@ def _split_gpus(run: RunTables) -> None:
 
 
 def _fill_dp(run: RunTables, component: str, gpus: int) -> None:
-    """Use every GPU of a server. A number that `tp` does not divide is left alone: it is a fault of the run."""
+    """Use every GPU of a server. A number that `tp` does not divide is kept; a rule reports it."""
     if getattr(run, component) is None:
         return
     parallel = peek(ParallelConfig, run.get(f"{component}.parallel"))
@@ -315,7 +315,7 @@ def _share_weight_broadcast(run: RunTables) -> None:
 
 
 def _set_broadcast_type(run: RunTables, component: str, kind: str) -> None:
-    """Change the type; keys of another type go with it, keys of the same type stay."""
+    """Change the type. Keys of another type are removed with it."""
     key = f"{component}.weight_broadcast"
     given = run.get(key)
     if isinstance(given, dict) and given.get("type", "filesystem") != kind:
@@ -325,7 +325,7 @@ def _set_broadcast_type(run: RunTables, component: str, kind: str) -> None:
 
 
 def _count_inference_gpus(run: RunTables, always: bool) -> None:
-    """Make the NCCL group as large as the servers are, where the config does not say itself how large they are."""
+    """Set the size of the NCCL group to the number of inference GPUs, unless the config sets it."""
     key = "trainer.weight_broadcast.inference_world_size"
     parallel = peek(ParallelConfig, run.get("inference.parallel")) if run.inference is not None else None
     if run.multi_node is not None:
@@ -348,7 +348,7 @@ def _add_teacher(run: RunTables) -> None:
         server = peek(ServerConfig, run.get("inference.server"))
         run.teacher_inference = copy.deepcopy(run.inference or {})
         run.put("teacher_inference.server.port", (server or ServerConfig()).port + 1)
-        # The copied number was made for the server's GPUs.
+        # The copied number applies to the server's GPUs.
         if isinstance(run.get("teacher_inference.parallel"), dict):
             run.teacher_inference["parallel"].pop("dp", None)
     _fill_dp(run, "teacher_inference", gpus)

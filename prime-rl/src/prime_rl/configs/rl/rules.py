@@ -1,4 +1,4 @@
-"""The rules of an RL run that no component can check alone. By now every shared setting has reached the components."""
+"""Rules of an RL run that no component can check alone. They see the sections with the shared settings in them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from prime_rl.configs.model import replication_fault
 from prime_rl.configs.rl.sections import MultiNodeDeploymentConfig, RunSections, SingleNodeDeploymentConfig
 
 TOY_MODELS = "Jackmin108/"
-"""Test models that are published under one name a component."""
+"""Test models that are published under one name per component."""
 
 
 def run_faults(run: RunSections, has_slurm: bool) -> Iterator[str]:
@@ -26,7 +26,7 @@ def run_faults(run: RunSections, has_slurm: bool) -> Iterator[str]:
 
 
 def run_warnings(run: RunSections) -> Iterator[str]:
-    """What works, but hardly as meant."""
+    """One line for each setting that works, but probably not as intended."""
     for name in ("trainer", "orchestrator"):
         component = getattr(run, name)
         resumes = component.ckpt is not None and component.ckpt.resume_step is not None
@@ -37,12 +37,12 @@ def run_warnings(run: RunSections) -> Iterator[str]:
 
 
 def _pairing_faults(run: RunSections) -> Iterator[str]:
-    """What trainer and orchestrator must agree on."""
+    """Settings on which trainer and orchestrator must agree."""
     trainer, orchestrator = run.trainer, run.orchestrator
     benches = trainer.bench is not None
     if benches != orchestrator.bench:
         yield "only one of trainer.bench and orchestrator.bench is on: set bench = true at the top instead"
-    # A benchmark's trainer writes no checkpoints, and its orchestrator is never held back.
+    # A benchmark's trainer writes no checkpoints, and its orchestrator never waits.
     if not benches:
         yield from _unequal(run, "max_steps")
         yield from _unequal(run, "max_async_level")
@@ -123,7 +123,7 @@ def _single_node_faults(run: RunSections, deployment: SingleNodeDeploymentConfig
 
 
 def _shared_gpu(run: RunSections, deployment: SingleNodeDeploymentConfig) -> Iterator[str]:
-    """NCCL connects different GPUs. On a CPU gloo takes its place."""
+    """NCCL connects different GPUs; on a CPU gloo is used instead."""
     if deployment.num_train_gpus + deployment.num_infer_gpus < 2:
         yield (
             f"NCCL weight broadcast needs two GPUs (got {deployment.num_train_gpus} train + "

@@ -60,14 +60,9 @@ at every depth; all other values, including lists, are replaced as a whole. An u
 |---|---|
 | `@ a.toml`, `@a.toml` | a file; of several, the last one is strongest |
 | `--trainer @ a.toml`, `--trainer.model.ac @ a.toml` | a file that holds one section |
-<<<<<<< HEAD
-| `toml_files = ["base.toml"]` at the top of a file | files that it stands on, relative to it; its own keys win |
-| `--trainer.optim.lr 1e-6`, `--trainer.optim.lr=1e-6` | an option |
-| `weight-decay = 0.1`, `--optim.weight_decay 0.1` | dashes and underscores are the same, in files and options |
-=======
 | `toml_files = ["base.toml"]` at the top of a file | files to inherit from, relative to it; its own keys are stronger |
-| `--trainer.optim.lr 1e-6`, `--trainer.optim.lr=1e-6` | an option; dashes and underscores are equivalent |
->>>>>>> 44f25a4 (Config reference in plain English: what a key is, its unit, what None means)
+| `--trainer.optim.lr 1e-6`, `--trainer.optim.lr=1e-6` | an option |
+| `weight-decay = 0.1`, `--optim.weight_decay 0.1` | dashes and underscores are equivalent, in files and options |
 | `--bench`, `--no-trainer.model.reshard-after-forward` | a boolean |
 | `--ckpt`, `--ckpt '{"interval": 5}'`, `--no-ckpt` | an optional section: on, on with values, off |
 | `--client.base-url a,b`, `--client.base-url a --client.base-url b`, `'["a", "b"]'` | a list |
@@ -76,22 +71,18 @@ at every depth; all other values, including lists, are replaced as a whole. An u
 | `"None"` (anywhere), `null` (options) | no value |
 | `PRIME_RL_MAX_STEPS=10`, `PRIME_RL_MODEL__NAME=x` (or `PRIME_…`) | a key of the root class, from the environment |
 
-<<<<<<< HEAD
-A table without `type` has the default one. If a file or option changes the `type` that a weaker source chose, the keys
+A table without a `type` has the default type. If a file or option changes the `type` that a weaker source chose, keys
 of the weaker source that the new type lacks are ignored, with a warning; keys that both types have keep their values.
-Under `rl`, shared settings at the top are written into the
-components' sections; where they replace another value, a warning says so.
-=======
-A table without a `type` keeps the default type. In `rl`, shared settings at the top are copied into the components'
-sections. If one replaces another value, a warning says so.
->>>>>>> 44f25a4 (Config reference in plain English: what a key is, its unit, what None means)
+
+In `rl`, shared settings at the top are copied into the components' sections. If one replaces another value, a warning
+says so.
 """
 
 NOT_BUILT_TEXT = """\
 ## Not supported yet
 
-These keys load, so that files written for PRIME-RL resolve. A run that sets one to anything but its default, or to one
-of the values named here, is refused at the start, or goes on without it and says so.
+These keys are accepted, so that files written for PRIME-RL load. A run that sets one to anything except its default (or
+to one of the listed values) is refused at the start, or ignores it with a warning.
 
 | key | value | a run that sets it | why, or what to do instead |
 |---|---|---|---|"""
@@ -108,7 +99,7 @@ def reference() -> str:
 
 
 def sections_of_root(root: type[RootConfig]) -> dict[Section, list[str]]:
-    """The classes below a root and the keys that hold them, in the order of the keys. Other roots have their own."""
+    """The classes of a root's sections and their keys, in the order of the keys, without other roots."""
     found: dict[Section, list[str]] = {root: []}
     for key, section in _sections_below(root, ""):
         found.setdefault(section, []).append(key)

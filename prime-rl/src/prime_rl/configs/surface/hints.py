@@ -1,4 +1,4 @@
-"""Words the hint for a key of another version."""
+"""Writes the hint for a key of another version."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from prime_rl.utils.pydantic_config.schema import Section, has_key
 
 
 def hint_for_renamed(root: Section, component: str, key: str, as_flag: bool = False) -> str | None:
-    """What to write instead of `key` (dotted, from `root`, the config of `component`).
+    """What to write instead of `key`, which is dotted and belongs to `root`, the config of `component`.
 
     None if no other version has the key. With `as_flag`, keys look like options.
     """

@@ -1,4 +1,4 @@
-"""The keys that no component reads yet. They load, so that users' files resolve."""
+"""The keys that no component reads yet. They are accepted, so that users' files load."""
 
 from __future__ import annotations
 
