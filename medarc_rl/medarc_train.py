@@ -23,9 +23,9 @@ from prime_rl.configs.rl import RLConfig
 from prime_rl.configs.sft import SFTConfig
 from prime_rl.launch import LocalHost, ProcessSpec, Supervisor, shown
 from prime_rl.launch.commands import EVAL
-from prime_rl.launch.devices import MASK_VARIABLE
 from prime_rl.launch.plan import component_configs
 from prime_rl.launch.run import launch
+from prime_rl.utils.gpus import MASK_VARIABLE
 from prime_rl.utils.pydantic_config import dump_toml
 from prime_rl.watch.screens import eval_screen
 

@@ -204,8 +204,8 @@ def test_what_cannot_be_is_one_line_and_changes_nothing(words: str, says: str, r
 
 def test_nine_gpus_and_several_nodes_are_too_much_for_sft(sft_toml: Path, tmp_path: Path) -> None:
     assert run("sft", sft_toml, "--gpus", 9, "--output-dir", tmp_path / "out").exit_code == 2
-    sft_toml.write_text(sft_toml.read_text() + "[deployment]\ngpus_per_node = 9\nnum_gpus = 9\n")
-    result = run("sft", sft_toml, "--output-dir", tmp_path / "out")
+    nine = ("--data.batch-size", 9, "--deployment.gpus-per-node", 9, "--deployment.num-gpus", 9)
+    result = run("sft", sft_toml, "--output-dir", tmp_path / "out", *nine)
     assert (result.exit_code, result.stderr) == (2, "error: deployment.num_gpus = 9: one node has 1 to 8 GPUs\n")
     result = run("sft", sft_toml, "--deployment.type", "multi_node", "--output-dir", tmp_path / "out")
     assert result.exit_code == 2
@@ -220,13 +220,16 @@ def test_another_runs_checkpoints_are_left_alone(stand_ins, rl_toml: Path, tmp_p
     stand_ins.add("sbatch", says="Submitted batch job 1")
     out = tmp_path / "out"
     checkpoint = out / "checkpoints" / "step_4"
-    checkpoint.mkdir(parents=True)
-    (checkpoint / "STABLE").touch()
+    counterpart = out / "run_default" / "checkpoints" / "step_4"
+    for part in (checkpoint, counterpart):
+        part.mkdir(parents=True)
+        (part / "STABLE").touch()
     result = run("rl", rl_toml, "--output-dir", out)
     assert result.exit_code == 2
     assert "--clean-output-dir" in result.stderr
-    assert [path.name for path in out.iterdir()] == ["checkpoints"]
-    assert run("rl", rl_toml, "--output-dir", out, "--ckpt.resume-step", -1).exit_code == 0
+    assert sorted(path.name for path in out.iterdir()) == ["checkpoints", "run_default"]
+    resumed = run("rl", rl_toml, "--output-dir", out, "--ckpt.resume-step", -1, "--max-steps", 5)
+    assert resumed.exit_code == 0, resumed.output
     assert checkpoint.exists()
     dry_run("rl", rl_toml, "--output-dir", out, "--clean-output-dir")
     assert checkpoint.exists()
@@ -248,8 +251,8 @@ def test_only_the_directory_of_a_run_is_cleaned(stand_ins, rl_toml: Path, tmp_pa
 def test_a_directory_that_cannot_be_written_is_one_line(rl_toml: Path, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     result = run("rl", rl_toml, "--output-dir", tmp_path / "file" / "out", "--dry-run")
-    assert (result.exit_code, result.stderr.count("\n")) == (1, 1)
-    assert "Not a directory" in result.stderr
+    assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
+    assert f"{tmp_path / 'file'} is not a directory" in result.stderr
 
 
 def test_without_slurm_the_artifacts_stay(rl_toml: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ Each command goes through all of its cases in one process, which must not load a
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -96,6 +97,80 @@ CASES = {
     "chat template that is not there": Case(
         "sft", "--tokenizer.chat-template {dir}/chat.jinja", "chat.jinja': no such file, and no Jinja template"
     ),
+    "output directory below a file": Case("sft", "--output-dir {dir}/no/out", "no is not a directory", {"no": ""}),
+    "schedule that does not fit": Case("sft", "--scheduler.type linear", "do not fit into max_steps = 2"),
+    "batch that cannot be shared out": Case(
+        "sft", "--data.batch-size 6 --deployment.num-gpus 4", "data.batch_size = 6 is not a multiple of 4 processes"
+    ),
+    "step beyond the end": Case("sft", "--ckpt.resume-step 3", "ckpt.resume_step = 3 is beyond max_steps = 2"),
+    "latest step beyond the end": Case(
+        "rl",
+        "--output-dir {dir}/run --ckpt.resume-step -1",
+        "ckpt.resume_step = 5 is beyond max_steps = 2",
+        {"run/checkpoints/step_5/STABLE": "", "run/run_default/checkpoints/step_5/STABLE": ""},
+    ),
+    "step without its part of the orchestrator": Case(
+        "rl",
+        "--output-dir {dir}/run --ckpt.resume-step 2",
+        "no counterpart {dir}/run/run_default/checkpoints/step_2/orchestrator: resume from 1",
+        {
+            "run/checkpoints/step_1/STABLE": "",
+            "run/checkpoints/step_2/STABLE": "",
+            "run/run_default/checkpoints/step_1/STABLE": "",
+        },
+    ),
+    "environment that is not installed": Case(
+        "rl",
+        '--orchestrator.env [{{"id":"me/not-here@1.0"}}]',
+        "orchestrator.env[0].id = 'me/not-here@1.0': no module named 'not_here'",
+    ),
+    "evaluation environment that is not installed": Case(
+        "eval", "--environment-ids not-here", "env[0].id = 'not-here': no module named 'not_here'"
+    ),
+    "environment that is another module": Case(
+        "rl",
+        '--orchestrator.env [{{"id":"json"}}]',
+        "json/__init__.py is not an environment: it has no load_environment",
+    ),
+    "loss that is not there": Case(
+        "rl", "--trainer.loss.type custom --trainer.loss.import-path losses.of.mine", "no module named 'losses.of'"
+    ),
+    "module without the loss": Case(
+        "rl", "--trainer.loss.type custom --trainer.loss.import-path prime_rl.trainer.rl.loss.mine", "has no mine"
+    ),
+    "advantage that is not there": Case(
+        "rl",
+        "--orchestrator.advantage.type custom --orchestrator.advantage.import-path advantages.mine",
+        "no module named 'advantages' in this Python environment",
+    ),
+    "adapter pattern": Case(
+        "sft", "--model.lora.target-modules [(q_proj]", '"(q_proj" is not a regular expression: missing )'
+    ),
+    "engine without the option": Case(
+        "rl",
+        "--inference.backend embedded --inference.enable-expert-parallel",
+        "inference: enable_expert_parallel = True: only the vllm engine supports it",
+    ),
+    "vllm that is not installed": Case("rl", "--inference.backend vllm", "has no vLLM: install prime-rl[vllm]"),
+    "context beyond the model's": Case(
+        "rl",
+        "--model.name {dir}/model --inference.backend embedded --inference.model.max-model-len 100",
+        "max_model_len is 100, but the model's context is 64",
+        {
+            "model/config.json": '{"max_position_embeddings": 64, "vocab_size": 8}',
+            "model/tokenizer.json": "{}",
+            "model/model.safetensors": "",
+        },
+    ),
+    "vocabulary of unknown size": Case(
+        "rl",
+        "--model.name {dir}/model",
+        "states no vocab_size",
+        {"model/config.json": CONFIG, "model/tokenizer.json": "{}", "model/model.safetensors": ""},
+    ),
+    "two environments of one name": Case(
+        "rl", '--orchestrator.env [{{"id":"reverse-text"}},{{"id":"reverse-text"}}]', "are called 'reverse-text'"
+    ),
 }
 PROGRAMS = ("medarc_train", "medarc_slurm", "engine")
 RUNS = [
@@ -130,7 +205,7 @@ def directory_of(root: Path, name: str) -> Path:
 def words_of(root: Path, name: str, program: str) -> list[str]:
     case, directory = CASES[name], directory_of(root, name)
     options = case.options.format(dir=directory).split()
-    place = ["--output-dir", str(directory / "out"), "--dry-run"]
+    place = ["--dry-run"] if "--output-dir" in options else ["--output-dir", str(directory / "out"), "--dry-run"]
     config = str(root / f"{case.command}.toml")
     if program == "engine":
         return ["@", config, *options, *place]
@@ -143,7 +218,9 @@ def run_all(root: Path, program: str, module: str, names: list[str]) -> dict[str
     cases = root / f"{module}.json"
     cases.write_text(json.dumps({name: words_of(root, name, program) for name in names}))
     code = RUN_ALL.format(module=module, cases=str(cases), program=program, heavy=HEAVY)
-    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=False)
+    env = {name: value for name, value in os.environ.items() if not name.startswith("PRIME_")}
+    argv = [sys.executable, "-c", code]
+    done = subprocess.run(argv, cwd=root, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout.splitlines()[-1])
     assert told["loaded"] == []

@@ -12,8 +12,9 @@ from pathlib import Path
 import httpx
 import pytest
 
+from prime_rl.checks.engines import EMBEDDED_TOOL_PARSERS, choose_backend, embedded_faults, option_faults
 from prime_rl.configs.inference import InferenceConfig
-from prime_rl.inference.server import choose_backend, embedded_faults
+from prime_rl.inference.embedded.http.tool_calls import TOOL_PARSERS
 from prime_rl.launch import reserved_ports
 from prime_rl.utils.pydantic_config import load_config
 
@@ -46,22 +47,26 @@ def test_auto_is_vllm_where_vllm_and_a_gpu_are(settings, has_vllm, has_gpu, expe
 
 def test_settings_that_only_vllm_reads_are_refused_by_name() -> None:
     config = config_of(enable_expert_parallel=True, api_server_count=2, model={"tool_call_parser": "mistral"})
-    faults = embedded_faults(config, ["--swap-space", "4"], lambda: True)
+    faults = [*embedded_faults(config, lambda: True), *option_faults(["--swap-space", "4"])]
     assert [fault.split(":")[0] for fault in faults] == [
         "enable_expert_parallel = True",
         "model.tool_call_parser = 'mistral'",
         "api_server_count = 2",
         "unknown option --swap-space",
     ]
-    assert embedded_faults(config_of(model={"tool_call_parser": "hermes"}), [], lambda: True) == []
+    assert embedded_faults(config_of(model={"tool_call_parser": "hermes"}), lambda: True) == []
+
+
+def test_the_start_check_knows_every_parser_of_the_embedded_engine() -> None:
+    assert set(EMBEDDED_TOOL_PARSERS) == TOOL_PARSERS.keys()
 
 
 @pytest.mark.parametrize("settings", [{"parallel": {"dp": 2}}, {"parallel": {"tp": 2}}])
 def test_what_would_be_several_processes_is_one_on_a_cpu_and_refused_on_gpus(settings) -> None:
-    (fault,) = embedded_faults(config_of(**settings), [], lambda: True)
+    (fault,) = embedded_faults(config_of(**settings), lambda: True)
     assert "uses one GPU" in fault
-    assert embedded_faults(config_of(**settings), [], lambda: False) == []
-    assert embedded_faults(config_of(**settings, device="cpu"), [], lambda: True) == []
+    assert embedded_faults(config_of(**settings), lambda: False) == []
+    assert embedded_faults(config_of(**settings, device="cpu"), lambda: True) == []
 
 
 def test_an_option_that_the_engine_would_ignore_ends_the_command_with_2() -> None:
@@ -91,25 +96,23 @@ def test_vllm_is_served_by_the_interpreter_that_the_environment_names(tmp_path: 
 )
 def test_a_vllm_that_is_nowhere_is_one_line(python: str, advice: str) -> None:
     done = inference("--backend", "vllm", PRIME_RL_VLLM_PYTHON=python)
-    assert done.returncode == 1
-    assert advice in done.stdout.splitlines()[-1]
-    assert "Traceback" not in done.stdout + done.stderr
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert advice in line
 
 
 @pytest.mark.parametrize("name", ["./no/such/model", "/no/such/model"])
 def test_a_missing_model_is_one_line(name) -> None:
     done = inference("--backend", "embedded", "--model.name", name, "--server.port", "0")
-    assert done.returncode == 1
-    assert f"model path '{name}' does not exist" in done.stdout
-    assert "Traceback" not in done.stdout + done.stderr
+    assert (done.returncode, done.stderr) == (2, f"error: model.name = {name}: no such directory\n")
 
 
 def test_a_context_beyond_the_models_is_one_line(tiny_model_dir: Path) -> None:
     options = ("--model.name", str(tiny_model_dir), "--model.max-model-len", "4096", "--server.port", "0")
     done = inference("--backend", "embedded", *options)
-    assert done.returncode == 1
-    assert "max_model_len is 4096, but the model's context is 1024" in done.stdout
-    assert "Traceback" not in done.stdout + done.stderr
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert "max_model_len is 4096, but the model's context is 1024" in line
 
 
 def test_a_taken_port_is_found_before_the_model_loads(tiny_model_dir: Path) -> None:

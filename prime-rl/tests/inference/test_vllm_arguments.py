@@ -6,8 +6,7 @@ from argparse import ArgumentParser
 
 import pytest
 
-from prime_rl.configs.inference import InferenceConfig
-from prime_rl.inference.families import tool_call_parser
+from prime_rl.configs.inference import InferenceConfig, ModelConfig
 from prime_rl.inference.vllm.arguments import WORKER_EXTENSION, vllm_arguments
 from prime_rl.utils.pydantic_config import load_config
 
@@ -59,7 +58,7 @@ def test_raw_options_win_over_the_config() -> None:
     ],
 )
 def test_tool_calls_are_parsed_by_the_familys_parser(setting, model, expected) -> None:
-    assert tool_call_parser(setting, model) == expected
+    assert ModelConfig(name=model, tool_call_parser=setting).chosen_tool_call_parser == expected
     config = load_config(InferenceConfig, [], {"model": {"name": model, "tool_call_parser": setting}})
     args = vllm_arguments(config, [], parser())
     assert getattr(args, "tool_call_parser", None) == expected

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from prime_rl.launch import devices
-from prime_rl.launch.devices import DeviceError, GpuAssignment
+from prime_rl.launch.devices import GpuAssignment
+from prime_rl.utils.gpus import DeviceError, choose_device, masked_gpus, usable_gpus
 
 
 def machine_with(dev: Path, gpus: int) -> Path:
@@ -28,25 +29,25 @@ def machine_with(dev: Path, gpus: int) -> Path:
     ],
 )
 def test_the_mask_is_read_as_cuda_reads_it(value: str, gpus: tuple[str, ...]) -> None:
-    assert devices.masked_gpus({"CUDA_VISIBLE_DEVICES": value}) == gpus
+    assert masked_gpus({"CUDA_VISIBLE_DEVICES": value}) == gpus
 
 
 def test_no_mask_is_not_an_empty_one() -> None:
-    assert devices.masked_gpus({}) is None
+    assert masked_gpus({}) is None
 
 
 def test_a_gpu_named_twice_is_an_error() -> None:
     with pytest.raises(DeviceError, match="CUDA_VISIBLE_DEVICES=1,1 names a GPU twice"):
-        devices.masked_gpus({"CUDA_VISIBLE_DEVICES": "1,1"})
+        masked_gpus({"CUDA_VISIBLE_DEVICES": "1,1"})
 
 
 def test_a_machine_is_known_by_its_device_files_and_not_by_a_mask(tmp_path: Path) -> None:
     machine_with(tmp_path, 0)
-    assert devices.usable_gpus({"CUDA_VISIBLE_DEVICES": "0,1"}, tmp_path) == ()
+    assert usable_gpus({"CUDA_VISIBLE_DEVICES": "0,1"}, tmp_path) == ()
     machine_with(tmp_path, 4)
-    assert devices.usable_gpus({}, tmp_path) == ("0", "1", "2", "3")
-    assert devices.usable_gpus({"CUDA_VISIBLE_DEVICES": "3,1"}, tmp_path) == ("3", "1")
-    assert devices.usable_gpus({"CUDA_VISIBLE_DEVICES": ""}, tmp_path) == ()
+    assert usable_gpus({}, tmp_path) == ("0", "1", "2", "3")
+    assert usable_gpus({"CUDA_VISIBLE_DEVICES": "3,1"}, tmp_path) == ("3", "1")
+    assert usable_gpus({"CUDA_VISIBLE_DEVICES": ""}, tmp_path) == ()
 
 
 @pytest.mark.parametrize(
@@ -54,12 +55,12 @@ def test_a_machine_is_known_by_its_device_files_and_not_by_a_mask(tmp_path: Path
     [("auto", ["0"], "cuda"), ("auto", [], "cpu"), ("cpu", ["0"], "cpu"), ("cuda", ["0"], "cuda")],
 )
 def test_auto_takes_gpus_when_there_are_any(requested: str, usable: list[str], device: str) -> None:
-    assert devices.choose_device(requested, usable) == device
+    assert choose_device(requested, usable) == device
 
 
 def test_cuda_without_a_gpu_is_an_error_that_says_what_to_do() -> None:
     with pytest.raises(DeviceError, match='device = "cpu" runs on the CPU'):
-        devices.choose_device("cuda", [])
+        choose_device("cuda", [])
 
 
 def test_inference_gets_the_first_and_the_trainer_the_next() -> None:

@@ -82,6 +82,27 @@ def read_config(folder: Path) -> Mapping[str, Any]:
     return config
 
 
+def context_length(folder: Path) -> int | None:
+    """The longest context of a local model folder; None if it states none, or is no such folder."""
+    try:
+        longest = text_setting(read_config(folder), "max_position_embeddings")
+    except StartFault:
+        return None
+    return longest if isinstance(longest, int) else None
+
+
+def vocab_size(folder: Path) -> int:
+    """The vocabulary size that a model folder states.
+
+    Raises:
+        StartFault: there is no config.json, or it states no size.
+    """
+    size = text_setting(read_config(folder), "vocab_size")
+    if not size:
+        raise StartFault("its config.json states no vocab_size, which filters need")
+    return int(size)
+
+
 def text_setting(config: Mapping[str, Any], key: str) -> Any:
     """A value of a model's config; of a model with several parts, that of its language model."""
     return config.get(key) or (config.get("text_config") or {}).get(key)

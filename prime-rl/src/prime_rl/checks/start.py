@@ -7,20 +7,25 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from prime_rl.checks.model_files import model_fault, tokenizer_faults
-from prime_rl.checks.start_dir import StartDir
-from prime_rl.configs.model import ModelConfig, TokenizerConfig
+from prime_rl.checks.model_files import model_fault, tokenizer_faults, vocab_size
+from prime_rl.checks.run_dir import counterpart_faults, latest_step_faults, output_fault
+from prime_rl.checks.start_dir import StartDir, StartFault, gpus_here
 from prime_rl.configs.surface.root import RootConfig
+from prime_rl.configs.trainer import NO_MEMORY_PROFILE
+from prime_rl.run.paths import RunPaths
 
 if TYPE_CHECKING:
     from prime_rl.configs.eval import OfflineEvalConfig
     from prime_rl.configs.inference import InferenceConfig
+    from prime_rl.configs.orchestrator import OrchestratorConfig
     from prime_rl.configs.rl import RLConfig
     from prime_rl.configs.sft import SFTConfig
+    from prime_rl.configs.trainer import TrainerConfig
 
 if TYPE_CHECKING:
     from prime_rl.configs.eval import OfflineEvalConfig
     from prime_rl.configs.inference import InferenceConfig
+    from prime_rl.configs.orchestrator import OrchestratorConfig
     from prime_rl.configs.rl import RLConfig
     from prime_rl.configs.sft import SFTConfig
 
@@ -48,27 +53,71 @@ def _sft_faults(config: SFTConfig, start: StartDir) -> Iterator[str]:
     # `sft` loads none of RL's configs, nor `rl` those of SFT.
     from prime_rl.checks.data_files import data_faults
 
-    yield from _trained_model_faults(config.model, config.tokenizer, start)
+    yield from _run_faults(config.output_dir, config, start)
+    yield from _named_faults("model.name", config.model.name, start, not config.model.debug.random_init)
+    yield from tokenizer_faults(config.tokenizer, config.model, start)
     yield from data_faults(config, start)
 
 
 def _rl_faults(config: RLConfig, start: StartDir) -> Iterator[str]:
-    trained = config.trainer.model
-    served = {} if config.inference is None else {"inference.model.name": config.inference.model.name}
-    key = "model.name" if list(served.values()) == [trained.name] else "trainer.model.name"
-    yield from _model_faults({key: trained.name}, start, needs_weights=not trained.debug.random_init)
-    yield from tokenizer_faults(config.trainer.tokenizer, trained, start)
-    if key == "trainer.model.name":
-        yield from _model_faults(served, start)
+    from prime_rl.checks.engines import engine_faults
+
+    trainer, server = config.trainer, config.inference
+    yield from _run_faults(config.output_dir, trainer, start)
+    run = RunPaths(start.find(config.output_dir))
+    yield from counterpart_faults(trainer.ckpt, run, run.orchestrator)
+    is_shared = server is not None and server.model.name == trainer.model.name
+    key = "model.name" if is_shared else "trainer.model.name"
+    yield from _named_faults(key, trainer.model.name, start, not trainer.model.debug.random_init)
+    yield from tokenizer_faults(trainer.tokenizer, trainer.model, start)
+    if trainer.loss.type == "custom":
+        yield from _function_faults("trainer.loss.import_path", trainer.loss.import_path, start, is_module_run=True)
+    yield from _orchestrator_faults(config.orchestrator, start)
+    if server is not None:
+        key = "model.name" if is_shared else "inference.model.name"
+        yield from _named_faults(key, server.model.name, start)
+        yield from (f"inference: {fault}" for fault in engine_faults(server, start))
+
+
+def _orchestrator_faults(config: OrchestratorConfig, start: StartDir) -> Iterator[str]:
+    from prime_rl.checks.packages import environment_faults
+
+    yield from environment_faults("orchestrator.env", config.env, start)
+    yield from environment_faults("orchestrator.eval.env", config.eval.env if config.eval else (), start)
+    advantage = config.advantage
+    if advantage is not None and advantage.type == "custom":
+        key = "orchestrator.advantage.import_path"
+        yield from _function_faults(key, advantage.import_path, start, is_module_run=False)
+    is_readable = model_fault(config.model.name, start, needs_weights=False) is None
+    if any(each.type == "gibberish" for each in config.filters) and is_readable:
+        yield from _vocab_faults(config.model.name, start)
+
+
+def _vocab_faults(model: str, start: StartDir) -> Iterator[str]:
+    folder = start.find(model)
+    try:
+        if folder.is_dir():
+            vocab_size(folder)
+    except StartFault as fault:
+        yield f"orchestrator.model.name = {model}: {fault}"
 
 
 def _eval_faults(config: OfflineEvalConfig, start: StartDir) -> Iterator[str]:
+    from prime_rl.checks.engines import engine_faults
+    from prime_rl.checks.packages import environment_faults
+
+    yield from _output_faults(config.output_dir, start)
+    yield from environment_faults("env", config.environments, start)
     if config.inference is not None:
-        yield from _model_faults({"model.name": config.inference.model.name}, start)
+        yield from _named_faults("model.name", config.inference.model.name, start)
+        yield from (f"inference: {fault}" for fault in engine_faults(config.inference, start))
 
 
 def _inference_faults(config: InferenceConfig, start: StartDir) -> Iterator[str]:
-    yield from _model_faults({"model.name": config.model.name}, start)
+    from prime_rl.checks.engines import engine_faults
+
+    yield from _named_faults("model.name", config.model.name, start)
+    yield from engine_faults(config, start)
 
 
 _FAULTS: Mapping[str, Callable[[Any, StartDir], Iterator[str]]] = {
@@ -80,12 +129,26 @@ _FAULTS: Mapping[str, Callable[[Any, StartDir], Iterator[str]]] = {
 """By `component`, which also names the class of the config."""
 
 
-def _trained_model_faults(model: ModelConfig, tokenizer: TokenizerConfig, start: StartDir) -> Iterator[str]:
-    yield from _model_faults({"model.name": model.name}, start, needs_weights=not model.debug.random_init)
-    yield from tokenizer_faults(tokenizer, model, start)
+def _run_faults(output_dir: Path, trainer: SFTConfig | TrainerConfig, start: StartDir) -> Iterator[str]:
+    """What either trainer needs of the run's directory and of the machine."""
+    yield from _output_faults(output_dir, start)
+    yield from latest_step_faults(trainer.ckpt, trainer.max_steps, RunPaths(start.find(output_dir)))
+    if trainer.memory_profiler_path is not None and start.is_here and not gpus_here():
+        yield NO_MEMORY_PROFILE
 
 
-def _model_faults(names: Mapping[str, str], start: StartDir, needs_weights: bool = True) -> Iterator[str]:
-    for key, name in names.items():
-        if (fault := model_fault(name, start, needs_weights)) is not None:
-            yield f"{key} = {name}: {fault}"
+def _output_faults(output_dir: Path, start: StartDir) -> Iterator[str]:
+    if fault := output_fault(output_dir, start):
+        yield fault
+
+
+def _named_faults(key: str, model: str, start: StartDir, needs_weights: bool = True) -> Iterator[str]:
+    if fault := model_fault(model, start, needs_weights):
+        yield f"{key} = {model}: {fault}"
+
+
+def _function_faults(key: str, import_path: str, start: StartDir, is_module_run: bool) -> Iterator[str]:
+    from prime_rl.checks.packages import function_fault
+
+    if fault := function_fault(key, import_path, start, is_module_run):
+        yield fault

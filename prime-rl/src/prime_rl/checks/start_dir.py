@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+
+from prime_rl.utils.gpus import DeviceError, usable_gpus
 
 
 class StartFault(Exception):
@@ -41,6 +44,14 @@ class StartDir:
         """Whether nothing can be at `name` when the run starts."""
         path = self.find(name)
         return not path.exists() and (self.is_here or path.parent.is_dir())
+
+
+def gpus_here() -> bool:
+    """Whether a launch on this machine would use GPUs, found without torch."""
+    try:
+        return bool(usable_gpus(os.environ))
+    except DeviceError:  # the launcher says what is wrong with CUDA_VISIBLE_DEVICES
+        return True
 
 
 def looks_like_path(name: str) -> bool:

@@ -5,7 +5,7 @@ from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from prime_rl.configs.shared import BaseModelConfig, Device, Port
+from prime_rl.configs.shared import BaseModelConfig, Device
 from prime_rl.configs.surface.root import RootConfig
 from prime_rl.utils.pydantic_config import BaseConfig, derive
 
@@ -23,13 +23,23 @@ LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """Values of `max_lora_rank` that vLLM accepts."""
 
 
+_TOOL_CALL_PARSERS = (
+    ("zai-org/GLM-4.5", "glm45"),
+    ("zai-org/GLM-4.7", "glm47"),
+    ("MiniMaxAI/MiniMax-M2", "minimax_m2"),
+    ("PrimeIntellect/INTELLECT-3", "hermes"),
+    ("Qwen/Qwen3", "hermes"),
+)
+"""Parsers of model families, by the prefix of their hub names."""
+
+
 class ServerConfig(BaseConfig):
     """Where the server listens."""
 
     host: str | None = None
     """Address to listen on. None listens on all of them."""
 
-    port: Port = 8000
+    port: int = Field(8000, ge=0, le=65535)
     """Port to listen on."""
 
 
@@ -66,6 +76,13 @@ class ModelConfig(BaseModelConfig):
 
     rope_scaling: dict[str, Any] | str | None = None
     """RoPE scaling, passed to vLLM. None takes the model's own."""
+
+    @property
+    def chosen_tool_call_parser(self) -> str | None:
+        """`tool_call_parser`, with `auto` resolved: the parser of a known model family, or None."""
+        if self.tool_call_parser != "auto":
+            return self.tool_call_parser
+        return next((parser for prefix, parser in _TOOL_CALL_PARSERS if self.name.startswith(prefix)), None)
 
 
 class WeightBroadcastConfig(BaseConfig):

@@ -1,41 +1,32 @@
 """The `inference` command: selects the engine and serves until SIGTERM or SIGINT.
 
 Exit status: 0 after SIGTERM or SIGINT, 1 if the server cannot start or its engine fails, 2 if the engine does not
-support a setting in the config.
+support a setting in the config, or a file that the config names is missing.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 import os
 import socket
 import sys
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import NoReturn
 
+from prime_rl.checks import refuse_unstartable
+from prime_rl.checks.engines import (
+    VLLM_PYTHON_VARIABLE,
+    choose_backend,
+    embedded_faults,
+    has_vllm,
+    no_vllm,
+    option_faults,
+    vllm_installed,
+    vllm_python,
+)
 from prime_rl.configs.inference import InferenceConfig
 from prime_rl.configs.surface.not_built import refuse_unbuilt
-from prime_rl.inference.embedded.http.tool_calls import TOOL_PARSERS
-from prime_rl.inference.families import tool_call_parser
 from prime_rl.utils.logger import get_logger, setup_logger
 from prime_rl.utils.pydantic_config import get_unknown_args, parse_argv_or_exit
-
-Backend = Literal["vllm", "embedded"]
-
-VLLM_PYTHON_VARIABLE = "PRIME_RL_VLLM_PYTHON"
-"""Environment variable: path of a Python interpreter with vLLM and prime_rl, used when the current one has no vLLM."""
-
-# Settings that only vLLM reads. `enforce_eager` is not listed because the embedded engine never compiles, and
-# `gpu_memory_utilization` is not listed because the embedded engine uses it on a GPU.
-VLLM_ONLY = (
-    "model.reasoning_parser",
-    "model.rope_scaling",
-    "enable_expert_parallel",
-    "enable_eplb",
-    "all2all_backend",
-)
 
 
 def main() -> None:
@@ -43,12 +34,11 @@ def main() -> None:
     config = parse_argv_or_exit(InferenceConfig, allow_extras=True)
     extras = get_unknown_args()
     refuse_unbuilt(config)
+    refuse_unstartable(config)
     setup_logger("info")
-    if _looks_like_path(config.model.name) and not Path(config.model.name).is_dir():
-        get_logger().error(f"Inference failed: model path {config.model.name!r} does not exist")
-        raise SystemExit(1)
-    backend, reason = choose_backend(config, lambda: vllm_installed() or vllm_python() is not None, gpu_visible)
-    if backend == "embedded" and (faults := embedded_faults(config, extras, gpu_visible)):
+    backend, reason = choose_backend(config, has_vllm, gpu_visible)
+    # Torch may see other GPUs than the start check, which does not load it.
+    if backend == "embedded" and (faults := [*embedded_faults(config, gpu_visible), *option_faults(extras)]):
         sys.stderr.writelines(f"error: {fault}\n" for fault in faults)
         raise SystemExit(2)
     get_logger().info(f"Inference engine: {backend} ({reason})")
@@ -57,62 +47,10 @@ def main() -> None:
     _exit_now(_serve_embedded(config))
 
 
-def choose_backend(
-    config: InferenceConfig, has_vllm: Callable[[], bool], has_gpu: Callable[[], bool]
-) -> tuple[Backend, str]:
-    """Return the engine and the reason. `auto` is vLLM if it is installed and a GPU is used, else embedded."""
-    if config.backend != "auto":
-        return config.backend, "as configured"
-    if not has_vllm():
-        return "embedded", "vLLM is not installed"
-    if config.device == "cpu":
-        return "embedded", 'device = "cpu"'
-    return ("vllm", "vLLM and a GPU are available") if has_gpu() else ("embedded", "no GPU is visible")
-
-
-def vllm_installed() -> bool:
-    return importlib.util.find_spec("vllm") is not None
-
-
-def vllm_python() -> str | None:
-    """The interpreter named by `PRIME_RL_VLLM_PYTHON`, if any."""
-    return os.environ.get(VLLM_PYTHON_VARIABLE) or None
-
-
 def gpu_visible() -> bool:
     import torch
 
     return torch.cuda.is_available()
-
-
-def embedded_faults(config: InferenceConfig, extras: list[str], has_gpu: Callable[[], bool]) -> list[str]:
-    """Return one error line for each setting that the embedded engine does not support."""
-    advice = 'only the vllm engine supports it: remove it, or set backend = "vllm"'
-    defaults = InferenceConfig.model_construct()
-    faults = [f"{key} = {_at(config, key)!r}: {advice}" for key in VLLM_ONLY if _at(config, key) != _at(defaults, key)]
-    if (parser := tool_call_parser(config.model.tool_call_parser, config.model.name)) not in (None, *TOOL_PARSERS):
-        known = ", ".join(TOOL_PARSERS)
-        faults.append(
-            f'model.tool_call_parser = {parser!r}: the embedded engine supports {known}; set backend = "vllm"'
-        )
-    # On a CPU, one engine uses the cores of all tp * dp processes instead.
-    if config.parallel.tp * config.parallel.dp > 1 and config.device != "cpu" and has_gpu():
-        faults.append(f'parallel ({config.parallel}): the embedded engine uses one GPU; set backend = "vllm" for more')
-    if config.api_server_count > config.parallel.dp:
-        faults.append(f"api_server_count = {config.api_server_count}: {advice}")
-    return [*faults, *(f"unknown option {extra}: {advice}" for extra in extras if extra.startswith("-"))]
-
-
-def _at(config: InferenceConfig, key: str) -> Any:
-    value: Any = config
-    for part in key.split("."):
-        value = getattr(value, part)
-    return value
-
-
-def _looks_like_path(name: str) -> bool:
-    """Hub names are `owner/model` or `model`; anything else must be a path."""
-    return name.startswith((".", "/", "~")) or name.count("/") > 1
 
 
 def _serve_embedded(config: InferenceConfig) -> int:
@@ -160,10 +98,7 @@ def _serve_vllm(config: InferenceConfig, extras: list[str]) -> int:
         return serve(config, extras)
     if (python := vllm_python()) is not None:
         return _exec_under(python)
-    get_logger().error(
-        f'Inference failed: backend = "vllm", but {sys.executable} has no vLLM: install prime-rl[vllm], or set '
-        f"{VLLM_PYTHON_VARIABLE} to an interpreter that has it"
-    )
+    get_logger().error(f"Inference failed: {no_vllm()}")
     return 1
 
 

@@ -1,28 +1,20 @@
-"""Finds the GPUs that a launch may use, without torch. Ids are opaque text: `0`, `GPU-…`, `MIG-…`."""
+"""Assigns GPUs and CPU cores to the processes of a launch, without torch."""
 
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Literal
 
-MASK_VARIABLE = "CUDA_VISIBLE_DEVICES"
+from prime_rl.utils.gpus import MASK_VARIABLE, DeviceError
+
 THREADS_VARIABLE = "OMP_NUM_THREADS"
 SPIN_VARIABLE = "GOMP_SPINCOUNT"
 ALLOCATOR_VARIABLE = "PYTORCH_CUDA_ALLOC_CONF"
 
-_NO_DEVICES = ("", "-1", "NoDevFiles")
-"""Values with which CUDA, users and Slurm say that there is no GPU."""
 _SPINS = "20000"
 """A few tenths of a millisecond."""
-
-
-class DeviceError(Exception):
-    """The GPUs that a launch needs are not available."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,52 +52,6 @@ def _index_of(gpu: str, indices: Mapping[str, str]) -> str | None:
     # CUDA accepts a prefix of an id as long as it is unique.
     matches = [index for uuid, index in indices.items() if uuid.startswith(gpu)]
     return matches[0] if len(matches) == 1 else None
-
-
-def masked_gpus(env: Mapping[str, str]) -> tuple[str, ...] | None:
-    """The ids in CUDA_VISIBLE_DEVICES, unchanged; None if it is not set.
-
-    Raises:
-        DeviceError: an id occurs twice.
-    """
-    if MASK_VARIABLE not in env:
-        return None
-    gpus = []
-    for gpu in (part.strip() for part in env[MASK_VARIABLE].split(",")):
-        if gpu in _NO_DEVICES:  # like CUDA, which stops reading at the first invalid id
-            break
-        gpus.append(gpu)
-    if len(set(gpus)) != len(gpus):
-        raise DeviceError(f"{MASK_VARIABLE}={env[MASK_VARIABLE]} names a GPU twice")
-    return tuple(gpus)
-
-
-def machine_gpus(dev: Path = Path("/dev")) -> tuple[str, ...]:
-    """Indices of the machine's NVIDIA GPUs, ignoring any mask."""
-    # Not /proc/driver/nvidia: a container without any GPU sees the host's.
-    count = sum(re.fullmatch(r"nvidia\d+", path.name) is not None for path in dev.glob("nvidia*"))
-    return tuple(str(index) for index in range(count))
-
-
-def usable_gpus(env: Mapping[str, str], dev: Path = Path("/dev")) -> tuple[str, ...]:
-    """The ids that a launch may use: those in the mask, or all GPUs without a mask."""
-    machine = machine_gpus(dev)
-    masked = masked_gpus(env)
-    return machine if masked is None or not machine else masked
-
-
-def choose_device(requested: Literal["auto", "cuda", "cpu"], usable: Sequence[str]) -> Literal["cuda", "cpu"]:
-    """The device of a run: GPUs if there are any, unless the config says otherwise.
-
-    Raises:
-        DeviceError: `cuda` is requested and there is no GPU.
-    """
-    if requested == "cuda" and not usable:
-        raise DeviceError(
-            f'device = "cuda", but no GPU can be used here: no /dev/nvidia0, or {MASK_VARIABLE} hides all. '
-            'device = "cpu" runs on the CPU'
-        )
-    return "cuda" if usable and requested != "cpu" else "cpu"
 
 
 def assign_gpus(

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
-from prime_rl.launch.devices import DeviceError
 from prime_rl.launch.host import LocalHost
 from prime_rl.launch.job import Job
 from prime_rl.launch.launch_log import LaunchLog
@@ -20,6 +19,7 @@ from prime_rl.launch.spec import CannotStart, Outcome
 from prime_rl.launch.supervisor import Supervisor
 from prime_rl.run.directory import OutputDirInUse, RunDirError, write_configs
 from prime_rl.run.paths import RunPaths, stable_steps
+from prime_rl.utils.gpus import DeviceError
 
 ConfigT = TypeVar("ConfigT", bound="Launchable")
 

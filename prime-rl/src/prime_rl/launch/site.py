@@ -11,18 +11,15 @@ from typing import Literal
 
 from prime_rl.launch.caches import private_caches
 from prime_rl.launch.devices import (
-    DeviceError,
     GpuAssignment,
     assign_gpus,
-    choose_device,
     indices_by_uuid,
-    masked_gpus,
     processes_on,
     usable_cores,
-    usable_gpus,
 )
 from prime_rl.launch.ports import reserved_ports
 from prime_rl.launch.programs import Programs
+from prime_rl.utils.gpus import DeviceError, choose_device, masked_gpus, usable_gpus
 
 Device = Literal["cuda", "cpu"]
 

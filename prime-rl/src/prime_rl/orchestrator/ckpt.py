@@ -19,6 +19,7 @@ from typing import Any
 
 from prime_rl.configs.orchestrator import CheckpointConfig
 from prime_rl.orchestrator.errors import ResumeFault
+from prime_rl.run.directory import missing_counterpart
 from prime_rl.run.paths import OrchestratorPaths, RunPaths, stable_steps, step_of
 from prime_rl.run.retention import kept_steps
 from prime_rl.utils.files import STABLE, replacing_directory
@@ -91,8 +92,8 @@ class Checkpoints:
                 get_logger().warning(f"No complete checkpoint in {self.run.checkpoints}: starting afresh")
                 return None
             resume_step = saved[-1]
-        if resume_step not in stable_steps(self.paths.checkpoints):
-            raise ResumeFault(self._missing(resume_step))
+        if fault := missing_counterpart(self.run, self.paths, resume_step):
+            raise ResumeFault(fault)
         return resume_step
 
     def prune(self, version: int, newest: int) -> None:
@@ -138,15 +139,6 @@ class Checkpoints:
     def _weight_places(self, version: int) -> list[Path]:
         published = self.paths.broadcast(version)
         return [published] if self.only_published else [published, self.run.weight(version)]
-
-    def _missing(self, step: int) -> str:
-        common = sorted(set(stable_steps(self.paths.checkpoints)) & set(stable_steps(self.run.checkpoints)))
-        advice = (
-            f"resume from {common[-1]}, the newest step that both have"
-            if common
-            else "start afresh in another directory"
-        )
-        return f"the trainer's checkpoint of step {step} has no counterpart {self.paths.checkpoint(step)}: {advice}"
 
 
 def remove_stale(run: OrchestratorPaths, start_step: int) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from prime_rl.run.paths import RunPaths, stable_steps, step_of
+from prime_rl.run.paths import OrchestratorPaths, RunPaths, stable_steps, step_of
 
 if TYPE_CHECKING:
     from prime_rl.utils.pydantic_config import BaseSettings
@@ -127,6 +127,18 @@ def _set_aside(metrics: Path) -> None:
     if metrics.exists():
         names = (metrics.with_name(f"{metrics.stem}.{number}{metrics.suffix}") for number in itertools.count(1))
         metrics.rename(next(name for name in names if not name.exists()))
+
+
+def missing_counterpart(paths: RunPaths, run: OrchestratorPaths, step: int) -> str | None:
+    """Why the orchestrator has nothing to continue from at a step that the trainer saved; None if it has."""
+    saved = stable_steps(run.checkpoints)
+    if step in saved:
+        return None
+    common = set(saved) & set(stable_steps(paths.checkpoints))
+    advice = (
+        f"resume from {max(common)}, the newest step that both have" if common else "start again in another directory"
+    )
+    return f"the trainer's checkpoint of step {step} has no counterpart {run.checkpoint(step)}: {advice}"
 
 
 def check_output_dir(paths: RunPaths, resuming: bool) -> None:

@@ -9,6 +9,7 @@ import torch
 from transformers import PreTrainedConfig
 from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
+from prime_rl.checks.engines import context_fault
 from prime_rl.configs.inference import InferenceConfig
 from prime_rl.inference.adapter_files import DEFAULT_MAX_RANK
 from prime_rl.inference.embedded.engine.engine import Engine
@@ -19,7 +20,6 @@ from prime_rl.inference.embedded.engine.text import generation_defaults, load_te
 from prime_rl.inference.embedded.errors import UnsupportedModel
 from prime_rl.inference.embedded.http.service import ServedModel, Service
 from prime_rl.inference.embedded.http.tool_calls import TOOL_PARSERS
-from prime_rl.inference.families import tool_call_parser
 from prime_rl.launch.devices import usable_cores
 
 CPU_MEMORY_SHARE = 0.25
@@ -47,7 +47,7 @@ def start_service(config: InferenceConfig) -> Service:
     defaults = generation_defaults(directory)
     text = load_text(name, trust, defaults)
     served = ServedModel(name, max_model_len, runner.vocab_size, defaults)
-    parser = TOOL_PARSERS.get(tool_call_parser(config.model.tool_call_parser, name) or "")
+    parser = TOOL_PARSERS.get(config.model.chosen_tool_call_parser or "")
     engine = _engine(config, runner)
     engine.weight_source.from_trainer = config.weight_broadcast.type == "nccl"
     return Service(engine, text, served, random.Random(config.seed), parser)
@@ -80,8 +80,8 @@ def _max_model_len(model: PreTrainedConfig, wanted: int | None) -> int:
         if longest is None:
             raise UnsupportedModel("the model's config has no context length: set inference.model.max_model_len")
         return longest
-    if longest is not None and wanted > longest:
-        raise UnsupportedModel(f"inference.model.max_model_len is {wanted}, but the model's context is {longest}")
+    if fault := context_fault(wanted, longest):
+        raise UnsupportedModel(fault)
     return wanted
 
 

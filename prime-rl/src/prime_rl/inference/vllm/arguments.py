@@ -5,7 +5,6 @@ from __future__ import annotations
 from argparse import ArgumentParser, Namespace
 
 from prime_rl.configs.inference import InferenceConfig
-from prime_rl.inference.families import tool_call_parser
 
 WORKER_EXTENSION = "prime_rl.inference.vllm.worker.CheckpointLoading"
 
@@ -17,7 +16,7 @@ def vllm_arguments(config: InferenceConfig, extras: list[str], parser: ArgumentP
     """
     values = {name: value for name, value in vars(config.to_vllm()).items() if value is not None}
     values.pop("tool_call_parser", None)
-    if chosen := tool_call_parser(config.model.tool_call_parser, config.model.name):
+    if chosen := config.model.chosen_tool_call_parser:
         values |= {"tool_call_parser": chosen, "enable_auto_tool_choice": True}
     values |= {
         "worker_extension_cls": WORKER_EXTENSION,

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from prime_rl.checks.model_files import vocab_size as vocab_size_of
+from prime_rl.checks.start_dir import StartFault
 from prime_rl.configs.orchestrator import FilterConfig, GibberishFilterConfig
 from prime_rl.orchestrator.errors import OrchestratorError
 from prime_rl.orchestrator.rollouts.rollout import Rollout
@@ -87,24 +88,20 @@ def vocab_size(model_name: str) -> int:
     Raises:
         OrchestratorError: there is no such file, or it states no size.
     """
-    path = Path(model_name) / "config.json"
+    folder = Path(model_name)
     try:
-        if not path.is_file():
+        if not folder.is_dir():
             from huggingface_hub import hf_hub_download
 
-            path = Path(hf_hub_download(model_name, "config.json"))
-        config = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+            folder = Path(hf_hub_download(model_name, "config.json")).parent
+        return vocab_size_of(folder)
+    except (OSError, ValueError, StartFault) as error:
         # The hub's errors derive from these two; its messages run over several lines.
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise OrchestratorError(
-            f"orchestrator.filters: the gibberish filter needs the vocabulary size of {model_name!r}, and its "
-            f"config.json cannot be read ({reason}); correct orchestrator.model.name, or leave this filter out"
+            f"orchestrator.filters: the gibberish filter needs the vocabulary size of {model_name!r} ({reason}); "
+            "correct orchestrator.model.name, or remove this filter"
         ) from error
-    size = config.get("vocab_size") or config.get("text_config", {}).get("vocab_size")
-    if not size:
-        raise OrchestratorError(f"orchestrator.filters: the config.json of {model_name!r} states no vocab_size")
-    return int(size)
 
 
 def _setup_filter(config: FilterConfig, model_name: str) -> Filter:

@@ -1,0 +1,128 @@
+"""Chooses the inference engine of a config, and finds settings that it does not support."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
+
+from prime_rl.checks.model_files import context_length
+from prime_rl.checks.start_dir import StartDir, gpus_here
+from prime_rl.configs.inference import InferenceConfig
+
+Backend = Literal["vllm", "embedded"]
+
+VLLM_PYTHON_VARIABLE = "PRIME_RL_VLLM_PYTHON"
+"""Environment variable: path of a Python interpreter with vLLM and prime_rl, used when the current one has no vLLM."""
+
+EMBEDDED_TOOL_PARSERS = ("hermes", "llama3_json", "llama4_json")
+"""Tool call parsers of the embedded engine, by vLLM's names."""
+
+# Settings that only vLLM reads. `enforce_eager` is not listed because the embedded engine never compiles, and
+# `gpu_memory_utilization` is not listed because the embedded engine uses it on a GPU.
+VLLM_ONLY = (
+    "model.reasoning_parser",
+    "model.rope_scaling",
+    "enable_expert_parallel",
+    "enable_eplb",
+    "all2all_backend",
+)
+_ADVICE = 'only the vllm engine supports it: remove it, or set backend = "vllm"'
+
+
+def choose_backend(
+    config: InferenceConfig, has_vllm: Callable[[], bool], has_gpu: Callable[[], bool]
+) -> tuple[Backend, str]:
+    """Return the engine and the reason. `auto` is vLLM if it is installed and a GPU is used, else embedded."""
+    if config.backend != "auto":
+        return config.backend, "as configured"
+    if not has_vllm():
+        return "embedded", "vLLM is not installed"
+    if config.device == "cpu":
+        return "embedded", 'device = "cpu"'
+    return ("vllm", "vLLM and a GPU are available") if has_gpu() else ("embedded", "no GPU is visible")
+
+
+def vllm_installed() -> bool:
+    return importlib.util.find_spec("vllm") is not None
+
+
+def vllm_python() -> str | None:
+    """The interpreter named by `PRIME_RL_VLLM_PYTHON`, if any."""
+    return os.environ.get(VLLM_PYTHON_VARIABLE) or None
+
+
+def has_vllm() -> bool:
+    return vllm_installed() or vllm_python() is not None
+
+
+def engine_faults(config: InferenceConfig, start: StartDir) -> Iterator[str]:
+    """One line for each reason why the server of a config would not start, as far as it shows without a model."""
+    if not start.is_here and config.backend == "auto" and config.device != "cpu":
+        return  # the node of the job decides
+    backend, _ = choose_backend(config, has_vllm, lambda: not start.is_here or gpus_here())
+    if backend == "vllm":
+        yield from _vllm_faults(config, start)
+        return
+    yield from embedded_faults(config, lambda: not start.is_here or gpus_here())
+    longest, wanted = context_length(start.find(config.model.name)), config.model.max_model_len
+    if fault := context_fault(wanted, longest):
+        yield fault
+
+
+def embedded_faults(config: InferenceConfig, has_gpu: Callable[[], bool]) -> list[str]:
+    """Return one error line for each setting that the embedded engine does not support."""
+    defaults = InferenceConfig.model_construct()
+    faults = [f"{key} = {_at(config, key)!r}: {_ADVICE}" for key in VLLM_ONLY if _at(config, key) != _at(defaults, key)]
+    if (parser := config.model.chosen_tool_call_parser) not in (None, *EMBEDDED_TOOL_PARSERS):
+        known = ", ".join(EMBEDDED_TOOL_PARSERS)
+        faults.append(
+            f'model.tool_call_parser = {parser!r}: the embedded engine supports {known}; set backend = "vllm"'
+        )
+    # On a CPU, one engine uses the cores of all tp * dp processes instead.
+    if config.parallel.tp * config.parallel.dp > 1 and config.device != "cpu" and has_gpu():
+        faults.append(f'parallel ({config.parallel}): the embedded engine uses one GPU; set backend = "vllm" for more')
+    if config.api_server_count > config.parallel.dp:
+        faults.append(f"api_server_count = {config.api_server_count}: {_ADVICE}")
+    return faults
+
+
+def option_faults(extras: list[str]) -> list[str]:
+    """One line for each option of vLLM that is given to the embedded engine."""
+    return [f"unknown option {extra}: {_ADVICE}" for extra in extras if extra.startswith("-")]
+
+
+def no_vllm() -> str:
+    return (
+        f'backend = "vllm", but {sys.executable} has no vLLM: install prime-rl[vllm], or set {VLLM_PYTHON_VARIABLE} to '
+        "an interpreter that has it"
+    )
+
+
+def context_fault(wanted: int | None, longest: int | None) -> str | None:
+    """Why the embedded engine cannot serve a context of `wanted` tokens; None where either is not given."""
+    if wanted is None or longest is None or wanted <= longest:
+        return None
+    return f"inference.model.max_model_len is {wanted}, but the model's context is {longest}"
+
+
+def _vllm_faults(config: InferenceConfig, start: StartDir) -> Iterator[str]:
+    python = vllm_python()
+    if not start.has_our_packages or not vllm_installed():
+        if python is not None and start.lacks(python):
+            yield f"{VLLM_PYTHON_VARIABLE} = {python!r}: No such file or directory"
+        elif python is not None and start.find(python).exists() and not os.access(start.find(python), os.X_OK):
+            yield f"{VLLM_PYTHON_VARIABLE} = {python!r}: Permission denied"
+        elif python is None and start.has_our_packages:
+            yield no_vllm()
+    if config.enable_lora and config.max_cpu_loras < config.max_loras:
+        yield f"max_cpu_loras ({config.max_cpu_loras}) is below max_loras ({config.max_loras}): vLLM refuses that"
+
+
+def _at(config: InferenceConfig, key: str) -> Any:
+    value: Any = config
+    for part in key.split("."):
+        value = getattr(value, part)
+    return value

@@ -1,0 +1,96 @@
+"""Finds environments and functions that the config names by module path, without importing anything."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+from collections.abc import Iterator, Sequence
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+
+from prime_rl.checks.start_dir import StartDir
+from prime_rl.configs.rollouts import EnvConfig
+
+LOADER = "load_environment"
+"""The function that verifiers calls in an environment's module."""
+
+_HIDING_NAMES = ("__getattr__", "globals", "setattr", "exec")
+"""A module that uses one of these may have names that its source does not show."""
+
+
+def environment_module(env_id: str) -> str:
+    """The module that verifiers imports for an environment's id, which may end in `@version`."""
+    return env_id.partition("@")[0].replace("-", "_").rpartition("/")[2]
+
+
+def environment_faults(key: str, envs: Sequence[EnvConfig], start: StartDir) -> Iterator[str]:
+    """One line for each environment that is not installed."""
+    for index, env in enumerate(envs if start.has_our_packages else ()):
+        module = environment_module(env.id)
+        spec = find_module(module)
+        place = f"{key}[{index}].id = {env.id!r}"
+        if spec is None:
+            yield f"{place}: no module named {module!r}; install the environment's package here, or correct the id"
+        elif lacks_name(spec, LOADER):
+            yield f"{place}: {spec.origin} is not an environment: it has no {LOADER}"
+
+
+def function_fault(key: str, import_path: str, start: StartDir, is_module_run: bool) -> str | None:
+    """Why the function at `import_path` cannot be imported.
+
+    `is_module_run`: the process that imports it is started as `python -m`, which also searches the directory that it
+    starts in; a program such as `orchestrator` does not.
+    """
+    if not start.has_our_packages:
+        return None
+    module, _, name = import_path.rpartition(".")
+    spec = find_module(module, start.path if is_module_run else None)
+    if spec is None:
+        where = "here" if is_module_run else "in this Python environment (the current directory is not searched)"
+        return f"{key} = {import_path!r}: no module named {module!r} {where}"
+    if lacks_name(spec, name):
+        return f"{key} = {import_path!r}: {spec.origin} has no {name}"
+    return None
+
+
+def find_module(name: str, directory: Path | None = None) -> ModuleSpec | None:
+    """The module of a dotted name, looked for in `directory` first. Imports nothing, not even its parent packages."""
+    top, *parts = name.split(".")
+    spec = None if directory is None else PathFinder.find_spec(top, [str(directory.absolute())])
+    spec = spec or _installed(top)
+    for count in range(1, len(parts) + 1):
+        if spec is None or spec.submodule_search_locations is None:
+            return None
+        spec = PathFinder.find_spec(".".join([top, *parts[:count]]), list(spec.submodule_search_locations))
+    return spec
+
+
+def lacks_name(spec: ModuleSpec, name: str) -> bool:
+    """Whether a module certainly has no such name: its source is at hand and binds it nowhere."""
+    if spec.origin is None or not spec.origin.endswith(".py"):
+        return False
+    try:
+        tree = ast.parse(Path(spec.origin).read_bytes())
+    except (OSError, SyntaxError, ValueError):  # importing it will say more
+        return False
+    bound = set(_names(tree))
+    return name not in bound and bound.isdisjoint(("*", *_HIDING_NAMES))
+
+
+def _names(tree: ast.Module) -> Iterator[str]:
+    """Every name that the source defines, imports, assigns or uses."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+                yield node.name
+            case ast.Name():
+                yield node.id
+            case ast.alias():
+                yield node.asname or node.name.partition(".")[0]
+
+
+def _installed(top: str) -> ModuleSpec | None:
+    try:
+        return importlib.util.find_spec(top)
+    except ValueError:  # a module without a spec, such as __main__
+        return None

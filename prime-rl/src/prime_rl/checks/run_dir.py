@@ -1,0 +1,43 @@
+"""Finds faults of a run's directory: it cannot be written, or has no complete step to continue from."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from prime_rl.checks.start_dir import StartDir
+from prime_rl.configs.trainer import CheckpointConfig, beyond_end
+from prime_rl.run.directory import missing_counterpart
+from prime_rl.run.paths import OrchestratorPaths, RunPaths, stable_steps
+
+LATEST = -1
+
+
+def output_fault(output_dir: Path, start: StartDir) -> str | None:
+    """Why nothing can be written to `output_dir`; None if it can, or if that does not show from here."""
+    root = start.find(output_dir.expanduser()).absolute()
+    existing = next((path for path in (root, *root.parents) if path.exists()), root)
+    if not existing.is_dir():
+        return f"output_dir = {output_dir}: {existing} is not a directory"
+    is_known = start.is_here or existing in (root, root.parent)
+    if is_known and not os.access(existing, os.W_OK | os.X_OK):
+        return f"output_dir = {output_dir}: {existing} is not writable"
+    return None
+
+
+def latest_step_faults(ckpt: CheckpointConfig | None, max_steps: int | None, paths: RunPaths) -> Iterator[str]:
+    """Why the latest checkpoint is beyond the end of the run. A step that the config names is checked with it."""
+    if ckpt is not None and ckpt.resume_step == LATEST and not ckpt.skip_progress:
+        yield from beyond_end(max(stable_steps(paths.checkpoints), default=None), max_steps)
+
+
+def counterpart_faults(ckpt: CheckpointConfig | None, paths: RunPaths, run: OrchestratorPaths) -> Iterator[str]:
+    """Why the orchestrator cannot continue from the trainer's checkpoint. Only a step that the trainer has counts."""
+    saved = stable_steps(paths.checkpoints)
+    if ckpt is None or ckpt.resume_step is None or not saved:
+        return
+    both = set(saved) & set(stable_steps(run.checkpoints))
+    step = max(both or saved) if ckpt.resume_step == LATEST else ckpt.resume_step
+    if step in saved and (fault := missing_counterpart(paths, run, step)):
+        yield fault

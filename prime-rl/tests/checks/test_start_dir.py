@@ -1,0 +1,104 @@
+"""What a check can know of the place where a run will start: here, or on the node of a batch job."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from prime_rl.checks import start_faults
+from prime_rl.checks.packages import environment_faults, environment_module, find_module, function_fault
+from prime_rl.checks.start_dir import StartDir
+from prime_rl.configs.eval import OfflineEvalConfig
+from prime_rl.configs.rollouts import EnvConfig
+from prime_rl.configs.sft import SFTConfig
+
+
+def sft_faults(job_dir: Path | None = None, **values: object) -> list[str]:
+    return start_faults(SFTConfig.model_validate({"model": {"name": "some/model"}, **values}), job_dir)
+
+
+def test_a_hub_id_is_never_refused(tmp_path: Path) -> None:
+    hub = {"data": {"name": "owner/data"}, "tokenizer": {"name": "owner/tokenizer"}, "output_dir": tmp_path}
+    assert sft_faults(**hub) == []
+    assert sft_faults(tmp_path, **hub) == []
+
+
+def test_a_path_of_a_job_is_missing_only_if_its_parent_is_here(tmp_path: Path) -> None:
+    beside, far = tmp_path / "no.jsonl", tmp_path / "scratch-of-the-node" / "no.jsonl"
+    assert sft_faults(data={"name": str(far)}) == [f"data.name = {far}: no such file or directory"]
+    assert sft_faults(tmp_path, data={"name": str(far)}) == []
+    assert sft_faults(tmp_path, data={"name": str(beside)}) == [f"data.name = {beside}: no such file or directory"]
+
+
+def test_a_relative_path_of_a_job_starts_in_its_project(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text("{}\n")
+    assert sft_faults(data={"name": "./rows.jsonl"}) == ["data.name = ./rows.jsonl: no such file or directory"]
+    assert sft_faults(tmp_path, data={"name": "./rows.jsonl"}) == []
+
+
+def test_packages_of_a_job_are_looked_for_only_in_an_environment_that_is_ours(tmp_path: Path) -> None:
+    config = OfflineEvalConfig(environment_ids=["not-here"], output_dir=tmp_path)
+    assert start_faults(config, tmp_path) == []
+    (tmp_path / ".venv").symlink_to(sys.prefix)
+    assert len(start_faults(config, tmp_path)) == 1
+
+
+def test_an_engine_that_the_node_of_a_job_chooses_is_not_judged_here(tmp_path: Path) -> None:
+    parallel = {"parallel": {"dp": 2}, "enable_eplb": True}
+    config = OfflineEvalConfig(environment_ids=["reverse-text"], inference=parallel, output_dir=tmp_path)
+    assert start_faults(config, tmp_path) == []
+    on_cpu = config.model_copy(update={"inference": config.inference.model_copy(update={"device": "cpu"})})
+    (fault,) = start_faults(on_cpu, tmp_path)
+    assert "enable_eplb = True: only the vllm engine supports it" in fault
+
+
+@pytest.fixture
+def package(tmp_path: Path) -> Path:
+    """A directory with a package that must not be imported."""
+    (tmp_path / "mine" / "sub").mkdir(parents=True)
+    (tmp_path / "mine" / "__init__.py").write_text("raise RuntimeError('imported')\n")
+    (tmp_path / "mine" / "sub" / "__init__.py").write_text("raise RuntimeError('imported')\n")
+    (tmp_path / "mine" / "sub" / "losses.py").write_text("from other import function as renamed\n\n\ndef loss(): ...\n")
+    (tmp_path / "mine" / "open.py").write_text("from other import *\n")
+    (tmp_path / "mine" / "broken.py").write_text("def loss(:\n")
+    return tmp_path
+
+
+def test_a_module_is_found_without_importing_its_package(package: Path) -> None:
+    spec = find_module("mine.sub.losses", package)
+    assert spec is not None
+    assert spec.origin == str(package / "mine" / "sub" / "losses.py")
+    assert "mine" not in sys.modules
+    assert find_module("mine.sub.losses.deeper", package) is None
+    assert find_module("mine.sub.losses") is None
+
+
+@pytest.mark.parametrize(
+    ("path", "fault"),
+    [
+        ("mine.sub.losses.loss", None),
+        ("mine.sub.losses.renamed", None),
+        ("mine.sub.losses.other", "losses.py has no other"),
+        # What these have shows only when they are imported.
+        ("mine.open.loss", None),
+        ("mine.broken.loss", None),
+        ("mine.nothing.loss", "no module named 'mine.nothing' here"),
+    ],
+)
+def test_a_function_is_looked_for_in_the_source(package: Path, path: str, fault: str | None) -> None:
+    found = function_fault("loss.import_path", path, StartDir(package), is_module_run=True)
+    assert (found is None) if fault is None else (found is not None and found.endswith(fault))
+
+
+def test_a_program_does_not_search_the_directory_that_it_starts_in(package: Path) -> None:
+    found = function_fault("advantage.import_path", "mine.sub.losses.loss", StartDir(package), is_module_run=False)
+    assert found is not None
+    assert "the current directory is not searched" in found
+
+
+@pytest.mark.parametrize("env_id", ["reverse-text", "reverse-text@0.1.0", "owner/reverse-text"])
+def test_an_environment_is_known_by_any_form_of_its_id(env_id: str) -> None:
+    assert environment_module(env_id) == "reverse_text"
+    assert list(environment_faults("env", [EnvConfig(id=env_id)], StartDir())) == []
