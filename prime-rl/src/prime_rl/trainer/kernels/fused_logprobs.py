@@ -2,7 +2,7 @@
 
 The vocabulary is walked in slices. Per token the forward keeps the running maximum m, the sum of exponentials
 Z = sum exp(z - m) and the sum of exp(z - m) * z; with them logprob = z_label - log Z - m and
-entropy = m + log Z - E[z]. The backward computes each slice's logits again (runtime behaviour, section 5.4).
+entropy = m + log Z - E[z]. The backward computes each slice's logits again.
 """
 
 from __future__ import annotations

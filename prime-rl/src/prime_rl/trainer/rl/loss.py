@@ -1,8 +1,7 @@
 """The loss of a sequence, as the config chooses it: the default one, a published objective, or a user's.
 
-The default is an importance-weighted policy gradient on the tokens whose ratio can be trusted. Reference: runtime
-behaviour, section 5.3. Per sequence, with trainer log-probability p_t, inference log-probability q_t, d_t = p_t - q_t
-and r_t = exp(d_t):
+The default is an importance-weighted policy gradient on the tokens whose ratio can be trusted. Per sequence, with
+trainer log-probability p_t, inference log-probability q_t, d_t = p_t - q_t and r_t = exp(d_t):
 
     L = - sum over kept t of  R_t * (adv_tau*A_t + teacher_tau*(teacher_t - p_t) - kl_tau*d_t) * p_t
 

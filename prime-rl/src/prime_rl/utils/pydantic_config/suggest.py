@@ -56,7 +56,7 @@ def nearest_keys(root: Section, path: KeyPath) -> list[str]:
 def is_misspelling(wrong: str, name: str) -> bool:
     """Whether `wrong` is `name` with a slip of the keyboard in one or two of its words, or other underscores.
 
-    Words are compared one by one, so that `keep_best` is not taken for `keep_last`, nor `max_len` for `min_len`.
+    Words are compared one by one, so that `keep_best` is not taken for `keep_last`, nor `max_tokens` for `min_tokens`.
     """
     wrong, name = wrong.replace("-", "_").lower(), name.lower()
     if wrong.replace("_", "") == name.replace("_", ""):
