@@ -15,16 +15,17 @@ from safetensors.torch import load_file
 
 from prime_rl.configs.sft import SFTConfig
 from prime_rl.run.paths import RunPaths
-from prime_rl.trainer.process.world import World, destroy_world, setup_world
+from prime_rl.trainer.process.parallel_dims import Mesh, ParallelDims
+from prime_rl.trainer.process.world import destroy_world, setup_world
 from prime_rl.utils.pydantic_config import dump_toml
 
 HERE = Path(__file__).parent
 
 
 @pytest.fixture
-def world() -> Iterator[World]:
-    """A world of this process alone, on the CPU."""
-    yield setup_world("cpu", timeout_s=60, environ={})
+def mesh() -> Iterator[Mesh]:
+    """A mesh of this process alone, on the CPU."""
+    yield ParallelDims(dp_replicate=1, dp_shard=1).mesh(setup_world("cpu", timeout_s=60, environ={}))
     destroy_world()
 
 

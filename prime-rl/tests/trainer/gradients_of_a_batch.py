@@ -13,13 +13,16 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from prime_rl.configs.trainer import AdamWConfig, DefaultLossConfig, ModelConfig, MuonConfig, OptimizerConfig, SGDConfig
 from prime_rl.trainer.checkpoints.weights import gather_weights
 from prime_rl.trainer.model.build import setup_model
 from prime_rl.trainer.optim.optimizer import clip_gradients, setup_optimizer
+from prime_rl.trainer.process.data_axis import DataAxis
 from prime_rl.trainer.process.errors import leaving_at_once
-from prime_rl.trainer.process.world import World, destroy_world, setup_world, sum_over_processes
+from prime_rl.trainer.process.parallel_dims import Mesh, setup_mesh
+from prime_rl.trainer.process.world import Process, destroy_world, setup_world
 from prime_rl.trainer.rl.loss import setup_loss
 from prime_rl.trainer.rl.packing import deal, pack_batch, to_row
 from prime_rl.trainer.rl.rows import Row
@@ -35,27 +38,42 @@ LENGTHS = [length for short in range(6, 30, 3) for length in (short, ROW_TOKENS 
 
 
 def main(model_dir: str, results: Path) -> None:
-    world = setup_world("cpu", timeout_s=120)
+    process = setup_world("cpu", timeout_s=120)
     found = {}
-    for replicas in range(1, world.world_size + 1):
-        model = setup_model(ModelConfig(name=model_dir, attn="sdpa", dp_replicate=replicas), world)
+    for replicas in range(1, process.world_size + 1):
+        config = ModelConfig(name=model_dir, attn="sdpa", dp_replicate=replicas)
+        mesh = setup_mesh(config, process)
+        model = setup_model(config, mesh)
         for packing in ("packed", "unpacked"):
-            found[f"sft {packing} {replicas}"] = sft_gradient(model, sft_rows(packing, world), world)
-            found[f"rl {packing} {replicas}"] = rl_gradient(model, rl_rows(packing, world), world)
+            found[f"sft {packing} {replicas}"] = sft_gradient(model, sft_rows(packing, mesh), mesh)
+            found[f"rl {packing} {replicas}"] = rl_gradient(model, rl_rows(packing, mesh), mesh)
+    if process.world_size == 2:
+        config = ModelConfig(name=model_dir, attn="sdpa")
+        mesh = sharing_mesh(process)
+        model = setup_model(config, mesh)
+        found["sft shared rows"] = sft_gradient(model, sft_rows("packed", mesh), mesh)
+        found["rl shared rows"] = rl_gradient(model, rl_rows("packed", mesh), mesh)
     for name, optim, settings in (
         ("adamw", AdamWConfig(lr=1e-2), {}),
         ("sgd", SGDConfig(lr=1e-2), {}),
         ("muon", MuonConfig(lr=1e-2), {}),
-        ("muon of replicas", MuonConfig(lr=1e-2), {"dp_replicate": world.world_size}),
+        ("muon of replicas", MuonConfig(lr=1e-2), {"dp_replicate": process.world_size}),
         ("fsdp_cpu_offload", AdamWConfig(lr=1e-2), {"fsdp_cpu_offload": True}),
     ):
-        found[name] = trained_weights(ModelConfig(name=model_dir, attn="sdpa", **settings), optim, world)
-    if world.is_main:
+        found[name] = trained_weights(ModelConfig(name=model_dir, attn="sdpa", **settings), optim, process)
+    if process.is_main:
         torch.save(found, results)
     destroy_world()
 
 
-def sft_rows(packing: str, world: World) -> list[PackedRow]:
+def sharing_mesh(process: Process) -> Mesh:
+    """Two processes shard the weights, and share rows as tensor parallel ones will."""
+    axes = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp_shard", "tp"))
+    fsdp = init_device_mesh("cpu", (2,), mesh_dim_names=("dp_shard",))
+    return Mesh(process, fsdp, DataAxis.from_mesh(axes))
+
+
+def sft_rows(packing: str, mesh: Mesh) -> list[PackedRow]:
     """This process's rows."""
     random = np.random.default_rng(0)
     samples = [
@@ -66,10 +84,10 @@ def sft_rows(packing: str, world: World) -> list[PackedRow]:
         rows = [lay_out(pair, ROW_TOKENS, ROW_TOKENS) for pair in zip(samples[::2], samples[1::2], strict=True)]
     else:
         rows = [lay_out([sample], sample.inputs, ROW_TOKENS) for sample in samples]
-    return rows[world.rank :: world.world_size]
+    return rows[mesh.data_axis.data_rank :: mesh.data_axis.data_size]
 
 
-def rl_rows(packing: str, world: World) -> list[Row]:
+def rl_rows(packing: str, mesh: Mesh) -> list[Row]:
     """This process's rows."""
     random = np.random.default_rng(0)
     samples = [
@@ -85,23 +103,24 @@ def rl_rows(packing: str, world: World) -> list[Row]:
         for length in LENGTHS
     ]
     if packing == "packed":
-        dealt = pack_batch(TrainingBatch(samples, step=0), ROW_TOKENS, ROW_TOKENS, world.world_size)
+        dealt = pack_batch(TrainingBatch(samples, step=0), ROW_TOKENS, ROW_TOKENS, mesh.data_axis.data_size)
         assert sum(map(len, dealt)) == len(LENGTHS) // 2
     else:
-        dealt = deal([to_row(sample, ROW_TOKENS) for sample in samples], world.world_size)
-    return [Row.of(row, world.device) for row in dealt[world.rank]]
+        dealt = deal([to_row(sample, ROW_TOKENS) for sample in samples], mesh.data_axis.data_size)
+    return [Row.of(row, mesh.process.device) for row in dealt[mesh.data_axis.data_rank]]
 
 
-def sft_gradient(model: nn.Module, rows: Sequence[PackedRow], world: World) -> tuple[float, Tensor]:
-    trained_tokens = int(sum_over_processes([sum(int(row.is_trained.sum()) for row in rows)], world)[0])
-    loss = sum_over_processes([forward_backward(model, rows, trained_tokens, world)], world)[0]
+def sft_gradient(model: nn.Module, rows: Sequence[PackedRow], mesh: Mesh) -> tuple[float, Tensor]:
+    axis, device = mesh.data_axis, mesh.process.device
+    trained_tokens = int(axis.sum([sum(int(row.is_trained.sum()) for row in rows)], device)[0])
+    loss = axis.sum([forward_backward(model, rows, trained_tokens, mesh)], device)[0]
     return loss, taken_gradient(model)
 
 
-def rl_gradient(model: nn.Module, rows: Sequence[Row], world: World) -> tuple[float, Tensor]:
-    step = ForwardBackward(model, setup_loss(DefaultLossConfig()), 512, world)
-    reported = step.run(rows, StepSize.of_all_ranks(rows)).gather()
-    return float(reported["loss"].mean()) if world.is_main else 0.0, taken_gradient(model)
+def rl_gradient(model: nn.Module, rows: Sequence[Row], mesh: Mesh) -> tuple[float, Tensor]:
+    step = ForwardBackward(model, setup_loss(DefaultLossConfig()), 512, mesh)
+    reported = step.run(rows, StepSize.of_all_ranks(rows, mesh.data_axis)).gather(mesh.data_axis)
+    return float(reported["loss"].mean()) if mesh.process.is_main else 0.0, taken_gradient(model)
 
 
 def taken_gradient(model: nn.Module) -> Tensor:
@@ -110,12 +129,13 @@ def taken_gradient(model: nn.Module) -> Tensor:
     return gradient
 
 
-def trained_weights(config: ModelConfig, optim: OptimizerConfig, world: World) -> dict[str, Tensor]:
-    model = setup_model(config, world)
+def trained_weights(config: ModelConfig, optim: OptimizerConfig, process: Process) -> dict[str, Tensor]:
+    mesh = setup_mesh(config, process)
+    model = setup_model(config, mesh)
     optimizer = setup_optimizer(optim, model)
-    rows = sft_rows("packed", world)
+    rows = sft_rows("packed", mesh)
     for _ in range(3):
-        forward_backward(model, rows, 300, world)
+        forward_backward(model, rows, 300, mesh)
         clip_gradients(model, 1.0)
         optimizer.step()
         optimizer.zero_grad()

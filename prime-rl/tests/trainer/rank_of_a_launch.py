@@ -32,11 +32,11 @@ def listening_addresses() -> set[str]:
 
 setup_logger("warning", None)
 with leaving_at_once(), exit_on_error():
-    world = setup_world("cpu", timeout_s=60)
+    process = setup_world("cpu", timeout_s=60)
     total = torch.ones(1)
     dist.all_reduce(total)
-    os.write(sys.stdout.fileno(), f"rank {world.rank} of {int(total)} on {sorted(listening_addresses())}\n".encode())
+    os.write(sys.stdout.fileno(), f"rank {process.rank} of {int(total)} on {sorted(listening_addresses())}\n".encode())
     # The test ends one rank; the other must notice.
-    if world.rank == 0:
+    if process.rank == 0:
         dist.all_reduce(total)
     sys.stdin.read()

@@ -11,7 +11,7 @@ from prime_rl.trainer.model.activation_offload import MIN_BYTES, ActivationOfflo
 from prime_rl.trainer.model.blocks import decoder_blocks, offloaded
 from prime_rl.trainer.model.build import setup_model
 from prime_rl.trainer.model.scoring import score_tokens
-from prime_rl.trainer.process.world import World
+from prime_rl.trainer.process.parallel_dims import Mesh
 
 CPU = torch.device("cpu")
 TOKENS, PLACES = torch.arange(60)[None], torch.cat([torch.arange(25), torch.arange(35)])[None]
@@ -33,10 +33,10 @@ def loss_and_gradients(model) -> list[Tensor]:
 @pytest.mark.parametrize("ac", [None, ActivationCheckpointConfig(freq=1), ActivationCheckpointConfig(freq=2)])
 @pytest.mark.parametrize("compute_dtype", ["float32", "bfloat16"])
 def test_activations_that_were_away_give_the_same_bits(
-    tiny_model_dir: Path, world: World, ac, max_inflight: int, compute_dtype: str
+    tiny_model_dir: Path, mesh: Mesh, ac, max_inflight: int, compute_dtype: str
 ) -> None:
     config = ModelConfig(name=str(tiny_model_dir), attn="sdpa", ac=ac, compute_dtype=compute_dtype)
-    model = setup_model(config, world)
+    model = setup_model(config, mesh)
     expected = loss_and_gradients(model)
     offload = ActivationOffload(ActivationOffloadingConfig(max_inflight_activations=max_inflight), CPU)
     for block in decoder_blocks(model):
@@ -45,8 +45,8 @@ def test_activations_that_were_away_give_the_same_bits(
     assert offload.moved_bytes > 0
 
 
-def test_checkpointed_blocks_move_their_input_and_no_weight(tiny_model_dir: Path, world: World) -> None:
-    model = setup_model(ModelConfig(name=str(tiny_model_dir), attn="sdpa", ac=ActivationCheckpointConfig()), world)
+def test_checkpointed_blocks_move_their_input_and_no_weight(tiny_model_dir: Path, mesh: Mesh) -> None:
+    model = setup_model(ModelConfig(name=str(tiny_model_dir), attn="sdpa", ac=ActivationCheckpointConfig()), mesh)
     offload = ActivationOffload(ActivationOffloadingConfig(), CPU)
     for block in decoder_blocks(model):
         block.forward = offloaded(block.forward, offload)

@@ -24,7 +24,7 @@ from prime_rl.trainer.model.build import setup_model
 from prime_rl.trainer.model.packed_rows import sequence_bounds
 from prime_rl.trainer.model.scoring import enable_scoring
 from prime_rl.trainer.process.errors import ModelError
-from prime_rl.trainer.process.world import World
+from prime_rl.trainer.process.parallel_dims import Mesh
 from prime_rl.utils.logger import setup_logger
 
 LENGTHS = (7, 12, 1, 30)
@@ -142,15 +142,15 @@ def test_an_installed_kernel_is_taken() -> None:
     assert chosen == ("flash_attention_3", "")
 
 
-def test_the_choice_is_logged_once(tiny_model_dir: Path, world: World, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_choice_is_logged_once(tiny_model_dir: Path, mesh: Mesh, capsys: pytest.CaptureFixture[str]) -> None:
     setup_logger("info")
-    setup_model(ModelConfig(name=str(tiny_model_dir)), world)
+    setup_model(ModelConfig(name=str(tiny_model_dir)), mesh)
     assert capsys.readouterr().out.count("Attention: sdpa (model.attn = flash_attention_2 needs a GPU)") == 1
 
 
-def test_a_family_whose_packed_sequences_see_each_other_is_refused(tiny_model_dir: Path, world: World) -> None:
-    model = setup_model(ModelConfig(name=str(tiny_model_dir), attn=SDPA), world)
+def test_a_family_whose_packed_sequences_see_each_other_is_refused(tiny_model_dir: Path, mesh: Mesh) -> None:
+    model = setup_model(ModelConfig(name=str(tiny_model_dir), attn=SDPA), mesh)
     # Tokens meet outside attention, as in a recurrent layer.
     model.get_input_embeddings().register_forward_hook(lambda module, inputs, output: output + output.cumsum(1))
     with pytest.raises(ModelError, match="see each other"):
-        enable_scoring(model, world.device)
+        enable_scoring(model, mesh.process.device)

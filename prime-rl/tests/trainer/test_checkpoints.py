@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from prime_rl.configs.trainer import (
@@ -17,27 +20,41 @@ from prime_rl.configs.trainer import (
     TokenizerConfig,
 )
 from prime_rl.run.paths import RunPaths, stable_steps
-from prime_rl.trainer.checkpoints.manager import CheckpointManager, Progress, TrainState
+from prime_rl.trainer.checkpoints.files import random_state
+from prime_rl.trainer.checkpoints.frozen import identity_of_frozen
+from prime_rl.trainer.checkpoints.manager import CheckpointManager
+from prime_rl.trainer.checkpoints.state import Progress, TrainedModel, TrainState
 from prime_rl.trainer.checkpoints.weights import gather_weights
 from prime_rl.trainer.model.build import setup_model, setup_tokenizer
 from prime_rl.trainer.model.scoring import score_tokens
 from prime_rl.trainer.optim.offload import offload_states
 from prime_rl.trainer.optim.optimizer import clip_gradients, setup_optimizer
 from prime_rl.trainer.optim.scheduler import setup_scheduler
+from prime_rl.trainer.process.data_axis import DataAxis
 from prime_rl.trainer.process.errors import CheckpointError
-from prime_rl.trainer.process.world import World
+from prime_rl.trainer.process.parallel_dims import Mesh
 
 
 def new_state(
-    model_dir: Path, world: World, optim=None, schedule=None, max_steps: int = 10, states_on_host: bool = False
+    model_dir: Path, mesh: Mesh, optim=None, schedule=None, max_steps: int = 10, states_on_host: bool = False
 ) -> TrainState:
-    model = setup_model(ModelConfig(name=str(model_dir), attn="sdpa"), world)
+    model = setup_model(ModelConfig(name=str(model_dir), attn="sdpa"), mesh)
     optimizer = setup_optimizer(optim or AdamWConfig(lr=1e-2), model)
     if states_on_host:
-        offload_states(optimizer, world.device)
-    return TrainState(
-        model, optimizer, setup_scheduler(schedule or ConstantSchedulerConfig(), optimizer, max_steps), Progress()
-    )
+        offload_states(optimizer, mesh.process.device)
+    scheduler = setup_scheduler(schedule or ConstantSchedulerConfig(), optimizer, max_steps)
+    return TrainState({"policy": TrainedModel(model, optimizer, scheduler)})
+
+
+def update(trained: TrainedModel, tokens: Tensor) -> float:
+    """One step on `tokens`; the gradient norm."""
+    places = torch.arange(tokens.shape[1])[None]
+    score_tokens(trained.model, tokens, places, lambda h, logits_of: logits_of(h).logsumexp(-1).sum()).backward()
+    norm = clip_gradients(trained.model, 1.0)
+    trained.optimizer.step()
+    trained.scheduler.step()
+    trained.optimizer.zero_grad()
+    return norm
 
 
 def train(state: TrainState, steps: int) -> list[float]:
@@ -45,18 +62,13 @@ def train(state: TrainState, steps: int) -> list[float]:
     norms = []
     for _ in range(steps):
         tokens = torch.randint(0, 128, (1, 50))
-        places = torch.arange(50)[None]
-        score_tokens(state.model, tokens, places, lambda h, logits_of: logits_of(h).logsumexp(-1).sum()).backward()
-        norms.append(clip_gradients(state.model, 1.0))
-        state.optimizer.step()
-        state.scheduler.step()
-        state.optimizer.zero_grad()
+        norms.append(update(state.policy, tokens))
         state.progress.advance(tokens=50, samples=1)
     return norms
 
 
-def manager(root: Path, world: World, **fields) -> CheckpointManager:
-    return CheckpointManager(CheckpointConfig(**fields), RunPaths(root), world)
+def manager(root: Path, mesh: Mesh, **fields) -> CheckpointManager:
+    return CheckpointManager(CheckpointConfig(**fields), RunPaths(root), mesh.process, mesh.data_axis)
 
 
 @pytest.mark.parametrize("states_on_host", [False, True])
@@ -69,94 +81,197 @@ def manager(root: Path, world: World, **fields) -> CheckpointManager:
     ],
 )
 def test_a_loaded_run_goes_on_bit_for_bit(
-    tiny_model_dir: Path, tmp_path: Path, world: World, optim, states_on_host: bool
+    tiny_model_dir: Path, tmp_path: Path, mesh: Mesh, optim, states_on_host: bool
 ) -> None:
     schedule = LinearSchedulerConfig(warmup_steps=5, decay_steps=2)
-    straight = new_state(tiny_model_dir, world, optim, schedule, states_on_host=states_on_host)
+    straight = new_state(tiny_model_dir, mesh, optim, schedule, states_on_host=states_on_host)
     train(straight, 3)
-    manager(tmp_path, world).save(straight, {"position": 17})
+    manager(tmp_path, mesh).save(straight, {"position": 17})
     expected = train(straight, 3)
 
-    resumed = new_state(tiny_model_dir, world, optim, schedule, states_on_host=states_on_host)
+    resumed = new_state(tiny_model_dir, mesh, optim, schedule, states_on_host=states_on_host)
     torch.manual_seed(999)
-    assert manager(tmp_path, world).load(resumed, 3) == [{"position": 17}]
+    assert manager(tmp_path, mesh).load(resumed, 3) == [{"position": 17}]
     assert resumed.progress == Progress(step=3, tokens=150, samples=3)
     assert train(resumed, 3) == expected
-    assert resumed.scheduler.get_last_lr() == straight.scheduler.get_last_lr()
-    weights, others = (gather_weights(state.model, torch.float32) for state in (straight, resumed))
+    assert resumed.policy.scheduler.get_last_lr() == straight.policy.scheduler.get_last_lr()
+    weights, others = (gather_weights(state.policy.model, torch.float32) for state in (straight, resumed))
     assert all(torch.equal(weights[name], others[name]) for name in weights)
 
 
-def test_parts_of_a_checkpoint_can_be_left_aside(tiny_model_dir: Path, tmp_path: Path, world: World) -> None:
-    saved = new_state(tiny_model_dir, world, schedule=LinearSchedulerConfig(warmup_steps=4, decay_steps=0))
-    train(saved, 2)
-    manager(tmp_path, world).save(saved, {"position": 17})
-    fresh = new_state(tiny_model_dir, world)
-    options = {"skip_progress": True, "skip_scheduler": True, "skip_dataloader": True}
-    assert manager(tmp_path, world, **options).load(fresh, 2) == []
-    assert fresh.progress == Progress()
-    assert fresh.optimizer.param_groups[0]["lr"] == 1e-2
+def with_critic(model_dir: Path, mesh: Mesh) -> TrainState:
+    """A policy and a critic, with different optimizers and schedules."""
+    policy = new_state(model_dir, mesh).policy
+    critic = new_state(model_dir, mesh, SGDConfig(lr=1e-3), LinearSchedulerConfig(warmup_steps=5, decay_steps=2)).policy
+    return TrainState({"policy": policy, "critic": critic})
 
 
-def test_the_oldest_checkpoints_are_deleted_but_for_multiples(
-    tiny_model_dir: Path, tmp_path: Path, world: World
+def train_both(state: TrainState, steps: int) -> list[float]:
+    norms = []
+    for _ in range(steps):
+        norms += [update(trained, torch.randint(0, 128, (1, 50))) for trained in state.trained.values()]
+        state.progress.advance(tokens=50, samples=1)
+    return norms
+
+
+def test_models_of_two_roles_go_on_bit_for_bit(tiny_model_dir: Path, tmp_path: Path, mesh: Mesh) -> None:
+    straight = with_critic(tiny_model_dir, mesh)
+    train_both(straight, 3)
+    manager(tmp_path, mesh).save(straight, {})
+    expected = train_both(straight, 3)
+
+    resumed = with_critic(tiny_model_dir, mesh)
+    torch.manual_seed(999)
+    manager(tmp_path, mesh).load(resumed, 3)
+    assert train_both(resumed, 3) == expected
+    for role, trained in straight.trained.items():
+        found = resumed.trained[role]
+        weights, others = (gather_weights(each.model, torch.float32) for each in (trained, found))
+        assert all(torch.equal(weights[name], others[name]) for name in weights)
+        assert found.scheduler.get_last_lr() == trained.scheduler.get_last_lr()
+    policy, critic = (gather_weights(trained.model, torch.float32) for trained in resumed.trained.values())
+    assert not any(torch.equal(policy[name], critic[name]) for name in policy)
+
+
+def test_a_checkpoint_without_a_role_of_this_run_is_refused(tiny_model_dir: Path, tmp_path: Path, mesh: Mesh) -> None:
+    manager(tmp_path, mesh).save(new_state(tiny_model_dir, mesh), {})
+    with pytest.raises(CheckpointError, match="holds policy, and this config trains critic and policy"):
+        manager(tmp_path, mesh).load(with_critic(tiny_model_dir, mesh), 0)
+
+
+def test_a_run_with_another_frozen_model_is_refused(tiny_model_dir: Path, tmp_path: Path, mesh: Mesh) -> None:
+    def with_teacher() -> TrainState:
+        teacher = setup_model(ModelConfig(name=str(tiny_model_dir), attn="sdpa"), mesh).requires_grad_(False)
+        return TrainState(new_state(tiny_model_dir, mesh).trained, frozen={"teacher": teacher})
+
+    manager(tmp_path, mesh).save(with_teacher(), {})
+    resumed = with_teacher()
+    manager(tmp_path, mesh).load(resumed, 0)
+    with torch.no_grad():
+        next(resumed.frozen["teacher"].parameters()).mul_(2)
+    with pytest.raises(CheckpointError, match="teacher"):
+        manager(tmp_path, mesh).load(resumed, 0)
+
+
+def test_a_checkpoint_of_the_layout_before_roles_is_loaded(tiny_model_dir: Path, tmp_path: Path, mesh: Mesh) -> None:
+    straight = new_state(tiny_model_dir, mesh, schedule=LinearSchedulerConfig(warmup_steps=5, decay_steps=2))
+    train(straight, 2)
+    save_as_before_roles(straight, RunPaths(tmp_path), {"position": 17})
+    expected = train(straight, 2)
+
+    resumed = new_state(tiny_model_dir, mesh, schedule=LinearSchedulerConfig(warmup_steps=5, decay_steps=2))
+    assert manager(tmp_path, mesh).load(resumed, 2) == [{"position": 17}]
+    assert resumed.progress == Progress(step=2, tokens=100, samples=2)
+    assert train(resumed, 2) == expected
+
+
+def save_as_before_roles(state: TrainState, paths: RunPaths, data: dict[str, int]) -> None:
+    """Write what the checkpoint manager wrote when a run had one model and each process was a data rank."""
+    directory = paths.trainer_checkpoint(state.progress.step)
+    dcp.save(state.policy.tensors(), checkpoint_id=directory)
+    own = {
+        "progress": asdict(state.progress),
+        "scheduler": state.policy.scheduler.state_dict(),
+        "data": data,
+        "random": random_state(torch.device("cpu")),
+        "world_size": 1,
+        "frozen": identity_of_frozen(state.policy.model),
+    }
+    torch.save(own, directory / "rank_0.pt")
+
+
+@pytest.mark.parametrize(
+    ("saved_by", "axis", "positions"),
+    [
+        pytest.param([0, 0], DataAxis(0, 1), [10], id="two processes shared the rows"),
+        pytest.param([0, 1], DataAxis(0, 1), [10, 11], id="two data ranks become one"),
+        pytest.param([0, 0, 1, 1], DataAxis(1, 2), [11], id="each rank of two finds its own"),
+        pytest.param([0, 0, 1, 1], DataAxis(0, 3), [10, 11], id="two data ranks become three"),
+    ],
+)
+def test_positions_in_the_data_are_those_of_data_ranks(
+    saved_by: list[int], axis: DataAxis, positions: list[int], tiny_model_dir: Path, tmp_path: Path, mesh: Mesh
 ) -> None:
-    state = new_state(tiny_model_dir, world)
-    checkpoints = manager(tmp_path, world, keep_last=2, keep_interval=4)
+    """`saved_by` are the data ranks of the processes that saved; data rank r was at entry 10 + r."""
+    state = new_state(tiny_model_dir, mesh)
+    manager(tmp_path, mesh).save(state, {})
+    directory = RunPaths(tmp_path).trainer_checkpoint(0)
+    own = torch.load(directory / "rank_0.pt", weights_only=True)
+    for rank, data_rank in enumerate(saved_by):
+        place = {"data_rank": data_rank, "data_size": max(saved_by) + 1, "data": {"position": 10 + data_rank}}
+        torch.save({**own, **place, "world_size": len(saved_by)}, directory / f"rank_{rank}.pt")
+    found = manager(tmp_path, replace(mesh, data_axis=axis)).load(state, 0)
+    assert found == [{"position": position} for position in positions]
+
+
+def test_parts_of_a_checkpoint_can_be_left_aside(tiny_model_dir: Path, tmp_path: Path, mesh: Mesh) -> None:
+    saved = new_state(tiny_model_dir, mesh, schedule=LinearSchedulerConfig(warmup_steps=4, decay_steps=0))
+    train(saved, 2)
+    manager(tmp_path, mesh).save(saved, {"position": 17})
+    fresh = new_state(tiny_model_dir, mesh)
+    options = {"skip_progress": True, "skip_scheduler": True, "skip_dataloader": True}
+    assert manager(tmp_path, mesh, **options).load(fresh, 2) == []
+    assert fresh.progress == Progress()
+    assert fresh.policy.optimizer.param_groups[0]["lr"] == 1e-2
+
+
+def test_the_oldest_checkpoints_are_deleted_but_for_multiples(tiny_model_dir: Path, tmp_path: Path, mesh: Mesh) -> None:
+    state = new_state(tiny_model_dir, mesh)
+    checkpoints = manager(tmp_path, mesh, keep_last=2, keep_interval=4)
     for step in range(1, 8):
         state.progress.step = step
         checkpoints.save(state, {})
     assert stable_steps(RunPaths(tmp_path).checkpoints) == [4, 6, 7]
 
 
-def test_retention_leaves_an_abandoned_continuation_alone(tiny_model_dir: Path, tmp_path: Path, world: World) -> None:
-    state = new_state(tiny_model_dir, world)
+def test_retention_leaves_an_abandoned_continuation_alone(tiny_model_dir: Path, tmp_path: Path, mesh: Mesh) -> None:
+    state = new_state(tiny_model_dir, mesh)
     for step in (10, 20, 30):
         state.progress.step = step
-        manager(tmp_path, world).save(state, {})
+        manager(tmp_path, mesh).save(state, {})
     state.progress.step = 15
-    manager(tmp_path, world, resume_step=10, keep_last=1).save(state, {})
+    manager(tmp_path, mesh, resume_step=10, keep_last=1).save(state, {})
     assert stable_steps(RunPaths(tmp_path).checkpoints) == [15, 20, 30]
 
 
-def test_the_latest_complete_step_is_resumed(tmp_path: Path, world: World) -> None:
+def test_the_latest_complete_step_is_resumed(tmp_path: Path, mesh: Mesh) -> None:
     paths = RunPaths(tmp_path)
     for step in (5, 12):
         paths.trainer_checkpoint(step).mkdir(parents=True)
         (paths.checkpoint(step) / "STABLE").touch()
     paths.trainer_checkpoint(20).mkdir(parents=True)
-    assert manager(tmp_path, world, resume_step=-1).resume_step() == 12
-    assert manager(tmp_path, world, resume_step=5).resume_step() == 5
-    assert manager(tmp_path, world).resume_step() is None
+    assert manager(tmp_path, mesh, resume_step=-1).resume_step() == 12
+    assert manager(tmp_path, mesh, resume_step=5).resume_step() == 5
+    assert manager(tmp_path, mesh).resume_step() is None
     with pytest.raises(CheckpointError, match=r"ckpt\.resume_step = 20: .*complete steps: 5, 12"):
-        manager(tmp_path, world, resume_step=20).resume_step()
+        manager(tmp_path, mesh, resume_step=20).resume_step()
 
 
-def test_latest_of_nothing_starts_afresh(tmp_path: Path, world: World) -> None:
-    assert manager(tmp_path, world, resume_step=-1).resume_step() is None
+def test_latest_of_nothing_starts_afresh(tmp_path: Path, mesh: Mesh) -> None:
+    assert manager(tmp_path, mesh, resume_step=-1).resume_step() is None
 
 
-def test_checkpoints_are_due_at_multiples_of_the_interval(tmp_path: Path, world: World) -> None:
-    checkpoints = manager(tmp_path, world, interval=3)
+def test_checkpoints_are_due_at_multiples_of_the_interval(tmp_path: Path, mesh: Mesh) -> None:
+    checkpoints = manager(tmp_path, mesh, interval=3)
     assert [step for step in range(8) if checkpoints.is_due(step)] == [3, 6]
-    assert not any(manager(tmp_path, world).is_due(step) for step in range(8))
+    assert not any(manager(tmp_path, mesh).is_due(step) for step in range(8))
 
 
-def test_a_checkpoint_of_another_model_is_refused(tiny_model_dir: Path, tmp_path: Path, world: World) -> None:
-    state = new_state(tiny_model_dir, world)
+def test_a_checkpoint_of_another_model_is_refused(tiny_model_dir: Path, tmp_path: Path, mesh: Mesh) -> None:
+    state = new_state(tiny_model_dir, mesh)
     train(state, 1)
-    manager(tmp_path, world).save(state, {})
+    manager(tmp_path, mesh).save(state, {})
     wider = AutoConfig.from_pretrained(tiny_model_dir)
     wider.intermediate_size *= 2
     AutoModelForCausalLM.from_config(wider).save_pretrained(tmp_path / "wider")
     with pytest.raises(CheckpointError, match=r"does not fit this model and optimizer: .*mlp"):
-        manager(tmp_path, world).load(new_state(tmp_path / "wider", world), 1)
+        manager(tmp_path, mesh).load(new_state(tmp_path / "wider", mesh), 1)
 
 
-def test_weights_are_exported_unless_switched_off(tiny_model_dir: Path, tmp_path: Path, world: World) -> None:
-    state = new_state(tiny_model_dir, world)
+def test_weights_are_exported_unless_switched_off(tiny_model_dir: Path, tmp_path: Path, mesh: Mesh) -> None:
+    state = new_state(tiny_model_dir, mesh)
     tokenizer = setup_tokenizer(TokenizerConfig(), ModelConfig(name=str(tiny_model_dir)))
-    manager(tmp_path, world, weights=None).export(state, tokenizer, torch.float32)
+    manager(tmp_path, mesh, weights=None).export(state, tokenizer, torch.float32)
     assert stable_steps(RunPaths(tmp_path).weights) == []
-    manager(tmp_path, world).export(state, tokenizer, torch.float32)
+    manager(tmp_path, mesh).export(state, tokenizer, torch.float32)
     assert stable_steps(RunPaths(tmp_path).weights) == [0]

@@ -16,46 +16,46 @@ from prime_rl.configs.trainer import (
 )
 from prime_rl.run.paths import RunPaths, stable_steps
 from prime_rl.trainer.checkpoints.files import BackgroundJobs
-from prime_rl.trainer.checkpoints.manager import CheckpointManager, Progress, TrainState
+from prime_rl.trainer.checkpoints.manager import CheckpointManager
+from prime_rl.trainer.checkpoints.state import Progress, TrainedModel, TrainState
 from prime_rl.trainer.checkpoints.weights import gather_weights
 from prime_rl.trainer.model.build import setup_model, setup_tokenizer
 from prime_rl.trainer.model.scoring import score_tokens
 from prime_rl.trainer.optim.optimizer import setup_optimizer
 from prime_rl.trainer.optim.scheduler import setup_scheduler
 from prime_rl.trainer.process.errors import CheckpointError
-from prime_rl.trainer.process.world import World
+from prime_rl.trainer.process.parallel_dims import Mesh
 
 
-def new_state(model_dir: Path, world: World) -> TrainState:
-    model = setup_model(ModelConfig(name=str(model_dir), attn="sdpa"), world)
+def new_state(model_dir: Path, mesh: Mesh) -> TrainState:
+    model = setup_model(ModelConfig(name=str(model_dir), attn="sdpa"), mesh)
     optimizer = setup_optimizer(AdamWConfig(lr=1e-2), model)
-    return TrainState(model, optimizer, setup_scheduler(ConstantSchedulerConfig(), optimizer, 10), Progress())
+    scheduler = setup_scheduler(ConstantSchedulerConfig(), optimizer, 10)
+    return TrainState({"policy": TrainedModel(model, optimizer, scheduler)})
 
 
 def take_step(state: TrainState) -> None:
     tokens, places = torch.arange(50)[None], torch.arange(50)[None]
-    score_tokens(state.model, tokens, places, lambda h, logits_of: logits_of(h).logsumexp(-1).sum()).backward()
-    state.optimizer.step()
-    state.scheduler.step()
-    state.optimizer.zero_grad()
+    score_tokens(state.policy.model, tokens, places, lambda h, logits_of: logits_of(h).logsumexp(-1).sum()).backward()
+    state.policy.optimizer.step()
+    state.policy.scheduler.step()
+    state.policy.optimizer.zero_grad()
     state.progress.advance(tokens=50, samples=1)
 
 
 def everything(state: TrainState) -> list[torch.Tensor]:
     """Copies of weights and moments."""
-    moments = [value for values in state.optimizer.state.values() for value in values.values()]
+    moments = [value for values in state.policy.optimizer.state.values() for value in values.values()]
     whole = [getattr(value, "full_tensor", value.clone)() for value in moments]
-    return [*gather_weights(state.model, torch.float32).values(), *(value.clone() for value in whole)]
+    return [*gather_weights(state.policy.model, torch.float32).values(), *(value.clone() for value in whole)]
 
 
-def manager(root: Path, world: World, **fields) -> CheckpointManager:
-    return CheckpointManager(CheckpointConfig(async_save=True, **fields), RunPaths(root), world)
+def manager(root: Path, mesh: Mesh, **fields) -> CheckpointManager:
+    return CheckpointManager(CheckpointConfig(async_save=True, **fields), RunPaths(root), mesh.process, mesh.data_axis)
 
 
-def test_a_checkpoint_holds_the_state_at_the_time_of_the_save(
-    tiny_model_dir: Path, tmp_path: Path, world: World
-) -> None:
-    state, checkpoints = new_state(tiny_model_dir, world), manager(tmp_path, world)
+def test_a_checkpoint_holds_the_state_at_the_time_of_the_save(tiny_model_dir: Path, tmp_path: Path, mesh: Mesh) -> None:
+    state, checkpoints = new_state(tiny_model_dir, mesh), manager(tmp_path, mesh)
     take_step(state)
     checkpoints.save(state, {})
     take_step(state)
@@ -67,14 +67,14 @@ def test_a_checkpoint_holds_the_state_at_the_time_of_the_save(
     take_step(state)
     checkpoints.wait()
 
-    resumed = new_state(tiny_model_dir, world)
-    assert manager(tmp_path, world).load(resumed, 2) == [{"position": [3]}]
+    resumed = new_state(tiny_model_dir, mesh)
+    assert manager(tmp_path, mesh).load(resumed, 2) == [{"position": [3]}]
     assert resumed.progress == Progress(step=2, tokens=100, samples=2)
     assert all(map(torch.equal, everything(resumed), expected))
 
 
-def test_saves_follow_each_other_and_old_ones_go(tiny_model_dir: Path, tmp_path: Path, world: World) -> None:
-    state, checkpoints = new_state(tiny_model_dir, world), manager(tmp_path, world, keep_last=1, keep_best=True)
+def test_saves_follow_each_other_and_old_ones_go(tiny_model_dir: Path, tmp_path: Path, mesh: Mesh) -> None:
+    state, checkpoints = new_state(tiny_model_dir, mesh), manager(tmp_path, mesh, keep_last=1, keep_best=True)
     tokenizer = setup_tokenizer(TokenizerConfig(), ModelConfig(name=str(tiny_model_dir)))
     for val_loss in (3.0, 1.0, 2.0, 2.5):
         take_step(state)
@@ -88,8 +88,8 @@ def test_saves_follow_each_other_and_old_ones_go(tiny_model_dir: Path, tmp_path:
     assert paths.best_checkpoint.read_text() == '{"step": 2, "val_loss": 1.0}\n'
 
 
-def test_what_could_not_be_written_is_told_by_the_next_save(tiny_model_dir: Path, tmp_path: Path, world: World) -> None:
-    state, checkpoints = new_state(tiny_model_dir, world), manager(tmp_path, world, keep_best=True)
+def test_what_could_not_be_written_is_told_by_the_next_save(tiny_model_dir: Path, tmp_path: Path, mesh: Mesh) -> None:
+    state, checkpoints = new_state(tiny_model_dir, mesh), manager(tmp_path, mesh, keep_best=True)
     paths = RunPaths(tmp_path)
     take_step(state)
     checkpoints.save(state, {})

@@ -12,7 +12,7 @@ from torch._dynamo.utils import counters
 from prime_rl.configs.trainer import ActivationCheckpointConfig, CompileConfig, ModelConfig
 from prime_rl.trainer.model.build import setup_model
 from prime_rl.trainer.model.scoring import score_tokens
-from prime_rl.trainer.process.world import World
+from prime_rl.trainer.process.parallel_dims import Mesh
 
 ROWS = ((50, 55, 52), (30, 90, 10), (128,), (33, 20, 7, 80, 90))
 """Sequences of equal length and not, in one row of the grid and in several: every kind of graph."""
@@ -30,12 +30,12 @@ def loss_and_gradients(model, lengths: tuple[int, ...]) -> list[Tensor]:
 
 
 @pytest.mark.slow
-def test_compiled_blocks_give_the_same_gradients_and_soon_compile_no_more(tiny_model_dir: Path, world: World) -> None:
+def test_compiled_blocks_give_the_same_gradients_and_soon_compile_no_more(tiny_model_dir: Path, mesh: Mesh) -> None:
     torch._dynamo.reset()
     counters.clear()
     settings = {"name": str(tiny_model_dir), "attn": "sdpa", "ac": ActivationCheckpointConfig(freq=2)}
-    plain = setup_model(ModelConfig(**settings), world)
-    compiled = setup_model(ModelConfig(**settings, compile=CompileConfig(fullgraph=True)), world)
+    plain = setup_model(ModelConfig(**settings), mesh)
+    compiled = setup_model(ModelConfig(**settings, compile=CompileConfig(fullgraph=True)), mesh)
     graphs = []
     for rows in (ROWS, LATER_ROWS):
         for lengths in rows:

@@ -15,14 +15,14 @@ from prime_rl.trainer.model.build import setup_model
 from prime_rl.trainer.model.scoring import cross_entropy_sum, score_tokens
 from prime_rl.trainer.optim.accumulation import accumulated
 from prime_rl.trainer.optim.optimizer import setup_optimizer
-from prime_rl.trainer.process.world import World
+from prime_rl.trainer.process.parallel_dims import Mesh
 
 VOCAB = 128
 ROWS = [torch.arange(length)[None] % VOCAB for length in (40, 25, 60)]
 
 
-def gradient_of(model: nn.Module, rows: list[Tensor], world: World, limits: Limits = LIMITS) -> dict[str, Tensor]:
-    for row in accumulated(model, rows, world):
+def gradient_of(model: nn.Module, rows: list[Tensor], mesh: Mesh, limits: Limits = LIMITS) -> dict[str, Tensor]:
+    for row in accumulated(model, rows, mesh.process):
         targets = row[0].roll(-1)
         score_tokens(
             model, row, row, lambda hidden, logits_of, t=targets: cross_entropy_sum(hidden, t, logits_of, VOCAB, limits)
@@ -49,8 +49,8 @@ def config(request: pytest.FixtureRequest, tiny_model_dir: Path) -> ModelConfig:
 
 
 @pytest.mark.parametrize("most_logits", [2**25, 16 * VOCAB], ids=["head in one part", "head in parts"])
-def test_they_are_those_of_the_plain_model(config: ModelConfig, world: World, most_logits: int) -> None:
-    kept = gradient_of(setup_model(config, world), ROWS, world, Limits(logits=most_logits, vocabulary_part=48))
+def test_they_are_those_of_the_plain_model(config: ModelConfig, mesh: Mesh, most_logits: int) -> None:
+    kept = gradient_of(setup_model(config, mesh), ROWS, mesh, Limits(logits=most_logits, vocabulary_part=48))
     tolerance = 1e-5 if config.compute_dtype == "float32" else 2e-2
     for name, expected in plain_gradient_of(config, ROWS).items():
         torch.testing.assert_close(
@@ -58,19 +58,19 @@ def test_they_are_those_of_the_plain_model(config: ModelConfig, world: World, mo
         )
 
 
-def test_they_stay_where_they_are_and_start_anew_after_zero_grad(config: ModelConfig, world: World) -> None:
-    model = setup_model(config, world)
-    first = gradient_of(model, ROWS, world)
+def test_they_stay_where_they_are_and_start_anew_after_zero_grad(config: ModelConfig, mesh: Mesh) -> None:
+    model = setup_model(config, mesh)
+    first = gradient_of(model, ROWS, mesh)
     places = [parameter.grad.to_local().data_ptr() for parameter in model.parameters()]
     model.zero_grad()
     assert all(parameter.grad is None for parameter in model.parameters())
-    again = gradient_of(model, ROWS, world)
+    again = gradient_of(model, ROWS, mesh)
     assert [parameter.grad.to_local().data_ptr() for parameter in model.parameters()] == places
     assert all(torch.equal(first[name], again[name]) for name in first)
 
 
-def test_the_padding_token_has_no_gradient(config: ModelConfig, world: World) -> None:
-    model = setup_model(config, world)
+def test_the_padding_token_has_no_gradient(config: ModelConfig, mesh: Mesh) -> None:
+    model = setup_model(config, mesh)
     embedding = model.get_input_embeddings()
     embedding.padding_idx = 7
     model.unshard()
@@ -81,15 +81,15 @@ def test_the_padding_token_has_no_gradient(config: ModelConfig, world: World) ->
     assert gradient[7].abs().sum() == 0
 
 
-def test_states_made_before_the_first_update_are_adamws_own(config: ModelConfig, world: World) -> None:
+def test_states_made_before_the_first_update_are_adamws_own(config: ModelConfig, mesh: Mesh) -> None:
     weights = []
     for is_ours in (True, False):
-        model = setup_model(config, world)
+        model = setup_model(config, mesh)
         optimizer = setup_optimizer(AdamWConfig(lr=1e-2), model)
         if not is_ours:
             optimizer.state.clear()
         for _ in range(2):
-            gradient_of(model, ROWS, world)
+            gradient_of(model, ROWS, mesh)
             optimizer.step()
             optimizer.zero_grad()
         weights.append([parameter.to_local().clone() for parameter in model.parameters()])

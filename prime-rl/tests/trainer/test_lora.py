@@ -41,7 +41,7 @@ from prime_rl.trainer.model.scoring import score_tokens
 from prime_rl.trainer.observe.perf import flops_per_token
 from prime_rl.trainer.optim.optimizer import setup_optimizer
 from prime_rl.trainer.process.errors import ModelError
-from prime_rl.trainer.process.world import World
+from prime_rl.trainer.process.parallel_dims import Mesh
 from prime_rl.trainer.rl.broadcast import FileSystemBroadcast
 from prime_rl.trainer.rl.rows import Row, score_row
 from prime_rl.transport.messages import MicroBatch
@@ -120,9 +120,9 @@ def in_peft(model: PreTrainedModel, base: Path, directory: Path, **options: Any)
     ],
 )
 def test_peft_computes_what_the_trained_model_computes(
-    tiny_model_dir: Path, world: World, tmp_path: Path, lora: dict[str, Any]
+    tiny_model_dir: Path, mesh: Mesh, tmp_path: Path, lora: dict[str, Any]
 ) -> None:
-    model = train(setup_model(config_of(tiny_model_dir, lora), world))
+    model = train(setup_model(config_of(tiny_model_dir, lora), mesh))
     loaded = in_peft(model, tiny_model_dir, tmp_path / "adapter")
     start = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
     with torch.no_grad():
@@ -131,8 +131,8 @@ def test_peft_computes_what_the_trained_model_computes(
     assert (ours - before).abs().max() > 0.1
 
 
-def test_the_files_are_those_that_peft_itself_writes(tiny_model_dir: Path, world: World, tmp_path: Path) -> None:
-    model = train(setup_model(config_of(tiny_model_dir, {"modules_to_save": ["norm"]}), world))
+def test_the_files_are_those_that_peft_itself_writes(tiny_model_dir: Path, mesh: Mesh, tmp_path: Path) -> None:
+    model = train(setup_model(config_of(tiny_model_dir, {"modules_to_save": ["norm"]}), mesh))
     in_peft(model, tiny_model_dir, tmp_path / "ours").save_pretrained(tmp_path / "theirs")
     ours, theirs = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("ours", "theirs"))
     assert ours.keys() == theirs.keys()
@@ -142,8 +142,8 @@ def test_the_files_are_those_that_peft_itself_writes(tiny_model_dir: Path, world
     assert {name: other[name] for name in own if name in other} == {name: own[name] for name in own if name in other}
 
 
-def test_loss_and_gradients_are_those_of_peft(tiny_model_dir: Path, world: World, tmp_path: Path) -> None:
-    model = train(setup_model(config_of(tiny_model_dir, ac=ActivationCheckpointConfig()), world))
+def test_loss_and_gradients_are_those_of_peft(tiny_model_dir: Path, mesh: Mesh, tmp_path: Path) -> None:
+    model = train(setup_model(config_of(tiny_model_dir, ac=ActivationCheckpointConfig()), mesh))
     loaded = in_peft(model, tiny_model_dir, tmp_path / "adapter", is_trainable=True)
     ours, theirs = loss_of(logits_of(model)), loss_of(loaded(TOKENS[None]).logits[0])
     ours.backward()
@@ -161,13 +161,13 @@ def test_loss_and_gradients_are_those_of_peft(tiny_model_dir: Path, world: World
 
 
 def test_an_untrained_adapter_changes_nothing_and_every_run_draws_the_same_one(
-    tiny_model_dir: Path, world: World
+    tiny_model_dir: Path, mesh: Mesh
 ) -> None:
     torch.manual_seed(1)
-    one = setup_model(config_of(tiny_model_dir), world)
+    one = setup_model(config_of(tiny_model_dir), mesh)
     torch.manual_seed(2)
-    other = setup_model(config_of(tiny_model_dir), world)
-    plain = setup_model(ModelConfig(name=str(tiny_model_dir), attn="sdpa"), world)
+    other = setup_model(config_of(tiny_model_dir), mesh)
+    plain = setup_model(ModelConfig(name=str(tiny_model_dir), attn="sdpa"), mesh)
     assert torch.equal(logits_of(one), logits_of(plain))
     first, second = (gather_adapter(model, torch.float32).state for model in (one, other))
     assert all(torch.equal(first[name], second[name]) for name in first)
@@ -175,9 +175,9 @@ def test_an_untrained_adapter_changes_nothing_and_every_run_draws_the_same_one(
     assert 0.9 / 8 < drawn.abs().max() <= 1 / 8, "uniform in 1 / sqrt(64)"
 
 
-def test_only_adapters_and_modules_to_save_are_trained(tiny_model_dir: Path, world: World) -> None:
+def test_only_adapters_and_modules_to_save_are_trained(tiny_model_dir: Path, mesh: Mesh) -> None:
     config = config_of(tiny_model_dir, {"target_modules": ["self_attn.q_proj"], "modules_to_save": ["model.norm"]})
-    model = setup_model(config, world)
+    model = setup_model(config, mesh)
     before = gather_weights(model, torch.float32)
     optimizer = setup_optimizer(AdamWConfig(lr=1e-2), model)
     assert sum(len(group["params"]) for group in optimizer.param_groups) == 2 * 2 + 1
@@ -187,9 +187,9 @@ def test_only_adapters_and_modules_to_save_are_trained(tiny_model_dir: Path, wor
     assert changed == {"model.norm.weight", *(f"model.layers.{layer}.self_attn.q_proj.weight" for layer in (0, 1))}
 
 
-def test_an_export_is_merged_and_holds_the_adapter_if_asked(tiny_model_dir: Path, world: World, tmp_path: Path) -> None:
+def test_an_export_is_merged_and_holds_the_adapter_if_asked(tiny_model_dir: Path, mesh: Mesh, tmp_path: Path) -> None:
     config = config_of(tiny_model_dir)
-    model = train(setup_model(config, world))
+    model = train(setup_model(config, mesh))
     options = WeightCheckpointConfig(save_adapter_separately=True)
     tokenizer = setup_tokenizer(TokenizerConfig(), config)
     export_model(model, tokenizer, tmp_path / "step_3", options, torch.float32)
@@ -203,12 +203,10 @@ def test_an_export_is_merged_and_holds_the_adapter_if_asked(tiny_model_dir: Path
     assert stored.keys() == load_file(tiny_model_dir / "model.safetensors").keys()
 
 
-def test_a_broadcast_holds_the_adapter_alone_in_peft_s_format(
-    tiny_model_dir: Path, world: World, tmp_path: Path
-) -> None:
-    model = train(setup_model(config_of(tiny_model_dir), world))
+def test_a_broadcast_holds_the_adapter_alone_in_peft_s_format(tiny_model_dir: Path, mesh: Mesh, tmp_path: Path) -> None:
+    model = train(setup_model(config_of(tiny_model_dir), mesh))
     run = RunPaths(tmp_path).orchestrator
-    FileSystemBroadcast(FileSystemWeightBroadcastConfig(), run, world, 1, None).publish(model, 3, torch.float32)
+    FileSystemBroadcast(FileSystemWeightBroadcastConfig(), run, mesh.process, 1, None).publish(model, 3, torch.float32)
     files = {path.name for path in run.broadcast(3).iterdir()}
     assert files == {"adapter_model.safetensors", "adapter_config.json", "STABLE"}
     config = json.loads((run.broadcast(3) / "adapter_config.json").read_text())
@@ -221,11 +219,9 @@ def test_a_broadcast_holds_the_adapter_alone_in_peft_s_format(
         torch.testing.assert_close(logits_of(model), loaded(TOKENS[None]).logits[0], rtol=1e-5, atol=1e-5)
 
 
-def test_frozen_weights_are_kept_in_the_compute_dtype_and_give_the_same_bits(
-    tiny_model_dir: Path, world: World
-) -> None:
-    model = setup_model(config_of(tiny_model_dir, compute_dtype="bfloat16"), world)
-    plain = setup_model(ModelConfig(name=str(tiny_model_dir), attn="sdpa", compute_dtype="bfloat16"), world)
+def test_frozen_weights_are_kept_in_the_compute_dtype_and_give_the_same_bits(tiny_model_dir: Path, mesh: Mesh) -> None:
+    model = setup_model(config_of(tiny_model_dir, compute_dtype="bfloat16"), mesh)
+    plain = setup_model(ModelConfig(name=str(tiny_model_dir), attn="sdpa", compute_dtype="bfloat16"), mesh)
     dtypes = {(weight.requires_grad, weight.dtype) for weight in model.parameters()}
     assert dtypes == {(True, torch.float32), (False, torch.bfloat16)}
     assert torch.equal(logits_of(model), logits_of(plain))
@@ -233,9 +229,9 @@ def test_frozen_weights_are_kept_in_the_compute_dtype_and_give_the_same_bits(
     assert losses[1] < losses[0] - 0.05
 
 
-def test_dropout_is_the_same_when_activations_are_computed_again(tiny_model_dir: Path, world: World) -> None:
+def test_dropout_is_the_same_when_activations_are_computed_again(tiny_model_dir: Path, mesh: Mesh) -> None:
     def trained(**fields: Any) -> dict[str, Tensor]:
-        model = setup_model(config_of(tiny_model_dir, {"dropout": 0.5}, **fields), world)
+        model = setup_model(config_of(tiny_model_dir, {"dropout": 0.5}, **fields), mesh)
         torch.manual_seed(0)
         return gather_adapter(train(model), torch.float32).state
 
@@ -244,17 +240,17 @@ def test_dropout_is_the_same_when_activations_are_computed_again(tiny_model_dir:
 
 
 @pytest.mark.slow
-def test_a_compiled_model_trains_the_same_adapters(tiny_model_dir: Path, world: World) -> None:
+def test_a_compiled_model_trains_the_same_adapters(tiny_model_dir: Path, mesh: Mesh) -> None:
     def trained(compile: CompileConfig | None) -> dict[str, Tensor]:
         config = config_of(tiny_model_dir, debug=DebugModelConfig(num_layers=1), compile=compile)
-        return gather_adapter(train(setup_model(config, world), steps=2), torch.float32).state
+        return gather_adapter(train(setup_model(config, mesh), steps=2), torch.float32).state
 
     torch.testing.assert_close(trained(None), trained(CompileConfig()), rtol=1e-3, atol=1e-4)
 
 
-def test_stacked_experts_are_adapted_and_exported_one_by_one(moe_model_dir: Path, world: World, tmp_path: Path) -> None:
-    model = setup_model(config_of(moe_model_dir), world)
-    plain = setup_model(ModelConfig(name=str(moe_model_dir), attn="sdpa"), world)
+def test_stacked_experts_are_adapted_and_exported_one_by_one(moe_model_dir: Path, mesh: Mesh, tmp_path: Path) -> None:
+    model = setup_model(config_of(moe_model_dir), mesh)
+    plain = setup_model(ModelConfig(name=str(moe_model_dir), attn="sdpa"), mesh)
     torch.testing.assert_close(logits_of(model), logits_of(plain), rtol=1e-5, atol=1e-6)
     loaded = in_peft(train(model), moe_model_dir, tmp_path / "adapter")
     names = load_file(tmp_path / "adapter" / "adapter_model.safetensors").keys()
@@ -267,15 +263,15 @@ def test_stacked_experts_are_adapted_and_exported_one_by_one(moe_model_dir: Path
     assert {"mlp.experts.0.gate_proj.weight", "mlp.experts.3.down_proj.weight"} <= changed
 
 
-def test_peft_finds_linear_layers_beside_stacked_experts(mixed_model_dir: Path, world: World, tmp_path: Path) -> None:
-    model = train(setup_model(config_of(mixed_model_dir, {"dropout": 0.1}), world)).eval()
+def test_peft_finds_linear_layers_beside_stacked_experts(mixed_model_dir: Path, mesh: Mesh, tmp_path: Path) -> None:
+    model = train(setup_model(config_of(mixed_model_dir, {"dropout": 0.1}), mesh)).eval()
     loaded = in_peft(model, mixed_model_dir, tmp_path / "adapter")
     with torch.no_grad():
         torch.testing.assert_close(logits_of(model), loaded(TOKENS[None]).logits[0], rtol=1e-5, atol=1e-5)
 
 
-def test_an_adapted_head_counts_in_the_fused_log_probabilities_too(moe_model_dir: Path, world: World) -> None:
-    model = train(setup_model(config_of(moe_model_dir, {"target_modules": ["lm_head"]}), world))
+def test_an_adapted_head_counts_in_the_fused_log_probabilities_too(moe_model_dir: Path, mesh: Mesh) -> None:
+    model = train(setup_model(config_of(moe_model_dir, {"target_modules": ["lm_head"]}), mesh))
     length = len(TOKENS)
     fields = {"advantages": [1.0] * length, "inference_logprobs": [0.0] * length, "temperatures": [1.0] * length}
     message = MicroBatch(TOKENS.tolist(), [True] * length, position_ids=list(range(length)), **fields)
@@ -286,11 +282,11 @@ def test_an_adapted_head_counts_in_the_fused_log_probabilities_too(moe_model_dir
 
 
 def test_names_that_mean_nothing_are_one_line_with_the_nearest_ones(
-    tiny_model_dir: Path, moe_model_dir: Path, world: World
+    tiny_model_dir: Path, moe_model_dir: Path, mesh: Mesh
 ) -> None:
     def fault(directory: Path = tiny_model_dir, **lora: Any) -> str:
         with pytest.raises(ModelError) as raised:
-            setup_model(config_of(directory, lora), world)
+            setup_model(config_of(directory, lora), mesh)
         assert "\n" not in str(raised.value)
         return str(raised.value)
 
@@ -304,8 +300,8 @@ def test_names_that_mean_nothing_are_one_line_with_the_nearest_ones(
     )
 
 
-def test_flops_of_frozen_weights_lack_their_gradient(tiny_model_dir: Path, world: World) -> None:
-    model = setup_model(config_of(tiny_model_dir, {"target_modules": ["q_proj"]}), world)
+def test_flops_of_frozen_weights_lack_their_gradient(tiny_model_dir: Path, mesh: Mesh) -> None:
+    model = setup_model(config_of(tiny_model_dir, {"target_modules": ["q_proj"]}), mesh)
     layer = 64 * (64 + 32 + 32) + 64 * 64 + 3 * 64 * 128
     adapters = 2 * 4 * (64 + 64)
     expected = 4 * (2 * layer + 64 * 128) + 6 * adapters + 12 * 2 * 64 * 10

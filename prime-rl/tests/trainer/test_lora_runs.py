@@ -80,7 +80,7 @@ def test_a_resumed_run_ends_in_the_same_bits(base: dict[str, Any], tmp_path: Pat
 def test_a_checkpoint_holds_what_is_trained_alone(base: dict[str, Any], tmp_path: Path) -> None:
     run_sft(base, tmp_path / "out", max_steps=1, ckpt={})
     saved = FileSystemReader(RunPaths(tmp_path / "out").trainer_checkpoint(1)).read_metadata().state_dict_metadata
-    weights = {name for name in saved if name.startswith("model.")}
+    weights = {name for name in saved if name.startswith("policy.model.")}
     assert len(weights) == 2 * 14 + 1
     assert all(".lora." in name or name.endswith("model.norm.weight") for name in weights)
 
@@ -104,7 +104,7 @@ def test_a_checkpoint_is_refused_beside_other_weights_or_another_scale(
         lora={**base["model"]["lora"], "alpha": 16.0}
     )
     assert "alpha / rank = 4, and this config trains without model.lora" in fault(lora=None)
-    assert "other_model is not the model that they were trained beside" in fault(name=str(other_model))
+    assert "other_model is not the model that it was trained on" in fault(name=str(other_model))
     run_sft({**base, "model": {**base["model"], "compute_dtype": "bfloat16"}}, out, ckpt={"resume_step": -1})
 
 

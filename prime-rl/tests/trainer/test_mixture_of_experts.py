@@ -12,7 +12,7 @@ from prime_rl.trainer.model.build import setup_model
 from prime_rl.trainer.model.scoring import score_tokens
 from prime_rl.trainer.optim.optimizer import clip_gradients, setup_optimizer
 from prime_rl.trainer.process.errors import ModelError
-from prime_rl.trainer.process.world import World
+from prime_rl.trainer.process.parallel_dims import Mesh
 
 TOKENS, PLACES = torch.arange(30)[None], torch.cat([torch.arange(12), torch.arange(18)])[None]
 
@@ -46,10 +46,10 @@ def loss_of(model) -> torch.Tensor:
     return score_tokens(model, TOKENS, PLACES, lambda hidden, logits_of: logits_of(hidden).logsumexp(-1).mean())
 
 
-def test_grouped_products_and_one_expert_after_the_other_give_one_gradient(moe_dir: Path, world: World) -> None:
+def test_grouped_products_and_one_expert_after_the_other_give_one_gradient(moe_dir: Path, mesh: Mesh) -> None:
     results, kernels = [], []
     for grouped in (True, False):
-        model = setup_model(config_of(moe_dir, moe_use_grouped_mm=grouped), world)
+        model = setup_model(config_of(moe_dir, moe_use_grouped_mm=grouped), mesh)
         kernels.append(model.config._experts_implementation)
         loss = loss_of(model)
         loss.backward()
@@ -60,8 +60,8 @@ def test_grouped_products_and_one_expert_after_the_other_give_one_gradient(moe_d
 
 
 @pytest.mark.parametrize("optim", [AdamWConfig(lr=1e-2), MuonConfig(lr=1e-2)], ids=["adamw", "muon"])
-def test_frozen_routers_stay_while_the_rest_learns(moe_dir: Path, world: World, optim) -> None:
-    model = setup_model(config_of(moe_dir, freeze_moe_router=True), world)
+def test_frozen_routers_stay_while_the_rest_learns(moe_dir: Path, mesh: Mesh, optim) -> None:
+    model = setup_model(config_of(moe_dir, freeze_moe_router=True), mesh)
     before = gather_weights(model, torch.float32)
     optimizer = setup_optimizer(optim, model)
     loss_of(model).backward()
@@ -73,6 +73,6 @@ def test_frozen_routers_stay_while_the_rest_learns(moe_dir: Path, world: World, 
     assert {name for name in after if torch.equal(after[name], before[name])} == routers
 
 
-def test_routers_of_a_dense_model_cannot_be_frozen(tiny_model_dir: Path, world: World) -> None:
+def test_routers_of_a_dense_model_cannot_be_frozen(tiny_model_dir: Path, mesh: Mesh) -> None:
     with pytest.raises(ModelError, match="freeze_moe_router: Qwen3ForCausalLM has no router"):
-        setup_model(config_of(tiny_model_dir, freeze_moe_router=True), world)
+        setup_model(config_of(tiny_model_dir, freeze_moe_router=True), mesh)

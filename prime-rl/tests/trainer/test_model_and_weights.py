@@ -21,7 +21,8 @@ from prime_rl.trainer.model.scoring import score_tokens
 from prime_rl.trainer.observe.perf import Throughput, flops_per_token
 from prime_rl.trainer.optim.optimizer import clip_gradients
 from prime_rl.trainer.process.errors import DeviceError, ModelError
-from prime_rl.trainer.process.world import World, resolve_device
+from prime_rl.trainer.process.parallel_dims import Mesh, setup_mesh
+from prime_rl.trainer.process.world import resolve_device
 
 
 def config_of(directory: Path, **fields) -> ModelConfig:
@@ -34,10 +35,10 @@ def logits_of_row(model, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def test_an_export_is_loaded_by_transformers_and_gives_the_same_logits(
-    tiny_model_dir: Path, world: World, tmp_path: Path
+    tiny_model_dir: Path, mesh: Mesh, tmp_path: Path
 ) -> None:
     config = config_of(tiny_model_dir, debug=DebugModelConfig(random_init=True))
-    model = setup_model(config, world)
+    model = setup_model(config, mesh)
     tokenizer = setup_tokenizer(TokenizerConfig(), config)
     target = tmp_path / "step_1"
     export_model(model, tokenizer, target, WeightCheckpointConfig(), torch.float32)
@@ -52,17 +53,17 @@ def test_an_export_is_loaded_by_transformers_and_gives_the_same_logits(
     assert AutoTokenizer.from_pretrained(target).chat_template == tokenizer.chat_template
 
 
-def test_gathered_weights_have_the_files_names_dtype_and_no_tied_copy(tiny_model_dir: Path, world: World) -> None:
+def test_gathered_weights_have_the_files_names_dtype_and_no_tied_copy(tiny_model_dir: Path, mesh: Mesh) -> None:
     on_disk = load_file(tiny_model_dir / "model.safetensors")
-    model = setup_model(config_of(tiny_model_dir, ac=ActivationCheckpointConfig()), world)
+    model = setup_model(config_of(tiny_model_dir, ac=ActivationCheckpointConfig()), mesh)
     gathered = gather_weights(model, torch.bfloat16)
     assert gathered.keys() == on_disk.keys()
     assert {tensor.dtype for tensor in gathered.values()} == {torch.bfloat16}
     assert torch.equal(gather_weights(model, torch.float32)["model.norm.weight"], on_disk["model.norm.weight"])
 
 
-def test_gathered_weights_do_not_change_with_further_training(tiny_model_dir: Path, world: World) -> None:
-    model = setup_model(config_of(tiny_model_dir), world)
+def test_gathered_weights_do_not_change_with_further_training(tiny_model_dir: Path, mesh: Mesh) -> None:
+    model = setup_model(config_of(tiny_model_dir), mesh)
     gathered = gather_weights(model, torch.float32)
     before = gathered["model.norm.weight"].clone()
     with torch.no_grad():
@@ -71,7 +72,7 @@ def test_gathered_weights_do_not_change_with_further_training(tiny_model_dir: Pa
     assert torch.equal(gathered["model.norm.weight"], before)
 
 
-def test_experts_are_exported_one_by_one_as_on_the_hub(tmp_path: Path, world: World) -> None:
+def test_experts_are_exported_one_by_one_as_on_the_hub(tmp_path: Path, mesh: Mesh) -> None:
     config = Qwen3MoeConfig(
         vocab_size=64,
         hidden_size=32,
@@ -83,7 +84,7 @@ def test_experts_are_exported_one_by_one_as_on_the_hub(tmp_path: Path, world: Wo
         num_experts_per_tok=2,
     )
     Qwen3MoeForCausalLM(config).save_pretrained(tmp_path)
-    model = setup_model(config_of(tmp_path), world)
+    model = setup_model(config_of(tmp_path), mesh)
     on_disk = load_file(tmp_path / "model.safetensors")
     gathered = gather_weights(model, torch.float32)
     assert "model.layers.0.mlp.experts.3.down_proj.weight" in gathered
@@ -111,11 +112,11 @@ def test_whoever_may_enter_the_directory_may_read_the_weights(tmp_path: Path) ->
     assert (tmp_path / "model.safetensors").stat().st_mode & 0o777 == 0o640
 
 
-def test_checkpointed_activations_and_layer_limit_leave_the_gradient_alone(tiny_model_dir: Path, world: World) -> None:
+def test_checkpointed_activations_and_layer_limit_leave_the_gradient_alone(tiny_model_dir: Path, mesh: Mesh) -> None:
     tokens = torch.arange(30)
 
     def gradient_norm(**fields) -> float:
-        model = setup_model(config_of(tiny_model_dir, **fields), world)
+        model = setup_model(config_of(tiny_model_dir, **fields), mesh)
         logits_of_row(model, tokens).logsumexp(-1).sum().backward()
         return clip_gradients(model, 1.0)
 
@@ -123,17 +124,17 @@ def test_checkpointed_activations_and_layer_limit_leave_the_gradient_alone(tiny_
     assert gradient_norm(debug=DebugModelConfig(num_layers=1)) != gradient_norm()
 
 
-def test_random_weights_are_the_same_in_every_run(tiny_model_dir: Path, world: World) -> None:
+def test_random_weights_are_the_same_in_every_run(tiny_model_dir: Path, mesh: Mesh) -> None:
     config = config_of(tiny_model_dir, debug=DebugModelConfig(random_init=True))
     torch.manual_seed(7)
-    first = gather_weights(setup_model(config, world), torch.float32)
+    first = gather_weights(setup_model(config, mesh), torch.float32)
     torch.manual_seed(8)
-    second = gather_weights(setup_model(config, world), torch.float32)
+    second = gather_weights(setup_model(config, mesh), torch.float32)
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-def test_bfloat16_compute_keeps_float32_master_weights(tiny_model_dir: Path, world: World) -> None:
-    model = setup_model(config_of(tiny_model_dir, compute_dtype="bfloat16"), world)
+def test_bfloat16_compute_keeps_float32_master_weights(tiny_model_dir: Path, mesh: Mesh) -> None:
+    model = setup_model(config_of(tiny_model_dir, compute_dtype="bfloat16"), mesh)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
     assert logits_of_row(model, torch.arange(5)).dtype == torch.bfloat16
     on_disk = load_file(tiny_model_dir / "model.safetensors")
@@ -141,16 +142,16 @@ def test_bfloat16_compute_keeps_float32_master_weights(tiny_model_dir: Path, wor
     assert all(torch.equal(gathered[name], on_disk[name]) for name in on_disk)
 
 
-def test_a_missing_model_is_named_in_one_line(tmp_path: Path, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_model_is_named_in_one_line(tmp_path: Path, mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ModelError, match=r"model\.name = .*nowhere: no such directory") as raised:
-        setup_model(config_of(tmp_path / "nowhere"), world)
+        setup_model(config_of(tmp_path / "nowhere"), mesh)
     assert "\n" not in str(raised.value)
 
 
-def test_a_directory_without_weights_points_at_random_init(tiny_model_dir: Path, tmp_path: Path, world: World) -> None:
+def test_a_directory_without_weights_points_at_random_init(tiny_model_dir: Path, tmp_path: Path, mesh: Mesh) -> None:
     (tmp_path / "config.json").write_text((tiny_model_dir / "config.json").read_text())
     with pytest.raises(ModelError, match=r"model\.debug\.random_init"):
-        setup_model(config_of(tmp_path), world)
+        setup_model(config_of(tmp_path), mesh)
 
 
 def test_the_chat_template_can_be_replaced_by_text_or_by_a_file(tiny_model_dir: Path, tmp_path: Path) -> None:
@@ -169,9 +170,9 @@ def test_cuda_without_a_gpu_is_refused() -> None:
         resolve_device("cuda")
 
 
-def test_replicas_must_divide_the_processes(tiny_model_dir: Path, world: World) -> None:
+def test_replicas_must_divide_the_processes(tiny_model_dir: Path, mesh: Mesh) -> None:
     with pytest.raises(DeviceError, match="dp_replicate = 2"):
-        setup_model(config_of(tiny_model_dir, dp_replicate=2), world)
+        setup_mesh(config_of(tiny_model_dir, dp_replicate=2), mesh.process)
 
 
 def test_throughput_counts_the_steps_after_the_first_of_its_window() -> None:
@@ -179,8 +180,8 @@ def test_throughput_counts_the_steps_after_the_first_of_its_window() -> None:
     assert [throughput.step(tokens, now_s) for tokens, now_s in ((100, 1.0), (10, 2.0), (30, 3.0))] == [0, 10, 20]
 
 
-def test_flops_count_matrix_parameters_and_attention(tiny_model_dir: Path, world: World) -> None:
-    model = setup_model(config_of(tiny_model_dir), world)
+def test_flops_count_matrix_parameters_and_attention(tiny_model_dir: Path, mesh: Mesh) -> None:
+    model = setup_model(config_of(tiny_model_dir), mesh)
     layer = 64 * (64 + 32 + 32) + 64 * 64 + 3 * 64 * 128
     head = 64 * 128
     assert flops_per_token(model, row_tokens=10) == 6 * (2 * layer + head) + 12 * 2 * 64 * 10

@@ -23,7 +23,8 @@ from prime_rl.trainer.kernels.attention import FLEX, SDPA, VARLEN, choose_attent
 from prime_rl.trainer.model.build import load_model_config, setup_model
 from prime_rl.trainer.model.scoring import score_tokens
 from prime_rl.trainer.optim.optimizer import clip_gradients, setup_optimizer
-from prime_rl.trainer.process.world import World, destroy_world, setup_world
+from prime_rl.trainer.process.parallel_dims import Mesh, ParallelDims
+from prime_rl.trainer.process.world import destroy_world, setup_world
 
 pytestmark = [
     pytest.mark.gpu,
@@ -33,8 +34,8 @@ LENGTHS = (70, 130, 1, 300)
 
 
 @pytest.fixture
-def gpu() -> Iterator[World]:
-    yield setup_world("cuda", timeout_s=60, environ={})
+def gpu() -> Iterator[Mesh]:
+    yield ParallelDims(dp_replicate=1, dp_shard=1).mesh(setup_world("cuda", timeout_s=60, environ={}))
     destroy_world()
 
 
@@ -79,7 +80,7 @@ def relative(one: Tensor, other: Tensor) -> float:
 
 
 @pytest.mark.parametrize("kernel", [VARLEN, FLEX])
-def test_packed_rows_have_one_gradient_under_every_kernel(wide_model_dir: Path, gpu: World, kernel: str) -> None:
+def test_packed_rows_have_one_gradient_under_every_kernel(wide_model_dir: Path, gpu: Mesh, kernel: str) -> None:
     expected = gradient_of(setup_model(config_of(wide_model_dir, attn=SDPA, compute_dtype="float32"), gpu))
     rounded = gradient_of(setup_model(config_of(wide_model_dir, attn=SDPA), gpu))
     model = setup_model(config_of(wide_model_dir), gpu)
@@ -94,8 +95,8 @@ def test_without_flash_attention_the_varlen_kernel_is_chosen(wide_model_dir: Pat
     assert kernel == (VARLEN if torch.cuda.get_device_capability()[0] >= 8 else FLEX)
 
 
-def peak_bytes_of_backward(config: ModelConfig, world: World) -> tuple[int, Tensor]:
-    model = setup_model(config, world)
+def peak_bytes_of_backward(config: ModelConfig, mesh: Mesh) -> tuple[int, Tensor]:
+    model = setup_model(config, mesh)
     backward(model, (4096,))
     model.zero_grad()
     torch.cuda.synchronize()
@@ -104,7 +105,7 @@ def peak_bytes_of_backward(config: ModelConfig, world: World) -> tuple[int, Tens
     return torch.cuda.max_memory_allocated(), loss
 
 
-def test_offloaded_activations_free_memory_and_change_no_bit(wide_model_dir: Path, gpu: World) -> None:
+def test_offloaded_activations_free_memory_and_change_no_bit(wide_model_dir: Path, gpu: Mesh) -> None:
     recomputed = {"ac": ActivationCheckpointConfig(freq=2)}
     offloading = ActivationOffloadingConfig(max_inflight_activations=1)
     kept, loss = peak_bytes_of_backward(config_of(wide_model_dir, **recomputed), gpu)
@@ -114,7 +115,7 @@ def test_offloaded_activations_free_memory_and_change_no_bit(wide_model_dir: Pat
 
 
 @pytest.mark.parametrize("optim", [AdamWConfig(lr=1e-3), MuonConfig(lr=1e-3)], ids=["adamw", "muon"])
-def test_states_are_on_the_gpu_only_during_the_update(wide_model_dir: Path, gpu: World, optim: OptimizerConfig) -> None:
+def test_states_are_on_the_gpu_only_during_the_update(wide_model_dir: Path, gpu: Mesh, optim: OptimizerConfig) -> None:
     models = [setup_model(config_of(wide_model_dir), gpu) for _ in range(2)]
     plain, offloaded = (
         setup_optimizer(optim, model, states_on_host=is_on_host)
@@ -136,7 +137,7 @@ def weights(model) -> Iterator[Tensor]:
     return (parameter.full_tensor() for parameter in model.parameters())
 
 
-def test_offloaded_parameters_live_on_the_host_and_give_the_same_gradient(wide_model_dir: Path, gpu: World) -> None:
+def test_offloaded_parameters_live_on_the_host_and_give_the_same_gradient(wide_model_dir: Path, gpu: Mesh) -> None:
     expected = gradient_of(setup_model(config_of(wide_model_dir), gpu))
     model = setup_model(config_of(wide_model_dir, fsdp_cpu_offload=True), gpu)
     assert {parameter.device.type for parameter in model.parameters()} == {"cpu"}
@@ -145,7 +146,7 @@ def test_offloaded_parameters_live_on_the_host_and_give_the_same_gradient(wide_m
     setup_optimizer(AdamWConfig(), model).step()
 
 
-def test_compiled_blocks_run_on_packed_rows(wide_model_dir: Path, gpu: World) -> None:
+def test_compiled_blocks_run_on_packed_rows(wide_model_dir: Path, gpu: Mesh) -> None:
     expected = gradient_of(setup_model(config_of(wide_model_dir, attn=SDPA, compute_dtype="float32"), gpu))
     found = gradient_of(setup_model(config_of(wide_model_dir, compile=CompileConfig()), gpu))
     assert relative(found, expected) < 0.05

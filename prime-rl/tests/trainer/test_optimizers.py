@@ -24,7 +24,7 @@ from prime_rl.trainer.optim.muon import orthogonalised, split_for_muon
 from prime_rl.trainer.optim.offload import offload_states
 from prime_rl.trainer.optim.optimizer import clip_gradients, setup_optimizer
 from prime_rl.trainer.optim.scheduler import setup_scheduler
-from prime_rl.trainer.process.world import World
+from prime_rl.trainer.process.parallel_dims import Mesh
 from prime_rl.utils.logger import setup_logger
 
 CPU = torch.device("cpu")
@@ -132,8 +132,8 @@ def test_muon_moves_a_matrix_as_far_as_adamw_would() -> None:
     assert float((net[0].weight.detach() - before).square().mean().sqrt()) == pytest.approx(0.2e-2, rel=0.2)
 
 
-def test_muon_leaves_embeddings_and_vectors_to_adamw(tiny_model_dir: Path, world: World) -> None:
-    model = setup_model(ModelConfig(name=str(tiny_model_dir), attn="sdpa"), world)
+def test_muon_leaves_embeddings_and_vectors_to_adamw(tiny_model_dir: Path, mesh: Mesh) -> None:
+    model = setup_model(ModelConfig(name=str(tiny_model_dir), attn="sdpa"), mesh)
     model.base_model.layers[0].mlp.requires_grad_(False)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     matrices, others = ({names[id(parameter)] for parameter in group} for group in split_for_muon(model))

@@ -13,7 +13,7 @@ from prime_rl.trainer.kernels.linear_cross_entropy import Limits
 from prime_rl.trainer.model.build import setup_model
 from prime_rl.trainer.model.packed_rows import fold
 from prime_rl.trainer.model.scoring import cross_entropy_sum, score_tokens
-from prime_rl.trainer.process.world import World
+from prime_rl.trainer.process.parallel_dims import Mesh
 
 VOCAB = 128
 
@@ -49,9 +49,9 @@ def test_a_row_is_left_alone_where_folding_would_mostly_add_padding() -> None:
 
 @pytest.mark.parametrize("lengths", [(7, 12, 1, 30, 9), (40,), (1, 1, 1), (20, 20, 20)])
 def test_a_packed_row_has_the_losses_of_its_sequences_alone(
-    tiny_model_dir: Path, world: World, lengths: tuple[int, ...]
+    tiny_model_dir: Path, mesh: Mesh, lengths: tuple[int, ...]
 ) -> None:
-    model = setup_model(ModelConfig(name=str(tiny_model_dir), attn="sdpa"), world)
+    model = setup_model(ModelConfig(name=str(tiny_model_dir), attn="sdpa"), mesh)
     generator = torch.Generator().manual_seed(1)
     sequences = [torch.randint(0, VOCAB, (1, length), generator=generator) for length in lengths]
     with torch.no_grad():
@@ -61,8 +61,8 @@ def test_a_packed_row_has_the_losses_of_its_sequences_alone(
     torch.testing.assert_close(packed[is_within], torch.cat(alone), atol=1e-5, rtol=0)
 
 
-def test_a_folded_row_has_the_logits_that_transformers_gives_the_packed_row(tiny_model_dir: Path, world: World) -> None:
-    model = setup_model(ModelConfig(name=str(tiny_model_dir), attn="sdpa"), world)
+def test_a_folded_row_has_the_logits_that_transformers_gives_the_packed_row(tiny_model_dir: Path, mesh: Mesh) -> None:
+    model = setup_model(ModelConfig(name=str(tiny_model_dir), attn="sdpa"), mesh)
     tokens, places = torch.arange(60)[None], positions(25, 10, 25)
     with torch.no_grad():
         expected = model(input_ids=tokens, position_ids=places, use_cache=False).logits[0]

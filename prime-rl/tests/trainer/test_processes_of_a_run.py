@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from prime_rl.trainer.process.parallel_dims import Mesh
 from prime_rl.trainer.process.signals import listen_for_signals
-from prime_rl.trainer.process.world import World
 
 WORKER = Path(__file__).with_name("worker_of_torchrun.py")
 
@@ -36,16 +36,16 @@ def default_sigterm():
     signal.signal(signal.SIGTERM, previous)
 
 
-def test_a_second_sigterm_does_not_kill_a_process_that_is_stopping(world: World, default_sigterm: None) -> None:
-    with listen_for_signals(world) as signals:
+def test_a_second_sigterm_does_not_kill_a_process_that_is_stopping(mesh: Mesh, default_sigterm: None) -> None:
+    with listen_for_signals(mesh.process) as signals:
         signal.raise_signal(signal.SIGTERM)
         signal.raise_signal(signal.SIGTERM)
         assert signals.take().stop
     signal.raise_signal(signal.SIGTERM)
 
 
-def test_sigterm_kills_again_after_a_run_that_was_not_stopped(world: World) -> None:
+def test_sigterm_kills_again_after_a_run_that_was_not_stopped(mesh: Mesh) -> None:
     before = signal.getsignal(signal.SIGTERM)
-    with listen_for_signals(world):
+    with listen_for_signals(mesh.process):
         pass
     assert signal.getsignal(signal.SIGTERM) is before

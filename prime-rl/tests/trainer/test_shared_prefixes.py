@@ -12,7 +12,7 @@ from prime_rl.trainer.kernels.lean_linear import row_count
 from prime_rl.trainer.model.build import setup_model
 from prime_rl.trainer.model.scoring import score_tokens
 from prime_rl.trainer.model.shared_prefixes import SHARED, find_shared_prefixes
-from prime_rl.trainer.process.world import World
+from prime_rl.trainer.process.parallel_dims import Mesh
 
 PROMPT = list(range(20, 32))
 GROUP = [[*PROMPT, 5, 6, 7], [*PROMPT, 5, 9], [*PROMPT], [3, 4, 5, 6], [*PROMPT, 5, 6, 8, 8, 8]]
@@ -51,8 +51,8 @@ def test_the_same_token_after_another_past_is_another_node() -> None:
     assert find_shared_prefixes(*row_of([[1, 2, 3], [2, 2, 3]])) is None
 
 
-def test_a_group_has_the_losses_and_gradients_of_its_sequences_alone(tiny_model_dir: Path, world: World) -> None:
-    model = setup_model(ModelConfig(name=str(tiny_model_dir), attn="sdpa"), world)
+def test_a_group_has_the_losses_and_gradients_of_its_sequences_alone(tiny_model_dir: Path, mesh: Mesh) -> None:
+    model = setup_model(ModelConfig(name=str(tiny_model_dir), attn="sdpa"), mesh)
     assert model.config._attn_implementation == SHARED
     alone = losses_and_gradient(model, [[sequence] for sequence in GROUP])
     together = losses_and_gradient(model, [GROUP])
@@ -60,7 +60,7 @@ def test_a_group_has_the_losses_and_gradients_of_its_sequences_alone(tiny_model_
         torch.testing.assert_close(ours, expected, atol=2e-5, rtol=1e-4)
 
 
-def test_a_sliding_window_stays_one(tmp_path: Path, world: World) -> None:
+def test_a_sliding_window_stays_one(tmp_path: Path, mesh: Mesh) -> None:
     config = MistralConfig(
         vocab_size=128,
         hidden_size=32,
@@ -71,7 +71,7 @@ def test_a_sliding_window_stays_one(tmp_path: Path, world: World) -> None:
         sliding_window=4,
     )
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    model = setup_model(ModelConfig(name=str(tmp_path), attn="sdpa"), world)
+    model = setup_model(ModelConfig(name=str(tmp_path), attn="sdpa"), mesh)
     assert model.config._attn_implementation == SHARED
     with torch.no_grad():
         tokens, places = row_of(GROUP)

@@ -29,7 +29,7 @@ from prime_rl.trainer.model.build import setup_model
 from prime_rl.trainer.observe.perf import flops_per_token, measured_peak_flops
 from prime_rl.trainer.observe.telemetry import open_telemetry
 from prime_rl.trainer.process.errors import TrainerError
-from prime_rl.trainer.process.world import World
+from prime_rl.trainer.process.parallel_dims import Mesh
 from prime_rl.trainer.rl.run import train as train_rl
 from prime_rl.trainer.sft.run import run as run_sft
 from prime_rl.utils.logger import setup_logger
@@ -112,9 +112,12 @@ def test_a_trace_is_one_that_chrome_reads(sft: dict[str, Any], tmp_path: Path) -
     assert all({"ts", "dur", "pid", "tid"} <= event.keys() for event in events if event["ph"] == "X")
 
 
-def test_a_memory_profile_is_one_of_a_gpu(sft: dict[str, Any], world: World, tmp_path: Path) -> None:
+def test_a_memory_profile_is_one_of_a_gpu(sft: dict[str, Any], mesh: Mesh, tmp_path: Path) -> None:
     config = SFTConfig(**{**sft, "device": "auto"}, memory_profiler_path=tmp_path / "memory")
-    with pytest.raises(TrainerError, match="records a GPU's memory"), open_telemetry(config, RunPaths(tmp_path), world):
+    with (
+        pytest.raises(TrainerError, match="records a GPU's memory"),
+        open_telemetry(config, RunPaths(tmp_path), mesh.process),
+    ):
         pass
 
 
@@ -162,7 +165,7 @@ def test_prometheus_reads_the_last_step_and_the_health() -> None:
     server.close()
 
 
-def test_a_taken_port_is_one_line(sft: dict[str, Any], world: World, tmp_path: Path) -> None:
+def test_a_taken_port_is_one_line(sft: dict[str, Any], mesh: Mesh, tmp_path: Path) -> None:
     with reserved_ports(1) as (port,):
         config = MetricsServerConfig(host="127.0.0.1", port=port)
         server = MetricsServer(config)
@@ -187,14 +190,14 @@ def test_a_watchdog_hears_of_steps_and_may_fail(sft: dict[str, Any], watchdog: t
 # --- MFU
 
 
-def test_a_frozen_weight_costs_two_products_and_a_trained_one_three(tiny_model_dir: Path, world: World) -> None:
+def test_a_frozen_weight_costs_two_products_and_a_trained_one_three(tiny_model_dir: Path, mesh: Mesh) -> None:
     model_config = ModelConfig(name=str(tiny_model_dir), attn="sdpa")
     # Two layers: q and o of 64 x 64, k and v of 64 x 32, three of 64 x 128 in the MLP; the head of 64 x 128.
     layers, head, attention = 2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128), 64 * 128, 12 * 2 * 64 * 100
-    assert flops_per_token(setup_model(model_config, world), 100) == 6 * (layers + head) + attention
+    assert flops_per_token(setup_model(model_config, mesh), 100) == 6 * (layers + head) + attention
     lora = model_config.model_copy(update={"lora": LoRAConfig(rank=4, target_modules=["q_proj"], modules_to_save=[])})
     adapters = 2 * 4 * (64 + 64)
-    assert flops_per_token(setup_model(lora, world), 100) == 4 * (layers + head) + 6 * adapters + attention
+    assert flops_per_token(setup_model(lora, mesh), 100) == 4 * (layers + head) + 6 * adapters + attention
 
 
 @pytest.mark.parametrize(("row_tokens", "ratio"), [(8_192, 1.44), (16_384, 1.61), (65_536, 1.86)])

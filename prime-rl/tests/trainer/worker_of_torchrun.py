@@ -8,6 +8,6 @@ import sys
 
 from prime_rl.trainer.process.world import setup_world
 
-world = setup_world("cpu", timeout_s=60)
-os.write(sys.stdout.fileno(), f"joined {world.rank}\n".encode())
+process = setup_world("cpu", timeout_s=60)
+os.write(sys.stdout.fileno(), f"joined {process.rank}\n".encode())
 signal.pause()

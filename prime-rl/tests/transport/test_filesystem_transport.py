@@ -81,7 +81,7 @@ def test_a_new_sender_discards_batches_of_an_earlier_start_and_nothing_else(path
 
 
 def test_row_files_of_the_step_before_are_removed(paths) -> None:
-    sender = setup_micro_batch_sender(CONFIG, paths)
+    sender = setup_micro_batch_sender(CONFIG, paths, {0: 1})
     sender.send(0, {0: [row(1)]})
     sender.send(1, {0: [row(2)]})
     assert not paths.rank_batch(0, 0).exists()

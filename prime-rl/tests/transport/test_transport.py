@@ -61,8 +61,8 @@ class Ends:
     def receiver(self) -> BatchReceiver:
         return self._open(setup_batch_receiver(self.config, self.paths.orchestrator))
 
-    def rows_sender(self) -> MicroBatchSender:
-        return self._open(setup_micro_batch_sender(self.config, self.paths))
+    def rows_sender(self, readers: dict[int, int]) -> MicroBatchSender:
+        return self._open(setup_micro_batch_sender(self.config, self.paths, readers))
 
     def rows_receiver(self, rank: int) -> MicroBatchReceiver:
         return self._open(setup_micro_batch_receiver(self.config, self.paths, rank))
@@ -122,7 +122,7 @@ def test_the_last_batch_arrives_although_its_sender_has_gone(ends) -> None:
 
 
 def test_each_rank_gets_its_own_rows_of_each_step(ends) -> None:
-    sender, receivers = ends.rows_sender(), {rank: ends.rows_receiver(rank) for rank in (1, 10)}
+    sender, receivers = ends.rows_sender({1: 1, 10: 1}), {rank: ends.rows_receiver(rank) for rank in (1, 10)}
     for step in (4, 5):
         sender.send(step, {1: [row(step)], 10: [row(10 * step), row(20 * step)]})
         received = {rank: receiver.receive(step) for rank, receiver in receivers.items()}

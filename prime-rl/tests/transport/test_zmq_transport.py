@@ -72,7 +72,7 @@ def test_a_port_in_use_is_told_with_the_keys_to_change(config, receiver, tmp_pat
 
 
 def test_rows_of_another_step_are_a_fault(config) -> None:
-    sender, receiver = ZMQMicroBatchSender(config), ZMQMicroBatchReceiver(config, 1)
+    sender, receiver = ZMQMicroBatchSender(config, {1: 1}), ZMQMicroBatchReceiver(config, 1)
     sender.send(4, {1: []})
     with pytest.raises(TransportError, match="expected the rows of step 5, but received those of step 4"):
         receiver.receive(5)

@@ -64,9 +64,13 @@ def setup_batch_receiver(config: TransportConfig, run: OrchestratorPaths) -> Bat
     return ZMQBatchReceiver(config, run) if config.type == "zmq" else FileSystemBatchReceiver(run)
 
 
-def setup_micro_batch_sender(config: TransportConfig, run: RunPaths) -> MicroBatchSender:
-    """Create the packer's sender. Raises TransportError if its socket cannot be opened."""
-    return ZMQMicroBatchSender(config) if config.type == "zmq" else FileSystemMicroBatchSender(run)
+def setup_micro_batch_sender(config: TransportConfig, run: RunPaths, readers: Mapping[int, int]) -> MicroBatchSender:
+    """Create the packer's sender. `readers` is the number of processes that read each data rank's rows.
+
+    Raises:
+        TransportError: its socket cannot be opened.
+    """
+    return ZMQMicroBatchSender(config, readers) if config.type == "zmq" else FileSystemMicroBatchSender(run)
 
 
 def setup_micro_batch_receiver(config: TransportConfig, run: RunPaths, data_rank: int) -> MicroBatchReceiver:

@@ -3,14 +3,15 @@
 | socket | who | frames |
 |---|---|---|
 | PULL at `port` | rank 0 of the trainer binds, the orchestrator pushes | run name, TrainingBatch |
-| XPUB at `port + 1` | rank 0 of the trainer binds, the other ranks subscribe | the rank's topic, step, MicroBatch[] |
+| XPUB at `port + 1` | rank 0 of the trainer binds, the others subscribe | the data rank's topic, step, MicroBatch[] |
 
-An XPUB socket receives subscriptions, so rank 0 can wait for all ranks to subscribe before it publishes.
+An XPUB socket receives subscriptions, so rank 0 can wait for all processes to subscribe before it publishes.
 """
 
 from __future__ import annotations
 
 import socket
+from collections import Counter
 from collections.abc import Iterable, Mapping
 
 import msgspec
@@ -97,22 +98,26 @@ class ZMQBatchReceiver:
 
 
 class ZMQMicroBatchSender:
-    """Publishes packed rows from rank 0 to all data-parallel ranks."""
+    """Publishes packed rows from rank 0 to the other processes."""
 
-    def __init__(self, config: ZMQTransportConfig) -> None:
+    def __init__(self, config: ZMQTransportConfig, readers: Mapping[int, int]) -> None:
+        """`readers` is the number of processes that read each data rank's rows."""
+        self.readers = readers
         self._encoder = msgspec.msgpack.Encoder()
-        self._subscribed: set[bytes] = set()
+        self._subscribed: Counter[bytes] = Counter()
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.XPUB)
         # By default, a publisher drops messages for slow subscribers.
         self._socket.xpub_nodrop = True
+        # By default only the first subscription to a topic is reported, and several processes may share a data rank.
+        self._socket.xpub_verbose = True
         _bind(self._socket, config.host, config.port + 1)
 
     def send(self, step: int, rows_of_ranks: Mapping[int, list[MicroBatch]]) -> None:
-        """Publish each rank's rows, after waiting for all of these ranks to subscribe.
+        """Publish each data rank's rows, after waiting for all of its readers to subscribe.
 
         Raises:
-            TransportError: a rank does not subscribe within `PEER_TIMEOUT_S` seconds.
+            TransportError: a reader does not subscribe within `PEER_TIMEOUT_S` seconds.
         """
         self._await_subscriptions(rows_of_ranks)
         for rank, rows in rows_of_ranks.items():
@@ -123,12 +128,12 @@ class ZMQMicroBatchSender:
         self._context.term()
 
     def _await_subscriptions(self, ranks: Iterable[int]) -> None:
-        while missing := [rank for rank in ranks if _topic(rank) not in self._subscribed]:
+        while missing := [rank for rank in ranks if self._subscribed[_topic(rank)] < self.readers[rank]]:
             if not self._socket.poll(PEER_TIMEOUT_S * 1000):
-                raise TransportError(f"trainer ranks {missing} did not subscribe to their rows in {PEER_TIMEOUT_S} s")
+                raise TransportError(f"data ranks {missing} did not subscribe to their rows in {PEER_TIMEOUT_S} s")
             event = self._socket.recv()
             if event.startswith(SUBSCRIBE):
-                self._subscribed.add(event.removeprefix(SUBSCRIBE))
+                self._subscribed[event.removeprefix(SUBSCRIBE)] += 1
 
 
 class ZMQMicroBatchReceiver:
@@ -169,9 +174,9 @@ def _bind(socket_: zmq.Socket[bytes], host: str, port: int) -> None:
         ) from error
 
 
-def _topic(rank: int) -> bytes:
+def _topic(data_rank: int) -> bytes:
     # Subscriptions match prefixes: without the final bar, rank 1 would also receive rank 10's rows.
-    return b"data_rank|%d|" % rank
+    return b"data_rank|%d|" % data_rank
 
 
 def _run_name(run: OrchestratorPaths) -> bytes:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from prime_rl.trainer.process.world import World, destroy_world, setup_world
+from prime_rl.trainer.process.parallel_dims import Mesh, ParallelDims
+from prime_rl.trainer.process.world import destroy_world, setup_world
 
 
 @pytest.fixture
-def world() -> World:
-    """This process as the whole world."""
-    yield setup_world("cpu", timeout_s=60)
+def mesh() -> Mesh:
+    """This process as the whole mesh."""
+    yield ParallelDims(dp_replicate=1, dp_shard=1).mesh(setup_world("cpu", timeout_s=60))
     destroy_world()

@@ -13,47 +13,45 @@ from prime_rl.trainer.rl.broadcast import FileSystemBroadcast
 
 
 @pytest.fixture
-def model(tiny_model_dir, world):
-    return setup_model(ModelConfig(name=str(tiny_model_dir), attn="sdpa"), world)
+def model(tiny_model_dir, mesh):
+    return setup_model(ModelConfig(name=str(tiny_model_dir), attn="sdpa"), mesh)
 
 
-def broadcast_to(out, world, max_async_level: int = 1, keep_interval: int | None = None) -> FileSystemBroadcast:
+def broadcast_to(out, mesh, max_async_level: int = 1, keep_interval: int | None = None) -> FileSystemBroadcast:
     config = FileSystemWeightBroadcastConfig()
-    return FileSystemBroadcast(config, RunPaths(out).orchestrator, world, max_async_level, keep_interval)
+    return FileSystemBroadcast(config, RunPaths(out).orchestrator, mesh.process, max_async_level, keep_interval)
 
 
 @pytest.mark.parametrize(
     ("max_async_level", "keep_interval", "left"),
     [(0, None, [5]), (1, None, [4, 5]), (2, None, [3, 4, 5]), (1, 2, [2, 4, 5])],
 )
-def test_versions_that_nobody_asks_for_any_more_go(
-    tmp_path, model, world, max_async_level, keep_interval, left
-) -> None:
-    broadcast = broadcast_to(tmp_path, world, max_async_level, keep_interval)
+def test_versions_that_nobody_asks_for_any_more_go(tmp_path, model, mesh, max_async_level, keep_interval, left) -> None:
+    broadcast = broadcast_to(tmp_path, mesh, max_async_level, keep_interval)
     for version in range(1, 6):
         broadcast.publish(model, version, torch.float32)
     assert stable_steps(RunPaths(tmp_path).orchestrator.broadcasts) == left
 
 
-def test_weights_are_published_in_the_dtype_and_naming_of_the_hub(tmp_path, tiny_model_dir, model, world) -> None:
-    broadcast_to(tmp_path, world).publish(model, 1, torch.bfloat16)
+def test_weights_are_published_in_the_dtype_and_naming_of_the_hub(tmp_path, tiny_model_dir, model, mesh) -> None:
+    broadcast_to(tmp_path, mesh).publish(model, 1, torch.bfloat16)
     published = load_file(RunPaths(tmp_path).orchestrator.broadcast(1) / "model.safetensors")
     original = load_file(tiny_model_dir / "model.safetensors")
     assert published.keys() == original.keys()
     assert all(torch.equal(published[name], original[name].bfloat16()) for name in original)
 
 
-def test_versions_of_an_earlier_start_are_discarded(tmp_path, model, world) -> None:
-    broadcast = broadcast_to(tmp_path, world, max_async_level=9)
+def test_versions_of_an_earlier_start_are_discarded(tmp_path, model, mesh) -> None:
+    broadcast = broadcast_to(tmp_path, mesh, max_async_level=9)
     for version in (1, 2, 3):
         broadcast.publish(model, version, torch.float32)
     broadcast.start(1)
     assert stable_steps(RunPaths(tmp_path).orchestrator.broadcasts) == [1]
 
 
-def test_a_version_that_cannot_be_written_is_an_error(tmp_path, model, world) -> None:
+def test_a_version_that_cannot_be_written_is_an_error(tmp_path, model, mesh) -> None:
     paths = RunPaths(tmp_path).orchestrator
     paths.root.mkdir()
     paths.broadcasts.write_text("a file where the directory should be")
     with pytest.raises(OSError, match="broadcasts"):
-        broadcast_to(tmp_path, world).publish(model, 1, torch.float32)
+        broadcast_to(tmp_path, mesh).publish(model, 1, torch.float32)

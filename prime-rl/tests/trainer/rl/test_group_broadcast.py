@@ -23,8 +23,8 @@ Made = Callable[..., GroupBroadcast]
 
 
 @pytest.fixture
-def model(tiny_model_dir, world):
-    return setup_model(ModelConfig(name=str(tiny_model_dir), attn="sdpa"), world)
+def model(tiny_model_dir, mesh):
+    return setup_model(ModelConfig(name=str(tiny_model_dir), attn="sdpa"), mesh)
 
 
 @pytest.fixture
@@ -39,12 +39,12 @@ def port() -> Iterator[int]:
 
 
 @pytest.fixture
-def made(run: OrchestratorPaths, world, port: int) -> Made:
+def made(run: OrchestratorPaths, mesh, port: int) -> Made:
     """Makes the trainer's side."""
 
     def make(timeout_s: int = 60, is_stopping: bool = False) -> GroupBroadcast:
         config = NCCLWeightBroadcastConfig(host="127.0.0.1", port=port, timeout=timeout_s)
-        return GroupBroadcast(config, run, world, lambda: is_stopping)
+        return GroupBroadcast(config, run, mesh.process, lambda: is_stopping)
 
     return make
 

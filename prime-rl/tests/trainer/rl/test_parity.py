@@ -22,9 +22,9 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture
-def scorer(tiny_model_dir, world) -> ForwardBackward:
-    model = setup_model(ModelConfig(name=str(tiny_model_dir), attn="sdpa"), world)
-    return ForwardBackward(model, setup_loss(DefaultLossConfig()), 8192, world)
+def scorer(tiny_model_dir, mesh) -> ForwardBackward:
+    model = setup_model(ModelConfig(name=str(tiny_model_dir), attn="sdpa"), mesh)
+    return ForwardBackward(model, setup_loss(DefaultLossConfig()), 8192, mesh)
 
 
 @pytest.fixture
@@ -49,23 +49,23 @@ def row_of(scorer: ForwardBackward, *versions: int | None, temperature: float = 
     return dataclasses.replace(row, inference_logprobs=row.proximal_logprobs)
 
 
-def test_an_engine_of_the_same_policy_passes(scorer, world, engine_log) -> None:
-    ParityGate(ParityConfig(), world).check([row_of(scorer, 0, 0)], scorer, version=0)
+def test_an_engine_of_the_same_policy_passes(scorer, mesh, engine_log) -> None:
+    ParityGate(ParityConfig(), mesh).check([row_of(scorer, 0, 0)], scorer, version=0)
     assert "differ by 0 on average over 40 tokens of version 0" in engine_log.text
 
 
-def test_another_temperature_stops_the_run_and_names_the_causes(scorer, world) -> None:
+def test_another_temperature_stops_the_run_and_names_the_causes(scorer, mesh) -> None:
     row = row_of(scorer, 0, temperature=0.3)
     row = dataclasses.replace(row, temperatures=torch.ones_like(row.temperatures))
     with pytest.raises(ParityMismatch, match=r"version 0: .* over 20 tokens, more than parity.*temperature.*tied head"):
-        ParityGate(ParityConfig(), world).check([row], scorer, version=0)
+        ParityGate(ParityConfig(), mesh).check([row], scorer, version=0)
 
 
-def test_values_that_are_not_numbers_stop_the_run(scorer, world) -> None:
+def test_values_that_are_not_numbers_stop_the_run(scorer, mesh) -> None:
     row = row_of(scorer, 0)
     row = dataclasses.replace(row, inference_logprobs=torch.full_like(row.inference_logprobs, torch.nan))
     with pytest.raises(ParityMismatch, match="differ by nan"):
-        ParityGate(ParityConfig(), world).check([row], scorer, version=0)
+        ParityGate(ParityConfig(), mesh).check([row], scorer, version=0)
 
 
 @pytest.mark.parametrize(
@@ -77,31 +77,31 @@ def test_values_that_are_not_numbers_stop_the_run(scorer, world) -> None:
         (torch.float32, ParityConfig(max_mean_abs_diff=0.06), 0.055, False),
     ],
 )
-def test_bfloat16_may_differ_further_than_float32(scorer, world, dtype, config, difference, is_stopped) -> None:
+def test_bfloat16_may_differ_further_than_float32(scorer, mesh, dtype, config, difference, is_stopped) -> None:
     row = row_of(scorer, 0)
     row = dataclasses.replace(row, inference_logprobs=row.inference_logprobs + difference)
     with pytest.raises(ParityMismatch) if is_stopped else nullcontext():
-        ParityGate(config, world, dtype).check([row], scorer, version=0)
+        ParityGate(config, mesh, dtype).check([row], scorer, version=0)
 
 
 @pytest.mark.parametrize(("on_mismatch", "warnings"), [("warn", 1), ("off", 0)])
-def test_the_run_goes_on_when_it_is_told_to(scorer, world, engine_log, on_mismatch, warnings) -> None:
+def test_the_run_goes_on_when_it_is_told_to(scorer, mesh, engine_log, on_mismatch, warnings) -> None:
     row = row_of(scorer, 0)
     row = dataclasses.replace(row, inference_logprobs=row.inference_logprobs - 1)
-    gate = ParityGate(ParityConfig(on_mismatch=on_mismatch), world)
+    gate = ParityGate(ParityConfig(on_mismatch=on_mismatch), mesh)
     gate.check([row], scorer, version=0)
     gate.check([row], scorer, version=1)
     assert [record.levelname for record in engine_log.records] == ["WARNING"] * warnings
 
 
-def test_after_a_resume_only_tokens_of_the_resumed_version_are_compared(scorer, world, engine_log) -> None:
+def test_after_a_resume_only_tokens_of_the_resumed_version_are_compared(scorer, mesh, engine_log) -> None:
     row = row_of(scorer, 7, 6, None)
     stale = row.versions != 7
     row = dataclasses.replace(row, inference_logprobs=row.inference_logprobs - 2.0 * stale)
-    ParityGate(ParityConfig(), world).check([row], scorer, version=7)
+    ParityGate(ParityConfig(), mesh).check([row], scorer, version=7)
     assert "over 20 tokens of version 7" in engine_log.text
 
 
-def test_a_batch_without_fresh_tokens_says_so(scorer, world, engine_log) -> None:
-    ParityGate(ParityConfig(), world).check([row_of(scorer, 4, None)], scorer, version=5)
+def test_a_batch_without_fresh_tokens_says_so(scorer, mesh, engine_log) -> None:
+    ParityGate(ParityConfig(), mesh).check([row_of(scorer, 4, None)], scorer, version=5)
     assert "nothing can be compared" in engine_log.text

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from prime_rl.configs.trainer import DecoupledLossConfig, DefaultLossConfig, FakeDataLoaderConfig, ModelConfig
 from prime_rl.trainer.model.build import setup_model
+from prime_rl.trainer.process.data_axis import DataAxis
 from prime_rl.trainer.rl.batches import FakeBatches
 from prime_rl.trainer.rl.loss import setup_loss
 from prime_rl.trainer.rl.packing import pack_rows, to_row
@@ -41,8 +42,8 @@ def samples() -> list[TrainingSample]:
 
 
 @pytest.fixture
-def model(tiny_model_dir, world):
-    return setup_model(ModelConfig(name=str(tiny_model_dir), attn="sdpa"), world)
+def model(tiny_model_dir, mesh):
+    return setup_model(ModelConfig(name=str(tiny_model_dir), attn="sdpa"), mesh)
 
 
 def packed_row(samples) -> Row:
@@ -80,43 +81,43 @@ def test_tokens_that_are_not_wanted_get_uniform_values(model, samples) -> None:
     assert torch.all(entropy[~row.loss_mask] == math.log(128))
 
 
-def gradient_of(model, world, rows: list[Row], vocab_chunk: int | None) -> torch.Tensor:
-    step = ForwardBackward(model, setup_loss(DefaultLossConfig()), vocab_chunk, world)
-    step.run(rows, StepSize.of_all_ranks(rows))
+def gradient_of(model, mesh, rows: list[Row], vocab_chunk: int | None) -> torch.Tensor:
+    step = ForwardBackward(model, setup_loss(DefaultLossConfig()), vocab_chunk, mesh)
+    step.run(rows, StepSize.of_all_ranks(rows, mesh.data_axis))
     gradient = torch.cat([parameter.grad.full_tensor().flatten() for parameter in model.parameters()])
     model.zero_grad()
     return gradient
 
 
-def test_the_gradient_does_not_depend_on_how_samples_are_packed(model, world, samples) -> None:
-    together = gradient_of(model, world, [packed_row(samples)], 8192)
-    apart = gradient_of(model, world, [Row.of(to_row(sample, 64), CPU) for sample in samples], 8192)
+def test_the_gradient_does_not_depend_on_how_samples_are_packed(model, mesh, samples) -> None:
+    together = gradient_of(model, mesh, [packed_row(samples)], 8192)
+    apart = gradient_of(model, mesh, [Row.of(to_row(sample, 64), CPU) for sample in samples], 8192)
     assert together.norm() > 0
     assert torch.allclose(together, apart, atol=1e-6)
 
 
-def test_the_plain_and_the_fused_head_give_one_gradient(model, world, samples) -> None:
+def test_the_plain_and_the_fused_head_give_one_gradient(model, mesh, samples) -> None:
     rows = [packed_row(samples)]
-    assert torch.allclose(gradient_of(model, world, rows, None), gradient_of(model, world, rows, 50), atol=1e-6)
+    assert torch.allclose(gradient_of(model, mesh, rows, None), gradient_of(model, mesh, rows, 50), atol=1e-6)
 
 
-def test_a_row_without_trained_tokens_adds_nothing(model, world, samples) -> None:
+def test_a_row_without_trained_tokens_adds_nothing(model, mesh, samples) -> None:
     row = packed_row(samples)
     filler = to_row(samples[0], 64)
     filler.loss_mask = [False] * len(filler.loss_mask)
-    alone = gradient_of(model, world, [row], 8192)
-    assert torch.equal(alone, gradient_of(model, world, [row, Row.of(filler, CPU)], 8192))
+    alone = gradient_of(model, mesh, [row], 8192)
+    assert torch.equal(alone, gradient_of(model, mesh, [row, Row.of(filler, CPU)], 8192))
 
 
-def test_step_size_counts_what_is_trained(world, samples) -> None:
-    size = StepSize.of_all_ranks([packed_row(samples)])
+def test_step_size_counts_what_is_trained(mesh, samples) -> None:
+    size = StepSize.of_all_ranks([packed_row(samples)], mesh.data_axis)
     assert (size.tokens, size.trained_tokens, size.sequences) == (sum(LENGTHS), sum(LENGTHS) - 12, 4)
 
 
-def test_mean_of_the_reported_losses_is_the_loss_of_the_step(model, world, samples) -> None:
+def test_mean_of_the_reported_losses_is_the_loss_of_the_step(model, mesh, samples) -> None:
     rows = [packed_row(samples)]
-    size = StepSize.of_all_ranks(rows)
-    values = ForwardBackward(model, setup_loss(DefaultLossConfig()), 8192, world).run(rows, size).gather()
+    size = StepSize.of_all_ranks(rows, mesh.data_axis)
+    values = ForwardBackward(model, setup_loss(DefaultLossConfig()), 8192, mesh).run(rows, size).gather(mesh.data_axis)
     logprobs, _ = score_row(model, rows[0], rows[0].loss_mask, 8192)
     ratio = (logprobs - rows[0].inference_logprobs).exp()
     summed = -(ratio * rows[0].advantages * logprobs)[rows[0].loss_mask].sum()
@@ -125,8 +126,8 @@ def test_mean_of_the_reported_losses_is_the_loss_of_the_step(model, world, sampl
     assert len(values["mismatch_kl"]) == size.sequences
 
 
-def test_proximal_log_probabilities_are_those_of_the_weights_at_the_time(model, world, samples) -> None:
-    step = ForwardBackward(model, setup_loss(DecoupledLossConfig()), 8192, world)
+def test_proximal_log_probabilities_are_those_of_the_weights_at_the_time(model, mesh, samples) -> None:
+    step = ForwardBackward(model, setup_loss(DecoupledLossConfig()), 8192, mesh)
     (row,) = step.with_proximal([packed_row(samples)])
     now, _ = score_row(model, row, row.loss_mask, 8192)
     assert torch.equal(row.proximal_logprobs, now.detach())
@@ -139,8 +140,8 @@ def test_the_head_follows_its_setting(setting, chunk) -> None:
 
 
 @pytest.mark.parametrize("generate_samples", [False, True])
-def test_fake_rows_fill_the_batch_without_an_orchestrator(world, generate_samples) -> None:
-    batches = FakeBatches(FakeDataLoaderConfig(batch_size=3, generate_samples=generate_samples), 32, world)
+def test_fake_rows_fill_the_batch_without_an_orchestrator(mesh, generate_samples) -> None:
+    batches = FakeBatches(FakeDataLoaderConfig(batch_size=3, generate_samples=generate_samples), 32, DataAxis(0, 1))
     rows = [Row.of(message, CPU) for message in batches.take(0)]
     assert batches.is_ready(0)
     assert len(rows) == 3

@@ -8,12 +8,11 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
-import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from prime_rl.configs.sft import SFTDataConfig
+from prime_rl.trainer.process.data_axis import DataAxis
 from prime_rl.trainer.process.errors import DataError
-from prime_rl.trainer.process.world import World
 from prime_rl.trainer.sft.data.packer import PackedRows, setup_rows
 from prime_rl.trainer.sft.data.sources import load_rows, stream_rows
 
@@ -24,10 +23,10 @@ def tokenizer(tiny_model_dir: Path) -> PreTrainedTokenizerBase:
 
 
 def open_stream(
-    file: Path, tokenizer: PreTrainedTokenizerBase, rank: int = 0, world_size: int = 1, **fields
+    file: Path, tokenizer: PreTrainedTokenizerBase, rank: int = 0, data_size: int = 1, **fields
 ) -> PackedRows:
     config = SFTDataConfig(name=str(file), streaming=True, **fields)
-    return setup_rows(config, tokenizer, 128, World(rank, world_size, rank, torch.device("cpu")))
+    return setup_rows(config, tokenizer, 128, DataAxis(rank, data_size))
 
 
 def write_texts(path: Path, texts: list[str]) -> Path:
@@ -74,7 +73,7 @@ def test_rows_that_a_process_does_not_train_on_are_not_parsed(file: Path, tokeni
     # The very first row is looked at for its columns.
     own = {0, *range(1, 50, 5)}
     file.write_text("".join(f"{line}\n" if index in own else "no JSON\n" for index, line in enumerate(lines)))
-    rows = open_stream(file, tokenizer, rank=1, world_size=5, shuffle=False, shuffle_buffer=10)
+    rows = open_stream(file, tokenizer, rank=1, data_size=5, shuffle=False, shuffle_buffer=10)
     assert texts_of(rows, tokenizer, 10) == [f"{number:02}" for number in range(1, 50, 5)]
 
 
@@ -137,7 +136,7 @@ def test_samples_that_are_too_long_are_cut_or_left_out_and_counted(
 ) -> None:
     file = write_texts(tmp_path / "rows.jsonl", ["a" * 3, "b" * 30, "c" * 5])
     config = SFTDataConfig(name=str(file), shuffle=False, seq_len=8, overlong=overlong)
-    stream = setup_rows(config, tokenizer, 128, World(0, 1, 0, torch.device("cpu"))).stream
+    stream = setup_rows(config, tokenizer, 128, DataAxis(0, 1)).stream
     assert [next(stream).inputs for _ in range(3)] == lengths
     counts = stream.counts
     assert (counts.truncated, counts.overlong) == ((1, 0) if overlong == "truncate" else (0, 1))
@@ -146,7 +145,7 @@ def test_samples_that_are_too_long_are_cut_or_left_out_and_counted(
 def test_a_sample_that_is_too_long_can_stop_the_run(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     file = write_texts(tmp_path / "rows.jsonl", ["a" * 3, "b" * 30])
     config = SFTDataConfig(name=str(file), shuffle=False, seq_len=8, overlong="error")
-    stream = setup_rows(config, tokenizer, 128, World(0, 1, 0, torch.device("cpu"))).stream
+    stream = setup_rows(config, tokenizer, 128, DataAxis(0, 1)).stream
     next(stream)
     with pytest.raises(DataError, match=r"rows\.jsonl:2: 30 tokens, more than data\.seq_len = 8"):
         next(stream)

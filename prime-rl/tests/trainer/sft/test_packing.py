@@ -14,17 +14,14 @@ from transformers import AutoTokenizer
 from prime_rl.configs.sft import FakeDataConfig, SFTDataConfig
 from prime_rl.configs.trainer import ModelConfig
 from prime_rl.trainer.model.build import setup_model
-from prime_rl.trainer.process.world import World
+from prime_rl.trainer.process.data_axis import DataAxis
+from prime_rl.trainer.process.parallel_dims import Mesh
 from prime_rl.trainer.sft.data.best_fit import best_fit_decreasing, fill_of
 from prime_rl.trainer.sft.data.conversation import TokenizedSample
 from prime_rl.trainer.sft.data.packer import PackedRow, PackedRows, Stack, lay_out, setup_rows
 from prime_rl.trainer.sft.step import row_loss_sum
 
 PACKINGS = ("cat", "best_fit", "stack")
-
-
-def world_of(rank: int = 0, world_size: int = 1) -> World:
-    return World(rank, world_size, rank, torch.device("cpu"))
 
 
 def chat_lengths(count: int) -> np.ndarray:
@@ -41,9 +38,9 @@ def open_rows(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) ->
     texts = [(f"{number:03}" * 80)[:length] for number, length in enumerate(lengths)]
     file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
 
-    def open_them(rank: int = 0, world_size: int = 1, **fields) -> PackedRows:
+    def open_them(rank: int = 0, data_size: int = 1, **fields) -> PackedRows:
         config = SFTDataConfig(name=str(file), **{"seq_len": 256, **fields})
-        return setup_rows(config, tokenizer, 128, world_of(rank, world_size))
+        return setup_rows(config, tokenizer, 128, DataAxis(rank, data_size))
 
     return open_them
 
@@ -173,11 +170,11 @@ def test_a_saved_place_continues_exactly(
     packing: str, streaming: bool, rows_before: int, open_rows: Callable[..., PackedRows], tmp_path: Path
 ) -> None:
     fields = {"pack_function": packing, "streaming": streaming, "shuffle_buffer": 64, "micro_batch_size": 2}
-    straight = open_rows(rank=1, world_size=2, **fields)
+    straight = open_rows(rank=1, data_size=2, **fields)
     for _ in range(rows_before):
         next(straight)
     torch.save(straight.state(), tmp_path / "state.pt")
-    resumed = open_rows(rank=1, world_size=2, **fields)
+    resumed = open_rows(rank=1, data_size=2, **fields)
     resumed.load_state([torch.load(tmp_path / "state.pt", weights_only=True)])
     for expected, row in zip(islice(straight, 50), islice(resumed, 50), strict=True):
         assert np.array_equal(expected.input_ids, row.input_ids)
@@ -189,16 +186,16 @@ def test_a_saved_place_continues_exactly(
 
 @pytest.mark.parametrize("packing", PACKINGS)
 def test_packed_samples_have_the_losses_they_have_alone(
-    packing: str, open_rows: Callable[..., PackedRows], tiny_model_dir: Path, world: World
+    packing: str, open_rows: Callable[..., PackedRows], tiny_model_dir: Path, mesh: Mesh
 ) -> None:
-    model = setup_model(ModelConfig(name=str(tiny_model_dir), attn="sdpa"), world)
+    model = setup_model(ModelConfig(name=str(tiny_model_dir), attn="sdpa"), mesh)
     for row in islice(open_rows(pack_function=packing, micro_batch_size=2), 2):
         alone, begin = 0.0, 0
         with torch.no_grad():
-            packed = row_loss_sum(model, row, world.device)
+            packed = row_loss_sum(model, row, mesh.process.device)
             for end in [*np.flatnonzero(row.position_ids == 0)[1:], len(row.input_ids)]:
                 part = _part(row, slice(begin, end))
-                alone += row_loss_sum(model, part, world.device) if part.is_trained.any() else 0.0
+                alone += row_loss_sum(model, part, mesh.process.device) if part.is_trained.any() else 0.0
                 begin = end
         assert (packed / row.is_trained.sum()).item() == pytest.approx((alone / row.is_trained.sum()).item(), abs=1e-5)
 
@@ -211,5 +208,5 @@ def _part(row: PackedRow, cells: slice) -> PackedRow:
 @pytest.mark.parametrize("packing", PACKINGS)
 def test_made_up_samples_can_be_packed(packing: str) -> None:
     config = FakeDataConfig(pack_function=packing, length="variable", seq_len=256, micro_batch_size=2, batch_size=2)
-    rows = setup_rows(config, None, 128, world_of())
+    rows = setup_rows(config, None, 128, DataAxis(0, 1))
     assert all(len(row.input_ids) == 512 and row.is_trained.sum() == row.tokens > 0 for row in islice(rows, 20))

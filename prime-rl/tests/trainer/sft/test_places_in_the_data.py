@@ -18,7 +18,7 @@ from transformers import AutoTokenizer
 
 from prime_rl.configs.sft import FakeDataConfig, SFTConfig, SFTDataConfig
 from prime_rl.run.paths import RunPaths
-from prime_rl.trainer.process.world import World
+from prime_rl.trainer.process.data_axis import DataAxis
 from prime_rl.trainer.sft.data.packer import PackedRow, PackedRows, setup_rows
 from prime_rl.trainer.sft.data.places import Places, redealt
 from prime_rl.utils.pydantic_config import dump_toml
@@ -28,10 +28,6 @@ PACKINGS = ("cat", "best_fit", "stack")
 CHANGES = ([2, 1], [1, 2], [2, 1, 2], [3, 2, 4], [4, 1, 3])
 
 
-def world_of(rank: int, world_size: int) -> World:
-    return World(rank, world_size, rank, torch.device("cpu"))
-
-
 def samples_in(row: PackedRow) -> Iterator[np.ndarray]:
     """The inputs of each sample of a row."""
     tokens = row.input_ids[: row.tokens]
@@ -39,14 +35,14 @@ def samples_in(row: PackedRow) -> Iterator[np.ndarray]:
 
 
 def run_with(
-    counts: Sequence[int], open_rows: Callable[[World], PackedRows], rounds: int, file: Path
+    counts: Sequence[int], open_rows: Callable[[DataAxis], PackedRows], rounds: int, file: Path
 ) -> tuple[list[np.ndarray], list[PackedRows]]:
     """Read some rounds with each number of processes, by way of a checkpoint; the samples, and the last processes."""
     samples: list[np.ndarray] = []
     ranks: list[PackedRows] = []
     for count in counts:
         torch.save([rows.state() for rows in ranks], file)
-        ranks = [open_rows(world_of(rank, count)) for rank in range(count)]
+        ranks = [open_rows(DataAxis(rank, count)) for rank in range(count)]
         places = torch.load(file, weights_only=True)
         for rows in ranks if places else ():
             rows.load_state(places)
@@ -68,7 +64,7 @@ def test_no_entry_is_left_out_or_read_twice(packing: str, counts: list[int], tmp
     """Every token of a made-up sample is the index of its entry."""
     config = FakeDataConfig(pack_function=packing, length="variable", seq_len=256, micro_batch_size=2, batch_size=24)
     samples, ranks = run_with(
-        counts, lambda world: setup_rows(config, None, 10**6, world), rounds=9, file=tmp_path / "places.pt"
+        counts, lambda axis: setup_rows(config, None, 10**6, axis), rounds=9, file=tmp_path / "places.pt"
     )
     used = Counter(int(sample[0]) for sample in [*samples, *held_back(ranks)])
     assert set(used.values()) == {1}
@@ -106,7 +102,7 @@ def test_an_epoch_has_every_text_whole_and_once(
     config = SFTDataConfig(name=str(file), seq_len=256, micro_batch_size=2, batch_size=24, **fields)
     rounds = -(-3 * sum(map(len, texts)) // 512 // sum(counts))
     samples, ranks = run_with(
-        counts, lambda world: setup_rows(config, tokenizer, 128, world), rounds, file=file.with_name("places.pt")
+        counts, lambda axis: setup_rows(config, tokenizer, 128, axis), rounds, file=file.with_name("places.pt")
     )
     used = Counter(sample.tobytes() for sample in [*samples, *(part.astype(np.int64) for part in held_back(ranks))])
     assert len(used) == len(texts)
@@ -131,7 +127,7 @@ def test_samples_that_were_held_back_by_several_are_more_than_a_row(tmp_path: Pa
 
 
 def test_entries_left_over_come_first() -> None:
-    places = Places(world_of(1, 2))
+    places = Places(DataAxis(1, 2))
     places.restore({"position": 9, "left_over": [3, 4]})
     assert [places.take() for _ in range(4)] == [3, 4, 9, 11]
     assert places.state() == {"position": 13, "left_over": []}
@@ -163,7 +159,7 @@ def test_a_run_trains_on_what_it_had_not_trained_on(
     assert set(Counter(trained).values()) == {1}
 
     saved = RunPaths(tmp_path / "out").trainer_checkpoint(6)
-    ranks = [setup_rows(SFTConfig(**config).data, tokenizer, 128, world_of(r, counts[1])) for r in range(counts[1])]
+    ranks = [setup_rows(SFTConfig(**config).data, tokenizer, 128, DataAxis(r, counts[1])) for r in range(counts[1])]
     for rank, rows in enumerate(ranks):
         rows.load_state([torch.load(saved / f"rank_{rank}.pt", weights_only=True)["data"]])
     waiting = [tokenizer.decode(sample) for sample in held_back(ranks)]

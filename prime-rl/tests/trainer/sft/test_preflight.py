@@ -13,8 +13,9 @@ from rich.console import Console
 from transformers import AutoTokenizer
 
 from prime_rl.configs.sft import SFTConfig
+from prime_rl.trainer.process.data_axis import DataAxis
 from prime_rl.trainer.process.errors import DataError
-from prime_rl.trainer.process.world import World
+from prime_rl.trainer.process.world import Process
 from prime_rl.trainer.sft.data.conversation import ConversationTokenizer
 from prime_rl.trainer.sft.data.examination import check_first_rows
 from prime_rl.trainer.sft.data.packer import setup_rows
@@ -154,8 +155,8 @@ def check(rows: list[dict], tmp_path: Path, tiny_model_dir: Path, show: bool = F
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = config_of(file, tiny_model_dir, **data)
     tokenizer = AutoTokenizer.from_pretrained(tiny_model_dir)
-    packed = setup_rows(config.data, tokenizer, 128, World(0, 1, 0, torch.device("cpu")))
-    check_first_rows(packed, tokenizer, show)
+    packed = setup_rows(config.data, tokenizer, 128, DataAxis(0, 1))
+    check_first_rows(packed, tokenizer, Process(0, 1, 0, torch.device("cpu")), show)
     return packed
 
 
@@ -182,7 +183,7 @@ def test_looking_at_the_first_rows_moves_nothing(streaming: bool, tmp_path: Path
     looked_at = check(GOOD, tmp_path, tiny_model_dir, streaming=streaming, shuffle_buffer=7)
     config = config_of(tmp_path / "rows.jsonl", tiny_model_dir, streaming=streaming, shuffle_buffer=7)
     tokenizer = AutoTokenizer.from_pretrained(tiny_model_dir)
-    untouched = setup_rows(config.data, tokenizer, 128, World(0, 1, 0, torch.device("cpu")))
+    untouched = setup_rows(config.data, tokenizer, 128, DataAxis(0, 1))
     assert looked_at.stream.counts.seen == 0
     for _ in range(10):
         assert next(looked_at).input_ids.tolist() == next(untouched).input_ids.tolist()

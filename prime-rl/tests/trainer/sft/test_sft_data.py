@@ -6,12 +6,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from prime_rl.configs.sft import FakeDataConfig, SFTDataConfig
+from prime_rl.trainer.process.data_axis import DataAxis
 from prime_rl.trainer.process.errors import DataError
-from prime_rl.trainer.process.world import World
 from prime_rl.trainer.sft.data.packer import PackedRows, setup_rows
 from prime_rl.utils.logger import setup_logger
 
@@ -19,10 +18,6 @@ from prime_rl.utils.logger import setup_logger
 @pytest.fixture
 def tokenizer(tiny_model_dir: Path) -> PreTrainedTokenizerBase:
     return AutoTokenizer.from_pretrained(tiny_model_dir)
-
-
-def world_of(rank: int = 0, world_size: int = 1) -> World:
-    return World(rank, world_size, rank, torch.device("cpu"))
 
 
 def write_texts(path: Path, texts: list[str]) -> Path:
@@ -41,7 +36,7 @@ def test_samples_lie_one_behind_the_other_and_the_last_is_cut(
 ) -> None:
     file = write_texts(tmp_path / "rows.jsonl", ["ab", "cde", "fghi"])
     config = SFTDataConfig(name=str(file), shuffle=False, seq_len=5, micro_batch_size=2, batch_size=2)
-    row = next(setup_rows(config, tokenizer, 128, world_of()))
+    row = next(setup_rows(config, tokenizer, 128, DataAxis(0, 1)))
     assert tokenizer.decode(row.input_ids) == ">ab>cde>fg"
     assert tokenizer.decode(row.target_ids) == "ab<|im_end|>cde<|im_end|>fgh"
     assert row.position_ids.tolist() == [0, 1, 2, 0, 1, 2, 3, 0, 1, 2]
@@ -54,20 +49,20 @@ def test_processes_take_turns_and_every_epoch_is_shuffled_anew(
 ) -> None:
     texts = [chr(ord("a") + index) * 3 for index in range(10)]
     config = SFTDataConfig(name=str(write_texts(tmp_path / "rows.jsonl", texts)), seed=5)
-    alone = texts_of(setup_rows(config, tokenizer, 128, world_of()), tokenizer, 20)
+    alone = texts_of(setup_rows(config, tokenizer, 128, DataAxis(0, 1)), tokenizer, 20)
     assert sorted(alone[:10]) == sorted(alone[10:]) == texts
     assert alone[:10] != alone[10:]
-    shares = [texts_of(setup_rows(config, tokenizer, 128, world_of(rank, 2)), tokenizer, 10) for rank in range(2)]
+    shares = [texts_of(setup_rows(config, tokenizer, 128, DataAxis(rank, 2)), tokenizer, 10) for rank in range(2)]
     assert [text for pair in zip(*shares, strict=True) for text in pair] == alone
 
 
 def test_a_saved_place_continues_exactly(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     texts = ["x" * length for length in range(1, 12)]
     config = SFTDataConfig(name=str(write_texts(tmp_path / "rows.jsonl", texts)), seq_len=16)
-    straight = setup_rows(config, tokenizer, 128, world_of())
+    straight = setup_rows(config, tokenizer, 128, DataAxis(0, 1))
     next(straight)
     state = straight.state()
-    resumed = setup_rows(config, tokenizer, 128, world_of())
+    resumed = setup_rows(config, tokenizer, 128, DataAxis(0, 1))
     resumed.load_state([state])
     for _ in range(20):
         expected, row = next(straight), next(resumed)
@@ -89,7 +84,7 @@ def test_rows_that_cannot_be_trained_on_are_left_out_and_counted(
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = SFTDataConfig(name=str(file), shuffle=False, seq_len=20)
-    stream = setup_rows(config, tokenizer, 128, world_of())
+    stream = setup_rows(config, tokenizer, 128, DataAxis(0, 1))
     assert texts_of(stream, tokenizer, 3) == ["good"] * 3
     assert capsys.readouterr().out.count("rows.jsonl:1: no trained token within data.seq_len = 20") == 1
     assert stream.stream.counts.untrainable == 3
@@ -97,7 +92,7 @@ def test_rows_that_cannot_be_trained_on_are_left_out_and_counted(
 
 def test_a_dataset_without_any_usable_row_is_refused(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     config = SFTDataConfig(name=str(write_texts(tmp_path / "rows.jsonl", ["abc"])), loss_mask={"assistant": False})
-    rows = setup_rows(config, tokenizer, 128, world_of())
+    rows = setup_rows(config, tokenizer, 128, DataAxis(0, 1))
     # The end token, which a plain text gets, would be trained.
     tokenizer.eos_token = None
     with pytest.raises(DataError, match="no row has a trained token"):
@@ -107,7 +102,7 @@ def test_a_dataset_without_any_usable_row_is_refused(tmp_path: Path, tokenizer: 
 def test_a_bad_row_is_named_by_its_number(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_text('{"prompt": "a", "completion": "b"}\n{"prompt": "a", "completion": 7}\n')
-    rows = setup_rows(SFTDataConfig(name=str(file), shuffle=False), tokenizer, 128, world_of())
+    rows = setup_rows(SFTDataConfig(name=str(file), shuffle=False), tokenizer, 128, DataAxis(0, 1))
     with pytest.raises(DataError, match=r"rows\.jsonl:2: `prompt` and `completion`"):
         next(rows)
 
@@ -117,7 +112,7 @@ def test_made_up_rows_are_full_trained_and_repeatable(
     length: str, input_ids: str, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     config = FakeDataConfig(seq_len=16, micro_batch_size=2, batch_size=2, length=length, input_ids=input_ids)
-    first, second = (next(setup_rows(config, tokenizer, 50, world_of())) for _ in range(2))
+    first, second = (next(setup_rows(config, tokenizer, 50, DataAxis(0, 1))) for _ in range(2))
     assert first.input_ids.shape == (32,)
     assert first.is_trained.all()
     assert first.input_ids.max() < 50

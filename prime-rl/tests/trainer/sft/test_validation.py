@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ from prime_rl.configs.sft import SFTConfig, SFTDataConfig
 from prime_rl.configs.trainer import ModelConfig, TokenizerConfig
 from prime_rl.run.paths import RunPaths, stable_steps
 from prime_rl.trainer.model.build import setup_model, setup_tokenizer
-from prime_rl.trainer.process.world import World
+from prime_rl.trainer.process.data_axis import DataAxis
+from prime_rl.trainer.process.parallel_dims import Mesh
 from prime_rl.trainer.sft.data.conversation import ConversationTokenizer
 from prime_rl.trainer.sft.run import run
 from prime_rl.trainer.sft.validation import Validation
@@ -49,14 +51,14 @@ def run_sft(base: dict[str, Any], output_dir: Path, **changes: Any) -> list[dict
 
 
 def test_the_loss_is_the_mean_over_the_trained_tokens_of_each_row(
-    base: dict[str, Any], tiny_model_dir: Path, world: World
+    base: dict[str, Any], tiny_model_dir: Path, mesh: Mesh
 ) -> None:
     config = SFTDataConfig(**base["val"]["data"], seq_len=100)
     model_config = ModelConfig(name=str(tiny_model_dir), attn="sdpa")
     tokenizer = setup_tokenizer(TokenizerConfig(), model_config)
-    model = setup_model(model_config, world)
+    model = setup_model(model_config, mesh)
     before = torch.get_rng_state()
-    stats = Validation(config, tokenizer, world).run(model)
+    stats = Validation(config, tokenizer, mesh).run(model)
     assert torch.equal(torch.get_rng_state(), before)
     assert model.training
 
@@ -73,10 +75,13 @@ def test_the_loss_is_the_mean_over_the_trained_tokens_of_each_row(
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_processes_share_the_rows_and_compute_as_many(base: dict[str, Any], tiny_model_dir: Path, rank: int) -> None:
+def test_data_ranks_divide_the_rows_and_compute_as_many(
+    base: dict[str, Any], tiny_model_dir: Path, mesh: Mesh, rank: int
+) -> None:
     config = SFTDataConfig(**base["val"]["data"], seq_len=64)
     tokenizer = setup_tokenizer(TokenizerConfig(), ModelConfig(name=str(tiny_model_dir)))
-    alone, half = (Validation(config, tokenizer, World(*of, 0, torch.device("cpu"))) for of in ((0, 1), (rank, 2)))
+    axes = DataAxis(0, 1), DataAxis(rank, 2)
+    alone, half = (Validation(config, tokenizer, replace(mesh, data_axis=axis)) for axis in axes)
     assert len(half._own_rows) == (len(alone._own_rows) + 1) // 2
     shared = [row.input_ids.tolist() for row in alone._own_rows[rank::2]]
     assert [row.input_ids.tolist() for row in half._own_rows][: len(shared)] == shared

@@ -9,13 +9,15 @@ from itertools import islice
 from prime_rl.configs.sft import FakeDataConfig, SFTConfig
 from prime_rl.configs.trainer import CheckpointConfig
 from prime_rl.run.paths import RunPaths
-from prime_rl.trainer.checkpoints.manager import Progress, TrainState
+from prime_rl.trainer.checkpoints.state import TrainedModel, TrainState
 from prime_rl.trainer.model.build import setup_model
 from prime_rl.trainer.observe.telemetry import open_telemetry
 from prime_rl.trainer.optim.optimizer import setup_optimizer
 from prime_rl.trainer.optim.scheduler import setup_scheduler
+from prime_rl.trainer.process.data_axis import DataAxis
 from prime_rl.trainer.process.errors import leaving_at_once
-from prime_rl.trainer.process.world import World, destroy_world, setup_world
+from prime_rl.trainer.process.parallel_dims import Mesh, setup_mesh
+from prime_rl.trainer.process.world import Process, destroy_world, setup_world
 from prime_rl.trainer.sft.data.packer import setup_rows
 from prime_rl.trainer.sft.loop import SFTTrainer
 from prime_rl.trainer.sft.run import setup_parts, train
@@ -25,39 +27,41 @@ from prime_rl.utils.pydantic_config import parse_argv_or_exit
 
 def main() -> None:
     config = parse_argv_or_exit(SFTConfig)
-    world = setup_world("cpu", timeout_s=120)
-    for dp_replicate in range(1, world.world_size + 1):
-        step_on_the_same_rows(config, world, dp_replicate)
-    if world.world_size > 1:
-        resume_half_way(config, world)
+    process = setup_world("cpu", timeout_s=120)
+    for dp_replicate in range(1, process.world_size + 1):
+        step_on_the_same_rows(config, process, dp_replicate)
+    if process.world_size > 1:
+        resume_half_way(config, setup_mesh(config.model, process))
     destroy_world()
 
 
-def step_on_the_same_rows(config: SFTConfig, world: World, dp_replicate: int) -> None:
+def step_on_the_same_rows(config: SFTConfig, process: Process, dp_replicate: int) -> None:
     """One step on eight rows of different trained lengths: the same ones, however many processes share them."""
     data = FakeDataConfig(input_ids="random", seq_len=48, batch_size=8)
-    rows = setup_rows(data, None, 128, World(0, 1, 0, world.device))
+    rows = setup_rows(data, None, 128, DataAxis(0, 1))
     every_row = list(islice(rows, 8))
     for index, row in enumerate(every_row):
         row.is_trained[: 5 * index] = False
-    own_rows = every_row[world.rank * 8 // world.world_size : (world.rank + 1) * 8 // world.world_size]
+    own_rows = every_row[process.rank * 8 // process.world_size : (process.rank + 1) * 8 // process.world_size]
 
-    model = setup_model(config.model.model_copy(update={"dp_replicate": dp_replicate}), world)
+    model_config = config.model.model_copy(update={"dp_replicate": dp_replicate})
+    mesh = setup_mesh(model_config, process)
+    model = setup_model(model_config, mesh)
     optimizer = setup_optimizer(config.optim, model)
-    state = TrainState(model, optimizer, setup_scheduler(config.scheduler, optimizer, 6), Progress())
-    stats = train_step(state, own_rows, max_norm=1.0, world=world)
+    state = TrainState({"policy": TrainedModel(model, optimizer, setup_scheduler(config.scheduler, optimizer, 6))})
+    stats = train_step(state, own_rows, max_norm=1.0, mesh=mesh)
     assert stats.tokens == 8 * 48
-    if world.is_main:
-        name = f"{world.world_size}_processes_{dp_replicate}_replicas.json"
+    if process.is_main:
+        name = f"{process.world_size}_processes_{dp_replicate}_replicas.json"
         (config.output_dir / name).write_text(json.dumps(asdict(stats)))
 
 
-def resume_half_way(config: SFTConfig, world: World) -> None:
+def resume_half_way(config: SFTConfig, mesh: Mesh) -> None:
     def run_in(name: str, ckpt: CheckpointConfig | None) -> None:
         changed = config.model_copy(update={"output_dir": config.output_dir / name, "ckpt": ckpt})
         paths = RunPaths(changed.output_dir)
-        with open_telemetry(changed, paths, world) as telemetry:
-            assert train(SFTTrainer(changed, paths, world, setup_parts(changed, paths, world)), telemetry)
+        with open_telemetry(changed, paths, mesh.process) as telemetry:
+            assert train(SFTTrainer(changed, paths, mesh, setup_parts(changed, paths, mesh)), telemetry)
 
     run_in("straight", None)
     run_in("halves", CheckpointConfig(interval=3, async_save=True))

@@ -1,4 +1,4 @@
-"""The files of a checkpoint that each process writes for itself, and how all of them fail as one."""
+"""Files of a checkpoint that each process writes, and errors of one process that end the write on all."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 
 from prime_rl.trainer.process.errors import CheckpointError
-from prime_rl.trainer.process.world import World
+from prime_rl.trainer.process.world import Process
 
 _NOT_WRITTEN = "could not write a checkpoint; those written before are whole"
 
 
 @contextmanager
-def together(world: World, group: dist.ProcessGroup | None) -> Iterator[None]:
-    """What a full or broken disk does to one process in the block ends it on all; a collective call.
+def together(process: Process, group: dist.ProcessGroup | None) -> Iterator[None]:
+    """Fail on all processes if a full or broken disk stops the block on one of them. Collective.
 
     Raises:
-        CheckpointError: with the reason of the first process that failed.
+        CheckpointError: the reason of the first process that failed.
     """
     fault = None
     try:
@@ -34,8 +34,8 @@ def together(world: World, group: dist.ProcessGroup | None) -> Iterator[None]:
     except CheckpointError as error:
         fault = str(error)
     faults = [fault]
-    if world.world_size > 1:
-        faults = [None] * world.world_size
+    if process.world_size > 1:
+        faults = [None] * process.world_size
         dist.all_gather_object(faults, fault, group=group)
     for reason in filter(None, faults):
         raise CheckpointError(reason)
@@ -46,14 +46,14 @@ def rank_file(directory: Path, rank: int) -> Path:
 
 
 def write_object(value: dict[str, Any], path: Path) -> None:
-    # By way of memory: what `torch.save` raises on a full disk does not say so.
+    # Through memory: the exception of `torch.save` on a full disk does not name the reason.
     content = io.BytesIO()
     torch.save(value, content)
     path.write_bytes(content.getbuffer())
 
 
 def load_object(path: Path) -> dict[str, Any]:
-    """What `write_object` wrote; it runs no code.
+    """Read a file of `write_object`. Runs no code from the file.
 
     Raises:
         CheckpointError: there is no such file.
@@ -64,7 +64,7 @@ def load_object(path: Path) -> dict[str, Any]:
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
-    """The state of every random generator that training may use."""
+    """The states of all random generators that training may use."""
     state = {"python": random.getstate(), "torch": torch.get_rng_state()}
     return state | ({"cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {})
 
@@ -78,7 +78,7 @@ def set_random_state(state: dict[str, Any], device: torch.device) -> None:
 
 @contextmanager
 def _explained() -> Iterator[None]:
-    """Turn what a full or broken disk raises into a line for a person."""
+    """Turn exceptions of a full or broken disk into a one-line error."""
     from torch.distributed.checkpoint.api import CheckpointException
 
     try:
@@ -91,7 +91,7 @@ def _explained() -> Iterator[None]:
 
 
 class BackgroundJobs:
-    """Runs jobs in a thread of their own, one after the other. What comes after a failed one is left out."""
+    """Runs jobs in one thread, in order. After a job has failed, later ones are skipped."""
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoints")
@@ -99,11 +99,11 @@ class BackgroundJobs:
         self._has_failed = False
 
     def submit(self, job: Callable[[], None]) -> None:
-        """Run `job` when those before it are done."""
+        """Run `job` after those before it."""
         self._pending.append(self._thread.submit(self._run, job))
 
     def wait(self) -> None:
-        """Return when all jobs are done, or raise what one of them raised; once."""
+        """Return when all jobs are done. Raises the exception of a failed job, once."""
         pending, self._pending = self._pending, []
         for future in pending:
             future.result()

@@ -1,4 +1,4 @@
-"""Weights that no step changes: checkpoints leave them out, and a resumed run has to have the same ones."""
+"""Frozen weights: checkpoints leave them out, and a resumed run must have the same ones."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ _DIGEST_RANGE = 2**40
 
 
 def without_frozen(model_state: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-    """`model_state` without what comes with the model."""
+    """`model_state` without the frozen weights, which come with the model."""
     weights = model.named_parameters(remove_duplicate=False)
     frozen = {name for name, weight in weights if not weight.requires_grad}
     return {name: value for name, value in model_state.items() if name not in frozen}
 
 
 def identity_of_frozen(model: nn.Module) -> dict[str, Any]:
-    """What tells frozen weights, and how much adapters count beside them, from others; a collective call.
+    """A fingerprint of the frozen weights, and the scale of the adapters beside them. Collective.
 
-    It does not depend on the number of processes, nor on whether the weights are kept in float32 or bfloat16.
+    It depends neither on the number of processes nor on whether the weights are in float32 or bfloat16.
     """
     lora = next((module for module in model.modules() if isinstance(module, LowRank)), None)
     frozen = [weight for weight in model.parameters() if not weight.requires_grad]
@@ -36,18 +36,18 @@ def identity_of_frozen(model: nn.Module) -> dict[str, Any]:
 
 
 def check_frozen(saved: dict[str, Any], model: nn.Module, where: object) -> None:
-    """Compare with what the checkpoint `where` says; a collective call.
+    """Compare the frozen weights of `model` with those of the checkpoint at `where`. Collective.
 
     Raises:
-        CheckpointError: its adapters, or whatever it holds, were trained beside other weights.
+        CheckpointError: the trained weights of the checkpoint belong to other frozen weights.
     """
     own = identity_of_frozen(model)
     if saved["scale"] != own["scale"]:
         raise CheckpointError(f"{where} was saved {_scaled(saved)}, and this config trains {_scaled(own)}")
     if saved["weights"] != own["weights"]:
         raise CheckpointError(
-            f"{where} holds trained weights alone, and the others have changed: "
-            f"model.name = {model.config.name_or_path} is not the model that they were trained beside"
+            f"{where} holds only the trained weights, and the frozen weights have changed: "
+            f"model.name = {model.config.name_or_path} is not the model that it was trained on"
         )
 
 
@@ -57,10 +57,10 @@ def _scaled(identity: dict[str, Any]) -> str:
 
 
 def _sum_of_bits(weight: Tensor) -> int:
-    """Of this process's shard; of HSDP's copies only the first counts."""
+    """Of this process's shard. Of several copies only the first counts."""
     if isinstance(weight, DTensor):
-        mesh = weight.device_mesh
-        if mesh.ndim > 1 and mesh.get_coordinate()[0] > 0:
+        position = weight.device_mesh.get_coordinate() or ()
+        if any(at > 0 and axis.is_replicate() for at, axis in zip(position, weight.placements, strict=True)):
             return 0
         weight = weight.to_local()
     return int(weight.detach().to(torch.bfloat16).view(torch.int16).sum(dtype=torch.int64))

@@ -1,4 +1,4 @@
-"""Which of a run's checkpoints and exports stay on the disk, and which step was the best."""
+"""Decides which checkpoints and exports of a run stay on disk, and records the best step."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Best:
 
     @classmethod
     def read(cls, path: Path) -> Best | None:
-        """What `write` left, if anything."""
+        """The record at `path`, or None if there is none."""
         return cls(**json.loads(path.read_text())) if path.is_file() else None
 
     def write(self, path: Path) -> None:
@@ -32,23 +32,23 @@ class Best:
 
 
 class Retention:
-    """Deletes the `step_<n>` directories that neither `keep_last` nor `keep_interval` keeps.
+    """Deletes `step_<n>` directories that neither `keep_last` nor `keep_interval` keeps.
 
-    Steps of an abandoned continuation, above the one resumed from, are no part of the run and stay as they are.
+    If a run resumes from an earlier step, later ones belong to an abandoned continuation and are left alone.
     """
 
     def __init__(self, config: CheckpointConfig, parent: Path) -> None:
         self.config = config
         self.parent = parent
         self.protected_step: int | None = None
-        """A step that stays whatever the rules say."""
+        """A step that is kept regardless of the rules."""
         resume_step = config.resume_step
         self.steps: set[int] = set()
         if resume_step is not None:
             self.steps = {step for step in stable_steps(parent) if resume_step == -1 or step <= resume_step}
 
     def keep(self, step: int) -> None:
-        """Count `step` in, and delete what is due."""
+        """Add `step`, and delete the steps that the rules no longer keep."""
         self.steps.add(step)
         kept = kept_steps(self.steps, self.config.keep_last, self.config.keep_interval)
         for old in sorted(self.steps - kept - {self.protected_step}):

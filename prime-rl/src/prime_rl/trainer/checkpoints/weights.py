@@ -1,4 +1,4 @@
-"""Weights out of the trainer: gathered from the shards, named as on the hub, written for Transformers and vLLM."""
+"""Exports weights: gathers the shards, renames them as on the hub, and writes files for Transformers and vLLM."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from prime_rl.utils.files import replacing_directory
 
 SaveFormat = Literal["safetensors", "torch"]
 ADAPTER_DIRECTORY = "lora_adapters"
-"""Beside the merged weights of an export, with `ckpt.weights.save_adapter_separately`."""
+"""Directory of the adapter in an export, with `ckpt.weights.save_adapter_separately`."""
 HUB_FILE_SIZE = "5GB"
-"""The hub's own limit of a file of weights."""
+"""The hub's limit for a file of weights."""
 _FILE_PATTERNS = {"safetensors": "model{suffix}.safetensors", "torch": "pytorch_model{suffix}.bin"}
 
 
 @torch.no_grad()
 def gather_weights(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, Tensor]:
-    """A copy of all weights in host memory on rank 0, and nothing elsewhere; a collective call.
+    """A copy of all weights in host memory on rank 0, and an empty dict on the others. Collective.
 
-    Names are those of the hub. Of tied weights only the one that Transformers keeps is returned. Floating-point
-    tensors are cast to `dtype`. Adapters are merged into the weights that they belong to.
+    Names are those of the hub. Of tied weights, only the one that Transformers keeps is returned. Floating-point
+    tensors are cast to `dtype`. Adapters are merged into their weights.
     """
     left_out = own_names(model).union(model.all_tied_weights_keys)
     state: dict[str, Tensor] = {}
@@ -43,7 +43,7 @@ def gather_weights(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, Tens
         full = merged(model, name, whole(tensor))
         if dist.get_rank() == 0:
             target = dtype if full.is_floating_point() else full.dtype
-            # A copy even where nothing changes: training goes on in the tensors of the model.
+            # Always a copy: training continues in the tensors of the model.
             state[name] = full.to("cpu", target, copy=True)
     return dict(revert_weight_conversion(model, state)) if state else {}
 
@@ -55,7 +55,7 @@ def save_weights(
     save_format: SaveFormat = "safetensors",
     largest_file: int | str = HUB_FILE_SIZE,
 ) -> None:
-    """Write weights as Transformers reads them: one file, or with `save_sharded` several and an index."""
+    """Write weights for Transformers: one file, or with `save_sharded` several files and an index."""
     from huggingface_hub import split_torch_state_dict_into_shards
 
     pattern = _FILE_PATTERNS[save_format]
@@ -72,7 +72,7 @@ def save_weights(
 
 
 def save_adapter(adapter: PeftAdapter, directory: Path) -> None:
-    """Write PEFT's two files into `directory`, which is made if need be."""
+    """Write PEFT's two files into `directory`, and create it if necessary."""
     directory.mkdir(exist_ok=True)
     _save_file(adapter.state, directory / "adapter_model.safetensors", "safetensors")
     (directory / "adapter_config.json").write_text(json.dumps(adapter.config, indent=2, sort_keys=True) + "\n")
@@ -80,15 +80,15 @@ def save_adapter(adapter: PeftAdapter, directory: Path) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Export:
-    """What an export needs of the model, in host memory."""
+    """The tensors of an export, in host memory."""
 
     weights: dict[str, Tensor]
     adapter: PeftAdapter | None
 
 
 def gather_export(model: PreTrainedModel, config: WeightCheckpointConfig, dtype: torch.dtype) -> Export:
-    """A copy of what `config` asks for, weights in `dtype`, on rank 0; a collective call."""
-    # Kept to train on from, and small: no rounding.
+    """A copy of the tensors that `config` asks for, weights in `dtype`, on rank 0. Collective."""
+    # In float32, so that training can continue from it. It is small.
     adapter = gather_adapter(model, torch.float32) if config.save_adapter_separately else None
     return Export(gather_weights(model, dtype), adapter)
 
@@ -100,9 +100,9 @@ def export_model(
     config: WeightCheckpointConfig,
     dtype: torch.dtype,
 ) -> None:
-    """Write `target`, a directory that `from_pretrained` loads as it is; a collective call.
+    """Write a directory that `from_pretrained` loads. Collective.
 
-    It holds weights in `dtype`, config, generation config, tokenizer, chat template and `STABLE`; it appears whole.
+    It holds weights in `dtype`, config, generation config, tokenizer, chat template and `STABLE`, and appears whole.
     """
     export = gather_export(model, config, dtype)
     if dist.get_rank() == 0:
@@ -116,7 +116,7 @@ def write_export(
     target: Path,
     config: WeightCheckpointConfig,
 ) -> None:
-    """The part of `export_model` behind the gathering of `export`; of `model` only the configs are read."""
+    """Write a gathered `export` to `target`. Reads only the configs of `model`."""
     dtype = next(tensor.dtype for tensor in export.weights.values() if tensor.is_floating_point())
     with replacing_directory(target) as scratch:
         save_weights(export.weights, scratch, config.save_sharded, config.save_format)
@@ -142,5 +142,5 @@ def _save_file(state: dict[str, Tensor], path: Path, save_format: SaveFormat) ->
     from safetensors.torch import save_file
 
     save_file({name: tensor.contiguous() for name, tensor in state.items()}, path, metadata={"format": "pt"})
-    # safetensors makes files for their owner alone; whoever may enter the directory should be able to load them.
+    # safetensors creates files that only their owner can read. Anyone who can read the directory should load them.
     path.chmod(path.parent.stat().st_mode & 0o666)

@@ -10,7 +10,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.utils import logging as transformers_logging
 
 from prime_rl.checks.model_files import read_template
@@ -26,15 +33,15 @@ from prime_rl.trainer.model.blocks import decoder_blocks, prepare_blocks
 from prime_rl.trainer.model.scoring import enable_scoring
 from prime_rl.trainer.optim.kept_gradients import keep_gradients
 from prime_rl.trainer.process.errors import ModelError
-from prime_rl.trainer.process.parallel_dims import ParallelDims
-from prime_rl.trainer.process.world import World
+from prime_rl.trainer.process.parallel_dims import Mesh
+from prime_rl.trainer.process.world import Process
 from prime_rl.utils.logger import get_logger
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _RANDOM_INIT_SEED = 0
 
 
-def setup_model(config: ModelConfig, world: World) -> nn.Module:
+def setup_model(config: ModelConfig, mesh: Mesh) -> PreTrainedModel:
     """Build, load and shard the model; a collective call.
 
     The optimizer works on weights in `optimization_dtype`; forward and backward run in the compute dtype, gradients
@@ -44,37 +51,37 @@ def setup_model(config: ModelConfig, world: World) -> nn.Module:
 
     Raises:
         ModelError: no model at `config.name`, or one that cannot be trained here.
-        DeviceError: `dp_replicate` does not divide the processes.
     """
+    process = mesh.process
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()
     model_config = load_model_config(config)
-    options = _options(config, model_config, world)
-    home = torch.device("cpu") if config.fsdp_cpu_offload else world.device
-    adapt = partial(adapted, config=config.lora, compute_dtype=compute_dtype(config, world.device))
+    options = _options(config, model_config, process)
+    home = torch.device("cpu") if config.fsdp_cpu_offload else process.device
+    adapt = partial(adapted, config=config.lora, compute_dtype=compute_dtype(config, process.device))
     # One process reads the weights; the others receive their shards from it.
-    full = adapt(_build_full(config, model_config, options)) if world.is_main else None
-    if full is not None and world.world_size == 1:
+    full = adapt(_build_full(config, model_config, options)) if process.is_main else None
+    if full is not None and process.world_size == 1:
         model = full.to(home)
     else:
         with torch.device("meta"):
             model = adapt(AutoModelForCausalLM.from_config(model_config, **options))
-    if config.lora is not None and world.is_main:
+    if config.lora is not None and process.is_main:
         log_adapters(model)
     if config.freeze_moe_router:
         freeze_routers(model)
-    if world.device.type == "cpu" and config.compile is None:
+    if process.device.type == "cpu" and config.compile is None:
         use_lean_norms(model)
         use_lean_mlps(model)
         use_lean_embedding(model)
         use_lean_linears(model)
-    prepare_blocks(model, config, world.device)
-    _shard(model, config, world)
-    if world.world_size > 1:
-        _scatter_weights(full, model, home, world)
+    prepare_blocks(model, config, process.device)
+    _shard(model, config, mesh)
+    if process.world_size > 1:
+        _scatter_weights(full, model, home, process)
     model.train()
-    keep_gradients(model, world)
-    enable_scoring(model, world.device, is_compiled=config.compile is not None)
+    keep_gradients(model, process)
+    enable_scoring(model, process.device, is_compiled=config.compile is not None)
     return model
 
 
@@ -136,11 +143,11 @@ def freeze_routers(model: nn.Module) -> None:
         router.requires_grad_(False)
 
 
-def _options(config: ModelConfig, model_config: PretrainedConfig, world: World) -> dict[str, Any]:
+def _options(config: ModelConfig, model_config: PretrainedConfig, process: Process) -> dict[str, Any]:
     """How Transformers builds the model. The choice of the attention kernel is logged."""
-    compute = compute_dtype(config, world.device)
-    kernel, reason = choose_attention(config.attn, model_config, world.device, compute)
-    if world.is_main:
+    compute = compute_dtype(config, process.device)
+    kernel, reason = choose_attention(config.attn, model_config, process.device, compute)
+    if process.is_main:
         get_logger().info(f"Attention: {kernel}{f' ({reason})' if reason else ''}")
     options = {
         "dtype": _DTYPES[config.optimization_dtype],
@@ -163,21 +170,21 @@ def _build_full(config: ModelConfig, model_config: PretrainedConfig, options: di
         raise ModelError(_missing("model.name", config.name, error) + hint) from error
 
 
-def _shard(model: nn.Module, config: ModelConfig, world: World) -> None:
-    mesh = ParallelDims.of(config, world).mesh(world.device.type)
-    master, compute = _DTYPES[config.optimization_dtype], compute_dtype(config, world.device)
+def _shard(model: nn.Module, config: ModelConfig, mesh: Mesh) -> None:
+    device = mesh.process.device
+    master, compute = _DTYPES[config.optimization_dtype], compute_dtype(config, device)
     reduce = _DTYPES[config.reduce_dtype]
     policy = MixedPrecisionPolicy(
         param_dtype=None if compute == master else compute, reduce_dtype=None if reduce == compute else reduce
     )
-    offload = CPUOffloadPolicy(pin_memory=world.device.type == "cuda") if config.fsdp_cpu_offload else OffloadPolicy()
-    units = {"mesh": mesh, "mp_policy": policy, "offload_policy": offload}
+    offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if config.fsdp_cpu_offload else OffloadPolicy()
+    units = {"mesh": mesh.fsdp, "mp_policy": policy, "offload_policy": offload}
     for block in decoder_blocks(model):
         fully_shard(block, reshard_after_forward=config.reshard_after_forward, **units)
     fully_shard(model, **units)
 
 
-def _scatter_weights(full: nn.Module | None, model: nn.Module, home: torch.device, world: World) -> None:
+def _scatter_weights(full: nn.Module | None, model: nn.Module, home: torch.device, process: Process) -> None:
     """Fill the sharded model of every process from rank 0's `full`; parameters live on `home`."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
@@ -186,7 +193,7 @@ def _scatter_weights(full: nn.Module | None, model: nn.Module, home: torch.devic
     set_model_state_dict(model, full.state_dict() if full is not None else {}, options=options)
     # Buffers such as the rotary frequencies are in no state dict.
     for name, buffer in list(model.named_buffers()):
-        filled = (buffer if full is None else full.get_buffer(name)).to(world.device)
+        filled = (buffer if full is None else full.get_buffer(name)).to(process.device)
         dist.broadcast(filled, src=0)
         owner, _, own_name = name.rpartition(".")
         setattr(model.get_submodule(owner), own_name, filled)

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from prime_rl.trainer.process.world import World
+from prime_rl.trainer.process.world import Process
 from prime_rl.utils.logger import get_logger
 
 _WINDOW_STEPS = 10
@@ -68,15 +68,15 @@ def peak_flops(device: torch.device) -> float | None:
     return next((peak for known, peak in _PEAK_FLOPS if known in name), None)
 
 
-def known_peak_flops(world: World, dtype: torch.dtype) -> float | None:
+def known_peak_flops(process: Process, dtype: torch.dtype) -> float | None:
     """`peak_flops`, or on a CPU what its cores do now in products of `dtype`; the log says so.
 
     Every process measures, at the same time, since they share the cores.
     """
-    if world.device.type != "cpu":
-        return peak_flops(world.device)
+    if process.device.type != "cpu":
+        return peak_flops(process.device)
     peak = measured_peak_flops(dtype)
-    if world.is_main:
+    if process.is_main:
         get_logger().info(
             f"Peak of a process: {peak / 1e9:.0f} GFLOP/s, measured now in {str(dtype).partition('.')[2]} matrix "
             f"products on {torch.get_num_threads()} threads"
@@ -101,18 +101,19 @@ def measured_peak_flops(dtype: torch.dtype) -> float:
 class Performance:
     """Speed, share of the peak, and memory of each step, under the same names for every trainer."""
 
-    def __init__(self, model: nn.Module, row_tokens: int, world: World, peak: float | None) -> None:
+    def __init__(self, model: nn.Module, row_tokens: int, process: Process, peak: float | None) -> None:
         """`row_tokens` is the length of a row, `peak` that of a process in FLOP per second, if it is known."""
-        self.world = world
-        self.total_memory_gib = total_memory_gib(world.device)
+        self.process = process
+        self.total_memory_gib = total_memory_gib(process.device)
         self._throughput = Throughput()
         self._flops_share: float | None = None
         if peak:
             flops = flops_per_token(model, row_tokens)
-            self._flops_share = flops / (peak * world.world_size)
-            if world.is_main:
+            self._flops_share = flops / (peak * process.world_size)
+            if process.is_main:
                 get_logger().info(
-                    f"MFU = {flops:.4g} FLOP per token * tokens/s / ({peak:.4g} FLOP/s * {world.world_size} processes) "
+                    f"MFU = {flops:.4g} FLOP per token * tokens/s / "
+                    f"({peak:.4g} FLOP/s * {process.world_size} processes) "
                     f"with 6 P + 12 L H Q T FLOP per token, Q = {head_dim(model)}, T = {row_tokens}"
                 )
 
@@ -121,8 +122,8 @@ class Performance:
         tokens_per_s = self._throughput.step(tokens)
         metrics = {
             "perf/throughput": tokens_per_s,
-            "perf/throughput_per_gpu": tokens_per_s / self.world.world_size,
-            "perf/peak_memory": peak_memory_gib(self.world.device),
+            "perf/throughput_per_gpu": tokens_per_s / self.process.world_size,
+            "perf/peak_memory": peak_memory_gib(self.process.device),
         }
         if self._flops_share is not None:
             metrics["perf/mfu"] = 100 * tokens_per_s * self._flops_share

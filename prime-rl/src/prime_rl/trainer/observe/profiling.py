@@ -11,7 +11,7 @@ import torch
 
 from prime_rl.configs.trainer import NO_MEMORY_PROFILE
 from prime_rl.trainer.process.errors import DeviceError
-from prime_rl.trainer.process.world import World
+from prime_rl.trainer.process.world import Process
 from prime_rl.utils.logger import get_logger
 
 _MAX_MEMORY_EVENTS = 100_000
@@ -20,16 +20,16 @@ _MAX_MEMORY_EVENTS = 100_000
 class Profile:
     """Records what happens while `recording`, as far as directories to write to are given; on every rank."""
 
-    def __init__(self, trace_path: Path | None, memory_profiler_path: Path | None, world: World) -> None:
+    def __init__(self, trace_path: Path | None, memory_profiler_path: Path | None, process: Process) -> None:
         """
         Raises:
             DeviceError: a memory profile is asked for where there is no GPU.
         """
-        if memory_profiler_path is not None and world.device.type != "cuda":
+        if memory_profiler_path is not None and process.device.type != "cuda":
             raise DeviceError(NO_MEMORY_PROFILE)
         self.trace_path = trace_path
         self.memory_profiler_path = memory_profiler_path
-        self.world = world
+        self.process = process
         self._on_step: list[Callable[[int], None]] = []
 
     def step(self, step: int) -> None:
@@ -50,7 +50,7 @@ class Profile:
     def _trace(self, directory: Path) -> Iterator[None]:
         """`rank_<r>.json.gz` in Chrome's trace format, with a mark for each step; for ui.perfetto.dev."""
         directory.mkdir(parents=True, exist_ok=True)
-        target = directory / f"rank_{self.world.rank}.json.gz"
+        target = directory / f"rank_{self.process.rank}.json.gz"
         with torch.profiler.profile(record_shapes=True) as profiler, ExitStack() as mark:
             numbers = count()
 
@@ -62,7 +62,7 @@ class Profile:
             self._on_step.append(mark_next)
             yield
         profiler.export_chrome_trace(str(target))
-        if self.world.is_main:
+        if self.process.is_main:
             get_logger().info(f"Wrote the trace {target}; open it at ui.perfetto.dev")
 
     @contextmanager
@@ -72,7 +72,7 @@ class Profile:
         torch.cuda.memory._record_memory_history(max_entries=_MAX_MEMORY_EVENTS)
 
         def snapshot(step: int) -> None:
-            torch.cuda.memory._dump_snapshot(str(directory / f"rank_{self.world.rank}_step_{step}.pickle"))
+            torch.cuda.memory._dump_snapshot(str(directory / f"rank_{self.process.rank}_step_{step}.pickle"))
 
         self._on_step.append(snapshot)
         try:

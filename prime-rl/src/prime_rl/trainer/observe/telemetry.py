@@ -18,7 +18,7 @@ from prime_rl.run.paths import RunPaths
 from prime_rl.trainer.observe.perf import total_memory_gib
 from prime_rl.trainer.observe.profiling import Profile
 from prime_rl.trainer.process.errors import TrainerError
-from prime_rl.trainer.process.world import World
+from prime_rl.trainer.process.world import Process
 from prime_rl.utils.files import replacing_file
 
 if TYPE_CHECKING:
@@ -54,15 +54,15 @@ class HeartbeatMonitor:
 
 
 @contextmanager
-def open_telemetry(config: SFTConfig | TrainerConfig, paths: RunPaths, world: World) -> Iterator[Telemetry]:
+def open_telemetry(config: SFTConfig | TrainerConfig, paths: RunPaths, process: Process) -> Iterator[Telemetry]:
     """Everything that `config` asks for, while the block runs; monitors are told how it ended.
 
     Raises:
         TrainerError: something of it cannot be had.
     """
-    profile = Profile(config.trace_path, config.memory_profiler_path, world)
+    profile = Profile(config.trace_path, config.memory_profiler_path, process)
     try:
-        monitor = MultiMonitor(list(_monitors(config, paths, world)))
+        monitor = MultiMonitor(list(_monitors(config, paths, process)))
     except MonitorError as error:
         raise TrainerError(str(error)) from error
     try:
@@ -73,13 +73,13 @@ def open_telemetry(config: SFTConfig | TrainerConfig, paths: RunPaths, world: Wo
     monitor.close()
 
 
-def _monitors(config: SFTConfig | TrainerConfig, paths: RunPaths, world: World) -> Iterator[Monitor]:
+def _monitors(config: SFTConfig | TrainerConfig, paths: RunPaths, process: Process) -> Iterator[Monitor]:
     server = config.metrics_server if isinstance(config, TrainerConfig) else None
-    if server is not None and world.local_rank == 0:
+    if server is not None and process.local_rank == 0:
         from prime_rl.monitors.prometheus import MetricsServer
 
-        yield MetricsServer(server, has_metrics=world.is_main)
-    if not world.is_main:
+        yield MetricsServer(server, has_metrics=process.is_main)
+    if not process.is_main:
         return
     yield JsonlMonitor(paths.metrics, config.component)
     if config.wandb is not None:
@@ -89,7 +89,7 @@ def _monitors(config: SFTConfig | TrainerConfig, paths: RunPaths, world: World) 
     if config.heartbeat is not None:
         yield HeartbeatMonitor(config.heartbeat.url)
     if config.bench is not None:
-        total_gib = total_memory_gib(world.device)
+        total_gib = total_memory_gib(process.device)
         yield BenchTable(BENCH_COLUMNS, partial(_write_bench, config.bench.output_json, total_gib))
 
 

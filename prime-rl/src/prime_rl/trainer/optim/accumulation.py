@@ -1,4 +1,4 @@
-"""Several micro-batches in a step, over weights that are gathered once."""
+"""Gathers sharded weights once for several micro-batches of a step."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from typing import TypeVar
 from torch import nn
 
 from prime_rl.trainer.model.blocks import decoder_blocks
-from prime_rl.trainer.process.world import World
+from prime_rl.trainer.process.world import Process
 
 Row = TypeVar("Row")
 
 
-def accumulated(model: nn.Module, rows: Sequence[Row], world: World) -> Iterator[Row]:
-    """The micro-batches of a step, each of which is to go forward and backward before the next one.
+def accumulated(model: nn.Module, rows: Sequence[Row], process: Process) -> Iterator[Row]:
+    """The micro-batches of a step. Run forward and backward on each before taking the next.
 
-    A lone process on a CPU gathers weights once in the step: there that is a copy from memory to memory. Gathered
-    weights are free again behind the last backward pass. On a GPU the copies are cheap, and what they free is not.
+    A single process on a CPU gathers the weights once per step, since gathering copies them within host memory. They
+    are freed after the last backward pass. On a GPU the copies are cheap and the memory is not, so nothing is kept.
     """
-    if world.world_size > 1 or world.device.type != "cpu":
+    if process.world_size > 1 or process.device.type != "cpu":
         yield from rows
         return
     _keep_weights_after_forward(model, keep=True)
-    # Before the first activation, so that they leave no holes between activations.
+    # Before the first activation, so that freeing them leaves no holes between activations.
     for unit in (model, *decoder_blocks(model)):
         unit.unshard()
     for index, row in enumerate(rows):

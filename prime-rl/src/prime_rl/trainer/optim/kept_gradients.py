@@ -1,7 +1,7 @@
-"""Gradients of a lone process on a CPU: each has one place in memory for the whole run.
+"""Keeps the gradients of a single process on a CPU in the same memory for the whole run.
 
-FSDP would sum a step's micro-batches in tensors of its own, copy those into a buffer to send, that into one received,
-and make all of them anew in the next step: that takes time, and leaves holes in the heap.
+FSDP would sum the micro-batches of a step in its own tensors, copy them to a send buffer and from there to a receive
+buffer, and allocate all of these again in the next step. That takes time and leaves holes in the heap.
 """
 
 from __future__ import annotations
@@ -11,22 +11,22 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from prime_rl.trainer.process.world import World
+from prime_rl.trainer.process.world import Process
 
 
 class KeptGradient:
-    """The gradient of a sharded parameter, in float32; `grad` of it from the first addition after `zero_grad` on."""
+    """The gradient of a sharded parameter, in float32. The first addition after `zero_grad` makes it `grad`."""
 
     def __init__(self, sharded: nn.Parameter) -> None:
         self._sharded = sharded
-        # No page of it is touched before the first gradient.
+        # Its pages are allocated by the first gradient.
         self._kept = torch.empty_like(sharded, requires_grad=False)
         self._place = self._kept.to_local() if isinstance(self._kept, DTensor) else self._kept
 
     def take(self, gathered: Tensor) -> None:
-        """Add what autograd has left in `grad` of the gathered parameter, and leave nothing there for FSDP to share."""
+        """Add the `grad` that autograd left on the gathered parameter, and clear it so that FSDP does not reduce it."""
         if gathered.grad is None:
-            # All of it was added without autograd.
+            # The whole gradient was added without autograd.
             return
         if self._sharded.grad is None:
             self._place.copy_(gathered.grad)
@@ -36,22 +36,22 @@ class KeptGradient:
         gathered.grad = None
 
     def place(self) -> Tensor:
-        """Where to add to, in float32."""
+        """The tensor to add a gradient to, in float32."""
         if self._sharded.grad is None:
             self._place.zero_()
             self._sharded.grad = self._kept
         return self._place
 
 
-def keep_gradients(model: nn.Module, world: World) -> None:
-    """Let backward passes of the sharded `model` add to gradients that stay where they are.
+def keep_gradients(model: nn.Module, process: Process) -> None:
+    """Make backward passes of the sharded `model` add to gradients that stay in place.
 
-    They are those of the sharded parameters, as FSDP would leave them, also after `zero_grad(set_to_none=True)`. Only
-    for a lone process on a CPU, and for float32 master weights: others' sums need another dtype than the gradients.
+    The sharded parameters get the same `grad` as from FSDP, also after `zero_grad(set_to_none=True)`. Does nothing with
+    several processes, on a GPU, or for master weights in another dtype than float32, whose sums need another dtype.
 
-    Leaves the weights gathered: `enable_scoring`, which comes next, needs them so and then shards them.
+    Leaves the weights gathered: `enable_scoring`, which runs next, needs them gathered and then shards them.
     """
-    if world.world_size > 1 or world.device.type != "cpu":
+    if process.world_size > 1 or process.device.type != "cpu":
         return
     sharded = dict(model.named_parameters())
     for unit in model.modules():
@@ -64,5 +64,5 @@ def keep_gradients(model: nn.Module, world: World) -> None:
 
 
 def kept_gradient_of(gathered: Tensor) -> KeptGradient | None:
-    """Where the gradient of this parameter may be added without autograd, if it is to be trained and kept at all."""
+    """The kept gradient of a gathered parameter, to add to without autograd; None if it is frozen or not kept."""
     return getattr(gathered, "kept_gradient", None) if gathered.requires_grad else None

@@ -1,4 +1,4 @@
-"""Muon: momentum whose matrices are made orthogonal before they are applied; AdamW for everything else."""
+"""The Muon optimizer: orthogonalized momentum for matrices, AdamW for all other parameters."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.optim import AdamW, Optimizer
 from prime_rl.configs.trainer import MuonConfig
 
 _QUINTIC = (3.4445, -4.7750, 2.0315)
-"""Coefficients with a steep slope at zero: five iterations bring singular values into about 0.7 to 1.2."""
+"""Coefficients with a steep slope at zero. Five iterations bring singular values to between about 0.7 and 1.2."""
 _ITERATIONS = 5
 _SMALLEST_NORM = 1e-7
 _RMS_OF_ADAMW = 0.2
@@ -22,12 +22,12 @@ _VOCABULARY = ("embed_tokens", "lm_head")
 
 
 class Muon(Optimizer):
-    """Muon (Jordan et al., 2024) with Nesterov momentum, for one group of parameters; the fused AdamW for the other.
+    """Muon (Jordan et al., 2024) with Nesterov momentum for one parameter group, and fused AdamW for the other.
 
-    A matrix moves by `0.2 lr sqrt(max(rows, columns))` times the orthogonalised momentum, which is about as far as
-    AdamW moves it with the same rate (Liu et al., 2025, "Muon is scalable for LLM training"), so both groups share
-    one `lr`. Tensors of more than two dimensions are stacks of matrices, such as experts. `step` is a collective call:
-    a sharded matrix is gathered, made orthogonal by every process, and each takes its own part.
+    A matrix moves by `0.2 lr sqrt(max(rows, columns))` times the orthogonalized momentum. AdamW moves it about as far
+    with the same rate (Liu et al., 2025, "Muon is scalable for LLM training"), so both groups share one `lr`. Tensors
+    of more than two dimensions, such as experts, are stacks of matrices. `step` is collective: each process gathers a
+    sharded matrix, orthogonalizes it, and keeps its own shard.
     """
 
     def __init__(self, config: MuonConfig, matrices: Iterable[nn.Parameter], others: Iterable[nn.Parameter]) -> None:
@@ -65,7 +65,7 @@ class Muon(Optimizer):
 
 
 def split_for_muon(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """The trainable parameters that Muon takes, matrices other than embeddings and head, and the others."""
+    """The trainable parameters for Muon (matrices except embeddings and head), and the other trainable ones."""
     matrices: list[nn.Parameter] = []
     others: list[nn.Parameter] = []
     for name, parameter in model.named_parameters():
@@ -77,7 +77,7 @@ def split_for_muon(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parame
 
 
 def orthogonalised(matrices: Tensor) -> Tensor:
-    """Singular values brought near 1 by a quintic Newton-Schulz iteration in bfloat16; [..., rows, columns]."""
+    """Bring singular values near 1 by a quintic Newton-Schulz iteration in bfloat16; [..., rows, columns]."""
     first, second, third = _QUINTIC
     x = matrices.to(torch.bfloat16, copy=True).reshape(-1, *matrices.shape[-2:])
     is_tall = x.shape[-2] > x.shape[-1]
@@ -95,5 +95,5 @@ def _orthogonal_of_all(update: Tensor) -> Tensor:
     half = update.to(torch.bfloat16)
     assert isinstance(half, DTensor)
     whole = orthogonalised(half.full_tensor())
-    # Every process has the whole, so that none needs to send anything.
+    # Every process has the whole matrix, so nothing is sent.
     return distribute_tensor(whole, update.device_mesh, update.placements, src_data_rank=None).to(update.dtype)

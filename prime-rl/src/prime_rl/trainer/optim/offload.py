@@ -1,4 +1,4 @@
-"""Optimizer states in host memory; on the device only while their parameters are updated."""
+"""Keeps optimizer states in host memory, and on the device only while their parameters are updated."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 SLICE_BYTES = 2**30
-"""Parameters of this size (at least one) are updated at a time. With AdamW their states take twice that."""
+"""Size of the parameters that are updated at a time, at least one of them. AdamW's states take twice that."""
 
 
 def offload_states(optimizer: Optimizer, device: torch.device, slice_bytes: int = SLICE_BYTES) -> None:
-    """Let `optimizer` keep its states in host memory, pinned where `device` is a GPU.
+    """Make `optimizer` keep its states in host memory, pinned if `device` is a GPU.
 
-    `step` updates a slice of the parameters at a time, with the same result: no optimizer here looks at more than one
-    parameter to update another.
+    `step` updates a slice of the parameters at a time. The result is the same, since our optimizers update each
+    parameter independently.
     """
     whole_step = optimizer.step
     host = _HostCopies(optimizer, device)
@@ -35,14 +35,14 @@ def offload_states(optimizer: Optimizer, device: torch.device, slice_bytes: int 
                     optimizer.param_groups = groups
                 host.take(parameters)
 
-    # Bound, as schedules expect it; they put their own in its place too.
+    # A bound method: learning-rate schedulers expect one, and replace it in turn.
     optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
-    # A loaded state is on the device of its parameter.
+    # `load_state_dict` puts a state on the device of its parameter.
     optimizer.register_load_state_dict_post_hook(lambda loaded: host.take(list(loaded.state)))
 
 
 class _HostCopies:
-    """Moves states between the device and host memory, which is got once and kept."""
+    """Moves states between the device and host memory that is allocated once."""
 
     def __init__(self, optimizer: Optimizer, device: torch.device) -> None:
         self.optimizer = optimizer
@@ -50,12 +50,12 @@ class _HostCopies:
         self._copies: dict[tuple[Tensor, str], Tensor] = {}
 
     def bring(self, parameters: Sequence[Tensor]) -> None:
-        """Put a copy of the states on the device into their place."""
+        """Replace the states of `parameters` by copies on the device."""
         for parameter, name, state in self._states(parameters):
             self.optimizer.state[parameter][name] = _copy_on(self.device, state)
 
     def take(self, parameters: Sequence[Tensor]) -> None:
-        """Put the states into host memory, and free them on the device."""
+        """Move the states of `parameters` to host memory, and free them on the device."""
         for parameter, name, state in self._states(parameters):
             copy = self._copies.get((parameter, name))
             if copy is None or copy.dtype != state.dtype:
@@ -66,7 +66,7 @@ class _HostCopies:
             torch.cuda.synchronize(self.device)
 
     def _states(self, parameters: Sequence[Tensor]) -> Iterator[tuple[Tensor, str, Tensor]]:
-        """Counters, which have no dimension, stay where the optimizer wants them."""
+        """The states except scalar counters, which stay where the optimizer put them."""
         for parameter in parameters:
             for name, state in list(self.optimizer.state.get(parameter, {}).items()):
                 if isinstance(state, Tensor) and state.ndim > 0:
@@ -83,7 +83,7 @@ class _HostCopies:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This process's part of a sharded tensor; any other tensor itself."""
+    """This process's shard of a sharded tensor, or the tensor itself if it is not sharded."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 

@@ -1,4 +1,4 @@
-"""The optimizer, and the gradient clipping before it."""
+"""Sets up the optimizer, and clips gradients."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from prime_rl.utils.logger import get_logger
 
 
 def setup_optimizer(config: OptimizerConfig, model: nn.Module, states_on_host: bool = False) -> Optimizer:
-    """The optimizer of all trainable parameters, weight decay on every one of them.
+    """The optimizer of all trainable parameters. Weight decay applies to each of them.
 
-    With `states_on_host` its states stay in host memory, and are on the GPU only for the update of their parameters.
+    With `states_on_host` its states are in host memory, and on the GPU only while their parameters are updated.
     """
     optimizer = _optimizer(config, model)
     device = next(model.parameters()).device
@@ -28,13 +28,13 @@ def setup_optimizer(config: OptimizerConfig, model: nn.Module, states_on_host: b
     if device.type == "cpu":
         if isinstance(optimizer, AdamW):
             _make_states(optimizer)
-        # What is made from here on belongs to a step.
+        # From here on, tensors live for a step at most.
         keep_freed_memory()
     return optimizer
 
 
 def clip_gradients(model: nn.Module, max_norm: float) -> float:
-    """Scale all gradients so that their norm is at most `max_norm`; returns the norm before; a collective call."""
+    """Scale the gradients so that their norm is at most `max_norm`; returns the norm before. Collective."""
     norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm, foreach=True)
     return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
@@ -43,7 +43,7 @@ def _optimizer(config: OptimizerConfig, model: nn.Module) -> Optimizer:
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     match config:
         case AdamWConfig():
-            # The fused kernel updates all parameters in one pass; on a CPU it is five times faster than the loop.
+            # The fused kernel updates all parameters in one pass. On a CPU it is five times as fast as the loop.
             return AdamW(
                 parameters,
                 lr=config.lr,
@@ -64,7 +64,7 @@ def _optimizer(config: OptimizerConfig, model: nn.Module) -> Optimizer:
 
 
 def _make_states(optimizer: AdamW) -> None:
-    """The states as AdamW itself would make them in its first update, after the tensors of a pass."""
+    """Create AdamW's states now, instead of in the first update, when activations are already on the heap."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             moments = {name: untouched_zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}

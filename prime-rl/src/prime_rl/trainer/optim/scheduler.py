@@ -13,14 +13,14 @@ from prime_rl.configs.trainer import CosineSchedulerConfig, LinearSchedulerConfi
 from prime_rl.trainer.process.errors import ScheduleError
 
 _SMALLEST_FACTOR = 1e-8
-"""Factor of a warm-up's first update when `min_lr` is 0; an update with a rate of 0 would be wasted."""
+"""First factor of a warm-up if `min_lr` is 0, since an update with a rate of 0 would be wasted."""
 
 
 def setup_scheduler(config: SchedulerConfig, optimizer: Optimizer, max_steps: int | None) -> LambdaLR:
-    """A schedule over `max_steps` updates of `optimizer`; step it once after each update.
+    """A schedule over `max_steps` updates of `optimizer`. Step it once after each update.
 
     Raises:
-        ScheduleError: warm-up and decay do not fit into `max_steps`, or the schedule needs one.
+        ScheduleError: warm-up and decay do not fit into `max_steps`, or the schedule needs `max_steps`.
     """
     lr = optimizer.defaults["lr"]
     for fault in schedule_faults(config, max_steps):
@@ -36,10 +36,10 @@ def setup_scheduler(config: SchedulerConfig, optimizer: Optimizer, max_steps: in
 
 
 def linear_factor(config: LinearSchedulerConfig, floor: float, max_steps: int | None, update: int) -> float:
-    """Share of `lr` at the 0-based `update`: up from `floor`, level, down to `floor` at the last update.
+    """Factor of `lr` at the 0-based `update`: rises from `floor` to 1, stays, and falls to `floor` at the last update.
 
     With W warm-up steps, D decay steps and M steps in all: `floor + (1 - floor) n / W` below W; 1 until M - D; then
-    `1 - (1 - floor) (n - (M - D)) / (D - 1)`. D = 1 is the last update alone, at `floor`.
+    `1 - (1 - floor) (n - (M - D)) / (D - 1)`. With D = 1 only the last update is at `floor`.
     """
     if update < config.warmup_steps:
         return floor + (1 - floor) * update / config.warmup_steps
@@ -51,7 +51,7 @@ def linear_factor(config: LinearSchedulerConfig, floor: float, max_steps: int | 
 
 
 def cosine_factor(config: CosineSchedulerConfig, floor: float, max_steps: int, update: int) -> float:
-    """Share of `lr` at the 0-based `update`: the linear warm-up, then `floor + (1 - floor) / 2 (1 + cos(pi x))`.
+    """Factor of `lr` at the 0-based `update`: a linear warm-up, then `floor + (1 - floor) / 2 (1 + cos(pi x))`.
 
     x runs from 0 at the end of the warm-up to 1 at `max_steps`, one past the last update.
     """

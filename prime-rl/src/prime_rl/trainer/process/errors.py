@@ -1,15 +1,15 @@
-"""What can go wrong in a trainer that a person can mend.
+"""Errors of the trainer that a user can fix.
 
-TrainerError             one line on the log, exit code 1, no traceback
+TrainerError             logged as one line, exit code 1, no traceback
 ├── DeviceError          the machine lacks what `device` asks for
-├── ModelError           model or tokenizer missing, unreadable, or of an unknown shape
-├── DataError            dataset missing, unreadable, or without what training needs
+├── ModelError           model or tokenizer missing, unreadable, or not supported
+├── DataError            dataset missing, unreadable, or without the fields that training needs
 ├── ScheduleError        learning-rate schedule that does not fit `max_steps`
-├── BroadcastError       new weights do not reach the inference servers
-├── CheckpointError      nothing, or something else, at the step to resume from
-└── DivergedError        the loss is no longer a finite number
+├── BroadcastError       new weights did not reach the inference servers
+├── CheckpointError      no checkpoint at the step to resume from, or one of another run
+└── DivergedError        the loss or the gradient is not finite
 
-Everything else is a defect of ours: it is logged with its traceback.
+Any other exception is a bug and is logged with its traceback.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from prime_rl.utils.logger import get_logger
 
 
 class TrainerError(Exception):
-    """A fault that the message alone explains: what, where, and what to do."""
+    """An error whose message is enough: what is wrong, where, and what to do."""
 
 
 class DeviceError(TrainerError):
@@ -58,13 +58,13 @@ class DivergedError(TrainerError):
 
 @contextmanager
 def exit_on_error() -> Iterator[None]:
-    """Turn what the block raises into a log entry and exit code 1."""
+    """Log an exception of the block and exit with code 1."""
     try:
         yield
     except TrainerError as error:
         get_logger().error(str(error))
         raise SystemExit(1) from None
-    except Exception as error:  # noqa: BLE001 - the last handler: what got here belongs in the log file as well
+    except Exception as error:  # noqa: BLE001 - the last handler: the log file should have the traceback too
         if _is_full_disk(error):
             get_logger().error(f"the disk is full: {error}")
         elif _is_lost_peer(error):
@@ -75,7 +75,7 @@ def exit_on_error() -> Iterator[None]:
 
 
 def _is_full_disk(error: Exception) -> bool:
-    # Writers in other languages have exceptions of their own, with the system's words in them.
+    # Libraries written in Rust or C++ raise their own exceptions, with the system's message in the text.
     return getattr(error, "errno", None) in (ENOSPC, EDQUOT) or os.strerror(ENOSPC) in str(error)
 
 
@@ -87,13 +87,13 @@ def _is_lost_peer(error: Exception) -> bool:
 
 @contextmanager
 def leaving_at_once() -> Iterator[None]:
-    """End this process with the block: exit handlers run and output is flushed, but no interpreter is torn down.
+    """End the process when the block ends: run exit handlers and flush output, but skip the interpreter's teardown.
 
-    gloo's threads may still hold a tensor of the last collective. One that lets go of it while Python is being torn
-    down cannot get the interpreter's lock any more, and C++ aborts: a run that had saved everything would exit with
-    134, now and then, on a busy machine. multiprocessing ends its children the same way.
+    A gloo thread may still hold a tensor of the last collective. If it releases the tensor during teardown, it cannot
+    take the interpreter's lock, and C++ aborts: on a busy machine a run that had saved everything sometimes exited with
+    134. multiprocessing ends its child processes the same way.
 
-    An exception that is no `SystemExit` passes: Python prints its traceback.
+    Exceptions other than `SystemExit` pass through, and Python prints their traceback.
     """
     exit_code = 0
     try:
@@ -104,7 +104,7 @@ def leaving_at_once() -> Iterator[None]:
         exit_code = error.code or 0
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
-        # The log is on a full disk, or nobody reads it: no reason for another exit code.
+        # A full disk or a closed pipe must not change the exit code.
         with suppress(OSError):
             stream.flush()
     os._exit(exit_code)

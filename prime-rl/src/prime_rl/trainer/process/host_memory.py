@@ -1,9 +1,9 @@
-"""How glibc's allocator deals with the tensors of a CPU trainer. Other libraries are left as they are.
+"""Tunes glibc's allocator for the tensors of a CPU trainer. Does nothing with another C library.
 
-By default it gives large blocks back to the system at once, which hands them out again page by page, each one zeroed:
-half of the time of operations that make such tensors. Without that, what lives long lies between what does not, and
-holes make up a third of the memory. So tensors that are to stay have mappings of their own, and those of the passes
-have the heap for themselves.
+By default glibc returns large blocks to the system at once, and the system zeroes each page before it hands it out
+again. That takes half of the time of operations that create such tensors. Keeping the blocks instead mixes long-lived
+and short-lived tensors on the heap, and holes make up a third of its memory. So long-lived tensors get their own
+mappings, and tensors of the forward and backward passes get the heap to themselves.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from torch.distributed.tensor import DTensor
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -3, -4
 _INT_MAX = 2**31 - 1
 _MOST_MAPPINGS = 65536
-"""glibc's own default."""
+"""glibc's default."""
 _OWN_MAPPING_BYTES = 128 * 2**10
-"""From this size on; glibc's own default, which it would raise with use unless it is set."""
+"""Blocks of at least this size get a mapping. It is glibc's default; unless set, glibc raises it over time."""
 
 
 def map_large_tensors() -> None:
-    """Give each large tensor that is made from now on a mapping of its own, which goes back to the system with it."""
+    """From now on, give each large tensor its own mapping, which returns to the system when the tensor is freed."""
     if (libc := _glibc()) is not None:
         libc.mallopt(_M_MMAP_THRESHOLD, _OWN_MAPPING_BYTES)
         libc.mallopt(_M_MMAP_MAX, _MOST_MAPPINGS)
 
 
 def keep_freed_memory() -> None:
-    """Take large tensors from the heap from now on, and let it keep what is freed for the next tensor."""
+    """From now on, allocate large tensors on the heap, and keep freed blocks for the next tensor."""
     if (libc := _glibc()) is not None:
         libc.malloc_trim(0)
         libc.mallopt(_M_MMAP_MAX, 0)
@@ -40,9 +40,9 @@ def keep_freed_memory() -> None:
 
 
 def untouched_zeros_like(tensor: Tensor) -> Tensor:
-    """Zeros that take memory and time only when they are first written to."""
+    """Zeros like `tensor` whose pages are allocated when they are first written."""
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    # PyTorch writes zeros; NumPy lets the system do so, page by page.
+    # PyTorch writes the zeros. NumPy leaves that to the system, page by page.
     zeros = torch.from_numpy(np.zeros(local.nbytes, np.uint8)).view(local.dtype).view(local.shape)
     if not isinstance(tensor, DTensor):
         return zeros

@@ -1,4 +1,4 @@
-"""What a running trainer can be told from outside: SIGTERM (save and stop) and SIGUSR1 (checkpoint now)."""
+"""Signals to a running trainer: SIGTERM saves and stops, SIGUSR1 saves a checkpoint now."""
 
 from __future__ import annotations
 
@@ -10,43 +10,43 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from prime_rl.trainer.process.world import World
+from prime_rl.trainer.process.world import Process
 
 EXIT_STOPPED = 143
-"""Exit code of a run that SIGTERM ended, as the shell would report the signal."""
+"""Exit code of a run that SIGTERM ended, as a shell reports it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Requests:
-    """What has been asked for since the last look."""
+    """Signals received since the last call of `take`."""
 
     stop: bool
     """Save a checkpoint and leave the loop."""
     save: bool
-    """Save a checkpoint and go on."""
+    """Save a checkpoint and continue."""
 
 
 class SignalBox:
-    """Collects signals until the loop asks for them between two steps."""
+    """Collects signals until the training loop takes them between two steps."""
 
-    def __init__(self, world: World) -> None:
-        self.world = world
+    def __init__(self, process: Process) -> None:
+        self.process = process
         self._stop = False
         self._save = False
 
     @property
     def stop_asked(self) -> bool:
-        """Whether this process was told to stop, which the others may not know yet."""
+        """Whether this process received SIGTERM. Other processes may not know yet."""
         return self._stop
 
     def take(self) -> Requests:
-        """The requests that any process received; all processes get the same answer, so this is a collective call.
+        """The signals that any process received, the same on all processes. Collective.
 
-        Schedulers signal processes one by one, and a checkpoint needs all of them.
+        Schedulers signal processes one by one, and saving a checkpoint needs all of them.
         """
         requests = self._stop, self._save
-        if self.world.world_size > 1:
-            flags = torch.tensor(requests, dtype=torch.int32, device=self.world.device)
+        if self.process.world_size > 1:
+            flags = torch.tensor(requests, dtype=torch.int32, device=self.process.device)
             dist.all_reduce(flags, op=dist.ReduceOp.MAX)
             requests = tuple(bool(flag) for flag in flags.tolist())
         self._save = False
@@ -60,13 +60,13 @@ class SignalBox:
 
 
 @contextmanager
-def listen_for_signals(world: World) -> Iterator[SignalBox]:
-    """Collect SIGTERM and SIGUSR1 during the block. Before and after it SIGTERM ends the process at once.
+def listen_for_signals(process: Process) -> Iterator[SignalBox]:
+    """Collect SIGTERM and SIGUSR1 during the block. Outside it SIGTERM ends the process at once.
 
-    A process that has been told to stop is not told again: launchers, torchrun and Slurm each pass the signal on, and
-    a late copy of it must not kill a process that is about to leave by itself.
+    After a first SIGTERM, later ones are ignored even after the block: launchers, torchrun and Slurm each forward the
+    signal, and a late copy must not kill a process that is already exiting.
     """
-    box = SignalBox(world)
+    box = SignalBox(process)
     previous = signal.signal(signal.SIGTERM, box._on_stop), signal.signal(signal.SIGUSR1, box._on_save)
     try:
         yield box

@@ -1,4 +1,4 @@
-"""Who this process is among the trainer's processes, and the group that connects them."""
+"""This process of the trainer, and the group that connects all of them."""
 
 from __future__ import annotations
 
@@ -25,12 +25,18 @@ _PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True, slots=True)
-class World:
-    """One process of the trainer: its rank among all, its rank on this machine, and its device."""
+class Process:
+    """One process of the trainer.
+
+    It decides who logs and writes files, and where tensors go. Which rows a process trains on is decided by its
+    `DataAxis`: several processes may share rows.
+    """
 
     rank: int
+    """Among all processes of the trainer."""
     world_size: int
     local_rank: int
+    """Among those on this machine."""
     device: torch.device
 
     @property
@@ -43,7 +49,7 @@ def resolve_device(device: DeviceChoice) -> Literal["cuda", "cpu"]:
     """The kind of device to train on.
 
     Raises:
-        DeviceError: `cuda` is asked for and no GPU is visible.
+        DeviceError: `device` is "cuda" and no GPU is visible.
     """
     visible = torch.cuda.is_available()
     if device == "cuda" and not visible:
@@ -51,14 +57,14 @@ def resolve_device(device: DeviceChoice) -> Literal["cuda", "cpu"]:
     return "cuda" if visible and device != "cpu" else "cpu"
 
 
-def setup_world(device: DeviceChoice, timeout_s: int, environ: Mapping[str, str] = os.environ) -> World:
+def setup_world(device: DeviceChoice, timeout_s: int, environ: Mapping[str, str] = os.environ) -> Process:
     """Join the process group: NCCL for GPUs, gloo for the CPU.
 
-    Ranks come from torchrun's variables, and its processes end with it. Without them this process is the whole
-    world, connected through an in-memory store, so a lone trainer opens no port.
+    Ranks come from torchrun's environment variables, and the process ends when torchrun does. Without these variables
+    the process is alone, and an in-memory store replaces the network: it opens no port.
 
     Raises:
-        DeviceError: the machine lacks the device that is asked for.
+        DeviceError: the machine lacks the device.
     """
     if "TORCHELASTIC_RUN_ID" in environ:
         _die_with_parent()
@@ -82,36 +88,39 @@ def setup_world(device: DeviceChoice, timeout_s: int, environ: Mapping[str, str]
         timeout=timeout,
         device_id=target if kind == "cuda" else None,
     )
-    world = World(rank, world_size, local_rank, target)
-    if world.is_main and kind == "cpu":
+    process = Process(rank, world_size, local_rank, target)
+    if process.is_main and kind == "cpu":
         processes = "one process" if world_size == 1 else f"{world_size} processes"
         get_logger().info(f"Training on the CPU with {processes} ({torch.get_num_threads()} threads each)")
-    return world
+    return process
 
 
-def sum_over_processes(values: Sequence[float], world: World) -> list[float]:
-    """Each of `values` summed over all processes, in float64; a collective call."""
-    if world.world_size == 1:
+def sum_over_processes(values: Sequence[float], process: Process) -> list[float]:
+    """Each of `values` summed over all processes, in float64. Collective.
+
+    For sums over rows or shares of a loss use `DataAxis.sum`.
+    """
+    if process.world_size == 1:
         return list(values)
-    totals = torch.tensor(values, dtype=torch.float64, device=world.device)
+    totals = torch.tensor(values, dtype=torch.float64, device=process.device)
     dist.all_reduce(totals)
     return totals.tolist()
 
 
 def destroy_world() -> None:
-    """Leave the process group, if this process is in one."""
+    """Leave the process group, if there is one."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def _die_with_parent() -> None:
-    """Let the end of torchrun, also by SIGKILL, be a SIGTERM here. Only Linux can."""
+    """Receive SIGTERM when torchrun ends, even by SIGKILL. Linux only."""
     if sys.platform != "linux":
         return
     parent = os.getppid()
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    # A torchrun that died before the call sends nothing: died during it, its children have another parent now; died
-    # earlier, its store is gone, and joining the group fails.
+    # torchrun may have died before the call, and then nothing is sent. If it died after `getppid`, there is another
+    # parent now. If it died earlier, its store is gone and joining the group fails.
     if os.getppid() != parent:
         os.kill(os.getpid(), signal.SIGTERM)
 

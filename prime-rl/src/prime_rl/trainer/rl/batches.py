@@ -7,12 +7,15 @@ from contextlib import ExitStack
 from typing import Protocol, TypeVar
 
 import numpy as np
+import torch
 from transformers import PretrainedConfig
 
 from prime_rl.configs.trainer import FakeDataLoaderConfig, TrainerConfig
 from prime_rl.run.paths import RunPaths
+from prime_rl.trainer.process.data_axis import DataAxis
 from prime_rl.trainer.process.errors import DataError
-from prime_rl.trainer.process.world import World
+from prime_rl.trainer.process.parallel_dims import Mesh
+from prime_rl.trainer.process.world import Process
 from prime_rl.trainer.rl.packing import pack_batch, pack_rows
 from prime_rl.transport import (
     BatchReceiver,
@@ -45,42 +48,40 @@ class BatchSource(Protocol):
     """The rows that this process trains on, step by step."""
 
     def is_ready(self, step: int) -> bool:
-        """Asked on rank 0 only, without blocking. True once every rank can `take` its rows."""
+        """Asked on the main process only, without blocking. True once every process can `take` its rows."""
 
     def take(self, step: int) -> list[MicroBatch]:
-        """This rank's rows; every rank gets the same number."""
+        """The rows of this process's data rank; every data rank gets the same number."""
 
     def close(self) -> None: ...
 
 
 class PackedBatches:
-    """Packs the orchestrator's batches on rank 0 and hands each rank its rows.
+    """Packs the orchestrator's batches on the main process and hands each data rank its rows."""
 
-    Every process is a data-parallel rank: the trainer has no tensor or context parallelism yet.
-    """
-
-    def __init__(self, config: TrainerConfig, paths: RunPaths, world: World, limit: int) -> None:
+    def __init__(self, config: TrainerConfig, paths: RunPaths, mesh: Mesh, limit: int) -> None:
         """`limit` is the number of tokens that a row may hold."""
-        seq_len = config.model.seq_len
+        seq_len, process, data_axis = config.model.seq_len, mesh.process, mesh.data_axis
         # On a GPU full rows save more: kernels that take packed rows share no prefixes.
-        together = limit // 2 if world.device.type == "cpu" else 0
+        together = limit // 2 if process.device.type == "cpu" else 0
         self._pack: Callable[[TrainingBatch], list[list[MicroBatch]]] = lambda batch: pack_batch(
-            batch, seq_len, limit, world.world_size, config.minibatches, together
+            batch, seq_len, limit, data_axis.data_size, config.minibatches, together
         )
         self._own_rows: list[MicroBatch] = []
+        self._readers = readers_by_data_rank(process, data_axis)
         transport = config.rollout_transport
         self._closing = ExitStack()
         try:
-            if world.is_main:
+            if process.is_main:
                 self._batches = self._closed_later(setup_batch_receiver(transport, paths.orchestrator))
-                self._ranks = (
-                    self._closed_later(setup_micro_batch_sender(transport, paths)) if world.world_size > 1 else None
-                )
+                if self._readers:
+                    self._ranks = self._closed_later(setup_micro_batch_sender(transport, paths, self._readers))
             else:
-                self._rows = self._closed_later(setup_micro_batch_receiver(transport, paths, world.rank))
+                rows = setup_micro_batch_receiver(transport, paths, data_axis.data_rank)
+                self._rows = self._closed_later(rows)
         except TransportError as error:
             raise DataError(str(error)) from error
-        self._is_main = world.is_main
+        self._is_main = process.is_main
 
     def is_ready(self, step: int) -> bool:
         batch = self._batches.receive(step)
@@ -88,8 +89,8 @@ class PackedBatches:
             return False
         rows_of_ranks = self._pack(batch)
         self._own_rows = rows_of_ranks[0]
-        if self._ranks is not None:
-            self._ranks.send(step, dict(enumerate(rows_of_ranks[1:], start=1)))
+        if self._readers:
+            self._ranks.send(step, {data_rank: rows_of_ranks[data_rank] for data_rank in self._readers})
         return True
 
     def take(self, step: int) -> list[MicroBatch]:
@@ -106,18 +107,18 @@ class PackedBatches:
 class FakeBatches:
     """Random tokens, advantages and log-probabilities, to run the trainer without an orchestrator."""
 
-    def __init__(self, config: FakeDataLoaderConfig, seq_len: int, world: World) -> None:
+    def __init__(self, config: FakeDataLoaderConfig, seq_len: int, data_axis: DataAxis) -> None:
         self.config = config
         self.seq_len = seq_len
-        self.world = world
+        self.data_axis = data_axis
 
     def is_ready(self, step: int) -> bool:
         return True
 
     def take(self, step: int) -> list[MicroBatch]:
-        """`batch_size` rows over all ranks, at least one on each: full rows, or rows packed from short documents."""
-        count = max(1, self.config.batch_size // self.world.world_size)
-        rng = np.random.default_rng((self.world.rank, step))
+        """`batch_size` rows over all data ranks, at least one on each: full, or packed from short documents."""
+        count = max(1, self.config.batch_size // self.data_axis.data_size)
+        rng = np.random.default_rng((self.data_axis.data_rank, step))
         if not self.config.generate_samples:
             return [fake_row(rng, self.seq_len) for _ in range(count)]
         rows: list[MicroBatch] = []
@@ -130,9 +131,17 @@ class FakeBatches:
         """Nothing to do."""
 
 
-def row_tokens(seq_len: int, model: PretrainedConfig, world: World) -> int:
+def readers_by_data_rank(process: Process, data_axis: DataAxis) -> dict[int, int]:
+    """How many processes besides the main one read each data rank's rows; without ranks that nobody else reads."""
+    sharing = process.world_size // data_axis.data_size
+    # The main process has data rank 0 and keeps its own rows.
+    readers = {data_rank: sharing - (data_rank == 0) for data_rank in range(data_axis.data_size)}
+    return {data_rank: count for data_rank, count in readers.items() if count}
+
+
+def row_tokens(seq_len: int, model: PretrainedConfig, device: torch.device) -> int:
     """Tokens that a packed row may hold."""
-    if world.device.type != "cpu":
+    if device.type != "cpu":
         return seq_len
     is_small = model.hidden_size * model.num_hidden_layers <= SMALL_MODEL_WIDTH
     return max(seq_len, SMALL_MODEL_ROW_TOKENS if is_small else CPU_ROW_TOKENS)

@@ -14,7 +14,7 @@ from prime_rl.run.paths import OrchestratorPaths, step_of
 from prime_rl.trainer.checkpoints.weights import gather_weights, save_adapter, save_weights
 from prime_rl.trainer.lora.adapters import is_adapted
 from prime_rl.trainer.lora.export import gather_adapter
-from prime_rl.trainer.process.world import World
+from prime_rl.trainer.process.world import Process
 from prime_rl.utils.files import replacing_directory
 
 
@@ -39,13 +39,13 @@ class FileSystemBroadcast:
         self,
         config: FileSystemWeightBroadcastConfig,
         run: OrchestratorPaths,
-        world: World,
+        process: Process,
         max_async_level: int,
         keep_interval: int | None,
     ) -> None:
         self.config = config
         self.run = run
-        self.world = world
+        self.process = process
         self.max_async_level = max_async_level
         self.keep_interval = keep_interval
 
@@ -59,7 +59,7 @@ class FileSystemBroadcast:
         """
         adapter = gather_adapter(model, dtype) if is_adapted(model) else None
         weights = gather_weights(model, dtype) if adapter is None else {}
-        if self.world.rank != 0:
+        if self.process.rank != 0:
             return
         with replacing_directory(self.run.broadcast(version)) as scratch:
             if adapter is not None:
@@ -70,7 +70,7 @@ class FileSystemBroadcast:
 
     def start(self, version: int) -> None:
         """Remove versions above `version`: an earlier start of this run, or another run, left them."""
-        if self.world.rank == 0:
+        if self.process.rank == 0:
             self._remove(lambda other: other > version)
 
     def _is_kept(self, version: int) -> bool:

@@ -15,7 +15,7 @@ from prime_rl.configs.trainer import NCCLWeightBroadcastConfig
 from prime_rl.run.paths import OrchestratorPaths
 from prime_rl.trainer.checkpoints.weights import gather_weights
 from prime_rl.trainer.process.errors import BroadcastError
-from prime_rl.trainer.process.world import World
+from prime_rl.trainer.process.world import Process
 from prime_rl.transport import TransportError
 from prime_rl.transport.weights import SENDER, WeightGroup
 from prime_rl.utils.files import STABLE
@@ -44,12 +44,12 @@ class GroupBroadcast:
         self,
         config: NCCLWeightBroadcastConfig,
         run: OrchestratorPaths,
-        world: World,
+        process: Process,
         is_stopping: Callable[[], bool],
     ) -> None:
         self.config = config
         self.run = run
-        self.world = world
+        self.process = process
         self.is_stopping = is_stopping
         """Whether this process was told to stop: then nobody may be left to take a version."""
         self._group: WeightGroup | None = None
@@ -60,12 +60,12 @@ class GroupBroadcast:
         Raises:
             BroadcastError: the port is taken.
         """
-        if not self.world.is_main:
+        if not self.process.is_main:
             return
         shutil.rmtree(self.run.broadcasts, ignore_errors=True)
         address, size = (self.config.host, self.config.port), self.config.inference_world_size + 1
         try:
-            self._group = WeightGroup(address, SENDER, size, self.world.device, self.config.timeout)
+            self._group = WeightGroup(address, SENDER, size, self.process.device, self.config.timeout)
         except TransportError as error:
             raise BroadcastError(str(error)) from error
         get_logger().info(f"Weights go to {size - 1} inference workers, which join at {address[0]}:{address[1]}")
@@ -78,7 +78,7 @@ class GroupBroadcast:
         Raises:
             BroadcastError: the servers do not take it in `weight_broadcast.timeout`, or one is gone.
         """
-        if self.world.is_main:
+        if self.process.is_main:
             self._offer(version)
         if not self._is_taken(version):
             return
@@ -100,7 +100,7 @@ class GroupBroadcast:
         verdict = _Verdict.WAIT
         while verdict is _Verdict.WAIT:
             time.sleep(POLL_S)
-            looked = torch.tensor(self._look(version, deadline) if self.world.is_main else 0)
+            looked = torch.tensor(self._look(version, deadline) if self.process.is_main else 0)
             dist.broadcast(looked, src=0)
             verdict = _Verdict(int(looked))
         if verdict is _Verdict.LATE:

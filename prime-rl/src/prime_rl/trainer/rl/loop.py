@@ -12,12 +12,14 @@ from transformers import PreTrainedTokenizerBase
 
 from prime_rl.configs.trainer import TrainerConfig, WeightCheckpointConfig
 from prime_rl.run.paths import RunPaths
-from prime_rl.trainer.checkpoints.manager import CheckpointManager, TrainState
+from prime_rl.trainer.checkpoints.manager import CheckpointManager
+from prime_rl.trainer.checkpoints.state import TrainState
 from prime_rl.trainer.checkpoints.weights import export_model
 from prime_rl.trainer.optim.optimizer import clip_gradients
+from prime_rl.trainer.process.data_axis import DataAxis
 from prime_rl.trainer.process.errors import DivergedError
 from prime_rl.trainer.process.signals import SignalBox
-from prime_rl.trainer.process.world import World
+from prime_rl.trainer.process.world import Process
 from prime_rl.trainer.rl.batches import BatchSource
 from prime_rl.trainer.rl.broadcast import Broadcast
 from prime_rl.trainer.rl.metrics import Samples, Stopwatch
@@ -42,6 +44,7 @@ class Parts:
     state: TrainState
     tokenizer: PreTrainedTokenizerBase
     batches: BatchSource
+    data_axis: DataAxis
     forward_backward: ForwardBackward
     parity: ParityGate
     broadcast: Broadcast
@@ -57,10 +60,12 @@ class RLTrainer:
     Step s turns policy version s into version s + 1; `progress.step` is the version.
     """
 
-    def __init__(self, config: TrainerConfig, paths: RunPaths, world: World, parts: Parts, signals: SignalBox) -> None:
+    def __init__(
+        self, config: TrainerConfig, paths: RunPaths, process: Process, parts: Parts, signals: SignalBox
+    ) -> None:
         self.config = config
         self.paths = paths
-        self.world = world
+        self.process = process
         self.parts = parts
         self.signals = signals
         self.progress = parts.state.progress
@@ -84,7 +89,7 @@ class RLTrainer:
         self._finish()
 
     def _receive(self) -> list[Row]:
-        """Wait for this rank's rows, serving signals meanwhile. Collective."""
+        """Wait for this data rank's rows, serving signals meanwhile. Collective."""
         with self.times("wait_for_batch"):
             while True:
                 requests = self.signals.take()
@@ -96,27 +101,27 @@ class RLTrainer:
                     break
                 time.sleep(POLL_S)
         with self.times("load_data"):
-            return [Row.of(message, self.world.device) for message in self.parts.batches.take(self.progress.step)]
+            return [Row.of(message, self.process.device) for message in self.parts.batches.take(self.progress.step)]
 
     def _batch_is_ready(self) -> bool:
         """Rank 0 looks; every rank hears, so that none runs ahead into another collective."""
-        ready = torch.tensor(int(self.world.is_main and self.parts.batches.is_ready(self.progress.step)))
+        ready = torch.tensor(int(self.process.is_main and self.parts.batches.is_ready(self.progress.step)))
         dist.broadcast(ready, src=0)
         return bool(ready)
 
     def _train_step(self, rows: list[Row]) -> StepReport:
-        step, lr = self.progress.step, self.parts.state.scheduler.get_last_lr()[0]
+        step, lr = self.progress.step, self.parts.state.policy.scheduler.get_last_lr()[0]
         self.parts.parity.check(rows, self.parts.forward_backward, version=step)
         samples, sizes, grad_norms = Samples(), [], []
         with self.times("forward_backward"):
             for part in self._minibatches(rows):
-                sizes.append(StepSize.of_all_ranks(part))
+                sizes.append(StepSize.of_all_ranks(part, self.parts.data_axis))
                 samples.extend(self.parts.forward_backward.run(part, sizes[-1]))
                 grad_norms.append(self._update_weights())
-            self.parts.state.scheduler.step()
+            self.parts.state.policy.scheduler.step()
         size = StepSize.total(sizes)
         self.progress.advance(size.tokens, size.sequences)
-        return StepReport(step, size, samples.gather(), sum(grad_norms) / len(grad_norms), lr)
+        return StepReport(step, size, samples.gather(self.parts.data_axis), sum(grad_norms) / len(grad_norms), lr)
 
     def _minibatches(self, rows: list[Row]) -> list[list[Row]]:
         """The rows of each optimizer update, one after the other."""
@@ -128,18 +133,18 @@ class RLTrainer:
     def _update_weights(self) -> float:
         """Apply the gradient; its norm before clipping."""
         state = self.parts.state
-        grad_norm = clip_gradients(state.model, self.config.optim.max_norm)
+        grad_norm = clip_gradients(state.policy.model, self.config.optim.max_norm)
         if not math.isfinite(grad_norm):
             raise DivergedError(
                 f"the gradient of step {self.progress.step} is not finite: lower optim.lr, or check the rewards"
             )
-        state.optimizer.step()
-        state.optimizer.zero_grad()
+        state.policy.optimizer.step()
+        state.policy.optimizer.zero_grad()
         return grad_norm
 
     def _publish(self) -> None:
         with self.times("broadcast_weights"):
-            self.parts.broadcast.publish(self.parts.state.model, self.progress.step, self.parts.export_dtype)
+            self.parts.broadcast.publish(self.parts.state.policy.model, self.progress.step, self.parts.export_dtype)
 
     def _save_if_due(self) -> None:
         checkpoints, step = self.parts.checkpoints, self.progress.step
@@ -155,7 +160,7 @@ class RLTrainer:
         with self.times("save_ckpt"):
             self.parts.checkpoints.save(self.parts.state, data_position={})
         self._saved_version = self.progress.step
-        if self.world.is_main:
+        if self.process.is_main:
             done = "Copied the state for" if self.parts.checkpoints.config.async_save else "Saved"
             get_logger().info(f"{done} checkpoint {self.paths.checkpoint(self.progress.step)}")
 
@@ -165,7 +170,7 @@ class RLTrainer:
             parts.checkpoints.export(parts.state, parts.tokenizer, parts.export_dtype)
             return
         target = self.paths.weight(self.progress.step)
-        export_model(parts.state.model, parts.tokenizer, target, WeightCheckpointConfig(), parts.export_dtype)
+        export_model(parts.state.policy.model, parts.tokenizer, target, WeightCheckpointConfig(), parts.export_dtype)
 
     def _finish(self) -> None:
         """A finished run leaves its weights ready to use, and with `[ckpt]` a checkpoint to go on from."""

@@ -1,4 +1,4 @@
-"""What a step measured, over all ranks."""
+"""What a step measured, over all data ranks."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
+
+from prime_rl.trainer.process.data_axis import DataAxis
 
 NAN = float("nan")
 
@@ -29,15 +30,14 @@ class Samples:
         for name, values in other._values.items():
             self._values[name] += values
 
-    def gather(self) -> dict[str, Tensor]:
-        """All ranks' values on rank 0, an empty dict on the others. Collective."""
+    def gather(self, data_axis: DataAxis) -> dict[str, Tensor]:
+        """The values of all data ranks on data rank 0, an empty dict on the others. Collective."""
         own = {name: torch.cat(values).cpu() for name, values in self._values.items()}
-        if dist.get_world_size() == 1:
-            return own
-        parts: list[dict[str, Tensor]] | None = [{}] * dist.get_world_size() if dist.get_rank() == 0 else None
-        dist.gather_object(own, parts)
+        parts = data_axis.gather(own)
         if parts is None:
             return {}
+        if len(parts) == 1:
+            return own
         names = sorted({name for part in parts for name in part})
         return {name: torch.cat([part[name] for part in parts if name in part]) for name in names}
 

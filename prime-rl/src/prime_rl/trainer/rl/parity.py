@@ -8,7 +8,7 @@ import torch
 
 from prime_rl.configs.trainer import ParityConfig
 from prime_rl.trainer.process.errors import TrainerError
-from prime_rl.trainer.process.world import World, sum_over_processes
+from prime_rl.trainer.process.parallel_dims import Mesh
 from prime_rl.trainer.rl.rows import Row
 from prime_rl.trainer.rl.step import ForwardBackward
 from prime_rl.utils.logger import get_logger
@@ -36,15 +36,16 @@ class ParityGate:
     would learn little or nothing.
     """
 
-    def __init__(self, config: ParityConfig, world: World, compute_dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, config: ParityConfig, mesh: Mesh, compute_dtype: torch.dtype = torch.float32) -> None:
         self.config = config
-        self.world = world
+        self.process = mesh.process
+        self.data_axis = mesh.data_axis
         default = BFLOAT16_BOUND if compute_dtype == torch.bfloat16 else BOUND
         self.bound = default if config.max_mean_abs_diff is None else config.max_mean_abs_diff
         self._is_due = config.on_mismatch != "off"
 
     def check(self, rows: Sequence[Row], forward_backward: ForwardBackward, version: int) -> None:
-        """Look at one row of each rank, on the first call only. Collective.
+        """Look at one row of each data rank, on the first call only. Collective.
 
         Raises:
             ParityMismatch: the mean absolute difference is above the bound, on every rank alike.
@@ -55,7 +56,8 @@ class ParityGate:
         row = max(rows, key=lambda row: int(row.is_fresh(version).sum()))
         (scored,) = forward_backward.with_proximal([row])
         difference = (scored.proximal_logprobs - row.inference_logprobs)[row.is_fresh(version)].abs()
-        total, tokens = sum_over_processes([difference.double().sum().item(), difference.numel()], self.world)
+        own = [difference.double().sum().item(), difference.numel()]
+        total, tokens = self.data_axis.sum(own, self.process.device)
         if tokens == 0:
             self._log(f"Parity: no token of this batch was sampled from version {version}, so nothing can be compared")
             return
@@ -70,9 +72,9 @@ class ParityGate:
         )
         if self.config.on_mismatch == "stop":
             raise ParityMismatch(f'{fault}. To go on all the same, set trainer.parity.on_mismatch = "warn"')
-        if self.world.is_main:
+        if self.process.is_main:
             get_logger().warning(fault)
 
     def _log(self, line: str) -> None:
-        if self.world.is_main:
+        if self.process.is_main:
             get_logger().info(line)

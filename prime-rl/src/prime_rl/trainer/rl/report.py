@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from prime_rl.trainer.checkpoints.manager import Progress
+from prime_rl.trainer.checkpoints.state import Progress
 from prime_rl.trainer.observe.perf import Performance, speed_fields
 from prime_rl.trainer.observe.telemetry import Telemetry
 from prime_rl.trainer.rl.metrics import NAN, training_metrics
@@ -39,7 +39,7 @@ class Reporter:
 
     def report(self, report: StepReport, times_s: Mapping[str, float]) -> None:
         self.telemetry.profile.step(report.step)
-        if not self.performance.world.is_main:
+        if not self.performance.process.is_main:
             return
         metrics = training_metrics(report.values) | self.performance.step(report.size.tokens) | dict(times_s)
         metrics |= {

@@ -10,15 +10,17 @@ from transformers import PretrainedConfig
 
 from prime_rl.configs.trainer import ParityConfig, TrainerConfig, beyond_end
 from prime_rl.run.paths import RunPaths
-from prime_rl.trainer.checkpoints.manager import CheckpointManager, Progress, TrainState
+from prime_rl.trainer.checkpoints.manager import CheckpointManager
+from prime_rl.trainer.checkpoints.state import TrainedModel, TrainState
 from prime_rl.trainer.model.build import compute_dtype, setup_model, setup_tokenizer
 from prime_rl.trainer.observe.perf import Performance, known_peak_flops, peak_flops
 from prime_rl.trainer.observe.telemetry import Telemetry, open_telemetry
 from prime_rl.trainer.optim.optimizer import setup_optimizer
 from prime_rl.trainer.optim.scheduler import setup_scheduler
 from prime_rl.trainer.process.errors import CheckpointError
+from prime_rl.trainer.process.parallel_dims import Mesh, setup_mesh
 from prime_rl.trainer.process.signals import EXIT_STOPPED, SignalBox, listen_for_signals
-from prime_rl.trainer.process.world import World, destroy_world, setup_world
+from prime_rl.trainer.process.world import Process, destroy_world, setup_world
 from prime_rl.trainer.rl.batches import BatchSource, FakeBatches, PackedBatches, row_tokens
 from prime_rl.trainer.rl.broadcast import Broadcast, FileSystemBroadcast
 from prime_rl.trainer.rl.group_broadcast import GroupBroadcast
@@ -38,19 +40,20 @@ def train(config: TrainerConfig, paths: RunPaths) -> None:
         SystemExit: with 143, when SIGTERM ended the run.
         TrainerError: a fault that a person can mend.
     """
-    world = setup_world(config.device, config.dist_timeout_seconds)
+    process = setup_world(config.device, config.dist_timeout_seconds)
     try:
-        with open_telemetry(config, paths, world) as telemetry, listen_for_signals(world) as signals:
-            parts = setup_parts(config, paths, world, telemetry, signals)
+        with open_telemetry(config, paths, process) as telemetry, listen_for_signals(process) as signals:
+            mesh = setup_mesh(config.model, process)
+            parts = setup_parts(config, paths, mesh, telemetry, signals)
             with closing(parts.batches), written(parts.checkpoints), telemetry.profile.recording():
-                RLTrainer(config, paths, world, parts, signals).run()
+                RLTrainer(config, paths, process, parts, signals).run()
     except Stopped:
-        if world.is_main:
+        if process.is_main:
             get_logger().warning("Stopped by SIGTERM")
         raise SystemExit(EXIT_STOPPED) from None
     finally:
         destroy_world()
-    if world.is_main:
+    if process.is_main:
         get_logger().log(SUCCESS, "RL trainer finished!")
 
 
@@ -64,62 +67,64 @@ def written(checkpoints: CheckpointManager | None) -> Iterator[None]:
             checkpoints.wait()
 
 
-def setup_parts(
-    config: TrainerConfig, paths: RunPaths, world: World, telemetry: Telemetry, signals: SignalBox
-) -> Parts:
+def setup_parts(config: TrainerConfig, paths: RunPaths, mesh: Mesh, telemetry: Telemetry, signals: SignalBox) -> Parts:
     """Build everything the loop works with, from the checkpoint when the run resumes."""
+    process = mesh.process
     loss = setup_loss(config.loss)
-    checkpoints = CheckpointManager(config.ckpt, paths, world) if config.ckpt is not None else None
+    checkpoints = CheckpointManager(config.ckpt, paths, process, mesh.data_axis) if config.ckpt is not None else None
     resume_step = checkpoints.resume_step() if checkpoints is not None else None
-    broadcast = setup_broadcast(config, paths, world, signals)
+    broadcast = setup_broadcast(config, paths, process, signals)
     # Before the model is loaded: by then others may look for versions already.
     broadcast.start(resume_step or 0)
     tokenizer = setup_tokenizer(config.tokenizer, config.model)
-    model = setup_model(config.model, world)
+    model = setup_model(config.model, mesh)
     optimizer = setup_optimizer(config.optim, model, config.model.optim_cpu_offload)
-    state = TrainState(model, optimizer, setup_scheduler(config.scheduler, optimizer, config.max_steps), Progress())
+    scheduler = setup_scheduler(config.scheduler, optimizer, config.max_steps)
+    state = TrainState({"policy": TrainedModel(model, optimizer, scheduler)})
     if checkpoints is not None and resume_step is not None:
         resume(state, checkpoints, resume_step, config.max_steps)
     return Parts(
         state=state,
         tokenizer=tokenizer,
-        batches=setup_batches(config, paths, world, model.config),
-        forward_backward=ForwardBackward(model, loss, vocab_chunk_of(config.model), world),
-        parity=setup_parity(config, world),
+        batches=setup_batches(config, paths, mesh, model.config),
+        data_axis=mesh.data_axis,
+        forward_backward=ForwardBackward(model, loss, vocab_chunk_of(config.model), mesh),
+        parity=setup_parity(config, mesh),
         broadcast=broadcast,
         checkpoints=checkpoints,
-        reporter=Reporter(telemetry, state.progress, setup_performance(config, model, world)),
-        export_dtype=compute_dtype(config.model, world.device),
+        reporter=Reporter(telemetry, state.progress, setup_performance(config, model, process)),
+        export_dtype=compute_dtype(config.model, process.device),
     )
 
 
-def setup_broadcast(config: TrainerConfig, paths: RunPaths, world: World, signals: SignalBox) -> Broadcast:
+def setup_broadcast(config: TrainerConfig, paths: RunPaths, process: Process, signals: SignalBox) -> Broadcast:
     run = paths.orchestrator
     if config.weight_broadcast.type == "nccl":
-        return GroupBroadcast(config.weight_broadcast, run, world, lambda: signals.stop_asked)
+        return GroupBroadcast(config.weight_broadcast, run, process, lambda: signals.stop_asked)
     keep_interval = config.ckpt.interval if config.ckpt is not None else None
-    return FileSystemBroadcast(config.weight_broadcast, run, world, config.max_async_level, keep_interval)
+    return FileSystemBroadcast(config.weight_broadcast, run, process, config.max_async_level, keep_interval)
 
 
-def setup_performance(config: TrainerConfig, model: nn.Module, world: World) -> Performance:
+def setup_performance(config: TrainerConfig, model: nn.Module, process: Process) -> Performance:
     """On a CPU the share of its peak is told of benchmarks alone: else the inference server computes on it as well."""
     is_measured = config.bench is not None
-    dtype = compute_dtype(config.model, world.device)
-    peak = known_peak_flops(world, dtype) if is_measured else peak_flops(world.device)
-    return Performance(model, row_tokens(config.model.seq_len, model.config, world), world, peak)
+    dtype = compute_dtype(config.model, process.device)
+    peak = known_peak_flops(process, dtype) if is_measured else peak_flops(process.device)
+    return Performance(model, row_tokens(config.model.seq_len, model.config, process.device), process, peak)
 
 
-def setup_parity(config: TrainerConfig, world: World) -> ParityGate:
+def setup_parity(config: TrainerConfig, mesh: Mesh) -> ParityGate:
     """The configured check; random batches come from no policy."""
     is_fake = config.data.fake is not None
     parity = ParityConfig(on_mismatch="off") if is_fake else config.parity
-    return ParityGate(parity, world, compute_dtype(config.model, world.device))
+    return ParityGate(parity, mesh, compute_dtype(config.model, mesh.process.device))
 
 
-def setup_batches(config: TrainerConfig, paths: RunPaths, world: World, model_config: PretrainedConfig) -> BatchSource:
+def setup_batches(config: TrainerConfig, paths: RunPaths, mesh: Mesh, model_config: PretrainedConfig) -> BatchSource:
     if config.data.fake is not None:
-        return FakeBatches(config.data.fake, config.model.seq_len, world)
-    return PackedBatches(config, paths, world, row_tokens(config.model.seq_len, model_config, world))
+        return FakeBatches(config.data.fake, config.model.seq_len, mesh.data_axis)
+    limit = row_tokens(config.model.seq_len, model_config, mesh.process.device)
+    return PackedBatches(config, paths, mesh, limit)
 
 
 def resume(state: TrainState, checkpoints: CheckpointManager, step: int, max_steps: int | None) -> None:
@@ -131,7 +136,7 @@ def resume(state: TrainState, checkpoints: CheckpointManager, step: int, max_ste
     for fault in beyond_end(step, max_steps):
         raise CheckpointError(fault)
     checkpoints.load(state, step)
-    if checkpoints.world.is_main:
+    if checkpoints.process.is_main:
         progress = state.progress
         get_logger().info(
             f"Resumed from {checkpoints.paths.trainer_checkpoint(step)}: step {progress.step}, "

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from prime_rl.trainer.optim.accumulation import accumulated
-from prime_rl.trainer.process.world import World
+from prime_rl.trainer.process.data_axis import DataAxis
+from prime_rl.trainer.process.parallel_dims import Mesh
 from prime_rl.trainer.rl.loss import Loss, LossInputs, LossOutputs, split_inputs
 from prime_rl.trainer.rl.metrics import Samples
 from prime_rl.trainer.rl.rows import Row, score_row
@@ -19,7 +19,7 @@ from prime_rl.trainer.rl.rows import Row, score_row
 
 @dataclass(frozen=True, slots=True)
 class StepSize:
-    """What all ranks train on in one step."""
+    """What all data ranks train on in one step."""
 
     tokens: int
     trained_tokens: int
@@ -27,17 +27,15 @@ class StepSize:
     """Those with a masked-in token."""
 
     @classmethod
-    def of_all_ranks(cls, rows: Sequence[Row]) -> StepSize:
-        """Count the rows of every rank, without the fillers that keep ranks in step. Collective."""
+    def of_all_ranks(cls, rows: Sequence[Row], data_axis: DataAxis) -> StepSize:
+        """Count the rows of every data rank, without the fillers that keep ranks in step. Collective."""
         real = [row for row in rows if row.trained_tokens]
         own = [
             sum(len(row.input_ids) for row in real),
             sum(row.trained_tokens for row in real),
             sum(sum(row.is_trained) for row in real),
         ]
-        counts = torch.tensor(own)
-        dist.all_reduce(counts)
-        return cls(*counts.tolist())
+        return cls(*data_axis.sum_counts(own))
 
     @classmethod
     def total(cls, parts: Sequence[StepSize]) -> StepSize:
@@ -56,19 +54,20 @@ row but the last (a seventh of a step with two CPU processes and 12.6M parameter
 class ForwardBackward:
     """Accumulates the gradient of a step's loss, and collects what its tokens and sequences showed."""
 
-    def __init__(self, model: nn.Module, loss: Loss, vocab_chunk: int | None, world: World) -> None:
+    def __init__(self, model: nn.Module, loss: Loss, vocab_chunk: int | None, mesh: Mesh) -> None:
         self.model = model
         self.loss = loss
         self.vocab_chunk = vocab_chunk
-        self.world = world
+        self.process = mesh.process
+        self.data_axis = mesh.data_axis
         gradient_bytes = 4 * sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-        self._reduces_once = world.world_size > 1 and gradient_bytes <= MAX_WHOLE_GRADIENT_BYTES
+        self._reduces_once = mesh.process.world_size > 1 and gradient_bytes <= MAX_WHOLE_GRADIENT_BYTES
 
     def run(self, rows: Sequence[Row], size: StepSize) -> Samples:
         """Leave the gradient of the mean loss in the parameters. Collective."""
         samples = Samples()
         divisor = size.divisor(self.loss)
-        for index, row in enumerate(accumulated(self.model, rows, self.world), start=1):
+        for index, row in enumerate(accumulated(self.model, rows, self.process), start=1):
             if self._reduces_once:
                 self.model.set_requires_gradient_sync(index == len(rows))
             logprobs, entropy = score_row(self.model, row, self._wanted(row), self.vocab_chunk)
@@ -83,8 +82,8 @@ class ForwardBackward:
             outputs = self._losses(inputs, row)
             # A row without a trained sequence still takes part in the backward, for that is a collective.
             total = torch.stack([output.loss for output in outputs]).sum() if outputs else logprobs.sum() * 0.0
-            # FSDP averages the ranks' gradients; they are parts of one sum.
-            (total * (self.world.world_size / divisor)).backward()
+            # FSDP averages over all processes, and those that share rows have equal gradients.
+            (total * (self.data_axis.data_size / divisor)).backward()
             self._collect(samples, inputs, entropy, outputs, size.sequences / divisor)
         return samples
 

@@ -13,11 +13,13 @@ from transformers import PreTrainedTokenizerBase
 from prime_rl.configs.sft import BaseDataConfig, SFTConfig, batch_fault
 from prime_rl.configs.trainer import WeightCheckpointConfig
 from prime_rl.run.paths import RunPaths, stable_steps
-from prime_rl.trainer.checkpoints.manager import CheckpointManager, TrainState
+from prime_rl.trainer.checkpoints.manager import CheckpointManager
+from prime_rl.trainer.checkpoints.state import TrainState
 from prime_rl.trainer.checkpoints.weights import export_model
+from prime_rl.trainer.process.data_axis import DataAxis
 from prime_rl.trainer.process.errors import DataError, DivergedError
+from prime_rl.trainer.process.parallel_dims import Mesh
 from prime_rl.trainer.process.signals import SignalBox
-from prime_rl.trainer.process.world import World
 from prime_rl.trainer.sft.data.fingerprint import DataFingerprint
 from prime_rl.trainer.sft.data.packer import PackedRows
 from prime_rl.trainer.sft.reporting import StepReporter, StepStats
@@ -50,12 +52,13 @@ class Parts:
 class SFTTrainer:
     """Takes the micro-batches of a step from the data, updates the model, until `max_steps` or a signal to stop."""
 
-    def __init__(self, config: SFTConfig, paths: RunPaths, world: World, parts: Parts) -> None:
+    def __init__(self, config: SFTConfig, paths: RunPaths, mesh: Mesh, parts: Parts) -> None:
         self.config = config
         self.paths = paths
-        self.world = world
+        self.mesh = mesh
+        self.process = mesh.process
         self.parts = parts
-        self.micro_batches = micro_batches_per_process(config.data, world)
+        self.micro_batches = micro_batches_per_data_rank(config.data, mesh.data_axis)
         # What is on the disk at the start. Later looks would differ between processes, as one of them writes.
         self.saved_step = parts.state.progress.step
         self.exported_step = self.saved_step if self.saved_step in stable_steps(paths.weights) else None
@@ -89,10 +92,10 @@ class SFTTrainer:
         stream.drawn.clear()
         rows = list(islice(self.parts.rows, self.micro_batches))
         try:
-            return train_step(state, rows, self.config.optim.max_norm, self.world)
+            return train_step(state, rows, self.config.optim.max_norm, self.mesh)
         except DivergedError as error:
             # Broken weights would push good checkpoints out.
-            if has_finite_weights(state.model, self.world):
+            if has_finite_weights(state.policy.model, self.process):
                 self.save()
             raise DivergedError(f"{error}. Drawn for it: {self._names_of_rows()}") from None
 
@@ -118,7 +121,7 @@ class SFTTrainer:
     def validate(self, reporter: StepReporter) -> None:
         """Measure the model on the validation data, and save it if it is the best so far and that is wanted."""
         checkpoints, step = self.parts.checkpoints, self.parts.state.progress.step
-        stats = self.parts.validation.run(self.parts.state.model)
+        stats = self.parts.validation.run(self.parts.state.policy.model)
         reporter.validated(step, stats)
         if checkpoints is not None and step > 0 and checkpoints.is_best(stats.loss):
             reporter.saved(self.save())
@@ -134,7 +137,7 @@ class SFTTrainer:
         checkpoints.export(self.parts.state, self.parts.tokenizer, self.parts.export_dtype)
         self.saved_step = self.exported_step = step
         elapsed_s = time.perf_counter() - started_s
-        if self.world.is_main:
+        if self.process.is_main:
             done = "Copied the state for" if checkpoints.config.async_save else "Saved"
             get_logger().info(f"{done} {self.paths.checkpoint(step)} in {elapsed_s:.1f}s")
         return elapsed_s
@@ -148,15 +151,15 @@ class SFTTrainer:
         if options is None or step == self.exported_step:
             return
         target = self.paths.weight(step)
-        export_model(self.parts.state.model, self.parts.tokenizer, target, options, self.parts.export_dtype)
+        export_model(self.parts.state.policy.model, self.parts.tokenizer, target, options, self.parts.export_dtype)
 
 
-def micro_batches_per_process(data: BaseDataConfig, world: World) -> int:
-    """Rows that each process computes in a step.
+def micro_batches_per_data_rank(data: BaseDataConfig, data_axis: DataAxis) -> int:
+    """Rows that each data rank computes in a step.
 
     Raises:
         DataError: the batch does not divide evenly.
     """
-    if fault := batch_fault(data, world.world_size):
+    if fault := batch_fault(data, data_axis.data_size):
         raise DataError(fault)
-    return data.batch_size // (world.world_size * data.micro_batch_size)
+    return data.batch_size // (data_axis.data_size * data.micro_batch_size)

@@ -8,10 +8,10 @@ import time
 from dataclasses import asdict, astuple, dataclass
 
 from prime_rl.run.paths import RunPaths
-from prime_rl.trainer.checkpoints.manager import Progress
+from prime_rl.trainer.checkpoints.state import Progress
 from prime_rl.trainer.observe.perf import Performance, speed_fields
 from prime_rl.trainer.observe.telemetry import Telemetry
-from prime_rl.trainer.process.world import sum_over_processes
+from prime_rl.trainer.process.data_axis import DataAxis
 from prime_rl.trainer.sft.data.samples import SampleCounts, SampleStream
 from prime_rl.utils.logger import SUCCESS, get_logger
 from prime_rl.watch.progress import clock
@@ -55,11 +55,19 @@ class ValStats:
 class StepReporter:
     """Reports steps on the main process; elsewhere it keeps silent."""
 
-    def __init__(self, paths: RunPaths, telemetry: Telemetry, performance: Performance, bar: ProgressBar) -> None:
+    def __init__(
+        self,
+        paths: RunPaths,
+        telemetry: Telemetry,
+        performance: Performance,
+        data_axis: DataAxis,
+        bar: ProgressBar,
+    ) -> None:
         self.paths = paths
         self.telemetry = telemetry
         self.performance = performance
-        self.world = performance.world
+        self.process = performance.process
+        self.data_axis = data_axis
         self.bar = bar
         self.summary = Summary()
         self._save_s = 0.0
@@ -72,7 +80,7 @@ class StepReporter:
     def validated(self, step: int, stats: ValStats) -> None:
         """Report the validation of the model after `step` updates. The next step's time does not count it."""
         self._lap_s = time.perf_counter()
-        if not self.world.is_main:
+        if not self.process.is_main:
             return
         metrics = {"val/loss": stats.loss, "val/perplexity": stats.perplexity, "time/val": stats.seconds}
         self.telemetry.monitor.log(metrics, step)
@@ -87,8 +95,9 @@ class StepReporter:
         step_s, self._lap_s = now_s - self._lap_s, now_s
         step = progress.step - 1
         self.telemetry.profile.step(step)
-        counts = SampleCounts(*map(int, sum_over_processes(astuple(stream.counts), self.world)))
-        if not self.world.is_main:
+        totals = self.data_axis.sum(astuple(stream.counts), self.process.device)
+        counts = SampleCounts(*map(int, totals))
+        if not self.process.is_main:
             return
         metrics = {
             "loss/mean": stats.loss,

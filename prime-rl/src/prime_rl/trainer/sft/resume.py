@@ -6,11 +6,12 @@ from collections.abc import Sequence
 
 from prime_rl.configs.sft import SFTConfig
 from prime_rl.configs.trainer import beyond_end
-from prime_rl.trainer.checkpoints.manager import CheckpointManager, Progress
+from prime_rl.trainer.checkpoints.manager import CheckpointManager
+from prime_rl.trainer.checkpoints.state import Progress
 from prime_rl.trainer.process.errors import CheckpointError
 from prime_rl.trainer.sft.data.fingerprint import DataFingerprint
 from prime_rl.trainer.sft.data.packer import PackedRows
-from prime_rl.trainer.sft.data.places import Place
+from prime_rl.trainer.sft.data.places import Place, saved_data_size
 from prime_rl.utils.logger import get_logger
 
 FINGERPRINT = "fingerprint"
@@ -37,7 +38,7 @@ def check_same_rows(checkpoints: CheckpointManager, step: int, now: DataFingerpr
             f"{checkpoint} was trained on other rows than this config gives:{listed}\n"
             "Undo that, or go on from the beginning of these rows with --ckpt.skip-dataloader"
         )
-    if checkpoints.world.is_main:
+    if checkpoints.process.is_main:
         get_logger().warning(f"{checkpoint} was trained on other rows, and these start from their beginning:{listed}")
     return f"not the data: {len(differences)} differences, passed over by ckpt.skip_dataloader"
 
@@ -50,13 +51,13 @@ def go_on(rows: PackedRows, places: Sequence[Place]) -> str:
     """
     if not places:
         return "from the beginning of the data"
-    if not all({"left_over", "world_size"} <= place.keys() for place in places):
+    if not all("left_over" in place for place in places):
         raise CheckpointError(
             "the checkpoint is of an older version, and its place in the data cannot be told exactly: "
             "go on from the beginning of the data with --ckpt.skip-dataloader"
         )
     rows.load_state(places)
-    saved_by, now = places[0]["world_size"], rows.world.world_size
+    saved_by, now = saved_data_size(places[0]), rows.data_axis.data_size
     dealt = "" if saved_by == now else f", dealt anew from {saved_by} processes to {now}"
     return f"at entry {rows.stream.position} of the data (epoch {rows.stream.epoch}){dealt}"
 
@@ -71,7 +72,7 @@ def leave_receipt(
     """
     for fault in beyond_end(progress.step, config.max_steps):
         raise CheckpointError(fault)
-    if checkpoints.world.is_main:
+    if checkpoints.process.is_main:
         get_logger().info(
             f"Resumed from {checkpoints.paths.checkpoints}: step {progress.step}, {progress.tokens} tokens, "
             f"{progress.samples} samples; goes on {place}; verified: {verified}"

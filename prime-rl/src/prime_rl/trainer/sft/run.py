@@ -13,19 +13,21 @@ from prime_rl.configs.sft import SFTConfig
 from prime_rl.configs.trainer import scheduled_steps
 from prime_rl.run.directory import OutputDirInUse, check_output_dir
 from prime_rl.run.paths import RunPaths
-from prime_rl.trainer.checkpoints.manager import CheckpointManager, Progress, TrainState
+from prime_rl.trainer.checkpoints.manager import CheckpointManager
+from prime_rl.trainer.checkpoints.state import TrainedModel, TrainState
 from prime_rl.trainer.model.build import compute_dtype, setup_model, setup_tokenizer
 from prime_rl.trainer.observe.perf import Performance, known_peak_flops
 from prime_rl.trainer.observe.telemetry import Telemetry, open_telemetry
 from prime_rl.trainer.optim.optimizer import setup_optimizer
 from prime_rl.trainer.optim.scheduler import setup_scheduler
 from prime_rl.trainer.process.errors import CheckpointError, ModelError, exit_on_error
+from prime_rl.trainer.process.parallel_dims import Mesh, setup_mesh
 from prime_rl.trainer.process.signals import EXIT_STOPPED, listen_for_signals
-from prime_rl.trainer.process.world import World, destroy_world, setup_world
+from prime_rl.trainer.process.world import Process, destroy_world, setup_world
 from prime_rl.trainer.sft.data.examination import check_first_rows
 from prime_rl.trainer.sft.data.fingerprint import fingerprint_of
 from prime_rl.trainer.sft.data.packer import setup_rows
-from prime_rl.trainer.sft.loop import Parts, SFTTrainer, micro_batches_per_process
+from prime_rl.trainer.sft.loop import Parts, SFTTrainer, micro_batches_per_data_rank
 from prime_rl.trainer.sft.reporting import StepReporter, Summary
 from prime_rl.trainer.sft.resume import check_same_rows, go_on, leave_receipt
 from prime_rl.trainer.sft.validation import Validation
@@ -43,40 +45,41 @@ def run(config: SFTConfig) -> int:
     rank = int(os.environ.get("RANK", 0))
     log_file = paths.rank_log(rank) if config.log.file else None
     setup_logger(config.log.level if rank == 0 else "warning", log_file, config.log.json_logging)
-    with exit_on_error(), joined_world(config) as world:
-        prepare_output_dir(config, paths, world)
-        with open_telemetry(config, paths, world) as telemetry:
-            is_done = train(SFTTrainer(config, paths, world, setup_parts(config, paths, world)), telemetry)
+    with exit_on_error(), joined_world(config) as process:
+        prepare_output_dir(config, paths, process)
+        with open_telemetry(config, paths, process) as telemetry:
+            mesh = setup_mesh(config.model, process)
+            is_done = train(SFTTrainer(config, paths, mesh, setup_parts(config, paths, mesh)), telemetry)
         return 0 if is_done else EXIT_STOPPED
 
 
 def train(trainer: SFTTrainer, telemetry: Telemetry) -> bool:
     """Run the loop with signals, reports and the progress bar around it; False when SIGTERM ended it."""
-    config, world = trainer.config, trainer.world
-    peak = known_peak_flops(world, compute_dtype(config.model, world.device))
-    performance = Performance(trainer.parts.state.model, config.data.seq_len, world, peak)
+    config, process = trainer.config, trainer.process
+    peak = known_peak_flops(process, compute_dtype(config.model, process.device))
+    performance = Performance(trainer.parts.state.policy.model, config.data.seq_len, process, peak)
     with ExitStack() as stack:
-        signals = stack.enter_context(listen_for_signals(world))
-        bar = stack.enter_context(progress_bar("sft", config.max_steps, shown=world.is_main))
-        reporter = StepReporter(trainer.paths, telemetry, performance, bar)
+        signals = stack.enter_context(listen_for_signals(process))
+        bar = stack.enter_context(progress_bar("sft", config.max_steps, shown=process.is_main))
+        reporter = StepReporter(trainer.paths, telemetry, performance, trainer.mesh.data_axis, bar)
         if trainer.parts.checkpoints is not None:
             stack.callback(trainer.parts.checkpoints.wait)
         stack.enter_context(telemetry.profile.recording())
         is_done = trainer.run(signals, reporter)
-    if world.is_main:
+    if process.is_main:
         report_end(is_done, trainer, reporter.summary)
     return is_done
 
 
 @contextmanager
-def joined_world(config: SFTConfig) -> Iterator[World]:
+def joined_world(config: SFTConfig) -> Iterator[Process]:
     try:
         yield setup_world(config.device, config.dist_timeout_seconds)
     finally:
         destroy_world()
 
 
-def prepare_output_dir(config: SFTConfig, paths: RunPaths, world: World) -> None:
+def prepare_output_dir(config: SFTConfig, paths: RunPaths, process: Process) -> None:
     """Refuse a directory with another run's checkpoints, or clear those if `clean_output_dir` says so.
 
     The launchers have done so for the whole directory; by now it holds this run's log and config.
@@ -86,7 +89,7 @@ def prepare_output_dir(config: SFTConfig, paths: RunPaths, world: World) -> None
     """
     resuming = config.ckpt is not None and config.ckpt.resume_step is not None
     if config.clean_output_dir and not resuming and not os.environ.get("NEVER_CLEAN_OUTPUT_DIR"):
-        if world.is_main:
+        if process.is_main:
             shutil.rmtree(paths.checkpoints, ignore_errors=True)
             shutil.rmtree(paths.weights, ignore_errors=True)
         dist.barrier()
@@ -96,21 +99,22 @@ def prepare_output_dir(config: SFTConfig, paths: RunPaths, world: World) -> None
         raise CheckpointError(str(error)) from error
 
 
-def setup_parts(config: SFTConfig, paths: RunPaths, world: World) -> Parts:
+def setup_parts(config: SFTConfig, paths: RunPaths, mesh: Mesh) -> Parts:
     """Build everything that the loop works with, at the step to resume from.
 
     Small faults come first: data and schedule are checked before a large model is loaded.
     """
-    micro_batches_per_process(config.data, world)
-    checkpoints = CheckpointManager(config.ckpt, paths, world) if config.ckpt is not None else None
+    process, data_axis = mesh.process, mesh.data_axis
+    micro_batches_per_data_rank(config.data, data_axis)
+    checkpoints = CheckpointManager(config.ckpt, paths, process, data_axis) if config.ckpt is not None else None
     resume_step = checkpoints.resume_step() if checkpoints is not None else None
     tokenizer = setup_tokenizer(config.tokenizer, config.model)
     fingerprint = fingerprint_of(config.data, tokenizer) if checkpoints is not None else None
     verified = check_same_rows(checkpoints, resume_step, fingerprint) if resume_step is not None else ""
-    rows = setup_rows(config.data, tokenizer, len(tokenizer), world)
-    check_first_rows(rows, tokenizer, show=config.log.log_data)
-    validation = Validation(config.val.data, tokenizer, world) if config.val is not None else None
-    model = setup_model(config.model, world)
+    rows = setup_rows(config.data, tokenizer, len(tokenizer), data_axis)
+    check_first_rows(rows, tokenizer, process, show=config.log.log_data)
+    validation = Validation(config.val.data, tokenizer, mesh) if config.val is not None else None
+    model = setup_model(config.model, mesh)
     if len(tokenizer) > model.config.vocab_size:
         raise ModelError(
             f"the tokenizer has {len(tokenizer)} tokens, but model.name = {config.model.name} has embeddings for "
@@ -118,11 +122,12 @@ def setup_parts(config: SFTConfig, paths: RunPaths, world: World) -> Parts:
         )
     optimizer = setup_optimizer(config.optim, model, config.model.optim_cpu_offload)
     schedule_steps = scheduled_steps(config.max_steps, config.ckpt, resume_step)
-    state = TrainState(model, optimizer, setup_scheduler(config.scheduler, optimizer, schedule_steps), Progress())
+    scheduler = setup_scheduler(config.scheduler, optimizer, schedule_steps)
+    state = TrainState({"policy": TrainedModel(model, optimizer, scheduler)})
     if checkpoints is not None and resume_step is not None:
         place = go_on(rows, checkpoints.load(state, resume_step))
         leave_receipt(config, checkpoints, state.progress, place, verified)
-    export_dtype = compute_dtype(config.model, world.device)
+    export_dtype = compute_dtype(config.model, process.device)
     return Parts(state, rows, tokenizer, checkpoints, export_dtype, validation, fingerprint)
 
 

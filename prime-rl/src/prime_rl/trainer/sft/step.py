@@ -11,62 +11,65 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from prime_rl.trainer.checkpoints.manager import TrainState
+from prime_rl.trainer.checkpoints.state import TrainState
 from prime_rl.trainer.model.scoring import LogitsOf, cross_entropy_sum, score_tokens
 from prime_rl.trainer.optim.accumulation import accumulated
 from prime_rl.trainer.optim.optimizer import clip_gradients
 from prime_rl.trainer.process.errors import DivergedError
-from prime_rl.trainer.process.world import World, sum_over_processes
+from prime_rl.trainer.process.parallel_dims import Mesh
+from prime_rl.trainer.process.world import Process, sum_over_processes
 from prime_rl.trainer.sft.data.packer import PackedRow
 from prime_rl.trainer.sft.reporting import StepStats
 
 
-def train_step(state: TrainState, rows: Sequence[PackedRow], max_norm: float, world: World) -> StepStats:
-    """Update the model on `rows`, this process's micro-batches; a collective call.
+def train_step(state: TrainState, rows: Sequence[PackedRow], max_norm: float, mesh: Mesh) -> StepStats:
+    """Update the model on `rows`, the micro-batches of this process's data rank. Collective.
 
-    The loss is the mean over all trained tokens of all processes, so it does not depend on how they are divided.
+    The loss is the mean over all trained tokens of all data ranks, so it does not depend on how rows are divided.
 
     Raises:
         DivergedError: loss or gradient is not finite; nothing has been updated.
     """
     started_s = time.perf_counter()
     own_counts = [sum(row.tokens for row in rows), sum(row.samples for row in rows), _trained(rows)]
-    tokens, samples, trained_tokens = map(int, sum_over_processes(own_counts, world))
-    own_loss = forward_backward(state.model, rows, max(trained_tokens, 1), world)
-    loss = sum_over_processes([own_loss], world)[0]
-    grad_norm = clip_gradients(state.model, max_norm)
+    tokens, samples, trained_tokens = map(int, mesh.data_axis.sum(own_counts, mesh.process.device))
+    own_loss = forward_backward(state.policy.model, rows, max(trained_tokens, 1), mesh)
+    loss = mesh.data_axis.sum([own_loss], mesh.process.device)[0]
+    grad_norm = clip_gradients(state.policy.model, max_norm)
     if not (math.isfinite(loss) and math.isfinite(grad_norm)):
         raise DivergedError(
             f"step {state.progress.step}: loss {loss}, gradient norm {grad_norm}: training has diverged. "
             "Lower optim.lr or lengthen the warm-up, and resume from the last checkpoint"
         )
     forward_backward_s = time.perf_counter() - started_s
-    lr = state.scheduler.get_last_lr()[0]
-    state.optimizer.step()
-    state.scheduler.step()
-    state.optimizer.zero_grad()
+    lr = state.policy.scheduler.get_last_lr()[0]
+    state.policy.optimizer.step()
+    state.policy.scheduler.step()
+    state.policy.optimizer.zero_grad()
     state.progress.advance(tokens, samples)
     return StepStats(loss, grad_norm, lr, tokens, samples, forward_backward_s)
 
 
-def forward_backward(model: nn.Module, rows: Sequence[PackedRow], trained_tokens: int, world: World) -> float:
-    """Add the gradient of the mean loss; returns this process's share of that loss.
+def forward_backward(model: nn.Module, rows: Sequence[PackedRow], trained_tokens: int, mesh: Mesh) -> float:
+    """Add the gradient of the mean loss; returns the share of this process's rows in that loss.
 
-    `trained_tokens` is the number over all processes. FSDP averages gradients over them, which the factor undoes.
+    `trained_tokens` is the number over all data ranks. FSDP averages gradients over all processes, and those that share
+    rows have equal gradients; multiplying by the number of data ranks makes the average the sum over rows.
     """
-    total = torch.zeros((), device=world.device)
-    for row in accumulated(model, rows, world):
-        loss_sum = row_loss_sum(model, row, world.device)
-        (loss_sum * (world.world_size / trained_tokens)).backward()
+    process = mesh.process
+    total = torch.zeros((), device=process.device)
+    for row in accumulated(model, rows, process):
+        loss_sum = row_loss_sum(model, row, process.device)
+        (loss_sum * (mesh.data_axis.data_size / trained_tokens)).backward()
         total += loss_sum.detach()
     return total.item() / trained_tokens
 
 
-def has_finite_weights(model: nn.Module, world: World) -> bool:
+def has_finite_weights(model: nn.Module, process: Process) -> bool:
     """Whether no weight of any process is infinite or no number; a collective call."""
     shards = (p.to_local() if isinstance(p, DTensor) else p for p in model.parameters())
     broken = sum(not bool(shard.isfinite().all()) for shard in shards)
-    return sum_over_processes([broken], world)[0] == 0
+    return sum_over_processes([broken], process)[0] == 0
 
 
 def row_loss_sum(model: nn.Module, row: PackedRow, device: torch.device) -> Tensor:

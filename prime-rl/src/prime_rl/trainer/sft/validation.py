@@ -11,7 +11,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from prime_rl.configs.sft import SFTDataConfig
-from prime_rl.trainer.process.world import World, sum_over_processes
+from prime_rl.trainer.process.data_axis import DataAxis
+from prime_rl.trainer.process.parallel_dims import Mesh
 from prime_rl.trainer.sft.data.best_fit import best_fit_decreasing
 from prime_rl.trainer.sft.data.conversation import TokenizedSample
 from prime_rl.trainer.sft.data.packer import PackedRow, lay_out
@@ -27,21 +28,22 @@ if TYPE_CHECKING:
 class Validation:
     """Every row of a dataset once, packed whole; the same each time, however many processes share them."""
 
-    def __init__(self, config: SFTDataConfig, tokenizer: PreTrainedTokenizerBase, world: World) -> None:
+    def __init__(self, config: SFTDataConfig, tokenizer: PreTrainedTokenizerBase, mesh: Mesh) -> None:
         """Tokenize and pack.
 
         Raises:
             DataError: the dataset is missing, or nothing in it is trained on.
         """
-        self.world = world
-        samples = _first_epoch(config, tokenizer, world.device)
+        self.device = mesh.process.device
+        self.data_axis = mesh.data_axis
+        samples = _first_epoch(config, tokenizer)
         rows = _packed(samples, config)
         self._trained_tokens = sum(int(row.is_trained.sum()) for row in rows)
         # Sharded weights are gathered by all processes together, so each has to compute as many rows.
         empty = lay_out([], config.seq_len * config.micro_batch_size, config.seq_len)
-        rows += [empty] * (-len(rows) % world.world_size)
-        self._own_rows = rows[world.rank :: world.world_size]
-        if world.is_main:
+        rows += [empty] * (-len(rows) % mesh.data_axis.data_size)
+        self._own_rows = rows[mesh.data_axis.data_rank :: mesh.data_axis.data_size]
+        if mesh.process.is_main:
             get_logger().info(
                 f"Validation data: {len(samples)} samples in {len(rows)} rows, {self._trained_tokens} trained tokens"
             )
@@ -51,20 +53,18 @@ class Validation:
         """Loss of `model`, which stays as it is, as do all random states; a collective call."""
         started_s = time.perf_counter()
         model.eval()
-        own_sum = sum(row_loss_sum(model, row, self.world.device).double() for row in self._own_rows)
+        own_sum = sum(row_loss_sum(model, row, self.device).double() for row in self._own_rows)
         model.train()
         # Without a backward pass the gathered weights stay in place, and the optimizer works on the shards.
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
-        loss_sum = sum_over_processes([own_sum.item()], self.world)[0]
+        loss_sum = self.data_axis.sum([own_sum.item()], self.device)[0]
         return ValStats(loss_sum / self._trained_tokens, time.perf_counter() - started_s)
 
 
-def _first_epoch(
-    config: SFTDataConfig, tokenizer: PreTrainedTokenizerBase, device: torch.device
-) -> list[TokenizedSample]:
-    stream = DatasetStream(config, tokenizer, World(0, 1, 0, device))
+def _first_epoch(config: SFTDataConfig, tokenizer: PreTrainedTokenizerBase) -> list[TokenizedSample]:
+    stream = DatasetStream(config, tokenizer, DataAxis(data_rank=0, data_size=1))
     samples: list[TokenizedSample] = []
     while stream.position < stream.row_count:
         sample = next(stream)

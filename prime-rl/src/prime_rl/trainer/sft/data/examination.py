@@ -17,6 +17,8 @@ from prime_rl.utils.logger import get_logger
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from prime_rl.trainer.process.world import Process
+
 _FIRST_ROWS = 256
 """Rows that every run looks at before it starts."""
 _WORRYING_TRUNCATED = 0.05
@@ -143,7 +145,7 @@ def worries(found: Examination, config: SFTDataConfig) -> Iterator[str]:
         yield f'data.pack_function = "{config.pack_function}" leaves {padding}{better}'
 
 
-def check_first_rows(rows: PackedRows, tokenizer: PreTrainedTokenizerBase, show: bool) -> None:
+def check_first_rows(rows: PackedRows, tokenizer: PreTrainedTokenizerBase, process: Process, show: bool) -> None:
     """Look at the first rows of a run that has not begun; warn of what seems not meant, and `show` the first sample.
 
     Every process looks at the same rows, so all come to the same end.
@@ -158,7 +160,7 @@ def check_first_rows(rows: PackedRows, tokenizer: PreTrainedTokenizerBase, show:
     fault = untrainable_fault(found, stream.config)
     if fault:
         raise DataError(fault)
-    if not rows.world.is_main:
+    if not process.is_main:
         return
     for line in worries(found, stream.config):
         get_logger().warning(f"First rows of the data: {line}")

@@ -11,13 +11,13 @@ import numpy as np
 from prime_rl.configs.sft import STACK_MULTIPLE, BaseDataConfig, FakeDataConfig, SFTDataConfig
 from prime_rl.trainer.sft.data.best_fit import best_fit_decreasing
 from prime_rl.trainer.sft.data.conversation import TokenizedSample
-from prime_rl.trainer.sft.data.places import Place, redealt
+from prime_rl.trainer.sft.data.places import Place, redealt, saved_data_size
 from prime_rl.trainer.sft.data.samples import DatasetStream, FakeStream, SampleStream
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from prime_rl.trainer.process.world import World
+    from prime_rl.trainer.process.data_axis import DataAxis
 
 
 _WINDOW_SAMPLES = 1024
@@ -112,7 +112,7 @@ class BestFit:
         self.row_tokens = row_tokens
         self.rows: list[list[TokenizedSample]] = []
         self.held_back: list[list[TokenizedSample]] = []
-        """One row, or several after a change of the number of processes."""
+        """One row, or several after the number of data ranks has changed."""
 
     def __call__(self, stream: SampleStream) -> Sequence[TokenizedSample]:
         if not self.rows:
@@ -167,7 +167,7 @@ class Stack:
         self.touched_at = dict.fromkeys(self.buckets, 0)
         self.emitted = 0
         self.ready: list[list[TokenizedSample]] = []
-        """Rows that were full when the number of processes changed."""
+        """Rows that were full when the number of data ranks changed."""
 
     def __call__(self, stream: SampleStream) -> Sequence[TokenizedSample]:
         samples = self.ready.pop() if self.ready else self._stale()
@@ -221,12 +221,12 @@ def setup_packer(config: BaseDataConfig) -> Packer:
 
 
 class PackedRows:
-    """This process's rows, one micro-batch after another."""
+    """The rows of this process's data rank, one micro-batch after another."""
 
-    def __init__(self, stream: SampleStream, config: BaseDataConfig, world: World) -> None:
+    def __init__(self, stream: SampleStream, config: BaseDataConfig, data_axis: DataAxis) -> None:
         self.stream = stream
         self.config = config
-        self.world = world
+        self.data_axis = data_axis
         self.row_tokens = config.seq_len * config.micro_batch_size
         self._packer = setup_packer(config)
 
@@ -238,14 +238,14 @@ class PackedRows:
 
     def state(self) -> dict[str, Any]:
         """The place in the data behind the row returned last, with the samples that wait for a row."""
-        world = {"rank": self.world.rank, "world_size": self.world.world_size}
-        return {**self.stream.state(), **world, "waiting": self._packer.state()}
+        position = {"data_rank": self.data_axis.data_rank, "data_size": self.data_axis.data_size}
+        return {**self.stream.state(), **position, "waiting": self._packer.state()}
 
     def load_state(self, places: Sequence[Place]) -> None:
-        """Continue where this process was, or where all those were that `places` come from, when they were others."""
+        """Continue from this data rank's own place, or from those of all ranks of a run with another number of them."""
         place = places[0]
-        if len(places) > 1 or place["world_size"] != self.world.world_size:
-            place = redealt(places, self.world.rank, self.world.world_size)
+        if len(places) > 1 or saved_data_size(place) != self.data_axis.data_size:
+            place = redealt(places, self.data_axis.data_rank, self.data_axis.data_size)
         self.stream.restore(place)
         self._packer.restore(place["waiting"])
 
@@ -271,16 +271,16 @@ __all__ = ["PackedRow", "PackedRows", "setup_rows"]
 
 
 def setup_rows(
-    config: SFTDataConfig | FakeDataConfig, tokenizer: PreTrainedTokenizerBase, vocab_size: int, world: World
+    config: SFTDataConfig | FakeDataConfig, tokenizer: PreTrainedTokenizerBase, vocab_size: int, data_axis: DataAxis
 ) -> PackedRows:
-    """This process's rows of `seq_len * micro_batch_size` tokens.
+    """This data rank's rows of `seq_len * micro_batch_size` tokens.
 
     Raises:
         DataError: the dataset is missing or has no conversations.
     """
     stream: SampleStream
     if isinstance(config, FakeDataConfig):
-        stream = FakeStream(config, vocab_size, world)
+        stream = FakeStream(config, vocab_size, data_axis)
     else:
-        stream = DatasetStream(config, tokenizer, world)
-    return PackedRows(stream, config, world)
+        stream = DatasetStream(config, tokenizer, data_axis)
+    return PackedRows(stream, config, data_axis)

@@ -1,8 +1,8 @@
-"""Which entries of the data each process takes, and how that is dealt anew among another number of processes.
+"""Which entries of the data each data rank takes, and how to continue with another number of data ranks.
 
-Entry i belongs to process i modulo their number n. Each process reads at its own pace, so when n processes stop, some
-entries below the farthest one's place are still to be read, and packers hold samples back. `redealt` gives all of it to
-m processes: every entry is taken once, and every sample that was held back is used once.
+Entry i belongs to data rank i modulo their number n. Each rank reads at its own pace, so when n ranks stop, some
+entries before the farthest position are unread, and packers hold samples back. `redealt` divides all of them among m
+ranks: each entry is read once, and each sample that was held back is used once.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from itertools import chain, zip_longest
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from prime_rl.trainer.process.world import World
+    from prime_rl.trainer.process.data_axis import DataAxis
 
 Place = Mapping[str, Any]
-"""The place of one process in the data as a checkpoint holds it: plain values and bytes."""
+"""The position of one data rank in the data as a checkpoint holds it: plain values and bytes."""
 
 
 class Places:
-    """The entries of one process, in rising order."""
+    """The entries of one data rank, in rising order."""
 
-    def __init__(self, world: World) -> None:
-        self._stride = world.world_size
-        self._next = world.rank
+    def __init__(self, data_axis: DataAxis) -> None:
+        self._stride = data_axis.data_size
+        self._next = data_axis.data_rank
         self._left_over: list[int] = []
 
     @property
@@ -45,30 +45,36 @@ class Places:
         self._next, self._left_over = state["position"], list(state["left_over"])
 
 
-def redealt(places: Sequence[Place], rank: int, world_size: int) -> dict[str, Any]:
-    """The place of process `rank` of `world_size`, when `places` are those of all processes that stopped, by rank."""
+def redealt(places: Sequence[Place], data_rank: int, data_size: int) -> dict[str, Any]:
+    """The position of `data_rank` of `data_size`, from the positions of all data ranks that stopped, by rank."""
     farthest = max(place["position"] for place in places)
     behind = (range(place["position"], farthest, len(places)) for place in places)
     left_over = sorted(chain(*behind, *(place["left_over"] for place in places)))
     counts = sum((Counter(place["counts"]) for place in places), Counter())
-    # Reading starts where the hindmost process was; all that is still to be read lies behind that.
+    # Reading starts at the position of the slowest rank: everything unread comes after it.
     hindmost = min(places, key=lambda place: min([place["position"], *place["left_over"]]))
     return {
         **hindmost,
-        "position": farthest + (rank - farthest) % world_size,
-        "left_over": left_over[rank::world_size],
-        "counts": dict(counts) if rank == 0 else {},
-        "waiting": _redealt_samples([place["waiting"] for place in places], rank, world_size),
-        "rank": rank,
-        "world_size": world_size,
+        "position": farthest + (data_rank - farthest) % data_size,
+        "left_over": left_over[data_rank::data_size],
+        "counts": dict(counts) if data_rank == 0 else {},
+        "waiting": _redealt_samples([place["waiting"] for place in places], data_rank, data_size),
+        "data_rank": data_rank,
+        "data_size": data_size,
     }
 
 
-def _redealt_samples(waiting: Sequence[Mapping[str, Any]], rank: int, world_size: int) -> dict[str, Any]:
+def saved_data_size(place: Place) -> int:
+    """Number of data ranks of the run that saved `place`."""
+    # Older checkpoints call it `world_size`: each process was a data rank.
+    return place["data_size"] if "data_size" in place else place["world_size"]
+
+
+def _redealt_samples(waiting: Sequence[Mapping[str, Any]], data_rank: int, data_size: int) -> dict[str, Any]:
     """The state of a packer, from those of all packers."""
-    own = slice(rank, None, world_size)
+    own = slice(data_rank, None, data_size)
     if "held_back" in waiting[0]:
-        # Rows are taken from the end of the lists, by all processes at once.
+        # All ranks take rows from the end of their lists at once.
         rounds = zip_longest(*(reversed(state["rows"]) for state in waiting))
         rows = [row for row in chain.from_iterable(rounds) if row is not None]
         return {"rows": rows[own][::-1], "held_back": list(chain(*(state["held_back"] for state in waiting)))[own]}

@@ -1,4 +1,4 @@
-"""The stream of training samples: endless, divided over the processes, without those that cannot be trained on."""
+"""The endless stream of training samples, divided over the data ranks, without those that cannot be trained on."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from prime_rl.utils.logger import get_logger
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from prime_rl.trainer.process.world import World
+    from prime_rl.trainer.process.data_axis import DataAxis
 
 _CACHED_TOKENS = 2**26
 """Tokens that stay tokenized from one epoch to the next: about 340 MB a process."""
@@ -46,7 +46,7 @@ class SampleCounts:
 
 
 class SampleStream(Protocol):
-    """Samples without end; the processes share its entries, see `places`."""
+    """Samples without end. Data ranks divide its entries, see `places`."""
 
     row_count: int
     """Rows of one epoch; 0 where that is unknown, and for made-up data, which has none."""
@@ -56,7 +56,7 @@ class SampleStream(Protocol):
 
     @property
     def position(self) -> int:
-        """Index of the next entry that this process looks at."""
+        """Index of the next entry that this data rank reads."""
 
     @property
     def epoch(self) -> int: ...
@@ -124,13 +124,13 @@ class SampleMaker:
 class DatasetStream:
     """The rows of a dataset, epoch after epoch. Rows without a use are left out, and counted."""
 
-    def __init__(self, config: SFTDataConfig, tokenizer: PreTrainedTokenizerBase, world: World) -> None:
+    def __init__(self, config: SFTDataConfig, tokenizer: PreTrainedTokenizerBase, data_axis: DataAxis) -> None:
         self.config = config
-        self.world = world
+        self.data_axis = data_axis
         self.entries = setup_entries(config)
         self.counts = SampleCounts()
         self.drawn: list[str] = []
-        self._places = Places(world)
+        self._places = Places(data_axis)
         self._make = SampleMaker(config, tokenizer)
         self._cache: dict[int, Made] = {}
         self._cached_tokens = 0
@@ -156,8 +156,8 @@ class DatasetStream:
             if sample is not None:
                 return sample
             barren += 1
-            # Twice through this process's share without a usable row: there is none.
-            if barren > (2 * self.row_count // self.world.world_size + 1 if self.row_count else _MAX_BARREN_RUN):
+            # Twice through this data rank's share without a usable row: there is none.
+            if barren > (2 * self.row_count // self.data_axis.data_size + 1 if self.row_count else _MAX_BARREN_RUN):
                 raise DataError(
                     f"data.name = {self.config.name}: no row has a trained token within data.seq_len = "
                     f"{self.config.seq_len}; check data.loss_mask, data.overlong and data.seq_len"
@@ -172,7 +172,7 @@ class DatasetStream:
         self.counts = SampleCounts(**state["counts"])
 
     def first_ones(self, count: int) -> Iterator[Made]:
-        """What the stream begins with, over all processes. Moves and counts nothing.
+        """What the stream begins with, over all data ranks. Moves and counts nothing.
 
         Only before the first sample has been taken. Ends with the first epoch, as far as its length is known.
         """
@@ -228,12 +228,12 @@ class FakeStream:
     epoch = 0
     row_count = 0
 
-    def __init__(self, config: FakeDataConfig, vocab_size: int, world: World) -> None:
+    def __init__(self, config: FakeDataConfig, vocab_size: int, data_axis: DataAxis) -> None:
         self.config = config
         self.vocab_size = vocab_size
         self.counts = SampleCounts()
         self.drawn: list[str] = []
-        self._places = Places(world)
+        self._places = Places(data_axis)
 
     @property
     def position(self) -> int:

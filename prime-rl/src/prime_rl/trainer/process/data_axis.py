@@ -1,0 +1,73 @@
+"""The data axis: which rows a process trains on, and sums over all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+DATA_AXES = ("dp_replicate", "dp_shard")
+"""Names of the mesh axes along which processes read different rows. Along any other axis they share rows."""
+
+
+@dataclass(frozen=True, slots=True)
+class DataAxis:
+    """A process's position among those that read different rows.
+
+    Use it to divide rows, to sum over rows and to normalize the loss. Processes with the same `data_rank` read the same
+    rows, so a sum over processes would count those more than once.
+    """
+
+    data_rank: int
+    data_size: int
+    group: dist.ProcessGroup | None = None
+    """Connects one process of each data rank, in order. None is the default group, of all processes."""
+
+    @classmethod
+    def from_mesh(cls, mesh: DeviceMesh) -> DataAxis:
+        """The data axis of this process in a mesh of all processes. Collective."""
+        groups = data_groups(mesh.mesh, mesh.mesh_dim_names or ())
+        own = next(group for group in groups if mesh.get_rank() in group)
+        # One group of all processes is the default group.
+        group = dist.new_subgroups_by_enumeration(groups)[0] if len(groups) > 1 else None
+        return cls(own.index(mesh.get_rank()), len(own), group)
+
+    def sum(self, values: Sequence[float], device: torch.device) -> list[float]:
+        """Each of `values` summed over the data ranks, in float64. Collective."""
+        if self.data_size == 1:
+            return list(values)
+        totals = torch.tensor(values, dtype=torch.float64, device=device)
+        dist.all_reduce(totals, group=self.group)
+        return totals.tolist()
+
+    def sum_counts(self, counts: Sequence[int]) -> list[int]:
+        """Each of `counts` summed over the data ranks, without waiting for a GPU. Collective."""
+        if self.data_size == 1:
+            return list(counts)
+        totals = torch.tensor(counts)
+        dist.all_reduce(totals, group=self.group)
+        return totals.tolist()
+
+    def gather(self, value: Any) -> list[Any] | None:
+        """The values of all data ranks, in order, on data rank 0; None on the others. Collective."""
+        if self.data_size == 1:
+            return [value]
+        values: list[Any] | None = [None] * self.data_size if self.data_rank == 0 else None
+        dist.gather_object(value, values, group=self.group, group_dst=0)
+        return values
+
+
+def data_groups(ranks: Tensor, axis_names: Sequence[str]) -> list[list[int]]:
+    """The groups of processes that read different rows, each in order of data rank.
+
+    `ranks` is the mesh: process ranks by their position along the axes that `axis_names` lists.
+    """
+    data_axes = [axis for axis, name in enumerate(axis_names) if name in DATA_AXES]
+    by_data_rank = ranks.movedim(data_axes, list(range(len(data_axes))))
+    data_size = by_data_rank.shape[: len(data_axes)].numel()
+    return by_data_rank.reshape(data_size, -1).T.tolist()
