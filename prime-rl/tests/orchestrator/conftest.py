@@ -22,7 +22,8 @@ from starlette.routing import Route
 
 from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.orchestrator.orchestrator import run
-from prime_rl.orchestrator.rollouts.rollout import ExampleRef, Rollout, Turn
+from prime_rl.orchestrator.rollouts.rollout import ExampleRef, Rollout
+from prime_rl.orchestrator.rollouts.trace import ModelCall, TokenTrace
 from prime_rl.run.paths import OrchestratorPaths
 from prime_rl.utils.logger import setup_logger
 from prime_rl.utils.pydantic_config import load_config
@@ -64,6 +65,8 @@ class PolicyServer:
     joins: list[dict[str, Any]] = field(default_factory=list)
     """Weight groups that it was told to join; the trainer of the port 1 never comes."""
     requests: list[dict[str, Any]] = field(default_factory=list)
+    answers: list[bytes] = field(default_factory=list)
+    """Bodies of the chat completions that it returned."""
     gate: threading.Event = field(default_factory=threading.Event)
     """Chat requests are answered only while it is set."""
     refusal: tuple[int, str] | None = None
@@ -135,7 +138,9 @@ class PolicyServer:
             return _error(*self.refusal)
         if body.get("model", MODEL) not in (MODEL, *self.adapters):
             return _error(404, f"the model {body['model']} does not exist")
-        return JSONResponse(self._completion(body))
+        response = JSONResponse(self._completion(body))
+        self.answers.append(bytes(response.body))
+        return response
 
     def _completion(self, body: dict[str, Any]) -> dict[str, Any]:
         version = self.adapters.get(body.get("model", MODEL), self.version)
@@ -307,8 +312,8 @@ def orchestrate(tmp_path: Path, policy_server, capsys: pytest.CaptureFixture[str
     return finish
 
 
-def make_turn(prompt: Sequence[int], completion: Sequence[int], logprob: float = -1.0) -> Turn:
-    return Turn(
+def make_turn(prompt: Sequence[int], completion: Sequence[int], logprob: float = -1.0) -> ModelCall:
+    return ModelCall(
         prompt_ids=list(prompt),
         prompt_mask=[False] * len(prompt),
         completion_ids=list(completion),
@@ -317,12 +322,13 @@ def make_turn(prompt: Sequence[int], completion: Sequence[int], logprob: float =
     )
 
 
-def make_rollout(*turns: Turn, reward: float = 0.0, env: str = "letters", **fields: Any) -> Rollout:
-    return Rollout(ExampleRef(env, 0), reward, list(turns), temperature=1.0, version=0, num_turns=len(turns), **fields)
+def make_rollout(*turns: ModelCall, reward: float = 0.0, env: str = "letters", **fields: Any) -> Rollout:
+    trace = TokenTrace(list(turns))
+    return Rollout(ExampleRef(env, 0), reward, trace, temperature=1.0, version=0, num_turns=len(turns), **fields)
 
 
 @pytest.fixture
-def turn() -> Callable[..., Turn]:
+def turn() -> Callable[..., ModelCall]:
     return make_turn
 
 

@@ -44,7 +44,7 @@ async def test_an_environment_answers_from_a_process_of_its_own(
         await environment.close()
         await pool.close()
     assert [rollout.reward for rollout in rollouts] == [1.0, 1.0]
-    assert bytes(rollouts[0].turns[0].completion_ids) == b"olleh\x03"
+    assert bytes(rollouts[0].trace.calls[0].completion_ids) == b"olleh\x03"
     assert (tmp_path / "logs" / "train" / "letters-env.log").is_file()
 
 

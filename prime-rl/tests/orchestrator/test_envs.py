@@ -35,7 +35,7 @@ async def test_a_group_comes_back_scored_with_tokens_and_the_version_that_made_t
     policy_server.version = 1
     rollouts = await run_group(load(), policy_server)
     assert [rollout.reward for rollout in rollouts] == [1.0, 1.0]
-    (turn,) = rollouts[0].turns
+    (turn,) = rollouts[0].trace.calls
     assert bytes(turn.completion_ids[:-1]) == b"olleh"
     assert turn.completion_logprobs == [-1.5] * 6
     assert (rollouts[0].version, rollouts[0].temperature) == (1, 0.7)
@@ -82,7 +82,7 @@ async def test_what_exceeds_seq_len_is_cut_and_flagged(policy_server) -> None:
     environment = load(extra_env_kwargs={"seq_len": 23, "score_rollouts": True})
     (rollout,) = await run_group(environment, policy_server, size=1)
     assert rollout.is_truncated
-    assert rollout.turns[0].total_tokens == 23
+    assert rollout.trace.calls[0].total_tokens == 23
 
 
 async def test_without_verification_rewards_are_zero(policy_server) -> None:

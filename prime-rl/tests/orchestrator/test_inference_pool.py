@@ -10,7 +10,9 @@ from verifiers.types import UserMessage
 from prime_rl.configs.shared import ClientConfig
 from prime_rl.orchestrator.errors import InferenceFault
 from prime_rl.orchestrator.rollouts.chat_client import ChatChannel
+from prime_rl.orchestrator.rollouts.replies import VersionSpan
 from prime_rl.orchestrator.rollouts.sampling import SamplingConfig, train_sampling_args
+from prime_rl.orchestrator.rollouts.trace import CallDetails
 from prime_rl.orchestrator.servers.pool import WATCH_INTERVAL_S, InferencePool
 
 ARGS = train_sampling_args(SamplingConfig(max_tokens=8), 0.7)
@@ -187,7 +189,9 @@ async def test_an_answer_carries_tokens_logprobs_and_the_policy_version(policy_s
     assert response.message.content == "cba"
     assert tokens.completion_ids == [*map(ord, "cba"), 3]
     assert tokens.completion_logprobs == [-2.5] * 4
-    assert response.weight_versions == [{"version": 2, "start": 0, "end": 4}]
+    details = CallDetails.from_builtins(response.call)
+    assert (details.version_spans, details.finish_reason) == ((VersionSpan(version=2, start=0, end=4),), "stop")
+    assert details.started_s <= details.ended_s
     (request,) = policy_server.requests
     assert (request["max_completion_tokens"], request["temperature"], request["top_k"]) == (8, 0.7, -1)
     assert request["messages"] == [{"role": "user", "content": "abc"}]

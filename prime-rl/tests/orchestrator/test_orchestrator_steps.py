@@ -120,7 +120,7 @@ def test_tokens_and_logprobs_that_do_not_match_fail_the_rollout() -> None:
 
 def test_turns_without_tokens_are_left_out() -> None:
     attempt = read_rollout({"reward": 1.0, "trajectory": [{"tokens": None}]}, EXAMPLE, 1.0, 0)
-    assert (attempt.turns, attempt.num_turns) == ([], 1)
+    assert (attempt.trace.calls, attempt.num_turns) == ([], 1)
     with pytest.raises(MalformedRollout, match="no rollout of the group has token ids"):
         check_trainable([attempt])
 

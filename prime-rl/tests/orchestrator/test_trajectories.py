@@ -59,4 +59,4 @@ def test_a_rollout_without_tokens_gives_no_sample(rollout) -> None:
 def test_the_turns_of_the_rollout_stay_as_they_are(turn, rollout) -> None:
     attempt = rollout(turn([1], [2]), turn([1, 2, 3], [4]))
     to_samples(attempt)
-    assert [each.completion_ids for each in attempt.turns] == [[2], [4]]
+    assert [each.completion_ids for each in attempt.trace.calls] == [[2], [4]]

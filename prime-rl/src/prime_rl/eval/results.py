@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 from prime_rl.orchestrator.rollouts.rollout import ExampleRef, Rollout
+from prime_rl.orchestrator.rollouts.trace import TokenTrace
 
 
 class Key(NamedTuple):
@@ -64,7 +65,7 @@ class Result:
         return Rollout(
             ExampleRef(self.env, self.example),
             self.reward,
-            turns=[],
+            trace=TokenTrace(),
             temperature=1.0,
             version=self.step,
             is_truncated=self.is_truncated,

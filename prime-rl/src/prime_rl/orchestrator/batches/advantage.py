@@ -154,7 +154,7 @@ def shaped_reward(rollout: Rollout, overlong: OverlongConfig | None) -> float:
     """
     if overlong is None:
         return rollout.reward
-    longest = max((len(turn.completion_ids) for turn in rollout.turns), default=rollout.usage_output_tokens)
+    longest = max((len(call.completion_ids) for call in rollout.trace.calls), default=rollout.usage_output_tokens)
     excess = (longest - (overlong.max_tokens - overlong.buffer_tokens)) / overlong.buffer_tokens
     return rollout.reward - overlong.penalty * min(1.0, max(0.0, excess))
 

@@ -39,8 +39,8 @@ class GibberishFilter:
     def detects(self, rollout: Rollout) -> bool:
         return any(
             token > self.token_id_threshold and logprob < self.max_logprob
-            for turn in rollout.turns
-            for token, logprob in zip(turn.completion_ids, turn.completion_logprobs, strict=True)
+            for call in rollout.trace.calls
+            for token, logprob in zip(call.completion_ids, call.completion_logprobs, strict=True)
         )
 
 
@@ -54,11 +54,11 @@ class RepetitionFilter:
     name: str = "repetition"
 
     def detects(self, rollout: Rollout) -> bool:
-        if sum(len(turn.completion_ids) for turn in rollout.turns) < self.window:
+        if sum(len(call.completion_ids) for call in rollout.trace.calls) < self.window:
             return False
         run = 0
-        for turn in rollout.turns:
-            for logprob in turn.completion_logprobs:
+        for call in rollout.trace.calls:
+            for logprob in call.completion_logprobs:
                 run = run + 1 if logprob > self.min_logprob else 0
                 if run >= self.window:
                     return True

@@ -141,5 +141,6 @@ class Extras:
 
 def sample_row(rollout: Rollout, step: int) -> list[Any]:
     """One row of the table; the token ids are those of the last model call."""
-    ids = rollout.turns[-1].prompt_ids + rollout.turns[-1].completion_ids if rollout.turns else []
+    last = rollout.trace.calls[-1] if rollout.trace else None
+    ids = last.prompt_ids + last.completion_ids if last is not None else []
     return [step, rollout.example.env, rollout.example.row, sample_text(rollout), str(ids), rollout.reward]

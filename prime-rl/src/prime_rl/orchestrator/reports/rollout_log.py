@@ -54,7 +54,7 @@ def record(rollout: Rollout, **more: Any) -> dict[str, Any]:
         "metrics": rollout.metrics,
         "policy_version": rollout.version,
         "temperature": rollout.temperature,
-        "prompt_tokens": len(rollout.turns[0].prompt_ids) if rollout.turns else None,
+        "prompt_tokens": len(rollout.trace.calls[0].prompt_ids) if rollout.trace else None,
         "completion_tokens": rollout.completion_tokens,
         "num_turns": rollout.num_turns,
         "is_truncated": rollout.is_truncated,

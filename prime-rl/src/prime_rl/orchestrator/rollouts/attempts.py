@@ -1,4 +1,4 @@
-"""Rollouts that are looked at and not trained on: a few at a time, and a failure is a result."""
+"""Runs rollouts that are not trained on, a limited number at a time, and reports failures as results."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from prime_rl.orchestrator.servers.server import InferenceServer
 
 
 class Attemptable(Protocol):
-    """An environment, as needed here."""
+    """The part of an environment that attempts use."""
 
     async def attempt(
         self,
@@ -27,14 +27,14 @@ class Attemptable(Protocol):
 
 
 class ServerPool(Protocol):
-    """The inference servers, as needed here."""
+    """The part of the server pool that attempts use."""
 
     def least_loaded(self) -> InferenceServer: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """One group of rollouts to make."""
+    """One group of rollouts to run."""
 
     environment: Attemptable
     example: ExampleRef
@@ -45,21 +45,21 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What came of an attempt."""
+    """The result of an attempt."""
 
     example: ExampleRef
     rollouts: list[Rollout]
-    """Those that ended without an error."""
+    """Rollouts that ended without an error."""
     failed: int = 0
-    """Those that did not: they have no score, rather than one of 0."""
+    """Number of rollouts that ended with an error. They have no score, rather than a score of 0."""
     reason: str | None = None
-    """Why one of them failed."""
+    """Error of the last rollout that failed."""
     ended_s: float = field(default_factory=time.perf_counter)
-    """By `time.perf_counter`."""
+    """Time of the end, by `time.perf_counter`."""
 
 
 async def run_attempts(attempts: Sequence[Attempt], pool: ServerPool, version: int, at_once: int) -> list[Outcome]:
-    """Make all attempts, so many `at_once`; their outcomes in the same order."""
+    """Run all attempts, at most `at_once` at a time; returns their outcomes in the same order."""
     outcomes: list[Outcome | None] = [None] * len(attempts)
     waiting = iter(enumerate(attempts))
     async with asyncio.TaskGroup() as group:
@@ -85,7 +85,7 @@ async def _outcome(attempt: Attempt, server: InferenceServer, version: int) -> O
         rollouts = await attempt.environment.attempt(
             attempt.example, attempt.size, server, attempt.sampling_args, version, attempt.max_retries
         )
-    except Exception as error:  # noqa: BLE001 - an environment's own code may raise anything, and the run goes on
+    except Exception as error:  # noqa: BLE001 - environment code may raise anything, and the run continues
         reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
         return Outcome(attempt.example, [], attempt.size, reason)
     good = [rollout for rollout in rollouts if rollout.error is None]

@@ -1,4 +1,4 @@
-"""Rollouts as values. The dictionaries of verifiers are read once, here."""
+"""Rollouts as values, and the one place that reads the dictionaries of verifiers."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from prime_rl.orchestrator.errors import MalformedRollout
+from prime_rl.orchestrator.rollouts.trace import CallDetails, ModelCall, TokenTrace
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -18,38 +19,20 @@ class ExampleRef:
     row: int
 
 
-@dataclass(frozen=True, slots=True)
-class Turn:
-    """One model call: the tokens of its prompt, and the M tokens sampled after it."""
-
-    prompt_ids: list[int]
-    prompt_mask: list[bool]
-    completion_ids: list[int]
-    completion_mask: list[bool]
-    completion_logprobs: list[float]
-    versions: tuple[int, int] | None = None
-    """Oldest and newest policy version that sampled the completion, where the server says so."""
-
-    @property
-    def total_tokens(self) -> int:
-        return len(self.prompt_ids) + len(self.completion_ids)
-
-
 @dataclass(slots=True)
 class Rollout:
     """One scored attempt at an example."""
 
     example: ExampleRef
     reward: float
-    turns: list[Turn]
-    """Model calls whose tokens are known, in order."""
+    trace: TokenTrace
     temperature: float
     version: int
-    """Oldest policy version that sampled any of its tokens; the version at submission where servers do not say."""
+    """Oldest policy version that sampled any of its tokens; the version at submission if servers do not report it."""
     num_turns: int = 1
-    """All model calls, with or without tokens."""
+    """Number of model calls, with or without tokens."""
     error: str | None = None
-    """Name of the error that ended the rollout early. Its reward counts; its tokens are not trained on."""
+    """Name of the error that ended the rollout early. The reward counts, but the tokens are not trained on."""
     error_detail: str | None = None
     is_truncated: bool = False
     stop_condition: str | None = None
@@ -61,7 +44,7 @@ class Rollout:
     completion: Any = None
     advantage: float | None = None
     masked_by: str | None = None
-    """The enforced filter that keeps its tokens from training."""
+    """Name of the enforced filter that excludes its tokens from training."""
 
     @property
     def trains(self) -> bool:
@@ -69,15 +52,13 @@ class Rollout:
 
     @property
     def completion_tokens(self) -> int:
-        """Tokens after the first prompt, those that the environment wrote between turns included."""
-        if not self.turns:
-            return self.usage_output_tokens
-        return self.turns[-1].total_tokens - len(self.turns[0].prompt_ids)
+        """Tokens after the first prompt, including those that the environment wrote between turns."""
+        return self.trace.completion_tokens if self.trace else self.usage_output_tokens
 
     @property
     def total_tokens(self) -> int:
-        """Prompt and completion of the last model call."""
-        return self.turns[-1].total_tokens if self.turns else self.usage_output_tokens
+        """Tokens in the prompt and completion of the last model call."""
+        return self.trace.total_tokens if self.trace else self.usage_output_tokens
 
 
 @dataclass(slots=True)
@@ -94,25 +75,25 @@ class Group:
 
 
 def read_rollout(output: Mapping[str, Any], example: ExampleRef, temperature: float, version: int) -> Rollout:
-    """The rollout in a verifiers output that has the state columns `trajectory` and `sampling_args`.
+    """Read the rollout in a verifiers output, which must have the state columns `trajectory` and `sampling_args`.
 
     Raises:
-        MalformedRollout: the reward is no finite number, or tokens and log-probabilities do not match.
+        MalformedRollout: the reward is not a finite number, or tokens and log-probabilities differ in length.
     """
     reward = output.get("reward")
     if not isinstance(reward, int | float) or not math.isfinite(reward):
         raise MalformedRollout(f"environment {example.env!r} gave the reward {reward!r}, not a finite number")
     steps = output.get("trajectory") or []
-    turns = [_read_turn(step, example) for step in steps if step.get("tokens")]
-    versions = [turn.versions[0] for turn in turns if turn.versions]
+    trace = _read_trace(steps, example)
+    oldest = trace.oldest_version
     error = output.get("error") or {}
     timing = output.get("timing") or {}
     return Rollout(
         example=example,
         reward=float(reward),
-        turns=turns,
+        trace=trace,
         temperature=temperature,
-        version=min(versions, default=version),
+        version=version if oldest is None else oldest,
         num_turns=len(steps),
         error=error.get("error"),
         error_detail=error.get("error_chain_repr"),
@@ -132,48 +113,44 @@ def read_rollout(output: Mapping[str, Any], example: ExampleRef, temperature: fl
 
 
 def check_trainable(rollouts: Iterable[Rollout]) -> None:
-    """Tell a group that an environment or a server broke from one that merely did badly.
+    """Refuse a group that failed because of an environment or a server, rather than because of its answers.
 
     Raises:
-        MalformedRollout: every rollout ended in an error, or none came with token ids.
+        MalformedRollout: every rollout ended with an error, or none has token ids.
     """
     rollouts = list(rollouts)
     if all(rollout.error for rollout in rollouts):
         raise MalformedRollout(f"every rollout of the group failed: {rollouts[-1].error_detail or rollouts[-1].error}")
-    if not any(rollout.turns for rollout in rollouts):
+    if not any(rollout.trace for rollout in rollouts):
         raise MalformedRollout("no rollout of the group has token ids and log-probabilities")
 
 
-def _read_turn(step: Mapping[str, Any], example: ExampleRef) -> Turn:
-    tokens = step["tokens"]
-    ids, mask, logprobs = tokens["completion_ids"], tokens["completion_mask"], tokens["completion_logprobs"]
-    if not len(ids) == len(mask) == len(logprobs):
-        raise MalformedRollout(
-            f"environment {example.env!r}: a completion has {len(ids)} tokens, {len(mask)} mask entries "
-            f"and {len(logprobs)} log-probabilities"
-        )
-    return Turn(
+def _read_trace(steps: Iterable[Mapping[str, Any]], example: ExampleRef) -> TokenTrace:
+    """The steps of a verifiers trajectory that have tokens.
+
+    A step's tokens are those of the reply as the environment keeps them: cut to its `max_seq_len`, some perhaps masked.
+    """
+    try:
+        return TokenTrace([_read_call(step["tokens"], step.get("response")) for step in steps if step.get("tokens")])
+    except MalformedRollout as error:
+        raise MalformedRollout(f"environment {example.env!r}: {error}") from error
+
+
+def _read_call(tokens: Mapping[str, Any], response: Any) -> ModelCall:
+    # Clients other than ours leave no details on the response.
+    get = getattr(response, "get", None)
+    return ModelCall(
         prompt_ids=tokens["prompt_ids"],
+        completion_ids=tokens["completion_ids"],
+        completion_logprobs=tokens["completion_logprobs"],
+        completion_mask=[bool(flag) for flag in tokens["completion_mask"]],
         prompt_mask=[bool(flag) for flag in tokens["prompt_mask"]],
-        completion_ids=ids,
-        completion_mask=[bool(flag) for flag in mask],
-        completion_logprobs=logprobs,
-        versions=_version_span(step.get("response")),
+        details=CallDetails.from_builtins(get("call") if get else None),
     )
 
 
-def _version_span(response: Any) -> tuple[int, int] | None:
-    """Oldest and newest version in a response's `weight_versions`, an extension of ours that few servers have."""
-    get = getattr(response, "get", None)
-    spans = get("weight_versions") if get else None
-    if not spans:
-        return None
-    versions = [int(span["version"]) for span in spans]
-    return min(versions), max(versions)
-
-
 def _phase_ms(timing: Mapping[str, Any], phase: str) -> float:
-    """Milliseconds of a rollout phase. verifiers before 0.1.13 reports `<phase>_ms`, later ones a span in seconds."""
+    """Duration of a rollout phase in ms. verifiers reports `<phase>_ms` before 0.1.13, and seconds since."""
     if f"{phase}_ms" in timing:
         return float(timing[f"{phase}_ms"])
     return 1e3 * float((timing.get(phase) or {}).get("duration", 0.0))

@@ -1,4 +1,4 @@
-"""What the policy's servers are asked for."""
+"""Sampling arguments of requests to the inference servers."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from typing import Any
 from prime_rl.configs.orchestrator import EvalSamplingConfig, SamplingConfig, TemperatureSchedulerConfig
 
 EXACT_SEED = "exact_seed"
-"""In a request's body, tells the chat channel to send the seed as it is. It is not sent itself."""
+"""Key in a request's body that makes the chat channel send the seed unchanged. The key itself is not sent."""
 
 
 def temperature_at(config: SamplingConfig, step: int, max_steps: int | None) -> float:
-    """The sampling temperature of a step (0-based): constant, or from the schedule."""
+    """The sampling temperature of the 0-based `step`: constant, or from the schedule."""
     if config.temp_scheduler is None:
         return 1.0 if config.temperature is None else config.temperature
     return scheduled_temperature(config.temp_scheduler, step, max_steps)
 
 
 def scheduled_temperature(schedule: TemperatureSchedulerConfig, step: int, max_steps: int | None) -> float:
-    """From `start_temperature` at step 0 to `end_temperature` at the last of T steps; constant after that.
+    """Moves from `start_temperature` at step 0 to `end_temperature` at the last of T steps, and stays there.
 
     With `p = clamp(step, 0, T-1) / (T-1)` the factor is `p` (linear) or `(1 - cos(pi p)) / 2` (cosine).
     """
@@ -30,10 +30,10 @@ def scheduled_temperature(schedule: TemperatureSchedulerConfig, step: int, max_s
 
 
 def train_sampling_args(config: SamplingConfig, temperature: float) -> dict[str, Any]:
-    """Sampling arguments of training requests, as verifiers takes them.
+    """Sampling arguments of training requests, in verifiers' form.
 
-    The trainer recomputes log-probabilities from temperature alone, so nothing may cut the distribution: top-p, top-k
-    and min-p are fixed, whatever `extra_body` says.
+    The trainer recomputes log-probabilities from the temperature alone, so nothing else may change the distribution:
+    top-p, top-k and min-p are fixed, and override `extra_body`.
     """
     return {
         "temperature": temperature,
@@ -52,9 +52,9 @@ def train_sampling_args(config: SamplingConfig, temperature: float) -> dict[str,
 
 
 def eval_sampling_args(config: EvalSamplingConfig, attempt: int) -> dict[str, Any]:
-    """Sampling arguments of the n-th attempt (from 0) at each example of an evaluation: only what is set.
+    """Sampling arguments of the 0-based `attempt` at each example of an evaluation. Contains only keys that are set.
 
-    With a seed, the attempts at an example differ, and the next evaluation repeats them.
+    With a seed, the attempts at an example differ from each other, and the next evaluation repeats them.
     """
     named = _set(temperature=config.temperature, max_tokens=config.max_tokens, top_p=config.top_p)
     named |= _set(reasoning_effort=config.reasoning_effort)

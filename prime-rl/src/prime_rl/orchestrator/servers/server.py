@@ -18,9 +18,8 @@ from prime_rl.orchestrator.rollouts.chat_client import (
     ChatClient,
     ServerAnswered,
     TokenChatClient,
-    check_reply,
-    error_message,
 )
+from prime_rl.orchestrator.rollouts.replies import check_reply, error_message
 from prime_rl.utils.logger import get_logger
 
 ADMIN_TIMEOUT_S = 600.0
@@ -108,7 +107,7 @@ class InferenceServer:
             await channel.close()
         check_reply(reply, self.base_url)
         versions = reply.choices[0].weight_versions
-        return int(versions[-1]["version"]) if versions else None
+        return versions[-1].version if versions else None
 
     async def update_weights(self, weight_dir: Path | None) -> None:
         """Load the weights or the adapter in `weight_dir`, or the base model's weights.

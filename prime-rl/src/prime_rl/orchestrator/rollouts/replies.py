@@ -1,0 +1,111 @@
+"""Chat completions as inference servers return them: the fields that environments and training read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from prime_rl.orchestrator.errors import InferenceFault
+
+
+class VersionSpan(msgspec.Struct, frozen=True):
+    """Completion tokens `start` to `end` (exclusive) were sampled by policy `version`."""
+
+    version: int
+    start: int
+    end: int
+
+
+class TokenLogprob(msgspec.Struct):
+    logprob: float
+
+
+class Logprobs(msgspec.Struct):
+    content: list[TokenLogprob] | None = None
+
+
+class ChatMessage(msgspec.Struct):
+    content: str | list[Any] | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+
+    def model_dump(self) -> dict[str, Any]:
+        """Where verifiers looks for reasoning text."""
+        return {"reasoning": self.reasoning, "reasoning_content": self.reasoning_content}
+
+
+class Choice(msgspec.Struct):
+    message: ChatMessage
+    finish_reason: str | None = None
+    token_ids: list[int] | None = None
+    logprobs: Logprobs | None = None
+    weight_versions: list[VersionSpan] | None = None
+    routed_experts: Any = None
+
+
+class Usage(msgspec.Struct):
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    total_tokens: int = 0
+
+
+class ChatReply(msgspec.Struct):
+    """One chat completion."""
+
+    choices: list[Choice]
+    id: str = ""
+    created: int = 0
+    model: str = ""
+    prompt_token_ids: list[int] | None = None
+    usage: Usage | None = None
+    started_s: float | None = None
+    """Unix time at which the request was sent. Set by the receiver."""
+    ended_s: float | None = None
+    """Unix time at which the reply had arrived. Set by the receiver."""
+
+
+class TokenizeReply(msgspec.Struct):
+    tokens: list[int]
+
+
+_CHAT_DECODER = msgspec.json.Decoder(ChatReply)
+
+
+def decode_chat_reply(body: bytes, started_s: float, ended_s: float) -> ChatReply:
+    """The chat completion in a response's body; the Unix times are those of request and response."""
+    reply = _CHAT_DECODER.decode(body)
+    reply.started_s, reply.ended_s = started_s, ended_s
+    return reply
+
+
+def check_reply(reply: ChatReply, url: str) -> None:
+    """Refuse a server whose replies cannot be trained on.
+
+    Raises:
+        InferenceFault: token ids or log-probabilities are missing.
+    """
+    choice = reply.choices[0]
+    parts = {
+        "prompt_token_ids": reply.prompt_token_ids,
+        "choices[0].token_ids": choice.token_ids,
+        "choices[0].logprobs.content": choice.logprobs and choice.logprobs.content,
+    }
+    missing = [name for name, value in parts.items() if value is None]
+    if missing:
+        raise InferenceFault(
+            f"{url} answers without {' and '.join(missing)}, which training needs: use the `inference` command, "
+            "or a vLLM that knows `return_token_ids`"
+        )
+
+
+def error_message(answer: bytes) -> str:
+    """The message in an OpenAI error body, or the start of any other body, on one line."""
+    try:
+        body = msgspec.json.decode(answer)
+        error = body.get("error", body) if isinstance(body, dict) else body
+        text = str(error.get("message", error)) if isinstance(error, dict) else str(error)
+    except msgspec.DecodeError:
+        text = answer.decode(errors="replace")
+    return " ".join(text.split())[:500]

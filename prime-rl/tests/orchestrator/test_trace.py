@@ -1,0 +1,134 @@
+"""A trace gives the same training samples whether an environment's client fills it or raw replies do."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from typing import Any
+
+import pytest
+
+from prime_rl.configs.orchestrator import EnvConfig, SamplingConfig
+from prime_rl.configs.shared import ClientConfig, LogConfig
+from prime_rl.orchestrator.env_servers.environments import Environment, load_environments
+from prime_rl.orchestrator.env_servers.service import EnvironmentService
+from prime_rl.orchestrator.errors import MalformedRollout
+from prime_rl.orchestrator.rollouts.replies import decode_chat_reply
+from prime_rl.orchestrator.rollouts.rollout import ExampleRef, Rollout
+from prime_rl.orchestrator.rollouts.sampling import train_sampling_args
+from prime_rl.orchestrator.rollouts.trace import TokenTrace
+from prime_rl.orchestrator.rollouts.trajectories import to_samples
+from prime_rl.orchestrator.servers.pool import InferencePool
+from prime_rl.transport.messages import TrainingSample
+
+EXAMPLE = ExampleRef("letters-env", 1)
+TEMPERATURE = 0.7
+
+
+def reply_of(**changes: Any) -> bytes:
+    """A chat completion of two tokens, as an OpenAI server with token ids writes it."""
+    choice = {
+        "index": 0,
+        "message": {"role": "assistant", "content": "ab"},
+        "finish_reason": "length",
+        "token_ids": [97, 98],
+        "logprobs": {"content": [{"token": "a", "logprob": -0.5}, {"token": "b", "logprob": -0.25}]},
+        "weight_versions": [{"version": 4, "start": 0, "end": 1}, {"version": 5, "start": 1, "end": 2}],
+    }
+    reply = {"id": "x", "object": "chat.completion", "prompt_token_ids": [1, 2, 3], "choices": [choice | changes]}
+    return json.dumps(reply).encode()
+
+
+def test_a_reply_is_recorded_with_tokens_versions_finish_reason_and_time() -> None:
+    trace = TokenTrace()
+    call = trace.record(decode_chat_reply(reply_of(), started_s=10.0, ended_s=12.5))
+    assert trace.calls == [call]
+    assert (call.prompt_ids, call.prompt_mask) == ([1, 2, 3], [False] * 3)
+    assert (call.completion_ids, call.completion_mask) == ([97, 98], [True, True])
+    assert call.completion_logprobs == [-0.5, -0.25]
+    assert [(span.version, span.start, span.end) for span in call.details.version_spans] == [(4, 0, 1), (5, 1, 2)]
+    assert (call.details.finish_reason, call.details.started_s, call.details.ended_s) == ("length", 10.0, 12.5)
+    assert trace.oldest_version == 4
+
+
+@pytest.mark.parametrize("missing", ["token_ids", "logprobs"])
+def test_a_reply_without_tokens_is_not_recorded(missing: str) -> None:
+    trace = TokenTrace()
+    assert trace.record(decode_chat_reply(reply_of(**{missing: None}), 0.0, 0.0)) is None
+    assert trace.calls == []
+    assert trace.oldest_version is None
+
+
+def test_a_reply_whose_tokens_and_log_probabilities_disagree_is_refused() -> None:
+    with pytest.raises(MalformedRollout, match="3 tokens, 3 mask entries and 2 log-probabilities"):
+        TokenTrace().record(decode_chat_reply(reply_of(token_ids=[97, 98, 99]), 0.0, 0.0))
+
+
+def load() -> Environment:
+    config = EnvConfig(id="letters-env", args={"kind": "twice"})
+    return load_environments([config], LogConfig(vf_level="warning"))[config.id]
+
+
+async def converse(environment: Environment, policy_server, use_tokens: bool) -> Rollout:
+    """A conversation of two turns."""
+    pool = InferencePool(ClientConfig(base_url=[policy_server.url]), "letters")
+    await pool.wait_ready(use_token_client=use_tokens)
+    policy_server.answers.clear()  # the pool's own question
+    try:
+        args = train_sampling_args(SamplingConfig(), TEMPERATURE)
+        (rollout,) = await environment.run_group(EXAMPLE, 1, pool.servers[0], args, version=0)
+    finally:
+        await pool.close()
+    return rollout
+
+
+def samples_of_raw_replies(bodies: list[bytes], rollout: Rollout) -> list[TrainingSample]:
+    """What an agent's proxy makes of the replies that it passed on, with the scores of `rollout`."""
+    trace = TokenTrace()
+    for body in bodies:
+        trace.record(decode_chat_reply(body, time.time(), time.time()))
+    version = trace.oldest_version
+    assert version is not None
+    proxied = Rollout(EXAMPLE, rollout.reward, trace, TEMPERATURE, version, advantage=rollout.advantage)
+    return to_samples(proxied)
+
+
+@pytest.mark.usefixtures("importable_environments")
+@pytest.mark.parametrize("use_tokens", [True, False], ids=["turns as tokens", "turns as text"])
+async def test_raw_replies_give_the_samples_of_the_environment_that_received_them(
+    policy_server, use_tokens: bool
+) -> None:
+    """The weights change between the two turns."""
+
+    def reply(messages: list[dict[str, Any]], version: int) -> str:
+        if messages[-1]["content"] == "hello":
+            policy_server.version = 2
+        return f"answer {len(messages)}"
+
+    policy_server.reply, policy_server.version = reply, 1
+    rollout = await converse(load(), policy_server, use_tokens)
+    rollout.advantage = 0.25
+    samples = to_samples(rollout)
+    assert samples == samples_of_raw_replies(policy_server.answers, rollout)
+    assert [sample.version for sample in samples] == [1]
+    assert samples[0].completion_logprobs[0] == -1.5
+    assert samples[0].completion_logprobs[-1] == -2.5
+
+
+@pytest.mark.usefixtures("importable_environments")
+async def test_a_trace_comes_whole_out_of_an_environment_server(policy_server, unused_tcp_port: int) -> None:
+    address = f"tcp://127.0.0.1:{unused_tcp_port}"
+    service = EnvironmentService(load().vf_env, address)
+    serving = asyncio.create_task(service.serve())
+    environment = load()
+    environment.address = address
+    await environment.connect()
+    rollout = await converse(environment, policy_server, use_tokens=True)
+    await environment.close()
+    serving.cancel()
+    await service.close()
+    assert to_samples(rollout) == samples_of_raw_replies(policy_server.answers, rollout)
+    first, second = (call.details for call in rollout.trace.calls)
+    assert (first.finish_reason, second.finish_reason) == ("stop", "stop")
+    assert first.started_s <= first.ended_s <= second.started_s <= second.ended_s
