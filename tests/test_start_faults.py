@@ -168,6 +168,21 @@ CASES = {
         "states no vocab_size",
         {"model/config.json": CONFIG, "model/tokenizer.json": "{}", "model/model.safetensors": ""},
     ),
+    "model that reads images": Case(
+        "rl",
+        "--model.name Qwen/Qwen3-VL-2B-Instruct",
+        "model.name = Qwen/Qwen3-VL-2B-Instruct: models that read images are not supported yet",
+    ),
+    "folder of a model that reads images": Case(
+        "rl",
+        "--model.name {dir}/model",
+        "models that read images are not supported yet",
+        {
+            "model/config.json": '{"model_type": "qwen3_vl", "text_config": {"vocab_size": 8}}',
+            "model/tokenizer.json": "{}",
+            "model/model.safetensors": "",
+        },
+    ),
     "two environments of one name": Case(
         "rl", '--orchestrator.env [{{"id":"reverse-text"}},{{"id":"reverse-text"}}]', "are called 'reverse-text'"
     ),

@@ -231,6 +231,18 @@ class Twice(vf.MultiTurnEnv):
         return [{"role": "user", "content": "again"}]
 
 
+class Screenshots(vf.MultiTurnEnv):
+    """Shows the model an image after its first answer."""
+
+    async def env_response(self, messages, state):
+        return [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:image/png;base64,"}}]}]
+
+
+def with_image(text):
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,"}}
+    return [{"role": "user", "content": [{"type": "text", "text": text}, *[image] * (text == "hello")]}]
+
+
 class EvalFails(vf.SingleTurnEnv):
     """Cannot run the rows for evaluation."""
 
@@ -256,6 +268,12 @@ def load_environment(kind="single", rows=4):
         return Crashing(dataset=data, rubric=rubric, max_turns=2)
     if kind == "eval fails":
         return EvalFails(dataset=data, eval_dataset=data.add_column("info", [{"split": "eval"}] * rows), rubric=rubric)
+    if kind == "screenshots":
+        return Screenshots(dataset=data, rubric=rubric, max_turns=2)
+    if kind in ("images", "parts"):
+        texts = TEXTS if kind == "images" else TEXTS[:1]
+        rows = Dataset.from_list([{"prompt": with_image(text)} for text in texts])
+        return vf.SingleTurnEnv(dataset=rows, rubric=rubric)
     if kind == "eval only":
         return vf.SingleTurnEnv(eval_dataset=data, rubric=rubric)
     raise KeyError(f"no such kind: {kind}")

@@ -91,6 +91,19 @@ async def test_without_verification_rewards_are_zero(policy_server) -> None:
     assert rollout.reward == 0.0
 
 
+async def test_an_image_that_the_environment_shows_later_is_refused_by_name(policy_server) -> None:
+    policy_server.reply = lambda messages, version: "ok"
+    with pytest.raises(EnvironmentFault, match="environment 'letters-env' shows the model images"):
+        await run_group(load(args={"kind": "screenshots"}), policy_server, size=1)
+
+
+def test_an_image_in_a_prompt_is_refused_with_its_row() -> None:
+    with pytest.raises(EnvironmentFault, match="'letters-env': the prompt of row 1 has an image, and training on"):
+        load(args={"kind": "images"}).refuse_images()
+    load(args={"kind": "parts"}).refuse_images()
+    load().refuse_images()
+
+
 async def test_a_group_whose_every_request_failed_is_a_failure_not_a_score(policy_server) -> None:
     environment = load()
     pool = InferencePool(ClientConfig(base_url=[policy_server.url]), "letters")

@@ -227,6 +227,14 @@ def test_resuming_a_step_that_was_not_saved_is_refused_in_one_line(start) -> Non
     assert len(run.log.splitlines()) == 1
 
 
+def test_images_are_refused_in_one_line_before_the_server_is_asked_anything(start, policy_server) -> None:
+    run = start(env=[{"id": "letters-env", "args": {"kind": "images"}}])
+    assert run.finish() == 1
+    assert "ERROR environment 'letters-env': the prompt of row 1 has an image" in run.log.splitlines()[-1]
+    assert "Traceback" not in run.log
+    assert policy_server.requests == []
+
+
 def test_a_dead_inference_server_ends_the_run(start, policy_server) -> None:
     run = start(max_steps=2, max_async_level=0)
     run.until(lambda: run.receiver.receive(0))

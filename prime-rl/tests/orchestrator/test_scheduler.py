@@ -10,7 +10,7 @@ import pytest
 
 from prime_rl.configs.orchestrator import BufferConfig
 from prime_rl.orchestrator.batches.batch import BatchTarget
-from prime_rl.orchestrator.errors import MalformedRollout, TooManyFailures
+from prime_rl.orchestrator.errors import EnvironmentFault, MalformedRollout, TooManyFailures
 from prime_rl.orchestrator.rollouts.rollout import ExampleRef, Rollout
 from prime_rl.orchestrator.scheduling.buffer import Buffer
 from prime_rl.orchestrator.scheduling.scheduler import MAX_ATTEMPTS, Scheduler, SchedulerLimits
@@ -230,6 +230,14 @@ async def test_when_every_group_fails_the_run_stops_with_the_last_error(tmp_path
     environment = Environment(lambda example: MalformedRollout("no rollout of the group has token ids"))
     scheduler = make_scheduler(tmp_path, environment, groups=2)
     with pytest.raises(TooManyFailures, match=r"8 groups of rollouts failed .* no rollout of the group has token ids"):
+        await scheduler.collect(0, BatchTarget(rollouts=2), ARGS)
+    await scheduler.close()
+
+
+async def test_an_environment_that_cannot_be_used_ends_the_run_at_once(tmp_path: Path) -> None:
+    environment = Environment(lambda example: EnvironmentFault("it shows the model images"))
+    scheduler = make_scheduler(tmp_path, environment, groups=2)
+    with pytest.raises(EnvironmentFault, match="it shows the model images"):
         await scheduler.collect(0, BatchTarget(rollouts=2), ARGS)
     await scheduler.close()
 

@@ -12,7 +12,18 @@ from prime_rl.configs.model import ModelConfig, TokenizerConfig
 
 _WEIGHTS = ("*.safetensors", "*.bin")
 _TOKENIZERS = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
+_WITH_IMAGES = ("qwen3_vl", "qwen/qwen3-vl")
+"""Model types and hub ids that PRIME-RL trains with images. None of their classes is a plain language model."""
 _SHARDS = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+
+
+def trained_model_fault(model: ModelConfig, start: StartDir) -> str | None:
+    """Why a model cannot be trained; None where that does not show before it is loaded."""
+    if fault := model_fault(model.name, start, needs_weights=not model.debug.random_init):
+        return fault
+    folder = start.find(model.name)
+    kind = str(read_config(folder).get("model_type", "")) if folder.is_dir() else model.name.lower()
+    return "models that read images are not supported yet" if kind.startswith(_WITH_IMAGES) else None
 
 
 def model_fault(name: str, start: StartDir, needs_weights: bool = True) -> str | None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from prime_rl.checks.model_files import model_fault, tokenizer_faults, vocab_size
+from prime_rl.checks.model_files import model_fault, tokenizer_faults, trained_model_fault, vocab_size
 from prime_rl.checks.run_dir import counterpart_faults, latest_step_faults, output_fault
 from prime_rl.checks.start_dir import StartDir, StartFault, gpus_here
 from prime_rl.configs.surface.root import RootConfig
@@ -17,6 +17,7 @@ from prime_rl.run.paths import RunPaths
 if TYPE_CHECKING:
     from prime_rl.configs.eval import OfflineEvalConfig
     from prime_rl.configs.inference import InferenceConfig
+    from prime_rl.configs.model import ModelConfig
     from prime_rl.configs.orchestrator import OrchestratorConfig
     from prime_rl.configs.rl import RLConfig
     from prime_rl.configs.sft import SFTConfig
@@ -54,7 +55,7 @@ def _sft_faults(config: SFTConfig, start: StartDir) -> Iterator[str]:
     from prime_rl.checks.data_files import data_faults
 
     yield from _run_faults(config.output_dir, config, start)
-    yield from _named_faults("model.name", config.model.name, start, not config.model.debug.random_init)
+    yield from _trained_faults("model.name", config.model, start)
     yield from tokenizer_faults(config.tokenizer, config.model, start)
     yield from data_faults(config, start)
 
@@ -68,7 +69,7 @@ def _rl_faults(config: RLConfig, start: StartDir) -> Iterator[str]:
     yield from counterpart_faults(trainer.ckpt, run, run.orchestrator)
     is_shared = server is not None and server.model.name == trainer.model.name
     key = "model.name" if is_shared else "trainer.model.name"
-    yield from _named_faults(key, trainer.model.name, start, not trainer.model.debug.random_init)
+    yield from _trained_faults(key, trainer.model, start)
     yield from tokenizer_faults(trainer.tokenizer, trainer.model, start)
     if trainer.loss.type == "custom":
         yield from _function_faults("trainer.loss.import_path", trainer.loss.import_path, start, is_module_run=True)
@@ -142,8 +143,13 @@ def _output_faults(output_dir: Path, start: StartDir) -> Iterator[str]:
         yield fault
 
 
-def _named_faults(key: str, model: str, start: StartDir, needs_weights: bool = True) -> Iterator[str]:
-    if fault := model_fault(model, start, needs_weights):
+def _trained_faults(key: str, model: ModelConfig, start: StartDir) -> Iterator[str]:
+    if fault := trained_model_fault(model, start):
+        yield f"{key} = {model.name}: {fault}"
+
+
+def _named_faults(key: str, model: str, start: StartDir) -> Iterator[str]:
+    if fault := model_fault(model, start):
         yield f"{key} = {model}: {fault}"
 
 

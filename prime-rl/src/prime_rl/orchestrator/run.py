@@ -195,11 +195,17 @@ class Environments:
 
     @classmethod
     def load(cls, config: OrchestratorConfig) -> Environments:
-        """Load them, and say so. Call it in the main thread: verifiers installs signal handlers."""
+        """Load them, and say so. Call it in the main thread: verifiers installs signal handlers.
+
+        Raises:
+            EnvironmentFault: one cannot be used, or has images in its prompts.
+        """
         train = load_environments(config.env, config.log)
         evals = load_environments(config.eval.env, config.log, "orchestrator.eval.env", "eval") if config.eval else {}
         for purpose, environments in (("Training", train), ("Evaluation", evals)):
             sizes = [f"{name} ({len(environment)} rows)" for name, environment in environments.items()]
+            for environment in environments.values():
+                environment.refuse_images()
             if sizes:
                 get_logger().info(f"{purpose} environments: {', '.join(sizes)}")
         return cls(train, evals)

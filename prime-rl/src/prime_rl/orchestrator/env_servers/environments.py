@@ -14,6 +14,7 @@ from verifiers.serve import ZMQEnvClient
 from prime_rl.configs.orchestrator import EnvConfig
 from prime_rl.configs.shared import LogConfig
 from prime_rl.orchestrator.errors import EnvironmentFault
+from prime_rl.orchestrator.rollouts.images import ADVICE, first_row_with_image, has_image
 from prime_rl.orchestrator.rollouts.rollout import ExampleRef, Rollout, check_trainable, read_rollout
 from prime_rl.orchestrator.scheduling.difficulty import fingerprint
 from prime_rl.orchestrator.servers.server import InferenceServer
@@ -41,6 +42,11 @@ class Environment:
     def held_out(self) -> Self:
         """The same environment with its rows for evaluation."""
         return type(self)(self.name, self.vf_env, self.address, "eval")
+
+    def refuse_images(self) -> None:
+        """Raises EnvironmentFault if the prompt of a row has an image."""
+        if (row := first_row_with_image(self._rows)) is not None:
+            raise EnvironmentFault(f"environment {self.name!r}: the prompt of row {row} has an image, and {ADVICE}")
 
     def fingerprint(self, row: int, keys: Sequence[str]) -> str:
         """Tells a row from others, also in another version of the dataset."""
@@ -72,8 +78,11 @@ class Environment:
 
         Raises:
             MalformedRollout: nothing that came back can be trained on.
+            EnvironmentFault: the environment showed the model an image.
         """
         rollouts = await self.attempt(example, size, server, sampling_args, version)
+        if any(has_image(rollout.prompt) or has_image(rollout.completion) for rollout in rollouts):
+            raise EnvironmentFault(f"environment {self.name!r} shows the model images, and {ADVICE}")
         check_trainable(rollouts)
         return rollouts
 

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from aiolimiter import AsyncLimiter
 
 from prime_rl.orchestrator.batches.batch import BatchTarget
-from prime_rl.orchestrator.errors import TooManyFailures
+from prime_rl.orchestrator.errors import EnvironmentFault, TooManyFailures
 from prime_rl.orchestrator.rollouts.rollout import ExampleRef, Group, Rollout
 from prime_rl.orchestrator.scheduling.buffer import Buffer
 from prime_rl.orchestrator.servers.policy import Policy
@@ -191,6 +191,8 @@ class Scheduler:
         return Group(task.result(), in_flight.off_policy_level)
 
     def _fail(self, group: InFlight, error: BaseException) -> None:
+        if isinstance(error, EnvironmentFault):  # the next group would fail as well
+            raise error
         self._failures_in_a_row += 1
         reason = f"environment {group.example.env!r}: {type(error).__name__}: {' '.join(str(error).split())}"
         if self._failures_in_a_row >= self.limits.failures_in_a_row:
