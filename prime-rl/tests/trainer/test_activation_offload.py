@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from prime_rl.configs.trainer import ActivationCheckpointConfig, ActivationOffloadingConfig, ModelConfig
-from prime_rl.trainer.model.activation_offload import MIN_BYTES, ActivationOffload, Stored
+from prime_rl.trainer.model.activation_offload import MIN_BYTES, ActivationOffload, OffloadedTensor
 from prime_rl.trainer.model.blocks import decoder_blocks, offloaded
 from prime_rl.trainer.model.build import setup_model
 from prime_rl.trainer.model.scoring import score_tokens
@@ -65,7 +65,7 @@ def test_only_the_newest_activations_stay_on_the_device() -> None:
     while hasattr(node, "_raw_saved_result"):
         stored.append(node._raw_saved_result.data)
         node = node.next_functions[0][0]
-    assert all(isinstance(one, Stored) for one in stored)
+    assert all(isinstance(one, OffloadedTensor) for one in stored)
     assert [one.on_device is not None for one in stored] == [True, True, False, False, False, False]
 
 

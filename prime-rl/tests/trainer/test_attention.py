@@ -19,7 +19,7 @@ from transformers import (
 from transformers.masking_utils import flash_attention_mask
 
 from prime_rl.configs.trainer import ModelConfig
-from prime_rl.trainer.kernels.attention import FLEX, SDPA, VARLEN, choose_attention, row_options, varlen_attention
+from prime_rl.trainer.kernels.attention import FLEX, SDPA, VARLEN, choose_attention, varlen_arguments, varlen_attention
 from prime_rl.trainer.model.build import setup_model
 from prime_rl.trainer.model.packed_rows import sequence_bounds
 from prime_rl.trainer.model.scoring import enable_scoring
@@ -71,7 +71,7 @@ def logits_of(model_dir: Path, kernel: str, tokens: Tensor, places: Tensor, **op
 def test_a_packed_row_has_the_logits_of_its_sequences_alone(tiny_model_dir: Path, kernel: str) -> None:
     generator = torch.Generator().manual_seed(1)
     tokens, places = torch.randint(0, 128, (1, sum(LENGTHS)), generator=generator), positions(*LENGTHS)
-    packed = logits_of(tiny_model_dir, kernel, tokens, places, **row_options(kernel, places))
+    packed = logits_of(tiny_model_dir, kernel, tokens, places, **varlen_arguments(kernel, places))
     alone = [
         logits_of(tiny_model_dir, SDPA, sequence, positions(sequence.shape[1]))
         for sequence in tokens.split(LENGTHS, dim=1)
@@ -81,7 +81,7 @@ def test_a_packed_row_has_the_logits_of_its_sequences_alone(tiny_model_dir: Path
 
 def test_varlen_takes_the_bounds_from_the_positions_if_nobody_tells_it(tiny_model_dir: Path) -> None:
     tokens, places = torch.arange(50)[None], positions(*LENGTHS)
-    told = logits_of(tiny_model_dir, CPU_VARLEN, tokens, places, **row_options(CPU_VARLEN, places))
+    told = logits_of(tiny_model_dir, CPU_VARLEN, tokens, places, **varlen_arguments(CPU_VARLEN, places))
     assert torch.equal(logits_of(tiny_model_dir, CPU_VARLEN, tokens, places), told)
 
 
@@ -152,5 +152,5 @@ def test_a_family_whose_packed_sequences_see_each_other_is_refused(tiny_model_di
     model = setup_model(ModelConfig(name=str(tiny_model_dir), attn=SDPA), mesh)
     # Tokens meet outside attention, as in a recurrent layer.
     model.get_input_embeddings().register_forward_hook(lambda module, inputs, output: output + output.cumsum(1))
-    with pytest.raises(ModelError, match="see each other"):
+    with pytest.raises(ModelError, match="influence each other"):
         enable_scoring(model, mesh.process.device)

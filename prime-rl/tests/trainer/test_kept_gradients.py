@@ -50,7 +50,7 @@ def config(request: pytest.FixtureRequest, tiny_model_dir: Path) -> ModelConfig:
 
 @pytest.mark.parametrize("most_logits", [2**25, 16 * VOCAB], ids=["head in one part", "head in parts"])
 def test_they_are_those_of_the_plain_model(config: ModelConfig, mesh: Mesh, most_logits: int) -> None:
-    kept = gradient_of(setup_model(config, mesh), ROWS, mesh, Limits(logits=most_logits, vocabulary_part=48))
+    kept = gradient_of(setup_model(config, mesh), ROWS, mesh, Limits(logits=most_logits, vocab_chunk=48))
     tolerance = 1e-5 if config.compute_dtype == "float32" else 2e-2
     for name, expected in plain_gradient_of(config, ROWS).items():
         torch.testing.assert_close(

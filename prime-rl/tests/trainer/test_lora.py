@@ -293,11 +293,9 @@ def test_names_that_mean_nothing_are_one_line_with_the_nearest_ones(
     assert '"q_prj" matches no linear layer of this model; nearest: q_proj' in fault(target_modules=["q_prj"])
     assert "nearest: down_proj, gate_proj, k_proj" in fault(target_modules=["zzz"])
     assert '"nrm" matches no module' in fault(modules_to_save=["nrm"])
-    assert "leaves nothing to adapt: experts" in fault(target_modules=["experts"])
+    assert "matches nothing to adapt: experts" in fault(target_modules=["experts"])
     assert "lm_head shares its weight with model.embed_tokens" in fault(target_modules=["q_proj", "lm_head"])
-    assert "whose experts are stacked: they are adapted as a whole" in fault(
-        moe_model_dir, target_modules=["q_proj", "up_proj"]
-    )
+    assert "can only be adapted together" in fault(moe_model_dir, target_modules=["q_proj", "up_proj"])
 
 
 def test_flops_of_frozen_weights_lack_their_gradient(tiny_model_dir: Path, mesh: Mesh) -> None:

@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from prime_rl.configs.trainer import ModelConfig
-from prime_rl.trainer.kernels.attention_apart import attend_apart, find_sequences_apart
+from prime_rl.trainer.kernels.attention_apart import attend_per_sequence, find_sequence_layout
 from prime_rl.trainer.kernels.linear_cross_entropy import Limits
 from prime_rl.trainer.model.build import setup_model
 from prime_rl.trainer.model.packed_rows import fold
@@ -31,10 +31,10 @@ def token_losses(model, input_ids_1T: Tensor, position_ids_1T: Tensor) -> Tensor
 def test_a_row_of_short_sequences_becomes_rows_as_wide_as_the_longest() -> None:
     grid = fold(positions(3, 5, 2, 4), hidden_size=1)
     row = torch.arange(100, 114)[None]
-    placed = grid.place(row)
+    placed = grid.scatter(row)
     assert placed.shape == (3, 5)
     assert placed.tolist() == [[103, 104, 105, 106, 107], [110, 111, 112, 113, 0], [100, 101, 102, 108, 109]]
-    assert torch.equal(grid.collect(placed[..., None])[:, 0], row[0])
+    assert torch.equal(grid.gather(placed[..., None])[:, 0], row[0])
 
 
 def test_padding_continues_the_last_sequence_of_its_row() -> None:
@@ -100,7 +100,7 @@ def test_sequences_apart_have_the_attention_of_each_alone(dtype: torch.dtype, to
     expected = torch.cat(alone, dim=2)[0].transpose(0, 1)
     slope = torch.randn(expected.shape, generator=generator)
     theirs = [expected, *torch.autograd.grad(expected, states, slope)]
-    ours = attend_apart(*(state.to(dtype) for state in states), lengths, scale)
+    ours = attend_per_sequence(*(state.to(dtype) for state in states), lengths, scale)
     for one, other in zip([ours, *torch.autograd.grad(ours, states, slope.to(dtype))], theirs, strict=True):
         torch.testing.assert_close(one.float(), other, rtol=tolerance, atol=tolerance * float(other.abs().max()))
 
@@ -109,7 +109,7 @@ def test_few_long_sequences_are_computed_apart_and_many_short_ones_are_not(tiny_
     config = AutoConfig.from_pretrained(tiny_model_dir)
     hidden_size = 576
     few, many = positions(200, 150, 100), positions(*[8] * 64)
-    apart = [find_sequences_apart(row, config).cost(hidden_size) for row in (few, many)]
+    apart = [find_sequence_layout(row, config).cost(hidden_size) for row in (few, many)]
     folded = [fold(row, hidden_size).cost(hidden_size) for row in (few, many)]
     assert apart[0] < folded[0]
     assert apart[1] > folded[1]

@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, MistralConfig
 
 from prime_rl.configs.trainer import ModelConfig
-from prime_rl.trainer.kernels.lean_linear import row_count
+from prime_rl.trainer.kernels.lean_linear import padded_row_count
 from prime_rl.trainer.model.build import setup_model
 from prime_rl.trainer.model.scoring import score_tokens
 from prime_rl.trainer.model.shared_prefixes import SHARED, find_shared_prefixes
@@ -85,4 +85,4 @@ def test_equal_sequences_cost_one_of_them(copies: int) -> None:
     tree = find_shared_prefixes(*row_of([PROMPT] * copies))
     assert tree is not None
     assert int(tree.node_of_token_T.max()) + 1 == len(PROMPT)
-    assert len(tree.token_of_node_N) == row_count(len(PROMPT))
+    assert len(tree.token_of_node_N) == padded_row_count(len(PROMPT))

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.core_model_loading import revert_weight_conversion
 
 from prime_rl.configs.trainer import WeightCheckpointConfig
-from prime_rl.trainer.lora.adapters import merged, own_names, whole
+from prime_rl.trainer.lora.adapters import adapter_parameter_names, full_tensor, merge_adapter
 from prime_rl.trainer.lora.export import PeftAdapter, gather_adapter
 from prime_rl.utils.files import replacing_directory
 
@@ -35,12 +35,12 @@ def gather_weights(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, Tens
     Names are those of the hub. Of tied weights, only the one that Transformers keeps is returned. Floating-point
     tensors are cast to `dtype`. Adapters are merged into their weights.
     """
-    left_out = own_names(model).union(model.all_tied_weights_keys)
+    left_out = adapter_parameter_names(model).union(model.all_tied_weights_keys)
     state: dict[str, Tensor] = {}
     for name, tensor in model.state_dict().items():
         if name in left_out:
             continue
-        full = merged(model, name, whole(tensor))
+        full = merge_adapter(model, name, full_tensor(tensor))
         if dist.get_rank() == 0:
             target = dtype if full.is_floating_point() else full.dtype
             # Always a copy: training continues in the tensors of the model.

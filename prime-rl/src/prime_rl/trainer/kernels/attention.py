@@ -1,8 +1,8 @@
-"""The attention kernel of a run, chosen once, and what it needs to know of a packed row.
+"""Selects the attention kernel of a run, and prepares the kernel's arguments for packed rows.
 
-Sequences of a packed row must not see each other. How that is said depends on the kernel: flash attention and
-PyTorch's varlen kernel take the sequences' bounds, flex attention a block mask that Transformers builds from the
-positions, and SDPA gets short rows (`packed_rows.fold`), with a mask only where two sequences share one.
+Attention must not cross the sequences of a packed row. Flash attention and PyTorch's varlen kernel take the sequence
+bounds; flex attention takes a block mask that Transformers builds from the positions; SDPA runs on several shorter rows
+(`packed_rows.fold`), with a mask only if two sequences share a row.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from prime_rl.trainer.process.errors import ModelError
 SDPA, FLEX, VARLEN = "sdpa", "flex_attention", "varlen"
 _MAX_VARLEN_HEAD = 256
 _FIRST_FLASH_GENERATION = 8
-"""Compute capability (Ampere) from which PyTorch's flash kernels run."""
+"""Lowest compute capability (Ampere) that PyTorch's flash kernels support."""
 
 
 def is_installed(kernel: str) -> bool:
-    """Whether the package of a flash attention kernel is here."""
+    """Whether a flash attention kernel is installed or can be downloaded."""
     if kernel == "flash_attention_3":
-        # Without the package, Transformers fetches the kernel from the hub.
+        # If the package is missing, Transformers downloads the kernel from the hub.
         return is_flash_attn_3_available() or is_kernels_available()
     return is_flash_attn_2_available()
 
@@ -48,20 +48,20 @@ def choose_attention(
     has_kernel: Callable[[str], bool] = is_installed,
     capability_of: Callable[[torch.device], tuple[int, int]] = torch.cuda.get_device_capability,
 ) -> tuple[str, str]:
-    """Name of the kernel for Transformers, and why it is not the `requested` one (empty if it is).
+    """Return Transformers' name of the kernel, and the reason if it is not the `requested` one (else "").
 
-    In order: the requested kernel where it can run, PyTorch's varlen kernel, flex attention, SDPA.
+    Falls back from the requested kernel to PyTorch's varlen kernel, then flex attention, then SDPA.
     """
     if requested == SDPA or device.type != "cuda":
         return SDPA, "" if requested == SDPA else f"model.attn = {requested} needs a GPU"
     if has_kernel(requested):
         return requested, ""
     reason = f"model.attn = {requested} is not installed"
-    return _best_of_pytorch(model_config, capability_of(device), compute), reason
+    return _best_pytorch_kernel(model_config, capability_of(device), compute), reason
 
 
-def row_options(kernel: str, position_ids_1T: Tensor) -> dict[str, Any]:
-    """What kernels that take bounds are told of a packed row, as arguments of the model; nothing for the others."""
+def varlen_arguments(kernel: str, position_ids_1T: Tensor) -> dict[str, Any]:
+    """Model arguments with the sequence bounds of a packed row; empty for kernels that take no bounds."""
     if kernel in (SDPA, FLEX, "eager"):
         return {}
     bounds, longest = sequence_bounds(position_ids_1T)
@@ -79,16 +79,17 @@ def varlen_attention(
 ) -> tuple[Tensor, None]:
     """PyTorch's varlen kernel behind Transformers' attention interface: [B, heads, T, D] in, [B, T, heads, D] out.
 
-    Without bounds among the options, they follow from the positions; without those, each row is one sequence.
+    If the options have no sequence bounds, they are derived from the position ids. Without position ids, each row is
+    one sequence.
 
     Raises:
-        ModelError: the model wants what the kernel has not.
+        ModelError: the model needs a mask, dropout, soft caps or sinks, which the kernel does not support.
     """
     wanted = {"softcap", "s_aux"}.intersection(name for name, option in options.items() if option is not None)
     if wanted or attention_mask is not None or options.get("dropout"):
-        raise ModelError(f"{type(module).__name__} needs more than the varlen kernel has: set model.attn = 'sdpa'")
+        raise ModelError(f"{type(module).__name__} is not supported by the varlen kernel: set model.attn = 'sdpa'")
     rows, heads, tokens, _ = query.shape
-    bounds, longest = _bounds_of(rows, tokens, query.device, options)
+    bounds, longest = _sequence_bounds(rows, tokens, query.device, options)
     window = options.get("sliding_window")
     q, k, v = (states.transpose(1, 2).flatten(0, 1) for states in (query, key, value))
     out = varlen(
@@ -103,7 +104,7 @@ def varlen_attention(
         window_size=(-1 if window is None else window - 1, 0),
         enable_gqa=key.shape[1] != heads,
     )
-    assert isinstance(out, Tensor), "no log-sum-exp was asked for"
+    assert isinstance(out, Tensor), "log-sum-exp was not requested"
     return out.view(rows, tokens, heads, -1), None
 
 
@@ -111,8 +112,8 @@ AttentionInterface.register(VARLEN, varlen_attention)
 AttentionMaskInterface.register(VARLEN, flash_attention_mask)
 
 
-def _best_of_pytorch(model_config: PretrainedConfig, capability: tuple[int, int], compute: torch.dtype) -> str:
-    # Annotated as a pair of classes, which it holds for tokenizers alone.
+def _best_pytorch_kernel(model_config: PretrainedConfig, capability: tuple[int, int], compute: torch.dtype) -> str:
+    # Transformers annotates the values as pairs of classes, but only tokenizer mappings hold pairs.
     found: object = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(model_config), None)
     model_class = cast("type[PreTrainedModel] | None", found)
     if model_class is None:
@@ -120,7 +121,7 @@ def _best_of_pytorch(model_config: PretrainedConfig, capability: tuple[int, int]
     head = getattr(model_config, "head_dim", None) or model_config.hidden_size // model_config.num_attention_heads
     is_plain = (
         model_class._supports_flash_attn
-        # Set where only kernels with extras will do, such as learned sinks.
+        # Set on models that need extra features of a kernel, such as learned sinks.
         and not getattr(model_class, "_compatible_flash_implementations", None)
         and getattr(model_config, "attn_logit_softcapping", None) is None
         and not hasattr(model_config, "v_head_dim")
@@ -131,7 +132,7 @@ def _best_of_pytorch(model_config: PretrainedConfig, capability: tuple[int, int]
     return FLEX if model_class._supports_flex_attn else SDPA
 
 
-def _bounds_of(rows: int, tokens: int, device: torch.device, options: dict[str, Any]) -> tuple[Tensor, int]:
+def _sequence_bounds(rows: int, tokens: int, device: torch.device, options: dict[str, Any]) -> tuple[Tensor, int]:
     if options.get("cu_seq_lens_q") is not None:
         return options["cu_seq_lens_q"], options["max_length_q"]
     if rows == 1 and options.get("position_ids") is not None:

@@ -1,7 +1,7 @@
-"""Attention of a packed row on a CPU: every sequence by itself.
+"""Attention over a packed row on a CPU, computed per sequence.
 
-No mask, and none of the work that it would hide. The forward pass is PyTorch's flash kernel; its backward kernel takes
-twice as long as the five batched matrix products that it stands for, so those are written out here.
+This needs no mask and skips the work that a mask would discard. The forward pass uses PyTorch's flash kernel. The
+backward pass is written as five batched matrix products, which take half the time of PyTorch's backward kernel.
 """
 
 from __future__ import annotations
@@ -20,46 +20,46 @@ from prime_rl.trainer.model.packed_rows import layout_cost, sequence_bounds
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _LOG2_E = math.log2(math.e)
 _CALLS_FLOP = 15_000_000
-"""What a core could compute while a block's operations on one more sequence are called."""
+"""Overhead per sequence and block, as the FLOP that a core could compute in that time."""
 _ADVANTAGE = 1.15
-"""How many times as long, at least, PyTorch's kernels take for a row of the same cost (512 tokens, H = 576)."""
+"""Minimum speed-up over PyTorch's kernels for a row of the same cost, measured at 512 tokens and H = 576."""
 
 
 @dataclass(frozen=True, slots=True)
-class SequencesApart:
-    """The sequences of a packed row, one after another."""
+class SequenceLayout:
+    """Lengths of the consecutive sequences in a packed row, for attention per sequence."""
 
     lengths: list[int]
 
     def cost(self, hidden_size: int) -> int:
-        """Comparable with `layout_cost`."""
+        """Estimated cost, in the units of `layout_cost`."""
         calls = len(self.lengths) * _CALLS_FLOP // (4 * hidden_size)
         products = sum(layout_cost(length, length, hidden_size) for length in self.lengths)
         return int((products + calls) / _ADVANTAGE)
 
     def options(self) -> dict[str, Any]:
-        """What the model's attention is told, as arguments of the model. The mask only keeps others from being made."""
+        """Model arguments for the attention function. The empty mask keeps Transformers from building one."""
         return {"attention_mask": torch.empty(1, 1, 1, 1, dtype=torch.bool), "sequence_lengths": self.lengths}
 
 
-def find_sequences_apart(position_ids_1T: Tensor, config: PretrainedConfig) -> SequencesApart | None:
-    """The sequences of a row; None where attention is not plain."""
+def find_sequence_layout(position_ids_1T: Tensor, config: PretrainedConfig) -> SequenceLayout | None:
+    """The sequences of a row, or None if the model uses attention dropout or a window shorter than a sequence."""
     bounds, longest = sequence_bounds(position_ids_1T)
     window = getattr(config, "sliding_window", None) or longest
     if window < longest or getattr(config, "attention_dropout", 0.0):
         return None
-    return SequencesApart(bounds.diff().tolist())
+    return SequenceLayout(bounds.diff().tolist())
 
 
-def attend_apart(q_HTD: Tensor, k_GTD: Tensor, v_GTD: Tensor, lengths: Sequence[int], scale: float) -> Tensor:
-    """Causal attention within each of the sequences, `lengths` tokens one after another: [T, H, D].
+def attend_per_sequence(q_HTD: Tensor, k_GTD: Tensor, v_GTD: Tensor, lengths: Sequence[int], scale: float) -> Tensor:
+    """Causal attention within each of the consecutive sequences of `lengths` tokens. Returns [T, H, D].
 
-    H query heads share G heads of keys and values, H / G neighbours each.
+    Grouped-query attention: each of the G key-value heads serves H / G consecutive query heads.
     """
-    return _AttentionApart.apply(q_HTD, k_GTD, v_GTD, lengths, scale)
+    return _PerSequenceAttention.apply(q_HTD, k_GTD, v_GTD, lengths, scale)
 
 
-class _AttentionApart(torch.autograd.Function):
+class _PerSequenceAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], scale: float) -> Tensor:
         out = q.new_empty(q.shape[1], q.shape[0], v.shape[2])
@@ -85,13 +85,13 @@ class _AttentionApart(torch.autograd.Function):
         for length in ctx.lengths:
             one = slice(start, start + length)
             parts = (grad_THD[one], q[:, one], k[:, one], v[:, one], out[one], logsumexp[one])
-            for grad, part in zip(grads, _backward_of_one(*parts, ctx.scale), strict=True):
+            for grad, part in zip(grads, _sequence_backward(*parts, ctx.scale), strict=True):
                 grad[:, one] = part
             start += length
         return *grads, None, None
 
 
-def _backward_of_one(
+def _sequence_backward(
     grad_LHD: Tensor,
     q_HLD: Tensor,
     k_GLD: Tensor,
@@ -100,13 +100,13 @@ def _backward_of_one(
     logsumexp_LH: Tensor,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of queries, keys and values of one sequence (Dao et al. 2022, appendix B.2, as one block)."""
+    """Gradients of one sequence's queries, keys and values (Dao et al. 2022, appendix B.2, with a single block)."""
     heads, length, width = q_HLD.shape
     groups = k_GLD.shape[0]
     by_group = (groups, -1, width)
     q, grad = q_HLD.reshape(by_group), grad_LHD.transpose(0, 1).reshape(by_group)
     scores = torch.bmm(q, k_GLD.transpose(1, 2)).view(heads, length, length).float()
-    # In powers of two, which are cheaper; the future is cut off last, since exp is slow for -inf.
+    # exp2 is cheaper than exp. The causal mask is applied last, because exp2 is slow for -inf.
     p = scores.mul_(scale * _LOG2_E).sub_(logsumexp_LH.t()[..., None] * _LOG2_E).exp2_().tril_()
     of_group = (groups, -1, length)
     grad_v = torch.bmm(p.to(q.dtype).view(of_group).transpose(1, 2), grad)

@@ -1,8 +1,8 @@
-"""Log-probabilities of given tokens without ever holding `[tokens, vocabulary]`.
+"""Log-probabilities and entropies of given tokens, computed without materializing `[tokens, vocabulary]` logits.
 
-The vocabulary is walked in slices. Per token the forward keeps the running maximum m, the sum of exponentials
-Z = sum exp(z - m) and the sum of exp(z - m) * z; with them logprob = z_label - log Z - m and
-entropy = m + log Z - E[z]. The backward computes each slice's logits again.
+Both passes iterate over slices of the vocabulary. Per token, the forward pass keeps the running maximum m, the sum of
+exponentials Z = sum exp(z - m) and the sum of exp(z - m) * z (an online softmax), which give
+logprob = z_label - log Z - m and entropy = m + log Z - E[z]. The backward pass recomputes each slice's logits.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from torch import Tensor
 def fused_logprobs(
     hidden: Tensor, weight: Tensor, labels: Tensor, temperatures: Tensor, vocab_chunk: int
 ) -> tuple[Tensor, Tensor]:
-    """Log-probability of `labels` under softmax(hidden @ weight.T / temperature), and the entropy of that softmax.
+    """Log-probability of `labels` under softmax(hidden @ weight.T / temperature), and entropy of that distribution.
 
     Args:
         hidden: [N, H].
-        weight: [V, H], the head's; it has no bias.
+        weight: [V, H], weight of a head without bias.
         labels: [N], token ids.
-        temperatures: [N], float32, above 0.
+        temperatures: [N], float32, greater than 0.
         vocab_chunk: vocabulary entries per slice.
 
     Returns:
-        Two float32 tensors [N]. The entropy carries no gradient.
+        Log-probabilities and entropies, float32 [N] each. The entropies have no gradient.
     """
     return _FusedLogprobs.apply(hidden, weight, labels, temperatures, vocab_chunk)
 
@@ -78,6 +78,6 @@ class _FusedLogprobs(torch.autograd.Function):
 
 
 def _labels_in_slice(labels: Tensor, start: int, width: int) -> tuple[Tensor, Tensor]:
-    """Which labels fall into a slice of the vocabulary, and their column there (0 for the others), both [N]."""
+    """Whether each label is in a vocabulary slice, and its column in the slice (0 if it is not), both [N]."""
     inside = (labels >= start) & (labels < start + width)
     return inside, torch.where(inside, labels - start, 0)

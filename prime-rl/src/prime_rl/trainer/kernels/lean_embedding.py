@@ -1,4 +1,4 @@
-"""Token embeddings whose backward pass touches the rows of the tokens at hand and no others, for a CPU."""
+"""Token embedding for CPUs whose backward pass updates only the rows of the batch's tokens."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from prime_rl.trainer.optim.kept_gradients import KeptGradient, kept_gradient_of
 
 
 def use_lean_embedding(model: PreTrainedModel) -> None:
-    """Let the model's input embedding add to a kept gradient, where there is one."""
+    """Replace the forward of the model's input embedding by one that adds to a kept gradient, if there is one."""
     module = model.get_input_embeddings()
     if _is_plain(module):
         module.forward = MethodType(_forward, module)

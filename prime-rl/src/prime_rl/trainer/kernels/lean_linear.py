@@ -1,7 +1,8 @@
-"""Matrix products in float32 through oneDNN, for a CPU with AVX-512.
+"""Linear layers in float32 through oneDNN, for CPUs with AVX-512.
 
-PyTorch gives them to MKL, which uses half the width of an AMD core's registers: oneDNN's kernels, which PyTorch has for
-other dtypes and for compiled graphs, take less than half the time there. Both compute and sum up in float32.
+For float32 matrix products, PyTorch uses MKL, which uses only half the register width of AMD cores. oneDNN's kernels,
+which PyTorch includes for other dtypes and compiled graphs, take less than half the time there. Both compute and
+accumulate in float32.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ _ROW_MULTIPLE = 32
 
 
 def has_lean_products() -> bool:
-    """Whether this machine and this PyTorch have the kernels."""
+    """Whether the CPU and the PyTorch build support the oneDNN kernels."""
     return (
         torch.backends.cpu.get_cpu_capability() == "AVX512"
         and torch.backends.mkldnn.is_available()
@@ -25,7 +26,7 @@ def has_lean_products() -> bool:
 
 
 def use_lean_linears(model: nn.Module) -> None:
-    """Let the model's linear layers compute as here, where that is possible."""
+    """Replace the forward of the model's linear layers by oneDNN's, if the machine supports it."""
     if not has_lean_products():
         return
     linears: list[nn.Module] = [module for module in model.modules() if type(module) is nn.Linear]
@@ -34,17 +35,17 @@ def use_lean_linears(model: nn.Module) -> None:
 
 
 def product(a_NK: Tensor, b_MK: Tensor) -> Tensor:
-    """`a @ b.T`, [N, M]; without a gradient."""
+    """Compute `a @ b.T`, [N, M], without a gradient."""
     if not (a_NK.dtype == torch.float32 and a_NK.device.type == "cpu" and has_lean_products()):
         return a_NK @ b_MK.t()
     if len(a_NK) > len(b_MK) and not (a_NK.is_contiguous() or b_MK.is_contiguous()):
-        # Gradients of weights: the kernel likes the smaller side first.
+        # Weight gradients: the kernel is faster with the smaller operand first.
         return _product(b_MK, a_NK).t().contiguous()
     return _product(a_NK, b_MK)
 
 
-def row_count(rows: int) -> int:
-    """`rows`, and a few more where these would be left out again: a kernel is made for each number of rows."""
+def padded_row_count(rows: int) -> int:
+    """Round `rows` up to a multiple of 32. oneDNN compiles a kernel for each row count, so fewer counts save time."""
     return -(-rows // _ROW_MULTIPLE) * _ROW_MULTIPLE
 
 

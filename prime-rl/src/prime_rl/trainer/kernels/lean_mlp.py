@@ -1,7 +1,7 @@
-"""SwiGLU feed-forward layers as one operation, for a CPU.
+"""SwiGLU feed-forward layers as one autograd function, for CPUs.
 
-Autograd would keep four tensors of the inner width for the backward pass; two of them are computed again from the other
-two in less time than a fiftieth of the layer takes. The gradients of the input are summed where they are made.
+Autograd would save four tensors of the inner width for the backward pass. Two of them are recomputed from the other
+two instead, which takes less than 2% of the layer's time. The two gradients of the input are accumulated in place.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from transformers.activations import SiLUActivation
 from prime_rl.trainer.kernels.lean_linear import product
 
 _FORMULA = "self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))"
-"""As it is written in Llama and its many relatives."""
+"""The forward pass as written in Llama and related models."""
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
 
@@ -28,14 +28,14 @@ class _PlainMLP(Protocol):
 
 
 def use_lean_mlps(model: nn.Module) -> None:
-    """Let the model's plain SwiGLU layers compute as here; after adapters, whose layers stay as they are."""
+    """Replace the forward of the model's SwiGLU layers. Call after adapters are added: adapted layers are skipped."""
     for module in model.modules():
         if _is_plain(module):
             module.forward = MethodType(_forward, module)
 
 
 def swiglu_mlp(x: Tensor, gate_IH: Tensor, up_IH: Tensor, down_HI: Tensor) -> Tensor:
-    """`(silu(x @ gate.T) * (x @ up.T)) @ down.T`, for x of [..., H]."""
+    """Compute `(silu(x @ gate.T) * (x @ up.T)) @ down.T` for x [..., H]."""
     return _SwiGLU.apply(x, gate_IH, up_IH, down_HI)
 
 
@@ -75,7 +75,7 @@ def _forward(self: _PlainMLP, x: Tensor) -> Tensor:
 
 
 def _is_plain(module: nn.Module) -> bool:
-    """Whether this is `_FORMULA` and nothing else, over linear layers without biases or adapters."""
+    """Whether the module computes exactly `_FORMULA`, with linear layers without biases or adapters."""
     linears = [getattr(module, name, None) for name in _PROJECTIONS]
     return (
         all(_is_plain_linear(linear) for linear in linears)

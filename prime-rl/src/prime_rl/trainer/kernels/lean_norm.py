@@ -1,8 +1,8 @@
-"""RMSNorm with one kernel for the backward pass, for a CPU.
+"""RMSNorm whose backward pass is a single kernel, for CPUs.
 
-Transformers writes it in six operations on float32 copies, whose backward pass takes as long as a third of a block's
-matrix products on two cores, and keeps two float32 tensors. LayerNorm's kernel does the same at once: RMSNorm is
-LayerNorm about a mean of 0, whose gradient has one more term.
+Transformers implements RMSNorm as six operations on float32 copies. Their backward pass takes a third of the time of a
+block's matrix products on two cores, and keeps two float32 tensors. Here, the backward pass uses LayerNorm's kernel:
+RMSNorm is LayerNorm with the mean fixed at 0, so only the gradient's mean term has to be added back.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ class _PlainNorm(Protocol):
 
 
 def use_lean_norms(model: nn.Module) -> None:
-    """Let the model's plain RMSNorm modules compute as here."""
+    """Replace the forward of the model's standard RMSNorm modules."""
     for module in model.modules():
         if _is_plain(module):
             module.forward = MethodType(_forward, module)
 
 
 def rms_norm(x: Tensor, weight_H: Tensor, epsilon: float) -> Tensor:
-    """`weight * x / sqrt(mean(x^2) + epsilon)` over the last dimension, in float32 inside."""
+    """Compute `weight * x / sqrt(mean(x^2) + epsilon)` over the last dimension, with float32 statistics."""
     return _RMSNorm.apply(x, weight_H, epsilon)
 
 
@@ -44,14 +44,14 @@ class _RMSNorm(torch.autograd.Function):
         x, weight, scale = ctx.saved_tensors
         rows, width = grad.reshape(-1, grad.shape[-1]), grad.shape[-1]
         flat_x, flat_scale = x.reshape(rows.shape), scale.view(-1, 1)
-        about = torch.zeros_like(flat_scale)
-        # A float32 weight makes the kernel take float32 statistics.
+        mean = torch.zeros_like(flat_scale)
+        # A float32 weight makes the kernel accept float32 statistics.
         grad_x, grad_weight, _ = torch.ops.aten.native_layer_norm_backward(
-            rows, flat_x, [width], about, flat_scale, weight.float(), None, [True, ctx.needs_input_grad[1], False]
+            rows, flat_x, [width], mean, flat_scale, weight.float(), None, [True, ctx.needs_input_grad[1], False]
         )
-        # What LayerNorm's gradient subtracts for the mean.
-        surplus = torch.mv(rows, weight)[:, None].float() / width * flat_scale
-        grad_x = grad_x.add_(surplus).view(x.shape)
+        # LayerNorm's gradient subtracts this term for the mean; RMSNorm's does not have it.
+        mean_term = torch.mv(rows, weight)[:, None].float() / width * flat_scale
+        grad_x = grad_x.add_(mean_term).view(x.shape)
         return grad_x, None if grad_weight is None else grad_weight.to(weight.dtype), None
 
 
@@ -60,7 +60,7 @@ def _forward(self: _PlainNorm, hidden_states: Tensor) -> Tensor:
 
 
 def _is_plain(module: nn.Module) -> bool:
-    """Whether this is the RMSNorm of Llama and its many relatives, which share its attributes and its formula."""
+    """Whether the module is an RMSNorm as in Llama; related models share its attributes and formula."""
     return (
         type(module).__name__.endswith("RMSNorm")
         and set(vars(module)) >= {"variance_epsilon"}

@@ -1,4 +1,4 @@
-"""Cross-entropy of a linear head without its logits: they exist for a few tokens at a time, and never twice."""
+"""Fused linear head and cross-entropy: computes logits in chunks of tokens, and computes each logit only once."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from prime_rl.trainer.optim.kept_gradients import KeptGradient, kept_gradient_of
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How much of a head's work is done at a time."""
+    """Chunk sizes of a head's computation, which bound its memory."""
 
     logits: int = 2**25
-    """Logits, or their gradients, that may exist at a time, in the compute dtype: 64 MiB in bfloat16."""
+    """Maximum number of logits, or their gradients, in memory, in the compute dtype: 64 MiB in bfloat16."""
     float_logits: int = 2**22
-    """Those of a linear head that may exist in float32: 16 MiB."""
+    """Maximum number of float32 logits of a linear head in memory: 16 MiB."""
     cached_float_logits: int = 2**20
-    """The same on a CPU: 4 MiB, which its caches hold. A GPU would wait for many small operations."""
-    vocabulary_part: int = 2048
-    """Tokens of the vocabulary whose gradient is made at a time, where it is added to a kept one."""
+    """The same limit on a CPU: 4 MiB, which fits in its caches. On a GPU, so many small operations would be slow."""
+    vocab_chunk: int = 2048
+    """Number of vocabulary rows whose gradient is added to a kept gradient at a time."""
 
     def float_rows(self, width: int, on_cpu: bool) -> int:
-        """Rows of `width` logits to hold in float32."""
+        """Number of rows of `width` logits to hold in float32 at a time."""
         return max(1, (min(self.float_logits, self.cached_float_logits) if on_cpu else self.float_logits) // width)
 
 
@@ -37,7 +37,7 @@ def linear_cross_entropy_sum(
 ) -> Tensor:
     """Sum over N tokens of the cross-entropy of `hidden @ weight.T`, in float32.
 
-    Gradients are made with the loss, so that no logit is computed again for the backward pass.
+    Gradients are computed together with the loss, so that the backward pass recomputes no logits.
     """
     kept = kept_gradient_of(weight_VH)
     if not torch.is_grad_enabled():
@@ -51,54 +51,61 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, kept: KeptGradient | None, limits: Limits
     ) -> Tensor:
         rows = max(1, limits.logits // len(weight))
-        # One part's gradient by the logits is no larger than what follows from it, which then has a place already.
+        # With a single chunk, saving the gradient of the logits takes no more memory than saving the weight gradient,
+        # which the backward pass can then add directly to the kept one.
         is_added_later = kept is not None and len(targets) <= rows
         is_trained = any(ctx.needs_input_grad)
         grad_hidden = torch.empty_like(hidden) if is_trained else None
-        grad_weight = slopes = None
+        grad_weight = grad_logits = None
         loss = hidden.new_zeros((), dtype=torch.float32)
         for start in range(0, len(targets), rows):
-            part = slice(start, start + rows)
-            slopes, part_loss = _loss_and_slopes(hidden[part], weight, targets[part], is_trained, limits)
-            loss += part_loss
-            if slopes is None or grad_hidden is None:
+            chunk = slice(start, start + rows)
+            grad_logits, chunk_loss = _loss_and_grad_logits(hidden[chunk], weight, targets[chunk], is_trained, limits)
+            loss += chunk_loss
+            if grad_logits is None or grad_hidden is None:
                 continue
-            torch.mm(slopes, weight, out=grad_hidden[part])
+            torch.mm(grad_logits, weight, out=grad_hidden[chunk])
             if is_added_later:
                 break
-            own = torch.mm(slopes.t(), hidden[part])
-            # Several parts are summed in float32; one part needs no second copy.
+            own = torch.mm(grad_logits.t(), hidden[chunk])
+            # Several chunks are summed in float32; a single chunk needs no float32 copy.
             if len(targets) > rows:
                 own = own.float() if grad_weight is None else grad_weight.add_(own)
             grad_weight = own
-        ctx.save_for_backward(grad_hidden, grad_weight, *((slopes, hidden) if is_added_later else (None, None)))
-        ctx.weight_dtype, ctx.kept, ctx.part = weight.dtype, kept, limits.vocabulary_part
+        ctx.save_for_backward(grad_hidden, grad_weight, *((grad_logits, hidden) if is_added_later else (None, None)))
+        ctx.weight_dtype, ctx.kept, ctx.vocab_chunk = weight.dtype, kept, limits.vocab_chunk
         return loss
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        grad_hidden, grad_weight, slopes, hidden = ctx.saved_tensors
-        # In place, as the larger one has the size of the embedding.
+        grad_hidden, grad_weight, grad_logits, hidden = ctx.saved_tensors
+        # In place, because the weight gradient is as large as the embedding.
         grad_hidden.mul_(grad)
         if ctx.kept is None:
             return grad_hidden, grad_weight.mul_(grad).to(ctx.weight_dtype), None, None, None
         place, scale = ctx.kept.place(), float(grad)
-        if slopes is None:
+        if grad_logits is None:
             place.add_(grad_weight, alpha=scale)
         else:
-            _add_products(place, slopes, hidden, scale, ctx.part)
+            _accumulate_grad_weight(place, grad_logits, hidden, scale, ctx.vocab_chunk)
         return grad_hidden, None, None, None, None
 
 
-def _add_products(place_VH: Tensor, slopes_NV: Tensor, hidden_NH: Tensor, scale: float, part: int) -> None:
-    for place, slopes in zip(place_VH.split(part), slopes_NV.split(part, dim=1), strict=True):
-        place.add_(torch.mm(slopes.t(), hidden_NH), alpha=scale)
+def _accumulate_grad_weight(
+    grad_VH: Tensor, grad_logits_NV: Tensor, hidden_NH: Tensor, scale: float, vocab_chunk: int
+) -> None:
+    """Add the weight gradient to `grad_VH` in chunks of the vocabulary, which bounds the temporary memory."""
+    for grad, grad_logits in zip(grad_VH.split(vocab_chunk), grad_logits_NV.split(vocab_chunk, dim=1), strict=True):
+        grad.add_(torch.mm(grad_logits.t(), hidden_NH), alpha=scale)
 
 
-def _loss_and_slopes(
+def _loss_and_grad_logits(
     hidden_NH: Tensor, weight_VH: Tensor, targets_N: Tensor, is_trained: bool, limits: Limits
 ) -> tuple[Tensor | None, Tensor]:
-    """Gradient of the summed loss by the logits, in the compute dtype; and the loss."""
+    """Gradient of the summed loss with respect to the logits, in the compute dtype, and the loss.
+
+    The gradient is None if `is_trained` is false.
+    """
     rows = limits.float_rows(len(weight_VH), on_cpu=hidden_NH.device.type == "cpu")
     loss = hidden_NH.new_zeros((), dtype=torch.float32)
     logits = torch.mm(hidden_NH, weight_VH.t())
@@ -106,11 +113,11 @@ def _loss_and_slopes(
         part = slice(start, start + rows)
         values, picked = logits[part].float(), targets_N[part, None]
         peak, own = values.amax(1, keepdim=True), values.gather(1, picked)
-        # One exponential of each logit serves the loss and its gradient.
+        # Each logit's exponential is used for both the loss and the gradient.
         total = values.sub_(peak).exp_().sum(1, keepdim=True)
         loss += (peak + total.log() - own).sum()
         if is_trained:
-            slopes = values.div_(total)
-            slopes.scatter_add_(1, picked, -torch.ones_like(total))
-            logits[part] = slopes
+            grad_logits = values.div_(total)
+            grad_logits.scatter_add_(1, picked, -torch.ones_like(total))
+            logits[part] = grad_logits
     return logits if is_trained else None, loss

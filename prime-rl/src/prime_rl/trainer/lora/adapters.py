@@ -1,7 +1,7 @@
-"""Low-rank adapters (LoRA): beside a frozen weight W, a small trained product, `W x + alpha / rank * B A x`.
+"""Low-rank adapters (LoRA, Hu et al. 2021): `W x + alpha / rank * B A x` with W frozen and A and B trained.
 
-An adapted module keeps its class, its weights and their names; it has a `LowRank` named `lora` (stacked experts: one
-for each projection) besides. So FSDP, checkpointed activations and exports see the model that they know.
+An adapted module keeps its class, weights and parameter names, and gets a submodule `lora`: a `LowRank`, or one per
+projection for stacked experts. FSDP, activation checkpointing and exports therefore work as for the plain model.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from prime_rl.configs.trainer import LoRAConfig
-from prime_rl.trainer.lora.targets import EXPERT_PARTS, chosen_modules
+from prime_rl.trainer.lora.targets import EXPERT_PROJECTIONS, select_modules
 from prime_rl.utils.logger import get_logger
 
 _SEED = 0
 
 
 class LowRank(nn.Module):
-    """`scale * B A x`, zero until it is trained.
+    """Computes `scale * B A x`, which is zero before training.
 
-    A is [*stack, rank, in], uniform in ±1/sqrt(in) (Kaiming's with a = sqrt 5), and B [*stack, out, rank], zeros; in
-    the dtype and on the device of the weight that it belongs to. `stack` is empty, or the number of experts.
+    A [*stack, rank, in] is initialized uniformly in ±1/sqrt(in) (Kaiming with a = sqrt(5)), and B [*stack, out, rank]
+    with zeros, in the dtype and on the device of the adapted weight. `stack` is empty or the number of experts.
     """
 
     def __init__(self, config: LoRAConfig, weight: Tensor, out_features: int, generator: torch.Generator) -> None:
@@ -37,7 +37,7 @@ class LowRank(nn.Module):
         self.B = nn.Parameter(weight.new_zeros(*stack, out_features, config.rank))
         if not weight.is_meta:
             bound = 1 / math.sqrt(in_features)
-            # Drawn on the CPU, one after the other: the same numbers whatever the device and the number of processes.
+            # Drawn on the CPU with one generator, so that values do not depend on device or number of processes.
             drawn = torch.empty(self.A.shape).uniform_(-bound, bound, generator=generator)
             self.A.data.copy_(drawn)
         self.rank, self.alpha = config.rank, config.alpha
@@ -48,17 +48,17 @@ class LowRank(nn.Module):
         return self.alpha / self.rank
 
     def forward(self, x: Tensor) -> Tensor:
-        """[.., in] to [.., out]."""
+        """Map [..., in] to [..., out]."""
         return self.product(x, self.A, self.B)
 
     def product(self, x: Tensor, a: Tensor, b: Tensor) -> Tensor:
-        """As `forward`, with one expert's A and B."""
+        """Like `forward`, with the A and B of one expert."""
         return nn.functional.linear(nn.functional.linear(self.dropout(x), a), b) * self.scale
 
     @torch.no_grad()
     def delta(self) -> Tensor:
-        """What it adds to the weight, [*stack, out, in] in float32; a collective call."""
-        return (whole(self.B).float() @ whole(self.A).float()) * self.scale
+        """The equivalent weight update `scale * B A`, float32 [*stack, out, in]. Collective."""
+        return (full_tensor(self.B).float() @ full_tensor(self.A).float()) * self.scale
 
 
 class _StackedExperts(Protocol):
@@ -70,17 +70,17 @@ class _StackedExperts(Protocol):
     def _apply_gate(self, gate_up: Tensor) -> Tensor: ...
 
 
-def adapted(model: PreTrainedModel, config: LoRAConfig | None, compute_dtype: torch.dtype) -> PreTrainedModel:
-    """Freeze `model`, except for `modules_to_save`, and add the adapters that `config` asks for; None leaves all as is.
+def add_adapters(model: PreTrainedModel, config: LoRAConfig | None, compute_dtype: torch.dtype) -> PreTrainedModel:
+    """Freeze `model` except for `modules_to_save`, and add the adapters in `config`. None changes nothing.
 
-    The frozen weights are only ever read in the compute dtype; where that is smaller than theirs, they are kept in it.
+    Frozen weights are only read in the compute dtype, so they are stored in it if it is smaller than their own.
 
     Raises:
-        ModelError: a name matches nothing, or something that cannot be adapted.
+        ModelError: a target name matches no module, or a module that cannot be adapted.
     """
     if config is None:
         return model
-    chosen = chosen_modules(model, config)
+    chosen = select_modules(model, config)
     generator = torch.Generator().manual_seed(_SEED)
     model.requires_grad_(False)
     for module in chosen.saved.values():
@@ -103,15 +103,15 @@ def is_adapted(model: nn.Module) -> bool:
 
 
 def log_adapters(model: nn.Module) -> None:
-    """Say how much of the model is trained."""
+    """Log the number of adapters and of trained parameters."""
     count = sum(isinstance(module, LowRank) for module in model.modules())
     sizes = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
     trained, total = sum(size for size, is_trained in sizes if is_trained), sum(size for size, _ in sizes)
     get_logger().info(f"LoRA: {count} adapters, {trained:,} of {total:,} parameters trained ({trained / total:.2%})")
 
 
-def own_names(model: nn.Module) -> set[str]:
-    """Names of the adapters' parameters, which the hub's files of the model do not have."""
+def adapter_parameter_names(model: nn.Module) -> set[str]:
+    """Names of the adapters' parameters, which are not part of the model's hub format."""
     return {
         f"{path}.{name}"
         for path, module in model.named_modules()
@@ -120,19 +120,19 @@ def own_names(model: nn.Module) -> set[str]:
     }
 
 
-def merged(model: nn.Module, name: str, weight: Tensor) -> Tensor:
-    """The whole `weight` that the model calls `name`, with what its adapter adds, if it has one; a collective call."""
+def merge_adapter(model: nn.Module, name: str, weight: Tensor) -> Tensor:
+    """Return the full `weight` of parameter `name` plus its adapter's update, if there is one. Collective."""
     path, _, leaf = name.rpartition(".")
     lora = getattr(model.get_submodule(path), "lora", None)
     if isinstance(lora, LowRank) and leaf == "weight":
         return weight.float() + lora.delta()
-    if isinstance(lora, nn.ModuleDict) and leaf in EXPERT_PARTS:
+    if isinstance(lora, nn.ModuleDict) and leaf in EXPERT_PROJECTIONS:
         return weight.float() + torch.cat([part.delta() for part in _parts_of(lora, leaf)], dim=-2)
     return weight
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """The tensor itself, or what its shards make up together; a collective call."""
+def full_tensor(tensor: Tensor) -> Tensor:
+    """Gather a DTensor's shards into the full tensor; other tensors are returned as they are. Collective."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
@@ -145,7 +145,7 @@ def _add_low_rank(module: nn.Linear, inputs: tuple[Tensor, ...], output: Tensor)
 def _adapt_experts(experts: nn.Module, config: LoRAConfig, generator: torch.Generator) -> None:
     loras = nn.ModuleDict()
     experts.lora = loras
-    for name, parts in EXPERT_PARTS.items():
+    for name, parts in EXPERT_PROJECTIONS.items():
         weight = getattr(experts, name)
         for part in parts:
             loras[part] = LowRank(config, weight, weight.shape[-2] // len(parts), generator)
@@ -154,32 +154,32 @@ def _adapt_experts(experts: nn.Module, config: LoRAConfig, generator: torch.Gene
 
 def _parts_of(loras: nn.ModuleDict, name: str) -> list[LowRank]:
     """The adapters of the stacked weight `name`."""
-    return [cast("LowRank", loras[part]) for part in EXPERT_PARTS[name]]
+    return [cast("LowRank", loras[part]) for part in EXPERT_PROJECTIONS[name]]
 
 
 def _experts_forward(
     experts: _StackedExperts, hidden_NH: Tensor, top_k_index_NK: Tensor, top_k_weights_NK: Tensor
 ) -> Tensor:
-    """What Transformers' stacked experts compute, with each expert's adapters beside its weights.
+    """Forward pass of Transformers' stacked experts, with each expert's adapters applied separately.
 
-    Adding the products to the weights instead would need no loop, but in bfloat16 it would round small updates away.
+    Merging adapters into the weights would need no loop over experts, but bfloat16 rounding would lose small updates.
     """
     order = top_k_index_NK.flatten().argsort(stable=True)
     token = order // top_k_index_NK.shape[1]
     counts = top_k_index_NK.flatten().bincount(minlength=len(experts.down_proj)).tolist()
     gate_up, down = (_expert_projections(experts, name) for name in ("gate_up_proj", "down_proj"))
-    pieces = [
+    outputs = [
         down_of(experts._apply_gate(gate_up_of(x)))
         for x, gate_up_of, down_of in zip(hidden_NH[token].split(counts), gate_up, down, strict=True)
     ]
-    weighted = torch.cat(pieces) * top_k_weights_NK.flatten()[order, None]
+    weighted = torch.cat(outputs) * top_k_weights_NK.flatten()[order, None]
     return torch.zeros_like(hidden_NH).index_add_(0, token, weighted.to(hidden_NH.dtype))
 
 
 def _expert_projections(experts: _StackedExperts, name: str) -> list[partial[Tensor]]:
-    """For each expert a function of its tokens: the projection with the weight `name` and what adapts it."""
+    """For each expert, a function that projects its tokens with weight `name` and its adapters."""
     loras = _parts_of(experts.lora, name)
-    # Unbinding once, and not indexing for each expert, keeps the backward pass linear in the number of experts.
+    # Unbind once instead of indexing per expert, so that the backward pass is linear in the number of experts.
     weights = getattr(experts, name).unbind()
     factors = [zip(lora.A.unbind(), lora.B.unbind(), strict=True) for lora in loras]
     return [partial(_project, weight, loras, own) for weight, *own in zip(weights, *factors, strict=True)]

@@ -1,4 +1,4 @@
-"""Adapters in the format of PEFT, which PEFT and vLLM load as it is."""
+"""Exports LoRA adapters in PEFT's format, which PEFT and vLLM load directly."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from prime_rl.trainer.lora.adapters import LowRank, whole
-from prime_rl.trainer.lora.targets import PARTS, is_stacked
+from prime_rl.trainer.lora.adapters import LowRank, full_tensor
+from prime_rl.trainer.lora.targets import PROJECTIONS, is_stacked
 
 _PREFIX = "base_model.model."
 
 
 @dataclass(frozen=True, slots=True)
 class PeftAdapter:
-    """What PEFT's two files hold: `adapter_model.safetensors` and `adapter_config.json`."""
+    """Contents of PEFT's files `adapter_model.safetensors` (`state`) and `adapter_config.json` (`config`)."""
 
     state: dict[str, Tensor]
     config: dict[str, Any]
@@ -27,20 +27,20 @@ class PeftAdapter:
 
 @torch.no_grad()
 def gather_adapter(model: PreTrainedModel, dtype: torch.dtype) -> PeftAdapter:
-    """A copy of all adapters and of the modules trained in full, in `dtype` in host memory; a collective call.
+    """Copy all adapters and fully trained modules to host memory, in `dtype`. Collective.
 
-    The tensors are on rank 0 only.
+    Only rank 0 gets the tensors; `state` is empty on the others.
     """
     state: dict[str, Tensor] = {}
     for name, tensor in _trained_tensors(model):
-        full = whole(tensor)
+        full = full_tensor(tensor)
         if dist.get_rank() == 0:
             state |= {_PREFIX + own: part.to("cpu", dtype, copy=True) for own, part in _hub_tensors(name, full)}
     return PeftAdapter(state, peft_config(model))
 
 
 def peft_config(model: PreTrainedModel) -> dict[str, Any]:
-    """The fields of PEFT's `LoraConfig` that say what the adapters of `model` are."""
+    """The fields of PEFT's `LoraConfig` that describe the adapters of `model`."""
     lora = next(module for module in model.modules() if isinstance(module, LowRank))
     return {
         "peft_type": "LORA",
@@ -48,7 +48,7 @@ def peft_config(model: PreTrainedModel) -> dict[str, Any]:
         "base_model_name_or_path": model.config.name_or_path,
         "r": lora.rank,
         "lora_alpha": int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha,
-        # PEFT has none for stacked experts, and what is loaded for use needs none.
+        # PEFT does not support dropout for stacked experts, and inference does not need it.
         "lora_dropout": 0.0 if _has_adapted_experts(model) else lora.dropout.p,
         **_targets(model),
         "modules_to_save": [path for path, _ in _saved_modules(model)] or None,
@@ -61,20 +61,20 @@ def peft_config(model: PreTrainedModel) -> dict[str, Any]:
 
 
 def _targets(model: PreTrainedModel) -> dict[str, list[str]]:
-    """Last components of the adapted paths where these name nothing else, and whole paths where they would.
+    """PEFT's target names: the last component of an adapted path if it is unambiguous, otherwise the full path.
 
-    Of a model with stacked experts, PEFT takes every module called as a part of them for that part. Such linear layers
-    beside the experts it only finds as parameters.
+    In models with stacked experts, PEFT treats every module that is named like an expert's projection as one. Linear
+    layers with such names outside the experts are therefore listed in `target_parameters`.
     """
     linear = {path: module for path, module in model.named_modules() if isinstance(module, nn.Linear)}
     has_adapter = {path: hasattr(module, "lora") for path, module in linear.items()}
     last = {path: path.rpartition(".")[2] for path in has_adapter}
     shared = {last[path] for path in has_adapter if not has_adapter[path]}
-    taken = set(PARTS) if any(map(is_stacked, model.modules())) else set()
+    taken = set(PROJECTIONS) if any(map(is_stacked, model.modules())) else set()
     adapted = [path for path in has_adapter if has_adapter[path]]
     names = {path if last[path] in shared else last[path] for path in adapted if last[path] not in taken}
     parameters = [f"{path}.weight" for path in adapted if last[path] in taken]
-    parts = PARTS if _has_adapted_experts(model) else ()
+    parts = PROJECTIONS if _has_adapted_experts(model) else ()
     return {"target_modules": sorted(names.union(parts)), "target_parameters": parameters}
 
 
@@ -83,7 +83,7 @@ def _has_adapted_experts(model: PreTrainedModel) -> bool:
 
 
 def _trained_tensors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """Names of PEFT, but with the experts' tensors stacked."""
+    """Yield trained tensors under PEFT's names, with the experts' tensors still stacked."""
     for path, module in model.named_modules():
         if isinstance(module, LowRank):
             # `<path>.lora` of a linear layer, `<path>.lora.<part>` of stacked experts.
@@ -103,7 +103,7 @@ def _saved_modules(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _hub_tensors(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """`name` and `tensor`, or for stacked experts those of each expert."""
+    """Yield the tensor itself, or each expert's tensor if they are stacked, under its hub name."""
     if ".lora_" not in name or tensor.ndim == 2:
         yield name, tensor
         return

@@ -1,4 +1,4 @@
-"""Which modules of a model `model.lora` means."""
+"""Selects the modules that `model.lora` adapts or trains in full."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ from transformers.core_model_loading import revert_weight_conversion
 from prime_rl.configs.model import LoRAConfig, is_regex
 from prime_rl.trainer.process.errors import ModelError
 
-EXPERT_PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
-"""Stacked weights of a module of experts, and what each holds, one below the other."""
+EXPERT_PROJECTIONS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+"""Stacked expert weights, and the projections that are concatenated in each of them."""
 
-PARTS = tuple(part for parts in EXPERT_PARTS.values() for part in parts)
+PROJECTIONS = tuple(part for parts in EXPERT_PROJECTIONS.values() for part in parts)
 _STACKED_EXPERTS = "experts"
-"""The default target of mixture-of-experts models; other models have no such module."""
+"""Target name of stacked experts. A default target, so models without experts may not have it."""
 _MODULES = dict[str, nn.Module]
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 
 @dataclass(frozen=True, slots=True)
-class ChosenModules:
-    """Modules by path."""
+class SelectedModules:
+    """The selected modules by path: linear layers and stacked experts to adapt, and modules to train in full."""
 
     linear: dict[str, nn.Linear]
     experts: _MODULES
     saved: _MODULES
-    """Trained in full. They own parameters themselves."""
+    """Modules to train in full. Each has parameters of its own."""
 
 
-def chosen_modules(model: PreTrainedModel, config: LoRAConfig) -> ChosenModules:
-    """What `target_modules` adapt and `modules_to_save` train in full; the latter wins where both match.
+def select_modules(model: PreTrainedModel, config: LoRAConfig) -> SelectedModules:
+    """Select the modules in `target_modules` and `modules_to_save`. If both match a module, it is trained in full.
 
     Raises:
-        ModelError: a name matches nothing, or something that cannot be adapted.
+        ModelError: a name matches no module, or a module that cannot be adapted.
     """
     owners = {path: module for path, module in model.named_modules() if any(True for _ in module.parameters(False))}
     linear = {path: module for path, module in owners.items() if isinstance(module, nn.Linear)}
@@ -49,7 +49,7 @@ def chosen_modules(model: PreTrainedModel, config: LoRAConfig) -> ChosenModules:
     for pattern in config.modules_to_save:
         if not _selected([pattern], owners):
             raise ModelError(_no_match("modules_to_save", pattern, owners, "module with weights"))
-    chosen = ChosenModules(
+    chosen = SelectedModules(
         {path: module for path, module in _selected(config.target_modules, linear).items() if path not in saved},
         {path: module for path, module in _selected(config.target_modules, experts).items() if path not in saved},
         saved,
@@ -57,7 +57,7 @@ def chosen_modules(model: PreTrainedModel, config: LoRAConfig) -> ChosenModules:
     for pattern in config.target_modules:
         _check_target(pattern, linear, experts, chosen)
     if not (chosen.linear or chosen.experts):
-        raise ModelError(f"model.lora.target_modules leaves nothing to adapt: {_listed(config.target_modules)}")
+        raise ModelError(f"model.lora.target_modules matches nothing to adapt: {_listed(config.target_modules)}")
     for path, layer in chosen.linear.items():
         _check_linear(path, layer, owners)
     for path, module in chosen.experts.items():
@@ -66,11 +66,10 @@ def chosen_modules(model: PreTrainedModel, config: LoRAConfig) -> ChosenModules:
 
 
 def matches(pattern: str, path: str) -> bool:
-    """Whether `pattern` means the module at `path`.
+    """Whether `pattern` matches the module at `path`.
 
-    A plain name is a component of the path, or several that follow each other ("self_attn.q_proj"); a pattern with one
-    of the characters ``^$*+?{}[]|()\\`` is a regular expression, searched anywhere.
-
+    A plain name matches one or more consecutive components of the path ("self_attn.q_proj"). A pattern with one of the
+    characters ``^$*+?{}[]|()\\`` is a regular expression that may match anywhere in the path.
     """
     if is_regex(pattern):
         return re.search(pattern, path) is not None
@@ -82,19 +81,19 @@ def _selected(patterns: Iterable[str], modules: Mapping[str, ModuleT]) -> dict[s
 
 
 def is_stacked(module: nn.Module) -> bool:
-    """Whether `module` holds the weights of several experts in one tensor."""
+    """Whether `module` stores the weights of several experts in one tensor."""
     return any(parameter.ndim == 3 for parameter in module.parameters(recurse=False))
 
 
-def _check_target(pattern: str, linear: Mapping[str, nn.Linear], experts: _MODULES, chosen: ChosenModules) -> None:
+def _check_target(pattern: str, linear: Mapping[str, nn.Linear], experts: _MODULES, chosen: SelectedModules) -> None:
     either: _MODULES = {**linear, **experts}
     if _selected([pattern], either):
         return
-    inside = [path for path in experts for part in PARTS if matches(pattern, f"{path}.0.{part}")]
+    inside = [path for path in experts for part in PROJECTIONS if matches(pattern, f"{path}.0.{part}")]
     if inside and not chosen.experts:
         raise ModelError(
-            f'model.lora.target_modules: "{pattern}" is a part of {inside[0]}, whose experts are stacked: they are '
-            f'adapted as a whole, with the name "{_STACKED_EXPERTS}"'
+            f'model.lora.target_modules: "{pattern}" is a projection of the stacked experts {inside[0]}, which '
+            f'can only be adapted together: use "{_STACKED_EXPERTS}"'
         )
     if not inside and pattern != _STACKED_EXPERTS:
         raise ModelError(_no_match("target_modules", pattern, either, "linear layer"))
@@ -116,7 +115,7 @@ def _check_linear(path: str, module: nn.Linear, owners: _MODULES) -> None:
         if other is not module and any(weight is module.weight for weight in other.parameters(recurse=False)):
             raise ModelError(
                 f"model.lora.target_modules: {path} shares its weight with {other_path}, so it cannot be adapted "
-                f'alone; to train both, set model.lora.modules_to_save = ["{path}"] and leave it out of target_modules'
+                f'alone; to train both, set model.lora.modules_to_save = ["{path}"] and remove it from target_modules'
             )
 
 
@@ -125,12 +124,12 @@ def _check_experts(path: str, module: nn.Module, model: PreTrainedModel, config:
     is_known = all(getattr(module, name, None) is value for name, value in wanted.items())
     if not (is_known and _has_hub_names(path, module, model)):
         raise ModelError(
-            f"model.lora.target_modules: {path} ({type(module).__name__}) stores its experts in a way that cannot be "
-            f"adapted yet; leave {_STACKED_EXPERTS} out of target_modules"
+            f"model.lora.target_modules: {path} ({type(module).__name__}) stores its experts in a format that is not "
+            f"supported; remove {_STACKED_EXPERTS} from target_modules"
         )
 
 
 def _has_hub_names(path: str, module: nn.Module, model: PreTrainedModel) -> bool:
-    """Whether files hold each projection of each expert under the name that its adapter will get."""
-    state = {f"{path}.{name}": torch.empty_like(getattr(module, name), device="meta") for name in EXPERT_PARTS}
-    return {f"{path}.0.{part}.weight" for part in PARTS} <= revert_weight_conversion(model, state).keys()
+    """Whether the hub format names each expert's projections the way its adapter will be named."""
+    state = {f"{path}.{name}": torch.empty_like(getattr(module, name), device="meta") for name in EXPERT_PROJECTIONS}
+    return {f"{path}.0.{part}.weight" for part in PROJECTIONS} <= revert_weight_conversion(model, state).keys()

@@ -1,8 +1,7 @@
-"""Activations in host memory between the forward and the backward pass.
+"""Activation offloading: keeps saved activations in host memory between the forward and the backward pass.
 
-Copies run on a stream of their own, beside the computation. In the forward pass, the newest
-`max_inflight_activations` stay on the device until their copies are done; in the backward pass, as many are fetched
-ahead of their use.
+Copies run on their own CUDA stream, in parallel with the computation. In the forward pass, the newest
+`max_inflight_activations` stay on the device until they are copied; in the backward pass, that many are prefetched.
 """
 
 from __future__ import annotations
@@ -21,25 +20,25 @@ from torch.autograd.graph import saved_tensors_hooks
 from prime_rl.configs.trainer import ActivationOffloadingConfig
 
 MIN_BYTES = 1024
-"""Smaller tensors cost more to move than they take."""
+"""Smaller tensors are not offloaded: moving them is not worth the memory saved."""
 
 
 @dataclass(slots=True, weakref_slot=True, eq=False)
-class Stored:
-    """An activation in host memory; for a while on the device too."""
+class OffloadedTensor:
+    """An activation in host memory, and on the device while it is being copied or is prefetched."""
 
     host: Tensor
     on_device: Tensor | None
     copied: torch.cuda.Event | None
-    """The latest copy, in either direction, is done."""
-    before: weakref.ref[Stored] | None
-    """The one that was stored before, which the backward pass wants next."""
+    """Event at the end of the latest copy, in either direction."""
+    previous: weakref.ref[OffloadedTensor] | None
+    """The tensor that was stored before this one; the backward pass needs it next."""
 
 
 class ActivationOffload:
-    """Hooks that move what autograd saves to host memory and back.
+    """Autograd hooks that move saved tensors to host memory and back.
 
-    It works on a CPU as well, where it copies for nothing, to the same results.
+    On a CPU the hooks give the same results, but the copies are useless.
     """
 
     def __init__(self, config: ActivationOffloadingConfig, device: torch.device) -> None:
@@ -48,37 +47,37 @@ class ActivationOffload:
         self.is_pinned = config.pin_memory and device.type == "cuda"
         self.moved_bytes = 0
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._inflight: deque[Stored] = deque()
-        self._newest: weakref.ref[Stored] | None = None
+        self._inflight: deque[OffloadedTensor] = deque()
+        self._newest: weakref.ref[OffloadedTensor] | None = None
 
     def hooks(self) -> AbstractContextManager[Any]:
-        """Within this, large tensors that autograd saves go to host memory; parameters stay."""
+        """Context in which large tensors saved by autograd are moved to host memory. Parameters are not moved."""
         return saved_tensors_hooks(self._store, self._restore)
 
-    def _store(self, tensor: Tensor) -> Tensor | Stored:
+    def _store(self, tensor: Tensor) -> Tensor | OffloadedTensor:
         if not self._is_worth_moving(tensor):
-            # The tensor itself would hold the graph that holds it.
+            # Detached, because the tensor itself would reference the graph that references it.
             return tensor.detach()
         while len(self._inflight) >= self.max_inflight:
             self._release(self._inflight.popleft())
         host = torch.empty_like(tensor, device="cpu", pin_memory=self.is_pinned, requires_grad=False)
         with self._copying() as done:
             host.copy_(tensor.detach(), non_blocking=True)
-        stored = Stored(host, tensor.detach(), done, self._newest)
+        stored = OffloadedTensor(host, tensor.detach(), done, self._newest)
         self._newest = weakref.ref(stored)
         self._inflight.append(stored)
         self.moved_bytes += host.nbytes
         return stored
 
-    def _restore(self, stored: Tensor | Stored) -> Tensor:
-        if not isinstance(stored, Stored):
+    def _restore(self, stored: Tensor | OffloadedTensor) -> Tensor:
+        if not isinstance(stored, OffloadedTensor):
             return stored
         if self._inflight:
             self._end_of_forward()
         on_device = self._fetched(stored)
         ahead = stored
         for _ in range(self.max_inflight - 1):
-            before = ahead.before() if ahead.before is not None else None
+            before = ahead.previous() if ahead.previous is not None else None
             if before is None:
                 break
             ahead = before
@@ -92,19 +91,19 @@ class ActivationOffload:
         return is_activation and tensor.nbytes >= MIN_BYTES
 
     def _end_of_forward(self) -> None:
-        """Those still on the device are wanted first: they need no copy back."""
+        """Keep the tensors that are still on the device: the backward pass needs them first."""
         for stored in self._inflight:
             self._wait(stored)
         self._inflight.clear()
 
-    def _release(self, stored: Stored) -> None:
-        # Whatever gets this memory next is computed after the copy.
+    def _release(self, stored: OffloadedTensor) -> None:
+        # The current stream waits for the copy, so that it does not reuse the memory too early.
         self._wait(stored)
         stored.on_device = None
 
-    def _fetched(self, stored: Stored) -> Tensor:
+    def _fetched(self, stored: OffloadedTensor) -> Tensor:
         if stored.on_device is None:
-            # Allocated for the stream that uses and frees it.
+            # Allocated outside the copy stream, because the current stream uses and frees it.
             stored.on_device = torch.empty_like(stored.host, device=self.device)
             with self._copying() as stored.copied:
                 stored.on_device.copy_(stored.host, non_blocking=True)
@@ -112,7 +111,7 @@ class ActivationOffload:
 
     @contextmanager
     def _copying(self) -> Iterator[torch.cuda.Event | None]:
-        """Run the block's copy behind what is computed so far; yields the event of its end."""
+        """Run the block's copy on the copy stream, after all work queued so far. Yields the event at its end."""
         if self._stream is None:
             yield None
             return
@@ -122,7 +121,7 @@ class ActivationOffload:
             yield done
             done.record(self._stream)
 
-    def _wait(self, stored: Stored) -> None:
+    def _wait(self, stored: OffloadedTensor) -> None:
         if stored.copied is not None:
             torch.cuda.current_stream(self.device).wait_event(stored.copied)
             stored.copied = None

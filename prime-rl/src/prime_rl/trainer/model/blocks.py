@@ -1,4 +1,4 @@
-"""How a decoder block runs: compiled, with its activations computed again, or kept in host memory."""
+"""Applies compilation, activation checkpointing and activation offloading to decoder blocks."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from prime_rl.trainer.process.errors import ModelError
 from prime_rl.utils.logger import get_logger
 
 Forward = Callable[..., Any]
-_MOST_GRAPHS = 32
-"""Of a model's blocks. Each kind of block (with a window, say, or without) needs four; any more run as they are."""
+_RECOMPILE_LIMIT = 32
+"""Maximum number of compiled graphs. Each kind of block (such as with or without a window) needs four."""
 
 
 def decoder_blocks(model: PreTrainedModel) -> nn.ModuleList:
-    """The list of decoder blocks.
+    """Find the list of decoder blocks.
 
     Raises:
         ModelError: the model has no list of `num_hidden_layers` modules.
@@ -33,31 +33,31 @@ def decoder_blocks(model: PreTrainedModel) -> nn.ModuleList:
 
 
 def prepare_blocks(model: PreTrainedModel, config: ModelConfig, device: torch.device) -> None:
-    """Wrap each block's forward as `compile`, `ac` and `ac_offloading` ask; before FSDP, whose hooks stay outside."""
+    """Wrap each block's forward according to `compile`, `ac` and `ac_offloading`. Call before FSDP adds its hooks."""
     offload = None
     if config.ac_offloading is not None and device.type == "cuda":
         offload = ActivationOffload(config.ac_offloading, device)
     elif config.ac_offloading is not None:
-        get_logger().info("model.ac_offloading has nothing to do on a CPU: activations are in host memory")
+        get_logger().info("model.ac_offloading has no effect on a CPU: activations are in host memory already")
     for index, block in enumerate(decoder_blocks(model)):
         forward = block.forward
         if config.compile is not None:
             forward = _compiled(forward, config.compile)
         if config.ac is not None and index % config.ac.freq == 0:
-            # Adapters are the only place where a forward pass draws random numbers.
+            # Only the adapters' dropout uses random numbers in a forward pass.
             has_dropout = config.lora is not None and config.lora.dropout > 0
             forward = _checkpointed(forward, preserve_rng_state=has_dropout)
         if offload is not None:
             forward = offloaded(forward, offload)
-        # Replacing `forward` keeps parameter names as they are, which a wrapper module would change.
+        # Replace `forward` instead of wrapping the module, which would change parameter names.
         block.forward = forward
 
 
 def _compiled(forward: Forward, config: CompileConfig) -> Forward:
-    """One graph serves all blocks alike and rows of every length; others are for one row, and for masked rows."""
+    """Compile with dynamic shapes, so that all blocks share graphs. Single rows and masked rows need their own."""
     # The overloads of `compile` leave out `recompile_limit`.
     return torch.compile(  # type: ignore[call-overload]
-        forward, fullgraph=config.fullgraph, dynamic=True, recompile_limit=_MOST_GRAPHS
+        forward, fullgraph=config.fullgraph, dynamic=True, recompile_limit=_RECOMPILE_LIMIT
     )
 
 
@@ -69,7 +69,7 @@ def _checkpointed(forward: Forward, preserve_rng_state: bool) -> Forward:
 
 
 def offloaded(forward: Forward, offload: ActivationOffload) -> Forward:
-    """`forward`, with what autograd saves in it kept by `offload`."""
+    """Wrap `forward` so that `offload` stores the tensors saved by autograd."""
 
     def offloading(*args: Any, **kwargs: Any) -> Any:
         with offload.hooks():

@@ -1,4 +1,4 @@
-"""The model under training: a Transformers model, sharded with FSDP2, and its tokenizer."""
+"""Builds the model to train (a Transformers model sharded with FSDP2) and loads its tokenizer."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from prime_rl.trainer.kernels.lean_embedding import use_lean_embedding
 from prime_rl.trainer.kernels.lean_linear import use_lean_linears
 from prime_rl.trainer.kernels.lean_mlp import use_lean_mlps
 from prime_rl.trainer.kernels.lean_norm import use_lean_norms
-from prime_rl.trainer.lora.adapters import adapted, log_adapters
+from prime_rl.trainer.lora.adapters import add_adapters, log_adapters
 from prime_rl.trainer.model.blocks import decoder_blocks, prepare_blocks
 from prime_rl.trainer.model.scoring import enable_scoring
 from prime_rl.trainer.optim.kept_gradients import keep_gradients
@@ -42,24 +42,24 @@ _RANDOM_INIT_SEED = 0
 
 
 def setup_model(config: ModelConfig, mesh: Mesh) -> PreTrainedModel:
-    """Build, load and shard the model; a collective call.
+    """Build, load and shard the model. Collective.
 
-    The optimizer works on weights in `optimization_dtype`; forward and backward run in the compute dtype, gradients
-    are reduced in `reduce_dtype`. FSDP units are the decoder blocks and the root, also with one process, so every
-    run takes the same path. Use it through `scoring.score_tokens`, or call it as any Transformers
-    model with `use_cache=False`.
+    Weights are stored and optimized in `optimization_dtype`, forward and backward run in the compute dtype, and
+    gradients are reduced in `reduce_dtype`. The FSDP units are the decoder blocks and the root module, also with a
+    single process, so that every run takes the same code path. Run the model through `scoring.score_tokens`, or call it
+    like any Transformers model with `use_cache=False`.
 
     Raises:
-        ModelError: no model at `config.name`, or one that cannot be trained here.
+        ModelError: there is no model at `config.name`, or it is not supported.
     """
     process = mesh.process
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()
     model_config = load_model_config(config)
-    options = _options(config, model_config, process)
+    options = _model_options(config, model_config, process)
     home = torch.device("cpu") if config.fsdp_cpu_offload else process.device
-    adapt = partial(adapted, config=config.lora, compute_dtype=compute_dtype(config, process.device))
-    # One process reads the weights; the others receive their shards from it.
+    adapt = partial(add_adapters, config=config.lora, compute_dtype=compute_dtype(config, process.device))
+    # Only rank 0 reads the weights; the other ranks receive their shards from it.
     full = adapt(_build_full(config, model_config, options)) if process.is_main else None
     if full is not None and process.world_size == 1:
         model = full.to(home)
@@ -86,22 +86,22 @@ def setup_model(config: ModelConfig, mesh: Mesh) -> PreTrainedModel:
 
 
 def compute_dtype(config: ModelConfig, device: torch.device) -> torch.dtype:
-    """The dtype of forward, backward and exported weights: `auto` is bfloat16 on a GPU and float32 on a CPU."""
+    """Dtype of forward and backward passes and of exported weights. `auto` is bfloat16 on a GPU, float32 on a CPU."""
     if config.compute_dtype == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     return _DTYPES[config.compute_dtype]
 
 
 def load_model_config(config: ModelConfig) -> PretrainedConfig:
-    """The Transformers config of `config.name`, cut to `debug.num_layers`.
+    """Load the Transformers config of `config.name`, reduced to `debug.num_layers` layers.
 
     Raises:
-        ModelError: there is none.
+        ModelError: there is no model config at `config.name`.
     """
     try:
         model_config = AutoConfig.from_pretrained(config.name, trust_remote_code=config.trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
-        raise ModelError(_missing("model.name", config.name, error)) from error
+        raise ModelError(_load_error("model.name", config.name, error)) from error
     if config.debug.num_layers is not None:
         layers = min(config.debug.num_layers, model_config.num_hidden_layers)
         model_config.num_hidden_layers = layers
@@ -111,17 +111,17 @@ def load_model_config(config: ModelConfig) -> PretrainedConfig:
 
 
 def setup_tokenizer(config: TokenizerConfig, model_config: ModelConfig) -> PreTrainedTokenizerBase:
-    """The tokenizer at `config.name` (the model's own without one), with `config.chat_template` if that is given.
+    """Load the tokenizer at `config.name` (None means the model's), and set `config.chat_template` if given.
 
     Raises:
-        ModelError: no tokenizer there, or no chat template.
+        ModelError: the tokenizer or the chat template cannot be loaded.
     """
     name = config.name or model_config.name
     trust = model_config.trust_remote_code if config.trust_remote_code is None else config.trust_remote_code
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust)
     except (OSError, ValueError, KeyError) as error:
-        raise ModelError(_missing("tokenizer.name", name, error)) from error
+        raise ModelError(_load_error("tokenizer.name", name, error)) from error
     if config.chat_template is not None:
         try:
             tokenizer.chat_template = read_template(config.chat_template)
@@ -131,10 +131,10 @@ def setup_tokenizer(config: TokenizerConfig, model_config: ModelConfig) -> PreTr
 
 
 def freeze_routers(model: nn.Module) -> None:
-    """Leave the routers of an MoE model as they are.
+    """Freeze the routers of a mixture-of-experts model.
 
     Raises:
-        ModelError: it has none.
+        ModelError: the model has no router.
     """
     routers = [module for name, module in model.named_modules() if _is_router(name, module)]
     if not routers:
@@ -143,8 +143,8 @@ def freeze_routers(model: nn.Module) -> None:
         router.requires_grad_(False)
 
 
-def _options(config: ModelConfig, model_config: PretrainedConfig, process: Process) -> dict[str, Any]:
-    """How Transformers builds the model. The choice of the attention kernel is logged."""
+def _model_options(config: ModelConfig, model_config: PretrainedConfig, process: Process) -> dict[str, Any]:
+    """Arguments for Transformers to build the model. Logs the selected attention kernel."""
     compute = compute_dtype(config, process.device)
     kernel, reason = choose_attention(config.attn, model_config, process.device, compute)
     if process.is_main:
@@ -158,7 +158,7 @@ def _options(config: ModelConfig, model_config: PretrainedConfig, process: Proce
 
 
 def _build_full(config: ModelConfig, model_config: PretrainedConfig, options: dict[str, Any]) -> nn.Module:
-    """The whole model in host memory, read from `config.name` or drawn with a fixed seed."""
+    """Build the unsharded model in host memory, loaded from `config.name` or initialized with a fixed seed."""
     if config.debug.random_init:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(_RANDOM_INIT_SEED)
@@ -167,7 +167,7 @@ def _build_full(config: ModelConfig, model_config: PretrainedConfig, options: di
         return AutoModelForCausalLM.from_pretrained(config.name, config=model_config, **options)
     except (OSError, ValueError, ImportError) as error:
         hint = "; to start from random weights set model.debug.random_init = true"
-        raise ModelError(_missing("model.name", config.name, error) + hint) from error
+        raise ModelError(_load_error("model.name", config.name, error) + hint) from error
 
 
 def _shard(model: nn.Module, config: ModelConfig, mesh: Mesh) -> None:
@@ -185,13 +185,13 @@ def _shard(model: nn.Module, config: ModelConfig, mesh: Mesh) -> None:
 
 
 def _scatter_weights(full: nn.Module | None, model: nn.Module, home: torch.device, process: Process) -> None:
-    """Fill the sharded model of every process from rank 0's `full`; parameters live on `home`."""
+    """Fill the sharded model of every rank from rank 0's `full` model. Parameters are stored on `home`."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
     model.to_empty(device=home)
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     set_model_state_dict(model, full.state_dict() if full is not None else {}, options=options)
-    # Buffers such as the rotary frequencies are in no state dict.
+    # Buffers such as the rotary frequencies are not in the state dict.
     for name, buffer in list(model.named_buffers()):
         filled = (buffer if full is None else full.get_buffer(name)).to(process.device)
         dist.broadcast(filled, src=0)
@@ -203,8 +203,8 @@ def _is_router(name: str, module: nn.Module) -> bool:
     return type(module).__name__.endswith("Router") or name.rpartition(".")[2] in ("gate", "router")
 
 
-def _missing(key: str, name: str, error: Exception) -> str:
-    """One line on why nothing could be read from `name`."""
+def _load_error(key: str, name: str, error: Exception) -> str:
+    """One-line error message for a failure to load `name`, the value of config key `key`."""
     if Path(name).is_dir():
         return f"{key} = {name}: {str(error).splitlines()[0]}"
     if looks_like_path(name):

@@ -1,8 +1,8 @@
-"""Packed rows under attention kernels that know no packing.
+"""Unpacks a packed row into a grid of shorter rows, for attention kernels without support for packing.
 
-A micro-batch is one row of T tokens that holds several sequences. Flash attention takes it as it is. SDPA would
-build a T x T mask and score T * T pairs, nearly all of them masked: 30 times slower on a CPU for 64 sequences of 64
-tokens. Here the same sequences are laid out as a grid of short rows first, and the result is put back in order.
+A micro-batch is one row of T tokens with several sequences. Flash attention processes it directly. SDPA would build a
+T x T mask and compute T * T scores, nearly all of them masked: 30 times slower on a CPU for 64 sequences of 64 tokens.
+Here the sequences are arranged as a grid of short rows, and the results are gathered in the original order.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """Where each of a row's T tokens stands in a grid of R rows of W cells."""
+    """Position of each of a packed row's T tokens in a grid of R rows of W cells."""
 
     cells_T: Tensor
-    """Flat index into the R * W cells."""
+    """Flat index of each token's cell, in R * W cells."""
     position_ids_RW: Tensor
-    """Positions of the tokens; padding behind the last sequence of a row counts on, so it starts no sequence."""
+    """Position ids. Padding after a row's last sequence continues its positions, so that it starts no new sequence."""
 
-    def place(self, row_1T: Tensor) -> Tensor:
-        """Lay a row out as [R, W]; padding is 0."""
+    def scatter(self, row_1T: Tensor) -> Tensor:
+        """Arrange a packed row as [R, W], padded with 0."""
         grid = row_1T.new_zeros(self.position_ids_RW.numel())
         grid[self.cells_T] = row_1T[0]
         return grid.view(self.position_ids_RW.shape)
@@ -32,15 +32,15 @@ class Grid:
     def cost(self, hidden_size: int) -> int:
         return layout_cost(self.position_ids_RW.numel(), self.position_ids_RW.shape[1], hidden_size)
 
-    def collect(self, grid_RWH: Tensor) -> Tensor:
-        """The T cells that hold tokens, in the row's order: [T, H]."""
+    def gather(self, grid_RWH: Tensor) -> Tensor:
+        """Collect the results of the T tokens in the packed row's order: [T, H]."""
         return grid_RWH.flatten(0, 1).index_select(0, self.cells_T)
 
 
 def fold(position_ids_1T: Tensor, hidden_size: int) -> Grid:
-    """Choose the cheaper of two layouts: the row as it is, or rows as wide as the longest sequence.
+    """Choose the cheaper of two layouts: the packed row itself, or a grid as wide as the longest sequence.
 
-    A sequence starts wherever the position is not the previous one plus 1, as in Transformers' packed mask.
+    As in Transformers' packed mask, a sequence starts at each position that is not the previous one plus 1.
     """
     positions = position_ids_1T[0].cpu().numpy()
     starts = sequence_starts(positions)
@@ -62,24 +62,24 @@ def fold(position_ids_1T: Tensor, hidden_size: int) -> Grid:
 
 
 def layout_cost(cells: int, width: int, hidden_size: int) -> int:
-    """Cells take about 24 H^2 FLOP each in a block's linear layers and 4 H W in attention: in units of 4 H."""
+    """Estimated cost of a block in units of 4 H FLOP. A cell takes 24 H^2 FLOP in linear layers, 4 H W in attention."""
     return cells * (6 * hidden_size + width)
 
 
 def sequence_bounds(position_ids_1T: Tensor) -> tuple[Tensor, int]:
-    """Where each of a row's S sequences starts, and the row's end: [S + 1], int32; and the longest one's length."""
+    """Start of each of a row's S sequences and the row's end, int32 [S + 1], and the length of the longest sequence."""
     positions = position_ids_1T[0].cpu().numpy()
     bounds = np.append(sequence_starts(positions), len(positions)).astype(np.int32)
     return torch.from_numpy(bounds).to(position_ids_1T.device), int(np.diff(bounds).max())
 
 
 def sequence_starts(positions: np.ndarray) -> np.ndarray:
-    """Where the sequences of a row start."""
+    """Start indices of the sequences in a row, [S]."""
     return np.flatnonzero(np.diff(positions, prepend=positions[0] - 2) != 1)
 
 
 def _first_fit_decreasing(lengths: np.ndarray, width: int) -> tuple[np.ndarray, np.ndarray, int]:
-    """Put each sequence into the first row with room, longest first: (row, first column) of each, and the row count."""
+    """Assign sequences, longest first, to the first row with space. Returns rows, first columns and the row count."""
     free = np.full(len(lengths), width)
     rows = np.empty(len(lengths), dtype=np.int64)
     for index in np.argsort(-lengths, kind="stable"):
