@@ -295,6 +295,11 @@ def test_sft_validates_with_the_same_sequence_length() -> None:
     assert sft("--model.seq-len=64", "--val.data.seq-len=32").val.data.seq_len == 32
 
 
+def test_an_unknown_key_of_data_is_told_once_with_validation(toml, faults) -> None:
+    file = toml("[data]\nnmae = 'x'\n[val]\ninterval = 5")
+    assert faults(SFTConfig, files=(file,)) == [f"{file}: data.nmae: unknown key; did you mean data.name?"]
+
+
 def test_a_resolved_sft_config_loads_again(tmp_path) -> None:
     config = sft("--model.seq-len=64", "--val")
     dump_toml(config, tmp_path / "sft.toml")

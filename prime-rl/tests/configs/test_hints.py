@@ -172,7 +172,12 @@ NEWER: list[tuple[type, str, str | None]] = [
         "use trainer.model.fused_lm_head_chunk_size (counted in vocabulary entries, not tokens)",
     ),
     (RLConfig, "trainer.model.quantization.type", "models are trained in bfloat16 or float32"),
-    (SFTConfig, "model.moe.dispatch.type", "see model.moe_use_grouped_mm and model.ep"),
+    (SFTConfig, "model.moe.dispatch.type", "see model.moe_use_grouped_mm"),
+    (
+        TrainerConfig,
+        "model.offload",
+        "use model.fsdp_cpu_offload and model.optim_cpu_offload (`full` and `optimizer`)",
+    ),
     (TrainerConfig, "gc.interval", "remove it"),
     (TrainerConfig, "matmul_precision", "remove it"),
     (TrainerConfig, "enable_router_replay", "remove it"),
@@ -297,10 +302,15 @@ def test_a_table_of_another_version_is_answered_key_by_key(toml, faults) -> None
         "[trainer]\n[orchestrator.train]\n[[orchestrator.train.source]]\nratio = 1\nenv.taskset.id = 'x'\n"
         "[orchestrator.train.sampling]\nmax_completion_tokens = 9\ntemperature = 1\n"
         "[monitors.wandb]\nproject = 'p'\n[monitors.file]\n[env_vars]\nA = '1'\nB = '2'\n"
+        "[inference.vllm]\nmodel = 'm'\nquantization = 'q'\nmax_num_seqs = 9\n"
     )
     source = "use orchestrator.env (training environments are [[orchestrator.env]] tables with `id` and `args`)"
+    passed_on = "`inference` passes options that it does not know to vLLM: --name value"
     assert sorted(faults(RLConfig, files=(file,))) == [
         f"{file}: env_vars: unknown key; set environment variables outside the config",
+        f"{file}: inference.vllm.max_num_seqs: unknown key; {passed_on}",
+        f"{file}: inference.vllm.model: unknown key; use inference.model.name",
+        f"{file}: inference.vllm.quantization: unknown key; {passed_on}",
         f"{file}: monitors.file: unknown key; remove it: metrics.jsonl is always written",
         f"{file}: monitors.wandb.project: unknown key; use wandb.project",
         f"{file}: orchestrator.train.sampling.max_completion_tokens: unknown key; use orchestrator.sampling.max_tokens",

@@ -362,4 +362,5 @@ def _with_keys_of_data(val: dict[str, Any], data: Any) -> dict[str, Any]:
         left_out |= {"length", "input_ids", "pack_function"}
     if "name" in own:
         left_out |= {"subsets", "splits", "probabilities"}
-    return {**val, "data": {**{key: value for key, value in data.items() if key not in left_out}, **own}}
+    shared = {key: value for key, value in data.items() if key in SFTDataConfig.model_fields and key not in left_out}
+    return {**val, "data": {**shared, **own}}

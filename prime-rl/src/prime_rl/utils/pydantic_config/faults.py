@@ -103,7 +103,12 @@ def unknown_keys(root: Section, place: Place, value: Any, layers: Sequence[Layer
         paths.setdefault(advice_for_renamed(root, leaf) or "", []).append(leaf)
     if list(paths) == [""]:
         return [(place.path, advice_for_key(root, place.key))]
-    return [(_common_start(leaves), advice or None) for advice, leaves in paths.items()]
+    named = []
+    for advice, leaves in paths.items():
+        table = _common_start(leaves)
+        shared = any(leaf[: len(table)] == table for others in paths.values() if others != leaves for leaf in others)
+        named += [(path, advice or None) for path in (leaves if shared else [table])]
+    return named
 
 
 def _leaves(path: KeyPath, value: Any) -> Iterator[KeyPath]:
