@@ -24,7 +24,7 @@ from prime_rl.trainer.process.errors import leaving_at_once
 from prime_rl.trainer.process.parallel_dims import Mesh, setup_mesh
 from prime_rl.trainer.process.world import Process, destroy_world, setup_world
 from prime_rl.trainer.rl.loss import setup_loss
-from prime_rl.trainer.rl.packing import deal, pack_batch, to_row
+from prime_rl.trainer.rl.packing import distribute, pack_batch, row_from_sample
 from prime_rl.trainer.rl.rows import Row
 from prime_rl.trainer.rl.step import ForwardBackward, StepSize
 from prime_rl.trainer.sft.data.conversation import TokenizedSample
@@ -106,8 +106,8 @@ def rl_rows(packing: str, mesh: Mesh) -> list[Row]:
         dealt = pack_batch(TrainingBatch(samples, step=0), ROW_TOKENS, ROW_TOKENS, mesh.data_axis.data_size)
         assert sum(map(len, dealt)) == len(LENGTHS) // 2
     else:
-        dealt = deal([to_row(sample, ROW_TOKENS) for sample in samples], mesh.data_axis.data_size)
-    return [Row.of(row, mesh.process.device) for row in dealt[mesh.data_axis.data_rank]]
+        dealt = distribute([row_from_sample(sample, ROW_TOKENS) for sample in samples], mesh.data_axis.data_size)
+    return [Row.from_message(row, mesh.process.device) for row in dealt[mesh.data_axis.data_rank]]
 
 
 def sft_gradient(model: nn.Module, rows: Sequence[PackedRow], mesh: Mesh) -> tuple[float, Tensor]:
@@ -119,7 +119,7 @@ def sft_gradient(model: nn.Module, rows: Sequence[PackedRow], mesh: Mesh) -> tup
 
 def rl_gradient(model: nn.Module, rows: Sequence[Row], mesh: Mesh) -> tuple[float, Tensor]:
     step = ForwardBackward(model, setup_loss(DefaultLossConfig()), 512, mesh)
-    reported = step.run(rows, StepSize.of_all_ranks(rows, mesh.data_axis)).gather(mesh.data_axis)
+    reported = step.run(rows, StepSize.from_rows(rows, mesh.data_axis)).gather(mesh.data_axis)
     return float(reported["loss"].mean()) if mesh.process.is_main else 0.0, taken_gradient(model)
 
 

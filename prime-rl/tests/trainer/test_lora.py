@@ -275,7 +275,7 @@ def test_an_adapted_head_counts_in_the_fused_log_probabilities_too(moe_model_dir
     length = len(TOKENS)
     fields = {"advantages": [1.0] * length, "inference_logprobs": [0.0] * length, "temperatures": [1.0] * length}
     message = MicroBatch(TOKENS.tolist(), [True] * length, position_ids=list(range(length)), **fields)
-    row = Row.of(message, torch.device("cpu"))
+    row = Row.from_message(message, torch.device("cpu"))
     scored, _ = score_row(model, row, row.loss_mask, vocab_chunk=512)
     expected = logits_of(model).log_softmax(-1)[:-1].gather(1, TOKENS[1:, None])[:, 0]
     torch.testing.assert_close(scored[1:], expected)

@@ -75,7 +75,7 @@ def test_an_engine_gets_every_tensor_that_the_model_keeps(made, model, run, port
 def test_a_version_waits_for_the_orchestrator_to_ask(made, model, run) -> None:
     broadcast = made(timeout_s=1)
     broadcast.start(0)
-    with pytest.raises(BroadcastError, match=r"did not ask for version 1 within weight_broadcast\.timeout = 1 s"):
+    with pytest.raises(BroadcastError, match=r"did not request version 1 within weight_broadcast\.timeout = 1 s"):
         broadcast.publish(model, 1, torch.float32)
     assert (run.broadcast(1) / STABLE).exists()
 

@@ -155,7 +155,7 @@ def test_a_custom_loss_is_imported_and_called_per_sequence(monkeypatch, tmp_path
     )
     monkeypatch.syspath_prepend(tmp_path)
     config = CustomLossConfig(type="custom", import_path="losses_of_a_user.reinforce", kwargs={"scale": 2.0})
-    outputs = setup_loss(config).of_sequence(reference_inputs())
+    outputs = setup_loss(config).sequence_loss(reference_inputs())
     assert outputs.loss.item() == pytest.approx(2 * 3.7)
     assert outputs.metrics["mismatch_kl"].item() == pytest.approx(4.029237, abs=2e-6)
 

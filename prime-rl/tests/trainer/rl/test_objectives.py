@@ -157,7 +157,7 @@ def test_the_loss_of_a_step_is_the_one_of_the_paper(algorithm) -> None:
             advantages=torch.full((len(logprobs) + 1,), advantage),
             loss_mask=torch.arange(len(logprobs) + 1) > 0,
         )
-        outputs = loss.of_sequence(inputs)
+        outputs = loss.sequence_loss(inputs)
         total += outputs.loss.item()
         assert outputs.metrics["mismatch_kl"] > 0
     assert total / (sum(LENGTHS) if loss.per_token else len(LENGTHS)) == pytest.approx(numpy_loss(algorithm), rel=1e-6)

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from prime_rl.trainer.rl.packing import BadBatch, deal, first_fit_decreasing, pack_batch, pack_rows, to_row
+from prime_rl.trainer.rl.packing import (
+    BadBatch,
+    distribute,
+    first_fit_decreasing,
+    pack_batch,
+    pack_rows,
+    row_from_sample,
+)
 from prime_rl.transport.messages import TrainingBatch, TrainingSample
 
 
@@ -27,13 +34,13 @@ def lengths_of(rows) -> list[list[int]]:
 
 
 def test_rows_are_those_of_the_reference() -> None:
-    rows = pack_rows([to_row(sample_of(n), 10) for n in (5, 3, 9, 2, 4, 6)], 10)
+    rows = pack_rows([row_from_sample(sample_of(n), 10) for n in (5, 3, 9, 2, 4, 6)], 10)
     assert lengths_of(rows) == [[9], [6, 4], [5, 3, 2]]
 
 
 def test_ranks_take_turns_and_a_missing_row_is_a_copy_without_a_mask() -> None:
-    rows = pack_rows([to_row(sample_of(n), 10) for n in (5, 3, 9, 2, 4, 6)], 10)
-    first, second = deal(rows, 2)
+    rows = pack_rows([row_from_sample(sample_of(n), 10) for n in (5, 3, 9, 2, 4, 6)], 10)
+    first, second = distribute(rows, 2)
     assert lengths_of(first) == [[9], [5, 3, 2]]
     assert lengths_of(second[:1]) == [[6, 4]]
     assert second[1].input_ids == rows[2].input_ids
@@ -43,12 +50,12 @@ def test_ranks_take_turns_and_a_missing_row_is_a_copy_without_a_mask() -> None:
 
 
 def test_a_single_rank_gets_every_row_and_no_copy() -> None:
-    rows = pack_rows([to_row(sample_of(n), 4) for n in (3, 4, 2)], 4)
-    assert deal(rows, 1) == [rows]
+    rows = pack_rows([row_from_sample(sample_of(n), 4) for n in (3, 4, 2)], 4)
+    assert distribute(rows, 1) == [rows]
 
 
 def test_fields_of_a_sample_line_up_token_by_token() -> None:
-    row = to_row(sample_of(4, prompt_ids=[9, 8], prompt_mask=[False, False], teacher_logprobs=[-1.0] * 5), 10)
+    row = row_from_sample(sample_of(4, prompt_ids=[9, 8], prompt_mask=[False, False], teacher_logprobs=[-1.0] * 5), 10)
     assert row.input_ids == [9, 8, 0, 1, 2]
     assert row.loss_mask == [False, False, True, True, True]
     assert row.inference_logprobs == pytest.approx([0.0, 0.0, 0.0, -0.1, -0.2])
@@ -58,11 +65,11 @@ def test_fields_of_a_sample_line_up_token_by_token() -> None:
 
 
 def test_a_sample_without_completion_has_temperature_one() -> None:
-    assert to_row(sample_of(1), 10).temperatures == [1.0]
+    assert row_from_sample(sample_of(1), 10).temperatures == [1.0]
 
 
 def test_a_long_sample_is_cut_in_every_field() -> None:
-    row = to_row(sample_of(9, teacher_logprobs=[-1.0] * 9), 4)
+    row = row_from_sample(sample_of(9, teacher_logprobs=[-1.0] * 9), 4)
     sized = [values for values in (getattr(row, name) for name in row.__struct_fields__) if isinstance(values, list)]
     assert [len(values) for values in sized] == [4] * 8
 
@@ -97,7 +104,7 @@ def test_an_empty_batch_is_refused() -> None:
 
 def test_teacher_values_for_some_samples_only_are_refused() -> None:
     batch = TrainingBatch([sample_of(4), sample_of(4, teacher_logprobs=[0.0] * 4)], step=0)
-    with pytest.raises(BadBatch, match="some have none"):
+    with pytest.raises(BadBatch, match="only some samples"):
         pack_batch(batch, seq_len=8, row_tokens=8, data_ranks=1)
 
 
@@ -111,7 +118,7 @@ def test_minibatches_share_the_tokens_and_every_rank_has_rows_of_each() -> None:
 
 def test_samples_of_a_prompt_stay_together_as_far_as_there_is_room() -> None:
     samples = [sample_of(n, prompt_ids=[prompt]) for prompt, n in [(1, 5), (1, 2), (1, 4), (2, 3), (2, 3), (1, 3)]]
-    rows = pack_batch(TrainingBatch(examples=samples, step=0), 10, 20, 1, together_tokens=7)[0]
+    rows = pack_batch(TrainingBatch(examples=samples, step=0), 10, 20, 1, group_tokens=7)[0]
     assert lengths_of(rows) == [[5, 2, 3, 3, 4, 3]]
     assert lengths_of(pack_batch(TrainingBatch(examples=samples, step=0), 10, 20, 1)[0]) == [[5, 4, 3, 3, 3, 2]]
 

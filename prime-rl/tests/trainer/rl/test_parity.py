@@ -45,7 +45,7 @@ def row_of(scorer: ForwardBackward, *versions: int | None, temperature: float = 
 
     batch = TrainingBatch([sample(version) for version in versions], step=0)
     ((message,),) = pack_batch(batch, seq_len=64, row_tokens=512, data_ranks=1)
-    (row,) = scorer.with_proximal([Row.of(message, CPU)])
+    (row,) = scorer.with_proximal([Row.from_message(message, CPU)])
     return dataclasses.replace(row, inference_logprobs=row.proximal_logprobs)
 
 
@@ -104,4 +104,4 @@ def test_after_a_resume_only_tokens_of_the_resumed_version_are_compared(scorer, 
 
 def test_a_batch_without_fresh_tokens_says_so(scorer, mesh, engine_log) -> None:
     ParityGate(ParityConfig(), mesh).check([row_of(scorer, 4, None)], scorer, version=5)
-    assert "nothing can be compared" in engine_log.text
+    assert "not checked, because no token" in engine_log.text

@@ -13,7 +13,7 @@ from prime_rl.trainer.model.build import setup_model
 from prime_rl.trainer.process.data_axis import DataAxis
 from prime_rl.trainer.rl.batches import FakeBatches
 from prime_rl.trainer.rl.loss import setup_loss
-from prime_rl.trainer.rl.packing import pack_rows, to_row
+from prime_rl.trainer.rl.packing import pack_rows, row_from_sample
 from prime_rl.trainer.rl.rows import Row, score_row, vocab_chunk_of
 from prime_rl.trainer.rl.step import ForwardBackward, StepSize
 from prime_rl.transport.messages import TrainingSample
@@ -47,8 +47,8 @@ def model(tiny_model_dir, mesh):
 
 
 def packed_row(samples) -> Row:
-    (row,) = pack_rows([to_row(sample, 64) for sample in samples], 64)
-    return Row.of(row, CPU)
+    (row,) = pack_rows([row_from_sample(sample, 64) for sample in samples], 64)
+    return Row.from_message(row, CPU)
 
 
 def logprobs_alone(directory, tokens: list[int], temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -83,7 +83,7 @@ def test_tokens_that_are_not_wanted_get_uniform_values(model, samples) -> None:
 
 def gradient_of(model, mesh, rows: list[Row], vocab_chunk: int | None) -> torch.Tensor:
     step = ForwardBackward(model, setup_loss(DefaultLossConfig()), vocab_chunk, mesh)
-    step.run(rows, StepSize.of_all_ranks(rows, mesh.data_axis))
+    step.run(rows, StepSize.from_rows(rows, mesh.data_axis))
     gradient = torch.cat([parameter.grad.full_tensor().flatten() for parameter in model.parameters()])
     model.zero_grad()
     return gradient
@@ -91,7 +91,7 @@ def gradient_of(model, mesh, rows: list[Row], vocab_chunk: int | None) -> torch.
 
 def test_the_gradient_does_not_depend_on_how_samples_are_packed(model, mesh, samples) -> None:
     together = gradient_of(model, mesh, [packed_row(samples)], 8192)
-    apart = gradient_of(model, mesh, [Row.of(to_row(sample, 64), CPU) for sample in samples], 8192)
+    apart = gradient_of(model, mesh, [Row.from_message(row_from_sample(sample, 64), CPU) for sample in samples], 8192)
     assert together.norm() > 0
     assert torch.allclose(together, apart, atol=1e-6)
 
@@ -103,20 +103,20 @@ def test_the_plain_and_the_fused_head_give_one_gradient(model, mesh, samples) ->
 
 def test_a_row_without_trained_tokens_adds_nothing(model, mesh, samples) -> None:
     row = packed_row(samples)
-    filler = to_row(samples[0], 64)
+    filler = row_from_sample(samples[0], 64)
     filler.loss_mask = [False] * len(filler.loss_mask)
     alone = gradient_of(model, mesh, [row], 8192)
-    assert torch.equal(alone, gradient_of(model, mesh, [row, Row.of(filler, CPU)], 8192))
+    assert torch.equal(alone, gradient_of(model, mesh, [row, Row.from_message(filler, CPU)], 8192))
 
 
 def test_step_size_counts_what_is_trained(mesh, samples) -> None:
-    size = StepSize.of_all_ranks([packed_row(samples)], mesh.data_axis)
+    size = StepSize.from_rows([packed_row(samples)], mesh.data_axis)
     assert (size.tokens, size.trained_tokens, size.sequences) == (sum(LENGTHS), sum(LENGTHS) - 12, 4)
 
 
 def test_mean_of_the_reported_losses_is_the_loss_of_the_step(model, mesh, samples) -> None:
     rows = [packed_row(samples)]
-    size = StepSize.of_all_ranks(rows, mesh.data_axis)
+    size = StepSize.from_rows(rows, mesh.data_axis)
     values = ForwardBackward(model, setup_loss(DefaultLossConfig()), 8192, mesh).run(rows, size).gather(mesh.data_axis)
     logprobs, _ = score_row(model, rows[0], rows[0].loss_mask, 8192)
     ratio = (logprobs - rows[0].inference_logprobs).exp()
@@ -142,7 +142,7 @@ def test_the_head_follows_its_setting(setting, chunk) -> None:
 @pytest.mark.parametrize("generate_samples", [False, True])
 def test_fake_rows_fill_the_batch_without_an_orchestrator(mesh, generate_samples) -> None:
     batches = FakeBatches(FakeDataLoaderConfig(batch_size=3, generate_samples=generate_samples), 32, DataAxis(0, 1))
-    rows = [Row.of(message, CPU) for message in batches.take(0)]
+    rows = [Row.from_message(message, CPU) for message in batches.take(0)]
     assert batches.is_ready(0)
     assert len(rows) == 3
     assert all(len(row.input_ids) <= 32 for row in rows)

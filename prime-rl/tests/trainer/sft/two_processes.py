@@ -20,7 +20,7 @@ from prime_rl.trainer.process.parallel_dims import Mesh, setup_mesh
 from prime_rl.trainer.process.world import Process, destroy_world, setup_world
 from prime_rl.trainer.sft.data.packer import setup_rows
 from prime_rl.trainer.sft.loop import SFTTrainer
-from prime_rl.trainer.sft.run import setup_parts, train
+from prime_rl.trainer.sft.run import setup_components, train
 from prime_rl.trainer.sft.step import train_step
 from prime_rl.utils.pydantic_config import parse_argv_or_exit
 
@@ -61,7 +61,7 @@ def resume_half_way(config: SFTConfig, mesh: Mesh) -> None:
         changed = config.model_copy(update={"output_dir": config.output_dir / name, "ckpt": ckpt})
         paths = RunPaths(changed.output_dir)
         with open_telemetry(changed, paths, mesh.process) as telemetry:
-            assert train(SFTTrainer(changed, paths, mesh, setup_parts(changed, paths, mesh)), telemetry)
+            assert train(SFTTrainer(changed, paths, mesh, setup_components(changed, paths, mesh)), telemetry)
 
     run_in("straight", None)
     run_in("halves", CheckpointConfig(interval=3, async_save=True))

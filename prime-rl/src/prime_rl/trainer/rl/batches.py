@@ -1,4 +1,4 @@
-"""Where the rows of a step come from: the orchestrator's batches, or random tokens."""
+"""Sources of packed rows for each step: the orchestrator's batches, or random tokens."""
 
 from __future__ import annotations
 
@@ -29,43 +29,44 @@ from prime_rl.transport import (
     setup_micro_batch_sender,
 )
 
-EndT = TypeVar("EndT", BatchReceiver, MicroBatchSender, MicroBatchReceiver)
+EndpointT = TypeVar("EndpointT", BatchReceiver, MicroBatchSender, MicroBatchReceiver)
 
 CPU_ROW_TOKENS = 2048
-"""Rows hold at least this much on a CPU, where a forward of a short row costs little less than one of a long row."""
+"""Minimum row capacity in tokens on a CPU, where forward passes of short and long rows take about as long."""
 
 SMALL_MODEL_ROW_TOKENS = 4096
-"""And this much where it costs little memory: of 2.4 million parameters, a step takes a tenth less."""
+"""Minimum row capacity on a CPU for small models. With 2.4 million parameters, a step takes 10% less time."""
 
 SMALL_MODEL_WIDTH = 2048
-"""Hidden size times layers of a model whose activations of such a row take some hundred MiB."""
+"""Maximum hidden size times layers of a small model. Its activations for such a row take a few hundred MiB."""
 
 FAKE_TOKEN_IDS = 100
-"""Fake tokens are below this, so they suit every vocabulary."""
+"""Fake token ids are below this number, so that they are valid in every vocabulary."""
 
 
 class BatchSource(Protocol):
-    """The rows that this process trains on, step by step."""
+    """Provides the rows that this process trains on in each step."""
 
     def is_ready(self, step: int) -> bool:
-        """Asked on the main process only, without blocking. True once every process can `take` its rows."""
+        """Whether every process can `take` its rows. Call on the main process only; never blocks."""
 
     def take(self, step: int) -> list[MicroBatch]:
-        """The rows of this process's data rank; every data rank gets the same number."""
+        """Return the rows of this process's data rank. Every data rank gets the same number of rows."""
 
     def close(self) -> None: ...
 
 
 class PackedBatches:
-    """Packs the orchestrator's batches on the main process and hands each data rank its rows."""
+    """Packs the orchestrator's batches on the main process and sends each data rank its rows."""
 
     def __init__(self, config: TrainerConfig, paths: RunPaths, mesh: Mesh, limit: int) -> None:
-        """`limit` is the number of tokens that a row may hold."""
+        """`limit` is the row capacity in tokens."""
         seq_len, process, data_axis = config.model.seq_len, mesh.process, mesh.data_axis
-        # On a GPU full rows save more: kernels that take packed rows share no prefixes.
-        together = limit // 2 if process.device.type == "cpu" else 0
+        # Keep groups together only on a CPU: the GPU kernels for packed rows do not share prefixes, so there it is
+        # better to fill the rows.
+        group_tokens = limit // 2 if process.device.type == "cpu" else 0
         self._pack: Callable[[TrainingBatch], list[list[MicroBatch]]] = lambda batch: pack_batch(
-            batch, seq_len, limit, data_axis.data_size, config.minibatches, together
+            batch, seq_len, limit, data_axis.data_size, config.minibatches, group_tokens
         )
         self._own_rows: list[MicroBatch] = []
         self._readers = readers_by_data_rank(process, data_axis)
@@ -73,12 +74,12 @@ class PackedBatches:
         self._closing = ExitStack()
         try:
             if process.is_main:
-                self._batches = self._closed_later(setup_batch_receiver(transport, paths.orchestrator))
+                self._batches = self._close_on_exit(setup_batch_receiver(transport, paths.orchestrator))
                 if self._readers:
-                    self._ranks = self._closed_later(setup_micro_batch_sender(transport, paths, self._readers))
+                    self._ranks = self._close_on_exit(setup_micro_batch_sender(transport, paths, self._readers))
             else:
                 rows = setup_micro_batch_receiver(transport, paths, data_axis.data_rank)
-                self._rows = self._closed_later(rows)
+                self._rows = self._close_on_exit(rows)
         except TransportError as error:
             raise DataError(str(error)) from error
         self._is_main = process.is_main
@@ -99,13 +100,13 @@ class PackedBatches:
     def close(self) -> None:
         self._closing.close()
 
-    def _closed_later(self, end: EndT) -> EndT:
-        self._closing.callback(end.close)
-        return end
+    def _close_on_exit(self, endpoint: EndpointT) -> EndpointT:
+        self._closing.callback(endpoint.close)
+        return endpoint
 
 
 class FakeBatches:
-    """Random tokens, advantages and log-probabilities, to run the trainer without an orchestrator."""
+    """Generates random tokens, advantages and log-probabilities, to run the trainer without an orchestrator."""
 
     def __init__(self, config: FakeDataLoaderConfig, seq_len: int, data_axis: DataAxis) -> None:
         self.config = config
@@ -128,7 +129,7 @@ class FakeBatches:
         return rows[:count]
 
     def close(self) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
 
 def readers_by_data_rank(process: Process, data_axis: DataAxis) -> dict[int, int]:
@@ -140,7 +141,7 @@ def readers_by_data_rank(process: Process, data_axis: DataAxis) -> dict[int, int
 
 
 def row_tokens(seq_len: int, model: PretrainedConfig, device: torch.device) -> int:
-    """Tokens that a packed row may hold."""
+    """Capacity of a packed row in tokens."""
     if device.type != "cpu":
         return seq_len
     is_small = model.hidden_size * model.num_hidden_layers <= SMALL_MODEL_WIDTH
@@ -148,7 +149,7 @@ def row_tokens(seq_len: int, model: PretrainedConfig, device: torch.device) -> i
 
 
 def fake_row(rng: np.random.Generator, length: int) -> MicroBatch:
-    """One sequence of random tokens; all but the first count."""
+    """One sequence of random tokens. All but the first are in the loss mask."""
     return MicroBatch(
         input_ids=rng.integers(0, FAKE_TOKEN_IDS, size=length).tolist(),
         loss_mask=[False] + [True] * (length - 1),

@@ -1,4 +1,4 @@
-"""Policy weights for the inference engines, through the filesystem."""
+"""Broadcasts policy weights to the inference engines through the filesystem."""
 
 from __future__ import annotations
 
@@ -19,20 +19,21 @@ from prime_rl.utils.files import replacing_directory
 
 
 class Broadcast(Protocol):
-    """How new weights reach the inference engines."""
+    """Publishes new weights to the inference engines."""
 
     def start(self, version: int) -> None:
-        """Make sure that nobody takes a version of an earlier start for one of this run, which begins at `version`."""
+        """Remove leftover versions of earlier starts. This run starts at `version`."""
 
     def publish(self, model: nn.Module, version: int, dtype: torch.dtype) -> None:
-        """Let the engines have `version`. Collective."""
+        """Publish the model's weights as `version`. Collective."""
 
 
 class FileSystemBroadcast:
-    """Writes `RUN/broadcasts/step_<v>`, whole or not at all, and removes versions nobody will ask for.
+    """Writes `RUN/broadcasts/step_<v>` atomically, and removes versions that are no longer needed.
 
-    The orchestrator collects batch v - 1 only once the engines hold version v - 1 - k, so when v comes out (k is
-    `max_async_level`) nothing reads v - k - 1 or older any more. Versions that a checkpoint also holds stay.
+    With k = `max_async_level`, the orchestrator collects batch v - 1 only after the engines have loaded version
+    v - 1 - k. So when v is published, versions v - k - 1 and older are no longer read. Versions that are also saved in
+    a checkpoint are kept.
     """
 
     def __init__(
@@ -50,12 +51,12 @@ class FileSystemBroadcast:
         self.keep_interval = keep_interval
 
     def publish(self, model: nn.Module, version: int, dtype: torch.dtype) -> None:
-        """Write `version` in `dtype` and in the hub's naming; of a model with adapters these alone, as PEFT does.
+        """Write the weights as `version`, in `dtype` and hub format. For a LoRA model, write only the PEFT adapter.
 
         Collective.
 
         Raises:
-            OSError: the weights could not be written. The run cannot go on: nobody would ever see this version.
+            OSError: the weights cannot be written. The run must stop, because the engines would wait for this version.
         """
         adapter = gather_adapter(model, dtype) if is_adapted(model) else None
         weights = gather_weights(model, dtype) if adapter is None else {}
@@ -69,7 +70,7 @@ class FileSystemBroadcast:
         self._remove(lambda other: other < version - self.max_async_level and not self._is_kept(other))
 
     def start(self, version: int) -> None:
-        """Remove versions above `version`: an earlier start of this run, or another run, left them."""
+        """Remove versions above `version`, left over from an earlier start or another run."""
         if self.process.rank == 0:
             self._remove(lambda other: other > version)
 

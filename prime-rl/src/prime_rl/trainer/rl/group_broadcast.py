@@ -1,4 +1,4 @@
-"""Policy weights for the inference engines, straight into their memory."""
+"""Broadcasts policy weights directly into the memory of the inference engines, through NCCL or gloo."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from prime_rl.utils.logger import get_logger
 POLL_S = 0.02
 
 
-class _Verdict(IntEnum):
-    """What becomes of a version that is offered."""
+class _OfferStatus(IntEnum):
+    """Status of a version that the trainer has offered."""
 
     WAIT = 0
     SEND = 1
@@ -36,8 +36,9 @@ class _Verdict(IntEnum):
 class GroupBroadcast:
     """Sends each version to the servers through NCCL, or gloo on a CPU.
 
-    Only markers pass through the filesystem: `broadcasts/step_<v>/STABLE` offers a version, `NCCL_READY` beside it says
-    that the servers are about to take it, and `broadcasts/CLOSED` that the orchestrator needs no version any more.
+    Only marker files go through the filesystem. `broadcasts/step_<v>/STABLE` offers a version, `NCCL_READY` in the same
+    directory means that the servers are ready to receive it, and `broadcasts/CLOSED` means that the orchestrator needs
+    no further versions.
     """
 
     def __init__(
@@ -51,14 +52,14 @@ class GroupBroadcast:
         self.run = run
         self.process = process
         self.is_stopping = is_stopping
-        """Whether this process was told to stop: then nobody may be left to take a version."""
+        """Whether this process has been asked to stop; then the servers may be gone and offers are dropped."""
         self._group: WeightGroup | None = None
 
     def start(self, version: int) -> None:
-        """Remove the markers of earlier starts, and only then let the servers in: whoever joins sees ours alone.
+        """Remove markers of earlier starts, then open the group's port, so that joining servers see no old markers.
 
         Raises:
-            BroadcastError: the port is taken.
+            BroadcastError: the port cannot be opened.
         """
         if not self.process.is_main:
             return
@@ -68,19 +69,19 @@ class GroupBroadcast:
             self._group = WeightGroup(address, SENDER, size, self.process.device, self.config.timeout)
         except TransportError as error:
             raise BroadcastError(str(error)) from error
-        get_logger().info(f"Weights go to {size - 1} inference workers, which join at {address[0]}:{address[1]}")
+        get_logger().info(f"Broadcasting weights to {size - 1} inference workers, which join {address[0]}:{address[1]}")
 
     def publish(self, model: nn.Module, version: int, dtype: torch.dtype) -> None:
-        """Send `version` in `dtype` and in the hub's naming, once the servers take it. Collective.
+        """Offer `version`, and send it in `dtype` and hub format once the servers are ready. Collective.
 
-        Nothing is sent when the orchestrator has ended well, or when this process is told to stop.
+        Nothing is sent if the orchestrator has finished or this process has been asked to stop.
 
         Raises:
-            BroadcastError: the servers do not take it in `weight_broadcast.timeout`, or one is gone.
+            BroadcastError: the servers are not ready within `weight_broadcast.timeout` seconds, or one has exited.
         """
         if self.process.is_main:
             self._offer(version)
-        if not self._is_taken(version):
+        if not self._is_accepted(version):
             return
         weights = gather_weights(model, dtype)
         if self._group is not None:
@@ -94,26 +95,26 @@ class GroupBroadcast:
         self.run.broadcast(version).mkdir(parents=True, exist_ok=True)
         (self.run.broadcast(version) / STABLE).touch()
 
-    def _is_taken(self, version: int) -> bool:
-        """Wait for the answer to an offer. Every rank hears it, so that none runs ahead into another collective."""
+    def _is_accepted(self, version: int) -> bool:
+        """Wait until an offer is accepted, dropped or late. Rank 0 shares the status, so that ranks stay in step."""
         deadline = time.monotonic() + self.config.timeout
-        verdict = _Verdict.WAIT
-        while verdict is _Verdict.WAIT:
+        status = _OfferStatus.WAIT
+        while status is _OfferStatus.WAIT:
             time.sleep(POLL_S)
-            looked = torch.tensor(self._look(version, deadline) if self.process.is_main else 0)
-            dist.broadcast(looked, src=0)
-            verdict = _Verdict(int(looked))
-        if verdict is _Verdict.LATE:
+            polled = torch.tensor(self._poll(version, deadline) if self.process.is_main else 0)
+            dist.broadcast(polled, src=0)
+            status = _OfferStatus(int(polled))
+        if status is _OfferStatus.LATE:
             raise BroadcastError(
-                f"weight_broadcast: the orchestrator did not ask for version {version} within "
-                f"weight_broadcast.timeout = {self.config.timeout} s; its log says why, and evaluations that take "
-                "longer need a larger one"
+                f"weight_broadcast: the orchestrator did not request version {version} within "
+                f"weight_broadcast.timeout = {self.config.timeout} s; see its log for the cause, or raise the timeout "
+                "if evaluations take longer"
             )
-        return verdict is _Verdict.SEND
+        return status is _OfferStatus.SEND
 
-    def _look(self, version: int, deadline: float) -> _Verdict:
+    def _poll(self, version: int, deadline: float) -> _OfferStatus:
         if self.run.broadcast_ready(version).exists():
-            return _Verdict.SEND
+            return _OfferStatus.SEND
         if self.is_stopping() or self.run.broadcasts_closed.exists():
-            return _Verdict.DROP
-        return _Verdict.LATE if time.monotonic() > deadline else _Verdict.WAIT
+            return _OfferStatus.DROP
+        return _OfferStatus.LATE if time.monotonic() > deadline else _OfferStatus.WAIT

@@ -1,11 +1,12 @@
-"""The loss of a sequence, as the config chooses it: the default one, a published objective, or a user's.
+"""Sequence losses: the default loss, published objectives, and user-defined losses.
 
-The default is an importance-weighted policy gradient on the tokens whose ratio can be trusted. Per sequence, with
-trainer log-probability p_t, inference log-probability q_t, d_t = p_t - q_t and r_t = exp(d_t):
+The default loss is an importance-weighted policy gradient, which drops tokens whose importance ratio is outside a trust
+region. Per sequence, with trainer log-probability p_t, inference log-probability q_t, d_t = p_t - q_t and
+r_t = exp(d_t):
 
     L = - sum over kept t of  R_t * (adv_tau*A_t + teacher_tau*(teacher_t - p_t) - kl_tau*d_t) * p_t
 
-where R_t is r_t or the sequence's clipped ratio, and everything before the last p_t is a constant to the gradient.
+where R_t is r_t or the sequence's clipped ratio, and only the last p_t has a gradient.
 """
 
 from __future__ import annotations
@@ -29,27 +30,28 @@ from prime_rl.trainer.process.errors import TrainerError
 from prime_rl.trainer.rl.objectives import Objective, Tokens, objective_of
 
 MAX_LOG_SEQUENCE_RATIO = 10.0
-"""The summed log-ratio of a sequence is cut here, so that its exponential stays finite."""
+"""Maximum of a sequence's summed log-ratio, so that its exponential stays finite."""
 
 
 @dataclass(frozen=True, slots=True)
 class LossInputs:
-    """One sequence of T tokens; entry t of every field belongs to token t."""
+    """Inputs of a loss for one sequence of T tokens. Entry t of every field belongs to token t."""
 
     trainer_logprobs: Tensor
-    """[T], carries the gradient. Outside the mask a default loss gets uniform values, a custom one the real ones."""
+    """[T], with gradient. Outside the mask, built-in losses get values of a uniform distribution, custom losses the
+    real ones."""
     inference_logprobs: Tensor
     teacher_logprobs: Tensor | None
     advantages: Tensor
     loss_mask: Tensor
     """[T], bool."""
     proximal_logprobs: Tensor | None = None
-    """Of the policy that the step began with; None where that is still the one that is trained."""
+    """Log-probabilities under the policy at the start of the step; None if that is still the trained policy."""
 
 
 @dataclass(frozen=True, slots=True)
 class LossOutputs:
-    """The summed loss of one sequence, and its metrics: scalars or 1-D tensors, without a gradient."""
+    """The summed loss of one sequence, and its metrics: scalars or 1-D tensors without gradient."""
 
     loss: Tensor
     metrics: dict[str, Tensor] = field(default_factory=dict)
@@ -57,26 +59,26 @@ class LossOutputs:
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """A loss per sequence, and what the sum over all sequences of a step is divided by."""
+    """A loss per sequence, and how its sum over a step is normalized."""
 
-    of_sequence: Callable[[LossInputs], LossOutputs]
+    sequence_loss: Callable[[LossInputs], LossOutputs]
     per_token: bool
-    """Divide by the masked-in tokens of the step, on all ranks; else by its sequences."""
+    """Divide by the number of masked-in tokens in the step over all ranks; if false, by the number of sequences."""
     masked_in_only: bool
-    """Log-probabilities outside the mask are never read, so they need not be computed."""
+    """Uses only log-probabilities inside the mask, so that others need not be computed."""
     needs_proximal: bool = False
-    """Reads the log-probabilities of the policy that the step began with."""
+    """Uses the log-probabilities of the policy at the start of the step."""
 
 
 class BadLoss(TrainerError):
-    """`loss.import_path` does not lead to a function."""
+    """`loss.import_path` does not name an importable function."""
 
 
 def setup_loss(config: LossConfig) -> Loss:
-    """The configured loss.
+    """Create the configured loss.
 
     Raises:
-        BadLoss: the import path of a custom loss leads nowhere.
+        BadLoss: the import path of a custom loss does not name an importable function.
     """
     if config.type == "custom":
         function = functools.partial(import_function(config.import_path), **config.kwargs)
@@ -102,14 +104,14 @@ def import_function(path: str) -> Callable[..., LossOutputs]:
 
 
 def custom_loss(inputs: LossInputs, function: Callable[[LossInputs], LossOutputs]) -> LossOutputs:
-    """The user's loss, and the mismatch between trainer and inference, which says whether any loss can work."""
+    """The user's loss, plus the mismatch KL between trainer and inference as a metric."""
     outputs = function(inputs)
     log_ratio = (inputs.trainer_logprobs.detach() - inputs.inference_logprobs)[inputs.loss_mask]
     return LossOutputs(outputs.loss, {"mismatch_kl": mismatch_kl(log_ratio).mean(), **outputs.metrics})
 
 
 def surrogate_loss(inputs: LossInputs, objective: Objective, config: BaseSurrogateLossConfig) -> LossOutputs:
-    """A published objective over one sequence, before the division by the step's tokens or sequences."""
+    """Loss of one sequence for a published objective, before division by the step's tokens or sequences."""
     mask = inputs.loss_mask
     logprobs, behave_logprobs = inputs.trainer_logprobs[mask], inputs.inference_logprobs[mask]
     if logprobs.numel() == 0:
@@ -123,14 +125,14 @@ def surrogate_loss(inputs: LossInputs, objective: Objective, config: BaseSurroga
 
 
 def default_loss(inputs: LossInputs, config: DefaultLossConfig) -> LossOutputs:
-    """The loss of one sequence, before the division by the step's tokens or sequences."""
+    """Default loss of one sequence, before division by the step's tokens or sequences. Formula: see the module."""
     mask = inputs.loss_mask
     logprobs = inputs.trainer_logprobs[mask]
     if logprobs.numel() == 0:
         return LossOutputs(logprobs.sum())
     log_ratio = logprobs.detach() - inputs.inference_logprobs[mask]
     ratio = log_ratio.exp()
-    dropped, metrics = _dropped(log_ratio, ratio, config)
+    dropped, metrics = _trust_region_mask(log_ratio, ratio, config)
     bonus = config.adv_tau * inputs.advantages[mask]
     if inputs.teacher_logprobs is not None:
         teacher_gap = inputs.teacher_logprobs[mask] - logprobs.detach()
@@ -141,13 +143,13 @@ def default_loss(inputs: LossInputs, config: DefaultLossConfig) -> LossOutputs:
         weight = sequence_ratio / mask.sum() * (bonus - config.kl_tau * log_ratio)
     else:
         weight = ratio * (bonus - config.kl_tau * log_ratio)
-    # Selected, not multiplied by a mask: a dropped ratio may be infinite, and infinity times 0 is NaN.
+    # Select instead of multiplying by a mask: a dropped ratio may be infinite, and infinity times 0 is NaN.
     kept = ~dropped
     return LossOutputs(-(weight[kept] * logprobs[kept]).sum(), metrics)
 
 
-def _dropped(log_ratio: Tensor, ratio: Tensor, config: DefaultLossConfig) -> tuple[Tensor, dict[str, Tensor]]:
-    """Which masked-in tokens the trust region drops, [masked-in tokens] bool, and what it saw."""
+def _trust_region_mask(log_ratio: Tensor, ratio: Tensor, config: DefaultLossConfig) -> tuple[Tensor, dict[str, Tensor]]:
+    """Boolean mask over masked-in tokens of those that the trust region drops, and its metrics."""
     geo_ratio = log_ratio.mean().exp()
     low, high = ratio < config.token_mask_low, ratio > config.token_mask_high
     geo_low, geo_high = geo_ratio < config.geo_mask_low, geo_ratio > config.geo_mask_high
@@ -170,15 +172,15 @@ def _dropped(log_ratio: Tensor, ratio: Tensor, config: DefaultLossConfig) -> tup
 
 
 def mismatch_kl(log_ratio: Tensor) -> Tensor:
-    """Per token `r - log r - 1`; its mean over tokens that inference drew estimates KL(inference | trainer)."""
+    """Per token `r - log r - 1`. Its mean over sampled tokens estimates KL(inference || trainer): k3, Schulman 2020."""
     return log_ratio.exp() - log_ratio - 1
 
 
 def sequence_lengths(position_ids: Tensor) -> list[int]:
     """Lengths of the sequences packed in a row of T tokens.
 
-    A sequence starts at a 0 that follows another position and precedes a 1; a sequence of one token therefore counts
-    to the one before it.
+    A sequence starts at a position 0 that follows a nonzero position and precedes a 1. A sequence of one token is
+    therefore counted as part of the sequence before it.
     """
     before, here, after = position_ids[:-2], position_ids[1:-1], position_ids[2:]
     starts = ((here == 0) & (before != 0) & (after == 1)).nonzero().flatten() + 1
@@ -186,7 +188,7 @@ def sequence_lengths(position_ids: Tensor) -> list[int]:
 
 
 def split_inputs(row: LossInputs, lengths: list[int]) -> list[LossInputs]:
-    """The sequences of a packed row."""
+    """Split the inputs of a packed row into sequences."""
     fields = (getattr(row, field.name) for field in dataclasses.fields(LossInputs))
-    parts = [[None] * len(lengths) if values is None else values.split(lengths) for values in fields]
-    return [LossInputs(*of_sequence) for of_sequence in zip(*parts, strict=True)]
+    columns = [[None] * len(lengths) if values is None else values.split(lengths) for values in fields]
+    return [LossInputs(*sequence) for sequence in zip(*columns, strict=True)]

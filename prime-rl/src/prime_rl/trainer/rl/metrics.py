@@ -1,4 +1,4 @@
-"""What a step measured, over all data ranks."""
+"""Metrics of a training step: collects values, gathers them over data ranks, computes statistics, and times phases."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from prime_rl.trainer.process.data_axis import DataAxis
 NAN = float("nan")
 
 
-class Samples:
-    """Values of a step, per masked-in token or per sequence, by the name of their metric."""
+class MetricValues:
+    """Values of a step per masked-in token or per sequence, by metric name."""
 
     def __init__(self) -> None:
         self._values: dict[str, list[Tensor]] = defaultdict(list)
 
     def add(self, values: Mapping[str, Tensor]) -> None:
-        """Scalars or 1-D tensors."""
+        """Add values: scalars or 1-D tensors."""
         for name, value in values.items():
             self._values[name].append(value.detach().float().reshape(-1))
 
-    def extend(self, other: Samples) -> None:
+    def extend(self, other: MetricValues) -> None:
         for name, values in other._values.items():
             self._values[name] += values
 
     def gather(self, data_axis: DataAxis) -> dict[str, Tensor]:
-        """The values of all data ranks on data rank 0, an empty dict on the others. Collective."""
+        """Gather the values of all data ranks on data rank 0; others get an empty dict. Collective."""
         own = {name: torch.cat(values).cpu() for name, values in self._values.items()}
         parts = data_axis.gather(own)
         if parts is None:
@@ -43,7 +43,7 @@ class Samples:
 
 
 def statistics(name: str, values: Tensor) -> dict[str, float]:
-    """`<name>/{mean,median,std,min,max}`; all NaN where there is no value."""
+    """Compute `<name>/{mean,median,std,min,max}`; all NaN if there are no values."""
     if values.numel() == 0:
         return {f"{name}/{statistic}": NAN for statistic in ("mean", "median", "std", "min", "max")}
     return {
@@ -56,7 +56,7 @@ def statistics(name: str, values: Tensor) -> dict[str, float]:
 
 
 def training_metrics(values: Mapping[str, Tensor]) -> dict[str, float]:
-    """Statistics of every value, and the ratio of mismatch to entropy."""
+    """Statistics of every metric, and `kl_ent_ratio/mean`, the ratio of mismatch KL to entropy."""
     metrics: dict[str, float] = {}
     for name, value in values.items():
         metrics |= statistics(name, value)
@@ -65,7 +65,7 @@ def training_metrics(values: Mapping[str, Tensor]) -> dict[str, float]:
 
 
 class Stopwatch:
-    """Seconds that the phases of a step took."""
+    """Measures the duration of a step's phases in seconds."""
 
     def __init__(self) -> None:
         self._started_s = time.perf_counter()
@@ -80,7 +80,7 @@ class Stopwatch:
             self._phases[phase] += time.perf_counter() - started_s
 
     def lap(self) -> dict[str, float]:
-        """`time/step` since the last lap and `time/<phase>` of each phase in it; starts the next lap."""
+        """Return `time/step`, the time since the last lap, and `time/<phase>` for each phase. Starts the next lap."""
         now_s = time.perf_counter()
         times = {"time/step": now_s - self._started_s} | {f"time/{name}": s for name, s in self._phases.items()}
         self._started_s = now_s

@@ -1,4 +1,4 @@
-"""From training samples to packed rows, dealt to the data-parallel ranks."""
+"""Packs training samples into rows and distributes the rows over data-parallel ranks."""
 
 from __future__ import annotations
 
@@ -20,37 +20,37 @@ def pack_batch(
     row_tokens: int,
     data_ranks: int,
     minibatches: int = 1,
-    together_tokens: int = 0,
+    group_tokens: int = 0,
 ) -> list[list[MicroBatch]]:
-    """The rows of each data-parallel rank; every rank gets the same number of them, of each minibatch too.
+    """Pack a batch into rows for each data-parallel rank. Every rank gets the same number of rows per minibatch.
 
-    Samples are cut to `seq_len` tokens; a row holds at most `row_tokens` (>= `seq_len`). There are fewer minibatches
-    where there are fewer samples. Samples of one prompt that follow each other stay in one row up to `together_tokens`
-    (<= `row_tokens`), where attention shares prefixes.
+    Samples are truncated to `seq_len` tokens, and rows have at most `row_tokens` (>= `seq_len`) tokens. There are at
+    most as many minibatches as samples. Consecutive samples of the same prompt are kept in one row up to `group_tokens`
+    (<= `row_tokens`) tokens, so that attention can share their prefix.
 
     Raises:
-        BadBatch: the batch is empty, or the fields of a sample disagree.
+        BadBatch: the batch is empty, or a sample is invalid.
     """
     if not batch.examples:
         raise BadBatch(f"the training batch of step {batch.step} is empty")
     for index, sample in enumerate(batch.examples):
-        fault = fault_of(sample)
+        fault = find_fault(sample)
         if fault is not None:
             raise BadBatch(f"sample {index} of the training batch of step {batch.step}: {fault}")
-    samples = [to_row(sample, seq_len) for sample in batch.examples]
-    # Dealt by length, so that minibatches hold about the same number of tokens.
+    samples = [row_from_sample(sample, seq_len) for sample in batch.examples]
+    # Assigned in order of length, so that minibatches have about the same number of tokens.
     by_length = sorted(samples, key=lambda row: -len(row.input_ids)) if minibatches > 1 else samples
-    parts = [by_length[index::minibatches] for index in range(min(minibatches, len(samples)))]
+    split = [by_length[index::minibatches] for index in range(min(minibatches, len(samples)))]
     rows_of_ranks: list[list[MicroBatch]] = [[] for _ in range(data_ranks)]
-    for index, part in enumerate(parts):
-        packed = pack_rows(join_groups(part, together_tokens), row_tokens)
-        for rows, dealt in zip(rows_of_ranks, deal(packed, data_ranks), strict=True):
-            rows += [msgspec.structs.replace(row, minibatch=index) for row in dealt]
+    for index, minibatch in enumerate(split):
+        packed = pack_rows(join_groups(minibatch, group_tokens), row_tokens)
+        for rows, assigned in zip(rows_of_ranks, distribute(packed, data_ranks), strict=True):
+            rows += [msgspec.structs.replace(row, minibatch=index) for row in assigned]
     return rows_of_ranks
 
 
-def fault_of(sample: TrainingSample) -> str | None:
-    """What is wrong with a sample, or None."""
+def find_fault(sample: TrainingSample) -> str | None:
+    """Return what is wrong with a sample, or None if it is valid."""
     prompt, completion = len(sample.prompt_ids), len(sample.completion_ids)
     expected: dict[str, tuple[Sequence[object], int]] = {
         "prompt_mask": (sample.prompt_mask, prompt),
@@ -68,12 +68,12 @@ def fault_of(sample: TrainingSample) -> str | None:
     if sample.advantage is None:
         return "it has no advantage"
     if sample.pixel_values is not None or sample.image_grid_thw is not None:
-        return "it has images, and training on images is not built yet"
+        return "it has images, and training on images is not supported yet"
     return None
 
 
-def to_row(sample: TrainingSample, seq_len: int) -> MicroBatch:
-    """One sample, in which `fault_of` finds nothing, as a row of its own, cut to `seq_len` tokens."""
+def row_from_sample(sample: TrainingSample, seq_len: int) -> MicroBatch:
+    """Convert a valid sample to a row of its own, truncated to `seq_len` tokens."""
     assert sample.advantage is not None
     prompt, completion = len(sample.prompt_ids), len(sample.completion_ids)
     length = prompt + completion
@@ -93,8 +93,8 @@ def to_row(sample: TrainingSample, seq_len: int) -> MicroBatch:
     return row if length <= seq_len else _cut(row, seq_len)
 
 
-def join_groups(rows: Sequence[MicroBatch], together_tokens: int) -> list[MicroBatch]:
-    """Join neighbours with the same prompt, as long as they have at most `together_tokens` together."""
+def join_groups(rows: Sequence[MicroBatch], group_tokens: int) -> list[MicroBatch]:
+    """Join consecutive rows with the same prompt into rows of at most `group_tokens` tokens."""
     groups: list[list[MicroBatch]] = []
     prompt: list[int] | None = None
     room = 0
@@ -106,50 +106,50 @@ def join_groups(rows: Sequence[MicroBatch], together_tokens: int) -> list[MicroB
             room -= length
         else:
             groups.append([row])
-            prompt, room = own, together_tokens - length
+            prompt, room = own, group_tokens - length
     return [group[0] if len(group) == 1 else _join(group) for group in groups]
 
 
 def pack_rows(rows: Sequence[MicroBatch], row_tokens: int) -> list[MicroBatch]:
-    """Join rows into few rows of at most `row_tokens` tokens each."""
+    """Pack rows into rows of at most `row_tokens` tokens each, by first-fit decreasing."""
     bins = first_fit_decreasing([len(row.input_ids) for row in rows], row_tokens)
     return [_join([rows[index] for index in members]) for members in bins]
 
 
 def first_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Indices of `lengths` in bins: the longest first, each into the first bin it fits, else into a new one."""
+    """Assign indices of `lengths` to bins: longest first, each to the first bin with enough space, or to a new one."""
     bins: list[list[int]] = []
     free: list[int] = []
     for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
         length = lengths[index]
-        place = next((place for place, room in enumerate(free) if length <= room), None)
-        if place is None:
+        target = next((candidate for candidate, space in enumerate(free) if length <= space), None)
+        if target is None:
             bins.append([])
             free.append(capacity)
-            place = len(bins) - 1
-        bins[place].append(index)
-        free[place] -= length
+            target = len(bins) - 1
+        bins[target].append(index)
+        free[target] -= length
     return bins
 
 
-def deal(rows: Sequence[MicroBatch], data_ranks: int) -> list[list[MicroBatch]]:
-    """Deal rows in turn, so that ranks which work side by side hold rows of about the same length.
+def distribute(rows: Sequence[MicroBatch], data_ranks: int) -> list[list[MicroBatch]]:
+    """Distribute rows round-robin, so that all ranks process rows of similar length at the same time.
 
-    Where the count does not divide, the last row is repeated with an empty mask: every rank must run equally many
-    forwards, for each is a collective.
+    If the count is not divisible by `data_ranks`, the last row is repeated with an empty mask: every forward pass is a
+    collective, so all ranks must run the same number of them.
     """
     missing = -len(rows) % data_ranks
     filler = msgspec.structs.replace(
         rows[-1], loss_mask=[False] * len(rows[-1].loss_mask), advantages=[0.0] * len(rows[-1].advantages)
     )
-    dealt = [*rows, *[filler] * missing]
-    return [dealt[rank::data_ranks] for rank in range(data_ranks)]
+    assigned = [*rows, *[filler] * missing]
+    return [assigned[rank::data_ranks] for rank in range(data_ranks)]
 
 
 def _join(rows: Sequence[MicroBatch]) -> MicroBatch:
     with_teacher = sum(row.teacher_logprobs is not None for row in rows)
     if with_teacher not in (0, len(rows)):
-        raise BadBatch("some samples of a training batch have teacher_logprobs and some have none")
+        raise BadBatch("only some samples of the training batch have teacher_logprobs")
     return MicroBatch(
         input_ids=[value for row in rows for value in row.input_ids],
         loss_mask=[value for row in rows for value in row.loss_mask],

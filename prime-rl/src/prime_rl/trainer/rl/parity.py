@@ -1,4 +1,4 @@
-"""Do trainer and inference engine mean the same policy? Asked once, of the first batch after a start or a resume."""
+"""Parity check: compares log-probabilities of trainer and inference engine on the first batch after each start."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from prime_rl.trainer.rl.step import ForwardBackward
 from prime_rl.utils.logger import get_logger
 
 LIKELY_CAUSES = (
-    "sampling settings that the engine applies and orchestrator.sampling does not tell (temperature, penalties); "
-    "weights of another version, or a tied head that an update left stale; "
-    "another model, tokenizer or chat template behind the server; "
-    "a coarser dtype or quantisation there"
+    "sampling settings of the engine that are not in orchestrator.sampling (temperature, penalties); "
+    "weights of another version, or a tied head left stale by an update; "
+    "another model, tokenizer or chat template on the server; "
+    "a coarser dtype or quantization on the server"
 )
 
 BOUND, BFLOAT16_BOUND = 0.05, 0.1
-"""Nats a token. In bfloat16 two implementations that round anywhere differently end up 0.05 apart, in either direction:
-each is 0.04 from float32, and 0.02 of that is the rounding of the logits alone."""
+"""Default bounds in nats per token. In bfloat16, two implementations that round differently are 0.05 apart: each one
+differs from float32 by 0.04, of which 0.02 are due to rounding of the logits alone."""
 
 
 class ParityMismatch(TrainerError):
-    """Trainer and inference engine give the same tokens different log-probabilities."""
+    """Trainer and inference engine compute different log-probabilities for the same tokens."""
 
 
 class ParityGate:
-    """Compares the two log-probabilities of tokens that the engine sampled from the version that the trainer holds.
+    """Compares log-probabilities of trainer and engine for tokens sampled from the trainer's current version.
 
-    Rounding apart they are equal; where they are not, importance ratios are wrong from the first step on and the run
-    would learn little or nothing.
+    They must be equal up to rounding. Otherwise, importance ratios are wrong from the first step on, and the run would
+    learn little or nothing.
     """
 
     def __init__(self, config: ParityConfig, mesh: Mesh, compute_dtype: torch.dtype = torch.float32) -> None:
@@ -45,25 +45,25 @@ class ParityGate:
         self._is_due = config.on_mismatch != "off"
 
     def check(self, rows: Sequence[Row], forward_backward: ForwardBackward, version: int) -> None:
-        """Look at one row of each data rank, on the first call only. Collective.
+        """Compare one row per data rank, on the first call only. Collective.
 
         Raises:
-            ParityMismatch: the mean absolute difference is above the bound, on every rank alike.
+            ParityMismatch: the mean absolute difference exceeds the bound. Raised on all ranks.
         """
         if not self._is_due:
             return
         self._is_due = False
-        row = max(rows, key=lambda row: int(row.is_fresh(version).sum()))
+        row = max(rows, key=lambda row: int(row.on_policy_mask(version).sum()))
         (scored,) = forward_backward.with_proximal([row])
-        difference = (scored.proximal_logprobs - row.inference_logprobs)[row.is_fresh(version)].abs()
+        difference = (scored.proximal_logprobs - row.inference_logprobs)[row.on_policy_mask(version)].abs()
         own = [difference.double().sum().item(), difference.numel()]
         total, tokens = self.data_axis.sum(own, self.process.device)
         if tokens == 0:
-            self._log(f"Parity: no token of this batch was sampled from version {version}, so nothing can be compared")
+            self._log(f"Parity: not checked, because no token of this batch was sampled from version {version}")
             return
         mean = total / tokens
         finding = f"log-probabilities of trainer and inference differ by {mean:.2g} on average over {tokens:.0f} tokens"
-        if mean <= self.bound:  # false for NaN
+        if mean <= self.bound:  # False if the mean is NaN
             self._log(f"Parity: {finding} of version {version}")
             return
         fault = (
@@ -71,7 +71,7 @@ class ParityGate:
             f"Likely causes: {LIKELY_CAUSES}"
         )
         if self.config.on_mismatch == "stop":
-            raise ParityMismatch(f'{fault}. To go on all the same, set trainer.parity.on_mismatch = "warn"')
+            raise ParityMismatch(f'{fault}. To continue anyway, set trainer.parity.on_mismatch = "warn"')
         if self.process.is_main:
             get_logger().warning(fault)
 

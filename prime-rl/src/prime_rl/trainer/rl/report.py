@@ -1,4 +1,4 @@
-"""What people and programs see of a step."""
+"""Reports each training step: one log line for people, and metrics for monitors."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from prime_rl.utils.logger import SUCCESS, get_logger
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """One step's outcome."""
+    """Results of one step."""
 
     step: int
     size: StepSize
     values: Mapping[str, Tensor]
-    """Measured values by metric; empty but on rank 0."""
+    """Measured values by metric name; empty on all ranks but 0."""
     grad_norm: float
-    """Before clipping; the mean over the step's updates."""
+    """Gradient norm before clipping, averaged over the step's optimizer updates."""
     lr: float
-    """The rate that the step's update used."""
+    """Learning rate of the step's updates."""
 
 
 class Reporter:
-    """Logs a line and the metrics of each step, on rank 0."""
+    """Logs a line and the metrics of each step on rank 0."""
 
     def __init__(self, telemetry: Telemetry, progress: Progress, performance: Performance) -> None:
         self.telemetry = telemetry

@@ -1,4 +1,4 @@
-"""A packed row as tensors, and the model's log-probabilities and entropies of its tokens."""
+"""Packed rows as tensors, and the model's log-probabilities and entropies for their tokens."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from prime_rl.transport.messages import MicroBatch
 
 AUTO_VOCAB_CHUNK = 8192
 MAX_LOGITS = 2**25
-"""Logits that the plain head may hold at a time: 128 MiB in float32."""
+"""Maximum number of logits in memory with an unfused head: 128 MiB in float32."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """T tokens of one or more sequences; every tensor is [T] on the model's device."""
+    """A packed row of T tokens in one or more sequences. Every tensor is [T] on the model's device."""
 
     lengths: list[int]
-    """Tokens of each sequence; they sum to T."""
+    """Length of each sequence; they sum to T."""
     is_trained: list[bool]
-    """Whether any token of a sequence is masked in."""
+    """For each sequence, whether any of its tokens is masked in."""
     trained_tokens: int
-    """Tokens that are masked in."""
+    """Number of masked-in tokens."""
     input_ids: Tensor
     position_ids: Tensor
     loss_mask: Tensor
@@ -41,18 +41,18 @@ class Row:
     temperatures: Tensor
     teacher_logprobs: Tensor | None
     versions: Tensor
-    """Oldest policy version that sampled the token's sequence; -1 where it is not known."""
+    """Oldest policy version that sampled the token's sequence; -1 if unknown."""
     minibatch: int = 0
-    """Which of the step's optimizer updates this row belongs to."""
+    """Index of the optimizer update within the step that this row belongs to."""
     proximal_logprobs: Tensor | None = None
-    """Of the policy that the step began with; None where no loss asks for it."""
+    """Log-probabilities under the policy at the start of the step; None if the loss does not need them."""
 
     @classmethod
-    def of(cls, message: MicroBatch, device: torch.device) -> Row:
+    def from_message(cls, message: MicroBatch, device: torch.device) -> Row:
         def floats(values: list[float]) -> Tensor:
             return torch.tensor(values, dtype=torch.float32, device=device)
 
-        # Counted on the host, so that a GPU need not be waited for.
+        # Counted on the host, to avoid synchronizing with the GPU.
         position_ids, loss_mask = torch.tensor(message.position_ids), torch.tensor(message.loss_mask, dtype=torch.bool)
         lengths = sequence_lengths(position_ids)
         return cls(
@@ -70,27 +70,26 @@ class Row:
             minibatch=message.minibatch,
         )
 
-    def is_fresh(self, version: int) -> Tensor:
-        """Which masked-in tokens were sampled from `version` alone, [T] bool.
+    def on_policy_mask(self, version: int) -> Tensor:
+        """Boolean mask [T] of the masked-in tokens that were sampled from `version`, the trainer's current one.
 
-        The trainer holds `version`, so nothing newer exists: the oldest version of a sequence says it. Before the first
-        update there is no other version at all.
+        No newer version exists, so a sequence is on-policy if its oldest version is `version`. At version 0, all are.
         """
         return self.loss_mask if version == 0 else self.loss_mask & (self.versions == version)
 
 
 def vocab_chunk_of(config: ModelConfig) -> int | None:
-    """Vocabulary slice of the fused head, or None to use the plain one."""
+    """Vocabulary chunk size of the fused head, or None to use the model's own head."""
     if config.fused_lm_head_chunk_size == "disabled":
         return None
     return AUTO_VOCAB_CHUNK if config.fused_lm_head_chunk_size == "auto" else config.fused_lm_head_chunk_size
 
 
 def score_row(model: PreTrainedModel, row: Row, wanted: Tensor, vocab_chunk: int | None) -> tuple[Tensor, Tensor]:
-    """Log-probabilities, with a gradient, and entropies of the tokens that `wanted` [T] selects; both [T], float32.
+    """Log-probabilities (with gradient) and entropies of the tokens selected by `wanted` [T]; both float32 [T].
 
-    Entry t scores token t, which the model predicts at t - 1 with the temperature of t - 1. Entries that are not
-    wanted, and the first, get the values of a uniform distribution.
+    Entry t belongs to token t, which the model predicts at t - 1 with the temperature of t - 1. Entries that are not
+    selected, and entry 0, have the values of a uniform distribution.
     """
     targets = wanted[1:].nonzero().flatten() + 1
     labels, temperatures = row.input_ids[targets], row.temperatures[targets - 1]
@@ -110,7 +109,7 @@ def score_row(model: PreTrainedModel, row: Row, wanted: Tensor, vocab_chunk: int
 
 
 def is_plain(head: nn.Module, model: PreTrainedModel) -> bool:
-    """Whether logits are hidden states times the head's weight and nothing else, as the fused head computes them."""
+    """Whether logits are just hidden states times the head's weight, as the fused head computes them."""
     is_capped = getattr(model.config, "final_logit_softcapping", None) is not None
     return isinstance(head, nn.Linear) and head.bias is None and not is_capped and not is_adapted(head)
 
@@ -118,22 +117,21 @@ def is_plain(head: nn.Module, model: PreTrainedModel) -> bool:
 def plain_logprobs(
     hidden: Tensor, logits_of: LogitsOf, labels: Tensor, temperatures: Tensor, vocab_size: int
 ) -> tuple[Tensor, Tensor]:
-    """Log-probabilities and entropies, [N] each, from the logits of the model itself, a piece of the tokens at a time.
+    """Log-probabilities and entropies, [N] each, from the model's own logits, in chunks of tokens.
 
-    Needed for heads with a bias or a soft cap.
+    Used for heads with a bias, a soft cap or an adapter.
     """
-    piece = functools.partial(_logprobs_of_piece, logits_of)
+    chunk_logprobs = functools.partial(_chunk_logprobs, logits_of)
     chunk = max(1, MAX_LOGITS // vocab_size)
     if len(labels) <= chunk:
-        return piece(hidden, labels, temperatures)
-    parts = zip(hidden.split(chunk), labels.split(chunk), temperatures.split(chunk), strict=True)
-    logprobs, entropies = zip(*(checkpoint(piece, *part, use_reentrant=False) for part in parts), strict=True)
+        return chunk_logprobs(hidden, labels, temperatures)
+    chunks = zip(hidden.split(chunk), labels.split(chunk), temperatures.split(chunk), strict=True)
+    scored = (checkpoint(chunk_logprobs, *inputs, use_reentrant=False) for inputs in chunks)
+    logprobs, entropies = zip(*scored, strict=True)
     return torch.cat(logprobs), torch.cat(entropies)
 
 
-def _logprobs_of_piece(
-    logits_of: LogitsOf, hidden: Tensor, labels: Tensor, temperatures: Tensor
-) -> tuple[Tensor, Tensor]:
+def _chunk_logprobs(logits_of: LogitsOf, hidden: Tensor, labels: Tensor, temperatures: Tensor) -> tuple[Tensor, Tensor]:
     log_softmax = torch.log_softmax(logits_of(hidden).float() / temperatures[:, None], dim=-1)
     with torch.no_grad():
         entropy = -(log_softmax.exp() * log_softmax).sum(-1)

@@ -1,4 +1,4 @@
-"""One run of the RL trainer: build its parts, resume, train."""
+"""Runs the RL trainer: builds its components, resumes from a checkpoint, and trains."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from prime_rl.trainer.process.world import Process, destroy_world, setup_world
 from prime_rl.trainer.rl.batches import BatchSource, FakeBatches, PackedBatches, row_tokens
 from prime_rl.trainer.rl.broadcast import Broadcast, FileSystemBroadcast
 from prime_rl.trainer.rl.group_broadcast import GroupBroadcast
-from prime_rl.trainer.rl.loop import Parts, RLTrainer, Stopped
+from prime_rl.trainer.rl.loop import Components, RLTrainer, Stopped
 from prime_rl.trainer.rl.loss import setup_loss
 from prime_rl.trainer.rl.parity import ParityGate
 from prime_rl.trainer.rl.report import Reporter
@@ -34,19 +34,19 @@ from prime_rl.utils.logger import SUCCESS, get_logger
 
 
 def train(config: TrainerConfig, paths: RunPaths) -> None:
-    """Run the trainer of `config` in this process and its peers.
+    """Run the trainer. Call in every process of the launch.
 
     Raises:
-        SystemExit: with 143, when SIGTERM ended the run.
-        TrainerError: a fault that a person can mend.
+        SystemExit: with status 143, after SIGTERM.
+        TrainerError: a fault that the user can fix; the message is one line.
     """
     process = setup_world(config.device, config.dist_timeout_seconds)
     try:
         with open_telemetry(config, paths, process) as telemetry, listen_for_signals(process) as signals:
             mesh = setup_mesh(config.model, process)
-            parts = setup_parts(config, paths, mesh, telemetry, signals)
-            with closing(parts.batches), written(parts.checkpoints), telemetry.profile.recording():
-                RLTrainer(config, paths, process, parts, signals).run()
+            components = setup_components(config, paths, mesh, telemetry, signals)
+            with closing(components.batches), flushing(components.checkpoints), telemetry.profile.recording():
+                RLTrainer(config, paths, process, components, signals).run()
     except Stopped:
         if process.is_main:
             get_logger().warning("Stopped by SIGTERM")
@@ -58,8 +58,8 @@ def train(config: TrainerConfig, paths: RunPaths) -> None:
 
 
 @contextmanager
-def written(checkpoints: CheckpointManager | None) -> Iterator[None]:
-    """Leave the block only when what is written in the background is on the disk."""
+def flushing(checkpoints: CheckpointManager | None) -> Iterator[None]:
+    """Wait at the end of the block until checkpoints written in the background are on disk."""
     try:
         yield
     finally:
@@ -67,14 +67,16 @@ def written(checkpoints: CheckpointManager | None) -> Iterator[None]:
             checkpoints.wait()
 
 
-def setup_parts(config: TrainerConfig, paths: RunPaths, mesh: Mesh, telemetry: Telemetry, signals: SignalBox) -> Parts:
-    """Build everything the loop works with, from the checkpoint when the run resumes."""
+def setup_components(
+    config: TrainerConfig, paths: RunPaths, mesh: Mesh, telemetry: Telemetry, signals: SignalBox
+) -> Components:
+    """Build everything that the training loop needs, and restore the checkpoint if the run resumes."""
     process = mesh.process
     loss = setup_loss(config.loss)
     checkpoints = CheckpointManager(config.ckpt, paths, process, mesh.data_axis) if config.ckpt is not None else None
     resume_step = checkpoints.resume_step() if checkpoints is not None else None
     broadcast = setup_broadcast(config, paths, process, signals)
-    # Before the model is loaded: by then others may look for versions already.
+    # Before loading the model, because other processes may look for versions while it loads.
     broadcast.start(resume_step or 0)
     tokenizer = setup_tokenizer(config.tokenizer, config.model)
     model = setup_model(config.model, mesh)
@@ -83,7 +85,7 @@ def setup_parts(config: TrainerConfig, paths: RunPaths, mesh: Mesh, telemetry: T
     state = TrainState({"policy": TrainedModel(model, optimizer, scheduler)})
     if checkpoints is not None and resume_step is not None:
         resume(state, checkpoints, resume_step, config.max_steps)
-    return Parts(
+    return Components(
         state=state,
         tokenizer=tokenizer,
         batches=setup_batches(config, paths, mesh, model.config),
@@ -106,7 +108,8 @@ def setup_broadcast(config: TrainerConfig, paths: RunPaths, process: Process, si
 
 
 def setup_performance(config: TrainerConfig, model: nn.Module, process: Process) -> Performance:
-    """On a CPU the share of its peak is told of benchmarks alone: else the inference server computes on it as well."""
+    """Create the throughput meter. On a CPU, MFU is reported only in benchmarks, because otherwise the inference server
+    uses the same CPU."""
     is_measured = config.bench is not None
     dtype = compute_dtype(config.model, process.device)
     peak = known_peak_flops(process, dtype) if is_measured else peak_flops(process.device)
@@ -114,7 +117,7 @@ def setup_performance(config: TrainerConfig, model: nn.Module, process: Process)
 
 
 def setup_parity(config: TrainerConfig, mesh: Mesh) -> ParityGate:
-    """The configured check; random batches come from no policy."""
+    """Create the configured parity check. It is off for random batches, which no policy sampled."""
     is_fake = config.data.fake is not None
     parity = ParityConfig(on_mismatch="off") if is_fake else config.parity
     return ParityGate(parity, mesh, compute_dtype(config.model, mesh.process.device))
@@ -128,10 +131,10 @@ def setup_batches(config: TrainerConfig, paths: RunPaths, mesh: Mesh, model_conf
 
 
 def resume(state: TrainState, checkpoints: CheckpointManager, step: int, max_steps: int | None) -> None:
-    """Continue from the checkpoint of `step`, and leave a receipt.
+    """Restore the checkpoint of `step`, and log what was restored.
 
     Raises:
-        CheckpointError: it is incomplete, of another model, or beyond the end of this run.
+        CheckpointError: the checkpoint is incomplete, belongs to another model, or is beyond the end of this run.
     """
     for fault in beyond_end(step, max_steps):
         raise CheckpointError(fault)

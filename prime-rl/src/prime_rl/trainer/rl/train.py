@@ -1,4 +1,4 @@
-"""The RL trainer's entry point: `trainer @ trainer.toml`, or the same module under torchrun."""
+"""Entry point of the RL trainer: `trainer @ trainer.toml`, or this module under torchrun."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from prime_rl.utils.pydantic_config import parse_argv_or_exit
 
 
 def main() -> None:
-    """Load the config, train, and exit with 0 only when the run is complete."""
+    """Load the config and train. Exits with status 0 only if the run is complete."""
     config = parse_argv_or_exit(TrainerConfig)
     refuse_unbuilt(config)
     paths = RunPaths(config.output_dir)
@@ -29,7 +29,7 @@ def main() -> None:
     log_file = paths.rank_log(rank) if config.log.file else None
     setup_logger(config.log.level if rank == 0 else "warning", log_file, config.log.json_logging)
     with leaving_at_once(), exit_on_error():
-        # Here, so that a mistake in the config is told at once: this loads torch and transformers.
+        # Imported here so that config errors are reported at once: this loads torch and transformers.
         with import_without_gc():
             import_transformers()
             from prime_rl.trainer.rl.run import train

@@ -32,7 +32,7 @@ _NAMED_ROWS = 64
 
 
 @dataclass(slots=True)
-class Parts:
+class Components:
     """What the loop works with."""
 
     state: TrainState
@@ -52,26 +52,26 @@ class Parts:
 class SFTTrainer:
     """Takes the micro-batches of a step from the data, updates the model, until `max_steps` or a signal to stop."""
 
-    def __init__(self, config: SFTConfig, paths: RunPaths, mesh: Mesh, parts: Parts) -> None:
+    def __init__(self, config: SFTConfig, paths: RunPaths, mesh: Mesh, components: Components) -> None:
         self.config = config
         self.paths = paths
         self.mesh = mesh
         self.process = mesh.process
-        self.parts = parts
+        self.components = components
         self.micro_batches = micro_batches_per_data_rank(config.data, mesh.data_axis)
         # What is on the disk at the start. Later looks would differ between processes, as one of them writes.
-        self.saved_step = parts.state.progress.step
+        self.saved_step = components.state.progress.step
         self.exported_step = self.saved_step if self.saved_step in stable_steps(paths.weights) else None
 
     def run(self, signals: SignalBox, reporter: StepReporter) -> bool:
         """Train and save; returns False when SIGTERM came before `max_steps`."""
-        state, checkpoints = self.parts.state, self.parts.checkpoints
+        state, checkpoints = self.components.state, self.components.checkpoints
         if self.config.val is not None and self.config.val.on_start and state.progress.step == 0:
             self.validate(reporter)
         requests = signals.take()
         while not (self.is_done or requests.stop):
             stats = self.train_step()
-            reporter.record(state.progress, self.parts.rows.stream, stats)
+            reporter.record(state.progress, self.components.rows.stream, stats)
             if self.validation_is_due:
                 self.validate(reporter)
             requests = signals.take()
@@ -88,9 +88,9 @@ class SFTTrainer:
         Raises:
             DivergedError: loss or gradient is not finite. The state before the step is saved, if it is worth it.
         """
-        state, stream = self.parts.state, self.parts.rows.stream
+        state, stream = self.components.state, self.components.rows.stream
         stream.drawn.clear()
-        rows = list(islice(self.parts.rows, self.micro_batches))
+        rows = list(islice(self.components.rows, self.micro_batches))
         try:
             return train_step(state, rows, self.config.optim.max_norm, self.mesh)
         except DivergedError as error:
@@ -101,7 +101,7 @@ class SFTTrainer:
 
     def _names_of_rows(self) -> str:
         """The rows that this process took from the data in this step."""
-        drawn, packing = self.parts.rows.stream.drawn, self.config.data.pack_function
+        drawn, packing = self.components.rows.stream.drawn, self.config.data.pack_function
         names = drawn[:_NAMED_ROWS]
         more = f" and {len(drawn) - _NAMED_ROWS} more" if len(drawn) > _NAMED_ROWS else ""
         earlier = (
@@ -111,17 +111,17 @@ class SFTTrainer:
 
     @property
     def is_done(self) -> bool:
-        return self.config.max_steps is not None and self.parts.state.progress.step >= self.config.max_steps
+        return self.config.max_steps is not None and self.components.state.progress.step >= self.config.max_steps
 
     @property
     def validation_is_due(self) -> bool:
         val = self.config.val
-        return val is not None and (self.is_done or self.parts.state.progress.step % val.interval == 0)
+        return val is not None and (self.is_done or self.components.state.progress.step % val.interval == 0)
 
     def validate(self, reporter: StepReporter) -> None:
         """Measure the model on the validation data, and save it if it is the best so far and that is wanted."""
-        checkpoints, step = self.parts.checkpoints, self.parts.state.progress.step
-        stats = self.parts.validation.run(self.parts.state.policy.model)
+        checkpoints, step = self.components.checkpoints, self.components.state.progress.step
+        stats = self.components.validation.run(self.components.state.policy.model)
         reporter.validated(step, stats)
         if checkpoints is not None and step > 0 and checkpoints.is_best(stats.loss):
             reporter.saved(self.save())
@@ -129,12 +129,12 @@ class SFTTrainer:
 
     def save(self) -> float:
         """Write checkpoint and weights of this step, unless they are written; returns the seconds it took."""
-        checkpoints, step = self.parts.checkpoints, self.parts.state.progress.step
+        checkpoints, step = self.components.checkpoints, self.components.state.progress.step
         if checkpoints is None or step == self.saved_step:
             return 0.0
         started_s = time.perf_counter()
-        checkpoints.save(self.parts.state, self.parts.place_in_data())
-        checkpoints.export(self.parts.state, self.parts.tokenizer, self.parts.export_dtype)
+        checkpoints.save(self.components.state, self.components.place_in_data())
+        checkpoints.export(self.components.state, self.components.tokenizer, self.components.export_dtype)
         self.saved_step = self.exported_step = step
         elapsed_s = time.perf_counter() - started_s
         if self.process.is_main:
@@ -144,14 +144,16 @@ class SFTTrainer:
 
     def export(self) -> None:
         """Write the weights of a finished run, unless `save` has; they are what the run is for, but not a benchmark."""
-        step = self.parts.state.progress.step
+        step = self.components.state.progress.step
         if self.config.bench is not None:
             return
         options = WeightCheckpointConfig() if self.config.ckpt is None else self.config.ckpt.weights
         if options is None or step == self.exported_step:
             return
         target = self.paths.weight(step)
-        export_model(self.parts.state.policy.model, self.parts.tokenizer, target, options, self.parts.export_dtype)
+        export_model(
+            self.components.state.policy.model, self.components.tokenizer, target, options, self.components.export_dtype
+        )
 
 
 def micro_batches_per_data_rank(data: BaseDataConfig, data_axis: DataAxis) -> int:

@@ -1,4 +1,4 @@
-"""One run of the SFT trainer: build its parts, resume, train."""
+"""One run of the SFT trainer: build its components, resume, train."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from prime_rl.trainer.process.world import Process, destroy_world, setup_world
 from prime_rl.trainer.sft.data.examination import check_first_rows
 from prime_rl.trainer.sft.data.fingerprint import fingerprint_of
 from prime_rl.trainer.sft.data.packer import setup_rows
-from prime_rl.trainer.sft.loop import Parts, SFTTrainer, micro_batches_per_data_rank
+from prime_rl.trainer.sft.loop import Components, SFTTrainer, micro_batches_per_data_rank
 from prime_rl.trainer.sft.reporting import StepReporter, Summary
 from prime_rl.trainer.sft.resume import check_same_rows, go_on, leave_receipt
 from prime_rl.trainer.sft.validation import Validation
@@ -49,7 +49,7 @@ def run(config: SFTConfig) -> int:
         prepare_output_dir(config, paths, process)
         with open_telemetry(config, paths, process) as telemetry:
             mesh = setup_mesh(config.model, process)
-            is_done = train(SFTTrainer(config, paths, mesh, setup_parts(config, paths, mesh)), telemetry)
+            is_done = train(SFTTrainer(config, paths, mesh, setup_components(config, paths, mesh)), telemetry)
         return 0 if is_done else EXIT_STOPPED
 
 
@@ -57,13 +57,13 @@ def train(trainer: SFTTrainer, telemetry: Telemetry) -> bool:
     """Run the loop with signals, reports and the progress bar around it; False when SIGTERM ended it."""
     config, process = trainer.config, trainer.process
     peak = known_peak_flops(process, compute_dtype(config.model, process.device))
-    performance = Performance(trainer.parts.state.policy.model, config.data.seq_len, process, peak)
+    performance = Performance(trainer.components.state.policy.model, config.data.seq_len, process, peak)
     with ExitStack() as stack:
         signals = stack.enter_context(listen_for_signals(process))
         bar = stack.enter_context(progress_bar("sft", config.max_steps, shown=process.is_main))
         reporter = StepReporter(trainer.paths, telemetry, performance, trainer.mesh.data_axis, bar)
-        if trainer.parts.checkpoints is not None:
-            stack.callback(trainer.parts.checkpoints.wait)
+        if trainer.components.checkpoints is not None:
+            stack.callback(trainer.components.checkpoints.wait)
         stack.enter_context(telemetry.profile.recording())
         is_done = trainer.run(signals, reporter)
     if process.is_main:
@@ -99,7 +99,7 @@ def prepare_output_dir(config: SFTConfig, paths: RunPaths, process: Process) -> 
         raise CheckpointError(str(error)) from error
 
 
-def setup_parts(config: SFTConfig, paths: RunPaths, mesh: Mesh) -> Parts:
+def setup_components(config: SFTConfig, paths: RunPaths, mesh: Mesh) -> Components:
     """Build everything that the loop works with, at the step to resume from.
 
     Small faults come first: data and schedule are checked before a large model is loaded.
@@ -128,11 +128,11 @@ def setup_parts(config: SFTConfig, paths: RunPaths, mesh: Mesh) -> Parts:
         place = go_on(rows, checkpoints.load(state, resume_step))
         leave_receipt(config, checkpoints, state.progress, place, verified)
     export_dtype = compute_dtype(config.model, process.device)
-    return Parts(state, rows, tokenizer, checkpoints, export_dtype, validation, fingerprint)
+    return Components(state, rows, tokenizer, checkpoints, export_dtype, validation, fingerprint)
 
 
 def report_end(is_done: bool, trainer: SFTTrainer, summary: Summary) -> None:
-    step = trainer.parts.state.progress.step
+    step = trainer.components.state.progress.step
     for line in summary.lines():
         get_logger().info(line)
     if not is_done:
