@@ -17,6 +17,7 @@ from medarc_rl.cli import add_command, new_app, warn
 from medarc_rl.deployment import GpuSplit, advice, check_rl, sft_gpus, sft_owned
 from medarc_rl.launchers import rl_local, sft_local
 from medarc_rl.launchers.shared_node import SINGLE_GPU_VARIABLE, first_gpus, shared_node
+from medarc_rl.migrate.command import command as migrate
 from medarc_rl.utils import check_startable, load_run, write_components
 from prime_rl.configs.eval import OfflineEvalConfig
 from prime_rl.configs.rl import RLConfig
@@ -96,6 +97,7 @@ def evaluate(words: list[str], options: EvalOptions) -> int:
 add_command(app, "sft", SftOptions, sft)
 add_command(app, "rl", RlOptions, rl)
 add_command(app, "eval", EvalOptions, evaluate)
+app.command("migrate")(migrate)
 
 
 def sft_preflight(config: SFTConfig) -> int:

@@ -29,6 +29,7 @@ sys.stderr.write(" ".join(name for name in {heavy!r} if name in sys.modules))
         ("medarc_slurm", "rl --help"),
         ("medarc_slurm", "rl {config} --output-dir {out} --dry-run"),
         ("medarc_train", "rl --help"),
+        ("medarc_train", "migrate --help"),
         ("medarc_train", "rl {config} --output-dir {out} --dry-run"),
     ],
 )
@@ -37,3 +38,10 @@ def test_nothing_heavy_is_imported(command: str, words: str, rl_toml: Path, tmp_
     code = RUN.format(command=command, words=arguments, heavy=HEAVY)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_migration_imports_nothing_heavy(rl_toml: Path) -> None:
+    code = RUN.format(command="medarc_train", words=["migrate", str(rl_toml)], heavy=HEAVY)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout == rl_toml.read_text(encoding="utf-8")
+    assert done.stderr == f"{rl_toml}: rl config of this version: nothing to change\n"

@@ -42,8 +42,7 @@ def read_toml(path: Path) -> dict[str, Any]:
         ConfigError: it is missing, unreadable or not TOML; the fault names line and column.
     """
     try:
-        text = path.read_bytes().decode()
-        return tomllib.loads(text)
+        return parse_toml(path, path.read_bytes().decode())
     except FileNotFoundError:
         fault = "no such file"
     except IsADirectoryError:
@@ -52,12 +51,24 @@ def read_toml(path: Path) -> dict[str, Any]:
         fault = f"not UTF-8 text (byte {error.start})"
     except OSError as error:
         fault = f"cannot be read ({os.strerror(error.errno or 0)})"
+    raise ConfigError([f"{path}: {fault}"])
+
+
+def parse_toml(path: Path, text: str) -> dict[str, Any]:
+    """The content of a file whose text was read.
+
+    Raises:
+        ConfigError: it is not TOML; the fault names line and column.
+    """
+    try:
+        return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         place = _TOML_PLACE.search(str(error))
         lines = text.splitlines() or [""]
         line, column = place.groups() if place and place[1] else (len(lines), len(lines[-1]) + 1)
         raise ConfigError([f"{path}:{line}:{column}: not TOML: {_TOML_PLACE.sub('', str(error))}"]) from error
-    raise ConfigError([f"{path}: {fault}"])
+    except RecursionError:
+        raise ConfigError([f"{path}: tables or lists are nested too deeply"]) from None
 
 
 @dataclass

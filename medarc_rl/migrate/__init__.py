@@ -1,0 +1,1 @@
+"""`medarc_train migrate`: rewrites a config of another version of PRIME-RL for this one."""

@@ -1,0 +1,160 @@
+"""Holds the settings of a file during a migration. Each setting is placed, dropped or refused exactly once."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from medarc_rl.migrate.values import key_text, shown
+from prime_rl.configs.surface.meanings import Version
+from prime_rl.configs.surface.renamed import SECTIONS_OF_RL, split_component
+from prime_rl.utils.pydantic_config.layers import KeyPath
+
+Verdict = Literal["moved", "dropped", "not carried", "note", "fault"]
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line of the report."""
+
+    verdict: Verdict
+    text: str
+    origin: KeyPath | None = None
+    """Setting of the old file that caused it; None is the whole file."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A setting of the new file, and the old setting that it comes from."""
+
+    value: Any
+    origin: KeyPath
+
+
+@dataclass
+class Draft:
+    """The settings of one file. `left` holds those that are not decided yet."""
+
+    kind: str
+    """Command that the file is for."""
+    versions: Collection[Version]
+    source: Mapping[KeyPath, Any]
+    left: dict[KeyPath, Any] = field(init=False)
+    placed: dict[KeyPath, Placed] = field(default_factory=dict)
+    dropped: set[KeyPath] = field(default_factory=set)
+    refused: set[KeyPath] = field(default_factory=set)
+    findings: list[Finding] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.left = dict(self.source)
+
+    @property
+    def data(self) -> dict[str, Any]:
+        """The content of the new file so far."""
+        return assemble({path: placed.value for path, placed in self.placed.items()})
+
+    def qualified(self, path: KeyPath) -> str:
+        """The dotted key from its component, without indices: `trainer.optim.lr`, `rl.max_steps`."""
+        return ".".join(split_component(self.kind, ".".join(names(path))))
+
+    def located(self, key: str) -> KeyPath | None:
+        """Path in this file of a key that starts with its component; None if such a file cannot contain it."""
+        component, *rest = key.split(".")
+        if component == self.kind:
+            return tuple(rest)
+        has_section = self.kind == "rl" or (self.kind == "eval" and component == "inference")
+        return (component, *rest) if has_section and component in SECTIONS_OF_RL else None
+
+    def below(self, path: KeyPath) -> dict[KeyPath, Any]:
+        """The undecided settings at or below `path`."""
+        return {each: value for each, value in self.left.items() if each[: len(path)] == path}
+
+    def holds(self, path: KeyPath) -> bool:
+        """Whether the file sets something at or below `path`, decided or not."""
+        return any(each[: len(path)] == path for each in (*self.left, *self.placed))
+
+    def keep(self, origin: KeyPath) -> None:
+        self.placed[origin] = Placed(self.left.pop(origin), origin)
+
+    def move(self, origin: KeyPath, targets: Mapping[KeyPath, Any]) -> bool:
+        """Place a setting at new paths. If one of them is taken, drop or refuse it. Returns whether it was placed."""
+        missing = dict(targets)
+        for target, value in targets.items():
+            for path, other in self._overlapping(origin, target):
+                if value != {} and (path, other) != (target, value):
+                    self.refuse(origin, f"{key_text(path)} is also set", "remove one")
+                    return False
+                missing.pop(target, None)
+        if not missing:
+            self.drop(origin, f"{key_text(next(iter(targets)))} has the same value")
+            return False
+        del self.left[origin]
+        self.placed |= {target: Placed(value, origin) for target, value in missing.items()}
+        return True
+
+    def drop(self, origin: KeyPath, why: str) -> None:
+        """Leave out a setting that changes nothing in this version."""
+        self.dropped.add(origin)
+        self._tell("dropped", origin, self.left.pop(origin), why)
+
+    def refuse(self, origin: KeyPath, why: str, instead: str) -> None:
+        """Leave out a setting that this version cannot honour."""
+        self.refused.add(origin)
+        self._tell("not carried", origin, self.left.pop(origin), f"{why}; {instead}" if instead else why)
+
+    def take_back(self, target: KeyPath) -> KeyPath:
+        """Undo the decision on the setting that was placed at `target`. Returns its path in the old file."""
+        origin = self.placed[target].origin
+        self.placed = {path: placed for path, placed in self.placed.items() if placed.origin != origin}
+        self.findings = [each for each in self.findings if each.origin != origin]
+        self.left[origin] = self.source.get(origin, {})
+        return origin
+
+    def note(self, text: str) -> None:
+        self.findings.append(Finding("note", text))
+
+    def _tell(self, verdict: Verdict, origin: KeyPath, value: Any, why: str) -> None:
+        self.findings.append(Finding(verdict, f"{key_text(origin)} = {shown(value)}: {why}", origin))
+
+    def _overlapping(self, origin: KeyPath, target: KeyPath) -> Iterator[tuple[KeyPath, Any]]:
+        """Other settings at `target`, above it or below it."""
+        decided = {path: placed.value for path, placed in self.placed.items()}
+        for path, value in (self.left | decided).items():
+            above = target[: len(path)] == path and value != {}
+            if path != origin and (above or path[: len(target)] == target):
+                yield path, value
+
+
+def names(path: KeyPath) -> tuple[str, ...]:
+    """The path without indices."""
+    return tuple(part for part in path if isinstance(part, str))
+
+
+def leaves(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
+    """The values in nested tables and lists of tables, with their paths. An empty table is a value."""
+    if isinstance(value, dict) and (value or not path):
+        for name, item in value.items():
+            yield from leaves(item, (*path, name))
+    elif isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
+        for index, item in enumerate(value):
+            yield from leaves(item, (*path, index))
+    else:
+        yield path, value
+
+
+def assemble(values: Mapping[KeyPath, Any]) -> dict[str, Any]:
+    """The inverse of `leaves`. Missing indices are closed up."""
+    return _assembled(values) if values else {}
+
+
+def _assembled(values: Mapping[KeyPath, Any]) -> Any:
+    if set(values) == {()}:
+        return values[()]
+    groups: dict[str | int, dict[KeyPath, Any]] = {}
+    for path, value in values.items():
+        if path:
+            groups.setdefault(path[0], {})[path[1:]] = value
+    if any(isinstance(head, int) for head in groups):
+        return [_assembled(groups[index]) for index in sorted(groups, key=int)]
+    return {head: _assembled(group) for head, group in groups.items()}

@@ -1,0 +1,62 @@
+"""Finds which command and which version of PRIME-RL a file is for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from medarc_rl.errors import UsageError
+from medarc_rl.migrate.draft import names
+from prime_rl.configs.eval import OfflineEvalConfig
+from prime_rl.configs.inference import InferenceConfig
+from prime_rl.configs.orchestrator import OrchestratorConfig
+from prime_rl.configs.rl import RLConfig
+from prime_rl.configs.sft import SFTConfig
+from prime_rl.configs.surface.meanings import NEWER_VALUES, Version
+from prime_rl.configs.surface.renamed import NEWER, OLDER, find_renamed, split_component
+from prime_rl.configs.surface.root import RootConfig
+from prime_rl.configs.trainer import TrainerConfig
+from prime_rl.utils.pydantic_config.layers import KeyPath
+from prime_rl.utils.pydantic_config.schema import has_key
+
+ROOTS: Mapping[str, type[RootConfig]] = {
+    root.component: root
+    for root in (RLConfig, SFTConfig, OfflineEvalConfig, TrainerConfig, OrchestratorConfig, InferenceConfig)
+}
+
+IN_EVERY_VERSION = ("clean",)
+"""Keys that both older and newer versions have, so that they do not tell the version."""
+
+
+def kind_of(settings: Mapping[KeyPath, Any]) -> str:
+    """The command whose config knows the most of these keys.
+
+    Raises:
+        UsageError: no command knows any of them, or several know equally many.
+    """
+    unknown = {kind: sum(not _is_known(kind, path) for path in settings) for kind in ROOTS}
+    fewest = min(unknown.values())
+    likely = [kind for kind, count in unknown.items() if count == fewest]
+    if fewest == len(settings):
+        raise UsageError("none of its keys belongs to a PRIME-RL command: name the command with --as")
+    if len(likely) > 1:
+        raise UsageError(f"its keys fit {' and '.join(likely)}: name the command with --as")
+    return likely[0]
+
+
+def versions_of(kind: str, settings: Mapping[KeyPath, Any]) -> set[Version]:
+    """The versions whose keys or values the file uses; empty if this version has them all."""
+    versions: set[Version] = set()
+    for path, value in settings.items():
+        component, key = split_component(kind, ".".join(names(path)))
+        found = None if has_key(ROOTS[kind], names(path)) else find_renamed(component, key)
+        if found is not None and path[-1] not in IN_EVERY_VERSION:
+            versions |= {"older"} if found[0] in OLDER else {"newer"} if found[0] in NEWER else set()
+        if any(each.applies(f"{component}.{key}", value, ()) for each in NEWER_VALUES):
+            versions.add("newer")
+    return versions
+
+
+def _is_known(kind: str, path: KeyPath) -> bool:
+    key = ".".join(names(path))
+    return has_key(ROOTS[kind], names(path)) or find_renamed(*split_component(kind, key)) is not None
