@@ -11,7 +11,7 @@ TESTS = sorted([*(ROOT / "tests").rglob("*.py"), *(ROOT / "prime-rl" / "tests").
 OURS = ("prime_rl", "medarc_rl")
 
 ALLOWED = {
-    "medarc_rl.launchers.rl_local.rl_local": "public: outside code replaces it, and the command looks it up at the call",
+    "medarc_rl.launchers.rl_local.rl_local": "public: code outside replaces it, so the command looks it up late",
     "medarc_rl.launchers.sft_local.sft_local": "the same",
 }
 

@@ -73,7 +73,7 @@ class ModelCall:
     def from_reply(cls, reply: ChatReply) -> Self | None:
         """The call that `reply` answers, or None if the reply has no token ids or log-probabilities."""
         choice = reply.choices[0]
-        logprobs = choice.logprobs and choice.logprobs.content
+        logprobs = None if choice.logprobs is None else choice.logprobs.content
         if reply.prompt_token_ids is None or choice.token_ids is None or logprobs is None:
             return None
         return cls(

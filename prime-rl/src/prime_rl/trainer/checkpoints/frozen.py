@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
 
 from prime_rl.trainer.lora.adapters import LowRank
 from prime_rl.trainer.process.errors import CheckpointError
@@ -35,7 +36,7 @@ def identity_of_frozen(model: nn.Module) -> dict[str, Any]:
     return {"weights": int(total) % _DIGEST_RANGE, "scale": None if lora is None else lora.scale}
 
 
-def check_frozen(saved: dict[str, Any], model: nn.Module, where: object) -> None:
+def check_frozen(saved: dict[str, Any], model: PreTrainedModel, where: object) -> None:
     """Compare the frozen weights of `model` with those of the checkpoint at `where`. Collective.
 
     Raises:

@@ -169,14 +169,14 @@ class CheckpointManager:
 
     def export(self, state: TrainState, tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype) -> None:
         """Write the policy to `OUT/weights/step_<n>`, unless `ckpt.weights` is off."""
-        if self.config.weights is None:
+        options, step = self.config.weights, state.progress.step
+        if options is None:
             return
-        step = state.progress.step
-        export = gather_export(state.policy.model, self.config.weights, dtype)
+        export = gather_export(state.policy.model, options, dtype)
 
         def write() -> None:
             if self.process.is_main:
-                write_export(export, state.policy.model, tokenizer, self.paths.weight(step), self.config.weights)
+                write_export(export, state.policy.model, tokenizer, self.paths.weight(step), options)
                 self._exported.keep(step)
 
         self._do(write)

@@ -62,7 +62,8 @@ def setup_model(config: ModelConfig, mesh: Mesh) -> PreTrainedModel:
     # Only rank 0 reads the weights; the other ranks receive their shards from it.
     full = adapt(_build_full(config, model_config, options)) if process.is_main else None
     if full is not None and process.world_size == 1:
-        model = full.to(home)
+        # A decorator of Transformers hides from type checkers that `to` is a method.
+        model = full.to(home)  # type: ignore[arg-type]
     else:
         with torch.device("meta"):
             model = adapt(AutoModelForCausalLM.from_config(model_config, **options))
@@ -157,7 +158,7 @@ def _model_options(config: ModelConfig, model_config: PretrainedConfig, process:
     return options if config.moe_use_grouped_mm else options | {"experts_implementation": "eager"}
 
 
-def _build_full(config: ModelConfig, model_config: PretrainedConfig, options: dict[str, Any]) -> nn.Module:
+def _build_full(config: ModelConfig, model_config: PretrainedConfig, options: dict[str, Any]) -> PreTrainedModel:
     """Build the unsharded model in host memory, loaded from `config.name` or initialized with a fixed seed."""
     if config.debug.random_init:
         with torch.random.fork_rng(devices=[]):
@@ -170,7 +171,7 @@ def _build_full(config: ModelConfig, model_config: PretrainedConfig, options: di
         raise ModelError(_load_error("model.name", config.name, error) + hint) from error
 
 
-def _shard(model: nn.Module, config: ModelConfig, mesh: Mesh) -> None:
+def _shard(model: PreTrainedModel, config: ModelConfig, mesh: Mesh) -> None:
     device = mesh.process.device
     master, compute = _DTYPES[config.optimization_dtype], compute_dtype(config, device)
     reduce = _DTYPES[config.reduce_dtype]
@@ -178,10 +179,10 @@ def _shard(model: nn.Module, config: ModelConfig, mesh: Mesh) -> None:
         param_dtype=None if compute == master else compute, reduce_dtype=None if reduce == compute else reduce
     )
     offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if config.fsdp_cpu_offload else OffloadPolicy()
-    units = {"mesh": mesh.fsdp, "mp_policy": policy, "offload_policy": offload}
+    shard = partial(fully_shard, mesh=mesh.fsdp, mp_policy=policy, offload_policy=offload)
     for block in decoder_blocks(model):
-        fully_shard(block, reshard_after_forward=config.reshard_after_forward, **units)
-    fully_shard(model, **units)
+        shard(block, reshard_after_forward=config.reshard_after_forward)
+    shard(model)
 
 
 def _scatter_weights(full: nn.Module | None, model: nn.Module, home: torch.device, process: Process) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from prime_rl.trainer.process.world import Process
 from prime_rl.utils.logger import get_logger
@@ -44,7 +45,7 @@ class Throughput:
         return sum(tokens for _, tokens in list(self._steps)[1:]) / elapsed_s if elapsed_s else 0.0
 
 
-def flops_per_token(model: nn.Module, row_tokens: int) -> float:
+def flops_per_token(model: PreTrainedModel, row_tokens: int) -> float:
     """FLOP of the forward and backward pass per token: `6 P + 12 L H Q T`. docs/watching.md explains the symbols.
 
     A frozen parameter counts 4 instead of 6: it needs no gradient of its own, but passes on that of its input.
@@ -54,7 +55,7 @@ def flops_per_token(model: nn.Module, row_tokens: int) -> float:
     return _matrix_flops(model) + 12 * layers * heads * head_dim(model) * row_tokens
 
 
-def head_dim(model: nn.Module) -> int:
+def head_dim(model: PreTrainedModel) -> int:
     """Channels of an attention head: the config's `head_dim`, or hidden size / heads where it has none."""
     config = model.config
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -101,7 +102,7 @@ def measured_peak_flops(dtype: torch.dtype) -> float:
 class Performance:
     """Speed, share of the peak, and memory of each step, under the same names for every trainer."""
 
-    def __init__(self, model: nn.Module, row_tokens: int, process: Process, peak: float | None) -> None:
+    def __init__(self, model: PreTrainedModel, row_tokens: int, process: Process, peak: float | None) -> None:
         """`row_tokens` is the length of a row, `peak` that of a process in FLOP per second, if it is known."""
         self.process = process
         self.total_memory_gib = total_memory_gib(process.device)
@@ -152,7 +153,7 @@ def total_memory_gib(device: torch.device) -> float:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / _GIB
 
 
-def _matrix_flops(model: nn.Module) -> int:
+def _matrix_flops(model: PreTrainedModel) -> int:
     experts = getattr(model.config, "num_experts", None) or getattr(model.config, "num_local_experts", None)
     share = (getattr(model.config, "num_experts_per_tok", None) or 1) / (experts or 1)
     head = list(model.get_output_embeddings().parameters())

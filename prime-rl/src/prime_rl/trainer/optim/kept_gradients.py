@@ -6,6 +6,8 @@ buffer, and allocate all of these again in the next step. That takes time and le
 
 from __future__ import annotations
 
+from typing import Protocol, cast
+
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
@@ -43,6 +45,12 @@ class KeptGradient:
         return self._place
 
 
+class _Keeping(Protocol):
+    """What `keep_gradients` adds to a gathered parameter."""
+
+    kept_gradient: KeptGradient
+
+
 def keep_gradients(model: nn.Module, process: Process) -> None:
     """Make backward passes of the sharded `model` add to gradients that stay in place.
 
@@ -59,8 +67,9 @@ def keep_gradients(model: nn.Module, process: Process) -> None:
             unit.unshard()
     for name, gathered in model.named_parameters():
         if gathered.requires_grad and sharded[name].dtype == torch.float32:
-            gathered.kept_gradient = KeptGradient(sharded[name])
-            gathered.register_post_accumulate_grad_hook(gathered.kept_gradient.take)
+            kept = KeptGradient(sharded[name])
+            cast("_Keeping", gathered).kept_gradient = kept
+            gathered.register_post_accumulate_grad_hook(kept.take)
 
 
 def kept_gradient_of(gathered: Tensor) -> KeptGradient | None:

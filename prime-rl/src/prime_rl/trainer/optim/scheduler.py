@@ -29,6 +29,7 @@ def setup_scheduler(config: SchedulerConfig, optimizer: Optimizer, max_steps: in
         case LinearSchedulerConfig():
             factor = partial(linear_factor, config, _floor(config.min_lr, lr), max_steps)
         case CosineSchedulerConfig():
+            assert max_steps is not None, "schedule_faults refuses that"
             factor = partial(cosine_factor, config, config.min_lr / lr if lr else 0.0, max_steps)
         case _:
             return LambdaLR(optimizer, lambda update: 1.0)

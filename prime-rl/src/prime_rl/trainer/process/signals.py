@@ -44,13 +44,13 @@ class SignalBox:
 
         Schedulers signal processes one by one, and saving a checkpoint needs all of them.
         """
-        requests = self._stop, self._save
+        stop, save = self._stop, self._save
         if self.process.world_size > 1:
-            flags = torch.tensor(requests, dtype=torch.int32, device=self.process.device)
+            flags = torch.tensor([stop, save], dtype=torch.int32, device=self.process.device)
             dist.all_reduce(flags, op=dist.ReduceOp.MAX)
-            requests = tuple(bool(flag) for flag in flags.tolist())
+            stop, save = (bool(flag) for flag in flags.tolist())
         self._save = False
-        return Requests(*requests)
+        return Requests(stop, save)
 
     def _on_stop(self, number: int, frame: object) -> None:
         self._stop = True

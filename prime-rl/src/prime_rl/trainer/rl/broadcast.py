@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 import torch
-from torch import nn
+from transformers import PreTrainedModel
 
 from prime_rl.configs.trainer import FileSystemWeightBroadcastConfig
 from prime_rl.run.paths import OrchestratorPaths, step_of
@@ -24,7 +24,7 @@ class Broadcast(Protocol):
     def start(self, version: int) -> None:
         """Remove leftover versions of earlier starts. This run starts at `version`."""
 
-    def publish(self, model: nn.Module, version: int, dtype: torch.dtype) -> None:
+    def publish(self, model: PreTrainedModel, version: int, dtype: torch.dtype) -> None:
         """Publish the model's weights as `version`. Collective."""
 
 
@@ -50,7 +50,7 @@ class FileSystemBroadcast:
         self.max_async_level = max_async_level
         self.keep_interval = keep_interval
 
-    def publish(self, model: nn.Module, version: int, dtype: torch.dtype) -> None:
+    def publish(self, model: PreTrainedModel, version: int, dtype: torch.dtype) -> None:
         """Write the weights as `version`, in `dtype` and hub format. For a LoRA model, write only the PEFT adapter.
 
         Collective.

@@ -9,7 +9,7 @@ from enum import IntEnum
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from transformers import PreTrainedModel
 
 from prime_rl.configs.trainer import NCCLWeightBroadcastConfig
 from prime_rl.run.paths import OrchestratorPaths
@@ -71,7 +71,7 @@ class GroupBroadcast:
             raise BroadcastError(str(error)) from error
         get_logger().info(f"Broadcasting weights to {size - 1} inference workers, which join {address[0]}:{address[1]}")
 
-    def publish(self, model: nn.Module, version: int, dtype: torch.dtype) -> None:
+    def publish(self, model: PreTrainedModel, version: int, dtype: torch.dtype) -> None:
         """Offer `version`, and send it in `dtype` and hub format once the servers are ready. Collective.
 
         Nothing is sent if the orchestrator has finished or this process has been asked to stop.

@@ -113,7 +113,7 @@ class RLTrainer:
         return bool(ready)
 
     def _train_step(self, rows: list[Row]) -> StepReport:
-        step, lr = self.progress.step, self.components.state.policy.scheduler.get_last_lr()[0]
+        step, lr = self.progress.step, float(self.components.state.policy.scheduler.get_last_lr()[0])
         self.components.parity.check(rows, self.components.forward_backward, version=step)
         values, sizes, grad_norms = MetricValues(), [], []
         with self.times("forward_backward"):

@@ -55,6 +55,7 @@ class ParityGate:
         self._is_due = False
         row = max(rows, key=lambda row: int(row.on_policy_mask(version).sum()))
         (scored,) = forward_backward.with_proximal([row])
+        assert scored.proximal_logprobs is not None
         difference = (scored.proximal_logprobs - row.inference_logprobs)[row.on_policy_mask(version)].abs()
         own = [difference.double().sum().item(), difference.numel()]
         total, tokens = self.data_axis.sum(own, self.process.device)

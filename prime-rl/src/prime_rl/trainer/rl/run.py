@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 
-from torch import nn
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 
 from prime_rl.configs.trainer import ParityConfig, TrainerConfig, beyond_end
 from prime_rl.run.paths import RunPaths
@@ -107,7 +106,7 @@ def setup_broadcast(config: TrainerConfig, paths: RunPaths, process: Process, si
     return FileSystemBroadcast(config.weight_broadcast, run, process, config.max_async_level, keep_interval)
 
 
-def setup_performance(config: TrainerConfig, model: nn.Module, process: Process) -> Performance:
+def setup_performance(config: TrainerConfig, model: PreTrainedModel, process: Process) -> Performance:
     """Create the throughput meter. On a CPU, MFU is reported only in benchmarks, because otherwise the inference server
     uses the same CPU."""
     is_measured = config.bench is not None

@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from transformers import PreTrainedModel
 
 from prime_rl.trainer.optim.accumulation import accumulated
 from prime_rl.trainer.process.data_axis import DataAxis
@@ -54,7 +56,7 @@ for every row but the last (a seventh of a step with two CPU processes and 12.6M
 class ForwardBackward:
     """Accumulates the gradient of an update's loss, and collects metrics per token and per sequence."""
 
-    def __init__(self, model: nn.Module, loss: Loss, vocab_chunk: int | None, mesh: Mesh) -> None:
+    def __init__(self, model: PreTrainedModel, loss: Loss, vocab_chunk: int | None, mesh: Mesh) -> None:
         self.model = model
         self.loss = loss
         self.vocab_chunk = vocab_chunk
@@ -69,6 +71,7 @@ class ForwardBackward:
         divisor = size.divisor(self.loss)
         for index, row in enumerate(accumulated(self.model, rows, self.process), start=1):
             if self._reduces_once:
+                assert isinstance(self.model, FSDPModule)
                 self.model.set_requires_gradient_sync(index == len(rows))
             logprobs, entropy = score_row(self.model, row, self._wanted(row), self.vocab_chunk)
             inputs = LossInputs(

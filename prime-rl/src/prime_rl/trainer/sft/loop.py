@@ -121,6 +121,7 @@ class SFTTrainer:
     def validate(self, reporter: StepReporter) -> None:
         """Measure the model on the validation data, and save it if it is the best so far and that is wanted."""
         checkpoints, step = self.components.checkpoints, self.components.state.progress.step
+        assert self.components.validation is not None, "the config has [val]"
         stats = self.components.validation.run(self.components.state.policy.model)
         reporter.validated(step, stats)
         if checkpoints is not None and step > 0 and checkpoints.is_best(stats.loss):

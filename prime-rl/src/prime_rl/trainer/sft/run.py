@@ -110,7 +110,9 @@ def setup_components(config: SFTConfig, paths: RunPaths, mesh: Mesh) -> Componen
     resume_step = checkpoints.resume_step() if checkpoints is not None else None
     tokenizer = setup_tokenizer(config.tokenizer, config.model)
     fingerprint = fingerprint_of(config.data, tokenizer) if checkpoints is not None else None
-    verified = check_same_rows(checkpoints, resume_step, fingerprint) if resume_step is not None else ""
+    verified = ""
+    if checkpoints is not None and fingerprint is not None and resume_step is not None:
+        verified = check_same_rows(checkpoints, resume_step, fingerprint)
     rows = setup_rows(config.data, tokenizer, len(tokenizer), data_axis)
     check_first_rows(rows, tokenizer, process, show=config.log.log_data)
     validation = Validation(config.val.data, tokenizer, mesh) if config.val is not None else None

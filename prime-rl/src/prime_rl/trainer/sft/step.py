@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
 
 from prime_rl.trainer.checkpoints.state import TrainState
 from prime_rl.trainer.model.scoring import LogitsOf, cross_entropy_sum, score_tokens
@@ -42,7 +43,7 @@ def train_step(state: TrainState, rows: Sequence[PackedRow], max_norm: float, me
             "Lower optim.lr or lengthen the warm-up, and resume from the last checkpoint"
         )
     forward_backward_s = time.perf_counter() - started_s
-    lr = state.policy.scheduler.get_last_lr()[0]
+    lr = float(state.policy.scheduler.get_last_lr()[0])
     state.policy.optimizer.step()
     state.policy.scheduler.step()
     state.policy.optimizer.zero_grad()
@@ -50,7 +51,7 @@ def train_step(state: TrainState, rows: Sequence[PackedRow], max_norm: float, me
     return StepStats(loss, grad_norm, lr, tokens, samples, forward_backward_s)
 
 
-def forward_backward(model: nn.Module, rows: Sequence[PackedRow], trained_tokens: int, mesh: Mesh) -> float:
+def forward_backward(model: PreTrainedModel, rows: Sequence[PackedRow], trained_tokens: int, mesh: Mesh) -> float:
     """Add the gradient of the mean loss; returns the share of this process's rows in that loss.
 
     `trained_tokens` is the number over all data ranks. FSDP averages gradients over all processes, and those that share
@@ -72,7 +73,7 @@ def has_finite_weights(model: nn.Module, process: Process) -> bool:
     return sum_over_processes([broken], process)[0] == 0
 
 
-def row_loss_sum(model: nn.Module, row: PackedRow, device: torch.device) -> Tensor:
+def row_loss_sum(model: PreTrainedModel, row: PackedRow, device: torch.device) -> Tensor:
     """Summed cross-entropy of a row's trained tokens."""
     input_ids_1T, position_ids_1T = _row_tensor(row.input_ids, device), _row_tensor(row.position_ids, device)
     trained = torch.from_numpy(np.flatnonzero(row.is_trained)).to(device)

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from prime_rl.configs.sft import SFTDataConfig
@@ -22,7 +21,7 @@ from prime_rl.trainer.sft.step import row_loss_sum
 from prime_rl.utils.logger import get_logger
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
 class Validation:
@@ -49,17 +48,17 @@ class Validation:
             )
 
     @torch.no_grad()
-    def run(self, model: nn.Module) -> ValStats:
+    def run(self, model: PreTrainedModel) -> ValStats:
         """Loss of `model`, which stays as it is, as do all random states; a collective call."""
         started_s = time.perf_counter()
         model.eval()
-        own_sum = sum(row_loss_sum(model, row, self.device).double() for row in self._own_rows)
+        losses = [row_loss_sum(model, row, self.device).double() for row in self._own_rows]
         model.train()
         # Without a backward pass the gathered weights stay in place, and the optimizer works on the shards.
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
-        loss_sum = self.data_axis.sum([own_sum.item()], self.device)[0]
+        loss_sum = self.data_axis.sum([float(sum(losses))], self.device)[0]
         return ValStats(loss_sum / self._trained_tokens, time.perf_counter() - started_s)
 
 

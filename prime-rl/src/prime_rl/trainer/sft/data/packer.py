@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -12,7 +12,7 @@ from prime_rl.configs.sft import STACK_MULTIPLE, BaseDataConfig, FakeDataConfig,
 from prime_rl.trainer.sft.data.best_fit import best_fit_decreasing
 from prime_rl.trainer.sft.data.conversation import TokenizedSample
 from prime_rl.trainer.sft.data.places import Place, redealt, saved_data_size
-from prime_rl.trainer.sft.data.samples import DatasetStream, FakeStream, SampleStream
+from prime_rl.trainer.sft.data.samples import DatasetStream, FakeStream, SampleSource, SampleStream
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -72,7 +72,7 @@ def lay_out(samples: Sequence[TokenizedSample], row_tokens: int, seq_len: int) -
 class Packer(Protocol):
     """Chooses samples of a stream for one row after another. What it holds back between rows is its state."""
 
-    def __call__(self, stream: SampleStream) -> Sequence[TokenizedSample]:
+    def __call__(self, stream: SampleSource) -> Sequence[TokenizedSample]:
         """The samples of the next row."""
 
     def state(self) -> dict[str, Any]:
@@ -87,7 +87,7 @@ class Cat:
     def __init__(self, row_tokens: int) -> None:
         self.row_tokens = row_tokens
 
-    def __call__(self, stream: SampleStream) -> Sequence[TokenizedSample]:
+    def __call__(self, stream: SampleSource) -> Sequence[TokenizedSample]:
         samples, total = [], 0
         while total < self.row_tokens:
             samples.append(next(stream))
@@ -114,12 +114,12 @@ class BestFit:
         self.held_back: list[list[TokenizedSample]] = []
         """One row, or several after the number of data ranks has changed."""
 
-    def __call__(self, stream: SampleStream) -> Sequence[TokenizedSample]:
+    def __call__(self, stream: SampleSource) -> Sequence[TokenizedSample]:
         if not self.rows:
             self._pack_window(stream)
         return self.rows.pop()
 
-    def _pack_window(self, stream: SampleStream) -> None:
+    def _pack_window(self, stream: SampleSource) -> None:
         seed, epoch, count = stream.position, stream.epoch, 0
         # A row that waited is one item, so that its samples, which are short ones, come first this time.
         items = list(self.held_back)
@@ -169,7 +169,7 @@ class Stack:
         self.ready: list[list[TokenizedSample]] = []
         """Rows that were full when the number of data ranks changed."""
 
-    def __call__(self, stream: SampleStream) -> Sequence[TokenizedSample]:
+    def __call__(self, stream: SampleSource) -> Sequence[TokenizedSample]:
         samples = self.ready.pop() if self.ready else self._stale()
         while samples is None:
             samples = self._take_in(next(stream))
@@ -216,7 +216,7 @@ class Stack:
 
 def setup_packer(config: BaseDataConfig) -> Packer:
     """The packer that `data.pack_function` names, for rows of `seq_len * micro_batch_size` tokens."""
-    packers = {"cat": Cat, "best_fit": BestFit, "stack": Stack}
+    packers: dict[str, Callable[[int], Packer]] = {"cat": Cat, "best_fit": BestFit, "stack": Stack}
     return packers[config.pack_function](config.seq_len * config.micro_batch_size)
 
 

@@ -50,7 +50,7 @@ def redealt(places: Sequence[Place], data_rank: int, data_size: int) -> dict[str
     farthest = max(place["position"] for place in places)
     behind = (range(place["position"], farthest, len(places)) for place in places)
     left_over = sorted(chain(*behind, *(place["left_over"] for place in places)))
-    counts = sum((Counter(place["counts"]) for place in places), Counter())
+    counts: Counter[str] = sum((Counter(place["counts"]) for place in places), Counter())
     # Reading starts at the position of the slowest rank: everything unread comes after it.
     hindmost = min(places, key=lambda place: min([place["position"], *place["left_over"]]))
     return {

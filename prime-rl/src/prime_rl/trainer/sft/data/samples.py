@@ -45,14 +45,8 @@ class SampleCounts:
         return self.overlong + self.untrainable + self.unmaskable
 
 
-class SampleStream(Protocol):
-    """Samples without end. Data ranks divide its entries, see `places`."""
-
-    row_count: int
-    """Rows of one epoch; 0 where that is unknown, and for made-up data, which has none."""
-    counts: SampleCounts
-    drawn: list[str]
-    """Names of the entries that were looked at since somebody cleared this list."""
+class SampleSource(Protocol):
+    """Samples without end, as packers see them."""
 
     @property
     def position(self) -> int:
@@ -62,6 +56,18 @@ class SampleStream(Protocol):
     def epoch(self) -> int: ...
 
     def __next__(self) -> TokenizedSample: ...
+
+
+class SampleStream(SampleSource, Protocol):
+    """Samples of a dataset. Data ranks divide its entries, see `places`."""
+
+    counts: SampleCounts
+    drawn: list[str]
+    """Names of the entries that were looked at since somebody cleared this list."""
+
+    @property
+    def row_count(self) -> int:
+        """Rows of one epoch; 0 where that is unknown, and for made-up data, which has none."""
 
     def state(self) -> dict[str, Any]:
         """The place behind the sample returned last."""
