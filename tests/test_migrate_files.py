@@ -113,6 +113,63 @@ def test_every_key_of_this_version_stays_as_it_is(path: Path, tmp_path: Path) ->
     assert migration.complete, migration.report
 
 
+COMBINATIONS = {
+    "0 at the top was ignored by older versions": (
+        "rl",
+        "max_steps = 0\nasync_level = 1\n[trainer]\n[orchestrator]\n",
+        "# not carried: max_steps = 0\nmax_async_level = 1\n[trainer]\n[orchestrator]\n",
+    ),
+    "both components of older versions set the run's directory": (
+        "rl",
+        'async_level = 1\n[trainer]\noutput_dir = "runs/a"\n[orchestrator]\noutput_dir = "runs/a"\n',
+        'max_async_level = 1\noutput_dir = "runs/a"\n[trainer]\n[orchestrator]\n',
+    ),
+    "run.dir overrides run.name and output_dir": (
+        "sft",
+        'output_dir = "a"\nrun = { dir = "b", name = "c" } # here\n',
+        'output_dir = "b" # here\n',
+    ),
+    "environments in two forms": (
+        "orchestrator",
+        'batch_size = 8\nenvironment_ids = ["a"]\n[[env]]\nid = "b"\n',
+        'batch_size = 8\n# not carried: environment_ids = ["a"]\n[[env]]\nid = "b"\n',
+    ),
+    "counts that do not fit the environments": (
+        "orchestrator",
+        '[eval]\nenvironment_ids = ["a", "b"]\nnum_examples = [1, 2, 3]\n',
+        '[[eval.env]]\nid = "a"\n# not carried: eval.num_examples = [1, 2, 3]\n\n[[eval.env]]\nid = "b"\n',
+    ),
+    "sources with different group sizes": (
+        "orchestrator",
+        '[[train.source]]\nenv.taskset.id = "a"\ngroup_size = 4\n'
+        '[[train.source]]\nenv.taskset.id = "b"\ngroup_size = 8\n',
+        '[[env]]\nid = "a"\n# not carried: train.source.group_size = 4\n'
+        '\n[[env]]\nid = "b"\n# not carried: train.source.group_size = 8\n',
+    ),
+    "a ratio for only one of two sources": (
+        "orchestrator",
+        'group_size = 2\n[[train.source]]\nenv.taskset.id = "a"\nratio = 0.5\n[[train.source]]\nenv.taskset.id = "b"\n',
+        'rollouts_per_example = 2\n\n[[env]]\nid = "a"\n# not carried: train.source.ratio = 0.5\n\n[[env]]\nid = "b"\n',
+    ),
+    "several nodes": (
+        "rl",
+        '[deployment]\ntype = "multi_node"\nnum_train_nodes = 2\nnum_infer_nodes = 1\n[trainer]\n[orchestrator]\n'
+        "[inference]\n[slurm]\n",
+        '# not carried: deployment.type = "multi_node"\n# not carried: deployment.num_train_nodes = 2\n'
+        "# not carried: deployment.num_infer_nodes = 1\n[trainer]\n[orchestrator]\n[inference]\n# not carried: [slurm]\n",
+    ),
+}
+"""Command, old file and new file."""
+
+
+@pytest.mark.parametrize(("kind", "old", "new"), COMBINATIONS.values(), ids=COMBINATIONS)
+def test_settings_that_depend_on_each_other(kind: str, old: str, new: str, tmp_path: Path) -> None:
+    file = tmp_path / "old.toml"
+    file.write_text(old, encoding="utf-8")
+    migration = migrate(file, kind)
+    assert migration.text == new, migration.report
+
+
 def test_a_file_that_several_commands_could_read_is_not_guessed_at(tmp_path: Path) -> None:
     file = tmp_path / "some.toml"
     file.write_text('max_steps = 3\n[model]\nname = "x"\n', encoding="utf-8")

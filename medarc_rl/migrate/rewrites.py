@@ -82,10 +82,11 @@ def _join_output_dirs(draft: Draft) -> None:
 
 def _resume(draft: Draft) -> None:
     """`[resume]` without a step resumes from the latest checkpoint."""
-    for path in [path for path in draft.left if path[-1] == "resume" or path[-2:] == ("resume", "step")]:
-        value = draft.left[path]
-        table = path[: path.index("resume")]
-        is_latest = value == {} or value == "None"
+    for path, value in list(draft.left.items()):
+        if path[-1] == "resume" and value == "None":
+            draft.drop(path, "off by default")
+        is_latest = (path[-1] == "resume" and value == {}) or (path[-2:] == ("resume", "step") and value == "None")
+        table = path[: path.index("resume")] if is_latest else ()
         if is_latest and (*table, "resume", "dir") not in draft.left:
             _move_as(draft, path, (*table, "ckpt", "resume_step"), -1)
 
@@ -122,8 +123,8 @@ def _keep_custom_loss(draft: Draft) -> None:
 
 def _disable_fused_head(draft: Draft) -> None:
     old = "fused_lm_head_token_chunk_size"
-    for path in [path for path in draft.left if path[-1] == old and draft.left[path] in ("disabled", "auto")]:
-        _move_as(draft, path, (*path[:-1], "fused_lm_head_chunk_size"), draft.left[path])
+    for path in [path for path in draft.left if path[-1] == old and draft.left[path] == "disabled"]:
+        _move_as(draft, path, (*path[:-1], "fused_lm_head_chunk_size"), "disabled")
 
 
 def _list_eval_counts(draft: Draft) -> None:
