@@ -33,13 +33,13 @@ class Environment:
         self.make_rollout = rollout
         self.started = 0
         self.running = 0
-        self.most_at_once = 0
+        self.peak_concurrency = 0
 
     async def attempt(self, example, size, server, sampling_args, version, max_retries=0) -> list[Rollout]:
         self.started += 1
         number = self.started
         self.running += 1
-        self.most_at_once = max(self.most_at_once, self.running)
+        self.peak_concurrency = max(self.peak_concurrency, self.running)
         await asyncio.sleep(0)
         self.running -= 1
         if number % 3 == 0:
@@ -57,27 +57,27 @@ def due_at(schedule: EvalSchedule, versions: list[int]) -> list[int]:
 
 
 def test_an_evaluation_is_due_when_the_version_crosses_the_interval_even_in_a_jump() -> None:
-    schedule = EvalSchedule.starting(EvalConfig(interval=10), 0)
+    schedule = EvalSchedule.from_config(EvalConfig(interval=10), 0)
     assert due_at(schedule, [0, 0, 4, 9, 13, 14, 19, 41, 42, 50]) == [0, 13, 41, 50]
 
 
 def test_the_base_model_can_be_left_out() -> None:
-    schedule = EvalSchedule.starting(EvalConfig(interval=10, eval_base_model=False), 0)
+    schedule = EvalSchedule.from_config(EvalConfig(interval=10, eval_base_model=False), 0)
     assert due_at(schedule, [0, 1, 9, 10, 11]) == [10]
 
 
 def test_after_a_resume_the_same_version_is_not_evaluated_again_unless_asked() -> None:
-    assert due_at(EvalSchedule.starting(EvalConfig(interval=10), 20), [20, 21, 30]) == [30]
+    assert due_at(EvalSchedule.from_config(EvalConfig(interval=10), 20), [20, 21, 30]) == [30]
     again = EvalConfig(interval=10, skip_eval_on_resume=False)
-    assert due_at(EvalSchedule.starting(again, 20), [20, 21, 30]) == [20, 30]
-    assert due_at(EvalSchedule.starting(again, 21), [21, 22, 30]) == [30]
+    assert due_at(EvalSchedule.from_config(again, 20), [20, 21, 30]) == [20, 30]
+    assert due_at(EvalSchedule.from_config(again, 21), [21, 22, 30]) == [30]
 
 
 async def test_attempts_run_a_few_at_a_time_and_one_that_raises_is_counted(rollout) -> None:
     environment, pool = Environment(rollout), Pool()
     attempts = [Attempt(environment, ExampleRef("letters", row), {}) for row in range(7)]
-    outcomes = await run_attempts(attempts, pool, 0, at_once=2)
-    assert environment.most_at_once == 2
+    outcomes = await run_attempts(attempts, pool, 0, max_concurrent=2)
+    assert environment.peak_concurrency == 2
     assert [outcome.failed for outcome in outcomes] == [0, 0, 1, 0, 0, 1, 0]
     assert [outcome.example.row for outcome in outcomes] == list(range(7))
     assert outcomes[2].reason == "RuntimeError: the sandbox is down"

@@ -155,7 +155,7 @@ def test_the_policy_is_evaluated_before_during_and_after_training(start, policy_
     lines = [json.loads(line) for line in run.paths.orchestrator.eval_samples(3).read_text().splitlines()]
     assert [line["reward"] for line in lines] == [1.0] * 4 + [None] * 4
     assert "Evaluation on 'held-out' | Version: 3 | avg@2: 1.0000" in run.log
-    assert "4 rollouts failed and are left out of its scores; one of them: RuntimeError: the database" in run.log
+    assert "4 rollouts failed and are not scored; first error: RuntimeError: the database" in run.log
 
 
 def test_the_batch_after_the_next_waits_for_the_trainer(start, policy_server) -> None:

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.usefixtures("importable_environments")
 def test_when_every_group_fails_the_log_has_the_reason_and_where_it_was(orchestrate) -> None:
     code, log = orchestrate(env=[{"id": "letters-env", "args": {"kind": "crashing"}}])
     assert code == 1
-    assert "8 groups of rollouts failed and none succeeded; the last one: environment 'letters-env'" in log
+    assert "8 groups of rollouts failed in a row; the last one: environment 'letters-env'" in log
     assert "RuntimeError: the database is down" in log
     assert "letters_env.py" in log
 
@@ -68,7 +68,7 @@ def test_a_validation_that_fails_does_not_end_the_run(orchestrate, tmp_path: Pat
     failing = [{"id": "letters-env", "args": {"kind": "eval fails"}}]
     code, log = orchestrate(env=failing, val={"num_examples": 3})
     assert code == 0
-    assert "Step 0: 3 validation rollouts failed; one of them: RuntimeError: no such database" in log
+    assert "Step 0: 3 validation rollouts failed; first error: RuntimeError: no such database" in log
 
 
 def test_every_rollout_of_a_batch_can_be_saved_as_a_line(orchestrate, tmp_path: Path) -> None:

@@ -80,7 +80,7 @@ def test_an_environment_whose_examples_are_used_up_leaves_the_draw_to_the_others
     finish(buffer, ExampleRef("a", 0), 1.0)
     assert drawn(buffer) == refs("b", 0)
     finish(buffer, ExampleRef("b", 0), 0.0)
-    with pytest.raises(NothingToTrain, match="every example has proved easy or hard"):
+    with pytest.raises(NothingToTrain, match="no example is left to train on"):
         buffer.sample()
 
 

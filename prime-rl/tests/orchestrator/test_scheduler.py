@@ -159,7 +159,7 @@ async def test_the_groups_of_a_lost_server_run_again_elsewhere(tmp_path: Path, p
     collecting = asyncio.create_task(scheduler.collect(0, BatchTarget(rollouts=4), ARGS))
     await environment.wait_for(2)
     lost = pool.servers.pop(0)
-    scheduler.abandon(lost)
+    scheduler.on_server_lost(lost)
     await environment.wait_for(3)
     (example,) = environment.cancelled
     assert environment.running[2][0] == example

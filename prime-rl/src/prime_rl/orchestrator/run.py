@@ -100,7 +100,7 @@ async def _run(config: OrchestratorConfig, environments: Environments, resume_st
         policy = Policy(paths, pool, AsyncLimits(config.max_async_level, config.strict_async_level), progress.step)
         scheduler = Scheduler(environments.train, buffer, pool, policy, scheduler_limits(config))
         closing.push_async_callback(scheduler.close)
-        pool.on_lost.append(scheduler.abandon)
+        pool.on_lost.append(scheduler.on_server_lost)
         heartbeat = Heartbeat(config.heartbeat.url if config.heartbeat else None)
         closing.callback(heartbeat.close)
         rollout_log = RolloutLog(paths, config.save_rollouts)
@@ -250,13 +250,13 @@ def make_evaluator(
     pairs = zip(config.eval.env, environments.values(), strict=True)
     return Evaluator(
         config=config.eval,
-        sets=[EvalSet.of(each, config.eval, environment) for each, environment in pairs],
-        schedule=EvalSchedule.starting(config.eval, policy.version),
+        sets=[EvalSet.from_config(each, config.eval, environment) for each, environment in pairs],
+        schedule=EvalSchedule.from_config(config.eval, policy.version),
         policy=policy,
         pool=pool,
         monitor=monitor,
         rollout_log=rollout_log,
-        at_once=_rollouts_in_flight(config),
+        max_concurrent=_max_rollouts_in_flight(config),
     )
 
 
@@ -274,7 +274,7 @@ def make_validator(
         environments=held_out,
         examples=[buffer.sample() for _ in range(config.val.num_examples)],
         pool=pool,
-        at_once=scheduler_limits(config).groups_in_flight,
+        max_concurrent=scheduler_limits(config).groups_in_flight,
     )
 
 
@@ -282,11 +282,11 @@ def scheduler_limits(config: OrchestratorConfig) -> SchedulerLimits:
     return SchedulerLimits(
         group_size=config.rollouts_per_example,
         # One group at least, even where the limits are smaller than a group.
-        groups_in_flight=max(1, _rollouts_in_flight(config) // config.rollouts_per_example),
+        groups_in_flight=max(1, _max_rollouts_in_flight(config) // config.rollouts_per_example),
         max_off_policy_steps=config.max_off_policy_steps,
         groups_per_minute=config.tasks_per_minute,
     )
 
 
-def _rollouts_in_flight(config: OrchestratorConfig) -> int:
+def _max_rollouts_in_flight(config: OrchestratorConfig) -> int:
     return min(config.max_inflight_rollouts or 1, config.max_concurrent or sys.maxsize)

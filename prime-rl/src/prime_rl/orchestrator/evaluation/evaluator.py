@@ -1,4 +1,4 @@
-"""Evaluation during training: all rollouts of one evaluation come from one policy version."""
+"""Evaluates the policy during training. All rollouts of an evaluation are sampled by the same policy version."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from prime_rl.utils.logger import SUCCESS, get_logger
 
 @dataclass(frozen=True, slots=True)
 class EvalSet:
-    """One environment's part of an evaluation."""
+    """The rows of one environment to evaluate on."""
 
     name: str
     environment: Environment
     rows: range
     attempts: int
-    """Rollouts of each row."""
+    """Rollouts per row."""
     max_retries: int
 
     @classmethod
-    def of(cls, config: EvalEnvConfig, defaults: EvalConfig, environment: Environment) -> EvalSet:
-        """Raises EnvironmentFault when `skip_first` leaves nothing."""
+    def from_config(cls, config: EvalEnvConfig, defaults: EvalConfig, environment: Environment) -> EvalSet:
+        """Raises EnvironmentFault if `skip_first` skips every row."""
         if config.skip_first >= len(environment):
             raise EnvironmentFault(
                 f"orchestrator.eval.env: skip_first = {config.skip_first} leaves none of the "
@@ -50,17 +50,17 @@ class EvalSet:
 
 @dataclass(slots=True)
 class EvalSchedule:
-    """When an evaluation is due.
+    """Decides when an evaluation is due: when the policy version has passed a multiple of `interval`.
 
-    The policy version may jump, so what counts is that it crossed a multiple of `interval` since the last evaluation.
+    The version need not hit the multiple exactly, because servers may skip versions.
     """
 
     interval: int
     last: int
-    """Version of the last evaluation; -1 before the first."""
+    """Policy version of the last evaluation; -1 before the first."""
 
     @classmethod
-    def starting(cls, config: EvalConfig, resumed_version: int) -> EvalSchedule:
+    def from_config(cls, config: EvalConfig, resumed_version: int) -> EvalSchedule:
         if resumed_version:
             return cls(config.interval, resumed_version if config.skip_eval_on_resume else resumed_version - 1)
         return cls(config.interval, -1 if config.eval_base_model else 0)
@@ -71,7 +71,7 @@ class EvalSchedule:
 
 @dataclass(slots=True)
 class Evaluator:
-    """Evaluates the policy between two batches. No training rollout starts meanwhile; those in flight go on."""
+    """Evaluates the policy between batches. Training rollouts in flight continue, but no new ones start."""
 
     config: EvalConfig
     sets: Sequence[EvalSet]
@@ -80,12 +80,12 @@ class Evaluator:
     pool: ServerPool
     monitor: Monitor
     rollout_log: RolloutLog
-    at_once: int
-    """Rollouts at once, over all environments."""
+    max_concurrent: int
+    """Maximum number of concurrent rollouts, over all environments."""
 
     async def run_if_due(self, step: int, scheduler: Scheduler) -> None:
-        """Evaluate before the batch of `step` is collected, if the policy has crossed an interval."""
-        # The batch waits for this version anyway. At async level 0 it makes every interval exact.
+        """Evaluate before the batch of `step` is collected, if an evaluation is due."""
+        # The batch needs this version anyway. With max_async_level = 0, every evaluation is at an exact multiple.
         await self.policy.require(step)
         if not self.schedule.due(self.policy.version):
             return
@@ -94,7 +94,7 @@ class Evaluator:
         await self._run(step)
 
     async def finish(self, version: int) -> None:
-        """Evaluate the last version, once the trainer has published it."""
+        """Wait until the trainer has published `version`, the last one, and evaluate it."""
         await self.policy.require_version(version)
         if self.policy.version > self.schedule.last:
             await self._run(version)
@@ -104,31 +104,31 @@ class Evaluator:
         async with self.policy.pinned() as version:
             self.schedule.last = version
             started_s = time.perf_counter()
-            outcomes = await run_attempts(attempts, self.pool, version, self.at_once)
+            outcomes = await run_attempts(attempts, self.pool, version, self.max_concurrent)
         await asyncio.to_thread(self.rollout_log.write_evaluation, version, outcomes)
         rest = iter(outcomes)
         metrics: dict[str, float] = {"progress/ckpt_step": version}
         for each in self.sets:
-            of_set = list(islice(rest, len(each.rows) * each.attempts))
-            of_env = eval_metrics(of_set, each.attempts)
-            of_env["time"] = max((outcome.ended_s for outcome in of_set), default=started_s) - started_s
-            _tell(each.name, version, of_env, of_set)
-            metrics |= {f"eval/{each.name}/{name}": value for name, value in of_env.items()}
+            set_outcomes = list(islice(rest, len(each.rows) * each.attempts))
+            set_metrics = eval_metrics(set_outcomes, each.attempts)
+            set_metrics["time"] = max((outcome.ended_s for outcome in set_outcomes), default=started_s) - started_s
+            _log_scores(each.name, version, set_metrics, set_outcomes)
+            metrics |= {f"eval/{each.name}/{name}": value for name, value in set_metrics.items()}
         self.monitor.log(metrics, step)
 
-    def _attempts(self, part: EvalSet) -> Iterator[Attempt]:
-        # Row by row, not attempt by attempt: servers find the prompt of a row in their cache.
-        arguments = [eval_sampling_args(self.config.sampling, number) for number in range(part.attempts)]
-        for row in part.rows:
-            example = ExampleRef(part.name, row)
+    def _attempts(self, eval_set: EvalSet) -> Iterator[Attempt]:
+        # All attempts at a row are adjacent, so that servers hit their prefix cache.
+        arguments = [eval_sampling_args(self.config.sampling, number) for number in range(eval_set.attempts)]
+        for row in eval_set.rows:
+            example = ExampleRef(eval_set.name, row)
             for sampling_args in arguments:
-                yield Attempt(part.environment, example, sampling_args, max_retries=part.max_retries)
+                yield Attempt(eval_set.environment, example, sampling_args, max_retries=eval_set.max_retries)
 
 
 def eval_metrics(outcomes: Sequence[Outcome], attempts: int) -> dict[str, float]:
-    """What is reported of one environment, over the rollouts that did not fail; `failed/*` counts the others.
+    """Metrics of one environment over its successful rollouts; `failed/*` counts the others.
 
-    `pass@k` is there when every reward is 0 or 1.
+    Includes `pass@k` only if every reward is 0 or 1. Lengths are in tokens.
     """
     rollouts = [rollout for outcome in outcomes for rollout in outcome.rollouts]
     failed = sum(outcome.failed for outcome in outcomes)
@@ -139,11 +139,11 @@ def eval_metrics(outcomes: Sequence[Outcome], attempts: int) -> dict[str, float]
     for rollout in rollouts:
         rewards.setdefault(rollout.example, []).append(rollout.reward)
     lengths = [rollout.completion_tokens for rollout in rollouts]
-    silent = sum(not has_response(rollout) for rollout in rollouts)
+    no_response = sum(not has_response(rollout) for rollout in rollouts)
     return {
         f"avg@{attempts}": statistics.fmean(rollout.reward for rollout in rollouts),
-        "no_response/mean": silent / len(rollouts),
-        "no_response/count": silent,
+        "no_response/mean": no_response / len(rollouts),
+        "no_response/count": no_response,
         "completion_len/mean": statistics.fmean(lengths),
         "completion_len/max": max(lengths),
         "completion_len/min": min(lengths),
@@ -154,7 +154,7 @@ def eval_metrics(outcomes: Sequence[Outcome], attempts: int) -> dict[str, float]
 
 
 def has_response(rollout: Rollout) -> bool:
-    """Whether the policy said or called anything."""
+    """Whether any assistant message has text or tool calls."""
     if not isinstance(rollout.completion, list):
         return bool(rollout.completion)
     return any(
@@ -164,12 +164,12 @@ def has_response(rollout: Rollout) -> bool:
     )
 
 
-def _tell(name: str, version: int, metrics: Mapping[str, float], outcomes: Sequence[Outcome]) -> None:
+def _log_scores(name: str, version: int, metrics: Mapping[str, float], outcomes: Sequence[Outcome]) -> None:
     if metrics["failed/count"]:
         reason = next(outcome.reason for outcome in outcomes if outcome.reason)
         get_logger().warning(
-            f"Evaluation on {name!r}: {metrics['failed/count']} rollouts failed and are left out of its scores; "
-            f"one of them: {reason}"
+            f"Evaluation on {name!r}: {metrics['failed/count']} rollouts failed and are not scored; "
+            f"first error: {reason}"
         )
     scores = [f"{key}: {value:.4f}" for key, value in metrics.items() if key.startswith(("avg@", "pass@"))]
     shown = " | ".join([*(scores or ["no rollout succeeded"]), f"Time: {metrics['time']:.2f}s"])

@@ -1,4 +1,4 @@
-"""pass@k: the chance that at least one of k attempts solves an example."""
+"""Computes pass@k: the probability that at least one of k attempts solves an example."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ from statistics import fmean
 
 
 def pass_at_k(attempts: int, solved: int, k: int) -> float:
-    """Unbiased estimate from `attempts` attempts at one example, of which `solved` succeeded (1 <= k <= attempts).
+    """Unbiased estimate of pass@k for one example, from n = `attempts` attempts with c = `solved` successes.
 
-    `1 - C(n-c, k) / C(n, k)`: one minus the share of all choices of k attempts that hold no success. Source: Chen et
-    al. 2021, "Evaluating Large Language Models Trained on Code", equation 1.
+    `1 - C(n-c, k) / C(n, k)`: one minus the fraction of k-subsets without a success. Source: Chen et al. 2021,
+    "Evaluating Large Language Models Trained on Code", equation 1.
+
+    Raises:
+        ValueError: not 0 <= solved <= attempts, or not 1 <= k <= attempts.
     """
     if not 0 <= solved <= attempts or not 1 <= k <= attempts:
         raise ValueError(f"pass@{k} of {attempts} attempts with {solved} solved is not defined")
@@ -19,10 +22,13 @@ def pass_at_k(attempts: int, solved: int, k: int) -> float:
 
 
 def pass_at_powers(rewards: Iterable[Sequence[float]]) -> dict[int, float]:
-    """Mean pass@k over examples for k = 1, 2, 4, … up to the fewest attempts at any example.
+    """Mean pass@k over examples for k = 1, 2, 4, … up to the smallest number of attempts at an example.
 
-    `rewards` holds those of each example's attempts. Empty when any reward is neither 0 nor 1, since then there is no
-    success to count, and when there is nothing to average.
+    Args:
+        rewards: The rewards of each example's attempts. Examples without attempts are skipped.
+
+    Returns:
+        k to pass@k; empty if any reward is neither 0 nor 1, or if there are no attempts.
     """
     examples = [each for each in rewards if each]
     if not examples or any(reward not in (0.0, 1.0) for each in examples for reward in each):

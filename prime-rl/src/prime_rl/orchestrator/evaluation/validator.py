@@ -1,4 +1,4 @@
-"""Validation: the training setup on rows that are not trained on, beside the rollouts of a batch."""
+"""Validates the policy on held-out rows with the training setup, concurrently with the rollouts of a batch."""
 
 from __future__ import annotations
 
@@ -15,33 +15,36 @@ from prime_rl.utils.logger import get_logger
 
 @dataclass(frozen=True, slots=True)
 class Validator:
-    """Rolls out the same examples each time, so that two validations differ by the policy alone."""
+    """Rolls out the same examples each time, so that validations differ only in the policy."""
 
     config: ValConfig
     environments: Mapping[str, Attemptable]
     examples: list[ExampleRef]
     pool: ServerPool
-    at_once: int
-    """Groups at once."""
+    max_concurrent: int
+    """Maximum number of concurrent groups."""
 
     def due(self, step: int) -> bool:
         return step % self.config.interval == 0
 
     async def run(self, step: int, sampling_args: dict[str, Any], version: int) -> dict[str, float]:
-        """`val_reward/*`, and `val_batch/*` with several environments; failed groups are left out and counted."""
+        """Returns `val_reward/*`, `val_failed/count` and, with several environments, `val_batch/*`.
+
+        Failed rollouts are counted but not scored.
+        """
         size = self.config.rollouts_per_example
         attempts = [Attempt(self.environments[example.env], example, sampling_args, size) for example in self.examples]
-        outcomes = await run_attempts(attempts, self.pool, version, self.at_once)
+        outcomes = await run_attempts(attempts, self.pool, version, self.max_concurrent)
         failed = sum(outcome.failed for outcome in outcomes)
         if failed:
             reason = next(outcome.reason for outcome in outcomes if outcome.reason)
-            get_logger().warning(f"Step {step}: {failed} validation rollouts failed; one of them: {reason}")
+            get_logger().warning(f"Step {step}: {failed} validation rollouts failed; first error: {reason}")
         groups = [Group(outcome.rollouts) for outcome in outcomes if outcome.rollouts]
         return {"val_failed/count": failed, **validation_metrics(groups)}
 
 
 def validation_metrics(groups: list[Group]) -> dict[str, float]:
-    """The reward metrics of a batch under validation's names."""
+    """Reward metrics with the prefix `val_`."""
     if not groups:
         return {}
     envs = {rollout.example.env for group in groups for rollout in group.rollouts}

@@ -58,12 +58,14 @@ class Outcome:
     """Time of the end, by `time.perf_counter`."""
 
 
-async def run_attempts(attempts: Sequence[Attempt], pool: ServerPool, version: int, at_once: int) -> list[Outcome]:
-    """Run all attempts, at most `at_once` at a time; returns their outcomes in the same order."""
+async def run_attempts(
+    attempts: Sequence[Attempt], pool: ServerPool, version: int, max_concurrent: int
+) -> list[Outcome]:
+    """Run all attempts, at most `max_concurrent` at a time; returns their outcomes in the same order."""
     outcomes: list[Outcome | None] = [None] * len(attempts)
     waiting = iter(enumerate(attempts))
     async with asyncio.TaskGroup() as group:
-        for _ in range(min(at_once, len(attempts))):
+        for _ in range(min(max_concurrent, len(attempts))):
             group.create_task(_work(waiting, pool, version, outcomes))
     return [outcome for outcome in outcomes if outcome is not None]
 

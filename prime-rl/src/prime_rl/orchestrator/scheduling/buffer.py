@@ -1,4 +1,4 @@
-"""Which example comes next, and which finished groups are worth training on."""
+"""Samples training examples, and rejects finished groups that have nothing to train on."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from prime_rl.orchestrator.scheduling.difficulty import DifficultyPools, Fingerp
 
 
 @dataclass(slots=True)
-class Counts:
-    """Groups since the last report."""
+class GroupCounts:
+    """Numbers of groups since the last report."""
 
     easy: int = 0
-    """Turned away: all 1."""
+    """Rejected because every reward is 1."""
     hard: int = 0
-    """Turned away: all 0."""
+    """Rejected because every reward is 0."""
     equal: int = 0
-    """Turned away: all equal, and neither 0 nor 1."""
+    """Rejected because all rewards are equal, but neither 0 nor 1."""
     evicted_easy: int = 0
     evicted_hard: int = 0
     groups: int = 0
-    """All groups offered, accepted ones included."""
+    """All finished groups, accepted or rejected."""
 
 
 class Buffer:
-    """Draws examples with replacement: an environment by ratio, then one of its rows of middling difficulty evenly.
+    """Draws examples with replacement: first an environment by ratio, then a uniformly random row of its normal pool.
 
-    The n-th draw is a function of `seed`, n and the difficulty pools alone, so that a resumed run goes on with the same
-    examples. Examples given back by `put_back` come first.
+    The n-th draw depends only on `seed`, n and the difficulty pools, so a resumed run continues with the same
+    examples. Examples returned with `put_back` come first.
     """
 
     def __init__(
@@ -44,25 +44,25 @@ class Buffer:
         self.config = config
         self.seed = seed
         self.pools = DifficultyPools(num_rows, fingerprint)
-        self.counts = Counts()
+        self.counts = GroupCounts()
         self._draws = 0
         self._waiting: deque[ExampleRef] = deque()
         self._ratios = dict(zip(self.num_rows, config.env_ratios or self.num_rows.values(), strict=True))
 
     def sample(self) -> ExampleRef:
-        """The next example.
+        """Return the next example.
 
         Raises:
-            NothingToTrain: none is left in the normal pool.
+            NothingToTrain: the normal pool is empty.
         """
         if self._waiting:
             return self._waiting.popleft()
-        # An environment keeps its share as its pool shrinks.
+        # The ratios are fixed at the start: an environment keeps its share as its pool shrinks.
         envs = [env for env, rows in self.pools.normal.items() if rows]
         if not envs:
             raise NothingToTrain(
-                "every example has proved easy or hard: move orchestrator.buffer.easy_threshold and hard_threshold "
-                "apart, or raise easy_fraction and hard_fraction"
+                "no example is left to train on, all are easy or hard: raise orchestrator.buffer.easy_threshold, lower "
+                "hard_threshold, or raise easy_fraction and hard_fraction"
             )
         draw = random.Random(f"{self.seed}:{self._draws}")
         self._draws += 1
@@ -70,21 +70,21 @@ class Buffer:
         return ExampleRef(env, draw.choice(self.pools.normal[env]))
 
     def put_back(self, examples: Iterable[ExampleRef]) -> None:
-        """Hand out these examples before drawing new ones."""
+        """Queue examples, to be returned by `sample` before it draws new ones."""
         self._waiting.extend(examples)
 
     def accepts(self, group: Group) -> bool:
-        """Whether a finished group is trained on. Its example moves to another pool if it proved easy or hard.
+        """Whether to train on a finished group. Moves its example to the easy or hard pool if a threshold is reached.
 
-        `online_difficulty_filtering` turns away means of exactly 0 and 1, `drop_equal_rewards` groups without any
-        difference to learn from (dynamic sampling; Yu et al. 2025, DAPO).
+        `online_difficulty_filtering` rejects groups whose mean reward is exactly 0 or 1. `drop_equal_rewards` rejects
+        groups whose rewards are all equal, since their advantages are 0 (dynamic sampling; Yu et al. 2025, DAPO).
         """
         self.counts.groups += 1
         self._evict(group)
         easy, hard = group.mean_reward == 1.0, group.mean_reward == 0.0
         equal = len({rollout.reward for rollout in group.rollouts}) == 1
-        at_a_bound = self.config.online_difficulty_filtering and (easy or hard)
-        if not at_a_bound and not (self.config.drop_equal_rewards and equal):
+        solved_all_or_none = self.config.online_difficulty_filtering and (easy or hard)
+        if not solved_all_or_none and not (self.config.drop_equal_rewards and equal):
             return True
         self.counts.easy += easy
         self.counts.hard += hard
@@ -92,27 +92,27 @@ class Buffer:
         return False
 
     def take_metrics(self) -> dict[str, float]:
-        """Shares of the groups offered since the last call, and of the pools now."""
-        counts, self.counts = self.counts, Counts()
-        offered = max(counts.groups, 1)
+        """Fractions of the groups finished since the last call, and the current `pool/*` fractions."""
+        counts, self.counts = self.counts, GroupCounts()
+        finished = max(counts.groups, 1)
         return {
-            "filtered_rollouts/easy": counts.easy / offered,
-            "filtered_rollouts/hard": counts.hard / offered,
-            "filtered_rollouts/equal": counts.equal / offered,
-            "evicted_examples/easy": counts.evicted_easy / offered,
-            "evicted_examples/hard": counts.evicted_hard / offered,
+            "filtered_rollouts/easy": counts.easy / finished,
+            "filtered_rollouts/hard": counts.hard / finished,
+            "filtered_rollouts/equal": counts.equal / finished,
+            "evicted_examples/easy": counts.evicted_easy / finished,
+            "evicted_examples/hard": counts.evicted_hard / finished,
             **self.pools.shares(),
         }
 
     def state(self, in_flight: Iterable[ExampleRef]) -> dict[str, Any]:
-        """What a resumed run needs; examples in flight are handed out again."""
+        """State to resume from. After a resume, the examples in flight are sampled first."""
         waiting = [asdict(example) for example in (*in_flight, *self._waiting)]
         return {"seed": self.seed, "draws": self._draws, "waiting": waiting, "pools": self.pools.state()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from a saved state. Examples of environments or rows that are gone are left out.
+        """Continue from a saved state. Drops examples whose environment or row no longer exists.
 
-        The configured shares of the easy and hard examples come back.
+        Returns `easy_fraction` of the easy pool and `hard_fraction` of the hard pool to the normal pool.
         """
         self.seed = state["seed"]
         self._draws = state["draws"]
@@ -120,8 +120,8 @@ class Buffer:
         self._waiting = deque(example for example in saved if example.row < self.num_rows.get(example.env, 0))
         self.pools.restore(state["pools"])
         draw = random.Random(f"{self.seed}:{self._draws}:give back")
-        self.pools.give_back("easy", self.config.easy_fraction, draw)
-        self.pools.give_back("hard", self.config.hard_fraction, draw)
+        self.pools.return_fraction("easy", self.config.easy_fraction, draw)
+        self.pools.return_fraction("hard", self.config.hard_fraction, draw)
 
     def _evict(self, group: Group) -> None:
         easy, hard = self.config.easy_threshold, self.config.hard_threshold

@@ -1,4 +1,4 @@
-"""How late the event loop is. Reward functions that compute for long show here, and as idle inference."""
+"""Measures event loop lag. Slow synchronous reward functions block the loop and leave the inference servers idle."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ INTERVAL_S = 0.25
 
 
 class LoopLag:
-    """Sleeps in a loop and notes by how much each sleep overshoots."""
+    """Sleeps repeatedly and records how much longer than `INTERVAL_S` each sleep takes."""
 
     def __init__(self) -> None:
         self._lags_s: list[float] = []
 
     async def measure(self) -> None:
-        """Run for ever."""
+        """Measure until cancelled."""
         while True:
             started = time.perf_counter()
             await asyncio.sleep(INTERVAL_S)
             self._lags_s.append(time.perf_counter() - started - INTERVAL_S)
 
     def take_metrics(self) -> dict[str, float]:
-        """`event_loop_lag/*` in seconds since the last call; empty when the step was too short to measure."""
+        """`event_loop_lag/*` since the last call, in seconds; empty if there was no measurement."""
         lags_s, self._lags_s = sorted(self._lags_s), []
         if not lags_s:
             return {}

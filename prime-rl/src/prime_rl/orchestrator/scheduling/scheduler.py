@@ -1,4 +1,4 @@
-"""Keeps groups of rollouts in flight, across batches, and collects them into batches."""
+"""Schedules rollout groups on the inference servers, and collects finished groups into batches."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from prime_rl.orchestrator.servers.server import InferenceServer
 from prime_rl.utils.logger import get_logger
 
 MAX_ATTEMPTS = 3
-"""How often an example is tried before its group is given up."""
+"""Number of attempts at an example, including the first."""
 MIN_FAILURES_IN_A_ROW = 8
 
 
 class GroupRunner(Protocol):
-    """An environment, as the scheduler needs it."""
+    """The part of an environment that the scheduler uses."""
 
     async def run_group(
         self, example: ExampleRef, size: int, server: InferenceServer, sampling_args: dict[str, Any], version: int
@@ -32,39 +32,40 @@ class GroupRunner(Protocol):
 
 
 class ServerPool(Protocol):
-    """The inference servers, as the scheduler needs them."""
+    """The part of the server pool that the scheduler uses."""
 
     def least_loaded(self) -> InferenceServer: ...
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulerLimits:
-    """Sizes of what is in flight."""
+    """Limits on the groups in flight."""
 
     group_size: int
     groups_in_flight: int
     max_off_policy_steps: int
-    """A group that more weight updates than this happened to is cancelled."""
+    """A group in flight is cancelled after more weight updates than this."""
     groups_per_minute: int | None = None
 
     @property
-    def failures_in_a_row(self) -> int:
-        """So many failed groups without one success end the run: all that were in flight, twice over."""
+    def max_failures_in_a_row(self) -> int:
+        """Number of failed groups in a row that ends the run: twice the groups in flight."""
         return max(MIN_FAILURES_IN_A_ROW, 2 * self.groups_in_flight)
 
 
 @dataclass(slots=True)
-class InFlight:
-    """A group that runs, or is finished and not collected yet."""
+class InFlightGroup:
+    """A group that is running, or has finished and not been collected."""
 
     example: ExampleRef
     server: InferenceServer
     attempt: int
     off_policy_level: int = 0
+    """Number of weight updates since the group started."""
 
 
 class Scheduler:
-    """Schedules groups of one example each. Groups that finish beyond a batch's target are kept for the next batch."""
+    """Keeps groups of rollouts in flight across batches. Groups that finish after a batch is full go into the next."""
 
     def __init__(
         self,
@@ -80,14 +81,14 @@ class Scheduler:
         self.policy = policy
         self.limits = limits
         self.cancelled_groups = 0
-        self._in_flight: dict[asyncio.Task[list[Rollout]], InFlight] = {}
+        self._in_flight: dict[asyncio.Task[list[Rollout]], InFlightGroup] = {}
         self._finished: asyncio.Queue[asyncio.Task[list[Rollout]]] = asyncio.Queue()
         self._retries: deque[tuple[ExampleRef, int]] = deque()
         self._failures_in_a_row = 0
         self._rejections_in_a_row = 0
         rate = limits.groups_per_minute
         self._limiter = AsyncLimiter(rate, 60.0) if rate else None
-        policy.listeners.append(self.age)
+        policy.listeners.append(self.on_new_version)
 
     @property
     def examples_in_flight(self) -> list[ExampleRef]:
@@ -100,24 +101,26 @@ class Scheduler:
     async def collect(
         self, step: int, target: BatchTarget, sampling_args: dict[str, Any], usable_groups: int | None = None
     ) -> list[Group]:
-        """The groups of the batch of `step`. Groups scheduled from now on use `sampling_args`.
+        """Wait for the groups of one batch. Groups that start from now on use `sampling_args`.
 
-        `usable_groups` is how many groups the rest of the run can train on; no more than that are started.
+        Args:
+            usable_groups: Number of groups that the rest of the run can train on; no more are started. None if unknown.
 
         Raises:
-            TooManyFailures: group after group fails.
+            TooManyFailures: `max_failures_in_a_row` groups failed in a row.
+            NothingToTrain: the buffer has no example left.
         """
         await self.policy.require(step)
         groups: list[Group] = []
         while not target.reached(groups):
             self._refill(sampling_args, None if usable_groups is None else usable_groups - len(groups))
-            group = self._settle(await self._finished.get())
+            group = self._take_result(await self._finished.get())
             if group is not None and self._accept(group):
                 groups.append(group)
         return groups
 
-    def age(self, version: int) -> None:
-        """Count a weight update for every group in flight, and cancel those that are too old now."""
+    def on_new_version(self, version: int) -> None:
+        """Increment the off-policy level of every group in flight, and cancel groups above `max_off_policy_steps`."""
         for task, group in list(self._in_flight.items()):
             group.off_policy_level += 1
             if group.off_policy_level > self.limits.max_off_policy_steps:
@@ -126,28 +129,29 @@ class Scheduler:
                 self.cancelled_groups += 1
 
     def take_cancelled(self) -> int:
-        """Groups cancelled for age since the last call."""
+        """Number of groups cancelled by `on_new_version` since the last call."""
         cancelled, self.cancelled_groups = self.cancelled_groups, 0
         return cancelled
 
     async def interrupt(self) -> None:
-        """Cancel the groups that still run; their examples come again first."""
-        await asyncio.gather(*self._withdraw(lambda group: True), return_exceptions=True)
+        """Cancel all running groups. Their examples are retried before new ones are sampled."""
+        await asyncio.gather(*self._requeue(lambda group: True), return_exceptions=True)
 
-    def abandon(self, server: InferenceServer) -> None:
-        """A server is lost: its groups run again elsewhere, which does not count as an attempt."""
-        self._withdraw(lambda group: group.server is server)
+    def on_server_lost(self, server: InferenceServer) -> None:
+        """Cancel the server's groups and retry them on other servers. This does not count as an attempt."""
+        self._requeue(lambda group: group.server is server)
 
     async def close(self) -> None:
-        """Cancel everything in flight, and wait until it has ended."""
+        """Cancel all groups in flight, and wait until their tasks have ended."""
         tasks = list(self._in_flight)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         self._in_flight.clear()
 
-    def _withdraw(self, chosen: Callable[[InFlight], bool]) -> list[asyncio.Task[list[Rollout]]]:
-        running = {task: group for task, group in self._in_flight.items() if not task.done() and chosen(group)}
+    def _requeue(self, matches: Callable[[InFlightGroup], bool]) -> list[asyncio.Task[list[Rollout]]]:
+        """Cancel the running groups that match, and queue their examples for a retry."""
+        running = {task: group for task, group in self._in_flight.items() if not task.done() and matches(group)}
         for task, group in running.items():
             self._release(task)
             task.cancel()
@@ -158,13 +162,13 @@ class Scheduler:
         capacity = self.limits.groups_in_flight if usable is None else min(self.limits.groups_in_flight, usable)
         while len(self._in_flight) < capacity:
             example, attempt = self._retries.popleft() if self._retries else (self.buffer.sample(), 1)
-            group = InFlight(example, self.pool.least_loaded(), attempt)
+            group = InFlightGroup(example, self.pool.least_loaded(), attempt)
             group.server.groups_in_flight += 1
             task = asyncio.create_task(self._run(group, sampling_args))
             self._in_flight[task] = group
             task.add_done_callback(self._finished.put_nowait)
 
-    async def _run(self, group: InFlight, sampling_args: dict[str, Any]) -> list[Rollout]:
+    async def _run(self, group: InFlightGroup, sampling_args: dict[str, Any]) -> list[Rollout]:
         if self._limiter is not None:
             await self._limiter.acquire()
         environment = self.environments[group.example.env]
@@ -172,36 +176,36 @@ class Scheduler:
             group.example, self.limits.group_size, group.server, sampling_args, self.policy.version
         )
 
-    def _release(self, task: asyncio.Task[list[Rollout]]) -> InFlight | None:
+    def _release(self, task: asyncio.Task[list[Rollout]]) -> InFlightGroup | None:
         group = self._in_flight.pop(task, None)
         if group is not None:
             group.server.groups_in_flight -= 1
         return group
 
-    def _settle(self, task: asyncio.Task[list[Rollout]]) -> Group | None:
-        """The group that a finished task made; None if it failed, or was cancelled for age."""
+    def _take_result(self, task: asyncio.Task[list[Rollout]]) -> Group | None:
+        """Return the group of a finished task; None if the task failed or was cancelled."""
         error = asyncio.CancelledError() if task.cancelled() else task.exception()
         in_flight = self._release(task)
         if in_flight is None:
             return None
         if error is not None:
-            self._fail(in_flight, error)
+            self._handle_failure(in_flight, error)
             return None
         self._failures_in_a_row = 0
         return Group(task.result(), in_flight.off_policy_level)
 
-    def _fail(self, group: InFlight, error: BaseException) -> None:
+    def _handle_failure(self, group: InFlightGroup, error: BaseException) -> None:
         if isinstance(error, EnvironmentFault):  # the next group would fail as well
             raise error
         self._failures_in_a_row += 1
         reason = f"environment {group.example.env!r}: {type(error).__name__}: {' '.join(str(error).split())}"
-        if self._failures_in_a_row >= self.limits.failures_in_a_row:
+        if self._failures_in_a_row >= self.limits.max_failures_in_a_row:
             raise TooManyFailures(
-                f"{self._failures_in_a_row} groups of rollouts failed and none succeeded; the last one: {reason}"
+                f"{self._failures_in_a_row} groups of rollouts failed in a row; the last one: {reason}"
             ) from error
         if group.attempt < MAX_ATTEMPTS:
             self._retries.append((group.example, group.attempt + 1))
-        outcome = "it runs again" if group.attempt < MAX_ATTEMPTS else "given up"
+        outcome = "will retry" if group.attempt < MAX_ATTEMPTS else "giving up"
         get_logger().warning(f"A group failed (attempt {group.attempt} of {MAX_ATTEMPTS}, {outcome}), {reason}")
 
     def _accept(self, group: Group) -> bool:
@@ -211,7 +215,7 @@ class Scheduler:
         self._rejections_in_a_row += 1
         if self._rejections_in_a_row % (10 * self.limits.groups_in_flight) == 0:
             get_logger().warning(
-                f"orchestrator.buffer turned away {self._rejections_in_a_row} groups in a row: "
-                "their rewards are all equal, or all 0 or 1"
+                f"orchestrator.buffer rejected {self._rejections_in_a_row} groups in a row: "
+                "the rewards of each group are all equal, or all 0 or 1"
             )
         return False
