@@ -67,11 +67,11 @@ def test_a_custom_function_gets_rewards_and_lengths_of_all_groups_and_its_kwargs
 
 def test_a_custom_function_that_does_not_import_is_one_line() -> None:
     config = CustomAdvantageConfig(type="custom", import_path="no_such_module.advantage")
-    with pytest.raises(OrchestratorError, match=r"advantage\.import_path: 'no_such_module.advantage' does not import"):
+    with pytest.raises(OrchestratorError, match=r"advantage\.import_path: cannot import 'no_such_module.advantage'"):
         setup_advantage(config)
 
 
 def test_a_custom_function_that_returns_another_shape_is_told_both(groups) -> None:
     config = CustomAdvantageConfig(type="custom", import_path=f"{__name__}.wrong_shape")
-    with pytest.raises(OrchestratorError, match=r"returned the shape \(1, 2\); it was given rewards of shape \(2, 2\)"):
+    with pytest.raises(OrchestratorError, match=r"returned advantages of shape \(1, 2\) for rewards of shape \(2, 2\)"):
         assign_advantages(groups, setup_advantage(config))

@@ -28,7 +28,7 @@ def pool_of(*servers) -> InferencePool:
 async def test_each_server_joins_with_its_place(serve, policy_server, run) -> None:
     other = serve(type(policy_server)())
     pool = pool_of(policy_server, other)
-    await DirectWeights.of(CONFIG, pool, run)
+    await DirectWeights.connect(CONFIG, pool, run)
     assert policy_server.joins + other.joins == [
         {"host": "trainer", "port": 29501, "server_rank": rank, "num_inference_server": 2, "timeout": 7}
         for rank in (0, 1)
@@ -39,13 +39,13 @@ async def test_each_server_joins_with_its_place(serve, policy_server, run) -> No
 async def test_a_server_that_cannot_join_says_why(policy_server, run) -> None:
     pool = pool_of(policy_server)
     with pytest.raises(InferenceFault, match=r"did not join the trainer's weight group: .*the trainer did not come"):
-        await DirectWeights.of(CONFIG.model_copy(update={"port": 1}), pool, run)
+        await DirectWeights.connect(CONFIG.model_copy(update={"port": 1}), pool, run)
     await pool.close()
 
 
 async def test_the_trainer_is_told_to_send_what_the_servers_are_told_to_take(policy_server, run) -> None:
     pool = pool_of(policy_server)
-    await DirectWeights.of(CONFIG, pool, run)
+    await DirectWeights.connect(CONFIG, pool, run)
     run.broadcast(2).mkdir(parents=True)
     await pool.update_weights(run.broadcast(2))
     assert run.broadcast_ready(2).exists()
@@ -55,7 +55,7 @@ async def test_the_trainer_is_told_to_send_what_the_servers_are_told_to_take(pol
 
 async def test_the_base_model_comes_from_no_trainer(policy_server, run) -> None:
     pool = pool_of(policy_server)
-    await DirectWeights.of(CONFIG, pool, run)
+    await DirectWeights.connect(CONFIG, pool, run)
     await pool.update_weights(None)
     assert policy_server.loaded == [None]
     assert not run.broadcasts.exists()
@@ -65,7 +65,7 @@ async def test_the_base_model_comes_from_no_trainer(policy_server, run) -> None:
 async def test_no_server_of_a_group_is_left_out(serve, policy_server, run) -> None:
     other = serve(type(policy_server)())
     pool = pool_of(policy_server, other)
-    await DirectWeights.of(CONFIG, pool, run)
+    await DirectWeights.connect(CONFIG, pool, run)
     run.broadcast(1).mkdir(parents=True)
     other.close()
     with pytest.raises(InferenceFault, match="did not load the weights"):
@@ -75,6 +75,6 @@ async def test_no_server_of_a_group_is_left_out(serve, policy_server, run) -> No
 
 async def test_the_end_is_told_to_the_trainer(policy_server, run) -> None:
     pool = pool_of(policy_server)
-    (await DirectWeights.of(CONFIG, pool, run)).close()
+    (await DirectWeights.connect(CONFIG, pool, run)).close()
     assert run.broadcasts_closed.exists()
     await pool.close()

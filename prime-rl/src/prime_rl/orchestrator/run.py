@@ -92,7 +92,7 @@ async def _run(config: OrchestratorConfig, environments: Environments, resume_st
         await servers.guard(environments.connect())
         direct = None
         if config.weight_broadcast.type == "nccl":
-            direct = await DirectWeights.of(config.weight_broadcast, pool, paths)
+            direct = await DirectWeights.connect(config.weight_broadcast, pool, paths)
         checkpoints = Checkpoints(run, paths, config.ckpt or CheckpointConfig(), bool(lora or direct))
         progress = await _start(config, checkpoints, buffer, pool, resume_step, held_version)
         if config.max_steps is not None and progress.step >= config.max_steps:

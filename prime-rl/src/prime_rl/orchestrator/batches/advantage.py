@@ -1,4 +1,4 @@
-"""How much better a rollout did than the others of its group."""
+"""Advantage functions: compute the advantage of each rollout from the rewards of its group or batch."""
 
 from __future__ import annotations
 
@@ -21,32 +21,32 @@ from prime_rl.orchestrator.rollouts.rollout import Group, Rollout
 if TYPE_CHECKING:
     import torch
 AdvantageFunction = Callable[[Sequence[Group]], list[list[float]]]
-"""From the groups of a batch to one advantage for each rollout of each group."""
+"""Takes the groups of a batch; returns one list per group with one advantage per rollout."""
 
 
 @dataclass(frozen=True, slots=True)
 class AdvantageInputs:
-    """What a custom advantage function receives: P groups of G rollouts."""
+    """Input of a custom advantage function, for P groups of G rollouts."""
 
     rewards: torch.Tensor
     """float32 [P, G]"""
     completion_lengths: torch.Tensor
-    """int64 [P, G]; tokens after the first prompt."""
+    """int64 [P, G]. Number of tokens after the first prompt."""
 
 
 @dataclass(frozen=True, slots=True)
 class AdvantageOutputs:
-    """What a custom advantage function returns."""
+    """Output of a custom advantage function."""
 
     advantages: torch.Tensor
-    """[P, G], broadcast to every token of the rollout."""
+    """float [P, G]. All tokens of a rollout get its advantage."""
 
 
 def setup_advantage(config: AdvantageConfig | None) -> AdvantageFunction:
-    """The function that the config asks for; without a config, the rewards themselves.
+    """Return the configured advantage function. Without a config, the advantages are the rewards.
 
     Raises:
-        OrchestratorError: a custom function does not import.
+        OrchestratorError: a custom function cannot be imported.
     """
     if config is None:
         return raw_rewards
@@ -69,19 +69,19 @@ def raw_rewards(groups: Sequence[Group]) -> list[list[float]]:
 
 
 def centred(groups: Sequence[Group]) -> list[list[float]]:
-    """Each reward less the mean of its group; not divided by the standard deviation."""
-    return [_less(group, group.mean_reward) for group in groups]
+    """Reward minus the mean reward of the group, without division by the standard deviation."""
+    return [_subtract(group, group.mean_reward) for group in groups]
 
 
 def length_weighted(groups: Sequence[Group]) -> list[list[float]]:
-    """Each reward less the group's mean weighted by completion length, so that each token has the same say.
+    """Reward minus the group's mean reward weighted by completion length, so that each token has equal weight.
 
-    A group without completion tokens uses the plain mean.
+    A group without completion tokens uses the unweighted mean.
     """
-    return [_less(group, _token_mean(group)) for group in groups]
+    return [_subtract(group, _token_mean(group)) for group in groups]
 
 
-def _less(group: Group, baseline: float) -> list[float]:
+def _subtract(group: Group, baseline: float) -> list[float]:
     return [rollout.reward - baseline for rollout in group.rollouts]
 
 
@@ -99,12 +99,12 @@ def _import_function(import_path: str) -> Callable[..., Any]:
         return getattr(importlib.import_module(module_name), name)
     except (ImportError, AttributeError, ValueError) as error:
         raise OrchestratorError(
-            f"orchestrator.advantage.import_path: {import_path!r} does not import: {error}"
+            f"orchestrator.advantage.import_path: cannot import {import_path!r}: {error}"
         ) from error
 
 
 def _call_custom(function: Callable[..., Any], kwargs: dict[str, Any], groups: Sequence[Group]) -> list[list[float]]:
-    # Torch takes more than a second to import, and only custom functions see tensors.
+    # Torch takes more than a second to import, and only custom functions use tensors.
     import torch
 
     rewards = torch.tensor([[rollout.reward for rollout in group.rollouts] for group in groups])
@@ -112,27 +112,29 @@ def _call_custom(function: Callable[..., Any], kwargs: dict[str, Any], groups: S
     advantages = function(AdvantageInputs(rewards, lengths), **kwargs).advantages
     if tuple(advantages.shape) != tuple(rewards.shape):
         raise OrchestratorError(
-            f"the custom advantage function returned the shape {tuple(advantages.shape)}; "
-            f"it was given rewards of shape {tuple(rewards.shape)}"
+            f"the custom advantage function returned advantages of shape {tuple(advantages.shape)} "
+            f"for rewards of shape {tuple(rewards.shape)}"
         )
     return advantages.tolist()
 
 
 SCALE_EPS = 1e-5
-"""Added to standard deviations, so that a group of equal rewards gives 0, not 0 / 0."""
+"""Added to standard deviations, so that a group of equal rewards has advantages of 0 instead of 0 / 0."""
 
 
 def normalized(groups: Sequence[Group], config: NormalizedAdvantageConfig) -> list[list[float]]:
-    """(r - baseline) / (scale + 1e-5) for each rollout of each group.
+    """Advantage (r - baseline) / (scale + 1e-5) of each rollout; a scale of "none" divides by 1.
 
-    GRPO (Shao et al. 2024) takes mean and standard deviation of the group, Dr. GRPO (Liu et al. 2025) the mean alone,
-    RLOO (Ahmadian et al. 2024) the mean of the others, REINFORCE++ (Hu et al. 2025) mean and standard deviation of the
-    batch. The scale is the square root of the sum of (r - baseline)^2 over n - 1 rollouts of the group or batch; the
-    leave-one-out baseline is no mean of its own group, and is scaled as the mean would be.
+    - GRPO (Shao et al. 2024): mean and standard deviation of the group.
+    - Dr. GRPO (Liu et al. 2025): mean of the group, no scale.
+    - RLOO (Ahmadian et al. 2024): mean of the other rollouts in the group, no scale.
+    - REINFORCE++ (Hu et al. 2025): mean and standard deviation of the batch.
+
+    The scale is sqrt(sum((r - mean)^2) / (n - 1)) over the n rollouts of the group or batch. With the leave-one-out
+    baseline, `mean` is the mean of the whole group.
     """
     rewards = [[shaped_reward(rollout, config.overlong) for rollout in group.rollouts] for group in groups]
-    everything = [reward for group in rewards for reward in group]
-    batch_mean = _mean(everything)
+    batch_mean = _mean([reward for group in rewards for reward in group])
     means = [{"none": 0.0, "batch": batch_mean}.get(config.baseline, _mean(group)) for group in rewards]
     batch_scale = _deviation([r - mean for group, mean in zip(rewards, means, strict=True) for r in group])
     advantages = []
@@ -147,10 +149,10 @@ def normalized(groups: Sequence[Group], config: NormalizedAdvantageConfig) -> li
 
 
 def shaped_reward(rollout: Rollout, overlong: OverlongConfig | None) -> float:
-    """The reward, less the overlong penalty of the rollout's longest answer.
+    """The reward minus a penalty for the rollout's longest completion; None applies no penalty.
 
-    Soft overlong punishment (Yu et al. 2025, DAPO): with L tokens sampled, limit M and buffer K, the penalty is
-    min(1, max(0, (L - (M - K)) / K)) times its size.
+    Soft overlong punishment (Yu et al. 2025, DAPO): penalty * min(1, max(0, (L - (M - K)) / K)), where L is the number
+    of sampled tokens, M is `max_tokens` and K is `buffer_tokens`.
     """
     if overlong is None:
         return rollout.reward
@@ -164,7 +166,7 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _deviation(centred: Sequence[float]) -> float:
-    """Sample standard deviation; 1 for a single value, which has none."""
+    """Sample standard deviation of centred values; 1 for fewer than two values."""
     if len(centred) < 2:
         return 1.0
     return math.sqrt(math.fsum(value * value for value in centred) / (len(centred) - 1))

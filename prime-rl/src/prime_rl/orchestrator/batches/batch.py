@@ -1,4 +1,4 @@
-"""When a batch is full, and what of it travels to the trainer."""
+"""Builds a training batch: decides when it is full, and converts its rollouts to samples."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from prime_rl.transport.messages import TrainingBatch, TrainingSample
 
 @dataclass(frozen=True, slots=True)
 class BatchTarget:
-    """How much a step needs: rollouts, or tokens, where a rollout counts those of its last model call."""
+    """Size of a batch, in rollouts or in tokens. A rollout counts the prompt and completion of its last model call."""
 
     rollouts: int | None = None
     tokens: int | None = None
@@ -26,7 +26,7 @@ class BatchTarget:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """A step's rollouts, each with the samples made from it."""
+    """The rollouts of one step, and the samples built from each."""
 
     groups: list[Group]
     samples: list[tuple[Rollout, list[TrainingSample]]]
@@ -37,7 +37,7 @@ class Batch:
 
     @property
     def trained(self) -> list[TrainingSample]:
-        """The samples with at least one token to train on; others would only cost the trainer a forward pass."""
+        """Samples with at least one token to train on. The trainer would gain nothing from the others."""
         return [sample for _, samples in self.samples for sample in samples if any(sample.completion_mask)]
 
     def message(self, step: int) -> TrainingBatch:
@@ -45,5 +45,5 @@ class Batch:
 
 
 def build_batch(groups: list[Group]) -> Batch:
-    """Turn the rollouts of a step into samples."""
+    """Convert the rollouts of a step to samples."""
     return Batch(groups, [(rollout, to_samples(rollout)) for group in groups for rollout in group.rollouts])

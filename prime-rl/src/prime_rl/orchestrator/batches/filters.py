@@ -1,4 +1,4 @@
-"""Detect rollouts that went astray: rare tokens sampled by accident, and loops."""
+"""Filters that detect degenerate rollouts: gibberish and repetition loops."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from prime_rl.orchestrator.rollouts.rollout import Rollout
 
 
 class Filter(Protocol):
-    """Looks at a rollout's sampled tokens. With `enforce`, what it detects is not trained on."""
+    """Examines a rollout's sampled tokens. With `enforce`, detected rollouts are not trained on."""
 
     @property
     def name(self) -> str: ...
@@ -29,7 +29,10 @@ class Filter(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class GibberishFilter:
-    """A rare token (late ids are rare in byte-pair vocabularies) that was also far less likely than a uniform draw."""
+    """Detects a token with an id above the threshold and a log-probability far below that of a uniform distribution.
+
+    High ids are rare tokens in byte-pair vocabularies.
+    """
 
     token_id_threshold: int
     max_logprob: float
@@ -46,7 +49,7 @@ class GibberishFilter:
 
 @dataclass(frozen=True, slots=True)
 class RepetitionFilter:
-    """`window` tokens in a row, counted across turns, that the policy was all but certain of."""
+    """Detects `window` consecutive tokens, counted across turns, with log-probabilities above `min_logprob`."""
 
     window: int
     min_logprob: float
@@ -56,24 +59,28 @@ class RepetitionFilter:
     def detects(self, rollout: Rollout) -> bool:
         if sum(len(call.completion_ids) for call in rollout.trace.calls) < self.window:
             return False
-        run = 0
+        streak = 0
         for call in rollout.trace.calls:
             for logprob in call.completion_logprobs:
-                run = run + 1 if logprob > self.min_logprob else 0
-                if run >= self.window:
+                streak = streak + 1 if logprob > self.min_logprob else 0
+                if streak >= self.window:
                     return True
         return False
 
 
 def setup_filters(configs: Sequence[FilterConfig], model_name: str) -> list[Filter]:
-    """The configured filters, in order. The gibberish filter needs the vocabulary size from the model's config."""
+    """Build the configured filters, in order. The gibberish filter reads the vocabulary size from the model's config.
+
+    Raises:
+        OrchestratorError: the vocabulary size cannot be read.
+    """
     return [_setup_filter(config, model_name) for config in configs]
 
 
 def apply_filters(filters: Sequence[Filter], rollouts: Sequence[Rollout]) -> None:
-    """Record `filter/<name>` (0 or 1) on each rollout, and mask those that an enforcing filter detects.
+    """Record the metric `filter/<name>` (0 or 1) on each rollout, and mask rollouts detected by an enforced filter.
 
-    The first filter that detects a rollout wins. Rewards stay, and enter the group's baseline.
+    Only the first filter that detects a rollout counts. A masked rollout's reward still enters the group's baseline.
     """
     for rollout in rollouts:
         hit = next((each for each in filters if each.detects(rollout)), None)
@@ -83,10 +90,10 @@ def apply_filters(filters: Sequence[Filter], rollouts: Sequence[Rollout]) -> Non
 
 
 def vocab_size(model_name: str) -> int:
-    """The vocabulary size that a model's `config.json` states, read from its directory or from the hub.
+    """The vocabulary size in a model's `config.json`, read from its directory or from the hub.
 
     Raises:
-        OrchestratorError: there is no such file, or it states no size.
+        OrchestratorError: the file does not exist, or has no vocabulary size.
     """
     folder = Path(model_name)
     try:
@@ -96,7 +103,7 @@ def vocab_size(model_name: str) -> int:
             folder = Path(hf_hub_download(model_name, "config.json")).parent
         return vocab_size_of(folder)
     except (OSError, ValueError, StartFault) as error:
-        # The hub's errors derive from these two; its messages run over several lines.
+        # The hub's errors derive from OSError and ValueError, and their messages have several lines.
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise OrchestratorError(
             f"orchestrator.filters: the gibberish filter needs the vocabulary size of {model_name!r} ({reason}); "

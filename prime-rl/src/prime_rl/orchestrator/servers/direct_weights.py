@@ -1,4 +1,4 @@
-"""Weights that the trainer sends to the inference servers itself, without files."""
+"""Weight updates over NCCL: the trainer sends weights directly to the inference servers, without files."""
 
 from __future__ import annotations
 
@@ -12,32 +12,35 @@ from prime_rl.utils.logger import get_logger
 
 
 class DirectWeights:
-    """Tells the trainer when to send.
+    """Asks the trainer to send a version when the servers are ready to receive it.
 
-    It offers a version in `broadcasts/step_<v>`, waits there for our marker, and then sends to all servers at once.
+    The trainer announces a version in `broadcasts/step_<v>`, waits until our ready marker appears there, and then
+    sends the weights to all servers at the same time.
     """
 
     def __init__(self, run: OrchestratorPaths) -> None:
         self.run = run
 
     @classmethod
-    async def of(cls, config: NCCLWeightBroadcastConfig, pool: InferencePool, run: OrchestratorPaths) -> DirectWeights:
-        """Let every server meet the trainer.
+    async def connect(
+        cls, config: NCCLWeightBroadcastConfig, pool: InferencePool, run: OrchestratorPaths
+    ) -> DirectWeights:
+        """Have every server join the trainer's weight group, and request each later version from the trainer.
 
         Raises:
-            InferenceFault: one could not.
+            InferenceFault: a server could not join.
         """
-        get_logger().info(f"The inference servers join the trainer at {config.host}:{config.port}")
+        get_logger().info(f"The inference servers are joining the trainer at {config.host}:{config.port}")
         await pool.join_weight_group(config.host, config.port, config.timeout)
         direct = cls(run)
-        pool.before_update.append(direct.ask_for)
+        pool.before_update.append(direct.request)
         return direct
 
-    def ask_for(self, weight_dir: Path | None) -> None:
-        """The servers are about to take the version that `weight_dir` names. The base model's they read themselves.
+    def request(self, weight_dir: Path | None) -> None:
+        """Ask the trainer to send the version named by `weight_dir`. None is the base model, which servers read alone.
 
         Raises:
-            InferenceFault: the trainer cannot be told.
+            InferenceFault: the ready marker cannot be written.
         """
         version = step_of(weight_dir) if weight_dir is not None else None
         if version is None:
@@ -45,9 +48,9 @@ class DirectWeights:
         try:
             self.run.broadcast_ready(version).touch()
         except OSError as error:
-            raise InferenceFault(f"the trainer cannot be told to send version {version}: {error}") from error
+            raise InferenceFault(f"cannot ask the trainer to send version {version}: {error}") from error
 
     def close(self) -> None:
-        """Tell the trainer that no further version is needed."""
+        """Tell the trainer that no more versions are needed."""
         self.run.broadcasts.mkdir(parents=True, exist_ok=True)
         self.run.broadcasts_closed.touch()

@@ -1,4 +1,4 @@
-"""Which policy version the inference servers hold, and when they get the next one."""
+"""Tracks the policy version of the inference servers, and loads each new version that the trainer publishes."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from prime_rl.run.paths import OrchestratorPaths, stable_steps
 from prime_rl.utils.logger import get_logger
 
 POLL_S = 0.05
-"""A look at the broadcasts directory takes microseconds, and a late update is idle time of the whole run."""
-REMIND_S = 60.0
+"""Interval between listings of the broadcasts directory. A listing takes microseconds; a late update idles the run."""
+WAIT_LOG_INTERVAL_S = 60.0
 
 
 class WeightReceiver(Protocol):
-    """The inference servers, as seen from here."""
+    """The part of the server pool that the policy uses."""
 
     async def update_weights(self, weight_dir: Path | None) -> None: ...
 
@@ -30,7 +30,7 @@ class AsyncLimits:
 
     max_level: int
     strict: bool = False
-    """Exactly that far, not at most."""
+    """Use exactly `step - max_level`, never a later version."""
 
     def needed_version(self, step: int) -> int:
         """The oldest policy version that may generate the batch of `step`."""
@@ -39,7 +39,7 @@ class AsyncLimits:
 
 @dataclass(slots=True)
 class PolicyTimes:
-    """Seconds since the last report."""
+    """Seconds spent since the last report."""
 
     waiting_s: float = 0.0
     updating_s: float = 0.0
@@ -47,17 +47,18 @@ class PolicyTimes:
 
 @dataclass(slots=True)
 class Policy:
-    """Follows the trainer's broadcasts.
+    """The policy version that the inference servers serve.
 
-    `follow` runs in the background for the life of the run; `require` is the barrier in front of a batch.
+    `follow` loads new versions in the background. `require` blocks a batch until its version is loaded.
     """
 
     run: OrchestratorPaths
     receiver: WeightReceiver
     limits: AsyncLimits
     version: int = 0
-    """What all servers hold."""
+    """Version that all servers hold."""
     needed: int = 0
+    """Oldest version that the current batch may use."""
     listeners: list[Callable[[int], None]] = field(default_factory=list)
     """Called with each new version, once all servers hold it."""
     times: PolicyTimes = field(default_factory=PolicyTimes)
@@ -65,7 +66,7 @@ class Policy:
     _updating: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def follow(self) -> None:
-        """Load each new version as soon as it is complete, for ever. What goes wrong passes through."""
+        """Load each new version as soon as it is complete, until cancelled. Errors of the receiver propagate."""
         while True:
             async with self._updating:
                 target = self.target()
@@ -75,7 +76,7 @@ class Policy:
 
     @asynccontextmanager
     async def pinned(self) -> AsyncIterator[int]:
-        """The version that the servers hold, and keep until the block ends."""
+        """Yield the version that the servers hold. It does not change inside the block."""
         async with self._updating:
             yield self.version
 
@@ -84,22 +85,19 @@ class Policy:
         await self.require_version(self.limits.needed_version(step))
 
     async def require_version(self, version: int) -> None:
-        """Wait until the servers hold this version or, unless the level is strict, a later one."""
+        """Wait until the servers hold this version, or a later one unless `limits.strict` is set."""
         self.needed = version
         started = time.monotonic()
         async with self._changed:
             while self.version < self.needed:
                 try:
-                    await asyncio.wait_for(self._changed.wait(), REMIND_S)
+                    await asyncio.wait_for(self._changed.wait(), WAIT_LOG_INTERVAL_S)
                 except TimeoutError:
                     get_logger().info(f"Waiting for the trainer: {self.run.broadcast(self.needed)}")
         self.times.waiting_s += time.monotonic() - started
 
     def target(self) -> int | None:
-        """The version to load now, or None.
-
-        The newest complete one; under a strict level exactly the needed one.
-        """
+        """The version to load now: the newest complete one or, if `limits.strict` is set, the needed one. Else None."""
         stable = stable_steps(self.run.broadcasts)
         if self.limits.strict:
             stable = [version for version in stable if version == self.needed]
@@ -107,7 +105,7 @@ class Policy:
         return newest if newest > self.version and newest >= self.needed else None
 
     async def announce(self, version: int) -> None:
-        """All servers hold `version` now: tell the listeners, and whoever waits at the barrier."""
+        """Record that all servers hold `version`; call the listeners and wake up `require`."""
         self.version = version
         for listener in self.listeners:
             listener(version)
@@ -123,5 +121,5 @@ class Policy:
         await self.receiver.update_weights(self.run.broadcast(version))
         took_s = time.monotonic() - started
         self.times.updating_s += took_s
-        get_logger().debug(f"Inference holds version {version} (after {took_s:.2f} s)")
+        get_logger().debug(f"The inference servers loaded version {version} in {took_s:.2f} s")
         await self.announce(version)

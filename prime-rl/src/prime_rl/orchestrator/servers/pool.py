@@ -1,4 +1,4 @@
-"""The inference servers of the policy, and which of them serve at the moment."""
+"""Pool of inference servers: health checks, failover and weight updates."""
 
 from __future__ import annotations
 
@@ -24,40 +24,40 @@ LONGEST_PAUSE_S = 60.0
 
 
 class InferencePool:
-    """All servers of the policy. Those that serve hold the same weights.
+    """All inference servers. Those in `serving` hold the same weights.
 
-    A server that is gone or does not load weights is left out, as long as another one serves. It comes back once it is
-    healthy and holds the weights that the others hold.
+    A server that fails its health checks or a weight update is removed from `serving` if another server is left. It
+    rejoins when it is healthy and holds the same weights as the others.
     """
 
     def __init__(self, config: ClientConfig, model: str, adapter: str | None = None) -> None:
-        """`adapter` is the name under which the servers get what is trained; None trains all weights of `model`."""
+        """`adapter` names the trained LoRA adapter on the servers. None: all weights of `model` are trained."""
         self.config = config
         self.model = model
         self.adapter = adapter
         self.servers = [InferenceServer(url, config, model, adapter) for url in config.base_url]
         self.serving = list(self.servers)
         self.is_group = False
-        """Whether the servers receive weights together, so that none can be left out."""
+        """Whether the servers receive weights as one NCCL group, which cannot lose a member."""
         self.weight_dir: Path | None = None
-        """What the servers were told to load last; None is the base model."""
+        """Directory of the weights that the servers loaded last; None is the base model."""
         self.before_update: list[Callable[[Path | None], None]] = []
-        """Called with what the servers are told to load, just before."""
+        """Called with `weight_dir` before each update."""
         self.on_lost: list[Callable[[InferenceServer], None]] = []
-        """Called with each server that is left out."""
+        """Called with each server that is removed from `serving`."""
         self.sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
 
     def least_loaded(self) -> InferenceServer:
         return min(self.serving, key=lambda server: server.groups_in_flight)
 
     async def wait_ready(self, use_token_client: bool) -> int:
-        """Wait until every server is up, serves the model, and answers with what training needs.
+        """Wait until every server is healthy, serves the model, and returns token ids and log-probabilities.
 
         Returns:
-            The newest version of the model that a server holds: above 0 when an earlier run left its weights there.
+            The newest policy version that a server holds. Above 0 if an earlier run left its weights there.
 
         Raises:
-            InferenceFault: a server does not come up, or cannot be used.
+            InferenceFault: a server is not healthy within 1800 s, or its replies cannot be trained on.
         """
         await asyncio.gather(*(self._wait_healthy(server) for server in self.servers))
         if not self.config.skip_model_check:
@@ -68,10 +68,10 @@ class InferencePool:
         return max(version or 0 for version in versions)
 
     async def update_weights(self, weight_dir: Path | None) -> None:
-        """Load weights into all servers that serve.
+        """Load weights into all serving servers. None loads the base model.
 
         Raises:
-            InferenceFault: none of them did.
+            InferenceFault: no server loaded them, or a member of an NCCL group did not.
         """
         self.weight_dir = weight_dir
         for listener in self.before_update:
@@ -80,15 +80,15 @@ class InferencePool:
         loads = [server.update_weights(weight_dir) for server in servers]
         for server, result in zip(servers, await asyncio.gather(*loads, return_exceptions=True), strict=True):
             if isinstance(result, InferenceFault):
-                self._leave_out(server, result)
+                self._remove(server, result)
             elif result is not None:
                 raise result
 
     async def join_weight_group(self, host: str, port: int, timeout_s: int) -> None:
-        """Let all servers join the trainer's weight group. From now on, a server that is lost ends the run.
+        """Have all servers join the trainer's NCCL weight group. From now on, losing a server ends the run.
 
         Raises:
-            InferenceFault: one of them could not.
+            InferenceFault: a server could not join.
         """
         self.is_group = True
         count = len(self.servers)
@@ -98,70 +98,70 @@ class InferencePool:
         await asyncio.gather(*joins)
 
     def watchers(self) -> list[Coroutine[Any, Any, None]]:
-        """For each server one that looks at it for ever, and raises InferenceFault when the last one is gone."""
+        """One coroutine per server that checks its health until cancelled. InferenceFault if no server is left."""
         return [self._watch(server) for server in self.servers]
 
     async def close(self) -> None:
         await asyncio.gather(*(server.close() for server in self.servers))
 
     async def _watch(self, server: InferenceServer) -> None:
-        """Look at a server every few seconds.
+        """Check a server's health every few seconds.
 
-        Without this, a dead server shows only once all requests have used up their retries.
+        Without this, a dead server is noticed only after its requests have exhausted their retries.
         """
         missed = 0
         while True:
             await self.sleep(WATCH_INTERVAL_S)
             if server not in self.serving:
-                await self._take_back(server)
+                await self._readmit(server)
                 missed = 0
             missed = missed + 1 if await server.is_gone() else 0
             if missed >= MISSED_WATCHES and server in self.serving:
                 fault = InferenceFault(f"the inference server {server.root_url} is gone; its log says why")
-                self._leave_out(server, fault)
+                self._remove(server, fault)
 
-    def _leave_out(self, server: InferenceServer, fault: InferenceFault) -> None:
-        """Raises the fault when no other server serves."""
+    def _remove(self, server: InferenceServer, fault: InferenceFault) -> None:
+        """Remove a server from `serving`. Raises `fault` if the run cannot continue without the server."""
         if server not in self.serving:
             return
         if len(self.serving) == 1 or self.is_group:
             raise fault
         self.serving.remove(server)
-        get_logger().warning(f"{fault}; {len(self.serving)} of {len(self.servers)} servers go on")
+        get_logger().warning(f"{fault}; continuing with {len(self.serving)} of {len(self.servers)} servers")
         for listener in self.on_lost:
             listener(server)
 
-    async def _take_back(self, server: InferenceServer) -> None:
-        """Wait until a server that was left out can serve again, looking less and less often."""
+    async def _readmit(self, server: InferenceServer) -> None:
+        """Poll a removed server with exponential backoff until it can serve again, and add it to `serving`."""
         pause_s = WATCH_INTERVAL_S
-        while not await self._is_up_to_date(server):
+        while not await self._try_reload(server):
             await self.sleep(pause_s)
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
         self.serving.append(server)
-        get_logger().info(f"The inference server {server.root_url} serves again")
+        get_logger().info(f"The inference server {server.root_url} is serving again")
 
-    async def _is_up_to_date(self, server: InferenceServer) -> bool:
-        """Whether it is healthy and has just loaded what the others hold; they may have moved on meanwhile."""
+    async def _try_reload(self, server: InferenceServer) -> bool:
+        """Load the current weights; False if the server is unhealthy, the load fails, or an update came in between."""
         wanted = self.weight_dir
         if not await server.is_ready():
             return False
         try:
             await server.update_weights(wanted)
         except InferenceFault as fault:
-            get_logger().debug(f"Not back yet: {fault}")
+            get_logger().debug(f"The inference server {server.root_url} cannot rejoin yet: {fault}")
             return False
         return wanted == self.weight_dir
 
     async def _wait_healthy(self, server: InferenceServer) -> None:
-        started, poll_s, told = time.monotonic(), FIRST_POLL_S, False
+        started, poll_s, logged = time.monotonic(), FIRST_POLL_S, False
         while not await server.is_ready():
             if time.monotonic() - started > READY_TIMEOUT_S:
                 raise InferenceFault(
                     f"the inference server {server.root_url} is not ready after {READY_TIMEOUT_S:.0f} s"
                 )
-            if not told:
+            if not logged:
                 get_logger().info(f"Waiting for the inference server {server.root_url}")
-                told = True
+                logged = True
             await asyncio.sleep(poll_s)
             poll_s = min(poll_s * 1.2, SLOWEST_POLL_S)
 
@@ -172,7 +172,7 @@ class InferencePool:
             raise InferenceFault(f"{server.base_url} does not list its models: {error}") from error
         if self.model not in models:
             raise InferenceFault(
-                f"{server.base_url} does not serve {self.model!r} but {_listed(models)}: "
+                f"{server.base_url} does not serve {self.model!r} but {_format_names(models)}: "
                 "correct orchestrator.model.name, or set orchestrator.client.skip_model_check"
             )
 
@@ -183,10 +183,10 @@ class InferencePool:
                 server.use_tokens()
             return
         get_logger().warning(
-            "An inference server has no /v1/chat/completions/tokens, so later turns travel as text; where that is "
-            "tokenized otherwise than it was sampled, they become samples of their own"
+            "An inference server has no /v1/chat/completions/tokens route, so later turns are sent as text. If the "
+            "tokens of that text differ from the sampled tokens, the turn becomes a separate sample"
         )
 
 
-def _listed(models: Sequence[Any]) -> str:
+def _format_names(models: Sequence[Any]) -> str:
     return ", ".join(repr(model) for model in models) or "no model"

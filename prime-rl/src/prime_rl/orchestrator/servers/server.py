@@ -1,4 +1,4 @@
-"""One inference server: is it ready, what does it serve, and which weights does it hold."""
+"""HTTP client for one inference server: health, served models and weight updates."""
 
 from __future__ import annotations
 
@@ -24,28 +24,29 @@ from prime_rl.utils.logger import get_logger
 
 ADMIN_TIMEOUT_S = 600.0
 MAX_RETRIES = 6
-"""Attempts after the first, about 20 s in all. A server that refuses connections ends the run before that."""
+"""Retries of a model call, about 20 s in all. The health check removes a server that refuses connections earlier."""
 UPDATE_PAUSES_S = (1.0, 2.0)
-"""Before another attempt at an update that found no connection."""
+"""Pauses before retries of an update whose connection failed."""
 ADAPTER_PAUSES_S = (1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0, 30.0, 30.0)
-"""Before another attempt at an adapter whose files the server does not see yet, as on a network filesystem."""
+"""Pauses before retries of an adapter load. On a network filesystem, the server may see the files late."""
 PROBE_MESSAGES = [{"role": "user", "content": "Hello"}]
 
 
 class InferenceServer:
-    """One server. `groups_in_flight` is the scheduler's account of its load."""
+    """One inference server."""
 
     def __init__(self, base_url: str, config: ClientConfig, model: str, adapter: str | None = None) -> None:
         self.base_url = base_url.rstrip("/")
         self.root_url = self.base_url.removesuffix("/v1")
         self.base_model = model
         self.adapter = adapter
-        """Name of the adapter that updates load; None when they replace the weights of the model."""
+        """Name of the LoRA adapter that updates load; None if updates replace the model's weights."""
         self.model = model
-        """What rollouts ask for: the adapter from its first version on. Those that began before keep the model."""
+        """Model name that new rollouts request: the base model, or the adapter once its first version is loaded."""
         self.groups_in_flight = 0
+        """Load of the server, as counted by its users."""
         self.in_group = False
-        """Whether weights come from the trainer, which sends them once."""
+        """Whether the server receives weights over NCCL. The trainer sends each version once, so nothing is retried."""
         self.sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
         self.headers = _headers(config)
         self.client_config = vf.ClientConfig(
@@ -60,12 +61,12 @@ class InferenceServer:
         self._admin: aiohttp.ClientSession | None = None
 
     def use_tokens(self) -> None:
-        """From now on, send the tokens of earlier turns as they were sampled."""
+        """From now on, send earlier turns as the sampled token ids instead of text."""
         self.client_config = self.client_config.model_copy(update={"client_type": "openai_chat_completions_token"})
         self.client = TokenChatClient(self.client_config)
 
     async def is_ready(self) -> bool:
-        """Whether `/health` answers 200. A server that is starting refuses connections, or answers 503."""
+        """Whether `/health` returns 200. A starting server refuses connections or returns 503."""
         try:
             async with self._session().get(f"{self.root_url}/health") as response:
                 return response.status == 200
@@ -73,9 +74,9 @@ class InferenceServer:
             return False
 
     async def is_gone(self) -> bool:
-        """Whether nothing listens at the address any more, or the server says itself that it cannot serve.
+        """Whether the server refuses connections, or `/health` returns an error status.
 
-        A busy server that is slow to answer is not gone.
+        A timeout does not count: the server may be busy.
         """
         try:
             async with self._session().get(f"{self.root_url}/health") as response:
@@ -91,12 +92,20 @@ class InferenceServer:
             return [entry["id"] for entry in (await response.json())["data"]]
 
     async def has_token_route(self) -> bool:
-        """Whether the server takes token ids in place of messages. The route refuses an empty request."""
+        """Whether the server has the route that accepts token ids instead of messages."""
+        # An existing route rejects the empty request with another status.
         async with self._session().post(f"{self.base_url}/chat/completions/tokens", json={}) as response:
             return response.status not in (404, 405)
 
     async def probe(self) -> int | None:
-        """Sample one token, to see that answers can be trained on; the policy version, where the server tells."""
+        """Sample one token to check that replies can be trained on.
+
+        Returns:
+            The server's policy version; None if it does not report one.
+
+        Raises:
+            InferenceFault: no reply, or a reply without token ids or log-probabilities.
+        """
         channel = ChatChannel(self.base_url, self.headers, ADMIN_TIMEOUT_S, MAX_RETRIES)
         body = {"model": self.base_model, "messages": PROBE_MESSAGES, "max_completion_tokens": 1, "logprobs": True}
         try:
@@ -110,12 +119,12 @@ class InferenceServer:
         return versions[-1].version if versions else None
 
     async def update_weights(self, weight_dir: Path | None) -> None:
-        """Load the weights or the adapter in `weight_dir`, or the base model's weights.
+        """Load the weights or the adapter in `weight_dir`; None loads the base model's weights.
 
-        Requests in flight go on: those that ask for what was replaced, with its new version.
+        Requests in flight continue with the new weights if they use the model that was replaced.
 
         Raises:
-            InferenceFault: the server refuses them, or does not answer.
+            InferenceFault: the server rejects the weights, or does not answer.
         """
         path = str(weight_dir.resolve()) if weight_dir else None
         try:
@@ -132,13 +141,13 @@ class InferenceServer:
             ) from error
 
     async def join_weight_group(self, host: str, port: int, place: tuple[int, int], timeout_s: int) -> None:
-        """Meet the trainer at `host`:`port`, as server `place[0]` of `place[1]`.
+        """Join the trainer's weight group at `host:port`. `place` is the server's rank and the number of servers.
 
         Raises:
-            InferenceFault: the server cannot, or the trainer does not come.
+            InferenceFault: the server cannot join, or the trainer does not join within `timeout_s`.
         """
         body = {"host": host, "port": port, "server_rank": place[0], "num_inference_server": place[1]}
-        # The server answers after `timeout_s` at the latest, with the reason.
+        # The server itself gives up after `timeout_s`, and returns the reason.
         limit = aiohttp.ClientTimeout(total=timeout_s + ADMIN_TIMEOUT_S)
         url = f"{self.root_url}/init_broadcaster"
         try:
@@ -150,7 +159,7 @@ class InferenceServer:
         self.in_group = True
 
     async def _update(self, route: str, body: dict[str, str | None]) -> None:
-        """Post an update; a few times where that may help."""
+        """Post an update, and retry faults that may be temporary."""
         for attempt in itertools.count():
             try:
                 async with self._session().post(f"{self.root_url}{route}", json=body) as response:
@@ -160,7 +169,7 @@ class InferenceServer:
                 pauses_s = () if self.in_group else _retry_pauses_s(route, error)
                 if attempt >= len(pauses_s):
                     raise
-                get_logger().warning(f"Trying again in {pauses_s[attempt]:.0f} s: {error}")
+                get_logger().warning(f"Retrying in {pauses_s[attempt]:.0f} s: {error}")
                 await self.sleep(pauses_s[attempt])
 
     async def close(self) -> None:
@@ -169,9 +178,9 @@ class InferenceServer:
             await self._admin.close()
 
     def _session(self) -> aiohttp.ClientSession:
-        # Apart from the rollouts' connections, so that no administrative call waits behind them.
+        # A separate session, so that health checks and updates do not queue up after model calls.
         if self._admin is None:
-            # Each call opens a connection: an update must not fail because the server closed an idle one.
+            # Each call opens a new connection: an update must not fail because the server closed an idle one.
             self._admin = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(force_close=True),
                 headers=self.headers,
@@ -186,11 +195,12 @@ class InferenceServer:
 
 
 def _retry_pauses_s(route: str, error: Exception) -> Sequence[float]:
-    """The pauses before further attempts at an update that fails like this. 404 is an adapter that is not there yet."""
+    """Pauses before the retries of an update that failed with `error`; empty for a permanent fault."""
     if not isinstance(error, ServerAnswered):
         return UPDATE_PAUSES_S
-    is_passing = route == "/load_lora_adapter" and (error.status == 404 or error.status >= 500)
-    return ADAPTER_PAUSES_S if is_passing else ()
+    # 404: the server does not see the adapter's files yet.
+    is_temporary = route == "/load_lora_adapter" and (error.status == 404 or error.status >= 500)
+    return ADAPTER_PAUSES_S if is_temporary else ()
 
 
 def _headers(config: ClientConfig) -> dict[str, str]:
