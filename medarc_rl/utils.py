@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from medarc_rl.cli import warn
 from medarc_rl.errors import MedarcError, UsageError
-from prime_rl.checks import start_faults
+from prime_rl.checks import NotInstalled, start_faults
 from prime_rl.configs.surface.not_built import unbuilt_faults
 from prime_rl.configs.surface.root import RootConfig
 from prime_rl.run.directory import OutputDirInUse, RunDirError, check_run_dir, prepare_run_dir, write_configs
@@ -133,20 +133,20 @@ def _dropped(layers: Sequence[Layer], owned: OwnedKeys) -> list[str]:
 def check_startable(run: Run[Any], dry_run: bool, job_dir: Path | None = None) -> None:
     """Refuse a run that cannot work, or that would damage another one.
 
-    A dry run prints keys that are not built as warnings, and goes on. `job_dir` is the project directory of a batch
-    job; None means that the run starts here.
+    A dry run prints keys that are not built and packages that are not installed as warnings, and goes on. `job_dir` is
+    the project directory of a batch job; None means that the run starts here.
 
     Raises:
         UsageError: a key is not built, a file or package of the config is missing, or the directory holds another run,
             or not the step to continue from.
     """
-    faults = unbuilt_faults(run.config)
-    if dry_run:
-        for fault in faults:
-            warn(fault)
-        faults = []
-    if faults := [*faults, *start_faults(run.config, job_dir)]:
+    unbuilt, unstartable = unbuilt_faults(run.config), start_faults(run.config, job_dir)
+    tolerated = [*unbuilt, *(fault for fault in unstartable if isinstance(fault, NotInstalled))] if dry_run else []
+    if faults := [fault for fault in (*unbuilt, *unstartable) if fault not in tolerated]:
         raise UsageError(*faults)
+    # A launch here warns of them itself.
+    for fault in tolerated if job_dir is not None else ():
+        warn(fault)
     with reporting_directory_errors():
         check_run_dir(run.paths, run.resume_step, run.config.clean_output_dir)
 

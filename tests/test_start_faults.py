@@ -14,6 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
+
+from medarc_rl import medarc_train
 
 HEAVY = ("torch", "transformers", "datasets", "verifiers", "vllm", "wandb", "numpy", "rich")
 
@@ -220,7 +223,9 @@ def directory_of(root: Path, name: str) -> Path:
 def words_of(root: Path, name: str, program: str) -> list[str]:
     case, directory = CASES[name], directory_of(root, name)
     options = case.options.format(dir=directory).split()
-    place = ["--dry-run"] if "--output-dir" in options else ["--output-dir", str(directory / "out"), "--dry-run"]
+    place = [] if "--output-dir" in options else ["--output-dir", str(directory / "out")]
+    if not name.endswith("not installed"):  # a dry run only warns of those
+        place.append("--dry-run")
     config = str(root / f"{case.command}.toml")
     if program == "engine":
         return ["@", config, *options, *place]
@@ -269,3 +274,11 @@ def test_a_fault_is_one_line_and_exit_code_2(
     assert lines[0].startswith("error: ")
     assert CASES[name].fault.replace("{dir}", str(directory_of(root, name))) in lines[0]
     assert not (directory_of(root, name) / "out").exists()
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name.endswith("not installed")])
+def test_a_dry_run_warns_of_what_is_not_installed_and_goes_on(name: str, root: Path) -> None:
+    words = [*words_of(root, name, "medarc_train"), "--dry-run"]
+    result = CliRunner().invoke(medarc_train.app, words)
+    assert result.exit_code == 0, result.output
+    assert any(line.startswith("warning: ") and CASES[name].fault in line for line in result.stderr.splitlines())

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 from prime_rl.checks.model_files import context_length
-from prime_rl.checks.start_dir import StartDir, gpus_here
+from prime_rl.checks.start_dir import NotInstalled, StartDir, gpus_here
 from prime_rl.configs.inference import InferenceConfig
 
 Backend = Literal["vllm", "embedded"]
@@ -116,7 +116,7 @@ def _vllm_faults(config: InferenceConfig, start: StartDir) -> Iterator[str]:
         elif python is not None and start.find(python).exists() and not os.access(start.find(python), os.X_OK):
             yield f"{VLLM_PYTHON_VARIABLE} = {python!r}: Permission denied"
         elif python is None and start.has_our_packages:
-            yield no_vllm()
+            yield NotInstalled(no_vllm())
     if config.enable_lora and config.max_cpu_loras < config.max_loras:
         yield f"max_cpu_loras ({config.max_cpu_loras}) is below max_loras ({config.max_loras}): vLLM refuses that"
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
-from prime_rl.checks.start_dir import StartDir
+from prime_rl.checks.start_dir import NotInstalled, StartDir
 from prime_rl.configs.rollouts import EnvConfig
 
 LOADER = "load_environment"
@@ -30,7 +30,8 @@ def environment_faults(key: str, envs: Sequence[EnvConfig], start: StartDir) -> 
         spec = find_module(module)
         place = f"{key}[{index}].id = {env.id!r}"
         if spec is None:
-            yield f"{place}: no module named {module!r}; install the environment's package here, or correct the id"
+            line = f"{place}: no module named {module!r}; install the environment's package here, or correct the id"
+            yield NotInstalled(line)
         elif lacks_name(spec, LOADER):
             yield f"{place}: {spec.origin} is not an environment: it has no {LOADER}"
 

@@ -23,18 +23,12 @@ if TYPE_CHECKING:
     from prime_rl.configs.sft import SFTConfig
     from prime_rl.configs.trainer import TrainerConfig
 
-if TYPE_CHECKING:
-    from prime_rl.configs.eval import OfflineEvalConfig
-    from prime_rl.configs.inference import InferenceConfig
-    from prime_rl.configs.orchestrator import OrchestratorConfig
-    from prime_rl.configs.rl import RLConfig
-    from prime_rl.configs.sft import SFTConfig
-
 
 def start_faults(config: RootConfig, job_dir: Path | None = None) -> list[str]:
     """One line for each file, package or program that the config names and that is not there.
 
-    `job_dir` is the project directory of a batch job that will run the config; None means that it runs here.
+    `job_dir` is the project directory of a batch job that will run the config; None means that it runs here. Lines of
+    type `NotInstalled` need not stop a dry run.
     """
     start = StartDir() if job_dir is None else StartDir.of_job(job_dir)
     # One fault may show in several sections.
@@ -61,7 +55,6 @@ def _sft_faults(config: SFTConfig, start: StartDir) -> Iterator[str]:
 
 
 def _rl_faults(config: RLConfig, start: StartDir) -> Iterator[str]:
-    from prime_rl.checks.engines import engine_faults
 
     trainer, server = config.trainer, config.inference
     yield from _run_faults(config.output_dir, trainer, start)
@@ -77,7 +70,7 @@ def _rl_faults(config: RLConfig, start: StartDir) -> Iterator[str]:
     if server is not None:
         key = "model.name" if is_shared else "inference.model.name"
         yield from _named_faults(key, server.model.name, start)
-        yield from (f"inference: {fault}" for fault in engine_faults(server, start))
+        yield from _server_faults(server, start)
 
 
 def _orchestrator_faults(config: OrchestratorConfig, start: StartDir) -> Iterator[str]:
@@ -104,14 +97,21 @@ def _vocab_faults(model: str, start: StartDir) -> Iterator[str]:
 
 
 def _eval_faults(config: OfflineEvalConfig, start: StartDir) -> Iterator[str]:
-    from prime_rl.checks.engines import engine_faults
     from prime_rl.checks.packages import environment_faults
 
     yield from _output_faults(config.output_dir, start)
     yield from environment_faults("env", config.environments, start)
     if config.inference is not None:
         yield from _named_faults("model.name", config.inference.model.name, start)
-        yield from (f"inference: {fault}" for fault in engine_faults(config.inference, start))
+        yield from _server_faults(config.inference, start)
+
+
+def _server_faults(config: InferenceConfig, start: StartDir) -> Iterator[str]:
+    """Faults of a server that belongs to a run."""
+    from prime_rl.checks.engines import engine_faults
+
+    for fault in engine_faults(config, start):
+        yield type(fault)(f"inference: {fault}")
 
 
 def _inference_faults(config: InferenceConfig, start: StartDir) -> Iterator[str]:

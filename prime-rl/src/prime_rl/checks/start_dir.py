@@ -14,6 +14,12 @@ class StartFault(Exception):
     """A run cannot start with a file, package or program that its config names. The message is one line."""
 
 
+class NotInstalled(str):
+    """A line about a package that is missing in this environment. A dry run only warns of it."""
+
+    __slots__ = ()
+
+
 @dataclass(frozen=True, slots=True)
 class StartDir:
     """Where the processes of a run will start; relative paths are relative to it."""

@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
+from prime_rl.checks import NotInstalled
 from prime_rl.launch.host import LocalHost
 from prime_rl.launch.job import Job
 from prime_rl.launch.launch_log import LaunchLog
@@ -103,8 +104,7 @@ def launch(
 def _launch(
     command: Command[ConfigT], config: ConfigT, screen: ScreenFactory, sharing: Sharing, bin_dir: Path | None
 ) -> int:
-    if faults := command.check(config, sharing):
-        raise LaunchRefused(*faults)
+    _refuse(command.check(config, sharing), config.dry_run)
     paths = RunPaths(config.output_dir)
     with LocalHost() as host, claimed_site(command.demand(config), sharing, os.environ, bin_dir) as site:
         if site.caches is not None:
@@ -118,6 +118,14 @@ def _launch(
             sys.stdout.writelines(f"{line}\n" for line in job.describe())
             return 0
         return run_job(job, host, screen)
+
+
+def _refuse(faults: Sequence[str], dry_run: bool) -> None:
+    """Raise LaunchRefused if there are faults. A dry run only warns of packages that are not installed here."""
+    tolerated = [fault for fault in faults if dry_run and isinstance(fault, NotInstalled)]
+    if len(faults) > len(tolerated):
+        raise LaunchRefused(*faults)
+    sys.stderr.writelines(f"warning: {fault}\n" for fault in tolerated)
 
 
 def run_job(job: Job, host: LocalHost, screen: ScreenFactory) -> int:
