@@ -24,8 +24,8 @@ def trl_python(directory: Path = DEFAULT_DIRECTORY) -> Path:
         return python
     same_here = [f"{name}=={version(name)}" for name in ("torch", "transformers")]
     environment = dict(os.environ)
-    # The same build of torch, too: that with CUDA holds 0.4 GB more in libraries. The one for CPUs is named with a "+",
-    # and lies on some machines; where both are at hand uv would take it for the other.
+    # Use the same build of torch, because the CUDA build loads 0.4 GB more of libraries. The CPU build has a "+" in its
+    # version and is only on some machines. If uv found both, it would install the CPU build for the other.
     environment.pop("UV_FIND_LINKS", None)
     if "+" in version("torch") and "PIP_FIND_LINKS" in os.environ:
         environment["UV_FIND_LINKS"] = os.environ["PIP_FIND_LINKS"]

@@ -48,7 +48,7 @@ class Measurement:
     rewards: list[float]
 
     @classmethod
-    def of(cls, row: str, started_at: float, steps: Sequence[Mapping[str, float]]) -> Measurement:
+    def from_run(cls, row: str, started_at: float, steps: Sequence[Mapping[str, float]]) -> Measurement:
         measured = steps[WARMUP_STEPS - 1 : -LAST_STEPS]
         return cls(
             row=row,
@@ -91,7 +91,7 @@ class Bench:
         if code != 0:
             raise RuntimeError(f"{row} ended with {code}:\n{(work / 'log').read_text()[-3000:]}")
         steps = json.loads((work / "result.json").read_text())["steps"] if row == "trl" else our_steps(work / "run")
-        return Measurement.of(row, started_at, steps)
+        return Measurement.from_run(row, started_at, steps)
 
     def trl_argv(self, work: Path) -> list[str]:
         options = {

@@ -70,7 +70,7 @@ class Bench:
             python, script = (self.trl, "trl_row.py") if row.startswith("trl") else (sys.executable, "plain_row.py")
             argv = [str(python), str(Path(__file__).parent / script), str(work / "job.json"), str(result)]
             watched = run_watched(argv, work / "log", environment)
-        return Measurement.of(row, watched, json.loads(result.read_text()))
+        return Measurement.from_run(row, watched, json.loads(result.read_text()))
 
     def foreign_job(self, row: str, data: Path) -> dict[str, Any]:
         job = {"model": str(self.model), "data": str(data), "lr": LR, "steps": self.steps}
@@ -157,7 +157,7 @@ def main() -> None:
     bench = Bench(
         options.out.resolve(), options.model.resolve(), trl_python(options.trl_venv).absolute(), options.steps
     )
-    # As after a first start, also if Python may not write bytecode. Not imported here: that would set variables.
+    # Compile bytecode as a first start would, even if Python may not write it. Importing here would set variables.
     compileall.compile_dir(Path(find_spec("prime_rl").origin).parent, quiet=1)
     measured = bench.out / "measurements.jsonl"
     with measured.open("a") as lines:

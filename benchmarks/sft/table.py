@@ -1,4 +1,4 @@
-"""Measurements to figures, and to a table for people."""
+"""Computes statistics from measurements and formats them as a table."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from children import Watched
 
 FLOP_PER_TOKEN = 0.86e9
-"""Of SmolLM2-135M at 512 tokens a row: 6 N + 6 L d S, with N = 134.5e6 weights, L = 30 layers, d = 576, S = 512."""
+"""FLOP per token of SmolLM2-135M at 512 tokens per row: 6 N + 6 L d S (N = 134.5e6, L = 30, d = 576, S = 512)."""
 COMPARED = ("tokens_per_s", "peak_gb", "startup_s")
 
 
@@ -24,17 +24,17 @@ class Measurement:
     """Median over the steps after the first; tokens of samples, not of padding."""
     step_s: float
     startup_s: float
-    """From the start of the first process to the beginning of the first step."""
+    """Seconds from the start of the first process to the start of the first step."""
     peak_gb: float
     losses: list[float]
 
     @classmethod
-    def of(cls, row: str, watched: Watched, told: Mapping[str, Any]) -> Measurement:
-        """From what was seen from outside and what the row wrote."""
-        steps = told["steps"]
+    def from_run(cls, row: str, watched: Watched, results: Mapping[str, Any]) -> Measurement:
+        """Combine the measurements of the process tree with the results that the row wrote."""
+        steps = results["steps"]
         seconds = [step["ended_at"] - before["ended_at"] for before, step in pairwise(steps)]
         rates = [step["tokens"] / each_s for step, each_s in zip(steps[1:], seconds, strict=True)]
-        startup_s = told["first_step_began_at"] - watched.started_at
+        startup_s = results["first_step_began_at"] - watched.started_at
         losses = [step["loss"] for step in steps]
         return cls(row, median(rates), median(seconds), startup_s, watched.peak_gb, losses)
 
@@ -43,7 +43,7 @@ class Measurement:
 
 
 def comparison(records: Sequence[Mapping[str, Any]]) -> tuple[str, dict[str, Any]]:
-    """A table in Markdown, and its figures; medians over the rounds."""
+    """Build a Markdown table and its values: medians over the rounds."""
     peak = median_of(record["gflops"] for record in records if record["row"] == "matmul")
     rows: dict[str, dict[str, float]] = {}
     for record in records:

@@ -1,4 +1,4 @@
-"""Real servers of both engines on a tiny model, and Transformers' own model as the reference."""
+"""Fixtures: servers of both engines on a tiny model, and Transformers' own model as the reference."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ TEMPLATE = """
 {{- '<|im_end|>\\n' }}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
-"""ChatML, with the names of the tools in front and calls in the format of Hermes."""
+"""ChatML with tool names in the system prompt and calls in Hermes format."""
 
 
 SIZES = {
@@ -62,11 +62,11 @@ SMALL_MODELS = {
     "gemma2": ("Gemma2Config", {"head_dim": 8}),
     "gemma3": ("Gemma3TextConfig", {"head_dim": 8, "layer_types": ["full_attention"] * 2}),
 }
-"""Names of Transformers' classes of configs, and settings besides `SIZES`."""
+"""Names of Transformers' config classes, and settings in addition to `SIZES`."""
 
 
 class Server:
-    """An inference server in a process of its own."""
+    """An inference server in its own process."""
 
     def __init__(self, python: str, model: Path, *options: str) -> None:
         self.model = str(model)
@@ -107,13 +107,13 @@ class Server:
         return self.post("/v1/completions", body | options)
 
     def complete_all(self, prompts: list[list[int]], **options: Any) -> list[dict[str, Any]]:
-        """One request a prompt, all at the same time; the first choice of each."""
+        """Send one request per prompt, all concurrently, and return the first choice of each."""
         with ThreadPoolExecutor(len(prompts)) as pool:
             answers = pool.map(lambda prompt: self.complete(prompt, **options), prompts)
             return [answer["choices"][0] for answer in answers]
 
     def events(self, route: str, body: dict[str, Any]) -> list[dict[str, Any]]:
-        """The chunks of a stream, which must end with `[DONE]`."""
+        """Return the chunks of a stream. The stream must end with `[DONE]`."""
         with self.client.stream("POST", route, json={"model": self.model, "stream": True} | body) as answer:
             assert answer.status_code == 200, answer.read()
             assert answer.headers["content-type"].startswith("text/event-stream")
@@ -130,7 +130,7 @@ class Server:
 
 
 def vllm_python() -> str | None:
-    """An interpreter that has vLLM: the one that `PRIME_RL_VLLM_PYTHON` names, or this one."""
+    """An interpreter with vLLM: `PRIME_RL_VLLM_PYTHON`, or the current one."""
     if named := os.environ.get("PRIME_RL_VLLM_PYTHON"):
         return named
     return sys.executable if importlib.util.find_spec("vllm") else None
@@ -138,7 +138,7 @@ def vllm_python() -> str | None:
 
 @pytest.fixture(scope="session")
 def served_model_dir(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny model with wider heads, for vLLM on a CPU knows head sizes from 32, and with a template of tools."""
+    """The tiny model with a tool template and wider heads: vLLM on a CPU requires a head size of at least 32."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     directory = tmp_path_factory.mktemp("served_model") / "model"
@@ -156,7 +156,7 @@ def served_model_dir(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture(scope="session")
 def small_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """Directories of random models by their names in `SMALL_MODELS`, each made once; another `seed`, other weights."""
+    """Creates random models by name in `SMALL_MODELS`, once per `seed`, and returns their directories."""
     import transformers
 
     @functools.cache
@@ -168,7 +168,7 @@ def small_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]
             model = transformers.AutoModelForCausalLM.from_config(
                 getattr(transformers, config_class)(**SIZES, **settings)
             )
-            # Random weights of the usual size give nearly uniform tokens, in which errors drown.
+            # Larger than the usual initialization, which gives nearly uniform distributions that hide errors.
             for parameter in model.parameters():
                 parameter *= 4
             model.save_pretrained(directory)
@@ -184,11 +184,11 @@ def engine(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="session")
 def shared_server(engine: str, served_model_dir: Path) -> Iterator[Server]:
-    """One server an engine, for starting vLLM takes a minute. It reads tool calls in the format of Hermes and Qwen."""
+    """One server per engine, because starting vLLM takes a minute. It parses tool calls in the Hermes (Qwen) format."""
     python = sys.executable if engine == "embedded" else vllm_python()
     if python is None:
         pytest.skip("needs vLLM: install prime-rl[vllm], or name an interpreter that has it in PRIME_RL_VLLM_PYTHON")
-    # On a CPU, vLLM takes its share of the machine's memory and refuses to start when that much is not free.
+    # On a CPU, vLLM reserves a share of the machine's memory and fails to start if that much is not free.
     options = ("--backend", engine, "--model.enforce-eager", "--gpu-memory-utilization", "0.1")
     options += ("--model.tool-call-parser", "hermes", "--enable-lora", "--max-lora-rank", "8")
     server = Server(python, served_model_dir, *options)
@@ -198,7 +198,7 @@ def shared_server(engine: str, served_model_dir: Path) -> Iterator[Server]:
 
 @pytest.fixture
 def server(shared_server: Server) -> Iterator[Server]:
-    """The engine's server, with the weights of the start after every test."""
+    """The engine's server. After every test, its initial weights are restored."""
     yield shared_server
     shared_server.post("/resume", {})
     shared_server.post("/reload_weights", {})
@@ -206,7 +206,7 @@ def server(shared_server: Server) -> Iterator[Server]:
 
 @pytest.fixture
 def wait_for_load(server: Server) -> Callable[[Callable[[float], bool]], None]:
-    """Waits until the number of samples in the server is as expected."""
+    """Waits until the server has the expected number of samples."""
 
     def wait(is_expected: Callable[[float], bool]) -> None:
         deadline = time.monotonic() + 60
@@ -217,7 +217,7 @@ def wait_for_load(server: Server) -> Callable[[Callable[[float], bool]], None]:
 
 
 class Reference:
-    """What Transformers says."""
+    """Reference results computed with Transformers."""
 
     def __init__(self, directory: Path) -> None:
         from transformers import AutoModelForCausalLM
@@ -245,7 +245,7 @@ def reference(served_model_dir: Path) -> Reference:
 
 @pytest.fixture(scope="session")
 def next_weights(served_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`step_3`: weights of another policy version, as the trainer broadcasts them (no config, no tokenizer)."""
+    """Directory `step_3` with weights of another policy version, as the trainer broadcasts it (weights only)."""
     from safetensors.torch import load_file, save_file
 
     directory = tmp_path_factory.mktemp("broadcasts") / "step_3"

@@ -1,4 +1,4 @@
-"""What both engines promise about LoRA adapters over HTTP, against PEFT's own model."""
+"""HTTP contract of both engines for LoRA adapters, checked against PEFT's own model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def assert_close(found: list[float], expected: list[float]) -> None:
 
 @torch.no_grad()
 def make_adapter(base: Path, directory: Path, seed: int, rank: int = 4) -> Path:
-    """As the trainer publishes it: PEFT's two files. Its B is not zero."""
+    """An adapter in PEFT's format, as published by the trainer. Its B is not zero."""
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
 
@@ -39,14 +39,14 @@ def make_adapter(base: Path, directory: Path, seed: int, rank: int = 4) -> Path:
 
 @pytest.fixture(scope="session")
 def adapters(served_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
-    """Versions 4 and 5."""
+    """Adapter directories of versions 4 and 5."""
     parent = tmp_path_factory.mktemp("adapters")
     return {version: make_adapter(served_model_dir, parent / f"step_{version}", version) for version in (4, 5)}
 
 
 @pytest.fixture(scope="session")
 def adapted(served_model_dir: Path, adapters: dict[int, Path]) -> Callable[[int, list[int], list[int]], list[float]]:
-    """Log-probabilities of a completion by PEFT, with one version's adapter."""
+    """Log-probabilities of a completion, computed by PEFT with one version's adapter."""
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
@@ -68,7 +68,7 @@ def load(server, directory: Path) -> dict:
     return server.post("/load_lora_adapter", {"lora_name": NAME, "lora_path": str(directory)})
 
 
-def test_an_adapter_answers_to_its_name_beside_the_base_model(server, reference, adapters, adapted) -> None:
+def test_an_adapter_is_served_under_its_name_next_to_the_base_model(server, reference, adapters, adapted) -> None:
     assert load(server, adapters[4])["status"] == "ok"
     prompts = [PROMPT, LONG_PROMPT, [40, 41], [7, 8, 9]]
     with ThreadPoolExecutor(8) as pool:
@@ -91,7 +91,7 @@ def test_a_loaded_adapter_is_listed_with_its_path(server, adapters) -> None:
         assert (adapter["id"], adapter["root"], adapter["parent"]) == (NAME, str(adapters[version]), server.model)
 
 
-def test_every_route_takes_an_adapters_name(server, adapters, adapted) -> None:
+def test_every_route_accepts_an_adapters_name(server, adapters, adapted) -> None:
     load(server, adapters[4])
     messages = [{"role": "user", "content": "Hi"}]
     counted = server.post("/tokenize", {"model": NAME, "messages": messages, "add_generation_prompt": True})
@@ -106,7 +106,7 @@ def test_every_route_takes_an_adapters_name(server, adapters, adapted) -> None:
         assert {span["version"] for span in choice["weight_versions"]} == {4}
 
 
-def test_a_new_version_takes_the_place_of_the_old_one_in_the_middle_of_answers(server, adapters, adapted) -> None:
+def test_a_new_version_replaces_the_old_one_in_running_requests(server, adapters, adapted) -> None:
     load(server, adapters[4])
     with ThreadPoolExecutor(2) as pool:
         running = {
@@ -116,7 +116,7 @@ def test_a_new_version_takes_the_place_of_the_old_one_in_the_middle_of_answers(s
         while not all(one.done() for one in running.values()):
             for version in (5, 4):
                 load(server, adapters[version])
-                # Old keys and values of the same prompt lie in running requests, and must not serve new ones.
+                # Running requests hold keys and values of the same prompt under old weights, which must not be reused.
                 (choice,) = server.complete(LONG_PROMPT, model=NAME, max_tokens=4)["choices"]
                 expected = adapted(version, LONG_PROMPT, choice["token_ids"])
                 assert_close(choice["logprobs"]["token_logprobs"], expected)
@@ -127,7 +127,7 @@ def test_a_new_version_takes_the_place_of_the_old_one_in_the_middle_of_answers(s
     assert (spans[NAME][0]["start"], spans[NAME][-1]["end"]) == (0, 600)
 
 
-def test_new_full_weights_read_a_prompt_anew_that_running_requests_share(server, next_weights, next_reference) -> None:
+def test_a_shared_prompt_is_prefilled_again_after_a_weight_update(server, next_weights, next_reference) -> None:
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(server.complete, LONG_PROMPT, max_tokens=600, ignore_eos=True, seed=1)
         server.complete(LONG_PROMPT, max_tokens=4)
@@ -171,7 +171,7 @@ def nothing(base: Path, directory: Path) -> None:
     ],
     ids=lambda fault: fault[0].__name__,
 )
-def test_an_adapter_that_does_not_fit_is_refused_and_the_old_one_answers_on(
+def test_an_adapter_that_does_not_fit_is_refused_and_the_old_one_stays_live(
     server, served_model_dir, adapters, adapted, tmp_path, fault
 ) -> None:
     fill, status, message = fault
@@ -186,7 +186,7 @@ def test_an_adapter_that_does_not_fit_is_refused_and_the_old_one_answers_on(
     assert choice["weight_versions"] == [{"version": 4, "start": 0, "end": len(choice["token_ids"])}]
 
 
-def test_adapters_go_with_the_base_weights_they_were_made_for(server, adapters, next_weights) -> None:
+def test_adapters_are_unloaded_when_the_base_weights_change(server, adapters, next_weights) -> None:
     load(server, adapters[4])
     server.post("/update_weights", {"weight_dir": str(next_weights)})
     (entry,) = server.client.get("/v1/models").json()["data"]
@@ -199,7 +199,7 @@ def test_adapters_go_with_the_base_weights_they_were_made_for(server, adapters, 
     load(server, adapters[4])
 
 
-def test_new_full_weights_end_the_answers_of_adapters_and_no_others(server, adapters, wait_for_load) -> None:
+def test_new_base_weights_end_only_requests_with_adapters(server, adapters, wait_for_load) -> None:
     load(server, adapters[4])
     server.post("/pause", {})
     body = {"prompt": PROMPT, "max_tokens": 20, "ignore_eos": True, "return_token_ids": True}
@@ -213,7 +213,7 @@ def test_new_full_weights_end_the_answers_of_adapters_and_no_others(server, adap
         server.post("/resume", {})
         assert len(kept.result().json()["choices"][0]["token_ids"]) == 20
         answer = lost.result()
-    # The embedded engine answers with an error, vLLM with what it had.
+    # The embedded engine returns an error, vLLM the partial completion.
     assert answer.status_code == 500 or answer.json()["choices"][0]["finish_reason"] == "abort"
 
 
@@ -224,7 +224,7 @@ def test_a_load_without_name_and_path_is_refused(server, body) -> None:
     assert "lora_" in answer.json()["error"]["message"]
 
 
-def test_the_base_models_name_is_no_name_for_an_adapter(server, adapters) -> None:
+def test_an_adapter_cannot_have_the_base_models_name(server, adapters) -> None:
     body = {"lora_name": server.model, "lora_path": str(adapters[4])}
     answer = server.client.post("/load_lora_adapter", json=body)
     assert answer.status_code == 400

@@ -1,4 +1,4 @@
-"""LoRA adapters in the engine below HTTP, against PEFT's own model."""
+"""LoRA adapters in the embedded engine (without HTTP), checked against PEFT's own model."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ PROMPTS = [tuple((5 + 7 * index + place) % 64 for place in range(2 + 3 * index))
 
 @torch.no_grad()
 def adapter_of(base: Path, directory: Path, seed: int, targets: list[str], rank: int = 4) -> Path:
-    """A PEFT adapter whose B is not zero, as a trained one's."""
+    """A PEFT adapter whose B is not zero, like a trained one."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
@@ -77,7 +77,7 @@ def submit(engine: Engine, prompt: tuple[int, ...], name: str | None, max_tokens
 
 @torch.no_grad()
 def assert_greedy(model: torch.nn.Module, prompt: tuple[int, ...], generation: Generation) -> None:
-    """Every token is the model's likeliest, up to rounding, and has the log-probability that the model gives it."""
+    """Check that every token is the model's most likely one, up to rounding, and has the model's log-probability."""
     (completion,) = generation.completions
     tokens = torch.tensor([*prompt, *completion.token_ids])
     logprobs = model(tokens[None]).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
@@ -93,7 +93,7 @@ def qwen3(small_model: Callable[..., Path]) -> Path:
 
 @pytest.fixture(scope="module")
 def adapters(qwen3: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Two adapters of different rank and targets, as steps 1 and 2."""
+    """Two adapters with different ranks and targets, in directories step_1 and step_2."""
     parent = tmp_path_factory.mktemp("broadcasts")
     return [
         adapter_of(qwen3, parent / "step_1", seed=1, targets=ALL),
@@ -134,14 +134,14 @@ def test_a_new_version_takes_effect_between_two_steps_of_running_requests(qwen3,
     assert [span.start for span in spans["mine"][1:]] == [span.end for span in spans["mine"][:-1]]
 
 
-def test_answers_after_a_new_version_are_those_of_peft_with_it(qwen3, adapters) -> None:
+def test_completions_after_a_new_version_equal_peft_with_that_version(qwen3, adapters) -> None:
     with running(engine_of(qwen3)) as engine:
         for directory in adapters:
             engine.load_adapter("mine", directory).result()
             assert_greedy(reference(qwen3, directory), PROMPTS[1], submit(engine, PROMPTS[1], "mine").result())
 
 
-def test_replacing_the_base_weights_ends_the_requests_of_adapters_and_no_others(qwen3, adapters) -> None:
+def test_replacing_the_base_weights_ends_only_requests_with_adapters(qwen3, adapters) -> None:
     with running(engine_of(qwen3)) as engine:
         engine.load_adapter("mine", adapters[0]).result()
         engine.pause().result()
@@ -154,7 +154,7 @@ def test_replacing_the_base_weights_ends_the_requests_of_adapters_and_no_others(
         assert engine.adapters.loaded == {}
 
 
-def test_adapters_are_for_the_weights_of_the_start(qwen3, adapters, tmp_path) -> None:
+def test_adapters_require_the_initial_weights(qwen3, adapters, tmp_path) -> None:
     (tmp_path / "step_7").symlink_to(qwen3)
     with running(engine_of(qwen3)) as engine:
         engine.update_weights(tmp_path / "step_7").result()
@@ -228,7 +228,7 @@ def test_an_adapter_that_does_not_fit_is_refused_and_the_old_version_stays(fault
     assert_greedy(reference(qwen3, adapters[0]), PROMPTS[1], generation)
 
 
-def test_a_missing_file_is_told_apart_from_an_unfit_one(qwen3, adapters, tmp_path) -> None:
+def test_a_missing_file_is_a_different_error_than_an_unfit_adapter(qwen3, adapters, tmp_path) -> None:
     (tmp_path / "step_1").mkdir()
     with running(engine_of(qwen3)) as engine:
         for directory in (tmp_path / "nowhere", tmp_path / "step_1"):
@@ -236,7 +236,7 @@ def test_a_missing_file_is_told_apart_from_an_unfit_one(qwen3, adapters, tmp_pat
                 engine.load_adapter("mine", directory).result()
 
 
-def test_no_more_adapters_are_kept_than_the_server_was_started_for(qwen3, adapters) -> None:
+def test_no_more_adapters_are_loaded_than_the_limit(qwen3, adapters) -> None:
     with running(engine_of(qwen3, max_loaded=2)) as engine:
         for name in ("first", "second", "first"):
             engine.load_adapter(name, adapters[0]).result()

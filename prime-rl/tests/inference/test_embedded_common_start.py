@@ -1,4 +1,4 @@
-"""Rows that begin alike are attended to together, and answers are what they would be anyway."""
+"""Shared-prefix attention: groups rows with the same prompt and does not change results."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from prime_rl.inference.embedded.engine.slots import KVSlots
 CPU = torch.device("cpu")
 HEADS, QUERIES, SIZE = 2, 3, 8
 GROUPS = [16, 12, 10, 1, 1]
-"""Rows of each group."""
+"""Number of rows in each group."""
 LENGTH = 18
-"""Tokens that every group has in common."""
+"""Number of tokens shared within each group."""
 PROMPTS = [tuple((5 + 7 * index + 3 * place) % 64 for place in range(20 + 2 * index)) for index in range(4)]
 
 
 def origins_of(groups: list[int], length: int = LENGTH) -> list[Origin]:
-    """Rows of the groups, in turns rather than one group after the other."""
+    """Origins of all rows, with the groups interleaved."""
     waiting = [[Origin(number, length)] * count for number, count in enumerate(groups)]
     return [group.pop() for _ in range(max(groups)) for group in waiting if group]
 
 
 @pytest.mark.parametrize("window", [None, 7])
-def test_attention_with_a_common_start_is_attention_to_every_row(window) -> None:
+def test_shared_prefix_attention_equals_attention_per_row(window) -> None:
     origins = origins_of(GROUPS)
     slots = KVSlots(1 << 24, CPU)
     slots.reserve(len(origins), 40)
@@ -43,7 +43,7 @@ def test_attention_with_a_common_start_is_attention_to_every_row(window) -> None
     for part, slot in enumerate(stored):
         slot.copy_(torch.randn(slot.shape, generator=generator))
         slot[: len(origins), :, :LENGTH] = starts[part, [origin.number for origin in origins]]
-    # Rows of one may be shorter than what the groups have in common.
+    # Groups of one row may be shorter than the shared length.
     positions = [LENGTH + row % 11 if GROUPS[origin.number] > 1 else 4 + row for row, origin in enumerate(origins)]
     new = tuple(
         torch.randn(len(origins), heads, SIZE, generator=generator) for heads in (HEADS * QUERIES, HEADS, HEADS)
@@ -61,13 +61,13 @@ def test_attention_with_a_common_start_is_attention_to_every_row(window) -> None
     [([1] * 40, 50), ([20, 20], 5), ([4, 4], 50), ([30, *[1] * 12], 50)],
     ids=["nothing in common", "short", "few rows", "mostly alone"],
 )
-def test_rows_are_attended_to_one_by_one_where_that_is_faster(groups, length) -> None:
+def test_rows_are_not_grouped_if_that_would_be_slower(groups, length) -> None:
     assert CommonStart.from_origins(origins_of(groups, length), CPU) is None
 
 
 @pytest.fixture(params=["qwen3_with_tied_head", "mistral_with_window"])
 def directories(request: pytest.FixtureRequest, small_model: Callable[..., Path], tmp_path: Path) -> tuple[Path, Path]:
-    """Two versions of a model."""
+    """Directories of two versions of a model's weights."""
     newer = tmp_path / "step_1"
     newer.symlink_to(small_model(request.param, seed=1))
     return small_model(request.param), newer
@@ -75,7 +75,7 @@ def directories(request: pytest.FixtureRequest, small_model: Callable[..., Path]
 
 @torch.no_grad()
 def assert_drawn_from(directory: Path, prompt: tuple[int, ...], completion: Completion) -> None:
-    """Every token has the log-probability that the model gives it."""
+    """Check that every token has the model's log-probability."""
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     tokens = torch.tensor([*prompt, *completion.token_ids])
     logprobs = model(tokens[None]).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
@@ -83,7 +83,7 @@ def assert_drawn_from(directory: Path, prompt: tuple[int, ...], completion: Comp
     torch.testing.assert_close(torch.tensor(completion.logprobs), own, atol=1e-4, rtol=0)
 
 
-def test_groups_of_two_versions_of_the_weights_stay_apart(directories) -> None:
+def test_groups_of_different_weight_versions_are_not_merged(directories) -> None:
     start, newer = directories
     found: list[CommonStart | None] = []
 
@@ -97,7 +97,7 @@ def test_groups_of_two_versions_of_the_weights_stay_apart(directories) -> None:
     thread.start()
 
     def submit(max_tokens: int) -> list:
-        """Groups of ten, whose samples end at different lengths."""
+        """Run groups of ten samples that end at different lengths."""
         engine.pause().result()
         return [
             engine.submit(GenerationRequest(prompt, SamplingParams(max_tokens=max_tokens + 3 * row), seed=row))

@@ -1,4 +1,4 @@
-"""The engine below HTTP: its batch, its memory, its weights, its end."""
+"""The embedded engine without HTTP: batching, memory, weight updates and shutdown."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def request_of(prompt: tuple[int, ...], max_tokens: int = 20, n: int = 1, temper
 
 
 def answers(engine: Engine, prompts: list[tuple[int, ...]], max_tokens: int = 20) -> list[Completion]:
-    """Greedy completions of prompts that are in the engine at the same time."""
+    """Greedy completions of prompts that run concurrently."""
     engine.pause().result()
     futures = [engine.submit(request_of(prompt, max_tokens)) for prompt in prompts]
     engine.resume().result()
@@ -59,7 +59,7 @@ def answers(engine: Engine, prompts: list[tuple[int, ...]], max_tokens: int = 20
 
 @torch.no_grad()
 def assert_greedy(model: torch.nn.Module, prompt: tuple[int, ...], completion: Completion) -> None:
-    """Every token is the model's likeliest, up to rounding, and has the log-probability that the model gives it."""
+    """Check that every token is the model's most likely one, up to rounding, and has the model's log-probability."""
     tokens = torch.tensor([*prompt, *completion.token_ids])
     logprobs = model(tokens[None]).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
     own = logprobs.gather(1, tokens[len(prompt) :, None]).squeeze(1)
@@ -98,10 +98,10 @@ def test_more_requests_than_rows_wait_their_turn(qwen3_dir) -> None:
             assert_greedy(reference, prompt, completion)
 
 
-def test_sequences_that_outgrow_the_memory_are_read_again_later(qwen3_dir) -> None:
+def test_sequences_that_outgrow_the_memory_are_preempted_and_prefilled_again(qwen3_dir) -> None:
     reference = AutoModelForCausalLM.from_pretrained(qwen3_dir, dtype=torch.float32)
     bytes_per_token = runner_of(qwen3_dir).slots.bytes_per_token
-    # 128 tokens for 32 rows; at 256 tokens only 16 rows are left.
+    # The budget fits 32 rows of 128 tokens, but only 16 rows of 256.
     runner = runner_of(qwen3_dir, budget_bytes=32 * 128 * bytes_per_token)
     prompts = [(row % 64, 3, row // 2) for row in range(20)]
     with running(Engine(runner)) as engine:
@@ -112,7 +112,7 @@ def test_sequences_that_outgrow_the_memory_are_read_again_later(qwen3_dir) -> No
 
 
 class CountingRunner(ModelRunner):
-    """Counts the prompts it reads."""
+    """Counts the prompts that it prefills."""
 
     num_prompts = 0
 
@@ -121,7 +121,7 @@ class CountingRunner(ModelRunner):
         return super().forward(running, prompts, *rest, **options)
 
 
-def test_samples_of_one_prompt_read_it_once(qwen3_dir) -> None:
+def test_samples_of_one_prompt_prefill_it_once(qwen3_dir) -> None:
     model, _ = load_model(str(qwen3_dir), "float32", torch.device("cpu"))
     runner = CountingRunner(model, PLENTY_BYTES)
     runner.num_prompts = 0
@@ -142,7 +142,7 @@ def test_a_full_queue_refuses(qwen3_dir) -> None:
         engine.submit(request_of(PROMPTS[1]))
 
 
-def test_a_cancelled_request_leaves_the_batch_and_the_others_go_on(qwen3_dir) -> None:
+def test_a_cancelled_request_leaves_the_batch_and_the_others_continue(qwen3_dir) -> None:
     with running(Engine(runner_of(qwen3_dir))) as engine:
         engine.pause().result()
         unwanted = engine.submit(request_of(PROMPTS[0], max_tokens=200))
@@ -153,7 +153,7 @@ def test_a_cancelled_request_leaves_the_batch_and_the_others_go_on(qwen3_dir) ->
         assert engine.load == 0
 
 
-def test_stopping_fails_what_is_unanswered(qwen3_dir) -> None:
+def test_stopping_fails_pending_requests(qwen3_dir) -> None:
     with running(Engine(runner_of(qwen3_dir))) as engine:
         engine.pause().result()
         waiting = engine.submit(request_of(PROMPTS[0]))
@@ -163,7 +163,7 @@ def test_stopping_fails_what_is_unanswered(qwen3_dir) -> None:
         engine.submit(request_of(PROMPTS[0]))
 
 
-def test_weights_that_give_no_numbers_fail_the_request_and_not_the_engine(qwen3_dir, tmp_path) -> None:
+def test_weights_that_produce_nan_fail_the_request_but_not_the_engine(qwen3_dir, tmp_path) -> None:
     from safetensors.torch import load_file, save_file
 
     tensors = load_file(qwen3_dir / "model.safetensors")

@@ -1,4 +1,4 @@
-"""What the engine has read is not read again while the weights stay, and answers are what they would be anyway."""
+"""Prefix cache: tokens are not prefilled again while the weights stay the same, and results do not change."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ OTHER = tuple((1 + 3 * place) % 64 for place in range(40))
 
 
 class ReadingRunner(ModelRunner):
-    """Counts the prompt tokens that it reads."""
+    """Counts the prompt tokens that it prefills."""
 
     num_read = 0
 
@@ -30,7 +30,7 @@ class ReadingRunner(ModelRunner):
         return super().forward(running, prompts, prompt_rows, num_cached, *rest, **options)
 
 
-# The engine does not know the last one, which runs by Transformers' own code.
+# The last one has no fused forward pass and runs Transformers' own code.
 @pytest.fixture(scope="module", params=["qwen3", "mistral_with_longer_window", "llama_with_gelu"])
 def directory(request: pytest.FixtureRequest, small_model: Callable[..., Path]) -> Path:
     return small_model(request.param)
@@ -58,7 +58,7 @@ def answer(engine: Engine, prompt: tuple[int, ...], max_tokens: int = 24) -> Com
 
 @torch.no_grad()
 def assert_greedy(directory: Path, prompt: tuple[int, ...], completion: Completion) -> None:
-    """Every token is the model's likeliest, up to rounding, and has the log-probability that the model gives it."""
+    """Check that every token is the model's most likely one, up to rounding, and has the model's log-probability."""
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     tokens = torch.tensor([*prompt, *completion.token_ids])
     logprobs = model(tokens[None]).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
@@ -67,7 +67,7 @@ def assert_greedy(directory: Path, prompt: tuple[int, ...], completion: Completi
     torch.testing.assert_close(torch.tensor(completion.logprobs), own, atol=1e-4, rtol=0)
 
 
-def test_the_next_turn_reads_only_what_is_new(directory) -> None:
+def test_the_next_turn_prefills_only_its_new_tokens(directory) -> None:
     with running(directory) as (engine, runner):
         first = answer(engine, PROMPT)
         second_prompt = (*PROMPT, *first.token_ids, 3, 4, 5)
@@ -85,7 +85,7 @@ def test_turns_of_several_conversations_continue_in_one_batch(directory) -> None
     with running(directory) as (engine, runner):
         starts = [PROMPT, OTHER, PROMPT[:25]]
         prompts = [(*start, *answer(engine, start).token_ids, 9) for start in starts]
-        prompts.append((60, 61, 62))  # one that nothing is known of
+        prompts.append((60, 61, 62))  # not in the cache
         engine.pause().result()
         params = SamplingParams(max_tokens=24, temperature=0)
         futures = [engine.submit(GenerationRequest(prompt=prompt, params=params, seed=0)) for prompt in prompts]
@@ -97,7 +97,7 @@ def test_turns_of_several_conversations_continue_in_one_batch(directory) -> None
         assert_greedy(directory, prompt, completion)
 
 
-def test_a_request_of_the_same_group_that_comes_later_takes_over_the_running_prompt(directory) -> None:
+def test_a_later_request_of_the_same_group_reuses_the_running_prompt(directory) -> None:
     with running(directory) as (engine, runner):
         early = engine.submit(
             GenerationRequest(prompt=PROMPT, params=SamplingParams(max_tokens=400, temperature=0), seed=0)
@@ -110,7 +110,7 @@ def test_a_request_of_the_same_group_that_comes_later_takes_over_the_running_pro
     assert_greedy(directory, PROMPT, late)
 
 
-def test_a_different_continuation_shares_what_is_common(directory) -> None:
+def test_a_different_continuation_reuses_the_common_prefix(directory) -> None:
     with running(directory) as (engine, runner):
         answer(engine, PROMPT)
         runner.num_read = 0
@@ -120,7 +120,7 @@ def test_a_different_continuation_shares_what_is_common(directory) -> None:
     assert_greedy(directory, branched, completion)
 
 
-def test_new_weights_are_read_with_anew(directory, tmp_path) -> None:
+def test_new_weights_prefill_the_prompt_again(directory, tmp_path) -> None:
     from safetensors.torch import load_file, save_file
 
     tensors = load_file(directory / "model.safetensors")
@@ -137,7 +137,7 @@ def test_new_weights_are_read_with_anew(directory, tmp_path) -> None:
     assert_greedy(newer, prompt, completion)
 
 
-def test_a_sequence_that_saw_two_weights_is_not_kept(directory) -> None:
+def test_a_sequence_with_two_weight_versions_is_not_cached(directory) -> None:
     with running(directory) as (engine, runner):
         params = SamplingParams(max_tokens=400, temperature=0)
         future = engine.submit(GenerationRequest(prompt=PROMPT, params=params, seed=0))
@@ -150,7 +150,7 @@ def test_a_sequence_that_saw_two_weights_is_not_kept(directory) -> None:
         assert runner.num_read == len(prompt)
 
 
-def test_memory_is_bounded_and_the_oldest_goes_first(directory) -> None:
+def test_memory_is_bounded_and_the_oldest_entry_is_evicted_first(directory) -> None:
     with running(directory, max_prefix_bytes=100 * 256) as (engine, runner):
         assert runner.slots.bytes_per_token == 256
         for prompt in (PROMPT, OTHER):  # 63 tokens each: one fits
@@ -170,7 +170,7 @@ def test_prompt_logprobs_are_computed_for_every_token(directory) -> None:
         assert len(engine.submit(request).result().prompt_logprobs) == len(PROMPT) - 1
 
 
-def test_nothing_is_kept_without_memory_for_it(directory) -> None:
+def test_nothing_is_cached_without_memory_for_it(directory) -> None:
     with running(directory, max_prefix_bytes=0) as (engine, runner):
         answer(engine, PROMPT)
         runner.num_read = 0

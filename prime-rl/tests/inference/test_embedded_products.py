@@ -1,4 +1,4 @@
-"""Products by the kernels that are at hand equal PyTorch's own, and follow the weights."""
+"""Merged linear layers equal PyTorch's own, on every kernel, and follow weight updates."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def no_gradients():
 
 
 def layers(dtype: torch.dtype = torch.float32, bias: bool = False) -> list[nn.Linear]:
-    """Two layers with 32 inputs and 48 outputs together."""
+    """Two layers with 32 inputs and a total of 48 outputs."""
     generator = torch.Generator().manual_seed(0)
     made = [nn.Linear(32, 16, bias=bias), nn.Linear(32, 32, bias=bias)]
     for layer in made:
@@ -43,7 +43,7 @@ def expected(made: list[nn.Linear], inputs: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("packs", [True, False])
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-def test_products_are_those_of_the_layers(dtype, bias, packs) -> None:
+def test_merged_linears_equal_their_layers(dtype, bias, packs) -> None:
     made = layers(dtype, bias)
     product = MergedLinear(made, packs=packs)
     for count in NUM_TOKENS:
@@ -56,7 +56,7 @@ def test_products_are_those_of_the_layers(dtype, bias, packs) -> None:
         torch.testing.assert_close(product.add(inputs, others), plain + others, **close)
 
 
-def test_adapters_come_before_what_follows_the_product() -> None:
+def test_adapters_are_added_before_fused_operations() -> None:
     made = layers()
     product = MergedLinear(made, SITE, packs=True)
     change = LowRank(torch.randn(4, 32), torch.randn(48, 4))
@@ -72,7 +72,7 @@ def test_adapters_come_before_what_follows_the_product() -> None:
     torch.testing.assert_close(product.add(inputs, others, adapters), plain + others, **close)
 
 
-def test_after_a_change_of_the_weights_a_refresh_is_all_it_takes() -> None:
+def test_refresh_updates_the_packed_weights() -> None:
     made = layers()
     product = MergedLinear(made, packs=True)
     for layer in made:
@@ -82,14 +82,14 @@ def test_after_a_change_of_the_weights_a_refresh_is_all_it_takes() -> None:
     torch.testing.assert_close(product(inputs), expected(made, inputs), atol=1e-5, rtol=1e-5)
 
 
-def test_other_number_formats_are_left_to_pytorch() -> None:
+def test_other_dtypes_use_pytorch() -> None:
     assert not uses_onednn(torch.zeros(2, 2, dtype=torch.float16))
     product = MergedLinear(layers(torch.float16), packs=True)
     assert product(torch.ones(2, 32, dtype=torch.float16)).shape == (2, 48)
 
 
 @pytest.mark.parametrize("name", ["qwen3_with_tied_head", "llama"])
-def test_new_weights_reach_every_product_and_the_head(name, small_model) -> None:
+def test_new_weights_reach_every_layer_and_the_head(name, small_model) -> None:
     start, newer = (small_model(name, seed=seed) for seed in (0, 1))
     model, _ = load_model(str(start), "float32", torch.device("cpu"))
     runner = ModelRunner(model, 1 << 24)

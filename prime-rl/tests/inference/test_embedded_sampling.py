@@ -1,4 +1,4 @@
-"""Drawing tokens: truncation, penalties, and the draw itself."""
+"""Sampling: truncation, penalties, and drawing from the distribution."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def draw(rows: list[Sequence], logits: list[float] = LOGITS) -> Drawn:
 
 
 def shares(params: SamplingParams, generated: tuple[int, ...] = (), count: int = 4000) -> dict[int, float]:
-    """How often each token is drawn."""
+    """Relative frequency of each token in many draws."""
     rows = sequences(params, generated=generated)
     sampler = BatchSampler([params], CPU)
     drawn = Counter(sampler.draw(torch.tensor([LOGITS]), rows).tokens[0] for _ in range(count))
@@ -59,7 +59,7 @@ def test_tokens_are_drawn_from_the_processed_distribution(options, expected) -> 
     assert found == pytest.approx(softmax(expected), abs=0.03)
 
 
-def test_presence_and_frequency_penalties_count_only_what_was_generated() -> None:
+def test_presence_and_frequency_penalties_count_only_generated_tokens() -> None:
     params = SamplingParams(max_tokens=10_000, presence_penalty=0.5, frequency_penalty=0.25)
     found = shares(params, generated=(1, 1))
     assert found == pytest.approx(softmax({0: 2.0, 1: 0.0, 2: 0.0, 3: -1.0}), abs=0.03)
@@ -80,7 +80,7 @@ def test_a_greedy_row_among_others_is_greedy_and_scored_at_temperature_one() -> 
     assert drawn.logprobs[0] == pytest.approx(math.log(softmax({0: 2.0, 1: 1.0, 2: 0.0, 3: -1.0})[0]), abs=1e-6)
 
 
-def test_the_end_is_impossible_before_the_minimum_length() -> None:
+def test_stop_tokens_are_impossible_before_the_minimum_length() -> None:
     params = SamplingParams(max_tokens=9, temperature=0, min_tokens=1, stop_token_ids=frozenset({0}))
     rows = sequences(params)
     assert draw(rows).tokens == [1]
@@ -89,7 +89,7 @@ def test_the_end_is_impossible_before_the_minimum_length() -> None:
 
 
 class Highest:
-    """A generator at the end of its range, where rounding could step over the last token."""
+    """A generator that returns the largest value, for which rounding could step past the last token."""
 
     def random(self) -> float:
         return 1.0 - 2.0**-53

@@ -1,4 +1,4 @@
-"""Text to tokens and back."""
+"""Tokenization, stop strings and chat templates."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def text(tiny_model_dir) -> Text:
 
 
 def watched(stops: list[str], pieces: list[bytes]) -> list[str | None]:
-    """What a watch says after each piece, where token i decodes to `pieces[i]`."""
+    """The matcher's result after each token, where token i decodes to `pieces[i]`."""
     watch = StopStringMatcher(stops, lambda ids: b"".join(pieces[index] for index in ids).decode(errors="replace"))
     return [watch.push(token) for token in range(len(pieces))]
 
@@ -27,12 +27,12 @@ def test_the_first_of_several_stop_strings_wins() -> None:
     assert watched(["b", "a"], [b"xab"]) == ["a"]
 
 
-def test_a_character_that_arrives_in_pieces_is_found_when_it_is_whole() -> None:
+def test_a_character_split_across_tokens_is_found_once_it_is_complete() -> None:
     first, rest = "é".encode()[:1], "é".encode()[1:]
     assert watched(["é"], [b"caf", first, rest]) == [None, None, "é"]
 
 
-def test_messages_go_through_the_chat_template(text) -> None:
+def test_messages_are_rendered_with_the_chat_template(text) -> None:
     tokens = text.encode_chat([{"role": "user", "content": "Hi"}], None, {"add_generation_prompt": True})
     assert text.decode(tokens, skip_special_tokens=False) == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
     parts = [{"type": "text", "text": "Hi"}]
@@ -44,7 +44,7 @@ def test_a_template_that_fails_says_why(text) -> None:
         text.encode_chat([{"role": "user", "content": {"no": "text"}}], None, {})
 
 
-def test_the_end_of_an_answer_is_known_from_the_tokenizer(text) -> None:
+def test_end_of_sequence_tokens_come_from_the_tokenizer(text) -> None:
     assert {text.token_text(token) for token in text.eos_token_ids} == {"<|im_end|>"}
 
 

@@ -1,4 +1,4 @@
-"""The `inference` command: which engine, which faults, which exit status."""
+"""The `inference` command: engine selection, config errors, and exit status."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def inference(*options: str, **env: str) -> subprocess.CompletedProcess[str]:
         ({"backend": "vllm"}, False, False, "vllm"),
     ],
 )
-def test_auto_is_vllm_where_vllm_and_a_gpu_are(settings, has_vllm, has_gpu, expected) -> None:
+def test_auto_selects_vllm_if_it_is_installed_and_there_is_a_gpu(settings, has_vllm, has_gpu, expected) -> None:
     backend, reason = choose_backend(config_of(**settings), lambda: has_vllm, lambda: has_gpu)
     assert backend == expected
     assert reason
@@ -62,7 +62,7 @@ def test_the_start_check_knows_every_parser_of_the_embedded_engine() -> None:
 
 
 @pytest.mark.parametrize("settings", [{"parallel": {"dp": 2}}, {"parallel": {"tp": 2}}])
-def test_what_would_be_several_processes_is_one_on_a_cpu_and_refused_on_gpus(settings) -> None:
+def test_parallel_processes_become_one_on_a_cpu_and_are_refused_on_gpus(settings) -> None:
     (fault,) = embedded_faults(config_of(**settings), lambda: True)
     assert "uses one GPU" in fault
     assert embedded_faults(config_of(**settings), lambda: False) == []
@@ -94,7 +94,7 @@ def test_vllm_is_served_by_the_interpreter_that_the_environment_names(tmp_path: 
     ("python", "advice"),
     [("", "set PRIME_RL_VLLM_PYTHON to an interpreter that has it"), ("/no/python", "'/no/python': No such file")],
 )
-def test_a_vllm_that_is_nowhere_is_one_line(python: str, advice: str) -> None:
+def test_a_missing_vllm_is_one_line(python: str, advice: str) -> None:
     done = inference("--backend", "vllm", PRIME_RL_VLLM_PYTHON=python)
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()
@@ -115,7 +115,7 @@ def test_a_context_beyond_the_models_is_one_line(tiny_model_dir: Path) -> None:
     assert "max_model_len is 4096, but the model's context is 1024" in line
 
 
-def test_a_taken_port_is_found_before_the_model_loads(tiny_model_dir: Path) -> None:
+def test_a_port_in_use_is_reported_before_the_model_loads(tiny_model_dir: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = str(other.getsockname()[1])
         done = inference("--backend", "embedded", "--model.name", str(tiny_model_dir), "--server.port", port)
@@ -124,7 +124,7 @@ def test_a_taken_port_is_found_before_the_model_loads(tiny_model_dir: Path) -> N
 
 
 def answer_while_loading(port: int) -> httpx.Response:
-    """The first answer to a health check; nothing listens at first."""
+    """The first response to a health check, retried until the server listens."""
     while True:
         try:
             return httpx.get(f"http://127.0.0.1:{port}/health")
@@ -132,7 +132,7 @@ def answer_while_loading(port: int) -> httpx.Response:
             continue
 
 
-def test_a_server_that_still_loads_says_so_and_stops_when_told(tiny_model_dir: Path) -> None:
+def test_a_loading_server_responds_with_503_and_stops_on_sigterm(tiny_model_dir: Path) -> None:
     with reserved_ports(1) as (port,):
         argv = [sys.executable, "-m", "prime_rl.inference.server", "--model.name", str(tiny_model_dir)]
         argv += ["--backend", "embedded", "--server.host", "127.0.0.1", "--server.port", str(port)]

@@ -1,4 +1,4 @@
-"""What both engines promise over HTTP: the same suite runs against each of them."""
+"""HTTP contract of both engines: the same tests run against each."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PROMPT = [12, 9, 16, 16, 19]
 
 
 def prompts(count: int) -> list[list[int]]:
-    """Prompts of different lengths."""
+    """Prompts of different lengths, as token ids."""
     return [[5 + (7 * index + 3 * place) % 90 for place in range(3 + index * 2)] for index in range(count)]
 
 
@@ -56,12 +56,12 @@ def test_greedy_answers_are_those_of_transformers(server, reference) -> None:
     assert choice["finish_reason"] == "length"
 
 
-def test_sixteen_concurrent_requests_get_the_answers_that_each_gets_alone(server, reference) -> None:
+def test_sixteen_concurrent_requests_get_the_same_completions_as_alone(server, reference) -> None:
     choices = server.complete_all(prompts(16), max_tokens=24, temperature=0, ignore_eos=True)
     assert [choice["token_ids"] for choice in choices] == [reference.greedy(prompt, 24) for prompt in prompts(16)]
 
 
-def test_a_seed_gives_the_same_answer_whatever_runs_beside_it(server) -> None:
+def test_a_seed_gives_the_same_completion_regardless_of_other_requests(server) -> None:
     alone = server.complete(PROMPT, max_tokens=24, seed=11, ignore_eos=True)["choices"][0]
     together = server.complete_all([PROMPT, *prompts(7)], max_tokens=24, seed=11, ignore_eos=True)[0]
     other = server.complete(PROMPT, max_tokens=24, seed=12, ignore_eos=True)["choices"][0]
@@ -127,7 +127,7 @@ def test_a_stop_string_ends_the_answer_before_itself(server) -> None:
     assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", stop)
 
 
-def test_new_weights_change_the_answers_and_null_brings_the_first_ones_back(
+def test_new_weights_change_the_completions_and_null_restores_the_initial_weights(
     server, reference, next_reference, next_weights
 ) -> None:
     def scored() -> tuple[list[int], list[float], list[dict[str, int]]]:
@@ -186,14 +186,14 @@ def test_a_missing_weight_directory_is_named(server) -> None:
     assert "nowhere/step_1" in answer.json()["error"]["message"]
 
 
-def test_a_server_that_reads_weights_from_files_joins_no_group(server) -> None:
+def test_a_server_that_loads_weights_from_files_does_not_join_a_group(server) -> None:
     body = {"host": "127.0.0.1", "port": 9, "server_rank": 0, "num_inference_server": 1, "timeout": 1}
     answer = server.client.post("/init_broadcaster", json=body)
     assert answer.status_code == 400
     assert 'start it with weight_broadcast.type = "nccl"' in answer.json()["error"]["message"]
 
 
-def test_a_paused_server_answers_after_resume(server) -> None:
+def test_a_paused_server_responds_after_resume(server) -> None:
     server.post("/pause", {})
     assert server.client.get("/is_paused").json() == {"is_paused": True}
     with ThreadPoolExecutor(1) as pool:
@@ -262,13 +262,13 @@ def test_a_bad_request_is_answered_with_an_error_object(server, body, status) ->
     assert error["code"] == status
 
 
-def test_a_prompt_beyond_the_context_is_refused_in_words_that_clients_look_for(server) -> None:
+def test_a_prompt_beyond_the_context_is_refused_with_the_message_that_clients_match(server) -> None:
     answer = server.client.post("/v1/completions", json={"model": server.model, "prompt": [5] * 1024})
     assert answer.status_code == 400
     assert "context length" in answer.json()["error"]["message"]
 
 
-def test_more_tokens_than_the_context_holds_are_cut_to_it(server) -> None:
+def test_max_tokens_is_capped_at_the_context(server) -> None:
     body = {"tokens": [5] * 1000, "max_completion_tokens": 900, "ignore_eos": True, "return_token_ids": True}
     messages = [{"role": "user", "content": "ignored"}]
     answer = server.post("/v1/chat/completions/tokens", body | {"model": server.model, "messages": messages})
@@ -276,7 +276,7 @@ def test_more_tokens_than_the_context_holds_are_cut_to_it(server) -> None:
     assert (len(choice["token_ids"]), choice["finish_reason"]) == (24, "length")
 
 
-def test_a_client_that_hangs_up_takes_its_request_with_it(server, wait_for_load) -> None:
+def test_a_client_disconnect_cancels_its_request(server, wait_for_load) -> None:
     server.post("/pause", {})
     body = json.dumps({"model": server.model, "prompt": PROMPT, "n": 3, "max_tokens": 1000}).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}"

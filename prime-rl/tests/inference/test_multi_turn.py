@@ -1,4 +1,4 @@
-"""Conversations over several turns: verifiers, our clients and an engine make one exact sample of each."""
+"""Multi-turn conversations: verifiers, our clients and an engine turn each one into a single exact sample."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NUM_TURNS = 4
 
 
 class Chatter(vf.MultiTurnEnv):
-    """Says something after every turn."""
+    """An environment that responds after every turn."""
 
     async def env_response(self, messages: vf.Messages, state: vf.State, **kwargs: Any) -> vf.Messages:
         return [vf.UserMessage(content=f"And {len(state['trajectory'])}?")]
@@ -62,7 +62,7 @@ def test_a_conversation_is_one_sample_of_the_sampled_tokens(server, reference, c
 
 
 def assert_exact(reference: Any, sample: Any) -> None:
-    """The log-probabilities that were sampled with are those of the sample's own tokens in their own context."""
+    """The recorded log-probabilities equal the model's for the sample's own tokens in context."""
     expected = torch.tensor(reference.logprobs(sample.prompt_ids, sample.completion_ids))
     used = torch.tensor(sample.completion_mask)
     torch.testing.assert_close(torch.tensor(sample.completion_logprobs)[used], expected[used], atol=2e-4, rtol=1e-4)

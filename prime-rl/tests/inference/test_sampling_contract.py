@@ -1,4 +1,4 @@
-"""What both engines promise of sampling: the distribution of each argument, and its exact log-probabilities."""
+"""Sampling contract of both engines: each argument's distribution and its exact log-probabilities."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def warm_and_biased(logits: Tensor, generated: list[int]) -> Tensor:
     ],
     ids=lambda value: value.__name__ if callable(value) else "-".join(value),
 )
-def test_logprobs_are_those_of_the_distribution_that_was_asked_for(server, reference, options, process) -> None:
+def test_logprobs_are_those_of_the_requested_distribution(server, reference, options, process) -> None:
     (choice,) = server.complete(PROMPT, max_tokens=24, seed=4, ignore_eos=True, **options)["choices"]
     found = choice["logprobs"]["token_logprobs"]
     expected = processed_logprobs(reference, choice["token_ids"], process)
@@ -97,13 +97,13 @@ def test_a_bias_changes_its_own_request_only(server, reference) -> None:
 
 
 @pytest.mark.parametrize("bias", [{"1000": 1.0}, {"x": 1.0}], ids=str)
-def test_a_bias_of_what_is_no_token_is_refused(server, bias) -> None:
+def test_a_bias_for_an_invalid_token_is_refused(server, bias) -> None:
     answer = server.client.post("/v1/completions", json={"model": server.model, "prompt": PROMPT, "logit_bias": bias})
     assert answer.status_code == 400
     assert "logit_bias" in answer.text
 
 
-def test_the_samples_of_a_seed_come_again(server) -> None:
+def test_a_seed_reproduces_its_samples(server) -> None:
     def samples(seed: int) -> list[list[int]]:
         choices = server.complete(PROMPT, n=3, max_tokens=12, seed=seed, ignore_eos=True)["choices"]
         return [choice["token_ids"] for choice in choices]
@@ -111,7 +111,7 @@ def test_the_samples_of_a_seed_come_again(server) -> None:
     assert samples(6) == samples(6) != samples(60)
 
 
-def test_an_answer_goes_on_to_its_minimum_length(server, reference) -> None:
+def test_a_completion_has_at_least_its_minimum_length(server, reference) -> None:
     stop = reference.greedy(PROMPT, 1)[0]
     options = {"max_tokens": 12, "temperature": 0, "ignore_eos": True, "stop_token_ids": [stop]}
     assert server.complete(PROMPT, **options)["choices"][0]["token_ids"] == [stop]
@@ -120,7 +120,7 @@ def test_an_answer_goes_on_to_its_minimum_length(server, reference) -> None:
     assert stop not in longer[:5]
 
 
-def test_the_end_of_sequence_ends_an_answer_unless_it_is_ignored(server) -> None:
+def test_end_of_sequence_ends_a_completion_unless_it_is_ignored(server) -> None:
     end = server.post("/tokenize", {"prompt": "<|im_end|>"})["tokens"][0]
     bias = {str(end): 100}
     (ended,) = server.complete(PROMPT, max_tokens=5, logit_bias=bias)["choices"]
@@ -130,7 +130,7 @@ def test_the_end_of_sequence_ends_an_answer_unless_it_is_ignored(server) -> None
     assert (ignored["token_ids"], ignored["finish_reason"]) == ([end] * 5, "length")
 
 
-def test_a_stop_token_shows_when_stops_are_to_be_included(server, reference) -> None:
+def test_a_stop_token_is_in_the_text_if_stops_are_included(server, reference) -> None:
     expected = reference.greedy(PROMPT, 12)
     stop = expected[5]
     options = {"max_tokens": 12, "temperature": 0, "ignore_eos": True, "stop_token_ids": [stop]}

@@ -1,4 +1,4 @@
-"""What both engines promise of streams: server-sent events that add up to the answer in one piece."""
+"""Streaming contract of both engines: server-sent events that add up to the non-streamed response."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CHAT, COMPLETE = "/v1/chat/completions", "/v1/completions"
 
 
 def joined(chunks: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
-    """What the chunks say of each choice, added up."""
+    """Concatenates the chunks of each choice."""
     choices: dict[int, dict[str, Any]] = defaultdict(
         lambda: {"text": "", "token_ids": [], "logprobs": [], "offsets": [], "finish_reason": None, "stop_reason": None}
     )
@@ -36,7 +36,7 @@ def joined(chunks: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("ending", [{}, {"ignore_eos": False}, {"stop": "no such text"}], ids=str)
-def test_the_chunks_of_a_completion_add_up_to_the_answer(server, ending) -> None:
+def test_the_chunks_of_a_completion_add_up_to_the_response(server, ending) -> None:
     options = {"prompt": PROMPT, "logprobs": 0, **FIXED, **ending}
     whole = server.post(COMPLETE, {"model": server.model, **options})["choices"][0]
     chunks = server.events(COMPLETE, options)
@@ -76,14 +76,14 @@ def test_a_chat_stream_continues_given_tokens(server, reference) -> None:
     assert joined(chunks)[0]["token_ids"] == reference.greedy(PROMPT, 8)
 
 
-def test_samples_arrive_side_by_side(server) -> None:
+def test_samples_are_streamed_concurrently(server) -> None:
     whole = server.post(COMPLETE, {"model": server.model, "prompt": PROMPT, "n": 3, **FIXED})["choices"]
     found = joined(server.events(COMPLETE, {"prompt": PROMPT, "n": 3, **FIXED}))
     assert [found[index]["token_ids"] for index in range(3)] == [choice["token_ids"] for choice in whole]
     assert [found[index]["text"] for index in range(3)] == [choice["text"] for choice in whole]
 
 
-def test_several_prompts_are_told_apart_by_the_index(server, reference) -> None:
+def test_several_prompts_are_identified_by_index(server, reference) -> None:
     prompts = [PROMPT, [30, 31], [40]]
     options = {"prompt": prompts, **FIXED, "temperature": 0, "max_tokens": 6}
     found = joined(server.events(COMPLETE, options))
@@ -91,7 +91,7 @@ def test_several_prompts_are_told_apart_by_the_index(server, reference) -> None:
 
 
 @pytest.mark.parametrize("included", [False, True])
-def test_a_stop_string_that_crosses_chunks_never_shows(server, included) -> None:
+def test_a_stop_string_across_chunks_is_never_sent(server, included) -> None:
     whole = server.complete(PROMPT, max_tokens=60, seed=2, ignore_eos=True)["choices"][0]["text"]
     stop = whole[20:25]
     options = {"prompt": PROMPT, "max_tokens": 60, "seed": 2, "ignore_eos": True, "stop": [stop, "no such"]}
@@ -103,7 +103,7 @@ def test_a_stop_string_that_crosses_chunks_never_shows(server, included) -> None
 
 
 @pytest.mark.parametrize(("route", "content"), [(CHAT, {"messages": MESSAGES}), (COMPLETE, {"prompt": PROMPT})])
-def test_the_last_chunk_counts_the_tokens_when_asked(server, route, content) -> None:
+def test_the_last_chunk_has_token_counts_if_requested(server, route, content) -> None:
     *chunks, last = server.events(route, content | FIXED | {"stream_options": {"include_usage": True}})
     assert last["choices"] == []
     assert last["usage"]["completion_tokens"] == 40
@@ -111,7 +111,7 @@ def test_the_last_chunk_counts_the_tokens_when_asked(server, route, content) -> 
     assert not any(chunk.get("usage") for chunk in chunks)
 
 
-def test_every_chunk_counts_the_tokens_when_asked(server) -> None:
+def test_every_chunk_has_token_counts_if_requested(server) -> None:
     wanted = {"include_usage": True, "continuous_usage_stats": True}
     *chunks, _ = server.events(CHAT, {"messages": MESSAGES, "stream_options": wanted, **FIXED})
     counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
@@ -131,7 +131,7 @@ def test_a_bad_request_for_a_stream_is_an_error_and_not_a_stream(server) -> None
     assert "context length" in answer.json()["error"]["message"]
 
 
-def test_a_client_that_leaves_its_stream_takes_the_request_with_it(server, wait_for_load) -> None:
+def test_a_client_that_closes_its_stream_cancels_the_request(server, wait_for_load) -> None:
     body = {"model": server.model, "prompt": PROMPT, "n": 2, "max_tokens": 1000, "stream": True, "ignore_eos": True}
     sent = json.dumps(body).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(sent)}"

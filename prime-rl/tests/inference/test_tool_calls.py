@@ -1,4 +1,4 @@
-"""Tool calls in text: what each format reads, and what it leaves alone."""
+"""Tool-call parsers: what each format parses as calls and what stays content."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CALL = ToolCall("weather", '{"city": "Köln"}')
         ('<tool_call>{"name": "wea', '<tool_call>{"name": "wea', []),
     ],
 )
-def test_hermes_reads_tagged_json_and_leaves_the_rest(text, content, calls) -> None:
+def test_hermes_parses_tagged_json_and_keeps_the_rest(text, content, calls) -> None:
     reading = TOOL_PARSERS["hermes"].parse(text)
     assert (reading.content, list(reading.calls)) == (content, calls)
 
@@ -43,7 +43,7 @@ def test_hermes_reads_tagged_json_and_leaves_the_rest(text, content, calls) -> N
         ('{"city": "Köln"}', '{"city": "Köln"}', []),
     ],
 )
-def test_llama3_json_reads_bare_json_and_leaves_the_rest(text, content, calls) -> None:
+def test_llama3_json_parses_bare_json_and_keeps_the_rest(text, content, calls) -> None:
     reading = TOOL_PARSERS["llama3_json"].parse(text)
     assert (reading.content, list(reading.calls)) == (content, calls)
 
@@ -52,7 +52,7 @@ def test_llama3_json_reads_bare_json_and_leaves_the_rest(text, content, calls) -
     ("text", "final_length"),
     [("Sunny", 5), ("a <", 2), ("a <tool_cal", 2), ("a <tool_call>{", 2), ("a <b", 4)],
 )
-def test_what_may_become_a_call_is_not_content_yet(text, final_length) -> None:
+def test_text_that_may_become_a_call_is_not_final_content(text, final_length) -> None:
     assert TOOL_PARSERS["hermes"].final_length(text) == final_length
 
 

@@ -1,4 +1,4 @@
-"""Tool use from end to end: a model that has learned to call a tool, an engine, and verifiers' own `ToolEnv`."""
+"""Tool use end to end: a model trained to call a tool, an engine, and verifiers' own `ToolEnv`."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ CONVERSATION = [
 
 @pytest.fixture(scope="session")
 def learned_weights(served_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Weights of the tiny model after it has learned one conversation by heart."""
+    """Weights of the tiny model after memorizing one conversation."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(served_model_dir)
@@ -61,7 +61,7 @@ def learned_weights(served_model_dir: Path, tmp_path_factory: pytest.TempPathFac
 
 @pytest.fixture
 def caller(server: Any, learned_weights: Path) -> Any:
-    """A server whose model calls its tool."""
+    """A server with the model that calls its tool."""
     server.post("/update_weights", {"weight_dir": str(learned_weights)})
     return server
 
@@ -80,7 +80,7 @@ def test_a_call_comes_back_as_a_tool_call(caller) -> None:
     assert choice["finish_reason"] == "tool_calls"
 
 
-def test_the_answer_to_a_call_is_read_through_the_template(caller) -> None:
+def test_a_tool_result_is_rendered_with_the_template(caller) -> None:
     call = {"id": "x", "type": "function", "function": {"name": "add", "arguments": ARGUMENTS}}
     messages = [QUESTION, {"role": "assistant", "content": None, "tool_calls": [call]}, CONVERSATION[2]]
     choice = chat(caller, messages=messages)
@@ -88,7 +88,7 @@ def test_the_answer_to_a_call_is_read_through_the_template(caller) -> None:
     assert not choice["message"].get("tool_calls")
 
 
-def test_a_call_stays_text_when_tools_are_not_to_be_used(caller) -> None:
+def test_a_call_stays_text_if_tool_choice_is_none(caller) -> None:
     choice = chat(caller, tool_choice="none")
     assert choice["message"]["content"].startswith("<tool_call>")
     assert (choice["finish_reason"], choice["message"].get("tool_calls") or []) == ("stop", [])
@@ -123,7 +123,7 @@ def rollouts(caller: Any, environment: vf.Environment, size: int) -> list[Rollou
     return asyncio.run(run())
 
 
-def test_verifiers_tool_env_makes_one_exact_sample_of_a_conversation_with_tools(caller, caplog) -> None:
+def test_verifiers_tool_env_turns_a_conversation_with_tools_into_one_exact_sample(caller, caplog) -> None:
     async def correct(completion: Any, answer: str) -> float:
         return float(completion[-1].content == f"It is {answer}")
 

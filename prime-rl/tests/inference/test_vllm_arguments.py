@@ -1,4 +1,4 @@
-"""From our config to vLLM's arguments. Needs no vLLM: any parser stands for vLLM's own."""
+"""Translation of the config to vLLM's arguments. Runs without vLLM, with a plain parser in place of vLLM's."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_the_config_sets_arguments_and_leaves_the_rest_to_vllm() -> None:
         ({"parallel": {"tp": 2}}, (2, 1, 1)),
         ({"parallel": {"tp": 2, "dp": 3}}, (2, 3, 3)),
         ({"parallel": {"dp": 2}, "api_server_count": 4}, (1, 2, 4)),
-        ({"parallel": {"dp": 2}, "enable_lora": True}, (1, 2, 1)),  # an adapter is loaded through one server
+        ({"parallel": {"dp": 2}, "enable_lora": True}, (1, 2, 1)),  # adapters are loaded through a single server
     ],
 )
 def test_each_copy_of_the_model_has_a_server_process(settings, expected) -> None:
@@ -41,7 +41,7 @@ def test_each_copy_of_the_model_has_a_server_process(settings, expected) -> None
     assert (args.tensor_parallel_size, args.data_parallel_size, args.api_server_count) == expected
 
 
-def test_raw_options_win_over_the_config() -> None:
+def test_raw_options_override_the_config() -> None:
     config = load_config(InferenceConfig, [], {"seed": 5})
     args = vllm_arguments(config, ["--seed", "6", "--swap-space", "0"], parser())
     assert (args.seed, args.swap_space) == (6, 0.0)

@@ -14,7 +14,7 @@ def _log_many(path: Path, source: str) -> None:
     monitor.close()
 
 
-def test_lines_of_several_processes_do_not_mix(tmp_path: Path) -> None:
+def test_lines_of_several_processes_do_not_interleave(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     context = multiprocessing.get_context("spawn")
     writers = [context.Process(target=_log_many, args=(path, source)) for source in "ab"]
@@ -27,7 +27,7 @@ def test_lines_of_several_processes_do_not_mix(tmp_path: Path) -> None:
     assert all(record["text"] == record["source"] * 500 for record in records)
 
 
-def test_a_number_that_json_lacks_becomes_null(tmp_path: Path) -> None:
+def test_nan_and_infinities_become_null(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     monitor = MultiMonitor([JsonlMonitor(path, "trainer")])
     monitor.log({"loss/mean": float("nan"), "optim/lr": 0.1}, step=3)

@@ -1,4 +1,4 @@
-"""One trainer process inside the test process, and two beside it."""
+"""Fixtures: a trainer in the test process, and runs with two processes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ HERE = Path(__file__).parent
 
 @pytest.fixture
 def mesh() -> Iterator[Mesh]:
-    """A mesh of this process alone, on the CPU."""
+    """A mesh with only this process, on the CPU."""
     yield ParallelDims(dp_replicate=1, dp_shard=1).mesh(setup_world("cpu", timeout_s=60, environ={}))
     destroy_world()
 

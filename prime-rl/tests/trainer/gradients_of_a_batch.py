@@ -1,4 +1,4 @@
-"""Started by `test_division_of_work.py`, alone and under torchrun with two processes.
+"""Started by `test_division_of_work.py` as a single process, and with two processes under torchrun.
 
 Arguments: a model's directory, and a file for the results: losses and gradients of the same sixteen samples, divided
 in several ways, and the weights after three updates with several settings.
@@ -33,7 +33,7 @@ from prime_rl.trainer.sft.step import forward_backward
 from prime_rl.transport.messages import TrainingBatch, TrainingSample
 
 ROW_TOKENS = 60
-# Two by two they fill eight rows.
+# Every two samples fill a row: eight rows.
 LENGTHS = [length for short in range(6, 30, 3) for length in (short, ROW_TOKENS - short)]
 
 

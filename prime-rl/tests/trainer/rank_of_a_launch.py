@@ -14,11 +14,11 @@ from prime_rl.trainer.process.world import setup_world
 from prime_rl.utils.logger import setup_logger
 
 LISTENS = "0A"
-"""The kernel's word for a listening socket in `/proc/net/tcp`."""
+"""State of a listening socket in `/proc/net/tcp`."""
 
 
 def listening_addresses() -> set[str]:
-    """Addresses, in the kernel's hexadecimal form, of the sockets that this process listens on."""
+    """Addresses that this process listens on, in the kernel's hexadecimal form."""
     targets = [str(fd.readlink()) for fd in Path("/proc/self/fd").iterdir() if fd.is_symlink()]
     inodes = {target.removeprefix("socket:[").removesuffix("]") for target in targets}
     found = set()
@@ -36,7 +36,7 @@ with leaving_at_once(), exit_on_error():
     total = torch.ones(1)
     dist.all_reduce(total)
     os.write(sys.stdout.fileno(), f"rank {process.rank} of {int(total)} on {sorted(listening_addresses())}\n".encode())
-    # The test ends one rank; the other must notice.
+    # The test kills one rank; the other one must notice.
     if process.rank == 0:
         dist.all_reduce(total)
     sys.stdin.read()

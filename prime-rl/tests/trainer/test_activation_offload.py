@@ -18,7 +18,7 @@ TOKENS, PLACES = torch.arange(60)[None], torch.cat([torch.arange(25), torch.aran
 
 
 def loss_and_gradients(model) -> list[Tensor]:
-    """Of two micro-batches, one after the other."""
+    """Gradients of two consecutive micro-batches."""
     losses = []
     for _ in range(2):
         loss = score_tokens(model, TOKENS, PLACES, lambda hidden, logits_of: logits_of(hidden).logsumexp(-1).sum())
@@ -32,7 +32,7 @@ def loss_and_gradients(model) -> list[Tensor]:
 @pytest.mark.parametrize("max_inflight", [1, 2, 50])
 @pytest.mark.parametrize("ac", [None, ActivationCheckpointConfig(freq=1), ActivationCheckpointConfig(freq=2)])
 @pytest.mark.parametrize("compute_dtype", ["float32", "bfloat16"])
-def test_activations_that_were_away_give_the_same_bits(
+def test_offloaded_activations_give_bit_identical_gradients(
     tiny_model_dir: Path, mesh: Mesh, ac, max_inflight: int, compute_dtype: str
 ) -> None:
     config = ModelConfig(name=str(tiny_model_dir), attn="sdpa", ac=ac, compute_dtype=compute_dtype)
@@ -45,7 +45,7 @@ def test_activations_that_were_away_give_the_same_bits(
     assert offload.moved_bytes > 0
 
 
-def test_checkpointed_blocks_move_their_input_and_no_weight(tiny_model_dir: Path, mesh: Mesh) -> None:
+def test_checkpointed_blocks_move_only_their_input(tiny_model_dir: Path, mesh: Mesh) -> None:
     model = setup_model(ModelConfig(name=str(tiny_model_dir), attn="sdpa", ac=ActivationCheckpointConfig()), mesh)
     offload = ActivationOffload(ActivationOffloadingConfig(), CPU)
     for block in decoder_blocks(model):
@@ -69,7 +69,7 @@ def test_only_the_newest_activations_stay_on_the_device() -> None:
     assert [one.on_device is not None for one in stored] == [True, True, False, False, False, False]
 
 
-def test_small_tensors_and_parameters_stay() -> None:
+def test_small_tensors_and_parameters_are_not_moved() -> None:
     offload = ActivationOffload(ActivationOffloadingConfig(), CPU)
     small = torch.ones(MIN_BYTES // 4 - 1, requires_grad=True)
     linear = torch.nn.Linear(64, 64, bias=False)

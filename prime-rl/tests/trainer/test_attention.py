@@ -1,4 +1,4 @@
-"""Every kernel gives a packed row the results that each of its sequences has alone."""
+"""Attention kernels: a packed row has the same results as its sequences computed separately."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def positions(*lengths: int) -> Tensor:
 def sdpa_of_each_sequence(
     query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, _bounds, _longest, _longest_key, **options
 ) -> Tensor:
-    """What PyTorch's varlen kernel computes, which has no CPU version: [tokens, heads, D]."""
+    """Reference for PyTorch's varlen kernel, which has no CPU version: [tokens, heads, D]."""
     (window, ahead), out = options["window_size"], []
     assert ahead == 0
     for start, end in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
@@ -79,7 +79,7 @@ def test_a_packed_row_has_the_logits_of_its_sequences_alone(tiny_model_dir: Path
     torch.testing.assert_close(packed, torch.cat(alone), atol=1e-5, rtol=0)
 
 
-def test_varlen_takes_the_bounds_from_the_positions_if_nobody_tells_it(tiny_model_dir: Path) -> None:
+def test_varlen_derives_missing_bounds_from_the_positions(tiny_model_dir: Path) -> None:
     tokens, places = torch.arange(50)[None], positions(*LENGTHS)
     told = logits_of(tiny_model_dir, CPU_VARLEN, tokens, places, **varlen_arguments(CPU_VARLEN, places))
     assert torch.equal(logits_of(tiny_model_dir, CPU_VARLEN, tokens, places), told)
@@ -99,7 +99,7 @@ def test_varlen_looks_back_as_far_as_the_window_of_the_layer(window: int | None)
 
 
 @pytest.mark.parametrize("wanted", [{"softcap": 30.0}, {"s_aux": torch.ones(4)}, {"dropout": 0.1}])
-def test_varlen_refuses_what_it_has_not(wanted: dict) -> None:
+def test_varlen_refuses_unsupported_options(wanted: dict) -> None:
     states = torch.ones(1, 4, 5, 8)
     with pytest.raises(ModelError, match=r"model\.attn = 'sdpa'"):
         varlen_attention(torch.nn.Module(), states, states, states, None, **wanted)
@@ -137,7 +137,7 @@ def test_a_gpu_without_flash_attention_runs_the_best_kernel_of_pytorch(
     assert chosen == (kernel, "model.attn = flash_attention_2 is not installed")
 
 
-def test_an_installed_kernel_is_taken() -> None:
+def test_an_installed_kernel_is_used() -> None:
     chosen = choose_attention("flash_attention_3", QWEN, GPU, torch.bfloat16, lambda name: True)
     assert chosen == ("flash_attention_3", "")
 
@@ -148,9 +148,9 @@ def test_the_choice_is_logged_once(tiny_model_dir: Path, mesh: Mesh, capsys: pyt
     assert capsys.readouterr().out.count("Attention: sdpa (model.attn = flash_attention_2 needs a GPU)") == 1
 
 
-def test_a_family_whose_packed_sequences_see_each_other_is_refused(tiny_model_dir: Path, mesh: Mesh) -> None:
+def test_a_model_that_mixes_packed_sequences_is_refused(tiny_model_dir: Path, mesh: Mesh) -> None:
     model = setup_model(ModelConfig(name=str(tiny_model_dir), attn=SDPA), mesh)
-    # Tokens meet outside attention, as in a recurrent layer.
+    # Mix tokens outside attention, as a recurrent layer does.
     model.get_input_embeddings().register_forward_hook(lambda module, inputs, output: output + output.cumsum(1))
     with pytest.raises(ModelError, match="influence each other"):
         enable_scoring(model, mesh.process.device)

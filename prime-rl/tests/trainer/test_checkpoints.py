@@ -47,7 +47,7 @@ def new_state(
 
 
 def update(trained: TrainedModel, tokens: Tensor) -> float:
-    """One step on `tokens`; the gradient norm."""
+    """Train one step on `tokens`. Returns the gradient norm."""
     places = torch.arange(tokens.shape[1])[None]
     score_tokens(trained.model, tokens, places, lambda h, logits_of: logits_of(h).logsumexp(-1).sum()).backward()
     norm = clip_gradients(trained.model, 1.0)
@@ -58,7 +58,7 @@ def update(trained: TrainedModel, tokens: Tensor) -> float:
 
 
 def train(state: TrainState, steps: int) -> list[float]:
-    """Gradient norms of the steps, each on its own random tokens."""
+    """Train steps on random tokens, different ones for each step. Returns the gradient norms."""
     norms = []
     for _ in range(steps):
         tokens = torch.randint(0, 128, (1, 50))
@@ -80,7 +80,7 @@ def manager(root: Path, mesh: Mesh, **fields) -> CheckpointManager:
         pytest.param(MuonConfig(lr=1e-2), id="muon"),
     ],
 )
-def test_a_loaded_run_goes_on_bit_for_bit(
+def test_a_loaded_run_continues_bit_identically(
     tiny_model_dir: Path, tmp_path: Path, mesh: Mesh, optim, states_on_host: bool
 ) -> None:
     schedule = LinearSchedulerConfig(warmup_steps=5, decay_steps=2)
@@ -114,7 +114,7 @@ def train_both(state: TrainState, steps: int) -> list[float]:
     return norms
 
 
-def test_models_of_two_roles_go_on_bit_for_bit(tiny_model_dir: Path, tmp_path: Path, mesh: Mesh) -> None:
+def test_models_of_two_roles_continue_bit_identically(tiny_model_dir: Path, tmp_path: Path, mesh: Mesh) -> None:
     straight = with_critic(tiny_model_dir, mesh)
     train_both(straight, 3)
     manager(tmp_path, mesh).save(straight, {})
@@ -204,7 +204,7 @@ def test_positions_in_the_data_are_those_of_data_ranks(
     assert found == [{"position": position} for position in positions]
 
 
-def test_parts_of_a_checkpoint_can_be_left_aside(tiny_model_dir: Path, tmp_path: Path, mesh: Mesh) -> None:
+def test_parts_of_a_checkpoint_can_be_skipped(tiny_model_dir: Path, tmp_path: Path, mesh: Mesh) -> None:
     saved = new_state(tiny_model_dir, mesh, schedule=LinearSchedulerConfig(warmup_steps=4, decay_steps=0))
     train(saved, 2)
     manager(tmp_path, mesh).save(saved, {"position": 17})
@@ -215,7 +215,7 @@ def test_parts_of_a_checkpoint_can_be_left_aside(tiny_model_dir: Path, tmp_path:
     assert fresh.policy.optimizer.param_groups[0]["lr"] == 1e-2
 
 
-def test_the_oldest_checkpoints_are_deleted_but_for_multiples(tiny_model_dir: Path, tmp_path: Path, mesh: Mesh) -> None:
+def test_the_oldest_checkpoints_are_deleted_except_multiples(tiny_model_dir: Path, tmp_path: Path, mesh: Mesh) -> None:
     state = new_state(tiny_model_dir, mesh)
     checkpoints = manager(tmp_path, mesh, keep_last=2, keep_interval=4)
     for step in range(1, 8):
@@ -224,7 +224,7 @@ def test_the_oldest_checkpoints_are_deleted_but_for_multiples(tiny_model_dir: Pa
     assert stable_steps(RunPaths(tmp_path).checkpoints) == [4, 6, 7]
 
 
-def test_retention_leaves_an_abandoned_continuation_alone(tiny_model_dir: Path, tmp_path: Path, mesh: Mesh) -> None:
+def test_retention_ignores_an_abandoned_continuation(tiny_model_dir: Path, tmp_path: Path, mesh: Mesh) -> None:
     state = new_state(tiny_model_dir, mesh)
     for step in (10, 20, 30):
         state.progress.step = step
@@ -247,7 +247,7 @@ def test_the_latest_complete_step_is_resumed(tmp_path: Path, mesh: Mesh) -> None
         manager(tmp_path, mesh, resume_step=20).resume_step()
 
 
-def test_latest_of_nothing_starts_afresh(tmp_path: Path, mesh: Mesh) -> None:
+def test_latest_without_checkpoints_starts_from_scratch(tmp_path: Path, mesh: Mesh) -> None:
     assert manager(tmp_path, mesh, resume_step=-1).resume_step() is None
 
 

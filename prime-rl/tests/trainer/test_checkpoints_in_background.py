@@ -1,4 +1,4 @@
-"""`ckpt.async_save`: the same checkpoints, written while training goes on."""
+"""`ckpt.async_save`: writes the same checkpoints while training continues."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def take_step(state: TrainState) -> None:
 
 
 def everything(state: TrainState) -> list[torch.Tensor]:
-    """Copies of weights and moments."""
+    """Copies of weights and optimizer moments."""
     moments = [value for values in state.policy.optimizer.state.values() for value in values.values()]
     whole = [getattr(value, "full_tensor", value.clone)() for value in moments]
     return [*gather_weights(state.policy.model, torch.float32).values(), *(value.clone() for value in whole)]
@@ -62,7 +62,7 @@ def test_a_checkpoint_holds_the_state_at_the_time_of_the_save(tiny_model_dir: Pa
     expected = everything(state)
     position = {"position": [3]}
     checkpoints.save(state, position)
-    # Training goes on at once, in the very tensors that are being saved.
+    # Training continues at once and modifies the tensors that are being saved.
     position["position"].append(4)
     take_step(state)
     checkpoints.wait()
@@ -73,7 +73,7 @@ def test_a_checkpoint_holds_the_state_at_the_time_of_the_save(tiny_model_dir: Pa
     assert all(map(torch.equal, everything(resumed), expected))
 
 
-def test_saves_follow_each_other_and_old_ones_go(tiny_model_dir: Path, tmp_path: Path, mesh: Mesh) -> None:
+def test_saves_run_in_order_and_old_ones_are_deleted(tiny_model_dir: Path, tmp_path: Path, mesh: Mesh) -> None:
     state, checkpoints = new_state(tiny_model_dir, mesh), manager(tmp_path, mesh, keep_last=1, keep_best=True)
     tokenizer = setup_tokenizer(TokenizerConfig(), ModelConfig(name=str(tiny_model_dir)))
     for val_loss in (3.0, 1.0, 2.0, 2.5):
@@ -88,7 +88,7 @@ def test_saves_follow_each_other_and_old_ones_go(tiny_model_dir: Path, tmp_path:
     assert paths.best_checkpoint.read_text() == '{"step": 2, "val_loss": 1.0}\n'
 
 
-def test_what_could_not_be_written_is_told_by_the_next_save(tiny_model_dir: Path, tmp_path: Path, mesh: Mesh) -> None:
+def test_a_failed_write_is_reported_by_the_next_save(tiny_model_dir: Path, tmp_path: Path, mesh: Mesh) -> None:
     state, checkpoints = new_state(tiny_model_dir, mesh), manager(tmp_path, mesh, keep_best=True)
     paths = RunPaths(tmp_path)
     take_step(state)
@@ -106,7 +106,7 @@ def test_what_could_not_be_written_is_told_by_the_next_save(tiny_model_dir: Path
     assert not paths.best_checkpoint.exists()
 
 
-def test_jobs_run_in_order_up_to_a_failing_one() -> None:
+def test_jobs_run_in_order_until_one_fails() -> None:
     done: list[int] = []
     jobs = BackgroundJobs()
     for number in (1, 2):

@@ -1,4 +1,4 @@
-"""Compiled blocks: the same losses and gradients, and no compilation for each new length."""
+"""Compiled blocks: same losses and gradients, without a compilation for every new length."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from prime_rl.trainer.model.scoring import score_tokens
 from prime_rl.trainer.process.parallel_dims import Mesh
 
 ROWS = ((50, 55, 52), (30, 90, 10), (128,), (33, 20, 7, 80, 90))
-"""Sequences of equal length and not, in one row of the grid and in several: every kind of graph."""
+"""Sequences of equal and different lengths, in one and in several rows of the grid, to cover every kind of graph."""
 LATER_ROWS = ((100,), (12, 9), (200, 10), (31, 32, 33), (70, 12, 58))
 
 
@@ -30,7 +30,7 @@ def loss_and_gradients(model, lengths: tuple[int, ...]) -> list[Tensor]:
 
 
 @pytest.mark.slow
-def test_compiled_blocks_give_the_same_gradients_and_soon_compile_no_more(tiny_model_dir: Path, mesh: Mesh) -> None:
+def test_compiled_blocks_give_the_same_gradients_and_stop_recompiling(tiny_model_dir: Path, mesh: Mesh) -> None:
     torch._dynamo.reset()
     counters.clear()
     settings = {"name": str(tiny_model_dir), "attn": "sdpa", "ac": ActivationCheckpointConfig(freq=2)}

@@ -38,13 +38,13 @@ DEADLINE_S = 20
         pytest.param((2, 2, 2), ("pp", "dp_shard", "tp"), [[0, 2], [1, 3], [4, 6], [5, 7]], id="pipeline first"),
     ],
 )
-def test_processes_read_different_rows_along_the_data_parallel_axes_alone(
+def test_processes_read_different_rows_only_along_the_data_parallel_axes(
     sizes: tuple[int, ...], names: tuple[str, ...], groups: list[list[int]]
 ) -> None:
     assert data_groups(torch.arange(np.prod(sizes)).reshape(sizes), names) == groups
 
 
-def test_a_lone_process_is_the_whole_data_axis(mesh: Mesh) -> None:
+def test_a_single_process_is_the_whole_data_axis(mesh: Mesh) -> None:
     assert mesh.data_axis == DataAxis(data_rank=0, data_size=1)
 
 

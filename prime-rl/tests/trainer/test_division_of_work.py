@@ -1,4 +1,4 @@
-"""The same samples give the same loss and gradient, however they are packed and divided among processes."""
+"""Loss and gradient do not depend on how samples are packed and divided among processes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SCRIPT = Path(__file__).with_name("gradients_of_a_batch.py")
 
 @pytest.fixture(scope="module")
 def results(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]:
-    """What `gradients_of_a_batch.py` found, by the number of its processes."""
+    """Results of `gradients_of_a_batch.py` by number of processes."""
     directory = tmp_path_factory.mktemp("results")
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     found = {}
@@ -55,13 +55,13 @@ def test_loss_and_gradient_are_those_of_one_process_with_eight_rows(
     [
         ("adamw", "adamw", 1e-4),
         ("sgd", "sgd", 1e-6),
-        # Rounded to bfloat16 on the way.
+        # Gradients are rounded to bfloat16 before the reduction.
         ("muon", "muon", 1e-3),
         ("muon of replicas", "muon", 1e-3),
         ("fsdp_cpu_offload", "adamw", 1e-4),
     ],
 )
-def test_two_processes_end_in_the_weights_of_one(
+def test_two_processes_end_with_the_weights_of_one(
     results: dict[int, dict[str, Any]], setting: str, plain: str, tolerance: float
 ) -> None:
     weights, expected = results[2][setting], results[1][plain]
@@ -70,6 +70,6 @@ def test_two_processes_end_in_the_weights_of_one(
         torch.testing.assert_close(weights[name], expected[name], rtol=0, atol=tolerance)
 
 
-def test_offloaded_parameters_change_no_bit(results: dict[int, dict[str, Any]]) -> None:
+def test_offloaded_parameters_give_bit_identical_results(results: dict[int, dict[str, Any]]) -> None:
     for found in results.values():
         assert all(torch.equal(tensor, found["adamw"][name]) for name, tensor in found["fsdp_cpu_offload"].items())

@@ -1,4 +1,4 @@
-"""A disk that is full: what is there stays whole, the run says so in a line, and goes on when there is room."""
+"""Full disk: existing files stay intact, the run fails with one line, and it continues once there is space."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Disk = Callable[[int], Path]
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Disk]:
-    """A file system of so many KiB; called again, it gets another size."""
+    """Creates a file system of the given size in KiB. Calling it again resizes the file system."""
     if sys.platform != "linux" or os.geteuid() != 0:
         pytest.skip("only root on Linux can mount a small file system")
     root = tmp_path / "small"
@@ -39,12 +39,12 @@ def disk(tmp_path: Path) -> Iterator[Disk]:
 
     yield resized
     if root.is_mount():
-        # The log of the last run is still open.
+        # The last run's log is still open.
         subprocess.run(["umount", "--lazy", root], check=True)
 
 
 def fill(root: Path) -> Path:
-    """Take all the room that is left."""
+    """Fill the remaining space."""
     file = root / "filler"
     with file.open("wb", buffering=0) as stream:
         try:
@@ -75,7 +75,7 @@ def errors_of(config: SFTConfig, capsys: pytest.CaptureFixture[str]) -> list[str
 
 
 @pytest.mark.parametrize("async_save", [False, True], ids=["between_steps", "in_the_background"])
-def test_the_last_good_checkpoint_stays_whole_and_goes_on_when_there_is_room(
+def test_the_last_good_checkpoint_stays_intact_and_can_be_resumed(
     async_save: bool, config: dict[str, Any], disk: Disk, tmp_path: Path, capsys
 ) -> None:
     # A checkpoint takes 1.1 MiB, an export 0.4.
@@ -102,7 +102,7 @@ def test_the_last_good_checkpoint_stays_whole_and_goes_on_when_there_is_room(
     assert all(one[name].equal(other[name]) for name in other)
 
 
-def test_weights_that_do_not_fit_are_told_in_one_line(config: dict[str, Any], disk: Disk, capsys) -> None:
+def test_weights_that_do_not_fit_are_one_line(config: dict[str, Any], disk: Disk, capsys) -> None:
     paths = RunPaths(disk(200) / "out")
     errors = errors_of(SFTConfig(**config, output_dir=paths.root), capsys)
     assert len(errors) == 1
@@ -111,13 +111,13 @@ def test_weights_that_do_not_fit_are_told_in_one_line(config: dict[str, Any], di
     assert len(paths.metrics.read_text().splitlines()) == 6
 
 
-def test_metrics_that_cannot_be_written_are_told_of_and_follow_when_there_is_room(disk: Disk, capsys) -> None:
+def test_lost_metrics_are_reported_and_writing_continues_with_space(disk: Disk, capsys) -> None:
     root = disk(64)
     setup_logger("info")
     monitor = JsonlMonitor(root / "metrics.jsonl", "sft")
     monitor.log({"loss/mean": 1.0}, 0)
     filler = fill(root)
-    # The file's last block takes some lines more.
+    # A few more lines fit in the file's last block.
     for step in range(1, 200):
         monitor.log({"loss/mean": 1.0}, step)
     filler.unlink()
@@ -131,14 +131,14 @@ def test_metrics_that_cannot_be_written_are_told_of_and_follow_when_there_is_roo
         try:
             records.append(json.loads(line))
         except ValueError:
-            # The one line that the end of the disk cut.
+            # The one line that was cut off when the disk was full.
             records.append(None)
     assert records.count(None) <= 1
     assert records[0]["step"] == 0
     assert records[-1] == records[-1] | {"step": 200, "loss/mean": 2.0}
 
 
-def test_a_log_that_cannot_be_written_is_told_of_once_and_stops_nothing(disk: Disk, capsys) -> None:
+def test_a_log_that_cannot_be_written_is_one_warning(disk: Disk, capsys) -> None:
     root = disk(64)
     setup_logger("info", root / "run.log")
     filler = fill(root)

@@ -1,4 +1,4 @@
-"""Gradients that stay where they are, against those that autograd gives the plain model."""
+"""Kept gradients, compared with autograd's gradients of the plain model."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def gradient_of(model: nn.Module, rows: list[Tensor], mesh: Mesh, limits: Limits
 
 
 def plain_gradient_of(config: ModelConfig, rows: list[Tensor]) -> dict[str, Tensor]:
-    """Without FSDP and without our kernels."""
+    """Gradients of the model without FSDP and without our kernels."""
     model = AutoModelForCausalLM.from_pretrained(config.name, dtype=getattr(torch, config.compute_dtype))
     total: dict[str, Tensor] = {}
     for row in rows:
@@ -49,7 +49,7 @@ def config(request: pytest.FixtureRequest, tiny_model_dir: Path) -> ModelConfig:
 
 
 @pytest.mark.parametrize("most_logits", [2**25, 16 * VOCAB], ids=["head in one part", "head in parts"])
-def test_they_are_those_of_the_plain_model(config: ModelConfig, mesh: Mesh, most_logits: int) -> None:
+def test_kept_gradients_equal_those_of_the_plain_model(config: ModelConfig, mesh: Mesh, most_logits: int) -> None:
     kept = gradient_of(setup_model(config, mesh), ROWS, mesh, Limits(logits=most_logits, vocab_chunk=48))
     tolerance = 1e-5 if config.compute_dtype == "float32" else 2e-2
     for name, expected in plain_gradient_of(config, ROWS).items():
@@ -58,7 +58,7 @@ def test_they_are_those_of_the_plain_model(config: ModelConfig, mesh: Mesh, most
         )
 
 
-def test_they_stay_where_they_are_and_start_anew_after_zero_grad(config: ModelConfig, mesh: Mesh) -> None:
+def test_kept_gradients_stay_in_place_and_restart_after_zero_grad(config: ModelConfig, mesh: Mesh) -> None:
     model = setup_model(config, mesh)
     first = gradient_of(model, ROWS, mesh)
     places = [parameter.grad.to_local().data_ptr() for parameter in model.parameters()]
@@ -81,7 +81,7 @@ def test_the_padding_token_has_no_gradient(config: ModelConfig, mesh: Mesh) -> N
     assert gradient[7].abs().sum() == 0
 
 
-def test_states_made_before_the_first_update_are_adamws_own(config: ModelConfig, mesh: Mesh) -> None:
+def test_states_created_before_the_first_update_equal_adamws(config: ModelConfig, mesh: Mesh) -> None:
     weights = []
     for is_ours in (True, False):
         model = setup_model(config, mesh)

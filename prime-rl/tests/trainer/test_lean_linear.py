@@ -29,7 +29,7 @@ def drawn_linear(inputs: int, outputs: int, bias: bool) -> nn.Linear:
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize(("inputs", "outputs"), [(48, 80), (80, 48)])
 @pytest.mark.parametrize("shape", [(37,), (1, 33), (2, 3, 5)])
-def test_a_lean_linear_layer_gives_what_the_plain_one_gives_in_float64(
+def test_a_lean_linear_layer_matches_the_plain_one_in_float64(
     shape: tuple[int, ...], inputs: int, outputs: int, bias: bool
 ) -> None:
     x = torch.randn(*shape, inputs, generator=torch.Generator().manual_seed(1))
@@ -52,7 +52,7 @@ def test_a_frozen_weight_gets_no_gradient() -> None:
     torch.testing.assert_close(x.grad, linear.weight.sum(0).expand(4, -1))
 
 
-def test_other_dtypes_are_computed_as_before() -> None:
+def test_other_dtypes_use_pytorch() -> None:
     linear, plain = (drawn_linear(48, 80, bias=True).bfloat16() for _ in range(2))
     x = torch.ones(4, 48, dtype=torch.bfloat16)
     use_lean_linears(linear)
@@ -61,7 +61,7 @@ def test_other_dtypes_are_computed_as_before() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_product_of_transposed_matrices_is_the_products_of_their_columns(dtype: torch.dtype) -> None:
+def test_a_product_of_transposed_matrices_is_correct(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(2)
     one, other = (torch.randn(33, width, generator=generator, dtype=dtype) for width in (20, 12))
     expected = one.double().T @ other.double()
@@ -69,5 +69,5 @@ def test_a_product_of_transposed_matrices_is_the_products_of_their_columns(dtype
     torch.testing.assert_close(product(other.T, one.T).double(), expected.T, rtol=1e-5, atol=1e-5)
 
 
-def test_numbers_of_rows_are_few() -> None:
+def test_row_counts_are_rounded_up() -> None:
     assert [padded_row_count(rows) for rows in (1, 32, 33)] == [32, 32, 64]

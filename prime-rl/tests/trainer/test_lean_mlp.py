@@ -25,7 +25,7 @@ def outcome_and_gradients(mlp: nn.Module, x: Tensor) -> list[Tensor]:
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
 @pytest.mark.parametrize("shape", [(2, 7, WIDTH), (1, 33, WIDTH)])
-def test_a_lean_mlp_gives_what_transformers_gives(dtype: torch.dtype, tolerance: float, shape: tuple[int, ...]) -> None:
+def test_a_lean_mlp_matches_transformers(dtype: torch.dtype, tolerance: float, shape: tuple[int, ...]) -> None:
     mlp = llama_mlp().to(dtype)
     x = (torch.randn(shape, generator=torch.Generator().manual_seed(0)) * 3).to(dtype)
     expected = outcome_and_gradients(mlp, x)
@@ -46,7 +46,7 @@ def test_frozen_projections_get_no_gradient() -> None:
 
 
 class Scaled(LlamaMLP):
-    """A layer with the same parts and another formula."""
+    """A layer with the same submodules but another formula."""
 
     def forward(self, x: Tensor) -> Tensor:
         return 2 * self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
@@ -68,6 +68,6 @@ def adapted_mlp() -> LlamaMLP:
     ],
     ids=["biases", "another activation", "adapters", "another formula"],
 )
-def test_layers_with_more_to_them_are_left_alone(mlp: nn.Module) -> None:
+def test_other_layers_are_not_replaced(mlp: nn.Module) -> None:
     use_lean_mlps(mlp)
     assert "forward" not in vars(mlp)

@@ -18,9 +18,7 @@ def outcome_and_gradients(norm: torch.nn.Module, x: torch.Tensor) -> list[torch.
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
 @pytest.mark.parametrize("shape", [(2, 7, WIDTH), (1, 5, 3, WIDTH)])
-def test_a_lean_norm_gives_what_transformers_gives(
-    dtype: torch.dtype, tolerance: float, shape: tuple[int, ...]
-) -> None:
+def test_a_lean_norm_matches_transformers(dtype: torch.dtype, tolerance: float, shape: tuple[int, ...]) -> None:
     generator = torch.Generator().manual_seed(0)
     norm = Qwen3RMSNorm(WIDTH)
     norm.weight.data = 1 + torch.randn(WIDTH, generator=generator) / 4
@@ -33,9 +31,9 @@ def test_a_lean_norm_gives_what_transformers_gives(
         torch.testing.assert_close(ours.float(), theirs, rtol=tolerance, atol=tolerance * float(theirs.abs().max()))
 
 
-def test_norms_with_another_formula_are_left_alone() -> None:
+def test_norms_with_another_formula_are_not_replaced() -> None:
     class CenteredRMSNorm(torch.nn.Module):
-        """Gemma's: its weight counts from 0."""
+        """Gemma's RMSNorm, which multiplies by 1 + weight."""
 
         def __init__(self) -> None:
             super().__init__()

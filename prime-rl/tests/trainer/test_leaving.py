@@ -1,4 +1,4 @@
-"""How a trainer's process ends, as its parent sees it."""
+"""Exit of a trainer process, as seen by its parent."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def ended(end: str) -> subprocess.CompletedProcess:
 
 
 @pytest.mark.parametrize(("end", "code"), [("pass", 0), ("raise SystemExit", 0), ("raise SystemExit(143)", 143)])
-def test_nothing_that_a_teardown_would_break_changes_the_exit_code(end: str, code: int) -> None:
+def test_teardown_errors_do_not_change_the_exit_code(end: str, code: int) -> None:
     process = ended(end)
     assert (process.returncode, process.stdout) == (code, "worked\nexit handlers ran\n")
 

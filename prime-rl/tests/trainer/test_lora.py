@@ -1,4 +1,4 @@
-"""Adapters: what they compute, train, and leave; PEFT is the measure."""
+"""LoRA adapters: computation, training and export, compared with PEFT."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ TOKENS = torch.arange(4, 100, 3)
 
 @pytest.fixture(scope="module")
 def moe_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Qwen3-MoE with 4 experts, of which 2 are used, in each of 2 layers; its head is not tied."""
+    """Qwen3-MoE with 2 layers of 4 experts, 2 of them active per token, and an untied head."""
     directory = tmp_path_factory.mktemp("moe")
     sizes = {"hidden_size": 32, "moe_intermediate_size": 16, "num_hidden_layers": 2, "head_dim": 16}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
@@ -64,7 +64,7 @@ def moe_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def mixed_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """GLM-4-MoE: the first layer is dense, the second has a shared expert beside the stacked ones."""
+    """GLM-4-MoE: the first layer is dense, the second has stacked experts and a shared expert."""
     directory = tmp_path_factory.mktemp("mixed")
     sizes = {"hidden_size": 32, "intermediate_size": 24, "moe_intermediate_size": 16, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16, "first_k_dense_replace": 1}
@@ -91,7 +91,7 @@ def loss_of(logits: Tensor) -> Tensor:
 
 
 def train(model: PreTrainedModel, steps: int = 3) -> PreTrainedModel:
-    # Logits alone, without a backward pass, leave the gathered weights in place.
+    # Without a backward pass, the weights stay gathered.
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -104,7 +104,7 @@ def train(model: PreTrainedModel, steps: int = 3) -> PreTrainedModel:
 
 
 def in_peft(model: PreTrainedModel, base: Path, directory: Path, **options: Any) -> peft.PeftModel:
-    """`base` with the adapter of `model`, as PEFT loads it from files."""
+    """`base` with the adapter of `model`, saved to files and loaded by PEFT."""
     save_adapter(gather_adapter(model, torch.float32), directory)
     own = AutoModelForCausalLM.from_pretrained(base, attn_implementation="sdpa")
     return peft.PeftModel.from_pretrained(own, directory, **options)
@@ -119,9 +119,7 @@ def in_peft(model: PreTrainedModel, base: Path, directory: Path, **options: Any)
         pytest.param({"target_modules": ["v_proj"], "modules_to_save": ["embed_tokens"]}, id="with-tied-embeddings"),
     ],
 )
-def test_peft_computes_what_the_trained_model_computes(
-    tiny_model_dir: Path, mesh: Mesh, tmp_path: Path, lora: dict[str, Any]
-) -> None:
+def test_peft_matches_the_trained_model(tiny_model_dir: Path, mesh: Mesh, tmp_path: Path, lora: dict[str, Any]) -> None:
     model = train(setup_model(config_of(tiny_model_dir, lora), mesh))
     loaded = in_peft(model, tiny_model_dir, tmp_path / "adapter")
     start = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
@@ -131,7 +129,7 @@ def test_peft_computes_what_the_trained_model_computes(
     assert (ours - before).abs().max() > 0.1
 
 
-def test_the_files_are_those_that_peft_itself_writes(tiny_model_dir: Path, mesh: Mesh, tmp_path: Path) -> None:
+def test_the_files_match_peft_s_own(tiny_model_dir: Path, mesh: Mesh, tmp_path: Path) -> None:
     model = train(setup_model(config_of(tiny_model_dir, {"modules_to_save": ["norm"]}), mesh))
     in_peft(model, tiny_model_dir, tmp_path / "ours").save_pretrained(tmp_path / "theirs")
     ours, theirs = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("ours", "theirs"))
@@ -160,9 +158,7 @@ def test_loss_and_gradients_are_those_of_peft(tiny_model_dir: Path, mesh: Mesh, 
     assert compared == 2 * 7 * 2
 
 
-def test_an_untrained_adapter_changes_nothing_and_every_run_draws_the_same_one(
-    tiny_model_dir: Path, mesh: Mesh
-) -> None:
+def test_an_untrained_adapter_changes_nothing_and_its_initialization_is_fixed(tiny_model_dir: Path, mesh: Mesh) -> None:
     torch.manual_seed(1)
     one = setup_model(config_of(tiny_model_dir), mesh)
     torch.manual_seed(2)
@@ -187,7 +183,7 @@ def test_only_adapters_and_modules_to_save_are_trained(tiny_model_dir: Path, mes
     assert changed == {"model.norm.weight", *(f"model.layers.{layer}.self_attn.q_proj.weight" for layer in (0, 1))}
 
 
-def test_an_export_is_merged_and_holds_the_adapter_if_asked(tiny_model_dir: Path, mesh: Mesh, tmp_path: Path) -> None:
+def test_an_export_is_merged_and_has_the_adapter_if_requested(tiny_model_dir: Path, mesh: Mesh, tmp_path: Path) -> None:
     config = config_of(tiny_model_dir)
     model = train(setup_model(config, mesh))
     options = WeightCheckpointConfig(save_adapter_separately=True)
@@ -203,7 +199,7 @@ def test_an_export_is_merged_and_holds_the_adapter_if_asked(tiny_model_dir: Path
     assert stored.keys() == load_file(tiny_model_dir / "model.safetensors").keys()
 
 
-def test_a_broadcast_holds_the_adapter_alone_in_peft_s_format(tiny_model_dir: Path, mesh: Mesh, tmp_path: Path) -> None:
+def test_a_broadcast_has_only_the_adapter_in_peft_s_format(tiny_model_dir: Path, mesh: Mesh, tmp_path: Path) -> None:
     model = train(setup_model(config_of(tiny_model_dir), mesh))
     run = RunPaths(tmp_path).orchestrator
     FileSystemBroadcast(FileSystemWeightBroadcastConfig(), run, mesh.process, 1, None).publish(model, 3, torch.float32)
@@ -219,7 +215,9 @@ def test_a_broadcast_holds_the_adapter_alone_in_peft_s_format(tiny_model_dir: Pa
         torch.testing.assert_close(logits_of(model), loaded(TOKENS[None]).logits[0], rtol=1e-5, atol=1e-5)
 
 
-def test_frozen_weights_are_kept_in_the_compute_dtype_and_give_the_same_bits(tiny_model_dir: Path, mesh: Mesh) -> None:
+def test_frozen_weights_are_stored_in_the_compute_dtype_with_identical_results(
+    tiny_model_dir: Path, mesh: Mesh
+) -> None:
     model = setup_model(config_of(tiny_model_dir, compute_dtype="bfloat16"), mesh)
     plain = setup_model(ModelConfig(name=str(tiny_model_dir), attn="sdpa", compute_dtype="bfloat16"), mesh)
     dtypes = {(weight.requires_grad, weight.dtype) for weight in model.parameters()}
@@ -229,7 +227,7 @@ def test_frozen_weights_are_kept_in_the_compute_dtype_and_give_the_same_bits(tin
     assert losses[1] < losses[0] - 0.05
 
 
-def test_dropout_is_the_same_when_activations_are_computed_again(tiny_model_dir: Path, mesh: Mesh) -> None:
+def test_dropout_is_the_same_when_activations_are_recomputed(tiny_model_dir: Path, mesh: Mesh) -> None:
     def trained(**fields: Any) -> dict[str, Tensor]:
         model = setup_model(config_of(tiny_model_dir, {"dropout": 0.5}, **fields), mesh)
         torch.manual_seed(0)
@@ -263,14 +261,14 @@ def test_stacked_experts_are_adapted_and_exported_one_by_one(moe_model_dir: Path
     assert {"mlp.experts.0.gate_proj.weight", "mlp.experts.3.down_proj.weight"} <= changed
 
 
-def test_peft_finds_linear_layers_beside_stacked_experts(mixed_model_dir: Path, mesh: Mesh, tmp_path: Path) -> None:
+def test_peft_finds_linear_layers_next_to_stacked_experts(mixed_model_dir: Path, mesh: Mesh, tmp_path: Path) -> None:
     model = train(setup_model(config_of(mixed_model_dir, {"dropout": 0.1}), mesh)).eval()
     loaded = in_peft(model, mixed_model_dir, tmp_path / "adapter")
     with torch.no_grad():
         torch.testing.assert_close(logits_of(model), loaded(TOKENS[None]).logits[0], rtol=1e-5, atol=1e-5)
 
 
-def test_an_adapted_head_counts_in_the_fused_log_probabilities_too(moe_model_dir: Path, mesh: Mesh) -> None:
+def test_an_adapted_head_is_used_with_the_fused_head_enabled(moe_model_dir: Path, mesh: Mesh) -> None:
     model = train(setup_model(config_of(moe_model_dir, {"target_modules": ["lm_head"]}), mesh))
     length = len(TOKENS)
     fields = {"advantages": [1.0] * length, "inference_logprobs": [0.0] * length, "temperatures": [1.0] * length}
@@ -281,7 +279,7 @@ def test_an_adapted_head_counts_in_the_fused_log_probabilities_too(moe_model_dir
     torch.testing.assert_close(scored[1:], expected)
 
 
-def test_names_that_mean_nothing_are_one_line_with_the_nearest_ones(
+def test_unknown_names_are_one_line_with_the_nearest_ones(
     tiny_model_dir: Path, moe_model_dir: Path, mesh: Mesh
 ) -> None:
     def fault(directory: Path = tiny_model_dir, **lora: Any) -> str:
@@ -298,7 +296,7 @@ def test_names_that_mean_nothing_are_one_line_with_the_nearest_ones(
     assert "can only be adapted together" in fault(moe_model_dir, target_modules=["q_proj", "up_proj"])
 
 
-def test_flops_of_frozen_weights_lack_their_gradient(tiny_model_dir: Path, mesh: Mesh) -> None:
+def test_flops_of_frozen_weights_exclude_their_gradient(tiny_model_dir: Path, mesh: Mesh) -> None:
     model = setup_model(config_of(tiny_model_dir, {"target_modules": ["q_proj"]}), mesh)
     layer = 64 * (64 + 32 + 32) + 64 * 64 + 3 * 64 * 128
     adapters = 2 * 4 * (64 + 64)

@@ -27,7 +27,7 @@ from prime_rl.transport.messages import TrainingBatch, TrainingSample
 
 @pytest.fixture
 def base(tiny_model_dir: Path, tmp_path: Path) -> dict[str, Any]:
-    """SFT on questions whose answer is the question, with dropout and with the last norm trained in full."""
+    """SFT on questions whose answer repeats the question, with dropout and the last norm trained in full."""
     file = tmp_path / "echo.jsonl"
     words = ["heart", "lung", "spleen", "aorta", "femur", "tibia", "iris", "uvula"]
     file.write_text("".join(json.dumps({"prompt": a + b, "completion": a + b}) + "\n" for a in words for b in words))
@@ -42,7 +42,7 @@ def base(tiny_model_dir: Path, tmp_path: Path) -> dict[str, Any]:
 
 
 def run_sft(base: dict[str, Any], output_dir: Path, **changes: Any) -> None:
-    """Run as a new process would."""
+    """Run SFT in this process as a new process would."""
     torch.manual_seed(torch.default_generator.initial_seed())
     assert run(SFTConfig(**{**base, "output_dir": output_dir, **changes})) == 0
 
@@ -51,7 +51,7 @@ def losses_of(output_dir: Path) -> list[float]:
     return [json.loads(line)["loss/mean"] for line in RunPaths(output_dir).metrics.read_text().splitlines()]
 
 
-def test_sft_learns_and_leaves_merged_weights_and_the_adapter(base: dict[str, Any], tmp_path: Path, capsys) -> None:
+def test_sft_learns_and_exports_merged_weights_and_the_adapter(base: dict[str, Any], tmp_path: Path, capsys) -> None:
     out = tmp_path / "out"
     run_sft(base, out, max_steps=30, ckpt={"weights": {"save_adapter_separately": True}})
     losses = losses_of(out)
@@ -66,7 +66,7 @@ def test_sft_learns_and_leaves_merged_weights_and_the_adapter(base: dict[str, An
 
 
 @pytest.mark.parametrize("in_background", [False, True])
-def test_a_resumed_run_ends_in_the_same_bits(base: dict[str, Any], tmp_path: Path, in_background: bool) -> None:
+def test_a_resumed_run_is_bit_identical(base: dict[str, Any], tmp_path: Path, in_background: bool) -> None:
     base["model"]["lora"]["dropout"] = 0.2
     straight, halves = tmp_path / "straight", tmp_path / "halves"
     run_sft(base, straight)
@@ -77,7 +77,7 @@ def test_a_resumed_run_ends_in_the_same_bits(base: dict[str, Any], tmp_path: Pat
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
-def test_a_checkpoint_holds_what_is_trained_alone(base: dict[str, Any], tmp_path: Path) -> None:
+def test_a_checkpoint_has_only_trained_parameters(base: dict[str, Any], tmp_path: Path) -> None:
     run_sft(base, tmp_path / "out", max_steps=1, ckpt={})
     saved = FileSystemReader(RunPaths(tmp_path / "out").trainer_checkpoint(1)).read_metadata().state_dict_metadata
     weights = {name for name in saved if name.startswith("policy.model.")}
@@ -85,7 +85,7 @@ def test_a_checkpoint_holds_what_is_trained_alone(base: dict[str, Any], tmp_path
     assert all(".lora." in name or name.endswith("model.norm.weight") for name in weights)
 
 
-def test_a_checkpoint_is_refused_beside_other_weights_or_another_scale(
+def test_a_checkpoint_is_refused_with_other_base_weights_or_another_scale(
     base: dict[str, Any], tiny_model_dir: Path, tmp_path: Path, capsys
 ) -> None:
     out, other_model = tmp_path / "out", tmp_path / "other_model"
@@ -108,7 +108,7 @@ def test_a_checkpoint_is_refused_beside_other_weights_or_another_scale(
     run_sft({**base, "model": {**base["model"], "compute_dtype": "bfloat16"}}, out, ckpt={"resume_step": -1})
 
 
-def test_the_best_step_stays(base: dict[str, Any], tmp_path: Path) -> None:
+def test_the_best_step_is_kept(base: dict[str, Any], tmp_path: Path) -> None:
     out = tmp_path / "out"
     val = {"interval": 2, "data": {"name": base["data"]["name"], "seq_len": 64}}
     run_sft(base, out, val=val, ckpt={"keep_best": True, "keep_last": 1})
@@ -116,7 +116,7 @@ def test_the_best_step_stays(base: dict[str, Any], tmp_path: Path) -> None:
     assert best in stable_steps(RunPaths(out).checkpoints)
 
 
-def test_two_processes_train_like_one_and_resume_in_the_same_bits(
+def test_two_processes_train_like_one_and_resume_bit_identically(
     base: dict[str, Any], tmp_path: Path, assert_two_processes_train_like_one: Callable[[SFTConfig], None]
 ) -> None:
     config = {**base, "scheduler": {"type": "linear", "warmup_steps": 2, "decay_steps": 2}}
@@ -165,7 +165,7 @@ def test_rl_publishes_each_version_as_an_adapter_and_exports_it_merged(tiny_mode
         torch.testing.assert_close(merged(tokens).logits, loaded(tokens).logits, rtol=1e-4, atol=1e-4)
 
 
-def test_rl_resumes_in_the_same_bits(tiny_model_dir: Path, tmp_path: Path) -> None:
+def test_rl_resumes_bit_identically(tiny_model_dir: Path, tmp_path: Path) -> None:
     straight, halves = tmp_path / "straight", tmp_path / "halves"
     run_rl(straight, tiny_model_dir, range(2))
     run_rl(halves, tiny_model_dir, range(1), ckpt={})

@@ -19,7 +19,7 @@ TOKENS, PLACES = torch.arange(30)[None], torch.cat([torch.arange(12), torch.aran
 
 @pytest.fixture(scope="module")
 def moe_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two layers of four experts, two of which see a token."""
+    """Two layers of four experts, two of them active per token."""
     directory = tmp_path_factory.mktemp("moe")
     config = Qwen3MoeConfig(
         vocab_size=64,
@@ -46,7 +46,7 @@ def loss_of(model) -> torch.Tensor:
     return score_tokens(model, TOKENS, PLACES, lambda hidden, logits_of: logits_of(hidden).logsumexp(-1).mean())
 
 
-def test_grouped_products_and_one_expert_after_the_other_give_one_gradient(moe_dir: Path, mesh: Mesh) -> None:
+def test_grouped_and_sequential_experts_give_the_same_gradient(moe_dir: Path, mesh: Mesh) -> None:
     results, kernels = [], []
     for grouped in (True, False):
         model = setup_model(config_of(moe_dir, moe_use_grouped_mm=grouped), mesh)
@@ -60,7 +60,7 @@ def test_grouped_products_and_one_expert_after_the_other_give_one_gradient(moe_d
 
 
 @pytest.mark.parametrize("optim", [AdamWConfig(lr=1e-2), MuonConfig(lr=1e-2)], ids=["adamw", "muon"])
-def test_frozen_routers_stay_while_the_rest_learns(moe_dir: Path, mesh: Mesh, optim) -> None:
+def test_frozen_routers_do_not_change_while_the_rest_trains(moe_dir: Path, mesh: Mesh, optim) -> None:
     model = setup_model(config_of(moe_dir, freeze_moe_router=True), mesh)
     before = gather_weights(model, torch.float32)
     optimizer = setup_optimizer(optim, model)

@@ -53,7 +53,7 @@ def test_an_export_is_loaded_by_transformers_and_gives_the_same_logits(
     assert AutoTokenizer.from_pretrained(target).chat_template == tokenizer.chat_template
 
 
-def test_gathered_weights_have_the_files_names_dtype_and_no_tied_copy(tiny_model_dir: Path, mesh: Mesh) -> None:
+def test_gathered_weights_have_hub_names_and_dtype_and_no_tied_copy(tiny_model_dir: Path, mesh: Mesh) -> None:
     on_disk = load_file(tiny_model_dir / "model.safetensors")
     model = setup_model(config_of(tiny_model_dir, ac=ActivationCheckpointConfig()), mesh)
     gathered = gather_weights(model, torch.bfloat16)
@@ -101,18 +101,18 @@ def test_large_weights_are_split_with_an_index(tmp_path: Path) -> None:
     assert torch.equal(load_file(tmp_path / file)["layer.2.weight"], state["layer.2.weight"])
 
 
-def test_the_torch_format_is_one_that_transformers_names(tmp_path: Path) -> None:
+def test_the_torch_format_has_the_hub_file_name(tmp_path: Path) -> None:
     save_weights({"weight": torch.ones(2)}, tmp_path, save_format="torch")
     assert torch.equal(torch.load(tmp_path / "pytorch_model.bin")["weight"], torch.ones(2))
 
 
-def test_whoever_may_enter_the_directory_may_read_the_weights(tmp_path: Path) -> None:
+def test_weights_are_readable_by_everyone_with_access_to_the_directory(tmp_path: Path) -> None:
     tmp_path.chmod(0o750)
     save_weights({"weight": torch.ones(2)}, tmp_path)
     assert (tmp_path / "model.safetensors").stat().st_mode & 0o777 == 0o640
 
 
-def test_checkpointed_activations_and_layer_limit_leave_the_gradient_alone(tiny_model_dir: Path, mesh: Mesh) -> None:
+def test_activation_checkpointing_and_layer_limit_do_not_change_the_gradient(tiny_model_dir: Path, mesh: Mesh) -> None:
     tokens = torch.arange(30)
 
     def gradient_norm(**fields) -> float:

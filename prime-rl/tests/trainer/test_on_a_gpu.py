@@ -1,4 +1,4 @@
-"""What only a GPU shows: kernels that have no CPU version, and memory that offloading frees."""
+"""Tests that need a GPU: kernels without a CPU version, and memory freed by offloading."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def gpu() -> Iterator[Mesh]:
 
 @pytest.fixture(scope="module")
 def wide_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A config whose activations outweigh what the allocator rounds: 8 layers, hidden size 512."""
+    """A config whose activations are large compared with the allocator's rounding: 8 layers, hidden size 512."""
     from transformers import Qwen3Config
 
     directory = tmp_path_factory.mktemp("wide")
@@ -80,7 +80,7 @@ def relative(one: Tensor, other: Tensor) -> float:
 
 
 @pytest.mark.parametrize("kernel", [VARLEN, FLEX])
-def test_packed_rows_have_one_gradient_under_every_kernel(wide_model_dir: Path, gpu: Mesh, kernel: str) -> None:
+def test_packed_rows_have_the_same_gradient_with_every_kernel(wide_model_dir: Path, gpu: Mesh, kernel: str) -> None:
     expected = gradient_of(setup_model(config_of(wide_model_dir, attn=SDPA, compute_dtype="float32"), gpu))
     rounded = gradient_of(setup_model(config_of(wide_model_dir, attn=SDPA), gpu))
     model = setup_model(config_of(wide_model_dir), gpu)
@@ -105,7 +105,7 @@ def peak_bytes_of_backward(config: ModelConfig, mesh: Mesh) -> tuple[int, Tensor
     return torch.cuda.max_memory_allocated(), loss
 
 
-def test_offloaded_activations_free_memory_and_change_no_bit(wide_model_dir: Path, gpu: Mesh) -> None:
+def test_offloaded_activations_free_memory_and_are_bit_identical(wide_model_dir: Path, gpu: Mesh) -> None:
     recomputed = {"ac": ActivationCheckpointConfig(freq=2)}
     offloading = ActivationOffloadingConfig(max_inflight_activations=1)
     kept, loss = peak_bytes_of_backward(config_of(wide_model_dir, **recomputed), gpu)

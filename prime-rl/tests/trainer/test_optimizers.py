@@ -1,4 +1,4 @@
-"""Each optimizer against a reference, and states in host memory against states on the device."""
+"""Optimizers compared with references, and states in host memory compared with states on the device."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ OPTIMIZERS = [
 
 
 class Net(nn.Module):
-    """One parameter of each kind that optimizers tell apart."""
+    """One parameter of each kind that optimizers treat differently."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -113,7 +113,7 @@ def test_muon_is_that_of_pytorch_for_matrices_and_adamw_for_the_rest() -> None:
             torch.testing.assert_close(parameter, expected[name], atol=1e-6, rtol=0)
 
 
-def test_muon_makes_each_expert_of_a_stack_orthogonal_by_itself() -> None:
+def test_muon_orthogonalizes_each_stacked_expert_separately() -> None:
     stack = torch.randn(3, 40, 16)
     together = orthogonalised(stack)
     assert all(torch.equal(one, orthogonalised(alone)) for one, alone in zip(together, stack, strict=True))
@@ -123,7 +123,7 @@ def test_muon_makes_each_expert_of_a_stack_orthogonal_by_itself() -> None:
 
 
 def test_muon_moves_a_matrix_as_far_as_adamw_would() -> None:
-    """Both by about 0.2 lr a weight and update, root mean square, when gradients have no common direction."""
+    """Both move weights by about 0.2 lr (root mean square) per update if gradients have no common direction."""
     net = nn.Sequential(nn.Linear(64, 256, bias=False))
     before = net[0].weight.detach().clone()
     optimizer = setup_optimizer(MuonConfig(lr=1e-2, weight_decay=0), net)
@@ -160,12 +160,12 @@ def test_a_schedule_sets_the_rate_of_every_parameter(config: OptimizerConfig) ->
 
 @pytest.mark.parametrize("config", OPTIMIZERS)
 @pytest.mark.parametrize("slice_bytes", [1, 400, 2**30])
-def test_states_on_the_host_change_no_bit(config: OptimizerConfig, slice_bytes: int) -> None:
+def test_states_on_the_host_give_bit_identical_results(config: OptimizerConfig, slice_bytes: int) -> None:
     schedule = LinearSchedulerConfig(warmup_steps=2, decay_steps=2)
     expected = updated(config, schedule)
     net, (optimizer, scheduler) = Net(), (None, None)
     for seed in range(4):
-        if seed in (0, 2):  # the run starts, and goes on after it was stopped
+        if seed in (0, 2):  # the run starts, and later resumes
             saved = None if optimizer is None else (optimizer.state_dict(), scheduler.state_dict())
             optimizer = setup_optimizer(config, net)
             offload_states(optimizer, CPU, slice_bytes)
@@ -191,14 +191,14 @@ def test_states_stay_in_the_same_host_memory() -> None:
     assert places[0] == places[1] == places[2]
 
 
-def test_a_cpu_has_nothing_to_offload_and_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+def test_offloading_on_a_cpu_logs_that_it_has_no_effect(capsys: pytest.CaptureFixture[str]) -> None:
     setup_logger("info")
     optimizer = setup_optimizer(AdamWConfig(lr=1e-2), Net(), states_on_host=True)
     assert "step" not in vars(optimizer)
     assert "model.optim_cpu_offload has nothing to do on a CPU" in capsys.readouterr().out
 
 
-def test_the_norm_is_that_before_clipping() -> None:
+def test_the_returned_norm_is_the_norm_before_clipping() -> None:
     net = Net()
     give_gradients(net, 0)
     norm = math.sqrt(sum(float(parameter.grad.square().sum()) for parameter in net.parameters()))

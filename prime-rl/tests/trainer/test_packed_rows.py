@@ -23,12 +23,12 @@ def positions(*lengths: int) -> Tensor:
 
 
 def token_losses(model, input_ids_1T: Tensor, position_ids_1T: Tensor) -> Tensor:
-    """Cross-entropy of each token but the first of the row, given those before it: [T - 1]."""
+    """Cross-entropy of each token given those before it, except the row's first: [T - 1]."""
     logits = score_tokens(model, input_ids_1T, position_ids_1T, lambda hidden, logits_of: logits_of(hidden))
     return torch.nn.functional.cross_entropy(logits[:-1].float(), input_ids_1T[0, 1:], reduction="none")
 
 
-def test_a_row_of_short_sequences_becomes_rows_as_wide_as_the_longest() -> None:
+def test_a_row_of_short_sequences_is_folded_to_the_width_of_the_longest() -> None:
     grid = fold(positions(3, 5, 2, 4), hidden_size=1)
     row = torch.arange(100, 114)[None]
     placed = grid.scatter(row)
@@ -42,7 +42,7 @@ def test_padding_continues_the_last_sequence_of_its_row() -> None:
     assert grid.position_ids_RW.tolist() == [[0, 1, 2, 3, 4], [0, 1, 2, 0, 1], [0, 1, 2, 3, 4]]
 
 
-def test_a_row_is_left_alone_where_folding_would_mostly_add_padding() -> None:
+def test_a_row_is_not_folded_if_that_would_mostly_add_padding() -> None:
     row = positions(60, 1, 1)
     assert torch.equal(fold(row, hidden_size=1024).position_ids_RW, row)
 
@@ -86,7 +86,7 @@ def test_cross_entropy_in_chunks_equals_cross_entropy_at_once(kind: str) -> None
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 3e-2)])
-def test_sequences_apart_have_the_attention_of_each_alone(dtype: torch.dtype, tolerance: float) -> None:
+def test_attention_per_sequence_equals_attention_of_separate_sequences(dtype: torch.dtype, tolerance: float) -> None:
     generator = torch.Generator().manual_seed(0)
     lengths, scale = [20, 1, 12, 7], 0.2
     states = [torch.randn(heads, 40, 16, generator=generator).requires_grad_() for heads in (6, 2, 2)]
@@ -105,7 +105,7 @@ def test_sequences_apart_have_the_attention_of_each_alone(dtype: torch.dtype, to
         torch.testing.assert_close(one.float(), other, rtol=tolerance, atol=tolerance * float(other.abs().max()))
 
 
-def test_few_long_sequences_are_computed_apart_and_many_short_ones_are_not(tiny_model_dir: Path) -> None:
+def test_attention_per_sequence_is_cheaper_for_few_long_sequences_only(tiny_model_dir: Path) -> None:
     config = AutoConfig.from_pretrained(tiny_model_dir)
     hidden_size = 576
     few, many = positions(200, 150, 100), positions(*[8] * 64)

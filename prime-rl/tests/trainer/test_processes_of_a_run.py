@@ -1,4 +1,4 @@
-"""How a trainer's processes end."""
+"""Termination of trainer processes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_no_worker_outlives_a_killed_torchrun() -> None:
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as torchrun:
         joined = {torchrun.stdout.readline().strip() for _ in range(2)}
         torchrun.send_signal(signal.SIGKILL)
-        # The workers hold the other end of this pipe: it ends when the last of them has.
+        # The workers hold the write end of this pipe, so it reaches its end when the last worker exits.
         rest = torchrun.stdout.read()
     assert joined == {"joined 0", "joined 1"}
     assert rest == ""
@@ -44,7 +44,7 @@ def test_a_second_sigterm_does_not_kill_a_process_that_is_stopping(mesh: Mesh, d
     signal.raise_signal(signal.SIGTERM)
 
 
-def test_sigterm_kills_again_after_a_run_that_was_not_stopped(mesh: Mesh) -> None:
+def test_sigterm_has_its_default_action_again_after_a_run(mesh: Mesh) -> None:
     before = signal.getsignal(signal.SIGTERM)
     with listen_for_signals(mesh.process):
         pass

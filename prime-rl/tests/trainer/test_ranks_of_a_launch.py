@@ -1,4 +1,4 @@
-"""The ranks that a launch starts: where they listen, and what the others say when one of them is killed."""
+"""Ranks started by a launch: the addresses they listen on, and the error of the others when one is killed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from prime_rl.run.paths import RunPaths
 
 RANK = Path(__file__).with_name("rank_of_a_launch.py")
 LOOPBACK = "0100007F"
-"""127.0.0.1 as the kernel prints it."""
+"""127.0.0.1 in the kernel's hexadecimal form."""
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
@@ -29,7 +29,7 @@ def planned_ranks(port: int, out: Path) -> tuple[ProcessSpec, ...]:
 
 @pytest.fixture
 def ranks(tmp_path: Path) -> Iterator[list[subprocess.Popen[str]]]:
-    """Two processes with the environment that a plan gives to ranks."""
+    """Two processes with the environment variables that a plan sets for ranks."""
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     with reserved_ports(1) as (port,):
         started = [
@@ -47,7 +47,7 @@ def test_ranks_listen_on_loopback_only(ranks: list[subprocess.Popen[str]]) -> No
     assert said == [f"rank {rank} of 2 on ['{LOOPBACK}']" for rank in range(2)]
 
 
-def test_a_rank_that_loses_another_says_so_in_one_line(ranks: list[subprocess.Popen[str]]) -> None:
+def test_a_rank_that_loses_another_fails_with_one_line(ranks: list[subprocess.Popen[str]]) -> None:
     first, second = ranks
     for process in ranks:
         process.stdout.readline()

@@ -14,7 +14,7 @@ from prime_rl.trainer.process.errors import ScheduleError
 
 
 def rates(config: SchedulerConfig, max_steps: int | None, updates: int, lr: float = 1.0) -> list[float]:
-    """The learning rate of each of the first updates."""
+    """The learning rates of the first updates."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=lr)
     scheduler = setup_scheduler(config, optimizer, max_steps)
     used = []
@@ -30,7 +30,7 @@ def test_linear_warms_up_and_decays_to_the_floor() -> None:
     assert rates(config, 10, 10) == pytest.approx([0.1, 0.4, 0.7, 1, 1, 1, 1, 0.7, 0.4, 0.1])
 
 
-def test_linear_may_decay_all_the_way() -> None:
+def test_linear_can_decay_to_zero() -> None:
     config = LinearSchedulerConfig(warmup_steps=0, decay_steps=10, min_lr=0.1)
     assert rates(config, 10, 10) == pytest.approx([1 - 0.1 * update for update in range(10)])
 
@@ -40,7 +40,7 @@ def test_linear_with_one_decay_step_ends_at_the_floor() -> None:
     assert rates(config, 4, 5) == pytest.approx([1, 1, 1, 0.25, 0.25])
 
 
-def test_linear_without_a_floor_starts_at_almost_nothing() -> None:
+def test_linear_without_a_floor_starts_near_zero() -> None:
     config = LinearSchedulerConfig(warmup_steps=2, decay_steps=0)
     assert rates(config, None, 4, lr=2.0) == pytest.approx([2e-8, 1.0, 2.0, 2.0])
 

@@ -24,7 +24,7 @@ def row_of(sequences: list[list[int]]) -> tuple[Tensor, Tensor]:
 
 
 def losses_and_gradient(model, rows: list[list[list[int]]]) -> tuple[Tensor, Tensor]:
-    """Log-probabilities of every token but the first of each sequence, and the gradient of their sum."""
+    """Log-probabilities of every token except each sequence's first, and the gradient of their sum."""
     scored = []
     for sequences in rows:
         tokens, places = row_of(sequences)
@@ -37,7 +37,7 @@ def losses_and_gradient(model, rows: list[list[list[int]]]) -> tuple[Tensor, Ten
     return torch.cat(scored).detach(), gradient
 
 
-def test_tokens_with_the_same_past_are_one_node() -> None:
+def test_tokens_with_the_same_prefix_are_one_node() -> None:
     tree = find_shared_prefixes(*row_of(GROUP))
     assert tree is not None
     sequences = list(tree.node_of_token_T.split([len(sequence) for sequence in GROUP]))
@@ -47,11 +47,11 @@ def test_tokens_with_the_same_past_are_one_node() -> None:
     assert int(tree.node_of_token_T.max()) + 1 == len({tuple(s[:end]) for s in GROUP for end in range(1, len(s) + 1)})
 
 
-def test_the_same_token_after_another_past_is_another_node() -> None:
+def test_the_same_token_after_another_prefix_is_another_node() -> None:
     assert find_shared_prefixes(*row_of([[1, 2, 3], [2, 2, 3]])) is None
 
 
-def test_a_group_has_the_losses_and_gradients_of_its_sequences_alone(tiny_model_dir: Path, mesh: Mesh) -> None:
+def test_a_group_has_the_losses_and_gradients_of_separate_sequences(tiny_model_dir: Path, mesh: Mesh) -> None:
     model = setup_model(ModelConfig(name=str(tiny_model_dir), attn="sdpa"), mesh)
     assert model.config._attn_implementation == SHARED
     alone = losses_and_gradient(model, [[sequence] for sequence in GROUP])
@@ -60,7 +60,7 @@ def test_a_group_has_the_losses_and_gradients_of_its_sequences_alone(tiny_model_
         torch.testing.assert_close(ours, expected, atol=2e-5, rtol=1e-4)
 
 
-def test_a_sliding_window_stays_one(tmp_path: Path, mesh: Mesh) -> None:
+def test_sliding_windows_are_respected(tmp_path: Path, mesh: Mesh) -> None:
     config = MistralConfig(
         vocab_size=128,
         hidden_size=32,
@@ -81,7 +81,7 @@ def test_a_sliding_window_stays_one(tmp_path: Path, mesh: Mesh) -> None:
 
 
 @pytest.mark.parametrize("copies", [2, 5])
-def test_equal_sequences_cost_one_of_them(copies: int) -> None:
+def test_equal_sequences_cost_as_much_as_one(copies: int) -> None:
     tree = find_shared_prefixes(*row_of([PROMPT] * copies))
     assert tree is not None
     assert int(tree.node_of_token_T.max()) + 1 == len(PROMPT)

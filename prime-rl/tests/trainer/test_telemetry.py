@@ -1,4 +1,4 @@
-"""What watches a trainer: benchmark, trace, metrics server, heartbeat, memory, MFU."""
+"""Telemetry of trainers: benchmark, trace, metrics server, heartbeat, memory and MFU."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def sft(tiny_model_dir: Path, tmp_path: Path) -> dict[str, Any]:
 
 @pytest.fixture
 def watchdog() -> Iterator[tuple[str, list[str]]]:
-    """A server that answers 200 below `/ok` and 404 elsewhere: its URL, and the paths that were asked for."""
+    """A server that responds with 200 under `/ok` and 404 elsewhere. Yields its URL and the requested paths."""
     asked: list[str] = []
 
     class Handler(BaseHTTPRequestHandler):
@@ -103,7 +103,7 @@ def test_a_benchmark_of_the_rl_trainer_needs_no_orchestrator(tiny_model_dir: Pat
 # --- profiles
 
 
-def test_a_trace_is_one_that_chrome_reads(sft: dict[str, Any], tmp_path: Path) -> None:
+def test_a_trace_can_be_read_by_chrome(sft: dict[str, Any], tmp_path: Path) -> None:
     assert run_sft(SFTConfig(**sft, trace_path=tmp_path / "traces", max_steps=2)) == 0
     with gzip.open(tmp_path / "traces" / "rank_0.json.gz") as file:
         events = json.load(file)["traceEvents"]
@@ -165,7 +165,7 @@ def test_prometheus_reads_the_last_step_and_the_health() -> None:
     server.close()
 
 
-def test_a_taken_port_is_one_line(sft: dict[str, Any], mesh: Mesh, tmp_path: Path) -> None:
+def test_a_port_in_use_is_one_line(sft: dict[str, Any], mesh: Mesh, tmp_path: Path) -> None:
     with reserved_ports(1) as (port,):
         config = MetricsServerConfig(host="127.0.0.1", port=port)
         server = MetricsServer(config)
@@ -174,10 +174,12 @@ def test_a_taken_port_is_one_line(sft: dict[str, Any], mesh: Mesh, tmp_path: Pat
     server.close()
 
 
-def test_a_watchdog_hears_of_steps_and_may_fail(sft: dict[str, Any], watchdog: tuple[str, list[str]], capsys) -> None:
+def test_a_watchdog_gets_a_request_per_step_and_may_fail(
+    sft: dict[str, Any], watchdog: tuple[str, list[str]], capsys
+) -> None:
     url, asked = watchdog
     assert run_sft(SFTConfig(**sft, heartbeat={"url": f"{url}/ok"}, max_steps=3)) == 0
-    # A step is left out while the call of the one before is under way.
+    # A beat is skipped while the previous request is pending.
     assert 1 <= len(asked) <= 3
     assert "heartbeat" not in capsys.readouterr().out
     setup_logger("info")
@@ -192,7 +194,7 @@ def test_a_watchdog_hears_of_steps_and_may_fail(sft: dict[str, Any], watchdog: t
 
 def test_a_frozen_weight_costs_two_products_and_a_trained_one_three(tiny_model_dir: Path, mesh: Mesh) -> None:
     model_config = ModelConfig(name=str(tiny_model_dir), attn="sdpa")
-    # Two layers: q and o of 64 x 64, k and v of 64 x 32, three of 64 x 128 in the MLP; the head of 64 x 128.
+    # Two layers with q and o of 64 x 64, k and v of 64 x 32, and three MLP matrices of 64 x 128; a head of 64 x 128.
     layers, head, attention = 2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128), 64 * 128, 12 * 2 * 64 * 100
     assert flops_per_token(setup_model(model_config, mesh), 100) == 6 * (layers + head) + attention
     lora = model_config.model_copy(update={"lora": LoRAConfig(rank=4, target_modules=["q_proj"], modules_to_save=[])})
@@ -202,7 +204,7 @@ def test_a_frozen_weight_costs_two_products_and_a_trained_one_three(tiny_model_d
 
 @pytest.mark.parametrize(("row_tokens", "ratio"), [(8_192, 1.44), (16_384, 1.61), (65_536, 1.86)])
 def test_equal_speed_prints_a_higher_mfu_than_upstreams_formula(row_tokens: int, ratio: float) -> None:
-    """Upstream takes Q = hidden size / heads, which is 64 for Qwen3-0.6B; its heads have 128 channels."""
+    """Upstream uses a head size of hidden size / heads, which is 64 for Qwen3-0.6B, but its heads have 128 channels."""
     config = Qwen3Config(
         vocab_size=151_936,
         hidden_size=1024,

@@ -1,4 +1,4 @@
-"""W&B without a network: runs are written to the run's directory, and no secret with them."""
+"""W&B offline: runs are written to the run's directory, without secrets."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ SECRETS = {
 
 
 def run_offline(module: str, config: SFTConfig | TrainerConfig, out: Path) -> str:
-    """Run a trainer with secrets in its environment; what it printed."""
+    """Run a trainer with secrets in its environment. Returns its output."""
     file = out.with_name("config.toml")
     dump_toml(config, file)
-    # A proxy that is not there: whoever asks the network fails.
+    # A proxy that does not exist, so that any network access fails.
     environment = {**os.environ, **SECRETS, "WANDB_MODE": "offline", "OMP_NUM_THREADS": "1"}
     environment |= {"HTTPS_PROXY": "http://127.0.0.1:9", "HTTP_PROXY": "http://127.0.0.1:9"}
     command = [sys.executable, "-m", module, "@", str(file)]
@@ -34,7 +34,7 @@ def run_offline(module: str, config: SFTConfig | TrainerConfig, out: Path) -> st
 
 
 @pytest.mark.parametrize("trainer", ["sft", "rl"])
-def test_an_offline_run_is_written_beside_the_metrics_without_secrets(
+def test_an_offline_run_is_written_next_to_the_metrics_without_secrets(
     trainer: str, tiny_model_dir: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "out"

@@ -1,4 +1,4 @@
-"""Started by `test_processes_of_a_run.py` under torchrun: joins the world, says so, and waits to be ended."""
+"""Started by `test_processes_of_a_run.py` under torchrun: joins the process group, prints a line, and waits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Batches and rows travel as files that are whole or absent."""
+"""Filesystem transport: batches and rows are files that are complete or absent."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def row(token: int) -> MicroBatch:
     return MicroBatch([token], [True], [0.5], [-0.1], [0], [1.0])
 
 
-def test_batches_of_earlier_steps_are_removed_once_a_later_one_was_read(paths) -> None:
+def test_batches_of_earlier_steps_are_removed_once_a_later_one_is_read(paths) -> None:
     sender, receiver = setup_batch_sender(CONFIG, paths.orchestrator), setup_batch_receiver(CONFIG, paths.orchestrator)
     for step in (0, 1, 2):
         sender.send(TrainingBatch([sample()], step=step))
@@ -71,7 +71,7 @@ def test_a_batch_of_another_step_in_the_file_is_not_trained_on(paths, engine_log
     assert "contains the batch of step 9" in engine_log.text
 
 
-def test_a_new_sender_discards_batches_of_an_earlier_start_and_nothing_else(paths) -> None:
+def test_a_new_sender_deletes_only_batches_of_an_earlier_start(paths) -> None:
     setup_batch_sender(CONFIG, paths.orchestrator).send(TrainingBatch([sample()], step=7))
     neighbour = paths.orchestrator.batch(7).with_name("notes.txt")
     neighbour.write_text("mine")
@@ -88,7 +88,7 @@ def test_row_files_of_the_step_before_are_removed(paths) -> None:
     assert paths.rank_batch(1, 0).exists()
 
 
-def test_structs_travel_as_positional_arrays(paths) -> None:
+def test_structs_are_encoded_as_positional_arrays(paths) -> None:
     setup_batch_sender(CONFIG, paths.orchestrator).send(TrainingBatch([sample()], step=0))
     examples, step, run = msgspec.msgpack.decode(paths.orchestrator.batch(0).read_bytes())
     assert (step, run, len(examples[0])) == (0, None, 12)

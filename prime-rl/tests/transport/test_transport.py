@@ -1,4 +1,4 @@
-"""What every transport must do: batches and rows arrive whole, for the step that asks, and the last one too."""
+"""Contract of every transport: batches and rows arrive complete and for the requested step, including the last one."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def config(request, zmq_port: int) -> TransportConfig:
 
 
 class Ends:
-    """Opens ends of one transport, and closes them after the test."""
+    """Creates senders and receivers of one transport and closes them after the test."""
 
     def __init__(self, config: TransportConfig, paths: RunPaths, closing: ExitStack) -> None:
         self.config = config
@@ -79,7 +79,7 @@ def ends(config, tmp_path) -> Iterator[Ends]:
 
 
 def awaited(receive: Callable[[], TrainingBatch | None]) -> TrainingBatch:
-    """What a poll gives at last."""
+    """Poll until there is a result."""
     deadline = time.monotonic() + DEADLINE_S
     while (received := receive()) is None:
         assert time.monotonic() < deadline, "nothing came"
@@ -94,7 +94,7 @@ def test_a_batch_arrives_as_it_was_sent(ends) -> None:
     assert received == TrainingBatch([sample()], step=3, run_idx=0)
 
 
-def test_the_receiver_takes_the_step_it_is_asked_for_and_no_other(ends) -> None:
+def test_the_receiver_returns_only_the_requested_step(ends) -> None:
     receiver, sender = ends.receiver(), ends.sender()
     for step in (1, 2):
         sender.send(batch(step, token=10 + step))
@@ -103,7 +103,7 @@ def test_the_receiver_takes_the_step_it_is_asked_for_and_no_other(ends) -> None:
     assert receiver.receive(0) is None
 
 
-def test_batches_that_came_early_wait_for_their_step(ends) -> None:
+def test_early_batches_are_stored_for_their_step(ends) -> None:
     receiver, sender = ends.receiver(), ends.sender()
     for step in (0, 1, 2):
         sender.send(batch(step, token=step))
@@ -111,7 +111,7 @@ def test_batches_that_came_early_wait_for_their_step(ends) -> None:
     assert tokens == [[0], [1], [2]]
 
 
-def test_the_last_batch_arrives_although_its_sender_has_gone(ends) -> None:
+def test_the_last_batch_arrives_after_its_sender_has_exited(ends) -> None:
     sender = ends.sender()
     leaving = threading.Thread(target=lambda: (sender.send(batch(9)), sender.close()))
     leaving.start()

@@ -1,4 +1,4 @@
-"""Weights reach other processes bit by bit, layer 0 among them, and only as the version that was asked for."""
+"""Weight group: weights arrive bit-identical, including layer 0, and only as the requested version."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ for version in (1, 2):
     save_file({name: part.clone() for name, part in group.receive(version)}, f"{target}/{version}.safetensors")
 os._exit(0)
 """
-"""Engines end so, too: gloo's threads and Python's end do not go together."""
+"""Exit as engines do, without interpreter teardown, which gloo's threads do not survive."""
 
 
 @pytest.fixture
@@ -64,36 +64,36 @@ def join(port: int, rank: int, size: int = 2, timeout_s: float = TIMEOUT_S) -> W
     return WeightGroup(("127.0.0.1", port), rank, size, CPU, timeout_s)
 
 
-def test_another_version_than_the_one_asked_for_is_a_fault(port) -> None:
+def test_another_version_than_the_requested_one_is_an_error(port) -> None:
     trainer, engine = join(port, 0), join(port, 1)
     with ThreadPoolExecutor(1) as threads:
         sending = threads.submit(trainer.send, {"model.norm.weight": torch.ones(3)}, 4)
         with pytest.raises(TransportError, match="expected the weights of version 5, but received 4"):
             dict(engine.receive(5))
-        del engine  # its end closes, and the trainer hears of it or has sent all
+        del engine  # closes its connections: the trainer either notices or has sent everything
         sending.exception(timeout=TIMEOUT_S)
 
 
-def test_an_engine_that_waits_for_no_trainer_says_so(port) -> None:
+def test_an_engine_without_a_trainer_fails_with_a_message(port) -> None:
     with pytest.raises(TransportError, match=f"process 1 of 2 could not join the group at 127.0.0.1:{port}"):
         join(port, 1, timeout_s=0.3)
 
 
-def test_a_port_that_is_taken_is_named(port) -> None:
+def test_a_port_in_use_is_named(port) -> None:
     first = join(port, 0)
     with pytest.raises(TransportError, match=f"could not join the group at 127.0.0.1:{port}"):
         join(port, 0)
     assert first.rank == 0
 
 
-def test_weights_that_nobody_takes_are_a_fault_after_the_groups_time(port) -> None:
+def test_sending_without_receivers_fails_after_the_timeout(port) -> None:
     trainer, engine = join(port, 0, timeout_s=0.3), join(port, 1)
     with pytest.raises(TransportError, match="version 1 did not reach the inference servers"):
         trainer.send({"model.norm.weight": torch.ones(3)}, 1)
     assert engine.rank == 1
 
 
-def test_a_group_of_another_size_is_refused_at_the_door(port) -> None:
+def test_a_group_of_another_size_is_refused_on_joining(port) -> None:
     trainer = join(port, 0, size=3)
     with pytest.raises(TransportError, match=r"expects 2 inference workers, but there are 1: .*world_size = 1"):
         join(port, 1, size=2)
@@ -113,7 +113,7 @@ os._exit(9)
 """
 
 
-def test_a_trainer_that_dies_is_a_fault_at_once(port) -> None:
+def test_a_trainer_that_dies_is_an_error_at_once(port) -> None:
     argv = [sys.executable, "-c", LOSES_ITS_TRAINER, str(port)]
     trainer = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     engine = join(port, 1)
@@ -123,7 +123,7 @@ def test_a_trainer_that_dies_is_a_fault_at_once(port) -> None:
         dict(engine.receive(2))
 
 
-def test_bundles_are_what_lies_outside_the_layers_and_then_each_layer_from_0_on() -> None:
+def test_bundles_are_the_tensors_outside_the_layers_then_each_layer() -> None:
     first, *layers = bundles_of(weights_of(0))
     assert first == ["model.embed_tokens.weight", "model.norm.weight"]
     assert [names[0].split(".")[2] for names in layers] == ["0", "1", "2", "10"]

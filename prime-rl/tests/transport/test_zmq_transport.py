@@ -1,4 +1,4 @@
-"""What is particular to sockets: whose batch it is, who listens, and which port."""
+"""ZeroMQ transport: run names, subscriptions, and ports."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_a_batch_of_another_run_is_dropped_and_both_runs_are_named(config, recei
     assert receiver.receive(0) is None
 
 
-def test_a_message_that_is_no_batch_is_dropped(config, receiver, engine_log) -> None:
+def test_a_message_that_is_not_a_batch_is_dropped(config, receiver, engine_log) -> None:
     with zmq.Context() as context, context.socket(zmq.PUSH) as stranger:
         stranger.connect(f"tcp://{config.host}:{config.port}")
         stranger.send_multipart([b"mine/run_default", b"\xc1"])
@@ -57,7 +57,7 @@ def test_a_message_that_is_no_batch_is_dropped(config, receiver, engine_log) -> 
     assert "not a valid training batch" in engine_log.text
 
 
-def test_of_two_batches_for_one_step_the_later_one_counts(config, receiver, tmp_path) -> None:
+def test_the_last_of_two_batches_for_one_step_counts(config, receiver, tmp_path) -> None:
     sender = setup_batch_sender(config, RunPaths(tmp_path / "mine").orchestrator)
     samples = [TrainingSample([token], [False], [], [], [], []) for token in (1, 2)]
     for sample in samples:
@@ -66,12 +66,12 @@ def test_of_two_batches_for_one_step_the_later_one_counts(config, receiver, tmp_
     sender.close()
 
 
-def test_a_port_in_use_is_told_with_the_keys_to_change(config, receiver, tmp_path) -> None:
+def test_a_port_in_use_is_reported_with_the_keys_to_change(config, receiver, tmp_path) -> None:
     with pytest.raises(TransportError, match=rf"listen on 127.0.0.1:{config.port}: Address already in use.*\.port"):
         setup_batch_receiver(config, RunPaths(tmp_path).orchestrator)
 
 
-def test_rows_of_another_step_are_a_fault(config) -> None:
+def test_rows_of_another_step_are_an_error(config) -> None:
     sender, receiver = ZMQMicroBatchSender(config, {1: 1}), ZMQMicroBatchReceiver(config, 1)
     sender.send(4, {1: []})
     with pytest.raises(TransportError, match="expected the rows of step 5, but received those of step 4"):

@@ -1,4 +1,4 @@
-"""What the RL trainer's tests share."""
+"""Fixtures of the RL trainer's tests."""
 
 from __future__ import annotations
 
@@ -10,6 +10,6 @@ from prime_rl.trainer.process.world import destroy_world, setup_world
 
 @pytest.fixture
 def mesh() -> Mesh:
-    """This process as the whole mesh."""
+    """A mesh with only this process."""
     yield ParallelDims(dp_replicate=1, dp_shard=1).mesh(setup_world("cpu", timeout_s=60))
     destroy_world()

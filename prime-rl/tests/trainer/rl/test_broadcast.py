@@ -1,4 +1,4 @@
-"""Policy versions appear whole, old ones go, and a version that cannot be written stops the run."""
+"""Filesystem broadcast: versions appear atomically, old ones are removed, and a failed write stops the run."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ def broadcast_to(out, mesh, max_async_level: int = 1, keep_interval: int | None 
     ("max_async_level", "keep_interval", "left"),
     [(0, None, [5]), (1, None, [4, 5]), (2, None, [3, 4, 5]), (1, 2, [2, 4, 5])],
 )
-def test_versions_that_nobody_asks_for_any_more_go(tmp_path, model, mesh, max_async_level, keep_interval, left) -> None:
+def test_versions_that_are_no_longer_needed_are_removed(
+    tmp_path, model, mesh, max_async_level, keep_interval, left
+) -> None:
     broadcast = broadcast_to(tmp_path, mesh, max_async_level, keep_interval)
     for version in range(1, 6):
         broadcast.publish(model, version, torch.float32)

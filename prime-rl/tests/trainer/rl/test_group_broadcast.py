@@ -1,4 +1,4 @@
-"""Weights go to whoever asks for them, straight from memory; and nobody waits for ever for one who does not."""
+"""Group broadcast: sends weights from memory to servers that request them, and times out if they do not."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def port() -> Iterator[int]:
 
 @pytest.fixture
 def made(run: OrchestratorPaths, mesh, port: int) -> Made:
-    """Makes the trainer's side."""
+    """Creates the trainer's side of the broadcast."""
 
     def make(timeout_s: int = 60, is_stopping: bool = False) -> GroupBroadcast:
         config = NCCLWeightBroadcastConfig(host="127.0.0.1", port=port, timeout=timeout_s)
@@ -54,7 +54,7 @@ def ask_for(run: OrchestratorPaths, version: int) -> None:
     run.broadcast_ready(version).touch()
 
 
-def test_an_engine_gets_every_tensor_that_the_model_keeps(made, model, run, port, tiny_model_dir) -> None:
+def test_an_engine_receives_every_tensor_of_the_model(made, model, run, port, tiny_model_dir) -> None:
     broadcast, received = made(), {}
     broadcast.start(0)
 
@@ -72,7 +72,7 @@ def test_an_engine_gets_every_tensor_that_the_model_keeps(made, model, run, port
     assert all(torch.equal(received[name], original[name].bfloat16()) for name in original)
 
 
-def test_a_version_waits_for_the_orchestrator_to_ask(made, model, run) -> None:
+def test_a_version_waits_for_the_orchestrators_request(made, model, run) -> None:
     broadcast = made(timeout_s=1)
     broadcast.start(0)
     with pytest.raises(BroadcastError, match=r"did not request version 1 within weight_broadcast\.timeout = 1 s"):
@@ -80,7 +80,7 @@ def test_a_version_waits_for_the_orchestrator_to_ask(made, model, run) -> None:
     assert (run.broadcast(1) / STABLE).exists()
 
 
-def test_servers_that_are_gone_are_a_fault(made, model, run) -> None:
+def test_servers_that_have_exited_are_an_error(made, model, run) -> None:
     broadcast = made(timeout_s=1)
     broadcast.start(0)
     ask_for(run, 1)
@@ -88,31 +88,31 @@ def test_servers_that_are_gone_are_a_fault(made, model, run) -> None:
         broadcast.publish(model, 1, torch.float32)
 
 
-def test_after_the_orchestrators_end_nothing_is_sent(made, model, run) -> None:
+def test_nothing_is_sent_after_the_orchestrator_has_finished(made, model, run) -> None:
     broadcast = made()
     broadcast.start(0)
     run.broadcasts.mkdir(parents=True)
     run.broadcasts_closed.touch()
-    # Nobody asks and nobody joins: to wait or to send would raise at the timeout.
+    # No server requests or joins, so waiting or sending would raise after the timeout.
     broadcast.publish(model, 1, torch.float32)
     assert (run.broadcast(1) / STABLE).exists()
 
 
-def test_a_trainer_that_is_told_to_stop_waits_for_nobody(made, model, run) -> None:
+def test_a_trainer_that_is_stopping_does_not_wait(made, model, run) -> None:
     broadcast = made(is_stopping=True)
     broadcast.start(0)
     broadcast.publish(model, 1, torch.float32)
     assert (run.broadcast(1) / STABLE).exists()
 
 
-def test_markers_of_an_earlier_start_are_gone_before_anyone_joins(made, run) -> None:
+def test_markers_of_an_earlier_start_are_removed_before_servers_join(made, run) -> None:
     ask_for(run, 2)
     run.broadcasts_closed.touch()
     made().start(2)
     assert not run.broadcasts.exists()
 
 
-def test_a_port_that_is_taken_is_named(made, port) -> None:
+def test_a_port_in_use_is_named(made, port) -> None:
     first, other = made(), made()
     first.start(0)
     with pytest.raises(BroadcastError, match=f"could not join the group at 127.0.0.1:{port}"):

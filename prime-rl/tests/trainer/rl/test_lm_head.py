@@ -1,4 +1,4 @@
-"""The fused output layer equals a full softmax, in value and gradient, for any slice of the vocabulary."""
+"""Fused head: equals a full softmax in value and gradient, for any vocabulary chunk size."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_huge_logits_do_not_overflow(problem) -> None:
     assert entropy.isfinite().all()
 
 
-def test_entropy_carries_no_gradient(problem) -> None:
+def test_entropy_has_no_gradient(problem) -> None:
     _, entropy = fused_logprobs(*problem, 7)
     assert not entropy.requires_grad
 
@@ -56,7 +56,7 @@ def test_a_frozen_head_gets_no_gradient(problem) -> None:
     assert hidden.grad is not None
 
 
-def test_no_tokens_at_all_give_a_zero_gradient(problem) -> None:
+def test_zero_tokens_give_a_zero_gradient(problem) -> None:
     hidden, weight, labels, temperatures = problem
     logprobs, _ = fused_logprobs(hidden[:0], weight, labels[:0], temperatures[:0], 7)
     logprobs.sum().backward()

@@ -1,4 +1,4 @@
-"""Each published objective gives the values that its formula gives by hand or in plain NumPy, and its gradient."""
+"""Published objectives: values and gradients match their formulas, computed by hand or in NumPy."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from prime_rl.trainer.rl.loss import LossInputs, setup_loss
 from prime_rl.trainer.rl.objectives import Tokens, objective_of
 
 THETA, PROX, BEHAVE, ADVANTAGES = [-1, -0.5, -2, -0.1], [-1.2, -0.5, -1, -0.6], [-1.3, -0.9, -1, -3], [1, -1, -1, 1]
-"""The reference values of decoupled PPO."""
+"""Inputs of the reference values for decoupled PPO."""
 
 
 def tokens_of(theta=THETA, behave=BEHAVE, advantages=ADVANTAGES, prox=PROX) -> Tokens:
@@ -50,7 +50,7 @@ def test_decoupled_ppo_around_the_sampling_policy_is_the_clipped_surrogate() -> 
 
 
 def test_the_clipped_surrogate_by_hand() -> None:
-    """Ratios 1.5, 0.5, 1.5, 0.5 with advantages 2, 2, -2, -2: a gain is cut at the bound, a loss never."""
+    """Ratios 1.5, 0.5, 1.5, 0.5 with advantages 2, 2, -2, -2: only gains are clipped, never losses."""
     theta = [math.log(ratio) for ratio in (1.5, 0.5, 1.5, 0.5)]
     tokens = tokens_of(theta, behave=[0] * 4, advantages=[2, 2, -2, -2])
     assert losses_of(ClipLossConfig(), tokens) == pytest.approx([-2.4, -1.0, 3.0, 1.6])
@@ -65,7 +65,7 @@ def test_the_dual_clip_bounds_what_a_negative_advantage_can_cost() -> None:
 
 
 @pytest.mark.parametrize(("difference", "ratio"), [(0.5, 1.6487), (1.0, 2.7183)])
-def test_gspo_takes_the_geometric_mean_ratio_of_the_sequence(difference, ratio) -> None:
+def test_gspo_uses_the_geometric_mean_ratio_of_the_sequence(difference, ratio) -> None:
     config = GSPOLossConfig(clip_high=9.0)
     tokens = tokens_of(theta=[0.0, -1.0], behave=[-difference - 0.25, -1 - difference + 0.25], advantages=[1, 1])
     assert losses_of(config, tokens) == pytest.approx([-ratio] * 2, abs=5e-5)
@@ -90,7 +90,7 @@ def test_truncated_weights_keep_the_gradient_of_every_token() -> None:
 
 
 @pytest.mark.parametrize("config", [ClipLossConfig(), GSPOLossConfig(), TruncatedLossConfig(), DecoupledLossConfig()])
-def test_where_the_policies_agree_the_gradient_is_that_of_the_plain_policy_gradient(config) -> None:
+def test_with_equal_policies_the_gradient_is_the_plain_policy_gradient(config) -> None:
     tokens = tokens_of(THETA, THETA, [0.7] * 4, THETA)
     losses = objective_of(config)(tokens)[0]
     losses.sum().backward()
@@ -119,7 +119,7 @@ def by_sequence(token_losses) -> list[np.ndarray]:
 
 
 def numpy_loss(algorithm: str) -> float:
-    """The loss of a step of two sequences, written from the papers; they share nothing with the trainer's code."""
+    """Loss of a step with two sequences, implemented from the papers without the trainer's code."""
     ratio, advantage = np.exp(LOGPROBS - BEHAVIOUR), np.repeat(ADVANTAGE_OF, LENGTHS)
     match algorithm:
         case "grpo":
@@ -145,7 +145,7 @@ def numpy_loss(algorithm: str) -> float:
 @pytest.mark.parametrize(
     "algorithm", ["grpo", "dr_grpo", "dapo", "reinforce_pp", "rloo", "cispo", "gspo", "decoupled_ppo"]
 )
-def test_the_loss_of_a_step_is_the_one_of_the_paper(algorithm) -> None:
+def test_the_loss_of_a_step_matches_the_paper(algorithm) -> None:
     loss = setup_loss(TrainerConfig(loss=preset(algorithm, max_tokens=40, seq_len=64)[LOSS]).loss)
     total = 0.0
     for logprobs, behaviour, advantage in zip(by_sequence(LOGPROBS), by_sequence(BEHAVIOUR), ADVANTAGE_OF, strict=True):

@@ -1,4 +1,4 @@
-"""Samples are packed first-fit decreasing and dealt so that every rank runs equally many rows."""
+"""Packing: first-fit decreasing, and the same number of rows for every rank."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def sample_of(length: int, **changes) -> TrainingSample:
 
 
 def lengths_of(rows) -> list[list[int]]:
-    """The lengths of the sequences in each row; a sequence here is as long as its advantage says."""
+    """Lengths of the sequences in each row. In these tests, a sequence's advantage equals its length."""
     return [[int(row.advantages[i]) for i, position in enumerate(row.position_ids) if position == 0] for row in rows]
 
 
@@ -38,7 +38,7 @@ def test_rows_are_those_of_the_reference() -> None:
     assert lengths_of(rows) == [[9], [6, 4], [5, 3, 2]]
 
 
-def test_ranks_take_turns_and_a_missing_row_is_a_copy_without_a_mask() -> None:
+def test_rows_are_distributed_round_robin_and_filler_rows_have_an_empty_mask() -> None:
     rows = pack_rows([row_from_sample(sample_of(n), 10) for n in (5, 3, 9, 2, 4, 6)], 10)
     first, second = distribute(rows, 2)
     assert lengths_of(first) == [[9], [5, 3, 2]]
@@ -49,7 +49,7 @@ def test_ranks_take_turns_and_a_missing_row_is_a_copy_without_a_mask() -> None:
     assert any(rows[2].loss_mask), "the copied row itself is untouched"
 
 
-def test_a_single_rank_gets_every_row_and_no_copy() -> None:
+def test_a_single_rank_gets_every_row_and_no_filler() -> None:
     rows = pack_rows([row_from_sample(sample_of(n), 4) for n in (3, 4, 2)], 4)
     assert distribute(rows, 1) == [rows]
 
@@ -68,13 +68,13 @@ def test_a_sample_without_completion_has_temperature_one() -> None:
     assert row_from_sample(sample_of(1), 10).temperatures == [1.0]
 
 
-def test_a_long_sample_is_cut_in_every_field() -> None:
+def test_a_long_sample_is_truncated_in_every_field() -> None:
     row = row_from_sample(sample_of(9, teacher_logprobs=[-1.0] * 9), 4)
     sized = [values for values in (getattr(row, name) for name in row.__struct_fields__) if isinstance(values, list)]
     assert [len(values) for values in sized] == [4] * 8
 
 
-def test_no_bin_overflows_and_every_item_is_in_one() -> None:
+def test_no_bin_overflows_and_every_item_is_in_one_bin() -> None:
     lengths = [7, 7, 3, 5, 1, 1, 9, 2]
     bins = first_fit_decreasing(lengths, 10)
     assert sorted(index for members in bins for index in members) == list(range(len(lengths)))
@@ -102,7 +102,7 @@ def test_an_empty_batch_is_refused() -> None:
         pack_batch(TrainingBatch([], step=2), seq_len=8, row_tokens=8, data_ranks=1)
 
 
-def test_teacher_values_for_some_samples_only_are_refused() -> None:
+def test_teacher_values_for_only_some_samples_are_refused() -> None:
     batch = TrainingBatch([sample_of(4), sample_of(4, teacher_logprobs=[0.0] * 4)], step=0)
     with pytest.raises(BadBatch, match="only some samples"):
         pack_batch(batch, seq_len=8, row_tokens=8, data_ranks=1)
@@ -116,7 +116,7 @@ def test_minibatches_share_the_tokens_and_every_rank_has_rows_of_each() -> None:
     assert tokens == [9 + 6 + 3 - 3, 8 + 5 + 2 - 3, 7 + 4 - 2]
 
 
-def test_samples_of_a_prompt_stay_together_as_far_as_there_is_room() -> None:
+def test_samples_of_a_prompt_stay_together_if_they_fit() -> None:
     samples = [sample_of(n, prompt_ids=[prompt]) for prompt, n in [(1, 5), (1, 2), (1, 4), (2, 3), (2, 3), (1, 3)]]
     rows = pack_batch(TrainingBatch(examples=samples, step=0), 10, 20, 1, group_tokens=7)[0]
     assert lengths_of(rows) == [[5, 2, 3, 3, 4, 3]]

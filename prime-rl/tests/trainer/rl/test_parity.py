@@ -1,4 +1,4 @@
-"""A run whose engine and trainer disagree about the first tokens is stopped, with the likely causes."""
+"""Parity check: a run is stopped if engine and trainer disagree on the first tokens, with the likely causes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def engine_log(caplog, monkeypatch):
 
 
 def row_of(scorer: ForwardBackward, *versions: int | None, temperature: float = 1.0) -> Row:
-    """A packed row, one sequence a version, with the log-probabilities that an engine of this policy would give."""
+    """A packed row with one sequence per version and the log-probabilities of an engine with this policy."""
     generator = torch.Generator().manual_seed(3)
 
     def sample(version: int | None) -> TrainingSample:
@@ -61,7 +61,7 @@ def test_another_temperature_stops_the_run_and_names_the_causes(scorer, mesh) ->
         ParityGate(ParityConfig(), mesh).check([row], scorer, version=0)
 
 
-def test_values_that_are_not_numbers_stop_the_run(scorer, mesh) -> None:
+def test_nan_stops_the_run(scorer, mesh) -> None:
     row = row_of(scorer, 0)
     row = dataclasses.replace(row, inference_logprobs=torch.full_like(row.inference_logprobs, torch.nan))
     with pytest.raises(ParityMismatch, match="differ by nan"):
@@ -71,13 +71,13 @@ def test_values_that_are_not_numbers_stop_the_run(scorer, mesh) -> None:
 @pytest.mark.parametrize(
     ("dtype", "config", "difference", "is_stopped"),
     [
-        (torch.bfloat16, ParityConfig(), 0.055, False),  # as measured between healthy bfloat16 engines and trainer
+        (torch.bfloat16, ParityConfig(), 0.055, False),  # as measured between a correct bfloat16 engine and trainer
         (torch.bfloat16, ParityConfig(), 0.15, True),
         (torch.float32, ParityConfig(), 0.055, True),
         (torch.float32, ParityConfig(max_mean_abs_diff=0.06), 0.055, False),
     ],
 )
-def test_bfloat16_may_differ_further_than_float32(scorer, mesh, dtype, config, difference, is_stopped) -> None:
+def test_bfloat16_has_a_larger_bound_than_float32(scorer, mesh, dtype, config, difference, is_stopped) -> None:
     row = row_of(scorer, 0)
     row = dataclasses.replace(row, inference_logprobs=row.inference_logprobs + difference)
     with pytest.raises(ParityMismatch) if is_stopped else nullcontext():
@@ -85,7 +85,7 @@ def test_bfloat16_may_differ_further_than_float32(scorer, mesh, dtype, config, d
 
 
 @pytest.mark.parametrize(("on_mismatch", "warnings"), [("warn", 1), ("off", 0)])
-def test_the_run_goes_on_when_it_is_told_to(scorer, mesh, engine_log, on_mismatch, warnings) -> None:
+def test_the_run_continues_with_on_mismatch_warn(scorer, mesh, engine_log, on_mismatch, warnings) -> None:
     row = row_of(scorer, 0)
     row = dataclasses.replace(row, inference_logprobs=row.inference_logprobs - 1)
     gate = ParityGate(ParityConfig(on_mismatch=on_mismatch), mesh)
@@ -102,6 +102,6 @@ def test_after_a_resume_only_tokens_of_the_resumed_version_are_compared(scorer, 
     assert "over 20 tokens of version 7" in engine_log.text
 
 
-def test_a_batch_without_fresh_tokens_says_so(scorer, mesh, engine_log) -> None:
+def test_a_batch_without_on_policy_tokens_is_not_checked(scorer, mesh, engine_log) -> None:
     ParityGate(ParityConfig(), mesh).check([row_of(scorer, 4, None)], scorer, version=5)
     assert "not checked, because no token" in engine_log.text

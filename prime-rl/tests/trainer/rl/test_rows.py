@@ -1,4 +1,4 @@
-"""Log-probabilities of packed rows are those that Transformers gives each sequence alone."""
+"""Log-probabilities of packed rows equal Transformers' for each separate sequence."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def packed_row(samples) -> Row:
 
 
 def logprobs_alone(directory, tokens: list[int], temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probabilities of tokens 1.. and the entropies they were drawn at, from the plain model."""
+    """Log-probabilities of tokens 1.. and entropies of their distributions, from the plain model."""
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     with torch.no_grad():
         logits = model(torch.tensor([tokens])).logits[0, :-1] / temperature
@@ -61,7 +61,7 @@ def logprobs_alone(directory, tokens: list[int], temperature: float) -> tuple[to
 
 
 @pytest.mark.parametrize("vocab_chunk", [None, 40, 8192])
-def test_each_sequence_scores_as_if_it_were_alone(tiny_model_dir, model, samples, vocab_chunk) -> None:
+def test_each_sequence_scores_as_if_it_were_separate(tiny_model_dir, model, samples, vocab_chunk) -> None:
     row = packed_row(samples)
     logprobs, entropy = score_row(model, row, row.loss_mask, vocab_chunk)
     start = 0
@@ -74,7 +74,7 @@ def test_each_sequence_scores_as_if_it_were_alone(tiny_model_dir, model, samples
         start += len(tokens)
 
 
-def test_tokens_that_are_not_wanted_get_uniform_values(model, samples) -> None:
+def test_unselected_tokens_get_uniform_values(model, samples) -> None:
     row = packed_row(samples)
     logprobs, entropy = score_row(model, row, row.loss_mask, 8192)
     assert torch.all(logprobs[~row.loss_mask] == -math.log(128))
@@ -96,7 +96,7 @@ def test_the_gradient_does_not_depend_on_how_samples_are_packed(model, mesh, sam
     assert torch.allclose(together, apart, atol=1e-6)
 
 
-def test_the_plain_and_the_fused_head_give_one_gradient(model, mesh, samples) -> None:
+def test_the_plain_and_the_fused_head_give_the_same_gradient(model, mesh, samples) -> None:
     rows = [packed_row(samples)]
     assert torch.allclose(gradient_of(model, mesh, rows, None), gradient_of(model, mesh, rows, 50), atol=1e-6)
 
@@ -109,7 +109,7 @@ def test_a_row_without_trained_tokens_adds_nothing(model, mesh, samples) -> None
     assert torch.equal(alone, gradient_of(model, mesh, [row, Row.from_message(filler, CPU)], 8192))
 
 
-def test_step_size_counts_what_is_trained(mesh, samples) -> None:
+def test_step_size_counts_trained_tokens_and_sequences(mesh, samples) -> None:
     size = StepSize.from_rows([packed_row(samples)], mesh.data_axis)
     assert (size.tokens, size.trained_tokens, size.sequences) == (sum(LENGTHS), sum(LENGTHS) - 12, 4)
 
@@ -126,7 +126,7 @@ def test_mean_of_the_reported_losses_is_the_loss_of_the_step(model, mesh, sample
     assert len(values["mismatch_kl"]) == size.sequences
 
 
-def test_proximal_log_probabilities_are_those_of_the_weights_at_the_time(model, mesh, samples) -> None:
+def test_proximal_log_probabilities_are_those_of_the_current_weights(model, mesh, samples) -> None:
     step = ForwardBackward(model, setup_loss(DecoupledLossConfig()), 8192, mesh)
     (row,) = step.with_proximal([packed_row(samples)])
     now, _ = score_row(model, row, row.loss_mask, 8192)

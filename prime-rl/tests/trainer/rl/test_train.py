@@ -1,4 +1,4 @@
-"""The trainer as a real process: batches in, broadcasts, metrics, checkpoints and weights out."""
+"""The RL trainer as a real process: consumes batches, writes broadcasts, metrics, checkpoints and weights."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from prime_rl.transport.messages import TrainingBatch, TrainingSample
 
 MODULE = "prime_rl.trainer.rl.train"
 UNEVEN_LENGTHS = 2 * (400, 31, 250, 390, 380, 120, 395, 300, 60, 370, 385, 45)
-"""6,252 tokens: four rows of 2,048, of which the last is almost empty; each of two processes adds up two."""
+"""6,252 tokens: four rows of 2,048, of which the last is almost empty. With two processes, each accumulates two."""
 
 
 def batch(step: int) -> TrainingBatch:
@@ -48,7 +48,7 @@ def batch(step: int) -> TrainingBatch:
 
 
 def send(out: Path, *steps: int) -> None:
-    """Lie batches ready as an orchestrator would."""
+    """Write batches as an orchestrator would."""
     sender = setup_batch_sender(FileSystemTransportConfig(), RunPaths(out).orchestrator)
     for step in steps:
         sender.send(batch(step))
@@ -59,7 +59,7 @@ def command(out: Path, model: Path, *options: str, processes: int = 1) -> list[s
     if processes > 1:
         start = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", *start]
     fixed = ["--device", "cpu", "--model.attn", "sdpa", "--optim.lr", "1e-3", "--model.seq_len", "512"]
-    fixed += ["--parity.on-mismatch", "off"]  # these batches were sampled by nobody
+    fixed += ["--parity.on-mismatch", "off"]  # no policy sampled these batches
     return [sys.executable, *start, "--output-dir", str(out), "--model.name", str(model), *fixed, *options]
 
 
@@ -72,7 +72,7 @@ def trained(out: Path, model: Path, *options: str, processes: int = 1) -> subpro
 
 @pytest.fixture(scope="module")
 def whole_run(tmp_path_factory, tiny_model_dir) -> Path:
-    """The directory of a run over two batches."""
+    """Directory of a run over two batches."""
     out = tmp_path_factory.mktemp("whole")
     send(out, 0, 1)
     result = trained(out, tiny_model_dir, "--max-steps", "2")
@@ -103,7 +103,7 @@ def test_the_exported_weights_load_as_a_model_with_its_tokenizer(whole_run) -> N
     assert tokenizer.chat_template
 
 
-def test_each_step_leaves_its_metrics_and_a_line(whole_run) -> None:
+def test_each_step_logs_metrics_and_a_line(whole_run) -> None:
     records = [json.loads(line) for line in RunPaths(whole_run).metrics.read_text().splitlines()]
     assert [(record["source"], record["step"]) for record in records] == [("trainer", 0), ("trainer", 1)]
     wanted = ["loss", "entropy", "mismatch_kl", "is_masked", "geo_seq_ratio", "trainer_probs", "inference_probs"]
@@ -138,10 +138,10 @@ def config_of(out: Path, model: Path, **settings) -> TrainerConfig:
     return TrainerConfig(output_dir=out, model=model_config, **fixed | settings)
 
 
-def test_several_updates_a_batch_are_one_version_and_the_same_for_two_processes(
+def test_several_updates_per_batch_are_one_version_and_equal_for_two_processes(
     tmp_path, tiny_model_dir, zmq_port
 ) -> None:
-    """One process gets its batch through a file; two get it, and their rows, through sockets."""
+    """With one process, the batch is sent as a file; with two, batch and rows are sent through sockets."""
     alone, together = tmp_path / "alone", tmp_path / "together"
     options = ["--max-steps", "1", "--minibatches", "3", "--loss.type", "decoupled"]
     options += ["--rollout-transport.type", "zmq", "--rollout-transport.port", str(zmq_port)]
@@ -169,7 +169,7 @@ def test_an_engine_of_another_policy_ends_the_run_before_it_trains(tmp_path, tin
 
 @pytest.fixture(scope="module", params=[(), ("--ckpt.async-save",)], ids=["between_steps", "in_the_background"])
 def stopped_run(request, tmp_path_factory, tiny_model_dir) -> Path:
-    """A run that saved version 1 on SIGUSR1, and version 2 on the SIGTERM that ended it; both while it waited."""
+    """A run that saved version 1 on SIGUSR1 and version 2 on the final SIGTERM, both while waiting for a batch."""
     out = tmp_path_factory.mktemp("stopped")
     send(out, 0)
     start = command(out, tiny_model_dir, "--max-steps", "3", "--ckpt.interval", "50", *request.param)
@@ -190,7 +190,7 @@ def stopped_run(request, tmp_path_factory, tiny_model_dir) -> Path:
     return out
 
 
-def test_signals_save_what_is_trained(stopped_run) -> None:
+def test_signals_save_checkpoints(stopped_run) -> None:
     assert stable_steps(RunPaths(stopped_run).checkpoints) == [1, 2]
     assert not RunPaths(stopped_run).weights.exists(), "an unfinished run exports nothing"
 

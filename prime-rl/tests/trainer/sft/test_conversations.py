@@ -115,7 +115,7 @@ def test_tools_reach_the_template_decoded(tokenizer: PreTrainedTokenizerBase) ->
     row = {"messages": messages, "tools": '[{"name": "add"}]'}
     assert whole_text(tokenizer, row) == "[add]user:hi;assistant:add(3);tool:3;tool:4;assistant:yo;<|im_end|>"
     assert trained_text(tokenizer, row, tool=True, assistant=False) == "tool:3;tool:4;"
-    # No end token of the template's own: the appended one belongs to the last message.
+    # The template adds no end token, so the appended one belongs to the last message.
     assert trained_text(tokenizer, row) == "assistant:add(3);assistant:yo;<|im_end|>"
 
 

@@ -70,7 +70,7 @@ def test_without_shuffling_a_stream_has_the_order_of_the_file(file: Path, tokeni
 
 def test_rows_that_a_process_does_not_train_on_are_not_parsed(file: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     lines = file.read_text().splitlines()
-    # The very first row is looked at for its columns.
+    # The first row is parsed to find the columns.
     own = {0, *range(1, 50, 5)}
     file.write_text("".join(f"{line}\n" if index in own else "no JSON\n" for index, line in enumerate(lines)))
     rows = open_stream(file, tokenizer, rank=1, data_size=5, shuffle=False, shuffle_buffer=10)

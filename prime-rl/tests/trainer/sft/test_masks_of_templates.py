@@ -1,6 +1,6 @@
-"""Loss masks against the truth: conversations written out by hand, each piece with whether the assistant generates it.
+"""Loss masks of chat templates, compared with hand-written conversations that mark what the assistant generates.
 
-The tokenizer makes a token of each character, and of each special token, so the truth is exact to the token.
+The tokenizer makes one token per character and per special token, so the expected masks are exact to the token.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ BEGIN = "<|im_start|>"
 
 @dataclass(frozen=True)
 class Case:
-    """A conversation under a template; what the assistant generates stands between « and »."""
+    """A conversation rendered with a template. What the assistant generates is between « and »."""
 
     name: str
     template: str
@@ -240,7 +240,7 @@ def test_marks_agree_with_the_mask_that_transformers_makes_of_them(tokenizer: Pr
 
 
 def test_merged_tokens_belong_to_the_message_they_start_in() -> None:
-    """A byte-level BPE, whose tokens hold several characters, a leading blank, or a part of a character."""
+    """A byte-level BPE, whose tokens may be several characters, start with a space, or be part of a character."""
     tokenizer = _byte_pair_tokenizer()
     row = {"messages": [{"role": "user", "content": "où ça ?"}, {"role": "assistant", "content": "là-bas 🙂 et là"}]}
     sample = ConversationTokenizer(tokenizer, LossMaskConfig())(row)

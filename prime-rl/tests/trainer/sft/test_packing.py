@@ -25,13 +25,13 @@ PACKINGS = ("cat", "best_fit", "stack")
 
 
 def chat_lengths(count: int) -> np.ndarray:
-    """Lengths as conversations have them: log-normal, median 400, a long tail that is cut at 2,048."""
+    """Lengths like those of conversations: log-normal with median 400, cut at 2,048."""
     return np.clip(np.random.default_rng(0).lognormal(6, 0.9, count), 8, 2048).astype(int)
 
 
 @pytest.fixture(scope="module")
 def open_rows(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., PackedRows]:
-    """Rows made of 300 texts of different lengths, each text of its own number."""
+    """Rows of 300 texts with different lengths. Each text repeats its index."""
     tokenizer = AutoTokenizer.from_pretrained(tiny_model_dir)
     file = tmp_path_factory.mktemp("texts") / "texts.jsonl"
     lengths = np.random.default_rng(1).integers(10, 240, 300)
@@ -46,7 +46,7 @@ def open_rows(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) ->
 
 
 def samples_in(row: PackedRow) -> Iterator[bytes]:
-    """The inputs of each sample of a row."""
+    """Token ids of each sample in a row."""
     tokens = row.input_ids[: row.tokens]
     for part in np.split(tokens, np.flatnonzero(row.position_ids[: row.tokens] == 0)[1:]):
         yield part.tobytes()
@@ -55,9 +55,9 @@ def samples_in(row: PackedRow) -> Iterator[bytes]:
 # --- the bins
 
 
-def test_each_length_goes_into_the_fullest_bin_with_room() -> None:
+def test_each_length_goes_into_the_fullest_bin_with_space() -> None:
     bins = best_fit_decreasing(np.array([3, 7, 2, 5, 8]), 10)
-    # 8 | 7 | 5; 3 fits best beside 7, 2 beside 8.
+    # Bins 8 | 7 | 5. The best fit for 3 is the bin with 7, and for 2 the bin with 8.
     assert bins.tolist() == [1, 1, 0, 2, 0]
 
 
@@ -70,7 +70,7 @@ def test_bins_hold_every_length_whole_and_are_above_98_percent_full(capacity: in
 
 
 def test_the_cost_of_a_length_does_not_grow_with_their_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lines that run are counted, not seconds."""
+    """Counts executed lines instead of seconds."""
 
     def lines_run(count: int) -> int:
         lines = 0
@@ -118,7 +118,7 @@ def test_no_sample_is_cut_lost_or_seen_twice_in_an_epoch(packing: str, open_rows
     while rows.stream.epoch < 3:
         seen += samples_in(next(rows))
     counts = {text: seen.count(text) for text in seen}
-    # What was read and not seen yet waits for a row; nothing can be more than one epoch ahead of the rest.
+    # Samples that were read but not yet packed wait for a row. No sample can be more than one epoch ahead of the rest.
     assert len(counts) == 300
     assert max(counts.values()) <= 3
     assert min(counts.values()) >= 1
@@ -142,13 +142,13 @@ def test_stacked_samples_are_of_like_length(open_rows: Callable[..., PackedRows]
     rows = open_rows(pack_function="stack", seq_len=512, micro_batch_size=2)
     for row in islice(rows, 20):
         assert len(row.input_ids) == 1024
-        # All texts are below 256 tokens: four places.
+        # All texts have fewer than 256 tokens, so a row holds four.
         assert row.samples == 4
 
 
-def test_a_bucket_that_nothing_comes_to_is_emptied() -> None:
+def test_a_bucket_without_new_samples_is_flushed() -> None:
     class Stream:
-        """One long sample, then short ones without end."""
+        """Yields one long sample, then an infinite number of short ones."""
 
         lengths = iter([300])
 
@@ -166,7 +166,7 @@ def test_a_bucket_that_nothing_comes_to_is_emptied() -> None:
 @pytest.mark.parametrize("packing", PACKINGS)
 @pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize("rows_before", [1, 7, 40])
-def test_a_saved_place_continues_exactly(
+def test_a_saved_position_continues_exactly(
     packing: str, streaming: bool, rows_before: int, open_rows: Callable[..., PackedRows], tmp_path: Path
 ) -> None:
     fields = {"pack_function": packing, "streaming": streaming, "shuffle_buffer": 64, "micro_batch_size": 2}

@@ -1,4 +1,4 @@
-"""Whole runs that stop and go on, under each way of packing and reading."""
+"""Complete runs that stop and resume, with every packing and reading mode."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from prime_rl.trainer.sft.run import run
 
 @pytest.fixture(scope="module")
 def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Texts of different lengths, about two epochs for a run."""
+    """Texts of different lengths; a run takes about two epochs."""
     path = tmp_path_factory.mktemp("data") / "texts.jsonl"
     lengths = np.random.default_rng(0).integers(5, 200, 60)
     path.write_text(
@@ -32,7 +32,7 @@ def losses_of(output_dir: Path) -> list[float]:
 
 @pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize("packing", ["cat", "best_fit", "stack"])
-def test_a_run_that_stops_and_goes_on_has_the_same_losses_to_the_bit(
+def test_a_run_that_stops_and_resumes_has_bit_identical_losses(
     packing: str, streaming: bool, file: Path, tiny_model_dir: Path, tmp_path: Path
 ) -> None:
     data = {"name": str(file), "pack_function": packing, "streaming": streaming, "shuffle_buffer": 16}

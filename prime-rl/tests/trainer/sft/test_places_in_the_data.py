@@ -1,4 +1,4 @@
-"""Going on with another number of processes: every sample once, whoever read or held it back."""
+"""Resuming with another number of processes: every sample is used once, regardless of which process read it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CHANGES = ([2, 1], [1, 2], [2, 1, 2], [3, 2, 4], [4, 1, 3])
 
 
 def samples_in(row: PackedRow) -> Iterator[np.ndarray]:
-    """The inputs of each sample of a row."""
+    """Token ids of each sample in a row."""
     tokens = row.input_ids[: row.tokens]
     yield from np.split(tokens, np.flatnonzero(row.position_ids[: row.tokens] == 0)[1:])
 
@@ -37,7 +37,7 @@ def samples_in(row: PackedRow) -> Iterator[np.ndarray]:
 def run_with(
     counts: Sequence[int], open_rows: Callable[[DataAxis], PackedRows], rounds: int, file: Path
 ) -> tuple[list[np.ndarray], list[PackedRows]]:
-    """Read some rounds with each number of processes, by way of a checkpoint; the samples, and the last processes."""
+    """Read rounds with each number of processes, with a checkpoint in between. Returns samples and last streams."""
     samples: list[np.ndarray] = []
     ranks: list[PackedRows] = []
     for count in counts:
@@ -51,7 +51,7 @@ def run_with(
 
 
 def held_back(ranks: Sequence[PackedRows]) -> list[np.ndarray]:
-    """The inputs of every sample that has been read and waits for a row."""
+    """Token ids of every sample that has been read and waits for a row."""
     states = [rows.state()["waiting"] for rows in ranks]
     groups = [group for state in states for key in ("rows", "held_back", "ready") for group in state.get(key, [])]
     groups += [group for state in states for group in state.get("buckets", {}).values()]
@@ -61,7 +61,7 @@ def held_back(ranks: Sequence[PackedRows]) -> list[np.ndarray]:
 @pytest.mark.parametrize("counts", CHANGES, ids=lambda counts: "-".join(map(str, counts)))
 @pytest.mark.parametrize("packing", PACKINGS)
 def test_no_entry_is_left_out_or_read_twice(packing: str, counts: list[int], tmp_path: Path) -> None:
-    """Every token of a made-up sample is the index of its entry."""
+    """Every token of a fake sample is the index of its entry."""
     config = FakeDataConfig(pack_function=packing, length="variable", seq_len=256, micro_batch_size=2, batch_size=24)
     samples, ranks = run_with(
         counts, lambda axis: setup_rows(config, None, 10**6, axis), rounds=9, file=tmp_path / "places.pt"
@@ -72,7 +72,7 @@ def test_no_entry_is_left_out_or_read_twice(packing: str, counts: list[int], tmp
     unread = {index for state in states for index in state["left_over"]}
     for state in states:
         unread.update(range(state["position"], len(used) + 4096, len(ranks)))
-    # No gap between what has been read and what will be.
+    # There is no gap between entries that have been read and entries still to be read.
     assert sorted(used.keys() | unread)[: max(used) + 1] == list(range(max(used) + 1))
     assert not used.keys() & unread
     assert sum(state["counts"].get("seen", 0) for state in states) == len(used)
@@ -108,12 +108,12 @@ def test_an_epoch_has_every_text_whole_and_once(
     assert len(used) == len(texts)
     states = [rows.state() for rows in ranks]
     assert sum(used.values()) == sum(state["counts"].get("seen", 0) for state in states)
-    # Whole epochs give the same number of each; the one that is being read adds at most one.
+    # Complete epochs yield each sample equally often; the current one adds at most one.
     assert max(used.values()) - min(used.values()) <= 1
 
 
 def test_samples_that_were_held_back_by_several_are_more_than_a_row(tmp_path: Path) -> None:
-    """Three of four places of a row, twice: a full row and two samples that wait."""
+    """Two processes hold back three samples each, and a row holds four: one full row and two waiting samples."""
     sample = (b"", b"")
     stopped = {"buckets": {1024: [], 256: [sample] * 3}, "touched_at": {1024: 0, 256: 4}, "emitted": 5, "ready": []}
     places = [
@@ -139,7 +139,7 @@ def test_entries_left_over_come_first() -> None:
 def test_a_run_trains_on_what_it_had_not_trained_on(
     packing: str, counts: tuple[int, int], texts: list[str], file: Path, tiny_model_dir: Path, tmp_path: Path
 ) -> None:
-    """Two real runs, the second with another number of processes, within one epoch."""
+    """Two real runs within one epoch, the second with another number of processes."""
     config = {
         "device": "cpu",
         "model": {"name": str(tiny_model_dir), "attn": "sdpa"},

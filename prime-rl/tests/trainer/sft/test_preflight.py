@@ -52,7 +52,7 @@ def report(tmp_path: Path, tiny_model_dir: Path) -> Report:
 
 
 def figure(text: str, name: str) -> str:
-    """What the report says behind `name`."""
+    """The report's value for `name`."""
     line = next(line for line in text.splitlines() if line.strip().startswith(name))
     return line.strip().removeprefix(name).strip()
 
@@ -65,7 +65,7 @@ def test_the_figures_of_an_epoch(report: Report) -> None:
     assert figure(text, "cut to data.seq_len") == "1 (4.3%)"
     assert figure(text, "left out, nothing trained") == "1 (4.3%)"
     assert figure(text, "duplicates") == "1 (4.3%)"
-    # Each character is a token, the end token is only predicted; the long one is cut to 32.
+    # Each character is a token, the end token is only a target, and the long sample is cut to 32 tokens.
     assert figure(text, "tokens of an epoch") == str(9 * 5 + 6 + 10 * 7 + 5 + 32)
     assert "warning: 1 of 23 rows have no trained token within data.seq_len = 32 and are left out" in text
 
@@ -179,7 +179,9 @@ def test_a_run_without_enough_to_train_on_stops_before_it_starts(tmp_path: Path,
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_looking_at_the_first_rows_moves_nothing(streaming: bool, tmp_path: Path, tiny_model_dir: Path) -> None:
+def test_examining_the_first_rows_does_not_advance_the_data(
+    streaming: bool, tmp_path: Path, tiny_model_dir: Path
+) -> None:
     looked_at = check(GOOD, tmp_path, tiny_model_dir, streaming=streaming, shuffle_buffer=7)
     config = config_of(tmp_path / "rows.jsonl", tiny_model_dir, streaming=streaming, shuffle_buffer=7)
     tokenizer = AutoTokenizer.from_pretrained(tiny_model_dir)

@@ -1,4 +1,4 @@
-"""Resuming SFT: refused when it could not be exact."""
+"""Resuming SFT is refused if it could not be exact."""
 
 from __future__ import annotations
 

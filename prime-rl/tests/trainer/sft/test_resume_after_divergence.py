@@ -1,4 +1,4 @@
-"""A loss that is no number: the run names the rows, keeps its state, and stops."""
+"""If the loss is NaN, the run names the rows, saves its state, and stops."""
 
 from __future__ import annotations
 
@@ -42,9 +42,7 @@ def poisoned_model_dir(tiny_model_dir: Path, tmp_path: Path) -> Path:
     return directory
 
 
-def test_a_loss_that_is_no_number_names_the_rows_saves_and_stops(
-    poisoned_model_dir: Path, tmp_path: Path, capsys
-) -> None:
+def test_a_nan_loss_names_the_rows_saves_and_stops(poisoned_model_dir: Path, tmp_path: Path, capsys) -> None:
     rows = [{"prompt": "a", "completion": 40 * (_POISON if index == 4 else "b")} for index in range(8)]
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))

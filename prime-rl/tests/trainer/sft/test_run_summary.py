@@ -1,4 +1,4 @@
-"""What became of the rows, in the metrics and at the end of the log."""
+"""Counts of cut and skipped rows, in the metrics and at the end of the log."""
 
 from __future__ import annotations
 

@@ -26,14 +26,12 @@ def write_texts(path: Path, texts: list[str]) -> Path:
 
 
 def texts_of(rows: PackedRows, tokenizer: PreTrainedTokenizerBase, count: int) -> list[str]:
-    """Completions of the next samples of the stream."""
+    """Completions of the stream's next samples."""
     samples = islice(iter(lambda: next(rows.stream), None), count)
     return [tokenizer.decode(sample.token_ids[1:-1]) for sample in samples]
 
 
-def test_samples_lie_one_behind_the_other_and_the_last_is_cut(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerBase
-) -> None:
+def test_samples_are_concatenated_and_the_last_is_cut(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     file = write_texts(tmp_path / "rows.jsonl", ["ab", "cde", "fghi"])
     config = SFTDataConfig(name=str(file), shuffle=False, seq_len=5, micro_batch_size=2, batch_size=2)
     row = next(setup_rows(config, tokenizer, 128, DataAxis(0, 1)))
@@ -44,9 +42,7 @@ def test_samples_lie_one_behind_the_other_and_the_last_is_cut(
     assert row.samples == 3
 
 
-def test_processes_take_turns_and_every_epoch_is_shuffled_anew(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerBase
-) -> None:
+def test_processes_take_turns_and_every_epoch_is_reshuffled(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     texts = [chr(ord("a") + index) * 3 for index in range(10)]
     config = SFTDataConfig(name=str(write_texts(tmp_path / "rows.jsonl", texts)), seed=5)
     alone = texts_of(setup_rows(config, tokenizer, 128, DataAxis(0, 1)), tokenizer, 20)
@@ -56,7 +52,7 @@ def test_processes_take_turns_and_every_epoch_is_shuffled_anew(
     assert [text for pair in zip(*shares, strict=True) for text in pair] == alone
 
 
-def test_a_saved_place_continues_exactly(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+def test_a_saved_position_continues_exactly(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     texts = ["x" * length for length in range(1, 12)]
     config = SFTDataConfig(name=str(write_texts(tmp_path / "rows.jsonl", texts)), seq_len=16)
     straight = setup_rows(config, tokenizer, 128, DataAxis(0, 1))
@@ -93,7 +89,7 @@ def test_rows_that_cannot_be_trained_on_are_left_out_and_counted(
 def test_a_dataset_without_any_usable_row_is_refused(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     config = SFTDataConfig(name=str(write_texts(tmp_path / "rows.jsonl", ["abc"])), loss_mask={"assistant": False})
     rows = setup_rows(config, tokenizer, 128, DataAxis(0, 1))
-    # The end token, which a plain text gets, would be trained.
+    # A plain text gets an end token, which would be trained.
     tokenizer.eos_token = None
     with pytest.raises(DataError, match="no row has a trained token"):
         next(rows)

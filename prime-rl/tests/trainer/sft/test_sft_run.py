@@ -1,4 +1,4 @@
-"""Whole SFT runs on the tiny model."""
+"""Complete SFT runs on the tiny model."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ HERE = Path(__file__).parent
 
 @pytest.fixture(scope="module")
 def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Questions whose answer is the question."""
+    """Questions whose answers repeat the question."""
     file = tmp_path_factory.mktemp("data") / "echo.jsonl"
     words = ["heart", "lung", "spleen", "aorta", "femur", "tibia", "iris", "uvula"]
     pairs = [f"{a} {b}" for a in words for b in words]
@@ -70,7 +70,7 @@ def assert_same_weights(one: dict[str, torch.Tensor], other: dict[str, torch.Ten
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
-def test_a_run_learns_reports_and_leaves_weights(base: dict[str, Any], tmp_path: Path, capsys) -> None:
+def test_a_run_learns_reports_and_exports_weights(base: dict[str, Any], tmp_path: Path, capsys) -> None:
     assert run_sft(base, tmp_path, max_steps=30) == 0
     records = metrics_of(tmp_path)
     assert [record["step"] for record in records] == list(range(30))
@@ -94,7 +94,7 @@ def test_the_logged_rate_is_the_one_that_was_used(base: dict[str, Any], tmp_path
     assert rates == pytest.approx([1e-8, 0.5, 1, 1, 1, 1e-8])
 
 
-def test_a_resumed_run_ends_in_the_same_bits(base: dict[str, Any], tmp_path: Path, capsys) -> None:
+def test_a_resumed_run_is_bit_identical(base: dict[str, Any], tmp_path: Path, capsys) -> None:
     run_sft(base, tmp_path / "straight")
     run_sft(base, tmp_path / "halves", ckpt={"interval": 3})
     RunPaths(tmp_path / "halves").metrics.unlink()
@@ -112,7 +112,7 @@ def test_a_finished_run_resumed_says_so_and_does_nothing(base: dict[str, Any], t
 
 
 def test_the_loss_does_not_depend_on_micro_batches(base: dict[str, Any], tmp_path: Path) -> None:
-    # Made-up samples of exactly one row each, so the same tokens are only divided differently.
+    # Fake samples fill exactly one row each, so only the division into micro-batches differs.
     first_steps = []
     for size in (1, 4):
         data = {"type": "fake", "input_ids": "random", "batch_size": 4, "micro_batch_size": size, "seq_len": 32}
@@ -123,7 +123,7 @@ def test_the_loss_does_not_depend_on_micro_batches(base: dict[str, Any], tmp_pat
 
 
 def failure_of(base: dict[str, Any], output_dir: Path, capsys, **changes: Any) -> str:
-    """The one error line of a run that fails with exit code 1."""
+    """Run a config that fails with exit code 1, and return its single error line."""
     with pytest.raises(SystemExit) as stopped:
         run_sft(base, output_dir, **changes)
     assert stopped.value.code == 1
@@ -134,7 +134,7 @@ def failure_of(base: dict[str, Any], output_dir: Path, capsys, **changes: Any) -
     return errors[0]
 
 
-def test_faults_of_a_person_are_one_line_each(base: dict[str, Any], tmp_path: Path, capsys) -> None:
+def test_user_errors_are_one_line_each(base: dict[str, Any], tmp_path: Path, capsys) -> None:
     def line(**changes: Any) -> str:
         return failure_of(base, tmp_path / "out", capsys, **changes)
 

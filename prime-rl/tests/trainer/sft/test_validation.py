@@ -1,4 +1,4 @@
-"""Validation during SFT, and the best checkpoint."""
+"""Validation during SFT and the best checkpoint."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def base(tiny_model_dir: Path, tmp_path: Path) -> dict[str, Any]:
 
 
 def run_sft(base: dict[str, Any], output_dir: Path, **changes: Any) -> list[dict[str, Any]]:
-    """The run's metrics."""
+    """Read the run's metrics."""
     assert run(SFTConfig(**{**base, "output_dir": output_dir, **changes})) == 0
     return [json.loads(line) for line in RunPaths(output_dir).metrics.read_text().splitlines()]
 
@@ -110,7 +110,7 @@ def test_the_best_step_is_saved_noted_and_never_pruned(base: dict[str, Any], tmp
     ckpt = {"keep_last": 1, "keep_best": True, "weights": None}
     run_sft(base, paths.root, max_steps=3, ckpt=ckpt)
     assert json.loads(paths.best_checkpoint.read_text())["step"] == 3
-    # A rate that ruins the model: whatever comes now is worse.
+    # This learning rate ruins the model, so all later steps are worse.
     again = {**ckpt, "resume_step": 3, "skip_scheduler": True}
     records = run_sft(base, paths.root, max_steps=6, optim={"lr": 1.0}, ckpt=again)
     losses = {record["step"]: record["val/loss"] for record in records if "val/loss" in record}

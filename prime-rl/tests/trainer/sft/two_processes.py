@@ -1,4 +1,4 @@
-"""Started by `test_sft_run.py`, under torchrun with two processes and alone with one."""
+"""Started by `test_sft_run.py` as a single process, and with two processes under torchrun."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def main() -> None:
 
 
 def step_on_the_same_rows(config: SFTConfig, process: Process, dp_replicate: int) -> None:
-    """One step on eight rows of different trained lengths: the same ones, however many processes share them."""
+    """Train one step on eight rows with different trained lengths; rows do not depend on the process count."""
     data = FakeDataConfig(input_ids="random", seq_len=48, batch_size=8)
     rows = setup_rows(data, None, 128, DataAxis(0, 1))
     every_row = list(islice(rows, 8))
