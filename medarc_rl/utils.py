@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from medarc_rl.cli import warn
 from medarc_rl.errors import MedarcError, UsageError
+from medarc_rl.migrate.kinds import suggested_migrations
 from prime_rl.checks import NotInstalled, start_faults
 from prime_rl.configs.surface.not_built import unbuilt_faults
 from prime_rl.configs.surface.root import RootConfig
@@ -82,6 +83,7 @@ def load_run(
     Raises:
         UsageError: one line for each fault.
     """
+    written: list[Layer] = []
     try:
         with showing_warnings():
             files, overrides = split_words(config_cls, words)
@@ -96,6 +98,8 @@ def load_run(
                 warn(line)
             config = load_config(config_cls, files, [*overrides, *map(_as_argument, owned.items())])
     except ConfigError as error:
+        for line in suggested_migrations(config_cls.component, written):
+            warn(line)
         raise UsageError(*error.faults) from error
     return Run(config, RunPaths(Path(config.output_dir)), stem)
 

@@ -158,3 +158,14 @@ def test_a_file_of_hundreds_of_keys_is_carried(tmp_path: Path, text: str) -> Non
     file = tmp_path / "large.toml"
     file.write_text(text, encoding="utf-8")
     assert run(file, "--as", "orchestrator").exit_code in (0, 1)
+
+
+def test_a_run_with_a_file_of_another_version_suggests_to_migrate_it(old: Path, tmp_path: Path) -> None:
+    result = CliRunner().invoke(medarc_train.app, ["rl", str(old), "--output-dir", str(tmp_path / "out"), "--dry-run"])
+    assert result.exit_code == 2
+    advice, *faults = result.stderr.splitlines()
+    assert advice == f"warning: {old} is for another version of PRIME-RL: `medarc_train migrate {old}` rewrites it"
+    assert sorted(fault.split(": ")[:3] for fault in faults) == [
+        ["error", str(old), "async_level"],
+        ["error", str(old), "orchestrator.workers_per_env"],
+    ]

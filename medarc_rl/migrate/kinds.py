@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from medarc_rl.errors import UsageError
-from medarc_rl.migrate.draft import names
+from medarc_rl.migrate.draft import leaves, names
 from prime_rl.configs.eval import OfflineEvalConfig
 from prime_rl.configs.inference import InferenceConfig
 from prime_rl.configs.orchestrator import OrchestratorConfig
@@ -16,7 +17,7 @@ from prime_rl.configs.surface.meanings import NEWER_VALUES, Version
 from prime_rl.configs.surface.renamed import NEWER, OLDER, find_renamed, split_component
 from prime_rl.configs.surface.root import RootConfig
 from prime_rl.configs.trainer import TrainerConfig
-from prime_rl.utils.pydantic_config.layers import KeyPath
+from prime_rl.utils.pydantic_config.layers import KeyPath, Layer
 from prime_rl.utils.pydantic_config.schema import has_key
 
 ROOTS: Mapping[str, type[RootConfig]] = {
@@ -55,6 +56,14 @@ def versions_of(kind: str, settings: Mapping[KeyPath, Any]) -> set[Version]:
         if any(each.applies(f"{component}.{key}", value, ()) for each in NEWER_VALUES):
             versions.add("newer")
     return versions
+
+
+def suggested_migrations(kind: str, layers: Iterable[Layer]) -> Iterator[str]:
+    """A line for each file of another version among the sources of a config that does not load."""
+    for layer in layers:
+        versions = versions_of(kind, dict(leaves(layer.data)))
+        if versions and Path(layer.name).is_file():
+            yield f"{layer.name} is for another version of PRIME-RL: `medarc_train migrate {layer.name}` rewrites it"
 
 
 def _is_known(kind: str, path: KeyPath) -> bool:
