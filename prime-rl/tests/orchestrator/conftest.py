@@ -1,4 +1,4 @@
-"""What the orchestrator's tests share: an inference server without a model, and environments as users write them."""
+"""Fixtures of the orchestrator's tests: an inference server without a model, and environments."""
 
 from __future__ import annotations
 
@@ -38,20 +38,20 @@ def encode(text: str) -> list[int]:
 
 
 def render(messages: Sequence[dict[str, Any]], add_generation_prompt: bool = True) -> list[int]:
-    """The double's chat template: `<role>:<content>` and an end token for each message."""
+    """The fake server's chat template: `<role>:<content>` and an end token for each message."""
     ids = [token for each in messages for token in [*encode(f"{each['role']}:{each['content']}"), END]]
     return ids + encode("assistant:") * add_generation_prompt
 
 
 def reverse(messages: list[dict[str, Any]], version: int) -> str:
-    """The last message backwards, but only from version 1 on: the policy learns in one step."""
+    """The last message, reversed from version 1 on: the policy learns in one step."""
     text = messages[-1]["content"]
     return text[::-1] if version else text
 
 
 @dataclass
 class PolicyServer:
-    """Speaks the inference server's HTTP contract. One token a letter; the log-probability tells the version."""
+    """Fake inference server with one token per letter. Its log-probabilities are -0.5 - version."""
 
     reply: Reply = reverse
     version: int = 0
@@ -60,22 +60,22 @@ class PolicyServer:
     adapters: dict[str, int] = field(default_factory=dict)
     """Version of each loaded adapter."""
     missing_adapters: int = 0
-    """So many loads of an adapter find no files."""
+    """Number of adapter loads that fail because the files are missing."""
     loaded: list[str | None] = field(default_factory=list)
     joins: list[dict[str, Any]] = field(default_factory=list)
-    """Weight groups that it was told to join; the trainer of the port 1 never comes."""
+    """Requests to join a weight group. Joining fails on port 1."""
     requests: list[dict[str, Any]] = field(default_factory=list)
     answers: list[bytes] = field(default_factory=list)
     """Bodies of the chat completions that it returned."""
     gate: threading.Event = field(default_factory=threading.Event)
     """Chat requests are answered only while it is set."""
     refusal: tuple[int, str] | None = None
-    """Status and message with which chat requests are refused."""
+    """Status and message of the error response to chat requests."""
     drops: tuple[str, ...] = ()
-    """Fields that answers lack."""
+    """Fields to omit from chat responses."""
     url: str = ""
     close: Callable[[], None] = lambda: None
-    """Stops serving, as a crash does."""
+    """Stops the server, as a crash would."""
 
     def __post_init__(self) -> None:
         self.gate.set()
@@ -169,7 +169,7 @@ def _error(status: int, message: str) -> JSONResponse:
 
 
 class _Uvicorn(uvicorn.Server):
-    """Says when it listens, and where."""
+    """Signals when it is listening, and reports its port."""
 
     listening: threading.Event
 
@@ -244,7 +244,7 @@ def with_image(text):
 
 
 class EvalFails(vf.SingleTurnEnv):
-    """Cannot run the rows for evaluation."""
+    """Fails on evaluation rows."""
 
     async def setup_state(self, state):
         if (state["input"].get("info") or {}).get("split") == "eval":
@@ -282,7 +282,7 @@ def load_environment(kind="single", rows=4):
 
 @pytest.fixture(scope="session")
 def environments_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with the module `letters_env`, and one that fails to import."""
+    """A directory with the module `letters_env` and the module `broken_env`, which fails to import."""
     directory = tmp_path_factory.mktemp("environments")
     (directory / "letters_env.py").write_text(ENVIRONMENTS)
     (directory / "broken_env.py").write_text("import a_module_that_is_not_there\n")
@@ -297,7 +297,7 @@ def importable_environments(environments_dir: Path, monkeypatch: pytest.MonkeyPa
 
 @pytest.fixture
 def model_dir(tmp_path: Path) -> Path:
-    """A model directory as far as the orchestrator reads it."""
+    """A model directory with the one file that the orchestrator reads."""
     directory = tmp_path / MODEL
     directory.mkdir()
     (directory / "config.json").write_text(json.dumps({"vocab_size": 128}))
@@ -306,7 +306,7 @@ def model_dir(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def orchestrate(tmp_path: Path, policy_server, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
-    """Runs to the end with these settings; exit code and log."""
+    """Runs the orchestrator with the given settings; returns the exit code and the log."""
 
     def finish(**settings: Any) -> tuple[int, str]:
         defaults = {
@@ -322,10 +322,10 @@ def orchestrate(tmp_path: Path, policy_server, capsys: pytest.CaptureFixture[str
         }
         config = load_config(OrchestratorConfig, overrides=defaults | settings)
         setup_logger("info")
-        return run(config, OrchestratorPaths(config.output_dir), at_once), capsys.readouterr().out
+        return run(config, OrchestratorPaths(config.output_dir), no_sleep), capsys.readouterr().out
 
-    async def at_once(seconds: float) -> None:
-        """Pauses take no time."""
+    async def no_sleep(seconds: float) -> None:
+        """Return immediately."""
 
     return finish
 

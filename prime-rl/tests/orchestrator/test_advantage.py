@@ -33,7 +33,7 @@ def advantages(groups: list[Group]) -> list[list[float | None]]:
     return [[rollout.advantage for rollout in group.rollouts] for group in groups]
 
 
-def test_the_default_is_the_reward_less_the_mean_of_the_group(groups) -> None:
+def test_the_default_is_the_reward_minus_the_group_mean(groups) -> None:
     assign_advantages(groups, setup_advantage(DefaultAdvantageConfig()))
     assert advantages(groups) == [[0.5, -0.5], [0.0, 0.0]]
 
@@ -43,7 +43,7 @@ def test_the_length_weighted_mean_counts_each_token_once(groups) -> None:
     assert advantages(groups) == [[0.75, -0.25], [0.0, 0.0]]
 
 
-def test_lengths_count_what_the_environment_wrote_between_turns(turn, rollout) -> None:
+def test_lengths_include_the_tokens_that_the_environment_wrote_between_turns(turn, rollout) -> None:
     attempt = rollout(turn([1, 2], [3]), turn([1, 2, 3, 8, 9], [4]))
     assert attempt.completion_tokens == 4
 
@@ -54,7 +54,7 @@ def test_a_group_without_tokens_falls_back_to_the_plain_mean(rollout) -> None:
     assert advantages([group]) == [[0.5, -0.5]]
 
 
-def test_without_an_advantage_the_rewards_are_taken_as_they_are(groups) -> None:
+def test_without_a_config_the_advantages_are_the_rewards(groups) -> None:
     assign_advantages(groups, setup_advantage(None))
     assert advantages(groups) == [[1.0, 0.0], [0.5, 0.5]]
 
@@ -65,13 +65,13 @@ def test_a_custom_function_gets_rewards_and_lengths_of_all_groups_and_its_kwargs
     assert advantages(groups) == [[2.0, 0.0], [2.0, 2.0]]
 
 
-def test_a_custom_function_that_does_not_import_is_one_line() -> None:
+def test_a_custom_function_that_cannot_be_imported_is_one_error_line() -> None:
     config = CustomAdvantageConfig(type="custom", import_path="no_such_module.advantage")
     with pytest.raises(OrchestratorError, match=r"advantage\.import_path: cannot import 'no_such_module.advantage'"):
         setup_advantage(config)
 
 
-def test_a_custom_function_that_returns_another_shape_is_told_both(groups) -> None:
+def test_an_advantage_of_the_wrong_shape_is_an_error_with_both_shapes(groups) -> None:
     config = CustomAdvantageConfig(type="custom", import_path=f"{__name__}.wrong_shape")
     with pytest.raises(OrchestratorError, match=r"returned advantages of shape \(1, 2\) for rewards of shape \(2, 2\)"):
         assign_advantages(groups, setup_advantage(config))

@@ -20,7 +20,7 @@ def test_the_same_seed_draws_the_same_examples() -> None:
     assert draws(Buffer(ROWS, BufferConfig(), seed=8), 50) != draws(Buffer(ROWS, BufferConfig(), seed=7), 50)
 
 
-def test_environments_come_by_size_or_by_ratio() -> None:
+def test_environments_are_drawn_by_size_or_by_ratio() -> None:
     by_size = Counter(example.env for example in draws(Buffer(ROWS, BufferConfig(), seed=0), 2000))
     by_ratio = Counter(
         example.env for example in draws(Buffer(ROWS, BufferConfig(env_ratios=[1.0, 9.0]), seed=0), 2000)
@@ -29,11 +29,11 @@ def test_environments_come_by_size_or_by_ratio() -> None:
     assert 0.07 < by_ratio["a"] / 2000 < 0.13
 
 
-def test_every_row_can_come_and_no_other() -> None:
+def test_every_row_can_be_drawn_and_no_other() -> None:
     assert {example.row for example in draws(Buffer({"a": 5}, BufferConfig(), seed=0), 200)} == set(range(5))
 
 
-def test_a_restored_buffer_gives_back_what_was_in_flight_and_goes_on() -> None:
+def test_a_restored_buffer_returns_the_examples_in_flight_first_and_continues() -> None:
     buffer = Buffer(ROWS, BufferConfig(), seed=3)
     in_flight = draws(buffer, 4)
     state = json.loads(json.dumps(buffer.state(in_flight)))
@@ -44,14 +44,14 @@ def test_a_restored_buffer_gives_back_what_was_in_flight_and_goes_on() -> None:
     assert draws(resumed, 10) == in_flight + expected
 
 
-def test_examples_that_are_gone_are_not_handed_out_again() -> None:
+def test_examples_that_no_longer_exist_are_dropped() -> None:
     state = Buffer(ROWS, BufferConfig(), seed=0).state([ExampleRef("a", 29), ExampleRef("gone", 0), ExampleRef("b", 1)])
     smaller = Buffer({"a": 5, "b": 10}, BufferConfig(), seed=0)
     smaller.restore(state)
     assert smaller.sample() == ExampleRef("b", 1)
 
 
-def test_online_filtering_turns_away_groups_that_all_solved_or_none_did(rollout) -> None:
+def test_online_filtering_rejects_groups_that_are_solved_always_or_never(rollout) -> None:
     buffer = Buffer(ROWS, BufferConfig(online_difficulty_filtering=True), seed=0)
     groups = [Group([rollout(reward=r) for r in rewards]) for rewards in ([1, 1], [0, 0], [0, 0], [1, 0])]
     assert [buffer.accepts(group) for group in groups] == [False, False, False, True]
@@ -59,12 +59,12 @@ def test_online_filtering_turns_away_groups_that_all_solved_or_none_did(rollout)
     assert (metrics["filtered_rollouts/easy"], metrics["filtered_rollouts/hard"]) == (0.25, 0.5)
 
 
-def test_without_filtering_every_group_counts(rollout) -> None:
+def test_without_filtering_every_group_is_accepted(rollout) -> None:
     buffer = Buffer(ROWS, BufferConfig(), seed=0)
     assert buffer.accepts(Group([rollout(reward=0.0)]))
 
 
-def test_groups_of_equal_rewards_are_turned_away_whatever_the_rewards(rollout) -> None:
+def test_groups_of_equal_rewards_are_rejected_whatever_the_rewards(rollout) -> None:
     buffer = Buffer(ROWS, BufferConfig(drop_equal_rewards=True), seed=0)
     groups = [Group([rollout(reward=r) for r in rewards]) for rewards in ([1, 1], [0.3, 0.3], [0, 0], [1, 0])]
     assert [buffer.accepts(group) for group in groups] == [False, False, False, True]

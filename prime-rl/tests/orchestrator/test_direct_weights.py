@@ -1,4 +1,4 @@
-"""The servers join the trainer's group together, are told to receive what it offers, and are lost together."""
+"""The servers join the trainer's weight group together, receive its weights, and fail together."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def pool_of(*servers) -> InferencePool:
     return InferencePool(ClientConfig(base_url=[server.url for server in servers]), "letters")
 
 
-async def test_each_server_joins_with_its_place(serve, policy_server, run) -> None:
+async def test_each_server_joins_with_its_rank(serve, policy_server, run) -> None:
     other = serve(type(policy_server)())
     pool = pool_of(policy_server, other)
     await DirectWeights.connect(CONFIG, pool, run)
@@ -43,7 +43,7 @@ async def test_a_server_that_cannot_join_says_why(policy_server, run) -> None:
     await pool.close()
 
 
-async def test_the_trainer_is_told_to_send_what_the_servers_are_told_to_take(policy_server, run) -> None:
+async def test_an_update_asks_the_trainer_to_send_the_version(policy_server, run) -> None:
     pool = pool_of(policy_server)
     await DirectWeights.connect(CONFIG, pool, run)
     run.broadcast(2).mkdir(parents=True)
@@ -53,7 +53,7 @@ async def test_the_trainer_is_told_to_send_what_the_servers_are_told_to_take(pol
     await pool.close()
 
 
-async def test_the_base_model_comes_from_no_trainer(policy_server, run) -> None:
+async def test_the_base_model_is_not_requested_from_the_trainer(policy_server, run) -> None:
     pool = pool_of(policy_server)
     await DirectWeights.connect(CONFIG, pool, run)
     await pool.update_weights(None)
@@ -62,7 +62,7 @@ async def test_the_base_model_comes_from_no_trainer(policy_server, run) -> None:
     await pool.close()
 
 
-async def test_no_server_of_a_group_is_left_out(serve, policy_server, run) -> None:
+async def test_a_group_cannot_lose_a_server(serve, policy_server, run) -> None:
     other = serve(type(policy_server)())
     pool = pool_of(policy_server, other)
     await DirectWeights.connect(CONFIG, pool, run)
@@ -73,7 +73,7 @@ async def test_no_server_of_a_group_is_left_out(serve, policy_server, run) -> No
     await pool.close()
 
 
-async def test_the_end_is_told_to_the_trainer(policy_server, run) -> None:
+async def test_close_tells_the_trainer_that_no_more_versions_are_needed(policy_server, run) -> None:
     pool = pool_of(policy_server)
     (await DirectWeights.connect(CONFIG, pool, run)).close()
     assert run.broadcasts_closed.exists()

@@ -123,8 +123,8 @@ async def test_a_group_whose_every_request_failed_is_a_failure_not_a_score(polic
             "Failed to load environment 'letters-env': .*no such kind: odd",
         ),
         ({"id": "letters-env", "args": {"size": 1}}, "unexpected keyword argument 'size'"),
-        ({"id": "letters-env", "args": {"rows": 0}}, "'letters-env' has no rows for training"),
-        ({"id": "letters-env", "args": {"kind": "eval only"}}, "the dataset of environment 'letters-env' fails"),
+        ({"id": "letters-env", "args": {"rows": 0}}, "'letters-env' has no training rows"),
+        ({"id": "letters-env", "args": {"kind": "eval only"}}, "cannot build the dataset of environment 'letters-env'"),
     ],
 )
 def test_an_environment_that_cannot_be_used_is_one_line(config, message: str) -> None:

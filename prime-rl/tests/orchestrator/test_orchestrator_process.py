@@ -169,7 +169,7 @@ def test_the_batch_after_the_next_waits_for_the_trainer(start, policy_server) ->
     run.until(lambda: run.receiver.receive(2))
     assert run.finish() == 0
     assert policy_server.loaded == [None, str(run.paths.orchestrator.broadcast(1))]
-    assert "Inference holds version 5 of an earlier run: back to the base model" in run.log
+    assert "Servers hold version 5 of an earlier run: loading the base model" in run.log
 
 
 def test_a_stopped_run_continues_where_it_was(start, policy_server) -> None:

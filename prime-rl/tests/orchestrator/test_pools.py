@@ -1,4 +1,4 @@
-"""Easy and hard examples leave the pool that is drawn from, and a resumed run knows them."""
+"""Easy and hard examples leave the normal pool, and a resumed run restores the pools."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Finish = Callable[[Buffer, ExampleRef, float], bool]
 
 @pytest.fixture
 def finish() -> Finish:
-    """Offers a group of one example with this mean reward; whether it is trained on."""
+    """Returns whether the buffer accepts a group of one example with this mean reward."""
 
     def offer(buffer: Buffer, example: ExampleRef, reward: float) -> bool:
         return buffer.accepts(Group([Rollout(example, reward, [], temperature=1.0, version=0)]))
@@ -56,7 +56,7 @@ def test_the_hash_of_an_environments_row_is_that_of_its_prompt() -> None:
     assert environment.fingerprint(1, ["task", "prompt"]) == fingerprint("letters-env", prompt, ["task", "prompt"])
 
 
-def test_easy_and_hard_examples_do_not_come_again_and_their_groups_still_train(finish: Finish) -> None:
+def test_easy_and_hard_examples_are_not_sampled_again_and_their_groups_still_train(finish: Finish) -> None:
     buffer = Buffer({"a": 5}, THRESHOLDS, seed=0)
     assert finish(buffer, ExampleRef("a", 0), 0.9)
     assert finish(buffer, ExampleRef("a", 1), 0.1)
@@ -75,7 +75,7 @@ def test_without_thresholds_nothing_moves(finish: Finish) -> None:
     assert drawn(buffer) == refs("a", 0, 1)
 
 
-def test_an_environment_whose_examples_are_used_up_leaves_the_draw_to_the_others(finish: Finish) -> None:
+def test_an_environment_without_normal_examples_is_not_sampled(finish: Finish) -> None:
     buffer = Buffer({"a": 1, "b": 1}, THRESHOLDS, seed=0)
     finish(buffer, ExampleRef("a", 0), 1.0)
     assert drawn(buffer) == refs("b", 0)
@@ -108,7 +108,7 @@ def test_in_a_changed_dataset_examples_are_found_by_their_hash(finish: Finish) -
     assert resumed.pools.shares()["pool/hard"] == 0.0
 
 
-def test_a_share_of_each_pool_comes_back_at_a_resume(finish: Finish) -> None:
+def test_a_resume_returns_a_fraction_of_each_pool(finish: Finish) -> None:
     buffer = Buffer({"a": 20}, THRESHOLDS, seed=0)
     for row in range(8):
         finish(buffer, ExampleRef("a", row), float(row < 4))

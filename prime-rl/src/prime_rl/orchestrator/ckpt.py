@@ -1,8 +1,8 @@
-"""Checkpoints of the orchestrator: progress and buffer, so that an interrupted run can resume.
+"""Saves and restores the orchestrator's checkpoints: progress and buffer state.
 
-Every checkpoint of the trainer needs a counterpart here. The trainer saves at its configured steps, and also when it is
-told to stop or the walltime is near, which can be any step. The counterpart is a few kilobytes, so it is written at the
-start of every step, and removed once the trainer has passed the step without saving it, unless `ckpt.interval`,
+Every checkpoint of the trainer needs a counterpart here. The trainer saves at configured steps, but also when it is
+stopped or the walltime is near, which can be any step. The counterpart takes a few kilobytes, so it is written at the
+start of every step. It is deleted once the trainer has passed the step without saving it, unless `ckpt.interval`,
 `ckpt.keep_last` and `ckpt.keep_interval` keep it.
 """
 
@@ -31,9 +31,10 @@ WEIGHTS_POLL_S = 0.2
 
 @dataclass(slots=True)
 class Progress:
-    """How far the run is. `step` is the next batch to make."""
+    """Progress of the run."""
 
     step: int = 0
+    """Next step to run, 0-based."""
     total_tokens: int = 0
     total_samples: int = 0
     total_problems: int = 0
@@ -47,13 +48,13 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoints:
-    """The orchestrator's checkpoints: `RUN/checkpoints/step_<s>/orchestrator/{progress,buffer}.json`."""
+    """The orchestrator's checkpoints, in `RUN/checkpoints/step_<s>/orchestrator/{progress,buffer}.json`."""
 
     run: RunPaths
     paths: OrchestratorPaths
     config: CheckpointConfig = field(default_factory=CheckpointConfig)
     only_published: bool = False
-    """Whether exports cannot stand for what the trainer publishes: an adapter, or weights that it sends itself."""
+    """Whether only published weights can be loaded, not exports. True for LoRA and for NCCL broadcasts."""
 
     def save(self, progress: Progress, buffer_state: dict[str, Any]) -> None:
         target = self.paths.checkpoint(progress.step)
@@ -64,25 +65,25 @@ class Checkpoints:
             (part / "buffer.json").write_text(json.dumps(buffer_state))
 
     def load(self, step: int) -> tuple[Progress, dict[str, Any]]:
-        """Progress and buffer state as saved at the start of `step`.
+        """Load the progress and buffer state at the start of `step`.
 
         Raises:
-            ResumeFault: they cannot be read.
+            ResumeFault: a file is missing or malformed.
         """
         part = self.paths.checkpoint(step)
         try:
             progress = Progress(**json.loads((part / "progress.json").read_text()))
             return progress, json.loads((part / "buffer.json").read_text())
         except (OSError, ValueError, TypeError) as error:
-            raise ResumeFault(f"the orchestrator's checkpoint {part} cannot be read: {error}") from error
+            raise ResumeFault(f"cannot read the orchestrator's checkpoint {part}: {error}") from error
 
     def resolve(self, resume_step: int | None) -> int | None:
-        """The step to resume from; None for a fresh start.
+        """Return the step to resume from; None for a fresh start.
 
-        The latest step is the trainer's latest: it is the trainer that holds the weights.
+        -1 is the trainer's latest step, since the trainer's checkpoint has the weights.
 
         Raises:
-            ResumeFault: the orchestrator's part of that step is missing.
+            ResumeFault: the orchestrator has no checkpoint of that step.
         """
         if resume_step is None:
             return None
@@ -97,12 +98,14 @@ class Checkpoints:
         return resume_step
 
     def prune(self, version: int, newest: int) -> None:
-        """Remove the steps that nothing keeps: the trainer, now at `version` or later, has no checkpoint of them, and
-        neither does the config keep them. `newest` is the step saved last."""
+        """Delete checkpoints before `version` that neither a trainer's checkpoint nor the config keeps.
+
+        `version` is the policy version, which the trainer has reached; `newest` is the step saved last.
+        """
         steps = stable_steps(self.paths.checkpoints)
         kept = {*_steps_in(self.run.checkpoints), *self._kept_by_config(steps, newest)}
         for step in steps:
-            # One step of slack: the trainer publishes a version before it saves it.
+            # One step of slack, because the trainer publishes a version before it saves it.
             if step < version - 1 and step not in kept:
                 shutil.rmtree(self.paths.checkpoint(step).parent)
 
@@ -112,49 +115,52 @@ class Checkpoints:
         return kept_steps(regular, self.config.keep_last, self.config.keep_interval)
 
     def weights(self, version: int) -> Path | None:
-        """Where the weights of a version lie, or None."""
-        return next((path for path in self._weight_places(version) if (path / STABLE).is_file()), None)
+        """Directory of a version's weights; None if they are not complete."""
+        return next((path for path in self._weight_dirs(version) if (path / STABLE).is_file()), None)
 
     async def await_weights(self, version: int, timeout_s: float | None) -> Path:
-        """Wait up to `timeout_s` for the trainer to publish the weights of a version; None does not wait.
+        """Wait up to `timeout_s` for the trainer to publish the weights of a version. None does not wait.
 
-        A resumed trainer publishes its version again once it has loaded its checkpoint.
+        A resumed trainer publishes its version again after it has loaded its checkpoint.
+
+        Returns:
+            Directory of the weights.
 
         Raises:
-            ResumeFault: they are not there.
+            ResumeFault: the weights are missing after `timeout_s`.
         """
-        places = " or in ".join(str(place) for place in self._weight_places(version))
+        candidates = " or in ".join(str(path) for path in self._weight_dirs(version))
         deadline = time.monotonic() + (timeout_s or 0)
         while (path := self.weights(version)) is None:
             if timeout_s is None:
                 raise ResumeFault(
-                    f"the weights of version {version} are not in {places}: to wait for the trainer to publish them, "
-                    "set orchestrator.ckpt.wait_for_weights_timeout"
+                    f"the weights of version {version} are not in {candidates}: to wait until the trainer publishes "
+                    "them, set orchestrator.ckpt.wait_for_weights_timeout"
                 )
             if time.monotonic() > deadline:
-                raise ResumeFault(f"the weights of version {version} do not appear in {places} within {timeout_s:g} s")
+                raise ResumeFault(f"no weights of version {version} in {candidates} after {timeout_s:g} s")
             await asyncio.sleep(WEIGHTS_POLL_S)
         return path
 
-    def _weight_places(self, version: int) -> list[Path]:
+    def _weight_dirs(self, version: int) -> list[Path]:
         published = self.paths.broadcast(version)
         return [published] if self.only_published else [published, self.run.weight(version)]
 
 
 def remove_stale(run: OrchestratorPaths, start_step: int) -> None:
-    """Remove what an earlier life of this directory left for the steps that are about to run again.
+    """Delete batches of `start_step` and later, and the broadcasts that follow them.
 
-    Call it first thing: the trainer must not find an old batch, nor this process an old broadcast.
+    Call it before anything else: the trainer must not read an old batch, nor the orchestrator an old broadcast.
     """
     for parent, first in ((run.rollouts, start_step), (run.broadcasts, start_step + 1)):
         for step in _steps_in(parent):
             if step >= first:
-                get_logger().debug(f"Removing {parent.name}/step_{step} of an earlier start")
+                get_logger().debug(f"Deleting {parent.name}/step_{step} of an earlier attempt")
                 shutil.rmtree(parent / f"step_{step}", ignore_errors=True)
 
 
-def remove_offers(run: OrchestratorPaths) -> None:
-    """Remove versions without files, which a start with `weight_broadcast.type = "nccl"` left: nobody can load them."""
+def remove_empty_broadcasts(run: OrchestratorPaths) -> None:
+    """Delete broadcasts without weight files, which an attempt with `weight_broadcast.type = "nccl"` left."""
     for version in stable_steps(run.broadcasts):
         markers = {STABLE, run.broadcast_ready(version).name}
         if {file.name for file in run.broadcast(version).iterdir()} <= markers:
@@ -162,7 +168,7 @@ def remove_offers(run: OrchestratorPaths) -> None:
 
 
 def restore(config: CheckpointConfig, checkpoints: Checkpoints, step: int) -> tuple[Progress, dict[str, Any] | None]:
-    """Progress, and the buffer state unless the config skips it."""
+    """Load the progress, and the buffer state unless `skip_buffer` is set. `skip_progress` keeps only the step."""
     progress, buffer_state = checkpoints.load(step)
     if config.skip_progress:
         progress = Progress(step=step)

@@ -1,6 +1,6 @@
-"""Entry point `env-server`: one environment in a process of its own, for orchestrators whose `env[].address` names it.
+"""Entry point `env-server`: serves one environment to orchestrators whose `env[].address` is its address.
 
-It speaks verifiers' protocol, as its `ZMQEnvClient` does.
+It implements verifiers' wire protocol; `ZMQEnvClient` is the client.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from prime_rl.configs.env_server import EnvServerConfig
 from prime_rl.configs.surface.not_built import refuse_unbuilt
 from prime_rl.orchestrator.errors import EnvironmentFault
-from prime_rl.orchestrator.stopping import leave
+from prime_rl.orchestrator.stopping import exit_process
 from prime_rl.run.paths import OrchestratorPaths
 from prime_rl.utils.imports import import_without_gc
 from prime_rl.utils.logger import get_logger, setup_logger
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
 DEFAULT_ADDRESS = "tcp://127.0.0.1:5000"
 PARENT_VARIABLE = "ENV_SERVER_PARENT"
-"""Environment variable with the process id of an orchestrator, without which the server does not stay."""
-LOOK_FOR_PARENT_S = 1.0
-STOPPED = 128 + signal.SIGTERM
+"""Environment variable: process id of the orchestrator that started the server. The server exits when it is gone."""
+PARENT_POLL_S = 1.0
+STOPPED_EXIT_CODE = 128 + signal.SIGTERM
 
 
 def main() -> None:
@@ -40,15 +40,14 @@ def main() -> None:
     except EnvironmentFault as fault:
         get_logger().error(str(fault))
         sys.exit(1)
-    # It returns when it has been told to stop, which every process here answers in the same way.
-    leave(STOPPED)
+    exit_process(STOPPED_EXIT_CODE)
 
 
 def serve(config: EnvServerConfig) -> None:
-    """Serve until SIGTERM, SIGINT, or the end of the orchestrator that started this process.
+    """Serve until SIGTERM or SIGINT, or until the orchestrator that started this process is gone.
 
     Raises:
-        EnvironmentFault: the environment cannot be used, or its address is taken.
+        EnvironmentFault: the environment cannot be loaded, or its address is in use.
     """
     # verifiers takes seconds to import.
     with import_without_gc():
@@ -72,7 +71,7 @@ async def _serve(env: vf.Environment, address: str) -> None:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    tasks = [asyncio.create_task(each) for each in (service.serve(), stop.wait(), _orphaned())]
+    tasks = [asyncio.create_task(each) for each in (service.serve(), stop.wait(), _parent_exit())]
     ended, waiting = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     for task in waiting:
         task.cancel()
@@ -81,11 +80,11 @@ async def _serve(env: vf.Environment, address: str) -> None:
         task.result()
 
 
-async def _orphaned() -> None:
-    """Return once the orchestrator that started this process is gone; never, if none did."""
+async def _parent_exit() -> None:
+    """Wait until the orchestrator that started this process is gone. Never returns if there is none."""
     parent = os.environ.get(PARENT_VARIABLE)
     while parent is None or os.getppid() == int(parent):
-        await asyncio.sleep(LOOK_FOR_PARENT_S)
+        await asyncio.sleep(PARENT_POLL_S)
 
 
 if __name__ == "__main__":

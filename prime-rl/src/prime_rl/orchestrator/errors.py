@@ -1,12 +1,12 @@
 """The orchestrator's errors. Each message is one line that says what is wrong and what to do next.
 
 OrchestratorError
-├── EnvironmentFault      an environment does not import, has no rows, or its server does not answer
-├── InferenceFault        a server is missing, never becomes ready, answers oddly, or refuses weights
-├── MalformedRollout      a rollout that cannot be trained on, whatever its reward
-├── TooManyFailures       group after group fails and none succeeds
-├── NothingToTrain        batch after batch without a single trainable token
-└── ResumeFault           the parts of a checkpoint do not stand at the same step
+├── EnvironmentFault      an environment cannot be imported, has no rows, or its server does not answer
+├── InferenceFault        a server is down, never becomes ready, sends unusable replies, or rejects weights
+├── MalformedRollout      a rollout cannot be trained on, whatever its reward
+├── TooManyFailures       too many groups failed in a row
+├── NothingToTrain        several batches in a row have no token to train on, or no example is left
+└── ResumeFault           a checkpoint or its weights are missing or unreadable
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ class InferenceFault(OrchestratorError):
 
 
 class MalformedRollout(OrchestratorError):
-    """A rollout came back without what training needs. Fails its group, and the run only when no group succeeds."""
+    """A rollout lacks data that training needs. Its group fails and is retried."""
 
 
 class TooManyFailures(OrchestratorError):
-    """Rollout groups fail one after the other."""
+    """Too many rollout groups failed in a row."""
 
 
 class NothingToTrain(OrchestratorError):
-    """Batches stay empty."""
+    """There is nothing left to train on."""
 
 
 class ResumeFault(OrchestratorError):
-    """A resumed run lacks a part of its checkpoint."""
+    """A run cannot be resumed from its checkpoint."""

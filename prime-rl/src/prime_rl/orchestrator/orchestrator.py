@@ -1,6 +1,6 @@
-"""Entry point `orchestrator`: rollouts from the inference servers become training batches for the trainer.
+"""Entry point `orchestrator`: collects rollouts from the inference servers and sends batches to the trainer.
 
-Nothing heavy is imported before the config has been checked and stale files are gone.
+Slow imports come after the config has been checked and stale files are deleted.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.configs.surface.not_built import refuse_unbuilt
 from prime_rl.monitors import MonitorError
-from prime_rl.orchestrator.ckpt import Checkpoints, remove_offers, remove_stale
+from prime_rl.orchestrator.ckpt import Checkpoints, remove_empty_broadcasts, remove_stale
 from prime_rl.orchestrator.errors import OrchestratorError, TooManyFailures
-from prime_rl.orchestrator.stopping import leave
+from prime_rl.orchestrator.stopping import exit_process
 from prime_rl.run.directory import OutputDirInUse, check_output_dir
 from prime_rl.run.paths import OrchestratorPaths, RunPaths
 from prime_rl.utils.imports import import_without_gc
@@ -27,20 +27,20 @@ if TYPE_CHECKING:
 
 
 def main() -> None:
-    # Until the event loop takes over, there is nothing to save.
+    # Exit at once: there is nothing to save until the event loop installs its own handlers.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda received, frame: sys.exit(128 + received))
     config = parse_argv_or_exit(OrchestratorConfig)
     refuse_unbuilt(config)
     paths = OrchestratorPaths(config.output_dir)
     setup_logger(config.log.level, paths.log if config.log.file else None, config.log.json_logging)
-    leave(run(config, paths))
+    exit_process(run(config, paths))
 
 
 def run(config: OrchestratorConfig, paths: OrchestratorPaths, sleep: Sleep = asyncio.sleep) -> int:
-    """Run the orchestrator; the exit code. A foreseen failure is one log line, any other comes with its traceback.
+    """Run the orchestrator and return the exit code. Logs expected errors in one line, others with a traceback.
 
-    `sleep` waits between batches that had nothing to train on.
+    `sleep` is called between batches without a token to train on.
     """
     try:
         resume_step = prepare_directory(config, paths)
@@ -63,11 +63,11 @@ def run(config: OrchestratorConfig, paths: OrchestratorPaths, sleep: Sleep = asy
 
 
 def prepare_directory(config: OrchestratorConfig, paths: OrchestratorPaths) -> int | None:
-    """Write the resolved config and remove what is stale; the step to resume from, or None for a fresh start.
+    """Delete stale files, write the resolved config, and return the step to resume from (None: fresh start).
 
     Raises:
         OutputDirInUse: the directory holds the checkpoints of another run.
-        ResumeFault: the step to resume from has no part of the orchestrator.
+        ResumeFault: the orchestrator has no checkpoint of the step to resume from.
     """
     run_paths = RunPaths.from_orchestrator_dir(config.output_dir)
     wanted = config.ckpt.resume_step if config.ckpt else None
@@ -75,7 +75,7 @@ def prepare_directory(config: OrchestratorConfig, paths: OrchestratorPaths) -> i
     resume_step = Checkpoints(run_paths, paths).resolve(wanted)
     remove_stale(paths, resume_step or 0)
     if config.weight_broadcast.type == "filesystem":
-        remove_offers(paths)
+        remove_empty_broadcasts(paths)
     paths.control.mkdir(parents=True, exist_ok=True)
     dump_toml(config, paths.resolved_config)
     return resume_step

@@ -1,4 +1,4 @@
-"""Put the orchestrator's parts together, run them, and take them apart again."""
+"""Builds the orchestrator's components, runs them, and closes them."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ from prime_rl.utils.logger import SUCCESS, get_logger
 
 
 def run_orchestrator(config: OrchestratorConfig, resume_step: int | None, sleep: Sleep) -> int:
-    """Run to the end; the exit code. `sleep` waits between batches that had nothing to train on.
+    """Run to the end and return the exit code. `sleep` is called between batches without a token to train on.
 
-    Call it in the main thread. Errors pass through.
+    Call it in the main thread. Errors propagate.
     """
     random.seed(config.seed)
     if config.batch_size is not None and config.batch_size < config.num_train_workers:
@@ -49,7 +49,7 @@ def run_orchestrator(config: OrchestratorConfig, resume_step: int | None, sleep:
             "nothing; raise orchestrator.batch_size"
         )
     environments = Environments.load(config)
-    # Made in this order, our handlers replace those that verifiers installs for every environment.
+    # Environments first: our signal handlers must replace those that verifiers installs for each environment.
     return asyncio.run(_run_until_stopped(config, environments, resume_step, sleep))
 
 
@@ -83,7 +83,7 @@ async def _run(config: OrchestratorConfig, environments: Environments, resume_st
         if config.env_servers:
             await environments.start_servers(config, servers)
         run = RunPaths.from_orchestrator_dir(config.output_dir)
-        # Starting W&B takes seconds, which pass while the servers come up.
+        # W&B takes seconds to start, so start it while waiting for the servers.
         (monitor, extras), held_version = await asyncio.gather(
             asyncio.to_thread(setup_monitor, config, run, paths), pool.wait_ready(config.use_token_client)
         )
@@ -121,8 +121,8 @@ async def _run(config: OrchestratorConfig, environments: Environments, resume_st
             validator=make_validator(config, environments.train, pool),
             empty=EmptyBatches(sleep),
         )
-        beside = [policy.follow(), *pool.watchers(), servers.watch(), steps.lag.measure()]
-        await _run_steps(steps, progress, beside)
+        background = [policy.follow(), *pool.watchers(), servers.watch(), steps.lag.measure()]
+        await _run_steps(steps, progress, background)
         if direct is not None:
             direct.close()
     get_logger().log(SUCCESS, "Orchestrator finished.")
@@ -137,9 +137,9 @@ async def _start(
     resume_step: int | None,
     held_version: int,
 ) -> Progress:
-    """Bring buffer and servers to where the run begins."""
+    """Restore progress and buffer from a checkpoint, and load the matching weights into the servers."""
     if held_version and (not resume_step or pool.adapter is not None):
-        get_logger().info(f"Inference holds version {held_version} of an earlier run: back to the base model")
+        get_logger().info(f"Servers hold version {held_version} of an earlier run: loading the base model")
         await pool.update_weights(None)
     if config.ckpt is None or resume_step is None:
         return Progress()
@@ -160,9 +160,9 @@ async def _start(
 
 
 def weights_timeout_s(config: OrchestratorConfig) -> float | None:
-    """How long to wait for the weights to resume from; None does not wait.
+    """Time limit for the weights to resume from, in seconds. None does not wait.
 
-    A trainer that sends its weights itself only ever offers them, so there they are always waited for.
+    With NCCL broadcasts there are no weight files from before, so the run always waits for the trainer.
     """
     configured = None if config.ckpt is None else config.ckpt.wait_for_weights_timeout
     if configured is None and config.weight_broadcast.type == "nccl":
@@ -170,17 +170,17 @@ def weights_timeout_s(config: OrchestratorConfig) -> float | None:
     return configured
 
 
-async def _run_steps(steps: Steps, progress: Progress, beside: Sequence[Coroutine[Any, Any, None]]) -> None:
-    """Run the steps, and what goes on beside them; the first failure of any ends all, and is raised."""
+async def _run_steps(steps: Steps, progress: Progress, background: Sequence[Coroutine[Any, Any, None]]) -> None:
+    """Run the steps and the background tasks. The first failure cancels the rest and is raised."""
     try:
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(each) for each in beside]
+            tasks = [group.create_task(each) for each in background]
             await steps.run(progress)
-            async with steps.policy.pinned():  # so that no update breaks off, which the trainer may take part in
+            async with steps.policy.pinned():  # do not cancel a weight update halfway: the trainer may take part in it
                 for task in tasks:
                     task.cancel()
     except BaseExceptionGroup as failures:
-        raise failures.exceptions[0]  # noqa: B904 - its own cause says more than the group
+        raise failures.exceptions[0]  # noqa: B904 - keep the error's own cause, not the group
     except asyncio.CancelledError:
         steps.save(progress)
         raise
@@ -195,10 +195,10 @@ class Environments:
 
     @classmethod
     def load(cls, config: OrchestratorConfig) -> Environments:
-        """Load them, and say so. Call it in the main thread: verifiers installs signal handlers.
+        """Load all environments and log their sizes. Call it in the main thread: verifiers installs signal handlers.
 
         Raises:
-            EnvironmentFault: one cannot be used, or has images in its prompts.
+            EnvironmentFault: an environment cannot be loaded, has no rows, or has images in its prompts.
         """
         train = load_environments(config.env, config.log)
         evals = load_environments(config.eval.env, config.log, "orchestrator.eval.env", "eval") if config.eval else {}
@@ -211,13 +211,13 @@ class Environments:
         return cls(train, evals)
 
     async def start_servers(self, config: OrchestratorConfig, servers: EnvServers) -> None:
-        """Start a process for each environment that has none yet."""
+        """Start a server process for each environment without an address."""
         await servers.start("train", config.env, self.train.values(), config.log)
         if config.eval is not None:
             await servers.start("eval", config.eval.env, self.eval.values(), config.log)
 
     async def connect(self) -> None:
-        """Raises EnvironmentFault when an environment's server does not answer."""
+        """Wait for all environment servers. Raises EnvironmentFault if one does not answer."""
         await asyncio.gather(*(environment.connect() for environment in self))
 
     async def close(self) -> None:
@@ -266,7 +266,7 @@ def make_validator(
     if config.val is None:
         return None
     held_out = {name: environment.held_out() for name, environment in environments.items()}
-    # A buffer of its own, so that validation does not change what is trained on.
+    # A separate buffer, so that validation does not change which examples are trained on.
     sizes = {name: len(environment) for name, environment in held_out.items()}
     buffer = Buffer(sizes, BufferConfig(env_ratios=config.buffer.env_ratios), config.seed or 0)
     return Validator(
@@ -281,7 +281,7 @@ def make_validator(
 def scheduler_limits(config: OrchestratorConfig) -> SchedulerLimits:
     return SchedulerLimits(
         group_size=config.rollouts_per_example,
-        # One group at least, even where the limits are smaller than a group.
+        # At least one group, even if the limits are smaller than a group.
         groups_in_flight=max(1, _max_rollouts_in_flight(config) // config.rollouts_per_example),
         max_off_policy_steps=config.max_off_policy_steps,
         groups_per_minute=config.tasks_per_minute,

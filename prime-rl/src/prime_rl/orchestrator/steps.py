@@ -1,4 +1,4 @@
-"""The orchestrator's loop: one training batch a step."""
+"""The orchestrator's main loop: one training batch per step."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 30.0, 300.0
 
 @dataclass(slots=True)
 class EmptyBatches:
-    """Waits longer after each batch in a row that had nothing to train on, and gives up at the fifth."""
+    """Pauses with exponential backoff after batches without a token to train on; gives up after five in a row."""
 
     sleep: Sleep = asyncio.sleep
     in_a_row: int = 0
 
     async def pause(self, step: int) -> None:
-        """Raises NothingToTrain when there have been too many."""
+        """Raises NothingToTrain after `MAX_EMPTY_BATCHES` empty batches in a row."""
         self.in_a_row += 1
         if self.in_a_row >= MAX_EMPTY_BATCHES:
             raise NothingToTrain(
@@ -51,13 +51,13 @@ class EmptyBatches:
                 "and filter/*, and at the log lines of failed rollouts"
             )
         pause_s = min(FIRST_PAUSE_S * 2 ** (self.in_a_row - 1), LONGEST_PAUSE_S)
-        get_logger().warning(f"Step {step}: the batch has no token to train on; trying again in {pause_s:.0f} s")
+        get_logger().warning(f"Step {step}: the batch has no token to train on; retrying in {pause_s:.0f} s")
         await self.sleep(pause_s)
 
 
 @dataclass(slots=True)
 class Steps:
-    """All parts that a step needs, and its phases."""
+    """The phases of a step, and the components that they use."""
 
     scheduler: Scheduler
     policy: Policy
@@ -74,13 +74,13 @@ class Steps:
     evaluator: Evaluator | None = None
     validator: Validator | None = None
     validation: dict[str, float] = field(default_factory=dict)
-    """What the validation of this step found."""
+    """Validation metrics of the current step."""
     lag: LoopLag = field(default_factory=LoopLag)
     empty: EmptyBatches = field(default_factory=EmptyBatches)
     times: StepTimes = field(default_factory=StepTimes)
 
     async def run(self, progress: Progress) -> None:
-        """Make batches until `max_steps`, and leave a checkpoint of the end."""
+        """Send batches until `max_steps`, then save a final checkpoint and evaluate."""
         while self.max_steps is None or progress.step < self.max_steps:
             if self.evaluator is not None:
                 await self.evaluator.run_if_due(progress.step, self.scheduler)
@@ -99,7 +99,7 @@ class Steps:
             await self.evaluator.finish(progress.step)
 
     def save(self, progress: Progress) -> None:
-        """Write what a resumed run needs to begin with this step."""
+        """Save a checkpoint from which a resumed run starts with this step."""
         if self.checkpoints is None:
             return
         with self._timing("save_ckpt"):
@@ -113,14 +113,14 @@ class Steps:
                 return await self.scheduler.collect(step, self.target, sampling_args, self._usable_groups(step))
 
     def prepare(self, groups: list[Group]) -> Batch:
-        """Filter, compare and convert the rollouts."""
+        """Apply filters, assign advantages and convert the rollouts to samples."""
         with self._timing("parallel_preprocess"):
             apply_filters(self.filters, [rollout for group in groups for rollout in group.rollouts])
             assign_advantages(groups, self.advantage)
             return build_batch(groups)
 
     async def send(self, batch: Batch, progress: Progress) -> None:
-        # In threads, so that a slow disk does not stop the rollouts in flight.
+        # In threads, so that a slow disk does not block the event loop and the rollouts in flight.
         await asyncio.to_thread(self.sender.send, batch.message(progress.step))
         await asyncio.to_thread(self.rollout_log.write_batch, progress.step, batch.groups)
         tokens = count_tokens(sample for _, samples in batch.samples for sample in samples)
@@ -149,9 +149,9 @@ class Steps:
         return temperature_at(self.sampling, step, self.max_steps)
 
     def _usable_groups(self, step: int) -> int | None:
-        """How many groups this step and later ones can use; None when nobody can know.
+        """Number of groups that this step and later steps can train on; None if unknown.
 
-        A synchronous run uses no group of this step's policy later.
+        With max_async_level = 0, groups sampled during this step cannot be used later.
         """
         end = step + 1 if self.policy.limits.max_level == 0 else self.max_steps
         if end is None or self.target.rollouts is None:
@@ -160,7 +160,7 @@ class Steps:
 
     @asynccontextmanager
     async def _validating(self, step: int, sampling_args: dict[str, Any]) -> AsyncIterator[None]:
-        """Validate beside the block, where it is due."""
+        """Run a validation concurrently with the block, if one is due."""
         if self.validator is None or not self.validator.due(step):
             yield
             return

@@ -1,4 +1,4 @@
-"""How the process ends: on a signal, and in bounded time whatever an environment's own code still does."""
+"""Signal handling and process exit within a time limit, even if environment code leaves threads running."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from typing import Any, NoReturn
 from prime_rl.utils.logger import get_logger
 
 EXIT_GRACE_S = 10.0
-"""For the interpreter, once everything is done."""
+"""Time for the interpreter to exit after all work is done."""
 STOP_GRACE_S = 20.0
-"""From a signal to the end of the process."""
+"""Time from the first signal to a forced exit."""
 
 
 @dataclass(slots=True)
 class StopSignals:
-    """Turns SIGTERM and SIGINT into the cancellation of one task. A second signal ends the process at once."""
+    """Cancels a task on SIGTERM or SIGINT. A second signal ends the process immediately."""
 
     received: int | None = None
 
@@ -42,18 +42,16 @@ class StopSignals:
         task.cancel()
 
 
-def leave(exit_code: int) -> NoReturn:
-    """End the process, in bounded time.
-
-    Without the freeze the interpreter spends seconds on collecting what verifiers imports.
-    """
+def exit_process(exit_code: int) -> NoReturn:
+    """Exit within `EXIT_GRACE_S`."""
     exit_within(EXIT_GRACE_S, exit_code)
+    # Without this, the final garbage collection of what verifiers imports takes seconds.
     gc.freeze()
     sys.exit(exit_code)
 
 
 def exit_within(grace_s: float, exit_code: int) -> None:
-    """End the process with this code after `grace_s`, if it has not ended by then; environments may leave threads."""
+    """Force the process to exit with this code if it still runs after `grace_s`."""
     timer = threading.Timer(grace_s, os._exit, (exit_code,))
     timer.daemon = True
     timer.start()

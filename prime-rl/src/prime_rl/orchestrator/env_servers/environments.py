@@ -1,4 +1,4 @@
-"""The environments: user code, loaded through verifiers and run in this process or in an `env-server`."""
+"""Loads verifiers environments, and runs rollouts in this process or in an `env-server`."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ Split = Literal["train", "eval"]
 
 
 class Environment:
-    """One environment and its rows, of training or of evaluation.
+    """One environment with its training rows or its evaluation rows.
 
-    An environment without rows for evaluation evaluates on those for training, as verifiers has it.
+    An environment without evaluation rows uses its training rows, as in verifiers.
     """
 
     def __init__(self, name: str, env: vf.Environment, address: str | None, split: Split = "train") -> None:
@@ -40,7 +40,7 @@ class Environment:
         return len(self._rows)
 
     def held_out(self) -> Self:
-        """The same environment with its rows for evaluation."""
+        """The same environment with its evaluation rows."""
         return type(self)(self.name, self.vf_env, self.address, "eval")
 
     def refuse_images(self) -> None:
@@ -49,14 +49,14 @@ class Environment:
             raise EnvironmentFault(f"environment {self.name!r}: the prompt of row {row} has an image, and {ADVICE}")
 
     def fingerprint(self, row: int, keys: Sequence[str]) -> str:
-        """Tells a row from others, also in another version of the dataset."""
+        """Hash of a row's content, which identifies the row even if its index changes."""
         return fingerprint(self.name, self._rows[row], keys)
 
     async def connect(self) -> None:
-        """Wait for the environment's server, where the config names one.
+        """Connect to the environment's server, if it has one.
 
         Raises:
-            EnvironmentFault: it does not answer.
+            EnvironmentFault: the server does not answer within 600 s.
         """
         if self.address is None:
             return
@@ -97,7 +97,8 @@ class Environment:
     ) -> list[Rollout]:
         """Attempt one example `size` times and score the attempts together, whether or not they can be trained on.
 
-        verifiers tries again up to `max_retries` times after a fault of a server or a sandbox.
+        verifiers retries up to `max_retries` times after a server or sandbox error. Errors of environment code
+        propagate.
         """
         outputs = await self.vf_env.run_group(
             [self._rows[example.row]] * size,
@@ -118,12 +119,12 @@ class Environment:
 def load_environments(
     configs: Sequence[EnvConfig], log: LogConfig, key: str = "orchestrator.env", split: Split = "train"
 ) -> dict[str, Environment]:
-    """Load every configured environment, by name. `key` is where the config has them.
+    """Load every configured environment, by name. `key` is the config key of the list, for error messages.
 
-    Call it in the main thread: verifiers installs signal handlers when an environment is made.
+    Call it in the main thread: verifiers installs signal handlers when it loads an environment.
 
     Raises:
-        EnvironmentFault: one does not import, fails to load, or has no rows.
+        EnvironmentFault: an environment cannot be imported, fails to load, or has no rows.
     """
     setup_verifiers_logging(log)
     environments: dict[str, Environment] = {}
@@ -134,10 +135,10 @@ def load_environments(
 
 
 def load_environment(config: EnvConfig, place: str) -> vf.Environment:
-    """The environment as verifiers knows it; its dataset may not be built yet.
+    """Load a verifiers environment. Its dataset may be built later. `place` is its config key, for error messages.
 
     Raises:
-        EnvironmentFault: it does not import, or fails to load.
+        EnvironmentFault: the environment cannot be imported, or fails to load.
     """
     try:
         env = vf.load_environment(module_id(config.id), **config.args)
@@ -156,14 +157,14 @@ def setup_verifiers_logging(log: LogConfig) -> None:
     vf.setup_logging(log.vf_level, json_logging=log.json_logging)
     if not sys.stderr.isatty():
         disable_progress_bars()
-    # It repeats as several log lines what `load_environment` says in one.
+    # Duplicates the error message of `load_environment`.
     logging.getLogger("verifiers.utils.env_utils").setLevel(logging.CRITICAL)
-    # It tells of every server that it waits for one that starts.
+    # Logs a line for each server that it waits for.
     logging.getLogger("verifiers.serve.client").setLevel(logging.WARNING)
 
 
 def environment_arguments(extra_env_kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Attributes to set on an environment; what the config calls `seq_len` is `max_seq_len` to verifiers."""
+    """Attributes to set on an environment. Renames `seq_len` to verifiers' `max_seq_len`."""
     return {"max_seq_len" if name == "seq_len" else name: value for name, value in extra_env_kwargs.items()}
 
 
@@ -177,11 +178,11 @@ def _with_rows(env: vf.Environment, config: EnvConfig, place: str, split: Split)
         environment = Environment(config.name or config.id, env, config.address, split)
     except Exception as error:  # building the dataset is the environment's own code
         raise EnvironmentFault(
-            f"{place}: the dataset of environment {config.id!r} fails: {_one_line(error)}"
+            f"{place}: cannot build the dataset of environment {config.id!r}: {_one_line(error)}"
         ) from error
     if not len(environment):
         purpose = "training" if split == "train" else "evaluation"
-        raise EnvironmentFault(f"{place}: environment {config.id!r} has no rows for {purpose}")
+        raise EnvironmentFault(f"{place}: environment {config.id!r} has no {purpose} rows")
     return environment
 
 

@@ -1,4 +1,4 @@
-"""Environment servers that the orchestrator starts, watches and ends."""
+"""Starts, watches and stops environment server processes."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ class EnvServer:
     process: asyncio.subprocess.Process
     log: Path
     log_offset: int
-    """Where in the log its output begins."""
+    """Byte offset in the log at which this attempt's output starts."""
 
     def fault(self) -> EnvironmentFault:
-        """Say that it has ended, with its last words."""
+        """An error that reports the exit code and the last lines of the log."""
         lines = [f"  | {line}" for line in tail(self.log, TAIL_LINES, self.log_offset)]
         headline = (
             f"the server of environment {self.name!r} ended with code {self.process.returncode}; its log is {self.log}"
@@ -59,7 +59,7 @@ class EnvServers:
     async def start(
         self, purpose: str, configs: Sequence[EnvConfig], environments: Iterable[Environment], log: LogConfig
     ) -> None:
-        """Start a server for each environment that has no address yet, and give it that of its server.
+        """Start a server for each environment without an address, and set its address.
 
         `purpose` is `train` or `eval`.
         """
@@ -74,10 +74,10 @@ class EnvServers:
                 self._servers.append(await _start(ProcessSpec(environment.name, argv, log_file)))
 
     async def guard(self, work: Coroutine[Any, Any, None]) -> None:
-        """Do the work, unless a server ends before it is done.
+        """Await `work`, but fail as soon as a server exits.
 
         Raises:
-            EnvironmentFault: one did.
+            EnvironmentFault: a server has exited.
         """
         tasks = [asyncio.create_task(each) for each in (work, self.watch())]
         try:
@@ -89,10 +89,10 @@ class EnvServers:
                 task.cancel()
 
     async def watch(self) -> None:
-        """Wait for ever.
+        """Wait until cancelled, or until a server exits.
 
         Raises:
-            EnvironmentFault: a server has ended.
+            EnvironmentFault: a server has exited.
         """
         ends = [asyncio.create_task(server.process.wait()) for server in self._servers]
         try:
@@ -105,13 +105,13 @@ class EnvServers:
                 task.cancel()
 
     async def close(self) -> None:
-        """Ask all servers to stop, and end those that have not after a few seconds."""
+        """Terminate all servers; kill those that still run after `STOP_GRACE_S`."""
         for server in self._servers:
             _send_group(server.process, signal.SIGTERM)
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._ended(), STOP_GRACE_S)
         for server in self._servers:
-            # Whatever an environment started in its turn goes as well.
+            # The whole process group, including processes that the environment started.
             _send_group(server.process, signal.SIGKILL)
         await self._ended()
         self._sockets.cleanup()
@@ -121,10 +121,10 @@ class EnvServers:
 
     def _server_config(self, config: EnvConfig, address: str, log: LogConfig) -> EnvServerConfig:
         settings = {name: getattr(config, name) for name in EnvConfig.model_fields}
-        # What it prints goes to its log as it is.
-        printing = log.model_copy(update={"file": False})
+        # The server's stdout is already redirected to its log file.
+        to_stdout = log.model_copy(update={"file": False})
         return EnvServerConfig(
-            env=EnvConfig(**settings | {"address": address}), log=printing, output_dir=self.paths.root
+            env=EnvConfig(**settings | {"address": address}), log=to_stdout, output_dir=self.paths.root
         )
 
 
@@ -136,7 +136,7 @@ async def _start(spec: ProcessSpec) -> EnvServer:
             stdout=log,
             stderr=log,
             env={**os.environ, PARENT_VARIABLE: str(os.getpid())},
-            # So that what an environment starts ends with it.
+            # A process group, so that `close` also reaches processes that the environment starts.
             start_new_session=True,
         )
     get_logger().info(f"Environment {spec.name!r} is served by process {process.pid}; its log is {spec.log}")

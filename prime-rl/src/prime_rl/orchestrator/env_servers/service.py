@@ -1,10 +1,10 @@
-"""An environment over ZeroMQ: verifiers' wire protocol, in one process and one event loop.
+"""Serves an environment over ZeroMQ with verifiers' wire protocol, in one process and one event loop.
 
-verifiers' own server keeps a router and workers and starts a dead worker again, for ever where its environment cannot
-load. Here a fault ends the process, and whoever started it sees the log. Model calls go through our chat clients.
+verifiers' own server has a router that restarts dead workers, endlessly if the environment cannot load. Here an error
+ends the process, and its log shows the cause. Model calls use our chat clients.
 
-A request is `[client, id, body]` in MessagePack. The body `ping` asks whether the server lives, an empty one cancels
-the request of that id. An answer is `[client, id, body]`.
+Requests and answers have three frames, `[client, id, body]`, with a MessagePack body. The body `ping` is a health
+check; an empty body cancels the request with that id.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ CLIENTS = {"openai_chat_completions": ChatClient, "openai_chat_completions_token
 
 
 class EnvironmentService:
-    """Answers requests until it is closed. What the environment raises goes back as the answer."""
+    """Answers requests until it is closed. Errors of the environment are returned as answers."""
 
     def __init__(self, env: vf.Environment, address: str) -> None:
         self.env = env
         self.address = address
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.ROUTER)
-        # No request may be dropped: the orchestrator bounds how many there are.
+        # No limits, so that no message is dropped; the orchestrator limits the requests in flight.
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.setsockopt(zmq.RCVHWM, 0)
         self._socket.setsockopt(zmq.LINGER, 0)
@@ -46,11 +46,11 @@ class EnvironmentService:
         self._running: dict[tuple[bytes, bytes], asyncio.Task[None]] = {}
 
     async def serve(self) -> None:
-        """Serve for ever."""
+        """Serve until cancelled."""
         while True:
             frames = await self._socket.recv_multipart()
             if len(frames) != 3:
-                get_logger().warning(f"A message of {len(frames)} parts instead of 3 is left out")
+                get_logger().warning(f"Ignoring a message of {len(frames)} frames instead of 3")
                 continue
             client, request_id, body = frames
             if body == PING:
@@ -61,7 +61,7 @@ class EnvironmentService:
                 self._start(client, request_id, body)
 
     async def close(self) -> None:
-        """Cancel what runs, and let the environment clean up."""
+        """Cancel all requests, tear down the environment and close the socket."""
         for task in self._running.values():
             task.cancel()
         await asyncio.gather(*self._running.values(), return_exceptions=True)

@@ -1,4 +1,4 @@
-"""What is reported of a step: names as in the metrics file, W&B and the log line."""
+"""Computes the metrics of a step, under their names in the metrics file and W&B, and formats its log line."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class StepTimes:
 
 @dataclass(frozen=True, slots=True)
 class StepStatus:
-    """Where scheduler and policy stand when a batch is done."""
+    """State of the scheduler and the policy at the end of a step."""
 
     step: int
     policy_version: int
@@ -40,7 +40,7 @@ class StepStatus:
 
 @dataclass(frozen=True, slots=True)
 class TokenCounts:
-    """Tokens of a batch: `decode` are trained, `prefill` are all others."""
+    """Number of tokens that are trained on (`decode`), and of all others (`prefill`)."""
 
     prefill: int
     decode: int
@@ -60,7 +60,7 @@ def count_tokens(samples: Iterable[TrainingSample]) -> TokenCounts:
 
 
 def progress_metrics(batch: Batch, progress: Progress, policy_version: int) -> dict[str, float]:
-    """`progress/*`. `progress` already counts this batch."""
+    """`progress/*`. `progress` must already include this batch."""
     tokens = count_tokens(sample for _, samples in batch.samples for sample in samples)
     return {
         "progress/tokens": tokens.total,
@@ -76,7 +76,7 @@ def progress_metrics(batch: Batch, progress: Progress, policy_version: int) -> d
 
 
 def rollout_metrics(batch: Batch) -> dict[str, float]:
-    """Lengths, turns and durations, as statistics over the means of the groups; and `is_truncated`."""
+    """Mean, max and min over groups of the group means of lengths (tokens), turns, durations (ms) and truncation."""
     counts = {id(rollout): (count_tokens(samples), len(samples)) for rollout, samples in batch.samples}
     readers: dict[str, Callable[[Rollout], float]] = {
         "seq_len": lambda rollout: counts[id(rollout)][0].total,
@@ -96,7 +96,10 @@ def rollout_metrics(batch: Batch) -> dict[str, float]:
 
 
 def reward_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """`reward/*` over rollouts, the shares of groups that all or none solved, and shares of the environments."""
+    """`reward/*` over rollouts, and fractions of groups that were solved by all or none of their rollouts.
+
+    With several environments, also the mean reward and the fraction of rollouts of each.
+    """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     rewards = [rollout.reward for rollout in rollouts]
     solved_none = sum(sum(rollout.reward for rollout in group.rollouts) == 0 for group in groups) / len(groups)
@@ -111,16 +114,16 @@ def reward_metrics(groups: Sequence[Group]) -> dict[str, float]:
         "batch/solve_all": solved_all,
         "batch/effective_batch_size": 1.0 - solved_none - solved_all,
     }
-    by_env = _by(rollouts, lambda rollout: rollout.example.env)
+    by_env = _group_by(rollouts, lambda rollout: rollout.example.env)
     if len(by_env) > 1:
-        for env, of_env in by_env.items():
-            metrics[f"reward/{env}"] = statistics.fmean(rollout.reward for rollout in of_env)
-            metrics[f"batch/{env}"] = len(of_env) / len(rollouts)
+        for env, env_rollouts in by_env.items():
+            metrics[f"reward/{env}"] = statistics.fmean(rollout.reward for rollout in env_rollouts)
+            metrics[f"batch/{env}"] = len(env_rollouts) / len(rollouts)
     return metrics
 
 
 def environment_metrics(rollouts: Sequence[Rollout], filters: Sequence[Filter]) -> dict[str, float]:
-    """`metrics/*` of the environments, `error/*`, and how often each filter detected something."""
+    """`metrics/*` of the environments, `error/*`, and the number and fraction of rollouts that each filter detected."""
     errors = Counter(rollout.error for rollout in rollouts if rollout.error)
     metrics = {"error/mean": errors.total() / len(rollouts)}
     metrics |= {f"error/{name}": count / errors.total() for name, count in errors.items()}
@@ -128,7 +131,7 @@ def environment_metrics(rollouts: Sequence[Rollout], filters: Sequence[Filter]) 
     for rollout in rollouts:
         for name, value in (rollout.metrics or {}).items():
             values.setdefault(name, []).append(value)
-    metrics |= {f"metrics/{name}": statistics.fmean(of_name) for name, of_name in values.items()}
+    metrics |= {f"metrics/{name}": statistics.fmean(each) for name, each in values.items()}
     detected = 0.0
     for each in filters:
         count = sum(values.get(f"filter/{each.name}", []))
@@ -142,9 +145,9 @@ def environment_metrics(rollouts: Sequence[Rollout], filters: Sequence[Filter]) 
 
 
 def status_metrics(groups: Sequence[Group], status: StepStatus) -> dict[str, float]:
-    """`batch/*` of scheduler and policy, and the temperature."""
+    """`batch/*` of the scheduler and the policy, and the sampling temperature."""
     levels = [group.off_policy_level for group in groups]
-    # What the trainer sees, time in the queue included: steps from the oldest version of a rollout to its training.
+    # Steps between a rollout's oldest policy version and its training, including the time in the queue.
     staleness = [status.step - rollout.version for group in groups for rollout in group.rollouts]
     return {
         "batch/async_level": status.step - status.policy_version,
@@ -161,7 +164,7 @@ def status_metrics(groups: Sequence[Group], status: StepStatus) -> dict[str, flo
 
 
 def log_line(step: int, metrics: dict[str, float]) -> str:
-    """The success line of a step, which people and scripts read."""
+    """The log line of a finished step. Scripts parse it."""
     validation = f"Val. Reward: {metrics['val_reward/mean']:.4f} | " if "val_reward/mean" in metrics else ""
     return (
         f"Step {step} | Time: {metrics['time/step']:.2f}s | Reward: {metrics['reward/mean']:.4f} | {validation}"
@@ -173,7 +176,7 @@ def log_line(step: int, metrics: dict[str, float]) -> str:
 
 
 def sample_text(rollout: Rollout) -> str:
-    """A rollout for people: prompt, completion and reward."""
+    """A rollout as readable text: prompt, completion and reward."""
     outcome = f"error {rollout.error}" if rollout.error else rollout.stop_condition or "no stop condition"
     messages = [*_messages(rollout.prompt), *_messages(rollout.completion)]
     text = "\n".join(f"  [{role}] {content}" for role, content in messages)
@@ -190,7 +193,7 @@ def _shortened(text: str, limit: int = 1000) -> str:
     return text if len(text) <= limit else f"{text[: limit // 2]} … {text[-limit // 2 :]}"
 
 
-def _by(rollouts: Iterable[Rollout], key: Callable[[Rollout], str]) -> dict[str, list[Rollout]]:
+def _group_by(rollouts: Iterable[Rollout], key: Callable[[Rollout], str]) -> dict[str, list[Rollout]]:
     groups: dict[str, list[Rollout]] = {}
     for rollout in rollouts:
         groups.setdefault(key(rollout), []).append(rollout)

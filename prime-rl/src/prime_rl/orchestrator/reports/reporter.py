@@ -1,4 +1,4 @@
-"""Where the report of a step goes: the monitors, the log, and now and then a sample to read."""
+"""Reports each step to the monitors and the log, and logs a sample rollout every few steps."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SAMPLE_INTERVAL = 10
 
 
 class Reporter:
-    """Reports steps. Samples are logged every `sample_interval` steps; None logs none."""
+    """Reports steps. Logs a sample every `sample_interval` steps; None logs no samples."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class Reporter:
         if self.extras is not None:
             self.extras.record(batch, step)
         if self.sample_interval and step % self.sample_interval == 0:
-            # A choice of its own, so that looking at samples does not disturb what is sampled.
+            # A separate generator, so that logging does not change which examples are drawn.
             sample = random.Random(step).choice(batch.rollouts)
             get_logger().info(f"A sample of step {step}: {sample_text(sample)}")
 
@@ -76,7 +76,7 @@ class Reporter:
 
 
 def setup_monitor(config: OrchestratorConfig, run: RunPaths, paths: OrchestratorPaths) -> tuple[Monitor, Extras | None]:
-    """Always `OUT/metrics.jsonl`; W&B when configured, and a table at the end of a benchmark."""
+    """Create the monitors: `OUT/metrics.jsonl`, W&B if configured, and a summary table with `bench`."""
     extras = None
     monitors: list[Monitor] = [JsonlMonitor(run.metrics, "orchestrator")]
     if config.bench:
@@ -92,7 +92,7 @@ def setup_monitor(config: OrchestratorConfig, run: RunPaths, paths: Orchestrator
 
 
 def sample_interval(config: OrchestratorConfig) -> int | None:
-    """Steps between two logged samples; `wandb.log_extras` changes or silences it."""
+    """Steps between two logged samples. With W&B, `wandb.log_extras` sets it; None logs no samples."""
     if config.wandb is None:
         return SAMPLE_INTERVAL
     extras = config.wandb.log_extras
@@ -108,7 +108,7 @@ MAX_SAMPLES = 8
 
 
 class ExtrasMonitor(Protocol):
-    """W&B, as needed here."""
+    """The part of the W&B monitor that `Extras` uses."""
 
     def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int) -> None: ...
 
@@ -116,19 +116,19 @@ class ExtrasMonitor(Protocol):
 
 
 class Extras:
-    """What `log_extras` asks for: a table of a few rollouts, and histograms of rewards and advantages."""
+    """Logs what `log_extras` enables: a table of up to 8 rollouts, and histograms of rewards and advantages."""
 
     def __init__(self, monitor: ExtrasMonitor, config: LogExtrasConfig) -> None:
         self.monitor = monitor
         self.config = config
 
     def record(self, batch: Batch, step: int) -> None:
-        """Report the batch of `step`, if it is one of those that are reported."""
+        """Log the batch of `step`, if `step` is a multiple of `interval`."""
         if step % self.config.interval:
             return
         rollouts = batch.rollouts
         if self.config.samples:
-            # A choice of its own, so that looking at samples does not disturb what is sampled.
+            # A separate generator, so that logging does not change which examples are drawn.
             chosen = random.Random(step).sample(rollouts, min(MAX_SAMPLES, len(rollouts)))
             self.monitor.log_table("samples", COLUMNS, [sample_row(each, step) for each in chosen], step)
         if self.config.distributions:

@@ -1,4 +1,4 @@
-"""Rollouts as lines of JSON, to read and to count over."""
+"""Writes rollouts to JSONL files."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from prime_rl.utils.files import replacing_file
 
 
 class RolloutLog:
-    """Writes every rollout, a file a batch or evaluation. Without `enabled` it writes nothing.
+    """Writes every rollout to one file per batch or evaluation, if `enabled`.
 
-    64 rollouts of 100 tokens take about a millisecond. Token ids are left out: the batch itself has them.
+    64 rollouts of 100 tokens take about a millisecond. Token ids are omitted: the batch file has them.
     """
 
     def __init__(self, paths: OrchestratorPaths, enabled: bool) -> None:
@@ -29,20 +29,20 @@ class RolloutLog:
         self._write(self.paths.step_samples(step), records)
 
     def write_evaluation(self, version: int, outcomes: Sequence[Outcome]) -> None:
-        """Failed rollouts have a line with their error, and no reward."""
+        """Write one line per rollout. A failed rollout has an error and a null reward."""
         self._write(self.paths.eval_samples(version), (line for outcome in outcomes for line in _lines(outcome)))
 
     def _write(self, path: Path, records: Iterable[dict[str, Any]]) -> None:
         if not self.enabled:
             return
-        # Messages may hold objects of the environment's own.
+        # Messages may contain the environment's own objects.
         encoder = msgspec.json.Encoder(enc_hook=_plain)
         with replacing_file(path) as scratch:
             scratch.write_bytes(encoder.encode_lines(records))
 
 
 def record(rollout: Rollout, **more: Any) -> dict[str, Any]:
-    """What is saved of a rollout."""
+    """A rollout as a JSON object."""
     return {
         "env": rollout.example.env,
         "row": rollout.example.row,
