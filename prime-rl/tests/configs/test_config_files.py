@@ -134,10 +134,10 @@ def test_a_missing_base_is_a_fault(toml, tmp_path: Path, faults) -> None:
 
 def test_toml_files_is_never_accepted_and_ignored(toml, faults) -> None:
     inside = toml('[trainer]\ntoml_files = ["base.toml"]')
-    assert "trainer.toml_files: read at the top of a file only" in faults(RLConfig, files=(inside,))[0]
+    assert "trainer.toml_files: move it to the top of the file" in faults(RLConfig, files=(inside,))[0]
     wrong = toml("toml_files = 3")
     assert "should be a list of file names" in faults(TrainerConfig, files=(wrong,))[0]
-    assert "give files with `@ file`" in faults(TrainerConfig, "--toml-files", "x.toml")[0]
+    assert "name a file with `@ file`" in faults(TrainerConfig, "--toml-files", "x.toml")[0]
 
 
 @pytest.mark.parametrize("argv", [["@"], ["--trainer", "@"]])

@@ -89,7 +89,7 @@ to one of the listed values) is refused at the start, or ignores it with a warni
 
 
 def reference() -> str:
-    """The whole page."""
+    """Return the whole page."""
     parts = [INTRODUCTION]
     for root in ROOTS:
         parts.append(f"## {root.__name__}\n")

@@ -31,8 +31,7 @@ def hint_for_renamed(root: Section, component: str, key: str, as_flag: bool = Fa
 
 
 def _place(root: Section, component: str, owner: str, prefix: str, new: str) -> tuple[str, str]:
-    """`new`, which starts with its component, as a key of `root`; and the other config that has it, if it is not in
-    `root`."""
+    """Return `new`, which starts with its component, as a key of `root`; and where it is if `root` does not have it."""
     target, _, key = new.partition(".")
     if target == owner:
         return prefix + key, ""

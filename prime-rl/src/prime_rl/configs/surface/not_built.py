@@ -14,17 +14,17 @@ from prime_rl.utils.pydantic_config import BaseSettings
 
 @dataclass(frozen=True, slots=True)
 class NotBuilt:
-    """A key that nothing reads, or whose value nothing supports."""
+    """A key that is not supported, or not with every value."""
 
     key: str
-    """Dotted, from a component: `trainer.`, `orchestrator.`, `inference.`, `sft.`, `rl.`, `eval.` or `env_server.`. A
-    list stands for each of its items: `orchestrator.filters.window`."""
+    """Dotted key, with its component: `trainer`, `orchestrator`, `inference`, `sft`, `rl`, `eval` or `env_server`. A
+    list means each of its items: `orchestrator.filters.window`."""
     why: str = ""
     """Why, or what to do instead."""
     values: tuple[Any, ...] = ()
     """The values that are not supported. Empty: every value but the default."""
     refused: bool = True
-    """Whether a run that sets the key is refused. Otherwise the run is the same without it, and a warning says so."""
+    """Whether a run that sets the key is refused. Otherwise the key has no effect, and a warning says so."""
 
 
 def _of_both_trainers(key: str, why: str, values: tuple[Any, ...] = (), refused: bool = True) -> tuple[NotBuilt, ...]:
@@ -73,7 +73,7 @@ NOT_BUILT: tuple[NotBuilt, ...] = (
 
 
 def unbuilt_faults(config: BaseSettings, entries: Sequence[NotBuilt] = NOT_BUILT) -> list[str]:
-    """One line for each key of `config`, or of a component in it, that is set to something that is not supported."""
+    """Return one line for each key of `config` and its components that has an unsupported value."""
     return [
         f"{_shown(key, value)} is not supported yet" + (f": {entry.why}" if entry.why else "")
         for entry in entries
@@ -83,7 +83,7 @@ def unbuilt_faults(config: BaseSettings, entries: Sequence[NotBuilt] = NOT_BUILT
 
 
 def ignored_keys(config: BaseSettings) -> list[str]:
-    """One line for each key of `config` itself that is set and has no effect."""
+    """Return one line for each key of `config`, without its components, that is set and has no effect."""
     return [
         f"{entry.key} has no effect: {entry.why}"
         for entry in NOT_BUILT
@@ -93,7 +93,7 @@ def ignored_keys(config: BaseSettings) -> list[str]:
 
 
 def refuse_unbuilt(config: BaseSettings) -> None:
-    """Print those lines and exit with status 2, if there are any."""
+    """Print the lines of `unbuilt_faults` and exit with status 2, if there are any."""
     faults = unbuilt_faults(config)
     for fault in faults:
         sys.stderr.write(f"error: {fault}\n")
@@ -102,7 +102,7 @@ def refuse_unbuilt(config: BaseSettings) -> None:
 
 
 def _settings_of(config: BaseSettings, entry: NotBuilt) -> Iterator[tuple[str, Any]]:
-    """Key (as the user of this config writes it) and value, wherever `config` sets what `entry` names."""
+    """Yield key and value wherever `config` sets what `entry` names. Keys are as in the user's file."""
     component, *path = entry.key.split(".")
     if component == type(config).component:
         section, prefix = config, ""
@@ -118,7 +118,7 @@ def _settings_of(config: BaseSettings, entry: NotBuilt) -> Iterator[tuple[str, A
 
 
 def _owners(section: Any, path: list[str]) -> Iterator[tuple[str, BaseModel, str]]:
-    """Dotted key, owning section and field name of each place that `path` leads to; absent sections have none."""
+    """Yield dotted key, section and field name of each place that `path` leads to. Absent sections are skipped."""
     if isinstance(section, list):
         for index, item in enumerate(section):
             for key, owner, name in _owners(item, path):

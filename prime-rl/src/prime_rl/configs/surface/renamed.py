@@ -1,4 +1,4 @@
-"""Keys of other versions of PRIME-RL, and the keys here that replace them.
+"""Lists keys of other versions of PRIME-RL, and the keys here that replace them.
 
 Two readers: the hint for an unknown key, and `medarc_train migrate`.
 """

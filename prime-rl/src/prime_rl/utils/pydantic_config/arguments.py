@@ -1,4 +1,4 @@
-"""Command-line arguments: `--a.b-c value`, `--a.b_c=value`, `--flag`, `--no-flag`, `--section`, `--no-section`."""
+"""Parses options: `--a.b-c value`, `--a.b_c=value`, `--flag`, `--no-flag`, `--section`, `--no-section`."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _BOOLEANS = ("true", "false", "yes", "no", "on", "off", "1", "0")
 
 @dataclass
 class ParsedArguments:
-    """What arguments set, what they leave over, and what is wrong with them."""
+    """The values of options, the arguments that are no options of the config, and the faults."""
 
     values: dict[tuple[str, ...], Any] = field(default_factory=dict)
     origins: dict[KeyPath, str] = field(default_factory=dict)
@@ -44,7 +44,7 @@ class ParsedArguments:
     faults: list[str] = field(default_factory=list)
 
     def assign(self, site: KeySite, flag: str, value: Any) -> None:
-        """A list flag given again adds to the list, a table is merged, anything else is replaced."""
+        """Set a value. A repeated option extends a list, merges a table, and replaces anything else."""
         earlier = self.values.get(site.path)
         if isinstance(earlier, list) and isinstance(value, list):
             value = earlier + value
@@ -52,7 +52,7 @@ class ParsedArguments:
         self.origins[site.path] = flag
 
     def layer(self) -> Layer:
-        """One table of all values; the key of a section is stronger than JSON for the whole section."""
+        """Return all values as one table. An option for one key wins over JSON for its section."""
         data: dict[str, Any] = {}
         for path in sorted(self.values, key=len):
             set_at(data, path, self.values[path])
@@ -60,9 +60,10 @@ class ParsedArguments:
 
 
 def parse_arguments(root: Section, args: Sequence[str], allow_extras: bool = False) -> ParsedArguments:
-    """Read arguments without `@`. Unknown options are faults, or (with `allow_extras`) left over with their values.
+    """Parse arguments without `@`.
 
-    An unknown key below a section of `root` is always a fault.
+    An unknown option is a fault. With `allow_extras` it is kept in `extras` with its values, unless its first word is
+    a section of `root`: then it is a misspelled key.
     """
     parsed = ParsedArguments()
     words = list(args)
@@ -90,10 +91,10 @@ def parse_arguments(root: Section, args: Sequence[str], allow_extras: bool = Fal
 
 
 def arguments_layer(root: Section, args: Sequence[str]) -> Layer:
-    """What arguments without `@` set.
+    """Return the values that arguments without `@` set.
 
     Raises:
-        ConfigError: one fault for each argument that cannot be read.
+        ConfigError: an argument cannot be parsed. There is one fault for each such argument.
     """
     parsed = parse_arguments(root, args)
     if parsed.faults:
@@ -102,7 +103,7 @@ def arguments_layer(root: Section, args: Sequence[str]) -> Layer:
 
 
 def parse_unknown_args(args: Sequence[str], config_cls: Section) -> tuple[list[str], list[str]]:
-    """Split arguments into those that `config_cls` has a key for and the others, each with its values."""
+    """Split arguments into options of `config_cls` and others, each with its values."""
     unknown = parse_arguments(config_cls, args, allow_extras=True).extras
     left = list(unknown)
     known = []
@@ -115,7 +116,7 @@ def parse_unknown_args(args: Sequence[str], config_cls: Section) -> tuple[list[s
 
 
 def to_kebab_case(args: list[str]) -> list[str]:
-    """Option names with dashes for underscores, in place; values stay as they are."""
+    """Replace underscores in option names by dashes, in place. Values are not changed."""
     for index, word in enumerate(args):
         if word.startswith("--"):
             name, equals, value = word.partition("=")
@@ -124,7 +125,7 @@ def to_kebab_case(args: list[str]) -> list[str]:
 
 
 def _read_option(root: Section, parsed: ParsedArguments, flag: str, text: str | None, words: list[str]) -> None:
-    """Assign one option. Raises KeyError if there is no such key, BadText for a value that it cannot take."""
+    """Assign one option. Raises KeyError for an unknown key, and BadText for a malformed value."""
     site = find_key(root, flag[2:])
     if site is None:
         site = find_negated(root, flag[2:])
@@ -135,7 +136,7 @@ def _read_option(root: Section, parsed: ParsedArguments, flag: str, text: str | 
         parsed.assign(site, flag, False if site.is_flag else None)
         return
     if site.path == ("toml_files",):
-        raise BadText("is for files; give files with `@ file`")
+        raise BadText("is a key of files; name a file with `@ file`")
     if text is None:
         text = _value_for(site, words)
     if text is None:
@@ -145,7 +146,7 @@ def _read_option(root: Section, parsed: ParsedArguments, flag: str, text: str | 
 
 
 def _value_for(site: KeySite, words: list[str]) -> str | None:
-    """Take the option's value from `words`; None for a flag or a section that stands alone."""
+    """Remove the option's value from `words`. Return None for a flag or section without a value."""
     follows = words[0] if words and not words[0].startswith("--") else None
     if site.is_flag and (follows is None or follows.lower() not in (*_BOOLEANS, "null", "none")):
         return None
@@ -157,7 +158,7 @@ def _value_for(site: KeySite, words: list[str]) -> str | None:
 
 
 def _values_after(words: list[str], at_most: int | None = None) -> list[str]:
-    """Take the values of an option that is not ours."""
+    """Remove the values of an unknown option from `words`."""
     values = list(takewhile(lambda word: not word.startswith("--"), words))[:at_most]
     del words[: len(values)]
     return values

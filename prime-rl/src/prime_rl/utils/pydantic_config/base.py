@@ -1,4 +1,4 @@
-"""The two base classes of every config, and what they do to raw data before it is validated."""
+"""Defines the two base classes of all configs, and prepares raw data for validation."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from prime_rl.utils.pydantic_config.schema import tag_of, union_fields
 from prime_rl.utils.pydantic_config.sources import files_source, merged_sources
 
 NULL_TEXT = "None"
-"""TOML has no null. This text, anywhere in a config, is one."""
+"""Stands for None anywhere in a config, because TOML has no null."""
 
 
 def with_nulls(value: Any) -> Any:
-    """A copy of raw data in which every `"None"` is None."""
+    """Copy raw data, replacing every `"None"` by None."""
     if isinstance(value, dict):
         return {key: with_nulls(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -27,9 +27,9 @@ def with_nulls(value: Any) -> Any:
 
 
 def prepare_table(cls: type[BaseModel], data: dict[str, Any]) -> dict[str, Any]:
-    """Raw data of one section, with nulls, and with the `type` of its default wherever a union's table names none.
+    """Return the raw data of one section with nulls, and with the default `type` in each union that names none.
 
-    So `[optim]` with only `lr` stays what `optim` is by default. The data given stays as it is.
+    For example, `[optim]` with only `lr` gets the type of the default optimizer. `data` is not changed.
     """
     table = {key: with_nulls(value) for key, value in data.items()}
     for name, default_type in union_fields(cls).items():
@@ -40,7 +40,7 @@ def prepare_table(cls: type[BaseModel], data: dict[str, Any]) -> dict[str, Any]:
 
 
 def explicit_values(model: BaseModel) -> dict[str, Any]:
-    """The raw data that `model` was made from, as far as it is not a default."""
+    """Return the raw data of `model`, without defaults."""
     values: dict[str, Any] = {}
     for name in type(model).model_fields:
         value = getattr(model, name)
@@ -54,32 +54,33 @@ def explicit_values(model: BaseModel) -> dict[str, Any]:
 
 
 def raise_faults(faults: Iterable[str]) -> None:
-    """Raise one error that tells every fault, each on its own line; nothing without faults."""
+    """Raise one ValueError with a line for each fault. Do nothing without faults."""
     if lines := list(faults):
         raise ValueError("\n".join(lines))
 
 
 def derive(model: BaseModel, **values: Any) -> None:
-    """Set values that follow from others, without marking them as given by the user.
+    """Set values that follow from other values, without marking them as set by the user.
 
-    For the validators of a config only: it is the one way past `frozen`, while the config is being built.
+    Call it only in validators: it bypasses `frozen` while a config is being built.
     """
     model.__dict__.update(values)
 
 
 def _without_hash(model: BaseModel) -> int:
-    """`__hash__` of every config.
+    """Make configs unhashable.
 
-    Pydantic gives a frozen model a hash, and does not copy a default that has one: `derive` on one instance would
-    change the default of all others.
+    Pydantic gives frozen models a hash, and does not copy a default that is hashable. `derive` on one instance would
+    then change the default of all others.
     """
     raise TypeError(f"{type(model).__name__} is not hashable: it holds lists and tables")
 
 
 class BaseConfig(BaseModel):
-    """A section of a config. An unknown key is an error; `"None"` is None.
+    """A section of a config. Unknown keys are errors, and `"None"` is None.
 
-    Attributes cannot be assigned. Lists and tables in them are Python's own, which nothing protects.
+    Attributes cannot be assigned. Lists and dicts in a config are plain Python objects: do not change them. A section
+    given as an instance is copied.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, revalidate_instances="always", defer_build=True)
@@ -93,14 +94,14 @@ class BaseConfig(BaseModel):
 
     @classmethod
     def prepare(cls, data: dict[str, Any]) -> dict[str, Any]:
-        """The raw data to validate in place of `data`, which stays as it is."""
+        """Return the raw data to validate instead of `data`, which is not changed."""
         return prepare_table(cls, data)
 
 
 class BaseSettings(pydantic_settings.BaseSettings):
     """The root of a config, which also reads files, environment variables and command-line arguments.
 
-    Frozen like its sections.
+    Frozen, like its sections.
 
     Constructing one reads, from weak to strong: defaults, environment variables, keyword arguments, the files of
     `set_toml_files`, `_cli_parse_args`. A nested instance (the `trainer` of an `RLConfig`) reads none of them.
@@ -139,12 +140,12 @@ class BaseSettings(pydantic_settings.BaseSettings):
 
     @classmethod
     def prepare(cls, data: dict[str, Any]) -> dict[str, Any]:
-        """The raw data to validate in place of `data`, which stays as it is."""
+        """Return the raw data to validate instead of `data`, which is not changed."""
         return prepare_table(cls, data)
 
     @classmethod
     def set_toml_files(cls, paths: Sequence[Path | str]) -> None:
-        """Read these files, the last one strongest, in every instance made until `clear_toml_files`."""
+        """Read these files in every new instance, until `clear_toml_files`. The last file is the strongest."""
         cls.files_to_read = tuple(path if isinstance(path, Path) else Path(path) for path in paths)
 
     @classmethod
@@ -160,10 +161,10 @@ class BaseSettings(pydantic_settings.BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Files, keyword arguments, environment, strongest first; the command line is stronger than all of them."""
+        """Return files, keyword arguments and environment, strongest first. The command line is stronger than all."""
         return files_source(cls, cls.files_to_read), init_settings, env_settings, dotenv_settings, file_secret_settings
 
     @classmethod
     def advice_for_key(cls, key: str, as_flag: bool = False) -> str | None:
-        """What to write instead of a key that another version has. None for any other key."""
+        """Return what to write instead of a key of another version, or None for any other key."""
         return None

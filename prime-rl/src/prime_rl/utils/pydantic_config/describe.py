@@ -1,4 +1,4 @@
-"""What a key is, in words: read from the classes, for `--help` and the generated docs."""
+"""Describes keys for `--help` and the generated reference, from the config classes and their docstrings."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ _BOUNDS = {"ge": ">= ", "gt": "> ", "le": "<= ", "lt": "< "}
 
 
 def type_text(annotation: Any) -> str:
-    """`int`, `list[str]`, `LoRAConfig`, `'a' | 'b'`; a `?` at the end means that None is allowed."""
+    """Return a type such as `int`, `list[str]`, `LoRAConfig` or `'a' | 'b'`. A final `?` means that None is allowed."""
     kinds = alternatives(annotation)
     names = [_kind_text(kind) for kind in kinds if kind is not NoneType]
     return " | ".join(names) + ("?" if NoneType in kinds else "")
 
 
 def default_text(field: FieldInfo) -> str:
-    """The default as TOML has it; `required` without one."""
+    """Return the default in TOML syntax, or `required`."""
     if field.is_required():
         return "required"
     return value_text(field.get_default(call_default_factory=True))
@@ -55,7 +55,7 @@ def value_text(value: Any) -> str:
 
 
 def bounds_text(field: FieldInfo) -> str:
-    """`>= 1, <= 8`, of the field itself or of a member of its union; empty without bounds."""
+    """Return bounds such as `>= 1, <= 8`, of the field or a member of its union. Empty without bounds."""
     metadata = [*field.metadata, *_nested_metadata(field.annotation)]
     found = []
     for constraint in metadata:
@@ -66,7 +66,7 @@ def bounds_text(field: FieldInfo) -> str:
 
 
 def field_doc(section: Section, name: str) -> str:
-    """The string below a field in its class, or in the parent that declares it."""
+    """Return the docstring of a field, from its class or the parent that declares it."""
     for owner in section.__mro__:
         doc = _class_docs(owner.__module__).get(owner.__name__, {}).get(name)
         if doc is not None:
@@ -96,7 +96,7 @@ def _nested_metadata(annotation: Any) -> list[Any]:
 
 @cache
 def _class_docs(module: str) -> dict[str, dict[str, str]]:
-    """Class name to field name to the string below that field, from a module's source."""
+    """Return the docstrings of all fields in a module, by class and field name."""
     if module not in sys.modules or not module.startswith("prime_rl"):
         return {}
     tree = ast.parse(inspect.getsource(sys.modules[module]))
@@ -128,7 +128,7 @@ Files are TOML; later files win over earlier ones, options over files. Dashes an
 
 
 def help_text(root: Section, allow_extras: bool = False) -> str:
-    """Usage and one line for each option: type, default, bounds and meaning."""
+    """Return the usage, and type, default, bounds and meaning of each option."""
     extras = "Options that are not listed here are passed on to the engine.\n" if allow_extras else ""
     name = getattr(root, "component", "") or root.__name__
     lines = [_USAGE.format(name=name.replace("_", "-"), doc=root.__doc__, extras=extras).rstrip(), "", "options:"]

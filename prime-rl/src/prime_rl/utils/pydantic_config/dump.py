@@ -1,4 +1,4 @@
-"""A config as a TOML file that loads to an equal config."""
+"""Writes a config as a TOML file that loads to an equal config."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from prime_rl.utils.pydantic_config.base import NULL_TEXT
 
 
 def to_toml(config: BaseModel, exclude: Collection[str] = ()) -> str:
-    """Every value of `config` but the root keys in `exclude`; None is written `"None"`."""
+    """Return every value of `config` as TOML, except the root keys in `exclude`. None is written as `"None"`."""
     return tomli_w.dumps(_plain(config.model_dump(exclude=set(exclude))))
 
 
 def dump_toml(config: BaseModel, path: Path, exclude: Collection[str] = ()) -> None:
-    """Write `to_toml` to `path`: the old file, or the whole new one, is there at any time."""
+    """Write `to_toml(config)` to `path` atomically."""
     with replacing_file(Path(path)) as scratch:
         scratch.write_text(to_toml(config, exclude), encoding="utf-8")
 

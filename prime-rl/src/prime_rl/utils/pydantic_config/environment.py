@@ -1,4 +1,4 @@
-"""Environment variables: `PRIME_RL_MAX_STEPS`, `PRIME_RL_MODEL__NAME`, and the same after `PRIME_`."""
+"""Reads environment variables such as `PRIME_RL_MODEL__NAME`. The older prefix `PRIME_` works too."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ from prime_rl.utils.pydantic_config.schema import Section, find_key
 from prime_rl.utils.pydantic_config.values import BadText, parse_text
 
 PREFIXES = ("PRIME_", "PRIME_RL_")
-"""From weak to strong."""
+"""The last prefix wins."""
 
 
 def environment_layer(root: Section, environ: Mapping[str, str]) -> Layer:
-    """The keys of `root` that the environment sets. Variables that name no key at its top are somebody else's.
+    """Return the keys of `root` that the environment sets.
+
+    A variable whose first word is not a key at the top of `root` is ignored: it may belong to another program.
 
     Raises:
         ConfigError: the JSON of a section is malformed.
@@ -38,7 +40,7 @@ def environment_layer(root: Section, environ: Mapping[str, str]) -> Layer:
 
 
 def _variables(root: Section, environ: Mapping[str, str]) -> list[tuple[str, tuple[str, ...]]]:
-    """Variable and path, weak prefixes first, and the JSON of a section before its single keys."""
+    """Return variables and their paths, the weak prefix first, and the JSON of a section before its keys."""
     found = []
     for strength, prefix in enumerate(PREFIXES):
         for variable in environ:

@@ -1,4 +1,4 @@
-"""The error and the warning that users see."""
+"""Defines the error and the warning that users see."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 
 class ConfigError(ValueError):
-    """A config that cannot be used. Each fault is one line: where, which key, what is wrong, what to do."""
+    """The config has faults. Each is one line: where, which key, what is wrong, what to do."""
 
     def __init__(self, faults: Iterable[str]) -> None:
         self.faults = [" ".join(fault.split()) for fault in faults]

@@ -1,4 +1,4 @@
-"""Pydantic's errors in words for the person who wrote the config."""
+"""Turns Pydantic's errors into messages for the author of a config."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from prime_rl.utils.pydantic_config.suggest import advice_for_key, advice_for_re
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where an error is: the key, the classes that could own it, and the `type` that was chosen."""
+    """Where an error is: the key, the classes that may have it, and the `type` that the config selects."""
 
     path: KeyPath
     variants: tuple[Section, ...]
     """More than one if the key's section is a union."""
     tag: str | None
     kinds: tuple[Any, ...]
-    """What the key takes; empty if there is no such key."""
+    """Types that the key accepts. Empty if the key does not exist."""
 
     @property
     def key(self) -> str:
@@ -42,7 +42,7 @@ class Place:
 
 
 def faults_of(root: Section, error: ValidationError, layers: Sequence[Layer]) -> list[str]:
-    """One line for each key that is wrong; the complaints of a union's members about one value become one line."""
+    """Return one line for each wrong key. What the members of a union say about one value is joined."""
     complaints: dict[tuple[str, str], list[str]] = {}
     for detail in error.errors(include_url=False):
         place = locate(root, detail["loc"])
@@ -64,7 +64,7 @@ def faults_of(root: Section, error: ValidationError, layers: Sequence[Layer]) ->
 
 
 def locate(root: Section, loc: KeyPath) -> Place:
-    """The key that Pydantic's location means, without the names of the union's members in it."""
+    """Find the key of a Pydantic location, which also contains the names of union members."""
     path: list[str | int] = []
     kinds: tuple[Any, ...] = (root,)
     variants: tuple[Section, ...] = (root,)
@@ -92,9 +92,9 @@ def locate(root: Section, loc: KeyPath) -> Place:
 
 
 def unknown_keys(root: Section, place: Place, value: Any, layers: Sequence[Layer]) -> list[tuple[KeyPath, str | None]]:
-    """The keys to name for an unknown key with this value, and what to write instead of each.
+    """Return the keys to report for an unknown key with this value, and a hint for each.
 
-    One key, or, for a table of another version, each key that has its own place here.
+    That is the key itself or, for a table of another version, each key in it that has a hint of its own.
     """
     if owners := variants_with(place.variants, str(place.path[-1])) if place.tag is not None else []:
         return [(place.path, _advice_for_variant(place, owners, layers))]
@@ -112,7 +112,7 @@ def unknown_keys(root: Section, place: Place, value: Any, layers: Sequence[Layer
 
 
 def _leaves(path: KeyPath, value: Any) -> Iterator[KeyPath]:
-    """The path of each value that is no table or list of tables."""
+    """Yield the path of each value that is neither a table nor a list of tables."""
     if isinstance(value, list) and any(isinstance(item, dict) for item in value):
         value = dict(enumerate(value))
     if not isinstance(value, dict) or not value:
@@ -182,7 +182,7 @@ def _listed(values: Sequence[str]) -> str:
 
 
 def _joined(complaints: Sequence[str]) -> str:
-    """`should be a (got x) or should be b (got x)` as one sentence."""
+    """Join messages such as `should be a (got x)` and `should be b (got x)` into one."""
     unique = list(dict.fromkeys(complaints))
     if len(unique) == 1:
         return unique[0]
@@ -194,7 +194,7 @@ def _joined(complaints: Sequence[str]) -> str:
 
 
 def _origin(path: KeyPath, layers: Sequence[Layer], of_rule: bool) -> str:
-    """The strongest source of the key; for a rule over several keys, every source of its section."""
+    """Return the strongest source of a key. For a rule about several keys, return all sources of its section."""
     for length in range(len(path), -1, -1):
         holders = [layer for layer in layers if layer.data and layer.holds(path[:length])]
         if holders and of_rule:
@@ -205,6 +205,6 @@ def _origin(path: KeyPath, layers: Sequence[Layer], of_rule: bool) -> str:
 
 
 def _shown_key(key: str, origin: str) -> str:
-    """Nothing where the origin is the flag of this very key."""
+    """Return the key and a colon, or nothing if the origin is the option for this key."""
     same = origin.startswith("--") and origin[2:].replace("-", "_").lower() in (key, f"no_{key}")
     return "" if same or not key else f"{key}: "

@@ -1,4 +1,4 @@
-"""Where values come from: one nested table for each source, merged from weak to strong."""
+"""Merges the sources of a config, one nested table each, from weak to strong."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ _ABSENT = object()
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """The values of one source, and how to call the place where each was written."""
+    """The values of one source, and where each was written."""
 
     name: str
-    """A file; or what to say where no better origin is known."""
+    """The file, or what to call the source in messages."""
     data: dict[str, Any]
     origins: Mapping[KeyPath, str] = field(default_factory=dict)
-    """A flag or an environment variable, by the path that it sets."""
+    """The option or environment variable that set a path."""
 
     def origin(self, path: KeyPath) -> str:
-        """Where the value at `path` (or the nearest table around it) was written."""
+        """Return where the value at `path`, or the nearest table around it, was written."""
         for length in range(len(path), -1, -1):
             if path[:length] in self.origins:
                 return self.origins[path[:length]]
@@ -43,7 +43,7 @@ class Layer:
 
 
 def value_at(data: Any, path: KeyPath, default: Any = None) -> Any:
-    """The item of nested dicts and lists at `path`, or `default`."""
+    """Return the item at `path` of nested dicts and lists, or `default`."""
     for key in path:
         in_list = isinstance(data, list) and isinstance(key, int) and key < len(data)
         if not in_list and not (isinstance(data, dict) and key in data):
@@ -53,7 +53,7 @@ def value_at(data: Any, path: KeyPath, default: Any = None) -> Any:
 
 
 def set_at(data: dict[str, Any], path: Sequence[str], value: Any) -> None:
-    """Set a nested key. Tables are made on the way; a table set onto a table is merged with it."""
+    """Set a nested key. Missing tables are created, and a table is merged into an existing one."""
     for key in path[:-1]:
         child = data.get(key)
         data[key] = child if isinstance(child, dict) else {}
@@ -62,17 +62,17 @@ def set_at(data: dict[str, Any], path: Sequence[str], value: Any) -> None:
 
 
 def merged(weak: Any, strong: Any) -> Any:
-    """`strong` over `weak`: tables key by key at every depth, anything else (lists too) whole."""
+    """Merge `strong` over `weak`: tables key by key at every depth. Anything else, also a list, is replaced."""
     if not (isinstance(weak, dict) and isinstance(strong, dict)):
         return strong
     return weak | {key: merged(weak.get(key), value) for key, value in strong.items()}
 
 
 def merge_layers(root: Section, layers: Iterable[Layer]) -> dict[str, Any]:
-    """One table of all layers of a config; later ones win.
+    """Merge the layers of a config into one table. Later layers win.
 
-    A layer that changes the `type` of a union drops the keys that weaker layers set for the type before, with a
-    `ConfigWarning`. Keys that both types have stay.
+    When a layer changes the `type` of a union, the keys that only the previous type has are dropped, with a
+    `ConfigWarning`. Keys that both types have are kept.
     """
     result: dict[str, Any] = {}
     below: list[Layer] = []
@@ -85,13 +85,13 @@ def merge_layers(root: Section, layers: Iterable[Layer]) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class _TypeChange:
-    """What one layer's `type`s mean for the keys of the layers below it."""
+    """Drops keys of weaker layers that do not belong to the union types of a stronger one."""
 
     layer: Layer
     below: Sequence[Layer]
 
     def without_old_keys(self, owners: tuple[Section, ...], weak: Any, strong: Any, path: KeyPath) -> Any:
-        """The table `weak` (at `path`, of one of `owners`) without the keys that `strong` makes meaningless."""
+        """Return `weak`, the table at `path` of one of `owners`, without the keys that `strong` makes meaningless."""
         if not (isinstance(weak, dict) and isinstance(strong, dict)):
             return weak
         kept = dict(weak)
@@ -128,7 +128,7 @@ class _TypeChange:
 
 
 def with_underscores(root: Section, layer: Layer) -> Layer:
-    """The layer with the keys of `root` spelled with underscores; a user's own keys, of free tables, stay.
+    """Spell the keys of `root` in a layer with underscores. Keys that the user chooses, as in `args`, are kept.
 
     Raises:
         ConfigError: a key is written in both spellings.

@@ -1,4 +1,4 @@
-"""From files, environment and arguments to a config, and from mistakes to one line each."""
+"""Loads a config from files, environment variables and arguments, and reports each mistake in one line."""
 
 from __future__ import annotations
 
@@ -29,12 +29,13 @@ _unknown_args: ContextVar[list[str]] = ContextVar("unknown_args")
 def load_config(
     config_cls: type[ConfigT], files: Sequence[Path | str] = (), overrides: Sequence[str] | Mapping[str, Any] = ()
 ) -> ConfigT:
-    """A config of files (the last one strongest) and overrides: arguments, with `@` too, or a nested dict.
+    """Load a config from files and overrides.
 
-    Environment variables are weaker than files. No class or module state is read or changed.
+    Overrides are arguments (which may name more files with `@`) or a nested dict. From weak to strong: environment
+    variables, files in the given order, overrides. Reads and changes no class or module state.
 
     Raises:
-        ConfigError: one line for each fault.
+        ConfigError: the config has faults, one line each.
     """
     paths = [path if isinstance(path, Path) else Path(path) for path in files]
     if isinstance(overrides, Mapping):
@@ -44,12 +45,12 @@ def load_config(
 
 
 def parse_argv(config_cls: type[ConfigT], allow_extras: bool = False, argv: Sequence[str] | None = None) -> ConfigT:
-    """The config of a command, from `argv` (by default the process's arguments). `--help` prints every option.
+    """Load the config of a command from `argv`, by default the process's arguments. `--help` prints every option.
 
-    With `allow_extras`, options that the class lacks are kept for `get_unknown_args`.
+    With `allow_extras`, unknown options are kept for `get_unknown_args`.
 
     Raises:
-        ConfigError: one line for each fault.
+        ConfigError: the config has faults, one line each.
         SystemExit: 0, after `--help`.
     """
     argv = sys.argv[1:] if argv is None else argv
@@ -69,7 +70,7 @@ def parse_argv(config_cls: type[ConfigT], allow_extras: bool = False, argv: Sequ
 def parse_argv_or_exit(
     config_cls: type[ConfigT], allow_extras: bool = False, argv: Sequence[str] | None = None
 ) -> ConfigT:
-    """`parse_argv` for a command: each fault is an `error:` line on stderr, and the exit status is 2."""
+    """Like `parse_argv`, but print each fault as an `error:` line on stderr and exit with status 2."""
     try:
         with showing_warnings():
             return parse_argv(config_cls, allow_extras, argv)
@@ -80,7 +81,7 @@ def parse_argv_or_exit(
 
 @contextmanager
 def showing_warnings() -> Iterator[None]:
-    """Print each config warning of the block as one `warning:` line on stderr, once."""
+    """Print each distinct config warning raised in the block as one `warning:` line on stderr."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", ConfigWarning)
         try:
@@ -91,12 +92,16 @@ def showing_warnings() -> Iterator[None]:
 
 
 def set_unknown_args(args: Sequence[str]) -> None:
-    """Keep the arguments that `parse_argv` left over."""
+    """Store the arguments that `parse_argv` did not recognise."""
     _unknown_args.set(list(args))
 
 
 def get_unknown_args() -> list[str]:
-    """The arguments that `parse_argv(..., allow_extras=True)` left over. Raises AttributeError before the first."""
+    """Return the arguments that the last `parse_argv(..., allow_extras=True)` did not recognise.
+
+    Raises:
+        AttributeError: nothing has been parsed yet.
+    """
     try:
         return _unknown_args.get()
     except LookupError:

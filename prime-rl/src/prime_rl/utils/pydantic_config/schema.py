@@ -1,4 +1,4 @@
-"""What config classes say about their keys: which sections they hold, which values they take."""
+"""Inspects config classes: their keys, sections, unions and types."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Section = type[BaseModel]
 
 
 def alternatives(annotation: Any) -> tuple[Any, ...]:
-    """The members of a union, or the annotation itself; `Annotated` is unwrapped."""
+    """Return the members of a union, or the annotation itself. `Annotated` is unwrapped."""
     origin = get_origin(annotation)
     if origin is Annotated:
         return alternatives(get_args(annotation)[0])
@@ -29,12 +29,12 @@ def sections_among(kinds: Iterable[Any]) -> tuple[Section, ...]:
 
 
 def sections_of(field: FieldInfo) -> tuple[Section, ...]:
-    """The config classes that a field may hold: none, one, or the variants of a union."""
+    """Return the config classes that a field may hold: none, one, or the variants of a union."""
     return sections_among(alternatives(field.annotation))
 
 
 def list_items(kinds: Iterable[Any]) -> tuple[Any, ...] | None:
-    """What the list among `kinds` may hold, or None without a list."""
+    """Return the item types of the list in `kinds`, or None if there is no list."""
     for kind in kinds:
         if get_origin(kind) is list:
             return alternatives(get_args(kind)[0])
@@ -46,7 +46,7 @@ def is_nullable(kinds: Iterable[Any]) -> bool:
 
 
 def is_table(kinds: Iterable[Any]) -> bool:
-    """Whether one of `kinds` is a dict with keys of the user's own."""
+    """Whether one of `kinds` is a dict, whose keys the user chooses."""
     return any(get_origin(kind) is dict for kind in kinds)
 
 
@@ -55,14 +55,14 @@ def literals(kinds: Iterable[Any]) -> tuple[Any, ...]:
 
 
 def tag_of(section: Section) -> str | None:
-    """The `type` that chooses this class in a union."""
+    """Return the `type` that selects this class in a union."""
     field = section.model_fields.get("type")
     return field.default if field is not None else None
 
 
 @cache
 def union_fields(section: Section) -> dict[str, str]:
-    """The fields of `section` that hold one of several classes, and the `type` of their default."""
+    """Return the union fields of `section`, and the `type` of each one's default."""
     return {
         name: field.get_default(call_default_factory=True).type
         for name, field in section.model_fields.items()
@@ -71,13 +71,13 @@ def union_fields(section: Section) -> dict[str, str]:
 
 
 def spellings(name: str, field: FieldInfo) -> tuple[str, ...]:
-    """The names under which a file may set this field."""
+    """Return the names that a file may use for this field."""
     alias = field.validation_alias
     return tuple(str(choice) for choice in alias.choices) if isinstance(alias, AliasChoices) else (name,)
 
 
 def find_field(section: Section, key: str) -> tuple[str, FieldInfo] | None:
-    """The field that `key` means on a command line: any case, dashes or underscores."""
+    """Find a field by its name, in any case, with dashes or underscores."""
     wanted = key.replace("-", "_").lower()
     for name, field in section.model_fields.items():
         if wanted in spellings(name, field):
@@ -87,7 +87,7 @@ def find_field(section: Section, key: str) -> tuple[str, FieldInfo] | None:
 
 @dataclass(frozen=True, slots=True)
 class KeySite:
-    """A key that exists: its path in a file, and every kind of value that it takes."""
+    """A key: its path in a file, and the types that it accepts."""
 
     path: tuple[str, ...]
     kinds: tuple[Any, ...]
@@ -102,7 +102,7 @@ class KeySite:
 
 
 def find_key(root: Section, dotted: str) -> KeySite | None:
-    """The key that `dotted` means, through optional sections and every variant of a union; None if there is none."""
+    """Find a key by its dotted name, through optional sections and all variants of a union. None if there is none."""
     path: list[str] = []
     kinds: tuple[Any, ...] = (root,)
     for part in dotted.split("."):
@@ -115,7 +115,7 @@ def find_key(root: Section, dotted: str) -> KeySite | None:
 
 
 def sections_below(owners: Sequence[Section], name: str) -> tuple[Section, ...]:
-    """The sections that key `name` of any of `owners` may hold: its own, the variants of a union, items of a list."""
+    """Return the sections in key `name` of `owners`: a section, the variants of a union, or items of a list."""
     kinds = [
         kind
         for owner in owners
@@ -126,7 +126,7 @@ def sections_below(owners: Sequence[Section], name: str) -> tuple[Section, ...]:
 
 
 def has_key(root: Section, path: Sequence[str]) -> bool:
-    """Whether a file may have a key at `path`, without indices of lists; anything may stand below a free table."""
+    """Whether a key exists at `path`, which has no list indices. Every key exists inside a dict of the user's."""
     owners: tuple[Section, ...] = (root,)
     for length, part in enumerate(path, start=1):
         found = [match for owner in owners if (match := find_field(owner, part)) is not None]
@@ -141,7 +141,7 @@ def has_key(root: Section, path: Sequence[str]) -> bool:
 
 
 def find_negated(root: Section, name: str) -> KeySite | None:
-    """The flag or optional key that `no-<key>` switches off."""
+    """Find the flag or optional key that `no-<key>` switches off."""
     if name[:3].lower() not in ("no-", "no_"):
         return None
     site = find_key(root, name[3:])
@@ -149,13 +149,13 @@ def find_negated(root: Section, name: str) -> KeySite | None:
 
 
 def is_boolean_flag(root: Section, flag: str) -> bool:
-    """Whether `flag` (`--name` or `--no-name`) may stand alone, so that an `@` after it starts another argument."""
+    """Whether `flag` (`--name` or `--no-name`) needs no value, so that an `@` after it is a new argument."""
     site = find_key(root, flag[2:])
     return site.is_flag if site is not None else find_negated(root, flag[2:]) is not None
 
 
 def walk_fields(section: Section, prefix: Sequence[str] = ()) -> Iterator[tuple[tuple[str, ...], Section, FieldInfo]]:
-    """Path, owner and field of every key, parents before children, through every optional section and variant."""
+    """Yield path, class and field of every key, parents first, through optional sections and all variants."""
     for name, field in section.model_fields.items():
         path = (*prefix, name)
         yield path, section, field
@@ -165,7 +165,7 @@ def walk_fields(section: Section, prefix: Sequence[str] = ()) -> Iterator[tuple[
 
 
 def get_all_fields(model: BaseModel | Section) -> list[str]:
-    """Dotted keys, parents before children; optional sections and unions are not entered."""
+    """Return dotted keys, parents first, without those of optional sections and unions."""
     section = model if isinstance(model, type) else type(model)
     keys: list[str] = []
     for name, field in section.model_fields.items():

@@ -1,4 +1,4 @@
-"""What constructing a root config reads: files, keyword arguments, environment variables, the command line."""
+"""Reads the sources of a root config: files, keyword arguments, environment variables and the command line."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from prime_rl.utils.pydantic_config.toml_files import read_files, split_files
 
 
 class TableSource(PydanticBaseSettingsSource):
-    """A settings source that is one table."""
+    """A settings source that returns one table."""
 
     def __init__(self, settings_cls: type[BaseSettings], table: Mapping[str, Any], name: str) -> None:
         super().__init__(settings_cls)
@@ -34,17 +34,19 @@ class TableSource(PydanticBaseSettingsSource):
 
 
 def files_source(settings_cls: type[BaseSettings], paths: Sequence[Path]) -> TableSource:
-    """The files as one table, the last one strongest."""
+    """Merge files into one table. The last file is the strongest."""
     return TableSource(settings_cls, _merged(settings_cls, read_files(paths).layers), "files")
 
 
 def merged_sources(
     settings_cls: type[BaseSettings], cli_args: bool | Sequence[str] | None, values: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """One table of the class's sources, strongest first, under the command line (True: the process's own).
+    """Merge the sources of a class into one table. The command line, `cli_args`, is the strongest.
+
+    True takes the arguments of the process.
 
     Raises:
-        ConfigError: one line for each file, variable or argument that cannot be read.
+        ConfigError: a file, variable or argument cannot be read. There is one fault for each.
     """
     args = sys.argv[1:] if cli_args is True else cli_args or ()
     paths, options = split_files(args, lambda flag: is_boolean_flag(settings_cls, flag))

@@ -1,4 +1,4 @@
-"""Hints for a key that does not exist. Where none is certain enough, there is none."""
+"""Suggests a key for one that does not exist, or nothing if no suggestion is safe."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from prime_rl.utils.pydantic_config.layers import KeyPath
 from prime_rl.utils.pydantic_config.schema import Section, find_field, has_key, sections_below, tag_of, walk_fields
 
 MOST_PLACES = 2
-"""A name that more sections have says too little about which one was meant."""
+"""Most sections to suggest. If more of them have the name, it does not say which one was meant."""
 
 
 def advice_for_key(root: Section, dotted: str, as_flag: bool = False) -> str | None:
-    """What to write instead of a key that `root` lacks: what other versions call it, or the key that it resembles.
+    """Return a hint for a key that `root` does not have: its name here, or a similar key. None without a safe guess.
 
-    `dotted` is the key as in a file, or an option without its dashes (`as_flag`); keys in the answer look like it.
-    None if nothing is a safe guess.
+    `dotted` is a key as in a file or, with `as_flag`, an option without its leading dashes. Keys in the hint are
+    spelled in the same way.
     """
     parts = dotted.replace("-", "_").lower().split(".") if as_flag else dotted.split(".")
     known = advice_for_renamed(root, tuple(parts), as_flag)
@@ -33,13 +33,13 @@ def advice_for_key(root: Section, dotted: str, as_flag: bool = False) -> str | N
 
 
 def advice_for_renamed(root: Section, parts: KeyPath, as_flag: bool = False) -> str | None:
-    """What to write instead of a key that another version has."""
+    """Return a hint for a key of another version, or None for any other key."""
     hook: Callable[[str, bool], str | None] = getattr(root, "advice_for_key", lambda *_: None)
     return hook(".".join(str(part) for part in parts if not _is_index(part)), as_flag)
 
 
 def nearest_keys(root: Section, path: KeyPath) -> list[str]:
-    """The keys that `path` may have meant: a misspelling in its section, or the same name in another one."""
+    """Return the keys that may be meant: one with a similar name in the section, or the same name in others."""
     parents, owners = _existing(root, path)
     wrong, rest = str(path[len(parents)]), tuple(str(part) for part in path[len(parents) + 1 :])
     names = list(dict.fromkeys(name for owner in owners for name in owner.model_fields if name != "toml_files"))
@@ -54,7 +54,7 @@ def nearest_keys(root: Section, path: KeyPath) -> list[str]:
 
 
 def is_misspelling(wrong: str, name: str) -> bool:
-    """Whether `wrong` is `name` with a slip of the keyboard in one or two of its words, or other underscores.
+    """Whether `wrong` is `name` with a typing error in one or two words, or with different underscores.
 
     Words are compared one by one, so that `keep_best` is not taken for `keep_last`, nor `max_tokens` for `min_tokens`.
     """
@@ -69,7 +69,7 @@ def is_misspelling(wrong: str, name: str) -> bool:
 
 
 def _one_slip(word: str, right: str) -> bool:
-    """One letter added, left out, doubled, swapped with its neighbour or, in a word of four and more, replaced."""
+    """Whether one letter was added, omitted or swapped with the next or, in words of four letters or more, replaced."""
     longer, shorter = (word, right) if len(word) >= len(right) else (right, word)
     if len(longer) == len(shorter) + 1:
         return bool(shorter) and any(longer[:at] + longer[at + 1 :] == shorter for at in range(len(longer)))
@@ -83,7 +83,7 @@ def _one_slip(word: str, right: str) -> bool:
 
 
 def _existing(root: Section, path: KeyPath) -> tuple[tuple[str, ...], tuple[Section, ...]]:
-    """The part of `path` that exists as sections, and what the last of them may hold."""
+    """Return the leading part of `path` that exists, and the classes of its last section."""
     parents: tuple[str, ...] = ()
     owners: tuple[Section, ...] = (root,)
     for part in path[:-1]:
@@ -96,7 +96,7 @@ def _existing(root: Section, path: KeyPath) -> tuple[tuple[str, ...], tuple[Sect
 
 
 def variants_with(variants: tuple[Section, ...], key: str) -> list[str]:
-    """The `type`s of the union's other variants that have this key."""
+    """Return the `type` of each variant that has this key."""
     return [str(tag_of(variant)) for variant in variants if find_field(variant, key) is not None]
 
 

@@ -1,4 +1,4 @@
-"""TOML files: the `@` syntax, and files that stand on other files."""
+"""Reads TOML files: the `@` syntax, and `toml_files`, the list of base files."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BASES_KEY = "toml_files"
 
 
 class SectionPath(type(Path())):  # type: ignore[misc]
-    """The path of a file whose content is one section of a config (`--trainer @ file`)."""
+    """Path of a file that holds one section of a config (`--trainer @ file`)."""
 
     section: tuple[str, ...] = ()
 
@@ -36,10 +36,10 @@ def section_of(path: Path) -> tuple[str, ...]:
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """The content of a file.
+    """Parse a TOML file.
 
     Raises:
-        ConfigError: it is missing, unreadable or not TOML; the fault names line and column.
+        ConfigError: the file is missing, unreadable or not TOML. The fault names line and column.
     """
     try:
         return parse_toml(path, path.read_bytes().decode())
@@ -73,14 +73,14 @@ def parse_toml(path: Path, text: str) -> dict[str, Any]:
 
 @dataclass
 class FileStack:
-    """Files in the order of their strength, the bases of a file before it; no file is there twice."""
+    """Files from weak to strong. The bases of a file come before it, and each file is listed once."""
 
     files: list[Path] = field(default_factory=list)
     layers: list[Layer] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
 
     def push(self, path: Path, section: tuple[str, ...] = ()) -> bool | None:
-        """Add a file and the files that it stands on. True if there are any, None if the file was there already."""
+        """Add a file after its bases. Return True if it has any, and None if the file was already listed."""
         if any(path.resolve() == seen.resolve() and section == section_of(seen) for seen in self.files):
             return None
         mark = in_section(path, section) if section else path
@@ -93,7 +93,7 @@ class FileStack:
             return False
         for base in bases:
             self.push(base, section)
-        # The file itself comes after its bases; it was noted before them so that a loop ends.
+        # The file goes after its bases. It was listed first so that a cycle of bases ends.
         self.files.remove(mark)
         self.files.append(mark)
         data: dict[str, Any] = table
@@ -110,10 +110,10 @@ class FileStack:
 
 
 def _bases(path: Path, table: dict[str, Any]) -> list[Path]:
-    """The files that `table` names as its bases; the key is taken out of it."""
+    """Remove `toml_files` from `table`, and return the files that it lists."""
     for key, value in table.items():
         if isinstance(value, dict) and BASES_KEY in value:
-            raise ConfigError([f"{path}: {key}.{BASES_KEY}: read at the top of a file only; write it there"])
+            raise ConfigError([f"{path}: {key}.{BASES_KEY}: move it to the top of the file"])
     names = table.pop(BASES_KEY, None)
     if names in (None, "None"):
         return []
@@ -123,10 +123,10 @@ def _bases(path: Path, table: dict[str, Any]) -> list[Path]:
 
 
 def read_files(paths: Iterable[Path]) -> FileStack:
-    """Read files and what they stand on, the last one strongest.
+    """Read files and their bases. The last file is the strongest.
 
     Raises:
-        ConfigError: one fault for each file that cannot be read.
+        ConfigError: a file cannot be read. There is one fault for each such file.
     """
     stack = FileStack()
     for path in paths:
@@ -135,10 +135,12 @@ def read_files(paths: Iterable[Path]) -> FileStack:
 
 
 def split_files(args: Sequence[str], is_flag: Callable[[str], bool]) -> tuple[list[Path], list[str]]:
-    """Take `@ file`, `@file` and `--section @ file` out of arguments.
+    """Separate `@ file`, `@file` and `--section @ file` from the other arguments.
 
-    A boolean flag right before an `@` stays where it is: `is_flag` tells, given `--name`. Raises ConfigError for an
-    `@` without a file.
+    An option before `@` names a section, unless `is_flag(option)` is true: a boolean flag is an argument of its own.
+
+    Raises:
+        ConfigError: an `@` is not followed by a file.
     """
     files: list[Path] = []
     remaining: list[str] = []
@@ -162,17 +164,17 @@ def split_files(args: Sequence[str], is_flag: Callable[[str], bool]) -> tuple[li
 
 
 def extract_toml_paths(args: Sequence[str], config_cls: Section | None = None) -> tuple[list[Path], list[str]]:
-    """The files that arguments name, each after the ones it stands on, and the other arguments.
+    """Return the files in the arguments, each after its bases, and the other arguments.
 
-    A section's file knows its section, so `set_toml_files` takes the paths as they are. With `config_cls`, a boolean
-    flag before an `@` is not mistaken for a section.
+    Pass the paths to `set_toml_files` unchanged: the path of a section's file remembers its section. With
+    `config_cls`, a boolean flag before an `@` is not taken for a section.
     """
     paths, remaining = split_files(args, lambda flag: config_cls is not None and is_boolean_flag(config_cls, flag))
     return read_files(paths).files, remaining
 
 
 def check_path_and_handle_inheritance(path: Path, seen_files: list[Path], nested_key: str | None = None) -> bool | None:
-    """Append a file to `seen_files`, after the files it stands on. True if there are any, None if it was there."""
+    """Append a file to `seen_files`, after its bases. Return True if it has any, and None if it was already listed."""
     stack = FileStack(files=seen_files)
     followed = stack.push(Path(path), tuple(nested_key.split(".")) if nested_key else ())
     stack.checked()
@@ -180,7 +182,7 @@ def check_path_and_handle_inheritance(path: Path, seen_files: list[Path], nested
 
 
 def get_temp_toml_file() -> Path:
-    """A fresh path for a TOML file in `.pydantic_config/`; whoever writes it deletes it."""
+    """Return an unused path for a TOML file in `.pydantic_config/`. The caller deletes the file."""
     directory = Path(".pydantic_config")
     directory.mkdir(exist_ok=True)
     return directory / f"{uuid4().hex}.toml"

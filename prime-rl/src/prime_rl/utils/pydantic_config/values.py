@@ -1,4 +1,4 @@
-"""Values written as text, on a command line or in an environment variable."""
+"""Parses values written as text, on a command line or in an environment variable."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ NULLS = ("null", "None")
 
 
 class BadText(ValueError):
-    """Text that cannot stand for a value of its key."""
+    """The text is not a value of its key."""
 
 
 def parse_text(text: str, kinds: tuple[Any, ...]) -> Any:
-    """The raw value that `text` means for a key of these kinds; numbers and booleans stay text until validation.
+    """Parse the value of a key of these kinds. Numbers and booleans stay text; validation converts them.
 
     Raises:
-        BadText: a section, list or table is malformed.
+        BadText: the text of a section, list or table is malformed.
     """
     if text in NULLS and is_nullable(kinds):
         return None
     if sections_among(kinds):
-        return _json_object(text, "give its keys one by one, or all of them as a JSON object")
+        return _json_object(text, "set its keys one by one, or give a JSON object")
     if (items := list_items(kinds)) is not None:
         return _list(text, bool(sections_among(items)))
     if is_table(kinds) and (text.lstrip().startswith("{") or str not in kinds):
@@ -52,7 +52,7 @@ def _list(text: str, of_sections: bool) -> list[Any]:
                 raise BadText(f"{text!r} is not JSON ({error.msg} at column {error.colno})") from error
             text = text[1:-1]
     if of_sections:
-        return [_json_object(text, "give one JSON object an item, or a JSON array of them")]
+        return [_json_object(text, "give one JSON object per item, or a JSON array of objects")]
     return [item.strip() for item in text.split(",") if item.strip()]
 
 
@@ -66,7 +66,7 @@ def _table(text: str, of_text: bool) -> dict[str, Any]:
 
 
 def _plain(text: str) -> Any:
-    """A number, boolean or null as such, anything else as text."""
+    """Parse a number, a boolean or null. Anything else is text."""
     try:
         value = json.loads(text)
     except json.JSONDecodeError:
