@@ -20,6 +20,7 @@ from pathlib import Path
 import pytest
 
 from prime_rl.configs.surface.docs import ROOTS, sections_of_root
+from prime_rl.configs.surface.renamed import find_renamed
 from prime_rl.utils.pydantic_config.schema import has_key
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -37,8 +38,8 @@ OUTPUT = re.compile(r"\.(?:json|jsonl|toml|log|txt|bin|pt|safetensors)$")
 WORD = re.compile(r"[A-Za-z_]\w*")
 NUMBERED_SECTION = re.compile(r"\bsections? \d|§|\bruntime behaviou?r\b", re.IGNORECASE)
 
-ELSEWHERE = {"AsyncOpenAI.post", "BadRequestError", "torch.multinomial", "smollm", "ping", "Class.method"}
-"""Names of other projects, and of no project."""
+ELSEWHERE = {"AsyncOpenAI.post", "BadRequestError", "torch.multinomial", "smollm", "ping", "Class.method", "sg"}
+"""Names of other projects and of formulas."""
 
 
 @cache
@@ -129,12 +130,14 @@ def is_module_or_in_one(dotted: str) -> bool:
 
 @cache
 def is_config_key(dotted: str) -> bool:
-    """Whether a root class, or a section at any depth, has this key."""
+    """Whether a root class, or a section at any depth, has this key; or another version of PRIME-RL had it."""
     sections = {section for root in ROOTS for section in sections_of_root(root)}
     component, _, rest = dotted.partition(".")
     of_component = [root for root in ROOTS if root.component == component and rest]
-    return any(has_key(section, dotted.split(".")) for section in sections) or any(
-        has_key(root, rest.split(".")) for root in of_component
+    return (
+        any(has_key(section, dotted.split(".")) for section in sections)
+        or any(has_key(root, rest.split(".")) for root in of_component)
+        or any(find_renamed(root.component, dotted) is not None for root in ROOTS)
     )
 
 
