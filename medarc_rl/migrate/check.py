@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails, InitErrorDetails
 
 from medarc_rl.migrate.draft import Draft, Finding
 from medarc_rl.migrate.kinds import ROOTS
@@ -80,10 +81,12 @@ def _misfits(draft: Draft, error: ValidationError) -> Iterator[tuple[KeyPath, st
             yield from ((target, fault) for target in targets)
 
 
-def _fault(root: type[RootConfig], detail: Any, data: dict[str, Any]) -> str:
+def _fault(root: type[RootConfig], detail: ErrorDetails, data: dict[str, Any]) -> str:
     """One validation error in words, without the file's name."""
-    single = {key: detail[key] for key in ("type", "loc", "input", "ctx") if key in detail}
-    error = ValidationError.from_exception_data(root.__name__, [single])  # type: ignore[list-item]
+    single = InitErrorDetails(type=detail["type"], loc=detail["loc"], input=detail["input"])
+    if "ctx" in detail:
+        single["ctx"] = detail["ctx"]
+    error = ValidationError.from_exception_data(root.__name__, [single])
     return faults_of(root, error, [Layer("", data)])[0].removeprefix(": ")
 
 

@@ -15,7 +15,6 @@ from typing import Any
 from prime_rl.utils.pydantic_config.layers import KeyPath
 
 _BLANK_OR_COMMENT = re.compile(r"[ \t]*(?:#[^\n]*)?(?:\n|\r\n|\Z)")
-_INDENT = re.compile(r"[ \t]*")
 _TOKEN = re.compile(
     r'"""(?:\\.|[^\\])*?"""(?:"{0,2})'
     r"|'''.*?'''(?:'{0,2})"
@@ -90,7 +89,8 @@ def _statements(text: str) -> Iterator[Statement]:
         if blank:
             start = blank.end()
             continue
-        start = _INDENT.match(text, start).end()  # type: ignore[union-attr]
+        while text[start] in " \t":
+            start += 1
         end, equals, comment = _extent(text, start)
         value_end = comment if comment is not None else end
         is_header = text[start] == "["

@@ -96,11 +96,12 @@ def _token_mean(group: Group) -> float:
 def _import_function(import_path: str) -> Callable[..., Any]:
     module_name, _, name = import_path.rpartition(".")
     try:
-        return getattr(importlib.import_module(module_name), name)
+        function: Callable[..., Any] = getattr(importlib.import_module(module_name), name)
     except (ImportError, AttributeError, ValueError) as error:
         raise OrchestratorError(
             f"orchestrator.advantage.import_path: cannot import {import_path!r}: {error}"
         ) from error
+    return function
 
 
 def _call_custom(function: Callable[..., Any], kwargs: dict[str, Any], groups: Sequence[Group]) -> list[list[float]]:
@@ -109,13 +110,14 @@ def _call_custom(function: Callable[..., Any], kwargs: dict[str, Any], groups: S
 
     rewards = torch.tensor([[rollout.reward for rollout in group.rollouts] for group in groups])
     lengths = torch.tensor([[rollout.completion_tokens for rollout in group.rollouts] for group in groups])
-    advantages = function(AdvantageInputs(rewards, lengths), **kwargs).advantages
+    advantages: torch.Tensor = function(AdvantageInputs(rewards, lengths), **kwargs).advantages
     if tuple(advantages.shape) != tuple(rewards.shape):
         raise OrchestratorError(
             f"the custom advantage function returned advantages of shape {tuple(advantages.shape)} "
             f"for rewards of shape {tuple(rewards.shape)}"
         )
-    return advantages.tolist()
+    values: list[list[float]] = advantages.tolist()
+    return values
 
 
 SCALE_EPS = 1e-5

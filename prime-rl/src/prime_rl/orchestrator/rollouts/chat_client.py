@@ -142,7 +142,9 @@ class ChatClient(OpenAIChatCompletionsClient):
             args["max_completion_tokens"] = args.pop("max_tokens")
         body = {"model": model, "messages": prompt, "tools": tools, **args, **extra_body}
         headers = kwargs.get("extra_headers")
-        return await self.client.post("/chat/completions", body=body, options={"headers": headers} if headers else None)
+        options = {"headers": headers} if headers else None
+        reply: ChatReply = await self.client.post("/chat/completions", body=body, options=options)
+        return reply
 
     async def raise_from_native_response(self, response: ChatReply) -> None:
         """Accept a reply that is only end-of-text. verifiers treats it as an error, but its token can be trained on."""
@@ -173,20 +175,19 @@ class TokenChatClient(OpenAIChatCompletionsTokenClient, ChatClient):
         ("TITO fell back to MITO"), and its tokens could differ from the sampled ones. Here the turn is closed with the
         chat template's end of turn, which is not trained, like everything that the environment adds.
         """
-        ids = await super().get_prompt_ids(state, prompt_messages, oai_tools)
-        if ids is not None or not any(map(_is_cut_off, state["trajectory"])):
-            return ids
-        end = await self._end_of_turn(state["model"])
-        if not end:
-            return None
-        steps = [_closed(step, end) if _is_cut_off(step) else step for step in state["trajectory"]]
-        return await super().get_prompt_ids({"model": state["model"], "trajectory": steps}, prompt_messages, oai_tools)
+        ids: list[int] | None = await super().get_prompt_ids(state, prompt_messages, oai_tools)
+        is_cut_off = ids is None and any(map(_is_cut_off, state["trajectory"]))
+        if is_cut_off and (end := await self._end_of_turn(state["model"])):
+            steps = [_closed(step, end) if _is_cut_off(step) else step for step in state["trajectory"]]
+            closed = {"model": state["model"], "trajectory": steps}
+            ids = await super().get_prompt_ids(closed, prompt_messages, oai_tools)
+        return ids
 
     async def _end_of_turn(self, model: str) -> list[int]:
         """The tokens that the template writes after an answer: the common suffix of two short answers."""
         turns = [[{"role": "assistant", "content": content}] for content in ("x", "y")]
         options = {"add_generation_prompt": False}
-        first, second = [await self.tokenize(turn, None, model, extra_kwargs=options) for turn in turns]
+        first, second = [list(await self.tokenize(turn, None, model, extra_kwargs=options)) for turn in turns]
         pairs = zip(reversed(first), reversed(second), strict=False)
         length = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
         return first[len(first) - length :]

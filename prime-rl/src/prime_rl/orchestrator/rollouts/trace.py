@@ -38,7 +38,8 @@ class CallDetails(msgspec.Struct, frozen=True):
 
     def to_builtins(self) -> dict[str, Any]:
         """Plain values, which pass through verifiers and between processes."""
-        return msgspec.to_builtins(self)
+        values: dict[str, Any] = msgspec.to_builtins(self)
+        return values
 
     @property
     def oldest_version(self) -> int | None:
