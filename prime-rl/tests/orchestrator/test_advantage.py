@@ -1,24 +1,31 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from prime_rl.configs.orchestrator import CustomAdvantageConfig, DefaultAdvantageConfig
-from prime_rl.orchestrator.batches.advantage import (
-    AdvantageInputs,
-    AdvantageOutputs,
-    assign_advantages,
-    setup_advantage,
-)
+from prime_rl.orchestrator.batches.advantage import assign_advantages, setup_advantage
 from prime_rl.orchestrator.errors import OrchestratorError
 from prime_rl.orchestrator.rollouts.rollout import Group
 
+FUNCTIONS = """
+from prime_rl.orchestrator.advantage import AdvantageOutputs
 
-def rank_by_length(inputs: AdvantageInputs, scale: float) -> AdvantageOutputs:
+def rank_by_length(inputs, scale):
     return AdvantageOutputs(scale * inputs.rewards * inputs.completion_lengths)
 
-
-def wrong_shape(inputs: AdvantageInputs) -> AdvantageOutputs:
+def wrong_shape(inputs):
     return AdvantageOutputs(inputs.rewards[:1])
+"""
+
+
+@pytest.fixture
+def own_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The name of a user's module."""
+    (tmp_path / "advantages_of_a_user.py").write_text(FUNCTIONS)
+    monkeypatch.syspath_prepend(tmp_path)
+    return "advantages_of_a_user"
 
 
 @pytest.fixture
@@ -59,8 +66,8 @@ def test_without_a_config_the_advantages_are_the_rewards(groups) -> None:
     assert advantages(groups) == [[1.0, 0.0], [0.5, 0.5]]
 
 
-def test_a_custom_function_gets_rewards_and_lengths_of_all_groups_and_its_kwargs(groups) -> None:
-    config = CustomAdvantageConfig(type="custom", import_path=f"{__name__}.rank_by_length", kwargs={"scale": 2.0})
+def test_a_custom_function_gets_rewards_and_lengths_of_all_groups_and_its_kwargs(groups, own_module: str) -> None:
+    config = CustomAdvantageConfig(type="custom", import_path=f"{own_module}.rank_by_length", kwargs={"scale": 2.0})
     assign_advantages(groups, setup_advantage(config))
     assert advantages(groups) == [[2.0, 0.0], [2.0, 2.0]]
 
@@ -71,7 +78,7 @@ def test_a_custom_function_that_cannot_be_imported_is_one_error_line() -> None:
         setup_advantage(config)
 
 
-def test_an_advantage_of_the_wrong_shape_is_an_error_with_both_shapes(groups) -> None:
-    config = CustomAdvantageConfig(type="custom", import_path=f"{__name__}.wrong_shape")
+def test_an_advantage_of_the_wrong_shape_is_an_error_with_both_shapes(groups, own_module: str) -> None:
+    config = CustomAdvantageConfig(type="custom", import_path=f"{own_module}.wrong_shape")
     with pytest.raises(OrchestratorError, match=r"returned advantages of shape \(1, 2\) for rewards of shape \(2, 2\)"):
         assign_advantages(groups, setup_advantage(config))
