@@ -22,8 +22,6 @@ def carry_by_tables(draft: Draft) -> None:
         key = draft.qualified(path)
         same = next((each for each in SAME_HERE if each.applies(key, value, draft.versions)), None)
         different = next((each for each in DIFFERENT if each.applies(key, value, draft.versions)), None)
-        if path not in draft.left:
-            continue  # already decided with another setting
         if same is not None:
             draft.drop(path, same.why)
         elif different is not None:

@@ -118,7 +118,7 @@ def _keep_custom_loss(draft: Draft) -> None:
     for path in draft.below(table):
         draft.keep(path)
     if "newer" in draft.versions:
-        draft.note(f"{key_text(table)}: check the signature of your function: docs/algorithms.md")
+        draft.note(f"{key_text(table)}: check the signature of your function against prime_rl.trainer.rl.loss")
 
 
 def _disable_fused_head(draft: Draft) -> None:
