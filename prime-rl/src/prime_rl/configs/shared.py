@@ -16,7 +16,7 @@ Port = Annotated[int, Field(ge=1, le=65535)]
 
 
 def _of_a_function(path: str) -> str:
-    if not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)+", path):
+    if not re.fullmatch(r"[^.:/\s]+(\.[^.:/\s]+)+", path):
         raise ValueError(f"is not the path of a function: write package.module.function (got {path!r})")
     return path
 

@@ -94,7 +94,7 @@ def test_the_cost_of_a_length_does_not_grow_with_their_number(monkeypatch: pytes
 
 
 def test_a_length_above_the_capacity_is_refused() -> None:
-    with pytest.raises(ValueError, match="length of 11 is above the capacity of 10"):
+    with pytest.raises(ValueError, match="length 11 exceeds the capacity of 10"):
         best_fit_decreasing(np.array([11]), 10)
 
 

@@ -155,7 +155,7 @@ def test_a_run_trains_on_what_it_had_not_trained_on(
         for rank in range(processes):
             samples = json.loads((tmp_path / "out" / f"trained_{rank}.json").read_text())
             trained += [tokenizer.decode(sample[:-1]) for sample in samples]
-    assert f"dealt anew from {counts[0]} processes to {counts[1]}" in out
+    assert f"redistributed from {counts[0]} to {counts[1]} data ranks" in out
     assert set(Counter(trained).values()) == {1}
 
     saved = RunPaths(tmp_path / "out").trainer_checkpoint(6)

@@ -59,15 +59,15 @@ def figure(text: str, name: str) -> str:
 
 def test_the_figures_of_an_epoch(report: Report) -> None:
     text = report([*GOOD, GOOD[0], LONG, MASKED])
-    assert figure(text, "rows of an epoch") == "23"
-    assert figure(text, "rows looked at") == "all of them"
-    assert figure(text, "samples of an epoch") == "22"
+    assert figure(text, "rows per epoch") == "23"
+    assert figure(text, "rows inspected") == "all"
+    assert figure(text, "samples per epoch") == "22"
     assert figure(text, "cut to data.seq_len") == "1 (4.3%)"
-    assert figure(text, "left out, nothing trained") == "1 (4.3%)"
+    assert figure(text, "skipped, no trained token") == "1 (4.3%)"
     assert figure(text, "duplicates") == "1 (4.3%)"
     # Each character is a token, the end token is only a target, and the long sample is cut to 32 tokens.
-    assert figure(text, "tokens of an epoch") == str(9 * 5 + 6 + 10 * 7 + 5 + 32)
-    assert "warning: 1 of 23 rows have no trained token within data.seq_len = 32 and are left out" in text
+    assert figure(text, "tokens per epoch") == str(9 * 5 + 6 + 10 * 7 + 5 + 32)
+    assert "warning: 1 of 23 rows have no trained token within data.seq_len = 32 and are skipped" in text
 
 
 def test_lengths_are_shown_with_the_limit(report: Report) -> None:
@@ -91,7 +91,7 @@ def test_samples_that_train_no_end_are_counted(report: Report) -> None:
         "{% for m in messages %}{{ m.role }}:{{ m.content }}{% if m.role == 'user' %}<|im_end|>{% endif %}{% endfor %}"
     )
     text = report([CHAT, unfinished, unfinished], tokenizer={"chat_template": template})
-    assert "2 of 3 rows train no end token, so a model does not learn to stop after them" in text
+    assert "2 of 3 rows train no end token, so the model does not learn to stop after them" in text
 
 
 def test_three_samples_are_shown_with_the_trained_part_marked(report: Report) -> None:
@@ -112,8 +112,8 @@ def test_in_a_terminal_the_trained_part_is_coloured(tiny_model_dir: Path) -> Non
 
 def test_streamed_data_is_looked_at_too(report: Report) -> None:
     text = report(GOOD, streaming=True)
-    assert figure(text, "rows of an epoch") == "20"
-    assert figure(text, "samples of an epoch") == "20"
+    assert figure(text, "rows per epoch") == "20"
+    assert figure(text, "samples per epoch") == "20"
 
 
 def test_data_that_would_stop_the_run_fails_the_preflight(report: Report, capsys: pytest.CaptureFixture[str]) -> None:

@@ -40,7 +40,7 @@ def test_a_resumed_run_leaves_a_receipt(base: dict[str, Any], capsys) -> None:
     data = {**base["data"], "name": str(moved)}
     assert run_sft(base, data=data, max_steps=2, ckpt={"resume_step": -1}) == 0
     receipt = next(line for line in capsys.readouterr().out.splitlines() if "Resumed from" in line)
-    for part in ("step 1", "256 tokens", "entry ", "(epoch 0)", "verified: contents of the data, tokenizer, chat"):
+    for part in ("step 1", "256 tokens", "entry ", "(epoch 0)", "verified: data, tokenizer, chat"):
         assert part in receipt
 
 
@@ -57,7 +57,7 @@ def test_changed_rows_are_refused_with_each_reason_and_forced_by_a_key(base: dic
     with pytest.raises(SystemExit):
         run_sft(base, **changes, ckpt={"resume_step": -1})
     out = capsys.readouterr().out
-    assert "was trained on other rows" in out
+    assert "was trained on different rows" in out
     assert "  - the contents of data.name changed" in out
     assert "  - the chat template changed" in out
     assert "  - data.pack_function was 'cat' and is 'best_fit'" in out
@@ -66,5 +66,5 @@ def test_changed_rows_are_refused_with_each_reason_and_forced_by_a_key(base: dic
 
     assert run_sft(base, **changes, ckpt={"resume_step": -1, "skip_dataloader": True}) == 0
     out = capsys.readouterr().out
-    assert "these start from their beginning" in out
+    assert "continuing from the beginning of the data" in out
     assert "verified: not the data: 3 differences" in out

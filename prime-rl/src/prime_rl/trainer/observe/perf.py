@@ -1,4 +1,4 @@
-"""How fast the trainer is: tokens per second, share of the device's peak, memory."""
+"""Measures the trainer's speed: tokens per second, MFU (fraction of the device's peak), memory."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ _PEAK_FLOPS = (
     ("MI300X", 1307.4e12),
     ("MI325X", 1307.4e12),
 )
-"""Dense bfloat16 peaks by device name, the more exact name first."""
+"""Dense bfloat16 peak in FLOP/s by device name. More specific names come first."""
 
 
 class Throughput:
-    """Tokens per second over the last steps."""
+    """Tokens per second over a window of steps."""
 
     def __init__(self) -> None:
         self._steps: deque[tuple[float, int]] = deque(maxlen=_WINDOW_STEPS)
 
     def step(self, tokens: int, now_s: float | None = None) -> float:
-        """Count a step that ended now with `tokens` tokens; the rate since the oldest step, 0 at the first one."""
+        """Add a step that ended now. Returns the rate since the oldest step in the window; 0 for the first step."""
         self._steps.append((time.perf_counter() if now_s is None else now_s, tokens))
         elapsed_s = self._steps[-1][0] - self._steps[0][0]
         return sum(tokens for _, tokens in list(self._steps)[1:]) / elapsed_s if elapsed_s else 0.0
@@ -62,7 +62,7 @@ def head_dim(model: PreTrainedModel) -> int:
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """Peak FLOP per second of the device in bfloat16; None for a CPU and for a GPU that we do not know."""
+    """Peak FLOP/s of a GPU in bfloat16; None for a CPU or an unknown GPU."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
@@ -70,9 +70,9 @@ def peak_flops(device: torch.device) -> float | None:
 
 
 def known_peak_flops(process: Process, dtype: torch.dtype) -> float | None:
-    """`peak_flops`, or on a CPU what its cores do now in products of `dtype`; the log says so.
+    """`peak_flops`; on a CPU, the measured peak of matrix products in `dtype`, which is logged.
 
-    Every process measures, at the same time, since they share the cores.
+    All processes measure at the same time, because they share the cores.
     """
     if process.device.type != "cpu":
         return peak_flops(process.device)
@@ -86,9 +86,9 @@ def known_peak_flops(process: Process, dtype: torch.dtype) -> float | None:
 
 
 def measured_peak_flops(dtype: torch.dtype) -> float:
-    """FLOP per second of square matrix products on this process's CPU threads: the best of a twentieth of a second.
+    """FLOP/s of square matrix products on this process's CPU threads: the best one in a twentieth of a second.
 
-    What other programs take of the cores meanwhile is missing in it.
+    Other programs on the same cores lower the result.
     """
     size = 768
     one, other = torch.ones(size, size, dtype=dtype), torch.ones(size, size, dtype=dtype)
@@ -100,10 +100,10 @@ def measured_peak_flops(dtype: torch.dtype) -> float:
 
 
 class Performance:
-    """Speed, share of the peak, and memory of each step, under the same names for every trainer."""
+    """Speed, MFU and memory metrics of each step, with the same names for every trainer."""
 
     def __init__(self, model: PreTrainedModel, row_tokens: int, process: Process, peak: float | None) -> None:
-        """`row_tokens` is the length of a row, `peak` that of a process in FLOP per second, if it is known."""
+        """`row_tokens` is the length of a row. `peak` is the peak of one process in FLOP/s, None if unknown."""
         self.process = process
         self.total_memory_gib = total_memory_gib(process.device)
         self._throughput = Throughput()
@@ -119,7 +119,7 @@ class Performance:
                 )
 
     def step(self, tokens: int) -> dict[str, float]:
-        """The metrics of a step that ended now, with `tokens` tokens of all processes."""
+        """Metrics of a step that ended now, with `tokens` tokens over all processes."""
         tokens_per_s = self._throughput.step(tokens)
         metrics = {
             "perf/throughput": tokens_per_s,
@@ -132,22 +132,22 @@ class Performance:
 
 
 def speed_fields(metrics: Mapping[str, float]) -> list[str]:
-    """What the log line of a step says of its speed."""
+    """The speed fields of a step's log line."""
     fields = [f"Throughput: {metrics['perf/throughput']:.0f} tokens/s"]
     return [*fields, f"MFU: {metrics['perf/mfu']:.1f}%"] if "perf/mfu" in metrics else fields
 
 
 def peak_memory_gib(device: torch.device) -> float:
-    """Most memory held so far: on the GPU, or resident in this process on a CPU."""
+    """Peak memory so far: reserved on the GPU, or resident in this process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_reserved(device) / _GIB
-    # Linux counts in KiB, macOS in bytes.
+    # Linux reports KiB, macOS bytes.
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / _GIB
 
 
 def total_memory_gib(device: torch.device) -> float:
-    """Memory of the device: the GPU's, or this machine's."""
+    """Total memory of the GPU, or of this machine on a CPU."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory / _GIB
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / _GIB
@@ -158,10 +158,10 @@ def _matrix_flops(model: PreTrainedModel) -> int:
     share = (getattr(model.config, "num_experts_per_tok", None) or 1) / (experts or 1)
     head = list(model.get_output_embeddings().parameters())
     total = sum(_flops_of(p) for p in head)
-    # Looking up an embedding is no product; the head, which may share its weight, is counted.
-    passed_over = {id(p) for p in [*model.get_input_embeddings().parameters(), *head]}
+    # An embedding lookup is not a matrix product. The head, which may share its weight, is counted above.
+    skipped = {id(p) for p in [*model.get_input_embeddings().parameters(), *head]}
     for name, parameter in model.named_parameters():
-        if parameter.ndim < 2 or id(parameter) in passed_over:
+        if parameter.ndim < 2 or id(parameter) in skipped:
             continue
         total += int(_flops_of(parameter) * (share if ".experts." in name else 1))
     return total

@@ -1,4 +1,4 @@
-"""Where a run's time and memory go: a trace of its few steps, snapshots of the GPU's memory."""
+"""Profiles a run: a trace of a few steps, and snapshots of the GPU's memory."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _MAX_MEMORY_EVENTS = 100_000
 
 
 class Profile:
-    """Records what happens while `recording`, as far as directories to write to are given; on every rank."""
+    """Records the profiles whose directories are set, on every rank, inside `recording`."""
 
     def __init__(self, trace_path: Path | None, memory_profiler_path: Path | None, process: Process) -> None:
         """
         Raises:
-            DeviceError: a memory profile is asked for where there is no GPU.
+            DeviceError: a memory profile is requested, but the run has no GPU.
         """
         if memory_profiler_path is not None and process.device.type != "cuda":
             raise DeviceError(NO_MEMORY_PROFILE)
@@ -33,7 +33,7 @@ class Profile:
         self._on_step: list[Callable[[int], None]] = []
 
     def step(self, step: int) -> None:
-        """`step`, counted from 0, is done."""
+        """Call it at the end of each step. Steps count from 0."""
         for listener in self._on_step:
             listener(step)
 
@@ -48,7 +48,7 @@ class Profile:
 
     @contextmanager
     def _trace(self, directory: Path) -> Iterator[None]:
-        """`rank_<r>.json.gz` in Chrome's trace format, with a mark for each step; for ui.perfetto.dev."""
+        """Write `rank_<r>.json.gz` in Chrome's trace format, with a mark for each step. Open it at ui.perfetto.dev."""
         directory.mkdir(parents=True, exist_ok=True)
         target = directory / f"rank_{self.process.rank}.json.gz"
         with torch.profiler.profile(record_shapes=True) as profiler, ExitStack() as mark:
@@ -67,7 +67,7 @@ class Profile:
 
     @contextmanager
     def _memory_snapshots(self, directory: Path) -> Iterator[None]:
-        """`rank_<r>_step_<n>.pickle`, for pytorch.org/memory_viz."""
+        """Write `rank_<r>_step_<n>.pickle` after each step. Open it at pytorch.org/memory_viz."""
         directory.mkdir(parents=True, exist_ok=True)
         torch.cuda.memory._record_memory_history(max_entries=_MAX_MEMORY_EVENTS)
 

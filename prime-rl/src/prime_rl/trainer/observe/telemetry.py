@@ -1,4 +1,4 @@
-"""What watches a trainer: metrics files, W&B, a metrics server, a heartbeat, profiles, the table of a benchmark."""
+"""Opens a trainer's monitors: metrics file, W&B, metrics server, heartbeat, profiles, benchmark table."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ BENCH_COLUMNS = {
 
 @dataclass(frozen=True, slots=True)
 class Telemetry:
-    """Told of every step: the monitor on rank 0, the profile on every rank."""
+    """The monitor, which is fed on rank 0, and the profile, which every rank has."""
 
     monitor: Monitor
     profile: Profile
 
 
 class HeartbeatMonitor:
-    """Calls a URL when a step is done."""
+    """Sends a heartbeat at the end of each step."""
 
     def __init__(self, url: str) -> None:
         self._heartbeat = Heartbeat(url)
@@ -55,10 +55,10 @@ class HeartbeatMonitor:
 
 @contextmanager
 def open_telemetry(config: SFTConfig | TrainerConfig, paths: RunPaths, process: Process) -> Iterator[Telemetry]:
-    """Everything that `config` asks for, while the block runs; monitors are told how it ended.
+    """Open everything that `config` asks for and close it at the end, with exit code 1 if the block raises.
 
     Raises:
-        TrainerError: something of it cannot be had.
+        TrainerError: a monitor cannot be opened.
     """
     profile = Profile(config.trace_path, config.memory_profiler_path, process)
     try:
@@ -94,7 +94,7 @@ def _monitors(config: SFTConfig | TrainerConfig, paths: RunPaths, process: Proce
 
 
 def _write_bench(target: Path | None, total_gib: float, measured: Measured) -> None:
-    """The results as JSON, if they are wanted."""
+    """Write the results as JSON, if a file is given."""
     if target is None:
         return
     names = {"mfu": "perf/mfu", "throughput": "perf/throughput", "step_time": "time/step"}

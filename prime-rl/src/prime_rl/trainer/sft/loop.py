@@ -33,7 +33,7 @@ _NAMED_ROWS = 64
 
 @dataclass(slots=True)
 class Components:
-    """What the loop works with."""
+    """Everything that the training loop needs."""
 
     state: TrainState
     rows: PackedRows
@@ -42,15 +42,15 @@ class Components:
     export_dtype: torch.dtype
     validation: Validation | None
     fingerprint: DataFingerprint | None
-    """Of the data, for the checkpoints; None without any."""
+    """Fingerprint of the data, for checkpoints; None if there are none."""
 
     def place_in_data(self) -> dict[str, Any]:
-        """What a checkpoint holds of this process's data."""
+        """The data state that this process saves in a checkpoint."""
         return {**self.rows.state(), FINGERPRINT: None if self.fingerprint is None else self.fingerprint.as_dict()}
 
 
 class SFTTrainer:
-    """Takes the micro-batches of a step from the data, updates the model, until `max_steps` or a signal to stop."""
+    """Trains on the micro-batches of each step until `max_steps` or a stop signal."""
 
     def __init__(self, config: SFTConfig, paths: RunPaths, mesh: Mesh, components: Components) -> None:
         self.config = config
@@ -59,12 +59,12 @@ class SFTTrainer:
         self.process = mesh.process
         self.components = components
         self.micro_batches = micro_batches_per_data_rank(config.data, mesh.data_axis)
-        # What is on the disk at the start. Later looks would differ between processes, as one of them writes.
+        # Read once at the start: later reads could differ between processes, because one of them writes.
         self.saved_step = components.state.progress.step
         self.exported_step = self.saved_step if self.saved_step in stable_steps(paths.weights) else None
 
     def run(self, signals: SignalBox, reporter: StepReporter) -> bool:
-        """Train and save; returns False when SIGTERM came before `max_steps`."""
+        """Train and save. Returns False if SIGTERM stopped the run before `max_steps`."""
         state, checkpoints = self.components.state, self.components.checkpoints
         if self.config.val is not None and self.config.val.on_start and state.progress.step == 0:
             self.validate(reporter)
@@ -86,7 +86,7 @@ class SFTTrainer:
         """Update the model on the next rows.
 
         Raises:
-            DivergedError: loss or gradient is not finite. The state before the step is saved, if it is worth it.
+            DivergedError: loss or gradient is not finite. The state before the step is saved if its weights are finite.
         """
         state, stream = self.components.state, self.components.rows.stream
         stream.drawn.clear()
@@ -94,18 +94,18 @@ class SFTTrainer:
         try:
             return train_step(state, rows, self.config.optim.max_norm, self.mesh)
         except DivergedError as error:
-            # Broken weights would push good checkpoints out.
+            # A checkpoint of broken weights could cause a good one to be deleted.
             if has_finite_weights(state.policy.model, self.process):
                 self.save()
-            raise DivergedError(f"{error}. Drawn for it: {self._names_of_rows()}") from None
+            raise DivergedError(f"{error}. Rows of this step: {self._names_of_rows()}") from None
 
     def _names_of_rows(self) -> str:
-        """The rows that this process took from the data in this step."""
+        """Names of the rows that this process has read for this step."""
         drawn, packing = self.components.rows.stream.drawn, self.config.data.pack_function
         names = drawn[:_NAMED_ROWS]
         more = f" and {len(drawn) - _NAMED_ROWS} more" if len(drawn) > _NAMED_ROWS else ""
         earlier = (
-            "" if packing == "cat" else f'{", " if names else ""}what pack_function = "{packing}" held back before'
+            "" if packing == "cat" else f'{", " if names else ""}samples that waited in pack_function = "{packing}"'
         )
         return ", ".join(names) + more + earlier
 
@@ -119,7 +119,7 @@ class SFTTrainer:
         return val is not None and (self.is_done or self.components.state.progress.step % val.interval == 0)
 
     def validate(self, reporter: StepReporter) -> None:
-        """Measure the model on the validation data, and save it if it is the best so far and that is wanted."""
+        """Compute the validation loss. Save the model if `ckpt.keep_best` is set and it is the best so far."""
         checkpoints, step = self.components.checkpoints, self.components.state.progress.step
         assert self.components.validation is not None, "the config has [val]"
         stats = self.components.validation.run(self.components.state.policy.model)
@@ -129,7 +129,7 @@ class SFTTrainer:
             checkpoints.mark_best(step, stats.loss)
 
     def save(self) -> float:
-        """Write checkpoint and weights of this step, unless they are written; returns the seconds it took."""
+        """Write the checkpoint and weights of this step unless they exist. Returns the seconds it took."""
         checkpoints, step = self.components.checkpoints, self.components.state.progress.step
         if checkpoints is None or step == self.saved_step:
             return 0.0
@@ -144,7 +144,7 @@ class SFTTrainer:
         return elapsed_s
 
     def export(self) -> None:
-        """Write the weights of a finished run, unless `save` has; they are what the run is for, but not a benchmark."""
+        """Write the weights of a finished run unless `save` has. A benchmark writes none."""
         step = self.components.state.progress.step
         if self.config.bench is not None:
             return
@@ -158,7 +158,7 @@ class SFTTrainer:
 
 
 def micro_batches_per_data_rank(data: BaseDataConfig, data_axis: DataAxis) -> int:
-    """Rows that each data rank computes in a step.
+    """Number of micro-batches of each data rank per step.
 
     Raises:
         DataError: the batch does not divide evenly.

@@ -1,4 +1,4 @@
-"""What an SFT run would train on, in seconds and without a model: `medarc_train sft CONFIG --preflight`.
+"""Reports what an SFT run would train on, without loading a model: `medarc_train sft CONFIG --preflight`.
 
 By itself: `python -m prime_rl.trainer.sft.preflight @ sft.toml`.
 """
@@ -33,11 +33,11 @@ _MAX_TOKENS = 2_000_000
 _HISTOGRAM_BARS = 8
 _BAR_WIDTH = 40
 _SHOWN_CHARACTERS = 600
-"""Of each stretch of trained, or untrained, text."""
+"""Maximum length of each shown stretch of trained or untrained text."""
 
 
 def main() -> None:
-    """Print the report. Exit codes: 0 fine, 1 the run would not start, 2 bad config."""
+    """Print the report. Exit codes: 0 ok, 1 the run would not start, 2 bad config."""
     config = parse_argv_or_exit(SFTConfig)
     refuse_unbuilt(config)
     setup_logger("warning")
@@ -45,16 +45,16 @@ def main() -> None:
 
 
 def preflight(config: SFTConfig, console: Console) -> int:
-    """Look at the data of a run, and print what it is like; returns the exit code.
+    """Inspect the data of a run and print a report. Returns the exit code.
 
     Raises:
-        SystemExit: with code 1, when the data cannot be read; the log says why.
+        SystemExit: with code 1, if the data cannot be read. The log says why.
     """
     if not isinstance(config.data, SFTDataConfig):
-        console.print(f'data.type = "{config.data.type}": made-up samples, nothing to look at')
+        console.print(f'data.type = "{config.data.type}": generated samples, nothing to inspect')
         return 0
     with exit_on_error():
-        # This import takes most of a preflight's time, and a fault of the data needs none of it.
+        # This import takes most of a preflight's time. Faults of the data are found before it.
         entries = setup_entries(config.data)
         from prime_rl.trainer.model.build import setup_tokenizer
 
@@ -72,7 +72,7 @@ def preflight(config: SFTConfig, console: Console) -> int:
 
 
 def rendered(sample: TokenizedSample, tokenizer: PreTrainedTokenizerBase, in_colour: bool) -> Text:
-    """A sample's text, its trained parts in green, or between « and » where there are no colours."""
+    """The text of a sample. Trained parts are green, or between « and » on a terminal without colours."""
     text = Text()
     # The first token is never predicted.
     flags = [False, *sample.is_trained[1:].tolist()]
@@ -88,7 +88,7 @@ def rendered(sample: TokenizedSample, tokenizer: PreTrainedTokenizerBase, in_col
 
 
 def _made_rows(entries: Entries, make: SampleMaker, config: SFTDataConfig) -> Iterator[Made]:
-    """The rows of the first epoch in its order, until they are enough to judge by."""
+    """The first rows of the first epoch, enough for the report."""
     tokens = 0
     for position in range(min(_MAX_ROWS, entries.row_count or _MAX_ROWS)):
         entry = entries.at(position)
@@ -108,29 +108,29 @@ def _figures(found: Examination, config: SFTDataConfig) -> Table:
 
     rows_of_epoch = f"{found.row_count:,}" if found.row_count else "unknown (streamed)"
     about = "" if found.is_complete else "about "
-    basis = "all of them" if found.is_complete else f"{counts.seen:,}: the figures of an epoch follow from these"
+    basis = "all" if found.is_complete else f"{counts.seen:,}; figures per epoch are extrapolated from these"
     steps = found.packed_rows * factor * config.micro_batch_size / config.batch_size
-    add("rows of an epoch", rows_of_epoch)
-    add("rows looked at", basis)
-    add("samples of an epoch", f"{about}{found.samples * factor:,.0f}")
-    add("tokens of an epoch", f"{about}{found.tokens * factor:,.0f}")
-    add("  of them trained", f"{found.targets / max(found.tokens, 1):.1%}")
+    add("rows per epoch", rows_of_epoch)
+    add("rows inspected", basis)
+    add("samples per epoch", f"{about}{found.samples * factor:,.0f}")
+    add("tokens per epoch", f"{about}{found.tokens * factor:,.0f}")
+    add("  trained", f"{found.targets / max(found.tokens, 1):.1%}")
     for name, count in (
         ("cut to data.seq_len", counts.truncated),
-        ("left out, too long", counts.overlong),
-        ("left out, nothing trained", counts.untrainable),
-        ("left out, not to be masked", counts.unmaskable),
+        ("skipped, too long", counts.overlong),
+        ("skipped, no trained token", counts.untrainable),
+        ("skipped, messages not found", counts.unmaskable),
         ("duplicates", found.duplicates),
     ):
         add(name, f"{count:,} ({found.share(count):.1%})")
     add(f"rows filled by {config.pack_function}", f"{found.fill:.2%}")
     add("tokens cut off by packing", f"{found.discarded:.2%}")
-    add("steps of an epoch", f"{about}{steps:,.1f}")
+    add("steps per epoch", f"{about}{steps:,.1f}")
     return table
 
 
 def _histogram(found: Examination, seq_len: int) -> Table:
-    """Rows by length. Bars are of equal width in tokens, and the last holds all beyond the 99th percentile."""
+    """Histogram of row lengths. Bins have equal width; the last one includes everything beyond the 99th percentile."""
     table = Table(title="\nLengths in tokens", title_justify="left", show_header=False, box=None)
     lengths = np.array(found.lengths or [0])
     width = max(1, int(np.ceil((np.percentile(lengths, 99) + 1) / _HISTOGRAM_BARS)))
@@ -155,7 +155,7 @@ def _verdict(found: Examination, config: SFTDataConfig, console: Console) -> int
         sys.stderr.write(f"error: {fault}\n")
         return 1
     if not lines:
-        console.print("Nothing to worry about.", style="green")
+        console.print("No problems found.", style="green")
     return 0
 
 

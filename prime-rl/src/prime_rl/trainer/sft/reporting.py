@@ -1,4 +1,4 @@
-"""What an SFT run tells about a step: a line on the log, metrics, the progress bar."""
+"""Reports SFT steps: log line, metrics, progress bar, and a summary at the end."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from prime_rl.watch.progress_bar import ProgressBar, figures
 
 _GIB = 2**30
 _EDGE_STEPS = 5
-"""The summary compares the mean loss of so many first steps and so many last ones."""
+"""The summary compares the mean loss of this many first and last steps."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepStats:
-    """Figures of one optimizer step, over all processes."""
+    """Statistics of one optimizer step, over all processes."""
 
     loss: float
     """Mean cross-entropy of the trained tokens, before the update."""
     grad_norm: float
-    """Before clipping."""
+    """Gradient norm before clipping."""
     lr: float
     tokens: int
     samples: int
@@ -38,10 +38,10 @@ class StepStats:
 
 @dataclass(frozen=True, slots=True)
 class ValStats:
-    """One look at the validation data, over all processes."""
+    """Result of one validation, over all processes."""
 
     loss: float
-    """Mean cross-entropy of its trained tokens."""
+    """Mean cross-entropy of the trained tokens."""
     seconds: float
 
     @property
@@ -53,7 +53,7 @@ class ValStats:
 
 
 class StepReporter:
-    """Reports steps on the main process; elsewhere it keeps silent."""
+    """Reports steps on the main process; does nothing on the others."""
 
     def __init__(
         self,
@@ -74,11 +74,11 @@ class StepReporter:
         self._lap_s = time.perf_counter()
 
     def saved(self, seconds: float) -> None:
-        """Note the time of a checkpoint; the next step's report includes it."""
+        """Record the duration of a checkpoint for the next step's report."""
         self._save_s = seconds
 
     def validated(self, step: int, stats: ValStats) -> None:
-        """Report the validation of the model after `step` updates. The next step's time does not count it."""
+        """Report the validation after `step` updates. Its time does not count in the next step."""
         self._lap_s = time.perf_counter()
         if not self.process.is_main:
             return
@@ -90,7 +90,7 @@ class StepReporter:
         )
 
     def record(self, progress: Progress, stream: SampleStream, stats: StepStats) -> None:
-        """Report the step that made `progress.step`; steps are counted from 0. A collective call."""
+        """Report the step that has just been completed. Reports count steps from 0. A collective call."""
         now_s = time.perf_counter()
         step_s, self._lap_s = now_s - self._lap_s, now_s
         step = progress.step - 1
@@ -143,7 +143,7 @@ class StepReporter:
 
 
 class Summary:
-    """What a run, since it was started or resumed, comes to."""
+    """Summary of a run since it was started or resumed."""
 
     def __init__(self) -> None:
         self._started_s = self._ended_s = time.perf_counter()
@@ -158,7 +158,7 @@ class Summary:
         self._ended_s = time.perf_counter()
 
     def lines(self) -> list[str]:
-        """Steps, tokens, time and loss; and what became of the rows, whenever they were read."""
+        """Two lines: steps, tokens, time and loss; and counts of the rows read so far, across resumes."""
         if not self._losses:
             return []
         elapsed_s = self._ended_s - self._started_s
@@ -170,13 +170,13 @@ class Summary:
             f"{len(self._losses):,} steps and {self._tokens:,} tokens in {clock(elapsed_s)} "
             f"({self._tokens / elapsed_s:,.0f} tokens/s); loss {first:.4f} -> {last:.4f} "
             f"(first and last {edge} step{'s' * (edge > 1)})",
-            f"Rows read so far: {counts['seen']:,}" + (f"; {fates}" if fates else "; none was cut or left out"),
+            f"Rows read so far: {counts['seen']:,}" + (f"; {fates}" if fates else "; none was cut or skipped"),
         ]
 
 
 _FATES = {
     "truncated": "cut to data.seq_len",
-    "overlong": "left out as too long",
-    "untrainable": "left out without a trained token",
-    "unmaskable": "left out as not to be masked",
+    "overlong": "skipped: too long",
+    "untrainable": "skipped: no trained token",
+    "unmaskable": "skipped: messages not found",
 }

@@ -1,4 +1,4 @@
-"""One run of the SFT trainer: build its components, resume, train."""
+"""Runs the SFT trainer: builds its components, resumes, trains."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ from prime_rl.trainer.sft.data.fingerprint import fingerprint_of
 from prime_rl.trainer.sft.data.packer import setup_rows
 from prime_rl.trainer.sft.loop import Components, SFTTrainer, micro_batches_per_data_rank
 from prime_rl.trainer.sft.reporting import StepReporter, Summary
-from prime_rl.trainer.sft.resume import check_same_rows, go_on, leave_receipt
+from prime_rl.trainer.sft.resume import check_same_rows, leave_receipt, restore_position
 from prime_rl.trainer.sft.validation import Validation
 from prime_rl.utils.logger import SUCCESS, get_logger, setup_logger
 from prime_rl.watch.progress_bar import progress_bar
 
 
 def run(config: SFTConfig) -> int:
-    """Train as `config` says, as one of the processes that torchrun started or alone; returns the exit code.
+    """Train in this process, alone or as one rank of a run. Returns the exit code.
 
     Raises:
-        SystemExit: with code 1, when the run failed; the log says why.
+        SystemExit: with code 1, if the run failed. The log says why.
     """
     paths = RunPaths(config.output_dir)
     rank = int(os.environ.get("RANK", 0))
@@ -54,7 +54,7 @@ def run(config: SFTConfig) -> int:
 
 
 def train(trainer: SFTTrainer, telemetry: Telemetry) -> bool:
-    """Run the loop with signals, reports and the progress bar around it; False when SIGTERM ended it."""
+    """Run the training loop with signals, reports and the progress bar. Returns False if SIGTERM ended it."""
     config, process = trainer.config, trainer.process
     peak = known_peak_flops(process, compute_dtype(config.model, process.device))
     performance = Performance(trainer.components.state.policy.model, config.data.seq_len, process, peak)
@@ -80,9 +80,9 @@ def joined_world(config: SFTConfig) -> Iterator[Process]:
 
 
 def prepare_output_dir(config: SFTConfig, paths: RunPaths, process: Process) -> None:
-    """Refuse a directory with another run's checkpoints, or clear those if `clean_output_dir` says so.
+    """Refuse a directory with another run's checkpoints, or delete those if `clean_output_dir` is set.
 
-    The launchers have done so for the whole directory; by now it holds this run's log and config.
+    The launchers have already checked the whole directory, which now holds this run's log and config.
 
     Raises:
         CheckpointError: the directory is in use.
@@ -100,9 +100,9 @@ def prepare_output_dir(config: SFTConfig, paths: RunPaths, process: Process) -> 
 
 
 def setup_components(config: SFTConfig, paths: RunPaths, mesh: Mesh) -> Components:
-    """Build everything that the loop works with, at the step to resume from.
+    """Build everything that the training loop needs, and resume.
 
-    Small faults come first: data and schedule are checked before a large model is loaded.
+    The data is checked before the model is loaded, which may take minutes.
     """
     process, data_axis = mesh.process, mesh.data_axis
     micro_batches_per_data_rank(config.data, data_axis)
@@ -127,7 +127,7 @@ def setup_components(config: SFTConfig, paths: RunPaths, mesh: Mesh) -> Componen
     scheduler = setup_scheduler(config.scheduler, optimizer, schedule_steps)
     state = TrainState({"policy": TrainedModel(model, optimizer, scheduler)})
     if checkpoints is not None and resume_step is not None:
-        place = go_on(rows, checkpoints.load(state, resume_step))
+        place = restore_position(rows, checkpoints.load(state, resume_step))
         leave_receipt(config, checkpoints, state.progress, place, verified)
     export_dtype = compute_dtype(config.model, process.device)
     return Components(state, rows, tokenizer, checkpoints, export_dtype, validation, fingerprint)

@@ -24,12 +24,12 @@ from prime_rl.trainer.sft.reporting import StepStats
 
 
 def train_step(state: TrainState, rows: Sequence[PackedRow], max_norm: float, mesh: Mesh) -> StepStats:
-    """Update the model on `rows`, the micro-batches of this process's data rank. Collective.
+    """Update the model on `rows`, the micro-batches of this process's data rank. A collective call.
 
-    The loss is the mean over all trained tokens of all data ranks, so it does not depend on how rows are divided.
+    The loss is the mean over the trained tokens of all data ranks, so it does not depend on how rows are divided.
 
     Raises:
-        DivergedError: loss or gradient is not finite; nothing has been updated.
+        DivergedError: loss or gradient is not finite. Nothing has been updated.
     """
     started_s = time.perf_counter()
     own_counts = [sum(row.tokens for row in rows), sum(row.samples for row in rows), _trained(rows)]
@@ -52,7 +52,7 @@ def train_step(state: TrainState, rows: Sequence[PackedRow], max_norm: float, me
 
 
 def forward_backward(model: PreTrainedModel, rows: Sequence[PackedRow], trained_tokens: int, mesh: Mesh) -> float:
-    """Add the gradient of the mean loss; returns the share of this process's rows in that loss.
+    """Accumulate the gradient of the mean loss. Returns the contribution of this process's rows to that loss.
 
     `trained_tokens` is the number over all data ranks. FSDP averages gradients over all processes, and those that share
     rows have equal gradients; multiplying by the number of data ranks makes the average the sum over rows.
@@ -67,14 +67,14 @@ def forward_backward(model: PreTrainedModel, rows: Sequence[PackedRow], trained_
 
 
 def has_finite_weights(model: nn.Module, process: Process) -> bool:
-    """Whether no weight of any process is infinite or no number; a collective call."""
+    """Whether all weights of all processes are finite. A collective call."""
     shards = (p.to_local() if isinstance(p, DTensor) else p for p in model.parameters())
     broken = sum(not bool(shard.isfinite().all()) for shard in shards)
     return sum_over_processes([broken], process)[0] == 0
 
 
 def row_loss_sum(model: PreTrainedModel, row: PackedRow, device: torch.device) -> Tensor:
-    """Summed cross-entropy of a row's trained tokens."""
+    """Sum of the cross-entropy over a row's trained tokens."""
     input_ids_1T, position_ids_1T = _row_tensor(row.input_ids, device), _row_tensor(row.position_ids, device)
     trained = torch.from_numpy(np.flatnonzero(row.is_trained)).to(device)
     targets = torch.from_numpy(row.target_ids[row.is_trained]).to(device)

@@ -1,4 +1,4 @@
-"""The SFT trainer's entry point: `python -m prime_rl.trainer.sft.train @ sft.toml`, or this module under torchrun."""
+"""Entry point of the SFT trainer: `python -m prime_rl.trainer.sft.train @ sft.toml`, once per process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def main() -> None:
     if config.dry_run:
         return
     with leaving_at_once():
-        # Here, so that a mistake in the config is told at once: this loads torch and Transformers.
+        # Imported here because it loads torch and Transformers: mistakes in the config are reported before that.
         with import_without_gc():
             import_transformers()
             from prime_rl.trainer.sft.run import run

@@ -1,4 +1,4 @@
-"""The loss on rows that are not trained on."""
+"""Validation: the loss on a dataset that is not trained on."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ if TYPE_CHECKING:
 
 
 class Validation:
-    """Every row of a dataset once, packed whole; the same each time, however many processes share them."""
+    """Computes the loss on every row of a dataset once. The packing is the same for any number of processes."""
 
     def __init__(self, config: SFTDataConfig, tokenizer: PreTrainedTokenizerBase, mesh: Mesh) -> None:
-        """Tokenize and pack.
+        """Tokenize and pack the dataset.
 
         Raises:
-            DataError: the dataset is missing, or nothing in it is trained on.
+            DataError: the dataset is missing, or no row can be trained on.
         """
         self.device = mesh.process.device
         self.data_axis = mesh.data_axis
         samples = _first_epoch(config, tokenizer)
         rows = _packed(samples, config)
         self._trained_tokens = sum(int(row.is_trained.sum()) for row in rows)
-        # Sharded weights are gathered by all processes together, so each has to compute as many rows.
+        # Processes gather sharded weights together, so each must compute the same number of rows.
         empty = lay_out([], config.seq_len * config.micro_batch_size, config.seq_len)
         rows += [empty] * (-len(rows) % mesh.data_axis.data_size)
         self._own_rows = rows[mesh.data_axis.data_rank :: mesh.data_axis.data_size]
@@ -49,12 +49,12 @@ class Validation:
 
     @torch.no_grad()
     def run(self, model: PreTrainedModel) -> ValStats:
-        """Loss of `model`, which stays as it is, as do all random states; a collective call."""
+        """Compute the loss of `model` without changing it or any random state. A collective call."""
         started_s = time.perf_counter()
         model.eval()
         losses = [row_loss_sum(model, row, self.device).double() for row in self._own_rows]
         model.train()
-        # Without a backward pass the gathered weights stay in place, and the optimizer works on the shards.
+        # Without a backward pass the gathered weights stay allocated, but the optimizer needs the shards.
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
@@ -67,7 +67,7 @@ def _first_epoch(config: SFTDataConfig, tokenizer: PreTrainedTokenizerBase) -> l
     samples: list[TokenizedSample] = []
     while stream.position < stream.row_count:
         sample = next(stream)
-        # Rows without a use are passed over, at the end into the next epoch.
+        # Unusable rows are skipped; after the last row, the next sample is one of the next epoch.
         if stream.position <= stream.row_count:
             samples.append(sample)
     return samples

@@ -1,4 +1,4 @@
-"""Bin packing: whole samples into rows of equal capacity, with little left free."""
+"""Bin packing: puts whole samples into as few rows of equal capacity as possible."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ import numpy as np
 
 
 def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> np.ndarray:
-    """The bin of each of n lengths: longest first, each into the fullest bin that has room for it.
+    """Assign each of n lengths to a bin, longest first, each to the fullest bin that has room for it.
 
-    Best-fit decreasing uses at most 11/9 of the fewest possible bins, plus 4 (Johnson and others 1974). The bins with
-    room are kept by how much of it they have, and the free rooms as the bits of one integer, so finding the smallest
-    room that suffices is a shift and a lowest bit: sorting, and capacity / 64 machine words a sample.
+    Best-fit decreasing uses at most 11/9 of the optimal number of bins, plus 4 (Johnson et al. 1974). Bins are grouped
+    by their free room, and the bits of one integer say which rooms exist. Finding the smallest sufficient room is then
+    a shift and the lowest set bit: capacity / 64 machine words per sample, after sorting.
 
     Raises:
-        ValueError: a length is above `capacity`.
+        ValueError: a length exceeds `capacity`.
     """
     bins = np.empty(len(lengths), dtype=np.int64)
     if len(lengths) == 0:
         return bins
     if int(lengths.max()) > capacity:
-        raise ValueError(f"a length of {int(lengths.max())} is above the capacity of {capacity}")
+        raise ValueError(f"length {int(lengths.max())} exceeds the capacity of {capacity}")
     with_room: dict[int, list[int]] = {}
     rooms, count = 0, 0
     order = np.argsort(-lengths, kind="stable")
@@ -43,5 +43,5 @@ def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> np.ndarray:
 
 
 def fill_of(lengths: np.ndarray, bins: np.ndarray, capacity: int) -> float:
-    """Share of the bins' room that is taken."""
+    """Fraction of the bins' capacity that is used."""
     return float(lengths.sum()) / ((int(bins.max()) + 1) * capacity) if len(bins) else 1.0

@@ -1,13 +1,13 @@
-"""A conversation as text, and which characters of it each message takes.
+"""Renders conversations with the chat template and finds the characters that belong to each message.
 
-A chat template is a program: it may drop, merge or reorder what it is given. Where a message starts and ends is
-therefore asked of the template itself, in one of three ways:
+A chat template is a program: it may drop, merge or reorder messages. So the template itself is used to find where a
+message starts and ends, in one of three ways:
 
-1. The template marks with `{% generation %}` what the assistant generates.
-2. The first messages alone, with the assistant's header behind them, are rendered to a prefix of the whole text. The
-   header ends where the message starts.
-3. The start is rendered differently once more follows; stock Qwen3 does so when it drops earlier reasoning. The whole
-   is then rendered with a mark in place of one message, and the texts before and behind the mark are compared.
+1. The template marks what the assistant generates with `{% generation %}`.
+2. The messages before it, rendered with the assistant's header, are a prefix of the whole text. The message starts
+   where this prefix ends.
+3. The prefix is rendered differently when more messages follow. Stock Qwen3 does this when it drops earlier reasoning.
+   Then the conversation is rendered with a marker in place of the message, and the text around the marker is compared.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 class UnmaskableSample(Exception):
-    """Nothing tells which characters of the text are a message's."""
+    """The characters that belong to a message cannot be found."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +41,11 @@ class _Chat:
     messages: Sequence[Message]
     kwargs: dict[str, Any]
     text: str
-    """All of it, as the template renders it."""
+    """The whole conversation, rendered."""
 
 
 class ChatSpans:
-    """Renders conversations and finds the spans of the messages whose role is trained."""
+    """Renders conversations and finds the spans of trained messages."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, trained_roles: Mapping[str, bool]) -> None:
         self.tokenizer = tokenizer
@@ -57,14 +57,14 @@ class ChatSpans:
         self._special_next = re.compile(rf" ?(?:{alternatives})")
 
     def __call__(self, conversation: Conversation) -> tuple[str, list[Span]]:
-        """The text of a conversation and its trained spans, in order.
+        """Return the text of a conversation and its trained spans, in order.
 
-        An assistant's span is what the assistant generates: behind its header, up to and with its end token. The
-        other roles' spans hold all that is written around their messages, the next assistant's header included.
+        An assistant's span is what the assistant generates: from after its header up to and including its end token.
+        Spans of other roles include everything written around their messages, also the next assistant's header.
 
         Raises:
-            DataError: the tokenizer has no chat template, or it refuses the conversation.
-            UnmaskableSample: see there.
+            DataError: the tokenizer has no chat template, or the template refuses the conversation.
+            UnmaskableSample: a trained span cannot be found.
         """
         messages, kwargs = conversation.messages, conversation.template_kwargs
         flags = [self.trained_roles[message["role"]] for message in messages]
@@ -79,7 +79,7 @@ class ChatSpans:
         return text, self._spans(_Chat(messages, kwargs, text))
 
     def ends_by_itself(self, text: str) -> bool:
-        """Whether the template has written an end token behind the last message."""
+        """Whether the template has written an end token after the last message."""
         return self._ends_with_special.search(text.rstrip()) is not None
 
     def _spans(self, chat: _Chat) -> list[Span]:
@@ -96,7 +96,7 @@ class ChatSpans:
         return spans
 
     def _generated_spans(self, chat: _Chat) -> dict[int, Span]:
-        """Span of each of the assistant's messages, by its index."""
+        """Span of each assistant message, by index."""
         spans, after = {}, 0
         for index, message in enumerate(chat.messages):
             if message["role"] == "assistant":
@@ -106,7 +106,7 @@ class ChatSpans:
         return spans
 
     def _end_of_other(self, chat: _Chat, index: int, generated: Mapping[int, Span], begin: int) -> int:
-        """Where a message that is not the assistant's ends. Of neighbours with the same flag, the last one has all."""
+        """Where a message of another role ends. Of neighbours with the same flag, the last one gets the whole text."""
         if index + 1 == len(chat.messages):
             return len(chat.text)
         if index + 1 in generated:
@@ -120,7 +120,7 @@ class ChatSpans:
         return end
 
     def _prefix_span(self, chat: _Chat, index: int, after: int) -> Span | None:
-        """The span of an assistant's message, found by rendering what comes before it, and that with the message."""
+        """The span of an assistant message, found by rendering the messages before it, without and with it."""
         start = self._prefix_length(chat, index, add_generation_prompt=True)
         end: int | None = len(chat.text)
         if index + 1 < len(chat.messages):
@@ -128,7 +128,7 @@ class ChatSpans:
         return None if start is None or end is None or not after <= start <= end else (start, end)
 
     def _compared_span(self, chat: _Chat, index: int, after: int) -> Span:
-        """The same, found by putting a mark in the message's place."""
+        """The span of an assistant message, found by rendering a marker in its place."""
         marked = {**chat.messages[index], "content": _MARK}
         marked.pop("tool_calls", None)
         try:
@@ -148,7 +148,7 @@ class ChatSpans:
         return start, end
 
     def _header(self, before: Sequence[Message], kwargs: dict[str, Any]) -> str:
-        """What the template writes to let the assistant begin."""
+        """The text that the template writes before an assistant message."""
         try:
             without = self._render(before, kwargs)
             with_header = self._render(before, kwargs, add_generation_prompt=True)
@@ -157,7 +157,7 @@ class ChatSpans:
         return with_header.removeprefix(without) if with_header.startswith(without) else ""
 
     def _settled(self, text: str, begin: int, end: int) -> int:
-        """`end` moved right behind the end token: without blanks that the template adds, or with a token it lacks."""
+        """Move `end` to just after the end token, over blanks that the template adds or to a token that follows."""
         kept = text[begin:end].rstrip()
         if self._ends_with_special.search(kept):
             return begin + len(kept)
@@ -165,7 +165,7 @@ class ChatSpans:
         return following.end() if following else end
 
     def _prefix_length(self, chat: _Chat, count: int, *, add_generation_prompt: bool) -> int | None:
-        """Characters that the first `count` messages take of the text; None when theirs is not how it starts."""
+        """Length of the first `count` messages in the text; None if their own rendering is not a prefix of it."""
         try:
             start = self._render(chat.messages[:count], chat.kwargs, add_generation_prompt=add_generation_prompt)
         except DataError:
@@ -178,14 +178,14 @@ class ChatSpans:
             text = self.tokenizer.apply_chat_template(
                 list(messages), tokenize=False, add_generation_prompt=add_generation_prompt, **kwargs
             )
-        # A template is a program: beside its own refusals it may index or add what is not there.
+        # A template is a program. Besides its own errors, it may fail on a missing key or a wrong type.
         except (jinja2.TemplateError, TypeError, IndexError, KeyError, ValueError) as error:
             raise DataError(f"the chat template refuses the conversation: {error}") from error
         assert isinstance(text, str), "one conversation is one text"
         return text
 
     def _render_marked(self, messages: Sequence[Message], kwargs: dict[str, Any]) -> tuple[str, list[Span] | None]:
-        """The text, and what the template marks as generated; None when it marks nothing."""
+        """The text, and the spans that the template marks as generated; None if the template has no such marks."""
         self._check_template()
         template = self.tokenizer.get_chat_template(tools=kwargs.get("tools"))
         if not _GENERATION.search(template):
@@ -201,7 +201,7 @@ class ChatSpans:
             )
         except (jinja2.TemplateError, TypeError, IndexError, KeyError, ValueError) as error:
             raise DataError(f"the chat template refuses the conversation: {error}") from error
-        # Annotated as text.
+        # Its annotation says str.
         texts, spans = cast("tuple[list[str], list[list[Span]]]", answer)
         return texts[0], [(begin, end) for begin, end in spans[0] if begin < end]
 
@@ -211,6 +211,6 @@ class ChatSpans:
 
 
 def _common_length(one: str, other: str) -> int:
-    """Length of the longest common start."""
+    """Length of the longest common prefix."""
     limit = min(len(one), len(other))
     return next((index for index in range(limit) if one[index] != other[index]), limit)

@@ -1,4 +1,4 @@
-"""From a row of the dataset to tokens, and to the knowledge which of them are trained on."""
+"""Tokenizes dataset rows and marks the tokens to train on."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class TokenizedSample:
-    """n tokens and, for each, whether the model is trained to predict it."""
+    """n tokens, and for each whether it is trained."""
 
     token_ids: np.ndarray
     """int32 [n]."""
@@ -31,42 +31,42 @@ class TokenizedSample:
 
     @property
     def inputs(self) -> int:
-        """Tokens that go into the model: the last one is only predicted."""
+        """Number of input tokens. The last token is only a target."""
         return len(self.token_ids) - 1
 
     @property
     def targets(self) -> int:
-        """Trained tokens; the first token is never predicted."""
+        """Number of trained tokens. The first token is never a target."""
         return int(self.is_trained[1:].sum())
 
     def first(self, inputs: int) -> TokenizedSample:
-        """The sample cut to so many inputs."""
+        """The sample, cut to `inputs` input tokens."""
         return TokenizedSample(self.token_ids[: inputs + 1], self.is_trained[: inputs + 1])
 
 
 class ConversationTokenizer:
-    """Tokenizes rows, and marks the tokens of the trained roles. A token belongs to the message in which it starts."""
+    """Tokenizes rows and marks the tokens of trained roles. A token belongs to the message in which it starts."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, loss_mask: LossMaskConfig) -> None:
         if not tokenizer.is_fast:
-            raise ModelError(f"{type(tokenizer).__name__} does not say where its tokens start: use a fast tokenizer")
+            raise ModelError(f"{type(tokenizer).__name__} gives no token offsets: use a fast tokenizer")
         self.tokenizer = tokenizer
         self.trained_roles = {role: getattr(loss_mask, role) for role in ROLES}
         self._spans = ChatSpans(tokenizer, self.trained_roles)
 
     def __call__(self, row: Mapping[str, Any]) -> TokenizedSample:
-        """Tokenize a row. A text without an end token gets one, trained if what it ends is.
+        """Tokenize a row. A text without an end token gets one, which is trained if the text before it is.
 
         Raises:
-            DataError: the row is no conversation, has an unknown role, or the tokenizer lacks a chat template.
-            UnmaskableSample: the chat template does not let the messages be told apart.
+            DataError: the row is not a conversation, has an unknown role, or the tokenizer has no chat template.
+            UnmaskableSample: the chat template does not show where the messages start and end.
         """
         content = read_row(row)
         return self._plain(content) if isinstance(content, PlainText) else self._chat(content)
 
     def _chat(self, conversation: Conversation) -> TokenizedSample:
         text, spans = self._spans(conversation)
-        # A chat template writes the special tokens itself.
+        # The chat template has already written the special tokens.
         encoding = self._encode(text, add_special_tokens=False)
         sample = _masked(encoding, spans)
         if self._spans.ends_by_itself(text):
@@ -83,16 +83,16 @@ class ConversationTokenizer:
         return self._with_end(_masked(encoding, spans), is_end_trained)
 
     def _encode(self, text: str, add_special_tokens: bool) -> Mapping[str, Any]:
-        # Not verbose: it would warn of a model's limit, and `data.seq_len` is the one that holds.
+        # verbose=False: no warning about the model's maximum length, since `data.seq_len` is the limit here.
         return self.tokenizer(text, add_special_tokens=add_special_tokens, return_offsets_mapping=True, verbose=False)
 
     def _with_end(self, sample: TokenizedSample, is_trained: bool) -> TokenizedSample:
-        """End the sample with the end token. End tokens inside the text, as in a rendered chat, do not count."""
+        """Append the end token unless the sample ends with one. End tokens inside the text do not count."""
         end = self.tokenizer.eos_token_id
         if end is None:
             return sample
         if len(sample) and sample.token_ids[-1] == end:
-            # The tokenizer may have added it, and then no span of the text covers it.
+            # If the tokenizer added it, no span of the text covers it.
             return TokenizedSample(sample.token_ids, np.append(sample.is_trained[:-1], is_trained))
         return TokenizedSample(np.append(sample.token_ids, np.int32(end)), np.append(sample.is_trained, is_trained))
 

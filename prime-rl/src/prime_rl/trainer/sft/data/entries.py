@@ -1,4 +1,4 @@
-"""The endless sequence of rows that all processes share: epoch after epoch, each shuffled anew."""
+"""Endless sequence of dataset rows, the same on every process. Each epoch is shuffled with its own seed."""
 
 from __future__ import annotations
 
@@ -18,33 +18,33 @@ from prime_rl.trainer.sft.data.sources import Reading, load_rows, stream_rows
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A place in the sequence."""
+    """One position of the sequence."""
 
     read: Reading
     where: str
-    """For messages: file and line, or dataset and row."""
+    """File and line, or dataset and row, for messages."""
     key: int | None = None
-    """The same for the same row in every epoch; None when rows are streamed."""
+    """Identifies the row in every epoch. None if rows are streamed."""
 
 
 class Entries(Protocol):
     row_count: int
-    """Rows of one epoch; 0 as long as that is not known."""
+    """Number of rows per epoch; 0 while it is unknown."""
 
     def at(self, position: int) -> Entry:
-        """The entry at a position; positions are asked for in rising order."""
+        """The entry at a position. Callers ask in increasing order."""
 
     def epoch_of(self, position: int) -> int: ...
 
     def state(self) -> dict[str, Any]:
-        """Where reading has come to."""
+        """How far reading has come."""
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Be ready for every position behind those that had been asked for when `state` was returned."""
+        """Continue after the last position that was read when `state` was returned."""
 
 
 class LoadedEntries:
-    """Rows that are all at hand: any position at any time, shuffled as a whole."""
+    """Random access to all rows of a dataset, which are shuffled together."""
 
     def __init__(self, config: SFTDataConfig) -> None:
         self.config = config
@@ -68,7 +68,7 @@ class LoadedEntries:
         return {}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Nothing to do: a position alone says which row it is."""
+        """Nothing to do: a position determines its row."""
 
     def _row_index(self, position: int) -> int:
         epoch, offset = divmod(position, self.row_count)
@@ -81,7 +81,7 @@ class LoadedEntries:
 
 
 class StreamedEntries:
-    """Rows read in order and shuffled by blocks of `shuffle_buffer` rows; an epoch's length shows at its end."""
+    """Reads rows in order and shuffles them in blocks of `shuffle_buffer`. The first epoch's end reveals its length."""
 
     def __init__(self, config: SFTDataConfig) -> None:
         self.config = config
@@ -96,7 +96,7 @@ class StreamedEntries:
 
     def at(self, position: int) -> Entry:
         if position < self._block_start:
-            raise ValueError(f"position {position} of a stream that has come to {self._block_start}")
+            raise ValueError(f"position {position} is before {self._block_start}, where the stream is now")
         while position >= self._block_start + len(self._block):
             self._block_start += len(self._block)
             self._read_block()
@@ -104,7 +104,7 @@ class StreamedEntries:
         return Entry(self._block[position - self._block_start], where)
 
     def epoch_of(self, position: int) -> int:
-        """The epoch that reading has come to: where the next one starts is not known."""
+        """The current epoch, since the start of the next one is unknown."""
         return self._epoch
 
     def state(self) -> dict[str, Any]:
@@ -116,7 +116,7 @@ class StreamedEntries:
         self._read_block()
 
     def _read_block(self) -> None:
-        """Read the block that starts at `_block_start`, of the next epoch when this one is over."""
+        """Read the block that starts at `_block_start`, from the next epoch if this one is over."""
         block = list(islice(self._rows, self.config.shuffle_buffer))
         if not block:
             self.row_count = self._block_start - self._epoch_start
@@ -134,9 +134,9 @@ class StreamedEntries:
 
 
 def setup_entries(config: SFTDataConfig) -> Entries:
-    """The rows of `data.name`, loaded or streamed.
+    """Open the dataset `data.name`, loaded or streamed.
 
     Raises:
-        DataError: nothing there, nothing in it, or not readable.
+        DataError: it is missing, empty or unreadable.
     """
     return StreamedEntries(config) if config.streaming else LoadedEntries(config)

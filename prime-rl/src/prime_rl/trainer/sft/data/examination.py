@@ -1,4 +1,4 @@
-"""A look at the data before training: what the samples are like, and what of it should worry a person."""
+"""Inspects the data before training: statistics of the samples, and warnings about likely mistakes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from prime_rl.trainer.process.world import Process
 
 _FIRST_ROWS = 256
-"""Rows that every run looks at before it starts."""
+"""Number of rows that every run inspects before it starts."""
 _WORRYING_TRUNCATED = 0.05
 _WORRYING_UNTRAINABLE = 0.01
 _WORRYING_DUPLICATES = 0.05
@@ -30,24 +30,24 @@ _SHOWN_SAMPLES = 3
 
 @dataclass(slots=True)
 class Examination:
-    """Figures of the rows that were looked at; the packed ones are those of one process."""
+    """Statistics of the inspected rows, packed as on one process."""
 
     row_count: int
-    """Rows of an epoch; 0 when it is not known."""
+    """Number of rows per epoch; 0 if it is unknown."""
     counts: SampleCounts = field(default_factory=SampleCounts)
     lengths: list[int] = field(default_factory=list)
-    """Of each row that could be tokenized, before it was cut, in tokens."""
+    """Length in tokens of each row that could be tokenized, before it was cut."""
     tokens: int = 0
     targets: int = 0
     without_end: int = 0
-    """Samples whose trained part has no end token."""
+    """Number of samples whose trained part has no end token."""
     duplicates: int = 0
-    """Samples that have the same tokens as an earlier one."""
+    """Number of samples with the same tokens as an earlier one."""
     packed_rows: int = 0
     fill: float = 1.0
-    """Share of the packed rows that holds tokens of samples."""
+    """Fraction of the packed rows that is not padding."""
     discarded: float = 0.0
-    """Share of the samples' tokens that packing cuts off."""
+    """Fraction of the samples' tokens that packing cuts off."""
     shown: list[TokenizedSample] = field(default_factory=list)
     """The first samples."""
 
@@ -56,22 +56,22 @@ class Examination:
         return self.counts.seen - self.counts.left_out
 
     def share(self, count: int) -> float:
-        """Share of the rows that were looked at."""
+        """`count` as a fraction of the inspected rows."""
         return count / max(self.counts.seen, 1)
 
     @property
     def per_epoch(self) -> float:
-        """Factor from the rows that were looked at to those of an epoch."""
+        """Rows per epoch divided by inspected rows."""
         return (self.row_count or self.counts.seen) / max(self.counts.seen, 1)
 
     @property
     def is_complete(self) -> bool:
-        """Whether every row was looked at."""
+        """Whether every row was inspected."""
         return self.counts.seen == self.row_count
 
 
 def examine(rows: Iterable[Made], row_count: int, config: SFTDataConfig) -> Examination:
-    """Look at `rows`, some or all of `row_count`, and pack them as a run on one process would."""
+    """Inspect `rows`, some or all of `row_count`, and pack them as one process would."""
     found = Examination(row_count)
     samples: list[TokenizedSample] = []
     known: set[int] = set()
@@ -96,7 +96,7 @@ def examine(rows: Iterable[Made], row_count: int, config: SFTDataConfig) -> Exam
 
 
 def untrainable_fault(found: Examination, config: SFTDataConfig) -> str | None:
-    """Why a run should not start, if it should not."""
+    """Why a run must not start; None if it may."""
     counts = found.counts
     useless = counts.untrainable + counts.unmaskable
     if counts.seen == 0 or (found.samples > 0 and found.share(useless) <= config.max_untrainable_share):
@@ -105,7 +105,7 @@ def untrainable_fault(found: Examination, config: SFTDataConfig) -> str | None:
         f"{count} {text}"
         for count, text in (
             (counts.untrainable, f"without a trained token within data.seq_len = {config.seq_len}"),
-            (counts.unmaskable, "whose messages the chat template does not let be told apart"),
+            (counts.unmaskable, "whose messages cannot be found in the chat template's text"),
             (counts.overlong, f'longer than data.seq_len = {config.seq_len} (data.overlong = "drop")'),
         )
         if count
@@ -118,20 +118,20 @@ def untrainable_fault(found: Examination, config: SFTDataConfig) -> str | None:
 
 
 def worries(found: Examination, config: SFTDataConfig) -> Iterator[str]:
-    """A line for each thing that is likely not meant."""
+    """One line for each likely mistake."""
     counts, limit = found.counts, f"data.seq_len = {config.seq_len}"
     of_rows = f"of {counts.seen} rows"
     longest = max(found.lengths, default=0)
     if found.share(counts.truncated) > _WORRYING_TRUNCATED:
         yield f"{counts.truncated} {of_rows} are longer than {limit} and are cut; the longest has {longest} tokens"
     if found.share(counts.overlong) > _WORRYING_TRUNCATED:
-        yield f"{counts.overlong} {of_rows} are longer than {limit} and left out; the longest has {longest} tokens"
+        yield f"{counts.overlong} {of_rows} are longer than {limit} and skipped; the longest has {longest} tokens"
     if found.share(counts.untrainable) > _WORRYING_UNTRAINABLE:
-        yield f"{counts.untrainable} {of_rows} have no trained token within {limit} and are left out"
+        yield f"{counts.untrainable} {of_rows} have no trained token within {limit} and are skipped"
     if found.share(counts.unmaskable) > _WORRYING_UNTRAINABLE:
-        yield f"{counts.unmaskable} {of_rows} are left out: the chat template does not let messages be told apart"
+        yield f"{counts.unmaskable} {of_rows} are skipped: the chat template does not show where messages start and end"
     if found.share(found.without_end) > _WORRYING_UNTRAINABLE:
-        yield f"{found.without_end} {of_rows} train no end token, so a model does not learn to stop after them"
+        yield f"{found.without_end} {of_rows} train no end token, so the model does not learn to stop after them"
     if found.share(found.duplicates) > _WORRYING_DUPLICATES:
         yield f"{found.duplicates} {of_rows} have the same tokens as an earlier row"
     if found.discarded > _WORRYING_LOSS_OF_PACKING:
@@ -146,12 +146,12 @@ def worries(found: Examination, config: SFTDataConfig) -> Iterator[str]:
 
 
 def check_first_rows(rows: PackedRows, tokenizer: PreTrainedTokenizerBase, process: Process, show: bool) -> None:
-    """Look at the first rows of a run that has not begun; warn of what seems not meant, and `show` the first sample.
+    """Inspect the first rows before training: warn about likely mistakes, and log the first sample if `show` is set.
 
-    Every process looks at the same rows, so all come to the same end.
+    Every process inspects the same rows and comes to the same result.
 
     Raises:
-        DataError: too many of them cannot be trained on.
+        DataError: too many of the rows cannot be trained on.
     """
     stream = rows.stream
     if not isinstance(stream, DatasetStream):
@@ -171,7 +171,7 @@ def check_first_rows(rows: PackedRows, tokenizer: PreTrainedTokenizerBase, proce
 
 
 def _pack(found: Examination, samples: Sequence[TokenizedSample], config: SFTDataConfig) -> None:
-    """Pack until as many samples lie in rows as there are."""
+    """Pack rows until they hold as many samples as there are."""
     packer, stream = setup_packer(config), _Repeated(samples)
     capacity = config.seq_len * config.micro_batch_size
     placed = held = kept = 0
@@ -183,12 +183,12 @@ def _pack(found: Examination, samples: Sequence[TokenizedSample], config: SFTDat
         held += total
         kept += min(total, capacity)
     found.fill = kept / (found.packed_rows * capacity)
-    # What the last row lacks of the next epoch's samples is no loss.
+    # Tokens of the next epoch that the last row cuts off are not a loss.
     found.discarded = 1 - kept / held
 
 
 class _Repeated:
-    """A stream of given samples, over and over."""
+    """A stream that repeats the given samples."""
 
     def __init__(self, samples: Sequence[TokenizedSample]) -> None:
         self.row_count = len(samples)

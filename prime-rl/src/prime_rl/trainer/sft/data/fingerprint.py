@@ -1,4 +1,4 @@
-"""What decides the rows that an SFT run trains on, small enough to keep in a checkpoint and to compare on resuming."""
+"""Fingerprint of everything that determines an SFT run's rows, saved in checkpoints and compared on resume."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 WHOLE_BYTES = 2**30
-"""Larger files are judged by their size and by blocks spread over them: reading all would hold up the start."""
+"""Files larger than this are identified by their size and by sampled blocks, because a full read delays the start."""
 _BLOCK_BYTES = 2**20
 _BLOCKS = 256
 _NO_INFLUENCE = {"name", "batch_size", "max_untrainable_share"}
-"""Keys of `data` that leave the rows as they are; a file may move, its contents count."""
+"""Keys of `data` that do not change the rows. A file may move: only its contents count."""
 
 
 @dataclass(frozen=True, slots=True)
 class DataFingerprint:
-    """Equal fingerprints mean equal samples in equal order, and for one number of processes equal rows."""
+    """Equal fingerprints mean the same samples in the same order, and with as many processes the same rows."""
 
     contents: str
-    """Digest of the dataset's files; of a hub dataset its name and revision."""
+    """Digest of the dataset's files, or of name and revision of a hub dataset."""
     tokenizer: str
     """Digest of the tokenizer."""
     chat_template: str
     """Digest of the chat template."""
     settings: Mapping[str, Any]
-    """The keys of `data` that shape the rows, dotted."""
+    """Keys of `data` that determine the rows, dotted."""
 
     def differences(self, other: DataFingerprint) -> list[str]:
-        """One line for each thing that is another in `other`, the fingerprint of now, than it was in this one."""
+        """One line for each difference between this, the saved fingerprint, and `other`, the current one."""
         named = (
             ("the contents of data.name", self.contents, other.contents),
             ("the tokenizer", self.tokenizer, other.tokenizer),
@@ -63,12 +63,12 @@ class DataFingerprint:
 def fingerprint_of(
     config: SFTDataConfig | FakeDataConfig, tokenizer: PreTrainedTokenizerBase, whole_bytes: int = WHOLE_BYTES
 ) -> DataFingerprint:
-    """Fingerprint of a run's data: about a second for each GB of files, up to `whole_bytes` of a file.
+    """Compute the fingerprint of a run's data. This takes about a second per GB of files up to `whole_bytes`.
 
     Raises:
         DataError: there is no such dataset.
     """
-    # A first use drops the truncation that the tokenizer's file may hold. Before and after must look the same.
+    # The first call drops a truncation that the tokenizer's file may set. The digest must not depend on that call.
     tokenizer("a")
     unread = {"shuffle_buffer"} if isinstance(config, SFTDataConfig) and not config.streaming else set()
     contents = "made up" if isinstance(config, FakeDataConfig) else _digest_of_parts(find_parts(config), whole_bytes)
@@ -113,7 +113,7 @@ def _digest_of_files(files: tuple[Path, ...], whole_bytes: int) -> str:
 
 
 def _hub_identity(part: Part) -> str:
-    """A hub dataset by the commit that its name stands for here, as the cache of the hub notes it."""
+    """Name and commit of a hub dataset; the commit is the one in the local hub cache."""
     from huggingface_hub.constants import HF_HUB_CACHE
 
     repository = f"datasets--{part.name.replace('/', '--')}"

@@ -1,4 +1,4 @@
-"""From a row of the dataset to a conversation, or a plain text, in the form that chat templates expect."""
+"""Reads dataset rows as conversations, in the form that chat templates expect, or as plain text."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROLES = ("system", "user", "assistant", "tool")
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Chat messages for the template, and what else it gets."""
+    """Chat messages and the other arguments of the chat template."""
 
     messages: list[Message]
     template_kwargs: dict[str, Any] = field(default_factory=dict)
@@ -25,18 +25,18 @@ class Conversation:
 
 @dataclass(frozen=True, slots=True)
 class PlainText:
-    """Text without a chat template. What stands before the completion counts as the user's."""
+    """Text without a chat template. The prompt counts as the user's."""
 
     prompt: str | None
-    """None when all of the text is trained, whatever `data.loss_mask` says."""
+    """None if the whole text is trained, whatever `data.loss_mask` says."""
     completion: str
 
 
 def check_columns(name: str, row: Mapping[str, Any]) -> None:
-    """Check that a row has something to train on.
+    """Check that a row has columns to train on.
 
     Raises:
-        DataError: it has neither `messages`, nor `prompt` and `completion`, nor `text`; names the columns it has.
+        DataError: it has neither `messages`, nor `prompt` and `completion`, nor `text`. The message lists its columns.
     """
     if "messages" in row or ("prompt" in row and "completion" in row) or "text" in row:
         return
@@ -47,10 +47,10 @@ def check_columns(name: str, row: Mapping[str, Any]) -> None:
 
 
 def read_row(row: Mapping[str, Any]) -> Conversation | PlainText:
-    """Read a row: `messages`, `prompt` and `completion` as message lists or strings, or `text`; and `tools`.
+    """Read a row: `messages`, or `prompt` and `completion` as message lists or strings, or `text`; and `tools`.
 
     Raises:
-        DataError: a field is missing or has another form.
+        DataError: a field is missing or malformed.
     """
     if row.get("messages") is not None:
         parts = {"messages": row["messages"]}
@@ -77,7 +77,7 @@ def _messages(parts: Mapping[str, Any]) -> list[Message]:
     if not all(isinstance(part, list) for part in parts.values()):
         if "messages" in parts:
             raise DataError("`messages` must be a list of messages")
-        raise DataError("`prompt` and `completion` must both be message lists or both be strings")
+        raise DataError("`prompt` and `completion` must both be message lists or both strings")
     together = [message for part in parts.values() for message in part]
     if not together:
         raise DataError("the conversation has no messages")
@@ -87,7 +87,7 @@ def _messages(parts: Mapping[str, Any]) -> list[Message]:
 def _message(number: int, message: Any) -> Message:
     """A message as chat templates expect it: no nulls, trimmed text, decoded tool arguments."""
     if not isinstance(message, Mapping) or "role" not in message:
-        raise DataError(f"message {number}: must be an object with a role, but is {message!r}")
+        raise DataError(f"message {number}: must be an object with a role, got {message!r}")
     cleaned = _without_nulls(message)
     role = cleaned.get("role")
     if role not in ROLES:
@@ -99,7 +99,7 @@ def _message(number: int, message: Any) -> Message:
     if isinstance(cleaned["content"], str):
         cleaned["content"] = cleaned["content"].strip()
     elif not isinstance(cleaned["content"], list):
-        raise DataError(f"message {number}: `content` must be a text, but is {cleaned['content']!r}")
+        raise DataError(f"message {number}: `content` must be text, got {cleaned['content']!r}")
     if "tool_calls" in cleaned:
         cleaned["tool_calls"] = _tool_calls(number, cleaned["tool_calls"])
     return cleaned
@@ -144,7 +144,7 @@ def _decoded(value: Any, what: str) -> Any:
 
 
 def _without_nulls(mapping: Mapping[str, Any]) -> dict[str, Any]:
-    """Columnar files fill what a row lacks with nulls, at every depth; templates would take them for values."""
+    """Drop nulls at every depth: columnar files use them for missing fields, but templates would render them."""
     return {
         key: _without_nulls(value) if isinstance(value, Mapping) else value
         for key, value in mapping.items()

@@ -1,4 +1,4 @@
-"""Rows of a fixed number of tokens, made of samples that never see each other."""
+"""Packs samples into rows of fixed length. Samples in a row do not attend to each other."""
 
 from __future__ import annotations
 
@@ -21,38 +21,38 @@ if TYPE_CHECKING:
 
 
 _WINDOW_SAMPLES = 1024
-"""Samples that `best_fit` chooses from, as far as `_WINDOW_TOKENS` allow. More fill better, and hold the start up."""
+"""Samples that `best_fit` packs at once, within `_WINDOW_TOKENS`. More fill rows better but delay the start."""
 _WINDOW_ROWS = 16
-"""The fewest rows to choose samples for, as far as `_WINDOW_TOKENS` allow."""
+"""Minimum number of rows to pack at once, within `_WINDOW_TOKENS`."""
 _WINDOW_TOKENS = 2**20
 _STALE_AFTER = 10
-"""Rows after which a bucket of `stack` that got no sample is emptied."""
+"""`stack` flushes a bucket that has received no sample for this many rows."""
 
 
 @dataclass(frozen=True, slots=True)
 class PackedRow:
-    """T tokens of several samples, each with its target, and padding behind them; arrays of [T]."""
+    """T tokens: several samples, then padding. Arrays have shape [T]."""
 
     input_ids: np.ndarray
     target_ids: np.ndarray
-    """The token that follows in the same sample."""
+    """The next token of the same sample."""
     is_trained: np.ndarray
-    """Whether the target counts in the loss."""
+    """True where the target counts in the loss."""
     position_ids: np.ndarray
-    """Restart at 0 with each sample."""
+    """Position within the sample."""
     samples: int
-    """Samples that the row holds, the last perhaps in part."""
+    """Number of samples in the row. The last one may be cut."""
     padding: int = 0
-    """How many of the tokens are padding: sequences of their own, not trained, and seen by none."""
+    """Number of padding tokens. Padding forms its own sequences, which are not trained."""
 
     @property
     def tokens(self) -> int:
-        """Tokens of samples."""
+        """Number of tokens that belong to samples."""
         return len(self.input_ids) - self.padding
 
 
 def lay_out(samples: Sequence[TokenizedSample], row_tokens: int, seq_len: int) -> PackedRow:
-    """One behind the other, cut or padded to `row_tokens`. Padding is made of sequences of at most `seq_len` tokens."""
+    """Concatenate samples, cut or padded to `row_tokens`. Padding consists of sequences of at most `seq_len` tokens."""
     padding = max(0, row_tokens - sum(sample.inputs for sample in samples))
     zeros = np.zeros(padding, dtype=np.int64)
 
@@ -70,19 +70,19 @@ def lay_out(samples: Sequence[TokenizedSample], row_tokens: int, seq_len: int) -
 
 
 class Packer(Protocol):
-    """Chooses samples of a stream for one row after another. What it holds back between rows is its state."""
+    """Chooses the samples of each row from a stream. Samples that wait for a later row are its state."""
 
     def __call__(self, stream: SampleSource) -> Sequence[TokenizedSample]:
         """The samples of the next row."""
 
     def state(self) -> dict[str, Any]:
-        """Plain values and bytes."""
+        """The waiting samples, as plain values and bytes."""
 
     def restore(self, state: Mapping[str, Any]) -> None: ...
 
 
 class Cat:
-    """Samples as they come, until the row is full. The rest of the last one is discarded, so nothing is held back."""
+    """Fills a row with samples in order. The rest of the last sample is discarded, so none waits."""
 
     def __init__(self, row_tokens: int) -> None:
         self.row_tokens = row_tokens
@@ -102,17 +102,17 @@ class Cat:
 
 
 class BestFit:
-    """Whole samples, chosen from a window of the stream so that rows are full; see `best_fit_decreasing`.
+    """Fills rows with whole samples, chosen from a window of the stream by `best_fit_decreasing`.
 
-    A window ends with the epoch, or when it is large enough. Its emptiest row waits for the next window. Rows come in
-    random order, since the packing sorts them by their longest sample.
+    A window ends with the epoch or when it is large enough. Its emptiest row waits for the next window. Rows are
+    shuffled, because packing sorts them by their longest sample.
     """
 
     def __init__(self, row_tokens: int) -> None:
         self.row_tokens = row_tokens
         self.rows: list[list[TokenizedSample]] = []
         self.held_back: list[list[TokenizedSample]] = []
-        """One row, or several after the number of data ranks has changed."""
+        """Rows that wait for the next window: one, or several after the number of data ranks has changed."""
 
     def __call__(self, stream: SampleSource) -> Sequence[TokenizedSample]:
         if not self.rows:
@@ -121,7 +121,7 @@ class BestFit:
 
     def _pack_window(self, stream: SampleSource) -> None:
         seed, epoch, count = stream.position, stream.epoch, 0
-        # A row that waited is one item, so that its samples, which are short ones, come first this time.
+        # A row that waited counts as one long item, so that its samples, which are short, are placed first.
         items = list(self.held_back)
         total = sum(sample.inputs for item in items for sample in item)
         while total < self.row_tokens or not (stream.epoch > epoch or self._is_enough(count, total)):
@@ -150,11 +150,11 @@ class BestFit:
 
 
 class Stack:
-    """Samples of like length: a row is a number of equal places, and each sample takes one of them.
+    """Fills rows with samples of similar length: a row has slots of equal size, one per sample.
 
-    Places have a row's tokens, half of them, a quarter and so on, in steps of `STACK_MULTIPLE`. A sample waits in the
-    bucket of the smallest place that holds it until the bucket fills a row. A bucket that gets no sample for
-    `_STALE_AFTER` rows moves to larger places as long as they suffice, and its row is emitted with places left free.
+    Slot sizes are the row's length, half of it, a quarter and so on, in multiples of `STACK_MULTIPLE`. A sample waits
+    in the bucket of the smallest slot that holds it until the bucket fills a row. A bucket that has received no sample
+    for `_STALE_AFTER` rows moves up to larger slots while they fit, and its row is emitted with free slots.
     """
 
     def __init__(self, row_tokens: int) -> None:
@@ -167,7 +167,7 @@ class Stack:
         self.touched_at = dict.fromkeys(self.buckets, 0)
         self.emitted = 0
         self.ready: list[list[TokenizedSample]] = []
-        """Rows that were full when the number of data ranks changed."""
+        """Rows that became full when the number of data ranks changed."""
 
     def __call__(self, stream: SampleSource) -> Sequence[TokenizedSample]:
         samples = self.ready.pop() if self.ready else self._stale()
@@ -177,14 +177,14 @@ class Stack:
         return samples
 
     def _take_in(self, sample: TokenizedSample) -> list[TokenizedSample] | None:
-        """Put a sample into its bucket; what the bucket holds when that fills a row."""
+        """Add a sample to its bucket. Returns the bucket's samples if they fill a row."""
         size = min(size for size in self.buckets if size >= sample.inputs)
         self.buckets[size].append(sample)
         self.touched_at[size] = self.emitted
         return self._emptied(size) if len(self.buckets[size]) * size >= self.row_tokens else None
 
     def _stale(self) -> list[TokenizedSample] | None:
-        """What the smallest bucket without a recent sample holds, and the larger ones that it moves through."""
+        """The samples of the smallest stale bucket and of the larger ones that it moves through, if one is stale."""
         for size in sorted(self.buckets):
             if self.buckets[size] and self.emitted - self.touched_at[size] > _STALE_AFTER:
                 samples = self._emptied(size)
@@ -215,13 +215,13 @@ class Stack:
 
 
 def setup_packer(config: BaseDataConfig) -> Packer:
-    """The packer that `data.pack_function` names, for rows of `seq_len * micro_batch_size` tokens."""
+    """The packer selected by `data.pack_function`, for rows of `seq_len * micro_batch_size` tokens."""
     packers: dict[str, Callable[[int], Packer]] = {"cat": Cat, "best_fit": BestFit, "stack": Stack}
     return packers[config.pack_function](config.seq_len * config.micro_batch_size)
 
 
 class PackedRows:
-    """The rows of this process's data rank, one micro-batch after another."""
+    """Iterates over the rows of this process's data rank. Each row is a micro-batch."""
 
     def __init__(self, stream: SampleStream, config: BaseDataConfig, data_axis: DataAxis) -> None:
         self.stream = stream
@@ -237,12 +237,12 @@ class PackedRows:
         return lay_out(self._packer(self.stream), self.row_tokens, self.config.seq_len)
 
     def state(self) -> dict[str, Any]:
-        """The place in the data behind the row returned last, with the samples that wait for a row."""
+        """The position in the data after the last row, including the samples that wait for a row."""
         position = {"data_rank": self.data_axis.data_rank, "data_size": self.data_axis.data_size}
         return {**self.stream.state(), **position, "waiting": self._packer.state()}
 
     def load_state(self, places: Sequence[Place]) -> None:
-        """Continue from this data rank's own place, or from those of all ranks of a run with another number of them."""
+        """Continue from this data rank's saved position, or from those of all ranks if their number has changed."""
         place = places[0]
         if len(places) > 1 or saved_data_size(place) != self.data_axis.data_size:
             place = redealt(places, self.data_axis.data_rank, self.data_axis.data_size)
@@ -251,7 +251,7 @@ class PackedRows:
 
 
 def _as_bytes(samples: Sequence[TokenizedSample]) -> list[tuple[bytes, bytes]]:
-    """Checkpoints are read back without code, so they hold no arrays of NumPy's."""
+    """Convert samples to bytes: checkpoints are loaded without running code, which excludes NumPy arrays."""
     return [(sample.token_ids.astype(np.int32).tobytes(), sample.is_trained.tobytes()) for sample in samples]
 
 
@@ -273,7 +273,7 @@ __all__ = ["PackedRow", "PackedRows", "setup_rows"]
 def setup_rows(
     config: SFTDataConfig | FakeDataConfig, tokenizer: PreTrainedTokenizerBase, vocab_size: int, data_axis: DataAxis
 ) -> PackedRows:
-    """This data rank's rows of `seq_len * micro_batch_size` tokens.
+    """Open the data and return this data rank's rows of `seq_len * micro_batch_size` tokens.
 
     Raises:
         DataError: the dataset is missing or has no conversations.

@@ -1,8 +1,8 @@
-"""Which entries of the data each data rank takes, and how to continue with another number of data ranks.
+"""Assigns dataset entries to data ranks, and reassigns them when their number changes on resume.
 
-Entry i belongs to data rank i modulo their number n. Each rank reads at its own pace, so when n ranks stop, some
-entries before the farthest position are unread, and packers hold samples back. `redealt` divides all of them among m
-ranks: each entry is read once, and each sample that was held back is used once.
+With n data ranks, entry i belongs to rank i mod n. Ranks read at different speeds, so when n ranks stop, some entries
+before the farthest position are unread, and packers hold samples that wait for a row. `redealt` divides all of them
+among m ranks: each entry is read once, and each waiting sample is used once.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from prime_rl.trainer.process.data_axis import DataAxis
 
 Place = Mapping[str, Any]
-"""The position of one data rank in the data as a checkpoint holds it: plain values and bytes."""
+"""Position of one data rank in the data, as saved in a checkpoint: plain values and bytes."""
 
 
 class Places:
-    """The entries of one data rank, in rising order."""
+    """The entries of one data rank, in increasing order."""
 
     def __init__(self, data_axis: DataAxis) -> None:
         self._stride = data_axis.data_size
@@ -29,7 +29,7 @@ class Places:
 
     @property
     def next(self) -> int:
-        """The entry that `take` will return."""
+        """The entry that `take` returns next."""
         return self._left_over[0] if self._left_over else self._next
 
     def take(self) -> int:
@@ -46,12 +46,12 @@ class Places:
 
 
 def redealt(places: Sequence[Place], data_rank: int, data_size: int) -> dict[str, Any]:
-    """The position of `data_rank` of `data_size`, from the positions of all data ranks that stopped, by rank."""
+    """The position of rank `data_rank` of `data_size`, from the saved positions of all data ranks in order."""
     farthest = max(place["position"] for place in places)
     behind = (range(place["position"], farthest, len(places)) for place in places)
     left_over = sorted(chain(*behind, *(place["left_over"] for place in places)))
     counts: Counter[str] = sum((Counter(place["counts"]) for place in places), Counter())
-    # Reading starts at the position of the slowest rank: everything unread comes after it.
+    # Reading starts where the slowest rank stopped: every unread entry comes after that.
     hindmost = min(places, key=lambda place: min([place["position"], *place["left_over"]]))
     return {
         **hindmost,
@@ -71,10 +71,10 @@ def saved_data_size(place: Place) -> int:
 
 
 def _redealt_samples(waiting: Sequence[Mapping[str, Any]], data_rank: int, data_size: int) -> dict[str, Any]:
-    """The state of a packer, from those of all packers."""
+    """The state of one packer, from the states of all."""
     own = slice(data_rank, None, data_size)
     if "held_back" in waiting[0]:
-        # All ranks take rows from the end of their lists at once.
+        # Every rank takes rows from the end of its list, so interleave the lists from their ends.
         rounds = zip_longest(*(reversed(state["rows"]) for state in waiting))
         rows = [row for row in chain.from_iterable(rounds) if row is not None]
         return {"rows": rows[own][::-1], "held_back": list(chain(*(state["held_back"] for state in waiting)))[own]}
@@ -90,7 +90,7 @@ def _redealt_buckets(waiting: Sequence[Mapping[str, Any]], own: slice) -> dict[s
     buckets, touched_at = {}, {}
     for size in waiting[0]["buckets"]:
         samples = list(chain(*(state["buckets"][size] for state in waiting)))[own]
-        # Together they may be more than a row.
+        # The buckets of several ranks together may fill rows.
         places = row_tokens // size
         whole = len(samples) // places * places
         ready += [samples[start : start + places] for start in range(0, whole, places)]

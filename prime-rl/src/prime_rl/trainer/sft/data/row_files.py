@@ -1,6 +1,6 @@
-"""Rows of local files, read one by one when they are asked for.
+"""Reads rows of local files on demand.
 
-Local files are read directly: importing `datasets` costs a second at every start.
+Files are read without `datasets`, whose import adds a second to every start.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Row = Mapping[str, Any]
 
 
 class RowList:
-    """Rows, and where a person finds each of them."""
+    """Rows, and the place of each one for messages."""
 
     def __init__(self, rows: Sequence[Row], name: str) -> None:
         self.rows = rows
@@ -35,12 +35,12 @@ class RowList:
         return self.rows[index]
 
     def where(self, index: int) -> str:
-        """The place of row `index`, for messages."""
+        """File and line of row `index`, or dataset and row, for messages."""
         return f"{self.name}, row {index}"
 
 
 class JsonLines(RowList):
-    """A file of one JSON object a line. All lines are checked at once, and parsed again when they are asked for."""
+    """A JSON Lines file. All lines are checked when it is opened, and parsed again on access."""
 
     def __init__(self, path: Path) -> None:
         super().__init__((), str(path))
@@ -82,15 +82,15 @@ class TableRows(RowList):
 
 
 def read_file(path: Path) -> RowList:
-    """All rows of a file. Raises DataError when it is not what its name says."""
+    """Read all rows of a file. Raises DataError if its content does not match its suffix."""
     return _READERS[path.suffix](path)
 
 
 def stream_file(path: Path) -> Iterator[Callable[[], Row]]:
-    """The rows of a file in order, each as a function that parses it; little of the file is in memory at a time.
+    """Yield a function that parses each row, in order. Only a small part of the file is in memory.
 
     Raises:
-        DataError: it is not what its name says.
+        DataError: its content does not match its suffix.
     """
     if path.suffix == ".parquet":
         yield from _stream_parquet(path)
@@ -105,7 +105,7 @@ def stream_file(path: Path) -> Iterator[Callable[[], Row]]:
 
 
 def parse_line(path: Path, number: int, line: bytes) -> Row:
-    """A line of a JSON Lines file. Raises DataError with file and line number."""
+    """Parse a line of a JSON Lines file. A DataError names file and line."""
     try:
         row = json.loads(line)
     except json.JSONDecodeError as error:
@@ -129,7 +129,7 @@ def _read_json(path: Path) -> RowList:
     except UnicodeDecodeError as error:
         raise DataError(f"{path}: not UTF-8 text (byte {error.start})") from error
     if not all(isinstance(row, dict) for row in rows):
-        raise DataError(f"{path}: the array has entries that are no objects")
+        raise DataError(f"{path}: the array has entries that are not objects")
     return RowList(rows, str(path))
 
 

@@ -1,4 +1,4 @@
-"""The endless stream of training samples, divided over the data ranks, without those that cannot be trained on."""
+"""Endless stream of training samples, divided among the data ranks. Rows that cannot be trained on are skipped."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ if TYPE_CHECKING:
     from prime_rl.trainer.process.data_axis import DataAxis
 
 _CACHED_TOKENS = 2**26
-"""Tokens that stay tokenized from one epoch to the next: about 340 MB a process."""
-_MAX_BARREN_RUN = 100_000
-"""Rows without a use, one behind the other, after which a stream of unknown length is given up."""
+"""Number of tokens kept from one epoch to the next, about 340 MB per process."""
+_MAX_SKIPPED_IN_A_ROW = 100_000
+"""A stream of unknown length fails after this many unusable rows in a row."""
 
 
 @dataclass(slots=True)
 class SampleCounts:
-    """What became of the rows that this process looked at, each counted in every epoch."""
+    """Counts of the rows that this process has read. A row counts again in every epoch."""
 
     seen: int = 0
     truncated: int = 0
     overlong: int = 0
-    """Left out because they are too long."""
+    """Skipped: longer than `seq_len`."""
     untrainable: int = 0
-    """Left out because no token within `seq_len` is trained."""
+    """Skipped: no trained token within `seq_len`."""
     unmaskable: int = 0
-    """Left out because the chat template does not let their messages be told apart."""
+    """Skipped: the chat template does not show where their messages start and end."""
 
     @property
     def left_out(self) -> int:
@@ -46,7 +46,7 @@ class SampleCounts:
 
 
 class SampleSource(Protocol):
-    """Samples without end, as packers see them."""
+    """An endless stream of samples, as packers see it."""
 
     @property
     def position(self) -> int:
@@ -59,39 +59,39 @@ class SampleSource(Protocol):
 
 
 class SampleStream(SampleSource, Protocol):
-    """Samples of a dataset. Data ranks divide its entries, see `places`."""
+    """The samples of one data rank. `places` says which rank reads which entries."""
 
     counts: SampleCounts
     drawn: list[str]
-    """Names of the entries that were looked at since somebody cleared this list."""
+    """Names of the entries read since the caller last cleared this list."""
 
     @property
     def row_count(self) -> int:
-        """Rows of one epoch; 0 where that is unknown, and for made-up data, which has none."""
+        """Number of rows per epoch; 0 if it is unknown, or if the data is generated."""
 
     def state(self) -> dict[str, Any]:
-        """The place behind the sample returned last."""
+        """The position after the last sample."""
 
     def restore(self, state: Place) -> None:
-        """Continue at the place that `state` returned."""
+        """Continue at a position that `state` returned."""
 
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """What became of a row."""
+    """The sample made from a row, if it can be trained on."""
 
     sample: TokenizedSample | None
-    """None when it cannot be trained on."""
+    """None if the row is skipped."""
     kind: str
-    """The count in `SampleCounts` that it belongs to: `seen` for nothing special."""
+    """Name of the count in `SampleCounts` that it belongs to; `seen` for an ordinary row."""
     inputs: int = 0
-    """Its length before it was cut."""
+    """Length before it was cut."""
     has_end: bool = True
-    """Whether the last trained token, before the cut, is one that ends a message."""
+    """Whether the last trained token, before the cut, is a special token such as the end of a message."""
 
 
 class SampleMaker:
-    """Makes a row a sample of at most `seq_len` inputs, or says why it is none."""
+    """Turns a row into a sample of at most `seq_len` inputs, or says why it cannot."""
 
     def __init__(self, config: SFTDataConfig, tokenizer: PreTrainedTokenizerBase) -> None:
         self.config = config
@@ -99,10 +99,10 @@ class SampleMaker:
         self._special_ids = frozenset(tokenizer.all_special_ids)
 
     def __call__(self, entry: Entry) -> Made:
-        """Tokenize a row, mask and cut it.
+        """Tokenize, mask and cut a row.
 
         Raises:
-            DataError: the row is no conversation, or is too long and `data.overlong` is "error".
+            DataError: the row is not a conversation, or it is too long and `data.overlong` is "error".
         """
         row = entry.read()
         try:
@@ -128,7 +128,7 @@ class SampleMaker:
 
 
 class DatasetStream:
-    """The rows of a dataset, epoch after epoch. Rows without a use are left out, and counted."""
+    """Samples of a dataset, epoch after epoch. Rows that cannot be trained on are counted and skipped."""
 
     def __init__(self, config: SFTDataConfig, tokenizer: PreTrainedTokenizerBase, data_axis: DataAxis) -> None:
         self.config = config
@@ -140,7 +140,7 @@ class DatasetStream:
         self._make = SampleMaker(config, tokenizer)
         self._cache: dict[int, Made] = {}
         self._cached_tokens = 0
-        self._told: set[int] = set()
+        self._warned: set[int] = set()
 
     @property
     def row_count(self) -> int:
@@ -155,15 +155,16 @@ class DatasetStream:
         return self.entries.epoch_of(self.position)
 
     def __next__(self) -> TokenizedSample:
-        barren = 0
+        skipped = 0
         while True:
             sample = self._sample(self.entries.at(self._places.next))
             self._places.take()
             if sample is not None:
                 return sample
-            barren += 1
-            # Twice through this data rank's share without a usable row: there is none.
-            if barren > (2 * self.row_count // self.data_axis.data_size + 1 if self.row_count else _MAX_BARREN_RUN):
+            skipped += 1
+            # Two passes over this data rank's share without a usable row mean that it has none.
+            share = 2 * self.row_count // self.data_axis.data_size + 1
+            if skipped > (share if self.row_count else _MAX_SKIPPED_IN_A_ROW):
                 raise DataError(
                     f"data.name = {self.config.name}: no row has a trained token within data.seq_len = "
                     f"{self.config.seq_len}; check data.loss_mask, data.overlong and data.seq_len"
@@ -178,9 +179,9 @@ class DatasetStream:
         self.counts = SampleCounts(**state["counts"])
 
     def first_ones(self, count: int) -> Iterator[Made]:
-        """What the stream begins with, over all data ranks. Moves and counts nothing.
+        """The first `count` rows of the stream, over all data ranks, without moving or counting.
 
-        Only before the first sample has been taken. Ends with the first epoch, as far as its length is known.
+        Call it before the first sample is taken. It ends with the first epoch, if the epoch's length is known.
         """
         for position in range(min(count, self.row_count or self.config.shuffle_buffer)):
             entry = self.entries.at(position)
@@ -189,25 +190,25 @@ class DatasetStream:
             yield self._made(entry)
 
     def _sample(self, entry: Entry) -> TokenizedSample | None:
-        """The tokens of a row, or None if it cannot be trained on."""
+        """The sample of a row; None if it cannot be trained on."""
         made = self._made(entry)
         self.drawn.append(entry.where)
         self.counts.seen += 1
         if made.kind != "seen":
             setattr(self.counts, made.kind, getattr(self.counts, made.kind) + 1)
-            self._tell(entry, made.kind)
+            self._warn(entry, made.kind)
         return made.sample
 
-    def _tell(self, entry: Entry, kind: str) -> None:
-        """Warn of the first row of a kind, and each time that their number has doubled; of a row only once."""
-        if entry.key in self._told:
+    def _warn(self, entry: Entry, kind: str) -> None:
+        """Warn about the first row of a kind and whenever their number has doubled, but never twice about one row."""
+        if entry.key in self._warned:
             return
         if entry.key is not None:
-            self._told.add(entry.key)
+            self._warned.add(entry.key)
         count = getattr(self.counts, kind)
         if count & (count - 1) == 0:
-            line = _TOLD[kind].format(where=entry.where, limit=self.config.seq_len)
-            get_logger().warning(f"{line} (rows like it so far: {count})")
+            line = _WARNINGS[kind].format(where=entry.where, limit=self.config.seq_len)
+            get_logger().warning(f"{line} ({count} such rows so far)")
 
     def _made(self, entry: Entry) -> Made:
         if entry.key is not None and entry.key in self._cache:
@@ -220,16 +221,16 @@ class DatasetStream:
         return made
 
 
-_TOLD = {
+_WARNINGS = {
     "truncated": "Cut {where}: longer than data.seq_len = {limit}",
-    "overlong": "Left out {where}: longer than data.seq_len = {limit}",
-    "untrainable": "Left out {where}: no trained token within data.seq_len = {limit}",
-    "unmaskable": "Left out {where}: the chat template does not let its messages be told apart",
+    "overlong": "Skipped {where}: longer than data.seq_len = {limit}",
+    "untrainable": "Skipped {where}: no trained token within data.seq_len = {limit}",
+    "unmaskable": "Skipped {where}: the chat template does not show where its messages start and end",
 }
 
 
 class FakeStream:
-    """Made-up samples, all tokens trained: `increasing` repeats the stream's index, `random` draws tokens."""
+    """Generated samples, trained in full: `increasing` repeats the stream's index, `random` draws tokens."""
 
     epoch = 0
     row_count = 0

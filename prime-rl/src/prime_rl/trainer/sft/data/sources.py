@@ -1,4 +1,4 @@
-"""What `data.name` stands for: files, a saved dataset, or one of the hub; a part for each subset and split."""
+"""Opens the dataset `data.name`: files, a saved dataset, or a hub dataset, with one part per subset and split."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ def find_parts(config: SFTDataConfig) -> list[Part]:
 
 
 Reading = Callable[[], Row]
-"""Parses one row."""
+"""Reads and parses one row."""
 
 _INTERLEAVE_SEED = 0
 _DRAWS_AT_ONCE = 1000
 
 
 def load_rows(config: SFTDataConfig) -> RowList:
-    """The rows of `data.name`, in file order; several subsets or splits are interleaved.
+    """Load the rows of `data.name` in file order; several subsets or splits are interleaved.
 
     Raises:
-        DataError: nothing there, nothing in it, or not readable.
+        DataError: the dataset is missing, empty or unreadable.
     """
     parts = find_parts(config)
     loaded = [_load_part(part) for part in parts]
@@ -56,10 +56,10 @@ def load_rows(config: SFTDataConfig) -> RowList:
 
 
 def stream_rows(config: SFTDataConfig) -> Iterator[Reading]:
-    """The rows of one epoch in the same order, read as they are taken.
+    """Stream the rows of one epoch in the same order.
 
     Raises:
-        DataError: nothing there, nothing in it, or not readable.
+        DataError: the dataset is missing, empty or unreadable.
     """
     parts = [partial(_stream_part, part) for part in find_parts(config)]
     if len(parts) == 1:
@@ -70,8 +70,8 @@ def stream_rows(config: SFTDataConfig) -> Iterator[Reading]:
 def interleave(lengths: Sequence[int], probabilities: Sequence[float] | None, stopping_strategy: str) -> np.ndarray:
     """The order in which to read parts of the given lengths: [n, 2] pairs of part and row.
 
-    Parts take turns, or are drawn with `probabilities` (always the same draws). `first_exhausted` ends as soon as one
-    part has been read to its end, `all_exhausted` when all have, reading shorter ones again. The result is that of
+    Parts take turns, or are drawn with `probabilities` from a fixed seed. `first_exhausted` ends when the first part
+    ends; `all_exhausted` repeats shorter parts until all have ended. The result equals
     `datasets.interleave_datasets` with seed 0.
     """
     count = len(lengths)
@@ -92,10 +92,10 @@ def interleave(lengths: Sequence[int], probabilities: Sequence[float] | None, st
 def interleave_streams(
     parts: Sequence[Callable[[], Iterator[Reading]]], probabilities: Sequence[float] | None, stopping_strategy: str
 ) -> Iterator[Reading]:
-    """What `interleave` does, for parts whose lengths show only when they end."""
+    """Like `interleave`, for parts of unknown length."""
     enough = any if stopping_strategy == "first_exhausted" else all
     streams = [part() for part in parts]
-    # The next row of each: that there is none must be known as soon as the last one has been taken.
+    # Read one row ahead: the end of a part must be known as soon as its last row has been taken.
     ahead = [next(stream) for stream in streams]
     ended = [False] * len(parts)
     turns = _draws(len(parts), probabilities)
@@ -123,7 +123,7 @@ def _draw(generator: np.random.Generator, count: int, probabilities: Sequence[fl
 
 
 class InterleavedRows(RowList):
-    """Several row lists read as one."""
+    """Several row lists, interleaved."""
 
     def __init__(self, parts: Sequence[RowList], order: np.ndarray) -> None:
         super().__init__((), "")
@@ -143,7 +143,7 @@ class InterleavedRows(RowList):
 
 
 class JoinedRows(RowList):
-    """Several row lists one behind the other."""
+    """Several row lists, concatenated."""
 
     def __init__(self, parts: Sequence[RowList]) -> None:
         super().__init__((), "")
