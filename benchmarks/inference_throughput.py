@@ -161,19 +161,19 @@ def converse_s(engine: Engine, conversations: int, turns: int) -> float:
 def compare_conversations(directory: Path, conversations: int, turns: int, rounds: int) -> None:
     """Measure the gain from caching the prefixes of earlier turns."""
     model, _ = load_model(str(directory), "float32", torch.device("cpu"))
-    seconds: dict[str, list[float]] = {"read anew": [], "read once": []}
+    seconds: dict[str, list[float]] = {"not cached": [], "cached": []}
     for _ in range(rounds):
-        for name, kept_bytes in (("read anew", 0), ("read once", 1 << 30)):
+        for name, kept_bytes in (("not cached", 0), ("cached", 1 << 30)):
             engine = Engine(ModelRunner(model, 4 << 30), Limits(max_prefix_bytes=kept_bytes))
             thread = threading.Thread(target=engine.run)
             thread.start()
             seconds[name].append(converse_s(engine, conversations, turns))
             engine.stop()
             thread.join()
-    anew = statistics.median(seconds["read anew"])
+    uncached = statistics.median(seconds["not cached"])
     print(f"{conversations} conversations of {turns} turns, {TURN_TOKENS} new and {TURN_TOKENS // 2} drawn tokens each")
     for name, values in seconds.items():
-        print(f"  {name:22} {statistics.median(values):8.2f} s  {anew / statistics.median(values):5.2f}x")
+        print(f"  {name:22} {statistics.median(values):8.2f} s  {uncached / statistics.median(values):5.2f}x")
 
 
 def main() -> None:

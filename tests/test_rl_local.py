@@ -106,7 +106,7 @@ class Stage:
         )
 
     def expect(self, word: str, times: int) -> None:
-        """Wait until stand-ins have written a word so many times."""
+        """Wait until stand-ins have written `word` `times` times."""
         text = ""
         while text.count(word) < times:
             assert select.select([self._pipe], [], [], 60)[0], f"no {word!r} after {text!r}"

@@ -60,7 +60,8 @@ def job_id_of(result: Result) -> str:
 def make_real_project(directory: Path, **child: object) -> Path:
     """A project whose Python has this one's packages, but whose engine is made of stand-ins.
 
-    Each stand-in notes its GPUs; `inference` then serves for ever, the others end well. With a `gate`, all stay.
+    Each stand-in records its GPUs. Then `inference` serves until it is stopped, and the others exit with 0. With a
+    `gate`, all of them wait.
     """
     venv = directory / ".venv"
     (venv / "bin").mkdir(parents=True)
@@ -132,7 +133,7 @@ def test_scancel_stops_a_job_in_order_and_leaves_nothing_behind(slurm, rl_toml: 
     with gate.open() as running:
         assert running.readline() == "training\n"
         slurm.ask("scancel", job_id)
-        assert running.read() == "", "the end of the pipe: whoever held it has ended"
+        assert running.read() == "", "end of the pipe: all processes that held it have exited"
     job = slurm.wait_for_end(job_id)
     assert job["JobState"] == "CANCELLED"
     assert "SIGTERM" in Path(job["StdOut"]).read_text()

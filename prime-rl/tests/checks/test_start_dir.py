@@ -26,10 +26,10 @@ def test_a_hub_id_is_never_refused(tmp_path: Path) -> None:
 
 
 def test_a_path_of_a_job_is_missing_only_if_its_parent_is_here(tmp_path: Path) -> None:
-    beside, far = tmp_path / "no.jsonl", tmp_path / "scratch-of-the-node" / "no.jsonl"
+    near, far = tmp_path / "no.jsonl", tmp_path / "scratch-of-the-node" / "no.jsonl"
     assert sft_faults(data={"name": str(far)}) == [f"data.name = {far}: no such file or directory"]
     assert sft_faults(tmp_path, data={"name": str(far)}) == []
-    assert sft_faults(tmp_path, data={"name": str(beside)}) == [f"data.name = {beside}: no such file or directory"]
+    assert sft_faults(tmp_path, data={"name": str(near)}) == [f"data.name = {near}: no such file or directory"]
 
 
 def test_a_relative_path_of_a_job_starts_in_its_project(tmp_path: Path) -> None:

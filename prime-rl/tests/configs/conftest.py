@@ -16,7 +16,7 @@ RL = ("--trainer", "--orchestrator", "--inference")
 
 @pytest.fixture(autouse=True)
 def clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """No test sees this machine's PRIME_ variables, and files are written beside nothing."""
+    """Remove this machine's PRIME_ variables, and run in an empty directory."""
     for name in [name for name in os.environ if name.upper().startswith("PRIME_")]:
         monkeypatch.delenv(name)
     monkeypatch.chdir(tmp_path)

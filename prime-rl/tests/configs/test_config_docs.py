@@ -19,7 +19,7 @@ PAGE = Path(__file__).parents[3] / "docs" / "config.md"
 RL = ("--trainer", "--orchestrator", "--inference")
 
 
-@pytest.mark.skipif(not PAGE.is_file(), reason="docs/config.md is not beside this package (an installed prime-rl)")
+@pytest.mark.skipif(not PAGE.is_file(), reason="docs/config.md is not part of an installed prime-rl")
 def test_the_reference_is_current() -> None:
     advice = "run: python -m prime_rl.configs.surface.docs > docs/config.md"
     assert PAGE.read_text() == reference(), advice

@@ -221,7 +221,7 @@ def test_the_same_type_again_drops_nothing(toml) -> None:
 
 
 def test_a_wrong_key_is_no_key_of_the_type_before(toml, faults) -> None:
-    """A misspelling is told, whichever type wins; so is a key that never fitted its own layer's type."""
+    """Misspelled keys are reported for every type, and so are keys that do not fit their own layer's type."""
     file = toml("[scheduler]\ntype = 'linear'\ndecay_stepss = 3")
     assert faults(TrainerConfig, "--scheduler.type", "cosine", files=(file,)) == [
         f"{file}: scheduler.decay_stepss: unknown key; did you mean scheduler.decay_steps?"

@@ -1,4 +1,4 @@
-"""Real processes, real signals: whatever ends a launch, nothing of it is left.
+"""Real processes and signals: however a launch ends, none of its processes is left running.
 
 Every process of a launch holds one named pipe open for writing, so the pipe's end says that all of them are gone.
 """
@@ -108,7 +108,7 @@ class Launch:
         self.expect("ready", times=len(children) if ready is None else ready)
 
     def expect(self, word: str, times: int = 1) -> None:
-        """Wait until children have written a word so many times."""
+        """Wait until children have written `word` `times` times."""
         text = ""
         while text.count(word) < times:
             assert select.select([self.descriptor], [], [], 60)[0], f"no {word!r} after {text!r}"

@@ -1,4 +1,4 @@
-"""Reserved ports: nobody else gets them, the child that is told does."""
+"""Reserved ports: no other process can bind them, but the child that they are passed to can."""
 
 import socket
 import subprocess

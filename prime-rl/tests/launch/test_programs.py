@@ -55,13 +55,13 @@ def test_a_spec_can_be_read_as_a_command() -> None:
 def test_programs_are_taken_from_the_interpreters_directory_before_the_path(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    beside, on_path = tmp_path / "beside", tmp_path / "on_path"
-    beside.mkdir()
+    sibling, on_path = tmp_path / "sibling", tmp_path / "on_path"
+    sibling.mkdir()
     on_path.mkdir()
-    own = program(beside / "inference")
+    own = program(sibling / "inference")
     others = [program(on_path / name) for name in ("inference", "orchestrator")]
     monkeypatch.setenv("PATH", str(on_path))
-    assert Programs.find(beside) == Programs(sys.executable, own, others[1])
+    assert Programs.find(sibling) == Programs(sys.executable, own, others[1])
 
 
 def test_a_program_that_is_nowhere_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

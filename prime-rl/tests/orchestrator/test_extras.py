@@ -15,7 +15,7 @@ from prime_rl.orchestrator.rollouts.rollout import Group
 
 
 class Recorder:
-    """Remembers what it is told."""
+    """Records its calls."""
 
     def __init__(self) -> None:
         self.tables: list[tuple[str, Any, Any, int]] = []

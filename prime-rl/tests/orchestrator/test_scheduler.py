@@ -65,7 +65,7 @@ class Environment:
         return outcome
 
     async def wait_for(self, count: int) -> None:
-        """Until so many groups have started."""
+        """Wait until `count` groups have started."""
         async with self.started:
             await self.started.wait_for(lambda: len(self.running) >= count)
 

@@ -31,9 +31,9 @@ def mesh() -> Iterator[Mesh]:
 
 @pytest.fixture
 def assert_two_processes_train_like_one() -> Callable[[SFTConfig], None]:
-    """For a run of six steps: two processes resume it in the same bits, and take the step that one takes.
+    """For a run of six steps: two processes resume it bit-identically, and make the same step as one process.
 
-    What they do is told in `sft/two_processes.py`.
+    `sft/two_processes.py` runs in each of them.
     """
 
     def check(config: SFTConfig) -> None:

@@ -103,11 +103,11 @@ def rl_rows(packing: str, mesh: Mesh) -> list[Row]:
         for length in LENGTHS
     ]
     if packing == "packed":
-        dealt = pack_batch(TrainingBatch(samples, step=0), ROW_TOKENS, ROW_TOKENS, mesh.data_axis.data_size)
-        assert sum(map(len, dealt)) == len(LENGTHS) // 2
+        distributed = pack_batch(TrainingBatch(samples, step=0), ROW_TOKENS, ROW_TOKENS, mesh.data_axis.data_size)
+        assert sum(map(len, distributed)) == len(LENGTHS) // 2
     else:
-        dealt = distribute([row_from_sample(sample, ROW_TOKENS) for sample in samples], mesh.data_axis.data_size)
-    return [Row.from_message(row, mesh.process.device) for row in dealt[mesh.data_axis.data_rank]]
+        distributed = distribute([row_from_sample(sample, ROW_TOKENS) for sample in samples], mesh.data_axis.data_size)
+    return [Row.from_message(row, mesh.process.device) for row in distributed[mesh.data_axis.data_rank]]
 
 
 def sft_gradient(model: nn.Module, rows: Sequence[PackedRow], mesh: Mesh) -> tuple[float, Tensor]:

@@ -20,12 +20,12 @@ class Calculator:
     """In the compact style; ASCII."""
     formula: Callable[..., float]
     inputs: Mapping[str, Quantity]
-    """By argument of the formula, in the order of the text. An argument `sex` is drawn besides."""
+    """By argument of the formula, in the order of the text. An argument `sex` is drawn in addition."""
     templates: tuple[str, ...]
     """What is known, with a field for each input (and `{sex}`). The first is used where difficulty is easy."""
     unit: str
     decimals: int
-    """Answers are asked for, and shown, with so many."""
+    """Number of decimals that questions ask for and answers show."""
     relative_tolerance: float = 0.0
     plausible: tuple[float, float] = (float("-inf"), float("inf"))
     """Cases with a result outside are not asked."""

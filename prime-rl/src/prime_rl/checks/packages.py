@@ -67,7 +67,7 @@ def find_module(name: str, directory: Path | None = None) -> ModuleSpec | None:
 
 
 def lacks_name(spec: ModuleSpec, name: str) -> bool:
-    """Whether a module certainly has no such name: its source is at hand and binds it nowhere."""
+    """Whether a module's source is available and binds `name` nowhere, so that the name certainly does not exist."""
     if spec.origin is None or not spec.origin.endswith(".py"):
         return False
     try:

@@ -226,7 +226,7 @@ def beyond_end(step: int | None, max_steps: int | None) -> Iterator[str]:
 
 
 def scheduled_steps(max_steps: int | None, ckpt: CheckpointConfig | None, resume_step: int | None) -> int | None:
-    """Length of the learning-rate schedule: all steps, or the remaining ones if it starts anew on resuming."""
+    """Length of the learning-rate schedule: all steps, or the remaining ones if the schedule restarts on resume."""
     if max_steps is None or ckpt is None or not ckpt.skip_scheduler or ckpt.skip_progress:
         return max_steps
     return max_steps - (resume_step or 0)

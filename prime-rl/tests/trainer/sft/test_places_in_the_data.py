@@ -20,7 +20,7 @@ from prime_rl.configs.sft import FakeDataConfig, SFTConfig, SFTDataConfig
 from prime_rl.run.paths import RunPaths
 from prime_rl.trainer.process.data_axis import DataAxis
 from prime_rl.trainer.sft.data.packer import PackedRow, PackedRows, setup_rows
-from prime_rl.trainer.sft.data.places import Places, redealt
+from prime_rl.trainer.sft.data.places import Places, redistribute
 from prime_rl.utils.pydantic_config import dump_toml
 
 HERE = Path(__file__).parent
@@ -120,7 +120,7 @@ def test_samples_that_were_held_back_by_several_are_more_than_a_row(tmp_path: Pa
         {"position": 6 + rank, "left_over": [], "counts": {"seen": 3}, "waiting": stopped, "rank": rank}
         for rank in range(2)
     ]
-    waiting = redealt(places, 0, 1)["waiting"]
+    waiting = redistribute(places, 0, 1)["waiting"]
     assert waiting["ready"] == [[sample] * 4]
     assert waiting["buckets"] == {1024: [], 256: [sample] * 2}
     assert waiting["emitted"] - waiting["touched_at"][256] == 1

@@ -25,7 +25,7 @@ def without_frozen(model_state: Mapping[str, Tensor], model: nn.Module) -> dict[
 
 
 def identity_of_frozen(model: nn.Module) -> dict[str, Any]:
-    """A fingerprint of the frozen weights, and the scale of the adapters beside them. Collective.
+    """A fingerprint of the frozen weights, and the scale of the adapters. Collective.
 
     It depends neither on the number of processes nor on whether the weights are in float32 or bfloat16.
     """

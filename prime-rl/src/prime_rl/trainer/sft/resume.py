@@ -60,8 +60,8 @@ def restore_position(rows: PackedRows, places: Sequence[Place]) -> str:
         )
     rows.load_state(places)
     saved_by, now = saved_data_size(places[0]), rows.data_axis.data_size
-    dealt = "" if saved_by == now else f", redistributed from {saved_by} to {now} data ranks"
-    return f"at entry {rows.stream.position} of the data (epoch {rows.stream.epoch}){dealt}"
+    moved = "" if saved_by == now else f", redistributed from {saved_by} to {now} data ranks"
+    return f"at entry {rows.stream.position} of the data (epoch {rows.stream.epoch}){moved}"
 
 
 def leave_receipt(

@@ -11,7 +11,7 @@ import numpy as np
 from prime_rl.configs.sft import STACK_MULTIPLE, BaseDataConfig, FakeDataConfig, SFTDataConfig
 from prime_rl.trainer.sft.data.best_fit import best_fit_decreasing
 from prime_rl.trainer.sft.data.conversation import TokenizedSample
-from prime_rl.trainer.sft.data.places import Place, redealt, saved_data_size
+from prime_rl.trainer.sft.data.places import Place, redistribute, saved_data_size
 from prime_rl.trainer.sft.data.samples import DatasetStream, FakeStream, SampleSource, SampleStream
 
 if TYPE_CHECKING:
@@ -245,7 +245,7 @@ class PackedRows:
         """Continue from this data rank's saved position, or from those of all ranks if their number has changed."""
         place = places[0]
         if len(places) > 1 or saved_data_size(place) != self.data_axis.data_size:
-            place = redealt(places, self.data_axis.data_rank, self.data_axis.data_size)
+            place = redistribute(places, self.data_axis.data_rank, self.data_axis.data_size)
         self.stream.restore(place)
         self._packer.restore(place["waiting"])
 

@@ -1,8 +1,8 @@
 """Assigns dataset entries to data ranks, and reassigns them when their number changes on resume.
 
 With n data ranks, entry i belongs to rank i mod n. Ranks read at different speeds, so when n ranks stop, some entries
-before the farthest position are unread, and packers hold samples that wait for a row. `redealt` divides all of them
-among m ranks: each entry is read once, and each waiting sample is used once.
+before the farthest position are unread, and packers hold samples that wait for a row. `redistribute` divides all of
+them among m ranks: each entry is read once, and each waiting sample is used once.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Places:
         self._next, self._left_over = state["position"], list(state["left_over"])
 
 
-def redealt(places: Sequence[Place], data_rank: int, data_size: int) -> dict[str, Any]:
+def redistribute(places: Sequence[Place], data_rank: int, data_size: int) -> dict[str, Any]:
     """The position of rank `data_rank` of `data_size`, from the saved positions of all data ranks in order."""
     farthest = max(place["position"] for place in places)
     behind = (range(place["position"], farthest, len(places)) for place in places)
@@ -58,7 +58,7 @@ def redealt(places: Sequence[Place], data_rank: int, data_size: int) -> dict[str
         "position": farthest + (data_rank - farthest) % data_size,
         "left_over": left_over[data_rank::data_size],
         "counts": dict(counts) if data_rank == 0 else {},
-        "waiting": _redealt_samples([place["waiting"] for place in places], data_rank, data_size),
+        "waiting": _redistribute_samples([place["waiting"] for place in places], data_rank, data_size),
         "data_rank": data_rank,
         "data_size": data_size,
     }
@@ -70,7 +70,7 @@ def saved_data_size(place: Place) -> int:
     return place["data_size"] if "data_size" in place else place["world_size"]
 
 
-def _redealt_samples(waiting: Sequence[Mapping[str, Any]], data_rank: int, data_size: int) -> dict[str, Any]:
+def _redistribute_samples(waiting: Sequence[Mapping[str, Any]], data_rank: int, data_size: int) -> dict[str, Any]:
     """The state of one packer, from the states of all."""
     own = slice(data_rank, None, data_size)
     if "held_back" in waiting[0]:
@@ -79,11 +79,11 @@ def _redealt_samples(waiting: Sequence[Mapping[str, Any]], data_rank: int, data_
         rows = [row for row in chain.from_iterable(rounds) if row is not None]
         return {"rows": rows[own][::-1], "held_back": list(chain(*(state["held_back"] for state in waiting)))[own]}
     if "buckets" in waiting[0]:
-        return _redealt_buckets(waiting, own)
+        return _redistribute_buckets(waiting, own)
     return {}
 
 
-def _redealt_buckets(waiting: Sequence[Mapping[str, Any]], own: slice) -> dict[str, Any]:
+def _redistribute_buckets(waiting: Sequence[Mapping[str, Any]], own: slice) -> dict[str, Any]:
     row_tokens = max(waiting[0]["buckets"])
     emitted = max(state["emitted"] for state in waiting)
     ready = list(chain(*(state["ready"] for state in waiting)))[own]
