@@ -197,13 +197,13 @@ def test_a_missing_environment_is_one_line_in_the_log(slurm, sft_toml: Path, tmp
 
 def test_slurm_gets_what_was_asked_of_it(slurm, stand_ins, project, sft_toml: Path, tmp_path: Path) -> None:
     project(tmp_path)
-    asked = ("--time=1-2:30", "--mem=3G", "--partition=main", "--constraint=fake", "--nodelist=node0", "--gpus=3")
+    asked = ("--time=1-2:30", "--mem=3G", "--partition=main", "--constraint=fake", "--nodelist=node0", "--gpus=4")
     words = ("--cpus-per-gpu=4", "--sbatch-arg=--comment=two words", "--sbatch-arg=--nice=5", "--project-dir", tmp_path)
     result = submit_and_wait("sft", sft_toml, *asked, *words, "--output-dir", tmp_path / "out")
     assert result.exit_code == 0, result.output
     job = slurm.job(job_id_of(result))
     assert (job["TimeLimit"], job["MinMemoryNode"], job["Partition"]) == ("1-02:30:00", "3G", "main")
-    assert (job["Features"], job["ReqNodeList"], job["NumCPUs"]) == ("fake", "node0", "12")
+    assert (job["Features"], job["ReqNodeList"], job["NumCPUs"]) == ("fake", "node0", "16")
     assert "Comment=two words" in slurm.ask("scontrol", "show", "job", job_id_of(result))
 
 

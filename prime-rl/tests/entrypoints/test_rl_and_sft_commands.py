@@ -83,7 +83,8 @@ def test_the_ports_of_rl_are_those_of_the_config(programs: Programs, out: RunPat
     client = {"client": {"base_url": ["http://localhost:8123/v1"]}}
     assert rl.run(rl_config(out, inference={"server": {"port": 8123}}, orchestrator=client), programs.bin) == 0
     for name in ("inference", "orchestrator"):
-        assert programs.seen_by(name)["argv"] == ["@", str(out.config(name))]
+        # The log's heading has the command. The server may be stopped before it has recorded anything.
+        assert out.log(name).read_text().splitlines()[0].endswith(f"/{name} @ {out.config(name)}")
 
 
 def test_a_client_that_looks_at_another_port_is_refused(
