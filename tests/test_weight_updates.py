@@ -122,14 +122,17 @@ def model_of(directory: Path) -> Any:
 
 
 @torch.no_grad()
-def mean_difference(directory: Path, samples: list[TrainingSample]) -> float:
-    """Between the engine's log-probabilities and those of the model in `directory`, in nats a token."""
+def mean_difference(directory: Path, samples: list[TrainingSample], tokens_of_each: int | None = None) -> float:
+    """Between the engine's log-probabilities and those of the model in `directory`, in nats a token.
+
+    Compares the first `tokens_of_each` tokens of every completion; None compares all.
+    """
     model, differences = model_of(directory), []
     for sample in samples:
         tokens = torch.tensor([*sample.prompt_ids, *sample.completion_ids])
         logprobs = model(tokens[None]).logits[0, len(sample.prompt_ids) - 1 : -1].log_softmax(-1)
         scored = logprobs.gather(1, tokens[len(sample.prompt_ids) :, None])[:, 0]
-        differences.append((scored - torch.tensor(sample.completion_logprobs)).abs())
+        differences.append((scored - torch.tensor(sample.completion_logprobs)).abs()[:tokens_of_each])
     return torch.cat(differences).mean().item()
 
 
@@ -148,7 +151,8 @@ def test_engine_and_trainer_agree_before_and_after_weight_updates(run: Run) -> N
 
     samples = [sample for sample in last_batch(run).examples if sample.version == SAVED_VERSION]
     assert samples
-    assert mean_difference(run.paths.weight(SAVED_VERSION), samples) < ROUNDING
+    # A sample's version is that of its first token. On a slow machine later tokens may come from the next one.
+    assert mean_difference(run.paths.weight(SAVED_VERSION), samples, tokens_of_each=1) < ROUNDING
     assert mean_difference(run.base, samples) > 10 * ROUNDING
 
 
