@@ -147,7 +147,7 @@ def test_user_errors_are_one_line_each(base: dict[str, Any], tmp_path: Path, cap
     assert "nowhere.jsonl: no such file" in line(data={**data, "name": str(tmp_path / "nowhere.jsonl")})
     assert "broken.jsonl:1" in line(data={**data, "name": str(broken)})
     assert "the columns are question" in line(data={**data, "name": str(texts)})
-    assert "ckpt.resume_step = 7" in line(ckpt={"resume_step": 7})
+    assert "ckpt.resume_step = 5" in line(ckpt={"resume_step": 5})
     assert "lower optim.lr" in line(optim={"lr": 1e30}, scheduler={}).lower()
 
 
