@@ -37,7 +37,7 @@ def main() -> None:
     refuse_unstartable(config)
     setup_logger("info")
     backend, reason = choose_backend(config, has_vllm, gpu_visible)
-    # Torch may see other GPUs than the start check, which does not load it.
+    # Checked again, because torch may see other GPUs than the start check, which does not import torch.
     if backend == "embedded" and (faults := [*embedded_faults(config, gpu_visible), *option_faults(extras)]):
         sys.stderr.writelines(f"error: {fault}\n" for fault in faults)
         raise SystemExit(2)

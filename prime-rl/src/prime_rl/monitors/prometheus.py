@@ -25,7 +25,7 @@ GAUGES: Mapping[str, str] = {
 STEP_GAUGES = ("trainer_step", "trainer_last_step_timestamp_seconds")
 RUN_COUNT_GAUGES = tuple(f"trainer_runs_{state}" for state in ("discovered", "active", "ready", "max"))
 RUN_GAUGES: Mapping[str, str] = {"trainer_run_tokens": "progress/tokens", "trainer_run_learning_rate": "optim/lr"}
-"""Gauges that carry the label of a run. A trainer has one run."""
+"""Gauges with a `run` label. A trainer has one run."""
 RUN_STATE_GAUGES = ("trainer_run_step", "trainer_run_ready")
 RUN_LABEL = 'run="run_default"'
 

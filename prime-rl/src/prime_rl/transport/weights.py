@@ -75,7 +75,7 @@ class WeightGroup:
                 host, port, is_master=rank == SENDER, timeout=self._timeout, wait_for_workers=False
             )
             if rank == SENDER:
-                # torch's stub takes text alone; the store takes bytes, and gives bytes back.
+                # torch's stub accepts only text, but the store takes and returns bytes.
                 self._store.set(_GROUP_INFO, msgspec.msgpack.encode(GroupInfo(size, device.type)))  # type: ignore[arg-type]
             else:
                 self._check(msgspec.msgpack.decode(self._store.get(_GROUP_INFO), type=GroupInfo))
@@ -138,7 +138,7 @@ class WeightGroup:
             self._backend = _backend(self._store, self.rank, self.size, self.device, self._timeout)
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = SENDER, 0
-        # torch's stub leaves out what a backend can do.
+        # torch's stub omits the backend's methods.
         self._backend.broadcast([tensor], options).wait()  # type: ignore[union-attr]
 
     def _send_number(self, number: int) -> None:

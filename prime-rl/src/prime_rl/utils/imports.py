@@ -44,7 +44,7 @@ def import_transformers() -> None:
         return
     directory = Path(transformers.__file__).parent / "models"
 
-    # Cached, as the function that it stands in for.
+    # Cached, like the function that it replaces.
     @functools.lru_cache
     def reuse_list(path: str, prefix: str | None = None) -> dict[frozenset[str], dict[str, set[str]]]:
         if Path(path) != directory / "__init__.py" or prefix is not None:

@@ -62,7 +62,7 @@ class LowRank(nn.Module):
 
 
 class _StackedExperts(Protocol):
-    """A module with the weights of all experts in one tensor for each projection, once it is adapted."""
+    """A module of stacked experts (one weight tensor per projection) after adapters have been added."""
 
     down_proj: Tensor
     lora: nn.ModuleDict

@@ -17,7 +17,8 @@ from prime_rl.utils.logger import get_logger
 
 Forward = Callable[..., Any]
 _RECOMPILE_LIMIT = 32
-"""Maximum number of compiled graphs. Each kind of block (such as with or without a window) needs four."""
+"""Maximum number of compiled graphs; beyond it, blocks run uncompiled. Each kind of block (such as with a window)
+needs four."""
 
 
 def decoder_blocks(model: PreTrainedModel) -> nn.ModuleList:
@@ -55,7 +56,7 @@ def prepare_blocks(model: PreTrainedModel, config: ModelConfig, device: torch.de
 
 def _compiled(forward: Forward, config: CompileConfig) -> Forward:
     """Compile with dynamic shapes, so that all blocks share graphs. Single rows and masked rows need their own."""
-    # The overloads of `compile` leave out `recompile_limit`.
+    # The overloads of `compile` omit `recompile_limit`.
     return torch.compile(  # type: ignore[call-overload]
         forward, fullgraph=config.fullgraph, dynamic=True, recompile_limit=_RECOMPILE_LIMIT
     )

@@ -62,7 +62,7 @@ def setup_model(config: ModelConfig, mesh: Mesh) -> PreTrainedModel:
     # Only rank 0 reads the weights; the other ranks receive their shards from it.
     full = adapt(_build_full(config, model_config, options)) if process.is_main else None
     if full is not None and process.world_size == 1:
-        # A decorator of Transformers hides from type checkers that `to` is a method.
+        # Transformers decorates `to`, which hides from type checkers that it is a method.
         model = full.to(home)  # type: ignore[arg-type]
     else:
         with torch.device("meta"):

@@ -133,7 +133,7 @@ class FakeBatches:
 
 
 def readers_by_data_rank(process: Process, data_axis: DataAxis) -> dict[int, int]:
-    """How many processes besides the main one read each data rank's rows; without ranks that nobody else reads."""
+    """Number of processes that read each data rank's rows, without the main process. Ranks with none are omitted."""
     sharing = process.world_size // data_axis.data_size
     # The main process has data rank 0 and keeps its own rows.
     readers = {data_rank: sharing - (data_rank == 0) for data_rank in range(data_axis.data_size)}

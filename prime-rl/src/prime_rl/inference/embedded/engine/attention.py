@@ -125,7 +125,7 @@ def attend(
 
 
 class AttentionLayer(Protocol):
-    """What Transformers' attention layers tell of themselves."""
+    """Attributes of Transformers' attention layers that are used here."""
 
     layer_idx: int
 

@@ -179,7 +179,7 @@ def load_model(
         directory = Path(str(cached_file(name, "config.json"))).parent
     except (OSError, ValueError) as exc:
         raise ModelNotFound(f"cannot load model {name!r}: {first_line(exc)}") from exc
-    # A decorator of Transformers hides from type checkers that `to` is a method.
+    # Transformers decorates `to`, which hides from type checkers that it is a method.
     return model.to(device).requires_grad_(False).eval(), directory  # type: ignore[arg-type]
 
 
