@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pydantic_settings
 import pytest
-from pydantic import ValidationError
 
 from prime_rl.configs.inference import InferenceConfig
 from prime_rl.configs.orchestrator import OrchestratorConfig
@@ -43,8 +42,7 @@ def test_options_beat_files_beat_keywords_beat_the_environment(monkeypatch, rl_f
 def test_files_belong_to_the_class_they_were_set_on(rl_files) -> None:
     assert TrainerConfig().max_steps is None
     RLConfig.clear_toml_files()
-    with pytest.raises(ValidationError):
-        RLConfig()
+    assert RLConfig().max_steps is None
 
 
 def test_the_paths_of_arguments_can_be_set_as_they_are(toml) -> None:

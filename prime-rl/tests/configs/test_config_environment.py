@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import re
+import warnings
+from pathlib import Path
+
 import pytest
 
+import prime_rl
 from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.configs.rl import RLConfig
 from prime_rl.configs.trainer import TrainerConfig
-from prime_rl.utils.pydantic_config import load_config
+from prime_rl.launch.reaper import MARK_VARIABLE
+from prime_rl.utils.pydantic_config import ConfigWarning, load_config
+from prime_rl.utils.pydantic_config.environment import NOT_KEYS
 
 RL = ["--trainer", "--orchestrator", "--inference"]
 
@@ -56,9 +63,47 @@ def test_files_are_stronger(monkeypatch: pytest.MonkeyPatch, toml) -> None:
 
 
 def test_other_people_s_variables_are_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("PRIME_API_KEY", "PRIME_LOG_LEVEL", "PRIME_RL_NOPE", "PRIME_RL_TOML_FILES"):
+    for name in ("PRIME_API_KEY", "PRIME_LOG_LEVEL", *NOT_KEYS):
         monkeypatch.setenv(name, "secret")
-    assert load_config(TrainerConfig) == TrainerConfig()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", ConfigWarning)
+        assert load_config(TrainerConfig) == TrainerConfig()
+
+
+@pytest.mark.parametrize(
+    ("variable", "line"),
+    [
+        ("PRIME_RL_MAX_STEP", "trainer has no key max_step; did you mean PRIME_RL_MAX_STEPS?"),
+        ("PRIME_RL_LR", "trainer has no key lr; did you mean PRIME_RL_OPTIM__LR?"),
+        ("prime_rl_lr", "trainer has no key lr; did you mean PRIME_RL_OPTIM__LR?"),
+        ("PRIME_RL_ORCHESTRATOR__BATCH_SIZE", "trainer has no key orchestrator.batch_size"),
+        ("PRIME_RL_NOPE", "trainer has no key nope"),
+        ("PRIME_RL_TOML_FILES", "trainer has no key toml_files"),
+    ],
+)
+def test_a_variable_that_is_ignored_is_named_with_the_nearest_key(
+    monkeypatch: pytest.MonkeyPatch, variable: str, line: str
+) -> None:
+    monkeypatch.setenv(variable, "1")
+    with pytest.warns(ConfigWarning, match=f"^{re.escape(f'{variable} is ignored: {line}')}$"):
+        load_config(TrainerConfig)
+
+
+def test_the_processes_of_a_launch_do_not_repeat_the_launcher_s_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PRIME_RL_NOPE", "1")
+    monkeypatch.setenv(MARK_VARIABLE, "mark")
+    with warnings.catch_warnings(record=True) as given:
+        warnings.simplefilter("always", ConfigWarning)
+        load_config(TrainerConfig)
+    assert [str(each.message) for each in given] == []
+
+
+def test_every_variable_of_the_code_with_the_prefix_is_known() -> None:
+    source = Path(prime_rl.__file__).parent
+    used = {
+        name for file in source.rglob("*.py") for name in re.findall(r'"(PRIME_RL_[A-Z_]+[A-Z])"', file.read_text())
+    }
+    assert used == NOT_KEYS
 
 
 def test_a_fault_names_the_variable(monkeypatch: pytest.MonkeyPatch, faults) -> None:

@@ -89,6 +89,12 @@ def test_an_unknown_key_names_the_nearest_one(toml, faults, config_cls: type, te
             "[[filters]]\nenforce = true",
             "filters.0: its `type` is required: 'gibberish' or 'repetition'",
         ),
+        (OrchestratorConfig, "[sampling]\ntemperature = 0", "sampling.temperature: should be greater than 0 (got 0)"),
+        (
+            OrchestratorConfig,
+            "[sampling.temp_scheduler]\nstart_temperature = 1\nend_temperature = 0",
+            "sampling.temp_scheduler.end_temperature: should be greater than 0 (got 0)",
+        ),
         (
             OrchestratorConfig,
             "[sampling.temp_scheduler]\nend_temperature = 1",
@@ -99,7 +105,6 @@ def test_an_unknown_key_names_the_nearest_one(toml, faults, config_cls: type, te
             "[buffer]\nhash_keys = []",
             "buffer.hash_keys: List should have at least 1 item after validation, not 0 (got [])",
         ),
-        (RLConfig, "[trainer]", "orchestrator: is required"),
         (RLConfig, "orchestrator = 3\n[trainer]", "orchestrator: should be a table (got 3)"),
         (
             OrchestratorConfig,

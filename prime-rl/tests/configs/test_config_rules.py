@@ -56,6 +56,7 @@ def words(options: str) -> list[str]:
         (OrchestratorConfig, "weight-broadcast.type=nccl max-async-level=2", "needs max_async_level = 1 (got 2)"),
         (OrchestratorConfig, "batch-size=8 token-batch-size=8 max-inflight-rollouts=8", "exclude each other"),
         (OrchestratorConfig, "token-batch-size=8", "token_batch_size needs max_inflight_rollouts"),
+        (OrchestratorConfig, "token-batch-size=8 max-inflight-rollouts=8 bound-lag=true", "bound_lag needs batch_size"),
         (
             OrchestratorConfig,
             "token-batch-size=8 max-inflight-rollouts=8 oversampling-factor=2",
@@ -175,7 +176,7 @@ def test_vllm_gets_its_own_names() -> None:
     options = words("server.port=9 model.name=m model.max-model-len=64 parallel.tp=2 parallel.dp=3 seed=5")
     given = vars(load_config(InferenceConfig, [], options).to_vllm())
     expected = {
-        "host": None,
+        "host": "127.0.0.1",
         "port": 9,
         "model": "m",
         "max_model_len": 64,
@@ -252,6 +253,14 @@ def test_the_fused_output_layer_is_resolved() -> None:
 def test_a_small_chunk_of_the_output_layer_is_warned_about() -> None:
     with pytest.warns(ConfigWarning, match="fused_lm_head_chunk_size = 512 is slow"):
         trainer("--model.fused-lm-head-chunk-size=512")
+
+
+def test_dropout_of_adapters_has_no_effect_in_rl_and_is_warned_about() -> None:
+    with pytest.warns(ConfigWarning, match=r"model\.lora\.dropout = 0\.1 has no effect: RL trains without dropout"):
+        trainer("--model.lora.dropout=0.1")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert sft("--model.lora.dropout=0.1").model.lora.dropout == 0.1
 
 
 def test_offloading_activations_switches_checkpointing_on() -> None:

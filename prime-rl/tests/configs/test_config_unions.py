@@ -122,11 +122,11 @@ def test_items_of_a_list_take_dashes(toml) -> None:
 
 def test_keys_of_the_users_own_stay_as_they_are(toml) -> None:
     file = toml(
-        "[trainer]\n[orchestrator.client.headers]\nX-Key-Name = 'a'\n"
+        "[trainer]\n[orchestrator.client.headers]\nX-Team-Name = 'a'\n"
         "[orchestrator.sampling.extra-body]\ntop-n = 1\n[[orchestrator.env]]\nargs = {max-turns = 2}\n"
     )
     orchestrator = load_config(RLConfig, [file]).orchestrator
-    assert orchestrator.client.headers == {"X-Key-Name": "a"}
+    assert orchestrator.client.headers == {"X-Team-Name": "a"}
     assert orchestrator.sampling.extra_body == {"top-n": 1}
     assert orchestrator.env[0].args == {"max-turns": 2}
 

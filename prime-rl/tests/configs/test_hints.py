@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -16,7 +18,7 @@ from prime_rl.configs.surface.docs import ROOTS
 from prime_rl.configs.surface.not_built import NOT_BUILT
 from prime_rl.configs.surface.renamed import RENAMED, Renamed, find_renamed, split_component
 from prime_rl.configs.trainer import TrainerConfig
-from prime_rl.utils.pydantic_config import ConfigError, load_config
+from prime_rl.utils.pydantic_config import ConfigError, load_config, parse_argv
 from prime_rl.utils.pydantic_config.schema import has_key, walk_fields
 from prime_rl.utils.pydantic_config.suggest import is_misspelling
 
@@ -148,12 +150,8 @@ NEWER: list[tuple[type, str, str | None]] = [
         "orchestrator.model.client.connect",
         "orchestrator.model.client is orchestrator.client here, which has no connect",
     ),
-    (RLConfig, "orchestrator.algo.type", "use algorithm (at the top of the rl config: grpo, dapo, …)"),
-    (
-        OrchestratorConfig,
-        "algo.type",
-        "use algorithm in the config of rl (at the top of the rl config: grpo, dapo, …)",
-    ),
+    (RLConfig, "orchestrator.algo.type", "use orchestrator.advantage (the advantage function: docs/algorithms.md)"),
+    (OrchestratorConfig, "algo.type", "use advantage (the advantage function: docs/algorithms.md)"),
     (
         OrchestratorConfig,
         "concurrency.max_inflight",
@@ -215,12 +213,77 @@ NEWER: list[tuple[type, str, str | None]] = [
         "sft evaluates no environments: validate with [val], or run `eval` on its weights",
     ),
     (SFTConfig, "renderer.name", "samples are rendered with the tokenizer's chat template"),
-    (SFTConfig, "data.source.dataset", "use data.name (one dataset, or several `subsets` or `splits` of it)"),
+    (SFTConfig, "data.source.dataset", "use data.name (one dataset; several stand in [[data.sources]])"),
     (OfflineEvalConfig, "group_size", "use rollouts_per_example"),
     (OfflineEvalConfig, "sampling.max_completion_tokens", "use sampling.max_tokens"),
     (OfflineEvalConfig, "source.env", "use env (environments are [[env]] tables with `id` and `args`)"),
     (TrainerConfig, "optim.learning_rate", "use optim.lr"),
     (SFTConfig, "optim.max_grad_norm", "use optim.max_norm"),
+]
+
+ELSEWHERE: list[tuple[type, str, str | None]] = [
+    # Transformers' Trainer.
+    (SFTConfig, "learning_rate", "use optim.lr"),
+    (TrainerConfig, "learning_rate", "use optim.lr"),
+    (RLConfig, "learning_rate", "use trainer.optim.lr"),
+    (
+        SFTConfig,
+        "per_device_train_batch_size",
+        "use data.micro_batch_size (sequences that a GPU computes at once; data.batch_size are those of a step)",
+    ),
+    (
+        SFTConfig,
+        "gradient_accumulation_steps",
+        "a step is one batch, split over GPUs and accumulated as needed: see data.batch_size and data.micro_batch_size",
+    ),
+    (SFTConfig, "num_train_epochs", "use num_epochs"),
+    (RLConfig, "num_train_epochs", "rl counts steps: set max_steps"),
+    (SFTConfig, "warmup_steps", "did you mean scheduler.warmup_steps?"),
+    (SFTConfig, "warmup_ratio", "did you mean scheduler.warmup_ratio?"),
+    (SFTConfig, "lr_scheduler_type", "use scheduler.type (constant, linear or cosine)"),
+    (SFTConfig, "weight_decay", "did you mean optim.weight_decay?"),
+    (SFTConfig, "max_grad_norm", "use optim.max_norm"),
+    (SFTConfig, "adam_beta2", "use optim.betas2"),
+    (SFTConfig, "bf16", "use model.compute_dtype (bfloat16 is the default on a GPU)"),
+    (RLConfig, "bf16", "use trainer.model.compute_dtype (bfloat16 is the default on a GPU)"),
+    (SFTConfig, "fp16", "float16 is not supported; bfloat16 is the default on a GPU"),
+    (SFTConfig, "report_to", "use wandb (a table: [wandb]; metrics.jsonl is always written)"),
+    (RLConfig, "run_name", "use wandb.name"),
+    (SFTConfig, "save_steps", "use ckpt.interval"),
+    (SFTConfig, "save_total_limit", "use ckpt.keep_last"),
+    (SFTConfig, "resume_from_checkpoint", "use ckpt.resume_step (a step; -1 is the latest)"),
+    (SFTConfig, "eval_steps", "use val.interval"),
+    (SFTConfig, "logging_steps", "remove it: every step is logged"),
+    (SFTConfig, "deepspeed", "remove it: FSDP2 is always used"),
+    (SFTConfig, "gradient_checkpointing", "use model.ac (a table: [model.ac])"),
+    (SFTConfig, "debug", "remove it"),
+    (SFTConfig, "use_cpu", 'use device ("cpu")'),
+    (SFTConfig, "optim_args", None),
+    (SFTConfig, "label_smoothing_factor", None),
+    # TRL.
+    (SFTConfig, "max_seq_length", "use data.seq_len"),
+    (SFTConfig, "max_length", "use data.seq_len"),
+    (SFTConfig, "packing", "use data.pack_function (rows are always packed)"),
+    (SFTConfig, "assistant_only_loss", "use data.loss_mask (assistant messages alone are the default)"),
+    (SFTConfig, "model_name_or_path", "use model.name"),
+    (SFTConfig, "dataset_name", "use data.name"),
+    (SFTConfig, "lora_target_modules", "use model.lora.target_modules"),
+    (RLConfig, "num_generations", "use orchestrator.rollouts_per_example"),
+    (RLConfig, "max_completion_length", "use orchestrator.sampling.max_tokens (per turn)"),
+    (RLConfig, "max_prompt_length", "prompts are not cut: seq_len bounds prompt and answer together"),
+    (RLConfig, "reward_funcs", "use orchestrator.env (rewards belong to the environment)"),
+    (RLConfig, "beta", None),
+    # axolotl.
+    (SFTConfig, "base_model", "use model.name"),
+    (SFTConfig, "sequence_len", "use data.seq_len"),
+    (SFTConfig, "sample_packing", "use data.pack_function (rows are always packed)"),
+    (SFTConfig, "micro_batch_size", "did you mean data.micro_batch_size or val.data.micro_batch_size?"),
+    (SFTConfig, "lora_r", "use model.lora.rank"),
+    (RLConfig, "lora_alpha", "use trainer.model.lora.alpha"),
+    (SFTConfig, "train_on_inputs", "use data.loss_mask (the roles whose messages are trained on)"),
+    (SFTConfig, "wandb_project", "use wandb.project"),
+    (SFTConfig, "flash_attention", "use model.attn (flash_attention_2 is the default)"),
+    (SFTConfig, "load_in_4bit", "models are trained in bfloat16 or float32"),
 ]
 
 MISTAKES: list[tuple[type, str, str | None]] = [
@@ -262,7 +325,7 @@ def line_for(config_cls: type, key: str) -> str:
     return line
 
 
-@pytest.mark.parametrize(("config_cls", "key", "hint"), [*OLDER, *NEWER, *MISTAKES])
+@pytest.mark.parametrize(("config_cls", "key", "hint"), [*OLDER, *NEWER, *ELSEWHERE, *MISTAKES])
 def test_an_unknown_key_gets_the_right_hint_or_none(config_cls: type, key: str, hint: str | None) -> None:
     before, _, after = line_for(config_cls, key).partition(": unknown key")
     assert key.startswith(before.removeprefix("override: "))
@@ -350,3 +413,37 @@ def test_a_slip_in_a_word_is_a_misspelling(wrong: str, name: str) -> None:
 )
 def test_another_word_is_not(wrong: str, name: str) -> None:
     assert not is_misspelling(wrong, name)
+
+
+def test_options_of_other_trainers_are_answered_with_options(faults) -> None:
+    assert faults(SFTConfig, "--max-seq-length", "512") == ["--max-seq-length: unknown option; use --data.seq-len"]
+    assert faults(SFTConfig, "--learning_rate=1e-5") == ["--learning_rate: unknown option; use --optim.lr"]
+    assert faults(RLConfig, "--lora-r", "8") == ["--lora-r: unknown option; use --trainer.model.lora.rank"]
+
+
+@pytest.mark.parametrize("root", [SFTConfig, RLConfig], ids=lambda root: root.component)
+def test_no_argument_of_transformers_is_taken_for_a_misspelling(root: type) -> None:
+    """A key of another name is only suggested by the table. Otherwise it has the same name, in another section."""
+    from transformers import TrainingArguments
+
+    for field in fields(TrainingArguments):
+        if field.name in root.model_fields:
+            continue
+        _, guess, suggested = line_for(root, field.name).partition("did you mean ")
+        for key in suggested.rstrip("?").split(" or ") if guess else ():
+            assert key.split(".")[-1] == field.name
+
+
+@pytest.mark.parametrize(
+    ("option", "advice"),
+    [
+        ("--orchestrator.env.0.args.failing", "--orchestrator.env.0.args failing=VALUE"),
+        ("--orchestrator.client.headers-from-env.X-Key", "--orchestrator.client.headers-from-env X-Key=VALUE"),
+    ],
+)
+def test_an_item_of_a_table_is_shown_in_the_form_that_works(option: str, advice: str) -> None:
+    with pytest.raises(ConfigError, match=f"the items of a table are given together: {re.escape(advice)}"):
+        parse_argv(RLConfig, argv=[option, "true"])
+
+    given, value = advice.replace("VALUE", "true").split()
+    assert parse_argv(RLConfig, argv=[given, value])

@@ -57,9 +57,11 @@ READ_BY_NAME = {
     "prime_rl.configs.rl.sections.SharedLogConfig": ("prime_rl.configs.rl.propagation", "in run.shared.log:"),
     "prime_rl.configs.rl.sections.SharedCheckpointConfig": ("prime_rl.configs.rl.propagation", "in run.shared.ckpt:"),
     "prime_rl.configs.sft.LossMaskConfig": ("prime_rl.trainer.sft.data.conversation", "getattr(loss_mask, role)"),
+    "prime_rl.configs.sft.ColumnsConfig": ("prime_rl.trainer.sft.data.formats", "columns.of_rows"),
     "prime_rl.configs.inference.InferenceConfig": ("prime_rl.inference.vllm.arguments", "config.to_vllm()"),
     "prime_rl.configs.inference.ModelConfig": ("prime_rl.inference.vllm.arguments", "config.to_vllm()"),
     "eval.dry_run": ("prime_rl.launch.run", "config.dry_run"),
+    "eval.file_access": ("prime_rl.launch.run", "config.file_access"),
 }
 """What mypy does not see: sections all of whose keys are read in one expression, and keys that are read through a
 protocol. The module, and its text."""

@@ -9,7 +9,7 @@ import pytest
 from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.configs.rl import RLConfig
 from prime_rl.configs.trainer import ModelConfig, MuonConfig, TrainerConfig
-from prime_rl.utils.pydantic_config import ConfigWarning, load_config
+from prime_rl.utils.pydantic_config import ConfigWarning, load_config, to_toml
 
 RL = ("--trainer", "--orchestrator", "--inference")
 
@@ -201,7 +201,29 @@ def test_lora_reaches_orchestrator_and_server(rl) -> None:
 
 def test_lora_without_a_server_is_warned_about() -> None:
     with pytest.warns(ConfigWarning, match="start the server with LoRA yourself"):
-        load_config(RLConfig, [], [*RL[:2], "--trainer.model.lora"])
+        load_config(RLConfig, [], ["--no-inference", "--trainer.model.lora"])
+
+
+def test_a_run_needs_no_empty_tables(toml) -> None:
+    empty, explicit = (
+        load_config(RLConfig, [toml(text)])
+        for text in ("max_steps = 3", "max_steps = 3\n[trainer]\n[orchestrator]\n[inference]")
+    )
+    assert empty == explicit
+    assert empty.trainer.max_steps == empty.orchestrator.max_steps == 3
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '[orchestrator.client]\nbase_url = ["http://host:1/v1"]',
+        '[orchestrator.client.elastic]\nhostname = "host"',
+        "[deployment]\nnum_infer_gpus = 0",
+        'inference = "None"',
+    ],
+)
+def test_a_run_with_other_servers_or_without_gpus_for_one_starts_none(toml, text: str) -> None:
+    assert load_config(RLConfig, [toml(text)]).inference is None
 
 
 def test_teacher_gpus_start_a_teacher_beside_the_server(rl) -> None:
@@ -261,3 +283,53 @@ def test_sharing_hides_no_section_that_is_no_table(faults, toml, key: str) -> No
     others = "\n".join(f"[{name}]" for name in ("trainer", "orchestrator", "inference") if name != component)
     file = toml(f"[model]\nname = 'm'\n[ckpt]\ninterval = 3\n{others}\n[{component}]\n{section} = 3")
     assert faults(RLConfig, files=(file,)) == [f"{file}: {key}: should be a table (got 3)"]
+
+
+@pytest.mark.parametrize(
+    ("options", "keys", "port"),
+    [
+        ("trainer.metrics-server.port=8000", "inference.server.port and trainer.metrics_server.port", 8000),
+        (
+            "weight-broadcast.type=nccl weight-broadcast.port=8000 deployment.num-infer-gpus=1",
+            "inference.server.port and trainer.weight_broadcast.port",
+            8000,
+        ),
+        (
+            "trainer.rollout-transport.type=zmq orchestrator.rollout-transport.type=zmq inference.server.port=5556",
+            "inference.server.port and trainer.rollout_transport.port + 1",
+            5556,
+        ),
+        (
+            "deployment.num-teacher-gpus=1 trainer.loss.teacher-tau=0.5 trainer.metrics-server.port=8001",
+            "teacher_inference.server.port and trainer.metrics_server.port",
+            8001,
+        ),
+    ],
+)
+def test_no_two_processes_of_a_run_share_a_port(faults, options: str, keys: str, port: int) -> None:
+    assert faults(RLConfig, *RL, *words(options)) == [f"command line: {keys} are both {port}: change one"]
+
+
+def test_a_metrics_server_gets_a_port_of_its_own(rl) -> None:
+    assert rl("--trainer.metrics-server").trainer.metrics_server.port == 8002
+    assert rl(*words("trainer.metrics-server.host=h inference.server.port=9000")).trainer.metrics_server.port == 9002
+
+
+def test_evaluation_samples_as_training_where_it_does_not_say(rl) -> None:
+    sampling = "orchestrator.sampling.max-tokens=64 orchestrator.sampling.repetition-penalty=1.1"
+    thinking = ("--orchestrator.sampling.extra-body", '{"chat_template_kwargs": {"enable_thinking": false}}')
+    shared = rl(*words(f"{sampling} orchestrator.eval.interval=5"), *thinking).orchestrator.eval.sampling
+    assert (shared.max_tokens, shared.repetition_penalty, shared.temperature) == (64, 1.1, None)
+    assert shared.extra_body == {"chat_template_kwargs": {"enable_thinking": False}}
+    own = rl(*words(f"{sampling} orchestrator.eval.sampling.max-tokens=9")).orchestrator.eval.sampling
+    assert (own.max_tokens, own.repetition_penalty) == (9, 1.1)
+
+
+def test_evaluation_does_not_take_over_the_defaults_of_training(rl) -> None:
+    sampling = rl(*words("orchestrator.eval.interval=5")).orchestrator.eval.sampling
+    assert (sampling.max_tokens, sampling.min_tokens, sampling.repetition_penalty) == (None, None, None)
+
+
+def test_the_sampling_of_an_evaluation_survives_a_resolved_file(rl, toml) -> None:
+    given = rl(*words("orchestrator.sampling.max-tokens=64 orchestrator.eval.interval=5")).orchestrator
+    assert load_config(OrchestratorConfig, [toml(to_toml(given))]) == given

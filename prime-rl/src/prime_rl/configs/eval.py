@@ -7,7 +7,7 @@ from pydantic import Field, model_validator
 
 from prime_rl.configs.inference import InferenceConfig
 from prime_rl.configs.rollouts import EvalEnvConfig, EvalSamplingConfig, repeated_names
-from prime_rl.configs.shared import BaseModelConfig, ClientConfig, Device, LogConfig, WandbConfig
+from prime_rl.configs.shared import BaseModelConfig, ClientConfig, Device, FileAccess, LogConfig, WandbConfig
 from prime_rl.configs.surface.root import RootConfig
 from prime_rl.utils.pydantic_config import derive, raise_faults
 
@@ -58,10 +58,10 @@ class OfflineEvalConfig(RootConfig):
     """How rollouts are sampled."""
 
     client: EvalClientConfig = EvalClientConfig()
-    """How to reach a running inference server."""
+    """How to reach a running inference server, if `client.base_url` is set."""
 
     inference: InferenceConfig | None = None
-    """The inference server to start. None uses a running one."""
+    """The inference server to start. Unless `client.base_url` is set, there is one with default settings."""
 
     device: Device = "auto"
     """Where the started server runs. `auto` uses a GPU if there is one."""
@@ -75,8 +75,18 @@ class OfflineEvalConfig(RootConfig):
     wandb: WandbConfig | None = None
     """Weights & Biases. None logs only to `metrics.jsonl`."""
 
+    file_access: FileAccess = "owner"
+    """Who can read the files of the run. `owner`: only you; `group`: your group too; `umask`: as your umask says."""
+
     dry_run: bool = False
     """Write the resolved config and stop."""
+
+    @model_validator(mode="after")
+    def _start_a_server(self) -> Self:
+        has_server = "base_url" in self.client.model_fields_set or self.client.is_elastic
+        if not has_server and "inference" not in self.model_fields_set:
+            derive(self, inference=InferenceConfig())
+        return self
 
     @model_validator(mode="after")
     def _give_the_server_the_model(self) -> Self:

@@ -37,10 +37,17 @@ class ServerConfig(BaseConfig):
     """Where the server listens."""
 
     host: str | None = None
-    """Address to listen on. None listens on all of them."""
+    """Address to listen on. None is 127.0.0.1; 0.0.0.0 listens on all addresses of the machine."""
 
     port: int = Field(8000, ge=0, le=65535)
     """Port to listen on."""
+
+    public_metrics: bool = False
+    """vLLM: serve `/metrics` without the server's key."""
+
+    @property
+    def address(self) -> str:
+        return self.host or "127.0.0.1"
 
 
 class ParallelConfig(BaseConfig):
@@ -73,6 +80,9 @@ class ModelConfig(BaseModelConfig):
 
     reasoning_parser: str | None = None
     """vLLM's reasoning parser. None parses no reasoning."""
+
+    chat_template: str | None = None
+    """Chat template that replaces the model's own: Jinja text, the path of a file, or `chatml`."""
 
     rope_scaling: dict[str, Any] | str | None = None
     """RoPE scaling, passed to vLLM. None takes the model's own."""
@@ -169,8 +179,8 @@ class InferenceConfig(RootConfig):
         ours = {"toml_files", "server", "model", "parallel", "weight_broadcast", "device", "backend"}
         model = self.model.model_dump()
         values = {name: getattr(self, name) for name in type(self).model_fields if name not in ours}
-        values |= {"host": self.server.host, "port": self.server.port, "model": model.pop("name"), **model}
+        values |= {"host": self.server.address, "port": self.server.port, "model": model.pop("name"), **model}
         values |= {"tensor_parallel_size": self.parallel.tp, "data_parallel_size": self.parallel.dp}
         values["logprobs_mode"] = "processed_logprobs"
-        dropped = {name for name in ("reasoning_parser", "rope_scaling") if values[name] is None}
+        dropped = {name for name in ("reasoning_parser", "rope_scaling", "chat_template") if values[name] is None}
         return Namespace(**{name: value for name, value in values.items() if name not in dropped})

@@ -62,7 +62,7 @@ class LoRAConfig(BaseConfig):
     """The adapter's output is scaled by alpha / rank."""
 
     dropout: float = Field(0.0, ge=0, le=1)
-    """Dropout of the adapter's input, in training."""
+    """Dropout of the adapter's input in SFT. RL trains without dropout."""
 
     target_modules: list[str] = Field(
         [
@@ -219,4 +219,4 @@ class TokenizerConfig(BaseConfig):
     """Run code that comes with the tokenizer. None takes `model.trust_remote_code`."""
 
     chat_template: str | None = None
-    """Chat template that replaces the tokenizer's own: Jinja text, or the path of a file."""
+    """Chat template that replaces the tokenizer's own: Jinja text, the path of a file, or `chatml`."""

@@ -1,11 +1,14 @@
 """Optimizers and learning rate schedules of the RL and the SFT trainer."""
 
+import math
 from collections.abc import Iterator
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from prime_rl.utils.pydantic_config import BaseConfig
+from prime_rl.utils.pydantic_config import BaseConfig, derive
+
+DEFAULT_WARMUP_STEPS = 10
 
 
 class ConstantSchedulerConfig(BaseConfig):
@@ -15,14 +18,38 @@ class ConstantSchedulerConfig(BaseConfig):
     """Constant."""
 
 
-class LinearSchedulerConfig(BaseConfig):
+class BaseWarmupConfig(BaseConfig):
+    """Schedules that begin with a linear warm-up."""
+
+    warmup_steps: int | None = Field(None, ge=0)
+    """Number of warm-up steps. None is 10, unless `warmup_ratio` is set."""
+
+    warmup_ratio: float | None = Field(None, ge=0, le=1)
+    """Warm-up as a share of all steps, rounded up, instead of `warmup_steps`."""
+
+    @model_validator(mode="after")
+    def _choose_warmup(self) -> Self:
+        if self.warmup_ratio is not None and self.warmup_steps is not None:
+            raise ValueError(
+                f"warmup_steps ({self.warmup_steps}) and warmup_ratio ({self.warmup_ratio}) are both set: give one"
+            )
+        if self.warmup_ratio is None and self.warmup_steps is None:
+            derive(self, warmup_steps=DEFAULT_WARMUP_STEPS)
+        return self
+
+
+def warmup_of(config: BaseWarmupConfig, steps: int | None) -> int:
+    """Number of warm-up steps in a schedule of `steps`, which `warmup_ratio` needs to know."""
+    if config.warmup_ratio is not None and steps is not None:
+        return math.ceil(config.warmup_ratio * steps)
+    return config.warmup_steps or 0
+
+
+class LinearSchedulerConfig(BaseWarmupConfig):
     """Linear warm-up, constant rate, linear decay."""
 
     type: Literal["linear"] = "linear"
     """Linear."""
-
-    warmup_steps: int = Field(10, ge=0)
-    """Number of warm-up steps."""
 
     decay_steps: int = Field(10, ge=0)
     """Number of decay steps at the end."""
@@ -31,14 +58,11 @@ class LinearSchedulerConfig(BaseConfig):
     """Learning rate at the end."""
 
 
-class CosineSchedulerConfig(BaseConfig):
+class CosineSchedulerConfig(BaseWarmupConfig):
     """Linear warm-up, then cosine decay to the end."""
 
     type: Literal["cosine"] = "cosine"
     """Cosine."""
-
-    warmup_steps: int = Field(10, ge=0)
-    """Number of warm-up steps."""
 
     min_lr: float = Field(0.0, ge=0)
     """Learning rate at the end."""
@@ -51,14 +75,19 @@ SchedulerConfig = Annotated[
 
 def schedule_faults(scheduler: SchedulerConfig, steps: int | None) -> Iterator[str]:
     """Why a schedule does not fit into `steps` optimizer steps; None means that training never ends."""
-    if isinstance(scheduler, CosineSchedulerConfig) and (steps is None or scheduler.warmup_steps >= steps):
-        yield (
-            f"the cosine schedule needs max_steps above scheduler.warmup_steps = {scheduler.warmup_steps} "
-            f"(got max_steps = {steps})"
-        )
-    if not isinstance(scheduler, LinearSchedulerConfig):
+    if isinstance(scheduler, ConstantSchedulerConfig):
         return
-    warmup, decay = scheduler.warmup_steps, scheduler.decay_steps
+    if scheduler.warmup_ratio is not None and steps is None:
+        yield f"scheduler.warmup_ratio = {scheduler.warmup_ratio} is a share of max_steps, which is not set"
+        return
+    warmup = warmup_of(scheduler, steps)
+    if isinstance(scheduler, CosineSchedulerConfig):
+        if steps is None or warmup >= steps:
+            yield (
+                f"the cosine schedule needs max_steps above scheduler.warmup_steps = {warmup} (got max_steps = {steps})"
+            )
+        return
+    decay = scheduler.decay_steps
     if warmup == decay == 0:
         yield "the linear schedule needs scheduler.warmup_steps or scheduler.decay_steps above 0"
     if decay and steps is None:

@@ -68,6 +68,8 @@ __all__ = [
 ]
 
 DEFAULT_BATCH_SIZE = 128
+INHERITED_SAMPLING = frozenset({"max_tokens", "min_tokens", "repetition_penalty", "extra_body"})
+"""Keys of `sampling` that `eval.sampling` inherits. It does not inherit the temperature, which is for exploration."""
 BENCH_STEPS = 4
 BENCH_ASYNC_LEVEL = 1_000_000_000
 """Benchmarks do not wait for the trainer."""
@@ -97,6 +99,10 @@ class ModelConfig(BaseModelConfig):
 
     lora: LoRAConfig | None = None
     """The adapter of this run. None trains all weights."""
+
+    chat_template: str | None = None
+    """Chat template of the servers: Jinja text, the path of a file, or `chatml`. None is the model's own. Environments
+    with tools are checked with it."""
 
 
 class OptimizerConfig(BaseConfig):
@@ -316,6 +322,9 @@ class OrchestratorConfig(RootConfig):
     rollout_transport: TransportConfig = FileSystemTransportConfig()
     """How rollouts reach the trainer."""
 
+    trainer_timeout: int = Field(86400, ge=1)
+    """Seconds to wait for the trainer's next policy version."""
+
     output_dir: Path = Path("outputs/run_default")
     """The orchestrator's directory."""
 
@@ -351,10 +360,17 @@ class OrchestratorConfig(RootConfig):
     """Number of steps. None trains until it is stopped."""
 
     max_off_policy_steps: int = Field(8, ge=0)
-    """A group of rollouts is cancelled after more than this number of weight updates."""
+    """A group of rollouts is cancelled after more than this number of weight updates. Its example is rolled out again;
+    after the third time it is given up."""
 
     max_async_level: int = Field(1, ge=0)
-    """Maximum number of steps that rollouts run ahead of the trainer. 0 is synchronous."""
+    """Maximum number of steps that rollouts run ahead of the trainer: the batch of step s is collected once the servers
+    hold version s - `max_async_level`. Its rollouts may have started with older versions, unless `bound_lag` is set or
+    this is 0, which is synchronous."""
+
+    bound_lag: bool = False
+    """Train each rollout at most `max_async_level` steps after the version that sampled its first token. Fewer rollouts
+    run ahead, and batches wait for slow ones. Needs `batch_size`."""
 
     strict_async_level: bool = False
     """Run exactly `max_async_level` steps ahead, not at most."""
@@ -394,6 +410,11 @@ class OrchestratorConfig(RootConfig):
         set_by_us = {"seq_len": self.seq_len, "score_rollouts": not self.buffer.skip_verification}
         for env in self.env:
             derive(env, extra_env_kwargs=env.extra_env_kwargs | set_by_us)
+        if self.eval is not None:
+            own = self.eval.sampling.model_fields_set
+            # Only keys that the user chose: the defaults of training are not those of a server.
+            shared = INHERITED_SAMPLING & self.sampling.model_fields_set - own
+            derive(self.eval.sampling, **{key: getattr(self.sampling, key) for key in shared})
         if self.sampling.temperature is None and self.sampling.temp_scheduler is None:
             derive(self.sampling, temperature=1.0)
         return self
@@ -430,6 +451,8 @@ class OrchestratorConfig(RootConfig):
                 yield "batch_size and token_batch_size exclude each other: remove one"
             if factor is not None:
                 yield "oversampling_factor needs batch_size: with token_batch_size, set max_inflight_rollouts"
+            if self.bound_lag:
+                yield "bound_lag needs batch_size, since it counts groups: remove token_batch_size or bound_lag"
             if inflight is None:
                 yield "token_batch_size needs max_inflight_rollouts"
         else:

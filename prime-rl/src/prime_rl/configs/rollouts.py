@@ -14,11 +14,11 @@ class TemperatureSchedulerConfig(BaseConfig):
     type: Literal["linear", "cosine"] = "linear"
     """Shape of the curve."""
 
-    start_temperature: float = Field(ge=0)
+    start_temperature: float = Field(gt=0)
     """Temperature at step 0."""
 
-    end_temperature: float = Field(ge=0)
-    """Temperature at the last step."""
+    end_temperature: float = Field(gt=0)
+    """Temperature at the last step. Above 0, because the trainer divides logits by it."""
 
     total_steps: int | None = Field(None, ge=1)
     """Number of steps. None takes `max_steps`."""
@@ -27,8 +27,8 @@ class TemperatureSchedulerConfig(BaseConfig):
 class SamplingConfig(BaseConfig):
     """How training rollouts are sampled. `top_p` is always 1, `top_k` -1 and `min_p` 0."""
 
-    temperature: float | None = Field(None, ge=0)
-    """Temperature. None is 1.0, unless `temp_scheduler` is set."""
+    temperature: float | None = Field(None, gt=0)
+    """Temperature, by which the trainer divides logits. None is 1.0, unless `temp_scheduler` is set."""
 
     temp_scheduler: TemperatureSchedulerConfig | None = None
     """Schedule of the temperature. None keeps it constant."""
@@ -50,7 +50,11 @@ class SamplingConfig(BaseConfig):
 
 
 class EvalSamplingConfig(BaseConfig):
-    """How evaluation rollouts are sampled. None leaves a value to the server."""
+    """How evaluation rollouts are sampled. None leaves a value to the server.
+
+    Evaluation during training takes `max_tokens`, `min_tokens`, `repetition_penalty` and `extra_body` from
+    `orchestrator.sampling` if it does not set them itself.
+    """
 
     temperature: float | None = Field(None, ge=0)
     """Temperature."""
@@ -101,6 +105,10 @@ class EnvConfig(BaseConfig):
 
     extra_env_kwargs: dict[str, Any] = Field({})
     """Attributes to set on the environment. The orchestrator adds `seq_len` and `score_rollouts`."""
+
+    max_reward_errors: float = Field(0.5, ge=0, le=1)
+    """End the run if reward functions fail in more than this fraction of the last 32 rollouts, or in all of the first
+    8. 1 never does."""
 
 
 class EvalEnvConfig(EnvConfig):

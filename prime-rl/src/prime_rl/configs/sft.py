@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from prime_rl.configs.model import replication_fault
-from prime_rl.configs.shared import Device, HeartbeatConfig, LogConfig, SlurmConfig, WandbConfig
+from prime_rl.configs.shared import Device, FileAccess, HeartbeatConfig, LogConfig, SlurmConfig, WandbConfig
 from prime_rl.configs.surface.root import RootConfig
 from prime_rl.configs.trainer import (
     BENCH_STEPS,
@@ -94,15 +94,90 @@ class LossMaskConfig(BaseConfig):
     """Tool messages."""
 
 
-class SFTDataConfig(BaseDataConfig):
+class ColumnsConfig(BaseConfig):
+    """Names that the data uses for what SFT reads. With any of the columns set, the others are not read, except `tools`
+    and `chat_template_kwargs`."""
+
+    messages: str | None = None
+    """Column of the messages."""
+
+    prompt: str | None = None
+    """Column of the prompt."""
+
+    response: str | None = None
+    """Column of the assistant's answer to `prompt`."""
+
+    completion: str | None = None
+    """Column of the text that continues `prompt`."""
+
+    instruction: str | None = None
+    """Column of the instruction."""
+
+    input: str | None = None
+    """Column of the instruction's input."""
+
+    output: str | None = None
+    """Column of the answer to `instruction`."""
+
+    system: str | None = None
+    """Column of the system message."""
+
+    tools: str | None = None
+    """Column of the tools."""
+
+    text: str | None = None
+    """Column of plain text."""
+
+    role: str | None = None
+    """Key of a message's role."""
+
+    content: str | None = None
+    """Key of a message's content."""
+
+    @property
+    def of_rows(self) -> dict[str, str]:
+        """The columns that are set, by our name."""
+        return {ours: theirs for ours, theirs in self if theirs is not None and ours not in ("role", "content")}
+
+
+class RowFormatConfig(BaseConfig):
+    """How rows are read."""
+
+    columns: ColumnsConfig = ColumnsConfig()
+    """Names of columns that differ from those that SFT knows."""
+
+    roles: dict[str, Literal["system", "user", "assistant", "tool"]] = Field({})
+    """Roles of the data that differ from those that SFT knows, such as `patient = "user"`."""
+
+
+class SourceConfig(RowFormatConfig):
+    """One of several datasets. Without `columns` and `roles` it takes those of `data`."""
+
+    name: str
+    """Dataset: a hub id, a directory or a file."""
+
+    subset: str | None = None
+    """Subset. None takes the default one."""
+
+    split: str = "train"
+    """Split."""
+
+    weight: float = Field(1.0, gt=0, allow_inf_nan=False)
+    """Share of the samples, relative to the weights of the other datasets."""
+
+
+class SFTDataConfig(BaseDataConfig, RowFormatConfig):
     """A dataset of conversations."""
 
     type: Literal["sft"] = "sft"
     """Conversations."""
 
     name: str = "PrimeIntellect/Reverse-Text-SFT"
-    """Dataset: a hub id, a directory, or a JSONL, JSON, Parquet or Arrow file. Rows have `messages`, or `prompt` and
-    `completion`, or `text`."""
+    """Dataset: a hub id, a directory, or a JSONL, JSON, CSV, TSV, Parquet or Arrow file; text files also compressed
+    (.gz, .zst)."""
+
+    sources: list[SourceConfig] | None = Field(None, min_length=1)
+    """Several datasets instead of `name`, drawn from by weight. None reads `name`."""
 
     subsets: list[str] | None = None
     """Subsets. None takes the default one."""
@@ -111,10 +186,10 @@ class SFTDataConfig(BaseDataConfig):
     """Splits. None takes `train`."""
 
     probabilities: list[float] | None = None
-    """Share of each subset or split. None is proportional to their sizes."""
+    """Share of each subset or split. None takes a row of each in turn."""
 
     stopping_strategy: Literal["first_exhausted", "all_exhausted"] = "all_exhausted"
-    """Whether an epoch ends when the first or the last subset or split is exhausted."""
+    """Whether an epoch ends when the first or the last subset, split or source is exhausted. Others start again."""
 
     shuffle: bool = True
     """Shuffle in every epoch."""
@@ -137,10 +212,34 @@ class SFTDataConfig(BaseDataConfig):
     loss_mask: LossMaskConfig = LossMaskConfig()
     """Roles whose messages are trained on."""
 
+    ignored_keys: list[str] = Field([])
+    """Keys of messages and tools that the chat template may leave out. Any other key that leaves no trace in the text
+    stops the run. Common metadata, such as `id` and `timestamp`, need not be listed."""
+
+    @property
+    def label(self) -> str:
+        """The dataset, in messages."""
+        if self.sources is None:
+            return f"data.name = {self.name}"
+        return f"data.sources = {', '.join(source.name for source in self.sources)}"
+
+    @property
+    def shares(self) -> list[float] | None:
+        """Probability of drawing from each source, subset or split. None takes turns."""
+        if self.sources is None:
+            return self.probabilities
+        total = sum(source.weight for source in self.sources)
+        return [source.weight / total for source in self.sources]
+
     @model_validator(mode="after")
     def _check_lengths(self) -> Self:
-        raise_faults(list(self._length_faults()) or self._share_faults())
+        raise_faults(list(self._source_faults()) or list(self._length_faults()) or self._share_faults())
         return self
+
+    def _source_faults(self) -> Iterator[str]:
+        for key in ("name", "subsets", "splits", "probabilities") if self.sources is not None else ():
+            if key in self.model_fields_set and getattr(self, key) is not None:
+                yield f"sources and {key} are both set: name each dataset in sources, with its subset, split and weight"
 
     def _length_faults(self) -> Iterator[str]:
         for one, other in (("subsets", "splits"), ("probabilities", "subsets"), ("probabilities", "splits")):
@@ -253,8 +352,15 @@ class SFTConfig(RootConfig):
     clean_output_dir: bool = False
     """Delete the contents of the output directory first."""
 
+    file_access: FileAccess = "owner"
+    """Who can read the files of the run. `owner`: only you; `group`: your group too; `umask`: as your umask says."""
+
     max_steps: int | None = None
-    """Number of steps. None trains until it is stopped."""
+    """Number of steps. With neither this nor `num_epochs`, training goes on until it is stopped."""
+
+    num_epochs: float | None = Field(None, gt=0)
+    """Number of passes over the data, instead of `max_steps`. The number of steps is found from the data at the start:
+    exactly for up to 50,000 rows, otherwise extrapolated from them."""
 
     memory_profiler_path: Path | None = None
     """Write a snapshot of GPU memory to this directory after each step."""
@@ -299,7 +405,7 @@ class SFTConfig(RootConfig):
     @model_validator(mode="after")
     def _enter_bench_mode(self) -> Self:
         if self.bench is not None:
-            derive(self, max_steps=BENCH_STEPS, ckpt=None, scheduler=ConstantSchedulerConfig())
+            derive(self, max_steps=BENCH_STEPS, num_epochs=None, ckpt=None, scheduler=ConstantSchedulerConfig())
         return self
 
     @model_validator(mode="after")
@@ -335,7 +441,18 @@ class SFTConfig(RootConfig):
         if data.pack_function == "stack" and data.seq_len % STACK_MULTIPLE != 0:
             yield f"data.pack_function = 'stack' needs a data.seq_len in steps of {STACK_MULTIPLE} (got {data.seq_len})"
 
+    def _epoch_faults(self) -> Iterator[str]:
+        if self.num_epochs is None:
+            return
+        if self.max_steps is not None:
+            yield f"max_steps ({self.max_steps}) and num_epochs ({self.num_epochs:g}) are both set: give one"
+        if isinstance(self.data, FakeDataConfig):
+            yield "num_epochs needs a dataset (data.type = 'sft'): set max_steps"
+        elif self.data.streaming:
+            yield "num_epochs needs the number of rows, which data.streaming = true does not tell: set max_steps"
+
     def _faults(self) -> Iterator[str]:
+        yield from self._epoch_faults()
         if self.ckpt is not None and self.ckpt.keep_best and self.val is None:
             yield "ckpt.keep_best needs [val]: the best step is the one with the lowest validation loss"
         if isinstance(self.model.fused_lm_head_chunk_size, int):
@@ -360,7 +477,7 @@ def _with_keys_of_data(val: dict[str, Any], data: Any) -> dict[str, Any]:
     left_out = {"streaming", "type"}
     if data.get("type") == "fake":
         left_out |= {"length", "input_ids", "pack_function"}
-    if "name" in own:
-        left_out |= {"subsets", "splits", "probabilities"}
+    if "name" in own or "sources" in own:
+        left_out |= {"name", "sources", "subsets", "splits", "probabilities"}
     shared = {key: value for key, value in data.items() if key in SFTDataConfig.model_fields and key not in left_out}
     return {**val, "data": {**shared, **own}}

@@ -5,11 +5,13 @@ from pathlib import Path
 from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
+from pydantic_core import PydanticCustomError
 
 from prime_rl.utils.pydantic_config import BaseConfig
 
 ServerType = Literal["vllm", "openai"]
 Device = Literal["auto", "cuda", "cpu"]
+FileAccess = Literal["owner", "group", "umask"]
 
 
 Port = Annotated[int, Field(ge=1, le=65535)]
@@ -29,6 +31,22 @@ def _with_scheme(url: str) -> str:
     if not url.startswith(("http://", "https://")):
         raise ValueError(f"is not a URL: write http://host:port/v1 (got {url!r})")
     return url
+
+
+_SECRET_HEADER = re.compile(r"auth|cookie|credential|key|password|secret|token", re.IGNORECASE)
+
+
+def _without_secrets(headers: dict[str, str]) -> dict[str, str]:
+    """Refuse headers whose names promise a secret: a run writes its config to several files."""
+    for name in headers:
+        if _SECRET_HEADER.search(name):
+            raise PydanticCustomError(
+                "secret_header",
+                "would write the value of {name} to the files of the run: put the value into an environment variable, "
+                'and set headers_from_env.{name} = "NAME" instead',
+                {"name": name},
+            )
+    return headers
 
 
 class SlurmConfig(BaseConfig):
@@ -76,14 +94,20 @@ class ClientConfig(BaseConfig):
     timeout: int = 1200
     """Timeout of one request, in seconds."""
 
+    startup_timeout: int = Field(1800, ge=1)
+    """Seconds to wait at the start for a server to become ready."""
+
     base_url: list[Annotated[str, AfterValidator(_with_scheme)]] = Field(["http://localhost:8000/v1"])
     """URLs of OpenAI-compatible servers. Each new group of rollouts goes to the least busy one."""
 
     api_key_var: str = "VLLM_API_KEY"
     """Environment variable that holds the API key."""
 
-    headers: dict[str, str] = Field({})
-    """Headers added to every request."""
+    headers: Annotated[dict[str, str], AfterValidator(_without_secrets)] = Field({})
+    """Headers added to every request. They are written to the run's files; see `headers_from_env` for secrets."""
+
+    headers_from_env: dict[str, str] = Field({})
+    """More headers, as the names of the environment variables that hold their values."""
 
     skip_model_check: bool = False
     """Skip the check that the server serves the model."""
@@ -184,10 +208,13 @@ class MetricsServerConfig(BaseConfig):
     """Prometheus metrics and health over HTTP."""
 
     port: Port = 8000
-    """Port to listen on."""
+    """Port to listen on. `rl` takes the inference server's port plus 2."""
 
-    host: str = "0.0.0.0"
-    """Address to bind."""
+    host: str = "127.0.0.1"
+    """Address to bind. 0.0.0.0 listens on all addresses of the machine."""
+
+    public: bool = False
+    """Serve `/metrics` without a key."""
 
 
 class BaseTransportConfig(BaseConfig):

@@ -1,5 +1,6 @@
 """The RL trainer: root of `trainer` and `[trainer]` of `rl`. SFT shares most sections."""
 
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
@@ -48,7 +49,7 @@ from prime_rl.configs.shared import (
     WandbConfig,
 )
 from prime_rl.configs.surface.root import RootConfig
-from prime_rl.utils.pydantic_config import BaseConfig, derive, raise_faults
+from prime_rl.utils.pydantic_config import BaseConfig, ConfigWarning, derive, raise_faults
 
 __all__ = [
     "ActivationCheckpointConfig",
@@ -101,12 +102,16 @@ class WeightCheckpointConfig(BaseConfig):
     save_format: Literal["safetensors", "torch"] = "safetensors"
     """File format."""
 
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    """Dtype of the exported weights. `auto` is the one that the model was published in; float16 becomes bfloat16."""
+
     save_adapter_separately: bool = False
     """Also save the adapter alone. Needs `model.lora`."""
 
 
 class CheckpointConfig(BaseConfig):
-    """Checkpoints. A checkpoint is kept if `keep_last` or `keep_interval` keeps it; without either, all are kept."""
+    """Checkpoints. A checkpoint and its exported weights are kept if `keep_last` or `keep_interval` keeps them. With
+    neither, the newest two checkpoints and all exports are kept."""
 
     interval: int | None = Field(None, ge=1)
     """Steps between two checkpoints. None saves only at the end."""
@@ -121,7 +126,7 @@ class CheckpointConfig(BaseConfig):
     """Number of newest checkpoints to keep. None disables the rule."""
 
     keep_interval: int | None = Field(None, ge=1)
-    """Keep every checkpoint whose step is a multiple of n. None disables the rule."""
+    """Keep every checkpoint whose step is a multiple of n; 1 keeps all. None disables the rule."""
 
     async_save: bool = False
     """Continue training while a checkpoint is written. Needs memory for a copy of weights and optimizer state."""
@@ -253,7 +258,7 @@ def _step_faults(config: Any) -> Iterator[str]:
     resume_step = None if ckpt is None or ckpt.resume_step == -1 else ckpt.resume_step
     if ckpt is not None and not ckpt.skip_progress and (faults := list(beyond_end(resume_step, config.max_steps))):
         yield from faults
-    else:
+    elif getattr(config, "num_epochs", None) is None:  # SFT finds the number of steps once it knows its data
         yield from schedule_faults(config.scheduler, scheduled_steps(config.max_steps, ckpt, resume_step))
 
 
@@ -302,6 +307,9 @@ class TrainerConfig(RootConfig):
 
     rollout_transport: TransportConfig = FileSystemTransportConfig()
     """How rollouts reach the trainer."""
+
+    batch_timeout: int = Field(86400, ge=1)
+    """Seconds to wait for the orchestrator's next batch."""
 
     log: LogConfig = LogConfig()
     """Logs."""
@@ -354,6 +362,9 @@ class TrainerConfig(RootConfig):
     def _check_rules(self) -> Self:
         raise_faults([*training_faults(self), *self._faults()])
         fill_tokenizer(self.tokenizer, self.model)
+        if self.model.lora is not None and self.model.lora.dropout > 0:
+            text = f"model.lora.dropout = {self.model.lora.dropout} has no effect: RL trains without dropout"
+            warnings.warn(text, ConfigWarning, stacklevel=2)
         if self.model.fused_lm_head_chunk_size == "auto":
             derive(self.model, fused_lm_head_chunk_size=DEFAULT_VOCAB_CHUNK)
         return self

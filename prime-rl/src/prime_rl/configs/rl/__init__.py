@@ -21,7 +21,7 @@ from prime_rl.configs.rl.sections import (
     SharedWeightBroadcastConfig,
     SingleNodeDeploymentConfig,
 )
-from prime_rl.configs.shared import SlurmConfig
+from prime_rl.configs.shared import FileAccess, SlurmConfig
 from prime_rl.configs.surface.root import RootConfig
 from prime_rl.utils.pydantic_config import ConfigWarning, raise_faults
 
@@ -54,6 +54,9 @@ class RLConfig(RunSections, RootConfig):
 
     clean_output_dir: bool = False
     """Delete the contents of the output directory first."""
+
+    file_access: FileAccess = "owner"
+    """Who can read the files of the run. `owner`: only you; `group`: your group too; `umask`: as your umask says."""
 
     slurm: SlurmConfig | None = None
     """Submit through Slurm. None runs here."""

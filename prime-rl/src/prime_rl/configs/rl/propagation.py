@@ -27,6 +27,8 @@ Table = dict[str, Any]
 SectionT = TypeVar("SectionT", bound=BaseModel)
 _ABSENT = object()
 RESUMED_WEIGHTS_TIMEOUT_S = 600
+METRICS_PORT_OFFSET = 2
+"""Distance of the metrics' port from the server's. The teacher's is the one between."""
 _BENCH_TOKEN_BATCH = 32
 """Number of fake samples in a benchmark with `token_batch_size`."""
 
@@ -74,7 +76,7 @@ class RunTables:
         above = [value_at(table, tuple(path[:length])) for length in range(1, len(path))]
         # A section that is not a table is a fault; keep it, so that validation reports it.
         if table is not None and all(section is None or isinstance(section, dict) for section in above):
-            set_at(table, path, value)
+            set_at(table, tuple(path), value)
 
 
 def propagate(data: Table) -> Table:
@@ -82,9 +84,11 @@ def propagate(data: Table) -> Table:
 
     A faulty shared setting is not copied, so that its fault is reported only once.
     """
-    trainer, orchestrator = _component(data.get("trainer")), _component(data.get("orchestrator"))
+    trainer, orchestrator = _component(data.get("trainer", {})), _component(data.get("orchestrator", {}))
     if trainer is None or orchestrator is None:
         return data
+    if "inference" not in data and not _uses_other_servers(data, orchestrator):
+        data = data | {"inference": {}}
     servers = {name: _component(data.get(name)) for name in ("inference", "teacher_inference")}
     run = RunTables(_readable_shared(data), trainer, orchestrator, **servers)
     gpus = _follow_gpu_ids(run)
@@ -103,6 +107,7 @@ def propagate(data: Table) -> Table:
         _split_gpus,
         _share_weight_broadcast,
         _add_teacher,
+        _place_metrics,
     ):
         step(run)
     tables = {"trainer": run.trainer, "orchestrator": run.orchestrator} | {name: getattr(run, name) for name in servers}
@@ -134,6 +139,12 @@ def _readable_shared(data: Table) -> SharedSettings:
     except ValidationError as error:
         faulty = {detail["loc"][0] for detail in error.errors()}
         return SharedSettings.model_validate({name: value for name, value in values.items() if name not in faulty})
+
+
+def _uses_other_servers(data: Table, orchestrator: Table) -> bool:
+    """Whether the run names servers that it does not start, or has no GPU for one."""
+    client = [value_at(orchestrator, ("client", key)) for key in ("base_url", "elastic")]
+    return any(value is not None for value in client) or str(value_at(data, ("deployment", "num_infer_gpus"))) == "0"
 
 
 def _differ(given: Any, value: Any) -> bool:
@@ -213,6 +224,13 @@ def _share_model(run: RunTables) -> None:
     if run.shared.model is not None:
         for component in ("trainer", "orchestrator", "inference"):
             run.override(f"{component}.model.name", run.shared.model.name, "model.name")
+    # The engine renders the prompts, the orchestrator checks its environments with the same template, and the trainer's
+    # tokenizer is exported with the weights.
+    keys = ["trainer.tokenizer.chat_template", "orchestrator.model.chat_template"]
+    keys += [] if run.inference is None else ["inference.model.chat_template"]
+    given = [template for key in keys if (template := run.get(key)) is not None]
+    for key in keys if given else ():
+        run.fill(key, given[0])
 
 
 def _share_limits(run: RunTables) -> None:
@@ -338,6 +356,13 @@ def _count_inference_gpus(run: RunTables, always: bool) -> None:
         run.override(key, size, "weight_broadcast")
     else:
         run.fill(key, size)
+
+
+def _place_metrics(run: RunTables) -> None:
+    """Give the metrics a port of their own. By itself each server has the same default port."""
+    server = peek(ServerConfig, run.get("inference.server")) if run.inference is not None else None
+    if server is not None and isinstance(run.get("trainer.metrics_server"), dict):
+        run.fill("trainer.metrics_server.port", server.port + METRICS_PORT_OFFSET)
 
 
 def _add_teacher(run: RunTables) -> None:

@@ -23,6 +23,8 @@ def run_faults(run: RunSections, has_slurm: bool) -> Iterator[str]:
         yield from _multi_node_faults(run, run.deployment, has_slurm)
     yield from _broadcast_faults(run)
     yield from _teacher_faults(run)
+    if isinstance(run.deployment, SingleNodeDeploymentConfig):
+        yield from _port_faults(run)
 
 
 def run_warnings(run: RunSections) -> Iterator[str]:
@@ -53,6 +55,12 @@ def _pairing_faults(run: RunSections) -> Iterator[str]:
         yield from _unequal(run, "ckpt.resume_step")
     if trainer.wandb is not None and orchestrator.wandb is not None:
         yield from _unequal(run, "wandb.project")
+    templates = {
+        "trainer.tokenizer.chat_template": trainer.tokenizer.chat_template,
+        "orchestrator.model.chat_template": orchestrator.model.chat_template,
+    } | ({} if run.inference is None else {"inference.model.chat_template": run.inference.model.chat_template})
+    if len(set(templates.values())) > 1:
+        yield f"{' and '.join(templates)} differ: set one"
     if trainer.model.seq_len < orchestrator.seq_len:
         yield (
             f"trainer.model.seq_len ({trainer.model.seq_len}) is below orchestrator.seq_len ({orchestrator.seq_len}): "
@@ -177,7 +185,28 @@ def _teacher_faults(run: RunSections) -> Iterator[str]:
     loss = run.trainer.loss
     if loss.type == "default" and loss.teacher_tau > 0 and run.orchestrator.teacher_model is None:
         yield "trainer.loss.teacher_tau needs deployment.num_teacher_gpus or [orchestrator.teacher_model]"
-    if run.teacher_inference is not None and run.inference is not None:
-        port = run.inference.server.port
-        if run.teacher_inference.server.port == port:
-            yield f"inference.server.port and teacher_inference.server.port are both {port}: change one"
+
+
+def _port_faults(run: RunSections) -> Iterator[str]:
+    """Ports that two listeners of one machine share."""
+    taken: dict[int, str] = {}
+    for key, port in _ports(run):
+        other = taken.setdefault(port, key)
+        if other != key:
+            yield f"{other} and {key} are both {port}: change one"
+
+
+def _ports(run: RunSections) -> Iterator[tuple[str, int]]:
+    """Every port that a process of the run listens on, and its key. 0, any free port, is left out."""
+    servers = {"inference": run.inference, "teacher_inference": run.teacher_inference}
+    for name, server in servers.items():
+        if server is not None and server.server.port:
+            yield f"{name}.server.port", server.server.port
+    if run.trainer.metrics_server is not None:
+        yield "trainer.metrics_server.port", run.trainer.metrics_server.port
+    if run.trainer.weight_broadcast.type == "nccl":
+        yield "trainer.weight_broadcast.port", run.trainer.weight_broadcast.port
+    if run.trainer.rollout_transport.type == "zmq":
+        port = run.trainer.rollout_transport.port
+        yield "trainer.rollout_transport.port", port
+        yield "trainer.rollout_transport.port + 1", port + 1

@@ -188,14 +188,15 @@ class SharedSettings(BaseConfig):
 class RunSections(SharedSettings):
     """The shared settings, and a section for each component."""
 
-    trainer: TrainerConfig
-    """The trainer; may be empty."""
+    trainer: TrainerConfig = Field(default_factory=lambda: TrainerConfig.model_validate({}))
+    """The trainer."""
 
-    orchestrator: OrchestratorConfig
-    """The orchestrator; may be empty."""
+    orchestrator: OrchestratorConfig = Field(default_factory=lambda: OrchestratorConfig.model_validate({}))
+    """The orchestrator."""
 
     inference: InferenceConfig | None = None
-    """The inference server. None starts none, and the run uses `orchestrator.client.base_url`."""
+    """The inference server. Without this table one is started with its default settings, unless
+    `orchestrator.client.base_url` is set or `deployment.num_infer_gpus` is 0. `"None"` starts none."""
 
     teacher_inference: InferenceConfig | None = None
     """The teacher's server. None starts none."""

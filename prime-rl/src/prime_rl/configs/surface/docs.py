@@ -17,6 +17,7 @@ from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.configs.rl import RLConfig
 from prime_rl.configs.sft import SFTConfig
 from prime_rl.configs.surface.not_built import NOT_BUILT, NotBuilt
+from prime_rl.configs.surface.resuming import RESUME_RULES, ResumeRule
 from prime_rl.configs.surface.root import RootConfig
 from prime_rl.configs.trainer import TrainerConfig
 from prime_rl.utils.pydantic_config.describe import bounds_text, default_text, field_doc, type_text
@@ -67,6 +68,7 @@ at every depth; all other values, including lists, are replaced as a whole. An u
 | `--ckpt`, `--ckpt '{"interval": 5}'`, `--no-ckpt` | an optional section: on, on with values, off |
 | `--client.base-url a,b`, `--client.base-url a --client.base-url b`, `'["a", "b"]'` | a list |
 | `--env '{"id": "x"}' --env '{"id": "y"}'` | a list of sections |
+| `--env.0.id x`, `--env.1 '{"id": "y"}'` | one item of a list of sections; the next index appends one |
 | `--client.headers k=v,k2=v2`, `'{"k": "v"}'` | a table |
 | `"None"` (anywhere), `null` (options) | no value |
 | `PRIME_RL_MAX_STEPS=10`, `PRIME_RL_MODEL__NAME=x` (or `PRIME_…`) | a key of the root class, from the environment |
@@ -87,6 +89,21 @@ to one of the listed values) is refused at the start, or ignores it with a warni
 | key | value | a run that sets it | why, or what to do instead |
 |---|---|---|---|"""
 
+RESUMING_TEXT = """\
+## Changed keys of a run that resumes
+
+A checkpoint holds the configs of its run. A resume lists every key that has another value now, and does one of these:
+
+- `applied`: the new value holds from the resumed step on. The learning rate is the new schedule's at that step.
+- `refused`: the run would not continue the old one, so it does not start.
+- `none`: the training does not depend on the key.
+- `attempt`: the key says how to start, and is not compared.
+
+A rule for a table holds for every key in it that has no rule of its own.
+
+| key | effect | why |
+|---|---|---|"""
+
 
 def reference() -> str:
     """Return the whole page."""
@@ -95,6 +112,8 @@ def reference() -> str:
         parts.append(f"## {root.__name__}\n")
         parts += [_section_text(section, places) for section, places in sections_of_root(root).items()]
     parts.append("\n".join([NOT_BUILT_TEXT, *(_unbuilt_row(entry) for entry in NOT_BUILT)]) + "\n")
+    rules = sorted(((key, rule) for rule in RESUME_RULES for key in rule.keys), key=lambda pair: pair[0])
+    parts.append("\n".join([RESUMING_TEXT, *(_resume_row(key, rule) for key, rule in rules)]) + "\n")
     return "\n".join(parts)
 
 
@@ -141,6 +160,12 @@ def _unbuilt_row(entry: NotBuilt) -> str:
     values = ", ".join(f"`{value!r}`" for value in entry.values) or "any"
     outcome = "is refused" if entry.refused else "is warned"
     return f"| `{entry.key}` | {values} | {outcome} | {entry.why} |"
+
+
+def _resume_row(key: str, rule: ResumeRule) -> str:
+    shown = f"sft.{key[2:]}`, `trainer.{key[2:]}" if key.startswith("*.") else key
+    why = "; ".join(filter(None, (rule.why, f"applied with `{rule.unless}`" if rule.unless else "")))
+    return f"| `{shown}` | {rule.effect} | {why} |"
 
 
 if __name__ == "__main__":

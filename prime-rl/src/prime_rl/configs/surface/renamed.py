@@ -165,7 +165,7 @@ NEWER: tuple[Renamed, ...] = (
     _moved("orchestrator.sampling.max_completion_tokens", "orchestrator.sampling.max_tokens"),
     _rewritten("orchestrator.model.client.base_url", "orchestrator.client.base_url", note="a list"),
     _moved("orchestrator.model.client", "orchestrator.client"),
-    _rewritten("orchestrator.algo", "rl.algorithm", note="at the top of the rl config: grpo, dapo, …"),
+    _rewritten("orchestrator.algo", "orchestrator.advantage", note="the advantage function: docs/algorithms.md"),
     _rewritten(
         "orchestrator.concurrency",
         "orchestrator.max_inflight_rollouts",
@@ -196,7 +196,7 @@ NEWER: tuple[Renamed, ...] = (
     _removed("trainer.matmul_precision"),
     _removed("trainer.enable_router_replay"),
     _removed("trainer.enable_token_export", "orchestrator.save_rollouts writes the rollouts"),
-    _rewritten("sft.data.source", "sft.data.name", note="one dataset, or several `subsets` or `splits` of it"),
+    _rewritten("sft.data.source", "sft.data.name", note="one dataset; several stand in [[data.sources]]"),
     # Inference.
     _moved("inference.vllm.model", "inference.model.name"),
     _moved("inference.vllm.tensor_parallel_size", "inference.parallel.tp"),
@@ -244,13 +244,142 @@ NEWER: tuple[Renamed, ...] = (
     _rewritten("eval.source", "eval.env", note="environments are [[env]] tables with `id` and `args`"),
 )
 
+_PER_STEP = "sequences per step, over all GPUs and accumulation"
+_AT_ONCE = "sequences that a GPU computes at once; data.batch_size are those of a step"
+_SPLIT = "a step is one batch, split over GPUs and accumulated as needed"
+_EPOCHS = ("num_epochs", "num_train_epochs", "epochs")
+
+_OF_BOTH: tuple[tuple[str, str, str], ...] = (
+    ("learning_rate", "optim.lr", ""),
+    ("max_grad_norm", "optim.max_norm", ""),
+    ("gradient_clipping", "optim.max_norm", ""),
+    ("adam_beta1", "optim.betas1", ""),
+    ("adam_beta2", "optim.betas2", ""),
+    ("optimizer", "optim.type", "adamw, sgd or muon"),
+    ("lr_scheduler_type", "scheduler.type", "constant, linear or cosine"),
+    ("lr_scheduler", "scheduler.type", "constant, linear or cosine"),
+    ("num_warmup_steps", "scheduler.warmup_steps", ""),
+    ("bf16", "model.compute_dtype", "bfloat16 is the default on a GPU"),
+    ("torch_dtype", "model.compute_dtype", "the weights themselves have model.optimization_dtype"),
+    ("gradient_checkpointing", "model.ac", "a table: [model.ac]"),
+    ("attn_implementation", "model.attn", ""),
+    ("flash_attention", "model.attn", "flash_attention_2 is the default"),
+    ("torch_compile", "model.compile", "a table: [model.compile]"),
+    ("lora_r", "model.lora.rank", ""),
+    ("lora_rank", "model.lora.rank", ""),
+    ("lora_alpha", "model.lora.alpha", ""),
+    ("lora_dropout", "model.lora.dropout", ""),
+    ("lora_target_modules", "model.lora.target_modules", ""),
+    ("lora_modules_to_save", "model.lora.modules_to_save", ""),
+    ("use_peft", "model.lora", "a table: [model.lora]"),
+    ("peft_config", "model.lora", "a table: [model.lora]"),
+    ("tokenizer_name", "tokenizer.name", ""),
+    ("tokenizer_name_or_path", "tokenizer.name", ""),
+    ("chat_template_path", "tokenizer.chat_template", ""),
+    ("ddp_timeout", "dist_timeout_seconds", ""),
+)
+"""Name elsewhere, key of both trainers here, and a note if the value is another one."""
+
+_OF_EVERY_RUN: tuple[tuple[str, str, str], ...] = (
+    ("model_name_or_path", "model.name", ""),
+    ("base_model", "model.name", ""),
+    ("model_id", "model.name", ""),
+    ("report_to", "wandb", "a table: [wandb]; metrics.jsonl is always written"),
+    ("run_name", "wandb.name", ""),
+    ("wandb_name", "wandb.name", ""),
+    ("wandb_project", "wandb.project", ""),
+    ("save_steps", "ckpt.interval", ""),
+    ("save_total_limit", "ckpt.keep_last", ""),
+    ("resume_from_checkpoint", "ckpt.resume_step", "a step; -1 is the latest"),
+    ("overwrite_output_dir", "clean_output_dir", ""),
+    ("log_level", "log.level", ""),
+    ("save_strategy", "ckpt.interval", "a number of steps"),
+    ("use_cpu", "device", '"cpu"'),
+)
+"""Name elsewhere, key of `sft` and `rl` here, and a note if the value is another one."""
+
+_OF_SFT: tuple[tuple[str, str, str], ...] = (
+    *(
+        (old, "data.seq_len", "")
+        for old in ("max_seq_length", "max_seq_len", "max_length", "sequence_len", "cutoff_len")
+    ),
+    ("per_device_train_batch_size", "data.micro_batch_size", _AT_ONCE),
+    ("train_batch_size", "data.batch_size", _PER_STEP),
+    ("global_batch_size", "data.batch_size", _PER_STEP),
+    ("eval_steps", "val.interval", ""),
+    ("eval_strategy", "val.interval", "a number of steps"),
+    ("data_seed", "data.seed", ""),
+    ("eval_dataset", "val.data.name", ""),
+    ("dataset_name", "data.name", ""),
+    ("dataset", "data.name", ""),
+    ("train_dataset", "data.name", ""),
+    ("train_file", "data.name", ""),
+    ("dataset_config", "data.subsets", "a list"),
+    ("dataset_train_split", "data.splits", "a list"),
+    ("packing", "data.pack_function", "rows are always packed"),
+    ("sample_packing", "data.pack_function", "rows are always packed"),
+    ("train_on_inputs", "data.loss_mask", "the roles whose messages are trained on"),
+    ("assistant_only_loss", "data.loss_mask", "assistant messages alone are the default"),
+    ("load_best_model_at_end", "ckpt.keep_best", ""),
+)
+
+_OF_RL: tuple[tuple[str, str, str], ...] = (
+    ("max_seq_length", "seq_len", ""),
+    ("num_generations", "orchestrator.rollouts_per_example", ""),
+    ("max_completion_length", "orchestrator.sampling.max_tokens", "per turn"),
+    ("per_device_train_batch_size", "orchestrator.batch_size", "rollouts per step, over all GPUs"),
+    ("train_batch_size", "orchestrator.batch_size", "rollouts per step, over all GPUs"),
+    ("reward_funcs", "orchestrator.env", "rewards belong to the environment"),
+    ("vllm_gpu_memory_utilization", "inference.gpu_memory_utilization", ""),
+    ("vllm_tensor_parallel_size", "inference.parallel.tp", ""),
+)
+
+_NOT_HERE: tuple[tuple[str, str], ...] = (
+    ("fp16", "float16 is not supported; bfloat16 is the default on a GPU"),
+    ("load_in_8bit", "models are trained in bfloat16 or float32"),
+    ("load_in_4bit", "models are trained in bfloat16 or float32"),
+    ("adam_epsilon", "AdamW's epsilon is PyTorch's default, 1e-8"),
+    ("logging_steps", "remove it: every step is logged"),
+    ("logging_dir", "remove it: logs are in <output_dir>/logs"),
+    ("fsdp", "remove it: FSDP2 is always used"),
+    ("fsdp_config", "remove it: FSDP2 is always used"),
+    ("deepspeed", "remove it: FSDP2 is always used"),
+    ("push_to_hub", "upload <output_dir>/weights/step_<n> with `hf upload`"),
+    ("hub_model_id", "upload <output_dir>/weights/step_<n> with `hf upload`"),
+    ("dataloader_num_workers", "remove it"),
+    ("remove_unused_columns", "remove it"),
+    ("disable_tqdm", "remove it"),
+    ("do_train", "remove it"),
+    ("debug", "remove it"),
+)
+"""Names that `sft` and `rl` need no key for, and why."""
+
+
+def _elsewhere(component: str, entry: tuple[str, str, str], prefix: str = "") -> Renamed:
+    old, key, note = entry
+    new = f"{prefix or component}.{key}"
+    return _rewritten(f"{component}.{old}", new, note=note) if note else _moved(f"{component}.{old}", new)
+
+
 OTHER_TRAINERS: tuple[Renamed, ...] = (
     *(
         _moved(f"{component}.optim.{old}", f"{component}.optim.{new}")
         for component in ("trainer", "sft")
         for old, new in (("learning_rate", "lr"), ("max_grad_norm", "max_norm"), ("grad_clip", "max_norm"))
     ),
+    *(_elsewhere(component, entry) for component in ("sft", "trainer") for entry in _OF_BOTH),
+    *(_elsewhere("rl", entry, prefix="trainer") for entry in _OF_BOTH),
+    *(_elsewhere(component, entry) for component in ("sft", "rl") for entry in _OF_EVERY_RUN),
+    *(_elsewhere("sft", entry) for entry in _OF_SFT),
+    *(_elsewhere("rl", entry) for entry in _OF_RL),
+    *(_removed(f"{component}.{old}", why) for component in ("sft", "rl") for old, why in _NOT_HERE),
+    _removed("sft.gradient_accumulation_steps", f"{_SPLIT}: see data.batch_size and data.micro_batch_size"),
+    _removed("rl.gradient_accumulation_steps", f"{_SPLIT}: see orchestrator.batch_size"),
+    _removed("rl.max_prompt_length", "prompts are not cut: seq_len bounds prompt and answer together"),
+    *(_removed(f"rl.{old}", "rl counts steps: set max_steps") for old in _EPOCHS),
+    *(_moved(f"sft.{old}", "sft.num_epochs") for old in _EPOCHS if old != "num_epochs"),
 )
+"""Names of TRL, axolotl and Transformers' Trainer, at the top of a config."""
 
 RENAMED: tuple[Renamed, ...] = (*OLDER, *NEWER, *OTHER_TRAINERS)
 """A key is looked up with its whole path first, then with the tables around it; of equal lengths the first entry is

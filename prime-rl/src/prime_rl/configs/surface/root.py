@@ -1,7 +1,8 @@
 """Parent of the root config classes."""
 
 import warnings
-from typing import Self
+from collections.abc import Mapping
+from typing import Any, Self
 
 from pydantic import model_validator
 
@@ -18,6 +19,14 @@ class RootConfig(BaseSettings):
         for text in ignored_keys(self):
             warnings.warn(text, ConfigWarning, stacklevel=2)
         return self
+
+    @classmethod
+    def fault_of_file(cls, name: str, data: Mapping[str, Any]) -> str | None:
+        """What to do with a file that is a config of another command; None if it is not."""
+        # Here, since it loads the configs of all commands.
+        from prime_rl.configs.surface.kinds import ROOTS, fault_of_file
+
+        return fault_of_file(cls.component, name, data) if cls.component in ROOTS else None
 
     @classmethod
     def advice_for_key(cls, key: str, as_flag: bool = False) -> str | None:

@@ -1,0 +1,64 @@
+"""Recognises which command a file is for, from its keys."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from prime_rl.configs.eval import OfflineEvalConfig
+from prime_rl.configs.inference import InferenceConfig
+from prime_rl.configs.orchestrator import OrchestratorConfig
+from prime_rl.configs.rl import RLConfig
+from prime_rl.configs.sft import SFTConfig
+from prime_rl.configs.surface.renamed import SECTIONS_OF_RL, find_renamed, split_component
+from prime_rl.configs.surface.root import RootConfig
+from prime_rl.configs.trainer import TrainerConfig
+from prime_rl.utils.pydantic_config.schema import has_key
+from prime_rl.utils.pydantic_config.suggest import MOST_PLACES
+
+ROOTS: Mapping[str, type[RootConfig]] = {
+    root.component: root
+    for root in (RLConfig, SFTConfig, OfflineEvalConfig, TrainerConfig, OrchestratorConfig, InferenceConfig)
+}
+
+
+def unknown_counts(keys: Iterable[str]) -> dict[str, int]:
+    """For each component, how many of these dotted keys neither this nor another version of it has."""
+    keys = list(keys)
+    return {kind: sum(not _is_known(kind, key) for key in keys) for kind in ROOTS}
+
+
+def fault_of_file(component: str, name: str, data: Mapping[str, Any]) -> str | None:
+    """What to do with the file `name` with content `data`, if it is a config of something else than `component`."""
+    keys = [key.replace("-", "_") for key in _leaves("", data)]
+    # A table named after the command has a hint of its own.
+    if component in data or all(has_key(ROOTS[component], [key.split(".")[0]]) for key in keys):
+        return None
+    counts = unknown_counts(keys)
+    fitting = [kind for kind, count in counts.items() if count == 0]
+    if not 0 < len(fitting) <= MOST_PLACES or component in fitting:
+        return None
+    sections = [kind for kind in fitting if component == "rl" and kind in SECTIONS_OF_RL]
+    commands = [kind for kind in fitting if kind not in sections]
+    ways = [f"pass it as `--{section} @ {name}`" for section in sections]
+    ways += [f"start {_either(commands)} with it"] if commands else []
+    return f"{name}: is a config of {_either(fitting)}, not of {component}: {_either(ways)}"
+
+
+def _either(words: list[str]) -> str:
+    return " or ".join(words)
+
+
+def _leaves(prefix: str, value: Any) -> Iterator[str]:
+    if isinstance(value, list) and value and all(isinstance(item, Mapping) for item in value):
+        for item in value:
+            yield from _leaves(prefix, item)
+    elif isinstance(value, Mapping) and value:
+        for key, item in value.items():
+            yield from _leaves(f"{prefix}.{key}" if prefix else key, item)
+    else:
+        yield prefix
+
+
+def _is_known(kind: str, key: str) -> bool:
+    return has_key(ROOTS[kind], key.split(".")) or find_renamed(*split_component(kind, key)) is not None
