@@ -1,7 +1,7 @@
 """Atomic writes of files and directories.
 
-Writers write to a temporary path next to the target, then rename it. A directory with an empty file `STABLE` is
-complete and flushed to disk.
+Writers write to a temporary path next to the target, then rename it. A directory with a file `STABLE` is complete and
+flushed to disk. The file lists sizes and hashes of the others, or is empty.
 """
 
 from __future__ import annotations
@@ -12,7 +12,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-STABLE = "STABLE"
+from prime_rl.utils.contents import STABLE, Contents, record_contents, write_marker
+
+__all__ = [
+    "STABLE",
+    "begin_directory",
+    "complete_directory",
+    "fsync_tree",
+    "replacing_directory",
+    "replacing_file",
+    "scratch_of",
+]
 
 
 def fsync_tree(directory: Path) -> None:
@@ -38,16 +48,17 @@ def replacing_file(target: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def replacing_directory(target: Path) -> Iterator[Path]:
+def replacing_directory(target: Path, hashed: bool = True) -> Iterator[Path]:
     """Yield a scratch directory that becomes `target`, flushed and marked `STABLE`, only if the block succeeds.
 
     An existing `target` is replaced. If the block fails, the scratch directory is deleted. After a crash, either the
-    old directory is intact, or there is no `target` but a `.partial` directory next to it.
+    old directory is intact, or there is no `target` but a `.partial` directory next to it. With `hashed=False` the
+    marker holds no hashes, for weights that are read once and soon deleted.
     """
     scratch = begin_directory(target)
     try:
         yield scratch
-        complete_directory(target)
+        complete_directory(target, record_contents(scratch) if hashed else {})
     except BaseException:
         shutil.rmtree(scratch, ignore_errors=True)
         raise
@@ -66,10 +77,10 @@ def begin_directory(target: Path) -> Path:
     return scratch
 
 
-def complete_directory(target: Path) -> None:
-    """Mark `scratch_of(target)` as `STABLE`, flush it to disk, and rename it to `target`."""
+def complete_directory(target: Path, contents: Contents) -> None:
+    """Mark `scratch_of(target)` as `STABLE` with these contents, flush it to disk, and rename it to `target`."""
     scratch = scratch_of(target)
-    (scratch / STABLE).touch()
+    write_marker(scratch, contents)
     fsync_tree(scratch)
     if target.exists():
         shutil.rmtree(target)

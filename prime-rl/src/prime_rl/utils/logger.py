@@ -106,6 +106,11 @@ def setup_logger(level: str, log_file: Path | None = None, json_logging: bool = 
     return logger
 
 
+def count_of(thing: str, count: int, ending: str = "s") -> str:
+    """`1 thread`, `2 threads`; `ending` makes the plural."""
+    return f"{count:,} {thing}{ending * (count != 1)}"
+
+
 def get_logger() -> logging.Logger:
     """Return the logger of `prime_rl`. `get_logger().log(SUCCESS, …)` writes a success line."""
     return logging.getLogger("prime_rl")

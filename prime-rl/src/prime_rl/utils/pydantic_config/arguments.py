@@ -8,8 +8,9 @@ from itertools import takewhile
 from typing import Any
 
 from prime_rl.utils.pydantic_config.errors import ConfigError
-from prime_rl.utils.pydantic_config.layers import KeyPath, Layer, merged, set_at
+from prime_rl.utils.pydantic_config.layers import Layer, NoSuchItem, merged, set_at
 from prime_rl.utils.pydantic_config.schema import (
+    KeyPath,
     KeySite,
     Section,
     find_key,
@@ -38,7 +39,7 @@ _BOOLEANS = ("true", "false", "yes", "no", "on", "off", "1", "0")
 class ParsedArguments:
     """The values of options, the arguments that are no options of the config, and the faults."""
 
-    values: dict[tuple[str, ...], Any] = field(default_factory=dict)
+    values: dict[KeyPath, Any] = field(default_factory=dict)
     origins: dict[KeyPath, str] = field(default_factory=dict)
     extras: list[str] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
@@ -52,10 +53,17 @@ class ParsedArguments:
         self.origins[site.path] = flag
 
     def layer(self) -> Layer:
-        """Return all values as one table. An option for one key wins over JSON for its section."""
+        """Return all values as one table. An option for one key wins over JSON for its section.
+
+        Raises:
+            ConfigError: an option sets an item beyond the end of a list that another option gives.
+        """
         data: dict[str, Any] = {}
-        for path in sorted(self.values, key=len):
-            set_at(data, path, self.values[path])
+        for path in sorted(self.values, key=lambda path: (len(path), [part for part in path if isinstance(part, int)])):
+            try:
+                set_at(data, path, self.values[path])
+            except NoSuchItem as error:
+                raise ConfigError([f"{self.origins[path]}: {error}"]) from None
         return Layer("command line", data, self.origins)
 
 

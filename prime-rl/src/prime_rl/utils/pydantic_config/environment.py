@@ -2,22 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from prime_rl.utils.pydantic_config.errors import ConfigError
-from prime_rl.utils.pydantic_config.layers import KeyPath, Layer, set_at
-from prime_rl.utils.pydantic_config.schema import Section, find_key
+from prime_rl.utils.pydantic_config.errors import ConfigError, ConfigWarning
+from prime_rl.utils.pydantic_config.layers import Layer, set_at
+from prime_rl.utils.pydantic_config.schema import KeyPath, Section, find_key
+from prime_rl.utils.pydantic_config.suggest import nearest_keys
 from prime_rl.utils.pydantic_config.values import BadText, parse_text
 
 PREFIXES = ("PRIME_", "PRIME_RL_")
 """The last prefix wins."""
+LAUNCH_VARIABLE = "PRIME_RL_LAUNCH"
+"""Set in the processes of a launch. The launcher has read the environment for all of them."""
+NOT_KEYS = frozenset(
+    {
+        LAUNCH_VARIABLE,
+        "PRIME_RL_METRICS_KEY",
+        "PRIME_RL_RUNTIME_DIR",
+        "PRIME_RL_STORE",
+        "PRIME_RL_TRANSPORT_KEY",
+        "PRIME_RL_UPDATE_COUNT",
+        "PRIME_RL_VLLM_PYTHON",
+    }
+)
+"""Variables with the prefix that are no keys of a config."""
 
 
 def environment_layer(root: Section, environ: Mapping[str, str]) -> Layer:
     """Return the keys of `root` that the environment sets.
 
-    A variable whose first word is not a key at the top of `root` is ignored: it may belong to another program.
+    A variable whose first word is not a key at the top of `root` is ignored, since it may belong to another program. If
+    it starts with `PRIME_RL_`, there is a `ConfigWarning`.
 
     Raises:
         ConfigError: the JSON of a section is malformed.
@@ -25,8 +42,11 @@ def environment_layer(root: Section, environ: Mapping[str, str]) -> Layer:
     data: dict[str, Any] = {}
     origins: dict[KeyPath, str] = {}
     faults = []
-    for variable, path in _variables(root, environ):
-        site = find_key(root, ".".join(path))
+    for text in _ignored(root, environ):
+        warnings.warn(text, ConfigWarning, stacklevel=2)
+    for variable, words in _variables(root, environ):
+        site = find_key(root, ".".join(words))
+        path: KeyPath = site.path if site else words
         try:
             value = parse_text(environ[variable], site.kinds) if site else environ[variable]
         except BadText as error:
@@ -44,9 +64,31 @@ def _variables(root: Section, environ: Mapping[str, str]) -> list[tuple[str, tup
     found = []
     for strength, prefix in enumerate(PREFIXES):
         for variable in environ:
-            if not variable.upper().startswith(prefix):
-                continue
-            path = tuple(variable[len(prefix) :].lower().split("__"))
-            if path[0] in root.model_fields and path[0] != "toml_files":
+            path = _path(variable, prefix)
+            if path is not None and _is_ours(root, path):
                 found.append((strength, len(path), variable, path))
     return [(variable, path) for _, _, variable, path in sorted(found)]
+
+
+def _ignored(root: Section, environ: Mapping[str, str]) -> Iterator[str]:
+    """One line for each variable that is meant for us and is no key of `root`."""
+    if LAUNCH_VARIABLE in environ:
+        return
+    for variable in sorted(environ):
+        path = _path(variable, PREFIXES[-1])
+        if path is None or _is_ours(root, path) or variable.upper() in NOT_KEYS:
+            continue
+        nearest = [PREFIXES[-1] + "__".join(key).upper() for key in nearest_keys(root, path)]
+        hint = f"; did you mean {' or '.join(nearest)}?" if nearest else ""
+        command = getattr(root, "component", "") or "this command"
+        yield f"{variable} is ignored: {command} has no key {'.'.join(path)}{hint}"
+
+
+def _path(variable: str, prefix: str) -> tuple[str, ...] | None:
+    if not variable.upper().startswith(prefix):
+        return None
+    return tuple(variable[len(prefix) :].lower().split("__"))
+
+
+def _is_ours(root: Section, path: tuple[str, ...]) -> bool:
+    return path[0] in root.model_fields and path[0] != "toml_files"

@@ -11,8 +11,9 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from prime_rl.utils.pydantic_config.layers import KeyPath, Layer
+from prime_rl.utils.pydantic_config.layers import Layer
 from prime_rl.utils.pydantic_config.schema import (
+    KeyPath,
     Section,
     alternatives,
     find_field,
@@ -172,6 +173,8 @@ def _nearest_literal(place: Place, detail: ErrorDetails) -> str:
 
 
 def _got(detail: ErrorDetails) -> str:
+    if "headers" in detail["loc"]:
+        return ""  # their values may be secret
     value = repr(detail["input"])
     return f" (got {value if len(value) <= 60 else value[:57] + '...'})"
 

@@ -7,8 +7,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from pydantic import BaseModel
+
 from prime_rl.utils.pydantic_config.errors import ConfigError, ConfigWarning
 from prime_rl.utils.pydantic_config.schema import (
+    KeyPath,
     Section,
     find_field,
     sections_below,
@@ -17,8 +20,21 @@ from prime_rl.utils.pydantic_config.schema import (
     union_fields,
 )
 
-KeyPath = tuple[str | int, ...]
 _ABSENT = object()
+
+
+class NoSuchItem(Exception):
+    """An index is beyond the end of its list."""
+
+    def __init__(self, path: KeyPath, count: int) -> None:
+        super().__init__()
+        self.path = path
+        self.count = count
+
+    def __str__(self) -> str:
+        *table, index = map(str, self.path)
+        items = "1 item" if self.count == 1 else f"{self.count} items"
+        return f"{'.'.join(table)} has {items}, so the next index is {self.count} (got {index})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +54,10 @@ class Layer:
                 return self.origins[path[:length]]
         return self.name
 
+    def origin_below(self, path: KeyPath) -> str:
+        """Return where the first value at `path` or in it was written."""
+        return next((origin for key, origin in self.origins.items() if key[: len(path)] == path), self.origin(path))
+
     def holds(self, path: KeyPath) -> bool:
         return value_at(self.data, path, _ABSENT) is not _ABSENT
 
@@ -52,20 +72,55 @@ def value_at(data: Any, path: KeyPath, default: Any = None) -> Any:
     return data
 
 
-def set_at(data: dict[str, Any], path: Sequence[str], value: Any) -> None:
-    """Set a nested key. Missing tables are created, and a table is merged into an existing one."""
-    for key in path[:-1]:
+def set_at(data: dict[Any, Any], path: KeyPath, value: Any) -> None:
+    """Set a nested key. Missing tables are created, and a table is merged into an existing one.
+
+    Raises:
+        NoSuchItem: an index in `path` is beyond the end of its list.
+    """
+    for at, key in enumerate(path[:-1]):
         child = data.get(key)
+        if isinstance(child, list) and isinstance(path[at + 1], int):
+            data[key] = merged(child, _nested(path[at + 1 :], value), path[: at + 1])
+            return
         data[key] = child if isinstance(child, dict) else {}
         data = data[key]
     data[path[-1]] = merged(data.get(path[-1]), value)
 
 
-def merged(weak: Any, strong: Any) -> Any:
-    """Merge `strong` over `weak`: tables key by key at every depth. Anything else, also a list, is replaced."""
+def _nested(path: KeyPath, value: Any) -> Any:
+    for key in reversed(path):
+        value = {key: value}
+    return value
+
+
+def merged(weak: Any, strong: Any, path: KeyPath = ()) -> Any:
+    """Merge `strong` over `weak`: tables key by key at every depth. Anything else, also a list, is replaced.
+
+    A table with indices as its keys changes items of a list, and may append to it.
+
+    Raises:
+        NoSuchItem: an index is beyond the end of the list. `path` is where the values are.
+    """
+    if isinstance(weak, list) and has_indices(strong):
+        return _with_items(weak, strong, path)
     if not (isinstance(weak, dict) and isinstance(strong, dict)):
         return strong
-    return weak | {key: merged(weak.get(key), value) for key, value in strong.items()}
+    return weak | {key: merged(weak.get(key), value, (*path, key)) for key, value in strong.items()}
+
+
+def has_indices(value: Any) -> bool:
+    """Whether a value is a table of items of a list, by index."""
+    return isinstance(value, dict) and bool(value) and all(isinstance(key, int) for key in value)
+
+
+def _with_items(weak: list[Any], strong: Mapping[int, Any], path: KeyPath) -> list[Any]:
+    items = [item.model_dump(exclude_unset=True) if isinstance(item, BaseModel) else item for item in weak]
+    for index in sorted(strong):
+        if index > len(items):
+            raise NoSuchItem((*path, index), len(items))
+        items[index : index + 1] = [merged((items[index:] or [{}])[0], strong[index], (*path, index))]
+    return items
 
 
 def merge_layers(root: Section, layers: Iterable[Layer]) -> dict[str, Any]:
@@ -73,14 +128,46 @@ def merge_layers(root: Section, layers: Iterable[Layer]) -> dict[str, Any]:
 
     When a layer changes the `type` of a union, the keys that only the previous type has are dropped, with a
     `ConfigWarning`. Keys that both types have are kept.
+
+    Raises:
+        ConfigError: a layer sets an item beyond the end of a list.
     """
     result: dict[str, Any] = {}
     below: list[Layer] = []
     for layer in layers:
         change = _TypeChange(layer, below)
-        result = merged(change.without_old_keys((root,), result, layer.data, ()), layer.data)
+        weak = _with_default_lists((root,), change.without_old_keys((root,), result, layer.data, ()), layer.data)
+        try:
+            result = merged(weak, layer.data)
+        except NoSuchItem as error:
+            raise ConfigError([f"{layer.origin_below(error.path)}: {error}"]) from None
         below.append(layer)
     return result
+
+
+def _with_default_lists(owners: tuple[Section, ...], weak: Any, strong: Any) -> Any:
+    """Return `weak`, a table of one of `owners`, with the default of each list that `strong` changes items of."""
+    if not (isinstance(strong, dict) and owners) or isinstance(weak, list):
+        return weak
+    table = dict(weak) if isinstance(weak, dict) else {}
+    for name, value in strong.items():
+        found = next((match[1] for owner in owners if (match := find_field(owner, str(name)))), None)
+        if found is not None and has_indices(value) and not isinstance(table.get(name), list):
+            default = found.get_default(call_default_factory=True)
+            table[name] = [_as_table(item) for item in default] if isinstance(default, list) else []
+        elif isinstance(value, dict) and (name in table or _changes_items(value)):
+            table[name] = _with_default_lists(sections_below(owners, str(name)), table.get(name), value)
+    return table
+
+
+def _as_table(item: BaseModel) -> dict[str, Any]:
+    """The raw data of an item of a default list. Without defaults, so that its `type` can be changed."""
+    tag = tag_of(type(item))
+    return item.model_dump(exclude_defaults=True) | ({"type": tag} if isinstance(tag, str) else {})
+
+
+def _changes_items(value: Any) -> bool:
+    return has_indices(value) or (isinstance(value, dict) and any(_changes_items(item) for item in value.values()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +232,8 @@ def _with_underscores(owners: tuple[Section, ...], value: Any, path: tuple[str, 
         return [_with_underscores(owners, item, (*path, str(at)), faults) for at, item in enumerate(value)]
     if not isinstance(value, dict) or not owners:
         return value
+    if has_indices(value):
+        return {at: _with_underscores(owners, item, (*path, str(at)), faults) for at, item in value.items()}
     table: dict[str, Any] = {}
     for key, item in value.items():
         ours = key.replace("-", "_")

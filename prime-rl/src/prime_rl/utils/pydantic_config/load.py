@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
@@ -114,4 +114,10 @@ def _build(config_cls: type[ConfigT], paths: Sequence[Path], overrides: Layer) -
     try:
         return config_cls.model_validate(merge_layers(config_cls, layers))
     except ValidationError as error:
-        raise ConfigError(faults_of(config_cls, error, layers)) from None
+        raise ConfigError(_faults_of_files(config_cls, layers) or faults_of(config_cls, error, layers)) from None
+
+
+def _faults_of_files(config_cls: type[BaseSettings], layers: Sequence[Layer]) -> list[str]:
+    """One line for each file that is a config of another command."""
+    hook: Callable[[str, dict[str, Any]], str | None] = getattr(config_cls, "fault_of_file", lambda *_: None)
+    return [fault for layer in layers if Path(layer.name).is_file() and (fault := hook(layer.name, layer.data))]

@@ -12,6 +12,7 @@ from pydantic import AliasChoices, BaseModel
 from pydantic.fields import FieldInfo
 
 Section = type[BaseModel]
+KeyPath = tuple[str | int, ...]
 
 
 def alternatives(annotation: Any) -> tuple[Any, ...]:
@@ -89,7 +90,8 @@ def find_field(section: Section, key: str) -> tuple[str, FieldInfo] | None:
 class KeySite:
     """A key: its path in a file, and the types that it accepts."""
 
-    path: tuple[str, ...]
+    path: KeyPath
+    """Items of a list have their index, counted from 0."""
     kinds: tuple[Any, ...]
 
     @property
@@ -102,10 +104,18 @@ class KeySite:
 
 
 def find_key(root: Section, dotted: str) -> KeySite | None:
-    """Find a key by its dotted name, through optional sections and all variants of a union. None if there is none."""
-    path: list[str] = []
+    """Find a key by its dotted name, through optional sections, all variants of a union, and lists of sections.
+
+    `env.0.id` is the id of the first item of a list. None if there is no such key.
+    """
+    path: list[str | int] = []
     kinds: tuple[Any, ...] = (root,)
     for part in dotted.split("."):
+        items = list_items(kinds)
+        if items is not None and sections_among(items) and part.isdecimal():
+            path.append(int(part))
+            kinds = items
+            continue
         found = [match for section in sections_among(kinds) if (match := find_field(section, part))]
         if not found:
             return None

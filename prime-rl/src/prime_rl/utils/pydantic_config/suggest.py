@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from prime_rl.utils.pydantic_config.layers import KeyPath
-from prime_rl.utils.pydantic_config.schema import Section, find_field, has_key, sections_below, tag_of, walk_fields
+from prime_rl.utils.pydantic_config.schema import (
+    KeyPath,
+    Section,
+    find_field,
+    find_key,
+    has_key,
+    is_table,
+    list_items,
+    sections_among,
+    sections_below,
+    tag_of,
+    walk_fields,
+)
 
 MOST_PLACES = 2
 """Most sections to suggest. If more of them have the name, it does not say which one was meant."""
@@ -24,12 +35,44 @@ def advice_for_key(root: Section, dotted: str, as_flag: bool = False) -> str | N
     own_name = getattr(root, "component", "")
     if parts == [own_name]:
         return f"leave out `{own_name}`: this is the config of {own_name} itself"
+    if as_flag and _is_list_of_values(root, parts):
+        option = as_option(root, parts[:-1])
+        return f"the items of a list are given together: {option} a,b"
+    if as_flag and (advice := _advice_for_item_of_table(root, dotted)) is not None:
+        return advice
     inner = parts[1:] if parts[0] == own_name else []
-    nearest = [".".join(inner)] if inner and has_key(root, inner) else nearest_keys(root, tuple(inner or parts))
-    if not nearest:
-        return None
-    shown = [f"--{key.replace('_', '-')}" if as_flag else key for key in nearest]
-    return f"did you mean {' or '.join(shown)}?"
+    nearest = [tuple(inner)] if inner and has_key(root, inner) else nearest_keys(root, tuple(inner or parts))
+    shown = [as_option(root, key) if as_flag else ".".join(key) for key in nearest]
+    return f"did you mean {' or '.join(shown)}?" if shown else None
+
+
+def _advice_for_item_of_table(root: Section, dotted: str) -> str | None:
+    """How to set an item of a table whose keys the user chooses, if `dotted` leads into one."""
+    parts = dotted.split(".")
+    for length in range(1, len(parts)):
+        site = find_key(root, ".".join(parts[:length]))
+        if site is not None and is_table(site.kinds):
+            option, item = ".".join(parts[:length]), ".".join(parts[length:])
+            return f"the items of a table are given together: --{option} {item}=VALUE"
+    return None
+
+
+def as_option(root: Section, path: Sequence[str]) -> str:
+    """Write a key as an option. Where it leads into a list of sections without an index, it gets the first one's."""
+    parts: list[str] = []
+    for part in path:
+        site = find_key(root, ".".join(parts)) if parts else None
+        if site is not None and sections_among(list_items(site.kinds) or ()) and not _is_index(part):
+            parts.append("0")
+        parts.append(part)
+    return f"--{'.'.join(parts).replace('_', '-')}"
+
+
+def _is_list_of_values(root: Section, parts: Sequence[str]) -> bool:
+    """Whether `parts` is an item of a list that holds no sections."""
+    site = find_key(root, ".".join(parts[:-1])) if len(parts) > 1 and _is_index(parts[-1]) else None
+    items = list_items(site.kinds) if site is not None else None
+    return items is not None and not sections_among(items)
 
 
 def advice_for_renamed(root: Section, parts: KeyPath, as_flag: bool = False) -> str | None:
@@ -38,7 +81,7 @@ def advice_for_renamed(root: Section, parts: KeyPath, as_flag: bool = False) -> 
     return hook(".".join(str(part) for part in parts if not _is_index(part)), as_flag)
 
 
-def nearest_keys(root: Section, path: KeyPath) -> list[str]:
+def nearest_keys(root: Section, path: KeyPath) -> list[tuple[str, ...]]:
     """Return the keys that may be meant: one with a similar name in the section, or the same name in others."""
     parents, owners = _existing(root, path)
     wrong, rest = str(path[len(parents)]), tuple(str(part) for part in path[len(parents) + 1 :])
@@ -47,9 +90,11 @@ def nearest_keys(root: Section, path: KeyPath) -> list[str]:
         if is_misspelling(wrong, name) and has_key(
             root, [part for part in (*parents, name, *rest) if not _is_index(part)]
         ):
-            return [".".join((*parents, name, *rest))]
-    tail = (wrong, *rest)
-    elsewhere = dict.fromkeys(".".join(key) for key, _, _ in walk_fields(root) if key[-len(tail) :] == tail)
+            return [(*parents, name, *rest)]
+    tail = tuple(part for part in (wrong, *rest) if not _is_index(part))
+    elsewhere = dict.fromkeys(
+        key for key, _, _ in walk_fields(root) if key[-len(tail) :] == tail and key != ("toml_files",)
+    )
     return list(elsewhere) if len(elsewhere) <= MOST_PLACES else []
 
 

@@ -1,0 +1,67 @@
+"""Parts of a Transformers model that change with a sequence's length: rotary frequencies and attention windows.
+
+Trainer and inference engine both prepare their models here. Nothing heavy is imported: models are passed in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+_FIXED = "fixed_length"
+"""A rotary type that Transformers does not know, so its forward pass leaves the frequencies as they are."""
+
+_TIGHT = {"sliding_window": 4, "window_size": 4, "attention_chunk_size": 4, "attn_logit_softcapping": 1.0}
+"""Limits on attention that a probe of a few tokens reaches."""
+
+
+def fix_rotary_lengths(model: Any, length: int) -> None:
+    """Fix length-dependent rotary frequencies (longrope, dynamic NTK) to those of a sequence of `length` tokens.
+
+    Transformers chooses them by the largest position of a forward pass. A token's log-probability would then depend on
+    its neighbours in a packed row or batch, and on whether it was computed before or after a sequence became long.
+    """
+    for module in model.modules():
+        kinds: Any = getattr(module, "rope_type", None)
+        if isinstance(kinds, dict):
+            for layer_type in [name for name, kind in kinds.items() if _depends_on_length(kind)]:
+                _choose_frequencies(module, length, layer_type=layer_type)
+                kinds[layer_type] = _FIXED
+        elif _depends_on_length(kinds):
+            _choose_frequencies(module, length)
+            module.rope_type = _FIXED
+
+
+@contextmanager
+def tightened(model: Any) -> Iterator[None]:
+    """Shorten the windows of a model to 4 tokens and lower its caps on attention scores to 1 in the block.
+
+    A probe of a few tokens then shows whether they are respected.
+    """
+    owners = [model.config, *model.modules()]
+    found = [(vars(owner), name) for owner in owners for name in _TIGHT if _is_limit(vars(owner).get(name))]
+    original = [owner[name] for owner, name in found]
+    for owner, name in found:
+        owner[name] = _TIGHT[name]
+    try:
+        yield
+    finally:
+        for (owner, name), value in zip(found, original, strict=True):
+            owner[name] = value
+
+
+def _depends_on_length(kind: object) -> bool:
+    return isinstance(kind, str) and (kind == "longrope" or "dynamic" in kind)
+
+
+def _choose_frequencies(module: Any, length: int, **layer_type: str) -> None:
+    """Have Transformers choose the frequencies for the last token of a sequence of `length` tokens."""
+    frequencies = getattr(module, "_".join([*layer_type.values(), "inv_freq"]))
+    # On the meta device there are no values: they come from another process.
+    if not frequencies.is_meta:
+        module(frequencies, frequencies.new_full((1, 1), length - 1).long(), **layer_type)
+
+
+def _is_limit(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0

@@ -1,0 +1,56 @@
+"""Directories and files that only this user can read."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+
+RUNTIME_VARIABLE = "PRIME_RL_RUNTIME_DIR"
+_MODE = 0o700
+
+
+class NotPrivate(OSError):
+    """A directory that must be this user's alone is not. The message is one line for the user."""
+
+
+def runtime_directory(environ: Mapping[str, str] = os.environ) -> Path:
+    """This user's sockets and keys on this machine: `$PRIME_RL_RUNTIME_DIR`, or else `/tmp/prime-rl-UID`.
+
+    It does not depend on TMPDIR, because processes that were started separately must find each other there, nor on
+    XDG_RUNTIME_DIR, which is deleted when the user logs out while a run goes on.
+
+    Raises:
+        NotPrivate: another user owns it, or others can enter it.
+    """
+    return private_directory(Path(environ.get(RUNTIME_VARIABLE) or f"/tmp/prime-rl-{os.getuid()}"))
+
+
+def private_directory(directory: Path) -> Path:
+    """Make `directory` with mode 0700 if it is missing, and check that it belongs to this user alone.
+
+    Raises:
+        NotPrivate: it is a link, another user owns it, or others can enter it.
+    """
+    directory.mkdir(mode=_MODE, parents=True, exist_ok=True)
+    found = directory.lstat()
+    if not stat.S_ISDIR(found.st_mode):
+        raise NotPrivate(f"{directory} is not a directory: remove it")
+    if found.st_uid != os.getuid():
+        raise NotPrivate(
+            f"{directory} belongs to user {found.st_uid}: have it removed, or set {RUNTIME_VARIABLE} to another path"
+        )
+    if found.st_mode & 0o077:
+        raise NotPrivate(f"{directory} can be entered by other users: run `chmod 700 {directory}`")
+    return directory
+
+
+def write_private_file(path: Path, text: str) -> None:
+    """Write `text` to a file with mode 0600. An existing file is replaced; a link at its place is not followed."""
+    scratch = path.with_name(f"{path.name}.{os.getpid()}")
+    scratch.unlink(missing_ok=True)
+    descriptor = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "w") as file:
+        file.write(text)
+    scratch.replace(path)
