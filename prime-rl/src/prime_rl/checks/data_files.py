@@ -4,22 +4,37 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from difflib import get_close_matches
 from itertools import zip_longest
 from pathlib import Path
 
 from prime_rl.checks.start_dir import StartDir, StartFault, looks_like_path
-from prime_rl.configs.sft import SFTConfig, SFTDataConfig
+from prime_rl.configs.sft import RowFormatConfig, SFTConfig, SFTDataConfig, SourceConfig
 
-SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet", ".arrow")
+TEXT_KINDS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv")
+KINDS = (*TEXT_KINDS, ".parquet", ".arrow")
+COMPRESSIONS = (".gz", ".zst")
+_KNOWN = f"{', '.join(KINDS)}; the text files also with {' or '.join(COMPRESSIONS)}"
+
+
+def kind_of(path: Path) -> str | None:
+    """The kind of a data file, by its suffix: one of `KINDS`, or None. `rows.csv.gz` is a .csv."""
+    if path.suffix in COMPRESSIONS:
+        inner = Path(path.stem).suffix
+        return inner if inner in TEXT_KINDS else None
+    return path.suffix if path.suffix in KINDS else None
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One subset (None is the default one) and split of a dataset. Without files it is on the hub."""
+    """One source, or one subset (None is the default one) and split of a dataset. Without files it is on the hub."""
 
     name: str
     subset: str | None
     split: str
+    format: RowFormatConfig
+    key: str = "data.name"
+    """The config key that names it."""
     files: tuple[Path, ...] = ()
     is_saved: bool = False
     """Written by `datasets` with `save_to_disk`; `files` is then everything that it wrote."""
@@ -28,21 +43,27 @@ class Part:
         chosen = " ".join(
             f"{word} {value}" for word, value in (("subset", self.subset), ("split", self.split)) if value
         )
-        return f"data.name = {self.name} ({chosen})"
+        return f"{self.key} = {self.name} ({chosen})"
 
 
 def find_parts(config: SFTDataConfig, start: StartDir | None = None) -> list[Part]:
-    """Find the parts that `data.subsets` and `data.splits` choose, without reading any file.
+    """Find the parts that `data` names, without reading any file.
 
     Raises:
         StartFault: there is nothing at the path, or it has no such split.
     """
+    start = start or StartDir()
+    if config.sources is not None:
+        return [
+            _found(Part(source.name, source.subset, source.split, _format_of(source, config), key), start)
+            for source, key in ((each, f"data.sources[{at}].name") for at, each in enumerate(config.sources))
+        ]
     wanted: list[tuple[str | None, str]]
     if config.subsets is None:
         wanted = [(None, split) for split in config.splits or ["train"]]
     else:
         wanted = list(zip_longest(config.subsets, config.splits or [], fillvalue="train"))
-    return [_find_part(config.name, subset, split, start or StartDir()) for subset, split in wanted]
+    return [_found(Part(config.name, subset, split, config), start) for subset, split in wanted]
 
 
 def data_faults(config: SFTConfig, start: StartDir) -> Iterator[str]:
@@ -53,7 +74,11 @@ def data_faults(config: SFTConfig, start: StartDir) -> Iterator[str]:
             try:
                 _check_not_empty(find_parts(data, start))
             except StartFault as fault:
-                yield str(fault).replace("data.name", f"{key}.name", 1)
+                yield str(fault).replace("data.", f"{key}.", 1)
+
+
+def _format_of(source: SourceConfig, config: SFTDataConfig) -> RowFormatConfig:
+    return source if source.model_fields_set & {"columns", "roles"} else config
 
 
 def _check_not_empty(parts: list[Part]) -> None:
@@ -62,31 +87,38 @@ def _check_not_empty(parts: list[Part]) -> None:
             raise StartFault(f"{part} has no rows: {part.files[0]} is empty")
 
 
-def _find_part(name: str, subset: str | None, split: str, start: StartDir) -> Part:
-    given = Path(name).expanduser()
-    path = start.find(given)
+def _found(part: Part, start: StartDir) -> Part:
+    """The part with its files."""
+    given = Path(part.name).expanduser()
+    path, place = start.find(given), f"{part.key} = {part.name}"
     if path.is_file():
-        if subset is not None or split != "train":
-            raise StartFault(f"data.name = {name} is a file, which has no subset or split {subset or split}")
-        if path.suffix not in SUFFIXES:
-            raise StartFault(f"data.name = {name}: unknown file type; known are {', '.join(SUFFIXES)}")
-        return Part(name, subset, split, (path,))
+        if part.subset is not None or part.split != "train":
+            raise StartFault(f"{place} is a file, which has no subset or split {part.subset or part.split}")
+        if kind_of(path) is None:
+            raise StartFault(f"{place}: unknown file type; known are {_KNOWN}")
+        return _with_files(part, (path,))
     if path.is_dir():
         if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
             saved = sorted(file for file in path.rglob("*") if file.suffix in (".arrow", ".json"))
-            return Part(name, subset, split, tuple(saved), is_saved=True)
-        return Part(name, subset, split, _files_of_split(path, name, subset, split))
-    if (looks_like_path(name) or path.suffix in SUFFIXES) and start.lacks(given):
-        raise StartFault(f"data.name = {name}: no such file or directory")
-    return Part(name, subset, split)
+            return _with_files(part, tuple(saved), is_saved=True)
+        return _with_files(part, _files_of_split(path, part))
+    if (looks_like_path(part.name) or kind_of(path) is not None) and start.lacks(given):
+        near = get_close_matches(path.name, [each.name for each in path.parent.glob("*")], 1)
+        advice = f"; did you mean {str(given.parent / near[0])!r}?" if near else ""
+        raise StartFault(f"{place}: no such file or directory{advice}")
+    return part
 
 
-def _files_of_split(directory: Path, name: str, subset: str | None, split: str) -> tuple[Path, ...]:
-    root = directory / subset if subset else directory
-    files = sorted(path for path in [*root.glob("*"), *root.glob("data/*")] if path.suffix in SUFFIXES)
-    named = [path for path in files if path.stem == split or path.name.startswith((f"{split}-", f"{split}."))]
+def _with_files(part: Part, files: tuple[Path, ...], is_saved: bool = False) -> Part:
+    return Part(part.name, part.subset, part.split, part.format, part.key, files, is_saved)
+
+
+def _files_of_split(directory: Path, part: Part) -> tuple[Path, ...]:
+    root, split = directory / part.subset if part.subset else directory, part.split
+    files = sorted(path for path in [*root.glob("*"), *root.glob("data/*")] if kind_of(path) is not None)
+    named = [path for path in files if path.name.startswith((f"{split}-", f"{split}."))]
     chosen = named or (files if split == "train" else [])
     if not chosen:
         where = f"{root} (split {split})" if files else f"{root}"
-        raise StartFault(f"data.name = {name}: no {', '.join(SUFFIXES)} files in {where}")
+        raise StartFault(f"{part.key} = {part.name}: no data files in {where}; known types are {_KNOWN}")
     return tuple(chosen)

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from prime_rl.checks.chat_templates import template_faults
 from prime_rl.checks.start_dir import StartDir, StartFault, looks_like_path
 from prime_rl.configs.model import ModelConfig, TokenizerConfig
 
@@ -49,28 +50,7 @@ def tokenizer_faults(config: TokenizerConfig, model: ModelConfig, start: StartDi
             yield f"tokenizer.name = {name}: the folder holds no tokenizer"
     elif name != model.name and (fault := _no_folder(name, start)):
         yield f"tokenizer.name = {name}: {fault}"
-    if config.chat_template is not None:
-        try:
-            read_template(config.chat_template, start)
-        except StartFault as fault:
-            yield str(fault)
-
-
-def read_template(template: str, start: StartDir | None = None) -> str:
-    """The chat template that `tokenizer.chat_template` means: Jinja text, or the path of a file that holds it.
-
-    Raises:
-        StartFault: it is a path, and there is no such file.
-    """
-    # Jinja text without a single brace would print the same for every conversation.
-    if "{" in template:
-        return template
-    start = start or StartDir()
-    if start.find(template).is_file():
-        return start.find(template).read_text(encoding="utf-8")
-    if start.lacks(template) or start.find(template).is_dir():
-        raise StartFault(f"tokenizer.chat_template = {template!r}: no such file, and no Jinja template")
-    return ""
+    yield from template_faults("tokenizer.chat_template", config.chat_template, start)
 
 
 def read_config(folder: Path) -> Mapping[str, Any]:
@@ -100,6 +80,29 @@ def context_length(folder: Path) -> int | None:
     except StartFault:
         return None
     return longest if isinstance(longest, int) else None
+
+
+def rotary_choice(folder: Path, longest: int | None) -> str | None:
+    """Which of its rotary frequencies a model uses in a run with sequences of up to `longest` tokens, for comparison.
+
+    None stands for the model's context length. The result is None if the frequencies do not depend on lengths, or if
+    there is no such folder.
+    """
+    try:
+        config = read_config(folder)
+    except StartFault:
+        return None
+    rope = text_setting(config, "rope_parameters") or text_setting(config, "rope_scaling") or {}
+    kind = str(rope.get("rope_type") or rope.get("type") or "")
+    context = text_setting(config, "max_position_embeddings") or 0
+    length = longest or context
+    if kind in ("longrope", "su"):
+        original = rope.get("original_max_position_embeddings") or text_setting(
+            config, "original_max_position_embeddings"
+        )
+        short = original is None or length <= original
+        return f"{'short' if short else 'long'} factors ({kind}, up to {original} tokens)"
+    return f"the base for {max(length, context)} tokens ({kind})" if "dynamic" in kind else None
 
 
 def vocab_size(folder: Path) -> int:

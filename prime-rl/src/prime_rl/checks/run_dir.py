@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from prime_rl.checks.start_dir import StartDir
 from prime_rl.configs.trainer import CheckpointConfig, beyond_end
-from prime_rl.run.directory import missing_counterpart
+from prime_rl.run.directory import LATEST, latest_step, missing_counterpart
 from prime_rl.run.paths import OrchestratorPaths, RunPaths, stable_steps
-
-LATEST = -1
+from prime_rl.run.resuming import changes_since
+from prime_rl.utils.pydantic_config import BaseSettings
 
 
 def output_fault(output_dir: Path, start: StartDir) -> str | None:
@@ -41,3 +41,13 @@ def counterpart_faults(ckpt: CheckpointConfig | None, paths: RunPaths, run: Orch
     step = max(both or saved) if ckpt.resume_step == LATEST else ckpt.resume_step
     if step in saved and (fault := missing_counterpart(paths, run, step)):
         yield fault
+
+
+def changed_key_faults(
+    ckpt: CheckpointConfig | None, paths: RunPaths, configs: Mapping[str, BaseSettings]
+) -> Iterator[str]:
+    """Keys of `configs`, by component, with a value that the checkpoint to resume from rules out."""
+    if ckpt is None or ckpt.resume_step is None:
+        return
+    step = latest_step(paths) if ckpt.resume_step == LATEST else ckpt.resume_step
+    yield from changes_since(paths, step, configs).faults()

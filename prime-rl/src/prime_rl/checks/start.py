@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from prime_rl.checks.model_files import model_fault, tokenizer_faults, trained_model_fault, vocab_size
-from prime_rl.checks.run_dir import counterpart_faults, latest_step_faults, output_fault
+from prime_rl.checks.chat_templates import template_faults
+from prime_rl.checks.model_files import (
+    model_fault,
+    rotary_choice,
+    tokenizer_faults,
+    trained_model_fault,
+    vocab_size,
+)
+from prime_rl.checks.run_dir import changed_key_faults, counterpart_faults, latest_step_faults, output_fault
 from prime_rl.checks.start_dir import StartDir, StartFault, gpus_here
 from prime_rl.configs.surface.root import RootConfig
 from prime_rl.configs.trainer import NO_MEMORY_PROFILE
 from prime_rl.run.paths import RunPaths
+from prime_rl.run.resuming import compared_configs
 
 if TYPE_CHECKING:
     from prime_rl.configs.eval import OfflineEvalConfig
@@ -21,6 +30,7 @@ if TYPE_CHECKING:
     from prime_rl.configs.orchestrator import OrchestratorConfig
     from prime_rl.configs.rl import RLConfig
     from prime_rl.configs.sft import SFTConfig
+    from prime_rl.configs.shared import ClientConfig
     from prime_rl.configs.trainer import TrainerConfig
 
 
@@ -49,17 +59,18 @@ def _sft_faults(config: SFTConfig, start: StartDir) -> Iterator[str]:
     from prime_rl.checks.data_files import data_faults
 
     yield from _run_faults(config.output_dir, config, start)
+    yield from changed_key_faults(config.ckpt, RunPaths(start.find(config.output_dir)), compared_configs(config))
     yield from _trained_faults("model.name", config.model, start)
     yield from tokenizer_faults(config.tokenizer, config.model, start)
     yield from data_faults(config, start)
 
 
 def _rl_faults(config: RLConfig, start: StartDir) -> Iterator[str]:
-
     trainer, server = config.trainer, config.inference
     yield from _run_faults(config.output_dir, trainer, start)
     run = RunPaths(start.find(config.output_dir))
     yield from counterpart_faults(trainer.ckpt, run, run.orchestrator)
+    yield from changed_key_faults(trainer.ckpt, run, compared_configs(config))
     is_shared = server is not None and server.model.name == trainer.model.name
     key = "model.name" if is_shared else "trainer.model.name"
     yield from _trained_faults(key, trainer.model, start)
@@ -71,12 +82,26 @@ def _rl_faults(config: RLConfig, start: StartDir) -> Iterator[str]:
         key = "model.name" if is_shared else "inference.model.name"
         yield from _named_faults(key, server.model.name, start)
         yield from _server_faults(server, start)
+        yield from _rotary_faults(trainer, server, start)
+
+
+def _rotary_faults(trainer: TrainerConfig, server: InferenceConfig, start: StartDir) -> Iterator[str]:
+    """Trainer and engine fix length-dependent rotary frequencies by their own longest sequence."""
+    longest, served = trainer.model.seq_len, server.model.max_model_len
+    ours = rotary_choice(start.find(trainer.model.name), longest)
+    theirs = rotary_choice(start.find(server.model.name), served)
+    if ours != theirs:
+        yield (
+            f"trainer.model.seq_len = {longest} makes the trainer use {ours}, and inference.model.max_model_len = "
+            f"{served} makes the engine use {theirs}: set both to the length of the longest sample"
+        )
 
 
 def _orchestrator_faults(config: OrchestratorConfig, start: StartDir) -> Iterator[str]:
     from prime_rl.checks.packages import environment_faults
 
     yield from environment_faults("orchestrator.env", config.env, start)
+    yield from _header_faults("orchestrator.client", config.client, start)
     yield from environment_faults("orchestrator.eval.env", config.eval.env if config.eval else (), start)
     advantage = config.advantage
     if advantage is not None and advantage.type == "custom":
@@ -101,9 +126,18 @@ def _eval_faults(config: OfflineEvalConfig, start: StartDir) -> Iterator[str]:
 
     yield from _output_faults(config.output_dir, start)
     yield from environment_faults("env", config.environments, start)
+    yield from _header_faults("client", config.client, start)
     if config.inference is not None:
         yield from _named_faults("model.name", config.inference.model.name, start)
+        yield from template_faults("inference.model.chat_template", config.inference.model.chat_template, start)
         yield from _server_faults(config.inference, start)
+
+
+def _header_faults(key: str, client: ClientConfig, start: StartDir) -> Iterator[str]:
+    """Variables with secret headers that are not set. A batch job may have others."""
+    for name, variable in client.headers_from_env.items():
+        if start.is_here and not os.environ.get(variable):
+            yield f"{key}.headers_from_env.{name}: the environment variable {variable} is not set: export it"
 
 
 def _server_faults(config: InferenceConfig, start: StartDir) -> Iterator[str]:
@@ -118,6 +152,7 @@ def _inference_faults(config: InferenceConfig, start: StartDir) -> Iterator[str]
     from prime_rl.checks.engines import engine_faults
 
     yield from _named_faults("model.name", config.model.name, start)
+    yield from template_faults("model.chat_template", config.model.chat_template, start)
     yield from engine_faults(config, start)
 
 

@@ -1,0 +1,190 @@
+"""Finds the models of a chat: trained weights, wherever a run keeps them, and the model that they were trained from."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from prime_rl.checks.model_files import model_fault
+from prime_rl.checks.start_dir import StartDir, StartFault
+from prime_rl.run.paths import RunPaths, stable_steps, step_of
+from prime_rl.utils.files import STABLE
+
+_ADAPTER = "adapter_config.json"
+
+
+@dataclass(frozen=True, slots=True)
+class ChatModel:
+    """A model that answers."""
+
+    title: str
+    """What the user sees above its answers."""
+    name: str
+    """The model to load: a folder, or a hub id."""
+    weights: str | None = None
+    """Folder with full weights that replace those of `name`."""
+    adapter: str | None = None
+    """Folder of a LoRA adapter of `name`."""
+    chat_template: str | None = None
+    """Replaces the model's own, as in a config."""
+    is_optional: bool = False
+    """The chat goes on without it if it cannot be loaded, as a hub id without a network."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPlan:
+    """Everything that the chat's process needs."""
+
+    models: tuple[ChatModel, ...]
+    """Every model answers every message, in this order."""
+    sampling: dict[str, Any]
+    """Arguments of `inference.protocol.ChatBody`."""
+    prompts: tuple[str, ...] = ()
+    """Messages to answer, one after the other. Empty reads them from stdin."""
+    system: str | None = None
+    device: str = "auto"
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> ChatPlan:
+        values = json.loads(text)
+        models = tuple(ChatModel(**each) for each in values.pop("models"))
+        return cls(models=models, **{**values, "prompts": tuple(values["prompts"])})
+
+
+@dataclass(frozen=True, slots=True)
+class FoundModels:
+    """What the words of a command line stand for."""
+
+    tuned: ChatModel
+    base: ChatModel | None = None
+    no_base: str = ""
+    """Why there is no base model to compare with."""
+
+
+def find_chat_models(weights: str, base: str | None = None) -> FoundModels:
+    """Find the model in `weights` and its base.
+
+    `weights` is a model's folder, a hub id, an adapter, a run's directory, its `weights`, or one `step_<n>` of its
+    weights, checkpoints or broadcasts. Unless `base` names it, the base is the model that the run or the adapter was
+    trained from.
+
+    Raises:
+        StartFault: there is no model, or `base` is none.
+    """
+    path = Path(weights)
+    if not path.exists():
+        if fault := model_fault(weights, StartDir()):
+            raise StartFault(f"{weights}: {fault}")
+        return _with_base(ChatModel(weights, weights), None, base)
+    if not path.is_dir():
+        raise StartFault(f"{weights}: a file; name the folder of a model, an adapter or a run")
+    return _in_folder(_newest(path), base)
+
+
+def _newest(folder: Path) -> Path:
+    """The model's folder of the newest complete step, if `folder` is a run or holds steps."""
+    if (folder / "config.json").is_file() or (folder / _ADAPTER).is_file() or step_of(folder) is not None:
+        return folder
+    run = RunPaths(folder)
+    for parent in (run.weights, run.orchestrator.broadcasts, folder):
+        if steps := stable_steps(parent):
+            return parent / f"step_{steps[-1]}"
+    if run.configs.is_dir():
+        raise StartFault(f"{folder}: this run has no weights yet; they are written to {run.weights}")
+    return folder
+
+
+def _in_folder(folder: Path, base: str | None) -> FoundModels:
+    run = next((RunPaths(each) for each in folder.absolute().parents if (each / "configs").is_dir()), None)
+    folder = _exported(folder, run)
+    origin = base or (None if run is None else _model_of(run))
+    if (folder / _ADAPTER).is_file():
+        origin = origin or _adapted_model(folder)
+        if origin is None:
+            raise StartFault(f"{folder}: an adapter; name the model that it adapts with --base")
+        if fault := model_fault(origin, StartDir()):
+            raise StartFault(f"{folder} adapts {origin}: {fault}; name that model with --base")
+        return FoundModels(ChatModel(str(folder), origin, adapter=str(folder)), ChatModel(origin, origin))
+    if not (folder / "config.json").is_file() and (folder / "model.safetensors").is_file() and origin is not None:
+        # A broadcast holds tensors only.
+        return _with_base(ChatModel(str(folder), origin, weights=str(folder)), origin, base)
+    if fault := model_fault(str(folder), StartDir()):
+        raise StartFault(f"{folder}: {fault}{_models_inside(folder)}")
+    return _with_base(ChatModel(str(folder), str(folder)), origin, base)
+
+
+def _exported(folder: Path, run: RunPaths | None) -> Path:
+    """The folder with the model of a step, for a folder that holds the trainer's state at that step."""
+    state = folder.parent if folder.name == "trainer" else folder
+    step = step_of(state)
+    if run is None or step is None or state.parent.absolute() != run.checkpoints:
+        return folder
+    places = (run.weight(step), run.orchestrator.broadcast(step))
+    if found := next((place for place in places if (place / STABLE).is_file()), None):
+        return found
+    there = ", ".join(map(str, stable_steps(run.weights))) or "none"
+    raise StartFault(
+        f"{folder}: the trainer's state, to resume from; the model of step {step} was not exported to {run.weights}; "
+        f"exported steps: {there}"
+    )
+
+
+def _with_base(tuned: ChatModel, origin: str | None, asked: str | None) -> FoundModels:
+    name = asked or origin
+    if name is None:
+        return FoundModels(tuned, no_base="name one with --base")
+    if name == tuned.name and tuned.weights is None:
+        return FoundModels(tuned, no_base="it is the same model")
+    if fault := model_fault(name, StartDir()):
+        if asked:
+            raise StartFault(f"--base {name}: {fault}")
+        return FoundModels(tuned, no_base=f"{name}: {fault}")
+    template = _template_for(name, tuned)
+    return FoundModels(tuned, ChatModel(name, name, chat_template=template, is_optional=asked is None))
+
+
+def _template_for(base: str, tuned: ChatModel) -> str | None:
+    """The tuned model's chat template, for a base that has none of its own."""
+    template = Path(tuned.name) / "chat_template.jinja"
+    return str(template) if template.is_file() and Path(base).is_dir() and not _has_template(Path(base)) else None
+
+
+def _has_template(folder: Path) -> bool:
+    if (folder / "chat_template.jinja").is_file() or (folder / "chat_template.json").is_file():
+        return True
+    return bool(_json(folder / "tokenizer_config.json").get("chat_template"))
+
+
+def _model_of(run: RunPaths) -> str | None:
+    """The model that a run started from."""
+    for component in ("trainer", "sft"):
+        file = run.config(component)
+        if file.is_file():
+            name = tomllib.loads(file.read_text(encoding="utf-8")).get("model", {}).get("name")
+            return name if isinstance(name, str) else None
+    return None
+
+
+def _adapted_model(adapter: Path) -> str | None:
+    name = _json(adapter / _ADAPTER).get("base_model_name_or_path")
+    return name if isinstance(name, str) and name else None
+
+
+def _models_inside(folder: Path) -> str:
+    """Suggest a model in a subfolder, for a folder that is not a model."""
+    inside = sorted({*folder.glob("*/config.json"), *folder.glob(f"*/{_ADAPTER}"), *folder.glob("*/weights")})
+    return f"; did you mean {inside[0].parent}?" if inside else ""
+
+
+def _json(file: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}

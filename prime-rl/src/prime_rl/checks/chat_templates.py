@@ -1,0 +1,124 @@
+"""Chat templates that a config names: Jinja text, the path of a file that holds it, or `chatml`."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from difflib import get_close_matches
+from pathlib import Path
+
+from prime_rl.checks.start_dir import StartDir, StartFault
+
+CHATML = """\
+{%- macro text_of(message) %}
+{%- if message.content is string %}{{- message.content }}
+{%- else %}{%- for part in message.content or [] %}{{- part.text }}{%- endfor %}{%- endif %}
+{%- endmacro %}
+{%- set system = messages[0] if messages and messages[0].role == 'system' else none %}
+{%- if system or tools %}
+{{- '<|im_start|>system\\n' }}
+{%- if system %}{{- text_of(system) }}{%- endif %}
+{%- if tools %}
+{{- '\\n\\n' if system else '' }}
+{{- 'You can call these functions:\\n<tools>\\n' }}
+{%- for tool in tools %}{{- tool | tojson + '\\n' }}{%- endfor %}
+{{- '</tools>\\nWrite each call as a JSON object with its name and arguments, between <tool_call> and </tool_call>.' }}
+{%- endif %}
+{{- '<|im_end|>\\n' }}
+{%- endif %}
+{%- for message in messages %}
+{%- if message.role != 'system' or not loop.first %}
+{{- '<|im_start|>' + message.role + '\\n' }}
+{%- if message.reasoning_content %}{{- '<think>\\n' + message.reasoning_content + '\\n</think>\\n\\n' }}{%- endif %}
+{{- text_of(message) }}
+{%- for call in message.tool_calls or [] %}
+{{- '\\n' if message.content or not loop.first else '' }}
+{{- '<tool_call>\\n{"name": ' + call.function.name | tojson + ', "arguments": ' }}
+{{- call.function.arguments if call.function.arguments is string else call.function.arguments | tojson }}
+{{- '}\\n</tool_call>' }}
+{%- endfor %}
+{{- '<|im_end|>\\n' }}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
+"""
+
+NAMED = {"chatml": CHATML}
+"""Templates that can be chosen by name. `chatml` renders tools and their calls as the `hermes` parser reads them."""
+
+_JINJA = ("{{", "{%")
+_GENERATION = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")
+_SHOWN_CHARACTERS = 80
+
+
+def template_faults(key: str, template: str | None, start: StartDir) -> Iterator[str]:
+    """Why the template of a config cannot be read, if it cannot."""
+    try:
+        if template is not None:
+            read_template(key, template, start)
+    except StartFault as fault:
+        yield str(fault)
+
+
+def read_template(key: str, template: str, start: StartDir | None = None) -> str:
+    """The text of a chat template. Empty for a path that only the machine of a batch job can see.
+
+    A value with `{{` or `{%` is the template itself. Any other value is a name in `NAMED` or a path: as the template
+    it would print the same text for every conversation.
+
+    Raises:
+        StartFault: there is no such file, or it holds no template. The message begins with `key`.
+    """
+    start = start or StartDir()
+    if _is_jinja(template):
+        return _checked(key, template)
+    path = start.find(template)
+    # For text that is too long for a path, `Path` raises and `os.path` says False.
+    if os.path.isfile(path):  # noqa: PTH113
+        return _read_file(f"{key} = {template!r}", path)
+    if template in NAMED:
+        return NAMED[template]
+    if start.is_here or os.path.isdir(path.parent):  # noqa: PTH112
+        near = _nearest(template, path)
+        shown = template if len(template) <= _SHOWN_CHARACTERS else f"{template[:_SHOWN_CHARACTERS]}…"
+        raise StartFault(
+            f"{key} = {shown!r}: no such file, and no Jinja text, which has {{{{ or {{%; "
+            + (f"did you mean {near!r}?" if near else f"known by name: {', '.join(NAMED)}")
+        )
+    return ""
+
+
+def _read_file(place: str, path: Path) -> str:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise StartFault(f"{place}: the file cannot be read: {error}") from error
+    if not _is_jinja(text):
+        raise StartFault(f"{place}: the file holds no Jinja text, which has {{{{ or {{%")
+    return _checked(place, text)
+
+
+def _checked(place: str, text: str) -> str:
+    from jinja2 import Environment, TemplateSyntaxError
+
+    try:
+        # Transformers adds the tag `generation`, which marks what the assistant writes.
+        Environment(extensions=["jinja2.ext.loopcontrols"], autoescape=False).parse(_GENERATION.sub("", text))
+    except TemplateSyntaxError as error:
+        raise StartFault(f"{place}: not valid Jinja, line {error.lineno}: {error.message}") from error
+    return text
+
+
+def _is_jinja(text: str) -> bool:
+    return any(mark in text for mark in _JINJA)
+
+
+def _nearest(template: str, path: Path) -> str | None:
+    """The file next to `path`, or the known name, that is spelled most like it."""
+    if "\n" in template or not os.path.isdir(path.parent):  # noqa: PTH112
+        return None
+    files = [each.name for each in path.parent.iterdir() if each.is_file()]
+    names = {name: str(Path(template).parent / name) for name in files} | {name: name for name in NAMED}
+    close = get_close_matches(path.name, names, 1)
+    return names[close[0]] if close else None

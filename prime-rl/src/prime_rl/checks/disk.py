@@ -1,0 +1,151 @@
+"""Forecasts what a run will write to disk, from the model's files and the config, without loading the model."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import lcm, prod
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from prime_rl.checks.start_dir import gpus_here
+from prime_rl.configs.trainer import CheckpointConfig, TrainerConfig
+from prime_rl.run.retention import DEFAULT_KEPT
+
+if TYPE_CHECKING:
+    from prime_rl.configs.sft import SFTConfig
+
+_BYTES = {"float32": 4, "bfloat16": 2}
+_STATES = {"adamw": 2, "muon": 2, "sgd": 1}
+"""Values that an optimizer keeps for each parameter, at most."""
+_HEADER_LIMIT = 2**28
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSize:
+    """Size of a model's files."""
+
+    parameters: int
+    bytes_each: int
+    """4 for float32, otherwise 2: other dtypes are exported as bfloat16."""
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """Directories of one kind that a run leaves on disk."""
+
+    what: str
+    count: int | None
+    """At the most at any time. None if that grows until the run is stopped."""
+    bytes_each: int
+
+    def __str__(self) -> str:
+        size = size_text(self.bytes_each)
+        if self.count is None:
+            return f"{size} for each {self.what}"
+        return f"{self.count} {self.what}{'s' if self.count > 1 else ''} of {size}"
+
+
+def size_text(size_bytes: int) -> str:
+    return f"{size_bytes / 1e9:.1f} GB" if size_bytes >= 1e9 else f"{max(1, round(size_bytes / 1e6))} MB"
+
+
+def disk_forecast(config: SFTConfig | TrainerConfig, output_dir: Path) -> Iterator[str]:
+    """What the run will write at the most, and what is free, in one line. Nothing if the model's size is unknown."""
+    size = model_size(config.model.name)
+    if size is None or config.bench is not None:
+        return
+    parts = [part for part in _parts(config, size) if part.count != 0 and part.bytes_each]
+    total = sum((part.count or 1) * part.bytes_each for part in parts)
+    free = shutil.disk_usage(_existing(output_dir)).free
+    listed = f"{', '.join(map(str, parts))}; {size_text(free)} are free"
+    if total > free:
+        yield (
+            f"warning: this run needs up to {size_text(total)} on disk ({listed}): set ckpt.keep_last, a larger "
+            "ckpt.interval or another output_dir"
+        )
+    elif any(part.count is None for part in parts):
+        yield f"disk: {listed}"
+    else:
+        yield f"disk: up to {size_text(total)} ({listed})"
+
+
+def model_size(name: str) -> ModelSize | None:
+    """The size of a local model or of one in the hub's cache, from its safetensors headers; None if there are none."""
+    folder = Path(name) if Path(name).is_dir() else _in_hub_cache(name)
+    files = sorted(folder.glob("*.safetensors")) if folder is not None else []
+    parameters = stored = 0
+    for file in files:
+        for tensor in _header(file).values():
+            if "shape" in tensor:
+                parameters += prod(tensor["shape"])
+                start, end = tensor["data_offsets"]
+                stored += end - start
+    return ModelSize(parameters, 4 if stored > 3 * parameters else 2) if parameters else None
+
+
+def _parts(config: SFTConfig | TrainerConfig, size: ModelSize) -> Iterator[Written]:
+    ckpt, optim = config.ckpt, config.optim
+    kept: int | None = 0
+    if ckpt is not None:
+        kept = _kept(ckpt, config.max_steps, DEFAULT_KEPT)
+        # Adapters and their states are small. One more checkpoint exists while it is written.
+        state = 0 if config.model.lora else _BYTES[config.model.optimization_dtype] * (1 + _STATES[optim.type])
+        yield Written("checkpoint", None if kept is None else kept + 1, size.parameters * state)
+    if ckpt is None or ckpt.weights is not None:
+        dtype = "auto" if ckpt is None or ckpt.weights is None else ckpt.weights.dtype
+        each = size.parameters * _BYTES.get(dtype, size.bytes_each)
+        yield Written("export", 1 if ckpt is None else _kept(ckpt, config.max_steps, None), each)
+    if isinstance(config, TrainerConfig) and config.weight_broadcast.type == "filesystem" and not config.model.lora:
+        each = size.parameters * _computed_bytes(config)
+        # The versions that servers may still read, one that is written, and those of checkpoints.
+        recent = config.max_async_level + 2
+        yield Written("broadcast", None if kept is None else recent + kept, each)
+
+
+def _kept(ckpt: CheckpointConfig, max_steps: int | None, default: int | None) -> int | None:
+    """Number of steps that stay on disk; None if it grows without end."""
+    has_rule = ckpt.keep_last is not None or ckpt.keep_interval is not None
+    last = ckpt.keep_last if has_rule else default
+    if ckpt.interval is None:
+        return 1
+    if max_steps is None:
+        return None if ckpt.keep_interval is not None or last is None else last
+    saves = -(-max_steps // ckpt.interval)
+    if last is None and ckpt.keep_interval is None:
+        return saves
+    multiples = 0 if ckpt.keep_interval is None else max_steps // lcm(ckpt.interval, ckpt.keep_interval)
+    return min(saves, (last or 0) + multiples)
+
+
+def _computed_bytes(config: TrainerConfig) -> int:
+    if config.model.compute_dtype != "auto":
+        return _BYTES[config.model.compute_dtype]
+    return 2 if config.device != "cpu" and gpus_here() else 4
+
+
+def _header(file: Path) -> dict[str, dict[str, list[int]]]:
+    """The table of a safetensors file; empty if it is damaged."""
+    try:
+        with file.open("rb") as stream:
+            length = int.from_bytes(stream.read(8), "little")
+            header = json.loads(stream.read(length)) if length < _HEADER_LIMIT else {}
+    except (OSError, ValueError):
+        return {}  # loading the model will say what is wrong with it
+    return header if isinstance(header, dict) else {}
+
+
+def _in_hub_cache(name: str) -> Path | None:
+    home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
+    cache = Path(os.environ.get("HF_HUB_CACHE") or home / "hub")
+    repository = cache / f"models--{name.replace('/', '--')}"
+    reference = repository / "refs" / "main"
+    return repository / "snapshots" / reference.read_text().strip() if reference.is_file() else None
+
+
+def _existing(path: Path) -> Path:
+    path = path.absolute()
+    return next(parent for parent in (path, *path.parents) if parent.exists())
