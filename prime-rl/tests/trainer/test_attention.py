@@ -14,15 +14,28 @@ from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
     GptOssConfig,
+    MistralConfig,
     Qwen3Config,
 )
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import flash_attention_mask
 
 from prime_rl.configs.trainer import ModelConfig
-from prime_rl.trainer.kernels.attention import FLEX, SDPA, VARLEN, choose_attention, varlen_arguments, varlen_attention
+from prime_rl.trainer.kernels.attention import (
+    EAGER,
+    FLEX,
+    SDPA,
+    VARLEN,
+    choose_attention,
+    varlen_arguments,
+    varlen_attention,
+)
+from prime_rl.trainer.kernels.attention_apart import SequenceLayout
 from prime_rl.trainer.model.build import setup_model
 from prime_rl.trainer.model.packed_rows import sequence_bounds
-from prime_rl.trainer.model.scoring import enable_scoring
+from prime_rl.trainer.model.scoring import enable_scoring, score_tokens
+from prime_rl.trainer.model.shared_prefixes import PrefixTree
+from prime_rl.trainer.model.start_check import check_scoring
 from prime_rl.trainer.process.errors import ModelError
 from prime_rl.trainer.process.parallel_dims import Mesh
 from prime_rl.utils.logger import setup_logger
@@ -148,9 +161,73 @@ def test_the_choice_is_logged_once(tiny_model_dir: Path, mesh: Mesh, capsys: pyt
     assert capsys.readouterr().out.count("Attention: sdpa (model.attn = flash_attention_2 needs a GPU)") == 1
 
 
-def test_a_model_that_mixes_packed_sequences_is_refused(tiny_model_dir: Path, mesh: Mesh) -> None:
+def test_a_model_that_mixes_the_sequences_of_a_row_gets_a_row_for_each(tiny_model_dir: Path, mesh: Mesh) -> None:
     model = setup_model(ModelConfig(name=str(tiny_model_dir), attn=SDPA), mesh)
     # Mix tokens outside attention, as a recurrent layer does.
     model.get_input_embeddings().register_forward_hook(lambda module, inputs, output: output + output.cumsum(1))
-    with pytest.raises(ModelError, match="influence each other"):
-        enable_scoring(model, mesh.process.device)
+    enable_scoring(model)
+    check_scoring(model, mesh.process.device, 64, [PrefixTree, SequenceLayout])
+    tokens = torch.arange(50)[None]
+
+    def logits_of_row(tokens: Tensor, *lengths: int) -> Tensor:
+        return score_tokens(model, tokens, positions(*lengths), lambda hidden, logits_of: logits_of(hidden))
+
+    with torch.no_grad():
+        packed = logits_of_row(tokens, *LENGTHS)
+        alone = [logits_of_row(sequence, sequence.shape[1]) for sequence in tokens.split(LENGTHS, dim=1)]
+    torch.testing.assert_close(packed, torch.cat(alone), atol=1e-5, rtol=0)
+
+
+def test_a_model_that_mixes_the_rows_of_a_batch_is_refused(tiny_model_dir: Path, mesh: Mesh) -> None:
+    model = setup_model(ModelConfig(name=str(tiny_model_dir), attn=SDPA), mesh)
+    model.get_input_embeddings().register_forward_hook(
+        lambda module, inputs, output: output + output.cumsum(1) + output.cumsum(0).cumsum(1)
+    )
+    enable_scoring(model)
+    with pytest.raises(ModelError, match="not supported"):
+        check_scoring(model, mesh.process.device, 64, [])
+
+
+FORGETS_WINDOWS = "sdpa_without_windows"
+AttentionInterface.register(
+    FORGETS_WINDOWS,
+    lambda module, query, key, value, mask, **options: sdpa_attention_forward(
+        module, query, key, value, None, scaling=options["scaling"]
+    ),
+)
+AttentionMaskInterface.register(FORGETS_WINDOWS, flash_attention_mask)
+SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "head_dim": 8}
+HEADS = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+
+
+@pytest.mark.parametrize(
+    ("config", "kernel"),
+    [
+        pytest.param(
+            Gemma2Config(**SIZES, **HEADS, query_pre_attn_scalar=1),
+            SDPA,
+            id="a cap of 50 that short sequences do not reach",
+        ),
+        pytest.param(MistralConfig(**SIZES, **HEADS, sliding_window=4096), FORGETS_WINDOWS, id="a window of 4096"),
+    ],
+)
+def test_a_kernel_that_ignores_a_limit_is_refused_before_any_sequence_reaches_it(
+    config, kernel: str, tmp_path: Path, mesh: Mesh
+) -> None:
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    model = setup_model(ModelConfig(name=str(tmp_path)), mesh)
+    with torch.no_grad():
+        for parameter in model.parameters():  # far from uniform attention
+            parameter *= 8
+    enable_scoring(model)
+    check_scoring(model, mesh.process.device, 64, [])
+    model.config._attn_implementation = kernel
+    with pytest.raises(ModelError, match=f"has other logits with {kernel} than with eager attention"):
+        check_scoring(model, mesh.process.device, 64, [])
+
+
+@pytest.mark.parametrize(
+    ("requested", "device", "kernel"), [(SDPA, CPU, EAGER), ("flash_attention_2", CPU, EAGER), (SDPA, GPU, FLEX)]
+)
+def test_capped_scores_never_run_on_sdpa(requested: str, device: torch.device, kernel: str) -> None:
+    assert choose_attention(requested, Gemma2Config(), device, torch.float32)[0] == kernel

@@ -18,6 +18,7 @@ from prime_rl.configs.trainer import (
     MuonConfig,
     SGDConfig,
     TokenizerConfig,
+    WeightCheckpointConfig,
 )
 from prime_rl.run.paths import RunPaths, stable_steps
 from prime_rl.trainer.checkpoints.files import random_state
@@ -25,7 +26,7 @@ from prime_rl.trainer.checkpoints.frozen import identity_of_frozen
 from prime_rl.trainer.checkpoints.manager import CheckpointManager
 from prime_rl.trainer.checkpoints.state import Progress, TrainedModel, TrainState
 from prime_rl.trainer.checkpoints.weights import gather_weights
-from prime_rl.trainer.model.build import setup_model, setup_tokenizer
+from prime_rl.trainer.model.build import export_dtype, setup_model, setup_tokenizer
 from prime_rl.trainer.model.scoring import score_tokens
 from prime_rl.trainer.optim.offload import offload_states
 from prime_rl.trainer.optim.optimizer import clip_gradients, setup_optimizer
@@ -33,6 +34,7 @@ from prime_rl.trainer.optim.scheduler import setup_scheduler
 from prime_rl.trainer.process.data_axis import DataAxis
 from prime_rl.trainer.process.errors import CheckpointError
 from prime_rl.trainer.process.parallel_dims import Mesh
+from prime_rl.utils.contents import write_marker
 
 
 def new_state(
@@ -200,6 +202,7 @@ def test_positions_in_the_data_are_those_of_data_ranks(
     for rank, data_rank in enumerate(saved_by):
         place = {"data_rank": data_rank, "data_size": max(saved_by) + 1, "data": {"position": 10 + data_rank}}
         torch.save({**own, **place, "world_size": len(saved_by)}, directory / f"rank_{rank}.pt")
+    write_marker(directory.parent, {})
     found = manager(tmp_path, replace(mesh, data_axis=axis)).load(state, 0)
     assert found == [{"position": position} for position in positions]
 
@@ -222,6 +225,46 @@ def test_the_oldest_checkpoints_are_deleted_except_multiples(tiny_model_dir: Pat
         state.progress.step = step
         checkpoints.save(state, {})
     assert stable_steps(RunPaths(tmp_path).checkpoints) == [4, 6, 7]
+
+
+def test_without_a_rule_two_checkpoints_and_all_exports_stay(tiny_model_dir: Path, tmp_path: Path, mesh: Mesh) -> None:
+    state = new_state(tiny_model_dir, mesh)
+    tokenizer = setup_tokenizer(TokenizerConfig(), ModelConfig(name=str(tiny_model_dir)))
+    checkpoints = manager(tmp_path, mesh)
+    for step in (1, 2, 3, 4):
+        state.progress.step = step
+        checkpoints.save(state, {})
+        checkpoints.export(state, tokenizer, torch.float32)
+    assert stable_steps(RunPaths(tmp_path).checkpoints) == [3, 4]
+    assert stable_steps(RunPaths(tmp_path).weights) == [1, 2, 3, 4]
+
+
+def test_an_interval_of_one_keeps_all(tiny_model_dir: Path, tmp_path: Path, mesh: Mesh) -> None:
+    state = new_state(tiny_model_dir, mesh)
+    checkpoints = manager(tmp_path, mesh, keep_interval=1)
+    for step in (1, 2, 3):
+        state.progress.step = step
+        checkpoints.save(state, {})
+    assert stable_steps(RunPaths(tmp_path).checkpoints) == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("stored", "asked", "exported"),
+    [
+        (torch.bfloat16, "auto", torch.bfloat16),
+        (torch.float32, "auto", torch.float32),
+        (torch.float16, "auto", torch.bfloat16),
+        (torch.bfloat16, "float32", torch.float32),
+        (torch.float32, "bfloat16", torch.bfloat16),
+    ],
+)
+def test_weights_are_exported_in_the_dtype_of_the_model_unless_another_is_asked_for(
+    tiny_model_dir: Path, tmp_path: Path, mesh: Mesh, stored: torch.dtype, asked, exported: torch.dtype
+) -> None:
+    model_dir = tmp_path / "model"
+    AutoModelForCausalLM.from_pretrained(tiny_model_dir).to(stored).save_pretrained(model_dir)
+    config = ModelConfig(name=str(model_dir))
+    assert export_dtype(config, WeightCheckpointConfig(dtype=asked), mesh.process.device) == exported
 
 
 def test_retention_ignores_an_abandoned_continuation(tiny_model_dir: Path, tmp_path: Path, mesh: Mesh) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
@@ -202,7 +204,8 @@ def test_an_export_is_merged_and_has_the_adapter_if_requested(tiny_model_dir: Pa
 def test_a_broadcast_has_only_the_adapter_in_peft_s_format(tiny_model_dir: Path, mesh: Mesh, tmp_path: Path) -> None:
     model = train(setup_model(config_of(tiny_model_dir), mesh))
     run = RunPaths(tmp_path).orchestrator
-    FileSystemBroadcast(FileSystemWeightBroadcastConfig(), run, mesh.process, 1, None).publish(model, 3, torch.float32)
+    broadcast = FileSystemBroadcast(FileSystemWeightBroadcastConfig(), RunPaths(tmp_path), mesh.process, 1)
+    broadcast.publish(model, 3, torch.float32)
     files = {path.name for path in run.broadcast(3).iterdir()}
     assert files == {"adapter_model.safetensors", "adapter_config.json", "STABLE"}
     config = json.loads((run.broadcast(3) / "adapter_config.json").read_text())
@@ -227,14 +230,21 @@ def test_frozen_weights_are_stored_in_the_compute_dtype_with_identical_results(
     assert losses[1] < losses[0] - 0.05
 
 
-def test_dropout_is_the_same_when_activations_are_recomputed(tiny_model_dir: Path, mesh: Mesh) -> None:
-    def trained(**fields: Any) -> dict[str, Tensor]:
-        model = setup_model(config_of(tiny_model_dir, {"dropout": 0.5}, **fields), mesh)
+@pytest.mark.parametrize(("of_adapters", "of_model"), [(0.5, 0.0), (0.0, 0.5)])
+def test_dropout_is_the_same_when_activations_are_recomputed(
+    tiny_model_dir: Path, tmp_path: Path, mesh: Mesh, of_adapters: float, of_model: float
+) -> None:
+    directory = shutil.copytree(tiny_model_dir, tmp_path / "model")
+    AutoConfig.from_pretrained(directory, attention_dropout=of_model).save_pretrained(directory)
+
+    def trained(*, has_dropout: bool = True, **fields: Any) -> dict[str, Tensor]:
+        model = setup_model(config_of(directory, {"dropout": of_adapters}, **fields), mesh, has_dropout=has_dropout)
         torch.manual_seed(0)
         return gather_adapter(train(model), torch.float32).state
 
-    kept, again = trained(), trained(ac=ActivationCheckpointConfig())
+    kept, again, without = trained(), trained(ac=ActivationCheckpointConfig()), trained(has_dropout=False)
     assert all(torch.equal(kept[name], again[name]) for name in kept)
+    assert not all(torch.equal(kept[name], without[name]) for name in kept)
 
 
 @pytest.mark.slow

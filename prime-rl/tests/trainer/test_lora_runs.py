@@ -23,6 +23,7 @@ from prime_rl.trainer.rl.run import train
 from prime_rl.trainer.sft.run import run
 from prime_rl.transport import setup_batch_sender
 from prime_rl.transport.messages import TrainingBatch, TrainingSample
+from prime_rl.utils.contents import write_marker
 
 
 @pytest.fixture
@@ -100,6 +101,14 @@ def test_a_checkpoint_is_refused_with_other_base_weights_or_another_scale(
             run_sft({**base, "model": {**base["model"], **model}}, out, ckpt={"resume_step": -1})
         return capsys.readouterr().out
 
+    assert "with model.lora.alpha 32.0 -> 16.0: the checkpoint does not fit another adapter" in fault(
+        lora={**base["model"]["lora"], "alpha": 16.0}
+    )
+    assert "with model.lora set -> unset: the checkpoint does not fit another adapter" in fault(lora=None)
+
+    # Checkpoints of older versions hold no configs and no hashes. Their weights are compared.
+    shutil.rmtree(RunPaths(out).saved_config(1, "sft").parent)
+    write_marker(RunPaths(out).checkpoint(1), {})
     assert "model.lora.alpha / rank = 4, and this config trains with model.lora.alpha / rank = 2" in fault(
         lora={**base["model"]["lora"], "alpha": 16.0}
     )

@@ -177,7 +177,14 @@ def test_replicas_must_divide_the_processes(tiny_model_dir: Path, mesh: Mesh) ->
 
 def test_throughput_counts_the_steps_after_the_first_of_its_window() -> None:
     throughput = Throughput()
-    assert [throughput.step(tokens, now_s) for tokens, now_s in ((100, 1.0), (10, 2.0), (30, 3.0))] == [0, 10, 20]
+    assert [throughput.step(tokens, now_s) for tokens, now_s in ((100, 1.0), (10, 2.0), (30, 3.0))] == [None, 10, 20]
+
+
+def test_the_time_of_a_validation_does_not_lower_the_throughput() -> None:
+    throughput = Throughput()
+    throughput.step(10, now_s=1.0)
+    throughput.leave_out(100.0)
+    assert throughput.step(10, now_s=103.0) == 5.0
 
 
 def test_flops_count_matrix_parameters_and_attention(tiny_model_dir: Path, mesh: Mesh) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from prime_rl.launch import reserved_ports
 from prime_rl.trainer.process.parallel_dims import Mesh
 from prime_rl.trainer.process.signals import listen_for_signals
 
@@ -49,3 +50,18 @@ def test_sigterm_has_its_default_action_again_after_a_run(mesh: Mesh) -> None:
     with listen_for_signals(mesh.process):
         pass
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_whose_peers_never_come_ends_in_one_line(rank: int, tiny_model_dir: Path, tmp_path: Path) -> None:
+    with reserved_ports(1) as (port,):
+        group = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+        command = [sys.executable, "-m", "prime_rl.trainer.rl.train", "--model.name", tiny_model_dir, "--device", "cpu"]
+        command += ["--output-dir", tmp_path / "out", "--dist-timeout-seconds", "2"]
+        environment = {**os.environ, **group, "MASTER_PORT": str(port)}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "Traceback" not in done.stdout
+    (fault,) = (line for line in done.stdout.splitlines() if "ERROR" in line)
+    assert f"the other ranks of the trainer at 127.0.0.1:{port} (2 in all, this is rank {rank}) since " in fault
+    assert "(limit: dist_timeout_seconds = 2 s)" in fault

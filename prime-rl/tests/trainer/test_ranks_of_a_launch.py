@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from prime_rl.launch import ProcessSpec, reserved_ports
+from prime_rl.launch import ProcessSpec
 from prime_rl.launch.programs import TrainerRanks, loopback_env
 from prime_rl.run.paths import RunPaths
 
@@ -21,8 +21,8 @@ LOOPBACK = "0100007F"
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 
-def planned_ranks(port: int, out: Path) -> tuple[ProcessSpec, ...]:
-    return TrainerRanks("unused", out / "unused.toml", 2, port).processes(
+def planned_ranks(out: Path) -> tuple[ProcessSpec, ...]:
+    return TrainerRanks("unused", out / "unused.toml", 2, out / "ranks" / "store").processes(
         RunPaths(out), sys.executable, loopback_env({}), ()
     )
 
@@ -31,15 +31,14 @@ def planned_ranks(port: int, out: Path) -> tuple[ProcessSpec, ...]:
 def ranks(tmp_path: Path) -> Iterator[list[subprocess.Popen[str]]]:
     """Two processes with the environment variables that a plan sets for ranks."""
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    with reserved_ports(1) as (port,):
-        started = [
-            subprocess.Popen([sys.executable, str(RANK)], env=os.environ | dict(spec.env), **pipes)
-            for spec in planned_ranks(port, tmp_path)
-        ]
-        yield started
-        for process in started:
-            process.kill()
-            process.communicate()
+    started = [
+        subprocess.Popen([sys.executable, str(RANK)], env=os.environ | dict(spec.env), **pipes)
+        for spec in planned_ranks(tmp_path)
+    ]
+    yield started
+    for process in started:
+        process.kill()
+        process.communicate()
 
 
 def test_ranks_listen_on_loopback_only(ranks: list[subprocess.Popen[str]]) -> None:

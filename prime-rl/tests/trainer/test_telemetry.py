@@ -32,6 +32,7 @@ from prime_rl.trainer.process.errors import TrainerError
 from prime_rl.trainer.process.parallel_dims import Mesh
 from prime_rl.trainer.rl.run import train as train_rl
 from prime_rl.trainer.sft.run import run as run_sft
+from prime_rl.utils.engine_keys import key_file
 from prime_rl.utils.logger import setup_logger
 
 
@@ -132,8 +133,9 @@ def test_memory_snapshots_are_written_for_every_step(sft: dict[str, Any], tmp_pa
 # --- metrics server and heartbeat
 
 
-def page(url: str) -> str:
-    with urllib.request.urlopen(url, timeout=5) as answer:
+def page(url: str, key: str = "") -> str:
+    request = urllib.request.Request(url, headers={"Authorization": f"Bearer {key}"} if key else {})
+    with urllib.request.urlopen(request, timeout=5) as answer:
         return answer.read().decode()
 
 
@@ -146,12 +148,13 @@ def test_prometheus_reads_the_last_step_and_the_health() -> None:
         server = MetricsServer(MetricsServerConfig(host="127.0.0.1", port=port))
     root = f"http://127.0.0.1:{port}"
     assert page(f"{root}/health") == "ok\n"
-    before = gauges(page(f"{root}/metrics"))
+    key = key_file(port, "metrics").read_text()
+    before = gauges(page(f"{root}/metrics", key))
     assert set(before.values()) == {"0.0"}
     assert {"trainer_step", "trainer_loss", "trainer_mfu_percent", "trainer_runs_max"} <= before.keys()
     server.log({"loss/mean": 0.5, "optim/lr": 1e-3, "kl_ent_ratio/mean": float("nan"), "time/step": 1.0}, step=3)
     server.log({"val/loss": 9.0}, step=4)
-    text = page(f"{root}/metrics")
+    text = page(f"{root}/metrics", key)
     values = gauges(text)
     assert before.keys() <= values.keys()
     assert values["trainer_step"] == "3.0"
@@ -161,8 +164,22 @@ def test_prometheus_reads_the_last_step_and_the_health() -> None:
     assert (values["trainer_runs_active"], values["trainer_mfu_percent"]) == ("1.0", "0.0")
     assert text.count("# TYPE trainer_loss gauge\n") == 1
     with pytest.raises(urllib.error.HTTPError, match="404"):
-        page(f"{root}/elsewhere")
+        page(f"{root}/elsewhere", key)
     server.close()
+    assert not key_file(port, "metrics").exists()
+
+
+def test_metrics_need_their_key_unless_they_are_public() -> None:
+    for public in (False, True):
+        with reserved_ports(1) as (port,):
+            server = MetricsServer(MetricsServerConfig(port=port, public=public))
+        url = f"http://127.0.0.1:{port}/metrics"
+        if public:
+            assert "trainer_step" in page(url)
+        for key in () if public else ("", "wrong"):
+            with pytest.raises(urllib.error.HTTPError, match="401"):
+                page(url, key)
+        server.close()
 
 
 def test_a_port_in_use_is_one_line(sft: dict[str, Any], mesh: Mesh, tmp_path: Path) -> None:

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import shutil
 from contextlib import nullcontext
 
 import pytest
 import torch
+from transformers import AutoConfig
 
-from prime_rl.configs.trainer import DefaultLossConfig, ModelConfig, ParityConfig
+from prime_rl.configs.trainer import DefaultLossConfig, LoRAConfig, ModelConfig, ParityConfig
 from prime_rl.trainer.model.build import setup_model
 from prime_rl.trainer.rl.loss import setup_loss
 from prime_rl.trainer.rl.packing import pack_batch
 from prime_rl.trainer.rl.parity import ParityGate, ParityMismatch
 from prime_rl.trainer.rl.rows import Row
-from prime_rl.trainer.rl.step import ForwardBackward
+from prime_rl.trainer.rl.step import ForwardBackward, StepSize
 from prime_rl.transport.messages import TrainingBatch, TrainingSample
 
 CPU = torch.device("cpu")
@@ -52,6 +54,22 @@ def row_of(scorer: ForwardBackward, *versions: int | None, temperature: float = 
 def test_an_engine_of_the_same_policy_passes(scorer, mesh, engine_log) -> None:
     ParityGate(ParityConfig(), mesh).check([row_of(scorer, 0, 0)], scorer, version=0)
     assert "differ by 0 on average over 40 tokens of version 0" in engine_log.text
+
+
+@pytest.mark.parametrize("kind", ["model", "adapters"])
+def test_training_scores_what_the_gate_scores_also_with_dropouts(kind, tiny_model_dir, tmp_path, mesh) -> None:
+    directory = shutil.copytree(tiny_model_dir, tmp_path / "model")
+    if kind == "model":
+        AutoConfig.from_pretrained(directory, attention_dropout=0.3).save_pretrained(directory)
+    config = ModelConfig(name=str(directory), lora=LoRAConfig(dropout=0.3) if kind == "adapters" else None)
+    model = setup_model(config, mesh)
+    with torch.no_grad():
+        for parameter in model.parameters():  # new adapters change nothing
+            parameter += 0.01
+    scorer = ForwardBackward(model, setup_loss(DefaultLossConfig()), 8192, mesh)
+    row = row_of(scorer, 0, 0)
+    values = scorer.run([row], StepSize.from_rows([row], mesh.data_axis)).gather(mesh.data_axis)
+    assert torch.equal(values["trainer_probs"], values["inference_probs"])
 
 
 def test_another_temperature_stops_the_run_and_names_the_causes(scorer, mesh) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -220,6 +221,23 @@ def test_a_batch_that_cannot_be_trained_on_ends_the_run(tmp_path, tiny_model_dir
         train(config_of(tmp_path, tiny_model_dir), RunPaths(tmp_path))
 
 
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_batch_that_never_comes_ends_the_run_and_keeps_its_state(tmp_path, tiny_model_dir, processes: int) -> None:
+    send(tmp_path, 0)
+    options = ("--max-steps", "2", "--ckpt.interval", "9", "--batch-timeout", "1")
+    result = trained(tmp_path, tiny_model_dir, *options, processes=processes)
+    assert result.returncode == 1, result.stdout
+    run = RunPaths(tmp_path).orchestrator
+    faults = [line for line in result.stdout.splitlines() if "ERROR" in line]
+    assert len(faults) == processes
+    for fault in faults:
+        assert "waited for the orchestrator's batch of step 1 since " in fault
+        assert "(limit: batch_timeout = 1 s)" in fault
+        assert f"start it with `orchestrator --output-dir {run.root}`" in fault
+    assert "Traceback" not in result.stdout
+    assert stable_steps(RunPaths(tmp_path).checkpoints) == [1]
+
+
 def test_another_runs_checkpoints_are_not_overwritten(tmp_path, tiny_model_dir) -> None:
     (tmp_path / "checkpoints" / "step_5").mkdir(parents=True)
     result = trained(tmp_path, tiny_model_dir, "--max-steps", "2")
@@ -227,3 +245,18 @@ def test_another_runs_checkpoints_are_not_overwritten(tmp_path, tiny_model_dir) 
     assert result.stderr.startswith("error: ")
     assert "holds the checkpoints of another run" in result.stderr
     assert not (tmp_path / "logs").exists()
+
+
+def test_a_resumed_run_uses_the_new_rate_and_schedule_from_its_first_step_on(tmp_path, tiny_model_dir) -> None:
+    send(tmp_path, 0, 1, 2, 3)
+    saving = ("--ckpt.interval", "1", "--no-ckpt.weights")
+    first = trained(tmp_path, tiny_model_dir, "--optim.lr", "2e-5", "--max-steps", "2", *saving)
+    changed = ("--optim.lr", "1e-5", "--scheduler.type", "cosine", "--scheduler.warmup-steps", "0", "--max-steps", "4")
+    second = trained(tmp_path, tiny_model_dir, *changed, *saving, "--ckpt.resume-step", "2")
+    assert (first.returncode, second.returncode) == (0, 0), first.stdout + second.stdout + second.stderr
+    assert "applied from step 2: optim.lr 2e-05 -> 1e-05, scheduler.type constant -> cosine" in second.stdout
+    records = [json.loads(line) for line in RunPaths(tmp_path).metrics.read_text().splitlines()]
+    rates = [record["optim/lr"] for record in records if "optim/lr" in record]
+    # Half of the cosine's 4 updates are done, then three quarters.
+    halfway, later = (1e-5 / 2 * (1 + math.cos(math.pi * x)) for x in (0.5, 0.75))
+    assert rates == pytest.approx([2e-5, 2e-5, halfway, later], rel=1e-9)

@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from prime_rl.configs.sft import LossMaskConfig
+from prime_rl.configs.sft import LossMaskConfig, SFTDataConfig
 from prime_rl.trainer.process.errors import DataError
 from prime_rl.trainer.sft.data.chat_spans import UnmaskableSample
 from prime_rl.trainer.sft.data.conversation import ConversationTokenizer
-from prime_rl.trainer.sft.data.messages import check_columns
+from prime_rl.trainer.sft.data.formats import check_columns
 
 SYSTEM = {"role": "system", "content": "be brief"}
 USER = {"role": "user", "content": "hi"}
@@ -131,14 +131,14 @@ def test_a_template_that_cuts_earlier_turns_short_is_told_apart(tokenizer: PreTr
     ("row", "said"),
     [
         ({"messages": [{"role": "wizard", "content": "x"}]}, "unknown role 'wizard'"),
-        ({"messages": ["hi"]}, "message 1: must be an object with a role"),
+        ({"messages": ["hi"]}, "message 1: found 'hi'; expected an object with `role` and `content`"),
         ({"messages": []}, "no messages"),
         ({"messages": [USER, {"role": "assistant"}]}, "message 2: the assistant message has no `content`"),
-        ({"messages": [{"role": "user", "content": 7}]}, "message 1: `content` must be text, got 7"),
+        ({"messages": [{"role": "user", "content": 7}]}, "message 1: `content` must be text, .*, got 7"),
         ({"messages": {"role": "user"}}, "`messages` must be a list"),
         ({"messages": [{**ASSISTANT, "tool_calls": "[1]"}]}, "message 1: `tool_calls` must be a list of objects"),
         ({"messages": [USER, ASSISTANT], "tools": {"name": "add"}}, "`tools` must be a list"),
-        ({"messages": None, "id": 3}, "the row has id"),
+        ({"messages": None, "id": 3}, "found id; expected `messages`"),
         ({"prompt": "2 + 2 =", "completion": None}, "`completion` is missing"),
         ({"prompt": [USER], "completion": "yo"}, "must both be message lists or both strings"),
         ({"messages": [USER, ASSISTANT], "tools": "[{]"}, "tools: not valid JSON"),
@@ -156,5 +156,5 @@ def test_a_tokenizer_without_a_template_is_refused(tokenizer: PreTrainedTokenize
 
 
 def test_a_dataset_without_conversations_is_named_with_its_columns() -> None:
-    with pytest.raises(DataError, match="the columns are question, label"):
-        check_columns("somewhere", {"question": "", "label": 1})
+    with pytest.raises(DataError, match=r"somewhere: found the columns question, label; expected `messages`, .*`text`"):
+        check_columns("somewhere", {"question": "", "label": 1}, SFTDataConfig())

@@ -40,7 +40,7 @@ def test_each_thing_that_changes_the_rows_is_named(file: Path, tokenizer: PreTra
     changed = SFTDataConfig(name=str(file), seq_len=64, loss_mask={"user": True})
     lines = before.differences(fingerprint_of(changed, tokenizer))
     assert [line.split(" (")[0] for line in lines] == [
-        "the contents of data.name changed",
+        "the contents of the data changed",
         "the tokenizer changed",
         "the chat template changed",
         "data.loss_mask.user was False and is True",

@@ -44,7 +44,8 @@ def test_a_run_that_stops_and_resumes_has_bit_identical_losses(
         "max_steps": 14,
     }
     assert run(SFTConfig(**base, output_dir=tmp_path / "straight")) == 0
-    assert run(SFTConfig(**base, output_dir=tmp_path / "halves", ckpt={"interval": 5, "weights": None})) == 0
+    ckpt = {"interval": 5, "keep_last": 3, "weights": None}
+    assert run(SFTConfig(**base, output_dir=tmp_path / "halves", ckpt=ckpt)) == 0
     RunPaths(tmp_path / "halves").metrics.unlink()
     assert run(SFTConfig(**base, output_dir=tmp_path / "halves", ckpt={"resume_step": 5, "weights": None})) == 0
     assert losses_of(tmp_path / "halves") == losses_of(tmp_path / "straight")[5:]

@@ -15,11 +15,13 @@ from transformers import AutoTokenizer
 from prime_rl.configs.sft import SFTConfig
 from prime_rl.trainer.process.data_axis import DataAxis
 from prime_rl.trainer.process.errors import DataError
+from prime_rl.trainer.process.parallel_dims import Mesh
 from prime_rl.trainer.process.world import Process
 from prime_rl.trainer.sft.data.conversation import ConversationTokenizer
 from prime_rl.trainer.sft.data.examination import check_first_rows
 from prime_rl.trainer.sft.data.packer import setup_rows
 from prime_rl.trainer.sft.preflight import preflight, rendered
+from prime_rl.trainer.sft.validation import Validation
 from prime_rl.utils.logger import setup_logger
 
 Report = Callable[..., str]
@@ -127,8 +129,8 @@ def test_data_that_would_stop_the_run_fails_the_preflight(report: Report, capsys
     [
         ("", "has no rows"),
         ('{"prompt": "a", "completion": "b"}\n{"prompt":\n', "rows.jsonl:2: not valid JSON"),
-        ('{"question": "a"}\n', "the columns are question"),
-        ('{"text": "a"}\n{"text": null}\n', "rows.jsonl:2: no `messages`"),
+        ('{"question": "a"}\n', "found the columns question; expected `messages`"),
+        ('{"text": "a"}\n{"text": null}\n', "rows.jsonl:2: found no field at all; expected"),
         ('{"messages": [{"role": "wizard", "content": "x"}]}\n', "rows.jsonl:1: message 1: unknown role 'wizard'"),
         ('["text"]\n', "rows.jsonl:1: not a JSON object"),
         ("\xff\n", "rows.jsonl:1: not UTF-8 text"),
@@ -189,3 +191,69 @@ def test_examining_the_first_rows_does_not_advance_the_data(
     assert looked_at.stream.counts.seen == 0
     for _ in range(10):
         assert next(looked_at).input_ids.tolist() == next(untouched).input_ids.tolist()
+
+
+# --- what the chat template leaves out
+
+CALLS = [
+    {"role": "user", "content": "2+3"},
+    {"role": "assistant", "tool_calls": [{"function": {"name": "add", "arguments": '{"a": 2}'}}]},
+    {"role": "tool", "content": "5", "tool_call_id": "1"},
+    {"role": "assistant", "content": "5"},
+]
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"properties": {"a": {"type": "integer"}}}}}]
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_tools_that_the_template_leaves_out_stop_preflight_and_run(
+    streaming: bool, report: Report, tmp_path: Path, tiny_model_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    setup_logger("warning")
+    rows = [CHAT, {"messages": CALLS, "tools": TOOLS}]
+    told = f"the chat template of {tiny_model_dir} leaves out tool_calls of assistant messages, tools: set"
+    with pytest.raises(SystemExit) as stopped:
+        report(rows, shuffle=False, streaming=streaming)
+    assert stopped.value.code == 1
+    assert told in capsys.readouterr().out
+    with pytest.raises(DataError, match=re.escape(told)):
+        check(rows, tmp_path, tiny_model_dir, streaming=streaming)
+
+
+def test_a_template_that_renders_tools_or_ignored_keys_pass(report: Report) -> None:
+    rows = [{"messages": CALLS, "tools": json.dumps(TOOLS)}]
+    shown = report(rows, tokenizer={"chat_template": "chatml"}, seq_len=1000)
+    assert '«<tool_call>\n{"name": "add", "arguments": {"a": 2}}\n</tool_call><|im_end|>»' in shown
+    assert "No problems found" in report(rows, ignored_keys=["tools", "tool_calls"], seq_len=1000)
+
+
+# --- validation data
+
+
+def with_validation(rows: list[dict], tmp_path: Path, tiny_model_dir: Path, **data: Any) -> SFTConfig:
+    for name, content in (("rows.jsonl", GOOD), ("val.jsonl", rows)):
+        (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in content))
+    config = config_of(tmp_path / "rows.jsonl", tiny_model_dir, **data)
+    val = {"data": {**config.data.model_dump(), "name": str(tmp_path / "val.jsonl")}}
+    return SFTConfig(model={"name": str(tiny_model_dir)}, data=config.data, val=val)
+
+
+def test_validation_data_is_inspected_too(tmp_path: Path, tiny_model_dir: Path) -> None:
+    out = io.StringIO()
+    config = with_validation([*GOOD[:3], MASKED], tmp_path, tiny_model_dir)
+    assert preflight(config, Console(file=out, width=120, soft_wrap=True)) == 0
+    _, _, text = out.getvalue().partition("Validation data: ")
+    assert figure(text, "rows per epoch") == "4"
+    assert "rows filled by best_fit" in text
+    assert "1 of 4 rows have no trained token" in text
+
+
+def test_validation_data_that_would_stop_the_run_fails_the_preflight(
+    tmp_path: Path, tiny_model_dir: Path, mesh: Mesh, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = with_validation([GOOD[0], MASKED, MASKED], tmp_path, tiny_model_dir)
+    assert preflight(config, Console(file=io.StringIO())) == 1
+    assert "val.jsonl: of 3 rows 2 cannot be trained on" in capsys.readouterr().err
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model_dir)
+    assert config.val is not None
+    with pytest.raises(DataError, match=r"validation: .*val\.jsonl: of .* rows .* cannot be trained on"):
+        Validation(config.val.data, tokenizer, mesh)

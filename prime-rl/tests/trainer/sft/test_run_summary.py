@@ -37,7 +37,7 @@ def test_rows_that_were_cut_or_left_out_are_counted_over_a_resume(tiny_model_dir
 
     end = capsys.readouterr().out.splitlines()[-3:]
     assert " 2 steps and " in end[0]
-    assert f"; loss {records[2]['loss/mean']:.4f} -> {last['loss/mean']:.4f} (first and last 1 step)" in end[0]
+    assert f"; loss {records[2]['loss/mean']:.4f} -> {last['loss/mean']:.4f} (first and last step)" in end[0]
     assert end[1].endswith(
         f"Rows read so far: {last['data/seen']}; {last['data/truncated']} cut to data.seq_len, "
         f"{last['data/untrainable']} skipped: no trained token"

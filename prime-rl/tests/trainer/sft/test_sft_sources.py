@@ -93,8 +93,8 @@ def test_a_line_that_is_not_json_is_named_with_its_file_and_line(tmp_path: Path)
 
 def test_a_line_may_hold_unicode_line_separators(tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
-    file.write_text(json.dumps({"a": "x\u2028y\x85z"}, ensure_ascii=False), encoding="utf-8")
-    assert rows_of(file) == [{"a": "x\u2028y\x85z"}]
+    file.write_text(json.dumps({"text": "x\u2028y\x85z"}, ensure_ascii=False), encoding="utf-8")
+    assert rows_of(file) == [{"text": "x\u2028y\x85z"}]
 
 
 @pytest.mark.parametrize("name", ["nowhere.jsonl", "./nowhere", "/no/where"])
@@ -108,9 +108,9 @@ def test_files_that_are_not_what_they_are_called_are_named(tmp_path: Path) -> No
         (tmp_path / name).write_text("plain text")
         with pytest.raises(DataError, match=name):
             rows_of(tmp_path / name)
-    (tmp_path / "rows.csv").touch()
+    (tmp_path / "rows.xlsx").touch()
     with pytest.raises(DataError, match="unknown file type"):
-        rows_of(tmp_path / "rows.csv")
+        rows_of(tmp_path / "rows.xlsx")
 
 
 def test_an_empty_file_is_refused(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,9 +14,13 @@ import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
 from prime_rl.configs.trainer import CheckpointConfig
+from prime_rl.run.directory import advice_for_damage
 from prime_rl.run.paths import RunPaths, stable_steps
+from prime_rl.run.retention import DEFAULT_KEPT
 from prime_rl.trainer.checkpoints.files import (
     BackgroundJobs,
+    files_of_rank,
+    gathered_contents,
     random_state,
     rank_file,
     set_random_state,
@@ -29,6 +33,7 @@ from prime_rl.trainer.checkpoints.weights import gather_export, write_export
 from prime_rl.trainer.process.data_axis import DataAxis
 from prime_rl.trainer.process.errors import CheckpointError
 from prime_rl.trainer.process.world import Process
+from prime_rl.utils.contents import find_damage, record_contents
 from prime_rl.utils.files import begin_directory, complete_directory, scratch_of
 from prime_rl.utils.logger import get_logger
 
@@ -39,13 +44,23 @@ if TYPE_CHECKING:
 class CheckpointManager:
     """Saves, finds, loads and deletes the checkpoints and weight exports of one run.
 
-    All methods are collective. A checkpoint is `OUT/checkpoints/step_<n>/trainer`; the step's directory appears whole
-    and marked `STABLE`, or not at all. With `ckpt.async_save` a save copies the state and returns, and a thread writes
-    the copy. The next save waits for that thread. Call `wait` before the run ends.
+    All methods are collective. A checkpoint is `OUT/checkpoints/step_<n>/trainer`, and next to it `configs` with
+    `run_configs`, TOML texts by component. The step's directory appears whole and marked `STABLE`, or not at all.
+
+    With `ckpt.async_save` a save copies the state and returns, and a thread writes the copy. The next save waits for
+    that thread. Call `wait` before the run ends.
     """
 
-    def __init__(self, config: CheckpointConfig, paths: RunPaths, process: Process, data_axis: DataAxis) -> None:
+    def __init__(
+        self,
+        config: CheckpointConfig,
+        paths: RunPaths,
+        process: Process,
+        data_axis: DataAxis,
+        run_configs: Mapping[str, str] | None = None,
+    ) -> None:
         self.config = config
+        self._run_configs = run_configs or {}
         self.paths = paths
         self.process = process
         self.data_axis = data_axis
@@ -53,8 +68,8 @@ class CheckpointManager:
         self._stager: BlockingAsyncStager | None = None
         # The thread's collectives must not mix with those of training.
         self._group = dist.new_group(backend="gloo") if config.async_save else None
-        self._saved = Retention(config, paths.checkpoints)
-        self._exported = Retention(config, paths.weights)
+        self._saved = Retention(config, paths.checkpoints, DEFAULT_KEPT)
+        self._exported = Retention(config, paths.weights, None)
         self._best = self._saved_best() if config.keep_best and config.resume_step is not None else None
         self._protect_best()
 
@@ -124,17 +139,15 @@ class CheckpointManager:
         Raises:
             CheckpointError: the checkpoint lacks a file, or holds other models than `state`.
         """
-        import torch.distributed.checkpoint as dcp
+        # Imports torch's checkpoint reader, which only a resumed run needs.
+        from prime_rl.trainer.checkpoints.reading import read_sharded
 
         directory = self.paths.trainer_checkpoint(step)
+        self._check_contents(step)
         own = self._load_own(directory)
         check_models(own, state, directory)
         saved: dict[str, Any] = {role: trained.tensors() for role, trained in state.trained.items()}
-        try:
-            dcp.load(saved["policy"] if own["is_policy_alone"] else saved, checkpoint_id=directory)
-        except dcp.api.CheckpointException as error:
-            reasons = [str(failure[0]).splitlines()[0] for failure in error.failures.values()]
-            raise CheckpointError(f"{directory} does not fit this model and optimizer: {reasons[0]}") from error
+        read_sharded(saved["policy"] if own["is_policy_alone"] else saved, directory)
         for role, trained in state.trained.items():
             schedule = None if self.config.skip_scheduler else own["schedulers"][role]
             trained.restore(saved[role], schedule)
@@ -153,7 +166,7 @@ class CheckpointManager:
 
         def note() -> None:
             self._protect_best()
-            with together(self.process, self._group):
+            with together(self.process, self._group, self.paths.root):
                 if self.process.is_main:
                     best.write(self.paths.best_checkpoint)
 
@@ -206,15 +219,19 @@ class CheckpointManager:
         scratch = scratch_of(target)
         directory = scratch / self.paths.trainer_checkpoint(step).name
         try:
-            with together(self.process, self._group):
+            with together(self.process, self._group, self.paths.root):
                 if self.process.is_main:
                     begin_directory(target)
-            with together(self.process, self._group):
+            with together(self.process, self._group, self.paths.root):
                 dcp.save(shared, checkpoint_id=directory, process_group=self._group)
                 write_object(own, rank_file(directory, self.process.rank))
-            with together(self.process, self._group):
                 if self.process.is_main:
-                    complete_directory(target)
+                    self._write_run_configs(step, scratch)
+                contents = record_contents(scratch, files_of_rank(scratch, directory, self.process.rank))
+            contents = gathered_contents(contents, self.process, self._group)
+            with together(self.process, self._group, self.paths.root):
+                if self.process.is_main:
+                    complete_directory(target, contents)
         except CheckpointError:
             if self.process.is_main:
                 shutil.rmtree(scratch, ignore_errors=True)
@@ -223,6 +240,19 @@ class CheckpointManager:
             self._saved.keep(step)
             if self._jobs is not None:
                 get_logger().info(f"Wrote {target} in the background in {time.perf_counter() - started_s:.1f}s")
+
+    def _write_run_configs(self, step: int, scratch: Path) -> None:
+        for component, text in self._run_configs.items():
+            file = scratch / self.paths.saved_config(step, component).relative_to(self.paths.checkpoint(step))
+            file.parent.mkdir(exist_ok=True)
+            file.write_text(text, encoding="utf-8")
+
+    def _check_contents(self, step: int) -> None:
+        """Compare the files of a checkpoint with the hashes in its marker. The processes divide the files."""
+        with together(self.process, self._group, self.paths.root):
+            share = slice(self.process.rank, None, self.process.world_size)
+            if fault := find_damage(self.paths.checkpoint(step), share):
+                raise CheckpointError(f"{fault}; {advice_for_damage(self.paths, step)}")
 
     def _load_own(self, directory: Path) -> dict[str, Any]:
         """What this process saved; if there are more processes now, some get what another one saved."""

@@ -34,11 +34,15 @@ class Best:
 class Retention:
     """Deletes `step_<n>` directories that neither `keep_last` nor `keep_interval` keeps.
 
+    Without either, it keeps the newest `default_kept`; None keeps all.
+
     If a run resumes from an earlier step, later ones belong to an abandoned continuation and are left alone.
     """
 
-    def __init__(self, config: CheckpointConfig, parent: Path) -> None:
-        self.config = config
+    def __init__(self, config: CheckpointConfig, parent: Path, default_kept: int | None) -> None:
+        has_rule = config.keep_last is not None or config.keep_interval is not None
+        self.keep_last = config.keep_last if has_rule else default_kept
+        self.keep_interval = config.keep_interval
         self.parent = parent
         self.protected_step: int | None = None
         """A step that is kept regardless of the rules."""
@@ -50,7 +54,7 @@ class Retention:
     def keep(self, step: int) -> None:
         """Add `step`, and delete the steps that the rules no longer keep."""
         self.steps.add(step)
-        kept = kept_steps(self.steps, self.config.keep_last, self.config.keep_interval)
+        kept = kept_steps(self.steps, self.keep_last, self.keep_interval)
         for old in sorted(self.steps - kept - {self.protected_step}):
             try:
                 shutil.rmtree(self.parent / f"step_{old}")

@@ -9,11 +9,12 @@ from typing import Any, Literal, cast
 
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedModel
 
 from prime_rl.trainer.checkpoints.files import load_object, rank_file
 from prime_rl.trainer.checkpoints.frozen import check_frozen, identity_of_frozen, without_frozen
+from prime_rl.trainer.optim.scheduler import continue_schedule
 from prime_rl.trainer.process.errors import CheckpointError
 
 Role = Literal["policy", "critic", "teacher"]
@@ -42,7 +43,7 @@ class TrainedModel:
 
     model: PreTrainedModel
     optimizer: Optimizer
-    scheduler: LRScheduler
+    scheduler: LambdaLR
 
     def tensors(self) -> dict[str, Any]:
         """The part of the state that all processes save together. Collective."""
@@ -53,15 +54,14 @@ class TrainedModel:
         return {"model": trained, "optimizer": optimizer_state}
 
     def restore(self, tensors: dict[str, Any], schedule: dict[str, Any] | None) -> None:
-        """Take over saved `tensors`, and the saved `schedule`. Collective.
+        """Take over saved `tensors`, and the position in the saved `schedule`. Collective.
 
-        Without a `schedule` the scheduler and the learning rates stay as they are.
+        What the config sets stays: the optimizer's settings, and the schedule itself with its base rate. Without a
+        `schedule` the scheduler starts from its beginning.
         """
         from torch.distributed.checkpoint.state_dict import StateDictOptions, set_state_dict
 
-        if schedule is not None:
-            self.scheduler.load_state_dict(schedule)
-        rates = [group["lr"] for group in self.optimizer.param_groups]
+        settings = [{key: group[key] for key in group if key != "params"} for group in self.optimizer.param_groups]
         set_state_dict(
             self.model,
             self.optimizer,
@@ -69,9 +69,10 @@ class TrainedModel:
             optim_state_dict=tensors["optimizer"],
             options=StateDictOptions(strict=False),  # loading has already refused a checkpoint that lacks a tensor
         )
-        if schedule is None:
-            for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
-                group["lr"] = rate
+        for group, own in zip(self.optimizer.param_groups, settings, strict=True):
+            group.update(own)
+        if schedule is not None:
+            continue_schedule(self.scheduler, schedule["last_epoch"])
 
 
 @dataclass(slots=True)

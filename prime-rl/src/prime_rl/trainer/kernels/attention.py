@@ -26,7 +26,7 @@ from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_availa
 from prime_rl.trainer.model.packed_rows import sequence_bounds
 from prime_rl.trainer.process.errors import ModelError
 
-SDPA, FLEX, VARLEN = "sdpa", "flex_attention", "varlen"
+SDPA, EAGER, FLEX, VARLEN = "sdpa", "eager", "flex_attention", "varlen"
 _MAX_VARLEN_HEAD = 256
 _FIRST_FLASH_GENERATION = 8
 """Lowest compute capability (Ampere) that PyTorch's flash kernels support."""
@@ -50,19 +50,24 @@ def choose_attention(
 ) -> tuple[str, str]:
     """Return Transformers' name of the kernel, and the reason if it is not the `requested` one (else "").
 
-    Falls back from the requested kernel to PyTorch's varlen kernel, then flex attention, then SDPA.
+    Falls back from the requested kernel to PyTorch's varlen kernel, then flex attention, then SDPA. SDPA has neither
+    soft caps nor sinks: models with those run Transformers' eager attention, or flex attention on a GPU.
     """
-    if requested == SDPA or device.type != "cuda":
-        return SDPA, "" if requested == SDPA else f"model.attn = {requested} needs a GPU"
+    instead = _without_sdpa(model_config)
+    if device.type != "cuda":
+        reason = "" if requested == SDPA else f"model.attn = {requested} needs a GPU"
+        return (EAGER, instead[1]) if instead else (SDPA, reason)
+    if requested == SDPA:
+        return instead or (SDPA, "")
     if has_kernel(requested):
         return requested, ""
-    reason = f"model.attn = {requested} is not installed"
-    return _best_pytorch_kernel(model_config, capability_of(device), compute), reason
+    kernel = _best_pytorch_kernel(model_config, capability_of(device), compute)
+    return instead if instead and kernel == SDPA else (kernel, f"model.attn = {requested} is not installed")
 
 
 def varlen_arguments(kernel: str, position_ids_1T: Tensor) -> dict[str, Any]:
     """Model arguments with the sequence bounds of a packed row; empty for kernels that take no bounds."""
-    if kernel in (SDPA, FLEX, "eager"):
+    if kernel in (SDPA, EAGER, FLEX):
         return {}
     bounds, longest = sequence_bounds(position_ids_1T)
     return {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": longest, "max_length_k": longest}
@@ -112,10 +117,28 @@ AttentionInterface.register(VARLEN, varlen_attention)
 AttentionMaskInterface.register(VARLEN, flash_attention_mask)
 
 
-def _best_pytorch_kernel(model_config: PretrainedConfig, capability: tuple[int, int], compute: torch.dtype) -> str:
+def _model_class(model_config: PretrainedConfig) -> type[PreTrainedModel] | None:
+    """The class of a config's language model; None if Transformers has none."""
     # Transformers annotates the values as pairs of classes, but only tokenizer mappings hold pairs.
     found: object = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(model_config), None)
-    model_class = cast("type[PreTrainedModel] | None", found)
+    return cast("type[PreTrainedModel] | None", found)
+
+
+def _without_sdpa(model_config: PretrainedConfig) -> tuple[str, str] | None:
+    """The kernel to use in place of SDPA on a GPU, and the reason; None for models that run SDPA."""
+    model_class = _model_class(model_config)
+    if getattr(model_config, "attn_logit_softcapping", None) is not None:
+        has_flex = model_class is not None and model_class._supports_flex_attn
+        return FLEX if has_flex else EAGER, "SDPA has no soft cap for attention scores"
+    if model_config.model_type == "doge":
+        return EAGER, "SDPA has no gradient for the mask of this model"
+    if model_class is None or (model_class._supports_sdpa and model_class._supports_attention_backend):
+        return None
+    return EAGER, "the model has its own attention code"
+
+
+def _best_pytorch_kernel(model_config: PretrainedConfig, capability: tuple[int, int], compute: torch.dtype) -> str:
+    model_class = _model_class(model_config)
     if model_class is None:
         return SDPA
     head = getattr(model_config, "head_dim", None) or model_config.hidden_size // model_config.num_attention_heads

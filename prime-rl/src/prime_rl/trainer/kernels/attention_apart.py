@@ -43,10 +43,9 @@ class SequenceLayout:
 
 
 def find_sequence_layout(position_ids_1T: Tensor, config: PretrainedConfig) -> SequenceLayout | None:
-    """The sequences of a row, or None if the model uses attention dropout or a window shorter than a sequence."""
+    """The sequences of a row, or None if the model has a window shorter than a sequence."""
     bounds, longest = sequence_bounds(position_ids_1T)
-    window = getattr(config, "sliding_window", None) or longest
-    if window < longest or getattr(config, "attention_dropout", 0.0):
+    if (getattr(config, "sliding_window", None) or longest) < longest:
         return None
     return SequenceLayout(bounds.diff().tolist())
 

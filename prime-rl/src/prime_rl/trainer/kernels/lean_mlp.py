@@ -79,7 +79,7 @@ def _is_plain(module: nn.Module) -> bool:
     linears = [getattr(module, name, None) for name in _PROJECTIONS]
     return (
         all(_is_plain_linear(linear) for linear in linears)
-        and isinstance(module.act_fn, nn.SiLU | SiLUActivation)
+        and isinstance(getattr(module, "act_fn", None), nn.SiLU | SiLUActivation)
         and _has_formula(type(module))
     )
 

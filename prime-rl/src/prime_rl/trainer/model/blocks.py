@@ -33,8 +33,11 @@ def decoder_blocks(model: PreTrainedModel) -> nn.ModuleList:
     raise ModelError(f"{type(model).__name__} has no list of decoder blocks: this architecture is not supported")
 
 
-def prepare_blocks(model: PreTrainedModel, config: ModelConfig, device: torch.device) -> None:
-    """Wrap each block's forward according to `compile`, `ac` and `ac_offloading`. Call before FSDP adds its hooks."""
+def prepare_blocks(model: PreTrainedModel, config: ModelConfig, device: torch.device, is_random: bool) -> None:
+    """Wrap each block's forward according to `compile`, `ac` and `ac_offloading`. Call before FSDP adds its hooks.
+
+    `is_random` says that blocks draw random numbers, for dropout: recomputing them then restores the random state.
+    """
     offload = None
     if config.ac_offloading is not None and device.type == "cuda":
         offload = ActivationOffload(config.ac_offloading, device)
@@ -45,9 +48,7 @@ def prepare_blocks(model: PreTrainedModel, config: ModelConfig, device: torch.de
         if config.compile is not None:
             forward = _compiled(forward, config.compile)
         if config.ac is not None and index % config.ac.freq == 0:
-            # Only the adapters' dropout uses random numbers in a forward pass.
-            has_dropout = config.lora is not None and config.lora.dropout > 0
-            forward = _checkpointed(forward, preserve_rng_state=has_dropout)
+            forward = _checkpointed(forward, preserve_rng_state=is_random)
         if offload is not None:
             forward = offloaded(forward, offload)
         # Replace `forward` instead of wrapping the module, which would change parameter names.

@@ -20,10 +20,11 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from prime_rl.checks.model_files import read_template
+from prime_rl.checks.chat_templates import read_template
 from prime_rl.checks.start_dir import StartFault, looks_like_path
-from prime_rl.configs.trainer import ModelConfig, TokenizerConfig
+from prime_rl.configs.trainer import ModelConfig, TokenizerConfig, WeightCheckpointConfig
 from prime_rl.trainer.kernels.attention import choose_attention
+from prime_rl.trainer.kernels.attention_apart import SequenceLayout
 from prime_rl.trainer.kernels.lean_embedding import use_lean_embedding
 from prime_rl.trainer.kernels.lean_linear import use_lean_linears
 from prime_rl.trainer.kernels.lean_mlp import use_lean_mlps
@@ -31,18 +32,25 @@ from prime_rl.trainer.kernels.lean_norm import use_lean_norms
 from prime_rl.trainer.lora.adapters import add_adapters, log_adapters
 from prime_rl.trainer.model.blocks import decoder_blocks, prepare_blocks
 from prime_rl.trainer.model.scoring import enable_scoring
+from prime_rl.trainer.model.shared_prefixes import PrefixTree
+from prime_rl.trainer.model.start_check import check_scoring
 from prime_rl.trainer.optim.kept_gradients import keep_gradients
 from prime_rl.trainer.process.errors import ModelError
 from prime_rl.trainer.process.parallel_dims import Mesh
 from prime_rl.trainer.process.world import Process
 from prime_rl.utils.logger import get_logger
+from prime_rl.utils.model_lengths import fix_rotary_lengths
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _RANDOM_INIT_SEED = 0
 
 
-def setup_model(config: ModelConfig, mesh: Mesh) -> PreTrainedModel:
+def setup_model(config: ModelConfig, mesh: Mesh, *, has_dropout: bool = False) -> PreTrainedModel:
     """Build, load and shard the model. Collective.
+
+    With `has_dropout`, the model is in training mode, with the dropouts of its config and of its adapters. Without, it
+    is in evaluation mode: its log-probabilities are a function of its weights and the tokens before, as RL's importance
+    ratios assume.
 
     Weights are stored and optimized in `optimization_dtype`, forward and backward run in the compute dtype, and
     gradients are reduced in `reduce_dtype`. The FSDP units are the decoder blocks and the root module, also with a
@@ -69,6 +77,9 @@ def setup_model(config: ModelConfig, mesh: Mesh) -> PreTrainedModel:
             model = adapt(AutoModelForCausalLM.from_config(model_config, **options))
     if config.lora is not None and process.is_main:
         log_adapters(model)
+    for built in (full, model):
+        if built is not None:
+            fix_rotary_lengths(built, config.seq_len)
     if config.freeze_moe_router:
         freeze_routers(model)
     if process.device.type == "cpu" and config.compile is None:
@@ -76,14 +87,38 @@ def setup_model(config: ModelConfig, mesh: Mesh) -> PreTrainedModel:
         use_lean_mlps(model)
         use_lean_embedding(model)
         use_lean_linears(model)
-    prepare_blocks(model, config, process.device)
+    is_random = has_dropout and bool(dropouts := dropouts_of(config, model_config))
+    if is_random and process.is_main:
+        get_logger().info(f"Dropout: {', '.join(f'{key} = {value:g}' for key, value in dropouts.items())}")
+    prepare_blocks(model, config, process.device, is_random)
     _shard(model, config, mesh)
     if process.world_size > 1:
         _scatter_weights(full, model, home, process)
-    model.train()
     keep_gradients(model, process)
-    enable_scoring(model, process.device, is_compiled=config.compile is not None)
+    enable_scoring(model)
+    # With compilation, every combination of sequence lengths would need its own graph.
+    is_separable = process.device.type == "cpu" and config.compile is None and not is_random
+    if has_dropout:
+        model.eval()
+    else:
+        leave_dropout_out(model)
+    check_scoring(model, process.device, config.seq_len, [PrefixTree, SequenceLayout] if is_separable else [PrefixTree])
+    if has_dropout:
+        model.train()
     return model
+
+
+def export_dtype(config: ModelConfig, weights: WeightCheckpointConfig | None, device: torch.device) -> torch.dtype:
+    """Dtype of exported weights: the configured one, or that of the model's own files.
+
+    A model whose config names none is exported in the compute dtype.
+    """
+    if weights is not None and weights.dtype != "auto":
+        return _DTYPES[weights.dtype]
+    own = AutoConfig.from_pretrained(config.name, trust_remote_code=config.trust_remote_code).dtype
+    if own is None:
+        return compute_dtype(config, device)
+    return torch.bfloat16 if own == torch.float16 else own
 
 
 def compute_dtype(config: ModelConfig, device: torch.device) -> torch.dtype:
@@ -91,6 +126,26 @@ def compute_dtype(config: ModelConfig, device: torch.device) -> torch.dtype:
     if config.compute_dtype == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     return _DTYPES[config.compute_dtype]
+
+
+def dropouts_of(config: ModelConfig, model_config: PretrainedConfig) -> dict[str, float]:
+    """Everything that makes training random: the positive dropout and jitter settings of the model and its adapters."""
+    settings = {**model_config.get_text_config().to_dict(), "model.lora.dropout": config.lora and config.lora.dropout}
+    named = {key: value for key, value in settings.items() if any(word in key for word in ("drop", "jitter"))}
+    return {key: value for key, value in named.items() if isinstance(value, float) and value > 0}
+
+
+def leave_dropout_out(model: nn.Module) -> None:
+    """Put the model in evaluation mode. Of a model that brings its own code, only the dropout modules.
+
+    Such code may compute no gradients in evaluation mode, as DeepSeek's does in its experts. If it applies dropout by
+    other means, the start check refuses it.
+    """
+    brings_code = any(base.__module__.startswith("transformers_modules.") for base in type(model).__mro__)
+    model.train(brings_code)
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.eval()
 
 
 def load_model_config(config: ModelConfig) -> PretrainedConfig:
@@ -125,7 +180,7 @@ def setup_tokenizer(config: TokenizerConfig, model_config: ModelConfig) -> PreTr
         raise ModelError(_load_error("tokenizer.name", name, error)) from error
     if config.chat_template is not None:
         try:
-            tokenizer.chat_template = read_template(config.chat_template)
+            tokenizer.chat_template = read_template("tokenizer.chat_template", config.chat_template)
         except StartFault as fault:
             raise ModelError(str(fault)) from fault
     return tokenizer

@@ -37,18 +37,22 @@ class Grid:
         return grid_RWH.flatten(0, 1).index_select(0, self.cells_T)
 
 
-def fold(position_ids_1T: Tensor, hidden_size: int) -> Grid:
+def fold(position_ids_1T: Tensor, hidden_size: int, *, shares_rows: bool = True) -> Grid:
     """Choose the cheaper of two layouts: the packed row itself, or a grid as wide as the longest sequence.
 
-    As in Transformers' packed mask, a sequence starts at each position that is not the previous one plus 1.
+    As in Transformers' packed mask, a sequence starts at each position that is not the previous one plus 1. With
+    `shares_rows=False`, every sequence has a row of the grid to itself, for models that mix the sequences of a row.
     """
     positions = position_ids_1T[0].cpu().numpy()
     starts = sequence_starts(positions)
     lengths = np.diff(np.append(starts, len(positions)))
     width = int(lengths.max())
-    rows, columns, row_count = _first_fit_decreasing(lengths, width)
+    if shares_rows:
+        rows, columns, row_count = _first_fit_decreasing(lengths, width)
+    else:
+        rows, columns, row_count = np.arange(len(lengths)), np.zeros_like(lengths), len(lengths)
     unfolded_cost = layout_cost(len(positions), len(positions), hidden_size)
-    if layout_cost(row_count * width, width, hidden_size) >= unfolded_cost:
+    if shares_rows and layout_cost(row_count * width, width, hidden_size) >= unfolded_cost:
         cells = torch.arange(len(positions), device=position_ids_1T.device)
         return Grid(cells, position_ids_1T)
     within = np.arange(len(positions)) - np.repeat(starts, lengths)

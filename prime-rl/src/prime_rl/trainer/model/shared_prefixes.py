@@ -22,6 +22,7 @@ from transformers.masking_utils import sdpa_mask
 from prime_rl.trainer.kernels.attention_apart import attend_per_sequence
 from prime_rl.trainer.kernels.lean_linear import padded_row_count
 from prime_rl.trainer.model.packed_rows import layout_cost, sequence_starts
+from prime_rl.trainer.process.errors import ModelError
 
 SHARED = "sdpa_shared_prefixes"
 
@@ -86,15 +87,22 @@ def shared_prefix_attention(
     """SDPA behind Transformers' attention interface: [B, heads, T, D] in, [B, T, heads, D] out.
 
     B = 1 for a prefix tree (`node_of_cell`) and for attention per sequence (`sequence_lengths`).
+
+    Raises:
+        ModelError: the model needs a soft cap, sinks or a bias of the scores, or something else that the layout lacks.
     """
-    lengths = options.pop("sequence_lengths", None)
+    if any(options.get(name) is not None for name in ("softcap", "s_aux", "position_bias")):
+        raise ModelError(f"{type(module).__name__} is not supported by SDPA: soft caps, sinks or biases of scores")
+    lengths, window = options.pop("sequence_lengths", None), options.get("sliding_window")
     if lengths is not None:
+        if (window or max(lengths)) < max(lengths) or query.shape[-1] != value.shape[-1]:
+            raise ModelError(f"{type(module).__name__} has a window or values of another head dim than its queries")
         return attend_per_sequence(query[0], key[0], value[0], lengths, options["scaling"])[None], None
     node_of_cell, cell_of_node = options.pop("node_of_cell", None), options.pop("cell_of_node", None)
     if node_of_cell is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
     queries, keys, values = (_gather_cells(states, node_of_cell) for states in (query, key, value))
-    mask = _window_mask(node_of_cell.shape[1], options.get("sliding_window"), query.device)
+    mask = _window_mask(node_of_cell.shape[1], window, query.device)
     outcome, _ = sdpa_attention_forward(module, queries, keys, values, mask, **options)
     return outcome.flatten(0, 1).index_select(0, cell_of_node)[None], None
 

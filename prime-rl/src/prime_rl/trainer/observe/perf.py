@@ -14,7 +14,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from prime_rl.trainer.process.world import Process
-from prime_rl.utils.logger import get_logger
+from prime_rl.utils.logger import count_of, get_logger
 
 _WINDOW_STEPS = 10
 _MEASURED_S = 0.05
@@ -38,11 +38,15 @@ class Throughput:
     def __init__(self) -> None:
         self._steps: deque[tuple[float, int]] = deque(maxlen=_WINDOW_STEPS)
 
-    def step(self, tokens: int, now_s: float | None = None) -> float:
-        """Add a step that ended now. Returns the rate since the oldest step in the window; 0 for the first step."""
+    def step(self, tokens: int, now_s: float | None = None) -> float | None:
+        """Add a step that ended now. Returns the rate since the oldest step in the window; None for the first step."""
         self._steps.append((time.perf_counter() if now_s is None else now_s, tokens))
         elapsed_s = self._steps[-1][0] - self._steps[0][0]
-        return sum(tokens for _, tokens in list(self._steps)[1:]) / elapsed_s if elapsed_s else 0.0
+        return sum(tokens for _, tokens in list(self._steps)[1:]) / elapsed_s if elapsed_s else None
+
+    def leave_out(self, seconds: float) -> None:
+        """Do not count the `seconds` that have just passed."""
+        self._steps = deque(((end_s + seconds, tokens) for end_s, tokens in self._steps), maxlen=_WINDOW_STEPS)
 
 
 def flops_per_token(model: PreTrainedModel, row_tokens: int) -> float:
@@ -80,7 +84,7 @@ def known_peak_flops(process: Process, dtype: torch.dtype) -> float | None:
     if process.is_main:
         get_logger().info(
             f"Peak of a process: {peak / 1e9:.0f} GFLOP/s, measured now in {str(dtype).partition('.')[2]} matrix "
-            f"products on {torch.get_num_threads()} threads"
+            f"products on {count_of('thread', torch.get_num_threads())}"
         )
     return peak
 
@@ -114,27 +118,33 @@ class Performance:
             if process.is_main:
                 get_logger().info(
                     f"MFU = {flops:.4g} FLOP per token * tokens/s / "
-                    f"({peak:.4g} FLOP/s * {process.world_size} processes) "
+                    f"({peak:.4g} FLOP/s * {count_of('process', process.world_size, 'es')}) "
                     f"with 6 P + 12 L H Q T FLOP per token, Q = {head_dim(model)}, T = {row_tokens}"
                 )
 
     def step(self, tokens: int) -> dict[str, float]:
-        """Metrics of a step that ended now, with `tokens` tokens over all processes."""
+        """Metrics of a step that ended now, with `tokens` tokens over all processes. The first step has no speed."""
         tokens_per_s = self._throughput.step(tokens)
-        metrics = {
+        metrics = {"perf/peak_memory": peak_memory_gib(self.process.device)}
+        if tokens_per_s is None:
+            return metrics
+        metrics |= {
             "perf/throughput": tokens_per_s,
             "perf/throughput_per_gpu": tokens_per_s / self.process.world_size,
-            "perf/peak_memory": peak_memory_gib(self.process.device),
         }
         if self._flops_share is not None:
             metrics["perf/mfu"] = 100 * tokens_per_s * self._flops_share
         return metrics
 
+    def leave_out(self, seconds: float) -> None:
+        """Do not count the `seconds` that have just passed, as those of a validation."""
+        self._throughput.leave_out(seconds)
+
 
 def speed_fields(metrics: Mapping[str, float]) -> list[str]:
     """The speed fields of a step's log line."""
-    fields = [f"Throughput: {metrics['perf/throughput']:.0f} tokens/s"]
-    return [*fields, f"MFU: {metrics['perf/mfu']:.1f}%"] if "perf/mfu" in metrics else fields
+    known = (("perf/throughput", "Throughput: {:.0f} tokens/s"), ("perf/mfu", "MFU: {:.1f}%"))
+    return [words.format(metrics[name]) for name, words in known if name in metrics]
 
 
 def peak_memory_gib(device: torch.device) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -54,12 +55,20 @@ class DataAxis:
         return totals.tolist()
 
     def gather(self, value: Any) -> list[Any] | None:
-        """The values of all data ranks, in order, on data rank 0; None on the others. Collective."""
+        """The values of all data ranks, in order, on data rank 0; None on the others. Collective.
+
+        A value may hold tensors, numbers and texts, in lists, tuples and dictionaries.
+        """
         if self.data_size == 1:
             return [value]
-        values: list[Any] | None = [None] * self.data_size if self.data_rank == 0 else None
-        dist.gather_object(value, values, group=self.group, group_dst=0)
-        return values
+        content = io.BytesIO()
+        torch.save(value, content)
+        gathered: list[Any] | None = [None] * self.data_size if self.data_rank == 0 else None
+        dist.gather_object(content.getvalue(), gathered, group=self.group, group_dst=0)
+        if gathered is None:
+            return None
+        # By itself torch pickles tensors in a way that loads without limits.
+        return [torch.load(io.BytesIO(each), weights_only=True) for each in gathered]
 
 
 def data_groups(ranks: Tensor, axis_names: Sequence[str]) -> list[list[int]]:

@@ -2,9 +2,11 @@
 
 TrainerError             logged as one line, exit code 1, no traceback
 ├── DeviceError          the machine lacks what `device` asks for
+├── RendezvousError      the ranks of the trainer do not find each other
 ├── ModelError           model or tokenizer missing, unreadable, or not supported
 ├── DataError            dataset missing, unreadable, or without the fields that training needs
 ├── ScheduleError        learning-rate schedule that does not fit `max_steps`
+├── BatchError           the orchestrator sends no further batch
 ├── BroadcastError       new weights did not reach the inference servers
 ├── CheckpointError      no checkpoint at the step to resume from, or one of another run
 └── DivergedError        the loss or the gradient is not finite
@@ -32,6 +34,10 @@ class DeviceError(TrainerError):
     pass
 
 
+class RendezvousError(TrainerError):
+    pass
+
+
 class ModelError(TrainerError):
     pass
 
@@ -41,6 +47,10 @@ class DataError(TrainerError):
 
 
 class ScheduleError(TrainerError):
+    pass
+
+
+class BatchError(TrainerError):
     pass
 
 

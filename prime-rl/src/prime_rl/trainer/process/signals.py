@@ -1,19 +1,31 @@
-"""Signals to a running trainer: SIGTERM saves and stops, SIGUSR1 saves a checkpoint now."""
+"""Signals to a running trainer: SIGTERM and Ctrl-C save and stop, SIGUSR1 saves a checkpoint now."""
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from prime_rl.trainer.process.world import Process
+from prime_rl.utils.files import STABLE
+from prime_rl.utils.logger import count_of
 
 EXIT_STOPPED = 143
-"""Exit code of a run that SIGTERM ended, as a shell reports it."""
+"""Exit code of a run that a signal ended after a step, as a shell reports SIGTERM."""
+EXIT_INTERRUPTED = 130
+"""Exit code after a second Ctrl-C."""
+
+
+def stopped_line(step: int, checkpoint: Path) -> str:
+    """What the log says of a run that was stopped after `step` steps. `checkpoint` is the directory of that step."""
+    when = "before the first step" if step == 0 else f"after {count_of('step', step)}"
+    return f"Stopped {when}" + (f"; checkpoint in {checkpoint}" if (checkpoint / STABLE).is_file() else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +48,7 @@ class SignalBox:
 
     @property
     def stop_asked(self) -> bool:
-        """Whether this process received SIGTERM. Other processes may not know yet."""
+        """Whether this process received SIGTERM or SIGINT. Other processes may not know yet."""
         return self._stop
 
     def take(self) -> Requests:
@@ -55,21 +67,32 @@ class SignalBox:
     def _on_stop(self, number: int, frame: object) -> None:
         self._stop = True
 
+    def _on_interrupt(self, number: int, frame: object) -> None:
+        """Answer Ctrl-C at once. Under a launcher only the launcher receives it, and sends SIGTERM."""
+        if self._stop:
+            os._exit(EXIT_INTERRUPTED)
+        self._stop = True
+        if self.process.is_main:
+            # The log's stream may be in the middle of a line.
+            os.write(2, b"\nstopping after this step; press Ctrl-C again to stop now\n")
+
     def _on_save(self, number: int, frame: object) -> None:
         self._save = True
 
 
 @contextmanager
 def listen_for_signals(process: Process) -> Iterator[SignalBox]:
-    """Collect SIGTERM and SIGUSR1 during the block. Outside it SIGTERM ends the process at once.
+    """Collect SIGTERM, SIGINT and SIGUSR1 during the block. Outside it SIGTERM ends the process at once.
 
     After a first SIGTERM, later ones are ignored even after the block: launchers, torchrun and Slurm each forward the
     signal, and a late copy must not kill a process that is already exiting.
     """
     box = SignalBox(process)
-    previous = signal.signal(signal.SIGTERM, box._on_stop), signal.signal(signal.SIGUSR1, box._on_save)
+    handlers = {signal.SIGTERM: box._on_stop, signal.SIGINT: box._on_interrupt, signal.SIGUSR1: box._on_save}
+    previous = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
         yield box
     finally:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN if box._stop else previous[0])
-        signal.signal(signal.SIGUSR1, previous[1])
+        for number, handler in previous.items():
+            is_late_copy = box._stop and number is signal.SIGTERM
+            signal.signal(number, signal.SIG_IGN if is_late_copy else handler)

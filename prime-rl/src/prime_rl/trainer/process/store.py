@@ -2,40 +2,25 @@
 
 from __future__ import annotations
 
-import ipaddress
-import socket
 from collections.abc import Mapping
-from datetime import timedelta
+from pathlib import Path
 
 import torch.distributed as dist
 
-_BACKLOG = 1024
+from prime_rl.run.paths import STORE_VARIABLE
 
 
-def open_store(environ: Mapping[str, str], rank: int, world_size: int, timeout: timedelta) -> dist.Store | None:
+def open_store(environ: Mapping[str, str], world_size: int) -> dist.Store | None:
     """Open the store for `init_process_group`; None lets torch open its own, as under torchrun or on several nodes.
 
-    One process needs no network. For ranks on one machine rank 0 listens on loopback, where torch's own store would
-    listen on every interface of the machine.
+    One process needs no network. Ranks of one launch meet in a file that only their user can read, because torch's own
+    store listens on every interface of the machine and trusts all who connect.
     """
     if world_size == 1:
         return dist.HashStore()
-    host, port = environ.get("MASTER_ADDR", ""), environ.get("MASTER_PORT", "")
-    if "TORCHELASTIC_RUN_ID" in environ or not _is_loopback(host):
+    file = environ.get(STORE_VARIABLE)
+    if file is None:
         return None
-    if rank != 0:
-        return dist.TCPStore(host, int(port), world_size, is_master=False, timeout=timeout)
-    with socket.socket() as listening:
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listening.bind((host, int(port)))
-        listening.listen(_BACKLOG)
-        # The store closes the socket.
-        descriptor = listening.detach()
-    return dist.TCPStore(host, int(port), world_size, is_master=True, timeout=timeout, master_listen_fd=descriptor)
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.IPv4Address(host).is_loopback
-    except ValueError:
-        return False
+    # A person who copies the commands of a dry run needs the directory, too.
+    Path(file).parent.mkdir(mode=0o700, exist_ok=True)
+    return dist.FileStore(file, world_size)

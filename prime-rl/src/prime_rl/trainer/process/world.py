@@ -6,20 +6,27 @@ import ctypes
 import os
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from threading import Timer
 from typing import Literal
 
 import torch
 import torch.distributed as dist
 
-from prime_rl.trainer.process.errors import DeviceError
+from prime_rl.trainer.process.errors import DeviceError, RendezvousError
 from prime_rl.trainer.process.host_memory import map_large_tensors
 from prime_rl.trainer.process.store import open_store
-from prime_rl.utils.logger import get_logger
+from prime_rl.trainer.process.unpickling import exchange_plain_objects
+from prime_rl.utils.logger import count_of, get_logger
+from prime_rl.utils.waiting import Wait
 
 DeviceChoice = Literal["auto", "cuda", "cpu"]
+
+QUIET_S = 10.0
+"""Ranks that start together find each other in less time."""
 
 _PR_SET_PDEATHSIG = 1
 
@@ -65,6 +72,7 @@ def setup_world(device: DeviceChoice, timeout_s: int, environ: Mapping[str, str]
 
     Raises:
         DeviceError: the machine lacks the device.
+        RendezvousError: the other ranks do not come within `timeout_s`.
     """
     if "TORCHELASTIC_RUN_ID" in environ:
         _die_with_parent()
@@ -78,21 +86,45 @@ def setup_world(device: DeviceChoice, timeout_s: int, environ: Mapping[str, str]
     if kind == "cuda":
         torch.cuda.set_device(target)
         torch.set_float32_matmul_precision("high")
+    exchange_plain_objects()
     timeout = timedelta(seconds=timeout_s)
-    store = open_store(environ, rank, world_size, timeout)
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo",
-        store=store,
-        rank=-1 if store is None else rank,
-        world_size=-1 if store is None else world_size,
-        timeout=timeout,
-        device_id=target if kind == "cuda" else None,
-    )
+    address = f"{environ.get('MASTER_ADDR', '')}:{environ.get('MASTER_PORT', '')}"
+    with _waiting_for_ranks(rank, world_size, address, timeout_s):
+        store = open_store(environ, world_size)
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo",
+            store=store,
+            rank=-1 if store is None else rank,
+            world_size=-1 if store is None else world_size,
+            timeout=timeout,
+            device_id=target if kind == "cuda" else None,
+        )
     process = Process(rank, world_size, local_rank, target)
     if process.is_main and kind == "cpu":
-        processes = "one process" if world_size == 1 else f"{world_size} processes"
-        get_logger().info(f"Training on the CPU with {processes} ({torch.get_num_threads()} threads each)")
+        counts = f"{count_of('process', world_size, 'es')}, {count_of('thread', torch.get_num_threads())}"
+        get_logger().info(f"Training on the CPU: {counts}{' each' * (world_size > 1)}")
     return process
+
+
+@contextmanager
+def _waiting_for_ranks(rank: int, world_size: int, address: str, timeout_s: int) -> Iterator[None]:
+    """Name what the process waits for while the block joins the group; torch itself waits without a word."""
+    wait = Wait(
+        f"the other ranks of the trainer at {address} ({world_size} in all, this is rank {rank})",
+        "start the missing ranks, on every node, with the same MASTER_ADDR, MASTER_PORT and WORLD_SIZE",
+        timeout_s,
+        "dist_timeout_seconds",
+    )
+    reminder = Timer(QUIET_S, wait.is_over)
+    reminder.daemon = True
+    reminder.start()
+    try:
+        yield
+    except dist.DistError as error:
+        # Of several lines, the rest are torch's C++ frames.
+        raise RendezvousError(f"{wait.fault}; torch says: {str(error).splitlines()[0]}") from error
+    finally:
+        reminder.cancel()
 
 
 def sum_over_processes(values: Sequence[float], process: Process) -> list[float]:

@@ -10,12 +10,12 @@ import torch
 from transformers import PreTrainedModel
 
 from prime_rl.configs.trainer import FileSystemWeightBroadcastConfig
-from prime_rl.run.paths import OrchestratorPaths, step_of
+from prime_rl.run.paths import RunPaths, step_of
 from prime_rl.trainer.checkpoints.weights import gather_weights, save_adapter, save_weights
 from prime_rl.trainer.lora.adapters import is_adapted
 from prime_rl.trainer.lora.export import gather_adapter
 from prime_rl.trainer.process.world import Process
-from prime_rl.utils.files import replacing_directory
+from prime_rl.utils.files import replacing_directory, scratch_of
 
 
 class Broadcast(Protocol):
@@ -32,23 +32,22 @@ class FileSystemBroadcast:
     """Writes `RUN/broadcasts/step_<v>` atomically, and removes versions that are no longer needed.
 
     With k = `max_async_level`, the orchestrator collects batch v - 1 only after the engines have loaded version
-    v - 1 - k. So when v is published, versions v - k - 1 and older are no longer read. Versions that are also saved in
-    a checkpoint are kept.
+    v - 1 - k. So when v is published, versions v - k - 1 and older are no longer read. A version that is also
+    saved in a checkpoint is kept as long as the checkpoint: a resumed orchestrator may load it.
     """
 
     def __init__(
         self,
         config: FileSystemWeightBroadcastConfig,
-        run: OrchestratorPaths,
+        paths: RunPaths,
         process: Process,
         max_async_level: int,
-        keep_interval: int | None,
     ) -> None:
         self.config = config
-        self.run = run
+        self.paths = paths
+        self.run = paths.orchestrator
         self.process = process
         self.max_async_level = max_async_level
-        self.keep_interval = keep_interval
 
     def publish(self, model: PreTrainedModel, version: int, dtype: torch.dtype) -> None:
         """Write the weights as `version`, in `dtype` and hub format. For a LoRA model, write only the PEFT adapter.
@@ -62,7 +61,7 @@ class FileSystemBroadcast:
         weights = gather_weights(model, dtype) if adapter is None else {}
         if self.process.rank != 0:
             return
-        with replacing_directory(self.run.broadcast(version)) as scratch:
+        with replacing_directory(self.run.broadcast(version), hashed=False) as scratch:
             if adapter is not None:
                 save_adapter(adapter, scratch)
             else:
@@ -75,7 +74,8 @@ class FileSystemBroadcast:
             self._remove(lambda other: other > version)
 
     def _is_kept(self, version: int) -> bool:
-        return self.keep_interval is not None and version % self.keep_interval == 0
+        checkpoint = self.paths.checkpoint(version)
+        return checkpoint.is_dir() or scratch_of(checkpoint).is_dir()
 
     def _remove(self, is_unwanted: Callable[[int], bool]) -> None:
         if not self.run.broadcasts.is_dir():

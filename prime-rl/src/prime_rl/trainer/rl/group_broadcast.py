@@ -20,8 +20,10 @@ from prime_rl.transport import TransportError
 from prime_rl.transport.weights import SENDER, WeightGroup
 from prime_rl.utils.files import STABLE
 from prime_rl.utils.logger import get_logger
+from prime_rl.utils.waiting import Wait
 
 POLL_S = 0.02
+QUIET_S = 60.0
 
 
 class _OfferStatus(IntEnum):
@@ -97,24 +99,26 @@ class GroupBroadcast:
 
     def _is_accepted(self, version: int) -> bool:
         """Wait until an offer is accepted, dropped or late. Rank 0 shares the status, so that ranks stay in step."""
-        deadline = time.monotonic() + self.config.timeout
+        wait = Wait(
+            f"the orchestrator's request for version {version}",
+            f"its log {self.run.log} says what it is doing; raise the timeout if evaluations take longer",
+            self.config.timeout,
+            "weight_broadcast.timeout",
+            QUIET_S,
+        )
         status = _OfferStatus.WAIT
         while status is _OfferStatus.WAIT:
             time.sleep(POLL_S)
-            polled = torch.tensor(self._poll(version, deadline) if self.process.is_main else 0)
+            polled = torch.tensor(self._poll(version, wait) if self.process.is_main else 0)
             dist.broadcast(polled, src=0)
             status = _OfferStatus(int(polled))
         if status is _OfferStatus.LATE:
-            raise BroadcastError(
-                f"weight_broadcast: the orchestrator did not request version {version} within "
-                f"weight_broadcast.timeout = {self.config.timeout} s; see its log for the cause, or raise the timeout "
-                "if evaluations take longer"
-            )
+            raise BroadcastError(wait.fault)
         return status is _OfferStatus.SEND
 
-    def _poll(self, version: int, deadline: float) -> _OfferStatus:
+    def _poll(self, version: int, wait: Wait) -> _OfferStatus:
         if self.run.broadcast_ready(version).exists():
             return _OfferStatus.SEND
         if self.is_stopping() or self.run.broadcasts_closed.exists():
             return _OfferStatus.DROP
-        return _OfferStatus.LATE if time.monotonic() > deadline else _OfferStatus.WAIT
+        return _OfferStatus.LATE if wait.is_over() else _OfferStatus.WAIT

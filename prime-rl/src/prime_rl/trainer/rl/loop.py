@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import dataclass
+from enum import IntEnum
 
 import torch
 import torch.distributed as dist
@@ -17,7 +18,7 @@ from prime_rl.trainer.checkpoints.state import TrainState
 from prime_rl.trainer.checkpoints.weights import export_model
 from prime_rl.trainer.optim.optimizer import clip_gradients
 from prime_rl.trainer.process.data_axis import DataAxis
-from prime_rl.trainer.process.errors import DivergedError
+from prime_rl.trainer.process.errors import BatchError, DivergedError
 from prime_rl.trainer.process.signals import SignalBox
 from prime_rl.trainer.process.world import Process
 from prime_rl.trainer.rl.batches import BatchSource
@@ -28,13 +29,29 @@ from prime_rl.trainer.rl.report import Reporter, StepReport
 from prime_rl.trainer.rl.rows import Row
 from prime_rl.trainer.rl.step import ForwardBackward, StepSize
 from prime_rl.utils.logger import get_logger
+from prime_rl.utils.waiting import Wait
 
 POLL_S = 0.02
 """Interval in seconds between polls for a batch. A small model's step takes a few tenths of a second."""
 
+QUIET_S = 60.0
+"""A batch may take a while: a wait for it is logged after this time."""
+
+
+class _BatchStatus(IntEnum):
+    """What the main process knows of the next batch."""
+
+    WAIT = 0
+    READY = 1
+    LATE = 2
+
 
 class Stopped(Exception):
-    """SIGTERM stopped the trainer. The checkpoint, if configured, has been written."""
+    """A signal stopped the trainer after `step` steps. The checkpoint, if configured, has been written."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__(step)
+        self.step = step
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +67,10 @@ class Components:
     broadcast: Broadcast
     checkpoints: CheckpointManager | None
     reporter: Reporter
+    published_dtype: torch.dtype
+    """Dtype of the weights for the inference servers."""
     export_dtype: torch.dtype
-    """Dtype of published and exported weights."""
+    """Dtype of the weights in `OUT/weights`."""
 
 
 class RLTrainer:
@@ -76,8 +95,10 @@ class RLTrainer:
         """Train until `max_steps`.
 
         Raises:
-            Stopped: SIGTERM arrived before that.
+            Stopped: a signal arrived before that.
         """
+        if self.progress.step == self.config.max_steps and self.process.is_main:
+            get_logger().warning(f"Nothing left to do: max_steps is {self.config.max_steps}")
         if self.progress.step > 0:
             self._publish()  # a resumed orchestrator waits for the current version
         while self.config.max_steps is None or self.progress.step < self.config.max_steps:
@@ -89,16 +110,30 @@ class RLTrainer:
         self._finish()
 
     def _receive(self) -> list[Row]:
-        """Wait for this data rank's rows, and handle signals while waiting. Collective."""
+        """Wait for this data rank's rows, and handle signals while waiting. Collective.
+
+        Raises:
+            Stopped: a signal arrived.
+            BatchError: the orchestrator sends no batch in time. The state is saved.
+        """
+        run, step = self.paths.orchestrator, self.progress.step
+        advice = f"start it with `orchestrator --output-dir {run.root}`, or see why it does not go on in {run.log}"
+        wait = Wait(
+            f"the orchestrator's batch of step {step}", advice, self.config.batch_timeout, "batch_timeout", QUIET_S
+        )
         with self.times("wait_for_batch"):
             while True:
                 requests = self.signals.take()
                 if requests.save or requests.stop:
                     self._save()
                 if requests.stop:
-                    raise Stopped
-                if self._batch_is_ready():
+                    raise Stopped(step)
+                status = self._batch_status(wait)
+                if status is _BatchStatus.READY:
                     break
+                if status is _BatchStatus.LATE:
+                    self._save()
+                    raise BatchError(wait.fault)
                 time.sleep(POLL_S)
         with self.times("load_data"):
             return [
@@ -106,11 +141,16 @@ class RLTrainer:
                 for message in self.components.batches.take(self.progress.step)
             ]
 
-    def _batch_is_ready(self) -> bool:
+    def _batch_status(self, wait: Wait) -> _BatchStatus:
         """Check for a batch on rank 0 and share the result, so that all ranks stay in step. Collective."""
-        ready = torch.tensor(int(self.process.is_main and self.components.batches.is_ready(self.progress.step)))
-        dist.broadcast(ready, src=0)
-        return bool(ready)
+        status = torch.tensor(self._look_for_batch(wait) if self.process.is_main else 0)
+        dist.broadcast(status, src=0)
+        return _BatchStatus(int(status))
+
+    def _look_for_batch(self, wait: Wait) -> _BatchStatus:
+        if self.components.batches.is_ready(self.progress.step):
+            return _BatchStatus.READY
+        return _BatchStatus.LATE if wait.is_over() else _BatchStatus.WAIT
 
     def _train_step(self, rows: list[Row]) -> StepReport:
         step, lr = self.progress.step, float(self.components.state.policy.scheduler.get_last_lr()[0])
@@ -148,7 +188,7 @@ class RLTrainer:
     def _publish(self) -> None:
         with self.times("broadcast_weights"):
             self.components.broadcast.publish(
-                self.components.state.policy.model, self.progress.step, self.components.export_dtype
+                self.components.state.policy.model, self.progress.step, self.components.published_dtype
             )
 
     def _save_if_due(self) -> None:

@@ -63,6 +63,8 @@ def find_fault(sample: TrainingSample) -> str | None:
     for name, (values, length) in expected.items():
         if len(values) != length:
             return f"{name} has {len(values)} entries for {length} tokens"
+    if any(temperature <= 0 for temperature in sample.completion_temperatures):
+        return "its temperature is 0, and the trainer divides logits by it"
     if prompt + completion == 0:
         return "it has no tokens"
     if sample.advantage is None:

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from prime_rl.configs.trainer import ModelConfig
 from prime_rl.trainer.kernels.fused_logprobs import fused_logprobs
 from prime_rl.trainer.lora.adapters import is_adapted
-from prime_rl.trainer.model.scoring import LogitsOf, score_tokens
+from prime_rl.trainer.model.scoring import LogitsOf, logit_scale, score_tokens
 from prime_rl.trainer.rl.loss import sequence_lengths
 from prime_rl.transport.messages import MicroBatch
 
@@ -110,8 +110,8 @@ def score_row(model: PreTrainedModel, row: Row, wanted: Tensor, vocab_chunk: int
 
 def is_plain(head: nn.Module, model: PreTrainedModel) -> bool:
     """Whether logits are just hidden states times the head's weight, as the fused head computes them."""
-    is_capped = getattr(model.config, "final_logit_softcapping", None) is not None
-    return isinstance(head, nn.Linear) and head.bias is None and not is_capped and not is_adapted(head)
+    is_changed = getattr(model.config, "final_logit_softcapping", None) is not None or logit_scale(model) != 1
+    return isinstance(head, nn.Linear) and head.bias is None and not is_changed and not is_adapted(head)
 
 
 def plain_logprobs(
@@ -119,7 +119,7 @@ def plain_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """Log-probabilities and entropies, [N] each, from the model's own logits, in chunks of tokens.
 
-    Used for heads with a bias, a soft cap or an adapter.
+    Used for heads with a bias, a scale, a soft cap or an adapter.
     """
     chunk_logprobs = functools.partial(_chunk_logprobs, logits_of)
     chunk = max(1, MAX_LOGITS // vocab_size)

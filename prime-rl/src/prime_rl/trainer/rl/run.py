@@ -9,16 +9,18 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from prime_rl.configs.trainer import ParityConfig, TrainerConfig, beyond_end
 from prime_rl.run.paths import RunPaths
+from prime_rl.run.resuming import changes_since, configs_to_save
+from prime_rl.trainer.checkpoints.changes import check_changes
 from prime_rl.trainer.checkpoints.manager import CheckpointManager
 from prime_rl.trainer.checkpoints.state import TrainedModel, TrainState
-from prime_rl.trainer.model.build import compute_dtype, setup_model, setup_tokenizer
+from prime_rl.trainer.model.build import compute_dtype, export_dtype, setup_model, setup_tokenizer
 from prime_rl.trainer.observe.perf import Performance, known_peak_flops, peak_flops
 from prime_rl.trainer.observe.telemetry import Telemetry, open_telemetry
 from prime_rl.trainer.optim.optimizer import setup_optimizer
 from prime_rl.trainer.optim.scheduler import setup_scheduler
 from prime_rl.trainer.process.errors import CheckpointError
 from prime_rl.trainer.process.parallel_dims import Mesh, setup_mesh
-from prime_rl.trainer.process.signals import EXIT_STOPPED, SignalBox, listen_for_signals
+from prime_rl.trainer.process.signals import EXIT_STOPPED, SignalBox, listen_for_signals, stopped_line
 from prime_rl.trainer.process.world import Process, destroy_world, setup_world
 from prime_rl.trainer.rl.batches import BatchSource, FakeBatches, PackedBatches, row_tokens
 from prime_rl.trainer.rl.broadcast import Broadcast, FileSystemBroadcast
@@ -36,7 +38,7 @@ def train(config: TrainerConfig, paths: RunPaths) -> None:
     """Run the trainer. Call in every process of the launch.
 
     Raises:
-        SystemExit: with status 143, after SIGTERM.
+        SystemExit: with status 143, if a signal stopped it.
         TrainerError: a fault that the user can fix; the message is one line.
     """
     process = setup_world(config.device, config.dist_timeout_seconds)
@@ -46,9 +48,9 @@ def train(config: TrainerConfig, paths: RunPaths) -> None:
             components = setup_components(config, paths, mesh, telemetry, signals)
             with closing(components.batches), flushing(components.checkpoints), telemetry.profile.recording():
                 RLTrainer(config, paths, process, components, signals).run()
-    except Stopped:
+    except Stopped as stopped:
         if process.is_main:
-            get_logger().warning("Stopped by SIGTERM")
+            get_logger().warning(stopped_line(stopped.step, paths.checkpoint(stopped.step)))
         raise SystemExit(EXIT_STOPPED) from None
     finally:
         destroy_world()
@@ -72,8 +74,14 @@ def setup_components(
     """Build everything that the training loop needs, and restore the checkpoint if the run resumes."""
     process = mesh.process
     loss = setup_loss(config.loss)
-    checkpoints = CheckpointManager(config.ckpt, paths, process, mesh.data_axis) if config.ckpt is not None else None
+    checkpoints = (
+        CheckpointManager(config.ckpt, paths, process, mesh.data_axis, configs_to_save(paths, "trainer", config))
+        if config.ckpt is not None
+        else None
+    )
     resume_step = checkpoints.resume_step() if checkpoints is not None else None
+    if resume_step is not None:
+        check_changes(changes_since(paths, resume_step, {"trainer": config}), process)
     broadcast = setup_broadcast(config, paths, process, signals)
     # Before loading the model, because other processes may look for versions while it loads.
     broadcast.start(resume_step or 0)
@@ -94,16 +102,15 @@ def setup_components(
         broadcast=broadcast,
         checkpoints=checkpoints,
         reporter=Reporter(telemetry, state.progress, setup_performance(config, model, process)),
-        export_dtype=compute_dtype(config.model, process.device),
+        published_dtype=compute_dtype(config.model, process.device),
+        export_dtype=export_dtype(config.model, config.ckpt.weights if config.ckpt else None, process.device),
     )
 
 
 def setup_broadcast(config: TrainerConfig, paths: RunPaths, process: Process, signals: SignalBox) -> Broadcast:
-    run = paths.orchestrator
     if config.weight_broadcast.type == "nccl":
-        return GroupBroadcast(config.weight_broadcast, run, process, lambda: signals.stop_asked)
-    keep_interval = config.ckpt.interval if config.ckpt is not None else None
-    return FileSystemBroadcast(config.weight_broadcast, run, process, config.max_async_level, keep_interval)
+        return GroupBroadcast(config.weight_broadcast, paths.orchestrator, process, lambda: signals.stop_asked)
+    return FileSystemBroadcast(config.weight_broadcast, paths, process, config.max_async_level)
 
 
 def setup_performance(config: TrainerConfig, model: PreTrainedModel, process: Process) -> Performance:

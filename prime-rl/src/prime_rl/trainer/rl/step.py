@@ -91,11 +91,9 @@ class ForwardBackward:
         return values
 
     def with_proximal(self, rows: Sequence[Row]) -> list[Row]:
-        """Return the rows with `proximal_logprobs` under the current policy, computed without dropout. Collective."""
-        self.model.eval()
+        """Return the rows with `proximal_logprobs` under the current policy. Collective."""
         with torch.no_grad():
             scored = [score_row(self.model, row, self._wanted(row), self.vocab_chunk)[0] for row in rows]
-        self.model.train()
         return [dataclasses.replace(row, proximal_logprobs=own) for row, own in zip(rows, scored, strict=True)]
 
     def _wanted(self, row: Row) -> Tensor:

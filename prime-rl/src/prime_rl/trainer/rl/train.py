@@ -7,16 +7,19 @@ import sys
 
 from prime_rl.configs.surface.not_built import refuse_unbuilt
 from prime_rl.configs.trainer import TrainerConfig
+from prime_rl.run.completion import report_completion
 from prime_rl.run.directory import OutputDirInUse, check_output_dir
 from prime_rl.run.paths import RunPaths
 from prime_rl.trainer.process.errors import exit_on_error, leaving_at_once
 from prime_rl.utils.imports import import_transformers, import_without_gc
+from prime_rl.utils.interrupts import end_quietly_on_ctrl_c
 from prime_rl.utils.logger import setup_logger
 from prime_rl.utils.pydantic_config import parse_argv_or_exit
 
 
 def main() -> None:
     """Load the config and train. Exits with status 0 only if the run is complete."""
+    end_quietly_on_ctrl_c()
     config = parse_argv_or_exit(TrainerConfig)
     refuse_unbuilt(config)
     paths = RunPaths(config.output_dir)
@@ -35,6 +38,7 @@ def main() -> None:
             from prime_rl.trainer.rl.run import train
 
         train(config, paths)
+        report_completion()
 
 
 if __name__ == "__main__":

@@ -64,10 +64,12 @@ class SFTTrainer:
         self.exported_step = self.saved_step if self.saved_step in stable_steps(paths.weights) else None
 
     def run(self, signals: SignalBox, reporter: StepReporter) -> bool:
-        """Train and save. Returns False if SIGTERM stopped the run before `max_steps`."""
+        """Train and save. Returns False if a signal stopped the run before `max_steps`."""
         state, checkpoints = self.components.state, self.components.checkpoints
         if self.config.val is not None and self.config.val.on_start and state.progress.step == 0:
             self.validate(reporter)
+        if self.is_done and self.process.is_main:
+            get_logger().warning(f"Nothing left to do: max_steps is {self.config.max_steps}")
         requests = signals.take()
         while not (self.is_done or requests.stop):
             stats = self.train_step()

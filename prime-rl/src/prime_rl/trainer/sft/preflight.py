@@ -6,7 +6,6 @@ By itself: `python -m prime_rl.trainer.sft.preflight @ sft.toml`.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from itertools import groupby
 from typing import TYPE_CHECKING
 
@@ -15,13 +14,23 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from prime_rl.configs.sft import SFTConfig, SFTDataConfig
+from prime_rl.configs.sft import DataConfig, SFTConfig, SFTDataConfig
 from prime_rl.configs.surface.not_built import refuse_unbuilt
 from prime_rl.trainer.process.errors import exit_on_error
 from prime_rl.trainer.sft.data.conversation import TokenizedSample
-from prime_rl.trainer.sft.data.entries import Entries, setup_entries
-from prime_rl.trainer.sft.data.examination import Examination, examine, untrainable_fault, worries
-from prime_rl.trainer.sft.data.samples import Made, SampleMaker
+from prime_rl.trainer.sft.data.entries import setup_entries
+from prime_rl.trainer.sft.data.examination import (
+    Examination,
+    examine,
+    made_rows,
+    packed_whole,
+    steps_per_epoch,
+    untrainable_fault,
+    worries,
+)
+from prime_rl.trainer.sft.data.samples import SampleMaker
+from prime_rl.trainer.sft.epochs import steps_of
+from prime_rl.utils.interrupts import end_quietly_on_ctrl_c
 from prime_rl.utils.logger import setup_logger
 from prime_rl.utils.pydantic_config import parse_argv_or_exit
 
@@ -38,6 +47,7 @@ _SHOWN_CHARACTERS = 600
 
 def main() -> None:
     """Print the report. Exit codes: 0 ok, 1 the run would not start, 2 bad config."""
+    end_quietly_on_ctrl_c()
     config = parse_argv_or_exit(SFTConfig)
     refuse_unbuilt(config)
     setup_logger("warning")
@@ -50,25 +60,37 @@ def preflight(config: SFTConfig, console: Console) -> int:
     Raises:
         SystemExit: with code 1, if the data cannot be read. The log says why.
     """
-    if not isinstance(config.data, SFTDataConfig):
-        console.print(f'data.type = "{config.data.type}": generated samples, nothing to inspect')
+    datasets: dict[str, DataConfig] = {"SFT data": config.data}
+    if config.val is not None:
+        datasets["Validation data"] = packed_whole(config.val.data)
+    codes = [_inspected(title, data, config, console) for title, data in datasets.items()]
+    return max(codes)
+
+
+def _inspected(title: str, data: DataConfig, config: SFTConfig, console: Console) -> int:
+    """Inspect one dataset. Returns the exit code."""
+    if not isinstance(data, SFTDataConfig):
+        console.print(f'data.type = "{data.type}": generated samples, nothing to inspect')
         return 0
     with exit_on_error():
         # This import takes most of a preflight's time. Faults of the data are found before it.
-        entries = setup_entries(config.data)
+        entries = setup_entries(data)
         from prime_rl.trainer.model.build import setup_tokenizer
 
         tokenizer = setup_tokenizer(config.tokenizer, config.model)
-        made = _made_rows(entries, SampleMaker(config.data, tokenizer), config.data)
-        found = examine(made, entries.row_count, config.data)
-        if config.data.streaming and found.row_count == 0 and entries.row_count:
+        made = made_rows(entries, SampleMaker(data, tokenizer), _MAX_ROWS, _MAX_TOKENS)
+        found = examine(made, entries.row_count, data)
+        if data.streaming and found.row_count == 0 and entries.row_count:
             found.row_count = entries.row_count
-    console.print(_figures(found, config.data))
-    console.print(_histogram(found, config.data.seq_len))
+    figures = _figures(title, found, data)
+    if data is config.data:
+        _add_steps(figures, found, data, config.num_epochs)
+    console.print(figures)
+    console.print(_histogram(found, data.seq_len))
     for number, sample in enumerate(found.shown, start=1):
         console.print(Text(f"\nSample {number}: {sample.inputs} tokens, {sample.targets} trained", style="bold"))
         console.print(rendered(sample, tokenizer, in_colour=console.is_terminal))
-    return _verdict(found, config.data, console)
+    return _verdict(found, data, console)
 
 
 def rendered(sample: TokenizedSample, tokenizer: PreTrainedTokenizerBase, in_colour: bool) -> Text:
@@ -87,21 +109,11 @@ def rendered(sample: TokenizedSample, tokenizer: PreTrainedTokenizerBase, in_col
     return text
 
 
-def _made_rows(entries: Entries, make: SampleMaker, config: SFTDataConfig) -> Iterator[Made]:
-    """The first rows of the first epoch, enough for the report."""
-    tokens = 0
-    for position in range(min(_MAX_ROWS, entries.row_count or _MAX_ROWS)):
-        entry = entries.at(position)
-        if entries.epoch_of(position) > 0 or tokens > _MAX_TOKENS:
-            return
-        made = make(entry)
-        tokens += made.inputs
-        yield made
-
-
-def _figures(found: Examination, config: SFTDataConfig) -> Table:
+def _figures(title: str, found: Examination, config: SFTDataConfig) -> Table:
     counts, factor = found.counts, found.per_epoch
-    table = Table(title=f"SFT data: {config.name}", title_justify="left", show_header=False, box=None)
+    table = Table(
+        title=f"{title}: {config.label.partition(' = ')[2]}", title_justify="left", show_header=False, box=None
+    )
 
     def add(name: str, value: str) -> None:
         table.add_row(name, value)
@@ -109,7 +121,6 @@ def _figures(found: Examination, config: SFTDataConfig) -> Table:
     rows_of_epoch = f"{found.row_count:,}" if found.row_count else "unknown (streamed)"
     about = "" if found.is_complete else "about "
     basis = "all" if found.is_complete else f"{counts.seen:,}; figures per epoch are extrapolated from these"
-    steps = found.packed_rows * factor * config.micro_batch_size / config.batch_size
     add("rows per epoch", rows_of_epoch)
     add("rows inspected", basis)
     add("samples per epoch", f"{about}{found.samples * factor:,.0f}")
@@ -125,8 +136,14 @@ def _figures(found: Examination, config: SFTDataConfig) -> Table:
         add(name, f"{count:,} ({found.share(count):.1%})")
     add(f"rows filled by {config.pack_function}", f"{found.fill:.2%}")
     add("tokens cut off by packing", f"{found.discarded:.2%}")
-    add("steps per epoch", f"{about}{steps:,.1f}")
     return table
+
+
+def _add_steps(table: Table, found: Examination, config: SFTDataConfig, num_epochs: float | None) -> None:
+    about, steps = "" if found.is_complete else "about ", steps_per_epoch(found, config)
+    table.add_row("steps per epoch", f"{about}{steps:,.1f}")
+    if num_epochs is not None:
+        table.add_row(f"steps of num_epochs = {num_epochs:g}", f"{about}{steps_of(num_epochs, steps):,}")
 
 
 def _histogram(found: Examination, seq_len: int) -> Table:

@@ -13,7 +13,7 @@ from prime_rl.trainer.observe.perf import Performance, speed_fields
 from prime_rl.trainer.observe.telemetry import Telemetry
 from prime_rl.trainer.process.data_axis import DataAxis
 from prime_rl.trainer.sft.data.samples import SampleCounts, SampleStream
-from prime_rl.utils.logger import SUCCESS, get_logger
+from prime_rl.utils.logger import SUCCESS, count_of, get_logger
 from prime_rl.watch.progress import clock
 from prime_rl.watch.progress_bar import ProgressBar, figures
 
@@ -80,6 +80,7 @@ class StepReporter:
     def validated(self, step: int, stats: ValStats) -> None:
         """Report the validation after `step` updates. Its time does not count in the next step."""
         self._lap_s = time.perf_counter()
+        self.performance.leave_out(stats.seconds)
         if not self.process.is_main:
             return
         metrics = {"val/loss": stats.loss, "val/perplexity": stats.perplexity, "time/val": stats.seconds}
@@ -162,16 +163,22 @@ class Summary:
         if not self._losses:
             return []
         elapsed_s = self._ended_s - self._started_s
-        edge = max(1, min(_EDGE_STEPS, len(self._losses) // 2))
-        first, last = (sum(losses) / edge for losses in (self._losses[:edge], self._losses[-edge:]))
         counts = asdict(self._counts)
         fates = ", ".join(f"{counts[kind]:,} {words}" for kind, words in _FATES.items() if counts[kind])
         return [
-            f"{len(self._losses):,} steps and {self._tokens:,} tokens in {clock(elapsed_s)} "
-            f"({self._tokens / elapsed_s:,.0f} tokens/s); loss {first:.4f} -> {last:.4f} "
-            f"(first and last {edge} step{'s' * (edge > 1)})",
+            f"{count_of('step', len(self._losses))} and {self._tokens:,} tokens in {clock(elapsed_s)} "
+            f"({self._tokens / elapsed_s:,.0f} tokens/s); loss {self._loss_course()}",
             f"Rows read so far: {counts['seen']:,}" + (f"; {fates}" if fates else "; none was cut or skipped"),
         ]
+
+    def _loss_course(self) -> str:
+        """Mean losses of the first and the last steps, which have no step in common."""
+        edge = min(_EDGE_STEPS, len(self._losses) // 2)
+        if edge == 0:
+            return f"{self._losses[0]:.4f}"
+        first, last = (sum(losses) / edge for losses in (self._losses[:edge], self._losses[-edge:]))
+        compared = "first and last step" if edge == 1 else f"first and last {edge} steps"
+        return f"{first:.4f} -> {last:.4f} ({compared})"
 
 
 _FATES = {

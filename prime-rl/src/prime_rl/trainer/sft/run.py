@@ -13,20 +13,23 @@ from prime_rl.configs.sft import SFTConfig
 from prime_rl.configs.trainer import scheduled_steps
 from prime_rl.run.directory import OutputDirInUse, check_output_dir
 from prime_rl.run.paths import RunPaths
+from prime_rl.run.resuming import changes_since, configs_to_save
+from prime_rl.trainer.checkpoints.changes import check_changes
 from prime_rl.trainer.checkpoints.manager import CheckpointManager
 from prime_rl.trainer.checkpoints.state import TrainedModel, TrainState
-from prime_rl.trainer.model.build import compute_dtype, setup_model, setup_tokenizer
+from prime_rl.trainer.model.build import compute_dtype, export_dtype, setup_model, setup_tokenizer
 from prime_rl.trainer.observe.perf import Performance, known_peak_flops
 from prime_rl.trainer.observe.telemetry import Telemetry, open_telemetry
 from prime_rl.trainer.optim.optimizer import setup_optimizer
 from prime_rl.trainer.optim.scheduler import setup_scheduler
 from prime_rl.trainer.process.errors import CheckpointError, ModelError, exit_on_error
 from prime_rl.trainer.process.parallel_dims import Mesh, setup_mesh
-from prime_rl.trainer.process.signals import EXIT_STOPPED, listen_for_signals
+from prime_rl.trainer.process.signals import EXIT_STOPPED, listen_for_signals, stopped_line
 from prime_rl.trainer.process.world import Process, destroy_world, setup_world
 from prime_rl.trainer.sft.data.examination import check_first_rows
 from prime_rl.trainer.sft.data.fingerprint import fingerprint_of
 from prime_rl.trainer.sft.data.packer import setup_rows
+from prime_rl.trainer.sft.epochs import as_written, with_steps
 from prime_rl.trainer.sft.loop import Components, SFTTrainer, micro_batches_per_data_rank
 from prime_rl.trainer.sft.reporting import StepReporter, Summary
 from prime_rl.trainer.sft.resume import check_same_rows, leave_receipt, restore_position
@@ -49,12 +52,13 @@ def run(config: SFTConfig) -> int:
         prepare_output_dir(config, paths, process)
         with open_telemetry(config, paths, process) as telemetry:
             mesh = setup_mesh(config.model, process)
+            config = with_steps(config, process)
             is_done = train(SFTTrainer(config, paths, mesh, setup_components(config, paths, mesh)), telemetry)
         return 0 if is_done else EXIT_STOPPED
 
 
 def train(trainer: SFTTrainer, telemetry: Telemetry) -> bool:
-    """Run the training loop with signals, reports and the progress bar. Returns False if SIGTERM ended it."""
+    """Run the training loop with signals, reports and the progress bar. Returns False if a signal ended it."""
     config, process = trainer.config, trainer.process
     peak = known_peak_flops(process, compute_dtype(config.model, process.device))
     performance = Performance(trainer.components.state.policy.model, config.data.seq_len, process, peak)
@@ -106,17 +110,22 @@ def setup_components(config: SFTConfig, paths: RunPaths, mesh: Mesh) -> Componen
     """
     process, data_axis = mesh.process, mesh.data_axis
     micro_batches_per_data_rank(config.data, data_axis)
-    checkpoints = CheckpointManager(config.ckpt, paths, process, data_axis) if config.ckpt is not None else None
+    checkpoints = (
+        CheckpointManager(config.ckpt, paths, process, data_axis, configs_to_save(paths, "sft", as_written(config)))
+        if config.ckpt is not None
+        else None
+    )
     resume_step = checkpoints.resume_step() if checkpoints is not None else None
     tokenizer = setup_tokenizer(config.tokenizer, config.model)
     fingerprint = fingerprint_of(config.data, tokenizer) if checkpoints is not None else None
     verified = ""
     if checkpoints is not None and fingerprint is not None and resume_step is not None:
         verified = check_same_rows(checkpoints, resume_step, fingerprint)
+        check_changes(changes_since(paths, resume_step, {"sft": as_written(config)}), process)
     rows = setup_rows(config.data, tokenizer, len(tokenizer), data_axis)
     check_first_rows(rows, tokenizer, process, show=config.log.log_data)
     validation = Validation(config.val.data, tokenizer, mesh) if config.val is not None else None
-    model = setup_model(config.model, mesh)
+    model = setup_model(config.model, mesh, has_dropout=True)
     if len(tokenizer) > model.config.vocab_size:
         raise ModelError(
             f"the tokenizer has {len(tokenizer)} tokens, but model.name = {config.model.name} has embeddings for "
@@ -129,8 +138,8 @@ def setup_components(config: SFTConfig, paths: RunPaths, mesh: Mesh) -> Componen
     if checkpoints is not None and resume_step is not None:
         place = restore_position(rows, checkpoints.load(state, resume_step))
         leave_receipt(config, checkpoints, state.progress, place, verified)
-    export_dtype = compute_dtype(config.model, process.device)
-    return Components(state, rows, tokenizer, checkpoints, export_dtype, validation, fingerprint)
+    dtype = export_dtype(config.model, config.ckpt.weights if config.ckpt else None, process.device)
+    return Components(state, rows, tokenizer, checkpoints, dtype, validation, fingerprint)
 
 
 def report_end(is_done: bool, trainer: SFTTrainer, summary: Summary) -> None:
@@ -138,7 +147,7 @@ def report_end(is_done: bool, trainer: SFTTrainer, summary: Summary) -> None:
     for line in summary.lines():
         get_logger().info(line)
     if not is_done:
-        get_logger().warning(f"Stopped by SIGTERM after {step} steps")
+        get_logger().warning(stopped_line(step, trainer.paths.checkpoint(step)))
         return
     weights = trainer.paths.weight(step)
     where = f"; weights in {weights}" if weights.is_dir() else ""

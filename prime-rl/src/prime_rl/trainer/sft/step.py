@@ -39,7 +39,7 @@ def train_step(state: TrainState, rows: Sequence[PackedRow], max_norm: float, me
     grad_norm = clip_gradients(state.policy.model, max_norm)
     if not (math.isfinite(loss) and math.isfinite(grad_norm)):
         raise DivergedError(
-            f"step {state.progress.step}: loss {loss}, gradient norm {grad_norm}: training has diverged. "
+            f"step {state.progress.step}: loss {loss:.4g}, gradient norm {grad_norm:.4g}: training has diverged. "
             "Lower optim.lr or lengthen the warm-up, and resume from the last checkpoint"
         )
     forward_backward_s = time.perf_counter() - started_s

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from prime_rl.configs.sft import SFTConfig
 from prime_rl.configs.surface.not_built import refuse_unbuilt
+from prime_rl.run.completion import report_completion
 from prime_rl.trainer.process.errors import leaving_at_once
 from prime_rl.utils.imports import import_transformers, import_without_gc
+from prime_rl.utils.interrupts import end_quietly_on_ctrl_c
 from prime_rl.utils.pydantic_config import parse_argv_or_exit
 
 
 def main() -> None:
-    """Load the config and train. Exit codes: 0 done (or `dry_run`), 1 failed, 2 bad config, 143 stopped by SIGTERM."""
+    """Load the config and train. Exit codes: 0 done (or `dry_run`), 1 failed, 2 bad config, 143 stopped by a signal."""
+    end_quietly_on_ctrl_c()
     config = parse_argv_or_exit(SFTConfig)
     refuse_unbuilt(config)
     if config.dry_run:
@@ -21,7 +24,10 @@ def main() -> None:
             import_transformers()
             from prime_rl.trainer.sft.run import run
 
-        raise SystemExit(run(config))
+        exit_code = run(config)
+        if exit_code == 0:
+            report_completion()
+        raise SystemExit(exit_code)
 
 
 if __name__ == "__main__":

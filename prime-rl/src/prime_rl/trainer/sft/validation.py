@@ -11,9 +11,11 @@ from torch.distributed.fsdp import FSDPModule
 
 from prime_rl.configs.sft import SFTDataConfig
 from prime_rl.trainer.process.data_axis import DataAxis
+from prime_rl.trainer.process.errors import DataError
 from prime_rl.trainer.process.parallel_dims import Mesh
 from prime_rl.trainer.sft.data.best_fit import best_fit_decreasing
 from prime_rl.trainer.sft.data.conversation import TokenizedSample
+from prime_rl.trainer.sft.data.examination import examine, packed_whole, untrainable_fault, worries
 from prime_rl.trainer.sft.data.packer import PackedRow, lay_out
 from prime_rl.trainer.sft.data.samples import DatasetStream
 from prime_rl.trainer.sft.reporting import ValStats
@@ -31,11 +33,11 @@ class Validation:
         """Tokenize and pack the dataset.
 
         Raises:
-            DataError: the dataset is missing, or no row can be trained on.
+            DataError: the dataset is missing, or too many of its rows have no trained token.
         """
         self.device = mesh.process.device
         self.data_axis = mesh.data_axis
-        samples = _first_epoch(config, tokenizer)
+        samples = _first_epoch(packed_whole(config), tokenizer, mesh.process.is_main)
         rows = _packed(samples, config)
         self._trained_tokens = sum(int(row.is_trained.sum()) for row in rows)
         # Processes gather sharded weights together, so each must compute the same number of rows.
@@ -62,15 +64,16 @@ class Validation:
         return ValStats(loss_sum / self._trained_tokens, time.perf_counter() - started_s)
 
 
-def _first_epoch(config: SFTDataConfig, tokenizer: PreTrainedTokenizerBase) -> list[TokenizedSample]:
+def _first_epoch(config: SFTDataConfig, tokenizer: PreTrainedTokenizerBase, tells: bool) -> list[TokenizedSample]:
+    """Every row that can be trained on. `tells` logs what was left out."""
     stream = DatasetStream(config, tokenizer, DataAxis(data_rank=0, data_size=1))
-    samples: list[TokenizedSample] = []
-    while stream.position < stream.row_count:
-        sample = next(stream)
-        # Unusable rows are skipped; after the last row, the next sample is one of the next epoch.
-        if stream.position <= stream.row_count:
-            samples.append(sample)
-    return samples
+    made = list(stream.first_ones(stream.row_count))
+    found = examine(made, stream.row_count, config)
+    if fault := untrainable_fault(found, config):
+        raise DataError(f"validation: {fault}")
+    for line in worries(found, config) if tells else ():
+        get_logger().warning(f"Validation data: {line}")
+    return [each.sample for each in made if each.sample is not None]
 
 
 def _packed(samples: list[TokenizedSample], config: SFTDataConfig) -> list[PackedRow]:

@@ -69,10 +69,10 @@ class ChatSpans:
         messages, kwargs = conversation.messages, conversation.template_kwargs
         flags = [self.trained_roles[message["role"]] for message in messages]
         if any(flag for flag, message in zip(flags, messages, strict=True) if message["role"] != "assistant"):
-            text = self._render(messages, kwargs)
+            text = self.render(messages, kwargs)
             return text, self._spans(_Chat(messages, kwargs, text))
         if not any(flags):
-            return self._render(messages, kwargs), []
+            return self.render(messages, kwargs), []
         text, marked = self._render_marked(messages, kwargs)
         if marked is not None:
             return text, [(begin, self._settled(text, begin, end)) for begin, end in marked]
@@ -132,7 +132,7 @@ class ChatSpans:
         marked = {**chat.messages[index], "content": _MARK}
         marked.pop("tool_calls", None)
         try:
-            text = self._render([*chat.messages[:index], marked, *chat.messages[index + 1 :]], chat.kwargs)
+            text = self.render([*chat.messages[:index], marked, *chat.messages[index + 1 :]], chat.kwargs)
         except DataError as error:
             raise UnmaskableSample from error
         before, mark, behind = text.partition(_MARK)
@@ -150,8 +150,8 @@ class ChatSpans:
     def _header(self, before: Sequence[Message], kwargs: dict[str, Any]) -> str:
         """The text that the template writes before an assistant message."""
         try:
-            without = self._render(before, kwargs)
-            with_header = self._render(before, kwargs, add_generation_prompt=True)
+            without = self.render(before, kwargs)
+            with_header = self.render(before, kwargs, add_generation_prompt=True)
         except DataError:
             return ""
         return with_header.removeprefix(without) if with_header.startswith(without) else ""
@@ -167,12 +167,17 @@ class ChatSpans:
     def _prefix_length(self, chat: _Chat, count: int, *, add_generation_prompt: bool) -> int | None:
         """Length of the first `count` messages in the text; None if their own rendering is not a prefix of it."""
         try:
-            start = self._render(chat.messages[:count], chat.kwargs, add_generation_prompt=add_generation_prompt)
+            start = self.render(chat.messages[:count], chat.kwargs, add_generation_prompt=add_generation_prompt)
         except DataError:
             return None
         return len(start) if chat.text.startswith(start) else None
 
-    def _render(self, messages: Sequence[Message], kwargs: dict[str, Any], add_generation_prompt: bool = False) -> str:
+    def render(self, messages: Sequence[Message], kwargs: dict[str, Any], add_generation_prompt: bool = False) -> str:
+        """The text of messages. `kwargs` are the template's other arguments.
+
+        Raises:
+            DataError: the tokenizer has no chat template, or the template refuses the messages.
+        """
         self._check_template()
         try:
             text = self.tokenizer.apply_chat_template(
@@ -189,7 +194,7 @@ class ChatSpans:
         self._check_template()
         template = self.tokenizer.get_chat_template(tools=kwargs.get("tools"))
         if not _GENERATION.search(template):
-            return self._render(messages, kwargs), None
+            return self.render(messages, kwargs), None
         from transformers.utils.chat_template_utils import render_jinja_template
 
         try:

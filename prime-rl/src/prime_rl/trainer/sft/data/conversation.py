@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from prime_rl.checks.template_traces import TemplateTraces
 from prime_rl.configs.sft import LossMaskConfig
-from prime_rl.trainer.process.errors import ModelError
+from prime_rl.trainer.process.errors import DataError, ModelError
 from prime_rl.trainer.sft.data.chat_spans import ChatSpans, Span
 from prime_rl.trainer.sft.data.messages import ROLES, Conversation, PlainText, read_row
 
@@ -47,24 +48,29 @@ class TokenizedSample:
 class ConversationTokenizer:
     """Tokenizes rows and marks the tokens of trained roles. A token belongs to the message in which it starts."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, loss_mask: LossMaskConfig) -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, loss_mask: LossMaskConfig, ignored_keys: Sequence[str] = ()
+    ) -> None:
         if not tokenizer.is_fast:
             raise ModelError(f"{type(tokenizer).__name__} gives no token offsets: use a fast tokenizer")
         self.tokenizer = tokenizer
         self.trained_roles = {role: getattr(loss_mask, role) for role in ROLES}
         self._spans = ChatSpans(tokenizer, self.trained_roles)
+        self._traces = TemplateTraces(self._rendered, DataError, ignored_keys)
 
     def __call__(self, row: Mapping[str, Any]) -> TokenizedSample:
         """Tokenize a row. A text without an end token gets one, which is trained if the text before it is.
 
         Raises:
-            DataError: the row is not a conversation, has an unknown role, or the tokenizer has no chat template.
+            DataError: the row is not a conversation, has an unknown role, the tokenizer has no chat template, or the
+                template leaves out a key of the row.
             UnmaskableSample: the chat template does not show where the messages start and end.
         """
         content = read_row(row)
         return self._plain(content) if isinstance(content, PlainText) else self._chat(content)
 
     def _chat(self, conversation: Conversation) -> TokenizedSample:
+        self._refuse_losses(conversation)
         text, spans = self._spans(conversation)
         # The chat template has already written the special tokens.
         encoding = self._encode(text, add_special_tokens=False)
@@ -72,6 +78,20 @@ class ConversationTokenizer:
         if self._spans.ends_by_itself(text):
             return sample
         return self._with_end(sample, self.trained_roles[conversation.messages[-1]["role"]])
+
+    def _refuse_losses(self, conversation: Conversation) -> None:
+        """Raises DataError if the chat template drops a part of the conversation."""
+        left_out = self._traces.left_out({"messages": conversation.messages, **conversation.template_kwargs})
+        if left_out:
+            raise DataError(
+                f"the chat template of {self.tokenizer.name_or_path} leaves out {', '.join(left_out)}: set "
+                "tokenizer.chat_template to one that renders them (chatml renders tools), or list keys that the model "
+                "need not see in data.ignored_keys"
+            )
+
+    def _rendered(self, arguments: Mapping[str, Any]) -> str:
+        others = {name: value for name, value in arguments.items() if name != "messages"}
+        return self._spans.render(arguments["messages"], others)
 
     def _plain(self, content: PlainText) -> TokenizedSample:
         prompt, is_end_trained = content.prompt or "", content.prompt is None or self.trained_roles["assistant"]

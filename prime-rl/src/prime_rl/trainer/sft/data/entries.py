@@ -11,7 +11,6 @@ import numpy as np
 
 from prime_rl.configs.sft import SFTDataConfig
 from prime_rl.trainer.process.errors import DataError
-from prime_rl.trainer.sft.data.messages import check_columns
 from prime_rl.trainer.sft.data.row_files import Row
 from prime_rl.trainer.sft.data.sources import Reading, load_rows, stream_rows
 
@@ -49,7 +48,6 @@ class LoadedEntries:
     def __init__(self, config: SFTDataConfig) -> None:
         self.config = config
         self.rows = load_rows(config)
-        check_columns(config.name, self.rows[0])
         self.row_count = len(self.rows)
         self._order: tuple[int, np.ndarray] | None = None
 
@@ -92,7 +90,6 @@ class StreamedEntries:
         self._block: list[Reading] = []
         self._rows: Iterator[Reading] = stream_rows(config)
         self._read_block()
-        check_columns(config.name, self._block[0]())
 
     def at(self, position: int) -> Entry:
         if position < self._block_start:
@@ -100,7 +97,7 @@ class StreamedEntries:
         while position >= self._block_start + len(self._block):
             self._block_start += len(self._block)
             self._read_block()
-        where = f"data.name = {self.config.name}, row {position - self._epoch_start} of epoch {self._epoch}"
+        where = f"{self.config.label}, row {position - self._epoch_start} of epoch {self._epoch}"
         return Entry(self._block[position - self._block_start], where)
 
     def epoch_of(self, position: int) -> int:
@@ -121,7 +118,7 @@ class StreamedEntries:
         if not block:
             self.row_count = self._block_start - self._epoch_start
             if self.row_count <= 0:
-                raise DataError(f"data.name = {self.config.name} has fewer rows than when the checkpoint was saved")
+                raise DataError(f"{self.config.label} has fewer rows than when the checkpoint was saved")
             self._epoch += 1
             self._epoch_start = self._block_start
             self._rows = stream_rows(self.config)
@@ -134,7 +131,7 @@ class StreamedEntries:
 
 
 def setup_entries(config: SFTDataConfig) -> Entries:
-    """Open the dataset `data.name`, loaded or streamed.
+    """Open the datasets of `data`, loaded or streamed.
 
     Raises:
         DataError: it is missing, empty or unreadable.

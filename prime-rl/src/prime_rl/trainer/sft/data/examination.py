@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 from prime_rl.configs.sft import SFTDataConfig
 from prime_rl.trainer.process.errors import DataError
 from prime_rl.trainer.sft.data.conversation import TokenizedSample
+from prime_rl.trainer.sft.data.entries import Entries
 from prime_rl.trainer.sft.data.packer import PackedRows, setup_packer
-from prime_rl.trainer.sft.data.samples import DatasetStream, Made, SampleCounts
+from prime_rl.trainer.sft.data.samples import DatasetStream, Made, SampleCounts, SampleMaker
 from prime_rl.utils.logger import get_logger
 
 if TYPE_CHECKING:
@@ -95,6 +96,28 @@ def examine(rows: Iterable[Made], row_count: int, config: SFTDataConfig) -> Exam
     return found
 
 
+def steps_per_epoch(found: Examination, config: SFTDataConfig) -> float:
+    """Number of optimizer steps that one pass over the data takes."""
+    return found.packed_rows * found.per_epoch * config.micro_batch_size / config.batch_size
+
+
+def made_rows(entries: Entries, make: SampleMaker, max_rows: int, max_tokens: int) -> Iterator[Made]:
+    """The first rows of the first epoch, until there are enough of them or of their tokens."""
+    tokens = 0
+    for position in range(min(max_rows, entries.row_count or max_rows)):
+        entry = entries.at(position)
+        if entries.epoch_of(position) > 0 or tokens > max_tokens:
+            return
+        made = make(entry)
+        tokens += made.inputs
+        yield made
+
+
+def packed_whole(config: SFTDataConfig) -> SFTDataConfig:
+    """The config of validation data with the packing that validation uses, whatever `pack_function` it has."""
+    return config.model_copy(update={"pack_function": "best_fit"})
+
+
 def untrainable_fault(found: Examination, config: SFTDataConfig) -> str | None:
     """Why a run must not start; None if it may."""
     counts = found.counts
@@ -111,7 +134,7 @@ def untrainable_fault(found: Examination, config: SFTDataConfig) -> str | None:
         if count
     ]
     return (
-        f"data.name = {config.name}: of {counts.seen} rows {counts.left_out} cannot be trained on "
+        f"{config.label}: of {counts.seen} rows {counts.left_out} cannot be trained on "
         f"({', '.join(reasons)}); data.max_untrainable_share allows {config.max_untrainable_share:.0%}: "
         "check data.loss_mask, data.seq_len and the chat template"
     )

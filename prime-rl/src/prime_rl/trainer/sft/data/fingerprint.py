@@ -19,7 +19,13 @@ WHOLE_BYTES = 2**30
 """Files larger than this are identified by their size and by sampled blocks, because a full read delays the start."""
 _BLOCK_BYTES = 2**20
 _BLOCKS = 256
-_NO_INFLUENCE = {"name", "batch_size", "max_untrainable_share"}
+_NO_INFLUENCE: dict[str, Any] = {
+    "name": True,
+    "batch_size": True,
+    "max_untrainable_share": True,
+    "ignored_keys": True,
+    "sources": {"__all__": {"name": True}},
+}
 """Keys of `data` that do not change the rows. A file may move: only its contents count."""
 
 
@@ -39,7 +45,7 @@ class DataFingerprint:
     def differences(self, other: DataFingerprint) -> list[str]:
         """One line for each difference between this, the saved fingerprint, and `other`, the current one."""
         named = (
-            ("the contents of data.name", self.contents, other.contents),
+            ("the contents of the data", self.contents, other.contents),
             ("the tokenizer", self.tokenizer, other.tokenizer),
             ("the chat template", self.chat_template, other.chat_template),
         )
@@ -70,7 +76,8 @@ def fingerprint_of(
     """
     # The first call drops a truncation that the tokenizer's file may set. The digest must not depend on that call.
     tokenizer("a")
-    unread = {"shuffle_buffer"} if isinstance(config, SFTDataConfig) and not config.streaming else set()
+    is_loaded = isinstance(config, SFTDataConfig) and not config.streaming
+    unread = {"shuffle_buffer": True} if is_loaded else {}
     contents = "made up" if isinstance(config, FakeDataConfig) else _digest_of_parts(find_parts(config), whole_bytes)
     return DataFingerprint(
         contents=contents,

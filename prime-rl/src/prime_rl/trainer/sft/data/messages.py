@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from prime_rl.trainer.process.errors import DataError
+from prime_rl.trainer.sft.data.formats import EXPECTED, decoded, standard
 
 Message = dict[str, Any]
 
 ROLES = ("system", "user", "assistant", "tool")
+OTHER_NAMES = {
+    "human": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bot": "assistant",
+    "model": "assistant",
+    "developer": "system",
+    "observation": "tool",
+    "function": "tool",
+    "function_response": "tool",
+    "ipython": "tool",
+}
+"""Other programs' names for roles. `function_call` in ShareGPT is an assistant's message that holds a call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,26 +45,13 @@ class PlainText:
     completion: str
 
 
-def check_columns(name: str, row: Mapping[str, Any]) -> None:
-    """Check that a row has columns to train on.
-
-    Raises:
-        DataError: it has neither `messages`, nor `prompt` and `completion`, nor `text`. The message lists its columns.
-    """
-    if "messages" in row or ("prompt" in row and "completion" in row) or "text" in row:
-        return
-    raise DataError(
-        f"data.name = {name} has no conversations: rows need `messages`, or `prompt` and `completion`, or `text`; "
-        f"the columns are {', '.join(row) or 'none'}"
-    )
-
-
 def read_row(row: Mapping[str, Any]) -> Conversation | PlainText:
-    """Read a row: `messages`, or `prompt` and `completion` as message lists or strings, or `text`; and `tools`.
+    """Read a row of any format in `formats.py`.
 
     Raises:
         DataError: a field is missing or malformed.
     """
+    row = standard(row)
     if row.get("messages") is not None:
         parts = {"messages": row["messages"]}
     elif row.get("prompt") is not None or row.get("completion") is not None:
@@ -59,7 +59,7 @@ def read_row(row: Mapping[str, Any]) -> Conversation | PlainText:
     elif isinstance(row.get("text"), str):
         return PlainText(None, row["text"])
     else:
-        raise DataError(f"no `messages`, `prompt` and `completion`, or `text`: the row has {_filled(row)}")
+        raise DataError(f"found {_filled(row)}; expected {EXPECTED}")
     missing = [name for name, part in parts.items() if part is None]
     if missing:
         raise DataError(f"`{missing[0]}` is missing")
@@ -73,7 +73,7 @@ def _filled(row: Mapping[str, Any]) -> str:
 
 
 def _messages(parts: Mapping[str, Any]) -> list[Message]:
-    parts = {name: _decoded(part, name) if name == "messages" else part for name, part in parts.items()}
+    parts = {name: decoded(part, name) if name == "messages" else part for name, part in parts.items()}
     if not all(isinstance(part, list) for part in parts.values()):
         if "messages" in parts:
             raise DataError("`messages` must be a list of messages")
@@ -86,27 +86,65 @@ def _messages(parts: Mapping[str, Any]) -> list[Message]:
 
 def _message(number: int, message: Any) -> Message:
     """A message as chat templates expect it: no nulls, trimmed text, decoded tool arguments."""
-    if not isinstance(message, Mapping) or "role" not in message:
-        raise DataError(f"message {number}: must be an object with a role, got {message!r}")
-    cleaned = _without_nulls(message)
+    if not isinstance(message, Mapping):
+        raise DataError(f"message {number}: found {message!r}; expected an object with `role` and `content`")
+    cleaned = _as_openai(number, _without_nulls(message))
     role = cleaned.get("role")
+    if role is None:
+        keys = ", ".join(f"`{name}`" for name in message)
+        raise DataError(
+            f"message {number}: found the keys {keys or '(none)'}; expected `role` and `content`, or `from` and "
+            "`value`. Name others in [data.columns]"
+        )
     if role not in ROLES:
-        raise DataError(f"message {number}: unknown role {role!r}: known are {', '.join(ROLES)}")
+        known = ", ".join((*ROLES, *OTHER_NAMES))
+        raise DataError(f"message {number}: unknown role {role!r}: known are {known}; map others in data.roles")
     if "content" not in cleaned:
         if role != "assistant" or not ("tool_calls" in cleaned or "reasoning_content" in cleaned):
             raise DataError(f"message {number}: the {role} message has no `content`")
         cleaned["content"] = ""
-    if isinstance(cleaned["content"], str):
-        cleaned["content"] = cleaned["content"].strip()
-    elif not isinstance(cleaned["content"], list):
-        raise DataError(f"message {number}: `content` must be text, got {cleaned['content']!r}")
+    cleaned["content"] = _text(number, cleaned["content"]).strip()
     if "tool_calls" in cleaned:
         cleaned["tool_calls"] = _tool_calls(number, cleaned["tool_calls"])
     return cleaned
 
 
+def _as_openai(number: int, message: dict[str, Any]) -> dict[str, Any]:
+    """A message with `role` and `content`, and our name of its role. ShareGPT calls them `from` and `value`."""
+    for theirs, ours in (("from", "role"), ("value", "content")):
+        if theirs in message and ours not in message:
+            message[ours] = message.pop(theirs)
+    role = message.get("role")
+    if role == "function_call" and "content" in message:
+        call = decoded(message.pop("content"), f"message {number}: function_call")
+        calls = call if isinstance(call, list) else [call]
+        return {
+            **message,
+            "role": "assistant",
+            "tool_calls": [{"type": "function", "function": each} for each in calls],
+        }
+    if isinstance(role, str) and role in OTHER_NAMES:
+        message["role"] = OTHER_NAMES[role]
+    return message
+
+
+def _text(number: int, content: Any) -> str:
+    """The text of a message. Parts of text are joined by newlines, as in inference."""
+    texts = []
+    for part in content if isinstance(content, list) else [content]:
+        text = part.get("text") if isinstance(part, Mapping) else part
+        if isinstance(text, str):
+            texts.append(text)
+        elif isinstance(part, Mapping) and isinstance(content, list):
+            kind = part.get("type")
+            raise DataError(f"message {number}: a part of type {kind!r}: only parts of text can be trained on")
+        else:
+            raise DataError(f"message {number}: `content` must be text, or a list of parts of text, got {content!r}")
+    return "\n".join(texts)
+
+
 def _tool_calls(number: int, calls: Any) -> list[dict[str, Any]]:
-    calls = _decoded(calls, f"message {number}: tool_calls")
+    calls = decoded(calls, f"message {number}: tool_calls")
     if not isinstance(calls, list) or not all(isinstance(call, Mapping) for call in calls):
         raise DataError(f"message {number}: `tool_calls` must be a list of objects")
     return [_tool_call(number, call) for call in calls]
@@ -116,31 +154,22 @@ def _tool_call(number: int, call: Mapping[str, Any]) -> dict[str, Any]:
     cleaned = _without_nulls(call)
     function = cleaned.get("function")
     if isinstance(function, Mapping) and isinstance(function.get("arguments"), str):
-        arguments = _decoded(function["arguments"], f"message {number}: tool call arguments")
+        arguments = decoded(function["arguments"], f"message {number}: tool call arguments")
         cleaned["function"] = {**function, "arguments": arguments}
     return cleaned
 
 
 def _template_kwargs(row: Mapping[str, Any]) -> dict[str, Any]:
-    kwargs = _decoded(row.get("chat_template_kwargs") or {}, "chat_template_kwargs")
+    kwargs = decoded(row.get("chat_template_kwargs") or {}, "chat_template_kwargs")
     if not isinstance(kwargs, Mapping):
         raise DataError("`chat_template_kwargs` must be an object")
     kwargs = _without_nulls(kwargs)
     if row.get("tools"):
-        tools = _decoded(row["tools"], "tools")
+        tools = decoded(row["tools"], "tools")
         if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
             raise DataError("`tools` must be a list of function schemas, or such a list as JSON text")
         kwargs["tools"] = [_without_nulls(tool) for tool in tools]
     return kwargs
-
-
-def _decoded(value: Any, what: str) -> Any:
-    if not isinstance(value, str):
-        return value
-    try:
-        return json.loads(value)
-    except json.JSONDecodeError as error:
-        raise DataError(f"{what}: not valid JSON: {error.msg}") from error
 
 
 def _without_nulls(mapping: Mapping[str, Any]) -> dict[str, Any]:

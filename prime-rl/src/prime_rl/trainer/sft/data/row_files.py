@@ -5,20 +5,30 @@ Files are read without `datasets`, whose import adds a second to every start.
 
 from __future__ import annotations
 
+import csv
+import gzip
+import io
 import json
 import os
+import zlib
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, cast
 
+from prime_rl.checks.data_files import COMPRESSIONS, kind_of
 from prime_rl.trainer.process.errors import DataError
 
 if TYPE_CHECKING:
     import pyarrow
 
 Row = Mapping[str, Any]
+
+_LINES = (".jsonl", ".ndjson")
+_DELIMITERS = {".csv": ",", ".tsv": "\t"}
+_LONGEST_FIELD = 2**31 - 1
 
 
 class RowList:
@@ -67,6 +77,17 @@ class JsonLines(RowList):
         return f"{self.path}:{self._numbers[index]}"
 
 
+class ParsedRows(RowList):
+    """The rows of a file that is read in order, with the number of the line of each."""
+
+    def __init__(self, path: Path, rows: Sequence[tuple[int, Row]]) -> None:
+        super().__init__([row for _, row in rows], str(path))
+        self._numbers = array("q", [number for number, _ in rows])
+
+    def where(self, index: int) -> str:
+        return f"{self.name}:{self._numbers[index]}"
+
+
 class TableRows(RowList):
     """An Arrow table read row by row."""
 
@@ -83,7 +104,11 @@ class TableRows(RowList):
 
 def read_file(path: Path) -> RowList:
     """Read all rows of a file. Raises DataError if its content does not match its suffix."""
-    return _READERS[path.suffix](path)
+    kind = kind_of(path)
+    assert kind is not None, "files of other kinds are refused when they are looked for"
+    if kind in _LINES and path.suffix in COMPRESSIONS:
+        return ParsedRows(path, list(_numbered_lines(path)))
+    return _READERS[kind](path)
 
 
 def stream_file(path: Path) -> Iterator[Callable[[], Row]]:
@@ -92,16 +117,43 @@ def stream_file(path: Path) -> Iterator[Callable[[], Row]]:
     Raises:
         DataError: its content does not match its suffix.
     """
-    if path.suffix == ".parquet":
+    kind = kind_of(path)
+    if kind == ".parquet":
         yield from _stream_parquet(path)
-    elif path.suffix in (".jsonl", ".ndjson"):
-        with path.open("rb") as file:
+    elif kind in _LINES:
+        with opened(path) as file:
             for number, line in enumerate(file, start=1):
                 if line.strip():
                     yield partial(parse_line, path, number, line)
+    elif kind in _DELIMITERS:
+        yield from (partial(dict, row) for _, row in _table_rows(path))
     else:
         rows = read_file(path)
         yield from (partial(rows.__getitem__, index) for index in range(len(rows)))
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[IO[bytes]]:
+    """The bytes of a file, decompressed if its suffix says so.
+
+    Raises:
+        DataError: it is not compressed like that, or it is cut short.
+    """
+    try:
+        if path.suffix == ".gz":
+            with gzip.open(path, "rb") as unpacked:
+                yield cast("IO[bytes]", unpacked)
+        elif path.suffix == ".zst":
+            import pyarrow
+
+            # Arrow's own streams read no lines.
+            with pyarrow.input_stream(str(path), compression="zstd") as stream, io.BufferedReader(stream) as file:
+                yield file
+        else:
+            with path.open("rb") as file:
+                yield file
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(f"{path}: cannot be read: {error}") from error
 
 
 def parse_line(path: Path, number: int, line: bytes) -> Row:
@@ -119,11 +171,13 @@ def parse_line(path: Path, number: int, line: bytes) -> Row:
 
 def _read_json(path: Path) -> RowList:
     """A `.json` file: one array of objects, or one object a line."""
-    with path.open("rb") as file:
-        if not file.read(1024).lstrip().startswith(b"["):
-            return JsonLines(path)
+    with opened(path) as file:
+        head = file.read(1024)
+        if not head.lstrip().startswith(b"["):
+            return JsonLines(path) if path.suffix == ".json" else ParsedRows(path, list(_numbered_lines(path)))
+        content = head + file.read()
     try:
-        rows = json.loads(path.read_bytes())
+        rows = json.loads(content)
     except json.JSONDecodeError as error:
         raise DataError(f"{path}:{error.lineno}: not valid JSON: {error.msg}") from error
     except UnicodeDecodeError as error:
@@ -131,6 +185,43 @@ def _read_json(path: Path) -> RowList:
     if not all(isinstance(row, dict) for row in rows):
         raise DataError(f"{path}: the array has entries that are not objects")
     return RowList(rows, str(path))
+
+
+def _numbered_lines(path: Path) -> Iterator[tuple[int, Row]]:
+    with opened(path) as file:
+        for number, line in enumerate(file, start=1):
+            if line.strip():
+                yield number, parse_line(path, number, line)
+
+
+def _read_table(path: Path) -> RowList:
+    return ParsedRows(path, list(_table_rows(path)))
+
+
+def _table_rows(path: Path) -> Iterator[tuple[int, Row]]:
+    """The rows of a CSV or TSV file with a header, as texts, with the line that each begins in or after."""
+    kind = kind_of(path)
+    assert kind is not None
+    # Texts may be longer than the module's default limit of 128 KiB.
+    csv.field_size_limit(_LONGEST_FIELD)
+    with opened(path) as file, io.TextIOWrapper(file, encoding="utf-8-sig", newline="") as lines:
+        table = csv.reader(lines, delimiter=_DELIMITERS[kind], strict=True)
+        try:
+            header = next(table, [])
+            before = table.line_num
+            for fields in table:
+                if len(fields) not in (0, len(header)):
+                    raise DataError(
+                        f"{path}:{before + 1}: found {len(fields)} fields; the header has {len(header)}: "
+                        f"{', '.join(header)}"
+                    )
+                if fields:
+                    yield before + 1, dict(zip(header, fields, strict=True))
+                before = table.line_num
+        except csv.Error as error:
+            raise DataError(f"{path}:{table.line_num}: not valid {kind[1:].upper()}: {error}") from error
+        except UnicodeDecodeError as error:
+            raise DataError(f"{path}: not UTF-8 text (byte {error.start})") from error
 
 
 def _read_parquet(path: Path) -> RowList:
@@ -177,6 +268,8 @@ _READERS: dict[str, Callable[[Path], RowList]] = {
     ".jsonl": JsonLines,
     ".ndjson": JsonLines,
     ".json": _read_json,
+    ".csv": _read_table,
+    ".tsv": _read_table,
     ".parquet": _read_parquet,
     ".arrow": _read_arrow,
 }

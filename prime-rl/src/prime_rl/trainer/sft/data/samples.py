@@ -95,7 +95,7 @@ class SampleMaker:
 
     def __init__(self, config: SFTDataConfig, tokenizer: PreTrainedTokenizerBase) -> None:
         self.config = config
-        self._tokenize = ConversationTokenizer(tokenizer, config.loss_mask)
+        self._tokenize = ConversationTokenizer(tokenizer, config.loss_mask, config.ignored_keys)
         self._special_ids = frozenset(tokenizer.all_special_ids)
 
     def __call__(self, entry: Entry) -> Made:
@@ -166,7 +166,7 @@ class DatasetStream:
             share = 2 * self.row_count // self.data_axis.data_size + 1
             if skipped > (share if self.row_count else _MAX_SKIPPED_IN_A_ROW):
                 raise DataError(
-                    f"data.name = {self.config.name}: no row has a trained token within data.seq_len = "
+                    f"{self.config.label}: no row has a trained token within data.seq_len = "
                     f"{self.config.seq_len}; check data.loss_mask, data.overlong and data.seq_len"
                 )
 

@@ -1,4 +1,4 @@
-"""Opens the dataset `data.name`: files, a saved dataset, or a hub dataset, with one part per subset and split."""
+"""Opens the datasets of `data`: files, saved datasets, hub datasets. Each source, or subset and split, is a part."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ import numpy as np
 from prime_rl.checks.data_files import Part
 from prime_rl.checks.data_files import find_parts as files_of_parts
 from prime_rl.checks.start_dir import StartFault
-from prime_rl.configs.sft import SFTDataConfig
+from prime_rl.configs.sft import RowFormatConfig, SFTDataConfig
 from prime_rl.trainer.process.errors import DataError
+from prime_rl.trainer.sft.data.formats import check_columns, renamed
 from prime_rl.trainer.sft.data.row_files import Row, RowList, read_file, stream_file
 
 
 def find_parts(config: SFTDataConfig) -> list[Part]:
-    """Find the parts that `data.subsets` and `data.splits` choose, without reading any file.
+    """Find the parts that `data` names, without reading any file.
 
     Raises:
         DataError: there is nothing at the path, or it has no such split.
@@ -39,20 +40,16 @@ _DRAWS_AT_ONCE = 1000
 
 
 def load_rows(config: SFTDataConfig) -> RowList:
-    """Load the rows of `data.name` in file order; several subsets or splits are interleaved.
+    """Load the rows of `data` in file order; those of several sources, subsets or splits are interleaved.
 
     Raises:
         DataError: the dataset is missing, empty or unreadable.
     """
-    parts = find_parts(config)
-    loaded = [_load_part(part) for part in parts]
-    for part, rows in zip(parts, loaded, strict=True):
-        if len(rows) == 0:
-            raise DataError(f"{part} has no rows")
+    loaded = [_load_part(part) for part in find_parts(config)]
     if len(loaded) == 1:
         return loaded[0]
     lengths = [len(rows) for rows in loaded]
-    return InterleavedRows(loaded, interleave(lengths, config.probabilities, config.stopping_strategy))
+    return InterleavedRows(loaded, interleave(lengths, config.shares, config.stopping_strategy))
 
 
 def stream_rows(config: SFTDataConfig) -> Iterator[Reading]:
@@ -64,7 +61,7 @@ def stream_rows(config: SFTDataConfig) -> Iterator[Reading]:
     parts = [partial(_stream_part, part) for part in find_parts(config)]
     if len(parts) == 1:
         return parts[0]()
-    return interleave_streams(parts, config.probabilities, config.stopping_strategy)
+    return interleave_streams(parts, config.shares, config.stopping_strategy)
 
 
 def interleave(lengths: Sequence[int], probabilities: Sequence[float] | None, stopping_strategy: str) -> np.ndarray:
@@ -79,14 +76,20 @@ def interleave(lengths: Sequence[int], probabilities: Sequence[float] | None, st
         turns = min(lengths) if stopping_strategy == "first_exhausted" else max(lengths)
         rows = np.arange(turns)[:, None] % np.asarray(lengths)
         return np.stack([np.tile(np.arange(count), turns), rows.reshape(-1)], axis=1)
-    enough = any if stopping_strategy == "first_exhausted" else all
-    read, order = [0] * count, []
-    for part in _draws(count, probabilities):
-        order.append((part, read[part] % lengths[part]))
-        read[part] += 1
-        if enough(done >= length for done, length in zip(read, lengths, strict=True)):
-            break
-    return np.array(order)
+    enough, last = (np.any, min) if stopping_strategy == "first_exhausted" else (np.all, max)
+    generator = np.random.default_rng(_INTERLEAVE_SEED)
+    drawn, read = [], np.zeros(count, dtype=np.int64)
+    # In arrays: with a small share of a large part, an epoch has many more rows than the parts have together.
+    while not enough(read >= np.asarray(lengths)):
+        drawn.append(_draw(generator, count, probabilities).astype(np.int32))
+        read += np.bincount(drawn[-1], minlength=count)
+    parts = np.concatenate(drawn)
+    draws_of = [np.flatnonzero(parts == part) for part in range(count)]
+    ends = [int(draws[length - 1]) for draws, length in zip(draws_of, lengths, strict=True) if len(draws) >= length]
+    order = np.stack([parts, np.empty_like(parts)], axis=1)
+    for draws, length in zip(draws_of, lengths, strict=True):
+        order[draws, 1] = np.arange(len(draws)) % length
+    return order[: last(ends) + 1]
 
 
 def interleave_streams(
@@ -115,11 +118,11 @@ def interleave_streams(
 def _draws(count: int, probabilities: Sequence[float] | None) -> Iterator[int]:
     generator = np.random.default_rng(_INTERLEAVE_SEED)
     while True:
-        yield from range(count) if probabilities is None else _draw(generator, count, probabilities)
+        yield from range(count) if probabilities is None else _draw(generator, count, probabilities).tolist()
 
 
-def _draw(generator: np.random.Generator, count: int, probabilities: Sequence[float]) -> list[int]:
-    return generator.choice(count, size=_DRAWS_AT_ONCE, p=probabilities).tolist()
+def _draw(generator: np.random.Generator, count: int, probabilities: Sequence[float]) -> np.ndarray:
+    return generator.choice(count, size=_DRAWS_AT_ONCE, p=probabilities)
 
 
 class InterleavedRows(RowList):
@@ -168,7 +171,33 @@ class JoinedRows(RowList):
         return self.parts[at], index - (self.ends[at - 1] if at else 0)
 
 
+class RenamedRows(RowList):
+    """Rows with the columns of `data.columns` and the roles of `data.roles` under our names."""
+
+    def __init__(self, rows: RowList, config: RowFormatConfig) -> None:
+        super().__init__((), "")
+        self.original = rows
+        self.config = config
+
+    def __len__(self) -> int:
+        return len(self.original)
+
+    def __getitem__(self, index: int) -> Row:
+        return renamed(self.original[index], self.config)
+
+    def where(self, index: int) -> str:
+        return self.original.where(index)
+
+
 def _load_part(part: Part) -> RowList:
+    rows = _load_rows(part)
+    if len(rows) == 0:
+        raise DataError(f"{part} has no rows")
+    check_columns(str(part), rows[0], part.format)
+    return RenamedRows(rows, part.format)
+
+
+def _load_rows(part: Part) -> RowList:
     if part.is_saved:
         return RowList(_load_saved(part), str(part))
     if not part.files:
@@ -181,10 +210,16 @@ def _load_part(part: Part) -> RowList:
 def _stream_part(part: Part) -> Iterator[Reading]:
     count = 0
     for reading in _readings(part):
-        yield reading
+        if count == 0:
+            check_columns(str(part), reading(), part.format)
+        yield partial(_renamed_reading, reading, part.format)
         count += 1
     if count == 0:
         raise DataError(f"{part} has no rows")
+
+
+def _renamed_reading(reading: Reading, config: RowFormatConfig) -> Row:
+    return renamed(reading(), config)
 
 
 def _readings(part: Part) -> Iterator[Reading]:
@@ -206,7 +241,7 @@ def _load_saved(part: Part) -> Sequence[Row]:
     if isinstance(saved, datasets.Dataset):
         return saved
     if part.split not in saved:
-        raise DataError(f"data.name = {part.name} has no split {part.split}; it has {', '.join(saved)}")
+        raise DataError(f"{part.key} = {part.name} has no split {part.split}; it has {', '.join(saved)}")
     return saved[part.split]
 
 
@@ -218,4 +253,4 @@ def _load_from_hub(part: Part, streaming: bool) -> Any:
         return datasets.load_dataset(part.name, part.subset, split=part.split, streaming=streaming)
     except (OSError, ValueError) as error:
         reason = str(error).splitlines()[0]
-        raise DataError(f"data.name = {part.name}: no such file, and not loadable from the hub: {reason}") from error
+        raise DataError(f"{part.key} = {part.name}: no such file, and not loadable from the hub: {reason}") from error

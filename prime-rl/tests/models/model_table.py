@@ -1,0 +1,271 @@
+"""Compares trainer and embedded engine with Transformers' eager attention, for every family of `model_cases`.
+
+`python prime-rl/tests/models/model_table.py > docs/models.md`
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from model_cases import LEFT_OUT, ORIGINAL_CONTEXT, SEQ_LEN, VOCABULARY, WINDOW, Case, cases, save_tiny_model
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from prime_rl.configs.trainer import ModelConfig
+from prime_rl.inference.embedded.engine.common_start import CommonStart
+from prime_rl.inference.embedded.engine.engine import Engine
+from prime_rl.inference.embedded.engine.generation import GenerationRequest, SamplingParams
+from prime_rl.inference.embedded.engine.model import ModelRunner, load_model
+from prime_rl.inference.embedded.engine.scheduler import Limits
+from prime_rl.inference.embedded.errors import ModelNotFound, UnsupportedModel
+from prime_rl.trainer.kernels.attention import FLEX
+from prime_rl.trainer.model.build import setup_model
+from prime_rl.trainer.model.scoring import enable_scoring
+from prime_rl.trainer.model.start_check import check_scoring
+from prime_rl.trainer.process.errors import ModelError
+from prime_rl.trainer.process.parallel_dims import Mesh, ParallelDims
+from prime_rl.trainer.process.world import destroy_world, setup_world
+from prime_rl.trainer.rl.packing import pack_batch
+from prime_rl.trainer.rl.rows import Row, score_row
+from prime_rl.transport.messages import TrainingBatch, TrainingSample
+
+TOLERANCE = 1e-5
+"""Largest difference of a log-probability, in nats."""
+GRADIENT_TOLERANCE = 3e-5
+"""Largest norm of the difference of all gradients, relative to their norm."""
+
+INTRODUCTION = f"""\
+# Models
+
+Generated with `python prime-rl/tests/models/model_table.py > docs/models.md`; a test checks that it is up to date.
+
+Which causal language models the trainer and the embedded engine run. For the table, every family that Transformers
+registers is made tiny, with windows of {WINDOW} tokens, rotary frequencies that change after {ORIGINAL_CONTEXT} tokens,
+and sequences of up to {SEQ_LEN} tokens. The reference is Transformers with eager attention, one sequence at a time, in
+float32 on a CPU.
+
+- *equal*: log-probabilities differ by less than {TOLERANCE:g} nats, and the trainer's gradients by less than
+  {GRADIENT_TOLERANCE:g} of their norm.
+- *refused*: loading the model fails with this line.
+
+| column | compares |
+|---|---|
+| trainer | one packed row of three groups with shared prompts, with the mode and the attention of RL on a CPU |
+| flex | the forward pass with flex attention, which the trainer selects on GPUs without flash attention |
+| embedded engine | several samples of two prompts, decoded together, then a second turn on kept prefixes |
+
+In the flex column, *not used* means that Transformers has no flex attention for the family, and *needs a GPU* that its
+attention has sinks.
+
+At the start of every run, trainer and engine compare a few tokens of the real model with eager attention too. For this
+check, windows are 4 tokens and caps on attention scores are 1, so that ignoring them shows.
+
+Length-dependent rotary frequencies (longrope, dynamic NTK) are those of the run's longest sequence: `model.seq_len` in
+the trainer, `inference.model.max_model_len` in the engine. An RL run in which the two differ in effect is refused.
+
+RL trains without dropout and router jitter. SFT applies those of the model's config, and `model.lora.dropout`.
+
+"""
+
+
+TABLE_HEAD = "| family | trainer | flex | embedded engine |\n|---|---|---|---|"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What the table says about a case: `equal`, or the line that refuses it."""
+
+    trainer: str
+    flex: str
+    engine: str
+
+
+def outcome_of(case: Case, mesh: Mesh) -> Outcome:
+    with tempfile.TemporaryDirectory() as folder:
+        directory = Path(folder)
+        reference = save_tiny_model(case, directory)
+        return Outcome(
+            trainer=_outcome(lambda: _compare_trainer(case, directory, reference, mesh)),
+            flex=_outcome(lambda: _compare_flex(case, directory, reference, mesh)),
+            engine=_outcome(lambda: _compare_engine(case, directory, reference)),
+        )
+
+
+def page(outcomes: Mapping[str, Outcome]) -> str:
+    """The document, from the outcome of each case by name."""
+    rows = [f"| {name} | {found.trainer} | {found.flex} | {found.engine} |" for name, found in outcomes.items()]
+    left_out = [f"- {reason}: {', '.join(sorted(names))}." for reason, names in LEFT_OUT.items()]
+    table = "\n".join([TABLE_HEAD, *rows])
+    return f"{INTRODUCTION}{table}\n\n## Not in the table\n\n" + "\n".join(left_out) + "\n"
+
+
+def outcomes_on(text: str) -> dict[str, Outcome]:
+    """The outcomes that a page shows, by the name of the case."""
+    _, _, table = text.partition(TABLE_HEAD)
+    rows = [line.strip("| ").split(" | ") for line in table.splitlines() if line.startswith("| ")]
+    return {name: Outcome(*found) for name, *found in rows}
+
+
+class Different(Exception):
+    """The results are not those of the reference."""
+
+
+class NotCompared(Exception):
+    """The comparison is not possible here."""
+
+
+def _outcome(compare: Callable[[], None]) -> str:
+    try:
+        compare()
+    except (ModelError, UnsupportedModel, ModelNotFound) as refusal:
+        return f"refused: {refusal}"
+    except NotCompared as reason:
+        return str(reason)
+    except Different as difference:
+        return f"WRONG: {difference}"
+    return "equal"
+
+
+def reference_logprobs(case: Case, model: PreTrainedModel, tokens: Sequence[int]) -> Tensor:
+    """Log-probabilities of all tokens but the first, by plain Transformers on this sequence alone."""
+    filled = list(tokens)
+    if case.rope_depends_on_length:
+        filled += [3] * (case.seq_len - len(tokens))
+    logits = model(input_ids=torch.tensor([filled]), use_cache=False).logits[0, : len(tokens) - 1]
+    return logits.log_softmax(-1).gather(1, torch.tensor(tokens)[1:, None])[:, 0]
+
+
+def _packed_row(case: Case) -> Row:
+    """Three groups with prompts and completions of different lengths, one of them as long as the run allows."""
+    generator = torch.Generator().manual_seed(1)
+
+    def draw(count: int) -> list[int]:
+        return torch.randint(3, VOCABULARY, (count,), generator=generator).tolist()
+
+    longest = case.seq_len
+    prompts = [draw(longest // 3), draw(longest // 2), draw(3)]
+    sizes = [(0, 5), (0, longest - longest // 3), (0, 12), (1, longest // 2), (1, 4), (2, 6)]
+    batch = TrainingBatch([_sample(prompts[index], draw(count)) for index, count in sizes], step=0)
+    ((message,),) = pack_batch(batch, case.seq_len, row_tokens=1024, data_ranks=1, group_tokens=512)
+    return Row.from_message(message, torch.device("cpu"))
+
+
+def _compare_trainer(case: Case, directory: Path, reference: PreTrainedModel, mesh: Mesh) -> None:
+    model, row = setup_model(ModelConfig(name=str(directory), seq_len=case.seq_len), mesh), _packed_row(case)
+    logprobs, _ = score_row(model, row, row.loss_mask, vocab_chunk=512)
+    expected = _expected(case, reference, row)
+    _check_logprobs(logprobs[row.loss_mask], expected[row.loss_mask])
+    (logprobs * row.advantages)[row.loss_mask].sum().backward()
+    reference.zero_grad()
+    (expected * row.advantages)[row.loss_mask].sum().backward()
+    own = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    wanted = {name: parameter.grad for name, parameter in reference.named_parameters() if parameter.grad is not None}
+    if own.keys() != wanted.keys():
+        raise Different(f"gradients of {', '.join(sorted(own.keys() ^ wanted.keys()))}")
+    distance = torch.cat([(own[name].full_tensor() - wanted[name]).flatten() for name in wanted]).norm()
+    relative = float(distance / torch.cat([gradient.flatten() for gradient in wanted.values()]).norm())
+    if not relative < GRADIENT_TOLERANCE:
+        raise Different(f"gradients by {relative:.1e} of their norm")
+
+
+@torch.no_grad()
+def _compare_flex(case: Case, directory: Path, reference: PreTrainedModel, mesh: Mesh) -> None:
+    model, row = setup_model(ModelConfig(name=str(directory), seq_len=case.seq_len), mesh), _packed_row(case)
+    if not model._supports_flex_attn:
+        raise NotCompared("not used")
+    model.config._attn_implementation = FLEX
+    enable_scoring(model)
+    try:
+        check_scoring(model, torch.device("cpu"), case.seq_len, ())
+    except ValueError as error:  # flex attention has sinks only on a GPU
+        raise NotCompared("needs a GPU") from error
+    # Compiling for a CPU takes a minute per model.
+    with torch.compiler.set_stance("force_eager"):
+        logprobs, _ = score_row(model, row, row.loss_mask, vocab_chunk=512)
+    _check_logprobs(logprobs[row.loss_mask], _expected(case, reference, row)[row.loss_mask])
+
+
+def _expected(case: Case, reference: PreTrainedModel, row: Row) -> Tensor:
+    """The reference's log-probabilities of a row's tokens; 0 for the first of each sequence."""
+    sequences = row.input_ids.split(row.lengths)
+    scored = [reference_logprobs(case, reference, tokens.tolist()) for tokens in sequences]
+    return torch.cat([torch.cat([logprobs.new_zeros(1), logprobs]) for logprobs in scored])
+
+
+def _check_logprobs(ours: Tensor, expected: Tensor) -> None:
+    largest = float((ours - expected).detach().abs().max())
+    if not largest < TOLERANCE:
+        raise Different(f"log-probabilities by {largest:.1e} nats")
+
+
+def _sample(prompt: list[int], completion: list[int]) -> TrainingSample:
+    count = len(completion)
+    return TrainingSample(
+        prompt_ids=prompt,
+        prompt_mask=[False] * len(prompt),
+        completion_ids=completion,
+        completion_mask=[True] * count,
+        completion_logprobs=[-1.0] * count,
+        completion_temperatures=[1.0] * count,
+        advantage=1.0 - 0.1 * count,
+    )
+
+
+@torch.no_grad()
+def _compare_engine(case: Case, directory: Path, reference: PreTrainedModel) -> None:
+    """Samples that run together: groups of a prompt, then second turns with kept prefixes."""
+    model, source = load_model(str(directory), "float32", torch.device("cpu"), max_model_len=case.seq_len)
+    runner = ModelRunner(model, 1 << 28, source, partial(CommonStart.from_origins, fewest_rows=6))
+    engine = Engine(runner, Limits(max_prefix_bytes=1 << 24))
+    thread = threading.Thread(target=engine.run)
+    thread.start()
+    try:
+        sampled = _sampled(engine, [([*range(5, 5 + case.seq_len // 2)], 6), ([7, 8, 9], 2)], case.seq_len // 4)
+        # Second turns, whose first tokens are kept.
+        turns = [[*tokens, 9] for tokens, _ in (sampled[0], sampled[-1])]
+        sampled += _sampled(engine, [(tokens, 2) for tokens in turns], 4)
+    finally:
+        engine.stop()
+        thread.join()
+    for tokens, logprobs in sampled:
+        expected = reference_logprobs(case, reference, tokens)[-len(logprobs) :]
+        _check_logprobs(torch.tensor(logprobs), expected)
+
+
+def _sampled(
+    engine: Engine, prompts: Sequence[tuple[list[int], int]], count: int
+) -> list[tuple[list[int], list[float]]]:
+    """All tokens of the samples of each prompt, which run together, and the log-probabilities of the sampled ones."""
+    params = SamplingParams(max_tokens=count, top_k=VOCABULARY)
+    engine.pause().result()
+    requests = [GenerationRequest(prompt=tuple(prompt), params=params, seed=1, n=n) for prompt, n in prompts]
+    futures = [engine.submit(request) for request in requests]
+    engine.resume().result()
+    return [
+        ([*request.prompt, *completion.token_ids], completion.logprobs)
+        for request, future in zip(requests, futures, strict=True)
+        for completion in future.result().completions
+    ]
+
+
+def main() -> None:
+    mesh = ParallelDims(dp_replicate=1, dp_shard=1).mesh(setup_world("cpu", timeout_s=60, environ={}))
+    outcomes = {}
+    for case in cases():
+        if sys.argv[1:] and case.family not in sys.argv[1:]:
+            continue
+        outcomes[case.name] = outcome_of(case, mesh)
+        sys.stderr.write(f"{case.name}: {outcomes[case.name]}\n")
+    destroy_world()
+    sys.stdout.write(page(outcomes))
+
+
+if __name__ == "__main__":
+    main()

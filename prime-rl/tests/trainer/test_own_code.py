@@ -1,0 +1,50 @@
+"""Models that bring their own code (`trust_remote_code`) train in training mode, also without dropout."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from prime_rl.configs.trainer import DebugModelConfig, ModelConfig
+from prime_rl.trainer.model.build import setup_model
+from prime_rl.trainer.process.errors import ModelError
+from prime_rl.trainer.process.parallel_dims import Mesh
+
+CODE = """
+from transformers import LlamaConfig, LlamaForCausalLM
+
+class OwnConfig(LlamaConfig):
+    model_type = "own_code"
+
+class OwnForCausalLM(LlamaForCausalLM):
+    config_class = OwnConfig
+"""
+SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
+
+
+def config_of(directory: Path, attention_dropout: float) -> ModelConfig:
+    classes = {"AutoConfig": "modeling_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}
+    kind = {"model_type": "own_code", "auto_map": classes, "attention_dropout": attention_dropout}
+    (directory / "modeling_own.py").write_text(CODE)
+    (directory / "config.json").write_text(json.dumps(kind | SIZES | HEADS))
+    return ModelConfig(name=str(directory), trust_remote_code=True, debug=DebugModelConfig(random_init=True))
+
+
+@pytest.fixture(autouse=True)
+def own_module_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Transformers copies the code of models there."""
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+
+
+def test_its_code_may_compute_gradients_in_training_mode_alone(tmp_path: Path, mesh: Mesh) -> None:
+    assert setup_model(config_of(tmp_path, attention_dropout=0.0), mesh).training
+
+
+def test_dropout_that_cannot_be_left_out_is_refused_in_rl_and_trained_in_sft(tmp_path: Path, mesh: Mesh) -> None:
+    config = config_of(tmp_path, attention_dropout=0.3)
+    with pytest.raises(ModelError, match="OwnForCausalLM"):
+        setup_model(config, mesh)
+    assert setup_model(config, mesh, has_dropout=True).training
