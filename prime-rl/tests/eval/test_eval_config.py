@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from prime_rl.configs.eval import OfflineEvalConfig
 from prime_rl.configs.surface.not_built import unbuilt_faults
-from prime_rl.utils.pydantic_config import ConfigError, load_config
+from prime_rl.utils.pydantic_config import ConfigError, dump_toml, load_config
 
 
 def load(*options: str) -> OfflineEvalConfig:
@@ -36,6 +38,25 @@ def test_the_started_server_serves_the_model_on_the_same_device() -> None:
     config = load("--environment-ids", "a", "--model.name", "tiny", "--device", "cpu", "--inference")
     assert config.inference is not None
     assert (config.inference.model.name, config.inference.device) == ("tiny", "cpu")
+
+
+@pytest.mark.parametrize(
+    ("options", "starts_one"),
+    [
+        ([], True),
+        (["--client.timeout", "60"], True),
+        (["--client.base-url", "http://localhost:8000/v1"], False),
+        (["--no-inference"], False),
+        (["--client.base-url", "http://localhost:8000/v1", "--inference"], True),
+    ],
+)
+def test_a_server_is_started_unless_one_is_named(options: list[str], starts_one: bool, tmp_path: Path) -> None:
+    config = load("--environment-ids", "a", "--model.name", "tiny", "--device", "cpu", *options)
+    assert (config.inference is not None) == starts_one
+    if config.inference is not None:
+        assert (config.inference.model.name, config.inference.device) == ("tiny", "cpu")
+    dump_toml(config, tmp_path / "eval.toml")
+    assert load_config(OfflineEvalConfig, [tmp_path / "eval.toml"]) == config
 
 
 @pytest.mark.parametrize(

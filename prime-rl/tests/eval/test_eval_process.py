@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import pytest
 from prime_rl.launch import reserved_ports
 
 ENVIRONMENT = """
+import os
 import verifiers as vf
 from datasets import Dataset
 
@@ -25,9 +26,16 @@ def mentions_a_vowel(completion):
     return float(any(letter in "aeiou" for letter in completion[-1]["content"]))
 
 
+def raises(completion):
+    raise ValueError("no score today")
+
+
 def load_environment(rows=8):
+    if "LEAVING" in os.environ:
+        os._exit(0)
     data = Dataset.from_list([{"question": f"Question {number}", "answer": ""} for number in range(rows)])
-    return vf.SingleTurnEnv(eval_dataset=data, rubric=vf.Rubric(funcs=[mentions_a_vowel]))
+    reward = raises if "FAILING" in os.environ else mentions_a_vowel
+    return vf.SingleTurnEnv(eval_dataset=data, rubric=vf.Rubric(funcs=[reward]))
 """
 
 
@@ -161,6 +169,44 @@ def test_a_server_that_cannot_load_its_model_ends_the_evaluation_by_name(command
     assert done.returncode == 1
     assert "error: inference exited with code 1; its log is" in done.stderr
     assert "Traceback" not in done.stdout
+
+
+def test_the_short_command_starts_its_own_server(command: Command, weights_dir: Path) -> None:
+    done = command.run("--weights-dir", weights_dir, "--steps", 1, "--num-examples", 1, "--device", "cpu")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [(each["step"], each["example"]) for each in command.results] == [(0, 0), (1, 0)]
+
+
+def test_a_named_server_that_is_not_there_is_waited_for_by_name(command: Command) -> None:
+    with reserved_ports(1) as (port,):
+        done = command.run("--client.base-url", f"http://127.0.0.1:{port}/v1", "--client.startup-timeout", 1)
+    assert done.returncode == 1
+    waiting, fault = (
+        line for line in done.stdout.splitlines() if f"the inference server http://127.0.0.1:{port} " in line
+    )
+    assert "INFO Waiting for" in waiting
+    assert "ERROR waited for the inference server" in fault
+    for line in (waiting, fault):
+        assert "(limit: client.startup_timeout = 1 s): start it with `inference --model.name" in line
+
+
+def test_rollouts_whose_reward_function_failed_end_the_evaluation_and_are_made_again(
+    command: Command, server_url: str
+) -> None:
+    words = ("--client.base-url", server_url)
+    done = replace(command, env=command.env | {"FAILING": "1"}).run(*words)
+    assert done.returncode == 1, done.stdout
+    assert "ValueError: no score today" in done.stdout
+    assert all(each["reward_errors"] for each in command.results)
+    done = command.run(*words)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert sorted(each["example"] for each in command.results if not each["reward_errors"]) == list(range(8))
+
+
+def test_an_environment_that_ends_the_evaluator_with_0_is_a_failure_by_name(command: Command, server_url: str) -> None:
+    done = replace(command, env=command.env | {"LEAVING": "1"}).run("--client.base-url", server_url)
+    assert done.returncode == 1, done.stdout
+    assert "error: evaluator exited with code 0 before its work was done" in done.stderr
 
 
 def test_an_environment_that_is_not_there_is_one_line(command: Command, server_url: str) -> None:

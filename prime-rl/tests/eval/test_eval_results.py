@@ -106,3 +106,12 @@ def test_the_table_is_plain_text_where_there_is_no_terminal() -> None:
     assert lines[1] == ["base", "a", "0.250", "0.250", "1.000", "9.5", "50.0%", "0", "2.0"]
     assert lines[2] == ["step", "20", "b", "0.500"]
     assert "\x1b" not in file.getvalue()
+
+
+def test_the_table_has_the_parts_of_the_reward_and_what_is_only_measured() -> None:
+    file = io.StringIO()
+    parts = {"reward_parts/right": 0.4, "reward_parts/layout": 0.9, "metrics/words": 12.5}
+    print_table([Row("base", 0, "a", {"avg@1": 0.85, "completion_len/mean": 9.5, **parts})], file)
+    titles, values = (line.split() for line in file.getvalue().splitlines())
+    assert titles[2:7] == ["avg@1", "right", "layout", "words", "length"]
+    assert values[2:7] == ["0.850", "0.400", "0.900", "12.500", "9.5"]

@@ -224,6 +224,14 @@ def reversed_text(completion, answer):
     return float(completion[-1]["content"] == answer)
 
 
+def one_letter(completion):
+    return float(len(completion[-1]["content"]) == 1)
+
+
+def characters(completion):
+    return float(len(completion[-1]["content"]))
+
+
 class Twice(vf.MultiTurnEnv):
     """Asks for one more text after the first answer."""
 
@@ -257,13 +265,28 @@ class Crashing(Twice):
         raise RuntimeError("the database is down")
 
 
+def add(a: int, b: int) -> int:
+    """The sum of two numbers.
+
+    Args:
+        a: the first number
+        b: the second number
+    """
+    return a + b
+
+
 def load_environment(kind="single", rows=4):
     data = Dataset.from_list([{"question": text, "answer": text[::-1]} for text in TEXTS]).select(range(rows))
     rubric = vf.Rubric(funcs=[reversed_text])
     if kind == "single":
         return vf.SingleTurnEnv(dataset=data, rubric=rubric)
+    if kind == "two parts":
+        rubric = vf.Rubric(funcs=[reversed_text, one_letter, characters], weights=[1.0, 0.2, 0.0])
+        return vf.SingleTurnEnv(dataset=data, rubric=rubric)
     if kind == "twice":
         return Twice(dataset=data, rubric=rubric, max_turns=2)
+    if kind == "tools":
+        return vf.ToolEnv(tools=[add], dataset=data, rubric=rubric, system_prompt="Use the tool.")
     if kind == "crashing":
         return Crashing(dataset=data, rubric=rubric, max_turns=2)
     if kind == "eval fails":

@@ -17,15 +17,20 @@ from prime_rl.orchestrator.env_servers.environments import load_environments
 from prime_rl.orchestrator.rollouts.rollout import ExampleRef
 from prime_rl.orchestrator.rollouts.sampling import SamplingConfig, train_sampling_args
 from prime_rl.orchestrator.servers.pool import InferencePool
+from prime_rl.transport.endpoints import TRANSPORT_KEY_VARIABLE
 
 COMMAND = Path(sys.executable).with_name("env-server")
 
 
 @pytest.mark.usefixtures("importable_environments")
+@pytest.mark.parametrize(
+    "host", [pytest.param("127.0.0.1", id="on this machine"), pytest.param("0.0.0.0", id="over the network")]
+)
 async def test_an_environment_answers_from_a_process_of_its_own(
-    policy_server, environments_dir: Path, tmp_path: Path, unused_tcp_port: int
+    host: str, policy_server, environments_dir: Path, tmp_path: Path, unused_tcp_port: int, monkeypatch
 ) -> None:
-    address = f"tcp://127.0.0.1:{unused_tcp_port}"
+    monkeypatch.setenv(TRANSPORT_KEY_VARIABLE, "a key that both ends share")
+    address = f"tcp://{host}:{unused_tcp_port}"
     arguments = ["--env.id", "letters-env", "--env.address", address, "--output-dir", str(tmp_path)]
     variables = {**os.environ, "PYTHONPATH": str(environments_dir), "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen([COMMAND, *arguments], env=variables)
@@ -66,3 +71,17 @@ def test_an_environment_that_does_not_import_is_one_line_and_exit_1(
     assert ended.value.code == 1
     (line,) = capsys.readouterr().out.splitlines()
     assert "environment 'no-such-env' does not import: No module named 'no_such_env'" in line
+
+
+def test_a_server_on_the_network_needs_a_key_that_both_ends_share(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], environments_dir: Path, tmp_path: Path
+) -> None:
+    monkeypatch.delenv(TRANSPORT_KEY_VARIABLE, raising=False)
+    monkeypatch.syspath_prepend(environments_dir)
+    arguments = ["--env.id", "letters-env", "--env.address", "tcp://0.0.0.0:5000", "--output-dir", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["env-server", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 1
+    (line,) = capsys.readouterr().out.splitlines()
+    assert "env.address: 0.0.0.0 is another machine, or an address that other machines reach: set PRIME_RL_" in line

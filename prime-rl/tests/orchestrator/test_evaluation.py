@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from prime_rl.configs.orchestrator import EvalConfig, EvalSamplingConfig
-from prime_rl.orchestrator.evaluation.evaluator import EvalSchedule, eval_metrics, has_response
+from prime_rl.orchestrator.evaluation.evaluator import EvalSchedule
+from prime_rl.orchestrator.evaluation.scores import eval_metrics, has_response, score_titles
 from prime_rl.orchestrator.rollouts.attempts import Attempt, Outcome, run_attempts
 from prime_rl.orchestrator.rollouts.rollout import ExampleRef, Rollout
 from prime_rl.orchestrator.rollouts.sampling import eval_sampling_args
@@ -105,6 +106,16 @@ def test_failures_have_no_score_and_partial_rewards_no_pass_at_k(rollout) -> Non
     assert eval_metrics(outcomes[1:], 2) == {"failed/count": 1, "failed/mean": 1.0}
 
 
+def test_reward_functions_are_averaged_over_the_rollouts_that_they_scored(rollout) -> None:
+    scored = [rollout(reward=value, metrics={"right": value, "words": 3.0, "num_turns": 1.0}) for value in (0.0, 1.0)]
+    outcomes = [Outcome(ExampleRef("letters", 0), [*scored, rollout(reward=0.0)])]
+    metrics = eval_metrics(outcomes, 3, {"right": 1.0, "layout": 0.5, "words": 0.0})
+    assert (metrics["reward_parts/right"], metrics["metrics/words"]) == (0.5, 3.0)
+    assert not {"reward_parts/layout", "metrics/num_turns"} & metrics.keys()
+    # The only part is the reward itself.
+    assert list(score_titles(metrics).values()) == ["avg@3", "pass@1", "pass@2", "words"]
+
+
 def test_an_empty_answer_is_no_response(rollout) -> None:
     assert not has_response(rollout(completion=[{"role": "assistant", "content": ""}]))
     assert has_response(rollout(completion=[{"role": "assistant", "content": "", "tool_calls": [{"id": "1"}]}]))
@@ -119,7 +130,7 @@ async def test_the_servers_keep_one_version_while_an_evaluation_runs(tmp_path: P
             loaded.append(weight_dir)
 
     paths = OrchestratorPaths(tmp_path)
-    policy = Policy(paths, Receiver(), AsyncLimits(1))
+    policy = Policy(paths, Receiver(), AsyncLimits(1), timeout_s=60.0)
     async with policy.pinned() as version:
         following = asyncio.create_task(policy.follow())
         with replacing_directory(paths.broadcast(1)):

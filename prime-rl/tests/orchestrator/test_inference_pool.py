@@ -4,6 +4,7 @@ import asyncio
 from pathlib import Path
 
 import pytest
+from starlette.responses import JSONResponse
 from verifiers.errors import ModelError, OverlongPromptError
 from verifiers.types import UserMessage
 
@@ -37,6 +38,34 @@ async def test_a_server_that_answers_503_is_not_ready(policy_server) -> None:
     policy_server.ready = True
     assert await pool.servers[0].is_ready()
     await pool.close()
+
+
+async def test_a_server_without_a_health_route_is_ready(serve, policy_server) -> None:
+    class Foreign(type(policy_server)):
+        async def _health(self, request):
+            return JSONResponse({}, 404)
+
+    pool = make_pool(serve(Foreign()))
+    await pool.wait_served()
+    assert not await pool.servers[0].is_gone()
+    await pool.close()
+
+
+@pytest.mark.parametrize("is_ours", [True, False])
+async def test_the_wait_for_a_server_that_never_comes_ends_by_name(
+    is_ours: bool, unused_tcp_port: int, tmp_path: Path
+) -> None:
+    url = f"http://127.0.0.1:{unused_tcp_port}"
+    pool = InferencePool(ClientConfig(base_url=[f"{url}/v1"], startup_timeout=1), "letters")
+    with pytest.raises(InferenceFault) as caught:
+        await pool.wait_served(tmp_path / "inference.log" if is_ours else None)
+    await pool.close()
+    advice = f"its log is {tmp_path}/inference.log"
+    if not is_ours:
+        command = f"inference --model.name letters --server.port {unused_tcp_port}"
+        advice = f"start it with `{command}`, or name a running one in client.base_url"
+    assert str(caught.value).startswith(f"waited for the inference server {url} since ")
+    assert str(caught.value).endswith(f"(limit: client.startup_timeout = 1 s): {advice}")
 
 
 async def test_weights_of_an_earlier_run_are_noticed(policy_server) -> None:

@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -194,6 +195,35 @@ def test_a_stopped_run_continues_where_it_was(start, policy_server) -> None:
     assert [record["step"] for record in resumed.metrics] == [0, 1, 2, 3]
     assert resumed.metrics[3]["progress/total_samples"] == 16
     assert policy_server.loaded[-2:] == [str(resumed.paths.orchestrator.broadcast(version)) for version in (2, 3)]
+
+
+def test_a_run_stopped_in_the_middle_of_a_batch_rolls_out_all_its_examples_again(start, policy_server) -> None:
+    """One of the two groups of step 1 is finished when the run is stopped."""
+    first_request, of_step = 1, 4
+
+    def reply(messages: list[dict[str, Any]], version: int) -> str:
+        if len(policy_server.answers) + 1 == first_request + of_step + of_step // 2:
+            policy_server.gate.clear()
+        return messages[-1]["content"]
+
+    policy_server.reply = reply
+    run = start(max_steps=2, max_async_level=0, ckpt={})
+    run.train_step(0)
+    run.until(lambda: len(policy_server.requests) == first_request + 2 * of_step)
+    run.process.send_signal(signal.SIGTERM)
+    assert run.finish() == 143
+    with replacing_directory(run.paths.checkpoint(1)):
+        pass
+    asked = [request["messages"][-1]["content"] for request in policy_server.requests]
+
+    policy_server.gate.set()
+    policy_server.requests.clear()
+    policy_server.reply = lambda messages, version: messages[-1]["content"]
+    resumed = start(max_steps=2, max_async_level=0, ckpt={"resume_step": -1})
+    resumed.train_step(1)
+    assert resumed.finish() == 0
+    again = [request["messages"][-1]["content"] for request in policy_server.requests]
+    assert Counter(again[first_request:]) == Counter(asked[first_request + of_step :])
 
 
 def test_a_run_that_trains_an_adapter_asks_for_it_from_its_first_version_on_and_after_a_resume(

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from prime_rl.orchestrator.batches.batch import build_batch
@@ -9,6 +11,7 @@ from prime_rl.orchestrator.reports.metrics import (
     StepStatus,
     count_tokens,
     environment_metrics,
+    lag_metrics,
     log_line,
     progress_metrics,
     reward_metrics,
@@ -16,7 +19,9 @@ from prime_rl.orchestrator.reports.metrics import (
     sample_text,
     status_metrics,
 )
+from prime_rl.orchestrator.rollouts.replies import VersionSpan
 from prime_rl.orchestrator.rollouts.rollout import ExampleRef, Group, check_trainable, read_rollout
+from prime_rl.orchestrator.rollouts.trace import CallDetails
 from prime_rl.orchestrator.steps import EmptyBatches
 
 EXAMPLE = ExampleRef("letters", 0)
@@ -61,7 +66,8 @@ def test_the_metrics_of_a_step_have_their_documented_names(batch) -> None:
         0.5,
     )
     lengths = rollout_metrics(batch)
-    assert (lengths["seq_len/mean"], lengths["seq_len/max"], lengths["samples_per_rollout/mean"]) == (2.75, 3.5, 1)
+    assert (lengths["seq_len/mean"], lengths["seq_len/max"], lengths["seq_len/min"]) == (2.75, 4, 2)
+    assert lengths["samples_per_rollout/mean"] == 1
 
 
 def test_the_line_of_a_step_is_as_scripts_expect_it(batch) -> None:
@@ -73,11 +79,26 @@ def test_the_line_of_a_step_is_as_scripts_expect_it(batch) -> None:
         "time/step": 1.234,
         "perf/throughput": 8.9,
     }
-    assert (metrics["batch/cancelled_rollouts"], metrics["batch/staleness/max"]) == (2, 4)
+    assert (metrics["batch/cancelled_rollouts"], metrics["batch/lag/max"]) == (2, 4)
     assert log_line(4, metrics) == (
         "Step 4 | Time: 1.23s | Reward: 0.7500 | Throughput: 8.9 tokens/s | Seq. Length: 2.8 tokens/sample | "
-        "Async Level: 1 | Max. Off-Policy Level: 2"
+        "Async Level: 1 | Max. Off-Policy Level: 2 | Lag: 4.00 (max. 4)"
     )
+
+
+def test_the_lag_of_rollouts_is_that_of_their_oldest_token_and_masked_tokens_do_not_count(turn, rollout) -> None:
+    """At step 9: four tokens of version 7, two of 8, two without a report; a masked one and a failed rollout of 1."""
+    mixed = turn([1], [2, 3, 4, 5, 6, 7])
+    spans = (VersionSpan(7, 0, 4), VersionSpan(8, 4, 6))
+    masked = replace(turn([1], [2]), completion_mask=[False], details=CallDetails((VersionSpan(1, 0, 1),)))
+    rollouts = [rollout(replace(mixed, details=CallDetails(spans))), rollout(turn([1], [2, 3]), masked)]
+    failed = rollout(replace(turn([1], [2]), details=CallDetails((VersionSpan(1, 0, 1),))), error="ModelError")
+    for each, version in zip([*rollouts, failed], (7, 9, 1), strict=True):
+        each.version = version
+    metrics = lag_metrics([Group(rollouts), Group([failed])], step=9)
+    assert (metrics["batch/lag/mean"], metrics["batch/lag/max"]) == (pytest.approx((2 + 0 + 8) / 3), 8)
+    assert metrics["batch/token_lag/mean"] == (4 * 2 + 2 * 1 + 2 * 0) / 8
+    assert metrics["batch/token_lag/max"] == 2
 
 
 def test_a_sample_reads_as_a_conversation(rollout) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from prime_rl.orchestrator.errors import InferenceFault
+from prime_rl.orchestrator.errors import InferenceFault, TrainerFault
 from prime_rl.orchestrator.servers.policy import AsyncLimits, Policy
 from prime_rl.run.paths import OrchestratorPaths
 from prime_rl.utils.files import replacing_directory
@@ -24,8 +24,8 @@ class Receiver:
         self.loaded.append(weight_dir)
 
 
-def make_policy(root: Path, limits: AsyncLimits, receiver: Receiver | None = None) -> Policy:
-    return Policy(OrchestratorPaths(root), receiver or Receiver(), limits)
+def make_policy(root: Path, limits: AsyncLimits, receiver: Receiver | None = None, timeout_s: float = 60.0) -> Policy:
+    return Policy(OrchestratorPaths(root), receiver or Receiver(), limits, timeout_s)
 
 
 def publish(policy: Policy, version: int) -> None:
@@ -74,6 +74,16 @@ async def test_the_barrier_opens_when_the_needed_version_is_on_all_servers(tmp_p
     following.cancel()
     assert (policy.version, heard, receiver.loaded) == (2, [2], [policy.run.broadcast(2)])
     assert policy.take_times().waiting_s > 0
+
+
+async def test_a_trainer_that_publishes_nothing_ends_the_wait_by_name(tmp_path: Path) -> None:
+    policy = make_policy(tmp_path / "out" / "run_default", AsyncLimits(1), timeout_s=0.0)
+    with pytest.raises(TrainerFault) as caught:
+        await policy.require(2)
+    fault = str(caught.value)
+    assert fault.startswith(f"waited for the trainer's policy version 1 in {policy.run.broadcasts} since ")
+    assert "(limit: trainer_timeout = 0 s)" in fault
+    assert f"start it with `trainer --output-dir {tmp_path / 'out'}`" in fault
 
 
 async def test_a_failed_update_surfaces(tmp_path: Path) -> None:

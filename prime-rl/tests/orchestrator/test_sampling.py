@@ -17,14 +17,14 @@ def test_the_schedule_goes_from_start_to_end_and_stays_there(curve: str, expecte
 
 
 def test_a_schedule_without_length_lasts_the_whole_run() -> None:
-    config = SamplingConfig(temp_scheduler=TemperatureSchedulerConfig(start_temperature=0.0, end_temperature=1.0))
-    assert [temperature_at(config, step, max_steps=3) for step in range(3)] == [0.0, 0.5, 1.0]
-    assert temperature_at(config, 0, max_steps=1) == 1.0
+    config = SamplingConfig(temp_scheduler=TemperatureSchedulerConfig(start_temperature=0.5, end_temperature=1.5))
+    assert [temperature_at(config, step, max_steps=3) for step in range(3)] == [0.5, 1.0, 1.5]
+    assert temperature_at(config, 0, max_steps=1) == 1.5
 
 
 def test_the_temperature_is_one_unless_set() -> None:
     assert temperature_at(SamplingConfig(), 7, None) == 1.0
-    assert temperature_at(SamplingConfig(temperature=0.0), 7, None) == 0.0
+    assert temperature_at(SamplingConfig(temperature=0.5), 7, None) == 0.5
 
 
 def test_nothing_that_a_user_adds_can_cut_the_sampled_distribution() -> None:

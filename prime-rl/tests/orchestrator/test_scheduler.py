@@ -14,6 +14,7 @@ from prime_rl.orchestrator.errors import EnvironmentFault, MalformedRollout, Too
 from prime_rl.orchestrator.rollouts.rollout import ExampleRef, Rollout
 from prime_rl.orchestrator.scheduling.buffer import Buffer
 from prime_rl.orchestrator.scheduling.scheduler import MAX_ATTEMPTS, Scheduler, SchedulerLimits
+from prime_rl.orchestrator.scheduling.staleness import Staleness
 from prime_rl.orchestrator.servers.policy import AsyncLimits, Policy
 from prime_rl.run.paths import OrchestratorPaths
 
@@ -74,10 +75,10 @@ ARGS = {"temperature": 1.0}
 
 
 def make_scheduler(
-    tmp_path: Path, environment: Environment, pool: Pool | None = None, groups: int = 2, **limits: int
+    tmp_path: Path, environment: Environment, pool: Pool | None = None, groups: int = 2, **limits: Any
 ) -> Scheduler:
     buffer = Buffer({"letters": 1000}, BufferConfig(), seed=0)
-    policy = Policy(OrchestratorPaths(tmp_path), None, AsyncLimits(1))
+    policy = Policy(OrchestratorPaths(tmp_path), None, AsyncLimits(1), timeout_s=60.0)
     sizes = SchedulerLimits(2, groups, **{"max_off_policy_steps": 8, **limits})
     return Scheduler({"letters": environment}, buffer, pool or Pool(Server()), policy, sizes)
 
@@ -110,8 +111,8 @@ async def test_a_token_target_counts_the_last_turn_of_each_rollout(tmp_path: Pat
 
 async def test_no_group_starts_that_the_run_cannot_use(tmp_path: Path, pair) -> None:
     environment = Environment(lambda example: pair)
-    scheduler = make_scheduler(tmp_path, environment, groups=8)
-    await scheduler.collect(0, BatchTarget(rollouts=6), ARGS, usable_groups=3)
+    scheduler = make_scheduler(tmp_path, environment, groups=8, staleness=Staleness(groups_per_batch=3, max_steps=1))
+    await scheduler.collect(0, BatchTarget(rollouts=6), ARGS)
     assert len(environment.running) == 3
     assert scheduler.groups_in_flight == 0
 
@@ -194,6 +195,7 @@ async def test_groups_age_with_every_update_and_are_cancelled_when_too_old(tmp_p
 
     await environment.wait_for(4)
     assert environment.cancelled == [environment.running[1][0]]
+    assert environment.running[3][0] == environment.running[1][0]
     assert scheduler.take_cancelled() == 1
     environment.running[2][1].set_result(pair)
     assert [group.off_policy_level for group in await collecting] == [1, 1]

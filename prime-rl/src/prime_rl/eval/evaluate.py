@@ -12,15 +12,18 @@ from collections.abc import Sequence
 
 from prime_rl.configs.eval import OfflineEvalConfig
 from prime_rl.orchestrator.errors import OrchestratorError
-from prime_rl.orchestrator.stopping import EXIT_GRACE_S, exit_within
+from prime_rl.orchestrator.stopping import EXIT_GRACE_S, exit_within, explained_exit_code
+from prime_rl.run.completion import report_completion
 from prime_rl.run.evaluations import Candidate, EvaluationRefused, find_candidates
 from prime_rl.utils.imports import import_without_gc
+from prime_rl.utils.interrupts import end_quietly_on_ctrl_c
 from prime_rl.utils.logger import get_logger, setup_logger
 from prime_rl.utils.pydantic_config import parse_argv_or_exit
 
 
 def main() -> None:
     """Evaluate, print the table, and exit."""
+    end_quietly_on_ctrl_c()
     config = parse_argv_or_exit(OfflineEvalConfig)
     setup_logger(config.log.level, None, config.log.json_logging)
     # Until the event loop handles signals.
@@ -28,9 +31,13 @@ def main() -> None:
         signal.signal(number, lambda received, frame: sys.exit(128 + received))
     try:
         exit_code = _evaluate(config, find_candidates(config.eval_base, config.weights_dir, config.steps))
+    except SystemExit as exit_:
+        exit_code = explained_exit_code(exit_)
     except (EvaluationRefused, OrchestratorError) as error:
         get_logger().error(str(error))
         exit_code = 1
+    if exit_code == 0:
+        report_completion()
     exit_within(EXIT_GRACE_S, exit_code)
     raise SystemExit(exit_code)
 

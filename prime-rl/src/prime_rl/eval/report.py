@@ -13,6 +13,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from prime_rl.orchestrator.evaluation.scores import score_titles
 from prime_rl.utils.files import replacing_file
 
 PLAIN_WIDTH = 240
@@ -39,11 +40,11 @@ def write_summary(rows: Sequence[Row], path: Path) -> None:
 def print_table(rows: Sequence[Row], file: TextIO = sys.stdout) -> None:
     """Print one line per candidate and environment: with colours and rules on a terminal, otherwise plain."""
     on_terminal = file.isatty()
-    scores = list(dict.fromkeys(name for row in rows for name in row.metrics if name.startswith(("avg@", "pass@"))))
+    scores = {name: title for row in rows for name, title in score_titles(row.metrics).items()}
     table = Table(box=SIMPLE_HEAD if on_terminal else None, pad_edge=False, header_style="bold")
     for title in ("weights", "environment"):
         table.add_column(title)
-    for title in (*scores, "length", "truncated", "failed", "seconds"):
+    for title in (*scores.values(), "length", "truncated", "failed", "seconds"):
         table.add_column(title, justify="right")
     for row in rows:
         table.add_row(row.candidate, row.env, *(_cell(row.metrics, name, "{:.3f}") for name in scores), *_others(row))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self
@@ -41,6 +41,8 @@ class Result:
     """Other metrics of the environment's rubric."""
     prompt: Any
     completion: Any
+    reward_errors: Mapping[str, str] = field(default_factory=dict)
+    """The traceback of each reward function that failed."""
 
     @classmethod
     def from_rollout(cls, key: Key, rollout: Rollout, seconds: float) -> Self:
@@ -54,6 +56,7 @@ class Result:
             metrics=rollout.metrics or {},
             prompt=rollout.prompt,
             completion=rollout.completion,
+            reward_errors=rollout.reward_errors,
         )
 
     @property
@@ -72,6 +75,8 @@ class Result:
             stop_condition=self.stop_condition,
             usage_output_tokens=self.completion_tokens,
             completion=self.completion,
+            metrics=dict(self.metrics),
+            reward_errors=dict(self.reward_errors),
         )
 
 
@@ -79,6 +84,7 @@ class ResultsFile:
     """All results so far, in memory and in `results.jsonl`. A context manager.
 
     Lines are written immediately, so a crash loses at most the rollouts in flight. An incomplete last line is dropped.
+    Rollouts of an earlier start whose reward functions failed do not count: they are made again.
     """
 
     def __init__(self, path: Path) -> None:
@@ -93,7 +99,8 @@ class ResultsFile:
         os.ftruncate(self._descriptor, len(whole))
         for line in whole.splitlines():
             result = Result(**json.loads(line))
-            self._results[result.key] = result
+            if not result.reward_errors:
+                self._results[result.key] = result
         return self
 
     def __exit__(

@@ -9,17 +9,14 @@ from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
-import aiohttp
-
 from prime_rl.configs.eval import OfflineEvalConfig
 from prime_rl.configs.rollouts import EvalEnvConfig
 from prime_rl.eval.report import Row, print_table, write_summary
 from prime_rl.eval.results import Key, Result, ResultsFile
-from prime_rl.eval.servers import wait_until_served
 from prime_rl.monitors import JsonlMonitor, Monitor, MultiMonitor
 from prime_rl.orchestrator.env_servers.environments import Environment, load_environments
 from prime_rl.orchestrator.errors import InferenceFault
-from prime_rl.orchestrator.evaluation.evaluator import eval_metrics
+from prime_rl.orchestrator.evaluation.scores import eval_metrics, score_titles
 from prime_rl.orchestrator.rollouts.attempts import Attempt, Outcome, run_attempts
 from prime_rl.orchestrator.rollouts.chat_client import ServerAnswered
 from prime_rl.orchestrator.rollouts.rollout import ExampleRef, Rollout
@@ -149,7 +146,9 @@ class Evaluation:
         rollouts = [each.as_rollout() for each in stored if each.key in wanted]
         failed = [outcome for outcome in ran if outcome.failed]
         metrics = eval_metrics(
-            [*(Outcome(rollout.example, [rollout]) for rollout in rollouts), *failed], of_env.rollouts
+            [*(Outcome(rollout.example, [rollout]) for rollout in rollouts), *failed],
+            of_env.rollouts,
+            of_env.environment.reward_functions,
         )
         if ran:
             metrics["time"] = max(outcome.ended_s for outcome in ran) - started_s
@@ -183,15 +182,13 @@ async def evaluate(evaluation: Evaluation, candidates: Sequence[Candidate]) -> N
 async def _evaluate(evaluation: Evaluation, candidates: Sequence[Candidate]) -> None:
     for each in evaluation.sets:
         await each.environment.connect()
-    try:
-        await wait_until_served(evaluation.pool, evaluation.config.client)
-    except (ServerAnswered, aiohttp.ClientError) as error:
-        raise InferenceFault(f"the inference server does not list its models: {error}") from error
+    paths, is_ours = RunPaths(evaluation.config.output_dir), evaluation.config.inference is not None
+    await evaluation.pool.wait_served(paths.log("inference") if is_ours else None)
     await evaluation.run(candidates)
 
 
 def _scores(metrics: Mapping[str, float]) -> str:
-    scores = [f"{name}: {value:.4f}" for name, value in metrics.items() if name.startswith(("avg@", "pass@"))]
+    scores = [f"{title}: {metrics[name]:.4f}" for name, title in score_titles(metrics).items()]
     time_s = [f"Time: {metrics['time']:.2f}s"] if "time" in metrics else []
     return " | ".join([*(scores or ["no rollout succeeded"]), *time_s])
 

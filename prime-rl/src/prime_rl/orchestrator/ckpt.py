@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
-import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -22,11 +21,14 @@ from prime_rl.orchestrator.errors import ResumeFault
 from prime_rl.run.directory import missing_counterpart
 from prime_rl.run.paths import OrchestratorPaths, RunPaths, stable_steps, step_of
 from prime_rl.run.retention import kept_steps
+from prime_rl.utils.contents import find_damage
 from prime_rl.utils.files import STABLE, replacing_directory
 from prime_rl.utils.logger import get_logger
+from prime_rl.utils.waiting import Wait
 
 LATEST = -1
 WEIGHTS_POLL_S = 0.2
+QUIET_S = 10.0
 
 
 @dataclass(slots=True)
@@ -68,9 +70,11 @@ class Checkpoints:
         """Load the progress and buffer state at the start of `step`.
 
         Raises:
-            ResumeFault: a file is missing or malformed.
+            ResumeFault: a file is missing, malformed, or differs from the one that was written.
         """
         part = self.paths.checkpoint(step)
+        if fault := find_damage(part.parent):
+            raise ResumeFault(fault)
         try:
             progress = Progress(**json.loads((part / "progress.json").read_text()))
             return progress, json.loads((part / "buffer.json").read_text())
@@ -130,15 +134,21 @@ class Checkpoints:
             ResumeFault: the weights are missing after `timeout_s`.
         """
         candidates = " or in ".join(str(path) for path in self._weight_dirs(version))
-        deadline = time.monotonic() + (timeout_s or 0)
+        wait = Wait(
+            f"the weights of version {version} in {candidates}",
+            "a resumed trainer publishes them once it has loaded its checkpoint; see its log",
+            timeout_s or 0,
+            "orchestrator.ckpt.wait_for_weights_timeout",
+            QUIET_S,
+        )
         while (path := self.weights(version)) is None:
             if timeout_s is None:
                 raise ResumeFault(
                     f"the weights of version {version} are not in {candidates}: to wait until the trainer publishes "
                     "them, set orchestrator.ckpt.wait_for_weights_timeout"
                 )
-            if time.monotonic() > deadline:
-                raise ResumeFault(f"no weights of version {version} in {candidates} after {timeout_s:g} s")
+            if wait.is_over():
+                raise ResumeFault(wait.fault)
             await asyncio.sleep(WEIGHTS_POLL_S)
         return path
 

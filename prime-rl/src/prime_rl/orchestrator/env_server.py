@@ -14,9 +14,11 @@ from typing import TYPE_CHECKING
 from prime_rl.configs.env_server import EnvServerConfig
 from prime_rl.configs.surface.not_built import refuse_unbuilt
 from prime_rl.orchestrator.errors import EnvironmentFault
-from prime_rl.orchestrator.stopping import exit_process
+from prime_rl.orchestrator.stopping import exit_process, explained_exit_code
 from prime_rl.run.paths import OrchestratorPaths
+from prime_rl.transport.errors import TransportError
 from prime_rl.utils.imports import import_without_gc
+from prime_rl.utils.interrupts import end_quietly_on_ctrl_c
 from prime_rl.utils.logger import get_logger, setup_logger
 from prime_rl.utils.pydantic_config import parse_argv_or_exit
 
@@ -31,6 +33,7 @@ STOPPED_EXIT_CODE = 128 + signal.SIGTERM
 
 
 def main() -> None:
+    end_quietly_on_ctrl_c()
     config = parse_argv_or_exit(EnvServerConfig)
     refuse_unbuilt(config)
     log = OrchestratorPaths(config.output_dir).env_log("train", config.env.name or config.env.id)
@@ -40,6 +43,8 @@ def main() -> None:
     except EnvironmentFault as fault:
         get_logger().error(str(fault))
         sys.exit(1)
+    except SystemExit as exit_:
+        exit_process(explained_exit_code(exit_))
     exit_process(STOPPED_EXIT_CODE)
 
 
@@ -59,14 +64,12 @@ def serve(config: EnvServerConfig) -> None:
 
 
 async def _serve(env: vf.Environment, address: str) -> None:
-    import zmq
-
     from prime_rl.orchestrator.env_servers.service import EnvironmentService
 
     try:
         service = EnvironmentService(env, address)
-    except zmq.ZMQError as error:
-        raise EnvironmentFault(f"env.address: cannot serve at {address}: {error}") from error
+    except TransportError as error:
+        raise EnvironmentFault(f"env.address: {error}") from error
     get_logger().info(f"Serving at {address}")
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):

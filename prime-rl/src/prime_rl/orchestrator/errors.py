@@ -3,6 +3,7 @@
 OrchestratorError
 ├── EnvironmentFault      an environment cannot be imported, has no rows, or its server does not answer
 ├── InferenceFault        a server is down, never becomes ready, sends unusable replies, or rejects weights
+├── TrainerFault          the trainer publishes no further policy version
 ├── MalformedRollout      a rollout cannot be trained on, whatever its reward
 ├── TooManyFailures       too many groups failed in a row
 ├── NothingToTrain        several batches in a row have no token to train on, or no example is left
@@ -22,6 +23,10 @@ class EnvironmentFault(OrchestratorError):
 
 class InferenceFault(OrchestratorError):
     """An inference server cannot be used."""
+
+
+class TrainerFault(OrchestratorError):
+    """The trainer does not continue."""
 
 
 class MalformedRollout(OrchestratorError):

@@ -15,7 +15,8 @@ from prime_rl.configs.surface.not_built import refuse_unbuilt
 from prime_rl.monitors import MonitorError
 from prime_rl.orchestrator.ckpt import Checkpoints, remove_empty_broadcasts, remove_stale
 from prime_rl.orchestrator.errors import OrchestratorError, TooManyFailures
-from prime_rl.orchestrator.stopping import exit_process
+from prime_rl.orchestrator.stopping import exit_process, explained_exit_code
+from prime_rl.run.completion import report_completion
 from prime_rl.run.directory import OutputDirInUse, check_output_dir
 from prime_rl.run.paths import OrchestratorPaths, RunPaths
 from prime_rl.utils.imports import import_without_gc
@@ -34,7 +35,10 @@ def main() -> None:
     refuse_unbuilt(config)
     paths = OrchestratorPaths(config.output_dir)
     setup_logger(config.log.level, paths.log if config.log.file else None, config.log.json_logging)
-    exit_process(run(config, paths))
+    exit_code = run(config, paths)
+    if exit_code == 0:
+        report_completion()
+    exit_process(exit_code)
 
 
 def run(config: OrchestratorConfig, paths: OrchestratorPaths, sleep: Sleep = asyncio.sleep) -> int:
@@ -57,6 +61,8 @@ def run(config: OrchestratorConfig, paths: OrchestratorPaths, sleep: Sleep = asy
     except (OrchestratorError, MonitorError, OutputDirInUse) as failure:
         get_logger().error(str(failure))
         return 1
+    except SystemExit as exit_:
+        return explained_exit_code(exit_)
     except Exception:  # noqa: BLE001 - the process's last handler
         get_logger().error("The orchestrator failed", exc_info=True)
         return 1

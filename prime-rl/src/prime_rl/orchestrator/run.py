@@ -20,18 +20,22 @@ from prime_rl.orchestrator.batches.batch import BatchTarget
 from prime_rl.orchestrator.batches.filters import setup_filters
 from prime_rl.orchestrator.ckpt import Checkpoints, Progress, restore
 from prime_rl.orchestrator.env_servers.environments import Environment, load_environments
+from prime_rl.orchestrator.env_servers.examination import EVAL_KEY, placed, refuse_unusable
 from prime_rl.orchestrator.env_servers.processes import EnvServers
 from prime_rl.orchestrator.evaluation.evaluator import EvalSchedule, EvalSet, Evaluator
 from prime_rl.orchestrator.evaluation.validator import Validator
 from prime_rl.orchestrator.reports.reporter import Reporter, sample_interval, setup_monitor
+from prime_rl.orchestrator.reports.reward_watch import RewardWatch
 from prime_rl.orchestrator.reports.rollout_log import RolloutLog
 from prime_rl.orchestrator.scheduling.buffer import Buffer
 from prime_rl.orchestrator.scheduling.scheduler import Scheduler, SchedulerLimits
+from prime_rl.orchestrator.scheduling.staleness import Staleness
 from prime_rl.orchestrator.servers.direct_weights import DirectWeights
 from prime_rl.orchestrator.servers.policy import AsyncLimits, Policy
 from prime_rl.orchestrator.servers.pool import InferencePool
 from prime_rl.orchestrator.steps import EmptyBatches, Sleep, Steps
 from prime_rl.orchestrator.stopping import StopSignals
+from prime_rl.run.clearance import give_clearance
 from prime_rl.run.paths import OrchestratorPaths, RunPaths
 from prime_rl.transport import setup_batch_sender
 from prime_rl.utils.logger import SUCCESS, get_logger
@@ -49,6 +53,8 @@ def run_orchestrator(config: OrchestratorConfig, resume_step: int | None, sleep:
             "nothing; raise orchestrator.batch_size"
         )
     environments = Environments.load(config)
+    refuse_unusable(placed(environments.train, environments.eval), config.model, config.seq_len)
+    give_clearance(OrchestratorPaths(config.output_dir).environments_checked)
     # Environments first: our signal handlers must replace those that verifiers installs for each environment.
     return asyncio.run(_run_until_stopped(config, environments, resume_step, sleep))
 
@@ -85,7 +91,8 @@ async def _run(config: OrchestratorConfig, environments: Environments, resume_st
         run = RunPaths.from_orchestrator_dir(config.output_dir)
         # W&B takes seconds to start, so start it while waiting for the servers.
         (monitor, extras), held_version = await asyncio.gather(
-            asyncio.to_thread(setup_monitor, config, run, paths), pool.wait_ready(config.use_token_client)
+            asyncio.to_thread(setup_monitor, config, run, paths),
+            pool.wait_ready(config.use_token_client, run.server_log),
         )
         closing.push(lambda kind, error, trace: monitor.close(int(kind is not None)))
         closing.push_async_callback(environments.close)
@@ -95,20 +102,20 @@ async def _run(config: OrchestratorConfig, environments: Environments, resume_st
             direct = await DirectWeights.connect(config.weight_broadcast, pool, paths)
         checkpoints = Checkpoints(run, paths, config.ckpt or CheckpointConfig(), bool(lora or direct))
         progress = await _start(config, checkpoints, buffer, pool, resume_step, held_version)
-        if config.max_steps is not None and progress.step >= config.max_steps:
-            get_logger().warning(f"Nothing left to do: max_steps is {config.max_steps}")
-        policy = Policy(paths, pool, AsyncLimits(config.max_async_level, config.strict_async_level), progress.step)
+        _warn_if_done(config, progress)
+        policy = Policy(paths, pool, async_limits(config), config.trainer_timeout, progress.step)
         scheduler = Scheduler(environments.train, buffer, pool, policy, scheduler_limits(config))
         closing.push_async_callback(scheduler.close)
         pool.on_lost.append(scheduler.on_server_lost)
         heartbeat = Heartbeat(config.heartbeat.url if config.heartbeat else None)
         closing.callback(heartbeat.close)
         rollout_log = RolloutLog(paths, config.save_rollouts)
+        reward_watch = make_reward_watch(config, environments.train)
         steps = Steps(
             scheduler=scheduler,
             policy=policy,
             sender=sender,
-            reporter=Reporter(monitor, filters, sample_interval(config), extras),
+            reporter=Reporter(monitor, filters, sample_interval(config), extras, reward_watch),
             rollout_log=rollout_log,
             heartbeat=heartbeat,
             checkpoints=checkpoints if config.ckpt else None,
@@ -127,6 +134,11 @@ async def _run(config: OrchestratorConfig, environments: Environments, resume_st
             direct.close()
     get_logger().log(SUCCESS, "Orchestrator finished.")
     return 0
+
+
+def _warn_if_done(config: OrchestratorConfig, progress: Progress) -> None:
+    if config.max_steps is not None and progress.step >= config.max_steps:
+        get_logger().warning(f"Nothing left to do: max_steps is {config.max_steps}")
 
 
 async def _start(
@@ -181,9 +193,6 @@ async def _run_steps(steps: Steps, progress: Progress, background: Sequence[Coro
                     task.cancel()
     except BaseExceptionGroup as failures:
         raise failures.exceptions[0]  # noqa: B904 - keep the error's own cause, not the group
-    except asyncio.CancelledError:
-        steps.save(progress)
-        raise
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +210,7 @@ class Environments:
             EnvironmentFault: an environment cannot be loaded, has no rows, or has images in its prompts.
         """
         train = load_environments(config.env, config.log)
-        evals = load_environments(config.eval.env, config.log, "orchestrator.eval.env", "eval") if config.eval else {}
+        evals = load_environments(config.eval.env, config.log, EVAL_KEY, "eval") if config.eval else {}
         for purpose, environments in (("Training", train), ("Evaluation", evals)):
             sizes = [f"{name} ({len(environment)} rows)" for name, environment in environments.items()]
             for environment in environments.values():
@@ -234,6 +243,16 @@ def make_buffer(config: OrchestratorConfig, environments: Mapping[str, Environme
         config.buffer,
         next(seeds, secrets.randbits(32)),
         lambda example: environments[example.env].fingerprint(example.row, config.buffer.hash_keys),
+    )
+
+
+def make_reward_watch(config: OrchestratorConfig, environments: Mapping[str, Environment]) -> RewardWatch | None:
+    """Watches the reward functions that have a weight. None if nothing is scored."""
+    if config.buffer.skip_verification:
+        return None
+    functions = {name: environment.reward_functions for name, environment in environments.items()}
+    return RewardWatch(
+        {env: {name: weight for name, weight in weights.items() if weight} for env, weights in functions.items()}
     )
 
 
@@ -278,6 +297,10 @@ def make_validator(
     )
 
 
+def async_limits(config: OrchestratorConfig) -> AsyncLimits:
+    return AsyncLimits(config.max_async_level, config.strict_async_level)
+
+
 def scheduler_limits(config: OrchestratorConfig) -> SchedulerLimits:
     return SchedulerLimits(
         group_size=config.rollouts_per_example,
@@ -285,6 +308,17 @@ def scheduler_limits(config: OrchestratorConfig) -> SchedulerLimits:
         groups_in_flight=max(1, _max_rollouts_in_flight(config) // config.rollouts_per_example),
         max_off_policy_steps=config.max_off_policy_steps,
         groups_per_minute=config.tasks_per_minute,
+        staleness=_staleness(config),
+    )
+
+
+def _staleness(config: OrchestratorConfig) -> Staleness | None:
+    if config.batch_size is None:
+        return None
+    # At level 0, a group that starts during a step can only be used by this step, bounded or not.
+    bounded = config.bound_lag or config.max_async_level == 0
+    return Staleness(
+        config.batch_size // config.rollouts_per_example, config.max_steps, config.max_async_level if bounded else None
     )
 
 

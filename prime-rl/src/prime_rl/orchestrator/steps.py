@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -82,10 +81,11 @@ class Steps:
     async def run(self, progress: Progress) -> None:
         """Send batches until `max_steps`, then save a final checkpoint and evaluate."""
         while self.max_steps is None or progress.step < self.max_steps:
+            # Whenever the run is stopped during this step, a resumed run draws the examples of this state again.
+            self.save(progress)
             if self.evaluator is not None:
                 await self.evaluator.run_if_due(progress.step, self.scheduler)
             with self._timing("step"):
-                self.save(progress)
                 groups = await self.collect(progress.step)
                 batch = self.prepare(groups)
                 if not batch.trained:
@@ -110,7 +110,7 @@ class Steps:
         sampling_args = train_sampling_args(self.sampling, self.temperature(step))
         with self._timing("generate_completions"):
             async with self._validating(step, sampling_args):
-                return await self.scheduler.collect(step, self.target, sampling_args, self._usable_groups(step))
+                return await self.scheduler.collect(step, self.target, sampling_args)
 
     def prepare(self, groups: list[Group]) -> Batch:
         """Apply filters, assign advantages and convert the rollouts to samples."""
@@ -147,16 +147,6 @@ class Steps:
 
     def temperature(self, step: int) -> float:
         return temperature_at(self.sampling, step, self.max_steps)
-
-    def _usable_groups(self, step: int) -> int | None:
-        """Number of groups that this step and later steps can train on; None if unknown.
-
-        With max_async_level = 0, groups sampled during this step cannot be used later.
-        """
-        end = step + 1 if self.policy.limits.max_level == 0 else self.max_steps
-        if end is None or self.target.rollouts is None:
-            return None
-        return math.ceil(self.target.rollouts / self.scheduler.limits.group_size) * (end - step)
 
     @asynccontextmanager
     async def _validating(self, step: int, sampling_args: dict[str, Any]) -> AsyncIterator[None]:

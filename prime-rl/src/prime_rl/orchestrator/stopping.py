@@ -42,6 +42,17 @@ class StopSignals:
         task.cancel()
 
 
+def explained_exit_code(exit_: SystemExit) -> int:
+    """The exit code of a process in which something called `sys.exit` before the work was done.
+
+    Logs where that happened and returns 1, unless one of our signal handlers did it.
+    """
+    if isinstance(exit_.code, int) and exit_.code > 128:
+        return exit_.code
+    get_logger().error(f"Something called sys.exit({exit_.code!r}) before the work was done", exc_info=exit_)
+    return 1
+
+
 def exit_process(exit_code: int) -> NoReturn:
     """Exit within `EXIT_GRACE_S`."""
     exit_within(EXIT_GRACE_S, exit_code)

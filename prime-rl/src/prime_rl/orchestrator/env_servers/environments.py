@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Self
 
 import verifiers as vf
@@ -13,14 +14,21 @@ from verifiers.serve import ZMQEnvClient
 
 from prime_rl.configs.orchestrator import EnvConfig
 from prime_rl.configs.shared import LogConfig
+from prime_rl.orchestrator.env_servers.exits import contain_exits
+from prime_rl.orchestrator.env_servers.reward_errors import RewardErrors, record_reward_errors
+from prime_rl.orchestrator.env_servers.rubrics import reward_functions
+from prime_rl.orchestrator.env_servers.tunnel import Tunnel
 from prime_rl.orchestrator.errors import EnvironmentFault
 from prime_rl.orchestrator.rollouts.images import ADVICE, first_row_with_image, has_image
-from prime_rl.orchestrator.rollouts.rollout import ExampleRef, Rollout, check_trainable, read_rollout
+from prime_rl.orchestrator.rollouts.rollout import REWARD_ERRORS, ExampleRef, Rollout, check_trainable, read_rollout
 from prime_rl.orchestrator.scheduling.difficulty import fingerprint
 from prime_rl.orchestrator.servers.server import InferenceServer
+from prime_rl.transport.endpoints import Endpoint
+from prime_rl.transport.errors import TransportError
+from prime_rl.utils.logger import get_logger
 
 SERVER_STARTUP_TIMEOUT_S = 600.0
-STATE_COLUMNS = ["trajectory", "sampling_args"]
+STATE_COLUMNS = ["trajectory", "sampling_args", REWARD_ERRORS]
 Split = Literal["train", "eval"]
 
 
@@ -30,18 +38,42 @@ class Environment:
     An environment without evaluation rows uses its training rows, as in verifiers.
     """
 
-    def __init__(self, name: str, env: vf.Environment, address: str | None, split: Split = "train") -> None:
+    def __init__(
+        self,
+        name: str,
+        env: vf.Environment,
+        address: str | None,
+        split: Split = "train",
+        max_reward_errors: float = 0.5,
+    ) -> None:
         self.name = name
         self.address = address
         self.vf_env = env
+        self._tunnel: Tunnel | None = None
         self._rows: Dataset = env.get_dataset() if split == "train" else env.get_eval_dataset()
+
+        self.reward_errors = RewardErrors(name, max_reward_errors)
+        self.reward_functions = reward_functions(env.rubric)
+        """Weight of each reward function, by name; 0 for one that is only measured."""
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def held_out(self) -> Self:
         """The same environment with its evaluation rows."""
-        return type(self)(self.name, self.vf_env, self.address, "eval")
+        return type(self)(self.name, self.vf_env, self.address, "eval", self.reward_errors.max_share)
+
+    def prompt(self, row: int) -> Any:
+        """The prompt of a row: messages, or text."""
+        return self._rows[row]["prompt"]
+
+    def tools(self, row: int) -> list[dict[str, Any]]:
+        """The tools that the environment offers in a row, as the engine receives them."""
+        info = self._rows[row].get("info") or {}
+        info = json.loads(info) if isinstance(info, str) else info
+        tools = info.get("tool_defs") or self.vf_env.tool_defs or []
+        plain = (tool if isinstance(tool, Mapping) else tool.model_dump(exclude_none=True) for tool in tools)
+        return [dict(tool) if "function" in tool else {"type": "function", "function": dict(tool)} for tool in plain]
 
     def refuse_images(self) -> None:
         """Raises EnvironmentFault if the prompt of a row has an image."""
@@ -56,16 +88,26 @@ class Environment:
         """Connect to the environment's server, if it has one.
 
         Raises:
-            EnvironmentFault: the server does not answer within 600 s.
+            EnvironmentFault: the server does not answer within 600 s, or its address needs a key that is not set.
         """
         if self.address is None:
             return
-        client = ZMQEnvClient(self.address, name=self.name, startup_timeout=SERVER_STARTUP_TIMEOUT_S)
+        try:
+            endpoint = Endpoint.of_address(self.address)
+        except TransportError as error:
+            raise EnvironmentFault(f"the address of environment {self.name!r}: {error}") from error
+        if not endpoint.is_local:
+            self._tunnel = Tunnel(endpoint)
+        address = endpoint.address if self._tunnel is None else self._tunnel.address
+        server = f"the server of environment {self.name!r} at {self.address}"
+        get_logger().info(f"Waiting for {server} (limit: {SERVER_STARTUP_TIMEOUT_S:g} s)")
+        client = ZMQEnvClient(address, name=self.name, startup_timeout=SERVER_STARTUP_TIMEOUT_S)
         try:
             await client.wait_for_server_startup()
         except TimeoutError as error:
             raise EnvironmentFault(
-                f"the server of environment {self.name!r} at {self.address} does not answer"
+                f"{server} does not answer within {SERVER_STARTUP_TIMEOUT_S:g} s: start it with "
+                f"`env-server --env.id ID --env.address {self.address}`"
             ) from error
         self.vf_env.env_client = client
 
@@ -99,6 +141,9 @@ class Environment:
 
         verifiers retries up to `max_retries` times after a server or sandbox error. Errors of environment code
         propagate.
+
+        Raises:
+            EnvironmentFault: reward functions failed in too many rollouts.
         """
         outputs = await self.vf_env.run_group(
             [self._rows[example.row]] * size,
@@ -109,11 +154,15 @@ class Environment:
             state_columns=STATE_COLUMNS,
         )
         temperature = sampling_args.get("temperature", 1.0)
-        return [read_rollout(output, example, temperature, version) for output in outputs]
+        rollouts = [read_rollout(output, example, temperature, version) for output in outputs]
+        self.reward_errors.observe(rollouts)
+        return rollouts
 
     async def close(self) -> None:
         if self.vf_env.env_client is not None:
             await self.vf_env.env_client.close()
+        if self._tunnel is not None:
+            self._tunnel.close()
 
 
 def load_environments(
@@ -148,8 +197,12 @@ def load_environment(config: EnvConfig, place: str) -> vf.Environment:
             f"{place}: environment {config.id!r} does not import: {error.__cause__ or error}; "
             "install its package into this Python environment, or correct `id`"
         ) from error
+    except SystemExit as error:
+        raise EnvironmentFault(f"{place}: environment {config.id!r} does not load: {_one_line(error)}") from error
     except Exception as error:  # an environment's own code may raise anything
         raise EnvironmentFault(f"{place}: {_one_line(error)}") from error
+    contain_exits(env)
+    record_reward_errors(env.rubric)
     return env
 
 
@@ -175,8 +228,8 @@ def module_id(env_id: str) -> str:
 
 def _with_rows(env: vf.Environment, config: EnvConfig, place: str, split: Split) -> Environment:
     try:
-        environment = Environment(config.name or config.id, env, config.address, split)
-    except Exception as error:  # building the dataset is the environment's own code
+        environment = Environment(config.name or config.id, env, config.address, split, config.max_reward_errors)
+    except (Exception, SystemExit) as error:  # building the dataset is the environment's own code
         raise EnvironmentFault(
             f"{place}: cannot build the dataset of environment {config.id!r}: {_one_line(error)}"
         ) from error
@@ -187,4 +240,6 @@ def _with_rows(env: vf.Environment, config: EnvConfig, place: str, split: Split)
 
 
 def _one_line(error: BaseException) -> str:
+    if isinstance(error, SystemExit):
+        return f"it called sys.exit({error.code!r})"
     return f"{type(error).__name__}: {' '.join(str(error).split())}"

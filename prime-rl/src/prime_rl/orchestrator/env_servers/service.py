@@ -3,8 +3,8 @@
 verifiers' own server has a router that restarts dead workers, endlessly if the environment cannot load. Here an error
 ends the process, and its log shows the cause. Model calls use our chat clients.
 
-Requests and answers have three frames, `[client, id, body]`, with a MessagePack body. The body `ping` is a health
-check; an empty body cancels the request with that id.
+Requests and answers have at least three frames, `[client, …, id, body]`, with a MessagePack body. The body `ping` is a
+health check; an empty body cancels the request with that id.
 """
 
 from __future__ import annotations
@@ -23,9 +23,12 @@ from verifiers.types import ClientConfig
 from verifiers.utils.serve_utils import msgpack_encoder
 
 from prime_rl.orchestrator.rollouts.chat_client import ChatClient, TokenChatClient
+from prime_rl.transport.endpoints import Endpoint
 from prime_rl.utils.logger import get_logger
 
 PING = b"ping"
+Route = tuple[bytes, ...]
+"""The client's identity, and those of the tunnels before it."""
 CLIENTS = {"openai_chat_completions": ChatClient, "openai_chat_completions_token": TokenChatClient}
 
 
@@ -33,6 +36,11 @@ class EnvironmentService:
     """Answers requests until it is closed. Errors of the environment are returned as answers."""
 
     def __init__(self, env: vf.Environment, address: str) -> None:
+        """Start listening.
+
+        Raises:
+            TransportError: the address is in use, or is on the network and there is no shared key.
+        """
         self.env = env
         self.address = address
         self._context = zmq.asyncio.Context()
@@ -41,18 +49,19 @@ class EnvironmentService:
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.setsockopt(zmq.RCVHWM, 0)
         self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.bind(address)
+        Endpoint.of_address(address).bind(self._socket)
         self._clients: dict[str, vf.Client] = {}
-        self._running: dict[tuple[bytes, bytes], asyncio.Task[None]] = {}
+        self._running: dict[tuple[Route, bytes], asyncio.Task[None]] = {}
 
     async def serve(self) -> None:
         """Serve until cancelled."""
         while True:
             frames = await self._socket.recv_multipart()
-            if len(frames) != 3:
-                get_logger().warning(f"Ignoring a message of {len(frames)} frames instead of 3")
+            if len(frames) < 3:
+                get_logger().warning(f"Ignoring a message of {len(frames)} frames, which has no id or no body")
                 continue
-            client, request_id, body = frames
+            *route, request_id, body = frames
+            client = tuple(route)
             if body == PING:
                 await self._send(client, request_id, {"success": True, "error": None})
             elif not body:
@@ -71,17 +80,17 @@ class EnvironmentService:
         self._socket.close()
         self._context.term()
 
-    def _start(self, client: bytes, request_id: bytes, body: bytes) -> None:
+    def _start(self, client: Route, request_id: bytes, body: bytes) -> None:
         task = asyncio.create_task(self._answer(client, request_id, body))
         self._running[client, request_id] = task
         task.add_done_callback(lambda _: self._running.pop((client, request_id), None))
 
-    def _cancel(self, client: bytes, request_id: bytes) -> None:
+    def _cancel(self, client: Route, request_id: bytes) -> None:
         task = self._running.get((client, request_id))
         if task is not None:
             task.cancel()
 
-    async def _answer(self, client: bytes, request_id: bytes, body: bytes) -> None:
+    async def _answer(self, client: Route, request_id: bytes, body: bytes) -> None:
         try:
             answer = {"success": True, "error": None, **await self._run(msgpack.unpackb(body, raw=False))}
         except Exception as error:  # noqa: BLE001 - an environment's own code may raise anything
@@ -107,5 +116,5 @@ class EnvironmentService:
             self._clients[key] = CLIENTS.get(config.client_type, resolve_client)(config)
         return self._clients[key]
 
-    async def _send(self, client: bytes, request_id: bytes, answer: dict[str, Any]) -> None:
-        await self._socket.send_multipart([client, request_id, msgpack.packb(answer, default=msgpack_encoder)])
+    async def _send(self, client: Route, request_id: bytes, answer: dict[str, Any]) -> None:
+        await self._socket.send_multipart([*client, request_id, msgpack.packb(answer, default=msgpack_encoder)])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,10 +12,10 @@ from prime_rl.configs.orchestrator import EvalConfig, EvalEnvConfig
 from prime_rl.monitors import Monitor
 from prime_rl.orchestrator.env_servers.environments import Environment
 from prime_rl.orchestrator.errors import EnvironmentFault
-from prime_rl.orchestrator.evaluation.pass_at_k import pass_at_powers
+from prime_rl.orchestrator.evaluation.scores import eval_metrics, score_titles
 from prime_rl.orchestrator.reports.rollout_log import RolloutLog
 from prime_rl.orchestrator.rollouts.attempts import Attempt, Outcome, ServerPool, run_attempts
-from prime_rl.orchestrator.rollouts.rollout import ExampleRef, Rollout
+from prime_rl.orchestrator.rollouts.rollout import ExampleRef
 from prime_rl.orchestrator.rollouts.sampling import eval_sampling_args
 from prime_rl.orchestrator.scheduling.scheduler import Scheduler
 from prime_rl.orchestrator.servers.policy import Policy
@@ -110,7 +109,7 @@ class Evaluator:
         metrics: dict[str, float] = {"progress/ckpt_step": version}
         for each in self.sets:
             set_outcomes = list(islice(rest, len(each.rows) * each.attempts))
-            set_metrics = eval_metrics(set_outcomes, each.attempts)
+            set_metrics = eval_metrics(set_outcomes, each.attempts, each.environment.reward_functions)
             set_metrics["time"] = max((outcome.ended_s for outcome in set_outcomes), default=started_s) - started_s
             _log_scores(each.name, version, set_metrics, set_outcomes)
             metrics |= {f"eval/{each.name}/{name}": value for name, value in set_metrics.items()}
@@ -125,45 +124,6 @@ class Evaluator:
                 yield Attempt(eval_set.environment, example, sampling_args, max_retries=eval_set.max_retries)
 
 
-def eval_metrics(outcomes: Sequence[Outcome], attempts: int) -> dict[str, float]:
-    """Metrics of one environment over its successful rollouts; `failed/*` counts the others.
-
-    Includes `pass@k` only if every reward is 0 or 1. Lengths are in tokens.
-    """
-    rollouts = [rollout for outcome in outcomes for rollout in outcome.rollouts]
-    failed = sum(outcome.failed for outcome in outcomes)
-    metrics = {"failed/count": failed, "failed/mean": failed / max(len(rollouts) + failed, 1)}
-    if not rollouts:
-        return metrics
-    rewards: dict[ExampleRef, list[float]] = {}
-    for rollout in rollouts:
-        rewards.setdefault(rollout.example, []).append(rollout.reward)
-    lengths = [rollout.completion_tokens for rollout in rollouts]
-    no_response = sum(not has_response(rollout) for rollout in rollouts)
-    return {
-        f"avg@{attempts}": statistics.fmean(rollout.reward for rollout in rollouts),
-        "no_response/mean": no_response / len(rollouts),
-        "no_response/count": no_response,
-        "completion_len/mean": statistics.fmean(lengths),
-        "completion_len/max": max(lengths),
-        "completion_len/min": min(lengths),
-        "is_truncated/mean": statistics.fmean(rollout.is_truncated for rollout in rollouts),
-        **{f"pass@{k}": value for k, value in pass_at_powers(rewards.values()).items()},
-        **metrics,
-    }
-
-
-def has_response(rollout: Rollout) -> bool:
-    """Whether any assistant message has text or tool calls."""
-    if not isinstance(rollout.completion, list):
-        return bool(rollout.completion)
-    return any(
-        message.get("content") or message.get("tool_calls")
-        for message in rollout.completion
-        if message.get("role") == "assistant"
-    )
-
-
 def _log_scores(name: str, version: int, metrics: Mapping[str, float], outcomes: Sequence[Outcome]) -> None:
     if metrics["failed/count"]:
         reason = next(outcome.reason for outcome in outcomes if outcome.reason)
@@ -171,6 +131,6 @@ def _log_scores(name: str, version: int, metrics: Mapping[str, float], outcomes:
             f"Evaluation on {name!r}: {metrics['failed/count']} rollouts failed and are not scored; "
             f"first error: {reason}"
         )
-    scores = [f"{key}: {value:.4f}" for key, value in metrics.items() if key.startswith(("avg@", "pass@"))]
+    scores = [f"{title}: {metrics[name]:.4f}" for name, title in score_titles(metrics).items()]
     shown = " | ".join([*(scores or ["no rollout succeeded"]), f"Time: {metrics['time']:.2f}s"])
     get_logger().log(SUCCESS, f"Evaluation on {name!r} | Version: {version} | {shown}")

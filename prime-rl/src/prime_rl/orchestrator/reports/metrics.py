@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from prime_rl.orchestrator.batches.batch import Batch
@@ -76,7 +76,7 @@ def progress_metrics(batch: Batch, progress: Progress, policy_version: int) -> d
 
 
 def rollout_metrics(batch: Batch) -> dict[str, float]:
-    """Mean, max and min over groups of the group means of lengths (tokens), turns, durations (ms) and truncation."""
+    """Mean, max and min over rollouts of lengths (tokens), turns, durations (ms) and truncation."""
     counts = {id(rollout): (count_tokens(samples), len(samples)) for rollout, samples in batch.samples}
     readers: dict[str, Callable[[Rollout], float]] = {
         "seq_len": lambda rollout: counts[id(rollout)][0].total,
@@ -90,8 +90,8 @@ def rollout_metrics(batch: Batch) -> dict[str, float]:
     }
     metrics: dict[str, float] = {}
     for name, read in readers.items():
-        means = [statistics.fmean(read(rollout) for rollout in group.rollouts) for group in batch.groups]
-        metrics |= {f"{name}/mean": statistics.fmean(means), f"{name}/max": max(means), f"{name}/min": min(means)}
+        values = [read(rollout) for rollout in batch.rollouts]
+        metrics |= {f"{name}/mean": statistics.fmean(values), f"{name}/max": max(values), f"{name}/min": min(values)}
     return metrics
 
 
@@ -110,6 +110,7 @@ def reward_metrics(groups: Sequence[Group]) -> dict[str, float]:
         "reward/min": min(rewards),
         "reward/max": max(rewards),
         "reward/median": statistics.median(rewards),
+        "reward/errors": statistics.fmean(bool(rollout.reward_errors) for rollout in rollouts),
         "batch/solve_none": solved_none,
         "batch/solve_all": solved_all,
         "batch/effective_batch_size": 1.0 - solved_none - solved_all,
@@ -120,6 +121,18 @@ def reward_metrics(groups: Sequence[Group]) -> dict[str, float]:
             metrics[f"reward/{env}"] = statistics.fmean(rollout.reward for rollout in env_rollouts)
             metrics[f"batch/{env}"] = len(env_rollouts) / len(rollouts)
     return metrics
+
+
+def part_metrics(parts: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+    """`reward_parts/<function>`: the mean of each reward function with a weight.
+
+    With several environments `reward_parts/<environment>/<function>`.
+    """
+    return {
+        f"reward_parts/{name}" if len(parts) == 1 else f"reward_parts/{env}/{name}": value
+        for env, values in parts.items()
+        for name, value in values.items()
+    }
 
 
 def environment_metrics(rollouts: Sequence[Rollout], filters: Sequence[Filter]) -> dict[str, float]:
@@ -147,8 +160,6 @@ def environment_metrics(rollouts: Sequence[Rollout], filters: Sequence[Filter]) 
 def status_metrics(groups: Sequence[Group], status: StepStatus) -> dict[str, float]:
     """`batch/*` of the scheduler and the policy, and the sampling temperature."""
     levels = [group.off_policy_level for group in groups]
-    # Steps between a rollout's oldest policy version and its training, including the time in the queue.
-    staleness = [status.step - rollout.version for group in groups for rollout in group.rollouts]
     return {
         "batch/async_level": status.step - status.policy_version,
         "batch/inflight_rollouts": status.groups_in_flight,
@@ -157,10 +168,28 @@ def status_metrics(groups: Sequence[Group], status: StepStatus) -> dict[str, flo
         "batch/off_policy_level/max": max(levels),
         "batch/off_policy_level/mean": statistics.fmean(levels),
         "batch/off_policy_level/min": min(levels),
-        "batch/staleness/max": max(staleness),
-        "batch/staleness/mean": statistics.fmean(staleness),
+        **lag_metrics(groups, status.step),
         "sampling/temperature": status.temperature,
     }
+
+
+def lag_metrics(groups: Sequence[Group], step: int) -> dict[str, float]:
+    """`batch/lag/*` over rollouts, and `batch/token_lag/*` over the tokens that are trained on, in steps.
+
+    The lag of a token is the step that trains on it minus the policy version that sampled it. The lag of a rollout is
+    that of its oldest token.
+    """
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    lags = [step - rollout.version for rollout in rollouts]
+    tokens: Counter[int] = Counter()
+    for rollout in rollouts:
+        if rollout.trains:
+            tokens += rollout.trace.trainable_by_version(rollout.version)
+    metrics = {"batch/lag/mean": statistics.fmean(lags), "batch/lag/max": max(lags)}
+    if tokens:
+        lag_sum = sum((step - version) * count for version, count in tokens.items())
+        metrics |= {"batch/token_lag/mean": lag_sum / tokens.total(), "batch/token_lag/max": step - min(tokens)}
+    return metrics
 
 
 def log_line(step: int, metrics: dict[str, float]) -> str:
@@ -171,7 +200,8 @@ def log_line(step: int, metrics: dict[str, float]) -> str:
         f"Throughput: {metrics['perf/throughput']:.1f} tokens/s | "
         f"Seq. Length: {metrics['seq_len/mean']:.1f} tokens/sample | "
         f"Async Level: {metrics['batch/async_level']} | "
-        f"Max. Off-Policy Level: {metrics['batch/off_policy_level/max']}"
+        f"Max. Off-Policy Level: {metrics['batch/off_policy_level/max']} | "
+        f"Lag: {metrics['batch/lag/mean']:.2f} (max. {metrics['batch/lag/max']})"
     )
 
 

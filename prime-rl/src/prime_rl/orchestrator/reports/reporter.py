@@ -19,12 +19,14 @@ from prime_rl.orchestrator.reports.metrics import (
     StepTimes,
     environment_metrics,
     log_line,
+    part_metrics,
     progress_metrics,
     reward_metrics,
     rollout_metrics,
     sample_text,
     status_metrics,
 )
+from prime_rl.orchestrator.reports.reward_watch import RewardWatch, reward_parts
 from prime_rl.orchestrator.rollouts.rollout import Rollout
 from prime_rl.run.paths import OrchestratorPaths, RunPaths
 from prime_rl.utils.logger import SUCCESS, get_logger
@@ -41,9 +43,11 @@ class Reporter:
         filters: list[Filter],
         sample_interval: int | None = SAMPLE_INTERVAL,
         extras: Extras | None = None,
+        reward_watch: RewardWatch | None = None,
     ) -> None:
         self.monitor = monitor
         self.filters = filters
+        self.reward_watch = reward_watch or RewardWatch({})
         self.sample_interval = sample_interval
         self.extras = extras
 
@@ -56,6 +60,7 @@ class Reporter:
             **progress_metrics(batch, progress, status.policy_version),
             **rollout_metrics(batch),
             **reward_metrics(batch.groups),
+            **part_metrics(reward_parts(batch.rollouts, self.reward_watch.parts)),
             **environment_metrics(batch.rollouts, self.filters),
             **status_metrics(batch.groups, status),
             **{f"time/{name}": value for name, value in asdict(times).items()},
@@ -64,6 +69,8 @@ class Reporter:
         metrics["perf/throughput"] = metrics["progress/tokens"] / max(times.generate_completions, 1e-9)
         self.monitor.log(metrics, step)
         get_logger().log(SUCCESS, log_line(step, metrics))
+        for warning in self.reward_watch.observe(step, batch.groups):
+            get_logger().warning(warning)
         if self.extras is not None:
             self.extras.record(batch, step)
         if self.sample_interval and step % self.sample_interval == 0:

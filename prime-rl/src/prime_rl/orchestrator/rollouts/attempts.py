@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from prime_rl.orchestrator.errors import EnvironmentFault
 from prime_rl.orchestrator.rollouts.rollout import ExampleRef, Rollout
 from prime_rl.orchestrator.servers.server import InferenceServer
 
@@ -61,12 +62,19 @@ class Outcome:
 async def run_attempts(
     attempts: Sequence[Attempt], pool: ServerPool, version: int, max_concurrent: int
 ) -> list[Outcome]:
-    """Run all attempts, at most `max_concurrent` at a time; returns their outcomes in the same order."""
+    """Run all attempts, at most `max_concurrent` at a time; returns their outcomes in the same order.
+
+    Raises:
+        EnvironmentFault: an environment cannot be used any more.
+    """
     outcomes: list[Outcome | None] = [None] * len(attempts)
     waiting = iter(enumerate(attempts))
-    async with asyncio.TaskGroup() as group:
-        for _ in range(min(max_concurrent, len(attempts))):
-            group.create_task(_work(waiting, pool, version, outcomes))
+    try:
+        async with asyncio.TaskGroup() as group:
+            for _ in range(min(max_concurrent, len(attempts))):
+                group.create_task(_work(waiting, pool, version, outcomes))
+    except BaseExceptionGroup as failures:
+        raise failures.exceptions[0]  # noqa: B904 - keep the error's own cause, not the group
     return [outcome for outcome in outcomes if outcome is not None]
 
 
@@ -87,6 +95,8 @@ async def _outcome(attempt: Attempt, server: InferenceServer, version: int) -> O
         rollouts = await attempt.environment.attempt(
             attempt.example, attempt.size, server, attempt.sampling_args, version, attempt.max_retries
         )
+    except EnvironmentFault:
+        raise
     except Exception as error:  # noqa: BLE001 - environment code may raise anything, and the run continues
         reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
         return Outcome(attempt.example, [], attempt.size, reason)

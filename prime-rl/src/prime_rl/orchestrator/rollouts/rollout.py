@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from prime_rl.orchestrator.errors import MalformedRollout
 from prime_rl.orchestrator.rollouts.trace import CallDetails, ModelCall, TokenTrace
+
+REWARD_ERRORS = "reward_errors"
+"""Key of a rollout's state: a list of `{"function", "traceback"}`, one for each reward function that failed."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -40,6 +43,8 @@ class Rollout:
     scoring_ms: float = 0.0
     usage_output_tokens: int = 0
     metrics: dict[str, float] | None = None
+    reward_errors: dict[str, str] = field(default_factory=dict)
+    """The traceback of each reward function that failed, by name. verifiers counts it as 0."""
     prompt: Any = None
     completion: Any = None
     advantage: float | None = None
@@ -107,6 +112,7 @@ def read_rollout(output: Mapping[str, Any], example: ExampleRef, temperature: fl
             for name, value in (output.get("metrics") or {}).items()
             if isinstance(value, int | float)
         },
+        reward_errors={each["function"]: each["traceback"] for each in output.get(REWARD_ERRORS) or ()},
         prompt=output.get("prompt"),
         completion=output.get("completion"),
     )

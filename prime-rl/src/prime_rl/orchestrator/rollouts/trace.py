@@ -6,6 +6,7 @@ A trace does not depend on who makes the calls. The chat client of an environmen
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -109,6 +110,19 @@ class TokenTrace:
         """Oldest policy version that sampled any token; None if no reply said."""
         versions = (call.details.oldest_version for call in self.calls)
         return min((version for version in versions if version is not None), default=None)
+
+    def trainable_by_version(self, unreported: int) -> Counter[int]:
+        """Number of trainable completion tokens by the policy version that sampled them.
+
+        Tokens whose version no reply said count for `unreported`.
+        """
+        counts: Counter[int] = Counter()
+        for call in self.calls:
+            for span in call.details.version_spans:
+                counts[span.version] += sum(call.completion_mask[span.start : span.end])
+            covered = max((span.end for span in call.details.version_spans), default=0)
+            counts[unreported] += sum(call.completion_mask[covered:])
+        return +counts
 
     @property
     def completion_tokens(self) -> int:

@@ -14,13 +14,16 @@ from prime_rl.orchestrator.batches.batch import BatchTarget
 from prime_rl.orchestrator.errors import EnvironmentFault, TooManyFailures
 from prime_rl.orchestrator.rollouts.rollout import ExampleRef, Group, Rollout
 from prime_rl.orchestrator.scheduling.buffer import Buffer
+from prime_rl.orchestrator.scheduling.staleness import Staleness
 from prime_rl.orchestrator.servers.policy import Policy
 from prime_rl.orchestrator.servers.server import InferenceServer
 from prime_rl.utils.logger import get_logger
 
+Task = asyncio.Task[list[Rollout]]
 MAX_ATTEMPTS = 3
 """Number of attempts at an example, including the first."""
 MIN_FAILURES_IN_A_ROW = 8
+WAIT_LOG_INTERVAL_S = 60.0
 
 
 class GroupRunner(Protocol):
@@ -46,6 +49,8 @@ class SchedulerLimits:
     max_off_policy_steps: int
     """A group in flight is cancelled after more weight updates than this."""
     groups_per_minute: int | None = None
+    staleness: Staleness | None = None
+    """Bounds what starts. None if the number of groups in a batch is not known: nothing is bounded then."""
 
     @property
     def max_failures_in_a_row(self) -> int:
@@ -60,12 +65,18 @@ class InFlightGroup:
     example: ExampleRef
     server: InferenceServer
     attempt: int
+    version: int
+    """Policy version when the group started."""
     off_policy_level: int = 0
     """Number of weight updates since the group started."""
 
 
 class Scheduler:
-    """Keeps groups of rollouts in flight across batches. Groups that finish after a batch is full go into the next."""
+    """Keeps groups of rollouts in flight across batches. Groups that finish after a batch is full go into the next.
+
+    Each example is trained on, rejected by the buffer, or given up with a warning after `MAX_ATTEMPTS`; until then it
+    is in flight or waits for a retry.
+    """
 
     def __init__(
         self,
@@ -81,8 +92,11 @@ class Scheduler:
         self.policy = policy
         self.limits = limits
         self.cancelled_groups = 0
-        self._in_flight: dict[asyncio.Task[list[Rollout]], InFlightGroup] = {}
-        self._finished: asyncio.Queue[asyncio.Task[list[Rollout]]] = asyncio.Queue()
+        self._in_flight: dict[Task, InFlightGroup] = {}
+        self._finished: list[Task] = []
+        """Tasks in flight that have ended, in that order."""
+        self._changed = asyncio.Event()
+        """Set when a task ends and when a version is announced: there may be something to collect or to start."""
         self._retries: deque[tuple[ExampleRef, int]] = deque()
         self._failures_in_a_row = 0
         self._rejections_in_a_row = 0
@@ -96,15 +110,13 @@ class Scheduler:
 
     @property
     def groups_in_flight(self) -> int:
+        """Groups that are running, or have finished and not been collected."""
         return len(self._in_flight)
 
-    async def collect(
-        self, step: int, target: BatchTarget, sampling_args: dict[str, Any], usable_groups: int | None = None
-    ) -> list[Group]:
+    async def collect(self, step: int, target: BatchTarget, sampling_args: dict[str, Any]) -> list[Group]:
         """Wait for the groups of one batch. Groups that start from now on use `sampling_args`.
 
-        Args:
-            usable_groups: Number of groups that the rest of the run can train on; no more are started. None if unknown.
+        With a bounded lag, waits for running groups that would be too old for the next batch.
 
         Raises:
             TooManyFailures: `max_failures_in_a_row` groups failed in a row.
@@ -113,20 +125,37 @@ class Scheduler:
         await self.policy.require(step)
         groups: list[Group] = []
         while not target.reached(groups):
-            self._refill(sampling_args, None if usable_groups is None else usable_groups - len(groups))
-            group = self._take_result(await self._finished.get())
+            self._changed.clear()
+            self._refill(sampling_args, step, len(groups))
+            task = self._next_finished(step, len(groups))
+            if task is None:
+                await self._wait(step)
+                continue
+            group = self._take_result(task)
             if group is not None and self._accept(group):
                 groups.append(group)
         return groups
 
     def on_new_version(self, version: int) -> None:
-        """Increment the off-policy level of every group in flight, and cancel groups above `max_off_policy_steps`."""
-        for task, group in list(self._in_flight.items()):
+        """Increment the off-policy level of every group in flight, and retry groups above `max_off_policy_steps`.
+
+        A group that still ran counts this as an attempt; one that had finished was not slow.
+        """
+        limit = self.limits.max_off_policy_steps
+        for group in self._in_flight.values():
             group.off_policy_level += 1
-            if group.off_policy_level > self.limits.max_off_policy_steps:
-                self._release(task)
-                task.cancel()
-                self.cancelled_groups += 1
+        old = {task: group for task, group in self._in_flight.items() if group.off_policy_level > limit}
+        for task, group in old.items():
+            self._cancel(task)
+            if task.done():
+                self._retries.append((group.example, group.attempt))
+            elif not self._retry(group):
+                get_logger().warning(
+                    f"Gave up row {group.example.row} of environment {group.example.env!r}: cancelled {MAX_ATTEMPTS} "
+                    f"times after more than {limit} weight updates; raise orchestrator.max_off_policy_steps"
+                )
+        self.cancelled_groups += len(old)
+        self._changed.set()
 
     def take_cancelled(self) -> int:
         """Number of groups cancelled by `on_new_version` since the last call."""
@@ -148,46 +177,92 @@ class Scheduler:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         self._in_flight.clear()
+        self._finished.clear()
 
-    def _requeue(self, matches: Callable[[InFlightGroup], bool]) -> list[asyncio.Task[list[Rollout]]]:
+    def _requeue(self, matches: Callable[[InFlightGroup], bool]) -> list[Task]:
         """Cancel the running groups that match, and queue their examples for a retry."""
         running = {task: group for task, group in self._in_flight.items() if not task.done() and matches(group)}
         for task, group in running.items():
-            self._release(task)
-            task.cancel()
+            self._cancel(task)
             self._retries.append((group.example, group.attempt))
         return list(running)
 
-    def _refill(self, sampling_args: dict[str, Any], usable: int | None) -> None:
-        capacity = self.limits.groups_in_flight if usable is None else min(self.limits.groups_in_flight, usable)
-        while len(self._in_flight) < capacity:
+    def _refill(self, sampling_args: dict[str, Any], step: int, collected: int) -> None:
+        for _ in range(self._startable(step, collected)):
             example, attempt = self._retries.popleft() if self._retries else (self.buffer.sample(), 1)
-            group = InFlightGroup(example, self.pool.least_loaded(), attempt)
+            group = InFlightGroup(example, self.pool.least_loaded(), attempt, self.policy.version)
             group.server.groups_in_flight += 1
             task = asyncio.create_task(self._run(group, sampling_args))
             self._in_flight[task] = group
-            task.add_done_callback(self._finished.put_nowait)
+            task.add_done_callback(self._on_end)
+
+    def _startable(self, step: int, collected: int) -> int:
+        """Number of groups that may start now."""
+        staleness, in_flight = self.limits.staleness, len(self._in_flight)
+        usable = None if staleness is None else staleness.usable(step, self.policy.version)
+        if usable is None:
+            return self.limits.groups_in_flight - in_flight
+        # Finished groups that wait for a later batch need no server; `usable` limits how many they are.
+        running = in_flight - len(self._finished)
+        return min(self.limits.groups_in_flight - running, usable - collected - in_flight)
+
+    def _next_finished(self, step: int, collected: int) -> Task | None:
+        """The first finished task that the batch of `step` may collect; None if there is none.
+
+        Failed tasks come too: they need no room in the batch.
+        """
+        staleness, versions = self.limits.staleness, [group.version for group in self._in_flight.values()]
+        newest = None if staleness is None else staleness.newest_collectable(step, collected, versions)
+        for task in self._finished:
+            if newest is None or self._in_flight[task].version <= newest or _has_failed(task):
+                return task
+        return None
+
+    async def _wait(self, step: int) -> None:
+        """Wait until a group ends or a version arrives. Logs what is waited for every `WAIT_LOG_INTERVAL_S`."""
+        try:
+            await asyncio.wait_for(self._changed.wait(), WAIT_LOG_INTERVAL_S)
+        except TimeoutError:
+            running = [group for task, group in self._in_flight.items() if not task.done()]
+            if not running:  # the last one has just ended
+                return
+            oldest = min(running, key=lambda group: group.version)
+            get_logger().info(
+                f"Step {step} waits for {len(running)} groups; the oldest started with version {oldest.version}: "
+                f"environment {oldest.example.env!r}, row {oldest.example.row}"
+            )
 
     async def _run(self, group: InFlightGroup, sampling_args: dict[str, Any]) -> list[Rollout]:
         if self._limiter is not None:
             await self._limiter.acquire()
+        group.version = self.policy.version
         environment = self.environments[group.example.env]
         return await environment.run_group(
-            group.example, self.limits.group_size, group.server, sampling_args, self.policy.version
+            group.example, self.limits.group_size, group.server, sampling_args, group.version
         )
 
-    def _release(self, task: asyncio.Task[list[Rollout]]) -> InFlightGroup | None:
-        group = self._in_flight.pop(task, None)
-        if group is not None:
-            group.server.groups_in_flight -= 1
+    def _on_end(self, task: Task) -> None:
+        if task in self._in_flight:
+            self._finished.append(task)
+        elif not task.cancelled():
+            task.exception()  # retrieved, or asyncio would log it
+        self._changed.set()
+
+    def _cancel(self, task: Task) -> None:
+        self._release(task)
+        task.cancel()
+
+    def _release(self, task: Task) -> InFlightGroup:
+        if task in self._finished:
+            self._finished.remove(task)
+        group = self._in_flight.pop(task)
+        group.server.groups_in_flight -= 1
         return group
 
-    def _take_result(self, task: asyncio.Task[list[Rollout]]) -> Group | None:
-        """Return the group of a finished task; None if the task failed or was cancelled."""
-        error = asyncio.CancelledError() if task.cancelled() else task.exception()
+    def _take_result(self, task: Task) -> Group | None:
+        """Return the group of a finished task; None if the task failed."""
         in_flight = self._release(task)
-        if in_flight is None:
-            return None
+        error = asyncio.CancelledError() if task.cancelled() else task.exception()
         if error is not None:
             self._handle_failure(in_flight, error)
             return None
@@ -198,15 +273,21 @@ class Scheduler:
         if isinstance(error, EnvironmentFault):  # the next group would fail as well
             raise error
         self._failures_in_a_row += 1
-        reason = f"environment {group.example.env!r}: {type(error).__name__}: {' '.join(str(error).split())}"
+        row = f"environment {group.example.env!r}, row {group.example.row}"
+        reason = f"{row}: {type(error).__name__}: {' '.join(str(error).split())}"
         if self._failures_in_a_row >= self.limits.max_failures_in_a_row:
             raise TooManyFailures(
                 f"{self._failures_in_a_row} groups of rollouts failed in a row; the last one: {reason}"
             ) from error
-        if group.attempt < MAX_ATTEMPTS:
-            self._retries.append((group.example, group.attempt + 1))
-        outcome = "will retry" if group.attempt < MAX_ATTEMPTS else "giving up"
+        outcome = "will retry" if self._retry(group) else "giving up"
         get_logger().warning(f"A group failed (attempt {group.attempt} of {MAX_ATTEMPTS}, {outcome}), {reason}")
+
+    def _retry(self, group: InFlightGroup) -> bool:
+        """Queue the example for another attempt; False if this was the last one."""
+        if group.attempt == MAX_ATTEMPTS:
+            return False
+        self._retries.append((group.example, group.attempt + 1))
+        return True
 
     def _accept(self, group: Group) -> bool:
         if self.buffer.accepts(group):
@@ -219,3 +300,7 @@ class Scheduler:
                 "the rewards of each group are all equal, or all 0 or 1"
             )
         return False
+
+
+def _has_failed(task: Task) -> bool:
+    return task.cancelled() or task.exception() is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -10,12 +11,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from prime_rl.run.paths import OrchestratorPaths, stable_steps
+from prime_rl.orchestrator.errors import TrainerFault
+from prime_rl.run.paths import OrchestratorPaths, RunPaths, stable_steps
 from prime_rl.utils.logger import get_logger
+from prime_rl.utils.waiting import Wait
 
 POLL_S = 0.05
 """Interval between listings of the broadcasts directory. A listing takes microseconds; a late update idles the run."""
-WAIT_LOG_INTERVAL_S = 60.0
+LOOK_EVERY_S = 1.0
+QUIET_S = 60.0
+"""A step of the trainer may take a while: a wait for it is logged after this time."""
 
 
 class WeightReceiver(Protocol):
@@ -55,6 +60,8 @@ class Policy:
     run: OrchestratorPaths
     receiver: WeightReceiver
     limits: AsyncLimits
+    timeout_s: float
+    """How long to wait for the trainer's next version."""
     version: int = 0
     """Version that all servers hold."""
     needed: int = 0
@@ -85,16 +92,28 @@ class Policy:
         await self.require_version(self.limits.needed_version(step))
 
     async def require_version(self, version: int) -> None:
-        """Wait until the servers hold this version, or a later one unless `limits.strict` is set."""
+        """Wait until the servers hold this version, or a later one unless `limits.strict` is set.
+
+        Raises:
+            TrainerFault: the trainer does not publish it in time.
+        """
         self.needed = version
-        started = time.monotonic()
+        out = RunPaths.from_orchestrator_dir(self.run.root)
+        what = f"the trainer's policy version {version} in {self.run.broadcasts}"
+        wait = Wait(
+            what,
+            f"start it with `trainer --output-dir {out.root}`, or see why it does not go on in {out.logs}",
+            self.timeout_s,
+            "trainer_timeout",
+            QUIET_S,
+        )
         async with self._changed:
             while self.version < self.needed:
-                try:
-                    await asyncio.wait_for(self._changed.wait(), WAIT_LOG_INTERVAL_S)
-                except TimeoutError:
-                    get_logger().info(f"Waiting for the trainer: {self.run.broadcast(self.needed)}")
-        self.times.waiting_s += time.monotonic() - started
+                if wait.is_over():
+                    raise TrainerFault(wait.fault)
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._changed.wait(), LOOK_EVERY_S)
+        self.times.waiting_s += wait.waited_s
 
     def target(self) -> int | None:
         """The version to load now: the newest complete one or, if `limits.strict` is set, the needed one. Else None."""

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import aiohttp
 
@@ -15,8 +15,8 @@ from prime_rl.orchestrator.errors import InferenceFault
 from prime_rl.orchestrator.rollouts.chat_client import ServerAnswered
 from prime_rl.orchestrator.servers.server import InferenceServer
 from prime_rl.utils.logger import get_logger
+from prime_rl.utils.waiting import Wait
 
-READY_TIMEOUT_S = 1800.0
 FIRST_POLL_S, SLOWEST_POLL_S = 0.1, 1.0
 WATCH_INTERVAL_S = 2.0
 MISSED_WATCHES = 3
@@ -50,18 +50,28 @@ class InferencePool:
     def least_loaded(self) -> InferenceServer:
         return min(self.serving, key=lambda server: server.groups_in_flight)
 
-    async def wait_ready(self, use_token_client: bool) -> int:
+    async def wait_served(self, server_log: Path | None = None) -> None:
+        """Wait until every server is healthy and serves the model.
+
+        `server_log` is the log of a server that was started for this run; None if the user starts the servers.
+
+        Raises:
+            InferenceFault: a server is not healthy within `client.startup_timeout`, or serves another model.
+        """
+        await asyncio.gather(*(self._wait_healthy(server, server_log) for server in self.servers))
+        if not self.config.skip_model_check:
+            await asyncio.gather(*(self._check_model(server) for server in self.servers))
+
+    async def wait_ready(self, use_token_client: bool, server_log: Path | None = None) -> int:
         """Wait until every server is healthy, serves the model, and returns token ids and log-probabilities.
 
         Returns:
             The newest policy version that a server holds. Above 0 if an earlier run left its weights there.
 
         Raises:
-            InferenceFault: a server is not healthy within 1800 s, or its replies cannot be trained on.
+            InferenceFault: as in `wait_served`, or a server's replies cannot be trained on.
         """
-        await asyncio.gather(*(self._wait_healthy(server) for server in self.servers))
-        if not self.config.skip_model_check:
-            await asyncio.gather(*(self._check_model(server) for server in self.servers))
+        await self.wait_served(server_log)
         versions = await asyncio.gather(*(server.probe() for server in self.servers))
         if use_token_client:
             await self._use_tokens()
@@ -145,6 +155,7 @@ class InferencePool:
         wanted = self.weight_dir
         if not await server.is_ready():
             return False
+        await server.authenticate()
         try:
             await server.update_weights(wanted)
         except InferenceFault as fault:
@@ -152,18 +163,16 @@ class InferencePool:
             return False
         return wanted == self.weight_dir
 
-    async def _wait_healthy(self, server: InferenceServer) -> None:
-        started, poll_s, logged = time.monotonic(), FIRST_POLL_S, False
+    async def _wait_healthy(self, server: InferenceServer, server_log: Path | None) -> None:
+        advice = f"its log is {server_log}" if server_log is not None else self._how_to_start(server)
+        what = f"the inference server {server.root_url}"
+        wait, poll_s = Wait(what, advice, self.config.startup_timeout, "client.startup_timeout"), FIRST_POLL_S
         while not await server.is_ready():
-            if time.monotonic() - started > READY_TIMEOUT_S:
-                raise InferenceFault(
-                    f"the inference server {server.root_url} is not ready after {READY_TIMEOUT_S:.0f} s"
-                )
-            if not logged:
-                get_logger().info(f"Waiting for the inference server {server.root_url}")
-                logged = True
+            if wait.is_over():
+                raise InferenceFault(wait.fault)
             await asyncio.sleep(poll_s)
             poll_s = min(poll_s * 1.2, SLOWEST_POLL_S)
+        await server.authenticate()
 
     async def _check_model(self, server: InferenceServer) -> None:
         try:
@@ -173,8 +182,13 @@ class InferencePool:
         if self.model not in models:
             raise InferenceFault(
                 f"{server.base_url} does not serve {self.model!r} but {_format_names(models)}: "
-                "correct orchestrator.model.name, or set orchestrator.client.skip_model_check"
+                "correct model.name, or set client.skip_model_check"
             )
+
+    def _how_to_start(self, server: InferenceServer) -> str:
+        port = urlsplit(server.root_url).port
+        flag = "" if port is None else f" --server.port {port}"
+        return f"start it with `inference --model.name {self.model}{flag}`, or name a running one in client.base_url"
 
     async def _use_tokens(self) -> None:
         routes = await asyncio.gather(*(server.has_token_route() for server in self.servers))

@@ -20,8 +20,11 @@ from prime_rl.orchestrator.rollouts.chat_client import (
     TokenChatClient,
 )
 from prime_rl.orchestrator.rollouts.replies import check_reply, error_message
+from prime_rl.utils.engine_keys import client_key
 from prime_rl.utils.logger import get_logger
 
+HEALTHY = (200, 404)
+"""Statuses of `/health` of a server that is up. Not every OpenAI-compatible server has this route."""
 ADMIN_TIMEOUT_S = 600.0
 MAX_RETRIES = 6
 """Retries of a model call, about 20 s in all. The health check removes a server that refuses connections earlier."""
@@ -48,7 +51,8 @@ class InferenceServer:
         self.in_group = False
         """Whether the server receives weights over NCCL. The trainer sends each version once, so nothing is retried."""
         self.sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
-        self.headers = _headers(config)
+        self._config = config
+        self.headers = _headers(config, self.base_url)
         self.client_config = vf.ClientConfig(
             client_type="openai_chat_completions",
             api_key_var=config.api_key_var,
@@ -60,16 +64,27 @@ class InferenceServer:
         self.client: ChatClient = ChatClient(self.client_config)
         self._admin: aiohttp.ClientSession | None = None
 
+    async def authenticate(self) -> None:
+        """Read the server's key again: a server on this machine chooses a new one each time it starts."""
+        headers = _headers(self._config, self.base_url)
+        if headers == self.headers:
+            return
+        await self.close()
+        self.headers, self._admin = headers, None
+        self.client_config = self.client_config.model_copy(update={"extra_headers": headers})
+        self.client = type(self.client)(self.client_config)
+
     def use_tokens(self) -> None:
         """From now on, send earlier turns as the sampled token ids instead of text."""
         self.client_config = self.client_config.model_copy(update={"client_type": "openai_chat_completions_token"})
         self.client = TokenChatClient(self.client_config)
 
     async def is_ready(self) -> bool:
-        """Whether `/health` returns 200. A starting server refuses connections or returns 503."""
+        """Whether `/health` returns 200, or there is no such route. A starting server refuses connections or returns
+        503."""
         try:
             async with self._session().get(f"{self.root_url}/health") as response:
-                return response.status == 200
+                return response.status in HEALTHY
         except (aiohttp.ClientError, TimeoutError):
             return False
 
@@ -80,7 +95,7 @@ class InferenceServer:
         """
         try:
             async with self._session().get(f"{self.root_url}/health") as response:
-                return response.status != 200
+                return response.status not in HEALTHY
         except aiohttp.ClientConnectorError:
             return True
         except (aiohttp.ClientError, TimeoutError):
@@ -203,6 +218,8 @@ def _retry_pauses_s(route: str, error: Exception) -> Sequence[float]:
     return ADAPTER_PAUSES_S if is_temporary else ()
 
 
-def _headers(config: ClientConfig) -> dict[str, str]:
-    key = os.environ.get(config.api_key_var, "EMPTY")
-    return config.headers if key in ("", "EMPTY") else {"Authorization": f"Bearer {key}", **config.headers}
+def _headers(config: ClientConfig, base_url: str) -> dict[str, str]:
+    key = client_key(base_url, config.api_key_var)
+    from_key = {} if key is None else {"Authorization": f"Bearer {key}"}
+    from_env = {name: os.environ[variable] for name, variable in config.headers_from_env.items()}
+    return {**from_key, **config.headers, **from_env}

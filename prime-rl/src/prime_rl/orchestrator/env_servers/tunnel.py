@@ -1,0 +1,44 @@
+"""Encrypts what verifiers' client sends to an environment's server on another machine."""
+
+from __future__ import annotations
+
+import tempfile
+from threading import Thread
+
+import zmq
+
+from prime_rl.transport.endpoints import Endpoint
+
+
+class Tunnel:
+    """Forwards between a Unix socket for this process and an encrypted TCP connection.
+
+    verifiers' client opens its sockets itself and cannot encrypt. The server gets each message with one more frame in
+    front, the client's identity, and returns it with the answer.
+    """
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self._directory = tempfile.TemporaryDirectory(prefix="env-tunnel-", ignore_cleanup_errors=True)
+        self.address = f"ipc://{self._directory.name}/socket"
+        self._context = zmq.Context()
+        clients, server = (self._context.socket(kind) for kind in (zmq.ROUTER, zmq.DEALER))
+        for socket in (clients, server):
+            # No limits, so that no message is dropped; the orchestrator limits the requests in flight.
+            socket.sndhwm = socket.rcvhwm = socket.linger = 0
+        clients.bind(self.address)
+        endpoint.connect(server)
+        self._thread = Thread(target=_forward, args=(clients, server), name="env tunnel", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._context.term()
+        self._thread.join()
+        self._directory.cleanup()
+
+
+def _forward(clients: zmq.Socket[bytes], server: zmq.Socket[bytes]) -> None:
+    try:
+        zmq.proxy(clients, server)
+    except zmq.ContextTerminated:
+        clients.close()
+        server.close()

@@ -1,0 +1,77 @@
+"""Computes the scores of an evaluation, and names those that tables show."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+
+from prime_rl.orchestrator.evaluation.pass_at_k import pass_at_powers
+from prime_rl.orchestrator.rollouts.attempts import Outcome
+from prime_rl.orchestrator.rollouts.rollout import ExampleRef, Rollout
+
+
+def eval_metrics(
+    outcomes: Sequence[Outcome], attempts: int, functions: Mapping[str, float] | None = None
+) -> dict[str, float]:
+    """Metrics of one environment over its successful rollouts; `failed/*` counts the others.
+
+    Includes `pass@k` only if every reward is 0 or 1. Lengths are in tokens. The means of the reward functions, given
+    with their weights, are `reward_parts/*`, or `metrics/*` for those of weight 0.
+    """
+    rollouts = [rollout for outcome in outcomes for rollout in outcome.rollouts]
+    failed = sum(outcome.failed for outcome in outcomes)
+    metrics = {"failed/count": failed, "failed/mean": failed / max(len(rollouts) + failed, 1)}
+    if not rollouts:
+        return metrics
+    rewards: dict[ExampleRef, list[float]] = {}
+    for rollout in rollouts:
+        rewards.setdefault(rollout.example, []).append(rollout.reward)
+    lengths = [rollout.completion_tokens for rollout in rollouts]
+    no_response = sum(not has_response(rollout) for rollout in rollouts)
+    return {
+        f"avg@{attempts}": statistics.fmean(rollout.reward for rollout in rollouts),
+        "no_response/mean": no_response / len(rollouts),
+        "no_response/count": no_response,
+        "completion_len/mean": statistics.fmean(lengths),
+        "completion_len/max": max(lengths),
+        "completion_len/min": min(lengths),
+        "reward_errors/mean": statistics.fmean(bool(rollout.reward_errors) for rollout in rollouts),
+        "is_truncated/mean": statistics.fmean(rollout.is_truncated for rollout in rollouts),
+        **{f"pass@{k}": value for k, value in pass_at_powers(rewards.values()).items()},
+        **_function_means(rollouts, functions or {}),
+        **metrics,
+    }
+
+
+def _function_means(rollouts: Sequence[Rollout], functions: Mapping[str, float]) -> dict[str, float]:
+    means = {}
+    for name, weight in functions.items():
+        values = [rollout.metrics[name] for rollout in rollouts if rollout.metrics and name in rollout.metrics]
+        if values:
+            means[f"{'reward_parts' if weight else 'metrics'}/{name}"] = statistics.fmean(values)
+    return means
+
+
+def score_titles(metrics: Mapping[str, float]) -> dict[str, str]:
+    """Titles of an evaluation's scores, by metric: `avg@n`, `pass@k`, reward functions, functions of weight 0.
+
+    Leaves out a reward function that is the whole reward.
+    """
+    parts = [name for name in metrics if name.startswith("reward_parts/")]
+    names = [
+        *(name for name in metrics if name.startswith(("avg@", "pass@"))),
+        *(parts if len(parts) > 1 else []),
+        *(name for name in metrics if name.startswith("metrics/")),
+    ]
+    return {name: name.partition("/")[2] or name for name in names}
+
+
+def has_response(rollout: Rollout) -> bool:
+    """Whether any assistant message has text or tool calls."""
+    if not isinstance(rollout.completion, list):
+        return bool(rollout.completion)
+    return any(
+        message.get("content") or message.get("tool_calls")
+        for message in rollout.completion
+        if message.get("role") == "assistant"
+    )
