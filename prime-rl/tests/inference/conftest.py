@@ -21,6 +21,7 @@ import pytest
 import torch
 
 from prime_rl.launch import reserved_ports
+from prime_rl.utils.engine_keys import client_key
 
 READY = "Inference ready"
 
@@ -82,7 +83,15 @@ class Server:
             )
             self.lines: list[str] = []
             self._read_until_ready()
-        self.client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=120)
+        url = f"http://127.0.0.1:{port}"
+        self.client = httpx.Client(base_url=url, timeout=120, headers={"Authorization": f"Bearer {self.key(url)}"})
+
+    @staticmethod
+    def key(url: str) -> str:
+        """The key that this user's clients find for a server on this machine."""
+        key = client_key(url, "UNSET_VARIABLE")
+        assert key is not None, f"no key was published for {url}"
+        return key
 
     def _read_until_ready(self) -> None:
         assert self.process.stdout is not None

@@ -39,7 +39,7 @@ def test_shared_prefix_attention_equals_attention_per_row(window) -> None:
     slots.reserve(len(origins), 40)
     generator = torch.Generator().manual_seed(0)
     starts = torch.randn(2, len(GROUPS), HEADS, LENGTH, SIZE, generator=generator)
-    stored = slots.layer(0, like=torch.zeros(1, HEADS, SIZE))
+    stored = slots.layer(0, *[torch.zeros(1, HEADS, SIZE)] * 2)
     for part, slot in enumerate(stored):
         slot.copy_(torch.randn(slot.shape, generator=generator))
         slot[: len(origins), :, :LENGTH] = starts[part, [origin.number for origin in origins]]

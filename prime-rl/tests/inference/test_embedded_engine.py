@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from prime_rl.inference.embedded.engine.engine import Engine
 from prime_rl.inference.embedded.engine.generation import Completion, GenerationRequest, SamplingParams
 from prime_rl.inference.embedded.engine.model import ModelRunner, load_model
 from prime_rl.inference.embedded.engine.scheduler import Limits
+from prime_rl.inference.embedded.engine.text import StopStringMatcher
 from prime_rl.inference.embedded.engine.weights import read_weights
 from prime_rl.inference.embedded.errors import EngineBusy, EngineStopped, GenerationFailed, UnsupportedModel
 
@@ -174,3 +175,50 @@ def test_weights_that_produce_nan_fail_the_request_but_not_the_engine(qwen3_dir,
             engine.submit(request_of(PROMPTS[0])).result()
         engine.update_weights(None).result()
         assert len(engine.submit(request_of(PROMPTS[0])).result().completions[0].token_ids) == 20
+
+
+def unheld() -> GenerationRequest:
+    """A request whose `top_k` does not fit into a tensor."""
+    return GenerationRequest(prompt=PROMPTS[1], params=SamplingParams(max_tokens=20, top_k=2**63), seed=0)
+
+
+def undecodable() -> GenerationRequest:
+    """A request with a stop string whose tokens cannot be decoded."""
+
+    def decode(tokens: Sequence[int]) -> str:
+        raise RuntimeError(f"no text for {tokens}")
+
+    request = request_of(PROMPTS[1])
+    request.sequences[0].stop_matcher = StopStringMatcher(["x"], decode)
+    return request
+
+
+def unwatched() -> GenerationRequest:
+    """A request whose listener raises."""
+
+    def raises() -> None:
+        raise RuntimeError("the event loop is closed")
+
+    request = request_of(PROMPTS[1])
+    request.on_progress = raises
+    return request
+
+
+@pytest.mark.parametrize("faulty", [unheld, undecodable, unwatched])
+def test_an_error_in_one_request_fails_that_request_alone(qwen3_dir, faulty: Callable[[], GenerationRequest]) -> None:
+    def together(*extra: GenerationRequest) -> list[list[int]]:
+        engine.pause().result()
+        others = [engine.submit(request_of(prompt, n=2, temperature=1)) for prompt in PROMPTS[2:4]]
+        for request in extra:
+            engine.submit(request)
+        engine.resume().result()
+        return [completion.token_ids for other in others for completion in other.result().completions]
+
+    with running(Engine(runner_of(qwen3_dir))) as engine:
+        expected = together()
+        request = faulty()
+        assert together(request) == expected
+        with pytest.raises(GenerationFailed, match=request.id):
+            request.result.result()
+        assert together() == expected
+        assert engine.load == 0

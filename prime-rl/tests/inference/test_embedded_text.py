@@ -33,15 +33,15 @@ def test_a_character_split_across_tokens_is_found_once_it_is_complete() -> None:
 
 
 def test_messages_are_rendered_with_the_chat_template(text) -> None:
-    tokens = text.encode_chat([{"role": "user", "content": "Hi"}], None, {"add_generation_prompt": True})
-    assert text.decode(tokens, skip_special_tokens=False) == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    rendered = text.render_chat([{"role": "user", "content": "Hi"}], None, {"add_generation_prompt": True})
+    assert rendered == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
     parts = [{"type": "text", "text": "Hi"}]
-    assert text.encode_chat([{"role": "user", "content": parts}], None, {"add_generation_prompt": True}) == tokens
+    assert text.render_chat([{"role": "user", "content": parts}], None, {"add_generation_prompt": True}) == rendered
 
 
 def test_a_template_that_fails_says_why(text) -> None:
     with pytest.raises(TemplateFailed, match="chat template"):
-        text.encode_chat([{"role": "user", "content": {"no": "text"}}], None, {})
+        text.render_chat([{"role": "user", "content": {"no": "text"}}], None, {})
 
 
 def test_end_of_sequence_tokens_come_from_the_tokenizer(text) -> None:

@@ -279,7 +279,9 @@ def test_max_tokens_is_capped_at_the_context(server) -> None:
 def test_a_client_disconnect_cancels_its_request(server, wait_for_load) -> None:
     server.post("/pause", {})
     body = json.dumps({"model": server.model, "prompt": PROMPT, "n": 3, "max_tokens": 1000}).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}"
+    key = server.client.headers["Authorization"]
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: {key}\r\ncontent-length: {len(body)}"
+    head += "\r\ncontent-type: application/json"
     with socket.create_connection((server.client.base_url.host, server.client.base_url.port)) as connection:
         connection.sendall(head.encode() + b"\r\n\r\n" + body)
         wait_for_load(lambda load: load > 0)

@@ -135,6 +135,7 @@ def test_a_client_that_closes_its_stream_cancels_the_request(server, wait_for_lo
     body = {"model": server.model, "prompt": PROMPT, "n": 2, "max_tokens": 1000, "stream": True, "ignore_eos": True}
     sent = json.dumps(body).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(sent)}"
+    head += f"\r\nauthorization: {server.client.headers['Authorization']}"
     with socket.create_connection((server.client.base_url.host, server.client.base_url.port)) as connection:
         connection.sendall(head.encode() + b"\r\n\r\n" + sent)
         assert connection.recv(1000).startswith(b"HTTP/1.1 200")

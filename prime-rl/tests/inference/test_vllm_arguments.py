@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from argparse import ArgumentParser
+from pathlib import Path
 
 import pytest
 
+from prime_rl.checks.chat_templates import NAMED
 from prime_rl.configs.inference import InferenceConfig, ModelConfig
 from prime_rl.inference.vllm.arguments import WORKER_EXTENSION, vllm_arguments
 from prime_rl.utils.pydantic_config import load_config
@@ -63,3 +65,12 @@ def test_tool_calls_are_parsed_by_the_familys_parser(setting, model, expected) -
     args = vllm_arguments(config, [], parser())
     assert getattr(args, "tool_call_parser", None) == expected
     assert getattr(args, "enable_auto_tool_choice", False) == (expected is not None)
+
+
+def test_the_chat_template_is_handed_over_as_text(tmp_path: Path) -> None:
+    file = tmp_path / "chat.jinja"
+    file.write_text("{{ messages }}")
+    for template, text in (("chatml", NAMED["chatml"]), (str(file), "{{ messages }}"), ("{{ x }}", "{{ x }}")):
+        config = load_config(InferenceConfig, [], {"model": {"chat_template": template}})
+        assert vllm_arguments(config, [], parser()).chat_template == text
+    assert not hasattr(vllm_arguments(load_config(InferenceConfig, [], {}), [], parser()), "chat_template")

@@ -11,14 +11,23 @@ import zmq
 from prime_rl.configs.shared import ZMQTransportConfig
 from prime_rl.run.paths import RunPaths
 from prime_rl.transport import TrainingBatch, TrainingSample, TransportError, setup_batch_receiver, setup_batch_sender
+from prime_rl.transport.endpoints import TRANSPORT_KEY_VARIABLE, Endpoint
 from prime_rl.transport.sockets import ZMQMicroBatchReceiver, ZMQMicroBatchSender
 
 DEADLINE_S = 20
+KEY = "a key that both ends share"
+ALL_ADDRESSES = "0.0.0.0"
 
 
 @pytest.fixture
 def config(zmq_port: int) -> ZMQTransportConfig:
-    return ZMQTransportConfig(host="127.0.0.1", port=zmq_port)
+    """TCP, as between machines: 127.0.0.1 would be a Unix socket."""
+    return ZMQTransportConfig(host=ALL_ADDRESSES, port=zmq_port)
+
+
+@pytest.fixture(autouse=True)
+def shared_key(monkeypatch) -> None:
+    monkeypatch.setenv(TRANSPORT_KEY_VARIABLE, KEY)
 
 
 @pytest.fixture
@@ -51,7 +60,7 @@ def test_a_batch_of_another_run_is_dropped_and_both_runs_are_named(config, recei
 
 def test_a_message_that_is_not_a_batch_is_dropped(config, receiver, engine_log) -> None:
     with zmq.Context() as context, context.socket(zmq.PUSH) as stranger:
-        stranger.connect(f"tcp://{config.host}:{config.port}")
+        Endpoint(f"tcp://{config.host}:{config.port}", KEY).connect(stranger)
         stranger.send_multipart([b"mine/run_default", b"\xc1"])
         poll_until(receiver, lambda _: engine_log.records)
     assert "not a valid training batch" in engine_log.text
@@ -67,12 +76,14 @@ def test_the_last_of_two_batches_for_one_step_counts(config, receiver, tmp_path)
 
 
 def test_a_port_in_use_is_reported_with_the_keys_to_change(config, receiver, tmp_path) -> None:
-    with pytest.raises(TransportError, match=rf"listen on 127.0.0.1:{config.port}: Address already in use.*\.port"):
+    address = f"tcp://{config.host}:{config.port}"
+    with pytest.raises(TransportError, match=rf"listen on {address}: Address already in use.*\.port"):
         setup_batch_receiver(config, RunPaths(tmp_path).orchestrator)
 
 
-def test_rows_of_another_step_are_an_error(config) -> None:
-    sender, receiver = ZMQMicroBatchSender(config, {1: 1}), ZMQMicroBatchReceiver(config, 1)
+def test_rows_of_another_step_are_an_error(config, tmp_path) -> None:
+    run = RunPaths(tmp_path)
+    sender, receiver = ZMQMicroBatchSender(config, run, {1: 1}), ZMQMicroBatchReceiver(config, run, 1)
     sender.send(4, {1: []})
     with pytest.raises(TransportError, match="expected the rows of step 5, but received those of step 4"):
         receiver.receive(5)

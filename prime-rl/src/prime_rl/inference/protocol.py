@@ -6,13 +6,40 @@ samples are always drawn the way the request asked for.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from http import HTTPStatus
 from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-MAX_TOP_LOGPROBS = 20
-MAX_SAMPLES = 256
+from prime_rl.inference.limits import (
+    MAX_ARGUMENTS,
+    MAX_ENTRIES,
+    MAX_INT32,
+    MAX_INT64,
+    MAX_NAME_CHARS,
+    MAX_PATH_CHARS,
+    MAX_REPETITION_PENALTY,
+    MAX_SAMPLES,
+    MAX_STOP_CHARS,
+    MAX_TEMPERATURE,
+    MAX_TIMEOUT_S,
+    MAX_TOP_LOGPROBS,
+    MAX_TOTAL_SAMPLES,
+    MIN_INT64,
+    MIN_REPETITION_PENALTY,
+    MIN_TEMPERATURE,
+)
+
+_MAX_MESSAGE_CHARS = 1000
+_MAX_ARGUMENT_CHARS = 200
+"""Characters of an argument's name in an error message."""
+_NOT_FROM_REQUESTS = frozenset(
+    {"chat_template", "conversation", "max_length", "padding", "return_assistant_tokens_mask", "return_dict"}
+    | {"return_tensors", "tokenize", "tokenizer_kwargs", "truncation"}
+)
+"""Arguments of Transformers' `apply_chat_template` that replace the template or change what is returned."""
+
 CONTEXT_LENGTH_MESSAGE = (
     "This model's maximum context length is {limit} tokens. Your prompt has {length} tokens, which leaves no room for "
     "an answer. Please shorten it."
@@ -30,13 +57,39 @@ class RequestError(Exception):
     def body(self) -> dict[str, Any]:
         """Build OpenAI's error object. As in vLLM, `type` is derived from the status, such as `BadRequestError`."""
         name = HTTPStatus(self.status).phrase.replace(" ", "").removesuffix("Error") + "Error"
-        return {"error": {"message": str(self), "type": name, "param": self.param, "code": int(self.status)}}
+        message = str(self)[:_MAX_MESSAGE_CHARS]
+        return {"error": {"message": message, "type": name, "param": self.param, "code": int(self.status)}}
 
 
-class Body(BaseModel):
-    """Base of every request body: rejects unknown arguments and treats an explicit null as "not given"."""
+def _without_nul(text: str) -> str:
+    if "\0" in text:
+        raise ValueError("the text has a NUL character")
+    return text
 
-    model_config = ConfigDict(extra="forbid", strict=True)
+
+Name = Annotated[str, Field(max_length=MAX_NAME_CHARS)]
+FilePath = Annotated[str, Field(min_length=1, max_length=MAX_PATH_CHARS), AfterValidator(_without_nul)]
+Host = Annotated[str, Field(min_length=1, max_length=253), AfterValidator(_without_nul)]
+Tokens = Annotated[list[int], Field(fail_fast=True)]
+Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
+
+
+class StrictBody(BaseModel):
+    """Base of every request body: rejects unknown arguments, conversions between types, and too many entries."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_counts(cls, data: Any) -> Any:
+        # Before the content is checked: a list of a million faults would make a million error messages.
+        if isinstance(data, dict):
+            check_counts(data)
+        return data
+
+
+class Body(StrictBody):
+    """Base of OpenAI's bodies: treats an explicit null as "not given"."""
 
     @model_validator(mode="before")
     @classmethod
@@ -56,21 +109,21 @@ class StreamOptions(Body):
 class SamplingBody(Body):
     """Arguments shared by chat and text completions."""
 
-    model: str | None = None
-    temperature: Annotated[float, Field(ge=0)] | None = None
+    model: Name | None = None
+    temperature: Annotated[float, Field(ge=0, le=MAX_TEMPERATURE)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=-1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=MAX_INT32)] | None = None
     """Number of most likely tokens to sample from. -1 and 0 disable the limit."""
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    repetition_penalty: Annotated[float, Field(gt=0)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=MIN_REPETITION_PENALTY, le=MAX_REPETITION_PENALTY)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
-    seed: int | None = None
+    seed: Annotated[int, Field(ge=MIN_INT64, le=MAX_INT64)] | None = None
     n: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] = 1
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
-    min_tokens: Annotated[int, Field(ge=0)] = 0
+    max_tokens: Annotated[int, Field(ge=1, le=MAX_INT64)] | None = None
+    min_tokens: Annotated[int, Field(ge=0, le=MAX_INT64)] = 0
     stop: str | list[str] = []
-    stop_token_ids: list[int] = []
+    stop_token_ids: Tokens = []
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     logit_bias: dict[Annotated[int, Field(strict=False)], Annotated[float, Field(ge=-100, le=100)]] = {}
@@ -92,9 +145,15 @@ class SamplingBody(Body):
     service_tier: str | None = None
 
     @model_validator(mode="after")
-    def _check_stream_options(self) -> Self:
+    def _check_sampling(self) -> Self:
         if self.stream_options is not None and not self.stream:
             raise ValueError("`stream_options` requires `stream = true`")
+        if self.temperature is not None and 0 < self.temperature < MIN_TEMPERATURE:
+            raise ValueError(
+                f"`temperature` is {self.temperature}; set 0 for greedy decoding, or at least {MIN_TEMPERATURE}"
+            )
+        if any(len(text) > MAX_STOP_CHARS for text in self.stop_strings):
+            raise ValueError(f"`stop` has a string of more than {MAX_STOP_CHARS} characters")
         return self
 
     @property
@@ -107,11 +166,11 @@ class SamplingBody(Body):
 class ChatBody(SamplingBody):
     """`POST /v1/chat/completions`."""
 
-    messages: list[dict[str, Any]] = Field(min_length=1)
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    messages: Objects = Field(min_length=1)
+    max_completion_tokens: Annotated[int, Field(ge=1, le=MAX_INT64)] | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] = 0
-    tools: list[dict[str, Any]] | None = None
+    tools: Objects | None = None
     tool_choice: Literal["auto", "none"] | None = None
     parallel_tool_calls: bool | None = None
     add_generation_prompt: bool = True
@@ -121,22 +180,30 @@ class ChatBody(SamplingBody):
     @model_validator(mode="after")
     def _check_messages(self) -> ChatBody:
         check_messages(self.messages)
+        check_template_kwargs(self.chat_template_kwargs)
         return self
 
 
 class TokensBody(ChatBody):
     """`POST /v1/chat/completions/tokens`: a chat body whose prompt the client has tokenized already (`tokens`)."""
 
-    tokens: list[Annotated[int, Field(ge=0)]] = Field(min_length=1)
+    tokens: Annotated[list[Annotated[int, Field(ge=0)]], Field(fail_fast=True)] = Field(min_length=1)
 
 
 class CompletionBody(SamplingBody):
     """`POST /v1/completions`. `prompt` is one text, one list of token ids, or a list of either."""
 
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: str | Annotated[list[str], Field(fail_fast=True)] | Tokens | Annotated[list[Tokens], Field(fail_fast=True)]
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     add_special_tokens: bool = True
     echo: Literal[False] = False
+
+    @model_validator(mode="after")
+    def _check_samples(self) -> Self:
+        count = len(self.prompts) * self.n
+        if count > MAX_TOTAL_SAMPLES:
+            raise ValueError(f"the prompts times `n` are {count} samples; at most {MAX_TOTAL_SAMPLES} are allowed")
+        return self
 
     @property
     def prompts(self) -> list[str | list[int]]:
@@ -149,14 +216,14 @@ class CompletionBody(SamplingBody):
 class TokenizeBody(Body):
     """`POST /tokenize`: tokenize a text, or messages rendered with the chat template."""
 
-    model: str | None = None
+    model: Name | None = None
     prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None
+    messages: Objects | None = None
     add_special_tokens: bool | None = None
     """None means true for a text and false for messages, because chat templates write special tokens themselves."""
     add_generation_prompt: bool = True
     continue_final_message: bool = False
-    tools: list[dict[str, Any]] | None = None
+    tools: Objects | None = None
     chat_template_kwargs: dict[str, Any] = {}
     return_token_strs: bool = False
 
@@ -166,34 +233,58 @@ class TokenizeBody(Body):
             raise ValueError("set either `prompt` or `messages`")
         if self.messages is not None:
             check_messages(self.messages)
+        check_template_kwargs(self.chat_template_kwargs)
         return self
 
 
-class UpdateWeightsBody(BaseModel):
+class UpdateWeightsBody(StrictBody):
     """`POST /update_weights`. `weight_dir` is required; an explicit null restores the initial weights."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
-    weight_dir: str | None
+    weight_dir: FilePath | None
 
 
-class LoadAdapterBody(BaseModel):
+class LoadAdapterBody(StrictBody):
     """`POST /load_lora_adapter`: serve the adapter in the directory `lora_path` under the model name `lora_name`."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
-    lora_name: str
-    lora_path: str
+    lora_name: Name
+    lora_path: FilePath
 
 
-class InitBroadcasterBody(BaseModel):
+class InitBroadcasterBody(StrictBody):
     """`POST /init_broadcaster`: join the trainer's weight group at `host`:`port` as server `server_rank`."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
-    host: str
+    host: Host
     port: Annotated[int, Field(ge=1, le=65535)]
-    server_rank: Annotated[int, Field(ge=0)]
-    num_inference_server: Annotated[int, Field(ge=1)]
-    timeout: Annotated[int, Field(ge=1)]
+    server_rank: Annotated[int, Field(ge=0, le=MAX_INT32)]
+    num_inference_server: Annotated[int, Field(ge=1, le=MAX_INT32)]
+    timeout: Annotated[int, Field(ge=1, le=MAX_TIMEOUT_S)]
     """Timeout in seconds for joining and for each transfer."""
+
+
+def check_counts(data: dict[str, Any]) -> None:
+    """Raise ValueError if a body has more arguments, or one of them more entries, than `MAX_ENTRIES` allows."""
+    if len(data) > MAX_ARGUMENTS:
+        raise ValueError(f"the body has {len(data)} arguments; at most {MAX_ARGUMENTS} are allowed")
+    for name, limit in MAX_ENTRIES.items():
+        value = data.get(name)
+        is_one_prompt = name == "prompt" and isinstance(value, list) and isinstance(next(iter(value), None), int)
+        if isinstance(value, list | dict) and len(value) > limit and not is_one_prompt:
+            raise ValueError(f"`{name}` has {len(value)} entries; at most {limit} are allowed")
+
+
+def check_token_ids(tokens: Sequence[int], vocab_size: int) -> None:
+    """Raise RequestError if a prompt is empty or has a token that the model does not have: it could end the engine."""
+    if not tokens:
+        raise RequestError("The prompt has no tokens", param="prompt")
+    if max(tokens) >= vocab_size or min(tokens) < 0:
+        raise RequestError(f"The prompt has token ids outside 0..{vocab_size - 1}", param="prompt")
+
+
+def check_template_kwargs(template_kwargs: dict[str, Any]) -> None:
+    """Raise ValueError if a request would replace the model's chat template, or change what rendering returns."""
+    for name in template_kwargs:
+        if name in _NOT_FROM_REQUESTS:
+            raise ValueError(f"`chat_template_kwargs` sets `{name}`, which requests to this server may not set")
 
 
 def check_messages(messages: list[dict[str, Any]]) -> None:
@@ -225,11 +316,11 @@ def parse_body(kind: type[Parsed], raw: bytes) -> Parsed:
     try:
         return kind.model_validate_json(raw)
     except ValidationError as exc:
-        raise _as_request_error(exc.errors(include_url=False)[0]) from exc
+        raise _as_request_error(exc.errors(include_url=False, include_input=False)[0]) from exc
 
 
 def _as_request_error(fault: Any) -> RequestError:
-    where = ".".join(str(part) for part in fault["loc"])
+    where = ".".join(str(part) for part in fault["loc"])[:_MAX_ARGUMENT_CHARS]
     if fault["type"] == "json_invalid":
         return RequestError(f"The body is not valid JSON: {fault['ctx']['error']}")
     if fault["type"] == "extra_forbidden":

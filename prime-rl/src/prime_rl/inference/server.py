@@ -6,10 +6,12 @@ support a setting in the config, or a file that the config names is missing.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import socket
 import sys
+from collections.abc import Iterator
 from typing import NoReturn
 
 from prime_rl.checks import refuse_unstartable
@@ -25,12 +27,16 @@ from prime_rl.checks.engines import (
 )
 from prime_rl.configs.inference import InferenceConfig
 from prime_rl.configs.surface.not_built import refuse_unbuilt
+from prime_rl.utils.engine_keys import ENGINE_KEY_VARIABLE, named_key, new_engine_key, published_key
+from prime_rl.utils.interrupts import end_quietly_on_ctrl_c
 from prime_rl.utils.logger import get_logger, setup_logger
+from prime_rl.utils.private import NotPrivate
 from prime_rl.utils.pydantic_config import get_unknown_args, parse_argv_or_exit
 
 
 def main() -> None:
     """Run `inference @ inference.toml --server.port 8000`. The vLLM engine also receives all unknown options."""
+    end_quietly_on_ctrl_c()
     config = parse_argv_or_exit(InferenceConfig, allow_extras=True)
     extras = get_unknown_args()
     refuse_unbuilt(config)
@@ -59,15 +65,37 @@ def _serve_embedded(config: InferenceConfig) -> int:
 
     try:
         # Bind before the model loads, so that a port in use fails at once. Connections are refused until `listen`.
-        with _bound_socket(config) as listener:
-            EmbeddedServer(config).serve_until_stopped(listener)
+        with _bound_socket(config) as listener, _key(listener.getsockname()[1]) as key:
+            EmbeddedServer(config, key).serve_until_stopped(listener)
     except EngineError as exc:
         get_logger().error(f"Inference failed: {exc}")
         return 1
     except OSError as exc:
-        get_logger().error(f"Inference cannot listen on {config.server.host}:{config.server.port}: {exc.strerror}")
+        _report(exc, config)
         return 1
     return 0
+
+
+def _report(error: OSError, config: InferenceConfig) -> None:
+    if isinstance(error, NotPrivate):
+        get_logger().error(f"Inference failed: {error}")
+    else:
+        get_logger().error(f"Inference cannot listen on {config.server.address}:{config.server.port}: {error.strerror}")
+
+
+@contextlib.contextmanager
+def _key(port: int) -> Iterator[str]:
+    """The key that requests need, in the environment and in a file for this user's clients.
+
+    Raises:
+        NotPrivate: the directory for keys does not belong to this user alone.
+    """
+    key = named_key(ENGINE_KEY_VARIABLE, os.environ) or new_engine_key()
+    # vLLM reads the variable, in its server processes too.
+    os.environ[ENGINE_KEY_VARIABLE] = key
+    with published_key(port, key) as file:
+        get_logger().info(f"Requests need the key in {file}")
+        yield key
 
 
 def _exit_now(status: int) -> NoReturn:
@@ -79,7 +107,7 @@ def _exit_now(status: int) -> NoReturn:
 
 
 def _bound_socket(config: InferenceConfig) -> socket.socket:
-    host = config.server.host or "0.0.0.0"
+    host = config.server.address
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -95,7 +123,15 @@ def _serve_vllm(config: InferenceConfig, extras: list[str]) -> int:
     if vllm_installed():
         from prime_rl.inference.vllm.serve import serve
 
-        return serve(config, extras)
+        with contextlib.ExitStack() as held:
+            try:
+                # A port in use fails here, before the key of the server on it is replaced.
+                _bound_socket(config).close()
+                held.enter_context(_key(config.server.port))
+            except OSError as exc:
+                _report(exc, config)
+                return 1
+            return serve(config, extras)
     if (python := vllm_python()) is not None:
         return _exec_under(python)
     get_logger().error(f"Inference failed: {no_vllm()}")

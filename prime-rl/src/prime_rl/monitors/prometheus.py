@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Mapping
+from contextlib import ExitStack
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 from prime_rl.configs.shared import MetricsServerConfig
 from prime_rl.monitors.base import Metrics, MonitorError
+from prime_rl.utils.engine_keys import is_bearer, named_key, new_engine_key, published_key
+from prime_rl.utils.logger import get_logger
+from prime_rl.utils.private import NotPrivate
 
 GAUGES: Mapping[str, str] = {
     "trainer_loss": "loss/mean",
@@ -28,6 +33,7 @@ RUN_GAUGES: Mapping[str, str] = {"trainer_run_tokens": "progress/tokens", "train
 """Gauges with a `run` label. A trainer has one run."""
 RUN_STATE_GAUGES = ("trainer_run_step", "trainer_run_ready")
 RUN_LABEL = 'run="run_default"'
+METRICS_KEY_VARIABLE = "PRIME_RL_METRICS_KEY"
 
 
 class MetricsServer:
@@ -35,13 +41,17 @@ class MetricsServer:
 
     Before the first step, gauges are 0, and gauges with a `run` label have no value. With `has_metrics=False` it serves
     only `/health`. The first process of every other machine does this, because only the main process logs metrics.
+
+    Unless the config says `public`, `/metrics` needs `Authorization: Bearer KEY`: the value of `PRIME_RL_METRICS_KEY`,
+    or else a random key in a file that only this user can read.
     """
 
     def __init__(self, config: MetricsServerConfig, has_metrics: bool = True) -> None:
         """Start listening.
 
         Raises:
-            MonitorError: the port is in use, or the host is not an address of this machine.
+            MonitorError: the port is in use, the host is not an address of this machine, or other users can enter the
+                directory of keys.
         """
         self._values: dict[str, float | str] = dict.fromkeys((*STEP_GAUGES, *GAUGES, *RUN_COUNT_GAUGES), 0.0)
         self._run_values: dict[str, float | str] = {}
@@ -49,8 +59,11 @@ class MetricsServer:
         if has_metrics:
             pages["/metrics"] = exposition(self._values, self._run_values).encode()
 
+        self._held = ExitStack()
+
         class Handler(_PageHandler):
             pages_by_path = pages
+            key = None if config.public else named_key(METRICS_KEY_VARIABLE, os.environ) or new_engine_key()
 
         try:
             self._server = ThreadingHTTPServer((config.host, config.port), Handler)
@@ -58,9 +71,19 @@ class MetricsServer:
             raise MonitorError(
                 f"metrics_server: cannot listen on {config.host}:{config.port}: {error.strerror}"
             ) from error
+        if Handler.key is not None and has_metrics:
+            self._publish(config.port, Handler.key)
         self._server.daemon_threads = True
         self._pages = pages
         threading.Thread(target=self._server.serve_forever, name="metrics server", daemon=True).start()
+
+    def _publish(self, port: int, key: str) -> None:
+        try:
+            file = self._held.enter_context(published_key(port, key, "metrics"))
+        except NotPrivate as error:
+            self._server.server_close()
+            raise MonitorError(f"metrics_server: {error}") from error
+        get_logger().info(f"Metrics on port {port} need the key in {file}")
 
     def log(self, metrics: Metrics, step: int) -> None:
         if "/metrics" not in self._pages or "time/step" not in metrics:
@@ -74,6 +97,7 @@ class MetricsServer:
     def close(self, exit_code: int = 0) -> None:
         self._server.shutdown()
         self._server.server_close()
+        self._held.close()
 
 
 def exposition(values: Mapping[str, float | str], run_values: Mapping[str, float | str]) -> str:
@@ -88,9 +112,18 @@ def exposition(values: Mapping[str, float | str], run_values: Mapping[str, float
 
 class _PageHandler(BaseHTTPRequestHandler):
     pages_by_path: dict[str, bytes]
+    key: str | None
 
     def do_GET(self) -> None:
-        page = self.pages_by_path.get(self.path.partition("?")[0])
+        path = self.path.partition("?")[0]
+        if (
+            self.key is not None
+            and path != "/health"
+            and not is_bearer(self.headers.get("Authorization", ""), self.key)
+        ):
+            self.send_error(401)
+            return
+        page = self.pages_by_path.get(path)
         if page is None:
             self.send_error(404)
             return

@@ -70,13 +70,13 @@ def setup_micro_batch_sender(config: TransportConfig, run: RunPaths, readers: Ma
     Raises:
         TransportError: its socket cannot be opened.
     """
-    return ZMQMicroBatchSender(config, readers) if config.type == "zmq" else FileSystemMicroBatchSender(run)
+    return ZMQMicroBatchSender(config, run, readers) if config.type == "zmq" else FileSystemMicroBatchSender(run)
 
 
 def setup_micro_batch_receiver(config: TransportConfig, run: RunPaths, data_rank: int) -> MicroBatchReceiver:
     """Create the receiver of one data-parallel rank."""
     return (
-        ZMQMicroBatchReceiver(config, data_rank)
+        ZMQMicroBatchReceiver(config, run, data_rank)
         if config.type == "zmq"
         else FileSystemMicroBatchReceiver(run, data_rank)
     )

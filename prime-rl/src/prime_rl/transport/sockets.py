@@ -1,5 +1,8 @@
 """ZeroMQ transport, for components without a shared filesystem.
 
+On one machine the sockets are Unix sockets, and `port` has no effect; between machines they need a shared key
+(`transport/endpoints.py`).
+
 | socket | who | frames |
 |---|---|---|
 | PULL at `port` | rank 0 of the trainer binds, the orchestrator pushes | run name, TrainingBatch |
@@ -10,7 +13,6 @@ An XPUB socket receives subscriptions, so rank 0 can wait for all processes to s
 
 from __future__ import annotations
 
-import socket
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
@@ -18,7 +20,8 @@ import msgspec
 import zmq
 
 from prime_rl.configs.shared import ZMQTransportConfig
-from prime_rl.run.paths import OrchestratorPaths
+from prime_rl.run.paths import OrchestratorPaths, RunPaths
+from prime_rl.transport.endpoints import Endpoint
 from prime_rl.transport.errors import TransportError
 from prime_rl.transport.messages import MicroBatch, TrainingBatch
 from prime_rl.utils.logger import get_logger
@@ -42,7 +45,7 @@ class ZMQBatchSender:
         self._socket = self._context.socket(zmq.PUSH)
         self._socket.sndhwm = config.hwm
         self._socket.linger = LINGER_S * 1000
-        self._socket.connect(f"tcp://{config.host}:{config.port}")
+        _batches(config, run).connect(self._socket)
 
     def send(self, batch: TrainingBatch) -> None:
         self._socket.send_multipart([self._run_name, self._encoder.encode(batch)])
@@ -63,7 +66,7 @@ class ZMQBatchReceiver:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.PULL)
         self._socket.rcvhwm = config.hwm
-        _bind(self._socket, config.host, config.port)
+        _bind(self._socket, _batches(config, run))
 
     def receive(self, step: int) -> TrainingBatch | None:
         """Return the batch of `step`, or None if it has not arrived. If a step is sent twice, the last one counts."""
@@ -100,7 +103,7 @@ class ZMQBatchReceiver:
 class ZMQMicroBatchSender:
     """Publishes packed rows from rank 0 to the other processes."""
 
-    def __init__(self, config: ZMQTransportConfig, readers: Mapping[int, int]) -> None:
+    def __init__(self, config: ZMQTransportConfig, run: RunPaths, readers: Mapping[int, int]) -> None:
         """`readers` is the number of processes that read each data rank's rows."""
         self.readers = readers
         self._encoder = msgspec.msgpack.Encoder()
@@ -111,7 +114,7 @@ class ZMQMicroBatchSender:
         self._socket.xpub_nodrop = True
         # By default only the first subscription to a topic is reported, and several processes may share a data rank.
         self._socket.xpub_verbose = True
-        _bind(self._socket, config.host, config.port + 1)
+        _bind(self._socket, _rows(config, run))
 
     def send(self, step: int, rows_of_ranks: Mapping[int, list[MicroBatch]]) -> None:
         """Publish each data rank's rows, after waiting for all of its readers to subscribe.
@@ -139,11 +142,11 @@ class ZMQMicroBatchSender:
 class ZMQMicroBatchReceiver:
     """Receives the packed rows of one data-parallel rank."""
 
-    def __init__(self, config: ZMQTransportConfig, data_rank: int) -> None:
+    def __init__(self, config: ZMQTransportConfig, run: RunPaths, data_rank: int) -> None:
         self._decoder = msgspec.msgpack.Decoder(list[MicroBatch])
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.SUB)
-        self._socket.connect(f"tcp://{config.host}:{config.port + 1}")
+        _rows(config, run).connect(self._socket)
         self._socket.subscribe(_topic(data_rank))
 
     def receive(self, step: int) -> list[MicroBatch]:
@@ -163,14 +166,21 @@ class ZMQMicroBatchReceiver:
         self._context.destroy(linger=0)
 
 
-def _bind(socket_: zmq.Socket[bytes], host: str, port: int) -> None:
-    """Listen on the address of `host` only: anyone who can reach the socket can inject training data."""
+def _batches(config: ZMQTransportConfig, run: OrchestratorPaths) -> Endpoint:
+    return Endpoint.of_run(config.host, config.port, run.root, "batches")
+
+
+def _rows(config: ZMQTransportConfig, run: RunPaths) -> Endpoint:
+    return Endpoint.of_run(config.host, config.port + 1, run.root, "rows")
+
+
+def _bind(socket: zmq.Socket[bytes], endpoint: Endpoint) -> None:
     try:
-        socket_.bind(f"tcp://{socket.gethostbyname(host)}:{port}")
-    except (OSError, zmq.ZMQError) as error:
+        endpoint.bind(socket)
+    except TransportError as error:
         raise TransportError(
-            f"rollout_transport: cannot listen on {host}:{port}: {error.strerror}; if another run uses the port, set "
-            "trainer.rollout_transport.port and orchestrator.rollout_transport.port to a different one"
+            f"rollout_transport: {error}; if another run uses the port, set trainer.rollout_transport.port and "
+            "orchestrator.rollout_transport.port to a different one"
         ) from error
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 import re
+import socket
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
@@ -28,6 +29,7 @@ from prime_rl.transport.errors import TransportError
 
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 _GROUP_INFO = "info"
+_BACKLOG = 1024
 SENDER = 0
 
 
@@ -71,9 +73,7 @@ class WeightGroup:
         self._backend: dist.ProcessGroupNCCL | dist.ProcessGroupGloo | None = None
         host, port = address
         with _as_transport_error(f"process {rank} of {size} could not join the group at {host}:{port}"):
-            self._store = dist.TCPStore(
-                host, port, is_master=rank == SENDER, timeout=self._timeout, wait_for_workers=False
-            )
+            self._store = _open_store(host, port, rank == SENDER, self._timeout)
             if rank == SENDER:
                 # torch's stub accepts only text, but the store takes and returns bytes.
                 self._store.set(_GROUP_INFO, msgspec.msgpack.encode(GroupInfo(size, device.type)))  # type: ignore[arg-type]
@@ -157,6 +157,21 @@ class WeightGroup:
         payload = torch.empty(self._receive_number(), dtype=torch.uint8, device=self.device)
         self._broadcast(payload)
         return payload.cpu().numpy().tobytes()
+
+
+def _open_store(host: str, port: int, is_master: bool, timeout: timedelta) -> dist.TCPStore:
+    """Open the store of the group. Its master listens on the address of `host` alone; torch's would listen on all."""
+    if not is_master:
+        return dist.TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False)
+    with socket.socket() as listening:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind((host, port))
+        listening.listen(_BACKLOG)
+        # The store closes the socket.
+        descriptor = listening.detach()
+    return dist.TCPStore(
+        host, port, is_master=True, timeout=timeout, wait_for_workers=False, master_listen_fd=descriptor
+    )
 
 
 @contextmanager

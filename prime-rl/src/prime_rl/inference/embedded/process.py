@@ -12,6 +12,7 @@ import uvicorn
 
 from prime_rl.configs.inference import InferenceConfig
 from prime_rl.inference.embedded.http.api import Api
+from prime_rl.inference.embedded.http.connections import BoundedConnection, connection_limit
 from prime_rl.utils.imports import import_transformers, import_without_gc
 from prime_rl.utils.logger import SUCCESS, get_logger
 
@@ -21,8 +22,9 @@ _GRACE_S = 3
 class EmbeddedServer(uvicorn.Server):
     """A uvicorn server that starts and stops the engine's thread with itself."""
 
-    def __init__(self, config: InferenceConfig) -> None:
-        self.api = Api(config.model.name)
+    def __init__(self, config: InferenceConfig, key: str) -> None:
+        """`key` is required of every request but health checks."""
+        self.api = Api(config.model.name, key)
         # lifespan="off": this class manages the engine's thread.
         super().__init__(
             uvicorn.Config(
@@ -32,6 +34,8 @@ class EmbeddedServer(uvicorn.Server):
                 access_log=False,
                 timeout_graceful_shutdown=_GRACE_S,
                 timeout_keep_alive=75,
+                http=BoundedConnection,
+                limit_concurrency=connection_limit(),
             )
         )
         self.inference = config
@@ -74,7 +78,7 @@ class EmbeddedServer(uvicorn.Server):
             get_logger().log(
                 SUCCESS,
                 f"Inference ready in {time.perf_counter() - started:.1f}s: {self.inference.model.name} on "
-                f"{self.inference.server.host or '0.0.0.0'}:{self.inference.server.port}",
+                f"{self.inference.server.address}:{self.inference.server.port}",
             )
             service.engine.run()
         except Exception as exc:  # noqa: BLE001 - the main thread raises it

@@ -21,6 +21,8 @@ from prime_rl.inference.embedded.errors import UnsupportedModel
 from prime_rl.inference.embedded.http.service import ServedModel, Service
 from prime_rl.inference.embedded.http.tool_calls import TOOL_PARSERS
 from prime_rl.launch.devices import usable_cores
+from prime_rl.run.clearance import wait_for_clearance
+from prime_rl.utils.logger import get_logger
 
 CPU_MEMORY_SHARE = 0.25
 """Fraction of the machine's memory for the key-value cache on a CPU, which is shared with trainer and environments."""
@@ -35,6 +37,7 @@ def start_service(config: InferenceConfig) -> Service:
     Raises:
         ModelNotFound, UnsupportedModel: the message is one line for the user.
     """
+    wait_for_clearance(os.environ, get_logger().info)
     disable_progress_bar()
     set_verbosity_error()
     name, trust = config.model.name, config.model.trust_remote_code
@@ -42,10 +45,10 @@ def start_service(config: InferenceConfig) -> Service:
     device = _device(config.device)
     if device.type == "cpu":
         _use_cores_of(config.parallel.tp * config.parallel.dp)
-    model, directory = load_model(name, config.model.dtype, device, trust)
+    model, directory = load_model(name, config.model.dtype, device, trust, max_model_len)
     runner = ModelRunner(model, _kv_budget_bytes(device, config.gpu_memory_utilization), directory)
     defaults = generation_defaults(directory)
-    text = load_text(name, trust, defaults)
+    text = load_text(name, trust, defaults, config.model.chat_template)
     served = ServedModel(name, max_model_len, runner.vocab_size, defaults)
     parser = TOOL_PARSERS.get(config.model.chosen_tool_call_parser or "")
     engine = _engine(config, runner)

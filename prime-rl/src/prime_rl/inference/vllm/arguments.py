@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
 
+from prime_rl.checks.chat_templates import read_template
 from prime_rl.configs.inference import InferenceConfig
 
 WORKER_EXTENSION = "prime_rl.inference.vllm.worker.CheckpointLoading"
@@ -18,11 +19,14 @@ def vllm_arguments(config: InferenceConfig, extras: list[str], parser: ArgumentP
     values.pop("tool_call_parser", None)
     if chosen := config.model.chosen_tool_call_parser:
         values |= {"tool_call_parser": chosen, "enable_auto_tool_choice": True}
+    if config.model.chat_template is not None:
+        values["chat_template"] = read_template("model.chat_template", config.model.chat_template)
     values |= {
         "worker_extension_cls": WORKER_EXTENSION,
         "enable_server_load_tracking": True,
         "disable_uvicorn_access_log": True,
-        # Not a vLLM argument: our routes read it, because they have no other access to the config.
+        # Not vLLM arguments: our routes read them, because they have no other access to the config.
         "weight_broadcast": config.weight_broadcast.type,
+        "public_metrics": config.server.public_metrics,
     }
     return parser.parse_args(extras, namespace=Namespace(**values))

@@ -12,7 +12,7 @@ from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.outputs import CompletionOutput, RequestOutput
 
-from prime_rl.inference.protocol import CONTEXT_LENGTH_MESSAGE, RequestError
+from prime_rl.inference.protocol import CONTEXT_LENGTH_MESSAGE, RequestError, check_token_ids
 from prime_rl.inference.vllm.versions import UpdateCount, version_of
 
 Handler = TypeVar("Handler")
@@ -38,6 +38,8 @@ class ChatServing(OpenAIServingChat):
         if isinstance(request, TokensChatRequest):
             prompt["prompt_token_ids"] = request.tokens
         check_context_length(len(prompt["prompt_token_ids"]), self.model_config.max_model_len)
+        if isinstance(request, TokensChatRequest):
+            check_token_ids(request.tokens, self.model_config.get_vocab_size())
         self.update_count.salt(prompt)
         return conversation, [prompt]
 

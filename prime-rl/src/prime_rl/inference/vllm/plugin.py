@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import time
 from argparse import Namespace
@@ -20,7 +21,9 @@ from transformers.utils import cached_file
 from vllm.engine.protocol import EngineClient
 from vllm.entrypoints.openai.chat_completion.api_router import create_chat_completion
 
+from prime_rl.inference.access import HEALTH, METRICS, RequireKey
 from prime_rl.inference.adapter_files import AdapterMissing, check_base_version
+from prime_rl.inference.bodies import BoundBodies
 from prime_rl.inference.checkpoint_files import WeightError, check_same_model, checkpoint_shapes
 from prime_rl.inference.protocol import (
     InitBroadcasterBody,
@@ -34,6 +37,7 @@ from prime_rl.inference.vllm.handlers import ChatServing, CompletionServing, Tok
 from prime_rl.inference.vllm.versions import UpdateCount, label_of
 from prime_rl.inference.weight_group import NO_WEIGHT_GROUP
 from prime_rl.run.paths import step_of
+from prime_rl.utils.engine_keys import ENGINE_KEY_VARIABLE
 from prime_rl.utils.logger import SUCCESS, get_logger, setup_logger
 
 _POLL_S = 0.1
@@ -50,9 +54,13 @@ class PrimeRoutes:
         self._updating = asyncio.Lock()
         self._version = 0
         self._watching: asyncio.Task[None] | None = None
+        self._open_paths = {HEALTH}
 
     def attach_router(self, app: FastAPI) -> None:
         self._app = app
+        # The last one added runs first: bodies are read once the key is checked.
+        app.add_middleware(BoundBodies)
+        app.add_middleware(RequireKey, key=os.environ[ENGINE_KEY_VARIABLE], open_paths=self._open_paths)
         app.add_exception_handler(RequestError, _request_error_response)
         for path, handler in {
             "/update_weights": self.update_weights,
@@ -69,6 +77,8 @@ class PrimeRoutes:
     async def init_state(self, engine_client: EngineClient | None, state: State, args: Namespace) -> None:
         assert engine_client is not None, "the task `generate` requires an engine"
         setup_logger("info")
+        if args.public_metrics:
+            self._open_paths.add(METRICS)
         self._engine = engine_client
         self._base = Path(str(cached_file(args.model, "config.json"))).parent
         self._from_trainer = args.weight_broadcast == "nccl"
@@ -100,7 +110,7 @@ class PrimeRoutes:
                     version = await self._adapters.load(body.lora_name, directory)
             except AdapterMissing as exc:
                 raise RequestError(str(exc), HTTPStatus.NOT_FOUND, "lora_path") from exc
-            except WeightError as exc:
+            except (WeightError, OSError) as exc:
                 raise RequestError(str(exc), param="lora_path") from exc
         seconds = time.perf_counter() - started
         get_logger().info(f"Adapter {body.lora_name}: version {version} live after {seconds:.2f}s")
@@ -136,7 +146,7 @@ class PrimeRoutes:
         if not received:
             try:
                 await asyncio.to_thread(check_same_model, source, checkpoint_shapes(self._base))
-            except WeightError as exc:
+            except (WeightError, OSError) as exc:
                 raise RequestError(str(exc), param="weight_dir") from exc
         async with self._updating, self._between_steps():
             await self._adapters.unload_all()
@@ -180,7 +190,7 @@ class PrimeRoutes:
             await asyncio.sleep(_POLL_S)
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self._stop)
-        get_logger().log(SUCCESS, f"Inference ready: {args.model} on {args.host or '0.0.0.0'}:{args.port}")
+        get_logger().log(SUCCESS, f"Inference ready: {args.model} on {args.host}:{args.port}")
         while not self._engine.errored:
             await asyncio.sleep(_POLL_S)
         get_logger().error("Inference failed: vLLM's engine has died")

@@ -10,6 +10,7 @@ from pathlib import Path
 from prime_rl.configs.inference import InferenceConfig
 from prime_rl.inference.vllm.arguments import vllm_arguments
 from prime_rl.inference.vllm.versions import UpdateCount
+from prime_rl.run.clearance import wait_for_clearance
 from prime_rl.utils.logger import get_logger
 
 PLUGIN_NAME = "prime_rl"
@@ -44,6 +45,7 @@ def serve(config: InferenceConfig, extras: list[str]) -> int:
         _fit_cpu(args)
     configure_logging_from_args(args)
     validate_parsed_serve_args(args)
+    wait_for_clearance(os.environ, get_logger().info)
     with UpdateCount.shared():
         ServeSubcommand.cmd(args)
     return 0

@@ -21,7 +21,14 @@ from prime_rl.inference.embedded.cpu.products import MergedLinear, is_packable
 from prime_rl.inference.embedded.engine.attention import SlotStep, attend
 from prime_rl.inference.embedded.engine.lora import Site
 
-_ARCHITECTURES = {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
+_WINDOW_OWNERS = {
+    "LlamaForCausalLM": "nothing",
+    "MistralForCausalLM": "config",
+    "Qwen2ForCausalLM": "attention",
+    "Qwen3ForCausalLM": "attention",
+}
+"""The supported architectures, and where their code looks for a sliding window. Llama has none: its code ignores a
+`sliding_window` in the config."""
 
 
 @dataclass(slots=True)
@@ -35,9 +42,14 @@ class _Layer:
     gate: MergedLinear
     up: MergedLinear
     down: MergedLinear
-    window: int | None
+    window_owner: Any
+    """Has the layer's window in `sliding_window`; None if the layer has none."""
     head_norm: Tensor | None = None
     """Weights of the per-head query and key norms, [H + K, D]; None if the model has none."""
+
+    @property
+    def window(self) -> int | None:
+        return getattr(self.window_owner, "sliding_window", None)
 
     @property
     def linears(self) -> tuple[MergedLinear, ...]:
@@ -51,7 +63,11 @@ class FusedDecoder:
         self._model = model.model
         config = model.config
         packs = is_packable(model)
-        self._layers = [_layer(index, layer, config, packs) for index, layer in enumerate(model.model.layers)]
+        owner = _WINDOW_OWNERS[type(model).__name__]
+        self._layers = [
+            _layer(index, layer, {"config": config, "attention": layer.self_attn}.get(owner), packs)
+            for index, layer in enumerate(model.model.layers)
+        ]
         self._head = MergedLinear([model.lm_head], packs=packs)
         self._head_dim: int = model.model.layers[0].self_attn.head_dim
         self._num_heads = (config.num_attention_heads, config.num_key_value_heads)
@@ -64,7 +80,7 @@ class FusedDecoder:
 
     @staticmethod
     def supports(model: PreTrainedModel) -> bool:
-        return type(model).__name__ in _ARCHITECTURES and model.config.hidden_act == "silu"
+        return type(model).__name__ in _WINDOW_OWNERS and model.config.hidden_act == "silu"
 
     @torch.inference_mode()
     def refresh(self) -> None:
@@ -110,16 +126,12 @@ class FusedDecoder:
         return attend(step, layer.index, new, layer.module.self_attn.scaling, layer.window)
 
 
-def _layer(index: int, module: Any, config: Any, packs: bool) -> _Layer:
-    attention = module.self_attn
-
+def _layer(index: int, module: Any, window_owner: Any, packs: bool) -> _Layer:
     def merged(parent: str, *names: str) -> MergedLinear:
         owner = module.get_submodule(parent)
         site = tuple(f"model.layers.{index}.{parent}.{name}" for name in names)
         return MergedLinear([owner.get_submodule(name) for name in names], site, packs)
 
-    # Qwen sets the sliding window per layer; Mistral sets it in the config for all layers.
-    owner = attention if hasattr(attention, "sliding_window") else config
     return _Layer(
         index=index,
         module=module,
@@ -128,7 +140,7 @@ def _layer(index: int, module: Any, config: Any, packs: bool) -> _Layer:
         gate=merged("mlp", "gate_proj"),
         up=merged("mlp", "up_proj"),
         down=merged("mlp", "down_proj"),
-        window=getattr(owner, "sliding_window", None),
+        window_owner=window_owner,
     )
 
 

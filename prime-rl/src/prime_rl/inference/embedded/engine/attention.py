@@ -22,6 +22,9 @@ from prime_rl.inference.embedded.errors import UnsupportedModel
 
 ATTENTION_NAME = "kv_slots"
 
+_CHANGES_SCORES = ("softcap", "s_aux", "position_bias")
+"""Options of Transformers' attention functions that `attend` does not have: soft caps, sinks, biases."""
+
 
 class PromptBatch:
     """The prompts of one forward pass: their slot rows and the positions of their tokens among the N tokens.
@@ -108,13 +111,14 @@ def attend(
     """Store the new keys and values of a layer, and attend to all stored tokens.
 
     Args:
-        new: query [N, H, D], key [N, K, D] and value [N, K, D], with rotary embeddings applied.
+        new: query [N, H, D], key [N, K, D] and value [N, K, D], with rotary embeddings applied. The value may have
+            another head dim than query and key.
         window: sliding window in tokens, including the token itself; None attends to all.
 
     Returns:
         The attention output, [N, H * D].
     """
-    stored = step.slots.layer(layer_index, like=new[1])
+    stored = step.slots.layer(layer_index, *new[1:])
     parts = []
     if step.num_decode:
         parts.append(_decode(step, stored, new, scaling, window))
@@ -137,21 +141,25 @@ def slot_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    slot_step: SlotStep,
+    slot_step: SlotStep | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """`attend` with the signature of Transformers' attention functions: [1, heads, N, D] in, [1, N, H * D] out.
+    """`attend` with the signature of Transformers' attention functions: [1, heads, N, D] in, [1, N, H, D] out.
 
     `slot_step` is a keyword argument of the model's forward call, which Transformers passes through.
 
     Raises:
-        UnsupportedModel: the model uses attention soft caps or sinks.
+        UnsupportedModel: the model uses soft caps, sinks or biases of scores, or does not pass `slot_step` through.
     """
-    if options.get("softcap") is not None or options.get("s_aux") is not None:
-        raise UnsupportedModel(f"{type(module).__name__} needs attention soft caps or sinks, which are not supported")
+    if slot_step is None:
+        raise UnsupportedModel(f"{type(module).__name__} takes no further arguments, which the embedded engine needs")
+    if any(options.get(name) is not None for name in _CHANGES_SCORES):
+        raise UnsupportedModel(f"{type(module).__name__} has soft caps, sinks or biases, which are not supported")
     new = (query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1))
-    index, scaling = module.layer_idx, float(options["scaling"])
-    return attend(slot_step, index, new, scaling, options.get("sliding_window")).unsqueeze(0), None
+    scaling = options.get("scaling")
+    scaling = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+    out = attend(slot_step, module.layer_idx, new, scaling, options.get("sliding_window"))
+    return out.view(1, len(out), query.shape[1], -1), None
 
 
 def _decode(
@@ -164,12 +172,13 @@ def _decode(
     """Attend with one query per row. Uses plain matrix products, which are faster than the fused kernel on a CPU."""
     keys, values = stored
     batch, length = step.num_decode, step.decode_length
-    heads, size = keys.shape[1], keys.shape[3]
+    heads = keys.shape[1]
     query, *fresh = (tensor[:batch] for tensor in new)
     targets = step.decode_targets(heads)
     for slot, tokens in zip(stored, fresh, strict=True):
+        size = slot.shape[3]
         slot.view(-1, size).index_copy_(0, targets, tokens.reshape(-1, size))
-    grouped = (query * scaling).view(batch, heads, -1, size)
+    grouped = (query * scaling).view(batch, heads, -1, keys.shape[3])
     common = step.common_start
     start = common.length if common is not None else 0
     scores = grouped @ keys[:batch, :, start:length].transpose(2, 3)

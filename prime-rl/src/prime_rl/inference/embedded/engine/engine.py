@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,14 +18,18 @@ import torch
 from prime_rl.inference.adapter_files import check_base_version
 from prime_rl.inference.checkpoint_files import WeightError
 from prime_rl.inference.embedded.engine.generation import Generation, GenerationRequest, TopLogprobs
+from prime_rl.inference.embedded.engine.generation import Sequence as Sample
 from prime_rl.inference.embedded.engine.lora import AdapterStore
 from prime_rl.inference.embedded.engine.model import ModelRunner
-from prime_rl.inference.embedded.engine.sampling import BatchSampler, prompt_logprobs
+from prime_rl.inference.embedded.engine.sampling import BatchSampler, Drawn, prompt_logprobs
 from prime_rl.inference.embedded.engine.scheduler import Limits, PrefillBatch, Scheduler
 from prime_rl.inference.embedded.engine.weights import WeightSource, read_weights
 from prime_rl.inference.embedded.errors import EngineBusy, EngineStopped, GenerationFailed
 from prime_rl.run.paths import step_of
 from prime_rl.utils.logger import get_logger
+
+Draw = tuple[Sample, int, float, TopLogprobs | None]
+"""A sample with its next token, the token's log-probability, and the most likely tokens if requested."""
 
 
 @dataclass(slots=True)
@@ -57,6 +62,21 @@ class _Command:
     def fail(self, error: Exception) -> None:
         if self.result.set_running_or_notify_cancel():
             self.result.set_exception(error)
+
+
+@contextlib.contextmanager
+def _failing(request: GenerationRequest) -> Iterator[None]:
+    """Fail the request, and no other, with an error of the block. The error is logged with the request's id."""
+    try:
+        yield
+    except Exception as exc:  # noqa: BLE001 - the boundary between a request and the engine
+        get_logger().error(f"Request {request.id} failed: {exc!r}", exc_info=exc)
+        request.fail(GenerationFailed(f"Request {request.id} failed: {exc!r}"))
+
+
+def _zipped(sequences: Sequence[Sample], drawn: Drawn) -> list[Draw]:
+    tops: Sequence[TopLogprobs | None] = drawn.top or [None] * len(sequences)
+    return list(zip(sequences, drawn.tokens, drawn.logprobs, tops, strict=True))
 
 
 class Engine:
@@ -136,7 +156,11 @@ class Engine:
 
     @torch.inference_mode()
     def run(self) -> None:
-        """Generate until `stop`. An error in a step ends the engine: pending requests fail, and the error is raised."""
+        """Generate until `stop`.
+
+        An error in the work for one request fails that request. An error in work that requests share, such as the
+        forward pass, ends the engine: pending requests fail, and the error is raised.
+        """
         try:
             while self._drain_inbox():
                 if not self.paused:
@@ -172,11 +196,12 @@ class Engine:
             return
         logits = self._forward(num_decode, prompts)
         self._sample(logits)
-        callbacks = {call for sequence in scheduler.running if (call := sequence.request.on_progress) is not None}
+        grown = {sequence.request for sequence in scheduler.running if sequence.request.on_progress is not None}
         for sequence in scheduler.retire_finished():
             sequence.request.resolve_if_complete()
-        for notify in callbacks:
-            notify()
+        for request in grown:
+            with _failing(request):
+                request.notify()
         self.stats.busy_s += time.perf_counter() - started
 
     def _forward(self, num_decode: int, prompts: PrefillBatch) -> torch.Tensor:
@@ -195,9 +220,10 @@ class Engine:
         )
         for row, prompt_logits in zip(full, full_logits, strict=True):
             request = leaders[row].request
-            request.prompt_logprobs = prompt_logprobs(
-                prompt_logits[: len(request.prompt) - 1], request.prompt, request.num_prompt_logprobs or 0
-            )
+            with _failing(request):
+                request.prompt_logprobs = prompt_logprobs(
+                    prompt_logits[: len(request.prompt) - 1], request.prompt, request.num_prompt_logprobs or 0
+                )
         if len(leaders) < len(prompts.sequences):
             logits = self._copy_to_followers(logits, num_decode, prompts)
         return logits
@@ -214,18 +240,39 @@ class Engine:
 
     def _sample(self, logits: torch.Tensor) -> None:
         running = self._scheduler.running
-        if self._sampler is None or not self._sampler.fits(running):
-            self._sampler = BatchSampler([sequence.params for sequence in running], logits.device)
-        drawn = self._sampler.draw(logits, running)
-        tops: Sequence[TopLogprobs | None] = drawn.top or [None] * len(running)
-        for sequence, token, logprob, top in zip(running, drawn.tokens, drawn.logprobs, tops, strict=True):
+        for sequence, token, logprob, top in self._draws(logits):
             adapter = sequence.request.adapter
             version = self.version if adapter is None else adapter.version
-            if math.isfinite(logprob):
-                sequence.append(token, logprob, top, version)
-            else:
+            if not math.isfinite(logprob):
                 sequence.request.fail(GenerationFailed(f"weights of version {version} produced NaN logits"))
+                continue
+            with _failing(sequence.request):
+                sequence.append(token, logprob, top, version)
         self.stats.tokens += len(running)
+
+    def _draws(self, logits: torch.Tensor) -> list[Draw]:
+        """The next token of every running sequence, sampled at once.
+
+        If that fails, because of what some request asks for, each request is sampled alone and those that fail end.
+        """
+        running = self._scheduler.running
+        try:
+            if self._sampler is None or not self._sampler.fits(running):
+                self._sampler = BatchSampler([sequence.params for sequence in running], logits.device)
+            return _zipped(running, self._sampler.draw(logits, running))
+        except Exception as exc:  # noqa: BLE001 - raised again for the requests at fault, which it then ends
+            get_logger().warning(f"Sampling {len(running)} sequences together failed; sampling each request: {exc!r}")
+        self._sampler = None
+        rows: dict[GenerationRequest, list[int]] = {}
+        for row, sequence in enumerate(running):
+            rows.setdefault(sequence.request, []).append(row)
+        draws: list[Draw] = []
+        for request, own in rows.items():
+            with _failing(request):
+                sampler = BatchSampler([request.params] * len(own), logits.device)
+                sequences = [running[row] for row in own]
+                draws += _zipped(sequences, sampler.draw(logits[own], sequences))
+        return draws
 
     def _swap(self, directory: Path | None) -> int:
         started = time.perf_counter()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import uuid
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from concurrent.futures import Future
@@ -187,6 +188,8 @@ class GenerationRequest:
     prompt_logprobs: list[PromptLogprob] | None = None
     on_progress: Callable[[], None] | None = None
     """Called on the engine's thread after every step that sampled a token for this request."""
+    id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    """Names the request in the log and in its error message."""
     sequences: list[Sequence] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -199,6 +202,11 @@ class GenerationRequest:
     @property
     def wants_prompt_logprobs(self) -> bool:
         return self.num_prompt_logprobs is not None and self.prompt_logprobs is None
+
+    def notify(self) -> None:
+        """Call `on_progress`, if it is set."""
+        if self.on_progress is not None:
+            self.on_progress()
 
     def resolve_if_complete(self) -> None:
         """Set the result once all samples have finished. May be called once per sample; later calls do nothing."""

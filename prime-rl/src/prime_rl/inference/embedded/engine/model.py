@@ -21,8 +21,10 @@ from prime_rl.inference.embedded.engine.attention import (
 from prime_rl.inference.embedded.engine.common_start import CommonStart, Origin
 from prime_rl.inference.embedded.engine.lora import Adapter, AdapterLimits, AdapterStore, LinearHooks, StepAdapters
 from prime_rl.inference.embedded.engine.slots import KVSlots
+from prime_rl.inference.embedded.engine.start_check import check_positions, check_slots
 from prime_rl.inference.embedded.engine.weights import load_weights
 from prime_rl.inference.embedded.errors import ModelNotFound, UnsupportedModel, first_line
+from prime_rl.utils.model_lengths import fix_rotary_lengths
 
 FindCommonStart = Callable[[SequenceOf[Origin], torch.device], CommonStart | None]
 _SUPPORTED_LAYERS = {"full_attention", "sliding_attention"}
@@ -152,22 +154,27 @@ class ModelRunner:
         if not layers <= _SUPPORTED_LAYERS:
             unsupported = ", ".join(sorted(layers - _SUPPORTED_LAYERS))
             raise UnsupportedModel(f"the model has layers of type {unsupported}, which are not supported")
+        if not self.model._supports_attention_backend:
+            raise UnsupportedModel("the model has its own attention code, which is not supported")
         self.slots.reserve(rows=1, length=2)
         self.forward([], [[0]], [0])
         self.forward([[0, 0]], [], [])
         if self.slots.num_layers != self.model.config.get_text_config().num_hidden_layers:
             raise UnsupportedModel("the model has layers without a key-value cache, which are not supported")
+        check_slots(self.model, self.forward)
 
 
 def load_model(
-    name: str, dtype: str, device: torch.device, trust_remote_code: bool = False
+    name: str, dtype: str, device: torch.device, trust_remote_code: bool = False, max_model_len: int | None = None
 ) -> tuple[PreTrainedModel, Path]:
     """Load a model for generation, and return it with the directory of its weights.
 
     `dtype` "auto" is float32 on a CPU, where bfloat16 log-probabilities are noisy, and bfloat16 elsewhere.
+    Length-dependent rotary frequencies are those of `max_model_len` tokens; None takes the model's context length.
 
     Raises:
         ModelNotFound: the model cannot be loaded; the message contains the first line of the library's error.
+        UnsupportedModel: the engine cannot run the model.
     """
     register_slot_attention()
     auto = torch.float32 if device.type == "cpu" else torch.bfloat16
@@ -177,10 +184,17 @@ def load_model(
             name, dtype=torch_dtype, attn_implementation=ATTENTION_NAME, trust_remote_code=trust_remote_code
         )
         directory = Path(str(cached_file(name, "config.json"))).parent
+    except KeyError as exc:
+        raise UnsupportedModel("the model has its own attention code, which is not supported") from exc
     except (OSError, ValueError) as exc:
         raise ModelNotFound(f"cannot load model {name!r}: {first_line(exc)}") from exc
     # Transformers decorates `to`, which hides from type checkers that it is a method.
-    return model.to(device).requires_grad_(False).eval(), directory  # type: ignore[arg-type]
+    model = model.to(device).requires_grad_(False).eval()  # type: ignore[arg-type]
+    length = max_model_len or getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if length is not None:
+        fix_rotary_lengths(model, length)
+        check_positions(model, length)
+    return model, directory
 
 
 def model_config(name: str, trust_remote_code: bool = False) -> PreTrainedConfig:

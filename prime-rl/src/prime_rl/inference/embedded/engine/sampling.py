@@ -110,7 +110,8 @@ class BatchSampler:
             ordered = ordered.masked_fill((self.top_k > 0) & (rank >= self.top_k), -torch.inf)
         if self.top_p is not None:
             mass = ordered.softmax(-1)
-            ordered = ordered.masked_fill(mass.cumsum(-1) - mass >= self.top_p, -torch.inf)
+            # The most likely token stays, also if top_p is too small for float32 and becomes 0.
+            ordered = ordered.masked_fill((mass.cumsum(-1) - mass >= self.top_p) & (rank > 0), -torch.inf)
         lowest_kept = ordered.masked_fill(ordered == -torch.inf, torch.inf).amin(-1, keepdim=True)
         return logits.masked_fill(logits < lowest_kept, -torch.inf)
 

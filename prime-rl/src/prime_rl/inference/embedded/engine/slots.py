@@ -52,11 +52,11 @@ class KVSlots:
             self._layers[index] = (self._resized(pair[0], rows, length), self._resized(pair[1], rows, length))
         self.rows, self.length = rows, length
 
-    def layer(self, index: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of a layer. `like`, a key tensor `[tokens, kv heads, head dim]`, sets shape and dtype."""
+    def layer(self, index: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of a layer. New tensors `[tokens, kv heads, head dim]` set the shapes and the dtype."""
         if index not in self._layers:
-            shape = (self.rows, like.shape[1], self.length, like.shape[2])
-            self._layers[index] = (like.new_zeros(shape), like.new_zeros(shape))
+            shapes = [(self.rows, new.shape[1], self.length, new.shape[2]) for new in (key, value)]
+            self._layers[index] = (key.new_zeros(shapes[0]), value.new_zeros(shapes[1]))
         return self._layers[index]
 
     def copy(self, source: int, targets: list[int], length: int) -> None:

@@ -11,6 +11,8 @@ from typing import Any
 from jinja2 import TemplateError
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
+from prime_rl.checks.chat_templates import read_template
+from prime_rl.checks.start_dir import StartFault
 from prime_rl.inference.embedded.errors import ModelNotFound, TemplateFailed, first_line
 
 _REPLACEMENT = "\ufffd"
@@ -36,26 +38,27 @@ class Text:
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         return self._tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]
 
-    def encode_chat(
+    def render_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None,
         template_kwargs: Mapping[str, Any],
-        add_special_tokens: bool = False,
-    ) -> list[int]:
-        """Render the messages with the chat template and tokenize the result.
+    ) -> str:
+        """Render the messages with the chat template.
 
         Raises:
             TemplateFailed: the template rejects the messages; the message includes the template's error.
         """
-        plain = [_plain_message(message) for message in messages]
         try:
+            plain = [_plain_message(message) for message in messages]
             rendered = self._tokenizer.apply_chat_template(
                 plain, tools=[dict(tool) for tool in tools] if tools else None, tokenize=False, **template_kwargs
             )
         except (TemplateError, ValueError, TypeError, KeyError) as exc:
             raise TemplateFailed(f"The chat template rejected the messages: {exc}") from exc
-        return self.encode(str(rendered), add_special_tokens)
+        except Exception as exc:  # a template computes with what the request says, so anything can fail
+            raise TemplateFailed(f"The chat template rejected the messages: {exc!r}") from exc
+        return str(rendered)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         text = self._tokenizer.decode(
@@ -113,11 +116,15 @@ class StopStringMatcher:
         return found
 
 
-def load_text(name: str, trust_remote_code: bool, generation: GenerationConfig) -> Text:
+def load_text(
+    name: str, trust_remote_code: bool, generation: GenerationConfig, chat_template: str | None = None
+) -> Text:
     """Load a model's tokenizer. Its end-of-sequence tokens are the tokenizer's own and those of `generation`.
 
+    `chat_template`, as in a config, replaces the tokenizer's own.
+
     Raises:
-        ModelNotFound: the model has no tokenizer.
+        ModelNotFound: the model has no tokenizer, or there is no such template.
     """
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
@@ -126,6 +133,11 @@ def load_text(name: str, trust_remote_code: bool, generation: GenerationConfig) 
     if len(tokenizer) <= len(tokenizer.all_special_ids):
         # If there are no tokenizer files, Transformers returns an empty tokenizer of the model's class.
         raise ModelNotFound(f"model {name!r} has no tokenizer files")
+    if chat_template is not None:
+        try:
+            tokenizer.chat_template = read_template("model.chat_template", chat_template)
+        except StartFault as fault:
+            raise ModelNotFound(str(fault)) from fault
     listed = generation.eos_token_id
     ends = {tokenizer.eos_token_id, *(listed if isinstance(listed, list) else [listed])}
     return Text(tokenizer, frozenset(token for token in ends if token is not None))
@@ -154,6 +166,6 @@ def _plain_call(call: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(function.get("arguments"), str):
         try:
             function["arguments"] = json.loads(function["arguments"])
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):
             return dict(call)  # models may write invalid JSON, which the template receives unchanged
     return {**call, "function": function}

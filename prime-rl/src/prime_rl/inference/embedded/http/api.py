@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import time
+import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from http import HTTPStatus
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from prime_rl.inference.access import RequireKey
 from prime_rl.inference.adapter_files import AdapterMissing
+from prime_rl.inference.bodies import BoundBodies
 from prime_rl.inference.checkpoint_files import WeightError
 from prime_rl.inference.embedded.engine.generation import Generation, GenerationRequest
 from prime_rl.inference.embedded.errors import EngineBusy, EngineStopped, GenerationFailed
@@ -29,6 +33,7 @@ from prime_rl.inference.protocol import (
     CompletionBody,
     InitBroadcasterBody,
     LoadAdapterBody,
+    Parsed,
     RequestError,
     SamplingBody,
     TokenizeBody,
@@ -43,7 +48,12 @@ if TYPE_CHECKING:
     from prime_rl.inference.embedded.http.service import Service
 
 Handler = Callable[[Request], Awaitable[Response]]
+Result = TypeVar("Result")
 _CLIENT_CLOSED_REQUEST = 499
+_INLINE_BYTES = 64 << 10
+"""A smaller body is parsed and tokenized on the event loop, in a few milliseconds: a thread would only add latency."""
+_NUM_THREADS = 4
+_BYTES_PER_TOKEN = 32
 
 
 class ClientDisconnected(Exception):
@@ -53,10 +63,14 @@ class ClientDisconnected(Exception):
 class Api:
     """Routes to a `Service`, which is set once the model is loaded."""
 
-    def __init__(self, model_name: str) -> None:
+    def __init__(self, model_name: str, key: str) -> None:
+        """`key` is required of every request but health checks."""
         self.model_name = model_name
+        self._key = key
         self.service: Service | None = None
         self.created_s = int(time.time())
+        self._parsing = ThreadPoolExecutor(1, thread_name_prefix="parsing")
+        self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="http")
 
     def app(self) -> Starlette:
         posts: dict[str, Handler] = {
@@ -83,6 +97,7 @@ class Api:
                 *(Route(path, _with_error_responses(handler)) for path, handler in gets.items()),
             ],
             exception_handlers={HTTPException: _http_error_response},
+            middleware=[Middleware(RequireKey, key=self._key), Middleware(BoundBodies)],
         )
 
     def ready(self) -> Service:
@@ -109,28 +124,35 @@ class Api:
         return _json({"object": "list", "data": [common | entry for entry in entries]})
 
     async def chat(self, request: Request) -> Response:
-        return await self._chat(request, parse_body(ChatBody, await request.body()))
+        return await self._chat(request, ChatBody)
 
     async def chat_from_tokens(self, request: Request) -> Response:
-        return await self._chat(request, parse_body(TokensBody, await request.body()))
+        return await self._chat(request, TokensBody)
 
     async def complete(self, request: Request) -> Response:
-        service = self.ready()
-        body = parse_body(CompletionBody, await request.body())
-        wanted = service.completion_requests(body)
+        service, raw = self.ready(), await request.body()
+        body = await self._parsed(CompletionBody, raw)
+        wanted = await self._in_thread(len(raw), lambda: service.completion_requests(body))
         if body.stream:
             return _stream(service, body, wanted, CompletionChunks(body, service.text))
         answered = await _generate(service, request, wanted)
-        return _json(completion_response(body.model or service.model.name, body, service.text, answered))
+        name = body.model or service.model.name
+        return await self._in_thread(
+            _size_bytes(body, answered), lambda: _json(completion_response(name, body, service.text, answered))
+        )
 
     async def tokenize(self, request: Request) -> Response:
-        service = self.ready()
-        body = parse_body(TokenizeBody, await request.body())
+        service, raw = self.ready(), await request.body()
+        body = await self._parsed(TokenizeBody, raw)
         service.adapter(body.model)
-        tokens = service.tokens_of(body)
-        strings = [service.text.token_text(token) for token in tokens] if body.return_token_strs else None
-        answer = {"count": len(tokens), "max_model_len": service.model.max_model_len, "tokens": tokens}
-        return _json(answer | {"token_strs": strings})
+
+        def answer() -> Response:
+            tokens = service.tokens_of(body)
+            strings = [service.text.token_text(token) for token in tokens] if body.return_token_strs else None
+            counted = {"count": len(tokens), "max_model_len": service.model.max_model_len, "tokens": tokens}
+            return _json(counted | {"token_strs": strings})
+
+        return await self._in_thread(len(raw), answer)
 
     async def update_weights(self, request: Request) -> Response:
         body = parse_body(UpdateWeightsBody, await request.body())
@@ -146,7 +168,7 @@ class Api:
             version = await _on_engine(lambda: engine.load_adapter(body.lora_name, Path(body.lora_path)))
         except AdapterMissing as exc:
             raise RequestError(str(exc), HTTPStatus.NOT_FOUND, "lora_path") from exc
-        except WeightError as exc:
+        except (WeightError, OSError) as exc:
             raise RequestError(str(exc), param="lora_path") from exc
         return _json({"status": "ok", "version": version})
 
@@ -176,25 +198,41 @@ class Api:
             raise RequestError(str(exc), HTTPStatus.INTERNAL_SERVER_ERROR) from exc
         return _json({"status": "ok"})
 
-    async def _chat(self, request: Request, body: ChatBody) -> Response:
-        service = self.ready()
+    async def _chat(self, request: Request, kind: type[ChatBody]) -> Response:
+        service, raw = self.ready(), await request.body()
+        body = await self._parsed(kind, raw)
         parser = service.parser_for(body)
         if parser is not None and parser.needs_special_tokens:
             body = body.model_copy(update={"skip_special_tokens": False})
-        wanted = service.chat_requests(body)
+        wanted = await self._in_thread(len(raw), lambda: service.chat_requests(body))
         if body.stream:
             return _stream(service, body, wanted, ChatChunks(body, service.text, parser))
         answered = await _generate(service, request, wanted)
-        return _json(chat_response(body.model or service.model.name, body, service.text, answered, parser))
+        name = body.model or service.model.name
+        return await self._in_thread(
+            _size_bytes(body, answered), lambda: _json(chat_response(name, body, service.text, answered, parser))
+        )
+
+    async def _parsed(self, kind: type[Parsed], raw: bytes) -> Parsed:
+        """Parse a body; a large one in a thread of its own, one at a time, because parsing holds Python's lock."""
+        if len(raw) <= _INLINE_BYTES:
+            return parse_body(kind, raw)
+        return await asyncio.get_running_loop().run_in_executor(self._parsing, parse_body, kind, raw)
+
+    async def _in_thread(self, size_bytes: int, work: Callable[[], Result]) -> Result:
+        """Run work on that many bytes; in a thread if they are many, so that `/health` is answered meanwhile."""
+        if size_bytes <= _INLINE_BYTES:
+            return work()
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
     async def _swap_weights(self, directory: Path | None) -> Response:
         engine = self.ready().engine
         try:
             version = await _on_engine(lambda: engine.update_weights(directory))
-        except WeightError as exc:
-            raise RequestError(str(exc), param="weight_dir") from exc
         except TransportError as exc:
             raise RequestError(str(exc), HTTPStatus.INTERNAL_SERVER_ERROR) from exc
+        except (WeightError, OSError) as exc:
+            raise RequestError(str(exc), param="weight_dir") from exc
         return _json({"status": "ok", "version": version})
 
 
@@ -237,6 +275,14 @@ class _Events(StreamingResponse):
             await super().__call__(scope, receive, send)
         finally:
             _cancel(self._wanted)
+
+
+def _size_bytes(body: SamplingBody, answered: Answered) -> int:
+    """About how large the response is."""
+    tokens = sum(len(one.token_ids) for _, generation in answered for one in generation.completions)
+    tokens += sum(len(request.prompt) for request, _ in answered if body.prompt_logprobs is not None)
+    tops = max(body.prompt_logprobs or 0, *(request.params.top_logprobs for request, _ in answered))
+    return _BYTES_PER_TOKEN * tokens * (1 + tops)
 
 
 def _submit(service: Service, wanted: list[GenerationRequest]) -> list[Future[Generation]]:
@@ -285,8 +331,9 @@ def _with_error_responses(handler: Handler) -> Handler:
         except ClientDisconnected:
             return Response(status_code=_CLIENT_CLOSED_REQUEST)
         except Exception as exc:  # noqa: BLE001 - the outermost boundary: logged and returned to the client
-            get_logger().error(f"{request.url.path} failed: {exc!r}", exc_info=exc)
-            error = RequestError(f"Internal error: {exc!r}", HTTPStatus.INTERNAL_SERVER_ERROR)
+            name = uuid.uuid4().hex
+            get_logger().error(f"Request {name} to {request.url.path} failed: {exc!r}", exc_info=exc)
+            error = RequestError(f"Request {name} failed: {exc!r}", HTTPStatus.INTERNAL_SERVER_ERROR)
             return _json(error.body(), error.status)
 
     return answer

@@ -15,6 +15,7 @@ from prime_rl.inference.embedded.engine.lora import Adapter
 from prime_rl.inference.embedded.engine.text import Text
 from prime_rl.inference.embedded.errors import TemplateFailed
 from prime_rl.inference.embedded.http.tool_calls import ToolParser
+from prime_rl.inference.limits import MAX_CHARS_PER_TOKEN
 from prime_rl.inference.protocol import (
     CONTEXT_LENGTH_MESSAGE,
     ChatBody,
@@ -23,6 +24,7 @@ from prime_rl.inference.protocol import (
     SamplingBody,
     TokenizeBody,
     TokensBody,
+    check_token_ids,
 )
 
 COMPLETION_MAX_TOKENS = 16
@@ -79,9 +81,10 @@ class Service:
         }
         special = isinstance(body, TokenizeBody) and bool(body.add_special_tokens)
         try:
-            return self.text.encode_chat(body.messages or [], body.tools, flags | body.chat_template_kwargs, special)
+            rendered = self.text.render_chat(body.messages or [], body.tools, flags | body.chat_template_kwargs)
         except TemplateFailed as exc:
             raise RequestError(str(exc), param="messages") from exc
+        return self._encoded(rendered, special)
 
     def parser_for(self, body: ChatBody) -> ToolParser | None:
         """The tool-call parser for a request; None if the request has no tools or disables them.
@@ -106,7 +109,7 @@ class Service:
 
     def completion_requests(self, body: CompletionBody) -> list[GenerationRequest]:
         prompts = [
-            self.text.encode(prompt, body.add_special_tokens) if isinstance(prompt, str) else prompt
+            self._encoded(prompt, body.add_special_tokens) if isinstance(prompt, str) else prompt
             for prompt in body.prompts
         ]
         if not prompts:
@@ -116,8 +119,22 @@ class Service:
 
     def tokens_of(self, body: TokenizeBody) -> list[int]:
         if body.prompt is not None:
-            return self.text.encode(body.prompt, body.add_special_tokens is not False)
+            return self._encoded(body.prompt, body.add_special_tokens is not False)
         return self.chat_prompt(body)
+
+    def _encoded(self, text: str, add_special_tokens: bool) -> list[int]:
+        """The token ids of a text.
+
+        Raises:
+            RequestError: the text is so long that tokenizing it would only show that it does not fit.
+        """
+        limit = self.model.max_model_len
+        if len(text) > MAX_CHARS_PER_TOKEN * limit:
+            raise RequestError(
+                f"This model's maximum context length is {limit} tokens. Your prompt has {len(text)} characters, over "
+                f"{MAX_CHARS_PER_TOKEN} for each of them. Please shorten it."
+            )
+        return self.text.encode(text, add_special_tokens)
 
     def _request(
         self, body: SamplingBody, prompt: Sequence[int], max_tokens: int | None, top_logprobs: int
@@ -139,13 +156,10 @@ class Service:
         )
 
     def _max_new_tokens(self, prompt: Sequence[int]) -> int:
-        if not prompt:
-            raise RequestError("The prompt has no tokens", param="prompt")
-        if max(prompt) >= self.model.vocab_size or min(prompt) < 0:
-            raise RequestError(f"The prompt has token ids outside 0..{self.model.vocab_size - 1}", param="prompt")
         remaining = self.model.max_model_len - len(prompt)
         if remaining < 1:
             raise RequestError(CONTEXT_LENGTH_MESSAGE.format(limit=self.model.max_model_len, length=len(prompt)))
+        check_token_ids(prompt, self.model.vocab_size)
         return remaining
 
     def _sampling_params(self, body: SamplingBody, max_tokens: int, top_logprobs: int) -> SamplingParams:

@@ -52,7 +52,7 @@ class Hermes:
             return ParsedAnswer(text)
         try:
             calls = [_call(json.loads(closed or open_), "arguments") for closed, open_ in _HERMES_CALL.findall(text)]
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             return ParsedAnswer(text)
         return ParsedAnswer(text[: text.index(_HERMES_START)] or None, calls)
 
@@ -76,7 +76,7 @@ class Llama3Json:
                 value, end = json.JSONDecoder().raw_decode(text, start)
                 calls.append(_call(value, "arguments" if "arguments" in value else "parameters"))
                 start = text.find("{", end)
-        except (ValueError, KeyError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             return ParsedAnswer(text)
         return ParsedAnswer(None, calls) if calls else ParsedAnswer(text)
 
