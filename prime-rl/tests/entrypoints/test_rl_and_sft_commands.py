@@ -24,7 +24,8 @@ root = Path(__file__).parent.parent
 (root / f"{{name}}.json").write_text(json.dumps(dict(argv=sys.argv[1:], env=dict(os.environ))))
 print(name, "says hello", flush=True)
 if name == "inference": signal.pause()
-sys.exit(Path(root / f"{{name}}.fails").exists() and "it broke")
+if Path(root / f"{{name}}.fails").exists(): sys.exit("it broke")
+if not Path(root / f"{{name}}.leaves").exists(): Path(os.environ["COMPLETION_MARKER"]).touch()
 """
 
 
@@ -40,6 +41,10 @@ class Programs:
 
     def fail(self, name: str) -> None:
         (self.root / f"{name}.fails").touch()
+
+    def leave_early(self, name: str) -> None:
+        """Let a program exit with 0 before its work is done."""
+        (self.root / f"{name}.leaves").touch()
 
     def seen_by(self, name: str) -> dict[str, Any]:
         return json.loads((self.root / f"{name}.json").read_text())
@@ -97,6 +102,17 @@ def test_a_client_that_looks_at_another_port_is_refused(
     assert not out.root.exists()
 
 
+@pytest.mark.parametrize("name", ["orchestrator", "trainer", "trainer_rank_1"])
+def test_a_child_that_leaves_with_zero_before_its_work_is_done_fails_the_run(
+    programs: Programs, out: RunPaths, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    config = rl_config(out, deployment={"num_train_gpus": 2})
+    assert rl.run(config, programs.bin) == 0
+    programs.leave_early(name)
+    assert rl.run(config, programs.bin) == 1, "the marker of the earlier launch does not count"
+    assert f"error: {name} exited with code 0 before its work was done; its log is" in capsys.readouterr().err
+
+
 def test_the_child_that_fails_is_named_with_the_end_of_its_log(
     programs: Programs, out: RunPaths, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -131,7 +147,8 @@ def test_each_rank_of_sft_is_a_process_with_a_log(programs: Programs, out: RunPa
     assert sft.run(sft_config(out, deployment={"num_gpus": 2}), programs.bin) == 0
     for rank, name in enumerate(("trainer", "trainer_rank_1")):
         env = programs.seen_by(name)["env"]
-        assert (env["RANK"], env["WORLD_SIZE"], env["MASTER_ADDR"]) == (str(rank), "2", "127.0.0.1")
+        assert (env["RANK"], env["WORLD_SIZE"]) == (str(rank), "2")
+        assert not Path(env["PRIME_RL_STORE"]).parent.exists(), "the launch has removed it"
         assert f"{name} says hello" in out.log(name).read_text()
 
 

@@ -147,7 +147,7 @@ def test_a_signal_ends_children_grandchildren_and_daemons(launch: Launch, signum
     assert launch.rest_of_pipe() == "saved\n"
     output, _ = launch.process.communicate()
     assert launch.process.returncode == 128 + signum
-    assert output.endswith(f"stopped by {signum.name}\n")
+    assert output.endswith(f"stopped by {'Ctrl-C' if signum is signal.SIGINT else signum.name}\n")
 
 
 def test_a_child_that_ignores_sigterm_is_killed_after_the_grace(launch: Launch) -> None:

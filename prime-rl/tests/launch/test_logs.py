@@ -57,3 +57,11 @@ def test_a_follower_can_start_at_the_present_end(tmp_path: Path) -> None:
     with path.open("a") as file:
         file.write("new\n")
     assert follower.lines() == ["new"]
+
+
+def test_a_shown_log_leaves_out_headings_and_keeps_a_last_line_without_an_end(tmp_path: Path, capfdbinary) -> None:
+    log = tmp_path / "trainer.log"
+    attempt(log, "old\n")
+    with logs.shown(log):
+        attempt(log, "new\ncut off")
+    assert capfdbinary.readouterr().out == b"new\ncut off\n"

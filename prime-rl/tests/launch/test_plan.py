@@ -14,6 +14,7 @@ from prime_rl.launch.job import Job, Resources
 from prime_rl.launch.plan import plan_eval, plan_rl, plan_sft
 from prime_rl.launch.programs import Programs
 from prime_rl.launch.site import Device, Ports, Site
+from prime_rl.run.clearance import CLEARANCE_VARIABLE
 from prime_rl.run.paths import RunPaths
 
 PATHS = RunPaths(Path("out"))
@@ -32,7 +33,9 @@ def site(device: Device = "cuda", gpus: GpuAssignment | None = None, **env: str)
         cores=8,
         env=env,
         caches=Path("/caches"),
-        ports=Ports(inference=8001, rendezvous=8002, broadcast=8003),
+        ports=Ports(inference=8001, broadcast=8003),
+        meeting_place=Path("/run/ranks/store"),
+        engine_key="the-key",
         arguments=("@", "rl.toml"),
     )
 
@@ -54,6 +57,35 @@ def jobs_on(gpus: GpuAssignment, backend: str = "auto") -> dict[str, Job]:
 
 def test_children_start_in_the_order_in_which_they_need_each_other() -> None:
     assert list(plan(config(), site())) == ["inference", "orchestrator", "trainer"]
+
+
+def test_the_key_of_the_server_reaches_only_the_processes_that_need_it_and_is_never_printed() -> None:
+    job = plan_rl(config(orchestrator={"client": {"api_key_var": "MY_KEY"}}), PATHS, site(), None)
+
+    assert {spec.name: spec.secrets for spec in job.processes} == {
+        "inference": {"VLLM_API_KEY": "the-key"},
+        "orchestrator": {"MY_KEY": "the-key"},
+        "trainer": {},
+    }
+    assert "the-key" not in "\n".join([*job.describe(), repr(job), repr(site())])
+
+
+def test_a_key_that_the_user_sets_is_kept() -> None:
+    processes = plan(config(), site(VLLM_API_KEY="mine"))
+
+    assert processes["inference"].secrets == processes["orchestrator"].secrets == {"VLLM_API_KEY": "mine"}
+
+
+def test_the_key_of_a_foreign_server_is_left_to_the_environment() -> None:
+    values = {"inference": None, "output_dir": "out"}
+
+    (orchestrator,) = (
+        spec
+        for spec in plan_rl(RLConfig.model_validate(values), PATHS, site(), None).processes
+        if spec.name == "orchestrator"
+    )
+
+    assert orchestrator.secrets == {}
 
 
 def test_a_job_counts_each_gpu_once() -> None:
@@ -81,8 +113,7 @@ def test_every_rank_of_a_trainer_is_a_process_that_meets_the_others_on_loopback(
         assert spec.completes_run
         expected = {
             "WORLD_SIZE": "2",
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": "8002",
+            "PRIME_RL_STORE": "/run/ranks/store",
             "CUDA_VISIBLE_DEVICES": "1,2",
             "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
             "OMP_NUM_THREADS": "1",
@@ -125,7 +156,7 @@ def test_a_compile_cache_that_the_user_names_stays_warm() -> None:
 
 
 def test_without_ports_of_its_own_a_launch_uses_those_of_the_config() -> None:
-    here = replace(site(), ports=Ports(rendezvous=8002))
+    here = replace(site(), ports=Ports())
     specs = plan(config(), here)
     assert specs["inference"].argv[1:] == ("@", "out/configs/inference.toml")
     assert specs["orchestrator"].argv[1:] == ("@", "out/configs/orchestrator.toml")
@@ -156,3 +187,11 @@ def test_resuming_from_the_latest_names_the_step_and_from_a_step_says_it_once() 
     latest = plan(config(ckpt={"resume_step": -1}), site(), resume_step=6)
     assert latest["trainer"].argv[-2:] == latest["orchestrator"].argv[-2:] == ("--ckpt.resume-step", "6")
     assert "--ckpt.resume-step" not in plan(config(ckpt={"resume_step": 6}), site(), resume_step=6)["trainer"].argv
+
+
+def test_the_engine_of_an_rl_run_waits_for_its_environments() -> None:
+    processes = plan(config(), site())
+    assert processes["inference"].env[CLEARANCE_VARIABLE] == str(PATHS.orchestrator.environments_checked)
+    assert CLEARANCE_VARIABLE not in processes["trainer"].env
+    evaluation = jobs_on(GpuAssignment(("0",), ()))["eval"]
+    assert all(CLEARANCE_VARIABLE not in process.env for process in evaluation.processes)

@@ -39,11 +39,11 @@ def test_the_orchestrator_sees_no_gpu() -> None:
 
 
 def test_a_rank_is_told_what_torchrun_would_tell_it() -> None:
-    ranks = TrainerRanks(RL_TRAINER, PATHS.config("trainer"), 1, 29123)
+    ranks = TrainerRanks(RL_TRAINER, PATHS.config("trainer"), 1, Path("/run/store"))
     (spec,) = ranks.processes(PATHS, "/venv/python", {}, (), "--ckpt.resume-step", "4")
     assert spec.argv[:3] == ("/venv/python", "-m", "prime_rl.trainer.rl.train")
     assert spec.argv[-2:] == ("--ckpt.resume-step", "4")
-    assert (spec.env["RANK"], spec.env["WORLD_SIZE"], spec.env["MASTER_PORT"]) == ("0", "1", "29123")
+    assert (spec.env["RANK"], spec.env["WORLD_SIZE"], spec.env["PRIME_RL_STORE"]) == ("0", "1", "/run/store")
     assert spec.relays == {signal.SIGUSR1}
 
 

@@ -51,10 +51,20 @@ def test_a_failure_stops_the_others_in_reverse_order_and_shows_the_log() -> None
     ]
 
 
+@pytest.mark.parametrize("name", ["orchestrator", "trainer"])
+def test_code_zero_before_the_work_was_done_is_a_failure_that_names_the_child(name: str) -> None:
+    others = [other for other in ("trainer", "orchestrator", "inference") if other != name]
+    host = FakeHost([Exited(name, 0), *(Exited(other, 143) for other in others)], incomplete=[name])
+    outcome, _ = run(host)
+    assert (outcome.exit_code, outcome.failed) == (1, name)
+    assert outcome.message == f"{name} exited with code 0 before its work was done; its log is logs/{name}.log"
+    assert host.stopped == others
+
+
 def test_inference_that_ends_early_is_a_failure_even_with_code_zero() -> None:
     outcome, _ = run(FakeHost([Exited("inference", 0), Exited("trainer", 0), Exited("orchestrator", 0)]))
     assert outcome.exit_code == 1
-    assert outcome.message.startswith("inference ended early")
+    assert outcome.message.startswith("inference exited with code 0, although the run was not complete")
 
 
 @pytest.mark.parametrize("code", [-9, 137])
@@ -68,7 +78,8 @@ def test_a_child_killed_by_somebody_else_hints_at_memory(code: int) -> None:
 def test_a_signal_stops_everything_and_becomes_the_exit_code(signum: signal.Signals) -> None:
     host = FakeHost([Signalled(signum), *(Exited(name, 143) for name in ("trainer", "orchestrator", "inference"))])
     outcome, _ = run(host)
-    assert outcome == Outcome(128 + signum, f"stopped by {signum.name}")
+    by = "Ctrl-C" if signum is signal.SIGINT else signum.name
+    assert outcome == Outcome(128 + signum, f"stopped by {by}", was_stopped=True)
     assert host.stopped == ["trainer", "orchestrator", "inference"]
 
 
@@ -84,13 +95,35 @@ def test_children_that_do_not_stop_in_time_are_killed() -> None:
     assert "inference did not stop in time and will be killed" in said
 
 
-@pytest.mark.parametrize(("again", "longest_wait_s"), [(signal.SIGINT, 5), (signal.SIGTERM, 60)])
-def test_a_second_ctrl_c_shortens_the_grace_and_a_second_sigterm_does_not(
-    again: signal.Signals, longest_wait_s: float
-) -> None:
-    host = FakeHost([Signalled(signal.SIGINT), Signalled(again), Exited("trainer", 143), None])
+def test_ctrl_c_is_answered_before_any_child_has_stopped() -> None:
+    ends = [Exited(name, 143) for name in ("trainer", "orchestrator", "inference")]
+    _, said = run(FakeHost([Signalled(signal.SIGINT), *ends]))
+    answer = said.index("stopping; press Ctrl-C again to stop now")
+    assert said[answer + 1 :] == ["trainer stopped", "orchestrator stopped", "inference stopped"]
+    _, said = run(FakeHost([Signalled(signal.SIGTERM), *ends]))
+    assert "SIGTERM: stopping, within 60 s" in said
+
+
+def test_a_second_ctrl_c_stops_now() -> None:
+    host = FakeHost([Signalled(signal.SIGINT), Signalled(signal.SIGINT)])
+    outcome, said = run(host)
+    assert said[-1] == "stopping now"
+    assert host.grace_of_end_s == 0
+    assert outcome.exit_code == 130
+
+
+def test_ctrl_c_while_a_failed_run_stops_ends_it_now() -> None:
+    host = FakeHost([Exited("trainer", 1), Signalled(signal.SIGINT)])
+    outcome, said = run(host)
+    assert said[-1] == "stopping now"
+    assert (outcome.exit_code, outcome.failed, host.grace_of_end_s) == (1, "trainer", 0)
+
+
+def test_a_second_sigterm_changes_nothing() -> None:
+    ends = [Exited(name, 143) for name in ("trainer", "orchestrator", "inference")]
+    host = FakeHost([Signalled(signal.SIGTERM), Signalled(signal.SIGTERM), *ends])
     run(host)
-    assert longest_wait_s - 1 < host.waits_s[-1] <= longest_wait_s
+    assert host.grace_of_end_s > 50
 
 
 def test_what_outlives_a_finished_run_gets_a_short_grace() -> None:

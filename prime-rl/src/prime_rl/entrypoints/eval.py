@@ -1,6 +1,6 @@
 """The `eval` command: a base model and its checkpoints on verifiers environments.
 
-With an `[inference]` table it starts a server on a free port; otherwise it uses the server at `client.base_url`.
+It starts a server on a free port, unless `client.base_url` names a running one.
 """
 
 from __future__ import annotations
@@ -11,12 +11,14 @@ from prime_rl.configs.eval import OfflineEvalConfig
 from prime_rl.launch.commands import EVAL
 from prime_rl.launch.run import launch
 from prime_rl.launch.site import Sharing
+from prime_rl.utils.interrupts import end_quietly_on_ctrl_c
 from prime_rl.utils.pydantic_config import parse_argv_or_exit
 from prime_rl.watch.screens import eval_screen
 
 
 def main() -> None:
     """`eval @ eval.toml`. Exits with 0 if every candidate was evaluated completely."""
+    end_quietly_on_ctrl_c()
     raise SystemExit(run(parse_argv_or_exit(OfflineEvalConfig)))
 
 

@@ -11,12 +11,14 @@ from pathlib import Path
 from prime_rl.configs.rl import RLConfig
 from prime_rl.launch.commands import RL
 from prime_rl.launch.run import launch
+from prime_rl.utils.interrupts import end_quietly_on_ctrl_c
 from prime_rl.utils.pydantic_config import parse_argv_or_exit
 from prime_rl.watch.screens import rl_screen
 
 
 def main() -> None:
     """`rl @ rl.toml`. Exits with 0 if orchestrator and trainer both succeed, or after a dry run."""
+    end_quietly_on_ctrl_c()
     raise SystemExit(run(parse_argv_or_exit(RLConfig)))
 
 

@@ -7,12 +7,14 @@ from pathlib import Path
 from prime_rl.configs.sft import SFTConfig
 from prime_rl.launch.commands import SFT
 from prime_rl.launch.run import launch
+from prime_rl.utils.interrupts import end_quietly_on_ctrl_c
 from prime_rl.utils.pydantic_config import parse_argv_or_exit
 from prime_rl.watch.screens import sft_screen
 
 
 def main() -> None:
     """`sft @ sft.toml`. Exits with 0 if training succeeds, or after a dry run."""
+    end_quietly_on_ctrl_c()
     raise SystemExit(run(parse_argv_or_exit(SFTConfig)))
 
 

@@ -1,4 +1,4 @@
-"""Private cache directories, one per launch."""
+"""Caches of compiled code: private ones for a launch, and one of bytecode for all launches of a user."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 _PREFIX = "medarc-rl-"
@@ -48,6 +49,25 @@ def cache_env(root: Path, child: str, env: Mapping[str, str]) -> dict[str, str]:
     user_caches = env.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     hf_home = env.get("HF_HOME") or str(Path(user_caches) / "huggingface")
     return {name: str(path) for name, path in directories.items()} | {"HF_HOME": hf_home}
+
+
+def packages_are_compiled() -> bool:
+    """Whether the environment's packages came with bytecode, or have been imported by a Python that keeps it."""
+    torch = PathFinder.find_spec("torch")
+    return torch is None or torch.cached is None or Path(torch.cached).exists()
+
+
+def bytecode_env(env: Mapping[str, str], is_compiled: bool) -> dict[str, str]:
+    """The environment that lets children keep bytecode where `env` forbids Python to write it next to the source.
+
+    Without bytecode each child compiles torch and Transformers again, which takes most of its start. With
+    `is_compiled` there is bytecode already, and nothing changes.
+    """
+    if is_compiled or not env.get("PYTHONDONTWRITEBYTECODE"):
+        return {}
+    user_caches = env.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    kept = env.get("PYTHONPYCACHEPREFIX") or str(Path(user_caches) / "prime-rl" / "bytecode")
+    return {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": kept}
 
 
 def _remove_abandoned(base: Path) -> None:

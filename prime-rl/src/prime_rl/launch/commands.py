@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from prime_rl.checks import start_faults
+from prime_rl.checks.disk import disk_forecast
+from prime_rl.checks.environments import trial_faults
 from prime_rl.configs.surface.not_built import unbuilt_faults
 from prime_rl.launch.plan import eval_demand, plan_eval, plan_rl, plan_sft, port_fault, rl_demand, sft_demand
 from prime_rl.launch.run import Command, LaunchRefused
 from prime_rl.launch.site import Sharing
-from prime_rl.run.directory import check_run_dir, prepare_run_dir
+from prime_rl.run.directory import LATEST, check_run_dir, prepare_run_dir
 from prime_rl.run.evaluations import (
     EvaluationRefused,
     check_settings,
@@ -18,6 +20,7 @@ from prime_rl.run.evaluations import (
     settings_of,
 )
 from prime_rl.run.paths import EvalPaths, RunPaths
+from prime_rl.run.resuming import changes_since, compared_configs
 
 if TYPE_CHECKING:
     from prime_rl.configs.eval import OfflineEvalConfig
@@ -45,6 +48,10 @@ def _rl_faults(config: RLConfig, sharing: Sharing) -> list[str]:
     return faults or [*unbuilt_faults(config), *start_faults(config)]
 
 
+def _environment_faults(config: RLConfig) -> list[str]:
+    return trial_faults(config.orchestrator)
+
+
 def _eval_faults(config: OfflineEvalConfig, sharing: Sharing) -> list[str]:
     return [*unbuilt_faults(config), *start_faults(config)]
 
@@ -55,6 +62,22 @@ def _check_run(config: SFTConfig | RLConfig, paths: RunPaths) -> int | None:
 
 def _prepare_run(config: SFTConfig | RLConfig, paths: RunPaths, resume_step: int | None) -> None:
     prepare_run_dir(paths, resume_step, config.clean_output_dir)
+
+
+def _sft_notes(config: SFTConfig, paths: RunPaths, resume_step: int | None) -> list[str]:
+    # During a run the trainer's log, which is on the screen, lists the changes.
+    changes = _changes(config, paths, resume_step) if config.dry_run else []
+    return [*disk_forecast(config, paths.root), *changes]
+
+
+def _rl_notes(config: RLConfig, paths: RunPaths, resume_step: int | None) -> list[str]:
+    return [*disk_forecast(config.trainer, paths.root), *_changes(config, paths, resume_step)]
+
+
+def _changes(config: SFTConfig | RLConfig, paths: RunPaths, resume_step: int | None) -> list[str]:
+    if resume_step is None or resume_step == LATEST:
+        return []
+    return list(changes_since(paths, resume_step, compared_configs(config)).lines())
 
 
 def _check_evaluation(config: OfflineEvalConfig, paths: RunPaths) -> None:
@@ -76,8 +99,10 @@ def resume_step_of(config: SFTConfig | RLConfig) -> int | None:
     return None if ckpt is None else ckpt.resume_step
 
 
-SFT: Command[SFTConfig] = Command("sft", sft_demand, plan_sft, _sft_faults, _check_run, _prepare_run)
-RL: Command[RLConfig] = Command("rl", rl_demand, plan_rl, _rl_faults, _check_run, _prepare_run)
+SFT: Command[SFTConfig] = Command("sft", sft_demand, plan_sft, _sft_faults, _check_run, _prepare_run, notes=_sft_notes)
+RL: Command[RLConfig] = Command(
+    "rl", rl_demand, plan_rl, _rl_faults, _check_run, _prepare_run, _environment_faults, _rl_notes
+)
 EVAL: Command[OfflineEvalConfig] = Command(
     "eval", eval_demand, plan_eval, _eval_faults, _check_evaluation, _prepare_evaluation
 )

@@ -18,6 +18,7 @@ from uuid import uuid4
 
 from prime_rl.launch import logs, reaper
 from prime_rl.launch.spec import CannotStart, Event, Exited, ProcessSpec, Signalled
+from prime_rl.run.completion import COMPLETION_VARIABLE, clear_completion
 
 Handler = Callable[[int, FrameType | None], Any] | signal.Handlers | int | None
 """What `signal.signal` takes and gives back."""
@@ -46,6 +47,9 @@ class Host(Protocol):
     def end_all(self, grace_s: float) -> None:
         """Stop everything that is left of any child, including daemons; kill it after the grace period."""
 
+    def has_completed(self, spec: ProcessSpec) -> bool:
+        """Whether a child that has ended with 0 had done its work."""
+
     def tail(self, name: str) -> list[str]:
         """The last log lines of a child in this attempt."""
 
@@ -57,7 +61,9 @@ class LocalHost:
     a guard process stops the children and removes scratch directories. No process is left on exit.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, held_by_guard: tuple[int, ...] = ()) -> None:
+        """`held_by_guard` are file descriptors that the guard keeps open, such as a lock, until no process is left."""
+        self._held_by_guard = held_by_guard
         self._mark = uuid4().hex
         self._events: SimpleQueue[Event] = SimpleQueue()
         self._children: dict[str, subprocess.Popen[bytes]] = {}
@@ -75,6 +81,7 @@ class LocalHost:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             start_new_session=True,
+            pass_fds=self._held_by_guard,
         )
         assert self._guard.stdin is not None, "a pipe was asked for"
         self._to_guard = self._guard.stdin
@@ -107,7 +114,10 @@ class LocalHost:
         self._tell_guard(scratch=[str(directory)])
 
     def start(self, spec: ProcessSpec) -> None:
-        env = os.environ | spec.env | {reaper.MARK_VARIABLE: self._mark}
+        env = {**os.environ, **spec.env, **spec.secrets, reaper.MARK_VARIABLE: self._mark}
+        if spec.completion is not None:
+            clear_completion(spec.completion)
+            env[COMPLETION_VARIABLE] = str(spec.completion)
         with logs.opened_for_attempt(spec) as (log, offset):
             self._logs[spec.name] = (spec.log, offset)
             try:
@@ -146,6 +156,9 @@ class LocalHost:
     def end_all(self, grace_s: float) -> None:
         reaper.end(self._mark, [child.pid for child in self._children.values()], grace_s)
 
+    def has_completed(self, spec: ProcessSpec) -> bool:
+        return spec.completion is None or spec.completion.is_file()
+
     def tail(self, name: str) -> list[str]:
         log, offset = self._logs[name]
         return logs.tail(log, TAIL_LINES, offset)
@@ -154,15 +167,21 @@ class LocalHost:
 class FakeHost:
     """Starts nothing: replays a script of events and records the calls.
 
-    `None` in the script is a timeout; so is the end of the script, for a caller with a timeout.
+    `None` in the script is a timeout; so is the end of the script, for a caller with a timeout. Children that are
+    `incomplete` leave no sign that their work was done.
     """
 
     def __init__(
-        self, events: Iterable[Event | None], cannot_start: Iterable[str] = (), listening: bool = True
+        self,
+        events: Iterable[Event | None],
+        cannot_start: Iterable[str] = (),
+        listening: bool = True,
+        incomplete: Iterable[str] = (),
     ) -> None:
         self._script = list(events)
         self._cannot_start = frozenset(cannot_start)
         self._listening = listening
+        self._incomplete = frozenset(incomplete)
         self.started: list[str] = []
         self.stopped: list[str] = []
         self.relayed: list[tuple[str, signal.Signals]] = []
@@ -191,6 +210,9 @@ class FakeHost:
 
     def end_all(self, grace_s: float) -> None:
         self.grace_of_end_s = grace_s
+
+    def has_completed(self, spec: ProcessSpec) -> bool:
+        return spec.name not in self._incomplete
 
     def tail(self, name: str) -> list[str]:
         return [f"last words of {name}"]

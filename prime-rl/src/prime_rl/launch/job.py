@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from prime_rl.launch.spec import ProcessSpec
-from prime_rl.run.paths import RunPaths
+from prime_rl.run.paths import RunPaths, stable_steps
 
 if TYPE_CHECKING:
     from prime_rl.utils.pydantic_config import BaseSettings
+
+
+COMMANDS = frozenset({"sft", "rl", "eval", "medarc_train"})
+"""Programs that a person types. Others, such as a batch job's launcher, cannot be repeated with one more option."""
+
+UV_VARIABLE = "UV_RUN_RECURSION_DEPTH"
+"""`uv run` sets it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +45,23 @@ class Job:
     """Written to `OUT/configs` before the first process starts, by component."""
     headline: str = ""
     """Where the processes compute, in one line."""
+    stopping: str = "stopping"
+    """What a signal makes the processes do, in one line."""
+    resume: tuple[str, ...] | None = None
+    """Options that make the same command continue the job. None: it saves nothing to continue from."""
+
+    def how_to_continue(self, argv: Sequence[str], env: Mapping[str, str]) -> str:
+        """Tell how to continue the job that `argv` started, in one line or two."""
+        if self.resume is None:
+            return "nothing was saved to continue from: [ckpt] is not set"
+        if self.resume and not stable_steps(self.paths.checkpoints):
+            return "no step was saved yet: start again"
+        program = Path(argv[0]).name
+        if program not in COMMANDS:
+            return f"continue with {shlex.join(self.resume)}"
+        words = (*_without(argv[1:], self.resume[:1]), *self.resume)
+        start = "uv run " if UV_VARIABLE in env else ""
+        return f"continue with\n  {start}{shlex.join((program, *words))}"
 
     def process(self, name: str) -> ProcessSpec:
         """Raises KeyError for a name that the job does not have."""
@@ -44,3 +70,16 @@ class Job:
     def describe(self) -> Iterator[str]:
         """One line for each process: the command that starts it."""
         return (process.describe() for process in self.processes)
+
+
+def _without(words: Sequence[str], options: Sequence[str]) -> Iterator[str]:
+    """The words of a command line without these options and their values."""
+    skip_value = False
+    for word in words:
+        name, equals, _ = word.replace("_", "-").partition("=")
+        if name in options:
+            skip_value = not equals
+        elif skip_value:
+            skip_value = False
+        else:
+            yield word

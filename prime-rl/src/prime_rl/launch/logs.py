@@ -73,6 +73,15 @@ class Follower:
         *complete, self._partial = (self._partial + self.read()).split(b"\n")
         return [line.decode(errors="replace").rstrip("\r") for line in complete]
 
+    def new_lines(self) -> list[str]:
+        """`lines` without those that begin attempts."""
+        return [line for line in self.lines() if not line.startswith(HEAD)]
+
+    @property
+    def unfinished_line(self) -> str:
+        """The beginning of a line that has not ended yet."""
+        return self._partial.decode(errors="replace")
+
 
 @contextlib.contextmanager
 def polled(look: Callable[[], None], name: str, every_s: float = _LOOK_EVERY_S) -> Iterator[None]:
@@ -99,13 +108,15 @@ def polled(look: Callable[[], None], name: str, every_s: float = _LOOK_EVERY_S) 
 
 @contextlib.contextmanager
 def shown(log: Path) -> Iterator[None]:
-    """Copy what is appended to a log during the block to this process's stdout."""
+    """Copy what is appended to a log during the block to stdout, except the lines that begin attempts."""
     follower = Follower.at_end(log)
-    with polled(lambda: _show(follower.read()), name=f"show-{log.name}"):
+    with polled(lambda: _show(follower.new_lines()), name=f"show-{log.name}"):
         yield
+    # A process that was killed leaves a line without an end.
+    _show([follower.unfinished_line] if follower.unfinished_line else [])
 
 
-def _show(new: bytes) -> None:
-    if new:
-        sys.stdout.buffer.write(new)
+def _show(lines: list[str]) -> None:
+    if lines:
+        sys.stdout.buffer.write("".join(f"{line}\n" for line in lines).encode())
         sys.stdout.flush()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
@@ -25,13 +26,16 @@ from prime_rl.launch.programs import (
 )
 from prime_rl.launch.site import Demand, Site
 from prime_rl.launch.spec import ProcessSpec
+from prime_rl.run.clearance import CLEARANCE_VARIABLE
 from prime_rl.run.paths import RunPaths
+from prime_rl.utils.engine_keys import ENGINE_KEY_VARIABLE, named_key
 
 if TYPE_CHECKING:
     from prime_rl.configs.eval import OfflineEvalConfig
     from prime_rl.configs.inference import InferenceConfig
     from prime_rl.configs.rl import RLConfig
     from prime_rl.configs.sft import SFTConfig
+    from prime_rl.configs.shared import ClientConfig
     from prime_rl.utils.pydantic_config import BaseSettings
 
 
@@ -65,9 +69,17 @@ def plan_sft(config: SFTConfig, paths: RunPaths, site: Site, resume_step: int | 
     """The ranks of the SFT trainer. `resume_step` is the step that "the latest" (-1) in the config stands for."""
     count = sft_demand(config).train
     env = {} if site.device == "cuda" else thread_env(site.cores, count, site.env) | spin_env(site.env)
-    ranks = TrainerRanks(SFT_TRAINER, paths.config("sft"), count, site.ports.rendezvous)
+    ranks = TrainerRanks(SFT_TRAINER, paths.config("sft"), count, site.meeting_place)
     trainer = _trainer("sft", ranks, paths, site, env, *_resume_flags(config.ckpt, resume_step))
-    return Job("sft", paths, trainer, _resources(trainer), {"sft": config})
+    return Job(
+        "sft",
+        paths,
+        trainer,
+        _resources(trainer),
+        {"sft": config},
+        stopping=_stopping(config.ckpt),
+        resume=_resume(config.ckpt),
+    )
 
 
 def plan_rl(config: RLConfig, paths: RunPaths, site: Site, resume_step: int | None) -> Job:
@@ -81,22 +93,26 @@ def plan_rl(config: RLConfig, paths: RunPaths, site: Site, resume_step: int | No
             demand.infer + demand.train if config.orchestrator.max_async_level else max(demand.infer, demand.train)
         )
         env = thread_env(site.cores, at_once, site.env)
-    ranks = TrainerRanks(RL_TRAINER, paths.config("trainer"), demand.train, site.ports.rendezvous)
+    ranks = TrainerRanks(RL_TRAINER, paths.config("trainer"), demand.train, site.meeting_place)
     server, client = _addresses(config.inference, site)
+    orchestrator = orchestrator_process(
+        paths, site.programs.orchestrator, _child_env("rl", "orchestrator", site, env), *client, *broadcast, *resume
+    )
+    waits = {CLEARANCE_VARIABLE: str(paths.orchestrator.environments_checked)}
+    servers = _inference("rl", config.inference, paths, site, env | waits, *server)
     processes = (
-        *_inference("rl", config.inference, paths, site, env, *server),
-        orchestrator_process(
-            paths,
-            site.programs.orchestrator,
-            _child_env("rl", "orchestrator", site, env),
-            *client,
-            *broadcast,
-            *resume,
-        ),
+        *_with_key(servers, orchestrator, config.orchestrator.client, site),
         *_trainer("rl", ranks, paths, site, env, *broadcast, *resume),
     )
     return Job(
-        "rl", paths, processes, _resources(processes), component_configs(config), _headline(demand, config, site)
+        "rl",
+        paths,
+        processes,
+        _resources(processes),
+        component_configs(config),
+        _headline(demand, config, site),
+        _stopping(config.trainer.ckpt),
+        _resume(config.trainer.ckpt),
     )
 
 
@@ -104,14 +120,14 @@ def plan_eval(config: OfflineEvalConfig, paths: RunPaths, site: Site, resume_ste
     """Inference server (unless the config has none) and evaluator, which finds by itself what is left to do."""
     env = {} if site.device == "cuda" else thread_env(site.cores, 1, site.env)
     server, client = _addresses(config.inference, site)
-    processes = (
-        *_inference("eval", config.inference, paths, site, env, *server),
-        evaluator_process(paths, site.programs.python, _child_env("eval", "evaluator", site, {}), *client),
-    )
+    evaluator = evaluator_process(paths, site.programs.python, _child_env("eval", "evaluator", site, {}), *client)
+    servers = _inference("eval", config.inference, paths, site, env, *server)
+    processes = _with_key(servers, evaluator, config.client, site)
     configs: dict[str, BaseSettings] = {"eval": config}
     if config.inference is not None:
         configs["inference"] = config.inference
-    return Job("eval", paths, processes, _resources(processes), configs)
+    kept = "stopping; finished rollouts are kept"
+    return Job("eval", paths, processes, _resources(processes), configs, stopping=kept, resume=())
 
 
 def component_configs(config: RLConfig) -> dict[str, BaseSettings]:
@@ -149,6 +165,17 @@ def _inference(
     return (inference_process(paths, site.programs.inference, env, gpus, *flags),)
 
 
+def _with_key(
+    servers: tuple[ProcessSpec, ...], user: ProcessSpec, client: ClientConfig, site: Site
+) -> tuple[ProcessSpec, ...]:
+    """The launch's own servers and the process that sends them requests, with the key that both need."""
+    if not servers:
+        return (user,)
+    key = named_key(client.api_key_var, site.env) or site.engine_key
+    keyed = (replace(server, secrets={ENGINE_KEY_VARIABLE: key}) for server in servers)
+    return *keyed, replace(user, secrets={client.api_key_var: key})
+
+
 def _trainer(
     command: str, ranks: TrainerRanks, paths: RunPaths, site: Site, env: Mapping[str, str], *flags: str
 ) -> tuple[ProcessSpec, ...]:
@@ -163,7 +190,7 @@ def _trainer(
 
 def _child_env(command: str, child: str, site: Site, env: Mapping[str, str]) -> dict[str, str]:
     caches = {} if site.caches is None else cache_env(site.caches, child, site.env)
-    return {**caches, **env, "WANDB_PROGRAM": command, "WANDB_ARGS": json.dumps(site.arguments)}
+    return {**site.bytecode, **caches, **env, "WANDB_PROGRAM": command, "WANDB_ARGS": json.dumps(site.arguments)}
 
 
 def _addresses(config: InferenceConfig | None, site: Site) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -186,6 +213,14 @@ def _resume_flags(ckpt: object, resume_step: int | None) -> tuple[str, ...]:
     """Flags for a step that differs from the one in the config, as "the latest" does once it is known."""
     configured = getattr(ckpt, "resume_step", None)
     return () if resume_step == configured else ("--ckpt.resume-step", str(resume_step))
+
+
+def _stopping(ckpt: object) -> str:
+    return "stopping after this step" if ckpt is None else "stopping after this step, with a checkpoint"
+
+
+def _resume(ckpt: object) -> tuple[str, ...] | None:
+    return None if ckpt is None else ("--ckpt.resume-step", "-1")
 
 
 def _resources(processes: tuple[ProcessSpec, ...]) -> Resources:

@@ -6,13 +6,13 @@ import shutil
 import signal
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
 
 from prime_rl.launch.devices import mask
 from prime_rl.launch.spec import CannotStart, ProcessSpec
-from prime_rl.run.paths import RunPaths
+from prime_rl.run.paths import STORE_VARIABLE, RunPaths
 
 RL_TRAINER = "prime_rl.trainer.rl.train"
 SFT_TRAINER = "prime_rl.trainer.sft.train"
@@ -61,13 +61,13 @@ def orchestrator_process(paths: RunPaths, program: str, env: Mapping[str, str], 
     """The orchestrator. It needs no GPU and sees none."""
     argv = (program, "@", str(paths.config("orchestrator")), *flags)
     env = _unbuffered(env) | mask(())
-    return ProcessSpec("orchestrator", argv, paths.log("orchestrator"), env, completes_run=True)
+    return _completing("orchestrator", argv, paths, env)
 
 
 def evaluator_process(paths: RunPaths, python: str, env: Mapping[str, str], *flags: str) -> ProcessSpec:
     """The evaluator, which runs rollouts and scores them. It sees no GPU."""
     argv = (python, "-m", EVALUATOR, "@", str(paths.config("eval")), *flags)
-    return ProcessSpec("evaluator", argv, paths.log("evaluator"), _unbuffered(env) | mask(()), completes_run=True)
+    return _completing("evaluator", argv, paths, _unbuffered(env) | mask(()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,8 @@ class TrainerRanks:
     module: str
     config: Path
     count: int
-    rendezvous_port: int
+    meeting_place: Path
+    """File through which they find each other."""
 
     def processes(
         self, paths: RunPaths, python: str, env: Mapping[str, str], gpus: tuple[str, ...], *flags: str
@@ -89,29 +90,29 @@ class TrainerRanks:
         argv = (python, "-m", self.module, "@", str(self.config), *flags)
         names = ("trainer", *(f"trainer_rank_{rank}" for rank in range(1, self.count)))
         return tuple(
-            ProcessSpec(
-                name,
-                argv,
-                paths.log(name),
-                _unbuffered(env) | self._rank_env(rank),
+            replace(
+                _completing(name, argv, paths, _unbuffered(env) | self._rank_env(rank)),
                 gpus=gpus,
                 rank=rank,
-                completes_run=True,
                 relays=frozenset({signal.SIGUSR1}),
             )
             for rank, name in enumerate(names)
         )
 
     def _rank_env(self, rank: int) -> dict[str, str]:
-        """The variables that `torch.distributed` reads; torchrun sets the same ones."""
+        """The variables that torchrun sets too, except that ranks meet in a file and not at an address."""
         return {
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),
             "WORLD_SIZE": str(self.count),
             "LOCAL_WORLD_SIZE": str(self.count),
-            "MASTER_ADDR": LOOPBACK,
-            "MASTER_PORT": str(self.rendezvous_port),
+            STORE_VARIABLE: str(self.meeting_place),
         }
+
+
+def _completing(name: str, argv: tuple[str, ...], paths: RunPaths, env: Mapping[str, str]) -> ProcessSpec:
+    """A process whose work ends, and which says so."""
+    return ProcessSpec(name, argv, paths.log(name), env, completes_run=True, completion=paths.completion(name))
 
 
 def loopback_env(env: Mapping[str, str]) -> dict[str, str]:

@@ -12,13 +12,16 @@ from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
 from prime_rl.checks import NotInstalled
+from prime_rl.configs.shared import FileAccess
 from prime_rl.launch.host import LocalHost
 from prime_rl.launch.job import Job
 from prime_rl.launch.launch_log import LaunchLog
 from prime_rl.launch.site import Demand, Sharing, Site, claimed_site
 from prime_rl.launch.spec import CannotStart, Outcome
 from prime_rl.launch.supervisor import Supervisor
+from prime_rl.run.access import files_readable_by
 from prime_rl.run.directory import OutputDirInUse, RunDirError, write_configs
+from prime_rl.run.lock import run_lock
 from prime_rl.run.paths import RunPaths, stable_steps
 from prime_rl.utils.gpus import DeviceError
 
@@ -33,6 +36,9 @@ class Launchable(Protocol):
 
     @property
     def dry_run(self) -> bool: ...
+
+    @property
+    def file_access(self) -> FileAccess: ...
 
 
 class LaunchRefused(Exception):
@@ -71,6 +77,11 @@ class Command(Generic[ConfigT]):
     check_directory: Callable[[ConfigT, RunPaths], int | None]
     """Refuse a directory that the run must not use, without changing it; returns the step to resume from."""
     prepare_directory: Callable[[ConfigT, RunPaths, int | None], None]
+    try_out: Callable[[ConfigT], Sequence[str]] = lambda config: ()
+    """Faults that show only when something is loaded. A dry run looks for them in a process of its own; a run's own
+    processes find them, before a model is loaded."""
+    notes: Callable[[ConfigT, RunPaths, int | None], Sequence[str]] = lambda config, paths, resume_step: ()
+    """Lines about the run to show before it starts."""
 
 
 def launch(
@@ -90,7 +101,8 @@ def launch(
     """
     faults: tuple[str, ...]
     try:
-        return _launch(command, config, screen, sharing, bin_dir)
+        with files_readable_by(config.file_access):
+            return _launch(command, config, screen, sharing, bin_dir)
     except LaunchRefused as error:
         faults, code = error.faults, 2
     except (DeviceError, OutputDirInUse, RunDirError) as error:
@@ -104,20 +116,29 @@ def launch(
 def _launch(
     command: Command[ConfigT], config: ConfigT, screen: ScreenFactory, sharing: Sharing, bin_dir: Path | None
 ) -> int:
-    _refuse(command.check(config, sharing), config.dry_run)
+    faults = command.check(config, sharing)
+    _refuse(faults, config.dry_run)
+    if config.dry_run and not faults:
+        _refuse(command.try_out(config), config.dry_run)
     paths = RunPaths(config.output_dir)
-    with LocalHost() as host, claimed_site(command.demand(config), sharing, os.environ, bin_dir) as site:
-        if site.caches is not None:
-            host.remove_if_killed(site.caches)
+    with (
+        run_lock(paths.root) as lock,
+        LocalHost(held_by_guard=(lock,)) as host,
+        claimed_site(command.demand(config), sharing, os.environ, bin_dir) as site,
+    ):
+        for scratch in (site.meeting_place.parent, site.caches):
+            if scratch is not None:
+                host.remove_if_killed(scratch)
         resume_step = command.check_directory(config, paths)
         job = command.plan(config, paths, site, resume_step)
+        notes = command.notes(config, paths, resume_step)
         if not config.dry_run:
             command.prepare_directory(config, paths, resume_step)
         write_configs(paths, job.configs)
         if config.dry_run:
-            sys.stdout.writelines(f"{line}\n" for line in job.describe())
+            sys.stdout.writelines(f"{line}\n" for line in (*job.describe(), *notes))
             return 0
-        return run_job(job, host, screen)
+        return run_job(job, host, screen, notes)
 
 
 def _refuse(faults: Sequence[str], dry_run: bool) -> None:
@@ -128,13 +149,13 @@ def _refuse(faults: Sequence[str], dry_run: bool) -> None:
     sys.stderr.writelines(f"warning: {fault}\n" for fault in tolerated)
 
 
-def run_job(job: Job, host: LocalHost, screen: ScreenFactory) -> int:
-    """Run a planned job to its end, show it, and return the exit code."""
+def run_job(job: Job, host: LocalHost, screen: ScreenFactory, notes: Sequence[str] = ()) -> int:
+    """Run a planned job to its end, show it after its `notes`, and return the exit code."""
     with screen(job) as shown:
         log = LaunchLog(job.paths.log(job.command), shown.line)
-        if job.headline:
-            log.say(job.headline)
-        outcome = Supervisor(job.processes, host, log.say).run()
+        for line in filter(None, (job.headline, *notes)):
+            log.say(line)
+        outcome = Supervisor(job.processes, host, log.say, stopping=job.stopping).run()
     _report(outcome, job, shown, log)
     return outcome.exit_code
 
@@ -143,7 +164,7 @@ def _report(outcome: Outcome, job: Job, screen: Screen, log: LaunchLog) -> None:
     """Report how the run ended: the summary on stdout, an error on stderr."""
     summary = screen.summary(outcome.succeeded)
     if summary is not None:
-        if weights := stable_steps(job.paths.weights):
+        if not screen.has_shown("trainer") and (weights := stable_steps(job.paths.weights)):
             summary += f"; weights in {job.paths.weight(weights[-1])}"
         log.note(summary)
         _write(sys.stdout.write, f"{summary}\n")
@@ -151,10 +172,10 @@ def _report(outcome: Outcome, job: Job, screen: Screen, log: LaunchLog) -> None:
         return
     known = outcome.failed is not None and screen.has_shown(outcome.failed)
     message = outcome.message if known else outcome.report()
-    if stable_steps(job.paths.checkpoints):
-        message += "\ncontinue from the last checkpoint with --ckpt.resume-step -1"
+    if outcome.was_stopped or stable_steps(job.paths.checkpoints):
+        message += f"\n{job.how_to_continue(sys.argv, os.environ)}"
     log.note(message)
-    _write(sys.stderr.write, f"error: {message}\n")
+    _write(sys.stderr.write, f"{message}\n" if outcome.was_stopped else f"error: {message}\n")
 
 
 def _write(write: Callable[[str], object], text: str) -> None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from prime_rl.launch.caches import private_caches
+from prime_rl.launch.caches import bytecode_env, packages_are_compiled, private_caches
 from prime_rl.launch.devices import (
     GpuAssignment,
     assign_gpus,
@@ -17,8 +17,9 @@ from prime_rl.launch.devices import (
     processes_on,
     usable_cores,
 )
-from prime_rl.launch.ports import reserved_ports
+from prime_rl.launch.ports import meeting_place, reserved_ports
 from prime_rl.launch.programs import Programs
+from prime_rl.utils.engine_keys import ENGINE_KEY_VARIABLE, named_key, new_engine_key
 from prime_rl.utils.gpus import DeviceError, choose_device, masked_gpus, usable_gpus
 
 Device = Literal["cuda", "cpu"]
@@ -55,7 +56,6 @@ class Sharing:
 class Ports:
     """TCP ports of one launch. None uses the port in the config."""
 
-    rendezvous: int
     inference: int | None = None
     broadcast: int | None = None
 
@@ -73,8 +73,14 @@ class Site:
     env: Mapping[str, str]
     """The launcher's own environment."""
     ports: Ports
+    meeting_place: Path
+    """File through which the trainer's ranks find each other."""
+    engine_key: str = field(repr=False)
+    """Key that the inference server of this launch requires."""
     caches: Path | None = None
     """Directory for caches of compiled code. None uses the user's own."""
+    bytecode: Mapping[str, str] = field(default_factory=dict)
+    """Environment variables that let children keep bytecode."""
     arguments: tuple[str, ...] = ()
     """The launcher's command line, which W&B records."""
 
@@ -88,12 +94,12 @@ def claimed_site(
     Raises:
         DeviceError: the machine lacks the GPUs, or other programs compute on them.
         CannotStart: a program of the engine is not installed.
+        NotPrivate: the directory of this user's sockets and keys is open to others.
     """
     device, gpus = place(demand, sharing, env)
     programs = Programs.find(bin_dir)
     with ExitStack() as held:
-        rendezvous, inference, broadcast = held.enter_context(reserved_ports(3))
-        ports = Ports(rendezvous, inference, broadcast) if sharing.free_ports else Ports(rendezvous)
+        ports = Ports(*held.enter_context(reserved_ports(2))) if sharing.free_ports else Ports()
         yield Site(
             programs=programs,
             device=device,
@@ -102,7 +108,10 @@ def claimed_site(
             cores=usable_cores(),
             env=dict(env),
             ports=ports,
+            meeting_place=held.enter_context(meeting_place()),
+            engine_key=named_key(ENGINE_KEY_VARIABLE, env) or new_engine_key(),
             caches=held.enter_context(private_caches(env)) if sharing.private_caches else None,
+            bytecode=bytecode_env(env, packages_are_compiled()),
             arguments=tuple(sys.argv[1:]),
         )
 

@@ -26,6 +26,8 @@ class ProcessSpec:
     """Its stdout and stderr are appended here."""
     env: Mapping[str, str] = field(default_factory=dict)
     """Added to the launcher's environment."""
+    secrets: Mapping[str, str] = field(default_factory=dict, repr=False)
+    """More environment variables, which are never printed or written to a file."""
     node: int = 0
     """Index of the node that it runs on."""
     gpus: tuple[str, ...] = ()
@@ -34,6 +36,8 @@ class ProcessSpec:
     """Rank among the processes of its component."""
     completes_run: bool = False
     """The run succeeds when every such child has exited with 0. Every other child must live until then."""
+    completion: Path | None = None
+    """File that the child makes when its work is done. Without it, exit code 0 is a failure. None trusts the code."""
     relays: frozenset[signal.Signals] = frozenset()
     """Signals to the launcher that are forwarded to this child."""
 
@@ -88,6 +92,8 @@ class Outcome:
     """The last lines of the child that failed."""
     failed: str | None = None
     """Name of the child that failed."""
+    was_stopped: bool = False
+    """Whether a signal to the launcher ended the run."""
 
     def report(self) -> str:
         """The message, and log lines that may explain it."""

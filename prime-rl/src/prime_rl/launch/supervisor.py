@@ -12,8 +12,8 @@ from prime_rl.launch.spec import CannotStart, Exited, Outcome, ProcessSpec, Sign
 GRACE_S = 60.0
 """Seconds for children to save and stop after SIGTERM."""
 
-HURRIED_GRACE_S = 5.0
-"""Seconds that remain after a second Ctrl-C: somebody is waiting at the terminal."""
+INTERRUPT_GRACE_S = 600.0
+"""The same after Ctrl-C. A step may take minutes, and the user can press the keys again."""
 
 STRAGGLER_GRACE_S = 5.0
 """Seconds for processes that outlive their parent, after a successful run."""
@@ -30,23 +30,30 @@ Cause = Exited | Signalled | CannotStart | None
 class Supervisor:
     """Runs children until the run is complete, fails or is stopped.
 
-    The run ends with the first child that fails or that exits before the run is complete, and with SIGINT, SIGTERM or
-    SIGHUP to the launcher. `say` receives one line for each start and end.
+    The run ends with the first child that fails, that exits before its work is done or the run is complete, and with
+    SIGINT, SIGTERM or SIGHUP to the launcher. `say` receives one line for each start and end, and for a signal;
+    `stopping` is what a signal makes the children do.
     """
 
     def __init__(
-        self, specs: Sequence[ProcessSpec], host: Host, say: Callable[[str], None], grace_s: float = GRACE_S
+        self,
+        specs: Sequence[ProcessSpec],
+        host: Host,
+        say: Callable[[str], None],
+        grace_s: float = GRACE_S,
+        stopping: str = "stopping",
     ) -> None:
         self._specs = {spec.name: spec for spec in specs}
         self._host = host
         self._say = say
         self._grace_s = grace_s
+        self._stopping = stopping
         self._running: list[str] = []
 
     def run(self) -> Outcome:
         """Start the children in order and wait for the end of the run. No process is left on return."""
         cause = self._start() or self._watch()
-        signals = self._stop(completed=cause is None)
+        signals = self._stop(cause)
         if isinstance(cause, Exited) and cause.signal in signals:
             # Slurm signals every process of a job at once; a child's exit may arrive before our own signal.
             cause = Signalled(cause.signal)
@@ -69,7 +76,7 @@ class Supervisor:
             match event:
                 case Exited(name, code):
                     self._running.remove(name)
-                    if code != 0 or name not in unfinished:
+                    if code != 0 or name not in unfinished or not self._host.has_completed(self._specs[name]):
                         return event
                     unfinished.remove(name)
                     self._announce(name, "finished")
@@ -92,12 +99,18 @@ class Supervisor:
                     f"{signum.name} passed on to {name}" if heard else f"{name} does not listen to {signum.name} yet"
                 )
 
-    def _stop(self, completed: bool) -> set[signal.Signals]:
+    def _stop(self, cause: Cause) -> set[signal.Signals]:
         """Stop every child; returns the signals that arrived during that time."""
         signals: set[signal.Signals] = set()
+        grace_s = self._grace_s
+        if isinstance(cause, Signalled) and cause.signal is signal.SIGINT:
+            grace_s = INTERRUPT_GRACE_S
+            self._say(f"{self._stopping}; press Ctrl-C again to stop now")
+        elif isinstance(cause, Signalled):
+            self._say(f"{cause.signal.name}: {self._stopping}, within {grace_s:g} s")
         for name in reversed(self._running):
             self._host.stop(name)
-        deadline = time.monotonic() + self._grace_s
+        deadline = time.monotonic() + grace_s
         while self._running:
             event = self._host.next_event(max(0.0, deadline - time.monotonic()))
             match event:
@@ -112,30 +125,35 @@ class Supervisor:
                     signals.add(signum)
                     # Not for SIGTERM: Slurm, and a batch script that forwards the signal, may both send it.
                     if signum is signal.SIGINT:
-                        deadline = min(deadline, time.monotonic() + HURRIED_GRACE_S)
-        self._host.end_all(self._straggler_grace_s(completed, deadline))
+                        self._say("stopping now")
+                        break
+        self._host.end_all(self._straggler_grace_s(cause is None, deadline))
         return signals
 
     def _straggler_grace_s(self, completed: bool, deadline: float) -> float:
         if self._running:
             return 0.0
         # Processes that a child started may still be saving.
-        return STRAGGLER_GRACE_S if completed else max(0.0, deadline - time.monotonic())
+        return STRAGGLER_GRACE_S if completed else max(0.0, min(deadline - time.monotonic(), self._grace_s))
 
     def _outcome(self, cause: Cause) -> Outcome:
         match cause:
             case None:
                 return Outcome(0, "all done")
             case Signalled(signum):
-                return Outcome(128 + signum, f"stopped by {signum.name}")
+                by = "Ctrl-C" if signum is signal.SIGINT else signum.name
+                return Outcome(128 + signum, f"stopped by {by}", was_stopped=True)
             case CannotStart():
                 return Outcome(1, str(cause))
             case Exited():
                 return self._failure(cause)
 
     def _failure(self, end: Exited) -> Outcome:
-        what = str(end) if end.code else "ended early, although the run was not complete"
-        message = f"{end.name} {what}; its log is {self._specs[end.name].log}"
+        spec = self._specs[end.name]
+        what = str(end)
+        if not end.code:
+            what += " before its work was done" if spec.completes_run else ", although the run was not complete"
+        message = f"{end.name} {what}; its log is {spec.log}"
         log_tail = tuple(self._host.tail(end.name))
         if end.signal is signal.SIGKILL:
             message += f"\n{_MEMORY_HINT}"

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from prime_rl.run.paths import OrchestratorPaths, RunPaths, stable_steps, step_of
+from prime_rl.utils.contents import find_damage
 
 if TYPE_CHECKING:
     from prime_rl.utils.pydantic_config import BaseSettings
@@ -17,8 +18,11 @@ if TYPE_CHECKING:
 KEEP_VARIABLE = "NEVER_CLEAN_OUTPUT_DIR"
 """If this environment variable is set, output directories are never cleaned."""
 
-_NOT_CLEANED = frozenset({"configs", "slurm", "rl.sh", "sft.sh"})
-"""Files that the batch job itself uses. A launch overwrites its own."""
+LATEST = -1
+"""As a step to resume from: the latest."""
+
+_NOT_CLEANED = frozenset({"configs", "slurm", "rl.sh", "sft.sh", "run.lock"})
+"""Files that the batch job itself uses, and the lock. A launch overwrites its own."""
 
 _SIGNS_OF_A_RUN = ("configs", "logs", "checkpoints", "weights", "metrics.jsonl")
 
@@ -41,10 +45,13 @@ def check_run_dir(paths: RunPaths, resume_step: int | None, clean: bool = False)
 
     Raises:
         OutputDirInUse: a new run would find another run's checkpoints.
-        RunDirError: the directory must not be cleaned, or the step to resume from does not exist.
+        RunDirError: the directory must not be cleaned, or the step to resume from does not exist or lacks a file.
     """
     if resume_step is not None:
-        return _resolve(paths, resume_step)
+        step = _resolve(paths, resume_step)
+        if step != LATEST and (fault := find_damage(paths.checkpoint(step), hashes=False)):
+            raise RunDirError(f"{fault}; {advice_for_damage(paths, step)}")
+        return step
     if _is_to_be_cleaned(clean):
         _check_cleanable(paths.root)
     else:
@@ -81,7 +88,8 @@ def _is_to_be_cleaned(clean: bool) -> bool:
 def _check_cleanable(root: Path) -> None:
     precious = any(place.is_relative_to(root.resolve()) for place in (Path.cwd(), Path.home()))
     is_run = any((root / sign).exists() for sign in _SIGNS_OF_A_RUN)
-    if root.is_dir() and any(root.iterdir()) and (precious or not is_run):
+    is_empty = not root.is_dir() or not {path.name for path in root.iterdir()} - {"run.lock"}
+    if not is_empty and (precious or not is_run):
         raise RunDirError(f"{root} does not look like the directory of a run: delete it yourself if you mean it")
 
 
@@ -95,17 +103,31 @@ def _clean(root: Path) -> None:
             entry.unlink()
 
 
+def latest_step(paths: RunPaths) -> int:
+    """The newest step that trainer and orchestrator have both completed, or else the trainer's newest; or -1."""
+    complete = stable_steps(paths.checkpoints)
+    common = set(complete) & set(stable_steps(paths.orchestrator.checkpoints))
+    return max(common or complete, default=LATEST)
+
+
 def _resolve(paths: RunPaths, resume_step: int) -> int:
     complete = stable_steps(paths.checkpoints)
-    if resume_step == -1:
-        common = set(complete) & set(stable_steps(paths.orchestrator.checkpoints))
-        return max(common or complete, default=-1)
+    if resume_step == LATEST:
+        return latest_step(paths)
     if resume_step not in complete:
         there = ", ".join(map(str, complete)) or "none"
         raise RunDirError(
             f"no complete checkpoint {paths.checkpoint(resume_step)} to resume from; complete steps: {there}"
         )
     return resume_step
+
+
+def advice_for_damage(paths: RunPaths, step: int) -> str:
+    """What to do about a damaged checkpoint of `step`."""
+    earlier = [other for other in stable_steps(paths.checkpoints) if other < step]
+    if not earlier:
+        return "there is no earlier checkpoint: start a new run in another directory"
+    return f"continue from an earlier checkpoint with --ckpt.resume-step {earlier[-1]}"
 
 
 def _discard_stale(paths: RunPaths, resume_step: int | None) -> None:

@@ -1,7 +1,7 @@
 """All paths of a run. No other module joins run paths.
 
 `OUT` is the run's directory; the orchestrator keeps its files in `OUT/run_default`, `RUN`. The directory of a step is
-named `step_<n>`. A directory with the empty file `STABLE` is complete and flushed.
+named `step_<n>`. A directory with the file `STABLE` is complete and flushed.
 """
 
 from __future__ import annotations
@@ -11,6 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from prime_rl.utils.files import STABLE
+
+STORE_VARIABLE = "PRIME_RL_STORE"
+"""Environment variable of the trainer's ranks: the file through which they find each other."""
 
 _STEP_DIR = re.compile(r"step_(\d+)")
 
@@ -45,6 +48,15 @@ class RunPaths:
     def log(self, component: str) -> Path:
         return self.logs / f"{component}.log"
 
+    def completion(self, process: str) -> Path:
+        """Marker: the process of this launch has done all of its work."""
+        return self.root / "control" / f"{process}.complete"
+
+    @property
+    def server_log(self) -> Path | None:
+        """Log of the inference server that was started for the run; None if somebody else started it."""
+        return self.log("inference") if self.config("inference").is_file() else None
+
     def rank_log(self, rank: int) -> Path:
         return self.logs / "trainer" / f"rank_{rank}.log"
 
@@ -62,6 +74,10 @@ class RunPaths:
 
     def trainer_checkpoint(self, step: int) -> Path:
         return self.checkpoint(step) / "trainer"
+
+    def saved_config(self, step: int, component: str) -> Path:
+        """The config of a component that the checkpoint of a step was made with."""
+        return self.checkpoint(step) / "configs" / f"{component}.toml"
 
     @property
     def best_checkpoint(self) -> Path:
@@ -103,6 +119,11 @@ class OrchestratorPaths:
     @property
     def control(self) -> Path:
         return self.root / "control"
+
+    @property
+    def environments_checked(self) -> Path:
+        """Marker: the environments have been loaded and can be used, so that the engine may load its model."""
+        return self.control / "ENVIRONMENTS_CHECKED"
 
     @property
     def resolved_config(self) -> Path:
