@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import socket
 import string
 from collections.abc import Iterator
@@ -19,6 +20,15 @@ CHATML = (
     "{%- endfor %}"
     "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
 )
+
+
+def pytest_configure() -> None:
+    """Make the tests independent of nohup, which lets every child ignore SIGHUP.
+
+    A handler, unlike SIG_IGN, is not inherited: children get the default action, and pytest itself still survives.
+    """
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, lambda signum, frame: None)
 
 
 @pytest.fixture

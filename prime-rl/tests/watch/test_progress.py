@@ -5,7 +5,9 @@ import io
 import json
 import os
 import pty
+import termios
 import threading
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +23,9 @@ def trainer(step: int, time: float = 0.0, **metrics: float) -> dict[str, Any]:
     return {"time": time, "source": "trainer", "step": step, "loss/mean": 0.25, **metrics}
 
 
-def orchestrator(step: int, reward: float) -> dict[str, Any]:
-    return {"time": 0.0, "source": "orchestrator", "step": step, "reward/mean": reward}
+def orchestrator(step: int, reward: float, **parts: float) -> dict[str, Any]:
+    of_reward = {f"reward_parts/{name}": value for name, value in parts.items()}
+    return {"time": 0.0, "source": "orchestrator", "step": step, "reward/mean": reward, **of_reward}
 
 
 def progress_of(*records: dict[str, Any], max_steps: int | None = 60) -> RunProgress:
@@ -65,6 +68,60 @@ def test_the_summary_compares_the_first_steps_with_the_last() -> None:
     assert summary == "12 steps in 1:01:40, mean reward 0.200 -> 0.900 (first and last 5 steps)"
 
 
+@pytest.mark.parametrize(
+    ("steps", "rewards"),
+    [
+        (1, "mean reward 0.000"),
+        (3, "mean reward 0.000 -> 0.200 (first and last step)"),
+        (5, "mean reward 0.050 -> 0.350 (first and last 2 steps)"),
+    ],
+)
+def test_the_summary_of_a_short_run_compares_no_step_with_itself(steps: int, rewards: str) -> None:
+    records = [record for step in range(steps) for record in (orchestrator(step, step / 10), trainer(step))]
+    assert progress_of(*records).summary(elapsed_s=1).endswith(f" in 0:01, {rewards}")
+
+
+def test_the_parts_of_the_reward_stand_below_the_step_and_in_the_summary() -> None:
+    records = [
+        record
+        for step in range(10)
+        for record in (orchestrator(step, 0.5, layout=1 - step / 10, accuracy=step / 10), trainer(step))
+    ]
+    progress = progress_of(*records)
+    assert progress.part_lines() == ["  layout 0.100  accuracy 0.900"]
+    assert progress.summary(3.0) == (
+        "10 steps in 0:03, mean reward 0.500 -> 0.500 (first and last 5 steps): layout 0.800 -> 0.300, "
+        "accuracy 0.200 -> 0.700"
+    )
+
+
+def test_the_parts_of_an_environment_without_rollouts_in_a_step_are_left_out_there() -> None:
+    """Two environments; the second has rollouts in every other step only."""
+    records = []
+    for step in range(6):
+        parts = {"a/right": step / 10} | ({"b/right": 1.0 - step / 10} if step % 2 else {})
+        records += [orchestrator(step, 0.5, **parts), trainer(step)]
+    assert progress_of(*records[:-2]).part_lines() == ["  a/right 0.400"]
+    progress = progress_of(*records)
+    assert progress.part_lines() == ["  a/right 0.500  b/right 0.500"]
+    assert progress.summary(1.0).endswith("(first and last 3 steps): a/right 0.100 -> 0.400, b/right 0.900 -> 0.600")
+
+
+def test_a_reward_function_that_is_the_whole_reward_is_not_shown_twice() -> None:
+    progress = progress_of(orchestrator(0, 0.5, exact=0.5), trainer(0))
+    assert progress.part_lines() == []
+    assert "exact" not in progress.summary(1.0)
+
+
+def test_many_parts_take_several_lines_of_at_most_80_characters_and_no_figure_is_cut_off() -> None:
+    parts = {f"a_reward_function_with_a_long_name_{index}": index / 10 for index in range(5)}
+    lines = progress_of(orchestrator(0, 0.5, **parts), trainer(0)).part_lines()
+    assert max(map(len, lines)) <= 80
+    assert [word for line in lines for word in line.strip().split("  ")] == [
+        f"{name} {value:.3f}" for name, value in parts.items()
+    ]
+
+
 def test_a_run_that_did_nothing_says_so() -> None:
     assert RunProgress(3).summary(1.2) == "0 steps in 0:01"
 
@@ -87,7 +144,7 @@ class Scene:
     def __init__(self, root: Path) -> None:
         self.metrics, self.logs = (
             root / "metrics.jsonl",
-            {name: root / f"{name}.log" for name in ("inference", "trainer")},
+            {name: root / f"{name}.log" for name in ("inference", "orchestrator", "trainer")},
         )
         self.stream = io.StringIO()
         self.display = PlainDisplay(self.stream)
@@ -119,6 +176,15 @@ def test_lines_tell_of_the_start_the_trainer_and_each_step(scene: Scene) -> None
     ]
 
 
+def test_warnings_of_the_orchestrator_are_shown_and_its_other_lines_are_not(scene: Scene) -> None:
+    append(
+        scene.logs["orchestrator"], "12:00:01    INFO Resumed", "12:00:02 \x1b[33mWARNING\x1b[0m Step 3: all 64 rewards"
+    )
+    append(scene.logs["inference"], "12:00:03 WARNING of the server")
+    scene.watcher.look()
+    assert scene.shown() == ["12:00:02 \x1b[33mWARNING\x1b[0m Step 3: all 64 rewards"]
+
+
 def test_watching_shows_what_came_last(scene: Scene) -> None:
     with watching(scene.watcher, scene.display):
         append(scene.metrics, json.dumps(trainer(0)), json.dumps(trainer(1, time=1)))
@@ -139,24 +205,39 @@ def test_a_terminal_that_is_gone_does_not_end_the_run(scene: Scene) -> None:
     assert threading.active_count() < watching_threads
 
 
-def test_a_terminal_gets_a_bar_and_the_words_of_each_child() -> None:
+def read_to_end(master: int) -> str:
+    """What was written to a terminal whose other end is closed."""
+    chunks = []
+    with suppress(OSError):  # EIO: nothing is left
+        while chunk := os.read(master, 65536):
+            chunks.append(chunk)
+    return b"".join(chunks).decode()
+
+
+def test_a_terminal_of_80_columns_gets_a_bar_all_figures_and_the_words_of_each_child() -> None:
     master, slave = pty.openpty()
+    termios.tcsetwinsize(slave, (24, 80))
     with os.fdopen(slave, "w") as terminal:
         display = display_for(terminal)
         assert isinstance(display, LiveDisplay)
         display.update(RunProgress(60), {"inference": "Loading the model"})
         display.line("a line to keep")
-        records = [record for step in range(3) for record in (orchestrator(step, step / 4), trainer(step, time=step))]
+        parts, speed = {"layout": 0.75, "accuracy": 0.25}, {"perf/throughput": 123456.0}
+        records = [
+            record
+            for step in range(3)
+            for record in (orchestrator(step, step / 4, **parts), trainer(step, time=10000.0 * step, **speed))
+        ]
         display.update(progress_of(*records), {"trainer": "Waiting for a batch"})
         display.close()
-    shown = os.read(master, 65536).decode()
+    shown = read_to_end(master)
     os.close(master)
     for part in (
         "Loading the model",
         "a line to keep",
         "━",
-        "step 3/60  reward 0.500",
-        "0:57 left",
+        "step 3/60  reward 0.500  loss 0.2500  123456 tok/s  158:20:00 left",
+        "  layout 0.750  accuracy 0.250",
         "▁▅█",
         "Waiting for",
     ):

@@ -69,10 +69,11 @@ class LiveDisplay:
         bar = Table.grid(padding=(0, 2))
         bar.add_row(
             ProgressBar(total=progress.max_steps, completed=progress.step, width=24, pulse=progress.max_steps is None),
-            Text(progress.line(), no_wrap=True),
             Text(sparkline(progress.reward_course), style="green", no_wrap=True),
         )
-        return Group(children, bar)
+        # On rows of their own, so that a terminal of 80 columns shows all of them.
+        lines = (Text(line, no_wrap=True, overflow="ellipsis") for line in (progress.line(), *progress.part_lines()))
+        return Group(children, *lines, bar)
 
     def close(self) -> None:
         self._live.stop()

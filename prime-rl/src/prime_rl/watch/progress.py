@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import fmean
 from typing import Any
 
+LINE_WIDTH = 80
 _EDGE_STEPS = 5
 """Number of first and last steps whose mean rewards the summary compares."""
 _RATE_STEPS = 10
 """Number of last steps from which the remaining time is estimated."""
 _SPARKS = "▁▂▃▄▅▆▇█"
+_PART = "reward_parts/"
 
 
 def clock(seconds: float) -> str:
@@ -54,12 +58,16 @@ class RunProgress:
     max_steps: int | None
     step: int = 0
     rewards: dict[int, float] = field(default_factory=dict)
+    """Mean reward of each step."""
+    parts: dict[int, dict[str, float]] = field(default_factory=dict)
+    """Mean of each reward function, by step and name. A step lacks those of an environment without rollouts."""
     loss: float | None = None
     tokens_per_s: float | None = None
     steps_this_time: int = 0
     remaining_s: float | None = None
     """Estimated seconds for the remaining steps, at the pace of the last ones."""
     _pace: Pace = field(init=False)
+    _part_names: dict[str, None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._pace = Pace(self.max_steps)
@@ -69,6 +77,10 @@ class RunProgress:
         step = int(record.get("step", 0)) + 1
         if record.get("source") == "orchestrator" and (reward := record.get("reward/mean")) is not None:
             self.rewards[step] = float(reward)
+            self.parts[step] = {
+                name.removeprefix(_PART): float(value) for name, value in record.items() if name.startswith(_PART)
+            }
+            self._part_names |= dict.fromkeys(self.parts[step])
         if record.get("source") != "trainer" or "loss/mean" not in record:
             return False
         self.step = step
@@ -100,12 +112,43 @@ class RunProgress:
         total = "" if self.max_steps is None else f"/{self.max_steps}"
         return "  ".join([f"step {self.step}{total}", *self.figures()])
 
+    @property
+    def part_names(self) -> list[str]:
+        """Reward functions in the order in which they were first seen. Empty if one function is the whole reward."""
+        return list(self._part_names) if len(self._part_names) > 1 else []
+
+    def part_lines(self) -> list[str]:
+        """The parts of the last step's reward, in indented lines of at most `LINE_WIDTH` characters."""
+        values = self.parts.get(self.step, {})
+        words = [f"{name} {values[name]:.3f}" for name in self.part_names if name in values]
+        # A figure is not cut off from its name.
+        text = "  ".join(word.replace(" ", "\N{NO-BREAK SPACE}") for word in words)
+        lines = textwrap.wrap(text, LINE_WIDTH, initial_indent="  ", subsequent_indent="  ", break_long_words=False)
+        return [line.replace("\N{NO-BREAK SPACE}", " ") for line in lines]
+
     def summary(self, elapsed_s: float) -> str:
         """Steps, time and rewards of the run, in one line."""
         steps = f"{self.steps_this_time} step{'s' * (self.steps_this_time != 1)}"
         rewards = self.reward_course
         if not rewards:
             return f"{steps} in {clock(elapsed_s)}"
-        count = min(_EDGE_STEPS, len(rewards))
-        first, last = (sum(edge) / count for edge in (rewards[:count], rewards[-count:]))
-        return f"{steps} in {clock(elapsed_s)}, mean reward {first:.3f} -> {last:.3f} (first and last {count} steps)"
+        if len(rewards) == 1:
+            return f"{steps} in {clock(elapsed_s)}, mean reward {rewards[0]:.3f}"
+        # Never the same step on both sides.
+        count = min(_EDGE_STEPS, len(rewards) // 2)
+        change = _change(rewards[:count], rewards[-count:])
+        compared = f"first and last {count} steps" if count > 1 else "first and last step"
+        summary = f"{steps} in {clock(elapsed_s)}, mean reward {change} ({compared})"
+        steps_done = sorted(step for step in self.rewards if step <= self.step)
+        changes = []
+        for name in self.part_names:
+            edges = (steps_done[:count], steps_done[-count:])
+            first, last = ([self.parts[step][name] for step in edge if name in self.parts[step]] for edge in edges)
+            if first and last:
+                changes.append(f"{name} {_change(first, last)}")
+        return f"{summary}: {', '.join(changes)}" if changes else summary
+
+
+def _change(first: Sequence[float], last: Sequence[float]) -> str:
+    """Means of the first and the last values."""
+    return f"{fmean(first):.3f} -> {fmean(last):.3f}"

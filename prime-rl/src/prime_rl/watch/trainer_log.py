@@ -40,7 +40,7 @@ class _View:
 
     def look(self) -> None:
         # The bar redirects stdout to the lines above it.
-        for line in self.log.lines():
+        for line in self.log.new_lines():
             sys.stdout.write(f"{line}\n")
         sys.stdout.flush()
         for line in self.metrics.lines():

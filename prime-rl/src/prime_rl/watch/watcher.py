@@ -18,6 +18,7 @@ from prime_rl.watch.progress import RunProgress, clock
 
 LOOK_EVERY_S = 0.25
 _LOG_PREFIX = re.compile(r"^\d{2}:\d{2}:\d{2}\s+[A-Z]+\s+")
+_WARNING = re.compile(r"^\d{2}:\d{2}:\d{2}\s+WARNING\s")
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 _STEP_LINE = re.compile(r"\bStep \d+ \| ")
 
@@ -52,7 +53,8 @@ class Watcher:
             # A full disk leaves an incomplete line.
             with contextlib.suppress(ValueError):
                 if self.progress.take(json.loads(line)):
-                    self._display.line(self.progress.line())
+                    for words in (self.progress.line(), *self.progress.part_lines()):
+                        self._display.line(words)
         self._display.update(self.progress, self._doing)
 
     def _take_log_line(self, name: str, line: str) -> None:
@@ -65,7 +67,8 @@ class Watcher:
             self._ready.add(name)
             self._display.line(f"inference is ready after {clock(time.monotonic() - self._started_s)}")
         # A finished step is shown with its reward, which only the metrics contain.
-        if name == "trainer" and not _STEP_LINE.search(words):
+        is_trainers = name == "trainer" and not _STEP_LINE.search(words)
+        if is_trainers or (name == "orchestrator" and _WARNING.match(_ANSI.sub("", line))):
             self._display.line(line.rstrip())
 
 
