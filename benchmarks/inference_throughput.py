@@ -34,6 +34,7 @@ from prime_rl.inference.embedded.http.api import Api
 from prime_rl.inference.embedded.http.service import ServedModel, Service
 
 PROMPT_TOKENS, NEW_TOKENS, TURN_TOKENS = 32, 64, 64
+KEY = "benchmark"
 Prompts = Sequence[tuple[int, ...]]
 
 
@@ -78,7 +79,8 @@ def engine_tokens_per_s(engine: Engine, prompts: Prompts) -> float:
 
 
 async def http_tokens_per_s(url: str, prompts: Prompts) -> float:
-    async with httpx.AsyncClient(base_url=url, timeout=600, limits=httpx.Limits(max_connections=None)) as client:
+    headers, limits = {"Authorization": f"Bearer {KEY}"}, httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(base_url=url, timeout=600, headers=headers, limits=limits) as client:
 
         async def one(prompt: tuple[int, ...]) -> int:
             body = {"tokens": prompt, "messages": [{"role": "user", "content": ""}], "max_tokens": NEW_TOKENS}
@@ -103,7 +105,7 @@ class NoText:
 
 
 def serve(engine: Engine, vocab_size: int) -> tuple[str, uvicorn.Server]:
-    api = Api("model")
+    api = Api("model", KEY)
     api.service = Service(engine, NoText(), ServedModel("model", 512, vocab_size, GenerationConfig()))
     listener = socket.create_server(("127.0.0.1", 0))
     server = uvicorn.Server(uvicorn.Config(api.app(), log_level="error", lifespan="off"))

@@ -89,13 +89,32 @@ def add_command(
     def command(words: list[str] | None = None, **values: Any) -> int:
         return run(words or [], options(**values))
 
-    hints = get_type_hints(options, include_extras=True)
-    parameters = [_parameter("words", Words, None)]
-    parameters += [_parameter(field.name, hints[field.name], _default(field)) for field in fields(options)]
-    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    _declare(command, [_parameter("words", Words, None), *_parameters(options)])
     settings = {"ignore_unknown_options": True, "allow_extra_args": True}
     app.command(name, help=inspect.getdoc(run), context_settings=settings)(command)
+
+
+def add_command_without_config(
+    app: typer.Typer, name: str, options: type[OptionsT], run: Callable[[OptionsT], int]
+) -> None:
+    """Add a command that reads no config. The fields of the dataclass `options` are its arguments and options."""
+
+    def command(**values: Any) -> int:
+        return run(options(**values))
+
+    _declare(command, _parameters(options))
+    app.command(name, help=inspect.getdoc(run))(command)
+
+
+def _declare(command: Callable[..., int], parameters: Sequence[inspect.Parameter]) -> None:
+    """Give a function the signature that Typer reads."""
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+
+
+def _parameters(options: type[DataclassInstance]) -> list[inspect.Parameter]:
+    hints = get_type_hints(options, include_extras=True)
+    return [_parameter(field.name, hints[field.name], _default(field)) for field in fields(options)]
 
 
 def _parameter(name: str, annotation: Any, default: Any) -> inspect.Parameter:
@@ -103,4 +122,6 @@ def _parameter(name: str, annotation: Any, default: Any) -> inspect.Parameter:
 
 
 def _default(field: Field[Any]) -> Any:
-    return field.default if field.default_factory is MISSING else field.default_factory()
+    if field.default_factory is not MISSING:
+        return field.default_factory()
+    return inspect.Parameter.empty if field.default is MISSING else field.default

@@ -56,7 +56,9 @@ def check_rl(config: RLConfig, split: GpuSplit) -> None:
     """Raises UsageError with one line for each broken rule."""
     faults = []
     if config.inference is None:
-        faults.append("no [inference] table: this command starts the inference server; an empty table will do")
+        faults.append(
+            "this command starts the inference server: remove orchestrator.client.base_url, or add an [inference] table"
+        )
     if split.single_gpu and config.trainer.weight_broadcast.type == "nccl":
         faults.append("--single-gpu: weight_broadcast.type = 'nccl' needs two GPUs; set it to 'filesystem'")
     if faults:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import stat
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,7 @@ from medarc_rl.utils import (
 )
 from prime_rl.configs.rl import RLConfig
 from prime_rl.configs.sft import SFTConfig
+from prime_rl.run.access import files_readable_by
 from prime_rl.utils.files import replacing_file
 
 Option = typer.Option
@@ -69,7 +71,8 @@ def sft(words: list[str], options: SftOptions) -> int:
     """Submit supervised fine-tuning."""
     run = load_run(SFTConfig, words, "sft", options.output_dir, sft_owned(options.gpus))
     job = plan_job("sft", run, options, gpus=sft_gpus(run.config))
-    return write_and_submit(job, run, options)
+    with files_readable_by(run.config.file_access):
+        return write_and_submit(job, run, options)
 
 
 def rl(words: list[str], options: RlOptions) -> int:
@@ -80,7 +83,8 @@ def rl(words: list[str], options: RlOptions) -> int:
     for line in advice(run.config, split):
         warn(line)
     job = plan_job("rl", run, options, gpus=split.total, single_gpu=split.single_gpu)
-    return write_and_submit(job, run, options)
+    with files_readable_by(run.config.file_access):
+        return write_and_submit(job, run, options)
 
 
 add_command(app, "sft", SftOptions, sft)
@@ -119,7 +123,7 @@ def write_and_submit(job: BatchJob, run: Run[Any], options: SlurmOptions) -> int
         run.paths.slurm.mkdir(parents=True, exist_ok=True)
         with replacing_file(job.script) as scratch:
             scratch.write_text(script, encoding="utf-8")
-            scratch.chmod(0o755)
+            scratch.chmod(scratch.stat().st_mode | stat.S_IXUSR)
     say(f"config: {run.paths.config(component)}")
     say(f"script: {job.script}")
     if dry_run:

@@ -13,12 +13,14 @@ from typing import Annotated
 import typer
 
 from medarc_rl.backends.slurm import NODE_GPUS
-from medarc_rl.cli import add_command, new_app, warn
+from medarc_rl.chat import ChatOptions, chat
+from medarc_rl.cli import add_command, add_command_without_config, new_app, warn
 from medarc_rl.deployment import GpuSplit, advice, check_rl, sft_gpus, sft_owned
 from medarc_rl.launchers import rl_local, sft_local
 from medarc_rl.launchers.shared_node import SINGLE_GPU_VARIABLE, first_gpus, shared_node
 from medarc_rl.migrate.command import command as migrate
 from medarc_rl.utils import check_startable, load_run, write_components
+from prime_rl.checks.environments import EXAMINATION
 from prime_rl.configs.eval import OfflineEvalConfig
 from prime_rl.configs.rl import RLConfig
 from prime_rl.configs.sft import SFTConfig
@@ -27,7 +29,7 @@ from prime_rl.launch.commands import EVAL
 from prime_rl.launch.plan import component_configs
 from prime_rl.launch.run import launch
 from prime_rl.utils.gpus import MASK_VARIABLE
-from prime_rl.utils.pydantic_config import dump_toml
+from prime_rl.utils.pydantic_config import BaseSettings, dump_toml
 from prime_rl.watch.screens import eval_screen
 
 Option = typer.Option
@@ -54,6 +56,10 @@ class RlOptions:
     train_gpus: Annotated[int, Option(min=1, max=4, help="GPUs of the trainer, or its processes on a CPU.")] = 1
     infer_gpus: Annotated[int, Option(min=1, max=7, help="GPUs of the inference server.")] = 1
     single_gpu: Annotated[bool, Option("--single-gpu", help="One GPU for both.")] = False
+    preflight: Annotated[
+        bool,
+        Option("--preflight", help="Load the environments, report on them and stop: rows, prompts, tools, faults."),
+    ] = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +71,7 @@ def sft(words: list[str], options: SftOptions) -> int:
     """Run supervised fine-tuning."""
     run = load_run(SFTConfig, words, "sft", options.output_dir, sft_owned(options.gpus))
     if options.preflight:
-        return sft_preflight(run.config)
+        return preflight(SFT_PREFLIGHT, run.config)
     first_gpus(run.config.device, sft_gpus(run.config), os.environ)
     check_startable(run, run.config.dry_run)
     write_components(run, {"trainer": run.config})
@@ -76,6 +82,8 @@ def rl(words: list[str], options: RlOptions) -> int:
     """Run reinforcement learning: inference server, orchestrator and trainer."""
     split = GpuSplit(options.train_gpus, options.infer_gpus, options.single_gpu)
     run = load_run(RLConfig, words, "rl", options.output_dir, split.owned)
+    if options.preflight:
+        return preflight(EXAMINATION, run.config.orchestrator)
     check_rl(run.config, split)
     gpus = first_gpus(run.config.device, split.total, os.environ)
     for line in advice(run.config, split):
@@ -89,7 +97,7 @@ def rl(words: list[str], options: RlOptions) -> int:
 
 
 def evaluate(words: list[str], options: EvalOptions) -> int:
-    """Evaluate a model and its checkpoints. Starts its own server if the config has an [inference] table."""
+    """Evaluate a model and its checkpoints. Starts its own server unless client.base_url names one."""
     run = load_run(OfflineEvalConfig, words, "eval", options.output_dir, {})
     return launch(EVAL, run.config, eval_screen, shared_node(os.environ))
 
@@ -97,21 +105,22 @@ def evaluate(words: list[str], options: EvalOptions) -> int:
 add_command(app, "sft", SftOptions, sft)
 add_command(app, "rl", RlOptions, rl)
 add_command(app, "eval", EvalOptions, evaluate)
+add_command_without_config(app, "chat", ChatOptions, chat)
 app.command("migrate")(migrate)
 
 
-def sft_preflight(config: SFTConfig) -> int:
-    """Report on the data of a run. The run's directory is not touched."""
+def preflight(module: str, config: BaseSettings) -> int:
+    """Report on the data of a run, with a module that takes the config. The run's directory is not touched."""
     with TemporaryDirectory() as scratch, LocalHost() as host:
-        file, log = Path(scratch, "sft.toml"), Path(scratch, "preflight.log")
+        file, log = Path(scratch, "config.toml"), Path(scratch, "preflight.log")
         dump_toml(config, file)
         # The child writes to a file, and this process shows it: rich must be told about the terminal.
         terminal = {"FORCE_COLOR": "1", "COLUMNS": str(shutil.get_terminal_size().columns)}
         env = terminal if sys.stdout.isatty() else {}
-        argv = (sys.executable, "-m", SFT_PREFLIGHT, "@", str(file))
-        preflight = ProcessSpec("preflight", argv, log, env, completes_run=True)
+        argv = (sys.executable, "-m", module, "@", str(file))
+        process = ProcessSpec("preflight", argv, log, env, completes_run=True)
         with shown(log):
-            return Supervisor([preflight], host, say=lambda line: None).run().exit_code
+            return Supervisor([process], host, say=lambda line: None).run().exit_code
 
 
 def main() -> None:

@@ -15,7 +15,9 @@ from medarc_rl.migrate.kinds import suggested_migrations
 from prime_rl.checks import NotInstalled, start_faults
 from prime_rl.configs.surface.not_built import unbuilt_faults
 from prime_rl.configs.surface.root import RootConfig
+from prime_rl.run.access import files_readable_by
 from prime_rl.run.directory import OutputDirInUse, RunDirError, check_run_dir, prepare_run_dir, write_configs
+from prime_rl.run.lock import refuse_if_locked
 from prime_rl.run.paths import RunPaths
 from prime_rl.utils.pydantic_config import BaseSettings, ConfigError, load_config, showing_warnings
 from prime_rl.utils.pydantic_config.arguments import arguments_layer, is_boolean_flag, parse_arguments
@@ -57,7 +59,7 @@ def split_words(config_cls: type[RootConfig], words: Sequence[str]) -> tuple[lis
     """Split the words of a command line into config files, weakest first, and overrides.
 
     Raises:
-        UsageError: no file is named.
+        UsageError: no file is named, and this is not an evaluation, whose settings are few.
         ConfigError: an `@` without a file.
     """
     files, overrides = split_files(words, partial(is_boolean_flag, config_cls))
@@ -68,7 +70,7 @@ def split_words(config_cls: type[RootConfig], words: Sequence[str]) -> tuple[lis
     if candidates:
         overrides.remove(candidates[0])
         files.insert(0, Path(candidates[0]))
-    if not files:
+    if not files and config_cls.component != "eval":
         raise UsageError("no config: name a TOML file, as in `config.toml` or `@ config.toml`")
     return files, overrides
 
@@ -78,7 +80,8 @@ def load_run(
 ) -> Run[ConfigT]:
     """Load a config from the words of a command line. Warnings, and overrides without effect, are printed to stderr.
 
-    The run's directory is `output_dir`, or the config's own, or `outputs/<config stem>-<kind>`.
+    The run's directory is `output_dir`, or the config's own, or `outputs/<config stem>-<kind>`, without a file
+    `outputs/<kind>`.
 
     Raises:
         UsageError: one line for each fault.
@@ -89,8 +92,11 @@ def load_run(
             files, overrides = split_words(config_cls, words)
             written = [*read_files(files).layers, arguments_layer(config_cls, overrides)]
             given = [with_underscores(config_cls, layer) for layer in written]
-            stem = next((file for file in files if not section_of(file)), files[0]).stem
-            root = output_dir or merge_layers(config_cls, given).get("output_dir", f"outputs/{stem}-{kind}")
+            whole = [*(file for file in files if not section_of(file)), *files]
+            stem = whole[0].stem if whole else ""
+            root = output_dir or merge_layers(config_cls, given).get(
+                "output_dir", f"outputs/{stem}-{kind}" if whole else f"outputs/{kind}"
+            )
             if isinstance(root, str | Path):
                 no_slurm = {"slurm": None} if "slurm" in config_cls.model_fields else {}
                 owned = {"output_dir": _utf8(str(Path(root).absolute())), **no_slurm, **owned}
@@ -152,6 +158,7 @@ def check_startable(run: Run[Any], dry_run: bool, job_dir: Path | None = None) -
     for fault in tolerated if job_dir is not None else ():
         warn(fault)
     with reporting_directory_errors():
+        refuse_if_locked(run.paths.root)
         check_run_dir(run.paths, run.resume_step, run.config.clean_output_dir)
 
 
@@ -164,7 +171,7 @@ def prepare_directory(run: Run[Any]) -> None:
 
 def write_components(run: Run[Any], components: Mapping[str, BaseSettings]) -> None:
     """Write resolved configs to `OUT/configs`, each under its component's name. Raises MedarcError."""
-    with reporting_directory_errors():
+    with reporting_directory_errors(), files_readable_by(run.config.file_access):
         write_configs(run.paths, components)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import socket
 import stat
 import subprocess
@@ -29,6 +30,15 @@ print({says!r})
 sys.exit({code})
 """
 )
+
+
+def pytest_configure() -> None:
+    """Make the tests independent of nohup, which lets every child ignore SIGHUP.
+
+    A handler, unlike SIG_IGN, is not inherited: children get the default action, and pytest itself still survives.
+    """
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, lambda signum, frame: None)
 
 
 @pytest.fixture(autouse=True)

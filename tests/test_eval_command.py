@@ -40,6 +40,21 @@ def test_the_command_in_the_files_header_is_dry_run(tmp_path: Path, monkeypatch:
     assert invoke(*words, "--dry-run").exit_code == 0
 
 
+def test_options_alone_are_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = invoke("--model.name", MED_CALC / "checkpoint", "--environment-ids", "med-calc", "--dry-run")
+    assert result.exit_code == 0, result.output
+    server, evaluator = result.stdout.splitlines()
+    assert f"inference @ {tmp_path}/outputs/eval/configs/inference.toml" in server
+    assert f"prime_rl.eval.evaluate @ {tmp_path}/outputs/eval/configs/eval.toml" in evaluator
+
+
+def test_without_anything_the_environment_is_asked_for() -> None:
+    result = invoke()
+    assert result.exit_code == 2
+    assert result.stderr == "error: command line: no environment: name one with `environment_ids` or [[env]]\n"
+
+
 @pytest.mark.parametrize(
     ("options", "fault"),
     [

@@ -58,16 +58,47 @@ def test_sft_is_handed_to_the_launcher(launches: Launches, sft_toml: Path, tmp_p
     assert written["optim"]["lr"] == config.optim.lr == 1e-3
 
 
+@pytest.mark.parametrize(
+    ("command", "module"),
+    [("sft", "prime_rl.trainer.sft.preflight"), ("rl", "prime_rl.orchestrator.env_servers.examination")],
+)
 def test_a_preflight_reads_the_resolved_config_and_leaves_the_runs_directory_alone(
-    stand_ins, sft_toml: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    command: str, module: str, stand_ins, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request
 ) -> None:
     stand_ins.add("python", says="4 samples")
     monkeypatch.setattr(sys, "executable", str(stand_ins.directory / "python"))
-    result = run("sft", sft_toml, "--output-dir", tmp_path / "out", "--preflight", "--data.seq-len", 64)
+    toml = request.getfixturevalue(f"{command}_toml")
+    result = run(command, toml, "--output-dir", tmp_path / "out", "--preflight")
     assert result.exit_code == 0, result.output
     (call,) = [call for call in stand_ins.calls if "-m" in call["argv"]]
-    assert call["argv"][1:4] == ["-m", "prime_rl.trainer.sft.preflight", "@"]
+    assert call["argv"][1:4] == ["-m", module, "@"]
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("command", "options", "fault"),
+    [
+        ("sft", "--scheduler.type cosine --scheduler.warmup-steps 9", "max_steps above scheduler.warmup_steps = 9"),
+        (
+            "rl",
+            "--trainer.scheduler.type cosine --trainer.scheduler.warmup-steps 9",
+            "above scheduler.warmup_steps = 9",
+        ),
+        ("sft", "--tokenizer.chat-template nowhere.jinja", "no such file, and no Jinja text"),
+        ("sft", "--val.data.name nowhere.jsonl", "val.data.name = nowhere.jsonl: no such file"),
+        ("rl", "--orchestrator.env.0.args {'no_such_argument':1}", "unexpected keyword argument 'no_such_argument'"),
+    ],
+)
+def test_a_dry_run_finds_what_would_stop_the_run(
+    command: str, options: str, fault: str, tmp_path: Path, request
+) -> None:
+    toml = request.getfixturevalue(f"{command}_toml")
+    words = [word.replace("'", '"') for word in options.split()]
+    result = run(command, toml, "--output-dir", tmp_path / "out", *words, "--device", "cpu", "--dry-run")
+    assert (result.exit_code, result.stdout) == (2, "")
+    (line,) = [line for line in result.stderr.splitlines() if not line.startswith("warning: ")]
+    assert line.startswith("error: ")
+    assert fault in line
 
 
 @pytest.mark.parametrize("command", ["sft", "rl"])

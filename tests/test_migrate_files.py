@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from medarc_rl.errors import UsageError
-from medarc_rl.migrate.kinds import ROOTS
 from medarc_rl.migrate.migration import migrate
 from medarc_rl.migrate.statements import split_statements
+from prime_rl.configs.surface.kinds import ROOTS
 from prime_rl.configs.surface.not_built import unbuilt_faults
 from prime_rl.utils.pydantic_config import load_config, to_toml
 

@@ -30,6 +30,7 @@ if {gate!r} and name == "trainer" and os.environ["RANK"] == "0":
     gate.flush()
 if {gate!r} or name == "inference":
     signal.pause()
+open(os.environ["COMPLETION_MARKER"], "w").close()
 """
 
 PYTHON = """#!/bin/bash

@@ -55,7 +55,24 @@ class Case:
 CASES = {
     "data file that is not there": Case("sft", "--data.name {dir}/no.jsonl", "no such file or directory"),
     "data file of another type": Case(
-        "sft", "--data.name {dir}/rows.csv", "unknown file type; known are .jsonl", {"rows.csv": "a,b"}
+        "sft", "--data.name {dir}/rows.xlsx", "unknown file type; known are .jsonl", {"rows.xlsx": "a,b"}
+    ),
+    "data file with a spelling mistake": Case(
+        "sft",
+        "--data.name {dir}/rwos.csv",
+        "no such file or directory; did you mean '{dir}/rows.csv'?",
+        {"rows.csv": ""},
+    ),
+    "source that is not there": Case(
+        "sft",
+        '--val.data.sources [{{"name":"{dir}/rows.csv"}},{{"name":"{dir}/no.csv"}}]',
+        "val.data.sources[1].name = {dir}/no.csv: no such file or directory",
+        {"rows.csv": "text\na\n"},
+    ),
+    "name and sources": Case(
+        "sft",
+        '--data.sources [{{"name":"some/data"}}]',
+        "data: sources and name are both set: name each dataset in sources",
     ),
     "empty data file": Case("sft", "--data.name {dir}/rows.jsonl", "has no rows", {"rows.jsonl": ""}),
     "data directory without the split": Case(
@@ -98,7 +115,22 @@ CASES = {
         {"model/config.json": CONFIG},
     ),
     "chat template that is not there": Case(
-        "sft", "--tokenizer.chat-template {dir}/chat.jinja", "chat.jinja': no such file, and no Jinja template"
+        "sft", "--tokenizer.chat-template {dir}/chat.jinja", "chat.jinja': no such file, and no Jinja text"
+    ),
+    "chat template with a spelling mistake": Case(
+        "rl",
+        "--trainer.tokenizer.chat-template {dir}/chta.jinja",
+        "did you mean '{dir}/chat.jinja'?",
+        {"chat.jinja": "{{ messages }}"},
+    ),
+    "chat template of the engine that is not there": Case(
+        "rl", "--inference.model.chat-template chatm1", "no such file, and no Jinja text"
+    ),
+    "chat template of an evaluation that is no template": Case(
+        "eval",
+        "--inference.model.chat-template {dir}/chat.jinja",
+        "chat.jinja': the file holds no Jinja text",
+        {"chat.jinja": "<|im_start|>user {message}"},
     ),
     "output directory below a file": Case("sft", "--output-dir {dir}/no/out", "no is not a directory", {"no": ""}),
     "schedule that does not fit": Case("sft", "--scheduler.type linear", "do not fit into max_steps = 2"),
@@ -161,6 +193,24 @@ CASES = {
         "max_model_len is 100, but the model's context is 64",
         {
             "model/config.json": '{"max_position_embeddings": 64, "vocab_size": 8}',
+            "model/tokenizer.json": "{}",
+            "model/model.safetensors": "",
+        },
+    ),
+    "rotary frequencies that trainer and engine choose differently": Case(
+        "rl",
+        "--model.name {dir}/model --inference.backend embedded",
+        "makes the trainer use short factors (longrope, up to 4096 tokens), and inference.model.max_model_len = None "
+        "makes the engine use long factors (longrope, up to 4096 tokens)",
+        {
+            "model/config.json": json.dumps(
+                {
+                    "max_position_embeddings": 131072,
+                    "original_max_position_embeddings": 4096,
+                    "rope_scaling": {"type": "longrope", "short_factor": [1.0], "long_factor": [2.0]},
+                    "vocab_size": 8,
+                }
+            ),
             "model/tokenizer.json": "{}",
             "model/model.safetensors": "",
         },

@@ -34,6 +34,8 @@ from against_trl import tiny_model  # noqa: E402
 
 PROMPT_TOKENS, NEW_TOKENS, MAX_MODEL_LEN = 32, 64, 512
 START_LIMIT_S = 300.0
+KEY = "benchmark"
+KEY_HEADER = {"Authorization": f"Bearer {KEY}"}
 SERVERS = ("embedded", "vLLM, compiled", "vLLM, eager")
 
 
@@ -67,7 +69,9 @@ def running(command: list[str], environment: dict[str, str], url: str, log: Path
     """
     started = time.monotonic()
     with log.open("w") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env={**os.environ, **environment})
+        process = subprocess.Popen(
+            command, stdout=output, stderr=subprocess.STDOUT, env={**os.environ, "VLLM_API_KEY": KEY, **environment}
+        )
         try:
             while not _is_healthy(url):
                 if process.poll() is not None or time.monotonic() - started > START_LIMIT_S:
@@ -89,7 +93,8 @@ def _is_healthy(url: str) -> bool:
 
 async def tokens_per_s(url: str, model: Path, prompts: Sequence[Sequence[int]]) -> float:
     body = {"model": str(model), "max_tokens": NEW_TOKENS, "ignore_eos": True, "temperature": 1.0, "logprobs": 0}
-    async with httpx.AsyncClient(base_url=url, timeout=600, limits=httpx.Limits(max_connections=None)) as client:
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(base_url=url, timeout=600, headers=KEY_HEADER, limits=limits) as client:
 
         async def one(prompt: Sequence[int]) -> int:
             answer = await client.post("/v1/completions", json={**body, "prompt": list(prompt)})

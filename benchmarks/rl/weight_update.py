@@ -22,7 +22,7 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE)]
 
 from against_trl import tiny_model  # noqa: E402
-from against_vllm import free_port, running  # noqa: E402
+from against_vllm import KEY_HEADER, free_port, running  # noqa: E402
 
 UPDATES = 10
 
@@ -31,7 +31,7 @@ def seconds_of_updates(url: str, directory: Path) -> list[float]:
     body = json.dumps({"weight_dir": str(directory)}).encode()
     seconds = []
     for _ in range(UPDATES + 1):
-        request = Request(f"{url}/update_weights", body, {"Content-Type": "application/json"})
+        request = Request(f"{url}/update_weights", body, {"Content-Type": "application/json", **KEY_HEADER})
         started = time.perf_counter()
         with urlopen(request, timeout=120) as answer:
             answer.read()

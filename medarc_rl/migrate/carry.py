@@ -6,12 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from medarc_rl.migrate.draft import Draft, Finding, Placed, names
-from medarc_rl.migrate.kinds import ROOTS
 from medarc_rl.migrate.values import key_text
+from prime_rl.configs.surface.kinds import ROOTS
 from prime_rl.configs.surface.meanings import DEFAULTS, DIFFERENT, SAME_HERE
-from prime_rl.configs.surface.renamed import OLDER, Renamed, find_renamed, split_component
-from prime_rl.utils.pydantic_config.layers import KeyPath
-from prime_rl.utils.pydantic_config.schema import find_key, has_key, is_nullable
+from prime_rl.configs.surface.renamed import OLDER, SECTIONS_OF_RL, Renamed, find_renamed, split_component
+from prime_rl.utils.pydantic_config.schema import KeyPath, find_key, has_key, is_nullable
 from prime_rl.utils.pydantic_config.suggest import advice_for_key
 
 
@@ -115,14 +114,14 @@ def keep_sections(draft: Draft) -> None:
 
 
 def _counts_if_empty(draft: Draft, table: KeyPath) -> bool:
-    """Whether this version has an optional or required section at `table`."""
+    """Whether this version has an optional section, or a component's, at `table`."""
     if any(isinstance(part, int) for part in table) or any(
         each.key == draft.qualified(table) and not each.values for each in DIFFERENT
     ):
         return False
     site = find_key(ROOTS[draft.kind], key_text(table))
-    is_required = len(table) == 1 and site is not None and ROOTS[draft.kind].model_fields[site.path[0]].is_required()
-    return site is not None and site.is_section and (is_nullable(site.kinds) or is_required)
+    is_component = len(table) == 1 and table[0] in SECTIONS_OF_RL
+    return site is not None and site.is_section and (is_nullable(site.kinds) or is_component)
 
 
 def note_defaults(draft: Draft) -> None:

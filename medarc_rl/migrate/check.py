@@ -11,14 +11,14 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails, InitErrorDetails
 
 from medarc_rl.migrate.draft import Draft, Finding
-from medarc_rl.migrate.kinds import ROOTS
+from prime_rl.configs.surface.kinds import ROOTS
 from prime_rl.configs.surface.not_built import NOT_BUILT, NotBuilt, unbuilt_faults
 from prime_rl.configs.surface.root import RootConfig
 from prime_rl.utils.pydantic_config import ConfigError, ConfigWarning
 from prime_rl.utils.pydantic_config.base import with_nulls
 from prime_rl.utils.pydantic_config.faults import faults_of, locate
-from prime_rl.utils.pydantic_config.layers import KeyPath, Layer, merge_layers, with_underscores
-from prime_rl.utils.pydantic_config.schema import walk_fields
+from prime_rl.utils.pydantic_config.layers import Layer, merge_layers, with_underscores
+from prime_rl.utils.pydantic_config.schema import KeyPath, walk_fields
 from prime_rl.utils.pydantic_config.toml_files import BASES_KEY, read_files
 
 WHY_NOT_BUILT = "not supported yet"

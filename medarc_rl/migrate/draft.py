@@ -9,7 +9,7 @@ from typing import Any, Literal
 from medarc_rl.migrate.values import key_text, shown
 from prime_rl.configs.surface.meanings import Version
 from prime_rl.configs.surface.renamed import SECTIONS_OF_RL, split_component
-from prime_rl.utils.pydantic_config.layers import KeyPath
+from prime_rl.utils.pydantic_config.schema import KeyPath
 
 Verdict = Literal["moved", "dropped", "not carried", "note", "fault"]
 

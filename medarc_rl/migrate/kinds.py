@@ -8,22 +8,11 @@ from typing import Any
 
 from medarc_rl.errors import UsageError
 from medarc_rl.migrate.draft import leaves, names
-from prime_rl.configs.eval import OfflineEvalConfig
-from prime_rl.configs.inference import InferenceConfig
-from prime_rl.configs.orchestrator import OrchestratorConfig
-from prime_rl.configs.rl import RLConfig
-from prime_rl.configs.sft import SFTConfig
+from prime_rl.configs.surface.kinds import ROOTS, unknown_counts
 from prime_rl.configs.surface.meanings import NEWER_VALUES, Version
 from prime_rl.configs.surface.renamed import NEWER, OLDER, find_renamed, split_component
-from prime_rl.configs.surface.root import RootConfig
-from prime_rl.configs.trainer import TrainerConfig
-from prime_rl.utils.pydantic_config.layers import KeyPath, Layer
-from prime_rl.utils.pydantic_config.schema import has_key
-
-ROOTS: Mapping[str, type[RootConfig]] = {
-    root.component: root
-    for root in (RLConfig, SFTConfig, OfflineEvalConfig, TrainerConfig, OrchestratorConfig, InferenceConfig)
-}
+from prime_rl.utils.pydantic_config.layers import Layer
+from prime_rl.utils.pydantic_config.schema import KeyPath, has_key
 
 IN_EVERY_VERSION = ("clean",)
 """Keys that both older and newer versions have, so that they do not tell the version."""
@@ -35,7 +24,7 @@ def kind_of(settings: Mapping[KeyPath, Any]) -> str:
     Raises:
         UsageError: no command knows any of them, or several know equally many.
     """
-    unknown = {kind: sum(not _is_known(kind, path) for path in settings) for kind in ROOTS}
+    unknown = unknown_counts(".".join(names(path)) for path in settings)
     fewest = min(unknown.values())
     likely = [kind for kind, count in unknown.items() if count == fewest]
     if fewest == len(settings):
@@ -64,8 +53,3 @@ def suggested_migrations(kind: str, layers: Iterable[Layer]) -> Iterator[str]:
         versions = versions_of(kind, dict(leaves(layer.data)))
         if versions and Path(layer.name).is_file():
             yield f"{layer.name} is for another version of PRIME-RL: `medarc_train migrate {layer.name}` rewrites it"
-
-
-def _is_known(kind: str, path: KeyPath) -> bool:
-    key = ".".join(names(path))
-    return has_key(ROOTS[kind], names(path)) or find_renamed(*split_component(kind, key)) is not None

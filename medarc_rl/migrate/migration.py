@@ -22,7 +22,7 @@ from medarc_rl.migrate.rewrites import rewrite_by_hand
 from medarc_rl.migrate.statements import Document, split_statements
 from prime_rl.configs.surface.meanings import Version
 from prime_rl.utils.pydantic_config import ConfigError
-from prime_rl.utils.pydantic_config.layers import KeyPath
+from prime_rl.utils.pydantic_config.schema import KeyPath
 from prime_rl.utils.pydantic_config.toml_files import parse_toml
 
 MAX_BYTES = 64 * 1024

@@ -1,0 +1,46 @@
+"""`medarc_train chat`: from a model that a run left to its answers."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+CHECKPOINT = ROOT / "examples" / "reverse_text" / "checkpoint"
+
+
+def chat(*words: object) -> subprocess.CompletedProcess[str]:
+    program = Path(sys.executable).with_name("medarc_train")
+    return subprocess.run([program, "chat", *map(str, words)], capture_output=True, text=True, check=False)
+
+
+def test_a_prompt_is_answered_by_both_models_under_their_names() -> None:
+    greedy = ["--temperature", "0", "--max-tokens", "40", "--device", "cpu"]
+    done = chat(CHECKPOINT, "--base", f"{CHECKPOINT}/", "--prompt", "clinic cramp", *greedy)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"[{CHECKPOINT}/]\nclinic cramp\n\n[{CHECKPOINT}]\nclinic cramp\n\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "fault"),
+    [
+        ([], "Missing argument 'WEIGHTS'."),
+        (["/gone"], "/gone: no such directory"),
+        ([ROOT / "examples"], f"{ROOT / 'examples'}: the folder has no config.json"),
+        ([CHECKPOINT, "--base", "/gone"], "--base /gone: no such directory"),
+        ([CHECKPOINT, "--base", CHECKPOINT, "--no-base"], "--base and --no-base exclude each other: give one"),
+        ([CHECKPOINT, "--chat-template", "gone.jinja"], "--chat-template = 'gone.jinja': no such file"),
+        ([CHECKPOINT, "--temprature", "1"], "No such option: --temprature"),
+        ([CHECKPOINT, "--temperature", "-1"], "'--temperature'"),
+    ],
+)
+def test_a_mistake_is_one_line(words: list[object], fault: str) -> None:
+    done = chat(*words)
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("error: ")
+    assert fault in line
+    assert done.stdout == ""
