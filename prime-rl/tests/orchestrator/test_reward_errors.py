@@ -87,6 +87,13 @@ def test_a_function_that_always_fails_ends_the_run_with_its_traceback(orchestrat
     assert ends_with_the_traceback(log, function)
 
 
+def test_a_run_of_fewer_rollouts_fails_too(orchestrate) -> None:
+    code, log = orchestrate(env=[{"id": "failing-env", "args": {"function": "raises"}}], batch_size=2)
+    assert code == 1
+    assert "rollouts (limit: max_reward_errors = 0.5" in log
+    assert "Orchestrator finished" not in log
+
+
 @pytest.mark.parametrize("function", ["raises", "gives_none_for_groups"])
 def test_it_ends_the_run_from_an_environment_server_too(orchestrate, function: str) -> None:
     code, log = orchestrate(env=[{"id": "failing-env", "args": {"function": function}}], batch_size=8, env_servers=True)

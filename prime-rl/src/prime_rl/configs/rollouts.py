@@ -107,8 +107,8 @@ class EnvConfig(BaseConfig):
     """Attributes to set on the environment. The orchestrator adds `seq_len` and `score_rollouts`."""
 
     max_reward_errors: float = Field(0.5, ge=0, le=1)
-    """End the run if reward functions fail in more than this fraction of the last 32 rollouts, or in all of the first
-    8. 1 never does."""
+    """End the run if reward functions fail in more than this fraction of the last 32 rollouts, in all of the first 8,
+    or in all of a shorter run. 1 never does."""
 
 
 class EvalEnvConfig(EnvConfig):

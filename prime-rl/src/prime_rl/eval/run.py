@@ -171,6 +171,7 @@ async def evaluate(evaluation: Evaluation, candidates: Sequence[Candidate]) -> N
 
     Raises:
         InferenceFault: a server does not come up, or serves another model.
+        EnvironmentFault: the reward functions of an environment mostly failed.
     """
     async with AsyncExitStack() as closing:
         closing.push_async_callback(evaluation.pool.close)
@@ -185,6 +186,8 @@ async def _evaluate(evaluation: Evaluation, candidates: Sequence[Candidate]) -> 
     paths, is_ours = RunPaths(evaluation.config.output_dir), evaluation.config.inference is not None
     await evaluation.pool.wait_served(paths.log("inference") if is_ours else None)
     await evaluation.run(candidates)
+    for each in evaluation.sets:
+        each.environment.reward_errors.conclude()
 
 
 def _scores(metrics: Mapping[str, float]) -> str:

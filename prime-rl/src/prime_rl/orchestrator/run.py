@@ -130,6 +130,8 @@ async def _run(config: OrchestratorConfig, environments: Environments, resume_st
         )
         background = [policy.follow(), *pool.watchers(), servers.watch(), steps.lag.measure()]
         await _run_steps(steps, progress, background)
+        for environment in environments:
+            environment.reward_errors.conclude()
         if direct is not None:
             direct.close()
     get_logger().log(SUCCESS, "Orchestrator finished.")

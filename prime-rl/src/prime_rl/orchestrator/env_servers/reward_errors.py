@@ -120,13 +120,21 @@ class RewardErrors:
             self._failed.append(bool(rollout.reward_errors))
             for function, text in rollout.reward_errors.items():
                 self._note(function, text)
-            if self._too_many():
-                function, text = next(iter(self._first.items()))
-                raise EnvironmentFault(
-                    f"environment {self.env!r}: reward functions failed in {sum(self._failed)} of the last "
-                    f"{len(self._failed)} rollouts (limit: max_reward_errors = {self.max_share:g} of the environment); "
-                    f"the first was {function!r}:\n{text}"
-                )
+            if self._too_many(MIN_ROLLOUTS):
+                raise self._fault()
+
+    def conclude(self) -> None:
+        """Call it once the last rollout was observed. Raises EnvironmentFault if every rollout of a short run failed."""
+        if self._too_many(1):
+            raise self._fault()
+
+    def _fault(self) -> EnvironmentFault:
+        function, text = next(iter(self._first.items()))
+        return EnvironmentFault(
+            f"environment {self.env!r}: reward functions failed in {sum(self._failed)} of the last "
+            f"{len(self._failed)} rollouts (limit: max_reward_errors = {self.max_share:g} of the environment); "
+            f"the first was {function!r}:\n{text}"
+        )
 
     def _note(self, function: str, text: str) -> None:
         if function in self._first:
@@ -137,7 +145,7 @@ class RewardErrors:
             f"{text.splitlines()[-1]}; metrics have the share of rollouts in which this happens"
         )
 
-    def _too_many(self) -> bool:
+    def _too_many(self, min_rollouts: int) -> bool:
         count, failed = len(self._failed), sum(self._failed)
-        enough = count == WINDOW or (count >= MIN_ROLLOUTS and failed == count)
+        enough = count == WINDOW or (count >= min_rollouts and failed == count)
         return enough and failed > self.max_share * count
