@@ -124,7 +124,7 @@ class RewardErrors:
                 raise self._fault()
 
     def conclude(self) -> None:
-        """Call it once the last rollout was observed. Raises EnvironmentFault if every rollout of a short run failed."""
+        """Call it after the last rollout. Raises EnvironmentFault if every rollout of a short run failed."""
         if self._too_many(1):
             raise self._fault()
 
