@@ -66,14 +66,18 @@ async def _run_until_stopped(
     signals = StopSignals()
     signals.watch(main)
     try:
-        return await main
+        await main
     except asyncio.CancelledError:
         if signals.received is None:
             raise
         return signals.exit_code
+    for environment in environments:
+        environment.reward_errors.conclude()
+    get_logger().log(SUCCESS, "Orchestrator finished.")
+    return 0
 
 
-async def _run(config: OrchestratorConfig, environments: Environments, resume_step: int | None, sleep: Sleep) -> int:
+async def _run(config: OrchestratorConfig, environments: Environments, resume_step: int | None, sleep: Sleep) -> None:
     paths = OrchestratorPaths(config.output_dir)
     filters = setup_filters(config.filters, config.model.name)
     advantage = setup_advantage(config.advantage)
@@ -130,12 +134,8 @@ async def _run(config: OrchestratorConfig, environments: Environments, resume_st
         )
         background = [policy.follow(), *pool.watchers(), servers.watch(), steps.lag.measure()]
         await _run_steps(steps, progress, background)
-        for environment in environments:
-            environment.reward_errors.conclude()
         if direct is not None:
             direct.close()
-    get_logger().log(SUCCESS, "Orchestrator finished.")
-    return 0
 
 
 def _warn_if_done(config: OrchestratorConfig, progress: Progress) -> None:
