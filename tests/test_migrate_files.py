@@ -201,7 +201,7 @@ def test_a_fault_that_remains_is_reported(tmp_path: Path) -> None:
     file.write_text("async_level = 1\n[trainer.optim]\nlr = -1.0\n[orchestrator]\n", encoding="utf-8")
     migration = migrate(file)
     assert not migration.complete
-    assert migration.report[1] == (f"fault: {file}: trainer.optim.lr: should be greater than or equal to 0 (got -1.0)")
+    assert migration.report[1] == (f"fault: {file}: trainer.optim.lr: should be at least 0 and at most 100 (got -1.0)")
 
 
 def test_no_example_environment_takes_the_place_of_one_that_was_not_carried(tmp_path: Path) -> None:

@@ -153,7 +153,7 @@ def test_flash_attention_4_is_fa4() -> None:
         (["--ckpt=5"], "--ckpt: '5' is not a JSON object"),
         (["--loss.type", "custom", "--loss.kwargs", "x"], "--loss.kwargs: 'x' is neither a JSON object nor key=value"),
         (["--max-steps", "abc"], "--max-steps: should be a valid integer (got 'abc')"),
-        (["--max-async-level=-4"], "--max-async-level: should be greater than or equal to 0 (got '-4')"),
+        (["--max-async-level=-4"], "--max-async-level: should be at least 0 and at most 1_000_000_000 (got '-4')"),
     ],
 )
 def test_a_bad_option_is_one_line(faults, args: list[str], fault: str) -> None:
@@ -167,10 +167,15 @@ def test_every_bad_option_is_told(faults) -> None:
 
 
 def test_inference_leaves_other_options_to_the_engine() -> None:
-    argv = ["--server.port=9", "--no-enable-lora", "--seed", "-1", "--max-num-seqs", "4", "--tool=x", "-tp", "2"]
+    argv = ["--server.port=9", "--no-enable-lora", "--seed", "7", "--max-num-seqs", "4", "--tool=x", "-tp", "2"]
     config = parse_argv(InferenceConfig, allow_extras=True, argv=argv)
-    assert (config.server.port, config.seed) == (9, -1)
+    assert (config.server.port, config.seed) == (9, 7)
     assert get_unknown_args() == ["--max-num-seqs", "4", "--tool=x", "-tp", "2"]
+
+
+def test_a_negative_number_after_an_option_of_inference_is_its_value() -> None:
+    with pytest.raises(ValueError, match=r"--seed: should be at least 0 and at most 4_294_967_295 \(got '-1'\)"):
+        parse_argv(InferenceConfig, allow_extras=True, argv=["--seed", "-1", "--max-num-seqs", "4"])
 
 
 def test_a_mistyped_key_of_an_inference_section_is_no_extra() -> None:
@@ -182,4 +187,4 @@ def test_help_lists_every_option_and_ends_well(capsys) -> None:
     with pytest.raises(SystemExit) as caught:
         parse_argv(RLConfig, argv=["--help"])
     assert caught.value.code == 0
-    assert "--trainer.optim.betas2  (float, >= 0, default 0.999)" in capsys.readouterr().out
+    assert "--trainer.optim.betas2  (float, >= 0, < 1, default 0.999)" in capsys.readouterr().out

@@ -65,7 +65,7 @@ def test_an_unknown_key_names_the_nearest_one(toml, faults, config_cls: type, te
         ),
         (TrainerConfig, "ckpt = 3", "ckpt: should be a table (got 3)"),
         (TrainerConfig, "output_dir = 3", "output_dir: should be a path (got 3)"),
-        (TrainerConfig, "[optim]\nlr = -1", "optim.lr: should be greater than or equal to 0 (got -1)"),
+        (TrainerConfig, "[optim]\nlr = -1", "optim.lr: should be at least 0 and at most 100 (got -1)"),
         (
             TrainerConfig,
             "[optim]\ntype = 'muonn'",
@@ -80,7 +80,7 @@ def test_an_unknown_key_names_the_nearest_one(toml, faults, config_cls: type, te
         (
             TrainerConfig,
             "[model]\nfused_lm_head_chunk_size = 12",
-            "model.fused_lm_head_chunk_size: should be greater than or equal to 512 or should be "
+            "model.fused_lm_head_chunk_size: should be at least 512 and at most 1_000_000_000 or should be "
             "'auto' or 'disabled' (got 12)",
         ),
         (TrainerConfig, "[loss]\ntype = 'custom'", "loss.import_path: is required"),
@@ -89,11 +89,15 @@ def test_an_unknown_key_names_the_nearest_one(toml, faults, config_cls: type, te
             "[[filters]]\nenforce = true",
             "filters.0: its `type` is required: 'gibberish' or 'repetition'",
         ),
-        (OrchestratorConfig, "[sampling]\ntemperature = 0", "sampling.temperature: should be greater than 0 (got 0)"),
+        (
+            OrchestratorConfig,
+            "[sampling]\ntemperature = 0",
+            "sampling.temperature: should be at least 0.0001 and at most 100 (got 0)",
+        ),
         (
             OrchestratorConfig,
             "[sampling.temp_scheduler]\nstart_temperature = 1\nend_temperature = 0",
-            "sampling.temp_scheduler.end_temperature: should be greater than 0 (got 0)",
+            "sampling.temp_scheduler.end_temperature: should be at least 0.0001 and at most 100 (got 0)",
         ),
         (
             OrchestratorConfig,

@@ -125,8 +125,8 @@ def test_equal_values_are_no_conflict(rl, recwarn, options: str) -> None:
         ("trainer.rollout-transport.type=zmq", "trainer.rollout_transport.type (zmq) and"),
         ("inference.weight-broadcast.type=nccl", "and inference.weight_broadcast.type ('nccl') differ"),
         ("deployment.num-teacher-gpus=1 teacher-inference.server.port=8000", "are both 8000: change one"),
-        ("max-async-level=-4", "--max-async-level: should be greater than or equal to 0"),
-        ("ckpt.interval=-5", "--ckpt.interval: should be greater than or equal to 1"),
+        ("max-async-level=-4", "--max-async-level: should be at least 0"),
+        ("ckpt.interval=-5", "--ckpt.interval: should be at least 1"),
     ],
 )
 def test_components_that_do_not_fit_are_one_fault(rl_faults, options: str, fault: str) -> None:

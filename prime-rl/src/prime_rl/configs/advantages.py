@@ -4,6 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from prime_rl.configs.ranges import Count
 from prime_rl.configs.shared import ImportPath
 from prime_rl.utils.pydantic_config import BaseConfig, raise_faults
 
@@ -34,10 +35,10 @@ class CustomAdvantageConfig(BaseConfig):
 class OverlongConfig(BaseConfig):
     """DAPO's overlong penalty: lowers the reward linearly over the last tokens before the length limit."""
 
-    max_tokens: int = Field(ge=1)
+    max_tokens: Count
     """Length at which an answer loses the whole `penalty`; usually `sampling.max_tokens`."""
 
-    buffer_tokens: int = Field(ge=1)
+    buffer_tokens: Count
     """Number of tokens before `max_tokens` over which the penalty grows from 0."""
 
     penalty: float = Field(1.0, ge=0)

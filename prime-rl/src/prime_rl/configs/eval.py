@@ -6,6 +6,7 @@ from typing import Any, ClassVar, Self
 from pydantic import Field, model_validator
 
 from prime_rl.configs.inference import InferenceConfig
+from prime_rl.configs.ranges import Count, CountOrAll, Seconds, WholeNumber
 from prime_rl.configs.rollouts import EvalEnvConfig, EvalSamplingConfig, repeated_names
 from prime_rl.configs.shared import BaseModelConfig, ClientConfig, Device, FileAccess, LogConfig, WandbConfig
 from prime_rl.configs.surface.root import RootConfig
@@ -15,7 +16,7 @@ from prime_rl.utils.pydantic_config import derive, raise_faults
 class EvalClientConfig(ClientConfig):
     """How the evaluation reaches inference servers."""
 
-    timeout: int = 36000
+    timeout: Seconds = 36000
     """Timeout of one request, in seconds."""
 
 
@@ -36,19 +37,19 @@ class OfflineEvalConfig(RootConfig):
     environment_args: dict[str, dict[str, Any]] = Field({})
     """Constructor arguments of `environment_ids`, by id."""
 
-    num_examples: list[int] = Field([])
+    num_examples: list[CountOrAll] = Field([])
     """Number of examples for each environment, or one for all of them. -1 is all examples, and so is an empty list."""
 
-    rollouts_per_example: list[int] = Field([])
+    rollouts_per_example: list[Count] = Field([])
     """Rollouts per example for each environment, or one for all of them. An empty list is 1."""
 
-    max_concurrent: int | None = Field(128, ge=1)
+    max_concurrent: Count | None = 128
     """Maximum number of rollouts at once, over all environments. None sets no limit."""
 
     weights_dir: Path | None = None
     """Directory of `step_<n>` checkpoints, such as `outputs/weights`. None evaluates only the base model."""
 
-    steps: list[int] | None = None
+    steps: list[WholeNumber] | None = None
     """Steps of the checkpoints to evaluate. None evaluates all complete ones."""
 
     eval_base: bool = True
@@ -132,12 +133,7 @@ class OfflineEvalConfig(RootConfig):
             values = getattr(self, key)
             if len(values) not in (0, 1, count):
                 faults.append(f"{key} has {len(values)} values for {count} environments: give one for each, or one")
-        faults += [
-            f"num_examples has {value}: at least 1, or -1 for all"
-            for value in self.num_examples
-            if value < 1 and value != -1
-        ]
-        faults += [f"rollouts_per_example has {value}: at least 1" for value in self.rollouts_per_example if value < 1]
+        faults += ["num_examples has 0: at least 1, or -1 for all"] if 0 in self.num_examples else []
         unknown = sorted(set(self.environment_args) - set(self.environment_ids))
         faults += [f"environment_args names {each!r}, which is not in environment_ids" for each in unknown]
         return faults
@@ -148,7 +144,6 @@ class OfflineEvalConfig(RootConfig):
             faults.append("eval_base = false without weights_dir leaves nothing to evaluate")
         if self.weights_dir is None and self.steps is not None:
             faults.append("steps are those of weights_dir: name it too")
-        faults += [f"steps has {step}: at least 0" for step in self.steps or () if step < 0]
         return faults
 
 

@@ -5,6 +5,7 @@ from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
+from prime_rl.configs.ranges import Count, NaturalSeed, Processes
 from prime_rl.configs.shared import BaseModelConfig, Device
 from prime_rl.configs.surface.root import RootConfig
 from prime_rl.utils.pydantic_config import BaseConfig, derive
@@ -53,10 +54,10 @@ class ServerConfig(BaseConfig):
 class ParallelConfig(BaseConfig):
     """How the server's GPUs share the work. On a CPU, the embedded engine uses the cores of `tp * dp` processes."""
 
-    tp: int = Field(1, ge=1)
+    tp: Processes = 1
     """Tensor-parallel size: number of GPUs that hold one copy of the model."""
 
-    dp: int = Field(1, ge=1)
+    dp: Processes = 1
     """Data-parallel size: number of copies of the model."""
 
     def __str__(self) -> str:
@@ -69,7 +70,7 @@ class ModelConfig(BaseModelConfig):
     dtype: Literal["auto", "float16", "bfloat16", "float32"] = "auto"
     """Dtype of weights and activations. `auto` is the model's own on a GPU and float32 on a CPU, as in the trainer."""
 
-    max_model_len: int | None = None
+    max_model_len: Count | None = None
     """Context length in tokens. None takes the model's own."""
 
     enforce_eager: bool = False
@@ -119,26 +120,26 @@ class InferenceConfig(RootConfig):
     enable_lora: bool = False
     """Serve LoRA adapters."""
 
-    max_loras: int = Field(8, ge=1)
+    max_loras: Count = 8
     """Maximum number of adapters in one batch."""
 
-    max_cpu_loras: int = Field(100, ge=1)
+    max_cpu_loras: Count = 100
     """Maximum number of loaded adapters; another one is refused. vLLM needs at least `max_loras`."""
 
-    max_lora_rank: int | None = Field(None, ge=1)
+    max_lora_rank: Count | None = None
     """Maximum rank of an adapter, rounded up to a size that vLLM supports (at most 512). None is 16."""
 
     enable_prefix_caching: bool | None = None
     """Reuse the keys and values of prompt prefixes. None leaves it to the engine; the embedded engine reuses them."""
 
-    gpu_memory_utilization: float = 0.9
+    gpu_memory_utilization: float = Field(0.9, gt=0, le=1)
     """Fraction of the GPU's memory that the engine may use. On a CPU the default leaves most of the machine's memory
     free; any other value is the fraction that vLLM uses."""
 
-    api_server_count: int = Field(1, ge=1)
+    api_server_count: Processes = 1
     """Number of HTTP server processes. Raised to `parallel.dp`; always 1 with LoRA."""
 
-    seed: int = 0
+    seed: NaturalSeed = 0
     """Seed of the engine."""
 
     enable_expert_parallel: bool = False

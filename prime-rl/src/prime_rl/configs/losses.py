@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
+from prime_rl.configs.ranges import Count, Fraction
 from prime_rl.configs.shared import ImportPath
 from prime_rl.utils.pydantic_config import BaseConfig, raise_faults
 
@@ -80,7 +81,7 @@ class BaseSurrogateLossConfig(BaseConfig):
     """`token`: mean over all tokens of the step. `sequence`: mean over each sequence's tokens, then over sequences.
     `constant`: each sequence's sum divided by `constant_tokens`, then the mean over sequences."""
 
-    constant_tokens: int = Field(1, ge=1)
+    constant_tokens: Count = 1
     """Divisor of each sequence's sum with `average = "constant"`."""
 
 
@@ -90,7 +91,7 @@ class ClipLossConfig(BaseSurrogateLossConfig):
     type: Literal["clip"] = "clip"
     """Clipped surrogate."""
 
-    clip_low: float = Field(0.2, ge=0, le=1)
+    clip_low: Fraction = 0.2
     """Ratios are clipped below 1 minus this."""
 
     clip_high: float = Field(0.2, ge=0)
@@ -109,7 +110,7 @@ class GSPOLossConfig(BaseSurrogateLossConfig):
     average: Literal["token", "sequence", "constant"] = "sequence"
     """As in the other losses. `sequence` is GSPO's own."""
 
-    clip_low: float = Field(3e-4, ge=0, le=1)
+    clip_low: Fraction = 3e-4
     """Sequence ratios are clipped below 1 minus this."""
 
     clip_high: float = Field(4e-4, ge=0)
@@ -141,7 +142,7 @@ class DecoupledLossConfig(BaseSurrogateLossConfig):
     type: Literal["decoupled"] = "decoupled"
     """Decoupled PPO."""
 
-    clip_low: float = Field(0.2, ge=0, le=1)
+    clip_low: Fraction = 0.2
     """Ratios to the policy at the start of the step are clipped below 1 minus this."""
 
     clip_high: float = Field(0.2, ge=0)

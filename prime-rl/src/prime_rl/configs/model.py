@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from prime_rl.configs.ranges import LARGEST, Count, Fraction, Processes
 from prime_rl.configs.shared import BaseModelConfig
 from prime_rl.utils.pydantic_config import BaseConfig, ConfigWarning, derive, raise_faults
 
@@ -38,7 +39,7 @@ class CompileConfig(BaseConfig):
 class ActivationCheckpointConfig(BaseConfig):
     """Recomputes activations in the backward pass instead of storing them."""
 
-    freq: int = Field(1, ge=1)
+    freq: Count = 1
     """Recompute every n-th block."""
 
 
@@ -48,20 +49,20 @@ class ActivationOffloadingConfig(BaseConfig):
     pin_memory: bool = True
     """Use pinned host buffers."""
 
-    max_inflight_activations: int = Field(5, ge=1)
+    max_inflight_activations: Count = 5
     """Number of activations that stay on the GPU while they are copied, and that are fetched ahead of their use."""
 
 
 class LoRAConfig(BaseConfig):
     """Trains low-rank adapters instead of all weights."""
 
-    rank: int = Field(16, ge=1)
+    rank: Count = 16
     """Rank of each adapter."""
 
     alpha: float = Field(32.0, ge=0)
     """The adapter's output is scaled by alpha / rank."""
 
-    dropout: float = Field(0.0, ge=0, le=1)
+    dropout: Fraction = 0.0
     """Dropout of the adapter's input in SFT. RL trains without dropout."""
 
     target_modules: list[str] = Field(
@@ -100,7 +101,7 @@ class LoRAConfig(BaseConfig):
 class DebugModelConfig(BaseConfig):
     """Switches for debugging the model."""
 
-    num_layers: int | None = None
+    num_layers: Count | None = None
     """Number of layers to keep, from the first. None keeps all."""
 
     random_init: bool = False
@@ -110,7 +111,7 @@ class DebugModelConfig(BaseConfig):
 class ModelConfig(BaseModelConfig):
     """The trained model: its code, memory and parallelism."""
 
-    seq_len: int = Field(2048, ge=1)
+    seq_len: Count = 2048
     """Length of the longest training sequence, in tokens. SFT: the value of `data.seq_len`, which may be set here
     instead."""
 
@@ -136,16 +137,16 @@ class ModelConfig(BaseModelConfig):
     reshard_after_forward: bool = True
     """Free a block's gathered parameters after its forward pass."""
 
-    dp_replicate: int = Field(1, ge=1)
+    dp_replicate: Processes = 1
     """Number of copies of the sharded model (HSDP)."""
 
-    ep: int = Field(1, ge=1)
+    ep: Processes = 1
     """Expert-parallel size."""
 
-    tp: int = Field(1, ge=1)
+    tp: Processes = 1
     """Tensor-parallel size."""
 
-    cp: int = Field(1, ge=1)
+    cp: Processes = 1
     """Context-parallel size."""
 
     impl: Literal["hf", "custom", "auto"] = "auto"
@@ -172,7 +173,7 @@ class ModelConfig(BaseModelConfig):
     debug: DebugModelConfig = DebugModelConfig()
     """Switches for debugging."""
 
-    fused_lm_head_chunk_size: Annotated[int, Field(ge=512)] | Literal["auto", "disabled"] = "auto"
+    fused_lm_head_chunk_size: Annotated[int, Field(ge=512, le=LARGEST)] | Literal["auto", "disabled"] = "auto"
     """Vocabulary entries per chunk of the fused output layer. `auto` is 8192 in RL and `disabled` in SFT."""
 
     @model_validator(mode="after")

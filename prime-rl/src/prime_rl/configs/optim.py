@@ -6,6 +6,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
+from prime_rl.configs.ranges import Decay, Fraction, LearningRate, WholeNumber
 from prime_rl.utils.pydantic_config import BaseConfig, derive
 
 DEFAULT_WARMUP_STEPS = 10
@@ -21,10 +22,10 @@ class ConstantSchedulerConfig(BaseConfig):
 class BaseWarmupConfig(BaseConfig):
     """Schedules that begin with a linear warm-up."""
 
-    warmup_steps: int | None = Field(None, ge=0)
+    warmup_steps: WholeNumber | None = None
     """Number of warm-up steps. None is 10, unless `warmup_ratio` is set."""
 
-    warmup_ratio: float | None = Field(None, ge=0, le=1)
+    warmup_ratio: Fraction | None = None
     """Warm-up as a share of all steps, rounded up, instead of `warmup_steps`."""
 
     @model_validator(mode="after")
@@ -51,10 +52,10 @@ class LinearSchedulerConfig(BaseWarmupConfig):
     type: Literal["linear"] = "linear"
     """Linear."""
 
-    decay_steps: int = Field(10, ge=0)
+    decay_steps: WholeNumber = 10
     """Number of decay steps at the end."""
 
-    min_lr: float = Field(0.0, ge=0)
+    min_lr: LearningRate = 0.0
     """Learning rate at the end."""
 
 
@@ -64,7 +65,7 @@ class CosineSchedulerConfig(BaseWarmupConfig):
     type: Literal["cosine"] = "cosine"
     """Cosine."""
 
-    min_lr: float = Field(0.0, ge=0)
+    min_lr: LearningRate = 0.0
     """Learning rate at the end."""
 
 
@@ -101,10 +102,10 @@ def schedule_faults(scheduler: SchedulerConfig, steps: int | None) -> Iterator[s
 class BaseOptimizerConfig(BaseConfig):
     """Keys of every optimizer."""
 
-    lr: float = Field(1e-6, ge=0)
+    lr: LearningRate = 1e-6
     """Learning rate."""
 
-    weight_decay: float = Field(0.01, ge=0)
+    weight_decay: float = Field(0.01, ge=0, le=100)
     """Weight decay."""
 
     max_norm: float = Field(1.0, ge=0)
@@ -120,8 +121,14 @@ class SGDConfig(BaseOptimizerConfig):
     nesterov: bool = True
     """Nesterov momentum."""
 
-    momentum: float = 0.9
+    momentum: Decay = 0.9
     """Momentum."""
+
+    @model_validator(mode="after")
+    def _check_momentum(self) -> Self:
+        if self.nesterov and self.momentum == 0:
+            raise ValueError("nesterov needs a momentum above 0: set nesterov = false")
+        return self
 
 
 class AdamWConfig(BaseOptimizerConfig):
@@ -130,10 +137,10 @@ class AdamWConfig(BaseOptimizerConfig):
     type: Literal["adamw"] = "adamw"
     """AdamW."""
 
-    betas1: float = Field(0.9, ge=0)
+    betas1: Decay = 0.9
     """Decay of the first moment."""
 
-    betas2: float = Field(0.999, ge=0)
+    betas2: Decay = 0.999
     """Decay of the second moment."""
 
 
@@ -143,13 +150,13 @@ class MuonConfig(BaseOptimizerConfig):
     type: Literal["muon"] = "muon"
     """Muon."""
 
-    mu: float = Field(0.95, ge=0)
+    mu: Decay = 0.95
     """Muon's momentum."""
 
-    betas1: float = Field(0.9, ge=0)
+    betas1: Decay = 0.9
     """AdamW's decay of the first moment."""
 
-    betas2: float = Field(0.95, ge=0)
+    betas2: Decay = 0.95
     """AdamW's decay of the second moment."""
 
 

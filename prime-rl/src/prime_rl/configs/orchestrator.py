@@ -13,6 +13,19 @@ from prime_rl.configs.advantages import (
     NormalizedAdvantageConfig,
     OverlongConfig,
 )
+from prime_rl.configs.ranges import (
+    LARGEST,
+    Count,
+    Fraction,
+    LearningRate,
+    Port,
+    Processes,
+    Seconds,
+    Seed,
+    StepOrLatest,
+    TransferSeconds,
+    WholeNumber,
+)
 from prime_rl.configs.rollouts import (
     EnvConfig,
     EvalConfig,
@@ -30,7 +43,6 @@ from prime_rl.configs.shared import (
     FileSystemTransportConfig,
     HeartbeatConfig,
     LogConfig,
-    Port,
     PrimeMonitorConfig,
     TransportConfig,
     WandbWithExtrasConfig,
@@ -81,7 +93,7 @@ class LoRAConfig(BaseConfig):
     name: str | None = None
     """Name of the adapter. None makes one from rank and alpha."""
 
-    rank: int | None = Field(None, ge=1)
+    rank: Count | None = None
     """Rank. None takes the trainer's."""
 
     alpha: float | None = Field(None, ge=0)
@@ -108,7 +120,7 @@ class ModelConfig(BaseModelConfig):
 class OptimizerConfig(BaseConfig):
     """The optimizer of this run, if one trainer serves several runs."""
 
-    lr: float = Field(1e-4, ge=0)
+    lr: LearningRate = 1e-4
     """Learning rate."""
 
 
@@ -126,20 +138,20 @@ class CheckpointConfig(BaseConfig):
     """Checkpoints of the orchestrator. Every checkpoint of the trainer has a counterpart, which is kept as long as it.
     `interval`, `keep_last` and `keep_interval` keep more of them."""
 
-    interval: int | None = Field(None, ge=1)
+    interval: Count | None = None
     """Steps between two checkpoints. None keeps only the counterparts of the trainer's, and the last one."""
 
-    resume_step: int | None = Field(None, ge=-1)
+    resume_step: StepOrLatest | None = None
     """Step to continue from. -1 is the latest; None starts a new run."""
 
-    wait_for_weights_timeout: int | None = Field(None, ge=1)
+    wait_for_weights_timeout: Seconds | None = None
     """Seconds to wait for the weights of the step to resume from. None does not wait. `rl` sets 600 for a run that
     resumes, because its trainer starts at the same time."""
 
-    keep_last: int | None = Field(None, ge=1)
+    keep_last: Count | None = None
     """Number of newest checkpoints of `interval` to keep. With neither this nor `keep_interval`, all are kept."""
 
-    keep_interval: int | None = Field(None, ge=1)
+    keep_interval: Count | None = None
     """Keep every checkpoint of `interval` whose step is a multiple of n. None disables the rule."""
 
     skip_progress: bool = False
@@ -152,10 +164,10 @@ class CheckpointConfig(BaseConfig):
 class BufferConfig(BaseConfig):
     """Chooses the examples to roll out."""
 
-    seed: int | None = None
+    seed: Seed | None = None
     """Seed of the choice. None is different in every run."""
 
-    env_ratios: list[float] | None = None
+    env_ratios: list[Annotated[float, Field(gt=0)]] | None = None
     """Share of each environment, above 0. None is proportional to their sizes."""
 
     easy_threshold: float | None = None
@@ -164,10 +176,10 @@ class BufferConfig(BaseConfig):
     hard_threshold: float | None = None
     """Examples whose group has at most this mean reward are hard and are not sampled again. None disables the rule."""
 
-    easy_fraction: float = Field(0.0, ge=0, le=1)
+    easy_fraction: Fraction = 0.0
     """Share of the easy examples that a resume returns to the pool."""
 
-    hard_fraction: float = Field(0.0, ge=0, le=1)
+    hard_fraction: Fraction = 0.0
     """Share of the hard examples that a resume returns to the pool."""
 
     online_difficulty_filtering: bool = False
@@ -191,8 +203,6 @@ class BufferConfig(BaseConfig):
         easy, hard = self.easy_threshold, self.hard_threshold
         if easy is not None and hard is not None and easy <= hard:
             yield f"easy_threshold ({easy}) must be above hard_threshold ({hard})"
-        if any(ratio <= 0 for ratio in self.env_ratios or []):
-            yield f"env_ratios must all be above 0 (got {self.env_ratios})"
         thresholds = [name for name in ("easy_threshold", "hard_threshold") if getattr(self, name) is not None]
         filters = ("online_difficulty_filtering", "drop_equal_rewards")
         needing_scores = [*thresholds, *(name for name in filters if getattr(self, name))]
@@ -209,7 +219,7 @@ class GibberishFilterConfig(BaseConfig):
     enforce: bool = False
     """Exclude such rollouts from the loss. False only counts them."""
 
-    token_id_threshold: int = 100000
+    token_id_threshold: WholeNumber = 100000
     """Token ids above this are rare."""
 
     logprob_offset: float = 2.0
@@ -225,7 +235,7 @@ class RepetitionFilterConfig(BaseConfig):
     enforce: bool = False
     """Exclude such rollouts from the loss. False only counts them."""
 
-    window: int = Field(3000, ge=1)
+    window: Count = 3000
     """Length of the series in tokens."""
 
     prob_threshold: float = Field(0.99, gt=0, le=1)
@@ -254,7 +264,7 @@ class NCCLWeightBroadcastConfig(BaseConfig):
     port: Port = 29501
     """Port of the rendezvous."""
 
-    timeout: int = Field(1200, ge=1)
+    timeout: TransferSeconds = 1200
     """Timeout in seconds: for the servers to join, to ask for an offered version, and for its transfer."""
 
 
@@ -322,48 +332,48 @@ class OrchestratorConfig(RootConfig):
     rollout_transport: TransportConfig = FileSystemTransportConfig()
     """How rollouts reach the trainer."""
 
-    trainer_timeout: int = Field(86400, ge=1)
+    trainer_timeout: Seconds = 86400
     """Seconds to wait for the trainer's next policy version."""
 
     output_dir: Path = Path("outputs/run_default")
     """The orchestrator's directory."""
 
-    max_concurrent: int | None = None
+    max_concurrent: Count | None = None
     """Maximum number of rollouts running at once. None sets no limit."""
 
-    tasks_per_minute: int | None = Field(None, ge=1)
+    tasks_per_minute: Count | None = None
     """Maximum number of groups started per minute. None sets no limit."""
 
-    batch_size: int | None = Field(None, ge=1)
+    batch_size: Count | None = None
     """Rollouts per step. None is 128, unless `token_batch_size` is set."""
 
-    token_batch_size: int | None = Field(None, ge=1)
+    token_batch_size: Count | None = None
     """Tokens per step, instead of `batch_size`."""
 
-    oversampling_factor: float | None = Field(None, ge=1)
+    oversampling_factor: float | None = Field(None, ge=1, le=1000)
     """`max_inflight_rollouts` as a multiple of `batch_size`."""
 
-    max_inflight_rollouts: int | None = Field(None, ge=1)
+    max_inflight_rollouts: Count | None = None
     """Maximum number of rollouts in flight. None is `batch_size * oversampling_factor`."""
 
-    rollouts_per_example: int = Field(1, ge=1)
+    rollouts_per_example: Count = 1
     """Rollouts per example, which form a group."""
 
-    seq_len: int = Field(2048, ge=1)
+    seq_len: Count = 2048
     """Maximum length of a sample, in tokens."""
 
-    num_train_workers: int = Field(1, ge=1)
+    num_train_workers: Processes = 1
     """Number of trainer processes that share the batch of a step; `rl` fills it in. A `batch_size` below it gets a
     warning."""
 
-    max_steps: int | None = None
+    max_steps: WholeNumber | None = None
     """Number of steps. None trains until it is stopped."""
 
-    max_off_policy_steps: int = Field(8, ge=0)
+    max_off_policy_steps: WholeNumber = 8
     """A group of rollouts is cancelled after more than this number of weight updates. Its example is rolled out again;
     after the third time it is given up."""
 
-    max_async_level: int = Field(1, ge=0)
+    max_async_level: WholeNumber = 1
     """Maximum number of steps that rollouts run ahead of the trainer: the batch of step s is collected once the servers
     hold version s - `max_async_level`. Its rollouts may have started with older versions, unless `bound_lag` is set or
     this is 0, which is synchronous."""
@@ -378,7 +388,7 @@ class OrchestratorConfig(RootConfig):
     bench: bool = False
     """Benchmark mode: four steps, no evaluation."""
 
-    seed: int | None = 42
+    seed: Seed | None = 42
     """Seed of the process. None is different in every run."""
 
     heartbeat: HeartbeatConfig | None = None
@@ -466,6 +476,8 @@ class OrchestratorConfig(RootConfig):
                     f"({batch_size} * {factor} = {expected}): remove one"
                 )
             inflight = expected if inflight is None else inflight
+        if inflight is not None and inflight > LARGEST:
+            yield f"batch_size * oversampling_factor ({inflight}) is above {LARGEST:_}"
         if inflight is not None and inflight < group:
             yield f"max_inflight_rollouts ({inflight}) is below rollouts_per_example ({group})"
 

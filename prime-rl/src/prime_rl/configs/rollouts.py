@@ -5,6 +5,17 @@ from typing import Any, Literal
 
 from pydantic import AliasChoices, Field
 
+from prime_rl.configs.ranges import (
+    LARGEST,
+    Count,
+    CountOrAll,
+    EvalTemperature,
+    Fraction,
+    RepetitionPenalty,
+    Seed,
+    TrainTemperature,
+    WholeNumber,
+)
 from prime_rl.utils.pydantic_config import BaseConfig
 
 
@@ -14,35 +25,35 @@ class TemperatureSchedulerConfig(BaseConfig):
     type: Literal["linear", "cosine"] = "linear"
     """Shape of the curve."""
 
-    start_temperature: float = Field(gt=0)
+    start_temperature: TrainTemperature
     """Temperature at step 0."""
 
-    end_temperature: float = Field(gt=0)
+    end_temperature: TrainTemperature
     """Temperature at the last step. Above 0, because the trainer divides logits by it."""
 
-    total_steps: int | None = Field(None, ge=1)
+    total_steps: Count | None = None
     """Number of steps. None takes `max_steps`."""
 
 
 class SamplingConfig(BaseConfig):
     """How training rollouts are sampled. `top_p` is always 1, `top_k` -1 and `min_p` 0."""
 
-    temperature: float | None = Field(None, gt=0)
+    temperature: TrainTemperature | None = None
     """Temperature, by which the trainer divides logits. None is 1.0, unless `temp_scheduler` is set."""
 
     temp_scheduler: TemperatureSchedulerConfig | None = None
     """Schedule of the temperature. None keeps it constant."""
 
-    repetition_penalty: float = Field(1.0, ge=0)
+    repetition_penalty: RepetitionPenalty = 1.0
     """Penalty for repeated tokens. 1 is no penalty."""
 
-    max_tokens: int | None = None
+    max_tokens: Count | None = None
     """Maximum tokens per turn. None leaves it to the server."""
 
-    min_tokens: int = Field(0, ge=0)
+    min_tokens: WholeNumber = 0
     """Minimum tokens per turn."""
 
-    seed: int | None = None
+    seed: Seed | None = None
     """Seed of the sampler. None leaves it to the server."""
 
     extra_body: dict[str, Any] = Field({})
@@ -56,31 +67,31 @@ class EvalSamplingConfig(BaseConfig):
     `orchestrator.sampling` if it does not set them itself.
     """
 
-    temperature: float | None = Field(None, ge=0)
+    temperature: EvalTemperature | None = None
     """Temperature."""
 
-    repetition_penalty: float | None = Field(None, ge=0)
+    repetition_penalty: RepetitionPenalty | None = None
     """Penalty for repeated tokens. 1 is no penalty."""
 
-    top_p: float | None = None
+    top_p: float | None = Field(None, gt=0, le=1)
     """Sample from the smallest set of tokens whose probabilities sum to at least this."""
 
-    top_k: int | None = None
-    """Sample from the k most likely tokens."""
+    top_k: int | None = Field(None, ge=-1, le=LARGEST)
+    """Sample from the k most likely tokens. -1 and 0 sample from all."""
 
-    min_p: float | None = None
+    min_p: Fraction | None = None
     """Exclude tokens below this fraction of the most likely token's probability."""
 
-    max_tokens: int | None = None
+    max_tokens: Count | None = None
     """Maximum tokens per turn."""
 
-    min_tokens: int | None = None
+    min_tokens: WholeNumber | None = None
     """Minimum tokens per turn."""
 
     reasoning_effort: Literal["minimal", "low", "medium", "high"] | None = None
     """Reasoning effort."""
 
-    seed: int | None = None
+    seed: Seed | None = None
     """Seed of the sampler. The n-th rollout of each example uses seed + n."""
 
     extra_body: dict[str, Any] = Field({})
@@ -106,7 +117,7 @@ class EnvConfig(BaseConfig):
     extra_env_kwargs: dict[str, Any] = Field({})
     """Attributes to set on the environment. The orchestrator adds `seq_len` and `score_rollouts`."""
 
-    max_reward_errors: float = Field(0.5, ge=0, le=1)
+    max_reward_errors: Fraction = 0.5
     """End the run if reward functions fail in more than this fraction of the last 32 rollouts, in all of the first 8,
     or in all of a shorter run. 1 never does."""
 
@@ -114,16 +125,16 @@ class EnvConfig(BaseConfig):
 class EvalEnvConfig(EnvConfig):
     """An environment to evaluate on."""
 
-    num_examples: int | None = None
+    num_examples: CountOrAll | None = None
     """Number of examples. None or 0 takes the value of `eval`."""
 
-    rollouts_per_example: int | None = None
+    rollouts_per_example: WholeNumber | None = None
     """Rollouts per example. None or 0 takes the value of `eval`."""
 
-    skip_first: int = Field(0, ge=0)
+    skip_first: WholeNumber = 0
     """Number of examples to skip at the start."""
 
-    max_retries: int = Field(0, ge=0)
+    max_retries: WholeNumber = 0
     """Number of retries after a failed rollout."""
 
 
@@ -143,13 +154,13 @@ class EvalConfig(BaseConfig):
     sampling: EvalSamplingConfig = EvalSamplingConfig()
     """How rollouts are sampled."""
 
-    num_examples: int = -1
+    num_examples: CountOrAll = -1
     """Examples per environment. -1 is all of them."""
 
-    rollouts_per_example: int = Field(1, ge=1)
+    rollouts_per_example: Count = 1
     """Rollouts per example."""
 
-    interval: int = Field(100, ge=1)
+    interval: Count = 100
     """Policy versions between two evaluations. The last version is always evaluated."""
 
     eval_base_model: bool = True
@@ -183,11 +194,11 @@ class EvalSaveHFConfig(BaseConfig):
 class ValConfig(BaseConfig):
     """Validation: rolls out the same evaluation examples each time, with the sampling settings of training."""
 
-    num_examples: int = Field(16, ge=1)
+    num_examples: Count = 16
     """Number of examples."""
 
-    rollouts_per_example: int = Field(1, ge=1)
+    rollouts_per_example: Count = 1
     """Rollouts per example."""
 
-    interval: int = Field(10, ge=1)
+    interval: Count = 10
     """Steps between two validations."""

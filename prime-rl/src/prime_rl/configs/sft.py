@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from prime_rl.configs.model import replication_fault
+from prime_rl.configs.ranges import LARGEST, Count, Fraction, Gpus, NaturalSeed, Nodes, Seconds, WholeNumber
 from prime_rl.configs.shared import Device, FileAccess, HeartbeatConfig, LogConfig, SlurmConfig, WandbConfig
 from prime_rl.configs.surface.root import RootConfig
 from prime_rl.configs.trainer import (
@@ -32,10 +33,10 @@ STACK_MULTIPLE = 256
 class BaseDataConfig(BaseConfig):
     """Batches and packing."""
 
-    batch_size: int = Field(128, ge=1)
+    batch_size: Count = 128
     """Packed sequences per step, over all ranks."""
 
-    seq_len: int = Field(128, ge=1)
+    seq_len: Count = 128
     """Length of a packed sequence, and maximum length of a sample, in tokens."""
 
     pack_function: Literal["cat", "stack", "best_fit"] = "cat"
@@ -43,7 +44,7 @@ class BaseDataConfig(BaseConfig):
     `best_fit`: whole samples, chosen to fill rows. `stack`: samples of similar length. Samples never attend to each
     other."""
 
-    micro_batch_size: int = Field(1, ge=1)
+    micro_batch_size: Count = 1
     """Packed sequences that a rank computes at once."""
 
     @model_validator(mode="after")
@@ -162,7 +163,7 @@ class SourceConfig(RowFormatConfig):
     split: str = "train"
     """Split."""
 
-    weight: float = Field(1.0, gt=0, allow_inf_nan=False)
+    weight: float = Field(1.0, gt=0)
     """Share of the samples, relative to the weights of the other datasets."""
 
 
@@ -185,7 +186,7 @@ class SFTDataConfig(BaseDataConfig, RowFormatConfig):
     splits: list[str] | None = None
     """Splits. None takes `train`."""
 
-    probabilities: list[float] | None = None
+    probabilities: list[Fraction] | None = None
     """Share of each subset or split. None takes a row of each in turn."""
 
     stopping_strategy: Literal["first_exhausted", "all_exhausted"] = "all_exhausted"
@@ -194,19 +195,19 @@ class SFTDataConfig(BaseDataConfig, RowFormatConfig):
     shuffle: bool = True
     """Shuffle in every epoch."""
 
-    seed: int = 0
+    seed: NaturalSeed = 0
     """Seed of the shuffle. The epoch number is added to it."""
 
     streaming: bool = False
     """Read rows as they are needed instead of loading all of them first. Shuffles within `shuffle_buffer` rows."""
 
-    shuffle_buffer: int = Field(10_000, ge=1)
+    shuffle_buffer: Count = 10_000
     """Number of rows that are shuffled together when streaming."""
 
     overlong: Literal["truncate", "drop", "error"] = "truncate"
     """What to do with samples of more than `seq_len` tokens."""
 
-    max_untrainable_share: float = Field(0.5, ge=0, le=1)
+    max_untrainable_share: Fraction = 0.5
     """Stop before training if more than this share of the rows has no trained token within `seq_len`."""
 
     loss_mask: LossMaskConfig = LossMaskConfig()
@@ -256,7 +257,7 @@ class SFTDataConfig(BaseDataConfig, RowFormatConfig):
 class ValConfig(BaseConfig):
     """Validation during training: the loss on other rows, each counted once."""
 
-    interval: int = Field(50, ge=1)
+    interval: Count = 50
     """Steps between two validations. The last step is always validated."""
 
     on_start: bool = False
@@ -278,7 +279,7 @@ DataConfig = Annotated[FakeDataConfig | SFTDataConfig, Field(discriminator="type
 class BaseDeploymentConfig(BaseConfig):
     """Where SFT runs."""
 
-    gpus_per_node: int = 8
+    gpus_per_node: Gpus = 8
     """GPUs of a node."""
 
 
@@ -288,7 +289,7 @@ class SingleNodeDeploymentConfig(BaseDeploymentConfig):
     type: Literal["single_node"] = "single_node"
     """One node."""
 
-    num_gpus: int = Field(1, ge=1)
+    num_gpus: Gpus = 1
     """Number of processes, one per GPU."""
 
     @model_validator(mode="after")
@@ -304,10 +305,10 @@ class MultiNodeDeploymentConfig(BaseDeploymentConfig):
     type: Literal["multi_node"] = "multi_node"
     """Several nodes."""
 
-    num_nodes: int = Field(2, ge=1)
+    num_nodes: Nodes = 2
     """Number of nodes."""
 
-    nodes_per_fsdp_group: int | None = Field(None, ge=1)
+    nodes_per_fsdp_group: Nodes | None = None
     """Number of nodes that share one copy of the model. None shares it among all nodes."""
 
 
@@ -355,10 +356,10 @@ class SFTConfig(RootConfig):
     file_access: FileAccess = "owner"
     """Who can read the files of the run. `owner`: only you; `group`: your group too; `umask`: as your umask says."""
 
-    max_steps: int | None = None
+    max_steps: WholeNumber | None = None
     """Number of steps. With neither this nor `num_epochs`, training goes on until it is stopped."""
 
-    num_epochs: float | None = Field(None, gt=0)
+    num_epochs: float | None = Field(None, gt=0, le=LARGEST)
     """Number of passes over the data, instead of `max_steps`. The number of steps is found from the data at the start:
     exactly for up to 50,000 rows, otherwise extrapolated from them."""
 
@@ -371,7 +372,7 @@ class SFTConfig(RootConfig):
     trace_path: Path | None = None
     """Write a profiler trace per process to this directory. Needs `max_steps` below 10."""
 
-    dist_timeout_seconds: int = 600
+    dist_timeout_seconds: Seconds = 600
     """Timeout of a collective operation, in seconds."""
 
     loss_impl: Literal["liger", "torch"] = "torch"

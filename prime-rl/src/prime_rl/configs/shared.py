@@ -7,14 +7,12 @@ from typing import Annotated, Literal, Self
 from pydantic import AfterValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
+from prime_rl.configs.ranges import LARGEST, Count, Port, Seconds, WholeNumber
 from prime_rl.utils.pydantic_config import BaseConfig
 
 ServerType = Literal["vllm", "openai"]
 Device = Literal["auto", "cuda", "cpu"]
 FileAccess = Literal["owner", "group", "umask"]
-
-
-Port = Annotated[int, Field(ge=1, le=65535)]
 
 
 def _of_a_function(path: str) -> str:
@@ -81,20 +79,20 @@ class ElasticConfig(BaseConfig):
     hostname: str
     """DNS name that resolves to the servers."""
 
-    port: int = 8000
+    port: Port = 8000
     """Port of every server."""
 
-    sync_interval: float = 5.0
+    sync_interval: float = Field(5.0, gt=0, le=LARGEST)
     """Seconds between two DNS lookups."""
 
 
 class ClientConfig(BaseConfig):
     """How the orchestrator reaches inference servers."""
 
-    timeout: int = 1200
+    timeout: Seconds = 1200
     """Timeout of one request, in seconds."""
 
-    startup_timeout: int = Field(1800, ge=1)
+    startup_timeout: Seconds = 1800
     """Seconds to wait at the start for a server to become ready."""
 
     base_url: list[Annotated[str, AfterValidator(_with_scheme)]] = Field(["http://localhost:8000/v1"])
@@ -157,7 +155,7 @@ class LogExtrasConfig(BaseConfig):
     distributions: bool = True
     """Send distributions of rewards and advantages."""
 
-    interval: int = Field(10, ge=1)
+    interval: Count = 10
     """Steps between two uploads."""
 
 
@@ -240,7 +238,7 @@ class ZMQTransportConfig(BaseTransportConfig):
     port: int = Field(5555, ge=1, le=65534)
     """First of the ports."""
 
-    hwm: int = 10
+    hwm: WholeNumber = 10
     """High-water mark of the socket, in messages."""
 
 

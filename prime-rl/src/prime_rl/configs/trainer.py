@@ -38,13 +38,13 @@ from prime_rl.configs.optim import (
     SGDConfig,
     schedule_faults,
 )
+from prime_rl.configs.ranges import Count, Port, Processes, Seconds, StepOrLatest, TransferSeconds, WholeNumber
 from prime_rl.configs.shared import (
     Device,
     FileSystemTransportConfig,
     HeartbeatConfig,
     LogConfig,
     MetricsServerConfig,
-    Port,
     TransportConfig,
     WandbConfig,
 )
@@ -113,19 +113,19 @@ class CheckpointConfig(BaseConfig):
     """Checkpoints. A checkpoint and its exported weights are kept if `keep_last` or `keep_interval` keeps them. With
     neither, the newest two checkpoints and all exports are kept."""
 
-    interval: int | None = Field(None, ge=1)
+    interval: Count | None = None
     """Steps between two checkpoints. None saves only at the end."""
 
     weights: WeightCheckpointConfig | None = WeightCheckpointConfig()
     """Also export the weights. None exports none."""
 
-    resume_step: int | None = Field(None, ge=-1)
+    resume_step: StepOrLatest | None = None
     """Step to continue from. -1 is the latest; None starts a new run."""
 
-    keep_last: int | None = Field(None, ge=1)
+    keep_last: Count | None = None
     """Number of newest checkpoints to keep. None disables the rule."""
 
-    keep_interval: int | None = Field(None, ge=1)
+    keep_interval: Count | None = None
     """Keep every checkpoint whose step is a multiple of n; 1 keeps all. None disables the rule."""
 
     async_save: bool = False
@@ -159,7 +159,7 @@ class ParityConfig(BaseConfig):
 class FakeDataLoaderConfig(BaseConfig):
     """Random batches, for benchmarks."""
 
-    batch_size: int = Field(2, ge=1)
+    batch_size: Count = 2
     """Samples per batch."""
 
     generate_samples: bool = False
@@ -202,10 +202,10 @@ class NCCLWeightBroadcastConfig(BaseWeightBroadcastConfig):
     port: Port = 29501
     """Port of the rendezvous."""
 
-    timeout: int = Field(1200, ge=1)
+    timeout: TransferSeconds = 1200
     """Timeout in seconds: for the servers to join, to ask for an offered version, and for its transfer."""
 
-    inference_world_size: int = Field(1, ge=1)
+    inference_world_size: Processes = 1
     """Number of inference workers of all servers: GPUs, or processes on a CPU. `rl` sets it for its own server."""
 
 
@@ -290,7 +290,7 @@ class TrainerConfig(RootConfig):
     parity: ParityConfig = ParityConfig()
     """The check that trainer and inference use the same policy."""
 
-    minibatches: int = Field(1, ge=1)
+    minibatches: Count = 1
     """Number of optimizer steps per batch. A batch is still one policy version."""
 
     optim: OptimizerConfig = AdamWConfig()
@@ -308,7 +308,7 @@ class TrainerConfig(RootConfig):
     rollout_transport: TransportConfig = FileSystemTransportConfig()
     """How rollouts reach the trainer."""
 
-    batch_timeout: int = Field(86400, ge=1)
+    batch_timeout: Seconds = 86400
     """Seconds to wait for the orchestrator's next batch."""
 
     log: LogConfig = LogConfig()
@@ -320,10 +320,10 @@ class TrainerConfig(RootConfig):
     output_dir: Path = Path("outputs")
     """The run's directory."""
 
-    max_steps: int | None = None
+    max_steps: WholeNumber | None = None
     """Number of steps. None trains until it is stopped."""
 
-    max_async_level: int = Field(1, ge=0)
+    max_async_level: WholeNumber = 1
     """Maximum number of steps that rollouts run ahead of the trainer. 0 is synchronous."""
 
     memory_profiler_path: Path | None = None
@@ -335,7 +335,7 @@ class TrainerConfig(RootConfig):
     trace_path: Path | None = None
     """Write a profiler trace per process to this directory. Needs `max_steps` below 10."""
 
-    dist_timeout_seconds: int = 600
+    dist_timeout_seconds: Seconds = 600
     """Timeout of a collective operation, in seconds."""
 
     heartbeat: HeartbeatConfig | None = None
@@ -344,7 +344,7 @@ class TrainerConfig(RootConfig):
     metrics_server: MetricsServerConfig | None = None
     """`/metrics` for Prometheus, and `/health`. None disables it."""
 
-    max_concurrent_runs: int = Field(1, ge=1)
+    max_concurrent_runs: Count = 1
     """Number of LoRA runs to train concurrently."""
 
     device: Device = "auto"

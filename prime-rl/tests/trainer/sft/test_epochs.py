@@ -82,7 +82,7 @@ def test_more_epochs_continue_a_finished_run(base: dict[str, Any], capsys) -> No
         (["--max-steps", "3", "--num-epochs", "2"], "max_steps (3) and num_epochs (2) are both set: give one"),
         (["--num-epochs", "2", "--data.streaming"], "num_epochs needs the number of rows, which data.streaming = true"),
         (["--num-epochs", "2", "--data.type", "fake"], "num_epochs needs a dataset (data.type = 'sft')"),
-        (["--num-epochs", "0"], "should be greater than 0"),
+        (["--num-epochs", "0"], "should be above 0"),
         (
             ["--max-steps", "9", "--scheduler", '{"type": "linear", "warmup_ratio": 0.1, "warmup_steps": 3}'],
             "warmup_steps (3) and warmup_ratio (0.1) are both set: give one",

@@ -6,6 +6,7 @@ from typing import Any, ClassVar, Self
 from pydantic import model_validator
 from pydantic_settings import SettingsConfigDict
 
+from prime_rl.configs.ranges import Count
 from prime_rl.configs.rl.propagation import propagate
 from prime_rl.configs.rl.rules import run_faults, run_warnings
 from prime_rl.configs.rl.sections import (
@@ -49,7 +50,7 @@ class RLConfig(RunSections, RootConfig):
 
     component: ClassVar[str] = "rl"
 
-    max_model_len: int | None = None
+    max_model_len: Count | None = None
     """Not read: set `inference.model.max_model_len`."""
 
     clean_output_dir: bool = False

@@ -8,7 +8,8 @@ from pydantic import Field, model_validator
 from prime_rl.configs.algorithms import Algorithm
 from prime_rl.configs.inference import InferenceConfig
 from prime_rl.configs.orchestrator import OrchestratorConfig
-from prime_rl.configs.shared import Device, Port
+from prime_rl.configs.ranges import Count, Gpus, Nodes, Port, StepOrLatest, TransferSeconds, WholeNumber
+from prime_rl.configs.shared import Device
 from prime_rl.configs.trainer import TrainerConfig
 from prime_rl.utils.pydantic_config import BaseConfig
 
@@ -29,16 +30,16 @@ class SharedLogConfig(BaseConfig):
 class SharedCheckpointConfig(BaseConfig):
     """Checkpoints of trainer and orchestrator. A value here overrides theirs; None does not."""
 
-    interval: int | None = Field(None, ge=1)
+    interval: Count | None = None
     """Steps between two checkpoints."""
 
-    resume_step: int | None = Field(None, ge=-1)
+    resume_step: StepOrLatest | None = None
     """Step to continue from. -1 is the latest."""
 
-    keep_last: int | None = Field(None, ge=1)
+    keep_last: Count | None = None
     """Number of newest checkpoints to keep."""
 
-    keep_interval: int | None = Field(None, ge=1)
+    keep_interval: Count | None = None
     """Keep every checkpoint whose step is a multiple of n."""
 
 
@@ -71,14 +72,14 @@ class SharedWeightBroadcastConfig(BaseConfig):
     port: Port = 29501
     """NCCL: port of the rendezvous."""
 
-    timeout: int = Field(1200, ge=1)
+    timeout: TransferSeconds = 1200
     """NCCL: timeout in seconds."""
 
 
 class BaseDeploymentConfig(BaseConfig):
     """GPUs and nodes of the components."""
 
-    gpus_per_node: int = 8
+    gpus_per_node: Gpus = 8
     """Number of GPUs per node."""
 
 
@@ -88,13 +89,13 @@ class SingleNodeDeploymentConfig(BaseDeploymentConfig):
     type: Literal["single_node"] = "single_node"
     """One node."""
 
-    num_train_gpus: int = Field(1, ge=1)
+    num_train_gpus: Gpus = 1
     """Number of GPUs of the trainer."""
 
-    num_infer_gpus: int = Field(1, ge=0)
+    num_infer_gpus: int = Field(1, ge=0, le=1024)
     """Number of GPUs of the inference server."""
 
-    num_teacher_gpus: int | None = Field(None, ge=0)
+    num_teacher_gpus: int | None = Field(None, ge=0, le=1024)
     """Number of GPUs of the teacher's server. None starts none."""
 
     @model_validator(mode="after")
@@ -112,16 +113,16 @@ class MultiNodeDeploymentConfig(BaseDeploymentConfig):
     type: Literal["multi_node"] = "multi_node"
     """Several nodes."""
 
-    num_train_nodes: int = Field(ge=1)
+    num_train_nodes: Nodes
     """Number of nodes of the trainer."""
 
-    num_infer_nodes: int = Field(ge=1)
+    num_infer_nodes: Nodes
     """Number of nodes of the inference servers."""
 
-    num_teacher_nodes: int | None = None
+    num_teacher_nodes: Nodes | None = None
     """Number of nodes of the teacher's server. Must be None."""
 
-    nodes_per_fsdp_group: int | None = Field(None, ge=1)
+    nodes_per_fsdp_group: Nodes | None = None
     """Number of nodes that share one copy of the model. None shares it among all nodes."""
 
     @model_validator(mode="after")
@@ -156,13 +157,13 @@ class SharedSettings(BaseConfig):
     """A published algorithm. Fills in keys of `trainer.loss`, `trainer.minibatches`, `orchestrator.advantage` and
     `orchestrator.buffer` that the config leaves out. `default` fills in none."""
 
-    max_steps: int | None = None
+    max_steps: WholeNumber | None = None
     """Number of steps. None keeps the settings of trainer and orchestrator."""
 
-    seq_len: int | None = Field(None, ge=1)
+    seq_len: Count | None = None
     """Sequence length of trainer and orchestrator, if they do not set their own."""
 
-    max_async_level: int | None = Field(None, ge=0)
+    max_async_level: WholeNumber | None = None
     """`max_async_level` of trainer and orchestrator. None keeps their own settings."""
 
     weight_broadcast: SharedWeightBroadcastConfig | None = None
@@ -174,10 +175,10 @@ class SharedSettings(BaseConfig):
     deployment: DeploymentConfig = SingleNodeDeploymentConfig()
     """GPUs and nodes."""
 
-    inference_gpu_ids: list[int] | None = Field(None, min_length=1)
+    inference_gpu_ids: list[WholeNumber] | None = Field(None, min_length=1)
     """Ids of the inference server's GPUs; sets `deployment.num_infer_gpus`. None takes the first visible GPUs."""
 
-    trainer_gpu_ids: list[int] | None = Field(None, min_length=1)
+    trainer_gpu_ids: list[WholeNumber] | None = Field(None, min_length=1)
     """Ids of the trainer's GPUs, which may include the server's; sets `deployment.num_train_gpus`. None takes the next
     visible GPUs."""
 

@@ -77,13 +77,15 @@ def _without_hash(model: BaseModel) -> int:
 
 
 class BaseConfig(BaseModel):
-    """A section of a config. Unknown keys are errors, and `"None"` is None.
+    """A section of a config. Unknown keys, NaN and infinity are errors, and `"None"` is None.
 
     Attributes cannot be assigned. Lists and dicts in a config are plain Python objects: do not change them. A section
     given as an instance is copied.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True, revalidate_instances="always", defer_build=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, revalidate_instances="always", defer_build=True, allow_inf_nan=False
+    )
 
     __hash__ = _without_hash
 
@@ -112,6 +114,7 @@ class BaseSettings(pydantic_settings.BaseSettings):
         frozen=True,
         revalidate_instances="always",
         defer_build=True,
+        allow_inf_nan=False,
         env_prefix="PRIME_RL_",
         env_nested_delimiter="__",
         cli_kebab_case=True,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import sys
+from collections.abc import Mapping
 from functools import cache
 from pathlib import PurePath
 from types import NoneType
@@ -24,7 +25,8 @@ from prime_rl.utils.pydantic_config.schema import (
     walk_fields,
 )
 
-_BOUNDS = {"ge": ">= ", "gt": "> ", "le": "<= ", "lt": "< "}
+_SIGNS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
+_WORDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 
 
 def type_text(annotation: Any) -> str:
@@ -56,13 +58,31 @@ def value_text(value: Any) -> str:
 
 def bounds_text(field: FieldInfo) -> str:
     """Return bounds such as `>= 1, <= 8`, of the field or a member of its union. Empty without bounds."""
-    metadata = [*field.metadata, *_nested_metadata(field.annotation)]
+    lengths = [each for each in _constraints(field) if isinstance(each, annotated_types.MinLen)]
+    return ", ".join([*(f"at least {each.min_length} item" for each in lengths), *_bounds(field, _SIGNS)])
+
+
+def range_text(field: FieldInfo) -> str:
+    """Return bounds such as `at least 1 and at most 8`, or `a finite number at least 0` without an upper one."""
+    bounds = _bounds(field, _WORDS)
+    has_upper = any(bound.startswith(("at most", "below")) for bound in bounds)
+    return " and ".join(bounds) if has_upper else " ".join(["a finite number", *bounds])
+
+
+def _bounds(field: FieldInfo, words: Mapping[str, str]) -> list[str]:
     found = []
-    for constraint in metadata:
-        found += [f"{sign}{getattr(constraint, name):g}" for name, sign in _BOUNDS.items() if hasattr(constraint, name)]
-        if isinstance(constraint, annotated_types.MinLen):
-            found.append(f"at least {constraint.min_length} item")
-    return ", ".join(found)
+    for constraint in _constraints(field):
+        bounds = {word: getattr(constraint, name) for name, word in words.items() if hasattr(constraint, name)}
+        found += [f"{word} {_number(bound)}" for word, bound in bounds.items()]
+    return found
+
+
+def _number(value: float) -> str:
+    return f"{value:_}" if abs(value) >= 1_000_000 else str(value)
+
+
+def _constraints(field: FieldInfo) -> list[Any]:
+    return [*field.metadata, *_nested_metadata(field.annotation)]
 
 
 def field_doc(section: Section, name: str) -> str:
@@ -86,11 +106,13 @@ def _kind_text(kind: Any) -> str:
 
 
 def _nested_metadata(annotation: Any) -> list[Any]:
-    """Constraints of the members of a union, as in `Annotated[int, Ge(1)] | str`."""
+    """Constraints of the members of a union or of a list's items, as in `Annotated[int, Ge(1)] | str`."""
     metadata = []
     for part in get_args(annotation):
         for extra in getattr(part, "__metadata__", ()):
             metadata += extra.metadata if isinstance(extra, FieldInfo) else [extra]
+        if get_origin(part) is list:
+            metadata += _nested_metadata(part)
     return metadata
 
 

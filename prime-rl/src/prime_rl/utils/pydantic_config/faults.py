@@ -9,8 +9,10 @@ from itertools import takewhile
 from typing import Any
 
 from pydantic import ValidationError
+from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
+from prime_rl.utils.pydantic_config.describe import range_text
 from prime_rl.utils.pydantic_config.layers import Layer
 from prime_rl.utils.pydantic_config.schema import (
     KeyPath,
@@ -25,6 +27,10 @@ from prime_rl.utils.pydantic_config.schema import (
 )
 from prime_rl.utils.pydantic_config.suggest import advice_for_key, advice_for_renamed, variants_with
 
+_OUT_OF_RANGE = frozenset(
+    {"finite_number", "greater_than", "greater_than_equal", "int_parsing_size", "less_than", "less_than_equal"}
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Place:
@@ -36,6 +42,7 @@ class Place:
     tag: str | None
     kinds: tuple[Any, ...]
     """Types that the key accepts. Empty if the key does not exist."""
+    field: FieldInfo | None = None
 
     @property
     def key(self) -> str:
@@ -70,6 +77,7 @@ def locate(root: Section, loc: KeyPath) -> Place:
     kinds: tuple[Any, ...] = (root,)
     variants: tuple[Section, ...] = (root,)
     tag = None
+    field: FieldInfo | None = None
     for part in loc:
         sections = sections_among(kinds)
         chosen = [section for section in sections if len(sections) > 1 and tag_of(section) == part]
@@ -81,7 +89,8 @@ def locate(root: Section, loc: KeyPath) -> Place:
             if len(sections) == 1 and (tag is None or sections[0] not in variants):
                 variants, tag = sections, None
             found = [match for section in sections if (match := find_field(section, str(part))) and match[0] == part]
-            kinds = tuple(kind for _, field in found for kind in alternatives(field.annotation))
+            kinds = tuple(kind for _, match in found for kind in alternatives(match.annotation))
+            field = found[0][1] if found else None
         elif items is not None and isinstance(part, int):
             kinds = items
         elif is_table(kinds) and str not in kinds:
@@ -89,7 +98,7 @@ def locate(root: Section, loc: KeyPath) -> Place:
         else:
             break
         path.append(part)
-    return Place(tuple(path), variants, tag, kinds)
+    return Place(tuple(path), variants, tag, kinds, field)
 
 
 def unknown_keys(root: Section, place: Place, value: Any, layers: Sequence[Layer]) -> list[tuple[KeyPath, str | None]]:
@@ -150,6 +159,8 @@ def _complaint(place: Place, detail: ErrorDetails) -> str:
             return f"should be {detail['ctx']['expected']}{_got(detail)}{_nearest_literal(place, detail)}"
         case "path_type":
             return f"should be a path{_got(detail)}"
+        case kind if kind in _OUT_OF_RANGE and place.field is not None:
+            return f"should be {range_text(place.field)}{_got(detail)}"
         case "model_type" | "model_attributes_type" | "dict_type":
             return f"should be a table{_got(detail)}"
     return detail["msg"].removeprefix("Input ").split(", unable to")[0] + _got(detail)
