@@ -18,6 +18,7 @@ import pytest
 import tomli_w
 
 from prime_rl.configs.shared import FileSystemTransportConfig
+from prime_rl.run.ledger import check_ledger
 from prime_rl.run.paths import RunPaths, stable_steps
 from prime_rl.transport import TrainingBatch, setup_batch_receiver
 from prime_rl.utils.files import replacing_directory
@@ -195,6 +196,9 @@ def test_a_stopped_run_continues_where_it_was(start, policy_server) -> None:
     assert [record["step"] for record in resumed.metrics] == [0, 1, 2, 3]
     assert resumed.metrics[3]["progress/total_samples"] == 16
     assert policy_server.loaded[-2:] == [str(resumed.paths.orchestrator.broadcast(version)) for version in (2, 3)]
+    account, faults = check_ledger(resumed.paths.orchestrator)
+    assert faults == []
+    assert (account.starts, account.num_trained, account.last_step, account.dropped) == (2, 8, 3, {})
 
 
 def test_a_run_stopped_in_the_middle_of_a_batch_rolls_out_all_its_examples_again(start, policy_server) -> None:
@@ -224,6 +228,9 @@ def test_a_run_stopped_in_the_middle_of_a_batch_rolls_out_all_its_examples_again
     assert resumed.finish() == 0
     again = [request["messages"][-1]["content"] for request in policy_server.requests]
     assert Counter(again[first_request:]) == Counter(asked[first_request + of_step :])
+    account, faults = check_ledger(resumed.paths.orchestrator)
+    assert faults == []
+    assert (account.starts, account.num_trained, account.open) == (2, 4, set())
 
 
 def test_a_run_that_trains_an_adapter_asks_for_it_from_its_first_version_on_and_after_a_resume(

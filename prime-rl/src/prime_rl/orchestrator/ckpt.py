@@ -40,6 +40,8 @@ class Progress:
     total_tokens: int = 0
     total_samples: int = 0
     total_problems: int = 0
+    ledger_bytes: int | None = None
+    """Size of the ledger at the checkpoint. None in those of older versions, which have no ledger."""
 
     def advance(self, tokens: int, samples: int, problems: int) -> None:
         self.step += 1
@@ -63,8 +65,8 @@ class Checkpoints:
         with replacing_directory(target.parent) as scratch:
             part = scratch / target.name
             part.mkdir()
-            (part / "progress.json").write_text(json.dumps(asdict(progress)))
-            (part / "buffer.json").write_text(json.dumps(buffer_state))
+            (part / self.paths.saved_progress(progress.step).name).write_text(json.dumps(asdict(progress)))
+            (part / self.paths.saved_buffer(progress.step).name).write_text(json.dumps(buffer_state))
 
     def load(self, step: int) -> tuple[Progress, dict[str, Any]]:
         """Load the progress and buffer state at the start of `step`.
@@ -76,8 +78,8 @@ class Checkpoints:
         if fault := find_damage(part.parent):
             raise ResumeFault(fault)
         try:
-            progress = Progress(**json.loads((part / "progress.json").read_text()))
-            return progress, json.loads((part / "buffer.json").read_text())
+            progress = Progress(**json.loads(self.paths.saved_progress(step).read_text()))
+            return progress, json.loads(self.paths.saved_buffer(step).read_text())
         except (OSError, ValueError, TypeError) as error:
             raise ResumeFault(f"cannot read the orchestrator's checkpoint {part}: {error}") from error
 
@@ -181,7 +183,7 @@ def restore(config: CheckpointConfig, checkpoints: Checkpoints, step: int) -> tu
     """Load the progress, and the buffer state unless `skip_buffer` is set. `skip_progress` keeps only the step."""
     progress, buffer_state = checkpoints.load(step)
     if config.skip_progress:
-        progress = Progress(step=step)
+        progress = Progress(step=step, ledger_bytes=progress.ledger_bytes)
     return progress, None if config.skip_buffer else buffer_state
 
 

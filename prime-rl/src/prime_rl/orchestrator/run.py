@@ -36,6 +36,7 @@ from prime_rl.orchestrator.servers.pool import InferencePool
 from prime_rl.orchestrator.steps import EmptyBatches, Sleep, Steps
 from prime_rl.orchestrator.stopping import StopSignals
 from prime_rl.run.clearance import give_clearance
+from prime_rl.run.ledger import Ledger
 from prime_rl.run.paths import OrchestratorPaths, RunPaths
 from prime_rl.transport import setup_batch_sender
 from prime_rl.utils.logger import SUCCESS, get_logger
@@ -81,8 +82,10 @@ async def _run(config: OrchestratorConfig, environments: Environments, resume_st
     paths = OrchestratorPaths(config.output_dir)
     filters = setup_filters(config.filters, config.model.name)
     advantage = setup_advantage(config.advantage)
-    buffer = make_buffer(config, environments.train)
+    ledger = Ledger(paths.ledger)
+    buffer = make_buffer(config, environments.train, ledger)
     async with AsyncExitStack() as closing:
+        closing.callback(ledger.close)
         sender = setup_batch_sender(config.rollout_transport, paths)
         closing.callback(sender.close)
         lora = config.model.lora
@@ -156,8 +159,11 @@ async def _start(
         get_logger().info(f"Servers hold version {held_version} of an earlier run: loading the base model")
         await pool.update_weights(None)
     if config.ckpt is None or resume_step is None:
+        buffer.ledger.start(0, from_bytes=0, draws=0)
         return Progress()
     progress, buffer_state = restore(config.ckpt, checkpoints, resume_step)
+    draws = 0 if buffer_state is None else buffer_state["draws"]
+    buffer.ledger.start(progress.step, progress.ledger_bytes or 0, draws)
     if buffer_state is not None:
         buffer.restore(buffer_state)
     source = "the base model"
@@ -238,13 +244,14 @@ class Environments:
         return chain(self.train.values(), self.eval.values())
 
 
-def make_buffer(config: OrchestratorConfig, environments: Mapping[str, Environment]) -> Buffer:
+def make_buffer(config: OrchestratorConfig, environments: Mapping[str, Environment], ledger: Ledger) -> Buffer:
     seeds = (seed for seed in (config.buffer.seed, config.seed) if seed is not None)
     return Buffer(
         {name: len(environment) for name, environment in environments.items()},
         config.buffer,
         next(seeds, secrets.randbits(32)),
         lambda example: environments[example.env].fingerprint(example.row, config.buffer.hash_keys),
+        ledger,
     )
 
 

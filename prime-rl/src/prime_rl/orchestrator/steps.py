@@ -89,6 +89,8 @@ class Steps:
                 groups = await self.collect(progress.step)
                 batch = self.prepare(groups)
                 if not batch.trained:
+                    for group in groups:
+                        self.scheduler.buffer.ledger.dropped(group.example.draw, "its batch had no token to train on")
                     await self.empty.pause(progress.step)
                     continue
                 await self.send(batch, progress)
@@ -102,8 +104,10 @@ class Steps:
         """Save a checkpoint from which a resumed run starts with this step."""
         if self.checkpoints is None:
             return
+        buffer = self.scheduler.buffer
         with self._timing("save_ckpt"):
-            self.checkpoints.save(progress, self.scheduler.buffer.state(self.scheduler.examples_in_flight))
+            progress.ledger_bytes = buffer.ledger.save(progress.step)
+            self.checkpoints.save(progress, buffer.state(self.scheduler.examples_in_flight))
             self.checkpoints.prune(self.policy.version, progress.step)
 
     async def collect(self, step: int) -> list[Group]:
@@ -122,6 +126,7 @@ class Steps:
     async def send(self, batch: Batch, progress: Progress) -> None:
         # In threads, so that a slow disk does not block the event loop and the rollouts in flight.
         await asyncio.to_thread(self.sender.send, batch.message(progress.step))
+        self.scheduler.buffer.ledger.trained((group.example.draw for group in batch.groups), progress.step)
         await asyncio.to_thread(self.rollout_log.write_batch, progress.step, batch.groups)
         tokens = count_tokens(sample for _, samples in batch.samples for sample in samples)
         progress.advance(tokens.total, len(batch.rollouts), len(batch.groups))

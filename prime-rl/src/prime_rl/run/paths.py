@@ -161,6 +161,19 @@ class OrchestratorPaths:
     def checkpoint(self, step: int) -> Path:
         return self.checkpoints / f"step_{step}" / "orchestrator"
 
+    def saved_progress(self, step: int) -> Path:
+        """Counters at the start of a step, as JSON."""
+        return self.checkpoint(step) / "progress.json"
+
+    def saved_buffer(self, step: int) -> Path:
+        """Examples in flight and difficulty pools at the start of a step, as JSON."""
+        return self.checkpoint(step) / "buffer.json"
+
+    @property
+    def ledger(self) -> Path:
+        """What became of each example, as JSON lines, appended."""
+        return self.root / "ledger.jsonl"
+
     @property
     def samples(self) -> Path:
         """Rollouts as JSON lines."""

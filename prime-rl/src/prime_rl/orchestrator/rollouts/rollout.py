@@ -20,6 +20,8 @@ class ExampleRef:
 
     env: str
     row: int
+    draw: int | None = field(default=None, compare=False)
+    """Number of draws before this one in the run. None if the training buffer did not draw it."""
 
 
 @dataclass(slots=True)
@@ -73,6 +75,10 @@ class Group:
     rollouts: list[Rollout]
     off_policy_level: int = 0
     """Weight updates that happened while the group was in flight."""
+
+    @property
+    def example(self) -> ExampleRef:
+        return self.rollouts[0].example
 
     @property
     def mean_reward(self) -> float:

@@ -12,6 +12,7 @@ from prime_rl.configs.orchestrator import BufferConfig
 from prime_rl.orchestrator.errors import NothingToTrain
 from prime_rl.orchestrator.rollouts.rollout import ExampleRef, Group
 from prime_rl.orchestrator.scheduling.difficulty import DifficultyPools, Fingerprint
+from prime_rl.run.ledger import Ledger
 
 
 @dataclass(slots=True)
@@ -35,15 +36,24 @@ class Buffer:
 
     The n-th draw depends only on `seed`, n and the difficulty pools, so a resumed run continues with the same
     examples. Examples returned with `put_back` come first.
+
+    Records draws and rejections in `ledger`, and does so for others: what becomes of each example is in one file.
     """
 
     def __init__(
-        self, num_rows: Mapping[str, int], config: BufferConfig, seed: int, fingerprint: Fingerprint = str
+        self,
+        num_rows: Mapping[str, int],
+        config: BufferConfig,
+        seed: int,
+        fingerprint: Fingerprint = str,
+        ledger: Ledger | None = None,
     ) -> None:
+        self.ledger = ledger or Ledger()
         self.num_rows = dict(num_rows)
         self.config = config
         self.seed = seed
         self.pools = DifficultyPools(num_rows, fingerprint)
+        self._fingerprint = fingerprint
         self.counts = GroupCounts()
         self._draws = 0
         self._waiting: deque[ExampleRef] = deque()
@@ -64,10 +74,12 @@ class Buffer:
                 "no example is left to train on, all are easy or hard: raise orchestrator.buffer.easy_threshold, lower "
                 "hard_threshold, or raise easy_fraction and hard_fraction"
             )
-        draw = random.Random(f"{self.seed}:{self._draws}")
-        self._draws += 1
+        number, self._draws = self._draws, self._draws + 1
+        draw = random.Random(f"{self.seed}:{number}")
         (env,) = draw.choices(envs, [self._ratios[env] for env in envs])
-        return ExampleRef(env, draw.choice(self.pools.normal[env]))
+        example = ExampleRef(env, draw.choice(self.pools.normal[env]), number)
+        self.ledger.drawn(number, env, example.row, self._fingerprint(example))
+        return example
 
     def put_back(self, examples: Iterable[ExampleRef]) -> None:
         """Queue examples, to be returned by `sample` before it draws new ones."""
@@ -89,6 +101,8 @@ class Buffer:
         self.counts.easy += easy
         self.counts.hard += hard
         self.counts.equal += not (easy or hard)
+        reason = "every reward is 1" if easy else "every reward is 0" if hard else "equal rewards"
+        self.ledger.dropped(group.example.draw, reason)
         return False
 
     def take_metrics(self) -> dict[str, float]:
@@ -116,8 +130,12 @@ class Buffer:
         """
         self.seed = state["seed"]
         self._draws = state["draws"]
-        saved = (ExampleRef(**example) for example in state["waiting"])
-        self._waiting = deque(example for example in saved if example.row < self.num_rows.get(example.env, 0))
+        self._waiting.clear()
+        for example in (ExampleRef(**each) for each in state["waiting"]):
+            if example.row < self.num_rows.get(example.env, 0):
+                self._waiting.append(example)
+            else:
+                self.ledger.dropped(example.draw, "the dataset has no such row any more")
         self.pools.restore(state["pools"])
         draw = random.Random(f"{self.seed}:{self._draws}:give back")
         self.pools.return_fraction("easy", self.config.easy_fraction, draw)
@@ -125,7 +143,7 @@ class Buffer:
 
     def _evict(self, group: Group) -> None:
         easy, hard = self.config.easy_threshold, self.config.hard_threshold
-        example = group.rollouts[0].example
+        example = group.example
         if easy is not None and group.mean_reward >= easy:
             self.counts.evicted_easy += self.pools.move(example, "easy")
         elif hard is not None and group.mean_reward <= hard:

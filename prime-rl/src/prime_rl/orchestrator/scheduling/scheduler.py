@@ -147,9 +147,10 @@ class Scheduler:
         old = {task: group for task, group in self._in_flight.items() if group.off_policy_level > limit}
         for task, group in old.items():
             self._cancel(task)
+            reason = f"more than {limit} weight updates while it ran"
             if task.done():
-                self._retries.append((group.example, group.attempt))
-            elif not self._retry(group):
+                self._queue(group.example, group.attempt, reason)
+            elif not self._retry(group, reason):
                 get_logger().warning(
                     f"Gave up row {group.example.row} of environment {group.example.env!r}: cancelled {MAX_ATTEMPTS} "
                     f"times after more than {limit} weight updates; raise orchestrator.max_off_policy_steps"
@@ -164,11 +165,11 @@ class Scheduler:
 
     async def interrupt(self) -> None:
         """Cancel all running groups. Their examples are retried before new ones are sampled."""
-        await asyncio.gather(*self._requeue(lambda group: True), return_exceptions=True)
+        await asyncio.gather(*self._requeue(lambda group: True, "an evaluation"), return_exceptions=True)
 
     def on_server_lost(self, server: InferenceServer) -> None:
         """Cancel the server's groups and retry them on other servers. This does not count as an attempt."""
-        self._requeue(lambda group: group.server is server)
+        self._requeue(lambda group: group.server is server, "its server was lost")
 
     async def close(self) -> None:
         """Cancel all groups in flight, and wait until their tasks have ended."""
@@ -179,12 +180,12 @@ class Scheduler:
         self._in_flight.clear()
         self._finished.clear()
 
-    def _requeue(self, matches: Callable[[InFlightGroup], bool]) -> list[Task]:
+    def _requeue(self, matches: Callable[[InFlightGroup], bool], reason: str) -> list[Task]:
         """Cancel the running groups that match, and queue their examples for a retry."""
         running = {task: group for task, group in self._in_flight.items() if not task.done() and matches(group)}
         for task, group in running.items():
             self._cancel(task)
-            self._retries.append((group.example, group.attempt))
+            self._queue(group.example, group.attempt, reason)
         return list(running)
 
     def _refill(self, sampling_args: dict[str, Any], step: int, collected: int) -> None:
@@ -267,7 +268,9 @@ class Scheduler:
             self._handle_failure(in_flight, error)
             return None
         self._failures_in_a_row = 0
-        return Group(task.result(), in_flight.off_policy_level)
+        group = Group(task.result(), in_flight.off_policy_level)
+        self.buffer.ledger.finished(in_flight.example.draw, group.mean_reward)
+        return group
 
     def _handle_failure(self, group: InFlightGroup, error: BaseException) -> None:
         if isinstance(error, EnvironmentFault):  # the next group would fail as well
@@ -279,15 +282,20 @@ class Scheduler:
             raise TooManyFailures(
                 f"{self._failures_in_a_row} groups of rollouts failed in a row; the last one: {reason}"
             ) from error
-        outcome = "will retry" if self._retry(group) else "giving up"
+        outcome = "will retry" if self._retry(group, type(error).__name__) else "giving up"
         get_logger().warning(f"A group failed (attempt {group.attempt} of {MAX_ATTEMPTS}, {outcome}), {reason}")
 
-    def _retry(self, group: InFlightGroup) -> bool:
+    def _retry(self, group: InFlightGroup, reason: str) -> bool:
         """Queue the example for another attempt; False if this was the last one."""
         if group.attempt == MAX_ATTEMPTS:
+            self.buffer.ledger.dropped(group.example.draw, f"{reason}, {MAX_ATTEMPTS} times")
             return False
-        self._retries.append((group.example, group.attempt + 1))
+        self._queue(group.example, group.attempt + 1, reason)
         return True
+
+    def _queue(self, example: ExampleRef, attempt: int, reason: str) -> None:
+        self._retries.append((example, attempt))
+        self.buffer.ledger.requeued(example.draw, reason)
 
     def _accept(self, group: Group) -> bool:
         if self.buffer.accepts(group):
