@@ -33,12 +33,13 @@ sys.exit({code})
 
 
 def pytest_configure() -> None:
-    """Make the tests independent of nohup, which lets every child ignore SIGHUP.
+    """Make the tests independent of how pytest was started: nohup ignores SIGHUP, and `&` in a script Ctrl-C too.
 
     A handler, unlike SIG_IGN, is not inherited: children get the default action, and pytest itself still survives.
     """
-    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
-        signal.signal(signal.SIGHUP, lambda signum, frame: None)
+    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, lambda signum, frame: None)
 
 
 @pytest.fixture(autouse=True)
