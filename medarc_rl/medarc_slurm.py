@@ -1,4 +1,4 @@
-"""`medarc_slurm sft|rl`: resolve a config, write a batch script, submit it."""
+"""`medarc_slurm sft|rl`: resolve a config, write a batch script, submit it. `medarc_slurm check`: only look."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import re
 import stat
 import subprocess
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,6 +18,7 @@ from medarc_rl.backends.slurm import NODE_GPUS, BatchJob, SlurmRequest, log_file
 from medarc_rl.cli import add_command, new_app, say, warn
 from medarc_rl.deployment import GpuSplit, advice, check_rl, sft_gpus, sft_owned
 from medarc_rl.errors import MedarcError, UsageError
+from medarc_rl.jobs import job_kind
 from medarc_rl.utils import (
     Run,
     check_startable,
@@ -35,12 +37,11 @@ Option = typer.Option
 
 
 @dataclass(frozen=True, kw_only=True)
-class SlurmOptions(SlurmRequest):
-    """Options of both commands."""
+class JobOptions(SlurmRequest):
+    """Options of all commands."""
 
     output_dir: Annotated[Path | None, Option(help="Directory of the run, OUT.")] = None
     job_name: Annotated[str | None, Option(help="Name of the job; by default <config stem>-sft or -rl.")] = None
-    dry_run: Annotated[bool, Option("--dry-run", help="Write the config and the script; do not submit.")] = False
     project_dir: Annotated[Path, Option(help="Directory that the job runs in, with .venv, maybe .env.")] = Path()
     hf_cache_dir: Annotated[
         Path | None, Option(help="Hugging Face cache; by default $HF_HOME, else <project dir>/.hf_cache.")
@@ -53,15 +54,38 @@ class SlurmOptions(SlurmRequest):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SftOptions(SlurmOptions):
+class SubmitOptions(JobOptions):
+    dry_run: Annotated[bool, Option("--dry-run", help="Write the config and the script; do not submit.")] = False
+    check: Annotated[
+        bool, Option("--check/--no-check", help="Do not submit a job that `medarc_slurm check` finds fault with.")
+    ] = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class SftGpus:
     gpus: Annotated[int | None, Option(min=1, max=NODE_GPUS, help="GPUs; by default deployment.num_gpus.")] = None
 
 
 @dataclass(frozen=True, kw_only=True)
-class RlOptions(SlurmOptions):
+class RlGpus:
     train_gpus: Annotated[int, Option(min=1, max=4, help="GPUs of the trainer.")] = 1
     infer_gpus: Annotated[int, Option(min=1, max=7, help="GPUs of the inference server.")] = 1
     single_gpu: Annotated[bool, Option("--single-gpu", help="One GPU for both.")] = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class SftOptions(SftGpus, SubmitOptions):
+    """Options of `sft`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RlOptions(RlGpus, SubmitOptions):
+    """Options of `rl`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckOptions(RlGpus, SftGpus, JobOptions):
+    """Options of `check`: those of the command whose job is checked."""
 
 
 app = new_app("Submit a run to Slurm: one node, from a TOML file.")
@@ -69,29 +93,52 @@ app = new_app("Submit a run to Slurm: one node, from a TOML file.")
 
 def sft(words: list[str], options: SftOptions) -> int:
     """Submit supervised fine-tuning."""
-    run = load_run(SFTConfig, words, "sft", options.output_dir, sft_owned(options.gpus))
-    job = plan_job("sft", run, options, gpus=sft_gpus(run.config))
+    job, run = plan_sft_job(words, options, options)
     with files_readable_by(run.config.file_access):
         return write_and_submit(job, run, options)
 
 
 def rl(words: list[str], options: RlOptions) -> int:
     """Submit reinforcement learning."""
-    split = GpuSplit(options.train_gpus, options.infer_gpus, options.single_gpu)
-    run = load_run(RLConfig, words, "rl", options.output_dir, split.owned)
-    check_rl(run.config, split)
-    for line in advice(run.config, split):
-        warn(line)
-    job = plan_job("rl", run, options, gpus=split.total, single_gpu=split.single_gpu)
+    job, run = plan_rl_job(words, options, options)
     with files_readable_by(run.config.file_access):
         return write_and_submit(job, run, options)
 
 
+def check(words: list[str], options: CheckOptions) -> int:
+    """Check all that a job needs, and submit nothing.
+
+    CONFIG and the options are those of `sft` or `rl`; where the file fits both, write `check sft` or `check rl`. Exit
+    code: 0 if everything is there, 1 if something is not, 2 if the config cannot be used.
+    """
+    kind, words = job_kind(words)
+    job, run = plan_rl_job(words, options, options) if kind == "rl" else plan_sft_job(words, options, options)
+    check_startable(run, dry_run=False, job_dir=job.project_dir)
+    env = dict(os.environ)
+    maybe_autoset_auth_env(env, options.auto_auth)
+    return 0 if is_ready(job, run, env) else 1
+
+
 add_command(app, "sft", SftOptions, sft)
 add_command(app, "rl", RlOptions, rl)
+add_command(app, "check", CheckOptions, check)
 
 
-def plan_job(command: str, run: Run[Any], options: SlurmOptions, gpus: int, single_gpu: bool = False) -> BatchJob:
+def plan_sft_job(words: list[str], gpus: SftGpus, options: JobOptions) -> tuple[BatchJob, Run[SFTConfig]]:
+    run = load_run(SFTConfig, words, "sft", options.output_dir, sft_owned(gpus.gpus))
+    return plan_job("sft", run, options, gpus=sft_gpus(run.config)), run
+
+
+def plan_rl_job(words: list[str], gpus: RlGpus, options: JobOptions) -> tuple[BatchJob, Run[RLConfig]]:
+    split = GpuSplit(gpus.train_gpus, gpus.infer_gpus, gpus.single_gpu)
+    run = load_run(RLConfig, words, "rl", options.output_dir, split.owned)
+    check_rl(run.config, split)
+    for line in advice(run.config, split):
+        warn(line)
+    return plan_job("rl", run, options, gpus=split.total, single_gpu=split.single_gpu), run
+
+
+def plan_job(command: str, run: Run[Any], options: JobOptions, gpus: int, single_gpu: bool = False) -> BatchJob:
     """Decide everything that the script contains. Raises UsageError if the project directory does not exist."""
     project_dir = options.project_dir.absolute()
     if not project_dir.is_dir():
@@ -110,10 +157,41 @@ def plan_job(command: str, run: Run[Any], options: SlurmOptions, gpus: int, sing
     )
 
 
-def write_and_submit(job: BatchJob, run: Run[Any], options: SlurmOptions) -> int:
-    """Write config and script, submit unless this is a dry run, and return the exit code."""
+def write_and_submit(job: BatchJob, run: Run[Any], options: SubmitOptions) -> int:
+    """Check, write config and script, submit unless this is a dry run, and return the exit code.
+
+    Raises:
+        MedarcError: something that the job needs is not there, or sbatch refuses it.
+    """
     dry_run = options.dry_run or run.config.dry_run
     check_startable(run, dry_run, job.project_dir)
+    env = dict(os.environ)
+    for line in maybe_autoset_auth_env(env, options.auto_auth and not dry_run):
+        say(line)
+    if options.check and not dry_run and not is_ready(job, run, env):
+        raise MedarcError("nothing was submitted: see FAILED above, or submit all the same with --no-check")
+    write_job(job, run, dry_run)
+    if dry_run:
+        say(" ".join(map(sh_quote, sbatch_argv(job))))
+        return 0
+    submit(job, env)
+    return 0
+
+
+def is_ready(job: BatchJob, run: Run[Any], env: Mapping[str, str]) -> bool:
+    """Print the table of what the job needs. Returns whether all of it is there."""
+    # Imported here: a dry run asks nobody.
+    from medarc_rl.readiness.report import can_start, job_rows
+    from medarc_rl.readiness.rows import table
+
+    rows = list(job_rows(run.config, job, env))
+    for line in table(rows):
+        say(line)
+    return can_start(rows)
+
+
+def write_job(job: BatchJob, run: Run[Any], dry_run: bool) -> None:
+    """Write config and script."""
     script = render(job)
     if run.config.clean_output_dir and not dry_run:
         prepare_directory(run)
@@ -126,14 +204,6 @@ def write_and_submit(job: BatchJob, run: Run[Any], options: SlurmOptions) -> int
             scratch.chmod(scratch.stat().st_mode | stat.S_IXUSR)
     say(f"config: {run.paths.config(component)}")
     say(f"script: {job.script}")
-    if dry_run:
-        say(" ".join(map(sh_quote, sbatch_argv(job))))
-        return 0
-    env = dict(os.environ)
-    for line in maybe_autoset_auth_env(env, options.auto_auth):
-        say(line)
-    submit(job, env)
-    return 0
 
 
 def submit(job: BatchJob, env: dict[str, str]) -> None:

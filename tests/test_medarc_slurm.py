@@ -14,8 +14,9 @@ from medarc_rl import medarc_slurm
 from medarc_rl.utils import maybe_autoset_auth_env
 
 
-def run(*words: object) -> Result:
-    return CliRunner().invoke(medarc_slurm.app, [*map(str, words)])
+def run(command: str, *words: object) -> Result:
+    """Run a command without its checks of the cluster, which test_readiness.py tests."""
+    return CliRunner().invoke(medarc_slurm.app, [command, "--no-check", *map(str, words)])
 
 
 def dry_run(*words: object) -> Result:

@@ -22,6 +22,7 @@ _BYTES = {"float32": 4, "bfloat16": 2}
 _STATES = {"adamw": 2, "muon": 2, "sgd": 1}
 """Values that an optimizer keeps for each parameter, at most."""
 _HEADER_LIMIT = 2**28
+_ADVICE = "set ckpt.keep_last, a larger ckpt.interval or another output_dir"
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,29 +54,52 @@ def size_text(size_bytes: int) -> str:
     return f"{size_bytes / 1e9:.1f} GB" if size_bytes >= 1e9 else f"{max(1, round(size_bytes / 1e6))} MB"
 
 
+@dataclass(frozen=True, slots=True)
+class DiskForecast:
+    """What a run will write at the most, and what is free where it writes."""
+
+    parts: tuple[Written, ...]
+    free_bytes: int
+
+    @property
+    def needed_bytes(self) -> int:
+        """Of a part that grows without end, one directory counts."""
+        return sum((part.count or 1) * part.bytes_each for part in self.parts)
+
+    @property
+    def fits(self) -> bool:
+        return self.needed_bytes <= self.free_bytes
+
+    def __str__(self) -> str:
+        listed = f"{', '.join(map(str, self.parts))}; {size_text(self.free_bytes)} are free"
+        if not self.fits:
+            return f"this run needs up to {size_text(self.needed_bytes)} on disk ({listed}): {_ADVICE}"
+        is_bounded = all(part.count is not None for part in self.parts)
+        return f"up to {size_text(self.needed_bytes)} ({listed})" if is_bounded else listed
+
+
 def disk_forecast(config: SFTConfig | TrainerConfig, output_dir: Path) -> Iterator[str]:
     """What the run will write at the most, and what is free, in one line. Nothing if the model's size is unknown."""
-    size = model_size(config.model.name)
+    forecast = forecast_disk(config, output_dir, model_size(config.model.name))
+    if forecast is not None:
+        yield f"{'disk' if forecast.fits else 'warning'}: {forecast}"
+
+
+def forecast_disk(config: SFTConfig | TrainerConfig, output_dir: Path, size: ModelSize | None) -> DiskForecast | None:
+    """The forecast for a model of a known size. `output_dir` need not exist yet."""
     if size is None or config.bench is not None:
-        return
-    parts = [part for part in _parts(config, size) if part.count != 0 and part.bytes_each]
-    total = sum((part.count or 1) * part.bytes_each for part in parts)
-    free = shutil.disk_usage(_existing(output_dir)).free
-    listed = f"{', '.join(map(str, parts))}; {size_text(free)} are free"
-    if total > free:
-        yield (
-            f"warning: this run needs up to {size_text(total)} on disk ({listed}): set ckpt.keep_last, a larger "
-            "ckpt.interval or another output_dir"
-        )
-    elif any(part.count is None for part in parts):
-        yield f"disk: {listed}"
-    else:
-        yield f"disk: up to {size_text(total)} ({listed})"
+        return None
+    parts = tuple(part for part in _parts(config, size) if part.count != 0 and part.bytes_each)
+    return DiskForecast(parts, shutil.disk_usage(existing_parent(output_dir)).free)
 
 
 def model_size(name: str) -> ModelSize | None:
     """The size of a local model or of one in the hub's cache, from its safetensors headers; None if there are none."""
-    folder = Path(name) if Path(name).is_dir() else _in_hub_cache(name)
+    return size_of_folder(Path(name) if Path(name).is_dir() else snapshot_in_cache(name, default_hub_cache()))
+
+
+def size_of_folder(folder: Path | None) -> ModelSize | None:
+    """The same for a folder with a model's files; None for no folder."""
     files = sorted(folder.glob("*.safetensors")) if folder is not None else []
     parameters = stored = 0
     for file in files:
@@ -138,14 +162,20 @@ def _header(file: Path) -> dict[str, dict[str, list[int]]]:
     return header if isinstance(header, dict) else {}
 
 
-def _in_hub_cache(name: str) -> Path | None:
+def default_hub_cache() -> Path:
+    """Where this process's environment places the hub's cache."""
     home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
-    cache = Path(os.environ.get("HF_HUB_CACHE") or home / "hub")
-    repository = cache / f"models--{name.replace('/', '--')}"
+    return Path(os.environ.get("HF_HUB_CACHE") or home / "hub")
+
+
+def snapshot_in_cache(name: str, cache: Path, kind: str = "models") -> Path | None:
+    """The folder of a hub repository's main branch in `cache`; None if it is not there. `kind`: models or datasets."""
+    repository = cache / f"{kind}--{name.replace('/', '--')}"
     reference = repository / "refs" / "main"
     return repository / "snapshots" / reference.read_text().strip() if reference.is_file() else None
 
 
-def _existing(path: Path) -> Path:
+def existing_parent(path: Path) -> Path:
+    """`path`, or the closest directory above it that exists."""
     path = path.absolute()
     return next(parent for parent in (path, *path.parents) if parent.exists())

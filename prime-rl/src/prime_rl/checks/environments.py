@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
@@ -19,19 +21,37 @@ EXAMINATION = "prime_rl.orchestrator.env_servers.examination"
 _FAULT = "error: "
 
 
-def trial_faults(config: OrchestratorConfig) -> list[str]:
-    """One line for each reason why the environments cannot be used. Takes seconds: they are imported and loaded."""
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a trial runs; by default as this process does."""
+
+    python: str = sys.executable
+    env: Mapping[str, str] = field(default_factory=lambda: dict(os.environ), repr=False)
+    directory: Path = Path()
+
+
+def trial_faults(config: OrchestratorConfig, place: Place | None = None, limit_s: float | None = None) -> list[str]:
+    """One line for each reason why the environments cannot be used. Takes seconds: they are imported and loaded.
+
+    After `limit_s` seconds the trial is ended, which is a fault, too.
+    """
+    place = place or Place()
     with TemporaryDirectory() as scratch:
         file = Path(scratch, "orchestrator.toml")
         dump_toml(config, file)
-        done = subprocess.run(
-            [sys.executable, "-m", EXAMINATION, "@", str(file)],
-            env=os.environ | {MASK_VARIABLE: ""},
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        try:
+            done = subprocess.run(
+                [place.python, "-m", EXAMINATION, "@", str(file)],
+                env={**place.env, MASK_VARIABLE: ""},
+                cwd=place.directory,
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                check=False,
+                timeout=limit_s,
+            )
+        except subprocess.TimeoutExpired:
+            return [f"loading the environments took longer than {limit_s:g} s"]
     if done.returncode == 0:
         return []
     lines = done.stderr.splitlines()

@@ -1,0 +1,157 @@
+"""What Slurm itself says about a job: controller, partition, time limit, account, GPUs, and a trial submission."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+
+from medarc_rl.backends.slurm import BatchJob, render, sbatch_argv, walltime_s
+from medarc_rl.errors import UsageError
+from medarc_rl.readiness.external import NoAnswer, ask
+from medarc_rl.readiness.rows import Row, failed, ok, unknown
+
+SLURM_LIMIT_S = 20.0
+"""Seconds for one command of Slurm. A controller that is down makes some of them wait for minutes."""
+
+_OUT_OF_SERVICE = re.compile(r"DOWN|DRAIN|FAIL|MAINT|FUTURE|POWERED_DOWN|NOT_RESPONDING|\*")
+_GPUS = re.compile(r"gpu(?::[^:,()]+)?:(\d+)")
+
+Properties = Mapping[str, str]
+"""`Name=value` pairs as scontrol prints them for one thing."""
+
+
+def cluster_rows(job: BatchJob, limit_s: float = SLURM_LIMIT_S) -> Iterator[Row]:
+    """What the cluster says. If its controller does not answer within `limit_s` seconds, that is the only row."""
+    if shutil.which("sbatch") is None:
+        yield failed("slurm", "sbatch: not found: submit where Slurm is, or run here with medarc_train")
+        return
+    try:
+        ping = ask(["scontrol", "ping"], limit_s)
+        if " is UP" not in ping.stdout:
+            yield failed("slurm", f"the controller (slurmctld) does not answer: {ping.last_line}")
+            return
+        partitions, nodes = _shown("partition", limit_s), _shown("node", limit_s)
+    except NoAnswer as error:
+        yield failed("slurm", f"the controller (slurmctld) does not answer: {error}")
+        return
+    yield ok("slurm", ping.stdout.strip())
+    yield from _partition_rows(job, partitions, nodes)
+    yield trial_row(job, limit_s)
+
+
+def trial_row(job: BatchJob, limit_s: float) -> Row:
+    """Whether sbatch would accept the script. Nothing is submitted or written."""
+    argv = [*sbatch_argv(job)[:-1], "--test-only"]
+    try:
+        answer = ask(argv, limit_s, stdin=render(job))
+    except NoAnswer as error:
+        return failed("sbatch --test-only", str(error))
+    return (ok if answer.code == 0 else failed)("sbatch --test-only", _without_prefix(answer.last_line))
+
+
+def _without_prefix(line: str) -> str:
+    return re.sub(r"^(?:sbatch: |error: )+", "", line)
+
+
+def _shown(kind: str, limit_s: float) -> list[Properties]:
+    """Every partition or node. Raises NoAnswer."""
+    answer = ask(["scontrol", "--oneliner", "show", kind], limit_s)
+    return [_properties(line) for line in answer.stdout.splitlines() if "=" in line]
+
+
+def _properties(line: str) -> Properties:
+    found: dict[str, str] = {}
+    for word in line.split():
+        name, equals, value = word.partition("=")
+        # The first one counts: comments at the end of the line hold what people wrote.
+        if equals:
+            found.setdefault(name, value)
+    return found
+
+
+def _partition_rows(job: BatchJob, partitions: list[Properties], nodes: list[Properties]) -> Iterator[Row]:
+    if any(word.startswith(("-p", "--partition")) for word in job.request.sbatch_arg):
+        yield unknown("partition", "--sbatch-arg names it: left to sbatch --test-only")
+        return
+    wanted = job.request.partition or os.environ.get("SBATCH_PARTITION")
+    names = wanted.split(",") if wanted else [each["PartitionName"] for each in partitions if _is_default(each)]
+    chosen = [each for each in partitions if each.get("PartitionName") in names]
+    if not chosen:
+        there = ", ".join(each.get("PartitionName", "?") for each in partitions) or "none"
+        said = f"no partition {wanted}" if wanted else "the cluster has no default partition: name one with --partition"
+        yield failed("partition", f"{said}; there are: {there}")
+        return
+    up = [each for each in chosen if each.get("State") == "UP"]
+    yield (ok if up else failed)("partition", "; ".join(f"{_name(each)} is {each.get('State')}" for each in chosen))
+    yield _time_row(job.request.time, up or chosen)
+    yield _account_row(job.request.account, up or chosen)
+    yield _gpu_row(job, up or chosen, nodes)
+
+
+def _is_default(partition: Properties) -> bool:
+    return partition.get("Default") == "YES"
+
+
+def _name(partition: Properties) -> str:
+    return partition.get("PartitionName", "?")
+
+
+def _limit_s(partition: Properties) -> float:
+    """The longest time limit that the partition allows, in seconds."""
+    try:
+        return walltime_s(partition.get("MaxTime", "UNLIMITED")) or float("inf")
+    except UsageError:  # a notation that we do not know
+        return float("inf")
+
+
+def _time_row(time: str | None, partitions: list[Properties]) -> Row:
+    listed = "; ".join(f"{_name(each)} allows {each.get('MaxTime', '?')}" for each in partitions)
+    if time is None:
+        defaults = "; ".join(f"{_name(each)}: {_default_time(each)}" for each in partitions)
+        return ok("time limit", f"without --time, the partition's default ({defaults})")
+    asked_s = walltime_s(time) or float("inf")
+    if all(asked_s > _limit_s(each) for each in partitions):
+        return failed("time limit", f"--time {time} is too long: {listed}. The job would never start")
+    return ok("time limit", f"{time}; {listed}")
+
+
+def _default_time(partition: Properties) -> str:
+    default = partition.get("DefaultTime", "NONE")
+    return partition.get("MaxTime", "?") if default == "NONE" else default
+
+
+def _account_row(account: str | None, partitions: list[Properties]) -> Row:
+    if account is None:
+        return ok("account", "without --account, your default")
+    refusing = [each for each in partitions if not _admits(each, account)]
+    if len(refusing) == len(partitions):
+        names = ", ".join(map(_name, refusing))
+        return failed("account", f"{account} may not use {names}: choose another --account or --partition")
+    return ok("account", f"{account}; whether you belong to it, sbatch --test-only says where accounts are enforced")
+
+
+def _admits(partition: Properties, account: str) -> bool:
+    allowed, denied = partition.get("AllowAccounts", "ALL"), partition.get("DenyAccounts", "")
+    return (allowed == "ALL" or account in allowed.split(",")) and account not in denied.split(",")
+
+
+def _gpu_row(job: BatchJob, partitions: list[Properties], nodes: list[Properties]) -> Row:
+    """Whether a node in service has as many GPUs as the job asks for, free or not."""
+    names = {_name(each) for each in partitions}
+    members = [node for node in nodes if names & set(node.get("Partitions", "").split(","))]
+    fitting = [node for node in members if _gpus(node) >= job.gpus]
+    in_service = [node for node in fitting if not _OUT_OF_SERVICE.search(node.get("State", ""))]
+    where = ", ".join(sorted(names))
+    if not fitting:
+        most = max(map(_gpus, members), default=0)
+        return failed("gpus", f"{job.gpus} asked for; the largest of {len(members)} nodes in {where} has {most}")
+    if not in_service:
+        states = ", ".join(sorted({f"{node.get('NodeName')} {node.get('State')}" for node in fitting})[:4])
+        return failed("gpus", f"no node in {where} with {job.gpus} GPUs is in service: {states}")
+    return ok("gpus", f"{job.gpus} of one node; {len(in_service)} of {len(members)} nodes in {where} have as many")
+
+
+def _gpus(node: Properties) -> int:
+    return sum(map(int, _GPUS.findall(node.get("Gres", ""))))

@@ -1,0 +1,40 @@
+"""Everything that is checked of a batch job before it queues."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from medarc_rl.backends.slurm import BatchJob
+from medarc_rl.readiness.cluster import cluster_rows
+from medarc_rl.readiness.hub import HubAccess, hub_rows, trained_model
+from medarc_rl.readiness.rows import Row, State, failed
+from medarc_rl.readiness.software import Unreadable, job_environment, script_row, software_rows
+from medarc_rl.readiness.storage import storage_rows
+from medarc_rl.readiness.tokens import token_rows
+from prime_rl.checks.start_dir import StartDir
+from prime_rl.configs.rl import RLConfig
+from prime_rl.configs.sft import SFTConfig
+
+
+def job_rows(config: SFTConfig | RLConfig, job: BatchJob, env: Mapping[str, str]) -> Iterator[Row]:
+    """A row for each thing that the job needs, in the order in which it would fail without.
+
+    `env` is the environment that the job is submitted with. Nothing is written. Takes seconds; each program that is
+    asked has a time limit.
+    """
+    yield script_row(job)
+    yield from cluster_rows(job)
+    try:
+        job_env = job_environment(job, env)
+    except Unreadable as error:
+        yield failed(".env", f"{job.project_dir}/.env: {error}")
+        return
+    yield from token_rows(config, job_env)
+    access = HubAccess(StartDir.of_job(job.project_dir), job.hf_cache_dir / "hub", job.hf_hub_offline, job_env)
+    yield from hub_rows(config, access)
+    yield from storage_rows(config, job.paths.root, access.folder(trained_model(config)))
+    yield from software_rows(config, job, job_env)
+
+
+def can_start(rows: list[Row]) -> bool:
+    return all(row.state is not State.FAILED for row in rows)
