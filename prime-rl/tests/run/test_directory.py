@@ -1,5 +1,6 @@
 """Nothing of a former run in the same directory is taken for the new one's, and nothing of worth is lost."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,17 @@ def test_a_resumed_run_keeps_the_policy_it_starts_from_and_appends_to_the_metric
     assert names(paths.orchestrator.broadcasts) == ["step_1", "step_2"]
     assert names(paths.orchestrator.rollouts) == ["step_1"]
     assert paths.metrics.read_text() == "old\n"
+
+
+def test_a_policy_that_was_published_after_its_checkpoint_belongs_to_another_attempt(paths: RunPaths) -> None:
+    """A run went on from step 1 and died before it saved step 2; now somebody resumes the first attempt's step 2."""
+    fill(paths.checkpoints, "step_1", "step_2")
+    published = paths.orchestrator.broadcast(2) / STABLE
+    for saved_after_s, left in ((1, ["step_1", "step_2"]), (-1, ["step_1"])):
+        seconds = published.stat().st_mtime + saved_after_s
+        os.utime(paths.checkpoint(2) / STABLE, (seconds, seconds))
+        prepare_run_dir(paths, 2)
+        assert names(paths.orchestrator.broadcasts) == left
 
 
 def test_a_fresh_run_does_not_start_among_checkpoints(paths: RunPaths) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from prime_rl.run.paths import OrchestratorPaths, RunPaths, stable_steps, step_of
-from prime_rl.utils.contents import find_damage
+from prime_rl.utils.contents import STABLE, find_damage
 
 if TYPE_CHECKING:
     from prime_rl.utils.pydantic_config import BaseSettings
@@ -134,6 +134,8 @@ def _discard_stale(paths: RunPaths, resume_step: int | None) -> None:
     """Remove batches from the first step on, policies newer than the one to start from, and control files."""
     run, first_step = paths.orchestrator, max(resume_step or 0, 0)
     oldest_stale_broadcast = 0 if resume_step is None else first_step + 1
+    if resume_step is not None and _is_of_another_attempt(paths, first_step):
+        oldest_stale_broadcast = first_step
     for directory in (paths.rollouts, run.control):
         if directory.exists():
             shutil.rmtree(directory)
@@ -143,6 +145,15 @@ def _discard_stale(paths: RunPaths, resume_step: int | None) -> None:
             step = step_of(directory)
             if step is None or step >= first_stale:
                 shutil.rmtree(directory)
+
+
+def _is_of_another_attempt(paths: RunPaths, step: int) -> bool:
+    """Whether the policy of a step was published after the step was saved: a trainer publishes, then saves."""
+    markers = (paths.orchestrator.broadcast(step) / STABLE, paths.checkpoint(step) / STABLE)
+    if not all(marker.is_file() for marker in markers):
+        return False
+    published_ns, saved_ns = (marker.stat().st_mtime_ns for marker in markers)
+    return published_ns > saved_ns
 
 
 def _set_aside(metrics: Path) -> None:

@@ -6,6 +6,7 @@ flushed to disk. The file lists sizes and hashes of the others, or is empty.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shutil
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ __all__ = [
     "begin_directory",
     "complete_directory",
     "fsync_tree",
+    "publishing_directory",
     "replacing_directory",
     "replacing_file",
     "scratch_of",
@@ -48,17 +50,36 @@ def replacing_file(target: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def replacing_directory(target: Path, hashed: bool = True) -> Iterator[Path]:
+def replacing_directory(target: Path) -> Iterator[Path]:
     """Yield a scratch directory that becomes `target`, flushed and marked `STABLE`, only if the block succeeds.
 
     An existing `target` is replaced. If the block fails, the scratch directory is deleted. After a crash, either the
-    old directory is intact, or there is no `target` but a `.partial` directory next to it. With `hashed=False` the
-    marker holds no hashes, for weights that are read once and soon deleted.
+    old or the new directory is there; see `complete_directory`.
     """
+    with _scratch_directory(target) as scratch:
+        yield scratch
+        complete_directory(target, record_contents(scratch))
+
+
+@contextmanager
+def publishing_directory(target: Path) -> Iterator[Path]:
+    """Like `replacing_directory`, for what others may be reading: a complete `target` with equal files stays.
+
+    The marker holds no hashes, because these directories are read once and soon deleted.
+    """
+    with _scratch_directory(target) as scratch:
+        yield scratch
+        if (target / STABLE).is_file() and record_contents(target) == record_contents(scratch):
+            shutil.rmtree(scratch)
+        else:
+            complete_directory(target, {})
+
+
+@contextmanager
+def _scratch_directory(target: Path) -> Iterator[Path]:
     scratch = begin_directory(target)
     try:
         yield scratch
-        complete_directory(target, record_contents(scratch) if hashed else {})
     except BaseException:
         shutil.rmtree(scratch, ignore_errors=True)
         raise
@@ -78,10 +99,27 @@ def begin_directory(target: Path) -> Path:
 
 
 def complete_directory(target: Path, contents: Contents) -> None:
-    """Mark `scratch_of(target)` as `STABLE` with these contents, flush it to disk, and rename it to `target`."""
+    """Mark `scratch_of(target)` as `STABLE` with these contents, flush it to disk, and rename it to `target`.
+
+    An existing `target` is exchanged in one operation. On file systems that cannot do that, such as NFS, it is deleted
+    first, and a crash in between leaves neither.
+    """
     scratch = scratch_of(target)
     write_marker(scratch, contents)
     fsync_tree(scratch)
-    if target.exists():
+    if not target.exists():
+        scratch.replace(target)
+    elif _exchange(scratch, target):
+        shutil.rmtree(scratch)
+    else:
         shutil.rmtree(target)
-    scratch.replace(target)
+        scratch.replace(target)
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Exchange two paths in one operation; False if the system or file system cannot."""
+    rename = getattr(ctypes.CDLL(None), "renameat2", None)
+    if rename is None:
+        return False
+    here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    return bool(rename(here, os.fsencode(one), here, os.fsencode(other), exchange) == 0)

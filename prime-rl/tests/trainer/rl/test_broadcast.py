@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ from prime_rl.configs.trainer import FileSystemWeightBroadcastConfig, ModelConfi
 from prime_rl.run.paths import RunPaths, stable_steps
 from prime_rl.trainer.model.build import setup_model
 from prime_rl.trainer.rl.broadcast import FileSystemBroadcast
-from prime_rl.utils.files import scratch_of
+from prime_rl.utils.files import STABLE, scratch_of
 
 
 @pytest.fixture
@@ -68,3 +70,50 @@ def test_a_version_that_cannot_be_written_is_an_error(tmp_path, model, mesh) -> 
     paths.broadcasts.write_text("a file where the directory should be")
     with pytest.raises(OSError, match="broadcasts"):
         broadcast_to(tmp_path, mesh).publish(model, 1, torch.float32)
+
+
+def test_a_resumed_trainer_does_not_touch_the_version_that_is_published(tmp_path, model, mesh) -> None:
+    def inodes() -> dict[str, int]:
+        return {path.name: path.stat().st_ino for path in [published, *published.iterdir()]}
+
+    published = RunPaths(tmp_path).orchestrator.broadcast(3)
+    broadcast_to(tmp_path, mesh).publish(model, 3, torch.float32)
+    before = inodes()
+    resumed = broadcast_to(tmp_path, mesh)
+    resumed.start(3)
+    resumed.publish(model, 3, torch.float32)
+    assert inodes() == before
+    assert [path.name for path in published.parent.iterdir()] == ["step_3"]
+
+
+@pytest.mark.parametrize("change", [lambda file: file.write_bytes(bytes(9)), lambda file: file.unlink()])
+def test_a_published_version_with_other_weights_is_replaced(change, tmp_path, model, mesh) -> None:
+    file = RunPaths(tmp_path).orchestrator.broadcast(3) / "model.safetensors"
+    broadcast_to(tmp_path, mesh).publish(model, 3, torch.float32)
+    whole = file.read_bytes()
+    change(file)
+    broadcast_to(tmp_path, mesh).publish(model, 3, torch.float32)
+    assert file.read_bytes() == whole
+
+
+@pytest.mark.parametrize("dtypes", [[torch.float32], [torch.float32, torch.bfloat16]], ids=["same", "other"])
+def test_a_server_that_reads_a_version_is_never_harmed_by_a_resumed_trainer(dtypes, tmp_path, model, mesh) -> None:
+    """A thread loads the version again and again while trainers resume, with the same weights or in another dtype."""
+    file = RunPaths(tmp_path).orchestrator.broadcast(3) / "model.safetensors"
+    broadcast_to(tmp_path, mesh).publish(model, 3, dtypes[0])
+    names, resumed = load_file(file).keys(), threading.Event()
+
+    def read() -> int:
+        count = 0
+        while not resumed.is_set() or not count:
+            assert (file.parent / STABLE).is_file()
+            assert load_file(file).keys() == names
+            count += 1
+        return count
+
+    with ThreadPoolExecutor(1) as pool:
+        reads = pool.submit(read)
+        for dtype in dtypes[::-1] * 25:
+            broadcast_to(tmp_path, mesh).publish(model, 3, dtype)
+        resumed.set()
+        assert reads.result() > 0

@@ -15,7 +15,7 @@ from prime_rl.trainer.checkpoints.weights import gather_weights, save_adapter, s
 from prime_rl.trainer.lora.adapters import is_adapted
 from prime_rl.trainer.lora.export import gather_adapter
 from prime_rl.trainer.process.world import Process
-from prime_rl.utils.files import replacing_directory, scratch_of
+from prime_rl.utils.files import publishing_directory, scratch_of
 
 
 class Broadcast(Protocol):
@@ -52,7 +52,8 @@ class FileSystemBroadcast:
     def publish(self, model: PreTrainedModel, version: int, dtype: torch.dtype) -> None:
         """Write the weights as `version`, in `dtype` and hub format. For a LoRA model, write only the PEFT adapter.
 
-        Collective.
+        A resumed run finds its first version published. If that has the same files, it stays, because the servers may
+        be reading it. Collective.
 
         Raises:
             OSError: the weights cannot be written. The run must stop, because the engines would wait for this version.
@@ -61,7 +62,7 @@ class FileSystemBroadcast:
         weights = gather_weights(model, dtype) if adapter is None else {}
         if self.process.rank != 0:
             return
-        with replacing_directory(self.run.broadcast(version), hashed=False) as scratch:
+        with publishing_directory(self.run.broadcast(version)) as scratch:
             if adapter is not None:
                 save_adapter(adapter, scratch)
             else:

@@ -1,0 +1,63 @@
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from prime_rl.utils.contents import find_damage
+from prime_rl.utils.files import STABLE, publishing_directory, replacing_directory, scratch_of
+
+REPLACES = """
+import sys
+from pathlib import Path
+from prime_rl.utils.files import replacing_directory
+
+for number in range(10**9):
+    with replacing_directory(Path(sys.argv[1])) as scratch:
+        (scratch / "one").write_text(str(number))
+        (scratch / "other").write_text(str(number))
+    print(number, flush=True)
+"""
+
+
+def write(target: Path, text: str) -> None:
+    with replacing_directory(target) as scratch:
+        (scratch / "file").write_text(text)
+
+
+def test_a_directory_is_replaced_as_a_whole(tmp_path: Path) -> None:
+    target = tmp_path / "step_3"
+    for text in ("old", "new"):
+        write(target, text)
+        assert (target / "file").read_text() == text
+        assert (target / STABLE).is_file()
+        assert not scratch_of(target).exists()
+
+
+def test_a_failed_replacement_leaves_the_old_directory(tmp_path: Path) -> None:
+    target = tmp_path / "step_3"
+    write(target, "old")
+    for replacing in (replacing_directory, publishing_directory):
+        with pytest.raises(OSError, match="full"), replacing(target):
+            raise OSError("the disk is full")
+        assert (target / "file").read_text() == "old"
+        assert not scratch_of(target).exists()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="exchanges directories")
+@pytest.mark.parametrize("replacements", [2, 3, 5, 8, 13, 21, 34, 55])
+def test_a_killed_replacement_leaves_a_whole_directory(replacements: int, tmp_path: Path) -> None:
+    target = tmp_path / "step_3"
+    process = subprocess.Popen([sys.executable, "-c", REPLACES, target], stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    for _ in range(replacements):
+        process.stdout.readline()
+    os.kill(process.pid, signal.SIGKILL)
+    process.communicate()
+    assert find_damage(target) is None
+    assert (target / STABLE).is_file()
+    assert (target / "one").read_text() == (target / "other").read_text()
