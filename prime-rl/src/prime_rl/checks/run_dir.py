@@ -17,7 +17,8 @@ from prime_rl.utils.pydantic_config import BaseSettings
 def output_fault(output_dir: Path, start: StartDir) -> str | None:
     """Why nothing can be written to `output_dir`; None if it can, or if that does not show from here."""
     root = start.find(output_dir.expanduser()).absolute()
-    existing = next((path for path in (root, *root.parents) if path.exists()), root)
+    # A symbolic link that leads nowhere, or to itself, exists without a target.
+    existing = next((path for path in (root, *root.parents) if path.exists() or path.is_symlink()), root)
     if not existing.is_dir():
         return f"output_dir = {output_dir}: {existing} is not a directory"
     is_known = start.is_here or existing in (root, root.parent)

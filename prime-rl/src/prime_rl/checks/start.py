@@ -34,6 +34,9 @@ if TYPE_CHECKING:
     from prime_rl.configs.trainer import TrainerConfig
 
 
+_SHOWN_CHARS = 200
+
+
 def start_faults(config: RootConfig, job_dir: Path | None = None) -> list[str]:
     """One line for each file, package or program that the config names and that is not there.
 
@@ -42,7 +45,16 @@ def start_faults(config: RootConfig, job_dir: Path | None = None) -> list[str]:
     """
     start = StartDir() if job_dir is None else StartDir.of_job(job_dir)
     # One fault may show in several sections.
-    return list(dict.fromkeys(_FAULTS[config.component](config, start))) if config.component in _FAULTS else []
+    faults: dict[str, None] = {}
+    try:
+        faults |= dict.fromkeys(_FAULTS[config.component](config, start) if config.component in _FAULTS else ())
+    except OSError as error:  # a name that is too long, a directory that may not be searched
+        faults[f"{_shown(str(error.filename))}: {error.strerror}"] = None
+    return list(faults)
+
+
+def _shown(name: str) -> str:
+    return name if len(name) <= _SHOWN_CHARS else f"{name[:_SHOWN_CHARS]}..."
 
 
 def refuse_unstartable(config: RootConfig) -> None:

@@ -34,8 +34,7 @@ def fault_of_file(component: str, name: str, data: Mapping[str, Any]) -> str | N
     # A table named after the command has a hint of its own.
     if component in data or all(has_key(ROOTS[component], [key.split(".")[0]]) for key in keys):
         return None
-    counts = unknown_counts(keys)
-    fitting = [kind for kind, count in counts.items() if count == 0]
+    fitting = [kind for kind in ROOTS if all(_is_known(kind, key) for key in keys)]
     if not 0 < len(fitting) <= MOST_PLACES or component in fitting:
         return None
     sections = [kind for kind in fitting if component == "rl" and kind in SECTIONS_OF_RL]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any
 
-from prime_rl.utils.pydantic_config.errors import ConfigError
+from prime_rl.utils.pydantic_config.errors import MAX_FAULTS, ConfigError
 from prime_rl.utils.pydantic_config.layers import Layer, NoSuchItem, merged, set_at
 from prime_rl.utils.pydantic_config.schema import (
     KeyPath,
@@ -32,6 +32,7 @@ __all__ = [
     "to_kebab_case",
 ]
 
+MAX_WORDS = 10_000
 _BOOLEANS = ("true", "false", "yes", "no", "on", "off", "1", "0")
 
 
@@ -72,8 +73,13 @@ def parse_arguments(root: Section, args: Sequence[str], allow_extras: bool = Fal
 
     An unknown option is a fault. With `allow_extras` it is kept in `extras` with its values, unless its first word is
     a section of `root`: then it is a misspelled key.
+
+    Raises:
+        ConfigError: there are too many words.
     """
     parsed = ParsedArguments()
+    if len(args) > MAX_WORDS:
+        raise ConfigError([f"{len(args)} words: at most {MAX_WORDS:_}; write the values to a file"])
     words = list(args)
     while words:
         word = words.pop(0)
@@ -91,7 +97,8 @@ def parse_arguments(root: Section, args: Sequence[str], allow_extras: bool = Fal
                 parsed.extras += [word, *_values_after(words)]
             else:
                 _values_after(words, at_most=1)
-                advice = advice_for_key(root, flag[2:], as_flag=True)
+                told = len(parsed.faults) < MAX_FAULTS
+                advice = advice_for_key(root, flag[2:], as_flag=True) if told else None
                 parsed.faults.append(f"{flag}: unknown option; {advice}" if advice else f"{flag}: unknown option")
         except BadText as error:
             parsed.faults.append(f"{flag}: {error}")

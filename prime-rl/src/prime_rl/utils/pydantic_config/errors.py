@@ -4,13 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+MAX_FAULTS = 100
+"""Most faults to tell at once."""
+_MAX_CHARS = 2000
+
 
 class ConfigError(ValueError):
     """The config has faults. Each is one line: where, which key, what is wrong, what to do."""
 
     def __init__(self, faults: Iterable[str]) -> None:
-        self.faults = [" ".join(fault.split()) for fault in faults]
+        lines = [_one_line(fault) for fault in faults]
+        more = [f"and {len(lines) - MAX_FAULTS} more faults"] if len(lines) > MAX_FAULTS else []
+        self.faults = lines[:MAX_FAULTS] + more
         super().__init__("\n".join(self.faults))
+
+
+def _one_line(text: str) -> str:
+    """A fault without line breaks, and without characters that would act on a terminal."""
+    words = " ".join(text.split())
+    shown = words if len(words) <= _MAX_CHARS else f"{words[:_MAX_CHARS]}..."
+    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in shown)
 
 
 class ConfigWarning(UserWarning):

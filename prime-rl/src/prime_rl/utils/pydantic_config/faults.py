@@ -13,6 +13,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from prime_rl.utils.pydantic_config.describe import range_text
+from prime_rl.utils.pydantic_config.errors import MAX_FAULTS
 from prime_rl.utils.pydantic_config.layers import Layer
 from prime_rl.utils.pydantic_config.schema import (
     KeyPath,
@@ -52,7 +53,7 @@ class Place:
 def faults_of(root: Section, error: ValidationError, layers: Sequence[Layer]) -> list[str]:
     """Return one line for each wrong key. What the members of a union say about one value is joined."""
     complaints: dict[tuple[str, str], list[str]] = {}
-    for detail in error.errors(include_url=False):
+    for number, detail in enumerate(error.errors(include_url=False)):
         place = locate(root, detail["loc"])
         origin = _origin(place.path, layers, of_rule=_is_rule(detail))
         if _is_rule(detail):
@@ -60,7 +61,8 @@ def faults_of(root: Section, error: ValidationError, layers: Sequence[Layer]) ->
             for line in str(detail["ctx"]["error"]).splitlines():
                 complaints[(origin, f"{_shown_key(place.key, origin)}{line}")] = [""]
             continue
-        if detail["type"] == "extra_forbidden" and not place.kinds:
+        # Hints take a while, and no more faults than MAX_FAULTS are shown.
+        if detail["type"] == "extra_forbidden" and not place.kinds and number < MAX_FAULTS:
             for path, advice in unknown_keys(root, place, detail["input"], layers):
                 origin = _origin(path, layers, of_rule=False)
                 what = f"unknown key; {advice}" if advice else "unknown key"
@@ -148,7 +150,7 @@ def _is_rule(detail: ErrorDetails) -> bool:
 def _complaint(place: Place, detail: ErrorDetails) -> str:
     match detail["type"]:
         case "extra_forbidden":
-            return "is another name of a key that is given too: remove one"
+            return "is another name of a key that is given too: remove one" if place.kinds else "unknown key"
         case "missing":
             return "is required"
         case "union_tag_not_found":
@@ -186,7 +188,10 @@ def _nearest_literal(place: Place, detail: ErrorDetails) -> str:
 def _got(detail: ErrorDetails) -> str:
     if "headers" in detail["loc"]:
         return ""  # their values may be secret
-    value = repr(detail["input"])
+    try:
+        value = repr(detail["input"])
+    except ValueError:  # an integer of more digits than Python converts
+        return ""
     return f" (got {value if len(value) <= 60 else value[:57] + '...'})"
 
 

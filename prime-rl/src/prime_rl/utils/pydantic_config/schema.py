@@ -13,6 +13,7 @@ from pydantic.fields import FieldInfo
 
 Section = type[BaseModel]
 KeyPath = tuple[str | int, ...]
+MAX_INDEX_DIGITS = 20
 
 
 def alternatives(annotation: Any) -> tuple[Any, ...]:
@@ -113,7 +114,7 @@ def find_key(root: Section, dotted: str) -> KeySite | None:
     for part in dotted.split("."):
         items = list_items(kinds)
         if items is not None and sections_among(items) and part.isdecimal():
-            path.append(int(part))
+            path.append(int(part[:MAX_INDEX_DIGITS]))  # Python converts no more than 4300
             kinds = items
             continue
         found = [match for section in sections_among(kinds) if (match := find_field(section, part))]

@@ -13,10 +13,15 @@ from uuid import uuid4
 
 from prime_rl.utils.pydantic_config.errors import ConfigError
 from prime_rl.utils.pydantic_config.layers import Layer, set_at
+from prime_rl.utils.pydantic_config.raw import data_fault
 from prime_rl.utils.pydantic_config.schema import Section, is_boolean_flag
 
 _TOML_PLACE = re.compile(r"\s*\(at (?:line (\d+), column (\d+)|end of document)\)$")
 BASES_KEY = "toml_files"
+MAX_FILE_BYTES = 1 << 20
+MAX_FILES = 1000
+MAX_BASES_DEPTH = 50
+"""Files that inherit from each other in one line."""
 
 
 class SectionPath(type(Path())):  # type: ignore[misc]
@@ -42,7 +47,11 @@ def read_toml(path: Path) -> dict[str, Any]:
         ConfigError: the file is missing, unreadable or not TOML. The fault names line and column.
     """
     try:
-        return parse_toml(path, path.read_bytes().decode())
+        with path.open("rb") as file:
+            content = file.read(MAX_FILE_BYTES + 1)
+        if len(content) <= MAX_FILE_BYTES:
+            return parse_toml(path, content.decode())
+        fault = f"more than {MAX_FILE_BYTES >> 20} MiB, too large for a config"
     except FileNotFoundError:
         fault = "no such file"
     except IsADirectoryError:
@@ -58,10 +67,10 @@ def parse_toml(path: Path, text: str) -> dict[str, Any]:
     """The content of a file whose text was read.
 
     Raises:
-        ConfigError: it is not TOML; the fault names line and column.
+        ConfigError: it is not TOML, or no config; the fault names line and column, or the key.
     """
     try:
-        return tomllib.loads(text)
+        table = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         place = _TOML_PLACE.search(str(error))
         lines = text.splitlines() or [""]
@@ -69,6 +78,11 @@ def parse_toml(path: Path, text: str) -> dict[str, Any]:
         raise ConfigError([f"{path}:{line}:{column}: not TOML: {_TOML_PLACE.sub('', str(error))}"]) from error
     except RecursionError:
         raise ConfigError([f"{path}: tables or lists are nested too deeply"]) from None
+    except ValueError as error:  # an integer of more digits than Python converts
+        raise ConfigError([f"{path}: not TOML: an integer of too many digits"]) from error
+    if fault := data_fault(table):
+        raise ConfigError([f"{path}: {fault}"])
+    return table
 
 
 @dataclass
@@ -78,11 +92,20 @@ class FileStack:
     files: list[Path] = field(default_factory=list)
     layers: list[Layer] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
+    seen: set[tuple[str, tuple[str, ...]]] = field(default_factory=set)
 
-    def push(self, path: Path, section: tuple[str, ...] = ()) -> bool | None:
+    def __post_init__(self) -> None:
+        self.seen |= {(os.path.realpath(path), section_of(path)) for path in self.files}
+
+    def push(self, path: Path, section: tuple[str, ...] = (), depth: int = 0) -> bool | None:
         """Add a file after its bases. Return True if it has any, and None if the file was already listed."""
-        if any(path.resolve() == seen.resolve() and section == section_of(seen) for seen in self.files):
+        identity = (os.path.realpath(path), section)
+        if identity in self.seen:
             return None
+        if depth > MAX_BASES_DEPTH or len(self.files) >= MAX_FILES:
+            limit = f"{MAX_BASES_DEPTH} in one line" if depth > MAX_BASES_DEPTH else f"{MAX_FILES} in all"
+            raise ConfigError([f"{path}: too many files inherit from each other through {BASES_KEY}: at most {limit}"])
+        self.seen.add(identity)
         mark = in_section(path, section) if section else path
         self.files.append(mark)
         try:
@@ -92,7 +115,7 @@ class FileStack:
             self.faults += error.faults
             return False
         for base in bases:
-            self.push(base, section)
+            self.push(base, section, depth + 1)
         # The file goes after its bases. It was listed first so that a cycle of bases ends.
         self.files.remove(mark)
         self.files.append(mark)

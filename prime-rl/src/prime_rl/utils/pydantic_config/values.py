@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any, get_args
 
+from prime_rl.utils.pydantic_config.raw import data_fault, text_fault
 from prime_rl.utils.pydantic_config.schema import is_nullable, is_table, list_items, sections_among
 
 NULLS = ("null", "None")
@@ -20,6 +21,8 @@ def parse_text(text: str, kinds: tuple[Any, ...]) -> Any:
     Raises:
         BadText: the text of a section, list or table is malformed.
     """
+    if fault := text_fault(text):
+        raise BadText(f"{text!r} {fault}")
     if text in NULLS and is_nullable(kinds):
         return None
     if sections_among(kinds):
@@ -33,7 +36,7 @@ def parse_text(text: str, kinds: tuple[Any, ...]) -> Any:
 
 def _json_object(text: str, advice: str) -> dict[str, Any]:
     try:
-        value = json.loads(text)
+        value = _parse_json(text)
     except json.JSONDecodeError as error:
         raise BadText(f"{text!r} is not JSON ({error.msg} at column {error.colno}): {advice}") from error
     if not isinstance(value, dict):
@@ -41,11 +44,26 @@ def _json_object(text: str, advice: str) -> dict[str, Any]:
     return value
 
 
+def _parse_json(text: str) -> Any:
+    """Parse JSON. Raises JSONDecodeError, and BadText for JSON that no config can hold."""
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError:
+        raise
+    except RecursionError:
+        raise BadText(f"{text[:20]!r}...: objects or lists are nested too deeply") from None
+    except ValueError as error:  # an integer of more digits than Python converts
+        raise BadText(f"{text[:20]!r}...: an integer of too many digits") from error
+    if fault := data_fault(value):
+        raise BadText(f"{text[:20]!r}...: {fault}")
+    return value
+
+
 def _list(text: str, of_sections: bool) -> list[Any]:
     text = text.strip()
     if text.startswith("["):
         try:
-            items: list[Any] = json.loads(text)
+            items: list[Any] = _parse_json(text)
             return items
         except json.JSONDecodeError as error:
             if of_sections or not text.endswith("]"):
@@ -68,7 +86,7 @@ def _table(text: str, of_text: bool) -> dict[str, Any]:
 def _plain(text: str) -> Any:
     """Parse a number, a boolean or null. Anything else is text."""
     try:
-        value = json.loads(text)
+        value = _parse_json(text)
     except json.JSONDecodeError:
         return text
     return text if isinstance(value, dict | list) else value
