@@ -86,18 +86,19 @@ class OfflineEvalConfig(RootConfig):
     def _start_a_server(self) -> Self:
         has_server = "base_url" in self.client.model_fields_set or self.client.is_elastic
         if not has_server and "inference" not in self.model_fields_set:
-            derive(self, inference=InferenceConfig())
+            derive(self, "client.base_url names no server", inference=InferenceConfig())
         return self
 
     @model_validator(mode="after")
     def _give_the_server_the_model(self) -> Self:
         if self.inference is not None:
             if "device" not in self.inference.model_fields_set:
-                derive(self.inference, device=self.device)
+                derive(self.inference, "device of the evaluation", device=self.device)
             if "name" not in self.inference.model.model_fields_set:
-                derive(self.inference.model, name=self.model.name)
+                derive(self.inference.model, "model of the evaluation", name=self.model.name)
             if "trust_remote_code" not in self.inference.model.model_fields_set:
-                derive(self.inference.model, trust_remote_code=self.model.trust_remote_code)
+                trusted = self.model.trust_remote_code
+                derive(self.inference.model, "model of the evaluation", trust_remote_code=trusted)
         return self
 
     @model_validator(mode="after")

@@ -166,13 +166,14 @@ class InferenceConfig(RootConfig):
             fitting = [rank for rank in LORA_RANKS if rank >= self.max_lora_rank]
             if not fitting:
                 raise ValueError(f"max_lora_rank ({self.max_lora_rank}) is above {LORA_RANKS[-1]}, vLLM's largest")
-            derive(self, max_lora_rank=fitting[0])
+            derive(self, "vLLM has buffers for some ranks only", max_lora_rank=fitting[0])
         return self
 
     @model_validator(mode="after")
     def _match_api_servers(self) -> Self:
         # An adapter is loaded through one server process and must reach every engine, so LoRA allows only one.
-        derive(self, api_server_count=1 if self.enable_lora else max(self.api_server_count, self.parallel.dp))
+        count = 1 if self.enable_lora else max(self.api_server_count, self.parallel.dp)
+        derive(self, "enable_lora allows one server, otherwise parallel.dp needs as many", api_server_count=count)
         return self
 
     def to_vllm(self) -> Namespace:

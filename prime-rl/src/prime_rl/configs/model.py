@@ -180,7 +180,7 @@ class ModelConfig(BaseModelConfig):
     def _check_rules(self) -> Self:
         raise_faults(self._faults())
         if self.ac_offloading is not None and self.ac is None:
-            derive(self, ac=ActivationCheckpointConfig())
+            derive(self, "ac_offloading needs checkpointing", ac=ActivationCheckpointConfig())
         chunk = self.fused_lm_head_chunk_size
         if isinstance(chunk, int) and chunk < DEFAULT_VOCAB_CHUNK:
             text = f"model.fused_lm_head_chunk_size = {chunk} is slow; {DEFAULT_VOCAB_CHUNK} or more is not"

@@ -35,7 +35,7 @@ class BaseWarmupConfig(BaseConfig):
                 f"warmup_steps ({self.warmup_steps}) and warmup_ratio ({self.warmup_ratio}) are both set: give one"
             )
         if self.warmup_ratio is None and self.warmup_steps is None:
-            derive(self, warmup_steps=DEFAULT_WARMUP_STEPS)
+            derive(self, "neither warmup_steps nor warmup_ratio is set", warmup_steps=DEFAULT_WARMUP_STEPS)
         return self
 
 

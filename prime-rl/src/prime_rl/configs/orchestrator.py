@@ -409,24 +409,26 @@ class OrchestratorConfig(RootConfig):
     def _derive_values(self) -> Self:
         if self.token_batch_size is None:
             batch_size = self._rollouts_per_step
-            derive(self, batch_size=batch_size)
+            derive(self, "neither batch_size nor token_batch_size is set", batch_size=batch_size)
             if self.max_inflight_rollouts is None:
-                derive(self, max_inflight_rollouts=int(batch_size * (self.oversampling_factor or 1.0)))
+                in_flight = int(batch_size * (self.oversampling_factor or 1.0))
+                derive(self, "batch_size times oversampling_factor", max_inflight_rollouts=in_flight)
         if self.bench:
-            derive(self, max_steps=BENCH_STEPS, max_async_level=BENCH_ASYNC_LEVEL, eval=None)
+            derive(self, "bench", max_steps=BENCH_STEPS, max_async_level=BENCH_ASYNC_LEVEL, eval=None)
             for monitor in (self.wandb, self.prime_monitor):
                 if monitor is not None:
-                    derive(monitor, log_extras=None)
+                    derive(monitor, "bench", log_extras=None)
         set_by_us = {"seq_len": self.seq_len, "score_rollouts": not self.buffer.skip_verification}
         for env in self.env:
-            derive(env, extra_env_kwargs=env.extra_env_kwargs | set_by_us)
+            derive(env, "seq_len and buffer.skip_verification", extra_env_kwargs=env.extra_env_kwargs | set_by_us)
         if self.eval is not None:
             own = self.eval.sampling.model_fields_set
             # Only keys that the user chose: the defaults of training are not those of a server.
             shared = INHERITED_SAMPLING & self.sampling.model_fields_set - own
-            derive(self.eval.sampling, **{key: getattr(self.sampling, key) for key in shared})
+            inherited = {key: getattr(self.sampling, key) for key in shared}
+            derive(self.eval.sampling, "as in training", **inherited)
         if self.sampling.temperature is None and self.sampling.temp_scheduler is None:
-            derive(self.sampling, temperature=1.0)
+            derive(self.sampling, "neither temperature nor temp_scheduler is set", temperature=1.0)
         return self
 
     @property

@@ -406,27 +406,29 @@ class SFTConfig(RootConfig):
     @model_validator(mode="after")
     def _enter_bench_mode(self) -> Self:
         if self.bench is not None:
-            derive(self, max_steps=BENCH_STEPS, num_epochs=None, ckpt=None, scheduler=ConstantSchedulerConfig())
+            constant = ConstantSchedulerConfig()
+            derive(self, "bench", max_steps=BENCH_STEPS, num_epochs=None, ckpt=None, scheduler=constant)
         return self
 
     @model_validator(mode="after")
     def _share_sequence_length(self) -> Self:
         """`model.seq_len` is another name of `data.seq_len`."""
         if "seq_len" in self.model.model_fields_set and "seq_len" not in self.data.model_fields_set:
-            derive(self.data, seq_len=self.model.seq_len)
+            derive(self.data, "model.seq_len is set", seq_len=self.model.seq_len)
             if self.val is not None and "seq_len" not in self.val.data.model_fields_set:
-                derive(self.val.data, seq_len=self.model.seq_len)
+                derive(self.val.data, "model.seq_len is set", seq_len=self.model.seq_len)
         return self
 
     @model_validator(mode="after")
     def _check_rules(self) -> Self:
         raise_faults([*training_faults(self), *self._sequence_faults(), *self._faults()])
-        derive(self.model, seq_len=self.data.seq_len)
+        derive(self.model, "data.seq_len decides", seq_len=self.data.seq_len)
         fill_tokenizer(self.tokenizer, self.model)
-        derive(self.model, fused_lm_head_chunk_size="disabled")
+        derive(self.model, "SFT has no fused output layer", fused_lm_head_chunk_size="disabled")
         deployment = self.deployment
         if isinstance(deployment, MultiNodeDeploymentConfig) and deployment.nodes_per_fsdp_group is not None:
-            derive(self.model, dp_replicate=deployment.num_nodes // deployment.nodes_per_fsdp_group)
+            copies = deployment.num_nodes // deployment.nodes_per_fsdp_group
+            derive(self.model, "deployment.nodes_per_fsdp_group", dp_replicate=copies)
         return self
 
     def _sequence_faults(self) -> Iterator[str]:

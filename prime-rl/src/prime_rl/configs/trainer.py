@@ -265,9 +265,9 @@ def _step_faults(config: Any) -> Iterator[str]:
 def fill_tokenizer(tokenizer: TokenizerConfig, model: ModelConfig) -> None:
     """Fill in unset keys of the tokenizer from the model."""
     if tokenizer.name is None:
-        derive(tokenizer, name=model.name)
+        derive(tokenizer, "the model's own tokenizer", name=model.name)
     if tokenizer.trust_remote_code is None:
-        derive(tokenizer, trust_remote_code=model.trust_remote_code)
+        derive(tokenizer, "as for the model", trust_remote_code=model.trust_remote_code)
 
 
 class TrainerConfig(RootConfig):
@@ -353,9 +353,9 @@ class TrainerConfig(RootConfig):
     @model_validator(mode="after")
     def _enter_bench_mode(self) -> Self:
         if self.bench is not None:
-            derive(self, max_steps=BENCH_STEPS, ckpt=None, scheduler=ConstantSchedulerConfig())
+            derive(self, "bench", max_steps=BENCH_STEPS, ckpt=None, scheduler=ConstantSchedulerConfig())
             if self.data.fake is None:
-                derive(self.data, fake=FakeDataLoaderConfig())
+                derive(self.data, "bench", fake=FakeDataLoaderConfig())
         return self
 
     @model_validator(mode="after")
@@ -366,7 +366,7 @@ class TrainerConfig(RootConfig):
             text = f"model.lora.dropout = {self.model.lora.dropout} has no effect: RL trains without dropout"
             warnings.warn(text, ConfigWarning, stacklevel=2)
         if self.model.fused_lm_head_chunk_size == "auto":
-            derive(self.model, fused_lm_head_chunk_size=DEFAULT_VOCAB_CHUNK)
+            derive(self.model, "what `auto` means", fused_lm_head_chunk_size=DEFAULT_VOCAB_CHUNK)
         return self
 
     def _faults(self) -> Iterator[str]:

@@ -21,6 +21,7 @@ from prime_rl.configs.rollouts import SamplingConfig
 from prime_rl.configs.shared import BaseModelConfig
 from prime_rl.configs.trainer import LoRAConfig, ModelConfig
 from prime_rl.utils.pydantic_config import ConfigWarning, explicit_values
+from prime_rl.utils.pydantic_config.base import Derivation, note_derivation
 from prime_rl.utils.pydantic_config.layers import set_at, value_at
 
 Table = dict[str, Any]
@@ -56,10 +57,10 @@ class RunTables:
         component, *path = key.split(".")
         return value_at(getattr(self, component), tuple(path), default)
 
-    def fill(self, key: str, value: Any) -> None:
+    def fill(self, key: str, value: Any, source: str) -> None:
         """Set a key that is absent or None, unless its component does not run."""
         if self.get(key) is None:
-            self.put(key, value)
+            self.put(key, value, source)
 
     def override(self, key: str, value: Any, source: str) -> None:
         """Set a key, and warn if the config gives it another value. `source` is the shared setting."""
@@ -67,15 +68,17 @@ class RunTables:
         if given is not _ABSENT and _differ(given, value):
             text = f"{source} makes {key} {value!r}; the config's own {key} = {given!r} has no effect"
             warnings.warn(text, ConfigWarning, stacklevel=4)
-        self.put(key, value)
+        self.put(key, value, source)
 
-    def put(self, key: str, value: Any) -> None:
-        """Set a key of a component that runs."""
+    def put(self, key: str, value: Any, source: str) -> None:
+        """Set a key of a component that runs. `source` is the setting that it follows."""
         component, *path = key.split(".")
         table = getattr(self, component)
         above = [value_at(table, tuple(path[:length])) for length in range(1, len(path))]
         # A section that is not a table is a fault; keep it, so that validation reports it.
         if table is not None and all(section is None or isinstance(section, dict) for section in above):
+            if _differ(self.get(key, _ABSENT), value):
+                note_derivation(Derivation(key, source))
             set_at(table, tuple(path), value)
 
 
@@ -193,7 +196,7 @@ def _share_ckpt(run: RunTables) -> None:
     if run.shared.ckpt is None:
         return
     for component in ("trainer", "orchestrator"):
-        run.fill(f"{component}.ckpt", {})
+        run.fill(f"{component}.ckpt", {}, "ckpt")
         for key, value in run.shared.ckpt:
             if value is not None:
                 run.override(f"{component}.ckpt.{key}", value, f"ckpt.{key}")
@@ -203,7 +206,7 @@ def _wait_for_weights(run: RunTables) -> None:
     """Let a resumed orchestrator wait: the trainer publishes the weights once it has loaded its checkpoint."""
     key = "orchestrator.ckpt.wait_for_weights_timeout"
     if run.get("orchestrator.ckpt.resume_step") is not None and run.get(key, _ABSENT) is _ABSENT:
-        run.put(key, RESUMED_WEIGHTS_TIMEOUT_S)
+        run.put(key, RESUMED_WEIGHTS_TIMEOUT_S, "ckpt.resume_step")
 
 
 def _share_wandb(run: RunTables) -> None:
@@ -211,7 +214,7 @@ def _share_wandb(run: RunTables) -> None:
     if wandb is None:
         return
     for component in ("trainer", "orchestrator"):
-        run.fill(f"{component}.wandb", {})
+        run.fill(f"{component}.wandb", {}, "wandb")
         if wandb.project:
             run.override(f"{component}.wandb.project", wandb.project, "wandb.project")
         if wandb.name:
@@ -230,7 +233,7 @@ def _share_model(run: RunTables) -> None:
     keys += [] if run.inference is None else ["inference.model.chat_template"]
     given = [template for key in keys if (template := run.get(key)) is not None]
     for key in keys if given else ():
-        run.fill(key, given[0])
+        run.fill(key, given[0], "every component has the same chat template")
 
 
 def _share_limits(run: RunTables) -> None:
@@ -244,8 +247,8 @@ def _share_limits(run: RunTables) -> None:
         if not shared.bench:
             run.override("orchestrator.max_async_level", shared.max_async_level, "max_async_level")
     if shared.seq_len is not None:
-        run.fill("trainer.model.seq_len", shared.seq_len)
-        run.fill("orchestrator.seq_len", shared.seq_len)
+        run.fill("trainer.model.seq_len", shared.seq_len, "seq_len")
+        run.fill("orchestrator.seq_len", shared.seq_len, "seq_len")
 
 
 def _expand_algorithm(run: RunTables) -> None:
@@ -260,13 +263,13 @@ def _expand_algorithm(run: RunTables) -> None:
             continue  # turned off, or of another type
         for key, value in values.items():
             if key not in given:
-                run.put(f"{section}.{key}", value)
+                run.put(f"{section}.{key}", value, f"algorithm = {run.shared.algorithm!r}")
 
 
 def _share_bench(run: RunTables) -> None:
     if not run.shared.bench:
         return
-    run.fill("trainer.bench", {})
+    run.fill("trainer.bench", {}, "bench")
     run.override("orchestrator.bench", True, "bench")
     in_tokens = run.get("orchestrator.token_batch_size") is not None
     rollouts = run.get("orchestrator.batch_size")
@@ -279,15 +282,15 @@ def _share_lora(run: RunTables) -> None:
     lora = peek(LoRAConfig, raw) if raw is not None else None
     if lora is None:
         return
-    run.fill("orchestrator.model.lora.rank", lora.rank)
-    run.fill("orchestrator.model.lora.alpha", lora.alpha)
-    run.fill("orchestrator.model.lora.name", f"r{lora.rank}-a{lora.alpha}")
+    adapter = {"rank": lora.rank, "alpha": lora.alpha, "name": f"r{lora.rank}-a{lora.alpha}"}
+    for key, value in adapter.items():
+        run.fill(f"orchestrator.model.lora.{key}", value, "trainer.model.lora")
     if run.inference is None:
         text = "trainer.model.lora is set, but no [inference]: start the server with LoRA yourself"
         warnings.warn(text, ConfigWarning, stacklevel=3)
         return
     run.override("inference.enable_lora", True, "trainer.model.lora")
-    run.inference["max_lora_rank"] = lora.rank
+    run.put("inference.max_lora_rank", lora.rank, "trainer.model.lora.rank")
 
 
 def _split_gpus(run: RunTables) -> None:
@@ -325,7 +328,7 @@ def _share_weight_broadcast(run: RunTables) -> None:
                 run.override(f"{component}.weight_broadcast.port", shared.port, "weight_broadcast.port")
                 run.override(f"{component}.weight_broadcast.timeout", shared.timeout, "weight_broadcast.timeout")
     kind = run.get("trainer.weight_broadcast.type", "filesystem")
-    run.fill("inference.weight_broadcast.type", kind)
+    run.fill("inference.weight_broadcast.type", kind, "trainer.weight_broadcast.type")
     if kind == "nccl":
         if run.multi_node is not None and shared is not None:
             run.override("trainer.weight_broadcast.host", "0.0.0.0", "deployment")
@@ -355,14 +358,14 @@ def _count_inference_gpus(run: RunTables, always: bool) -> None:
     if always:
         run.override(key, size, "weight_broadcast")
     else:
-        run.fill(key, size)
+        run.fill(key, size, "the number of inference GPUs")
 
 
 def _place_metrics(run: RunTables) -> None:
     """Give the metrics a port of their own. By itself each server has the same default port."""
     server = peek(ServerConfig, run.get("inference.server")) if run.inference is not None else None
     if server is not None and isinstance(run.get("trainer.metrics_server"), dict):
-        run.fill("trainer.metrics_server.port", server.port + METRICS_PORT_OFFSET)
+        run.fill("trainer.metrics_server.port", server.port + METRICS_PORT_OFFSET, "inference.server.port")
 
 
 def _add_teacher(run: RunTables) -> None:
@@ -372,7 +375,7 @@ def _add_teacher(run: RunTables) -> None:
     if run.teacher_inference is None:
         server = peek(ServerConfig, run.get("inference.server"))
         run.teacher_inference = copy.deepcopy(run.inference or {})
-        run.put("teacher_inference.server.port", (server or ServerConfig()).port + 1)
+        run.put("teacher_inference.server.port", (server or ServerConfig()).port + 1, "inference.server.port")
         # The copied number applies to the server's GPUs.
         if isinstance(run.get("teacher_inference.parallel"), dict):
             run.teacher_inference["parallel"].pop("dp", None)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -59,11 +62,44 @@ def raise_faults(faults: Iterable[str]) -> None:
         raise ValueError("\n".join(lines))
 
 
-def derive(model: BaseModel, **values: Any) -> None:
+@dataclass(frozen=True, slots=True)
+class Derivation:
+    """A value that a rule has set."""
+
+    key: str
+    """Name of the field of `model`, or a dotted key of the root if `model` is None."""
+    because: str
+    """The rule, as a clause: `warmup_ratio is not set`."""
+    model: BaseModel | None = None
+
+
+_derivations: ContextVar[list[Derivation] | None] = ContextVar("derivations", default=None)
+
+
+@contextmanager
+def recorded_derivations() -> Iterator[list[Derivation]]:
+    """Collect what rules set while configs are built in the block, in order."""
+    found: list[Derivation] = []
+    token = _derivations.set(found)
+    try:
+        yield found
+    finally:
+        _derivations.reset(token)
+
+
+def note_derivation(derivation: Derivation) -> None:
+    if (found := _derivations.get()) is not None:
+        found.append(derivation)
+
+
+def derive(model: BaseModel, because: str, /, **values: Any) -> None:
     """Set values that follow from other values, without marking them as set by the user.
 
-    Call it only in validators: it bypasses `frozen` while a config is being built.
+    Call it only in validators: it bypasses `frozen` while a config is being built. `because` is shown to the user.
     """
+    for name, value in values.items():
+        if getattr(model, name, None) != value:
+            note_derivation(Derivation(name, because, model))
     model.__dict__.update(values)
 
 

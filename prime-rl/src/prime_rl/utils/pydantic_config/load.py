@@ -39,9 +39,10 @@ def load_config(
     """
     paths = [path if isinstance(path, Path) else Path(path) for path in files]
     if isinstance(overrides, Mapping):
-        return _build(config_cls, paths, Layer("override", dict(overrides)))
+        return build_config(config_cls, read_layers(config_cls, paths, Layer("override", dict(overrides))))
     more_paths, args = split_files(overrides, lambda flag: is_boolean_flag(config_cls, flag))
-    return _build(config_cls, [*paths, *more_paths], arguments_layer(config_cls, args))
+    arguments = arguments_layer(config_cls, args)
+    return build_config(config_cls, read_layers(config_cls, [*paths, *more_paths], arguments))
 
 
 def parse_argv(config_cls: type[ConfigT], allow_extras: bool = False, argv: Sequence[str] | None = None) -> ConfigT:
@@ -64,7 +65,7 @@ def parse_argv(config_cls: type[ConfigT], allow_extras: bool = False, argv: Sequ
     if parsed.faults:
         raise ConfigError(parsed.faults)
     set_unknown_args(parsed.extras)
-    return _build(config_cls, paths, parsed.layer())
+    return build_config(config_cls, read_layers(config_cls, paths, parsed.layer()))
 
 
 def parse_argv_or_exit(
@@ -108,9 +109,22 @@ def get_unknown_args() -> list[str]:
         raise AttributeError("no arguments were parsed yet") from None
 
 
-def _build(config_cls: type[ConfigT], paths: Sequence[Path], overrides: Layer) -> ConfigT:
+def read_layers(config_cls: type[BaseSettings], paths: Sequence[Path], overrides: Layer) -> list[Layer]:
+    """Read the sources of a config, from weak to strong: environment variables, files, overrides.
+
+    Raises:
+        ConfigError: a source cannot be read.
+    """
     given = [environment_layer(config_cls, os.environ), *read_files(paths).layers, overrides]
-    layers = [with_underscores(config_cls, layer) for layer in given]
+    return [with_underscores(config_cls, layer) for layer in given]
+
+
+def build_config(config_cls: type[ConfigT], layers: Sequence[Layer]) -> ConfigT:
+    """Merge the sources of a config and validate the result.
+
+    Raises:
+        ConfigError: the config has faults, one line each.
+    """
     try:
         return config_cls.model_validate(merge_layers(config_cls, layers))
     except ValidationError as error:
