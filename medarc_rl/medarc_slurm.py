@@ -196,7 +196,7 @@ def write_job(job: BatchJob, run: Run[Any], dry_run: bool) -> None:
     if run.config.clean_output_dir and not dry_run:
         prepare_directory(run)
     component = CONFIGS[job.command]
-    write_components(run, {component: run.config})
+    write_components(run, {component: run.config}, dry_run)
     with reporting_directory_errors():
         run.paths.slurm.mkdir(parents=True, exist_ok=True)
         with replacing_file(job.script) as scratch:

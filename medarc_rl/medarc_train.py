@@ -16,6 +16,7 @@ from medarc_rl.backends.slurm import NODE_GPUS
 from medarc_rl.chat import ChatOptions, chat
 from medarc_rl.cli import add_command, add_command_without_config, new_app, warn
 from medarc_rl.deployment import GpuSplit, advice, check_rl, sft_gpus, sft_owned
+from medarc_rl.explain.command import ExplainOptions, explain
 from medarc_rl.launchers import rl_local, sft_local
 from medarc_rl.launchers.shared_node import SINGLE_GPU_VARIABLE, first_gpus, shared_node
 from medarc_rl.migrate.command import command as migrate
@@ -74,7 +75,7 @@ def sft(words: list[str], options: SftOptions) -> int:
         return preflight(SFT_PREFLIGHT, run.config)
     first_gpus(run.config.device, sft_gpus(run.config), os.environ)
     check_startable(run, run.config.dry_run)
-    write_components(run, {"trainer": run.config})
+    write_components(run, {"trainer": run.config}, run.config.dry_run)
     return sft_local.sft_local(run.config)
 
 
@@ -89,7 +90,7 @@ def rl(words: list[str], options: RlOptions) -> int:
     for line in advice(run.config, split):
         warn(line)
     check_startable(run, run.config.dry_run)
-    write_components(run, component_configs(run.config))
+    write_components(run, component_configs(run.config), run.config.dry_run)
     os.environ[MASK_VARIABLE] = ",".join(gpus)
     os.environ[SINGLE_GPU_VARIABLE] = str(int(split.single_gpu))
     # Looked up at the call, because outside code replaces the function.
@@ -105,6 +106,7 @@ def evaluate(words: list[str], options: EvalOptions) -> int:
 add_command(app, "sft", SftOptions, sft)
 add_command(app, "rl", RlOptions, rl)
 add_command(app, "eval", EvalOptions, evaluate)
+add_command(app, "explain", ExplainOptions, explain)
 add_command_without_config(app, "chat", ChatOptions, chat)
 app.command("migrate")(migrate)
 

@@ -9,8 +9,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from medarc_rl.cli import warn
+from medarc_rl.cli import say, warn
 from medarc_rl.errors import MedarcError, UsageError
+from medarc_rl.explain.origins import Explained, explained_config
+from medarc_rl.explain.record import record_origins
+from medarc_rl.explain.screen import table
 from medarc_rl.migrate.kinds import suggested_migrations
 from prime_rl.checks import NotInstalled, start_faults
 from prime_rl.configs.surface.not_built import unbuilt_faults
@@ -19,7 +22,7 @@ from prime_rl.run.access import files_readable_by
 from prime_rl.run.directory import OutputDirInUse, RunDirError, check_run_dir, prepare_run_dir, write_configs
 from prime_rl.run.lock import refuse_if_locked
 from prime_rl.run.paths import RunPaths
-from prime_rl.utils.pydantic_config import BaseSettings, ConfigError, load_config, showing_warnings
+from prime_rl.utils.pydantic_config import BaseSettings, ConfigError, showing_warnings
 from prime_rl.utils.pydantic_config.arguments import arguments_layer, is_boolean_flag, parse_arguments
 from prime_rl.utils.pydantic_config.layers import Layer, merge_layers, value_at, with_underscores
 from prime_rl.utils.pydantic_config.toml_files import read_files, section_of, split_files
@@ -42,6 +45,8 @@ class Run(Generic[ConfigT]):
     config: ConfigT
     paths: RunPaths
     stem: str
+    values: Sequence[Explained]
+    """Every value of the config, and where it was set."""
 
     @property
     def checkpoints(self) -> list[Any]:
@@ -102,12 +107,13 @@ def load_run(
                 owned = {"output_dir": _utf8(str(Path(root).absolute())), **no_slurm, **owned}
             for line in _dropped(given, owned):
                 warn(line)
-            config = load_config(config_cls, files, [*overrides, *map(_as_argument, owned.items())])
+            arguments = [*overrides, *map(_as_argument, owned.items())]
+            config, values = explained_config(config_cls, files, arguments, owned)
     except ConfigError as error:
         for line in suggested_migrations(config_cls.component, written):
             warn(line)
         raise UsageError(*error.faults) from error
-    return Run(config, RunPaths(Path(config.output_dir)), stem)
+    return Run(config, RunPaths(Path(config.output_dir)), stem, values)
 
 
 def _utf8(text: str) -> str:
@@ -169,10 +175,20 @@ def prepare_directory(run: Run[Any]) -> None:
         prepare_run_dir(run.paths, resume_step, run.config.clean_output_dir)
 
 
-def write_components(run: Run[Any], components: Mapping[str, BaseSettings]) -> None:
-    """Write resolved configs to `OUT/configs`, each under its component's name. Raises MedarcError."""
+def write_components(run: Run[Any], components: Mapping[str, BaseSettings], dry_run: bool) -> None:
+    """Write resolved configs to `OUT/configs`, each under its component's name, and where their values were set.
+
+    A dry run first prints the values that are not defaults.
+
+    Raises:
+        MedarcError: they cannot be written.
+    """
+    if dry_run:
+        for line in table([each for each in run.values if each.is_of_interest]):
+            say(line)
     with reporting_directory_errors(), files_readable_by(run.config.file_access):
         write_configs(run.paths, components)
+        record_origins(run.paths, run.values)
 
 
 @contextmanager

@@ -1,0 +1,172 @@
+"""Finds where each value of a config was set, what it overrode, and which rule derived it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import BaseModel
+
+from medarc_rl.migrate.statements import split_statements
+from prime_rl.configs.surface.root import RootConfig
+from prime_rl.utils.pydantic_config.arguments import arguments_layer
+from prime_rl.utils.pydantic_config.base import Derivation, recorded_derivations
+from prime_rl.utils.pydantic_config.layers import Layer, value_at
+from prime_rl.utils.pydantic_config.load import build_config, read_layers
+from prime_rl.utils.pydantic_config.schema import KeyPath
+from prime_rl.utils.pydantic_config.toml_files import section_of
+
+ConfigT = TypeVar("ConfigT", bound=RootConfig)
+OURS = "this command"
+_ABSENT = object()
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """A value that somebody wrote."""
+
+    value: Any
+    place: str
+    """`file:line`, an option, or an environment variable."""
+
+
+@dataclass(frozen=True, slots=True)
+class Explained:
+    """A value of a config, and how it came about."""
+
+    path: KeyPath
+    value: Any
+    section: type[BaseModel]
+    """The class whose field it is."""
+    written: tuple[Setting, ...]
+    """What was written for it, the strongest first."""
+    rule: str | None
+    """The rule that set the value, if it is neither written nor the default."""
+
+    @property
+    def key(self) -> str:
+        return ".".join(map(str, self.path))
+
+    @property
+    def is_of_interest(self) -> bool:
+        """Whether the user wrote it, or something else made it differ from the default."""
+        default = self.section.model_fields[str(self.path[-1])].get_default(call_default_factory=True)
+        return any(setting.place != OURS for setting in self.written) or self.value != default
+
+    @property
+    def origin(self) -> str:
+        if self.rule is not None:
+            return f"follows: {self.rule}"
+        return self.written[0].place if self.written else "default"
+
+    @property
+    def overridden(self) -> tuple[Setting, ...]:
+        """What was written for it and has no effect."""
+        return self.written if self.rule is not None else self.written[1:]
+
+
+def explained_config(
+    config_cls: type[ConfigT], files: Sequence[Path], overrides: Sequence[str], owned: Collection[str] = ()
+) -> tuple[ConfigT, list[Explained]]:
+    """Load a config, and explain each of its values in the order of its classes.
+
+    `owned` are dotted keys among the overrides that the command itself sets.
+
+    Raises:
+        ConfigError: the config has faults.
+    """
+    arguments = arguments_layer(config_cls, overrides)
+    ours: dict[KeyPath, str] = {tuple(key.split(".")): OURS for key in owned}
+    layers = read_layers(config_cls, files, replace(arguments, origins={**arguments.origins, **ours}))
+    with recorded_derivations() as derivations:
+        config = build_config(config_cls, layers)
+    derived = _by_path(config, derivations)
+    sections = {str(file): section_of(file) for file in files}
+    return config, [
+        Explained(path, value, section, tuple(_written(path, layers, sections)), derived.get(path))
+        for path, value, section in leaves(config)
+    ]
+
+
+def leaves(config: BaseModel, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any, type[BaseModel]]]:
+    """Every value of a config that is not a section: its path, itself, and the class whose field it is."""
+    for name, field in type(config).model_fields.items():
+        value = getattr(config, name)
+        items = value if isinstance(value, list) else []
+        if field.exclude:
+            continue
+        if isinstance(value, BaseModel):
+            yield from leaves(value, (*path, name))
+        elif items and all(isinstance(item, BaseModel) for item in items):
+            for index, item in enumerate(items):
+                yield from leaves(item, (*path, name, index))
+        else:
+            yield (*path, name), value, type(config)
+
+
+def _sections(config: BaseModel, path: KeyPath = ()) -> Iterator[tuple[BaseModel, KeyPath]]:
+    yield config, path
+    for name in type(config).model_fields:
+        value = getattr(config, name)
+        for index, item in enumerate(value) if isinstance(value, list) else ():
+            if isinstance(item, BaseModel):
+                yield from _sections(item, (*path, name, index))
+        if isinstance(value, BaseModel):
+            yield from _sections(value, (*path, name))
+
+
+def _by_path(config: BaseModel, derivations: Sequence[Derivation]) -> Mapping[KeyPath, str]:
+    """The last rule for each path. Rules of sections that were built and discarded are left out."""
+    paths = {id(section): path for section, path in _sections(config)}
+    found: dict[KeyPath, str] = {}
+    for each in derivations:
+        if each.model is None:
+            found[tuple(each.key.split("."))] = each.because
+        elif id(each.model) in paths:
+            found[(*paths[id(each.model)], each.key)] = each.because
+    return found
+
+
+def _written(path: KeyPath, layers: Sequence[Layer], sections: Mapping[str, tuple[str, ...]]) -> Iterator[Setting]:
+    """What the sources hold for a path, the strongest first, down to one that replaces everything below it."""
+    for layer in reversed(layers):
+        value = value_at(layer.data, path, _ABSENT)
+        if value is not _ABSENT:
+            yield Setting(value, _place(layer, path, sections.get(layer.name, ())))
+        if _replaces(layer.data, path):
+            return
+
+
+def _replaces(data: Any, path: KeyPath) -> bool:
+    """Whether a source holds a list or a plain value at or above the path, so that weaker sources do not count."""
+    for key in path[:-1]:
+        if not isinstance(data, dict) or key not in data:
+            return False
+        data = data[key]
+        if not isinstance(data, dict):
+            return True
+    return False
+
+
+def _place(layer: Layer, path: KeyPath, section: tuple[str, ...]) -> str:
+    if not Path(layer.name).is_file():
+        return layer.origin(path)
+    lines = _lines(Path(layer.name))
+    inside = path[len(section) :]
+    for length in range(len(inside), 0, -1):
+        if inside[:length] in lines:
+            return f"{layer.name}:{lines[inside[:length]]}"
+    return layer.name
+
+
+@cache
+def _lines(file: Path) -> Mapping[KeyPath, int]:
+    """Line number of each header and assignment of a TOML file."""
+    statements = split_statements(file.read_text(encoding="utf-8")).statements
+    return {
+        tuple(part.replace("-", "_") if isinstance(part, str) else part for part in each.path): each.line
+        for each in statements
+    }

@@ -1,0 +1,105 @@
+"""Reads what `explain` is asked about: the words of a command line, or the directory of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from medarc_rl.errors import UsageError
+from medarc_rl.explain.origins import Explained, explained_config
+from medarc_rl.explain.record import recorded_origins
+from medarc_rl.migrate.draft import leaves
+from medarc_rl.migrate.kinds import kind_of
+from prime_rl.configs.surface.kinds import ROOTS
+from prime_rl.configs.surface.root import RootConfig
+from prime_rl.run.paths import RunPaths
+from prime_rl.utils.pydantic_config import showing_warnings
+from prime_rl.utils.pydantic_config.arguments import parse_arguments
+from prime_rl.utils.pydantic_config.schema import is_boolean_flag
+from prime_rl.utils.pydantic_config.suggest import nearest_keys
+from prime_rl.utils.pydantic_config.toml_files import read_files, section_of, split_files
+
+_KINDS = ("rl", "sft", "eval")
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A config whose values are explained."""
+
+    name: str
+    root: type[RootConfig]
+    values: Sequence[Explained]
+    key: str | None = None
+    """The key or section that was asked for."""
+
+    @classmethod
+    def of_words(cls, words: Sequence[str], kind: str | None) -> Source:
+        """Raises UsageError, or ConfigError if the config has faults."""
+        for index, word in enumerate(words):
+            if not word.startswith("-") and Path(word).is_dir():
+                rest = [*words[:index], *words[index + 1 :]]
+                if len(rest) > 1 or any(each.startswith("-") for each in rest):
+                    raise UsageError(f"{word} is the directory of a run, whose values are settled: give at most a KEY")
+                return cls.of_run(Path(word), rest[0] if rest else None)
+        return cls.of_config(words, kind)
+
+    @classmethod
+    def of_path(cls, path: Path, kind: str | None) -> Source:
+        """Raises UsageError, or ConfigError if the config has faults."""
+        return cls.of_run(path) if path.is_dir() else cls.of_config(["@", str(path)], kind)
+
+    @classmethod
+    def of_config(cls, words: Sequence[str], kind: str | None) -> Source:
+        """Raises UsageError, or ConfigError if the config has faults."""
+        root = ROOTS[kind or _kind_of(words)]
+        files, overrides = split_files(words, lambda flag: is_boolean_flag(root, flag))
+        plain = [word for word in parse_arguments(root, overrides, allow_extras=True).extras if word[0] != "-"]
+        if not files and plain:
+            files = [Path(plain.pop(0))]
+            overrides.remove(str(files[0]))
+        for word in plain:
+            overrides.remove(word)
+        if len(plain) > 1:
+            raise UsageError(f"one KEY at a time (got {' and '.join(plain)})")
+        with showing_warnings():
+            _, values = explained_config(root, files, overrides)
+        key = plain[0].replace("-", "_") if plain else None
+        return cls(" ".join(map(str, files)), root, values, key)
+
+    @classmethod
+    def of_run(cls, directory: Path, key: str | None = None) -> Source:
+        """The config that a run was started with. Raises UsageError if the directory holds none."""
+        paths = RunPaths(directory)
+        for kind, component in (("rl", "rl"), ("sft", "sft"), ("eval", "eval"), ("sft", "trainer")):
+            if (file := paths.config(component)).is_file():
+                _, values = explained_config(ROOTS[kind], [file], [])
+                return cls(str(directory), ROOTS[kind], recorded_origins(paths, values), key)
+        raise UsageError(f"{directory} is no run: it has no configs/rl.toml, sft.toml or eval.toml")
+
+    def below_key(self, key: str | None = None) -> list[Explained]:
+        """The values at or below the key. Raises UsageError if there is none."""
+        key = key or self.key
+        found = [each for each in self.values if key is None or f"{each.key}.".startswith(f"{key}.")]
+        if not found:
+            nearest = [".".join(path) for path in nearest_keys(self.root, tuple((key or "").split(".")))]
+            hint = f": did you mean {' or '.join(nearest)}?" if nearest else ""
+            raise UsageError(f"{self.name} has no key {key}{hint}")
+        return found
+
+
+def _kind_of(words: Sequence[str]) -> str:
+    """The command that the files among some words are for. Raises UsageError."""
+    files, rest = split_files(words, lambda flag: False)
+    files = files or [Path(word) for word in rest if word.endswith(".toml")][:1]
+    if not files:
+        raise UsageError("no config: name a TOML file or the directory of a run, as in `explain config.toml`")
+    if any(section_of(file) for file in files):
+        return "rl"
+    settings = {path: value for layer in read_files(files).layers for path, value in leaves(layer.data)}
+    kind = kind_of(settings) if settings else "sft"
+    if kind not in _KINDS:
+        raise UsageError(
+            f"{files[0]} is a config of {kind}: explain an rl, sft or eval config, as in `--{kind} @ file`"
+        )
+    return kind
