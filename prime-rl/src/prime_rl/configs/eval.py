@@ -8,7 +8,15 @@ from pydantic import Field, model_validator
 from prime_rl.configs.inference import InferenceConfig
 from prime_rl.configs.ranges import Count, CountOrAll, Seconds, WholeNumber
 from prime_rl.configs.rollouts import EvalEnvConfig, EvalSamplingConfig, repeated_names
-from prime_rl.configs.shared import BaseModelConfig, ClientConfig, Device, FileAccess, LogConfig, WandbConfig
+from prime_rl.configs.shared import (
+    BaseModelConfig,
+    ClientConfig,
+    Device,
+    FileAccess,
+    LogConfig,
+    StallConfig,
+    WandbConfig,
+)
 from prime_rl.configs.surface.root import RootConfig
 from prime_rl.utils.pydantic_config import derive, raise_faults
 
@@ -78,6 +86,9 @@ class OfflineEvalConfig(RootConfig):
 
     file_access: FileAccess = "owner"
     """Who can read the files of the run. `owner`: only you; `group`: your group too; `umask`: as your umask says."""
+
+    stall: StallConfig = StallConfig()
+    """When a process that hangs ends the run."""
 
     dry_run: bool = False
     """Write the resolved config and stop."""

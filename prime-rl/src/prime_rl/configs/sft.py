@@ -9,7 +9,15 @@ from pydantic import Field, model_validator
 
 from prime_rl.configs.model import replication_fault
 from prime_rl.configs.ranges import LARGEST, Count, Fraction, Gpus, NaturalSeed, Nodes, Seconds, WholeNumber
-from prime_rl.configs.shared import Device, FileAccess, HeartbeatConfig, LogConfig, SlurmConfig, WandbConfig
+from prime_rl.configs.shared import (
+    Device,
+    FileAccess,
+    HeartbeatConfig,
+    LogConfig,
+    SlurmConfig,
+    StallConfig,
+    WandbConfig,
+)
 from prime_rl.configs.surface.root import RootConfig
 from prime_rl.configs.trainer import (
     BENCH_STEPS,
@@ -355,6 +363,9 @@ class SFTConfig(RootConfig):
 
     file_access: FileAccess = "owner"
     """Who can read the files of the run. `owner`: only you; `group`: your group too; `umask`: as your umask says."""
+
+    stall: StallConfig = StallConfig()
+    """When a process that hangs ends the run."""
 
     max_steps: WholeNumber | None = None
     """Number of steps. With neither this nor `num_epochs`, training goes on until it is stopped."""

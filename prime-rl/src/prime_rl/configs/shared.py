@@ -124,6 +124,20 @@ class ClientConfig(BaseConfig):
         return self.elastic is not None
 
 
+class StallConfig(BaseConfig):
+    """When the launcher ends a run because a process hangs. Read by the launcher."""
+
+    timeout_s: Seconds | None = 1800
+    """Seconds without progress of a process, and of what it waits for, after which the run ends with exit code 1.
+    Progress is, for example, a row of a batch, a model call, a rollout or a generated token. None waits for ever."""
+
+    startup_timeout_s: Seconds | None = 7200
+    """The same limit for a process that is starting: imports, loading, compilation and the first step."""
+
+    stopped_timeout_s: Seconds | None = 60
+    """Seconds that a process may be stopped by a signal, such as SIGSTOP. None waits for ever."""
+
+
 class LogConfig(BaseConfig):
     """Log lines on the terminal and in files."""
 

@@ -19,11 +19,13 @@ from prime_rl.utils.imports import import_without_gc
 from prime_rl.utils.interrupts import end_quietly_on_ctrl_c
 from prime_rl.utils.logger import get_logger, setup_logger
 from prime_rl.utils.pydantic_config import parse_argv_or_exit
+from prime_rl.utils.stacks import write_stacks_on_signal
 
 
 def main() -> None:
     """Evaluate, print the table, and exit."""
     end_quietly_on_ctrl_c()
+    write_stacks_on_signal()
     config = parse_argv_or_exit(OfflineEvalConfig)
     setup_logger(config.log.level, None, config.log.json_logging)
     # Until the event loop handles signals.

@@ -24,6 +24,7 @@ from prime_rl.orchestrator.rollouts.sampling import eval_sampling_args
 from prime_rl.orchestrator.servers.pool import InferencePool
 from prime_rl.orchestrator.servers.server import InferenceServer
 from prime_rl.orchestrator.stopping import StopSignals
+from prime_rl.run.beats import own_beats
 from prime_rl.run.evaluations import Candidate
 from prime_rl.run.paths import EvalPaths, RunPaths
 from prime_rl.utils.logger import SUCCESS, get_logger
@@ -97,6 +98,7 @@ class Evaluation:
     failures: list[str] = field(default_factory=list)
 
     async def run(self, candidates: Sequence[Candidate]) -> None:
+        own_beats().started()
         for candidate in candidates:
             keys = [key for each in self.sets for key in each.keys(candidate.step)]
             missing = [key for key in keys if key not in self.results]
@@ -121,6 +123,7 @@ class Evaluation:
 
     async def _load(self, candidate: Candidate) -> None:
         """Load the candidate's weights into the servers. Raises InferenceFault."""
+        own_beats().say(f"loading {candidate}", waits_for="inference")
         try:
             # Not through the pool, which drops a server that fails: the next weights may work again.
             await asyncio.gather(*(server.update_weights(candidate.weights) for server in self.pool.servers))
@@ -184,6 +187,7 @@ async def _evaluate(evaluation: Evaluation, candidates: Sequence[Candidate]) -> 
     for each in evaluation.sets:
         await each.environment.connect()
     paths, is_ours = RunPaths(evaluation.config.output_dir), evaluation.config.inference is not None
+    own_beats().say("waiting for the inference servers", waits_for="inference")
     await evaluation.pool.wait_served(paths.log("inference") if is_ours else None)
     await evaluation.run(candidates)
     for each in evaluation.sets:

@@ -32,11 +32,13 @@ from prime_rl.utils.interrupts import end_quietly_on_ctrl_c
 from prime_rl.utils.logger import get_logger, setup_logger
 from prime_rl.utils.private import NotPrivate
 from prime_rl.utils.pydantic_config import get_unknown_args, parse_argv_or_exit
+from prime_rl.utils.stacks import write_stacks_on_signal
 
 
 def main() -> None:
     """Run `inference @ inference.toml --server.port 8000`. The vLLM engine also receives all unknown options."""
     end_quietly_on_ctrl_c()
+    write_stacks_on_signal()
     config = parse_argv_or_exit(InferenceConfig, allow_extras=True)
     extras = get_unknown_args()
     refuse_unbuilt(config)

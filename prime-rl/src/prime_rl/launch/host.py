@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from threading import Thread
@@ -18,7 +18,11 @@ from uuid import uuid4
 
 from prime_rl.launch import logs, reaper
 from prime_rl.launch.spec import CannotStart, Event, Exited, ProcessSpec, Signalled
+from prime_rl.launch.stalls.dumps import new_stacks
+from prime_rl.launch.stalls.watchdog import Observed
+from prime_rl.run.beats import BEAT_VARIABLE, clear_beats, read_beats
 from prime_rl.run.completion import COMPLETION_VARIABLE, clear_completion
+from prime_rl.utils.stacks import STACKS_SIGNAL
 
 Handler = Callable[[int, FrameType | None], Any] | signal.Handlers | int | None
 """What `signal.signal` takes and gives back."""
@@ -52,6 +56,15 @@ class Host(Protocol):
 
     def tail(self, name: str) -> list[str]:
         """The last log lines of a child in this attempt."""
+
+    def observe(self, spec: ProcessSpec) -> Observed:
+        """What a running child has reported of its progress, and whether a signal has stopped it."""
+
+    def stacks(self, names: Iterable[str]) -> dict[str, list[str]]:
+        """Make the Python processes of children write their stacks to their logs. Continues those that are stopped.
+
+        Returns the most important lines, by name.
+        """
 
 
 class LocalHost:
@@ -118,6 +131,9 @@ class LocalHost:
         if spec.completion is not None:
             clear_completion(spec.completion)
             env[COMPLETION_VARIABLE] = str(spec.completion)
+        if spec.beats is not None:
+            clear_beats(spec.beats)
+            env[BEAT_VARIABLE] = str(spec.beats)
         with logs.opened_for_attempt(spec) as (log, offset):
             self._logs[spec.name] = (spec.log, offset)
             try:
@@ -146,6 +162,8 @@ class LocalHost:
 
     def stop(self, name: str) -> None:
         reaper.send_group(self._children[name].pid, signal.SIGTERM)
+        # A stopped process receives the signal when it is continued.
+        reaper.send_group(self._children[name].pid, signal.SIGCONT)
 
     def relay(self, name: str, signum: signal.Signals) -> bool:
         listeners = reaper.listeners(self._children[name].pid, signum)
@@ -163,12 +181,23 @@ class LocalHost:
         log, offset = self._logs[name]
         return logs.tail(log, TAIL_LINES, offset)
 
+    def observe(self, spec: ProcessSpec) -> Observed:
+        beats = () if spec.beats is None else tuple(read_beats(spec.beats))
+        return Observed(beats, reaper.is_stopped(self._children[spec.name].pid))
+
+    def stacks(self, names: Iterable[str]) -> dict[str, list[str]]:
+        followers = {name: logs.Follower.at_end(self._logs[name][0]) for name in names}
+        asked = {name: follower for name, follower in followers.items() if self.relay(name, STACKS_SIGNAL)}
+        for name in asked:
+            reaper.send_group(self._children[name].pid, signal.SIGCONT)
+        return new_stacks(asked)
+
 
 class FakeHost:
     """Starts nothing: replays a script of events and records the calls.
 
     `None` in the script is a timeout; so is the end of the script, for a caller with a timeout. Children that are
-    `incomplete` leave no sign that their work was done.
+    `incomplete` leave no sign that their work was done. Every look at the children finds what `observed` says.
     """
 
     def __init__(
@@ -177,11 +206,13 @@ class FakeHost:
         cannot_start: Iterable[str] = (),
         listening: bool = True,
         incomplete: Iterable[str] = (),
+        observed: Mapping[str, Observed] | None = None,
     ) -> None:
         self._script = list(events)
         self._cannot_start = frozenset(cannot_start)
         self._listening = listening
         self._incomplete = frozenset(incomplete)
+        self._observed = observed or {}
         self.started: list[str] = []
         self.stopped: list[str] = []
         self.relayed: list[tuple[str, signal.Signals]] = []
@@ -216,3 +247,9 @@ class FakeHost:
 
     def tail(self, name: str) -> list[str]:
         return [f"last words of {name}"]
+
+    def observe(self, spec: ProcessSpec) -> Observed:
+        return self._observed.get(spec.name, Observed())
+
+    def stacks(self, names: Iterable[str]) -> dict[str, list[str]]:
+        return {name: [f"stack of {name}"] for name in names}

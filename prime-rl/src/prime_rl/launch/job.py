@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from prime_rl.launch.spec import ProcessSpec
+from prime_rl.launch.stalls.watchdog import StallLimits
 from prime_rl.run.paths import RunPaths, stable_steps
 
 if TYPE_CHECKING:
@@ -47,6 +48,8 @@ class Job:
     """Where the processes compute, in one line."""
     stopping: str = "stopping"
     """What a signal makes the processes do, in one line."""
+    stall_limits: StallLimits = field(default_factory=StallLimits)
+    """When a process that makes no progress ends the job."""
     resume: tuple[str, ...] | None = None
     """Options that make the same command continue the job. None: it saves nothing to continue from."""
 

@@ -26,6 +26,7 @@ from prime_rl.launch.programs import (
 )
 from prime_rl.launch.site import Demand, Site
 from prime_rl.launch.spec import ProcessSpec
+from prime_rl.launch.stalls.watchdog import StallLimits
 from prime_rl.run.clearance import CLEARANCE_VARIABLE
 from prime_rl.run.paths import RunPaths
 from prime_rl.utils.engine_keys import ENGINE_KEY_VARIABLE, named_key
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from prime_rl.configs.inference import InferenceConfig
     from prime_rl.configs.rl import RLConfig
     from prime_rl.configs.sft import SFTConfig
-    from prime_rl.configs.shared import ClientConfig
+    from prime_rl.configs.shared import ClientConfig, StallConfig
     from prime_rl.utils.pydantic_config import BaseSettings
 
 
@@ -78,6 +79,7 @@ def plan_sft(config: SFTConfig, paths: RunPaths, site: Site, resume_step: int | 
         _resources(trainer),
         {"sft": config},
         stopping=_stopping(config.ckpt),
+        stall_limits=_stall_limits(config.stall),
         resume=_resume(config.ckpt),
     )
 
@@ -112,6 +114,7 @@ def plan_rl(config: RLConfig, paths: RunPaths, site: Site, resume_step: int | No
         component_configs(config),
         _headline(demand, config, site),
         _stopping(config.trainer.ckpt),
+        _stall_limits(config.stall),
         _resume(config.trainer.ckpt),
     )
 
@@ -127,7 +130,8 @@ def plan_eval(config: OfflineEvalConfig, paths: RunPaths, site: Site, resume_ste
     if config.inference is not None:
         configs["inference"] = config.inference
     kept = "stopping; finished rollouts are kept"
-    return Job("eval", paths, processes, _resources(processes), configs, stopping=kept, resume=())
+    limits = _stall_limits(config.stall)
+    return Job("eval", paths, processes, _resources(processes), configs, stopping=kept, stall_limits=limits, resume=())
 
 
 def component_configs(config: RLConfig) -> dict[str, BaseSettings]:
@@ -213,6 +217,10 @@ def _resume_flags(ckpt: object, resume_step: int | None) -> tuple[str, ...]:
     """Flags for a step that differs from the one in the config, as "the latest" does once it is known."""
     configured = getattr(ckpt, "resume_step", None)
     return () if resume_step == configured else ("--ckpt.resume-step", str(resume_step))
+
+
+def _stall_limits(stall: StallConfig) -> StallLimits:
+    return StallLimits(stall.timeout_s, stall.startup_timeout_s, stall.stopped_timeout_s)
 
 
 def _stopping(ckpt: object) -> str:

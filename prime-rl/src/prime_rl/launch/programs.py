@@ -54,7 +54,9 @@ def inference_process(
 ) -> ProcessSpec:
     """The inference server. It serves until the run is complete."""
     argv = (program, "@", str(paths.config("inference")), *flags)
-    return ProcessSpec("inference", argv, paths.log("inference"), _unbuffered(env), gpus=gpus)
+    return ProcessSpec(
+        "inference", argv, paths.log("inference"), _unbuffered(env), gpus=gpus, beats=paths.beats("inference")
+    )
 
 
 def orchestrator_process(paths: RunPaths, program: str, env: Mapping[str, str], *flags: str) -> ProcessSpec:
@@ -112,7 +114,15 @@ class TrainerRanks:
 
 def _completing(name: str, argv: tuple[str, ...], paths: RunPaths, env: Mapping[str, str]) -> ProcessSpec:
     """A process whose work ends, and which says so."""
-    return ProcessSpec(name, argv, paths.log(name), env, completes_run=True, completion=paths.completion(name))
+    return ProcessSpec(
+        name,
+        argv,
+        paths.log(name),
+        env,
+        completes_run=True,
+        completion=paths.completion(name),
+        beats=paths.beats(name),
+    )
 
 
 def loopback_env(env: Mapping[str, str]) -> dict[str, str]:

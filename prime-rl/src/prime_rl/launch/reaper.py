@@ -89,6 +89,13 @@ def _group_exists(leader: int) -> bool:
     return True
 
 
+def is_stopped(pid: int) -> bool:
+    """Whether a signal has stopped a process. One that a debugger has stopped does not count."""
+    with contextlib.suppress(OSError):
+        return (_PROC / str(pid) / "stat").read_text(errors="replace").rpartition(")")[2].split()[0] == "T"
+    return False
+
+
 def listeners(leader: int, signum: signal.Signals) -> set[int]:
     """`leader` and its descendants that handle the signal. The signal would kill the others."""
     return {pid for pid in _with_descendants({leader}, _process_table()) if _handles(pid, signum)}

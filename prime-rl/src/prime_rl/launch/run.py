@@ -18,6 +18,7 @@ from prime_rl.launch.job import Job
 from prime_rl.launch.launch_log import LaunchLog
 from prime_rl.launch.site import Demand, Sharing, Site, claimed_site
 from prime_rl.launch.spec import CannotStart, Outcome
+from prime_rl.launch.stalls.watchdog import Watchdog
 from prime_rl.launch.supervisor import Supervisor
 from prime_rl.run.access import files_readable_by
 from prime_rl.run.directory import OutputDirInUse, RunDirError, write_configs
@@ -155,7 +156,8 @@ def run_job(job: Job, host: LocalHost, screen: ScreenFactory, notes: Sequence[st
         log = LaunchLog(job.paths.log(job.command), shown.line)
         for line in filter(None, (job.headline, *notes)):
             log.say(line)
-        outcome = Supervisor(job.processes, host, log.say, stopping=job.stopping).run()
+        watchdog = Watchdog(job.stall_limits)
+        outcome = Supervisor(job.processes, host, log.say, stopping=job.stopping, watchdog=watchdog).run()
     _report(outcome, job, shown, log)
     return outcome.exit_code
 

@@ -38,6 +38,8 @@ class ProcessSpec:
     """The run succeeds when every such child has exited with 0. Every other child must live until then."""
     completion: Path | None = None
     """File that the child makes when its work is done. Without it, exit code 0 is a failure. None trusts the code."""
+    beats: Path | None = None
+    """File in which the child reports its progress. None: it reports none."""
     relays: frozenset[signal.Signals] = frozenset()
     """Signals to the launcher that are forwarded to this child."""
 
@@ -89,7 +91,8 @@ class Outcome:
     exit_code: int
     message: str
     log_tail: tuple[str, ...] = ()
-    """The last lines of the child that failed."""
+    """Lines that may explain the failure: the last ones of the child that failed, or its stack."""
+    log_title: str = "its last lines"
     failed: str | None = None
     """Name of the child that failed."""
     was_stopped: bool = False
@@ -97,7 +100,7 @@ class Outcome:
 
     def report(self) -> str:
         """The message, and log lines that may explain it."""
-        lines = ["its last lines:", *(f"  | {line}" for line in self.log_tail)] if self.log_tail else []
+        lines = [f"{self.log_title}:", *(f"  | {line}" for line in self.log_tail)] if self.log_tail else []
         return "\n".join([self.message, *lines])
 
     @property

@@ -7,7 +7,8 @@ import time
 from collections.abc import Callable, Sequence
 
 from prime_rl.launch.host import Host
-from prime_rl.launch.spec import CannotStart, Exited, Outcome, ProcessSpec, Signalled
+from prime_rl.launch.spec import CannotStart, Event, Exited, Outcome, ProcessSpec, Signalled
+from prime_rl.launch.stalls.watchdog import LOOK_EVERY_S, Stalled, Watchdog
 
 GRACE_S = 60.0
 """Seconds for children to save and stop after SIGTERM."""
@@ -23,16 +24,16 @@ _MEMORY_HINT = (
     "Ask for more memory, or make the batch, the sequences or the model smaller."
 )
 
-Cause = Exited | Signalled | CannotStart | None
+Cause = Exited | Signalled | CannotStart | Stalled | None
 """Why a run ends; None is success."""
 
 
 class Supervisor:
     """Runs children until the run is complete, fails or is stopped.
 
-    The run ends with the first child that fails, that exits before its work is done or the run is complete, and with
-    SIGINT, SIGTERM or SIGHUP to the launcher. `say` receives one line for each start and end, and for a signal;
-    `stopping` is what a signal makes the children do.
+    The run ends with the first child that fails, that exits before its work is done or the run is complete, that the
+    watchdog finds stalled, and with SIGINT, SIGTERM or SIGHUP to the launcher. `say` receives one line for each start
+    and end, and for a signal; `stopping` is what a signal makes the children do.
     """
 
     def __init__(
@@ -42,12 +43,15 @@ class Supervisor:
         say: Callable[[str], None],
         grace_s: float = GRACE_S,
         stopping: str = "stopping",
+        watchdog: Watchdog | None = None,
     ) -> None:
         self._specs = {spec.name: spec for spec in specs}
         self._host = host
         self._say = say
         self._grace_s = grace_s
         self._stopping = stopping
+        self._watchdog = watchdog
+        self._stacks: dict[str, list[str]] = {}
         self._running: list[str] = []
 
     def run(self) -> Outcome:
@@ -72,8 +76,10 @@ class Supervisor:
     def _watch(self) -> Cause:
         unfinished = {spec.name for spec in self._specs.values() if spec.completes_run}
         while unfinished:
-            event = self._host.next_event(None)
+            event = self._next_event()
             match event:
+                case Stalled():
+                    return event
                 case Exited(name, code):
                     self._running.remove(name)
                     if code != 0 or name not in unfinished or not self._host.has_completed(self._specs[name]):
@@ -85,6 +91,14 @@ class Supervisor:
                 case Signalled():
                     return event
         return None
+
+    def _next_event(self) -> Event | Stalled | None:
+        if self._watchdog is None:
+            return self._host.next_event(None)
+        event = self._host.next_event(LOOK_EVERY_S)
+        if event is not None:
+            return event
+        return self._watchdog.look({name: self._host.observe(self._specs[name]) for name in self._running})
 
     def _announce(self, name: str, words: str) -> None:
         """Report a normal start or end. Of several ranks only the first is reported."""
@@ -101,6 +115,9 @@ class Supervisor:
 
     def _stop(self, cause: Cause) -> set[signal.Signals]:
         """Stop every child; returns the signals that arrived during that time."""
+        if isinstance(cause, Stalled):
+            self._stacks = self._host.stacks(self._running)
+            self._say(f"{cause.lines[0]}; the stacks are in the logs; stopping, within {self._grace_s:g} s")
         signals: set[signal.Signals] = set()
         grace_s = self._grace_s
         if isinstance(cause, Signalled) and cause.signal is signal.SIGINT:
@@ -145,6 +162,8 @@ class Supervisor:
                 return Outcome(128 + signum, f"stopped by {by}", was_stopped=True)
             case CannotStart():
                 return Outcome(1, str(cause))
+            case Stalled():
+                return self._stall(cause)
             case Exited():
                 return self._failure(cause)
 
@@ -158,3 +177,10 @@ class Supervisor:
         if end.signal is signal.SIGKILL:
             message += f"\n{_MEMORY_HINT}"
         return Outcome(1, message, log_tail, failed=end.name)
+
+    def _stall(self, stalled: Stalled) -> Outcome:
+        first = stalled.roots[0]
+        message = "\n".join([*stalled.lines, f"the log of {first} is {self._specs[first].log}"])
+        if stack := self._stacks.get(first):
+            return Outcome(1, message, tuple(stack), "its stack", failed=first)
+        return Outcome(1, message, tuple(self._host.tail(first)), failed=first)

@@ -15,12 +15,14 @@ from prime_rl.configs.env_server import EnvServerConfig
 from prime_rl.configs.surface.not_built import refuse_unbuilt
 from prime_rl.orchestrator.errors import EnvironmentFault
 from prime_rl.orchestrator.stopping import exit_process, explained_exit_code
+from prime_rl.run.beats import own_beats
 from prime_rl.run.paths import OrchestratorPaths
 from prime_rl.transport.errors import TransportError
 from prime_rl.utils.imports import import_without_gc
 from prime_rl.utils.interrupts import end_quietly_on_ctrl_c
 from prime_rl.utils.logger import get_logger, setup_logger
 from prime_rl.utils.pydantic_config import parse_argv_or_exit
+from prime_rl.utils.stacks import write_stacks_on_signal
 
 if TYPE_CHECKING:
     import verifiers as vf
@@ -34,6 +36,7 @@ STOPPED_EXIT_CODE = 128 + signal.SIGTERM
 
 def main() -> None:
     end_quietly_on_ctrl_c()
+    write_stacks_on_signal()
     config = parse_argv_or_exit(EnvServerConfig)
     refuse_unbuilt(config)
     log = OrchestratorPaths(config.output_dir).env_log("train", config.env.name or config.env.id)
@@ -71,6 +74,7 @@ async def _serve(env: vf.Environment, address: str) -> None:
     except TransportError as error:
         raise EnvironmentFault(f"env.address: {error}") from error
     get_logger().info(f"Serving at {address}")
+    own_beats().say("running rollouts")
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)

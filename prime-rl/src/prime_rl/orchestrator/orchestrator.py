@@ -22,12 +22,14 @@ from prime_rl.run.paths import OrchestratorPaths, RunPaths
 from prime_rl.utils.imports import import_without_gc
 from prime_rl.utils.logger import get_logger, setup_logger
 from prime_rl.utils.pydantic_config import dump_toml, parse_argv_or_exit
+from prime_rl.utils.stacks import write_stacks_on_signal
 
 if TYPE_CHECKING:
     from prime_rl.orchestrator.steps import Sleep
 
 
 def main() -> None:
+    write_stacks_on_signal()
     # Exit at once: there is nothing to save until the event loop installs its own handlers.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda received, frame: sys.exit(128 + received))

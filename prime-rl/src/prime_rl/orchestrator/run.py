@@ -35,6 +35,7 @@ from prime_rl.orchestrator.servers.policy import AsyncLimits, Policy
 from prime_rl.orchestrator.servers.pool import InferencePool
 from prime_rl.orchestrator.steps import EmptyBatches, Sleep, Steps
 from prime_rl.orchestrator.stopping import StopSignals
+from prime_rl.run.beats import own_beats
 from prime_rl.run.clearance import give_clearance
 from prime_rl.run.ledger import Ledger
 from prime_rl.run.paths import OrchestratorPaths, RunPaths
@@ -53,6 +54,7 @@ def run_orchestrator(config: OrchestratorConfig, resume_step: int | None, sleep:
             f"A step has {config.batch_size} rollouts for {config.num_train_workers} trainer processes: some train on "
             "nothing; raise orchestrator.batch_size"
         )
+    own_beats().say("loading the environments")
     environments = Environments.load(config)
     refuse_unusable(placed(environments.train, environments.eval), config.model, config.seq_len)
     give_clearance(OrchestratorPaths(config.output_dir).environments_checked)
@@ -96,6 +98,7 @@ async def _run(config: OrchestratorConfig, environments: Environments, resume_st
         if config.env_servers:
             await environments.start_servers(config, servers)
         run = RunPaths.from_orchestrator_dir(config.output_dir)
+        own_beats().say("waiting for the inference servers", waits_for="inference")
         # W&B takes seconds to start, so start it while waiting for the servers.
         (monitor, extras), held_version = await asyncio.gather(
             asyncio.to_thread(setup_monitor, config, run, paths),
@@ -103,6 +106,7 @@ async def _run(config: OrchestratorConfig, environments: Environments, resume_st
         )
         closing.push(lambda kind, error, trace: monitor.close(int(kind is not None)))
         closing.push_async_callback(environments.close)
+        own_beats().say("connecting to the environment servers")
         await servers.guard(environments.connect())
         direct = None
         if config.weight_broadcast.type == "nccl":
@@ -168,7 +172,9 @@ async def _start(
         buffer.restore(buffer_state)
     source = "the base model"
     if progress.step:
+        own_beats().say(f"resuming: waiting for the weights of step {progress.step}", waits_for="trainer")
         weights = await checkpoints.await_weights(progress.step, weights_timeout_s(config))
+        own_beats().say(f"resuming: loading the weights of step {progress.step}", waits_for="inference")
         await pool.update_weights(weights)
         source = str(weights)
     get_logger().log(

@@ -26,6 +26,7 @@ from prime_rl.orchestrator.rollouts.sampling import temperature_at, train_sampli
 from prime_rl.orchestrator.scheduling.lag import LoopLag
 from prime_rl.orchestrator.scheduling.scheduler import Scheduler
 from prime_rl.orchestrator.servers.policy import Policy
+from prime_rl.run.beats import own_beats
 from prime_rl.transport import BatchSender
 from prime_rl.utils.logger import get_logger
 
@@ -49,6 +50,7 @@ class EmptyBatches:
                 f"step {step}: {self.in_a_row} batches in a row had no token to train on; look at the metrics error/* "
                 "and filter/*, and at the log lines of failed rollouts"
             )
+        own_beats().say(f"step {step}: pausing after a batch without a token to train on")
         pause_s = min(FIRST_PAUSE_S * 2 ** (self.in_a_row - 1), LONGEST_PAUSE_S)
         get_logger().warning(f"Step {step}: the batch has no token to train on; retrying in {pause_s:.0f} s")
         await self.sleep(pause_s)
@@ -80,6 +82,7 @@ class Steps:
 
     async def run(self, progress: Progress) -> None:
         """Send batches until `max_steps`, then save a final checkpoint and evaluate."""
+        own_beats().started()
         while self.max_steps is None or progress.step < self.max_steps:
             # Whenever the run is stopped during this step, a resumed run draws the examples of this state again.
             self.save(progress)
@@ -118,12 +121,14 @@ class Steps:
 
     def prepare(self, groups: list[Group]) -> Batch:
         """Apply filters, assign advantages and convert the rollouts to samples."""
+        own_beats().say("assigning advantages and building the batch")
         with self._timing("parallel_preprocess"):
             apply_filters(self.filters, [rollout for group in groups for rollout in group.rollouts])
             assign_advantages(groups, self.advantage)
             return build_batch(groups)
 
     async def send(self, batch: Batch, progress: Progress) -> None:
+        own_beats().say(f"step {progress.step}: sending the batch")
         # In threads, so that a slow disk does not block the event loop and the rollouts in flight.
         await asyncio.to_thread(self.sender.send, batch.message(progress.step))
         self.scheduler.buffer.ledger.trained((group.example.draw for group in batch.groups), progress.step)

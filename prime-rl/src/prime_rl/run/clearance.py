@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from prime_rl.run.beats import own_beats
+
 CLEARANCE_VARIABLE = "ENGINE_WAITS_FOR"
 """Environment variable of a server: the file that appears when it may load its model."""
 _LOOK_S = 0.05
@@ -22,9 +24,11 @@ def wait_for_clearance(env: Mapping[str, str], say: Callable[[str], None]) -> No
     file = env.get(CLEARANCE_VARIABLE)
     if file is None or Path(file).exists():
         return
+    own_beats().say("waiting until the environments are checked", waits_for="orchestrator")
     say(f"The model loads when the orchestrator has checked the environments and made {file}")
     while not Path(file).exists():
         time.sleep(_LOOK_S)
+    own_beats().say("loading the model")
 
 
 def give_clearance(file: Path) -> None:

@@ -52,6 +52,10 @@ class RunPaths:
         """Marker: the process of this launch has done all of its work."""
         return self.root / "control" / f"{process}.complete"
 
+    def beats(self, process: str) -> Path:
+        """What the process is doing, overwritten with each progress."""
+        return self.root / "control" / f"{process}.beat"
+
     @property
     def server_log(self) -> Path | None:
         """Log of the inference server that was started for the run; None if somebody else started it."""

@@ -22,7 +22,7 @@ from prime_rl.configs.rl.sections import (
     SharedWeightBroadcastConfig,
     SingleNodeDeploymentConfig,
 )
-from prime_rl.configs.shared import FileAccess, SlurmConfig
+from prime_rl.configs.shared import FileAccess, SlurmConfig, StallConfig
 from prime_rl.configs.surface.root import RootConfig
 from prime_rl.utils.pydantic_config import ConfigWarning, raise_faults
 
@@ -58,6 +58,9 @@ class RLConfig(RunSections, RootConfig):
 
     file_access: FileAccess = "owner"
     """Who can read the files of the run. `owner`: only you; `group`: your group too; `umask`: as your umask says."""
+
+    stall: StallConfig = StallConfig()
+    """When a process that hangs ends the run."""
 
     slurm: SlurmConfig | None = None
     """Submit through Slurm. None runs here."""

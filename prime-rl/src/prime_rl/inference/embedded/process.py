@@ -13,6 +13,7 @@ import uvicorn
 from prime_rl.configs.inference import InferenceConfig
 from prime_rl.inference.embedded.http.api import Api
 from prime_rl.inference.embedded.http.connections import BoundedConnection, connection_limit
+from prime_rl.run.beats import own_beats
 from prime_rl.utils.imports import import_transformers, import_without_gc
 from prime_rl.utils.logger import SUCCESS, get_logger
 
@@ -73,7 +74,9 @@ class EmbeddedServer(uvicorn.Server):
                 import_transformers()
                 from prime_rl.inference.embedded.startup import start_service
 
+            own_beats().say("loading the model")
             service = start_service(self.inference)
+            own_beats().started()
             self.api.service = service
             get_logger().log(
                 SUCCESS,

@@ -21,6 +21,7 @@ from prime_rl.launch.logs import opened_for_attempt, tail
 from prime_rl.orchestrator.env_server import PARENT_VARIABLE
 from prime_rl.orchestrator.env_servers.environments import Environment
 from prime_rl.orchestrator.errors import EnvironmentFault
+from prime_rl.run.beats import helper_beats_env
 from prime_rl.run.paths import OrchestratorPaths
 from prime_rl.utils.logger import get_logger
 from prime_rl.utils.pydantic_config import dump_toml
@@ -71,7 +72,8 @@ class EnvServers:
                 dump_toml(server, file)
                 argv = (sys.executable, "-m", "prime_rl.orchestrator.env_server", "@", str(file))
                 log_file = self.paths.env_log(purpose, environment.name)
-                self._servers.append(await _start(ProcessSpec(environment.name, argv, log_file)))
+                env = helper_beats_env(f"{purpose}-{environment.name}")
+                self._servers.append(await _start(ProcessSpec(environment.name, argv, log_file, env)))
 
     async def guard(self, work: Coroutine[Any, Any, None]) -> None:
         """Await `work`, but fail as soon as a server exits.
@@ -135,7 +137,7 @@ async def _start(spec: ProcessSpec) -> EnvServer:
             stdin=asyncio.subprocess.DEVNULL,
             stdout=log,
             stderr=log,
-            env={**os.environ, PARENT_VARIABLE: str(os.getpid())},
+            env={**os.environ, **spec.env, PARENT_VARIABLE: str(os.getpid())},
             # A process group, so that `close` also reaches processes that the environment starts.
             start_new_session=True,
         )

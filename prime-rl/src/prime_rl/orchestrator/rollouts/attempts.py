@@ -11,6 +11,8 @@ from typing import Any, Protocol
 from prime_rl.orchestrator.errors import EnvironmentFault
 from prime_rl.orchestrator.rollouts.rollout import ExampleRef, Rollout
 from prime_rl.orchestrator.servers.server import InferenceServer
+from prime_rl.run.beats import own_beats
+from prime_rl.utils.logger import count_of
 
 
 class Attemptable(Protocol):
@@ -69,6 +71,7 @@ async def run_attempts(
     """
     outcomes: list[Outcome | None] = [None] * len(attempts)
     waiting = iter(enumerate(attempts))
+    own_beats().say(f"evaluating version {version}: {count_of('rollout', len(attempts))}")
     try:
         async with asyncio.TaskGroup() as group:
             for _ in range(min(max_concurrent, len(attempts))):
@@ -86,6 +89,8 @@ async def _work(
         server.groups_in_flight += 1
         try:
             outcomes[index] = await _outcome(attempt, server, version)
+            done = sum(outcome is not None for outcome in outcomes)
+            own_beats().say(f"evaluating version {version}: {done} of {len(outcomes)} rollouts are done")
         finally:
             server.groups_in_flight -= 1
 

@@ -25,6 +25,7 @@ from verifiers.types import ClientConfig, Response
 from prime_rl.orchestrator.rollouts.replies import ChatReply, TokenizeReply, decode_chat_reply, error_message
 from prime_rl.orchestrator.rollouts.sampling import EXACT_SEED
 from prime_rl.orchestrator.rollouts.trace import CallDetails
+from prime_rl.run.beats import own_beats
 
 RETRYABLE_STATUS = frozenset({408, 429, 500, 502, 503, 504})
 KEEPALIVE_S = 4.0
@@ -73,7 +74,8 @@ class ChatChannel:
         data = self._encoder.encode(self._prepare(body))
         headers = (options or {}).get("headers")
         started_s = time.time()
-        answer = await self._post_with_retries(f"{self.base_url}{path}", data, headers)
+        with own_beats().calling("inference"):
+            answer = await self._post_with_retries(f"{self.base_url}{path}", data, headers)
         if path == "/tokenize":
             return self._tokenize_decoder.decode(answer)
         return decode_chat_reply(answer, started_s, ended_s=time.time())

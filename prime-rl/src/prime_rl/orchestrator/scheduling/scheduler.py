@@ -17,7 +17,8 @@ from prime_rl.orchestrator.scheduling.buffer import Buffer
 from prime_rl.orchestrator.scheduling.staleness import Staleness
 from prime_rl.orchestrator.servers.policy import Policy
 from prime_rl.orchestrator.servers.server import InferenceServer
-from prime_rl.utils.logger import get_logger
+from prime_rl.run.beats import own_beats
+from prime_rl.utils.logger import count_of, get_logger
 
 Task = asyncio.Task[list[Rollout]]
 MAX_ATTEMPTS = 3
@@ -129,8 +130,10 @@ class Scheduler:
             self._refill(sampling_args, step, len(groups))
             task = self._next_finished(step, len(groups))
             if task is None:
+                own_beats().say(f"step {step}: {self._waiting_for()}")
                 await self._wait(step)
                 continue
+            own_beats().tick()
             group = self._take_result(task)
             if group is not None and self._accept(group):
                 groups.append(group)
@@ -224,14 +227,17 @@ class Scheduler:
         try:
             await asyncio.wait_for(self._changed.wait(), WAIT_LOG_INTERVAL_S)
         except TimeoutError:
-            running = [group for task, group in self._in_flight.items() if not task.done()]
-            if not running:  # the last one has just ended
-                return
-            oldest = min(running, key=lambda group: group.version)
-            get_logger().info(
-                f"Step {step} waits for {len(running)} groups; the oldest started with version {oldest.version}: "
-                f"environment {oldest.example.env!r}, row {oldest.example.row}"
-            )
+            get_logger().info(f"Step {step}: {self._waiting_for()}")
+
+    def _waiting_for(self) -> str:
+        running = [group for task, group in self._in_flight.items() if not task.done()]
+        if not running:  # the last one has just ended
+            return "waiting to start groups"
+        oldest = min(running, key=lambda group: group.version)
+        return (
+            f"waiting for {count_of('group', len(running))}; the oldest started with version {oldest.version}: "
+            f"environment {oldest.example.env!r}, row {oldest.example.row}"
+        )
 
     async def _run(self, group: InFlightGroup, sampling_args: dict[str, Any]) -> list[Rollout]:
         if self._limiter is not None:

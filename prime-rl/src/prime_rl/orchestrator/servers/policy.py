@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Protocol
 
 from prime_rl.orchestrator.errors import TrainerFault
+from prime_rl.run.beats import own_beats
 from prime_rl.run.paths import OrchestratorPaths, RunPaths, stable_steps
 from prime_rl.utils.logger import get_logger
 from prime_rl.utils.waiting import Wait
@@ -109,6 +110,9 @@ class Policy:
         )
         async with self._changed:
             while self.version < self.needed:
+                # A version that the trainer has published is with the servers.
+                waits_for = "inference" if self._updating.locked() else "trainer"
+                own_beats().say(f"waiting for policy version {version}", waits_for)
                 if wait.is_over():
                     raise TrainerFault(wait.fault)
                 with contextlib.suppress(TimeoutError):

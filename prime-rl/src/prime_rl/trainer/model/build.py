@@ -23,6 +23,7 @@ from transformers.utils import logging as transformers_logging
 from prime_rl.checks.chat_templates import read_template
 from prime_rl.checks.start_dir import StartFault, looks_like_path
 from prime_rl.configs.trainer import ModelConfig, TokenizerConfig, WeightCheckpointConfig
+from prime_rl.run.beats import own_beats
 from prime_rl.trainer.kernels.attention import choose_attention
 from prime_rl.trainer.kernels.attention_apart import SequenceLayout
 from prime_rl.trainer.kernels.lean_embedding import use_lean_embedding
@@ -60,6 +61,7 @@ def setup_model(config: ModelConfig, mesh: Mesh, *, has_dropout: bool = False) -
     Raises:
         ModelError: there is no model at `config.name`, or it is not supported.
     """
+    own_beats().say("loading the model")
     process = mesh.process
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()

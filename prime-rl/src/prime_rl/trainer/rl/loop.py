@@ -12,6 +12,7 @@ import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
 from prime_rl.configs.trainer import TrainerConfig, WeightCheckpointConfig
+from prime_rl.run.beats import own_beats
 from prime_rl.run.paths import RunPaths
 from prime_rl.trainer.checkpoints.manager import CheckpointManager
 from prime_rl.trainer.checkpoints.state import TrainState
@@ -89,6 +90,7 @@ class RLTrainer:
         self.signals = signals
         self.progress = components.state.progress
         self.times = Stopwatch()
+        self.beats = own_beats()
         self._saved_version = self.progress.step
 
     def run(self) -> None:
@@ -107,6 +109,7 @@ class RLTrainer:
             self._publish()
             self._save_if_due()
             self.components.reporter.report(report, self.times.lap())
+            self.beats.started()
         self._finish()
 
     def _receive(self) -> list[Row]:
@@ -121,6 +124,7 @@ class RLTrainer:
         wait = Wait(
             f"the orchestrator's batch of step {step}", advice, self.config.batch_timeout, "batch_timeout", QUIET_S
         )
+        self.beats.say(f"step {step}: waiting for a batch", waits_for="orchestrator")
         with self.times("wait_for_batch"):
             while True:
                 requests = self.signals.take()
@@ -135,6 +139,7 @@ class RLTrainer:
                     self._save()
                     raise BatchError(wait.fault)
                 time.sleep(POLL_S)
+        self.beats.say(f"step {step}: reading the batch")
         with self.times("load_data"):
             return [
                 Row.from_message(message, self.process.device)
@@ -154,10 +159,12 @@ class RLTrainer:
 
     def _train_step(self, rows: list[Row]) -> StepReport:
         step, lr = self.progress.step, float(self.components.state.policy.scheduler.get_last_lr()[0])
+        self.beats.say(f"step {step}: comparing log-probabilities with the engine's")
         self.components.parity.check(rows, self.components.forward_backward, version=step)
         values, sizes, grad_norms = MetricValues(), [], []
         with self.times("forward_backward"):
             for minibatch in self._minibatches(rows):
+                self.beats.say(f"step {step}: forward and backward, minibatch {minibatch[0].minibatch}")
                 sizes.append(StepSize.from_rows(minibatch, self.components.data_axis))
                 values.extend(self.components.forward_backward.run(minibatch, sizes[-1]))
                 grad_norms.append(self._update_weights())
@@ -186,6 +193,7 @@ class RLTrainer:
         return grad_norm
 
     def _publish(self) -> None:
+        self.beats.say(f"publishing version {self.progress.step}")
         with self.times("broadcast_weights"):
             self.components.broadcast.publish(
                 self.components.state.policy.model, self.progress.step, self.components.published_dtype
@@ -202,6 +210,7 @@ class RLTrainer:
         """Save a checkpoint, unless this version is already saved or is the version that the run started with."""
         if self.components.checkpoints is None or self.progress.step == self._saved_version:
             return
+        self.beats.say(f"saving the checkpoint of step {self.progress.step}")
         with self.times("save_ckpt"):
             self.components.checkpoints.save(self.components.state, data_position={})
         self._saved_version = self.progress.step
@@ -210,6 +219,7 @@ class RLTrainer:
             get_logger().info(f"{done} checkpoint {self.paths.checkpoint(self.progress.step)}")
 
     def _export(self) -> None:
+        self.beats.say(f"exporting the weights of step {self.progress.step}")
         components = self.components
         if components.checkpoints is not None:
             components.checkpoints.export(components.state, components.tokenizer, components.export_dtype)

@@ -8,6 +8,7 @@ from contextlib import closing, contextmanager
 from transformers import PretrainedConfig, PreTrainedModel
 
 from prime_rl.configs.trainer import ParityConfig, TrainerConfig, beyond_end
+from prime_rl.run.beats import own_beats
 from prime_rl.run.paths import RunPaths
 from prime_rl.run.resuming import changes_since, configs_to_save
 from prime_rl.trainer.checkpoints.changes import check_changes
@@ -41,6 +42,7 @@ def train(config: TrainerConfig, paths: RunPaths) -> None:
         SystemExit: with status 143, if a signal stopped it.
         TrainerError: a fault that the user can fix; the message is one line.
     """
+    own_beats().say("waiting for the other ranks")
     process = setup_world(config.device, config.dist_timeout_seconds)
     try:
         with open_telemetry(config, paths, process) as telemetry, listen_for_signals(process) as signals:

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
+from prime_rl.run.beats import own_beats
 from prime_rl.trainer.optim.accumulation import accumulated
 from prime_rl.trainer.process.data_axis import DataAxis
 from prime_rl.trainer.process.parallel_dims import Mesh
@@ -70,6 +71,7 @@ class ForwardBackward:
         values = MetricValues()
         divisor = size.divisor(self.loss)
         for index, row in enumerate(accumulated(self.model, rows, self.process), start=1):
+            own_beats().tick()
             if self._reduces_once:
                 assert isinstance(self.model, FSDPModule)
                 self.model.set_requires_gradient_sync(index == len(rows))

@@ -15,11 +15,13 @@ from prime_rl.utils.imports import import_transformers, import_without_gc
 from prime_rl.utils.interrupts import end_quietly_on_ctrl_c
 from prime_rl.utils.logger import setup_logger
 from prime_rl.utils.pydantic_config import parse_argv_or_exit
+from prime_rl.utils.stacks import write_stacks_on_signal
 
 
 def main() -> None:
     """Load the config and train. Exits with status 0 only if the run is complete."""
     end_quietly_on_ctrl_c()
+    write_stacks_on_signal()
     config = parse_argv_or_exit(TrainerConfig)
     refuse_unbuilt(config)
     paths = RunPaths(config.output_dir)

@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from prime_rl.configs.sft import BaseDataConfig, SFTConfig, batch_fault
 from prime_rl.configs.trainer import WeightCheckpointConfig
+from prime_rl.run.beats import own_beats
 from prime_rl.run.paths import RunPaths, stable_steps
 from prime_rl.trainer.checkpoints.manager import CheckpointManager
 from prime_rl.trainer.checkpoints.state import TrainState
@@ -56,6 +57,7 @@ class SFTTrainer:
         self.config = config
         self.paths = paths
         self.mesh = mesh
+        self.beats = own_beats()
         self.process = mesh.process
         self.components = components
         self.micro_batches = micro_batches_per_data_rank(config.data, mesh.data_axis)
@@ -74,6 +76,7 @@ class SFTTrainer:
         while not (self.is_done or requests.stop):
             stats = self.train_step()
             reporter.record(state.progress, self.components.rows.stream, stats)
+            self.beats.started()
             if self.validation_is_due:
                 self.validate(reporter)
             requests = signals.take()
@@ -92,7 +95,9 @@ class SFTTrainer:
         """
         state, stream = self.components.state, self.components.rows.stream
         stream.drawn.clear()
+        self.beats.say(f"step {state.progress.step}: reading rows")
         rows = list(islice(self.components.rows, self.micro_batches))
+        self.beats.say(f"step {state.progress.step}: forward and backward")
         try:
             return train_step(state, rows, self.config.optim.max_norm, self.mesh)
         except DivergedError as error:
@@ -123,6 +128,7 @@ class SFTTrainer:
     def validate(self, reporter: StepReporter) -> None:
         """Compute the validation loss. Save the model if `ckpt.keep_best` is set and it is the best so far."""
         checkpoints, step = self.components.checkpoints, self.components.state.progress.step
+        self.beats.say(f"validating after step {step}")
         assert self.components.validation is not None, "the config has [val]"
         stats = self.components.validation.run(self.components.state.policy.model)
         reporter.validated(step, stats)
@@ -135,6 +141,7 @@ class SFTTrainer:
         checkpoints, step = self.components.checkpoints, self.components.state.progress.step
         if checkpoints is None or step == self.saved_step:
             return 0.0
+        self.beats.say(f"saving the checkpoint of step {step}")
         started_s = time.perf_counter()
         checkpoints.save(self.components.state, self.components.place_in_data())
         checkpoints.export(self.components.state, self.components.tokenizer, self.components.export_dtype)
@@ -154,6 +161,7 @@ class SFTTrainer:
         if options is None or step == self.exported_step:
             return
         target = self.paths.weight(step)
+        self.beats.say(f"exporting the weights of step {step}")
         export_model(
             self.components.state.policy.model, self.components.tokenizer, target, options, self.components.export_dtype
         )

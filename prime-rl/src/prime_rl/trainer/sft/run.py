@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from prime_rl.configs.sft import SFTConfig
 from prime_rl.configs.trainer import scheduled_steps
+from prime_rl.run.beats import own_beats
 from prime_rl.run.directory import OutputDirInUse, check_output_dir
 from prime_rl.run.paths import RunPaths
 from prime_rl.run.resuming import changes_since, configs_to_save
@@ -77,6 +78,7 @@ def train(trainer: SFTTrainer, telemetry: Telemetry) -> bool:
 
 @contextmanager
 def joined_world(config: SFTConfig) -> Iterator[Process]:
+    own_beats().say("waiting for the other ranks")
     try:
         yield setup_world(config.device, config.dist_timeout_seconds)
     finally:
@@ -108,6 +110,7 @@ def setup_components(config: SFTConfig, paths: RunPaths, mesh: Mesh) -> Componen
 
     The data is checked before the model is loaded, which may take minutes.
     """
+    own_beats().say("reading the data")
     process, data_axis = mesh.process, mesh.data_axis
     micro_batches_per_data_rank(config.data, data_axis)
     checkpoints = (

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from prime_rl.run.beats import own_beats
 from prime_rl.trainer.checkpoints.state import TrainState
 from prime_rl.trainer.model.scoring import LogitsOf, cross_entropy_sum, score_tokens
 from prime_rl.trainer.optim.accumulation import accumulated
@@ -60,6 +61,7 @@ def forward_backward(model: PreTrainedModel, rows: Sequence[PackedRow], trained_
     process = mesh.process
     total = torch.zeros((), device=process.device)
     for row in accumulated(model, rows, process):
+        own_beats().tick()
         loss_sum = row_loss_sum(model, row, process.device)
         (loss_sum * (mesh.data_axis.data_size / trained_tokens)).backward()
         total += loss_sum.detach()

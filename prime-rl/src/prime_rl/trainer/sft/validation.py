@@ -10,6 +10,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 from prime_rl.configs.sft import SFTDataConfig
+from prime_rl.run.beats import own_beats
 from prime_rl.trainer.process.data_axis import DataAxis
 from prime_rl.trainer.process.errors import DataError
 from prime_rl.trainer.process.parallel_dims import Mesh
@@ -54,7 +55,7 @@ class Validation:
         """Compute the loss of `model` without changing it or any random state. A collective call."""
         started_s = time.perf_counter()
         model.eval()
-        losses = [row_loss_sum(model, row, self.device).double() for row in self._own_rows]
+        losses = [self._loss_sum(model, row) for row in self._own_rows]
         model.train()
         # Without a backward pass the gathered weights stay allocated, but the optimizer needs the shards.
         for module in model.modules():
@@ -62,6 +63,10 @@ class Validation:
                 module.reshard()
         loss_sum = self.data_axis.sum([float(sum(losses))], self.device)[0]
         return ValStats(loss_sum / self._trained_tokens, time.perf_counter() - started_s)
+
+    def _loss_sum(self, model: PreTrainedModel, row: PackedRow) -> torch.Tensor:
+        own_beats().tick()
+        return row_loss_sum(model, row, self.device).double()
 
 
 def _first_epoch(config: SFTDataConfig, tokenizer: PreTrainedTokenizerBase, tells: bool) -> list[TokenizedSample]:

@@ -25,6 +25,7 @@ from prime_rl.inference.embedded.engine.sampling import BatchSampler, Drawn, pro
 from prime_rl.inference.embedded.engine.scheduler import Limits, PrefillBatch, Scheduler
 from prime_rl.inference.embedded.engine.weights import WeightSource, read_weights
 from prime_rl.inference.embedded.errors import EngineBusy, EngineStopped, GenerationFailed
+from prime_rl.run.beats import ANYONE, own_beats
 from prime_rl.run.paths import step_of
 from prime_rl.utils.logger import get_logger
 
@@ -98,6 +99,7 @@ class Engine:
         self._runner = runner
         self._scheduler = Scheduler(self.limits, runner.slots)
         self._sampler: BatchSampler | None = None
+        self._beats = own_beats()
         self._inbox: queue.SimpleQueue[GenerationRequest | _Command | None] = queue.SimpleQueue()
         self._lock = threading.RLock()
         self._num_queued = 0
@@ -173,6 +175,8 @@ class Engine:
         """Process arrived requests and commands; block while there is nothing to generate. Returns False on stop."""
         while True:
             idle = self.paused or not (self._scheduler.running or self._scheduler.waiting)
+            if idle and self._inbox.empty():
+                self._say_idle()
             try:
                 item = self._inbox.get(block=idle)
             except queue.Empty:
@@ -185,8 +189,16 @@ class Engine:
             else:
                 item.perform()
 
+    def _say_idle(self) -> None:
+        if self.paused:
+            self._beats.say(f"paused, with {self._num_queued} samples in the queue, until a request to /resume")
+        else:
+            self._beats.say("waiting for requests", waits_for=ANYONE)
+
     def _step(self) -> None:
         started = time.perf_counter()
+        self._beats.say("generating")
+        self._beats.tick()
         scheduler = self._scheduler
         scheduler.drop_aborted()
         scheduler.make_room()
@@ -276,6 +288,7 @@ class Engine:
 
     def _swap(self, directory: Path | None) -> int:
         started = time.perf_counter()
+        self._beats.say(f"loading the weights {directory or 'of the base model'}")
         source = directory or self._runner.weights_dir
         if source is None:
             raise WeightError("this engine has no directory with its initial weights")
@@ -292,6 +305,7 @@ class Engine:
 
     def _swap_adapter(self, name: str, directory: Path) -> int:
         started = time.perf_counter()
+        self._beats.say(f"loading the adapter {directory}")
         if self.adapters is None:
             raise WeightError("this server was started without enable_lora")
         check_base_version(self.version)

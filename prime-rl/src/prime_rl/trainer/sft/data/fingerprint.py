@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from prime_rl.checks.data_files import Part
 from prime_rl.configs.sft import FakeDataConfig, SFTDataConfig
+from prime_rl.run.beats import own_beats
 from prime_rl.trainer.sft.data.sources import find_parts
 
 if TYPE_CHECKING:
@@ -106,6 +107,7 @@ def _digest_of_parts(parts: list[Part], whole_bytes: int) -> str:
 def _digest_of_files(files: tuple[Path, ...], whole_bytes: int) -> str:
     state = hashlib.blake2b(digest_size=16)
     for file in files:
+        own_beats().tick()
         size = file.stat().st_size
         state.update(f"{size}\0".encode())
         with file.open("rb") as content:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from prime_rl.configs.sft import FakeDataConfig, SFTDataConfig
+from prime_rl.run.beats import own_beats
 from prime_rl.trainer.process.errors import DataError
 from prime_rl.trainer.sft.data.chat_spans import UnmaskableSample
 from prime_rl.trainer.sft.data.conversation import ConversationTokenizer, TokenizedSample
@@ -104,6 +105,7 @@ class SampleMaker:
         Raises:
             DataError: the row is not a conversation, or it is too long and `data.overlong` is "error".
         """
+        own_beats().tick()
         row = entry.read()
         try:
             sample = self._tokenize(row)

@@ -1,0 +1,1 @@
+"""Finds processes that make no progress, and shows what they were doing."""

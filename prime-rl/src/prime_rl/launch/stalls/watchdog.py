@@ -1,0 +1,175 @@
+"""Decides from the beats of a run's processes whether one of them is stalled, and which."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from prime_rl.run.beats import ANYONE, Beat
+
+LOOK_EVERY_S = 2.0
+LONGEST_GAP_S = 2 * LOOK_EVERY_S
+"""Of the time between two looks, at most this much counts: the launcher itself was stopped for the rest."""
+
+
+@dataclass(frozen=True, slots=True)
+class StallLimits:
+    """Seconds without progress after which a process is stalled. None never stalls."""
+
+    timeout_s: float | None = None
+    """Once the process has started."""
+    startup_timeout_s: float | None = None
+    """Until then."""
+    stopped_timeout_s: float | None = None
+    """Of a process that is stopped by SIGSTOP."""
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """What a look at a process found."""
+
+    beats: Sequence[Beat] = ()
+    """Its newest beat, followed by those of its helpers. Empty if it has not begun."""
+    is_stopped: bool = False
+    """Whether a signal has stopped it (state T)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stalled:
+    """A process makes no progress, and neither does what it waits for."""
+
+    roots: tuple[str, ...]
+    """The process at which the others wait. Several if they wait for each other, or if it is not known which."""
+    lines: tuple[str, ...]
+    """What happened, and what every process was doing."""
+
+
+@dataclass(slots=True)
+class _Process:
+    """What the watchdog knows of one process. Times are those of the watchdog's clock."""
+
+    since_s: float
+    since: float
+    """Time of the last progress, in seconds since the epoch."""
+    counts: tuple[int, ...] = ()
+    beats: Sequence[Beat] = ()
+    stopped_since_s: float | None = None
+    stopped_since: float = 0.0
+
+    @property
+    def waits_for(self) -> str | None:
+        return next((beat.waits_for for beat in self.beats if beat.waits_for is not None), None)
+
+    @property
+    def is_started(self) -> bool:
+        return bool(self.beats) and self.beats[0].is_started
+
+    @property
+    def words(self) -> str:
+        doing = self.beats[0].doing if self.beats else "starting"
+        return f"{doing}, since {_clock(self.since)}" + (" (stopped by a signal)" if self.stopped_since_s else "")
+
+
+@dataclass(slots=True)
+class Watchdog:
+    """Watches the processes of a run. Call `look` every few seconds."""
+
+    limits: StallLimits
+    now_s: Callable[[], float] = time.monotonic
+    _processes: dict[str, _Process] = field(default_factory=dict)
+    _clock_s: float = 0.0
+    """Counts only while the launcher runs."""
+    _looked_s: float | None = None
+
+    def look(self, observed: Mapping[str, Observed]) -> Stalled | None:
+        """Record what was observed of each process that runs, and tell if the run is stalled."""
+        now_s = self.now_s()
+        if self._looked_s is not None:
+            self._clock_s += min(now_s - self._looked_s, LONGEST_GAP_S)
+        self._looked_s = now_s
+        self._processes = {name: self._update(name, seen) for name, seen in observed.items()}
+        return self._stopped() or self._silent()
+
+    def _update(self, name: str, seen: Observed) -> _Process:
+        process = self._processes.get(name) or _Process(self._clock_s, time.time())
+        counts = tuple(beat.count for beat in seen.beats)
+        if counts != process.counts:
+            process.counts, process.beats = counts, seen.beats
+            process.since_s, process.since = self._clock_s, max(beat.at_s for beat in seen.beats)
+        if not seen.is_stopped:
+            process.stopped_since_s = None
+        elif process.stopped_since_s is None:
+            process.stopped_since_s, process.stopped_since = self._clock_s, time.time()
+        return process
+
+    def _stopped(self) -> Stalled | None:
+        limit_s = self.limits.stopped_timeout_s
+        for name, process in self._processes.items():
+            since_s = process.stopped_since_s
+            if limit_s is not None and since_s is not None and self._clock_s - since_s >= limit_s:
+                headline = (
+                    f"{name} was stopped by a signal (SIGSTOP or SIGTSTP) at {_clock(process.stopped_since)} and was "
+                    f"not continued within {limit_s:g} s (stall.stopped_timeout_s)"
+                )
+                return Stalled((name,), (headline, *self._all_words()))
+        return None
+
+    def _silent(self) -> Stalled | None:
+        overdue = [name for name in self._processes if self._is_overdue(name)]
+        stalls = {roots for name in overdue if (roots := self._roots(name)) and set(roots) <= set(overdue)}
+        if not stalls:
+            return None
+        # The ranks of a trainer wait for each other in collectives, and do not know for whom: the first comes first.
+        found = sorted({root for roots in stalls for root in roots}, key=self._since)
+        return self._stalled(tuple(found), is_cycle=len(stalls) == 1 and len(found) > 1)
+
+    def _since(self, name: str) -> tuple[float, str]:
+        return self._processes[name].since, name
+
+    def _is_overdue(self, name: str) -> bool:
+        limit_s, _ = self._limit(self._processes[name])
+        return limit_s is not None and self._clock_s - self._processes[name].since_s >= limit_s
+
+    def _limit(self, process: _Process) -> tuple[float | None, str]:
+        if process.is_started:
+            return self.limits.timeout_s, "stall.timeout_s"
+        return self.limits.startup_timeout_s, "stall.startup_timeout_s"
+
+    def _roots(self, name: str) -> tuple[str, ...]:
+        """The processes at the end of the chain of waits that starts with `name`: one, or those that form a cycle.
+
+        An idle server is not at the end of a chain: who waits for it has not asked it for anything. Empty if `name`
+        itself is idle.
+        """
+        chain = [name]
+        while True:
+            waits_for = self._processes[chain[-1]].waits_for
+            if waits_for == ANYONE:
+                return tuple(chain[-2:-1])
+            if waits_for not in self._processes:
+                return (chain[-1],)
+            if waits_for in chain:
+                return tuple(sorted(chain[chain.index(waits_for) :]))
+            chain.append(waits_for)
+
+    def _stalled(self, roots: tuple[str, ...], is_cycle: bool) -> Stalled:
+        first, *others = roots
+        process = self._processes[first]
+        limit_s, key = self._limit(process)
+        headline = f"{' and '.join(roots)} wait for each other" if is_cycle else f"{first} made no progress"
+        headline += f" since {_clock(process.since)} (limit: {key} = {limit_s:g} s)"
+        if others and not is_cycle:
+            headline += f", and neither did {' and '.join(others)}"
+        return Stalled(roots, (f"{headline}; it was: {process.words}", *self._all_words()))
+
+    def _all_words(self) -> Iterable[str]:
+        yield "what each process was doing:"
+        for name, process in self._processes.items():
+            waits_for = process.waits_for
+            waiting = f"; waits for {waits_for}" if waits_for not in (None, ANYONE) else ""
+            yield f"  {name}: {process.words}{waiting}"
+
+
+def _clock(at_s: float) -> str:
+    return time.strftime("%H:%M:%S", time.localtime(at_s))

@@ -1,0 +1,127 @@
+"""Tells the launcher what a process is doing, so that one that hangs is found.
+
+Each process has a file, `OUT/control/<process>.beat`. Its first line is overwritten in place; what follows is left from
+longer lines. A process writes when it makes progress, never by a timer, which would go on while the process hangs. A
+write takes a few microseconds and is not flushed to disk.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+BEAT_VARIABLE = "BEAT_FILE"
+"""Environment variable of a process: the file of its beats."""
+
+ANYONE = "*"
+"""`Beat.waits_for` of a server without a request: it is idle, and no other process is to blame for that."""
+
+MAX_WORDS_CHARS = 300
+TICK_INTERVAL_S = 1.0
+"""Ticks that follow a record sooner are not written."""
+
+
+@dataclass(frozen=True, slots=True)
+class Beat:
+    """What a process was doing when it last made progress."""
+
+    count: int
+    """Number of records so far. A higher one is progress."""
+    at_s: float
+    """Time of the record, in seconds since the epoch."""
+    doing: str
+    waits_for: str | None = None
+    """The process that it waits for, by name, or `ANYONE`. None if it works."""
+    is_started: bool = True
+    """False until the process has done everything that happens once: imports, loading, compilation."""
+
+
+class Beats:
+    """Writes the beats of this process. Without a file it does nothing. Any thread may use it."""
+
+    def __init__(self, file: Path | None) -> None:
+        self._fd = None if file is None else os.open(file, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        self._count = 0
+        self._written_s = 0.0
+        self._doing = "starting"
+        self._waits_for: str | None = None
+        self._is_started = False
+        self._calls: dict[str, int] = {}
+
+    def say(self, doing: str, waits_for: str | None = None) -> None:
+        """Report what the process does from now on. To say the same again is no progress."""
+        if (doing, waits_for) != (self._doing, self._waits_for):
+            self._doing, self._waits_for = doing, waits_for
+            self._write()
+
+    def tick(self) -> None:
+        """Report progress in what was said last."""
+        if self._fd is not None and time.monotonic() - self._written_s >= TICK_INTERVAL_S:
+            self._write()
+
+    def started(self) -> None:
+        """Report that everything that happens once is done. From now on `stall.timeout_s` holds."""
+        if not self._is_started:
+            self._is_started = True
+            self._write()
+
+    @contextlib.contextmanager
+    def calling(self, name: str) -> Iterator[None]:
+        """Report that the process waits for another during the block, unless it waits for something else."""
+        self._calls[name] = self._calls.get(name, 0) + 1
+        if self._calls[name] == 1:
+            self._write()
+        try:
+            yield
+        finally:
+            self._calls[name] -= 1
+            if self._calls[name]:
+                self.tick()
+            else:
+                self._write()
+
+    def _write(self) -> None:
+        if self._fd is None:
+            return
+        self._count += 1
+        self._written_s = time.monotonic()
+        waits_for = self._waits_for or next((name for name, count in self._calls.items() if count), None)
+        words = self._doing[:MAX_WORDS_CHARS]
+        record = json.dumps([self._count, time.time(), words, waits_for, self._is_started]).encode()
+        # A full disk must not end the process.
+        with contextlib.suppress(OSError):
+            os.pwrite(self._fd, record + b"\n", 0)
+
+
+@functools.cache
+def own_beats() -> Beats:
+    """The beats of this process. They go nowhere in a process that no launcher has started."""
+    file = os.environ.get(BEAT_VARIABLE)
+    return Beats(None if file is None else Path(file))
+
+
+def helper_beats_env(name: str) -> dict[str, str]:
+    """Variables for a process that helps this one: its beats are progress of this process."""
+    file = os.environ.get(BEAT_VARIABLE)
+    return {} if file is None else {BEAT_VARIABLE: f"{file}+{name.replace('/', '--')}"}
+
+
+def read_beats(file: Path) -> Iterator[Beat]:
+    """The newest beat of a process, followed by those of its helpers. A process that has not begun has none."""
+    for each in (file, *sorted(file.parent.glob(f"{file.name}+*"))):
+        # Missing, or being written.
+        with contextlib.suppress(OSError, ValueError, TypeError):
+            yield Beat(*json.loads(each.read_bytes().partition(b"\n")[0]))
+
+
+def clear_beats(file: Path) -> None:
+    """Remove the beats of an earlier launch, and make their directory."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    for each in (file, *file.parent.glob(f"{file.name}+*")):
+        each.unlink(missing_ok=True)

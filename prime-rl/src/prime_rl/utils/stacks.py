@@ -1,0 +1,47 @@
+"""Writes the stacks of this process to stderr when somebody asks: `kill -USR2 PID`.
+
+Threads are written by faulthandler, even while one of them holds the interpreter. The tasks of the main thread's event
+loop follow, if that loop runs.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any
+
+STACKS_SIGNAL = signal.SIGUSR2
+STDERR = 2
+
+
+def write_stacks_on_signal() -> None:
+    """Write all stacks to stderr at each `STACKS_SIGNAL`. Call it in the main thread."""
+    signal.signal(STACKS_SIGNAL, _write_tasks)
+    # `chain` calls the handler above once the threads are written.
+    faulthandler.register(STACKS_SIGNAL, file=STDERR, chain=True)
+
+
+def _write_tasks(signum: int, frame: FrameType | None) -> None:
+    # Not imported here: a process without an event loop does not need it.
+    asyncio = sys.modules.get("asyncio")
+    if asyncio is None or asyncio._get_running_loop() is None:
+        return
+    tasks = asyncio.all_tasks()
+    groups = Counter("\n".join(_frames(task.get_coro())) for task in tasks)
+    for frames, count in groups.most_common():
+        heading = f"{count} task{'s' * (count > 1)} (most recent call last):"
+        os.write(STDERR, f"\n{heading}\n{frames}\n".encode())
+
+
+def _frames(awaited: Any) -> Iterator[str]:
+    """The frames of a suspended coroutine and of those that it awaits."""
+    while awaited is not None:
+        frame = getattr(awaited, "cr_frame", None) or getattr(awaited, "gi_frame", None)
+        if frame is not None:
+            yield f'  File "{frame.f_code.co_filename}", line {frame.f_lineno} in {frame.f_code.co_name}'
+        awaited = getattr(awaited, "cr_await", None) or getattr(awaited, "gi_yieldfrom", None)
