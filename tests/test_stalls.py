@@ -128,7 +128,8 @@ def test_an_environment_that_hangs_in_every_rollout_is_named_and_its_stack_is_sh
 
 def test_one_rollout_that_hangs_is_no_stall(hanging_environment: dict[str, str], tmp_path: Path) -> None:
     hanging = ("--orchestrator.env.0.id", "hanging", "--orchestrator.env.0.args", '{"first": 5, "count": 1}')
-    options = ("--max-steps", "5", "--stall.timeout-s", "20")
+    # Its group is cancelled after two weight updates, and rolled out again.
+    options = ("--max-steps", "5", "--orchestrator.max-off-policy-steps", "1", "--stall.timeout-s", "60")
     with running(tmp_path / "out", *options, *hanging, env=hanging_environment) as run:
         code, printed = run.end()
     assert code == 0, printed

@@ -129,13 +129,14 @@ class StallConfig(BaseConfig):
 
     timeout_s: Seconds | None = 1800
     """Seconds without progress of a process, and of what it waits for, after which the run ends with exit code 1.
-    Progress is, for example, a row of a batch, a model call, a rollout or a generated token. None waits for ever."""
+    Progress is, for example, a row of a batch, a model call, a rollout or a generated token. None disables it."""
 
     startup_timeout_s: Seconds | None = 7200
-    """The same limit for a process that is starting: imports, loading, compilation and the first step."""
+    """The same limit for a process that is starting: imports, loading, compilation and the first step.
+    None disables it."""
 
     stopped_timeout_s: Seconds | None = 60
-    """Seconds that a process may be stopped by a signal, such as SIGSTOP. None waits for ever."""
+    """Seconds that a process may be stopped by a signal, such as SIGSTOP. None disables it."""
 
 
 class LogConfig(BaseConfig):

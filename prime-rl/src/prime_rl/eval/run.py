@@ -187,7 +187,6 @@ async def _evaluate(evaluation: Evaluation, candidates: Sequence[Candidate]) -> 
     for each in evaluation.sets:
         await each.environment.connect()
     paths, is_ours = RunPaths(evaluation.config.output_dir), evaluation.config.inference is not None
-    own_beats().say("waiting for the inference servers", waits_for="inference")
     await evaluation.pool.wait_served(paths.log("inference") if is_ours else None)
     await evaluation.run(candidates)
     for each in evaluation.sets:

@@ -98,7 +98,6 @@ async def _run(config: OrchestratorConfig, environments: Environments, resume_st
         if config.env_servers:
             await environments.start_servers(config, servers)
         run = RunPaths.from_orchestrator_dir(config.output_dir)
-        own_beats().say("waiting for the inference servers", waits_for="inference")
         # W&B takes seconds to start, so start it while waiting for the servers.
         (monitor, extras), held_version = await asyncio.gather(
             asyncio.to_thread(setup_monitor, config, run, paths),
@@ -106,7 +105,6 @@ async def _run(config: OrchestratorConfig, environments: Environments, resume_st
         )
         closing.push(lambda kind, error, trace: monitor.close(int(kind is not None)))
         closing.push_async_callback(environments.close)
-        own_beats().say("connecting to the environment servers")
         await servers.guard(environments.connect())
         direct = None
         if config.weight_broadcast.type == "nccl":
@@ -241,6 +239,7 @@ class Environments:
 
     async def connect(self) -> None:
         """Wait for all environment servers. Raises EnvironmentFault if one does not answer."""
+        own_beats().say("connecting to the environment servers")
         await asyncio.gather(*(environment.connect() for environment in self))
 
     async def close(self) -> None:

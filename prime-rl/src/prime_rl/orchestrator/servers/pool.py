@@ -14,6 +14,7 @@ from prime_rl.configs.shared import ClientConfig
 from prime_rl.orchestrator.errors import InferenceFault
 from prime_rl.orchestrator.rollouts.chat_client import ServerAnswered
 from prime_rl.orchestrator.servers.server import InferenceServer
+from prime_rl.run.beats import own_beats
 from prime_rl.utils.logger import get_logger
 from prime_rl.utils.waiting import Wait
 
@@ -58,6 +59,7 @@ class InferencePool:
         Raises:
             InferenceFault: a server is not healthy within `client.startup_timeout`, or serves another model.
         """
+        own_beats().say("waiting for the inference servers", waits_for="inference")
         await asyncio.gather(*(self._wait_healthy(server, server_log) for server in self.servers))
         if not self.config.skip_model_check:
             await asyncio.gather(*(self._check_model(server) for server in self.servers))
