@@ -7,7 +7,6 @@ import shutil
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Annotated
 
 import typer
@@ -113,8 +112,8 @@ app.command("migrate")(migrate)
 
 def preflight(module: str, config: BaseSettings) -> int:
     """Report on the data of a run, with a module that takes the config. The run's directory is not touched."""
-    with TemporaryDirectory() as scratch, LocalHost() as host:
-        file, log = Path(scratch, "config.toml"), Path(scratch, "preflight.log")
+    with LocalHost() as host:
+        file, log = host.directory / "config.toml", host.directory / "preflight.log"
         dump_toml(config, file)
         # The child writes to a file, and this process shows it: rich must be told about the terminal.
         terminal = {"FORCE_COLOR": "1", "COLUMNS": str(shutil.get_terminal_size().columns)}

@@ -3,6 +3,7 @@
 Every process of a launch holds one named pipe open for writing, so the pipe's end says that all of them are gone.
 """
 
+import fcntl
 import json
 import os
 import select
@@ -10,10 +11,13 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+
+from prime_rl.launch.reaper import Leader, note
 
 LAUNCHER = """
 import json, sys
@@ -24,6 +28,7 @@ root = Path(sys.argv[1])
 children = json.loads(sys.argv[2])
 with LocalHost() as host:
     host.remove_if_killed(root / "scratch")
+    (root / "launch").write_text(str(host.directory))
     specs = [
         ProcessSpec(name, (sys.executable, "-c", code), root / f"{name}.log", completes_run=name == "trainer",
                     relays=frozenset({10}) if name == "trainer" else frozenset())
@@ -70,6 +75,7 @@ os.wait()
 wait()
 """
 )
+WATCHFUL = "from prime_rl.run.lifeline import end_with_launch; end_with_launch()\n" + SAVING
 LIKE_TORCHRUN = (
     PRELUDE
     + """
@@ -92,16 +98,18 @@ class Launch:
     root: Path
     process: subprocess.Popen = field(init=False)
     descriptor: int = field(init=False)
+    names: tuple[str, ...] = ()
 
     def start(self, children: dict[str, str], grace_s: float = 30, ready: int | None = None) -> None:
         """Start and wait until every child is ready, or `ready` of them: one that ends early stops the others."""
+        self.names = tuple(children)
         os.mkfifo(self.root / "pipe")
         (self.root / "scratch").mkdir()
         (self.root / "scratch" / "kernel.bin").touch()
         self.descriptor = os.open(self.root / "pipe", os.O_RDONLY | os.O_NONBLOCK)
         self.process = subprocess.Popen(
             [sys.executable, "-c", LAUNCHER, str(self.root), json.dumps(children), str(grace_s)],
-            env=os.environ | {"PIPE": str(self.root / "pipe")},
+            env=os.environ | {"PIPE": str(self.root / "pipe"), "PRIME_RL_RUNTIME_DIR": str(self.root / "runtime")},
             stdout=subprocess.PIPE,
             text=True,
         )
@@ -124,10 +132,42 @@ class Launch:
             text += data.decode()
         return text
 
+    @property
+    def guard(self) -> int:
+        """Process id of the guard."""
+        for pid in self.children():
+            with suppress(OSError):
+                if b"reaper.py" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                    return pid
+        raise AssertionError("there is no guard")
+
+    def wait_for_guard(self) -> int:
+        while True:
+            with suppress(AssertionError):
+                return self.guard
+
+    def children(self) -> list[int]:
+        tasks = Path(f"/proc/{self.process.pid}/task").glob("*/children")
+        return [int(pid) for task in tasks for pid in task.read_text().split()]
+
+    def leader(self, name: str) -> int:
+        """Process id of a child, as the record names it."""
+        record = Path((self.root / "launch").read_text(), "record").read_text().splitlines()
+        leaders = [json.loads(line)["leader"][0] for line in record if "leader" in line]
+        return leaders[list(self.names).index(name)]
+
+    def runtime_files(self) -> list[str]:
+        """What is left in the runtime directory."""
+        return sorted(path.name for path in (self.root / "runtime").iterdir() if path.name != ".lock")
+
+    def wait_until_quiet(self) -> None:
+        """Wait until no process holds the lock of the launch's directory: neither launcher nor guard."""
+        with suppress(FileNotFoundError), Path((self.root / "launch").read_text(), "owner.lock").open() as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+
     def descendants(self) -> list[int]:
         """Descriptors that become readable when a child of the launcher, the guard included, ends."""
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        return [os.pidfd_open(int(pid)) for pid in children]
+        return [os.pidfd_open(pid) for pid in self.children()]
 
 
 @pytest.fixture
@@ -167,6 +207,78 @@ def test_a_launcher_that_is_killed_leaves_no_process_and_no_scratch(launch: Laun
         assert select.select([end], [], [], 60)[0], "a child or the guard is still there"
         os.close(end)
     assert not (launch.root / "scratch").exists()
+
+
+KILLED = {
+    "launcher": lambda launch: [launch.process.pid],
+    "launcher, then guard": lambda launch: [launch.process.pid, launch.guard],
+    "guard, then launcher": lambda launch: [launch.guard, launch.process.pid],
+    "both, and a child": lambda launch: [launch.guard, launch.process.pid, launch.leader("orchestrator")],
+}
+
+
+@pytest.mark.parametrize("killed", KILLED)
+def test_whoever_is_killed_nothing_is_left(launch: Launch, killed: str) -> None:
+    """One watchful child is enough to end those that are not."""
+    launch.start({"inference": WITH_DAEMON, "orchestrator": LIKE_TORCHRUN, "trainer": WATCHFUL})
+    for pid in KILLED[killed](launch):
+        os.kill(pid, signal.SIGKILL)
+    assert launch.rest_of_pipe() == "saved\n"
+    launch.wait_until_quiet()
+    assert not (launch.root / "scratch").exists()
+    assert launch.runtime_files() == []
+
+
+def test_a_guard_that_is_killed_is_replaced_and_the_run_goes_on(launch: Launch) -> None:
+    launch.start({"inference": WITH_DAEMON, "trainer": WATCHFUL})
+    end = os.pidfd_open(launch.guard)
+    signal.pidfd_send_signal(end, signal.SIGKILL)
+    assert select.select([end], [], [], 60)[0]
+    os.close(end)
+    launch.wait_for_guard()
+    launch.process.kill()
+    assert launch.rest_of_pipe() == "saved\n"
+
+
+def test_what_outlives_launcher_guard_and_children_ends_with_the_next_launch(launch: Launch) -> None:
+    launch.start({"inference": WITH_DAEMON, "trainer": POLITE})
+    for pid in (launch.guard, launch.process.pid, launch.leader("trainer"), launch.leader("inference")):
+        os.kill(pid, signal.SIGKILL)
+    launch.process.wait()
+    assert launch.runtime_files() != []
+    following = subprocess.run(
+        [sys.executable, "-c", "from prime_rl.launch import LocalHost\nwith LocalHost(): pass"],
+        env=os.environ | {"PRIME_RL_RUNTIME_DIR": str(launch.root / "runtime")},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert following.stderr == "ended 1 processes of a launch that was killed earlier\n"
+    assert launch.rest_of_pipe() == ""
+    assert launch.runtime_files() == []
+    assert not (launch.root / "scratch").exists()
+
+
+def test_the_next_launch_spares_a_live_one_and_whoever_got_the_id_of_a_dead_child(launch: Launch) -> None:
+    launch.start({"trainer": POLITE})
+    runtime, bystander = launch.root / "runtime", os.getpid()
+    dead = runtime / "launch-dead"
+    dead.mkdir()
+    (dead / "owner.lock").touch()
+    leader = Leader.of(bystander)
+    note(dead, leader=leader._replace(started_ticks=leader.started_ticks + 1))
+    note(dead, leader=leader._replace(boot="another"))
+    (dead / "record").open("a").write('{"leader": [1')
+
+    subprocess.run(
+        [sys.executable, "-c", "from prime_rl.launch import LocalHost\nwith LocalHost(): pass"],
+        env=os.environ | {"PRIME_RL_RUNTIME_DIR": str(runtime)},
+        check=True,
+    )
+
+    assert launch.runtime_files() == [Path((launch.root / "launch").read_text()).name]
+    launch.process.send_signal(signal.SIGTERM)
+    assert launch.process.wait() == 143
 
 
 def test_the_first_failure_stops_the_rest_and_shows_the_end_of_its_log(launch: Launch) -> None:

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from prime_rl.utils.engine_keys import client_key, key_file, published_key
-from prime_rl.utils.private import NotPrivate, private_directory, runtime_directory, write_private_file
+from prime_rl.utils.private import NotPrivate, private_directory, runtime_directory
+from prime_rl.utils.scratch import locked_file
 
 
 @pytest.fixture(autouse=True)
@@ -65,7 +66,7 @@ def test_a_link_in_place_of_a_key_file_is_not_followed(tmp_path: Path) -> None:
     bystander.write_text("unchanged")
     (tmp_path / "key").symlink_to(bystander)
 
-    write_private_file(tmp_path / "key", "secret")
+    os.close(locked_file(tmp_path / "key", "secret"))
 
     assert bystander.read_text() == "unchanged"
     assert (tmp_path / "key").read_text() == "secret"

@@ -8,11 +8,11 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from prime_rl.utils.gpus import MASK_VARIABLE
 from prime_rl.utils.pydantic_config import dump_toml
+from prime_rl.utils.scratch import scratch_directory
 
 if TYPE_CHECKING:
     from prime_rl.configs.orchestrator import OrchestratorConfig
@@ -36,8 +36,8 @@ def trial_faults(config: OrchestratorConfig, place: Place | None = None, limit_s
     After `limit_s` seconds the trial is ended, which is a fault, too.
     """
     place = place or Place()
-    with TemporaryDirectory() as scratch:
-        file = Path(scratch, "orchestrator.toml")
+    with scratch_directory("trial") as scratch:
+        file = scratch / "orchestrator.toml"
         dump_toml(config, file)
         try:
             done = subprocess.run(

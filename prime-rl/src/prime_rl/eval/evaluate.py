@@ -15,6 +15,7 @@ from prime_rl.orchestrator.errors import OrchestratorError
 from prime_rl.orchestrator.stopping import EXIT_GRACE_S, exit_within, explained_exit_code
 from prime_rl.run.completion import report_completion
 from prime_rl.run.evaluations import Candidate, EvaluationRefused, find_candidates
+from prime_rl.run.lifeline import end_with_launch
 from prime_rl.utils.imports import import_without_gc
 from prime_rl.utils.interrupts import end_quietly_on_ctrl_c
 from prime_rl.utils.logger import get_logger, setup_logger
@@ -24,6 +25,7 @@ from prime_rl.utils.stacks import write_stacks_on_signal
 
 def main() -> None:
     """Evaluate, print the table, and exit."""
+    end_with_launch()
     end_quietly_on_ctrl_c()
     write_stacks_on_signal()
     config = parse_argv_or_exit(OfflineEvalConfig)

@@ -27,6 +27,7 @@ from prime_rl.checks.engines import (
 )
 from prime_rl.configs.inference import InferenceConfig
 from prime_rl.configs.surface.not_built import refuse_unbuilt
+from prime_rl.run.lifeline import end_with_launch
 from prime_rl.utils.engine_keys import ENGINE_KEY_VARIABLE, named_key, new_engine_key, published_key
 from prime_rl.utils.interrupts import end_quietly_on_ctrl_c
 from prime_rl.utils.logger import get_logger, setup_logger
@@ -37,6 +38,7 @@ from prime_rl.utils.stacks import write_stacks_on_signal
 
 def main() -> None:
     """Run `inference @ inference.toml --server.port 8000`. The vLLM engine also receives all unknown options."""
+    end_with_launch()
     end_quietly_on_ctrl_c()
     write_stacks_on_signal()
     config = parse_argv_or_exit(InferenceConfig, allow_extras=True)

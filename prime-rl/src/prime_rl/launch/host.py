@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from queue import Empty, SimpleQueue
+from threading import Event as Flag
 from threading import Thread
 from types import FrameType, TracebackType
 from typing import Any, Protocol, Self
-from uuid import uuid4
 
 from prime_rl.launch import logs, reaper
 from prime_rl.launch.spec import CannotStart, Event, Exited, ProcessSpec, Signalled
@@ -22,6 +22,9 @@ from prime_rl.launch.stalls.dumps import new_stacks
 from prime_rl.launch.stalls.watchdog import Observed
 from prime_rl.run.beats import BEAT_VARIABLE, clear_beats, read_beats
 from prime_rl.run.completion import COMPLETION_VARIABLE, clear_completion
+from prime_rl.run.lifeline import start_guard
+from prime_rl.utils.private import runtime_directory
+from prime_rl.utils.scratch import LAUNCH_KIND, abandoned_launches, owned_directory
 from prime_rl.utils.stacks import STACKS_SIGNAL
 
 Handler = Callable[[int, FrameType | None], Any] | signal.Handlers | int | None
@@ -31,6 +34,8 @@ CAUGHT = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 """Signals to the launcher that become events."""
 
 TAIL_LINES = 20
+_GUARD_PAUSE_S = 0.1
+"""Before a guard that was killed is replaced; doubled each time, in case guards cannot run here."""
 
 
 class Host(Protocol):
@@ -71,63 +76,72 @@ class LocalHost:
     """Runs children of this process, each in its own session.
 
     A context manager for the main thread. Inside it, signals to this process become events. If this process is killed,
-    a guard process stops the children and removes scratch directories. No process is left on exit.
+    a guard process stops the children and removes scratch directories (`launch/reaper.py`). No process is left on exit.
     """
 
     def __init__(self, held_by_guard: tuple[int, ...] = ()) -> None:
         """`held_by_guard` are file descriptors that the guard keeps open, such as a lock, until no process is left."""
         self._held_by_guard = held_by_guard
-        self._mark = uuid4().hex
+        self._closing = ExitStack()
+        self._is_ended = Flag()
         self._events: SimpleQueue[Event] = SimpleQueue()
         self._children: dict[str, subprocess.Popen[bytes]] = {}
         self._logs: dict[str, tuple[Path, int]] = {}
         self._previous_handlers: dict[signal.Signals, Handler] = {}
 
     def __enter__(self) -> Self:
+        end_abandoned()
+        self.directory, self._lock = self._closing.enter_context(owned_directory(LAUNCH_KIND))
         for signum in CAUGHT:
             # nohup ignores SIGHUP, so that the run survives its terminal.
             if signum is not signal.SIGHUP or signal.getsignal(signum) is not signal.SIG_IGN:
                 self._previous_handlers[signum] = signal.signal(signum, self._on_signal)
-        self._guard = subprocess.Popen(
-            [sys.executable, "-I", "-S", str(Path(reaper.__file__))],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-            pass_fds=self._held_by_guard,
-        )
-        assert self._guard.stdin is not None, "a pipe was asked for"
-        self._to_guard = self._guard.stdin
-        self._tell_guard(mark=self._mark)
+        for descriptor in self._held_by_guard:
+            # A guard that a child starts opens the file by its name.
+            with contextlib.suppress(OSError):
+                reaper.note(self.directory, lock=str(Path(f"/proc/self/fd/{descriptor}").readlink()))
+        self._guard = self._started_guard()
+        self._keeper = Thread(target=self._keep_guard, name="guard's keeper", daemon=True)
+        self._keeper.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.end_all(grace_s=0)
-        self._tell_guard(goodbye=True)
-        # The guard may have been killed.
-        with contextlib.suppress(BrokenPipeError):
-            self._to_guard.close()
-        self._guard.wait()
+        # Without its directory, a guard has nothing to do.
+        self._closing.close()
+        self._is_ended.set()
+        _dismiss(self._guard)
+        self._keeper.join()
         for signum, handler in self._previous_handlers.items():
             signal.signal(signum, handler)
+
+    def _started_guard(self) -> subprocess.Popen[bytes]:
+        return start_guard(self.directory, self._lock, *self._held_by_guard, stdin=subprocess.PIPE)
+
+    def _keep_guard(self) -> None:
+        """Replace a guard that is killed."""
+        pause_s = _GUARD_PAUSE_S
+        while True:
+            self._guard.wait()
+            if self._is_ended.wait(pause_s):
+                return
+            pause_s *= 2
+            self._guard = self._started_guard()
+            if self._is_ended.is_set():
+                _dismiss(self._guard)
 
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
         # Only SimpleQueue.put may interrupt a get in the same thread.
         self._events.put(Signalled(signal.Signals(signum)))
 
-    def _tell_guard(self, **message: object) -> None:
-        with contextlib.suppress(BrokenPipeError):
-            self._to_guard.write(json.dumps(message).encode() + b"\n")
-            self._to_guard.flush()
-
     def remove_if_killed(self, directory: Path) -> None:
-        """Let the guard remove a directory if this process is killed."""
-        self._tell_guard(scratch=[str(directory)])
+        """Have a directory removed if this process is killed."""
+        reaper.note(self.directory, scratch=str(directory))
 
     def start(self, spec: ProcessSpec) -> None:
-        env = {**os.environ, **spec.env, **spec.secrets, reaper.MARK_VARIABLE: self._mark}
+        env = {**os.environ, **spec.env, **spec.secrets, reaper.MARK_VARIABLE: str(self.directory)}
         if spec.completion is not None:
             clear_completion(spec.completion)
             env[COMPLETION_VARIABLE] = str(spec.completion)
@@ -148,7 +162,7 @@ class LocalHost:
             except OSError as error:
                 raise CannotStart(f"{spec.name} cannot be started: {spec.argv[0]}: {error.strerror}") from error
         self._children[spec.name] = child
-        self._tell_guard(leaders=[child.pid])
+        reaper.note(self.directory, leader=reaper.Leader.of(child.pid))
         Thread(target=self._report_exit, args=(spec.name, child), name=f"wait-{spec.name}", daemon=True).start()
 
     def _report_exit(self, name: str, child: subprocess.Popen[bytes]) -> None:
@@ -172,7 +186,7 @@ class LocalHost:
         return bool(listeners)
 
     def end_all(self, grace_s: float) -> None:
-        reaper.end(self._mark, [child.pid for child in self._children.values()], grace_s)
+        reaper.end(str(self.directory), [child.pid for child in self._children.values()], grace_s)
 
     def has_completed(self, spec: ProcessSpec) -> bool:
         return spec.completion is None or spec.completion.is_file()
@@ -191,6 +205,18 @@ class LocalHost:
         for name in asked:
             reaper.send_group(self._children[name].pid, signal.SIGCONT)
         return new_stacks(asked)
+
+
+def end_abandoned() -> None:
+    """End what is left of this user's launches on this machine that were killed together with their guards."""
+    for directory, _ in abandoned_launches(runtime_directory()):
+        if ended := reaper.clean_up(directory, at_once=False):
+            sys.stderr.write(f"ended {len(ended)} processes of a launch that was killed earlier\n")
+
+
+def _dismiss(guard: subprocess.Popen[bytes]) -> None:
+    assert guard.stdin is not None, "a pipe was asked for"
+    guard.stdin.close()
 
 
 class FakeHost:

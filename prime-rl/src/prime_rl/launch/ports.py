@@ -1,15 +1,10 @@
-"""Reserves TCP ports, and the place where ranks meet, for the duration of a launch."""
+"""Reserves TCP ports for the duration of a launch."""
 
 from __future__ import annotations
 
 import contextlib
-import secrets
-import shutil
 import socket
 from collections.abc import Iterator
-from pathlib import Path
-
-from prime_rl.utils.private import runtime_directory
 
 
 @contextlib.contextmanager
@@ -22,23 +17,6 @@ def reserved_ports(count: int) -> Iterator[tuple[int, ...]]:
     """
     with contextlib.ExitStack() as held:
         yield tuple(held.enter_context(_bound_socket()).getsockname()[1] for _ in range(count))
-
-
-@contextlib.contextmanager
-def meeting_place() -> Iterator[Path]:
-    """A path for the file through which ranks on this machine find each other; its directory is this user's alone.
-
-    A TCP store would accept connections from any user of the machine.
-
-    Raises:
-        NotPrivate: the directory for such files does not belong to this user alone.
-    """
-    directory = runtime_directory() / f"ranks-{secrets.token_hex(8)}"
-    directory.mkdir(mode=0o700)
-    try:
-        yield directory / "store"
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)  # a rank that is being killed may still write
 
 
 def _bound_socket() -> socket.socket:

@@ -5,14 +5,17 @@ environment. The mark finds daemons that left both session and parent. Session a
 their environment to set a process title. All three are read from `/proc`. Without it (macOS), the process groups of the
 children are used.
 
-Run as a program (`python -I -S reaper.py`, standard library only), this is the guard. It reads JSON lines from stdin.
-If stdin ends without a goodbye, because the launcher crashed or got SIGKILL, it ends the launch's processes and removes
-its scratch directories.
+Run as a program (`python -I -S reaper.py DIRECTORY`, standard library only), this is the guard. `DIRECTORY` is the
+launch's own, with a record of what the launch has started. If stdin ends while the directory is still there, because
+the launcher crashed or got SIGKILL, the guard ends the launch's processes and removes the directory. The launcher
+replaces a guard that is killed; if both are killed, a child starts a new guard (`run/lifeline.py`); if all are, the
+user's next launch on this machine does the guard's work.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import shutil
@@ -24,7 +27,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 MARK_VARIABLE = "PRIME_RL_LAUNCH"
-"""Environment variable of every child; its value is the launch's mark."""
+"""Environment variable of every child; its value is the launch's mark, which is the path of its directory."""
+
+RECORD = "record"
+"""File in the launch's directory: one JSON object a line, appended as things are started."""
+
+GUARD_LOCK = "guard.lock"
+"""File in the launch's directory. Of several guards, one at a time works."""
 
 GUARD_GRACE_S = 15.0
 """Seconds for children to stop after their launcher was killed."""
@@ -150,22 +159,90 @@ def _wait_gone(mark: str, leaders: Iterable[int], timeout_s: float) -> bool:
     return True
 
 
-def guard() -> None:
-    """Wait for the launcher's goodbye, or for its death; then end its processes and remove its scratch directories."""
+class Leader(NamedTuple):
+    """A child, as the record names it: the kernel uses process ids again, but not with the same start."""
+
+    pid: int
+    started_ticks: int
+    boot: str
+
+    @classmethod
+    def of(cls, pid: int) -> Leader:
+        return cls(pid, _started_ticks(pid), _boot())
+
+    @property
+    def is_alive(self) -> bool:
+        return self.started_ticks > 0 and self == Leader.of(self.pid)
+
+
+def _started_ticks(pid: int) -> int:
+    with contextlib.suppress(OSError):
+        return int((_PROC / str(pid) / "stat").read_text(errors="replace").rpartition(")")[2].split()[19])
+    return 0
+
+
+def _boot() -> str:
+    with contextlib.suppress(OSError):
+        return (_PROC / "sys" / "kernel" / "random" / "boot_id").read_text().strip()
+    return ""
+
+
+def note(directory: Path, **fact: object) -> None:
+    """Append a line to a launch's record: `leader`, `scratch` (a directory to remove) or `lock` (a file to hold)."""
+    with (directory / RECORD).open("a") as record:
+        record.write(json.dumps(fact) + "\n")
+
+
+def _facts(directory: Path, name: str) -> list[object]:
+    facts = []
+    with contextlib.suppress(FileNotFoundError):
+        for line in (directory / RECORD).read_text().splitlines():
+            # The launcher may have been killed while it wrote the last line.
+            with contextlib.suppress(ValueError):
+                facts.append(json.loads(line))
+    return [fact[name] for fact in facts if name in fact]
+
+
+def clean_up(directory: Path, at_once: bool) -> set[int]:
+    """End what is left of a launch whose launcher is gone, remove its directories, and return the ids found.
+
+    With `at_once` the launcher has only just ended, so that the ids of its children still mean them and their sessions.
+    Later they count only if the same processes are alive.
+    """
+    leaders = [Leader(*fields) for fields in _facts(directory, "leader") if isinstance(fields, list)]
+    found = end(str(directory), [each.pid for each in leaders if at_once or each.is_alive], GUARD_GRACE_S)
+    for scratch in _facts(directory, "scratch"):
+        shutil.rmtree(str(scratch), ignore_errors=True)
+    shutil.rmtree(directory, ignore_errors=True)
+    return found
+
+
+def guard(directory: Path) -> None:
+    """Wait for the end of the launcher. If the launch's directory is still there, clean up."""
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(signum, signal.SIG_IGN)
-    mark, leaders, scratch = "", [], []
-    for line in sys.stdin:
-        message = json.loads(line)
-        mark = message.get("mark", mark)
-        leaders += message.get("leaders", [])
-        scratch += message.get("scratch", [])
-        if message.get("goodbye"):
-            return
-    end(mark, leaders, GUARD_GRACE_S)
-    for directory in scratch:
-        shutil.rmtree(directory, ignore_errors=True)
+    sys.stdin.read()
+    try:
+        lock = os.open(directory / GUARD_LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+    except FileNotFoundError:
+        return
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    if (directory / RECORD).exists():
+        held = [_held(str(path)) for path in _facts(directory, "lock")]
+        clean_up(directory, at_once=True)
+        for descriptor in filter(None, held):
+            os.close(descriptor)
+
+
+def _held(path: str) -> int | None:
+    """Keep others out of the run's directory until it is quiet. A guard that the launcher started does so already."""
+    with contextlib.suppress(OSError):
+        descriptor = os.open(path, os.O_RDWR)
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return descriptor
+    return None
 
 
 if __name__ == "__main__":
-    guard()
+    guard(Path(sys.argv[1]))

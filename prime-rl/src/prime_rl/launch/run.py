@@ -24,6 +24,7 @@ from prime_rl.run.access import files_readable_by
 from prime_rl.run.directory import OutputDirInUse, RunDirError, write_configs
 from prime_rl.run.lock import run_lock
 from prime_rl.run.paths import RunPaths, stable_steps
+from prime_rl.run.unfinished import settle
 from prime_rl.utils.gpus import DeviceError
 
 ConfigT = TypeVar("ConfigT", bound="Launchable")
@@ -125,11 +126,12 @@ def _launch(
     with (
         run_lock(paths.root) as lock,
         LocalHost(held_by_guard=(lock,)) as host,
-        claimed_site(command.demand(config), sharing, os.environ, bin_dir) as site,
+        claimed_site(command.demand(config), sharing, os.environ, host.directory, bin_dir) as site,
     ):
-        for scratch in (site.meeting_place.parent, site.caches):
-            if scratch is not None:
-                host.remove_if_killed(scratch)
+        if site.caches is not None:
+            host.remove_if_killed(site.caches)
+        if not config.dry_run:
+            settle(paths)
         resume_step = command.check_directory(config, paths)
         job = command.plan(config, paths, site, resume_step)
         notes = command.notes(config, paths, resume_step)

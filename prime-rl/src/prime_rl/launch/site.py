@@ -17,7 +17,7 @@ from prime_rl.launch.devices import (
     processes_on,
     usable_cores,
 )
-from prime_rl.launch.ports import meeting_place, reserved_ports
+from prime_rl.launch.ports import reserved_ports
 from prime_rl.launch.programs import Programs
 from prime_rl.utils.engine_keys import ENGINE_KEY_VARIABLE, named_key, new_engine_key
 from prime_rl.utils.gpus import DeviceError, choose_device, masked_gpus, usable_gpus
@@ -74,7 +74,7 @@ class Site:
     """The launcher's own environment."""
     ports: Ports
     meeting_place: Path
-    """File through which the trainer's ranks find each other."""
+    """File through which the trainer's ranks find each other. Any user of the machine could connect to a TCP store."""
     engine_key: str = field(repr=False)
     """Key that the inference server of this launch requires."""
     caches: Path | None = None
@@ -87,14 +87,13 @@ class Site:
 
 @contextmanager
 def claimed_site(
-    demand: Demand, sharing: Sharing, env: Mapping[str, str], bin_dir: Path | None = None
+    demand: Demand, sharing: Sharing, env: Mapping[str, str], scratch: Path, bin_dir: Path | None = None
 ) -> Iterator[Site]:
-    """Choose GPUs, and hold ports and caches during the block.
+    """Choose GPUs, and hold ports and caches during the block. `scratch` is the launch's own directory.
 
     Raises:
         DeviceError: the machine lacks the GPUs, or other programs compute on them.
         CannotStart: a program of the engine is not installed.
-        NotPrivate: the directory of this user's sockets and keys is open to others.
     """
     device, gpus = place(demand, sharing, env)
     programs = Programs.find(bin_dir)
@@ -108,7 +107,7 @@ def claimed_site(
             cores=usable_cores(),
             env=dict(env),
             ports=ports,
-            meeting_place=held.enter_context(meeting_place()),
+            meeting_place=scratch / "store",
             engine_key=named_key(ENGINE_KEY_VARIABLE, env) or new_engine_key(),
             caches=held.enter_context(private_caches(env)) if sharing.private_caches else None,
             bytecode=bytecode_env(env, packages_are_compiled()),

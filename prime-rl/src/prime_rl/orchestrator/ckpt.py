@@ -22,7 +22,7 @@ from prime_rl.run.directory import missing_counterpart
 from prime_rl.run.paths import OrchestratorPaths, RunPaths, stable_steps, step_of
 from prime_rl.run.retention import kept_steps
 from prime_rl.utils.contents import find_damage
-from prime_rl.utils.files import STABLE, replacing_directory
+from prime_rl.utils.files import STABLE, remove_directory, replacing_directory
 from prime_rl.utils.logger import get_logger
 from prime_rl.utils.waiting import Wait
 
@@ -113,7 +113,7 @@ class Checkpoints:
         for step in steps:
             # One step of slack, because the trainer publishes a version before it saves it.
             if step < version - 1 and step not in kept:
-                shutil.rmtree(self.paths.checkpoint(step).parent)
+                remove_directory(self.paths.checkpoint(step).parent)
 
     def _kept_by_config(self, steps: Iterable[int], newest: int) -> set[int]:
         interval = self.config.interval

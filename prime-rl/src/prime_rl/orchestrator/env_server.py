@@ -16,6 +16,7 @@ from prime_rl.configs.surface.not_built import refuse_unbuilt
 from prime_rl.orchestrator.errors import EnvironmentFault
 from prime_rl.orchestrator.stopping import exit_process, explained_exit_code
 from prime_rl.run.beats import own_beats
+from prime_rl.run.lifeline import end_with_launch
 from prime_rl.run.paths import OrchestratorPaths
 from prime_rl.transport.errors import TransportError
 from prime_rl.utils.imports import import_without_gc
@@ -35,6 +36,7 @@ STOPPED_EXIT_CODE = 128 + signal.SIGTERM
 
 
 def main() -> None:
+    end_with_launch()
     end_quietly_on_ctrl_c()
     write_stacks_on_signal()
     config = parse_argv_or_exit(EnvServerConfig)

@@ -18,6 +18,7 @@ from prime_rl.orchestrator.errors import OrchestratorError, TooManyFailures
 from prime_rl.orchestrator.stopping import exit_process, explained_exit_code
 from prime_rl.run.completion import report_completion
 from prime_rl.run.directory import OutputDirInUse, check_output_dir
+from prime_rl.run.lifeline import end_with_launch
 from prime_rl.run.paths import OrchestratorPaths, RunPaths
 from prime_rl.utils.imports import import_without_gc
 from prime_rl.utils.logger import get_logger, setup_logger
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
 def main() -> None:
     write_stacks_on_signal()
+    end_with_launch()
     # Exit at once: there is nothing to save until the event loop installs its own handlers.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda received, frame: sys.exit(128 + received))

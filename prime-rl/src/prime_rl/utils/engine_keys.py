@@ -16,7 +16,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from prime_rl.utils.private import NotPrivate, runtime_directory, write_private_file
+from prime_rl.utils.private import NotPrivate, runtime_directory
+from prime_rl.utils.scratch import locked_file, remove_abandoned
 
 ENGINE_KEY_VARIABLE = "VLLM_API_KEY"
 """The variable that vLLM reads for its own `--api-key`."""
@@ -55,14 +56,18 @@ def client_key(base_url: str, variable: str, environ: Mapping[str, str] = os.env
 def published_key(port: int, key: str, service: str = "engine") -> Iterator[Path]:
     """Keep the key of the server on `port` in a file with mode 0600 during the block.
 
+    If this process is killed, the next one that publishes a key, or the next launch, removes the file.
+
     Raises:
         NotPrivate: the directory for keys does not belong to this user alone.
     """
     file = key_file(port, service)
-    write_private_file(file, key)
+    remove_abandoned(file.parent)
+    lock = locked_file(file, key)
     try:
         yield file
     finally:
+        os.close(lock)
         # Another server may have written its own since.
         if file.exists() and file.read_text() == key:
             file.unlink()

@@ -16,15 +16,25 @@ from pathlib import Path
 from prime_rl.utils.contents import STABLE, Contents, record_contents, write_marker
 
 __all__ = [
+    "DELETED",
+    "PARTIAL",
     "STABLE",
+    "TEMPORARY",
     "begin_directory",
     "complete_directory",
     "fsync_tree",
     "publishing_directory",
+    "remove_directory",
     "replacing_directory",
     "replacing_file",
     "scratch_of",
 ]
+
+PARTIAL, TEMPORARY, DELETED = ".partial", ".tmp", ".deleted"
+"""What names of directories and files end with while they are written, and of directories while they are deleted.
+
+`run/unfinished.py` finds those that a killed run has left.
+"""
 
 
 def fsync_tree(directory: Path) -> None:
@@ -41,7 +51,7 @@ def fsync_tree(directory: Path) -> None:
 def replacing_file(target: Path) -> Iterator[Path]:
     """Yield a scratch path next to `target`, and rename it to `target` only if the block succeeds."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    scratch = target.with_name(f"{target.name}.tmp")
+    scratch = target.with_name(f"{target.name}{TEMPORARY}")
     try:
         yield scratch
         scratch.replace(target)
@@ -87,7 +97,7 @@ def _scratch_directory(target: Path) -> Iterator[Path]:
 
 def scratch_of(target: Path) -> Path:
     """Path of the scratch directory that will become `target`."""
-    return target.with_name(f"{target.name}.partial")
+    return target.with_name(f"{target.name}{PARTIAL}")
 
 
 def begin_directory(target: Path) -> Path:
@@ -96,6 +106,14 @@ def begin_directory(target: Path) -> Path:
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir(parents=True)
     return scratch
+
+
+def remove_directory(target: Path) -> None:
+    """Delete a directory. If this process is killed meanwhile, no half of it is left under its name."""
+    deleted = target.with_name(f"{target.name}{DELETED}")
+    shutil.rmtree(deleted, ignore_errors=True)
+    target.rename(deleted)
+    shutil.rmtree(deleted)
 
 
 def complete_directory(target: Path, contents: Contents) -> None:

@@ -1,4 +1,4 @@
-"""Directories and files that only this user can read."""
+"""Directories that only this user can read."""
 
 from __future__ import annotations
 
@@ -44,13 +44,3 @@ def private_directory(directory: Path) -> Path:
     if found.st_mode & 0o077:
         raise NotPrivate(f"{directory} can be entered by other users: run `chmod 700 {directory}`")
     return directory
-
-
-def write_private_file(path: Path, text: str) -> None:
-    """Write `text` to a file with mode 0600. An existing file is replaced; a link at its place is not followed."""
-    scratch = path.with_name(f"{path.name}.{os.getpid()}")
-    scratch.unlink(missing_ok=True)
-    descriptor = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "w") as file:
-        file.write(text)
-    scratch.replace(path)

@@ -8,8 +8,9 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from tempfile import NamedTemporaryFile
 from typing import Any
+
+from prime_rl.utils.scratch import scratch_directory
 
 _VARIABLE = "PRIME_RL_UPDATE_COUNT"
 _SIZE_BYTES = 8
@@ -41,10 +42,10 @@ class UpdateCount:
     @contextmanager
     def shared() -> Iterator[None]:
         """Create a count for this process and its children, which exists while the block runs."""
-        with NamedTemporaryFile(prefix="prime-rl-", suffix=".count") as file:
-            file.write(bytes(_SIZE_BYTES))
-            file.flush()
-            os.environ[_VARIABLE] = file.name
+        with scratch_directory("vllm") as directory:
+            file = directory / "updates"
+            file.write_bytes(bytes(_SIZE_BYTES))
+            os.environ[_VARIABLE] = str(file)
             yield
 
     @property

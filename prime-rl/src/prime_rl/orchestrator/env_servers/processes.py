@@ -7,7 +7,6 @@ import contextlib
 import os
 import signal
 import sys
-import tempfile
 from collections.abc import Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +24,7 @@ from prime_rl.run.beats import helper_beats_env
 from prime_rl.run.paths import OrchestratorPaths
 from prime_rl.utils.logger import get_logger
 from prime_rl.utils.pydantic_config import dump_toml
+from prime_rl.utils.scratch import scratch_directory
 
 STOP_GRACE_S = 8.0
 TAIL_LINES = 20
@@ -55,7 +55,8 @@ class EnvServers:
     def __init__(self, paths: OrchestratorPaths) -> None:
         self.paths = paths
         self._servers: list[EnvServer] = []
-        self._sockets = tempfile.TemporaryDirectory(prefix="env-servers-", ignore_cleanup_errors=True)
+        self._closing = contextlib.ExitStack()
+        self._sockets: Path | None = None
 
     async def start(
         self, purpose: str, configs: Sequence[EnvConfig], environments: Iterable[Environment], log: LogConfig
@@ -66,7 +67,7 @@ class EnvServers:
         """
         for config, environment in zip(configs, environments, strict=True):
             if environment.address is None:
-                environment.address = f"ipc://{self._sockets.name}/{len(self._servers)}"
+                environment.address = f"ipc://{self._socket_directory()}/{len(self._servers)}"
                 server = self._server_config(config, environment.address, log)
                 file = self.paths.control / f"env_{purpose}_{len(self._servers)}.toml"
                 dump_toml(server, file)
@@ -116,7 +117,12 @@ class EnvServers:
             # The whole process group, including processes that the environment started.
             _send_group(server.process, signal.SIGKILL)
         await self._ended()
-        self._sockets.cleanup()
+        self._closing.close()
+
+    def _socket_directory(self) -> Path:
+        if self._sockets is None:
+            self._sockets = self._closing.enter_context(scratch_directory("env-servers"))
+        return self._sockets
 
     async def _ended(self) -> None:
         await asyncio.gather(*(server.process.wait() for server in self._servers))

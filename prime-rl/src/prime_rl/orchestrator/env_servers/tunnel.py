@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import tempfile
+from contextlib import ExitStack
 from threading import Thread
 
 import zmq
 
 from prime_rl.transport.endpoints import Endpoint
+from prime_rl.utils.scratch import scratch_directory
 
 
 class Tunnel:
@@ -18,8 +19,8 @@ class Tunnel:
     """
 
     def __init__(self, endpoint: Endpoint) -> None:
-        self._directory = tempfile.TemporaryDirectory(prefix="env-tunnel-", ignore_cleanup_errors=True)
-        self.address = f"ipc://{self._directory.name}/socket"
+        self._closing = ExitStack()
+        self.address = f"ipc://{self._closing.enter_context(scratch_directory('env-tunnel'))}/socket"
         self._context = zmq.Context()
         clients, server = (self._context.socket(kind) for kind in (zmq.ROUTER, zmq.DEALER))
         for socket in (clients, server):
@@ -33,7 +34,7 @@ class Tunnel:
     def close(self) -> None:
         self._context.term()
         self._thread.join()
-        self._directory.cleanup()
+        self._closing.close()
 
 
 def _forward(clients: zmq.Socket[bytes], server: zmq.Socket[bytes]) -> None:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from prime_rl.configs.trainer import CheckpointConfig
 from prime_rl.run.paths import stable_steps
 from prime_rl.run.retention import kept_steps
-from prime_rl.utils.files import replacing_file
+from prime_rl.utils.files import remove_directory, replacing_file
 from prime_rl.utils.logger import get_logger
 
 
@@ -57,7 +56,7 @@ class Retention:
         kept = kept_steps(self.steps, self.keep_last, self.keep_interval)
         for old in sorted(self.steps - kept - {self.protected_step}):
             try:
-                shutil.rmtree(self.parent / f"step_{old}")
+                remove_directory(self.parent / f"step_{old}")
             except OSError as error:
                 get_logger().warning(f"could not delete an old checkpoint: {error}")
             self.steps.discard(old)

@@ -9,6 +9,7 @@ from prime_rl.configs.surface.not_built import refuse_unbuilt
 from prime_rl.configs.trainer import TrainerConfig
 from prime_rl.run.completion import report_completion
 from prime_rl.run.directory import OutputDirInUse, check_output_dir
+from prime_rl.run.lifeline import end_with_launch
 from prime_rl.run.paths import RunPaths
 from prime_rl.trainer.process.errors import exit_on_error, leaving_at_once
 from prime_rl.utils.imports import import_transformers, import_without_gc
@@ -20,6 +21,7 @@ from prime_rl.utils.stacks import write_stacks_on_signal
 
 def main() -> None:
     """Load the config and train. Exits with status 0 only if the run is complete."""
+    end_with_launch()
     end_quietly_on_ctrl_c()
     write_stacks_on_signal()
     config = parse_argv_or_exit(TrainerConfig)

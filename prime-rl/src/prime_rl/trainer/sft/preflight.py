@@ -16,6 +16,7 @@ from rich.text import Text
 
 from prime_rl.configs.sft import DataConfig, SFTConfig, SFTDataConfig
 from prime_rl.configs.surface.not_built import refuse_unbuilt
+from prime_rl.run.lifeline import end_with_launch
 from prime_rl.trainer.process.errors import exit_on_error
 from prime_rl.trainer.sft.data.conversation import TokenizedSample
 from prime_rl.trainer.sft.data.entries import setup_entries
@@ -47,6 +48,7 @@ _SHOWN_CHARACTERS = 600
 
 def main() -> None:
     """Print the report. Exit codes: 0 ok, 1 the run would not start, 2 bad config."""
+    end_with_launch()
     end_quietly_on_ctrl_c()
     config = parse_argv_or_exit(SFTConfig)
     refuse_unbuilt(config)

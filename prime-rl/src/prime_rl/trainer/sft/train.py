@@ -5,6 +5,7 @@ from __future__ import annotations
 from prime_rl.configs.sft import SFTConfig
 from prime_rl.configs.surface.not_built import refuse_unbuilt
 from prime_rl.run.completion import report_completion
+from prime_rl.run.lifeline import end_with_launch
 from prime_rl.trainer.process.errors import leaving_at_once
 from prime_rl.utils.imports import import_transformers, import_without_gc
 from prime_rl.utils.interrupts import end_quietly_on_ctrl_c
@@ -14,6 +15,7 @@ from prime_rl.utils.stacks import write_stacks_on_signal
 
 def main() -> None:
     """Load the config and train. Exit codes: 0 done (or `dry_run`), 1 failed, 2 bad config, 143 stopped by a signal."""
+    end_with_launch()
     end_quietly_on_ctrl_c()
     write_stacks_on_signal()
     config = parse_argv_or_exit(SFTConfig)
