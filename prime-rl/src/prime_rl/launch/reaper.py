@@ -5,8 +5,8 @@ environment. The mark finds daemons that left both session and parent. Session a
 their environment to set a process title. All three are read from `/proc`. Without it (macOS), the process groups of the
 children are used.
 
-Run as a program (`python -I -S reaper.py DIRECTORY`, standard library only), this is the guard. `DIRECTORY` is the
-launch's own, with a record of what the launch has started. If stdin ends while the directory is still there, because
+Run as a program (standard library only) with one argument, this is the guard. The argument is the directory of the
+launch, with a record of what it has started. If stdin ends while the directory is still there, because
 the launcher crashed or got SIGKILL, the guard ends the launch's processes and removes the directory. The launcher
 replaces a guard that is killed; if both are killed, a child starts a new guard (`run/lifeline.py`); if all are, the
 user's next launch on this machine does the guard's work.
