@@ -12,11 +12,27 @@ import typer
 from typer.core import TyperGroup
 
 from medarc_rl.errors import MedarcError
+from prime_rl.run.directory import RunFinished
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 OptionsT = TypeVar("OptionsT", bound="DataclassInstance")
+
+Resume = Annotated[
+    str | None,
+    typer.Option(
+        metavar="latest|N|auto",
+        help="Continue the run in its directory: from the newest checkpoint, from step N, or from the newest if there "
+        "is one and otherwise from the start. Sets ckpt.resume_step.",
+    ),
+]
+
+
+def resume_words(resume: str | None) -> list[str]:
+    """The option `--resume` among the words of a config."""
+    return [] if resume is None else [f"--resume={resume}"]
+
 
 Words = Annotated[
     list[str] | None,
@@ -49,8 +65,12 @@ class OneLineErrors(TyperGroup):
         windows_expand_args: bool = True,
         **extra: Any,
     ) -> Any:
+        faults: Sequence[str] = ()
         try:
             code = super().main(args, prog_name, complete_var, False, windows_expand_args, **extra)
+        except RunFinished as finished:
+            say(str(finished))
+            code = 0
         except MedarcError as error:
             faults, code = error.faults, error.exit_code
         # Typer's own errors about options have no more specific public class.
@@ -58,8 +78,6 @@ class OneLineErrors(TyperGroup):
             faults, code = (" ".join(error.format_message().split()),), error.exit_code
         except typer.Abort:
             faults, code = ("aborted",), 1
-        else:
-            faults = ()
         sys.stderr.writelines(f"error: {fault}\n" for fault in faults)
         if standalone_mode:
             sys.exit(code)

@@ -15,7 +15,7 @@ import typer
 
 from medarc_rl.backends.launcher import CONFIGS, launcher_job
 from medarc_rl.backends.slurm import NODE_GPUS, BatchJob, SlurmRequest, log_file, render, sbatch_argv, sh_quote
-from medarc_rl.cli import add_command, new_app, say, warn
+from medarc_rl.cli import Resume, add_command, new_app, resume_words, say, warn
 from medarc_rl.deployment import GpuSplit, advice, check_rl, sft_gpus, sft_owned
 from medarc_rl.errors import MedarcError, UsageError
 from medarc_rl.jobs import job_kind
@@ -41,6 +41,7 @@ class JobOptions(SlurmRequest):
     """Options of all commands."""
 
     output_dir: Annotated[Path | None, Option(help="Directory of the run, OUT.")] = None
+    resume: Resume = None
     job_name: Annotated[str | None, Option(help="Name of the job; by default <config stem>-sft or -rl.")] = None
     project_dir: Annotated[Path, Option(help="Directory that the job runs in, with .venv, maybe .env.")] = Path()
     hf_cache_dir: Annotated[
@@ -125,12 +126,14 @@ add_command(app, "check", CheckOptions, check)
 
 
 def plan_sft_job(words: list[str], gpus: SftGpus, options: JobOptions) -> tuple[BatchJob, Run[SFTConfig]]:
+    words = [*words, *resume_words(options.resume)]
     run = load_run(SFTConfig, words, "sft", options.output_dir, sft_owned(gpus.gpus))
     return plan_job("sft", run, options, gpus=sft_gpus(run.config)), run
 
 
 def plan_rl_job(words: list[str], gpus: RlGpus, options: JobOptions) -> tuple[BatchJob, Run[RLConfig]]:
     split = GpuSplit(gpus.train_gpus, gpus.infer_gpus, gpus.single_gpu)
+    words = [*words, *resume_words(options.resume)]
     run = load_run(RLConfig, words, "rl", options.output_dir, split.owned)
     check_rl(run.config, split)
     for line in advice(run.config, split):

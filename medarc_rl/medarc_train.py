@@ -13,7 +13,7 @@ import typer
 
 from medarc_rl.backends.slurm import NODE_GPUS
 from medarc_rl.chat import ChatOptions, chat
-from medarc_rl.cli import add_command, add_command_without_config, new_app, warn
+from medarc_rl.cli import Resume, add_command, add_command_without_config, new_app, resume_words, warn
 from medarc_rl.deployment import GpuSplit, advice, check_rl, sft_gpus, sft_owned
 from medarc_rl.explain.command import ExplainOptions, explain
 from medarc_rl.launchers import rl_local, sft_local
@@ -45,6 +45,7 @@ class SftOptions:
         int | None,
         Option(min=1, max=NODE_GPUS, help="GPUs, or processes on a CPU; by default deployment.num_gpus, which is 1."),
     ] = None
+    resume: Resume = None
     preflight: Annotated[
         bool, Option("--preflight", help="Report on the data and stop: samples, lengths, packing, faults.")
     ] = False
@@ -56,6 +57,7 @@ class RlOptions:
     train_gpus: Annotated[int, Option(min=1, max=4, help="GPUs of the trainer, or its processes on a CPU.")] = 1
     infer_gpus: Annotated[int, Option(min=1, max=7, help="GPUs of the inference server.")] = 1
     single_gpu: Annotated[bool, Option("--single-gpu", help="One GPU for both.")] = False
+    resume: Resume = None
     preflight: Annotated[
         bool,
         Option("--preflight", help="Load the environments, report on them and stop: rows, prompts, tools, faults."),
@@ -69,6 +71,7 @@ class EvalOptions:
 
 def sft(words: list[str], options: SftOptions) -> int:
     """Run supervised fine-tuning."""
+    words = [*words, *resume_words(options.resume)]
     run = load_run(SFTConfig, words, "sft", options.output_dir, sft_owned(options.gpus))
     if options.preflight:
         return preflight(SFT_PREFLIGHT, run.config)
@@ -81,6 +84,7 @@ def sft(words: list[str], options: SftOptions) -> int:
 def rl(words: list[str], options: RlOptions) -> int:
     """Run reinforcement learning: inference server, orchestrator and trainer."""
     split = GpuSplit(options.train_gpus, options.infer_gpus, options.single_gpu)
+    words = [*words, *resume_words(options.resume)]
     run = load_run(RLConfig, words, "rl", options.output_dir, split.owned)
     if options.preflight:
         return preflight(EXAMINATION, run.config.orchestrator)

@@ -22,6 +22,7 @@ from prime_rl.run.access import files_readable_by
 from prime_rl.run.directory import OutputDirInUse, RunDirError, check_run_dir, prepare_run_dir, write_configs
 from prime_rl.run.lock import refuse_if_locked
 from prime_rl.run.paths import RunPaths
+from prime_rl.run.resume_point import end_of
 from prime_rl.utils.pydantic_config import BaseSettings, ConfigError, showing_warnings
 from prime_rl.utils.pydantic_config.arguments import arguments_layer, is_boolean_flag, parse_arguments
 from prime_rl.utils.pydantic_config.layers import Layer, merge_layers, value_at, with_underscores
@@ -56,7 +57,7 @@ class Run(Generic[ConfigT]):
 
     @property
     def resume_step(self) -> int | None:
-        """The step to continue from; -1 is the latest, None starts a new run."""
+        """The step to continue from, -1 (`latest`) or -2 (`auto`). None starts a new run."""
         return next((ckpt.resume_step for ckpt in self.checkpoints if ckpt.resume_step is not None), None)
 
 
@@ -155,6 +156,7 @@ def check_startable(run: Run[Any], dry_run: bool, job_dir: Path | None = None) -
     Raises:
         UsageError: a key is not built, a file or package of the config is missing, or the directory holds another run,
             or not the step to continue from.
+        RunFinished: `--resume auto` finds nothing left to do.
     """
     unbuilt, unstartable = unbuilt_faults(run.config), start_faults(run.config, job_dir)
     tolerated = [*unbuilt, *(fault for fault in unstartable if isinstance(fault, NotInstalled))] if dry_run else []
@@ -165,13 +167,13 @@ def check_startable(run: Run[Any], dry_run: bool, job_dir: Path | None = None) -
         warn(fault)
     with reporting_directory_errors():
         refuse_if_locked(run.paths.root)
-        check_run_dir(run.paths, run.resume_step, run.config.clean_output_dir)
+        check_run_dir(run.paths, run.resume_step, run.config.clean_output_dir, end_of(run.config))
 
 
 def prepare_directory(run: Run[Any]) -> None:
     """Clean the run's directory if the config says so, and remove stale files. Raises MedarcError."""
     with reporting_directory_errors():
-        resume_step = check_run_dir(run.paths, run.resume_step, run.config.clean_output_dir)
+        resume_step = check_run_dir(run.paths, run.resume_step, run.config.clean_output_dir, end_of(run.config))
         prepare_run_dir(run.paths, resume_step, run.config.clean_output_dir)
 
 

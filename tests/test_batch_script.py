@@ -144,7 +144,7 @@ def test_a_requeued_job_goes_on_from_its_last_checkpoint(
     run_script(make_job(command, tmp_path, checkpoints=True), tmp_path)
     run_script(make_job(command, tmp_path, checkpoints=False), tmp_path)
     with_checkpoints, without = programs.calls
-    assert with_checkpoints["argv"][-2:] == ["--ckpt.resume-step", "-1"]
+    assert with_checkpoints["argv"][-2:] == ["--resume", "auto"]
     assert without["argv"][-2] == "@"
 
 

@@ -76,12 +76,12 @@ def test_several_files_layer_from_left_to_right(rl_toml: Path, tmp_path: Path) -
 
 def test_overrides_go_to_the_config_with_and_without_dashes_before(rl_toml: Path, tmp_path: Path) -> None:
     before = ("--wandb.project", "my_project", "--inference.gpu-memory-utilization=0.4")
-    behind = ("--", "--wandb.name", "n", "--ckpt.resume-step", "-1", "--orchestrator.seed", "3")
+    behind = ("--", "--wandb.name", "n", "--ckpt.resume-step", "auto", "--orchestrator.seed", "3")
     dry_run("rl", rl_toml, "--output-dir", tmp_path / "out", *before, *behind)
     config = written(tmp_path / "out")
     assert config["trainer"]["wandb"]["project"] == "my_project"
     assert config["orchestrator"]["wandb"]["name"] == "n-orchestrator"
-    assert config["trainer"]["ckpt"]["resume_step"] == -1
+    assert config["trainer"]["ckpt"]["resume_step"] == -2
     assert config["inference"]["gpu_memory_utilization"] == 0.4
 
 

@@ -10,7 +10,7 @@ from prime_rl.launch.job import UV_VARIABLE, Job
 from prime_rl.run.paths import RunPaths
 from prime_rl.utils.files import replacing_directory
 
-RESUME = ("--ckpt.resume-step", "-1")
+RESUME = ("--resume", "latest")
 
 
 def job(root: Path, resume: tuple[str, ...] | None, saved: bool = True) -> Job:
@@ -24,10 +24,11 @@ def job(root: Path, resume: tuple[str, ...] | None, saved: bool = True) -> Job:
 @pytest.mark.parametrize(
     ("typed", "again"),
     [
-        ("/bin/sft @ sft.toml", "sft @ sft.toml --ckpt.resume-step -1"),
-        ("/bin/medarc_train rl rl.toml --max-steps 9", "medarc_train rl rl.toml --max-steps 9 --ckpt.resume-step -1"),
-        ("rl @ rl.toml --ckpt.resume-step 5 --seed 1", "rl @ rl.toml --seed 1 --ckpt.resume-step -1"),
-        ("rl @ rl.toml --ckpt.resume_step=5", "rl @ rl.toml --ckpt.resume-step -1"),
+        ("/bin/sft @ sft.toml", "sft @ sft.toml --resume latest"),
+        ("/bin/medarc_train rl rl.toml --max-steps 9", "medarc_train rl rl.toml --max-steps 9 --resume latest"),
+        ("rl @ rl.toml --ckpt.resume-step 5 --seed 1", "rl @ rl.toml --seed 1 --resume latest"),
+        ("rl @ rl.toml --ckpt.resume_step=5", "rl @ rl.toml --resume latest"),
+        ("rl @ rl.toml --resume auto --seed 1", "rl @ rl.toml --seed 1 --resume latest"),
     ],
 )
 def test_the_same_command_continues_from_the_last_step(tmp_path: Path, typed: str, again: str) -> None:
@@ -45,7 +46,7 @@ def test_words_that_the_shell_would_split_are_quoted(tmp_path: Path) -> None:
 
 def test_what_started_the_job_of_a_batch_script_is_not_repeated(tmp_path: Path) -> None:
     argv = ["/repo/medarc_rl/launchers/sft_local.py", "@", "/out/configs/trainer.toml"]
-    assert job(tmp_path, RESUME).how_to_continue(argv, {}) == "continue with --ckpt.resume-step -1"
+    assert job(tmp_path, RESUME).how_to_continue(argv, {}) == "continue with --resume latest"
 
 
 def test_without_anything_saved_nothing_is_promised(tmp_path: Path) -> None:

@@ -187,6 +187,8 @@ def test_resuming_from_the_latest_names_the_step_and_from_a_step_says_it_once() 
     latest = plan(config(ckpt={"resume_step": -1}), site(), resume_step=6)
     assert latest["trainer"].argv[-2:] == latest["orchestrator"].argv[-2:] == ("--ckpt.resume-step", "6")
     assert "--ckpt.resume-step" not in plan(config(ckpt={"resume_step": 6}), site(), resume_step=6)["trainer"].argv
+    auto = plan(config(ckpt={"resume_step": "auto"}), site(), resume_step=None)
+    assert auto["trainer"].argv[-1] == auto["orchestrator"].argv[-1] == "--no-ckpt.resume-step"
 
 
 def test_the_engine_of_an_rl_run_waits_for_its_environments() -> None:

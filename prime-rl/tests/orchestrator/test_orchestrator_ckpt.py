@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 
 from prime_rl.configs.orchestrator import CheckpointConfig, NCCLWeightBroadcastConfig, OrchestratorConfig
+from prime_rl.configs.ranges import AUTO, LATEST
 from prime_rl.orchestrator.ckpt import Checkpoints, Progress, remove_empty_broadcasts, remove_stale, restore
 from prime_rl.orchestrator.errors import ResumeFault
 from prime_rl.orchestrator.run import weights_timeout_s
 from prime_rl.run.paths import RunPaths, stable_steps
 from prime_rl.utils.contents import write_marker
 from prime_rl.utils.files import replacing_directory
-from prime_rl.utils.logger import get_logger
 
 
 @pytest.fixture
@@ -53,20 +53,19 @@ def test_the_latest_step_is_the_trainers_latest_complete_one(checkpoints: Checkp
     assert checkpoints.resolve(None) is None
 
 
-def test_without_a_trainer_checkpoint_the_run_starts_afresh_and_says_so(
-    checkpoints: Checkpoints, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(get_logger(), "handlers", [caplog.handler])
+def test_without_a_trainer_checkpoint_latest_is_refused_and_auto_starts_afresh(checkpoints: Checkpoints) -> None:
     save(checkpoints, 0, 1)
-    assert checkpoints.resolve(-1) is None
-    assert "starting afresh" in caplog.text
+    assert checkpoints.resolve(AUTO) is None
+    with pytest.raises(ResumeFault, match="there is nothing to resume"):
+        checkpoints.resolve(LATEST)
 
 
 def test_a_step_without_our_part_is_refused_and_the_message_names_one_that_has_both(checkpoints: Checkpoints) -> None:
     save(checkpoints, 2)
     save_trainer(checkpoints, 2, 5)
     with pytest.raises(ResumeFault, match=r"checkpoint of step 5 has no counterpart .*: resume from 2"):
-        checkpoints.resolve(-1)
+        checkpoints.resolve(5)
+    assert checkpoints.resolve(LATEST) == 2
 
 
 def test_an_unreadable_part_is_one_line(checkpoints: Checkpoints) -> None:

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from prime_rl.run.directory import OutputDirInUse, RunDirError, check_run_dir, prepare_run_dir
+from prime_rl.configs.ranges import AUTO, LATEST
+from prime_rl.run.directory import OutputDirInUse, RunDirError, RunFinished, check_run_dir, prepare_run_dir
 from prime_rl.run.paths import RunPaths
 from prime_rl.utils.files import STABLE
 
@@ -75,28 +76,25 @@ def test_a_fresh_run_does_not_start_among_checkpoints(paths: RunPaths) -> None:
     assert check_run_dir(paths, None, clean=True) is None
 
 
-def test_the_latest_step_is_one_that_both_sides_have_completed(paths: RunPaths) -> None:
-    fill(paths.checkpoints, "step_2", "step_4", "step_6")
-    (paths.checkpoint(6) / STABLE).unlink()
-    fill(paths.orchestrator.checkpoints, "step_2", "step_6")
-    assert check_run_dir(paths, -1) == 2
+def test_a_save_that_did_not_end_is_no_other_runs_checkpoint(paths: RunPaths) -> None:
+    fill(paths.checkpoints, "step_2.partial")
+    assert check_run_dir(paths, None) is None
 
 
-def test_the_latest_step_of_an_sft_run_is_the_trainers(paths: RunPaths) -> None:
+def test_a_finished_run_is_refused_and_auto_leaves_it_at_that(paths: RunPaths) -> None:
     fill(paths.checkpoints, "step_2", "step_4")
-    assert check_run_dir(paths, -1) == 4
-
-
-def test_the_latest_of_no_steps_is_left_to_the_components(paths: RunPaths) -> None:
-    assert check_run_dir(paths, -1) == -1
-
-
-def test_a_step_that_is_not_complete_cannot_be_resumed(paths: RunPaths) -> None:
-    fill(paths.checkpoints, "step_2", "step_4")
-    (paths.checkpoint(4) / STABLE).unlink()
-    assert check_run_dir(paths, 2) == 2
-    with pytest.raises(RunDirError, match=r"no complete checkpoint .*step_4 to resume from; complete steps: 2"):
-        check_run_dir(paths, 4)
+    fill(paths.orchestrator.checkpoints, "step_2", "step_4")
+    assert check_run_dir(paths, LATEST, max_steps=4) == 4, "its parts may have work left"
+    for part in ("trainer", "orchestrator"):
+        paths.completion(part).parent.mkdir(exist_ok=True)
+        paths.completion(part).touch()
+    for step in (LATEST, 4):
+        with pytest.raises(RunDirError, match=r"is finished: its last checkpoint is step 4, .* raise max_steps"):
+            check_run_dir(paths, step, max_steps=4)
+    with pytest.raises(RunFinished, match="nothing left to do"):
+        check_run_dir(paths, AUTO, max_steps=4)
+    assert check_run_dir(paths, AUTO, max_steps=5) == 4
+    assert check_run_dir(paths, 2, max_steps=4) == 2
 
 
 def test_cleaning_removes_the_run_but_not_what_its_batch_job_stands_on(paths: RunPaths) -> None:

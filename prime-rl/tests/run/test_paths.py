@@ -52,7 +52,7 @@ def test_a_fresh_run_does_not_start_on_another_ones_checkpoints(tmp_path: Path) 
     check_output_dir(paths, resuming=False)
     paths.checkpoint(4).mkdir(parents=True)
     check_output_dir(paths, resuming=True)
-    with pytest.raises(OutputDirInUse, match="resume-step"):
+    with pytest.raises(OutputDirInUse, match="--resume latest"):
         check_output_dir(paths, resuming=False)
 
 

@@ -9,6 +9,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from prime_rl.configs.ranges import AUTO, LATEST
 from prime_rl.configs.trainer import (
     AdamWConfig,
     CheckpointConfig,
@@ -286,12 +287,14 @@ def test_the_latest_complete_step_is_resumed(tmp_path: Path, mesh: Mesh) -> None
     assert manager(tmp_path, mesh, resume_step=-1).resume_step() == 12
     assert manager(tmp_path, mesh, resume_step=5).resume_step() == 5
     assert manager(tmp_path, mesh).resume_step() is None
-    with pytest.raises(CheckpointError, match=r"ckpt\.resume_step = 20: .*complete steps: 5, 12"):
+    with pytest.raises(CheckpointError, match=r"step_20 to resume from \(complete steps: 5, 12\); .* --resume 12"):
         manager(tmp_path, mesh, resume_step=20).resume_step()
 
 
-def test_latest_without_checkpoints_starts_from_scratch(tmp_path: Path, mesh: Mesh) -> None:
-    assert manager(tmp_path, mesh, resume_step=-1).resume_step() is None
+def test_without_checkpoints_latest_is_refused_and_auto_starts_from_scratch(tmp_path: Path, mesh: Mesh) -> None:
+    assert manager(tmp_path, mesh, resume_step=AUTO).resume_step() is None
+    with pytest.raises(CheckpointError, match="there is nothing to resume"):
+        manager(tmp_path, mesh, resume_step=LATEST).resume_step()
 
 
 def test_checkpoints_are_due_at_multiples_of_the_interval(tmp_path: Path, mesh: Mesh) -> None:

@@ -85,7 +85,7 @@ def test_every_flipped_bit_is_found(checkpoints: CheckpointManager, state: Train
                 checkpoints.load(state, STEP)
             assert str(refused.value) == (
                 f"{path} has changed since it was written (its hash differs); "
-                f"continue from an earlier checkpoint with --ckpt.resume-step {STEP - 2}"
+                f"continue from an earlier checkpoint with --resume {STEP - 2}"
             )
         path.write_bytes(whole)
     assert checkpoints.load(state, STEP) == [{"position": 2}]

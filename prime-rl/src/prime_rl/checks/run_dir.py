@@ -7,9 +7,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from prime_rl.checks.start_dir import StartDir
+from prime_rl.configs.ranges import LATEST
 from prime_rl.configs.trainer import CheckpointConfig, beyond_end
-from prime_rl.run.directory import LATEST, latest_step, missing_counterpart
-from prime_rl.run.paths import OrchestratorPaths, RunPaths, stable_steps
+from prime_rl.run.paths import RunPaths
+from prime_rl.run.resume_point import CannotResume, SavedSteps
 from prime_rl.run.resuming import changes_since
 from prime_rl.utils.pydantic_config import BaseSettings
 
@@ -30,17 +31,14 @@ def output_fault(output_dir: Path, start: StartDir) -> str | None:
 def latest_step_faults(ckpt: CheckpointConfig | None, max_steps: int | None, paths: RunPaths) -> Iterator[str]:
     """Why the latest checkpoint is beyond the end of the run. A step that the config names is checked with it."""
     if ckpt is not None and ckpt.resume_step == LATEST and not ckpt.skip_progress:
-        yield from beyond_end(max(stable_steps(paths.checkpoints), default=None), max_steps)
+        yield from beyond_end(_step_of(ckpt, paths), max_steps)
 
 
-def counterpart_faults(ckpt: CheckpointConfig | None, paths: RunPaths, run: OrchestratorPaths) -> Iterator[str]:
+def counterpart_faults(ckpt: CheckpointConfig | None, paths: RunPaths) -> Iterator[str]:
     """Why the orchestrator cannot continue from the trainer's checkpoint. Only a step that the trainer has counts."""
-    saved = stable_steps(paths.checkpoints)
-    if ckpt is None or ckpt.resume_step is None or not saved:
-        return
-    both = set(saved) & set(stable_steps(run.checkpoints))
-    step = max(both or saved) if ckpt.resume_step == LATEST else ckpt.resume_step
-    if step in saved and (fault := missing_counterpart(paths, run, step)):
+    saved = SavedSteps.of(paths)
+    step = _step_of(ckpt, paths)
+    if step is not None and step in saved.complete and (fault := saved.missing_counterpart(step)):
         yield fault
 
 
@@ -48,7 +46,16 @@ def changed_key_faults(
     ckpt: CheckpointConfig | None, paths: RunPaths, configs: Mapping[str, BaseSettings]
 ) -> Iterator[str]:
     """Keys of `configs`, by component, with a value that the checkpoint to resume from rules out."""
-    if ckpt is None or ckpt.resume_step is None:
-        return
-    step = latest_step(paths) if ckpt.resume_step == LATEST else ckpt.resume_step
-    yield from changes_since(paths, step, configs).faults()
+    step = _step_of(ckpt, paths)
+    if step is not None:
+        yield from changes_since(paths, step, configs).faults()
+
+
+def _step_of(ckpt: CheckpointConfig | None, paths: RunPaths) -> int | None:
+    """The step to resume from. None without one; why there is none is told when the directory is checked."""
+    if ckpt is None or ckpt.resume_step is None or ckpt.resume_step >= 0:
+        return None if ckpt is None else ckpt.resume_step
+    try:
+        return SavedSteps.of(paths).choose(ckpt.resume_step).step
+    except CannotResume:
+        return None

@@ -81,7 +81,7 @@ def _rl_faults(config: RLConfig, start: StartDir) -> Iterator[str]:
     trainer, server = config.trainer, config.inference
     yield from _run_faults(config.output_dir, trainer, start)
     run = RunPaths(start.find(config.output_dir))
-    yield from counterpart_faults(trainer.ckpt, run, run.orchestrator)
+    yield from counterpart_faults(trainer.ckpt, run)
     yield from changed_key_faults(trainer.ckpt, run, compared_configs(config))
     is_shared = server is not None and server.model.name == trainer.model.name
     key = "model.name" if is_shared else "trainer.model.name"

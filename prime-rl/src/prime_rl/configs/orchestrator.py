@@ -20,9 +20,9 @@ from prime_rl.configs.ranges import (
     LearningRate,
     Port,
     Processes,
+    ResumeStep,
     Seconds,
     Seed,
-    StepOrLatest,
     TransferSeconds,
     WholeNumber,
 )
@@ -141,8 +141,9 @@ class CheckpointConfig(BaseConfig):
     interval: Count | None = None
     """Steps between two checkpoints. None keeps only the counterparts of the trainer's, and the last one."""
 
-    resume_step: StepOrLatest | None = None
-    """Step to continue from. -1 is the latest; None starts a new run."""
+    resume_step: ResumeStep | None = None
+    """Step to continue from; `--resume` is short for it. `latest` (or -1) is the newest that all parts of the run have
+    whole. `auto` (or -2) is that too, but starts a new run if there is none. None starts a new run."""
 
     wait_for_weights_timeout: Seconds | None = None
     """Seconds to wait for the weights of the step to resume from. None does not wait. `rl` sets 600 for a run that

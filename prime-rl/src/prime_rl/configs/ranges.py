@@ -1,8 +1,8 @@
 """Ranges of numbers that many keys share. NaN and infinity are refused everywhere, by the base classes of configs."""
 
-from typing import Annotated
+from typing import Annotated, Any
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
 LARGEST = 1_000_000_000
@@ -12,8 +12,6 @@ Count = Annotated[int, Field(ge=1, le=LARGEST)]
 WholeNumber = Annotated[int, Field(ge=0, le=LARGEST)]
 CountOrAll = Annotated[int, Field(ge=-1, le=LARGEST)]
 """-1 is all."""
-StepOrLatest = Annotated[int, Field(ge=-1, le=LARGEST)]
-"""-1 is the latest step."""
 Seconds = Annotated[int, Field(ge=1, le=LARGEST)]
 TransferSeconds = Annotated[int, Field(ge=1, le=604_800)]
 """At most a week, which the inference servers accept."""
@@ -27,6 +25,27 @@ Seed = Annotated[int, Field(ge=-(10**18), le=10**18)]
 """Fits into 64 bits after a number of requests or epochs is added to it."""
 NaturalSeed = Annotated[int, Field(ge=0, le=2**32 - 1)]
 """A seed for NumPy."""
+
+LATEST = -1
+"""As a step to resume from: the newest one that can be resumed."""
+AUTO = -2
+"""As a step to resume from: the newest one, or a new run if there is none."""
+_RESUME_WORDS = {"latest": LATEST, "auto": AUTO}
+
+
+def _step_of_word(value: Any) -> Any:
+    if not isinstance(value, str) or value.strip().lstrip("-").isdecimal():
+        return value
+    if value not in _RESUME_WORDS:
+        words = ", ".join(_RESUME_WORDS)
+        raise PydanticCustomError(
+            "resume_step", "is neither a step nor one of {words} (got '{value}')", {"words": words, "value": value}
+        )
+    return _RESUME_WORDS[value]
+
+
+ResumeStep = Annotated[int, Field(ge=AUTO, le=LARGEST), BeforeValidator(_step_of_word)]
+"""The words `latest` and `auto` are kept as -1 and -2."""
 
 
 def _not_tiny(temperature: float) -> float:

@@ -38,7 +38,17 @@ from prime_rl.configs.optim import (
     SGDConfig,
     schedule_faults,
 )
-from prime_rl.configs.ranges import Count, Port, Processes, Seconds, StepOrLatest, TransferSeconds, WholeNumber
+from prime_rl.configs.ranges import (
+    AUTO,
+    LATEST,
+    Count,
+    Port,
+    Processes,
+    ResumeStep,
+    Seconds,
+    TransferSeconds,
+    WholeNumber,
+)
 from prime_rl.configs.shared import (
     Device,
     FileSystemTransportConfig,
@@ -119,8 +129,9 @@ class CheckpointConfig(BaseConfig):
     weights: WeightCheckpointConfig | None = WeightCheckpointConfig()
     """Also export the weights. None exports none."""
 
-    resume_step: StepOrLatest | None = None
-    """Step to continue from. -1 is the latest; None starts a new run."""
+    resume_step: ResumeStep | None = None
+    """Step to continue from; `--resume` is short for it. `latest` (or -1) is the newest that all parts of the run have
+    whole. `auto` (or -2) is that too, but starts a new run if there is none. None starts a new run."""
 
     keep_last: Count | None = None
     """Number of newest checkpoints to keep. None disables the rule."""
@@ -254,8 +265,8 @@ def training_faults(config: Any) -> Iterator[str]:
 def _step_faults(config: Any) -> Iterator[str]:
     """What does not fit into `max_steps`: the step to continue from, or the schedule."""
     ckpt = config.ckpt
-    # -1 is the latest step, which only the run's directory knows.
-    resume_step = None if ckpt is None or ckpt.resume_step == -1 else ckpt.resume_step
+    # The latest step is known only to the run's directory.
+    resume_step = None if ckpt is None or ckpt.resume_step in (LATEST, AUTO) else ckpt.resume_step
     if ckpt is not None and not ckpt.skip_progress and (faults := list(beyond_end(resume_step, config.max_steps))):
         yield from faults
     elif getattr(config, "num_epochs", None) is None:  # SFT finds the number of steps once it knows its data

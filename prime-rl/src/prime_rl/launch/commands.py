@@ -11,7 +11,7 @@ from prime_rl.configs.surface.not_built import unbuilt_faults
 from prime_rl.launch.plan import eval_demand, plan_eval, plan_rl, plan_sft, port_fault, rl_demand, sft_demand
 from prime_rl.launch.run import Command, LaunchRefused
 from prime_rl.launch.site import Sharing
-from prime_rl.run.directory import LATEST, check_run_dir, prepare_run_dir
+from prime_rl.run.directory import check_run_dir, prepare_run_dir
 from prime_rl.run.evaluations import (
     EvaluationRefused,
     check_settings,
@@ -20,6 +20,7 @@ from prime_rl.run.evaluations import (
     settings_of,
 )
 from prime_rl.run.paths import EvalPaths, RunPaths
+from prime_rl.run.resume_point import SavedSteps, end_of
 from prime_rl.run.resuming import changes_since, compared_configs
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ def _eval_faults(config: OfflineEvalConfig, sharing: Sharing) -> list[str]:
 
 
 def _check_run(config: SFTConfig | RLConfig, paths: RunPaths) -> int | None:
-    return check_run_dir(paths, resume_step_of(config), config.clean_output_dir)
+    return check_run_dir(paths, resume_step_of(config), config.clean_output_dir, end_of(config))
 
 
 def _prepare_run(config: SFTConfig | RLConfig, paths: RunPaths, resume_step: int | None) -> None:
@@ -67,15 +68,28 @@ def _prepare_run(config: SFTConfig | RLConfig, paths: RunPaths, resume_step: int
 def _sft_notes(config: SFTConfig, paths: RunPaths, resume_step: int | None) -> list[str]:
     # During a run the trainer's log, which is on the screen, lists the changes.
     changes = _changes(config, paths, resume_step) if config.dry_run else []
-    return [*disk_forecast(config, paths.root), *changes]
+    return [*disk_forecast(config, paths.root), *_passed_over(config, paths, resume_step), *changes]
 
 
 def _rl_notes(config: RLConfig, paths: RunPaths, resume_step: int | None) -> list[str]:
-    return [*disk_forecast(config.trainer, paths.root), *_changes(config, paths, resume_step)]
+    passed_over = _passed_over(config, paths, resume_step)
+    return [*disk_forecast(config.trainer, paths.root), *passed_over, *_changes(config, paths, resume_step)]
+
+
+def _passed_over(config: SFTConfig | RLConfig, paths: RunPaths, resume_step: int | None) -> list[str]:
+    """Why checkpoints after `resume_step` are not used."""
+    if resume_step is None or (wanted := resume_step_of(config)) is None:
+        return []
+    saved = SavedSteps.of(paths)
+    if wanted >= 0:
+        newer = [step for step in saved.complete if step > wanted]
+        listed = ", ".join(map(str, newer))
+        return [f"warning: resuming from step {wanted} leaves the newer steps {listed} in place"] if newer else []
+    return [f"warning: resuming from step {resume_step}: {fault}" for fault in saved.choose(wanted).passed_over]
 
 
 def _changes(config: SFTConfig | RLConfig, paths: RunPaths, resume_step: int | None) -> list[str]:
-    if resume_step is None or resume_step == LATEST:
+    if resume_step is None:
         return []
     return list(changes_since(paths, resume_step, compared_configs(config)).lines())
 

@@ -62,7 +62,7 @@ class Job:
         program = Path(argv[0]).name
         if program not in COMMANDS:
             return f"continue with {shlex.join(self.resume)}"
-        words = (*_without(argv[1:], self.resume[:1]), *self.resume)
+        words = (*_without(argv[1:], ("--resume", "--ckpt.resume-step") if self.resume else ()), *self.resume)
         start = "uv run " if UV_VARIABLE in env else ""
         return f"continue with\n  {start}{shlex.join((program, *words))}"
 

@@ -216,7 +216,9 @@ def _broadcast_flags(config: RLConfig, site: Site) -> tuple[str, ...]:
 def _resume_flags(ckpt: object, resume_step: int | None) -> tuple[str, ...]:
     """Flags for a step that differs from the one in the config, as "the latest" does once it is known."""
     configured = getattr(ckpt, "resume_step", None)
-    return () if resume_step == configured else ("--ckpt.resume-step", str(resume_step))
+    if resume_step == configured:
+        return ()
+    return ("--no-ckpt.resume-step",) if resume_step is None else ("--ckpt.resume-step", str(resume_step))
 
 
 def _stall_limits(stall: StallConfig) -> StallLimits:
@@ -228,7 +230,7 @@ def _stopping(ckpt: object) -> str:
 
 
 def _resume(ckpt: object) -> tuple[str, ...] | None:
-    return None if ckpt is None else ("--ckpt.resume-step", "-1")
+    return None if ckpt is None else ("--resume", "latest")
 
 
 def _resources(processes: tuple[ProcessSpec, ...]) -> Resources:

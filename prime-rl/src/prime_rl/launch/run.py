@@ -21,7 +21,7 @@ from prime_rl.launch.spec import CannotStart, Outcome
 from prime_rl.launch.stalls.watchdog import Watchdog
 from prime_rl.launch.supervisor import Supervisor
 from prime_rl.run.access import files_readable_by
-from prime_rl.run.directory import OutputDirInUse, RunDirError, write_configs
+from prime_rl.run.directory import OutputDirInUse, RunDirError, RunFinished, write_configs
 from prime_rl.run.lock import run_lock
 from prime_rl.run.paths import RunPaths, stable_steps
 from prime_rl.run.unfinished import settle
@@ -98,13 +98,16 @@ def launch(
     Prints one line for each fault to stderr.
 
     Returns:
-        0 if the run is complete, or was a dry run; 2 if it cannot be started as configured; 128 + n after signal n;
+        0 if the run is complete or was a dry run; 2 if it cannot be started as configured; 128 + n after signal n;
         otherwise 1.
     """
     faults: tuple[str, ...]
     try:
         with files_readable_by(config.file_access):
             return _launch(command, config, screen, sharing, bin_dir)
+    except RunFinished as finished:
+        sys.stdout.write(f"{finished}\n")
+        return 0
     except LaunchRefused as error:
         faults, code = error.faults, 2
     except (DeviceError, OutputDirInUse, RunDirError) as error:

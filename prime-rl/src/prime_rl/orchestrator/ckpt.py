@@ -18,15 +18,14 @@ from typing import Any
 
 from prime_rl.configs.orchestrator import CheckpointConfig
 from prime_rl.orchestrator.errors import ResumeFault
-from prime_rl.run.directory import missing_counterpart
 from prime_rl.run.paths import OrchestratorPaths, RunPaths, stable_steps, step_of
+from prime_rl.run.resume_point import CannotResume, SavedSteps
 from prime_rl.run.retention import kept_steps
 from prime_rl.utils.contents import find_damage
 from prime_rl.utils.files import STABLE, remove_directory, replacing_directory
 from prime_rl.utils.logger import get_logger
 from prime_rl.utils.waiting import Wait
 
-LATEST = -1
 WEIGHTS_POLL_S = 0.2
 QUIET_S = 10.0
 
@@ -86,22 +85,18 @@ class Checkpoints:
     def resolve(self, resume_step: int | None) -> int | None:
         """Return the step to resume from; None for a fresh start.
 
-        -1 is the trainer's latest step, since the trainer's checkpoint has the weights.
-
         Raises:
-            ResumeFault: the orchestrator has no checkpoint of that step.
+            ResumeFault: the orchestrator has no checkpoint of that step, or there is nothing to resume.
         """
-        if resume_step is None:
-            return None
-        if resume_step == LATEST:
-            saved = stable_steps(self.run.checkpoints)
-            if not saved:
-                get_logger().warning(f"No complete checkpoint in {self.run.checkpoints}: starting afresh")
-                return None
-            resume_step = saved[-1]
-        if fault := missing_counterpart(self.run, self.paths, resume_step):
+        saved = SavedSteps(self.run, self.paths)
+        try:
+            is_word = resume_step is not None and resume_step < 0
+            step = saved.choose(resume_step).step if is_word else resume_step
+        except CannotResume as error:
+            raise ResumeFault(str(error)) from error
+        if step is not None and (fault := saved.missing_counterpart(step)):
             raise ResumeFault(fault)
-        return resume_step
+        return step
 
     def prune(self, version: int, newest: int) -> None:
         """Delete checkpoints before `version` that neither a trainer's checkpoint nor the config keeps.

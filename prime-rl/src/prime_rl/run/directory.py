@@ -9,17 +9,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from prime_rl.run.paths import OrchestratorPaths, RunPaths, stable_steps, step_of
-from prime_rl.utils.contents import STABLE, find_damage
+from prime_rl.configs.ranges import AUTO
+from prime_rl.run.paths import RunPaths, step_of
+from prime_rl.run.resume_point import CannotResume, SavedSteps
+from prime_rl.utils.contents import STABLE
+from prime_rl.utils.files import PARTIAL
 
 if TYPE_CHECKING:
     from prime_rl.utils.pydantic_config import BaseSettings
 
 KEEP_VARIABLE = "NEVER_CLEAN_OUTPUT_DIR"
 """If this environment variable is set, output directories are never cleaned."""
-
-LATEST = -1
-"""As a step to resume from: the latest."""
 
 _NOT_CLEANED = frozenset({"configs", "slurm", "rl.sh", "sft.sh", "run.lock"})
 """Files that the batch job itself uses, and the lock. A launch overwrites its own."""
@@ -37,20 +37,28 @@ class RunDirError(Exception):
     """The output directory cannot be used as asked."""
 
 
-def check_run_dir(paths: RunPaths, resume_step: int | None, clean: bool = False) -> int | None:
-    """Check the directory, without changing it, and return the step to resume from, if any.
+class RunFinished(Exception):
+    """The run has done all of its work, and `auto` leaves it at that. The message is for the user."""
 
-    -1 becomes the newest step that trainer and orchestrator have both completed, or else the trainer's newest. Without
-    any it stays -1, and the components start a new run.
+
+def check_run_dir(
+    paths: RunPaths, resume_step: int | None, clean: bool = False, max_steps: int | None = None
+) -> int | None:
+    """Check the directory, without changing it, and return the step to resume from. None starts a new run.
+
+    `resume_step` is a step, -1 (`latest`) or -2 (`auto`); `max_steps` is where the run ends, if that is known.
 
     Raises:
         OutputDirInUse: a new run would find another run's checkpoints.
-        RunDirError: the directory must not be cleaned, or the step to resume from does not exist or lacks a file.
+        RunDirError: the directory must not be cleaned, or there is nothing to resume, or nothing left to do.
+        RunFinished: there is nothing left to do, and `resume_step` is -2.
     """
-    if resume_step is not None:
-        step = _resolve(paths, resume_step)
-        if step != LATEST and (fault := find_damage(paths.checkpoint(step), hashes=False)):
-            raise RunDirError(f"{fault}; {advice_for_damage(paths, step)}")
+    try:
+        step = SavedSteps.of(paths).choose(resume_step).step
+    except CannotResume as error:
+        raise RunDirError(str(error)) from error
+    if step is not None:
+        _refuse_if_finished(paths, step, max_steps, is_auto=resume_step == AUTO)
         return step
     if _is_to_be_cleaned(clean):
         _check_cleanable(paths.root)
@@ -103,31 +111,13 @@ def _clean(root: Path) -> None:
             entry.unlink()
 
 
-def latest_step(paths: RunPaths) -> int:
-    """The newest step that trainer and orchestrator have both completed, or else the trainer's newest; or -1."""
-    complete = stable_steps(paths.checkpoints)
-    common = set(complete) & set(stable_steps(paths.orchestrator.checkpoints))
-    return max(common or complete, default=LATEST)
-
-
-def _resolve(paths: RunPaths, resume_step: int) -> int:
-    complete = stable_steps(paths.checkpoints)
-    if resume_step == LATEST:
-        return latest_step(paths)
-    if resume_step not in complete:
-        there = ", ".join(map(str, complete)) or "none"
-        raise RunDirError(
-            f"no complete checkpoint {paths.checkpoint(resume_step)} to resume from; complete steps: {there}"
-        )
-    return resume_step
-
-
-def advice_for_damage(paths: RunPaths, step: int) -> str:
-    """What to do about a damaged checkpoint of `step`."""
-    earlier = [other for other in stable_steps(paths.checkpoints) if other < step]
-    if not earlier:
-        return "there is no earlier checkpoint: start a new run in another directory"
-    return f"continue from an earlier checkpoint with --ckpt.resume-step {earlier[-1]}"
+def _refuse_if_finished(paths: RunPaths, step: int, max_steps: int | None, is_auto: bool) -> None:
+    if max_steps is None or not SavedSteps.of(paths).is_finished(step, max_steps):
+        return
+    finished = f"the run in {paths.root} is finished: its last checkpoint is step {step}, and max_steps = {max_steps}"
+    if is_auto:
+        raise RunFinished(f"{finished}; there is nothing left to do")
+    raise RunDirError(f"{finished}; raise max_steps to continue it")
 
 
 def _discard_stale(paths: RunPaths, resume_step: int | None) -> None:
@@ -162,27 +152,16 @@ def _set_aside(metrics: Path) -> None:
         metrics.rename(next(name for name in names if not name.exists()))
 
 
-def missing_counterpart(paths: RunPaths, run: OrchestratorPaths, step: int) -> str | None:
-    """Why the orchestrator has nothing to continue from at a step that the trainer saved; None if it has."""
-    saved = stable_steps(run.checkpoints)
-    if step in saved:
-        return None
-    common = set(saved) & set(stable_steps(paths.checkpoints))
-    advice = (
-        f"resume from {max(common)}, the newest step that both have" if common else "start again in another directory"
-    )
-    return f"the trainer's checkpoint of step {step} has no counterpart {run.checkpoint(step)}: {advice}"
-
-
 def check_output_dir(paths: RunPaths, resuming: bool) -> None:
     """Refuse to start a new run in a directory with another run's checkpoints.
 
     Raises:
-        OutputDirInUse: `OUT/checkpoints` has entries and the run does not resume.
+        OutputDirInUse: `OUT/checkpoints` has entries, other than a save that did not end, and the run does not resume.
     """
-    if resuming or not paths.checkpoints.is_dir() or not any(paths.checkpoints.iterdir()):
+    entries = paths.checkpoints.iterdir() if paths.checkpoints.is_dir() and not resuming else ()
+    if not any(entry.suffix != PARTIAL for entry in entries):
         return
     raise OutputDirInUse(
         f"{paths.root} holds the checkpoints of another run: choose another --output-dir, "
-        "continue it with --ckpt.resume-step -1, or replace it with --clean-output-dir"
+        "continue it with --resume latest, or replace it with --clean-output-dir"
     )

@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 from prime_rl.configs.algorithms import Algorithm
 from prime_rl.configs.inference import InferenceConfig
 from prime_rl.configs.orchestrator import OrchestratorConfig
-from prime_rl.configs.ranges import Count, Gpus, Nodes, Port, StepOrLatest, TransferSeconds, WholeNumber
+from prime_rl.configs.ranges import Count, Gpus, Nodes, Port, ResumeStep, TransferSeconds, WholeNumber
 from prime_rl.configs.shared import Device
 from prime_rl.configs.trainer import TrainerConfig
 from prime_rl.utils.pydantic_config import BaseConfig
@@ -33,8 +33,9 @@ class SharedCheckpointConfig(BaseConfig):
     interval: Count | None = None
     """Steps between two checkpoints."""
 
-    resume_step: StepOrLatest | None = None
-    """Step to continue from. -1 is the latest."""
+    resume_step: ResumeStep | None = None
+    """Step to continue from; `--resume` is short for it. `latest` (or -1) is the newest that all parts of the run have
+    whole. `auto` (or -2) is that too, but starts a new run if there is none."""
 
     keep_last: Count | None = None
     """Number of newest checkpoints to keep."""

@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Mapping
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from pydantic import model_validator
 
@@ -13,6 +13,8 @@ from prime_rl.utils.pydantic_config import BaseSettings, ConfigWarning
 
 class RootConfig(BaseSettings):
     """What a command reads: files, environment variables and arguments."""
+
+    shortcuts: ClassVar[Mapping[str, str]] = {"resume": "ckpt.resume_step"}
 
     @model_validator(mode="after")
     def _warn_of_ignored_keys(self) -> Self:

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
 from prime_rl.configs.trainer import CheckpointConfig
-from prime_rl.run.directory import advice_for_damage
-from prime_rl.run.paths import RunPaths, stable_steps
+from prime_rl.run.paths import RunPaths
+from prime_rl.run.resume_point import CannotResume, SavedSteps
 from prime_rl.run.retention import DEFAULT_KEPT
 from prime_rl.trainer.checkpoints.files import (
     BackgroundJobs,
@@ -77,23 +77,12 @@ class CheckpointManager:
         """The step to resume from, or None to start from step 0.
 
         Raises:
-            CheckpointError: the step that the config names has no complete checkpoint.
+            CheckpointError: there is nothing to resume, or the step that the config names is not there or damaged.
         """
-        wanted = self.config.resume_step
-        if wanted is None:
-            return None
-        steps = stable_steps(self.paths.checkpoints)
-        if wanted == -1:
-            if not steps and self.process.is_main:
-                get_logger().warning(f"no complete checkpoint in {self.paths.checkpoints}: starting from step 0")
-            return steps[-1] if steps else None
-        if wanted not in steps:
-            known = ", ".join(map(str, steps)) or "none"
-            raise CheckpointError(
-                f"ckpt.resume_step = {wanted}: no complete checkpoint in {self.paths.checkpoint(wanted)} "
-                f"(complete steps: {known})"
-            )
-        return wanted
+        try:
+            return SavedSteps.of(self.paths).choose(self.config.resume_step).step
+        except CannotResume as error:
+            raise CheckpointError(str(error)) from error
 
     def is_due(self, step: int) -> bool:
         """Whether `ckpt.interval` asks for a checkpoint after `step` optimizer steps."""
@@ -252,7 +241,7 @@ class CheckpointManager:
         with together(self.process, self._group, self.paths.root):
             share = slice(self.process.rank, None, self.process.world_size)
             if fault := find_damage(self.paths.checkpoint(step), share):
-                raise CheckpointError(f"{fault}; {advice_for_damage(self.paths, step)}")
+                raise CheckpointError(f"{fault}; {SavedSteps.of(self.paths).advice_for_damage(step)}")
 
     def _load_own(self, directory: Path) -> dict[str, Any]:
         """What this process saved; if there are more processes now, some get what another one saved."""

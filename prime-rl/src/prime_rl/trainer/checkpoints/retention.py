@@ -48,7 +48,7 @@ class Retention:
         resume_step = config.resume_step
         self.steps: set[int] = set()
         if resume_step is not None:
-            self.steps = {step for step in stable_steps(parent) if resume_step == -1 or step <= resume_step}
+            self.steps = {step for step in stable_steps(parent) if resume_step < 0 or step <= resume_step}
 
     def keep(self, step: int) -> None:
         """Add `step`, and delete the steps that the rules no longer keep."""

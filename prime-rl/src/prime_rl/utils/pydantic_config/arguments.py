@@ -19,6 +19,7 @@ from prime_rl.utils.pydantic_config.schema import (
     is_table,
     list_items,
     sections_among,
+    shortcuts_of,
 )
 from prime_rl.utils.pydantic_config.suggest import advice_for_key
 from prime_rl.utils.pydantic_config.values import NULLS, BadText, parse_text
@@ -141,9 +142,10 @@ def to_kebab_case(args: list[str]) -> list[str]:
 
 def _read_option(root: Section, parsed: ParsedArguments, flag: str, text: str | None, words: list[str]) -> None:
     """Assign one option. Raises KeyError for an unknown key, and BadText for a malformed value."""
-    site = find_key(root, flag[2:])
+    name = flag[2:]
+    site = find_key(root, shortcuts_of(root).get(name, name))
     if site is None:
-        site = find_negated(root, flag[2:])
+        site = find_negated(root, name)
         if site is None:
             raise KeyError(flag)
         if text is not None:

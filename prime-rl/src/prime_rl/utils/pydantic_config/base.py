@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -158,6 +158,9 @@ class BaseSettings(pydantic_settings.BaseSettings):
     )
     component: ClassVar[str] = ""
     """Name of this config in other configs, and in messages about its keys."""
+
+    shortcuts: ClassVar[Mapping[str, str]] = {}
+    """Options with a name of their own: the dotted key that each sets."""
 
     files_to_read: ClassVar[tuple[Path, ...]] = ()
 

@@ -21,6 +21,7 @@ from prime_rl.utils.pydantic_config.schema import (
     find_key,
     list_items,
     sections_among,
+    shortcuts_of,
     tag_of,
     walk_fields,
 )
@@ -163,7 +164,8 @@ def help_text(root: Section, allow_extras: bool = False) -> str:
         kind = "section" if sections_among(alternatives(field.annotation)) else type_text(field.annotation)
         facts = ", ".join(part for part in (kind, bounds_text(field), f"default {default_text(field)}") if part)
         flag = "--" + ".".join(path).replace("_", "-")
-        lines += [f"  {flag}  ({facts})", f"      {field_doc(owner, path[-1])}"]
+        short = next((f", --{name}" for name, key in shortcuts_of(root).items() if key == ".".join(path)), "")
+        lines += [f"  {flag}{short}  ({facts})", f"      {field_doc(owner, path[-1])}"]
     return "\n".join(lines) + "\n"
 
 

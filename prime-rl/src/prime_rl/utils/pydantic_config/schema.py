@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from types import NoneType, UnionType
@@ -149,6 +149,12 @@ def has_key(root: Section, path: Sequence[str]) -> bool:
         if length == len(path):
             return True
     return False
+
+
+def shortcuts_of(root: Section) -> Mapping[str, str]:
+    """Options of `root` with a name of their own, and the dotted key that each sets."""
+    shortcuts: Mapping[str, str] = getattr(root, "shortcuts", {})
+    return shortcuts
 
 
 def find_negated(root: Section, name: str) -> KeySite | None:

@@ -1,0 +1,164 @@
+"""Chooses the checkpoint that a run continues from: the newest one that trainer and orchestrator both have whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from prime_rl.configs.ranges import AUTO
+from prime_rl.run.paths import OrchestratorPaths, RunPaths, stable_steps, step_of
+from prime_rl.utils.contents import find_damage
+from prime_rl.utils.files import PARTIAL, STABLE
+
+if TYPE_CHECKING:
+    from prime_rl.configs.rl import RLConfig
+    from prime_rl.configs.sft import SFTConfig
+
+
+class CannotResume(Exception):
+    """There is no such checkpoint, or it is damaged. The message names the nearest one that can be resumed."""
+
+
+@dataclass(frozen=True, slots=True)
+class ResumePoint:
+    """Where a run starts."""
+
+    step: int | None
+    """None starts a new run."""
+    passed_over: tuple[str, ...] = ()
+    """Why newer checkpoints are not used, one line each."""
+
+
+def end_of(config: SFTConfig | RLConfig) -> int | None:
+    """The step after which a run has done its work. None if only its data tells, or if it counts steps anew."""
+    trainer: Any = getattr(config, "trainer", config)
+    max_steps: int | None = trainer.max_steps
+    return None if trainer.ckpt is not None and trainer.ckpt.skip_progress else max_steps
+
+
+@dataclass(frozen=True, slots=True)
+class SavedSteps:
+    """The checkpoints of a run: those of the trainer and, in an RL run, their counterparts of the orchestrator."""
+
+    paths: RunPaths
+    run: OrchestratorPaths
+
+    @classmethod
+    def of(cls, paths: RunPaths) -> SavedSteps:
+        return cls(paths, paths.orchestrator)
+
+    @property
+    def complete(self) -> list[int]:
+        """Steps that the trainer has saved completely, ascending."""
+        return stable_steps(self.paths.checkpoints)
+
+    @property
+    def has_orchestrator(self) -> bool:
+        return bool(stable_steps(self.run.checkpoints))
+
+    def choose(self, resume_step: int | None) -> ResumePoint:
+        """Find the step that `ckpt.resume_step` stands for: a step, -1 (`latest`) or -2 (`auto`).
+
+        Reads sizes of the trainer's files, not their contents.
+
+        Raises:
+            CannotResume: there is nothing to resume, or the step is not there or damaged. With `auto` only if there are
+                checkpoints and none of them can be resumed.
+        """
+        if resume_step is None:
+            return ResumePoint(None)
+        if resume_step >= 0:
+            if fault := self.fault_of(resume_step):
+                raise CannotResume(fault)
+            return ResumePoint(resume_step)
+        found = self._newest_whole()
+        if found.step is not None:
+            return found
+        if found.passed_over:
+            raise CannotResume(
+                f"no checkpoint in {self.paths.checkpoints} can be resumed: {'; '.join(found.passed_over)}; "
+                "start a new run in another directory"
+            )
+        if resume_step == AUTO:
+            return found
+        raise CannotResume(
+            f"there is nothing to resume: {self.paths.checkpoints} has no complete checkpoint; start a new run without "
+            "--resume, or let --resume auto decide"
+        )
+
+    def fault_of(self, step: int) -> str | None:
+        """Why the run cannot continue from `step`, and from which step it can; None if it can."""
+        if step not in self.complete:
+            there = ", ".join(map(str, self.complete)) or "none"
+            nearest = min(self._whole(), key=lambda other: abs(other - step), default=None)
+            advice = "" if nearest is None else f"; the nearest that can be resumed is --resume {nearest}"
+            missing = self.paths.checkpoint(step)
+            return f"no complete checkpoint {missing} to resume from (complete steps: {there}){advice}"
+        if self.has_orchestrator and (fault := self.missing_counterpart(step)):
+            return fault
+        damage = self.damage_of(step)
+        return None if damage is None else f"{damage}; {self.advice_for_damage(step)}"
+
+    def damage_of(self, step: int) -> str | None:
+        """The first file of `step` that is not as it was written, by its size; None if there is none."""
+        part = self.run.checkpoint(step).parent
+        # The orchestrator's files are small enough to compare their hashes.
+        return find_damage(self.paths.checkpoint(step), hashes=False) or find_damage(part)
+
+    def advice_for_damage(self, step: int) -> str:
+        """What to do about a damaged checkpoint of `step`."""
+        earlier = next((other for other in self._whole() if other < step), None)
+        if earlier is None:
+            return "there is no earlier checkpoint: start a new run in another directory"
+        return f"continue from an earlier checkpoint with --resume {earlier}"
+
+    def missing_counterpart(self, step: int) -> str | None:
+        """Why the orchestrator has nothing to continue from at a step that the trainer saved; None if it has."""
+        saved = stable_steps(self.run.checkpoints)
+        if step in saved:
+            return None
+        newest = next(self._whole(), None) if saved else None
+        advice = (
+            f"resume from {newest}, the newest step that both have"
+            if newest is not None
+            else "start again in another directory"
+        )
+        return f"the trainer's checkpoint of step {step} has no counterpart {self.run.checkpoint(step)}: {advice}"
+
+    def is_finished(self, step: int, max_steps: int | None) -> bool:
+        """Whether the run that saved `step` has done all of its work, the end of it included."""
+        parts = ("trainer", "orchestrator") if self.has_orchestrator else ("trainer",)
+        all_said_so = all(self.paths.completion(part).is_file() for part in parts)
+        return max_steps is not None and step >= max_steps and all_said_so
+
+    def _whole(self) -> Iterator[int]:
+        """Steps that can be resumed, newest first."""
+        return (step for step in reversed(self.complete) if self._why_not(step) is None)
+
+    def _newest_whole(self) -> ResumePoint:
+        passed_over: list[str] = []
+        for step in sorted(self._begun(), reverse=True):
+            fault = self._why_not(step)
+            if fault is None:
+                return ResumePoint(step, tuple(passed_over))
+            passed_over.append(fault)
+        return ResumePoint(None, tuple(passed_over))
+
+    def _begun(self) -> set[int]:
+        """Steps whose save has begun. A save that did not end counts only among others: alone, it left nothing."""
+        names = [child.name for child in self.paths.checkpoints.iterdir()] if self.paths.checkpoints.is_dir() else []
+        steps = {step_of(Path(name.removesuffix(PARTIAL))) for name in names}
+        has_any = any(step_of(Path(name)) is not None for name in names)
+        return {step for step in steps if step is not None} if has_any else set()
+
+    def _why_not(self, step: int) -> str | None:
+        directory = self.paths.checkpoint(step)
+        if not directory.is_dir():
+            return f"{directory} was still being written when the run ended"
+        if not (directory / STABLE).is_file():
+            return f"{directory} is not complete: it has no file {STABLE}"
+        if self.has_orchestrator and step not in stable_steps(self.run.checkpoints):
+            return f"the trainer's step {step} has no counterpart {self.run.checkpoint(step)}"
+        return self.damage_of(step)
