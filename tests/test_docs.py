@@ -16,6 +16,8 @@ from medarc_rl import medarc_slurm, medarc_train
 from prime_rl.configs.eval import OfflineEvalConfig
 from prime_rl.configs.rl import RLConfig
 from prime_rl.configs.sft import SFTConfig
+from prime_rl.run.paths import RunPaths
+from prime_rl.utils.files import STABLE
 from prime_rl.utils.pydantic_config import load_config
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -137,10 +139,15 @@ COMMANDS = [(page, command) for page in PAGES for command in commands_in(page)]
 def test_every_command_in_a_page_is_dry_run(
     page: Path, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`medarc_slurm` stands in for `medarc_train`: it takes the same words, and looks for no GPU."""
+    """`medarc_slurm` stands in for `medarc_train`: it takes the same words, and looks for no GPU. A run that a command
+    resumes has saved one step."""
     monkeypatch.chdir(ROOT)
     program, kind, rest = COMMAND.match(command).groups()
     words = [word for word in shlex.split(rest, comments=True) if word not in ("--preflight", "--dry-run")]
+    run = RunPaths(tmp_path)
+    for saved in (run.checkpoint(1), run.orchestrator.checkpoint(1).parent) if "--resume" in words else ():
+        saved.mkdir(parents=True)
+        (saved / STABLE).touch()
     app = medarc_train.app if kind == "eval" else medarc_slurm.app
     result = CliRunner().invoke(app, [kind, *words, "--dry-run", "--output-dir", str(tmp_path)])
     assert result.exit_code == 0, f"{program}: {result.output}"

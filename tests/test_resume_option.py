@@ -114,4 +114,4 @@ def test_a_job_is_submitted_with_the_word_and_decides_where_it_runs(request, pat
 def test_the_engines_commands_know_the_option(command: str) -> None:
     program = Path(sys.executable).with_name(command)
     shown = subprocess.run([program, "--help"], capture_output=True, text=True, check=True).stdout
-    assert "  --ckpt.resume-step, --resume  (int?, >= -2, default None)" in shown
+    assert "  --ckpt.resume-step, --resume  (int?, >= -2, <= 1_000_000_000, default None)" in shown

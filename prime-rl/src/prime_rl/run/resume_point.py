@@ -32,7 +32,7 @@ class ResumePoint:
 
 
 def end_of(config: SFTConfig | RLConfig) -> int | None:
-    """The step after which a run has done its work. None if only its data tells, or if it counts steps anew."""
+    """The step after which a run has done its work. None if only its data tells, or if steps count from 0 again."""
     trainer: Any = getattr(config, "trainer", config)
     max_steps: int | None = trainer.max_steps
     return None if trainer.ckpt is not None and trainer.ckpt.skip_progress else max_steps
