@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import stat
 import subprocess
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from medarc_rl.backends.containers import RUNTIMES, Container
 from medarc_rl.backends.launcher import CONFIGS, launcher_job
 from medarc_rl.backends.slurm import NODE_GPUS, BatchJob, SlurmRequest, log_file, render, sbatch_argv, sh_quote
 from medarc_rl.cli import Resume, add_command, new_app, resume_words, say, warn
@@ -31,6 +33,7 @@ from medarc_rl.utils import (
 from prime_rl.configs.rl import RLConfig
 from prime_rl.configs.sft import SFTConfig
 from prime_rl.run.access import files_readable_by
+from prime_rl.run.paths import RunPaths
 from prime_rl.utils.files import replacing_file
 
 Option = typer.Option
@@ -44,6 +47,17 @@ class JobOptions(SlurmRequest):
     resume: Resume = None
     job_name: Annotated[str | None, Option(help="Name of the job; by default <config stem>-sft or -rl.")] = None
     project_dir: Annotated[Path, Option(help="Directory that the job runs in, with .venv, maybe .env.")] = Path()
+    setup: Annotated[
+        Path | None,
+        Option(help="File of bash commands that the job reads first, as `module load cuda` or `conda activate x`."),
+    ] = None
+    container: Annotated[
+        str | None, Option(help="Image to run in, instead of the project's .venv; it has this package installed.")
+    ] = None
+    container_runtime: Annotated[str, Option(help=f"{' or '.join(RUNTIMES)}.")] = RUNTIMES[0]
+    container_mount: Annotated[
+        list[str], Option(help="One more directory in the container, SOURCE or SOURCE:TARGET; may be repeated.")
+    ] = field(default_factory=list)
     hf_cache_dir: Annotated[
         Path | None, Option(help="Hugging Face cache; by default $HF_HOME, else <project dir>/.hf_cache.")
     ] = None
@@ -114,7 +128,7 @@ def check(words: list[str], options: CheckOptions) -> int:
     """
     kind, words = job_kind(words)
     job, run = plan_rl_job(words, options, options) if kind == "rl" else plan_sft_job(words, options, options)
-    check_startable(run, dry_run=False, job_dir=job.project_dir)
+    check_startable(run, dry_run=False, job_dir=job.project_dir, waits=job.queued is not None)
     env = dict(os.environ)
     maybe_autoset_auth_env(env, options.auto_auth)
     return 0 if is_ready(job, run, env) else 1
@@ -146,9 +160,12 @@ def plan_job(command: str, run: Run[Any], options: JobOptions, gpus: int, single
     project_dir = options.project_dir.absolute()
     if not project_dir.is_dir():
         raise UsageError(f"--project-dir {project_dir}: no such directory")
+    if options.setup is not None and not options.setup.is_file():
+        raise UsageError(f"--setup {options.setup}: no such file")
+    queued = next_queued(run.paths) if options.dependency is not None else None
     hf_cache_dir = options.hf_cache_dir or os.environ.get("HF_HOME") or project_dir / ".hf_cache"
     return BatchJob(
-        job=launcher_job(command, run.paths, gpus),
+        job=launcher_job(command, run.paths, gpus, queued),
         name=options.job_name or f"{run.stem}-{command}",
         cpus_per_gpu=options.cpus_per_gpu,
         project_dir=project_dir,
@@ -156,8 +173,26 @@ def plan_job(command: str, run: Run[Any], options: JobOptions, gpus: int, single
         hf_hub_offline=options.hf_hub_offline,
         single_gpu=single_gpu,
         checkpoints=bool(run.checkpoints),
+        setup=options.setup.absolute() if options.setup is not None else None,
+        container=container_of(options),
+        queued=queued,
         request=options,
     )
+
+
+def container_of(options: JobOptions) -> Container | None:
+    """Raises UsageError for a runtime that is not known."""
+    runtime = next((known for known in RUNTIMES if known == options.container_runtime), None)
+    if runtime is None:
+        raise UsageError(f"--container-runtime {options.container_runtime!r}: {' or '.join(RUNTIMES)}")
+    if options.container is None:
+        return None
+    return Container(options.container, runtime, tuple(options.container_mount))
+
+
+def next_queued(paths: RunPaths) -> RunPaths:
+    """Where the next job of a chain keeps its script and config."""
+    return next(queued for number in itertools.count(1) if not (queued := paths.queued(number)).root.exists())
 
 
 def write_and_submit(job: BatchJob, run: Run[Any], options: SubmitOptions) -> int:
@@ -167,7 +202,7 @@ def write_and_submit(job: BatchJob, run: Run[Any], options: SubmitOptions) -> in
         MedarcError: something that the job needs is not there, or sbatch refuses it.
     """
     dry_run = options.dry_run or run.config.dry_run
-    check_startable(run, dry_run, job.project_dir)
+    check_startable(run, dry_run, job.project_dir, waits=job.queued is not None)
     env = dict(os.environ)
     for line in maybe_autoset_auth_env(env, options.auto_auth and not dry_run):
         say(line)
@@ -198,14 +233,14 @@ def write_job(job: BatchJob, run: Run[Any], dry_run: bool) -> None:
     script = render(job)
     if run.config.clean_output_dir and not dry_run:
         prepare_directory(run)
-    component = CONFIGS[job.command]
-    write_components(run, {component: run.config}, dry_run)
+    component, place = CONFIGS[job.command], job.queued or run.paths
+    write_components(replace(run, paths=place), {component: run.config}, dry_run)
     with reporting_directory_errors():
         run.paths.slurm.mkdir(parents=True, exist_ok=True)
         with replacing_file(job.script) as scratch:
             scratch.write_text(script, encoding="utf-8")
             scratch.chmod(scratch.stat().st_mode | stat.S_IXUSR)
-    say(f"config: {run.paths.config(component)}")
+    say(f"config: {place.config(component)}")
     say(f"script: {job.script}")
 
 

@@ -147,11 +147,12 @@ def _dropped(layers: Sequence[Layer], owned: OwnedKeys) -> list[str]:
     return lines
 
 
-def check_startable(run: Run[Any], dry_run: bool, job_dir: Path | None = None) -> None:
+def check_startable(run: Run[Any], dry_run: bool, job_dir: Path | None = None, waits: bool = False) -> None:
     """Refuse a run that cannot work, or that would damage another one.
 
     A dry run prints keys that are not built and packages that are not installed as warnings, and goes on. `job_dir` is
-    the project directory of a batch job; None means that the run starts here.
+    the project directory of a batch job; None means that the run starts here. A job that `waits` for another one may
+    find a directory that is in use now, and continue from a step that does not exist yet.
 
     Raises:
         UsageError: a key is not built, a file or package of the config is missing, or the directory holds another run,
@@ -165,8 +166,11 @@ def check_startable(run: Run[Any], dry_run: bool, job_dir: Path | None = None) -
     # A launch here warns of them itself.
     for fault in tolerated if job_dir is not None else ():
         warn(fault)
+    if waits and run.resume_step is not None:
+        return
     with reporting_directory_errors():
-        refuse_if_locked(run.paths.root)
+        if not waits:
+            refuse_if_locked(run.paths.root)
         check_run_dir(run.paths, run.resume_step, run.config.clean_output_dir, end_of(run.config))
 
 

@@ -114,7 +114,7 @@ SlurmdPort={node_port}
 SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
-AuthInfo=socket={root}/munge.socket
+AuthInfo=socket={root}/munge.socket,cred_expire=5
 StateSaveLocation={root}/state
 SlurmdSpoolDir={root}/spool
 SlurmctldPidFile={root}/slurmctld.pid
@@ -131,7 +131,11 @@ SchedulerParameters=batch_sched_delay=0,sched_min_interval=1
 GresTypes=gpu
 KillWait=30
 NodeName=node0 NodeHostname={host} NodeAddr=127.0.0.1 CPUs=64 RealMemory=64000 Feature=fake Gres=gpu:8 State=UNKNOWN
-PartitionName=main Nodes=ALL Default=YES State=UP
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+JobRequeue=1
+PartitionName=main Nodes=ALL Default=YES State=UP PriorityTier=1 PreemptMode=REQUEUE
+PartitionName=urgent Nodes=ALL State=UP PriorityTier=10 PreemptMode=OFF
 """
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from medarc_rl.backends.containers import Container
 from medarc_rl.backends.launcher import launcher_job
 from medarc_rl.backends.slurm import (
     BatchJob,
@@ -237,3 +238,77 @@ def test_a_short_job_is_not_stopped_before_it_starts(tmp_path: Path) -> None:
 
     assert stops("2:00:00")
     assert not stops("10")
+
+
+REQUEUE = SlurmRequest(requeue=True, max_requeues=3)
+
+
+def test_a_job_that_requeues_itself_is_warned_by_a_signal_of_its_own(tmp_path: Path) -> None:
+    def options(**request: object) -> list[str]:
+        return header(make_job("rl", tmp_path, checkpoints=True, request=SlurmRequest(**request)))[9:]
+
+    assert options(requeue=True) == ["--requeue", "--signal=B:USR2@120"]
+    assert options(requeue=True, signal_before=300, time="2:00:00")[1:] == ["--requeue", "--signal=B:USR2@300"]
+    assert options(signal_before=300) == ["--signal=B:TERM@300"]
+    assert options(dependency="afterany:1:2,singleton") == ["--dependency=afterany:1:2,singleton"]
+
+
+@pytest.mark.parametrize(
+    ("request_", "checkpoints", "says"),
+    [
+        (SlurmRequest(requeue=True), False, "--requeue needs checkpoints"),
+        (SlurmRequest(requeue=True, time="2"), True, "--time 2 is not longer than the 120 s"),
+        (SlurmRequest(signal_before=300, time="5"), True, "--time 5 is not longer than the 300 s"),
+    ],
+)
+def test_a_job_that_could_never_go_on_is_refused(
+    request_: SlurmRequest, checkpoints: bool, says: str, tmp_path: Path
+) -> None:
+    with pytest.raises(UsageError, match=says):
+        header(make_job("sft", tmp_path, checkpoints=checkpoints, request=request_))
+
+
+def test_dot_env_and_setup_may_use_variables_that_are_not_set(project, tmp_path: Path) -> None:
+    programs = project(tmp_path / "project")
+    programs.record = tmp_path / "calls.jsonl"
+    (tmp_path / "project" / ".env").write_text("A=$NOT_SET/a\n")
+    setup = tmp_path / "set up $(touch pwned).sh"
+    setup.write_text("export FROM_SETUP=${ALSO_NOT_SET}yes\n")
+    done = run_script(make_job("sft", tmp_path, setup=setup), tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    (call,) = programs.calls
+    assert (call["env"]["A"], call["env"]["FROM_SETUP"]) == ("/a", "yes")
+    assert not list(tmp_path.rglob("pwned"))
+
+
+@pytest.mark.parametrize("runtime", ["apptainer", "pyxis"])
+def test_a_container_runs_the_launcher_with_the_runs_directories(runtime: str, stand_ins, tmp_path: Path) -> None:
+    """The runtimes are stand-ins: the words that they get are what their manuals ask for."""
+    stand_ins.record = tmp_path / "calls.jsonl"
+    for name in ("apptainer", "srun"):
+        stand_ins.add(name)
+    (tmp_path / "project").mkdir()
+    image = "it's $(touch pwned).sif"
+    container = Container(image, runtime, ("/data:/data:ro",))
+    done = run_script(make_job("sft", tmp_path, container=container), tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    (call,) = stand_ins.calls
+    program, *words = call["argv"]
+    places = [f"{tmp_path}/{name}:{tmp_path}/{name}" for name in ("project", "out", "hf")] + ["/data:/data:ro"]
+    launcher = ["python", "-m", "medarc_rl.launchers.sft_local", "@", f"{tmp_path}/out/configs/trainer.toml"]
+    if runtime == "apptainer":
+        binds = [word for place in places for word in ("--bind", place)]
+        assert words == ["exec", "--nv", *binds, "--pwd", f"{tmp_path}/project", image, *launcher]
+    else:
+        mounts = f"--container-mounts={','.join(places)}"
+        workdir = f"--container-workdir={tmp_path}/project"
+        assert words == ["--ntasks=1", f"--container-image={image}", mounts, workdir, *launcher]
+    assert Path(program).name == ("apptainer" if runtime == "apptainer" else "srun")
+    assert not list(tmp_path.rglob("pwned"))
+
+
+def test_a_container_refuses_what_its_notation_cannot_hold(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="cannot mount"):
+        render(make_job("sft", tmp_path / "a:b", container=Container("image.sif")))
+    with pytest.raises(UsageError, match="no scontrol in a container"):
+        make_job("sft", tmp_path, container=Container("image.sif"), checkpoints=True, request=REQUEUE)

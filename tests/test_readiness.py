@@ -16,8 +16,8 @@ from typer.testing import CliRunner, Result
 from medarc_rl import medarc_slurm
 from medarc_rl.backends.launcher import launcher_job
 from medarc_rl.backends.slurm import BatchJob, SlurmRequest
+from medarc_rl.external import NoAnswer, ask
 from medarc_rl.readiness.cluster import cluster_rows
-from medarc_rl.readiness.external import NoAnswer, ask
 from medarc_rl.readiness.hub import HubAccess
 from medarc_rl.readiness.rows import Row, State, failed, ok, table
 from medarc_rl.readiness.software import Unreadable, job_environment, software_rows
@@ -334,5 +334,5 @@ def test_the_table_of_a_real_cluster(slurm, tmp_path: Path, monkeypatch: pytest.
     assert not (tmp_path / "out").exists()
     refused = check("sft", EXAMPLES / "sft_cpu.toml", *where, "--partition", "nowhere", "--gpus", 2)
     assert refused.exit_code == 1
-    assert "no partition nowhere; there are: main" in refused.stdout
+    assert "no partition nowhere; there are: main, urgent" in refused.stdout
     assert slurm.ask("squeue", "--noheader") == ""

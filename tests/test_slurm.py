@@ -234,3 +234,37 @@ def test_a_real_run_on_the_cpu_ends_with_weights(words: tuple, slurm, tmp_path: 
     job = slurm.job(job_id_of(result))
     assert (job["JobState"], job["ExitCode"]) == ("COMPLETED", "0:0"), Path(job["StdOut"]).read_text()
     assert (out / "weights" / "step_2" / "model.safetensors").is_file()
+
+
+SHORT_SFT = (
+    *("sft", ROOT / "examples" / "reverse_text" / "sft_cpu.toml", "--device", "cpu", "--max-steps", 40),
+    *("--scheduler.warmup-steps", 1, "--scheduler.decay-steps", 1, "--cpus-per-gpu", 1),
+    *("--data.seq-len", 64, "--data.batch-size", 4, "--data.micro-batch-size", 4),
+    *("--ckpt.interval", 2, "--ckpt.keep-last", 2),
+)
+
+
+def make_cpu_project(directory: Path) -> Path:
+    directory.mkdir()
+    (directory / ".venv").symlink_to(sys.prefix)
+    (directory / "examples").symlink_to(ROOT / "examples")
+    return directory
+
+
+@pytest.mark.slow
+def test_a_requeued_run_ends_with_the_weights_of_an_undisturbed_one(slurm, tmp_path: Path) -> None:
+    where = ("--project-dir", make_cpu_project(tmp_path / "project"), "--output-dir")
+    disturbed, undisturbed = tmp_path / "disturbed", tmp_path / "undisturbed"
+    job_id = job_id_of(submit(*SHORT_SFT, *where, disturbed, "--requeue"))
+    while not (disturbed / "checkpoints" / "step_2").is_dir():
+        assert slurm.job(job_id)["JobState"] in ("PENDING", "RUNNING"), "asking starts a process, which takes time"
+    slurm.ask("scancel", "--batch", "--signal=USR2", job_id)  # what Slurm sends before the time limit
+    result = submit_and_wait(*SHORT_SFT, *where, undisturbed)
+    assert result.exit_code == 0, result.output
+    job = slurm.wait_for_end(job_id)
+    log = Path(job["StdOut"]).read_text()
+    assert (job["JobState"], job["ExitCode"], job["Restarts"]) == ("COMPLETED", "0:0", "1"), log
+    assert f"requeueing job {job_id}, for the 1. of at most 20 times" in log
+    assert f"job {job_id}, attempt 2, on " in log
+    weights = [out / "weights" / "step_40" / "model.safetensors" for out in (disturbed, undisturbed)]
+    assert weights[0].read_bytes() == weights[1].read_bytes()

@@ -11,11 +11,13 @@ CONFIGS = {"sft": "trainer", "rl": "rl"}
 """Name of the resolved config in `OUT/configs` that the launcher reads."""
 
 
-def launcher_job(command: str, paths: RunPaths, gpus: int) -> Job:
+def launcher_job(command: str, paths: RunPaths, gpus: int, queued: RunPaths | None = None) -> Job:
     """A job whose only process launches `command` on a node with `gpus` GPUs.
+
+    Its config is that of the run, or the one in `queued`.
 
     GPU ids, ports and scratch directories are only known on the node, so the launcher chooses them.
     """
-    argv = ("python", "-m", LAUNCHERS[command], "@", str(paths.config(CONFIGS[command])))
+    argv = ("python", "-m", LAUNCHERS[command], "@", str((queued or paths).config(CONFIGS[command])))
     launcher = ProcessSpec(command, argv, paths.log(command), completes_run=True)
     return Job(command, paths, (launcher,), Resources(nodes=1, gpus_per_node=gpus))

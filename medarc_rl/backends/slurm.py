@@ -15,13 +15,14 @@ from typing import Annotated
 
 from typer import Option
 
+from medarc_rl.backends.containers import Container
 from medarc_rl.errors import HeaderError, UsageError
 from prime_rl.launch.job import Job
 from prime_rl.run.paths import RunPaths
 
 NODE_GPUS = 8
 STOP_LEAD_S = 120
-"""Seconds before its time limit at which a job is asked to save and stop."""
+"""Seconds before its time limit at which a job is asked to save and stop, unless `--signal-before` says otherwise."""
 _SHORTEST_TIME_WITH_LEAD_S = 10 * STOP_LEAD_S
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
@@ -44,6 +45,27 @@ class SlurmRequest:
     constraint: Annotated[str | None, Option(help="Features that the node must have.")] = None
     nodelist: Annotated[str | None, Option(help="Run on one of these nodes.")] = None
     exclude: Annotated[str | None, Option(help="Do not run on these nodes.")] = None
+    dependency: Annotated[
+        str | None, Option(help="Start after other jobs, as in afterany:123. --resume auto continues what they saved.")
+    ] = None
+    requeue: Annotated[
+        bool,
+        Option(
+            "--requeue", help="Save before the time limit, requeue the job and continue, until the run is complete."
+        ),
+    ] = False
+    max_requeues: Annotated[
+        int, Option(min=1, max=1000, help="How often a job may start again, for whatever reason; then it ends.")
+    ] = 20
+    signal_before: Annotated[
+        int | None,
+        Option(
+            min=30,
+            max=65535,
+            help="Seconds before the time limit at which the run saves and stops: longer than a step and a save. "
+            f"By default {STOP_LEAD_S}, without --requeue from {_SHORTEST_TIME_WITH_LEAD_S // 60} minutes on.",
+        ),
+    ] = None
     # Last in the header, so that it wins over all others.
     sbatch_arg: Annotated[
         list[str], Option(help="Any other option of sbatch, as in --sbatch-arg=--requeue; may be repeated.")
@@ -64,7 +86,23 @@ class BatchJob:
     """Inference and trainer share one GPU (`rl` only)."""
     checkpoints: bool = False
     """Whether the run writes checkpoints, from which a requeued job can resume."""
+    setup: Path | None = None
+    """File of bash commands that prepares the job's shell, such as `module load cuda`."""
+    container: Container | None = None
+    """The image that the launcher runs in. None uses the project's `.venv`."""
+    queued: RunPaths | None = None
+    """Where script and config of a job are that waits for another one of the same run. None: in the run's directory."""
     request: SlurmRequest = field(default_factory=SlurmRequest)
+
+    def __post_init__(self) -> None:
+        """Raises UsageError for a job that could not continue after a requeue."""
+        if self.request.requeue and not self.checkpoints:
+            raise UsageError("--requeue needs checkpoints to continue from: add a [ckpt] table, or --ckpt.interval N")
+        if self.request.requeue and self.container is not None:
+            raise UsageError(
+                "--requeue: the launcher has no scontrol in a container; leave the container out, or let Slurm alone "
+                "requeue the job with --sbatch-arg=--requeue"
+            )
 
     @property
     def command(self) -> str:
@@ -81,12 +119,15 @@ class BatchJob:
 
     @property
     def script(self) -> Path:
-        return self.paths.batch_script(self.command)
+        return (self.queued or self.paths).batch_script(self.command)
 
     @property
     def argv(self) -> tuple[str, ...]:
         """The command that the script becomes."""
-        return self.job.processes[0].argv
+        argv = self.job.processes[0].argv
+        if self.container is None:
+            return argv
+        return self.container.wrap(argv, self.project_dir, (self.project_dir, self.paths.root, self.hf_cache_dir))
 
 
 def sh_quote(value: object) -> str:
@@ -190,13 +231,27 @@ def _requested(request: SlurmRequest) -> Iterator[str]:
         value = getattr(request, option.name)
         if isinstance(value, str):
             yield header_word(f"--{option.name}", value)
-    if request.time is not None and walltime_s(request.time) >= _SHORTEST_TIME_WITH_LEAD_S:
-        yield f"--signal=B:TERM@{STOP_LEAD_S}"
+    if request.requeue:
+        yield "--requeue"
+    yield from _warning(request)
     for argument in request.sbatch_arg:
         if not argument.startswith("-"):
             raise UsageError(f"--sbatch-arg {argument!r}: write a whole option of sbatch, as in --sbatch-arg=--requeue")
         name, equals, value = argument.partition("=")
         yield header_word(name, value) if equals else _header_quote("--sbatch-arg", argument)
+
+
+def _warning(request: SlurmRequest) -> Iterator[str]:
+    """The signal before the time limit. It goes to the batch shell alone, which the launcher has replaced."""
+    limit_s = None if request.time is None else walltime_s(request.time)
+    lead_s = request.signal_before or STOP_LEAD_S
+    if limit_s and limit_s <= lead_s and (request.requeue or request.signal_before):
+        raise UsageError(f"--time {request.time} is not longer than the {lead_s} s of --signal-before")
+    # SIGTERM may also mean that the job is cancelled, which a job must not answer with its requeue.
+    if request.requeue:
+        yield f"--signal=B:USR2@{lead_s}"
+    elif request.signal_before or (limit_s is not None and limit_s >= _SHORTEST_TIME_WITH_LEAD_S):
+        yield f"--signal=B:TERM@{lead_s}"
 
 
 def render(job: BatchJob) -> str:

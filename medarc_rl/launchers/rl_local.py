@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from medarc_rl.launchers.batch_job import in_batch_job
 from medarc_rl.launchers.shared_node import shared_node
 from prime_rl.configs.rl import RLConfig
 from prime_rl.launch.commands import RL
@@ -31,7 +32,8 @@ def rl_local(config: RLConfig, bin_dir: Path | None = None) -> int:
 
 
 def main() -> None:
-    raise SystemExit(rl_local(parse_argv_or_exit(RLConfig)))
+    config = parse_argv_or_exit(RLConfig)
+    raise SystemExit(in_batch_job(lambda: rl_local(config)))
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from medarc_rl.launchers.batch_job import in_batch_job
 from medarc_rl.launchers.shared_node import shared_node
 from prime_rl.configs.sft import SFTConfig
 from prime_rl.launch.commands import SFT
@@ -19,7 +20,8 @@ def sft_local(config: SFTConfig, bin_dir: Path | None = None) -> int:
 
 
 def main() -> None:
-    raise SystemExit(sft_local(parse_argv_or_exit(SFTConfig)))
+    config = parse_argv_or_exit(SFTConfig)
+    raise SystemExit(in_batch_job(lambda: sft_local(config)))
 
 
 if __name__ == "__main__":

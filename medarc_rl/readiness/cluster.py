@@ -5,21 +5,16 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
+from medarc_rl.backends.scontrol import SLURM_LIMIT_S, Properties, shown
 from medarc_rl.backends.slurm import BatchJob, render, sbatch_argv, walltime_s
 from medarc_rl.errors import UsageError
-from medarc_rl.readiness.external import NoAnswer, ask
+from medarc_rl.external import NoAnswer, ask
 from medarc_rl.readiness.rows import Row, failed, ok, unknown
-
-SLURM_LIMIT_S = 20.0
-"""Seconds for one command of Slurm. A controller that is down makes some of them wait for minutes."""
 
 _OUT_OF_SERVICE = re.compile(r"DOWN|DRAIN|FAIL|MAINT|FUTURE|POWERED_DOWN|NOT_RESPONDING|\*")
 _GPUS = re.compile(r"gpu(?::[^:,()]+)?:(\d+)")
-
-Properties = Mapping[str, str]
-"""`Name=value` pairs as scontrol prints them for one thing."""
 
 
 def cluster_rows(job: BatchJob, limit_s: float = SLURM_LIMIT_S) -> Iterator[Row]:
@@ -32,7 +27,7 @@ def cluster_rows(job: BatchJob, limit_s: float = SLURM_LIMIT_S) -> Iterator[Row]
         if " is UP" not in ping.stdout:
             yield failed("slurm", f"the controller (slurmctld) does not answer: {ping.last_line}")
             return
-        partitions, nodes = _shown("partition", limit_s), _shown("node", limit_s)
+        partitions, nodes = shown("partition", limit_s=limit_s), shown("node", limit_s=limit_s)
     except NoAnswer as error:
         yield failed("slurm", f"the controller (slurmctld) does not answer: {error}")
         return
@@ -53,22 +48,6 @@ def trial_row(job: BatchJob, limit_s: float) -> Row:
 
 def _without_prefix(line: str) -> str:
     return re.sub(r"^(?:sbatch: |error: )+", "", line)
-
-
-def _shown(kind: str, limit_s: float) -> list[Properties]:
-    """Every partition or node. Raises NoAnswer."""
-    answer = ask(["scontrol", "--oneliner", "show", kind], limit_s)
-    return [_properties(line) for line in answer.stdout.splitlines() if "=" in line]
-
-
-def _properties(line: str) -> Properties:
-    found: dict[str, str] = {}
-    for word in line.split():
-        name, equals, value = word.partition("=")
-        # The first one counts: comments at the end of the line hold what people wrote.
-        if equals:
-            found.setdefault(name, value)
-    return found
 
 
 def _partition_rows(job: BatchJob, partitions: list[Properties], nodes: list[Properties]) -> Iterator[Row]:

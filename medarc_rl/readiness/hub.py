@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from medarc_rl.readiness.external import NoAnswer, ask
+from medarc_rl.external import NoAnswer, ask
 from medarc_rl.readiness.rows import Row, failed, ok
 from prime_rl.checks.data_files import find_parts
 from prime_rl.checks.disk import snapshot_in_cache

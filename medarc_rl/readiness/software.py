@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from medarc_rl.backends.slurm import BatchJob, render
-from medarc_rl.readiness.external import NoAnswer, ask
+from medarc_rl.external import NoAnswer, ask
 from medarc_rl.readiness.rows import Row, failed, ok
 from prime_rl.checks.environments import Place, trial_faults
 from prime_rl.configs.rl import RLConfig

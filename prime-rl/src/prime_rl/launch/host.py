@@ -30,7 +30,7 @@ from prime_rl.utils.stacks import STACKS_SIGNAL
 Handler = Callable[[int, FrameType | None], Any] | signal.Handlers | int | None
 """What `signal.signal` takes and gives back."""
 
-CAUGHT = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+CAUGHT = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 """Signals to the launcher that become events."""
 
 TAIL_LINES = 20

@@ -16,6 +16,12 @@ GRACE_S = 60.0
 INTERRUPT_GRACE_S = 600.0
 """The same after Ctrl-C. A step may take minutes, and the user can press the keys again."""
 
+WARNED_GRACE_S = 3600.0
+"""The same after SIGUSR2, a scheduler's warning before a time limit. The limit itself ends the wait, with SIGTERM."""
+
+LAST_GRACE_S = 15.0
+"""Seconds to save and stop if SIGTERM follows that warning. Slurm kills 30 seconds later, unless KillWait is set."""
+
 STRAGGLER_GRACE_S = 5.0
 """Seconds for processes that outlive their parent, after a successful run."""
 
@@ -32,8 +38,8 @@ class Supervisor:
     """Runs children until the run is complete, fails or is stopped.
 
     The run ends with the first child that fails, that exits before its work is done or the run is complete, that the
-    watchdog finds stalled, and with SIGINT, SIGTERM or SIGHUP to the launcher. `say` receives one line for each start
-    and end, and for a signal; `stopping` is what a signal makes the children do.
+    watchdog finds stalled, and with SIGINT, SIGTERM, SIGHUP or SIGUSR2 to the launcher. `say` receives one line for
+    each start and end, and for a signal; `stopping` is what a signal makes the children do.
     """
 
     def __init__(
@@ -120,9 +126,13 @@ class Supervisor:
             self._say(f"{cause.lines[0]}; the stacks are in the logs; stopping, within {self._grace_s:g} s")
         signals: set[signal.Signals] = set()
         grace_s = self._grace_s
+        is_warned = isinstance(cause, Signalled) and cause.signal is signal.SIGUSR2
         if isinstance(cause, Signalled) and cause.signal is signal.SIGINT:
             grace_s = INTERRUPT_GRACE_S
             self._say(f"{self._stopping}; press Ctrl-C again to stop now")
+        elif is_warned:
+            grace_s = WARNED_GRACE_S
+            self._say(f"SIGUSR2, the time limit is near: {self._stopping}")
         elif isinstance(cause, Signalled):
             self._say(f"{cause.signal.name}: {self._stopping}, within {grace_s:g} s")
         for name in reversed(self._running):
@@ -144,6 +154,8 @@ class Supervisor:
                     if signum is signal.SIGINT:
                         self._say("stopping now")
                         break
+                    if signum is signal.SIGTERM and is_warned:
+                        deadline = min(deadline, time.monotonic() + LAST_GRACE_S)
         self._host.end_all(self._straggler_grace_s(cause is None, deadline))
         return signals
 

@@ -109,6 +109,10 @@ class RunPaths:
         """Slurm's output of each job."""
         return self.root / "slurm"
 
+    def queued(self, number: int) -> RunPaths:
+        """Config and script of a job that waits for another one of this run, whose own files stay as they are."""
+        return RunPaths(self.slurm / f"queued_{number}")
+
     def batch_script(self, command: str) -> Path:
         """The batch script of `sft` or `rl`."""
         return self.root / f"{command}.sh"

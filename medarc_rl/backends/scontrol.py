@@ -1,0 +1,38 @@
+"""Asks Slurm's controller what it knows, and to requeue a job."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from medarc_rl.external import Answer, ask
+
+SLURM_LIMIT_S = 20.0
+"""Seconds for one command of Slurm. A controller that is down makes some of them wait for minutes."""
+
+Properties = Mapping[str, str]
+"""`Name=value` pairs as scontrol prints them for one thing."""
+
+
+def shown(kind: str, *names: str, limit_s: float = SLURM_LIMIT_S) -> list[Properties]:
+    """What `scontrol show` prints: a job, or every partition or node. Empty if there is none.
+
+    Raises:
+        NoAnswer: there is no scontrol, or it did not answer in time.
+    """
+    answer = ask(["scontrol", "--oneliner", "show", kind, *names], limit_s)
+    return [_properties(line) for line in answer.stdout.splitlines() if "=" in line]
+
+
+def _properties(line: str) -> Properties:
+    found: dict[str, str] = {}
+    for word in line.split():
+        name, equals, value = word.partition("=")
+        # The first one counts: comments at the end of the line hold what people wrote.
+        if equals:
+            found.setdefault(name, value)
+    return found
+
+
+def requeue(job_id: str, limit_s: float) -> Answer:
+    """Make Slurm end a job that runs, and start it again later. Raises NoAnswer."""
+    return ask(["scontrol", "requeue", job_id], limit_s)
