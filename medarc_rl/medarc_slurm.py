@@ -20,6 +20,7 @@ from medarc_rl.backends.slurm import NODE_GPUS, BatchJob, SlurmRequest, log_file
 from medarc_rl.cli import Resume, add_command, new_app, resume_words, say, warn
 from medarc_rl.deployment import GpuSplit, advice, check_rl, sft_gpus, sft_owned
 from medarc_rl.errors import MedarcError, UsageError
+from medarc_rl.estimating import EstimateOptions, print_rl_estimate, print_sft_estimate
 from medarc_rl.jobs import job_kind
 from medarc_rl.utils import (
     Run,
@@ -69,7 +70,7 @@ class JobOptions(SlurmRequest):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SubmitOptions(JobOptions):
+class SubmitOptions(EstimateOptions, JobOptions):
     dry_run: Annotated[bool, Option("--dry-run", help="Write the config and the script; do not submit.")] = False
     check: Annotated[
         bool, Option("--check/--no-check", help="Do not submit a job that `medarc_slurm check` finds fault with.")
@@ -109,6 +110,8 @@ app = new_app("Submit a run to Slurm: one node, from a TOML file.")
 def sft(words: list[str], options: SftOptions) -> int:
     """Submit supervised fine-tuning."""
     job, run = plan_sft_job(words, options, options)
+    if options.estimate:
+        return print_sft_estimate(run.config, sft_gpus(run.config), options, in_job=True)
     with files_readable_by(run.config.file_access):
         return write_and_submit(job, run, options)
 
@@ -116,6 +119,8 @@ def sft(words: list[str], options: SftOptions) -> int:
 def rl(words: list[str], options: RlOptions) -> int:
     """Submit reinforcement learning."""
     job, run = plan_rl_job(words, options, options)
+    if options.estimate:
+        return print_rl_estimate(run.config, split_of(options), options, in_job=True)
     with files_readable_by(run.config.file_access):
         return write_and_submit(job, run, options)
 
@@ -145,8 +150,12 @@ def plan_sft_job(words: list[str], gpus: SftGpus, options: JobOptions) -> tuple[
     return plan_job("sft", run, options, gpus=sft_gpus(run.config)), run
 
 
+def split_of(gpus: RlGpus) -> GpuSplit:
+    return GpuSplit(gpus.train_gpus, gpus.infer_gpus, gpus.single_gpu)
+
+
 def plan_rl_job(words: list[str], gpus: RlGpus, options: JobOptions) -> tuple[BatchJob, Run[RLConfig]]:
-    split = GpuSplit(gpus.train_gpus, gpus.infer_gpus, gpus.single_gpu)
+    split = split_of(gpus)
     words = [*words, *resume_words(options.resume)]
     run = load_run(RLConfig, words, "rl", options.output_dir, split.owned)
     check_rl(run.config, split)

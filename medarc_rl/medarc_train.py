@@ -15,6 +15,7 @@ from medarc_rl.backends.slurm import NODE_GPUS
 from medarc_rl.chat import ChatOptions, chat
 from medarc_rl.cli import Resume, add_command, add_command_without_config, new_app, resume_words, warn
 from medarc_rl.deployment import GpuSplit, advice, check_rl, sft_gpus, sft_owned
+from medarc_rl.estimating import EstimateOptions, print_rl_estimate, print_sft_estimate
 from medarc_rl.explain.command import ExplainOptions, explain
 from medarc_rl.launchers import rl_local, sft_local
 from medarc_rl.launchers.shared_node import SINGLE_GPU_VARIABLE, first_gpus, shared_node
@@ -39,7 +40,7 @@ app = new_app("Train here: on this machine's GPUs, or on its CPU.")
 
 
 @dataclass(frozen=True, kw_only=True)
-class SftOptions:
+class SftOptions(EstimateOptions):
     output_dir: Annotated[Path | None, Option(help="Directory of the run, OUT.")] = None
     gpus: Annotated[
         int | None,
@@ -52,7 +53,7 @@ class SftOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RlOptions:
+class RlOptions(EstimateOptions):
     output_dir: Annotated[Path | None, Option(help="Directory of the run, OUT.")] = None
     train_gpus: Annotated[int, Option(min=1, max=4, help="GPUs of the trainer, or its processes on a CPU.")] = 1
     infer_gpus: Annotated[int, Option(min=1, max=7, help="GPUs of the inference server.")] = 1
@@ -75,6 +76,8 @@ def sft(words: list[str], options: SftOptions) -> int:
     run = load_run(SFTConfig, words, "sft", options.output_dir, sft_owned(options.gpus))
     if options.preflight:
         return preflight(SFT_PREFLIGHT, run.config)
+    if options.estimate:
+        return print_sft_estimate(run.config, sft_gpus(run.config), options, in_job=False)
     first_gpus(run.config.device, sft_gpus(run.config), os.environ)
     check_startable(run, run.config.dry_run)
     write_components(run, {"trainer": run.config}, run.config.dry_run)
@@ -89,6 +92,8 @@ def rl(words: list[str], options: RlOptions) -> int:
     if options.preflight:
         return preflight(EXAMINATION, run.config.orchestrator)
     check_rl(run.config, split)
+    if options.estimate:
+        return print_rl_estimate(run.config, split, options, in_job=False)
     gpus = first_gpus(run.config.device, split.total, os.environ)
     for line in advice(run.config, split):
         warn(line)

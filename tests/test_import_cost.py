@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 HEAVY = ("torch", "transformers", "datasets", "verifiers", "vllm", "wandb", "numpy", "rich")
+MODEL = Path(__file__).parents[1] / "examples" / "reverse_text" / "model"
 
 RUN = """
 import sys
@@ -31,10 +32,11 @@ sys.stderr.write(" ".join(name for name in {heavy!r} if name in sys.modules))
         ("medarc_train", "rl --help"),
         ("medarc_train", "migrate --help"),
         ("medarc_train", "rl {config} --output-dir {out} --dry-run"),
+        ("medarc_train", "rl {config} --output-dir {out} --model.name {model} --estimate --gpu 40"),
     ],
 )
 def test_nothing_heavy_is_imported(command: str, words: str, rl_toml: Path, tmp_path: Path) -> None:
-    arguments = words.format(config=rl_toml, out=tmp_path / "out").split()
+    arguments = words.format(config=rl_toml, out=tmp_path / "out", model=MODEL).split()
     code = RUN.format(command=command, words=arguments, heavy=HEAVY)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")

@@ -100,15 +100,17 @@ def model_size(name: str) -> ModelSize | None:
 
 def size_of_folder(folder: Path | None) -> ModelSize | None:
     """The same for a folder with a model's files; None for no folder."""
-    files = sorted(folder.glob("*.safetensors")) if folder is not None else []
     parameters = stored = 0
-    for file in files:
-        for tensor in _header(file).values():
-            if "shape" in tensor:
-                parameters += prod(tensor["shape"])
-                start, end = tensor["data_offsets"]
-                stored += end - start
+    for tensor in _stored_tensors(folder).values() if folder is not None else ():
+        parameters += prod(tensor["shape"])
+        start, end = tensor["data_offsets"]
+        stored += end - start
     return ModelSize(parameters, 4 if stored > 3 * parameters else 2) if parameters else None
+
+
+def tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Shapes by name, from the headers of a folder's safetensors files; empty if it has none."""
+    return {name: tuple(tensor["shape"]) for name, tensor in _stored_tensors(folder).items()}
 
 
 def _parts(config: SFTConfig | TrainerConfig, size: ModelSize) -> Iterator[Written]:
@@ -149,6 +151,11 @@ def _computed_bytes(config: TrainerConfig) -> int:
     if config.model.compute_dtype != "auto":
         return _BYTES[config.model.compute_dtype]
     return 2 if config.device != "cpu" and gpus_here() else 4
+
+
+def _stored_tensors(folder: Path) -> dict[str, dict[str, list[int]]]:
+    headers = (_header(file) for file in sorted(folder.glob("*.safetensors")))
+    return {name: tensor for header in headers for name, tensor in header.items() if "shape" in tensor}
 
 
 def _header(file: Path) -> dict[str, dict[str, list[int]]]:

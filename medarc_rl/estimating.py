@@ -1,0 +1,130 @@
+"""`--estimate`: the memory and disk that a run needs, before it starts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from medarc_rl.cli import say
+from medarc_rl.deployment import GpuSplit
+from medarc_rl.errors import UsageError
+
+if TYPE_CHECKING:
+    from prime_rl.checks.memory import Device, Estimate, Gpu, ModelShape
+    from prime_rl.checks.memory.changes import Change, Variant
+    from prime_rl.configs.rl import RLConfig
+    from prime_rl.configs.sft import SFTConfig
+
+Option = typer.Option
+
+
+@dataclass(frozen=True, kw_only=True)
+class EstimateOptions:
+    estimate: Annotated[
+        bool, Option("--estimate", help="Print the memory and disk that the run needs, whether it fits, and stop.")
+    ] = False
+    gpu: Annotated[
+        str | None,
+        Option(metavar="NAME|GIB", help="--estimate: the GPU, as in H100 or 80 (GiB); by default the one found here."),
+    ] = None
+    json: Annotated[bool, Option("--json", help="--estimate: print JSON.")] = False
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """An estimate, and the nearest change with which the run fits; None if it fits as it is, or nothing helps."""
+
+    estimate: Estimate
+    change: tuple[str, Estimate] | None
+
+
+def print_sft_estimate(config: SFTConfig, gpus: int, options: EstimateOptions, *, in_job: bool) -> int:
+    """Print the estimate of an SFT run. Returns the exit code: 1 if it does not fit. `in_job`: it will run elsewhere.
+
+    Raises:
+        UsageError: the GPU or the model's shape is not known.
+    """
+    return _print(f"SFT of {config.model.name}", sft_answer(config, gpus, _gpu(options), in_job=in_job), options)
+
+
+def print_rl_estimate(config: RLConfig, split: GpuSplit, options: EstimateOptions, *, in_job: bool) -> int:
+    """The same for RL."""
+    return _print(f"RL of {config.trainer.model.name}", rl_answer(config, split, _gpu(options), in_job=in_job), options)
+
+
+def sft_answer(config: SFTConfig, gpus: int, gpu: Gpu | None, *, in_job: bool) -> Answer:
+    """Estimate an SFT run on `gpu`; None is one that is not known. Raises UsageError."""
+    from prime_rl.checks.memory import estimate_sft
+    from prime_rl.checks.memory.changes import Variant, sft_changes
+
+    shape = _shape(config.model.name, config.model.debug.num_layers)
+
+    def estimate(run: Variant) -> Estimate:
+        return estimate_sft(run.config, shape, run.train, gpu, _device(config.device, gpu, in_job))
+
+    return _answer(Variant(config, gpus), list(sft_changes(config, gpus)), estimate)
+
+
+def rl_answer(config: RLConfig, split: GpuSplit, gpu: Gpu | None, *, in_job: bool) -> Answer:
+    """The same for RL."""
+    from prime_rl.checks.memory import estimate_rl
+    from prime_rl.checks.memory.changes import Variant, rl_changes
+
+    trained = config.trainer.model
+    shape = _shape(trained.name, trained.debug.num_layers)
+    shapes = shape, _shape(config.inference.model.name) if config.inference is not None else shape
+
+    def estimate(run: Variant) -> Estimate:
+        return estimate_rl(run.config, shapes, (run.train, run.infer), gpu, _device(config.device, gpu, in_job))
+
+    infer = 0 if split.single_gpu else split.infer
+    return _answer(Variant(config, split.train, infer), list(rl_changes(config, split.train, infer)), estimate)
+
+
+def _shape(name: str, num_layers: int | None = None) -> ModelShape:
+    from prime_rl.checks.memory import ModelShape
+    from prime_rl.checks.start_dir import StartFault
+
+    try:
+        return ModelShape.of(name, num_layers)
+    except StartFault as fault:
+        raise UsageError(f"--estimate: {name}: {fault}") from fault
+
+
+def _answer(run: Variant, changes: Sequence[Change], estimate: Callable[[Variant], Estimate]) -> Answer:
+    from prime_rl.checks.memory.changes import nearest_change
+
+    found = estimate(run)
+    needs_change = found.verdict in ("tight", "does not fit")
+    return Answer(found, nearest_change(run, changes, estimate) if needs_change else None)
+
+
+def _print(title: str, answer: Answer, options: EstimateOptions) -> int:
+    from prime_rl.checks.memory.table import as_json, table_lines
+
+    if options.json:
+        say(json.dumps(as_json(answer.estimate, answer.change), indent=2))
+    else:
+        for line in table_lines(title, answer.estimate, answer.change):
+            say(line)
+    return 1 if answer.estimate.verdict == "does not fit" else 0
+
+
+def _gpu(options: EstimateOptions) -> Gpu | None:
+    from prime_rl.checks.memory import GpuError, find_gpu, parse_gpu
+
+    try:
+        return find_gpu() if options.gpu is None else parse_gpu(options.gpu)
+    except GpuError as error:
+        raise UsageError(str(error)) from error
+
+
+def _device(configured: str, gpu: Gpu | None, in_job: bool) -> Device:
+    """A job gets GPUs although this machine may have none."""
+    if configured == "cpu":
+        return "cpu"
+    return "cuda" if gpu is not None or configured == "cuda" or in_job else "cpu"

@@ -1,0 +1,169 @@
+"""Finds the nearest change of a config with which a run fits, by trying candidates in the order of what they cost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from prime_rl.checks.memory.estimate import Estimate
+from prime_rl.configs.model import ActivationCheckpointConfig, LoRAConfig, ModelConfig
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+    from prime_rl.configs.rl import RLConfig
+    from prime_rl.configs.sft import SFTConfig
+
+ModelT = TypeVar("ModelT", bound="BaseModel")
+_MOST_CHANGES = 3
+_NODE_GPUS = (2, 4, 8)
+_MOST_TRAIN_GPUS = 4
+_UTILIZATIONS = (0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """A config and its GPUs: of the trainer and of the engine. An engine of 0 shares the trainer's GPU."""
+
+    config: Any
+    train: int
+    infer: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One setting to change."""
+
+    key: str
+    text: str
+    """What to write."""
+    apply: Callable[[Variant], Variant]
+
+
+def nearest_change(
+    start: Variant, changes: Sequence[Change], estimate: Callable[[Variant], Estimate]
+) -> tuple[str, Estimate] | None:
+    """The first of the smallest combinations of `changes` with which the run fits, and its estimate.
+
+    If none fits, the one that needs least and is at most tight. None if nothing helps.
+    """
+    best: tuple[str, Estimate] | None = None
+    for size in range(1, _MOST_CHANGES + 1):
+        for combination in combinations(changes, size):
+            if len({change.key for change in combination}) < size:
+                continue
+            variant = start
+            for change in combination:
+                variant = change.apply(variant)
+            found = estimate(variant)
+            text = ", ".join(change.text for change in combination)
+            if found.verdict == "fits":
+                return text, found
+            if found.verdict == "tight" and (best is None or found.share < best[1].share):
+                best = text, found
+    return best
+
+
+def sft_changes(config: SFTConfig, processes: int) -> Iterator[Change]:
+    """What may make a run of SFT smaller, cheapest first."""
+    rows, seq_len = config.data.micro_batch_size, config.data.seq_len
+    yield from _free_changes(config.model, "model")
+    if rows > 1:
+        yield _set("data.micro_batch_size", 1)
+    for gpus in _NODE_GPUS:
+        if gpus > processes and config.data.batch_size % (gpus * rows) == 0:
+            yield Change("gpus", f"--gpus {gpus}", lambda run, gpus=gpus: Variant(run.config, gpus))  # type: ignore[misc]
+    yield from _slow_changes(config.model, "model")
+    for part in (2, 4):
+        if seq_len // part >= 128:
+            yield _set("data.seq_len", seq_len // part)
+
+
+def rl_changes(config: RLConfig, train: int, infer: int) -> Iterator[Change]:
+    """What may make a run of RL smaller, cheapest first."""
+    inference, limits = config.inference, config.orchestrator
+    yield from _free_changes(config.trainer.model, "trainer.model")
+    if inference is not None:
+        longest = inference.model.max_model_len
+        if longest is None or longest > limits.seq_len:
+            yield _set("inference.model.max_model_len", limits.seq_len)
+        if infer == 0:
+            for share in _UTILIZATIONS:
+                if share < inference.gpu_memory_utilization:
+                    yield _set("inference.gpu_memory_utilization", share)
+        elif inference.gpu_memory_utilization < 0.9:
+            yield _set("inference.gpu_memory_utilization", 0.9)
+    if infer == 0:
+        text = "--train-gpus 1 --infer-gpus 1 instead of --single-gpu"
+        yield Change("gpus", text, lambda run: Variant(run.config, 1, 1))
+    for gpus in _NODE_GPUS:
+        if infer and train < gpus <= _MOST_TRAIN_GPUS:
+            text = f"--train-gpus {gpus}"
+            yield Change("gpus", text, lambda run, gpus=gpus: Variant(run.config, gpus, run.infer))  # type: ignore[misc]
+        if infer and inference is not None and infer < gpus < 8:
+            yield _tensor_parallel(gpus)
+    yield from _slow_changes(config.trainer.model, "trainer.model")
+    for part in (2, 4):
+        if limits.seq_len // part >= 128:
+            yield _shorter(limits.seq_len // part)
+
+
+def _free_changes(model: ModelConfig, path: str) -> Iterator[Change]:
+    """Those that cost time, but no bit of the result."""
+    if model.ac is None or model.ac.freq > 1:
+        yield Change(f"{path}.ac", f"{path}.ac.freq = 1", lambda run: _with(run, f"{path}.ac", _EVERY_BLOCK))
+
+
+def _slow_changes(model: ModelConfig, path: str) -> Iterator[Change]:
+    if not (model.optim_cpu_offload or model.fsdp_cpu_offload):
+        yield _set(f"{path}.optim_cpu_offload", True)
+    if not model.fsdp_cpu_offload:
+        yield Change(f"{path}.optim_cpu_offload", f"{path}.fsdp_cpu_offload = true", _offloading(path))
+    if model.lora is None:
+        text = f"{path}.lora.rank = 16"
+        yield Change(f"{path}.lora", text, lambda run: _with(run, f"{path}.lora", LoRAConfig()))
+
+
+def _offloading(path: str) -> Callable[[Variant], Variant]:
+    def apply(run: Variant) -> Variant:
+        return _with(_with(run, f"{path}.optim_cpu_offload", False), f"{path}.fsdp_cpu_offload", True)
+
+    return apply
+
+
+def _tensor_parallel(gpus: int) -> Change:
+    text = f"--infer-gpus {gpus}, inference.parallel.tp = {gpus}"
+
+    def apply(run: Variant) -> Variant:
+        return _with(Variant(run.config, run.train, gpus), "inference.parallel.tp", gpus)
+
+    return Change("infer_gpus", text, apply)
+
+
+def _shorter(seq_len: int) -> Change:
+    def apply(run: Variant) -> Variant:
+        shorter = _with(_with(run, "trainer.model.seq_len", seq_len), "orchestrator.seq_len", seq_len)
+        has_engine = shorter.config.inference is not None
+        return _with(shorter, "inference.model.max_model_len", seq_len) if has_engine else shorter
+
+    return Change("seq_len", f"seq_len = {seq_len}", apply)
+
+
+def _set(path: str, value: float | bool) -> Change:
+    shown = str(value).lower() if isinstance(value, bool) else value
+    return Change(path, f"{path} = {shown}", lambda run: _with(run, path, value))
+
+
+def _with(run: Variant, path: str, value: object) -> Variant:
+    return Variant(_replaced(run.config, path, value), run.train, run.infer)
+
+
+def _replaced(config: ModelT, path: str, value: object) -> ModelT:
+    """A copy of `config` with another value at a dotted path, not validated."""
+    head, _, rest = path.partition(".")
+    return config.model_copy(update={head: _replaced(getattr(config, head), rest, value) if rest else value})
+
+
+_EVERY_BLOCK = ActivationCheckpointConfig()

@@ -1,0 +1,195 @@
+"""Estimates what a run needs of each GPU and of the disk, and whether that fits."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from prime_rl.checks.disk import DiskForecast, ModelSize, forecast_disk
+from prime_rl.checks.engines import has_vllm
+from prime_rl.checks.memory.gpus import Gpu
+from prime_rl.checks.memory.serving import Serving
+from prime_rl.checks.memory.shapes import ModelShape
+from prime_rl.checks.memory.training import BYTES, Device, Training, host_memory, peak_memory
+
+if TYPE_CHECKING:
+    from prime_rl.configs.inference import InferenceConfig
+    from prime_rl.configs.rl import RLConfig
+    from prime_rl.configs.sft import SFTConfig
+
+Verdict = Literal["fits", "tight", "does not fit"]
+
+TIGHT_SHARE = 0.9
+"""Above this share of what is available, allocators fragment and an estimate of 10% may be wrong."""
+CUDA_BYTES = 768 * 2**20
+"""CUDA context, cuBLAS workspaces and NCCL buffers of a trainer process."""
+PROCESS_BYTES = 600 * 2**20
+"""A Python process with torch and Transformers, on a CPU."""
+CPU_SHARE = 0.25
+"""Of the machine's memory, what the embedded engine takes for its key-value cache on a CPU."""
+
+
+@dataclass(frozen=True, slots=True)
+class Component:
+    """What one part of a run needs of each of its GPUs, or of the machine's memory on a CPU."""
+
+    name: str
+    processes: int
+    parts: Mapping[str, int]
+    """Bytes by purpose, of one process."""
+    room_bytes: int | None
+    """What it may use; None if the GPU is not known."""
+    elastic_bytes: int = 0
+    """The share of the parts that shrinks to the room there is: of the key-value cache, all but one sequence."""
+    notes: Sequence[str] = ()
+
+    @property
+    def needed_bytes(self) -> int:
+        return sum(self.parts.values())
+
+    @property
+    def share(self) -> float | None:
+        least = self.needed_bytes - self.elastic_bytes
+        return None if self.room_bytes is None else least / max(1, self.room_bytes)
+
+    @property
+    def verdict(self) -> Verdict | None:
+        return None if self.share is None else verdict_of(self.share)
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """The memory of a run's components, and what it writes to disk."""
+
+    components: Sequence[Component]
+    gpu: Gpu | None
+    device: Device
+    disk: DiskForecast | None
+
+    @property
+    def share(self) -> float:
+        """The largest share of what a component may use."""
+        return max((component.share or 0.0 for component in self.components), default=0.0)
+
+    @property
+    def verdict(self) -> Verdict | None:
+        known = any(component.share is not None for component in self.components)
+        return verdict_of(self.share) if known else None
+
+
+def verdict_of(share: float) -> Verdict:
+    if share > 1:
+        return "does not fit"
+    return "tight" if share >= TIGHT_SHARE else "fits"
+
+
+def estimate_sft(config: SFTConfig, shape: ModelShape, processes: int, gpu: Gpu | None, device: Device) -> Estimate:
+    """Estimate a run of SFT of a model of `shape` with `processes` trainer processes."""
+    data = config.data
+    row_tokens = data.seq_len * data.micro_batch_size
+    rows = max(1, data.batch_size // (data.micro_batch_size * processes))
+    training = Training(
+        shape, config.model, config.optim.type, row_tokens, data.seq_len, processes, rows, device, is_rl=False
+    )
+    trainer = _trainer(training, _room(gpu, device, processes))
+    return Estimate([trainer], gpu, device, forecast_disk(config, config.output_dir, _size(shape)))
+
+
+def estimate_rl(
+    config: RLConfig, shapes: tuple[ModelShape, ModelShape], gpus: tuple[int, int], gpu: Gpu | None, device: Device
+) -> Estimate:
+    """Estimate a run of RL. `shapes` and `gpus` are those of trainer and engine; 0 shares the trainer's GPU."""
+    processes, infer = gpus
+    trainer = config.trainer
+    seq_len = trainer.model.seq_len
+    training = Training(
+        shapes[0], trainer.model, trainer.optim.type, seq_len, seq_len, processes, None, device, is_rl=True
+    )
+    room = _room(gpu, device, processes)
+    components = [_trainer(training, room)]
+    if config.inference is not None:
+        engine = _engine(config, config.inference, shapes[1], gpu, device)
+        is_shared = infer == 0 or device == "cpu"
+        left = room - engine.needed_bytes // processes if is_shared and room is not None else room
+        components = [_trainer(training, left), engine]
+    return Estimate(components, gpu, device, forecast_disk(trainer, config.output_dir, _size(shapes[0])))
+
+
+def _trainer(training: Training, room: int | None) -> Component:
+    reserve = CUDA_BYTES if training.device == "cuda" else PROCESS_BYTES
+    parts = {**peak_memory(training), "reserve": reserve}
+    return Component("trainer", training.processes, parts, room, notes=_host_notes(training))
+
+
+def _host_notes(training: Training) -> list[str]:
+    moved = host_memory(training)
+    return [f"host memory: {moved / 2**30:.1f} GiB for each process of the trainer"] if moved else []
+
+
+def _engine(
+    config: RLConfig, inference: InferenceConfig, shape: ModelShape, gpu: Gpu | None, device: Device
+) -> Component:
+    is_vllm = inference.backend == "vllm" or (inference.backend == "auto" and device == "cuda" and _has_vllm(gpu))
+    limits = config.orchestrator
+    longest = inference.model.max_model_len or shape.context or limits.seq_len
+    serving = Serving(
+        shape,
+        "vllm" if is_vllm else "embedded",
+        _served_bytes(shape, inference, is_vllm, device),
+        longest if is_vllm else min(longest, limits.seq_len),
+        limits.max_inflight_rollouts or limits.batch_size or 1,
+        inference.parallel.tp,
+        inference.parallel.dp,
+        has_graphs=is_vllm and device == "cuda" and not inference.model.enforce_eager,
+    )
+    reserve = CUDA_BYTES if device == "cuda" else PROCESS_BYTES
+    fixed = {"weights": serving.weights, "working": serving.working, "reserve": reserve}
+    room = _room(gpu, device, 1)
+    share = CPU_SHARE if device == "cpu" else inference.gpu_memory_utilization
+    allowed = None if room is None else int(share * room)
+    budget = None if allowed is None else allowed - (sum(fixed.values()) if device == "cuda" else 0)
+    cache = max(serving.one_sequence, serving.cache(budget))
+    return Component(
+        "engine",
+        inference.parallel.tp * inference.parallel.dp,
+        {**fixed, "cache": cache},
+        allowed,
+        cache - serving.one_sequence,
+        _cache_notes(serving, cache),
+    )
+
+
+def _has_vllm(gpu: Gpu | None) -> bool:
+    """A machine elsewhere is assumed to have vLLM."""
+    return gpu is None or not gpu.is_here or has_vllm()
+
+
+def _cache_notes(serving: Serving, cache: int) -> list[str]:
+    tokens = cache // max(1, serving.token_bytes)
+    return [
+        f"key-value cache: {tokens:,} tokens, {tokens // serving.max_len} sequences of {serving.max_len:,} at once; "
+        f"the run keeps {serving.sequences} in flight"
+    ]
+
+
+def _served_bytes(shape: ModelShape, inference: InferenceConfig, is_vllm: bool, device: Device) -> int:
+    if inference.model.dtype != "auto":
+        return BYTES[inference.model.dtype]
+    if device == "cpu":
+        return 4
+    own = str(shape.config.get("dtype") or shape.config.get("torch_dtype"))
+    return BYTES.get(own, 2) if is_vllm else 2
+
+
+def _room(gpu: Gpu | None, device: Device, processes: int) -> int | None:
+    """What one process may use. On a CPU all share the machine's memory."""
+    if device == "cpu":
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // processes
+    return None if gpu is None else gpu.total_bytes
+
+
+def _size(shape: ModelShape) -> ModelSize:
+    own = str(shape.config.get("dtype") or shape.config.get("torch_dtype"))
+    return ModelSize(shape.parameters, 4 if own == "float32" else 2)

@@ -1,0 +1,262 @@
+"""Memory of one trainer process at the peak of a step: weights, gradients, optimizer, activations, loss, buffers.
+
+Follows what the trainer does (`trainer/model`, `trainer/optim`, `trainer/kernels`): FSDP2 with the decoder blocks and
+the root module as units, master weights in `optimization_dtype`, products in `compute_dtype`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from typing import Literal
+
+from prime_rl.checks.memory.activations import BlockActivations, Precision, block_activations, is_target, linear_paths
+from prime_rl.checks.memory.families import Tensors
+from prime_rl.checks.memory.loss import LossMemory, rl_loss, sft_loss
+from prime_rl.checks.memory.shapes import ModelShape, count
+from prime_rl.configs.model import LoRAConfig, ModelConfig
+
+Device = Literal["cuda", "cpu"]
+Parts = dict[str, int]
+"""Bytes by purpose."""
+
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+STATES = {"adamw": 2, "muon": 2, "sgd": 1}
+"""Values that an optimizer keeps for each parameter, at most."""
+_OFFLOAD_SLICE_BYTES = 2**30
+_KEPT_WHOLE_BYTES = 2**30
+"""RL accumulates unsharded gradients up to this size."""
+_INFLIGHT_BLOCKS = 2
+"""Gathered blocks besides the one that runs: its flat copy, and the next one."""
+
+
+@dataclass(frozen=True)
+class Training:
+    """What one process of a trainer computes."""
+
+    shape: ModelShape
+    model: ModelConfig
+    optimizer: str
+    row_tokens: int
+    """Tokens of a packed row, which is one micro-batch."""
+    seq_len: int
+    processes: int
+    rows: int | None
+    """Micro-batches that a process accumulates in a step; None if that depends on the data."""
+    device: Device
+    is_rl: bool
+
+    @property
+    def shards(self) -> int:
+        return max(1, self.processes // self.model.dp_replicate)
+
+    @property
+    def compute_bytes(self) -> int:
+        if self.model.compute_dtype == "auto":
+            return 2 if self.device == "cuda" else 4
+        return BYTES[self.model.compute_dtype]
+
+    @property
+    def master_bytes(self) -> int:
+        return BYTES[self.model.optimization_dtype]
+
+    @property
+    def reduce_bytes(self) -> int:
+        return BYTES[self.model.reduce_dtype]
+
+    @property
+    def keeps_gathered(self) -> bool:
+        """A single process on a CPU gathers once per step, and adds gradients in place."""
+        return self.device == "cpu" and self.processes == 1
+
+    @cached_property
+    def trained(self) -> int:
+        """Parameters with a gradient."""
+        lora = self.model.lora
+        if lora is None:
+            return self.shape.parameters
+        saved = [shape for name, shape in self.shape.tensors.items() if _is_saved(lora, name)]
+        return sum(map(prod, saved)) + sum(_adapters(block, lora) for block in self.shape.blocks)
+
+    @property
+    def weights(self) -> int:
+        """This process's shard of the weights, in bytes. Frozen weights are stored in the compute dtype."""
+        if self.model.lora is None:
+            return self.shape.parameters * self.master_bytes // self.shards
+        frozen = min(self.master_bytes, self.compute_bytes)
+        return (self.shape.parameters * frozen + self.trained * self.master_bytes) // self.shards
+
+    @property
+    def gradients(self) -> int:
+        return self.trained * self.master_bytes // self.shards
+
+    @property
+    def states(self) -> int:
+        return self.gradients * STATES[self.optimizer]
+
+    @cached_property
+    def loss(self) -> LossMemory:
+        make = rl_loss if self.is_rl else sft_loss
+        return make(self.shape, self.model, self.row_tokens, self.compute_bytes, on_cpu=self.device == "cpu")
+
+    @cached_property
+    def blocks(self) -> list[BlockActivations]:
+        precision = Precision(self.compute_bytes, self.device == "cpu" and self.model.compile is None)
+        return [block_activations(self.shape, block, precision, self.model.lora) for block in self.shape.blocks]
+
+
+def peak_memory(training: Training) -> Parts:
+    """The parts of a process's memory at the moment of the step when their sum is largest."""
+    phases = (_at_loss(training), _in_backward(training), _at_end(training), _in_update(training))
+    return max(phases, key=lambda parts: sum(parts.values()))
+
+
+def host_memory(training: Training) -> int:
+    """What a process on a GPU keeps in host memory."""
+    if training.device != "cuda":
+        return 0
+    if training.model.fsdp_cpu_offload:
+        return training.weights + training.gradients + training.states
+    return training.states if training.model.optim_cpu_offload else 0
+
+
+def _persistent(training: Training) -> Parts:
+    on_gpu = training.device == "cuda"
+    if training.model.fsdp_cpu_offload and on_gpu:
+        return {"weights": 0, "gradients": 0, "optimizer": 0}
+    states = 0 if training.model.optim_cpu_offload and on_gpu else training.states
+    # On a CPU, a single process allocates its gradients once.
+    is_accumulating = training.keeps_gathered or training.rows is None or training.rows > 1
+    gradients = training.gradients if is_accumulating else 0
+    whole = training.trained * training.reduce_bytes
+    if training.is_rl and training.processes > 1 and is_accumulating and whole <= _KEPT_WHOLE_BYTES:
+        gradients += whole
+    return {"weights": training.weights, "gradients": gradients, "optimizer": states}
+
+
+def _gathered(training: Training) -> int:
+    """Gathered weights that exist during all of forward and backward."""
+    kept = training.shape.parameters if training.keeps_gathered else count(training.shape.root)
+    if not (training.keeps_gathered or training.model.reshard_after_forward):
+        kept = training.shape.parameters
+    return kept * training.compute_bytes
+
+
+def _activations(training: Training) -> tuple[int, int]:
+    """Bytes kept at the end of the forward pass, and the most that recomputing a block adds to them."""
+    ac, tokens = training.model.ac, training.row_tokens
+    kept, recomputed, inputs = 0, 0, 0
+    for index, block in enumerate(training.blocks):
+        if ac is not None and index % ac.freq == 0:
+            inputs += block.input * tokens
+            recomputed = max(recomputed, block.saved * tokens)
+        else:
+            kept += block.saved * tokens
+    if training.model.ac_offloading is not None and training.device == "cuda":
+        largest = max(block.input for block in training.blocks) * tokens
+        inputs = min(inputs, training.model.ac_offloading.max_inflight_activations * largest)
+        kept = min(kept, training.model.ac_offloading.max_inflight_activations * largest)
+    return kept + inputs + _final_norm(training) * tokens + _rotary(training) * tokens, recomputed
+
+
+def _final_norm(training: Training) -> int:
+    is_lean = training.device == "cpu" and training.model.compile is None
+    inside = training.compute_bytes if is_lean else 4 + training.compute_bytes
+    return training.shape.hidden * (inside + (training.compute_bytes if is_lean else 0))
+
+
+def _rotary(training: Training) -> int:
+    """Cosines and sines, and the ids and positions."""
+    return 2 * training.compute_bytes * training.shape.key_dim + 2 * 8
+
+
+def _at_loss(training: Training) -> Parts:
+    activations, _ = _activations(training)
+    return {
+        **_persistent(training),
+        "activations": activations,
+        "logits": training.loss.forward,
+        "buffers": _gathered(training),
+    }
+
+
+def _in_backward(training: Training) -> Parts:
+    """When the backward pass begins, in the last block."""
+    activations, recomputed = _activations(training)
+    temporary = max(block.temporary for block in training.blocks) * training.row_tokens
+    temporary = max(temporary, _attention_temporaries(training))
+    buffers = _gathered(training) + (0 if training.keeps_gathered else _block_buffers(training))
+    return {
+        **_persistent(training),
+        "activations": activations + recomputed + temporary,
+        "logits": training.loss.kept,
+        "buffers": buffers,
+    }
+
+
+def _attention_temporaries(training: Training) -> int:
+    """Scores of the longest sequence, which our backward pass for CPUs computes; elsewhere a float32 gradient."""
+    heads, length = training.shape.heads, training.seq_len
+    if training.device == "cpu":
+        half = 0 if training.compute_bytes == 4 else 2
+        return heads * length * length * (2 * 4 + half)
+    return heads * training.row_tokens * (4 * training.shape.key_dim + 4)
+
+
+def _block_buffers(training: Training) -> int:
+    """Gathered weights of a block and of the next one, its gradients, and what is summed over the processes."""
+    largest = max(map(count, training.shape.blocks))
+    trained = largest if training.model.lora is None else _adapters(training.shape.blocks[0], training.model.lora)
+    gathered = largest * training.compute_bytes * _INFLIGHT_BLOCKS
+    reduced = trained * training.reduce_bytes * (1 + 1 / training.shards)
+    return gathered + int(reduced) + trained * training.compute_bytes
+
+
+def _at_end(training: Training) -> Parts:
+    """When the root's gradients are summed: those of embedding and head, which are whole until then."""
+    parts = _persistent(training)
+    if training.keeps_gathered:
+        return {**parts, "activations": 0, "logits": 0, "buffers": _gathered(training)}
+    root = count(training.shape.root) if training.model.lora is None else 0
+    reduced = root * training.reduce_bytes
+    accumulated = reduced // training.shards if parts["gradients"] else 0
+    if not training.model.fsdp_cpu_offload or training.device == "cpu":
+        parts["gradients"] = max(parts["gradients"], training.gradients)
+    summing = reduced + max(accumulated, root * training.compute_bytes)
+    return {**parts, "activations": 0, "logits": 0, "buffers": max(summing, 2 * root * training.compute_bytes)}
+
+
+def _in_update(training: Training) -> Parts:
+    """When gradients are clipped and applied."""
+    parts = _persistent(training)
+    if training.model.fsdp_cpu_offload and training.device == "cuda":
+        return {**parts, "activations": 0, "logits": 0, "buffers": 0}
+    parts["gradients"] = max(parts["gradients"], training.gradients)
+    buffers = training.gradients if training.optimizer == "sgd" else 0
+    if training.optimizer == "muon":
+        buffers += 5 * 2 * max(prod(shape) for block in training.shape.blocks for shape in block.values())
+    if training.model.optim_cpu_offload and training.device == "cuda":
+        largest = max(map(prod, training.shape.tensors.values())) * training.master_bytes // training.shards
+        piece = min(max(_OFFLOAD_SLICE_BYTES, largest), training.gradients)
+        parts["optimizer"] = piece * STATES[training.optimizer]
+    return {**parts, "activations": 0, "logits": 0, "buffers": buffers}
+
+
+def _adapters(block: Tensors, lora: LoRAConfig) -> int:
+    """Parameters of the adapters of a block."""
+    linear = (block[f"{path}.weight"] for path in linear_paths(block) if is_target(lora, path))
+    total = sum(lora.rank * sum(shape) for shape in linear)
+    for name, shape in block.items():
+        path, _, last = name.partition(".experts.")
+        if len(shape) != 3 or not is_target(lora, f"{path}.experts"):
+            continue
+        copies, out, width = shape
+        # Gate and up have an adapter each, also where their weights are stacked.
+        total += copies * lora.rank * (out + width * (2 if "gate_up" in last else 1))
+    return total
+
+
+def _is_saved(lora: LoRAConfig, name: str) -> bool:
+    only_saved = LoRAConfig.model_construct(target_modules=lora.modules_to_save, modules_to_save=[])
+    return is_target(only_saved, name.rpartition(".")[0])

@@ -1,0 +1,68 @@
+"""A model's size is known from its config alone, or from the headers of its weights."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+
+from prime_rl.checks.memory import ModelShape
+from prime_rl.checks.memory.families import FAMILIES
+from prime_rl.checks.start_dir import StartFault
+
+
+def tiny(kind: str, **changes: Any) -> PretrainedConfig:
+    sizes = {"hidden_size": 96, "intermediate_size": 80, "num_hidden_layers": 3, "vocab_size": 160}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 24}
+    tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    return AutoConfig.for_model(kind, **{**sizes, **heads, **tokens, **changes})
+
+
+def parameters_of(config: PretrainedConfig) -> int:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_a_config_gives_the_number_of_parameters(kind: str, tmp_path: Path) -> None:
+    tied, untied = (tiny(kind, tie_word_embeddings=is_tied) for is_tied in (True, False))
+    for config in (tied, untied):
+        config.save_pretrained(tmp_path)
+        assert ModelShape.of(str(tmp_path)).parameters == parameters_of(config)
+
+
+def test_headers_of_weights_give_the_same_as_the_config(tmp_path: Path) -> None:
+    config = tiny("qwen3_moe", num_experts=4, moe_intermediate_size=16)
+    bare, whole = tmp_path / "bare", tmp_path / "whole"
+    config.save_pretrained(bare)
+    AutoModelForCausalLM.from_config(config).save_pretrained(whole)
+    from_config, from_headers = ModelShape.of(str(bare)), ModelShape.of(str(whole))
+    assert from_headers.parameters == from_config.parameters == parameters_of(config)
+    assert len(from_headers.blocks) == 3
+
+
+def test_fewer_layers_are_counted_as_fewer(tmp_path: Path) -> None:
+    tiny("llama").save_pretrained(tmp_path)
+    shorter = tiny("llama", num_hidden_layers=2)
+    assert ModelShape.of(str(tmp_path), num_layers=2).parameters == parameters_of(shorter)
+
+
+def test_an_unknown_family_is_measured_by_its_weights(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "novel", "vocab_size": 10, **sizes}))
+    with pytest.raises(StartFault, match="'novel' are estimated from their weights"):
+        ModelShape.of(str(tmp_path))
+    save_file({"model.layers.0.mlp.up_proj.weight": torch.zeros(32, 8)}, tmp_path / "model.safetensors")
+    assert ModelShape.of(str(tmp_path)).parameters == 256
+
+
+def test_a_model_that_is_not_here_is_named_with_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(StartFault, match=r"run `hf download someone/model config\.json` first"):
+        ModelShape.of("someone/model")

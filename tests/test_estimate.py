@@ -1,0 +1,115 @@
+"""`--estimate` tells before a run starts whether it fits, and what would."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+QWEN3_8B = {
+    "model_type": "qwen3",
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "tie_word_embeddings": False,
+    "max_position_embeddings": 40960,
+    "dtype": "bfloat16",
+}
+SFT = """
+[model]
+name = "{model}"
+
+[data]
+name = "data"
+seq_len = 4096
+batch_size = 32
+micro_batch_size = 4
+"""
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(QWEN3_8B))
+    return folder
+
+
+@pytest.fixture
+def sft_toml(tmp_path: Path, model: Path) -> Path:
+    path = tmp_path / "sft.toml"
+    path.write_text(SFT.format(model=model))
+    return path
+
+
+def run(command: str, *words: str | Path, **env: str) -> subprocess.CompletedProcess[str]:
+    code = f"from medarc_rl.{command} import main; main()"
+    argv = [sys.executable, "-c", code, *map(str, words)]
+    return subprocess.run(argv, capture_output=True, text=True, check=False, env={**os.environ, **env}, timeout=300)
+
+
+def answer(command: str, *words: str | Path) -> dict[str, Any]:
+    done = run(command, *words, "--estimate", "--json")
+    assert done.stderr == ""
+    value: dict[str, Any] = json.loads(done.stdout)
+    return value
+
+
+def test_a_run_that_does_not_fit_names_the_nearest_change_that_does(sft_toml: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    done = run("medarc_train", "sft", sft_toml, "--output-dir", out, "--estimate", "--gpu", "H100")
+    assert done.returncode == 1
+    assert "does not fit: " in done.stdout
+    assert "nearest change: model.ac.freq = 1, --gpus 4 (trainer " in " ".join(done.stdout.split())
+    assert max(map(len, done.stdout.splitlines())) <= 80
+    assert not out.exists()
+
+
+def test_the_named_change_fits(sft_toml: Path) -> None:
+    found = answer("medarc_slurm", "sft", sft_toml, "--gpu", "80", "--model.ac.freq", "1", "--gpus", "4")
+    assert (found["verdict"], found["change"]) == ("fits", None)
+
+
+def test_both_on_one_gpu_share_its_memory(rl_toml: Path, model: Path) -> None:
+    words = ("rl", rl_toml, "--model.name", model, "--gpu", "H200")
+    alone = answer("medarc_train", *words)
+    shared = answer("medarc_train", *words, "--single-gpu", "--inference.gpu-memory-utilization", "0.5")
+    trainer, engine = shared["components"]
+    assert trainer["needed_bytes"] == alone["components"][0]["needed_bytes"]
+    assert trainer["room_bytes"] == alone["components"][0]["room_bytes"] - engine["needed_bytes"]
+
+
+@pytest.mark.parametrize(
+    ("gpu", "said"),
+    [
+        ("H10", "error: --gpu H10: not in the table; nearest: H100"),
+        ("0", "error: --gpu 0: no GPU has 0 GiB"),
+        ("nan", "error: --gpu nan: not in the table"),
+    ],
+)
+def test_a_gpu_that_is_not_known_is_a_mistake(sft_toml: Path, gpu: str, said: str) -> None:
+    done = run("medarc_train", "sft", sft_toml, "--estimate", "--gpu", gpu)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(said)
+
+
+def test_without_a_gpu_a_job_is_estimated_without_a_verdict(sft_toml: Path) -> None:
+    done = run("medarc_slurm", "sft", sft_toml, "--estimate", PATH="/nonexistent")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "No GPU is known here: name one" in done.stdout
+
+
+def test_a_gpu_that_does_not_answer_is_not_waited_for(sft_toml: Path, stand_ins: Any) -> None:
+    (stand_ins.directory / "nvidia-smi").write_text("#!/bin/sh\nexec sleep 3600\n")
+    (stand_ins.directory / "nvidia-smi").chmod(0o755)
+    done = run("medarc_slurm", "sft", sft_toml, "--estimate")
+    assert "No GPU is known here: name one" in done.stdout
