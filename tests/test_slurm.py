@@ -258,6 +258,9 @@ def test_a_requeued_run_ends_with_the_weights_of_an_undisturbed_one(slurm, tmp_p
     job_id = job_id_of(submit(*SHORT_SFT, *where, disturbed, "--requeue"))
     while not (disturbed / "checkpoints" / "step_2").is_dir():
         assert slurm.job(job_id)["JobState"] in ("PENDING", "RUNNING"), "asking starts a process, which takes time"
+    (disturbed / "save").touch()
+    while (disturbed / "save").exists():
+        assert slurm.job(job_id)["JobState"] == "RUNNING"
     slurm.ask("scancel", "--batch", "--signal=USR2", job_id)  # what Slurm sends before the time limit
     result = submit_and_wait(*SHORT_SFT, *where, undisturbed)
     assert result.exit_code == 0, result.output
@@ -266,5 +269,6 @@ def test_a_requeued_run_ends_with_the_weights_of_an_undisturbed_one(slurm, tmp_p
     assert (job["JobState"], job["ExitCode"], job["Restarts"]) == ("COMPLETED", "0:0", "1"), log
     assert f"requeueing job {job_id}, for the 1. of at most 20 times" in log
     assert f"job {job_id}, attempt 2, on " in log
+    assert "SIGUSR1 passed on to trainer" in log, "a touched file saves a checkpoint"
     weights = [out / "weights" / "step_40" / "model.safetensors" for out in (disturbed, undisturbed)]
     assert weights[0].read_bytes() == weights[1].read_bytes()

@@ -180,7 +180,7 @@ def launch(tmp_path: Path) -> Iterator[Launch]:
     os.close(launch.descriptor)
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR2])
 def test_a_signal_ends_children_grandchildren_and_daemons(launch: Launch, signum: signal.Signals) -> None:
     launch.start({"inference": WITH_DAEMON, "orchestrator": LIKE_TORCHRUN, "trainer": SAVING})
     launch.process.send_signal(signum)

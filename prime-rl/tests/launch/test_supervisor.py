@@ -157,3 +157,23 @@ def test_a_program_that_cannot_be_started_stops_those_that_were() -> None:
     outcome, _ = run(host)
     assert outcome == Outcome(1, "orchestrator cannot be started: orchestrator: No such file or directory")
     assert host.started == host.stopped == ["inference"]
+
+
+STOPPED = [Exited("trainer", 143), Exited("orchestrator", 143), Exited("inference", 143)]
+
+
+def test_the_warning_before_a_time_limit_gives_children_until_the_limit() -> None:
+    host = FakeHost([Signalled(signal.SIGUSR2), STOPPED[0], *STOPPED[1:]])
+    outcome, said = run(host)
+    assert (outcome.exit_code, outcome.was_stopped) == (128 + signal.SIGUSR2, True)
+    assert "SIGUSR2, the time limit is near: stopping" in said
+    assert all(wait_s > 600 for wait_s in host.waits_s[1:] if wait_s is not None)
+
+
+def test_sigterm_after_that_warning_is_the_limit_and_leaves_seconds() -> None:
+    host = FakeHost([Signalled(signal.SIGUSR2), Signalled(signal.SIGTERM), STOPPED[0], None])
+    outcome, said = run(host)
+    assert outcome.exit_code == 128 + signal.SIGUSR2
+    assert host.waits_s[-1] is not None
+    assert host.waits_s[-1] <= 15
+    assert said[-1] == "inference, orchestrator did not stop in time and will be killed"

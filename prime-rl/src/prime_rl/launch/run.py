@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
@@ -16,6 +18,7 @@ from prime_rl.configs.shared import FileAccess
 from prime_rl.launch.host import LocalHost
 from prime_rl.launch.job import Job
 from prime_rl.launch.launch_log import LaunchLog
+from prime_rl.launch.logs import polled
 from prime_rl.launch.site import Demand, Sharing, Site, claimed_site
 from prime_rl.launch.spec import CannotStart, Outcome
 from prime_rl.launch.stalls.watchdog import Watchdog
@@ -161,10 +164,23 @@ def run_job(job: Job, host: LocalHost, screen: ScreenFactory, notes: Sequence[st
         log = LaunchLog(job.paths.log(job.command), shown.line)
         for line in filter(None, (job.headline, *notes)):
             log.say(line)
-        watchdog = Watchdog(job.stall_limits)
-        outcome = Supervisor(job.processes, host, log.say, stopping=job.stopping, watchdog=watchdog).run()
+        supervisor = Supervisor(
+            job.processes, host, log.say, stopping=job.stopping, watchdog=Watchdog(job.stall_limits)
+        )
+        with polled(partial(pass_on_save_request, job.paths), name="save request", every_s=1.0):
+            outcome = supervisor.run()
     _report(outcome, job, shown, log)
     return outcome.exit_code
+
+
+def pass_on_save_request(paths: RunPaths) -> None:
+    """If a user made the file that asks for a checkpoint, remove it and send this process SIGUSR1, which does the same.
+
+    The file serves where no signal can be sent: from another machine, or through a container.
+    """
+    if paths.save_request.exists():
+        paths.save_request.unlink(missing_ok=True)
+        os.kill(os.getpid(), signal.SIGUSR1)
 
 
 def _report(outcome: Outcome, job: Job, screen: Screen, log: LaunchLog) -> None:

@@ -57,6 +57,11 @@ class RunPaths:
         return self.root / "control" / f"{process}.beat"
 
     @property
+    def save_request(self) -> Path:
+        """A user makes this file to have a checkpoint saved now. The launcher removes it."""
+        return self.root / "save"
+
+    @property
     def server_log(self) -> Path | None:
         """Log of the inference server that was started for the run; None if somebody else started it."""
         return self.log("inference") if self.config("inference").is_file() else None
