@@ -38,7 +38,7 @@ def test_a_process_that_works_without_progress_is_blamed_after_its_limit_with_it
     assert stalled.roots == ("trainer",)
     headline, _, trainer, orchestrator = stalled.lines
     assert headline.startswith("trainer made no progress since ")
-    assert "(limit: stall.timeout_s = 100 s); it was: step 3: forward and backward, since " in headline
+    assert "(limit: stall.timeout_s = 100 s); it was: step 3: forward and backward" in headline
     assert trainer.startswith("  trainer: step 3: forward and backward, since ")
     assert orchestrator.endswith("; waits for trainer")
 
@@ -86,6 +86,24 @@ def test_an_idle_server_alone_is_no_stall() -> None:
     assert watched({"inference": says("waiting for requests", ANYONE)}, 10_000) is None
 
 
+def test_a_wait_for_a_server_of_somebody_else_is_left_to_the_limits_of_that_wait() -> None:
+    look = {"evaluator": says("evaluating", "inference"), "trainer": says("batch", "evaluator")}
+    assert watched(look, 10_000) is None
+
+
+def test_a_wait_for_a_process_that_has_ended_is_a_stall() -> None:
+    clock_s = [0.0]
+    watchdog = Watchdog(LIMITS, lambda: clock_s[0])
+    trainer = says("batch", "orchestrator")
+    assert watchdog.look({"trainer": trainer, "orchestrator": says("sending")}) is None
+    stalled = None
+    while stalled is None and clock_s[0] < 200:
+        clock_s[0] += LOOK_EVERY_S
+        stalled = watchdog.look({"trainer": trainer})
+    assert stalled is not None
+    assert stalled.roots == ("trainer",)
+
+
 def test_processes_that_wait_for_each_other_are_named_together() -> None:
     look = {"orchestrator": says("version 3", "trainer"), "trainer": says("batch 3", "orchestrator")}
     stalled = watched(look, 200)
@@ -113,13 +131,13 @@ def test_a_process_that_starts_has_the_longer_limit_even_before_its_first_words(
 
 
 def test_a_stopped_process_has_a_limit_of_its_own() -> None:
-    stopped = Observed([Beat(1, 1e9, "batch", "orchestrator")], is_stopped=True)
+    stopped = Observed([Beat(1, 1e9, "batch", "orchestrator")], stopped=(7,))
     look = {"trainer": stopped, "orchestrator": says("groups")}
     assert watched(look, 8) is None
     stalled = watched(look, 10)
     assert stalled is not None
     assert stalled.roots == ("trainer",)
-    assert stalled.lines[0].startswith("trainer was stopped by a signal (SIGSTOP or SIGTSTP) at ")
+    assert stalled.lines[0].startswith("trainer was stopped by a signal (process 7) at ")
 
 
 def test_a_stopped_process_that_is_continued_in_time_starts_again_from_zero() -> None:
@@ -127,12 +145,12 @@ def test_a_stopped_process_that_is_continued_in_time_starts_again_from_zero() ->
     watchdog = Watchdog(StallLimits(stopped_timeout_s=10), lambda: clock_s[0])
     for look in range(100):
         clock_s[0] += LOOK_EVERY_S
-        assert watchdog.look({"trainer": Observed((), is_stopped=look % 4 > 0)}) is None
+        assert watchdog.look({"trainer": Observed((), stopped=(7,) if look % 4 else ())}) is None
 
 
 @pytest.mark.parametrize("limits", [StallLimits(), StallLimits(startup_timeout_s=5)])
 def test_none_disables_a_limit(limits: StallLimits) -> None:
-    look = {"trainer": Observed([Beat(1, 1e9, "step 3")], is_stopped=True)}
+    look = {"trainer": Observed([Beat(1, 1e9, "step 3")], stopped=(7,))}
     assert watched(look, 100_000, limits) is None
 
 
@@ -159,6 +177,24 @@ def test_the_supervisor_ends_a_stalled_run_with_code_1_and_the_stack_of_the_proc
     assert outcome.message.startswith("inference made no progress since ")
     assert outcome.log_tail == ("stack of inference",)
     assert host.stopped == ["orchestrator", "inference"]
+
+
+def test_a_rank_that_fails_because_another_hangs_names_that_one() -> None:
+    names = ("orchestrator", "trainer", "trainer_rank_1")
+    specs = [ProcessSpec(name, (name,), Path(f"{name}.log"), completes_run=True) for name in names]
+    look = {
+        "orchestrator": says("version 3", "trainer"),
+        "trainer": says("step 3: publishing"),
+        "trainer_rank_1": says("step 3: forward and backward"),
+    }
+    clock_s = iter(range(0, 10_000, 2))
+    ends = [Exited("trainer", 1), Exited("orchestrator", 143), Exited("trainer_rank_1", -9)]
+    host = FakeHost([*[None] * 40, *ends], observed=look)
+    outcome = Supervisor(specs, host, lambda line: None, watchdog=Watchdog(LIMITS, lambda: next(clock_s))).run()
+    first, second = outcome.message.splitlines()
+    assert first.startswith("trainer exited with code 1")
+    assert second.startswith("trainer_rank_1 made no progress since ")
+    assert second.endswith("it was: step 3: forward and backward")
 
 
 def test_a_run_without_a_stall_ends_as_it_did() -> None:

@@ -197,7 +197,8 @@ class LocalHost:
 
     def observe(self, spec: ProcessSpec) -> Observed:
         beats = () if spec.beats is None else tuple(read_beats(spec.beats))
-        return Observed(beats, reaper.is_stopped(self._children[spec.name].pid))
+        pids = {self._children[spec.name].pid}.union(*(beat.pids for beat in beats))
+        return Observed(beats, tuple(sorted(filter(reaper.is_stopped, pids))))
 
     def stacks(self, names: Iterable[str]) -> dict[str, list[str]]:
         followers = {name: logs.Follower.at_end(self._logs[name][0]) for name in names}

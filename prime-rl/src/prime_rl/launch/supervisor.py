@@ -186,6 +186,9 @@ class Supervisor:
             what += " before its work was done" if spec.completes_run else ", although the run was not complete"
         message = f"{end.name} {what}; its log is {spec.log}"
         log_tail = tuple(self._host.tail(end.name))
+        if self._watchdog is not None:
+            others = (name for name in self._specs if name != end.name)
+            message = "\n".join([message, *self._watchdog.quiet(others)])
         if end.signal is signal.SIGKILL:
             message += f"\n{_MEMORY_HINT}"
         return Outcome(1, message, log_tail, failed=end.name)

@@ -12,7 +12,7 @@ import functools
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,19 +40,22 @@ class Beat:
     """The process that it waits for, by name, or `ANYONE`. None if it works."""
     is_started: bool = True
     """False until the process has done everything that happens once: imports, loading, compilation."""
+    pids: Sequence[int] = ()
+    """The process, and others that work for it. If a signal stops one of them, the work stops."""
 
 
 class Beats:
     """Writes the beats of this process. Without a file it does nothing. Any thread may use it."""
 
     def __init__(self, file: Path | None) -> None:
-        self._fd = None if file is None else os.open(file, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        self._fd = None if file is None else _opened(file)
         self._count = 0
         self._written_s = 0.0
         self._doing = "starting"
         self._waits_for: str | None = None
         self._is_started = False
         self._calls: dict[str, int] = {}
+        self._pids = [os.getpid()]
 
     def say(self, doing: str, waits_for: str | None = None) -> None:
         """Report what the process does from now on. To say the same again is no progress."""
@@ -70,6 +73,11 @@ class Beats:
         if not self._is_started:
             self._is_started = True
             self._write()
+
+    def include(self, pids: Iterable[int]) -> None:
+        """Report that other processes do the work of this one."""
+        self._pids += pids
+        self._write()
 
     @contextlib.contextmanager
     def calling(self, name: str) -> Iterator[None]:
@@ -93,10 +101,17 @@ class Beats:
         self._written_s = time.monotonic()
         waits_for = self._waits_for or next((name for name, count in self._calls.items() if count), None)
         words = self._doing[:MAX_WORDS_CHARS]
-        record = json.dumps([self._count, time.time(), words, waits_for, self._is_started]).encode()
+        record = json.dumps([self._count, time.time(), words, waits_for, self._is_started, self._pids]).encode()
         # A full disk must not end the process.
         with contextlib.suppress(OSError):
             os.pwrite(self._fd, record + b"\n", 0)
+
+
+def _opened(file: Path) -> int | None:
+    try:
+        return os.open(file, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    except OSError:  # a full disk must not end the process here, either
+        return None
 
 
 @functools.cache

@@ -34,6 +34,7 @@ from prime_rl.inference.protocol import (
 )
 from prime_rl.inference.vllm.adapters import Adapters
 from prime_rl.inference.vllm.handlers import ChatServing, CompletionServing, TokensChatRequest, as_subclass
+from prime_rl.inference.vllm.progress import EngineProgress
 from prime_rl.inference.vllm.versions import UpdateCount, label_of
 from prime_rl.inference.weight_group import NO_WEIGHT_GROUP
 from prime_rl.run.paths import step_of
@@ -55,6 +56,8 @@ class PrimeRoutes:
         self._version = 0
         self._watching: asyncio.Task[None] | None = None
         self._open_paths = {HEALTH}
+        self._is_held = False
+        """Whether a request to `/pause` holds the engine."""
 
     def attach_router(self, app: FastAPI) -> None:
         self._app = app
@@ -126,10 +129,12 @@ class PrimeRoutes:
 
     async def pause(self) -> JSONResponse:
         await self._engine.pause_generation(mode="keep", clear_cache=False)
+        self._is_held = True
         return JSONResponse({"status": "paused"})
 
     async def resume(self) -> JSONResponse:
         await self._engine.resume_generation()
+        self._is_held = False
         return JSONResponse({"status": "resumed"})
 
     async def is_paused(self) -> JSONResponse:
@@ -191,7 +196,9 @@ class PrimeRoutes:
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self._stop)
         get_logger().log(SUCCESS, f"Inference ready: {args.model} on {args.host}:{args.port}")
+        progress = EngineProgress(self._engine)
         while not self._engine.errored:
+            progress.look(self._is_held)
             await asyncio.sleep(_POLL_S)
         get_logger().error("Inference failed: vLLM's engine has died")
         raise SystemExit(1)

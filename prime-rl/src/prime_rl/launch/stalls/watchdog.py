@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from prime_rl.run.beats import ANYONE, Beat
 
 LOOK_EVERY_S = 2.0
+QUIET_S = 60.0
+"""A process that fails may have waited for one that has been silent for so long."""
 LONGEST_GAP_S = 2 * LOOK_EVERY_S
 """Of the time between two looks, at most this much counts: the launcher itself was stopped for the rest."""
 
@@ -31,8 +33,8 @@ class Observed:
 
     beats: Sequence[Beat] = ()
     """Its newest beat, followed by those of its helpers. Empty if it has not begun."""
-    is_stopped: bool = False
-    """Whether a signal has stopped it (state T)."""
+    stopped: tuple[int, ...] = ()
+    """Ids of its processes that a signal has stopped (state T)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +56,8 @@ class _Process:
     """Time of the last progress, in seconds since the epoch."""
     counts: tuple[int, ...] = ()
     beats: Sequence[Beat] = ()
-    stopped_since_s: float | None = None
+    stopped: tuple[int, ...] = ()
+    stopped_since_s: float = 0.0
     stopped_since: float = 0.0
 
     @property
@@ -68,7 +71,7 @@ class _Process:
     @property
     def words(self) -> str:
         doing = self.beats[0].doing if self.beats else "starting"
-        return f"{doing}, since {_clock(self.since)}" + (" (stopped by a signal)" if self.stopped_since_s else "")
+        return doing + (" (stopped by a signal)" if self.stopped else "")
 
 
 @dataclass(slots=True)
@@ -78,6 +81,8 @@ class Watchdog:
     limits: StallLimits
     now_s: Callable[[], float] = time.monotonic
     _processes: dict[str, _Process] = field(default_factory=dict)
+    _known: set[str] = field(default_factory=set)
+    """Names of all processes so far, with those that have ended."""
     _clock_s: float = 0.0
     """Counts only while the launcher runs."""
     _looked_s: float | None = None
@@ -88,8 +93,18 @@ class Watchdog:
         if self._looked_s is not None:
             self._clock_s += min(now_s - self._looked_s, LONGEST_GAP_S)
         self._looked_s = now_s
+        self._known.update(observed)
         self._processes = {name: self._update(name, seen) for name, seen in observed.items()}
         return self._stopped() or self._silent()
+
+    def quiet(self, names: Iterable[str]) -> list[str]:
+        """One line for each of these processes that works without progress for more than `QUIET_S`."""
+        known = ((name, self._processes[name]) for name in names if name in self._processes)
+        return [
+            f"{name} made no progress since {_clock(process.since)}; it was: {process.words}"
+            for name, process in known
+            if process.waits_for is None and self._clock_s - process.since_s >= QUIET_S
+        ]
 
     def _update(self, name: str, seen: Observed) -> _Process:
         process = self._processes.get(name) or _Process(self._clock_s, time.time())
@@ -97,19 +112,18 @@ class Watchdog:
         if counts != process.counts:
             process.counts, process.beats = counts, seen.beats
             process.since_s, process.since = self._clock_s, max(beat.at_s for beat in seen.beats)
-        if not seen.is_stopped:
-            process.stopped_since_s = None
-        elif process.stopped_since_s is None:
+        if not process.stopped:
             process.stopped_since_s, process.stopped_since = self._clock_s, time.time()
+        process.stopped = seen.stopped
         return process
 
     def _stopped(self) -> Stalled | None:
         limit_s = self.limits.stopped_timeout_s
         for name, process in self._processes.items():
-            since_s = process.stopped_since_s
-            if limit_s is not None and since_s is not None and self._clock_s - since_s >= limit_s:
+            if limit_s is not None and process.stopped and self._clock_s - process.stopped_since_s >= limit_s:
+                pids = ", ".join(map(str, process.stopped))
                 headline = (
-                    f"{name} was stopped by a signal (SIGSTOP or SIGTSTP) at {_clock(process.stopped_since)} and was "
+                    f"{name} was stopped by a signal (process {pids}) at {_clock(process.stopped_since)} and was "
                     f"not continued within {limit_s:g} s (stall.stopped_timeout_s)"
                 )
                 return Stalled((name,), (headline, *self._all_words()))
@@ -140,13 +154,16 @@ class Watchdog:
         """The processes at the end of the chain of waits that starts with `name`: one, or those that form a cycle.
 
         An idle server is not at the end of a chain: who waits for it has not asked it for anything. Empty if `name`
-        itself is idle.
+        itself is idle, or if the chain leads to a process that this launch has not started: for that, other keys have
+        limits, such as `client.timeout`.
         """
         chain = [name]
         while True:
             waits_for = self._processes[chain[-1]].waits_for
             if waits_for == ANYONE:
                 return tuple(chain[-2:-1])
+            if waits_for is not None and waits_for not in self._known:
+                return ()
             if waits_for not in self._processes:
                 return (chain[-1],)
             if waits_for in chain:
@@ -168,7 +185,7 @@ class Watchdog:
         for name, process in self._processes.items():
             waits_for = process.waits_for
             waiting = f"; waits for {waits_for}" if waits_for not in (None, ANYONE) else ""
-            yield f"  {name}: {process.words}{waiting}"
+            yield f"  {name}: {process.words}, since {_clock(process.since)}{waiting}"
 
 
 def _clock(at_s: float) -> str:

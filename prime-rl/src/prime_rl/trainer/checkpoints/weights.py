@@ -16,6 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.core_model_loading import revert_weight_conversion
 
 from prime_rl.configs.trainer import WeightCheckpointConfig
+from prime_rl.run.beats import own_beats
 from prime_rl.trainer.lora.adapters import adapter_parameter_names, full_tensor, merge_adapter
 from prime_rl.trainer.lora.export import PeftAdapter, gather_adapter
 from prime_rl.utils.files import replacing_directory
@@ -38,6 +39,7 @@ def gather_weights(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, Tens
     left_out = adapter_parameter_names(model).union(model.all_tied_weights_keys)
     state: dict[str, Tensor] = {}
     for name, tensor in model.state_dict().items():
+        own_beats().tick()
         if name in left_out:
             continue
         full = merge_adapter(model, name, full_tensor(tensor))
@@ -64,6 +66,7 @@ def save_weights(
         return
     split = split_torch_state_dict_into_shards(dict(state), filename_pattern=pattern, max_shard_size=largest_file)
     for file_name, names in split.filename_to_tensors.items():
+        own_beats().tick()
         _save_file({name: state[name] for name in names}, directory / file_name, save_format)
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}

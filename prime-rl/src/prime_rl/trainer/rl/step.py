@@ -95,8 +95,12 @@ class ForwardBackward:
     def with_proximal(self, rows: Sequence[Row]) -> list[Row]:
         """Return the rows with `proximal_logprobs` under the current policy. Collective."""
         with torch.no_grad():
-            scored = [score_row(self.model, row, self._wanted(row), self.vocab_chunk)[0] for row in rows]
+            scored = [self._own_logprobs(row) for row in rows]
         return [dataclasses.replace(row, proximal_logprobs=own) for row, own in zip(rows, scored, strict=True)]
+
+    def _own_logprobs(self, row: Row) -> Tensor:
+        own_beats().tick()
+        return score_row(self.model, row, self._wanted(row), self.vocab_chunk)[0]
 
     def _wanted(self, row: Row) -> Tensor:
         return row.loss_mask if self.loss.masked_in_only else torch.ones_like(row.loss_mask)
