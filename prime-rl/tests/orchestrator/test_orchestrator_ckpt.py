@@ -158,6 +158,15 @@ def test_what_an_earlier_life_left_for_coming_steps_is_removed(checkpoints: Chec
     assert sorted(path.name for path in paths.broadcasts.iterdir()) == ["step_0", "step_1", "step_2"]
 
 
+def test_a_resume_discards_checkpoints_that_the_trainer_never_reached(checkpoints: Checkpoints) -> None:
+    """Step 3 would otherwise belong to a trainer's checkpoint that comes from other batches."""
+    save(checkpoints, 0, 1, 2, 3, 4)
+    save_trainer(checkpoints, 1, 2, 4)
+    remove_stale(checkpoints.paths, start_step=2)
+    assert stable_steps(checkpoints.paths.checkpoints) == [0, 1, 2, 4]
+    assert stable_steps(checkpoints.run.checkpoints) == [1, 2, 4]
+
+
 def test_versions_that_were_sent_without_files_are_nobodys(checkpoints: Checkpoints) -> None:
     paths = checkpoints.paths
     for version in (1, 2, 3):

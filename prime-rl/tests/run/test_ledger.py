@@ -75,16 +75,21 @@ def test_what_came_after_the_checkpoint_of_a_resume_does_not_count(paths: Orches
     assert (account.num_drawn, account.num_trained, account.dropped) == (2, 2, {})
 
 
-def test_a_resume_from_an_older_step_undoes_later_attempts_too(paths: OrchestratorPaths) -> None:
+def test_a_resume_may_go_back_to_any_attempt(paths: OrchestratorPaths) -> None:
     ledger = begun(paths.ledger)
-    draw(ledger, 0, 1)
-    first = save(paths, ledger, 1, 0, 1)
+    draw(ledger, 0, 1, 2)
+    first = save(paths, ledger, 1, 0, 1, 2)
     ledger.trained([0], 1)
-    second = save(paths, ledger, 2, 1)
-    ledger.start(2, second, 2)
-    ledger.trained([1], 2)
-    ledger.start(1, first, 2)
-    assert read_ledger(paths.ledger).open == {0, 1}
+    second = save(paths, ledger, 2, 1, 2)
+    ledger.start(1, first, 3)
+    ledger.trained([1], 1)
+    assert read_ledger(paths.ledger).open == {0, 2}
+    third = save(paths, ledger, 2, 0, 2)
+    for size_bytes, in_flight in ((second, {1, 2}), (first, {0, 1, 2}), (third, {0, 2}), (second, {1, 2})):
+        ledger.start(2, size_bytes, 3)
+        account, _ = check_ledger(paths)
+        assert (account.open, account.faults) == (in_flight, [])
+        ledger.dropped(2, "equal rewards")
 
 
 @pytest.mark.parametrize("cut_bytes", [1, 5, 40])

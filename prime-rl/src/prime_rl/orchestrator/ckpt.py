@@ -155,13 +155,20 @@ class Checkpoints:
 
 
 def remove_stale(run: OrchestratorPaths, start_step: int) -> None:
-    """Delete batches of `start_step` and later, and the broadcasts that follow them.
+    """Delete batches of `start_step` and later, and the broadcasts and checkpoints that follow them.
 
-    Call it before anything else: the trainer must not read an old batch, nor the orchestrator an old broadcast.
+    Call it before anything else: the trainer must not read an old batch, nor the orchestrator an old broadcast. A
+    checkpoint stays if the trainer has saved its step, too. Without this, the next resume could combine a checkpoint of
+    the earlier attempt with one that the trainer saves in this attempt, after other batches.
     """
-    for parent, first in ((run.rollouts, start_step), (run.broadcasts, start_step + 1)):
+    saved = set(stable_steps(RunPaths.from_orchestrator_dir(run.root).checkpoints))
+    for parent, first, kept in (
+        (run.rollouts, start_step, set()),
+        (run.broadcasts, start_step + 1, set()),
+        (run.checkpoints, start_step + 1, saved),
+    ):
         for step in _steps_in(parent):
-            if step >= first:
+            if step >= first and step not in kept:
                 get_logger().debug(f"Deleting {parent.name}/step_{step} of an earlier attempt")
                 shutil.rmtree(parent / f"step_{step}", ignore_errors=True)
 

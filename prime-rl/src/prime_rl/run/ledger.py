@@ -198,20 +198,24 @@ def report(account: Account, faults: Sequence[str]) -> str:
 
 
 def _kept_parts(path: Path, account: Account) -> list[tuple[int, int]]:
-    """Ranges of bytes that no later start has undone."""
-    parts: list[tuple[int, int]] = []
-    begin = offset = 0
+    """Ranges of bytes that led to the last attempt: of each attempt, those up to where the next one went on from."""
+    starts: list[tuple[int, int]] = []
+    end = 0
     with path.open("rb") as file:
         for line in file:
-            if line.startswith(b'{"started":') and (record := _parse(line)) is not None:
-                account.starts += 1
-                kept_bytes = record["from_bytes"]
-                parts = [
-                    (first, min(end, kept_bytes)) for first, end in [*parts, (begin, offset)] if first < kept_bytes
-                ]
-                begin = offset
-            offset += len(line)
-    return [*parts, (begin, offset)]
+            if line.startswith(b'{"started":'):
+                match _parse(line):
+                    case {"from_bytes": int(from_bytes)}:
+                        starts.append((end, min(from_bytes, end)))
+            end += len(line)
+    account.starts = len(starts)
+    parts: list[tuple[int, int]] = []
+    for offset, from_bytes in reversed(starts):
+        # An attempt may continue an older one; those in between do not count.
+        if offset < end:
+            parts.append((offset, end))
+            end = from_bytes
+    return parts[::-1]
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:

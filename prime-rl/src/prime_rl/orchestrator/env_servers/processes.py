@@ -112,7 +112,8 @@ class EnvServers:
         for server in self._servers:
             _send_group(server.process, signal.SIGTERM)
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._ended(), STOP_GRACE_S)
+            async with asyncio.timeout(STOP_GRACE_S):
+                await self._ended()
         for server in self._servers:
             # The whole process group, including processes that the environment started.
             _send_group(server.process, signal.SIGKILL)

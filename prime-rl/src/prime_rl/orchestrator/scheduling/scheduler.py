@@ -225,7 +225,9 @@ class Scheduler:
     async def _wait(self, step: int) -> None:
         """Wait until a group ends or a version arrives. Logs what is waited for every `WAIT_LOG_INTERVAL_S`."""
         try:
-            await asyncio.wait_for(self._changed.wait(), WAIT_LOG_INTERVAL_S)
+            # Not `wait_for`: in Python 3.11 it forgets a cancellation that comes together with the event.
+            async with asyncio.timeout(WAIT_LOG_INTERVAL_S):
+                await self._changed.wait()
         except TimeoutError:
             get_logger().info(f"Step {step}: {self._waiting_for()}")
 

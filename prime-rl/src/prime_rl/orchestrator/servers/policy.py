@@ -115,8 +115,10 @@ class Policy:
                 own_beats().say(f"waiting for policy version {version}", waits_for)
                 if wait.is_over():
                     raise TrainerFault(wait.fault)
+                # Not `wait_for`: in Python 3.11 it forgets a cancellation that comes together with the version.
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._changed.wait(), LOOK_EVERY_S)
+                    async with asyncio.timeout(LOOK_EVERY_S):
+                        await self._changed.wait()
         self.times.waiting_s += wait.waited_s
 
     def target(self) -> int | None:
