@@ -12,7 +12,8 @@ from medarc_rl.launchers.batch_job import TERMINATED, WARNED, header_lines, in_b
 
 RUNNING = "JobId=7 JobState=RUNNING Reason=None Restarts=0"
 TIME_LIMIT = "JobId=7 JobState=COMPLETING Reason=TimeLimit"
-CANCELLED = "JobId=7 JobState=COMPLETING Reason=None"
+CANCELLED = "JobId=7 JobState=COMPLETING Reason=None Restarts=0"
+REQUEUED = "JobId=7 JobState=COMPLETING Reason=None Restarts=1"
 
 
 @pytest.fixture
@@ -49,6 +50,7 @@ def test_the_warnings_exit_code_is_that_of_its_signal() -> None:
         pytest.param(TERMINATED, TIME_LIMIT, job(), True, id="the limit came without a warning"),
         pytest.param(TERMINATED, CANCELLED, job(), False, id="cancelled"),
         pytest.param(WARNED, CANCELLED, job(), False, id="cancelled while it saves"),
+        pytest.param(TERMINATED, REQUEUED, job(), False, id="preempted, or requeued by somebody"),
         pytest.param(WARNED, RUNNING, job(restarts=2), False, id="often enough"),
         pytest.param(WARNED, RUNNING, job(bound=None), False, id="not asked for"),
         pytest.param(0, RUNNING, job(), False, id="complete"),

@@ -31,7 +31,7 @@ from conftest import SlurmCluster  # noqa: E402
 
 EXAMPLES = ROOT / "examples" / "reverse_text"
 SFT = (
-    *("sft", EXAMPLES / "sft_cpu.toml", "--device", "cpu", "--max-steps", 60, "--ckpt.interval", 3, "--gpus", 1),
+    *("sft", EXAMPLES / "sft_cpu.toml", "--device", "cpu", "--max-steps", 40, "--ckpt.interval", 3, "--gpus", 1),
     *("--ckpt.keep-last", 2, "--scheduler.warmup-steps", 1, "--scheduler.decay-steps", 1),
     *("--data.seq-len", 64, "--data.batch-size", 4, "--data.micro-batch-size", 2),
 )

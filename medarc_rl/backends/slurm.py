@@ -55,7 +55,7 @@ class SlurmRequest:
         ),
     ] = False
     max_requeues: Annotated[
-        int, Option(min=1, max=1000, help="How often a job may start again, for whatever reason; then it ends.")
+        int, Option(min=1, max=1000, help="How often the job starts again, for whatever reason, before it ends itself.")
     ] = 20
     signal_before: Annotated[
         int | None,

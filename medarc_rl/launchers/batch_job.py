@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from medarc_rl.backends.scontrol import requeue, shown
+from medarc_rl.backends.scontrol import Properties, requeue, shown
 from medarc_rl.external import NoAnswer, ask
 
 JOB_VARIABLE = "SLURM_JOB_ID"
@@ -102,7 +102,11 @@ def requeue_if_stopped(code: int, env: Mapping[str, str]) -> Iterator[str]:
         yield f"not requeued: the job has already started again {count} times, as --max-requeues allows; {by_hand}"
         return
     try:
-        if not _may_go_on(job_id):
+        job = next(iter(shown("job", job_id, limit_s=_LOOK_LIMIT_S)), {})
+        if int(job.get("Restarts", 0)) > count:
+            yield f"Slurm itself requeues job {job_id}"
+            return
+        if not _may_go_on(job):
             yield f"not requeued: Slurm ends the job for another reason than its time limit; {by_hand}"
             return
         # Slurm ends this process, too. The word comes first.
@@ -115,7 +119,6 @@ def requeue_if_stopped(code: int, env: Mapping[str, str]) -> Iterator[str]:
         yield f"not requeued: {answer.last_line}; {by_hand}"
 
 
-def _may_go_on(job_id: str) -> bool:
+def _may_go_on(job: Properties) -> bool:
     """Whether a job that stops is to start again. Slurm would also requeue a job that somebody cancels."""
-    jobs = shown("job", job_id, limit_s=_LOOK_LIMIT_S)
-    return any(job.get("JobState") == "RUNNING" or job.get("Reason") == "TimeLimit" for job in jobs)
+    return job.get("JobState") == "RUNNING" or job.get("Reason") == "TimeLimit"
