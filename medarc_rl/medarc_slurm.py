@@ -171,6 +171,10 @@ def plan_job(command: str, run: Run[Any], options: JobOptions, gpus: int, single
         raise UsageError(f"--project-dir {project_dir}: no such directory")
     if options.setup is not None and not options.setup.is_file():
         raise UsageError(f"--setup {options.setup}: no such file")
+    if options.dependency is not None and run.config.clean_output_dir:
+        raise UsageError(
+            "--clean-output-dir would remove the files of the run that --dependency waits for: leave it out"
+        )
     queued = next_queued(run.paths) if options.dependency is not None else None
     hf_cache_dir = options.hf_cache_dir or os.environ.get("HF_HOME") or project_dir / ".hf_cache"
     return BatchJob(
@@ -243,6 +247,10 @@ def write_job(job: BatchJob, run: Run[Any], dry_run: bool) -> None:
     if run.config.clean_output_dir and not dry_run:
         prepare_directory(run)
     component, place = CONFIGS[job.command], job.queued or run.paths
+    if job.queued is not None:
+        with reporting_directory_errors():
+            # Another submission may have taken the number meanwhile.
+            job.queued.root.mkdir(parents=True)
     write_components(replace(run, paths=place), {component: run.config}, dry_run)
     with reporting_directory_errors():
         run.paths.slurm.mkdir(parents=True, exist_ok=True)

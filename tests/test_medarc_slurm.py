@@ -12,6 +12,7 @@ from typer.testing import CliRunner, Result
 
 from medarc_rl import medarc_slurm
 from medarc_rl.utils import maybe_autoset_auth_env
+from prime_rl.run.lock import run_lock
 
 
 def run(command: str, *words: object) -> Result:
@@ -237,6 +238,27 @@ def test_another_runs_checkpoints_are_left_alone(stand_ins, rl_toml: Path, tmp_p
     assert run("rl", rl_toml, "--output-dir", out, "--clean-output-dir").exit_code == 0
     assert not checkpoint.exists()
     assert "clean_output_dir" not in written(out)
+
+
+def test_a_chain_queues_while_its_first_job_runs(stand_ins, sft_toml: Path, tmp_path: Path) -> None:
+    stand_ins.add("sbatch", says="Submitted batch job 2")
+    out = tmp_path / "out"
+    words = ("sft", sft_toml, "--output-dir", out)
+    assert run(*words).exit_code == 0
+    first = (out / "configs" / "trainer.toml").read_text()
+    with run_lock(out):
+        assert run(*words, "--resume", "auto").exit_code == 2
+        for resume in ("auto", "latest", 2):
+            longer = ("--max-steps", 4, "--dependency", "afterany:1", "--resume", resume)
+            result = run(*words, *longer)
+            assert result.exit_code == 0, result.output
+    queued = out / "slurm" / "queued_3"
+    assert "--dependency=afterany:1" in header(queued, "sft")
+    assert f"@ {queued}/configs/trainer.toml" in (queued / "sft.sh").read_text()
+    assert (out / "configs" / "trainer.toml").read_text() == first
+    assert tomllib.loads((queued / "configs" / "trainer.toml").read_text())["output_dir"] == str(out)
+    cleaning = run(*words, "--dependency", "afterany:1", "--clean-output-dir")
+    assert (cleaning.exit_code, "--clean-output-dir would remove" in cleaning.stderr) == (2, True)
 
 
 def test_only_the_directory_of_a_run_is_cleaned(stand_ins, rl_toml: Path, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from medarc_rl import medarc_slurm
+from medarc_rl.backends.containers import Container
 from medarc_rl.backends.launcher import launcher_job
 from medarc_rl.backends.slurm import BatchJob, SlurmRequest
 from medarc_rl.external import NoAnswer, ask
@@ -285,6 +287,14 @@ def test_a_project_that_cannot_import_the_launcher_is_told(project, tmp_path: Pa
     project(tmp_path).add("python", says="ModuleNotFoundError: No module named 'medarc_rl'", code=1)
     env = {**os.environ, "RECORD": str(tmp_path / "calls.jsonl")}
     assert "No module named 'medarc_rl'" in failures(software_rows(config, job, env))["project"]
+
+
+def test_a_container_needs_no_venv_but_its_image(tmp_path: Path) -> None:
+    config = SFTConfig.model_validate({"model": {"name": "some/model"}})
+    job = replace(make_job(tmp_path), container=Container(str(tmp_path / "image.sif")))
+    assert "no such file" in failures(software_rows(config, job, {}))["container"]
+    (tmp_path / "image.sif").touch()
+    assert failures(software_rows(config, job, {})) == {}
 
 
 def test_the_kind_of_a_job_is_found_or_asked_for(sft_toml: Path, tmp_path: Path) -> None:

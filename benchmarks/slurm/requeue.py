@@ -189,6 +189,8 @@ def main() -> None:
     parser.add_argument("--latest-s", type=float, default=15.0)
     parser.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES))
     options = parser.parse_args()
+    # A background job of a shell ignores Ctrl-C; a terminated campaign must still end its cluster.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(143))
     words = SFT if options.kind == "sft" else RL
     directory = options.directory.absolute()
     project = directory / "project"

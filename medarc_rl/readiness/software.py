@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 
+from medarc_rl.backends.containers import Container
 from medarc_rl.backends.slurm import BatchJob, render
 from medarc_rl.external import NoAnswer, ask
-from medarc_rl.readiness.rows import Row, failed, ok
+from medarc_rl.readiness.rows import Row, failed, ok, unknown
 from prime_rl.checks.environments import Place, trial_faults
 from prime_rl.configs.rl import RLConfig
 from prime_rl.configs.sft import SFTConfig
@@ -59,6 +61,9 @@ def script_row(job: BatchJob) -> Row:
 
 def software_rows(config: SFTConfig | RLConfig, job: BatchJob, env: Mapping[str, str]) -> Iterator[Row]:
     """`env` is the job's environment."""
+    if job.container is not None:
+        yield _container_row(job.container)
+        return
     if not (job.project_dir / ".venv" / "bin" / "activate").is_file():
         advice = "run 'uv sync' there, or name another place with --project-dir"
         yield failed("project", f"{job.project_dir}/.venv is missing: {advice}")
@@ -76,6 +81,13 @@ def software_rows(config: SFTConfig | RLConfig, job: BatchJob, env: Mapping[str,
     yield ok("project", f"{python} imports {launcher}")
     if isinstance(config, RLConfig):
         yield from _environment_rows(config, Place(str(python), env, job.project_dir))
+
+
+def _container_row(container: Container) -> Row:
+    image = Path(container.image)
+    if image.suffix in (".sif", ".sqsh") and not image.is_file():
+        return failed("container", f"{image}: no such file")
+    return unknown("container", f"{container.image}: what it holds shows in the job")
 
 
 def _environment_rows(config: RLConfig, place: Place) -> Iterator[Row]:
