@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 STABLE = "STABLE"
-_CHUNK_BYTES = 1 << 17
+CHUNK_BYTES = 1 << 17
 """Small enough to stay in a core's cache between reading and hashing."""
 
 
@@ -38,7 +38,7 @@ def record_contents(directory: Path, files: Iterable[Path] | None = None) -> Con
 def hash_file(path: Path) -> str:
     import xxhash
 
-    digest, buffer = xxhash.xxh3_128(), bytearray(_CHUNK_BYTES)
+    digest, buffer = xxhash.xxh3_128(), bytearray(CHUNK_BYTES)
     with path.open("rb", buffering=0) as file:
         while count := file.readinto(buffer):
             digest.update(memoryview(buffer)[:count])

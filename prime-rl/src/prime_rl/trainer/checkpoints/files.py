@@ -57,10 +57,10 @@ def rank_file(directory: Path, rank: int) -> Path:
     return directory / f"rank_{rank}.pt"
 
 
-def files_of_rank(step_directory: Path, directory: Path, rank: int) -> list[Path]:
-    """The files that process `rank` has written: its own, its shards, and on rank 0 the index and the configs."""
+def small_files_of_rank(step_directory: Path, directory: Path, rank: int) -> list[Path]:
+    """The files that process `rank` has written, apart from its shards: its own, and on rank 0 index and configs."""
     common = [directory / ".metadata", *sorted((step_directory / "configs").glob("*"))] if rank == 0 else []
-    return [rank_file(directory, rank), *common, *sorted(directory.glob(f"__{rank}_*"))]
+    return [rank_file(directory, rank), *common]
 
 
 def gathered_contents(contents: Contents, process: Process, group: dist.ProcessGroup | None) -> Contents:

@@ -19,11 +19,11 @@ from prime_rl.run.resume_point import CannotResume, SavedSteps
 from prime_rl.run.retention import DEFAULT_KEPT
 from prime_rl.trainer.checkpoints.files import (
     BackgroundJobs,
-    files_of_rank,
     gathered_contents,
     random_state,
     rank_file,
     set_random_state,
+    small_files_of_rank,
     together,
     write_object,
 )
@@ -201,7 +201,8 @@ class CheckpointManager:
         return staged
 
     def _write(self, step: int, shared: dict[str, Any], own: dict[str, Any]) -> None:
-        import torch.distributed.checkpoint as dcp
+        # Imports torch's checkpoint writer, which takes a while and only a save needs.
+        from prime_rl.trainer.checkpoints.hashing import save_sharded
 
         started_s = time.perf_counter()
         target = self.paths.checkpoint(step)
@@ -212,11 +213,12 @@ class CheckpointManager:
                 if self.process.is_main:
                     begin_directory(target)
             with together(self.process, self._group, self.paths.root):
-                dcp.save(shared, checkpoint_id=directory, process_group=self._group)
+                shards = save_sharded(shared, directory, self._group)
                 write_object(own, rank_file(directory, self.process.rank))
                 if self.process.is_main:
                     self._write_run_configs(step, scratch)
-                contents = record_contents(scratch, files_of_rank(scratch, directory, self.process.rank))
+                contents = record_contents(scratch, small_files_of_rank(scratch, directory, self.process.rank))
+                contents |= {path.relative_to(scratch).as_posix(): record for path, record in shards.items()}
             contents = gathered_contents(contents, self.process, self._group)
             with together(self.process, self._group, self.paths.root):
                 if self.process.is_main:
