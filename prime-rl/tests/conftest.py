@@ -5,14 +5,29 @@ from __future__ import annotations
 import signal
 import socket
 import string
-from collections.abc import Iterator
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
+from types import FrameType
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 import prime_rl  # noqa: F401 - before any test imports torch: it decides how torch's threads wait
 from prime_rl.launch.ports import reserved_ports
+
+MAX_CASE_S = 30
+settings.register_profile(
+    "suite",
+    max_examples=200,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example],
+)
+# pytest prime-rl/tests -k test_any_ --hypothesis-profile campaign --timeout 0
+settings.register_profile("campaign", settings.get_profile("suite"), max_examples=10_000)
+settings.load_profile("suite")
 
 CHATML = (
     "{%- for message in messages %}"
@@ -30,6 +45,28 @@ def pytest_configure() -> None:
     for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT):
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, lambda signum, frame: None)
+
+
+@contextmanager
+def _limited_time() -> Iterator[None]:
+    """Fail a case that takes longer than 30 s, which a case of a property test counts as a hang."""
+
+    def hang(signum: int, frame: FrameType | None) -> None:
+        raise AssertionError(f"no end within {MAX_CASE_S} s")
+
+    before = signal.signal(signal.SIGALRM, hang)
+    signal.setitimer(signal.ITIMER_REAL, MAX_CASE_S)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+@pytest.fixture(scope="session")
+def limited_time() -> Callable[[], AbstractContextManager[None]]:
+    """A block that must end within 30 s, for the cases of property tests."""
+    return _limited_time
 
 
 @pytest.fixture

@@ -24,6 +24,7 @@ from contextlib import contextmanager, suppress
 from errno import EDQUOT, ENOSPC
 
 from prime_rl.utils.logger import get_logger
+from prime_rl.utils.pydantic_config.errors import one_line
 
 
 class TrainerError(Exception):
@@ -43,7 +44,9 @@ class ModelError(TrainerError):
 
 
 class DataError(TrainerError):
-    pass
+    def __init__(self, message: str) -> None:
+        # It may show what the data holds.
+        super().__init__(one_line(message))
 
 
 class ScheduleError(TrainerError):

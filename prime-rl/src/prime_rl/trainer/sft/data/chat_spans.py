@@ -17,8 +17,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
-import jinja2
-
 from prime_rl.trainer.process.errors import DataError
 from prime_rl.trainer.sft.data.messages import Conversation, Message
 
@@ -183,8 +181,7 @@ class ChatSpans:
             text = self.tokenizer.apply_chat_template(
                 list(messages), tokenize=False, add_generation_prompt=add_generation_prompt, **kwargs
             )
-        # A template is a program. Besides its own errors, it may fail on a missing key or a wrong type.
-        except (jinja2.TemplateError, TypeError, IndexError, KeyError, ValueError) as error:
+        except Exception as error:
             raise DataError(f"the chat template refuses the conversation: {error}") from error
         assert isinstance(text, str), "one conversation is one text"
         return text
@@ -204,7 +201,7 @@ class ChatSpans:
                 return_assistant_tokens_mask=True,
                 **{**self.tokenizer.special_tokens_map, **kwargs},
             )
-        except (jinja2.TemplateError, TypeError, IndexError, KeyError, ValueError) as error:
+        except Exception as error:
             raise DataError(f"the chat template refuses the conversation: {error}") from error
         # Its annotation says str.
         texts, spans = cast("tuple[list[str], list[list[Span]]]", answer)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,6 +18,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+_WHOLE_CHARS = 1 << 19
+"""Shorter texts are tokenized as a whole, so that their lengths are known. Each character takes some 300 bytes."""
+_MARGIN_TOKENS = 64
+"""The tokens next to a cut may differ from those of the whole text."""
+
+
 @dataclass(frozen=True, slots=True)
 class TokenizedSample:
     """n tokens, and for each whether it is trained."""
@@ -26,6 +32,8 @@ class TokenizedSample:
     """int32 [n]."""
     is_trained: np.ndarray
     """bool [n]."""
+    is_cut: bool = False
+    """Whether these are the first tokens of a text that was too long to tokenize as a whole."""
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -42,18 +50,26 @@ class TokenizedSample:
 
     def first(self, inputs: int) -> TokenizedSample:
         """The sample, cut to `inputs` input tokens."""
-        return TokenizedSample(self.token_ids[: inputs + 1], self.is_trained[: inputs + 1])
+        return TokenizedSample(self.token_ids[: inputs + 1], self.is_trained[: inputs + 1], self.is_cut)
 
 
 class ConversationTokenizer:
-    """Tokenizes rows and marks the tokens of trained roles. A token belongs to the message in which it starts."""
+    """Tokenizes rows and marks the tokens of trained roles. A token belongs to the message in which it starts.
+
+    Of a very long text, only as much is tokenized as has more than `max_inputs` tokens. None tokenizes everything.
+    """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, loss_mask: LossMaskConfig, ignored_keys: Sequence[str] = ()
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        loss_mask: LossMaskConfig,
+        ignored_keys: Sequence[str] = (),
+        max_inputs: int | None = None,
     ) -> None:
         if not tokenizer.is_fast:
             raise ModelError(f"{type(tokenizer).__name__} gives no token offsets: use a fast tokenizer")
         self.tokenizer = tokenizer
+        self.max_inputs = max_inputs
         self.trained_roles = {role: getattr(loss_mask, role) for role in ROLES}
         self._spans = ChatSpans(tokenizer, self.trained_roles)
         self._traces = TemplateTraces(self._rendered, DataError, ignored_keys)
@@ -73,9 +89,8 @@ class ConversationTokenizer:
         self._refuse_losses(conversation)
         text, spans = self._spans(conversation)
         # The chat template has already written the special tokens.
-        encoding = self._encode(text, add_special_tokens=False)
-        sample = _masked(encoding, spans)
-        if self._spans.ends_by_itself(text):
+        sample = self._encode(text, spans, add_special_tokens=False)
+        if sample.is_cut or self._spans.ends_by_itself(text):
             return sample
         return self._with_end(sample, self.trained_roles[conversation.messages[-1]["role"]])
 
@@ -99,12 +114,26 @@ class ConversationTokenizer:
         spans = [(len(prompt), len(text))] if is_end_trained else []
         if content.prompt is not None and self.trained_roles["user"]:
             spans.append((0, len(prompt)))
-        encoding = self._encode(text, add_special_tokens=True)
-        return self._with_end(_masked(encoding, spans), is_end_trained)
+        sample = self._encode(text, spans, add_special_tokens=True)
+        return sample if sample.is_cut else self._with_end(sample, is_end_trained)
 
-    def _encode(self, text: str, add_special_tokens: bool) -> Mapping[str, Any]:
-        # verbose=False: no warning about the model's maximum length, since `data.seq_len` is the limit here.
-        return self.tokenizer(text, add_special_tokens=add_special_tokens, return_offsets_mapping=True, verbose=False)
+    def _encode(self, text: str, spans: list[Span], add_special_tokens: bool) -> TokenizedSample:
+        """Tokenize a text, or a beginning of it that is long enough. Raises DataError if it cannot be tokenized."""
+        chars = len(text) if self.max_inputs is None else max(_WHOLE_CHARS, 8 * self.max_inputs)
+        while True:
+            try:
+                # verbose=False: no warning about the model's maximum length, since `data.seq_len` is the limit here.
+                encoding = self.tokenizer(
+                    text[:chars], add_special_tokens=add_special_tokens, return_offsets_mapping=True, verbose=False
+                )
+            except (TypeError, UnicodeEncodeError) as error:  # the tokenizer takes text with half a character for none
+                raise DataError("a text holds half a character (a single surrogate)") from error
+            sample = _masked(encoding, spans)
+            if chars >= len(text):
+                return sample
+            if self.max_inputs is not None and sample.inputs > self.max_inputs + _MARGIN_TOKENS:
+                return replace(sample.first(self.max_inputs + 1), is_cut=True)
+            chars *= 4
 
     def _with_end(self, sample: TokenizedSample, is_trained: bool) -> TokenizedSample:
         """Append the end token unless the sample ends with one. End tokens inside the text do not count."""

@@ -79,14 +79,27 @@ def check_columns(place: str, row: Row, config: RowFormatConfig) -> None:
         raise DataError(f"{place}: {found}; expected {EXPECTED}. Name other columns in [data.columns]")
 
 
+def parsed(text: str | bytes) -> Any:
+    """Parse JSON.
+
+    Raises:
+        ValueError: it is not valid, or nothing that Python can hold; a JSONDecodeError or UnicodeDecodeError where that
+            is the reason.
+    """
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("lists or objects are nested too deeply") from None
+
+
 def decoded(value: Any, what: str) -> Any:
     """The value, or what its text holds: columnar files and CSV store nested values as JSON."""
     if not isinstance(value, str):
         return value
     try:
-        return json.loads(value)
-    except json.JSONDecodeError as error:
-        raise DataError(f"{what}: not valid JSON: {error.msg}") from error
+        return parsed(value)
+    except ValueError as error:
+        raise DataError(f"{what}: not valid JSON: {getattr(error, 'msg', error)}") from error
 
 
 def _renamed_messages(name: str, value: Any, config: RowFormatConfig) -> Any:
@@ -104,7 +117,8 @@ def _renamed_message(message: Mapping[str, Any], columns: ColumnsConfig, roles: 
     ours = {theirs: name for name, theirs in (("role", columns.role), ("content", columns.content)) if theirs}
     message = {ours.get(name, name): value for name, value in message.items()}
     key = "from" if "from" in message and "role" not in message else "role"
-    return {**message, key: roles.get(message[key], message[key])} if key in message else message
+    named = key in message and isinstance(message[key], str)
+    return {**message, key: roles.get(message[key], message[key])} if named else message
 
 
 def _turn(question: Any, answer: Any) -> list[dict[str, Any]]:

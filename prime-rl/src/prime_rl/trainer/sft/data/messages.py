@@ -27,6 +27,13 @@ OTHER_NAMES = {
 """Other programs' names for roles. `function_call` in ShareGPT is an assistant's message that holds a call."""
 
 
+_RESERVED = frozenset(
+    "conversation messages chat_template add_generation_prompt continue_final_message tokenize padding truncation "
+    "max_length return_tensors return_dict return_assistant_tokens_mask tokenizer_kwargs".split()
+)
+"""Arguments of the rendering itself. A row's own template would be a program that came with the data."""
+
+
 @dataclass(frozen=True, slots=True)
 class Conversation:
     """Chat messages and the other arguments of the chat template."""
@@ -164,6 +171,8 @@ def _template_kwargs(row: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(kwargs, Mapping):
         raise DataError("`chat_template_kwargs` must be an object")
     kwargs = _without_nulls(kwargs)
+    if reserved := sorted(_RESERVED & kwargs.keys()):
+        raise DataError(f"`chat_template_kwargs` sets {reserved[0]}, which rows may not set")
     if row.get("tools"):
         tools = decoded(row["tools"], "tools")
         if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):

@@ -20,6 +20,7 @@ from typing import IO, TYPE_CHECKING, Any, cast
 
 from prime_rl.checks.data_files import COMPRESSIONS, kind_of
 from prime_rl.trainer.process.errors import DataError
+from prime_rl.trainer.sft.data.formats import parsed
 
 if TYPE_CHECKING:
     import pyarrow
@@ -99,7 +100,10 @@ class TableRows(RowList):
         return self.table.num_rows
 
     def __getitem__(self, index: int) -> Row:
-        return self.table.slice(index, 1).to_pylist()[0]
+        try:
+            return self.table.slice(index, 1).to_pylist()[0]
+        except (ValueError, OverflowError) as error:  # text that is not UTF-8, or a date that Python cannot hold
+            raise DataError(f"{self.where(index)}: {error}") from error
 
 
 def read_file(path: Path) -> RowList:
@@ -159,11 +163,13 @@ def opened(path: Path) -> Iterator[IO[bytes]]:
 def parse_line(path: Path, number: int, line: bytes) -> Row:
     """Parse a line of a JSON Lines file. A DataError names file and line."""
     try:
-        row = json.loads(line)
+        row = parsed(line)
     except json.JSONDecodeError as error:
         raise DataError(f"{path}:{number}: not valid JSON: {error.msg} (column {error.colno})") from error
     except UnicodeDecodeError as error:
         raise DataError(f"{path}:{number}: not UTF-8 text (byte {error.start})") from error
+    except ValueError as error:
+        raise DataError(f"{path}:{number}: not valid JSON: {error}") from error
     if not isinstance(row, dict):
         raise DataError(f"{path}:{number}: not a JSON object")
     return row
@@ -177,11 +183,13 @@ def _read_json(path: Path) -> RowList:
             return JsonLines(path) if path.suffix == ".json" else ParsedRows(path, list(_numbered_lines(path)))
         content = head + file.read()
     try:
-        rows = json.loads(content)
+        rows = parsed(content)
     except json.JSONDecodeError as error:
         raise DataError(f"{path}:{error.lineno}: not valid JSON: {error.msg}") from error
     except UnicodeDecodeError as error:
         raise DataError(f"{path}: not UTF-8 text (byte {error.start})") from error
+    except ValueError as error:
+        raise DataError(f"{path}: not valid JSON: {error}") from error
     if not all(isinstance(row, dict) for row in rows):
         raise DataError(f"{path}: the array has entries that are not objects")
     return RowList(rows, str(path))
@@ -230,7 +238,7 @@ def _read_parquet(path: Path) -> RowList:
 
     try:
         return TableRows(pyarrow.parquet.read_table(path), path)
-    except pyarrow.ArrowException as error:
+    except (pyarrow.ArrowException, OSError) as error:
         raise DataError(f"{path}: not a Parquet file: {error}") from error
 
 
@@ -240,7 +248,7 @@ def _stream_parquet(path: Path) -> Iterator[Callable[[], Row]]:
 
     try:
         file = pyarrow.parquet.ParquetFile(path)
-    except pyarrow.ArrowException as error:
+    except (pyarrow.ArrowException, OSError) as error:
         raise DataError(f"{path}: not a Parquet file: {error}") from error
     with file:
         for batch in file.iter_batches(batch_size=1024):
@@ -259,7 +267,7 @@ def _read_arrow(path: Path) -> RowList:
             source.seek(0)
             try:
                 return TableRows(open_table(source).read_all(), path)
-            except pyarrow.ArrowInvalid:
+            except (pyarrow.ArrowException, OSError):
                 continue
     raise DataError(f"{path}: not an Arrow file")
 

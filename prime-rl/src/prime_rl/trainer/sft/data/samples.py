@@ -11,6 +11,7 @@ import numpy as np
 from prime_rl.configs.sft import FakeDataConfig, SFTDataConfig
 from prime_rl.run.beats import own_beats
 from prime_rl.trainer.process.errors import DataError
+from prime_rl.trainer.process.time_limit import OutOfTime, time_limit
 from prime_rl.trainer.sft.data.chat_spans import UnmaskableSample
 from prime_rl.trainer.sft.data.conversation import ConversationTokenizer, TokenizedSample
 from prime_rl.trainer.sft.data.entries import Entry, setup_entries
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 
     from prime_rl.trainer.process.data_axis import DataAxis
 
+MAX_ROW_S = 60
+"""Time to tokenize a row."""
 _CACHED_TOKENS = 2**26
 """Number of tokens kept from one epoch to the next, about 340 MB per process."""
 _MAX_SKIPPED_IN_A_ROW = 100_000
@@ -94,9 +97,10 @@ class Made:
 class SampleMaker:
     """Turns a row into a sample of at most `seq_len` inputs, or says why it cannot."""
 
-    def __init__(self, config: SFTDataConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, config: SFTDataConfig, tokenizer: PreTrainedTokenizerBase, max_row_s: float = MAX_ROW_S) -> None:
         self.config = config
-        self._tokenize = ConversationTokenizer(tokenizer, config.loss_mask, config.ignored_keys)
+        self.max_row_s = max_row_s
+        self._tokenize = ConversationTokenizer(tokenizer, config.loss_mask, config.ignored_keys, config.seq_len)
         self._special_ids = frozenset(tokenizer.all_special_ids)
 
     def __call__(self, entry: Entry) -> Made:
@@ -108,15 +112,24 @@ class SampleMaker:
         own_beats().tick()
         row = entry.read()
         try:
-            sample = self._tokenize(row)
+            with time_limit(self.max_row_s):
+                sample = self._tokenize(row)
         except UnmaskableSample:
             return Made(None, "unmaskable")
         except DataError as error:
             raise DataError(f"{entry.where}: {error}") from error
+        except RecursionError as error:
+            raise DataError(f"{entry.where}: lists or objects are nested too deeply") from error
+        except OutOfTime:
+            raise DataError(
+                f"{entry.where}: tokenizing takes more than {self.max_row_s:g} s: shorten or remove the row, or look for "
+                "a loop in the chat template"
+            ) from None
         is_overlong = sample.inputs > self.config.seq_len
         if is_overlong and self.config.overlong == "error":
+            count = f"at least {sample.inputs}" if sample.is_cut else sample.inputs
             raise DataError(
-                f"{entry.where}: {sample.inputs} tokens, more than data.seq_len = {self.config.seq_len}, "
+                f"{entry.where}: {count} tokens, more than data.seq_len = {self.config.seq_len}, "
                 'and data.overlong = "error"'
             )
         if is_overlong and self.config.overlong == "drop":
@@ -126,7 +139,7 @@ class SampleMaker:
             return Made(None, "untrainable", sample.inputs)
         last_trained = sample.token_ids[np.flatnonzero(sample.is_trained)[-1]]
         kind = "truncated" if is_overlong else "seen"
-        return Made(cut, kind, sample.inputs, has_end=int(last_trained) in self._special_ids)
+        return Made(cut, kind, sample.inputs, has_end=sample.is_cut or int(last_trained) in self._special_ids)
 
 
 class DatasetStream:
