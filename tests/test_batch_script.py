@@ -268,10 +268,10 @@ def test_a_job_that_could_never_go_on_is_refused(
         header(make_job("sft", tmp_path, checkpoints=checkpoints, request=request_))
 
 
-def test_dot_env_and_setup_may_use_variables_that_are_not_set(project, tmp_path: Path) -> None:
+def test_dot_env_and_setup_may_use_what_is_not_set_and_dot_env_what_fails(project, tmp_path: Path) -> None:
     programs = project(tmp_path / "project")
     programs.record = tmp_path / "calls.jsonl"
-    (tmp_path / "project" / ".env").write_text("A=$NOT_SET/a\n")
+    (tmp_path / "project" / ".env").write_text("A=$NOT_SET/a\n[[ -n $NOT_SET ]] && B=b\n")
     setup = tmp_path / "set up $(touch pwned).sh"
     setup.write_text("export FROM_SETUP=${ALSO_NOT_SET}yes\n")
     done = run_script(make_job("sft", tmp_path, setup=setup), tmp_path)

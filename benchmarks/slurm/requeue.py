@@ -3,9 +3,9 @@
     uv run benchmarks/slurm/requeue.py DIR                        # SFT: the same weights, byte by byte
     uv run benchmarks/slurm/requeue.py DIR --kind rl --runs 2     # RL: a ledger without gaps
 
-It starts a cluster of its own, as the tests do, and needs root, slurm-wlm and munge. Each run is disturbed twice, at a
-random moment between the start of its trainer and `--latest-s` seconds later. `DIR/results.jsonl` has a line for each
-run, and the last lines of the output count them by case.
+It starts a cluster of its own, as the tests do, and needs root, slurm-wlm and munge. Each run is disturbed twice: up to
+`--latest-s` seconds after its trainer has started, and up to as long after the next attempt has saved a checkpoint.
+`DIR/results.jsonl` has a line for each run, and the last lines of the output count them by case.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ SFT = (
     *("--data.seq-len", 64, "--data.batch-size", 4, "--data.micro-batch-size", 2),
 )
 RL = (
-    *("rl", EXAMPLES / "rl_cpu.toml", "--device", "cpu", "--max-steps", 12, "--ckpt.interval", 2, "--single-gpu"),
+    *("rl", EXAMPLES / "rl_cpu.toml", "--device", "cpu", "--max-steps", 8, "--ckpt.interval", 2, "--single-gpu"),
     *("--orchestrator.batch-size", 16, "--orchestrator.rollouts-per-example", 4),
 )
 DISTURBANCES = 2
@@ -55,10 +55,14 @@ class Run:
     def log(self) -> Path:
         return self.out / "slurm" / f"job_{self.job}.log"
 
-    def starts(self) -> int:
-        """How often a trainer has been started in all jobs of the run."""
+    def said(self, words: str) -> int:
+        """How often all jobs of the run have logged some words."""
         logs = [self.out / "slurm" / f"job_{job}.log" for job in self.jobs]
-        return sum(log.read_text(errors="replace").count("trainer started") for log in logs if log.is_file())
+        logs.append(self.out / "logs" / "trainer.log")
+        return sum(log.read_text(errors="replace").count(words) for log in logs if log.is_file())
+
+    def starts(self) -> int:
+        return self.said("trainer started")
 
 
 class Campaign:
@@ -82,8 +86,9 @@ class Campaign:
     def is_over(self, run: Run) -> bool:
         return self.cluster.job(run.job).get("JobState") not in ("PENDING", "RUNNING", "COMPLETING", "REQUEUED")
 
-    def wait_for_start(self, runs: list[Run], starts: int) -> None:
-        while any(run.starts() < starts and not self.is_over(run) for run in runs):
+    def wait_for(self, words: str, counts: dict[str, int], runs: list[Run]) -> None:
+        """Wait until every run has logged some words more often than it had."""
+        while any(run.said(words) <= counts[str(run.out)] and not self.is_over(run) for run in runs):
             time.sleep(0.2)
 
     def wait_for_end(self, runs: list[Run]) -> None:
@@ -173,9 +178,14 @@ def run_case(campaign: Campaign, case: str, runs: list[Run]) -> None:
     """Start runs at the same time, disturb each of them, and wait for their ends."""
     for run in runs:
         campaign.submit(run)
-    for number in range(1, DISTURBANCES + 1):
-        campaign.wait_for_start(runs, number)
+    starts = saves = {str(run.out): 0 for run in runs}
+    for number in range(DISTURBANCES):
+        campaign.wait_for("trainer started", starts, runs)
+        if number + 1 == DISTURBANCES:
+            campaign.wait_for("Saved ", saves, runs)
         time.sleep(random.uniform(0, campaign.latest_s))
+        starts = {str(run.out): run.said("trainer started") for run in runs}
+        saves = {str(run.out): run.said("Saved ") for run in runs}
         CASES[case](campaign, [run for run in runs if not campaign.is_over(run)])
     campaign.wait_for_end(runs)
 

@@ -107,7 +107,7 @@ def requeue_if_stopped(code: int, env: Mapping[str, str]) -> Iterator[str]:
             yield f"Slurm itself requeues job {job_id}"
             return
         if not _may_go_on(job):
-            yield f"not requeued: Slurm ends the job for another reason than its time limit; {by_hand}"
+            yield f"not requeued: Slurm is ending the job, as after scancel; {by_hand}"
             return
         # Slurm ends this process, too. The word comes first.
         yield f"requeueing job {job_id}, for the {count + 1}. of at most {bound} times"
