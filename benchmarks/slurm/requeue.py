@@ -36,7 +36,7 @@ SFT = (
     *("--data.seq-len", 64, "--data.batch-size", 4, "--data.micro-batch-size", 2),
 )
 RL = (
-    *("rl", EXAMPLES / "rl_cpu.toml", "--device", "cpu", "--max-steps", 8, "--ckpt.interval", 2, "--single-gpu"),
+    *("rl", EXAMPLES / "rl_cpu.toml", "--device", "cpu", "--max-steps", 40, "--ckpt.interval", 2, "--single-gpu"),
     *("--orchestrator.batch-size", 16, "--orchestrator.rollouts-per-example", 4),
 )
 DISTURBANCES = 2
