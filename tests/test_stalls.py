@@ -19,12 +19,11 @@ from prime_rl.utils.engine_keys import ENGINE_KEY_VARIABLE
 pytestmark = [pytest.mark.skipif(sys.platform != "linux", reason="reads /proc"), pytest.mark.timeout(600)]
 
 ROOT = Path(__file__).resolve().parents[1]
-COMMAND = (
-    f"{Path(sys.executable).with_name('medarc_train')} rl examples/reverse_text/rl_cpu.toml "
-    "--orchestrator.batch-size 16 --orchestrator.rollouts-per-example 4"
-).split()
+MEDARC_TRAIN = str(Path(sys.executable).with_name("medarc_train"))
+RL = "rl examples/reverse_text/rl_cpu.toml --orchestrator.batch-size 16 --orchestrator.rollouts-per-example 4"
+SFT = "sft examples/reverse_text/sft_cpu.toml"
 ENDLESS = ("--max-steps", "100000")
-PROGRAMS = {"trainer": "prime_rl.trainer.rl.train", "orchestrator": "/orchestrator", "inference": "/inference"}
+PROGRAMS = {"trainer": "prime_rl.trainer.", "orchestrator": "/orchestrator", "inference": "/inference"}
 
 ENVIRONMENT = '''
 """reverse-text of which `count` rollouts hang, from number `first` on."""
@@ -60,10 +59,12 @@ class Run:
                 return
         pytest.fail(f"no {sign!r} in:\n{''.join(lines[-30:])}")
 
-    def pid_of(self, part: str) -> int:
+    def pid_of(self, part: str, variable: str = "") -> int:
+        """The process of a part, and of several the one with this variable in its environment."""
         for task in Path(f"/proc/{self.process.pid}/task").iterdir():
             for pid in map(int, (task / "children").read_text().split()):
-                if PROGRAMS[part] in Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " "):
+                words, environ = (Path(f"/proc/{pid}/{file}").read_text() for file in ("cmdline", "environ"))
+                if PROGRAMS[part] in words and (not variable or variable in environ.split("\0")):
                     return pid
         raise AssertionError(f"no {part} runs")
 
@@ -74,9 +75,9 @@ class Run:
 
 
 @contextmanager
-def running(out: Path, *options: str, env: dict[str, str] | None = None) -> Iterator[Run]:
+def running(out: Path, *options: str, env: dict[str, str] | None = None, command: str = RL) -> Iterator[Run]:
     process = subprocess.Popen(
-        [*COMMAND, "--output-dir", str(out), *options],
+        [MEDARC_TRAIN, *command.split(), "--output-dir", str(out), *options],
         cwd=ROOT,
         env={**os.environ, **(env or {})},
         stdout=subprocess.PIPE,
@@ -112,6 +113,19 @@ def test_a_part_that_is_stopped_ends_the_run_by_name_and_with_its_stack(part: st
     assert [line.split(":")[0] for line in report.splitlines()[:3]] == ["  inference", "  orchestrator", "  trainer"]
     assert "(stopped by a signal)" in next(line for line in report.splitlines() if line.startswith(f"  {part}: "))
     assert "its stack:\n" in report
+
+
+def test_of_the_ranks_of_sft_the_one_that_is_stopped_is_named_and_all_are_shown(tmp_path: Path) -> None:
+    options = ("--max-steps", "100000", "--deployment.num-gpus", "2", "--stall.stopped-timeout-s", "1")
+    with running(tmp_path / "out", *options, command=SFT) as run:
+        run.wait_for("Step 2 |")
+        pid = run.pid_of("trainer", "RANK=1")
+        os.kill(pid, signal.SIGSTOP)
+        code, printed = run.end()
+    assert code == 1, printed
+    assert f"error: trainer_rank_1 was stopped by a signal (process {pid}) at " in printed
+    _, _, report = printed.partition("what each process was doing:\n")
+    assert [line.split(":")[0] for line in report.splitlines()[:2]] == ["  trainer", "  trainer_rank_1"]
 
 
 def test_an_environment_that_hangs_in_every_rollout_is_named_and_its_stack_is_shown(

@@ -29,7 +29,7 @@ NOT_WAITS = {
     "inference/vllm/plugin.py:PrimeRoutes._watch": "runs next to the server, and ends with it",
     "launch/reaper.py:_wait_gone": "has a limit of seconds",
     "launch/stalls/dumps.py:new_stacks": "has a limit of seconds",
-    "run/clearance.py:wait_for_clearance": "logs what it waits for; the launcher ends it if that process ends",
+    "run/clearance.py:_wait": "logs what it waits for; the launcher ends it if that process ends",
     "run/lock.py:_await_silence": "says what it waits for; half a minute at most",
     "transport/sockets.py:ZMQMicroBatchSender._await_subscriptions": "each poll has a limit, and fails by name",
 }

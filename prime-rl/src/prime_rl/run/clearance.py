@@ -22,13 +22,16 @@ def wait_for_clearance(env: Mapping[str, str], say: Callable[[str], None]) -> No
     There is no time limit: the launcher stops the server if the process that checks the environments ends.
     """
     file = env.get(CLEARANCE_VARIABLE)
-    if file is None or Path(file).exists():
-        return
+    if file is not None and not Path(file).exists():
+        _wait(Path(file), say)
+    own_beats().say("loading the model")
+
+
+def _wait(file: Path, say: Callable[[str], None]) -> None:
     own_beats().say("waiting until the environments are checked", waits_for="orchestrator")
     say(f"The model loads when the orchestrator has checked the environments and made {file}")
-    while not Path(file).exists():
+    while not file.exists():
         time.sleep(_LOOK_S)
-    own_beats().say("loading the model")
 
 
 def give_clearance(file: Path) -> None:

@@ -74,7 +74,6 @@ class EmbeddedServer(uvicorn.Server):
                 import_transformers()
                 from prime_rl.inference.embedded.startup import start_service
 
-            own_beats().say("loading the model")
             service = start_service(self.inference)
             own_beats().started()
             self.api.service = service

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import multiprocessing
-
+import psutil
 from prometheus_client import REGISTRY
 from vllm.engine.protocol import EngineClient
 
@@ -19,7 +18,7 @@ class EngineProgress:
         self._engine = engine
         self._seen: tuple[float, int] | None = None
         # The engine runs in processes of its own, which a signal may stop.
-        own_beats().include(child.pid for child in multiprocessing.active_children() if child.pid is not None)
+        own_beats().include(child.pid for child in psutil.Process().children(recursive=True))
         own_beats().started()
 
     def look(self, is_paused: bool) -> None:

@@ -98,12 +98,12 @@ class Watchdog:
         return self._stopped() or self._silent()
 
     def quiet(self, names: Iterable[str]) -> list[str]:
-        """One line for each of these processes that works without progress for more than `QUIET_S`."""
+        """One line for each of these processes that has started and works without progress for `QUIET_S` or more."""
         known = ((name, self._processes[name]) for name in names if name in self._processes)
         return [
             f"{name} made no progress since {_clock(process.since)}; it was: {process.words}"
             for name, process in known
-            if process.waits_for is None and self._clock_s - process.since_s >= QUIET_S
+            if process.is_started and process.waits_for is None and self._clock_s - process.since_s >= QUIET_S
         ]
 
     def _update(self, name: str, seen: Observed) -> _Process:

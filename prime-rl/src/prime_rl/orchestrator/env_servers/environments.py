@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import sys
@@ -23,6 +24,7 @@ from prime_rl.orchestrator.rollouts.images import ADVICE, first_row_with_image, 
 from prime_rl.orchestrator.rollouts.rollout import REWARD_ERRORS, ExampleRef, Rollout, check_trainable, read_rollout
 from prime_rl.orchestrator.scheduling.difficulty import fingerprint
 from prime_rl.orchestrator.servers.server import InferenceServer
+from prime_rl.run.beats import own_beats
 from prime_rl.transport.endpoints import Endpoint
 from prime_rl.transport.errors import TransportError
 from prime_rl.utils.logger import get_logger
@@ -48,6 +50,7 @@ class Environment:
     ) -> None:
         self.name = name
         self.address = address
+        self._is_elsewhere = address is not None  # somebody else's server: its model calls are not seen here
         self.vf_env = env
         self._tunnel: Tunnel | None = None
         self._rows: Dataset = env.get_dataset() if split == "train" else env.get_eval_dataset()
@@ -145,14 +148,15 @@ class Environment:
         Raises:
             EnvironmentFault: reward functions failed in too many rollouts.
         """
-        outputs = await self.vf_env.run_group(
-            [self._rows[example.row]] * size,
-            server.client if self.vf_env.env_client is None else server.client_config,
-            server.model,
-            sampling_args,
-            max_retries,
-            state_columns=STATE_COLUMNS,
-        )
+        with own_beats().calling("inference") if self._is_elsewhere else contextlib.nullcontext():
+            outputs = await self.vf_env.run_group(
+                [self._rows[example.row]] * size,
+                server.client if self.vf_env.env_client is None else server.client_config,
+                server.model,
+                sampling_args,
+                max_retries,
+                state_columns=STATE_COLUMNS,
+            )
         temperature = sampling_args.get("temperature", 1.0)
         rollouts = [read_rollout(output, example, temperature, version) for output in outputs]
         self.reward_errors.observe(rollouts)
