@@ -48,12 +48,9 @@ def test_saying_the_same_again_is_no_progress(file: Path) -> None:
     assert last(file).count == 1
 
 
-def test_ticks_are_progress_but_not_written_more_than_once_a_second(
-    file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ticks_are_progress_but_not_written_more_than_once_a_second(file: Path) -> None:
     clock_s = [100.0]
-    monkeypatch.setattr("prime_rl.run.beats.time.monotonic", lambda: clock_s[0])
-    beats = Beats(file)
+    beats = Beats(file, clock=lambda: clock_s[0])
     beats.say("generating")
     for clock_s[0] in (100.0, 100.5, 101.0, 101.5, 102.0):
         beats.tick()

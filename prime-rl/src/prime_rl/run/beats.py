@@ -12,7 +12,7 @@ import functools
 import json
 import os
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -47,7 +47,8 @@ class Beat:
 class Beats:
     """Writes the beats of this process. Without a file it does nothing. Any thread may use it."""
 
-    def __init__(self, file: Path | None) -> None:
+    def __init__(self, file: Path | None, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self._fd = None if file is None else _opened(file)
         self._count = 0
         self._written_s = 0.0
@@ -65,7 +66,7 @@ class Beats:
 
     def tick(self) -> None:
         """Report progress in what was said last."""
-        if self._fd is not None and time.monotonic() - self._written_s >= TICK_INTERVAL_S:
+        if self._fd is not None and self._clock() - self._written_s >= TICK_INTERVAL_S:
             self._write()
 
     def started(self) -> None:
@@ -98,7 +99,7 @@ class Beats:
         if self._fd is None:
             return
         self._count += 1
-        self._written_s = time.monotonic()
+        self._written_s = self._clock()
         waits_for = self._waits_for or next((name for name, count in self._calls.items() if count), None)
         words = self._doing[:MAX_WORDS_CHARS]
         record = json.dumps([self._count, time.time(), words, waits_for, self._is_started, self._pids]).encode()

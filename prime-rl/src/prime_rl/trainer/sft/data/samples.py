@@ -122,8 +122,8 @@ class SampleMaker:
             raise DataError(f"{entry.where}: lists or objects are nested too deeply") from error
         except OutOfTime:
             raise DataError(
-                f"{entry.where}: tokenizing takes more than {self.max_row_s:g} s: shorten or remove the row, or look for "
-                "a loop in the chat template"
+                f"{entry.where}: tokenizing takes more than {self.max_row_s:g} s: shorten or remove the row, or look "
+                "for a loop in the chat template"
             ) from None
         is_overlong = sample.inputs > self.config.seq_len
         if is_overlong and self.config.overlong == "error":
