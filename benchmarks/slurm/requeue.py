@@ -11,6 +11,7 @@ It starts a cluster of its own, as the tests do, and needs root, slurm-wlm and m
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import random
@@ -135,14 +136,23 @@ def preempt(campaign: Campaign, runs: list[Run]) -> None:
 
 
 def node_down(campaign: Campaign, runs: list[Run]) -> None:
-    """All processes of the jobs die at once, and the node is lost."""
+    """All processes of the jobs die at once, with Slurm's own process that would report their end. The node is lost."""
     marks = {f"SLURM_JOB_ID={run.job}".encode() for run in runs}
+    cluster = f"SLURM_CONF={campaign.cluster.conf}".encode()
+    processes: list[int] = []
     for environ in Path("/proc").glob("[0-9]*/environ"):
         try:
-            if marks & set(environ.read_bytes().split(b"\0")):
-                os.kill(int(environ.parent.name), signal.SIGKILL)
+            variables = set(environ.read_bytes().split(b"\0"))
+            parent = int((environ.parent / "stat").read_text().rpartition(")")[2].split()[1])
+            is_batch_shell = (environ.parents[1] / str(parent) / "comm").read_text().startswith("slurmstepd")
         except OSError:
             continue
+        if marks & variables and cluster in variables:
+            processes = [parent, *processes] if is_batch_shell else processes
+            processes.append(int(environ.parent.name))
+    for process in processes:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process, signal.SIGKILL)
     campaign.cluster.ask("scontrol", "update", "NodeName=node0", "State=DOWN", "Reason=test")
     campaign.cluster.ask("scontrol", "update", "NodeName=node0", "State=RESUME")
 

@@ -86,6 +86,13 @@ def test_a_signal_stops_everything_and_becomes_the_exit_code(signum: signal.Sign
 def test_children_that_got_slurms_sigterm_first_do_not_look_like_a_failure() -> None:
     ends = [Exited("trainer", 143), Signalled(signal.SIGTERM), Exited("orchestrator", -15), Exited("inference", -15)]
     assert run(FakeHost(ends))[0].exit_code == 143
+    ends = [Exited("inference", 0), Signalled(signal.SIGTERM), Exited("orchestrator", 0), Exited("trainer", 143)]
+    assert run(FakeHost(ends))[0].exit_code == 143, "a server that is told to stop exits with 0"
+
+
+def test_a_child_that_fails_before_the_run_is_stopped_is_still_the_cause() -> None:
+    ends = [Exited("inference", 3), Signalled(signal.SIGTERM), Exited("orchestrator", 0), Exited("trainer", 143)]
+    assert run(FakeHost(ends))[0].failed == "inference"
 
 
 def test_children_that_do_not_stop_in_time_are_killed() -> None:
