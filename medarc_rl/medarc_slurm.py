@@ -16,7 +16,16 @@ import typer
 
 from medarc_rl.backends.containers import RUNTIMES, Container
 from medarc_rl.backends.launcher import CONFIGS, launcher_job
-from medarc_rl.backends.slurm import NODE_GPUS, BatchJob, SlurmRequest, log_file, render, sbatch_argv, sh_quote
+from medarc_rl.backends.slurm import (
+    NODE_GPUS,
+    BatchJob,
+    SlurmRequest,
+    log_file,
+    render,
+    sbatch_argv,
+    sbatch_env,
+    sh_quote,
+)
 from medarc_rl.cli import Resume, add_command, new_app, resume_words, say, warn
 from medarc_rl.deployment import GpuSplit, advice, check_rl, sft_gpus, sft_owned
 from medarc_rl.errors import MedarcError, UsageError
@@ -268,7 +277,7 @@ def submit(job: BatchJob, env: dict[str, str]) -> None:
         MedarcError: there is no `sbatch`, or it refuses the script.
     """
     try:
-        answer = subprocess.run(sbatch_argv(job), env=env, capture_output=True, text=True, check=False)
+        answer = subprocess.run(sbatch_argv(job), env=sbatch_env(env), capture_output=True, text=True, check=False)
     except FileNotFoundError:
         complaints = ["sbatch: not found: submit where Slurm is, or run here with medarc_train"]
         raise MedarcError(*complaints, f"nothing was submitted; the script stays: {job.script}") from None

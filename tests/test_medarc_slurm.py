@@ -169,6 +169,7 @@ def test_the_account_comes_from_the_environment(rl_toml: Path, tmp_path: Path, m
     assert "--account=first" in header(tmp_path / "b")
 
 
+ARRAYS = ["--array=0-3", "--arr=1", "-a0-3", "-Qa1"]
 RL_FAULTS = [
     ("", "no config"),
     ("missing.toml", "missing.toml: no such file"),
@@ -183,6 +184,7 @@ RL_FAULTS = [
     ("{rl} --max-steps many", "--max-steps: should be a valid integer (got 'many')"),
     ("{rl} --time soon", "--time 'soon'"),
     ("{rl} --sbatch-arg requeue", "--sbatch-arg=--requeue"),
+    *((f"{{rl}} --sbatch-arg={array}", f"'{array}': the tasks of a job array") for array in ARRAYS),
     ("{rl} --project-dir nowhere", "nowhere: no such directory"),
     ("{rl} --max-model-len 5", "max_model_len = 5 is not supported yet"),
     ("{broken}", "broken.toml:2:"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import subprocess
 import sys
 import sysconfig
 from collections.abc import Iterator
@@ -206,6 +207,27 @@ def test_slurm_gets_what_was_asked_of_it(slurm, stand_ins, project, sft_toml: Pa
     assert (job["TimeLimit"], job["MinMemoryNode"], job["Partition"]) == ("1-02:30:00", "3G", "main")
     assert (job["Features"], job["ReqNodeList"], job["NumCPUs"]) == ("fake", "node0", "16")
     assert "Comment=two words" in slurm.ask("scontrol", "show", "job", job_id_of(result))
+
+
+def test_tasks_of_an_array_never_share_a_directory(
+    slurm, stand_ins, project, sft_toml: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The option is refused before anything is submitted; here someone submits the script himself."""
+    project(tmp_path)
+    out, words = tmp_path / "out", ("--project-dir", tmp_path)
+    with monkeypatch.context() as patched:
+        patched.setenv("SBATCH_ARRAY_INX", "0-1")
+        refused = submit("sft", sft_toml, *words, "--output-dir", out)
+        assert (refused.exit_code, slurm.ask("squeue", "--noheader")) == (2, "")
+        assert "SBATCH_ARRAY_INX=0-1: the tasks of a job array would share one directory" in refused.stderr
+    log = tmp_path / "task_%a.log"
+    done = subprocess.run(["sbatch", "--wait", "--array=0-1", f"--output={log}", f"--error={log}", out / "sft.sh"])
+    assert done.returncode != 0
+    for task in range(2):
+        assert "error: the tasks of a job array would share" in (tmp_path / f"task_{task}.log").read_text()
+    # A task of an array may submit jobs with directories of their own.
+    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "3")
+    assert submit_and_wait("sft", sft_toml, *words, "--output-dir", out).exit_code == 0
 
 
 def test_what_slurm_refuses_is_told_in_its_own_words(slurm, sft_toml: Path, tmp_path: Path) -> None:

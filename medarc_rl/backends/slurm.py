@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated
@@ -27,6 +27,9 @@ _SHORTEST_TIME_WITH_LEAD_S = 10 * STOP_LEAD_S
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 _PLAIN_HEADER = re.compile(r"[A-Za-z0-9_@%+=:,./\[\]-]+")
+_ARRAY = re.compile(r"--ar|-[HhIkOQsvWX]*a")
+"""sbatch's `--array`, abbreviated, or as `-a` after other letters."""
+NO_ARRAYS = "the tasks of a job array would share one directory: submit a job for each, with its own --output-dir"
 _WALLTIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<clock>\d+(?::\d+){0,2})")
 
 
@@ -237,6 +240,8 @@ def _requested(request: SlurmRequest) -> Iterator[str]:
     for argument in request.sbatch_arg:
         if not argument.startswith("-"):
             raise UsageError(f"--sbatch-arg {argument!r}: write a whole option of sbatch, as in --sbatch-arg=--requeue")
+        if _ARRAY.match(argument):
+            raise UsageError(f"--sbatch-arg {argument!r}: {NO_ARRAYS}")
         name, equals, value = argument.partition("=")
         yield header_word(name, value) if equals else _header_quote("--sbatch-arg", argument)
 
@@ -271,7 +276,9 @@ def render(job: BatchJob) -> str:
         autoescape=False,
     )
     environment.filters["sh"] = sh_quote
-    return environment.get_template(f"one_node_{job.command}.j2").render(job=job, header=header(job))
+    return environment.get_template(f"one_node_{job.command}.j2").render(
+        job=job, header=header(job), no_arrays=NO_ARRAYS
+    )
 
 
 def sbatch_argv(job: BatchJob) -> list[str]:
@@ -279,3 +286,14 @@ def sbatch_argv(job: BatchJob) -> list[str]:
     pattern = log_pattern(job.paths)
     log = [f"--output={pattern}", f"--error={pattern}"] if _CONTROL.search(pattern) else []
     return ["sbatch", *log, str(job.script)]
+
+
+def sbatch_env(env: Mapping[str, str]) -> dict[str, str]:
+    """The environment to submit with, without that of a job array which this process is a task of.
+
+    Raises:
+        UsageError: it makes each job an array.
+    """
+    if array := env.get("SBATCH_ARRAY_INX"):
+        raise UsageError(f"SBATCH_ARRAY_INX={array}: {NO_ARRAYS}")
+    return {name: value for name, value in env.items() if not name.startswith("SLURM_ARRAY_")}
