@@ -62,8 +62,8 @@ class Stage:
 
     def __init__(self, root: Path) -> None:
         self.root, self.out = root, root / "out"
-        self.bin, self.records, self.tmp = root / "bin", root / "records", root / "tmp"
-        for directory in (self.bin, self.records, self.tmp):
+        self.bin, self.records = root / "bin", root / "records"
+        for directory in (self.bin, self.records):
             directory.mkdir()
         for name in ("inference", "orchestrator", "python"):
             (self.bin / name).write_text(STAND_IN.format(python=sys.executable))
@@ -78,7 +78,7 @@ class Stage:
             "PIPE": str(self.root / "pipe"),
             "MEETING": str(self.root / "meeting"),
             "RECORDS": str(self.records),
-            "SLURM_TMPDIR": str(self.tmp),
+            "PRIME_RL_RUNTIME_DIR": str(self.root / "runtime"),
             "HOME": str(self.root / "home"),
         }
 
@@ -125,8 +125,10 @@ class Stage:
         argv = self.seen_by(child)["argv"]
         return argv[argv.index(name) + 1]
 
-    def caches(self) -> list[Path]:
-        return list(self.tmp.iterdir())
+    def left(self) -> list[Path]:
+        """What launches have in the runtime directory."""
+        runtime = self.root / "runtime"
+        return [path for path in runtime.iterdir() if path.name != ".lock"] if runtime.exists() else []
 
     def close(self) -> None:
         os.close(self._pipe)
@@ -136,7 +138,14 @@ class Stage:
 def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stage]:
     """A stage whose inference server serves, and whose trainer works as soon as it does."""
     stage = Stage(tmp_path)
-    for name in ("CUDA_VISIBLE_DEVICES", "MEDARC_SINGLE_GPU", "OMP_NUM_THREADS", "HF_HOME", "XDG_CACHE_HOME"):
+    for name in (
+        "CUDA_VISIBLE_DEVICES",
+        "MEDARC_SINGLE_GPU",
+        "OMP_NUM_THREADS",
+        "HF_HOME",
+        "XDG_CACHE_HOME",
+        "PRIME_RL_CACHE",
+    ):
         monkeypatch.delenv(name, raising=False)
     for name, value in (stage.env | {"DO_ORCHESTRATOR": "", "DO_TRAINER": TRAINING, "DO_TRAINER_RANK_1": ""}).items():
         monkeypatch.setenv(name, value)
@@ -217,15 +226,19 @@ def test_in_single_gpu_mode_both_see_the_one_gpu(stage: Stage, monkeypatch: pyte
     assert [stage.seen_by(child)["env"]["CUDA_VISIBLE_DEVICES"] for child in ("inference", "trainer")] == ["MIG-7f"] * 2
 
 
-def test_each_child_has_private_caches_that_are_gone_in_the_end(stage: Stage) -> None:
-    stage.launch(stage.config())
+def test_the_next_launch_finds_the_caches_of_each_child(stage: Stage) -> None:
     names = ("XDG_CACHE_HOME", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
-    children = [stage.seen_by(child)["env"] for child in ("inference", "orchestrator", "trainer")]
-    places = [Path(env[name]) for env in children for name in names]
-    assert len(set(places)) == 9
-    assert all(place.is_relative_to(stage.tmp) for place in places)
+    places = []
+    for _ in range(2):
+        stage.launch(stage.config())
+        children = [stage.seen_by(child)["env"] for child in ("inference", "orchestrator", "trainer")]
+        places.append([Path(env[name]) for env in children for name in names])
+    assert places[0] == places[1]
+    assert len(set(places[0])) == 9
+    root = stage.root / "home" / ".cache" / "prime-rl"
+    assert root.stat().st_mode & 0o777 == 0o700
+    assert all(place.is_relative_to(root) for place in places[0])
     assert {env["HF_HOME"] for env in children} == {str(stage.root / "home" / ".cache" / "huggingface")}
-    assert stage.caches() == []
 
 
 @pytest.mark.parametrize("child", ["inference", "orchestrator", "trainer"])
@@ -241,7 +254,7 @@ def test_the_child_that_fails_is_named_with_the_end_of_its_log(
         "  | it broke",
     ]
     waiting_stage.wait_until_all_are_gone()
-    assert waiting_stage.caches() == []
+    assert waiting_stage.left() == []
 
 
 def test_inference_that_ends_early_ends_the_run(
@@ -253,20 +266,20 @@ def test_inference_that_ends_early_ends_the_run(
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_to_the_launcher_leaves_no_process_and_no_cache(waiting_stage: Stage, signum: signal.Signals) -> None:
+def test_a_signal_to_the_launcher_leaves_no_process_and_no_file(waiting_stage: Stage, signum: signal.Signals) -> None:
     launcher = waiting_stage.start(waiting_stage.config())
     waiting_stage.expect("ready", times=3)
-    assert [path.stat().st_mode & 0o777 for path in waiting_stage.caches()] == [0o700]
+    assert [path.stat().st_mode & 0o777 for path in waiting_stage.left()] == [0o700]
     launcher.send_signal(signum)
     _, stderr = launcher.communicate(timeout=60)
     assert launcher.returncode == 128 + signum
     by = "Ctrl-C" if signum is signal.SIGINT else signum.name
     assert stderr == f"stopped by {by}\nnothing was saved to continue from: [ckpt] is not set\n"
     waiting_stage.wait_until_all_are_gone()
-    assert waiting_stage.caches() == []
+    assert waiting_stage.left() == []
 
 
-def test_a_launcher_that_is_killed_leaves_no_process_and_no_cache(waiting_stage: Stage) -> None:
+def test_a_launcher_that_is_killed_leaves_no_process_and_no_file(waiting_stage: Stage) -> None:
     launcher = waiting_stage.start(waiting_stage.config())
     waiting_stage.expect("ready", times=3)
     children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
@@ -277,7 +290,7 @@ def test_a_launcher_that_is_killed_leaves_no_process_and_no_cache(waiting_stage:
     for end in ends:
         assert select.select([end], [], [], 60)[0], "a child or the guard is still there"
         os.close(end)
-    assert waiting_stage.caches() == []
+    assert waiting_stage.left() == []
 
 
 def test_two_launches_at_the_same_moment_share_nothing(waiting_stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -289,13 +302,13 @@ tell("listening"); wait()
     monkeypatch.setenv("DO_INFERENCE", listen)
     launchers = [waiting_stage.start(waiting_stage.config(output_dir=waiting_stage.root / name)) for name in "ab"]
     waiting_stage.expect("listening", times=2)
-    assert len(waiting_stage.caches()) == 2
+    assert len(waiting_stage.left()) == 2, "a directory each"
     for launcher in launchers:
         launcher.terminate()
     for launcher in launchers:
         launcher.communicate(timeout=60)
         assert launcher.returncode == 143
-    assert waiting_stage.caches() == []
+    assert waiting_stage.left() == []
 
 
 def test_a_second_attempt_keeps_the_logs_and_metrics_of_the_first(stage: Stage) -> None:
@@ -304,15 +317,6 @@ def test_a_second_attempt_keeps_the_logs_and_metrics_of_the_first(stage: Stage) 
     assert (stage.out / "logs" / "trainer.log").read_text().count("trainer says hello") == 2
     assert len((stage.out / "metrics.1.jsonl").read_text().splitlines()) == 6
     assert len((stage.out / "metrics.jsonl").read_text().splitlines()) == 6
-
-
-def test_caches_of_a_launch_that_was_killed_with_its_guard_go_with_the_next(stage: Stage) -> None:
-    abandoned, starting = stage.tmp / "medarc-rl-dead", stage.tmp / "medarc-rl-new"
-    abandoned.mkdir()
-    starting.mkdir()
-    (abandoned / "launch.lock").touch()
-    stage.launch(stage.config())
-    assert stage.caches() == [starting], "one without a lock is just being made"
 
 
 def test_the_latest_checkpoint_is_the_same_for_both_sides(stage: Stage) -> None:

@@ -17,7 +17,7 @@ from prime_rl.watch.screens import rl_screen
 def rl_local(config: RLConfig, bin_dir: Path | None = None) -> int:
     """Run inference server, orchestrator and trainer to their common end and return the exit code.
 
-    They get exactly the visible GPUs, free ports and private caches. Faults are printed to stderr. Call it in the main
+    They get exactly the visible GPUs and free ports. Faults are printed to stderr. Call it in the main
     thread, because it handles signals.
 
     Args:

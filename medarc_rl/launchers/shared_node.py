@@ -15,10 +15,9 @@ SINGLE_GPU_VARIABLE = "MEDARC_SINGLE_GPU"
 
 
 def shared_node(env: Mapping[str, str], exact_gpus: bool = False) -> Sharing:
-    """Free ports and private caches, and one GPU for both sides if `MEDARC_SINGLE_GPU` is 1."""
+    """Free ports, and one GPU for both sides if `MEDARC_SINGLE_GPU` is 1."""
     return Sharing(
         free_ports=True,
-        private_caches=True,
         exact_gpus=exact_gpus,
         single_gpu=env.get(SINGLE_GPU_VARIABLE) == "1",
     )

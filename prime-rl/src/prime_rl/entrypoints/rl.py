@@ -1,7 +1,7 @@
 """The `rl` command: inference server, orchestrator and trainer on this machine, from one config.
 
 It takes the first visible GPUs and the ports in the config. On a node that others use, `medarc_train rl` also chooses
-free ports and private caches.
+free ports.
 """
 
 from __future__ import annotations

@@ -1,51 +1,98 @@
-"""Caches of compiled code: private ones for a launch, and one of bytecode for all launches of a user."""
+"""The user's cache of compiled code, which launches share, so that only the first start of a kind compiles.
+
+Compilers key what they keep by source and options. A directory for each combination of versions and hardware keeps
+apart what they would mix, for example machine code for the processors of two nodes with one home directory.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import hashlib
 import os
+import platform
 import shutil
-import tempfile
-from collections.abc import Iterator, Mapping
+import stat
+from collections.abc import Iterable, Iterator, Mapping
 from importlib.machinery import PathFinder
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-_PREFIX = "medarc-rl-"
-_LOCK = "launch.lock"
+from prime_rl.utils.private import NotPrivate
+
+CACHE_VARIABLE = "PRIME_RL_CACHE"
+LIMIT_BYTES = 20 * 2**30
+"""Compiled code of all combinations. A start removes the least recently used ones beyond this."""
+
+_PACKAGES = ("torch", "triton", "vllm", "transformers")
+_LOCK = "in_use.lock"
+_MADE_FOR = "made_for.txt"
+_VARIABLES = {
+    "TRITON_CACHE_DIR": "triton",
+    "TORCHINDUCTOR_CACHE_DIR": "inductor",
+    "VLLM_CACHE_ROOT": "vllm",
+    "FLASHINFER_WORKSPACE_BASE": "flashinfer",
+}
+
+
+def cache_root(env: Mapping[str, str]) -> Path:
+    """`$PRIME_RL_CACHE`, or else `prime-rl` in the user's cache directory."""
+    user_caches = Path(env.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return Path(env.get(CACHE_VARIABLE) or user_caches / "prime-rl").absolute()
+
+
+def made_for(gpu_names: Iterable[str], env: Mapping[str, str]) -> str:
+    """The combination of versions and hardware that compiled code is for: lines of text."""
+    versions = [f"{name} {_version(name)}" for name in _PACKAGES]
+    # The interpreter of a vLLM in an environment of its own.
+    others = [env.get("PRIME_RL_VLLM_PYTHON", ""), *sorted(set(gpu_names)), _processor()]
+    return "\n".join([f"python {platform.python_version()}", *versions, *others]) + "\n"
 
 
 @contextlib.contextmanager
-def private_caches(env: Mapping[str, str]) -> Iterator[Path]:
-    """Make a directory with mode 0700 in `$SLURM_TMPDIR` or the system's temporary directory, and remove it at the end.
+def compile_caches(
+    env: Mapping[str, str], combination: str, fallback: Path, limit_bytes: int = LIMIT_BYTES
+) -> Iterator[Path]:
+    """Use the cache directory of a combination (`made_for`) during the block. Several launches may do so at once.
 
-    If a launch is killed together with its guard, as Slurm does after its grace period, its directory remains. The same
-    user's next launch on that node removes it. A lock marks directories in use.
+    Without a writable home directory, `fallback` is used.
+
+    Raises:
+        NotPrivate: another user owns the cache.
+        OSError: `$PRIME_RL_CACHE` cannot be written.
     """
-    slurm_tmp = Path(env.get("SLURM_TMPDIR") or "/nonexistent")
-    base = slurm_tmp if os.access(slurm_tmp, os.W_OK | os.X_OK) else Path(tempfile.gettempdir())
-    _remove_abandoned(base)
-    root = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=base))
+    root = cache_root(env) / "compiled"
     try:
-        with (root / "new.lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            # The lock file never appears without its lock.
-            (root / "new.lock").rename(root / _LOCK)
-            yield root
+        _make_private(root.parent)
+        root.mkdir(mode=0o700, exist_ok=True)
+    except PermissionError:
+        if env.get(CACHE_VARIABLE):
+            raise
+        yield fallback
+        return
+    with _changing(root):
+        _evict(root, limit_bytes)
+        directory = root / hashlib.sha256(combination.encode()).hexdigest()[:16]
+        directory.mkdir(mode=0o700, exist_ok=True)
+        (directory / _MADE_FOR).write_text(combination)
+        lock = os.open(directory / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+        # Its time says when it was used last.
+        os.utime(lock)
+        _lock(lock, fcntl.LOCK_SH)
+    try:
+        yield directory
     finally:
-        shutil.rmtree(root, ignore_errors=True)  # a network file system may still hold a deleted file's stub
+        os.close(lock)
 
 
 def cache_env(root: Path, child: str, env: Mapping[str, str]) -> dict[str, str]:
-    """The environment that moves a child's caches of compiled code into `root`.
+    """The environment that keeps a child's compiled code, and other caches of its libraries, in `root`.
 
-    A compile cache that `env` names is kept, so that it stays warm between runs. Downloaded models stay in the user's
-    cache: HF_HOME is set, because Hugging Face libraries would otherwise follow XDG_CACHE_HOME.
+    A compile cache that `env` names stays in use. Downloaded models stay in the user's cache: HF_HOME is set, because
+    Hugging Face libraries would otherwise follow XDG_CACHE_HOME.
     """
     directories = {"XDG_CACHE_HOME": root / child / "xdg"}
-    for name, directory in (("TRITON_CACHE_DIR", "triton"), ("TORCHINDUCTOR_CACHE_DIR", "inductor")):
-        if not env.get(name):
-            directories[name] = root / child / directory
+    directories |= {name: root / child / part for name, part in _VARIABLES.items() if not env.get(name)}
     user_caches = env.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     hf_home = env.get("HF_HOME") or str(Path(user_caches) / "huggingface")
     return {name: str(path) for name, path in directories.items()} | {"HF_HOME": hf_home}
@@ -65,23 +112,86 @@ def bytecode_env(env: Mapping[str, str], is_compiled: bool) -> dict[str, str]:
     """
     if is_compiled or not env.get("PYTHONDONTWRITEBYTECODE"):
         return {}
-    user_caches = env.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    kept = env.get("PYTHONPYCACHEPREFIX") or str(Path(user_caches) / "prime-rl" / "bytecode")
+    kept = env.get("PYTHONPYCACHEPREFIX") or str(cache_root(env) / "bytecode")
     return {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": kept}
 
 
-def _remove_abandoned(base: Path) -> None:
-    for root in base.glob(f"{_PREFIX}*"):
-        # Without a lock file, its owner is about to make one. Another user's directory cannot be read.
-        with contextlib.suppress(OSError):
-            if root.stat().st_uid == os.getuid() and _is_unlocked(root / _LOCK):
-                shutil.rmtree(root, ignore_errors=True)
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "none"
 
 
-def _is_unlocked(lock: Path) -> bool:
-    with lock.open() as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
+def _processor() -> str:
+    """Model and instruction sets, for which compilers make code."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    return "\n".join(sorted({line for line in lines if line.startswith(("model name", "flags", "Features"))}))
+
+
+def _make_private(directory: Path) -> None:
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    found = directory.stat()
+    if found.st_uid != os.getuid():
+        raise NotPrivate(
+            f"{directory} belongs to user {found.st_uid}: have it removed, or set {CACHE_VARIABLE} to another path"
+        )
+    if stat.S_IMODE(found.st_mode) & 0o077:
+        directory.chmod(0o700)
+
+
+def _evict(root: Path, limit_bytes: int) -> None:
+    """Remove the least recently used directories until the rest is within the limit. Those in use stay."""
+    used = sorted((path for path in root.iterdir() if path.is_dir()), key=_used_at_s)
+    sizes = {path: _size_bytes(path) for path in used}
+    total_bytes = sum(sizes.values())
+    for path in used:
+        if total_bytes <= limit_bytes:
+            return
+        if _is_unused(path / _LOCK):
+            shutil.rmtree(path, ignore_errors=True)
+            total_bytes -= sizes[path]
+
+
+def _used_at_s(directory: Path) -> float:
+    try:
+        return (directory / _LOCK).stat().st_mtime
+    except FileNotFoundError:
+        return 0.0
+
+
+def _size_bytes(directory: Path) -> int:
+    total = 0
+    for parent, _, names in os.walk(directory):
+        for name in names:
+            # Compilers replace files while they work.
+            with contextlib.suppress(FileNotFoundError):
+                total += Path(parent, name).lstat().st_size
+    return total
+
+
+def _is_unused(lock: Path) -> bool:
+    if not lock.exists():
+        return True
+    with lock.open("r+") as file:
+        return _lock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+@contextlib.contextmanager
+def _changing(root: Path) -> Iterator[None]:
+    """Let one launch at a time begin to use directories, or remove some."""
+    with (root / ".lock").open("a") as lock:
+        _lock(lock.fileno(), fcntl.LOCK_EX)
+        yield
+
+
+def _lock(descriptor: int, operation: int) -> bool:
+    """Whether the lock was taken. Some shared file systems have none: then nothing is known to be unused."""
+    try:
+        fcntl.flock(descriptor, operation)
+    except OSError:
+        return False
     return True

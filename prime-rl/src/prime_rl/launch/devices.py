@@ -116,6 +116,11 @@ def processes_on(gpus: Sequence[str]) -> list[str]:
     return sorted(set(answer))
 
 
+def gpu_names(gpus: Sequence[str]) -> list[str]:
+    """Models of these GPUs. Empty without GPUs or nvidia-smi."""
+    return _nvidia_smi("--query-gpu=name", f"--id={','.join(gpus)}") if gpus else []
+
+
 def indices_by_uuid() -> dict[str, str]:
     """Index of each usable GPU in PCI order, by its `GPU-…` id. Empty without nvidia-smi."""
     rows = (row.split(",") for row in _nvidia_smi("--query-gpu=index,uuid"))

@@ -193,7 +193,7 @@ def _trainer(
 
 
 def _child_env(command: str, child: str, site: Site, env: Mapping[str, str]) -> dict[str, str]:
-    caches = {} if site.caches is None else cache_env(site.caches, child, site.env)
+    caches = cache_env(site.caches, child, site.env)
     return {**site.bytecode, **caches, **env, "WANDB_PROGRAM": command, "WANDB_ARGS": json.dumps(site.arguments)}
 
 

@@ -134,8 +134,6 @@ def _launch(
         LocalHost(held_by_guard=(lock,)) as host,
         claimed_site(command.demand(config), sharing, os.environ, host.directory, bin_dir) as site,
     ):
-        if site.caches is not None:
-            host.remove_if_killed(site.caches)
         if not config.dry_run:
             settle(paths)
         resume_step = command.check_directory(config, paths)

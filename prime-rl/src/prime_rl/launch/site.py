@@ -9,10 +9,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from prime_rl.launch.caches import bytecode_env, packages_are_compiled, private_caches
+from prime_rl.launch.caches import bytecode_env, compile_caches, made_for, packages_are_compiled
 from prime_rl.launch.devices import (
     GpuAssignment,
     assign_gpus,
+    gpu_names,
     indices_by_uuid,
     processes_on,
     usable_cores,
@@ -44,8 +45,6 @@ class Sharing:
 
     free_ports: bool = False
     """Choose free ports at run time instead of those in the config."""
-    private_caches: bool = False
-    """Keep caches of compiled code in a directory of this launch, and remove it at the end."""
     exact_gpus: bool = False
     """Require that exactly the needed GPUs are visible, as a scheduler grants them."""
     single_gpu: bool = False
@@ -77,8 +76,8 @@ class Site:
     """File through which the trainer's ranks find each other. Any user of the machine could connect to a TCP store."""
     engine_key: str = field(repr=False)
     """Key that the inference server of this launch requires."""
-    caches: Path | None = None
-    """Directory for caches of compiled code. None uses the user's own."""
+    caches: Path
+    """Directory for caches of compiled code."""
     bytecode: Mapping[str, str] = field(default_factory=dict)
     """Environment variables that let children keep bytecode."""
     arguments: tuple[str, ...] = ()
@@ -94,9 +93,11 @@ def claimed_site(
     Raises:
         DeviceError: the machine lacks the GPUs, or other programs compute on them.
         CannotStart: a program of the engine is not installed.
+        NotPrivate: another user owns the cache.
     """
     device, gpus = place(demand, sharing, env)
     programs = Programs.find(bin_dir)
+    combination = made_for(gpu_names(gpus.all) if device == "cuda" else (), env)
     with ExitStack() as held:
         ports = Ports(*held.enter_context(reserved_ports(2))) if sharing.free_ports else Ports()
         yield Site(
@@ -109,7 +110,7 @@ def claimed_site(
             ports=ports,
             meeting_place=scratch / "store",
             engine_key=named_key(ENGINE_KEY_VARIABLE, env) or new_engine_key(),
-            caches=held.enter_context(private_caches(env)) if sharing.private_caches else None,
+            caches=held.enter_context(compile_caches(env, combination, scratch / "caches")),
             bytecode=bytecode_env(env, packages_are_compiled()),
             arguments=tuple(sys.argv[1:]),
         )
