@@ -203,8 +203,11 @@ class LocalHost:
     def stacks(self, names: Iterable[str]) -> dict[str, list[str]]:
         followers = {name: logs.Follower.at_end(self._logs[name][0]) for name in names}
         asked = {name: follower for name, follower in followers.items() if self.relay(name, STACKS_SIGNAL)}
-        for name in asked:
-            reaper.send_group(self._children[name].pid, signal.SIGCONT)
+        for leader in (self._children[name].pid for name in asked):
+            reaper.send_group(leader, signal.SIGCONT)
+            # Servers of environments have groups of their own.
+            for pid in reaper.listeners(leader, STACKS_SIGNAL):
+                reaper.send(pid, signal.SIGCONT)
         return new_stacks(asked)
 
 
