@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
+
+from prime_rl.run.paths import OrchestratorPaths
 
 pytestmark = pytest.mark.usefixtures("importable_environments")
 
@@ -105,3 +108,14 @@ def test_a_benchmark_runs_four_steps_without_a_trainer_and_ends_with_a_table(orc
     assert code == 0
     assert re.search(r"Step +Step time \(s\) +Throughput \(tokens/s\)\n", log)
     assert re.findall(r"^ +([123]|Overall) +\d+\.\d\d", log, re.MULTILINE) == ["1", "2", "3", "Overall"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="has no /dev/full")
+def test_a_ledger_that_the_disk_has_no_room_for_ends_the_run_in_one_line(orchestrate, tmp_path: Path) -> None:
+    ledger = OrchestratorPaths(tmp_path / "run_default").ledger
+    ledger.parent.mkdir()
+    ledger.symlink_to("/dev/full")
+    exit_code, log = orchestrate()
+    assert exit_code == 1
+    assert log.splitlines()[-1].endswith(f"ERROR the disk is full: [Errno 28] No space left on device: '{ledger}'")
+    assert "Traceback" not in log

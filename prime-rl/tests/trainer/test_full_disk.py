@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -16,7 +17,9 @@ from safetensors.torch import load_file
 from prime_rl.configs.sft import SFTConfig
 from prime_rl.monitors import JsonlMonitor
 from prime_rl.run.paths import RunPaths, stable_steps
+from prime_rl.trainer.process.errors import exit_on_error
 from prime_rl.trainer.sft.run import run
+from prime_rl.utils.files import disk_fault
 from prime_rl.utils.logger import get_logger, setup_logger
 
 Disk = Callable[[int], Path]
@@ -109,6 +112,41 @@ def test_weights_that_do_not_fit_are_one_line(config: dict[str, Any], disk: Disk
     assert "the disk is full: " in errors[0]
     assert stable_steps(paths.weights) == []
     assert len(paths.metrics.read_text().splitlines()) == 6
+
+
+def test_a_disk_that_has_become_read_only_is_one_line_and_loses_nothing(config, disk: Disk, capsys) -> None:
+    root = disk(8192)
+    paths = RunPaths(root / "out")
+    ckpt = {"interval": 1, "weights": None}
+    assert run(SFTConfig(**config | {"max_steps": 2}, output_dir=paths.root, ckpt=ckpt)) == 0
+    setup_logger("info")  # closes the run's log
+    subprocess.run(["mount", "-o", "remount,ro", root], check=True)
+    resumed = SFTConfig(**config | {"max_steps": 4}, output_dir=paths.root, ckpt=ckpt | {"resume_step": -1})
+    assert len(errors := errors_of(resumed, capsys)) == 1
+    assert "Read-only file system" in errors[0]
+    subprocess.run(["mount", "-o", "remount,rw", root], check=True)
+    assert stable_steps(paths.checkpoints) == [1, 2]
+    assert run(resumed) == 0
+
+
+@pytest.mark.parametrize(
+    ("number", "fault"),
+    [
+        (errno.ENOSPC, "the disk is full: [Errno 28] No space left on device: 'model.safetensors'"),
+        (errno.EDQUOT, "the disk quota is used up: [Errno 122] Disk quota exceeded: 'model.safetensors'"),
+        (errno.EROFS, "the disk is read-only: [Errno 30] Read-only file system: 'model.safetensors'"),
+        (errno.EIO, "the disk failed: [Errno 5] Input/output error: 'model.safetensors'"),
+    ],
+)
+def test_every_error_of_a_disk_is_one_line(number: int, fault: str, capsys) -> None:
+    setup_logger("info")
+    with pytest.raises(SystemExit), exit_on_error():
+        raise OSError(number, os.strerror(number), "model.safetensors")
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.endswith(f"ERROR {fault}")
+    # What Rust and C++ raise has no number.
+    assert disk_fault(RuntimeError(f"write failed:\n{os.strerror(number)}")) is not None
+    assert disk_fault(OSError(errno.ENOENT, "No such file", "model.safetensors")) is None
 
 
 def test_lost_metrics_are_reported_and_writing_continues_with_space(disk: Disk, capsys) -> None:

@@ -20,6 +20,7 @@ from prime_rl.run.completion import report_completion
 from prime_rl.run.directory import OutputDirInUse, check_output_dir
 from prime_rl.run.lifeline import end_with_launch
 from prime_rl.run.paths import OrchestratorPaths, RunPaths
+from prime_rl.utils.files import disk_fault
 from prime_rl.utils.imports import import_without_gc
 from prime_rl.utils.logger import get_logger, setup_logger
 from prime_rl.utils.pydantic_config import dump_toml, parse_argv_or_exit
@@ -67,8 +68,9 @@ def run(config: OrchestratorConfig, paths: OrchestratorPaths, sleep: Sleep = asy
         return 1
     except SystemExit as exit_:
         return explained_exit_code(exit_)
-    except Exception:  # noqa: BLE001 - the process's last handler
-        get_logger().error("The orchestrator failed", exc_info=True)
+    except Exception as failure:  # noqa: BLE001 - the process's last handler
+        fault = disk_fault(failure)
+        get_logger().error(fault or "The orchestrator failed", exc_info=fault is None)
         return 1
 
 

@@ -40,6 +40,7 @@ class Ledger:
     """
 
     def __init__(self, path: Path | None = None) -> None:
+        self._path = path
         self._file: int | None = None
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -87,8 +88,11 @@ class Ledger:
             return
         line = memoryview(json.dumps(record, separators=(",", ":")).encode() + b"\n")
         # A nearly full disk takes a part of a line; the next write says why.
-        while line:
-            line = line[os.write(self._file, line) :]
+        try:
+            while line:
+                line = line[os.write(self._file, line) :]
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self._path)) from error
 
     def _append_of(self, draw: int | None, record: dict[str, Any]) -> None:
         # Examples in the checkpoints of older versions have no number.

@@ -7,6 +7,7 @@ flushed to disk. The file lists sizes and hashes of the others, or is empty.
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import shutil
 from collections.abc import Iterator
@@ -22,6 +23,7 @@ __all__ = [
     "TEMPORARY",
     "begin_directory",
     "complete_directory",
+    "disk_fault",
     "fsync_tree",
     "publishing_directory",
     "remove_directory",
@@ -35,6 +37,26 @@ PARTIAL, TEMPORARY, DELETED = ".partial", ".tmp", ".deleted"
 
 `run/unfinished.py` finds those that a killed run has left.
 """
+
+
+_DISK_FAULTS = {
+    errno.ENOSPC: "the disk is full",
+    errno.EDQUOT: "the disk quota is used up",
+    errno.EROFS: "the disk is read-only",
+    errno.EIO: "the disk failed",
+}
+
+
+def disk_fault(error: BaseException) -> str | None:
+    """One line about an error of a full, broken or read-only disk; None for any other error.
+
+    Libraries written in Rust or C++ raise their own exceptions, with the system's message in the text.
+    """
+    number = getattr(error, "errno", None)
+    for known, fault in _DISK_FAULTS.items():
+        if number == known or os.strerror(known) in str(error):
+            return f"{fault}: {' '.join(str(error).split())}"
+    return None
 
 
 def fsync_tree(directory: Path) -> None:

@@ -86,7 +86,8 @@ class _FileHandler(_StreamHandler[TextIOWrapper], logging.FileHandler):
 def setup_logger(level: str, log_file: Path | None = None, json_logging: bool = False) -> logging.Logger:
     """Send log records of `prime_rl` to stdout and, if given, append them to `log_file`.
 
-    `level` is a level name in upper or lower case. A second call replaces the handlers of the first.
+    `level` is a level name in upper or lower case. A second call replaces the handlers of the first. A file that cannot
+    be written is one warning on stderr.
     """
     logging.addLevelName(SUCCESS, "SUCCESS")
     logger = logging.getLogger("prime_rl")
@@ -97,8 +98,11 @@ def setup_logger(level: str, log_file: Path | None = None, json_logging: bool = 
         handler.close()
     handlers: list[logging.Handler] = [_StreamHandler(sys.stdout)]
     if log_file is not None:
-        log_file.parent.mkdir(parents=True, exist_ok=True)
-        handlers.append(_FileHandler(log_file))
+        try:
+            log_file.parent.mkdir(parents=True, exist_ok=True)
+            handlers.append(_FileHandler(log_file))
+        except OSError as error:
+            sys.stderr.write(f"warning: cannot write to the log {log_file}: {error.strerror}\n")
     for index, handler in enumerate(handlers):
         colour = index == 0 and sys.stdout.isatty()
         handler.setFormatter(JsonFormatter() if json_logging else TextFormatter(colour))

@@ -21,8 +21,8 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from errno import EDQUOT, ENOSPC
 
+from prime_rl.utils.files import disk_fault
 from prime_rl.utils.logger import get_logger
 from prime_rl.utils.pydantic_config.errors import one_line
 
@@ -78,18 +78,13 @@ def exit_on_error() -> Iterator[None]:
         get_logger().error(str(error))
         raise SystemExit(1) from None
     except Exception as error:  # noqa: BLE001 - the last handler: the log file should have the traceback too
-        if _is_full_disk(error):
-            get_logger().error(f"the disk is full: {error}")
+        if (fault := disk_fault(error)) is not None:
+            get_logger().error(fault)
         elif _is_lost_peer(error):
             get_logger().error("lost the connection to another rank of the trainer; its log tells why")
         else:
             get_logger().exception("the trainer failed")
         raise SystemExit(1) from None
-
-
-def _is_full_disk(error: Exception) -> bool:
-    # Libraries written in Rust or C++ raise their own exceptions, with the system's message in the text.
-    return getattr(error, "errno", None) in (ENOSPC, EDQUOT) or os.strerror(ENOSPC) in str(error)
 
 
 def _is_lost_peer(error: Exception) -> bool:
