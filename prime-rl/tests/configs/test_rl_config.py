@@ -82,7 +82,6 @@ def test_shared_max_steps_serve_a_temperature_schedule(rl) -> None:
         ("wandb.name=n trainer.wandb.name=m", "wandb.name makes trainer.wandb.name 'n-trainer'"),
         ("output-dir=a trainer.output-dir=b", "output_dir makes trainer.output_dir"),
         ("trainer-gpu-ids=1,2 deployment.num-train-gpus=3", "GPU ids make deployment.num_train_gpus 2"),
-        ("ckpt.resume-step=3 wandb", "trainer resumes, but without trainer.wandb.id"),
     ],
 )
 def test_a_shared_value_that_wins_over_another_says_so(rl, options: str, warning: str) -> None:

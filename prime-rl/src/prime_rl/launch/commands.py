@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from prime_rl.checks import start_faults
 from prime_rl.checks.disk import disk_forecast
 from prime_rl.checks.environments import trial_faults
+from prime_rl.configs.ranges import AUTO, LATEST
 from prime_rl.configs.surface.not_built import unbuilt_faults
 from prime_rl.launch.plan import eval_demand, plan_eval, plan_rl, plan_sft, port_fault, rl_demand, sft_demand
 from prime_rl.launch.run import Command, LaunchRefused
@@ -68,24 +69,29 @@ def _prepare_run(config: SFTConfig | RLConfig, paths: RunPaths, resume_step: int
 def _sft_notes(config: SFTConfig, paths: RunPaths, resume_step: int | None) -> list[str]:
     # During a run the trainer's log, which is on the screen, lists the changes.
     changes = _changes(config, paths, resume_step) if config.dry_run else []
-    return [*disk_forecast(config, paths.root), *_passed_over(config, paths, resume_step), *changes]
+    return [*disk_forecast(config, paths.root), *_resume_notes(config, paths, resume_step), *changes]
 
 
 def _rl_notes(config: RLConfig, paths: RunPaths, resume_step: int | None) -> list[str]:
-    passed_over = _passed_over(config, paths, resume_step)
-    return [*disk_forecast(config.trainer, paths.root), *passed_over, *_changes(config, paths, resume_step)]
+    resume_notes = _resume_notes(config, paths, resume_step)
+    return [*disk_forecast(config.trainer, paths.root), *resume_notes, *_changes(config, paths, resume_step)]
 
 
-def _passed_over(config: SFTConfig | RLConfig, paths: RunPaths, resume_step: int | None) -> list[str]:
-    """Why checkpoints after `resume_step` are not used."""
+def _resume_notes(config: SFTConfig | RLConfig, paths: RunPaths, resume_step: int | None) -> list[str]:
+    """Why checkpoints after `resume_step` are not used, and which of its files cannot be checked."""
     if resume_step is None or (wanted := resume_step_of(config)) is None:
         return []
     saved = SavedSteps.of(paths)
+    markers = saved.unchecked(resume_step)
+    unchecked = [f"warning: {marker} holds no hashes: its files are not checked" for marker in markers]
     if wanted >= 0:
         newer = [step for step in saved.complete if step > wanted]
         listed = ", ".join(map(str, newer))
-        return [f"warning: resuming from step {wanted} leaves the newer steps {listed} in place"] if newer else []
-    return [f"warning: resuming from step {resume_step}: {fault}" for fault in saved.choose(wanted).passed_over]
+        kept = [f"warning: resuming from step {wanted} leaves the newer steps {listed} in place"] if newer else []
+        return [*unchecked, *kept]
+    return unchecked + [
+        f"warning: resuming from step {resume_step}: {fault}" for fault in saved.choose(wanted).passed_over
+    ]
 
 
 def _changes(config: SFTConfig | RLConfig, paths: RunPaths, resume_step: int | None) -> list[str]:
@@ -113,9 +119,26 @@ def resume_step_of(config: SFTConfig | RLConfig) -> int | None:
     return None if ckpt is None else ckpt.resume_step
 
 
-SFT: Command[SFTConfig] = Command("sft", sft_demand, plan_sft, _sft_faults, _check_run, _prepare_run, notes=_sft_notes)
+def _facts(config: SFTConfig | RLConfig, paths: RunPaths, resume_step: int | None) -> dict[str, Any]:
+    asked = resume_step_of(config)
+    words: dict[int | None, str] = {LATEST: "latest", AUTO: "auto"}
+    facts: dict[str, Any] = {"command": type(config).component, "asked": words.get(asked, asked)}
+    if resume_step is None:
+        return facts | {"step": None}
+    changes = changes_since(paths, resume_step, compared_configs(config))
+    changed = [
+        {"key": each.key, "was": each.was, "now": each.now, "becomes": each.becomes, "why": each.rule.why}
+        for each in changes.changes
+    ]
+    passed_over = SavedSteps.of(paths).choose(asked).passed_over
+    return facts | {"step": resume_step, "passed_over": passed_over, "changed_keys": changed}
+
+
+SFT: Command[SFTConfig] = Command(
+    "sft", sft_demand, plan_sft, _sft_faults, _check_run, _prepare_run, notes=_sft_notes, facts=_facts
+)
 RL: Command[RLConfig] = Command(
-    "rl", rl_demand, plan_rl, _rl_faults, _check_run, _prepare_run, _environment_faults, _rl_notes
+    "rl", rl_demand, plan_rl, _rl_faults, _check_run, _prepare_run, _environment_faults, _rl_notes, _facts
 )
 EVAL: Command[OfflineEvalConfig] = Command(
     "eval", eval_demand, plan_eval, _eval_faults, _check_evaluation, _prepare_evaluation

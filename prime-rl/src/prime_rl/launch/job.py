@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from prime_rl.launch.spec import ProcessSpec
 from prime_rl.launch.stalls.watchdog import StallLimits
+from prime_rl.run.attempts import PARTS, RESTORED_VARIABLE
 from prime_rl.run.paths import RunPaths, stable_steps
+from prime_rl.utils.logger import ATTEMPT_VARIABLE
 
 if TYPE_CHECKING:
     from prime_rl.utils.pydantic_config import BaseSettings
@@ -65,6 +67,14 @@ class Job:
         words = (*_without(argv[1:], ("--resume", "--ckpt.resume-step") if self.resume else ()), *self.resume)
         start = "uv run " if UV_VARIABLE in env else ""
         return f"continue with\n  {start}{shlex.join((program, *words))}"
+
+    def in_attempt(self, number: int) -> Job:
+        """The job with the number in its logs, and parts that report what they restored."""
+        return replace(self, processes=tuple(self._in_attempt(process, number) for process in self.processes))
+
+    def _in_attempt(self, process: ProcessSpec, number: int) -> ProcessSpec:
+        restored = {RESTORED_VARIABLE: str(self.paths.restored(process.name))} if process.name in PARTS else {}
+        return replace(process, attempt=number, env={**process.env, ATTEMPT_VARIABLE: str(number), **restored})
 
     def process(self, name: str) -> ProcessSpec:
         """Raises KeyError for a name that the job does not have."""

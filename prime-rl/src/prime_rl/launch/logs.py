@@ -26,7 +26,8 @@ def opened_for_attempt(spec: ProcessSpec) -> Iterator[tuple[BinaryIO, int]]:
     spec.log.parent.mkdir(parents=True, exist_ok=True)
     with spec.log.open("ab", buffering=0) as log:
         started = datetime.now().astimezone().isoformat(timespec="seconds")
-        log.write(f"{HEAD} {spec.name} started {started}: {shlex.join(spec.argv)}\n".encode())
+        attempt = "" if spec.attempt is None else f" attempt {spec.attempt},"
+        log.write(f"{HEAD}{attempt} {spec.name} started {started}: {shlex.join(spec.argv)}\n".encode())
         yield log, log.tell()
 
 

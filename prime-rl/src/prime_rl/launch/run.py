@@ -6,12 +6,12 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from prime_rl.checks import NotInstalled
 from prime_rl.configs.shared import FileAccess
@@ -24,6 +24,7 @@ from prime_rl.launch.spec import CannotStart, Outcome
 from prime_rl.launch.stalls.watchdog import Watchdog
 from prime_rl.launch.supervisor import Supervisor
 from prime_rl.run.access import files_readable_by
+from prime_rl.run.attempts import PARTS, Receipt, next_attempt
 from prime_rl.run.directory import OutputDirInUse, RunDirError, RunFinished, write_configs
 from prime_rl.run.lock import run_lock
 from prime_rl.run.paths import RunPaths, stable_steps
@@ -87,6 +88,8 @@ class Command(Generic[ConfigT]):
     processes find them, before a model is loaded."""
     notes: Callable[[ConfigT, RunPaths, int | None], Sequence[str]] = lambda config, paths, resume_step: ()
     """Lines about the run to show before it starts."""
+    facts: Callable[[ConfigT, RunPaths, int | None], Mapping[str, Any]] | None = None
+    """What the launcher knows of an attempt, for its receipt. None keeps no receipts."""
 
 
 def launch(
@@ -145,7 +148,12 @@ def _launch(
         if config.dry_run:
             sys.stdout.writelines(f"{line}\n" for line in (*job.describe(), *notes))
             return 0
-        return run_job(job, host, screen, notes)
+        if command.facts is None:
+            return run_job(job, host, screen, notes)
+        number = next_attempt(paths)
+        parts = [part for part in PARTS if any(process.name == part for process in job.processes)]
+        receipt = Receipt(paths, number, parts, command.facts(config, paths, resume_step))
+        return run_job(job.in_attempt(number), host, screen, notes, receipt)
 
 
 def _refuse(faults: Sequence[str], dry_run: bool) -> None:
@@ -156,17 +164,26 @@ def _refuse(faults: Sequence[str], dry_run: bool) -> None:
     sys.stderr.writelines(f"warning: {fault}\n" for fault in tolerated)
 
 
-def run_job(job: Job, host: LocalHost, screen: ScreenFactory, notes: Sequence[str] = ()) -> int:
-    """Run a planned job to its end, show it after its `notes`, and return the exit code."""
+def run_job(
+    job: Job, host: LocalHost, screen: ScreenFactory, notes: Sequence[str] = (), receipt: Receipt | None = None
+) -> int:
+    """Run a planned job to its end, show it after its `notes`, complete its receipt, and return the exit code."""
     with screen(job) as shown:
         log = LaunchLog(job.paths.log(job.command), shown.line)
+        if receipt is not None:
+            log.note(receipt.headline)
         for line in filter(None, (job.headline, *notes)):
             log.say(line)
         supervisor = Supervisor(
             job.processes, host, log.say, stopping=job.stopping, watchdog=Watchdog(job.stall_limits)
         )
-        with polled(partial(pass_on_save_request, job.paths), name="save request", every_s=1.0):
+        with (
+            polled(partial(pass_on_save_request, job.paths), name="save request", every_s=1.0),
+            _collecting(receipt, log.say),
+        ):
             outcome = supervisor.run()
+    if receipt is not None:
+        receipt.end("complete" if outcome.succeeded else outcome.message)
     _report(outcome, job, shown, log)
     return outcome.exit_code
 
@@ -179,6 +196,21 @@ def pass_on_save_request(paths: RunPaths) -> None:
     if paths.save_request.exists():
         paths.save_request.unlink(missing_ok=True)
         os.kill(os.getpid(), signal.SIGUSR1)
+
+
+@contextlib.contextmanager
+def _collecting(receipt: Receipt | None, say: Callable[[str], None]) -> Iterator[None]:
+    """Add to the receipt what the parts report during the block, and say so."""
+    if receipt is None:
+        yield
+        return
+
+    def look() -> None:
+        for line in receipt.collect():
+            say(line)
+
+    with polled(look, name="receipt"):
+        yield
 
 
 def _report(outcome: Outcome, job: Job, screen: Screen, log: LaunchLog) -> None:

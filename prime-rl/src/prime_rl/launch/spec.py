@@ -40,6 +40,8 @@ class ProcessSpec:
     """File that the child makes when its work is done. Without it, exit code 0 is a failure. None trusts the code."""
     beats: Path | None = None
     """File in which the child reports its progress. None: it reports none."""
+    attempt: int | None = None
+    """Number of the attempt, for the log. None outside of runs that can resume."""
     relays: frozenset[signal.Signals] = frozenset()
     """Signals to the launcher that are forwarded to this child."""
 

@@ -3,22 +3,51 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from prime_rl.configs.shared import WandbConfig
 from prime_rl.monitors.base import Metrics, MonitorError
+from prime_rl.utils.files import replacing_file
+from prime_rl.utils.logger import get_logger
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """Keeps the id of a W&B run for later attempts of the same run."""
+
+    id_file: Path
+    resumes: bool
+
+    def run_id(self) -> str | None:
+        """The id of the attempt that this one resumes. None makes a new one."""
+        if not self.resumes:
+            return None
+        if not self.id_file.is_file():
+            get_logger().warning(
+                f"W&B starts another run, because {self.id_file} with the id of the first is missing: set wandb.id"
+            )
+            return None
+        return self.id_file.read_text(encoding="utf-8").strip()
+
+    def keep(self, run_id: str) -> None:
+        self.id_file.parent.mkdir(parents=True, exist_ok=True)
+        with replacing_file(self.id_file) as scratch:
+            scratch.write_text(f"{run_id}\n", encoding="utf-8")
 
 
 class WandbMonitor:
     """Logs to one W&B run.
 
-    `offline`, or `WANDB_MODE=offline`, writes the run to `directory` for a later `wandb sync`. `id` resumes an earlier
-    run.
+    `offline`, or `WANDB_MODE=offline`, writes the run to `directory` for a later `wandb sync`. `id` continues an
+    earlier run.
     """
 
-    def __init__(self, config: WandbConfig, directory: Path, run_config: dict[str, Any]) -> None:
-        """Start the run.
+    def __init__(
+        self, config: WandbConfig, directory: Path, run_config: dict[str, Any], attempt: Attempt | None = None
+    ) -> None:
+        """Start the run, or continue that of an earlier attempt.
 
         Raises:
             MonitorError: W&B cannot be reached, or the user is not logged in.
@@ -26,11 +55,12 @@ class WandbMonitor:
         import wandb
 
         directory.mkdir(parents=True, exist_ok=True)
+        run_id = config.id or (None if attempt is None else attempt.run_id())
         try:
             self._run = wandb.init(
                 project=config.project,
                 name=config.name,
-                id=config.id,
+                id=run_id,
                 resume="allow",
                 mode="offline" if config.offline else None,
                 dir=directory,
@@ -41,6 +71,8 @@ class WandbMonitor:
             raise MonitorError(
                 f"wandb: {reason}: log in with `wandb login`, or log offline with --wandb.offline"
             ) from error
+        if attempt is not None:
+            attempt.keep(self._run.id)
 
     def log(self, metrics: Metrics, step: int) -> None:
         self._run.log(dict(metrics), step=step)

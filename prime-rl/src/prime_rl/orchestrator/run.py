@@ -8,7 +8,7 @@ import secrets
 import sys
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import chain
 from typing import Any
 
@@ -35,9 +35,10 @@ from prime_rl.orchestrator.servers.policy import AsyncLimits, Policy
 from prime_rl.orchestrator.servers.pool import InferencePool
 from prime_rl.orchestrator.steps import EmptyBatches, Sleep, Steps
 from prime_rl.orchestrator.stopping import StopSignals
+from prime_rl.run.attempts import checked_files, report_restored
 from prime_rl.run.beats import own_beats
 from prime_rl.run.clearance import give_clearance
-from prime_rl.run.ledger import Ledger
+from prime_rl.run.ledger import Ledger, read_ledger
 from prime_rl.run.paths import OrchestratorPaths, RunPaths
 from prime_rl.transport import setup_batch_sender
 from prime_rl.utils.logger import SUCCESS, get_logger
@@ -175,12 +176,38 @@ async def _start(
         own_beats().say(f"resuming: loading the weights of step {progress.step}", waits_for="inference")
         await pool.update_weights(weights)
         source = str(weights)
-    get_logger().log(
-        SUCCESS,
-        f"Resumed at step {progress.step}: {progress.total_samples} rollouts, {progress.total_tokens} tokens so far, "
-        f"buffer {'as saved' if buffer_state is not None else 'new'}, weights from {source}",
+    summary = (
+        f"step {progress.step}, {progress.total_samples} rollouts, {progress.total_tokens} tokens so far; buffer "
+        f"{'as saved' if buffer_state is not None else 'new'}, {buffer.waiting} examples to draw again; weights from "
+        f"{source}"
     )
+    get_logger().log(SUCCESS, f"Resumed at {summary}")
+    report_restored(summary, _restored(progress, buffer, checkpoints) | {"weights_from": source})
     return progress
+
+
+def _restored(progress: Progress, buffer: Buffer, checkpoints: Checkpoints) -> dict[str, Any]:
+    """Facts for the receipt."""
+    return {
+        "step": progress.step,
+        "policy_version": progress.step,
+        "progress": asdict(progress),
+        "buffer": buffer.summary(),
+        "ledger": _ledger_facts(checkpoints.paths),
+        "files": checked_files(checkpoints.paths.checkpoint(progress.step).parent),
+    }
+
+
+def _ledger_facts(paths: OrchestratorPaths) -> dict[str, Any]:
+    account = read_ledger(paths.ledger)
+    return {
+        "drawn": account.num_drawn,
+        "trained": account.num_trained,
+        "dropped": dict(account.dropped),
+        "in_flight": len(account.open),
+        "skipped": len(account.skipped),
+        "twice": len(account.twice),
+    }
 
 
 def weights_timeout_s(config: OrchestratorConfig) -> float | None:

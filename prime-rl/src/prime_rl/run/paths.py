@@ -62,6 +62,23 @@ class RunPaths:
         return self.root / "save"
 
     @property
+    def attempts(self) -> Path:
+        """One receipt for each attempt."""
+        return self.root / "attempts"
+
+    def receipt(self, attempt: int) -> Path:
+        """What an attempt started from, and what each part restored, as JSON."""
+        return self.attempts / f"{attempt:03}.json"
+
+    def restored(self, part: str) -> Path:
+        """What a part of this attempt has restored, on its way to the receipt."""
+        return self.root / "control" / f"{part}.restored.json"
+
+    def wandb_id(self, component: str) -> Path:
+        """Id of a component's W&B run, which all attempts share."""
+        return self.root / "control" / f"wandb_{component}.id"
+
+    @property
     def server_log(self) -> Path | None:
         """Log of the inference server that was started for the run; None if somebody else started it."""
         return self.log("inference") if self.config("inference").is_file() else None

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from prime_rl.configs.ranges import AUTO
 from prime_rl.run.paths import OrchestratorPaths, RunPaths, stable_steps, step_of
-from prime_rl.utils.contents import find_damage
+from prime_rl.utils.contents import find_damage, read_contents
 from prime_rl.utils.files import PARTIAL, STABLE
 
 if TYPE_CHECKING:
@@ -106,6 +106,11 @@ class SavedSteps:
         part = self.run.checkpoint(step).parent
         # The orchestrator's files are small enough to compare their hashes.
         return find_damage(self.paths.checkpoint(step), hashes=False) or find_damage(part)
+
+    def unchecked(self, step: int) -> list[Path]:
+        """Markers of `step` without hashes. Older versions wrote such; otherwise the marker was emptied."""
+        parts = [self.paths.checkpoint(step), self.run.checkpoint(step).parent]
+        return [part / STABLE for part in parts if (part / STABLE).is_file() and not read_contents(part)]
 
     def advice_for_damage(self, step: int) -> str:
         """What to do about a damaged checkpoint of `step`."""

@@ -33,6 +33,13 @@ class Change:
     def __str__(self) -> str:
         return f"{self.key} {self.was} -> {self.now}"
 
+    @property
+    def becomes(self) -> str:
+        """What a resume does with the new value: `applied`, `refused` or `without effect`."""
+        if self.is_refused:
+            return "refused"
+        return "without effect" if self.rule.effect == "none" else "applied"
+
 
 @dataclass(frozen=True, slots=True)
 class Changes:
@@ -56,10 +63,10 @@ class Changes:
     def lines(self) -> Iterator[str]:
         """What is applied, and what has no effect, for the log."""
         yield from self.unreadable
-        applied = [change for change in self.changes if _is_applied(change)]
+        applied = [change for change in self.changes if change.becomes == "applied"]
         if applied:
             yield f"applied from step {self.step}: {_listed(applied)}"
-        if without := [change for change in self.changes if change.rule.effect == "none"]:
+        if without := [change for change in self.changes if change.becomes == "without effect"]:
             yield f"changed without effect on the training: {_listed(without)}"
 
 
@@ -139,10 +146,6 @@ def _shown(key: str, values: Mapping[str, Any]) -> str:
         return "set" if any(other.startswith(f"{key}.") for other in values) else UNSET
     value = values[key]
     return str(value) if isinstance(value, Path | str) else UNSET if value is None else repr(value)
-
-
-def _is_applied(change: Change) -> bool:
-    return change.rule.effect in ("applied", "refused") and not change.is_refused
 
 
 def _flag(change: Change) -> str:

@@ -24,6 +24,10 @@ class FileRecord(NamedTuple):
     """In hexadecimal."""
 
 
+class UnreadableMarker(Exception):
+    """The marker of a directory is damaged; the message is one line."""
+
+
 Contents = dict[str, FileRecord]
 """Records by path relative to the directory."""
 
@@ -51,6 +55,19 @@ def write_marker(directory: Path, contents: Contents) -> None:
     (directory / STABLE).write_text(text)
 
 
+def read_contents(directory: Path) -> Contents:
+    """The records in a directory's marker. There are none in the markers of older versions, or without a marker.
+
+    Raises:
+        UnreadableMarker: the marker is damaged.
+    """
+    try:
+        text = (directory / STABLE).read_text() if (directory / STABLE).exists() else ""
+        return {name: FileRecord(*record) for name, record in (json.loads(text)["files"] if text else {}).items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise UnreadableMarker(f"{directory / STABLE} cannot be read: {error}") from error
+
+
 def find_damage(directory: Path, share: slice = slice(None), hashes: bool = True) -> str | None:
     """Compare a directory with its marker. Returns a message about the first difference, or None.
 
@@ -63,10 +80,9 @@ def find_damage(directory: Path, share: slice = slice(None), hashes: bool = True
     if not (directory / STABLE).exists():
         return None
     try:
-        text = (directory / STABLE).read_text()
-        recorded = {name: FileRecord(*record) for name, record in (json.loads(text)["files"] if text else {}).items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        return f"{directory / STABLE} cannot be read: {error}"
+        recorded = read_contents(directory)
+    except UnreadableMarker as error:
+        return str(error)
     faults = (_damage_of(directory / name, recorded[name], hashes) for name in sorted(recorded)[share])
     return next((fault for fault in faults if fault is not None), None)
 

@@ -5,11 +5,15 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
 import sys
 from datetime import UTC, datetime
 from io import TextIOWrapper
 from pathlib import Path
 from typing import TextIO, TypeVar
+
+ATTEMPT_VARIABLE = "RUN_ATTEMPT"
+"""Environment variable of a launch's processes: the number of the attempt."""
 
 StreamT = TypeVar("StreamT", bound=TextIO)
 
@@ -107,6 +111,9 @@ def setup_logger(level: str, log_file: Path | None = None, json_logging: bool = 
         colour = index == 0 and sys.stdout.isatty()
         handler.setFormatter(JsonFormatter() if json_logging else TextFormatter(colour))
         logger.addHandler(handler)
+    attempt = os.environ.get(ATTEMPT_VARIABLE)
+    for handler in handlers[1:] if attempt is not None else ():  # the launcher begins the log of stdout
+        handler.handle(logger.makeRecord(logger.name, logging.INFO, __file__, 0, f"Attempt {attempt}", (), None))
     return logger
 
 

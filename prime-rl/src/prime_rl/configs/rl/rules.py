@@ -29,11 +29,6 @@ def run_faults(run: RunSections, has_slurm: bool) -> Iterator[str]:
 
 def run_warnings(run: RunSections) -> Iterator[str]:
     """One line for each setting that works, but probably not as intended."""
-    for name in ("trainer", "orchestrator"):
-        component = getattr(run, name)
-        resumes = component.ckpt is not None and component.ckpt.resume_step is not None
-        if resumes and component.wandb is not None and component.wandb.id is None:
-            yield f"{name} resumes, but without {name}.wandb.id W&B starts another run"
     if run.algorithm == "dapo" and run.orchestrator.sampling.max_tokens is None:
         yield "algorithm = 'dapo' has no overlong penalty without orchestrator.sampling.max_tokens"
 

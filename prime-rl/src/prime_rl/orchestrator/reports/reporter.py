@@ -90,9 +90,10 @@ def setup_monitor(config: OrchestratorConfig, run: RunPaths, paths: Orchestrator
         monitors.append(BenchTable({"time/step": "Step time (s)", "perf/throughput": "Throughput (tokens/s)"}))
     if config.wandb is not None:
         # Imported late: wandb costs half a second.
-        from prime_rl.monitors.wandb import WandbMonitor
+        from prime_rl.monitors.wandb import Attempt, WandbMonitor
 
-        wandb = WandbMonitor(config.wandb, paths.root, _plain(config))
+        resumes = config.ckpt is not None and config.ckpt.resume_step is not None
+        wandb = WandbMonitor(config.wandb, paths.root, _plain(config), Attempt(run.wandb_id("orchestrator"), resumes))
         monitors.append(wandb)
         extras = Extras(wandb, config.wandb.log_extras) if config.wandb.log_extras else None
     return MultiMonitor(monitors), extras

@@ -123,6 +123,16 @@ class Buffer:
         waiting = [asdict(example) for example in (*in_flight, *self._waiting)]
         return {"seed": self.seed, "draws": self._draws, "waiting": waiting, "pools": self.pools.state()}
 
+    @property
+    def waiting(self) -> int:
+        """Number of examples that `sample` returns before it draws new ones."""
+        return len(self._waiting)
+
+    def summary(self) -> dict[str, Any]:
+        """The state in numbers. `seed` and `draws` decide the next draw."""
+        waiting = [[example.env, example.row, example.draw] for example in self._waiting]
+        return {"seed": self.seed, "draws": self._draws, "to_draw_again": waiting, "pools": self.pools.sizes()}
+
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue from a saved state. Drops examples whose environment or row no longer exists.
 

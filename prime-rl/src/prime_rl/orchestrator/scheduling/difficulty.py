@@ -54,10 +54,14 @@ class DifficultyPools:
             del pool[example]
             insort(self.normal[example.env], example.row)
 
+    def sizes(self) -> dict[str, int]:
+        """Number of examples in each pool."""
+        moved: dict[str, int] = {name: len(pool) for name, pool in self._moved.items()}
+        return {"normal": sum(len(rows) for rows in self.normal.values()), **moved}
+
     def shares(self) -> dict[str, float]:
         """Fraction of all examples in each pool, as `pool/*`."""
-        counts: dict[str, int] = {name: len(pool) for name, pool in self._moved.items()}
-        counts["normal"] = sum(len(rows) for rows in self.normal.values())
+        counts = self.sizes()
         return {f"pool/{name}": counts[name] / max(sum(counts.values()), 1) for name in ("easy", "normal", "hard")}
 
     def state(self) -> dict[str, list[list[Any]]]:

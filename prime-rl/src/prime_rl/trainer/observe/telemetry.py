@@ -83,9 +83,11 @@ def _monitors(config: SFTConfig | TrainerConfig, paths: RunPaths, process: Proce
         return
     yield JsonlMonitor(paths.metrics, config.component)
     if config.wandb is not None:
-        from prime_rl.monitors.wandb import WandbMonitor
+        from prime_rl.monitors.wandb import Attempt, WandbMonitor
 
-        yield WandbMonitor(config.wandb, paths.root, config.model_dump(mode="json"))
+        resumes = config.ckpt is not None and config.ckpt.resume_step is not None
+        attempt = Attempt(paths.wandb_id("trainer"), resumes)
+        yield WandbMonitor(config.wandb, paths.root, config.model_dump(mode="json"), attempt)
     if config.heartbeat is not None:
         yield HeartbeatMonitor(config.heartbeat.url)
     if config.bench is not None:

@@ -8,11 +8,13 @@ from contextlib import closing, contextmanager
 from transformers import PretrainedConfig, PreTrainedModel
 
 from prime_rl.configs.trainer import ParityConfig, TrainerConfig, beyond_end
+from prime_rl.run.attempts import report_restored
 from prime_rl.run.beats import own_beats
 from prime_rl.run.paths import RunPaths
 from prime_rl.run.resuming import changes_since, configs_to_save
 from prime_rl.trainer.checkpoints.changes import check_changes
 from prime_rl.trainer.checkpoints.manager import CheckpointManager
+from prime_rl.trainer.checkpoints.restored import restored_state, summary_of
 from prime_rl.trainer.checkpoints.state import TrainedModel, TrainState
 from prime_rl.trainer.model.build import compute_dtype, export_dtype, setup_model, setup_tokenizer
 from prime_rl.trainer.observe.perf import Performance, known_peak_flops, peak_flops
@@ -148,8 +150,7 @@ def resume(state: TrainState, checkpoints: CheckpointManager, step: int, max_ste
         raise CheckpointError(fault)
     checkpoints.load(state, step)
     if checkpoints.process.is_main:
-        progress = state.progress
-        get_logger().info(
-            f"Resumed from {checkpoints.paths.trainer_checkpoint(step)}: step {progress.step}, "
-            f"{progress.tokens} tokens, {progress.samples} samples"
-        )
+        facts = restored_state(state, checkpoints.paths, step, checkpoints.process)
+        summary = summary_of(facts)
+        get_logger().info(f"Resumed from {checkpoints.paths.trainer_checkpoint(step)}: {summary}")
+        report_restored(summary, facts)

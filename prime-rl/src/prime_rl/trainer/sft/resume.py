@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from prime_rl.configs.sft import SFTConfig
 from prime_rl.configs.trainer import beyond_end
+from prime_rl.run.attempts import report_restored
 from prime_rl.trainer.checkpoints.manager import CheckpointManager
-from prime_rl.trainer.checkpoints.state import Progress
+from prime_rl.trainer.checkpoints.restored import summary_of
 from prime_rl.trainer.process.errors import CheckpointError
 from prime_rl.trainer.sft.data.fingerprint import DataFingerprint
 from prime_rl.trainer.sft.data.packer import PackedRows
@@ -65,17 +67,16 @@ def restore_position(rows: PackedRows, places: Sequence[Place]) -> str:
 
 
 def leave_receipt(
-    config: SFTConfig, checkpoints: CheckpointManager, progress: Progress, place: str, verified: str
+    config: SFTConfig, checkpoints: CheckpointManager, facts: dict[str, Any], data: dict[str, Any]
 ) -> None:
-    """Log where a resumed run continues and what has been checked.
+    """Log and report where a resumed run continues and what has been checked.
 
     Raises:
         CheckpointError: the step is beyond the end of the run.
     """
-    for fault in beyond_end(progress.step, config.max_steps):
+    for fault in beyond_end(facts["step"], config.max_steps):
         raise CheckpointError(fault)
     if checkpoints.process.is_main:
-        get_logger().info(
-            f"Resumed from {checkpoints.paths.checkpoints}: step {progress.step}, {progress.tokens} tokens, "
-            f"{progress.samples} samples; continues {place}; verified: {verified}"
-        )
+        summary = f"{summary_of(facts)}; continues {data['place']}; verified: {data['verified']}"
+        get_logger().info(f"Resumed from {checkpoints.paths.checkpoints}: {summary}")
+        report_restored(summary, {**facts, "data": data})

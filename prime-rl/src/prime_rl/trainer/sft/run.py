@@ -17,6 +17,7 @@ from prime_rl.run.paths import RunPaths
 from prime_rl.run.resuming import changes_since, configs_to_save
 from prime_rl.trainer.checkpoints.changes import check_changes
 from prime_rl.trainer.checkpoints.manager import CheckpointManager
+from prime_rl.trainer.checkpoints.restored import restored_state
 from prime_rl.trainer.checkpoints.state import TrainedModel, TrainState
 from prime_rl.trainer.model.build import compute_dtype, export_dtype, setup_model, setup_tokenizer
 from prime_rl.trainer.observe.perf import Performance, known_peak_flops
@@ -139,8 +140,10 @@ def setup_components(config: SFTConfig, paths: RunPaths, mesh: Mesh) -> Componen
     scheduler = setup_scheduler(config.scheduler, optimizer, schedule_steps)
     state = TrainState({"policy": TrainedModel(model, optimizer, scheduler)})
     if checkpoints is not None and resume_step is not None:
-        place = restore_position(rows, checkpoints.load(state, resume_step))
-        leave_receipt(config, checkpoints, state.progress, place, verified)
+        positions = checkpoints.load(state, resume_step)
+        facts = restored_state(state, paths, resume_step, process)
+        place = restore_position(rows, positions)
+        leave_receipt(config, checkpoints, facts, {**rows.cursor(), "place": place, "verified": verified})
     dtype = export_dtype(config.model, config.ckpt.weights if config.ckpt else None, process.device)
     return Components(state, rows, tokenizer, checkpoints, dtype, validation, fingerprint)
 

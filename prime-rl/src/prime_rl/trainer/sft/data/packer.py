@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -240,6 +241,11 @@ class PackedRows:
         """The position in the data after the last row, including the samples that wait for a row."""
         position = {"data_rank": self.data_axis.data_rank, "data_size": self.data_axis.data_size}
         return {**self.stream.state(), **position, "waiting": self._packer.state()}
+
+    def cursor(self) -> dict[str, Any]:
+        """Where this data rank is in the data, for people. The hash is that of the samples that wait for a row."""
+        waiting = hashlib.sha256(repr(self._packer.state()).encode()).hexdigest()
+        return {"entry": self.stream.position, "epoch": self.stream.epoch, "waiting_sha256": waiting[:16]}
 
     def load_state(self, places: Sequence[Place]) -> None:
         """Continue from this data rank's saved position, or from those of all ranks if their number has changed."""
