@@ -43,7 +43,7 @@ def test_a_receipt_is_complete_when_all_parts_have_reported(paths: RunPaths, mon
     assert list(receipt.collect()) == ["orchestrator resumed at step 4"]
     report(paths, "trainer", 4, monkeypatch)
     last = list(receipt.collect())
-    assert last == [f"attempt 1 continues at step 4: trainer and orchestrator stand there; receipt: {receipt.file}"]
+    assert last == [f"attempt 1 continues at step 4 in every part (trainer, orchestrator); receipt: {receipt.file}"]
     assert list(receipt.collect()) == []
     receipt.end("complete")
     assert written(paths, 1)["parts"]["trainer"] == {"summary": "step 4", "step": 4}
@@ -54,9 +54,9 @@ def test_parts_that_stand_at_different_steps_are_a_warning(paths: RunPaths, monk
     receipt = receipt_of(paths, 4)
     for part, step in (("trainer", 4), ("orchestrator", 3)):
         report(paths, part, step, monkeypatch)
-    assert list(receipt.collect())[-1].startswith(
-        "warning: attempt 1 was to continue at step 4, and stands elsewhere: trainer at step 4, orchestrator at step 3; "
-    )
+    warning = list(receipt.collect())[-1]
+    assert warning.startswith("warning: attempt 1 was to continue at step 4, and stands elsewhere: ")
+    assert "trainer at step 4, orchestrator at step 3; receipt: " in warning
 
 
 def test_what_an_earlier_attempt_reported_does_not_count(paths: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -111,10 +111,11 @@ class Receipt:
         self._write()
 
     def _agreement(self) -> str:
-        steps = {part: section["step"] for part, section in self._table["parts"].items()}
+        sections = self._table["parts"]
+        steps = {part: sections[part]["step"] for part in PARTS if part in sections}
         number = self._table["attempt"]
         if set(steps.values()) == {self.step}:
-            return f"attempt {number} continues at step {self.step}: {' and '.join(steps)} stand there"
+            return f"attempt {number} continues at step {self.step} in every part ({', '.join(steps)})"
         listed = ", ".join(f"{part} at step {step}" for part, step in steps.items())
         return f"warning: attempt {number} was to continue at step {self.step}, and stands elsewhere: {listed}"
 
