@@ -59,7 +59,6 @@ class Run:
     def said(self, words: str) -> int:
         """How often all jobs of the run have logged some words."""
         logs = [self.out / "slurm" / f"job_{job}.log" for job in self.jobs]
-        logs.append(self.out / "logs" / "trainer.log")
         return sum(log.read_text(errors="replace").count(words) for log in logs if log.is_file())
 
     def starts(self) -> int:
