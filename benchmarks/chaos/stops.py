@@ -35,6 +35,8 @@ START_S, END_S = 300.0, 120.0
 """Longest start of a run until its first step, and longest time from a stop until every process is gone."""
 STEPS_AFTER_LAST_STOP = 6
 MANY_STEPS = 100_000
+LEAST_STEPS = {"rl": 0, "sft": 225}
+"""The SFT example's schedule does not fit into fewer."""
 
 OPTIONS = {
     "rl": [
@@ -218,7 +220,7 @@ def ledger_of(command: str, paths: RunPaths) -> dict[str, Any]:
 
 def finish(command: str, paths: RunPaths) -> Iterator[str]:
     """Run to an end without a stop. Yields what is wrong then."""
-    last = max(stable_steps(paths.checkpoints), default=0) + STEPS_AFTER_LAST_STOP
+    last = max(max(stable_steps(paths.checkpoints), default=0) + STEPS_AFTER_LAST_STOP, LEAST_STEPS[command])
     job = Job(command, paths, last, *launch_options(paths))
     if job.process.wait() != 0:
         yield f"the last launch ended with {job.process.returncode}: {job.log.read_text()[-2000:]}"
@@ -281,9 +283,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seed", type=int, default=None)
     options = parser.parse_args()
-    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
-        # Under nohup every child would ignore it, as it should. A handler is not inherited.
-        signal.signal(signal.SIGHUP, lambda signum, frame: None)
+    for signum in (signal.SIGHUP, signal.SIGINT):
+        if signal.getsignal(signum) is signal.SIG_IGN:
+            # Under nohup, or in a script's background, every child would ignore it. A handler is not inherited.
+            signal.signal(signum, lambda number, frame: None)
     options.out.mkdir(parents=True, exist_ok=True)
     paths, notes = RunPaths(options.out / "run"), options.out / "stops.jsonl"
     draw = random.Random(options.seed)
