@@ -10,6 +10,7 @@ import pytest
 
 from prime_rl.run.attempts import PARTS, RESTORED_VARIABLE, Receipt, next_attempt, report_restored
 from prime_rl.run.paths import RunPaths
+from prime_rl.utils.logger import get_logger
 
 
 @pytest.fixture
@@ -62,6 +63,17 @@ def test_parts_that_stand_at_different_steps_are_a_warning(paths: RunPaths, monk
 def test_what_an_earlier_attempt_reported_does_not_count(paths: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:
     report(paths, "trainer", 2, monkeypatch)
     assert list(receipt_of(paths, 4, ("trainer",)).collect()) == []
+
+
+def test_a_report_that_cannot_be_written_is_a_warning(
+    paths: RunPaths, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    paths.root.mkdir()
+    paths.restored("trainer").parent.write_text("no directory")
+    monkeypatch.setenv(RESTORED_VARIABLE, str(paths.restored("trainer")))
+    monkeypatch.setattr(get_logger(), "handlers", [caplog.handler])
+    report_restored("step 4", {"step": 4})
+    assert "the receipt lacks this part, because" in caplog.text
 
 
 def test_a_part_that_was_started_alone_reports_nothing(paths: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:

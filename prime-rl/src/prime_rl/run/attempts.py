@@ -18,6 +18,7 @@ from typing import Any
 from prime_rl.run.paths import RunPaths
 from prime_rl.utils.contents import read_contents
 from prime_rl.utils.files import replacing_file
+from prime_rl.utils.logger import get_logger
 
 RESTORED_VARIABLE = "RESTORED_FILE"
 """Environment variable of a process: the file in which it reports what it restored."""
@@ -33,11 +34,18 @@ def next_attempt(paths: RunPaths) -> int:
 
 
 def report_restored(summary: str, facts: Mapping[str, Any]) -> None:
-    """Report what this part has restored. Does nothing in a process that no launcher has started."""
+    """Report what this part has restored. Does nothing in a process that no launcher has started.
+
+    If the file cannot be written (for example, the disk is full), logs a warning: what was restored is sound.
+    """
     file = os.environ.get(RESTORED_VARIABLE)
-    if file is not None:
+    if file is None:
+        return
+    try:
         with replacing_file(Path(file)) as scratch:
             scratch.write_text(json.dumps({"summary": summary, **facts}))
+    except OSError as error:
+        get_logger().warning(f"the receipt lacks this part, because {file} cannot be written: {error.strerror}")
 
 
 def checked_files(step_directory: Path) -> dict[str, Any]:
