@@ -86,6 +86,14 @@ def test_a_path_that_leads_nowhere_is_told_before_the_start(component: type, key
         assert all(len(fault) < 1000 and "\n" not in fault for fault in faults)
 
 
+@pytest.mark.parametrize(
+    ("component", "key"), [(SFTConfig, "data.name"), (SFTConfig, "output_dir"), (RLConfig, "output_dir")]
+)
+def test_a_tilde_is_not_replaced(component: type, key: str) -> None:
+    faults = start_faults(load_config(component, overrides=[f"--{key}=~/runs/x"]))
+    assert any(fault.endswith("; ~ is not replaced here: write the whole path") for fault in faults)
+
+
 def test_a_long_chain_of_bases_is_refused(toml) -> None:
     for number in range(LONG_CHAIN):
         toml(f'toml_files = ["{number + 1}.toml"]', f"{number}.toml")

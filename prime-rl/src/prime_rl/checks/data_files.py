@@ -8,7 +8,7 @@ from difflib import get_close_matches
 from itertools import zip_longest
 from pathlib import Path
 
-from prime_rl.checks.start_dir import StartDir, StartFault, looks_like_path
+from prime_rl.checks.start_dir import StartDir, StartFault, looks_like_path, unexpanded_advice
 from prime_rl.configs.sft import RowFormatConfig, SFTConfig, SFTDataConfig, SourceConfig
 
 TEXT_KINDS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv")
@@ -89,7 +89,7 @@ def _check_not_empty(parts: list[Part]) -> None:
 
 def _found(part: Part, start: StartDir) -> Part:
     """The part with its files."""
-    given = Path(part.name).expanduser()
+    given = Path(part.name)
     path, place = start.find(given), f"{part.key} = {part.name}"
     if path.is_file():
         if part.subset is not None or part.split != "train":
@@ -104,7 +104,7 @@ def _found(part: Part, start: StartDir) -> Part:
         return _with_files(part, _files_of_split(path, part))
     if (looks_like_path(part.name) or kind_of(path) is not None) and start.lacks(given):
         near = get_close_matches(path.name, [each.name for each in path.parent.glob("*")], 1)
-        advice = f"; did you mean {str(given.parent / near[0])!r}?" if near else ""
+        advice = f"; did you mean {str(given.parent / near[0])!r}?" if near else unexpanded_advice(part.name)
         raise StartFault(f"{place}: no such file or directory{advice}")
     return part
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from prime_rl.checks.chat_templates import template_faults
-from prime_rl.checks.start_dir import StartDir, StartFault, looks_like_path
+from prime_rl.checks.start_dir import StartDir, StartFault, looks_like_path, unexpanded_advice
 from prime_rl.configs.model import ModelConfig, TokenizerConfig
 
 _WEIGHTS = ("*.safetensors", "*.bin")
@@ -144,7 +144,7 @@ def _check_weights(folder: Path) -> None:
 def _no_folder(name: str, start: StartDir) -> str | None:
     if not looks_like_path(name) or not start.lacks(name):
         return None
-    return "no such directory" + ("; ~ is not replaced here: write the whole path" if name.startswith("~") else "")
+    return "no such directory" + unexpanded_advice(name)
 
 
 def _has_any(folder: Path, patterns: tuple[str, ...]) -> bool:

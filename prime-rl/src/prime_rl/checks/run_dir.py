@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from prime_rl.checks.start_dir import StartDir
+from prime_rl.checks.start_dir import StartDir, unexpanded_advice
 from prime_rl.configs.ranges import LATEST
 from prime_rl.configs.trainer import CheckpointConfig, beyond_end
 from prime_rl.run.paths import RunPaths
@@ -17,7 +17,9 @@ from prime_rl.utils.pydantic_config import BaseSettings
 
 def output_fault(output_dir: Path, start: StartDir) -> str | None:
     """Why nothing can be written to `output_dir`; None if it can, or if that does not show from here."""
-    root = start.find(output_dir.expanduser()).absolute()
+    if advice := unexpanded_advice(str(output_dir)):
+        return f"output_dir = {output_dir}{advice}"
+    root = start.find(output_dir).absolute()
     # A symbolic link that leads nowhere, or to itself, exists without a target.
     existing = next((path for path in (root, *root.parents) if path.exists() or path.is_symlink()), root)
     if not existing.is_dir():

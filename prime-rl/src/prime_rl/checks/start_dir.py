@@ -60,6 +60,11 @@ def gpus_here() -> bool:
         return True
 
 
+def unexpanded_advice(name: str) -> str:
+    """What to add to a message about a path that begins with `~`, which only a shell replaces; empty for others."""
+    return "; ~ is not replaced here: write the whole path" if name.startswith("~") else ""
+
+
 def looks_like_path(name: str) -> bool:
     """Whether `name` cannot be a hub id. Those are `owner/name` or `name`."""
     return name.startswith((".", "/", "~")) or name.count("/") > 1

@@ -13,6 +13,8 @@ from prime_rl.orchestrator.rollouts.rollout import Group, Rollout
 from prime_rl.run.paths import OrchestratorPaths
 from prime_rl.utils.files import replacing_file
 
+_NOT_JSON = (ArithmeticError, AttributeError, RecursionError, TypeError, ValueError, msgspec.MsgspecError)
+
 
 class RolloutLog:
     """Writes every rollout to one file per batch or evaluation, if `enabled`.
@@ -38,7 +40,23 @@ class RolloutLog:
         # Messages may contain the environment's own objects.
         encoder = msgspec.json.Encoder(enc_hook=_plain)
         with replacing_file(path) as scratch:
-            scratch.write_bytes(encoder.encode_lines(records))
+            scratch.write_bytes(b"".join(_encoded(encoder, each) + b"\n" for each in records))
+
+
+def _encoded(encoder: msgspec.json.Encoder, values: dict[str, Any]) -> bytes:
+    """A line of JSON. A value of the environment's that JSON cannot hold is replaced by the name of its type."""
+    try:
+        return encoder.encode(values)
+    except _NOT_JSON:
+        return encoder.encode({key: _kept(encoder, value) for key, value in values.items()})
+
+
+def _kept(encoder: msgspec.json.Encoder, value: Any) -> Any:
+    try:
+        encoder.encode(value)
+    except _NOT_JSON:
+        return f"<{type(value).__name__}>"
+    return value
 
 
 def record(rollout: Rollout, **more: Any) -> dict[str, Any]:

@@ -5,10 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
 
 from prime_rl.orchestrator.errors import MalformedRollout
 from prime_rl.orchestrator.rollouts.trace import CallDetails, ModelCall, TokenTrace
+from prime_rl.utils.pydantic_config.errors import one_line
+
+MAX_REWARD = 1e15
+"""The square of a larger one overflows float32, in which the trainer computes."""
+_TokenIds = list[Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]]
+_MALFORMED = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError, msgspec.MsgspecError)
+"""What reading the dictionaries of an environment raises, if they hold anything else than verifiers promises."""
 
 REWARD_ERRORS = "reward_errors"
 """Key of a rollout's state: a list of `{"function", "traceback"}`, one for each reward function that failed."""
@@ -89,11 +98,23 @@ def read_rollout(output: Mapping[str, Any], example: ExampleRef, temperature: fl
     """Read the rollout in a verifiers output, which must have the state columns `trajectory` and `sampling_args`.
 
     Raises:
-        MalformedRollout: the reward is not a finite number, or tokens and log-probabilities differ in length.
+        MalformedRollout: the reward is not a finite number, tokens and log-probabilities differ in length, or anything
+            else that the environment gave is not what verifiers promises.
     """
+    try:
+        return _read_rollout(output, example, temperature, version)
+    except _MALFORMED as error:
+        reason = one_line(f"{type(error).__name__}: {error}")
+        raise MalformedRollout(f"environment {example.env!r} gave a malformed rollout: {reason}") from error
+
+
+def _read_rollout(output: Mapping[str, Any], example: ExampleRef, temperature: float, version: int) -> Rollout:
     reward = output.get("reward")
-    if not isinstance(reward, int | float) or not math.isfinite(reward):
-        raise MalformedRollout(f"environment {example.env!r} gave the reward {reward!r}, not a finite number")
+    if not isinstance(reward, int | float) or not abs(reward) <= MAX_REWARD:
+        shown = one_line(f"{reward!r}")
+        raise MalformedRollout(
+            f"environment {example.env!r} gave the reward {shown}, not a finite number (at most {MAX_REWARD:g})"
+        )
     steps = output.get("trajectory") or []
     trace = _read_trace(steps, example)
     oldest = trace.oldest_version
@@ -106,19 +127,21 @@ def read_rollout(output: Mapping[str, Any], example: ExampleRef, temperature: fl
         temperature=temperature,
         version=version if oldest is None else oldest,
         num_turns=len(steps),
-        error=error.get("error"),
-        error_detail=error.get("error_chain_repr"),
+        error=_text(error.get("error")),
+        error_detail=_text(error.get("error_chain_repr")),
         is_truncated=bool(output.get("is_truncated")),
-        stop_condition=output.get("stop_condition"),
+        stop_condition=_text(output.get("stop_condition")),
         generation_ms=_phase_ms(timing, "generation"),
         scoring_ms=_phase_ms(timing, "scoring"),
         usage_output_tokens=int((output.get("token_usage") or {}).get("output_tokens", 0)),
         metrics={
             name: float(value)
             for name, value in (output.get("metrics") or {}).items()
-            if isinstance(value, int | float)
+            if isinstance(value, int | float) and math.isfinite(value)
         },
-        reward_errors={each["function"]: each["traceback"] for each in output.get(REWARD_ERRORS) or ()},
+        reward_errors={
+            str(each["function"]): str(each["traceback"]) or "no traceback" for each in output.get(REWARD_ERRORS) or ()
+        },
         prompt=output.get("prompt"),
         completion=output.get("completion"),
     )
@@ -152,13 +175,23 @@ def _read_call(tokens: Mapping[str, Any], response: Any) -> ModelCall:
     # Clients other than ours leave no details on the response.
     get = getattr(response, "get", None)
     return ModelCall(
-        prompt_ids=tokens["prompt_ids"],
-        completion_ids=tokens["completion_ids"],
-        completion_logprobs=tokens["completion_logprobs"],
+        prompt_ids=msgspec.convert(tokens["prompt_ids"], _TokenIds),
+        completion_ids=msgspec.convert(tokens["completion_ids"], _TokenIds),
+        completion_logprobs=_finite(msgspec.convert(tokens["completion_logprobs"], list[float])),
         completion_mask=[bool(flag) for flag in tokens["completion_mask"]],
         prompt_mask=[bool(flag) for flag in tokens["prompt_mask"]],
         details=CallDetails.from_builtins(get("call") if get else None),
     )
+
+
+def _finite(values: list[float]) -> list[float]:
+    if not all(map(math.isfinite, values)):
+        raise ValueError("a log-probability is not a finite number")
+    return values
+
+
+def _text(value: Any) -> str | None:
+    return None if value is None else str(value)
 
 
 def _phase_ms(timing: Mapping[str, Any], phase: str) -> float:

@@ -63,12 +63,16 @@ class ModelCall:
     def __post_init__(self) -> None:
         """
         Raises:
-            MalformedRollout: tokens, mask and log-probabilities of the completion differ in length.
+            MalformedRollout: tokens, mask and log-probabilities differ in length.
         """
         ids, mask, logprobs = len(self.completion_ids), len(self.completion_mask), len(self.completion_logprobs)
         if not ids == mask == logprobs:
             raise MalformedRollout(
                 f"a completion has {ids} tokens, {mask} mask entries and {logprobs} log-probabilities"
+            )
+        if len(self.prompt_ids) != len(self.prompt_mask):
+            raise MalformedRollout(
+                f"a prompt has {len(self.prompt_ids)} tokens and {len(self.prompt_mask)} mask entries"
             )
 
     @classmethod

@@ -6,7 +6,6 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import accumulate
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -237,7 +236,7 @@ def _load_saved(part: Part) -> Sequence[Row]:
     """A directory written by `Dataset.save_to_disk` or `DatasetDict.save_to_disk`."""
     import datasets
 
-    saved = datasets.load_from_disk(str(Path(part.name).expanduser()))
+    saved = datasets.load_from_disk(part.name)
     if isinstance(saved, datasets.Dataset):
         return saved
     if part.split not in saved:

@@ -1,0 +1,121 @@
+"""Whatever an environment returns: a rollout that can be logged and sent to the trainer, or one line of what is wrong.
+
+`pytest prime-rl/tests -k test_any_ --hypothesis-profile campaign --timeout 0` tries 10,000 cases.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from hypothesis import given
+from hypothesis import strategies as st
+
+from prime_rl.configs.advantages import NormalizedAdvantageConfig
+from prime_rl.orchestrator.batches.advantage import assign_advantages, setup_advantage
+from prime_rl.orchestrator.batches.batch import build_batch
+from prime_rl.orchestrator.batches.filters import GibberishFilter, RepetitionFilter, apply_filters
+from prime_rl.orchestrator.env_servers.reward_errors import RewardErrors
+from prime_rl.orchestrator.errors import EnvironmentFault, MalformedRollout
+from prime_rl.orchestrator.reports.rollout_log import RolloutLog
+from prime_rl.orchestrator.rollouts.images import has_image
+from prime_rl.orchestrator.rollouts.rollout import ExampleRef, Group, Rollout, check_trainable, read_rollout
+from prime_rl.run.paths import RunPaths
+from prime_rl.trainer.rl.packing import find_fault
+from prime_rl.transport.messages import TrainingBatch
+
+NUMBERS = st.one_of(
+    st.integers(-2, 100), st.floats(), st.sampled_from([2**31, 2**63, -(2**63), 10**400, 1e308, -1e308, True])
+)
+TEXTS = st.one_of(st.text(max_size=10), st.sampled_from(["", "\0", "\ud800", "\x1b[31m", "$(id)", "{x}", "%s"]))
+VALUES = st.recursive(
+    st.one_of(st.none(), NUMBERS, TEXTS, st.binary(max_size=3), st.just(object()), st.complex_numbers()),
+    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(st.one_of(TEXTS, NUMBERS), inner, max_size=3)),
+    max_leaves=6,
+)
+
+
+def mostly(*usual: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    return st.one_of(*usual, *usual, VALUES)
+
+
+def tokens_of(prompt: int, sampled: int) -> st.SearchStrategy[dict[str, Any]]:
+    def exactly(strategy: st.SearchStrategy[Any], size: int) -> st.SearchStrategy[Any]:
+        return mostly(st.lists(strategy, min_size=size, max_size=size))
+
+    return st.fixed_dictionaries(
+        {
+            "prompt_ids": exactly(st.integers(0, 99), prompt),
+            "prompt_mask": exactly(st.integers(0, 1), prompt),
+            "completion_ids": exactly(st.one_of(st.integers(0, 99), NUMBERS), sampled),
+            "completion_mask": exactly(st.booleans(), sampled),
+            "completion_logprobs": exactly(st.one_of(st.floats(-20, 0), NUMBERS), sampled),
+        }
+    )
+
+
+STEPS = st.fixed_dictionaries(
+    {"tokens": mostly(st.builds(tokens_of, st.integers(0, 3), st.integers(0, 3)).flatmap(lambda tokens: tokens))},
+    optional={"response": mostly(st.fixed_dictionaries({"call": VALUES}))},
+)
+MESSAGES = st.lists(st.fixed_dictionaries({"role": TEXTS, "content": VALUES}), max_size=2)
+OUTPUTS = st.fixed_dictionaries(
+    {"reward": st.one_of(st.floats(0, 1), NUMBERS, VALUES), "trajectory": mostly(st.lists(STEPS, max_size=3))},
+    optional={
+        "error": mostly(st.fixed_dictionaries({"error": TEXTS, "error_chain_repr": TEXTS})),
+        "timing": mostly(st.fixed_dictionaries({"generation_ms": NUMBERS, "scoring_ms": NUMBERS})),
+        "stop_condition": mostly(TEXTS),
+        "is_truncated": VALUES,
+        "token_usage": mostly(st.fixed_dictionaries({"output_tokens": NUMBERS})),
+        "metrics": mostly(st.dictionaries(TEXTS, NUMBERS, max_size=3)),
+        "reward_errors": mostly(st.lists(st.fixed_dictionaries({"function": TEXTS, "traceback": TEXTS}), max_size=2)),
+        "prompt": mostly(MESSAGES, TEXTS),
+        "completion": mostly(MESSAGES, TEXTS),
+    },
+)
+
+
+def used(outputs: list[Any], log: RolloutLog) -> list[Rollout]:
+    """The rollouts of a group, after everything that the orchestrator and the trainer's packer do with them."""
+    example = ExampleRef("any", 0)
+    rollouts = [read_rollout(output, example, 1.0, 3) for output in outputs]
+    RewardErrors("any", 1.0).observe(rollouts)
+    assert not any(has_image(part) for rollout in rollouts for part in (rollout.prompt, rollout.completion))
+    check_trainable(rollouts)
+    groups = [Group(rollouts)]
+    apply_filters([GibberishFilter(10, -5.0, True), RepetitionFilter(2, -0.1, True)], rollouts)
+    assign_advantages(groups, setup_advantage(NormalizedAdvantageConfig()))
+    batch = build_batch(groups)
+    sent = msgspec.msgpack.decode(msgspec.msgpack.encode(batch.message(1)), type=TrainingBatch)
+    for sample in sent.examples:
+        assert find_fault(sample) is None
+        assert math.isfinite(sample.advantage or 0.0)
+    log.write_batch(1, groups)
+    return rollouts
+
+
+def test_any_answer_of_an_environment_can_be_trained_on_or_is_malformed(
+    tmp_path: Path, limited_time: Callable[[], AbstractContextManager[None]]
+) -> None:
+    paths = RunPaths(tmp_path).orchestrator
+    log = RolloutLog(paths, enabled=True)
+
+    @given(st.one_of(st.lists(OUTPUTS, min_size=1, max_size=3)))
+    def answers(outputs: list[dict[str, Any]]) -> None:
+        fault = ""
+        with limited_time():
+            try:
+                rollouts = used(outputs, log)
+            except (MalformedRollout, EnvironmentFault) as error:
+                fault = str(error) or "no message"
+        assert len(fault) < 5000
+        if not fault:
+            lines = paths.step_samples(1).read_text(encoding="utf-8").splitlines()
+            assert [json.loads(line)["reward"] for line in lines] == [rollout.reward for rollout in rollouts]
+
+    answers()
