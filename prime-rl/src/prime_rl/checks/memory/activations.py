@@ -14,8 +14,8 @@ from prime_rl.checks.memory.shapes import ModelShape
 from prime_rl.configs.model import LoRAConfig, is_regex
 
 _FLOAT32 = 4
-_MLP_TEMPORARIES = 3
-"""Gradients of the inner width that exist at the same time."""
+_MLP_GRADIENTS, _LEAN_MLP_GRADIENTS = 2, 4
+"""Gradients of the inner width that exist at the same time as what they are computed from."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +45,11 @@ def block_activations(
     """What one block needs per token of a row."""
     size, hidden = precision.compute_bytes, shape.hidden
     inner = _inner_width(shape, block)
-    saved = _norms(shape, block, precision, lora) + _attention(shape, size) + _mlp(block, inner, precision, lora)
+    saved = _norms(shape, block, precision, lora) + _attention(shape, size) + _mlp(shape, block, precision, lora)
     if lora is not None:
         saved += sum(size * lora.rank for path in linear_paths(block) if is_target(lora, path))
-    temporary = size * (_MLP_TEMPORARIES * inner + hidden) + 2 * _FLOAT32 * hidden
+    gradients = _LEAN_MLP_GRADIENTS if precision.is_lean else _MLP_GRADIENTS
+    temporary = size * (gradients * inner + hidden)
     return BlockActivations(saved, size * hidden, temporary)
 
 
@@ -95,13 +96,16 @@ def _attention(shape: ModelShape, size: int) -> int:
     return size * (queries + keys + values + output) + _FLOAT32 * shape.heads
 
 
-def _mlp(block: Tensors, inner: int, precision: Precision, lora: LoRAConfig | None) -> int:
+def _mlp(shape: ModelShape, block: Tensors, precision: Precision, lora: LoRAConfig | None) -> int:
     """Gate, its activation, up, and their product; lean layers recompute two of the four."""
     names = " ".join(block)
     is_gated = "gate_proj" in names or "gate_up_proj" in names or ".experts." in names
     has_lean_mlp = precision.is_lean and lora is None and "mlp.gate_proj" in names
     kept = (2 if has_lean_mlp else 4) if is_gated else 2
-    return precision.compute_bytes * kept * inner
+    # A token visits its experts as copies, whose outputs are kept for the gradient of the router.
+    is_sparse = any(len(size) == 3 for size in block.values())
+    copies = 2 * shape.hidden * _experts_per_token(shape) if is_sparse else 0
+    return precision.compute_bytes * (kept * _inner_width(shape, block) + copies)
 
 
 def _inner_width(shape: ModelShape, block: Tensors) -> int:
@@ -109,6 +113,8 @@ def _inner_width(shape: ModelShape, block: Tensors) -> int:
     width = 0
     for name, size in block.items():
         path = name.removesuffix(".weight")
+        if len(size) == 1:
+            continue
         if len(size) == 3:
             config = shape.config
             each = config.get("moe_intermediate_size") or config.get("intermediate_size") or size[-2]
@@ -116,7 +122,8 @@ def _inner_width(shape: ModelShape, block: Tensors) -> int:
         elif path.endswith("gate_up_proj"):
             width += size[0] // 2
         elif path.endswith((".up_proj", ".c_fc", ".fc1", ".dense_h_to_4h")):
-            width += size[0]
+            # GPT-2 stores its matrices transposed.
+            width += max(size)
     return width
 
 

@@ -27,6 +27,8 @@ CUDA_BYTES = 768 * 2**20
 """CUDA context, cuBLAS workspaces and NCCL buffers of a trainer process."""
 PROCESS_BYTES = 600 * 2**20
 """A Python process with torch and Transformers, on a CPU."""
+PACKED_SHARE = 0.1
+"""Of the machine's memory: larger models are not packed."""
 CPU_SHARE = 0.25
 """Of the machine's memory, what the embedded engine takes for its key-value cache on a CPU."""
 
@@ -143,6 +145,7 @@ def _engine(
         inference.parallel.tp,
         inference.parallel.dp,
         has_graphs=is_vllm and device == "cuda" and not inference.model.enforce_eager,
+        is_packed=device == "cpu" and not is_vllm and _is_packed(shape),
     )
     reserve = CUDA_BYTES if device == "cuda" else PROCESS_BYTES
     fixed = {"weights": serving.weights, "working": serving.working, "reserve": reserve}
@@ -150,6 +153,9 @@ def _engine(
     share = CPU_SHARE if device == "cpu" else inference.gpu_memory_utilization
     allowed = None if room is None else int(share * room)
     budget = None if allowed is None else allowed - (sum(fixed.values()) if device == "cuda" else 0)
+    if budget is not None and device == "cuda" and not is_vllm:
+        # It keeps room for old and new slots while they grow.
+        budget //= 2
     cache = max(serving.one_sequence, serving.cache(budget))
     return Component(
         "engine",
@@ -166,11 +172,18 @@ def _has_vllm(gpu: Gpu | None) -> bool:
     return gpu is None or not gpu.is_here or has_vllm()
 
 
+def _is_packed(shape: ModelShape) -> bool:
+    """By the rules of `inference/embedded/cpu`: of a fused family, and small for this machine."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    is_fused = shape.config.get("model_type") in ("llama", "mistral", "qwen2", "qwen3")
+    return is_fused and 4 * shape.parameters <= PACKED_SHARE * memory
+
+
 def _cache_notes(serving: Serving, cache: int) -> list[str]:
     tokens = cache // max(1, serving.token_bytes)
     return [
-        f"key-value cache: {tokens:,} tokens, {tokens // serving.max_len} sequences of {serving.max_len:,} at once; "
-        f"the run keeps {serving.sequences} in flight"
+        f"key-value cache: {tokens:,} tokens = {tokens // serving.max_len} x {serving.max_len:,}; "
+        f"sequences in flight: {serving.sequences}"
     ]
 
 

@@ -41,6 +41,29 @@ class Family:
     """Key of the inner width of an expert."""
 
 
+_MOST, _MOST_LAYERS = 10**9, 10**4
+_REQUIRED = {
+    "hidden_size": ("n_embd", "d_model"),
+    "num_hidden_layers": ("n_layer", "num_layers", "n_layers"),
+    "num_attention_heads": ("n_head", "num_heads", "n_heads"),
+    "vocab_size": (),
+}
+"""Sizes that every model has, and their other names."""
+_OPTIONAL = (
+    "intermediate_size",
+    "moe_intermediate_size",
+    "shared_expert_intermediate_size",
+    "num_key_value_heads",
+    "head_dim",
+    "num_experts",
+    "num_local_experts",
+    "num_experts_per_tok",
+    "max_position_embeddings",
+    "qk_rope_head_dim",
+    "qk_nope_head_dim",
+    "v_head_dim",
+    "kv_lora_rank",
+)
 _LLAMA = Family(qkv_bias=None, out_bias=None, mlp_bias=None)
 FAMILIES: Mapping[str, Family] = {
     "llama": _LLAMA,
@@ -84,8 +107,8 @@ def tensors_of_config(config: Mapping[str, Any]) -> Tensors:
         tensors = dict(_root(config, family))
         for index in range(config["num_hidden_layers"]):
             tensors |= {f"model.layers.{index}.{name}": shape for name, shape in _block(config, family, index)}
-    except KeyError as missing:
-        raise StartFault(f"its config.json has no {missing}") from missing
+    except (KeyError, TypeError) as error:
+        raise StartFault(f"its config.json is no complete config of type {kind!r}: {error}") from error
     return tensors
 
 
@@ -95,8 +118,43 @@ def is_tied(config: Mapping[str, Any]) -> bool:
     return bool(config.get("tie_word_embeddings", family.is_tied))
 
 
+def number(config: Mapping[str, Any], key: str) -> int | None:
+    """A size in a config; None if it is not set.
+
+    Raises:
+        StartFault: it is not a positive integer.
+    """
+    value = config.get(key)
+    if value is None:
+        return None
+    if not isinstance(value, int) or not 0 < value < _MOST:
+        raise StartFault(f"its config.json has {key} = {str(value)[:40]}, which is no size")
+    return int(value)
+
+
 def head_dim(config: Mapping[str, Any]) -> int:
-    return int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
+    return number(config, "head_dim") or config["hidden_size"] // config["num_attention_heads"]
+
+
+def with_usual_names(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The config of a language model, also of one inside a larger model, with Llama's names for its sizes.
+
+    Raises:
+        StartFault: a size that every model has is missing, or a size is no number.
+    """
+    inner = config.get("text_config")
+    named = {**config, **inner} if "hidden_size" not in config and isinstance(inner, dict) else dict(config)
+    for key, others in _REQUIRED.items():
+        value = next((number(named, name) for name in (key, *others) if name in named), None)
+        if value is None:
+            raise StartFault(f"its config.json has no {key}")
+        named[key] = value
+    if named["num_hidden_layers"] > _MOST_LAYERS:
+        raise StartFault(f"its config.json has num_hidden_layers = {named['num_hidden_layers']}, which is no model")
+    for key in _OPTIONAL:
+        number(named, key)
+    named.setdefault("max_position_embeddings", named.get("n_positions"))
+    return named
 
 
 def _root(config: Mapping[str, Any], family: Family) -> Iterator[tuple[str, Shape]]:

@@ -11,10 +11,8 @@ _LOGITS = 2**25
 """`Limits.logits` of `trainer/kernels/linear_cross_entropy.py`, and `MAX_LOGITS` of `trainer/rl/rows.py`."""
 _FLOAT_LOGITS = 2**22
 _CACHED_FLOAT_LOGITS = 2**20
-_FUSED_FLOATS = 4
-"""Float32 tensors of a vocabulary slice that exist at the same time in `fused_logprobs`."""
-_PLAIN_FLOATS = 4
-"""The same of the model's own head: logits, their log-softmax, its exponentials, and a gradient."""
+_PLAIN_FLOATS = 3
+"""Float32 tensors of the model's own head that exist at the same time: log-softmax, its exponentials, a product."""
 _FLOAT32 = 4
 
 
@@ -37,11 +35,14 @@ def sft_loss(shape: ModelShape, model: ModelConfig, tokens: int, size: int, on_c
     chunk = min(rows, tokens) * vocab * size
     next_chunk = min(rows, max(0, tokens - rows)) * vocab * size
     most_floats = _CACHED_FLOAT_LOGITS if on_cpu else _FLOAT_LOGITS
-    floats = 2 * _FLOAT32 * min(max(1, most_floats // vocab), tokens) * vocab
+    part = max(1, most_floats // vocab)
+    # The next part is computed before the last one is freed. Float32 logits need no copy.
+    copied = min(part, rows, tokens) + min(part, max(0, min(rows, tokens) - part)) if size < _FLOAT32 else 0
+    floats = _FLOAT32 * vocab * copied
     states = tokens * hidden * size
     head = vocab * hidden
     if tokens > rows:
-        # The next chunk is computed before the last one is freed. The weight's gradient is summed in float32.
+        # So is the next chunk. The weight's gradient is summed in float32.
         summed = _FLOAT32 * head
         return LossMemory(
             3 * states + summed + max(chunk + next_chunk + floats, chunk + size * head), states + size * head
@@ -57,15 +58,21 @@ def rl_loss(shape: ModelShape, model: ModelConfig, tokens: int, size: int, on_cp
     if chunk == "disabled" or not _has_plain_head(shape):
         return _plain_head(shape.vocab, shape.hidden, tokens, size)
     width = min(shape.vocab, DEFAULT_VOCAB_CHUNK if chunk == "auto" else chunk)
+    next_width = min(width, shape.vocab - width)
+    rounded = size if size < _FLOAT32 else 0
+    # Both passes keep tensors of the last slice until those of the next one replace them.
+    forward = _FLOAT32 * tokens * max(3 * width, 2 * width + 2 * next_width)
+    one, following = 3 * _FLOAT32 + rounded, (_FLOAT32 + rounded) * width + 2 * _FLOAT32 * next_width
+    gradients = size * shape.vocab * shape.hidden + _FLOAT32 * tokens * shape.hidden
+    backward = gradients + tokens * max(one * width, following)
     states = tokens * shape.hidden * size
-    slices = _FUSED_FLOATS * _FLOAT32 * tokens * width
-    return LossMemory(2 * states + slices, 2 * states + size * shape.vocab * shape.hidden)
+    return LossMemory(states + max(forward, backward), states + size * shape.vocab * shape.hidden)
 
 
 def _plain_head(vocab: int, hidden: int, tokens: int, size: int) -> LossMemory:
     chunk = min(tokens, max(1, _LOGITS // vocab)) * vocab
     states = tokens * hidden * size
-    return LossMemory(2 * states + chunk * (size + _PLAIN_FLOATS * _FLOAT32), states + size * vocab * hidden)
+    return LossMemory(2 * states + chunk * _PLAIN_FLOATS * _FLOAT32, states + size * vocab * hidden)
 
 
 def _has_plain_head(shape: ModelShape) -> bool:

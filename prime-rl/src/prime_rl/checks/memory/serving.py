@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from prime_rl.checks.memory.shapes import ModelShape
+from prime_rl.checks.memory.shapes import ModelShape, count
 
 Engine = Literal["vllm", "embedded"]
 
@@ -36,9 +36,13 @@ class Serving:
     dp: int
     has_graphs: bool
 
+    is_packed: bool = False
+    """The embedded engine keeps a second copy of the blocks' matrices, as its kernels for CPUs read them."""
+
     @property
     def weights(self) -> int:
-        return self.shape.parameters * self.weight_bytes // self.tp
+        packed = sum(map(count, self.shape.blocks)) if self.is_packed else 0
+        return (self.shape.parameters + packed) * self.weight_bytes // self.tp
 
     @property
     def token_bytes(self) -> int:
@@ -76,8 +80,6 @@ class Serving:
             return wanted
         if self.engine == "vllm":
             return max(0, budget_bytes)
-        # Old and new slots exist at the same time while they grow to twice the length.
         rows = -(-min(self.sequences, _EMBEDDED_ROWS) // _ROW_STEP) * _ROW_STEP
         length = max(_FIRST_LENGTH, 1 << (self.max_len - 1).bit_length())
-        slots = rows * length * self.token_bytes * 3 // 2
-        return max(0, min(budget_bytes, slots))
+        return max(0, min(budget_bytes, rows * length * self.token_bytes))

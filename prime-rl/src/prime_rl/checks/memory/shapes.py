@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from prime_rl.checks.disk import default_hub_cache, snapshot_in_cache, tensor_shapes
-from prime_rl.checks.memory.families import Tensors, head_dim, is_tied, tensors_of_config
+from prime_rl.checks.memory.families import Tensors, head_dim, is_tied, tensors_of_config, with_usual_names
 from prime_rl.checks.model_files import read_config
 from prime_rl.checks.start_dir import StartFault
 
@@ -38,8 +38,7 @@ class ModelShape:
         folder = Path(name) if Path(name).is_dir() else snapshot_in_cache(name, default_hub_cache())
         if folder is None:
             raise StartFault(f"not in the local cache: run `hf download {name} config.json` first")
-        config = read_config(folder)
-        config = {**config, **config.get("text_config", {})} if "hidden_size" not in config else config
+        config = with_usual_names(read_config(folder))
         tensors = _stacked(tensor_shapes(folder)) or tensors_of_config(config)
         if is_tied(config):
             tensors = {key: shape for key, shape in tensors.items() if not key.endswith("lm_head.weight")}

@@ -28,7 +28,7 @@ _OFFLOAD_SLICE_BYTES = 2**30
 _KEPT_WHOLE_BYTES = 2**30
 """RL accumulates unsharded gradients up to this size."""
 _INFLIGHT_BLOCKS = 2
-"""Gathered blocks besides the one that runs: its flat copy, and the next one."""
+"""Gathered blocks: the one that runs, and the next one."""
 
 
 @dataclass(frozen=True)
@@ -205,12 +205,11 @@ def _attention_temporaries(training: Training) -> int:
 
 
 def _block_buffers(training: Training) -> int:
-    """Gathered weights of a block and of the next one, its gradients, and what is summed over the processes."""
+    """Gathered weights of a block and of the next one, its gradients, and those of the last one, which are summed."""
     largest = max(map(count, training.shape.blocks))
     trained = largest if training.model.lora is None else _adapters(training.shape.blocks[0], training.model.lora)
     gathered = largest * training.compute_bytes * _INFLIGHT_BLOCKS
-    reduced = trained * training.reduce_bytes * (1 + 1 / training.shards)
-    return gathered + int(reduced) + trained * training.compute_bytes
+    return gathered + trained * (training.compute_bytes + training.reduce_bytes)
 
 
 def _at_end(training: Training) -> Parts:

@@ -1,0 +1,37 @@
+"""`--estimate` is right about a trainer's memory: compared with what PyTorch's allocator gives out in a step.
+
+`benchmarks/memory/estimate.py` does the same for many more models and settings.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from prime_rl.trainer.process.parallel_dims import Mesh
+
+sys.path[:0] = [str(Path(__file__).parents[3] / "benchmarks" / "memory")]
+
+from cases import LLAMA, Case  # noqa: E402
+from estimate import compared  # noqa: E402
+
+TINY = LLAMA | {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 2, "vocab_size": 1000}
+BFLOAT16 = {"compute_dtype": "bfloat16"}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("as on a GPU", TINY, seq_len=384),
+        Case("as on a GPU, recomputed", TINY, seq_len=384, settings=BFLOAT16 | {"ac": {}}),
+        Case("as on a GPU, adapters", TINY, seq_len=384, settings=BFLOAT16 | {"lora": {"rank": 8}}),
+        Case("as on a GPU, rl", TINY, kind="rl", seq_len=384),
+        Case("on a CPU", as_on_gpu=False),
+    ],
+    ids=lambda case: case.name,
+)
+def test_the_estimated_peak_of_a_step_is_the_measured_one(case: Case, mesh: Mesh) -> None:
+    result = compared(case, mesh)
+    assert result.estimated == pytest.approx(result.measured, rel=0.1), result.row
