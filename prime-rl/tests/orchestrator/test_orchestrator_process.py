@@ -192,7 +192,7 @@ def test_a_stopped_run_continues_where_it_was(start, policy_server) -> None:
     for step in (2, 3):
         resumed.train_step(step)
     assert resumed.finish() == 0
-    assert "Resumed at step 2: 8 rollouts" in resumed.log
+    assert "Resumed at step 2, 8 rollouts" in resumed.log
     assert [record["step"] for record in resumed.metrics] == [0, 1, 2, 3]
     assert resumed.metrics[3]["progress/total_samples"] == 16
     assert policy_server.loaded[-2:] == [str(resumed.paths.orchestrator.broadcast(version)) for version in (2, 3)]
