@@ -1,4 +1,4 @@
-"""Keeps the origins of a run's values beside its configs, so that they can still be explained later."""
+"""Keeps the origins of a run's values next to its configs, so that they can still be explained later."""
 
 from __future__ import annotations
 
