@@ -34,9 +34,8 @@ POLL_S = 0.01
 START_S, END_S = 300.0, 120.0
 """Longest start of a run until its first step, and longest time from a stop until every process is gone."""
 STEPS_AFTER_LAST_STOP = 6
-MANY_STEPS = 100_000
-LEAST_STEPS = {"rl": 0, "sft": 225}
-"""The SFT example's schedule does not fit into fewer."""
+MOST_STEPS = {"rl": 100_000, "sft": 400}
+"""The SFT example's learning rate depends on the number of steps, so every launch has the same."""
 
 OPTIONS = {
     "rl": [
@@ -191,7 +190,7 @@ def stop_once(command: str, paths: RunPaths, kind: str, draw: random.Random) -> 
     """Launch, stop, wait, check."""
     started = time.time()
     record: dict[str, Any] = {"kind": kind, "resumed": max(stable_steps(paths.checkpoints), default=None)}
-    job = Job(command, paths, MANY_STEPS, *launch_options(paths))
+    job = Job(command, paths, MOST_STEPS[command], *launch_options(paths))
     moment = await_moment(job, paths, draw)
     stopped = time.monotonic()
     if moment is None:
@@ -220,7 +219,8 @@ def ledger_of(command: str, paths: RunPaths) -> dict[str, Any]:
 
 def finish(command: str, paths: RunPaths) -> Iterator[str]:
     """Run to an end without a stop. Yields what is wrong then."""
-    last = max(max(stable_steps(paths.checkpoints), default=0) + STEPS_AFTER_LAST_STOP, LEAST_STEPS[command])
+    last = max(stable_steps(paths.checkpoints), default=0) + STEPS_AFTER_LAST_STOP
+    last = MOST_STEPS[command] if command == "sft" else last
     job = Job(command, paths, last, *launch_options(paths))
     if job.process.wait() != 0:
         yield f"the last launch ended with {job.process.returncode}: {job.log.read_text()[-2000:]}"
