@@ -101,7 +101,8 @@ def test_every_process_is_told_the_same_step(
     assert len(started) == (2 if kind == "rl" else 1)
     assert all((flag in line) if flag else ("resume-step" not in line) for line in started), "2 is in the config"
     why = f"resuming from step 4: {paths.checkpoint(6)} is not complete: it has no file STABLE"
-    newer = "resuming from step 2 leaves the newer steps 4 in place"
+    replaced = paths.root / "checkpoints" / "replaced"
+    newer = f"resuming from step 2 moves the newer steps 4 to {replaced}; delete them if you do not need them"
     assert f"warning: {newer if resume == '2' else why}" in result.stdout.splitlines()
 
 

@@ -51,6 +51,22 @@ def test_a_fresh_run_keeps_old_weights_and_sets_old_metrics_aside(paths: RunPath
     assert (paths.root / "metrics.2.jsonl").read_text() == "old\n"
 
 
+def test_checkpoints_after_the_resumed_step_are_replaced_so_that_no_resume_combines_two_attempts(
+    paths: RunPaths,
+) -> None:
+    both = (paths.checkpoints, paths.orchestrator.checkpoints)
+    for attempt in ("first", "second"):
+        for checkpoints in both:
+            fill(checkpoints, "step_1", "step_2", "step_3", "step_10")
+            (checkpoints / "step_3" / attempt).touch()
+        prepare_run_dir(paths, 2)
+        for checkpoints in both:
+            assert names(checkpoints) == ["replaced", "step_1", "step_2"]
+            assert names(checkpoints / "replaced") == ["step_10", "step_3"]
+            assert (checkpoints / "replaced" / "step_3" / attempt).exists()
+    assert check_run_dir(paths, LATEST) == 2
+
+
 def test_a_resumed_run_keeps_the_policy_it_starts_from_and_appends_to_the_metrics(paths: RunPaths) -> None:
     prepare_run_dir(paths, 2)
     assert names(paths.orchestrator.broadcasts) == ["step_1", "step_2"]

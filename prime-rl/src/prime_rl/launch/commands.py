@@ -12,7 +12,7 @@ from prime_rl.configs.surface.not_built import unbuilt_faults
 from prime_rl.launch.plan import eval_demand, plan_eval, plan_rl, plan_sft, port_fault, rl_demand, sft_demand
 from prime_rl.launch.run import Command, LaunchRefused
 from prime_rl.launch.site import Sharing
-from prime_rl.run.directory import check_run_dir, prepare_run_dir
+from prime_rl.run.directory import REPLACED, check_run_dir, prepare_run_dir
 from prime_rl.run.evaluations import (
     EvaluationRefused,
     check_settings,
@@ -87,8 +87,9 @@ def _resume_notes(config: SFTConfig | RLConfig, paths: RunPaths, resume_step: in
     if wanted >= 0:
         newer = [step for step in saved.complete if step > wanted]
         listed = ", ".join(map(str, newer))
-        kept = [f"warning: resuming from step {wanted} leaves the newer steps {listed} in place"] if newer else []
-        return [*unchecked, *kept]
+        kept = f"{paths.checkpoints / REPLACED}; delete them if you do not need them"
+        moved = [f"warning: resuming from step {wanted} moves the newer steps {listed} to {kept}"] if newer else []
+        return [*unchecked, *moved]
     return unchecked + [
         f"warning: resuming from step {resume_step}: {fault}" for fault in saved.choose(wanted).passed_over
     ]

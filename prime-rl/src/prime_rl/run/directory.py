@@ -26,6 +26,9 @@ _NOT_CLEANED = frozenset({"configs", "slurm", "rl.sh", "sft.sh", "run.lock"})
 
 _SIGNS_OF_A_RUN = ("configs", "logs", "checkpoints", "weights", "metrics.jsonl")
 
+REPLACED = "replaced"
+"""Name of the folder in `checkpoints` for those that a resume from an earlier step has replaced."""
+
 _LAUNCH_KEYS = ("slurm", "dry_run", "clean_output_dir")
 
 
@@ -70,14 +73,18 @@ def check_run_dir(
 def prepare_run_dir(paths: RunPaths, resume_step: int | None, clean: bool = False) -> None:
     """Remove files of an earlier run that a launch starting at `resume_step` would mistake for its own.
 
-    A new run renames an existing `metrics.jsonl` to `metrics.<n>.jsonl`. A resumed run appends to it, and never cleans
-    the directory.
+    A new run renames an existing `metrics.jsonl` to `metrics.<n>.jsonl`. A resumed run appends to it, never cleans the
+    directory, and moves checkpoints after `resume_step` to `checkpoints/replaced`: they follow from other steps than
+    the ones to come, and the next resume could otherwise take them for its own.
     """
     if resume_step is None and _is_to_be_cleaned(clean):
         _clean(paths.root)
     _discard_stale(paths, resume_step)
     if resume_step is None:
         _set_aside(paths.metrics)
+    else:
+        for checkpoints in (paths.checkpoints, paths.orchestrator.checkpoints):
+            _replace_after(resume_step, checkpoints)
 
 
 def write_configs(paths: RunPaths, configs: Mapping[str, BaseSettings]) -> None:
@@ -144,6 +151,17 @@ def _is_of_another_attempt(paths: RunPaths, step: int) -> bool:
         return False
     published_ns, saved_ns = (marker.stat().st_mtime_ns for marker in markers)
     return published_ns > saved_ns
+
+
+def _replace_after(step: int, checkpoints: Path) -> None:
+    """Move the checkpoints after a step to `replaced`, in place of those that an earlier resume moved there."""
+    newer = [child for child in checkpoints.glob("step_*") if (found := step_of(child)) is not None and found > step]
+    for directory in newer:
+        target = checkpoints / REPLACED / directory.name
+        target.parent.mkdir(exist_ok=True)
+        if target.exists():
+            shutil.rmtree(target)
+        directory.rename(target)
 
 
 def _set_aside(metrics: Path) -> None:
