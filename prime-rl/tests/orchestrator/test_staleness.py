@@ -300,5 +300,5 @@ def test_a_batch_that_waits_for_an_old_group_says_so_every_minute(capsys: pytest
 
     with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
         run = runner.run(whole_run())
-    line = "Step 0 waits for 1 groups; the oldest started with version 0: environment 'letters'"
+    line = "Step 0: waiting for 1 group; the oldest started with version 0: environment 'letters'"
     assert capsys.readouterr().out.count(f"{line}, row {run.buffer.first.row}") == 4

@@ -93,7 +93,7 @@ def test_an_infinite_ratio_is_dropped_and_leaves_no_nan() -> None:
         advantages=torch.ones(2),
         loss_mask=torch.tensor([True, True]),
     )
-    outputs = default_loss(inputs, DefaultLossConfig(geo_mask_high=float("inf"), sequence_mask_high=float("inf")))
+    outputs = default_loss(inputs, DefaultLossConfig(geo_mask_high=1e300, sequence_mask_high=1e300))
     outputs.loss.backward()
     assert outputs.metrics["is_masked"].tolist() == [1, 0]
     assert inputs.trainer_logprobs.grad.isfinite().all()

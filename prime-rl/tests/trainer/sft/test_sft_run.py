@@ -150,8 +150,8 @@ def test_user_errors_are_one_line_each(base: dict[str, Any], tmp_path: Path, cap
     assert "nowhere.jsonl: no such file" in line(data={**data, "name": str(tmp_path / "nowhere.jsonl")})
     assert "broken.jsonl:1" in line(data={**data, "name": str(broken)})
     assert "found the columns question" in line(data={**data, "name": str(texts)})
-    assert "ckpt.resume_step = 5" in line(ckpt={"resume_step": 5})
-    assert "lower optim.lr" in line(optim={"lr": 1e30}, scheduler={}).lower()
+    assert "step_5 to resume from (complete steps: none)" in line(ckpt={"resume_step": 5})
+    assert "lower optim.lr" in line(optim={"lr": 100.0, "weight_decay": 100.0}, scheduler={}, max_steps=40).lower()
 
 
 def test_another_runs_checkpoints_are_never_overwritten(base: dict[str, Any], tmp_path: Path, capsys) -> None:
