@@ -141,18 +141,20 @@ def _launch(
             settle(paths)
         resume_step = command.check_directory(config, paths)
         job = command.plan(config, paths, site, resume_step)
+        # Both look at checkpoints that the next step moves.
         notes = command.notes(config, paths, resume_step)
+        facts = None if command.facts is None else command.facts(config, paths, resume_step)
         if not config.dry_run:
             command.prepare_directory(config, paths, resume_step)
         write_configs(paths, job.configs)
         if config.dry_run:
             sys.stdout.writelines(f"{line}\n" for line in (*job.describe(), *notes))
             return 0
-        if command.facts is None:
+        if facts is None:
             return run_job(job, host, screen, notes)
         number = next_attempt(paths)
         parts = [part for part in PARTS if any(process.name == part for process in job.processes)]
-        receipt = Receipt(paths, number, parts, command.facts(config, paths, resume_step))
+        receipt = Receipt(paths, number, parts, facts)
         return run_job(job.in_attempt(number), host, screen, notes, receipt)
 
 
