@@ -180,7 +180,7 @@ def size_of(path: Path) -> int:
 
 
 def launch_options(paths: RunPaths) -> list[str]:
-    """How a person goes on: from the newest checkpoint, or from the start while there is none."""
+    """Options that continue the run: from its newest checkpoint, or from the start if it has none."""
     if stable_steps(paths.checkpoints):
         return ["--ckpt.resume-step", "-1"]
     return ["--clean-output-dir"] if paths.root.exists() else []

@@ -184,7 +184,7 @@ def fault(run: Run, campaign: Campaign, reference: Path | None) -> str | None:
 
 
 def run_case(campaign: Campaign, case: str, runs: list[Run]) -> None:
-    """Start runs at the same time, disturb each of them, and wait for their ends."""
+    """Start several runs at once, disturb each one, and wait until all have ended."""
     for run in runs:
         campaign.submit(run)
     starts = saves = {str(run.out): 0 for run in runs}

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from medarc_rl.external import Answer, ask
 
 SLURM_LIMIT_S = 20.0
-"""Seconds for one command of Slurm. A controller that is down makes some of them wait for minutes."""
+"""Time limit of one Slurm command, in seconds. Some wait for minutes if the controller is down."""
 
 Properties = Mapping[str, str]
 """`Name=value` pairs as scontrol prints them for one thing."""

@@ -13,15 +13,14 @@ from prime_rl.utils.pydantic_config.describe import value_text
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """A key whose value differs. A side without the key is None."""
+    """A key whose value differs. `mine` or `other` is None if that config has no such key."""
 
     key: str
     mine: Explained | None
     other: Explained | None
 
     def as_json(self) -> list[Any]:
-        sides = ((each, as_json([each])[each.key]) if each else (None, None) for each in (self.mine, self.other))
-        return [shown for _, shown in sides]
+        return [None if side is None else as_json([side])[side.key] for side in (self.mine, self.other)]
 
 
 def differences(mine: Sequence[Explained], other: Sequence[Explained]) -> list[Difference]:
@@ -37,21 +36,14 @@ def difference_lines(found: Sequence[Difference], mine: str, other: str) -> Iter
     """A line for the key, and one for each side."""
     if not found:
         yield f"{mine} and {other} have the same values"
-    keys = [[each.key for each in found if side(each) is not None] for side in (_mine, _other)]
     width = max(len(mine), len(other))
     for each in found:
+        # The keys of a section that only one side has are listed themselves.
+        is_section = any(one.key.startswith(f"{each.key}.") for one in found)
         yield each.key
-        for name, side, have in ((mine, each.mine, keys[0]), (other, each.other, keys[1])):
+        for name, side in ((mine, each.mine), (other, each.other)):
             if side is not None:
                 shown = f"{shortened(value_text(side.value), MAX_VALUE_CHARS)}  ({side.origin})"
             else:
-                shown = "a section" if any(key.startswith(f"{each.key}.") for key in have) else "not there"
+                shown = "a section" if is_section else "not there"
             yield f"  {name:{width}}  {shown}"
-
-
-def _mine(difference: Difference) -> Explained | None:
-    return difference.mine
-
-
-def _other(difference: Difference) -> Explained | None:
-    return difference.other

@@ -78,7 +78,7 @@ class Source:
         raise UsageError(f"{directory} is no run: it has no configs/rl.toml, sft.toml or eval.toml")
 
     def below_key(self, key: str | None = None) -> list[Explained]:
-        """The values at or below the key. Raises UsageError if there is none."""
+        """The key's value, or the values of a section. Raises UsageError if there is no such key."""
         key = key or self.key
         found = [each for each in self.values if key is None or f"{each.key}.".startswith(f"{key}.")]
         if not found:
