@@ -46,7 +46,7 @@ def test_a_receipt_is_complete_when_all_parts_have_reported(paths: RunPaths, mon
     last = list(receipt.collect())
     assert last == [f"attempt 1 continues at step 4 in every part (trainer, orchestrator); receipt: {receipt.file}"]
     assert list(receipt.collect()) == []
-    receipt.end("complete")
+    receipt.end("complete", "")
     assert written(paths, 1)["parts"]["trainer"] == {"summary": "step 4", "step": 4}
     assert written(paths, 1)["outcome"] == "complete"
 

@@ -15,6 +15,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from prime_rl.checks import NotInstalled
 from prime_rl.configs.shared import FileAccess
+from prime_rl.history.machine import machine_facts
 from prime_rl.launch.host import LocalHost
 from prime_rl.launch.job import Job
 from prime_rl.launch.launch_log import LaunchLog
@@ -154,7 +155,8 @@ def _launch(
             return run_job(job, host, screen, notes)
         number = next_attempt(paths)
         parts = [part for part in PARTS if any(process.name == part for process in job.processes)]
-        receipt = Receipt(paths, number, parts, facts)
+        gpus = {process.name: len(process.gpus) for process in job.processes}
+        receipt = Receipt(paths, number, parts, {**facts, "gpus": gpus, "machine": machine_facts(Path.cwd())})
         return run_job(job.in_attempt(number), host, screen, notes, receipt)
 
 
@@ -185,7 +187,8 @@ def run_job(
         ):
             outcome = supervisor.run()
     if receipt is not None:
-        receipt.end("complete" if outcome.succeeded else outcome.message)
+        result = "complete" if outcome.succeeded else "stopped" if outcome.was_stopped else "failed"
+        receipt.end(result, outcome.message)
     _report(outcome, job, shown, log)
     return outcome.exit_code
 

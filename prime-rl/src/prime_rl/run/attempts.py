@@ -108,12 +108,13 @@ class Receipt:
             if not self._waited_for:
                 yield f"{self._agreement()}; receipt: {self.file}"
 
-    def end(self, outcome: str) -> None:
-        """Record how the attempt ended."""
+    def end(self, result: str, message: str) -> None:
+        """Record how the attempt ended: `complete`, `stopped` or `failed`, and why."""
         ids = {part: self.paths.wandb_id(part) for part in PARTS}
         self._table |= {
             "ended": datetime.now().astimezone().isoformat(timespec="seconds"),
-            "outcome": outcome,
+            "result": result,
+            "outcome": "complete" if result == "complete" else message,
             "wandb_ids": {part: file.read_text().strip() for part, file in ids.items() if file.is_file()},
         }
         self._write()

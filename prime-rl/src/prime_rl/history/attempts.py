@@ -1,0 +1,76 @@
+"""Reads the receipts of a run's attempts, `OUT/attempts/001.json` and so on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+from prime_rl.run.paths import RunPaths
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """One launch of a run."""
+
+    number: int
+    started_s: float
+    """Seconds since the epoch."""
+    host: str
+    step: int | None = None
+    """The step that it continued from. None started a new run."""
+    ended_s: float | None = None
+    """None while it runs, or if the launcher was killed."""
+    result: str | None = None
+    """`complete`, `stopped` or `failed`; None as long as there is no end."""
+    message: str = ""
+    """Why it stopped or failed."""
+    command: str = ""
+    slurm_job: str | None = None
+    machine: Mapping[str, Any] | None = None
+    """What `machine_facts` returned. None in receipts of older versions."""
+    gpus: Mapping[str, int] | None = None
+    """Number of GPUs of each process."""
+    parts: Mapping[str, Any] | None = None
+    """What each part has restored."""
+
+    @classmethod
+    def of_receipt(cls, table: Any) -> Attempt:
+        """Raises KeyError, TypeError or ValueError if the table is no receipt."""
+        if not isinstance(table, Mapping):
+            raise TypeError("a receipt is a JSON object")
+        outcome = table.get("outcome")
+        result = table.get("result")
+        if result is None and outcome is not None:
+            result = "complete" if outcome == "complete" else "failed"
+        return cls(
+            number=int(table["attempt"]),
+            started_s=_seconds(table["started"]),
+            host=str(table["host"]),
+            step=None if table.get("step") is None else int(table["step"]),
+            ended_s=None if table.get("ended") is None else _seconds(table["ended"]),
+            result=result,
+            message="" if outcome in (None, "complete") else str(outcome),
+            command=str(table.get("command", "")),
+            slurm_job=table.get("slurm_job_id"),
+            machine=table.get("machine"),
+            gpus=table.get("gpus"),
+            parts=table.get("parts"),
+        )
+
+
+def read_attempts(paths: RunPaths) -> list[Attempt]:
+    """The attempts of a run, in order. A receipt that cannot be read is left out."""
+    found = []
+    for file in paths.attempts.glob("*.json"):
+        try:
+            found.append(Attempt.of_receipt(json.loads(file.read_bytes())))
+        except (OSError, ValueError, TypeError, KeyError, RecursionError):
+            continue
+    return sorted(found, key=lambda attempt: attempt.number)
+
+
+def _seconds(text: str) -> float:
+    return datetime.fromisoformat(text).timestamp()

@@ -1,0 +1,118 @@
+"""Metrics are read while the file grows; what an attempt does again replaces what it did before."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prime_rl.history.attempts import Attempt
+from prime_rl.history.metrics import MetricLog
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> MetricLog:
+    return MetricLog(tmp_path / "metrics.jsonl")
+
+
+def append(log: MetricLog, step: int, time_s: float, source: str = "trainer", **metrics: Any) -> None:
+    with log.path.open("a") as file:
+        file.write(json.dumps({"time": time_s, "source": source, "step": step, **metrics}) + "\n")
+
+
+def attempt(number: int, started_s: float, step: int | None = None) -> Attempt:
+    return Attempt(number, started_s, "here", step)
+
+
+def test_a_missing_file_has_no_metrics(log: MetricLog) -> None:
+    assert not log.refresh([])
+    assert (log.sources, log.series("loss/mean", "trainer"), log.last("loss/mean", "trainer")) == ([], {}, None)
+
+
+def test_what_is_appended_is_read_next_time(log: MetricLog) -> None:
+    append(log, 0, 1.0, loss=3.0)
+    assert log.refresh([])
+    assert not log.refresh([])
+    append(log, 1, 2.0, loss=2.0)
+    assert log.refresh([])
+    assert log.series("loss", "trainer") == {0: 3.0, 1: 2.0}
+    assert log.times_s("loss", "trainer") == {0: 1.0, 1: 2.0}
+
+
+def test_a_line_counts_once_it_is_complete(log: MetricLog) -> None:
+    line = json.dumps({"time": 1.0, "source": "trainer", "step": 0, "loss": 3.0}) + "\n"
+    log.path.write_text(line[:20])
+    log.refresh([])
+    assert log.sources == []
+    log.path.write_text(line)
+    log.refresh([])
+    assert log.series("loss", "trainer") == {0: 3.0}
+    assert log.damaged_lines == 0
+
+
+@pytest.mark.parametrize(
+    "line", ["{", "[]", "3", '{"step": 1}', '{"time": "x", "source": "a", "step": 1}', "[" * 5000, "\0\0", "\udcff"]
+)
+def test_a_damaged_line_is_counted_and_left_out(log: MetricLog, line: str) -> None:
+    log.path.write_bytes(line.encode(errors="surrogateescape") + b"\n")
+    append(log, 1, 2.0, loss=2.0)
+    log.refresh([])
+    assert log.damaged_lines == 1
+    assert log.series("loss", "trainer") == {1: 2.0}
+
+
+def test_null_is_nan_and_text_is_left_out(log: MetricLog) -> None:
+    append(log, 0, 1.0, loss=None, name="a", is_late=True)
+    log.refresh([])
+    assert math.isnan(log.series("loss", "trainer")[0])
+    assert log.names("trainer") == ["loss", "is_late"]
+
+
+def test_sources_are_kept_apart(log: MetricLog) -> None:
+    append(log, 0, 1.0, "trainer", **{"time/step": 1.0})
+    append(log, 0, 1.0, "orchestrator", **{"time/step": 2.0})
+    log.refresh([])
+    assert [log.last("time/step", source) for source in log.sources] == [1.0, 2.0]
+
+
+def test_a_resumed_run_replaces_the_steps_after_the_one_it_continues_from(log: MetricLog) -> None:
+    attempts = [attempt(1, 10.0), attempt(2, 20.0, step=2)]
+    for step in range(5):
+        append(log, step, 11.0 + step, loss=float(step))
+    append(log, 2, 21.0, loss=20.0)
+    log.refresh(attempts)
+    assert log.series("loss", "trainer") == {0: 0.0, 1: 1.0, 2: 20.0}
+
+
+def test_an_evaluation_of_the_weights_that_a_run_resumes_from_is_kept(log: MetricLog) -> None:
+    attempts = [attempt(1, 10.0), attempt(2, 20.0, step=2)]
+    for step in range(5):
+        append(log, step, 11.0 + step, **{"val/loss": float(step), "eval/med-calc/avg@4": 0.5})
+    append(log, 3, 21.0, loss=1.0)
+    log.refresh(attempts)
+    for name in ("val/loss", "eval/med-calc/avg@4"):
+        assert list(log.series(name, "trainer")) == [0, 1, 2]
+
+
+def test_it_makes_no_difference_when_the_file_is_read(log: MetricLog, tmp_path: Path) -> None:
+    attempts = [attempt(1, 10.0), attempt(2, 20.0, step=2), attempt(3, 30.0, step=1)]
+    records = [(step, 11.0 + step) for step in range(5)] + [(2, 21.0), (3, 22.0), (1, 31.0)]
+    for number, (step, time_s) in enumerate(records):
+        append(log, step, time_s, loss=float(number))
+        log.refresh(attempts)
+    again = MetricLog(log.path)
+    again.refresh(attempts)
+    assert again.series("loss", "trainer") == log.series("loss", "trainer") == {0: 0.0, 1: 7.0}
+
+
+def test_a_new_run_in_the_same_directory_starts_anew(log: MetricLog) -> None:
+    for step in range(3):
+        append(log, step, 1.0, loss=1.0)
+    log.refresh([])
+    log.path.unlink()
+    append(log, 0, 2.0, loss=5.0)
+    log.refresh([])
+    assert log.series("loss", "trainer") == {0: 5.0}

@@ -1,0 +1,137 @@
+"""A run's directory tells what it is and whether somebody works on it."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prime_rl.history.machine import git_state, machine_facts
+from prime_rl.history.run import NotARun, RunHistory
+from prime_rl.run.attempts import Receipt
+from prime_rl.run.beats import Beats
+from prime_rl.run.lock import STALE_S, run_lock
+from prime_rl.run.paths import RunPaths
+
+
+def run_in(directory: Path, component: str = "rl") -> RunPaths:
+    paths = RunPaths(directory)
+    paths.configs.mkdir(parents=True)
+    paths.config(component).write_text("max_steps = 80\n")
+    return paths
+
+
+def receipt(paths: RunPaths, **facts: Any) -> Receipt:
+    return Receipt(paths, 1, (), {"command": "rl", "step": None, **facts})
+
+
+def ended_pid() -> int:
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    return process.pid
+
+
+@pytest.mark.parametrize(("component", "kind"), [("rl", "rl"), ("sft", "sft"), ("eval", "eval"), ("trainer", "sft")])
+def test_the_main_config_tells_the_kind(tmp_path: Path, component: str, kind: str) -> None:
+    run_in(tmp_path / "out", component)
+    assert RunHistory.open(tmp_path / "out").kind == kind
+
+
+def test_what_is_no_run_says_which_directory_is_one(tmp_path: Path) -> None:
+    run_in(tmp_path / "runs" / "first")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").touch()
+    for name, words in {
+        "runs": "name one: first",
+        "runs/first/configs": "name that run's own directory",
+        "empty": "it has no configs",
+        "file": "it is a file",
+        "missing": "no such directory",
+    }.items():
+        with pytest.raises(NotARun, match=words):
+            RunHistory.open(tmp_path / name)
+
+
+@pytest.mark.parametrize("result", ["complete", "stopped", "failed"])
+def test_a_receipt_tells_how_an_attempt_ended(tmp_path: Path, result: str) -> None:
+    paths = run_in(tmp_path)
+    receipt(paths).end(result, "the reason")
+    state = RunHistory.open(tmp_path).state()
+    assert (state.name, state.detail) == (result, "" if result == "complete" else "the reason")
+    assert state.at_s is not None
+
+
+def test_a_run_is_running_while_its_lock_is_held(tmp_path: Path) -> None:
+    paths = run_in(tmp_path)
+    with run_lock(tmp_path):
+        receipt(paths)
+        state = RunHistory.open(tmp_path).state()
+        assert state.name == "running"
+        assert f"process {os.getpid()} on {socket.gethostname()}" in state.detail
+    assert RunHistory.open(tmp_path).state().name == "killed"
+
+
+def test_the_lock_of_a_process_that_is_gone_does_not_count(tmp_path: Path) -> None:
+    paths = run_in(tmp_path)
+    receipt(paths)
+    (tmp_path / "run.lock").write_text(json.dumps({"host": socket.gethostname(), "pid": ended_pid(), "since": "now"}))
+    assert RunHistory.open(tmp_path).state().name == "killed"
+
+
+def test_on_another_machine_a_lock_counts_until_it_is_old(tmp_path: Path) -> None:
+    paths = run_in(tmp_path)
+    receipt(paths)
+    (tmp_path / "run.lock").write_text(json.dumps({"host": "elsewhere", "pid": 1, "since": "now"}))
+    history = RunHistory.open(tmp_path)
+    assert history.state().name == "running"
+    assert history.state(now_s=time.time() + 2 * STALE_S).name == "killed"
+
+
+def test_damaged_files_are_left_out(tmp_path: Path) -> None:
+    paths = run_in(tmp_path)
+    receipt(paths).end("complete", "")
+    paths.receipt(2).write_text("{")
+    paths.receipt(3).write_text("[]")
+    paths.receipt(4).write_bytes(b"\xff")
+    paths.config("rl").write_bytes(b"\xff")
+    paths.beats("trainer").parent.mkdir(exist_ok=True)
+    paths.beats("trainer").write_text("[")
+    history = RunHistory.open(tmp_path)
+    assert ([attempt.number for attempt in history.attempts], history.config(), history.beats()) == ([1], {}, {})
+
+
+def test_beats_are_read_by_process(tmp_path: Path) -> None:
+    paths = run_in(tmp_path)
+    paths.beats("trainer").parent.mkdir()
+    Beats(paths.beats("trainer")).say("step 3: waiting for a batch", waits_for="orchestrator")
+    (beat,) = RunHistory.open(tmp_path).beats().values()
+    assert (beat.doing, beat.waits_for) == ("step 3: waiting for a batch", "orchestrator")
+
+
+def test_a_receipt_names_the_machine_and_the_commit(tmp_path: Path) -> None:
+    facts = machine_facts(tmp_path)
+    assert facts["git"] is None
+    assert facts["cpu_count"] == os.cpu_count()
+    assert facts["packages"]["torch"]
+    json.dumps(facts)
+
+
+def test_changed_files_are_not_hidden_by_a_commit(tmp_path: Path) -> None:
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b.c"]
+    subprocess.run([*git, "init", "-q"], check=True)
+    (tmp_path / "file").write_text("1")
+    subprocess.run([*git, "add", "file"], check=True)
+    subprocess.run([*git, "commit", "-q", "-m", "first"], check=True)
+    clean = git_state(tmp_path)
+    (tmp_path / "file").write_text("2")
+    changed = git_state(tmp_path)
+    assert clean is not None
+    assert changed is not None
+    assert (clean["is_changed"], changed["is_changed"], clean["commit"]) == (False, True, changed["commit"])
