@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 from typer.testing import CliRunner
 
 from medarc_rl import medarc_slurm, medarc_train
@@ -174,6 +175,23 @@ def test_every_config_in_a_page_loads(page: Path, block: str, tmp_path: Path) ->
 @every_page
 def test_no_page_holds_an_unresolved_merge(page: Path) -> None:
     assert re.findall(r"^(?:<{7}|>{7}) .*$", page.read_text(encoding="utf-8"), re.MULTILINE) == []
+
+
+def test_the_site_has_every_page_in_its_menu() -> None:
+    """The menu is `nav` in mkdocs.yml. Pages outside docs/ have the names that docs/site.py gives them."""
+    menu = set(pages_of(yaml.load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"), yaml.BaseLoader)["nav"]))
+    pages = {page.name for page in (ROOT / "docs").glob("*.md")}
+    outside = [page.parent for room in ("examples", "benchmarks") for page in (ROOT / room).glob("*/README.md")]
+    pages |= {f"{folder.relative_to(ROOT).as_posix()}.md" for folder in outside}
+    assert menu == pages | {"index.md", "agents.md", "changelog.md", "engine.md"}
+
+
+def pages_of(menu: str | list | dict) -> Iterator[str]:
+    if isinstance(menu, str):
+        yield menu
+    else:
+        for entry in menu.values() if isinstance(menu, dict) else menu:
+            yield from pages_of(entry)
 
 
 def test_the_readme_fits_on_150_lines() -> None:
