@@ -21,6 +21,7 @@ from medarc_rl.launchers import rl_local, sft_local
 from medarc_rl.launchers.shared_node import SINGLE_GPU_VARIABLE, first_gpus, shared_node
 from medarc_rl.migrate.command import command as migrate
 from medarc_rl.utils import check_startable, load_run, write_components
+from medarc_rl.watching import WatchOptions, watch
 from prime_rl.checks.environments import EXAMINATION
 from prime_rl.configs.eval import OfflineEvalConfig
 from prime_rl.configs.rl import RLConfig
@@ -116,6 +117,7 @@ add_command(app, "rl", RlOptions, rl)
 add_command(app, "eval", EvalOptions, evaluate)
 add_command(app, "explain", ExplainOptions, explain)
 add_command_without_config(app, "chat", ChatOptions, chat)
+add_command_without_config(app, "watch", WatchOptions, watch)
 app.command("migrate")(migrate)
 
 

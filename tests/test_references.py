@@ -32,7 +32,8 @@ TEXTS = [*SOURCES, *DOCUMENTS, *(ROOT / "medarc_rl").rglob("*.j2"), *(ROOT / "ex
 
 SPAN = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
 DOTTED = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*(?:\(\))?")
-SOURCE_FILE = re.compile(r"[\w./-]+\.(?:py|md|j2)")
+SOURCE_FILE = re.compile(r"(?!OUT/)[\w./-]+\.(?:py|md|j2)")
+"""`OUT/` holds what a run writes."""
 OUTPUT = re.compile(r"\.(?:json|jsonl|toml|log|txt|bin|pt|safetensors)$")
 """Ends of file names of a run, which the code makes from parts."""
 WORD = re.compile(r"[A-Za-z_]\w*")

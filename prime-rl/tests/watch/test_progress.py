@@ -3,18 +3,14 @@
 import errno
 import io
 import json
-import os
-import pty
-import termios
 import threading
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from prime_rl.launch import Follower
-from prime_rl.watch.display import LiveDisplay, PlainDisplay, display_for
+from prime_rl.watch.display import PlainDisplay
 from prime_rl.watch.progress import RunProgress, clock, sparkline
 from prime_rl.watch.watcher import Watcher, watching
 
@@ -203,47 +199,3 @@ def test_a_terminal_that_is_gone_does_not_end_the_run(scene: Scene) -> None:
         watcher.say("nobody reads this")
         watching_threads = threading.active_count()
     assert threading.active_count() < watching_threads
-
-
-def read_to_end(master: int) -> str:
-    """What was written to a terminal whose other end is closed."""
-    chunks = []
-    with suppress(OSError):  # EIO: nothing is left
-        while chunk := os.read(master, 65536):
-            chunks.append(chunk)
-    return b"".join(chunks).decode()
-
-
-def test_a_terminal_of_80_columns_gets_a_bar_all_figures_and_the_words_of_each_child() -> None:
-    master, slave = pty.openpty()
-    termios.tcsetwinsize(slave, (24, 80))
-    with os.fdopen(slave, "w") as terminal:
-        display = display_for(terminal)
-        assert isinstance(display, LiveDisplay)
-        display.update(RunProgress(60), {"inference": "Loading the model"})
-        display.line("a line to keep")
-        parts, speed = {"layout": 0.75, "accuracy": 0.25}, {"perf/throughput": 123456.0}
-        records = [
-            record
-            for step in range(3)
-            for record in (orchestrator(step, step / 4, **parts), trainer(step, time=10000.0 * step, **speed))
-        ]
-        display.update(progress_of(*records), {"trainer": "Waiting for a batch"})
-        display.close()
-    shown = read_to_end(master)
-    os.close(master)
-    for part in (
-        "Loading the model",
-        "a line to keep",
-        "━",
-        "step 3/60  reward 0.500  loss 0.2500  123456 tok/s  158:20:00 left",
-        "  layout 0.750  accuracy 0.250",
-        "▁▅█",
-        "Waiting for",
-    ):
-        assert part in shown
-
-
-def test_a_file_gets_plain_lines(tmp_path: Path) -> None:
-    with (tmp_path / "job.log").open("w") as file:
-        assert isinstance(display_for(file), PlainDisplay)

@@ -135,6 +135,10 @@ def _facts(config: SFTConfig | RLConfig, paths: RunPaths, resume_step: int | Non
     return facts | {"step": resume_step, "passed_over": passed_over, "changed_keys": changed}
 
 
+def _eval_facts(config: OfflineEvalConfig, paths: RunPaths, resume_step: int | None) -> dict[str, Any]:
+    return {"command": "eval", "asked": None, "step": None}
+
+
 SFT: Command[SFTConfig] = Command(
     "sft", sft_demand, plan_sft, _sft_faults, _check_run, _prepare_run, notes=_sft_notes, facts=_facts
 )
@@ -142,5 +146,5 @@ RL: Command[RLConfig] = Command(
     "rl", rl_demand, plan_rl, _rl_faults, _check_run, _prepare_run, _environment_faults, _rl_notes, _facts
 )
 EVAL: Command[OfflineEvalConfig] = Command(
-    "eval", eval_demand, plan_eval, _eval_faults, _check_evaluation, _prepare_evaluation
+    "eval", eval_demand, plan_eval, _eval_faults, _check_evaluation, _prepare_evaluation, facts=_eval_facts
 )

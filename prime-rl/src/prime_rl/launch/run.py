@@ -186,9 +186,10 @@ def run_job(
             _collecting(receipt, log.say),
         ):
             outcome = supervisor.run()
-    if receipt is not None:
-        result = "complete" if outcome.succeeded else "stopped" if outcome.was_stopped else "failed"
-        receipt.end(result, outcome.message)
+        if receipt is not None:
+            # Before the screen closes, which shows the end of the run for the last time.
+            result = "complete" if outcome.succeeded else "stopped" if outcome.was_stopped else "failed"
+            receipt.end(result, outcome.message)
     _report(outcome, job, shown, log)
     return outcome.exit_code
 

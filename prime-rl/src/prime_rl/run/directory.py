@@ -128,7 +128,8 @@ def _refuse_if_finished(paths: RunPaths, step: int, max_steps: int | None, is_au
 
 
 def _discard_stale(paths: RunPaths, resume_step: int | None) -> None:
-    """Remove batches from the first step on, policies newer than the one to start from, and control files."""
+    """Remove batches from the first step on, policies newer than the one to start from, control files and status."""
+    paths.status.unlink(missing_ok=True)
     run, first_step = paths.orchestrator, max(resume_step or 0, 0)
     oldest_stale_broadcast = 0 if resume_step is None else first_step + 1
     if resume_step is not None and _is_of_another_attempt(paths, first_step):

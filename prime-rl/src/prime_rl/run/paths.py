@@ -92,6 +92,11 @@ class RunPaths:
         return self.root / "metrics.jsonl"
 
     @property
+    def status(self) -> Path:
+        """The state of the run as a page of Markdown, kept current by the launcher."""
+        return self.root / "STATUS.md"
+
+    @property
     def checkpoints(self) -> Path:
         return self.root / "checkpoints"
 

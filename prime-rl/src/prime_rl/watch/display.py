@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Protocol, TextIO
+import time
+from typing import Protocol, TextIO
 
-from prime_rl.watch.progress import RunProgress, sparkline
+from prime_rl.watch.overview.facts import Reader
+from prime_rl.watch.overview.following import LiveView, is_live
+
+LOOK_EVERY_S = 1.0
+SCROLLING_LINES = 6
+"""Lines of the terminal that the overview leaves to what scrolls above it."""
 
 
 class Display(Protocol):
@@ -14,8 +19,8 @@ class Display(Protocol):
     def line(self, text: str) -> None:
         """Show a line that stays in the terminal's history."""
 
-    def update(self, progress: RunProgress, doing: Mapping[str, str]) -> None:
-        """Show the current state. `doing` is the last log line of each child."""
+    def update(self) -> None:
+        """Show the current state of the run."""
 
     def close(self) -> None: ...
 
@@ -29,7 +34,7 @@ class PlainDisplay:
     def line(self, text: str) -> None:
         print(text, file=self._stream, flush=True)
 
-    def update(self, progress: RunProgress, doing: Mapping[str, str]) -> None:
+    def update(self) -> None:
         pass
 
     def close(self) -> None:
@@ -37,51 +42,33 @@ class PlainDisplay:
 
 
 class LiveDisplay:
-    """A bar at the bottom of the terminal, below the scrolling lines."""
+    """The overview of a run at the bottom of the terminal, below the scrolling lines."""
 
-    def __init__(self, stream: TextIO) -> None:
+    def __init__(self, stream: TextIO, reader: Reader) -> None:
         from rich.console import Console
         from rich.live import Live
 
+        self._reader = reader
         self._console = Console(file=stream, highlight=False)
         self._live = Live(console=self._console, auto_refresh=False, transient=True)
         self._live.start()
+        self._next_look_s = 0.0
 
     def line(self, text: str) -> None:
         from rich.text import Text
 
         self._console.print(Text.from_ansi(text), soft_wrap=True)
 
-    def update(self, progress: RunProgress, doing: Mapping[str, str]) -> None:
-        self._live.update(self._foot(progress, doing), refresh=True)
-
-    def _foot(self, progress: RunProgress, doing: Mapping[str, str]) -> Any:
-        from rich.console import Group
-        from rich.progress_bar import ProgressBar
-        from rich.table import Table
-        from rich.text import Text
-
-        children = Table.grid(padding=(0, 2))
-        for name, words in doing.items():
-            children.add_row(Text(name, style="cyan"), Text(words, style="dim", overflow="ellipsis", no_wrap=True))
-        if not progress.step:
-            return children
-        bar = Table.grid(padding=(0, 2))
-        bar.add_row(
-            ProgressBar(total=progress.max_steps, completed=progress.step, width=24, pulse=progress.max_steps is None),
-            Text(sparkline(progress.reward_course), style="green", no_wrap=True),
-        )
-        # On rows of their own, so that a terminal of 80 columns shows all of them.
-        lines = (Text(line, no_wrap=True, overflow="ellipsis") for line in (progress.line(), *progress.part_lines()))
-        return Group(children, *lines, bar)
+    def update(self) -> None:
+        now_s = time.monotonic()
+        if now_s >= self._next_look_s:
+            self._next_look_s = now_s + LOOK_EVERY_S
+            self._live.update(LiveView(self._reader.read(), height_kept=SCROLLING_LINES), refresh=True)
 
     def close(self) -> None:
         self._live.stop()
 
 
-def display_for(stream: TextIO) -> Display:
-    from rich.console import Console
-
-    # A dumb terminal cannot move its cursor.
-    console = Console(file=stream)
-    return LiveDisplay(stream) if console.is_terminal and not console.is_dumb_terminal else PlainDisplay(stream)
+def display_for(stream: TextIO, reader: Reader) -> Display:
+    """A live display on a terminal that can move its cursor, otherwise plain lines."""
+    return LiveDisplay(stream, reader) if is_live(stream) else PlainDisplay(stream)

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, cast
 
-from prime_rl.launch.job import Job
+from prime_rl.history.run import RunHistory
+from prime_rl.launch.job import UV_VARIABLE, Job
 from prime_rl.launch.logs import Follower, shown
 from prime_rl.launch.run import Screen
 from prime_rl.watch.display import display_for
+from prime_rl.watch.overview.facts import Reader
+from prime_rl.watch.overview.status import StatusFile, kept
 from prime_rl.watch.progress import RunProgress
 from prime_rl.watch.trainer_log import followed
 from prime_rl.watch.watcher import Watcher, watching
@@ -60,7 +64,7 @@ class RunScreen:
 @contextlib.contextmanager
 def sft_screen(job: Job) -> Iterator[Screen]:
     """The trainer's log, and on a terminal a progress bar below it."""
-    with followed(cast("SFTConfig", job.configs["sft"]), job.paths):
+    with kept(status_of(job)), followed(cast("SFTConfig", job.configs["sft"]), job.paths):
         yield LogScreen(job, "trainer")
 
 
@@ -69,14 +73,20 @@ def rl_screen(job: Job) -> Iterator[Screen]:
     """The steps of the run, and on a terminal a live view below them."""
     progress = RunProgress(cast("RLConfig", job.configs["rl"]).trainer.max_steps)
     logs = {spec.name: Follower.at_end(spec.log) for spec in job.processes if spec.rank == 0}
-    display = display_for(sys.stdout)
+    display = display_for(sys.stdout, Reader(RunHistory.open(job.paths.root)))
     watcher = Watcher(progress, display, Follower.at_end(job.paths.metrics), logs)
-    with watching(watcher, display):
+    with kept(status_of(job)), watching(watcher, display):
         yield RunScreen(watcher)
 
 
 @contextlib.contextmanager
 def eval_screen(job: Job) -> Iterator[Screen]:
     """The evaluator's log."""
-    with shown(job.process("evaluator").log):
+    with kept(status_of(job)), shown(job.process("evaluator").log):
         yield LogScreen(job, "evaluator")
+
+
+def status_of(job: Job) -> StatusFile:
+    """`OUT/STATUS.md` of a job that this process launches."""
+    prefix = "uv run " if UV_VARIABLE in os.environ else ""
+    return StatusFile(job.paths, lambda: job.how_to_continue(sys.argv, os.environ), command_prefix=prefix)

@@ -33,7 +33,6 @@ class Watcher:
         self._display = display
         self._metrics = metrics
         self._logs = logs
-        self._doing = dict.fromkeys(logs, "starting")
         self._said: SimpleQueue[str] = SimpleQueue()
         self._ready: set[str] = set()
         self._started_s = time.monotonic()
@@ -55,14 +54,12 @@ class Watcher:
                 if self.progress.take(json.loads(line)):
                     for words in (self.progress.line(), *self.progress.part_lines()):
                         self._display.line(words)
-        self._display.update(self.progress, self._doing)
+        self._display.update()
 
     def _take_log_line(self, name: str, line: str) -> None:
         words = _LOG_PREFIX.sub("", _ANSI.sub("", line).rpartition("\r")[2]).strip()
         if not words or line.startswith(HEAD):
             return
-        # Children count steps from 0; the display counts finished steps.
-        self._doing[name] = _STEP_LINE.sub("", words)
         if name == "inference" and name not in self._ready and re.search(r"\bready\b", words, re.IGNORECASE):
             self._ready.add(name)
             self._display.line(f"inference is ready after {clock(time.monotonic() - self._started_s)}")

@@ -1,0 +1,64 @@
+"""The command `medarc_train watch`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from typer import Argument, Option
+
+from medarc_rl.errors import UsageError
+
+INTERRUPTED = 130
+"""128 + SIGINT."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WatchOptions:
+    run: Annotated[Path, Argument(metavar="RUN", help="The run's directory, also one that another machine writes.")]
+    once: Annotated[bool, Option("--once", help="Print the state of this moment and stop.")] = False
+    json: Annotated[
+        bool, Option("--json", help="Print JSON: with --once one object, otherwise one in a line for each change.")
+    ] = False
+    interval: Annotated[float, Option(min=0.1, max=3600, help="Seconds between two looks.")] = 1.0
+
+
+def watch(options: WatchOptions) -> int:
+    """Watch a run until it ends: state, step, metrics, what each process does, last warnings.
+
+    On a terminal, a live view; otherwise one line for each new step, then the final state. Only the files in RUN are
+    read. Ctrl-C ends watching, not the run. Exit code: 0 if the run is complete, or goes on (--once); 1 if it failed,
+    stopped or was killed; 2 if RUN is no run; 130 after Ctrl-C.
+    """
+    # Imported here so that the other commands do not load it.
+    from prime_rl.history.run import NotARun, RunHistory
+    from prime_rl.watch.overview import following
+    from prime_rl.watch.overview.facts import Reader
+
+    try:
+        reader = Reader(RunHistory.open(options.run))
+    except NotARun as error:
+        raise UsageError(str(error)) from error
+    stream = following.prepared(sys.stdout)
+    try:
+        if options.once:
+            overview = reader.read()
+            if options.json:
+                following.print_json(overview, stream, indent=1)
+            else:
+                following.print_once(overview, stream)
+            return following.exit_code_of(overview)
+        if options.json:
+            return following.follow_json(reader, stream, options.interval)
+        follow = following.follow_live if following.is_live(stream) else following.follow_lines
+        return follow(reader, stream, options.interval)
+    except KeyboardInterrupt:
+        sys.stderr.write("stopped watching; the run was not touched\n")
+        return INTERRUPTED
+    except BrokenPipeError:
+        # The reader of a pipe, such as `head`, has ended. Python must not try to write the rest at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0

@@ -1,0 +1,94 @@
+"""Counts the finished rollouts of `eval`, by weights and environment."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from prime_rl.history.metrics import MetricLog
+from prime_rl.launch.logs import Follower
+from prime_rl.run.paths import EvalPaths
+from prime_rl.watch.overview.words import printable
+
+
+@dataclass(frozen=True, slots=True)
+class EvalProgress:
+    """One environment with the weights of one step. Step 0 is the base model, if that is evaluated."""
+
+    env: str
+    step: int
+    done: int
+    """Finished rollouts."""
+    total: int | None
+    """None if the config leaves it to the environment."""
+    scores: Mapping[str, float] = field(default_factory=dict)
+    """`avg@4` and others, once the environment is done."""
+
+
+class EvalTally:
+    """Follows `OUT/eval/results.jsonl`. Of each line it keeps no more than the environment and the step."""
+
+    def __init__(self, root: Path) -> None:
+        self._lines = Follower(EvalPaths(root).results)
+        self._done: Counter[tuple[int, str]] = Counter()
+
+    def progress(self, config: Mapping[str, Any], metrics: MetricLog) -> tuple[EvalProgress, ...]:
+        """The progress of every environment that has begun, and of those of the config that have not."""
+        for line in self._lines.lines():
+            try:
+                result = json.loads(line)
+                self._done[int(result["step"]), str(result["env"])] += 1
+            except (ValueError, TypeError, KeyError, RecursionError):
+                continue
+        totals = expected_rollouts(config)
+        begun = sorted(self._done)
+        waiting = [(0, env) for env in totals if not any(env == name for _, name in begun)]
+        return tuple(
+            EvalProgress(
+                printable(env),
+                step,
+                self._done[step, env],
+                # An earlier start with more rows has done more.
+                total if (total := totals.get(env)) is not None and total >= self._done[step, env] else None,
+                _scores(metrics, env, step),
+            )
+            for step, env in [*begun, *waiting]
+        )
+
+
+def expected_rollouts(config: Mapping[str, Any]) -> dict[str, int | None]:
+    """Rollouts of each environment with one set of weights. A dataset with fewer rows has fewer."""
+    environments = config.get("env", [])
+    if not isinstance(environments, Sequence):
+        return {}
+    counts, repeats = config.get("num_examples"), config.get("rollouts_per_example")
+    found: dict[str, int | None] = {}
+    for index, env in enumerate(environments):
+        if isinstance(env, Mapping):
+            rows, each = _item(counts, index), _item(repeats, index)
+            name = str(env.get("name") if env.get("name") not in (None, "None") else env.get("id"))
+            found[name] = rows * each if rows is not None and each is not None and rows > 0 else None
+    return found
+
+
+def _item(values: Any, index: int) -> int | None:
+    """A number for all environments, or the list's own for each."""
+    if isinstance(values, list):
+        values = values[index] if index < len(values) else values[0] if len(values) == 1 else None
+    return values if isinstance(values, int) and not isinstance(values, bool) else None
+
+
+def _scores(metrics: MetricLog, env: str, step: int) -> dict[str, float]:
+    prefix = f"eval/{env}/"
+    found = {}
+    for source in metrics.sources:
+        for name in metrics.names(source):
+            score = name.removeprefix(prefix)
+            values = metrics.series(name, source) if name.startswith(prefix) else {}
+            if step in values and score.startswith(("avg@", "pass@")):
+                found[score] = values[step]
+    return found

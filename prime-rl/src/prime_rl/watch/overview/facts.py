@@ -1,0 +1,298 @@
+"""A run at one moment, as plain values that are read from its directory."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from prime_rl.history.attempts import Attempt
+from prime_rl.history.run import Kind, RunHistory, RunState
+from prime_rl.run.beats import ANYONE
+from prime_rl.run.lock import LOCK_NAME, Holder
+from prime_rl.run.paths import stable_steps
+from prime_rl.watch.overview.evaluations import EvalProgress, EvalTally
+from prime_rl.watch.overview.gpus import GpuUse, gpu_use
+from prime_rl.watch.overview.notices import Notice, last_notices
+from prime_rl.watch.overview.words import printable
+from prime_rl.watch.progress import Pace
+
+PACE_STEPS = 11
+STEP_SOURCES: dict[Kind, str] = {"rl": "trainer", "sft": "sft", "eval": "eval"}
+"""Who writes the metrics that end a step."""
+LOSS = "loss/mean"
+
+
+class Shown(NamedTuple):
+    """A metric that a run shows."""
+
+    label: str
+    source: str
+    name: str
+    form: str = "{:.3f}"
+
+
+_TRAINER, _ORCHESTRATOR, _SFT = "trainer", "orchestrator", "sft"
+LEARNING: dict[Kind, tuple[Shown, ...]] = {
+    "rl": (
+        Shown("reward", _ORCHESTRATOR, "reward/mean"),
+        Shown("loss", _TRAINER, LOSS, "{:.4f}"),
+        Shown("entropy", _TRAINER, "entropy/mean"),
+        Shown("mismatch KL", _TRAINER, "mismatch_kl/mean", "{:.5f}"),
+        Shown("gradient norm", _TRAINER, "optim/grad_norm"),
+        Shown("completion tokens", _ORCHESTRATOR, "decode_len/mean", "{:.1f}"),
+        Shown("truncated", _ORCHESTRATOR, "is_truncated/mean", "{:.1%}"),
+    ),
+    "sft": (
+        Shown("loss", _SFT, LOSS, "{:.4f}"),
+        Shown("validation loss", _SFT, "val/loss", "{:.4f}"),
+        Shown("gradient norm", _SFT, "optim/grad_norm"),
+        Shown("learning rate", _SFT, "optim/lr", "{:.2e}"),
+        Shown("epoch", _SFT, "progress/epoch", "{:g}"),
+    ),
+    "eval": (),
+}
+RUNNING: dict[Kind, tuple[Shown, ...]] = {
+    "rl": (
+        Shown("trainer tokens/s", _TRAINER, "perf/throughput", "{:,.0f}"),
+        Shown("rollout tokens/s", _ORCHESTRATOR, "perf/throughput", "{:,.0f}"),
+        Shown("step seconds", _TRAINER, "time/step", "{:.2f}"),
+        Shown("waiting for batch, s", _TRAINER, "time/wait_for_batch", "{:.2f}"),
+        Shown("rollouts in flight", _ORCHESTRATOR, "batch/inflight_rollouts", "{:.0f}"),
+        Shown("off-policy level, max", _ORCHESTRATOR, "batch/off_policy_level/max", "{:.0f}"),
+        Shown("lag of versions", _ORCHESTRATOR, "batch/lag/mean", "{:.2f}"),
+        Shown("peak memory, GiB", _TRAINER, "perf/peak_memory", "{:.2f}"),
+    ),
+    "sft": (
+        Shown("tokens/s", _SFT, "perf/throughput", "{:,.0f}"),
+        Shown("MFU, %", _SFT, "perf/mfu", "{:.0f}"),
+        Shown("step seconds", _SFT, "time/step", "{:.2f}"),
+        Shown("peak memory, GiB", _SFT, "perf/peak_memory", "{:.2f}"),
+    ),
+    "eval": (),
+}
+ROW_COUNTS = ("seen", "truncated", "overlong", "untrainable", "unmaskable")
+"""Metrics `data/…` of SFT: rows so far."""
+PART = "reward_parts/"
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """A metric over the steps."""
+
+    label: str
+    first: float
+    last: float
+    course: tuple[float, ...] = field(repr=False)
+    """All values, in the order of the steps."""
+    form: str = "{:.3f}"
+
+    @classmethod
+    def of(cls, label: str, values: Sequence[float], form: str) -> Figure | None:
+        """None without a finite value."""
+        finite = [value for value in values if math.isfinite(value)]
+        if not finite:
+            return None
+        # The last value is shown as it is: a loss that became NaN must not hide behind the one before.
+        return cls(label, finite[0], values[-1], tuple(values), form)
+
+    def words(self, value: float) -> str:
+        return self.form.format(value) if math.isfinite(value) else "nan"
+
+
+@dataclass(frozen=True, slots=True)
+class Doing:
+    """What a process did when it last made progress."""
+
+    name: str
+    words: str
+    at_s: float
+    """Seconds since the epoch."""
+    waits_for: str | None
+    is_idle: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Overview:
+    """A run at one moment."""
+
+    name: str
+    directory: Path
+    kind: Kind
+    state: RunState
+    now_s: float
+    holder: Holder | None = None
+    """The launcher that works on the run."""
+    attempt: Attempt | None = None
+    steps_done: int = 0
+    max_steps: int | None = None
+    elapsed_s: float = 0.0
+    """Of all attempts."""
+    left_s: float | None = None
+    learning: tuple[Figure, ...] = ()
+    parts: tuple[Figure, ...] = ()
+    """Reward functions, if the reward is a sum of several."""
+    running: tuple[Figure, ...] = ()
+    evals: tuple[Figure, ...] = ()
+    """Scores of evaluations during training, over the steps."""
+    progress: tuple[EvalProgress, ...] = ()
+    """What `eval` has done."""
+    rows: dict[str, int] = field(default_factory=dict)
+    """Rows of SFT data by what happened to them."""
+    processes: tuple[Doing, ...] = ()
+    gpus: tuple[GpuUse, ...] = ()
+    notices: tuple[Notice, ...] = ()
+    checkpoints: tuple[int, ...] = ()
+    weights: tuple[int, ...] = ()
+    logs: tuple[Path, ...] = ()
+    damaged_lines: int = 0
+
+    @property
+    def is_running(self) -> bool:
+        return self.state.name == "running"
+
+    @property
+    def step_words(self) -> str:
+        """`step 79 (80/80)`: the last finished step, counted from 0, and how many are done."""
+        if not self.steps_done:
+            return "" if self.kind == "eval" else "no step yet"
+        total = "" if self.max_steps is None else f"/{self.max_steps}"
+        return f"step {self.steps_done - 1} ({self.steps_done}{total})"
+
+    @property
+    def share_done(self) -> float | None:
+        """Between 0 and 1; None if the end is not known."""
+        if self.kind == "eval":
+            known = [each for each in self.progress if each.total]
+            total = sum(each.total or 0 for each in known)
+            return min(1.0, sum(each.done for each in known) / total) if known and total else None
+        return min(1.0, self.steps_done / self.max_steps) if self.max_steps else None
+
+
+class Reader:
+    """Reads overviews of one run. Each reads only what is new in files that grow."""
+
+    def __init__(self, history: RunHistory, look_at_gpus: bool = True) -> None:
+        self.history = history
+        self._look_at_gpus = look_at_gpus
+        self._tally = EvalTally(history.paths.root)
+
+    def read(self, now_s: float | None = None) -> Overview:
+        """The run as it is now."""
+        now_s = time.time() if now_s is None else now_s
+        history = self.history
+        history.refresh()
+        state = history.state(now_s)
+        config = history.config()
+        source = STEP_SOURCES[history.kind]
+        ends_s = history.metrics.times_s(LOSS, source)
+        max_steps = history.max_steps
+        steps_done = 1 + max(ends_s, default=-1)
+        holder = Holder.read(history.paths.root / LOCK_NAME) if state.name == "running" else None
+        logs = tuple(sorted(history.paths.logs.glob("*.log")))
+        return Overview(
+            name=printable(history.name),
+            directory=history.paths.root.resolve(),
+            kind=history.kind,
+            state=RunState(state.name, printable(state.detail), state.at_s),
+            now_s=now_s,
+            holder=holder,
+            attempt=history.attempts[-1] if history.attempts else None,
+            steps_done=steps_done,
+            max_steps=max_steps,
+            elapsed_s=_elapsed_s(history, state, now_s),
+            left_s=_left_s(ends_s, max_steps) if state.name == "running" else None,
+            learning=tuple(self._figures(LEARNING[history.kind])),
+            parts=tuple(self._parts()),
+            running=tuple(self._figures(RUNNING[history.kind])),
+            evals=tuple(self._evals()) if history.kind != "eval" else (),
+            progress=self._tally.progress(config, history.metrics) if history.kind == "eval" else (),
+            rows=self._rows(),
+            processes=tuple(_doing(history)),
+            gpus=gpu_use(holder) if self._look_at_gpus else (),
+            notices=tuple(last_notices(logs, history.attempts[-1].started_s if history.attempts else None)),
+            checkpoints=tuple(stable_steps(history.paths.checkpoints)),
+            weights=tuple(stable_steps(history.paths.weights)),
+            logs=logs,
+            damaged_lines=history.metrics.damaged_lines,
+        )
+
+    def _figures(self, shown: Sequence[Shown]) -> Iterator[Figure]:
+        for label, source, name, form in shown:
+            figure = Figure.of(label, list(self.history.metrics.series(name, source).values()), form)
+            if figure is not None:
+                yield figure
+
+    def _parts(self) -> Iterator[Figure]:
+        names = [name for name in self.history.metrics.names(_ORCHESTRATOR) if name.startswith(PART)]
+        if len(names) > 1:
+            labels = (printable(name.removeprefix(PART)) for name in names)
+            shown = [Shown(label, _ORCHESTRATOR, name) for label, name in zip(labels, names, strict=True)]
+            yield from self._figures(shown)
+
+    def _evals(self) -> Iterator[Figure]:
+        """`eval/<environment>/avg@n` and `pass@k`."""
+        for source in self.history.metrics.sources:
+            for name in self.history.metrics.names(source):
+                score = name.rpartition("/")[2]
+                if name.startswith("eval/") and score.startswith(("avg@", "pass@")):
+                    yield from self._figures([Shown(printable(name.removeprefix("eval/")), source, name)])
+
+    def _rows(self) -> dict[str, int]:
+        last = {name: self.history.metrics.last(f"data/{name}", _SFT) for name in ROW_COUNTS}
+        return {name: int(value) for name, value in last.items() if value is not None and math.isfinite(value)}
+
+
+def _doing(history: RunHistory) -> Iterator[Doing]:
+    for name, beat in history.beats().items():
+        waits_for = None if beat.waits_for is None else printable(str(beat.waits_for))
+        idle = waits_for == ANYONE
+        yield Doing(printable(name), printable(str(beat.doing)), float(beat.at_s), None if idle else waits_for, idle)
+
+
+def _elapsed_s(history: RunHistory, state: RunState, now_s: float) -> float:
+    """Seconds of all attempts. One without an end lasted until the next, or until it was last seen."""
+    total_s = 0.0
+    attempts = history.attempts
+    for attempt, following in zip_longest(attempts, attempts[1:]):
+        end_s = attempt.ended_s
+        if end_s is None and following is not None:
+            end_s = following.started_s
+        if end_s is None:
+            end_s = now_s if state.name == "running" else state.at_s
+        total_s += max(0.0, (end_s or attempt.started_s) - attempt.started_s)
+    return total_s
+
+
+def _left_s(ends_s: dict[int, float], max_steps: int | None) -> float | None:
+    pace = Pace(max_steps)
+    left_s = None
+    for step in sorted(ends_s)[-PACE_STEPS:]:
+        left_s = pace.left_s(step + 1, ends_s[step])
+    return left_s
+
+
+def as_json(overview: Overview) -> dict[str, Any]:
+    """The overview for programs. Times are seconds since the epoch; NaN is null."""
+    from dataclasses import asdict
+
+    table = asdict(overview)
+    for group in ("learning", "parts", "running", "evals"):
+        table[group] = {
+            figure.label: {"first": _number(figure.first), "last": _number(figure.last)}
+            for figure in getattr(overview, group)
+        }
+    table["last_step"] = overview.steps_done - 1 if overview.steps_done else None
+    table["directory"] = str(overview.directory)
+    table["logs"] = [str(log) for log in overview.logs]
+    table["notices"] = [{**asdict(notice), "log": str(notice.log)} for notice in overview.notices]
+    table["attempt"] = None if overview.attempt is None else overview.attempt.number
+    return table
+
+
+def _number(value: float) -> float | None:
+    return value if math.isfinite(value) else None

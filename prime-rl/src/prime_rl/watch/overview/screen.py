@@ -1,0 +1,213 @@
+"""Draws an overview with Rich, for any width: `drawn` is a pure function."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise, zip_longest
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from prime_rl.watch.overview.facts import Doing, Figure, Overview
+from prime_rl.watch.overview.words import shown_clock, steps_words
+from prime_rl.watch.progress import clock, sparkline
+
+TWO_COLUMNS = 110
+"""From this width on, two groups of figures stand next to each other."""
+NARROWEST = 30
+SPARK_CHARS = 40
+BAR_CHARS = 32
+_STATES = {"running": "bold green", "complete": "bold green", "stopped": "bold yellow", "unknown": "bold yellow"}
+_FAILED = "bold red"
+_GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class _Section:
+    """Lines that stay or go together."""
+
+    rank: int
+    """Of sections that do not fit, those of the highest rank go first."""
+    lines: Sequence[Text] = field(default_factory=list)
+
+
+def drawn(overview: Overview, width: int, height: int | None = None) -> RenderableType:
+    """The overview in lines of at most `width` characters, and at most `height` of them."""
+    width = max(width, NARROWEST)
+    sections = [section for section in _sections(overview, width) if section.lines]
+    # A blank line stands between two sections.
+    while height is not None and len(sections) > 1 and _line_count(sections) > height:
+        sections.remove(max(sections, key=lambda section: section.rank))
+    lines: list[Text] = []
+    for section in sections:
+        lines += [Text()] * bool(lines) + list(section.lines)
+    for line in lines:
+        line.no_wrap, line.overflow = True, "ellipsis"
+        line.truncate(width, overflow="ellipsis")
+    return Group(*lines)
+
+
+def _line_count(sections: Sequence[_Section]) -> int:
+    return sum(len(section.lines) + 1 for section in sections) - 1
+
+
+def _sections(overview: Overview, width: int) -> Iterable[_Section]:
+    yield _Section(0, _head(overview, width))
+    learning = _figures([*overview.learning[:1], *_indented(overview.parts), *overview.learning[1:]], "green")
+    running = _figures(overview.running, "cyan")
+    if width >= TWO_COLUMNS and overview.learning and overview.running:
+        yield _Section(1, _side_by_side(learning(width // 2 - 2), running(width - width // 2 - 2), width // 2))
+    else:
+        yield _Section(1, learning(width))
+        yield _Section(4, running(width))
+    yield _Section(3, _figures(overview.evals, "magenta")(width))
+    yield _Section(1, _evaluation(overview, width))
+    yield _Section(2, _processes(overview))
+    yield _Section(6, _gpus(overview))
+    yield _Section(3, _notices(overview))
+    yield _Section(5, _files(overview))
+
+
+def _head(overview: Overview, width: int) -> list[Text]:
+    state = overview.state
+    style = _STATES.get(state.name, _FAILED)
+    first = Text.assemble((overview.name, "bold"), "  ", overview.kind, "  ", (state.name, style))
+    steps = overview.step_words
+    if steps:
+        gap = max(2, width - first.cell_len - len(steps))
+        first.append(" " * gap).append(steps, style="bold")
+    lines = [first]
+    if state.detail and not overview.is_running:
+        lines += [Text(state.detail, style="red" if style == _FAILED else "yellow")]
+    share = overview.share_done
+    times = [f"{clock(overview.elapsed_s)} elapsed"] if overview.elapsed_s else []
+    if overview.left_s is not None:
+        times.append(f"{clock(overview.left_s)} left")
+    elif not overview.is_running and state.at_s is not None:
+        times.append(f"{'last seen' if state.name == 'killed' else 'ended'} {shown_clock(state.at_s)}")
+    if overview.attempt is not None and overview.attempt.number > 1:
+        times.append(f"attempt {overview.attempt.number}")
+    if overview.holder is not None:
+        times.append(f"on {overview.holder.host}")
+    words = "  ".join(times)
+    if share is not None:
+        room = max(8, min(BAR_CHARS, width - len(words) - 7))
+        full = round(share * room)
+        bar = Text.assemble(("━" * full, "green"), ("─" * (room - full), "dim"), f" {share:4.0%}")
+        lines.append(bar.append("  ").append(words, style="dim") if words else bar)
+    elif words:
+        lines.append(Text(words, style="dim"))
+    return lines
+
+
+def _indented(figures: Sequence[Figure]) -> list[Figure]:
+    return [Figure(f"  {each.label}", each.first, each.last, each.course, each.form) for each in figures]
+
+
+@dataclass(frozen=True, slots=True)
+class _figures:
+    """Label, first and last value, and the course, one line for each figure."""
+
+    figures: Sequence[Figure]
+    style: str
+
+    def __call__(self, width: int) -> list[Text]:
+        if not self.figures:
+            return []
+        firsts = [each.words(each.first) for each in self.figures]
+        lasts = [each.words(each.last) for each in self.figures]
+        of_first, of_last = max(map(len, firsts)), max(map(len, lasts))
+        of_label = min(max(len(each.label) for each in self.figures), max(8, width - of_first - of_last - 8))
+        room = min(SPARK_CHARS, width - of_label - of_first - of_last - 8)
+        return [
+            Text.assemble(
+                (f"{_cut(each.label, of_label):<{of_label}}", "bold" if number == 0 else ""),
+                (f"  {first:>{of_first}} → ", "dim"),
+                (f"{last:>{of_last}}", "bold"),
+                "  ",
+                (sparkline(_thinned(each.course, room), room) if room >= 6 else "", self.style),
+            )
+            for number, (each, first, last) in enumerate(zip(self.figures, firsts, lasts, strict=True))
+        ]
+
+
+def _cut(text: str, chars: int) -> str:
+    return text if len(text) <= chars else f"{text[: chars - 1]}…"
+
+
+def _thinned(values: Sequence[float], most: int) -> list[float]:
+    """At most `most` means of neighbours, so that a line shows the whole run."""
+    finite = [value for value in values if abs(value) < float("inf")]
+    if len(finite) <= most or most < 1:
+        return finite
+    edges = [len(finite) * index // most for index in range(most + 1)]
+    return [sum(finite[low:high]) / (high - low) for low, high in pairwise(edges)]
+
+
+def _side_by_side(left: Sequence[Text], right: Sequence[Text], at: int) -> list[Text]:
+    lines = []
+    for one, other in zip_longest(left, right, fillvalue=Text()):
+        line = one.copy()
+        line.append(" " * max(0, at - line.cell_len))
+        lines.append(line.append_text(other))
+    return lines
+
+
+def _evaluation(overview: Overview, width: int) -> list[Text]:
+    label = max((len(each.env) for each in overview.progress), default=0)
+    label = min(label, max(10, width // 3))
+    lines = []
+    for each in overview.progress:
+        total = "" if each.total is None else f"/{each.total:,}"
+        scores = "  ".join(f"{name} {value:.3f}" for name, value in each.scores.items())
+        at = "base or step 0" if each.step == 0 else f"step {each.step}"
+        line = Text.assemble((f"{_cut(each.env, label):<{label}}", "bold"), f"  {at}  {each.done:,}{total} rollouts")
+        lines.append(line.append(f"  {scores}" if scores else "", style="green"))
+    if overview.rows:
+        lines.append(Text("rows  " + "  ".join(f"{name} {count:,}" for name, count in overview.rows.items())))
+    return lines
+
+
+def _processes(overview: Overview) -> list[Text]:
+    """What each process does; after a run that did not complete, what each did last."""
+    if overview.state.name == "complete":
+        return []
+    name_chars = max((len(each.name) for each in overview.processes), default=0)
+    return [_process(each, name_chars, overview.now_s, overview.is_running) for each in overview.processes]
+
+
+def _process(each: Doing, name_chars: int, now_s: float, is_running: bool) -> Text:
+    since = clock(max(0.0, now_s - each.at_s)) if is_running else shown_clock(each.at_s)
+    line = Text.assemble((f"{each.name:<{name_chars}}", "cyan"), (f"  {since:>7}  ", "dim"))
+    if each.waits_for is not None:
+        line.append(f"waits for {each.waits_for}: ", style="yellow")
+    return line.append(each.words, style="dim" if each.is_idle else "")
+
+
+def _gpus(overview: Overview) -> list[Text]:
+    return [
+        Text(
+            f"GPU {each.index}  {each.used_bytes / _GIB:.1f} of {each.total_bytes / _GIB:.0f} GiB"
+            + ("" if each.busy_percent is None else f"  {each.busy_percent}% busy")
+        )
+        for each in overview.gpus
+    ]
+
+
+def _notices(overview: Overview) -> list[Text]:
+    return [
+        Text.assemble(
+            (f"{each.clock} {each.log.stem} ", "dim"),
+            (each.level, "yellow" if each.level == "warning" else _FAILED),
+            f" {each.words}",
+        )
+        for each in overview.notices
+    ]
+
+
+def _files(overview: Overview) -> list[Text]:
+    if overview.kind == "eval":
+        return [Text(str(overview.directory), style="dim")]
+    saved = f"checkpoints: {steps_words(overview.checkpoints)}   weights: {steps_words(overview.weights)}"
+    return [Text(saved), Text(str(overview.directory), style="dim")]
