@@ -53,7 +53,15 @@ ENTRIES = {
 }
 """The modules that the processes of each command start with."""
 
+SHARED_SINKS = (
+    *("tensorboard", "tensorboard.directory"),
+    *("trackio", "trackio.project", "trackio.name", "trackio.directory", "trackio.space"),
+    *("swanlab", "swanlab.project", "swanlab.name", "swanlab.directory", "swanlab.online"),
+    *("mlflow", "mlflow.project", "mlflow.name", "mlflow.uri"),
+)
+
 READ_BY_NAME = {
+    **{f"rl.monitor.{key}": ("prime_rl.configs.rl.propagation", "in run.shared.monitor:") for key in SHARED_SINKS},
     "prime_rl.configs.rl.sections.SharedLogConfig": ("prime_rl.configs.rl.propagation", "in run.shared.log:"),
     "prime_rl.configs.rl.sections.SharedCheckpointConfig": ("prime_rl.configs.rl.propagation", "in run.shared.ckpt:"),
     "prime_rl.configs.sft.LossMaskConfig": ("prime_rl.trainer.sft.data.conversation", "getattr(loss_mask, role)"),

@@ -10,9 +10,18 @@ from pathlib import Path
 
 from prime_rl.checks.start_dir import NotInstalled, StartDir
 from prime_rl.configs.rollouts import EnvConfig
+from prime_rl.configs.shared import MonitorConfig
 
 LOADER = "load_environment"
 """The function that verifiers calls in an environment's module."""
+
+SINK_PACKAGES = {
+    "tensorboard": ("tensorboard",),
+    "trackio": ("trackio",),
+    "swanlab": ("swanlab",),
+    "mlflow": ("mlflow", "sqlalchemy", "alembic"),
+}
+"""What each sink of `[monitor]` imports."""
 
 _HIDING_NAMES = ("__getattr__", "globals", "setattr", "exec")
 """A module that uses one of these may have names that its source does not show."""
@@ -34,6 +43,17 @@ def environment_faults(key: str, envs: Sequence[EnvConfig], start: StartDir) -> 
             yield NotInstalled(line)
         elif lacks_name(spec, LOADER):
             yield f"{place}: {spec.origin} is not an environment: it has no {LOADER}"
+
+
+def monitor_faults(monitor: MonitorConfig, start: StartDir) -> Iterator[str]:
+    """One line for each sink of `[monitor]` whose package is not installed."""
+    for sink, section in monitor if start.has_our_packages else ():
+        packages = SINK_PACKAGES[sink] if section is not None else ()
+        for package in packages:
+            if find_module(package) is None:
+                line = f"[monitor.{sink}] needs the package {package}: install it with `uv sync --extra {sink}`"
+                yield NotInstalled(line)
+                break
 
 
 def function_fault(key: str, import_path: str, start: StartDir, is_module_run: bool) -> str | None:

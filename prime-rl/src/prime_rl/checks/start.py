@@ -110,8 +110,9 @@ def _rotary_faults(trainer: TrainerConfig, server: InferenceConfig, start: Start
 
 
 def _orchestrator_faults(config: OrchestratorConfig, start: StartDir) -> Iterator[str]:
-    from prime_rl.checks.packages import environment_faults
+    from prime_rl.checks.packages import environment_faults, monitor_faults
 
+    yield from monitor_faults(config.monitor, start)
     yield from environment_faults("orchestrator.env", config.env, start)
     yield from _header_faults("orchestrator.client", config.client, start)
     yield from environment_faults("orchestrator.eval.env", config.eval.env if config.eval else (), start)
@@ -134,8 +135,9 @@ def _vocab_faults(model: str, start: StartDir) -> Iterator[str]:
 
 
 def _eval_faults(config: OfflineEvalConfig, start: StartDir) -> Iterator[str]:
-    from prime_rl.checks.packages import environment_faults
+    from prime_rl.checks.packages import environment_faults, monitor_faults
 
+    yield from monitor_faults(config.monitor, start)
     yield from _output_faults(config.output_dir, start)
     yield from environment_faults("env", config.environments, start)
     yield from _header_faults("client", config.client, start)
@@ -179,6 +181,9 @@ _FAULTS: Mapping[str, Callable[[Any, StartDir], Iterator[str]]] = {
 
 def _run_faults(output_dir: Path, trainer: SFTConfig | TrainerConfig, start: StartDir) -> Iterator[str]:
     """What either trainer needs of the run's directory and of the machine."""
+    from prime_rl.checks.packages import monitor_faults
+
+    yield from monitor_faults(trainer.monitor, start)
     yield from _output_faults(output_dir, start)
     yield from latest_step_faults(trainer.ckpt, trainer.max_steps, RunPaths(start.find(output_dir)))
     if trainer.memory_profiler_path is not None and start.is_here and not gpus_here():

@@ -14,6 +14,7 @@ from prime_rl.configs.shared import (
     Device,
     FileAccess,
     LogConfig,
+    MonitorConfig,
     StallConfig,
     WandbConfig,
 )
@@ -83,6 +84,9 @@ class OfflineEvalConfig(RootConfig):
 
     wandb: WandbConfig | None = None
     """Weights & Biases. None logs only to `metrics.jsonl`."""
+
+    monitor: MonitorConfig = MonitorConfig()
+    """TensorBoard, Trackio, SwanLab and MLflow."""
 
     file_access: FileAccess = "owner"
     """Who can read the files of the run. `owner`: only you; `group`: your group too; `umask`: as your umask says."""

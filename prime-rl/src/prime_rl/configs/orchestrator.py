@@ -43,6 +43,7 @@ from prime_rl.configs.shared import (
     FileSystemTransportConfig,
     HeartbeatConfig,
     LogConfig,
+    MonitorConfig,
     PrimeMonitorConfig,
     TransportConfig,
     WandbWithExtrasConfig,
@@ -317,6 +318,9 @@ class OrchestratorConfig(RootConfig):
 
     wandb: WandbWithExtrasConfig | None = None
     """Weights & Biases. None disables it."""
+
+    monitor: MonitorConfig = MonitorConfig()
+    """TensorBoard, Trackio, SwanLab and MLflow."""
 
     prime_monitor: PrimeMonitorConfig | None = None
     """The platform's monitor. None disables it."""

@@ -14,6 +14,7 @@ from prime_rl.configs.shared import (
     FileAccess,
     HeartbeatConfig,
     LogConfig,
+    MonitorConfig,
     SlurmConfig,
     StallConfig,
     WandbConfig,
@@ -58,9 +59,8 @@ class BaseDataConfig(BaseConfig):
     @model_validator(mode="after")
     def _check_batch(self) -> Self:
         if self.batch_size % self.micro_batch_size != 0:
-            raise ValueError(
-                f"batch_size ({self.batch_size}) is not a multiple of micro_batch_size ({self.micro_batch_size})"
-            )
+            size, rows = self.batch_size, self.micro_batch_size
+            raise ValueError(f"batch_size ({size}) is not a multiple of micro_batch_size ({rows})")
         return self
 
 
@@ -68,10 +68,8 @@ def batch_fault(data: BaseDataConfig, processes: int) -> str | None:
     """Why `data.batch_size` rows cannot be shared out to `processes` trainer processes."""
     if data.batch_size % (processes * data.micro_batch_size) == 0:
         return None
-    return (
-        f"data.batch_size = {data.batch_size} is not a multiple of {processes} processes x data.micro_batch_size = "
-        f"{data.micro_batch_size}"
-    )
+    product = f"{processes} processes x data.micro_batch_size = {data.micro_batch_size}"
+    return f"data.batch_size = {data.batch_size} is not a multiple of {product}"
 
 
 class FakeDataConfig(BaseDataConfig):
@@ -354,6 +352,9 @@ class SFTConfig(RootConfig):
 
     wandb: WandbConfig | None = None
     """Weights & Biases. None disables it."""
+
+    monitor: MonitorConfig = MonitorConfig()
+    """TensorBoard, Trackio, SwanLab and MLflow."""
 
     output_dir: Path = Path("outputs")
     """The run's directory."""

@@ -197,6 +197,79 @@ class WandbWithExtrasConfig(WandbConfig):
     """Samples and distributions to send. None sends none."""
 
 
+class TensorBoardConfig(BaseConfig):
+    """TensorBoard: event files."""
+
+    directory: Path | None = None
+    """Directory of the event files; each part of the run has a folder in it. None: `tensorboard` in the run's
+    directory."""
+
+
+class SinkConfig(BaseConfig):
+    """What the other sinks have in common."""
+
+    project: str = Field("prime-rl", min_length=1)
+    """Project that the run belongs to."""
+
+    name: str | None = Field(None, min_length=1)
+    """Name of the run; in RL, `-trainer` and `-orchestrator` are appended. None takes the run directory's name."""
+
+
+class TrackioConfig(SinkConfig):
+    """Trackio: a SQLite file, or a Hugging Face Space."""
+
+    directory: Path | None = None
+    """Directory of the database. None: `trackio` in the run's directory."""
+
+    space: str | None = Field(None, min_length=1)
+    """Id of the Hugging Face Space to send metrics to. None keeps them on this machine."""
+
+
+class SwanLabConfig(SinkConfig):
+    """SwanLab: files for a later `swanlab sync`, or its server."""
+
+    directory: Path | None = None
+    """Directory of the files. None: `swanlab` in the run's directory."""
+
+    online: bool = False
+    """Send metrics to the server that `swanlab login` gives access to."""
+
+
+def _without_password(uri: str) -> str:
+    if re.match(r"[^/]*//[^/]*@", uri):
+        raise PydanticCustomError(
+            "secret_in_uri",
+            "would write a password to the files of the run: leave user and password out, and export "
+            "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD",
+        )
+    if not re.match(r"(https?|sqlite|databricks)(://|$)", uri):
+        raise PydanticCustomError("mlflow_uri", "is not an address of MLflow: write http://host:port or sqlite:///FILE")
+    return uri
+
+
+class MlflowConfig(SinkConfig):
+    """MLflow: a SQLite file, or a tracking server."""
+
+    uri: Annotated[str, AfterValidator(_without_password)] | None = None
+    """Tracking server or database. None: `mlflow.db` in the run's directory. `project` is the experiment."""
+
+
+class MonitorConfig(BaseConfig):
+    """More places for the metrics. Each table turns one on."""
+
+    tensorboard: TensorBoardConfig | None = None
+    """TensorBoard."""
+
+    trackio: TrackioConfig | None = None
+    """Trackio."""
+
+    swanlab: SwanLabConfig | None = None
+    """SwanLab."""
+
+    mlflow: MlflowConfig | None = None
+    """MLflow."""
+
+
 class PrimeMonitorConfig(BaseConfig):
     """The monitor of the Prime Intellect platform."""
 

@@ -55,6 +55,7 @@ from prime_rl.configs.shared import (
     HeartbeatConfig,
     LogConfig,
     MetricsServerConfig,
+    MonitorConfig,
     TransportConfig,
     WandbConfig,
 )
@@ -327,6 +328,9 @@ class TrainerConfig(RootConfig):
 
     wandb: WandbConfig | None = None
     """Weights & Biases. None disables it."""
+
+    monitor: MonitorConfig = MonitorConfig()
+    """TensorBoard, Trackio, SwanLab and MLflow."""
 
     output_dir: Path = Path("outputs")
     """The run's directory."""

@@ -14,6 +14,8 @@ from prime_rl.configs.rollouts import EvalEnvConfig
 from prime_rl.eval.report import Row, print_table, write_summary
 from prime_rl.eval.results import Key, Result, ResultsFile
 from prime_rl.monitors import JsonlMonitor, Monitor, MultiMonitor
+from prime_rl.monitors.sinks.described import SinkRun
+from prime_rl.monitors.sinks.opening import open_sinks
 from prime_rl.orchestrator.env_servers.environments import Environment, load_environments
 from prime_rl.orchestrator.errors import InferenceFault
 from prime_rl.orchestrator.evaluation.scores import eval_metrics, score_titles
@@ -252,9 +254,9 @@ def _tell(evaluation: Evaluation, paths: EvalPaths) -> None:
 
 
 def _setup_monitor(config: OfflineEvalConfig, paths: RunPaths) -> Monitor:
-    monitors: list[Monitor] = [JsonlMonitor(paths.metrics, "eval")]
-    if config.wandb is not None:
-        from prime_rl.monitors.wandb import WandbMonitor
-
-        monitors.append(WandbMonitor(config.wandb, paths.root, config.model_dump(mode="json")))
-    return MultiMonitor(monitors)
+    # An evaluation that finds results of its own adds to them.
+    resumes = paths.metrics.is_file()
+    run = SinkRun("eval", paths, config.model_dump(mode="json"), resumes)
+    return MultiMonitor(
+        [JsonlMonitor(paths.metrics, "eval"), open_sinks(config.wandb, config.monitor, run, paths.root)]
+    )

@@ -3,38 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from prime_rl.configs.shared import WandbConfig
 from prime_rl.monitors.base import Metrics, MonitorError
-from prime_rl.utils.files import replacing_file
-from prime_rl.utils.logger import get_logger
-
-
-@dataclass(frozen=True, slots=True)
-class Attempt:
-    """Keeps the id of a W&B run for later attempts of the same run."""
-
-    id_file: Path
-    resumes: bool
-
-    def run_id(self) -> str | None:
-        """The id of the attempt that this one resumes. None makes a new one."""
-        if not self.resumes:
-            return None
-        if not self.id_file.is_file():
-            get_logger().warning(
-                f"W&B starts another run, because {self.id_file} with the id of the first is missing: set wandb.id"
-            )
-            return None
-        return self.id_file.read_text(encoding="utf-8").strip()
-
-    def keep(self, run_id: str) -> None:
-        self.id_file.parent.mkdir(parents=True, exist_ok=True)
-        with replacing_file(self.id_file) as scratch:
-            scratch.write_text(f"{run_id}\n", encoding="utf-8")
+from prime_rl.monitors.sinks.attempts import Attempt
 
 
 class WandbMonitor:
@@ -65,6 +39,8 @@ class WandbMonitor:
                 mode="offline" if config.offline else None,
                 dir=directory,
                 config=run_config,
+                # The log shows samples of rollouts.
+                settings=wandb.Settings(console="off"),
             )
         except wandb.Error as error:
             reason = str(error).strip().splitlines()[0]

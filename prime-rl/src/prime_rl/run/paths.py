@@ -74,9 +74,25 @@ class RunPaths:
         """What a part of this attempt has restored, on its way to the receipt."""
         return self.root / "control" / f"{part}.restored.json"
 
+    @property
+    def control(self) -> Path:
+        return self.root / "control"
+
+    def sink_id(self, sink: str, component: str) -> Path:
+        """Id that a sink of metrics gave the run of a component, which all attempts share."""
+        return self.control / f"{sink}_{component}.id"
+
     def wandb_id(self, component: str) -> Path:
-        """Id of a component's W&B run, which all attempts share."""
-        return self.root / "control" / f"wandb_{component}.id"
+        return self.sink_id("wandb", component)
+
+    def sink(self, sink: str) -> Path:
+        """Where a sink of metrics writes, unless the config names another directory."""
+        return self.root / sink
+
+    @property
+    def mlflow(self) -> Path:
+        """MLflow's database."""
+        return self.root / "mlflow.db"
 
     @property
     def server_log(self) -> Path | None:

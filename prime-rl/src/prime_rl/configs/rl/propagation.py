@@ -102,6 +102,7 @@ def propagate(data: Table) -> Table:
         _share_ckpt,
         _wait_for_weights,
         _share_wandb,
+        _share_monitors,
         _share_model,
         _share_limits,
         _expand_algorithm,
@@ -221,6 +222,14 @@ def _share_wandb(run: RunTables) -> None:
             run.override(f"{component}.wandb.name", f"{wandb.name}-{component}", "wandb.name")
         if wandb.offline:
             run.override(f"{component}.wandb.offline", True, "wandb.offline")
+
+
+def _share_monitors(run: RunTables) -> None:
+    for sink, section in run.shared.monitor:
+        for component in ("trainer", "orchestrator") if section is not None else ():
+            run.fill(f"{component}.monitor.{sink}", {}, f"monitor.{sink}")
+            for key, value in explicit_values(section).items():
+                run.override(f"{component}.monitor.{sink}.{key}", value, f"monitor.{sink}.{key}")
 
 
 def _share_model(run: RunTables) -> None:

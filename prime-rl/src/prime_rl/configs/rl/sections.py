@@ -9,7 +9,7 @@ from prime_rl.configs.algorithms import Algorithm
 from prime_rl.configs.inference import InferenceConfig
 from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.configs.ranges import Count, Gpus, Nodes, Port, ResumeStep, TransferSeconds, WholeNumber
-from prime_rl.configs.shared import Device
+from prime_rl.configs.shared import Device, MonitorConfig
 from prime_rl.configs.trainer import TrainerConfig
 from prime_rl.utils.pydantic_config import BaseConfig
 
@@ -150,6 +150,9 @@ class SharedSettings(BaseConfig):
 
     wandb: SharedWandbConfig | None = None
     """Weights & Biases of trainer and orchestrator. None keeps their own settings."""
+
+    monitor: MonitorConfig = MonitorConfig()
+    """TensorBoard, Trackio, SwanLab and MLflow of trainer and orchestrator. A key here overrides theirs."""
 
     model: SharedModelConfig | None = None
     """The model of trainer, orchestrator and inference. None keeps their own settings."""

@@ -116,7 +116,7 @@ NEWER: tuple[Renamed, ...] = (
     _moved("*.monitors.wandb", "*.wandb"),
     _removed("*.monitors.file", "remove it: metrics.jsonl is always written"),
     _removed("*.monitors.prime", "metrics go to metrics.jsonl and W&B"),
-    _removed("*.monitors", "metrics go to metrics.jsonl, and to W&B with [wandb]"),
+    _removed("*.monitors", "metrics go to metrics.jsonl, to W&B with [wandb], and to the sinks of [monitor]"),
     _removed("*.env_vars", "set environment variables outside the config"),
     _moved("rl.tokenizer", "trainer.tokenizer"),
     _moved("rl.rollout_transport", "trainer.rollout_transport", "orchestrator.rollout_transport"),

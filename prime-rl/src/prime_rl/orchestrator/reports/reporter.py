@@ -11,6 +11,8 @@ from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.configs.shared import LogExtrasConfig
 from prime_rl.monitors import JsonlMonitor, Monitor, MultiMonitor
 from prime_rl.monitors.bench import BenchTable
+from prime_rl.monitors.sinks.described import SinkRun
+from prime_rl.monitors.sinks.opening import open_sinks
 from prime_rl.orchestrator.batches.batch import Batch
 from prime_rl.orchestrator.batches.filters import Filter
 from prime_rl.orchestrator.ckpt import Progress
@@ -83,19 +85,16 @@ class Reporter:
 
 
 def setup_monitor(config: OrchestratorConfig, run: RunPaths, paths: OrchestratorPaths) -> tuple[Monitor, Extras | None]:
-    """Create the monitors: `OUT/metrics.jsonl`, W&B if configured, and a summary table with `bench`."""
+    """Create the monitors: `OUT/metrics.jsonl`, the sinks that are configured, and a summary table with `bench`."""
     extras = None
     monitors: list[Monitor] = [JsonlMonitor(run.metrics, "orchestrator")]
     if config.bench:
         monitors.append(BenchTable({"time/step": "Step time (s)", "perf/throughput": "Throughput (tokens/s)"}))
-    if config.wandb is not None:
-        # Imported late: wandb costs half a second.
-        from prime_rl.monitors.wandb import Attempt, WandbMonitor
-
-        resumes = config.ckpt is not None and config.ckpt.resume_step is not None
-        wandb = WandbMonitor(config.wandb, paths.root, _plain(config), Attempt(run.wandb_id("orchestrator"), resumes))
-        monitors.append(wandb)
-        extras = Extras(wandb, config.wandb.log_extras) if config.wandb.log_extras else None
+    resumes = config.ckpt is not None and config.ckpt.resume_step is not None
+    sinks = open_sinks(config.wandb, config.monitor, SinkRun("orchestrator", run, _plain(config), resumes), paths.root)
+    monitors.append(sinks)
+    if config.wandb is not None and config.wandb.log_extras is not None and sinks.wandb is not None:
+        extras = Extras(sinks.wandb, config.wandb.log_extras)
     return MultiMonitor(monitors), extras
 
 

@@ -14,6 +14,8 @@ from prime_rl.configs.trainer import TrainerConfig
 from prime_rl.monitors import JsonlMonitor, Metrics, Monitor, MonitorError, MultiMonitor
 from prime_rl.monitors.bench import BenchTable, Measured, summary
 from prime_rl.monitors.heartbeat import Heartbeat
+from prime_rl.monitors.sinks.described import SinkRun
+from prime_rl.monitors.sinks.opening import open_sinks
 from prime_rl.run.paths import RunPaths
 from prime_rl.trainer.observe.perf import total_memory_gib
 from prime_rl.trainer.observe.profiling import Profile
@@ -82,12 +84,9 @@ def _monitors(config: SFTConfig | TrainerConfig, paths: RunPaths, process: Proce
     if not process.is_main:
         return
     yield JsonlMonitor(paths.metrics, config.component)
-    if config.wandb is not None:
-        from prime_rl.monitors.wandb import Attempt, WandbMonitor
-
-        resumes = config.ckpt is not None and config.ckpt.resume_step is not None
-        attempt = Attempt(paths.wandb_id("trainer"), resumes)
-        yield WandbMonitor(config.wandb, paths.root, config.model_dump(mode="json"), attempt)
+    resumes = config.ckpt is not None and config.ckpt.resume_step is not None
+    run = SinkRun(config.component, paths, config.model_dump(mode="json"), resumes)
+    yield open_sinks(config.wandb, config.monitor, run, paths.root)
     if config.heartbeat is not None:
         yield HeartbeatMonitor(config.heartbeat.url)
     if config.bench is not None:

@@ -1,0 +1,1 @@
+"""Sinks that users turn on: each logs one run to one program, through one protocol (`Monitor`)."""

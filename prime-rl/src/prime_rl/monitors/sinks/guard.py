@@ -1,0 +1,147 @@
+"""Keeps a sink that fails, or hangs, away from the run."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from queue import Queue
+from typing import Any, Generic, TypeVar
+
+from prime_rl.monitors.base import Metrics, Monitor, MonitorError
+from prime_rl.utils.logger import count_of, get_logger
+
+SinkT = TypeVar("SinkT", bound=Monitor)
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How long a run waits for a sink, and how much it keeps for one that is slow."""
+
+    start_s: float = 90
+    close_s: float = 30
+    waiting: int = 1000
+    """Records that wait to be logged. More are dropped and counted."""
+
+
+LIMITS = Limits()
+
+
+class Guarded(Generic[SinkT]):
+    """Starts a sink, and logs to it, in a thread of its own.
+
+    The first failure is a warning; the run continues, and later records are tried again. A sink that does not end in
+    time is left behind.
+    """
+
+    def __init__(self, name: str, start: Callable[[], SinkT], limits: Limits = LIMITS) -> None:
+        """Start the sink, and wait for it at most `limits.start_s`.
+
+        Raises:
+            MonitorError: the user has to change something before the sink can start.
+        """
+        self.name = name
+        self._limits = limits
+        self._queue: Queue[Callable[[SinkT], object] | None] = Queue()
+        self._is_up = threading.Event()
+        self._refusal: MonitorError | None = None
+        self._has_warned = False
+        self._lost = 0
+        self._exit_code = 0
+        self._thread = threading.Thread(target=self._serve, args=(start,), name=name, daemon=True)
+        self._thread.start()
+        # The main thread waits, because two threads that import packages at the same time may wait for each other.
+        if not self._is_up.wait(limits.start_s):
+            self._warn(f"has not started within {limits.start_s:g} s; its records wait")
+        if self._refusal is not None:
+            raise self._refusal
+
+    def log(self, metrics: Metrics, step: int) -> None:
+        record = dict(metrics)
+        self.submit(lambda sink: sink.log(record, step))
+
+    def submit(self, record: Callable[[SinkT], object]) -> None:
+        """Have the sink's thread call `record`. If too many wait already, it is dropped."""
+        if self._queue.qsize() < self._limits.waiting:
+            self._queue.put(record)
+        else:
+            self._lost += 1
+            self._warn(f"does not answer: {count_of('record', self._limits.waiting)} wait for it, and more are dropped")
+
+    def close(self, exit_code: int = 0) -> None:
+        self.begin_close(exit_code)
+        self.wait_closed(time.monotonic() + self._limits.close_s)
+
+    def begin_close(self, exit_code: int) -> None:
+        """Ask the thread to end after the records that wait."""
+        self._exit_code = exit_code
+        self._queue.put(None)
+
+    def wait_closed(self, deadline_s: float) -> None:
+        """Wait until the thread has ended, or the monotonic clock shows `deadline_s`."""
+        self._thread.join(max(0.0, deadline_s - time.monotonic()))
+        if self._thread.is_alive():
+            waiting = sum(record is not None for record in list(self._queue.queue))
+            get_logger().warning(
+                f"{self.name} has not finished in time and is left behind; "
+                f"{count_of('record', waiting + self._lost)} may be missing in it"
+            )
+        elif self._lost:
+            get_logger().warning(f"{self.name} lacks {count_of('record', self._lost)}")
+
+    def _serve(self, start: Callable[[], SinkT]) -> None:
+        try:
+            sink = start()
+        except MonitorError as error:
+            self._refusal = error
+            return
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - a package may raise anything, and the run continues
+            self._warn(f"cannot start: {_in_one_line(error)}")
+            self._discard()
+            return
+        finally:
+            self._is_up.set()
+        while (record := self._queue.get()) is not None:
+            try:
+                record(sink)
+            except (Exception, SystemExit) as error:  # noqa: BLE001 - as above
+                self._lost += 1
+                self._warn(f"cannot log: {_in_one_line(error)}")
+        try:
+            sink.close(self._exit_code)
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - as above
+            self._warn(f"cannot finish: {_in_one_line(error)}")
+
+    def _discard(self) -> None:
+        while self._queue.get() is not None:
+            self._lost += 1
+
+    def _warn(self, what: str) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            get_logger().warning(f"{self.name} {what}. The run continues; metrics.jsonl has every value")
+
+
+class GuardedTables(Guarded[Any]):
+    """A guarded sink that also takes tables and histograms."""
+
+    def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int) -> None:
+        self.submit(lambda sink: sink.log_table(name, columns, rows, step))
+
+    def log_distributions(self, values: Mapping[str, Sequence[float]], step: int) -> None:
+        self.submit(lambda sink: sink.log_distributions(values, step))
+
+
+def close_all(sinks: Sequence[Guarded[Any]], exit_code: int, limit_s: float = LIMITS.close_s) -> None:
+    """Close several sinks at the same time."""
+    for sink in sinks:
+        sink.begin_close(exit_code)
+    deadline_s = time.monotonic() + limit_s
+    for sink in sinks:
+        sink.wait_closed(deadline_s)
+
+
+def _in_one_line(error: BaseException) -> str:
+    words = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {words[0]}" if words else type(error).__name__
