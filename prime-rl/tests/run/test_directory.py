@@ -8,6 +8,7 @@ import pytest
 from prime_rl.configs.ranges import AUTO, LATEST
 from prime_rl.run.directory import OutputDirInUse, RunDirError, RunFinished, check_run_dir, prepare_run_dir
 from prime_rl.run.paths import RunPaths
+from prime_rl.run.resume_point import End
 from prime_rl.utils.files import STABLE
 
 
@@ -51,10 +52,10 @@ def test_a_fresh_run_keeps_old_weights_and_sets_old_metrics_aside(paths: RunPath
     assert (paths.root / "metrics.2.jsonl").read_text() == "old\n"
 
 
-def test_checkpoints_after_the_resumed_step_are_replaced_so_that_no_resume_combines_two_attempts(
+def test_what_was_saved_after_the_resumed_step_is_replaced_so_that_nothing_combines_two_attempts(
     paths: RunPaths,
 ) -> None:
-    both = (paths.checkpoints, paths.orchestrator.checkpoints)
+    both = (paths.checkpoints, paths.orchestrator.checkpoints, paths.weights)
     for attempt in ("first", "second"):
         for checkpoints in both:
             fill(checkpoints, "step_1", "step_2", "step_3", "step_10")
@@ -100,17 +101,38 @@ def test_a_save_that_did_not_end_is_no_other_runs_checkpoint(paths: RunPaths) ->
 def test_a_finished_run_is_refused_and_auto_leaves_it_at_that(paths: RunPaths) -> None:
     fill(paths.checkpoints, "step_2", "step_4")
     fill(paths.orchestrator.checkpoints, "step_2", "step_4")
-    assert check_run_dir(paths, LATEST, max_steps=4) == 4, "its parts may have work left"
+    assert check_run_dir(paths, LATEST, end=End(4)) == 4, "its parts may have work left"
     for part in ("trainer", "orchestrator"):
         paths.completion(part).parent.mkdir(exist_ok=True)
         paths.completion(part).touch()
     for step in (LATEST, 4):
         with pytest.raises(RunDirError, match=r"is finished: its last checkpoint is step 4, .* raise max_steps"):
-            check_run_dir(paths, step, max_steps=4)
+            check_run_dir(paths, step, end=End(4))
     with pytest.raises(RunFinished, match="nothing left to do"):
-        check_run_dir(paths, AUTO, max_steps=4)
-    assert check_run_dir(paths, AUTO, max_steps=5) == 4
-    assert check_run_dir(paths, 2, max_steps=4) == 2
+        check_run_dir(paths, AUTO, end=End(4))
+    assert check_run_dir(paths, AUTO, end=End(5)) == 4
+    assert check_run_dir(paths, 2, end=End(4)) == 2
+
+
+def test_a_run_of_epochs_is_finished_after_as_many(paths: RunPaths) -> None:
+    """Only the trainer knows how many steps they take: its marker tells that it has made them."""
+    fill(paths.checkpoints, "step_2", "step_4")
+    for step in (2, 4):
+        paths.saved_config(step, "sft").parent.mkdir()
+        paths.saved_config(step, "sft").write_text("num_epochs = 2.0\n")
+    assert check_run_dir(paths, LATEST, end=End(num_epochs=2)) == 4, "the trainer may have weights to export"
+    paths.completion("trainer").parent.mkdir(exist_ok=True)
+    paths.completion("trainer").touch()
+    for epochs in (1, 2):
+        with pytest.raises(RunDirError, match=rf"step 4, and num_epochs = {epochs}; raise num_epochs to continue it"):
+            check_run_dir(paths, LATEST, end=End(num_epochs=epochs))
+    with pytest.raises(RunFinished, match="nothing left to do"):
+        check_run_dir(paths, AUTO, end=End(num_epochs=2))
+    assert check_run_dir(paths, AUTO, end=End(num_epochs=2.5)) == 4
+    assert check_run_dir(paths, 2, end=End(num_epochs=2)) == 2, "an earlier step has work left"
+    for damaged in ("num_epochs = 2.0 2", "num_epochs = true", ""):
+        paths.saved_config(4, "sft").write_text(damaged)
+        assert check_run_dir(paths, AUTO, end=End(num_epochs=2)) == 4, "the trainer finds out"
 
 
 def test_cleaning_removes_the_run_but_not_what_its_batch_job_stands_on(paths: RunPaths) -> None:

@@ -20,6 +20,7 @@ from prime_rl.checks.chat_models import ChatModel, ChatPlan
 from prime_rl.configs.inference import InferenceConfig
 from prime_rl.inference.checkpoint_files import WeightError
 from prime_rl.inference.embedded.errors import EngineError
+from prime_rl.inference.preparation import in_time
 from prime_rl.inference.protocol import ChatBody, RequestError
 from prime_rl.utils.imports import import_transformers, import_without_gc
 from prime_rl.utils.interrupts import end_quietly_on_ctrl_c
@@ -79,7 +80,7 @@ class Speaker:
         name = ADAPTER if self._model.adapter is not None else None
         body = ChatBody.model_validate({"messages": asked, "model": name, **sampling})
         try:
-            (request,) = self._service.chat_requests(body)
+            (request,) = in_time(lambda: self._service.chat_requests(body))
         except RequestError as error:
             raise CannotAnswer(str(error)) from error
         grown: SimpleQueue[None] = SimpleQueue()

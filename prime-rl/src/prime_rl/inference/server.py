@@ -158,5 +158,6 @@ def _exec_under(python: str) -> int:
 if __name__ == "__main__":
     main()
 elif __name__ == "__mp_main__":
-    # A process that vLLM has spawned, which otherwise outlives a server that is killed.
+    # A process that vLLM has spawned, which otherwise outlives a server that is killed, and shows no stacks.
     end_with_launch()
+    write_stacks_on_signal()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from prime_rl.checks import start_faults
@@ -20,7 +21,7 @@ from prime_rl.run.evaluations import (
     save_settings,
     settings_of,
 )
-from prime_rl.run.paths import EvalPaths, RunPaths
+from prime_rl.run.paths import EvalPaths, RunPaths, stable_steps
 from prime_rl.run.resume_point import SavedSteps, end_of
 from prime_rl.run.resuming import changes_since, compared_configs
 
@@ -85,14 +86,20 @@ def _resume_notes(config: SFTConfig | RLConfig, paths: RunPaths, resume_step: in
     markers = saved.unchecked(resume_step)
     unchecked = [f"warning: {marker} holds no hashes: its files are not checked" for marker in markers]
     if wanted >= 0:
-        newer = [step for step in saved.complete if step > wanted]
-        listed = ", ".join(map(str, newer))
-        kept = f"{paths.checkpoints / REPLACED}; delete them if you do not need them"
-        moved = [f"warning: resuming from step {wanted} moves the newer steps {listed} to {kept}"] if newer else []
-        return [*unchecked, *moved]
+        return [*unchecked, *_moved_notes(paths, wanted)]
     return unchecked + [
         f"warning: resuming from step {resume_step}: {fault}" for fault in saved.choose(wanted).passed_over
     ]
+
+
+def _moved_notes(paths: RunPaths, step: int) -> Iterator[str]:
+    """What a resume from `step` moves aside."""
+    for what, parent in (("steps", paths.checkpoints), ("weights", paths.weights)):
+        if newer := [str(saved) for saved in stable_steps(parent) if saved > step]:
+            yield (
+                f"warning: resuming from step {step} moves the newer {what} {', '.join(newer)} to {parent / REPLACED}; "
+                "delete them if you do not need them"
+            )
 
 
 def _changes(config: SFTConfig | RLConfig, paths: RunPaths, resume_step: int | None) -> list[str]:

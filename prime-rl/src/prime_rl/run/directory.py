@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from prime_rl.configs.ranges import AUTO
 from prime_rl.run.paths import RunPaths, step_of
-from prime_rl.run.resume_point import CannotResume, SavedSteps
+from prime_rl.run.resume_point import CannotResume, End, SavedSteps
 from prime_rl.utils.contents import STABLE
 from prime_rl.utils.files import PARTIAL
 
@@ -27,9 +27,10 @@ _NOT_CLEANED = frozenset({"configs", "slurm", "rl.sh", "sft.sh", "run.lock"})
 _SIGNS_OF_A_RUN = ("configs", "logs", "checkpoints", "weights", "metrics.jsonl")
 
 REPLACED = "replaced"
-"""Name of the folder in `checkpoints` for those that a resume from an earlier step has replaced."""
+"""Name of the folder in `checkpoints` and `weights` for what a resume from an earlier step has replaced."""
 
 _LAUNCH_KEYS = ("slurm", "dry_run", "clean_output_dir")
+_NO_END = End()
 
 
 class OutputDirInUse(Exception):
@@ -44,12 +45,10 @@ class RunFinished(Exception):
     """The run has done all of its work, and `auto` leaves it at that. The message is for the user."""
 
 
-def check_run_dir(
-    paths: RunPaths, resume_step: int | None, clean: bool = False, max_steps: int | None = None
-) -> int | None:
+def check_run_dir(paths: RunPaths, resume_step: int | None, clean: bool = False, end: End = _NO_END) -> int | None:
     """Check the directory, without changing it, and return the step to resume from. None starts a new run.
 
-    `resume_step` is a step, -1 (`latest`) or -2 (`auto`); `max_steps` is where the run ends, if that is known.
+    `resume_step` is a step, -1 (`latest`) or -2 (`auto`).
 
     Raises:
         OutputDirInUse: a new run would find another run's checkpoints.
@@ -61,7 +60,7 @@ def check_run_dir(
     except CannotResume as error:
         raise RunDirError(str(error)) from error
     if step is not None:
-        _refuse_if_finished(paths, step, max_steps, is_auto=resume_step == AUTO)
+        _refuse_if_finished(paths, step, end, is_auto=resume_step == AUTO)
         return step
     if _is_to_be_cleaned(clean):
         _check_cleanable(paths.root)
@@ -74,8 +73,9 @@ def prepare_run_dir(paths: RunPaths, resume_step: int | None, clean: bool = Fals
     """Remove files of an earlier run that a launch starting at `resume_step` would mistake for its own.
 
     A new run renames an existing `metrics.jsonl` to `metrics.<n>.jsonl`. A resumed run appends to it, never cleans the
-    directory, and moves checkpoints after `resume_step` to `checkpoints/replaced`: they follow from other steps than
-    the ones to come, and the next resume could otherwise take them for its own.
+    directory, and moves checkpoints and weights after `resume_step` to `checkpoints/replaced` and `weights/replaced`:
+    they follow from other steps than the ones to come, and the next resume, a chat or an evaluation could otherwise
+    take them for this run's.
     """
     if resume_step is None and _is_to_be_cleaned(clean):
         _clean(paths.root)
@@ -83,8 +83,8 @@ def prepare_run_dir(paths: RunPaths, resume_step: int | None, clean: bool = Fals
     if resume_step is None:
         _set_aside(paths.metrics)
     else:
-        for checkpoints in (paths.checkpoints, paths.orchestrator.checkpoints):
-            _replace_after(resume_step, checkpoints)
+        for saved in (paths.checkpoints, paths.orchestrator.checkpoints, paths.weights):
+            _replace_after(resume_step, saved)
 
 
 def write_configs(paths: RunPaths, configs: Mapping[str, BaseSettings]) -> None:
@@ -118,13 +118,13 @@ def _clean(root: Path) -> None:
             entry.unlink()
 
 
-def _refuse_if_finished(paths: RunPaths, step: int, max_steps: int | None, is_auto: bool) -> None:
-    if max_steps is None or not SavedSteps.of(paths).is_finished(step, max_steps):
+def _refuse_if_finished(paths: RunPaths, step: int, end: End, is_auto: bool) -> None:
+    if not SavedSteps.of(paths).is_finished(step, end):
         return
-    finished = f"the run in {paths.root} is finished: its last checkpoint is step {step}, and max_steps = {max_steps}"
+    finished = f"the run in {paths.root} is finished: its last checkpoint is step {step}, and {end}"
     if is_auto:
         raise RunFinished(f"{finished}; there is nothing left to do")
-    raise RunDirError(f"{finished}; raise max_steps to continue it")
+    raise RunDirError(f"{finished}; raise {end.key} to continue it")
 
 
 def _discard_stale(paths: RunPaths, resume_step: int | None) -> None:
@@ -154,11 +154,11 @@ def _is_of_another_attempt(paths: RunPaths, step: int) -> bool:
     return published_ns > saved_ns
 
 
-def _replace_after(step: int, checkpoints: Path) -> None:
-    """Move the checkpoints after a step to `replaced`, in place of those that an earlier resume moved there."""
-    newer = [child for child in checkpoints.glob("step_*") if (found := step_of(child)) is not None and found > step]
+def _replace_after(step: int, saved: Path) -> None:
+    """Move what was saved after a step to `replaced`, in place of what an earlier resume moved there."""
+    newer = [child for child in saved.glob("step_*") if (found := step_of(child)) is not None and found > step]
     for directory in newer:
-        target = checkpoints / REPLACED / directory.name
+        target = saved / REPLACED / directory.name
         target.parent.mkdir(exist_ok=True)
         if target.exists():
             shutil.rmtree(target)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,11 +32,28 @@ class ResumePoint:
     """Why newer checkpoints are not used, one line each."""
 
 
-def end_of(config: SFTConfig | RLConfig) -> int | None:
-    """The step after which a run has done its work. None if only its data tells, or if steps count from 0 again."""
+@dataclass(frozen=True, slots=True)
+class End:
+    """Where a run has done its work. Without either limit it goes on until it is stopped."""
+
+    max_steps: int | None = None
+    num_epochs: float | None = None
+    """Passes over the data. Only the trainer knows how many steps they take."""
+
+    def __str__(self) -> str:
+        return f"max_steps = {self.max_steps}" if self.max_steps is not None else f"num_epochs = {self.num_epochs:g}"
+
+    @property
+    def key(self) -> str:
+        return "num_epochs" if self.max_steps is None else "max_steps"
+
+
+def end_of(config: SFTConfig | RLConfig) -> End:
+    """Where a run ends. Nowhere if steps count from 0 again."""
     trainer: Any = getattr(config, "trainer", config)
-    max_steps: int | None = trainer.max_steps
-    return None if trainer.ckpt is not None and trainer.ckpt.skip_progress else max_steps
+    if trainer.ckpt is not None and trainer.ckpt.skip_progress:
+        return End()
+    return End(trainer.max_steps, getattr(trainer, "num_epochs", None))
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,11 +150,24 @@ class SavedSteps:
         )
         return f"the trainer's checkpoint of step {step} has no counterpart {self.run.checkpoint(step)}: {advice}"
 
-    def is_finished(self, step: int, max_steps: int | None) -> bool:
+    def is_finished(self, step: int, end: End) -> bool:
         """Whether the run that saved `step` has done all of its work, the end of it included."""
         parts = ("trainer", "orchestrator") if self.has_orchestrator else ("trainer",)
-        all_said_so = all(self.paths.completion(part).is_file() for part in parts)
-        return max_steps is not None and step >= max_steps and all_said_so
+        if not all(self.paths.completion(part).is_file() for part in parts):
+            return False
+        if end.max_steps is not None:
+            return step >= end.max_steps
+        done = self._epochs_of(step) if step == max(self.complete, default=None) else None
+        return end.num_epochs is not None and done is not None and done >= end.num_epochs
+
+    def _epochs_of(self, step: int) -> float | None:
+        """The `num_epochs` that the run that saved `step` was to train for; None if it had none, or nothing tells."""
+        try:
+            table = tomllib.loads(self.paths.saved_config(step, "sft").read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError):
+            return None
+        epochs = table.get("num_epochs")
+        return float(epochs) if isinstance(epochs, int | float) and epochs is not True else None
 
     def _whole(self) -> Iterator[int]:
         """Steps that can be resumed, newest first."""

@@ -49,6 +49,7 @@ def start_service(config: InferenceConfig) -> Service:
     runner = ModelRunner(model, _kv_budget_bytes(device, config.gpu_memory_utilization), directory)
     defaults = generation_defaults(directory)
     text = load_text(name, trust, defaults, config.model.chat_template)
+    text.refuse_endless_template()
     served = ServedModel(name, max_model_len, runner.vocab_size, defaults)
     parser = TOOL_PARSERS.get(config.model.chosen_tool_call_parser or "")
     engine = _engine(config, runner)

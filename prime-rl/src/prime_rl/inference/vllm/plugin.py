@@ -35,6 +35,7 @@ from prime_rl.inference.protocol import (
 from prime_rl.inference.vllm.adapters import Adapters
 from prime_rl.inference.vllm.handlers import ChatServing, CompletionServing, TokensChatRequest, as_subclass
 from prime_rl.inference.vllm.progress import EngineProgress
+from prime_rl.inference.vllm.templates import bound_rendering
 from prime_rl.inference.vllm.versions import UpdateCount, label_of
 from prime_rl.inference.weight_group import NO_WEIGHT_GROUP
 from prime_rl.run.paths import step_of
@@ -83,6 +84,10 @@ class PrimeRoutes:
         if args.public_metrics:
             self._open_paths.add(METRICS)
         self._engine = engine_client
+        tokenizer = engine_client.renderer.tokenizer
+        if tokenizer is not None and (fault := bound_rendering(tokenizer)):
+            get_logger().error(f"Inference failed: {fault}")
+            raise SystemExit(1)
         self._base = Path(str(cached_file(args.model, "config.json"))).parent
         self._from_trainer = args.weight_broadcast == "nccl"
         self._workers = args.data_parallel_size * args.tensor_parallel_size

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from prime_rl.checks.chat_templates import read_template
 from prime_rl.checks.start_dir import StartFault, looks_like_path
 from prime_rl.checks.template_traces import Arguments, TemplateTraces
+from prime_rl.checks.time_limit import MAX_RENDER_S, OutOfTime, time_limit
 from prime_rl.configs.orchestrator import ModelConfig, OrchestratorConfig
 from prime_rl.configs.surface.not_built import refuse_unbuilt
 from prime_rl.orchestrator.errors import EnvironmentFault
@@ -167,7 +168,10 @@ def _renderer(model: ModelConfig) -> Callable[[Arguments], str]:
 
     def render(arguments: Arguments) -> str:
         try:
-            text = tokenizer.apply_chat_template(arguments["messages"], tools=arguments["tools"], tokenize=False)
+            with time_limit(MAX_RENDER_S):
+                text = tokenizer.apply_chat_template(arguments["messages"], tools=arguments["tools"], tokenize=False)
+        except OutOfTime:
+            raise _Refused(f"rendering it takes more than {MAX_RENDER_S:g} s, so the template may loop") from None
         except (jinja2.TemplateError, TypeError, IndexError, KeyError, ValueError) as error:
             raise _Refused(" ".join(str(error).split())) from error
         return str(text)

@@ -71,7 +71,9 @@ class SFTTrainer:
         if self.config.val is not None and self.config.val.on_start and state.progress.step == 0:
             self.validate(reporter)
         if self.is_done and self.process.is_main:
-            get_logger().warning(f"Nothing left to do: max_steps is {self.config.max_steps}")
+            epochs = self.config.num_epochs
+            why = "" if epochs is None else f", as num_epochs is {epochs:g}"
+            get_logger().warning(f"Nothing left to do: the run ends after step {self.config.max_steps}{why}")
         requests = signals.take()
         while not (self.is_done or requests.stop):
             stats = self.train_step()

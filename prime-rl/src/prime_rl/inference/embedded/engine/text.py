@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,11 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBas
 
 from prime_rl.checks.chat_templates import read_template
 from prime_rl.checks.start_dir import StartFault
-from prime_rl.inference.embedded.errors import ModelNotFound, TemplateFailed, first_line
+from prime_rl.checks.time_limit import MAX_RENDER_S, OutOfTime, time_limit
+from prime_rl.inference.embedded.errors import ModelNotFound, TemplateFailed, UnsupportedModel, first_line
 
 _REPLACEMENT = "\ufffd"
+_SHORT = [{"role": "user", "content": "hello"}]
 
 
 class Text:
@@ -59,6 +62,21 @@ class Text:
         except Exception as exc:  # a template computes with what the request says, so anything can fail
             raise TemplateFailed(f"The chat template rejected the messages: {exc!r}") from exc
         return str(rendered)
+
+    def refuse_endless_template(self, limit_s: float = MAX_RENDER_S) -> None:
+        """Render a short message. A template that refuses it may render others.
+
+        Raises:
+            UnsupportedModel: it takes longer than `limit_s`.
+        """
+        try:
+            with suppress(TemplateFailed), time_limit(limit_s):
+                self.render_chat(_SHORT, None, {"add_generation_prompt": True})
+        except OutOfTime:
+            raise UnsupportedModel(
+                f"the chat template of {self._tokenizer.name_or_path} takes more than {limit_s:g} s for one short "
+                "message: look for a loop in it, or set model.chat_template"
+            ) from None
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         text = self._tokenizer.decode(

@@ -20,6 +20,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from prime_rl.checks.time_limit import OutOfTime, time_limit
 from prime_rl.inference.access import RequireKey
 from prime_rl.inference.adapter_files import AdapterMissing
 from prime_rl.inference.bodies import BoundBodies
@@ -28,6 +29,7 @@ from prime_rl.inference.embedded.engine.generation import Generation, Generation
 from prime_rl.inference.embedded.errors import EngineBusy, EngineStopped, GenerationFailed
 from prime_rl.inference.embedded.http.answers import Answered, chat_response, completion_response
 from prime_rl.inference.embedded.http.stream import ChatChunks, CompletionChunks, EventStream
+from prime_rl.inference.preparation import in_time
 from prime_rl.inference.protocol import (
     ChatBody,
     CompletionBody,
@@ -52,6 +54,8 @@ Result = TypeVar("Result")
 _CLIENT_CLOSED_REQUEST = 499
 _INLINE_BYTES = 64 << 10
 """A smaller body is parsed and tokenized on the event loop, in a few milliseconds: a thread would only add latency."""
+_INLINE_S = 0.5
+"""Time to prepare a request on the event loop. One that takes longer, and all after it, are prepared in threads."""
 _NUM_THREADS = 4
 _BYTES_PER_TOKEN = 32
 
@@ -71,6 +75,8 @@ class Api:
         self.created_s = int(time.time())
         self._parsing = ThreadPoolExecutor(1, thread_name_prefix="parsing")
         self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="http")
+        self._is_slow = False
+        """Whether preparing a small request has taken long once, as with a chat template that loops."""
 
     def app(self) -> Starlette:
         posts: dict[str, Handler] = {
@@ -132,7 +138,7 @@ class Api:
     async def complete(self, request: Request) -> Response:
         service, raw = self.ready(), await request.body()
         body = await self._parsed(CompletionBody, raw)
-        wanted = await self._in_thread(len(raw), lambda: service.completion_requests(body))
+        wanted = await self._prepared(len(raw), lambda: service.completion_requests(body))
         if body.stream:
             return _stream(service, body, wanted, CompletionChunks(body, service.text))
         answered = await _generate(service, request, wanted)
@@ -152,7 +158,7 @@ class Api:
             counted = {"count": len(tokens), "max_model_len": service.model.max_model_len, "tokens": tokens}
             return _json(counted | {"token_strs": strings})
 
-        return await self._in_thread(len(raw), answer)
+        return await self._prepared(len(raw), answer)
 
     async def update_weights(self, request: Request) -> Response:
         body = parse_body(UpdateWeightsBody, await request.body())
@@ -204,7 +210,7 @@ class Api:
         parser = service.parser_for(body)
         if parser is not None and parser.needs_special_tokens:
             body = body.model_copy(update={"skip_special_tokens": False})
-        wanted = await self._in_thread(len(raw), lambda: service.chat_requests(body))
+        wanted = await self._prepared(len(raw), lambda: service.chat_requests(body))
         if body.stream:
             return _stream(service, body, wanted, ChatChunks(body, service.text, parser))
         answered = await _generate(service, request, wanted)
@@ -218,6 +224,20 @@ class Api:
         if len(raw) <= _INLINE_BYTES:
             return parse_body(kind, raw)
         return await asyncio.get_running_loop().run_in_executor(self._parsing, parse_body, kind, raw)
+
+    async def _prepared(self, size_bytes: int, work: Callable[[], Result]) -> Result:
+        """Render and tokenize a request of that many bytes, without keeping `/health` from being answered.
+
+        Raises:
+            RequestError: it takes too long.
+        """
+        if size_bytes <= _INLINE_BYTES and not self._is_slow:
+            try:
+                with time_limit(_INLINE_S):
+                    return work()
+            except OutOfTime:
+                self._is_slow = True
+        return await asyncio.get_running_loop().run_in_executor(self._threads, in_time, work)
 
     async def _in_thread(self, size_bytes: int, work: Callable[[], Result]) -> Result:
         """Run work on that many bytes; in a thread if they are many, so that `/health` is answered meanwhile."""

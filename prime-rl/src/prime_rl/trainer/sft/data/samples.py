@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from prime_rl.checks.time_limit import MAX_RENDER_S, OutOfTime, time_limit
 from prime_rl.configs.sft import FakeDataConfig, SFTDataConfig
 from prime_rl.run.beats import own_beats
 from prime_rl.trainer.process.errors import DataError
-from prime_rl.trainer.process.time_limit import OutOfTime, time_limit
 from prime_rl.trainer.sft.data.chat_spans import UnmaskableSample
 from prime_rl.trainer.sft.data.conversation import ConversationTokenizer, TokenizedSample
 from prime_rl.trainer.sft.data.entries import Entry, setup_entries
@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
     from prime_rl.trainer.process.data_axis import DataAxis
 
-MAX_ROW_S = 60
-"""Time to tokenize a row."""
 _CACHED_TOKENS = 2**26
 """Number of tokens kept from one epoch to the next, about 340 MB per process."""
 _MAX_SKIPPED_IN_A_ROW = 100_000
@@ -97,7 +95,7 @@ class Made:
 class SampleMaker:
     """Turns a row into a sample of at most `seq_len` inputs, or says why it cannot."""
 
-    def __init__(self, config: SFTDataConfig, tokenizer: PreTrainedTokenizerBase, max_row_s: float = MAX_ROW_S) -> None:
+    def __init__(self, config: SFTDataConfig, tokenizer: PreTrainedTokenizerBase, max_row_s: float = MAX_RENDER_S) -> None:
         self.config = config
         self.max_row_s = max_row_s
         self._tokenize = ConversationTokenizer(tokenizer, config.loss_mask, config.ignored_keys, config.seq_len)

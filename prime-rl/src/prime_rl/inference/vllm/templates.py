@@ -1,0 +1,43 @@
+"""Bounds the time that vLLM takes to render a conversation: its renderer has one thread, which a loop would keep."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from prime_rl.checks.time_limit import MAX_RENDER_S
+from prime_rl.inference.preparation import in_time
+from prime_rl.inference.protocol import RequestError
+
+_SHORT = [{"role": "user", "content": "hello"}]
+
+
+def bound_rendering(tokenizer: Any, limit_s: float = MAX_RENDER_S) -> str | None:
+    """Make the tokenizer give up on a conversation after `limit_s`, with a ValueError, which vLLM answers with 400.
+
+    Returns:
+        Why the template is of no use, if it loops for a short message already.
+    """
+    render: Callable[..., Any] = tokenizer.apply_chat_template
+
+    @functools.wraps(render)
+    def bounded(*args: Any, **options: Any) -> Any:
+        try:
+            return in_time(lambda: render(*args, **options), limit_s)
+        except RequestError as error:
+            raise ValueError(str(error)) from None
+
+    tokenizer.apply_chat_template = bounded
+    try:
+        in_time(lambda: _rendered(render), limit_s)
+    except RequestError as error:
+        return f"one short message: {error}"
+    return None
+
+
+def _rendered(render: Callable[..., Any]) -> Any:
+    try:
+        return render(_SHORT, tokenize=False, add_generation_prompt=True)
+    except Exception:  # noqa: BLE001 - a template may refuse this message and take others, or be missing
+        return None
