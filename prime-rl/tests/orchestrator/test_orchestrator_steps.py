@@ -139,6 +139,21 @@ def test_tokens_and_logprobs_that_do_not_match_fail_the_rollout() -> None:
         read_rollout({"reward": 1.0, "trajectory": [{"tokens": tokens}]}, EXAMPLE, 1.0, 0)
 
 
+def test_tokens_that_the_model_does_not_have_fail_the_rollout() -> None:
+    tokens = {
+        "prompt_ids": [1],
+        "prompt_mask": [0],
+        "completion_ids": [2, 50],
+        "completion_mask": [1, 1],
+        "completion_logprobs": [-1.0, -1.0],
+    }
+    output = {"reward": 1.0, "trajectory": [{"tokens": tokens}]}
+    assert read_rollout(output, EXAMPLE, 1.0, 0, vocab_size=51).trace.completion_tokens == 2
+    expected = rf"'{EXAMPLE.env}', row {EXAMPLE.row}: the token id 50, and the model has embeddings for 0\.\.49"
+    with pytest.raises(MalformedRollout, match=expected):
+        read_rollout(output, EXAMPLE, 1.0, 0, vocab_size=50)
+
+
 def test_turns_without_tokens_are_left_out() -> None:
     attempt = read_rollout({"reward": 1.0, "trajectory": [{"tokens": None}]}, EXAMPLE, 1.0, 0)
     assert (attempt.trace.calls, attempt.num_turns) == ([], 1)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from prime_rl.checks.chat_templates import template_faults
+from prime_rl.checks.disk import default_hub_cache, snapshot_in_cache
 from prime_rl.checks.start_dir import StartDir, StartFault, looks_like_path, unexpanded_advice
 from prime_rl.configs.model import ModelConfig, TokenizerConfig
 
@@ -115,6 +116,15 @@ def vocab_size(folder: Path) -> int:
     if not size:
         raise StartFault("its config.json states no vocab_size, which filters need")
     return int(size)
+
+
+def known_vocab_size(model: str) -> int | None:
+    """The vocabulary size of a model that is a folder or in the local cache; None if nothing here states it."""
+    folder = Path(model) if Path(model).is_dir() else snapshot_in_cache(model, default_hub_cache())
+    try:
+        return None if folder is None else vocab_size(folder)
+    except StartFault:
+        return None
 
 
 def text_setting(config: Mapping[str, Any], key: str) -> Any:

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from itertools import chain
 from typing import Any
 
+from prime_rl.checks.model_files import known_vocab_size
 from prime_rl.configs.orchestrator import BufferConfig, CheckpointConfig, OrchestratorConfig
 from prime_rl.monitors import Monitor
 from prime_rl.monitors.heartbeat import Heartbeat
@@ -250,10 +251,12 @@ class Environments:
         """
         train = load_environments(config.env, config.log)
         evals = load_environments(config.eval.env, config.log, EVAL_KEY, "eval") if config.eval else {}
+        vocab_size = known_vocab_size(config.model.name)
         for purpose, environments in (("Training", train), ("Evaluation", evals)):
             sizes = [f"{name} ({len(environment)} rows)" for name, environment in environments.items()]
             for environment in environments.values():
                 environment.refuse_images()
+                environment.vocab_size = vocab_size
             if sizes:
                 get_logger().info(f"{purpose} environments: {', '.join(sizes)}")
         return cls(train, evals)

@@ -89,12 +89,14 @@ def test_no_bin_overflows_and_every_item_is_in_one_bin() -> None:
         ({"teacher_logprobs": [0.0]}, "teacher_logprobs has 1 entries for 4 tokens"),
         ({"advantage": None}, "no advantage"),
         ({"pixel_values": [[0.0]]}, "images"),
+        ({"prompt_ids": [50]}, r"token id 50, and the model has embeddings for 0\.\.49"),
+        ({"completion_ids": [1, -1, 2]}, r"token id -1, and the model has embeddings for 0\.\.49"),
     ],
 )
 def test_a_sample_that_cannot_be_trained_on_is_named(changes, message) -> None:
     batch = TrainingBatch([sample_of(4), sample_of(4, **changes)], step=6)
     with pytest.raises(BadBatch, match=f"sample 1 of the training batch of step 6: .*{message}"):
-        pack_batch(batch, seq_len=8, row_tokens=8, data_ranks=1)
+        pack_batch(batch, seq_len=8, row_tokens=8, data_ranks=1, vocab_size=50)
 
 
 def test_an_empty_batch_is_refused() -> None:

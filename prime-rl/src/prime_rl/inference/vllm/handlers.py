@@ -38,8 +38,7 @@ class ChatServing(OpenAIServingChat):
         if isinstance(request, TokensChatRequest):
             prompt["prompt_token_ids"] = request.tokens
         check_context_length(len(prompt["prompt_token_ids"]), self.model_config.max_model_len)
-        if isinstance(request, TokensChatRequest):
-            check_token_ids(request.tokens, self.model_config.get_vocab_size())
+        check_token_ids(prompt["prompt_token_ids"], self.model_config.get_vocab_size())
         self.update_count.salt(prompt)
         return conversation, [prompt]
 
@@ -68,6 +67,7 @@ class CompletionServing(OpenAIServingCompletion):
         rendered = await super().render_completion_request(request)
         for prompt in [] if isinstance(rendered, ErrorResponse) else rendered:
             check_context_length(len(prompt["prompt_token_ids"]), self.model_config.max_model_len)
+            check_token_ids(prompt["prompt_token_ids"], self.model_config.get_vocab_size())
             self.update_count.salt(prompt)
         return rendered
 

@@ -52,6 +52,8 @@ class Environment:
         self.address = address
         self._is_elsewhere = address is not None  # somebody else's server: its model calls are not seen here
         self.vf_env = env
+        self.vocab_size: int | None = None
+        """That of the trained model, if it is known: no rollout may have other tokens."""
         self._tunnel: Tunnel | None = None
         self._rows: Dataset = env.get_dataset() if split == "train" else env.get_eval_dataset()
 
@@ -158,7 +160,7 @@ class Environment:
                 state_columns=STATE_COLUMNS,
             )
         temperature = sampling_args.get("temperature", 1.0)
-        rollouts = [read_rollout(output, example, temperature, version) for output in outputs]
+        rollouts = [read_rollout(output, example, temperature, version, self.vocab_size) for output in outputs]
         self.reward_errors.observe(rollouts)
         return rollouts
 

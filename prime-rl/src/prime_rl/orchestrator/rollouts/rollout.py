@@ -94,18 +94,37 @@ class Group:
         return sum(rollout.reward for rollout in self.rollouts) / len(self.rollouts)
 
 
-def read_rollout(output: Mapping[str, Any], example: ExampleRef, temperature: float, version: int) -> Rollout:
+def read_rollout(
+    output: Mapping[str, Any], example: ExampleRef, temperature: float, version: int, vocab_size: int | None = None
+) -> Rollout:
     """Read the rollout in a verifiers output, which must have the state columns `trajectory` and `sampling_args`.
 
+    `vocab_size` is that of the trained model, if it is known.
+
     Raises:
-        MalformedRollout: the reward is not a finite number, tokens and log-probabilities differ in length, or anything
-            else that the environment gave is not what verifiers promises.
+        MalformedRollout: the reward is not a finite number, tokens and log-probabilities differ in length, the model
+            has no such token, or anything else that the environment gave is not what verifiers promises.
     """
     try:
-        return _read_rollout(output, example, temperature, version)
+        rollout = _read_rollout(output, example, temperature, version)
     except _MALFORMED as error:
         reason = one_line(f"{type(error).__name__}: {error}")
         raise MalformedRollout(f"environment {example.env!r} gave a malformed rollout: {reason}") from error
+    if vocab_size is not None:
+        _check_token_ids(rollout.trace, example, vocab_size)
+    return rollout
+
+
+def _check_token_ids(trace: TokenTrace, example: ExampleRef, vocab_size: int) -> None:
+    """Raises MalformedRollout: an embedding that does not exist ends the trainer."""
+    highest = max(
+        (max(ids) for call in trace.calls for ids in (call.prompt_ids, call.completion_ids) if ids), default=0
+    )
+    if highest >= vocab_size:
+        raise MalformedRollout(
+            f"environment {example.env!r}, row {example.row}: the token id {highest}, and the model has embeddings for "
+            f"0..{vocab_size - 1}"
+        )
 
 
 def _read_rollout(output: Mapping[str, Any], example: ExampleRef, temperature: float, version: int) -> Rollout:

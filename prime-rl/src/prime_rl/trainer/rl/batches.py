@@ -59,14 +59,16 @@ class BatchSource(Protocol):
 class PackedBatches:
     """Packs the orchestrator's batches on the main process and sends each data rank its rows."""
 
-    def __init__(self, config: TrainerConfig, paths: RunPaths, mesh: Mesh, limit: int) -> None:
-        """`limit` is the row capacity in tokens."""
+    def __init__(
+        self, config: TrainerConfig, paths: RunPaths, mesh: Mesh, limit: int, vocab_size: int | None = None
+    ) -> None:
+        """`limit` is the row capacity in tokens, `vocab_size` that of the model, if it is known."""
         seq_len, process, data_axis = config.model.seq_len, mesh.process, mesh.data_axis
         # Keep groups together only on a CPU: the GPU kernels for packed rows do not share prefixes, so there it is
         # better to fill the rows.
         group_tokens = limit // 2 if process.device.type == "cpu" else 0
         self._pack: Callable[[TrainingBatch], list[list[MicroBatch]]] = lambda batch: pack_batch(
-            batch, seq_len, limit, data_axis.data_size, config.minibatches, group_tokens
+            batch, seq_len, limit, data_axis.data_size, config.minibatches, group_tokens, vocab_size
         )
         self._own_rows: list[MicroBatch] = []
         self._readers = readers_by_data_rank(process, data_axis)

@@ -21,6 +21,7 @@ def pack_batch(
     data_ranks: int,
     minibatches: int = 1,
     group_tokens: int = 0,
+    vocab_size: int | None = None,
 ) -> list[list[MicroBatch]]:
     """Pack a batch into rows for each data-parallel rank. Every rank gets the same number of rows per minibatch.
 
@@ -34,7 +35,7 @@ def pack_batch(
     if not batch.examples:
         raise BadBatch(f"the training batch of step {batch.step} is empty")
     for index, sample in enumerate(batch.examples):
-        fault = find_fault(sample)
+        fault = find_fault(sample, vocab_size)
         if fault is not None:
             raise BadBatch(f"sample {index} of the training batch of step {batch.step}: {fault}")
     samples = [row_from_sample(sample, seq_len) for sample in batch.examples]
@@ -49,8 +50,8 @@ def pack_batch(
     return rows_of_ranks
 
 
-def find_fault(sample: TrainingSample) -> str | None:
-    """Return what is wrong with a sample, or None if it is valid."""
+def find_fault(sample: TrainingSample, vocab_size: int | None = None) -> str | None:
+    """Return what is wrong with a sample, or None if it is valid. `vocab_size` is the model's, if it is known."""
     prompt, completion = len(sample.prompt_ids), len(sample.completion_ids)
     expected: dict[str, tuple[Sequence[object], int]] = {
         "prompt_mask": (sample.prompt_mask, prompt),
@@ -67,6 +68,10 @@ def find_fault(sample: TrainingSample) -> str | None:
         return "its temperature is 0, and the trainer divides logits by it"
     if prompt + completion == 0:
         return "it has no tokens"
+    ids = sample.prompt_ids + sample.completion_ids
+    if vocab_size is not None and not 0 <= min(ids) <= max(ids) < vocab_size:
+        wrong = max(ids) if max(ids) >= vocab_size else min(ids)
+        return f"it has the token id {wrong}, and the model has embeddings for 0..{vocab_size - 1}"
     if sample.advantage is None:
         return "it has no advantage"
     if sample.pixel_values is not None or sample.image_grid_thw is not None:

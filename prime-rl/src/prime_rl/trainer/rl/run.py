@@ -137,7 +137,8 @@ def setup_batches(config: TrainerConfig, paths: RunPaths, mesh: Mesh, model_conf
     if config.data.fake is not None:
         return FakeBatches(config.data.fake, config.model.seq_len, mesh.data_axis)
     limit = row_tokens(config.model.seq_len, model_config, mesh.process.device)
-    return PackedBatches(config, paths, mesh, limit)
+    vocab_size = getattr(model_config.get_text_config(), "vocab_size", None)
+    return PackedBatches(config, paths, mesh, limit, vocab_size)
 
 
 def resume(state: TrainState, checkpoints: CheckpointManager, step: int, max_steps: int | None) -> None:

@@ -130,10 +130,12 @@ def setup_components(config: SFTConfig, paths: RunPaths, mesh: Mesh) -> Componen
     check_first_rows(rows, tokenizer, process, show=config.log.log_data)
     validation = Validation(config.val.data, tokenizer, mesh) if config.val is not None else None
     model = setup_model(config.model, mesh, has_dropout=True)
-    if len(tokenizer) > model.config.vocab_size:
+    # Added tokens may leave gaps, so that the highest id is above the number of tokens.
+    highest, vocab_size = max(tokenizer.get_vocab().values()), model.config.get_text_config().vocab_size
+    if highest >= vocab_size:
         raise ModelError(
-            f"the tokenizer has {len(tokenizer)} tokens, but model.name = {config.model.name} has embeddings for "
-            f"{model.config.vocab_size}"
+            f"the tokenizer has token ids up to {highest}, but model.name = {config.model.name} has embeddings for "
+            f"0..{vocab_size - 1}"
         )
     optimizer = setup_optimizer(config.optim, model, config.model.optim_cpu_offload)
     schedule_steps = scheduled_steps(config.max_steps, config.ckpt, resume_step)
