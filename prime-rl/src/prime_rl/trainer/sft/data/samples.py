@@ -95,7 +95,9 @@ class Made:
 class SampleMaker:
     """Turns a row into a sample of at most `seq_len` inputs, or says why it cannot."""
 
-    def __init__(self, config: SFTDataConfig, tokenizer: PreTrainedTokenizerBase, max_row_s: float = MAX_RENDER_S) -> None:
+    def __init__(
+        self, config: SFTDataConfig, tokenizer: PreTrainedTokenizerBase, max_row_s: float = MAX_RENDER_S
+    ) -> None:
         self.config = config
         self.max_row_s = max_row_s
         self._tokenize = ConversationTokenizer(tokenizer, config.loss_mask, config.ignored_keys, config.seq_len)
