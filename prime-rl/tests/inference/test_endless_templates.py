@@ -14,7 +14,6 @@ import pytest
 from prime_rl.checks.time_limit import OutOfTime, time_limit
 from prime_rl.configs.inference import InferenceConfig
 from prime_rl.inference.embedded.errors import UnsupportedModel
-from prime_rl.inference.embedded.http import api as routes
 from prime_rl.inference.embedded.http.api import Api
 from prime_rl.inference.embedded.http.service import Service
 from prime_rl.inference.embedded.startup import start_service
@@ -44,9 +43,8 @@ def body(text: str) -> dict[str, object]:
     return {"messages": [{"role": "user", "content": text}], "max_tokens": 2}
 
 
-def test_only_the_request_whose_template_loops_fails(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(routes, "in_time", partial(in_time, limit_s=2))
-    api = Api("model", KEY)
+def test_only_the_request_whose_template_loops_fails(service: Service) -> None:
+    api = Api("model", KEY, preparation_s=2)
     api.service = service
 
     async def ask() -> list[httpx.Response]:
@@ -69,7 +67,7 @@ def test_only_the_request_whose_template_loops_fails(service: Service, monkeypat
 
 def test_a_template_that_always_loops_is_refused_at_the_start(service: Service) -> None:
     service.text._tokenizer.chat_template = LOOP
-    with pytest.raises(UnsupportedModel, match="takes more than 0.3 s for one short message: look for a loop in it"):
+    with pytest.raises(UnsupportedModel, match=r"takes more than 0\.3 s for one short message: look for a loop in it"):
         service.text.refuse_endless_template(limit_s=0.3)
     service.text._tokenizer.chat_template = "{{ raise_exception('no') }}"
     service.text.refuse_endless_template()

@@ -2,7 +2,7 @@
 
 Launcher and guard hold a lock on the launch's directory. A thread in each child waits for that lock. It gets it once
 both are gone, and starts a new guard, which ends the child too. The death of a child's parent continues it if it was
-stopped (SIGSTOP): a stopped child would wait for ever.
+stopped (SIGSTOP): a stopped child never ends.
 """
 
 from __future__ import annotations

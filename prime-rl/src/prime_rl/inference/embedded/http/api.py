@@ -20,7 +20,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from prime_rl.checks.time_limit import OutOfTime, time_limit
+from prime_rl.checks.time_limit import MAX_RENDER_S, OutOfTime, time_limit
 from prime_rl.inference.access import RequireKey
 from prime_rl.inference.adapter_files import AdapterMissing
 from prime_rl.inference.bodies import BoundBodies
@@ -67,9 +67,10 @@ class ClientDisconnected(Exception):
 class Api:
     """Routes to a `Service`, which is set once the model is loaded."""
 
-    def __init__(self, model_name: str, key: str) -> None:
-        """`key` is required of every request but health checks."""
+    def __init__(self, model_name: str, key: str, preparation_s: float = MAX_RENDER_S) -> None:
+        """`key` is required of every request but health checks; `preparation_s` is the time to prepare one."""
         self.model_name = model_name
+        self._preparation_s = preparation_s
         self._key = key
         self.service: Service | None = None
         self.created_s = int(time.time())
@@ -237,7 +238,7 @@ class Api:
                     return work()
             except OutOfTime:
                 self._is_slow = True
-        return await asyncio.get_running_loop().run_in_executor(self._threads, in_time, work)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, in_time, work, self._preparation_s)
 
     async def _in_thread(self, size_bytes: int, work: Callable[[], Result]) -> Result:
         """Run work on that many bytes; in a thread if they are many, so that `/health` is answered meanwhile."""
