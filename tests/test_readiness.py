@@ -21,6 +21,7 @@ from medarc_rl.backends.slurm import BatchJob, SlurmRequest
 from medarc_rl.external import NoAnswer, ask
 from medarc_rl.readiness.cluster import cluster_rows
 from medarc_rl.readiness.hub import HubAccess
+from medarc_rl.readiness.memory import gpu_of_type, memory_row, offered_gpu
 from medarc_rl.readiness.rows import Row, State, failed, ok, table
 from medarc_rl.readiness.software import Unreadable, job_environment, software_rows
 from medarc_rl.readiness.storage import storage_rows
@@ -162,6 +163,46 @@ def test_without_slurm_is_one_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("PATH", str(tmp_path))
     (row,) = cluster_rows(make_job(tmp_path))
     assert (row.what, row.state) == ("slurm", State.FAILED)
+
+
+@pytest.mark.parametrize(
+    ("name", "gpu"),
+    [
+        ("h100", "H100"),
+        ("nvidia_h100_80gb_hbm3", "H100"),
+        ("a100_40gb", "A100-40"),
+        ("a100-sxm4-80gb", "A100-80"),
+        ("rtx_4090", "RTX-4090"),
+        ("a100_3g.20gb", None),
+        ("gpu", None),
+        ("80", None),
+        ("tesla", None),
+    ],
+)
+def test_a_type_of_gpu_is_known_by_the_names_that_clusters_use(name: str, gpu: str | None) -> None:
+    found = gpu_of_type(name)
+    assert (found and found.name) == gpu
+
+
+def test_the_run_is_compared_with_the_gpu_that_slurm_offers(scontrol: Describe, sft_toml: Path, tmp_path: Path) -> None:
+    scontrol()
+    job = make_job(tmp_path)
+    gpu = offered_gpu(job)
+    assert gpu is not None
+    assert gpu.name == "H100"
+    assert offered_gpu(make_job(tmp_path, sbatch_arg=["--gres=gpu:a100:2"])) is None, "the job asks for another"
+    config = SFTConfig(model={"name": str(EXAMPLES / "checkpoint")}, data={"name": "x", "seq_len": 128}, device="cuda")
+    row = memory_row(config, job, gpu)
+    assert (row.what, row.state) == ("gpu memory", State.OK)
+    assert row.detail.startswith("fits: trainer 0.")
+    assert row.detail.endswith("H100 has 79.1 GiB")
+    small = replace(gpu, name="a slice", total_bytes=2**28)
+    assert memory_row(config, job, small).state is State.FAILED
+    assert "does not fit" in memory_row(config, job, small).detail
+    assert memory_row(config, job, None).state is State.UNKNOWN
+    assert "compare with --estimate --gpu NAME" in memory_row(config, job, None).detail
+    elsewhere = SFTConfig(model={"name": "some/model"}, data={"name": "x"})
+    assert memory_row(elsewhere, job, gpu).detail.startswith("some/model: not in the local cache")
 
 
 class Hub(BaseHTTPRequestHandler):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from medarc_rl.backends.scontrol import SLURM_LIMIT_S, Properties, shown
 from medarc_rl.backends.slurm import BatchJob, render, sbatch_argv, walltime_s
@@ -54,9 +54,7 @@ def _partition_rows(job: BatchJob, partitions: list[Properties], nodes: list[Pro
     if any(word.startswith(("-p", "--partition")) for word in job.request.sbatch_arg):
         yield unknown("partition", "--sbatch-arg names it: left to sbatch --test-only")
         return
-    wanted = job.request.partition or os.environ.get("SBATCH_PARTITION")
-    names = wanted.split(",") if wanted else [each["PartitionName"] for each in partitions if _is_default(each)]
-    chosen = [each for each in partitions if each.get("PartitionName") in names]
+    wanted, chosen = _wanted(job, os.environ), chosen_partitions(job, partitions, os.environ)
     if not chosen:
         there = ", ".join(each.get("PartitionName", "?") for each in partitions) or "none"
         said = f"no partition {wanted}" if wanted else "the cluster has no default partition: name one with --partition"
@@ -67,6 +65,27 @@ def _partition_rows(job: BatchJob, partitions: list[Properties], nodes: list[Pro
     yield _time_row(job.request.time, up or chosen)
     yield _account_row(job.request.account, up or chosen)
     yield _gpu_row(job, up or chosen, nodes)
+
+
+def chosen_partitions(job: BatchJob, partitions: list[Properties], environ: Mapping[str, str]) -> list[Properties]:
+    """The partitions that the job may run in, of those that there are."""
+    wanted = _wanted(job, environ)
+    names = wanted.split(",") if wanted else [each["PartitionName"] for each in partitions if _is_default(each)]
+    return [each for each in partitions if each.get("PartitionName") in names]
+
+
+def nodes_with_gpus(job: BatchJob, partitions: list[Properties], nodes: list[Properties]) -> list[Properties]:
+    """The nodes of partitions that have as many GPUs as the job asks for, in service or not."""
+    return [node for node in _members(partitions, nodes) if _gpus(node) >= job.gpus]
+
+
+def _members(partitions: list[Properties], nodes: list[Properties]) -> list[Properties]:
+    names = {_name(each) for each in partitions}
+    return [node for node in nodes if names & set(node.get("Partitions", "").split(","))]
+
+
+def _wanted(job: BatchJob, environ: Mapping[str, str]) -> str | None:
+    return job.request.partition or environ.get("SBATCH_PARTITION")
 
 
 def _is_default(partition: Properties) -> bool:
@@ -118,11 +137,9 @@ def _admits(partition: Properties, account: str) -> bool:
 
 def _gpu_row(job: BatchJob, partitions: list[Properties], nodes: list[Properties]) -> Row:
     """Whether a node in service has as many GPUs as the job asks for, free or not."""
-    names = {_name(each) for each in partitions}
-    members = [node for node in nodes if names & set(node.get("Partitions", "").split(","))]
-    fitting = [node for node in members if _gpus(node) >= job.gpus]
+    members, fitting = _members(partitions, nodes), nodes_with_gpus(job, partitions, nodes)
     in_service = [node for node in fitting if not _OUT_OF_SERVICE.search(node.get("State", ""))]
-    where = ", ".join(sorted(names))
+    where = ", ".join(sorted(map(_name, partitions)))
     if not fitting:
         most = max(map(_gpus, members), default=0)
         return failed("gpus", f"{job.gpus} asked for; the largest of {len(members)} nodes in {where} has {most}")

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from medarc_rl.backends.slurm import BatchJob
 from medarc_rl.readiness.cluster import cluster_rows
 from medarc_rl.readiness.hub import HubAccess, hub_rows, trained_model
+from medarc_rl.readiness.memory import memory_row, offered_gpu
 from medarc_rl.readiness.rows import Row, State, failed
 from medarc_rl.readiness.software import Unreadable, job_environment, script_row, software_rows
 from medarc_rl.readiness.storage import storage_rows
@@ -23,7 +24,11 @@ def job_rows(config: SFTConfig | RLConfig, job: BatchJob, env: Mapping[str, str]
     asked has a time limit.
     """
     yield script_row(job)
-    yield from cluster_rows(job)
+    cluster = list(cluster_rows(job))
+    yield from cluster
+    # A controller that has not answered once is not asked again.
+    answers = all(row.state is not State.FAILED for row in cluster if row.what == "slurm")
+    yield memory_row(config, job, offered_gpu(job) if answers else None)
     try:
         job_env = job_environment(job, env)
     except Unreadable as error:
