@@ -80,5 +80,6 @@ def _answer(config: SFTConfig | RLConfig, job: BatchJob, gpu: Gpu | None) -> Ans
     if isinstance(config, SFTConfig):
         return sft_answer(config, job.gpus, gpu, in_job=True)
     counts = config.deployment
+    assert counts.type == "single_node", "a job has one node"
     split = GpuSplit(counts.num_train_gpus, counts.num_infer_gpus, job.single_gpu)
     return rl_answer(config, split, gpu, in_job=True)
