@@ -20,6 +20,7 @@ from medarc_rl.explain.command import ExplainOptions, explain
 from medarc_rl.launchers import rl_local, sft_local
 from medarc_rl.launchers.shared_node import SINGLE_GPU_VARIABLE, first_gpus, shared_node
 from medarc_rl.migrate.command import command as migrate
+from medarc_rl.report.command import ReportOptions, report
 from medarc_rl.utils import check_startable, load_run, write_components
 from medarc_rl.watching import WatchOptions, watch
 from prime_rl.checks.environments import EXAMINATION
@@ -118,6 +119,7 @@ add_command(app, "eval", EvalOptions, evaluate)
 add_command(app, "explain", ExplainOptions, explain)
 add_command_without_config(app, "chat", ChatOptions, chat)
 add_command_without_config(app, "watch", WatchOptions, watch)
+add_command_without_config(app, "report", ReportOptions, report)
 app.command("migrate")(migrate)
 
 

@@ -1,0 +1,59 @@
+"""The command `medarc_train report`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from typer import Argument, Option
+
+from medarc_rl.cli import say, warn
+from medarc_rl.errors import MedarcError
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportOptions:
+    runs: Annotated[
+        list[Path],
+        Argument(metavar="RUN...", help="Directory of a run, OUT; several are compared, the first with the others."),
+    ]
+    out: Annotated[
+        Path | None,
+        Option(help="Directory for report.html and the PNGs; by default, OUT/report of the first run."),
+    ] = None
+    label: Annotated[
+        list[str] | None,
+        Option(metavar="RUN=LABEL", help="Name a run in the report. Runs with the same label are seeds of one line."),
+    ] = None
+    price: Annotated[float | None, Option(min=0, metavar="USD", help="Price of one GPU for one hour.")] = None
+    rollouts: Annotated[
+        bool, Option("--rollouts/--no-rollouts", help="Whether the page contains the texts of rollouts.")
+    ] = True
+    pictures: Annotated[bool, Option("--pictures/--no-pictures", help="Whether to draw PNGs.")] = True
+    open: Annotated[bool, Option("--open/--no-open", help="Show the page in the browser of this machine.")] = False
+
+
+def report(options: ReportOptions) -> int:
+    """Write a report of a run, or a comparison of several: one HTML file, and PNGs of its charts."""
+    # Imported here so that the other commands do not load it.
+    from medarc_rl.report.groups import group_runs, open_runs
+    from medarc_rl.report.write import write_report
+
+    runs = open_runs(options.runs)
+    groups = group_runs(runs, options.label or ())
+    directory = options.out or options.runs[0] / "report"
+    try:
+        written = write_report(groups, directory, options.price, options.rollouts, options.pictures)
+    except OSError as error:
+        raise MedarcError(f"{error.filename or directory}: {error.strerror or error}") from error
+    for line in written.warnings:
+        warn(line)
+    size = written.page.stat().st_size
+    pictures = f", {len(written.pictures)} PNGs" if written.pictures else ""
+    say(f"{written.page}: {size / 1e6:.1f} MB, {written.rollouts:,} rollouts{pictures}")
+    if options.open:
+        import webbrowser
+
+        webbrowser.open(written.page.resolve().as_uri())
+    return 0

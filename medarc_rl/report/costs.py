@@ -1,0 +1,103 @@
+"""Throughput, where the time went, GPU-hours and money, memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from medarc_rl.report.charts import Chart, Line, Section, Table, chart_of, short
+from medarc_rl.report.curves import MEMORY, SPEED_CURVES, curve_chart
+from medarc_rl.report.groups import Group
+from medarc_rl.report.overview import duration, gpu_hours
+from prime_rl.history.run import RunHistory
+from prime_rl.history.spending import SFT, Phases, Spending, phases_of, split_hint
+
+Spendings = Mapping[int, Sequence[Spending]]
+"""By `id` of the run."""
+
+
+def costs_section(groups: Sequence[Group], spendings: Spendings, price: float | None) -> Section:
+    section = Section("costs", "Speed, time and cost")
+    runs = [run for group in groups for run in group.runs]
+    is_single = len(runs) == 1
+    for run in runs:
+        phases = phases_of(run)
+        name = "" if is_single else f"{run.name}: "
+        for each in phases:
+            section.tables.append(_phase_table(each, name))
+            if is_single:
+                section.charts += _phase_chart(each)
+        if (hint := split_hint(phases)) is not None:
+            section.notes.append(name + hint)
+    section.charts += [chart for curve in (*SPEED_CURVES, MEMORY) for chart in curve_chart(groups, curve)]
+    section.tables += ledger_tables(runs, spendings, price)
+    if not any(spendings.values()):
+        section.notes.append("The run has no receipts of attempts, so its time and its GPU-hours are not known.")
+    return section
+
+
+def _phase_table(phases: Phases, name: str) -> Table:
+    whole = phases.total_s
+    totals = sorted(phases.totals_s.items(), key=lambda item: -item[1])
+    steps = len({step for values in phases.by_title.values() for step in values}) or 1
+    rows = [(title, duration(s), f"{s / steps:,.2f} s", f"{s / whole:.1%}") for title, s in totals]
+    return Table(("phase", "sum", "per step", "share"), rows, f"{name}{_name(phases)}: {duration(whole)} in steps")
+
+
+def _name(phases: Phases) -> str:
+    return "trainer" if phases.source == SFT else phases.source
+
+
+def _phase_chart(phases: Phases) -> list[Chart]:
+    lines = [Line(title, values, color=color) for color, (title, values) in enumerate(phases.by_title.items())]
+    title = f"Where the {_name(phases)}'s time goes"
+    return chart_of(f"phases-{phases.source}", title, lines, unit="s per step", is_stacked=True)
+
+
+def ledger_tables(runs: Sequence[RunHistory], spendings: Spendings, price: float | None) -> list[Table]:
+    """GPU-hours of each attempt and process. Without GPUs in any receipt, only the time."""
+    rows = []
+    known = [each for run in runs for each in spendings[id(run)]]
+    processes = list(dict.fromkeys(process for each in known for process in each.gpu_hours or {}))
+    for run in runs:
+        for each in spendings[id(run)]:
+            rows.append((_attempt_name(run, each, runs), *_ledger_cells(each, processes, price)))
+        if len(spendings[id(run)]) > 1:
+            rows.append(_sum_row(run, spendings[id(run)], processes, price, len(runs) > 1))
+    if not rows:
+        return []
+    gpu_columns = (*(f"{process}, GPU-h" for process in processes), "GPU-hours") if processes else ()
+    money = ("USD",) if price is not None and processes else ()
+    headers = ("attempt", "time", "start-up", *gpu_columns, *money)
+    note = "" if processes else "; the receipts name no GPUs"
+    return [Table(headers, rows, f"Ledger{note}. Time in a queue before the start is not recorded")]
+
+
+def _attempt_name(run: RunHistory, each: Spending, runs: Sequence[RunHistory]) -> str:
+    return f"{run.name}, {each.attempt.number}" if len(runs) > 1 else str(each.attempt.number)
+
+
+def _ledger_cells(each: Spending, processes: Sequence[str], price: float | None) -> list[str]:
+    hours = each.gpu_hours
+    startup = "–" if each.startup_s is None else duration(max(0.0, each.startup_s))
+    cells = [duration(each.seconds), startup]
+    if processes:
+        cells += ["–" if hours is None else short(hours.get(process, 0.0), 3) for process in processes]
+        cells.append("–" if hours is None else short(sum(hours.values()), 3))
+        if price is not None:
+            cells.append("–" if hours is None else f"{price * sum(hours.values()):,.2f}")
+    return cells
+
+
+def _sum_row(
+    run: RunHistory, spending: Sequence[Spending], processes: Sequence[str], price: float | None, several: bool
+) -> tuple[str, ...]:
+    title = f"{run.name}, all" if several else "all"
+    cells = [title, duration(sum(each.seconds for each in spending)), ""]
+    if processes:
+        known = [each.gpu_hours or {} for each in spending]
+        cells += [short(sum(hours.get(process, 0.0) for hours in known), 3) for process in processes]
+        whole = gpu_hours(spending) or 0.0
+        cells.append(short(whole, 3))
+        if price is not None:
+            cells.append(f"{price * whole:,.2f}")
+    return tuple(cells)

@@ -1,0 +1,197 @@
+"""Chooses the charts of a report: which metrics of which process, under which title and unit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from medarc_rl.report.charts import Band, Chart, Line, Series, chart_of
+from medarc_rl.report.groups import Group
+from prime_rl.history.run import RunHistory
+from prime_rl.history.spending import ORCHESTRATOR, trainer_of
+
+TRAIN = "train"
+"""Stands for the source of the loss: `trainer`, or `sft`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """A metric that every run of a kind may have."""
+
+    metric: str
+    source: str
+    title: str
+    unit: str = ""
+    spread: tuple[str, str, str] | None = None
+    """Title of a band, and the metrics of its ends. With an empty third name, the second is a standard deviation."""
+    scale: float = 1.0
+
+    def read(self, run: RunHistory) -> Series:
+        source = trainer_of(run) if self.source == TRAIN else self.source
+        return _scaled(run.metrics.series(self.metric, source), self.scale)
+
+    def band(self, run: RunHistory) -> Band | None:
+        if self.spread is None:
+            return None
+        title, first, second = self.spread
+        source = trainer_of(run) if self.source == TRAIN else self.source
+        low = _scaled(run.metrics.series(first, source), self.scale)
+        if second:
+            high = _scaled(run.metrics.series(second, source), self.scale)
+        else:
+            mean = self.read(run)
+            low, high = (
+                {step: mean[step] + sign * value for step, value in low.items() if step in mean} for sign in (-1, 1)
+            )
+        return Band(title, low, high) if low and high else None
+
+
+REWARD = Curve("reward/mean", ORCHESTRATOR, "Reward", "mean of the batch", ("± 1 standard deviation", "reward/std", ""))
+LOSS = Curve("loss/mean", TRAIN, "Loss", "per token")
+LENGTH = Curve(
+    "decode_len/mean",
+    ORCHESTRATOR,
+    "Completion length",
+    "tokens",
+    ("shortest to longest", "decode_len/min", "decode_len/max"),
+)
+TRUNCATED = Curve("is_truncated/mean", ORCHESTRATOR, "Truncated rollouts", "%", scale=100)
+ENTROPY = Curve("entropy/mean", TRAIN, "Entropy", "nats per token")
+MISMATCH = Curve("mismatch_kl/mean", TRAIN, "Mismatch KL, trainer against engine", "nats per token")
+RATE = Curve("optim/lr", TRAIN, "Learning rate")
+GRADIENT = Curve("optim/grad_norm", TRAIN, "Gradient norm")
+MEMORY = Curve("perf/peak_memory", TRAIN, "Peak memory of a trainer process", "GiB")
+VALIDATION = Curve("val/loss", TRAIN, "Validation loss", "per token")
+VALIDATION_REWARD = Curve("val_reward/mean", ORCHESTRATOR, "Validation reward")
+
+RL_CURVES = (
+    REWARD,
+    LOSS,
+    ENTROPY,
+    MISMATCH,
+    LENGTH,
+    TRUNCATED,
+    Curve("error/mean", ORCHESTRATOR, "Rollouts with an error", "%", scale=100),
+    Curve(
+        "batch/effective_batch_size", ORCHESTRATOR, "Groups that are neither all solved nor all failed", "%", scale=100
+    ),
+    Curve("batch/lag/mean", ORCHESTRATOR, "Lag of the rollouts", "steps"),
+    RATE,
+    GRADIENT,
+)
+SFT_CURVES = (LOSS, VALIDATION, RATE, GRADIENT, Curve("progress/epoch", TRAIN, "Epoch"))
+SPEED_CURVES = (
+    Curve("perf/throughput", TRAIN, "Throughput of the trainer", "tokens/s"),
+    Curve("perf/throughput", ORCHESTRATOR, "Throughput of generation", "tokens/s"),
+    Curve("perf/mfu", TRAIN, "Model FLOPs utilisation", "%"),
+)
+EVAL_SCORES = ("avg@", "pass@")
+
+
+def curves_of(kind: str) -> tuple[Curve, ...]:
+    return {"rl": RL_CURVES, "sft": SFT_CURVES, "eval": ()}[kind]
+
+
+def training_charts(groups: Sequence[Group], kind: str) -> list[Chart]:
+    """Reward, loss and the rest over steps."""
+    charts = [chart for curve in curves_of(kind) for chart in curve_chart(groups, curve)]
+    parts = part_charts(groups)
+    return [*charts[:1], *parts, *charts[1:]] if kind == "rl" else charts
+
+
+def curve_chart(groups: Sequence[Group], curve: Curve) -> list[Chart]:
+    """One line for each group; a single run also shows its spread."""
+    key = f"{curve.source}-{curve.metric}"
+    if len(groups) == 1 and len(groups[0].runs) == 1:
+        run = groups[0].runs[0]
+        lines = [Line(curve.title, curve.read(run), curve.band(run))]
+    else:
+        lines = [group.line(curve.read) for group in groups]
+    return [chart for chart in chart_of(key, curve.title, lines, unit=curve.unit) if not _is_all_zero(chart)]
+
+
+def _is_all_zero(chart: Chart) -> bool:
+    """A count of what never happened, such as truncation, is a sentence and no chart."""
+    return chart.unit == "%" and all(value == 0 for line in chart.lines for value in line.values.values())
+
+
+def never_happened(groups: Sequence[Group], kind: str) -> list[str]:
+    """A sentence for each share that stayed at 0."""
+    found = []
+    for curve in (TRUNCATED, *(curve for curve in curves_of(kind) if curve.metric == "error/mean")):
+        values = [value for group in groups for run in group.runs for value in curve.read(run).values()]
+        if values and not any(values):
+            found.append(f"{curve.title}: none in any step.")
+    return found
+
+
+def part_charts(groups: Sequence[Group]) -> list[Chart]:
+    """Reward functions: one chart with all of them for a single run, one chart for each to compare runs."""
+    names = dict.fromkeys(name for group in groups for run in group.runs for name in _names(run, "reward_parts/"))
+    if len(names) < 2:
+        return []
+    if len(groups) == 1 and len(groups[0].runs) == 1:
+        run = groups[0].runs[0]
+        lines = [
+            Line(name.removeprefix("reward_parts/"), run.metrics.series(name, ORCHESTRATOR), color=color)
+            for color, name in enumerate(names)
+        ]
+        return chart_of("reward-parts", "Reward functions", lines, unit="mean, without weights")
+    curves = [Curve(name, ORCHESTRATOR, f"Reward function {name.removeprefix('reward_parts/')}") for name in names]
+    return [chart for curve in curves for chart in curve_chart(groups, curve)]
+
+
+def evaluation_charts(groups: Sequence[Group]) -> list[Chart]:
+    """Scores of each evaluation set, then lengths and failures."""
+    names = dict.fromkeys(name for group in groups for run in group.runs for name in evaluation_names(run))
+    by_title: dict[str, list[str]] = {}
+    for name in names:
+        env, _, score = name.removeprefix("eval/").rpartition("/")
+        by_title.setdefault(f"{env}: pass@k" if score.startswith("pass@") else f"{env}: {score}", []).append(name)
+    charts = []
+    for title, members in by_title.items():
+        lines = []
+        for color, name in enumerate(members):
+            for group in groups:
+                line = group.line(partial(evaluation_series, name=name))
+                score = name.rpartition("/")[2]
+                several = len(members) > 1
+                shown = f"{score}, {line.title}" if several and len(groups) > 1 else score if several else line.title
+                lines.append(Line(shown, line.values, line.band, color if several else group.color))
+        charts += chart_of(f"eval-{title}", title, lines, x_title="updates", unit="score")
+    return [*charts, *curve_chart(groups, VALIDATION_REWARD)]
+
+
+def evaluation_names(run: RunHistory) -> Iterator[str]:
+    for source in run.metrics.sources:
+        for name in run.metrics.names(source):
+            if name.startswith("eval/") and name.rpartition("/")[2].startswith(EVAL_SCORES):
+                yield name
+
+
+def evaluation_series(run: RunHistory, name: str) -> Series:
+    """A metric of evaluations, from the process that reports it."""
+    return next((found for source in run.metrics.sources if (found := run.metrics.series(name, source))), {})
+
+
+def held_out(run: RunHistory) -> dict[str, Series]:
+    """Mean scores on rows that the run does not train on, by title."""
+    scores = {name: evaluation_series(run, name) for name in evaluation_names(run) if "/avg@" in name}
+    found = {f"evaluation {name.removeprefix('eval/')}": series for name, series in scores.items()}
+    validation = VALIDATION_REWARD.read(run)
+    return {**found, **({"validation reward": validation} if validation else {})}
+
+
+def _names(run: RunHistory, prefix: str) -> list[str]:
+    return [name for name in run.metrics.names(ORCHESTRATOR) if name.startswith(prefix)]
+
+
+def reward_parts(run: RunHistory) -> dict[str, Series]:
+    """The mean of each reward function, by name."""
+    names = _names(run, "reward_parts/")
+    return {name.removeprefix("reward_parts/"): run.metrics.series(name, ORCHESTRATOR) for name in names}
+
+
+def _scaled(series: Series, scale: float) -> Series:
+    return series if scale == 1 else {step: value * scale for step, value in series.items()}

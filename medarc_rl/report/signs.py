@@ -1,0 +1,141 @@
+"""Facts from which a reader can see reward hacking. There is a warning only beyond a stated limit."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from medarc_rl.report.charts import Line, Section, Series, chart_of, short
+from medarc_rl.report.curves import LENGTH, REWARD, held_out, reward_parts
+from prime_rl.history.run import RunHistory
+from prime_rl.history.trends import MIN_VALUES, Z_LIMIT, Trend, trend
+
+LENGTH_LIMIT = 1.5
+"""Factor by which completions grew or shrank that is worth a warning."""
+DISTINCT_LIMIT = 0.5
+"""Fraction of the first steps' share of distinct completions below which there is a warning."""
+MIN_REWARD_RISE = 0.02
+MIN_PROBLEMS = 4
+"""Steps with fewer problems among the rollouts kept by chance do not count."""
+
+Answers = Mapping[int, Sequence[tuple[object, str]]]
+"""By step: problem and text of each completion that was kept by chance."""
+
+
+def signs_section(run: RunHistory, answers: Answers) -> Section:
+    """Trained against held-out reward, growth of the parts, lengths, repeated answers."""
+    section = Section("signs", "Can the reward be trusted?")
+    reward = trend(REWARD.read(run))
+    if reward is None:
+        section.notes.append("Fewer than two steps have a reward, so nothing can be said yet.")
+        return section
+    section.notes.append(_sentence("The trained reward", reward))
+    _held_out(section, run, reward)
+    _parts(section, run, reward)
+    _lengths(section, run)
+    _answers(section, answers)
+    section.notes.append(
+        f"Rose and fell mean: the Mann-Kendall trend test over all steps is beyond ±{Z_LIMIT} "
+        f"(1 in 100 series without a trend), which takes at least {MIN_VALUES} values."
+    )
+    return section
+
+
+def _sentence(subject: str, found: Trend, unit: str = "") -> str:
+    first, last = short(found.first.mean, 3), short(found.last.mean, 3)
+    at = f"between steps {_steps(found.first.first_step, found.first.last_step)} and " + _steps(
+        found.last.first_step, found.last.last_step
+    )
+    if found.direction == "no trend":
+        return f"{subject} shows no trend: {first}{unit} and {last}{unit} {at} (z = {found.z:.1f})."
+    return f"{subject} {found.direction} from {first} to {last}{unit} {at} (z = {found.z:.1f})."
+
+
+def _steps(first: int, last: int) -> str:
+    return str(first) if first == last else f"{first}–{last}"
+
+
+def _held_out(section: Section, run: RunHistory, reward: Trend) -> None:
+    scores = held_out(run)
+    if not scores:
+        section.notes.append(
+            "There is no held-out reward to compare with: the run has no evaluation ([orchestrator.eval]) and no "
+            "validation ([orchestrator.val]), so learning the task and exploiting the reward look alike here."
+        )
+        return
+    lines = [Line("trained reward", REWARD.read(run))]
+    for color, (title, series) in enumerate(scores.items(), 1):
+        lines.append(Line(title, series, color=color))
+        found = trend(series)
+        if found is None:
+            section.notes.append(f"{title}: a single value, {short(next(iter(series.values())), 3)}.")
+            continue
+        section.notes.append(_sentence(f"The held-out reward ({title})", found))
+        if reward.direction == "rose" and found.direction == "fell":
+            section.warnings.append(
+                f"The trained reward rose (z = {reward.z:.1f}) while {title} fell (z = {found.z:.1f}); "
+                f"the limit is ±{Z_LIMIT} for both."
+            )
+    section.charts += chart_of("held-out", "Trained and held-out reward", lines, unit="mean reward")
+
+
+def _parts(section: Section, run: RunHistory, reward: Trend) -> None:
+    parts = reward_parts(run)
+    if len(parts) < 2:
+        if parts:
+            section.notes.append(f"The reward has one function, {next(iter(parts))}.")
+        return
+    for name, series in parts.items():
+        found = trend(series)
+        if found is None:
+            continue
+        section.notes.append(_sentence(f"Reward function {name}", found))
+        rises = reward.direction == "rose" and reward.change > MIN_REWARD_RISE
+        if rises and found.direction == "fell":
+            section.warnings.append(
+                f"Reward function {name} fell (z = {found.z:.1f}) while the reward rose (z = {reward.z:.1f}); "
+                f"the limit is ±{Z_LIMIT} for both."
+            )
+
+
+def _lengths(section: Section, run: RunHistory) -> None:
+    found = trend(LENGTH.read(run))
+    if found is None:
+        return
+    section.notes.append(_sentence("The mean completion length", found, " tokens"))
+    factor = found.last.mean / found.first.mean if found.first.mean > 0 else 1.0
+    if found.direction != "no trend" and not 1 / LENGTH_LIMIT <= factor <= LENGTH_LIMIT:
+        section.warnings.append(
+            f"Completions have {factor:.1f} times the length of the first steps' (the limit is a factor of "
+            f"{LENGTH_LIMIT} either way): read some, to see whether the length earns reward."
+        )
+
+
+def _answers(section: Section, answers: Answers) -> None:
+    """One completion of each problem counts: a policy that has learned a problem may well repeat its answer to it."""
+    distinct, top = {}, {}
+    for step, kept in answers.items():
+        of_problems = dict(reversed(kept))
+        if len(of_problems) >= MIN_PROBLEMS:
+            texts = Counter(of_problems.values())
+            distinct[step] = len(texts) / len(of_problems)
+            top[step] = texts.most_common(1)[0][1] / len(of_problems)
+    found = trend(distinct)
+    if found is None:
+        section.notes.append("Too few rollouts were kept by chance to count answers that repeat between problems.")
+        return
+    section.notes.append(_sentence("The share of distinct completions, one for each problem,", found))
+    if found.direction == "fell" and found.last.mean < DISTINCT_LIMIT * found.first.mean:
+        section.warnings.append(
+            f"Different problems get the same completions more often: the share of distinct ones fell below "
+            f"{DISTINCT_LIMIT:.0%} of what it was (z = {found.z:.1f})."
+        )
+    lines = [
+        Line("distinct completions", _percent(distinct)),
+        Line("most frequent completion", _percent(top), color=1),
+    ]
+    section.charts += chart_of("distinct", "Answers that repeat between problems", lines, unit="% of problems")
+
+
+def _percent(series: Series) -> Series:
+    return {step: 100 * value for step, value in series.items()}
