@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import re
 import shlex
+import subprocess
+import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,6 +26,7 @@ from prime_rl.utils.pydantic_config import load_config
 ROOT = Path(__file__).resolve().parents[1]
 ENGINE = ROOT / "prime-rl" / "src" / "prime_rl"
 README = ROOT / "README.md"
+COMMANDS_GENERATOR = ROOT / "docs" / "generate" / "commands.py"
 ARCHITECTURE = ROOT / "docs" / "architecture.md"
 PAGES = [
     README,
@@ -175,6 +178,13 @@ def test_every_config_in_a_page_loads(page: Path, block: str, tmp_path: Path) ->
 @every_page
 def test_no_page_holds_an_unresolved_merge(page: Path) -> None:
     assert re.findall(r"^(?:<{7}|>{7}) .*$", page.read_text(encoding="utf-8"), re.MULTILINE) == []
+
+
+def test_the_reference_of_commands_is_up_to_date() -> None:
+    """Made by a process of its own, as a person makes it."""
+    made = subprocess.run([sys.executable, COMMANDS_GENERATOR], capture_output=True, text=True, check=True).stdout
+    advice = "run: uv run python docs/generate/commands.py > docs/commands.md"
+    assert (ROOT / "docs" / "commands.md").read_text(encoding="utf-8") == made, advice
 
 
 def test_the_site_has_every_page_in_its_menu() -> None:

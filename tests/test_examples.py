@@ -13,6 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from medarc_rl import medarc_slurm
+from prime_rl.history.catalog import is_described
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = ROOT / "examples"
@@ -36,6 +37,13 @@ def run_command(*words: str | Path) -> subprocess.CompletedProcess[str]:
 def metric_values(output_dir: Path, source: str, name: str) -> list[float]:
     records = map(json.loads, (output_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
     return [record[name] for record in records if record["source"] == source and name in record]
+
+
+def metrics_without_description(output_dir: Path) -> set[str]:
+    """Names in `metrics.jsonl` that docs/metrics.md lacks."""
+    records = map(json.loads, (output_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
+    names = {name for record in records for name in record} - {"time", "source", "step"}
+    return {name for name in names if not is_described(name)}
 
 
 @pytest.mark.parametrize("path", TOML_FILES, ids=lambda path: str(path.relative_to(EXAMPLES)))
@@ -67,6 +75,7 @@ def test_the_sft_example_trains_and_exports(tmp_path: Path) -> None:
     losses = metric_values(tmp_path, "sft", "loss/mean")
     assert len(losses) == 8
     assert losses[-1] < losses[0]
+    assert metrics_without_description(tmp_path) == set()
     shipped = {path.name for path in (REVERSE_TEXT / "checkpoint").iterdir()}
     assert shipped <= {path.name for path in (tmp_path / "weights" / "step_8").iterdir()}
 
@@ -80,4 +89,5 @@ def test_the_rl_example_learns(name: str, tmp_path: Path) -> None:
     rewards = metric_values(tmp_path, "orchestrator", "reward/mean")
     assert statistics.mean(rewards[:5]) < 0.4
     assert statistics.mean(rewards[-5:]) > 0.8
+    assert metrics_without_description(tmp_path) == set()
     assert (tmp_path / "weights" / f"step_{len(rewards)}" / "model.safetensors").is_file()

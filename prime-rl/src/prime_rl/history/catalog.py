@@ -1,0 +1,195 @@
+"""What each name in `OUT/metrics.jsonl` means, and its unit. Generates the reference of metrics.
+
+`python -m prime_rl.history.catalog > docs/metrics.md`
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One row of the reference."""
+
+    names: str
+    """A name; `{a,b}` stands for several, `<word>` for a part that the environment or config chooses."""
+    unit: str
+    meaning: str
+
+    def covers(self, name: str) -> bool:
+        return any(re.fullmatch(_pattern(each), name) for each in expanded(self.names))
+
+
+_STATISTICS = "/{mean,median,std,min,max}"
+_RANGE = "/{mean,max,min}"
+
+# fmt: off
+_SPEED = (
+    Metric("perf/throughput", "tokens/s", "trained and other tokens over the last ten steps, all processes; not in the first step"),
+    Metric("perf/throughput_per_gpu", "tokens/s", "the same, divided by the number of processes"),
+    Metric("perf/mfu", "%", "share of the device's peak FLOP/s that training reaches; only where the peak is known"),
+    Metric("perf/peak_memory", "GiB", "highest memory so far: reserved on the GPU, or resident in the process on a CPU"),
+    Metric("optim/lr", "", "learning rate of the step's updates"),
+    Metric("optim/grad_norm", "", "norm of the gradient before clipping; with minibatches, the mean over the step's updates"),
+    Metric("time/step", "s", "from the end of the previous step to the end of this one"),
+    Metric("time/forward_backward", "s", "forward, backward and optimizer of the step"),
+    Metric("time/save_ckpt", "s", "saving a checkpoint"),
+)
+
+SFT = (
+    Metric("loss/mean", "nats/token", "cross-entropy of the step's trained tokens, over all processes"),
+    Metric("val/loss", "nats/token", "cross-entropy of the validation rows"),
+    Metric("val/perplexity", "", "its exponential"),
+    Metric("time/val", "s", "a validation; does not count in `time/step`"),
+    Metric("progress/epoch", "", "passes over the data that are complete"),
+    Metric("progress/num_samples", "samples", "read for training so far, across resumes"),
+    Metric("progress/num_tokens", "tokens", "of these samples, prompts included, padding not"),
+    Metric("data/seen", "rows", "read so far, over all processes and across resumes; a row counts again in every epoch"),
+    Metric("data/truncated", "rows", "of these, cut to `data.seq_len`"),
+    Metric("data/overlong", "rows", "skipped: longer than `data.seq_len`"),
+    Metric("data/untrainable", "rows", "skipped: no trained token within `data.seq_len`"),
+    Metric("data/unmaskable", "rows", "skipped: the chat template does not show where their messages start and end"),
+    Metric("system/ckpt_disk_{free,used,total}_gib", "GiB", "the file system of the run's directory"),
+    Metric("system/ckpt_disk_free_ratio", "0 to 1", "its free share"),
+    *_SPEED,
+)
+
+RL_TRAINER = (
+    Metric(f"loss{_STATISTICS}", "", "loss per sequence, scaled so that the mean is the loss of the update"),
+    Metric(f"entropy{_STATISTICS}", "nats", "entropy of the policy at each trained token"),
+    Metric(f"mismatch_kl{_STATISTICS}", "nats/token", "per sequence: mean of r - log r - 1, r = trainer / engine probability; estimates KL(engine, trainer)"),
+    Metric("kl_ent_ratio/mean", "", "`mismatch_kl/mean` divided by `entropy/mean`"),
+    Metric(f"{{trainer,inference}}_probs{_STATISTICS}", "0 to 1", "probability of each trained token in the trainer, and in the engine when it sampled it"),
+    Metric(f"is_masked{_STATISTICS}", "0 or 1", "per token: left out of the loss by the trust region; with `decoupled`, by `behaviour_weight_cap`"),
+    Metric(f"is_masked_{{low,high}}{_STATISTICS}", "0 or 1", "per token: its ratio is below `token_mask_low`, above `token_mask_high`"),
+    Metric(f"sequence_masked_{{low,high}}{_STATISTICS}", "0 or 1", "per sequence: its smallest ratio is below `sequence_mask_low`, its largest above `sequence_mask_high`"),
+    Metric(f"geo_masked_{{low,high}}{_STATISTICS}", "0 or 1", "per sequence: its geometric mean ratio is below `geo_mask_low`, above `geo_mask_high`"),
+    Metric(f"geo_seq_ratio{_STATISTICS}", "", "per sequence: geometric mean of the tokens' ratios"),
+    Metric(f"{{masked,unmasked}}_mismatch_kl{_STATISTICS}", "nats/token", "per sequence: `mismatch_kl` of the tokens that the trust region drops, and of those that it keeps"),
+    Metric(f"importance_ratio{_STATISTICS}", "", "per token: trainer / engine probability (`decoupled`: by that at the step's start); not with `default`"),
+    Metric(f"is_clipped{_STATISTICS}", "0 or 1", "per token: clipping changes its loss; not with `default`"),
+    Metric(f"behave_weight{_STATISTICS}", "", "per token, with `decoupled`: probability at the step's start / engine probability"),
+    Metric(f"teacher_kl{_STATISTICS}", "nats/token", "per sequence, with teacher log-probabilities: mean of teacher - trainer log-probability"),
+    Metric("time/wait_for_batch", "s", "waiting for the orchestrator's batch"),
+    Metric("time/load_data", "s", "receiving the batch's rows"),
+    Metric("time/broadcast_weights", "s", "publishing the new weights"),
+    Metric("progress/tokens", "tokens", "trained on so far, prompts included, across resumes"),
+    Metric("progress/samples", "sequences", "trained on so far, across resumes"),
+    *_SPEED,
+)
+
+ORCHESTRATOR = (
+    Metric("reward/{mean,std,min,max,median}", "reward", "over the rollouts of the batch"),
+    Metric("reward/errors", "0 to 1", "share of rollouts with a reward function that raised or returned no number"),
+    Metric("reward/<environment>", "reward", "with several environments: mean of each"),
+    Metric("reward_parts/<function>", "reward", "mean of each reward function, without its weight; `reward_parts/<environment>/<function>` with several environments"),
+    Metric("metrics/<function>", "", "mean of what the environment measures: functions of weight 0, turns, filters"),
+    Metric("val_reward/<statistic>", "reward", "the same as `reward/*`, of `[orchestrator.val]`"),
+    Metric("val_batch/<environment>", "0 to 1", "share of each environment in the validation"),
+    Metric("val_failed/count", "rollouts", "of the validation that failed and have no score"),
+    Metric("batch/solve_{none,all}", "0 to 1", "share of groups whose rewards are all 0, all 1"),
+    Metric("batch/effective_batch_size", "0 to 1", "share of groups that are neither"),
+    Metric("batch/async_level", "steps", "step minus the policy version that the servers hold when the batch is complete"),
+    Metric("batch/lag/{mean,max}", "steps", "step minus the version of a rollout's oldest token"),
+    Metric("batch/token_lag/{mean,max}", "steps", "step minus the version that sampled a token, over trained tokens"),
+    Metric(f"batch/off_policy_level{_RANGE}", "updates", "weight updates while a group was rolled out"),
+    Metric("batch/inflight_{rollouts,samples}", "groups; rollouts", "in flight at the end of the step: groups, and the rollouts in them"),
+    Metric("batch/cancelled_rollouts", "rollouts", "cancelled since the last step: too many weight updates"),
+    Metric("batch/<environment>", "0 to 1", "with several environments: share of the batch's rollouts"),
+    Metric(f"{{seq,prefill,decode}}_len{_RANGE}", "tokens", "per rollout: all tokens, those that are not trained on, those that are"),
+    Metric(f"samples_per_rollout{_RANGE}", "samples", "token sequences that a rollout becomes"),
+    Metric(f"num_turns{_RANGE}", "turns", "model calls of a rollout"),
+    Metric(f"is_truncated{_RANGE}", "0 or 1", "the rollout ended at a length limit"),
+    Metric(f"{{generation,scoring}}_ms{_RANGE}", "ms", "per rollout, as verifiers measures it"),
+    Metric("error/mean", "0 to 1", "share of rollouts that ended with an error"),
+    Metric("error/<name>", "0 to 1", "share of these errors with this name"),
+    Metric("filter/<filter>_{count,rate}", "rollouts; 0 to 1", "rollouts that a filter detects"),
+    Metric("filter/total_{detected,enforced}_rate", "0 to 1", "share of rollouts that any filter detects, and that are masked for it"),
+    Metric("filtered_rollouts/{easy,hard,equal}", "0 to 1", "share of finished groups that `[orchestrator.buffer]` rejects: all rewards 1, all 0, otherwise equal"),
+    Metric("evicted_examples/{easy,hard}", "0 to 1", "share of finished groups whose example is not sampled again"),
+    Metric("pool/{easy,normal,hard}", "0 to 1", "share of all examples in each pool"),
+    Metric("progress/{tokens,prefill_tokens,decode_tokens}", "tokens", "of this batch: all, not trained on, trained on"),
+    Metric("progress/{samples,problems}", "rollouts; groups", "of this batch"),
+    Metric("progress/total_{tokens,samples,problems}", "", "so far, across resumes"),
+    Metric("progress/ckpt_step", "version", "policy version that the servers hold, or that is evaluated"),
+    Metric("sampling/temperature", "", "of the step's rollouts"),
+    Metric("perf/throughput", "tokens/s", "`progress/tokens` divided by `time/generate_completions`"),
+    Metric("time/step", "s", "the whole step"),
+    Metric("time/generate_completions", "s", "waiting for the groups of the batch"),
+    Metric("time/parallel_preprocess", "s", "filters, advantages and building the batch"),
+    Metric("time/save_ckpt", "s", "saving the orchestrator's checkpoint"),
+    Metric("time/wait_for_ckpt", "s", "waiting for the version that the batch requires"),
+    Metric("time/update_weights", "s", "servers loading new weights"),
+    Metric("event_loop_lag/{min,mean,med,p90,max}", "s", "how late the orchestrator's event loop runs; a slow reward function that does not await raises it"),
+)
+
+EVALUATION = (
+    Metric("eval/<environment>/avg@<n>", "reward", "mean over n rollouts per example"),
+    Metric("eval/<environment>/pass@<k>", "0 to 1", "probability that one of k rollouts has reward 1; only if all rewards are 0 or 1"),
+    Metric("eval/<environment>/reward_parts/<function>", "reward", "mean of each reward function, without its weight"),
+    Metric("eval/<environment>/metrics/<function>", "", "mean of each function of weight 0"),
+    Metric("eval/<environment>/reward_errors/mean", "0 to 1", "share of rollouts with a reward function that failed"),
+    Metric("eval/<environment>/no_response/{mean,count}", "0 to 1; rollouts", "no text and no tool call"),
+    Metric("eval/<environment>/completion_len/{mean,max,min}", "tokens", "generated per rollout"),
+    Metric("eval/<environment>/is_truncated/mean", "0 to 1", "share of rollouts that ended at a length limit"),
+    Metric("eval/<environment>/failed/{count,mean}", "rollouts; 0 to 1", "failed rollouts, which have no score"),
+    Metric("eval/<environment>/time", "s", "the evaluation of this environment"),
+)
+# fmt: on
+
+CATALOG: Mapping[str, tuple[Metric, ...]] = {
+    "RL trainer": RL_TRAINER,
+    "SFT trainer": SFT,
+    "Orchestrator": ORCHESTRATOR,
+    "Evaluation": EVALUATION,
+}
+"""The metrics by part. Those of evaluations have the source `orchestrator` or `eval`."""
+
+INTRODUCTION = """\
+# Metrics
+
+Generated with `uv run python -m prime_rl.history.catalog > docs/metrics.md`; tests check that it is up to date, and
+that it has every metric that a run writes.
+
+Each line of `OUT/metrics.jsonl` is one JSON object: `time` (seconds since 1970), `source` (`trainer`, `sft`,
+`orchestrator` or `eval`), `step` (counted from 0), and the metrics by name. Other monitors get the same names.
+`{mean,max}` stands for several names, `<function>` for a reward function, `<environment>` for an environment.
+
+```bash
+uv run benchmarks/plot_metrics.py outputs/reverse-text --metric reward/mean --out reward.png
+```
+"""
+
+
+def expanded(names: str) -> Iterator[str]:
+    """The names that braces stand for: `a/{b,c}` gives `a/b` and `a/c`."""
+    parts = re.split(r"\{([^}]*)\}", names)
+    choices = [part.split(",") if index % 2 else [part] for index, part in enumerate(parts)]
+    return ("".join(chosen) for chosen in itertools.product(*choices))
+
+
+def _pattern(name: str) -> str:
+    parts = re.split(r"<[^>]*>", name)
+    return r".+".join(re.escape(part) for part in parts)
+
+
+def is_described(name: str) -> bool:
+    return any(metric.covers(name) for metrics in CATALOG.values() for metric in metrics)
+
+
+def page() -> str:
+    """Return the whole page."""
+    parts = [INTRODUCTION]
+    for title, metrics in CATALOG.items():
+        rows = [f"| `{each.names}` | {each.unit} | {each.meaning} |" for each in metrics]
+        parts.append("\n".join([f"## {title}", "", "| metric | unit | meaning |", "|---|---|---|", *rows]) + "\n")
+    return "\n".join(parts)
+
+
+if __name__ == "__main__":
+    sys.stdout.write(page())
