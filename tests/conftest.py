@@ -13,9 +13,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
+
+from prime_rl.utils.private import RUNTIME_VARIABLE
 
 SFT_TOML = 'max_steps = 2\n[model]\nname = "some/model"\n'
 RL_TOML = 'max_steps = 2\n[model]\nname = "some/model"\n[trainer]\n[orchestrator]\n[inference]\n'
@@ -32,11 +35,16 @@ sys.exit({code})
 )
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     """Make the tests independent of how pytest was started: nohup ignores SIGHUP, and `&` in a script Ctrl-C too.
 
     A handler, unlike SIG_IGN, is not inherited: children get the default action, and pytest itself still survives.
+    Keys and sockets are this session's own, so that two sessions of a user do not disturb each other.
     """
+    if RUNTIME_VARIABLE not in os.environ:
+        # Not in pytest's own folders, whose paths are too long for a socket.
+        os.environ[RUNTIME_VARIABLE] = tempfile.mkdtemp(prefix="prime-rl-tests-", dir="/tmp")
+        config.add_cleanup(partial(shutil.rmtree, os.environ[RUNTIME_VARIABLE], ignore_errors=True))
     for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT):
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, lambda signum, frame: None)
@@ -46,7 +54,7 @@ def pytest_configure() -> None:
 def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing of the person who runs the tests: no GPU mask, no account, no token, no config."""
     for name in list(os.environ):
-        if name.startswith(
+        if name != RUNTIME_VARIABLE and name.startswith(
             ("SLURM_", "SBATCH_", "PRIME_", "CUDA_VISIBLE", "MEDARC_", "HF_", "TRITON_", "TORCHINDUCTOR_")
         ):
             monkeypatch.delenv(name)

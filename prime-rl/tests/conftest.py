@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import signal
 import socket
 import string
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from types import FrameType
 
@@ -15,6 +19,7 @@ from hypothesis import HealthCheck, settings
 
 import prime_rl  # noqa: F401 - before any test imports torch: it decides how torch's threads wait
 from prime_rl.launch.ports import reserved_ports
+from prime_rl.utils.private import RUNTIME_VARIABLE
 
 MAX_CASE_S = 30
 settings.register_profile(
@@ -37,11 +42,16 @@ CHATML = (
 )
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     """Make the tests independent of how pytest was started: nohup ignores SIGHUP, and `&` in a script Ctrl-C too.
 
     A handler, unlike SIG_IGN, is not inherited: children get the default action, and pytest itself still survives.
+    Keys and sockets are this session's own, so that two sessions of a user do not disturb each other.
     """
+    if RUNTIME_VARIABLE not in os.environ:
+        # Not in pytest's own folders, whose paths are too long for a socket.
+        os.environ[RUNTIME_VARIABLE] = tempfile.mkdtemp(prefix="prime-rl-tests-", dir="/tmp")
+        config.add_cleanup(partial(shutil.rmtree, os.environ[RUNTIME_VARIABLE], ignore_errors=True))
     for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT):
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, lambda signum, frame: None)

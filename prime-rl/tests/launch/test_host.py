@@ -229,6 +229,16 @@ def test_whoever_is_killed_nothing_is_left(launch: Launch, killed: str) -> None:
     assert launch.runtime_files() == []
 
 
+def test_a_child_that_is_stopped_does_not_outlive_launcher_and_guard(launch: Launch) -> None:
+    launch.start({"inference": WITH_DAEMON, "trainer": WATCHFUL})
+    os.kill(launch.leader("trainer"), signal.SIGSTOP)
+    for pid in (launch.guard, launch.process.pid):
+        os.kill(pid, signal.SIGKILL)
+    assert launch.rest_of_pipe() == "saved\n"
+    launch.wait_until_quiet()
+    assert launch.runtime_files() == []
+
+
 def test_a_guard_that_is_killed_is_replaced_and_the_run_goes_on(launch: Launch) -> None:
     launch.start({"inference": WITH_DAEMON, "trainer": WATCHFUL})
     end = os.pidfd_open(launch.guard)

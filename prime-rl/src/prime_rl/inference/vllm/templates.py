@@ -1,4 +1,7 @@
-"""Bounds the time that vLLM takes to render a conversation: its renderer has one thread, which a loop would keep."""
+"""Bounds the time that vLLM takes to render a conversation.
+
+vLLM itself gives up after 30 s, with status 500, but its thread goes on as long as the template loops.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +9,15 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from prime_rl.checks.time_limit import MAX_RENDER_S
 from prime_rl.inference.preparation import in_time
 from prime_rl.inference.protocol import RequestError
 
+LIMIT_S = 25.0
+"""Less than vLLM's own limit."""
 _SHORT = [{"role": "user", "content": "hello"}]
 
 
-def bound_rendering(tokenizer: Any, limit_s: float = MAX_RENDER_S) -> str | None:
+def bound_rendering(tokenizer: Any, limit_s: float = LIMIT_S) -> str | None:
     """Make the tokenizer give up on a conversation after `limit_s`, with a ValueError, which vLLM answers with 400.
 
     Returns:
