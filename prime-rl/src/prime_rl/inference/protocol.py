@@ -110,39 +110,64 @@ class SamplingBody(Body):
     """Arguments shared by chat and text completions."""
 
     model: Name | None = None
+    """Model or adapter that answers; None is the server's model."""
     temperature: Annotated[float, Field(ge=0, le=MAX_TEMPERATURE)] | None = None
+    """0 always takes the likeliest token. None is the model's own value, also for the next four."""
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Sample from the likeliest tokens that have this probability together."""
     top_k: Annotated[int, Field(ge=-1, le=MAX_INT32)] | None = None
     """Number of most likely tokens to sample from. -1 and 0 disable the limit."""
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    """Sample from tokens with at least this share of the likeliest token's probability."""
     repetition_penalty: Annotated[float, Field(ge=MIN_REPETITION_PENALTY, le=MAX_REPETITION_PENALTY)] | None = None
+    """Divides positive logits of tokens of prompt and completion, and multiplies negative ones."""
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
+    """Subtracted from the logits of tokens that have been generated."""
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
+    """The same, times how often."""
     seed: Annotated[int, Field(ge=MIN_INT64, le=MAX_INT64)] | None = None
+    """The same seed gives the same samples, whatever else the server generates."""
     n: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] = 1
+    """Samples of each prompt."""
     max_tokens: Annotated[int, Field(ge=1, le=MAX_INT64)] | None = None
     min_tokens: Annotated[int, Field(ge=0, le=MAX_INT64)] = 0
+    """The sample does not end before this many tokens."""
     stop: str | list[str] = []
+    """Texts that end a sample."""
     stop_token_ids: Tokens = []
+    """Tokens that end a sample, in addition to the model's own."""
     include_stop_str_in_output: bool = False
+    """Keep the text that ended the sample."""
     ignore_eos: bool = False
+    """Do not end at the model's own end tokens."""
     logit_bias: dict[Annotated[int, Field(strict=False)], Annotated[float, Field(ge=-100, le=100)]] = {}
     """Values to add to the logits of these token ids, before all other processing."""
     skip_special_tokens: bool = True
+    """Leave special tokens out of the text."""
     prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    """Log-probabilities of the prompt's tokens, with this many of the likeliest ones at each place."""
     return_token_ids: bool = True
-    """Accepted for compatibility: the embedded engine returns token ids in every response, even when this is false."""
+    """The embedded engine returns token ids in every response, even when this is false."""
     return_tokens_as_token_ids: bool = False
+    """Name tokens `token_id:<id>` in log-probabilities."""
     stream: bool = False
+    """Answer with server-sent events."""
     stream_options: StreamOptions | None = None
     # Accepted for compatibility; these do not affect the generated tokens.
     user: str | None = None
+    """Has no effect."""
     metadata: dict[str, Any] | None = None
+    """Has no effect."""
     store: bool | None = None
+    """Has no effect."""
     priority: int | None = None
+    """Has no effect."""
     cache_salt: str | None = None
+    """Has no effect."""
     request_id: str | None = None
+    """Has no effect."""
     service_tier: str | None = None
+    """Has no effect."""
 
     @model_validator(mode="after")
     def _check_sampling(self) -> Self:
@@ -169,13 +194,21 @@ class ChatBody(SamplingBody):
     messages: Objects = Field(min_length=1)
     max_completion_tokens: Annotated[int, Field(ge=1, le=MAX_INT64)] | None = None
     logprobs: bool = False
+    """Log-probabilities of the generated tokens."""
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] = 0
+    """The same for this many of the likeliest tokens at each place."""
     tools: Objects | None = None
+    """Functions that the model may call, for the chat template and the parser."""
     tool_choice: Literal["auto", "none"] | None = None
+    """`none` leaves calls in the text."""
     parallel_tool_calls: bool | None = None
+    """False keeps only the first call."""
     add_generation_prompt: bool = True
+    """End the prompt with the beginning of an assistant message."""
     continue_final_message: bool = False
+    """Continue the last message instead."""
     chat_template_kwargs: dict[str, Any] = {}
+    """Variables for the chat template."""
 
     @model_validator(mode="after")
     def _check_messages(self) -> ChatBody:
