@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -17,6 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prime_rl.configs.advantages import NormalizedAdvantageConfig
+from prime_rl.configs.rollouts import KeepRolloutsConfig
+from prime_rl.history.rollouts import KeptRollouts
 from prime_rl.orchestrator.batches.advantage import assign_advantages, setup_advantage
 from prime_rl.orchestrator.batches.batch import build_batch
 from prime_rl.orchestrator.batches.filters import GibberishFilter, RepetitionFilter, apply_filters
@@ -95,7 +96,7 @@ def used(outputs: list[Any], log: RolloutLog) -> list[Rollout]:
     for sample in sent.examples:
         assert find_fault(sample) is None
         assert math.isfinite(sample.advantage or 0.0)
-    log.write_batch(1, groups)
+    log.write_batch(1, groups, log.choose(batch, 1))
     return rollouts
 
 
@@ -103,7 +104,7 @@ def test_any_answer_of_an_environment_can_be_trained_on_or_is_malformed(
     tmp_path: Path, limited_time: Callable[[], AbstractContextManager[None]]
 ) -> None:
     paths = RunPaths(tmp_path).orchestrator
-    log = RolloutLog(paths, enabled=True)
+    log = RolloutLog(paths, KeepRolloutsConfig(max_chars=1000, max_tokens=4), keep_all=False, model="none")
 
     @given(st.one_of(st.lists(OUTPUTS, min_size=1, max_size=3)))
     def answers(outputs: list[dict[str, Any]]) -> None:
@@ -115,7 +116,10 @@ def test_any_answer_of_an_environment_can_be_trained_on_or_is_malformed(
                 fault = str(error) or "no message"
         assert len(fault) < 5000
         if not fault:
-            lines = paths.step_samples(1).read_text(encoding="utf-8").splitlines()
-            assert [json.loads(line)["reward"] for line in lines] == [rollout.reward for rollout in rollouts]
+            kept = KeptRollouts(RunPaths(tmp_path))
+            found = list(kept.of_step(1))
+            assert [rollout.reward for rollout in found] == [rollout.reward for rollout in rollouts]
+            assert kept.faults == []
+            assert all(len(each.conversations) >= 0 and each.contains("") in (True, False) for each in found)
 
     answers()

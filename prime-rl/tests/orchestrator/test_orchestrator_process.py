@@ -18,6 +18,7 @@ import pytest
 import tomli_w
 
 from prime_rl.configs.shared import FileSystemTransportConfig
+from prime_rl.history.rollouts import KeptRollouts
 from prime_rl.run.ledger import check_ledger
 from prime_rl.run.paths import RunPaths, stable_steps
 from prime_rl.transport import TrainingBatch, setup_batch_receiver
@@ -140,7 +141,7 @@ def test_the_policy_is_evaluated_before_during_and_after_training(start, policy_
     env = {"id": "letters-env", "name": "held-out", "rollouts_per_example": 2, "skip_first": 1, "num_examples": 2}
     crashing = {"id": "letters-env", "name": "crashing", "args": {"kind": "crashing"}}
     evaluation = {"env": [env, crashing], "interval": 2, "sampling": {"seed": 5, "max_tokens": 9}}
-    run = start(max_steps=3, max_async_level=0, eval=evaluation, save_rollouts=True)
+    run = start(max_steps=3, max_async_level=0, eval=evaluation)
     for step in range(3):
         run.train_step(step)
     assert run.finish() == 0
@@ -154,8 +155,9 @@ def test_the_policy_is_evaluated_before_during_and_after_training(start, policy_
     of_row = [request for request in asked if request["messages"] == [{"role": "user", "content": "hello"}]]
     assert {request["seed"] for request in of_row} == {5, 6}
     assert "exact_seed" not in of_row[0]
-    lines = [json.loads(line) for line in run.paths.orchestrator.eval_samples(3).read_text().splitlines()]
-    assert [line["reward"] for line in lines] == [1.0] * 4 + [None] * 4
+    kept = KeptRollouts(run.paths)
+    assert [rollout.reward for rollout in kept.of_evaluation(3)] == [1.0] * 4 + [None] * 4
+    assert (kept.steps(), kept.evaluations(), kept.faults) == ([0, 1, 2], [0, 2, 3], [])
     assert "Evaluation on 'held-out' | Version: 3 | avg@2: 1.0000" in run.log
     assert "4 rollouts failed and are not scored; first error: RuntimeError: the database" in run.log
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import re
 import sys
@@ -9,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from prime_rl.run.paths import OrchestratorPaths
+from prime_rl.history.rollouts import KeptRollouts
+from prime_rl.run.paths import OrchestratorPaths, RunPaths
+from prime_rl.transport.filesystem import FileSystemBatchReceiver
 
 pytestmark = pytest.mark.usefixtures("importable_environments")
 
@@ -74,13 +77,14 @@ def test_a_validation_that_fails_does_not_end_the_run(orchestrate, tmp_path: Pat
     assert "Step 0: 3 validation rollouts failed; first error: RuntimeError: no such database" in log
 
 
-def test_every_rollout_of_a_batch_can_be_saved_as_a_line(orchestrate, tmp_path: Path) -> None:
+def test_every_rollout_of_a_batch_can_be_kept_as_a_line(orchestrate, tmp_path: Path) -> None:
     code, _ = orchestrate(save_rollouts=True, env=[{"id": "letters-env", "args": {"kind": "twice"}}], max_steps=2)
     assert code == 0
     samples = tmp_path / "run_default" / "samples"
-    assert sorted(path.name for path in samples.iterdir()) == ["step_0.jsonl", "step_1.jsonl"]
-    lines = [json.loads(line) for line in (samples / "step_0.jsonl").read_text().splitlines()]
+    assert sorted(path.name for path in samples.iterdir()) == ["step_0.jsonl.gz", "step_1.jsonl.gz"]
+    lines = [json.loads(line) for line in gzip.decompress((samples / "step_0.jsonl.gz").read_bytes()).splitlines()]
     assert [line["group"] for line in lines] == [0, 0, 1, 1]
+    assert {tuple(line["kept"]) for line in lines} == {("all",)}
     line = lines[0]
     assert [message["role"] for message in line["prompt"] + line["completion"]] == ["user", "assistant"] * 2
     assert (line["env"], line["num_turns"], line["policy_version"], line["error"]) == ("letters-env", 2, 0, None)
@@ -88,8 +92,30 @@ def test_every_rollout_of_a_batch_can_be_saved_as_a_line(orchestrate, tmp_path: 
     assert line["completion_tokens"] > line["prompt_tokens"] > 0
 
 
-def test_rollouts_are_not_saved_unless_asked_for(orchestrate, tmp_path: Path) -> None:
-    orchestrate()
+def test_some_rollouts_of_a_step_are_kept_by_default_and_marked_for_the_trainer(orchestrate, tmp_path: Path) -> None:
+    orchestrate(keep_rollouts={"per_step": 2}, env=[{"id": "letters-env", "args": {"kind": "two parts"}}])
+    paths = RunPaths(tmp_path)
+    first, second = KeptRollouts(paths).of_step(0)
+    assert (first.group, second.group) == (first.group, first.group), "one whole group"
+    assert (first.kept, first.in_batch, first.lag) == (("random",), 4, 0)
+    assert first.weights == {"reversed_text": 1.0, "one_letter": 0.2, "characters": 0.0}
+    assert first.metrics["reversed_text"] == 0.0
+    (line,) = first.conversations
+    assert [chr(token.id) for token in line.completion] == [*first.completion[0]["content"], chr(3)]
+    assert {token.engine_logprob for token in line.completion} == {-0.5}
+    assert {token.engine_logprob for token in line.prompt} == {None}
+    assert {token.text for token in line.completion} == {None}, "this model has no tokenizer"
+    sent = FileSystemBatchReceiver(paths.orchestrator).receive(0)
+    assert sent is not None
+    marked = {tuple(sample.kept_as): sample.completion_ids for sample in sent.examples if sample.kept_as is not None}
+    assert marked == {
+        (each.group, each.rollout, 0): [token.id for token in each.conversations[0].completion]
+        for each in (first, second)
+    }
+
+
+def test_no_rollouts_are_kept_if_that_is_asked_for(orchestrate, tmp_path: Path) -> None:
+    orchestrate(keep_rollouts=None)
     assert not (tmp_path / "run_default" / "samples").exists()
 
 

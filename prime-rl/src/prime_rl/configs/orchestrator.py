@@ -32,6 +32,7 @@ from prime_rl.configs.rollouts import (
     EvalEnvConfig,
     EvalSamplingConfig,
     EvalSaveHFConfig,
+    KeepRolloutsConfig,
     SamplingConfig,
     TemperatureSchedulerConfig,
     ValConfig,
@@ -399,8 +400,11 @@ class OrchestratorConfig(RootConfig):
     heartbeat: HeartbeatConfig | None = None
     """Heartbeat. None disables it."""
 
+    keep_rollouts: KeepRolloutsConfig | None = KeepRolloutsConfig()
+    """Which rollouts stay in `samples/`. None keeps none."""
+
     save_rollouts: bool = False
-    """Write all rollouts to `samples/step_<s>.jsonl`, and evaluation rollouts to `samples/eval_<version>.jsonl`."""
+    """Keep all rollouts, whatever `keep_rollouts` says: whole, and without a limit on their size."""
 
     use_token_client: bool = True
     """Send later turns as the sampled token ids instead of text."""

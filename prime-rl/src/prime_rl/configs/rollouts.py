@@ -1,7 +1,7 @@
 """Environments, and how their rollouts are sampled: for training, evaluation and validation."""
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AliasChoices, Field
 
@@ -202,3 +202,20 @@ class ValConfig(BaseConfig):
 
     interval: Count = 10
     """Steps between two validations."""
+
+
+class KeepRolloutsConfig(BaseConfig):
+    """Which rollouts stay on disk, in `RUN/samples`: some of each step, and all of evaluations."""
+
+    per_step: Count = 32
+    """Rollouts of each step, in whole groups: one at random, the worst, the best, and more at random. One group is kept
+    even if it is larger."""
+
+    max_total_mib: Count = 1024
+    """Size of all kept files in MiB. Beyond it steps between the first and the newest are deleted, evenly."""
+
+    max_chars: Annotated[int, Field(ge=1000, le=LARGEST)] = 200_000
+    """Characters of the messages of a rollout. Longer messages are cut in their middle."""
+
+    max_tokens: Count = 32_768
+    """Tokens of a rollout whose ids, log-probabilities and texts are kept."""

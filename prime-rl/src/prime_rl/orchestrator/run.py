@@ -120,7 +120,7 @@ async def _run(config: OrchestratorConfig, environments: Environments, resume_st
         pool.on_lost.append(scheduler.on_server_lost)
         heartbeat = Heartbeat(config.heartbeat.url if config.heartbeat else None)
         closing.callback(heartbeat.close)
-        rollout_log = RolloutLog(paths, config.save_rollouts)
+        rollout_log = RolloutLog.from_config(config, {each.name: each.reward_functions for each in environments})
         reward_watch = make_reward_watch(config, environments.train)
         steps = Steps(
             scheduler=scheduler,

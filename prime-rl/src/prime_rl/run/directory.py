@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from prime_rl.configs.ranges import AUTO
-from prime_rl.run.paths import RunPaths, step_of
+from prime_rl.run.paths import RunPaths, SamplesFile, step_of
 from prime_rl.run.resume_point import CannotResume, End, SavedSteps
 from prime_rl.utils.contents import STABLE
 from prime_rl.utils.files import PARTIAL
@@ -82,9 +82,11 @@ def prepare_run_dir(paths: RunPaths, resume_step: int | None, clean: bool = Fals
     _discard_stale(paths, resume_step)
     if resume_step is None:
         _set_aside(paths.metrics)
+        _set_aside(paths.orchestrator.samples)
     else:
         for saved in (paths.checkpoints, paths.orchestrator.checkpoints, paths.weights):
             _replace_after(resume_step, saved)
+        _remove_repeated(paths.orchestrator.samples, resume_step)
 
 
 def write_configs(paths: RunPaths, configs: Mapping[str, BaseSettings]) -> None:
@@ -165,10 +167,17 @@ def _replace_after(step: int, saved: Path) -> None:
         directory.rename(target)
 
 
-def _set_aside(metrics: Path) -> None:
-    if metrics.exists():
-        names = (metrics.with_name(f"{metrics.stem}.{number}{metrics.suffix}") for number in itertools.count(1))
-        metrics.rename(next(name for name in names if not name.exists()))
+def _remove_repeated(samples: Path, first_step: int) -> None:
+    """Remove the kept rollouts of steps from `first_step` on, and of evaluations of later versions."""
+    for file in SamplesFile.all_in(samples):
+        if file.number > first_step or (file.kind == "step" and file.number == first_step):
+            file.path.unlink()
+
+
+def _set_aside(target: Path) -> None:
+    if target.exists():
+        names = (target.with_name(f"{target.stem}.{number}{target.suffix}") for number in itertools.count(1))
+        target.rename(next(name for name in names if not name.exists()))
 
 
 def check_output_dir(paths: RunPaths, resuming: bool) -> None:

@@ -16,6 +16,7 @@ STORE_VARIABLE = "PRIME_RL_STORE"
 """Environment variable of the trainer's ranks: the file through which they find each other."""
 
 _STEP_DIR = re.compile(r"step_(\d+)")
+_SAMPLES = re.compile(r"(step|eval)_(\d+)(?:\.rank_(\d+))?\.jsonl(?:\.gz)?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,14 +228,18 @@ class OrchestratorPaths:
 
     @property
     def samples(self) -> Path:
-        """Rollouts as JSON lines."""
+        """Kept rollouts as compressed JSON lines."""
         return self.root / "samples"
 
     def step_samples(self, step: int) -> Path:
-        return self.samples / f"step_{step}.jsonl"
+        return self.samples / f"step_{step}.jsonl.gz"
 
     def eval_samples(self, version: int) -> Path:
-        return self.samples / f"eval_{version}.jsonl"
+        return self.samples / f"eval_{version}.jsonl.gz"
+
+    def trainer_samples(self, step: int, data_rank: int) -> Path:
+        """The trainer's log-probabilities of a step's kept rollouts."""
+        return self.samples / f"step_{step}.rank_{data_rank}.jsonl.gz"
 
     @property
     def logs(self) -> Path:
@@ -269,6 +274,34 @@ class EvalPaths:
     def summary(self) -> Path:
         """The scores of every step and environment, as JSON."""
         return self.root / "eval" / "summary.json"
+
+
+@dataclass(frozen=True, slots=True)
+class SamplesFile:
+    """A file of kept rollouts, by its name."""
+
+    path: Path
+    kind: str
+    """`step` or `eval`."""
+    number: int
+    """The step, or the policy version of an evaluation."""
+    data_rank: int | None
+    """Set if it holds the trainer's log-probabilities."""
+
+    @classmethod
+    def of(cls, path: Path) -> SamplesFile | None:
+        match = _SAMPLES.fullmatch(path.name)
+        if match is None:
+            return None
+        rank = match.group(3)
+        return cls(path, match.group(1), int(match.group(2)), None if rank is None else int(rank))
+
+    @classmethod
+    def all_in(cls, samples: Path) -> list[SamplesFile]:
+        """Those in a directory, by number."""
+        paths = samples.iterdir() if samples.is_dir() else ()
+        found = [file for path in paths if (file := cls.of(path)) is not None]
+        return sorted(found, key=lambda file: (file.kind, file.number, file.data_rank or 0))
 
 
 def step_of(directory: Path) -> int | None:

@@ -29,6 +29,8 @@ class TrainingSample(msgspec.Struct, array_like=True):
     image_grid_thw: list[list[int]] | None = None
     version: int | None = None
     """Oldest policy version that sampled any of its tokens; None if unknown."""
+    kept_as: list[int] | None = None
+    """Group, rollout and line of conversation of the kept rollout (`RUN/samples`) that it belongs to. None if none."""
 
 
 class TrainingBatch(msgspec.Struct, array_like=True):
@@ -57,3 +59,5 @@ class MicroBatch(msgspec.Struct, array_like=True):
     """Oldest policy version of each token's sequence, -1 if unknown. None if no version is known."""
     minibatch: int = 0
     """Index of the optimizer update within the step that this row belongs to."""
+    kept_as: list[list[int] | None] | None = None
+    """`TrainingSample.kept_as` of each sequence. None if no sequence is kept."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import math
 import os
@@ -18,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from prime_rl.configs.shared import FileSystemTransportConfig, ZMQTransportConfig
 from prime_rl.configs.trainer import ModelConfig, TrainerConfig
-from prime_rl.run.paths import RunPaths, stable_steps
+from prime_rl.run.paths import RunPaths, SamplesFile, stable_steps
 from prime_rl.trainer.process.errors import TrainerError
 from prime_rl.trainer.rl.run import train
 from prime_rl.transport import setup_batch_sender
@@ -32,7 +33,7 @@ UNEVEN_LENGTHS = 2 * (400, 31, 250, 390, 380, 120, 395, 300, 60, 370, 385, 45)
 def batch(step: int) -> TrainingBatch:
     generator = torch.Generator().manual_seed(step)
 
-    def sample(length: int) -> TrainingSample:
+    def sample(number: int, length: int) -> TrainingSample:
         prompt, completion = length // 3, length - length // 3
         tokens = torch.randint(4, 100, (length,), generator=generator).tolist()
         return TrainingSample(
@@ -43,9 +44,10 @@ def batch(step: int) -> TrainingBatch:
             completion_logprobs=[-4.8] * completion,
             completion_temperatures=[1.0] * completion,
             advantage=torch.randn((), generator=generator).item(),
+            kept_as=[0, number, 0] if number % 4 == 0 else None,
         )
 
-    return TrainingBatch([sample(length) for length in UNEVEN_LENGTHS], step)
+    return TrainingBatch([sample(number, length) for number, length in enumerate(UNEVEN_LENGTHS)], step)
 
 
 def send(out: Path, *steps: int) -> None:
@@ -83,6 +85,15 @@ def whole_run(tmp_path_factory, tiny_model_dir) -> Path:
 
 def final_weights(out: Path) -> dict[str, torch.Tensor]:
     return load_file(RunPaths(out).weight(2) / "model.safetensors")
+
+
+def kept_logprobs(out: Path) -> dict[tuple[int, int], list[float]]:
+    """The log-probabilities that all ranks wrote, by step and sample."""
+    files = [file for file in SamplesFile.all_in(RunPaths(out).orchestrator.samples) if file.data_rank is not None]
+    lines = ((file, line) for file in files for line in gzip.decompress(file.path.read_bytes()).splitlines())
+    records = [(file.number, json.loads(line)) for file, line in lines]
+    assert len({(step, *record["kept_as"]) for step, record in records}) == len(records)
+    return {(step, record["kept_as"][1]): record["logprobs"] for step, record in records}
 
 
 def test_every_version_is_broadcast_and_the_last_one_exported(whole_run, tiny_model_dir) -> None:
@@ -126,6 +137,9 @@ def test_two_processes_train_the_same_weights_as_one(whole_run, tmp_path, tiny_m
     assert result.returncode == 0, result.stdout + result.stderr
     alone, together = final_weights(whole_run), final_weights(tmp_path)
     assert all(torch.allclose(alone[name], together[name], atol=2e-5) for name in alone)
+    one, two = (kept_logprobs(out) for out in (whole_run, tmp_path))
+    assert one.keys() == two.keys() == {(step, number) for step in (0, 1) for number in range(0, 24, 4)}
+    assert all(two[place] == pytest.approx(one[place], abs=1e-4) for place in one)
     metrics = [RunPaths(out).metrics.read_text().splitlines() for out in (whole_run, tmp_path)]
     assert [len(lines) for lines in metrics] == [2, 2], "rank 0 alone writes them"
     one, two = (json.loads(lines[0]) for lines in metrics)

@@ -176,6 +176,7 @@ RESUME_RULES: tuple[ResumeRule, ...] = (
                 "trainer_timeout",
                 "bench",
                 "save_rollouts",
+                "keep_rollouts",
                 "toml_files",
             )
         ),

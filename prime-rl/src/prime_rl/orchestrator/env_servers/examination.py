@@ -9,17 +9,17 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from prime_rl.checks.chat_templates import read_template
-from prime_rl.checks.start_dir import StartFault, looks_like_path
+from prime_rl.checks.start_dir import StartFault
 from prime_rl.checks.template_traces import Arguments, TemplateTraces
 from prime_rl.checks.time_limit import MAX_RENDER_S, OutOfTime, time_limit
 from prime_rl.configs.orchestrator import ModelConfig, OrchestratorConfig
 from prime_rl.configs.surface.not_built import refuse_unbuilt
 from prime_rl.orchestrator.errors import EnvironmentFault
+from prime_rl.orchestrator.rollouts.token_texts import read_tokenizer
 from prime_rl.utils.logger import get_logger, setup_logger
 from prime_rl.utils.pydantic_config import parse_argv_or_exit
 
@@ -85,21 +85,10 @@ def refuse_unusable(environments: Sequence[tuple[str, Environment]], model: Mode
 
 
 def token_counter(model: str) -> CountTokens | None:
-    """Counts the tokens of a text; None without a `tokenizer.json` on this machine.
-
-    Reads it without Transformers, whose import takes seconds.
-    """
-    from huggingface_hub import try_to_load_from_cache
-    from tokenizers import Tokenizer
-
-    file: object = Path(model, "tokenizer.json")
-    if not looks_like_path(model) and not Path(model).is_dir():
-        file = try_to_load_from_cache(model, "tokenizer.json")
-    if not isinstance(file, str | Path) or not Path(file).is_file():
+    """Counts the tokens of a text; None without a `tokenizer.json` on this machine."""
+    tokenizer = read_tokenizer(model)
+    if tokenizer is None:
         return None
-    tokenizer = Tokenizer.from_file(str(file))
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
     return lambda text: len(tokenizer.encode(text, add_special_tokens=False).ids)
 
 

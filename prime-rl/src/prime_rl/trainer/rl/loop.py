@@ -17,6 +17,7 @@ from prime_rl.run.paths import RunPaths
 from prime_rl.trainer.checkpoints.manager import CheckpointManager
 from prime_rl.trainer.checkpoints.state import TrainState
 from prime_rl.trainer.checkpoints.weights import export_model
+from prime_rl.trainer.observe.kept_logprobs import KeptLogprobs
 from prime_rl.trainer.optim.optimizer import clip_gradients
 from prime_rl.trainer.process.data_axis import DataAxis
 from prime_rl.trainer.process.errors import BatchError, DivergedError
@@ -64,6 +65,7 @@ class Components:
     batches: BatchSource
     data_axis: DataAxis
     forward_backward: ForwardBackward
+    kept: KeptLogprobs
     parity: ParityGate
     broadcast: Broadcast
     checkpoints: CheckpointManager | None
@@ -169,6 +171,8 @@ class RLTrainer:
                 values.extend(self.components.forward_backward.run(minibatch, sizes[-1]))
                 grad_norms.append(self._update_weights())
             self.components.state.policy.scheduler.step()
+        with self.times("keep_logprobs"):
+            self.components.kept.write(step)
         size = StepSize.total(sizes)
         self.progress.advance(size.tokens, size.sequences)
         return StepReport(step, size, values.gather(self.components.data_axis), sum(grad_norms) / len(grad_norms), lr)

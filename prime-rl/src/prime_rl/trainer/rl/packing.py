@@ -96,6 +96,7 @@ def row_from_sample(sample: TrainingSample, seq_len: int) -> MicroBatch:
         temperatures=[first_temperature] * prompt + sample.completion_temperatures,
         teacher_logprobs=sample.teacher_logprobs,
         versions=[-1 if sample.version is None else sample.version] * length,
+        kept_as=None if sample.kept_as is None else [sample.kept_as],
     )
     return row if length <= seq_len else _cut(row, seq_len)
 
@@ -147,7 +148,10 @@ def distribute(rows: Sequence[MicroBatch], data_ranks: int) -> list[list[MicroBa
     """
     missing = -len(rows) % data_ranks
     filler = msgspec.structs.replace(
-        rows[-1], loss_mask=[False] * len(rows[-1].loss_mask), advantages=[0.0] * len(rows[-1].advantages)
+        rows[-1],
+        loss_mask=[False] * len(rows[-1].loss_mask),
+        advantages=[0.0] * len(rows[-1].advantages),
+        kept_as=None,
     )
     assigned = [*rows, *[filler] * missing]
     return [assigned[rank::data_ranks] for rank in range(data_ranks)]
@@ -166,7 +170,14 @@ def _join(rows: Sequence[MicroBatch]) -> MicroBatch:
         temperatures=[value for row in rows for value in row.temperatures],
         teacher_logprobs=[value for row in rows for value in row.teacher_logprobs or []] if with_teacher else None,
         versions=[value for row in rows for value in row.versions or [-1] * len(row.input_ids)],
+        kept_as=_join_kept(rows),
     )
+
+
+def _join_kept(rows: Sequence[MicroBatch]) -> list[list[int] | None] | None:
+    if all(row.kept_as is None for row in rows):
+        return None
+    return [each for row in rows for each in row.kept_as or [None] * row.position_ids.count(0)]
 
 
 def _cut(row: MicroBatch, length: int) -> MicroBatch:

@@ -46,6 +46,8 @@ class Row:
     """Index of the optimizer update within the step that this row belongs to."""
     proximal_logprobs: Tensor | None = None
     """Log-probabilities under the policy at the start of the step; None if the loss does not need them."""
+    kept_as: list[list[int] | None] | None = None
+    """For each sequence, the kept rollout that it belongs to, as in `TrainingSample`. None if no sequence is kept."""
 
     @classmethod
     def from_message(cls, message: MicroBatch, device: torch.device) -> Row:
@@ -68,6 +70,7 @@ class Row:
             teacher_logprobs=None if message.teacher_logprobs is None else floats(message.teacher_logprobs),
             versions=torch.tensor(message.versions or [-1] * len(message.input_ids), device=device),
             minibatch=message.minibatch,
+            kept_as=message.kept_as,
         )
 
     def on_policy_mask(self, version: int) -> Tensor:

@@ -17,6 +17,7 @@ from prime_rl.trainer.checkpoints.manager import CheckpointManager
 from prime_rl.trainer.checkpoints.restored import restored_state, summary_of
 from prime_rl.trainer.checkpoints.state import TrainedModel, TrainState
 from prime_rl.trainer.model.build import compute_dtype, export_dtype, setup_model, setup_tokenizer
+from prime_rl.trainer.observe.kept_logprobs import KeptLogprobs
 from prime_rl.trainer.observe.perf import Performance, known_peak_flops, peak_flops
 from prime_rl.trainer.observe.telemetry import Telemetry, open_telemetry
 from prime_rl.trainer.optim.optimizer import setup_optimizer
@@ -50,7 +51,12 @@ def train(config: TrainerConfig, paths: RunPaths) -> None:
         with open_telemetry(config, paths, process) as telemetry, listen_for_signals(process) as signals:
             mesh = setup_mesh(config.model, process)
             components = setup_components(config, paths, mesh, telemetry, signals)
-            with closing(components.batches), flushing(components.checkpoints), telemetry.profile.recording():
+            with (
+                closing(components.batches),
+                closing(components.kept),
+                flushing(components.checkpoints),
+                telemetry.profile.recording(),
+            ):
                 RLTrainer(config, paths, process, components, signals).run()
     except Stopped as stopped:
         if process.is_main:
@@ -93,6 +99,7 @@ def setup_components(
     model = setup_model(config.model, mesh)
     optimizer = setup_optimizer(config.optim, model, config.model.optim_cpu_offload)
     scheduler = setup_scheduler(config.scheduler, optimizer, config.max_steps)
+    kept = KeptLogprobs(paths.orchestrator, mesh.data_axis)
     state = TrainState({"policy": TrainedModel(model, optimizer, scheduler)})
     if checkpoints is not None and resume_step is not None:
         resume(state, checkpoints, resume_step, config.max_steps)
@@ -101,7 +108,8 @@ def setup_components(
         tokenizer=tokenizer,
         batches=setup_batches(config, paths, mesh, model.config),
         data_axis=mesh.data_axis,
-        forward_backward=ForwardBackward(model, loss, vocab_chunk_of(config.model), mesh),
+        forward_backward=ForwardBackward(model, loss, vocab_chunk_of(config.model), mesh, kept),
+        kept=kept,
         parity=setup_parity(config, mesh),
         broadcast=broadcast,
         checkpoints=checkpoints,

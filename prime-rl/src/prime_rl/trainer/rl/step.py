@@ -12,6 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
 from prime_rl.run.beats import own_beats
+from prime_rl.trainer.observe.kept_logprobs import KeptLogprobs
 from prime_rl.trainer.optim.accumulation import accumulated
 from prime_rl.trainer.process.data_axis import DataAxis
 from prime_rl.trainer.process.parallel_dims import Mesh
@@ -57,8 +58,16 @@ for every row but the last (a seventh of a step with two CPU processes and 12.6M
 class ForwardBackward:
     """Accumulates the gradient of an update's loss, and collects metrics per token and per sequence."""
 
-    def __init__(self, model: PreTrainedModel, loss: Loss, vocab_chunk: int | None, mesh: Mesh) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        loss: Loss,
+        vocab_chunk: int | None,
+        mesh: Mesh,
+        kept: KeptLogprobs | None = None,
+    ) -> None:
         self.model = model
+        self.kept = kept
         self.loss = loss
         self.vocab_chunk = vocab_chunk
         self.process = mesh.process
@@ -90,6 +99,9 @@ class ForwardBackward:
             # FSDP averages over all processes, and those that share rows have equal gradients.
             (total * (self.data_axis.data_size / divisor)).backward()
             self._collect(values, inputs, entropy, outputs, size.sequences / divisor)
+            if row.kept_as is not None and self.kept is not None:
+                scored = torch.stack([row.loss_mask.float(), logprobs.detach().float(), entropy.detach().float()])
+                self.kept.add(row.kept_as, row.minibatch, row.lengths, scored)
         return values
 
     def with_proximal(self, rows: Sequence[Row]) -> list[Row]:

@@ -1,0 +1,227 @@
+"""The command `medarc_train rollouts`."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import json
+import math
+import os
+import random
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from typer import Argument, Option
+
+from medarc_rl.cli import say, warn
+from medarc_rl.errors import UsageError
+from prime_rl.run.paths import RunPaths
+from prime_rl.utils.logger import count_of
+from prime_rl.utils.pydantic_config.errors import one_line
+
+if TYPE_CHECKING:
+    from prime_rl.history.kept_rollout import KeptRollout
+    from prime_rl.history.rollouts import KeptRollouts, RolloutFilter
+
+SHOWN = 5
+"""Rollouts to show, if nothing says how many."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutsOptions:
+    run: Annotated[Path, Argument(metavar="RUN", help="Directory of a run or an evaluation.")]
+    step: Annotated[
+        str | None, Option(metavar="N|last|all", help="Training step, from 0 as in the metrics; by default, the last.")
+    ] = None
+    eval: Annotated[
+        str | None, Option(metavar="N|last|all", help="Evaluation of this policy version, or `eval`'s of this step.")
+    ] = None
+    env: Annotated[str | None, Option(metavar="NAME", help="Only this environment.")] = None
+    worst: Annotated[int | None, Option(min=1, help="The N with the lowest rewards.")] = None
+    best: Annotated[int | None, Option(min=1, help="The N with the highest rewards.")] = None
+    random: Annotated[
+        int | None, Option(min=1, help="N at random, of those that were kept at random. 5, if nothing else is chosen.")
+    ] = None
+    truncated: Annotated[bool, Option("--truncated", help="Only those that reached a limit on tokens.")] = False
+    errors: Annotated[bool, Option("--errors", help="Only those with an error of the environment or a reward.")] = False
+    min_reward: Annotated[float | None, Option(help="Only those with at least this reward.")] = None
+    max_reward: Annotated[float | None, Option(help="Only those with at most this reward.")] = None
+    search: Annotated[str | None, Option(metavar="TEXT", help="Only those whose messages contain TEXT.")] = None
+    full: Annotated[bool, Option("--full", help="Show long messages whole.")] = False
+    json: Annotated[bool, Option("--json", help="Print JSON lines: all that match, unless a number is given.")] = False
+
+
+def rollouts(options: RolloutsOptions) -> int:
+    """Show kept rollouts of a run: `rollouts RUN --step 20 --worst 5`. The run may still be going on.
+
+    A run keeps a sample of every step, and all rollouts of evaluations.
+    """
+    # Imported here so that the other commands do not load it.
+    from prime_rl.history.rollouts import KeptRollouts
+
+    kept = KeptRollouts(_paths(options.run))
+    wanted = _filter(options)
+    count = Counted(_rollouts(kept, options, wanted))
+    try:
+        chosen = list(_chosen(count, options)) if not options.json or _numbers(options) else count
+        if options.json:
+            _print_json(chosen)
+        else:
+            _print_screen(chosen, count, kept, options)
+        sys.stdout.flush()
+    except BrokenPipeError:  # `rollouts … | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    for fault in kept.faults:
+        warn(one_line(fault))
+    return 0
+
+
+class Counted:
+    """Iterates once over rollouts, and counts them."""
+
+    def __init__(self, rollouts: Iterator[KeptRollout]) -> None:
+        self.rollouts = rollouts
+        self.number = 0
+
+    def __iter__(self) -> Iterator[KeptRollout]:
+        for each in self.rollouts:
+            self.number += 1
+            yield each
+
+
+def _paths(run: Path) -> RunPaths:
+    if not run.is_dir():
+        raise UsageError(f"RUN: {run} {'is a file' if run.exists() else 'does not exist'}; give the directory of a run")
+    return RunPaths.from_orchestrator_dir(run)
+
+
+def _filter(options: RolloutsOptions) -> RolloutFilter:
+    from prime_rl.history.rollouts import RolloutFilter
+
+    if len(_numbers(options)) > 1:
+        raise UsageError(f"give only one of {', '.join(_numbers(options))}")
+    if options.step is not None and options.eval is not None:
+        raise UsageError("give only one of --step and --eval")
+    low, high = options.min_reward, options.max_reward
+    for name, value in (("--min-reward", low), ("--max-reward", high)):
+        if value is not None and math.isnan(value):
+            raise UsageError(f"{name} is not a number")
+    if low is not None and high is not None and low > high:
+        raise UsageError(f"--min-reward {low:g} is above --max-reward {high:g}")
+    return RolloutFilter(
+        env=options.env,
+        min_reward=low,
+        max_reward=high,
+        truncated=options.truncated,
+        errors=options.errors,
+        search=options.search,
+    )
+
+
+def _numbers(options: RolloutsOptions) -> list[str]:
+    given = {"--worst": options.worst, "--best": options.best, "--random": options.random}
+    return [name for name, number in given.items() if number is not None]
+
+
+def _rollouts(kept: KeptRollouts, options: RolloutsOptions, wanted: RolloutFilter) -> Iterator[KeptRollout]:
+    """Those that the options ask for.
+
+    Raises:
+        UsageError: nothing is kept of this step or evaluation.
+    """
+    steps = kept.steps()
+    if options.eval is not None or (options.step is None and not steps):
+        versions = kept.evaluations()
+        if not versions and not steps:
+            raise UsageError(_nothing(options.run))
+        asked = options.eval or "all"
+        chosen = versions if asked == "all" else [_number("--eval", asked, versions, "evaluation")]
+        found = (kept.of_evaluation(version, wanted) for version in chosen)
+    else:
+        asked = options.step or "last"
+        chosen = steps if asked == "all" else [_number("--step", asked, steps, "step")]
+        found = (kept.of_step(step, wanted) for step in chosen)
+    return itertools.chain.from_iterable(found)
+
+
+def _nothing(run: Path) -> str:
+    return (
+        f"{run} has no kept rollouts: it has not finished a step or an evaluation, does not train with RL, or has "
+        "orchestrator.keep_rollouts = None"
+    )
+
+
+def _number(option: str, text: str, kept: list[int], what: str) -> int:
+    if not text.isdecimal() and text not in ("last", "all"):
+        raise UsageError(f"{option} '{one_line(text)}' is neither a number nor `last` nor `all`")
+    if not kept:
+        raise UsageError(f"{option} {text}: no {what} has kept rollouts")
+    if text == "last":
+        return kept[-1]
+    if int(text) not in kept:
+        raise UsageError(f"{option} {text}: no rollouts of this {what} are kept; there are those of {ranges(kept)}")
+    return int(text)
+
+
+def ranges(numbers: list[int]) -> str:
+    """`0-3, 5, 7`; of many, the first and the last ones."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    words = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
+    return ", ".join([*words[:6], "…", *words[-6:]] if len(words) > 12 else words)
+
+
+def _chosen(rollouts: Iterable[KeptRollout], options: RolloutsOptions) -> list[KeptRollout]:
+    """The rollouts to show, of which only so many are in memory."""
+    scored = ((each.reward, index, each) for index, each in enumerate(rollouts) if each.reward is not None)
+    if options.worst is not None:
+        return [each for *_, each in heapq.nsmallest(options.worst, scored, key=lambda entry: entry[:2])]
+    if options.best is not None:
+        return [each for *_, each in heapq.nlargest(options.best, scored, key=lambda entry: (entry[0], -entry[1]))]
+    wanted = options.random or SHOWN
+    generator = random.Random(0)
+    sample: list[tuple[int, KeptRollout]] = []
+    seen = 0
+    # Reservoir sampling. A group that was kept as the best or worst is no random choice.
+    for index, each in enumerate(rollouts):
+        if not each.is_unbiased:
+            continue
+        seen += 1
+        if len(sample) < wanted:
+            sample.append((index, each))
+        elif (place := generator.randrange(seen)) < wanted:
+            sample[place] = (index, each)
+    return [each for _, each in sorted(sample, key=lambda entry: entry[0])]
+
+
+def _print_json(rollouts: Iterable[KeptRollout]) -> None:
+    from prime_rl.history.kept_rollout import as_json
+
+    for each in rollouts:
+        say(json.dumps(as_json(each)))
+
+
+def _print_screen(chosen: Iterable[KeptRollout], count: Counted, kept: KeptRollouts, options: RolloutsOptions) -> None:
+    from medarc_rl.rollouts.screen import Screen
+
+    screen = Screen(options.full)
+    shown = Counted(iter(chosen))
+    for each in shown:
+        screen.show(each)
+    matching = f"{shown.number} of {count_of('kept rollout', count.number)}"
+    if not count.number:
+        matching = "No kept rollout matches"
+        if options.env is not None:
+            names = sorted({each.env for each in kept.all()})
+            matching += f"; environments: {', '.join(map(one_line, names))}"
+    versions = kept.evaluations()
+    steps = kept.steps()
+    parts = [f"steps {ranges(steps)}" if steps else "", f"evaluations {ranges(versions)}" if versions else ""]
+    screen.note(f"{matching}. Kept: {'; '.join(filter(None, parts))}.")
