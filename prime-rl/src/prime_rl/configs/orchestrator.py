@@ -115,8 +115,7 @@ class ModelConfig(BaseModelConfig):
     """The adapter of this run. None trains all weights."""
 
     chat_template: str | None = None
-    """Chat template of the servers: Jinja text, the path of a file, or `chatml`. None is the model's own. Environments
-    with tools are checked with it."""
+    """Chat template of the servers, to check tools with: Jinja text, a path, or `chatml`. None is the model's."""
 
 
 class OptimizerConfig(BaseConfig):
@@ -369,8 +368,7 @@ class OrchestratorConfig(RootConfig):
     """Maximum length of a sample, in tokens."""
 
     num_train_workers: Processes = 1
-    """Number of trainer processes that share the batch of a step; `rl` fills it in. A `batch_size` below it gets a
-    warning."""
+    """Trainer processes that share the batch of a step; `rl` fills it in. A `batch_size` below it gets a warning."""
 
     max_steps: WholeNumber | None = None
     """Number of steps. None trains until it is stopped."""

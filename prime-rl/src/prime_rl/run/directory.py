@@ -75,7 +75,8 @@ def prepare_run_dir(paths: RunPaths, resume_step: int | None, clean: bool = Fals
     A new run renames an existing `metrics.jsonl` to `metrics.<n>.jsonl`. A resumed run appends to it, never cleans the
     directory, and moves checkpoints and weights after `resume_step` to `checkpoints/replaced` and `weights/replaced`:
     they follow from other steps than the ones to come, and the next resume, a chat or an evaluation could otherwise
-    take them for this run's.
+    take them for this run's. Kept rollouts of the steps that it repeats are removed; a new run renames those of another
+    one to `samples.<n>`.
     """
     if resume_step is None and _is_to_be_cleaned(clean):
         _clean(paths.root)
