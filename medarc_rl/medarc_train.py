@@ -22,6 +22,7 @@ from medarc_rl.launchers.shared_node import SINGLE_GPU_VARIABLE, first_gpus, sha
 from medarc_rl.migrate.command import command as migrate
 from medarc_rl.report.command import ReportOptions, report
 from medarc_rl.rollouts.command import RolloutsOptions, rollouts
+from medarc_rl.tracing import TraceOptions, trace
 from medarc_rl.utils import check_startable, load_run, write_components
 from medarc_rl.watching import WatchOptions, watch
 from prime_rl.checks.environments import EXAMINATION
@@ -122,6 +123,7 @@ add_command_without_config(app, "chat", ChatOptions, chat)
 add_command_without_config(app, "watch", WatchOptions, watch)
 add_command_without_config(app, "report", ReportOptions, report)
 add_command_without_config(app, "rollouts", RolloutsOptions, rollouts)
+add_command_without_config(app, "trace", TraceOptions, trace)
 app.command("migrate")(migrate)
 
 

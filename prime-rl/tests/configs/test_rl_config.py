@@ -311,6 +311,7 @@ def test_no_two_processes_of_a_run_share_a_port(faults, options: str, keys: str,
 
 def test_a_metrics_server_gets_a_port_of_its_own(rl) -> None:
     assert rl("--trainer.metrics-server").trainer.metrics_server.port == 8002
+    assert rl("--orchestrator.metrics-server").orchestrator.metrics_server.port == 8003
     assert rl(*words("trainer.metrics-server.host=h inference.server.port=9000")).trainer.metrics_server.port == 9002
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from prime_rl.utils.logger import SUCCESS, setup_logger
+from prime_rl.utils.logger import SUCCESS, readable, setup_logger
 
 
 def test_a_line_has_time_level_and_message(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -35,3 +35,19 @@ def test_json_lines_carry_the_exception(tmp_path: Path) -> None:
     entry = json.loads(log_file.read_text())
     assert (entry["level"], entry["message"]) == ("ERROR", "it failed")
     assert "ValueError: broken" in entry["exception"]
+    assert entry["process"]
+
+
+def test_a_json_line_is_readable_and_hides_no_escape_sequence(tmp_path: Path) -> None:
+    log_file = tmp_path / "trainer.log"
+    setup_logger("info", log_file, json_logging=True).warning("two\x1b[2J lines\nof \u00e9")
+    setup_logger("info")
+    line = readable(log_file.read_text().rstrip())
+    assert re.fullmatch(r"\d\d:\d\d:\d\d WARNING two\\x1b\[2J lines\nof \u00e9", line)
+
+
+@pytest.mark.parametrize(
+    "line", ["", "plain", "{", "{}", '{"level": 1}', '{"timestamp": "x", "level": "", "message": ""}']
+)
+def test_a_line_that_is_not_ours_stays_as_it_is(line: str) -> None:
+    assert readable(line) == line

@@ -16,6 +16,7 @@ from prime_rl.configs.shared import (
     LogConfig,
     MonitorConfig,
     StallConfig,
+    TraceConfig,
     WandbConfig,
 )
 from prime_rl.configs.surface.root import RootConfig
@@ -87,6 +88,9 @@ class OfflineEvalConfig(RootConfig):
 
     monitor: MonitorConfig = MonitorConfig()
     """TensorBoard, Trackio, SwanLab and MLflow."""
+
+    trace: TraceConfig | None = None
+    """Timeline of all processes, for `medarc_train trace`. None records none."""
 
     file_access: FileAccess = "owner"
     """Who can read the files of the run. `owner`: only you; `group`: your group too; `umask`: as your umask says."""

@@ -44,7 +44,7 @@ class ServerConfig(BaseConfig):
     """Port to listen on."""
 
     public_metrics: bool = False
-    """vLLM: serve `/metrics` without the server's key."""
+    """Serve `/metrics` without the server's key."""
 
     @property
     def address(self) -> str:

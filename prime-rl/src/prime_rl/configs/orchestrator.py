@@ -44,6 +44,7 @@ from prime_rl.configs.shared import (
     FileSystemTransportConfig,
     HeartbeatConfig,
     LogConfig,
+    MetricsServerConfig,
     MonitorConfig,
     PrimeMonitorConfig,
     TransportConfig,
@@ -319,6 +320,9 @@ class OrchestratorConfig(RootConfig):
     wandb: WandbWithExtrasConfig | None = None
     """Weights & Biases. None disables it."""
 
+    metrics_server: MetricsServerConfig | None = None
+    """Prometheus metrics over HTTP. None serves none."""
+
     monitor: MonitorConfig = MonitorConfig()
     """TensorBoard, Trackio, SwanLab and MLflow."""
 
@@ -446,11 +450,9 @@ class OrchestratorConfig(RootConfig):
         kinds = [item.type for item in self.filters]
         if len(set(kinds)) < len(kinds):
             yield f"filters has a type more than once: {', '.join(kinds)}"
-        if self.max_concurrent is not None and self.max_concurrent < self.rollouts_per_example:
-            yield (
-                f"max_concurrent ({self.max_concurrent}) is below rollouts_per_example ({self.rollouts_per_example}): "
-                "no group could run"
-            )
+        most, group = self.max_concurrent, self.rollouts_per_example
+        if most is not None and most < group:
+            yield f"max_concurrent ({most}) is below rollouts_per_example ({group}): no group could run"
         if self.weight_broadcast.type == "nccl" and self.max_async_level != 1 and not self.bench:
             yield f"NCCL weight broadcast needs max_async_level = 1 (got {self.max_async_level})"
         if isinstance(self.advantage, NormalizedAdvantageConfig) and self.rollouts_per_example == 1:

@@ -17,6 +17,7 @@ from prime_rl.configs.shared import (
     MonitorConfig,
     SlurmConfig,
     StallConfig,
+    TraceConfig,
     WandbConfig,
 )
 from prime_rl.configs.surface.root import RootConfig
@@ -66,10 +67,9 @@ class BaseDataConfig(BaseConfig):
 
 def batch_fault(data: BaseDataConfig, processes: int) -> str | None:
     """Why `data.batch_size` rows cannot be shared out to `processes` trainer processes."""
-    if data.batch_size % (processes * data.micro_batch_size) == 0:
-        return None
+    is_whole = data.batch_size % (processes * data.micro_batch_size) == 0
     product = f"{processes} processes x data.micro_batch_size = {data.micro_batch_size}"
-    return f"data.batch_size = {data.batch_size} is not a multiple of {product}"
+    return None if is_whole else f"data.batch_size = {data.batch_size} is not a multiple of {product}"
 
 
 class FakeDataConfig(BaseDataConfig):
@@ -356,6 +356,9 @@ class SFTConfig(RootConfig):
     monitor: MonitorConfig = MonitorConfig()
     """TensorBoard, Trackio, SwanLab and MLflow."""
 
+    trace: TraceConfig | None = None
+    """Timeline of all processes, for `medarc_train trace`. None records none."""
+
     output_dir: Path = Path("outputs")
     """The run's directory."""
 
@@ -489,9 +492,7 @@ def _with_keys_of_data(val: dict[str, Any], data: Any) -> dict[str, Any]:
     own = val.get("data", {})
     if not isinstance(own, dict) or not isinstance(data, dict):
         return val
-    left_out = {"streaming", "type"}
-    if data.get("type") == "fake":
-        left_out |= {"length", "input_ids", "pack_function"}
+    left_out = {"streaming", "type", *(("length", "input_ids", "pack_function") if data.get("type") == "fake" else ())}
     if "name" in own or "sources" in own:
         left_out |= {"name", "sources", "subsets", "splits", "probabilities"}
     shared = {key: value for key, value in data.items() if key in SFTDataConfig.model_fields and key not in left_out}

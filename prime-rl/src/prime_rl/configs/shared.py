@@ -270,6 +270,13 @@ class MonitorConfig(BaseConfig):
     """MLflow."""
 
 
+class TraceConfig(BaseConfig):
+    """A timeline of what each process does. Read by the launcher. `trace_path` is PyTorch's profiler."""
+
+    max_mib: Count = 256
+    """Size in MiB at which the file of a process ends."""
+
+
 class PrimeMonitorConfig(BaseConfig):
     """The monitor of the Prime Intellect platform."""
 
@@ -294,7 +301,7 @@ class MetricsServerConfig(BaseConfig):
     """Prometheus metrics and health over HTTP."""
 
     port: Port = 8000
-    """Port to listen on. `rl` takes the inference server's port plus 2."""
+    """Port to listen on. `rl` takes the inference server's port plus 2 for the trainer, plus 3 for the orchestrator."""
 
     host: str = "127.0.0.1"
     """Address to bind. 0.0.0.0 listens on all addresses of the machine."""

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 
 from prime_rl.configs.eval import OfflineEvalConfig
+from prime_rl.monitors.tracing import own_trace
 from prime_rl.orchestrator.errors import OrchestratorError
 from prime_rl.orchestrator.stopping import EXIT_GRACE_S, exit_within, explained_exit_code
 from prime_rl.run.completion import report_completion
@@ -30,6 +31,7 @@ def main() -> None:
     write_stacks_on_signal()
     config = parse_argv_or_exit(OfflineEvalConfig)
     setup_logger(config.log.level, None, config.log.json_logging)
+    own_trace()
     # Until the event loop handles signals.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda received, frame: sys.exit(128 + received))

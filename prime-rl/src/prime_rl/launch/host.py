@@ -23,6 +23,7 @@ from prime_rl.launch.stalls.watchdog import Observed
 from prime_rl.run.beats import BEAT_VARIABLE, clear_beats, read_beats
 from prime_rl.run.completion import COMPLETION_VARIABLE, clear_completion
 from prime_rl.run.lifeline import start_guard
+from prime_rl.utils.logger import PROCESS_VARIABLE
 from prime_rl.utils.private import runtime_directory
 from prime_rl.utils.scratch import LAUNCH_KIND, abandoned_launches, owned_directory
 from prime_rl.utils.stacks import STACKS_SIGNAL
@@ -142,6 +143,7 @@ class LocalHost:
 
     def start(self, spec: ProcessSpec) -> None:
         env = {**os.environ, **spec.env, **spec.secrets, reaper.MARK_VARIABLE: str(self.directory)}
+        env[PROCESS_VARIABLE] = spec.name
         if spec.completion is not None:
             clear_completion(spec.completion)
             env[COMPLETION_VARIABLE] = str(spec.completion)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from prime_rl.launch.spec import ProcessSpec
 from prime_rl.launch.stalls.watchdog import StallLimits
+from prime_rl.monitors.tracing.trace import trace_env
 from prime_rl.run.attempts import PARTS, RESTORED_VARIABLE
 from prime_rl.run.paths import RunPaths, stable_steps
 from prime_rl.utils.logger import ATTEMPT_VARIABLE
@@ -52,6 +53,8 @@ class Job:
     """What a signal makes the processes do, in one line."""
     stall_limits: StallLimits = field(default_factory=StallLimits)
     """When a process that makes no progress ends the job."""
+    trace_mib: int | None = None
+    """Size at which the trace of a process ends. None records no traces."""
     resume: tuple[str, ...] | None = None
     """Options that make the same command continue the job. None: it saves nothing to continue from."""
 
@@ -74,7 +77,9 @@ class Job:
 
     def _in_attempt(self, process: ProcessSpec, number: int) -> ProcessSpec:
         restored = {RESTORED_VARIABLE: str(self.paths.restored(process.name))} if process.name in PARTS else {}
-        return replace(process, attempt=number, env={**process.env, ATTEMPT_VARIABLE: str(number), **restored})
+        traced = {} if self.trace_mib is None else trace_env(self.paths.trace(process.name), self.trace_mib)
+        env = {**process.env, ATTEMPT_VARIABLE: str(number), **restored, **traced}
+        return replace(process, attempt=number, env=env)
 
     def process(self, name: str) -> ProcessSpec:
         """Raises KeyError for a name that the job does not have."""

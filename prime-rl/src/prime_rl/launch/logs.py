@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from prime_rl.launch.spec import ProcessSpec
+from prime_rl.utils.logger import readable
 
 HEAD = "===="
 """Start of the line that begins an attempt."""
@@ -42,7 +43,7 @@ def tail(log: Path, lines: int, start_offset: int = 0) -> list[str]:
         return []
     # A progress bar rewrites its line; only the last version matters.
     written = [line.rstrip().rpartition("\r")[2] for line in text.split("\n") if line.strip()]
-    return written[-lines:]
+    return [readable(line) for line in written[-lines:]]
 
 
 class Follower:
@@ -75,8 +76,8 @@ class Follower:
         return [line.decode(errors="replace").rstrip("\r") for line in complete]
 
     def new_lines(self) -> list[str]:
-        """`lines` without those that begin attempts."""
-        return [line for line in self.lines() if not line.startswith(HEAD)]
+        """`lines` of a log as text, without those that begin attempts."""
+        return [readable(line) for line in self.lines() if not line.startswith(HEAD)]
 
     @property
     def unfinished_line(self) -> str:

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from prime_rl.configs.inference import InferenceConfig
     from prime_rl.configs.rl import RLConfig
     from prime_rl.configs.sft import SFTConfig
-    from prime_rl.configs.shared import ClientConfig, StallConfig
+    from prime_rl.configs.shared import ClientConfig, StallConfig, TraceConfig
     from prime_rl.utils.pydantic_config import BaseSettings
 
 
@@ -80,6 +80,7 @@ def plan_sft(config: SFTConfig, paths: RunPaths, site: Site, resume_step: int | 
         {"sft": config},
         stopping=_stopping(config.ckpt),
         stall_limits=_stall_limits(config.stall),
+        trace_mib=_trace_mib(config.trace),
         resume=_resume(config.ckpt),
     )
 
@@ -115,6 +116,7 @@ def plan_rl(config: RLConfig, paths: RunPaths, site: Site, resume_step: int | No
         _headline(demand, config, site),
         _stopping(config.trainer.ckpt),
         _stall_limits(config.stall),
+        _trace_mib(config.trace),
         _resume(config.trainer.ckpt),
     )
 
@@ -131,7 +133,17 @@ def plan_eval(config: OfflineEvalConfig, paths: RunPaths, site: Site, resume_ste
         configs["inference"] = config.inference
     kept = "stopping; finished rollouts are kept"
     limits = _stall_limits(config.stall)
-    return Job("eval", paths, processes, _resources(processes), configs, stopping=kept, stall_limits=limits, resume=())
+    return Job(
+        "eval",
+        paths,
+        processes,
+        _resources(processes),
+        configs,
+        stopping=kept,
+        stall_limits=limits,
+        trace_mib=_trace_mib(config.trace),
+        resume=(),
+    )
 
 
 def component_configs(config: RLConfig) -> dict[str, BaseSettings]:
@@ -223,6 +235,10 @@ def _resume_flags(ckpt: object, resume_step: int | None) -> tuple[str, ...]:
 
 def _stall_limits(stall: StallConfig) -> StallLimits:
     return StallLimits(stall.timeout_s, stall.startup_timeout_s, stall.stopped_timeout_s)
+
+
+def _trace_mib(trace: TraceConfig | None) -> int | None:
+    return None if trace is None else trace.max_mib
 
 
 def _stopping(ckpt: object) -> str:

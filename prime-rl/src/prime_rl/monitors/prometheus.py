@@ -1,4 +1,4 @@
-"""Serves metrics for Prometheus and a health check over HTTP, from the trainer's process."""
+"""Serves metrics for Prometheus and a health check over HTTP, from the trainer's and the orchestrator's process."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 from prime_rl.configs.shared import MetricsServerConfig
@@ -15,7 +16,24 @@ from prime_rl.utils.engine_keys import is_bearer, named_key, new_engine_key, pub
 from prime_rl.utils.logger import get_logger
 from prime_rl.utils.private import NotPrivate
 
-GAUGES: Mapping[str, str] = {
+
+@dataclass(frozen=True, slots=True)
+class Gauges:
+    """What a process exports. Other metrics are not exported."""
+
+    metrics: Mapping[str, str]
+    """Gauge names and the metric that each one reports."""
+    steps: tuple[str, str]
+    """Gauges of the step and of the time of its end."""
+    ones: tuple[str, ...] = ()
+    """Gauges that are 1 once there was a step."""
+    of_run: Mapping[str, str] = field(default_factory=dict)
+    """Gauges with a `run` label and their metrics."""
+    states_of_run: tuple[str, ...] = ()
+    """Gauges with a `run` label: the step, and whether there was one."""
+
+
+_TRAINER_METRICS: Mapping[str, str] = {
     "trainer_loss": "loss/mean",
     "trainer_throughput_tokens_per_sec": "perf/throughput",
     "trainer_grad_norm": "optim/grad_norm",
@@ -26,12 +44,33 @@ GAUGES: Mapping[str, str] = {
     "trainer_mismatch_kl": "mismatch_kl/mean",
     "trainer_kl_ent_ratio": "kl_ent_ratio/mean",
 }
-"""Gauge names and the metric that each one reports."""
-STEP_GAUGES = ("trainer_step", "trainer_last_step_timestamp_seconds")
-RUN_COUNT_GAUGES = tuple(f"trainer_runs_{state}" for state in ("discovered", "active", "ready", "max"))
-RUN_GAUGES: Mapping[str, str] = {"trainer_run_tokens": "progress/tokens", "trainer_run_learning_rate": "optim/lr"}
-"""Gauges with a `run` label. A trainer has one run."""
-RUN_STATE_GAUGES = ("trainer_run_step", "trainer_run_ready")
+TRAINER = Gauges(
+    _TRAINER_METRICS,
+    steps=("trainer_step", "trainer_last_step_timestamp_seconds"),
+    ones=tuple(f"trainer_runs_{state}" for state in ("discovered", "active", "ready", "max")),
+    of_run={"trainer_run_tokens": "progress/tokens", "trainer_run_learning_rate": "optim/lr"},
+    states_of_run=("trainer_run_step", "trainer_run_ready"),
+)
+ORCHESTRATOR = Gauges(
+    {
+        "orchestrator_reward": "reward/mean",
+        "orchestrator_reward_errors": "reward/errors",
+        "orchestrator_rollout_error_rate": "error/mean",
+        "orchestrator_solve_none": "batch/solve_none",
+        "orchestrator_solve_all": "batch/solve_all",
+        "orchestrator_async_level": "batch/async_level",
+        "orchestrator_groups_lag_max": "batch/lag/max",
+        "orchestrator_inflight_rollouts": "batch/inflight_samples",
+        "orchestrator_cancelled_rollouts": "batch/cancelled_rollouts",
+        "orchestrator_policy_version": "progress/ckpt_step",
+        "orchestrator_total_tokens": "progress/total_tokens",
+        "orchestrator_total_samples": "progress/total_samples",
+        "orchestrator_throughput_tokens_per_sec": "perf/throughput",
+        "orchestrator_step_seconds": "time/step",
+        "orchestrator_generate_seconds": "time/generate_completions",
+    },
+    steps=("orchestrator_step", "orchestrator_last_step_timestamp_seconds"),
+)
 RUN_LABEL = 'run="run_default"'
 METRICS_KEY_VARIABLE = "PRIME_RL_METRICS_KEY"
 
@@ -46,18 +85,20 @@ class MetricsServer:
     or else a random key in a file that only this user can read.
     """
 
-    def __init__(self, config: MetricsServerConfig, has_metrics: bool = True) -> None:
+    def __init__(self, config: MetricsServerConfig, has_metrics: bool = True, gauges: Gauges = TRAINER) -> None:
         """Start listening.
 
         Raises:
             MonitorError: the port is in use, the host is not an address of this machine, or other users can enter the
                 directory of keys.
         """
-        self._values: dict[str, float | str] = dict.fromkeys((*STEP_GAUGES, *GAUGES, *RUN_COUNT_GAUGES), 0.0)
+        self._gauges = gauges
+        names = (*gauges.steps, *gauges.metrics, *gauges.ones)
+        self._values: dict[str, float | str] = dict.fromkeys(names, 0.0)
         self._run_values: dict[str, float | str] = {}
         pages = {"/health": b"ok\n"}
         if has_metrics:
-            pages["/metrics"] = exposition(self._values, self._run_values).encode()
+            pages["/metrics"] = self._page()
 
         self._held = ExitStack()
 
@@ -88,11 +129,16 @@ class MetricsServer:
     def log(self, metrics: Metrics, step: int) -> None:
         if "/metrics" not in self._pages or "time/step" not in metrics:
             return
-        self._values |= dict(zip(STEP_GAUGES, (step, time.time()), strict=True)) | dict.fromkeys(RUN_COUNT_GAUGES, 1)
-        self._values |= {gauge: metrics[name] for gauge, name in GAUGES.items() if name in metrics}
-        self._run_values |= {"trainer_run_step": step, "trainer_run_ready": 1}
-        self._run_values |= {gauge: metrics[name] for gauge, name in RUN_GAUGES.items() if name in metrics}
-        self._pages["/metrics"] = exposition(self._values, self._run_values).encode()
+        gauges = self._gauges
+        self._values |= dict(zip(gauges.steps, (step, time.time()), strict=True)) | dict.fromkeys(gauges.ones, 1)
+        self._values |= {gauge: metrics[name] for gauge, name in gauges.metrics.items() if name in metrics}
+        self._run_values |= dict(zip(gauges.states_of_run, (step, 1), strict=False))
+        self._run_values |= {gauge: metrics[name] for gauge, name in gauges.of_run.items() if name in metrics}
+        self._pages["/metrics"] = self._page()
+
+    def _page(self) -> bytes:
+        labelled = (*self._gauges.states_of_run, *self._gauges.of_run)
+        return exposition(self._values, {gauge: self._run_values.get(gauge) for gauge in labelled}).encode()
 
     def close(self, exit_code: int = 0) -> None:
         self._server.shutdown()
@@ -100,13 +146,13 @@ class MetricsServer:
         self._held.close()
 
 
-def exposition(values: Mapping[str, float | str], run_values: Mapping[str, float | str]) -> str:
-    """Format gauges in Prometheus's text format. `run_values` get the `run` label and may be missing."""
+def exposition(values: Mapping[str, float | str], run_values: Mapping[str, float | str | None]) -> str:
+    """Format gauges in Prometheus's text format. `run_values` get the `run` label; None is not known yet."""
     lines = [f"# TYPE {gauge} gauge\n{gauge} {float(value)}\n" for gauge, value in values.items()]
-    for gauge in (*RUN_STATE_GAUGES, *RUN_GAUGES):
+    for gauge, value in run_values.items():
         lines.append(f"# TYPE {gauge} gauge\n")
-        if gauge in run_values:
-            lines.append(f"{gauge}{{{RUN_LABEL}}} {float(run_values[gauge])}\n")
+        if value is not None:
+            lines.append(f"{gauge}{{{RUN_LABEL}}} {float(value)}\n")
     return "".join(lines)
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.configs.surface.not_built import refuse_unbuilt
 from prime_rl.monitors import MonitorError
+from prime_rl.monitors.tracing import own_trace
 from prime_rl.orchestrator.ckpt import Checkpoints, remove_empty_broadcasts, remove_stale
 from prime_rl.orchestrator.errors import OrchestratorError, TooManyFailures
 from prime_rl.orchestrator.stopping import exit_process, explained_exit_code
@@ -40,6 +41,7 @@ def main() -> None:
     refuse_unbuilt(config)
     paths = OrchestratorPaths(config.output_dir)
     setup_logger(config.log.level, paths.log if config.log.file else None, config.log.json_logging)
+    own_trace()
     exit_code = run(config, paths)
     if exit_code == 0:
         report_completion()

@@ -28,6 +28,7 @@ from prime_rl.orchestrator.evaluation.validator import Validator
 from prime_rl.orchestrator.reports.reporter import Reporter, sample_interval, setup_monitor
 from prime_rl.orchestrator.reports.reward_watch import RewardWatch
 from prime_rl.orchestrator.reports.rollout_log import RolloutLog
+from prime_rl.orchestrator.reports.sessions import traced_ledger
 from prime_rl.orchestrator.scheduling.buffer import Buffer
 from prime_rl.orchestrator.scheduling.scheduler import Scheduler, SchedulerLimits
 from prime_rl.orchestrator.scheduling.staleness import Staleness
@@ -86,7 +87,7 @@ async def _run(config: OrchestratorConfig, environments: Environments, resume_st
     paths = OrchestratorPaths(config.output_dir)
     filters = setup_filters(config.filters, config.model.name)
     advantage = setup_advantage(config.advantage)
-    ledger = Ledger(paths.ledger)
+    ledger = traced_ledger(paths.ledger)
     buffer = make_buffer(config, environments.train, ledger)
     async with AsyncExitStack() as closing:
         closing.callback(ledger.close)

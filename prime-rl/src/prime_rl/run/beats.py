@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from prime_rl.run.paths import TRACE_VARIABLE
+
 BEAT_VARIABLE = "BEAT_FILE"
 """Environment variable of a process: the file of its beats."""
 
@@ -57,12 +59,20 @@ class Beats:
         self._is_started = False
         self._calls: dict[str, int] = {}
         self._pids = [os.getpid()]
+        self._followers: list[Callable[[str, str | None], None]] = []
+
+    def follow(self, follower: Callable[[str, str | None], None]) -> None:
+        """Call `follower` with everything that is said, beginning with what was said last."""
+        self._followers.append(follower)
+        follower(self._doing, self._waits_for)
 
     def say(self, doing: str, waits_for: str | None = None) -> None:
         """Report what the process does from now on. To say the same again is no progress."""
         if (doing, waits_for) != (self._doing, self._waits_for):
             self._doing, self._waits_for = doing, waits_for
             self._write()
+            for follower in self._followers:
+                follower(doing, waits_for)
 
     def tick(self) -> None:
         """Report progress in what was said last."""
@@ -125,7 +135,8 @@ def own_beats() -> Beats:
 def helper_beats_env(name: str) -> dict[str, str]:
     """Variables for a process that helps this one: its beats are progress of this process."""
     file = os.environ.get(BEAT_VARIABLE)
-    return {} if file is None else {BEAT_VARIABLE: f"{file}+{name.replace('/', '--')}"}
+    # A trace belongs to one process.
+    return {} if file is None else {BEAT_VARIABLE: f"{file}+{name.replace('/', '--')}", TRACE_VARIABLE: ""}
 
 
 def read_beats(file: Path) -> Iterator[Beat]:

@@ -21,7 +21,7 @@ import json
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -41,11 +41,16 @@ class Ledger:
 
     def __init__(self, path: Path | None = None) -> None:
         self._path = path
+        self._followers: list[Callable[[Mapping[str, Any]], None]] = []
         self._file: int | None = None
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
             self._end_torn_line(self._file)
+
+    def follow(self, follower: Callable[[Mapping[str, Any]], None]) -> None:
+        """Call `follower` with every event that is recorded."""
+        self._followers.append(follower)
 
     def start(self, step: int, from_bytes: int, draws: int) -> None:
         """Begin an attempt at `step`, after `draws` draws. What was recorded after `from_bytes` is undone."""
@@ -84,6 +89,8 @@ class Ledger:
             self._file = None
 
     def _append(self, record: dict[str, Any]) -> None:
+        for follower in self._followers:
+            follower(record)
         if self._file is None:
             return
         line = memoryview(json.dumps(record, separators=(",", ":")).encode() + b"\n")

@@ -15,6 +15,9 @@ from prime_rl.utils.files import STABLE
 STORE_VARIABLE = "PRIME_RL_STORE"
 """Environment variable of the trainer's ranks: the file through which they find each other."""
 
+TRACE_VARIABLE = "TRACE_FILE"
+"""Environment variable of a process whose trace is recorded: its file."""
+
 _STEP_DIR = re.compile(r"step_(\d+)")
 _SAMPLES = re.compile(r"(step|eval)_(\d+)(?:\.rank_(\d+))?\.jsonl(?:\.gz)?")
 
@@ -52,6 +55,14 @@ class RunPaths:
     def completion(self, process: str) -> Path:
         """Marker: the process of this launch has done all of its work."""
         return self.root / "control" / f"{process}.complete"
+
+    @property
+    def traces(self) -> Path:
+        """What each process did when, as Chrome trace events."""
+        return self.root / "traces"
+
+    def trace(self, process: str) -> Path:
+        return self.traces / f"{process}.jsonl"
 
     def beats(self, process: str) -> Path:
         """What the process is doing, overwritten with each progress."""

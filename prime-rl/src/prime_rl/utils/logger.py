@@ -15,6 +15,9 @@ from typing import TextIO, TypeVar
 ATTEMPT_VARIABLE = "RUN_ATTEMPT"
 """Environment variable of a launch's processes: the number of the attempt."""
 
+PROCESS_VARIABLE = "RUN_PROCESS"
+"""Environment variable of a launch's processes: the name of the process, which JSON lines carry."""
+
 StreamT = TypeVar("StreamT", bound=TextIO)
 
 SUCCESS = 25
@@ -49,12 +52,18 @@ class TextFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """Formats a JSON object with `timestamp, level, message, module, function, line`, and `exception` if present."""
+    """Formats a JSON object with `timestamp`, `level`, `process`, `message`, where it was logged, and `exception` if
+    there is one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.process = os.environ.get(PROCESS_VARIABLE) or Path(sys.argv[0]).stem
 
     def format(self, record: logging.LogRecord) -> str:
         entry = {
             "timestamp": datetime.fromtimestamp(record.created, UTC).isoformat(),
             "level": record.levelname,
+            "process": self.process,
             "message": record.getMessage(),
             "module": record.module,
             "function": record.funcName,
@@ -63,6 +72,21 @@ class JsonFormatter(logging.Formatter):
         if record.exc_info:
             entry["exception"] = self.formatException(record.exc_info)
         return json.dumps(entry)
+
+
+def readable(line: str) -> str:
+    """A line of a log as text: JSON lines become what the other format would have written; others stay."""
+    if not line.startswith("{"):
+        return line
+    try:
+        entry = json.loads(line)
+        clock = datetime.fromisoformat(entry["timestamp"]).astimezone().strftime("%H:%M:%S")
+        text = f"{clock} {entry['level']:>7} {entry['message']}"
+        text = f"{text}\n{entry['exception']}" if "exception" in entry else text
+    except (ValueError, TypeError, KeyError, RecursionError):  # another program's line, or one that was cut off
+        return line
+    # JSON hides escape sequences, which must not reach a terminal.
+    return "".join(char if char.isprintable() or char in "\n\t" else ascii(char)[1:-1] for char in text)
 
 
 class _StreamHandler(logging.StreamHandler[StreamT]):

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from queue import Empty, SimpleQueue
 
 from prime_rl.launch.logs import HEAD, Follower, polled
+from prime_rl.utils.logger import readable
 from prime_rl.watch.display import Display
 from prime_rl.watch.progress import RunProgress, clock
 
@@ -57,6 +58,7 @@ class Watcher:
         self._display.update()
 
     def _take_log_line(self, name: str, line: str) -> None:
+        line = readable(line)
         words = _LOG_PREFIX.sub("", _ANSI.sub("", line).rpartition("\r")[2]).strip()
         if not words or line.startswith(HEAD):
             return

@@ -29,7 +29,7 @@ SectionT = TypeVar("SectionT", bound=BaseModel)
 _ABSENT = object()
 RESUMED_WEIGHTS_TIMEOUT_S = 600
 METRICS_PORT_OFFSET = 2
-"""Distance of the metrics' port from the server's. The teacher's is the one between."""
+"""Distance of the trainer's metrics port from the server's. The teacher's is between; the orchestrator's follows."""
 _BENCH_TOKEN_BATCH = 32
 """Number of fake samples in a benchmark with `token_batch_size`."""
 
@@ -373,8 +373,9 @@ def _count_inference_gpus(run: RunTables, always: bool) -> None:
 def _place_metrics(run: RunTables) -> None:
     """Give the metrics a port of their own. By itself each server has the same default port."""
     server = peek(ServerConfig, run.get("inference.server")) if run.inference is not None else None
-    if server is not None and isinstance(run.get("trainer.metrics_server"), dict):
-        run.fill("trainer.metrics_server.port", server.port + METRICS_PORT_OFFSET, "inference.server.port")
+    for offset, component in enumerate(("trainer", "orchestrator"), METRICS_PORT_OFFSET):
+        if server is not None and isinstance(run.get(f"{component}.metrics_server"), dict):
+            run.fill(f"{component}.metrics_server.port", server.port + offset, "inference.server.port")
 
 
 def _add_teacher(run: RunTables) -> None:

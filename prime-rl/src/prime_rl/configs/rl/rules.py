@@ -199,6 +199,8 @@ def _ports(run: RunSections) -> Iterator[tuple[str, int]]:
             yield f"{name}.server.port", server.server.port
     if run.trainer.metrics_server is not None:
         yield "trainer.metrics_server.port", run.trainer.metrics_server.port
+    if run.orchestrator.metrics_server is not None:
+        yield "orchestrator.metrics_server.port", run.orchestrator.metrics_server.port
     if run.trainer.weight_broadcast.type == "nccl":
         yield "trainer.weight_broadcast.port", run.trainer.weight_broadcast.port
     if run.trainer.rollout_transport.type == "zmq":

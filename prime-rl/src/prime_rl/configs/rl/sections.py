@@ -9,7 +9,7 @@ from prime_rl.configs.algorithms import Algorithm
 from prime_rl.configs.inference import InferenceConfig
 from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.configs.ranges import Count, Gpus, Nodes, Port, ResumeStep, TransferSeconds, WholeNumber
-from prime_rl.configs.shared import Device, MonitorConfig
+from prime_rl.configs.shared import Device, MonitorConfig, TraceConfig
 from prime_rl.configs.trainer import TrainerConfig
 from prime_rl.utils.pydantic_config import BaseConfig
 
@@ -153,6 +153,9 @@ class SharedSettings(BaseConfig):
 
     monitor: MonitorConfig = MonitorConfig()
     """TensorBoard, Trackio, SwanLab and MLflow of trainer and orchestrator. A key here overrides theirs."""
+
+    trace: TraceConfig | None = None
+    """Timeline of all processes, for `medarc_train trace`. None records none."""
 
     model: SharedModelConfig | None = None
     """The model of trainer, orchestrator and inference. None keeps their own settings."""

@@ -89,7 +89,7 @@ RESUME_RULES: tuple[ResumeRule, ...] = (
     _rule("applied", "validation losses before and after may not be comparable", "sft.val"),
     _rule("applied", "", "sft.loss_impl", "sft.num_epochs"),
     _rule("attempt", "says how to start", "sft.clean_output_dir", "sft.dry_run", "sft.file_access", "sft.slurm"),
-    _rule("none", "", "sft.stall"),
+    _rule("none", "", "sft.stall", "sft.trace"),
     # The RL trainer.
     _rule("applied", "", "trainer.tokenizer", "trainer.data", "trainer.loss", "trainer.parity", "trainer.minibatches"),
     _rule("applied", "", "trainer.max_async_level", "trainer.max_concurrent_runs"),
@@ -167,6 +167,7 @@ RESUME_RULES: tuple[ResumeRule, ...] = (
                 "log",
                 "wandb",
                 "monitor",
+                "metrics_server",
                 "prime_monitor",
                 "heartbeat",
                 "output_dir",

@@ -25,12 +25,14 @@ class EmbeddedServer(uvicorn.Server):
 
     def __init__(self, config: InferenceConfig, key: str) -> None:
         """`key` is required of every request but health checks."""
-        self.api = Api(config.model.name, key)
+        self.api = Api(config.model.name, key, public_metrics=config.server.public_metrics)
         # lifespan="off": this class manages the engine's thread.
         super().__init__(
             uvicorn.Config(
                 self.api.app(),
                 lifespan="off",
+                # uvicorn takes uvloop if it is installed, whose connections have no `asyncio.Transport` to bound.
+                loop="asyncio",
                 log_level="warning",
                 access_log=False,
                 timeout_graceful_shutdown=_GRACE_S,

@@ -15,11 +15,13 @@ from verifiers.serve import ZMQEnvClient
 
 from prime_rl.configs.orchestrator import EnvConfig
 from prime_rl.configs.shared import LogConfig
+from prime_rl.monitors.tracing import own_trace
 from prime_rl.orchestrator.env_servers.exits import contain_exits
 from prime_rl.orchestrator.env_servers.reward_errors import RewardErrors, record_reward_errors
 from prime_rl.orchestrator.env_servers.rubrics import reward_functions
 from prime_rl.orchestrator.env_servers.tunnel import Tunnel
 from prime_rl.orchestrator.errors import EnvironmentFault
+from prime_rl.orchestrator.reports.sessions import record_rollouts
 from prime_rl.orchestrator.rollouts.images import ADVICE, first_row_with_image, has_image
 from prime_rl.orchestrator.rollouts.rollout import REWARD_ERRORS, ExampleRef, Rollout, check_trainable, read_rollout
 from prime_rl.orchestrator.scheduling.difficulty import fingerprint
@@ -159,6 +161,7 @@ class Environment:
                 max_retries,
                 state_columns=STATE_COLUMNS,
             )
+        record_rollouts(own_trace(), outputs, example)
         temperature = sampling_args.get("temperature", 1.0)
         rollouts = [read_rollout(output, example, temperature, version, self.vocab_size) for output in outputs]
         self.reward_errors.observe(rollouts)

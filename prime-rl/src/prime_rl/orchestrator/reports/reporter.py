@@ -11,6 +11,7 @@ from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.configs.shared import LogExtrasConfig
 from prime_rl.monitors import JsonlMonitor, Monitor, MultiMonitor
 from prime_rl.monitors.bench import BenchTable
+from prime_rl.monitors.prometheus import ORCHESTRATOR, MetricsServer
 from prime_rl.monitors.sinks.described import SinkRun
 from prime_rl.monitors.sinks.opening import open_sinks
 from prime_rl.orchestrator.batches.batch import Batch
@@ -88,6 +89,8 @@ def setup_monitor(config: OrchestratorConfig, run: RunPaths, paths: Orchestrator
     """Create the monitors: `OUT/metrics.jsonl`, the sinks that are configured, and a summary table with `bench`."""
     extras = None
     monitors: list[Monitor] = [JsonlMonitor(run.metrics, "orchestrator")]
+    if config.metrics_server is not None:
+        monitors.append(MetricsServer(config.metrics_server, gauges=ORCHESTRATOR))
     if config.bench:
         monitors.append(BenchTable({"time/step": "Step time (s)", "perf/throughput": "Throughput (tokens/s)"}))
     resumes = config.ckpt is not None and config.ckpt.resume_step is not None

@@ -7,6 +7,7 @@ import sys
 
 from prime_rl.configs.surface.not_built import refuse_unbuilt
 from prime_rl.configs.trainer import TrainerConfig
+from prime_rl.monitors.tracing import own_trace
 from prime_rl.run.completion import report_completion
 from prime_rl.run.directory import OutputDirInUse, check_output_dir
 from prime_rl.run.lifeline import end_with_launch
@@ -35,6 +36,7 @@ def main() -> None:
     rank = int(os.environ.get("RANK", 0))
     log_file = paths.rank_log(rank) if config.log.file else None
     setup_logger(config.log.level if rank == 0 else "warning", log_file, config.log.json_logging)
+    own_trace()
     with leaving_at_once(), exit_on_error():
         # Imported here so that config errors are reported at once: this loads torch and transformers.
         with import_without_gc():

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from prime_rl.configs.sft import SFTConfig
 from prime_rl.configs.trainer import scheduled_steps
+from prime_rl.monitors.tracing import own_trace
 from prime_rl.run.beats import own_beats
 from prime_rl.run.directory import OutputDirInUse, check_output_dir
 from prime_rl.run.paths import RunPaths
@@ -50,6 +51,7 @@ def run(config: SFTConfig) -> int:
     rank = int(os.environ.get("RANK", 0))
     log_file = paths.rank_log(rank) if config.log.file else None
     setup_logger(config.log.level if rank == 0 else "warning", log_file, config.log.json_logging)
+    own_trace()
     with exit_on_error(), joined_world(config) as process:
         prepare_output_dir(config, paths, process)
         with open_telemetry(config, paths, process) as telemetry:

@@ -25,6 +25,7 @@ from prime_rl.inference.embedded.engine.sampling import BatchSampler, Drawn, pro
 from prime_rl.inference.embedded.engine.scheduler import Limits, PrefillBatch, Scheduler
 from prime_rl.inference.embedded.engine.weights import WeightSource, read_weights
 from prime_rl.inference.embedded.errors import EngineBusy, EngineStopped, GenerationFailed
+from prime_rl.monitors.tracing import own_trace
 from prime_rl.run.beats import ANYONE, own_beats
 from prime_rl.run.paths import step_of
 from prime_rl.utils.logger import get_logger
@@ -96,6 +97,8 @@ class Engine:
         """Version of the base weights."""
         self.paused = False
         self.stats = EngineStats()
+        self._earlier = EngineStats()
+        """Counts of all earlier weights."""
         self._runner = runner
         self._scheduler = Scheduler(self.limits, runner.slots)
         self._sampler: BatchSampler | None = None
@@ -109,6 +112,21 @@ class Engine:
     def load(self) -> int:
         """Number of samples running or waiting."""
         return self._num_queued
+
+    @property
+    def num_running(self) -> int:
+        """Number of samples that grow by a token with each step."""
+        return len(self._scheduler.running)
+
+    @property
+    def total_tokens(self) -> int:
+        """Tokens since the start."""
+        return self._earlier.tokens + self.stats.tokens
+
+    @property
+    def total_busy_s(self) -> float:
+        """Seconds of work since the start."""
+        return self._earlier.busy_s + self.stats.busy_s
 
     def submit(self, request: GenerationRequest) -> Future[Generation]:
         """Queue a request and return its `result`, which the engine's thread sets.
@@ -124,8 +142,16 @@ class Engine:
                 raise EngineBusy(f"the request queue is full ({self._num_queued} samples); retry later")
             self._num_queued += request.n
             request.result.add_done_callback(lambda result: self._release(request.n, result))
+            self._record(request)
             self._inbox.put(request)
         return request.result
+
+    def _record(self, request: GenerationRequest) -> None:
+        """Show the request in the trace, from its arrival to its answer."""
+        trace = own_trace()
+        if trace.is_on:
+            trace.begin("request", request.id, samples=request.n, prompt_tokens=len(request.prompt))
+            request.result.add_done_callback(lambda result: trace.end("request", request.id))
 
     def update_weights(self, directory: Path | None) -> Future[int]:
         """Load the weights in `directory`, or the initial weights for None. The future's result is the new version.
@@ -319,6 +345,8 @@ class Engine:
             f"{len(self._scheduler.running)} running, {len(self._scheduler.waiting)} waiting | "
             f"previous version: {self.stats.tokens} tokens at {self.stats.tokens_per_s:.0f} tokens/s"
         )
+        self._earlier.tokens += self.stats.tokens
+        self._earlier.busy_s += self.stats.busy_s
         self.stats = EngineStats()
         self._scheduler.prefixes.clear()
 

@@ -21,7 +21,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from prime_rl.checks.time_limit import MAX_RENDER_S, OutOfTime, time_limit
-from prime_rl.inference.access import RequireKey
+from prime_rl.inference.access import HEALTH, METRICS, RequireKey
 from prime_rl.inference.adapter_files import AdapterMissing
 from prime_rl.inference.bodies import BoundBodies
 from prime_rl.inference.checkpoint_files import WeightError
@@ -43,10 +43,12 @@ from prime_rl.inference.protocol import (
     UpdateWeightsBody,
     parse_body,
 )
+from prime_rl.monitors.prometheus import exposition
 from prime_rl.transport.errors import TransportError
 from prime_rl.utils.logger import get_logger
 
 if TYPE_CHECKING:
+    from prime_rl.inference.embedded.engine.engine import Engine
     from prime_rl.inference.embedded.http.service import Service
 
 Handler = Callable[[Request], Awaitable[Response]]
@@ -67,8 +69,12 @@ class ClientDisconnected(Exception):
 class Api:
     """Routes to a `Service`, which is set once the model is loaded."""
 
-    def __init__(self, model_name: str, key: str, preparation_s: float = MAX_RENDER_S) -> None:
-        """`key` is required of every request but health checks; `preparation_s` is the time to prepare one."""
+    def __init__(
+        self, model_name: str, key: str, preparation_s: float = MAX_RENDER_S, public_metrics: bool = False
+    ) -> None:
+        """`key` is required of every request but health checks and, with `public_metrics`, metrics; `preparation_s` is
+        the time to prepare a request."""
+        self._open_paths = (HEALTH, METRICS) if public_metrics else (HEALTH,)
         self.model_name = model_name
         self._preparation_s = preparation_s
         self._key = key
@@ -97,6 +103,7 @@ class Api:
             "/v1/models": self.models,
             "/is_paused": self.is_paused,
             "/load": self.load,
+            METRICS: self.metrics,
         }
         return Starlette(
             routes=[
@@ -104,7 +111,7 @@ class Api:
                 *(Route(path, _with_error_responses(handler)) for path, handler in gets.items()),
             ],
             exception_handlers={HTTPException: _http_error_response},
-            middleware=[Middleware(RequireKey, key=self._key), Middleware(BoundBodies)],
+            middleware=[Middleware(RequireKey, key=self._key, open_paths=self._open_paths), Middleware(BoundBodies)],
         )
 
     def ready(self) -> Service:
@@ -191,6 +198,11 @@ class Api:
 
     async def is_paused(self, _: Request) -> Response:
         return _json({"is_paused": self.ready().engine.paused})
+
+    async def metrics(self, _: Request) -> Response:
+        """Gauges in Prometheus's text format. They are missing while the model loads."""
+        text = "" if self.service is None else exposition(engine_metrics(self.service.engine), {})
+        return Response(text, media_type="text/plain; version=0.0.4")
 
     async def load(self, _: Request) -> Response:
         """Number of samples running or waiting."""
@@ -364,3 +376,15 @@ async def _http_error_response(_: Request, exc: Exception) -> Response:
     """Response for unknown paths and methods."""
     assert isinstance(exc, HTTPException)
     return _json(RequestError(exc.detail, exc.status_code).body(), exc.status_code)
+
+
+def engine_metrics(engine: Engine) -> dict[str, float]:
+    """Gauges of the engine. The totals count since its start."""
+    return {
+        "inference_samples_running": engine.num_running,
+        "inference_samples_waiting": max(0, engine.load - engine.num_running),
+        "inference_generated_tokens": engine.total_tokens,
+        "inference_busy_seconds": engine.total_busy_s,
+        "inference_policy_version": engine.version,
+        "inference_paused": float(engine.paused),
+    }

@@ -1,0 +1,45 @@
+"""The command `medarc_train trace`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from typer import Argument, Option
+
+from medarc_rl.cli import warn
+from medarc_rl.errors import MedarcError, UsageError
+
+
+@dataclass(frozen=True, kw_only=True)
+class TraceOptions:
+    run: Annotated[Path, Argument(metavar="RUN", help="The run's directory.")]
+    out: Annotated[Path | None, Option(help="File to write; by default RUN/trace.json.")] = None
+
+
+def trace(options: TraceOptions) -> int:
+    """Merge what the processes of a run recorded with [trace] into one timeline for Perfetto.
+
+    All processes and attempts share one clock. Open the file at ui.perfetto.dev, which reads it in the browser and
+    uploads nothing, or at chrome://tracing.
+    """
+    # Imported here so that the other commands do not load it.
+    from prime_rl.history.traces import NoTraces, merge_traces
+    from prime_rl.run.paths import RunPaths
+
+    target = options.out or options.run / "trace.json"
+    try:
+        summary = merge_traces(RunPaths(options.run), target)
+    except NoTraces as error:
+        raise UsageError(str(error)) from error
+    except OSError as error:
+        raise MedarcError(f"{target} cannot be written: {error.strerror}") from error
+    if summary.damaged_lines:
+        warn(f"{summary.damaged_lines} damaged lines were left out")
+    typer.echo(
+        f"{target}: {summary.events:,} events of {summary.processes} processes in {summary.duration_s:,.1f} s; "
+        "open it at ui.perfetto.dev"
+    )
+    return 0
