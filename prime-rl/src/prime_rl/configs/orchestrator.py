@@ -426,9 +426,8 @@ class OrchestratorConfig(RootConfig):
                 derive(self, "batch_size times oversampling_factor", max_inflight_rollouts=in_flight)
         if self.bench:
             derive(self, "bench", max_steps=BENCH_STEPS, max_async_level=BENCH_ASYNC_LEVEL, eval=None)
-            for monitor in (self.wandb, self.prime_monitor):
-                if monitor is not None:
-                    derive(monitor, "bench", log_extras=None)
+            for monitor in filter(None, (self.wandb, self.prime_monitor)):
+                derive(monitor, "bench", log_extras=None)
         set_by_us = {"seq_len": self.seq_len, "score_rollouts": not self.buffer.skip_verification}
         for env in self.env:
             derive(env, "seq_len and buffer.skip_verification", extra_env_kwargs=env.extra_env_kwargs | set_by_us)
@@ -482,10 +481,8 @@ class OrchestratorConfig(RootConfig):
             if batch_size % group != 0:
                 yield f"batch_size ({batch_size}) is not a multiple of rollouts_per_example ({group})"
             if inflight is not None and factor is not None and inflight != expected:
-                yield (
-                    f"max_inflight_rollouts ({inflight}) is not batch_size * oversampling_factor "
-                    f"({batch_size} * {factor} = {expected}): remove one"
-                )
+                product = f"{batch_size} * {factor} = {expected}"
+                yield f"max_inflight_rollouts ({inflight}) is not batch_size * oversampling_factor ({product}): remove one"
             inflight = expected if inflight is None else inflight
         if inflight is not None and inflight > LARGEST:
             yield f"batch_size * oversampling_factor ({inflight}) is above {LARGEST:_}"
