@@ -481,8 +481,8 @@ class OrchestratorConfig(RootConfig):
             if batch_size % group != 0:
                 yield f"batch_size ({batch_size}) is not a multiple of rollouts_per_example ({group})"
             if inflight is not None and factor is not None and inflight != expected:
-                product = f"{batch_size} * {factor} = {expected}"
-                yield f"max_inflight_rollouts ({inflight}) is not batch_size * oversampling_factor ({product}): remove one"
+                wanted = f"batch_size * oversampling_factor ({batch_size} * {factor} = {expected})"
+                yield f"max_inflight_rollouts ({inflight}) is not {wanted}: remove one"
             inflight = expected if inflight is None else inflight
         if inflight is not None and inflight > LARGEST:
             yield f"batch_size * oversampling_factor ({inflight}) is above {LARGEST:_}"
