@@ -10,6 +10,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from transformers import AutoTokenizer
 
 from prime_rl.checks.time_limit import OutOfTime, time_limit
 from prime_rl.configs.inference import InferenceConfig
@@ -19,6 +20,7 @@ from prime_rl.inference.embedded.http.service import Service
 from prime_rl.inference.embedded.startup import start_service
 from prime_rl.inference.preparation import in_time
 from prime_rl.inference.protocol import RequestError
+from prime_rl.inference.vllm.templates import bound_rendering
 
 LOOP = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
 TEMPLATE = "{% if messages[0].content == 'loop' %}" + LOOP + "{% endif %}{{ messages[0].content }}"
@@ -71,6 +73,20 @@ def test_a_template_that_always_loops_is_refused_at_the_start(service: Service) 
         service.text.refuse_endless_template(limit_s=0.3)
     service.text._tokenizer.chat_template = "{{ raise_exception('no') }}"
     service.text.refuse_endless_template()
+
+
+def test_vllm_answers_a_template_that_loops_as_any_other_that_fails(tiny_model_dir: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model_dir)
+    tokenizer.chat_template = TEMPLATE
+    assert bound_rendering(tokenizer, limit_s=1) is None
+    assert tokenizer.apply_chat_template([{"role": "user", "content": "hello"}], tokenize=False) == "hello"
+    with pytest.raises(ValueError, match="look for a loop in the chat template"):
+        tokenizer.apply_chat_template([{"role": "user", "content": "loop"}], tokenize=False)
+    endless = AutoTokenizer.from_pretrained(tiny_model_dir)
+    endless.chat_template = LOOP
+    fault = bound_rendering(endless, limit_s=0.3)
+    assert fault is not None
+    assert "with one short message: Rendering and tokenizing the messages takes more than 0.3 s" in fault
 
 
 def test_the_limit_holds_in_any_thread_and_leaves_the_thread_as_it_was() -> None:

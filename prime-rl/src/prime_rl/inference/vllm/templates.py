@@ -36,7 +36,7 @@ def bound_rendering(tokenizer: Any, limit_s: float = LIMIT_S) -> str | None:
     try:
         in_time(lambda: _rendered(render), limit_s)
     except RequestError as error:
-        return f"one short message: {error}"
+        return f"the chat template of {tokenizer.name_or_path}, with one short message: {error}"
     return None
 
 
