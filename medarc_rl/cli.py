@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import inspect
+import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, Field, fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
 
 import typer
 from typer.core import TyperGroup
 
+from medarc_rl.completion.hooks import Shell, hook, install
 from medarc_rl.errors import MedarcError
 from prime_rl.run.directory import RunFinished
 
@@ -84,16 +87,58 @@ class OneLineErrors(TyperGroup):
         return code
 
 
+EXIT_CODES = "\b\nExit codes:\n" + "\n".join(
+    (
+        "  0        done",
+        "  1        it failed; the last line says why",
+        "  2        it cannot be done as asked; one error line for each fault",
+        "  128 + n  stopped by signal n: 130 Ctrl-C, 143 SIGTERM",
+    )
+)
+
+
+def _show_completion(context: typer.Context, shell: Shell | None) -> None:
+    if shell is not None:
+        sys.stdout.write(hook(shell, _program(context)))
+        raise typer.Exit(0)
+
+
+def _install_completion(context: typer.Context, shell: Shell | None) -> None:
+    if shell is not None:
+        for file in install(shell, _program(context), os.environ, Path.home()):
+            say(f"written: {file}")
+        say("open a new shell to use it")
+        raise typer.Exit(0)
+
+
+def _program(context: typer.Context) -> str:
+    return Path(context.info_name or "").name
+
+
+def completion_options(
+    # Eager, because they need no command.
+    show_completion: Annotated[
+        Shell | None,
+        typer.Option(callback=_show_completion, is_eager=True, help="Print what makes this shell complete."),
+    ] = None,
+    install_completion: Annotated[
+        Shell | None, typer.Option(callback=_install_completion, is_eager=True, help="Install that for your user.")
+    ] = None,
+) -> None:
+    """The options of a program itself."""
+
+
 def new_app(help_text: str) -> typer.Typer:
     """A Typer app with several commands. It does not use Rich, whose import takes longer than the rest of a dry run."""
-    return typer.Typer(
+    app = typer.Typer(
         cls=OneLineErrors,
-        help=help_text,
         add_completion=False,
         rich_markup_mode=None,
         pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"]},
     )
+    app.callback(help=help_text, epilog=EXIT_CODES)(completion_options)
+    return app
 
 
 def add_command(

@@ -1,25 +1,34 @@
-"""The installed commands. Ctrl-C ends them without a traceback even while their modules are being imported."""
+"""The installed commands, which also answer a shell that completes them.
+
+Ctrl-C ends them without a traceback even while their modules are being imported.
+"""
 
 from __future__ import annotations
 
 import importlib
 import signal
 
+from medarc_rl.completion.entry import complete
+from medarc_rl.completion.hooks import is_asked
 from prime_rl.utils.interrupts import end_quietly_on_ctrl_c
 
 
 def medarc_train() -> None:
-    _main_of("medarc_rl.medarc_train")
+    _main_of("medarc_train")
 
 
 def medarc_slurm() -> None:
-    _main_of("medarc_rl.medarc_slurm")
+    _main_of("medarc_slurm")
 
 
-def _main_of(module: str) -> None:
+def _main_of(program: str) -> None:
+    if is_asked():
+        # A shell waits for the answer, so the commands are not imported.
+        complete(program)
+        return
     handler = signal.getsignal(signal.SIGINT)
     end_quietly_on_ctrl_c()
-    main = importlib.import_module(module).main
+    main = importlib.import_module(f"medarc_rl.{program}").main
     # Commands catch KeyboardInterrupt, which only the first handler raises.
     signal.signal(signal.SIGINT, handler)
     main()

@@ -1,0 +1,167 @@
+"""Finds what may stand at the cursor: a pure function of the words so far, a table of the commands, and the files.
+
+Imports nothing outside the standard library, because it runs at every press of the key.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+RUNS_BELOW = "outputs"
+"""Where runs are by default."""
+_MAX_ENTRIES = 2000
+
+
+class Answer(NamedTuple):
+    """One candidate."""
+
+    value: str
+    help: str = ""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether a space may follow."""
+        return not self.value.endswith(("/", ".", "="))
+
+
+Table = Mapping[str, Any]
+"""What `table.build` returns, as read from its file."""
+
+
+def answers(table: Table, words: Sequence[str]) -> list[Answer]:
+    """Candidates for the last of the words that follow the program's name."""
+    *before, current = words or [""]
+    if not before:
+        options = [Answer(name, text) for name, text in table["options"].items()]
+        commands = [Answer(name, each["help"]) for name, each in table["commands"].items()]
+        return _starting(options if current.startswith("-") else commands, current)
+    command = table["commands"].get(before[0])
+    if command is None:
+        return _starting([Answer(shell) for shell in table["shells"]], current) if before[0] in table["options"] else []
+    return list(_of_command(table, command, before[1:], current))
+
+
+def _of_command(table: Table, command: Table, before: Sequence[str], current: str) -> Iterator[Answer]:
+    keys = _keys(table, command, before)
+    if current.startswith("--") and "=" in current:
+        option, _, begun = current.partition("=")
+        yield from (Answer(f"{option}={each.value}", each.help) for each in _values(command, keys, option, begun) or ())
+    elif current.startswith("-"):
+        yield from _options(command, keys, current)
+    elif current.startswith("@"):
+        yield from (Answer(f"@{each.value}") for each in _files(current[1:], (".toml",)))
+    elif before and before[-1] == "@":
+        yield from _files(current, (".toml",))
+    elif before and (values := _values(command, keys, before[-1], current)) is not None:
+        yield from values
+    else:
+        yield from _positional(command, keys, before, current)
+
+
+def _keys(table: Table, command: Table, before: Sequence[str]) -> Mapping[str, Table]:
+    """The config keys that the command accepts; of `explain --as sft`, those of SFT."""
+    kinds = [kind for kind in command["configs"] if kind in before] or command["configs"]
+    found: dict[str, Table] = {}
+    for kind in reversed(kinds):
+        found |= table["keys"][kind]
+    return found
+
+
+def _dashed(text: str) -> str:
+    return text.replace("_", "-").lower()
+
+
+def _options(command: Table, keys: Mapping[str, Table], current: str) -> Iterator[Answer]:
+    own = [Answer(name, each["help"]) for name, each in command["options"].items()]
+    yield from _starting(own, current)
+    if current.startswith("--"):
+        taken = set(command["options"])
+        for answer in _key_answers(keys, current[2:]):
+            if f"--{answer.value}" not in taken:
+                yield Answer(f"--{answer.value}", answer.help)
+
+
+def _key_answers(keys: Mapping[str, Table], begun: str) -> Iterator[Answer]:
+    """The keys that begin with this, up to their next dot. Dashes and underscores are equal, as in a config."""
+    parent, dot, _ = begun.rpartition(".")
+    wanted, depth = _dashed(begun), begun.count(".")
+    seen = set()
+    for key, each in keys.items():
+        if key.count(".") != depth or not _dashed(key).startswith(wanted):
+            continue
+        last = key.rpartition(".")[2]
+        # What was typed stays as it is: a shell drops candidates that begin with something else.
+        name = parent + dot + (last if "_" in begun else last.replace("_", "-"))
+        name = begun + name[len(begun) :]
+        if name not in seen:
+            seen.add(name)
+            yield Answer(f"{name}." if each.get("section") else name, each["help"])
+
+
+def _values(command: Table, keys: Mapping[str, Table], option: str, begun: str) -> list[Answer] | None:
+    """Values of an option; None if it takes none, or is no option."""
+    if not option.startswith("-"):
+        return None
+    own = command["options"].get(option)
+    key = own or keys.get(option[2:]) or keys.get(option[2:].replace("-", "_"))
+    if key is None or key.get("flag"):
+        return None
+    if key.get("choices"):
+        return _starting([Answer(choice) for choice in key["choices"]], begun)
+    return list(_files(begun, ())) if key.get("path") or own is None else []
+
+
+def _positional(command: Table, keys: Mapping[str, Table], before: Sequence[str], current: str) -> Iterator[Answer]:
+    kind = command["argument"]
+    if kind == "run":
+        yield from _runs(current)
+        return
+    if kind is None:
+        return
+    if command["names_keys"] and any(not word.startswith("-") for word in before):
+        yield from _key_answers(keys, current)
+        return
+    yield from _files(current, (".toml",))
+    if command["names_keys"]:
+        yield from _runs(current, folders=False)
+
+
+def _runs(current: str, folders: bool = True) -> Iterator[Answer]:
+    """Runs below `outputs`, newest first, then all folders."""
+    runs: list[tuple[float, str]] = []
+    if Path(RUNS_BELOW).is_dir():
+        with os.scandir(RUNS_BELOW) as entries:
+            for entry in entries:
+                if entry.is_dir() and Path(entry.path, "configs").is_dir():
+                    runs.append((-entry.stat().st_mtime, f"{RUNS_BELOW}/{entry.name}"))
+    named = [Answer(name) for _, name in sorted(runs)]
+    found = _starting(named, current) or [
+        each for each in named if current and Path(each.value).name.startswith(current)
+    ]
+    yield from found
+    taken = {f"{each.value}/" for each in found}
+    if folders:
+        yield from (each for each in _files(current, None) if each.value not in taken)
+
+
+def _files(begun: str, endings: tuple[str, ...] | None) -> Iterator[Answer]:
+    """Paths that begin with this: folders, and files with these endings. () takes all files, None takes none."""
+    folder, slash, name = begun.rpartition("/")
+    place = Path(folder + slash or ".").expanduser()
+    try:
+        with os.scandir(place) as entries:
+            found = sorted((entry.name, entry.is_dir()) for _, entry in zip(range(_MAX_ENTRIES), entries, strict=False))
+    except OSError:
+        return
+    for entry, is_folder in found:
+        hidden = entry.startswith(".") and not name.startswith(".")
+        fits = is_folder or (endings is not None and (not endings or entry.endswith(endings)))
+        if entry.startswith(name) and fits and not hidden and entry.isprintable():
+            yield Answer(f"{folder}{slash}{entry}{'/' * is_folder}")
+
+
+def _starting(candidates: Sequence[Answer], begun: str) -> list[Answer]:
+    return [each for each in candidates if each.value.startswith(begun)]
