@@ -15,6 +15,7 @@ from typer.core import TyperGroup
 
 from medarc_rl.completion.hooks import Shell, hook, install
 from medarc_rl.errors import MedarcError
+from medarc_rl.examples import examples_text
 from prime_rl.run.directory import RunFinished
 
 if TYPE_CHECKING:
@@ -128,9 +129,10 @@ def completion_options(
     """The options of a program itself."""
 
 
-def new_app(help_text: str) -> typer.Typer:
+def new_app(program: str, help_text: str) -> typer.Typer:
     """A Typer app with several commands. It does not use Rich, whose import takes longer than the rest of a dry run."""
     app = typer.Typer(
+        name=program,
         cls=OneLineErrors,
         add_completion=False,
         rich_markup_mode=None,
@@ -139,6 +141,11 @@ def new_app(help_text: str) -> typer.Typer:
     )
     app.callback(help=help_text, epilog=EXIT_CODES)(completion_options)
     return app
+
+
+def examples_of(app: typer.Typer, command: str) -> str | None:
+    """The end of a command's help page."""
+    return examples_text(str(app.info.name), command)
 
 
 def add_command(
@@ -154,7 +161,7 @@ def add_command(
 
     _declare(command, [_parameter("words", Words, None), *_parameters(options)])
     settings = {"ignore_unknown_options": True, "allow_extra_args": True}
-    app.command(name, help=inspect.getdoc(run), context_settings=settings)(command)
+    app.command(name, help=inspect.getdoc(run), epilog=examples_of(app, name), context_settings=settings)(command)
 
 
 def add_command_without_config(
@@ -166,7 +173,7 @@ def add_command_without_config(
         return run(options(**values))
 
     _declare(command, _parameters(options))
-    app.command(name, help=inspect.getdoc(run))(command)
+    app.command(name, help=inspect.getdoc(run), epilog=examples_of(app, name))(command)
 
 
 def _declare(command: Callable[..., int], parameters: Sequence[inspect.Parameter]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import re
 import stat
@@ -112,8 +113,10 @@ class RlOptions(RlGpus, SubmitOptions):
 class CheckOptions(RlGpus, SftGpus, JobOptions):
     """Options of `check`: those of the command whose job is checked."""
 
+    json: Annotated[bool, Option("--json", help="Print JSON.")] = False
 
-app = new_app("Submit a run to Slurm: one node, from a TOML file.")
+
+app = new_app("medarc_slurm", "Submit a run to Slurm: one node, from a TOML file.")
 
 
 def sft(words: list[str], options: SftOptions) -> int:
@@ -145,7 +148,7 @@ def check(words: list[str], options: CheckOptions) -> int:
     check_startable(run, dry_run=False, job_dir=job.project_dir, waits=job.queued is not None)
     env = dict(os.environ)
     maybe_autoset_auth_env(env, options.auto_auth)
-    return 0 if is_ready(job, run, env) else 1
+    return 0 if is_ready(job, run, env, options.json) else 1
 
 
 add_command(app, "sft", SftOptions, sft)
@@ -238,14 +241,14 @@ def write_and_submit(job: BatchJob, run: Run[Any], options: SubmitOptions) -> in
     return 0
 
 
-def is_ready(job: BatchJob, run: Run[Any], env: Mapping[str, str]) -> bool:
+def is_ready(job: BatchJob, run: Run[Any], env: Mapping[str, str], as_json: bool = False) -> bool:
     """Print the table of what the job needs. Returns whether all of it is there."""
     # Imported here: a dry run asks nobody.
     from medarc_rl.readiness.report import can_start, job_rows
-    from medarc_rl.readiness.rows import table
+    from medarc_rl.readiness.rows import as_table, table
 
     rows = list(job_rows(run.config, job, env))
-    for line in table(rows):
+    for line in [json.dumps(as_table(rows), indent=1)] if as_json else table(rows):
         say(line)
     return can_start(rows)
 

@@ -13,7 +13,7 @@ import typer
 
 from medarc_rl.backends.slurm import NODE_GPUS
 from medarc_rl.chat import ChatOptions, chat
-from medarc_rl.cli import Resume, add_command, add_command_without_config, new_app, resume_words, warn
+from medarc_rl.cli import Resume, add_command, add_command_without_config, examples_of, new_app, resume_words, warn
 from medarc_rl.deployment import GpuSplit, advice, check_rl, sft_gpus, sft_owned
 from medarc_rl.estimating import EstimateOptions, print_rl_estimate, print_sft_estimate
 from medarc_rl.explain.command import ExplainOptions, explain
@@ -40,7 +40,7 @@ from prime_rl.watch.screens import eval_screen
 Option = typer.Option
 SFT_PREFLIGHT = "prime_rl.trainer.sft.preflight"
 
-app = new_app("Train here: on this machine's GPUs, or on its CPU.")
+app = new_app("medarc_train", "Train here: on this machine's GPUs, or on its CPU.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,7 +124,7 @@ add_command_without_config(app, "watch", WatchOptions, watch)
 add_command_without_config(app, "report", ReportOptions, report)
 add_command_without_config(app, "rollouts", RolloutsOptions, rollouts)
 add_command_without_config(app, "trace", TraceOptions, trace)
-app.command("migrate")(migrate)
+app.command("migrate", epilog=examples_of(app, "migrate"))(migrate)
 
 
 def preflight(module: str, config: BaseSettings) -> int:

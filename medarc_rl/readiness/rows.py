@@ -41,3 +41,8 @@ def table(rows: Sequence[Row]) -> list[str]:
     names = max((len(row.what) for row in rows), default=0)
     states = max((len(row.state) for row in rows), default=0)
     return [f"{row.what:<{names}}  {row.state:<{states}}  {' '.join(row.detail.split())}" for row in rows]
+
+
+def as_table(rows: Sequence[Row]) -> list[dict[str, str]]:
+    """The rows for programs."""
+    return [{"what": row.what, "state": row.state.value.lower(), "detail": row.detail} for row in rows]

@@ -1,0 +1,56 @@
+"""The examples at the end of each command's help page. `tests/test_command_line.py` checks that they parse."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+EXAMPLES: Mapping[str, tuple[str, ...]] = {
+    "medarc_train sft": (
+        "medarc_train sft examples/reverse_text/sft_cpu.toml --output-dir outputs/rt-sft",
+        "medarc_train sft @ examples/reverse_text/sft_cpu.toml --optim.lr 1e-3 --resume latest",
+        "medarc_train sft @ examples/reverse_text/sft.toml --estimate --gpu H100",
+    ),
+    "medarc_train rl": (
+        "medarc_train rl examples/reverse_text/rl_cpu.toml --output-dir outputs/rt",
+        "medarc_train rl @ examples/reverse_text/rl_single.toml --single-gpu --max-steps 40",
+        "medarc_train rl examples/med_calc/rl_cpu.toml --preflight",
+    ),
+    "medarc_train eval": ("medarc_train eval examples/med_calc/eval_cpu.toml --output-dir outputs/med-calc-eval",),
+    "medarc_train explain": (
+        "medarc_train explain examples/reverse_text/rl_cpu.toml trainer.optim.lr",
+        "medarc_train explain outputs/rt --diff examples/reverse_text/rl_cpu.toml --json",
+    ),
+    "medarc_train chat": (
+        "medarc_train chat outputs/rt",
+        'medarc_train chat outputs/rt/weights/step_80 --no-base --prompt "hello there"',
+    ),
+    "medarc_train watch": (
+        "medarc_train watch outputs/rt",
+        "medarc_train watch outputs/rt --once --json",
+    ),
+    "medarc_train report": (
+        "medarc_train report outputs/rt",
+        "medarc_train report outputs/seed0 outputs/seed1",
+    ),
+    "medarc_train rollouts": (
+        "medarc_train rollouts outputs/rt --step 20 --worst 5",
+        "medarc_train rollouts outputs/rt --step last --json",
+    ),
+    "medarc_train migrate": ("medarc_train migrate old.toml",),
+    "medarc_slurm sft": (
+        "medarc_slurm sft examples/reverse_text/sft.toml --gpus 2 --output-dir outputs/rt-sft",
+        "medarc_slurm sft @ examples/reverse_text/sft.toml --dry-run",
+    ),
+    "medarc_slurm rl": (
+        "medarc_slurm rl examples/reverse_text/rl_slurm.toml --single-gpu --output-dir outputs/rt",
+        "medarc_slurm rl examples/reverse_text/rl_slurm.toml --train-gpus 1 --infer-gpus 1 --requeue",
+    ),
+    "medarc_slurm check": ("medarc_slurm check rl examples/reverse_text/rl_slurm.toml --single-gpu --json",),
+}
+
+
+def examples_text(program: str, command: str) -> str | None:
+    """The end of a help page. Programs are started with `uv run`, unless the environment is active."""
+    lines = EXAMPLES.get(f"{program} {command}")
+    # The first line keeps Typer from joining the others.
+    return None if lines is None else "\n".join(["\b", "Examples:", *(f"  {line}" for line in lines)])

@@ -1,0 +1,139 @@
+"""What all commands have in common: examples in their help, exit codes, plain text where nobody sees colours."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from medarc_rl import medarc_slurm, medarc_train
+from medarc_rl.cli import EXIT_CODES
+from medarc_rl.examples import EXAMPLES
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "cli.md"
+BIN = Path(sys.executable).parent
+APPS = {"medarc_train": medarc_train.app, "medarc_slurm": medarc_slurm.app}
+COMMANDS = {
+    f"{program} {name}": command
+    for program, app in APPS.items()
+    for name, command in getattr(typer.main.get_command(app), "commands").items()  # noqa: B009 - Typer's group
+}
+WITHOUT_EXAMPLES = {"medarc_train lm-eval", "medarc_train trace"}
+
+
+def test_every_command_has_examples() -> None:
+    assert set(COMMANDS) - set(EXAMPLES) <= WITHOUT_EXAMPLES
+    assert set(EXAMPLES) <= set(COMMANDS)
+
+
+@pytest.mark.parametrize("command", EXAMPLES)
+def test_the_help_page_ends_with_its_examples(command: str) -> None:
+    program, name = command.split()
+    result = CliRunner().invoke(APPS[program], [name, "--help"])
+    end = "\n".join(["  Examples:", *(f"    {example}" for example in EXAMPLES[command]), ""])
+    assert (result.exit_code, result.output[-len(end) :]) == (0, end)
+
+
+@pytest.mark.parametrize("example", [example for examples in EXAMPLES.values() for example in examples])
+def test_an_example_can_be_typed(example: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its options exist, and its config loads with the keys that are not options of the command."""
+    monkeypatch.chdir(ROOT)
+    program, name, *words = shlex.split(example)
+    context = COMMANDS[f"{program} {name}"].make_context(name, list(words))
+    config_words = [*(context.params.get("words") or []), *context.args]
+    if name == "explain" or not any(word.endswith(".toml") for word in config_words):
+        return
+    result = CliRunner().invoke(medarc_train.app, ["explain", *(word for word in config_words if word != "rl")])
+    assert result.exit_code == 0, result.output
+
+
+def table_in(text: str) -> dict[str, str]:
+    """Exit codes and their meaning, from a table of a page."""
+    return dict(re.findall(r"^\| (\d+|128 \+ n) \| ([^|]+) \|$", text, re.MULTILINE))
+
+
+def test_the_page_and_the_help_list_the_same_exit_codes() -> None:
+    documented = set(table_in(PAGE.read_text(encoding="utf-8")))
+    assert documented == {"0", "1", "2", "128 + n"}
+    assert documented == set(re.findall(r"^  (\d+|128 \+ n)  ", EXIT_CODES, re.MULTILINE))
+
+
+def test_each_command_ends_with_0_or_2_as_documented(tmp_path: Path) -> None:
+    wrong = {name: [str(tmp_path)] for name in ("watch", "report", "rollouts")} | {
+        "migrate": [str(tmp_path / "no.toml")]
+    }
+    for command in COMMANDS:
+        program, name = command.split()
+        assert CliRunner().invoke(APPS[program], [name, "--help"]).exit_code == 0, command
+        words = wrong.get(name, [str(tmp_path / "no.toml")])
+        result = CliRunner().invoke(APPS[program], [name, *words])
+        assert result.exit_code == 2, f"{command}: {result.output}"
+        assert result.stderr.startswith("error: "), command
+
+
+def test_ctrl_c_ends_watching_with_130_and_leaves_the_run_alone(tmp_path: Path) -> None:
+    """The launcher of the run is this process."""
+    for file, table in {
+        "configs/rl.toml": "max_steps = 3\n",
+        "attempts/001.json": json.dumps({"attempt": 1, "started": "2026-11-22T12:00:00+00:00", "host": "here"}),
+        "run.lock": json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "since": "now"}),
+    }.items():
+        (tmp_path / file).parent.mkdir(exist_ok=True)
+        (tmp_path / file).write_text(table)
+    before = sorted(tmp_path.rglob("*"))
+    command = [str(BIN / "medarc_train"), "watch", str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as watching:
+        assert watching.stdout is not None
+        assert watching.stdout.readline() == f"{tmp_path.name}: rl, running, no step yet\n"
+        watching.send_signal(signal.SIGINT)
+        shown, complaints = watching.communicate()
+    assert (watching.returncode, complaints) == (130, "stopped watching; the run was not touched\n")
+    assert "Traceback" not in shown
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def run_quietly(program: str, words: list[str], env: dict[str, str]) -> str:
+    done = subprocess.run([BIN / program, *words], capture_output=True, text=True, check=False, env=env)
+    return done.stdout + done.stderr
+
+
+def words_of_commands() -> Iterator[tuple[str, list[str]]]:
+    config = "examples/reverse_text/rl_cpu.toml"
+    yield from ((each.split()[0], [each.split()[1], "--help"]) for each in COMMANDS)
+    yield "medarc_train", ["explain", config]
+    yield "medarc_train", ["rl", config, "--no-such-key", "1"]
+    yield "medarc_train", ["watch", "examples"]
+
+
+@pytest.mark.slow
+def test_no_command_prints_colours_into_a_pipe_or_with_no_color(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    base = {"PATH": "/usr/bin:/bin", "TERM": "xterm-256color", "HOME": "/nonexistent"}
+    for program, words in words_of_commands():
+        assert "\x1b" not in run_quietly(program, words, base), (program, words)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["explain", "examples/reverse_text/rl_cpu.toml", "--json"],
+        ["explain", "examples/reverse_text/rl_cpu.toml", "--diff", "examples/reverse_text/rl_lora_cpu.toml", "--json"],
+        ["rl", "examples/reverse_text/rl_cpu.toml", "--estimate", "--json"],
+    ],
+    ids=" ".join,
+)
+def test_json_is_one_document(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    assert json.loads(CliRunner().invoke(medarc_train.app, words).stdout)
