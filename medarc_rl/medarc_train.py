@@ -19,6 +19,7 @@ from medarc_rl.estimating import EstimateOptions, print_rl_estimate, print_sft_e
 from medarc_rl.explain.command import ExplainOptions, explain
 from medarc_rl.launchers import rl_local, sft_local
 from medarc_rl.launchers.shared_node import SINGLE_GPU_VARIABLE, first_gpus, shared_node
+from medarc_rl.lm_eval.command import LmEvalOptions, lm_eval
 from medarc_rl.migrate.command import command as migrate
 from medarc_rl.report.command import ReportOptions, report
 from medarc_rl.rollouts.command import RolloutsOptions, rollouts
@@ -125,6 +126,8 @@ add_command_without_config(app, "report", ReportOptions, report)
 add_command_without_config(app, "rollouts", RolloutsOptions, rollouts)
 add_command_without_config(app, "trace", TraceOptions, trace)
 app.command("migrate", epilog=examples_of(app, "migrate"))(migrate)
+add_command_without_config(app, "lm-eval", LmEvalOptions, lm_eval)
+app.command("migrate")(migrate)
 
 
 def preflight(module: str, config: BaseSettings) -> int:

@@ -240,6 +240,11 @@ class Reference:
         scaled = (logits / temperature).log_softmax(-1)
         return scaled.gather(1, torch.tensor(completion).unsqueeze(1)).squeeze(1).tolist()
 
+    @torch.no_grad()
+    def best_logprobs(self, tokens: list[int]) -> list[float]:
+        """Log-probability of the likeliest token in the place of each token but the first."""
+        return self.model(torch.tensor([tokens])).logits[0, :-1].log_softmax(-1).max(-1).values.tolist()
+
     def greedy(self, prompt: list[int], count: int) -> list[int]:
         output = self.model.generate(
             torch.tensor([prompt]), max_new_tokens=count, min_new_tokens=count, do_sample=False

@@ -109,7 +109,13 @@ BODIES = {
     ),
     "/v1/completions": bodies(
         {"prompt": SOME_PROMPTS} | FEW_TOKENS,
-        SAMPLING | {"logprobs": st.one_of(st.integers(0, 20), INTEGERS), "add_special_tokens": st.booleans()},
+        SAMPLING
+        | {
+            "logprobs": st.one_of(st.integers(0, 20), INTEGERS),
+            "add_special_tokens": st.booleans(),
+            "echo": st.booleans(),
+            "max_tokens": st.integers(0, 4),
+        },
     ),
     "/tokenize": st.one_of(
         bodies({"messages": SOME_MESSAGES}, RENDERING | {"return_token_strs": st.booleans(), "model": JSON}),

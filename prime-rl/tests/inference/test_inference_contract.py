@@ -92,6 +92,32 @@ def test_prompt_logprobs_are_raw(server, reference) -> None:
     assert_close(found, reference.logprobs(PROMPT[:1], PROMPT[1:]))
 
 
+@pytest.mark.parametrize("max_tokens", [0, 1, 3])
+def test_an_echoed_prompt_is_scored_like_in_transformers_before_its_completion(server, reference, max_tokens) -> None:
+    options = {"echo": True, "logprobs": 1, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
+    (choice,) = server.complete(PROMPT, **options)["choices"]
+    logprobs, tokens = choice["logprobs"], [*PROMPT, *reference.greedy(PROMPT, max_tokens)] if max_tokens else PROMPT
+    assert {len(values) for values in logprobs.values()} == {len(tokens)}
+    assert (logprobs["token_logprobs"][0], logprobs["top_logprobs"][0]) == (None, None)
+    assert_close(logprobs["token_logprobs"][1:], reference.logprobs(tokens[:1], tokens[1:]))
+    likeliest = [max(top.values()) for top in logprobs["top_logprobs"][1:]]
+    assert_close(likeliest, reference.best_logprobs(tokens))
+    # vLLM leaves a prompt that was sent as token ids out of the text.
+    assert "".join(logprobs["tokens"]).endswith(choice["text"])
+
+
+def test_prompts_of_one_request_are_echoed_in_order(server, reference) -> None:
+    asked = prompts(4)
+    body = {"model": server.model, "prompt": asked, "echo": True, "logprobs": 0, "max_tokens": 1}
+    for prompt, choice in zip(asked, server.post("/v1/completions", body)["choices"], strict=True):
+        assert_close(choice["logprobs"]["token_logprobs"][1:-1], reference.logprobs(prompt[:1], prompt[1:]))
+
+
+def test_a_text_is_echoed_as_it_was_sent(server) -> None:
+    (choice,) = server.complete("Hello there", echo=True, max_tokens=0, logprobs=None)["choices"]
+    assert (choice["text"], choice["logprobs"]) == ("Hello there", None)
+
+
 def test_the_tokens_route_continues_the_given_tokens(server, reference) -> None:
     body = {"model": server.model, "messages": [{"role": "user", "content": "ignored"}], "tokens": PROMPT}
     options = {"max_completion_tokens": 8, "temperature": 0, "logprobs": True, "return_token_ids": True}

@@ -13,7 +13,7 @@ from prime_rl.checks.start_dir import StartDir, StartFault
 from prime_rl.run.paths import RunPaths, stable_steps, step_of
 from prime_rl.utils.files import STABLE
 
-_ADAPTER = "adapter_config.json"
+ADAPTER_CONFIG = "adapter_config.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,7 @@ def find_chat_models(weights: str, base: str | None = None) -> FoundModels:
 
 def _newest(folder: Path) -> Path:
     """The model's folder of the newest complete step, if `folder` is a run or holds steps."""
-    if (folder / "config.json").is_file() or (folder / _ADAPTER).is_file() or step_of(folder) is not None:
+    if (folder / "config.json").is_file() or (folder / ADAPTER_CONFIG).is_file() or step_of(folder) is not None:
         return folder
     run = RunPaths(folder)
     for parent in (run.weights, run.orchestrator.broadcasts, folder):
@@ -103,8 +103,8 @@ def _newest(folder: Path) -> Path:
 def _in_folder(folder: Path, base: str | None) -> FoundModels:
     run = next((RunPaths(each) for each in folder.absolute().parents if (each / "configs").is_dir()), None)
     folder = _exported(folder, run)
-    origin = base or (None if run is None else _model_of(run))
-    if (folder / _ADAPTER).is_file():
+    origin = base or (None if run is None else model_of_run(run))
+    if (folder / ADAPTER_CONFIG).is_file():
         origin = origin or _adapted_model(folder)
         if origin is None:
             raise StartFault(f"{folder}: an adapter; name the model that it adapts with --base")
@@ -161,7 +161,7 @@ def _has_template(folder: Path) -> bool:
     return bool(_json(folder / "tokenizer_config.json").get("chat_template"))
 
 
-def _model_of(run: RunPaths) -> str | None:
+def model_of_run(run: RunPaths) -> str | None:
     """The model that a run started from."""
     for component in ("trainer", "sft"):
         file = run.config(component)
@@ -172,13 +172,13 @@ def _model_of(run: RunPaths) -> str | None:
 
 
 def _adapted_model(adapter: Path) -> str | None:
-    name = _json(adapter / _ADAPTER).get("base_model_name_or_path")
+    name = _json(adapter / ADAPTER_CONFIG).get("base_model_name_or_path")
     return name if isinstance(name, str) and name else None
 
 
 def _models_inside(folder: Path) -> str:
     """Suggest a model in a subfolder, for a folder that is not a model."""
-    inside = sorted({*folder.glob("*/config.json"), *folder.glob(f"*/{_ADAPTER}"), *folder.glob("*/weights")})
+    inside = sorted({*folder.glob("*/config.json"), *folder.glob(f"*/{ADAPTER_CONFIG}"), *folder.glob("*/weights")})
     return f"; did you mean {inside[0].parent}?" if inside else ""
 
 

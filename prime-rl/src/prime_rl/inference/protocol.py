@@ -182,6 +182,11 @@ class SamplingBody(Body):
         return self
 
     @property
+    def num_prompt_logprobs(self) -> int | None:
+        """Likeliest tokens to compute for each prompt token; None computes no log-probabilities of prompts."""
+        return self.prompt_logprobs
+
+    @property
     def stop_strings(self) -> tuple[str, ...]:
         """The non-empty stop strings. OpenAI allows one string or a list."""
         given = [self.stop] if isinstance(self.stop, str) else self.stop
@@ -229,7 +234,18 @@ class CompletionBody(SamplingBody):
     prompt: str | Annotated[list[str], Field(fail_fast=True)] | Tokens | Annotated[list[Tokens], Field(fail_fast=True)]
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     add_special_tokens: bool = True
-    echo: Literal[False] = False
+    echo: bool = False
+    """Answer with the prompt before the completion; with `logprobs`, its log-probabilities too, at temperature 1."""
+    max_tokens: Annotated[int, Field(ge=0, le=MAX_INT64)] | None = None
+    """0, with `echo`, answers with the prompt alone."""
+
+    @model_validator(mode="after")
+    def _check_echo(self) -> Self:
+        if self.echo and self.stream:
+            raise ValueError("`echo` does not work with `stream`")
+        if self.max_tokens == 0 and not self.echo:
+            raise ValueError("`max_tokens` of 0 requires `echo`")
+        return self
 
     @model_validator(mode="after")
     def _check_samples(self) -> Self:
@@ -237,6 +253,12 @@ class CompletionBody(SamplingBody):
         if count > MAX_TOTAL_SAMPLES:
             raise ValueError(f"the prompts times `n` are {count} samples; at most {MAX_TOTAL_SAMPLES} are allowed")
         return self
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        if not self.echo or self.logprobs is None:
+            return self.prompt_logprobs
+        return max(self.logprobs, self.prompt_logprobs or 0)
 
     @property
     def prompts(self) -> list[str | list[int]]:

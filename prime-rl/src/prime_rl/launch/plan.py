@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
@@ -146,6 +147,19 @@ def plan_eval(config: OfflineEvalConfig, paths: RunPaths, site: Site, resume_ste
     )
 
 
+def plan_server(command: str, config: InferenceConfig, paths: RunPaths, site: Site, waits_for: Path) -> ProcessSpec:
+    """An inference server by itself, on `inference_url(site)`. It loads its model once the file `waits_for` exists."""
+    env = {} if site.device == "cuda" else thread_env(site.cores, 1, site.env)
+    flags, _ = _addresses(config, site)
+    (server,) = _inference(command, config, paths, site, env | {CLEARANCE_VARIABLE: str(waits_for)}, *flags)
+    return replace(server, secrets={ENGINE_KEY_VARIABLE: site.engine_key})
+
+
+def inference_url(site: Site) -> str:
+    """The address of an inference server on the port that the launch has chosen."""
+    return f"http://{LOOPBACK}:{site.ports.inference}"
+
+
 def component_configs(config: RLConfig) -> dict[str, BaseSettings]:
     """What an RL run writes to `OUT/configs`: the whole, and each component's section."""
     sections: dict[str, BaseSettings] = {
@@ -215,7 +229,7 @@ def _addresses(config: InferenceConfig | None, site: Site) -> tuple[tuple[str, .
     if config is None or port is None:
         return (), ()
     server = ("--server.host", LOOPBACK, "--server.port", str(port))
-    return server, ("--client.base-url", f"http://{LOOPBACK}:{port}/v1")
+    return server, ("--client.base-url", f"{inference_url(site)}/v1")
 
 
 def _broadcast_flags(config: RLConfig, site: Site) -> tuple[str, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
@@ -43,18 +43,54 @@ def chat_response(
 def completion_response(model: str, body: CompletionBody, text: Text, answered: Answered) -> dict[str, Any]:
     """A `text_completion` body; every choice has the token ids of its prompt and of its completion."""
     choices: list[dict[str, Any]] = []
-    for request, generation in answered:
+    if body.max_tokens == 0:
+        answered = [(request, _without_completions(generation)) for request, generation in answered]
+    for prompt, (request, generation) in zip(body.prompts, answered, strict=True):
+        asked = None if body.prompt_logprobs is None else _prompt_logprobs(text, generation)
         for completion in generation.completions:
-            choices.append(
-                _choice(completion, len(choices))
-                | {
-                    "text": completion_text(body, text, completion),
-                    "logprobs": completion_logprobs(body, text, completion),
-                    "prompt_token_ids": list(request.prompt),
-                    "prompt_logprobs": _prompt_logprobs(text, generation),
-                }
-            )
+            content = {
+                "text": completion_text(body, text, completion),
+                "logprobs": completion_logprobs(body, text, completion),
+            }
+            if body.echo:
+                echoed = prompt if isinstance(prompt, str) else text.decode(prompt, skip_special_tokens=False)
+                logprobs = _echoed_logprobs(body, text, (request, generation), completion)
+                content = {"text": f"{echoed}{content['text']}", "logprobs": logprobs}
+            ids = {"prompt_token_ids": list(request.prompt), "prompt_logprobs": asked}
+            choices.append(_choice(completion, len(choices)) | content | ids)
     return envelope("cmpl", "text_completion", model) | {"usage": _usage_of(answered), "choices": choices}
+
+
+def _without_completions(generation: Generation) -> Generation:
+    """A generation whose completions have no tokens."""
+    empty = Completion([], [], [], finish_reason="length", stop_reason=None, versions=[])
+    return replace(generation, completions=[empty for _ in generation.completions])
+
+
+def _echoed_logprobs(
+    body: CompletionBody, text: Text, answered: tuple[GenerationRequest, Generation], completion: Completion
+) -> dict[str, Any] | None:
+    """`completion_logprobs` of prompt and completion. A prompt's first token has none, so its entries are null."""
+    request, generation = answered
+    if body.logprobs is None or generation.prompt_logprobs is None:
+        return None
+    scored = generation.prompt_logprobs
+    others = Tokens(
+        [token.token_id for token in scored],
+        [token.logprob for token in scored],
+        [token.top[: body.logprobs] for token in scored],
+    )
+    first: dict[str, list[Any]] = {
+        "text_offset": [0],
+        "token_logprobs": [None],
+        "tokens": [_token_name(body, text, request.prompt[0])],
+        "top_logprobs": [None],
+    }
+    offset = len(text.token_text(request.prompt[0]))
+    of_prompt = completion_logprobs(body, text, others, offset) or {}
+    offset += sum(len(text.token_text(token_id)) for token_id in others.token_ids)
+    of_completion = completion_logprobs(body, text, completion, offset) or {}
+    return {key: [*start, *of_prompt[key], *of_completion[key]] for key, start in first.items()}
 
 
 def envelope(prefix: str, kind: str, model: str) -> dict[str, Any]:
@@ -161,7 +197,7 @@ def completion_logprobs(
     lengths = [len(text.token_text(token_id)) for token_id in drawn.token_ids]
     tops: Sequence[TopLogprobs] = drawn.top_logprobs or [[] for _ in names]
     return {
-        "text_offset": list(accumulate(lengths[:-1], initial=first_offset)),
+        "text_offset": list(accumulate(lengths, initial=first_offset))[: len(lengths)],
         "token_logprobs": [_finite(logprob) for logprob in drawn.logprobs],
         "tokens": names,
         "top_logprobs": [

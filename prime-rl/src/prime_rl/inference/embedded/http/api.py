@@ -313,8 +313,8 @@ class _Events(StreamingResponse):
 def _size_bytes(body: SamplingBody, answered: Answered) -> int:
     """About how large the response is."""
     tokens = sum(len(one.token_ids) for _, generation in answered for one in generation.completions)
-    tokens += sum(len(request.prompt) for request, _ in answered if body.prompt_logprobs is not None)
-    tops = max(body.prompt_logprobs or 0, *(request.params.top_logprobs for request, _ in answered))
+    tokens += sum(len(request.prompt) for request, _ in answered if body.num_prompt_logprobs is not None)
+    tops = max(body.num_prompt_logprobs or 0, *(request.params.top_logprobs for request, _ in answered))
     return _BYTES_PER_TOKEN * tokens * (1 + tops)
 
 

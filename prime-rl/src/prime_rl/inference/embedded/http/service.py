@@ -114,7 +114,8 @@ class Service:
         ]
         if not prompts:
             raise RequestError("`prompt` is empty", param="prompt")
-        max_tokens = body.max_tokens or COMPLETION_MAX_TOKENS
+        # The engine samples at least one token, which the answer to a request for none leaves out.
+        max_tokens = COMPLETION_MAX_TOKENS if body.max_tokens is None else max(body.max_tokens, 1)
         return [self._request(body, prompt, max_tokens, body.logprobs or 0) for prompt in prompts]
 
     def tokens_of(self, body: TokenizeBody) -> list[int]:
@@ -149,7 +150,7 @@ class Service:
             n=body.n,
             eos_token_ids=self.text.eos_token_ids,
             adapter=self.adapter(body.model),
-            num_prompt_logprobs=body.prompt_logprobs,
+            num_prompt_logprobs=body.num_prompt_logprobs,
             stop_matchers=[
                 self.text.stop_matcher(stops, body.skip_special_tokens) for _ in range(body.n if stops else 0)
             ],

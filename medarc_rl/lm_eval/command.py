@@ -1,0 +1,222 @@
+"""The command `medarc_train lm-eval`."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from typer import Argument, Option
+
+from medarc_rl.cli import say, warn
+from medarc_rl.errors import UsageError
+from medarc_rl.lm_eval.launching import Engine, run_group, screen_for
+from medarc_rl.lm_eval.plan import Job, LmEvalPaths, LmEvalPlan, Settings
+from medarc_rl.lm_eval.results import OtherSettings, check_settings, is_done, read_results
+from medarc_rl.lm_eval.scores import rows_of
+from medarc_rl.lm_eval.table import as_json, print_table, write_summary
+from medarc_rl.lm_eval.weights import Found, Group, adapter_rank, find_weights
+
+PACKAGE = "lm-eval"
+_MOST_BYTES = 256 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class LmEvalOptions:
+    weights: Annotated[
+        str,
+        Argument(
+            metavar="RUN|WEIGHTS",
+            help="A run's directory (all of its weights), one of its steps (`OUT/weights/step_80`), an adapter, a "
+            "model's folder, or a hub id.",
+        ),
+    ]
+    tasks: Annotated[str, Option(help="Tasks, groups or tags of lm-eval, separated by commas.")]
+    num_fewshot: Annotated[
+        str | None,
+        Option(metavar="N[,N…]", help="Examples in the prompt; several numbers evaluate each. By default, the task's."),
+    ] = None
+    base: Annotated[
+        str | None, Option(help="Model to compare with; by default, the one that the run or adapter started from.")
+    ] = None
+    no_base: Annotated[bool, Option("--no-base", help="Evaluate no base model.")] = False
+    steps: Annotated[str | None, Option(metavar="N[,N…]", help="Steps of the run; by default all.")] = None
+    watch: Annotated[
+        bool, Option("--watch", help="Evaluate the run's checkpoints as they appear, until the run ends.")
+    ] = False
+    limit: Annotated[
+        int | None, Option(min=1, help="Questions of each task; by default all. For trials: scores become coarse.")
+    ] = None
+    include_path: Annotated[Path | None, Option(help="Folder with tasks of your own, as lm-eval's YAML files.")] = None
+    gen_kwargs: Annotated[
+        str | None,
+        Option(metavar="KEY=VALUE[,…]", help="How answers are sampled, such as `temperature=0.7,top_p=0.9`."),
+    ] = None
+    max_gen_toks: Annotated[
+        int | None, Option(min=1, help="Longest answer, in tokens; by default the task's, or 1024 if it sets none.")
+    ] = None
+    apply_chat_template: Annotated[
+        Literal["auto", "yes", "no"],
+        Option(help="Ask questions as a chat. `auto`: if the model has a chat template and is not named `…-Base`."),
+    ] = "auto"
+    allow_unsafe_code: Annotated[
+        bool, Option("--allow-unsafe-code", help="Allow tasks that run the code that the model writes, as you.")
+    ] = False
+    batch_size: Annotated[int, Option(min=1, max=1024, help="Requests at once.")] = 32
+    max_model_len: Annotated[int | None, Option(min=1, help="Context length; by default the model's own.")] = None
+    device: Annotated[Literal["auto", "cuda", "cpu"], Option(help="`auto` uses a GPU if there is one.")] = "auto"
+    backend: Annotated[
+        Literal["auto", "vllm", "embedded"], Option(help="The engine; `auto` is vLLM on a GPU if it is installed.")
+    ] = "auto"
+    output_dir: Annotated[
+        Path | None, Option(help="Where results go; by default OUT/lm_eval, or lm_eval/MODEL for other models.")
+    ] = None
+    json: Annotated[bool, Option("--json", help="Print the scores as JSON, and progress on stderr.")] = False
+
+
+def lm_eval(options: LmEvalOptions) -> int:
+    """Evaluate weights with lm-evaluation-harness: each checkpoint of a run beside its base model.
+
+    `medarc_train lm-eval outputs/run --tasks gsm8k,ifeval --num-fewshot 4`. Start the command again to continue.
+    """
+    settings = _settings(options)
+    steps = None if options.steps is None else _numbers("--steps", options.steps)
+    found = find_weights(options.weights, options.base, options.no_base, steps, options.watch)
+    paths = LmEvalPaths(options.output_dir or found.default_dir)
+    plans = [(_plan(options, settings, group, paths), _engine(options, group)) for group in found.groups]
+    _check(plans[0][0], found)
+    codes = [0]
+    for plan, engine in plans:
+        if _has_all(plan):
+            continue
+        codes.append(run_group(plan, engine, screen_for(options.json)))
+        if codes[-1] >= 128:
+            break
+    _report(paths, plans[0][0], options.json)
+    return max(codes)
+
+
+def _settings(options: LmEvalOptions) -> Settings:
+    folder = options.include_path
+    if folder is not None and not folder.is_dir():
+        raise UsageError(f"--include-path {folder}: no such directory")
+    try:
+        version = importlib.metadata.version(PACKAGE)
+    except importlib.metadata.PackageNotFoundError:
+        raise UsageError(f"{PACKAGE} is not installed here: uv sync --extra {PACKAGE}") from None
+    return Settings(
+        limit=options.limit,
+        gen_kwargs=dict(_pairs(options.gen_kwargs or "")),
+        max_gen_toks=options.max_gen_toks,
+        apply_chat_template=options.apply_chat_template,
+        allow_unsafe_code=options.allow_unsafe_code,
+        include_path=None if folder is None else str(folder),
+        local_tasks="" if folder is None else _fingerprint(folder),
+        lm_eval=version,
+    )
+
+
+def _plan(options: LmEvalOptions, settings: Settings, group: Group, paths: LmEvalPaths) -> LmEvalPlan:
+    shots = [None] if options.num_fewshot is None else _numbers("--num-fewshot", options.num_fewshot)
+    tasks = tuple(dict.fromkeys(filter(None, (word.strip() for word in options.tasks.split(",")))))
+    if not tasks:
+        raise UsageError("--tasks: name at least one")
+    return LmEvalPlan(
+        root=str(paths.root),
+        served=group.served,
+        tasks=tasks,
+        shots=tuple(shots),
+        settings=settings,
+        candidates=group.candidates,
+        batch_size=options.batch_size,
+        sweep=group.sweep,
+    )
+
+
+def _engine(options: LmEvalOptions, group: Group) -> Engine:
+    return Engine(options.device, options.backend, options.max_model_len, adapter_rank(group))
+
+
+def _check(plan: LmEvalPlan, found: Found) -> None:
+    try:
+        check_settings(plan.paths, [Job(task, shots) for task in plan.tasks for shots in plan.shots], plan.settings)
+    except OtherSettings as error:
+        raise UsageError(str(error)) from error
+    for line in found.warnings:
+        warn(line)
+
+
+def _has_all(plan: LmEvalPlan) -> bool:
+    """Whether there is nothing left to evaluate. Tasks that a pattern names are not known yet."""
+    named = not any(_is_pattern(task) for task in plan.tasks)
+    jobs = [Job(task, shots) for task in plan.tasks for shots in plan.shots]
+    done = all(is_done(plan.paths, candidate, job) for candidate in plan.candidates for job in jobs)
+    return named and done and plan.sweep is None
+
+
+def _is_pattern(task: str) -> bool:
+    return any(char in task for char in "*?[")
+
+
+def _report(paths: LmEvalPaths, plan: LmEvalPlan, is_json: bool) -> None:
+    """Write the scores of all results to `summary.json`, and print those of this evaluation."""
+    results = read_results(paths)
+    every = rows_of(results)
+    if not every:
+        return
+    write_summary(every, paths.summary)
+    now = [result for result in results if (result.facts["shots"] in plan.shots)]
+    rows = rows_of([result for result in now if _is_asked(result.facts["task"], plan)])
+    if is_json:
+        say(as_json(rows))
+        return
+    print_table(rows, sys.stdout)
+    say(f"Results in {paths.root}")
+
+
+def _is_asked(task: str, plan: LmEvalPlan) -> bool:
+    return task in plan.tasks or any(map(_is_pattern, plan.tasks))
+
+
+def _numbers(option: str, text: str) -> list[int]:
+    words = [word.strip() for word in text.split(",")]
+    if not all(word.isascii() and word.isdigit() and len(word) < 10 for word in words):
+        raise UsageError(f"{option} {text!r}: whole numbers separated by commas, such as 0 or 0,4")
+    return list(dict.fromkeys(map(int, words)))
+
+
+def _pairs(text: str) -> Iterator[tuple[str, Any]]:
+    for word in filter(None, text.split(",")):
+        key, equals, value = (part.strip() for part in word.partition("="))
+        if not equals or not key.isidentifier():
+            raise UsageError(f"--gen-kwargs {word!r}: write KEY=VALUE, such as temperature=0.7")
+        if key in ("max_tokens", "max_gen_toks"):
+            raise UsageError(f"--gen-kwargs {word!r}: set the limit with --max-gen-toks {value}")
+        yield key, _value(value)
+
+
+def _value(text: str) -> bool | int | float | str:
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
+def _fingerprint(folder: Path) -> str:
+    """Changes when a file in a folder of tasks does."""
+    digest = hashlib.sha256()
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
+    for path in files:
+        digest.update(os.fsencode(path.relative_to(folder)) + b"\0")
+        small = path.stat().st_size <= _MOST_BYTES
+        digest.update(hashlib.sha256(path.read_bytes()).digest() if small else str(path.stat().st_mtime_ns).encode())
+    return digest.hexdigest()[:16]

@@ -1,0 +1,278 @@
+"""The process of an evaluation with lm-eval: `python -m medarc_rl.lm_eval.worker PLAN.json`.
+
+Exit status: 0 if every candidate was evaluated in every task; 1 if something failed, after all the rest was done; 2 if
+the tasks cannot be used (`control/faults.json` says why).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import httpx
+
+from medarc_rl.lm_eval.plan import Candidate, Facts, Job, LmEvalPlan
+from medarc_rl.lm_eval.results import compared, is_done, write_result
+from medarc_rl.lm_eval.scores import metrics_of
+from medarc_rl.lm_eval.tasks import TaskFaults, Tasks, find_tasks
+from medarc_rl.lm_eval.weights import candidate_of
+from prime_rl.run.completion import report_completion
+from prime_rl.run.directory import OutputDirInUse
+from prime_rl.run.lifeline import end_with_launch
+from prime_rl.run.lock import LOCK_NAME, STALE_S, refuse_if_locked
+from prime_rl.run.paths import stable_steps
+from prime_rl.utils.engine_keys import ENGINE_KEY_VARIABLE
+from prime_rl.utils.interrupts import end_quietly_on_ctrl_c
+from prime_rl.utils.pydantic_config.errors import one_line
+
+if TYPE_CHECKING:
+    from medarc_rl.lm_eval.served import ServedModel
+
+ADAPTER = "tuned"
+"""Name under which the server holds an adapter."""
+LOOK_EVERY_S = 10.0
+_START_LOOK_S = 0.5
+
+
+class Screen:
+    """Lines for the user, who does not see the rest of this process's output."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("a", encoding="utf-8", buffering=1)
+
+    def say(self, line: str) -> None:
+        self._file.write(f"{one_line(line)}\n")
+
+
+@dataclass(slots=True)
+class Evaluation:
+    """All candidates in all tasks. A failure is reported, and the rest goes on."""
+
+    plan: LmEvalPlan
+    tasks: Tasks
+    client: httpx.Client
+    screen: Screen
+    failures: list[str] = field(default_factory=list)
+    _loaded: Candidate | None = None
+    _served: ServedModel | None = None
+    _failed: set[tuple[str, str]] = field(default_factory=set)
+
+    @property
+    def jobs(self) -> list[Job]:
+        return [Job(task, shots) for task in self.tasks.names for shots in self.plan.shots]
+
+    def run(self) -> None:
+        for candidate in self.plan.candidates:
+            self.evaluate(candidate)
+        if (sweep := self.plan.sweep) is None:
+            return
+        for step in new_steps(Path(sweep.weights), Path(sweep.run), self.screen.say):
+            self.evaluate(candidate_of(Path(sweep.weights) / f"step_{step}", self.plan.served))
+
+    def evaluate(self, candidate: Candidate) -> None:
+        """Evaluate one candidate in the tasks that it has no results of."""
+        paths = self.plan.paths
+        missing = [job for job in self.jobs if not is_done(paths, candidate, job)]
+        for job in self.jobs:
+            if job not in missing:
+                self.screen.say(
+                    f"{candidate.title} | {job.task}: done before, in {paths.result(candidate.name, job.stem)}"
+                )
+        if not missing:
+            return
+        try:
+            model = self._model(candidate)
+        except Exception as error:  # noqa: BLE001 - reported; other candidates may work
+            self._fail(candidate, "", error)
+            return
+        for job in missing:
+            try:
+                self._evaluate(candidate, model, job)
+            except Exception as error:
+                logging.getLogger(__name__).exception("%s, %s", candidate.title, job.task)
+                self._fail(candidate, job.task, error)
+
+    def _evaluate(self, candidate: Candidate, model: ServedModel, job: Job) -> None:
+        from lm_eval import simple_evaluate
+
+        settings, started_s = self.plan.settings, time.monotonic()
+        fingerprint = candidate.fingerprint()
+        is_chat = uses_template(candidate, model.tokenizer, settings.apply_chat_template)
+        model.begin_task(is_chat)
+        limits = {} if settings.max_gen_toks is None else {"max_gen_toks": settings.max_gen_toks}
+        self.screen.say(f"{candidate.title} | {job.task}{_shots(job.shots)}{' | chat template' if is_chat else ''}")
+        found: dict[str, Any] = simple_evaluate(
+            model=model,
+            tasks=[job.task],
+            task_manager=self.tasks.manager,
+            num_fewshot=job.shots,
+            limit=settings.limit,
+            gen_kwargs={**settings.gen_kwargs, **limits} or None,
+            apply_chat_template=is_chat,
+            log_samples=True,
+            confirm_run_unsafe_code=settings.allow_unsafe_code,
+        )
+        notes = [*model.asked.counts.notes(model.asked.max_gen_toks), *_doubts(found, job)]
+        facts = Facts(
+            model=candidate.weights or candidate.tokenizer,
+            candidate=candidate.name,
+            is_base=candidate.is_base,
+            fingerprint=fingerprint,
+            settings={**compared(settings), "used_max_gen_toks": model.asked.max_gen_toks},
+            task=job.task,
+            shots=job.shots,
+            chat_template=is_chat,
+            max_length=model.max_length,
+            seconds=round(time.monotonic() - started_s, 3),
+            notes=tuple(notes),
+        )
+        write_result(self.plan.paths, job, found, facts)
+        scores = ", ".join(f"{each.metric} {each.value:.4f}" for each in metrics_of(found, job.task)[:4])
+        self.screen.say(f"{candidate.title} | {job.task} | {scores} | {facts.seconds:.1f} s")
+        for note in notes:
+            self.screen.say(f"warning: {candidate.title} | {job.task}: {note}")
+
+    def _model(self, candidate: Candidate) -> ServedModel:
+        """Load the candidate's weights into the server."""
+        from medarc_rl.lm_eval.served import Endpoint, ServedModel
+
+        name = self.plan.served
+        if candidate.is_adapter:
+            self._post("/load_lora_adapter", {"lora_name": ADAPTER, "lora_path": candidate.weights})
+            name = ADAPTER
+        elif candidate.weights is not None or self._loaded is not None:
+            self._post("/update_weights", {"weight_dir": candidate.weights})
+        self._loaded = candidate
+        (served,) = [entry for entry in self._get("/v1/models")["data"] if entry["id"] == self.plan.served]
+        return ServedModel(candidate, Endpoint(self.plan.url, name, served["max_model_len"], self.plan.batch_size))
+
+    def _post(self, route: str, body: dict[str, Any]) -> None:
+        answer = self.client.post(route, json=body)
+        if answer.status_code != httpx.codes.OK:
+            raise RuntimeError(f"the server refused: {_message(answer)}")
+
+    def _get(self, route: str) -> dict[str, Any]:
+        content = self.client.get(route).raise_for_status().json()
+        assert isinstance(content, dict)
+        return content
+
+    def _fail(self, candidate: Candidate, task: str, error: Exception) -> None:
+        line = f"{candidate.title}{f' | {task}' if task else ''}: {error or type(error).__name__}"
+        self.screen.say(f"failed: {line}")
+        self.failures.append(line)
+
+
+def new_steps(weights: Path, run: Path, say: Any, sleep: Any = time.sleep) -> Iterator[int]:
+    """Yield each complete checkpoint once, as it appears, until the run has ended."""
+    seen: set[int] = set()
+    waiting = False
+    while True:
+        is_last_look = not is_running(run)
+        for step in stable_steps(weights):
+            if step not in seen:
+                seen.add(step)
+                waiting = False
+                yield step
+        if is_last_look:
+            return
+        if not waiting:
+            say(f"waiting for the next checkpoint in {weights}; the evaluation ends with the run")
+            waiting = True
+        sleep(LOOK_EVERY_S)
+
+
+def is_running(run: Path) -> bool:
+    """Whether a launch uses a run's directory, on this machine or, as far as its lock shows, on another."""
+    lock = run / LOCK_NAME
+    try:
+        touched = lock.stat().st_mtime
+        refuse_if_locked(run)
+    except FileNotFoundError:
+        return False
+    except OutputDirInUse:
+        return True
+    return time.time() - touched < STALE_S
+
+
+def uses_template(candidate: Candidate, tokenizer: Any, asked: str) -> bool:
+    """Whether questions are asked as a chat. `auto`: a model with a template, unless it is named as a base model."""
+    if asked == "auto":
+        words = Path(candidate.tokenizer).name.lower().replace("_", "-").split("-")
+        return bool(tokenizer.chat_template) and not {"base", "pt"} & set(words)
+    if asked == "yes" and not tokenizer.chat_template:
+        raise RuntimeError("--apply-chat-template yes: the model has no chat template")
+    return asked == "yes"
+
+
+def _shots(shots: int | None) -> str:
+    return "" if shots is None else f", {shots}-shot"
+
+
+def _doubts(found: dict[str, Any], job: Job) -> list[str]:
+    """What lm-eval's results say about themselves."""
+    lines = []
+    used = sorted(set(found.get("n-shot", {}).values()))
+    if job.shots is not None and used not in ([job.shots], []):
+        lines.append(f"asked for {job.shots} examples in the prompt; the task uses {', '.join(map(str, used))}")
+    for task, samples in (found.get("samples") or {}).items():
+        for name in dict.fromkeys(sample["filter"] for sample in samples):
+            own = [sample for sample in samples if sample["filter"] == name]
+            none = sum(str(sample["filtered_resps"][0]) == "[invalid]" for sample in own if sample["filtered_resps"])
+            if none:
+                lines.append(f"{none} of {len(own)} answers of {task} hold no answer that {name} recognises")
+    return lines
+
+
+def _message(answer: httpx.Response) -> str:
+    try:
+        return str(answer.json()["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return f"status {answer.status_code}"
+
+
+def _await_server(client: httpx.Client) -> None:
+    """Return once the server answers. The launcher ends this process if the server ends."""
+    while True:
+        try:
+            if client.get("/health").status_code == httpx.codes.OK:
+                return
+        except httpx.TransportError:
+            logging.getLogger(__name__).debug("the server is not there yet")
+        time.sleep(_START_LOOK_S)
+
+
+def main() -> None:
+    end_with_launch()
+    end_quietly_on_ctrl_c()
+    signal.signal(signal.SIGTERM, lambda received, frame: sys.exit(128 + received))
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    (file,) = sys.argv[1:]
+    plan = LmEvalPlan.from_json(Path(file).read_text(encoding="utf-8"))
+    if plan.settings.allow_unsafe_code:
+        os.environ["HF_ALLOW_CODE_EVAL"] = "1"
+    try:
+        tasks = find_tasks(plan.tasks, plan.settings.include_path, plan.settings.allow_unsafe_code)
+    except TaskFaults as faults:
+        plan.paths.faults.write_text(json.dumps(faults.faults), encoding="utf-8")
+        raise SystemExit(2) from faults
+    plan.paths.tasks_found.touch()
+    headers = {"Authorization": f"Bearer {os.environ[ENGINE_KEY_VARIABLE]}"}
+    with httpx.Client(base_url=plan.url, headers=headers, timeout=600) as client:
+        _await_server(client)
+        evaluation = Evaluation(plan, tasks, client, Screen(plan.paths.progress))
+        evaluation.run()
+    report_completion()
+    raise SystemExit(1 if evaluation.failures else 0)
+
+
+if __name__ == "__main__":
+    main()
