@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[1]
 CHECKPOINT = ROOT / "examples" / "med_calc" / "checkpoint"
 TASKS = ROOT / "examples" / "lm_eval"
 SMOLLM2 = os.environ.get("MEDARC_SMOLLM2", "")
-QUESTIONS = 12
+QUESTIONS, FEW = 12, 4
 
 
 @dataclass(frozen=True)
@@ -132,21 +132,24 @@ def test_scores_are_those_of_lm_evals_own_transformers_backend(evaluated, run, c
 @pytest.mark.slow
 @pytest.mark.skipif(not SMOLLM2, reason="MEDARC_SMOLLM2 names no folder with SmolLM2-135M")
 def test_smollm2_has_the_scores_of_lm_evals_own_transformers_backend(tmp_path) -> None:
-    tasks = ["--tasks", "med_terms,med_arithmetic", "--include-path", TASKS, "--limit", QUESTIONS, "--device", "cpu"]
+    tasks = ["--tasks", "med_terms,med_arithmetic", "--include-path", TASKS, "--limit", FEW, "--device", "cpu"]
     done = lm_eval(
         SMOLLM2, *tasks, "--num-fewshot", 2, "--apply-chat-template", "no", "--output-dir", tmp_path, "--json"
     )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    assert {(row["shots"], row["n"]) for row in found} == {(2, QUESTIONS)}
-    name = Path(SMOLLM2).name
-    assert_same_as_transformers(
-        Evaluated(tmp_path, done), name, Path(SMOLLM2), is_chat=False, shots="2", gen_kwargs=None
-    )
+    assert {(row["shots"], row["n"]) for row in found} == {(2, FEW)}
+    assert_same_as_transformers(Evaluated(tmp_path, done), Path(SMOLLM2), is_chat=False, limit=FEW, shots=2)
 
 
 def assert_same_as_transformers(
-    evaluated: Evaluated, candidate: str, folder: Path, *, is_chat: bool, shots: str, gen_kwargs: dict[str, int] | None
+    evaluated: Evaluated,
+    folder: Path,
+    *,
+    is_chat: bool,
+    limit: int,
+    shots: int | None = None,
+    gen_kwargs: dict[str, int] | None = None,
 ) -> None:
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
@@ -159,15 +162,16 @@ def assert_same_as_transformers(
             model=HFLM(pretrained=str(folder), device="cpu", dtype="float32", batch_size=4),
             tasks=["med_terms", "med_arithmetic"],
             task_manager=TaskManager(include_path=str(TASKS), include_defaults=False),
-            num_fewshot=None if shots == "own" else int(shots),
-            limit=QUESTIONS,
+            num_fewshot=shots,
+            limit=limit,
             gen_kwargs=gen_kwargs,
             apply_chat_template=is_chat,
         )
     finally:
         os.chdir(here)
     for task in ("med_terms", "med_arithmetic"):
-        ours, theirs = evaluated.samples(candidate, task, shots), reference["samples"][task]
+        stem = (folder.name, task, "own" if shots is None else str(shots))
+        ours, theirs = evaluated.samples(*stem), reference["samples"][task]
         assert [sample["arguments"] for sample in ours] == json.loads(json.dumps([s["arguments"] for s in theirs]))
         for own, other in zip(ours, theirs, strict=True):
             if task == "med_arithmetic":
@@ -176,7 +180,7 @@ def assert_same_as_transformers(
             for (one,), (two,) in zip(own["resps"], other["resps"], strict=True):
                 assert one[0] == pytest.approx(two[0], abs=1e-3)
                 assert one[1] == two[1]
-        scores = evaluated.result(candidate, task, shots)["results"][task]
+        scores = evaluated.result(*stem)["results"][task]
         for key, value in reference["results"][task].items():
             assert scores[key] == pytest.approx(value)
 

@@ -80,7 +80,7 @@ class LmEvalOptions:
 
 
 def lm_eval(options: LmEvalOptions) -> int:
-    """Evaluate weights with lm-evaluation-harness: each checkpoint of a run beside its base model.
+    """Evaluate weights with lm-evaluation-harness: each checkpoint of a run next to its base model.
 
     `medarc_train lm-eval outputs/run --tasks gsm8k,ifeval --num-fewshot 4`. Start the command again to continue.
     """

@@ -1,4 +1,4 @@
-"""Scores that others have published. They are shown only beside a score of exactly the same setting."""
+"""Scores that others have published. They are shown only next to a score of exactly the same setting."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The scores in lm-eval's results, with their standard errors, beside those of the base model."""
+"""The scores in lm-eval's results, with their standard errors, next to those of the base model."""
 
 from __future__ import annotations
 

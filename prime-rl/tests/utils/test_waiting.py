@@ -27,6 +27,8 @@ NOT_WAITS = {
     "orchestrator/servers/pool.py:InferencePool._readmit": "runs next to the steps, which have other servers",
     "orchestrator/servers/server.py:InferenceServer._update": "retries a limited number of times",
     "inference/vllm/plugin.py:PrimeRoutes._watch": "runs next to the server, and ends with it",
+    "lm_eval/worker.py:_await_server": "the server is starting; the launcher ends it if the server ends",
+    "lm_eval/worker.py:new_steps": "says what it waits for, and ends with the run",
     "launch/reaper.py:_wait_gone": "has a limit of seconds",
     "launch/stalls/dumps.py:new_stacks": "has a limit of seconds",
     "run/clearance.py:_wait": "logs what it waits for; the launcher ends it if that process ends",
