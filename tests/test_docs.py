@@ -1,10 +1,9 @@
-"""The documents name what exists: paths, links, anchors and definitions; their commands and configs load."""
+"""The documents name what exists: paths, links, anchors and definitions; their configs load."""
 
 from __future__ import annotations
 
 import ast
 import re
-import shlex
 import subprocess
 import sys
 import tomllib
@@ -13,14 +12,10 @@ from pathlib import Path
 
 import pytest
 import yaml
-from typer.testing import CliRunner
 
-from medarc_rl import medarc_slurm, medarc_train
 from prime_rl.configs.eval import OfflineEvalConfig
 from prime_rl.configs.rl import RLConfig
 from prime_rl.configs.sft import SFTConfig
-from prime_rl.run.paths import RunPaths
-from prime_rl.utils.files import STABLE
 from prime_rl.utils.pydantic_config import load_config
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -43,7 +38,6 @@ FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[[^\]\n]*\]\(([^)\s]+)\)|<img[^>]* src=\"([^\"]+)\"")
 PATH = re.compile(r"(?:\.\./)*[\w.-]+(?:/[\w.-]+)*/?")
 REPOSITORY_PATH = re.compile(r"(?<![\w./~-])(?:\.ci|benchmarks|docs|examples|medarc_rl|prime-rl)/[\w./-]*\w")
-COMMAND = re.compile(r"^uv run (medarc_train|medarc_slurm) (sft|rl|eval) (.*)")
 
 MADE_BY_A_RUN = ("OUT/", "RUN/", "outputs/")
 """Beginnings of paths that a run writes. Pages use them for everything in a run's directory."""
@@ -128,33 +122,6 @@ def definitions_of(source: Path) -> set[str]:
                 if isinstance(member, ast.FunctionDef | ast.AsyncFunctionDef)
             }
     return names
-
-
-def commands_in(page: Path) -> Iterator[str]:
-    for language, block in FENCE.findall(page.read_text(encoding="utf-8")):
-        if language == "bash":
-            yield from filter(COMMAND.match, block.replace("\\\n", " ").splitlines())
-
-
-COMMANDS = [(page, command) for page in PAGES for command in commands_in(page)]
-
-
-@pytest.mark.parametrize(("page", "command"), COMMANDS, ids=[f"{page_id(page)}: {line}" for page, line in COMMANDS])
-def test_every_command_in_a_page_is_dry_run(
-    page: Path, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """`medarc_slurm` stands in for `medarc_train`: it takes the same words, and looks for no GPU. A run that a command
-    resumes has saved one step."""
-    monkeypatch.chdir(ROOT)
-    program, kind, rest = COMMAND.match(command).groups()
-    words = [word for word in shlex.split(rest, comments=True) if word not in ("--preflight", "--dry-run")]
-    run = RunPaths(tmp_path)
-    for saved in (run.checkpoint(1), run.orchestrator.checkpoint(1).parent) if "--resume" in words else ():
-        saved.mkdir(parents=True)
-        (saved / STABLE).touch()
-    app = medarc_train.app if kind == "eval" else medarc_slurm.app
-    result = CliRunner().invoke(app, [kind, *words, "--dry-run", "--output-dir", str(tmp_path)])
-    assert result.exit_code == 0, f"{program}: {result.output}"
 
 
 BLOCKS = [

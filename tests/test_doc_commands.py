@@ -1,0 +1,243 @@
+"""Every command line in the documents is run, dry-run or parsed, or is in a list that says what it needs."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import tomllib
+from collections.abc import Callable, Iterator, Sequence
+from importlib.util import find_spec
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from medarc_rl import medarc_slurm, medarc_train
+from prime_rl.configs.surface.docs import ROOTS
+from prime_rl.inference.protocol import parse_body
+from prime_rl.inference.reference import ROUTES
+from prime_rl.run.paths import RunPaths
+from prime_rl.utils.files import STABLE
+from prime_rl.utils.pydantic_config import parse_argv
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = [
+    *(ROOT / name for name in ("README.md", "AGENTS.md", "CHANGELOG.md", "prime-rl/README.md")),
+    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted(page for room in ("examples", "benchmarks") for page in (ROOT / room).glob("*/README.md")),
+]
+BASH = re.compile(r"^```bash\n(.*?)^```", re.MULTILINE | re.DOTALL)
+CONTROL = {"&&", "||", ";", "|", "&"}
+REDIRECTIONS = {">", ">>", "<", "2>"}
+CONFIG_CLASSES = {root.component.replace("_", "-"): root for root in ROOTS}
+
+Check = Callable[[Sequence[str], Path], None]
+
+NOT_RUN = {
+    "cat": "shows a file",
+    "cd": "changes the directory",
+    "command": "looks for uv",
+    "cp": "copies a file",
+    "export": "sets a variable",
+    "kill": "signals a process of a run",
+    "open": "shows a file on the reader's machine",
+    "prime": "downloads environments from a hub, with another package",
+    "source": "reads a file of shell completion",
+    "sbatch": "needs Slurm; tests/test_slurm.py submits with it",
+    "scp": "copies from another machine",
+    "squeue": "needs Slurm",
+    "ssh": "needs another machine",
+    "tail": "follows a log",
+    "uvx": "runs another project's program",
+    "wandb": "needs an account",
+}
+"""Programs that no test runs, and why."""
+
+
+def simple_commands(block: str) -> Iterator[list[str]]:
+    """The words of each command in a block, without comments."""
+    for line in block.replace("\\\n", " ").splitlines():
+        lexer = shlex.shlex(line, posix=True, punctuation_chars=";&|<>")
+        lexer.whitespace_split = True
+        words: list[str] = []
+        for word in [*lexer, ";"]:
+            if word in CONTROL:
+                if words:
+                    yield words
+                words = []
+            else:
+                words.append(word)
+
+
+def cleaned(words: Sequence[str]) -> list[str]:
+    """A command without its redirections and the variables that are set for it alone."""
+    kept: list[str] = []
+    skipped = False
+    for word in words:
+        if skipped or word in REDIRECTIONS:
+            skipped = word in REDIRECTIONS
+        elif kept or not re.match(r"[A-Z_]+=", word):
+            kept.append(word)
+    return kept
+
+
+def commands() -> Iterator[tuple[Path, tuple[str, ...]]]:
+    for page in PAGES:
+        for block in BASH.findall(page.read_text(encoding="utf-8")):
+            for words in simple_commands(block):
+                if command := cleaned(words):
+                    yield page, tuple(command)
+
+
+COMMANDS = list(dict.fromkeys(commands()))
+
+
+@pytest.mark.parametrize(
+    ("page", "command"), COMMANDS, ids=[f"{page.relative_to(ROOT)}: {' '.join(words)}" for page, words in COMMANDS]
+)
+def test_every_command_in_a_page_can_be_run(
+    page: Path, command: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    words = without_uv(command)
+    if words[0] not in NOT_RUN:
+        check = CHECKS.get(words[0])
+        assert check is not None, f"{words[0]}: a check for it belongs in CHECKS, or the reason for none in NOT_RUN"
+        check(words, tmp_path)
+
+
+def without_uv(words: Sequence[str]) -> list[str]:
+    """The command that `uv run` runs; a script of the repository is one of Python."""
+    rest = list(words)
+    if rest[:2] == ["uv", "run"]:
+        rest = rest[2:]
+        while rest[0].startswith("-"):
+            assert rest[0] in ("--group", "--extra"), rest[0]
+            assert rest[1] in known_extras(), rest[1]
+            rest = rest[2:]
+    return ["python", *rest] if rest[0].endswith(".py") else rest
+
+
+def known_extras() -> set[str]:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    return {*project["dependency-groups"], *project["project"]["optional-dependencies"]}
+
+
+def check_wrapper(words: Sequence[str], tmp_path: Path) -> None:
+    """Runs are dry runs. Other commands are run if they only read configs, else their words are parsed."""
+    program, kind, *rest = words
+    app = {"medarc_train": medarc_train.app, "medarc_slurm": medarc_slurm.app}[program]
+    if kind in ("sft", "rl", "eval"):
+        check_dry_run(kind, rest, tmp_path)
+    elif kind == "explain" and rest[0].endswith(".toml"):
+        result = CliRunner().invoke(app, [kind, *rest])
+        assert result.exit_code == 0, result.output
+    else:
+        group: Any = typer.main.get_command(app)
+        assert kind in group.commands, f"{program} has no command {kind}"
+        group.commands[kind].make_context(kind, rest)
+
+
+def check_dry_run(kind: str, rest: Sequence[str], tmp_path: Path) -> None:
+    """`medarc_slurm` stands in for `medarc_train`: it takes the same words, and looks for no GPU. A run that a command
+    resumes has saved one step."""
+    words = [word for word in rest if word not in ("--preflight", "--dry-run")]
+    run = RunPaths(tmp_path)
+    for saved in (run.checkpoint(1), run.orchestrator.checkpoint(1).parent) if "--resume" in words else ():
+        saved.mkdir(parents=True)
+        (saved / STABLE).touch()
+    app = medarc_train.app if kind == "eval" else medarc_slurm.app
+    result = CliRunner().invoke(app, [kind, *words, "--dry-run", "--output-dir", str(tmp_path)])
+    assert result.exit_code == 0, result.output
+
+
+def check_engine(words: Sequence[str], tmp_path: Path) -> None:
+    """The config loads. `sft.toml` without a folder stands for the reader's own file."""
+    program, *rest = words
+    if rest != ["@", f"{program}.toml"]:
+        parse_argv(CONFIG_CLASSES[program], argv=rest)
+
+
+def check_python(words: Sequence[str], tmp_path: Path) -> None:
+    """The module or script exists, and knows the options. What generators print is compared in tests of their own."""
+    if words[1] == "-m":
+        assert find_spec(words[2]) is not None, words[2]
+        return
+    script = Path(words[1])
+    assert script.is_file(), script
+    source = script.read_text(encoding="utf-8")
+    assert [word for word in words[2:] if word.startswith("--") and f'"{word}"' not in source] == []
+
+
+def check_pytest(words: Sequence[str], tmp_path: Path) -> None:
+    """The files exist, and so do markers."""
+    markers = [words[index + 1] for index, word in enumerate(words) if word == "-m"]
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["pytest"]["ini_options"]
+    assert set(markers) <= {marker.partition(":")[0] for marker in declared["markers"]}
+    assert [word for word in words[1:] if "/" in word and not Path(word).exists()] == []
+
+
+def check_curl(words: Sequence[str], tmp_path: Path) -> None:
+    """The route exists, and takes the body."""
+    address = next(word for word in words if word.startswith("localhost:"))
+    (route,) = [route for route in ROUTES if address.endswith(route.path)]
+    parse_body(route.body, words[words.index("-d") + 1].encode())
+
+
+def check_uv(words: Sequence[str], tmp_path: Path) -> None:
+    """`uv sync`: the extras exist."""
+    assert words[1] == "sync", words
+    assert {name for option, name in pairwise(words) if option in ("--extra", "--group")} <= known_extras()
+
+
+def check_path(words: Sequence[str], tmp_path: Path) -> None:
+    """The script, or the folder to install, exists."""
+    names = [word for word in words[1:] if "/" in word and not word.startswith(("~", "-"))]
+    assert [name for name in names if not Path(name).exists()] == []
+
+
+CHECKS: dict[str, Check] = {
+    "medarc_train": check_wrapper,
+    "medarc_slurm": check_wrapper,
+    **dict.fromkeys(CONFIG_CLASSES, check_engine),
+    "python": check_python,
+    "pytest": check_pytest,
+    "curl": check_curl,
+    "uv": check_uv,
+    "bash": check_path,
+    "pip": check_path,
+    # CI runs these, and tests/test_site.py builds the site.
+    "ruff": lambda words, tmp_path: None,
+    "lint-imports": lambda words, tmp_path: None,
+    "mypy": lambda words, tmp_path: None,
+    "mkdocs": lambda words, tmp_path: None,
+}
+
+
+def test_a_command_that_does_not_exist_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    wrong = [
+        "medarc_train watch outputs/x --onse",
+        "medarc_train wach outputs/x",
+        "uv run benchmarks/plot.py outputs/x",
+    ]
+    wrong += ["medarc_slurm rl examples/reverse_text/rl_slurm.toml --single-gpus", "uv sync --extra vlm"]
+    wrong += ["trainer --modl.name x", "pytest tests/test_dcos.py"]
+    for line in wrong:
+        words = without_uv(line.split())
+        with pytest.raises((AssertionError, Exception)):
+            CHECKS[words[0]](words, tmp_path)
+
+
+def test_a_line_is_split_into_its_commands() -> None:
+    line = "command -v uv >/dev/null || pip install -q uv; A=1 uv run x --name 'a b' > out.md   # isn't; a command\n"
+    assert [cleaned(words) for words in simple_commands(line)] == [
+        ["command", "-v", "uv"],
+        ["pip", "install", "-q", "uv"],
+        ["uv", "run", "x", "--name", "a b"],
+    ]
+    assert json.loads(next(simple_commands("""curl -d '{"a": "b|c"}'"""))[2]) == {"a": "b|c"}
