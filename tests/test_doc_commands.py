@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 
 from medarc_rl import medarc_slurm, medarc_train
 from prime_rl.configs.surface.docs import ROOTS
+from prime_rl.inference.access import METRICS
 from prime_rl.inference.protocol import parse_body
 from prime_rl.inference.reference import ROUTES
 from prime_rl.run.paths import RunPaths
@@ -182,8 +183,10 @@ def check_pytest(words: Sequence[str], tmp_path: Path) -> None:
 
 
 def check_curl(words: Sequence[str], tmp_path: Path) -> None:
-    """The route exists, and takes the body."""
-    address = next(word for word in words if word.startswith("localhost:"))
+    """The inference server has the route, which takes the body. The trainer's metrics server has `/metrics`."""
+    address = next(word for word in words if re.match(r"(http://)?(localhost|127\.0\.0\.1):", word))
+    if address.endswith(METRICS):
+        return
     (route,) = [route for route in ROUTES if address.endswith(route.path)]
     parse_body(route.body, words[words.index("-d") + 1].encode())
 
