@@ -125,9 +125,8 @@ add_command_without_config(app, "watch", WatchOptions, watch)
 add_command_without_config(app, "report", ReportOptions, report)
 add_command_without_config(app, "rollouts", RolloutsOptions, rollouts)
 add_command_without_config(app, "trace", TraceOptions, trace)
-app.command("migrate", epilog=examples_of(app, "migrate"))(migrate)
 add_command_without_config(app, "lm-eval", LmEvalOptions, lm_eval)
-app.command("migrate")(migrate)
+app.command("migrate", epilog=examples_of(app, "migrate"))(migrate)
 
 
 def preflight(module: str, config: BaseSettings) -> int:

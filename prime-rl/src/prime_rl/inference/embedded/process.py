@@ -38,9 +38,6 @@ class EmbeddedServer(uvicorn.Server):
                 timeout_graceful_shutdown=_GRACE_S,
                 timeout_keep_alive=75,
                 http=BoundedConnection,
-                # uvicorn would choose uvloop wherever another package has installed it (an extra does). Its transports
-                # are not asyncio's.
-                loop="asyncio",
                 limit_concurrency=connection_limit(),
             )
         )
