@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -9,7 +10,7 @@ from typing import Annotated
 from typer import Argument, Option
 
 from medarc_rl.cli import say, warn
-from medarc_rl.errors import MedarcError
+from medarc_rl.errors import MedarcError, UsageError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +41,8 @@ def report(options: ReportOptions) -> int:
     from medarc_rl.report.groups import group_runs, open_runs
     from medarc_rl.report.write import write_report
 
+    if options.price is not None and not math.isfinite(options.price):
+        raise UsageError(f"--price {options.price}: give an amount of USD, such as 2.50")
     runs = open_runs(options.runs)
     groups = group_runs(runs, options.label or ())
     directory = options.out or options.runs[0] / "report"

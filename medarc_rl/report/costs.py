@@ -19,15 +19,15 @@ def costs_section(groups: Sequence[Group], spendings: Spendings, price: float | 
     section = Section("costs", "Speed, time and cost")
     runs = [run for group in groups for run in group.runs]
     is_single = len(runs) == 1
-    for run in runs:
-        phases = phases_of(run)
-        name = "" if is_single else f"{run.name}: "
-        for each in phases:
-            section.tables.append(_phase_table(each, name))
-            if is_single:
-                section.charts += _phase_chart(each)
-        if (hint := split_hint(phases)) is not None:
-            section.notes.append(name + hint)
+    phases = [phases_of(run) for run in runs]
+    for run, of_run in zip(runs, phases, strict=True):
+        if (hint := split_hint(of_run)) is not None:
+            section.notes.append(hint if is_single else f"{run.name}: {hint}")
+    if is_single:
+        section.tables += [_phase_table(each) for each in phases[0]]
+        section.charts += [chart for each in phases[0] for chart in _phase_chart(each)]
+    else:
+        section.tables += _phase_tables([run.name for run in runs], phases)
     section.charts += [chart for curve in (*SPEED_CURVES, MEMORY) for chart in curve_chart(groups, curve)]
     section.tables += ledger_tables(runs, spendings, price)
     if not any(spendings.values()):
@@ -35,12 +35,32 @@ def costs_section(groups: Sequence[Group], spendings: Spendings, price: float | 
     return section
 
 
-def _phase_table(phases: Phases, name: str) -> Table:
+def _phase_table(phases: Phases) -> Table:
     whole = phases.total_s
     totals = sorted(phases.totals_s.items(), key=lambda item: -item[1])
-    steps = len({step for values in phases.by_title.values() for step in values}) or 1
-    rows = [(title, duration(s), f"{s / steps:,.2f} s", f"{s / whole:.1%}") for title, s in totals]
-    return Table(("phase", "sum", "per step", "share"), rows, f"{name}{_name(phases)}: {duration(whole)} in steps")
+    rows = [(title, duration(s), f"{s / phases.steps:,.2f} s", f"{s / whole:.1%}") for title, s in totals]
+    return Table(("phase", "sum", "per step", "share"), rows, f"{_name(phases)}: {duration(whole)} in steps")
+
+
+def _phase_tables(names: Sequence[str], phases: Sequence[Sequence[Phases]]) -> list[Table]:
+    """To compare runs: seconds per step of each phase, one table for each process."""
+    tables = []
+    for source in dict.fromkeys(each.source for of_run in phases for each in of_run):
+        of_source = [next((each for each in of_run if each.source == source), None) for of_run in phases]
+        titles = dict.fromkeys(title for each in of_source if each is not None for title in each.by_title)
+        rows = [(title, *(_phase_cell(each, title) for each in of_source)) for title in titles]
+        caption = (
+            f"{next(_name(each) for each in of_source if each is not None)}: seconds per step and share of its time"
+        )
+        tables.append(Table(("phase", *names), rows, caption))
+    return tables
+
+
+def _phase_cell(phases: Phases | None, title: str) -> str:
+    seconds = None if phases is None else phases.totals_s.get(title)
+    if phases is None or seconds is None:
+        return "–"
+    return f"{seconds / phases.steps:,.2f} ({seconds / phases.total_s:.0%})"
 
 
 def _name(phases: Phases) -> str:
@@ -78,7 +98,7 @@ def _attempt_name(run: RunHistory, each: Spending, runs: Sequence[RunHistory]) -
 
 def _ledger_cells(each: Spending, processes: Sequence[str], price: float | None) -> list[str]:
     hours = each.gpu_hours
-    startup = "–" if each.startup_s is None else duration(max(0.0, each.startup_s))
+    startup = "–" if each.startup_s is None else duration(each.startup_s)
     cells = [duration(each.seconds), startup]
     if processes:
         cells += ["–" if hours is None else short(hours.get(process, 0.0), 3) for process in processes]

@@ -61,6 +61,8 @@ def open_runs(directories: Sequence[Path]) -> list[RunHistory]:
             faults.append(str(error))
         except OSError as error:
             faults.append(f"{directory} cannot be read: {error.strerror}")
+    places = [run.paths.root.resolve() for run in found]
+    faults += [f"{path} is named twice" for path in dict.fromkeys(places) if places.count(path) > 1]
     if faults:
         raise UsageError(*faults)
     kinds = {run.kind for run in found}

@@ -9,13 +9,14 @@ from pathlib import Path
 
 from medarc_rl.report.browser import PackedRollouts, pack_rollouts
 from medarc_rl.report.charts import Section
+from medarc_rl.report.configs import differing_keys, settings_section
 from medarc_rl.report.costs import Spendings, costs_section
 from medarc_rl.report.curves import curves_of, evaluation_charts, never_happened, training_charts
 from medarc_rl.report.groups import Group, unique_names
+from medarc_rl.report.machines import attempts_section, machine_tables
 from medarc_rl.report.overview import moment, tiles
 from medarc_rl.report.page import Browser, Page
 from medarc_rl.report.pictures import NoMatplotlib, draw_pictures
-from medarc_rl.report.settings import attempts_section, differing_keys, machine_tables, settings_section
 from medarc_rl.report.signs import signs_section
 from medarc_rl.report.tables import data_section, evaluation_table, finals_table, runs_table
 from prime_rl.history.run import RunHistory
@@ -142,7 +143,9 @@ def _rollouts(packed: PackedRollouts, with_rollouts: bool) -> Section:
 
 def _what_ran(runs: Sequence[RunHistory], spendings: Spendings) -> list[Section]:
     if len(runs) == 1:
-        return [settings_section(runs[0]), attempts_section(runs[0], spendings[id(runs[0])])]
+        settings = settings_section(runs[0])
+        settings.tables += machine_tables(runs)
+        return [settings, attempts_section(runs[0], spendings[id(runs[0])])]
     sections = [Section("machines", "Machines and versions", tables=machine_tables(runs))]
     for number, (run, name) in enumerate(zip(runs, unique_names(runs), strict=True)):
         section = attempts_section(run, spendings[id(run)])

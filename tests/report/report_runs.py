@@ -119,3 +119,22 @@ def a_rollout(answer: str, reward: float | None = 0.5, **more: Any) -> dict[str,
         "completion_tokens": 3,
         **more,
     }
+
+
+def with_tokens(
+    rollout: dict[str, Any], texts: Sequence[str], logprobs: Sequence[float] | None = None
+) -> dict[str, Any]:
+    """A rollout whose completion has these tokens; by default, each is less likely than the one before."""
+    ids = list(range(1, len(texts) + 1))
+    return {
+        **rollout,
+        "sequences": [
+            {
+                "prompt_ids": [0],
+                "completion_ids": ids,
+                "sampled": [[0, len(ids)]],
+                "engine_logprobs": list(logprobs or (-float(place) for place in range(len(ids)))),
+            }
+        ],
+        "token_texts": {"0": "<|user|>", **{str(token): text for token, text in zip(ids, texts, strict=True)}},
+    }

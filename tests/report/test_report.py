@@ -162,6 +162,7 @@ def test_damaged_files_are_named_and_the_rest_is_shown(run: Path) -> None:
     reader = Reader(page_of(run))
     assert "2 damaged lines of metrics.jsonl" in reader.sections["attempts"]
     assert "The config cannot be read" in reader.sections["settings"]
+    assert "cannot load the config" in reader.sections["settings"]
     assert "Reward" in {chart["title"] for chart in reader.charts.values()}
 
 
@@ -190,6 +191,8 @@ def test_runs_with_one_label_are_a_band_and_differing_keys_come_first(tmp_path: 
         (["run", "--label", "other=x"], "no run of this report is called 'other'"),
         (["run", "--label", "x"], "write RUN=LABEL"),
         (["run", "--price", "-1"], "--price"),
+        (["run", "--price", "inf"], "give an amount of USD"),
+        (["run", "run/"], "is named twice"),
         ([], "RUN"),
     ],
 )

@@ -56,10 +56,13 @@
     return [`${spec.x} ${at}`, ...rows].join("\n");
   };
 
-  const option = (spec) => {
+  const option = (spec, width) => {
     const color = (place) => theme.color(`--c${place % COLORS}`);
     const text = theme.color("--dim"), grid = theme.color("--line");
     const several = spec.lines.length > 1;
+    // A legend of several rows needs room; letters are about 6.5 pixels wide.
+    const letters = spec.lines.reduce((sum, line) => sum + 6.5 * line.title.length + 30, 0);
+    const legendHeight = several ? 6 + 20 * Math.ceil(letters / Math.max(width - 20, 100)) : 0;
     // Points of a stack lie above each other only where every line has one.
     const steps = [...new Set(spec.lines.flatMap((line) => line.points.map((point) => point[0])))].sort((a, b) => a - b);
     const filled = (line) => {
@@ -70,10 +73,10 @@
     return {
       backgroundColor: "transparent",
       textStyle: { fontFamily: getComputedStyle(document.body).fontFamily },
-      grid: { left: 8, right: 14, top: 14, bottom: several ? 52 : 26, containLabel: true },
+      grid: { left: 8, right: 14, top: 14, bottom: 26 + legendHeight, containLabel: true },
       legend: several
-        ? { type: "scroll", bottom: 0, left: 0, icon: "roundRect", itemWidth: 12, itemHeight: 8, data: lines.map((line) => line.title),
-            textStyle: { color: text }, pageTextStyle: { color: text }, pageIconColor: text }
+        ? { type: "plain", bottom: 0, left: 0, icon: "roundRect", itemWidth: 12, itemHeight: 8, data: lines.map((line) => line.title),
+            textStyle: { color: text } }
         : { show: false },
       tooltip: {
         trigger: "axis", renderMode: "richText", confine: true, backgroundColor: theme.color("--back"),
@@ -82,7 +85,7 @@
       xAxis: {
         type: "value", min: "dataMin", max: "dataMax", minInterval: 1, name: spec.x, nameLocation: "middle", nameGap: 22,
         nameTextStyle: { color: text }, axisLabel: { color: text, formatter: tick, hideOverlap: true },
-        axisLine: { lineStyle: { color: grid } }, splitLine: { show: false },
+        axisLine: { onZero: false, lineStyle: { color: grid } }, splitLine: { show: false },
       },
       yAxis: {
         type: "value", scale: !spec.stacked, axisLabel: { color: text, formatter: tick },
@@ -99,7 +102,7 @@
     const spec = specs[element.dataset.chart];
     const chart = drawn.get(element) ?? echarts.init(element, null, { renderer: "canvas" });
     drawn.set(element, chart);
-    chart.setOption(option(spec), true);
+    chart.setOption(option(spec, element.clientWidth), true);
   };
 
   const elements = [...document.querySelectorAll("[data-chart]")];

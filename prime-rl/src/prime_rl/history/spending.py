@@ -43,6 +43,11 @@ class Phases:
         return {title: sum(values.values()) for title, values in self.by_title.items()}
 
     @property
+    def steps(self) -> int:
+        """Number of steps that any phase has a value for; at least 1."""
+        return len({step for values in self.by_title.values() for step in values}) or 1
+
+    @property
     def total_s(self) -> float:
         return sum(self.totals_s.values())
 
@@ -129,7 +134,9 @@ def spending_of(history: RunHistory, now_s: float) -> list[Spending]:
             end_s = min(max([*seen, *([state.at_s] if state.at_s and state.at_s < next_start else [])]), next_start)
         first = min(own, default=None)
         starts_here = first is not None and first == (attempt.step or 0)
-        startup_s = own[first] - lengths[first] - attempt.started_s if first is not None and starts_here else None
+        startup_s = None
+        if first is not None and starts_here:
+            startup_s = max(0.0, own[first] - lengths[first] - attempt.started_s)
         found.append(Spending(attempt, max(0.0, end_s - attempt.started_s), startup_s))
     return found
 

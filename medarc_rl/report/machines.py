@@ -1,4 +1,4 @@
-"""What ran: config values that were set and their origins, machine and versions, attempts, warnings of the logs."""
+"""What ran: machine and versions, attempts, warnings of the logs."""
 
 from __future__ import annotations
 
@@ -7,57 +7,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from medarc_rl.errors import UsageError
-from medarc_rl.explain.differences import differences
-from medarc_rl.explain.origins import Explained
 from medarc_rl.explain.screen import shortened
-from medarc_rl.explain.sources import Source
 from medarc_rl.report.charts import Section, Table
-from medarc_rl.report.groups import Group
 from medarc_rl.report.overview import duration, moment
 from prime_rl.history.run import RunHistory
 from prime_rl.history.spending import Spending
-from prime_rl.utils.pydantic_config import ConfigError
-from prime_rl.utils.pydantic_config.describe import value_text
 
-MAX_VALUE_CHARS = 200
 MAX_LOG_BYTES = 8 * 2**20
 """Warnings are searched in the last bytes of a log."""
 MAX_WARNINGS = 40
 _WARNING = re.compile(r"\b(WARNING|ERROR|CRITICAL|FATAL|stalled|Traceback)\b|\bwarning:|\berror:")
-_OWN_PATHS = ("output_dir",)
-"""Keys that differ in every run and explain nothing."""
-
-
-def config_of(run: RunHistory) -> list[Explained] | str:
-    """The values of a run's config, or a sentence that says why they cannot be read."""
-    try:
-        return list(Source.of_run(run.paths.root).values)
-    except (UsageError, ConfigError) as error:
-        return f"The config cannot be read by this version: {'; '.join(error.faults)}"
-    except (OSError, ValueError) as error:
-        return f"The config cannot be read: {' '.join(str(error).split())}"
-
-
-def settings_section(run: RunHistory) -> Section:
-    """Config, machine and versions of one run."""
-    section = Section("settings", "What ran")
-    values = config_of(run)
-    if isinstance(values, str):
-        section.warnings.append(values)
-    else:
-        # Copies of a shared key say nothing new.
-        chosen = [each for each in values if each.is_of_interest and not each.origin.startswith("follows:")]
-        rows = [(each.key, _shown(each.value), each.origin) for each in chosen]
-        section.tables.append(
-            Table(("key", "value", "set by"), rows, "Config values that were set, and where", is_numeric=False)
-        )
-        rest = [each for each in values if each.is_of_interest and each.origin.startswith("follows:")]
-        if rest:
-            lines = "\n".join(f"{each.key} = {_shown(each.value)}    # {each.origin}" for each in rest)
-            section.listings.append((f"{len(rest)} values that follow from others", lines))
-    section.tables += machine_tables([run])
-    return section
 
 
 def machine_tables(runs: Sequence[RunHistory]) -> list[Table]:
@@ -89,47 +48,6 @@ def _machine_rows(machine: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     if isinstance(git := machine.get("git"), dict):
         changed = ", with uncommitted changes" if git.get("is_changed") else ", clean"
         yield "git commit", f"{git.get('commit', '?')}{changed}"
-
-
-def differing_keys(groups: Sequence[Group]) -> Section:
-    """The config keys whose values differ between the runs. The first run is the one that others are compared with."""
-    section = Section("differences", "What differs")
-    runs = [(group.label, run) for group in groups for run in group.runs]
-    values = [(run, config_of(run)) for _, run in runs]
-    section.warnings += [f"{run.name}: {found}" for run, found in values if isinstance(found, str)]
-    readable = [(run, found) for run, found in values if not isinstance(found, str)]
-    if len(readable) < 2:
-        return section
-    reference = readable[0][1]
-    keys: dict[str, None] = {}
-    for _, other in readable[1:]:
-        keys |= dict.fromkeys(each.key for each in differences(reference, other))
-    by_run = [{each.key: each for each in found} for _, found in readable]
-    rows = [
-        (key, *(_shown(found[key].value) if key in found else "not there" for found in by_run))
-        for key in keys
-        if key.rpartition(".")[2] not in _OWN_PATHS and _is_told_once(key, by_run)
-    ]
-    if rows:
-        headers = ("key", *(_column(run, groups) for run, _ in readable))
-        section.tables.append(Table(headers, rows, "Config keys with different values", is_numeric=False))
-    else:
-        section.notes.append("The configs have the same values, apart from the output directory.")
-    return section
-
-
-def _is_told_once(key: str, by_run: Sequence[Mapping[str, Explained]]) -> bool:
-    """False for a copy of a shared key in every run that has it."""
-    return not all(found[key].origin.startswith("follows:") for found in by_run if key in found)
-
-
-def _column(run: RunHistory, groups: Sequence[Group]) -> str:
-    label = next(group.label for group in groups if run in group.runs)
-    return label if label.endswith(run.name) else f"{label}: {run.name}"
-
-
-def _shown(value: Any) -> str:
-    return shortened(value_text(value), MAX_VALUE_CHARS)
 
 
 def attempts_section(run: RunHistory, spending: Sequence[Spending]) -> Section:
