@@ -26,6 +26,8 @@ class Curve:
     spread: tuple[str, str, str] | None = None
     """Title of a band, and the metrics of its ends. With an empty third name, the second is a standard deviation."""
     scale: float = 1.0
+    median: str = ""
+    """Metric of a second line."""
 
     def read(self, run: RunHistory) -> Series:
         source = trainer_of(run) if self.source == TRAIN else self.source
@@ -47,7 +49,14 @@ class Curve:
         return Band(title, low, high) if low and high else None
 
 
-REWARD = Curve("reward/mean", ORCHESTRATOR, "Reward", "mean of the batch", ("± 1 standard deviation", "reward/std", ""))
+REWARD = Curve(
+    "reward/mean",
+    ORCHESTRATOR,
+    "Reward",
+    "of the batch",
+    ("± 1 standard deviation", "reward/std", ""),
+    median="reward/median",
+)
 LOSS = Curve("loss/mean", TRAIN, "Loss", "per token")
 LENGTH = Curve(
     "decode_len/mean",
@@ -105,7 +114,10 @@ def curve_chart(groups: Sequence[Group], curve: Curve) -> list[Chart]:
     key = f"{curve.source}-{curve.metric}"
     if len(groups) == 1 and len(groups[0].runs) == 1:
         run = groups[0].runs[0]
-        lines = [Line(curve.title, curve.read(run), curve.band(run))]
+        has_median = curve.median in run.metrics.names(curve.source)
+        lines = [Line("mean" if has_median else curve.title, curve.read(run), curve.band(run))]
+        if has_median:
+            lines.append(Line("median", run.metrics.series(curve.median, curve.source), color=7, is_dashed=True))
     else:
         lines = [group.line(curve.read) for group in groups]
     return [chart for chart in chart_of(key, curve.title, lines, unit=curve.unit) if not _is_all_zero(chart)]
