@@ -17,6 +17,7 @@ _TRAINER_PHASES = {
     "time/load_data": "load data",
     "time/forward_backward": "forward and backward",
     "time/broadcast_weights": "publish weights",
+    "time/keep_logprobs": "keep log-probabilities",
     "time/save_ckpt": "save",
 }
 _SFT_PHASES = {"time/forward_backward": "forward and backward", "time/save_ckpt": "save"}
@@ -105,6 +106,7 @@ def _orchestrator_parts(history: RunHistory) -> dict[str, Seconds]:
         "generate and score": {step: max(0.0, s - waits.get(step, 0.0)) for step, s in collecting.items()},
         "wait for weights": waits,
         "prepare the batch": series("time/parallel_preprocess"),
+        "keep rollouts": series("time/keep_rollouts"),
         "save": series("time/save_ckpt"),
         "evaluate": evaluations,
     }
