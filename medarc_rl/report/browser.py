@@ -94,12 +94,12 @@ def _json(value: object) -> str:
 
 
 def _packed(text: str) -> str:
-    """Base64 of gzip. A lone surrogate, which JSON can hold, becomes a question mark."""
+    """Base64 of gzip. An unpaired surrogate, which JSON can hold, becomes a question mark."""
     return base64.b64encode(gzip.compress(text.encode(errors="replace"), 6, mtime=0)).decode()
 
 
 def _entry(run: int, rollout: KeptRollout, text: str) -> list[Any]:
-    """A row of the list. The order is that of `FIELDS` in `browser.js`."""
+    """A row of the list. `browser.js` names the columns in the same order."""
     preview = " ".join(text[: 4 * PREVIEW_CHARS].split())[:PREVIEW_CHARS]
     return [
         run,
