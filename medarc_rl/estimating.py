@@ -56,12 +56,18 @@ def print_rl_estimate(config: RLConfig, split: GpuSplit, options: EstimateOption
     return _print(f"RL of {config.trainer.model.name}", rl_answer(config, split, _gpu(options), in_job=in_job), options)
 
 
-def sft_answer(config: SFTConfig, gpus: int, gpu: Gpu | None, *, in_job: bool) -> Answer:
-    """Estimate an SFT run on `gpu`; None is one that is not known. Raises UsageError."""
+def sft_answer(
+    config: SFTConfig, gpus: int, gpu: Gpu | None, *, in_job: bool, place: Callable[[str], str] = str
+) -> Answer:
+    """Estimate an SFT run on `gpu`; None is one that is not known. `place` is where a model's files are.
+
+    Raises:
+        UsageError: the model's shape is not known.
+    """
     from prime_rl.checks.memory import estimate_sft
     from prime_rl.checks.memory.changes import Variant, sft_changes
 
-    shape = _shape(config.model.name, config.model.debug.num_layers)
+    shape = _shape(place(config.model.name), config.model.debug.num_layers)
 
     def estimate(run: Variant) -> Estimate:
         return estimate_sft(run.config, shape, run.train, gpu, _device(config.device, gpu, in_job))
@@ -69,14 +75,16 @@ def sft_answer(config: SFTConfig, gpus: int, gpu: Gpu | None, *, in_job: bool) -
     return _answer(Variant(config, gpus), list(sft_changes(config, gpus)), estimate)
 
 
-def rl_answer(config: RLConfig, split: GpuSplit, gpu: Gpu | None, *, in_job: bool) -> Answer:
+def rl_answer(
+    config: RLConfig, split: GpuSplit, gpu: Gpu | None, *, in_job: bool, place: Callable[[str], str] = str
+) -> Answer:
     """The same for RL."""
     from prime_rl.checks.memory import estimate_rl
     from prime_rl.checks.memory.changes import Variant, rl_changes
 
     trained = config.trainer.model
-    shape = _shape(trained.name, trained.debug.num_layers)
-    shapes = shape, _shape(config.inference.model.name) if config.inference is not None else shape
+    shape = _shape(place(trained.name), trained.debug.num_layers)
+    shapes = shape, _shape(place(config.inference.model.name)) if config.inference is not None else shape
 
     def estimate(run: Variant) -> Estimate:
         return estimate_rl(run.config, shapes, (run.train, run.infer), gpu, _device(config.device, gpu, in_job))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from medarc_rl.backends.scontrol import SLURM_LIMIT_S, shown
 from medarc_rl.backends.slurm import BatchJob
@@ -25,10 +25,10 @@ _MODEL = re.compile(r"(?:nvidia[_-])?(\w+?)(?:[_-](?:sxm\d?|pcie|nvl))?(?:[_-](\
 """A type of GPU as in `gpu:h100:8` or `gpu:nvidia_h100_80gb_hbm3:8`. Slices such as `a100_3g.20gb` are none."""
 
 
-def memory_row(config: SFTConfig | RLConfig, job: BatchJob, gpu: Gpu | None) -> Row:
-    """Compare the estimate with `gpu`; None is one that is not known."""
+def memory_row(config: SFTConfig | RLConfig, job: BatchJob, gpu: Gpu | None, place: Callable[[str], str] = str) -> Row:
+    """Compare the estimate with `gpu`; None is one that is not known. `place` is where a model's files are."""
     try:
-        answer = _answer(config, job, gpu)
+        answer = _answer(config, job, gpu, place)
     except UsageError as error:
         return unknown(WHAT, str(error).removeprefix("--estimate: "))
     found = verdict_line(answer.estimate, answer.change)
@@ -76,10 +76,10 @@ def config_device(config: SFTConfig | RLConfig) -> str:
     return (config.trainer if isinstance(config, RLConfig) else config).device
 
 
-def _answer(config: SFTConfig | RLConfig, job: BatchJob, gpu: Gpu | None) -> Answer:
+def _answer(config: SFTConfig | RLConfig, job: BatchJob, gpu: Gpu | None, place: Callable[[str], str]) -> Answer:
     if isinstance(config, SFTConfig):
-        return sft_answer(config, job.gpus, gpu, in_job=True)
+        return sft_answer(config, job.gpus, gpu, in_job=True, place=place)
     counts = config.deployment
     assert counts.type == "single_node", "a job has one node"
     split = GpuSplit(counts.num_train_gpus, counts.num_infer_gpus, job.single_gpu)
-    return rl_answer(config, split, gpu, in_job=True)
+    return rl_answer(config, split, gpu, in_job=True, place=place)

@@ -28,7 +28,6 @@ def job_rows(config: SFTConfig | RLConfig, job: BatchJob, env: Mapping[str, str]
     yield from cluster
     # A controller that has not answered once is not asked again.
     answers = all(row.state is not State.FAILED for row in cluster if row.what == "slurm")
-    yield memory_row(config, job, offered_gpu(job) if answers else None)
     try:
         job_env = job_environment(job, env)
     except Unreadable as error:
@@ -37,6 +36,8 @@ def job_rows(config: SFTConfig | RLConfig, job: BatchJob, env: Mapping[str, str]
     yield from token_rows(config, job_env)
     access = HubAccess(StartDir.of_job(job.project_dir), job.hf_cache_dir / "hub", job.hf_hub_offline, job_env)
     yield from hub_rows(config, access)
+    gpu = offered_gpu(job) if answers else None
+    yield memory_row(config, job, gpu, lambda name: str(access.folder(name) or name))
     yield from storage_rows(config, job.paths.root, access.folder(trained_model(config)))
     yield from software_rows(config, job, job_env)
 
