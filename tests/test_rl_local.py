@@ -168,10 +168,10 @@ def test_a_run_shows_each_step_and_ends_with_what_it_learned(stage: Stage, capsy
     assert any(
         line.startswith('device = "cpu": everything runs on the CPU (1 inference + 1 training') for line in lines
     )
-    assert [line[:45] for line in lines if line.startswith("step")] == [
-        "step 1/3  reward 0.100  loss 0.5000  1234 tok",
-        "step 2/3  reward 0.300  loss 0.5000  1234 tok",
-        "step 3/3  reward 0.500  loss 0.5000  1234 tok",
+    assert [line[:49] for line in lines if line.startswith("step")] == [
+        "step 0 (1/3)  reward 0.100  loss 0.5000  1234 tok",
+        "step 1 (2/3)  reward 0.300  loss 0.5000  1234 tok",
+        "step 2 (3/3)  reward 0.500  loss 0.5000  1234 tok",
     ]
     assert "Loading the model" in lines
     assert not any("SUCCESS" in line for line in lines), "a finished step is shown once"

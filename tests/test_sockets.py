@@ -90,7 +90,7 @@ def running(*words: str) -> Iterator[str]:
     try:
         for line in process.stdout:
             said.append(line)
-            if any(sign in line for sign in ("step 2/", "Step 2 |", "Inference ready")):
+            if any(sign in line for sign in ("step 1 (2/", "Step 2 |", "Inference ready")):
                 break
         else:
             pytest.fail("the command ended:\n" + "".join(said[-30:]))

@@ -118,7 +118,7 @@ def with_fault(fault: str, count: int) -> tuple[str, ...]:
 @pytest.mark.parametrize("part", PROGRAMS)
 def test_a_part_that_is_stopped_ends_the_run_by_name_and_with_its_stack(part: str, tmp_path: Path) -> None:
     with running(tmp_path / "out", *ENDLESS, "--stall.stopped-timeout-s", "1") as run:
-        run.wait_for("step 2/")
+        run.wait_for("step 1 (2/")
         pid = run.pid_of(part)
         os.kill(pid, signal.SIGSTOP)
         code, printed = run.end()

@@ -97,6 +97,7 @@ def used(outputs: list[Any], log: RolloutLog) -> list[Rollout]:
         assert find_fault(sample) is None
         assert math.isfinite(sample.advantage or 0.0)
     log.write_batch(1, groups, log.choose(batch, 1))
+    log.wait()
     return rollouts
 
 

@@ -68,6 +68,7 @@ def test_long_texts_are_cut_in_the_middle_and_say_so(tmp_path: Path, rollout, tu
     )
     batch = build_batch(made)
     log.write_batch(0, made, log.choose(batch, 0))
+    log.close()
     first, second = KeptRollouts(RunPaths(tmp_path)).of_step(0)
     assert first.prompt == long.prompt
     text = first.completion[0]["content"]
@@ -169,5 +170,16 @@ def test_files_are_gzip_that_any_program_reads(tmp_path: Path, groups) -> None:
     log = RolloutLog(paths, KeepRolloutsConfig(), keep_all=False, model="none")
     made = groups(2, 2)
     log.write_batch(0, made, log.choose(build_batch(made), 0))
+    log.close()
     lines = gzip.decompress(paths.step_samples(0).read_bytes()).splitlines()
     assert [json.loads(line)["group"] for line in lines] == [0, 0, 1, 1]
+
+
+def test_a_disk_that_fails_is_a_warning(tmp_path: Path, groups, caplog) -> None:
+    (tmp_path / "samples").write_text("a file, where a directory should be")
+    log = RolloutLog(OrchestratorPaths(tmp_path), KeepRolloutsConfig(), keep_all=False, model="none")
+    made = groups(1, 2)
+    with caplog.at_level("WARNING"):
+        log.write_batch(0, made, log.choose(build_batch(made), 0))
+        log.close()
+    assert "step_0.jsonl.gz were not kept: FileExistsError" in caplog.text

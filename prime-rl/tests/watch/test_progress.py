@@ -41,7 +41,7 @@ def test_a_step_is_finished_when_the_trainer_says_so_and_shows_its_own_reward() 
     assert not progress.take(orchestrator(0, 0.5))
     assert not progress.take(orchestrator(1, 0.9))
     assert progress.take(trainer(0, **{"perf/throughput": 1234.4}))
-    assert progress.line() == "step 1/60  reward 0.500  loss 0.2500  1234 tok/s"
+    assert progress.line() == "step 0 (1/60)  reward 0.500  loss 0.2500  1234 tok/s"
 
 
 def test_the_time_left_follows_the_pace_of_the_last_steps() -> None:
@@ -54,7 +54,7 @@ def test_the_time_left_follows_the_pace_of_the_last_steps() -> None:
 
 def test_a_resumed_run_counts_its_own_steps() -> None:
     progress = progress_of(trainer(40, time=1), trainer(41, time=2))
-    assert progress.line().startswith("step 42/60")
+    assert progress.line().startswith("step 41 (42/60)")
     assert progress.summary(elapsed_s=75) == "2 steps in 1:15"
 
 
@@ -168,7 +168,7 @@ def test_lines_tell_of_the_start_the_trainer_and_each_step(scene: Scene) -> None
         "inference started",
         "inference is ready after 0:00",
         "12:00:03 WARNING a warning",
-        "step 1/2  reward 0.500  loss 0.2500",
+        "step 0 (1/2)  reward 0.500  loss 0.2500",
     ]
 
 
@@ -184,7 +184,7 @@ def test_warnings_of_the_orchestrator_are_shown_and_its_other_lines_are_not(scen
 def test_watching_shows_what_came_last(scene: Scene) -> None:
     with watching(scene.watcher, scene.display):
         append(scene.metrics, json.dumps(trainer(0)), json.dumps(trainer(1, time=1)))
-    assert [line.split("  ")[0] for line in scene.shown()] == ["step 1/2", "step 2/2"]
+    assert [line.split("  ")[0] for line in scene.shown()] == ["step 0 (1/2)", "step 1 (2/2)"]
 
 
 class GoneTerminal(io.StringIO):

@@ -43,10 +43,10 @@ def test_a_terminal_shows_a_bar_below_the_log(tmp_path: Path) -> None:
         os.close(theirs)
         text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", "".join(output_of(ours)))
     assert process.returncode == 0
-    assert text.index("trainer started") < text.index("3/4")
+    assert text.index("trainer started") < text.index("step 2 (3/4)")
     for step in range(3):
         assert f"Step {step} of the trainer" in text
-    assert re.search(r"sft .* 3/4 loss 0\.5000  1,23[45] tokens/s  MFU 31%", text)
+    assert re.search(r"sft .* step 2 \(3/4\) loss 0\.5000  1,23[45] tokens/s  MFU 31%", text)
     assert text.endswith("\n")
 
 

@@ -121,7 +121,7 @@ async def _run(config: OrchestratorConfig, environments: Environments, resume_st
         pool.on_lost.append(scheduler.on_server_lost)
         heartbeat = Heartbeat(config.heartbeat.url if config.heartbeat else None)
         closing.callback(heartbeat.close)
-        rollout_log = RolloutLog.from_config(config, {each.name: each.reward_functions for each in environments})
+        rollout_log = closing.enter_context(RolloutLog.from_config(config, environments.weights()))
         reward_watch = make_reward_watch(config, environments.train)
         steps = Steps(
             scheduler=scheduler,
@@ -272,6 +272,10 @@ class Environments:
         """Wait for all environment servers. Raises EnvironmentFault if one does not answer."""
         own_beats().say("connecting to the environment servers")
         await asyncio.gather(*(environment.connect() for environment in self))
+
+    def weights(self) -> dict[str, Mapping[str, float]]:
+        """Weight of each reward function, by environment."""
+        return {environment.name: environment.reward_functions for environment in self}
 
     async def close(self) -> None:
         await asyncio.gather(*(environment.close() for environment in self))

@@ -133,8 +133,7 @@ class Steps:
         # In threads, so that a slow disk does not block the event loop and the rollouts in flight.
         await asyncio.to_thread(self.sender.send, batch.message(progress.step))
         self.scheduler.buffer.ledger.trained((group.example.draw for group in batch.groups), progress.step)
-        with self._timing("keep_rollouts"):
-            await asyncio.to_thread(self.rollout_log.write_batch, progress.step, batch.groups, kept)
+        self.rollout_log.write_batch(progress.step, batch.groups, kept)
         tokens = count_tokens(sample for _, samples in batch.samples for sample in samples)
         progress.advance(tokens.total, len(batch.rollouts), len(batch.groups))
         self.empty.in_a_row = 0

@@ -25,6 +25,12 @@ def clock(seconds: float) -> str:
     return f"{hours}:{minute:02d}:{second:02d}" if hours else f"{minute}:{second:02d}"
 
 
+def step_text(done: int, total: int | None) -> str:
+    """`step 79 (80/80)`: the last finished step as files and metrics number it, from 0; then how many are finished."""
+    finished = f"({done})" if total is None else f"({done}/{total})"
+    return f"step {done - 1} {finished}" if done else finished
+
+
 def sparkline(values: Iterable[float], width: int = 20) -> str:
     """Draw the newest `width` values as blocks of eight heights."""
     shown = list(values)[-width:]
@@ -53,10 +59,11 @@ class Pace:
 
 @dataclass(slots=True)
 class RunProgress:
-    """Values from the metrics so far. Counts finished steps, from 1."""
+    """Values from the metrics so far. A step is counted here by the number of steps finished with it, from 1."""
 
     max_steps: int | None
     step: int = 0
+    """Number of finished steps, those before a resume included."""
     rewards: dict[int, float] = field(default_factory=dict)
     """Mean reward of each step."""
     parts: dict[int, dict[str, float]] = field(default_factory=dict)
@@ -109,8 +116,7 @@ class RunProgress:
         return figures
 
     def line(self) -> str:
-        total = "" if self.max_steps is None else f"/{self.max_steps}"
-        return "  ".join([f"step {self.step}{total}", *self.figures()])
+        return "  ".join([step_text(self.step, self.max_steps), *self.figures()])
 
     @property
     def part_names(self) -> list[str]:

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
 from prime_rl.utils.logger import get_logger
-from prime_rl.watch.progress import Pace, clock
+from prime_rl.watch.progress import Pace, clock, step_text
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
@@ -58,18 +58,19 @@ def progress_bar(name: str, total_steps: int | None, shown: bool = True) -> Iter
 @contextmanager
 def rich_bar(name: str, total_steps: int | None) -> Iterator[ProgressBar]:
     """A bar at the bottom of the terminal."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = (
         TextColumn(f"[bold]{name}"),
         BarColumn(bar_width=24),
-        MofNCompleteColumn(),
+        TextColumn("{task.fields[steps]}"),
         TextColumn("{task.fields[figures]}"),
         TimeElapsedColumn(),
         TextColumn("{task.fields[left]}"),
     )
     with Progress(*columns) as bar:
-        yield _RichBar(bar, bar.add_task(name, total=total_steps, figures="", left=""), Pace(total_steps))
+        task = bar.add_task(name, total=total_steps, steps=step_text(0, total_steps), figures="", left="")
+        yield _RichBar(bar, task, Pace(total_steps))
 
 
 class _RichBar:
@@ -81,7 +82,8 @@ class _RichBar:
     def update(self, step: int, figures: str) -> None:
         left_s = self.pace.left_s(step, time.monotonic())
         left = "" if left_s is None else f"{clock(left_s)} left"
-        self.bar.update(self.task, completed=step, figures=figures, left=left)
+        steps = step_text(step, self.pace.total_steps)
+        self.bar.update(self.task, completed=step, steps=steps, figures=figures, left=left)
 
 
 def _redirect_log(old: TextIO, new: TextIO) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -104,7 +103,7 @@ class Evaluator:
             self.schedule.last = version
             started_s = time.perf_counter()
             outcomes = await run_attempts(attempts, self.pool, version, self.max_concurrent)
-        await asyncio.to_thread(self.rollout_log.write_evaluation, version, outcomes)
+        self.rollout_log.write_evaluation(version, outcomes)
         rest = iter(outcomes)
         metrics: dict[str, float] = {"progress/ckpt_step": version}
         for each in self.sets:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from prime_rl.configs.rollouts import KeepRolloutsConfig
 from prime_rl.orchestrator.rollouts.rollout import Rollout
@@ -56,7 +57,9 @@ def token_fields(rollout: Rollout, max_tokens: int | None, texts: TokenTexts | N
     for line in lines:
         sequences.append(_sequence(line, room))
         room -= len(sequences[-1]["prompt_ids"]) + len(sequences[-1]["completion_ids"])
-    ids = {token for each in sequences for token in (*each["prompt_ids"], *each["completion_ids"])}
+    ids: set[int] = set()
+    for each in sequences:
+        ids.update(each["prompt_ids"], each["completion_ids"])
     return {
         "is_trained": rollout.trains,
         "calls": [_call(call) for call in rollout.trace.calls],
@@ -76,15 +79,13 @@ def _sequence(line: TrainingSample, room: int) -> dict[str, Any]:
         "prompt_start": start,
         "completion_ids": line.completion_ids[:end],
         "sampled": _runs(line.completion_mask[:end]),
-        "engine_logprobs": [round(value, _DECIMALS) for value in line.completion_logprobs[:end]],
+        "engine_logprobs": np.round(np.asarray(line.completion_logprobs[:end], np.float64), _DECIMALS).tolist(),
     }
 
 
 def _runs(mask: Sequence[bool]) -> list[list[int]]:
     """Start and end of each run of true entries."""
-    edges = [
-        index for index in range(len(mask) + 1) if (index < len(mask) and mask[index]) != (index and mask[index - 1])
-    ]
+    edges: list[int] = np.flatnonzero(np.diff(np.asarray(mask, np.int8), prepend=0, append=0)).tolist()
     return [list(pair) for pair in zip(edges[::2], edges[1::2], strict=True)]
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import gzip
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.configs.rollouts import KeepRolloutsConfig
@@ -20,18 +21,21 @@ from prime_rl.orchestrator.rollouts.token_texts import TokenTexts, read_tokenize
 from prime_rl.run.paths import OrchestratorPaths
 from prime_rl.utils.files import replacing_file
 from prime_rl.utils.logger import get_logger
+from prime_rl.utils.pydantic_config.errors import one_line
 
 ALL = "all"
 """Reason to keep a rollout when all are kept."""
 _SIZES_EVERY = 16
 """Files between two looks at the size of all files. In between, the files that this process writes are added up."""
-_LEVEL = 5
+_LEVEL = 1
+"""A higher one takes three times as long, and saves 7%: log-probabilities are nearly random."""
 
 
 class RolloutLog:
     """Writes one file of compressed JSON lines per batch and evaluation.
 
-    32 rollouts of 100 tokens take 3 ms, and 32 of 2,000 tokens 45 ms. Steps write in a thread.
+    A thread does it: 5 ms of processor time for 32 rollouts of 100 tokens, 60 ms for 32 of 2,000. The step itself waits
+    for 0.2 ms, in which it chooses and marks rollouts.
     """
 
     weights: Mapping[str, Mapping[str, float]]
@@ -47,6 +51,7 @@ class RolloutLog:
         self._texts = self._find_texts(model) if self.enabled else None
         self._bytes = 0
         self._looks = itertools.count()
+        self._thread = ThreadPoolExecutor(1, "rollout-log")
 
     @classmethod
     def from_config(cls, config: OrchestratorConfig, weights: Mapping[str, Mapping[str, float]]) -> RolloutLog:
@@ -70,15 +75,29 @@ class RolloutLog:
         return chosen
 
     def write_batch(self, step: int, groups: Sequence[Group], chosen: Mapping[int, list[str]]) -> None:
-        """Write the groups that `choose` returned."""
+        """Write the groups that `choose` returned, in the background."""
         if self.enabled:
-            self._write(self.paths.step_samples(step), self._batch_records(step, groups, chosen))
+            self._submit(self.paths.step_samples(step), self._batch_records(step, groups, chosen))
 
     def write_evaluation(self, version: int, outcomes: Sequence[Outcome]) -> None:
-        """Write one line per rollout. A failed rollout has an error and a null reward."""
+        """Write one line per rollout, in the background. A failed rollout has an error and a null reward."""
         if self.enabled:
             records = (each for outcome in outcomes for each in self._evaluation_records(version, outcome))
-            self._write(self.paths.eval_samples(version), records)
+            self._submit(self.paths.eval_samples(version), records)
+
+    def wait(self) -> None:
+        """Wait until everything so far is written."""
+        self._thread.submit(lambda: None).result()
+
+    def close(self) -> None:
+        """Wait until everything is written, and end the thread."""
+        self._thread.shutdown()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        self.close()
 
     def _batch_records(
         self, step: int, groups: Sequence[Group], chosen: Mapping[int, list[str]]
@@ -100,6 +119,18 @@ class RolloutLog:
         max_tokens = None if self._bounds is None else self._bounds.max_tokens
         more["weights"] = self.weights.get(rollout.example.env)
         return record(rollout, **more) | token_fields(rollout, max_tokens, self._texts)
+
+    def _submit(self, path: Path, records: Iterable[dict[str, Any]]) -> None:
+        self._thread.submit(self._try, path, records)
+
+    def _try(self, path: Path, records: Iterable[dict[str, Any]]) -> None:
+        # A run without kept rollouts is better than no run. If the disk is full, its checkpoints will say so.
+        try:
+            self._write(path, records)
+        except Exception as error:  # noqa: BLE001 - the texts are the environment's, and may be anything
+            get_logger().warning(
+                f"The rollouts of {path} were not kept: {one_line(f'{type(error).__name__}: {error}')}"
+            )
 
     def _write(self, path: Path, records: Iterable[dict[str, Any]]) -> None:
         content = gzip.compress(self._encoder.lines(records), _LEVEL, mtime=0)

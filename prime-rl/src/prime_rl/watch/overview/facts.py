@@ -19,7 +19,7 @@ from prime_rl.watch.overview.evaluations import EvalProgress, EvalTally
 from prime_rl.watch.overview.gpus import GpuUse, gpu_use
 from prime_rl.watch.overview.notices import Notice, last_notices
 from prime_rl.watch.overview.words import printable
-from prime_rl.watch.progress import Pace
+from prime_rl.watch.progress import Pace, step_text
 
 PACE_STEPS = 11
 STEP_SOURCES: dict[Kind, str] = {"rl": "trainer", "sft": "sft", "eval": "eval"}
@@ -160,8 +160,7 @@ class Overview:
         """`step 79 (80/80)`: the last finished step, counted from 0, and how many are done."""
         if not self.steps_done:
             return "" if self.kind == "eval" else "no step yet"
-        total = "" if self.max_steps is None else f"/{self.max_steps}"
-        return f"step {self.steps_done - 1} ({self.steps_done}{total})"
+        return step_text(self.steps_done, self.max_steps)
 
     @property
     def share_done(self) -> float | None:
