@@ -36,6 +36,7 @@ EXAMPLES: Mapping[str, tuple[str, ...]] = {
         "medarc_train rollouts outputs/rt --step 20 --worst 5",
         "medarc_train rollouts outputs/rt --step last --json",
     ),
+    "medarc_train trace": ("medarc_train trace outputs/rt --out rt.json",),
     "medarc_train migrate": ("medarc_train migrate old.toml",),
     "medarc_slurm sft": (
         "medarc_slurm sft examples/reverse_text/sft.toml --gpus 2 --output-dir outputs/rt-sft",

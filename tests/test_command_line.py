@@ -30,7 +30,7 @@ COMMANDS = {
     for program, app in APPS.items()
     for name, command in getattr(typer.main.get_command(app), "commands").items()  # noqa: B009 - Typer's group
 }
-WITHOUT_EXAMPLES = {"medarc_train lm-eval", "medarc_train trace"}
+WITHOUT_EXAMPLES = {"medarc_train lm-eval"}
 
 
 def test_every_command_has_examples() -> None:

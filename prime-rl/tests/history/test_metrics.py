@@ -116,3 +116,11 @@ def test_a_new_run_in_the_same_directory_starts_anew(log: MetricLog) -> None:
     append(log, 0, 2.0, loss=5.0)
     log.refresh([])
     assert log.series("loss", "trainer") == {0: 5.0}
+
+
+def test_of_a_step_that_was_written_twice_the_later_value_holds(log: MetricLog) -> None:
+    append(log, 1, 1.0, loss=5.0)
+    append(log, 0, 2.0, loss=9.0)
+    append(log, 0, 3.0, loss=2.0)
+    log.refresh([])
+    assert list(log.series("loss", "trainer").items()) == [(0, 2.0), (1, 5.0)]

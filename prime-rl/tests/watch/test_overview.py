@@ -7,6 +7,7 @@ import pty
 import re
 import termios
 from contextlib import suppress
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from rich.console import Console
 from run_folders import START_S, STEP_S, RunFolder
 
 from prime_rl.history.run import RunHistory
+from prime_rl.launch.logs import Follower
 from prime_rl.run.paths import EvalPaths
 from prime_rl.watch.display import LiveDisplay, PlainDisplay, display_for
 from prime_rl.watch.overview import following
@@ -22,6 +24,7 @@ from prime_rl.watch.overview.gpus import uses_of
 from prime_rl.watch.overview.notices import last_notices
 from prime_rl.watch.overview.screen import drawn
 from prime_rl.watch.overview.words import printable
+from prime_rl.watch.watcher import LogWatcher, watching
 
 WIDTHS = (30, 60, 80, 160)
 
@@ -167,7 +170,8 @@ def test_an_empty_run_can_be_drawn(tmp_path: Path) -> None:
 
 def test_notices_are_those_of_the_last_attempt_once_each(tmp_path: Path) -> None:
     log, other = tmp_path / "trainer.log", tmp_path / "rl.log"
-    entry = {"timestamp": "2026-11-22T12:00:03+00:00", "level": "ERROR", "message": "lost\nTraceback of a text"}
+    here = datetime(2026, 11, 22, 12, 0, 3).astimezone()
+    entry = {"timestamp": here.isoformat(), "level": "ERROR", "message": "lost\nTraceback of a text"}
     log.write_text(
         "==== attempt 1\n12:00:00 WARNING old\n==== attempt 2\n12:00:01 WARNING twice\n12:00:02 \x1b[33mWARNING\x1b[0m "
         f"twice\n12:00:02    INFO fine\n{json.dumps(entry)}\n"
@@ -246,6 +250,22 @@ def test_the_launchers_terminal_has_the_overview_below_the_lines(run: RunFolder)
     shown = read_to_end(master)
     os.close(master)
     assert shown.index("a line to keep") < shown.index("step 2 (3/10)")
+
+
+def test_the_log_of_one_child_scrolls_above_the_overview(run: RunFolder) -> None:
+    master, slave = pty.openpty()
+    termios.tcsetwinsize(slave, (40, 80))
+    with os.fdopen(slave, "w") as terminal:
+        display = LiveDisplay(terminal, Reader(RunHistory.open(run.paths.root)))
+        watcher = LogWatcher(Follower(run.paths.log("trainer")), display)
+        with watching(watcher, display):
+            watcher.say("trainer started")
+            run.log("trainer", ["==== attempt 1, trainer", "12:00:01    INFO Loading"])
+    shown = read_to_end(master)
+    os.close(master)
+    for line in ("trainer started", "12:00:01    INFO Loading", "step 2 (3/10)"):
+        assert line in shown
+    assert "====" not in shown
 
 
 def test_a_file_gets_plain_lines(run: RunFolder, tmp_path: Path) -> None:

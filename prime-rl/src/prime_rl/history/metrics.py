@@ -79,12 +79,12 @@ class MetricLog:
     def series(self, name: str, source: str) -> dict[int, float]:
         """Values by step, ascending. A NaN or an infinity, which the file holds as null, is NaN."""
         column = self._columns.get(source, {}).get(name)
-        return {} if column is None else dict(sorted(zip(column.steps, column.values, strict=True)))
+        return {} if column is None else _by_step(column.steps, column.values)
 
     def times_s(self, name: str, source: str) -> dict[int, float]:
         """When each value was written, in seconds since the epoch, by step."""
         column = self._columns.get(source, {}).get(name)
-        return {} if column is None else dict(sorted(zip(column.steps, column.times_s, strict=True)))
+        return {} if column is None else _by_step(column.steps, column.times_s)
 
     def last(self, name: str, source: str) -> float | None:
         """The value of the highest step."""
@@ -118,3 +118,9 @@ class MetricLog:
 
     def _named_columns(self) -> Iterable[tuple[str, _Column]]:
         return [each for columns in self._columns.values() for each in columns.items()]
+
+
+def _by_step(steps: Iterable[int], values: Iterable[float]) -> dict[int, float]:
+    """Of a step that was written twice, the later value holds."""
+    found = dict(zip(steps, values, strict=True))
+    return {step: found[step] for step in sorted(found)}

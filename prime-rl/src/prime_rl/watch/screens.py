@@ -6,7 +6,7 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, cast
 
@@ -14,16 +14,20 @@ from prime_rl.history.run import RunHistory
 from prime_rl.launch.job import UV_VARIABLE, Job
 from prime_rl.launch.logs import Follower, shown
 from prime_rl.launch.run import Screen
-from prime_rl.watch.display import display_for
+from prime_rl.watch.display import LiveDisplay, display_for
 from prime_rl.watch.overview.facts import Reader
+from prime_rl.watch.overview.following import is_live
 from prime_rl.watch.overview.status import StatusFile, kept
 from prime_rl.watch.progress import RunProgress
-from prime_rl.watch.trainer_log import followed
-from prime_rl.watch.watcher import Watcher, watching
+from prime_rl.watch.watcher import LogWatcher, Watcher, watching
 
 if TYPE_CHECKING:
     from prime_rl.configs.rl import RLConfig
-    from prime_rl.configs.sft import SFTConfig
+
+
+def _write_line(text: str) -> None:
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +36,10 @@ class LogScreen:
 
     job: Job
     child: str
+    say: Callable[[str], None] = _write_line
 
     def line(self, text: str) -> None:
-        sys.stdout.write(f"{text}\n")
-        sys.stdout.flush()
+        self.say(text)
 
     def summary(self, succeeded: bool) -> str | None:
         return f"Done: {self.job.command} in {self.job.paths.root}" if succeeded else None
@@ -63,9 +67,9 @@ class RunScreen:
 
 @contextlib.contextmanager
 def sft_screen(job: Job) -> Iterator[Screen]:
-    """The trainer's log, and on a terminal a progress bar below it."""
-    with kept(status_of(job)), followed(cast("SFTConfig", job.configs["sft"]), job.paths):
-        yield LogScreen(job, "trainer")
+    """The trainer's log, and on a terminal the overview below it."""
+    with kept(status_of(job)), _log_screen(job, "trainer") as screen:
+        yield screen
 
 
 @contextlib.contextmanager
@@ -81,9 +85,22 @@ def rl_screen(job: Job) -> Iterator[Screen]:
 
 @contextlib.contextmanager
 def eval_screen(job: Job) -> Iterator[Screen]:
-    """The evaluator's log."""
-    with kept(status_of(job)), shown(job.process("evaluator").log):
-        yield LogScreen(job, "evaluator")
+    """The evaluator's log, and on a terminal the overview below it."""
+    with kept(status_of(job)), _log_screen(job, "evaluator") as screen:
+        yield screen
+
+
+@contextlib.contextmanager
+def _log_screen(job: Job, child: str) -> Iterator[Screen]:
+    log = job.process(child).log
+    if not is_live(sys.stdout):
+        with shown(log):
+            yield LogScreen(job, child)
+        return
+    display = LiveDisplay(sys.stdout, Reader(RunHistory.open(job.paths.root)))
+    watcher = LogWatcher(Follower.at_end(log), display)
+    with watching(watcher, display):
+        yield LogScreen(job, child, watcher.say)
 
 
 def status_of(job: Job) -> StatusFile:

@@ -71,8 +71,28 @@ class Watcher:
             self._display.line(line.rstrip())
 
 
+class LogWatcher:
+    """Shows what is appended to one log, and updates a display. `say` may be called from any thread."""
+
+    def __init__(self, log: Follower, display: Display) -> None:
+        self._log = log
+        self._display = display
+        self._said: SimpleQueue[str] = SimpleQueue()
+
+    def say(self, text: str) -> None:
+        self._said.put(text)
+
+    def look(self) -> None:
+        with contextlib.suppress(Empty):
+            while True:
+                self._display.line(self._said.get_nowait())
+        for line in self._log.new_lines():
+            self._display.line(readable(line))
+        self._display.update()
+
+
 @contextlib.contextmanager
-def watching(watcher: Watcher, display: Display) -> Iterator[None]:
+def watching(watcher: Watcher | LogWatcher, display: Display) -> Iterator[None]:
     """Run a watcher during the block, and once more after it."""
     # After the last look, so that a terminal that is gone cannot fail the launch.
     with contextlib.ExitStack() as closing:

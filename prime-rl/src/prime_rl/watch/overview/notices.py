@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -53,15 +52,6 @@ def _of_log(log: Path) -> Iterator[Notice]:
 
 
 def _of_line(log: Path, line: str) -> Notice | None:
-    if line.startswith("{"):
-        try:
-            entry = json.loads(line)
-            level, words = str(entry["level"]), str(entry["message"]).partition("\n")[0]
-            clock = str(entry["timestamp"])[11:19]
-        except (ValueError, TypeError, KeyError, RecursionError):
-            return None
-        is_notice = level in ("WARNING", "ERROR", "CRITICAL")
-        return Notice(log, printable(clock), level.lower(), printable(words, MAX_CHARS)) if is_notice else None
     match = _LINE.match(_ANSI.sub("", line))
     if match is None:
         return None
