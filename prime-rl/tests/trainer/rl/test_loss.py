@@ -164,3 +164,20 @@ def test_a_custom_loss_is_imported_and_called_per_sequence(monkeypatch, tmp_path
 def test_a_custom_loss_that_cannot_be_imported_is_named(path) -> None:
     with pytest.raises(BadLoss, match=f"loss.import_path.*{path}"):
         setup_loss(CustomLossConfig(type="custom", import_path=path))
+
+
+def test_a_custom_loss_with_a_parameter_stats_records_masked_statistics(monkeypatch, tmp_path) -> None:
+    (tmp_path / "losses_that_record.py").write_text(
+        "from prime_rl.trainer.rl.loss import LossOutputs\n"
+        "def reinforce(inputs, stats):\n"
+        "    stats.denominator(tokens=inputs.loss_mask)\n"
+        "    with stats.scope('policy'):\n"
+        "        stats.stat('tokens', 'avg', logprob=inputs.trainer_logprobs)\n"
+        "    return LossOutputs(-inputs.trainer_logprobs[inputs.loss_mask].sum())\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    loss = setup_loss(CustomLossConfig(type="custom", import_path="losses_that_record.reinforce"))
+    for _ in range(2):
+        loss.sequence_loss(reference_inputs())
+    assert loss.stats is not None
+    assert loss.stats.export() == pytest.approx({"tokens": 8, "policy/logprob": (-1.0 - 0.5 - 2.0 - 0.2) / 4})

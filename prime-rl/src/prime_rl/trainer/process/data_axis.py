@@ -38,6 +38,11 @@ class DataAxis:
         group = dist.new_subgroups_by_enumeration(groups)[0] if len(groups) > 1 else None
         return cls(own.index(mesh.get_rank()), len(own), group)
 
+    @property
+    def collective_group(self) -> dist.ProcessGroup | None:
+        """The group for a collective of another module; None if there is only one data rank."""
+        return (self.group or dist.group.WORLD) if self.data_size > 1 else None
+
     def sum(self, values: Sequence[float], device: torch.device) -> list[float]:
         """Each of `values` summed over the data ranks, in float64. Collective."""
         if self.data_size == 1:

@@ -175,7 +175,9 @@ class RLTrainer:
             self.components.kept.write(step)
         size = StepSize.total(sizes)
         self.progress.advance(size.tokens, size.sequences)
-        return StepReport(step, size, values.gather(self.components.data_axis), sum(grad_norms) / len(grad_norms), lr)
+        axis, stats = self.components.data_axis, self.components.forward_backward.loss.stats
+        recorded = {} if stats is None else stats.export(axis.collective_group)
+        return StepReport(step, size, values.gather(axis), sum(grad_norms) / len(grad_norms), lr, recorded)
 
     def _minibatches(self, rows: list[Row]) -> list[list[Row]]:
         """Split rows by optimizer update, in order."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -26,6 +27,7 @@ from prime_rl.configs.losses import (
     DefaultLossConfig,
     LossConfig,
 )
+from prime_rl.monitors.stats import Stats
 from prime_rl.trainer.process.errors import TrainerError
 from prime_rl.trainer.rl.objectives import Objective, Tokens, objective_of
 
@@ -68,6 +70,8 @@ class Loss:
     """Uses only log-probabilities inside the mask, so that others need not be computed."""
     needs_proximal: bool = False
     """Uses the log-probabilities of the policy at the start of the step."""
+    stats: Stats | None = None
+    """What a custom loss with a parameter `stats` records."""
 
 
 class BadLoss(TrainerError):
@@ -81,8 +85,11 @@ def setup_loss(config: LossConfig) -> Loss:
         BadLoss: the import path of a custom loss does not name an importable function.
     """
     if config.type == "custom":
-        function = functools.partial(import_function(config.import_path), **config.kwargs)
-        return Loss(functools.partial(custom_loss, function=function), per_token=False, masked_in_only=False)
+        imported = import_function(config.import_path)
+        stats = Stats() if "stats" not in config.kwargs and _takes_stats(imported) else None
+        function = functools.partial(imported, **config.kwargs, **({} if stats is None else {"stats": stats}))
+        sequence_loss = functools.partial(custom_loss, function=function)
+        return Loss(sequence_loss, per_token=False, masked_in_only=False, stats=stats)
     if isinstance(config, DefaultLossConfig):
         function = functools.partial(default_loss, config=config)
         return Loss(function, per_token=config.ratio_type == "token", masked_in_only=True)
@@ -101,6 +108,13 @@ def import_function(path: str) -> Callable[..., LossOutputs]:
     if not callable(function):
         raise BadLoss(f"loss.import_path: {path!r} is a {type(function).__name__}, not a function")
     return function
+
+
+def _takes_stats(function: Callable[..., LossOutputs]) -> bool:
+    try:
+        return "stats" in inspect.signature(function).parameters
+    except (TypeError, ValueError):  # a function of an extension module may have no signature
+        return False
 
 
 def custom_loss(inputs: LossInputs, function: Callable[[LossInputs], LossOutputs]) -> LossOutputs:

@@ -27,6 +27,8 @@ class StepReport:
     """Gradient norm before clipping, averaged over the step's optimizer updates."""
     lr: float
     """Learning rate of the step's updates."""
+    stats: Mapping[str, float]
+    """What a custom loss recorded."""
 
 
 class Reporter:
@@ -47,6 +49,7 @@ class Reporter:
             "optim/grad_norm": report.grad_norm,
             "progress/tokens": self.progress.tokens,
             "progress/samples": self.progress.samples,
+            **{f"stats/{name}": value for name, value in report.stats.items()},
         }
         self.telemetry.monitor.log(metrics, report.step)
         get_logger().log(SUCCESS, self._line(report.step, metrics))

@@ -186,7 +186,7 @@ def _nearest_literal(place: Place, detail: ErrorDetails) -> str:
 
 
 def _got(detail: ErrorDetails) -> str:
-    if "headers" in detail["loc"]:
+    if "headers" in detail["loc"] or detail["type"] == "secret_in_uri":
         return ""  # their values may be secret
     try:
         value = repr(detail["input"])
