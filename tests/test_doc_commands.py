@@ -59,6 +59,10 @@ NOT_RUN = {
 """Programs that no test runs, and why."""
 
 
+RUN_BY = {"docs/environments.md": "tests/test_environment_page.py"}
+"""Pages whose commands a test of their own runs."""
+
+
 def simple_commands(block: str) -> Iterator[list[str]]:
     """The words of each command in a block, without comments."""
     for line in block.replace("\\\n", " ").splitlines():
@@ -90,7 +94,7 @@ def commands() -> Iterator[tuple[Path, tuple[str, ...]]]:
     for page in PAGES:
         for block in BASH.findall(page.read_text(encoding="utf-8")):
             for words in simple_commands(block):
-                if command := cleaned(words):
+                if (command := cleaned(words)) and page.relative_to(ROOT).as_posix() not in RUN_BY:
                     yield page, tuple(command)
 
 
@@ -137,6 +141,9 @@ def check_wrapper(words: Sequence[str], tmp_path: Path) -> None:
     elif kind == "explain" and rest[0].endswith(".toml"):
         result = CliRunner().invoke(app, [kind, *rest])
         assert result.exit_code == 0, result.output
+    elif kind.startswith("-"):
+        program_options: Any = typer.main.get_command(app).params
+        assert kind == "--help" or kind in [name for option in program_options for name in option.opts]
     else:
         group: Any = typer.main.get_command(app)
         assert kind in group.commands, f"{program} has no command {kind}"
@@ -234,6 +241,11 @@ def test_a_command_that_does_not_exist_is_found(tmp_path: Path, monkeypatch: pyt
         words = without_uv(line.split())
         with pytest.raises((AssertionError, Exception)):
             CHECKS[words[0]](words, tmp_path)
+
+
+def test_the_tests_that_run_whole_pages_exist() -> None:
+    for page, test in RUN_BY.items():
+        assert Path(page).name in (ROOT / test).read_text(encoding="utf-8")
 
 
 def test_a_line_is_split_into_its_commands() -> None:

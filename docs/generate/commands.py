@@ -63,6 +63,9 @@ def page() -> str:
     for program, app in APPS.items():
         group: Any = typer.main.get_command(app)
         parts.append(f"## {program}\n\n{group.help}\n")
+        if group.params:
+            rows = [f"| {option_names(each)} | {default(each)} | {cell(each.help)} |" for each in group.params]
+            parts.append("\n".join(["| option | default | meaning |", "|---|---|---|", *rows, ""]))
         parts += [command_text(f"{program} {name}", group.commands[name]) for name in group.commands]
     parts.append("\n".join([ENGINE, *engine_rows()]) + "\n")
     return "\n".join(parts)
