@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, TextIO
 
-from prime_rl.watch.overview.facts import LOSS, STEP_SOURCES, Overview, Reader, as_json
+from prime_rl.watch.overview.facts import LOSS, PART, STEP_SOURCES, Overview, Reader, as_json
 from prime_rl.watch.progress import RunProgress
 
 if TYPE_CHECKING:
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 PLAIN_WIDTH = 80
 NOT_COMPLETE = 1
 """Exit code for a run that failed, stopped or was killed before it was complete."""
+
+_IN_A_LINE = ("reward/mean", LOSS, "perf/throughput")
 
 Pause = Callable[[float], object]
 
@@ -143,8 +145,9 @@ class StepLines:
 
     def _record(self, source: str, step: int) -> dict[str, object]:
         """A step's values, as `RunProgress` takes them."""
-        names = [name for name in self._metrics.names(source) if step in self._metrics.series(name, source)]
-        values = {name: self._metrics.series(name, source)[step] for name in names}
+        names = [name for name in self._metrics.names(source) if name in _IN_A_LINE or name.startswith(PART)]
+        series = {name: self._metrics.series(name, source) for name in names}
+        values = {name: each[step] for name, each in series.items() if step in each}
         ended_s = self._metrics.times_s(LOSS, source).get(step, 0.0)
         role = "orchestrator" if source == "orchestrator" else "trainer"
         return {"time": ended_s, "source": role, "step": step, **values}
