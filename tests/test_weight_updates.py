@@ -102,7 +102,7 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
         pytest.skip("needs vLLM: `bash .ci/make-vllm-env DIR`, and DIR/bin/python in PRIME_RL_VLLM_PYTHON")
     base, directory = model(), tmp_path_factory.mktemp("run")
     (directory / "rl.toml").write_text(CONFIG.format(lr=lr))
-    train(directory, "--model.name", base, "--inference.backend", engine, *options.split())
+    train(directory, "--model.name", base, "--inference.backend", engine, "--trace", *options.split())
     return Run(base, RunPaths(directory / "out"))
 
 
@@ -168,6 +168,25 @@ def test_the_run_exports_the_trained_model(run: Run) -> None:
     assert trained.keys() == base.keys()
     changed = "model.layers.0.self_attn.q_proj.weight"
     assert not torch.equal(trained[changed], base[changed])
+
+
+def test_the_timeline_has_every_process_and_what_became_of_each_group(run: Run) -> None:
+    command = [Path(sys.executable).with_name("medarc_train"), "trace", run.paths.root]
+    told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert "events of 3 processes" in told
+    events = json.loads((run.paths.root / "trace.json").read_text())["traceEvents"]
+    names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+    phases = {(names[event["pid"]], event["name"]) for event in events if event["ph"] == "B"}
+    assert {
+        ("orchestrator", "sending the batch"),
+        ("trainer", "forward and backward"),
+        ("trainer", "waiting for a batch"),
+        ("inference", "generating"),
+    } <= phases
+    ends = [event["args"] for event in events if event["ph"] == "e" and event["name"] == "group"]
+    assert {end["step"] for end in ends if end["status"] == "accepted"} == set(range(NUM_STEPS))
+    rollouts = {event["name"] for event in events if event["ph"] == "b"}
+    assert {"group", "generate", "model call", "reward"} <= rollouts
 
 
 def test_with_bound_lag_no_token_is_trained_on_more_than_max_async_level_steps_after_it_was_sampled(

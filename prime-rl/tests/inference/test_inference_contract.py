@@ -30,6 +30,24 @@ def test_the_model_is_listed_with_its_context_length(server) -> None:
     assert (entry["id"], entry["max_model_len"]) == (server.model, 1024)
 
 
+def test_metrics_are_served_in_prometheus_format(server, engine) -> None:
+    def gauges() -> dict[str, float]:
+        lines = server.client.get("/metrics").text.splitlines()
+        pairs = [line.rsplit(" ", 1) for line in lines if line and not line.startswith("#")]
+        return {name: float(value) for name, value in pairs}
+
+    before = gauges()
+    server.complete(PROMPT, max_tokens=5, ignore_eos=True)
+    after = gauges()
+    if engine == "vllm":
+        assert any(name.startswith("vllm:generation_tokens_total") for name in after)
+        return
+    assert after["inference_generated_tokens"] - before["inference_generated_tokens"] >= 5
+    assert (after["inference_paused"], after["inference_samples_running"]) == (0, 0)
+    listed = (Path(__file__).parents[3] / "docs" / "monitors.md").read_text(encoding="utf-8")
+    assert all(f"`{name}`" in listed for name in after)
+
+
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_chat_logprobs_are_those_of_transformers_at_the_same_temperature(server, reference, temperature) -> None:
     answer = server.chat("Hello", max_tokens=24, temperature=temperature, top_k=-1, seed=1)

@@ -6,6 +6,7 @@ import psutil
 from prometheus_client import REGISTRY
 from vllm.engine.protocol import EngineClient
 
+from prime_rl.monitors.tracing import own_trace
 from prime_rl.run.beats import ANYONE, own_beats
 
 _TOKENS = ("vllm:prompt_tokens_total", "vllm:generation_tokens_total")
@@ -20,6 +21,7 @@ class EngineProgress:
         # The engine runs in processes of its own, which a signal may stop.
         own_beats().include(child.pid for child in psutil.Process().children(recursive=True))
         own_beats().started()
+        own_trace()
 
     def look(self, is_paused: bool) -> None:
         unfinished = self._engine.get_num_unfinished_requests()
