@@ -37,6 +37,10 @@ EXAMPLES: Mapping[str, tuple[str, ...]] = {
         "medarc_train rollouts outputs/rt --step last --json",
     ),
     "medarc_train trace": ("medarc_train trace outputs/rt --out rt.json",),
+    "medarc_train lm-eval": (
+        "medarc_train lm-eval outputs/rt --tasks gsm8k,ifeval --num-fewshot 4",
+        "medarc_train lm-eval outputs/rt --tasks arc_easy --watch --limit 200",
+    ),
     "medarc_train migrate": ("medarc_train migrate old.toml",),
     "medarc_slurm sft": (
         "medarc_slurm sft examples/reverse_text/sft.toml --gpus 2 --output-dir outputs/rt-sft",

@@ -228,7 +228,7 @@ def test_checkpoints_are_taken_as_they_appear_until_the_run_ends(tmp_path) -> No
             held.__exit__(None, None, None)
 
     lock = Lock()
-    assert list(new_steps(weights, run, said.append, sleep)) == [2, 4, 6]
+    assert list(new_steps(weights, said.append, sleep)) == [2, 4, 6]
     assert said[0].startswith("waiting for the next checkpoint in ")
     assert len(said) == 3
 

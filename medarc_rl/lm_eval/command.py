@@ -82,7 +82,7 @@ class LmEvalOptions:
 def lm_eval(options: LmEvalOptions) -> int:
     """Evaluate weights with lm-evaluation-harness: each checkpoint of a run next to its base model.
 
-    `medarc_train lm-eval outputs/run --tasks gsm8k,ifeval --num-fewshot 4`. Start the command again to continue.
+    Start the command again to continue.
     """
     settings = _settings(options)
     steps = None if options.steps is None else _numbers("--steps", options.steps)

@@ -25,10 +25,8 @@ from medarc_rl.lm_eval.scores import metrics_of
 from medarc_rl.lm_eval.tasks import TaskFaults, Tasks, find_tasks
 from medarc_rl.lm_eval.weights import candidate_of
 from prime_rl.run.completion import report_completion
-from prime_rl.run.directory import OutputDirInUse
+from prime_rl.run.evaluations import Following
 from prime_rl.run.lifeline import end_with_launch
-from prime_rl.run.lock import LOCK_NAME, STALE_S, refuse_if_locked
-from prime_rl.run.paths import stable_steps
 from prime_rl.utils.engine_keys import ENGINE_KEY_VARIABLE
 from prime_rl.utils.interrupts import end_quietly_on_ctrl_c
 from prime_rl.utils.pydantic_config.errors import one_line
@@ -74,7 +72,7 @@ class Evaluation:
             self.evaluate(candidate)
         if (sweep := self.plan.sweep) is None:
             return
-        for step in new_steps(Path(sweep.weights), Path(sweep.run), self.screen.say):
+        for step in new_steps(Path(sweep.weights), self.screen.say):
             self.evaluate(candidate_of(Path(sweep.weights) / f"step_{step}", self.plan.served))
 
     def evaluate(self, candidate: Candidate) -> None:
@@ -170,36 +168,18 @@ class Evaluation:
         self.failures.append(line)
 
 
-def new_steps(weights: Path, run: Path, say: Any, sleep: Any = time.sleep) -> Iterator[int]:
-    """Yield each complete checkpoint once, as it appears, until the run has ended."""
-    seen: set[int] = set()
-    waiting = False
-    while True:
-        is_last_look = not is_running(run)
-        for step in stable_steps(weights):
-            if step not in seen:
-                seen.add(step)
-                waiting = False
-                yield step
-        if is_last_look:
+def new_steps(weights: Path, say: Any, sleep: Any = time.sleep) -> Iterator[int]:
+    """Yield each complete checkpoint of a run once, as it appears, until the run has ended."""
+    following, is_waiting = Following(weights), False
+    while not following.has_ended:
+        new = following.look()
+        yield from new
+        if following.has_ended:
             return
-        if not waiting:
+        if new or not is_waiting:
             say(f"waiting for the next checkpoint in {weights}; the evaluation ends with the run")
-            waiting = True
+        is_waiting = True
         sleep(LOOK_EVERY_S)
-
-
-def is_running(run: Path) -> bool:
-    """Whether a launch uses a run's directory, on this machine or, as far as its lock shows, on another."""
-    lock = run / LOCK_NAME
-    try:
-        touched = lock.stat().st_mtime
-        refuse_if_locked(run)
-    except FileNotFoundError:
-        return False
-    except OutputDirInUse:
-        return True
-    return time.time() - touched < STALE_S
 
 
 def uses_template(candidate: Candidate, tokenizer: Any, asked: str) -> bool:

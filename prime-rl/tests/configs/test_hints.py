@@ -210,7 +210,7 @@ NEWER: list[tuple[type, str, str | None]] = [
     (
         SFTConfig,
         "eval.sampling.max_completion_tokens",
-        "sft evaluates no environments: validate with [val], or run `eval` on its weights",
+        "sft evaluates no environments: validate with [val], or run `eval` with `watch` next to it",
     ),
     (SFTConfig, "renderer.name", "samples are rendered with the tokenizer's chat template"),
     (SFTConfig, "data.source.dataset", "use data.name (one dataset; several stand in [[data.sources]])"),

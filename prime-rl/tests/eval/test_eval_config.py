@@ -69,6 +69,8 @@ def test_a_server_is_started_unless_one_is_named(options: list[str], starts_one:
         (["--environment-ids", "a", "--environment-args", '{"b": {}}'], "environment_args names 'b'"),
         (["--environment-ids", "a", "--no-eval-base"], "eval_base = false without weights_dir leaves nothing"),
         (["--environment-ids", "a", "--steps", "1"], "steps are those of weights_dir"),
+        (["--environment-ids", "a", "--watch"], "watch needs weights_dir"),
+        (["--environment-ids", "a", "--watch", "--weights-dir", "w", "--steps", "1"], "leave out steps"),
         (["--environment-ids", "a", "--inference.model.name", "x"], "inference.model.name ('x') is not model.name"),
         (["--environment-ids", "a", "--use-tqdm", "true"], "--use-tqdm: unknown option; remove it"),
     ],

@@ -11,7 +11,15 @@ import pytest
 from prime_rl.eval.report import Row, print_table
 from prime_rl.eval.results import Key, Result, ResultsFile
 from prime_rl.orchestrator.rollouts.rollout import ExampleRef, Rollout
-from prime_rl.run.evaluations import MissingSteps, OtherEvaluation, check_settings, find_candidates, save_settings
+from prime_rl.run.evaluations import (
+    Following,
+    MissingSteps,
+    OtherEvaluation,
+    check_settings,
+    find_candidates,
+    save_settings,
+)
+from prime_rl.run.lock import run_lock
 from prime_rl.run.paths import EvalPaths
 
 SETTINGS = {"model": "tiny", "sampling": {"top_p": None}, "environments": {"a": {"args": {"seed": 1}}}}
@@ -87,6 +95,19 @@ def test_the_base_model_is_first_and_checkpoints_follow_in_order(weights: Path) 
     assert list(map(str, find_candidates(True, weights, None))) == ["base", "step 20", "step 100"]
     assert list(map(str, find_candidates(False, weights, [100, 0]))) == ["step 0", "step 100"]
     assert list(map(str, find_candidates(True, None, None))) == ["base"]
+
+
+def test_checkpoints_of_a_running_run_are_found_once_each_until_it_ends(tmp_path: Path) -> None:
+    following = Following(tmp_path / "weights", known=[20])
+    with run_lock(tmp_path):
+        assert following.look() == []
+        for step in (20, 40, 60):
+            (tmp_path / "weights" / f"step_{step}").mkdir(parents=True)
+        for step in (20, 40):
+            (tmp_path / "weights" / f"step_{step}" / "STABLE").touch()
+        assert (following.look(), following.look(), following.has_ended) == ([40], [], False)
+        (tmp_path / "weights" / "step_60" / "STABLE").touch()
+    assert (following.look(), following.has_ended) == ([60], True)
 
 
 def test_a_step_that_is_not_complete_is_refused(weights: Path, tmp_path: Path) -> None:

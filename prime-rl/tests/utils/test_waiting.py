@@ -26,6 +26,7 @@ NOT_WAITS = {
     "orchestrator/servers/pool.py:InferencePool._watch": "runs next to the steps",
     "orchestrator/servers/pool.py:InferencePool._readmit": "runs next to the steps, which have other servers",
     "orchestrator/servers/server.py:InferenceServer._update": "retries a limited number of times",
+    "eval/run.py:Evaluation._follow": "logs what it waits for, and ends with the run",
     "inference/vllm/plugin.py:PrimeRoutes._watch": "runs next to the server, and ends with it",
     "lm_eval/worker.py:_await_server": "the server is starting; the launcher ends it if the server ends",
     "lm_eval/worker.py:new_steps": "says what it waits for, and ends with the run",

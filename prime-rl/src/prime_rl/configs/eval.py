@@ -62,6 +62,9 @@ class OfflineEvalConfig(RootConfig):
     steps: list[WholeNumber] | None = None
     """Steps of the checkpoints to evaluate. None evaluates all complete ones."""
 
+    watch: bool = False
+    """Evaluate checkpoints of `weights_dir` as they appear, until the run that writes them ends."""
+
     eval_base: bool = True
     """Evaluate the base model first, as step 0."""
 
@@ -160,10 +163,14 @@ class OfflineEvalConfig(RootConfig):
 
     def _step_faults(self) -> list[str]:
         faults = []
-        if self.weights_dir is None and not self.eval_base:
+        if self.weights_dir is None and not self.eval_base and not self.watch:
             faults.append("eval_base = false without weights_dir leaves nothing to evaluate")
         if self.weights_dir is None and self.steps is not None:
             faults.append("steps are those of weights_dir: name it too")
+        if self.watch and self.weights_dir is None:
+            faults.append("watch needs weights_dir: the folder of checkpoints to watch, such as outputs/weights")
+        if self.watch and self.steps is not None:
+            faults.append("watch evaluates every checkpoint: leave out steps")
         return faults
 
 

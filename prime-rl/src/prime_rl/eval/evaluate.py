@@ -15,7 +15,7 @@ from prime_rl.monitors.tracing import own_trace
 from prime_rl.orchestrator.errors import OrchestratorError
 from prime_rl.orchestrator.stopping import EXIT_GRACE_S, exit_within, explained_exit_code
 from prime_rl.run.completion import report_completion
-from prime_rl.run.evaluations import Candidate, EvaluationRefused, find_candidates
+from prime_rl.run.evaluations import Candidate, EvaluationRefused, candidates_of
 from prime_rl.run.lifeline import end_with_launch
 from prime_rl.utils.imports import import_without_gc
 from prime_rl.utils.interrupts import end_quietly_on_ctrl_c
@@ -36,7 +36,7 @@ def main() -> None:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda received, frame: sys.exit(128 + received))
     try:
-        exit_code = _evaluate(config, find_candidates(config.eval_base, config.weights_dir, config.steps))
+        exit_code = _evaluate(config, candidates_of(config))
     except SystemExit as exit_:
         exit_code = explained_exit_code(exit_)
     except (EvaluationRefused, OrchestratorError) as error:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from prime_rl.configs.eval import OfflineEvalConfig
@@ -26,12 +27,13 @@ from prime_rl.orchestrator.rollouts.sampling import eval_sampling_args
 from prime_rl.orchestrator.servers.pool import InferencePool
 from prime_rl.orchestrator.servers.server import InferenceServer
 from prime_rl.orchestrator.stopping import StopSignals
-from prime_rl.run.beats import own_beats
-from prime_rl.run.evaluations import Candidate
+from prime_rl.run.beats import ANYONE, own_beats
+from prime_rl.run.evaluations import Candidate, Following
 from prime_rl.run.paths import EvalPaths, RunPaths
 from prime_rl.utils.logger import SUCCESS, get_logger
 
 UNLIMITED = 1_000_000
+LOOK_EVERY_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,26 +104,45 @@ class Evaluation:
     async def run(self, candidates: Sequence[Candidate]) -> None:
         own_beats().started()
         for candidate in candidates:
-            keys = [key for each in self.sets for key in each.keys(candidate.step)]
-            missing = [key for key in keys if key not in self.results]
-            if len(missing) < len(keys):
-                get_logger().info(f"{candidate}: {len(keys) - len(missing)} of {len(keys)} rollouts are there already")
-            outcomes: list[Outcome] = []
-            started_s = time.perf_counter()
-            if missing:
-                try:
-                    await self._load(candidate)
-                except InferenceFault as fault:
-                    self._fail(f"{candidate}: {fault}")
-                    continue
-                outcomes = await run_attempts(
-                    [self._attempt(key) for key in missing],
-                    self.pool,
-                    candidate.step,
-                    self.config.max_concurrent or UNLIMITED,
-                )
-            for each in self.sets:
-                self._report(candidate, each, [one for one in outcomes if one.example.env == each.name], started_s)
+            await self._evaluate(candidate)
+        if self.config.watch and self.config.weights_dir is not None:
+            following = Following(self.config.weights_dir, [candidate.step for candidate in candidates])
+            await self._follow(following, self.config.weights_dir)
+
+    async def _follow(self, following: Following, weights_dir: Path) -> None:
+        """Evaluate checkpoints as they appear, until the run has ended."""
+        while not following.has_ended:
+            new = following.look()
+            for step in new:
+                await self._evaluate(Candidate(step, weights_dir / f"step_{step}"))
+            own_beats().say(f"waiting for the next checkpoint in {weights_dir}", waits_for=ANYONE)
+            own_beats().tick()
+            if new and not following.has_ended:
+                get_logger().info(f"Waiting for the next checkpoint in {weights_dir}, until the run ends")
+            await asyncio.sleep(0 if following.has_ended else LOOK_EVERY_S)
+
+    async def _evaluate(self, candidate: Candidate) -> None:
+        """Make and score the rollouts of one candidate that are missing."""
+        keys = [key for each in self.sets for key in each.keys(candidate.step)]
+        missing = [key for key in keys if key not in self.results]
+        if len(missing) < len(keys):
+            get_logger().info(f"{candidate}: {len(keys) - len(missing)} of {len(keys)} rollouts are there already")
+        outcomes: list[Outcome] = []
+        started_s = time.perf_counter()
+        if missing:
+            try:
+                await self._load(candidate)
+            except InferenceFault as fault:
+                self._fail(f"{candidate}: {fault}")
+                return
+            outcomes = await run_attempts(
+                [self._attempt(key) for key in missing],
+                self.pool,
+                candidate.step,
+                self.config.max_concurrent or UNLIMITED,
+            )
+        for each in self.sets:
+            self._report(candidate, each, [one for one in outcomes if one.example.env == each.name], started_s)
 
     async def _load(self, candidate: Candidate) -> None:
         """Load the candidate's weights into the servers. Raises InferenceFault."""

@@ -16,8 +16,8 @@ from prime_rl.launch.site import Sharing
 from prime_rl.run.directory import REPLACED, check_run_dir, prepare_run_dir
 from prime_rl.run.evaluations import (
     EvaluationRefused,
+    candidates_of,
     check_settings,
-    find_candidates,
     save_settings,
     settings_of,
 )
@@ -110,7 +110,7 @@ def _changes(config: SFTConfig | RLConfig, paths: RunPaths, resume_step: int | N
 
 def _check_evaluation(config: OfflineEvalConfig, paths: RunPaths) -> None:
     try:
-        find_candidates(config.eval_base, config.weights_dir, config.steps)
+        candidates_of(config)
         check_settings(EvalPaths(paths.root), settings_of(config))
     except EvaluationRefused as error:
         raise LaunchRefused(str(error)) from error

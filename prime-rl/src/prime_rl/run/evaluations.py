@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from prime_rl.run.lock import is_running
 from prime_rl.run.paths import EvalPaths, stable_steps
 from prime_rl.utils.files import replacing_file
 
@@ -47,6 +48,17 @@ class Candidate:
         return "base" if self.weights is None else f"step {self.step}"
 
 
+def candidates_of(config: OfflineEvalConfig) -> list[Candidate]:
+    """What an evaluation starts with. One that watches a run may start before there is a checkpoint.
+
+    Raises:
+        MissingSteps: one of `steps` is missing or incomplete, or there is nothing to evaluate.
+    """
+    if config.watch and config.weights_dir is not None and not stable_steps(config.weights_dir):
+        return find_candidates(config.eval_base, None, None)
+    return find_candidates(config.eval_base, config.weights_dir, config.steps)
+
+
 def find_candidates(eval_base: bool, weights_dir: Path | None, steps: Iterable[int] | None) -> list[Candidate]:
     """The base model, if requested, and the complete checkpoints in `weights_dir` (only `steps`, if given).
 
@@ -66,6 +78,25 @@ def find_candidates(eval_base: bool, weights_dir: Path | None, steps: Iterable[i
     # The weights of step 0 are the base model again.
     steps_left = [step for step in wanted if not (base and step == BASE_STEP)]
     return [*base, *(Candidate(step, weights_dir / f"step_{step}") for step in steps_left)]
+
+
+class Following:
+    """The checkpoints that a run is writing to `weights_dir`."""
+
+    def __init__(self, weights_dir: Path, known: Iterable[int] = ()) -> None:
+        """`known` are the steps that need not be returned."""
+        self.weights_dir = weights_dir
+        self._known = set(known)
+        self.has_ended = False
+        """The run had ended before the last look, so that no checkpoint follows."""
+
+    def look(self) -> list[int]:
+        """Complete checkpoints that have appeared since the last look."""
+        # First: what appears afterwards is found by the next look.
+        self.has_ended = not is_running(self.weights_dir.absolute().parent)
+        new = [step for step in stable_steps(self.weights_dir) if step not in self._known]
+        self._known.update(new)
+        return new
 
 
 def settings_of(config: OfflineEvalConfig) -> dict[str, Any]:

@@ -95,6 +95,18 @@ def refuse_if_locked(root: Path) -> None:
         os.close(descriptor)
 
 
+def is_running(root: Path) -> bool:
+    """Whether a launch uses a run's directory, on this machine or, as far as its lock shows, on another."""
+    try:
+        touched_s = (root / LOCK_NAME).stat().st_mtime
+        refuse_if_locked(root)
+    except FileNotFoundError:
+        return False
+    except OutputDirInUse:
+        return True
+    return time.time() - touched_s < STALE_S
+
+
 def _locked(path: Path) -> tuple[int, bool]:
     """The open file, and whether it is locked: some file systems have no locks, and the beats alone decide.
 

@@ -127,7 +127,7 @@ NEWER: tuple[Renamed, ...] = (
     _removed("sft.deployment.num_infer_*", "sft starts no inference server"),
     _removed("sft.deployment.num_eval_*", "sft starts no inference server"),
     _removed("sft.inference", "sft starts no inference server"),
-    _removed("sft.eval", "sft evaluates no environments: validate with [val], or run `eval` on its weights"),
+    _removed("sft.eval", "sft evaluates no environments: validate with [val], or run `eval` with `watch` next to it"),
     _removed("sft.renderer", "samples are rendered with the tokenizer's chat template"),
     _removed("*.log.ranks_filter"),
     _removed("*.log.interval"),
