@@ -136,7 +136,9 @@ BLOCKS = [
 @pytest.mark.parametrize(("page", "block"), BLOCKS, ids=[f"{page_id(page)}: {block[:30]!r}" for page, block in BLOCKS])
 def test_every_config_in_a_page_loads(page: Path, block: str, tmp_path: Path) -> None:
     """Blocks of RL are pieces: they stand on the sections that every RL file has."""
-    config_cls = {"sft.md": SFTConfig, "data.md": SFTConfig, "eval.md": OfflineEvalConfig}.get(page.name, RLConfig)
+    config_cls = {"sft.md": SFTConfig, "data.md": SFTConfig, "trl.md": SFTConfig, "eval.md": OfflineEvalConfig}.get(
+        page.name, RLConfig
+    )
     base = tmp_path / "base.toml"
     base.write_text("[trainer]\n[orchestrator]\nrollouts_per_example = 8\n" if config_cls is RLConfig else "")
     written = tomllib.loads(block)
