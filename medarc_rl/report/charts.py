@@ -42,9 +42,14 @@ class Chart:
     title: str
     lines: Sequence[Line]
     unit: str = ""
-    note: str = ""
     is_stacked: bool = False
     x_title: str = "step"
+
+    @property
+    def note(self) -> str:
+        """What its bands are."""
+        bands = dict.fromkeys(line.band.title for line in self.lines if line.band is not None)
+        return f"Band: {', '.join(bands)}." if bands else ""
 
     @property
     def summary(self) -> str:
@@ -137,6 +142,8 @@ class Table:
     caption: str = ""
     is_numeric: bool = True
     """Whether all columns but the first hold numbers."""
+    is_wide: bool = False
+    """Whether it stands in a row of its own."""
 
 
 @dataclass(slots=True)

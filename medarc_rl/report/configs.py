@@ -41,13 +41,21 @@ class RunConfig:
 
 def config_of(run: RunHistory) -> RunConfig:
     """The values with their origins. A config that this version cannot load is read as plain TOML."""
+    is_recorded = (run.paths.configs / ORIGINS).exists()
     try:
         values = list(Source.of_run(run.paths.root).values)
-        return RunConfig(run, values, [each for each in values if each.is_of_interest])
+        return RunConfig(run, values, [each for each in values if _is_notable(each, is_recorded)])
     except (UsageError, ConfigError) as error:
         return plain_config(run, "; ".join(error.faults))
     except (OSError, ValueError) as error:
         return plain_config(run, " ".join(str(error).split()))
+
+
+def _is_notable(value: Explained, is_recorded: bool) -> bool:
+    """Without recorded origins, every value comes from the resolved config; only those that are no defaults count."""
+    if is_recorded:
+        return value.is_of_interest
+    return bool(value.value != value.section.model_fields[str(value.path[-1])].get_default(call_default_factory=True))
 
 
 def plain_config(run: RunHistory, fault: str = "") -> RunConfig:

@@ -21,7 +21,7 @@ def costs_section(groups: Sequence[Group], spendings: Spendings, price: float | 
     is_single = len(runs) == 1
     phases = [phases_of(run) for run in runs]
     for run, of_run in zip(runs, phases, strict=True):
-        if (hint := split_hint(of_run)) is not None:
+        if (hint := split_hint(of_run, run.config().get("device") == "cpu")) is not None:
             section.notes.append(hint if is_single else f"{run.name}: {hint}")
     if is_single:
         section.tables += [_phase_table(each) for each in phases[0]]
@@ -77,7 +77,8 @@ def ledger_tables(runs: Sequence[RunHistory], spendings: Spendings, price: float
     """GPU-hours of each attempt and process. Without GPUs in any receipt, only the time."""
     rows = []
     known = [each for run in runs for each in spendings[id(run)]]
-    processes = list(dict.fromkeys(process for each in known for process in each.gpu_hours or {}))
+    used = {process: hours for each in known for process, hours in (each.gpu_hours or {}).items() if hours}
+    processes = list(used)
     for run in runs:
         for each in spendings[id(run)]:
             rows.append((_attempt_name(run, each, runs), *_ledger_cells(each, processes, price)))
@@ -88,8 +89,9 @@ def ledger_tables(runs: Sequence[RunHistory], spendings: Spendings, price: float
     gpu_columns = (*(f"{process}, GPU-h" for process in processes), "GPU-hours") if processes else ()
     money = ("USD",) if price is not None and processes else ()
     headers = ("attempt", "time", "start-up", *gpu_columns, *money)
-    note = "" if processes else "; the receipts name no GPUs"
-    return [Table(headers, rows, f"Ledger{note}. Time in a queue before the start is not recorded")]
+    is_known = any(each.gpu_hours is not None for each in known)
+    note = "" if processes else "; no GPU was used" if is_known else "; the receipts name no GPUs"
+    return [Table(headers, rows, f"Ledger{note}. Time in a queue before the start is not recorded", is_wide=True)]
 
 
 def _attempt_name(run: RunHistory, each: Spending, runs: Sequence[RunHistory]) -> str:

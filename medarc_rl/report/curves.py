@@ -28,10 +28,16 @@ class Curve:
     scale: float = 1.0
     median: str = ""
     """Metric of a second line."""
+    per: str = ""
+    """Metric to divide by."""
 
     def read(self, run: RunHistory) -> Series:
         source = trainer_of(run) if self.source == TRAIN else self.source
-        return _scaled(run.metrics.series(self.metric, source), self.scale)
+        series = run.metrics.series(self.metric, source)
+        if self.per:
+            divisors = run.metrics.series(self.per, source)
+            series = {step: value / divisors[step] for step, value in series.items() if divisors.get(step)}
+        return _scaled(series, self.scale)
 
     def band(self, run: RunHistory) -> Band | None:
         if self.spread is None:
@@ -92,7 +98,8 @@ RL_CURVES = (
 SFT_CURVES = (LOSS, VALIDATION, RATE, GRADIENT, Curve("progress/epoch", TRAIN, "Epoch"))
 SPEED_CURVES = (
     Curve("perf/throughput", TRAIN, "Throughput of the trainer", "tokens/s"),
-    Curve("perf/throughput", ORCHESTRATOR, "Throughput of generation", "tokens/s"),
+    # Not `perf/throughput`, which only counts the time that a step waits for its batch.
+    Curve("progress/tokens", ORCHESTRATOR, "Tokens of the batch per second of the step", "tokens/s", per="time/step"),
     Curve("perf/mfu", TRAIN, "Model FLOPs utilisation", "%"),
 )
 EVAL_SCORES = ("avg@", "pass@")
@@ -171,7 +178,9 @@ def evaluation_charts(groups: Sequence[Group]) -> list[Chart]:
                 several = len(members) > 1
                 shown = f"{score}, {line.title}" if several and len(groups) > 1 else score if several else line.title
                 lines.append(Line(shown, line.values, line.band, color if several else group.color))
-        charts += chart_of(f"eval-{title}", title, lines, x_title="updates", unit="score")
+        # One value is in the table.
+        if any(len(line.values) > 1 for line in lines):
+            charts += chart_of(f"eval-{title}", title, lines, x_title="updates", unit="score")
     return [*charts, *curve_chart(groups, VALIDATION_REWARD)]
 
 

@@ -71,7 +71,8 @@ def tokens_of(run: RunHistory) -> float | None:
 
 def _state(run: RunHistory) -> Tile:
     state = run.state()
-    at = f"{'since ' if state.name == 'running' else ''}{moment(state.at_s)}" if state.at_s is not None else ""
+    # Who runs it says since when.
+    at = moment(state.at_s) if state.at_s is not None and state.name != "running" else ""
     detail = "; ".join(filter(None, (state.detail, at)))
     return Tile("State", state.name, detail, state.name)
 
@@ -80,8 +81,11 @@ def _steps(run: RunHistory) -> Tile:
     if run.kind == "eval":
         names = set(evaluation_names(run))
         candidates = {step for name in names for step in evaluation_series(run, name)}
+        environments = {name.split("/")[1] for name in names}
         return Tile(
-            "Evaluated", f"{len(candidates)} sets of weights", f"{len({n.split('/')[1] for n in names})} environments"
+            "Evaluated",
+            counted(len(candidates), "set of weights", "sets of weights"),
+            counted(len(environments), "environment"),
         )
     done, planned = steps_done(run), run.max_steps
     return Tile("Steps", f"{done:,}" + (f" of {planned:,}" if planned is not None else ""), "numbered from 0")
@@ -102,9 +106,14 @@ def _scores(run: RunHistory) -> list[Tile]:
         series = evaluation_series(run, name)
         if "/avg@" in name and series:
             first, last = series[min(series)], series[max(series)]
+            steps = str(min(series)) if len(series) == 1 else f"{min(series)} to {max(series)}"
             shown = short(last, 3) if len(series) == 1 else f"{short(first, 3)} → {short(last, 3)}"
-            found.append(Tile(name.removeprefix("eval/"), shown, f"weights of step {min(series)} to {max(series)}"))
+            found.append(Tile(name.removeprefix("eval/"), shown, f"after {steps} updates"))
     return found[:4]
+
+
+def counted(count: int, singular: str, plural: str = "") -> str:
+    return f"{count:,} {singular if count == 1 else plural or f'{singular}s'}"
 
 
 def duration(seconds: float) -> str:

@@ -15,8 +15,8 @@ LENGTH_LIMIT = 1.5
 DISTINCT_LIMIT = 0.5
 """Fraction of the first steps' share of distinct completions below which there is a warning."""
 MIN_REWARD_RISE = 0.02
-MIN_PROBLEMS = 4
-"""Steps with fewer problems among the rollouts kept by chance do not count."""
+MIN_PROBLEMS = 8
+"""Different problems that a share of distinct completions is over: those of several steps, if one has fewer."""
 
 Answers = Mapping[int, Sequence[tuple[object, str]]]
 """By step: problem and text of each completion that was kept by chance."""
@@ -46,6 +46,8 @@ def _sentence(subject: str, found: Trend, unit: str = "") -> str:
     at = f"between steps {_steps(found.first.first_step, found.first.last_step)} and " + _steps(
         found.last.first_step, found.last.last_step
     )
+    if found.count < MIN_VALUES:
+        return f"{subject} was {first} and {last}{unit} {at}; {found.count} values are too few to test for a trend."
     if found.direction == "no trend":
         return f"{subject} shows no trend: {first}{unit} and {last}{unit} {at} (z = {found.z:.1f})."
     return f"{subject} {found.direction} from {first} to {last}{unit} {at} (z = {found.z:.1f})."
@@ -114,12 +116,14 @@ def _lengths(section: Section, run: RunHistory) -> None:
 def _answers(section: Section, answers: Answers) -> None:
     """One completion of each problem counts: a policy that has learned a problem may well repeat its answer to it."""
     distinct, top = {}, {}
-    for step, kept in answers.items():
-        of_problems = dict(reversed(kept))
+    of_problems: dict[object, str] = {}
+    for step in sorted(answers):
+        of_problems |= dict(reversed(answers[step]))
         if len(of_problems) >= MIN_PROBLEMS:
             texts = Counter(of_problems.values())
             distinct[step] = len(texts) / len(of_problems)
             top[step] = texts.most_common(1)[0][1] / len(of_problems)
+            of_problems = {}
     found = trend(distinct)
     if found is None:
         section.notes.append("Too few rollouts were kept by chance to count answers that repeat between problems.")
@@ -134,7 +138,9 @@ def _answers(section: Section, answers: Answers) -> None:
         Line("distinct completions", _percent(distinct)),
         Line("most frequent completion", _percent(top), color=1),
     ]
-    section.charts += chart_of("distinct", "Answers that repeat between problems", lines, unit="% of problems")
+    section.charts += chart_of(
+        "distinct", "Answers that repeat between problems", lines, unit=f"% of at least {MIN_PROBLEMS} problems"
+    )
 
 
 def _percent(series: Series) -> Series:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from medarc_rl.report.browser import PackedRollouts, pack_rollouts
@@ -113,7 +113,7 @@ def _evaluation(groups: Sequence[Group], kind: str) -> Section:
     runs = [run for group in groups for run in group.runs]
     if len(runs) == 1 and (table := evaluation_table(runs[0])) is not None:
         section.tables.append(table)
-    if not section.charts and kind == "eval":
+    if section.is_empty and kind == "eval":
         section.notes.append("No set of weights has been evaluated.")
     return section
 
@@ -146,9 +146,12 @@ def _what_ran(runs: Sequence[RunHistory], spendings: Spendings) -> list[Section]
         settings = settings_section(runs[0])
         settings.tables += machine_tables(runs)
         return [settings, attempts_section(runs[0], spendings[id(runs[0])])]
-    sections = [Section("machines", "Machines and versions", tables=machine_tables(runs))]
-    for number, (run, name) in enumerate(zip(runs, unique_names(runs), strict=True)):
-        section = attempts_section(run, spendings[id(run)])
-        section.key, section.title = f"attempts-{number}", f"Attempts of {name}"
-        sections.append(section)
-    return sections
+    machines = Section("machines", "Machines and versions", tables=machine_tables(runs))
+    attempts = Section("attempts", "Attempts and warnings")
+    for run, name in zip(runs, unique_names(runs), strict=True):
+        own = attempts_section(run, spendings[id(run)])
+        attempts.notes += [f"{name}: {note}" for note in own.notes]
+        attempts.warnings += [f"{name}: {warning}" for warning in own.warnings]
+        attempts.tables += [replace(table, caption=f"{table.caption} of {name}") for table in own.tables]
+        attempts.listings += [(f"{name}: {title}", text) for title, text in own.listings]
+    return [machines, attempts]

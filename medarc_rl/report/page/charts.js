@@ -69,6 +69,7 @@
       const known = new Map(line.points);
       return { ...line, points: steps.map((step) => [step, known.get(step) ?? 0]) };
     };
+    const single = steps.length === 1;
     const lines = spec.stacked ? spec.lines.map(filled) : spec.lines;
     return {
       backgroundColor: "transparent",
@@ -83,7 +84,7 @@
         borderColor: grid, textStyle: { color: theme.color("--text"), fontSize: 12 }, formatter: (items) => words(spec, items),
       },
       xAxis: {
-        type: "value", min: "dataMin", max: "dataMax", minInterval: 1, name: spec.x, nameLocation: "middle", nameGap: 22,
+        type: "value", min: single ? steps[0] - 1 : "dataMin", max: single ? steps[0] + 1 : "dataMax", minInterval: 1, name: spec.x, nameLocation: "middle", nameGap: 22,
         nameTextStyle: { color: text }, axisLabel: { color: text, formatter: tick, hideOverlap: true },
         axisLine: { onZero: false, lineStyle: { color: grid } }, splitLine: { show: false },
       },

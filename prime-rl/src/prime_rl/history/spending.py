@@ -62,13 +62,16 @@ class Spending:
     """From its start to its end, or to its last sign of life."""
     startup_s: float | None
     """Until its first step began. None if it finished no step, or an attempt after it repeated that step."""
+    is_on_cpu: bool = False
+    """Whether the run's device is the CPU. Its receipts then count processes where others count GPUs."""
 
     @property
     def gpu_hours(self) -> dict[str, float] | None:
         """GPU-hours of each process. None if the receipt does not name the GPUs."""
         if self.attempt.gpus is None:
             return None
-        return {process: count * self.seconds / 3600 for process, count in self.attempt.gpus.items()}
+        hours = 0.0 if self.is_on_cpu else self.seconds / 3600
+        return {process: count * hours for process, count in self.attempt.gpus.items()}
 
 
 def trainer_of(history: RunHistory) -> str:
@@ -125,6 +128,7 @@ def spending_of(history: RunHistory, now_s: float) -> list[Spending]:
     times = history.metrics.times_s("time/step", trainer_of(history))
     lengths = history.metrics.series("time/step", trainer_of(history))
     starts = [attempt.started_s for attempt in history.attempts]
+    is_on_cpu = history.config().get("device") == "cpu"
     found = []
     for attempt, next_start in zip(history.attempts, [*starts[1:], math.inf], strict=False):
         own = {step: at for step, at in times.items() if attempt.started_s <= at < next_start}
@@ -139,12 +143,12 @@ def spending_of(history: RunHistory, now_s: float) -> list[Spending]:
         startup_s = None
         if first is not None and starts_here:
             startup_s = max(0.0, own[first] - lengths[first] - attempt.started_s)
-        found.append(Spending(attempt, max(0.0, end_s - attempt.started_s), startup_s))
+        found.append(Spending(attempt, max(0.0, end_s - attempt.started_s), startup_s, is_on_cpu))
     return found
 
 
-def split_hint(phases: list[Phases]) -> str | None:
-    """Who waits for whom in RL, as a sentence. None if the run is too short to tell, or nobody waits long."""
+def split_hint(phases: list[Phases], is_on_cpu: bool = False) -> str | None:
+    """Who waits for whom in RL, as sentences. None if the run is too short to tell."""
     by_source = {each.source: each for each in phases}
     trainer, orchestrator = by_source.get(TRAINER), by_source.get(ORCHESTRATOR)
     if trainer is None or orchestrator is None:
@@ -158,9 +162,11 @@ def split_hint(phases: list[Phases]) -> str | None:
         f"the orchestrator waits for new weights {servers_wait:.0%} of its time."
     )
     if trainer_waits >= WAIT_SHARE and servers_wait <= IDLE_SHARE:
-        return f"{facts} Generation limits the speed: give inference more GPUs, or the trainer fewer."
+        advice = "" if is_on_cpu else ": give inference more GPUs, or the trainer fewer"
+        return f"{facts} Generation limits the speed{advice}."
     if servers_wait >= WAIT_SHARE and trainer_waits <= IDLE_SHARE:
-        return f"{facts} The trainer limits the speed: give it more GPUs, or inference fewer."
+        advice = "" if is_on_cpu else ": give it more GPUs, or inference fewer"
+        return f"{facts} The trainer limits the speed{advice}."
     return f"{facts} Neither side clearly limits the speed."
 
 

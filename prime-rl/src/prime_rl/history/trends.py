@@ -38,6 +38,8 @@ class Trend:
     last: Window
     z: float
     """Mann-Kendall statistic of all steps; about standard normal if the values have no trend."""
+    count: int
+    """Number of finite values."""
 
     @property
     def change(self) -> float:
@@ -79,9 +81,8 @@ def trend(series: Mapping[int, float]) -> Trend | None:
     if len(steps) < 2:
         return None
     count = end_steps(len(steps))
-    return Trend(
-        window(whole, steps[:count]), window(whole, steps[-count:]), mann_kendall([whole[step] for step in steps])
-    )
+    z = mann_kendall([whole[step] for step in steps])
+    return Trend(window(whole, steps[:count]), window(whole, steps[-count:]), z, len(steps))
 
 
 def mann_kendall(values: Sequence[float]) -> float:
