@@ -54,7 +54,19 @@ def test_a_line_counts_once_it_is_complete(log: MetricLog) -> None:
 
 
 @pytest.mark.parametrize(
-    "line", ["{", "[]", "3", '{"step": 1}', '{"time": "x", "source": "a", "step": 1}', "[" * 5000, "\0\0", "\udcff"]
+    "line",
+    [
+        "{",
+        "[]",
+        "3",
+        '{"step": 1}',
+        '{"time": "x", "source": "a", "step": 1}',
+        "[" * 5000,
+        '{"time": 1, "source": "a", "step": 1e400}',
+        f'{{"time": 1, "source": "a", "step": {10**30}}}',
+        "\0\0",
+        "\udcff",
+    ],
 )
 def test_a_damaged_line_is_counted_and_left_out(log: MetricLog, line: str) -> None:
     log.path.write_bytes(line.encode(errors="surrogateescape") + b"\n")
@@ -69,6 +81,12 @@ def test_null_is_nan_and_text_is_left_out(log: MetricLog) -> None:
     log.refresh([])
     assert math.isnan(log.series("loss", "trainer")[0])
     assert log.names("trainer") == ["loss", "is_late"]
+
+
+def test_an_integer_that_no_float_holds_is_nan(log: MetricLog) -> None:
+    append(log, 0, 1.0, loss=10**400)
+    log.refresh([])
+    assert math.isnan(log.series("loss", "trainer")[0])
 
 
 def test_sources_are_kept_apart(log: MetricLog) -> None:

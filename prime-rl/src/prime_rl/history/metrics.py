@@ -17,6 +17,7 @@ from typing import Any
 from prime_rl.history.attempts import Attempt
 
 _FIELDS = ("time", "source", "step")
+_MAX_STEPS = 2**63
 _AFTER_UPDATES = ("eval/", "val/")
 """Prefixes of metrics that belong to the weights after `step` updates, which a resume from `step` does not repeat."""
 
@@ -94,7 +95,10 @@ class MetricLog:
         try:
             record: Mapping[str, Any] = json.loads(line)
             time_s, source, step = float(record["time"]), str(record["source"]), int(record["step"])
-        except (ValueError, TypeError, KeyError, RecursionError):
+        except (ValueError, TypeError, KeyError, RecursionError, OverflowError):
+            self.damaged_lines += 1
+            return
+        if abs(step) >= _MAX_STEPS:
             self.damaged_lines += 1
             return
         self._begin_attempts(attempts, time_s)
@@ -103,7 +107,7 @@ class MetricLog:
             if name not in _FIELDS and (value is None or isinstance(value, int | float)):
                 column = columns.setdefault(name, _Column())
                 column.steps.append(step)
-                column.values.append(math.nan if value is None else float(value))
+                column.values.append(_number(value))
                 column.times_s.append(time_s)
 
     def _begin_attempts(self, attempts: Sequence[Attempt], time_s: float) -> None:
@@ -124,3 +128,11 @@ def _by_step(steps: Iterable[int], values: Iterable[float]) -> dict[int, float]:
     """Of a step that was written twice, the later value holds."""
     found = dict(zip(steps, values, strict=True))
     return {step: found[step] for step in sorted(found)}
+
+
+def _number(value: float | None) -> float:
+    """NaN for null, and for an integer that no float can hold."""
+    try:
+        return math.nan if value is None else float(value)
+    except OverflowError:
+        return math.nan
