@@ -38,7 +38,7 @@ def batch(turn, rollout):
 
 def test_a_few_samples_and_all_rewards_are_sent_every_interval(batch) -> None:
     recorder = Recorder()
-    extras = Extras(recorder, LogExtrasConfig(interval=2))
+    extras = Extras(recorder, LogExtrasConfig(interval=2, samples=True))
     for step in range(4):
         extras.record(batch, step)
     assert [(name, step, len(rows)) for name, _, rows, step in recorder.tables] == [
@@ -59,17 +59,17 @@ def test_a_few_samples_and_all_rewards_are_sent_every_interval(batch) -> None:
 
 def test_each_part_can_be_left_out(batch) -> None:
     recorder = Recorder()
-    Extras(recorder, LogExtrasConfig(samples=False)).record(batch, 0)
+    Extras(recorder, LogExtrasConfig()).record(batch, 0)
     assert (len(recorder.tables), len(recorder.distributions)) == (0, 1)
     recorder = Recorder()
-    Extras(recorder, LogExtrasConfig(distributions=False)).record(batch, 0)
+    Extras(recorder, LogExtrasConfig(samples=True, distributions=False)).record(batch, 0)
     assert (len(recorder.tables), len(recorder.distributions)) == (1, 0)
 
 
 @pytest.mark.slow
 def test_wandb_takes_tables_and_distributions(batch, tmp_path: Path) -> None:
     monitor = WandbMonitor(WandbConfig(offline=True), tmp_path, {})
-    Extras(monitor, LogExtrasConfig()).record(batch, 0)
+    Extras(monitor, LogExtrasConfig(samples=True)).record(batch, 0)
     monitor.log({"reward/mean": 0.5}, 0)
     monitor.close()
     (table,) = tmp_path.rglob("samples_*.table.json")

@@ -164,8 +164,8 @@ class LogConfig(BaseConfig):
 class LogExtrasConfig(BaseConfig):
     """Samples and distributions to send to a monitor."""
 
-    samples: bool = True
-    """Send prompts and answers."""
+    samples: bool = False
+    """Send prompts and answers. They may hold patient data, so PRIME-RL's default, true, is not ours."""
 
     distributions: bool = True
     """Send distributions of rewards and advantages."""

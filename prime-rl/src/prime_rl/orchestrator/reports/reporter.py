@@ -101,12 +101,10 @@ def setup_monitor(config: OrchestratorConfig, run: RunPaths, paths: Orchestrator
     return MultiMonitor(monitors), extras
 
 
-def sample_interval(config: OrchestratorConfig) -> int | None:
-    """Steps between two logged samples. With W&B, `wandb.log_extras` sets it; None logs no samples."""
-    if config.wandb is None:
-        return SAMPLE_INTERVAL
-    extras = config.wandb.log_extras
-    return extras.interval if extras is not None and extras.samples else None
+def sample_interval(config: OrchestratorConfig) -> int:
+    """Steps between two samples in the log, which stays on this machine. With W&B, `wandb.log_extras` sets it."""
+    extras = None if config.wandb is None else config.wandb.log_extras
+    return SAMPLE_INTERVAL if extras is None else extras.interval
 
 
 def _plain(config: OrchestratorConfig) -> dict[str, Any]:
