@@ -13,7 +13,8 @@ from mkdocs.structure.pages import Page
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = "docs/"
 FENCE = re.compile(r"(^```.*?^```)", re.MULTILINE | re.DOTALL)
-LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#)([^)\s#]+)")
+LINK = re.compile(r"\[([^\]\n]*)\]\((?![a-z]+:|#)([^)\s#]+)")
+BEFORE_COMMENT = re.compile(r" {3,}# ")
 ESCAPED_PIPE = re.compile(r"(<code>[^<]*?)\\\|")
 
 
@@ -36,22 +37,32 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Links between files of the repository become links between pages. Fenced blocks stay as they are."""
+    """Links between files of the repository become links between pages, with titles in place of file names. Comments in
+    commands move closer to them, because long lines are wrapped."""
     sources = {page: source for source, page in pages().items()}
     source = sources.get(page.file.src_uri, DOCS + page.file.src_uri)
     parts = FENCE.split(markdown)
-    return "".join(part if part.startswith("```") else rewritten(part, source, page) for part in parts)
+    return "".join(block(part) if part.startswith("```") else rewritten(part, source, page) for part in parts)
+
+
+def block(text: str) -> str:
+    return BEFORE_COMMENT.sub("  # ", text) if text.startswith("```bash") else text
 
 
 def rewritten(text: str, source: str, page: Page) -> str:
     here = posixpath.dirname(page.file.src_uri)
 
     def link(found: re.Match[str]) -> str:
-        target = posixpath.normpath(posixpath.join(posixpath.dirname(source), found[1]))
+        target = posixpath.normpath(posixpath.join(posixpath.dirname(source), found[2]))
         shown = pages().get(target, target.removeprefix(DOCS))
-        return posixpath.relpath(shown, here or ".")
+        text = title(ROOT / target) if found[1].endswith(".md") else found[1]
+        return f"[{text}]({posixpath.relpath(shown, here or '.')}"
 
     return LINK.sub(link, text)
+
+
+def title(source: Path) -> str:
+    return source.read_text(encoding="utf-8").partition("# ")[2].partition("\n")[0]
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
