@@ -157,6 +157,12 @@ def test_the_reference_of_commands_is_up_to_date() -> None:
     assert (ROOT / "docs" / "commands.md").read_text(encoding="utf-8") == made, advice
 
 
+def test_the_readme_names_every_command() -> None:
+    commands = (ROOT / "docs" / "commands.md").read_text(encoding="utf-8")
+    named = README.read_text(encoding="utf-8")
+    assert [name for name in re.findall(r"^### (.*)", commands, re.MULTILINE) if f"`{name} " not in named] == []
+
+
 def test_the_site_has_every_page_in_its_menu() -> None:
     """The menu is `nav` in mkdocs.yml. Pages outside docs/ have the names that docs/site.py gives them."""
     menu = set(pages_of(yaml.load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"), yaml.BaseLoader)["nav"]))

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from prime_rl.inference.access import HEALTH
+from prime_rl.inference.access import HEALTH, METRICS
 from prime_rl.inference.protocol import (
     ChatBody,
     CompletionBody,
@@ -127,6 +127,7 @@ ROUTES = (
     Answer("POST", "/resume", "continues generation", None, {"status": "`resumed`"}),
     Answer("GET", "/is_paused", "whether generation is paused", None, {"is_paused": "true or false"}),
     Answer("GET", HEALTH, "status 200 when the model is loaded, else 503; no body"),
+    Answer("GET", METRICS, "counts and gauges as Prometheus's text; without the key if `server.public_metrics = true`"),
     Answer("GET", "/load", "work of the server", None, {"server_load": "samples that run or wait"}),
     Answer(
         "GET",
