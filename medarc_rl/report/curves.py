@@ -9,7 +9,7 @@ from functools import partial
 from medarc_rl.report.charts import Band, Chart, Line, Series, chart_of
 from medarc_rl.report.groups import Group
 from prime_rl.history.run import RunHistory
-from prime_rl.history.spending import ORCHESTRATOR, trainer_of
+from prime_rl.history.spending import ORCHESTRATOR
 
 TRAIN = "train"
 """Stands for the source of the loss: `trainer`, or `sft`."""
@@ -32,7 +32,7 @@ class Curve:
     """Metric to divide by."""
 
     def read(self, run: RunHistory) -> Series:
-        source = trainer_of(run) if self.source == TRAIN else self.source
+        source = run.trainer if self.source == TRAIN else self.source
         series = run.metrics.series(self.metric, source)
         if self.per:
             divisors = run.metrics.series(self.per, source)
@@ -43,7 +43,7 @@ class Curve:
         if self.spread is None:
             return None
         title, first, second = self.spread
-        source = trainer_of(run) if self.source == TRAIN else self.source
+        source = run.trainer if self.source == TRAIN else self.source
         low = _scaled(run.metrics.series(first, source), self.scale)
         if second:
             high = _scaled(run.metrics.series(second, source), self.scale)

@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from medarc_rl.report.charts import short
 from medarc_rl.report.curves import LOSS, REWARD, VALIDATION, evaluation_names, evaluation_series
 from prime_rl.history.run import RunHistory
-from prime_rl.history.spending import Spending, trainer_of
+from prime_rl.history.spending import Spending
 from prime_rl.history.trends import trend
 
 
@@ -59,13 +59,8 @@ def gpu_hours(spending: Sequence[Spending]) -> float | None:
     return sum(sum(hours.values()) for hours in known) if known else None
 
 
-def steps_done(run: RunHistory) -> int:
-    """Number of finished steps: the last step with a loss, plus 1."""
-    return 1 + max(run.metrics.series("loss/mean", trainer_of(run)), default=-1)
-
-
 def tokens_of(run: RunHistory) -> float | None:
-    names = {"rl": ("progress/total_tokens", "orchestrator"), "sft": ("progress/num_tokens", trainer_of(run))}
+    names = {"rl": ("progress/total_tokens", "orchestrator"), "sft": ("progress/num_tokens", run.trainer)}
     return run.metrics.last(*names[run.kind]) if run.kind in names else None
 
 
@@ -87,7 +82,7 @@ def _steps(run: RunHistory) -> Tile:
             counted(len(candidates), "set of weights", "sets of weights"),
             counted(len(environments), "environment"),
         )
-    done, planned = steps_done(run), run.max_steps
+    done, planned = run.steps_done, run.max_steps
     return Tile("Steps", f"{done:,}" + (f" of {planned:,}" if planned is not None else ""), "numbered from 0")
 
 

@@ -19,9 +19,9 @@ from medarc_rl.report.curves import (
     evaluation_series,
 )
 from medarc_rl.report.groups import Group
-from medarc_rl.report.overview import duration, steps_done
+from medarc_rl.report.overview import duration
 from prime_rl.history.run import RunHistory
-from prime_rl.history.spending import Spending, trainer_of
+from prime_rl.history.spending import Spending
 from prime_rl.history.trends import finite
 
 _ROW_COUNTS = {
@@ -78,7 +78,7 @@ def runs_table(groups: Sequence[Group], spendings: dict[int, Sequence[Spending]]
             spending = spendings[id(run)]
             time = duration(sum(each.seconds for each in spending)) if spending else "–"
             state = run.state()
-            steps = f"{steps_done(run):,}" if run.kind != "eval" else "–"
+            steps = f"{run.steps_done:,}" if run.kind != "eval" else "–"
             rows.append((str(run.paths.root), group.label, state.name, steps, time, str(len(run.attempts) or "–")))
     return Table(("run", "label", "state", "steps", "time", "attempts"), rows, "Runs", is_numeric=False)
 
@@ -98,7 +98,7 @@ def data_section(groups: Sequence[Group]) -> Section:
     """What became of the rows of SFT's data."""
     section = Section("data", "Data")
     runs = [run for group in groups for run in group.runs if run.kind == "sft"]
-    counts = [{name: run.metrics.last(name, trainer_of(run)) for name in _ROW_COUNTS} for run in runs]
+    counts = [{name: run.metrics.last(name, run.trainer) for name in _ROW_COUNTS} for run in runs]
     counts = [each for each in counts if each["data/seen"] is not None]
     if not counts:
         if runs:

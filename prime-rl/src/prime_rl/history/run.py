@@ -90,8 +90,13 @@ class RunHistory:
 
     @property
     def steps_done(self) -> int:
-        """Number of finished steps: the trainer's last one, plus 1."""
-        return 1 + max(self.metrics.series("loss/mean", "trainer"), default=-1)
+        """Number of finished steps: the last step with a loss, plus 1."""
+        return 1 + max(self.metrics.series("loss/mean", self.trainer), default=-1)
+
+    @property
+    def trainer(self) -> str:
+        """The source of the loss: `trainer`, or `sft`."""
+        return "sft" if self.kind == "sft" and "trainer" not in self.metrics.sources else "trainer"
 
     def beats(self) -> dict[str, Beat]:
         """What each process of the newest attempt did last, by name."""

@@ -74,15 +74,10 @@ class Spending:
         return {process: count * hours for process, count in self.attempt.gpus.items()}
 
 
-def trainer_of(history: RunHistory) -> str:
-    """The source of the loss: `trainer`, or `sft`."""
-    return SFT if history.kind == "sft" and TRAINER not in history.metrics.sources else TRAINER
-
-
 def phases_of(history: RunHistory) -> list[Phases]:
     """The phases of each process that reports them."""
     found = []
-    trainer = trainer_of(history)
+    trainer = history.trainer
     if steps := history.metrics.series("time/step", trainer):
         titles = _SFT_PHASES if trainer == SFT else _TRAINER_PHASES
         parts = {title: history.metrics.series(name, trainer) for name, title in titles.items()}
@@ -125,8 +120,8 @@ def _complete(source: str, steps: Seconds, parts: Mapping[str, Seconds], outside
 
 def spending_of(history: RunHistory, now_s: float) -> list[Spending]:
     """Time of each attempt. `now_s` ends one that runs."""
-    times = history.metrics.times_s("time/step", trainer_of(history))
-    lengths = history.metrics.series("time/step", trainer_of(history))
+    times = history.metrics.times_s("time/step", history.trainer)
+    lengths = history.metrics.series("time/step", history.trainer)
     starts = [attempt.started_s for attempt in history.attempts]
     is_on_cpu = history.config().get("device") == "cpu"
     found = []

@@ -22,8 +22,6 @@ from prime_rl.watch.overview.words import printable
 from prime_rl.watch.progress import Pace, step_text
 
 PACE_STEPS = 11
-STEP_SOURCES: dict[Kind, str] = {"rl": "trainer", "sft": "sft", "eval": "eval"}
-"""Who writes the metrics that end a step."""
 LOSS = "loss/mean"
 
 
@@ -187,7 +185,7 @@ class Reader:
         history.refresh()
         state = history.state(now_s)
         config = history.config()
-        source = STEP_SOURCES[history.kind]
+        source = history.trainer
         ends_s = history.metrics.times_s(LOSS, source)
         max_steps = history.max_steps
         steps_done = 1 + max(ends_s, default=-1)

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, TextIO
 
-from prime_rl.watch.overview.facts import LOSS, PART, STEP_SOURCES, Overview, Reader, as_json
+from prime_rl.watch.overview.facts import LOSS, PART, Overview, Reader, as_json
 from prime_rl.watch.progress import RunProgress
 
 if TYPE_CHECKING:
@@ -126,8 +126,8 @@ class StepLines:
 
     def __init__(self, reader: Reader) -> None:
         self.has_begun = False
+        self._history = reader.history
         self._metrics = reader.history.metrics
-        self._source = STEP_SOURCES[reader.history.kind]
         self._progress: RunProgress | None = None
         self._next_step = 0
 
@@ -138,7 +138,7 @@ class StepLines:
         # A resumed run does some steps again.
         self._next_step = min(self._next_step, overview.steps_done)
         for step in range(self._next_step, overview.steps_done):
-            for source in ("orchestrator", self._source):
+            for source in ("orchestrator", self._history.trainer):
                 self._progress.take(self._record(source, step))
             yield from (self._progress.line(), *self._progress.part_lines())
         self._next_step = overview.steps_done
