@@ -28,13 +28,17 @@ def import_without_gc() -> Iterator[None]:
 
 
 def import_transformers() -> None:
-    """Import `transformers` and `transformers.models`, and scan their files only once.
+    """Import `transformers` and `transformers.models`, scan their files only once, and leave out SciPy.
 
     Both packages read the same 3,000 files to list the names that they define. Here, `transformers.models` derives its
     list from that of `transformers`, which saves a fifth of a second. The lists are identical.
+
+    Transformers imports scikit-learn and SciPy, if they are installed, for assisted generation and object detection,
+    which nothing here uses. With the packages of `--extra lm-eval` that would take 1.5 seconds.
     """
     import transformers
 
+    transformers.utils.is_sklearn_available = transformers.utils.is_scipy_available = lambda: False
     try:
         from transformers.utils import import_utils
 
