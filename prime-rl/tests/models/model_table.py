@@ -36,8 +36,8 @@ from prime_rl.trainer.rl.packing import pack_batch
 from prime_rl.trainer.rl.rows import Row, score_row
 from prime_rl.transport.messages import TrainingBatch, TrainingSample
 
-TOLERANCE = 1e-5
-"""Largest difference of a log-probability, in nats."""
+TOLERANCE = 1e-4
+"""Largest difference of a log-probability, in nats. With linear attention, rounding alone makes 3e-5 on some CPUs."""
 GRADIENT_TOLERANCE = 3e-5
 """Largest norm of the difference of all gradients, relative to their norm."""
 
