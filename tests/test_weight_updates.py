@@ -16,6 +16,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from prime_rl.history.rollouts import KeptRollouts
 from prime_rl.run.paths import RunPaths
 from prime_rl.transport.messages import TrainingBatch, TrainingSample
 
@@ -198,12 +199,8 @@ def test_with_bound_lag_no_token_is_trained_on_more_than_max_async_level_steps_a
     run = RunPaths(tmp_path / "out")
     records = [json.loads(line) for line in run.metrics.read_text().splitlines()]
     steps = [record for record in records if record["source"] == "orchestrator"]
-    versions = {
-        step: [
-            json.loads(line)["policy_version"] for line in run.orchestrator.step_samples(step).read_text().splitlines()
-        ]
-        for step in range(10)
-    }
+    kept = KeptRollouts(run)
+    versions = {step: [rollout.policy_version for rollout in kept.of_step(step)] for step in range(10)}
     lags = {step: [step - version for version in of_step] for step, of_step in versions.items()}
     assert [(record["batch/lag/max"], record["batch/token_lag/max"] <= 1) for record in steps] == [
         (max(lags[step]), True) for step in range(10)

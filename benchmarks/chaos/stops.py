@@ -25,6 +25,7 @@ from typing import Any
 
 import psutil
 
+from prime_rl.history.rollouts import KeptRollouts
 from prime_rl.run.ledger import check_ledger
 from prime_rl.run.paths import RunPaths, stable_steps
 
@@ -241,8 +242,8 @@ def rl_faults(paths: RunPaths, steps: int) -> Iterator[str]:
     if sorted(trained) != list(range(steps)):
         yield f"the ledger has {len(trained)} steps, not {steps}"
     for step in trained:
-        lines = map(json.loads, paths.orchestrator.step_samples(step).read_text().splitlines())
-        groups = {line["group"]: (line["env"], line["row"]) for line in lines}
+        kept = KeptRollouts(paths).of_step(step)
+        groups = {each.fields["group"]: (each.env, each.fields["row"]) for each in kept}
         if Counter(groups.values()) != trained[step]:
             yield f"step {step}: the ledger has {trained[step]}, the rollouts are of {Counter(groups.values())}"
     print(f"{account.num_drawn} draws, {account.num_trained} trained on in {steps} steps, {account.starts} starts")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import signal
 import threading
@@ -11,6 +12,8 @@ from types import FrameType
 
 MAX_RENDER_S = 60.0
 """Time to render and tokenize a conversation."""
+_JUMPS = 10_000
+"""Jumps back in a loop. An exception of another thread arrives at the first one that looks for it."""
 
 
 class OutOfTime(BaseException):
@@ -46,22 +49,37 @@ def _by_alarm(seconds: float) -> Iterator[None]:
 def _by_watch(seconds: float) -> Iterator[None]:
     """Signals reach the main thread only: here another thread raises the exception in this one."""
     here = ctypes.c_ulong(threading.get_ident())
-    raise_in = ctypes.pythonapi.PyThreadState_SetAsyncExc
-    lock, is_over = threading.Lock(), False
+    lock, is_over, is_raised, has_arrived = threading.Lock(), False, False, False
 
     def end() -> None:
+        nonlocal is_raised
         with lock:
             if not is_over:
-                raise_in(here, ctypes.py_object(OutOfTime))
+                is_raised = True
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(here, ctypes.py_object(OutOfTime))
 
     watch = threading.Timer(seconds, end)
     watch.daemon = True
     watch.start()
     try:
         yield
+    except OutOfTime:
+        has_arrived = True
+        raise
     finally:
         with lock:
             is_over = True
-            # Takes back one that has not arrived yet.
-            raise_in(here, None)
         watch.cancel()
+        if is_raised and not has_arrived:
+            _await_arrival()
+
+
+def _await_arrival() -> None:
+    """Catch an exception that was raised as the block ended.
+
+    It cannot be taken back: in Python 3.11 and 3.12, `PyThreadState_SetAsyncExc(thread, None)` makes every thread look
+    for an exception at each jump from then on, which never ends while a trace function is set.
+    """
+    with contextlib.suppress(OutOfTime):
+        for _ in range(_JUMPS):
+            pass
