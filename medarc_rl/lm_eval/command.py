@@ -6,8 +6,9 @@ import hashlib
 import importlib.metadata
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -170,8 +171,7 @@ def _report(paths: LmEvalPaths, plan: LmEvalPlan, is_json: bool) -> None:
     if not every:
         return
     write_summary(every, paths.summary)
-    now = [result for result in results if (result.facts["shots"] in plan.shots)]
-    rows = rows_of([result for result in now if _is_asked(result.facts["task"], plan)])
+    rows = rows_of([result for result in results if _is_asked(result.facts, plan)])
     if is_json:
         say(as_json(rows))
         return
@@ -179,8 +179,8 @@ def _report(paths: LmEvalPaths, plan: LmEvalPlan, is_json: bool) -> None:
     say(f"Results in {paths.root}")
 
 
-def _is_asked(task: str, plan: LmEvalPlan) -> bool:
-    return task in plan.tasks or any(map(_is_pattern, plan.tasks))
+def _is_asked(facts: Mapping[str, Any], plan: LmEvalPlan) -> bool:
+    return facts["shots"] in plan.shots and any(fnmatchcase(facts["task"], task) for task in plan.tasks)
 
 
 def _numbers(option: str, text: str) -> list[int]:

@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -60,8 +60,6 @@ class Evaluation:
     screen: Screen
     failures: list[str] = field(default_factory=list)
     _loaded: Candidate | None = None
-    _served: ServedModel | None = None
-    _failed: set[tuple[str, str]] = field(default_factory=set)
 
     @property
     def jobs(self) -> list[Job]:
@@ -168,7 +166,9 @@ class Evaluation:
         self.failures.append(line)
 
 
-def new_steps(weights: Path, say: Any, sleep: Any = time.sleep) -> Iterator[int]:
+def new_steps(
+    weights: Path, say: Callable[[str], object], sleep: Callable[[float], object] = time.sleep
+) -> Iterator[int]:
     """Yield each complete checkpoint of a run once, as it appears, until the run has ended."""
     following, is_waiting = Following(weights), False
     while not following.has_ended:
