@@ -105,6 +105,7 @@ def test_the_receipt_of_rl_says_what_was_saved_and_that_all_parts_stand_at_one_s
 
     found = receipt(paths, 2)
     assert (found["step"], found["outcome"]) == (1, "complete")
+    assert found["gpus"] == {}
     assert found["passed_over"] == [f"the trainer's step 2 has no counterpart {paths.orchestrator.checkpoint(2)}"]
     assert f"warning: resuming from step 1: {found['passed_over'][0]}" in shown
     trainer, orchestrator = found["parts"]["trainer"], found["parts"]["orchestrator"]

@@ -21,7 +21,7 @@ def costs_section(groups: Sequence[Group], spendings: Spendings, price: float | 
     is_single = len(runs) == 1
     phases = [phases_of(run) for run in runs]
     for run, of_run in zip(runs, phases, strict=True):
-        if (hint := split_hint(of_run, run.config().get("device") == "cpu")) is not None:
+        if (hint := split_hint(of_run, is_on_cpu=not any(each.gpus for each in run.attempts))) is not None:
             section.notes.append(hint if is_single else f"{run.name}: {hint}")
     if is_single:
         section.tables += [_phase_table(each) for each in phases[0]]
@@ -99,14 +99,14 @@ def _attempt_name(run: RunHistory, each: Spending, runs: Sequence[RunHistory]) -
 
 
 def _ledger_cells(each: Spending, processes: Sequence[str], price: float | None) -> list[str]:
-    hours = each.gpu_hours
+    hours, whole = each.gpu_hours, each.all_gpu_hours
     startup = "–" if each.startup_s is None else duration(each.startup_s)
     cells = [duration(each.seconds), startup]
     if processes:
         cells += ["–" if hours is None else short(hours.get(process, 0.0), 3) for process in processes]
-        cells.append("–" if hours is None else short(sum(hours.values()), 3))
+        cells.append("–" if whole is None else short(whole, 3))
         if price is not None:
-            cells.append("–" if hours is None else f"{price * sum(hours.values()):,.2f}")
+            cells.append("–" if whole is None else f"{price * whole:,.2f}")
     return cells
 
 

@@ -54,9 +54,9 @@ def cost_tiles(spending: Sequence[Spending], price: float | None) -> list[Tile]:
 
 
 def gpu_hours(spending: Sequence[Spending]) -> float | None:
-    """Sum over attempts and processes. None if no attempt names its GPUs."""
-    known = [hours for each in spending if (hours := each.gpu_hours) is not None]
-    return sum(sum(hours.values()) for hours in known) if known else None
+    """Sum over attempts. None if no attempt names its GPUs."""
+    known = [hours for each in spending if (hours := each.all_gpu_hours) is not None]
+    return sum(known) if known else None
 
 
 def tokens_of(run: RunHistory) -> float | None:

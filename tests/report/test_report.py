@@ -68,9 +68,10 @@ def run(tmp_path: Path) -> Path:
     paths = make_run(tmp_path / "run")
     add_attempts(
         paths,
-        {"ended": "2023-11-14T22:43:20+00:00", "outcome": "a node failed", "result": "failed", "gpus": {"trainer": 2}},
+        {"ended": "2023-11-14T22:43:20+00:00", "outcome": "a node failed", "result": "failed",
+         "gpus": {"trainer": ["0", "1"]}},
         {"started": "2023-11-14T23:13:20+00:00", "ended": "2023-11-15T00:13:20+00:00", "outcome": "complete",
-         "result": "complete", "gpus": {"trainer": 2, "inference": 1}, "step": 6},
+         "result": "complete", "gpus": {"trainer": ["0", "1"], "inference": ["2"]}, "step": 6},
     )  # fmt: skip
     return tmp_path / "run"
 

@@ -71,11 +71,32 @@ def test_a_short_run_gets_no_hint(tmp_path: Path) -> None:
 
 
 def test_gpu_hours_are_time_by_gpus_and_startup_ends_with_the_first_step(tmp_path: Path) -> None:
-    receipt = {"ended": "2023-11-15T00:13:20+00:00", "outcome": "complete", "gpus": {"trainer": 2, "inference": 1}}
+    receipt = {
+        "ended": "2023-11-15T00:13:20+00:00",
+        "outcome": "complete",
+        "gpus": {"trainer": ["0", "1"], "inference": ["2"]},
+    }
     (only,) = spending_of(history_of(tmp_path, step_records(3, 1, 1), [receipt]), now_s=START_S + 1e6)
     assert only.seconds == 7200
     assert only.gpu_hours == {"trainer": 4.0, "inference": 2.0}
+    assert only.all_gpu_hours == 6.0
     assert only.startup_s == 10
+
+
+@pytest.mark.parametrize(
+    ("gpus", "hours"),
+    [
+        ({"trainer": ["0"], "inference": ["0"]}, 2.0),
+        ({}, 0.0),
+        ({"trainer": 2}, None),
+        (["0"], None),
+    ],
+    ids=["shared", "CPU", "a number", "a list"],
+)
+def test_a_gpu_is_paid_for_once(gpus: object, hours: float | None, tmp_path: Path) -> None:
+    receipt = {"ended": "2023-11-15T00:13:20+00:00", "outcome": "complete", "gpus": gpus}
+    (only,) = spending_of(history_of(tmp_path, step_records(3, 1, 1), [receipt]), now_s=START_S + 1e6)
+    assert only.all_gpu_hours == hours
 
 
 def test_a_killed_attempt_ends_with_its_last_step_and_one_without_gpus_has_no_price(tmp_path: Path) -> None:

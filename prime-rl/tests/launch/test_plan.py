@@ -88,6 +88,12 @@ def test_the_key_of_a_foreign_server_is_left_to_the_environment() -> None:
     assert orchestrator.secrets == {}
 
 
+def test_a_job_names_the_gpus_of_each_component_once() -> None:
+    here = site(gpus=GpuAssignment(("0",), ("1", "2")))
+    two_ranks = config(deployment={"num_train_gpus": 2})
+    assert plan_rl(two_ranks, PATHS, here, None).gpus == {"inference": ("0",), "trainer": ("1", "2")}
+
+
 def test_a_job_counts_each_gpu_once() -> None:
     assert plan_rl(config(), PATHS, site(), None).resources == Resources(nodes=1, gpus_per_node=2)
     shared = site(gpus=GpuAssignment(("0",), ("0",)))

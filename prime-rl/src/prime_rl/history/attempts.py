@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
@@ -31,8 +31,8 @@ class Attempt:
     slurm_job: str | None = None
     machine: Mapping[str, Any] | None = None
     """What `machine_facts` returned. None in receipts of older versions."""
-    gpus: Mapping[str, int] | None = None
-    """Number of GPUs of each process."""
+    gpus: Mapping[str, Sequence[str]] | None = None
+    """Ids of the GPUs of each component, which may share some. Empty on a CPU; None if the receipt does not say."""
     parts: Mapping[str, Any] | None = None
     """What each part has restored."""
 
@@ -56,7 +56,7 @@ class Attempt:
             command=str(table.get("command", "")),
             slurm_job=table.get("slurm_job_id"),
             machine=table.get("machine"),
-            gpus=table.get("gpus"),
+            gpus=_gpus(table.get("gpus")),
             parts=table.get("parts"),
         )
 
@@ -70,6 +70,12 @@ def read_attempts(paths: RunPaths) -> list[Attempt]:
         except (OSError, ValueError, TypeError, KeyError, RecursionError):
             continue
     return sorted(found, key=lambda attempt: attempt.number)
+
+
+def _gpus(table: Any) -> Mapping[str, Sequence[str]] | None:
+    if not isinstance(table, Mapping) or not all(isinstance(ids, list) for ids in table.values()):
+        return None
+    return {str(component): [str(each) for each in ids] for component, ids in table.items()}
 
 
 def _seconds(text: str) -> float:

@@ -62,16 +62,20 @@ class Spending:
     """From its start to its end, or to its last sign of life."""
     startup_s: float | None
     """Until its first step began. None if it finished no step, or an attempt after it repeated that step."""
-    is_on_cpu: bool = False
-    """Whether the run's device is the CPU. Its receipts then count processes where others count GPUs."""
 
     @property
     def gpu_hours(self) -> dict[str, float] | None:
-        """GPU-hours of each process. None if the receipt does not name the GPUs."""
+        """GPU-hours of each component. None if the receipt does not name the GPUs."""
         if self.attempt.gpus is None:
             return None
-        hours = 0.0 if self.is_on_cpu else self.seconds / 3600
-        return {process: count * hours for process, count in self.attempt.gpus.items()}
+        return {component: len(ids) * self.seconds / 3600 for component, ids in self.attempt.gpus.items()}
+
+    @property
+    def all_gpu_hours(self) -> float | None:
+        """GPU-hours of the attempt: a GPU that two components share counts once."""
+        if self.attempt.gpus is None:
+            return None
+        return len({gpu for ids in self.attempt.gpus.values() for gpu in ids}) * self.seconds / 3600
 
 
 def phases_of(history: RunHistory) -> list[Phases]:
@@ -123,7 +127,6 @@ def spending_of(history: RunHistory, now_s: float) -> list[Spending]:
     times = history.metrics.times_s("time/step", history.trainer)
     lengths = history.metrics.series("time/step", history.trainer)
     starts = [attempt.started_s for attempt in history.attempts]
-    is_on_cpu = history.config().get("device") == "cpu"
     found = []
     for attempt, next_start in zip(history.attempts, [*starts[1:], math.inf], strict=False):
         own = {step: at for step, at in times.items() if attempt.started_s <= at < next_start}
@@ -138,7 +141,7 @@ def spending_of(history: RunHistory, now_s: float) -> list[Spending]:
         startup_s = None
         if first is not None and starts_here:
             startup_s = max(0.0, own[first] - lengths[first] - attempt.started_s)
-        found.append(Spending(attempt, max(0.0, end_s - attempt.started_s), startup_s, is_on_cpu))
+        found.append(Spending(attempt, max(0.0, end_s - attempt.started_s), startup_s))
     return found
 
 

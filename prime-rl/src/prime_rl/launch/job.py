@@ -58,6 +58,12 @@ class Job:
     resume: tuple[str, ...] | None = None
     """Options that make the same command continue the job. None: it saves nothing to continue from."""
 
+    @property
+    def gpus(self) -> dict[str, tuple[str, ...]]:
+        """The ids of each component's GPUs. On a CPU they stand for processes."""
+        # Each rank of the trainer names the GPUs of all ranks.
+        return {process.name: process.gpus for process in self.processes if process.rank == 0 and process.gpus}
+
     def how_to_continue(self, argv: Sequence[str], env: Mapping[str, str]) -> str:
         """Tell how to continue the job that `argv` started, in one line or two."""
         if self.resume is None:

@@ -155,7 +155,7 @@ def _launch(
             return run_job(job, host, screen, notes)
         number = next_attempt(paths)
         parts = [part for part in PARTS if any(process.name == part for process in job.processes)]
-        gpus = {process.name: len(process.gpus) for process in job.processes}
+        gpus = job.gpus if site.device == "cuda" else {}
         receipt = Receipt(paths, number, parts, {**facts, "gpus": gpus, "machine": machine_facts(Path.cwd())})
         return run_job(job.in_attempt(number), host, screen, notes, receipt)
 
