@@ -13,7 +13,7 @@ from prime_rl.utils.pydantic_config.describe import value_text
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """A key whose value differs. `mine` or `other` is None if that config has no such key."""
+    """A key whose value differs. `mine` or `other` is None if its config lacks the key."""
 
     key: str
     mine: Explained | None

@@ -1,4 +1,4 @@
-"""Reads and writes the results of an evaluation, and tells which of them are still to be made."""
+"""Reads and writes the results of an evaluation, and finds those that are missing."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ def candidate_of(folder: Path, served: str) -> Candidate:
 
 
 def adapter_rank(group: Group) -> int | None:
-    """The largest rank among the adapters of a group; None if there is none."""
+    """The largest rank of a group's adapters; None without adapters."""
     ranks = []
     for candidate in group.candidates:
         if candidate.is_adapter and candidate.weights is not None:

@@ -150,7 +150,7 @@ def _message(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _call(call: object) -> dict[str, str]:
-    """Tool calls come as dictionaries in the form of OpenAI's API, or as JSON texts of them."""
+    """A tool call is a dictionary in the format of OpenAI's API, or that dictionary as JSON text."""
     if isinstance(call, str):
         try:
             call = json.loads(call)

@@ -146,7 +146,7 @@ def never_happened(groups: Sequence[Group], kind: str) -> list[str]:
 
 
 def part_charts(groups: Sequence[Group]) -> list[Chart]:
-    """Reward functions: one chart with all of them for a single run, one chart for each to compare runs."""
+    """Charts of the reward functions: all in one for a single run, one each to compare runs."""
     names = dict.fromkeys(name for group in groups for run in group.runs for name in _names(run, "reward_parts/"))
     if len(names) < 2:
         return []
