@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -41,11 +42,27 @@ def service(tiny_model_dir: Path) -> Iterator[Service]:
     thread.join()
 
 
+@pytest.fixture
+def expiry(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """The limits of threads end when this event is set, and not after some seconds."""
+    expired = threading.Event()
+
+    class Watch(threading.Timer):
+        def run(self) -> None:
+            expired.wait()
+            if not self.finished.is_set():
+                self.function()
+
+    monkeypatch.setattr(threading, "Timer", Watch)
+    yield expired
+    expired.set()
+
+
 def body(text: str) -> dict[str, object]:
     return {"messages": [{"role": "user", "content": text}], "max_tokens": 2}
 
 
-def test_only_the_request_whose_template_loops_fails(service: Service) -> None:
+def test_only_the_request_whose_template_loops_fails(service: Service, expiry: threading.Event) -> None:
     api = Api("model", KEY, preparation_s=2)
     api.service = service
 
@@ -57,7 +74,10 @@ def test_only_the_request_whose_template_loops_fails(service: Service) -> None:
             looping = [asyncio.create_task(client.post(CHAT, json=body("loop"))) for _ in range(2)]
             others = [await client.get("/health"), await client.post(CHAT, json=body("hello"))]
             assert not any(each.done() for each in looping), "they loop meanwhile"
-            return [*others, *[await each for each in looping], await client.post(CHAT, json=body("hello"))]
+            expiry.set()
+            refused = [await each for each in looping]
+            expiry.clear()
+            return [*others, *refused, await client.post(CHAT, json=body("hello"))]
 
     health, first, one, other, last = asyncio.run(ask())
     assert [each.status_code for each in (health, first, one, other, last)] == [200, 200, 400, 400, 200]
@@ -75,13 +95,22 @@ def test_a_template_that_always_loops_is_refused_at_the_start(service: Service) 
     service.text.refuse_endless_template()
 
 
-def test_vllm_answers_a_template_that_loops_as_any_other_that_fails(tiny_model_dir: Path) -> None:
+def test_vllm_answers_a_template_that_loops_as_any_other_that_fails(
+    tiny_model_dir: Path, expiry: threading.Event
+) -> None:
     tokenizer = AutoTokenizer.from_pretrained(tiny_model_dir)
     tokenizer.chat_template = TEMPLATE
-    assert bound_rendering(tokenizer, limit_s=1) is None
-    assert tokenizer.apply_chat_template([{"role": "user", "content": "hello"}], tokenize=False) == "hello"
-    with pytest.raises(ValueError, match="look for a loop in the chat template"):
-        tokenizer.apply_chat_template([{"role": "user", "content": "loop"}], tokenize=False)
+    with ThreadPoolExecutor(1) as thread:
+        assert thread.submit(bound_rendering, tokenizer).result() is None
+
+        def rendered(text: str) -> str:
+            messages = [{"role": "user", "content": text}]
+            return thread.submit(tokenizer.apply_chat_template, messages, tokenize=False).result()
+
+        assert rendered("hello") == "hello"
+        expiry.set()
+        with pytest.raises(ValueError, match="look for a loop in the chat template"):
+            rendered("loop")
     endless = AutoTokenizer.from_pretrained(tiny_model_dir)
     endless.chat_template = LOOP
     fault = bound_rendering(endless, limit_s=0.3)
