@@ -34,6 +34,7 @@ NOT_WAITS = {
     "launch/stalls/dumps.py:new_stacks": "has a limit of seconds",
     "run/clearance.py:_wait": "logs what it waits for; the launcher ends it if that process ends",
     "run/lock.py:_await_silence": "says what it waits for; half a minute at most",
+    "storage/s3.py:S3.read_into": "retries a limited number of times",
     "transport/sockets.py:ZMQMicroBatchSender._await_subscriptions": "each poll has a limit, and fails by name",
 }
 """Polls that are no waits of a user, with the reason."""

@@ -1,0 +1,164 @@
+"""Whole trees of files: from S3 to a directory, several parts at once, and back."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from pathlib import Path
+
+from prime_rl.configs.storage import S3Name
+from prime_rl.storage.etags import etag_fault
+from prime_rl.storage.s3 import S3, S3Object, StorageError
+from prime_rl.utils.files import STABLE, TEMPORARY
+
+WORKERS = 8
+"""Parts or files that move at once."""
+_WHOLE_ATTEMPTS = 3
+"""Of a file whose contents arrive damaged."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tree:
+    """What was moved."""
+
+    files: int
+    size_bytes: int
+
+
+def download_tree(
+    s3: S3, name: S3Name, target: Path, wanted: Callable[[str], bool] = lambda path: True, keep: bool = False
+) -> Tree:
+    """Download an object, or everything below a prefix, into the directory `target`.
+
+    A file appears under its name once it is whole: its size and ETag are compared. Other files stay.
+
+    Args:
+        wanted: chooses files by their path below the prefix.
+        keep: leave files of the right size alone; they must be of an earlier download of the same objects.
+
+    Raises:
+        StorageError: nothing is there, or it cannot be read. Whole files stay.
+        OSError: a file cannot be written.
+    """
+    objects = [each for each in s3.find(name) if wanted(path_below(name, each))]
+    return download_objects(s3, name, objects, target, keep)
+
+
+def download_objects(s3: S3, name: S3Name, objects: Sequence[S3Object], target: Path, keep: bool = False) -> Tree:
+    """`download_tree` of objects below `name` that are already listed."""
+    stop = threading.Event()
+    files = [_Incoming(s3, each, target / path_below(name, each), stop) for each in objects]
+    _refuse_clashes(name, [file.target for file in files])
+    missing = [file for file in files if not (keep and file.is_there)]
+    _all_done((file.jobs() for file in missing), stop)
+    return Tree(len(objects), sum(each.size_bytes for each in objects))
+
+
+def upload_tree(s3: S3, directory: Path, name: S3Name, files: Iterable[Path] | None = None) -> Tree:
+    """Upload `files` of a directory; None takes all, in its subdirectories too. Files named `STABLE` come last.
+
+    Raises:
+        StorageError: S3 refuses one, or cannot be reached. What was uploaded stays.
+        OSError: a file cannot be read.
+    """
+    chosen = sorted(path for path in directory.rglob("*") if path.is_file()) if files is None else list(files)
+    for batch in ([each for each in chosen if each.name != STABLE], [each for each in chosen if each.name == STABLE]):
+        _all_done((_uploads(s3, directory, name, batch) for _ in (1,)), threading.Event())
+    return Tree(len(chosen), sum(path.stat().st_size for path in chosen))
+
+
+def path_below(name: S3Name, item: S3Object) -> str:
+    """The path of an object below a prefix; the file's own name for the object itself."""
+    if item.name == name:
+        return name.key.rpartition("/")[2]
+    return item.name.key[len(name.prefix) :]
+
+
+Job = Callable[[], None]
+
+
+def _uploads(s3: S3, directory: Path, name: S3Name, files: Iterable[Path]) -> Iterator[Job]:
+    for file in files:
+        target = name.below(file.relative_to(directory).as_posix())
+        yield lambda file=file, target=target: s3.upload(file, target)  # type: ignore[misc]
+
+
+def _all_done(groups: Iterable[Iterator[Job]], stop: threading.Event) -> None:
+    """Run all jobs in threads; the first error ends all of them, and is raised."""
+    with ThreadPoolExecutor(WORKERS, thread_name_prefix="s3") as pool:
+        try:
+            futures = [pool.submit(job) for jobs in groups for job in jobs]
+            done, _ = wait(futures, return_when=FIRST_EXCEPTION)
+            for each in done:
+                each.result()
+        except BaseException:
+            stop.set()
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def _refuse_clashes(name: S3Name, targets: Iterable[Path]) -> None:
+    """A key `a` next to `a/b` would be a file and a directory of one name."""
+    files = set(targets)
+    for target in files:
+        if clash := next((parent for parent in target.parents if parent in files), None):
+            raise StorageError(f"{name} holds both an object {clash.name!r} and objects below it: rename one of them")
+
+
+class _Incoming:
+    """A file that arrives in parts."""
+
+    def __init__(self, s3: S3, item: S3Object, target: Path, stop: threading.Event) -> None:
+        self.target = target
+        self._s3 = s3
+        self._item = item
+        self._stop = stop
+        self._scratch = target.with_name(f"{target.name}{TEMPORARY}")
+        self._parts = [
+            (start, min(start + s3.part_bytes, item.size_bytes)) for start in range(0, item.size_bytes, s3.part_bytes)
+        ] or [(0, 0)]
+        self._left = len(self._parts)
+        self._lock = threading.Lock()
+
+    @property
+    def is_there(self) -> bool:
+        return self.target.is_file() and self.target.stat().st_size == self._item.size_bytes
+
+    def jobs(self) -> Iterator[Job]:
+        self.target.parent.mkdir(parents=True, exist_ok=True)
+        with self._scratch.open("wb") as file:
+            file.truncate(self._item.size_bytes)
+        return (lambda part=part: self._fetch(*part) for part in self._parts)  # type: ignore[misc]
+
+    def _fetch(self, start: int, stop: int) -> None:
+        self._read(start, stop)
+        with self._lock:
+            self._left -= 1
+            is_last = self._left == 0
+        if is_last:
+            self._complete()
+
+    def _read(self, start: int, stop: int) -> None:
+        if self._stop.is_set():
+            raise StorageError(f"{self._item.name}: its download was stopped")
+        descriptor = os.open(self._scratch, os.O_WRONLY)
+        try:
+            self._s3.read_into(self._item, start, stop, descriptor)
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def _complete(self) -> None:
+        for attempt in range(1, _WHOLE_ATTEMPTS + 1):
+            fault = etag_fault(self._s3, self._item, self._scratch)
+            if fault is None:
+                self._scratch.replace(self.target)
+                return
+            if attempt == _WHOLE_ATTEMPTS:
+                self._scratch.unlink(missing_ok=True)
+                raise StorageError(f"{fault}, {attempt} times")
+            for part in self._parts:
+                self._read(*part)
