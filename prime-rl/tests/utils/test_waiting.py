@@ -30,6 +30,7 @@ NOT_WAITS = {
     "inference/vllm/plugin.py:PrimeRoutes._watch": "runs next to the server, and ends with it",
     "lm_eval/worker.py:_await_server": "the server is starting; the launcher ends it if the server ends",
     "lm_eval/worker.py:new_steps": "says what it waits for, and ends with the run",
+    "launch/nodes/agent.py:orders_from": "carries out orders, and ends with the head of the launch",
     "launch/reaper.py:_wait_gone": "has a limit of seconds",
     "launch/stalls/dumps.py:new_stacks": "has a limit of seconds",
     "run/clearance.py:_wait": "logs what it waits for; the launcher ends it if that process ends",

@@ -137,6 +137,10 @@ class LocalHost:
         # Only SimpleQueue.put may interrupt a get in the same thread.
         self._events.put(Signalled(signal.Signals(signum)))
 
+    def report(self, event: Event) -> None:
+        """Have `next_event` return this event, too."""
+        self._events.put(event)
+
     def remove_if_killed(self, directory: Path) -> None:
         """Have a directory removed if this process is killed."""
         reaper.note(self.directory, scratch=str(directory))

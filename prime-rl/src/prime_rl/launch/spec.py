@@ -59,6 +59,8 @@ class Exited:
     name: str
     code: int
     """Exit code, or the negative number of the signal that killed it."""
+    node: str | None = None
+    """Name of the node that it ran on, in a launch on several."""
 
     @property
     def signal(self) -> signal.Signals | None:
@@ -83,7 +85,17 @@ class Signalled:
     signal: signal.Signals
 
 
-Event = Exited | Signalled
+@dataclass(frozen=True, slots=True)
+class NodeLost:
+    """A node is gone, and with it the children that ran there."""
+
+    node: int
+    """Its index."""
+    fault: str
+    """Which node, and why; further lines say what its agent wrote last."""
+
+
+Event = Exited | Signalled | NodeLost
 
 
 @dataclass(frozen=True, slots=True)

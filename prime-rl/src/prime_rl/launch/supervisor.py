@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from prime_rl.launch.host import Host
-from prime_rl.launch.spec import CannotStart, Event, Exited, Outcome, ProcessSpec, Signalled
+from prime_rl.launch.spec import CannotStart, Event, Exited, NodeLost, Outcome, ProcessSpec, Signalled
 from prime_rl.launch.stalls.watchdog import LOOK_EVERY_S, Stalled, Watchdog
 
 GRACE_S = 60.0
@@ -30,7 +30,7 @@ _MEMORY_HINT = (
     "Ask for more memory, or make the batch, the sequences or the model smaller."
 )
 
-Cause = Exited | Signalled | CannotStart | Stalled | None
+Cause = Exited | Signalled | NodeLost | CannotStart | Stalled | None
 """Why a run ends; None is success."""
 
 
@@ -38,8 +38,9 @@ class Supervisor:
     """Runs children until the run is complete, fails or is stopped.
 
     The run ends with the first child that fails, that exits before its work is done or the run is complete, that the
-    watchdog finds stalled, and with SIGINT, SIGTERM, SIGHUP or SIGUSR2 to the launcher. `say` receives one line for
-    each start and end, and for a signal; `stopping` is what a signal makes the children do.
+    watchdog finds stalled, with the first node that is lost, and with SIGINT, SIGTERM, SIGHUP or SIGUSR2 to the
+    launcher. `say` receives one line for each start and end, and for a signal; `stopping` is what a signal makes the
+    children do. After a failure the others have `failure_grace_s` instead of `grace_s` to stop, if it is given.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class Supervisor:
         grace_s: float = GRACE_S,
         stopping: str = "stopping",
         watchdog: Watchdog | None = None,
+        failure_grace_s: float | None = None,
     ) -> None:
         self._specs = {spec.name: spec for spec in specs}
         self._host = host
@@ -57,6 +59,7 @@ class Supervisor:
         self._grace_s = grace_s
         self._stopping = stopping
         self._watchdog = watchdog
+        self._failure_grace_s = grace_s if failure_grace_s is None else failure_grace_s
         self._stacks: dict[str, list[str]] = {}
         self._running: list[str] = []
 
@@ -87,6 +90,9 @@ class Supervisor:
             event = self._next_event()
             match event:
                 case Stalled():
+                    return event
+                case NodeLost(node):
+                    self._forget(node)
                     return event
                 case Exited(name, code):
                     self._running.remove(name)
@@ -127,7 +133,7 @@ class Supervisor:
             self._stacks = self._host.stacks(self._running)
             self._say(f"{cause.lines[0]}; the stacks are in the logs; stopping, within {self._grace_s:g} s")
         signals: set[signal.Signals] = set()
-        grace_s = self._grace_s
+        grace_s = self._failure_grace_s if isinstance(cause, Exited | NodeLost) else self._grace_s
         is_warned = isinstance(cause, Signalled) and cause.signal is signal.SIGUSR2
         if isinstance(cause, Signalled) and cause.signal is signal.SIGINT:
             grace_s = INTERRUPT_GRACE_S
@@ -150,6 +156,9 @@ class Supervisor:
                     self._running.remove(name)
                     asked = event.code == 0 or event.signal is signal.SIGTERM
                     self._say(f"{name} {'stopped' if asked else event}")
+                case NodeLost(node):
+                    self._forget(node)
+                    self._say(event.fault)
                 case Signalled(signum):
                     signals.add(signum)
                     # Not for SIGTERM: Slurm, and a batch script that forwards the signal, may both send it.
@@ -160,6 +169,10 @@ class Supervisor:
                         deadline = min(deadline, time.monotonic() + LAST_GRACE_S)
         self._host.end_all(self._straggler_grace_s(cause is None, deadline))
         return signals
+
+    def _forget(self, node: int) -> None:
+        """Drop the children of a node that is gone."""
+        self._running = [name for name in self._running if self._specs[name].node != node]
 
     def _straggler_grace_s(self, completed: bool, deadline: float) -> float:
         if self._running:
@@ -176,14 +189,23 @@ class Supervisor:
                 return Outcome(128 + signum, f"stopped by {by}", was_stopped=True)
             case CannotStart():
                 return Outcome(1, str(cause))
+            case NodeLost():
+                return self._loss(cause)
             case Stalled():
                 return self._stall(cause)
             case Exited():
                 return self._failure(cause)
 
+    def _loss(self, lost: NodeLost) -> Outcome:
+        there = [name for name, spec in self._specs.items() if spec.node == lost.node]
+        message = f"{lost.fault}\nit ran {', '.join(there) or 'nothing'}"
+        if not there:
+            return Outcome(1, message)
+        return Outcome(1, message, tuple(self._host.tail(there[0])), f"the last lines of {there[0]}")
+
     def _failure(self, end: Exited) -> Outcome:
         spec = self._specs[end.name]
-        what = str(end)
+        what = str(end) if end.node is None else f"{end} on {end.node}"
         if not end.code:
             what += " before its work was done" if spec.completes_run else ", although the run was not complete"
         message = f"{end.name} {what}; its log is {spec.log}"

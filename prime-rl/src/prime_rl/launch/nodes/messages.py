@@ -1,0 +1,170 @@
+"""What the head of a launch and its agents say to each other: one JSON object a line.
+
+Lines travel over stdin and stdout of the agent, so that whatever started it (srun, ssh, a Ray actor) carries and
+protects them. An order with a number is answered with an `Answer` of the same number.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from prime_rl.launch.nodes.facts import NodeFacts
+from prime_rl.launch.spec import ProcessSpec
+from prime_rl.launch.stalls.watchdog import Observed
+
+PROTOCOL = 1
+"""Raise it when a message changes: head and agents may run different checkouts."""
+
+MAX_LINE_BYTES = 64 * 2**20
+
+PING_EVERY_S = 2.0
+"""Both sides say something this often."""
+
+
+class BadMessage(Exception):
+    """A line that is no message of this protocol."""
+
+
+class _Order(msgspec.Struct, frozen=True, tag=True):
+    number: int = 0
+    """0 asks for no answer."""
+
+
+class Start(_Order, frozen=True, kw_only=True):
+    """Start a process. Its secrets travel here, and in no argument list or file."""
+
+    spec: ProcessSpec
+    umask: int
+
+
+class Stop(_Order, frozen=True, kw_only=True):
+    """Ask a process to stop."""
+
+    name: str
+
+
+class Relay(_Order, frozen=True, kw_only=True):
+    """Forward a signal to the processes that handle it. The answer's `heard` tells whether one does."""
+
+    name: str
+    signum: signal.Signals
+
+
+class EndAll(_Order, frozen=True, kw_only=True):
+    """End everything that is left."""
+
+    grace_s: float
+
+
+class Tail(_Order, frozen=True, kw_only=True):
+    """The last lines of a log."""
+
+    name: str
+
+
+class Stacks(_Order, frozen=True, kw_only=True):
+    """Make processes write their stacks."""
+
+    names: tuple[str, ...]
+
+
+class Ping(_Order, frozen=True):
+    """The head is alive."""
+
+
+Order = Start | Stop | Relay | EndAll | Tail | Stacks | Ping
+
+
+class Hello(msgspec.Struct, frozen=True, tag=True):
+    """The first line of an agent."""
+
+    facts: NodeFacts
+    protocol: int = PROTOCOL
+
+
+class Refusal(msgspec.Struct, frozen=True, tag=True):
+    """The only line of an agent that cannot work."""
+
+    fault: str
+
+
+class Answer(msgspec.Struct, frozen=True, tag=True):
+    """The result of an order."""
+
+    number: int
+    fault: str | None = None
+    """Why it could not be carried out."""
+    heard: bool = False
+    lines: Mapping[str, list[str]] = {}
+    """Lines of logs, by process."""
+
+
+class Ended(msgspec.Struct, frozen=True, tag=True):
+    """A process has ended."""
+
+    name: str
+    code: int
+    is_complete: bool
+    """Whether it had done its work. Judged here, because other nodes may see the file that tells it later."""
+    tail: list[str]
+    """Its last log lines."""
+
+
+class Caught(msgspec.Struct, frozen=True, tag=True):
+    """The agent received a signal."""
+
+    signum: signal.Signals
+
+
+class Status(msgspec.Struct, frozen=True, tag=True):
+    """What the running processes have reported of their progress. Also tells that the node is alive."""
+
+    observed: Mapping[str, Observed]
+
+
+Report = Hello | Refusal | Answer | Ended | Caught | Status
+
+_MessageT = TypeVar("_MessageT")
+
+
+def encoded(message: Order | Report) -> bytes:
+    """A message as a line."""
+    return msgspec.json.encode(message, enc_hook=_plain) + b"\n"
+
+
+def order_of(line: bytes) -> Order:
+    """Raises BadMessage."""
+    return _decoded(line, _ORDERS)
+
+
+def report_of(line: bytes) -> Report:
+    """Raises BadMessage."""
+    return _decoded(line, _REPORTS)
+
+
+def _decoded(line: bytes, decoder: msgspec.json.Decoder[_MessageT]) -> _MessageT:
+    try:
+        return decoder.decode(line)
+    except msgspec.DecodeError as error:
+        raise BadMessage(f"{line[:200].decode(errors='replace').strip()!r} ({error})") from error
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, Path):
+        return str(value)
+    raise NotImplementedError(f"{type(value).__name__} does not travel")
+
+
+def _path(kind: type, value: Any) -> Any:
+    if issubclass(kind, Path):
+        return Path(value)
+    raise NotImplementedError(f"{kind.__name__} does not travel")
+
+
+_ORDERS: msgspec.json.Decoder[Order] = msgspec.json.Decoder(Order, dec_hook=_path)
+_REPORTS: msgspec.json.Decoder[Report] = msgspec.json.Decoder(Report, dec_hook=_path)

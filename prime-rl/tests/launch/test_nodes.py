@@ -1,0 +1,277 @@
+"""Two agents as real processes: what ends a launch on two nodes, what it says, and that nothing is left on either.
+
+Every process of a launch holds one named pipe open for writing, so the pipe's end says that all of them are gone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from prime_rl.launch import CannotStart, LocalHost, ProcessSpec
+from prime_rl.launch.nodes.agent import orders_from
+from prime_rl.launch.nodes.channels import PipeChannel, agent_argv
+from prime_rl.launch.nodes.cluster import ClusterHost
+from prime_rl.launch.nodes.messages import BadMessage, Ping, Start, Stop, encoded, order_of
+from prime_rl.launch.spec import NodeLost
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+
+HEAD = """
+import json, os, sys
+from pathlib import Path
+from prime_rl.launch import LocalHost, ProcessSpec, Supervisor
+from prime_rl.launch.nodes.channels import PipeChannel, agent_argv
+from prime_rl.launch.nodes.cluster import ClusterHost
+from prime_rl.launch.stalls.watchdog import StallLimits, Watchdog
+
+root, children, limits = Path(sys.argv[1]), json.loads(sys.argv[2]), json.loads(sys.argv[3])
+grace_s = limits.pop("grace_s", 60)
+with LocalHost() as local:
+    channels = [
+        PipeChannel(name, agent_argv(), {**os.environ, "SLURMD_NODENAME": name}) for name in ("n0", "n1")
+    ]
+    (root / "agents").write_text(json.dumps([channel.pid for channel in channels]))
+    with ClusterHost(local, channels) as host:
+        specs = [
+            ProcessSpec(
+                name, (sys.executable, "-c", code), root / f"{name}.log", node=node, completes_run=True,
+                beats=root / f"{name}.beat", completion=root / f"{name}.complete", secrets={"KEY": "open sesame"},
+            )
+            for name, (node, code) in children.items()
+        ]
+        watchdog = Watchdog(StallLimits(**limits))
+        say = lambda line: print(line, flush=True)
+        outcome = Supervisor(specs, host, say, grace_s, watchdog=watchdog, failure_grace_s=15).run()
+print(outcome.report())
+raise SystemExit(outcome.exit_code)
+"""
+
+PRELUDE = """
+import os, signal, sys
+from prime_rl.run.beats import own_beats
+from prime_rl.run.completion import report_completion
+from prime_rl.utils.stacks import write_stacks_on_signal
+write_stacks_on_signal()
+pipe = os.open(os.environ["PIPE"], os.O_WRONLY)
+def tell(word): os.write(pipe, f"{word}\\n".encode())
+def ready(): tell(f"ready {os.getpid()} {os.environ['SLURMD_NODENAME']}")
+def wait_for_ever():
+    while True: signal.pause()
+def save(signum, frame):
+    tell("saved")
+    sys.exit(143)
+signal.signal(signal.SIGTERM, save)
+own_beats().say("training")
+own_beats().started()
+"""
+SAVING = PRELUDE + "ready(); wait_for_ever()"
+FAILING = PRELUDE + "tell('ready'); print('before', flush=True); sys.exit('it broke')"
+DONE = PRELUDE + "tell('ready'); assert os.environ['KEY'][:4] == 'open'; report_completion()"
+UNFINISHED = PRELUDE + "tell('ready')"
+STUBBORN = PRELUDE + "signal.signal(signal.SIGTERM, signal.SIG_IGN); ready(); wait_for_ever()"
+
+
+@dataclass
+class Launch:
+    """A head in a process of its own with two agents, and the pipe that all children hold."""
+
+    root: Path
+    process: subprocess.Popen[str] = field(init=False)
+    descriptor: int = field(init=False)
+    pids: dict[str, int] = field(default_factory=dict)
+    """A child of each node."""
+
+    def start(self, children: dict[str, tuple[int, str]], ready: int | None = None, **limits: float) -> None:
+        """Start children on nodes, and wait until all are ready, or `ready` of them."""
+        os.mkfifo(self.root / "pipe")
+        self.descriptor = os.open(self.root / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", HEAD, str(self.root), json.dumps(children), json.dumps(limits)],
+            env=os.environ | {"PIPE": str(self.root / "pipe"), "PRIME_RL_RUNTIME_DIR": str(self.root / "runtime")},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        text = ""
+        while text.count("ready") < (len(children) if ready is None else ready):
+            select.select([self.descriptor], [], [])
+            data = os.read(self.descriptor, 4096)
+            assert data or self.process.poll() is None, f"the launch ended after {text!r}"
+            text += data.decode()
+        self.pids = {line.split()[2]: int(line.split()[1]) for line in text.splitlines()}
+
+    def agent(self, node: int) -> int:
+        return int(json.loads((self.root / "agents").read_text())[node])
+
+    def rest_of_pipe(self) -> str:
+        """What is still written until the last process that holds the pipe is gone."""
+        os.set_blocking(self.descriptor, True)
+        text = ""
+        while data := os.read(self.descriptor, 4096):
+            text += data.decode()
+        return text
+
+    def end(self) -> str:
+        """The head's output, once it has ended."""
+        return self.process.communicate()[0]
+
+    def left_over(self) -> list[str]:
+        return sorted(path.name for path in (self.root / "runtime").iterdir() if path.name != ".lock")
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> Iterator[Launch]:
+    launch = Launch(tmp_path)
+    yield launch
+    launch.process.kill()
+    launch.process.wait()
+    launch.process.stdout.close()
+    os.close(launch.descriptor)
+
+
+def test_two_nodes_run_to_a_common_end_and_secrets_reach_no_file_or_argument(launch: Launch) -> None:
+    launch.start({"trainer": (0, DONE), "trainer_rank_1": (1, DONE)}, ready=0)
+    output = launch.end()
+    assert launch.process.returncode == 0, output
+    assert "trainer finished" in output
+    texts = [path.read_text() for path in launch.root.glob("*.log")]
+    assert len(texts) == 2
+    assert not any("sesame" in text for text in (output, *texts))
+    assert launch.left_over() == []
+
+
+@pytest.mark.parametrize(("code", "words"), [(FAILING, "exited with code 1"), (UNFINISHED, "before its work was done")])
+def test_a_child_that_fails_on_the_second_node_is_named_with_its_node_and_last_lines(
+    launch: Launch, code: str, words: str
+) -> None:
+    launch.start({"trainer": (0, SAVING), "trainer_rank_1": (1, code)}, ready=0)
+    output = launch.end()
+    assert launch.process.returncode == 1
+    assert f"\ntrainer_rank_1 exited with code {int(code == FAILING)} on n1" in output
+    assert words in output
+    assert ("  | before\n  | it broke\n" in output) == (code == FAILING)
+    launch.rest_of_pipe()
+    assert launch.left_over() == []
+
+
+def test_a_child_that_is_killed_on_the_second_node_ends_the_first(launch: Launch) -> None:
+    launch.start({"trainer": (0, SAVING), "trainer_rank_1": (1, SAVING)})
+    os.kill(launch.pids["n1"], signal.SIGKILL)
+    assert launch.rest_of_pipe() == "saved\n"
+    assert "\ntrainer_rank_1 was ended by SIGKILL on n1" in launch.end()
+    assert launch.process.returncode == 1
+
+
+def test_an_agent_that_is_killed_ends_the_launch_by_the_nodes_name_and_leaves_nothing(launch: Launch) -> None:
+    launch.start({"trainer": (0, SAVING), "trainer_rank_1": (1, SAVING), "trainer_rank_2": (1, SAVING)})
+    os.kill(launch.agent(1), signal.SIGKILL)
+    assert launch.rest_of_pipe() == 3 * "saved\n", "the guard on the lost node lets its children save, too"
+    output = launch.end()
+    assert launch.process.returncode == 1
+    assert "node n1 is gone: its agent ended (" in output
+    assert "ended by signal 9" in output
+    assert "it ran trainer_rank_1, trainer_rank_2\nthe last lines of trainer_rank_1:" in output
+
+
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM])
+def test_without_their_head_both_nodes_save_and_end(launch: Launch, signum: signal.Signals) -> None:
+    launch.start({"trainer": (0, SAVING), "trainer_rank_1": (1, SAVING)})
+    launch.process.send_signal(signum)
+    assert launch.rest_of_pipe() == 2 * "saved\n"
+    output = launch.end()
+    if signum is signal.SIGTERM:
+        assert launch.process.returncode == 143
+        assert output.endswith("stopped by SIGTERM\n")
+        assert launch.left_over() == []
+
+
+def test_a_signal_to_an_agent_stops_the_launch_in_order(launch: Launch) -> None:
+    """Slurm signals every step of a job."""
+    launch.start({"trainer": (0, SAVING), "trainer_rank_1": (1, SAVING)})
+    os.kill(launch.agent(1), signal.SIGTERM)
+    assert launch.rest_of_pipe() == 2 * "saved\n"
+    assert launch.end().endswith("stopped by SIGTERM\n")
+
+
+def test_a_child_that_hangs_on_the_second_node_is_found_and_shows_its_stack(launch: Launch) -> None:
+    launch.start({"trainer_rank_1": (1, STUBBORN)}, timeout_s=0.1, grace_s=0.1)
+    assert launch.rest_of_pipe() == ""
+    output = launch.end()
+    assert "\ntrainer_rank_1 made no progress since" in output
+    assert "it was: training" in output
+    assert "in wait_for_ever" in output
+
+
+@pytest.fixture
+def local(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalHost]:
+    monkeypatch.setenv("PRIME_RL_RUNTIME_DIR", str(tmp_path / "runtime"))
+    with LocalHost() as host:
+        yield host
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        ("import sys; sys.exit('no such module')", ["n7", "exit code 1", "| no such module"]),
+        ("print('Welcome to n7!')", ["n7", "a line that is no message", "Welcome to n7!"]),
+        ("""print('{"type":"Refusal","fault":"a GPU twice"}')""", ["n7", "a GPU twice"]),
+    ],
+)
+def test_an_agent_that_cannot_work_is_reported_with_what_it_said(local: LocalHost, code: str, words: list[str]) -> None:
+    with pytest.raises(CannotStart) as refused, ClusterHost(local, [PipeChannel("n7", (sys.executable, "-c", code))]):
+        pass
+    assert all(word in str(refused.value) for word in words), refused.value
+
+
+def test_a_program_that_is_missing_on_a_node_is_named_with_the_node(local: LocalHost, tmp_path: Path) -> None:
+    with ClusterHost(local, [PipeChannel("n0", agent_argv())]) as host:
+        spec = ProcessSpec("inference", ("/nowhere/inference",), tmp_path / "inference.log")
+        with pytest.raises(CannotStart, match=f"on {host.facts[0].name}: .*inference.*No such file"):
+            host.start(spec)
+
+
+def test_a_node_that_falls_silent_is_lost_although_its_connection_stays(local: LocalHost, tmp_path: Path) -> None:
+    channel = PipeChannel("n0", agent_argv())
+    with ClusterHost(local, [channel], silent_s=3.0) as host:
+        os.kill(channel.pid, signal.SIGSTOP)
+        event = host.next_event(None)
+        os.kill(channel.pid, signal.SIGCONT)
+    assert isinstance(event, NodeLost)
+    assert "said nothing for 3 s" in event.fault
+
+
+def test_an_agent_takes_the_silence_of_its_head_for_its_end() -> None:
+    reading, writing = os.pipe()
+    os.write(writing, encoded(Stop(name="trainer")) + encoded(Ping()))
+    assert list(orders_from(reading, silent_s=0.01)) == [Stop(name="trainer")]
+    os.close(reading)
+    os.close(writing)
+
+
+def test_an_order_arrives_as_it_was_sent(tmp_path: Path) -> None:
+    spec = ProcessSpec(
+        "trainer",
+        ("python", "-c", 'print("ä\n")'),
+        tmp_path / "a b.log",
+        {"A": "1\n2"},
+        {"KEY": "secret"},
+        node=1,
+        gpus=("GPU-1",),
+        relays=frozenset({signal.SIGUSR1}),
+    )
+    order = Start(7, spec=spec, umask=0o077)
+    line = encoded(order)
+    assert line.count(b"\n") == 1
+    assert order_of(line) == order
+    for damaged in (line[:-9], b"{}", b'{"type":"Start"}', b"\xff\n", b"[" * 100_000):
+        with pytest.raises(BadMessage):
+            order_of(damaged)
