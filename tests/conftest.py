@@ -192,7 +192,7 @@ class SlurmCluster:
         self.ask("scancel", "--user=root", "--signal=KILL", "--full")
         for daemon in reversed(self._daemons):
             daemon.terminate()
-            daemon.wait(timeout=30)
+            daemon.wait()
 
     @property
     def env(self) -> dict[str, str]:

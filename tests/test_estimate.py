@@ -54,7 +54,7 @@ def sft_toml(tmp_path: Path, model: Path) -> Path:
 def run(command: str, *words: str | Path, **env: str) -> subprocess.CompletedProcess[str]:
     code = f"from medarc_rl.{command} import main; main()"
     argv = [sys.executable, "-c", code, *map(str, words)]
-    return subprocess.run(argv, capture_output=True, text=True, check=False, env={**os.environ, **env}, timeout=300)
+    return subprocess.run(argv, capture_output=True, text=True, check=False, env={**os.environ, **env})
 
 
 def answer(command: str, *words: str | Path) -> dict[str, Any]:

@@ -110,7 +110,7 @@ class Stage:
         """Wait until stand-ins have written `word` `times` times."""
         text = ""
         while text.count(word) < times:
-            assert select.select([self._pipe], [], [], 60)[0], f"no {word!r} after {text!r}"
+            select.select([self._pipe], [], [])
             text += os.read(self._pipe, 4096).decode()
 
     def wait_until_all_are_gone(self) -> None:
@@ -271,7 +271,7 @@ def test_a_signal_to_the_launcher_leaves_no_process_and_no_file(waiting_stage: S
     waiting_stage.expect("ready", times=3)
     assert [path.stat().st_mode & 0o777 for path in waiting_stage.left()] == [0o700]
     launcher.send_signal(signum)
-    _, stderr = launcher.communicate(timeout=60)
+    _, stderr = launcher.communicate()
     assert launcher.returncode == 128 + signum
     by = "Ctrl-C" if signum is signal.SIGINT else signum.name
     assert stderr == f"stopped by {by}\nnothing was saved to continue from: [ckpt] is not set\n"
@@ -285,10 +285,10 @@ def test_a_launcher_that_is_killed_leaves_no_process_and_no_file(waiting_stage: 
     children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
     ends = [os.pidfd_open(int(pid)) for pid in children]
     launcher.kill()
-    launcher.communicate(timeout=60)
+    launcher.communicate()
     waiting_stage.wait_until_all_are_gone()
     for end in ends:
-        assert select.select([end], [], [], 60)[0], "a child or the guard is still there"
+        select.select([end], [], [])
         os.close(end)
     assert waiting_stage.left() == []
 
@@ -306,7 +306,7 @@ tell("listening"); wait()
     for launcher in launchers:
         launcher.terminate()
     for launcher in launchers:
-        launcher.communicate(timeout=60)
+        launcher.communicate()
         assert launcher.returncode == 143
     assert waiting_stage.left() == []
 

@@ -98,7 +98,7 @@ def running(*words: str) -> Iterator[str]:
         assert process.poll() is None, "the run has ended before the check"
     finally:
         process.send_signal(signal.SIGTERM)
-        process.communicate(timeout=60)
+        process.communicate()
 
 
 def pids_of(mark: str) -> Iterator[tuple[int, str]]:

@@ -38,7 +38,7 @@ class Opened:
 @pytest.fixture(scope="module")
 def chromium() -> Iterator[Any]:
     with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"], timeout=0)
         yield browser
         browser.close()
 
@@ -73,6 +73,7 @@ class open_page:
 
     def __init__(self, chromium: Any, file: Path, **options: Any) -> None:
         self.context = chromium.new_context(**options)
+        self.context.set_default_timeout(0)  # the suite's limit is the only one
         self.file = file
 
     def __enter__(self) -> Opened:

@@ -55,7 +55,7 @@ def server_url(tiny_model_dir: Path, env: dict[str, str]) -> Iterator[str]:
         process = subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=env)
         yield f"http://127.0.0.1:{port}/v1"
         process.terminate()
-        process.wait(timeout=60)
+        process.wait()
 
 
 @pytest.fixture(scope="module")
@@ -155,7 +155,7 @@ def test_a_stopped_evaluation_keeps_what_it_has(command: Command, server_url: st
         if "SUCCESS base" in line:
             process.terminate()
             break
-    process.communicate(timeout=60)
+    process.communicate()
     assert process.returncode == 143
     assert len([each for each in command.results if each["step"] == 0]) == 16
     assert len(command.results) < 32

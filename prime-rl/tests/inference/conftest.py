@@ -10,7 +10,6 @@ import shutil
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -84,7 +83,7 @@ class Server:
             self.lines: list[str] = []
             self._read_until_ready()
         url = f"http://127.0.0.1:{port}"
-        self.client = httpx.Client(base_url=url, timeout=120, headers={"Authorization": f"Bearer {self.key(url)}"})
+        self.client = httpx.Client(base_url=url, timeout=None, headers={"Authorization": f"Bearer {self.key(url)}"})
 
     @staticmethod
     def key(url: str) -> str:
@@ -135,7 +134,7 @@ class Server:
     def stop(self) -> int:
         self.client.close()
         self.process.terminate()
-        return self.process.wait(timeout=60)
+        return self.process.wait()
 
 
 def vllm_python() -> str | None:
@@ -218,9 +217,8 @@ def wait_for_load(server: Server) -> Callable[[Callable[[float], bool]], None]:
     """Waits until the server has the expected number of samples."""
 
     def wait(is_expected: Callable[[float], bool]) -> None:
-        deadline = time.monotonic() + 60
-        while not is_expected(load := server.client.get("/load").json()["server_load"]):
-            assert time.monotonic() < deadline, f"the server's load stays {load}"
+        while not is_expected(server.client.get("/load").json()["server_load"]):
+            continue
 
     return wait
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -197,17 +197,19 @@ def test_new_weights_change_the_completions_and_null_restores_the_initial_weight
 def test_running_requests_survive_weight_updates_and_say_which_weights_made_each_token(
     server, next_weights, wait_for_load
 ) -> None:
+    spans: list[dict[str, int]] = []
     with ThreadPoolExecutor(1) as pool:
-        running = pool.submit(server.complete, PROMPT, max_tokens=900, ignore_eos=True, seed=1)
-        wait_for_load(lambda load: load == 1)
-        for directory in (str(next_weights), None) * 10:
-            server.post("/update_weights", {"weight_dir": directory})
-        (choice,) = running.result()["choices"]
-    spans = choice["weight_versions"]
-    assert len(spans) > 1
-    assert {span["version"] for span in spans} == {0, 3}
-    assert [span["start"] for span in spans[1:]] == [span["end"] for span in spans[:-1]]
-    assert (spans[0]["start"], spans[-1]["end"], len(choice["token_ids"])) == (0, 900, 900)
+        while {span["version"] for span in spans} != {0, 3}:  # the request ended before the updates: once more
+            server.post("/pause", {})
+            running = pool.submit(server.complete, PROMPT, max_tokens=900, ignore_eos=True, seed=1)
+            wait_for_load(lambda load: load == 1)
+            server.post("/resume", {})
+            for directory in (str(next_weights), None) * 10:
+                server.post("/update_weights", {"weight_dir": directory})
+            (choice,) = running.result()["choices"]
+            spans = choice["weight_versions"]
+            assert [span["start"] for span in spans[1:]] == [span["end"] for span in spans[:-1]]
+            assert (spans[0]["start"], spans[-1]["end"], len(choice["token_ids"])) == (0, 900, 900)
 
 
 def wrong_shapes(directory: Path) -> None:
@@ -251,10 +253,21 @@ def test_a_paused_server_responds_after_resume(server) -> None:
 
 
 def test_a_pause_under_load_holds_every_request_where_it_is(server, reference, wait_for_load) -> None:
+    def running() -> list[tuple[list[int], Future[dict[str, Any]]]]:
+        """Four requests that have begun and are paused before any of them has ended."""
+        while True:
+            server.post("/pause", {})
+            ask = [(each, pool.submit(server.complete, each, max_tokens=500, ignore_eos=True)) for each in prompts(4)]
+            wait_for_load(lambda load: load == 4)
+            server.post("/resume", {})
+            server.post("/pause", {})
+            if server.client.get("/load").json()["server_load"] == 4:
+                return ask
+            server.post("/resume", {})
+            wait([answer for _, answer in ask])
+
     with ThreadPoolExecutor(5) as pool:
-        ask = [(prompt, pool.submit(server.complete, prompt, max_tokens=500, ignore_eos=True)) for prompt in prompts(4)]
-        wait_for_load(lambda load: load == 4)
-        server.post("/pause", {})
+        ask = running()
         ask.append((PROMPT, pool.submit(server.complete, PROMPT, max_tokens=8, ignore_eos=True)))
         wait_for_load(lambda load: load == 5)
         assert server.client.get("/health").status_code == 200

@@ -256,7 +256,7 @@ def _sampled(
 
 
 def main() -> None:
-    mesh = ParallelDims(dp_replicate=1, dp_shard=1).mesh(setup_world("cpu", timeout_s=60, environ={}))
+    mesh = ParallelDims(dp_replicate=1, dp_shard=1).mesh(setup_world("cpu", timeout_s=3600, environ={}))
     outcomes = {}
     for case in cases():
         if sys.argv[1:] and case.family not in sys.argv[1:]:

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(not PAGE.is_file(), reason="docs/models.md is no
 
 @pytest.fixture(scope="module")
 def mesh() -> Iterator[Mesh]:
-    yield ParallelDims(dp_replicate=1, dp_shard=1).mesh(setup_world("cpu", timeout_s=60, environ={}))
+    yield ParallelDims(dp_replicate=1, dp_shard=1).mesh(setup_world("cpu", timeout_s=3600, environ={}))
     destroy_world()
 
 

@@ -52,7 +52,7 @@ def load_environment(when, how):
 
     rubric = vf.Rubric(funcs=[reward])
     # verifiers runs the turns in a task of their own if there is a time limit.
-    timeout_s = 60.0 if when == "turn" else None
+    timeout_s = 3600.0 if when == "turn" else None
     return Leaving(when, how, dataset=rows, rubric=rubric, max_turns=2, timeout_seconds=timeout_s)
 """
 

@@ -264,7 +264,7 @@ async def test_a_refusal_names_the_route_the_status_and_the_servers_words(policy
 
 async def test_a_busy_server_is_asked_again(policy_server) -> None:
     policy_server.refusal = (503, "busy")
-    channel = ChatChannel(policy_server.url, {}, timeout_s=10, max_retries=3)
+    channel = ChatChannel(policy_server.url, {}, timeout_s=3600, max_retries=3)
     pauses: list[float] = []
 
     async def pause(seconds: float) -> None:

@@ -24,7 +24,6 @@ from prime_rl.run.paths import RunPaths, stable_steps
 from prime_rl.transport import TrainingBatch, setup_batch_receiver
 from prime_rl.utils.files import replacing_directory
 
-LIMIT_S = 120.0
 LOOK_S = 0.05
 
 
@@ -66,7 +65,7 @@ class Run:
             (scratch / "model.safetensors").touch()
 
     def finish(self) -> int:
-        return self.process.wait(LIMIT_S)
+        return self.process.wait()
 
     @property
     def log(self) -> str:

@@ -25,7 +25,7 @@ HERE = Path(__file__).parent
 @pytest.fixture
 def mesh() -> Iterator[Mesh]:
     """A mesh with only this process, on the CPU."""
-    yield ParallelDims(dp_replicate=1, dp_shard=1).mesh(setup_world("cpu", timeout_s=60, environ={}))
+    yield ParallelDims(dp_replicate=1, dp_shard=1).mesh(setup_world("cpu", timeout_s=3600, environ={}))
     destroy_world()
 
 
@@ -60,7 +60,7 @@ def assert_two_processes_train_like_one() -> Callable[[SFTConfig], None]:
 def _run_python(*arguments: str | Path) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     completed = subprocess.run(
-        [sys.executable, *arguments], env=environment, capture_output=True, text=True, check=False, timeout=120
+        [sys.executable, *arguments], env=environment, capture_output=True, text=True, check=False
     )
     assert completed.returncode == 0, completed.stdout + completed.stderr
 

@@ -38,7 +38,7 @@ LENGTHS = [length for short in range(6, 30, 3) for length in (short, ROW_TOKENS 
 
 
 def main(model_dir: str, results: Path) -> None:
-    process = setup_world("cpu", timeout_s=120)
+    process = setup_world("cpu", timeout_s=3600)
     found = {}
     for replicas in range(1, process.world_size + 1):
         config = ModelConfig(name=model_dir, attn="sdpa", dp_replicate=replicas)

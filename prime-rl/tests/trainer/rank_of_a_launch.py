@@ -32,7 +32,7 @@ def listening_addresses() -> set[str]:
 
 setup_logger("warning", None)
 with leaving_at_once(), exit_on_error():
-    process = setup_world("cpu", timeout_s=60)
+    process = setup_world("cpu", timeout_s=3600)
     total = torch.ones(1)
     dist.all_reduce(total)
     os.write(sys.stdout.fileno(), f"rank {process.rank} of {int(total)} on {sorted(listening_addresses())}\n".encode())

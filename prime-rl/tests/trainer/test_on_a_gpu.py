@@ -35,7 +35,7 @@ LENGTHS = (70, 130, 1, 300)
 
 @pytest.fixture
 def gpu() -> Iterator[Mesh]:
-    yield ParallelDims(dp_replicate=1, dp_shard=1).mesh(setup_world("cuda", timeout_s=60, environ={}))
+    yield ParallelDims(dp_replicate=1, dp_shard=1).mesh(setup_world("cuda", timeout_s=3600, environ={}))
     destroy_world()
 
 

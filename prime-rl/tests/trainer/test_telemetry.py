@@ -135,7 +135,7 @@ def test_memory_snapshots_are_written_for_every_step(sft: dict[str, Any], tmp_pa
 
 def page(url: str, key: str = "") -> str:
     request = urllib.request.Request(url, headers={"Authorization": f"Bearer {key}"} if key else {})
-    with urllib.request.urlopen(request, timeout=5) as answer:
+    with urllib.request.urlopen(request) as answer:
         return answer.read().decode()
 
 

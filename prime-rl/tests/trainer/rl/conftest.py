@@ -11,5 +11,5 @@ from prime_rl.trainer.process.world import destroy_world, setup_world
 @pytest.fixture
 def mesh() -> Mesh:
     """A mesh with only this process."""
-    yield ParallelDims(dp_replicate=1, dp_shard=1).mesh(setup_world("cpu", timeout_s=60))
+    yield ParallelDims(dp_replicate=1, dp_shard=1).mesh(setup_world("cpu", timeout_s=3600))
     destroy_world()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -42,8 +43,8 @@ def port() -> Iterator[int]:
 def made(run: OrchestratorPaths, mesh, port: int) -> Made:
     """Creates the trainer's side of the broadcast."""
 
-    def make(timeout_s: int = 60, is_stopping: bool = False) -> GroupBroadcast:
-        config = NCCLWeightBroadcastConfig(host="127.0.0.1", port=port, timeout=timeout_s)
+    def make(is_stopping: bool = False) -> GroupBroadcast:
+        config = NCCLWeightBroadcastConfig(host="127.0.0.1", port=port, timeout=3600)
         return GroupBroadcast(config, run, mesh.process, lambda: is_stopping)
 
     return make
@@ -59,7 +60,7 @@ def test_an_engine_receives_every_tensor_of_the_model(made, model, run, port, ti
     broadcast.start(0)
 
     def receive() -> None:
-        engine = WeightGroup(("127.0.0.1", port), 1, 2, torch.device("cpu"), timeout_s=60)
+        engine = WeightGroup(("127.0.0.1", port), 1, 2, torch.device("cpu"), timeout_s=3600)
         received.update({name: tensor.clone() for name, tensor in engine.receive(3)})
 
     engine = threading.Thread(target=receive)
@@ -73,8 +74,9 @@ def test_an_engine_receives_every_tensor_of_the_model(made, model, run, port, ti
 
 
 def test_a_version_waits_for_the_orchestrators_request(made, model, run) -> None:
-    broadcast = made(timeout_s=1)
+    broadcast = made()
     broadcast.start(0)
+    broadcast.config = broadcast.config.model_copy(update={"timeout": 1})  # the port is open already
     with pytest.raises(
         BroadcastError,
         match=r"waited for the orchestrator's request for version 1 since .* weight_broadcast\.timeout = 1 s",
@@ -84,8 +86,9 @@ def test_a_version_waits_for_the_orchestrators_request(made, model, run) -> None
 
 
 def test_servers_that_have_exited_are_an_error(made, model, run) -> None:
-    broadcast = made(timeout_s=1)
+    broadcast = made()
     broadcast.start(0)
+    broadcast._group._timeout = timedelta(seconds=1)  # the port is open already
     ask_for(run, 1)
     with pytest.raises(BroadcastError, match="version 1 did not reach the inference servers"):
         broadcast.publish(model, 1, torch.float32)

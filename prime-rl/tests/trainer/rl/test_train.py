@@ -69,7 +69,7 @@ def command(out: Path, model: Path, *options: str, processes: int = 1) -> list[s
 def trained(out: Path, model: Path, *options: str, processes: int = 1) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     return subprocess.run(
-        command(out, model, *options, processes=processes), env=environment, capture_output=True, text=True, timeout=300
+        command(out, model, *options, processes=processes), env=environment, capture_output=True, text=True
     )
 
 
@@ -200,7 +200,7 @@ def stopped_run(request, tmp_path_factory, tiny_model_dir) -> Path:
         send(out, 1)
         read_until("Step 1 |")
         process.send_signal(signal.SIGTERM)
-        process.communicate(timeout=120)
+        process.communicate()
     assert process.returncode == 143
     return out
 

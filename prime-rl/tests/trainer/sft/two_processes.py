@@ -27,7 +27,7 @@ from prime_rl.utils.pydantic_config import parse_argv_or_exit
 
 def main() -> None:
     config = parse_argv_or_exit(SFTConfig)
-    process = setup_world("cpu", timeout_s=120)
+    process = setup_world("cpu", timeout_s=3600)
     for dp_replicate in range(1, process.world_size + 1):
         step_on_the_same_rows(config, process, dp_replicate)
     if process.world_size > 1:
