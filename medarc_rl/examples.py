@@ -51,6 +51,26 @@ EXAMPLES: Mapping[str, tuple[str, ...]] = {
         "medarc_slurm rl examples/reverse_text/rl_slurm.toml --train-gpus 1 --infer-gpus 1 --requeue",
     ),
     "medarc_slurm check": ("medarc_slurm check rl examples/reverse_text/rl_slurm.toml --single-gpu --json",),
+    "medarc_slurm status": ("medarc_slurm status last",),
+    "medarc_slurm logs": ("medarc_slurm logs 123 -f",),
+    "medarc_slurm cancel": ("medarc_slurm cancel rl_slurm-rl",),
+    "medarc_submit sft": (
+        "medarc_submit sft examples/reverse_text/sft.toml --to kubernetes --image registry.example/medarc-rl:1.0 "
+        "--gpus 2 --output-claim runs --dry-run",
+    ),
+    "medarc_submit rl": (
+        "medarc_submit rl examples/reverse_text/rl_slurm.toml --to kubernetes --image registry.example/medarc-rl:1.0 "
+        "--output-claim runs --secret-env HF_TOKEN=hub/token",
+    ),
+    "medarc_submit eval": (
+        "medarc_submit eval examples/med_calc/eval_cpu.toml --to kubernetes --image registry.example/medarc-rl:1.0 "
+        "--gpus 0 --output-claim runs --wait",
+    ),
+    "medarc_jobs list": ("medarc_jobs list", "medarc_jobs list --to slurm --json"),
+    "medarc_jobs status": ("medarc_jobs status last",),
+    "medarc_jobs logs": ("medarc_jobs logs last -f", "medarc_jobs logs rt-sft --tail 100"),
+    "medarc_jobs cancel": ("medarc_jobs cancel rt-sft",),
+    "medarc_jobs wait": ("medarc_jobs wait last", "medarc_jobs wait rt-sft rt-rl --timeout 3600"),
 }
 
 

@@ -27,11 +27,15 @@ from medarc_rl.backends.slurm import (
     sbatch_env,
     sh_quote,
 )
-from medarc_rl.cli import Resume, add_command, new_app, resume_words, say, warn
+from medarc_rl.backends.slurm_jobs import LOG
+from medarc_rl.cli import Resume, add_command, add_command_without_config, new_app, resume_words, say, warn
+from medarc_rl.commands.estimating import EstimateOptions, print_rl_estimate, print_sft_estimate
 from medarc_rl.deployment import GpuSplit, advice, check_rl, sft_gpus, sft_owned
 from medarc_rl.errors import MedarcError, UsageError
-from medarc_rl.estimating import EstimateOptions, print_rl_estimate, print_sft_estimate
-from medarc_rl.jobs import job_kind
+from medarc_rl.jobs.command import CancelOptions, LogsOptions, StatusOptions, cancel, logs, status
+from medarc_rl.jobs.kinds import job_kind
+from medarc_rl.jobs.record import JobRecord, circumstances
+from medarc_rl.jobs.recording import record_job
 from medarc_rl.utils import (
     Run,
     check_startable,
@@ -154,6 +158,9 @@ def check(words: list[str], options: CheckOptions) -> int:
 add_command(app, "sft", SftOptions, sft)
 add_command(app, "rl", RlOptions, rl)
 add_command(app, "check", CheckOptions, check)
+add_command_without_config(app, "status", StatusOptions, status)
+add_command_without_config(app, "logs", LogsOptions, logs)
+add_command_without_config(app, "cancel", CancelOptions, cancel)
 
 
 def plan_sft_job(words: list[str], gpus: SftGpus, options: JobOptions) -> tuple[BatchJob, Run[SFTConfig]]:
@@ -237,7 +244,7 @@ def write_and_submit(job: BatchJob, run: Run[Any], options: SubmitOptions) -> in
     if dry_run:
         say(" ".join(map(sh_quote, sbatch_argv(job))))
         return 0
-    submit(job, env)
+    submit(job, run, env)
     return 0
 
 
@@ -273,8 +280,8 @@ def write_job(job: BatchJob, run: Run[Any], dry_run: bool) -> None:
     say(f"script: {job.script}")
 
 
-def submit(job: BatchJob, env: dict[str, str]) -> None:
-    """Submit the script.
+def submit(job: BatchJob, run: Run[Any], env: dict[str, str]) -> None:
+    """Submit the script, and record the job.
 
     Raises:
         MedarcError: there is no `sbatch`, or it refuses the script.
@@ -294,8 +301,23 @@ def submit(job: BatchJob, env: dict[str, str]) -> None:
     say(said)
     if job_id is not None:
         say(f"log: {log_file(job.paths, job_id[0])}")
+        record_job(submitted(job, run, job_id[0]))
     if answer.returncode != 0:
         raise MedarcError(f"the job that sbatch was told to wait for ended with exit code {answer.returncode}")
+
+
+def submitted(job: BatchJob, run: Run[Any], job_id: str) -> JobRecord:
+    """What the job log keeps about a job."""
+    return JobRecord(
+        name=job.name,
+        backend="slurm",
+        id=job_id,
+        kind=job.command,
+        config=" ".join(map(str, run.files)),
+        output=str(job.paths.root),
+        details={LOG: str(log_file(job.paths, job_id))},
+        **circumstances("medarc_slurm"),
+    )
 
 
 def main() -> None:

@@ -12,10 +12,12 @@ from typing import Annotated
 import typer
 
 from medarc_rl.backends.slurm import NODE_GPUS
-from medarc_rl.chat import ChatOptions, chat
 from medarc_rl.cli import Resume, add_command, add_command_without_config, examples_of, new_app, resume_words, warn
+from medarc_rl.commands.chat import ChatOptions, chat
+from medarc_rl.commands.estimating import EstimateOptions, print_rl_estimate, print_sft_estimate
+from medarc_rl.commands.tracing import TraceOptions, trace
+from medarc_rl.commands.watching import WatchOptions, watch
 from medarc_rl.deployment import GpuSplit, advice, check_rl, sft_gpus, sft_owned
-from medarc_rl.estimating import EstimateOptions, print_rl_estimate, print_sft_estimate
 from medarc_rl.explain.command import ExplainOptions, explain
 from medarc_rl.launchers import rl_local, sft_local
 from medarc_rl.launchers.shared_node import SINGLE_GPU_VARIABLE, first_gpus, shared_node
@@ -23,9 +25,7 @@ from medarc_rl.lm_eval.command import LmEvalOptions, lm_eval
 from medarc_rl.migrate.command import command as migrate
 from medarc_rl.report.command import ReportOptions, report
 from medarc_rl.rollouts.command import RolloutsOptions, rollouts
-from medarc_rl.tracing import TraceOptions, trace
 from medarc_rl.utils import check_startable, load_run, write_components
-from medarc_rl.watching import WatchOptions, watch
 from prime_rl.checks.environments import EXAMINATION
 from prime_rl.configs.eval import OfflineEvalConfig
 from prime_rl.configs.rl import RLConfig

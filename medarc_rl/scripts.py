@@ -21,6 +21,14 @@ def medarc_slurm() -> None:
     _main_of("medarc_slurm")
 
 
+def medarc_submit() -> None:
+    _main_of("medarc_submit")
+
+
+def medarc_jobs() -> None:
+    _main_of("medarc_jobs")
+
+
 def _main_of(program: str) -> None:
     if is_asked():
         # A shell waits for the answer, so the commands are not imported.

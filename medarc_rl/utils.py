@@ -48,6 +48,8 @@ class Run(Generic[ConfigT]):
     stem: str
     values: Sequence[Explained]
     """Every value of the config, and where it was set."""
+    files: Sequence[Path] = ()
+    """The config files, as typed."""
 
     @property
     def checkpoints(self) -> list[Any]:
@@ -114,7 +116,7 @@ def load_run(
         for line in suggested_migrations(config_cls.component, written):
             warn(line)
         raise UsageError(*error.faults) from error
-    return Run(config, RunPaths(Path(config.output_dir)), stem, values)
+    return Run(config, RunPaths(Path(config.output_dir)), stem, values, tuple(files))
 
 
 def _utf8(text: str) -> str:

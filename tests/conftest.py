@@ -51,8 +51,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.fixture(autouse=True)
-def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing of the person who runs the tests: no GPU mask, no account, no token, no config."""
+def plain_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Nothing of the person who runs the tests: no GPU mask, no account, no token, no config, no job log."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     for name in list(os.environ):
         if name != RUNTIME_VARIABLE and name.startswith(
             ("SLURM_", "SBATCH_", "PRIME_", "CUDA_VISIBLE", "MEDARC_", "HF_", "TRITON_", "TORCHINDUCTOR_")

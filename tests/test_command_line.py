@@ -17,14 +17,19 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from medarc_rl import medarc_slurm, medarc_train
+from medarc_rl import medarc_jobs, medarc_slurm, medarc_submit, medarc_train
 from medarc_rl.cli import EXIT_CODES
 from medarc_rl.examples import EXAMPLES
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "cli.md"
 BIN = Path(sys.executable).parent
-APPS = {"medarc_train": medarc_train.app, "medarc_slurm": medarc_slurm.app}
+APPS = {
+    "medarc_train": medarc_train.app,
+    "medarc_slurm": medarc_slurm.app,
+    "medarc_submit": medarc_submit.app,
+    "medarc_jobs": medarc_jobs.app,
+}
 COMMANDS = {
     f"{program} {name}": command
     for program, app in APPS.items()

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from medarc_rl import medarc_slurm, medarc_train
+from medarc_rl import medarc_jobs, medarc_slurm, medarc_submit, medarc_train
 from medarc_rl.completion.answers import answers
 from medarc_rl.completion.entry import bash_lines, words_of_line
 from medarc_rl.completion.hooks import LINE_VARIABLE, SHELLS, VARIABLE, hook, install
@@ -101,7 +101,7 @@ def test_any_line_has_words(line: str) -> None:
     assert isinstance(words_of_line(line), list)
 
 
-@pytest.mark.parametrize("app", [medarc_train.app, medarc_slurm.app])
+@pytest.mark.parametrize("app", [medarc_train.app, medarc_slurm.app, medarc_submit.app, medarc_jobs.app])
 @pytest.mark.parametrize("shell", SHELLS)
 def test_a_program_prints_its_completion(app: object, shell: str) -> None:
     result = CliRunner().invoke(app, ["--show-completion", shell], prog_name="medarc_train")  # type: ignore[arg-type]

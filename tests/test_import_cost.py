@@ -29,6 +29,8 @@ sys.stderr.write(" ".join(name for name in {heavy!r} if name in sys.modules))
         ("medarc_slurm", "--help"),
         ("medarc_slurm", "rl --help"),
         ("medarc_slurm", "rl {config} --output-dir {out} --dry-run"),
+        ("medarc_submit", "rl --help"),
+        ("medarc_jobs", "list --no-ask"),
         ("medarc_train", "rl --help"),
         ("medarc_train", "migrate --help"),
         ("medarc_train", "rl {config} --output-dir {out} --dry-run"),

@@ -22,14 +22,14 @@ scripts.{command}()
 """
 
 
-@pytest.mark.parametrize("command", ["medarc_train", "medarc_slurm"])
+@pytest.mark.parametrize("command", ["medarc_train", "medarc_slurm", "medarc_submit", "medarc_jobs"])
 def test_ctrl_c_during_the_imports_leaves_no_traceback(command: str) -> None:
     program = INTERRUPTED_IN_IMPORT.format(command=command)
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert (ended.returncode, ended.stdout, ended.stderr) == (-signal.SIGINT, "", "")
 
 
-@pytest.mark.parametrize("command", ["medarc_train", "medarc_slurm"])
+@pytest.mark.parametrize("command", ["medarc_train", "medarc_slurm", "medarc_submit", "medarc_jobs"])
 def test_commands_run_with_the_usual_handler(command: str) -> None:
     program = (
         "import importlib, signal\n"

@@ -13,11 +13,16 @@ from typing import Any, get_args
 
 import typer
 
-from medarc_rl import medarc_slurm, medarc_train
+from medarc_rl import medarc_jobs, medarc_slurm, medarc_submit, medarc_train
 from prime_rl.configs.surface.docs import ROOTS
 
 ROOT = Path(__file__).resolve().parents[2]
-APPS = {"medarc_train": medarc_train.app, "medarc_slurm": medarc_slurm.app}
+APPS = {
+    "medarc_train": medarc_train.app,
+    "medarc_slurm": medarc_slurm.app,
+    "medarc_submit": medarc_submit.app,
+    "medarc_jobs": medarc_jobs.app,
+}
 CLASSES = {
     "rl": "RLConfig",
     "sft": "SFTConfig",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from medarc_rl.external import Answer, ask
+from medarc_rl.external import Answer, NoAnswer, ask
 
 SLURM_LIMIT_S = 20.0
 """Time limit of one Slurm command, in seconds. Some wait for minutes if the controller is down."""
@@ -21,6 +21,19 @@ def shown(kind: str, *names: str, limit_s: float = SLURM_LIMIT_S) -> list[Proper
     """
     answer = ask(["scontrol", "--oneliner", "show", kind, *names], limit_s)
     return [_properties(line) for line in answer.stdout.splitlines() if "=" in line]
+
+
+def shown_job(job_id: str) -> Properties | None:
+    """What the controller knows of a job; None if it does not know it, or not any more.
+
+    Raises:
+        NoAnswer: there is no scontrol, or the controller did not answer.
+    """
+    answer = ask(["scontrol", "--oneliner", "show", "job", job_id], SLURM_LIMIT_S)
+    found = next((_properties(line) for line in answer.stdout.splitlines() if "=" in line), None)
+    if found is None and "invalid job id" not in (answer.stderr + answer.stdout).lower():
+        raise NoAnswer(answer.last_line)
+    return found
 
 
 def _properties(line: str) -> Properties:

@@ -119,6 +119,9 @@ def _positional(command: Table, keys: Mapping[str, Table], before: Sequence[str]
     if kind == "run":
         yield from _runs(current)
         return
+    if kind == "job":
+        yield from _jobs(current)
+        return
     if kind is None:
         return
     if command["names_keys"] and any(not word.startswith("-") for word in before):
@@ -145,6 +148,20 @@ def _runs(current: str, folders: bool = True) -> Iterator[Answer]:
     taken = {f"{each.value}/" for each in found}
     if folders:
         yield from (each for each in _files(current, None) if each.value not in taken)
+
+
+def _jobs(current: str) -> Iterator[Answer]:
+    """Names in the job log, newest first; keys, if a key is what was begun."""
+    from medarc_rl.errors import MedarcError
+    from medarc_rl.jobs.log import LAST, JobLog
+
+    try:
+        records, _ = JobLog.of_user().read()
+    except MedarcError:
+        return
+    names = dict.fromkeys([LAST, *(record.name for record in records)])
+    keys = [record.key for record in records] if current else []
+    yield from _starting([Answer(name) for name in (*names, *keys) if name.isprintable()], current)
 
 
 def _files(begun: str, endings: tuple[str, ...] | None) -> Iterator[Answer]:

@@ -20,6 +20,8 @@ CONFIGS_OF = {
     "check": ("rl", "sft"),
 }
 """Which configs' keys a command accepts as options."""
+ARGUMENTS = {"RUN": "run", "RUN_OR_WEIGHTS": "run", "WEIGHTS": "run", "JOB": "job"}
+"""What a command's first argument is, by its name in the help; others are files."""
 MAX_HELP_CHARS = 90
 FORMAT = 1
 """Changes when the table's layout does."""
@@ -104,7 +106,7 @@ def _command(name: str, command: Any) -> dict[str, Any]:
     for parameter in command.params:
         annotation = getattr(getattr(parameter, "type_descriptor", None), "annotation", None)
         if type(parameter).__name__ == "TyperArgument":
-            argument = argument or ("run" if str(parameter.metavar).startswith(("RUN", "WEIGHTS")) else "file")
+            argument = argument or ARGUMENTS.get(str(parameter.metavar).partition("...")[0], "file")
             continue
         described: dict[str, Any] = {"help": _short(parameter.help or "")}
         if getattr(parameter, "is_flag", False):

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator
 
 from medarc_rl.backends.scontrol import SLURM_LIMIT_S, shown
 from medarc_rl.backends.slurm import BatchJob
+from medarc_rl.commands.estimating import Answer, rl_answer, sft_answer
 from medarc_rl.deployment import GpuSplit
 from medarc_rl.errors import UsageError
-from medarc_rl.estimating import Answer, rl_answer, sft_answer
 from medarc_rl.external import NoAnswer
 from medarc_rl.readiness.cluster import chosen_partitions, nodes_with_gpus
 from medarc_rl.readiness.rows import Row, failed, ok, unknown

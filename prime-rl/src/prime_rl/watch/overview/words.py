@@ -9,7 +9,12 @@ _ESCAPE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?
 
 def printable(text: str, max_chars: int = 300) -> str:
     """One line without escape sequences and control characters, of bounded length."""
-    cut = _ESCAPE.sub("", text[: 4 * max_chars]).strip()
+    return visible(text[: 4 * max_chars].strip(), max_chars).strip()
+
+
+def visible(text: str, max_chars: int) -> str:
+    """As `printable`, but indentation stays."""
+    cut = _ESCAPE.sub("", text[: 4 * max_chars]).expandtabs(4)
     line = "".join(char if char.isprintable() else " " if char.isspace() else "?" for char in cut)
     return line if len(line) <= max_chars else line[: max_chars - 1] + "…"
 

@@ -1,0 +1,140 @@
+"""Jobs of Slurm after their submission: state, log, cancelling.
+
+The controller knows a job while it lives and a few minutes longer, the accounting database for months. Where a cluster
+has no such database, the run's directory tells how the job ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from medarc_rl.backends.scontrol import SLURM_LIMIT_S, Properties, shown_job
+from medarc_rl.errors import MedarcError
+from medarc_rl.external import NoAnswer, ask
+from medarc_rl.jobs.following import follow_file
+from medarc_rl.jobs.record import JobRecord, State, Status
+
+LOG = "log"
+"""Key of the log file in a record's details."""
+
+_STATES: Mapping[State, tuple[str, ...]] = {
+    "queued": ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD", "SPECIAL_EXIT"),
+    "running": ("RUNNING", "COMPLETING", "RESIZING", "SIGNALING", "STAGE_OUT", "STOPPED", "SUSPENDED"),
+    "succeeded": ("COMPLETED",),
+    "cancelled": ("CANCELLED",),
+    "failed": (
+        *("BOOT_FAIL", "DEADLINE", "FAILED", "LAUNCH_FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED"),
+        *("RECONFIG_FAIL", "REVOKED", "TIMEOUT"),
+    ),
+}
+_BY_NAME: Mapping[str, State] = {name: state for state, names in _STATES.items() for name in names}
+_BY_RESULT: Mapping[str, State] = {"complete": "succeeded", "failed": "failed", "stopped": "cancelled"}
+"""Results of a run's attempt."""
+_WORDS = {
+    "BOOT_FAIL": "the node did not boot",
+    "DEADLINE": "the deadline passed before it could end",
+    "NODE_FAIL": "a node failed",
+    "OUT_OF_MEMORY": "out of memory",
+    "PREEMPTED": "preempted",
+    "REQUEUE_HOLD": "requeued and held: `scontrol release` lets it start",
+    "REVOKED": "another cluster took it",
+    "SPECIAL_EXIT": "held after a special exit: `scontrol release` lets it start",
+    "SUSPENDED": "suspended",
+    "STOPPED": "stopped",
+    "TIMEOUT": "the time limit was reached",
+}
+_NOTHING = ("", "None", "(null)", "Unknown", "N/A", "0:0")
+
+
+class SlurmJobs:
+    """Implements `Tracker`."""
+
+    def status(self, record: JobRecord) -> Status:
+        try:
+            found = shown_job(record.id)
+        except NoAnswer as error:
+            raise MedarcError(f"Slurm does not answer: {error}") from error
+        if found is not None:
+            return status_of(found)
+        return accounted(record.id) or _status_of_run(Path(record.output), record.id)
+
+    def logs(self, record: JobRecord, follow: bool) -> Iterator[str]:
+        log = Path(record.details.get(LOG) or "")
+        if follow:
+            return follow_file(log, lambda: self.status(record).state not in ("queued", "running"))
+        if not log.is_file():
+            raise MedarcError(f"{log}: no log yet: the job is {self.status(record).state}")
+        return follow_file(log, lambda: True)
+
+    def cancel(self, record: JobRecord) -> None:
+        try:
+            answer = ask(["scancel", record.id], SLURM_LIMIT_S)
+        except NoAnswer as error:
+            raise MedarcError(f"job {record.id} was not cancelled: {error}") from error
+        if answer.code != 0:
+            raise MedarcError(f"job {record.id} was not cancelled: {answer.last_line}")
+
+
+def status_of(job: Properties) -> Status:
+    """The state of a job that the controller shows."""
+    name = job.get("JobState", "").split()[0] if job.get("JobState") else ""
+    state = _BY_NAME.get(name, "unknown")
+    details = [_WORDS.get(name, "")]
+    reason = job.get("Reason", "")
+    if state == "queued" and reason not in _NOTHING:
+        details.append(f"waits: {reason}")
+    if state == "running" and job.get("NodeList", "") not in _NOTHING:
+        details.append(f"on {job['NodeList']}, ends by {job.get('EndTime', 'an unknown time')}")
+    if state == "failed":
+        details += [_exit_words(job.get("ExitCode", "")), _time_limit(name, job)]
+    restarts = job.get("Restarts", "0")
+    if restarts not in ("0", ""):
+        details.append(f"requeued {restarts} times" if restarts != "1" else "requeued once")
+    if state == "unknown":
+        details.append(name)
+    return Status(state, "; ".join(filter(None, details)))
+
+
+def _time_limit(name: str, job: Properties) -> str:
+    return f"TimeLimit={job['TimeLimit']}" if name == "TIMEOUT" and job.get("TimeLimit") else ""
+
+
+def _exit_words(code: str) -> str:
+    """Slurm writes `CODE:SIGNAL`."""
+    if code in _NOTHING:
+        return ""
+    exit_code, _, signal = code.partition(":")
+    return f"exit code {exit_code}" if signal in ("", "0") else f"signal {signal}"
+
+
+def accounted(job_id: str) -> Status | None:
+    """What the accounting database says; None where there is none, or it does not know the job.
+
+    A requeued job has one row for each attempt; the last one counts.
+    """
+    words = ["sacct", "--jobs", job_id, "--allocations", "--duplicates", "--noheader", "--parsable2"]
+    try:
+        answer = ask([*words, "--format=JobID,State,ExitCode,Timelimit,NodeList,End"], SLURM_LIMIT_S)
+    except NoAnswer:
+        return None
+    rows = [line.split("|") for line in answer.stdout.splitlines() if line.count("|") == 5]
+    rows = [row for row in rows if row[0] == job_id]
+    if answer.code != 0 or not rows:
+        return None
+    _, state, exit_code, time_limit, nodes, end = rows[-1]
+    names = {"JobState": state, "ExitCode": exit_code, "TimeLimit": time_limit, "NodeList": nodes, "EndTime": end}
+    return status_of({**names, "Restarts": str(len(rows) - 1)})
+
+
+def _status_of_run(directory: Path, job_id: str) -> Status:
+    """How the job's last attempt at a run ended, as the run's directory tells."""
+    from prime_rl.history.attempts import read_attempts
+    from prime_rl.run.paths import RunPaths
+
+    forgotten = "Slurm does not know the job any more"
+    attempts = [each for each in read_attempts(RunPaths(directory)) if str(each.slurm_job) == job_id]
+    state = _BY_RESULT.get(str(attempts[-1].result)) if attempts else None
+    if state is None:
+        return Status("unknown", forgotten)
+    return Status(state, f"{forgotten}; its run: {attempts[-1].result} {attempts[-1].message}".strip())

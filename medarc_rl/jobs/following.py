@@ -1,0 +1,73 @@
+"""Reads a job's log file, and what is added to it until the job has ended."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+LOOK_EVERY_S = 0.5
+ASK_EVERY = 6
+"""Looks without a new line between two questions whether the job has ended."""
+_CHUNK_BYTES = 1 << 16
+
+
+def follow_file(
+    path: Path, has_ended: Callable[[], bool], pause: Callable[[float], object] = time.sleep
+) -> Iterator[str]:
+    """The lines of a file. Once `has_ended` says so, what was written before is read, and the iteration ends.
+
+    The file may not exist yet, and may be replaced by a new one or cut.
+    """
+    reader, quiet = _Reader(path), 0
+    while True:
+        if lines := reader.read():
+            yield from lines
+            quiet = 0
+            continue
+        if quiet % ASK_EVERY == 0 and has_ended():
+            yield from reader.read()
+            yield from reader.rest()
+            return
+        quiet += 1
+        pause(LOOK_EVERY_S)
+
+
+class _Reader:
+    """Reads what is new in a file, a whole line at a time."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.begun = b""
+        self._file: BinaryIO | None = None
+
+    def read(self) -> list[str]:
+        """New whole lines."""
+        file = self._opened()
+        if file is None:
+            return []
+        lines = []
+        while chunk := file.read(_CHUNK_BYTES):
+            *whole, self.begun = (self.begun + chunk).split(b"\n")
+            lines += whole
+        return [line.decode(errors="replace") for line in lines]
+
+    def rest(self) -> list[str]:
+        """The last line, if it has no end."""
+        return [self.begun.decode(errors="replace")] if self.begun else []
+
+    def _opened(self) -> BinaryIO | None:
+        try:
+            found = self.path.stat()
+        except OSError:
+            return self._file
+        if self._file is not None:
+            here = os.fstat(self._file.fileno())
+            if (here.st_ino, here.st_dev) == (found.st_ino, found.st_dev) and found.st_size >= self._file.tell():
+                return self._file
+            self._file.close()
+            self.begun = b""
+        self._file = self.path.open("rb")
+        return self._file

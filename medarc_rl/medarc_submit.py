@@ -1,0 +1,167 @@
+"""`medarc_submit sft|rl|eval CONFIG --to …`: check a run, hand it to a back-end, record it in the job log."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from typing import Annotated, Any, Literal
+
+from typer import Option
+
+from medarc_rl.backends.backend import Kind, Prepared, Request
+from medarc_rl.backends.kubernetes.kubernetes_options import KubernetesOptions
+from medarc_rl.backends.registry import OPTIONS, backend
+from medarc_rl.backends.slurm import NODE_GPUS
+from medarc_rl.cli import Resume, add_command, new_app, resume_words, say
+from medarc_rl.deployment import GpuSplit, sft_owned
+from medarc_rl.errors import MedarcError, UsageError
+from medarc_rl.jobs.log import JobLog, config_files
+from medarc_rl.jobs.record import JobRecord, circumstances
+from medarc_rl.jobs.recording import record_job
+from medarc_rl.utils import OwnedKeys
+
+
+@dataclass(frozen=True, kw_only=True)
+class SubmitOptions(KubernetesOptions):
+    """Options of all commands: the back-ends' own, and those that all of them have."""
+
+    to: Annotated[Literal["kubernetes"], Option(help="Back-end. Its options begin with its name below.")]
+    name: Annotated[str | None, Option(help="Name of the job; by default the back-end's own choice.")] = None
+    output_dir: Annotated[
+        str | None,
+        Option(metavar="PATH|URL", help="OUT on the job's machine, or an s3:// prefix."),
+    ] = None
+    resume: Resume = None
+    wait: Annotated[bool, Option("--wait", help="Stay until the job has ended; exit as `medarc_jobs wait` does.")] = (
+        False
+    )
+    dry_run: Annotated[bool, Option("--dry-run", help="Print exactly what would be sent, and send nothing.")] = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class SftOptions(SubmitOptions):
+    gpus: Annotated[
+        int | None, Option(min=0, max=NODE_GPUS, help="GPUs of a node; 0 is a CPU; by default deployment.num_gpus.")
+    ] = None
+    nodes: Annotated[int, Option(min=1, max=1024, help="Number of nodes.")] = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class RlOptions(SubmitOptions):
+    train_gpus: Annotated[int, Option(min=1, max=NODE_GPUS, help="GPUs of the trainer, of each of its nodes.")] = 1
+    infer_gpus: Annotated[int, Option(min=1, max=NODE_GPUS, help="GPUs of inference, of each of its nodes.")] = 1
+    single_gpu: Annotated[bool, Option("--single-gpu", help="One GPU for both.")] = False
+    train_nodes: Annotated[
+        int | None, Option(min=1, max=1024, help="Nodes of the trainer. Without it, one node runs everything.")
+    ] = None
+    infer_nodes: Annotated[int | None, Option(min=1, max=1024, help="Nodes of the inference servers.")] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalOptions(SubmitOptions):
+    gpus: Annotated[int, Option(min=0, max=NODE_GPUS, help="GPUs of the node; 0 is a CPU.")] = 1
+
+
+app = new_app("medarc_submit", "Submit a run to Kubernetes, from a TOML file. For Slurm, take medarc_slurm.")
+
+
+def sft(words: list[str], options: SftOptions) -> int:
+    """Submit supervised fine-tuning."""
+    owned = sft_owned(options.gpus or None) if options.nodes == 1 else _several_sft_nodes(options)
+    return submit(_request("sft", words, options, owned, nodes=options.nodes, gpus=options.gpus))
+
+
+def rl(words: list[str], options: RlOptions) -> int:
+    """Submit reinforcement learning: inference server, orchestrator and trainer."""
+    if (options.train_nodes is None) != (options.infer_nodes is None):
+        raise UsageError("--train-nodes and --infer-nodes belong together: give both")
+    split = GpuSplit(options.train_gpus, options.infer_gpus, options.single_gpu)
+    if options.train_nodes is None or options.infer_nodes is None:
+        return submit(_request("rl", words, options, split.owned, nodes=1, split=split))
+    owned: dict[str, str | int | None] = {
+        "deployment.type": "multi_node",
+        "deployment.num_train_nodes": options.train_nodes,
+        "deployment.num_infer_nodes": options.infer_nodes,
+        "deployment.gpus_per_node": max(options.train_gpus, options.infer_gpus),
+    }
+    return submit(_request("rl", words, options, owned, nodes=options.train_nodes + options.infer_nodes, split=split))
+
+
+def evaluate(words: list[str], options: EvalOptions) -> int:
+    """Submit an evaluation of a model and its checkpoints."""
+    return submit(_request("eval", words, options, {}, nodes=1, gpus=options.gpus))
+
+
+add_command(app, "sft", SftOptions, sft)
+add_command(app, "rl", RlOptions, rl)
+add_command(app, "eval", EvalOptions, evaluate)
+
+
+def _several_sft_nodes(options: SftOptions) -> OwnedKeys:
+    owned: dict[str, str | int | None] = {"deployment.type": "multi_node", "deployment.num_nodes": options.nodes}
+    return owned if not options.gpus else {**owned, "deployment.gpus_per_node": options.gpus}
+
+
+def _request(kind: Kind, words: list[str], options: SubmitOptions, owned: OwnedKeys, **shape: Any) -> Request:
+    if faults := list(foreign_options(options)):
+        raise UsageError(*faults)
+    return Request(
+        kind=kind,
+        words=[*words, *resume_words(options.resume)],
+        config=config_files(words),
+        name=options.name,
+        output_dir=options.output_dir,
+        owned=owned,
+        options=options,
+        **shape,
+    )
+
+
+def foreign_options(options: SubmitOptions) -> Iterator[str]:
+    """One line for each option that was given and that the chosen back-end does not have."""
+    for field in fields(options):
+        owners = [name for name, cls in OPTIONS.items() if field.name in {each.name for each in fields(cls)}]
+        if not owners or options.to in owners:
+            continue
+        default = field.default_factory() if callable(field.default_factory) else field.default
+        if getattr(options, field.name) != default:
+            yield f"--{field.name.replace('_', '-')} is an option of --to {' and '.join(owners)}, not of {options.to}"
+
+
+def submit(request: Request) -> int:
+    """Check, send and record a job. Returns the exit code.
+
+    Raises:
+        MedarcError: the back-end refuses it.
+    """
+    options: SubmitOptions = request.options
+    chosen = backend(options.to)
+    prepared: Prepared = chosen.prepare(request)
+    if options.dry_run:
+        sys.stdout.write(prepared.text if prepared.text.endswith("\n") else f"{prepared.text}\n")
+        return 0
+    job_id = chosen.submit(prepared)
+    record = JobRecord(
+        name=prepared.name,
+        backend=options.to,
+        id=job_id,
+        kind=request.kind,
+        config=request.config,
+        output=prepared.output,
+        details=prepared.details,
+        **circumstances("medarc_submit"),
+    )
+    say(f"submitted to {options.to}: {job_id}")
+    is_recorded = record_job(record)
+    if not options.wait:
+        return 0
+    if not is_recorded:
+        raise MedarcError("--wait needs the job log; the job goes on")
+    from medarc_rl.jobs.command import WaitOptions, wait_for
+
+    return wait_for([record], JobLog.of_user(), WaitOptions(jobs=[record.key]))
+
+
+def main() -> None:
+    app()
