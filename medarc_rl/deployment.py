@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from medarc_rl.backends.slurm import NODE_GPUS
 from medarc_rl.errors import UsageError
-from medarc_rl.utils import OwnedKeys
+from medarc_rl.utils import OwnedKeys, written_value
+from prime_rl.configs.areal.grammar import AllocationError
+from prime_rl.configs.areal.mode import parse as parse_allocation
 from prime_rl.configs.rl import RLConfig
 from prime_rl.configs.sft import SFTConfig
+from prime_rl.utils.pydantic_config import ConfigError
 
 FULL_GPU_UTILIZATION = 0.9
 """At this utilization an inference server leaves almost no memory for a trainer on the same GPU."""
@@ -50,6 +54,35 @@ class GpuSplit:
             "inference_gpu_ids": None,
             "trainer_gpu_ids": None,
         }
+
+
+def rl_split(words: Sequence[str], train: int | None, infer: int | None, single_gpu: bool) -> GpuSplit:
+    """The GPUs that the options give. What they leave out follows from the config's `allocation_mode`, or is 1.
+
+    Raises:
+        UsageError: one node does not have the GPUs, or would have to share several between trainer and server.
+    """
+    trainer, servers = _allocated(words)
+    shares = trainer is not None and servers is not None and trainer[1] == servers[1]
+    asked = (trainer[0] if trainer else 1, servers[0] if servers else 1)
+    if shares and asked != (1, 1):
+        raise UsageError(
+            f"allocation_mode shares {asked[0]} GPUs between trainer and servers: this command shares one; "
+            "use `rl @ CONFIG`, or give each its own, as in vllm:d4+fsdp:d4"
+        )
+    return GpuSplit(train or asked[0], infer or asked[1], single_gpu or shares)
+
+
+def _allocated(words: Sequence[str]) -> tuple[tuple[int, int] | None, tuple[int, int] | None]:
+    """GPUs and component of trainer and of servers in the `allocation_mode`. None without them, or with a fault."""
+    try:
+        mode = parse_allocation(str(written_value(RLConfig, words, "allocation_mode") or ""))
+    except (AllocationError, ConfigError, UsageError):
+        return None, None  # loading the config reports it
+    places = {
+        each.role: (each.sizes.gpus, number) for number, component in enumerate(mode.components) for each in component
+    }
+    return places.get("training"), places.get("inference")
 
 
 def check_rl(config: RLConfig, split: GpuSplit) -> None:

@@ -30,7 +30,7 @@ from medarc_rl.backends.slurm import (
 from medarc_rl.backends.slurm_jobs import LOG
 from medarc_rl.cli import Resume, add_command, add_command_without_config, new_app, resume_words, say, warn
 from medarc_rl.commands.estimating import EstimateOptions, print_rl_estimate, print_sft_estimate
-from medarc_rl.deployment import GpuSplit, advice, check_rl, sft_gpus, sft_owned
+from medarc_rl.deployment import GpuSplit, advice, check_rl, rl_split, sft_gpus, sft_owned
 from medarc_rl.errors import MedarcError, UsageError
 from medarc_rl.jobs.command import CancelOptions, LogsOptions, StatusOptions, cancel, logs, status
 from medarc_rl.jobs.kinds import job_kind
@@ -42,6 +42,7 @@ from medarc_rl.utils import (
     load_run,
     maybe_autoset_auth_env,
     prepare_directory,
+    refuse_other_launcher,
     reporting_directory_errors,
     write_components,
 )
@@ -98,8 +99,8 @@ class SftGpus:
 
 @dataclass(frozen=True, kw_only=True)
 class RlGpus:
-    train_gpus: Annotated[int, Option(min=1, max=4, help="GPUs of the trainer.")] = 1
-    infer_gpus: Annotated[int, Option(min=1, max=7, help="GPUs of the inference server.")] = 1
+    train_gpus: Annotated[int | None, Option(min=1, max=4, help="GPUs of the trainer; by default 1.")] = None
+    infer_gpus: Annotated[int | None, Option(min=1, max=7, help="GPUs of the inference server; by default 1.")] = None
     single_gpu: Annotated[bool, Option("--single-gpu", help="One GPU for both.")] = False
 
 
@@ -136,7 +137,7 @@ def rl(words: list[str], options: RlOptions) -> int:
     """Submit reinforcement learning."""
     job, run = plan_rl_job(words, options, options)
     if options.estimate:
-        return print_rl_estimate(run.config, split_of(options), options, in_job=True)
+        return print_rl_estimate(run.config, split_of(words, options), options, in_job=True)
     with files_readable_by(run.config.file_access):
         return write_and_submit(job, run, options)
 
@@ -166,17 +167,19 @@ add_command_without_config(app, "cancel", CancelOptions, cancel)
 def plan_sft_job(words: list[str], gpus: SftGpus, options: JobOptions) -> tuple[BatchJob, Run[SFTConfig]]:
     words = [*words, *resume_words(options.resume)]
     run = load_run(SFTConfig, words, "sft", options.output_dir, sft_owned(gpus.gpus))
+    refuse_other_launcher(run.config, "slurm", words)
     return plan_job("sft", run, options, gpus=sft_gpus(run.config)), run
 
 
-def split_of(gpus: RlGpus) -> GpuSplit:
-    return GpuSplit(gpus.train_gpus, gpus.infer_gpus, gpus.single_gpu)
+def split_of(words: list[str], gpus: RlGpus) -> GpuSplit:
+    return rl_split(words, gpus.train_gpus, gpus.infer_gpus, gpus.single_gpu)
 
 
 def plan_rl_job(words: list[str], gpus: RlGpus, options: JobOptions) -> tuple[BatchJob, Run[RLConfig]]:
-    split = split_of(gpus)
     words = [*words, *resume_words(options.resume)]
+    split = split_of(words, gpus)
     run = load_run(RLConfig, words, "rl", options.output_dir, split.owned)
+    refuse_other_launcher(run.config, "slurm", words)
     check_rl(run.config, split)
     for line in advice(run.config, split):
         warn(line)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import typer
 
@@ -17,7 +18,7 @@ from medarc_rl.commands.chat import ChatOptions, chat
 from medarc_rl.commands.estimating import EstimateOptions, print_rl_estimate, print_sft_estimate
 from medarc_rl.commands.tracing import TraceOptions, trace
 from medarc_rl.commands.watching import WatchOptions, watch
-from medarc_rl.deployment import GpuSplit, advice, check_rl, sft_gpus, sft_owned
+from medarc_rl.deployment import advice, check_rl, rl_split, sft_gpus, sft_owned
 from medarc_rl.explain.command import ExplainOptions, explain
 from medarc_rl.launchers import rl_local, sft_local
 from medarc_rl.launchers.shared_node import SINGLE_GPU_VARIABLE, first_gpus, shared_node
@@ -25,14 +26,16 @@ from medarc_rl.lm_eval.command import LmEvalOptions, lm_eval
 from medarc_rl.migrate.command import command as migrate
 from medarc_rl.report.command import ReportOptions, report
 from medarc_rl.rollouts.command import RolloutsOptions, rollouts
-from medarc_rl.utils import check_startable, load_run, write_components
+from medarc_rl.utils import check_startable, load_run, refuse_other_launcher, write_components
 from prime_rl.checks.environments import EXAMINATION
+from prime_rl.configs.areal.launched import RecoverConfig
 from prime_rl.configs.eval import OfflineEvalConfig
 from prime_rl.configs.rl import RLConfig
 from prime_rl.configs.sft import SFTConfig
 from prime_rl.launch import LocalHost, ProcessSpec, Supervisor, shown
 from prime_rl.launch.commands import EVAL
 from prime_rl.launch.plan import component_configs
+from prime_rl.launch.restarts.restarting import until_done
 from prime_rl.launch.run import launch
 from prime_rl.utils.gpus import MASK_VARIABLE
 from prime_rl.utils.pydantic_config import BaseSettings, dump_toml
@@ -60,8 +63,10 @@ class SftOptions(EstimateOptions):
 @dataclass(frozen=True, kw_only=True)
 class RlOptions(EstimateOptions):
     output_dir: Annotated[Path | None, Option(help="Directory of the run, OUT.")] = None
-    train_gpus: Annotated[int, Option(min=1, max=4, help="GPUs of the trainer, or its processes on a CPU.")] = 1
-    infer_gpus: Annotated[int, Option(min=1, max=7, help="GPUs of the inference server.")] = 1
+    train_gpus: Annotated[
+        int | None, Option(min=1, max=4, help="GPUs of the trainer, or its processes on a CPU; by default 1.")
+    ] = None
+    infer_gpus: Annotated[int | None, Option(min=1, max=7, help="GPUs of the inference server; by default 1.")] = None
     single_gpu: Annotated[bool, Option("--single-gpu", help="One GPU for both.")] = False
     resume: Resume = None
     preflight: Annotated[
@@ -75,30 +80,45 @@ class EvalOptions:
     output_dir: Annotated[Path | None, Option(help="Directory of the evaluation; an earlier one continues.")] = None
 
 
+RunOptionsT = TypeVar("RunOptionsT", SftOptions, RlOptions)
+ONCE = RecoverConfig()
+"""Of what is not started again."""
+
+
 def sft(words: list[str], options: SftOptions) -> int:
     """Run supervised fine-tuning."""
+    return until_done(lambda more: _sft(*with_more(words, options, more)), warn)
+
+
+def _sft(words: list[str], options: SftOptions) -> tuple[int, RecoverConfig]:
     words = [*words, *resume_words(options.resume)]
     run = load_run(SFTConfig, words, "sft", options.output_dir, sft_owned(options.gpus))
     if options.preflight:
-        return preflight(SFT_PREFLIGHT, run.config)
+        return preflight(SFT_PREFLIGHT, run.config), ONCE
     if options.estimate:
-        return print_sft_estimate(run.config, sft_gpus(run.config), options, in_job=False)
+        return print_sft_estimate(run.config, sft_gpus(run.config), options, in_job=False), ONCE
+    refuse_other_launcher(run.config, "local", words)
     first_gpus(run.config.device, sft_gpus(run.config), os.environ)
     check_startable(run, run.config.dry_run)
     write_components(run, {"trainer": run.config}, run.config.dry_run)
-    return sft_local.sft_local(run.config)
+    return sft_local.sft_local(run.config), run.config.recover
 
 
 def rl(words: list[str], options: RlOptions) -> int:
     """Run reinforcement learning: inference server, orchestrator and trainer."""
-    split = GpuSplit(options.train_gpus, options.infer_gpus, options.single_gpu)
+    return until_done(lambda more: _rl(*with_more(words, options, more)), warn)
+
+
+def _rl(words: list[str], options: RlOptions) -> tuple[int, RecoverConfig]:
     words = [*words, *resume_words(options.resume)]
+    split = rl_split(words, options.train_gpus, options.infer_gpus, options.single_gpu)
     run = load_run(RLConfig, words, "rl", options.output_dir, split.owned)
     if options.preflight:
-        return preflight(EXAMINATION, run.config.orchestrator)
+        return preflight(EXAMINATION, run.config.orchestrator), ONCE
     check_rl(run.config, split)
     if options.estimate:
-        return print_rl_estimate(run.config, split, options, in_job=False)
+        return print_rl_estimate(run.config, split, options, in_job=False), ONCE
+    refuse_other_launcher(run.config, "local", words)
     gpus = first_gpus(run.config.device, split.total, os.environ)
     for line in advice(run.config, split):
         warn(line)
@@ -107,7 +127,12 @@ def rl(words: list[str], options: RlOptions) -> int:
     os.environ[MASK_VARIABLE] = ",".join(gpus)
     os.environ[SINGLE_GPU_VARIABLE] = str(int(split.single_gpu))
     # Looked up at the call, because outside code replaces the function.
-    return rl_local.rl_local(run.config)
+    return rl_local.rl_local(run.config), run.config.recover
+
+
+def with_more(words: list[str], options: RunOptionsT, more: Sequence[str]) -> tuple[list[str], RunOptionsT]:
+    """Words and options of a start, with more words; these say how to resume."""
+    return ([*words, *more], replace(options, resume=None)) if more else (words, options)
 
 
 def evaluate(words: list[str], options: EvalOptions) -> int:

@@ -16,8 +16,10 @@ from medarc_rl.explain.record import record_origins
 from medarc_rl.explain.screen import table
 from medarc_rl.migrate.kinds import suggested_migrations
 from prime_rl.checks import NotInstalled, start_faults
+from prime_rl.configs.areal.launched import Launcher
 from prime_rl.configs.surface.not_built import unbuilt_faults
 from prime_rl.configs.surface.root import RootConfig
+from prime_rl.launch.restarts.restarting import launcher_fault
 from prime_rl.run.access import files_readable_by
 from prime_rl.run.directory import OutputDirInUse, RunDirError, check_run_dir, prepare_run_dir, write_configs
 from prime_rl.run.lock import refuse_if_locked
@@ -26,6 +28,7 @@ from prime_rl.run.resume_point import end_of
 from prime_rl.utils.pydantic_config import BaseSettings, ConfigError, showing_warnings
 from prime_rl.utils.pydantic_config.arguments import arguments_layer, is_boolean_flag, parse_arguments
 from prime_rl.utils.pydantic_config.layers import Layer, merge_layers, value_at, with_underscores
+from prime_rl.utils.pydantic_config.load import read_layers
 from prime_rl.utils.pydantic_config.toml_files import read_files, section_of, split_files
 
 if TYPE_CHECKING:
@@ -117,6 +120,18 @@ def load_run(
             warn(line)
         raise UsageError(*error.faults) from error
     return Run(config, RunPaths(Path(config.output_dir)), stem, values, tuple(files))
+
+
+def written_value(config_cls: type[RootConfig], words: Sequence[str], key: str) -> Any:
+    """A top-level key as the sources of a config give it, before it is loaded. Raises UsageError or ConfigError."""
+    files, overrides = split_words(config_cls, words)
+    return merge_layers(config_cls, read_layers(config_cls, files, arguments_layer(config_cls, overrides))).get(key)
+
+
+def refuse_other_launcher(config: SFTConfig | RLConfig, here: Launcher, words: Sequence[str]) -> None:
+    """Raises UsageError if the config is meant for another launcher."""
+    if fault := launcher_fault(config, here, words):
+        raise UsageError(fault)
 
 
 def _utf8(text: str) -> str:

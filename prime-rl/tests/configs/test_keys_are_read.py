@@ -68,6 +68,10 @@ READ_BY_NAME = {
     "prime_rl.configs.sft.ColumnsConfig": ("prime_rl.trainer.sft.data.formats", "columns.of_rows"),
     "prime_rl.configs.inference.InferenceConfig": ("prime_rl.inference.vllm.arguments", "config.to_vllm()"),
     "prime_rl.configs.inference.ModelConfig": ("prime_rl.inference.vllm.arguments", "config.to_vllm()"),
+    **{
+        f"{root}.allocation_mode": ("prime_rl.configs.areal.launched", 'data.get("allocation_mode")')
+        for root in ("rl", "sft")
+    },
     "eval.dry_run": ("prime_rl.launch.run", "config.dry_run"),
     "eval.file_access": ("prime_rl.launch.run", "config.file_access"),
 }

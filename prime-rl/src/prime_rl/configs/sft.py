@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
+from prime_rl.configs.areal.launched import LaunchedConfig
 from prime_rl.configs.model import replication_fault
 from prime_rl.configs.ranges import LARGEST, Count, Fraction, Gpus, NaturalSeed, Nodes, Seconds, WholeNumber
 from prime_rl.configs.shared import (
@@ -20,7 +21,6 @@ from prime_rl.configs.shared import (
     TraceConfig,
     WandbConfig,
 )
-from prime_rl.configs.surface.root import RootConfig
 from prime_rl.configs.trainer import (
     BENCH_STEPS,
     AdamWConfig,
@@ -321,7 +321,7 @@ class MultiNodeDeploymentConfig(BaseDeploymentConfig):
 SFTDeploymentConfig = Annotated[SingleNodeDeploymentConfig | MultiNodeDeploymentConfig, Field(discriminator="type")]
 
 
-class SFTConfig(RootConfig):
+class SFTConfig(LaunchedConfig):
     """Supervised fine-tuning. Read by `sft`."""
 
     component: ClassVar[str] = "sft"

@@ -6,6 +6,7 @@ from typing import Any, ClassVar, Self
 from pydantic import model_validator
 from pydantic_settings import SettingsConfigDict
 
+from prime_rl.configs.areal.launched import LaunchedConfig, with_derived_keys
 from prime_rl.configs.ranges import Count
 from prime_rl.configs.rl.propagation import propagate
 from prime_rl.configs.rl.rules import run_faults, run_warnings
@@ -23,7 +24,6 @@ from prime_rl.configs.rl.sections import (
     SingleNodeDeploymentConfig,
 )
 from prime_rl.configs.shared import FileAccess, SlurmConfig, StallConfig
-from prime_rl.configs.surface.root import RootConfig
 from prime_rl.utils.pydantic_config import ConfigWarning, raise_faults
 
 __all__ = [
@@ -42,7 +42,7 @@ __all__ = [
 ]
 
 
-class RLConfig(RunSections, RootConfig):
+class RLConfig(RunSections, LaunchedConfig):
     """A whole RL run. Read by `rl`, which hands each component its section."""
 
     # Both parents declare it; repeated so that their types agree.
@@ -70,7 +70,8 @@ class RLConfig(RunSections, RootConfig):
 
     @classmethod
     def prepare(cls, data: dict[str, Any]) -> dict[str, Any]:
-        return propagate(super().prepare(data))
+        # The other parent's method does not lead there.
+        return propagate(super().prepare(with_derived_keys(cls.component, data)))
 
     @model_validator(mode="after")
     def _check_rules(self) -> Self:

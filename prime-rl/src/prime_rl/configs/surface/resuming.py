@@ -89,6 +89,7 @@ RESUME_RULES: tuple[ResumeRule, ...] = (
     _rule("applied", "validation losses before and after may not be comparable", "sft.val"),
     _rule("applied", "", "sft.loss_impl", "sft.num_epochs"),
     _rule("attempt", "says how to start", "sft.clean_output_dir", "sft.dry_run", "sft.file_access", "sft.slurm"),
+    _rule("attempt", "says how to start", "sft.allocation_mode", "sft.launcher", "sft.recover"),
     _rule("none", "", "sft.stall", "sft.trace"),
     # The RL trainer.
     _rule("applied", "", "trainer.tokenizer", "trainer.data", "trainer.loss", "trainer.parity", "trainer.minibatches"),

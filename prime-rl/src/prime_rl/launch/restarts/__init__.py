@@ -1,0 +1,1 @@
+"""Starts a run again after a failure, and tells who starts it."""
