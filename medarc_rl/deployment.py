@@ -116,15 +116,26 @@ def sft_owned(gpus: int | None) -> OwnedKeys:
     return {} if gpus is None else {"deployment.num_gpus": gpus}
 
 
+def training_gpus(config: SFTConfig) -> int:
+    """Number of GPUs that an SFT run trains on. Raises UsageError as `sft_gpus` does."""
+    return sft_gpus(config) - _evaluating_gpus(config)
+
+
+def _evaluating_gpus(config: SFTConfig) -> int:
+    deployment = config.deployment
+    return deployment.num_infer_gpus if config.eval is not None and deployment.type == "single_node" else 0
+
+
 def sft_gpus(config: SFTConfig) -> int:
-    """Number of GPUs of an SFT run.
+    """Number of GPUs of an SFT run, with those of the server of `[eval]`.
 
     Raises:
         UsageError: the run needs more than one node, or more GPUs than a node has.
     """
     if config.deployment.type != "single_node":
         raise UsageError(f"deployment.type = {config.deployment.type!r}: this command runs on one node")
-    gpus = config.deployment.num_gpus
-    if not 1 <= gpus <= NODE_GPUS:
-        raise UsageError(f"deployment.num_gpus = {gpus}: one node has 1 to {NODE_GPUS} GPUs")
-    return gpus
+    train, infer = config.deployment.num_gpus, _evaluating_gpus(config)
+    if train + infer > NODE_GPUS:
+        added = f" + deployment.num_infer_gpus = {infer}" if infer else ""
+        raise UsageError(f"deployment.num_gpus = {train}{added}: one node has 1 to {NODE_GPUS} GPUs")
+    return train + infer

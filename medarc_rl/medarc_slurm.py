@@ -30,7 +30,7 @@ from medarc_rl.backends.slurm import (
 from medarc_rl.backends.slurm_jobs import LOG
 from medarc_rl.cli import Resume, add_command, add_command_without_config, new_app, resume_words, say, warn
 from medarc_rl.commands.estimating import EstimateOptions, print_rl_estimate, print_sft_estimate
-from medarc_rl.deployment import GpuSplit, advice, check_rl, rl_split, sft_gpus, sft_owned
+from medarc_rl.deployment import GpuSplit, advice, check_rl, rl_split, sft_gpus, sft_owned, training_gpus
 from medarc_rl.errors import MedarcError, UsageError
 from medarc_rl.jobs.command import CancelOptions, LogsOptions, StatusOptions, cancel, logs, status
 from medarc_rl.jobs.kinds import job_kind
@@ -128,7 +128,7 @@ def sft(words: list[str], options: SftOptions) -> int:
     """Submit supervised fine-tuning."""
     job, run = plan_sft_job(words, options, options)
     if options.estimate:
-        return print_sft_estimate(run.config, sft_gpus(run.config), options, in_job=True)
+        return print_sft_estimate(run.config, training_gpus(run.config), options, in_job=True)
     with files_readable_by(run.config.file_access):
         return write_and_submit(job, run, options)
 

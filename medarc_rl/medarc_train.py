@@ -18,7 +18,7 @@ from medarc_rl.commands.chat import ChatOptions, chat
 from medarc_rl.commands.estimating import EstimateOptions, print_rl_estimate, print_sft_estimate
 from medarc_rl.commands.tracing import TraceOptions, trace
 from medarc_rl.commands.watching import WatchOptions, watch
-from medarc_rl.deployment import advice, check_rl, rl_split, sft_gpus, sft_owned
+from medarc_rl.deployment import advice, check_rl, rl_split, sft_gpus, sft_owned, training_gpus
 from medarc_rl.explain.command import ExplainOptions, explain
 from medarc_rl.launchers import rl_local, sft_local
 from medarc_rl.launchers.shared_node import SINGLE_GPU_VARIABLE, first_gpus, shared_node
@@ -96,7 +96,7 @@ def _sft(words: list[str], options: SftOptions) -> tuple[int, RecoverConfig]:
     if options.preflight:
         return preflight(SFT_PREFLIGHT, run.config), ONCE
     if options.estimate:
-        return print_sft_estimate(run.config, sft_gpus(run.config), options, in_job=False), ONCE
+        return print_sft_estimate(run.config, training_gpus(run.config), options, in_job=False), ONCE
     refuse_other_launcher(run.config, "local", words)
     first_gpus(run.config.device, sft_gpus(run.config), os.environ)
     check_startable(run, run.config.dry_run)

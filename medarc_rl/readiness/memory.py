@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from medarc_rl.backends.scontrol import SLURM_LIMIT_S, shown
 from medarc_rl.backends.slurm import BatchJob
 from medarc_rl.commands.estimating import Answer, rl_answer, sft_answer
-from medarc_rl.deployment import GpuSplit
+from medarc_rl.deployment import GpuSplit, training_gpus
 from medarc_rl.errors import UsageError
 from medarc_rl.external import NoAnswer
 from medarc_rl.readiness.cluster import chosen_partitions, nodes_with_gpus
@@ -78,7 +78,7 @@ def config_device(config: SFTConfig | RLConfig) -> str:
 
 def _answer(config: SFTConfig | RLConfig, job: BatchJob, gpu: Gpu | None, place: Callable[[str], str]) -> Answer:
     if isinstance(config, SFTConfig):
-        return sft_answer(config, job.gpus, gpu, in_job=True, place=place)
+        return sft_answer(config, training_gpus(config), gpu, in_job=True, place=place)
     counts = config.deployment
     assert counts.type == "single_node", "a job has one node"
     split = GpuSplit(counts.num_train_gpus, counts.num_infer_gpus, job.single_gpu)

@@ -10,8 +10,11 @@ from medarc_rl.backends.slurm import BatchJob, render
 from medarc_rl.external import NoAnswer, ask
 from medarc_rl.readiness.rows import Row, failed, ok, unknown
 from prime_rl.checks.environments import Place, trial_faults
+from prime_rl.configs.eval import OfflineEvalConfig
+from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.configs.rl import RLConfig
 from prime_rl.configs.sft import SFTConfig
+from prime_rl.configs.supervised.evaluation import evaluation_of
 
 START_LIMIT_S = 120.0
 """Seconds for the import of the launcher, which may come from a cold network file system."""
@@ -79,8 +82,9 @@ def software_rows(config: SFTConfig | RLConfig, job: BatchJob, env: Mapping[str,
         yield failed("project", f"{python} cannot import {launcher}: {answer.last_line}")
         return
     yield ok("project", f"{python} imports {launcher}")
-    if isinstance(config, RLConfig):
-        yield from _environment_rows(config, Place(str(python), env, job.project_dir))
+    tried = config.orchestrator if isinstance(config, RLConfig) else evaluation_of(config)
+    if tried is not None:
+        yield from _environment_rows(tried, Place(str(python), env, job.project_dir))
 
 
 def _container_row(container: Container) -> Row:
@@ -90,10 +94,10 @@ def _container_row(container: Container) -> Row:
     return unknown("container", f"{container.image}: what it holds shows in the job")
 
 
-def _environment_rows(config: RLConfig, place: Place) -> Iterator[Row]:
-    faults = trial_faults(config.orchestrator, place, ENVIRONMENTS_LIMIT_S)
+def _environment_rows(config: OrchestratorConfig | OfflineEvalConfig, place: Place) -> Iterator[Row]:
+    faults = trial_faults(config, place, ENVIRONMENTS_LIMIT_S)
     for fault in faults:
         yield failed("environments", fault)
     if not faults:
-        names = ", ".join(dict.fromkeys(env.id for env in config.orchestrator.env))
+        names = ", ".join(dict.fromkeys(env.id for env in config.env))
         yield ok("environments", f"{names}: imported, loaded and examined")

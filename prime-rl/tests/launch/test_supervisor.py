@@ -1,11 +1,14 @@
 """What the supervisor decides, on a host that plays a script."""
 
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from prime_rl.launch import Exited, FakeHost, Outcome, ProcessSpec, Signalled, Supervisor
+from prime_rl.launch.stalls.watchdog import Observed, StallLimits, Watchdog
+from prime_rl.run.beats import ANYONE, Beat
 
 SIGUSR1 = signal.SIGUSR1
 
@@ -184,3 +187,69 @@ def test_sigterm_after_that_warning_is_the_limit_and_leaves_seconds() -> None:
     assert host.waits_s[-1] is not None
     assert host.waits_s[-1] <= 15
     assert said[-1] == "inference, orchestrator did not stop in time and will be killed"
+
+
+SFT_SPECS = (
+    spec("trainer", completes_run=True),
+    replace(spec("inference"), if_lost=Path("lost")),
+    replace(spec("evaluator", completes_run=True), if_lost=Path("lost")),
+)
+
+
+def train(host: FakeHost, watchdog: Watchdog | None = None) -> tuple[Outcome, list[str]]:
+    said: list[str] = []
+    return Supervisor(SFT_SPECS, host, said.append, watchdog=watchdog).run(), said
+
+
+@pytest.mark.parametrize(
+    ("end", "others", "words"),
+    [
+        (Exited("evaluator", 1), ["inference"], "evaluator exited with code 1"),
+        (Exited("evaluator", 0), ["inference"], "evaluator exited with code 0 before its work was done"),
+        (Exited("inference", -9), ["evaluator"], "inference was ended by SIGKILL"),
+        (Exited("inference", 0), ["evaluator"], "inference exited with code 0"),
+    ],
+)
+def test_the_run_goes_on_without_children_that_it_does_not_need(end: Exited, others: list[str], words: str) -> None:
+    incomplete = ["evaluator"] if end == Exited("evaluator", 0) else []
+    host = FakeHost([end, *(Exited(name, 143) for name in others), Exited("trainer", 0)], incomplete=incomplete)
+    outcome, said = train(host)
+    assert outcome.succeeded
+    assert host.stopped == others
+    assert sorted(host.given_up) == ["evaluator", "inference"]
+    (line,) = outcome.lost
+    assert line.startswith(f"{words}: last words of {end.name} (log: logs/{end.name}.log); the run goes on without")
+    assert f"warning: {line}" in said
+    assert said.index(f"warning: {line}") < said.index("trainer finished")
+
+
+def test_a_training_that_fails_ends_the_run_whatever_evaluates_it() -> None:
+    outcome, _ = train(FakeHost([Exited("trainer", 1), Exited("evaluator", 143), Exited("inference", 0)]))
+    assert (outcome.exit_code, outcome.failed, outcome.lost) == (1, "trainer", ())
+
+
+def test_the_run_ends_after_the_last_evaluation_and_says_what_it_waits_for() -> None:
+    doing = {"evaluator": Observed([Beat(1, 0.0, "evaluating version 4: 1 of 8 rollouts are done")])}
+    host = FakeHost([Exited("trainer", 0), Exited("evaluator", 0), Exited("inference", 0)], observed=doing)
+    outcome, said = train(host)
+    assert (outcome.succeeded, outcome.lost) == (True, ())
+    assert (
+        "waiting for evaluator: evaluating version 4: 1 of 8 rollouts are done; its log is logs/evaluator.log" in said
+    )
+
+
+def test_a_stalled_child_that_is_not_needed_is_stopped_alone() -> None:
+    seconds = iter(range(0, 1000, 3))
+    host = FakeHost(
+        [None] * 6 + [Exited("evaluator", 143), Exited("inference", 143), Exited("trainer", 0)],
+        observed={
+            "trainer": Observed([Beat(1, 0.0, "step 1", waits_for=ANYONE)]),
+            "evaluator": Observed([Beat(1, 0.0, "evaluating")]),
+            "inference": Observed([Beat(1, 0.0, "idle", waits_for=ANYONE)]),
+        },
+    )
+    outcome, _ = train(host, Watchdog(StallLimits(timeout_s=10), lambda: float(next(seconds))))
+    assert outcome.succeeded
+    assert host.stopped == ["evaluator", "inference"]
+    (line,) = outcome.lost
+    assert line.startswith("evaluator made no progress since ")

@@ -125,6 +125,9 @@ def _parts(config: SFTConfig | TrainerConfig, size: ModelSize) -> Iterator[Writt
         dtype = "auto" if ckpt is None or ckpt.weights is None else ckpt.weights.dtype
         each = size.parameters * _BYTES.get(dtype, size.bytes_each)
         yield Written("export", 1 if ckpt is None else _kept(ckpt, config.max_steps, None), each)
+    if not isinstance(config, TrainerConfig) and config.eval is not None:
+        # One that is evaluated, and the next. More wait if an evaluation takes longer than the steps between two.
+        yield Written("evaluation export", 2, size.parameters * size.bytes_each)
     if isinstance(config, TrainerConfig) and config.weight_broadcast.type == "filesystem" and not config.model.lora:
         each = size.parameters * _computed_bytes(config)
         # The versions that servers may still read, one that is written, and those of checkpoints.

@@ -15,9 +15,12 @@ from prime_rl.utils.pydantic_config import dump_toml
 from prime_rl.utils.scratch import scratch_directory
 
 if TYPE_CHECKING:
+    from prime_rl.configs.eval import OfflineEvalConfig
     from prime_rl.configs.orchestrator import OrchestratorConfig
 
 EXAMINATION = "prime_rl.orchestrator.env_servers.examination"
+EVALUATION_TRIAL = "prime_rl.eval.trial"
+_MODULES = {"orchestrator": EXAMINATION, "eval": EVALUATION_TRIAL}
 _FAULT = "error: "
 
 
@@ -30,18 +33,20 @@ class Place:
     directory: Path = Path()
 
 
-def trial_faults(config: OrchestratorConfig, place: Place | None = None, limit_s: float | None = None) -> list[str]:
+def trial_faults(
+    config: OrchestratorConfig | OfflineEvalConfig, place: Place | None = None, limit_s: float | None = None
+) -> list[str]:
     """One line for each reason why the environments cannot be used. Takes seconds: they are imported and loaded.
 
     After `limit_s` seconds the trial is ended, which is a fault, too.
     """
     place = place or Place()
     with scratch_directory("trial") as scratch:
-        file = scratch / "orchestrator.toml"
+        file = scratch / f"{config.component}.toml"
         dump_toml(config, file)
         try:
             done = subprocess.run(
-                [place.python, "-m", EXAMINATION, "@", str(file)],
+                [place.python, "-m", _MODULES[config.component], "@", str(file)],
                 env={**place.env, MASK_VARIABLE: ""},
                 cwd=place.directory,
                 stdin=subprocess.DEVNULL,

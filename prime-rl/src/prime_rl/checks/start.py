@@ -75,6 +75,21 @@ def _sft_faults(config: SFTConfig, start: StartDir) -> Iterator[str]:
     yield from _trained_faults("model.name", config.model, start)
     yield from tokenizer_faults(config.tokenizer, config.model, start)
     yield from data_faults(config, start)
+    if config.eval is not None:
+        yield from _evaluation_faults(config, start)
+
+
+def _evaluation_faults(config: SFTConfig, start: StartDir) -> Iterator[str]:
+    """Faults of the evaluation next to SFT."""
+    from prime_rl.checks.packages import environment_faults
+
+    assert config.eval is not None
+    yield from environment_faults("eval.env", config.eval.env, start)
+    if config.inference is not None:
+        given = config.inference.model.chat_template
+        if given != config.tokenizer.chat_template:  # which is checked already
+            yield from template_faults("inference.model.chat_template", given, start)
+        yield from _server_faults(config.inference, start)
 
 
 def _rl_faults(config: RLConfig, start: StartDir) -> Iterator[str]:

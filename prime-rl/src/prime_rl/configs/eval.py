@@ -65,6 +65,9 @@ class OfflineEvalConfig(RootConfig):
     watch: bool = False
     """Evaluate checkpoints of `weights_dir` as they appear, until the run that writes them ends."""
 
+    interval: Count | None = None
+    """With `watch`: evaluate only the steps that are multiples of this, and the last one. None evaluates all."""
+
     eval_base: bool = True
     """Evaluate the base model first, as step 0."""
 
@@ -169,6 +172,8 @@ class OfflineEvalConfig(RootConfig):
             faults.append("steps are those of weights_dir: name it too")
         if self.watch and self.weights_dir is None:
             faults.append("watch needs weights_dir: the folder of checkpoints to watch, such as outputs/weights")
+        if self.interval is not None and not self.watch:
+            faults.append("interval chooses among the checkpoints that appear: it needs watch")
         if self.watch and self.steps is not None:
             faults.append("watch evaluates every checkpoint: leave out steps")
         return faults

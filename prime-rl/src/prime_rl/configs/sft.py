@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from prime_rl.configs.areal.launched import LaunchedConfig
+from prime_rl.configs.inference import InferenceConfig
 from prime_rl.configs.model import replication_fault
 from prime_rl.configs.ranges import LARGEST, Count, Fraction, Gpus, NaturalSeed, Nodes, Seconds, WholeNumber
 from prime_rl.configs.shared import (
@@ -21,6 +22,8 @@ from prime_rl.configs.shared import (
     TraceConfig,
     WandbConfig,
 )
+from prime_rl.configs.supervised.evaluation import SFTEvalConfig, evaluation_faults, prepare_server
+from prime_rl.configs.supervised.rows import ColumnsConfig, LossMaskConfig, RowFormatConfig, SourceConfig
 from prime_rl.configs.trainer import (
     BENCH_STEPS,
     AdamWConfig,
@@ -35,6 +38,8 @@ from prime_rl.configs.trainer import (
     training_faults,
 )
 from prime_rl.utils.pydantic_config import BaseConfig, derive, raise_faults
+
+__all__ = ["ColumnsConfig", "LossMaskConfig", "RowFormatConfig", "SFTConfig", "SFTDataConfig", "SourceConfig"]
 
 STACK_MULTIPLE = 256
 """`stack` pads sequences to a multiple of this length."""
@@ -83,94 +88,6 @@ class FakeDataConfig(BaseDataConfig):
 
     input_ids: Literal["increasing", "random"] = "increasing"
     """Tokens of the samples."""
-
-
-class LossMaskConfig(BaseConfig):
-    """Roles whose messages are trained on."""
-
-    system: bool = False
-    """System messages."""
-
-    user: bool = False
-    """User messages."""
-
-    assistant: bool = True
-    """Assistant messages."""
-
-    tool: bool = False
-    """Tool messages."""
-
-
-class ColumnsConfig(BaseConfig):
-    """Names that the data uses for what SFT reads. With any of the columns set, the others are not read, except `tools`
-    and `chat_template_kwargs`."""
-
-    messages: str | None = None
-    """Column of the messages."""
-
-    prompt: str | None = None
-    """Column of the prompt."""
-
-    response: str | None = None
-    """Column of the assistant's answer to `prompt`."""
-
-    completion: str | None = None
-    """Column of the text that continues `prompt`."""
-
-    instruction: str | None = None
-    """Column of the instruction."""
-
-    input: str | None = None
-    """Column of the instruction's input."""
-
-    output: str | None = None
-    """Column of the answer to `instruction`."""
-
-    system: str | None = None
-    """Column of the system message."""
-
-    tools: str | None = None
-    """Column of the tools."""
-
-    text: str | None = None
-    """Column of plain text."""
-
-    role: str | None = None
-    """Key of a message's role."""
-
-    content: str | None = None
-    """Key of a message's content."""
-
-    @property
-    def of_rows(self) -> dict[str, str]:
-        """The columns that are set, by our name."""
-        return {ours: theirs for ours, theirs in self if theirs is not None and ours not in ("role", "content")}
-
-
-class RowFormatConfig(BaseConfig):
-    """How rows are read."""
-
-    columns: ColumnsConfig = ColumnsConfig()
-    """Names of columns that differ from those that SFT knows."""
-
-    roles: dict[str, Literal["system", "user", "assistant", "tool"]] = Field({})
-    """Roles of the data that differ from those that SFT knows, such as `patient = "user"`."""
-
-
-class SourceConfig(RowFormatConfig):
-    """One of several datasets. Without `columns` and `roles` it takes those of `data`."""
-
-    name: str
-    """Dataset: a hub id, a directory or a file."""
-
-    subset: str | None = None
-    """Subset. None takes the default one."""
-
-    split: str = "train"
-    """Split."""
-
-    weight: float = Field(1.0, gt=0)
-    """Share of the samples, relative to the weights of the other datasets."""
 
 
 class SFTDataConfig(BaseDataConfig, RowFormatConfig):
@@ -298,6 +215,9 @@ class SingleNodeDeploymentConfig(BaseDeploymentConfig):
     num_gpus: Gpus = 1
     """Number of processes, one per GPU."""
 
+    num_infer_gpus: Gpus = 1
+    """Number of GPUs of the inference server of `[eval]`, besides those that train. Without `[eval]` there is none."""
+
     @model_validator(mode="after")
     def _check_gpus(self) -> Self:
         if self.num_gpus > self.gpus_per_node:
@@ -337,6 +257,12 @@ class SFTConfig(LaunchedConfig):
 
     val: ValConfig | None = None
     """Validation during training. None disables it."""
+
+    eval: SFTEvalConfig | None = None
+    """Evaluation on environments during training. None disables it."""
+
+    inference: InferenceConfig | None = None
+    """The inference server of `[eval]`. With `[eval]` there is always one; it serves `model.name`."""
 
     optim: OptimizerConfig = AdamWConfig()
     """The optimizer."""
@@ -423,6 +349,7 @@ class SFTConfig(LaunchedConfig):
         if self.bench is not None:
             constant = ConstantSchedulerConfig()
             derive(self, "bench", max_steps=BENCH_STEPS, num_epochs=None, ckpt=None, scheduler=constant)
+            derive(self, "bench", eval=None, inference=None)
         return self
 
     @model_validator(mode="after")
@@ -436,10 +363,11 @@ class SFTConfig(LaunchedConfig):
 
     @model_validator(mode="after")
     def _check_rules(self) -> Self:
-        raise_faults([*training_faults(self), *self._sequence_faults(), *self._faults()])
+        raise_faults([*training_faults(self), *self._sequence_faults(), *self._faults(), *evaluation_faults(self)])
         derive(self.model, "data.seq_len decides", seq_len=self.data.seq_len)
         fill_tokenizer(self.tokenizer, self.model)
         derive(self.model, "SFT has no fused output layer", fused_lm_head_chunk_size="disabled")
+        prepare_server(self)
         deployment = self.deployment
         if isinstance(deployment, MultiNodeDeploymentConfig) and deployment.nodes_per_fsdp_group is not None:
             copies = deployment.num_nodes // deployment.nodes_per_fsdp_group

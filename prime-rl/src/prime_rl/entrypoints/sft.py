@@ -11,6 +11,7 @@ from prime_rl.configs.sft import SFTConfig
 from prime_rl.launch.commands import SFT
 from prime_rl.launch.restarts.restarting import launcher_fault, until_done
 from prime_rl.launch.run import launch
+from prime_rl.launch.site import Sharing
 from prime_rl.utils.interrupts import end_quietly_on_ctrl_c
 from prime_rl.utils.pydantic_config import parse_argv_or_exit
 from prime_rl.watch.screens import sft_screen
@@ -33,4 +34,4 @@ def start(more: Sequence[str]) -> tuple[int, RecoverConfig]:
 
 def run(config: SFTConfig, bin_dir: Path | None = None) -> int:
     """Train to the end and return the exit code. Programs are taken from `bin_dir` if it is given."""
-    return launch(SFT, config, sft_screen, bin_dir=bin_dir)
+    return launch(SFT, config, sft_screen, Sharing(free_ports=True), bin_dir)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack
@@ -18,7 +19,7 @@ from prime_rl.monitors import JsonlMonitor, Monitor, MultiMonitor
 from prime_rl.monitors.sinks.described import SinkRun
 from prime_rl.monitors.sinks.opening import open_sinks
 from prime_rl.orchestrator.env_servers.environments import Environment, load_environments
-from prime_rl.orchestrator.errors import InferenceFault
+from prime_rl.orchestrator.errors import EnvironmentFault, InferenceFault
 from prime_rl.orchestrator.evaluation.scores import eval_metrics, score_titles
 from prime_rl.orchestrator.rollouts.attempts import Attempt, Outcome, run_attempts
 from prime_rl.orchestrator.rollouts.chat_client import ServerAnswered
@@ -28,7 +29,8 @@ from prime_rl.orchestrator.servers.pool import InferencePool
 from prime_rl.orchestrator.servers.server import InferenceServer
 from prime_rl.orchestrator.stopping import StopSignals
 from prime_rl.run.beats import ANYONE, own_beats
-from prime_rl.run.evaluations import Candidate, Following
+from prime_rl.run.completion import TRAINER_VARIABLE
+from prime_rl.run.evaluations import Candidate, EvaluatedSteps, Following
 from prime_rl.run.paths import EvalPaths, RunPaths
 from prime_rl.utils.logger import SUCCESS, get_logger
 
@@ -48,10 +50,18 @@ class EvalSet:
 
     @classmethod
     def from_config(cls, config: EvalEnvConfig, environment: Environment) -> EvalSet:
-        """`config` is one of `OfflineEvalConfig.environments`, which have all numbers filled in."""
+        """`config` is one of `OfflineEvalConfig.environments`, which have all numbers filled in.
+
+        Raises:
+            EnvironmentFault: `skip_first` skips every row.
+        """
         size, examples, rollouts = len(environment), config.num_examples, config.rollouts_per_example
         assert examples is not None
         assert rollouts is not None
+        if config.skip_first >= size:
+            raise EnvironmentFault(
+                f"skip_first = {config.skip_first} leaves none of the {size} rows of {environment.name!r}"
+            )
         end = size if examples < 0 else min(config.skip_first + examples, size)
         return cls(environment, range(config.skip_first, end), rollouts, config.max_retries)
 
@@ -106,13 +116,16 @@ class Evaluation:
         for candidate in candidates:
             await self._evaluate(candidate)
         if self.config.watch and self.config.weights_dir is not None:
-            following = Following(self.config.weights_dir, [candidate.step for candidate in candidates])
+            known = [candidate.step for candidate in candidates]
+            following = Following(self.config.weights_dir, known, self.config.interval, trainer_completion())
             await self._follow(following, self.config.weights_dir)
 
     async def _follow(self, following: Following, weights_dir: Path) -> None:
         """Evaluate checkpoints as they appear, until the run has ended."""
         while not following.has_ended:
             new = following.look()
+            if new and following.has_ended:
+                get_logger().info(f"The training is done; still to evaluate: {_listed(new)}")
             for step in new:
                 await self._evaluate(Candidate(step, weights_dir / f"step_{step}"))
             own_beats().say(f"waiting for the next checkpoint in {weights_dir}", waits_for=ANYONE)
@@ -122,6 +135,11 @@ class Evaluation:
             await asyncio.sleep(0 if following.has_ended else LOOK_EVERY_S)
 
     async def _evaluate(self, candidate: Candidate) -> None:
+        await self._complete(candidate)
+        if trainer_completion() is not None and candidate.weights is not None:
+            EvaluatedSteps(RunPaths(self.config.output_dir)).add(candidate.step)
+
+    async def _complete(self, candidate: Candidate) -> None:
         """Make and score the rollouts of one candidate that are missing."""
         keys = [key for each in self.sets for key in each.keys(candidate.step)]
         missing = [key for key in keys if key not in self.results]
@@ -178,7 +196,8 @@ class Evaluation:
         )
         if ran:
             metrics["time"] = max(outcome.ended_s for outcome in ran) - started_s
-            self.monitor.log({f"eval/{of_env.name}/{name}": value for name, value in metrics.items()}, candidate.step)
+            named = {f"eval/{of_env.name}/{name}": value for name, value in metrics.items()}
+            self.monitor.log({"progress/ckpt_step": candidate.step, **named}, candidate.step)
         self.rows.append(Row(str(candidate), candidate.step, of_env.name, metrics))
         get_logger().log(SUCCESS, f"{candidate} | {of_env.name} | {_scores(metrics)}")
         if failed:
@@ -214,6 +233,17 @@ async def _evaluate(evaluation: Evaluation, candidates: Sequence[Candidate]) -> 
     await evaluation.run(candidates)
     for each in evaluation.sets:
         each.environment.reward_errors.conclude()
+
+
+def trainer_completion() -> Path | None:
+    """The file that the trainer of this launch makes when it is done; None if this launch trains nothing."""
+    marker = os.environ.get(TRAINER_VARIABLE)
+    return None if marker is None else Path(marker)
+
+
+def _listed(steps: Sequence[int]) -> str:
+    more = f" and {len(steps) - 5} more" if len(steps) > 5 else ""
+    return ", ".join(f"step {step}" for step in steps[:5]) + more
 
 
 def _scores(metrics: Mapping[str, float]) -> str:

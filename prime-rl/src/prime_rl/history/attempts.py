@@ -35,6 +35,8 @@ class Attempt:
     """Ids of the GPUs of each component, which may share some. Empty on a CPU; None if the receipt does not say."""
     parts: Mapping[str, Any] | None = None
     """What each part has restored."""
+    lost: Sequence[str] = ()
+    """What it went on without, and why."""
 
     @classmethod
     def of_receipt(cls, table: Any) -> Attempt:
@@ -58,6 +60,7 @@ class Attempt:
             machine=table.get("machine"),
             gpus=_gpus(table.get("gpus")),
             parts=table.get("parts"),
+            lost=[str(line) for line in lost] if isinstance(lost := table.get("lost"), list) else [],
         )
 
 

@@ -9,6 +9,7 @@ from prime_rl.checks import start_faults
 from prime_rl.checks.disk import disk_forecast
 from prime_rl.checks.environments import trial_faults
 from prime_rl.configs.ranges import AUTO, LATEST
+from prime_rl.configs.supervised.evaluation import evaluation_of
 from prime_rl.configs.surface.not_built import unbuilt_faults
 from prime_rl.launch.plan import eval_demand, plan_eval, plan_rl, plan_sft, port_fault, rl_demand, sft_demand
 from prime_rl.launch.run import Command, LaunchRefused
@@ -18,6 +19,7 @@ from prime_rl.run.evaluations import (
     EvaluationRefused,
     candidates_of,
     check_settings,
+    prepare_evaluations,
     save_settings,
     settings_of,
 )
@@ -55,6 +57,11 @@ def _environment_faults(config: RLConfig) -> list[str]:
     return trial_faults(config.orchestrator)
 
 
+def _sft_environment_faults(config: SFTConfig) -> list[str]:
+    evaluation = evaluation_of(config)
+    return [] if evaluation is None else trial_faults(evaluation)
+
+
 def _eval_faults(config: OfflineEvalConfig, sharing: Sharing) -> list[str]:
     return [*unbuilt_faults(config), *start_faults(config)]
 
@@ -65,6 +72,12 @@ def _check_run(config: SFTConfig | RLConfig, paths: RunPaths) -> int | None:
 
 def _prepare_run(config: SFTConfig | RLConfig, paths: RunPaths, resume_step: int | None) -> None:
     prepare_run_dir(paths, resume_step, config.clean_output_dir)
+
+
+def _prepare_sft(config: SFTConfig, paths: RunPaths, resume_step: int | None) -> None:
+    _prepare_run(config, paths, resume_step)
+    evaluation = evaluation_of(config)
+    prepare_evaluations(paths, resume_step, None if evaluation is None else settings_of(evaluation))
 
 
 def _sft_notes(config: SFTConfig, paths: RunPaths, resume_step: int | None) -> list[str]:
@@ -147,7 +160,7 @@ def _eval_facts(config: OfflineEvalConfig, paths: RunPaths, resume_step: int | N
 
 
 SFT: Command[SFTConfig] = Command(
-    "sft", sft_demand, plan_sft, _sft_faults, _check_run, _prepare_run, notes=_sft_notes, facts=_facts
+    "sft", sft_demand, plan_sft, _sft_faults, _check_run, _prepare_sft, _sft_environment_faults, _sft_notes, _facts
 )
 RL: Command[RLConfig] = Command(
     "rl", rl_demand, plan_rl, _rl_faults, _check_run, _prepare_run, _environment_faults, _rl_notes, _facts

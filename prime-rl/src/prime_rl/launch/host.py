@@ -60,6 +60,9 @@ class Host(Protocol):
     def has_completed(self, spec: ProcessSpec) -> bool:
         """Whether a child that has ended with 0 had done its work."""
 
+    def give_up(self, spec: ProcessSpec) -> None:
+        """Leave a sign that the run goes on without a child."""
+
     def tail(self, name: str) -> list[str]:
         """The last log lines of a child in this attempt."""
 
@@ -148,6 +151,8 @@ class LocalHost:
     def start(self, spec: ProcessSpec) -> None:
         env = {**os.environ, **spec.env, **spec.secrets, reaper.MARK_VARIABLE: str(self.directory)}
         env[PROCESS_VARIABLE] = spec.name
+        if spec.if_lost is not None:
+            clear_completion(spec.if_lost)
         if spec.completion is not None:
             clear_completion(spec.completion)
             env[COMPLETION_VARIABLE] = str(spec.completion)
@@ -196,6 +201,12 @@ class LocalHost:
 
     def has_completed(self, spec: ProcessSpec) -> bool:
         return spec.completion is None or spec.completion.is_file()
+
+    def give_up(self, spec: ProcessSpec) -> None:
+        # A full disk must not end the run here, either.
+        with contextlib.suppress(OSError):
+            if spec.if_lost is not None:
+                spec.if_lost.touch()
 
     def tail(self, name: str) -> list[str]:
         log, offset = self._logs[name]
@@ -251,6 +262,7 @@ class FakeHost:
         self._observed = observed or {}
         self.started: list[str] = []
         self.stopped: list[str] = []
+        self.given_up: list[str] = []
         self.relayed: list[tuple[str, signal.Signals]] = []
         self.waits_s: list[float | None] = []
         self.grace_of_end_s: float | None = None
@@ -280,6 +292,9 @@ class FakeHost:
 
     def has_completed(self, spec: ProcessSpec) -> bool:
         return spec.name not in self._incomplete
+
+    def give_up(self, spec: ProcessSpec) -> None:
+        self.given_up.append(spec.name)
 
     def tail(self, name: str) -> list[str]:
         return [f"last words of {name}"]

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
+from prime_rl.configs.supervised.evaluation import evaluation_of
 from prime_rl.launch.caches import cache_env
 from prime_rl.launch.devices import allocator_env, mask, mask_for_vllm, spin_env, thread_env
 from prime_rl.launch.job import Job, Resources
@@ -20,6 +21,7 @@ from prime_rl.launch.programs import (
     RL_TRAINER,
     SFT_TRAINER,
     TrainerRanks,
+    beside_training,
     evaluator_process,
     inference_process,
     loopback_env,
@@ -44,7 +46,8 @@ if TYPE_CHECKING:
 def sft_demand(config: SFTConfig) -> Demand:
     deployment = config.deployment
     assert deployment.type == "single_node", "commands refuse the others"
-    return Demand(config.device, train=deployment.num_gpus)
+    infer = 0 if config.eval is None else deployment.num_infer_gpus
+    return Demand(config.device, infer=infer, train=deployment.num_gpus)
 
 
 def rl_demand(config: RLConfig) -> Demand:
@@ -68,22 +71,52 @@ def eval_demand(config: OfflineEvalConfig) -> Demand:
 
 
 def plan_sft(config: SFTConfig, paths: RunPaths, site: Site, resume_step: int | None) -> Job:
-    """The ranks of the SFT trainer. `resume_step` is the step that "the latest" (-1) in the config stands for."""
-    count = sft_demand(config).train
-    env = {} if site.device == "cuda" else thread_env(site.cores, count, site.env) | spin_env(site.env)
-    ranks = TrainerRanks(SFT_TRAINER, paths.config("sft"), count, site.meeting_place)
-    trainer = _trainer("sft", ranks, paths, site, env, *_resume_flags(config.ckpt, resume_step))
+    """The ranks of the SFT trainer, and what evaluates its exports. `resume_step` is the step that "the latest" (-1) in
+    the config stands for."""
+    demand, evaluation = sft_demand(config), evaluation_of(config)
+    env = {} if site.device == "cuda" else thread_env(site.cores, demand.train, site.env)
+    if site.device == "cpu" and evaluation is None:
+        env |= spin_env(site.env)
+    ranks = TrainerRanks(SFT_TRAINER, paths.config("sft"), demand.train, site.meeting_place)
+    processes = _trainer("sft", ranks, paths, site, env, *_resume_flags(config.ckpt, resume_step))
+    configs: dict[str, BaseSettings] = {"sft": config}
+    if evaluation is not None:
+        # After the trainer: its start removes the marker of an earlier one's end.
+        processes += _evaluation_beside(evaluation, paths, site, demand.train + demand.infer)
+        configs |= _eval_configs(evaluation)
     return Job(
         "sft",
         paths,
-        trainer,
-        _resources(trainer),
-        {"sft": config},
+        processes,
+        _resources(processes),
+        configs,
         stopping=_stopping(config.ckpt),
         stall_limits=_stall_limits(config.stall),
         trace_mib=_trace_mib(config.trace),
         resume=_resume(config.ckpt),
     )
+
+
+def _evaluation_beside(
+    evaluation: OfflineEvalConfig, paths: RunPaths, site: Site, at_once: int
+) -> tuple[ProcessSpec, ...]:
+    """Inference server and evaluator next to a training. `at_once`: processes that compute at the same time."""
+    on_cpu = site.device == "cpu"
+    env = thread_env(site.cores, at_once, site.env) if on_cpu else {}
+    return tuple(beside_training(each, paths, on_cpu) for each in _evaluating("sft", evaluation, paths, site, env))
+
+
+def _evaluating(
+    command: str, config: OfflineEvalConfig, paths: RunPaths, site: Site, env: Mapping[str, str]
+) -> tuple[ProcessSpec, ...]:
+    server, client = _addresses(config.inference, site)
+    evaluator = evaluator_process(paths, site.programs.python, _child_env(command, "evaluator", site, {}), *client)
+    servers = _inference(command, config.inference, paths, site, env, *server)
+    return _with_key(servers, evaluator, config.client, site)
+
+
+def _eval_configs(config: OfflineEvalConfig) -> dict[str, BaseSettings]:
+    return {"eval": config} if config.inference is None else {"eval": config, "inference": config.inference}
 
 
 def plan_rl(config: RLConfig, paths: RunPaths, site: Site, resume_step: int | None) -> Job:
@@ -125,13 +158,7 @@ def plan_rl(config: RLConfig, paths: RunPaths, site: Site, resume_step: int | No
 def plan_eval(config: OfflineEvalConfig, paths: RunPaths, site: Site, resume_step: int | None = None) -> Job:
     """Inference server (unless the config has none) and evaluator, which finds by itself what is left to do."""
     env = {} if site.device == "cuda" else thread_env(site.cores, 1, site.env)
-    server, client = _addresses(config.inference, site)
-    evaluator = evaluator_process(paths, site.programs.python, _child_env("eval", "evaluator", site, {}), *client)
-    servers = _inference("eval", config.inference, paths, site, env, *server)
-    processes = _with_key(servers, evaluator, config.client, site)
-    configs: dict[str, BaseSettings] = {"eval": config}
-    if config.inference is not None:
-        configs["inference"] = config.inference
+    processes = _evaluating("eval", config, paths, site, env)
     kept = "stopping; finished rollouts are kept"
     limits = _stall_limits(config.stall)
     return Job(
@@ -139,7 +166,7 @@ def plan_eval(config: OfflineEvalConfig, paths: RunPaths, site: Site, resume_ste
         paths,
         processes,
         _resources(processes),
-        configs,
+        _eval_configs(config),
         stopping=kept,
         stall_limits=limits,
         trace_mib=_trace_mib(config.trace),

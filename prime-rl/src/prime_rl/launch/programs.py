@@ -12,11 +12,15 @@ from typing import Self
 
 from prime_rl.launch.devices import mask
 from prime_rl.launch.spec import CannotStart, ProcessSpec
+from prime_rl.run.completion import TRAINER_VARIABLE
 from prime_rl.run.paths import STORE_VARIABLE, RunPaths
 
 RL_TRAINER = "prime_rl.trainer.rl.train"
 SFT_TRAINER = "prime_rl.trainer.sft.train"
 EVALUATOR = "prime_rl.eval.evaluate"
+
+POLITELY = ("nice", "-n", "10")
+"""Gives a process about a tenth of a core that a trainer wants, too."""
 
 LOOPBACK = "127.0.0.1"
 LOOPBACK_INTERFACE = "lo"
@@ -70,6 +74,16 @@ def evaluator_process(paths: RunPaths, python: str, env: Mapping[str, str], *fla
     """The evaluator, which runs rollouts and scores them. It sees no GPU."""
     argv = (python, "-m", EVALUATOR, "@", str(paths.config("eval")), *flags)
     return _completing("evaluator", argv, paths, _unbuffered(env) | mask(()))
+
+
+def beside_training(process: ProcessSpec, paths: RunPaths, shares_cores: bool) -> ProcessSpec:
+    """A process of an evaluation that must neither end nor slow the training next to it.
+
+    If both compute on the same cores, `nice` lets the trainer go first.
+    """
+    env = {**process.env, TRAINER_VARIABLE: str(paths.completion("trainer"))}
+    argv = (*POLITELY, *process.argv) if shares_cores else process.argv
+    return replace(process, argv=argv, env=env, if_lost=paths.evaluation_lost)
 
 
 @dataclass(frozen=True, slots=True)

@@ -189,7 +189,7 @@ def run_job(
         if receipt is not None:
             # Before the screen closes, which shows the end of the run for the last time.
             result = "complete" if outcome.succeeded else "stopped" if outcome.was_stopped else "failed"
-            receipt.end(result, outcome.message)
+            receipt.end(result, outcome.message, outcome.lost)
     _report(outcome, job, shown, log)
     return outcome.exit_code
 
@@ -227,6 +227,9 @@ def _report(outcome: Outcome, job: Job, screen: Screen, log: LaunchLog) -> None:
             summary += f"; weights in {job.paths.weight(weights[-1])}"
         log.note(summary)
         _write(sys.stdout.write, f"{summary}\n")
+    for line in outcome.losses:
+        log.note(line)
+        _write(sys.stderr.write, f"{line}\n")
     if outcome.succeeded:
         return
     known = outcome.failed is not None and screen.has_shown(outcome.failed)

@@ -42,6 +42,8 @@ class ProcessSpec:
     """File in which the child reports its progress. None: it reports none."""
     attempt: int | None = None
     """Number of the attempt, for the log. None outside of runs that can resume."""
+    if_lost: Path | None = None
+    """The run can go on without this child, and the launcher makes this file if it does. None: it cannot."""
     relays: frozenset[signal.Signals] = frozenset()
     """Signals to the launcher that are forwarded to this child."""
 
@@ -111,11 +113,18 @@ class Outcome:
     """Name of the child that failed."""
     was_stopped: bool = False
     """Whether a signal to the launcher ended the run."""
+    lost: tuple[str, ...] = ()
+    """What the run went on without, one line each."""
 
     def report(self) -> str:
         """The message, and log lines that may explain it."""
         lines = [f"{self.log_title}:", *(f"  | {line}" for line in self.log_tail)] if self.log_tail else []
         return "\n".join([self.message, *lines])
+
+    @property
+    def losses(self) -> list[str]:
+        """`lost` as lines for the user."""
+        return [f"warning: {line}" for line in self.lost]
 
     @property
     def succeeded(self) -> bool:

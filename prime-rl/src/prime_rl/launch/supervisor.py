@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 
 from prime_rl.launch.host import Host
 from prime_rl.launch.spec import CannotStart, Event, Exited, NodeLost, Outcome, ProcessSpec, Signalled
@@ -41,6 +42,9 @@ class Supervisor:
     watchdog finds stalled, with the first node that is lost, and with SIGINT, SIGTERM, SIGHUP or SIGUSR2 to the
     launcher. `say` receives one line for each start and end, and for a signal; `stopping` is what a signal makes the
     children do. After a failure the others have `failure_grace_s` instead of `grace_s` to stop, if it is given.
+
+    Children with `if_lost` work together, and the run can go on without them. If one of them fails or stalls, the
+    others are stopped, too. The outcome tells.
     """
 
     def __init__(
@@ -62,6 +66,8 @@ class Supervisor:
         self._failure_grace_s = grace_s if failure_grace_s is None else failure_grace_s
         self._stacks: dict[str, list[str]] = {}
         self._running: list[str] = []
+        self._optional = {spec.name for spec in specs if spec.if_lost is not None}
+        self._lost: list[str] = []
 
     def run(self) -> Outcome:
         """Start the children in order and wait for the end of the run. No process is left on return."""
@@ -72,34 +78,47 @@ class Supervisor:
         if isinstance(cause, Exited) and (cause.code == 0 or cause.signal is not None):
             asked = cause.signal or signal.SIGTERM
             cause = Signalled(asked) if asked in signals else cause
-        return self._outcome(cause)
+        return replace(self._outcome(cause), lost=tuple(self._lost))
 
     def _start(self) -> Cause:
         for spec in self._specs.values():
             try:
                 self._host.start(spec)
             except CannotStart as error:
-                return error
+                if spec.name not in self._optional:
+                    return error
+                self._lose(str(error))
+                continue
             self._running.append(spec.name)
             self._announce(spec.name, f"started, log {spec.log}")
         return None
 
     def _watch(self) -> Cause:
-        unfinished = {spec.name for spec in self._specs.values() if spec.completes_run}
-        while unfinished:
+        completing = {spec.name for spec in self._specs.values() if spec.completes_run}
+        finished: set[str] = set()
+        while unfinished := completing - finished - (self._optional if self._lost else set()):
             event = self._next_event()
             match event:
                 case Stalled():
-                    return event
+                    if not self._optional.issuperset(event.roots):
+                        return event
+                    self._host.stacks([name for name in self._running if name in event.roots])
+                    self._lose(f"{event.lines[0]}; the stacks are in {self._specs[event.roots[0]].log}")
                 case NodeLost(node):
                     self._forget(node)
                     return event
                 case Exited(name, code):
                     self._running.remove(name)
+                    if self._lost and name in self._optional:
+                        continue
                     if code != 0 or name not in unfinished or not self._host.has_completed(self._specs[name]):
-                        return event
-                    unfinished.remove(name)
+                        if name not in self._optional:
+                            return event
+                        self._lose(self._end_of_optional(event))
+                        continue
+                    finished.add(name)
                     self._announce(name, "finished")
+                    self._tell_what_is_left(unfinished - finished)
                 case Signalled(signal.SIGUSR1):
                     self._relay(event.signal)
                 case Signalled():
@@ -112,7 +131,35 @@ class Supervisor:
         event = self._host.next_event(LOOK_EVERY_S)
         if event is not None:
             return event
-        return self._watchdog.look({name: self._host.observe(self._specs[name]) for name in self._running})
+        watched = [name for name in self._running if not (self._lost and name in self._optional)]
+        return self._watchdog.look({name: self._host.observe(self._specs[name]) for name in watched})
+
+    def _lose(self, why: str) -> None:
+        """Go on without the optional children."""
+        self._lost.append(f"{why}; the run goes on without {' and '.join(sorted(self._optional))}")
+        self._say(f"warning: {self._lost[-1]}")
+        for name in self._optional:
+            self._host.give_up(self._specs[name])
+        for name in reversed(self._running):
+            if name in self._optional:
+                self._host.stop(name)
+
+    def _end_of_optional(self, end: Exited) -> str:
+        last = self._host.tail(end.name)[-1:]
+        # A log may hold text of the data, which must not reach a terminal raw.
+        text = "".join(char if char.isprintable() else "?" for char in last[0].strip()) if last else ""
+        words = f": {text}" if text else ""
+        early = " before its work was done" if not end.code and self._specs[end.name].completes_run else ""
+        return f"{end.name} {end}{early}{words} (log: {self._specs[end.name].log})"
+
+    def _tell_what_is_left(self, unfinished: Collection[str]) -> None:
+        """Once only optional children have work left, say what they do."""
+        if not unfinished or not self._optional.issuperset(unfinished):
+            return
+        for name in sorted(unfinished):
+            beats = self._host.observe(self._specs[name]).beats
+            doing = f": {beats[0].doing}" if beats else ""
+            self._say(f"waiting for {name}{doing}; its log is {self._specs[name].log}")
 
     def _announce(self, name: str, words: str) -> None:
         """Report a normal start or end. Of several ranks only the first is reported."""

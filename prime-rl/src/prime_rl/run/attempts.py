@@ -108,13 +108,14 @@ class Receipt:
             if not self._waited_for:
                 yield f"{self._agreement()}; receipt: {self.file}"
 
-    def end(self, result: str, message: str) -> None:
-        """Record how the attempt ended: `complete`, `stopped` or `failed`, and why."""
+    def end(self, result: str, message: str, lost: Sequence[str] = ()) -> None:
+        """Record how the attempt ended: `complete`, `stopped` or `failed`, and why; and what it went on without."""
         ids = {part: self.paths.wandb_id(part) for part in PARTS}
         self._table |= {
             "ended": datetime.now().astimezone().isoformat(timespec="seconds"),
             "result": result,
             "outcome": "complete" if result == "complete" else message,
+            **({"lost": list(lost)} if lost else {}),
             "wandb_ids": {part: file.read_text().strip() for part, file in ids.items() if file.is_file()},
         }
         self._write()

@@ -13,6 +13,10 @@ COMPLETION_VARIABLE = "COMPLETION_MARKER"
 """Environment variable of a process: the file that it makes when its work is done."""
 
 
+TRAINER_VARIABLE = "TRAINER_COMPLETION"
+"""Environment variable of an evaluator next to a training: the file that the trainer makes when it is done."""
+
+
 def report_completion() -> None:
     """Make the file that the launcher looks for. Does nothing in a process that no launcher has started."""
     marker = os.environ.get(COMPLETION_VARIABLE)

@@ -82,8 +82,8 @@ def prepare_run_dir(paths: RunPaths, resume_step: int | None, clean: bool = Fals
         _clean(paths.root)
     _discard_stale(paths, resume_step)
     if resume_step is None:
-        _set_aside(paths.metrics)
-        _set_aside(paths.orchestrator.samples)
+        set_aside(paths.metrics)
+        set_aside(paths.orchestrator.samples)
     else:
         for saved in (paths.checkpoints, paths.orchestrator.checkpoints, paths.weights):
             _replace_after(resume_step, saved)
@@ -175,7 +175,8 @@ def _remove_repeated(samples: Path, first_step: int) -> None:
             file.path.unlink()
 
 
-def _set_aside(target: Path) -> None:
+def set_aside(target: Path) -> None:
+    """Rename a file or folder of an earlier run to `<name>.<n>`."""
     if target.exists():
         names = (target.with_name(f"{target.stem}.{number}{target.suffix}") for number in itertools.count(1))
         target.rename(next(name for name in names if not name.exists()))

@@ -8,13 +8,16 @@ EvaluationRefused
 from __future__ import annotations
 
 import json
+import shutil
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from prime_rl.run.directory import set_aside
 from prime_rl.run.lock import is_running
-from prime_rl.run.paths import EvalPaths, stable_steps
+from prime_rl.run.paths import EvalPaths, RunPaths, stable_steps
 from prime_rl.utils.files import replacing_file
 
 if TYPE_CHECKING:
@@ -54,8 +57,9 @@ def candidates_of(config: OfflineEvalConfig) -> list[Candidate]:
     Raises:
         MissingSteps: one of `steps` is missing or incomplete, or there is nothing to evaluate.
     """
-    if config.watch and config.weights_dir is not None and not stable_steps(config.weights_dir):
-        return find_candidates(config.eval_base, None, None)
+    if config.watch and config.weights_dir is not None:
+        due = Following(config.weights_dir, interval=config.interval).due()
+        return find_candidates(config.eval_base, config.weights_dir if due else None, due or None)
     return find_candidates(config.eval_base, config.weights_dir, config.steps)
 
 
@@ -83,20 +87,83 @@ def find_candidates(eval_base: bool, weights_dir: Path | None, steps: Iterable[i
 class Following:
     """The checkpoints that a run is writing to `weights_dir`."""
 
-    def __init__(self, weights_dir: Path, known: Iterable[int] = ()) -> None:
-        """`known` are the steps that need not be returned."""
+    def __init__(
+        self,
+        weights_dir: Path,
+        known: Iterable[int] = (),
+        interval: int | None = None,
+        completion: Path | None = None,
+    ) -> None:
+        """Follow a run.
+
+        Args:
+            known: steps that need not be returned.
+            interval: of steps that are not multiples of it, only the last of the run is returned. None returns all.
+            completion: the file that the run's trainer makes at its end. None: the end of the run is that of its lock.
+        """
         self.weights_dir = weights_dir
         self._known = set(known)
+        self._interval = interval
+        self._completion = completion
         self.has_ended = False
         """The run had ended before the last look, so that no checkpoint follows."""
 
     def look(self) -> list[int]:
         """Complete checkpoints that have appeared since the last look."""
         # First: what appears afterwards is found by the next look.
-        self.has_ended = not is_running(self.weights_dir.absolute().parent)
-        new = [step for step in stable_steps(self.weights_dir) if step not in self._known]
+        if self._completion is not None:
+            self.has_ended = self._completion.is_file()
+        else:
+            self.has_ended = not is_running(self.weights_dir.absolute().parent)
+        new = [step for step in self.due() if step not in self._known]
         self._known.update(new)
         return new
+
+    def due(self) -> list[int]:
+        """Complete checkpoints that are to be evaluated, ascending."""
+        steps = stable_steps(self.weights_dir)
+        last = steps[-1:] if self.has_ended else []
+        return [step for step in steps if self._interval is None or step % self._interval == 0 or step in last]
+
+
+class EvaluatedSteps:
+    """The steps whose weights were evaluated next to a training.
+
+    Weights that the trainer exported for an evaluation alone, or does not keep any longer, are deleted once they are
+    evaluated. The trainer marks them, then looks whether they were evaluated; the evaluator records them, then looks
+    for the mark. So one of the two deletes them.
+    """
+
+    def __init__(self, paths: RunPaths) -> None:
+        self.paths = paths
+        self._file = EvalPaths(paths.root).evaluated
+
+    def read(self) -> list[int]:
+        """Ascending. Empty if the file is missing or damaged: then evaluations are looked at again."""
+        try:
+            steps = json.loads(self._file.read_text(encoding="utf-8"))
+            return sorted(int(step) for step in steps)
+        except (OSError, ValueError, TypeError):
+            return []
+
+    def write(self, steps: Iterable[int]) -> None:
+        with replacing_file(self._file) as scratch:
+            scratch.write_text(json.dumps(sorted(set(steps))) + "\n", encoding="utf-8")
+
+    def add(self, step: int) -> None:
+        """Record an evaluation, and delete the weights if they were only kept for it."""
+        self.write([*self.read(), step])
+        if self.paths.only_for_evaluation(step).is_file():
+            self.remove(step)
+
+    def remove(self, step: int) -> None:
+        """Delete the weights of a step, unless they are gone."""
+        shutil.rmtree(self.paths.weight(step), ignore_errors=True)
+
+    def leave(self, step: int) -> bool:
+        """Let the evaluator delete the weights of a step. False if it has evaluated them already."""
+        self.paths.only_for_evaluation(step).touch()
+        return step not in self.read()
 
 
 def settings_of(config: OfflineEvalConfig) -> dict[str, Any]:
@@ -129,6 +196,53 @@ def check_settings(paths: EvalPaths, settings: Mapping[str, Any]) -> dict[str, A
             "choose another --output-dir"
         )
     return {**current, "environments": environments}
+
+
+def prepare_evaluations(paths: RunPaths, resume_step: int | None, settings: Mapping[str, Any] | None) -> None:
+    """Prepare a run's directory for the evaluations next to its training. `settings` is None if there are none.
+
+    A new run renames weights and results of an earlier one, so that they are not taken for its own. A resumed run
+    forgets the results of steps that it repeats. If the settings have changed, it renames all results, and the weights
+    that are still there are evaluated again.
+    """
+    results = EvalPaths(paths.root)
+    if settings is None:
+        for component in ("eval", "inference"):
+            paths.config(component).unlink(missing_ok=True)
+        return
+    if resume_step is None:
+        set_aside(paths.weights)
+    if resume_step is None or not _are_of(results, settings):
+        for file in (results.results, results.settings, results.summary, results.evaluated):
+            set_aside(file)
+    elif results.results.is_file():
+        _forget_after(results.results, resume_step)
+        evaluated = EvaluatedSteps(paths)
+        evaluated.write(step for step in evaluated.read() if step <= resume_step)
+    save_settings(results, check_settings(results, settings))
+
+
+def _are_of(results: EvalPaths, settings: Mapping[str, Any]) -> bool:
+    try:
+        check_settings(results, settings)
+    except (OtherEvaluation, ValueError, KeyError, TypeError):  # ValueError and so on: the file is damaged
+        return False
+    return True
+
+
+def _forget_after(results: Path, step: int) -> None:
+    """Remove the results of steps after `step`."""
+    kept = [line for line in results.read_bytes().splitlines(keepends=True) if _step_of(line) <= step]
+    with replacing_file(results) as scratch:
+        scratch.write_bytes(b"".join(kept))
+
+
+def _step_of(line: bytes) -> int:
+    """The step of a result; beyond all steps if the line is damaged."""
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return sys.maxsize
 
 
 def save_settings(paths: EvalPaths, settings: Mapping[str, Any]) -> None:

@@ -151,6 +151,15 @@ class RunPaths:
     def weight(self, step: int) -> Path:
         return self.weights / f"step_{step}"
 
+    def only_for_evaluation(self, step: int) -> Path:
+        """Marker in an export: whoever evaluates it deletes it then."""
+        return self.weight(step) / "ONLY_FOR_EVALUATION"
+
+    @property
+    def evaluation_lost(self) -> Path:
+        """Marker: the evaluation next to this training has ended early, so that nobody waits for exports."""
+        return self.control / "evaluation.lost"
+
     @property
     def rollouts(self) -> Path:
         """Packed micro-batches, from the packer to the trainer's ranks."""
@@ -280,6 +289,11 @@ class EvalPaths:
     def settings(self) -> Path:
         """The settings of the results, as JSON."""
         return self.root / "eval" / "settings.json"
+
+    @property
+    def evaluated(self) -> Path:
+        """Steps whose weights were evaluated next to a training, as a JSON list."""
+        return self.root / "eval" / "evaluated.json"
 
     @property
     def summary(self) -> Path:

@@ -152,7 +152,9 @@ class SavedSteps:
 
     def is_finished(self, step: int, end: End) -> bool:
         """Whether the run that saved `step` has done all of its work, the end of it included."""
-        parts = ("trainer", "orchestrator") if self.has_orchestrator else ("trainer",)
+        parts = ["trainer", *(["orchestrator"] if self.has_orchestrator else [])]
+        # Only SFT evaluates in a process of its own.
+        parts += ["evaluator"] if self.paths.config("eval").is_file() else []
         if not all(self.paths.completion(part).is_file() for part in parts):
             return False
         if end.max_steps is not None:

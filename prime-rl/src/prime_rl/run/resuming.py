@@ -72,7 +72,7 @@ class Changes:
 
 def compared_configs(config: BaseSettings) -> dict[str, BaseSettings]:
     """The configs that a resume compares, by component: the sections of an RL run, or else `config` itself."""
-    names = ("trainer", *_COMPONENTS)
+    names = () if type(config).component == "sft" else ("trainer", *_COMPONENTS)
     sections = {name: section for name in names if (section := getattr(config, name, None)) is not None}
     return sections or {type(config).component: config}
 

@@ -95,8 +95,16 @@ def estimate_sft(config: SFTConfig, shape: ModelShape, processes: int, gpu: Gpu 
     training = Training(
         shape, config.model, config.optim.type, row_tokens, data.seq_len, processes, rows, device, is_rl=False
     )
-    trainer = _trainer(training, _room(gpu, device, processes))
-    return Estimate([trainer], gpu, device, forecast_disk(config, config.output_dir, _size(shape)))
+    room, engines = _room(gpu, device, processes), []
+    if config.eval is not None and config.inference is not None:
+        longest = config.inference.model.max_model_len or shape.context or data.seq_len
+        in_flight = config.eval.max_concurrent or config.eval.rollouts_per_example
+        engines = [_engine(config.inference, shape, gpu, device, Limits(longest, in_flight))]
+        if device == "cpu" and room is not None:
+            room -= engines[0].needed_bytes // processes
+    return Estimate(
+        [_trainer(training, room), *engines], gpu, device, forecast_disk(config, config.output_dir, _size(shape))
+    )
 
 
 def estimate_rl(
@@ -112,7 +120,9 @@ def estimate_rl(
     room = _room(gpu, device, processes)
     components = [_trainer(training, room)]
     if config.inference is not None:
-        engine = _engine(config, config.inference, shapes[1], gpu, device)
+        rollouts = config.orchestrator
+        limits = Limits(rollouts.seq_len, rollouts.max_inflight_rollouts or rollouts.batch_size or 1)
+        engine = _engine(config.inference, shapes[1], gpu, device, limits)
         is_shared = infer == 0 or device == "cpu"
         left = room - engine.needed_bytes // processes if is_shared and room is not None else room
         components = [_trainer(training, left), engine]
@@ -130,18 +140,27 @@ def _host_notes(training: Training) -> list[str]:
     return [f"host memory: {moved / 2**30:.1f} GiB for each process of the trainer"] if moved else []
 
 
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a run asks of its engine."""
+
+    seq_len: int
+    """Longest sequence, in tokens."""
+    in_flight: int
+    """Sequences in flight, of all copies of the model."""
+
+
 def _engine(
-    config: RLConfig, inference: InferenceConfig, shape: ModelShape, gpu: Gpu | None, device: Device
+    inference: InferenceConfig, shape: ModelShape, gpu: Gpu | None, device: Device, limits: Limits
 ) -> Component:
     is_vllm = inference.backend == "vllm" or (inference.backend == "auto" and device == "cuda" and _has_vllm(gpu))
-    limits = config.orchestrator
     longest = inference.model.max_model_len or shape.context or limits.seq_len
     serving = Serving(
         shape,
         "vllm" if is_vllm else "embedded",
         _served_bytes(shape, inference, is_vllm, device),
         longest if is_vllm else min(longest, limits.seq_len),
-        limits.max_inflight_rollouts or limits.batch_size or 1,
+        limits.in_flight,
         inference.parallel.tp,
         inference.parallel.dp,
         has_graphs=is_vllm and device == "cuda" and not inference.model.enforce_eager,

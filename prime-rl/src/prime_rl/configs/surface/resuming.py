@@ -87,6 +87,8 @@ RESUME_RULES: tuple[ResumeRule, ...] = (
     _rule("none", "the contents are compared", "sft.data.name", "sft.data.sources.name"),
     _rule("applied", "", "sft.data.batch_size", "sft.data.max_untrainable_share", "sft.data.ignored_keys"),
     _rule("applied", "validation losses before and after may not be comparable", "sft.val"),
+    _rule("applied", "evaluations before and after may not be comparable", "sft.eval"),
+    _rule("none", "", "sft.inference"),
     _rule("applied", "", "sft.loss_impl", "sft.num_epochs"),
     _rule("attempt", "says how to start", "sft.clean_output_dir", "sft.dry_run", "sft.file_access", "sft.slurm"),
     _rule("attempt", "says how to start", "sft.allocation_mode", "sft.launcher", "sft.recover"),

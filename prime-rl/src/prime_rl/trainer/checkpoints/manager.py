@@ -17,6 +17,7 @@ from prime_rl.configs.trainer import CheckpointConfig
 from prime_rl.run.paths import RunPaths
 from prime_rl.run.resume_point import CannotResume, SavedSteps
 from prime_rl.run.retention import DEFAULT_KEPT
+from prime_rl.trainer.checkpoints.evaluated import EvaluationQueue
 from prime_rl.trainer.checkpoints.files import (
     BackgroundJobs,
     gathered_contents,
@@ -58,6 +59,7 @@ class CheckpointManager:
         process: Process,
         data_axis: DataAxis,
         run_configs: Mapping[str, str] | None = None,
+        evaluations: EvaluationQueue | None = None,
     ) -> None:
         self.config = config
         self._run_configs = run_configs or {}
@@ -70,6 +72,9 @@ class CheckpointManager:
         self._group = dist.new_group(backend="gloo") if config.async_save else None
         self._saved = Retention(config, paths.checkpoints, DEFAULT_KEPT)
         self._exported = Retention(config, paths.weights, None)
+        if evaluations is not None:
+            self._exported.left_to_others = evaluations.leave
+            self._exported.steps -= {step for step in self._exported.steps if paths.only_for_evaluation(step).is_file()}
         self._best = self._saved_best() if config.keep_best and config.resume_step is not None else None
         self._protect_best()
 

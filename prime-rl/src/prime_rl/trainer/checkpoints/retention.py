@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -45,6 +46,8 @@ class Retention:
         self.parent = parent
         self.protected_step: int | None = None
         """A step that is kept regardless of the rules."""
+        self.left_to_others: Callable[[int], bool] = lambda step: False
+        """Whether somebody else deletes a step that the rules no longer keep."""
         resume_step = config.resume_step
         self.steps: set[int] = set()
         if resume_step is not None:
@@ -56,7 +59,8 @@ class Retention:
         kept = kept_steps(self.steps, self.keep_last, self.keep_interval)
         for old in sorted(self.steps - kept - {self.protected_step}):
             try:
-                remove_directory(self.parent / f"step_{old}")
+                if not self.left_to_others(old):
+                    remove_directory(self.parent / f"step_{old}")
             except OSError as error:
                 get_logger().warning(f"could not delete an old checkpoint: {error}")
             self.steps.discard(old)

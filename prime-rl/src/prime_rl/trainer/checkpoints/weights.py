@@ -118,8 +118,9 @@ def write_export(
     tokenizer: PreTrainedTokenizerBase,
     target: Path,
     config: WeightCheckpointConfig,
+    marker: str | None = None,
 ) -> None:
-    """Write a gathered `export` to `target`. Reads only the configs of `model`."""
+    """Write a gathered `export` to `target`, with an empty file `marker`. Reads only the configs of `model`."""
     dtype = next(tensor.dtype for tensor in export.weights.values() if tensor.is_floating_point())
     with replacing_directory(target) as scratch:
         save_weights(export.weights, scratch, config.save_sharded, config.save_format)
@@ -136,6 +137,8 @@ def write_export(
         tokenizer.save_pretrained(scratch)
         if export.adapter is not None:
             save_adapter(export.adapter, scratch / ADAPTER_DIRECTORY)
+        if marker is not None:
+            (scratch / marker).touch()
 
 
 def _save_file(state: dict[str, Tensor], path: Path, save_format: SaveFormat) -> None:

@@ -14,9 +14,10 @@ from prime_rl.configs.sft import BaseDataConfig, SFTConfig, batch_fault
 from prime_rl.configs.trainer import WeightCheckpointConfig
 from prime_rl.run.beats import own_beats
 from prime_rl.run.paths import RunPaths, stable_steps
+from prime_rl.trainer.checkpoints.evaluated import EvaluationQueue
 from prime_rl.trainer.checkpoints.manager import CheckpointManager
 from prime_rl.trainer.checkpoints.state import TrainState
-from prime_rl.trainer.checkpoints.weights import export_model
+from prime_rl.trainer.checkpoints.weights import gather_export, write_export
 from prime_rl.trainer.process.data_axis import DataAxis
 from prime_rl.trainer.process.errors import DataError, DivergedError
 from prime_rl.trainer.process.parallel_dims import Mesh
@@ -44,6 +45,8 @@ class Components:
     validation: Validation | None
     fingerprint: DataFingerprint | None
     """Fingerprint of the data, for checkpoints; None if there are none."""
+    evaluations: EvaluationQueue | None = None
+    """Exports for the evaluation next to the training; None if there is none."""
 
     def place_in_data(self) -> dict[str, Any]:
         """The data state that this process saves in a checkpoint."""
@@ -84,6 +87,8 @@ class SFTTrainer:
             requests = signals.take()
             if requests.save or (checkpoints is not None and checkpoints.is_due(state.progress.step)):
                 reporter.saved(self.save())
+            if self.evaluation_is_due:
+                reporter.saved(self.export_for_evaluation())
         self.save()
         if self.is_done:
             self.export()
@@ -127,6 +132,12 @@ class SFTTrainer:
         val = self.config.val
         return val is not None and (self.is_done or self.components.state.progress.step % val.interval == 0)
 
+    @property
+    def evaluation_is_due(self) -> bool:
+        """Whether an evaluation waits for weights that no checkpoint exports. Collective."""
+        step, evaluations = self.components.state.progress.step, self.components.evaluations
+        return evaluations is not None and step != self.exported_step and not self.is_done and evaluations.is_due(step)
+
     def validate(self, reporter: StepReporter) -> None:
         """Compute the validation loss. Save the model if `ckpt.keep_best` is set and it is the best so far."""
         checkpoints, step = self.components.checkpoints, self.components.state.progress.step
@@ -154,19 +165,28 @@ class SFTTrainer:
             get_logger().info(f"{done} {self.paths.checkpoint(step)} in {elapsed_s:.1f}s")
         return elapsed_s
 
+    def export_for_evaluation(self) -> float:
+        """Write weights that are deleted once they are evaluated. Returns the seconds it took."""
+        started_s = time.perf_counter()
+        self._export(is_kept=False)
+        return time.perf_counter() - started_s
+
     def export(self) -> None:
         """Write the weights of a finished run unless `save` has. A benchmark writes none."""
-        step = self.components.state.progress.step
-        if self.config.bench is not None:
-            return
+        if self.config.bench is None and self.components.state.progress.step != self.exported_step:
+            self._export(is_kept=True)
+
+    def _export(self, is_kept: bool) -> None:
         options = WeightCheckpointConfig() if self.config.ckpt is None else self.config.ckpt.weights
-        if options is None or step == self.exported_step:
+        if options is None:
             return
-        target = self.paths.weight(step)
+        step = self.components.state.progress.step
         self.beats.say(f"exporting the weights of step {step}")
-        export_model(
-            self.components.state.policy.model, self.components.tokenizer, target, options, self.components.export_dtype
-        )
+        model, tokenizer = self.components.state.policy.model, self.components.tokenizer
+        export = gather_export(model, options, self.components.export_dtype)
+        if self.process.is_main:
+            marker = None if is_kept else self.paths.only_for_evaluation(step).name
+            write_export(export, model, tokenizer, self.paths.weight(step), options, marker)
 
 
 def micro_batches_per_data_rank(data: BaseDataConfig, data_axis: DataAxis) -> int:

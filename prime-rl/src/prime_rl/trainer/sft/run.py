@@ -17,6 +17,7 @@ from prime_rl.run.directory import OutputDirInUse, check_output_dir
 from prime_rl.run.paths import RunPaths
 from prime_rl.run.resuming import changes_since, configs_to_save
 from prime_rl.trainer.checkpoints.changes import check_changes
+from prime_rl.trainer.checkpoints.evaluated import EvaluationQueue
 from prime_rl.trainer.checkpoints.manager import CheckpointManager
 from prime_rl.trainer.checkpoints.restored import restored_state
 from prime_rl.trainer.checkpoints.state import TrainedModel, TrainState
@@ -116,8 +117,10 @@ def setup_components(config: SFTConfig, paths: RunPaths, mesh: Mesh) -> Componen
     own_beats().say("reading the data")
     process, data_axis = mesh.process, mesh.data_axis
     micro_batches_per_data_rank(config.data, data_axis)
+    evaluations = None if config.eval is None else EvaluationQueue(paths, process, config.eval.interval)
+    run_configs = configs_to_save(paths, "sft", as_written(config))
     checkpoints = (
-        CheckpointManager(config.ckpt, paths, process, data_axis, configs_to_save(paths, "sft", as_written(config)))
+        CheckpointManager(config.ckpt, paths, process, data_axis, run_configs, evaluations)
         if config.ckpt is not None
         else None
     )
@@ -149,7 +152,7 @@ def setup_components(config: SFTConfig, paths: RunPaths, mesh: Mesh) -> Componen
         place = restore_position(rows, positions)
         leave_receipt(config, checkpoints, facts, {**rows.cursor(), "place": place, "verified": verified})
     dtype = export_dtype(config.model, config.ckpt.weights if config.ckpt else None, process.device)
-    return Components(state, rows, tokenizer, checkpoints, dtype, validation, fingerprint)
+    return Components(state, rows, tokenizer, checkpoints, dtype, validation, fingerprint, evaluations)
 
 
 def report_end(is_done: bool, trainer: SFTTrainer, summary: Summary) -> None:

@@ -14,7 +14,7 @@ from prime_rl.launch.logs import polled
 from prime_rl.run.paths import RunPaths
 from prime_rl.utils.files import replacing_file
 from prime_rl.watch.overview.facts import Doing, Figure, Overview, Reader
-from prime_rl.watch.overview.words import shown_clock, steps_words
+from prime_rl.watch.overview.words import printable, shown_clock, steps_words
 from prime_rl.watch.progress import clock
 
 LOOK_EVERY_S = 5.0
@@ -55,6 +55,8 @@ def _timing(overview: Overview) -> Iterator[str]:
     yield ""
     if overview.state.detail and not overview.is_running:
         yield from (f"Why it ended: {_code(overview.state.detail)}", "")
+    for line in () if overview.attempt is None else overview.attempt.lost:
+        yield from (f"Warning: {_code(printable(line))}", "")
     times = [f"{clock(overview.elapsed_s)} elapsed"]
     if overview.left_s is not None:
         times.append(f"about {clock(overview.left_s)} left")

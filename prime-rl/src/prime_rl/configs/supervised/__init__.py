@@ -1,0 +1,1 @@
+"""Sections of an SFT run: how rows are read, and evaluation during training."""

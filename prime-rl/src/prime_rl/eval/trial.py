@@ -1,0 +1,34 @@
+"""Tries the environments of an evaluation: `python -m prime_rl.eval.trial @ eval.toml`. A dry run starts it."""
+
+from __future__ import annotations
+
+import sys
+
+from prime_rl.configs.eval import OfflineEvalConfig
+from prime_rl.orchestrator.errors import EnvironmentFault
+from prime_rl.utils.logger import setup_logger
+from prime_rl.utils.pydantic_config import parse_argv_or_exit
+
+
+def main() -> None:
+    """Load the environments. Exit codes: 0 they can be used, 1 one cannot, 2 bad config."""
+    config = parse_argv_or_exit(OfflineEvalConfig)
+    setup_logger("warning")
+    # verifiers takes seconds to import.
+    from prime_rl.eval.run import EvalSet
+    from prime_rl.orchestrator.env_servers.environments import load_environments
+
+    try:
+        environments = load_environments(config.environments, config.log, "env", "eval")
+        for each in config.environments:
+            environment = environments[each.name or each.id]
+            environment.refuse_images()
+            EvalSet.from_config(each, environment)
+            environment.prompt(0)
+    except EnvironmentFault as fault:
+        sys.stderr.write(f"error: {fault}\n")
+        raise SystemExit(1) from fault
+
+
+if __name__ == "__main__":
+    main()
