@@ -203,10 +203,7 @@ class LocalHost:
         return spec.completion is None or spec.completion.is_file()
 
     def give_up(self, spec: ProcessSpec) -> None:
-        # A full disk must not end the run here, either.
-        with contextlib.suppress(OSError):
-            if spec.if_lost is not None:
-                spec.if_lost.touch()
+        note_loss(spec)
 
     def tail(self, name: str) -> list[str]:
         log, offset = self._logs[name]
@@ -226,6 +223,14 @@ class LocalHost:
             for pid in reaper.listeners(leader, STACKS_SIGNAL):
                 reaper.send(pid, signal.SIGCONT)
         return new_stacks(asked)
+
+
+def note_loss(spec: ProcessSpec) -> None:
+    """Make the file that tells the others that the run goes on without a child."""
+    # A full disk must not end the run here, either.
+    with contextlib.suppress(OSError):
+        if spec.if_lost is not None:
+            spec.if_lost.touch()
 
 
 def end_abandoned() -> None:

@@ -152,7 +152,7 @@ class RunPaths:
         return self.weights / f"step_{step}"
 
     def only_for_evaluation(self, step: int) -> Path:
-        """Marker in an export: whoever evaluates it deletes it then."""
+        """Marker in an export: the evaluator deletes it once it is evaluated."""
         return self.weight(step) / "ONLY_FOR_EVALUATION"
 
     @property

@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Self
 
 from prime_rl.launch import logs
-from prime_rl.launch.host import TAIL_LINES, LocalHost
+from prime_rl.launch.host import TAIL_LINES, LocalHost, note_loss
 from prime_rl.launch.nodes.channels import Channel
 from prime_rl.launch.nodes.facts import NodeFacts
 from prime_rl.launch.nodes.messages import (
@@ -254,6 +254,9 @@ class ClusterHost:
             self._tell(node, EndAll(number, grace_s=grace_s))
         for node in self._nodes:
             self._answer(node, number)
+
+    def give_up(self, spec: ProcessSpec) -> None:
+        note_loss(spec)
 
     def has_completed(self, spec: ProcessSpec) -> bool:
         return spec.name in self._ended and self._ended[spec.name].is_complete
