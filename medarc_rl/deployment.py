@@ -89,8 +89,9 @@ def check_rl(config: RLConfig, split: GpuSplit) -> None:
     """Raises UsageError with one line for each broken rule."""
     faults = []
     if config.inference is None:
+        named = "elastic" if config.orchestrator.client.is_elastic else "base_url"
         faults.append(
-            "this command starts the inference server: remove orchestrator.client.base_url, or add an [inference] table"
+            f"this command starts the inference server: remove orchestrator.client.{named}, or add an [inference] table"
         )
     if split.single_gpu and config.trainer.weight_broadcast.type == "nccl":
         faults.append("--single-gpu: weight_broadcast.type = 'nccl' needs two GPUs; set it to 'filesystem'")

@@ -60,7 +60,7 @@ def test_without_anything_the_environment_is_asked_for() -> None:
     [
         (["--steps", "3"], "steps are those of weights_dir"),
         (["--num-exmples", "3"], "did you mean --num-examples?"),
-        (["--client.elastic.hostname", "x"], "is not supported yet: list the servers in `client.base_url`"),
+        (["--client.elastic.hostname", "http://x"], "is not a host name: write it without scheme and port"),
         (["--slurm.partition", "x"], "--slurm.partition: unknown option"),
     ],
 )

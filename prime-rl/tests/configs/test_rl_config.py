@@ -225,6 +225,11 @@ def test_a_run_with_other_servers_or_without_gpus_for_one_starts_none(toml, text
     assert load_config(RLConfig, [toml(text)]).inference is None
 
 
+def test_servers_under_a_name_and_a_server_of_the_run_exclude_each_other(rl_faults) -> None:
+    (fault,) = rl_faults("--orchestrator.client.elastic.hostname", "host", "--inference.server.port", "8000")
+    assert "elastic finds servers that the run does not start: remove it, or remove [inference]" in fault
+
+
 def test_teacher_gpus_start_a_teacher_beside_the_server(rl) -> None:
     run = rl(
         *words("deployment.num-teacher-gpus=2 trainer.loss.teacher-tau=0.5 inference.server.port=9000 model.name=m")

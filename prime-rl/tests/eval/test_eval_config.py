@@ -84,4 +84,4 @@ def test_what_contradicts_itself_is_one_line(options: list[str], fault: str) -> 
 
 def test_defaults_ask_for_nothing_that_is_not_built() -> None:
     assert unbuilt_faults(load("--environment-ids", "a", "--inference")) == []
-    assert unbuilt_faults(load("--environment-ids", "a", "--client.elastic.hostname", "x"))
+    assert unbuilt_faults(load("--environment-ids", "a", "--client.elastic.hostname", "x")) == []

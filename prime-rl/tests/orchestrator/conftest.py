@@ -184,7 +184,7 @@ class _Uvicorn(uvicorn.Server):
 
 @pytest.fixture
 def serve() -> Iterator[Callable[[PolicyServer], PolicyServer]]:
-    """Starts a policy server on a free port."""
+    """Starts a policy server, on a free port unless the test says which."""
     started: list[PolicyServer] = []
 
     def stop(policy: PolicyServer, server: _Uvicorn, thread: threading.Thread) -> None:
@@ -192,13 +192,14 @@ def serve() -> Iterator[Callable[[PolicyServer], PolicyServer]]:
         server.should_exit = True
         thread.join()
 
-    def start(policy: PolicyServer) -> PolicyServer:
-        server = _Uvicorn(uvicorn.Config(policy.app, port=0, log_level="error", timeout_graceful_shutdown=1))
+    def start(policy: PolicyServer, host: str = "127.0.0.1", port: int = 0) -> PolicyServer:
+        config = uvicorn.Config(policy.app, host=host, port=port, log_level="error", timeout_graceful_shutdown=1)
+        server = _Uvicorn(config)
         server.listening = threading.Event()
         thread = threading.Thread(target=server.run, daemon=True)
         thread.start()
         server.listening.wait()
-        policy.url = f"http://127.0.0.1:{server.port}/v1"
+        policy.url = f"http://{host}:{server.port}/v1"
         policy.close = partial(stop, policy, server, thread)
         started.append(policy)
         return policy

@@ -16,7 +16,9 @@ from prime_rl.utils.files import replacing_directory
 
 
 class Server:
-    groups_in_flight = 0
+    def __init__(self) -> None:
+        self.groups_in_flight = 0
+        self.lost = asyncio.Event()
 
 
 class Pool:

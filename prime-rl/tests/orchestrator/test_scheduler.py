@@ -26,6 +26,7 @@ class Server:
     """A server, as far as the scheduler looks at it."""
 
     groups_in_flight: int = 0
+    lost: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class Pool:

@@ -58,6 +58,7 @@ class _JumpingSelector(selectors.DefaultSelector):
 @dataclass(slots=True)
 class Server:
     groups_in_flight: int = 0
+    lost: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 @dataclass(slots=True)

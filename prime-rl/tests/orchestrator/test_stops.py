@@ -42,6 +42,7 @@ class Nothing:
 @dataclass
 class Server:
     groups_in_flight: int = 0
+    lost: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 @dataclass

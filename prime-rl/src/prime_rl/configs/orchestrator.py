@@ -454,6 +454,11 @@ class OrchestratorConfig(RootConfig):
             yield f"max_concurrent ({most}) is below rollouts_per_example ({group}): no group could run"
         if self.weight_broadcast.type == "nccl" and self.max_async_level != 1 and not self.bench:
             yield f"NCCL weight broadcast needs max_async_level = 1 (got {self.max_async_level})"
+        if self.weight_broadcast.type == "nccl" and self.client.is_elastic:
+            yield (
+                "client.elastic needs weight_broadcast.type = 'filesystem' (got 'nccl'): an NCCL group cannot change "
+                "its members"
+            )
         if isinstance(self.advantage, NormalizedAdvantageConfig) and self.rollouts_per_example == 1:
             compared = {self.advantage.baseline, self.advantage.scale} & {"group", "leave_one_out"}
             if compared or self.buffer.drop_equal_rewards:

@@ -31,6 +31,12 @@ def _with_scheme(url: str) -> str:
     return url
 
 
+def _host(name: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,252})", name) or ".." in name:
+        raise ValueError(f"is not a host name: write it without scheme and port, such as inference.svc (got {name!r})")
+    return name
+
+
 _SECRET_HEADER = re.compile(r"auth|cookie|credential|key|password|secret|token", re.IGNORECASE)
 
 
@@ -76,14 +82,19 @@ class BaseModelConfig(BaseConfig):
 class ElasticConfig(BaseConfig):
     """Inference servers found through DNS. Read by the orchestrator's client."""
 
-    hostname: str
-    """DNS name that resolves to the servers."""
+    hostname: Annotated[str, AfterValidator(_host)]
+    """DNS name that resolves to the servers, such as a headless Kubernetes service. Only its IPv4 addresses are used,
+    or its IPv6 addresses if it has no others."""
 
     port: Port = 8000
     """Port of every server."""
 
     sync_interval: float = Field(5.0, gt=0, le=LARGEST)
-    """Seconds between two DNS lookups."""
+    """Seconds between two DNS lookups, and between two attempts to bring up a server that is not ready."""
+
+    empty_timeout: Seconds = 1800
+    """Seconds to wait while no server is ready, before the run fails. Until the first server is ready,
+    `client.startup_timeout` is the limit."""
 
 
 class ClientConfig(BaseConfig):

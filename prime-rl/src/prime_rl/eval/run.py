@@ -25,6 +25,7 @@ from prime_rl.orchestrator.rollouts.attempts import Attempt, Outcome, run_attemp
 from prime_rl.orchestrator.rollouts.chat_client import ServerAnswered
 from prime_rl.orchestrator.rollouts.rollout import ExampleRef, Rollout
 from prime_rl.orchestrator.rollouts.sampling import eval_sampling_args
+from prime_rl.orchestrator.servers.elastic import inference_pool
 from prime_rl.orchestrator.servers.pool import InferencePool
 from prime_rl.orchestrator.servers.server import InferenceServer
 from prime_rl.orchestrator.stopping import StopSignals
@@ -166,8 +167,7 @@ class Evaluation:
         """Load the candidate's weights into the servers. Raises InferenceFault."""
         own_beats().say(f"loading {candidate}", waits_for="inference")
         try:
-            # Not through the pool, which drops a server that fails: the next weights may work again.
-            await asyncio.gather(*(server.update_weights(candidate.weights) for server in self.pool.servers))
+            await self.pool.load(candidate.weights)
         except InferenceFault as fault:
             # A foreign server cannot change its weights, so it still has the base model's.
             cannot = isinstance(fault.__cause__, ServerAnswered) and fault.__cause__.status in (404, 405)
@@ -277,7 +277,7 @@ async def _until_stopped(
     evaluation = Evaluation(
         config=config,
         sets=[EvalSet.from_config(each, environments[each.name or each.id]) for each in config.environments],
-        pool=InferencePool(config.client, config.model.name),
+        pool=inference_pool(config.client, config.model.name),
         results=results,
         monitor=monitor,
     )

@@ -119,6 +119,8 @@ ORCHESTRATOR = (
     Metric("progress/{samples,problems}", "rollouts; groups", "of this batch"),
     Metric("progress/total_{tokens,samples,problems}", "", "so far, across resumes"),
     Metric("progress/ckpt_step", "version", "policy version that the servers hold, or that is evaluated"),
+    Metric("elastic/num_{servers,ready_servers}", "servers", "with `client.elastic`: addresses of the name, and servers that take work"),
+    Metric("elastic/{joined,left}", "servers", "that began and ceased to take work since the last step"),
     Metric("sampling/temperature", "", "of the step's rollouts"),
     Metric("perf/throughput", "tokens/s", "`progress/tokens` divided by `time/generate_completions`"),
     Metric("time/step", "s", "the whole step"),

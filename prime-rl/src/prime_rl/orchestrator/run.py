@@ -33,6 +33,7 @@ from prime_rl.orchestrator.scheduling.buffer import Buffer
 from prime_rl.orchestrator.scheduling.scheduler import Scheduler, SchedulerLimits
 from prime_rl.orchestrator.scheduling.staleness import Staleness
 from prime_rl.orchestrator.servers.direct_weights import DirectWeights
+from prime_rl.orchestrator.servers.elastic import inference_pool
 from prime_rl.orchestrator.servers.policy import AsyncLimits, Policy
 from prime_rl.orchestrator.servers.pool import InferencePool
 from prime_rl.orchestrator.steps import EmptyBatches, Sleep, Steps
@@ -94,7 +95,7 @@ async def _run(config: OrchestratorConfig, environments: Environments, resume_st
         sender = setup_batch_sender(config.rollout_transport, paths)
         closing.callback(sender.close)
         lora = config.model.lora
-        pool = InferencePool(config.client, config.model.name, lora.adapter_name if lora else None)
+        pool = inference_pool(config.client, config.model.name, lora.adapter_name if lora else None)
         closing.push_async_callback(pool.close)
         servers = EnvServers(paths)
         closing.push_async_callback(servers.close)
@@ -119,6 +120,7 @@ async def _run(config: OrchestratorConfig, environments: Environments, resume_st
         scheduler = Scheduler(environments.train, buffer, pool, policy, scheduler_limits(config))
         closing.push_async_callback(scheduler.close)
         pool.on_lost.append(scheduler.on_server_lost)
+        pool.on_joined.append(scheduler.on_server_joined)
         heartbeat = Heartbeat(config.heartbeat.url if config.heartbeat else None)
         closing.callback(heartbeat.close)
         rollout_log = closing.enter_context(RolloutLog.from_config(config, environments.weights()))
@@ -139,6 +141,7 @@ async def _run(config: OrchestratorConfig, environments: Environments, resume_st
             evaluator=make_evaluator(config, environments.eval, policy, pool, monitor, rollout_log),
             validator=make_validator(config, environments.train, pool),
             empty=EmptyBatches(sleep),
+            pool_metrics=pool.take_metrics,
         )
         background = [policy.follow(), *pool.watchers(), servers.watch(), steps.lag.measure()]
         await _run_steps(steps, progress, background)

@@ -78,6 +78,7 @@ class Steps:
     """Validation metrics of the current step."""
     lag: LoopLag = field(default_factory=LoopLag)
     empty: EmptyBatches = field(default_factory=EmptyBatches)
+    pool_metrics: Callable[[], dict[str, float]] = dict
     times: StepTimes = field(default_factory=StepTimes)
 
     async def run(self, progress: Progress) -> None:
@@ -152,6 +153,7 @@ class Steps:
             temperature=self.temperature(step),
         )
         extra = {**self.scheduler.buffer.take_metrics(), **self.lag.take_metrics(), **self.validation}
+        extra |= self.pool_metrics()
         self.validation = {}
         self.reporter.record(batch, progress, status, self.times, extra)
         self.times = StepTimes()

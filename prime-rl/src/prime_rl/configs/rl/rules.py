@@ -22,6 +22,10 @@ def run_faults(run: RunSections, has_slurm: bool) -> Iterator[str]:
     else:
         yield from _multi_node_faults(run, run.deployment, has_slurm)
     yield from _broadcast_faults(run)
+    if run.inference is not None and run.orchestrator.client.is_elastic:
+        yield (
+            "orchestrator.client.elastic finds servers that the run does not start: remove it, or remove [inference]"
+        )
     yield from _teacher_faults(run)
     if isinstance(run.deployment, SingleNodeDeploymentConfig):
         yield from _port_faults(run)

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from prime_rl.orchestrator.errors import EnvironmentFault
 from prime_rl.orchestrator.rollouts.rollout import ExampleRef, Rollout
-from prime_rl.orchestrator.servers.server import InferenceServer
+from prime_rl.orchestrator.servers.server import InferenceServer, unless
 from prime_rl.run.beats import own_beats
 from prime_rl.utils.logger import count_of
 
@@ -32,7 +32,11 @@ class Attemptable(Protocol):
 class ServerPool(Protocol):
     """The part of the server pool that attempts use."""
 
-    def least_loaded(self) -> InferenceServer: ...
+    def least_loaded(self) -> InferenceServer | None: ...
+
+    def missing(self) -> str: ...
+
+    async def wait_for_server(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,14 +89,28 @@ async def _work(
     waiting: Iterator[tuple[int, Attempt]], pool: ServerPool, version: int, outcomes: list[Outcome | None]
 ) -> None:
     for index, attempt in waiting:
-        server = pool.least_loaded()
-        server.groups_in_flight += 1
-        try:
-            outcomes[index] = await _outcome(attempt, server, version)
-            done = sum(outcome is not None for outcome in outcomes)
-            own_beats().say(f"evaluating version {version}: {done} of {len(outcomes)} rollouts are done")
-        finally:
-            server.groups_in_flight -= 1
+        while outcomes[index] is None:
+            server = await _server(pool, version)
+            outcomes[index] = await _outcome_unless_lost(attempt, server, version)
+        done = sum(outcome is not None for outcome in outcomes)
+        own_beats().say(f"evaluating version {version}: {done} of {len(outcomes)} rollouts are done")
+
+
+async def _server(pool: ServerPool, version: int) -> InferenceServer:
+    while (server := pool.least_loaded()) is None:
+        own_beats().say(f"evaluating version {version}: waiting for an inference server: {pool.missing()}", "inference")
+        await pool.wait_for_server()
+    return server
+
+
+async def _outcome_unless_lost(attempt: Attempt, server: InferenceServer, version: int) -> Outcome | None:
+    """The outcome of an attempt; None if the pool lost the server before the attempt succeeded."""
+    server.groups_in_flight += 1
+    try:
+        outcome = await unless(server.lost, _outcome(attempt, server, version))
+    finally:
+        server.groups_in_flight -= 1
+    return None if outcome is not None and outcome.failed and server.lost.is_set() else outcome
 
 
 async def _outcome(attempt: Attempt, server: InferenceServer, version: int) -> Outcome:

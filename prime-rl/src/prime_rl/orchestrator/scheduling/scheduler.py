@@ -38,7 +38,9 @@ class GroupRunner(Protocol):
 class ServerPool(Protocol):
     """The part of the server pool that the scheduler uses."""
 
-    def least_loaded(self) -> InferenceServer: ...
+    def least_loaded(self) -> InferenceServer | None: ...
+
+    def missing(self) -> str: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +132,8 @@ class Scheduler:
             self._refill(sampling_args, step, len(groups))
             task = self._next_finished(step, len(groups))
             if task is None:
-                own_beats().say(f"step {step}: {self._waiting_for()}")
+                is_empty = self.pool.least_loaded() is None
+                own_beats().say(f"step {step}: {self._waiting_for()}", "inference" if is_empty else None)
                 await self._wait(step)
                 continue
             own_beats().tick()
@@ -174,6 +177,10 @@ class Scheduler:
         """Cancel the server's groups and retry them on other servers. This does not count as an attempt."""
         self._requeue(lambda group: group.server is server, "its server was lost")
 
+    def on_server_joined(self, server: InferenceServer) -> None:
+        """Start groups on the new server."""
+        self._changed.set()
+
     async def close(self) -> None:
         """Cancel all groups in flight, and wait until their tasks have ended."""
         tasks = list(self._in_flight)
@@ -193,9 +200,12 @@ class Scheduler:
 
     def _refill(self, sampling_args: dict[str, Any], step: int, collected: int) -> None:
         for _ in range(self._startable(step, collected)):
+            server = self.pool.least_loaded()
+            if server is None:
+                return
             example, attempt = self._retries.popleft() if self._retries else (self.buffer.sample(), 1)
-            group = InFlightGroup(example, self.pool.least_loaded(), attempt, self.policy.version)
-            group.server.groups_in_flight += 1
+            group = InFlightGroup(example, server, attempt, self.policy.version)
+            server.groups_in_flight += 1
             task = asyncio.create_task(self._run(group, sampling_args))
             self._in_flight[task] = group
             task.add_done_callback(self._on_end)
@@ -233,6 +243,8 @@ class Scheduler:
 
     def _waiting_for(self) -> str:
         running = [group for task, group in self._in_flight.items() if not task.done()]
+        if not running and self.pool.least_loaded() is None:
+            return f"waiting for an inference server: {self.pool.missing()}"
         if not running:  # the last one has just ended
             return "waiting to start groups"
         oldest = min(running, key=lambda group: group.version)
@@ -283,6 +295,9 @@ class Scheduler:
     def _handle_failure(self, group: InFlightGroup, error: BaseException) -> None:
         if isinstance(error, EnvironmentFault):  # the next group would fail as well
             raise error
+        if group.server.lost.is_set():
+            self._queue(group.example, group.attempt, "its server was lost")
+            return
         self._failures_in_a_row += 1
         row = f"environment {group.example.env!r}, row {group.example.row}"
         reason = f"{row}: {type(error).__name__}: {' '.join(str(error).split())}"

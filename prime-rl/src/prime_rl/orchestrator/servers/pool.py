@@ -13,7 +13,7 @@ import aiohttp
 from prime_rl.configs.shared import ClientConfig
 from prime_rl.orchestrator.errors import InferenceFault
 from prime_rl.orchestrator.rollouts.chat_client import ServerAnswered
-from prime_rl.orchestrator.servers.server import InferenceServer
+from prime_rl.orchestrator.servers.server import InferenceServer, unless
 from prime_rl.run.beats import own_beats
 from prime_rl.utils.logger import get_logger
 from prime_rl.utils.waiting import Wait
@@ -36,8 +36,14 @@ class InferencePool:
         self.config = config
         self.model = model
         self.adapter = adapter
-        self.servers = [InferenceServer(url, config, model, adapter) for url in config.base_url]
+        urls = [] if config.is_elastic else config.base_url
+        self.servers = [InferenceServer(url, config, model, adapter) for url in urls]
         self.serving = list(self.servers)
+        self.available = asyncio.Event()
+        """Set while a server is in `serving`."""
+        self.reasons: dict[InferenceServer, str] = {}
+        """Why a server that is not in `serving` did not join it at the last attempt."""
+        self.longest_pause_s = LONGEST_PAUSE_S
         self.is_group = False
         """Whether the servers receive weights as one NCCL group, which cannot lose a member."""
         self.weight_dir: Path | None = None
@@ -46,10 +52,28 @@ class InferencePool:
         """Called with `weight_dir` before each update."""
         self.on_lost: list[Callable[[InferenceServer], None]] = []
         """Called with each server that is removed from `serving`."""
+        self.on_joined: list[Callable[[InferenceServer], None]] = []
+        """Called with each server that is added to `serving`."""
         self.sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
+        self._updating = asyncio.Lock()
+        if self.serving:
+            self.available.set()
 
-    def least_loaded(self) -> InferenceServer:
-        return min(self.serving, key=lambda server: server.groups_in_flight)
+    def least_loaded(self) -> InferenceServer | None:
+        """The server with the fewest groups in flight; None while no server can take work."""
+        return min(self.serving, key=lambda server: server.groups_in_flight, default=None)
+
+    def missing(self) -> str:
+        """Why no server can take work."""
+        return "no server is ready"
+
+    async def wait_for_server(self) -> None:
+        """Wait until a server can take work. Raises InferenceFault if there is none in time."""
+        await self.available.wait()
+
+    def take_metrics(self) -> dict[str, float]:
+        """Metrics of the time since the last call. A fixed list of servers has none."""
+        return {}
 
     async def wait_served(self, server_log: Path | None = None) -> None:
         """Wait until every server is healthy and serves the model.
@@ -85,16 +109,26 @@ class InferencePool:
         Raises:
             InferenceFault: no server loaded them, or a member of an NCCL group did not.
         """
-        self.weight_dir = weight_dir
-        for listener in self.before_update:
-            listener(weight_dir)
-        servers = list(self.serving)
-        loads = [server.update_weights(weight_dir) for server in servers]
-        for server, result in zip(servers, await asyncio.gather(*loads, return_exceptions=True), strict=True):
+        async with self._updating:
+            self.weight_dir = weight_dir
+            for listener in self.before_update:
+                listener(weight_dir)
+            servers = list(self.serving)
+            loads = [unless(server.lost, server.update_weights(weight_dir)) for server in servers]
+            results = await asyncio.gather(*loads, return_exceptions=True)
+        for server, result in zip(servers, results, strict=True):
             if isinstance(result, InferenceFault):
                 self._remove(server, result)
             elif result is not None:
                 raise result
+
+    async def load(self, weight_dir: Path | None) -> None:
+        """Load weights into all servers, and keep those that fail: other weights may work again.
+
+        Raises:
+            InferenceFault: a server did not load them.
+        """
+        await asyncio.gather(*(server.update_weights(weight_dir) for server in self.servers))
 
     async def join_weight_group(self, host: str, port: int, timeout_s: int) -> None:
         """Have all servers join the trainer's NCCL weight group. From now on, losing a server ends the run.
@@ -123,10 +157,10 @@ class InferencePool:
         """
         missed = 0
         while True:
-            await self.sleep(WATCH_INTERVAL_S)
             if server not in self.serving:
                 await self._readmit(server)
                 missed = 0
+            await self.sleep(WATCH_INTERVAL_S)
             missed = missed + 1 if await server.is_gone() else 0
             if missed >= MISSED_WATCHES and server in self.serving:
                 fault = InferenceFault(f"the inference server {server.root_url} is gone; its log says why")
@@ -136,34 +170,61 @@ class InferencePool:
         """Remove a server from `serving`. Raises `fault` if the run cannot continue without the server."""
         if server not in self.serving:
             return
-        if len(self.serving) == 1 or self.is_group:
+        if not self._may_go_on_without(server):
             raise fault
         self.serving.remove(server)
+        if not self.serving:
+            self.available.clear()
+        server.lost.set()
         get_logger().warning(f"{fault}; continuing with {len(self.serving)} of {len(self.servers)} servers")
         for listener in self.on_lost:
             listener(server)
 
-    async def _readmit(self, server: InferenceServer) -> None:
-        """Poll a removed server with exponential backoff until it can serve again, and add it to `serving`."""
-        pause_s = WATCH_INTERVAL_S
-        while not await self._try_reload(server):
-            await self.sleep(pause_s)
-            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
-        self.serving.append(server)
-        get_logger().info(f"The inference server {server.root_url} is serving again")
+    def _may_go_on_without(self, server: InferenceServer) -> bool:
+        return len(self.serving) > 1 and not self.is_group
 
-    async def _try_reload(self, server: InferenceServer) -> bool:
-        """Load the current weights; False if the server is unhealthy, the load fails, or an update came in between."""
-        wanted = self.weight_dir
+    async def _readmit(self, server: InferenceServer) -> None:
+        """Poll a server that is not in `serving`, with exponential backoff, until it can serve and has been added."""
+        pause_s = min(WATCH_INTERVAL_S, self.longest_pause_s)
+        while not await self._try_join(server):
+            await self.sleep(pause_s)
+            pause_s = min(2 * pause_s, self.longest_pause_s)
+
+    async def _try_join(self, server: InferenceServer) -> bool:
+        """Load the current weights, and add the server to `serving`. False if it is unhealthy, or the load fails."""
         if not await server.is_ready():
+            self.reasons[server] = f"{server.root_url} is not healthy"
             return False
-        await server.authenticate()
         try:
-            await server.update_weights(wanted)
+            await server.authenticate()
+            wanted = self.weight_dir
+            await self._bring_up(server, wanted)
+            if wanted == self.weight_dir:
+                self._join(server)
+                return True
+            # Updates come faster than this server loads: hold back the next one.
+            async with self._updating:
+                await self._bring_up(server, self.weight_dir)
+                self._join(server)
+                return True
         except InferenceFault as fault:
-            get_logger().debug(f"The inference server {server.root_url} cannot rejoin yet: {fault}")
+            if self.reasons.get(server) != str(fault):
+                get_logger().warning(f"An inference server cannot join, and is tried again: {fault}")
+            self.reasons[server] = str(fault)
             return False
-        return wanted == self.weight_dir
+
+    async def _bring_up(self, server: InferenceServer, weights: Path | None) -> None:
+        """Load `weights` into a healthy server. Raises InferenceFault if it cannot serve with them."""
+        await server.update_weights(weights)
+
+    def _join(self, server: InferenceServer) -> None:
+        self.reasons.pop(server, None)
+        server.lost.clear()
+        self.serving.append(server)
+        self.available.set()
+        get_logger().info(f"The inference server {server.root_url} joined: {len(self.serving)} are serving")
+        for listener in self.on_joined:
+            listener(server)
 
     async def _wait_healthy(self, server: InferenceServer, server_log: Path | None) -> None:
         advice = f"its log is {server_log}" if server_log is not None else self._how_to_start(server)

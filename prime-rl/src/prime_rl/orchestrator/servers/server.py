@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from pathlib import Path
+from typing import Any, TypeVar
 
 import aiohttp
 import verifiers as vf
@@ -23,9 +24,12 @@ from prime_rl.orchestrator.rollouts.replies import check_reply, error_message
 from prime_rl.utils.engine_keys import client_key
 from prime_rl.utils.logger import get_logger
 
+T = TypeVar("T")
 HEALTHY = (200, 404)
 """Statuses of `/health` of a server that is up. Not every OpenAI-compatible server has this route."""
 ADMIN_TIMEOUT_S = 600.0
+CONNECT_TIMEOUT_S = 15.0
+"""Limit for a connection. The kernel accepts it even if the server is busy; a node that is gone does not answer."""
 MAX_RETRIES = 6
 """Retries of a model call, about 20 s in all. The health check removes a server that refuses connections earlier."""
 UPDATE_PAUSES_S = (1.0, 2.0)
@@ -33,6 +37,21 @@ UPDATE_PAUSES_S = (1.0, 2.0)
 ADAPTER_PAUSES_S = (1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0, 30.0, 30.0)
 """Pauses before retries of an adapter load. On a network filesystem, the server may see the files late."""
 PROBE_MESSAGES = [{"role": "user", "content": "Hello"}]
+
+
+async def unless(lost: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | None:
+    """The result of `work`. If the event is set first, cancels it, and returns None unless it ends with a result."""
+    running, waiting = asyncio.create_task(work), asyncio.create_task(lost.wait())
+    try:
+        await asyncio.wait({running, waiting}, return_when=asyncio.FIRST_COMPLETED)
+        if not running.done():
+            running.cancel()
+            # Code that catches the cancellation may still end well, and its effects then count.
+            await asyncio.wait({running})
+        return None if running.cancelled() else running.result()
+    finally:
+        running.cancel()
+        waiting.cancel()
 
 
 class InferenceServer:
@@ -48,6 +67,8 @@ class InferenceServer:
         """Model name that new rollouts request: the base model, or the adapter once its first version is loaded."""
         self.groups_in_flight = 0
         """Load of the server, as counted by its users."""
+        self.lost = asyncio.Event()
+        """Set once the pool has removed the server: its rollouts in flight are rolled out elsewhere."""
         self.in_group = False
         """Whether the server receives weights over NCCL. The trainer sends each version once, so nothing is retried."""
         self.sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
@@ -89,14 +110,14 @@ class InferenceServer:
             return False
 
     async def is_gone(self) -> bool:
-        """Whether the server refuses connections, or `/health` returns an error status.
+        """Whether the server cannot be connected to, or `/health` returns an error status.
 
-        A timeout does not count: the server may be busy.
+        A late answer does not count: the server may be busy.
         """
         try:
             async with self._session().get(f"{self.root_url}/health") as response:
                 return response.status not in HEALTHY
-        except aiohttp.ClientConnectorError:
+        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError):
             return True
         except (aiohttp.ClientError, TimeoutError):
             return False
@@ -122,7 +143,7 @@ class InferenceServer:
             InferenceFault: no reply, or a reply without token ids or log-probabilities.
         """
         channel = ChatChannel(self.base_url, self.headers, ADMIN_TIMEOUT_S, MAX_RETRIES)
-        body = {"model": self.base_model, "messages": PROBE_MESSAGES, "max_completion_tokens": 1, "logprobs": True}
+        body = {"model": self.model, "messages": PROBE_MESSAGES, "max_completion_tokens": 1, "logprobs": True}
         try:
             reply = await channel.post("/chat/completions", body={**body, "return_token_ids": True})
         except (ServerAnswered, aiohttp.ClientError, TimeoutError) as error:
@@ -199,7 +220,7 @@ class InferenceServer:
             self._admin = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(force_close=True),
                 headers=self.headers,
-                timeout=aiohttp.ClientTimeout(total=ADMIN_TIMEOUT_S),
+                timeout=aiohttp.ClientTimeout(total=ADMIN_TIMEOUT_S, sock_connect=CONNECT_TIMEOUT_S),
             )
         return self._admin
 
