@@ -394,7 +394,7 @@ async def test_a_pod_counts_once_and_a_name_server_that_fails_is_no_answer(found
     [
         (
             {"client": {"elastic": {"hostname": "a"}}, "weight_broadcast": {"type": "nccl"}, "max_async_level": 1},
-            "client.elastic needs weight_broadcast.type = 'filesystem' (got 'nccl'): an NCCL group cannot change its",
+            "client.elastic needs weight_broadcast.type = 'filesystem': an NCCL group cannot change its members",
         ),
         (
             {"client": {"elastic": {"hostname": "http://a:8000"}}},

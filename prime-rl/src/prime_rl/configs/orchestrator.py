@@ -435,8 +435,7 @@ class OrchestratorConfig(RootConfig):
             own = self.eval.sampling.model_fields_set
             # Only keys that the user chose: the defaults of training are not those of a server.
             shared = INHERITED_SAMPLING & self.sampling.model_fields_set - own
-            inherited = {key: getattr(self.sampling, key) for key in shared}
-            derive(self.eval.sampling, "as in training", **inherited)
+            derive(self.eval.sampling, "as in training", **{key: getattr(self.sampling, key) for key in shared})
         if self.sampling.temperature is None and self.sampling.temp_scheduler is None:
             derive(self.sampling, "neither temperature nor temp_scheduler is set", temperature=1.0)
         return self
@@ -455,10 +454,7 @@ class OrchestratorConfig(RootConfig):
         if self.weight_broadcast.type == "nccl" and self.max_async_level != 1 and not self.bench:
             yield f"NCCL weight broadcast needs max_async_level = 1 (got {self.max_async_level})"
         if self.weight_broadcast.type == "nccl" and self.client.is_elastic:
-            yield (
-                "client.elastic needs weight_broadcast.type = 'filesystem' (got 'nccl'): an NCCL group cannot change "
-                "its members"
-            )
+            yield "client.elastic needs weight_broadcast.type = 'filesystem': an NCCL group cannot change its members"
         if isinstance(self.advantage, NormalizedAdvantageConfig) and self.rollouts_per_example == 1:
             compared = {self.advantage.baseline, self.advantage.scale} & {"group", "leave_one_out"}
             if compared or self.buffer.drop_equal_rewards:

@@ -94,8 +94,7 @@ async def _run(config: OrchestratorConfig, environments: Environments, resume_st
         closing.callback(ledger.close)
         sender = setup_batch_sender(config.rollout_transport, paths)
         closing.callback(sender.close)
-        lora = config.model.lora
-        pool = inference_pool(config.client, config.model.name, lora.adapter_name if lora else None)
+        pool = make_pool(config)
         closing.push_async_callback(pool.close)
         servers = EnvServers(paths)
         closing.push_async_callback(servers.close)
@@ -113,14 +112,13 @@ async def _run(config: OrchestratorConfig, environments: Environments, resume_st
         direct = None
         if config.weight_broadcast.type == "nccl":
             direct = await DirectWeights.connect(config.weight_broadcast, pool, paths)
-        checkpoints = Checkpoints(run, paths, config.ckpt or CheckpointConfig(), bool(lora or direct))
+        checkpoints = Checkpoints(run, paths, config.ckpt or CheckpointConfig(), bool(pool.adapter or direct))
         progress = await _start(config, checkpoints, buffer, pool, resume_step, held_version)
         _warn_if_done(config, progress)
         policy = Policy(paths, pool, async_limits(config), config.trainer_timeout, progress.step)
         scheduler = Scheduler(environments.train, buffer, pool, policy, scheduler_limits(config))
         closing.push_async_callback(scheduler.close)
-        pool.on_lost.append(scheduler.on_server_lost)
-        pool.on_joined.append(scheduler.on_server_joined)
+        scheduler.follow(pool)
         heartbeat = Heartbeat(config.heartbeat.url if config.heartbeat else None)
         closing.callback(heartbeat.close)
         rollout_log = closing.enter_context(RolloutLog.from_config(config, environments.weights()))
@@ -147,6 +145,11 @@ async def _run(config: OrchestratorConfig, environments: Environments, resume_st
         await _run_steps(steps, progress, background)
         if direct is not None:
             direct.close()
+
+
+def make_pool(config: OrchestratorConfig) -> InferencePool:
+    lora = config.model.lora
+    return inference_pool(config.client, config.model.name, lora.adapter_name if lora else None)
 
 
 def _warn_if_done(config: OrchestratorConfig, progress: Progress) -> None:

@@ -16,6 +16,7 @@ from prime_rl.orchestrator.rollouts.rollout import ExampleRef, Group, Rollout
 from prime_rl.orchestrator.scheduling.buffer import Buffer
 from prime_rl.orchestrator.scheduling.staleness import Staleness
 from prime_rl.orchestrator.servers.policy import Policy
+from prime_rl.orchestrator.servers.pool import InferencePool
 from prime_rl.orchestrator.servers.server import InferenceServer
 from prime_rl.run.beats import own_beats
 from prime_rl.utils.logger import count_of, get_logger
@@ -172,6 +173,11 @@ class Scheduler:
     async def interrupt(self) -> None:
         """Cancel all running groups. Their examples are retried before new ones are sampled."""
         await asyncio.gather(*self._requeue(lambda group: True, "an evaluation"), return_exceptions=True)
+
+    def follow(self, pool: InferencePool) -> None:
+        """Move groups away from servers that `pool` loses, and start groups on those that join it."""
+        pool.on_lost.append(self.on_server_lost)
+        pool.on_joined.append(self.on_server_joined)
 
     def on_server_lost(self, server: InferenceServer) -> None:
         """Cancel the server's groups and retry them on other servers. This does not count as an attempt."""
