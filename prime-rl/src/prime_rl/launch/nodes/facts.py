@@ -1,4 +1,4 @@
-"""What an agent tells of its node."""
+"""What an agent reports about its node."""
 
 from __future__ import annotations
 
