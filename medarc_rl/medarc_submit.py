@@ -112,6 +112,7 @@ def _request(kind: Kind, words: list[str], options: SubmitOptions, owned: OwnedK
         config=config_files(words),
         name=options.name,
         output_dir=options.output_dir,
+        resume=options.resume,
         owned=owned,
         options=options,
         **shape,

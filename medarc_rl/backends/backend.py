@@ -28,6 +28,8 @@ class Request:
     """`--name`. None lets the back-end choose."""
     output_dir: str | None
     """`--output-dir`, as typed."""
+    resume: str | None = None
+    """`--resume`, as typed. `words` hold it, too."""
     nodes: int
     split: GpuSplit | None = None
     """RL: GPUs of the trainer and of inference. None for the others."""

@@ -136,6 +136,7 @@ def cancel(options: CancelOptions) -> int:
             if before.has_ended:
                 raise MedarcError(f"{record.name} ({record.id}) has ended already: {before.state}")
             tracker(record.backend).cancel(record)
+            log.save(record.with_cancelling())
             say(f"cancelled: {record.name} ({record.backend} {record.id})")
         except MedarcError as error:
             faults += error.faults
@@ -190,6 +191,8 @@ def asked_status(log: JobLog, record: JobRecord) -> Status:
     if known is not None:
         return known
     found = tracker(record.backend).status(record)
+    if found.state == "unknown" and record.cancelled:
+        found = Status("cancelled")
     if found.has_ended:
         log.save(record.with_end(found))
     return found

@@ -65,6 +65,8 @@ class JobRecord:
     """UTC, as in 2026-11-22T18:00:00+00:00."""
     details: Mapping[str, str] = field(default_factory=dict)
     """What the back-end needs to find the job again: a namespace, an address, a log file. No secret."""
+    cancelled: str = ""
+    """When the user cancelled it: a back-end may not know it any more then."""
     ended: Mapping[str, str] | None = None
     """`state`, `detail` and `seen` of a job that was seen to have ended. Back-ends forget their jobs."""
 
@@ -75,6 +77,9 @@ class JobRecord:
             return None
         state: State = next((each for each in STATES if each == self.ended.get("state")), "unknown")
         return Status(state, str(self.ended.get("detail", "")))
+
+    def with_cancelling(self) -> JobRecord:
+        return replace(self, cancelled=now())
 
     def with_end(self, status: Status) -> JobRecord:
         return replace(self, ended={"state": status.state, "detail": status.detail, "seen": now()})

@@ -2,29 +2,141 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
 
 from medarc_rl.backends.backend import Prepared, Request
-from medarc_rl.errors import UsageError
+from medarc_rl.backends.kubernetes.kubectl import Kubectl, NotFound
+from medarc_rl.backends.kubernetes.manifest import CONTAINER, JOB_LABEL, ClusterJob, Table, config_map, jobset
+from medarc_rl.backends.kubernetes.preparation import cluster_job, uses_ray
+from medarc_rl.backends.kubernetes.rayjob import network_policy, rayjob
+from medarc_rl.backends.kubernetes.states import jobset_status, rayjob_status
+from medarc_rl.errors import MedarcError, UsageError
 from medarc_rl.jobs.record import JobRecord, Status
 
-_NOT_YET = "--to kubernetes is not part of this version yet"
+MANAGER = "medarc-rl"
+_LOOK_EVERY_S = 2.0
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes texts of several lines as such, and repeats a table in place of a reference to it."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
+
+
+_Dumper.add_representer(str, _text)
+
+
+def to_yaml(tables: Sequence[Table]) -> str:
+    return str(yaml.dump_all(tables, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=1000))
+
+
+def manifest_of(job: ClusterJob, ray: bool) -> list[Table]:
+    """All objects of a job, in the order in which they are made."""
+    return [config_map(job), network_policy(job), rayjob(job)] if ray else [config_map(job), jobset(job)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreparedManifest(Prepared):
+    kubectl: Kubectl
+    resource: str
+    """`jobset` or `rayjob`."""
 
 
 class Kubernetes:
     """Implements `Backend`."""
 
-    def prepare(self, request: Request) -> Prepared:
-        raise UsageError(_NOT_YET)
+    def __init__(self, pause: Callable[[float], object] = time.sleep) -> None:
+        self._pause = pause
 
-    def submit(self, prepared: Prepared) -> str:
-        raise UsageError(_NOT_YET)
+    def prepare(self, request: Request) -> PreparedManifest:
+        options = request.options
+        job, output = cluster_job(request)
+        ray = uses_ray(request, options)
+        resource = "rayjob" if ray else "jobset"
+        return PreparedManifest(
+            name=job.name,
+            output=output if job.claim is None or output != job.local_output else f"{job.claim}:{output}",
+            text=to_yaml(manifest_of(job, ray)),
+            details={"namespace": job.namespace, "context": options.context or "", "resource": resource},
+            kubectl=Kubectl(job.namespace, options.context),
+            resource=resource,
+        )
+
+    def submit(self, prepared: PreparedManifest) -> str:
+        """Send the manifest, which the cluster first checks as a whole without keeping any of it."""
+        kubectl = prepared.kubectl
+        if kubectl.run("get", prepared.resource, prepared.name, "--ignore-not-found", "--output=name").strip():
+            raise UsageError(
+                f"--name {prepared.name}: namespace {kubectl.namespace} has such a {prepared.resource}: "
+                "give another name, or delete it"
+            )
+        apply = ("apply", "--server-side", f"--field-manager={MANAGER}", "--filename=-")
+        kubectl.run(*apply, "--dry-run=server", stdin=prepared.text)
+        kubectl.run(*apply, stdin=prepared.text)
+        return f"{prepared.resource}/{prepared.name}"
 
     def status(self, record: JobRecord) -> Status:
-        raise UsageError(_NOT_YET)
+        kubectl, resource = _kubectl(record), record.details.get("resource", "jobset")
+        try:
+            shown = kubectl.get(resource, _name(record))
+        except NotFound:
+            return Status("unknown", "the cluster has no such job: it was deleted")
+        pods = _pods(kubectl, record)
+        return rayjob_status(shown, pods) if resource == "rayjob" else jobset_status(shown, pods)
 
     def logs(self, record: JobRecord, follow: bool) -> Iterator[str]:
-        raise UsageError(_NOT_YET)
+        """The output of each pod, the oldest first: the run's, or that of `ray job submit`."""
+        kubectl, shown = _kubectl(record), set()
+        while True:
+            for pod in _talking(_pods(kubectl, record)):
+                name = pod["metadata"]["name"]
+                if name not in shown:
+                    shown.add(name)
+                    yield from kubectl.stream("logs", name, "--all-containers", *(["--follow"] if follow else []))
+            found = self.status(record)
+            if not follow and not shown:
+                raise MedarcError(f"no output yet: the job is {found.state}{f': {found.detail}' * bool(found.detail)}")
+            if not follow or found.state not in ("queued", "running"):
+                return
+            self._pause(_LOOK_EVERY_S)
 
     def cancel(self, record: JobRecord) -> None:
-        raise UsageError(_NOT_YET)
+        """Delete the job and what belongs to it. Its pods get SIGTERM, and save."""
+        kubectl, name = _kubectl(record), _name(record)
+        resource = record.details.get("resource", "jobset")
+        kubectl.run("delete", resource, name, "--wait=false")
+        rest = "configmap,networkpolicy" if resource == "rayjob" else "configmap"
+        kubectl.run("delete", rest, f"--selector={JOB_LABEL}={name}", "--wait=false", "--ignore-not-found")
+
+
+def _kubectl(record: JobRecord) -> Kubectl:
+    return Kubectl(record.details.get("namespace") or "default", record.details.get("context") or None)
+
+
+def _name(record: JobRecord) -> str:
+    return record.id.rpartition("/")[2]
+
+
+def _pods(kubectl: Kubectl, record: JobRecord) -> list[Table]:
+    """The pods of a job, the oldest first."""
+    found = kubectl.get("pods", f"--selector={JOB_LABEL}={_name(record)}")
+    pods = [each for each in found.get("items") or () if isinstance(each, dict)]
+    return sorted(pods, key=lambda pod: str(pod.get("metadata", {}).get("creationTimestamp", "")))
+
+
+def _talking(pods: Sequence[Table]) -> Iterator[Table]:
+    """Pods that have begun, whose container prints the run's output."""
+    for pod in pods:
+        containers = {each.get("name") for each in pod.get("spec", {}).get("containers") or ()}
+        if pod.get("status", {}).get("phase") != "Pending" and containers & {CONTAINER, "ray-job-submitter"}:
+            yield pod

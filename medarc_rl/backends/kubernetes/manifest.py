@@ -1,0 +1,217 @@
+"""What is sent to Kubernetes for a job: a ConfigMap and a JobSet, as plain tables. A pure function of the job."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+Table = dict[str, Any]
+
+CONFIG_DIR = "/etc/medarc"
+OUTPUT_DIR = "/output"
+SCRATCH_DIR = "/scratch"
+CONTAINER = "medarc"
+REPLICATED_JOB = "run"
+JOB_LABEL = "medarc-rl/job"
+PROBE = "medarc_rl.backends.kubernetes.probe"
+GRACE_S = 120
+"""Seconds from SIGTERM until a pod is killed: a run needs at most 60 to save and stop."""
+USAGE_EXIT_CODE = 2
+"""Exit code of a run that cannot be done as asked, which would fail in the same way again."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterJob:
+    """A job of Kubernetes; everything was checked."""
+
+    name: str
+    namespace: str
+    kind: str
+    config: str
+    """The resolved config, TOML."""
+    argv: Sequence[str]
+    """The command of a single pod, or of the driver of a Ray cluster."""
+    image: str
+    nodes: int = 1
+    gpus: int = 0
+    """Of each pod."""
+    gpu_resource: str = "nvidia.com/gpu"
+    cpus: str = "8"
+    memory: str = "32Gi"
+    shm: str = "8Gi"
+    claim: str | None = None
+    local_output: str = f"{OUTPUT_DIR}/run"
+    """Where the pod has the run's directory, which the probes look at."""
+    env: Mapping[str, str] = field(default_factory=dict)
+    secret_env: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    secrets: Sequence[str] = ()
+    node_selector: Mapping[str, str] = field(default_factory=dict)
+    tolerations: Sequence[Mapping[str, str]] = ()
+    service_account: str | None = None
+    pull_secrets: Sequence[str] = ()
+    user_id: int = 1000
+    retries: int = 3
+    deadline_s: int | None = None
+    keep_s: int = 604_800
+    queue: str | None = None
+
+    @property
+    def config_file(self) -> str:
+        return f"{self.kind}.toml"
+
+    @property
+    def labels(self) -> Table:
+        return {
+            "app.kubernetes.io/name": "medarc-rl",
+            "app.kubernetes.io/managed-by": "medarc-submit",
+            JOB_LABEL: self.name,
+        }
+
+    def metadata(self, name: str | None = None) -> Table:
+        return {"name": name or self.name, "namespace": self.namespace, "labels": self.labels}
+
+
+def config_map(job: ClusterJob) -> Table:
+    return {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": job.metadata(),
+        "immutable": True,
+        "data": {job.config_file: job.config},
+    }
+
+
+def jobset(job: ClusterJob) -> Table:
+    """A JobSet of one Job with one pod.
+
+    After an eviction or preemption a new pod starts, which is not counted. Exit code 2 fails the job. After any other
+    failure a new pod starts, `retries` times.
+    """
+    metadata = job.metadata()
+    if job.queue is not None:
+        metadata["labels"] = {**job.labels, "kueue.x-k8s.io/queue-name": job.queue}
+    job_spec = {
+        "parallelism": 1,
+        "completions": 1,
+        "backoffLimit": job.retries,
+        "podReplacementPolicy": "Failed",
+        "podFailurePolicy": {
+            "rules": [
+                {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
+                {
+                    "action": "FailJob",
+                    "onExitCodes": {"containerName": CONTAINER, "operator": "In", "values": [USAGE_EXIT_CODE]},
+                },
+            ]
+        },
+        **({} if job.deadline_s is None else {"activeDeadlineSeconds": job.deadline_s}),
+        "template": pod_template(job, container(job, job.argv, probes(job))),
+    }
+    return {
+        "apiVersion": "jobset.x-k8s.io/v1alpha2",
+        "kind": "JobSet",
+        "metadata": metadata,
+        "spec": {
+            # The controller makes the headless service of this name.
+            "network": {"enableDNSHostnames": True, "subdomain": job.name},
+            # The Job itself starts pods again.
+            "failurePolicy": {"maxRestarts": 0},
+            "ttlSecondsAfterFinished": job.keep_s,
+            "replicatedJobs": [{"name": REPLICATED_JOB, "replicas": 1, "template": {"spec": job_spec}}],
+        },
+    }
+
+
+def pod_template(job: ClusterJob, main: Table, restart_policy: str | None = "Never") -> Table:
+    """A pod that is nobody special: not root, without privileges, without a token of the cluster."""
+    spec: Table = {
+        **({} if restart_policy is None else {"restartPolicy": restart_policy}),
+        "terminationGracePeriodSeconds": GRACE_S,
+        "enableServiceLinks": False,
+        "automountServiceAccountToken": job.service_account is not None,
+        **({} if job.service_account is None else {"serviceAccountName": job.service_account}),
+        "securityContext": {
+            "runAsNonRoot": True,
+            "runAsUser": job.user_id,
+            "runAsGroup": job.user_id,
+            "fsGroup": job.user_id,
+            "fsGroupChangePolicy": "OnRootMismatch",
+            "seccompProfile": {"type": "RuntimeDefault"},
+        },
+        "containers": [main],
+        "volumes": _volumes(job),
+    }
+    if job.node_selector:
+        spec["nodeSelector"] = dict(job.node_selector)
+    if job.tolerations:
+        spec["tolerations"] = [dict(each) for each in job.tolerations]
+    if job.pull_secrets:
+        spec["imagePullSecrets"] = [{"name": name} for name in job.pull_secrets]
+    return {"metadata": {"labels": job.labels}, "spec": spec}
+
+
+def container(job: ClusterJob, argv: Sequence[str] | None, checks: Table, name: str = CONTAINER) -> Table:
+    """The container of a pod. Without `argv`, the controller sets the command."""
+    amounts: Table = {"cpu": job.cpus, "memory": job.memory}
+    if job.gpus:
+        amounts[job.gpu_resource] = job.gpus
+    mounts: list[Table] = [
+        {"name": "config", "mountPath": CONFIG_DIR, "readOnly": True},
+        {"name": "scratch", "mountPath": SCRATCH_DIR},
+        {"name": "shm", "mountPath": "/dev/shm"},
+        {"name": "output", "mountPath": OUTPUT_DIR},
+    ]
+    found: Table = {
+        "name": name,
+        "image": job.image,
+        **({} if argv is None else {"command": list(argv)}),
+        "env": _environment(job),
+        "resources": {"requests": amounts, "limits": dict(amounts)},
+        "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
+        "volumeMounts": mounts,
+        **checks,
+    }
+    if job.secrets:
+        found["envFrom"] = [{"secretRef": {"name": name}} for name in job.secrets]
+    return found
+
+
+def _environment(job: ClusterJob) -> list[Table]:
+    # A user without a home could write no cache.
+    values = {"HOME": SCRATCH_DIR, "HF_HOME": f"{SCRATCH_DIR}/huggingface", "PYTHONUNBUFFERED": "1", **job.env}
+    plain: list[Table] = [{"name": name, "value": value} for name, value in values.items()]
+    return plain + [
+        {"name": name, "valueFrom": {"secretKeyRef": {"name": secret, "key": key}}}
+        for name, (secret, key) in job.secret_env.items()
+    ]
+
+
+def _volumes(job: ClusterJob) -> list[Table]:
+    claim = {"persistentVolumeClaim": {"claimName": job.claim}}
+    return [
+        {"name": "config", "configMap": {"name": job.name}},
+        {"name": "scratch", "emptyDir": {}},
+        {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": job.shm}},
+        # Without a claim, a run is kept on S3.
+        {"name": "output", **({"emptyDir": {}} if job.claim is None else claim)},
+    ]
+
+
+def probes(job: ClusterJob) -> Table:
+    """Startup: the launcher holds the run. Liveness: it still does. Readiness: all processes have started."""
+
+    def probe(what: str, period_s: int, failures: int) -> Table:
+        command = ["python", "-m", PROBE, what, job.local_output]
+        return {
+            "exec": {"command": command},
+            "periodSeconds": period_s,
+            "timeoutSeconds": 20,
+            "failureThreshold": failures,
+        }
+
+    return {
+        "startupProbe": probe("started", 10, 90),
+        "livenessProbe": probe("live", 30, 4),
+        "readinessProbe": probe("ready", 30, 1),
+    }

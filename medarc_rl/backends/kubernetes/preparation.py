@@ -1,0 +1,193 @@
+"""From a request to a job of Kubernetes. Checks what can be known here, and tells all faults at once."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from medarc_rl.backends.backend import Request
+from medarc_rl.backends.kubernetes import names
+from medarc_rl.backends.kubernetes.kubernetes_options import KubernetesOptions
+from medarc_rl.backends.kubernetes.manifest import CONFIG_DIR, OUTPUT_DIR, ClusterJob
+from medarc_rl.cli import warn
+from medarc_rl.errors import UsageError
+from medarc_rl.jobs.redaction import redacted
+from medarc_rl.utils import Run
+from prime_rl.configs.surface.not_built import unbuilt_faults
+from prime_rl.utils.pydantic_config.dump import to_toml
+
+MAX_CONFIG_BYTES = 1_000_000
+"""A ConfigMap holds 1 MiB, its own metadata included."""
+RAY_ENTRY = "medarc_rl.backends.ray.entry"
+"""What a RayJob runs on the head of its cluster."""
+_CPUS_PER_GPU, _GIB_PER_GPU = 8, 32
+_MULTI_NODE = "several nodes need --engine ray"
+
+
+def cluster_job(request: Request) -> tuple[ClusterJob, str]:
+    """The job, and where its run is kept.
+
+    Raises:
+        UsageError: one line for each fault.
+    """
+    options: KubernetesOptions = request.options
+    stem = Path(request.config.split()[0]).stem if request.config else request.kind
+    name = names.job_name(request.name, stem, request.kind)
+    faults = [*_name_faults(name, options), *_engine_faults(request, options)]
+    output, local_output = _output(request, options, name, faults)
+    try:
+        run = request.load(Path(local_output))
+    except UsageError as error:
+        raise UsageError(*faults, *error.faults) from error
+    gpus = _gpus(request, run, faults)
+    if output != local_output and not hasattr(run.config, "storage"):
+        faults.append(f"--output-dir {output}: {request.kind} of this version writes no run to S3: add --output-claim")
+    if not run.checkpoints and options.retries and request.kind != "eval":
+        warn("the config has no [ckpt]: a pod that starts again begins the run again")
+    config = to_toml(run.config)
+    faults += _config_faults(run, config)
+    job = ClusterJob(
+        name=name,
+        namespace=options.namespace,
+        kind=request.kind,
+        config=config,
+        argv=_argv(request, options, gpus, output, local_output),
+        image=options.image or "",
+        nodes=request.nodes,
+        gpus=gpus,
+        gpu_resource=options.gpu_resource,
+        cpus=_cpus(options, gpus),
+        memory=options.memory or f"{_GIB_PER_GPU * max(gpus, 1)}Gi",
+        shm=options.shm,
+        claim=options.output_claim,
+        local_output=local_output,
+        env=names.variables(options.env, faults),
+        secret_env=names.secret_variables(options.secret_env, faults),
+        secrets=options.secret,
+        node_selector=names.node_labels(options.node_selector, faults),
+        tolerations=names.tolerations(options.toleration, faults),
+        service_account=options.service_account,
+        pull_secrets=options.pull_secret,
+        user_id=options.user_id,
+        retries=options.retries,
+        deadline_s=options.deadline,
+        keep_s=options.keep,
+        queue=options.queue,
+    )
+    if faults:
+        raise UsageError(*faults)
+    return job, output
+
+
+def uses_ray(request: Request, options: KubernetesOptions) -> bool:
+    return options.engine == "ray" or (options.engine == "auto" and request.nodes > 1)
+
+
+def _name_faults(name: str, options: KubernetesOptions) -> Iterator[str]:
+    yield from names.label_fault("--name", name, names.MAX_JOB_NAME)
+    yield from names.label_fault("--namespace", options.namespace)
+    yield from names.image_fault(options.image)
+    for secret in options.secret:
+        yield from names.subdomain_fault("--secret", secret)
+    for secret in options.pull_secret:
+        yield from names.subdomain_fault("--pull-secret", secret)
+    for option, value in (
+        ("--output-claim", options.output_claim),
+        ("--service-account", options.service_account),
+        ("--queue", options.queue),
+    ):
+        if value is not None:
+            yield from names.subdomain_fault(option, value)
+    if not re.fullmatch(r"[a-z0-9.-]+/[A-Za-z0-9_.-]+", options.gpu_resource):
+        yield f"--gpu-resource {options.gpu_resource!r}: write VENDOR/NAME, as in nvidia.com/gpu or amd.com/gpu"
+    yield from names.quantity_fault("--memory", options.memory)
+    yield from names.quantity_fault("--shm", options.shm)
+
+
+def _engine_faults(request: Request, options: KubernetesOptions) -> Iterator[str]:
+    if request.nodes > 1 and options.engine == "jobset":
+        yield f"--engine jobset: {_MULTI_NODE}"
+    if options.retries and (request.resume or "").isdigit():
+        yield f"--resume {request.resume}: each retry would go back to step {request.resume}; add --retries 0"
+    if uses_ray(request, options) and not _has_ray():
+        yield "--engine ray: this version has no Ray back-end, which several nodes need"
+    if uses_ray(request, options) and request.kind == "eval":
+        yield "--engine ray: an evaluation runs on one node, with --engine jobset"
+
+
+def _has_ray() -> bool:
+    try:
+        return find_spec(RAY_ENTRY) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def _output(request: Request, options: KubernetesOptions, name: str, faults: list[str]) -> tuple[str, str]:
+    """Where a run is kept, and its directory in the pod, which is the same with a claim."""
+    given = request.output_dir
+    if given is not None and given.startswith("s3:/"):
+        return given, f"{OUTPUT_DIR}/{name}"
+    if options.output_claim is None:
+        faults.append("a pod's own disk is lost with it: add --output-claim CLAIM, or --output-dir s3://BUCKET/PREFIX")
+    path = PurePosixPath(OUTPUT_DIR, given or name)
+    if ".." in path.parts or not path.is_relative_to(OUTPUT_DIR) or path == PurePosixPath(OUTPUT_DIR):
+        faults.append(f"--output-dir {given!r}: name a directory in the claim, which is {OUTPUT_DIR} in the pod")
+        path = PurePosixPath(OUTPUT_DIR, "run")
+    return str(path), str(path)
+
+
+def _gpus(request: Request, run: Run[Any], faults: list[str]) -> int:
+    """GPUs of each pod."""
+    device = getattr(run.config, "device", "auto")
+    if device == "cpu":
+        return 0
+    if request.split is not None:
+        return request.split.total if request.nodes == 1 else max(request.split.train, request.split.infer)
+    if request.gpus is not None:
+        if request.gpus == 0 and device == "cuda":
+            faults.append("--gpus 0: the config has device = 'cuda'; set it to 'cpu', or ask for GPUs")
+        return request.gpus
+    deployment = run.config.deployment
+    return int(getattr(deployment, "num_gpus", None) or deployment.gpus_per_node)
+
+
+def _cpus(options: KubernetesOptions, gpus: int) -> str:
+    return f"{_CPUS_PER_GPU * max(gpus, 1) if options.cpus is None else options.cpus:g}"
+
+
+def _config_faults(run: Run[Any], config: str) -> Iterator[str]:
+    # What a run needs several nodes for is decided by its back-end.
+    yield from (fault for fault in unbuilt_faults(run.config) if "deployment.type" not in fault)
+    size = len(config.encode())
+    if size > MAX_CONFIG_BYTES:
+        yield f"the config has {size:,} bytes, and a ConfigMap holds {MAX_CONFIG_BYTES:,}: move tables into files"
+    for number, line in enumerate(config.splitlines(), 1):
+        if redacted(line) != line:
+            key = line.partition("=")[0].strip()
+            yield (
+                f"the resolved config holds a secret, in line {number} ({key}), and all who see the ConfigMap can "
+                "read it: name an environment variable, and pass it with --secret-env"
+            )
+
+
+def _argv(request: Request, options: KubernetesOptions, gpus: int, output: str, local_output: str) -> Sequence[str]:
+    """The command in the pod. The config holds everything that was given; these options say what the place decides."""
+    place = ["--output-dir", output]
+    if output != local_output:
+        place += ["--storage.work-dir", local_output]
+    # A pod that starts again continues. An evaluation does so by itself.
+    resume = [] if request.kind == "eval" else ["--resume", request.resume or "auto"]
+    file = f"{CONFIG_DIR}/{request.kind}.toml"
+    if uses_ray(request, options):
+        return ["python", "-m", RAY_ENTRY, request.kind, "@", file, *place, *resume]
+    split = request.split
+    shape: list[str] = []
+    if split is not None:
+        shape = ["--single-gpu"] if split.single_gpu else []
+        shape += [] if split.single_gpu else ["--train-gpus", str(split.train), "--infer-gpus", str(split.infer)]
+    elif request.kind == "sft" and gpus:
+        shape = ["--gpus", str(gpus)]
+    return ["medarc_train", request.kind, "@", file, *shape, *place, *resume]
