@@ -8,8 +8,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 ROOT = Path(__file__).resolve().parents[1]
 CONFIG = ROOT / "examples" / "reverse_text" / "rl_lora_cpu.toml"
 SMALL = "--orchestrator.batch-size 16 --orchestrator.rollouts-per-example 4 --max-async-level 0 --ckpt.interval 2"
@@ -27,7 +25,6 @@ def metrics(out: Path, source: str) -> list[dict[str, Any]]:
     return [record for record in records if record["source"] == source]
 
 
-@pytest.mark.timeout(300)
 def test_an_adapter_is_trained_and_served_and_a_resumed_run_goes_on_with_it(tmp_path: Path) -> None:
     train(tmp_path, "--max-steps", "2")
     published = tmp_path / "run_default" / "broadcasts" / "step_2"

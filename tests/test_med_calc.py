@@ -259,18 +259,12 @@ def test_the_sft_file_trains_what_the_shipped_checkpoint_is_made_of(tmp_path: Pa
     assert shipped <= {path.name for path in (tmp_path / "weights" / "step_4").iterdir()}
 
 
-def test_the_rl_file_runs_from_the_shipped_checkpoint(tmp_path: Path) -> None:
-    records = train("rl", tmp_path, "--max-steps", "2")
-    rewards = values(records, "reward/mean")
-    assert len(rewards) == 2
-    # The demonstrations are right one time in four, and so is a model that has learned from them alone.
-    assert all(0.05 < reward < 0.5 for reward in rewards)
-    assert (tmp_path / "weights" / "step_2" / "model.safetensors").is_file()
-
-
 @pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_the_rl_file_learns(tmp_path: Path) -> None:
-    rewards = values(train("rl", tmp_path), "reward/mean")
+def test_the_rl_file_starts_from_the_shipped_checkpoint_and_learns(tmp_path: Path) -> None:
+    rewards = values(train("rl", tmp_path, "--max-steps", "25"), "reward/mean")
+    assert len(rewards) == 25
+    # The demonstrations are right one time in four, and so is a model that has learned from them alone.
+    assert all(0.05 < reward < 0.5 for reward in rewards[:2])
     assert statistics.fmean(rewards[:5]) < 0.35
-    assert statistics.fmean(rewards[-10:]) > 0.7
+    assert statistics.fmean(rewards[-5:]) > 0.5
+    assert (tmp_path / "weights" / "step_25" / "model.safetensors").is_file()

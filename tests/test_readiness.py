@@ -371,7 +371,6 @@ def test_a_job_that_would_fail_is_not_submitted(scontrol: Describe, stand_ins, p
 
 
 @pytest.mark.slurm
-@pytest.mark.timeout(300)
 def test_the_table_of_a_real_cluster(slurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     project_dir = tmp_path / "project"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -27,21 +28,29 @@ MARK = "SOCKETS_OF"
 LONG = ("--max-steps", "100000")
 NOBODY = 65534
 
-REQUEST = """
-import os, socket, sys
-port, request = int(sys.argv[1]), sys.argv[2].encode()
+REQUESTS = (("POST", "/update_weights"), ("POST", "/v1/completions"), ("GET", "/metrics"))
+STRANGER = """
+import json, os, socket, sys
+from concurrent.futures import ThreadPoolExecutor
 if os.getuid() == 0:
     os.setuid({nobody})
-with socket.socket() as stranger:
-    stranger.settimeout(5)
-    try:
-        stranger.connect(("127.0.0.1", port))
-        stranger.sendall(request)
-        print(stranger.recv(100).partition(b"\\r")[0])
-    except (TimeoutError, ConnectionError):
-        print(b"")
+
+def answer(question):
+    port, request = question
+    with socket.socket() as stranger:
+        stranger.settimeout(5)  # what is no HTTP server says nothing
+        try:
+            stranger.connect(("127.0.0.1", port))
+            stranger.sendall(request.encode())
+            return stranger.recv(100).partition(b"\\r")[0].decode(errors="replace")
+        except (TimeoutError, ConnectionError):
+            return ""
+
+questions = json.loads(sys.argv[1])
+with ThreadPoolExecutor(len(questions)) as pool:
+    print(json.dumps(list(pool.map(answer, questions))))
 """
-"""Sends a request as another user, and prints the first line of the answer."""
+"""Sends requests as another user, all at once, and prints the first line of each answer."""
 
 
 @pytest.fixture(scope="module")
@@ -150,13 +159,16 @@ def unix_listeners() -> dict[str, str]:
     return {f"socket:[{each[6]}]": each[7] for each in lines if len(each) == 8 and each[3] == accepts}
 
 
-def answer_to_a_stranger(port: int, method: str, path: str) -> str:
-    """The first line that a process of another user reads from the port; empty if it reads nothing."""
-    request = f"{method} {path} HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\nConnection: close\r\n\r\n{{}}"
-    argv = [sys.executable, "-c", REQUEST.format(nobody=NOBODY), str(port), request]
+def answers_to_a_stranger(ports: list[int]) -> list[tuple[int, str, str]]:
+    """Port, path and first line of what a process of another user reads from it; empty if it reads nothing."""
+    asked = [(port, method, path) for port in ports for method, path in REQUESTS]
+    head = "{} {} HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\nConnection: close\r\n\r\n{{}}"
+    questions = json.dumps([(port, head.format(method, path)) for port, method, path in asked])
+    argv = [sys.executable, "-c", STRANGER.format(nobody=NOBODY), questions]
     done = subprocess.run(argv, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    return done.stdout.strip()[2:-1]
+    answers = json.loads(done.stdout)
+    return [(port, path, answer) for (port, _, path), answer in zip(asked, answers, strict=True)]
 
 
 def check_sockets(mark: str) -> set[Listener]:
@@ -166,12 +178,11 @@ def check_sockets(mark: str) -> set[Listener]:
         if listener.is_unix:
             directory = Path(listener.address).parent
             assert (directory.stat().st_mode & 0o777, directory.stat().st_uid) == (0o700, os.getuid()), listener
-            continue
-        assert listener.address.startswith("127.0.0.1:"), listener
-        for method, path in (("POST", "/update_weights"), ("POST", "/v1/completions"), ("GET", "/metrics")):
-            answer = answer_to_a_stranger(listener.port, method, path)
-            # 501: a metrics server knows no POST.
-            assert not answer or answer.split()[1] in ("401", "501"), (listener, path, answer)
+        else:
+            assert listener.address.startswith("127.0.0.1:"), listener
+    for port, path, answer in answers_to_a_stranger([listener.port for listener in found if not listener.is_unix]):
+        # 501: a metrics server knows no POST.
+        assert not answer or answer.split()[1] in ("401", "501"), (found, port, path, answer)
     return found
 
 

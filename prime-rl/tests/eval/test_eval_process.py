@@ -17,7 +17,7 @@ import pytest
 from prime_rl.launch import reserved_ports
 
 ENVIRONMENT = """
-import os
+import asyncio, itertools, os
 import verifiers as vf
 from datasets import Dataset
 
@@ -35,7 +35,16 @@ def load_environment(rows=8):
         os._exit(0)
     data = Dataset.from_list([{"question": f"Question {number}", "answer": ""} for number in range(rows)])
     reward = raises if "FAILING" in os.environ else mentions_a_vowel
-    return vf.SingleTurnEnv(eval_dataset=data, rubric=vf.Rubric(funcs=[reward]))
+    environment = vf.SingleTurnEnv(eval_dataset=data, rubric=vf.Rubric(funcs=[reward]))
+    first, setup_state = itertools.count(), environment.setup_state
+
+    async def setup(state):
+        if next(first) >= int(os.environ.get("ROLLOUTS", 1000)):
+            await asyncio.Event().wait()
+        return await setup_state(state)
+
+    environment.setup_state = setup
+    return environment
 """
 
 
@@ -148,8 +157,9 @@ def test_what_is_there_is_not_done_again(command: Command, server_url: str, weig
 
 def test_a_stopped_evaluation_keeps_what_it_has(command: Command, server_url: str, weights_dir: Path) -> None:
     options = ["--client.base-url", server_url, "--weights-dir", weights_dir, "--steps", 2, "--max-concurrent", 1]
-    argv = command.argv(*options, "--rollouts-per-example", 2, "--sampling.max-tokens", 200)
-    process = subprocess.Popen(argv, env=command.env, stdout=subprocess.PIPE, text=True)
+    argv = command.argv(*options, "--rollouts-per-example", 2)
+    # The last of the rollouts never begins: the evaluation cannot end before it is stopped.
+    process = subprocess.Popen(argv, env=command.env | {"ROLLOUTS": "31"}, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     for line in process.stdout:
         if "SUCCESS base" in line:

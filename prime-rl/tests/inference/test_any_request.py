@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 PROMPT = [12, 9, 16, 16, 19]
-CASES_PER_ROUTE = max(150, settings.default.max_examples // 10)
+CASES_PER_ROUTE = max(40, settings.default.max_examples // 10)
 """1,000 in a campaign: more than 10,000 for all routes."""
 
 INTEGERS = st.one_of(

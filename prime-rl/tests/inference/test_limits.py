@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -23,6 +24,13 @@ def embedded(server, engine):
     if engine != "embedded":
         pytest.skip("limits of the embedded engine")
     return server
+
+
+@pytest.fixture(scope="module", autouse=True)
+def silent(shared_server) -> Iterator[socket.socket]:
+    """A connection without a request, open since the first of these tests."""
+    with _connected(shared_server) as connection:
+        yield connection
 
 
 @pytest.fixture(autouse=True)
@@ -207,9 +215,8 @@ def test_a_path_that_no_file_can_have_is_refused(embedded, route: str, body: dic
     assert 400 <= answer.status_code < 500, answer.text
 
 
-def test_a_connection_without_a_request_is_closed(embedded) -> None:
-    with _connected(embedded) as connection:
-        assert connection.recv(1) == b""
+def test_a_connection_without_a_request_is_closed(embedded, silent) -> None:
+    assert silent.recv(1) == b""
 
 
 def test_health_is_answered_while_a_large_body_is_parsed_and_refused(embedded) -> None:
