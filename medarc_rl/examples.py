@@ -57,6 +57,11 @@ EXAMPLES: Mapping[str, tuple[str, ...]] = {
     "medarc_submit sft": (
         "medarc_submit sft examples/reverse_text/sft.toml --to kubernetes --image registry.example/medarc-rl:1.0 "
         "--gpus 2 --output-claim runs --dry-run",
+        "medarc_submit sft examples/reverse_text/sft.toml --to sagemaker --build --instance-type ml.g5.2xlarge --wait",
+        "medarc_submit sft examples/reverse_text/sft_cpu.toml --to sagemaker --local --image medarc-rl:dev",
+    ),
+    "medarc_submit sagemaker-policy": (
+        "medarc_submit sagemaker-policy --role arn:aws:iam::123456789012:role/training --s3 s3://my-bucket/runs",
     ),
     "medarc_submit rl": (
         "medarc_submit rl examples/reverse_text/rl_slurm.toml --to kubernetes --image registry.example/medarc-rl:1.0 "

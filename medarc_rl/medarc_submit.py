@@ -12,8 +12,9 @@ from typer import Option
 from medarc_rl.backends.backend import Kind, Prepared, Request
 from medarc_rl.backends.kubernetes.kubernetes_options import KubernetesOptions
 from medarc_rl.backends.registry import OPTIONS, backend
+from medarc_rl.backends.sagemaker.sagemaker_options import PolicyOptions, SageMakerOptions
 from medarc_rl.backends.slurm import NODE_GPUS
-from medarc_rl.cli import Resume, add_command, new_app, resume_words, say
+from medarc_rl.cli import Resume, add_command, add_command_without_config, new_app, resume_words, say
 from medarc_rl.deployment import GpuSplit, sft_owned
 from medarc_rl.errors import MedarcError, UsageError
 from medarc_rl.jobs.log import JobLog, config_files
@@ -23,10 +24,10 @@ from medarc_rl.utils import OwnedKeys
 
 
 @dataclass(frozen=True, kw_only=True)
-class SubmitOptions(KubernetesOptions):
+class SubmitOptions(KubernetesOptions, SageMakerOptions):
     """Options of all commands: the back-ends' own, and those that all of them have."""
 
-    to: Annotated[Literal["kubernetes"], Option(help="Back-end. Its options begin with its name below.")]
+    to: Annotated[Literal["kubernetes", "sagemaker"], Option(help="Back-end. Its options begin with its name below.")]
     name: Annotated[str | None, Option(help="Name of the job; by default the back-end's own choice.")] = None
     output_dir: Annotated[
         str | None,
@@ -63,7 +64,9 @@ class EvalOptions(SubmitOptions):
     gpus: Annotated[int, Option(min=0, max=NODE_GPUS, help="GPUs of the node; 0 is a CPU.")] = 1
 
 
-app = new_app("medarc_submit", "Submit a run to Kubernetes, from a TOML file. For Slurm, take medarc_slurm.")
+app = new_app(
+    "medarc_submit", "Submit a run to Kubernetes or SageMaker, from a TOML file. For Slurm, take medarc_slurm."
+)
 
 
 def sft(words: list[str], options: SftOptions) -> int:
@@ -93,9 +96,21 @@ def evaluate(words: list[str], options: EvalOptions) -> int:
     return submit(_request("eval", words, options, {}, nodes=1, gpus=options.gpus))
 
 
+def sagemaker_policy(options: PolicyOptions) -> int:
+    """Print the least rights that submissions to SageMaker and their jobs need, as IAM policies in JSON.
+
+    `submitter` is for the user of medarc_submit, `job_role` for the role of --role, and `job_role_trust` lets
+    SageMaker take that role. Contacts nobody.
+    """
+    from medarc_rl.backends.sagemaker.permissions import print_policies
+
+    return print_policies(options)
+
+
 add_command(app, "sft", SftOptions, sft)
 add_command(app, "rl", RlOptions, rl)
 add_command(app, "eval", EvalOptions, evaluate)
+add_command_without_config(app, "sagemaker-policy", PolicyOptions, sagemaker_policy)
 
 
 def _several_sft_nodes(options: SftOptions) -> OwnedKeys:
@@ -142,6 +157,8 @@ def submit(request: Request) -> int:
     if options.dry_run:
         sys.stdout.write(prepared.text if prepared.text.endswith("\n") else f"{prepared.text}\n")
         return 0
+    if prepared.run_here is not None:
+        return prepared.run_here()
     job_id = chosen.submit(prepared)
     record = JobRecord(
         name=prepared.name,

@@ -16,7 +16,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from medarc_rl import medarc_slurm, medarc_train
+from medarc_rl import medarc_jobs, medarc_slurm, medarc_submit, medarc_train
 from prime_rl.configs.surface.docs import ROOTS
 from prime_rl.inference.access import METRICS
 from prime_rl.inference.protocol import parse_body
@@ -132,13 +132,25 @@ def known_extras() -> set[str]:
     return {*project["dependency-groups"], *project["project"]["optional-dependencies"]}
 
 
+APPS = {
+    "medarc_train": medarc_train.app,
+    "medarc_slurm": medarc_slurm.app,
+    "medarc_submit": medarc_submit.app,
+    "medarc_jobs": medarc_jobs.app,
+}
+
+
 def check_wrapper(words: Sequence[str], tmp_path: Path) -> None:
     """Runs are dry runs. Other commands are run if they only read configs, else their words are parsed."""
     program, kind, *rest = words
-    app = {"medarc_train": medarc_train.app, "medarc_slurm": medarc_slurm.app}[program]
-    if kind in ("sft", "rl", "eval"):
+    app = APPS[program]
+    if program == "medarc_submit":
+        # Back-ends are asked only in tests of their own.
+        assert [word for word in rest if word.endswith(".toml") and not Path(word).is_file()] == []
+    elif kind in ("sft", "rl", "eval"):
         check_dry_run(kind, rest, tmp_path)
-    elif kind == "explain" and rest[0].endswith(".toml"):
+        return
+    if kind == "explain" and rest[0].endswith(".toml"):
         result = CliRunner().invoke(app, [kind, *rest])
         assert result.exit_code == 0, result.output
     elif kind.startswith("-"):
@@ -211,8 +223,7 @@ def check_path(words: Sequence[str], tmp_path: Path) -> None:
 
 
 CHECKS: dict[str, Check] = {
-    "medarc_train": check_wrapper,
-    "medarc_slurm": check_wrapper,
+    **dict.fromkeys(APPS, check_wrapper),
     **dict.fromkeys(CONFIG_CLASSES, check_engine),
     "python": check_python,
     "pytest": check_pytest,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar
@@ -60,6 +60,8 @@ class Prepared:
     """What `--dry-run` prints: exactly what would be sent."""
     details: Mapping[str, str] = field(default_factory=dict)
     """For the job log: what the back-end needs to find the job again. No secret."""
+    run_here: Callable[[], int] | None = None
+    """Runs the job on this machine instead, and returns its exit code. None: it is submitted and recorded."""
 
 
 PreparedT = TypeVar("PreparedT", bound=Prepared)

@@ -8,14 +8,16 @@ from typing import Any
 
 from medarc_rl.backends.backend import Backend, Tracker
 from medarc_rl.backends.kubernetes.kubernetes_options import KubernetesOptions
+from medarc_rl.backends.sagemaker.sagemaker_options import SageMakerOptions
 from medarc_rl.errors import UsageError
 
-OPTIONS: Mapping[str, type] = {"kubernetes": KubernetesOptions}
+OPTIONS: Mapping[str, type] = {"kubernetes": KubernetesOptions, "sagemaker": SageMakerOptions}
 """What `medarc_submit --to` takes, and the options of each. A common base class has those of several back-ends."""
 
 _CLASSES = {
     "slurm": "medarc_rl.backends.slurm_jobs:SlurmJobs",
     "kubernetes": "medarc_rl.backends.kubernetes.cluster:Kubernetes",
+    "sagemaker": "medarc_rl.backends.sagemaker.training_jobs:SageMaker",
 }
 """Module and class of each back-end. The class is made without arguments."""
 

@@ -7,11 +7,11 @@ from typing import Annotated, Literal
 
 from typer import Option
 
-from medarc_rl.backends.shared_options import ImageOptions
+from medarc_rl.backends.shared_options import ContainerOptions
 
 
 @dataclass(frozen=True, kw_only=True)
-class KubernetesOptions(ImageOptions):
+class KubernetesOptions(ContainerOptions):
     """Imports nothing but Typer, because every help page needs it."""
 
     namespace: Annotated[str, Option(help="kubernetes: namespace.")] = "default"
@@ -23,13 +23,6 @@ class KubernetesOptions(ImageOptions):
     output_claim: Annotated[
         str | None, Option(help="kubernetes: claim of a volume, mounted at /output; OUT is a directory in it.")
     ] = None
-    env: Annotated[
-        list[str], Option(metavar="NAME=VALUE", help="kubernetes: variable of the job, no secret; may be repeated.")
-    ] = field(default_factory=list)
-    secret_env: Annotated[
-        list[str],
-        Option(metavar="NAME=SECRET/KEY", help="kubernetes: variable from a key of a Secret; may be repeated."),
-    ] = field(default_factory=list)
     secret: Annotated[
         list[str], Option(metavar="SECRET", help="kubernetes: Secret whose keys all become variables; may be repeated.")
     ] = field(default_factory=list)
@@ -54,9 +47,6 @@ class KubernetesOptions(ImageOptions):
     retries: Annotated[
         int, Option(min=0, max=100, help="kubernetes: how often a pod that failed or was evicted starts again.")
     ] = 3
-    deadline: Annotated[
-        int | None, Option(min=60, max=31_536_000, metavar="SECONDS", help="kubernetes: end the job after this time.")
-    ] = None
     keep: Annotated[
         int, Option(min=0, max=31_536_000, metavar="SECONDS", help="kubernetes: delete the ended job after this time.")
     ] = 604_800

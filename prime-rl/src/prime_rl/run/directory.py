@@ -138,7 +138,9 @@ def _discard_stale(paths: RunPaths, resume_step: int | None) -> None:
     if resume_step is not None and _is_of_another_attempt(paths, first_step):
         oldest_stale_broadcast = first_step
     for directory in (paths.rollouts, run.control):
-        if directory.exists():
+        if directory.is_symlink():  # to another disk, where a launcher has put it
+            _clean(directory)
+        elif directory.exists():
             shutil.rmtree(directory)
     for parent, first_stale in ((run.rollouts, first_step), (run.broadcasts, oldest_stale_broadcast)):
         for directory in parent.glob("step_*"):

@@ -1,0 +1,174 @@
+"""The entry point of a training job: `python -m medarc_rl.backends.sagemaker.job.in_job`.
+
+Unpacks the project's files, reads secrets, and starts the run's launcher. Its output goes to CloudWatch. SageMaker
+sends SIGTERM when a job is stopped or loses its spot capacity, and SIGKILL 120 s later.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from argparse import ArgumentParser
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import IO
+
+from medarc_rl.backends.sagemaker.job.job_inputs import JobInputs, MlPaths, unpack_source
+from medarc_rl.backends.sagemaker.request.secret_references import resolved
+from medarc_rl.errors import MedarcError, UsageError
+
+MODULES = {
+    "sft": "medarc_rl.launchers.sft_local",
+    "rl": "medarc_rl.launchers.rl_local",
+    "eval": "prime_rl.entrypoints.eval",
+}
+STOP_LIMIT_S = 110.0
+"""Seconds after SIGTERM at which a run that has not stopped is killed, before SageMaker kills the container."""
+_KEPT_LINES = 30
+_FAILURE_CHARS = 1024
+_NOT_COPIED = ("run_default/broadcasts", "run_default/rollouts", "rollouts")
+"""What the run's processes exchange. SageMaker would copy it to S3 in every step, and never delete it there."""
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    parser = ArgumentParser(description="Runs a training job of medarc_submit inside its container.")
+    parser.add_argument("--root", type=Path, default=Path("/opt/ml"), help="where SageMaker puts inputs")
+    parser.add_argument(
+        "--local-disk", type=Path, default=Path("/tmp/medarc-run"), help="for files that no restart needs"
+    )
+    options = parser.parse_args(words)
+    paths = MlPaths(options.root)
+    try:
+        return _run(paths, options.local_disk)
+    except MedarcError as error:
+        for fault in error.faults:
+            sys.stderr.write(f"error: {fault}\n")
+        write_failure(paths, [f"error: {fault}" for fault in error.faults], ())
+        return error.exit_code
+
+
+def _run(paths: MlPaths, local_disk: Path) -> int:
+    inputs = JobInputs.read(paths)
+    if len(inputs.hosts) > 1:
+        raise UsageError(f"{len(inputs.hosts)} instances: runs on SageMaker take one; submit with --nodes 1")
+    unpack_source(inputs, paths)
+    secrets = resolved(inputs.secrets)
+    if inputs.command == "rl":
+        keep_off_s3(paths.run, local_disk)
+    child = Child(argv_of(inputs, paths), paths.source, child_env(inputs, paths, secrets, os.environ, local_disk))
+    code = child.run()
+    if code not in (0, 128 + signal.SIGTERM):
+        write_failure(paths, child.last_lines, tuple(secrets.values()))
+    return code
+
+
+def argv_of(inputs: JobInputs, paths: MlPaths) -> tuple[str, ...]:
+    return (sys.executable, "-m", MODULES[inputs.command], "@", str(paths.config), f"--output-dir={paths.run}")
+
+
+def child_env(
+    inputs: JobInputs, paths: MlPaths, secrets: Mapping[str, str], env: Mapping[str, str], local_disk: Path
+) -> dict[str, str]:
+    """The environment of the launcher. A project that is a checkout of this package runs its own code."""
+    ours = [paths.source / "prime-rl" / "src", paths.source]
+    is_checkout = (ours[0] / "prime_rl").is_dir() and (paths.source / "medarc_rl").is_dir()
+    given = env.get("PYTHONPATH", "")
+    path = [*(str(each) for each in ours if is_checkout), *([given] if given else [])]
+    found = {**env, **secrets, "PYTHONUNBUFFERED": "1"}
+    found.setdefault("HF_HOME", str(local_disk / "hf"))
+    if path:
+        found["PYTHONPATH"] = os.pathsep.join(path)
+    if inputs.single_gpu:
+        found["MEDARC_SINGLE_GPU"] = "1"
+    return found
+
+
+def keep_off_s3(run: Path, local_disk: Path) -> None:
+    """Put what no restart needs on the instance's disk, behind links. What S3 gave back of it is replaced."""
+    for name in _NOT_COPIED:
+        place, link = local_disk / name, run / name
+        place.mkdir(parents=True, exist_ok=True)
+        link.parent.mkdir(parents=True, exist_ok=True)
+        if not link.is_symlink() and not link.exists():
+            link.symlink_to(place)
+
+
+def write_failure(paths: MlPaths, lines: Sequence[str], secrets: Sequence[str]) -> None:
+    """Tell SageMaker why the job failed: the `error:` lines if there are any, or else the last ones."""
+    errors = [line for line in lines if line.startswith("error:")]
+    text = "\n".join(errors or lines)
+    for secret in secrets:
+        text = text.replace(secret, "***") if secret else text
+    plain = "".join(char if char.isprintable() or char == "\n" else " " for char in text)
+    try:
+        paths.failure.parent.mkdir(parents=True, exist_ok=True)
+        paths.failure.write_text(plain[:_FAILURE_CHARS] if errors else plain[-_FAILURE_CHARS:], encoding="utf-8")
+    except OSError as error:
+        sys.stderr.write(f"warning: {paths.failure}: {error.strerror}\n")
+
+
+@dataclass(slots=True)
+class Child:
+    """The launcher, whose output is passed on and whose last lines are kept."""
+
+    argv: Sequence[str]
+    directory: Path
+    env: Mapping[str, str]
+    last_lines: deque[str] = field(default_factory=lambda: deque(maxlen=_KEPT_LINES))
+    _process: subprocess.Popen[bytes] | None = None
+    _is_stopping: bool = False
+
+    def run(self) -> int:
+        """Start it, pass signals on, and return its exit code: 128 + n after signal n. Call it in the main thread."""
+        # Before the child: a stop may come at once.
+        signal.signal(signal.SIGTERM, self._stop)
+        signal.signal(signal.SIGINT, self._stop)
+        self._process = subprocess.Popen(
+            self.argv,
+            cwd=self.directory,
+            env=dict(self.env),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        if self._is_stopping:
+            self._process.terminate()
+        assert self._process.stdout is not None
+        # A thread reads: a grandchild that holds the pipe open must not keep the job.
+        copying = threading.Thread(target=self._copy, args=(self._process.stdout,), daemon=True)
+        copying.start()
+        code = self._process.wait()
+        copying.join(timeout=10.0)
+        return code if code >= 0 else 128 - code
+
+    def _copy(self, stream: IO[bytes]) -> None:
+        for line in stream:
+            text = line.decode(errors="replace").rstrip("\r\n")
+            self.last_lines.append(text)
+            sys.stdout.write(f"{text}\n")
+            sys.stdout.flush()
+
+    def _stop(self, number: int, frame: FrameType | None) -> None:
+        first, self._is_stopping = not self._is_stopping, True
+        if self._process is None or self._process.poll() is not None:
+            return
+        self._process.send_signal(number)
+        if first:
+            limit = threading.Timer(STOP_LIMIT_S, self._kill)
+            limit.daemon = True
+            limit.start()
+
+    def _kill(self) -> None:
+        if self._process is not None and self._process.poll() is None:
+            os.killpg(self._process.pid, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

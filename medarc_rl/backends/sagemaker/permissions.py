@@ -1,0 +1,177 @@
+"""The least rights that a submission and its job need, as IAM policies."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from medarc_rl.backends.sagemaker.aws_calls import Aws
+from medarc_rl.backends.sagemaker.request.s3_places import S3Prefix
+from medarc_rl.backends.sagemaker.request.secret_references import is_parameter, references, resource_of
+from medarc_rl.backends.sagemaker.request.training_request import keyed
+from medarc_rl.backends.sagemaker.sagemaker_options import PolicyOptions, with_variables
+from medarc_rl.cli import say
+from medarc_rl.errors import UsageError
+
+VERSION = "2012-10-17"
+LOG_GROUP = "/aws/sagemaker/TrainingJobs"
+_ROLE = re.compile(r"arn:(?P<partition>aws[a-z-]*):iam::(?P<account>\d{12}):role/[A-Za-z0-9_+=,.@/-]+")
+_PULL = ("ecr:BatchCheckLayerAvailability", "ecr:BatchGetImage", "ecr:GetDownloadUrlForLayer")
+_PUSH = (
+    *("ecr:CreateRepository", "ecr:CompleteLayerUpload", "ecr:InitiateLayerUpload", "ecr:PutImage"),
+    "ecr:UploadLayerPart",
+)
+_NETWORK = (
+    *("ec2:CreateNetworkInterface", "ec2:CreateNetworkInterfacePermission", "ec2:DeleteNetworkInterface"),
+    *("ec2:DeleteNetworkInterfacePermission", "ec2:DescribeDhcpOptions", "ec2:DescribeNetworkInterfaces"),
+    *("ec2:DescribeSecurityGroups", "ec2:DescribeSubnets", "ec2:DescribeVpcs"),
+)
+
+
+def print_policies(options: PolicyOptions) -> int:
+    """Print the documents of `Rights` as JSON. Raises UsageError."""
+    given = with_variables(options, os.environ)
+    missing = [name for name, value in (("--role ARN", given.role), ("--s3 s3://BUCKET/PREFIX", given.s3)) if not value]
+    if missing or given.role is None or given.s3 is None:
+        raise UsageError(*(f"give {name}" for name in missing))
+    faults: list[str] = []
+    inputs = keyed("--input", given.input, faults, "data=s3://BUCKET/PREFIX")
+    if faults:
+        raise UsageError(*faults)
+    rights = Rights(
+        role=given.role,
+        region=Aws(given.region).region,
+        root=S3Prefix.of(given.s3),
+        repository=given.repository,
+        inputs=[S3Prefix.of(uri, "--input") for uri in inputs.values()],
+        secrets=list(references(given.secret_env).values()),
+        kms_key=given.kms_key,
+        in_vpc=bool(given.subnet),
+    )
+    say(json.dumps(rights.documents(), indent=2))
+    return 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rights:
+    """What the policies are about."""
+
+    role: str
+    region: str
+    root: S3Prefix
+    repository: str
+    inputs: Sequence[S3Prefix] = ()
+    secrets: Sequence[str] = ()
+    """ARNs of secrets and parameters."""
+    kms_key: str | None = None
+    in_vpc: bool = False
+
+    def __post_init__(self) -> None:
+        if _ROLE.fullmatch(self.role) is None:
+            raise UsageError(
+                f"--role {self.role!r}: write its ARN, as in arn:aws:iam::123456789012:role/medarc-training"
+            )
+
+    def documents(self) -> dict[str, Any]:
+        """The submitter's policy, the job role's policy, and who may assume the job's role."""
+        return {
+            "submitter": _document(self._submitter()),
+            "job_role": _document(self._job_role()),
+            "job_role_trust": _document([_trust()]),
+        }
+
+    @property
+    def _partition(self) -> str:
+        return self.role.split(":")[1]
+
+    @property
+    def _account(self) -> str:
+        return self.role.split(":")[4]
+
+    def _arn(self, service: str, resource: str, region: str | None = None, account: str | None = None) -> str:
+        region = self.region if region is None else region
+        account = self._account if account is None else account
+        return f"arn:{self._partition}:{service}:{region}:{account}:{resource}"
+
+    def _objects(self, prefix: S3Prefix) -> str:
+        return self._arn("s3", "/".join(part for part in (prefix.bucket, prefix.key, "*") if part), "", "")
+
+    def _submitter(self) -> list[dict[str, Any]]:
+        jobs = self._arn("sagemaker", "training-job/*")
+        repository = self._arn("ecr", f"repository/{self.repository}")
+        actions = ("AddTags", "CreateTrainingJob", "DescribeTrainingJob", "StopTrainingJob")
+        return [
+            _allow("Jobs", [f"sagemaker:{name}" for name in actions], [jobs]),
+            {
+                **_allow("PassTheJobsRole", ["iam:PassRole"], [self.role]),
+                "Condition": {"StringEquals": {"iam:PassedToService": "sagemaker.amazonaws.com"}},
+            },
+            _allow("UploadSources", ["s3:AbortMultipartUpload", "s3:PutObject"], [self._objects(self.root)]),
+            _allow("ReadLogs", ["logs:DescribeLogStreams", "logs:GetLogEvents"], self._logs()),
+            _allow("LogInToTheRegistry", ["ecr:GetAuthorizationToken"], ["*"]),
+            _allow("PushTheImage", sorted((*_PULL, *_PUSH)), [repository]),
+            *self._key_use(["kms:Decrypt", "kms:GenerateDataKey", "kms:CreateGrant", "kms:DescribeKey"]),
+        ]
+
+    def _job_role(self) -> list[dict[str, Any]]:
+        places = [self.root, *self.inputs]
+        buckets = sorted({self._arn("s3", place.bucket, "", "") for place in places})
+        prefixes = sorted({"/".join(part for part in (place.key, "*") if part) for place in places})
+        writing = ["s3:AbortMultipartUpload", "s3:GetObject", "s3:PutObject"]
+        statements = [
+            {
+                **_allow("ListItsPrefixes", ["s3:ListBucket"], buckets),
+                "Condition": {"StringLike": {"s3:prefix": prefixes}},
+            },
+            _allow("ReadAndWriteRuns", writing, [self._objects(self.root)]),
+        ]
+        if self.inputs:
+            statements.append(_allow("ReadInputs", ["s3:GetObject"], [self._objects(place) for place in self.inputs]))
+        statements += [
+            _allow("WriteLogs", ["logs:CreateLogGroup", "logs:CreateLogStream", "logs:PutLogEvents"], self._logs()),
+            _allow("LogInToTheRegistry", ["ecr:GetAuthorizationToken"], ["*"]),
+            _allow("PullTheImage", list(_PULL), [self._arn("ecr", f"repository/{self.repository}")]),
+            {
+                **_allow("ReportMetrics", ["cloudwatch:PutMetricData"], ["*"]),
+                "Condition": {"StringLike": {"cloudwatch:namespace": "/aws/sagemaker/*"}},
+            },
+        ]
+        parameters = sorted({resource_of(each) for each in self.secrets if is_parameter(each)})
+        kept = sorted({resource_of(each) for each in self.secrets if not is_parameter(each)})
+        if kept:
+            statements.append(_allow("ReadSecrets", ["secretsmanager:GetSecretValue"], kept))
+        if parameters:
+            statements.append(_allow("ReadParameters", ["ssm:GetParameter"], parameters))
+        if self.in_vpc:
+            statements.append(_allow("JoinTheNetwork", list(_NETWORK), ["*"]))
+        return [*statements, *self._key_use(["kms:Decrypt", "kms:GenerateDataKey", "kms:CreateGrant"])]
+
+    def _logs(self) -> list[str]:
+        group = self._arn("logs", f"log-group:{LOG_GROUP}")
+        return [group, f"{group}:*"]
+
+    def _key_use(self, actions: list[str]) -> list[dict[str, Any]]:
+        if self.kms_key is None:
+            return []
+        key = self.kms_key if self.kms_key.startswith("arn:") else self._arn("kms", f"key/{self.kms_key}")
+        return [_allow("UseTheKey", actions, [key])]
+
+
+def _document(statements: list[dict[str, Any]]) -> dict[str, Any]:
+    return {"Version": VERSION, "Statement": statements}
+
+
+def _allow(name: str, actions: list[str], resources: list[str]) -> dict[str, Any]:
+    return {"Sid": name, "Effect": "Allow", "Action": actions, "Resource": resources}
+
+
+def _trust() -> dict[str, Any]:
+    return {
+        "Effect": "Allow",
+        "Principal": {"Service": "sagemaker.amazonaws.com"},
+        "Action": "sts:AssumeRole",
+    }

@@ -1,0 +1,237 @@
+"""The request of a training job: checked against the API's own rules before anything is uploaded."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+from pathlib import Path
+
+import pytest
+from aws_machine import ACCOUNT, ROLE, command, make_project, submit
+from hypothesis import given
+from hypothesis import strategies as st
+
+pytest.importorskip("boto3", reason="boto3 is not installed: `uv sync --extra sagemaker`")
+
+from medarc_rl.backends.sagemaker.request.api_rules import request_faults
+from medarc_rl.backends.sagemaker.request.instances import gpus_of
+from medarc_rl.backends.sagemaker.request.job_names import name_fault, nearest_name, opaque_name
+from medarc_rl.backends.sagemaker.request.s3_places import JobPlaces, S3Prefix
+from medarc_rl.backends.sagemaker.request.secret_references import references
+from medarc_rl.backends.sagemaker.request.training_request import TrainingJob
+from medarc_rl.errors import UsageError
+
+GOLDEN = Path(__file__).parent / "golden"
+SECRET = "arn:aws:secretsmanager:us-east-1:123456789012:secret:hf-AbCdEf"
+JOB = TrainingJob(
+    name="medarc-20260131-120000-1a2b3c4d",
+    command="rl",
+    source_sha256="0" * 64,
+    image="123456789012.dkr.ecr.us-east-1.amazonaws.com/medarc-rl:1",
+    role=ROLE,
+    places=JobPlaces(S3Prefix("bucket", "runs/medarc-20260131-120000-1a2b3c4d")),
+    instance_type="ml.g5.12xlarge",
+    volume_gb=200,
+    limit_s=3600,
+    wait_s=7200,
+    single_gpu=True,
+    env={"OMP_NUM_THREADS": "8"},
+    secrets={"HF_TOKEN": SECRET},
+    inputs={"data": "s3://bucket/corpus"},
+    tags={"team": "radiology"},
+    subnets=("subnet-1",),
+    security_groups=("sg-1",),
+    kms_key="key-1",
+)
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    return make_project(tmp_path / "project")
+
+
+@given(st.text(max_size=80))
+def test_any_name_is_taken_or_gets_a_name_that_is(name: str) -> None:
+    fault = name_fault(name)
+    taken = len(name) <= 63 and re.fullmatch(r"[a-zA-Z0-9](-*[a-zA-Z0-9])*", name, re.ASCII)
+    assert (fault is None) == bool(taken)
+    if near := nearest_name(name):
+        assert name_fault(near) is None
+
+
+def test_the_pattern_alone_would_let_a_longer_name_through() -> None:
+    assert name_fault("a" * 62 + "-b") is not None
+
+
+def test_generated_names_are_opaque_and_do_not_collide() -> None:
+    names = {opaque_name(0.0) for _ in range(1000)}
+    assert len(names) == 1000
+    assert all(re.fullmatch(r"medarc-19700101-000000-[0-9a-f]{8}", name) for name in names)
+
+
+def test_the_request_is_as_recorded_and_the_api_takes_it() -> None:
+    assert json.loads((GOLDEN / "request.json").read_text()) == JOB.request()
+    assert request_faults(JOB.request()) == []
+
+
+def test_the_request_has_the_types_that_boto3_wants() -> None:
+    import boto3
+    from botocore.stub import Stubber
+
+    client = boto3.client("sagemaker", region_name="us-east-1", aws_access_key_id="x", aws_secret_access_key="x")
+    with Stubber(client) as stub:
+        stub.add_response("create_training_job", {"TrainingJobArn": "arn:aws:sagemaker:us-east-1:1:training-job/x"})
+        client.create_training_job(**JOB.request())
+
+
+REFUSED = {
+    "--name med_calc.v2": "'med_calc.v2'.*for example med-calc-v2",
+    "--role arn:aws:iam::1:role/r": "--role 'arn:aws:iam::1:role/r'.*123456789012",
+    "--instance-type ml.g5.2xlrge": "nearest: ml.g5.2xlarge",
+    "--instance-type ml.m5.xlarge --volume-gb 0": "--volume-gb 0: 1 to 16384; nearest: 1",
+    "--deadline 9999999": "--deadline 9999999: SageMaker takes 60 to 2419200 s; nearest: 2419200",
+    "--spot --max-wait 60": "--max-wait 60 is shorter.*nearest: 86400",
+    "--max-wait 60": "--max-wait belongs to --spot",
+    "--subnet subnet-1": "--subnet and --security-group belong together",
+    "--subnet sub_net --security-group sg-1": "--subnet 'sub_net'",
+    "--tag team": "--tag: write NAME=VALUE",
+    "--tag te$m=x": "--tag 'te\\$m'",
+    "--env 1X=2": "--env '1X'.*OMP_NUM_THREADS=8",
+    "--env A=1 --env A=2": "--env A: given twice",
+    "--env SM_X=1": "--env SM_X: SageMaker sets",
+    "--env HF_TOKEN=hf_verysecretvalue": "--env HF_TOKEN: .*--secret-env HF_TOKEN=ARN",
+    "--secret-env HF_TOKEN=hf_verysecretvalue": "--secret-env HF_TOKEN: not the ARN",
+    "--input source=s3://b/x": "--input source: this name is taken",
+    "--input data=/tmp/x": "--input data=/tmp/x: write s3://",
+    "--input da$ta=s3://bucket/x": "--input 'da\\$ta'",
+    "--s3 bucket/runs": "--s3 'bucket/runs': write s3://BUCKET/PREFIX",
+    "--s3 s3://Bucket_A/runs": "no bucket's name",
+    "--output-dir /somewhere": "the job's disk is lost",
+    "--include ../outside": "--include ../outside",
+    "--include missing": "--include missing: no such file",
+    "--include .env": "--include .env: usually holds secrets",
+    "--nodes 2": "2 nodes: runs on SageMaker take one instance",
+    "--project-dir nowhere": "no such directory",
+    "--resume latest": "a new job begins with an empty directory",
+    "--build": "--image and --build: give one of them",
+    "--gpus 2 --instance-type ml.g5.2xlarge --device auto": "has 1 GPUs, and the run takes 2; take ml.g5.12xlarge",
+    "--device cuda": "ml.m5.xlarge has no GPU",
+    "--namespace x": "--namespace is an option of --to kubernetes",
+    "--data.name ../outside.jsonl": "outside of the project",
+    "--data.name nowhere.jsonl": "no such file",
+    "--max-upload-mb 0": "max-upload-mb",
+}
+
+
+@pytest.mark.parametrize("words", REFUSED, ids=str)
+def test_a_mistake_is_one_line_before_anything_is_sent(
+    project: Path, words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (project.parent / "outside.jsonl").write_text((project / "rows.jsonl").read_text())
+    monkeypatch.chdir(project)
+    assert _main("sft", "sft.toml", "--to", "sagemaker", *ACCOUNT, "--s3", "s3://bucket/runs", *words.split()) == 2
+    errors = capsys.readouterr().err.splitlines()
+    assert len(errors) == 1, errors
+    assert re.search(REFUSED[words], errors[0]), errors
+    assert errors[0].startswith("error: ")
+    assert "verysecret" not in errors[0]
+
+
+def _main(*words: str) -> int:
+    from medarc_rl.medarc_submit import app
+
+    code = app(list(words), standalone_mode=False)
+    assert isinstance(code, int)
+    return code
+
+
+def test_what_is_missing_is_told_at_once(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = str(project / "sft.toml")
+    words = ["--to", "sagemaker", "--region", "us-east-1", "--image", "x:1", "--project-dir", str(project)]
+    assert _main("sft", config, *words) == 2
+    assert capsys.readouterr().err.splitlines() == [
+        "error: no role: give --role ARN, or export MEDARC_SAGEMAKER_ROLE",
+        "error: no place in S3: give --s3 s3://BUCKET/PREFIX, or export MEDARC_SAGEMAKER_S3",
+        "error: no instance type: give --instance-type, as in --instance-type ml.g5.2xlarge",
+    ]
+
+
+def test_a_secret_is_given_by_reference_only() -> None:
+    both = ["A=arn:aws:ssm:eu-west-1:123456789012:parameter/a/b", f"B={SECRET}#key"]
+    assert references(both) == dict(each.split("=", 1) for each in both)
+    with pytest.raises(UsageError) as refused:
+        references(["A=plain-secret", "B", f"C={SECRET}", f"C={SECRET}"])
+    assert len(refused.value.faults) == 3
+    assert "plain-secret" not in str(refused.value)
+
+
+def test_gpus_of_instances() -> None:
+    known = {"ml.p4d.24xlarge": 8, "ml.g5.xlarge": 1, "ml.g5.24xlarge": 4, "ml.m5.xlarge": 0, "ml.c7i-flex.large": 0}
+    assert {name: gpus_of(name) for name in known} == known
+    assert gpus_of("ml.trn1.2xlarge") is None
+    assert gpus_of("nonsense") is None
+
+
+def test_a_dry_run_prints_all_that_would_be_sent_and_contacts_nobody(
+    project: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*given: object) -> None:
+        raise AssertionError("a connection")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.chdir(project)
+    monkeypatch.setenv("AWS_CONFIG_FILE", os.devnull)
+    monkeypatch.setenv("MEDARC_SAGEMAKER_S3", "s3://bucket/runs")
+    assert _main("sft", "sft.toml", "--to", "sagemaker", *ACCOUNT, "--dry-run") == 0
+    shown = json.loads(capsys.readouterr().out)
+    files = {"model/chat_template.jinja", "model/config.json", "model/tokenizer.json", "model/tokenizer_config.json"}
+    assert set(shown["files"]) == {*files, "rows.jsonl", "sft.toml"}
+    assert shown["left_out"] == [".env: usually holds secrets"]
+    assert shown["config"]["output_dir"] == "/opt/ml/checkpoints"
+    assert shown["config"]["ckpt"]["resume_step"] == -2
+    request = shown["create_training_job"]
+    assert shown["upload"]["sha256"] == request["HyperParameters"]["source_sha256"]
+    assert (
+        shown["upload"]["to"] == request["InputDataConfig"][0]["DataSource"]["S3DataSource"]["S3Uri"] + "source.tar.gz"
+    )
+    assert not list(project.rglob("outputs"))
+    # Nothing in the request tells what is trained on what.
+    assert not re.search(r"sft\.toml|rows|model/|reverse", json.dumps(request))
+
+
+def test_the_policies_are_as_recorded(tmp_path: Path) -> None:
+    words = ["sagemaker-policy", "--role", ROLE, "--s3", "s3://bucket/runs", "--region", "us-east-1"]
+    more = ["--input", "data=s3://other/corpus", "--secret-env", f"HF_TOKEN={SECRET}#key", "--subnet", "subnet-1"]
+    parameter = ["--secret-env", "WANDB_API_KEY=arn:aws:ssm:us-east-1:123456789012:parameter/wandb", "--kms-key", "abc"]
+    done = command("medarc_submit", tmp_path, [*words, *more, *parameter])
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == json.loads((GOLDEN / "policies.json").read_text())
+
+
+def test_no_policy_allows_more_than_its_prefix() -> None:
+    policies = json.loads((GOLDEN / "policies.json").read_text())
+    unlimited = [
+        action
+        for policy in (policies["submitter"], policies["job_role"])
+        for statement in policy["Statement"]
+        if statement["Resource"] == ["*"] and "Condition" not in statement
+        for action in statement["Action"]
+    ]
+    # These have no resources.
+    assert {action for action in unlimited if not action.startswith("ec2:")} == {"ecr:GetAuthorizationToken"}
+    assert "*" not in "".join(
+        action for policy in policies.values() for each in policy["Statement"] for action in each["Action"]
+    )
+
+
+def test_a_missing_extra_is_one_line(project: Path) -> None:
+    hidden = project.parent / "hidden"
+    hidden.mkdir()
+    (hidden / "sitecustomize.py").write_text(
+        "import importlib.util as u\nfind = u.find_spec\n"
+        "u.find_spec = lambda name, *more: None if name == 'boto3' else find(name, *more)\n"
+    )
+    done = submit(project, "sft", "sft.toml", "--to", "sagemaker", env={"PYTHONPATH": str(hidden)})
+    assert (done.returncode, done.stderr) == (2, "error: boto3 is not installed: uv sync --extra sagemaker\n")
