@@ -1,4 +1,4 @@
-"""Submitting to AWS: moto's server on loopback for S3, ECR, SageMaker and CloudWatch, with faults injected before it."""
+"""Submitting to AWS: moto's server on loopback for S3, ECR, SageMaker and CloudWatch; faults are injected before it."""
 
 from __future__ import annotations
 
@@ -182,7 +182,7 @@ def test_a_server_that_does_not_answer_is_given_up(proxy: Proxy) -> None:
     proxy.disturb(to("DescribeTrainingJob", silent), times=2)
     aws = Aws("us-east-1", patience=Patience(connect_s=0.2, read_s=0.2, attempts=2))
     try:
-        with pytest.raises(AwsError, match="look: Read timeout on endpoint URL.*check the network"), calling("look"):
+        with pytest.raises(AwsError, match=r"look: Read timeout on endpoint URL.*check the network"), calling("look"):
             aws.client("sagemaker").describe_training_job(TrainingJobName="x")
     finally:
         given_up.set()
@@ -319,7 +319,8 @@ def test_an_image_is_built_once_and_its_token_goes_through_stdin(docker: Docker,
         names = set(context.getnames())
     assert {"Dockerfile", "pyproject.toml", "prime-rl/pyproject.toml", "medarc_rl/medarc_submit.py"} <= names
     assert not [name for name in names if name.startswith((".venv", ".git/", "outputs"))]
-    manifest = json.dumps({"schemaVersion": 2, "layers": []})
+    kind = "application/vnd.docker.distribution.manifest.v2+json"
+    manifest = json.dumps({"schemaVersion": 2, "mediaType": kind, "layers": []})
     Aws("us-east-1").client("ecr").put_image(repositoryName=repository, imageManifest=manifest, imageTag=build.tag)
     assert build_and_push(build, Aws("us-east-1"), said.append) == image
     assert len(docker.calls) == 3
