@@ -122,7 +122,7 @@ def test_a_sink_that_hangs_at_its_start_delays_the_run_by_the_limit_only(
 
 @pytest.mark.parametrize("error", [RuntimeError("no server\nat all"), SystemExit(1)])
 def test_a_sink_that_cannot_start_is_a_warning(error: BaseException, caplog: pytest.LogCaptureFixture) -> None:
-    guarded = Guarded("SwanLab", raising(error))
+    guarded = Guarded("SwanLab", raising(error), Limits(start_s=3600))  # the run does not wait for it, either
     guarded.log({}, 0)
     guarded.close()
     words = [record.message for record in caplog.records]

@@ -98,6 +98,7 @@ class Guarded(Generic[SinkT]):
             return
         except (Exception, SystemExit) as error:  # noqa: BLE001 - a package may raise anything, and the run continues
             self._warn(f"cannot start: {_in_one_line(error)}")
+            self._is_up.set()  # the run goes on while this thread discards its records
             self._discard()
             return
         finally:
