@@ -26,6 +26,7 @@ from medarc_rl.lm_eval.command import LmEvalOptions, lm_eval
 from medarc_rl.migrate.command import command as migrate
 from medarc_rl.report.command import ReportOptions, report
 from medarc_rl.rollouts.command import RolloutsOptions, rollouts
+from medarc_rl.stored import with_local_inputs
 from medarc_rl.utils import check_startable, load_run, refuse_other_launcher, write_components
 from prime_rl.checks.environments import EXAMINATION
 from prime_rl.configs.areal.launched import RecoverConfig
@@ -94,9 +95,9 @@ def _sft(words: list[str], options: SftOptions) -> tuple[int, RecoverConfig]:
     words = [*words, *resume_words(options.resume)]
     run = load_run(SFTConfig, words, "sft", options.output_dir, sft_owned(options.gpus))
     if options.preflight:
-        return preflight(SFT_PREFLIGHT, run.config), ONCE
+        return preflight(SFT_PREFLIGHT, with_local_inputs(run.config)), ONCE
     if options.estimate:
-        return print_sft_estimate(run.config, training_gpus(run.config), options, in_job=False), ONCE
+        return print_sft_estimate(with_local_inputs(run.config), training_gpus(run.config), options, in_job=False), ONCE
     refuse_other_launcher(run.config, "local", words)
     first_gpus(run.config.device, sft_gpus(run.config), os.environ)
     check_startable(run, run.config.dry_run)
@@ -114,10 +115,10 @@ def _rl(words: list[str], options: RlOptions) -> tuple[int, RecoverConfig]:
     split = rl_split(words, options.train_gpus, options.infer_gpus, options.single_gpu)
     run = load_run(RLConfig, words, "rl", options.output_dir, split.owned)
     if options.preflight:
-        return preflight(EXAMINATION, run.config.orchestrator), ONCE
+        return preflight(EXAMINATION, with_local_inputs(run.config).orchestrator), ONCE
     check_rl(run.config, split)
     if options.estimate:
-        return print_rl_estimate(run.config, split, options, in_job=False), ONCE
+        return print_rl_estimate(with_local_inputs(run.config), split, options, in_job=False), ONCE
     refuse_other_launcher(run.config, "local", words)
     gpus = first_gpus(run.config.device, split.total, os.environ)
     for line in advice(run.config, split):

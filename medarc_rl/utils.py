@@ -17,6 +17,7 @@ from medarc_rl.explain.screen import table
 from medarc_rl.migrate.kinds import suggested_migrations
 from prime_rl.checks import NotInstalled, start_faults
 from prime_rl.configs.areal.launched import Launcher
+from prime_rl.configs.storage import BadS3Name, S3Name, is_on_s3, work_dir_of
 from prime_rl.configs.surface.not_built import unbuilt_faults
 from prime_rl.configs.surface.root import RootConfig
 from prime_rl.launch.restarts.restarting import launcher_fault
@@ -25,6 +26,7 @@ from prime_rl.run.directory import OutputDirInUse, RunDirError, check_run_dir, p
 from prime_rl.run.lock import refuse_if_locked
 from prime_rl.run.paths import RunPaths
 from prime_rl.run.resume_point import end_of
+from prime_rl.storage.staging import StagingRefused, has_s3_names, inputs_of
 from prime_rl.utils.pydantic_config import BaseSettings, ConfigError, showing_warnings
 from prime_rl.utils.pydantic_config.arguments import arguments_layer, is_boolean_flag, parse_arguments
 from prime_rl.utils.pydantic_config.layers import Layer, merge_layers, value_at, with_underscores
@@ -110,7 +112,7 @@ def load_run(
             )
             if isinstance(root, str | Path):
                 no_slurm = {"slurm": None} if "slurm" in config_cls.model_fields else {}
-                owned = {"output_dir": _utf8(str(Path(root).absolute())), **no_slurm, **owned}
+                owned = {**_placed(root, merge_layers(config_cls, given)), **no_slurm, **owned}
             for line in _dropped(given, owned):
                 warn(line)
             arguments = [*overrides, *map(_as_argument, owned.items())]
@@ -132,6 +134,18 @@ def refuse_other_launcher(config: SFTConfig | RLConfig, here: Launcher, words: S
     """Raises UsageError if the config is meant for another launcher."""
     if fault := launcher_fault(config, here, words):
         raise UsageError(fault)
+
+
+def _placed(root: str | Path, given: Mapping[str, Any]) -> OwnedKeys:
+    """The keys that place a run: its directory, and where on S3 it is copied if `root` is there."""
+    try:
+        name = S3Name.of(root)
+    except BadS3Name as error:
+        raise UsageError(f"output directory {error}") from error
+    if name is None:
+        return {"output_dir": _utf8(str(Path(root).absolute()))}
+    work_dir = work_dir_of(name, value_at(given, ("storage", "work_dir")))
+    return {"output_dir": _utf8(str(work_dir.absolute())), "storage.upload_to": str(name)}
 
 
 def _utf8(text: str) -> str:
@@ -158,6 +172,8 @@ def _dropped(layers: Sequence[Layer], owned: OwnedKeys) -> list[str]:
             if not layer.holds(path) or (key == "output_dir" and layer is not arguments):
                 continue
             lost = value_at(layer.data, path)
+            if key == "output_dir" and is_on_s3(lost):
+                continue  # its local directory takes its place
             # Values of arguments are still text here.
             if str(lost) != str(value):
                 lines.append(f"{layer.origin(path)}: {key} = {lost!r} is not used; this command sets {key} = {value!r}")
@@ -183,12 +199,29 @@ def check_startable(run: Run[Any], dry_run: bool, job_dir: Path | None = None, w
     # A launch here warns of them itself.
     for fault in tolerated if job_dir is not None else ():
         warn(fault)
+    _check_inputs(run.config, is_here=job_dir is None)
     if waits and run.resume_step is not None:
         return
     with reporting_directory_errors():
         if not waits:
             refuse_if_locked(run.paths.root)
         check_run_dir(run.paths, run.resume_step, run.config.clean_output_dir, end_of(run.config))
+
+
+def _check_inputs(config: BaseSettings, is_here: bool) -> None:
+    """Refuse inputs on S3 that are not there. A batch job may have other rights than this machine: that is a warning.
+
+    Raises:
+        UsageError: something is missing.
+    """
+    try:
+        if has_s3_names(config):
+            inputs_of(config)
+    except StagingRefused as error:
+        if is_here or error.known_here:
+            raise UsageError(*error.faults) from error
+        for fault in error.faults:
+            warn(f"not checked before the job starts: {fault}")
 
 
 def prepare_directory(run: Run[Any]) -> None:

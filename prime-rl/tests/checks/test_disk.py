@@ -9,10 +9,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from prime_rl.checks.disk import disk_forecast, model_size, size_text
+from prime_rl.checks.disk import disk_forecast, model_size
 from prime_rl.configs.sft import SFTConfig
 from prime_rl.configs.trainer import TrainerConfig
 from prime_rl.trainer.sft.run import run
+from prime_rl.utils.files import size_text
 
 
 @pytest.fixture

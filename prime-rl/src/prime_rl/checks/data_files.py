@@ -10,6 +10,7 @@ from pathlib import Path
 
 from prime_rl.checks.start_dir import StartDir, StartFault, looks_like_path, unexpanded_advice
 from prime_rl.configs.sft import RowFormatConfig, SFTConfig, SFTDataConfig, SourceConfig
+from prime_rl.configs.storage import is_on_s3
 
 TEXT_KINDS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv")
 KINDS = (*TEXT_KINDS, ".parquet", ".arrow")
@@ -89,6 +90,8 @@ def _check_not_empty(parts: list[Part]) -> None:
 
 def _found(part: Part, start: StartDir) -> Part:
     """The part with its files."""
+    if is_on_s3(part.name):
+        return part  # not downloaded yet
     given = Path(part.name)
     path, place = start.find(given), f"{part.key} = {part.name}"
     if path.is_file():

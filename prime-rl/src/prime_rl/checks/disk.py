@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from prime_rl.checks.start_dir import gpus_here
 from prime_rl.configs.trainer import CheckpointConfig, TrainerConfig
 from prime_rl.run.retention import DEFAULT_KEPT
+from prime_rl.utils.files import size_text
 
 if TYPE_CHECKING:
     from prime_rl.configs.sft import SFTConfig
@@ -48,10 +49,6 @@ class Written:
         if self.count is None:
             return f"{size} for each {self.what}"
         return f"{self.count} {self.what}{'s' if self.count > 1 else ''} of {size}"
-
-
-def size_text(size_bytes: int) -> str:
-    return f"{size_bytes / 1e9:.1f} GB" if size_bytes >= 1e9 else f"{max(1, round(size_bytes / 1e6))} MB"
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from prime_rl.configs.storage import is_on_s3
 from prime_rl.utils.gpus import DeviceError, usable_gpus
 
 
@@ -66,5 +67,5 @@ def unexpanded_advice(name: str) -> str:
 
 
 def looks_like_path(name: str) -> bool:
-    """Whether `name` cannot be a hub id. Those are `owner/name` or `name`."""
-    return name.startswith((".", "/", "~")) or name.count("/") > 1
+    """Whether `name` can be neither a hub id, `owner/name` or `name`, nor a name on S3."""
+    return not is_on_s3(name) and (name.startswith((".", "/", "~")) or name.count("/") > 1)

@@ -19,7 +19,7 @@ from prime_rl.configs.shared import (
     TraceConfig,
     WandbConfig,
 )
-from prime_rl.configs.surface.root import RootConfig
+from prime_rl.configs.storage import KeptRunConfig
 from prime_rl.utils.pydantic_config import derive, raise_faults
 
 
@@ -30,7 +30,7 @@ class EvalClientConfig(ClientConfig):
     """Timeout of one request, in seconds."""
 
 
-class OfflineEvalConfig(RootConfig):
+class OfflineEvalConfig(KeptRunConfig):
     """Evaluation of a model and its checkpoints. Read by `eval`."""
 
     component: ClassVar[str] = "eval"

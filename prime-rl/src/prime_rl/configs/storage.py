@@ -1,10 +1,16 @@
-"""Names of places on S3, `s3://BUCKET/KEY`."""
-
-from __future__ import annotations
+"""Names of places on S3, `s3://BUCKET/KEY`, and how a run is copied there."""
 
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Self
+
+from pydantic import BaseModel, field_validator
+
+from prime_rl.configs.ranges import Seconds, WholeNumber
+from prime_rl.configs.surface.root import RootConfig
+from prime_rl.utils.pydantic_config import BaseConfig, explicit_values
+from prime_rl.utils.pydantic_config.base import Derivation, note_derivation
 
 _NAME = re.compile(r"s3:/{1,2}([^/]*)(?:/(.*))?", re.DOTALL)
 """A `Path` keeps only one of the two slashes."""
@@ -26,7 +32,7 @@ class S3Name:
     """Without slashes at its ends; empty for the whole bucket."""
 
     @classmethod
-    def of(cls, text: str | Path) -> S3Name | None:
+    def of(cls, text: str | Path) -> Self | None:
         """The place that a name or path stands for; None if it does not begin with `s3:/`.
 
         Raises:
@@ -37,11 +43,11 @@ class S3Name:
             return None
         name = cls(match.group(1), (match.group(2) or "").rstrip("/"))
         if fault := name._fault():
-            shown = f"s3://{name.bucket}/{name.key}".encode("unicode_escape").decode()
+            shown = str(name).encode("unicode_escape").decode()
             raise BadS3Name(f"{shown[:_SHOWN_CHARS]}: {fault}")
         return name
 
-    def below(self, path: str) -> S3Name:
+    def below(self, path: str) -> "S3Name":
         """The object at a relative path below this prefix."""
         return S3Name(self.bucket, f"{self.key}/{path}" if self.key else path)
 
@@ -68,3 +74,78 @@ def path_fault(path: str) -> str | None:
     if any(part in ("", ".", "..") for part in path.split("/")):
         return "parts of a key must not be empty, '.' or '..'"
     return None
+
+
+def is_on_s3(name: str | Path) -> bool:
+    """Whether a name or path begins with `s3:/`. It may still be malformed."""
+    return _NAME.fullmatch(str(name)) is not None
+
+
+class StorageConfig(BaseConfig):
+    """Copies a run to S3 while it goes on. Needs the extra `s3`. Read by the launcher."""
+
+    upload_to: str | None = None
+    """Where to copy the run, `s3://BUCKET/PREFIX`. `output_dir = "s3://…"` sets it. None copies nothing."""
+
+    work_dir: Path | None = None
+    """The local directory of a run whose `output_dir` is on S3. None is `outputs/s3/BUCKET/PREFIX`."""
+
+    samples: bool = True
+    """Also upload kept rollouts and results of evaluations: prompts and completions, which may hold patients' texts."""
+
+    upload_every: Seconds = 60
+    """Seconds between two looks for what is new. Failed uploads wait longer."""
+
+    max_held: WholeNumber = 4
+    """Most checkpoints that stay on this disk only because they are not uploaded yet. With more, the oldest is deleted
+    unless `[ckpt]` keeps it."""
+
+    final_wait: WholeNumber = 600
+    """Seconds that the end of a run waits for uploads while S3 fails."""
+
+    @field_validator("upload_to")
+    @classmethod
+    def _check_name(cls, value: str | None) -> str | None:
+        if value is not None and S3Name.of(value) is None:
+            raise ValueError("is not the name of a place on S3: write s3://BUCKET/PREFIX")
+        return value
+
+    @property
+    def target(self) -> S3Name | None:
+        """`upload_to`, parsed."""
+        return None if self.upload_to is None else S3Name.of(self.upload_to)
+
+
+def work_dir_of(name: S3Name, work_dir: str | Path | None = None) -> Path:
+    """The local directory of a run that is kept at `name`: `work_dir`, or one below `outputs/s3`."""
+    return Path("outputs", "s3", name.bucket, *name.key.split("/")) if work_dir is None else Path(work_dir)
+
+
+def placed_output(data: dict[str, Any]) -> dict[str, Any]:
+    """Raw data of a run whose `output_dir` is a local one: if it is on S3, it becomes `storage.upload_to`.
+
+    Raises:
+        BadS3Name: S3 has no such names.
+    """
+    given, storage = data.get("output_dir"), data.get("storage")
+    name = S3Name.of(given) if isinstance(given, str | Path) else None
+    if name is None:
+        return data
+    table = explicit_values(storage) if isinstance(storage, BaseModel) else storage or {}
+    if not isinstance(table, dict):
+        return data  # a fault that validation reports
+    work_dir = work_dir_of(name, table.get("work_dir"))
+    note_derivation(Derivation("output_dir", "the run's directory is on S3"))
+    note_derivation(Derivation("storage.upload_to", "output_dir"))
+    return {**data, "output_dir": work_dir, "storage": {**table, "upload_to": str(name)}}
+
+
+class KeptRunConfig(RootConfig):
+    """Root of a run, whose `output_dir` may be on S3."""
+
+    storage: StorageConfig = StorageConfig()
+    """Copies the run to S3 while it goes on."""
+
+    @classmethod
+    def prepare(cls, data: dict[str, Any]) -> dict[str, Any]:
+        return placed_output(super().prepare(data))

@@ -30,6 +30,7 @@ from prime_rl.run.directory import OutputDirInUse, RunDirError, RunFinished, wri
 from prime_rl.run.lock import run_lock
 from prime_rl.run.paths import RunPaths, stable_steps
 from prime_rl.run.unfinished import settle
+from prime_rl.storage.staging import StagingRefused, has_s3_names, inputs_of, staged
 from prime_rl.utils.gpus import DeviceError
 
 ConfigT = TypeVar("ConfigT", bound="Launchable")
@@ -115,7 +116,7 @@ def launch(
     except RunFinished as finished:
         sys.stdout.write(f"{finished}\n")
         return 0
-    except LaunchRefused as error:
+    except (LaunchRefused, StagingRefused) as error:
         faults, code = error.faults, 2
     except (DeviceError, OutputDirInUse, RunDirError) as error:
         faults, code = (str(error),), 2
@@ -132,6 +133,7 @@ def _launch(
     _refuse(faults, config.dry_run)
     if config.dry_run and not faults:
         _refuse(command.try_out(config), config.dry_run)
+    config = _with_local_inputs(command, config, sharing)
     paths = RunPaths(config.output_dir)
     with (
         run_lock(paths.root) as lock,
@@ -158,6 +160,18 @@ def _launch(
         gpus = job.gpus if site.device == "cuda" else {}
         receipt = Receipt(paths, number, parts, {**facts, "gpus": gpus, "machine": machine_facts(Path.cwd())})
         return run_job(job.in_attempt(number), host, screen, notes, receipt)
+
+
+def _with_local_inputs(command: Command[ConfigT], config: ConfigT, sharing: Sharing) -> ConfigT:
+    """Download the inputs on S3 that a config names, and check it again. A dry run only lists them."""
+    if not has_s3_names(config):
+        return config
+    if config.dry_run:
+        sys.stdout.writelines(f"{each}, downloaded when the run starts\n" for each in inputs_of(config))
+        return config
+    config = staged(config, lambda line: _write(sys.stdout.write, f"{line}\n"))
+    _refuse(command.check(config, sharing), config.dry_run)
+    return config
 
 
 def _refuse(faults: Sequence[str], dry_run: bool) -> None:

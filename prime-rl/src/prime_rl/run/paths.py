@@ -169,6 +169,15 @@ class RunPaths:
         return self.rollouts / f"step_{step}" / f"rank_{data_rank}.bin"
 
     @property
+    def upload_plan(self) -> Path:
+        """Where on S3 the run is copied, and how many checkpoints may wait for it, as JSON."""
+        return self.root / "storage" / "upload.json"
+
+    def uploaded(self, step_directory: Path) -> Path:
+        """Marker: a step's directory is on S3 whole."""
+        return self.root / "storage" / "uploaded" / step_directory.relative_to(self.root)
+
+    @property
     def slurm(self) -> Path:
         """Slurm's output of each job."""
         return self.root / "slurm"

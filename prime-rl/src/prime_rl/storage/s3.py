@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -26,6 +27,9 @@ _CHUNK_BYTES = 1 << 20
 _THREADS_PER_UPLOAD = 4
 _CONNECTIONS = 32
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 10.0
+
+STOPPED = "Stopped"
+"""Code of the error of a transfer that was told to stop."""
 
 _RIGHTS = {
     "ListObjectsV2": "s3:ListBucket",
@@ -64,6 +68,8 @@ class S3Object:
     size_bytes: int
     etag: str
     """Without quotes. The MD5 of the contents, or `<hash>-<number of parts>`."""
+    modified_s: float = 0.0
+    """When it was written, in seconds since 1970."""
 
 
 def aws_client(service: str, region: str | None = None) -> Any:
@@ -184,13 +190,18 @@ class S3:
             )
             return answer
 
-    def upload(self, file: Path, name: S3Name) -> None:
+    def upload(self, file: Path, name: S3Name, stop: threading.Event | None = None) -> None:
         """Upload a file; a large one in parts. It appears whole or not at all. What is appended meanwhile is left out.
 
         Raises:
+            StorageError: also if `stop` was set meanwhile.
             OSError: the file cannot be read.
         """
         from boto3.s3.transfer import TransferConfig
+
+        def look(count: int) -> None:
+            if stop is not None and stop.is_set():
+                raise StorageError(f"{name}: its upload was stopped", STOPPED)
 
         part_bytes = max(self.part_bytes, file.stat().st_size // _MOST_PARTS + 1)
         config = TransferConfig(
@@ -200,7 +211,7 @@ class S3:
             preferred_transfer_client="classic",
         )
         with told(name):
-            self.client.upload_file(str(file), name.bucket, name.key, Config=config)
+            self.client.upload_file(str(file), name.bucket, name.key, Config=config, Callback=look)
 
     def write(self, data: bytes, name: S3Name) -> None:
         """Write a small object."""
@@ -271,7 +282,9 @@ def _refusal(error: Any) -> tuple[str, str]:
 
 
 def _listed(bucket: str, entry: dict[str, Any]) -> S3Object:
-    return S3Object(S3Name(bucket, entry["Key"]), entry["Size"], entry["ETag"].strip('"'))
+    return S3Object(
+        S3Name(bucket, entry["Key"]), entry["Size"], entry["ETag"].strip('"'), entry["LastModified"].timestamp()
+    )
 
 
 def _nothing_at(name: S3Name) -> list[S3Object]:

@@ -53,7 +53,7 @@ def download_objects(s3: S3, name: S3Name, objects: Sequence[S3Object], target: 
     files = [_Incoming(s3, each, target / path_below(name, each), stop) for each in objects]
     _refuse_clashes(name, [file.target for file in files])
     missing = [file for file in files if not (keep and file.is_there)]
-    _all_done((file.jobs() for file in missing), stop)
+    _all_done((job for file in missing for job in file.jobs()), stop)
     return Tree(len(objects), sum(each.size_bytes for each in objects))
 
 
@@ -65,9 +65,34 @@ def upload_tree(s3: S3, directory: Path, name: S3Name, files: Iterable[Path] | N
         OSError: a file cannot be read.
     """
     chosen = sorted(path for path in directory.rglob("*") if path.is_file()) if files is None else list(files)
-    for batch in ([each for each in chosen if each.name != STABLE], [each for each in chosen if each.name == STABLE]):
-        _all_done((_uploads(s3, directory, name, batch) for _ in (1,)), threading.Event())
+    pairs = [(path, name.below(path.relative_to(directory).as_posix())) for path in chosen]
+    for is_last in (False, True):
+        upload_files(s3, [pair for pair in pairs if (pair[0].name == STABLE) is is_last])
     return Tree(len(chosen), sum(path.stat().st_size for path in chosen))
+
+
+def upload_files(
+    s3: S3,
+    pairs: Iterable[tuple[Path, S3Name]],
+    on_done: Callable[[Path], None] = lambda path: None,
+    stop: threading.Event | None = None,
+) -> None:
+    """Upload files, several at once. `on_done` is called in a thread with each that has arrived.
+
+    Raises:
+        StorageError: S3 refuses one, or cannot be reached, or `stop` was set. What was uploaded stays.
+        OSError: a file cannot be read.
+    """
+    ending = threading.Event() if stop is None else stop
+
+    def job(path: Path, target: S3Name) -> Job:
+        def upload() -> None:
+            s3.upload(path, target, ending)
+            on_done(path)
+
+        return upload
+
+    _all_done([job(*pair) for pair in pairs], threading.Event())
 
 
 def path_below(name: S3Name, item: S3Object) -> str:
@@ -80,17 +105,11 @@ def path_below(name: S3Name, item: S3Object) -> str:
 Job = Callable[[], None]
 
 
-def _uploads(s3: S3, directory: Path, name: S3Name, files: Iterable[Path]) -> Iterator[Job]:
-    for file in files:
-        target = name.below(file.relative_to(directory).as_posix())
-        yield lambda file=file, target=target: s3.upload(file, target)  # type: ignore[misc]
-
-
-def _all_done(groups: Iterable[Iterator[Job]], stop: threading.Event) -> None:
+def _all_done(jobs: Iterable[Job], stop: threading.Event) -> None:
     """Run all jobs in threads; the first error ends all of them, and is raised."""
     with ThreadPoolExecutor(WORKERS, thread_name_prefix="s3") as pool:
         try:
-            futures = [pool.submit(job) for jobs in groups for job in jobs]
+            futures = [pool.submit(job) for job in jobs]
             done, _ = wait(futures, return_when=FIRST_EXCEPTION)
             for each in done:
                 each.result()

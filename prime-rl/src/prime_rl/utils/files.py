@@ -30,6 +30,7 @@ __all__ = [
     "replacing_directory",
     "replacing_file",
     "scratch_of",
+    "size_text",
 ]
 
 PARTIAL, TEMPORARY, DELETED = ".partial", ".tmp", ".deleted"
@@ -57,6 +58,11 @@ def disk_fault(error: BaseException) -> str | None:
         if number == known or os.strerror(known) in str(error):
             return f"{fault}: {' '.join(str(error).split())}"
     return None
+
+
+def size_text(size_bytes: int) -> str:
+    """A size in MB or GB, for people."""
+    return f"{size_bytes / 1e9:.1f} GB" if size_bytes >= 1e9 else f"{max(1, round(size_bytes / 1e6))} MB"
 
 
 def fsync_tree(directory: Path) -> None:

@@ -12,7 +12,7 @@ from prime_rl.configs.areal.grammar import AllocationError
 from prime_rl.configs.areal.keys import GPUS_PER_NODE, Keys, conflicts, rl_keys, sft_keys
 from prime_rl.configs.areal.mode import AllocationMode, parse
 from prime_rl.configs.ranges import AUTO, LATEST
-from prime_rl.configs.surface.root import RootConfig
+from prime_rl.configs.storage import KeptRunConfig
 from prime_rl.utils.pydantic_config import BaseConfig
 from prime_rl.utils.pydantic_config.base import NULL_TEXT, Derivation, note_derivation
 from prime_rl.utils.pydantic_config.layers import set_at, value_at
@@ -47,7 +47,7 @@ class RecoverConfig(BaseConfig):
         return self.retries if self.mode in ("on", "auto", "fault") else 0
 
 
-class LaunchedConfig(RootConfig):
+class LaunchedConfig(KeptRunConfig):
     """A config that a launcher starts. Read by the commands."""
 
     allocation_mode: Annotated[str, AfterValidator(_parsed)] | None = None

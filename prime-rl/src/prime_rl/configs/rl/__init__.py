@@ -24,6 +24,7 @@ from prime_rl.configs.rl.sections import (
     SingleNodeDeploymentConfig,
 )
 from prime_rl.configs.shared import FileAccess, SlurmConfig, StallConfig
+from prime_rl.configs.storage import placed_output
 from prime_rl.utils.pydantic_config import ConfigWarning, raise_faults
 
 __all__ = [
@@ -70,8 +71,8 @@ class RLConfig(RunSections, LaunchedConfig):
 
     @classmethod
     def prepare(cls, data: dict[str, Any]) -> dict[str, Any]:
-        # The other parent's method does not lead there.
-        return propagate(super().prepare(with_derived_keys(cls.component, data)))
+        # The other parents' methods do not lead there.
+        return propagate(placed_output(super().prepare(with_derived_keys(cls.component, data))))
 
     @model_validator(mode="after")
     def _check_rules(self) -> Self:

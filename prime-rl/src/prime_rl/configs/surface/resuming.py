@@ -92,7 +92,7 @@ RESUME_RULES: tuple[ResumeRule, ...] = (
     _rule("applied", "", "sft.loss_impl", "sft.num_epochs"),
     _rule("attempt", "says how to start", "sft.clean_output_dir", "sft.dry_run", "sft.file_access", "sft.slurm"),
     _rule("attempt", "says how to start", "sft.allocation_mode", "sft.launcher", "sft.recover"),
-    _rule("none", "", "sft.stall", "sft.trace"),
+    _rule("none", "", "sft.stall", "sft.storage", "sft.trace"),
     # The RL trainer.
     _rule("applied", "", "trainer.tokenizer", "trainer.data", "trainer.loss", "trainer.parity", "trainer.minibatches"),
     _rule("applied", "", "trainer.max_async_level", "trainer.max_concurrent_runs"),

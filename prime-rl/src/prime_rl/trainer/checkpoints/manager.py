@@ -17,6 +17,7 @@ from prime_rl.configs.trainer import CheckpointConfig
 from prime_rl.run.paths import RunPaths
 from prime_rl.run.resume_point import CannotResume, SavedSteps
 from prime_rl.run.retention import DEFAULT_KEPT
+from prime_rl.storage.holding import Hold
 from prime_rl.trainer.checkpoints.evaluated import EvaluationQueue
 from prime_rl.trainer.checkpoints.files import (
     BackgroundJobs,
@@ -70,8 +71,9 @@ class CheckpointManager:
         self._stager: BlockingAsyncStager | None = None
         # The thread's collectives must not mix with those of training.
         self._group = dist.new_group(backend="gloo") if config.async_save else None
-        self._saved = Retention(config, paths.checkpoints, DEFAULT_KEPT)
-        self._exported = Retention(config, paths.weights, None)
+        hold = Hold(paths)
+        self._saved = Retention(config, paths.checkpoints, DEFAULT_KEPT, hold)
+        self._exported = Retention(config, paths.weights, None, hold)
         if evaluations is not None:
             self._exported.left_to_others = evaluations.leave
             self._exported.steps -= {step for step in self._exported.steps if paths.only_for_evaluation(step).is_file()}

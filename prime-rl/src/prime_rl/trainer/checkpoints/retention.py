@@ -10,6 +10,7 @@ from pathlib import Path
 from prime_rl.configs.trainer import CheckpointConfig
 from prime_rl.run.paths import stable_steps
 from prime_rl.run.retention import kept_steps
+from prime_rl.storage.holding import Hold
 from prime_rl.utils.files import remove_directory, replacing_file
 from prime_rl.utils.logger import get_logger
 
@@ -37,13 +38,17 @@ class Retention:
     Without either, it keeps the newest `default_kept`; None keeps all.
 
     If a run resumes from an earlier step, later ones belong to an abandoned continuation and are left alone.
+    With `hold`, steps that are not on S3 yet stay too.
     """
 
-    def __init__(self, config: CheckpointConfig, parent: Path, default_kept: int | None) -> None:
+    def __init__(
+        self, config: CheckpointConfig, parent: Path, default_kept: int | None, hold: Hold | None = None
+    ) -> None:
         has_rule = config.keep_last is not None or config.keep_interval is not None
         self.keep_last = config.keep_last if has_rule else default_kept
         self.keep_interval = config.keep_interval
         self.parent = parent
+        self.hold = hold
         self.protected_step: int | None = None
         """A step that is kept regardless of the rules."""
         self.left_to_others: Callable[[int], bool] = lambda step: False
@@ -57,10 +62,11 @@ class Retention:
         """Add `step`, and delete the steps that the rules no longer keep."""
         self.steps.add(step)
         kept = kept_steps(self.steps, self.keep_last, self.keep_interval)
-        for old in sorted(self.steps - kept - {self.protected_step}):
+        old = {self.parent / f"step_{each}": each for each in sorted(self.steps - kept - {self.protected_step})}
+        for directory in list(old) if self.hold is None else self.hold.released(list(old)):
             try:
-                if not self.left_to_others(old):
-                    remove_directory(self.parent / f"step_{old}")
+                if not self.left_to_others(old[directory]):
+                    remove_directory(directory)
             except OSError as error:
                 get_logger().warning(f"could not delete an old checkpoint: {error}")
-            self.steps.discard(old)
+            self.steps.discard(old[directory])

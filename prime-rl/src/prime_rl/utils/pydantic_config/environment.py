@@ -19,6 +19,7 @@ LAUNCH_VARIABLE = "PRIME_RL_LAUNCH"
 NOT_KEYS = frozenset(
     {
         LAUNCH_VARIABLE,
+        "PRIME_RL_BUCKET_CACHE",
         "PRIME_RL_CACHE",
         "PRIME_RL_METRICS_KEY",
         "PRIME_RL_RUNTIME_DIR",

@@ -1,0 +1,129 @@
+"""The copy of a run on S3, from the launcher's side: refuse, restore, upload, report."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Callable
+from datetime import datetime
+
+from prime_rl.configs.storage import S3Name, StorageConfig
+from prime_rl.run.paths import RunPaths
+from prime_rl.storage.holding import read_plan, write_plan
+from prime_rl.storage.restoring import RemoteRun, Say
+from prime_rl.storage.s3 import S3, StorageError
+from prime_rl.storage.uploader import Uploader, UploadThread, summary_of
+
+WRITER = "writer.json"
+"""The object that says who copies the run. To write it also shows that the credentials may write."""
+
+
+class CopyRefused(Exception):
+    """The run cannot be copied to S3 as asked. The message is one line."""
+
+
+class RunCopy:
+    """Copies one run while it goes on."""
+
+    def __init__(self, s3: S3, name: S3Name, config: StorageConfig, paths: RunPaths, say: Say) -> None:
+        self._s3 = s3
+        self._name = name
+        self._config = config
+        self._paths = paths
+        self._say = say
+
+    @classmethod
+    def of(cls, config: StorageConfig, paths: RunPaths, say: Say) -> RunCopy | None:
+        """None if the run is not copied.
+
+        Raises:
+            CopyRefused: boto3 is not installed, or the environment is not usable.
+        """
+        if config.target is None:
+            return None
+        try:
+            return cls(S3.connect(), config.target, config, paths, say)
+        except StorageError as error:
+            raise CopyRefused(f"storage.upload_to: {error}") from error
+
+    def restore(self, resume_step: int | None, is_evaluation: bool, dry_run: bool) -> bool:
+        """Download what the run continues from, and check that it may be written. Returns whether files have come.
+
+        `resume_step` is a step, -1 (`latest`) or -2 (`auto`); None starts a new run. A dry run only lists.
+
+        Raises:
+            CopyRefused: S3 cannot be read or written, or holds another run.
+        """
+        try:
+            remote = RemoteRun(self._s3, self._name, self._paths)
+            if dry_run:
+                return False
+            if resume_step is None and remote.steps and not is_evaluation:
+                raise CopyRefused(
+                    f"{self._name} holds the checkpoints of another run: choose another output_dir, or continue it "
+                    "with --resume latest; nothing is deleted on S3"
+                )
+            self._note_writer()
+            if is_evaluation:
+                return remote.restore_evaluation(self._say)
+            return resume_step is not None and remote.restore(resume_step, self._say)
+        except StorageError as error:
+            raise CopyRefused(f"storage.upload_to: {error}") from error
+
+    def start(self, step: int | None) -> RunningCopy:
+        """Begin to copy a run that starts at `step`.
+
+        Raises:
+            CopyRefused: steps on S3 that the run replaces cannot be removed.
+        """
+        try:
+            if step is not None:
+                RemoteRun(self._s3, self._name, self._paths).forget_after(step)
+        except StorageError as error:
+            raise CopyRefused(f"storage.upload_to: {error}") from error
+        write_plan(self._paths, str(self._name), self._config.max_held)
+        uploader = Uploader(self._s3, self._paths, self._name, self._config.samples, self._say)
+        return RunningCopy(uploader, self._config, self._paths)
+
+    def _note_writer(self) -> None:
+        now = datetime.now().astimezone().isoformat(timespec="seconds")
+        writer = {"host": socket.gethostname(), "pid": os.getpid(), "since": now, "directory": str(self._paths.root)}
+        self._s3.write(json.dumps(writer).encode(), self._name.below(WRITER))
+
+
+class RunningCopy:
+    """A copy that is being made."""
+
+    def __init__(self, uploader: Uploader, config: StorageConfig, paths: RunPaths) -> None:
+        self._uploader = uploader
+        self._config = config
+        self._paths = paths
+        self._thread = UploadThread(uploader, config.upload_every)
+
+    def finish(self, asked_to_stop: Callable[[float], bool]) -> tuple[bool, str]:
+        """Upload the rest; returns whether everything is on S3, and a line for the user."""
+        self._thread.finish(self._config.final_wait, asked_to_stop)
+        return summary_of(self._uploader, f"medarc_train upload {self._paths.root}")
+
+    def stop(self) -> None:
+        """End at once, after an error of the launcher."""
+        self._thread.stop()
+
+
+def upload_run(paths: RunPaths, target: S3Name | None, samples: bool, say: Say) -> tuple[bool, str]:
+    """Upload what is missing of a run; `target` is by default where it was copied before.
+
+    Raises:
+        CopyRefused: nothing says where, or S3 cannot be used.
+    """
+    plan = read_plan(paths)
+    name = target or (S3Name.of(str(plan["upload_to"])) if plan and "upload_to" in plan else None)
+    if name is None:
+        raise CopyRefused(f"{paths.root} was not copied to S3 before: say where with --to s3://BUCKET/PREFIX")
+    try:
+        uploader = Uploader(S3.connect(), paths, name, samples, say)
+    except StorageError as error:
+        raise CopyRefused(str(error)) from error
+    uploader.look()
+    return summary_of(uploader, f"medarc_train upload {paths.root}")

@@ -1,0 +1,138 @@
+"""Brings a run back from S3, so that it continues on another machine, or is read there."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+
+from prime_rl.configs.storage import S3Name
+from prime_rl.run.paths import EvalPaths, RunPaths, step_of
+from prime_rl.run.resume_point import CannotResume, SavedSteps
+from prime_rl.storage.s3 import S3, S3Object
+from prime_rl.storage.trees import download_objects, path_below
+from prime_rl.utils.contents import STABLE, find_damage
+from prime_rl.utils.files import PARTIAL, begin_directory, fsync_tree, size_text
+
+Say = Callable[[str], None]
+
+
+class RemoteRun:
+    """What S3 holds of a run."""
+
+    def __init__(self, s3: S3, name: S3Name, paths: RunPaths) -> None:
+        """`paths` are those of its local directory. Raises StorageError if it cannot be listed."""
+        self.name = name
+        self._s3 = s3
+        self._paths = paths
+        self._objects = {path_below(name, each): each for each in s3.objects(name)}
+
+    @property
+    def has_evaluation(self) -> bool:
+        return self._has(EvalPaths(self._paths.root).settings)
+
+    @property
+    def steps(self) -> list[int]:
+        """Steps that can be resumed, ascending: whole, and in an RL run with their counterpart."""
+        run = self._paths.orchestrator
+        trained, counterparts = self._whole(self._paths.checkpoints), self._whole(run.checkpoints)
+        return sorted(trained & counterparts if counterparts else trained)
+
+    def restore(self, resume_step: int, say: Say) -> bool:
+        """Download the checkpoint to resume from, unless the local directory has it or a newer one; and with it, what
+        else the run has written. `resume_step` is a step, -1 (`latest`) or -2 (`auto`). Returns whether it did.
+
+        Raises:
+            StorageError: it cannot be downloaded.
+        """
+        here = self._newest_here()
+        if resume_step >= 0:
+            wanted = [resume_step] if resume_step in self.steps and not self._is_here(resume_step) else []
+        else:
+            wanted = [step for step in reversed(self.steps) if here is None or step > here]
+        for step in wanted:
+            if self._fetch_step(step, say):
+                self.fetch_files(self._small(), say)
+                return True
+        return False
+
+    def restore_evaluation(self, say: Say) -> bool:
+        """Download what an evaluation has written, unless the local directory holds one."""
+        if not self.has_evaluation or EvalPaths(self._paths.root).settings.exists():
+            return False
+        self.fetch_files(self._small(), say)
+        return True
+
+    def forget_after(self, step: int) -> None:
+        """Remove the markers of later steps, which follow from another course than the one to come."""
+        run = self._paths.orchestrator
+        for parent in (self._paths.checkpoints, run.checkpoints, self._paths.weights):
+            for later in sorted(self._whole(parent)):
+                if later > step:
+                    marker = parent / f"step_{later}" / STABLE
+                    self._s3.delete(self.name.below(self._path_of(marker)))
+
+    def fetch_files(self, paths: Sequence[str], say: Say) -> None:
+        """Download files by their path below the run's directory, in place of those that are there."""
+        objects = [self._objects[path] for path in paths]
+        say(f"{self.name}: downloading {len(objects)} files, {size_text(sum(each.size_bytes for each in objects))}")
+        download_objects(self._s3, self.name, objects, self._paths.root)
+
+    def _fetch_step(self, step: int, say: Say) -> bool:
+        """Download the checkpoint of a step, and compare it with the hashes in its marker."""
+        run = self._paths.orchestrator
+        targets = [self._paths.checkpoint(step)]
+        targets += [run.checkpoint(step).parent] if self._whole(run.checkpoints) else []
+        for target in targets:
+            objects = self._below(target)
+            size = size_text(sum(each.size_bytes for each in objects))
+            say(f"{self.name}: downloading {self._path_of(target)}, {size}")
+            scratch = begin_directory(target)
+            download_objects(self._s3, self.name.below(self._path_of(target)), objects, scratch)
+            if fault := find_damage(scratch):
+                say(f"warning: {fault.replace(PARTIAL, '')}; step {step} on S3 is not used")
+                shutil.rmtree(scratch)
+                return False
+            fsync_tree(scratch)
+            if target.exists():
+                shutil.rmtree(target)
+            scratch.rename(target)
+        return True
+
+    def _small(self) -> list[str]:
+        """Everything that is in no step. Configs are left out: each launch writes its own."""
+        left_out = (self._paths.configs, *self._step_parents())
+        kept = (self._path_of(self._paths.best_checkpoint),)
+        places = tuple(f"{self._path_of(each)}/" for each in left_out)
+        return [path for path in self._objects if path in kept or not path.startswith(places)]
+
+    def _step_parents(self) -> Iterable[Path]:
+        return (self._paths.checkpoints, self._paths.weights, self._paths.orchestrator.checkpoints)
+
+    def _newest_here(self) -> int | None:
+        try:
+            return SavedSteps.of(self._paths).choose(-2).step
+        except CannotResume:
+            return None
+
+    def _is_here(self, step: int) -> bool:
+        return SavedSteps.of(self._paths).fault_of(step) is None
+
+    def _whole(self, parent: Path) -> set[int]:
+        """Steps below a directory whose marker is on S3."""
+        place = f"{self._path_of(parent)}/"
+        found: Iterator[tuple[str, ...]] = (
+            tuple(path[len(place) :].split("/")) for path in self._objects if path.startswith(place)
+        )
+        steps = {step_of(Path(parts[0])) for parts in found if len(parts) == 2 and parts[1] == STABLE}
+        return {step for step in steps if step is not None}
+
+    def _below(self, directory: Path) -> list[S3Object]:
+        place = f"{self._path_of(directory)}/"
+        return [item for path, item in self._objects.items() if path.startswith(place)]
+
+    def _has(self, path: Path) -> bool:
+        return self._path_of(path) in self._objects
+
+    def _path_of(self, path: Path) -> str:
+        return path.relative_to(self._paths.root).as_posix()

@@ -1,0 +1,225 @@
+"""Copies a run to S3 while it goes on."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from prime_rl.configs.storage import S3Name
+from prime_rl.run.paths import RunPaths
+from prime_rl.storage.holding import mark_uploaded
+from prime_rl.storage.s3 import S3, STOPPED, S3Object, StorageError
+from prime_rl.storage.selection import small_files, step_directories
+from prime_rl.storage.trees import path_below, upload_files
+from prime_rl.utils.contents import STABLE
+from prime_rl.utils.files import size_text
+
+LONGEST_PAUSE_S = 300.0
+_LOOK_S, _PAUSE_AT_END_S = 0.1, 5.0
+_MD5_BYTES = 1 << 20
+
+Signature = tuple[int, int]
+"""Size and time of the last change, in nanoseconds."""
+
+
+class Uploader:
+    """One look uploads everything that is new. A step's marker comes last, so that a step is whole or absent.
+
+    Failures are counted, and `say` gets a line about the first one of a row and about its end.
+    """
+
+    def __init__(self, s3: S3, paths: RunPaths, name: S3Name, samples: bool, say: Callable[[str], None]) -> None:
+        self.name = name
+        self.failures = 0
+        self.fault: str | None = None
+        """Why the last look failed; None if it did not."""
+        self.files = 0
+        self.size_bytes = 0
+        self.stop = threading.Event()
+        """Ends an upload that is going on."""
+        self._s3 = s3
+        self._paths = paths
+        self._samples = samples
+        self._say = say
+        self._done: dict[Path, Signature] = {}
+        self._remote: dict[str, S3Object] | None = None
+        """What S3 held when this started; None before that is known."""
+        self._failed_in_a_row = 0
+        self._lock = threading.Lock()
+
+    def look(self) -> bool:
+        """Upload what is new; returns whether nothing failed."""
+        try:
+            if self._remote is None:
+                self._remote = {path_below(self.name, each): each for each in self._s3.objects(self.name)}
+            self._upload([path for path in small_files(self._paths, self._samples) if not self._is_done(path)])
+            for directory in step_directories(self._paths):
+                if not self._paths.uploaded(directory).exists():
+                    self._upload_step(directory)
+        except FileNotFoundError:
+            return True  # a file that the run has deleted meanwhile; the next look sees the rest
+        except (StorageError, OSError) as error:
+            return self._failed(error)
+        if self.fault is not None:
+            self._say(f"uploads to {self.name} work again")
+        self.fault = None
+        return True
+
+    def pending(self) -> list[Path]:
+        """Files and step directories that are not on S3 as they are now."""
+        small = [path for path in small_files(self._paths, self._samples) if not self._is_done(path)]
+        return [*small, *(each for each in step_directories(self._paths) if not self._paths.uploaded(each).exists())]
+
+    def pause_s(self, every_s: float) -> float:
+        """Seconds until the next look."""
+        if self.fault is None:
+            return every_s
+        return max(every_s, min(every_s * 2.0 ** min(self._failed_in_a_row, 20), LONGEST_PAUSE_S))
+
+    def _failed(self, error: Exception) -> bool:
+        if isinstance(error, StorageError) and error.code == STOPPED:
+            return False
+        self._failed_in_a_row = 1 if self.fault is None else self._failed_in_a_row + 1
+        if self.fault is None:
+            self._say(f"warning: {error}; the run goes on, and the upload is tried again")
+        self.failures += 1
+        self.fault = str(error)
+        return False
+
+    def _upload_step(self, directory: Path) -> None:
+        """Upload a step, compare what arrived, and write the marker on both sides."""
+        place = self.name.below(self._path_of(directory))
+        marker = directory / STABLE
+        if self._is_same(marker):
+            remote = self._remote or {}
+            is_there = all(
+                (found := remote.get(self._path_of(path))) is not None and found.size_bytes == path.stat().st_size
+                for path in _files(directory)
+            )
+            if is_there:
+                mark_uploaded(self._paths, directory)
+                return
+        if self._path_of(marker) in (self._remote or {}):
+            # Another step of that number, which is about to be replaced.
+            self._s3.delete(place.below(STABLE))
+            (self._remote or {}).pop(self._path_of(marker))
+        files = [path for path in _files(directory) if path != marker]
+        self._upload([path for path in files if not self._is_done(path)])
+        arrived = {path_below(place, each): each.size_bytes for each in self._s3.objects(place)}
+        for path in files:
+            if arrived.get(path.relative_to(directory).as_posix()) != path.stat().st_size:
+                self._done.pop(path, None)
+                raise StorageError(f"{place}: {path.name} did not arrive whole")
+        self._upload([marker])
+        mark_uploaded(self._paths, directory)
+
+    def _upload(self, files: Sequence[Path]) -> None:
+        signatures = {path: _signature(path) for path in files}
+
+        def note(path: Path) -> None:
+            with self._lock:
+                self._done[path] = signatures[path]
+                self.files += 1
+                self.size_bytes += signatures[path][0]
+
+        upload_files(self._s3, [(path, self.name.below(self._path_of(path))) for path in files], note, self.stop)
+
+    def _is_done(self, path: Path) -> bool:
+        """Whether S3 has the file as it is now. One that this process did not upload is compared once."""
+        try:
+            signature = _signature(path)
+            if path not in self._done and self._is_same(path):
+                self._done[path] = signature
+        except FileNotFoundError:
+            return True
+        return self._done.get(path) == signature
+
+    def _is_same(self, path: Path) -> bool:
+        found = (self._remote or {}).get(self._path_of(path))
+        size, changed_ns = _signature(path)
+        if found is None or found.size_bytes != size:
+            return False
+        if "-" in found.etag:  # uploaded in parts, and too large to be read again
+            return found.modified_s * 1e9 >= changed_ns
+        return _md5(path) == found.etag
+
+    def _path_of(self, path: Path) -> str:
+        return path.relative_to(self._paths.root).as_posix()
+
+
+def _signature(path: Path) -> Signature:
+    found = path.stat()
+    return found.st_size, found.st_mtime_ns
+
+
+def _files(directory: Path) -> list[Path]:
+    return sorted(path for path in directory.rglob("*") if path.is_file())
+
+
+def _md5(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()
+
+
+class UploadThread:
+    """Looks for what is new every `every_s` seconds, and uploads the rest at the end of a run."""
+
+    def __init__(self, uploader: Uploader, every_s: float) -> None:
+        self._uploader = uploader
+        self._every_s = every_s
+        self._limit_s = 0.0
+        self._is_ending, self._is_stopped = threading.Event(), threading.Event()
+        # A daemon: it must not keep the launcher alive after an error.
+        self._thread = threading.Thread(target=self._work, name="upload", daemon=True)
+        self._thread.start()
+
+    def finish(self, limit_s: float, asked_to_stop: Callable[[float], bool]) -> None:
+        """Return when everything is on S3, or S3 has failed for `limit_s` seconds, or somebody asks to stop.
+
+        Args:
+            asked_to_stop: waits at most so many seconds, and returns whether somebody asked.
+        """
+        self._limit_s = limit_s
+        self._is_ending.set()
+        while self._thread.is_alive():
+            if asked_to_stop(_LOOK_S):
+                self.stop()
+
+    def stop(self) -> None:
+        """End at once."""
+        self._is_ending.set()
+        self._is_stopped.set()
+        self._uploader.stop.set()
+        self._thread.join()
+
+    def _work(self) -> None:
+        while not self._is_ending.wait(self._uploader.pause_s(self._every_s)):
+            self._uploader.look()
+        failing_since_s: float | None = None
+        while not self._is_stopped.wait(_LOOK_S if failing_since_s is None else _PAUSE_AT_END_S):
+            if self._uploader.look():
+                failing_since_s = None
+                if not self._uploader.pending():
+                    return
+            else:
+                failing_since_s = failing_since_s or time.monotonic()
+                if time.monotonic() - failing_since_s >= self._limit_s:
+                    return
+
+
+def summary_of(uploader: Uploader, command: str) -> tuple[bool, str]:
+    """Whether everything is on S3, and a line that says so, or what is missing and how to upload it."""
+    missing = uploader.pending()
+    failures = f"; {uploader.failures} uploads failed" if uploader.failures else ""
+    if not missing:
+        done = f"{uploader.files} files, {size_text(uploader.size_bytes)}"
+        return True, f"uploaded to {uploader.name}: {done}{failures}"
+    shown = ", ".join(path.name if path.is_file() else f"{path.parent.name}/{path.name}" for path in missing[:3])
+    more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+    why = uploader.fault or "stopped"
+    return False, (
+        f"not uploaded to {uploader.name}: {shown}{more} ({why}{failures}); upload the rest with\n  {command}"
+    )
