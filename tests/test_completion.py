@@ -21,6 +21,8 @@ from medarc_rl.completion.answers import answers
 from medarc_rl.completion.entry import bash_lines, words_of_line
 from medarc_rl.completion.hooks import LINE_VARIABLE, SHELLS, VARIABLE, hook, install
 from medarc_rl.completion.table import build, cache_file
+from medarc_rl.jobs.log import JobLog
+from medarc_rl.jobs.record import JobRecord, circumstances
 
 BIN = Path(sys.executable).parent
 
@@ -79,6 +81,17 @@ def test_the_word_at_the_cursor_is_completed(
     table: dict[str, object], place: Path, line: str, expected: list[str]
 ) -> None:
     assert values(table, line) == expected
+
+
+def test_jobs_are_completed_by_name_and_key(tmp_path: Path) -> None:
+    for name in ("rt-sft", "rt-rl"):
+        texts = {"backend": "ray", "id": "1", "kind": "rl", "config": "", "output": ""}
+        JobLog.of_user().save(JobRecord(name=name, **texts, **circumstances("medarc_submit")))
+    jobs = build("medarc_jobs")
+    assert values(jobs, "medarc_jobs logs rt-s") == ["rt-sft"]
+    assert set(values(jobs, "medarc_jobs wait ")) == {"last", "rt-sft", "rt-rl"}
+    key = JobLog.of_user().find("rt-sft").key
+    assert values(jobs, f"medarc_jobs cancel {key[:-1]}") == [key]
 
 
 def test_every_key_of_a_config_can_be_reached(table: dict[str, object]) -> None:

@@ -14,6 +14,7 @@ from medarc_rl.errors import MedarcError
 from medarc_rl.external import NoAnswer, ask
 from medarc_rl.jobs.following import follow_file
 from medarc_rl.jobs.record import JobRecord, State, Status
+from prime_rl.watch.overview.words import printable
 
 LOG = "log"
 """Key of the log file in a record's details."""
@@ -54,7 +55,7 @@ class SlurmJobs:
         try:
             found = shown_job(record.id)
         except NoAnswer as error:
-            raise MedarcError(f"Slurm does not answer: {error}") from error
+            raise MedarcError(f"Slurm does not answer: {printable(str(error))}") from error
         if found is not None:
             return status_of(found)
         return accounted(record.id) or _status_of_run(Path(record.output), record.id)
@@ -73,7 +74,7 @@ class SlurmJobs:
         except NoAnswer as error:
             raise MedarcError(f"job {record.id} was not cancelled: {error}") from error
         if answer.code != 0:
-            raise MedarcError(f"job {record.id} was not cancelled: {answer.last_line}")
+            raise MedarcError(f"job {record.id} was not cancelled: {printable(answer.last_line)}")
 
 
 def status_of(job: Properties) -> Status:

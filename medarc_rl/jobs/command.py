@@ -111,7 +111,10 @@ def logs(options: LogsOptions) -> int:
     """Print a job's output. With -f, until the job has ended; Ctrl-C stops that, not the job."""
     if options.follow and options.tail is not None:
         raise UsageError("--tail and --follow exclude each other: give one")
-    record = JobLog.of_user().find(options.job)
+    log = JobLog.of_user()
+    record = log.find(options.job)
+    if options.follow and (before := asked_status(log, record)).state == "queued":
+        sys.stderr.write(f"{printable(f'{record.name} is queued: {before.detail}'.removesuffix(': '))}\n")
     found = tracker(record.backend).logs(record, options.follow)
     try:
         for line in found if options.tail is None else _last(found, options.tail):
@@ -137,7 +140,7 @@ def cancel(options: CancelOptions) -> int:
                 raise MedarcError(f"{record.name} ({record.id}) has ended already: {before.state}")
             tracker(record.backend).cancel(record)
             log.save(record.with_cancelling())
-            say(f"cancelled: {record.name} ({record.backend} {record.id})")
+            say(printable(f"cancelled: {record.name} ({record.backend} {record.id})"))
         except MedarcError as error:
             faults += error.faults
     if faults:

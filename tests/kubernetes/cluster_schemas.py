@@ -68,6 +68,7 @@ RAYJOB = table(
         submitterPodTemplate=TEMPLATE,
         rayClusterSpec=table(
             "headGroupSpec",
+            authOptions=table("mode", mode={"enum": ["disabled", "token"]}),
             headGroupSpec=table("template", rayStartParams=TEXTS, template=TEMPLATE),
             workerGroupSpecs={
                 "type": "array",

@@ -110,7 +110,7 @@ def test_a_submission_is_checked_sent_and_recorded(kubectl: FakeKubectl, sft_tom
         (
             {"--dry-run=server": {"code": 1, "err": 'error: no matches for kind "JobSet" in version "x"\n'}},
             1,
-            ["error: no matches for kind", "the cluster does not have the controller of this kind"],
+            ["no matches for kind", "the cluster does not have the controller of this kind"],
         ),
         ({"get": {"code": 1, "err": "Unable to connect to the server: dial tcp\n"}}, 1, ["Unable to connect"]),
         ({"--dry-run=server": {"code": 1, "err": "Error: forbidden: User x\n"}}, 1, ["Error: forbidden"]),
@@ -155,6 +155,16 @@ def test_a_job_is_waited_for_and_its_pods_talk_in_turn(kubectl: FakeKubectl, sft
         ["rt-1", "--all-containers", "--follow"],
     ]
     assert jobs("wait", "rt").exit_code == 0
+
+
+@pytest.mark.parametrize(("condition", "code"), [("Completed", 0), ("Failed", 1)])
+def test_a_submission_that_waits_exits_with_the_jobs_result(
+    condition: str, code: int, kubectl: FakeKubectl, sft_toml: Path
+) -> None:
+    answers = {"--output=json jobset": shown(conditions=[{"type": condition, "status": "True"}]), "get pods": pods()}
+    kubectl.answer(answers)
+    result = submit(sft_toml, "--wait")
+    assert (result.exit_code, JobLog.of_user().find("rt").last_status is not None) == (code, True), result.output
 
 
 def test_logs_of_a_job_that_waits_say_why(kubectl: FakeKubectl, sft_toml: Path) -> None:

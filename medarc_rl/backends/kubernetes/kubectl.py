@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from medarc_rl.errors import MedarcError
 from medarc_rl.external import Answer, NoAnswer, ask
+from prime_rl.watch.overview.words import printable
 
 _LIMIT_S = 60.0
 _REQUEST_S = 20
 _MOST_LINES = 5
+_MAX_LINE_CHARS = 1000
 
 
 class NotFound(MedarcError):
@@ -85,10 +87,10 @@ def _no_kubectl(fault: str) -> str:
 
 
 def _refusal(answer: Answer) -> MedarcError:
-    lines: Sequence[str] = [line.strip() for line in answer.stderr.splitlines() if line.strip()]
-    faults = [*lines[:_MOST_LINES]] or [f"kubectl ended with exit code {answer.code}"]
+    lines = [printable(line, _MAX_LINE_CHARS) for line in answer.stderr.splitlines() if line.strip()]
+    faults = [line.removeprefix("error: ") for line in lines[:_MOST_LINES]]
     if "(NotFound)" in answer.stderr:
         return NotFound(*faults)
-    if "no matches for kind" in answer.stderr:
+    if "no matches for kind" in answer.stderr or "doesn't have a resource type" in answer.stderr:
         faults.append("the cluster does not have the controller of this kind: JobSet and KubeRay are installed apart")
-    return MedarcError(*faults)
+    return MedarcError(*(faults or [f"kubectl ended with exit code {answer.code}"]))

@@ -21,7 +21,7 @@ from prime_rl.utils.pydantic_config.dump import to_toml
 
 MAX_CONFIG_BYTES = 1_000_000
 """A ConfigMap holds 1 MiB, its own metadata included."""
-RAY_ENTRY = "medarc_rl.backends.ray.entry"
+RAY_ENTRY = "medarc_rl.backends.ray.driver"
 """What a RayJob runs on the head of its cluster."""
 _CPUS_PER_GPU, _GIB_PER_GPU = 8, 32
 _MULTI_NODE = "several nodes need --engine ray"
@@ -180,10 +180,10 @@ def _argv(request: Request, options: KubernetesOptions, gpus: int, output: str, 
         place += ["--storage.work-dir", local_output]
     # A pod that starts again continues. An evaluation does so by itself.
     resume = [] if request.kind == "eval" else ["--resume", request.resume or "auto"]
-    file = f"{CONFIG_DIR}/{request.kind}.toml"
+    file, split = f"{CONFIG_DIR}/{request.kind}.toml", request.split
     if uses_ray(request, options):
-        return ["python", "-m", RAY_ENTRY, request.kind, "@", file, *place, *resume]
-    split = request.split
+        single = ["--single-gpu"] if split is not None and split.single_gpu else []
+        return ["python", "-m", RAY_ENTRY, "--address", "auto", *single, request.kind, "@", file, *place, *resume]
     shape: list[str] = []
     if split is not None:
         shape = ["--single-gpu"] if split.single_gpu else []

@@ -27,6 +27,8 @@ def rayjob(job: ClusterJob) -> Table:
         **({} if job.deadline_s is None else {"activeDeadlineSeconds": job.deadline_s}),
         "submitterPodTemplate": _submitter(job),
         "rayClusterSpec": {
+            # Pods of the cluster get a token from a Secret that the operator makes.
+            "authOptions": {"mode": "token"},
             "headGroupSpec": {"rayStartParams": _start(job), "template": _node(job, "ray-head")},
             "workerGroupSpecs": _workers(job),
         },

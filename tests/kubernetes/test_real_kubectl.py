@@ -1,0 +1,79 @@
+"""The real kubectl, with an API server that keeps what it is sent: a job from its submission to its end."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+from small_cluster import SmallCluster, served
+from typer.testing import CliRunner, Result
+
+from medarc_rl import medarc_jobs, medarc_submit
+
+JOBSET = "/apis/jobset.x-k8s.io/v1alpha2/namespaces/ml/jobsets/rt"
+CONFIG_MAP = "/api/v1/namespaces/ml/configmaps/rt"
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SmallCluster]:
+    if shutil.which("kubectl") is None:
+        pytest.skip("no kubectl: install Kubernetes' command line")
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "kubeconfig"))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    found = SmallCluster()
+    with served(found, tmp_path / "kubeconfig"):
+        yield found
+
+
+def submit(config: Path, *words: str) -> Result:
+    always = ["sft", str(config), "--to", "kubernetes", "--image", "x/y:1", "--output-claim", "runs", "--name", "rt"]
+    return CliRunner().invoke(medarc_submit.app, [*always, "--namespace", "ml", "--context", "lab", *words])
+
+
+def jobs(*words: str) -> Result:
+    return CliRunner().invoke(medarc_jobs.app, list(words))
+
+
+def test_a_job_from_its_submission_to_its_end(cluster: SmallCluster, sft_toml: Path) -> None:
+    result = submit(sft_toml)
+    assert result.exit_code == 0, result.output
+    assert cluster.dry_runs == [CONFIG_MAP, JOBSET]
+    printed = list(yaml.safe_load_all(submit(sft_toml, "--dry-run").stdout))
+    assert [cluster.objects[CONFIG_MAP], cluster.objects[JOBSET]] == printed
+    pod = {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {"name": "rt-run-0-0-abcde", "namespace": "ml", "labels": {"medarc-rl/job": "rt"}},
+        "spec": {"nodeName": "n7", "containers": [{"name": "medarc"}]},
+        "status": {"phase": "Running"},
+    }
+    cluster.objects["/api/v1/namespaces/ml/pods/rt-run-0-0-abcde"] = pod
+    cluster.logs["rt-run-0-0-abcde"] = "step 1\nstep 2\n"
+    assert json.loads(jobs("status", "rt", "--json").stdout)[0]["detail"] == "on n7"
+    assert jobs("logs", "rt").stdout == "step 1\nstep 2\n"
+    cluster.objects[JOBSET]["status"] = {"conditions": [{"type": "Completed", "status": "True"}]}
+    assert jobs("logs", "rt", "-f").stdout == "step 1\nstep 2\n"
+    assert jobs("wait", "rt").exit_code == 0
+    again = submit(sft_toml)
+    assert (again.exit_code, "namespace ml has such a jobset" in again.stderr) == (2, True)
+
+
+def test_cancelling_removes_the_job_and_its_config(cluster: SmallCluster, sft_toml: Path) -> None:
+    submit(sft_toml)
+    result = jobs("cancel", "rt")
+    assert (result.exit_code, cluster.objects) == (0, {}), result.output
+    assert jobs("wait", "rt").exit_code == 3
+
+
+def test_a_cluster_without_jobset_is_left_as_it_is(cluster: SmallCluster, sft_toml: Path) -> None:
+    cluster.without("jobset.x-k8s.io")
+    result = submit(sft_toml)
+    assert (result.exit_code, cluster.objects) == (1, {})
+    told = result.stderr.splitlines()
+    assert told[-1] == (
+        "error: the cluster does not have the controller of this kind: JobSet and KubeRay are installed apart"
+    )
