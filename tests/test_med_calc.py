@@ -220,7 +220,8 @@ def test_arguments_that_cannot_be_are_refused(arguments: dict[str, Any]) -> None
 
 def test_the_shipped_demonstrations_are_what_their_script_makes(tmp_path: Path) -> None:
     subprocess.run([sys.executable, MED_CALC / "make_inputs.py", "--to", tmp_path], check=True)
-    assert (tmp_path / "demonstrations.jsonl").read_bytes() == (MED_CALC / "demonstrations.jsonl").read_bytes()
+    for name in ("demonstrations.jsonl", "right_answers.jsonl"):
+        assert (tmp_path / name).read_bytes() == (MED_CALC / name).read_bytes()
 
 
 def test_one_demonstration_in_four_is_right() -> None:
@@ -239,9 +240,10 @@ def test_one_demonstration_in_four_is_right() -> None:
 
 def train(kind: str, output_dir: Path, *options: str) -> list[dict[str, Any]]:
     """Run the example's CPU file as its README says; the records of the run's metrics."""
-    words = ["@"] if kind == "sft" else []
+    command, *_ = kind.split("_")
+    words = ["@"] if command == "sft" else []
     program = Path(sys.executable).with_name("medarc_train")
-    argv = [program, kind, *words, MED_CALC / f"{kind}_cpu.toml", "--output-dir", output_dir, *options]
+    argv = [program, command, *words, MED_CALC / f"{kind}_cpu.toml", "--output-dir", output_dir, *options]
     done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return list(map(json.loads, (output_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()))
@@ -268,3 +270,11 @@ def test_the_rl_file_starts_from_the_shipped_checkpoint_and_learns(tmp_path: Pat
     assert statistics.fmean(rewards[:5]) < 0.35
     assert statistics.fmean(rewards[-5:]) > 0.5
     assert (tmp_path / "weights" / "step_25" / "model.safetensors").is_file()
+
+
+@pytest.mark.slow
+def test_the_file_with_evaluations_shows_what_right_answers_teach(tmp_path: Path) -> None:
+    records = train("sft_eval", tmp_path, "--max-steps", "20", "--eval.num-examples", "20")
+    base, trained = values(records, "eval/map/avg@1")
+    assert base < 0.3
+    assert trained > 0.5

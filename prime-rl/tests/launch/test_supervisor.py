@@ -218,7 +218,8 @@ def test_the_run_goes_on_without_children_that_it_does_not_need(end: Exited, oth
     assert host.stopped == others
     assert sorted(host.given_up) == ["evaluator", "inference"]
     (line,) = outcome.lost
-    assert line.startswith(f"{words}: last words of {end.name} (log: logs/{end.name}.log); the run goes on without")
+    why = "" if end.code < 0 else f": last words of {end.name}"
+    assert line.startswith(f"{words}{why} (log: logs/{end.name}.log); the run goes on without")
     assert f"warning: {line}" in said
     assert said.index(f"warning: {line}") < said.index("trainer finished")
 

@@ -15,7 +15,8 @@ from prime_rl.configs.eval import OfflineEvalConfig
 from prime_rl.configs.rollouts import EvalEnvConfig
 from prime_rl.eval.report import Row, print_table, write_summary
 from prime_rl.eval.results import Key, Result, ResultsFile
-from prime_rl.monitors import JsonlMonitor, Monitor, MultiMonitor
+from prime_rl.monitors import JsonlMonitor, Monitor, MonitorError, MultiMonitor
+from prime_rl.monitors.relay import Relay
 from prime_rl.monitors.sinks.described import SinkRun
 from prime_rl.monitors.sinks.opening import open_sinks
 from prime_rl.orchestrator.env_servers.environments import Environment, load_environments
@@ -36,7 +37,7 @@ from prime_rl.run.paths import EvalPaths, RunPaths
 from prime_rl.utils.logger import SUCCESS, get_logger
 
 UNLIMITED = 1_000_000
-LOOK_EVERY_S = 5.0
+LOOK_EVERY_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,7 +265,11 @@ def run_evaluation(config: OfflineEvalConfig, candidates: Sequence[Candidate]) -
         results = closing.enter_context(ResultsFile(EvalPaths(config.output_dir).results))
         monitor = _setup_monitor(config, paths)
         closing.push(lambda kind, error, trace: monitor.close(int(kind is not None)))
-        return asyncio.run(_until_stopped(config, environments, candidates, results, monitor))
+        exit_code = asyncio.run(_until_stopped(config, environments, candidates, results, monitor))
+    trainer = trainer_completion()
+    if trainer is not None and trainer.is_file():
+        _send_the_rest(config, paths)
+    return exit_code
 
 
 async def _until_stopped(
@@ -306,8 +311,28 @@ def _tell(evaluation: Evaluation, paths: EvalPaths) -> None:
 
 def _setup_monitor(config: OfflineEvalConfig, paths: RunPaths) -> Monitor:
     # An evaluation that finds results of its own adds to them.
+    jsonl = JsonlMonitor(paths.metrics, "eval")
+    if trainer_completion() is not None:
+        return jsonl  # the trainer sends what it finds there
     resumes = paths.metrics.is_file()
     run = SinkRun("eval", paths, config.model_dump(mode="json"), resumes)
-    return MultiMonitor(
-        [JsonlMonitor(paths.metrics, "eval"), open_sinks(config.wandb, config.monitor, run, paths.root)]
-    )
+    return MultiMonitor([jsonl, open_sinks(config.wandb, config.monitor, run, paths.root)])
+
+
+def _send_the_rest(config: OfflineEvalConfig, paths: RunPaths) -> None:
+    """Send to the sinks of a training that has ended what it has not sent."""
+    relay = Relay.of(paths, resumes=True)
+    rest = []
+    while (metrics := relay.take()) is not None:
+        rest.append(metrics)
+    if not rest or (config.wandb is None and all(sink is None for _, sink in config.monitor)):
+        return
+    own_beats().say("sending the last evaluations to the monitors", waits_for=ANYONE)
+    try:
+        sinks = open_sinks(config.wandb, config.monitor, SinkRun("sft", paths, {}, resumes=True), paths.root)
+    except MonitorError as error:
+        get_logger().error(f"{len(rest)} evaluations are only in {paths.metrics}: {error}")
+        return
+    for step, metrics in enumerate(rest, start=relay.last_step() + 1):
+        sinks.log(metrics, step)
+    sinks.close()

@@ -10,6 +10,7 @@ from dataclasses import replace
 from prime_rl.launch.host import Host
 from prime_rl.launch.spec import CannotStart, Event, Exited, NodeLost, Outcome, ProcessSpec, Signalled
 from prime_rl.launch.stalls.watchdog import LOOK_EVERY_S, Stalled, Watchdog
+from prime_rl.run.beats import ANYONE
 
 GRACE_S = 60.0
 """Seconds for children to save and stop after SIGTERM."""
@@ -145,7 +146,8 @@ class Supervisor:
                 self._host.stop(name)
 
     def _end_of_optional(self, end: Exited) -> str:
-        last = self._host.tail(end.name)[-1:]
+        # Its own last line says why it exited; a process that was killed was in the middle of something else.
+        last = self._host.tail(end.name)[-1:] if end.signal is None else []
         # A log may hold text of the data, which must not reach a terminal raw.
         text = "".join(char if char.isprintable() else "?" for char in last[0].strip()) if last else ""
         words = f": {text}" if text else ""
@@ -158,7 +160,7 @@ class Supervisor:
             return
         for name in sorted(unfinished):
             beats = self._host.observe(self._specs[name]).beats
-            doing = f": {beats[0].doing}" if beats else ""
+            doing = f": {beats[0].doing}" if beats and beats[0].waits_for != ANYONE else ""
             self._say(f"waiting for {name}{doing}; its log is {self._specs[name].log}")
 
     def _announce(self, name: str, words: str) -> None:

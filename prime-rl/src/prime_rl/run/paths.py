@@ -120,6 +120,11 @@ class RunPaths:
         return self.root / "metrics.jsonl"
 
     @property
+    def relayed(self) -> Path:
+        """How much of `metrics.jsonl` was searched for evaluations that the trainer's sinks should have, in bytes."""
+        return self.control / "relayed_evaluations"
+
+    @property
     def status(self) -> Path:
         """The state of the run as a page of Markdown, kept current by the launcher."""
         return self.root / "STATUS.md"

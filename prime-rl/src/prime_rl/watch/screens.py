@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -12,8 +13,9 @@ from typing import TYPE_CHECKING, cast
 
 from prime_rl.history.run import RunHistory
 from prime_rl.launch.job import UV_VARIABLE, Job
-from prime_rl.launch.logs import Follower, shown
+from prime_rl.launch.logs import Follower, polled, shown
 from prime_rl.launch.run import Screen
+from prime_rl.utils.logger import readable
 from prime_rl.watch.display import LiveDisplay, display_for
 from prime_rl.watch.overview.facts import Reader
 from prime_rl.watch.overview.following import is_live
@@ -23,6 +25,10 @@ from prime_rl.watch.watcher import LogWatcher, Watcher, watching
 
 if TYPE_CHECKING:
     from prime_rl.configs.rl import RLConfig
+
+
+_OF_INTEREST = re.compile(r"\d\d:\d\d:\d\d\S*\s+\S*(SUCCESS|WARNING|ERROR)|still to evaluate: ")
+"""Lines of an evaluator's log that the user of a training wants to see."""
 
 
 def _write_line(text: str) -> None:
@@ -67,9 +73,27 @@ class RunScreen:
 
 @contextlib.contextmanager
 def sft_screen(job: Job) -> Iterator[Screen]:
-    """The trainer's log, and on a terminal the overview below it."""
-    with kept(status_of(job)), _log_screen(job, "trainer") as screen:
+    """The trainer's log with the results of evaluations, and on a terminal the overview below it."""
+    with kept(status_of(job)), _log_screen(job, "trainer") as screen, _evaluations_shown(job, screen):
         yield screen
+
+
+@contextlib.contextmanager
+def _evaluations_shown(job: Job, screen: Screen) -> Iterator[None]:
+    """Show what an evaluator next to a training has found, until the block ends."""
+    logs = [process.log for process in job.processes if process.name == "evaluator"]
+    if not logs:
+        yield
+        return
+    follower = Follower.at_end(logs[0])
+
+    def look() -> None:
+        for line in map(readable, follower.lines()):
+            if _OF_INTEREST.search(line):
+                screen.line(line)
+
+    with polled(look, name="evaluations"):
+        yield
 
 
 @contextlib.contextmanager

@@ -14,6 +14,7 @@ from prime_rl.configs.trainer import TrainerConfig
 from prime_rl.monitors import JsonlMonitor, Metrics, Monitor, MonitorError, MultiMonitor
 from prime_rl.monitors.bench import BenchTable, Measured, summary
 from prime_rl.monitors.heartbeat import Heartbeat
+from prime_rl.monitors.relay import Relay, WithEvaluations
 from prime_rl.monitors.sinks.described import SinkRun
 from prime_rl.monitors.sinks.opening import open_sinks
 from prime_rl.run.paths import RunPaths
@@ -86,7 +87,9 @@ def _monitors(config: SFTConfig | TrainerConfig, paths: RunPaths, process: Proce
     yield JsonlMonitor(paths.metrics, config.component)
     resumes = config.ckpt is not None and config.ckpt.resume_step is not None
     run = SinkRun(config.component, paths, config.model_dump(mode="json"), resumes)
-    yield open_sinks(config.wandb, config.monitor, run, paths.root)
+    sinks = open_sinks(config.wandb, config.monitor, run, paths.root)
+    evaluates = not isinstance(config, TrainerConfig) and config.eval is not None
+    yield WithEvaluations(sinks, Relay.of(paths, resumes)) if evaluates else sinks
     if config.heartbeat is not None:
         yield HeartbeatMonitor(config.heartbeat.url)
     if config.bench is not None:
