@@ -153,5 +153,3 @@ def test_a_finished_evaluation_is_not_repeated_and_a_repeated_step_is(
     assert done.returncode == 2
     assert "is finished" in done.stderr
     assert len(training.evaluated) == len(set(training.evaluated))
-        [each for each in training.evaluated if each[0] != 2]
-    )
