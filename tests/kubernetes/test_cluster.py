@@ -18,6 +18,8 @@ from medarc_rl.backends.kubernetes.probe import MAX_SILENCE_S, main
 from medarc_rl.backends.kubernetes.states import jobset_status, rayjob_status
 from medarc_rl.jobs.log import JobLog
 from medarc_rl.jobs.record import Status
+from prime_rl.run.beats import Beats, clear_beats
+from prime_rl.run.lock import run_lock
 
 FAKE = """#!{python}
 import json, os, pathlib, sys
@@ -127,6 +129,13 @@ def test_a_refusal_keeps_the_clusters_words_and_changes_nothing(
     assert all(each.startswith(f"error: {line}") for each, line in zip(told, lines, strict=True))
     assert not [words for words, _ in kubectl.calls if words[-1] == "--filename=-"], "nothing was applied"
     assert JobLog.of_user().read() == ([], [])
+
+
+def test_options_of_another_back_end_are_refused(sft_toml: Path) -> None:
+    words = ["sft", str(sft_toml), "--to", "sagemaker", "--namespace", "ml", "--toleration", "gpu"]
+    result = CliRunner().invoke(medarc_submit.app, words)
+    told = "error: --{} is an option of --to kubernetes, not of sagemaker"
+    assert (result.exit_code, result.stderr.splitlines()) == (2, [told.format("namespace"), told.format("toleration")])
 
 
 def test_without_kubectl_one_line_says_so(sft_toml: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -251,19 +260,22 @@ def test_the_probes_follow_a_run_from_its_start_to_its_end(tmp_path: Path, capsy
     def probed() -> list[int]:
         return [main([what, str(tmp_path)]) for what in ("started", "live", "ready")]
 
-    lock, control = tmp_path / "run.lock", tmp_path / "control"
-    control.mkdir()
+    lock, beat = tmp_path / "run.lock", tmp_path / "control" / "trainer.beat"
     assert probed() == [1, 0, 1], "nothing has begun"
+    clear_beats(beat)
+    with run_lock(tmp_path):
+        assert probed() == [0, 0, 1], "no process has begun"
+        beats = Beats(beat)
+        beats.say("loading")
+        assert probed() == [0, 0, 1], "it loads"
+        beats.started()
+        beats.say("step 1")
+        assert probed() == [0, 0, 0], "it works"
+    assert main(["live", str(tmp_path)]) == 0, "it has released the run, and is ending"
     lock.write_text(json.dumps({"host": "pod", "pid": 1, "since": "now"}))
-    (control / "trainer.beat").write_text(json.dumps([1, time.time(), "loading", None, False, [7]]) + "\n")
-    assert probed() == [0, 0, 1], "it loads"
-    (control / "trainer.beat").write_text(json.dumps([2, time.time(), "step 1", None, True, [7]]) + "\n")
-    assert probed() == [0, 0, 0], "it works"
     silent_s = time.time() - MAX_SILENCE_S - 60
     os.utime(lock, (silent_s, silent_s))
     assert probed() == [1, 1, 1], "the launcher has stopped"
-    lock.write_text("")
-    assert main(["live", str(tmp_path)]) == 0, "it has released the run, and is ending"
     assert "the launcher is silent since" in capsys.readouterr().out
     assert main(["nonsense"]) == 2
 

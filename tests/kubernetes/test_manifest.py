@@ -178,6 +178,7 @@ GOOD = {"--image": IMAGE, "--output-claim": "runs"}
         ("--output-claim", "Runs", "--output-claim 'Runs'"),
         ("--output-dir", "/data/x", "--output-dir '/data/x': name a directory in the claim"),
         ("--output-dir", "../x", "--output-dir '../x'"),
+        ("--output-dir", "s3://x", "output directory s3://x: a bucket's name has 3 to 63"),
         ("--memory", "lots", "--memory 'lots': write a number of bytes with a unit, as in 64Gi"),
         ("--env", "A-B=1", "--env 'A-B': write NAME=VALUE"),
         ("--secret-env", "HF_TOKEN=hf_abc", "--secret-env 'HF_TOKEN': write NAME=SECRET/KEY"),

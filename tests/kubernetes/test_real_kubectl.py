@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +16,7 @@ from typer.testing import CliRunner, Result
 
 from medarc_rl import medarc_jobs, medarc_submit
 
+OLDEST_MINOR = 30
 JOBSET = "/apis/jobset.x-k8s.io/v1alpha2/namespaces/ml/jobsets/rt"
 CONFIG_MAP = "/api/v1/namespaces/ml/configmaps/rt"
 
@@ -22,6 +25,10 @@ CONFIG_MAP = "/api/v1/namespaces/ml/configmaps/rt"
 def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SmallCluster]:
     if shutil.which("kubectl") is None:
         pytest.skip("no kubectl: install Kubernetes' command line")
+    asked = ["kubectl", "version", "--client", "--output=json"]
+    told = json.loads(subprocess.run(asked, capture_output=True, text=True, check=True).stdout)
+    if int(re.sub(r"\D", "", told["clientVersion"]["minor"])) < OLDEST_MINOR:
+        pytest.skip(f"this kubectl asks for more than the small cluster has: 1.{OLDEST_MINOR} is needed")
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "kubeconfig"))
     monkeypatch.setenv("HOME", str(tmp_path))
     found = SmallCluster()

@@ -39,12 +39,12 @@ def cluster_job(request: Request) -> tuple[ClusterJob, str]:
     faults = [*_name_faults(name, options), *_engine_faults(request, options)]
     output, local_output = _output(request, options, name, faults)
     try:
-        run = request.load(Path(local_output))
+        # Of a run that is kept on S3, the pod has a copy.
+        copy = {} if output == local_output else {"output_dir": local_output, "storage.work_dir": local_output}
+        run = request.load(Path(output), copy)
     except UsageError as error:
         raise UsageError(*faults, *error.faults) from error
     gpus = _gpus(request, run, faults)
-    if output != local_output and not hasattr(run.config, "storage"):
-        faults.append(f"--output-dir {output}: {request.kind} of this version writes no run to S3: add --output-claim")
     if not run.checkpoints and options.retries and request.kind != "eval":
         warn("the config has no [ckpt]: a pod that starts again begins the run again")
     config = to_toml(run.config)
