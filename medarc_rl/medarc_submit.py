@@ -14,7 +14,7 @@ from medarc_rl.backends.kubernetes.kubernetes_options import KubernetesOptions
 from medarc_rl.backends.registry import OPTIONS, backend
 from medarc_rl.backends.sagemaker.sagemaker_options import PolicyOptions, SageMakerOptions
 from medarc_rl.backends.slurm import NODE_GPUS
-from medarc_rl.cli import Resume, add_command, add_command_without_config, new_app, resume_words, say
+from medarc_rl.cli import Resume, add_command, add_command_without_config, new_app, resume_words, say, warn
 from medarc_rl.deployment import GpuSplit, sft_owned
 from medarc_rl.errors import MedarcError, UsageError
 from medarc_rl.jobs.log import JobLog, config_files
@@ -178,7 +178,22 @@ def submit(request: Request) -> int:
         raise MedarcError("--wait needs the job log; the job goes on")
     from medarc_rl.jobs.command import WaitOptions, wait_for
 
+    if prepared.wait_shows_output and (code := _show_output(record)):
+        return code
     return wait_for([record], JobLog.of_user(), WaitOptions(jobs=[record.key]))
+
+
+def _show_output(record: JobRecord) -> int:
+    """Print the job's output until it has ended. If that fails, waiting goes on without it."""
+    from medarc_rl.jobs.command import INTERRUPTED, LogsOptions, logs
+
+    try:
+        return logs(LogsOptions(job=record.key, follow=True))
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except MedarcError as error:
+        warn(f"its output cannot be shown: {error}")
+        return 0
 
 
 def main() -> None:

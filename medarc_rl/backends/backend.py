@@ -62,6 +62,8 @@ class Prepared:
     """For the job log: what the back-end needs to find the job again. No secret."""
     run_here: Callable[[], int] | None = None
     """Runs the job on this machine instead, and returns its exit code. None: it is submitted and recorded."""
+    wait_shows_output: bool = False
+    """Whether `--wait` prints the job's output as it comes."""
 
 
 PreparedT = TypeVar("PreparedT", bound=Prepared)

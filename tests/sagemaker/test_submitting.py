@@ -109,7 +109,9 @@ def test_a_job_is_uploaded_created_recorded_and_waited_for(
     record = only_record()
     assert re.fullmatch(r"medarc-\d{8}-\d{6}-[0-9a-f]{8}", record.id)
     assert (record.config, record.output) == ("sft.toml", f"s3://{bucket}/runs/{record.id}/run")
-    assert "left out: .env: usually holds secrets" in capsys.readouterr().out
+    shown = capsys.readouterr()
+    assert "left out: .env: usually holds secrets" in shown.out
+    assert shown.out.endswith(f"{record.name} ({record.id}): succeeded: Completed\n")
     aws = Aws("us-east-1")
     found = aws.client("sagemaker").describe_training_job(TrainingJobName=record.id)
     assert found["RoleArn"] == ROLE
@@ -282,6 +284,18 @@ def test_logs_are_followed_until_the_job_has_ended(submitted: JobRecord, proxy: 
     assert lines == ["first", "10%", "20%", "\x1b[31mred", *(f"after look {look}" for look in range(4))]
 
 
+def test_waiting_goes_on_if_the_output_cannot_be_read(
+    main: Callable[..., int], proxy: Proxy, capsys: pytest.CaptureFixture[str]
+) -> None:
+    proxy.disturb(to("DescribeLogStreams", refusing("AccessDeniedException", "not allowed")), times=9)
+    assert main("--wait") == 0
+    shown = capsys.readouterr()
+    assert (
+        "warning: its output cannot be shown: logs:DescribeLogStreams: AccessDeniedException: not allowed" in shown.err
+    )
+    assert "succeeded" in shown.out
+
+
 def test_the_terminal_gets_no_control_characters(submitted: JobRecord, capsys: pytest.CaptureFixture[str]) -> None:
     put_lines(submitted.id, "algo-1-170", ["\x1b[2Jgone", "step 1"])
     assert jobs("logs", "last") == 0
@@ -306,11 +320,13 @@ def repository(proxy: Proxy) -> Iterator[str]:
 
 
 def test_an_image_is_built_once_and_its_token_goes_through_stdin(docker: Docker, repository: str, proxy: Proxy) -> None:
-    build, said = ImageBuild.of(repository), list[str]()
+    build, said = ImageBuild.of(repository, ["vllm"]), list[str]()
     image = build_and_push(build, Aws("us-east-1"), said.append)
     registry = image.partition("/")[0]
     assert image == f"{registry}/medarc-rl:{build.tag}"
     assert docker.calls == [argv[1:] for argv in build.plan(registry)]
+    assert "EXTRAS=--extra sagemaker --extra vllm" in docker.calls[0]
+    assert ImageBuild.of(repository).tag != build.tag
     password = (docker.directory / "login").read_bytes()
     token = Aws("us-east-1").client("ecr").get_authorization_token()["authorizationData"][0]["authorizationToken"]
     assert password == base64.b64decode(token).removeprefix(b"AWS:")

@@ -6,14 +6,16 @@ import base64
 import hashlib
 import shutil
 import subprocess
+import tomllib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import medarc_rl
-from medarc_rl.backends.sagemaker.aws_calls import Aws, AwsError, calling
+from medarc_rl.backends.sagemaker.aws_calls import EXTRA, Aws, AwsError, calling
 from medarc_rl.backends.sagemaker.source.bundle import Bundle, pack
 from medarc_rl.backends.sagemaker.source.staging import Staged, stage
 from medarc_rl.errors import MedarcError, UsageError
@@ -32,22 +34,27 @@ class ImageBuild:
     repository: str
     context: Staged
     tag: str
+    extras: Sequence[str] = ()
+    """Extras of this package, besides the one that every job needs."""
 
     @classmethod
-    def of(cls, repository: str) -> ImageBuild:
-        """Raises UsageError: there is no docker, or this package was not installed from a checkout."""
+    def of(cls, repository: str, extras: Sequence[str] = ()) -> ImageBuild:
+        """Raises UsageError: no docker, an unknown extra, or this package is not installed from a checkout."""
         if shutil.which("docker") is None:
             raise UsageError("--build: docker is not installed here; build elsewhere and give --image URI")
         checkout = Path(medarc_rl.__file__).resolve().parents[1]
         if not (checkout / "pyproject.toml").is_file() or not (checkout / "prime-rl" / "pyproject.toml").is_file():
             raise UsageError(f"--build: needs a checkout of medarc-rl, and {checkout} is none; give --image URI")
+        _check_extras(checkout, extras)
         context = stage(checkout, (), _CONTEXT_BYTES)
-        return cls(repository, context, _tag(context))
+        return cls(repository, context, _tag(context, extras), tuple(extras))
 
     def plan(self, registry: str) -> list[list[str]]:
         """The commands that build and push. Tokens go through stdin."""
         image = self.uri(registry)
-        build = ["docker", "build", "--platform", PLATFORM, "--file", "Dockerfile", "--tag", image, "-"]
+        names = " ".join(f"--extra {extra}" for extra in (EXTRA, *self.extras))
+        arguments = ["--platform", PLATFORM, "--build-arg", f"EXTRAS={names}", "--file", "Dockerfile", "--tag", image]
+        build = ["docker", "build", *arguments, "-"]
         login = ["docker", "login", "--username", "AWS", "--password-stdin", registry]
         return [build, login, ["docker", "push", image]]
 
@@ -55,8 +62,18 @@ class ImageBuild:
         return f"{registry}/{self.repository}:{self.tag}"
 
 
-def _tag(context: Staged) -> str:
-    digest = hashlib.sha256(DOCKERFILE.read_bytes())
+def _check_extras(checkout: Path, extras: Sequence[str]) -> None:
+    known = tomllib.loads((checkout / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    unknown = {extra: get_close_matches(extra, known, 1, 0) for extra in extras if extra not in known}
+    if unknown:
+        lines = [
+            f"--build-extra {extra}: medarc-rl has no such extra; nearest: {near[0]}" for extra, near in unknown.items()
+        ]
+        raise UsageError(*lines)
+
+
+def _tag(context: Staged, extras: Sequence[str]) -> str:
+    digest = hashlib.sha256(DOCKERFILE.read_bytes() + " ".join(extras).encode())
     for name, file in sorted(context.files.items()):
         digest.update(f"\0{name}\0{file.is_executable}\0".encode())
         digest.update(hashlib.sha256(file.path.read_bytes()).digest())

@@ -12,8 +12,8 @@ from medarc_rl.jobs.record import State, Status
 
 LOOK_EVERY_S = 10.0
 """Pause between two questions. Both services limit how often an account may ask."""
-_LATE_LOOKS = 3
-"""Looks after a job's end at which no new line came: CloudWatch shows lines some seconds after they were written."""
+_LATE_LOOKS, _LATE_LOOK_EVERY_S = 3, 1.5
+"""After a job's end, until so many looks brought nothing: CloudWatch shows lines seconds after they were written."""
 _ENDS: Mapping[str, State] = {"Completed": "succeeded", "Failed": "failed", "Stopped": "cancelled"}
 _BEFORE_THE_RUN = ("Starting", "Pending", "LaunchingMLInstances", "PreparingTrainingStack")
 
@@ -49,8 +49,8 @@ def status_of(job: Mapping[str, Any] | None) -> Status:
 
 def _detail(job: Mapping[str, Any], phase: str) -> str:
     reason = " ".join(str(job.get("FailureReason", "")).split())
-    if reason:
-        return reason
+    if reason or job.get("TrainingJobStatus") in _ENDS:
+        return reason or phase
     transitions = job.get("SecondaryStatusTransitions") or [{}]
     message = " ".join(str(transitions[-1].get("StatusMessage", "")).split())
     return ": ".join(part for part in (phase, message) if part)
@@ -118,4 +118,4 @@ def followed(
         quiet_looks = 0 if number or not ended else quiet_looks + 1
         if quiet_looks >= _LATE_LOOKS:
             return
-        pause(LOOK_EVERY_S)
+        pause(_LATE_LOOK_EVERY_S if ended else LOOK_EVERY_S)

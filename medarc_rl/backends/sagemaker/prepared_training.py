@@ -36,6 +36,7 @@ from medarc_rl.cli import say
 from medarc_rl.errors import UsageError
 from medarc_rl.jobs.redaction import is_secret_name
 from medarc_rl.utils import Run
+from prime_rl.configs.ranges import AUTO, LATEST
 
 _NOT_BUILT = "ACCOUNT.dkr.ecr.{region}.amazonaws.com/{repository}:{tag}"
 """Stands for the image until ECR has told the account's number."""
@@ -69,7 +70,7 @@ def prepared_training(request: Request) -> PreparedTraining:
     staged = stage(project, options.include, options.max_upload_mb * 1_000_000)
     config, path_faults = _config_of(run, project, staged)
     region = "local" if options.local and options.region is None else Aws(options.region, options.profile).region
-    build = ImageBuild.of(options.repository) if options.build else None
+    build = ImageBuild.of(options.repository, options.build_extra) if options.build else None
     with packed(staged, config) as bundle:
         sha256, size_bytes = bundle.sha256, bundle.size_bytes
     job = _job(request, options, sha256, _image(options, build, region))
@@ -91,6 +92,7 @@ def prepared_training(request: Request) -> PreparedTraining:
         profile=options.profile,
         build=build,
         is_local=options.local,
+        wait_shows_output=True,
     )
     shown = replace(prepared, text=_shown(prepared, size_bytes))
     return replace(shown, run_here=partial(run_local, shown)) if options.local else shown
@@ -103,15 +105,15 @@ def _loaded(request: Request, options: SageMakerOptions) -> Run[Any]:
             f"{request.nodes} nodes: runs on SageMaker take one instance; the largest have 8 GPUs, as ml.p5.48xlarge"
         )
     run = request.load(Path(RUN_DIR))
-    asked = [word for word in request.words if word.partition("=")[0] == "--resume"]
     if options.spot and not run.checkpoints and request.kind != "eval":
         raise UsageError("--spot: the run would start again each time: add a [ckpt] table, or --ckpt.interval N")
-    if asked and "auto" not in asked[-1] and not request.output_dir:
+    if run.resume_step not in (None, AUTO) and not request.output_dir:
+        asked = "the newest step" if run.resume_step == LATEST else f"step {run.resume_step}"
         raise UsageError(
-            f"{asked[-1]}: a new job begins with an empty directory; name the earlier run's, as in "
+            f"resume from {asked}: a new job begins with an empty directory; name the earlier run's, as in "
             "--output-dir s3://BUCKET/PREFIX/JOB/run, which `medarc_jobs list` shows"
         )
-    if not asked and run.checkpoints:
+    if run.resume_step is None and run.checkpoints:
         return replace(request, words=[*request.words, "--resume=auto"]).load(Path(RUN_DIR))
     return run
 
@@ -234,7 +236,8 @@ def gpu_faults(request: Request, config: Any, instance_type: str | None) -> list
     larger = smallest_with(wanted, family_of(instance_type or ""))
     advice = f"; take {larger}" if larger else ""
     shared = ", or --single-gpu" if request.kind == "rl" and available == 1 and wanted == 2 else ""
-    return [f"--instance-type {instance_type} has {available} GPUs, and the run takes {wanted}{advice}{shared}"]
+    plural = "" if available == 1 else "s"
+    return [f"--instance-type {instance_type} has {available} GPU{plural}, and the run takes {wanted}{advice}{shared}"]
 
 
 def _gpus_of(request: Request, config: Any) -> int:

@@ -79,6 +79,9 @@ class SageMakerOptions(AccountOptions, ContainerOptions):
     build: Annotated[
         bool, Option("--build", help="sagemaker: build the image with docker and push it to ECR, unless it is there.")
     ] = False
+    build_extra: Annotated[
+        list[str], Option(help="sagemaker: extra of this package in the image of --build, as vllm; may be repeated.")
+    ] = field(default_factory=list)
     local: Annotated[
         bool, Option("--local", help="sagemaker: run the job's container here with docker, without AWS.")
     ] = False

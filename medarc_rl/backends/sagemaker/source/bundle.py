@@ -38,7 +38,7 @@ def pack(target: Path, files: Mapping[str, StagedFile], texts: Mapping[str, str]
     """
     with (
         target.open("wb") as raw,
-        gzip.GzipFile(filename="", mode="wb", fileobj=raw, mtime=0) as zipped,
+        gzip.GzipFile(filename="", mode="wb", fileobj=raw, mtime=0, compresslevel=6) as zipped,
         tarfile.open(fileobj=zipped, mode="w", format=tarfile.PAX_FORMAT) as archive,
     ):
         for name, text in sorted(texts.items()):
