@@ -15,7 +15,7 @@ from prime_rl.checks.environments import EXAMINATION, trial_faults
 from prime_rl.configs.orchestrator import EnvConfig, ModelConfig, OrchestratorConfig
 from prime_rl.configs.shared import LogConfig
 from prime_rl.orchestrator.env_servers.environments import Environment, load_environments
-from prime_rl.orchestrator.env_servers.examination import examine, token_counter
+from prime_rl.orchestrator.env_servers.examination import examine, main, token_counter
 from prime_rl.run.clearance import CLEARANCE_VARIABLE, give_clearance, wait_for_clearance
 from prime_rl.run.paths import OrchestratorPaths
 from prime_rl.utils.pydantic_config import dump_toml
@@ -143,24 +143,36 @@ def config_of(environments_dir: Path, tiny_model_dir: Path, monkeypatch: pytest.
     return config
 
 
+def test_a_trial_tells_every_fault_in_one_line(config_of) -> None:
+    first, second = trial_faults(config_of(seq_len=3))
+    assert first.startswith("orchestrator.env[0]: no prompt")
+    assert second.startswith("orchestrator.eval.env[0]: no prompt")
+
+
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({}, []),
-        ({"seq_len": 3}, ["orchestrator.env[0]: no prompt", "orchestrator.eval.env[0]: no prompt"]),
-        ({"id": "broken-env"}, ["orchestrator.env[0]: environment 'broken-env' does not import: "]),
+        ({"id": "broken-env"}, "orchestrator.env[0]: environment 'broken-env' does not import: "),
         (
             {"args": {"kind": "none"}},
-            ["orchestrator.env[0]: RuntimeError: Failed to load environment 'letters-env': 'no such kind"],
+            "orchestrator.env[0]: RuntimeError: Failed to load environment 'letters-env': 'no such kind",
         ),
-        ({"args": {"rows": 0}}, ["orchestrator.env[0]"]),
-        ({"args": {"kind": "images"}}, ["environment 'letters-env': the prompt of row 1 has an image"]),
+        ({"args": {"rows": 0}}, "orchestrator.env[0]"),
+        ({"args": {"kind": "images"}}, "environment 'letters-env': the prompt of row 1 has an image"),
     ],
 )
-def test_a_trial_tells_every_fault_in_one_line(settings: dict[str, Any], said: list[str], config_of) -> None:
-    faults = trial_faults(config_of(**settings))
-    assert len(faults) == len(said), faults
-    assert all(fault.startswith(start) for fault, start in zip(faults, said, strict=True)), faults
+def test_environments_that_cannot_be_loaded_are_one_line(
+    settings: dict[str, Any], said: str, config_of, tmp_path: Path, monkeypatch, capsys
+) -> None:
+    """What the trial's process prints, printed by this one."""
+    dump_toml(config_of(**settings), tmp_path / "orchestrator.toml")
+    monkeypatch.setattr(sys, "argv", [EXAMINATION, "@", str(tmp_path / "orchestrator.toml")])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 1
+    faults = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert len(faults) == 1, faults
+    assert faults[0].startswith(f"error: {said}")
 
 
 def test_the_report_shows_rows_lengths_and_a_prompt(config_of, tmp_path: Path) -> None:
