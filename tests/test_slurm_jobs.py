@@ -77,13 +77,14 @@ def test_a_submitted_job_is_recorded_followed_and_waited_for(slurm, submit: Call
 
 @pytest.mark.slurm
 @pytest.mark.timeout(300)
-def test_jobs_that_fail_are_cancelled_or_requeued_are_told_apart(slurm, submit: Callable, tmp_path: Path) -> None:
+def test_jobs_that_fail_are_preempted_or_cancelled_are_told_apart(slurm, submit: Callable, tmp_path: Path) -> None:
     submit("bad", "exit 7")
     result = jobs("wait", "bad", "--interval", "0.1")
     assert (result.exit_code, result.stdout.splitlines()[-1].partition(": ")[2]) == (1, "failed: exit code 7")
     job_id = submit("long", "exec sleep 1000")
     wait_until_running("long")
-    slurm.ask("scontrol", "requeue", job_id)
+    # A job of a partition that may preempt takes all GPUs of the node.
+    slurm.ask("sbatch", "--partition=urgent", "--gres=gpu:8", "--output=/dev/null", "--wrap=true")
     while not (found := state_of("long"))[1].endswith("requeued once"):
         assert found[0] in ("queued", "running")
     assert CliRunner().invoke(medarc_slurm.app, ["cancel", "long"]).exit_code == 0

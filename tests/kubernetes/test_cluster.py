@@ -14,7 +14,7 @@ import yaml
 from typer.testing import CliRunner, Result
 
 from medarc_rl import medarc_jobs, medarc_submit
-from medarc_rl.backends.kubernetes.probe import MAX_SILENCE_S, main
+from medarc_rl.backends.kubernetes.pod_probe import MAX_SILENCE_S, main
 from medarc_rl.backends.kubernetes.states import jobset_status, rayjob_status
 from medarc_rl.jobs.log import JobLog
 from medarc_rl.jobs.record import Status

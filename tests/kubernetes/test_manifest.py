@@ -195,9 +195,17 @@ def test_a_wrong_option_is_one_line(option: str, value: str | None, fault: str, 
 
 
 def test_all_faults_are_told_at_once(sft_toml: Path) -> None:
-    lines = errors("sft", sft_toml, "--nodes", 2, "--engine", "jobset", "--no-such-key", 1)
-    assert len(lines) >= 4
-    assert "--engine jobset: several nodes need --engine ray" in lines
+    lines = errors("sft", sft_toml, "--namespace", "A", "--no-such-key", 1)
+    assert [line.partition(" ")[0] for line in lines[:3]] == ["--namespace", "--image", "a"]
+    assert "no-such-key" in lines[3]
+
+
+def test_several_nodes_are_refused_by_name(sft_toml: Path) -> None:
+    lines = errors("sft", sft_toml, *("--image", IMAGE, "--output-claim", "runs"), "--nodes", 2, "--engine", "jobset")
+    assert lines == [
+        "--engine jobset: several nodes need --engine ray",
+        "2 nodes: the Ray driver of this version runs a job on one node; take Slurm for several",
+    ]
 
 
 @pytest.mark.parametrize("word", ["WANDB_API_KEY=abc", "NOTE=hf_abcdefghijklmnopqrstuv"])

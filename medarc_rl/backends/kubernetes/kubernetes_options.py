@@ -18,7 +18,7 @@ class KubernetesOptions(ContainerOptions):
     context: Annotated[str | None, Option(help="kubernetes: context of kubectl; by default the current one.")] = None
     engine: Annotated[
         Literal["auto", "jobset", "ray"],
-        Option(help="kubernetes: render a JobSet, or a RayJob of KubeRay; auto takes ray for several nodes."),
+        Option(help="kubernetes: a JobSet, or a RayJob of KubeRay; auto takes ray for several nodes."),
     ] = "auto"
     output_claim: Annotated[
         str | None, Option(help="kubernetes: claim of a volume, mounted at /output; OUT is a directory in it.")

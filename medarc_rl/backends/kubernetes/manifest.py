@@ -14,7 +14,7 @@ SCRATCH_DIR = "/scratch"
 CONTAINER = "medarc"
 REPLICATED_JOB = "run"
 JOB_LABEL = "medarc-rl/job"
-PROBE = "medarc_rl.backends.kubernetes.probe"
+PROBE = "medarc_rl.backends.kubernetes.pod_probe"
 GRACE_S = 120
 """Seconds from SIGTERM until a pod is killed: a run needs at most 60 to save and stop."""
 USAGE_EXIT_CODE = 2

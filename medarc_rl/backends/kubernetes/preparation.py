@@ -24,7 +24,6 @@ MAX_CONFIG_BYTES = 1_000_000
 RAY_ENTRY = "medarc_rl.backends.ray.driver"
 """What a RayJob runs on the head of its cluster."""
 _CPUS_PER_GPU, _GIB_PER_GPU = 8, 32
-_MULTI_NODE = "several nodes need --engine ray"
 
 
 def cluster_job(request: Request) -> tuple[ClusterJob, str]:
@@ -38,6 +37,8 @@ def cluster_job(request: Request) -> tuple[ClusterJob, str]:
     name = names.job_name(request.name, stem, request.kind)
     faults = [*_name_faults(name, options), *_engine_faults(request, options)]
     output, local_output = _output(request, options, name, faults)
+    if request.nodes > 1:
+        raise UsageError(*faults)
     try:
         # Of a run that is kept on S3, the pod has a copy.
         copy = {} if output == local_output else {"output_dir": local_output, "storage.work_dir": local_output}
@@ -109,11 +110,13 @@ def _name_faults(name: str, options: KubernetesOptions) -> Iterator[str]:
 
 def _engine_faults(request: Request, options: KubernetesOptions) -> Iterator[str]:
     if request.nodes > 1 and options.engine == "jobset":
-        yield f"--engine jobset: {_MULTI_NODE}"
+        yield "--engine jobset: several nodes need --engine ray"
+    if request.nodes > 1:
+        yield f"{request.nodes} nodes: the Ray driver of this version runs a job on one node; take Slurm for several"
     if options.retries and (request.resume or "").isdigit():
         yield f"--resume {request.resume}: each retry would go back to step {request.resume}; add --retries 0"
-    if uses_ray(request, options) and not _has_ray():
-        yield "--engine ray: this version has no Ray back-end, which several nodes need"
+    if request.nodes == 1 and uses_ray(request, options) and not _has_ray():
+        yield "--engine ray: this version has no Ray back-end"
     if uses_ray(request, options) and request.kind == "eval":
         yield "--engine ray: an evaluation runs on one node, with --engine jobset"
 

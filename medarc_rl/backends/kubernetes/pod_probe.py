@@ -1,4 +1,4 @@
-"""`python -m medarc_rl.backends.kubernetes.probe started|live|ready OUT`: exits with 0 or 1, for a pod's probes.
+"""`python -m medarc_rl.backends.kubernetes.pod_probe started|live|ready OUT`: exits with 0 or 1, for a pod's probes.
 
 The launcher touches `OUT/run.lock` every ten seconds, also while a step takes hours. Hangs of its processes are its own
 business: it ends the run with the name of the process.
