@@ -325,7 +325,6 @@ class Churn:
 
 @pytest.mark.usefixtures("importable_environments")
 def test_no_rollout_is_lost_while_servers_come_crash_and_go(orchestrate, fleet, monkeypatch, tmp_path) -> None:
-    monkeypatch.setattr("prime_rl.orchestrator.servers.pool.WATCH_INTERVAL_S", 0.02)
     resolve = socket.getaddrinfo
 
     def answer(host: Any, port: Any, *args: Any, **kwargs: Any) -> Any:
