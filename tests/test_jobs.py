@@ -236,6 +236,15 @@ def test_following_reads_what_is_added_and_what_replaces_the_file(tmp_path: Path
     assert list(lines) == ["one", "two", "A"]
 
 
+def test_a_file_of_any_size_is_read_in_pieces(tmp_path: Path) -> None:
+    file = tmp_path / "job.log"
+    file.write_bytes(b"x" * 3_000_000 + b"\n" + b"\xff line\n" * 20_000 + b"end")
+    lines = list(follow_file(file, lambda: True))
+    assert sum(map(len, lines[:-20_001])) == 3_000_000
+    assert (set(lines[-20_001:-1]), lines[-1]) == ({"\ufffd line"}, "end")
+    assert list(follow_file(tmp_path / "missing.log", lambda: True)) == []
+
+
 def test_a_job_of_another_versions_back_end_is_one_line(log: JobLog) -> None:
     log.save(a_job(backend="mainframe"))
     result = jobs("status", "last")

@@ -12,6 +12,8 @@ LOOK_EVERY_S = 0.5
 ASK_EVERY = 6
 """Looks without a new line between two questions whether the job has ended."""
 _CHUNK_BYTES = 1 << 16
+_LONGEST_LINE_BYTES = 1 << 20
+"""A longer line is cut into several."""
 
 
 def follow_file(
@@ -23,12 +25,13 @@ def follow_file(
     """
     reader, quiet = _Reader(path), 0
     while True:
-        if lines := reader.read():
+        if (lines := reader.read()) is not None:
             yield from lines
             quiet = 0
             continue
         if quiet % ASK_EVERY == 0 and has_ended():
-            yield from reader.read()
+            while (lines := reader.read()) is not None:
+                yield from lines
             yield from reader.rest()
             return
         quiet += 1
@@ -36,22 +39,22 @@ def follow_file(
 
 
 class _Reader:
-    """Reads what is new in a file, a whole line at a time."""
+    """Reads what is new in a file, a piece at a time: a log may be larger than the memory."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.begun = b""
         self._file: BinaryIO | None = None
 
-    def read(self) -> list[str]:
-        """New whole lines."""
+    def read(self) -> list[str] | None:
+        """The whole lines of the next piece; None if there is nothing new."""
         file = self._opened()
-        if file is None:
-            return []
-        lines = []
-        while chunk := file.read(_CHUNK_BYTES):
-            *whole, self.begun = (self.begun + chunk).split(b"\n")
-            lines += whole
+        chunk = b"" if file is None else file.read(_CHUNK_BYTES)
+        if not chunk:
+            return None
+        *lines, self.begun = (self.begun + chunk).split(b"\n")
+        if len(self.begun) > _LONGEST_LINE_BYTES:
+            lines, self.begun = [*lines, self.begun], b""
         return [line.decode(errors="replace") for line in lines]
 
     def rest(self) -> list[str]:
