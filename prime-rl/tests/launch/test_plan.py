@@ -34,7 +34,7 @@ def site(device: Device = "cuda", gpus: GpuAssignment | None = None, **env: str)
         env=env,
         caches=Path("/caches"),
         ports=Ports(inference=8001, broadcast=8003),
-        meeting_place=Path("/run/ranks/store"),
+        meeting_place="/run/ranks/store",
         engine_key="the-key",
         arguments=("@", "rl.toml"),
     )

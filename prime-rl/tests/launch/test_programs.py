@@ -39,7 +39,7 @@ def test_the_orchestrator_sees_no_gpu() -> None:
 
 
 def test_a_rank_is_told_what_torchrun_would_tell_it() -> None:
-    ranks = TrainerRanks(RL_TRAINER, PATHS.config("trainer"), 1, Path("/run/store"))
+    ranks = TrainerRanks(RL_TRAINER, PATHS.config("trainer"), 1, "/run/store")
     (spec,) = ranks.processes(PATHS, "/venv/python", {}, (), "--ckpt.resume-step", "4")
     assert spec.argv[:3] == ("/venv/python", "-m", "prime_rl.trainer.rl.train")
     assert spec.argv[-2:] == ("--ckpt.resume-step", "4")

@@ -17,7 +17,7 @@ from prime_rl.orchestrator.env_servers.environments import load_environments
 from prime_rl.orchestrator.rollouts.rollout import ExampleRef
 from prime_rl.orchestrator.rollouts.sampling import SamplingConfig, train_sampling_args
 from prime_rl.orchestrator.servers.pool import InferencePool
-from prime_rl.transport.endpoints import TRANSPORT_KEY_VARIABLE
+from prime_rl.utils.engine_keys import TRANSPORT_KEY_VARIABLE
 
 COMMAND = Path(sys.executable).with_name("env-server")
 

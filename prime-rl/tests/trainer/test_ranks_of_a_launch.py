@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from prime_rl.launch import ProcessSpec
-from prime_rl.launch.programs import TrainerRanks, loopback_env
+from prime_rl.launch.programs import TrainerRanks, interface_env
 from prime_rl.run.paths import RunPaths
 
 RANK = Path(__file__).with_name("rank_of_a_launch.py")
@@ -22,8 +22,8 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 
 def planned_ranks(out: Path) -> tuple[ProcessSpec, ...]:
-    return TrainerRanks("unused", out / "unused.toml", 2, out / "ranks" / "store").processes(
-        RunPaths(out), sys.executable, loopback_env({}), ()
+    return TrainerRanks("unused", out / "unused.toml", 2, str(out / "ranks" / "store")).processes(
+        RunPaths(out), sys.executable, interface_env({}), ()
     )
 
 

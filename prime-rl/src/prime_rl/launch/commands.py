@@ -34,20 +34,24 @@ if TYPE_CHECKING:
 
 
 def _sft_faults(config: SFTConfig, sharing: Sharing) -> list[str]:
-    if config.deployment.type != "single_node":
-        return [f"deployment.type = {config.deployment.type!r}: this command runs on one node"]
-    return [*unbuilt_faults(config), *start_faults(config)]
+    return [*_slurm_faults(config), *unbuilt_faults(config), *start_faults(config)]
+
+
+def _slurm_faults(config: SFTConfig | RLConfig) -> list[str]:
+    """`[slurm]` on one node asks for a submission, which these commands do not do."""
+    if config.slurm is None or config.deployment.type == "multi_node":
+        return []
+    return [f"[slurm] is not supported yet: submit with `medarc_slurm {type(config).component}`"]
 
 
 def _rl_faults(config: RLConfig, sharing: Sharing) -> list[str]:
-    faults = []
-    if config.deployment.type != "single_node":
-        faults.append(f"deployment.type = {config.deployment.type!r}: this command runs on one node")
-    elif config.deployment.num_teacher_gpus:
+    faults = _slurm_faults(config)
+    if config.deployment.type == "single_node" and config.deployment.num_teacher_gpus:
         faults.append(f"deployment.num_teacher_gpus = {config.deployment.num_teacher_gpus}: no teacher is started here")
     if config.teacher_inference is not None:
         faults.append("teacher_inference: no teacher is started here")
-    fault = None if sharing.free_ports else port_fault(config)
+    # On several nodes the launch chooses the ports.
+    fault = None if sharing.free_ports or config.deployment.type == "multi_node" else port_fault(config)
     if fault is not None:
         faults.append(fault)
     return faults or [*unbuilt_faults(config), *start_faults(config)]

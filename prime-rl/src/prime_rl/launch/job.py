@@ -55,14 +55,21 @@ class Job:
     """When a process that makes no progress ends the job."""
     trace_mib: int | None = None
     """Size at which the trace of a process ends. None records no traces."""
+    nodes: tuple[str, ...] = ()
+    """Names of the nodes, in a job on several."""
     resume: tuple[str, ...] | None = None
     """Options that make the same command continue the job. None: it saves nothing to continue from."""
 
     @property
     def gpus(self) -> dict[str, tuple[str, ...]]:
-        """The ids of each component's GPUs. On a CPU they stand for processes."""
-        # Each rank of the trainer names the GPUs of all ranks.
-        return {process.name: process.gpus for process in self.processes if process.rank == 0 and process.gpus}
+        """The ids of each component's GPUs, on several nodes as `NODE:ID`. On a CPU they stand for processes."""
+        found: dict[str, dict[str, None]] = {}
+        for process in self.processes:
+            where = f"{self.nodes[process.node]}:" if self.nodes else ""
+            # Each rank of the trainer names the GPUs of all ranks on its node.
+            component = "trainer" if process.rank else process.name
+            found.setdefault(component, {}).update(dict.fromkeys(f"{where}{gpu}" for gpu in process.gpus))
+        return {component: tuple(ids) for component, ids in found.items() if ids}
 
     def how_to_continue(self, argv: Sequence[str], env: Mapping[str, str]) -> str:
         """Tell how to continue the job that `argv` started, in one line or two."""

@@ -6,7 +6,7 @@ Plans are pure. They start nothing, write nothing and read no environment.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,14 +17,13 @@ from prime_rl.launch.caches import cache_env
 from prime_rl.launch.devices import allocator_env, mask, mask_for_vllm, spin_env, thread_env
 from prime_rl.launch.job import Job, Resources
 from prime_rl.launch.programs import (
-    LOOPBACK,
     RL_TRAINER,
     SFT_TRAINER,
     TrainerRanks,
     beside_training,
     evaluator_process,
     inference_process,
-    loopback_env,
+    interface_env,
     orchestrator_process,
 )
 from prime_rl.launch.site import Demand, Site
@@ -32,7 +31,7 @@ from prime_rl.launch.spec import ProcessSpec
 from prime_rl.launch.stalls.watchdog import StallLimits
 from prime_rl.run.clearance import CLEARANCE_VARIABLE
 from prime_rl.run.paths import RunPaths
-from prime_rl.utils.engine_keys import ENGINE_KEY_VARIABLE, named_key
+from prime_rl.utils.engine_keys import ENGINE_KEY_VARIABLE, TRANSPORT_KEY_VARIABLE, named_key
 
 if TYPE_CHECKING:
     from prime_rl.configs.eval import OfflineEvalConfig
@@ -45,14 +44,18 @@ if TYPE_CHECKING:
 
 def sft_demand(config: SFTConfig) -> Demand:
     deployment = config.deployment
-    assert deployment.type == "single_node", "commands refuse the others"
+    if deployment.type == "multi_node":
+        return Demand(config.device, train=deployment.gpus_per_node, train_nodes=deployment.num_nodes)
     infer = 0 if config.eval is None else deployment.num_infer_gpus
     return Demand(config.device, infer=infer, train=deployment.num_gpus)
 
 
 def rl_demand(config: RLConfig) -> Demand:
     deployment = config.deployment
-    assert deployment.type == "single_node", "commands refuse the others"
+    if deployment.type == "multi_node":
+        gpus = deployment.gpus_per_node
+        nodes = (deployment.num_infer_nodes, deployment.num_train_nodes)
+        return Demand(config.device, gpus, gpus, infer_nodes=nodes[0], train_nodes=nodes[1])
     infer_ids, train_ids = config.inference_gpu_ids, config.trainer_gpu_ids
     infer = deployment.num_infer_gpus if infer_ids is None else len(infer_ids)
     return Demand(
@@ -74,11 +77,10 @@ def plan_sft(config: SFTConfig, paths: RunPaths, site: Site, resume_step: int | 
     """The ranks of the SFT trainer, and what evaluates its exports. `resume_step` is the step that "the latest" (-1) in
     the config stands for."""
     demand, evaluation = sft_demand(config), evaluation_of(config)
-    env = {} if site.device == "cuda" else thread_env(site.cores, demand.train, site.env)
-    if site.device == "cpu" and evaluation is None:
-        env |= spin_env(site.env)
+    own_cores = spin_env(site.env) if site.device == "cpu" and evaluation is None else {}
+    envs = [_threads(each, demand.train) | own_cores for each in site.each]
     ranks = TrainerRanks(SFT_TRAINER, paths.config("sft"), demand.train, site.meeting_place)
-    processes = _trainer("sft", ranks, paths, site, env, *_resume_flags(config.ckpt, resume_step))
+    processes = _trainer("sft", ranks, paths, site.each, envs, *_resume_flags(config.ckpt, resume_step))
     configs: dict[str, BaseSettings] = {"sft": config}
     if evaluation is not None:
         # After the trainer: its start removes the marker of an earlier one's end.
@@ -93,6 +95,7 @@ def plan_sft(config: SFTConfig, paths: RunPaths, site: Site, resume_step: int | 
         stopping=_stopping(config.ckpt),
         stall_limits=_stall_limits(config.stall),
         trace_mib=_trace_mib(config.trace),
+        nodes=tuple(each.name for each in site.nodes),
         resume=_resume(config.ckpt),
     )
 
@@ -109,9 +112,9 @@ def _evaluation_beside(
 def _evaluating(
     command: str, config: OfflineEvalConfig, paths: RunPaths, site: Site, env: Mapping[str, str]
 ) -> tuple[ProcessSpec, ...]:
-    server, client = _addresses(config.inference, site)
+    client = _client_flags(config.inference, (site,))
     evaluator = evaluator_process(paths, site.programs.python, _child_env(command, "evaluator", site, {}), *client)
-    servers = _inference(command, config.inference, paths, site, env, *server)
+    servers = _inference(command, config.inference, paths, site, env)
     return _with_key(servers, evaluator, config.client, site)
 
 
@@ -122,24 +125,28 @@ def _eval_configs(config: OfflineEvalConfig) -> dict[str, BaseSettings]:
 def plan_rl(config: RLConfig, paths: RunPaths, site: Site, resume_step: int | None) -> Job:
     """Inference server (unless the config has none), orchestrator and the ranks of the trainer."""
     demand, resume = rl_demand(config), _resume_flags(config.trainer.ckpt, resume_step)
-    broadcast = _broadcast_flags(config, site)
-    env: dict[str, str] = {}
-    if site.device == "cpu":
-        # At async level 0 inference and trainer take turns.
-        at_once = (
-            demand.infer + demand.train if config.orchestrator.max_async_level else max(demand.infer, demand.train)
-        )
-        env = thread_env(site.cores, at_once, site.env)
+    infer_sites, train_sites = site.each[: demand.infer_nodes] or (site,), site.each[demand.infer_nodes :]
+    infer_at_once, train_at_once = _processes_at_once(demand, config)
+    head = train_sites[0]
+    broadcast, sockets = _broadcast_flags(config, head), _socket_flags(config, head)
+    envs = [_threads(each, train_at_once) for each in train_sites]
     ranks = TrainerRanks(RL_TRAINER, paths.config("trainer"), demand.train, site.meeting_place)
-    server, client = _addresses(config.inference, site)
+    flags = (*_client_flags(config.inference, infer_sites), *broadcast, *sockets, *resume)
     orchestrator = orchestrator_process(
-        paths, site.programs.orchestrator, _child_env("rl", "orchestrator", site, env), *client, *broadcast, *resume
+        paths, site.programs.orchestrator, _child_env("rl", "orchestrator", head, envs[0]), *flags
     )
     waits = {CLEARANCE_VARIABLE: str(paths.orchestrator.environments_checked)}
-    servers = _inference("rl", config.inference, paths, site, env | waits, *server)
-    processes = (
-        *_with_key(servers, orchestrator, config.orchestrator.client, site),
-        *_trainer("rl", ranks, paths, site, env, *broadcast, *resume),
+    servers = [
+        server
+        for replica, each in enumerate(infer_sites)
+        for server in _inference("rl", config.inference, paths, each, _threads(each, infer_at_once) | waits, replica)
+    ]
+    processes = _with_transport_key(
+        (
+            *_with_key(servers, replace(orchestrator, node=head.node), config.orchestrator.client, site),
+            *_trainer("rl", ranks, paths, train_sites, envs, *broadcast, *sockets, *resume),
+        ),
+        site,
     )
     return Job(
         "rl",
@@ -151,6 +158,7 @@ def plan_rl(config: RLConfig, paths: RunPaths, site: Site, resume_step: int | No
         _stopping(config.trainer.ckpt),
         _stall_limits(config.stall),
         _trace_mib(config.trace),
+        tuple(each.name for each in site.nodes),
         _resume(config.trainer.ckpt),
     )
 
@@ -177,14 +185,13 @@ def plan_eval(config: OfflineEvalConfig, paths: RunPaths, site: Site, resume_ste
 def plan_server(command: str, config: InferenceConfig, paths: RunPaths, site: Site, waits_for: Path) -> ProcessSpec:
     """An inference server by itself, on `inference_url(site)`. It loads its model once the file `waits_for` exists."""
     env = {} if site.device == "cuda" else thread_env(site.cores, 1, site.env)
-    flags, _ = _addresses(config, site)
-    (server,) = _inference(command, config, paths, site, env | {CLEARANCE_VARIABLE: str(waits_for)}, *flags)
+    (server,) = _inference(command, config, paths, site, env | {CLEARANCE_VARIABLE: str(waits_for)})
     return replace(server, secrets={ENGINE_KEY_VARIABLE: site.engine_key})
 
 
 def inference_url(site: Site) -> str:
     """The address of an inference server on the port that the launch has chosen."""
-    return f"http://{LOOPBACK}:{site.ports.inference}"
+    return f"http://{site.address}:{site.ports.inference}"
 
 
 def component_configs(config: RLConfig) -> dict[str, BaseSettings]:
@@ -210,8 +217,26 @@ def port_fault(config: RLConfig) -> str | None:
     )
 
 
+def _threads(site: Site, processes: int) -> dict[str, str]:
+    return {} if site.device == "cuda" else thread_env(site.cores, processes, site.env)
+
+
+def _processes_at_once(demand: Demand, config: RLConfig) -> tuple[int, int]:
+    """Number of processes that compute at the same time, on a node of inference and on one of the trainer."""
+    if demand.infer_nodes:
+        return demand.infer, demand.train
+    # At async level 0 inference and trainer take turns.
+    both = demand.infer + demand.train if config.orchestrator.max_async_level else max(demand.infer, demand.train)
+    return both, both
+
+
 def _inference(
-    command: str, config: InferenceConfig | None, paths: RunPaths, site: Site, env: Mapping[str, str], *flags: str
+    command: str,
+    config: InferenceConfig | None,
+    paths: RunPaths,
+    site: Site,
+    env: Mapping[str, str],
+    replica: int = 0,
 ) -> tuple[ProcessSpec, ...]:
     if config is None:
         return ()
@@ -219,11 +244,14 @@ def _inference(
     may_be_vllm = site.device == "cuda" and config.backend != "embedded"
     visible = mask_for_vllm(gpus, site.gpu_indices) if may_be_vllm else mask(gpus)
     env = _child_env(command, "inference", site, env) | visible
-    return (inference_process(paths, site.programs.inference, env, gpus, *flags),)
+    if site.name:
+        env |= interface_env(site.env, site.interface)
+    server = inference_process(paths, site.programs.inference, env, gpus, *_server_flags(site), replica=replica)
+    return (replace(server, node=site.node),)
 
 
 def _with_key(
-    servers: tuple[ProcessSpec, ...], user: ProcessSpec, client: ClientConfig, site: Site
+    servers: Sequence[ProcessSpec], user: ProcessSpec, client: ClientConfig, site: Site
 ) -> tuple[ProcessSpec, ...]:
     """The launch's own servers and the process that sends them requests, with the key that both need."""
     if not servers:
@@ -233,16 +261,39 @@ def _with_key(
     return *keyed, replace(user, secrets={client.api_key_var: key})
 
 
+def _with_transport_key(processes: tuple[ProcessSpec, ...], site: Site) -> tuple[ProcessSpec, ...]:
+    """Orchestrator and trainer, which may talk through sockets, with the key of these."""
+    if site.transport_key is None:
+        return processes
+    key = {TRANSPORT_KEY_VARIABLE: site.transport_key}
+    return tuple(
+        replace(process, secrets={**process.secrets, **key}) if process.completes_run else process
+        for process in processes
+    )
+
+
 def _trainer(
-    command: str, ranks: TrainerRanks, paths: RunPaths, site: Site, env: Mapping[str, str], *flags: str
+    command: str,
+    ranks: TrainerRanks,
+    paths: RunPaths,
+    sites: Sequence[Site],
+    envs: Sequence[Mapping[str, str]],
+    *flags: str,
 ) -> tuple[ProcessSpec, ...]:
-    env = _child_env(command, "trainer", site, env) | mask(site.gpus.trainer)
-    if site.device == "cuda":
-        env |= allocator_env(site.env)
-    if ranks.count > 1:
-        # One thread per rank on GPUs, as under torchrun. On CPUs the share of the cores is set already.
-        env = {**thread_env(1, 1, site.env), **env} | loopback_env(site.env)
-    return ranks.processes(paths, site.programs.python, env, site.gpus.trainer, *flags)
+    """The ranks on each node, `ranks.count` on each."""
+    total = len(sites) * ranks.count
+    processes: list[ProcessSpec] = []
+    for site, own in zip(sites, envs, strict=True):
+        here = replace(ranks, first=len(processes), total=total)
+        env = _child_env(command, "trainer", site, own) | mask(site.gpus.trainer)
+        if site.device == "cuda":
+            env |= allocator_env(site.env)
+        if total > 1:
+            # One thread per rank on GPUs, as under torchrun. On CPUs the share of the cores is set already.
+            env = {**thread_env(1, 1, site.env), **env} | interface_env(site.env, site.interface)
+        on_node = here.processes(paths, site.programs.python, env, site.gpus.trainer, *flags)
+        processes += [replace(process, node=site.node) for process in on_node]
+    return tuple(processes)
 
 
 def _child_env(command: str, child: str, site: Site, env: Mapping[str, str]) -> dict[str, str]:
@@ -250,20 +301,30 @@ def _child_env(command: str, child: str, site: Site, env: Mapping[str, str]) -> 
     return {**site.bytecode, **caches, **env, "WANDB_PROGRAM": command, "WANDB_ARGS": json.dumps(site.arguments)}
 
 
-def _addresses(config: InferenceConfig | None, site: Site) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Flags of the server and of its client for a port that was chosen at run time."""
+def _server_flags(site: Site) -> tuple[str, ...]:
+    """Where a server listens, if its port was chosen at run time."""
     port = site.ports.inference
-    if config is None or port is None:
-        return (), ()
-    server = ("--server.host", LOOPBACK, "--server.port", str(port))
-    return server, ("--client.base-url", f"{inference_url(site)}/v1")
+    return () if port is None else ("--server.host", site.address, "--server.port", str(port))
 
 
-def _broadcast_flags(config: RLConfig, site: Site) -> tuple[str, ...]:
-    port = site.ports.broadcast
+def _client_flags(config: InferenceConfig | None, sites: Sequence[Site]) -> tuple[str, ...]:
+    """The addresses of the launch's own servers, if their ports were chosen at run time."""
+    if config is None or any(site.ports.inference is None for site in sites):
+        return ()
+    return ("--client.base-url", ",".join(f"{inference_url(site)}/v1" for site in sites))
+
+
+def _broadcast_flags(config: RLConfig, head: Site) -> tuple[str, ...]:
+    port = head.ports.broadcast
     if config.trainer.weight_broadcast.type != "nccl" or port is None:
         return ()
-    return ("--weight_broadcast.host", LOOPBACK, "--weight_broadcast.port", str(port))
+    return ("--weight_broadcast.host", head.address, "--weight_broadcast.port", str(port))
+
+
+def _socket_flags(config: RLConfig, head: Site) -> tuple[str, ...]:
+    """Where the trainer receives rollouts, on several nodes. On one, sockets need no address."""
+    is_needed = bool(head.name) and config.trainer.rollout_transport.type == "zmq"
+    return ("--rollout_transport.host", head.address) if is_needed else ()
 
 
 def _resume_flags(ckpt: object, resume_step: int | None) -> tuple[str, ...]:
@@ -292,10 +353,13 @@ def _resume(ckpt: object) -> tuple[str, ...] | None:
 
 def _resources(processes: tuple[ProcessSpec, ...]) -> Resources:
     gpus = {(process.node, gpu) for process in processes for gpu in process.gpus}
-    return Resources(nodes=1 + max(process.node for process in processes), gpus_per_node=len(gpus))
+    nodes = 1 + max(process.node for process in processes)
+    return Resources(nodes, max(sum(node == each for each, _ in gpus) for node in range(nodes)))
 
 
 def _headline(demand: Demand, config: RLConfig, site: Site) -> str:
+    if site.nodes:
+        return ""
     if site.device == "cuda":
         return f"inference on GPU {','.join(site.gpus.inference)}, trainer on GPU {','.join(site.gpus.trainer)}"
     why = 'device = "cpu"' if config.device == "cpu" else "no GPU here"

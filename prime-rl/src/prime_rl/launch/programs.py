@@ -24,6 +24,8 @@ POLITELY = ("nice", "-n", "10")
 
 LOOPBACK = "127.0.0.1"
 LOOPBACK_INTERFACE = "lo"
+GLOO_VARIABLE = "GLOO_SOCKET_IFNAME"
+"""Network interface of gloo, by name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,13 +56,12 @@ def _program(name: str, bin_dir: Path) -> str:
 
 
 def inference_process(
-    paths: RunPaths, program: str, env: Mapping[str, str], gpus: tuple[str, ...], *flags: str
+    paths: RunPaths, program: str, env: Mapping[str, str], gpus: tuple[str, ...], *flags: str, replica: int = 0
 ) -> ProcessSpec:
-    """The inference server. It serves until the run is complete."""
+    """An inference server: `inference`, `inference_1`, …. It serves until the run is complete."""
+    name = f"inference_{replica}" if replica else "inference"
     argv = (program, "@", str(paths.config("inference")), *flags)
-    return ProcessSpec(
-        "inference", argv, paths.log("inference"), _unbuffered(env), gpus=gpus, beats=paths.beats("inference")
-    )
+    return ProcessSpec(name, argv, paths.log(name), _unbuffered(env), gpus=gpus, beats=paths.beats(name))
 
 
 def orchestrator_process(paths: RunPaths, program: str, env: Mapping[str, str], *flags: str) -> ProcessSpec:
@@ -88,13 +89,18 @@ def beside_training(process: ProcessSpec, paths: RunPaths, shares_cores: bool) -
 
 @dataclass(frozen=True, slots=True)
 class TrainerRanks:
-    """A training module and the processes of one node that run it together."""
+    """A training module and the processes of one node that run it, with those of other nodes."""
 
     module: str
     config: Path
     count: int
-    meeting_place: Path
-    """File through which they find each other."""
+    """Number on this node."""
+    meeting_place: str
+    """Where they find each other: a file, or `tcp://ADDRESS:PORT`."""
+    first: int = 0
+    """Rank of the first one on this node."""
+    total: int | None = None
+    """Number on all nodes. None: there is only this one."""
 
     def processes(
         self, paths: RunPaths, python: str, env: Mapping[str, str], gpus: tuple[str, ...], *flags: str
@@ -104,26 +110,30 @@ class TrainerRanks:
         SIGUSR1 makes the trainer write a checkpoint.
         """
         argv = (python, "-m", self.module, "@", str(self.config), *flags)
-        names = ("trainer", *(f"trainer_rank_{rank}" for rank in range(1, self.count)))
         return tuple(
             replace(
-                _completing(name, argv, paths, _unbuffered(env) | self._rank_env(rank)),
+                _completing(rank_name(rank), argv, paths, _unbuffered(env) | self._rank_env(rank)),
                 gpus=gpus,
                 rank=rank,
                 relays=frozenset({signal.SIGUSR1}),
             )
-            for rank, name in enumerate(names)
+            for rank in range(self.first, self.first + self.count)
         )
 
     def _rank_env(self, rank: int) -> dict[str, str]:
         """The variables that torchrun sets too, except that ranks meet in a file and not at an address."""
         return {
             "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(self.count),
+            "LOCAL_RANK": str(rank - self.first),
+            "WORLD_SIZE": str(self.count if self.total is None else self.total),
             "LOCAL_WORLD_SIZE": str(self.count),
-            STORE_VARIABLE: str(self.meeting_place),
+            STORE_VARIABLE: self.meeting_place,
         }
+
+
+def rank_name(rank: int) -> str:
+    """Name of a rank's process and log."""
+    return f"trainer_rank_{rank}" if rank else "trainer"
 
 
 def _completing(name: str, argv: tuple[str, ...], paths: RunPaths, env: Mapping[str, str]) -> ProcessSpec:
@@ -139,12 +149,12 @@ def _completing(name: str, argv: tuple[str, ...], paths: RunPaths, env: Mapping[
     )
 
 
-def loopback_env(env: Mapping[str, str]) -> dict[str, str]:
-    """Keep gloo on the loopback interface, unless `env` names one.
+def interface_env(env: Mapping[str, str], interface: str = LOOPBACK_INTERFACE) -> dict[str, str]:
+    """Keep gloo on a network interface, unless `env` names one.
 
     By default gloo listens on the address of the host's name, which may not resolve or may be public.
     """
-    return {} if sys.platform != "linux" or "GLOO_SOCKET_IFNAME" in env else {"GLOO_SOCKET_IFNAME": LOOPBACK_INTERFACE}
+    return {} if sys.platform != "linux" or GLOO_VARIABLE in env else {GLOO_VARIABLE: interface}
 
 
 def _unbuffered(env: Mapping[str, str]) -> dict[str, str]:

@@ -16,10 +16,13 @@ from typing import Any, Generic, Protocol, TypeVar
 from prime_rl.checks import NotInstalled
 from prime_rl.configs.shared import FileAccess
 from prime_rl.history.machine import machine_facts
-from prime_rl.launch.host import LocalHost
+from prime_rl.launch.host import Host, LocalHost
 from prime_rl.launch.job import Job
 from prime_rl.launch.launch_log import LaunchLog
 from prime_rl.launch.logs import polled
+from prime_rl.launch.nodes.cluster import ClusterHost
+from prime_rl.launch.nodes.placing import Cluster, cluster_site, placement
+from prime_rl.launch.programs import Programs
 from prime_rl.launch.site import Demand, Sharing, Site, claimed_site
 from prime_rl.launch.spec import CannotStart, Outcome
 from prime_rl.launch.stalls.watchdog import Watchdog
@@ -32,6 +35,9 @@ from prime_rl.run.paths import RunPaths, stable_steps
 from prime_rl.run.unfinished import settle
 from prime_rl.storage.staging import StagingRefused, has_s3_names, inputs_of, staged
 from prime_rl.utils.gpus import DeviceError
+
+FAILURE_GRACE_S = 15.0
+"""Seconds to stop after a failure on several nodes: ranks that wait for a lost one cannot save."""
 
 ConfigT = TypeVar("ConfigT", bound="Launchable")
 
@@ -100,10 +106,11 @@ def launch(
     screen: ScreenFactory,
     sharing: Sharing = Sharing(),  # noqa: B008 - frozen
     bin_dir: Path | None = None,
+    cluster: Cluster | None = None,
 ) -> int:
     """Run the processes of a config until all have ended. Call it in the main thread, because it handles signals.
 
-    Prints one line for each fault to stderr.
+    A config for several nodes runs on those of `cluster`. Prints one line for each fault to stderr.
 
     Returns:
         0 if the run is complete or was a dry run; 2 if it cannot be started as configured; 128 + n after signal n;
@@ -112,7 +119,8 @@ def launch(
     faults: tuple[str, ...]
     try:
         with files_readable_by(config.file_access):
-            return _launch(command, config, screen, sharing, bin_dir)
+            _check_nodes(command, config, cluster)
+            return _launch(command, config, screen, sharing, (bin_dir, cluster))
     except RunFinished as finished:
         sys.stdout.write(f"{finished}\n")
         return 0
@@ -126,8 +134,24 @@ def launch(
     return code
 
 
+def _check_nodes(command: Command[ConfigT], config: ConfigT, cluster: Cluster | None) -> None:
+    """Raise LaunchRefused if the config is for another number of nodes than the launch has."""
+    needed, names = command.demand(config).nodes, () if cluster is None else tuple(cluster.names)
+    if needed == 1 or needed == len(names):
+        return
+    has = f"the job has {len(names)}: {', '.join(names)}" if names else "this launch has one"
+    raise LaunchRefused(
+        f"deployment.type = 'multi_node': the run takes {needed} nodes, and {has}; "
+        f"submit it with `medarc_slurm {command.name}`, or start it in a Slurm job of {needed} nodes"
+    )
+
+
 def _launch(
-    command: Command[ConfigT], config: ConfigT, screen: ScreenFactory, sharing: Sharing, bin_dir: Path | None
+    command: Command[ConfigT],
+    config: ConfigT,
+    screen: ScreenFactory,
+    sharing: Sharing,
+    where: tuple[Path | None, Cluster | None],
 ) -> int:
     faults = command.check(config, sharing)
     _refuse(faults, config.dry_run)
@@ -137,15 +161,15 @@ def _launch(
     paths = RunPaths(config.output_dir)
     with (
         run_lock(paths.root) as lock,
-        LocalHost(held_by_guard=(lock,)) as host,
-        claimed_site(command.demand(config), sharing, os.environ, host.directory, bin_dir) as site,
+        LocalHost(held_by_guard=(lock,)) as local,
+        _placed(local, command.demand(config), sharing, paths, where) as (host, site),
     ):
         if not config.dry_run:
             settle(paths)
         resume_step = command.check_directory(config, paths)
         job = command.plan(config, paths, site, resume_step)
         # Both look at checkpoints that the next step moves.
-        notes = command.notes(config, paths, resume_step)
+        notes = [*placement(job, site), *command.notes(config, paths, resume_step)]
         facts = None if command.facts is None else command.facts(config, paths, resume_step)
         if not config.dry_run:
             command.prepare_directory(config, paths, resume_step)
@@ -174,6 +198,24 @@ def _with_local_inputs(command: Command[ConfigT], config: ConfigT, sharing: Shar
     return config
 
 
+@contextlib.contextmanager
+def _placed(
+    local: LocalHost, demand: Demand, sharing: Sharing, paths: RunPaths, where: tuple[Path | None, Cluster | None]
+) -> Iterator[tuple[Host, Site]]:
+    """Where the processes run: on this machine, or on the nodes of a cluster if the demand is for several."""
+    bin_dir, cluster = where
+    if cluster is None or demand.nodes == 1:
+        with claimed_site(demand, sharing, os.environ, local.directory, bin_dir) as site:
+            yield local, site
+        return
+    programs, store = Programs.find(bin_dir), paths.control / "store"
+    with (
+        ClusterHost(local, cluster.channels(), say=lambda line: _write(sys.stderr.write, f"{line}\n")) as host,
+        cluster_site(host, cluster, demand, os.environ, store, programs) as site,
+    ):
+        yield host, site
+
+
 def _refuse(faults: Sequence[str], dry_run: bool) -> None:
     """Raise LaunchRefused if there are faults. A dry run only warns of packages that are not installed here."""
     tolerated = [fault for fault in faults if dry_run and isinstance(fault, NotInstalled)]
@@ -183,7 +225,7 @@ def _refuse(faults: Sequence[str], dry_run: bool) -> None:
 
 
 def run_job(
-    job: Job, host: LocalHost, screen: ScreenFactory, notes: Sequence[str] = (), receipt: Receipt | None = None
+    job: Job, host: Host, screen: ScreenFactory, notes: Sequence[str] = (), receipt: Receipt | None = None
 ) -> int:
     """Run a planned job to its end, show it after its `notes`, complete its receipt, and return the exit code."""
     with screen(job) as shown:
@@ -193,7 +235,12 @@ def run_job(
         for line in filter(None, (job.headline, *notes)):
             log.say(line)
         supervisor = Supervisor(
-            job.processes, host, log.say, stopping=job.stopping, watchdog=Watchdog(job.stall_limits)
+            job.processes,
+            host,
+            log.say,
+            stopping=job.stopping,
+            watchdog=Watchdog(job.stall_limits),
+            failure_grace_s=FAILURE_GRACE_S if job.nodes else None,
         )
         with (
             polled(partial(pass_on_save_request, job.paths), name="save request", every_s=1.0),

@@ -19,7 +19,7 @@ from prime_rl.launch.devices import (
     usable_cores,
 )
 from prime_rl.launch.ports import reserved_ports
-from prime_rl.launch.programs import Programs
+from prime_rl.launch.programs import LOOPBACK, LOOPBACK_INTERFACE, Programs
 from prime_rl.utils.engine_keys import ENGINE_KEY_VARIABLE, named_key, new_engine_key
 from prime_rl.utils.gpus import DeviceError, choose_device, masked_gpus, usable_gpus
 
@@ -37,6 +37,14 @@ class Demand:
     infer_ids: tuple[int, ...] | None = None
     """GPUs that the config names. None takes the first free ones."""
     train_ids: tuple[int, ...] | None = None
+    infer_nodes: int = 0
+    """Nodes of their own for inference. The numbers above then count per node."""
+    train_nodes: int = 0
+
+    @property
+    def nodes(self) -> int:
+        """Number of nodes: inference comes first, then training."""
+        return max(1, self.infer_nodes + self.train_nodes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +80,9 @@ class Site:
     env: Mapping[str, str]
     """The launcher's own environment."""
     ports: Ports
-    meeting_place: Path
-    """File through which the trainer's ranks find each other. Any user of the machine could connect to a TCP store."""
+    meeting_place: str
+    """How the trainer's ranks find each other: a file, because any user of the machine could connect to a TCP store, or
+    `tcp://ADDRESS:PORT` where nodes share no file that they can lock."""
     engine_key: str = field(repr=False)
     """Key that the inference server of this launch requires."""
     caches: Path
@@ -82,6 +91,23 @@ class Site:
     """Environment variables that let children keep bytecode."""
     arguments: tuple[str, ...] = ()
     """The launcher's command line, which W&B records."""
+    node: int = 0
+    """Index of the node."""
+    name: str = ""
+    """Name of the node, in a launch on several."""
+    address: str = LOOPBACK
+    """Where the processes of the node listen."""
+    interface: str = LOOPBACK_INTERFACE
+    """The network interface with that address."""
+    transport_key: str | None = field(default=None, repr=False)
+    """Key of ZeroMQ sockets between nodes."""
+    nodes: tuple[Site, ...] = ()
+    """The sites of several nodes, in order. Empty on one node."""
+
+    @property
+    def each(self) -> tuple[Site, ...]:
+        """One site for each node."""
+        return self.nodes or (self,)
 
 
 @contextmanager
@@ -108,7 +134,7 @@ def claimed_site(
             cores=usable_cores(),
             env=dict(env),
             ports=ports,
-            meeting_place=scratch / "store",
+            meeting_place=str(scratch / "store"),
             engine_key=named_key(ENGINE_KEY_VARIABLE, env) or new_engine_key(),
             caches=held.enter_context(compile_caches(env, combination, scratch / "caches")),
             bytecode=bytecode_env(env, packages_are_compiled()),

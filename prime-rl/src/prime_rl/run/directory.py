@@ -95,7 +95,10 @@ def write_configs(paths: RunPaths, configs: Mapping[str, BaseSettings]) -> None:
     from prime_rl.utils.pydantic_config import dump_toml
 
     for component, config in configs.items():
-        exclude = [key for key in _LAUNCH_KEYS if key in type(config).model_fields]
+        deployment = getattr(config, "deployment", None)
+        # A deployment on several nodes is valid only with [slurm].
+        kept = ("slurm",) if getattr(deployment, "type", None) == "multi_node" else ()
+        exclude = [key for key in _LAUNCH_KEYS if key in type(config).model_fields and key not in kept]
         dump_toml(config, paths.config(component), exclude=exclude)
 
 

@@ -19,11 +19,8 @@ import zmq
 from zmq.utils import z85
 
 from prime_rl.transport.errors import TransportError
-from prime_rl.utils.engine_keys import is_loopback
+from prime_rl.utils.engine_keys import TRANSPORT_KEY_VARIABLE, is_loopback
 from prime_rl.utils.private import NotPrivate, runtime_directory
-
-TRANSPORT_KEY_VARIABLE = "PRIME_RL_TRANSPORT_KEY"
-"""Environment variable with the key that machines share."""
 
 _MIN_KEY_LENGTH = 16
 

@@ -73,7 +73,7 @@ class WeightGroup:
         self._backend: dist.ProcessGroupNCCL | dist.ProcessGroupGloo | None = None
         host, port = address
         with _as_transport_error(f"process {rank} of {size} could not join the group at {host}:{port}"):
-            self._store = _open_store(host, port, rank == SENDER, self._timeout)
+            self._store = tcp_store(host, port, rank == SENDER, self._timeout)
             if rank == SENDER:
                 # torch's stub accepts only text, but the store takes and returns bytes.
                 self._store.set(_GROUP_INFO, msgspec.msgpack.encode(GroupInfo(size, device.type)))  # type: ignore[arg-type]
@@ -159,8 +159,8 @@ class WeightGroup:
         return payload.cpu().numpy().tobytes()
 
 
-def _open_store(host: str, port: int, is_master: bool, timeout: timedelta) -> dist.TCPStore:
-    """Open the store of the group. Its master listens on the address of `host` alone; torch's would listen on all."""
+def tcp_store(host: str, port: int, is_master: bool, timeout: timedelta) -> dist.TCPStore:
+    """Open a store for several machines. Its master listens on the address of `host` alone; torch's would on all."""
     if not is_master:
         return dist.TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False)
     with socket.socket() as listening:

@@ -22,6 +22,9 @@ from prime_rl.utils.scratch import locked_file, remove_abandoned
 ENGINE_KEY_VARIABLE = "VLLM_API_KEY"
 """The variable that vLLM reads for its own `--api-key`."""
 
+TRANSPORT_KEY_VARIABLE = "PRIME_RL_TRANSPORT_KEY"
+"""Environment variable with the key of ZeroMQ sockets, which machines share."""
+
 _NO_KEY = ("", "EMPTY")
 """Values that people set for servers without a key."""
 

@@ -33,14 +33,10 @@ def _of_both_trainers(key: str, why: str, values: tuple[Any, ...] = (), refused:
 
 NOT_BUILT: tuple[NotBuilt, ...] = (
     NotBuilt("rl.storage", "outputs are local"),
-    NotBuilt("rl.slurm", "submit with `medarc_slurm rl`"),
-    NotBuilt("rl.deployment.type", "a run uses one node", ("multi_node",)),
     NotBuilt("rl.deployment.num_teacher_gpus"),
     NotBuilt("rl.teacher_inference"),
     NotBuilt("rl.max_model_len", "set `inference.model.max_model_len`"),
     NotBuilt("sft.storage", "outputs are local"),
-    NotBuilt("sft.slurm", "submit with `medarc_slurm sft`"),
-    NotBuilt("sft.deployment.type", "a run uses one node", ("multi_node",)),
     *_of_both_trainers("model.attn", "use flash_attention_2, flash_attention_3 or sdpa", ("fa4",)),
     *_of_both_trainers("model.cp", "context parallelism is missing"),
     *_of_both_trainers("model.tp", "tensor parallelism is missing"),

@@ -7,6 +7,7 @@ guard of its `LocalHost` does so. There is no socket.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import select
 import signal
@@ -14,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from queue import SimpleQueue
 from threading import Event as Flag
 from threading import Lock, Thread
@@ -36,6 +38,7 @@ from prime_rl.launch.nodes.messages import (
     Refusal,
     Relay,
     Report,
+    SeeLock,
     Stacks,
     Start,
     Status,
@@ -93,6 +96,8 @@ class Agent:
                 answer = Answer(order.number, lines={order.name: self._host.tail(order.name)})
             case Stacks():
                 answer = Answer(order.number, lines=self._host.stacks(order.names))
+            case SeeLock():
+                answer = Answer(order.number, heard=_is_locked_elsewhere(order.file))
             case EndAll():
                 self._host.end_all(order.grace_s)
         if order.number:
@@ -125,6 +130,18 @@ class Agent:
             with self._changing:
                 specs = [self._specs[name] for name in self._running]
             self._say(Status({spec.name: self._host.observe(spec) for spec in specs}))
+
+
+def _is_locked_elsewhere(file: Path) -> bool:
+    """Whether locks of other nodes are seen here. Some shared file systems keep them to one node."""
+    try:
+        with file.open("r+b") as opened:
+            fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
 
 
 def orders_from(descriptor: int, silent_s: float = HEAD_SILENT_S) -> Iterator[Order]:

@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from queue import SimpleQueue
 from threading import Event as Flag
 from threading import Lock, Thread
@@ -32,6 +33,7 @@ from prime_rl.launch.nodes.messages import (
     Refusal,
     Relay,
     Report,
+    SeeLock,
     Stacks,
     Start,
     Status,
@@ -235,6 +237,14 @@ class ClusterHost:
             raise CannotStart(f"{spec.name} cannot be started: {node.fault}")
         if answer.fault is not None:
             raise CannotStart(f"on {self._name(node)}: {answer.fault}")
+
+    def all_see_lock(self, file: Path) -> bool:
+        """Whether every node sees the lock that this process holds on a file."""
+        number = next(self._numbers)
+        for node in self._nodes:
+            self._tell(node, SeeLock(number, file=file))
+        answers = [self._answer(node, number) for node in self._nodes]
+        return all(answer is not None and answer.heard for answer in answers)
 
     def next_event(self, timeout_s: float | None) -> Event | None:
         return self._local.next_event(timeout_s)

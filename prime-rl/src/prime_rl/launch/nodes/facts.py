@@ -25,6 +25,7 @@ class NodeFacts:
     """A node as its agent sees it."""
 
     name: str
+    hostname: str
     interfaces: Mapping[str, str]
     """IPv4 address of each network interface, by its name."""
     hostname_address: str | None
@@ -56,6 +57,7 @@ def gathered_facts(
     gpus = usable_gpus(env)
     return NodeFacts(
         name=node_name(env),
+        hostname=socket.gethostname(),
         interfaces=dict(_interfaces()),
         hostname_address=_hostname_address(),
         gpus=gpus,

@@ -73,11 +73,17 @@ class Stacks(_Order, frozen=True, kw_only=True):
     names: tuple[str, ...]
 
 
+class SeeLock(_Order, frozen=True, kw_only=True):
+    """Tell whether a file, which the head has locked, is there and locked. The answer's `heard` is the result."""
+
+    file: Path
+
+
 class Ping(_Order, frozen=True):
     """The head is alive."""
 
 
-Order = Start | Stop | Relay | EndAll | Tail | Stacks | Ping
+Order = Start | Stop | Relay | EndAll | Tail | Stacks | SeeLock | Ping
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):

@@ -90,7 +90,7 @@ def setup_world(device: DeviceChoice, timeout_s: int, environ: Mapping[str, str]
     timeout = timedelta(seconds=timeout_s)
     address = f"{environ.get('MASTER_ADDR', '')}:{environ.get('MASTER_PORT', '')}"
     with _waiting_for_ranks(rank, world_size, address, timeout_s):
-        store = open_store(environ, world_size)
+        store = open_store(environ, world_size, timeout)
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo",
             store=store,

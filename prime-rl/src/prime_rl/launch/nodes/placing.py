@@ -1,0 +1,190 @@
+"""Turns the facts of several nodes into the sites that a plan needs."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Protocol
+
+from prime_rl.launch.devices import GpuAssignment
+from prime_rl.launch.job import Job
+from prime_rl.launch.nodes.channels import Channel
+from prime_rl.launch.nodes.cluster import ClusterHost
+from prime_rl.launch.nodes.facts import NodeFacts
+from prime_rl.launch.programs import GLOO_VARIABLE, Programs
+from prime_rl.launch.site import Demand, Device, Ports, Site
+from prime_rl.utils.engine_keys import ENGINE_KEY_VARIABLE, TRANSPORT_KEY_VARIABLE, named_key, new_engine_key
+from prime_rl.utils.gpus import DeviceError
+
+_INFERENCE_PORT, _BROADCAST_PORT, _STORE_PORT = range(3)
+"""What the ports are for that an agent holds."""
+
+
+class Cluster(Protocol):
+    """The nodes that a scheduler has given to this launch."""
+
+    @property
+    def names(self) -> Sequence[str]:
+        """Names of the nodes, in the order in which a plan uses them."""
+
+    def channels(self) -> Sequence[Channel]:
+        """Start an agent on each node. Raises CannotStart or OSError."""
+
+    def address(self, name: str) -> str | None:
+        """The address at which the scheduler reaches a node, if it knows one."""
+
+
+@contextmanager
+def cluster_site(
+    host: ClusterHost, cluster: Cluster, demand: Demand, env: Mapping[str, str], store: Path, programs: Programs
+) -> Iterator[Site]:
+    """The site of a launch on several nodes, with one for each in `nodes`.
+
+    `store` is a file in the run's directory through which the trainer's ranks meet, if the nodes can lock it.
+
+    Raises:
+        DeviceError: a node lacks GPUs, or no address that the others reach.
+    """
+    facts = host.facts
+    device = _common_device(demand, facts)
+    places = [_address(each, cluster.address(name), env) for each, name in zip(facts, cluster.names, strict=True)]
+    _check_reachable(facts, places)
+    sites = []
+    engine_key = named_key(ENGINE_KEY_VARIABLE, env) or new_engine_key()
+    transport_key = env.get(TRANSPORT_KEY_VARIABLE) or new_engine_key()
+    with _meeting_place(host, store, places[demand.infer_nodes][1], facts[demand.infer_nodes]) as meeting_place:
+        for index, (node, (interface, address)) in enumerate(zip(facts, places, strict=True)):
+            gpus = _gpus(demand.infer if index < demand.infer_nodes else demand.train, device, node)
+            sites.append(
+                Site(
+                    programs=programs,
+                    device=device,
+                    gpus=GpuAssignment(gpus, gpus),
+                    gpu_indices=node.gpu_indices,
+                    cores=node.cores,
+                    env=env,
+                    ports=Ports(node.ports[_INFERENCE_PORT], node.ports[_BROADCAST_PORT]),
+                    meeting_place=meeting_place,
+                    engine_key=engine_key,
+                    caches=node.caches,
+                    bytecode=node.bytecode,
+                    arguments=tuple(sys.argv[1:]),
+                    node=index,
+                    name=node.name,
+                    address=address,
+                    interface=interface,
+                    transport_key=transport_key,
+                )
+            )
+        yield replace(sites[0], nodes=tuple(sites))
+
+
+def _common_device(demand: Demand, facts: Sequence[NodeFacts]) -> Device:
+    """The device of all nodes. Raises DeviceError: some have GPUs and some have none."""
+    without = [node.name for node in facts if not node.gpus]
+    if demand.device == "cpu" or (demand.device == "auto" and len(without) == len(facts)):
+        return "cpu"
+    if without:
+        raise DeviceError(f'device = "{demand.device}", but no GPU can be used on {", ".join(without)}')
+    return "cuda"
+
+
+def _gpus(count: int, device: Device, node: NodeFacts) -> tuple[str, ...]:
+    if device == "cpu":
+        return node.gpus[:count]
+    if len(node.gpus) < count:
+        raise DeviceError(
+            f"the run takes {count} GPUs of each node (deployment.gpus_per_node), and {len(node.gpus)} can be used on "
+            f"{node.name} ({','.join(node.gpus)})"
+        )
+    if node.busy_gpus and len(node.gpus) == count:
+        raise DeviceError(f"other programs compute on the GPUs of {node.name}: {'; '.join(node.busy_gpus)}")
+    return node.gpus[:count]
+
+
+def _address(node: NodeFacts, given: str | None, env: Mapping[str, str]) -> tuple[str, str]:
+    """Interface and address at which the other nodes reach this one.
+
+    First the interface that the user names for gloo, then the scheduler's address, the address of the host's name, and
+    any other that is not the loopback address.
+
+    Raises:
+        DeviceError: the node has no such interface.
+    """
+    if named := env.get(GLOO_VARIABLE):
+        for name in named.split(","):
+            if name in node.interfaces:
+                return name, node.interfaces[name]
+        raise DeviceError(
+            f"{GLOO_VARIABLE}={named}: {node.name} has no such network interface with an IPv4 address, but "
+            f"{', '.join(node.interfaces)}"
+        )
+    by_address = {address: name for name, address in node.interfaces.items()}
+    outward = [address for address in by_address if not address.startswith("127.")]
+    for address in (given, node.hostname_address):
+        if address in by_address and (address in outward or address == given):
+            return by_address[address], address
+    address = next(iter([*outward, *by_address]), None)
+    if address is None:
+        raise DeviceError(f"{node.name} has no network interface with an IPv4 address")
+    return by_address[address], address
+
+
+def _check_reachable(facts: Sequence[NodeFacts], places: Sequence[tuple[str, str]]) -> None:
+    """Raises DeviceError: nodes on different machines, and one of them has only the loopback address."""
+    if len({node.hostname for node in facts}) == 1:
+        return
+    for node, (_, address) in zip(facts, places, strict=True):
+        if address.startswith("127."):
+            raise DeviceError(
+                f"{node.name} has only the address {address}, which other nodes do not reach: set {GLOO_VARIABLE} to "
+                "the network interface that they reach"
+            )
+
+
+@contextmanager
+def _meeting_place(host: ClusterHost, store: Path, address: str, node: NodeFacts) -> Iterator[str]:
+    """How the ranks meet: in `store` if all nodes see its locks, else at a TCP store on the first rank's node."""
+    is_new = not store.parent.exists()
+    store.parent.mkdir(parents=True, exist_ok=True)
+    store.unlink(missing_ok=True)
+    descriptor = os.open(store, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        has_locks = _is_locked(descriptor) and host.all_see_lock(store)
+    finally:
+        os.close(descriptor)
+    try:
+        yield str(store) if has_locks else f"tcp://{address}:{node.ports[_STORE_PORT]}"
+    finally:
+        store.unlink(missing_ok=True)
+        if is_new:
+            # A launch that was refused leaves nothing behind.
+            with contextlib.suppress(OSError):
+                store.parent.rmdir()
+
+
+def _is_locked(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
+def placement(job: Job, site: Site) -> Iterator[str]:
+    """One line for each node: what runs there, and on which GPUs."""
+    for node in site.nodes:
+        here = [process for process in job.processes if process.node == node.node]
+        ranks = [process.rank for process in here if process.name.startswith("trainer")]
+        parts = [process.name for process in here if not process.name.startswith("trainer")]
+        if ranks:
+            parts.append(f"trainer rank {ranks[0]}" if len(ranks) == 1 else f"trainer ranks {ranks[0]}-{ranks[-1]}")
+        gpus = tuple(dict.fromkeys(gpu for process in here for gpu in process.gpus))
+        where = f"GPU {','.join(gpus)}" if site.device == "cuda" else f"CPU, {node.cores} cores"
+        yield f"{node.name} ({node.address}): {', '.join(parts)}; {where}"
