@@ -1,9 +1,10 @@
-"""Number of GPUs of a run on one node (or CPU processes, without GPUs), and the config keys that it sets."""
+"""Nodes of a run and their GPUs (or CPU processes, without GPUs), and the config keys that they set."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from medarc_rl.backends.slurm import NODE_GPUS
 from medarc_rl.errors import UsageError
@@ -13,6 +14,9 @@ from prime_rl.configs.areal.mode import parse as parse_allocation
 from prime_rl.configs.rl import RLConfig
 from prime_rl.configs.sft import SFTConfig
 from prime_rl.utils.pydantic_config import ConfigError
+
+MOST_TRAIN_GPUS = 4
+"""GPUs of a node that inference shares with the trainer."""
 
 FULL_GPU_UTILIZATION = 0.9
 """At this utilization an inference server leaves almost no memory for a trainer on the same GPU."""
@@ -34,6 +38,8 @@ class GpuSplit:
                     "--single-gpu takes one GPU for both: leave out "
                     f"--train-gpus {self.train} and --infer-gpus {self.infer}"
                 )
+        elif self.train > MOST_TRAIN_GPUS:
+            raise UsageError(f"--train-gpus {self.train}: the trainer takes 1 to {MOST_TRAIN_GPUS} GPUs of one node")
         elif self.total > NODE_GPUS:
             raise UsageError(
                 f"--train-gpus {self.train} + --infer-gpus {self.infer} = {self.total} GPUs: "
@@ -54,6 +60,72 @@ class GpuSplit:
             "inference_gpu_ids": None,
             "trainer_gpu_ids": None,
         }
+
+
+@dataclass(frozen=True, slots=True)
+class RlNodes:
+    """Nodes that train and that serve, each with the same number of GPUs."""
+
+    train: int
+    infer: int
+    gpus_per_node: int
+
+    @property
+    def total(self) -> int:
+        return self.train + self.infer
+
+    @property
+    def owned(self) -> OwnedKeys:
+        """The keys of `RLConfig` that it sets."""
+        return {
+            "deployment.type": "multi_node",
+            "deployment.num_train_nodes": self.train,
+            "deployment.num_infer_nodes": self.infer,
+            "deployment.gpus_per_node": self.gpus_per_node,
+            "inference_gpu_ids": None,
+            "trainer_gpu_ids": None,
+        }
+
+
+def rl_nodes(words: Sequence[str], nodes: tuple[int | None, int | None], gpus: Sequence[int | None]) -> RlNodes | None:
+    """The nodes of trainer and inference that the options or the config give; None: the run has one node.
+
+    Args:
+        nodes: of trainer and inference, as options.
+        gpus: of the trainer and of inference on each node, as options.
+
+    Raises:
+        UsageError: nodes would have different numbers of GPUs.
+    """
+    table = _deployment(RLConfig, words)
+    if nodes == (None, None) and table.get("type") != "multi_node":
+        return None
+    given = {each for each in gpus if each is not None}
+    if len(given) > 1:
+        raise UsageError(
+            f"--train-gpus {gpus[0]}, --infer-gpus {gpus[1]}: the nodes of a job have the same number of GPUs, "
+            "so give both the same number"
+        )
+    train, infer = (
+        int(option or table.get(key) or 1)
+        for option, key in zip(nodes, ("num_train_nodes", "num_infer_nodes"), strict=True)
+    )
+    return RlNodes(train, infer, _gpus_of_node(given.pop() if given else int(table.get("gpus_per_node") or 1)))
+
+
+def _deployment(config_cls: type[RLConfig | SFTConfig], words: Sequence[str]) -> Mapping[str, Any]:
+    """The table `deployment` as the config's sources give it. Empty if they cannot be read, which loading reports."""
+    try:
+        table = written_value(config_cls, words, "deployment")
+    except (ConfigError, UsageError):
+        return {}
+    return table if isinstance(table, dict) else {}
+
+
+def _gpus_of_node(gpus: int) -> int:
+    if not 1 <= gpus <= NODE_GPUS:
+        raise UsageError(f"deployment.gpus_per_node = {gpus}: a node has 1 to {NODE_GPUS} GPUs")
+    return gpus
 
 
 def rl_split(words: Sequence[str], train: int | None, infer: int | None, single_gpu: bool) -> GpuSplit:
@@ -85,7 +157,7 @@ def _allocated(words: Sequence[str]) -> tuple[tuple[int, int] | None, tuple[int,
     return places.get("training"), places.get("inference")
 
 
-def check_rl(config: RLConfig, split: GpuSplit) -> None:
+def check_rl(config: RLConfig, split: GpuSplit | RlNodes) -> None:
     """Raises UsageError with one line for each broken rule."""
     faults = []
     if config.inference is None:
@@ -93,7 +165,7 @@ def check_rl(config: RLConfig, split: GpuSplit) -> None:
         faults.append(
             f"this command starts the inference server: remove orchestrator.client.{named}, or add an [inference] table"
         )
-    if split.single_gpu and config.trainer.weight_broadcast.type == "nccl":
+    if isinstance(split, GpuSplit) and split.single_gpu and config.trainer.weight_broadcast.type == "nccl":
         faults.append("--single-gpu: weight_broadcast.type = 'nccl' needs two GPUs; set it to 'filesystem'")
     if faults:
         raise UsageError(*faults)
@@ -112,14 +184,28 @@ def advice(config: RLConfig, split: GpuSplit) -> list[str]:
     ]
 
 
-def sft_owned(gpus: int | None) -> OwnedKeys:
-    """The keys of `SFTConfig` that `--gpus` sets. Without the flag the config's number is used."""
-    return {} if gpus is None else {"deployment.num_gpus": gpus}
+def sft_owned(words: Sequence[str], gpus: int | None, nodes: int | None = None) -> OwnedKeys:
+    """The keys of `SFTConfig` that `--gpus` and `--nodes` set. Without the options the config's numbers are used."""
+    several = nodes > 1 if nodes is not None else _deployment(SFTConfig, words).get("type") == "multi_node"
+    if not several:
+        kind: dict[str, str | int | None] = {} if nodes is None else {"deployment.type": "single_node"}
+        return kind if gpus is None else {**kind, "deployment.num_gpus": gpus}
+    owned: dict[str, str | int | None] = {"deployment.type": "multi_node"}
+    if nodes is not None:
+        owned["deployment.num_nodes"] = nodes
+    if gpus is not None:
+        owned["deployment.gpus_per_node"] = gpus
+    return owned
+
+
+def sft_nodes(config: SFTConfig) -> int:
+    """Number of nodes of an SFT run."""
+    return config.deployment.num_nodes if config.deployment.type == "multi_node" else 1
 
 
 def training_gpus(config: SFTConfig) -> int:
-    """Number of GPUs that an SFT run trains on. Raises UsageError as `sft_gpus` does."""
-    return sft_gpus(config) - _evaluating_gpus(config)
+    """Number of GPUs that an SFT run trains on, on all of its nodes. Raises UsageError as `sft_gpus` does."""
+    return (sft_gpus(config) - _evaluating_gpus(config)) * sft_nodes(config)
 
 
 def _evaluating_gpus(config: SFTConfig) -> int:
@@ -128,15 +214,24 @@ def _evaluating_gpus(config: SFTConfig) -> int:
 
 
 def sft_gpus(config: SFTConfig) -> int:
-    """Number of GPUs of an SFT run, with those of the server of `[eval]`.
+    """Number of GPUs of an SFT run on each of its nodes, with those of the server of `[eval]`.
 
     Raises:
-        UsageError: the run needs more than one node, or more GPUs than a node has.
+        UsageError: a node does not have as many.
     """
-    if config.deployment.type != "single_node":
-        raise UsageError(f"deployment.type = {config.deployment.type!r}: this command runs on one node")
+    if config.deployment.type == "multi_node":
+        return _gpus_of_node(config.deployment.gpus_per_node)
     train, infer = config.deployment.num_gpus, _evaluating_gpus(config)
     if train + infer > NODE_GPUS:
         added = f" + deployment.num_infer_gpus = {infer}" if infer else ""
         raise UsageError(f"deployment.num_gpus = {train}{added}: one node has 1 to {NODE_GPUS} GPUs")
     return train + infer
+
+
+def check_one_node(config: SFTConfig) -> None:
+    """Raises UsageError for a config for several nodes."""
+    if config.deployment.type != "single_node":
+        raise UsageError(
+            f"deployment.type = {config.deployment.type!r}: this command runs on one node; "
+            "submit with `medarc_slurm sft --nodes N`"
+        )

@@ -30,7 +30,18 @@ from medarc_rl.backends.slurm import (
 from medarc_rl.backends.slurm_jobs import LOG
 from medarc_rl.cli import Resume, add_command, add_command_without_config, new_app, resume_words, say, warn
 from medarc_rl.commands.estimating import EstimateOptions, print_rl_estimate, print_sft_estimate
-from medarc_rl.deployment import GpuSplit, advice, check_rl, rl_split, sft_gpus, sft_owned, training_gpus
+from medarc_rl.deployment import (
+    GpuSplit,
+    RlNodes,
+    advice,
+    check_rl,
+    rl_nodes,
+    rl_split,
+    sft_gpus,
+    sft_nodes,
+    sft_owned,
+    training_gpus,
+)
 from medarc_rl.errors import MedarcError, UsageError
 from medarc_rl.jobs.command import CancelOptions, LogsOptions, StatusOptions, cancel, logs, status
 from medarc_rl.jobs.kinds import job_kind
@@ -48,11 +59,13 @@ from medarc_rl.utils import (
 )
 from prime_rl.configs.rl import RLConfig
 from prime_rl.configs.sft import SFTConfig
+from prime_rl.launch.job import Resources
 from prime_rl.run.access import files_readable_by
 from prime_rl.run.paths import RunPaths
 from prime_rl.utils.files import replacing_file
 
 Option = typer.Option
+MOST_NODES = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,14 +107,31 @@ class SubmitOptions(EstimateOptions, JobOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class SftGpus:
-    gpus: Annotated[int | None, Option(min=1, max=NODE_GPUS, help="GPUs; by default deployment.num_gpus.")] = None
+    gpus: Annotated[
+        int | None, Option(min=1, max=NODE_GPUS, help="GPUs of each node; by default those of deployment.")
+    ] = None
+    nodes: Annotated[
+        int | None, Option(min=1, max=MOST_NODES, help="Nodes; by default deployment.num_nodes, or 1.")
+    ] = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class RlGpus:
-    train_gpus: Annotated[int | None, Option(min=1, max=4, help="GPUs of the trainer; by default 1.")] = None
-    infer_gpus: Annotated[int | None, Option(min=1, max=7, help="GPUs of the inference server; by default 1.")] = None
+    train_gpus: Annotated[
+        int | None, Option(min=1, max=NODE_GPUS, help="GPUs of the trainer, 1 to 4 of one node; by default 1.")
+    ] = None
+    infer_gpus: Annotated[
+        int | None, Option(min=1, max=NODE_GPUS, help="GPUs of the inference server; by default 1.")
+    ] = None
     single_gpu: Annotated[bool, Option("--single-gpu", help="One GPU for both.")] = False
+    train_nodes: Annotated[
+        int | None,
+        Option(min=1, max=MOST_NODES, help="Nodes of the trainer alone. --train-gpus then counts per node."),
+    ] = None
+    infer_nodes: Annotated[
+        int | None,
+        Option(min=1, max=MOST_NODES, help="Nodes of inference alone, with one server each. --infer-gpus: per node."),
+    ] = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +151,7 @@ class CheckOptions(RlGpus, SftGpus, JobOptions):
     json: Annotated[bool, Option("--json", help="Print JSON.")] = False
 
 
-app = new_app("medarc_slurm", "Submit a run to Slurm: one node, from a TOML file.")
+app = new_app("medarc_slurm", "Submit a run to Slurm, from a TOML file.")
 
 
 def sft(words: list[str], options: SftOptions) -> int:
@@ -166,9 +196,9 @@ add_command_without_config(app, "cancel", CancelOptions, cancel)
 
 def plan_sft_job(words: list[str], gpus: SftGpus, options: JobOptions) -> tuple[BatchJob, Run[SFTConfig]]:
     words = [*words, *resume_words(options.resume)]
-    run = load_run(SFTConfig, words, "sft", options.output_dir, sft_owned(gpus.gpus))
+    run = load_run(SFTConfig, words, "sft", options.output_dir, sft_owned(words, gpus.gpus, gpus.nodes))
     refuse_other_launcher(run.config, "slurm", words)
-    return plan_job("sft", run, options, gpus=sft_gpus(run.config)), run
+    return plan_job("sft", run, options, Resources(sft_nodes(run.config), sft_gpus(run.config))), run
 
 
 def split_of(words: list[str], gpus: RlGpus) -> GpuSplit:
@@ -177,16 +207,23 @@ def split_of(words: list[str], gpus: RlGpus) -> GpuSplit:
 
 def plan_rl_job(words: list[str], gpus: RlGpus, options: JobOptions) -> tuple[BatchJob, Run[RLConfig]]:
     words = [*words, *resume_words(options.resume)]
-    split = split_of(words, gpus)
+    nodes = rl_nodes(words, (gpus.train_nodes, gpus.infer_nodes), (gpus.train_gpus, gpus.infer_gpus))
+    if nodes is not None and gpus.single_gpu:
+        raise UsageError("--single-gpu: trainer and inference have nodes of their own; leave out one or the other")
+    split = split_of(words, gpus) if nodes is None else nodes
     run = load_run(RLConfig, words, "rl", options.output_dir, split.owned)
     refuse_other_launcher(run.config, "slurm", words)
     check_rl(run.config, split)
+    if isinstance(split, RlNodes):
+        return plan_job("rl", run, options, Resources(split.total, split.gpus_per_node)), run
     for line in advice(run.config, split):
         warn(line)
-    return plan_job("rl", run, options, gpus=split.total, single_gpu=split.single_gpu), run
+    return plan_job("rl", run, options, Resources(1, split.total), single_gpu=split.single_gpu), run
 
 
-def plan_job(command: str, run: Run[Any], options: JobOptions, gpus: int, single_gpu: bool = False) -> BatchJob:
+def plan_job(
+    command: str, run: Run[Any], options: JobOptions, resources: Resources, single_gpu: bool = False
+) -> BatchJob:
     """Decide everything that the script contains. Raises UsageError if the project directory does not exist."""
     project_dir = options.project_dir.absolute()
     if not project_dir.is_dir():
@@ -200,7 +237,7 @@ def plan_job(command: str, run: Run[Any], options: JobOptions, gpus: int, single
     queued = next_queued(run.paths) if options.dependency is not None else None
     hf_cache_dir = options.hf_cache_dir or os.environ.get("HF_HOME") or project_dir / ".hf_cache"
     return BatchJob(
-        job=launcher_job(command, run.paths, gpus, queued),
+        job=launcher_job(command, run.paths, resources, queued),
         name=options.job_name or f"{run.stem}-{command}",
         cpus_per_gpu=options.cpus_per_gpu,
         project_dir=project_dir,

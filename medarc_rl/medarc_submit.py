@@ -71,7 +71,7 @@ app = new_app(
 
 def sft(words: list[str], options: SftOptions) -> int:
     """Submit supervised fine-tuning."""
-    owned = sft_owned(options.gpus or None) if options.nodes == 1 else _several_sft_nodes(options)
+    owned = sft_owned(words, options.gpus or None, 1) if options.nodes == 1 else _several_sft_nodes(options)
     return submit(_request("sft", words, options, owned, nodes=options.nodes, gpus=options.gpus))
 
 

@@ -18,7 +18,7 @@ from medarc_rl.commands.chat import ChatOptions, chat
 from medarc_rl.commands.estimating import EstimateOptions, print_rl_estimate, print_sft_estimate
 from medarc_rl.commands.tracing import TraceOptions, trace
 from medarc_rl.commands.watching import WatchOptions, watch
-from medarc_rl.deployment import advice, check_rl, rl_split, sft_gpus, sft_owned, training_gpus
+from medarc_rl.deployment import advice, check_one_node, check_rl, rl_split, sft_gpus, sft_owned, training_gpus
 from medarc_rl.explain.command import ExplainOptions, explain
 from medarc_rl.launchers import rl_local, sft_local
 from medarc_rl.launchers.shared_node import SINGLE_GPU_VARIABLE, first_gpus, shared_node
@@ -93,7 +93,8 @@ def sft(words: list[str], options: SftOptions) -> int:
 
 def _sft(words: list[str], options: SftOptions) -> tuple[int, RecoverConfig]:
     words = [*words, *resume_words(options.resume)]
-    run = load_run(SFTConfig, words, "sft", options.output_dir, sft_owned(options.gpus))
+    run = load_run(SFTConfig, words, "sft", options.output_dir, sft_owned(words, options.gpus))
+    check_one_node(run.config)
     if options.preflight:
         return preflight(SFT_PREFLIGHT, with_local_inputs(run.config)), ONCE
     if options.estimate:

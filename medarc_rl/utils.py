@@ -107,12 +107,10 @@ def load_run(
             given = [with_underscores(config_cls, layer) for layer in written]
             whole = [*(file for file in files if not section_of(file)), *files]
             stem = whole[0].stem if whole else ""
-            root = output_dir or merge_layers(config_cls, given).get(
-                "output_dir", f"outputs/{stem}-{kind}" if whole else f"outputs/{kind}"
-            )
+            table = merge_layers(config_cls, given)
+            root = output_dir or table.get("output_dir", f"outputs/{stem}-{kind}" if whole else f"outputs/{kind}")
             if isinstance(root, str | Path):
-                no_slurm = {"slurm": None} if "slurm" in config_cls.model_fields else {}
-                owned = {**_placed(root, merge_layers(config_cls, given)), **no_slurm, **owned}
+                owned = {**_placed(root, table), **_slurm_keys(config_cls, table, owned), **owned}
             for line in _dropped(given, owned):
                 warn(line)
             arguments = [*overrides, *map(_as_argument, owned.items())]
@@ -122,6 +120,15 @@ def load_run(
             warn(line)
         raise UsageError(*error.faults) from error
     return Run(config, RunPaths(Path(config.output_dir)), stem, values, tuple(files))
+
+
+def _slurm_keys(config_cls: type[ConfigT], table: Mapping[str, Any], owned: OwnedKeys) -> OwnedKeys:
+    """The wrapper's own options stand for `[slurm]`, but a config for several nodes is valid only with that section."""
+    if "slurm" not in config_cls.model_fields:
+        return {}
+    if owned.get("deployment.type") != "multi_node":
+        return {"slurm": None}
+    return {} if table.get("slurm") is not None else {"slurm.job_name": "prime-rl"}
 
 
 def written_value(config_cls: type[RootConfig], words: Sequence[str], key: str) -> Any:

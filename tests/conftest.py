@@ -119,15 +119,14 @@ SLURM_CONF = """\
 ClusterName=medarc
 SlurmctldHost={host}(127.0.0.1)
 SlurmctldPort={controller_port}
-SlurmdPort={node_port}
 SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
 AuthInfo=socket={root}/munge.socket,cred_expire=5
 StateSaveLocation={root}/state
-SlurmdSpoolDir={root}/spool
+SlurmdSpoolDir={root}/spool.%n
 SlurmctldPidFile={root}/slurmctld.pid
-SlurmdPidFile={root}/slurmd.pid
+SlurmdPidFile={root}/slurmd.%n.pid
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 JobAcctGatherType=jobacct_gather/none
@@ -139,17 +138,24 @@ SlurmdParameters=config_overrides
 SchedulerParameters=batch_sched_delay=0,sched_min_interval=1
 GresTypes=gpu
 KillWait=30
-NodeName=node0 NodeHostname={host} NodeAddr=127.0.0.1 CPUs=64 RealMemory=64000 Feature=fake Gres=gpu:8 State=UNKNOWN
+NodeName=DEFAULT CPUs=64 RealMemory=64000 Feature=fake Gres=gpu:8 State=UNKNOWN
+NodeName=node0 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[0]}
+NodeName=node1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]}
+NodeName=node2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]}
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 JobRequeue=1
-PartitionName=main Nodes=ALL Default=YES State=UP PriorityTier=1 PreemptMode=REQUEUE
-PartitionName=urgent Nodes=ALL State=UP PriorityTier=10 PreemptMode=OFF
+PartitionName=main Nodes=node0 Default=YES State=UP PriorityTier=1 PreemptMode=REQUEUE
+PartitionName=urgent Nodes=node0 State=UP PriorityTier=10 PreemptMode=OFF
+PartitionName=pair Nodes=node1,node2 State=UP
 """
 
 
 class SlurmCluster:
-    """munge, slurmctld and slurmd of one node with 8 made-up GPUs; without systemd or cgroups, on ports of its own."""
+    """munge, slurmctld and three slurmd with 8 made-up GPUs each; without systemd or cgroups, on ports of its own.
+
+    Partition `main` is node0, and `pair` is node1 and node2.
+    """
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -157,7 +163,7 @@ class SlurmCluster:
         self._daemons: list[subprocess.Popen[bytes]] = []
 
     def start(self) -> None:
-        for name in ("state", "spool", "dev"):
+        for name in ("state", "spool.node0", "spool.node1", "spool.node2", "dev"):
             (self.root / name).mkdir()
         for index in range(8):
             os.mknod(self.root / "dev" / f"gpu{index}", 0o666 | stat.S_IFCHR, os.makedev(1, 3))
@@ -165,26 +171,27 @@ class SlurmCluster:
         key.write_bytes(os.urandom(128))
         key.chmod(0o600)
         host = socket.gethostname().split(".")[0]
-        controller_port, node_port = free_ports(2)
+        controller_port, *node_ports = free_ports(4)
         self.conf.write_text(
-            SLURM_CONF.format(root=self.root, host=host, controller_port=controller_port, node_port=node_port)
+            SLURM_CONF.format(root=self.root, host=host, controller_port=controller_port, ports=node_ports)
         )
-        (self.root / "gres.conf").write_text(f"NodeName=node0 Name=gpu File={self.root}/dev/gpu[0-7]\n")
+        (self.root / "gres.conf").write_text(f"NodeName=node[0-2] Name=gpu File={self.root}/dev/gpu[0-7]\n")
         munge_files = [f"--{what}={self.root}/munge.{what}" for what in ("socket", "pid-file", "log-file", "seed-file")]
         self._run("munged", "--foreground", f"--key-file={key}", *munge_files)
         self._run("slurmctld", "-D", "-f", str(self.conf))
-        self._run("slurmd", "-D", "-N", "node0", "-f", str(self.conf))
+        for node in ("node0", "node1", "node2"):
+            self._run("slurmd", "-D", "-N", node, "-f", str(self.conf))
         self._wait_ready()
 
     def _run(self, program: str, *arguments: str) -> None:
-        with (self.root / f"{program}.log").open("wb") as log:
+        with (self.root / f"{program}.log").open("ab") as log:
             argv = [find_daemon(program), *arguments]
             self._daemons.append(subprocess.Popen(argv, stdout=log, stderr=log, env=self.env))
 
     def _wait_ready(self, timeout_s: float = 60.0) -> None:
         deadline = time.monotonic() + timeout_s
         # Each question starts a process, and waits for a controller that is not there yet.
-        while "idle" not in self.ask("sinfo", "--noheader", "--format=%T"):
+        while self.ask("sinfo", "--noheader", "--Node", "--format=%N %T").count("idle") < 4:
             if time.monotonic() > deadline:
                 logs = "\n".join(path.read_text(errors="replace") for path in self.root.glob("*.log"))
                 raise RuntimeError(f"Slurm did not start:\n{logs}")

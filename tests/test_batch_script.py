@@ -25,6 +25,7 @@ from medarc_rl.backends.slurm import (
     walltime_s,
 )
 from medarc_rl.errors import HeaderError, UsageError
+from prime_rl.launch.job import Resources
 from prime_rl.run.paths import RunPaths
 
 HOSTILE = {
@@ -41,7 +42,7 @@ HOSTILE = {
 
 def make_job(command: str, root: Path, gpus: int = 2, **changes: object) -> BatchJob:
     """A job whose every directory is below `root`."""
-    job = launcher_job(command, RunPaths(root / "out"), gpus)
+    job = launcher_job(command, RunPaths(root / "out"), Resources(1, gpus))
     return replace(BatchJob(job, "name", 8, root / "project", root / "hf"), **changes)
 
 

@@ -28,6 +28,7 @@ from medarc_rl.readiness.storage import storage_rows
 from medarc_rl.readiness.tokens import token_rows
 from prime_rl.checks.start_dir import StartDir
 from prime_rl.configs.sft import SFTConfig
+from prime_rl.launch.job import Resources
 from prime_rl.run.paths import RunPaths
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -48,7 +49,7 @@ def check(*words: object) -> Result:
 
 
 def make_job(tmp_path: Path, gpus: int = 2, **request: object) -> BatchJob:
-    job = launcher_job("sft", RunPaths(tmp_path / "out"), gpus)
+    job = launcher_job("sft", RunPaths(tmp_path / "out"), Resources(1, gpus))
     return BatchJob(job, "name", 8, tmp_path, tmp_path / "hf", request=SlurmRequest(**request))
 
 

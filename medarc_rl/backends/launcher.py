@@ -1,4 +1,4 @@
-"""Makes the job that a back-end submits: one launcher on one node, which plans the run's processes there."""
+"""Makes the job that a back-end submits: one launcher on the first node, which plans the run's processes there."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ CONFIGS = {"sft": "trainer", "rl": "rl"}
 """Name of the resolved config in `OUT/configs` that the launcher reads."""
 
 
-def launcher_job(command: str, paths: RunPaths, gpus: int, queued: RunPaths | None = None) -> Job:
-    """A job whose only process launches `command` on a node with `gpus` GPUs.
+def launcher_job(command: str, paths: RunPaths, resources: Resources, queued: RunPaths | None = None) -> Job:
+    """A job whose only process launches `command` on the first of its nodes. It starts an agent on each.
 
     Its config is that of the run, or the one in `queued`.
 
@@ -20,4 +20,4 @@ def launcher_job(command: str, paths: RunPaths, gpus: int, queued: RunPaths | No
     """
     argv = ("python", "-m", LAUNCHERS[command], "@", str((queued or paths).config(CONFIGS[command])))
     launcher = ProcessSpec(command, argv, paths.log(command), completes_run=True)
-    return Job(command, paths, (launcher,), Resources(nodes=1, gpus_per_node=gpus))
+    return Job(command, paths, (launcher,), resources)

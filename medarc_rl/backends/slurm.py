@@ -98,7 +98,7 @@ class BatchJob:
     request: SlurmRequest = field(default_factory=SlurmRequest)
 
     def __post_init__(self) -> None:
-        """Raises UsageError for a job that could not continue after a requeue."""
+        """Raises UsageError for a job that could not continue after a requeue, or not start."""
         if self.request.requeue and not self.checkpoints:
             raise UsageError("--requeue needs checkpoints to continue from: add a [ckpt] table, or --ckpt.interval N")
         if self.request.requeue and self.container is not None:
@@ -106,6 +106,8 @@ class BatchJob:
                 "--requeue: the launcher has no scontrol in a container; leave the container out, or let Slurm alone "
                 "requeue the job with --sbatch-arg=--requeue"
             )
+        if self.nodes > 1 and self.container is not None:
+            raise UsageError("--container: agents on several nodes are started with srun, which no container has")
 
     @property
     def command(self) -> str:
@@ -117,7 +119,12 @@ class BatchJob:
         return self.job.paths
 
     @property
+    def nodes(self) -> int:
+        return self.job.resources.nodes
+
+    @property
     def gpus(self) -> int:
+        """Of each node."""
         return self.job.resources.gpus_per_node
 
     @property
@@ -213,8 +220,9 @@ def header(job: BatchJob) -> list[str]:
 
 def _placement(job: BatchJob) -> Iterator[str]:
     yield header_word("--job-name", job.name)
-    yield f"--nodes={job.job.resources.nodes}"
-    yield "--ntasks=1"
+    yield f"--nodes={job.nodes}"
+    # The launcher runs on the first node, and starts an agent on each.
+    yield "--ntasks=1" if job.nodes == 1 else "--ntasks-per-node=1"
     yield f"--gres=gpu:{job.gpus}"
     yield "--exclusive" if job.gpus == NODE_GPUS else f"--cpus-per-gpu={job.cpus_per_gpu}"
     yield "--export=ALL"
@@ -276,9 +284,8 @@ def render(job: BatchJob) -> str:
         autoescape=False,
     )
     environment.filters["sh"] = sh_quote
-    return environment.get_template(f"one_node_{job.command}.j2").render(
-        job=job, header=header(job), no_arrays=NO_ARRAYS
-    )
+    size = "one_node" if job.nodes == 1 else "several_nodes"
+    return environment.get_template(f"{size}_{job.command}.j2").render(job=job, header=header(job), no_arrays=NO_ARRAYS)
 
 
 def sbatch_argv(job: BatchJob) -> list[str]:

@@ -9,6 +9,7 @@ from medarc_rl.launchers.batch_job import in_batch_job
 from medarc_rl.launchers.shared_node import shared_node
 from prime_rl.configs.rl import RLConfig
 from prime_rl.launch.commands import RL
+from prime_rl.launch.nodes.srun import slurm_cluster
 from prime_rl.launch.run import launch
 from prime_rl.utils.pydantic_config import parse_argv_or_exit
 from prime_rl.watch.screens import rl_screen
@@ -28,7 +29,7 @@ def rl_local(config: RLConfig, bin_dir: Path | None = None) -> int:
         0 if orchestrator and trainer both succeed; 2 if the run cannot be started here; 128 + n after signal n;
         otherwise 1.
     """
-    return launch(RL, config, rl_screen, shared_node(os.environ, exact_gpus=True), bin_dir)
+    return launch(RL, config, rl_screen, shared_node(os.environ, exact_gpus=True), bin_dir, slurm_cluster(os.environ))
 
 
 def main() -> None:

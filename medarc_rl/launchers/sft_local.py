@@ -9,6 +9,7 @@ from medarc_rl.launchers.batch_job import in_batch_job
 from medarc_rl.launchers.shared_node import shared_node
 from prime_rl.configs.sft import SFTConfig
 from prime_rl.launch.commands import SFT
+from prime_rl.launch.nodes.srun import slurm_cluster
 from prime_rl.launch.run import launch
 from prime_rl.utils.pydantic_config import parse_argv_or_exit
 from prime_rl.watch.screens import sft_screen
@@ -16,7 +17,7 @@ from prime_rl.watch.screens import sft_screen
 
 def sft_local(config: SFTConfig, bin_dir: Path | None = None) -> int:
     """Run the ranks of the SFT trainer to their common end and return the exit code, as `rl_local` does."""
-    return launch(SFT, config, sft_screen, shared_node(os.environ), bin_dir)
+    return launch(SFT, config, sft_screen, shared_node(os.environ), bin_dir, slurm_cluster(os.environ))
 
 
 def main() -> None:

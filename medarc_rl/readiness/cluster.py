@@ -146,7 +146,11 @@ def _gpu_row(job: BatchJob, partitions: list[Properties], nodes: list[Properties
     if not in_service:
         states = ", ".join(sorted({f"{node.get('NodeName')} {node.get('State')}" for node in fitting})[:4])
         return failed("gpus", f"no node in {where} with {job.gpus} GPUs is in service: {states}")
-    return ok("gpus", f"{job.gpus} of one node; {len(in_service)} of {len(members)} nodes in {where} have as many")
+    if len(in_service) < job.nodes:
+        few = f"{len(in_service)} of {len(members)} nodes in {where} have {job.gpus} GPUs and are in service"
+        return failed("gpus", f"{job.nodes} nodes asked for; {few}")
+    of = "one node" if job.nodes == 1 else f"each of {job.nodes} nodes"
+    return ok("gpus", f"{job.gpus} of {of}; {len(in_service)} of {len(members)} nodes in {where} have as many")
 
 
 def _gpus(node: Properties) -> int:

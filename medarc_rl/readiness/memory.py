@@ -80,6 +80,7 @@ def _answer(config: SFTConfig | RLConfig, job: BatchJob, gpu: Gpu | None, place:
     if isinstance(config, SFTConfig):
         return sft_answer(config, training_gpus(config), gpu, in_job=True, place=place)
     counts = config.deployment
-    assert counts.type == "single_node", "a job has one node"
+    if counts.type == "multi_node":
+        raise UsageError(f"not estimated for {job.nodes} nodes")
     split = GpuSplit(counts.num_train_gpus, counts.num_infer_gpus, job.single_gpu)
     return rl_answer(config, split, gpu, in_job=True, place=place)

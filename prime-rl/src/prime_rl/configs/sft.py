@@ -413,6 +413,7 @@ class SFTConfig(LaunchedConfig):
         group = deployment.nodes_per_fsdp_group
         if group is not None and deployment.num_nodes % group != 0:
             yield f"deployment.num_nodes ({deployment.num_nodes}) is not a multiple of nodes_per_fsdp_group ({group})"
+        yield from filter(None, (batch_fault(self.data, deployment.num_nodes * deployment.gpus_per_node),))
 
 
 def _with_keys_of_data(val: dict[str, Any], data: Any) -> dict[str, Any]:

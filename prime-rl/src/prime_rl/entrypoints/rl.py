@@ -6,6 +6,7 @@ free ports.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ from pathlib import Path
 from prime_rl.configs.areal.launched import RecoverConfig
 from prime_rl.configs.rl import RLConfig
 from prime_rl.launch.commands import RL
+from prime_rl.launch.nodes.srun import slurm_cluster
 from prime_rl.launch.restarts.restarting import launcher_fault, until_done
 from prime_rl.launch.run import launch
 from prime_rl.utils.interrupts import end_quietly_on_ctrl_c
@@ -37,4 +39,4 @@ def start(more: Sequence[str]) -> tuple[int, RecoverConfig]:
 
 def run(config: RLConfig, bin_dir: Path | None = None) -> int:
     """Run `config` to its end and return the exit code. Programs are taken from `bin_dir` if it is given."""
-    return launch(RL, config, rl_screen, bin_dir=bin_dir)
+    return launch(RL, config, rl_screen, bin_dir=bin_dir, cluster=slurm_cluster(os.environ))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 from prime_rl.configs.areal.launched import RecoverConfig
 from prime_rl.configs.sft import SFTConfig
 from prime_rl.launch.commands import SFT
+from prime_rl.launch.nodes.srun import slurm_cluster
 from prime_rl.launch.restarts.restarting import launcher_fault, until_done
 from prime_rl.launch.run import launch
 from prime_rl.launch.site import Sharing
@@ -34,4 +36,4 @@ def start(more: Sequence[str]) -> tuple[int, RecoverConfig]:
 
 def run(config: SFTConfig, bin_dir: Path | None = None) -> int:
     """Train to the end and return the exit code. Programs are taken from `bin_dir` if it is given."""
-    return launch(SFT, config, sft_screen, Sharing(free_ports=True), bin_dir)
+    return launch(SFT, config, sft_screen, Sharing(free_ports=True), bin_dir, slurm_cluster(os.environ))

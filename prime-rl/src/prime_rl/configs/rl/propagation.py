@@ -310,6 +310,7 @@ def _split_gpus(run: RunTables) -> None:
         _fill_dp(run, "inference", deployment.num_infer_gpus)
     else:
         train_gpus = deployment.num_train_nodes * deployment.gpus_per_node
+        _fill_dp(run, "inference", deployment.gpus_per_node)
         if deployment.nodes_per_fsdp_group is not None:
             copies = max(1, deployment.num_train_nodes // deployment.nodes_per_fsdp_group)
             run.override("trainer.model.dp_replicate", copies, "deployment.nodes_per_fsdp_group")

@@ -166,6 +166,8 @@ def _multi_node_faults(run: RunSections, deployment: MultiNodeDeploymentConfig, 
     if group is not None and deployment.num_train_nodes % group != 0:
         nodes = deployment.num_train_nodes
         yield f"deployment.num_train_nodes ({nodes}) is not a multiple of nodes_per_fsdp_group ({group})"
+    if run.inference is not None:
+        yield from _uneven_split("inference", run.inference, deployment.gpus_per_node)
     yield from _uneven_training(run, deployment.num_train_nodes * deployment.gpus_per_node)
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from prime_rl.launch.devices import indices_by_uuid, processes_on, usable_cores
-from prime_rl.utils.gpus import usable_gpus
+from prime_rl.utils.gpus import masked_gpus, usable_gpus
 
 NAME_VARIABLES = ("SLURMD_NODENAME",)
 """Names that a scheduler gives a node. Several may run on one machine."""
@@ -32,6 +32,8 @@ class NodeFacts:
     """The address that the host's own name stands for here."""
     gpus: tuple[str, ...]
     """Ids of the GPUs that the agent may use."""
+    named_gpus: tuple[str, ...]
+    """Ids in CUDA_VISIBLE_DEVICES, which on a CPU count processes."""
     gpu_indices: Mapping[str, str]
     """Index by `GPU-…` id, for a server that only accepts indices."""
     busy_gpus: tuple[str, ...]
@@ -61,6 +63,7 @@ def gathered_facts(
         interfaces=dict(_interfaces()),
         hostname_address=_hostname_address(),
         gpus=gpus,
+        named_gpus=masked_gpus(env) or (),
         gpu_indices={} if all(gpu.isdigit() for gpu in gpus) else indices_by_uuid(),
         busy_gpus=tuple(processes_on(gpus)) if gpus else (),
         cores=usable_cores(),

@@ -97,7 +97,7 @@ def _common_device(demand: Demand, facts: Sequence[NodeFacts]) -> Device:
 
 def _gpus(count: int, device: Device, node: NodeFacts) -> tuple[str, ...]:
     if device == "cpu":
-        return node.gpus[:count]
+        return node.named_gpus[:count]
     if len(node.gpus) < count:
         raise DeviceError(
             f"the run takes {count} GPUs of each node (deployment.gpus_per_node), and {len(node.gpus)} can be used on "

@@ -6,8 +6,7 @@ import os
 import socket
 import subprocess
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Self
+from functools import cached_property
 
 from prime_rl.launch.nodes.channels import Channel, PipeChannel, agent_argv
 from prime_rl.launch.spec import CannotStart
@@ -18,23 +17,22 @@ _OF_THE_STEP = ("SLURM_NTASKS", "SLURM_NPROCS", "SLURM_NTASKS_PER_NODE", "SLURM_
 """Options of the job that srun would apply to a step, too."""
 
 
-@dataclass(frozen=True, slots=True)
+def slurm_cluster(env: Mapping[str, str] = os.environ) -> SlurmCluster | None:
+    """The nodes of this Slurm job. None outside a job, and in one of a single node."""
+    is_one = int(env.get("SLURM_JOB_NUM_NODES") or 1) < 2 or "SLURM_JOB_ID" not in env
+    return None if is_one else SlurmCluster(dict(env))
+
+
 class SlurmCluster:
     """The nodes of the job that this process runs in."""
 
-    names: tuple[str, ...]
-    env: Mapping[str, str]
+    def __init__(self, env: Mapping[str, str]) -> None:
+        self.env = env
 
-    @classmethod
-    def of_job(cls, env: Mapping[str, str] = os.environ) -> Self | None:
-        """None outside a job, and in one of a single node.
-
-        Raises:
-            CannotStart: Slurm does not say which nodes the job has.
-        """
-        if int(env.get("SLURM_JOB_NUM_NODES") or 1) < 2 or "SLURM_JOB_ID" not in env:
-            return None
-        return cls(tuple(_ask("scontrol", "show", "hostnames", env.get("SLURM_JOB_NODELIST", ""))), dict(env))
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """Raises CannotStart: Slurm does not answer."""
+        return tuple(_ask("scontrol", "show", "hostnames", self.env.get("SLURM_JOB_NODELIST", "")))
 
     def channels(self) -> Sequence[Channel]:
         env = {name: value for name, value in self.env.items() if name not in _OF_THE_STEP}
