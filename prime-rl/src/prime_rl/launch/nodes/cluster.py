@@ -277,8 +277,12 @@ class ClusterHost:
         node, number = self._node_of(name), next(self._numbers)
         self._tell(node, Tail(number, name=name))
         answer = self._answer(node, number)
+        if answer is not None:
+            return answer.lines.get(name, [])
         # The directory is shared: the log of a lost node is there, as far as it was written.
-        return answer.lines.get(name, []) if answer is not None else logs.tail(self._specs[name].log, TAIL_LINES)
+        lines = logs.tail(self._specs[name].log, TAIL_LINES)
+        starts = [index for index, line in enumerate(lines) if line.startswith(logs.HEAD)]
+        return lines[starts[-1] + 1 :] if starts else lines
 
     def observe(self, spec: ProcessSpec) -> Observed:
         return self._nodes[spec.node].observed.get(spec.name, Observed())
