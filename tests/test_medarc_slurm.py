@@ -52,7 +52,7 @@ def test_a_submission_calls_sbatch_as_the_dry_run_says(stand_ins, rl_toml: Path,
     assert result.exit_code == 0, result.output
     (call,) = stand_ins.calls
     assert call["argv"][1:] == shlex.split(said)[1:]
-    assert result.stdout.splitlines()[-2:] == ["Submitted batch job 42", f"log: {out}/slurm/job_42.log"]
+    assert result.stdout.splitlines()[-3:-1] == ["Submitted batch job 42", f"log: {out}/slurm/job_42.log"]
 
 
 @pytest.mark.parametrize(
@@ -206,13 +206,29 @@ def test_what_cannot_be_is_one_line_and_changes_nothing(words: str, says: str, r
     assert not out.exists()
 
 
-def test_nine_gpus_and_several_nodes_are_too_much_for_sft(sft_toml: Path, tmp_path: Path) -> None:
+def test_a_node_has_eight_gpus(sft_toml: Path, tmp_path: Path) -> None:
     assert run("sft", sft_toml, "--gpus", 9, "--output-dir", tmp_path / "out").exit_code == 2
     nine = ("--data.batch-size", 9, "--deployment.gpus-per-node", 9, "--deployment.num-gpus", 9)
     result = run("sft", sft_toml, "--output-dir", tmp_path / "out", *nine)
     assert (result.exit_code, result.stderr) == (2, "error: deployment.num_gpus = 9: one node has 1 to 8 GPUs\n")
-    result = run("sft", sft_toml, "--deployment.type", "multi_node", "--output-dir", tmp_path / "out")
+    several = ("--nodes", 2, "--data.batch-size", 18, "--deployment.gpus-per-node", 9)
+    result = run("sft", sft_toml, "--output-dir", tmp_path / "out", *several)
+    assert (result.exit_code, result.stderr) == (2, "error: deployment.gpus_per_node = 9: a node has 1 to 8 GPUs\n")
+    result = run("rl", sft_toml, "--train-nodes", 1, "--train-gpus", 2, "--infer-gpus", 4)
     assert result.exit_code == 2
+    assert "error: --train-gpus 2, --infer-gpus 4: the nodes of a job have the same number of GPUs" in result.stderr
+
+
+def test_a_job_on_several_nodes_asks_for_gpus_per_node_and_not_for_whole_nodes(sft_toml: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    words = ("--nodes", 3, "--gpus", 2, "--data.batch-size", 6, "--output-dir", out)
+    dry_run("sft", sft_toml, *words)
+    script = (out / "sft.sh").read_text()
+    for option in ("--nodes=3", "--ntasks-per-node=1", "--gres=gpu:2", "--cpus-per-gpu=8"):
+        assert f"\n#SBATCH {option}\n" in script
+    assert "--exclusive" not in script
+    refused = run("sft", sft_toml, *words, "--dry-run", "--container", "image.sif")
+    assert (refused.exit_code, refused.stderr.startswith("error: --container: agents on several nodes")) == (2, True)
 
 
 def test_a_dry_run_only_warns_of_keys_that_are_not_built(rl_toml: Path, tmp_path: Path) -> None:

@@ -155,9 +155,8 @@ COMBINATIONS = {
         "rl",
         '[deployment]\ntype = "multi_node"\nnum_train_nodes = 2\nnum_infer_nodes = 1\n[trainer]\n[orchestrator]\n'
         "[inference]\n[slurm]\n",
-        '# not carried: deployment.type = "multi_node"\n# not carried: deployment.num_train_nodes = 2\n'
-        "# not carried: deployment.num_infer_nodes = 1\n[trainer]\n[orchestrator]\n[inference]\n"
-        "# not carried: [slurm]\n",
+        '[deployment]\ntype = "multi_node"\nnum_train_nodes = 2\nnum_infer_nodes = 1\n[trainer]\n[orchestrator]\n'
+        "[inference]\n[slurm]\n",
     ),
 }
 """Command, old file and new file."""
