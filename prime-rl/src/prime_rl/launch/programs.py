@@ -58,7 +58,7 @@ def _program(name: str, bin_dir: Path) -> str:
 def inference_process(
     paths: RunPaths, program: str, env: Mapping[str, str], gpus: tuple[str, ...], *flags: str, replica: int = 0
 ) -> ProcessSpec:
-    """An inference server: `inference`, `inference_1`, …. It serves until the run is complete."""
+    """An inference server: `inference`, or with a replica's number behind it. It serves until the run is complete."""
     name = f"inference_{replica}" if replica else "inference"
     argv = (program, "@", str(paths.config("inference")), *flags)
     return ProcessSpec(name, argv, paths.log(name), _unbuffered(env), gpus=gpus, beats=paths.beats(name))
