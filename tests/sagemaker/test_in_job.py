@@ -24,6 +24,7 @@ from medarc_rl.backends.sagemaker.job.in_job import MODULES, child_env, keep_off
 from medarc_rl.backends.sagemaker.job.job_inputs import JobInputs, MlPaths
 from medarc_rl.backends.sagemaker.request.secret_references import resolved
 from medarc_rl.errors import MedarcError
+from prime_rl.run.directory import prepare_run_dir
 from prime_rl.run.paths import RunPaths, stable_steps
 
 ENDLESS = ["--max-steps", "1000000", "--ckpt.interval", "100000"]
@@ -164,6 +165,10 @@ def test_what_processes_exchange_stays_on_the_instance(tmp_path: Path) -> None:
     for place in (paths.orchestrator.broadcasts, paths.orchestrator.rollouts, paths.rollouts):
         assert place.is_symlink()
         assert place.resolve().is_relative_to(disk)
+    (disk / "rollouts" / "step_0").mkdir()
+    prepare_run_dir(paths, None, clean=False)
+    assert paths.rollouts.is_symlink()
+    assert list(paths.rollouts.iterdir()) == []
 
 
 def test_a_checkout_runs_its_own_code(tmp_path: Path) -> None:

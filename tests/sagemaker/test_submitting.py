@@ -25,7 +25,7 @@ from medarc_rl.errors import MedarcError
 from medarc_rl.jobs.log import JobLog
 from medarc_rl.jobs.record import JobRecord
 
-QUICK = Patience(connect_s=5.0, read_s=30.0, attempts=2)
+QUICK = Patience(connect_s=60.0, read_s=300.0, attempts=2)
 
 
 def to(target: str, fault: Fault) -> Fault:
@@ -182,7 +182,7 @@ def test_a_server_that_does_not_answer_is_given_up(proxy: Proxy) -> None:
         return reset(handler)
 
     proxy.disturb(to("DescribeTrainingJob", silent), times=2)
-    aws = Aws("us-east-1", patience=Patience(connect_s=0.2, read_s=0.2, attempts=2))
+    aws = Aws("us-east-1", patience=Patience(connect_s=60.0, read_s=0.2, attempts=2))
     try:
         with pytest.raises(AwsError, match=r"look: Read timeout on endpoint URL.*check the network"), calling("look"):
             aws.client("sagemaker").describe_training_job(TrainingJobName="x")
