@@ -134,7 +134,8 @@ REFUSALS = {
 
 
 @pytest.mark.parametrize(
-    ("target", "told"), [("CreateTrainingJob", "Service Quotas"), ("source.tar.gz", "AccessDenied")]
+    ("target", "told"),
+    [("CreateTrainingJob", "Service Quotas"), ("source.tar.gz", "AccessDenied; `medarc_submit sagemaker-policy`")],
 )
 def test_a_refusal_is_one_line_and_no_record(
     main: Callable[..., int], proxy: Proxy, target: str, told: str, capsys: pytest.CaptureFixture[str]

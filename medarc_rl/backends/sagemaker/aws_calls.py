@@ -98,13 +98,20 @@ def calling(what: str) -> Iterator[None]:
     try:
         yield
     except ClientError as error:
-        found = error.response.get("Error", {})
-        code = str(found.get("Code", ""))
-        message = _line(str(found.get("Message", "")))
-        advice = f"; {_ADVICE[code]}" if code in _ADVICE else ""
-        raise AwsError(f"{what}: {code or 'refused'}{f': {message}' if message else ''}{advice}", code) from error
-    except (BotoCoreError, Boto3Error) as error:
+        raise _refused(what, error.response.get("Error", {})) from error
+    except Boto3Error as error:
+        # A failed upload holds the refusal, in words that name a temporary file.
+        if isinstance(error.__context__, ClientError):
+            raise _refused(what, error.__context__.response.get("Error", {})) from error
+        raise AwsError(f"{what}: {_line(str(error))}") from error
+    except BotoCoreError as error:
         raise AwsError(f"{what}: {_line(str(error))}{_no_answer_advice(error)}") from error
+
+
+def _refused(what: str, answer: Mapping[str, Any]) -> AwsError:
+    code, message = str(answer.get("Code", "")), _line(str(answer.get("Message", "")))
+    advice = f"; {_ADVICE[code]}" if code in _ADVICE else ""
+    return AwsError(f"{what}: {code or 'refused'}{f': {message}' if message else ''}{advice}", code)
 
 
 def _no_answer_advice(error: Exception) -> str:
