@@ -42,6 +42,10 @@ ENTRIES = {
     "sft": (
         "prime_rl.entrypoints.sft",
         "prime_rl.trainer.sft.train",
+        "prime_rl.eval.evaluate",
+        "prime_rl.inference.server",
+        "prime_rl.inference.vllm.plugin",
+        "prime_rl.inference.vllm.worker",
         "medarc_rl.medarc_train",
         "medarc_rl.medarc_slurm",
     ),
@@ -64,8 +68,11 @@ READ_BY_NAME = {
     **{f"rl.monitor.{key}": ("prime_rl.configs.rl.propagation", "in run.shared.monitor:") for key in SHARED_SINKS},
     "prime_rl.configs.rl.sections.SharedLogConfig": ("prime_rl.configs.rl.propagation", "in run.shared.log:"),
     "prime_rl.configs.rl.sections.SharedCheckpointConfig": ("prime_rl.configs.rl.propagation", "in run.shared.ckpt:"),
-    "prime_rl.configs.sft.LossMaskConfig": ("prime_rl.trainer.sft.data.conversation", "getattr(loss_mask, role)"),
-    "prime_rl.configs.sft.ColumnsConfig": ("prime_rl.trainer.sft.data.formats", "columns.of_rows"),
+    "prime_rl.configs.supervised.rows.LossMaskConfig": (
+        "prime_rl.trainer.sft.data.conversation",
+        "getattr(loss_mask, role)",
+    ),
+    "prime_rl.configs.supervised.rows.ColumnsConfig": ("prime_rl.trainer.sft.data.formats", "columns.of_rows"),
     "prime_rl.configs.inference.InferenceConfig": ("prime_rl.inference.vllm.arguments", "config.to_vllm()"),
     "prime_rl.configs.inference.ModelConfig": ("prime_rl.inference.vllm.arguments", "config.to_vllm()"),
     **{

@@ -229,6 +229,12 @@ def test_a_training_that_fails_ends_the_run_whatever_evaluates_it() -> None:
     assert (outcome.exit_code, outcome.failed, outcome.lost) == (1, "trainer", ())
 
 
+def test_children_that_a_scheduler_signals_together_with_the_launcher_are_not_lost() -> None:
+    ends = [Exited("evaluator", 143), Exited("inference", 0), Signalled(signal.SIGTERM), Exited("trainer", 143)]
+    outcome, _ = train(FakeHost(ends))
+    assert (outcome.exit_code, outcome.was_stopped, outcome.lost) == (143, True, ())
+
+
 def test_the_run_ends_after_the_last_evaluation_and_says_what_it_waits_for() -> None:
     doing = {"evaluator": Observed([Beat(1, 0.0, "evaluating version 4: 1 of 8 rollouts are done")])}
     host = FakeHost([Exited("trainer", 0), Exited("evaluator", 0), Exited("inference", 0)], observed=doing)

@@ -69,6 +69,7 @@ class Supervisor:
         self._running: list[str] = []
         self._optional = {spec.name for spec in specs if spec.if_lost is not None}
         self._lost: list[str] = []
+        self._lost_to_signal = False
 
     def run(self) -> Outcome:
         """Start the children in order and wait for the end of the run. No process is left on return."""
@@ -79,7 +80,9 @@ class Supervisor:
         if isinstance(cause, Exited) and (cause.code == 0 or cause.signal is not None):
             asked = cause.signal or signal.SIGTERM
             cause = Signalled(asked) if asked in signals else cause
-        return replace(self._outcome(cause), lost=tuple(self._lost))
+        outcome = self._outcome(cause)
+        # What was signalled together with the launcher is not lost.
+        return outcome if outcome.was_stopped and self._lost_to_signal else replace(outcome, lost=tuple(self._lost))
 
     def _start(self) -> Cause:
         for spec in self._specs.values():
@@ -115,6 +118,7 @@ class Supervisor:
                     if code != 0 or name not in unfinished or not self._host.has_completed(self._specs[name]):
                         if name not in self._optional:
                             return event
+                        self._lost_to_signal = code == 0 or event.signal in (signal.SIGTERM, signal.SIGINT)
                         self._lose(self._end_of_optional(event))
                         continue
                     finished.add(name)
