@@ -73,6 +73,10 @@ READ_BY_NAME = {
         "getattr(loss_mask, role)",
     ),
     "prime_rl.configs.supervised.rows.ColumnsConfig": ("prime_rl.trainer.sft.data.formats", "columns.of_rows"),
+    "prime_rl.configs.supervised.evaluation.SFTEvalConfig": (
+        "prime_rl.configs.supervised.evaluation",
+        "return OfflineEvalConfig(",
+    ),
     "prime_rl.configs.inference.InferenceConfig": ("prime_rl.inference.vllm.arguments", "config.to_vllm()"),
     "prime_rl.configs.inference.ModelConfig": ("prime_rl.inference.vllm.arguments", "config.to_vllm()"),
     **{
