@@ -148,14 +148,17 @@ def _main(*words: str) -> int:
     return code
 
 
-def test_what_is_missing_is_told_at_once(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_mistakes_are_told_at_once(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = str(project / "sft.toml")
     words = ["--to", "sagemaker", "--region", "us-east-1", "--image", "x:1", "--project-dir", str(project)]
+    words += ["--spot", "--max-wait", "0", "--tag", "te$m=x"]
     assert _main("sft", config, *words) == 2
     assert capsys.readouterr().err.splitlines() == [
-        "error: no role: give --role ARN, or export MEDARC_SAGEMAKER_ROLE",
-        "error: no place in S3: give --s3 s3://BUCKET/PREFIX, or export MEDARC_SAGEMAKER_S3",
-        "error: no instance type: give --instance-type, as in --instance-type ml.g5.2xlarge",
+        "error: --role: missing; give the ARN of the job's role, or export MEDARC_SAGEMAKER_ROLE",
+        "error: --s3: missing; give s3://BUCKET/PREFIX, or export MEDARC_SAGEMAKER_S3",
+        "error: --instance-type: missing; give one, as in --instance-type ml.g5.2xlarge",
+        "error: --max-wait 0 is shorter than the time that the job may run; nearest: 86400",
+        "error: --tag 'te$m': SageMaker does not take this; write it as in --tag team=radiology",
     ]
 
 

@@ -38,6 +38,8 @@ from medarc_rl.jobs.redaction import is_secret_name
 from medarc_rl.utils import Run
 from prime_rl.configs.ranges import AUTO, LATEST
 
+_NO_PLACE = "s3://local/runs"
+"""Stands for the prefix of a job that is not sent."""
 _NOT_BUILT = "ACCOUNT.dkr.ecr.{region}.amazonaws.com/{repository}:{tag}"
 """Stands for the image until ECR has told the account's number."""
 
@@ -73,8 +75,9 @@ def prepared_training(request: Request) -> PreparedTraining:
     build = ImageBuild.of(options.repository, options.build_extra) if options.build else None
     with packed(staged, config) as bundle:
         sha256, size_bytes = bundle.sha256, bundle.size_bytes
-    job = _job(request, options, sha256, _image(options, build, region))
-    faults = [*path_faults, *gpu_faults(request, run.config, options.instance_type), *rule_faults(job)]
+    faults = [*path_faults, *gpu_faults(request, run.config, options.instance_type)]
+    job = _job(request, options, sha256, _image(options, build, region), faults)
+    faults += rule_faults(job)
     told = {fault.split()[0].rstrip(":") for fault in faults}
     # One line for each option is enough.
     by_model = [] if options.local else request_faults(job.request())
@@ -152,8 +155,8 @@ def _image(options: SageMakerOptions, build: ImageBuild | None, region: str) -> 
     return options.image
 
 
-def _job(request: Request, options: SageMakerOptions, sha256: str, image: str) -> TrainingJob:
-    faults: list[str] = []
+def _job(request: Request, options: SageMakerOptions, sha256: str, image: str, faults: list[str]) -> TrainingJob:
+    """The job, and in `faults` one line for each option that cannot be read. Such a job must not be sent."""
     if request.name is not None and (fault := name_fault(request.name)):
         faults.append(fault)
     if not options.local:
@@ -168,12 +171,10 @@ def _job(request: Request, options: SageMakerOptions, sha256: str, image: str) -
     tags = keyed("--tag", options.tag, faults, "team=radiology")
     inputs = keyed("--input", options.input, faults, "data=s3://BUCKET/PREFIX")
     secrets = _collected(faults, references, options.secret_env) or {}
-    root = _collected(faults, S3Prefix.of, options.s3 or "s3://local/runs")
+    root = _collected(faults, S3Prefix.of, options.s3 or _NO_PLACE) or S3Prefix.of(_NO_PLACE)
     run = None if not request.output_dir else _collected(faults, _run_prefix, request.output_dir)
     if options.max_wait is not None and not options.spot:
         faults.append("--max-wait belongs to --spot: add it, or leave --max-wait out")
-    if faults or root is None:
-        raise UsageError(*faults)
     name = request.name or opaque_name(time.time())
     limit_s = options.deadline or LIMIT_S
     return TrainingJob(
@@ -186,7 +187,7 @@ def _job(request: Request, options: SageMakerOptions, sha256: str, image: str) -
         instance_type=options.instance_type or "",
         volume_gb=options.volume_gb,
         limit_s=limit_s,
-        wait_s=(options.max_wait or 2 * limit_s) if options.spot else None,
+        wait_s=_wait_s(options, limit_s),
         single_gpu=bool(request.split and request.split.single_gpu),
         env=env,
         secrets=secrets,
@@ -200,11 +201,17 @@ def _job(request: Request, options: SageMakerOptions, sha256: str, image: str) -
 
 def _missing(options: SageMakerOptions) -> Iterator[str]:
     if not options.role:
-        yield f"no role: give --role ARN, or export {ROLE_VARIABLE}"
+        yield f"--role: missing; give the ARN of the job's role, or export {ROLE_VARIABLE}"
     if not options.s3:
-        yield f"no place in S3: give --s3 s3://BUCKET/PREFIX, or export {S3_VARIABLE}"
+        yield f"--s3: missing; give s3://BUCKET/PREFIX, or export {S3_VARIABLE}"
     if not options.instance_type:
-        yield "no instance type: give --instance-type, as in --instance-type ml.g5.2xlarge"
+        yield "--instance-type: missing; give one, as in --instance-type ml.g5.2xlarge"
+
+
+def _wait_s(options: SageMakerOptions, limit_s: int) -> int | None:
+    if not options.spot:
+        return None
+    return 2 * limit_s if options.max_wait is None else options.max_wait
 
 
 def _run_prefix(text: str) -> S3Prefix:
