@@ -76,6 +76,16 @@ def test_cancelling_removes_the_job_and_its_config(cluster: SmallCluster, sft_to
     assert jobs("wait", "rt").exit_code == 3
 
 
+def test_a_cluster_that_cannot_be_reached_is_one_line(cluster: SmallCluster, sft_toml: Path, tmp_path: Path) -> None:
+    config = yaml.safe_load((tmp_path / "kubeconfig").read_text())
+    config["clusters"][0]["cluster"]["server"] = "http://127.0.0.1:1"
+    (tmp_path / "kubeconfig").write_text(yaml.safe_dump(config))
+    result = submit(sft_toml)
+    told = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    assert (result.exit_code, len(told)) == (1, 1), result.stderr
+    assert "127.0.0.1:1 was refused" in told[0]
+
+
 def test_a_cluster_without_jobset_is_left_as_it_is(cluster: SmallCluster, sft_toml: Path) -> None:
     cluster.without("jobset.x-k8s.io")
     result = submit(sft_toml)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ _LIMIT_S = 60.0
 _REQUEST_S = 20
 _MOST_LINES = 5
 _MAX_LINE_CHARS = 1000
+_LOG_LINE = re.compile(r"[EFIW]\d{4} \d\d:\d\d:\d\d")
+"""Begins a line of kubectl's own log."""
 
 
 class NotFound(MedarcError):
@@ -88,7 +91,9 @@ def _no_kubectl(fault: str) -> str:
 
 def _refusal(answer: Answer) -> MedarcError:
     lines = [printable(line, _MAX_LINE_CHARS) for line in answer.stderr.splitlines() if line.strip()]
-    faults = [line.removeprefix("error: ") for line in lines[:_MOST_LINES]]
+    # Its log says the same before, once for each try.
+    told = [line for line in lines if not _LOG_LINE.match(line)] or lines[-1:]
+    faults = [line.removeprefix("error: ") for line in told[:_MOST_LINES]]
     if "(NotFound)" in answer.stderr:
         return NotFound(*faults)
     if "no matches for kind" in answer.stderr or "doesn't have a resource type" in answer.stderr:
