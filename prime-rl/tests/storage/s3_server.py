@@ -91,7 +91,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def ask(self) -> tuple[int, dict[str, str], bytes]:
         """The server's own answer."""
-        connection = http.client.HTTPConnection(self.upstream, timeout=60)
+        connection = http.client.HTTPConnection(self.upstream)
         connection.request(self.command, self.path, self.body, dict(self.headers))
         answer = connection.getresponse()
         data = answer.read()
