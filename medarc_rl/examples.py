@@ -37,6 +37,10 @@ EXAMPLES: Mapping[str, tuple[str, ...]] = {
         "medarc_train rollouts outputs/rt --step last --json",
     ),
     "medarc_train trace": ("medarc_train trace outputs/rt --out rt.json",),
+    "medarc_train upload": (
+        "medarc_train upload outputs/rt",
+        "medarc_train upload outputs/rt --to s3://bucket/runs/rt --no-samples",
+    ),
     "medarc_train lm-eval": (
         "medarc_train lm-eval outputs/rt --tasks gsm8k,ifeval --num-fewshot 4",
         "medarc_train lm-eval outputs/rt --tasks arc_easy --watch --limit 200",

@@ -26,7 +26,7 @@ from medarc_rl.lm_eval.command import LmEvalOptions, lm_eval
 from medarc_rl.migrate.command import command as migrate
 from medarc_rl.report.command import ReportOptions, report
 from medarc_rl.rollouts.command import RolloutsOptions, rollouts
-from medarc_rl.stored import with_local_inputs
+from medarc_rl.stored import UploadOptions, upload, with_local_inputs
 from medarc_rl.utils import check_startable, load_run, refuse_other_launcher, write_components
 from prime_rl.checks.environments import EXAMINATION
 from prime_rl.configs.areal.launched import RecoverConfig
@@ -152,6 +152,7 @@ add_command_without_config(app, "watch", WatchOptions, watch)
 add_command_without_config(app, "report", ReportOptions, report)
 add_command_without_config(app, "rollouts", RolloutsOptions, rollouts)
 add_command_without_config(app, "trace", TraceOptions, trace)
+add_command_without_config(app, "upload", UploadOptions, upload)
 add_command_without_config(app, "lm-eval", LmEvalOptions, lm_eval)
 app.command("migrate", epilog=examples_of(app, "migrate"))(migrate)
 

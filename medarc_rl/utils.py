@@ -207,8 +207,8 @@ def check_startable(run: Run[Any], dry_run: bool, job_dir: Path | None = None, w
     for fault in tolerated if job_dir is not None else ():
         warn(fault)
     _check_inputs(run.config, is_here=job_dir is None)
-    if waits and run.resume_step is not None:
-        return
+    if run.resume_step is not None and (waits or run.config.storage.upload_to is not None):
+        return  # what it continues from may still be written, or on S3
     with reporting_directory_errors():
         if not waits:
             refuse_if_locked(run.paths.root)

@@ -173,8 +173,8 @@ def moto_server() -> Iterator[str]:
     assert process.stdin is not None
     assert process.stdout is not None
     yield f"127.0.0.1:{int(process.stdout.readline())}"
-    process.stdin.close()
-    process.wait()
+    process.kill()
+    process.communicate()
 
 
 @pytest.fixture(scope="session")

@@ -164,10 +164,28 @@ def _eval_facts(config: OfflineEvalConfig, paths: RunPaths, resume_step: int | N
 
 
 SFT: Command[SFTConfig] = Command(
-    "sft", sft_demand, plan_sft, _sft_faults, _check_run, _prepare_sft, _sft_environment_faults, _sft_notes, _facts
+    "sft",
+    sft_demand,
+    plan_sft,
+    _sft_faults,
+    _check_run,
+    _prepare_sft,
+    _sft_environment_faults,
+    _sft_notes,
+    _facts,
+    resume_step_of,
 )
 RL: Command[RLConfig] = Command(
-    "rl", rl_demand, plan_rl, _rl_faults, _check_run, _prepare_run, _environment_faults, _rl_notes, _facts
+    "rl",
+    rl_demand,
+    plan_rl,
+    _rl_faults,
+    _check_run,
+    _prepare_run,
+    _environment_faults,
+    _rl_notes,
+    _facts,
+    resume_step_of,
 )
 EVAL: Command[OfflineEvalConfig] = Command(
     "eval", eval_demand, plan_eval, _eval_faults, _check_evaluation, _prepare_evaluation, facts=_eval_facts

@@ -15,6 +15,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from prime_rl.checks import NotInstalled
 from prime_rl.configs.shared import FileAccess
+from prime_rl.configs.storage import StorageConfig
 from prime_rl.history.machine import machine_facts
 from prime_rl.launch.host import Host, LocalHost
 from prime_rl.launch.job import Job
@@ -24,7 +25,7 @@ from prime_rl.launch.nodes.cluster import ClusterHost
 from prime_rl.launch.nodes.placing import Cluster, cluster_site, placement
 from prime_rl.launch.programs import Programs
 from prime_rl.launch.site import Demand, Sharing, Site, claimed_site
-from prime_rl.launch.spec import CannotStart, Outcome
+from prime_rl.launch.spec import CannotStart, Outcome, Signalled
 from prime_rl.launch.stalls.watchdog import Watchdog
 from prime_rl.launch.supervisor import Supervisor
 from prime_rl.run.access import files_readable_by
@@ -33,6 +34,7 @@ from prime_rl.run.directory import OutputDirInUse, RunDirError, RunFinished, wri
 from prime_rl.run.lock import run_lock
 from prime_rl.run.paths import RunPaths, stable_steps
 from prime_rl.run.unfinished import settle
+from prime_rl.storage.copies import CopiedRun, CopyRefused, RunCopy, copying
 from prime_rl.storage.staging import StagingRefused, has_s3_names, inputs_of, staged
 from prime_rl.utils.gpus import DeviceError
 
@@ -53,6 +55,9 @@ class Launchable(Protocol):
 
     @property
     def file_access(self) -> FileAccess: ...
+
+    @property
+    def storage(self) -> StorageConfig: ...
 
 
 class LaunchRefused(Exception):
@@ -98,6 +103,8 @@ class Command(Generic[ConfigT]):
     """Lines about the run to show before it starts."""
     facts: Callable[[ConfigT, RunPaths, int | None], Mapping[str, Any]] | None = None
     """What the launcher knows of an attempt, for its receipt. None keeps no receipts."""
+    resume_step: Callable[[ConfigT], int | None] = lambda config: None
+    """The step that the config asks to resume from: a step, -1 (`latest`) or -2 (`auto`). None starts a new run."""
 
 
 def launch(
@@ -126,7 +133,7 @@ def launch(
         return 0
     except (LaunchRefused, StagingRefused) as error:
         faults, code = error.faults, 2
-    except (DeviceError, OutputDirInUse, RunDirError) as error:
+    except (CopyRefused, DeviceError, OutputDirInUse, RunDirError) as error:
         faults, code = (str(error),), 2
     except (CannotStart, OSError) as error:
         faults, code = (str(error),), 1
@@ -166,6 +173,7 @@ def _launch(
     ):
         if not config.dry_run:
             settle(paths)
+        copy = _restored_copy(command, config, paths, sharing)
         resume_step = command.check_directory(config, paths)
         job = command.plan(config, paths, site, resume_step)
         # Both look at checkpoints that the next step moves.
@@ -177,13 +185,51 @@ def _launch(
         if config.dry_run:
             sys.stdout.writelines(f"{line}\n" for line in (*job.describe(), *notes))
             return 0
-        if facts is None:
-            return run_job(job, host, screen, notes)
-        number = next_attempt(paths)
-        parts = [part for part in PARTS if any(process.name == part for process in job.processes)]
-        gpus = job.gpus if site.device == "cuda" else {}
-        receipt = Receipt(paths, number, parts, {**facts, "gpus": gpus, "machine": machine_facts(Path.cwd())})
-        return run_job(job.in_attempt(number), host, screen, notes, receipt)
+        if facts is not None:
+            gpus = job.gpus if site.device == "cuda" else {}
+            facts = {**facts, "gpus": gpus, "machine": machine_facts(Path.cwd())}
+        with copying(copy, resume_step, partial(_asked_to_stop, host), _show) as copied:
+            copied.code = _run_attempt(job, host, partial(_screen_of_copy, screen, copied), notes, facts)
+        return copied.code
+
+
+def _run_attempt(
+    job: Job, host: LocalHost, screen: ScreenFactory, notes: Sequence[str], facts: Mapping[str, Any] | None
+) -> int:
+    if facts is None:
+        return run_job(job, host, screen, notes)
+    number = next_attempt(job.paths)
+    parts = [part for part in PARTS if any(process.name == part for process in job.processes)]
+    receipt = Receipt(job.paths, number, parts, facts)
+    return run_job(job.in_attempt(number), host, screen, notes, receipt)
+
+
+def _restored_copy(command: Command[ConfigT], config: ConfigT, paths: RunPaths, sharing: Sharing) -> RunCopy | None:
+    """The copy of the run on S3, if it has one. What the run continues from is downloaded, and the config checked."""
+    copy = RunCopy.of(config.storage, paths, _show)
+    if copy is not None and copy.restore(command.resume_step(config), command.name == "eval", config.dry_run):
+        _refuse(command.check(config, sharing), config.dry_run)
+    return copy
+
+
+@contextlib.contextmanager
+def _screen_of_copy(screen: ScreenFactory, copied: CopiedRun, job: Job) -> Iterator[Screen]:
+    """The screen of a run, which also shows what its upload says."""
+    with screen(job) as shown:
+        copied.say = LaunchLog(job.paths.log(job.command), shown.line).say
+        try:
+            yield shown
+        finally:
+            copied.say = _show
+
+
+def _asked_to_stop(host: LocalHost, timeout_s: float) -> bool:
+    event = host.next_event(timeout_s)
+    return isinstance(event, Signalled) and event.signal is not signal.SIGUSR1
+
+
+def _show(line: str) -> None:
+    _write(sys.stdout.write, f"{line}\n")
 
 
 def _with_local_inputs(command: Command[ConfigT], config: ConfigT, sharing: Sharing) -> ConfigT:
@@ -193,7 +239,7 @@ def _with_local_inputs(command: Command[ConfigT], config: ConfigT, sharing: Shar
     if config.dry_run:
         sys.stdout.writelines(f"{each}, downloaded when the run starts\n" for each in inputs_of(config))
         return config
-    config = staged(config, lambda line: _write(sys.stdout.write, f"{line}\n"))
+    config = staged(config, _show)
     _refuse(command.check(config, sharing), config.dry_run)
     return config
 

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from datetime import datetime
 
 from prime_rl.configs.storage import S3Name, StorageConfig
 from prime_rl.run.paths import RunPaths
 from prime_rl.storage.holding import read_plan, write_plan
-from prime_rl.storage.restoring import RemoteRun, Say
+from prime_rl.storage.restoring import WRITER, RemoteRun, Say
 from prime_rl.storage.s3 import S3, StorageError
 from prime_rl.storage.uploader import Uploader, UploadThread, summary_of
-
-WRITER = "writer.json"
-"""The object that says who copies the run. To write it also shows that the credentials may write."""
 
 
 class CopyRefused(Exception):
@@ -71,7 +70,7 @@ class RunCopy:
         except StorageError as error:
             raise CopyRefused(f"storage.upload_to: {error}") from error
 
-    def start(self, step: int | None) -> RunningCopy:
+    def start(self, step: int | None, say: Say) -> tuple[Uploader, UploadThread]:
         """Begin to copy a run that starts at `step`.
 
         Raises:
@@ -83,8 +82,12 @@ class RunCopy:
         except StorageError as error:
             raise CopyRefused(f"storage.upload_to: {error}") from error
         write_plan(self._paths, str(self._name), self._config.max_held)
-        uploader = Uploader(self._s3, self._paths, self._name, self._config.samples, self._say)
-        return RunningCopy(uploader, self._config, self._paths)
+        uploader = Uploader(self._s3, self._paths, self._name, self._config.samples, say)
+        return uploader, UploadThread(uploader, self._config.upload_every)
+
+    @property
+    def final_wait_s(self) -> float:
+        return self._config.final_wait
 
     def _note_writer(self) -> None:
         now = datetime.now().astimezone().isoformat(timespec="seconds")
@@ -92,23 +95,44 @@ class RunCopy:
         self._s3.write(json.dumps(writer).encode(), self._name.below(WRITER))
 
 
-class RunningCopy:
-    """A copy that is being made."""
+@dataclass
+class CopiedRun:
+    """A run that is going on, and may be copied."""
 
-    def __init__(self, uploader: Uploader, config: StorageConfig, paths: RunPaths) -> None:
-        self._uploader = uploader
-        self._config = config
-        self._paths = paths
-        self._thread = UploadThread(uploader, config.upload_every)
+    say: Say
+    """Shows a line about the upload."""
+    code: int = 0
+    """Exit code of the run."""
 
-    def finish(self, asked_to_stop: Callable[[float], bool]) -> tuple[bool, str]:
-        """Upload the rest; returns whether everything is on S3, and a line for the user."""
-        self._thread.finish(self._config.final_wait, asked_to_stop)
-        return summary_of(self._uploader, f"medarc_train upload {self._paths.root}")
 
-    def stop(self) -> None:
-        """End at once, after an error of the launcher."""
-        self._thread.stop()
+@contextlib.contextmanager
+def copying(
+    copy: RunCopy | None, step: int | None, asked_to_stop: Callable[[float], bool], say: Say
+) -> Iterator[CopiedRun]:
+    """Copy a run that starts at `step` during the block, and the rest after it. Then the last line says how it went.
+
+    If the run succeeds and the copy is not whole, its exit code becomes 1.
+
+    Args:
+        asked_to_stop: waits at most so many seconds, and returns whether somebody asked to end.
+
+    Raises:
+        CopyRefused: S3 cannot be written.
+    """
+    run = CopiedRun(say)
+    if copy is None:
+        yield run
+        return
+    uploader, thread = copy.start(step, lambda line: run.say(line))
+    try:
+        yield run
+        thread.finish(copy.final_wait_s, asked_to_stop)
+    finally:
+        thread.stop()
+    is_whole, line = summary_of(uploader)
+    say(line if is_whole else f"warning: {line}")
+    if not is_whole and run.code == 0:
+        run.code = 1
 
 
 def upload_run(paths: RunPaths, target: S3Name | None, samples: bool, say: Say) -> tuple[bool, str]:
@@ -126,4 +150,4 @@ def upload_run(paths: RunPaths, target: S3Name | None, samples: bool, say: Say) 
     except StorageError as error:
         raise CopyRefused(str(error)) from error
     uploader.look()
-    return summary_of(uploader, f"medarc_train upload {paths.root}")
+    return summary_of(uploader)

@@ -17,6 +17,10 @@ from prime_rl.utils.files import PARTIAL, begin_directory, fsync_tree, size_text
 Say = Callable[[str], None]
 
 
+WRITER = "writer.json"
+"""The object that says who copies the run. To write it also shows that the credentials may write."""
+
+
 class RemoteRun:
     """What S3 holds of a run."""
 
@@ -104,7 +108,7 @@ class RemoteRun:
         left_out = (self._paths.configs, *self._step_parents())
         kept = (self._path_of(self._paths.best_checkpoint),)
         places = tuple(f"{self._path_of(each)}/" for each in left_out)
-        return [path for path in self._objects if path in kept or not path.startswith(places)]
+        return [path for path in self._objects if path in kept or not path.startswith((WRITER, *places))]
 
     def _step_parents(self) -> Iterable[Path]:
         return (self._paths.checkpoints, self._paths.weights, self._paths.orchestrator.checkpoints)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import shlex
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -33,6 +34,7 @@ class Uploader:
 
     def __init__(self, s3: S3, paths: RunPaths, name: S3Name, samples: bool, say: Callable[[str], None]) -> None:
         self.name = name
+        self.root = paths.root
         self.failures = 0
         self.fault: str | None = None
         """Why the last look failed; None if it did not."""
@@ -210,7 +212,7 @@ class UploadThread:
                     return
 
 
-def summary_of(uploader: Uploader, command: str) -> tuple[bool, str]:
+def summary_of(uploader: Uploader) -> tuple[bool, str]:
     """Whether everything is on S3, and a line that says so, or what is missing and how to upload it."""
     missing = uploader.pending()
     failures = f"; {uploader.failures} uploads failed" if uploader.failures else ""
@@ -221,5 +223,6 @@ def summary_of(uploader: Uploader, command: str) -> tuple[bool, str]:
     more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
     why = uploader.fault or "stopped"
     return False, (
-        f"not uploaded to {uploader.name}: {shown}{more} ({why}{failures}); upload the rest with\n  {command}"
+        f"not uploaded to {uploader.name}: {shown}{more} ({why}{failures}); upload the rest with\n"
+        f"  medarc_train upload {shlex.quote(str(uploader.root))}"
     )

@@ -32,11 +32,9 @@ def _of_both_trainers(key: str, why: str, values: tuple[Any, ...] = (), refused:
 
 
 NOT_BUILT: tuple[NotBuilt, ...] = (
-    NotBuilt("rl.storage", "outputs are local"),
     NotBuilt("rl.deployment.num_teacher_gpus"),
     NotBuilt("rl.teacher_inference"),
     NotBuilt("rl.max_model_len", "set `inference.model.max_model_len`"),
-    NotBuilt("sft.storage", "outputs are local"),
     *_of_both_trainers("model.attn", "use flash_attention_2, flash_attention_3 or sdpa", ("fa4",)),
     *_of_both_trainers("model.cp", "context parallelism is missing"),
     *_of_both_trainers("model.tp", "tensor parallelism is missing"),
@@ -60,7 +58,6 @@ NOT_BUILT: tuple[NotBuilt, ...] = (
     NotBuilt("orchestrator.prime_monitor", "metrics go to metrics.jsonl and W&B"),
     NotBuilt("orchestrator.optim.lr", "a trainer serves one run: set `trainer.optim.lr`"),
     NotBuilt("inference.model.rope_scaling", "set it in the model's config.json"),
-    NotBuilt("eval.storage", "outputs are local"),
     NotBuilt("eval.log.log_data", "only SFT logs its data"),
     NotBuilt("eval.log.env_worker_logs"),
     NotBuilt("eval.log.file", "the launcher writes the log of each process to a file", refused=False),
