@@ -83,6 +83,11 @@ READ_BY_NAME = {
         f"{root}.allocation_mode": ("prime_rl.configs.areal.launched", 'data.get("allocation_mode")')
         for root in ("rl", "sft")
     },
+    **{f"{root}.storage": ("prime_rl.launch.run", "config.storage") for root in ("rl", "sft", "eval")},
+    **{
+        f"{root}.storage.work_dir": ("prime_rl.configs.storage", 'table.get("work_dir")')
+        for root in ("rl", "sft", "eval")
+    },
     "eval.dry_run": ("prime_rl.launch.run", "config.dry_run"),
     "eval.file_access": ("prime_rl.launch.run", "config.file_access"),
 }

@@ -57,6 +57,7 @@ class RunCopy:
         try:
             remote = RemoteRun(self._s3, self._name, self._paths)
             if dry_run:
+                self._refuse_dry_run(remote, resume_step)
                 return False
             if resume_step is None and remote.steps and not is_evaluation:
                 raise CopyRefused(
@@ -69,6 +70,15 @@ class RunCopy:
             return resume_step is not None and remote.restore(resume_step, self._say)
         except StorageError as error:
             raise CopyRefused(f"storage.upload_to: {error}") from error
+
+    def _refuse_dry_run(self, remote: RemoteRun, resume_step: int | None) -> None:
+        """A dry run downloads no checkpoint, and so cannot look at the one that a resume would take."""
+        step = None if resume_step is None else remote.step_to_fetch(resume_step)
+        if step is not None:
+            raise CopyRefused(
+                f"{self._name} holds step {step}, which a dry run does not download: start without --dry-run to "
+                "continue from it"
+            )
 
     def start(self, step: int | None, say: Say) -> tuple[Uploader, UploadThread]:
         """Begin to copy a run that starts at `step`.

@@ -49,16 +49,21 @@ class RemoteRun:
         Raises:
             StorageError: it cannot be downloaded.
         """
-        here = self._newest_here()
-        if resume_step >= 0:
-            wanted = [resume_step] if resume_step in self.steps and not self._is_here(resume_step) else []
-        else:
-            wanted = [step for step in reversed(self.steps) if here is None or step > here]
-        for step in wanted:
+        for step in self._steps_to_fetch(resume_step):
             if self._fetch_step(step, say):
                 self.fetch_files(self._small(), say)
                 return True
         return False
+
+    def step_to_fetch(self, resume_step: int) -> int | None:
+        """The step that `restore` would download; None if the local directory has what a resume needs."""
+        return next(iter(self._steps_to_fetch(resume_step)), None)
+
+    def _steps_to_fetch(self, resume_step: int) -> list[int]:
+        if resume_step >= 0:
+            return [resume_step] if resume_step in self.steps and not self._is_here(resume_step) else []
+        here = self._newest_here()
+        return [step for step in reversed(self.steps) if here is None or step > here]
 
     def restore_evaluation(self, say: Say) -> bool:
         """Download what an evaluation has written, unless the local directory holds one."""
