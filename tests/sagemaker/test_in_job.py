@@ -22,11 +22,23 @@ from s3_server import Proxy
 from medarc_rl.backends.sagemaker.aws_calls import Aws
 from medarc_rl.backends.sagemaker.job.in_job import MODULES, child_env, keep_off_s3, main, write_failure
 from medarc_rl.backends.sagemaker.job.job_inputs import JobInputs, MlPaths
+from medarc_rl.backends.sagemaker.local_container import LocalContainer
+from medarc_rl.backends.sagemaker.request.s3_places import JobPlaces, S3Prefix
 from medarc_rl.backends.sagemaker.request.secret_references import resolved
+from medarc_rl.backends.sagemaker.request.training_request import TrainingJob
 from medarc_rl.errors import MedarcError
 from prime_rl.run.directory import prepare_run_dir
 from prime_rl.run.paths import RunPaths, stable_steps
 
+JOB = TrainingJob(
+    name="job",
+    command="sft",
+    source_sha256="0" * 64,
+    image="medarc-rl:dev",
+    role="",
+    places=JobPlaces(S3Prefix("bucket", "runs")),
+    instance_type="",
+)
 ENDLESS = ["--max-steps", "1000000", "--ckpt.interval", "100000"]
 
 
@@ -98,6 +110,18 @@ def test_the_next_container_continues(stopped: Stopped, tmp_path: Path) -> None:
     first = next(line for line in lines if "SUCCESS Step" in line)
     assert f"Step {step} " in first
     assert len(list(stopped.run.attempts.iterdir())) == 2
+
+
+def test_a_container_gets_only_the_gpus_of_the_mask(tmp_path: Path) -> None:
+    for number in range(4):
+        (tmp_path / f"nvidia{number}").touch()
+    given = {None: "all", "1,3": '"device=1,3"', "2": '"device=2"'}
+    for mask, value in given.items():
+        env = {} if mask is None else {"CUDA_VISIBLE_DEVICES": mask}
+        argv = LocalContainer(JOB, tmp_path, env, tmp_path).argv()
+        assert argv[argv.index("--gpus") + 1] == value
+    assert "--gpus" not in LocalContainer(JOB, tmp_path, {"CUDA_VISIBLE_DEVICES": ""}, tmp_path).argv()
+    assert "--gpus" not in LocalContainer(JOB, tmp_path, {}, tmp_path / "none").argv()
 
 
 def lay_out(root: Path, hyperparameters: object, resources: object = None) -> MlPaths:

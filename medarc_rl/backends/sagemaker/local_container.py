@@ -16,7 +16,7 @@ from medarc_rl.backends.sagemaker.job.job_inputs import MlPaths
 from medarc_rl.backends.sagemaker.request.training_request import JOB_MODULE, SOURCE_CHANNEL, TrainingJob
 from medarc_rl.backends.sagemaker.source.bundle import Bundle
 from medarc_rl.errors import MedarcError, UsageError
-from prime_rl.utils.gpus import usable_gpus
+from prime_rl.utils.gpus import masked_gpus, usable_gpus
 
 _AWS_VARIABLES = (
     "AWS_ACCESS_KEY_ID",
@@ -37,6 +37,7 @@ class LocalContainer:
     """Becomes /opt/ml."""
     env: Mapping[str, str]
     """This process's environment, of which the job gets secrets and credentials."""
+    dev: Path = Path("/dev")
 
     def argv(self) -> list[str]:
         """`docker run`. Variables with secrets are given by name; docker takes their values from its environment."""
@@ -44,7 +45,6 @@ class LocalContainer:
             raise UsageError(f"{self.root}: docker cannot mount a directory with ':' or ',' in its name")
         plain = [word for name, value in self.job.env.items() for word in ("--env", f"{name}={value}")]
         named = [word for name in self._named() for word in ("--env", name)]
-        gpus = ["--gpus", "all"] if usable_gpus(self.env) else []
         entry = ["--entrypoint", "python", self.job.image, "-m", JOB_MODULE]
         # Files are the user's, not root's. A user without a name in the image still has one.
         user = ["--user", f"{os.getuid()}:{os.getgid()}", "--env", "HOME=/tmp", "--env", "USER=medarc"]
@@ -53,11 +53,18 @@ class LocalContainer:
             *("docker", "run", "--rm", "--init", "--name", self.job.name, "--shm-size", "8g"),
             *("--stop-timeout", "120", "--volume", f"{self.root}:/opt/ml"),
             *user,
-            *gpus,
+            *self._gpus(),
             *plain,
             *named,
             *entry,
         ]
+
+    def _gpus(self) -> list[str]:
+        """Only the GPUs of this user's mask. Docker reads the value as CSV, so several need quotes."""
+        usable = usable_gpus(self.env, self.dev)
+        if not usable:
+            return []
+        return ["--gpus", "all" if masked_gpus(self.env) is None else f'"device={",".join(usable)}"']
 
     def _named(self) -> list[str]:
         return [name for name in (*self.job.secrets, *_AWS_VARIABLES) if self.env.get(name)]
