@@ -11,6 +11,7 @@ from typer import Option
 
 from medarc_rl.backends.backend import Kind, Prepared, Request
 from medarc_rl.backends.kubernetes.kubernetes_options import KubernetesOptions
+from medarc_rl.backends.ray.ray_options import RayOptions
 from medarc_rl.backends.registry import OPTIONS, backend
 from medarc_rl.backends.sagemaker.sagemaker_options import PolicyOptions, SageMakerOptions
 from medarc_rl.backends.slurm import NODE_GPUS
@@ -24,10 +25,12 @@ from medarc_rl.utils import OwnedKeys
 
 
 @dataclass(frozen=True, kw_only=True)
-class SubmitOptions(KubernetesOptions, SageMakerOptions):
+class SubmitOptions(KubernetesOptions, RayOptions, SageMakerOptions):
     """Options of all commands: the back-ends' own, and those that all of them have."""
 
-    to: Annotated[Literal["kubernetes", "sagemaker"], Option(help="Back-end. Its options begin with its name below.")]
+    to: Annotated[
+        Literal["kubernetes", "ray", "sagemaker"], Option(help="Back-end. Its options begin with its name below.")
+    ]
     name: Annotated[str | None, Option(help="Name of the job; by default the back-end's own choice.")] = None
     output_dir: Annotated[
         str | None,
@@ -65,7 +68,7 @@ class EvalOptions(SubmitOptions):
 
 
 app = new_app(
-    "medarc_submit", "Submit a run to Kubernetes or SageMaker, from a TOML file. For Slurm, take medarc_slurm."
+    "medarc_submit", "Submit a run to Kubernetes, Ray or SageMaker, from a TOML file. For Slurm, take medarc_slurm."
 )
 
 

@@ -8,14 +8,20 @@ from typing import Any
 
 from medarc_rl.backends.backend import Backend, Tracker
 from medarc_rl.backends.kubernetes.kubernetes_options import KubernetesOptions
+from medarc_rl.backends.ray.ray_options import RayOptions
 from medarc_rl.backends.sagemaker.sagemaker_options import SageMakerOptions
 from medarc_rl.errors import UsageError
 
-OPTIONS: Mapping[str, type] = {"kubernetes": KubernetesOptions, "sagemaker": SageMakerOptions}
+OPTIONS: Mapping[str, type] = {
+    "kubernetes": KubernetesOptions,
+    "ray": RayOptions,
+    "sagemaker": SageMakerOptions,
+}
 """What `medarc_submit --to` takes, and the options of each. A common base class has those of several back-ends."""
 
 _CLASSES = {
     "slurm": "medarc_rl.backends.slurm_jobs:SlurmJobs",
+    "ray": "medarc_rl.backends.ray.ray_jobs:RayJobs",
     "kubernetes": "medarc_rl.backends.kubernetes.cluster:Kubernetes",
     "sagemaker": "medarc_rl.backends.sagemaker.training_jobs:SageMaker",
 }

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 KEEP_VARIABLE = "NEVER_CLEAN_OUTPUT_DIR"
 """If this environment variable is set, output directories are never cleaned."""
 
-_NOT_CLEANED = frozenset({"configs", "slurm", "rl.sh", "sft.sh", "run.lock"})
+_NOT_CLEANED = frozenset({"configs", "ray", "slurm", "rl.sh", "sft.sh", "run.lock"})
 """Files that the batch job itself uses, and the lock. A launch overwrites its own."""
 
 _SIGNS_OF_A_RUN = ("configs", "logs", "checkpoints", "weights", "metrics.jsonl")

@@ -187,6 +187,11 @@ class RunPaths:
         """Slurm's output of each job."""
         return self.root / "slurm"
 
+    @property
+    def ray(self) -> Path:
+        """Output and exit code of each driver of a Ray job."""
+        return self.root / "ray"
+
     def queued(self, number: int) -> RunPaths:
         """Config and script of a job that waits for another one of this run, whose own files stay as they are."""
         return RunPaths(self.slurm / f"queued_{number}")

@@ -1,0 +1,91 @@
+"""Connects the driver to a Ray cluster, or starts one that only this user on this machine can use."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import tempfile
+from collections.abc import Iterator, MutableMapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from medarc_rl.backends.ray.listeners import open_listeners
+from medarc_rl.errors import MedarcError
+from prime_rl.utils.gpus import masked_gpus, usable_gpus
+
+TOKEN_VARIABLES = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
+_STARTS = 4
+"""Ray gives a node 30 seconds to start, which a busy machine may exceed."""
+_TIMED_OUT = "timed out during startup"
+
+
+@contextmanager
+def connected(address: str | None, gpus: int | None = None) -> Iterator[None]:
+    """Connect to the cluster at `address`, or start one with `gpus` GPUs on this machine for the block.
+
+    Raises:
+        MedarcError: the cluster cannot be reached or started, or others could use it.
+    """
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    # Workers that ask for no GPU see none.
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "1")
+    if address is not None:
+        with _initialised(address=address):
+            yield
+        return
+    # The names of Ray's sockets are long, and a socket's name may have 107 bytes.
+    directory = Path(tempfile.mkdtemp(prefix="mray-", dir="/tmp"))
+    try:
+        _keep_to_this_user(os.environ, directory)
+        # Reads the variables above when it is imported.
+        count = len(masked_gpus(os.environ) or usable_gpus(os.environ)) if gpus is None else gpus
+        with _initialised(address="local", num_gpus=count, include_dashboard=False, _temp_dir=str(directory)):
+            if listeners := open_listeners(os.getpid()):
+                raise MedarcError(f"Ray listens where other machines reach it ({', '.join(listeners)}): nothing is run")
+            yield
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def _keep_to_this_user(env: MutableMapping[str, str], directory: Path) -> None:
+    """Let a local cluster listen on the loopback address alone, and ask for a token there.
+
+    Ray makes directories that others may write to; these are in one that they cannot enter.
+    """
+    token = directory / "token"
+    token.touch(0o600)
+    token.write_text(secrets.token_hex(32), encoding="ascii")
+    for name in (*TOKEN_VARIABLES, "RAY_ADDRESS"):
+        env.pop(name, None)
+    env["RAY_AUTH_MODE"] = "token"
+    env["RAY_AUTH_TOKEN_PATH"] = str(token)
+    # Workers that nobody has asked for take the processor from the run.
+    env["RAY_prestart_worker_first_driver"] = "0"
+    # A cluster of one machine then uses 127.0.0.1.
+    env["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+
+
+@contextmanager
+def _initialised(**options: Any) -> Iterator[None]:
+    import ray
+
+    try:
+        ray.init(configure_logging=False, log_to_driver=False, **options)
+    # Ray's errors have no common class.
+    except Exception as error:
+        where = options["address"]
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        raise MedarcError(f"Ray cluster {where}: {lines[0]}") from error
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def asks_for_token() -> bool:
+    """Whether the cluster that this process is connected to accepts only those who know its token."""
+    from ray._raylet import AuthenticationMode, get_authentication_mode  # type: ignore[attr-defined]
+
+    return bool(get_authentication_mode() == AuthenticationMode.TOKEN)

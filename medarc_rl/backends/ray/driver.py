@@ -1,0 +1,142 @@
+"""Runs one job on a Ray cluster: `python -m medarc_rl.backends.ray.driver rl @ rl.toml`.
+
+`medarc_submit --to ray` starts it in the background. `ray job submit -- python -m …` runs it inside the cluster. Its
+own options come before `sft`, `rl` or `eval`; the words after it are those of the config.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from medarc_rl.backends.ray.agents import RayCluster, bundles_for, placed
+from medarc_rl.backends.ray.connecting import asks_for_token, connected
+from medarc_rl.backends.ray.demands import device_of, gpus_of
+from medarc_rl.errors import MedarcError
+from medarc_rl.launchers.shared_node import SINGLE_GPU_VARIABLE
+from prime_rl.configs.areal.launched import RecoverConfig
+from prime_rl.configs.eval import OfflineEvalConfig
+from prime_rl.configs.rl import RLConfig
+from prime_rl.configs.sft import SFTConfig
+from prime_rl.launch import LocalHost, ProcessSpec, Supervisor, shown
+from prime_rl.launch.nodes.cluster import ClusterHost
+from prime_rl.launch.restarts.restarting import until_done
+from prime_rl.launch.spec import CannotStart
+from prime_rl.run.access import files_readable_by
+from prime_rl.run.paths import RunPaths
+from prime_rl.utils.files import replacing_file
+from prime_rl.utils.pydantic_config import parse_argv_or_exit
+
+ROOTS: dict[str, Any] = {"sft": SFTConfig, "rl": RLConfig, "eval": OfflineEvalConfig}
+LAUNCHERS = {
+    "sft": "medarc_rl.launchers.sft_local",
+    "rl": "medarc_rl.launchers.rl_local",
+    "eval": "prime_rl.entrypoints.eval",
+}
+LAUNCHER = "launcher"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options, words = _options(sys.argv[1:] if argv is None else argv)
+    with _recording_end(options.end) as end:
+        config = parse_argv_or_exit(ROOTS[options.kind], argv=words)
+        with files_readable_by(config.file_access):
+            end.code = _run(options, config, words)
+    return end.code
+
+
+def _options(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    parser = argparse.ArgumentParser(prog="python -m medarc_rl.backends.ray.driver", description=__doc__)
+    parser.add_argument("--address", default=os.environ.get("RAY_ADDRESS"), help="cluster; by default RAY_ADDRESS")
+    parser.add_argument("--strategy", choices=("pack", "spread"), default="pack")
+    parser.add_argument("--single-gpu", action="store_true", help="RL: one GPU for both")
+    parser.add_argument("--end", type=Path, help="file that receives the exit code")
+    parser.add_argument("kind", choices=tuple(ROOTS))
+    parser.add_argument("words", nargs=argparse.REMAINDER)
+    options = parser.parse_args(argv)
+    return options, options.words
+
+
+def _run(options: argparse.Namespace, config: Any, words: Sequence[str]) -> int:
+    try:
+        with connected(options.address):
+            # Ray has handlers of its own, which exit with the number of the signal.
+            for signum in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(signum, _stop)
+            if options.address is not None and not asks_for_token():
+                _say(f"warning: Ray at {options.address} asks for no token: whoever reaches it can run code there")
+            bundles = bundles_for(gpus_of(config, options.single_gpu), device_of(config))
+            with placed(bundles, options.strategy) as cluster:
+                for seat in cluster.seats:
+                    _say(f"{seat.name} ({seat.address}): {_gpu_words(seat.gpus)}")
+                return _on_one_node(options, config, cluster, words)
+    except (MedarcError, CannotStart, OSError) as error:
+        faults = error.faults if isinstance(error, MedarcError) else (str(error),)
+        sys.stderr.writelines(f"error: {fault}\n" for fault in faults)
+        return 1
+
+
+def _on_one_node(options: argparse.Namespace, config: Any, cluster: RayCluster, words: Sequence[str]) -> int:
+    """Run the command's launcher on the node. It chooses ports and shares out the GPUs that Ray gave to the actor."""
+    log = RunPaths(Path(config.output_dir)).log("ray")
+    env = {SINGLE_GPU_VARIABLE: str(int(options.single_gpu))}
+
+    def start(more: Sequence[str]) -> tuple[int, RecoverConfig]:
+        argv = (sys.executable, "-m", LAUNCHERS[options.kind], *words, *more)
+        spec = ProcessSpec(LAUNCHER, argv, log, env, completes_run=True, relays=frozenset({signal.SIGUSR1}))
+        with (
+            LocalHost() as local,
+            ClusterHost(local, cluster.channels(), _say) as host,
+            shown(log),
+        ):
+            outcome = Supervisor([spec], host, _say).run()
+        if not outcome.succeeded:
+            sys.stderr.write(f"{'' if outcome.was_stopped else 'error: '}{outcome.message}\n")
+        return outcome.exit_code, getattr(config, "recover", RecoverConfig())
+
+    return until_done(start, _say)
+
+
+def _gpu_words(gpus: Sequence[str]) -> str:
+    return f"GPU {','.join(gpus)}" if gpus else "no GPU"
+
+
+def _stop(signum: int, frame: FrameType | None) -> None:
+    raise SystemExit(128 + signum)
+
+
+class _End:
+    """How the driver ends."""
+
+    code = 1
+
+
+@contextlib.contextmanager
+def _recording_end(file: Path | None) -> Iterator[_End]:
+    """Write the exit code to `file` at the end of the block, however it ends."""
+    end = _End()
+    try:
+        yield end
+    except SystemExit as error:
+        end.code = error.code if isinstance(error.code, int) else 1
+        raise
+    finally:
+        if file is not None:
+            with replacing_file(file) as scratch:
+                scratch.write_text(f"{end.code}\n", encoding="ascii")
+
+
+def _say(line: str) -> None:
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

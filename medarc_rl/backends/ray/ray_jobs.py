@@ -1,0 +1,183 @@
+"""Jobs of Ray: a driver in the background of this machine, or inside a cluster through `ray job submit`."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import secrets
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from medarc_rl.backends.backend import Prepared, Request
+from medarc_rl.backends.launcher import CONFIGS
+from medarc_rl.backends.ray.demands import device_of, gpus_of
+from medarc_rl.errors import MedarcError, UsageError
+from medarc_rl.external import NoAnswer, ask
+from medarc_rl.jobs.following import follow_file
+from medarc_rl.jobs.record import JobRecord, State, Status
+from medarc_rl.utils import Run, check_startable, refuse_other_launcher, reporting_directory_errors, write_components
+from prime_rl.launch.reaper import Leader
+from prime_rl.run.access import files_readable_by
+from prime_rl.utils.pydantic_config import to_toml
+
+DRIVER = "medarc_rl.backends.ray.driver"
+PROBE = "medarc_rl.backends.ray.probe"
+_CONNECT_LIMIT_S = 5.0
+_PROBE_LIMIT_S = 120.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class RayPrepared(Prepared):
+    """A job for Ray."""
+
+    run: Run[Any]
+    kind: str
+    argv: Sequence[str]
+
+
+class RayJobs:
+    """Implements `Backend`."""
+
+    def prepare(self, request: Request) -> RayPrepared:
+        options = request.options
+        if importlib.util.find_spec("ray") is None:
+            raise UsageError("--to ray needs Ray: install it with `uv sync --extra ray`")
+        run = request.load(None if request.output_dir is None else Path(request.output_dir))
+        if request.kind != "eval":
+            refuse_other_launcher(run.config, "ray", request.words)
+            check_startable(run, options.dry_run)
+        single_gpu = request.split is not None and request.split.single_gpu
+        gpus = gpus_of(run.config, single_gpu)
+        address = _checked_address(options.ray_address, request)
+        if address is not None and not options.dry_run:
+            _check_cluster(address, gpus, run.config)
+        key = secrets.token_hex(4)
+        ours = run.paths.ray
+        log, end = ours / f"{key}.log", ours / f"{key}.end"
+        config = run.paths.config(CONFIGS.get(request.kind, request.kind))
+        where = () if address is None else ("--address", address)
+        flags = (*where, "--strategy", options.ray_strategy, *(("--single-gpu",) if single_gpu else ()))
+        words = ("--end", str(end), request.kind, "@", str(config))
+        argv = (sys.executable, "-m", DRIVER, *flags, *words)
+        return RayPrepared(
+            name=request.name or f"{run.stem}-{request.kind}",
+            output=str(run.paths.root),
+            text=_text(argv, gpus, options.ray_strategy, address, to_toml(run.config)),
+            details={"key": key, "host": socket.gethostname(), "log": str(log), "end": str(end)},
+            run=run,
+            kind=request.kind,
+            argv=argv,
+        )
+
+    def submit(self, prepared: RayPrepared) -> str:
+        run, details = prepared.run, prepared.details
+        component = CONFIGS.get(prepared.kind, prepared.kind)
+        write_components(run, {component: run.config}, dry_run=False)
+        with reporting_directory_errors(), files_readable_by(getattr(run.config, "file_access", "owner")):
+            Path(details["log"]).parent.mkdir(parents=True, exist_ok=True)
+            with Path(details["log"]).open("xb") as log:
+                driver = subprocess.Popen(
+                    prepared.argv,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    # It goes on after this command, and Ctrl-C is not for it.
+                    start_new_session=True,
+                )
+        return json.dumps(Leader.of(driver.pid), separators=(",", ":"))
+
+    def status(self, record: JobRecord) -> Status:
+        end = Path(record.details.get("end", ""))
+        if (code := _code(end)) is not None:
+            return _status_of(code)
+        if record.details.get("host") != socket.gethostname():
+            return Status("unknown", f"its driver runs on {record.details.get('host')}: ask there")
+        if _driver_of(record).is_alive:
+            return Status("running", f"driver {_driver_of(record).pid} on this machine")
+        # It may have ended between the two looks.
+        code = _code(end)
+        return Status("failed", "its driver was killed") if code is None else _status_of(code)
+
+    def logs(self, record: JobRecord, follow: bool) -> Iterator[str]:
+        log = Path(record.details.get("log", ""))
+        if not follow and not log.is_file():
+            raise MedarcError(f"{log}: no log on this machine")
+        return follow_file(log, lambda: not follow or self.status(record).state != "running")
+
+    def cancel(self, record: JobRecord) -> None:
+        if record.details.get("host") != socket.gethostname():
+            raise MedarcError(f"the driver of job {record.key} runs on {record.details.get('host')}: cancel it there")
+        driver = _driver_of(record)
+        if driver.is_alive:
+            os.kill(driver.pid, signal.SIGTERM)
+
+
+def _checked_address(address: str | None, request: Request) -> str | None:
+    """Raises UsageError: it is no address, or of a service that runs drivers itself."""
+    if address is None:
+        return None
+    if address.startswith(("http://", "https://")):
+        driver = ("python", "-m", DRIVER, request.kind, *request.words)
+        raise UsageError(
+            f"--ray-address {address}: this is Ray's job server; let it run the driver, with "
+            f"`ray job submit --address {shlex.quote(address)} -- {shlex.join(driver)}`"
+        )
+    host, colon, port = address.rpartition(":")
+    if not colon or not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise UsageError(f"--ray-address {address!r}: write HOST:PORT, as `ray start --head` prints it")
+    return address
+
+
+def _check_cluster(address: str, gpus: Sequence[int], config: Any) -> None:
+    """Raises UsageError: nothing answers there, or the cluster is too small."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), _CONNECT_LIMIT_S).close()
+    except OSError as error:
+        why = error.strerror or str(error)
+        raise UsageError(
+            f"--ray-address {address}: {why}; start a cluster with `ray start --head`, or leave the option out"
+        ) from error
+    try:
+        answer = ask([sys.executable, "-m", PROBE, address, json.dumps(list(gpus)), device_of(config)], _PROBE_LIMIT_S)
+    except NoAnswer as error:
+        raise UsageError(f"--ray-address {address}: {error}") from error
+    if answer.code != 0:
+        raise UsageError(f"--ray-address {address}: {answer.last_line.removeprefix('error: ')}")
+
+
+def _text(argv: Sequence[str], gpus: Sequence[int], strategy: str, address: str | None, config: str) -> str:
+    bundles = json.dumps([{"CPU": 1, "GPU": count} for count in gpus])
+    where = "a cluster of this machine alone" if address is None else address
+    return (
+        f"# cluster: {where}\n# placement group: {strategy.upper()} {bundles}\n# driver: {shlex.join(argv)}\n\n{config}"
+    )
+
+
+def _driver_of(record: JobRecord) -> Leader:
+    try:
+        pid, started, boot = json.loads(record.id)
+        return Leader(int(pid), int(started), str(boot))
+    except (ValueError, TypeError):
+        return Leader(0, 0, "")
+
+
+def _code(end: Path) -> int | None:
+    try:
+        return int(end.read_text(encoding="ascii"))
+    except (OSError, ValueError):
+        return None
+
+
+def _status_of(code: int) -> Status:
+    states: Mapping[int, State] = {0: "succeeded", 130: "cancelled", 143: "cancelled"}
+    state: State = states.get(code, "failed")
+    return Status(state, "" if code == 0 else f"exit code {code}")
