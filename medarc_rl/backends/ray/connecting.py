@@ -71,13 +71,17 @@ def _keep_to_this_user(env: MutableMapping[str, str], directory: Path) -> None:
 def _initialised(**options: Any) -> Iterator[None]:
     import ray
 
-    try:
-        ray.init(configure_logging=False, log_to_driver=False, **options)
-    # Ray's errors have no common class.
-    except Exception as error:
-        where = options["address"]
-        lines = str(error).strip().splitlines() or [type(error).__name__]
-        raise MedarcError(f"Ray cluster {where}: {lines[0]}") from error
+    for left in reversed(range(_STARTS)):
+        try:
+            ray.init(configure_logging=False, log_to_driver=False, **options)
+            break
+        # Ray's errors have no common class.
+        except Exception as error:
+            ray.shutdown()
+            if not left or _TIMED_OUT not in str(error):
+                where = "on this machine" if options["address"] == "local" else f"at {options['address']}"
+                lines = str(error).strip().splitlines() or [type(error).__name__]
+                raise MedarcError(f"no Ray cluster {where}: {lines[0]}") from error
     try:
         yield
     finally:

@@ -55,7 +55,7 @@ class RayJobs:
             refuse_other_launcher(run.config, "ray", request.words)
             check_startable(run, options.dry_run)
         single_gpu = request.split is not None and request.split.single_gpu
-        gpus = gpus_of(run.config, single_gpu)
+        gpus = [0 if device_of(run.config) == "cpu" else count for count in gpus_of(run.config, single_gpu)]
         address = _checked_address(options.ray_address, request)
         if address is not None and not options.dry_run:
             _check_cluster(address, gpus, run.config)
@@ -92,7 +92,8 @@ class RayJobs:
                     # It goes on after this command, and Ctrl-C is not for it.
                     start_new_session=True,
                 )
-        return json.dumps(Leader.of(driver.pid), separators=(",", ":"))
+        leader = Leader.of(driver.pid)
+        return f"{leader.pid}.{leader.started_ticks}.{leader.boot}"
 
     def status(self, record: JobRecord) -> Status:
         end = Path(record.details.get("end", ""))
@@ -155,7 +156,7 @@ def _check_cluster(address: str, gpus: Sequence[int], config: Any) -> None:
 
 
 def _text(argv: Sequence[str], gpus: Sequence[int], strategy: str, address: str | None, config: str) -> str:
-    bundles = json.dumps([{"CPU": 1, "GPU": count} for count in gpus])
+    bundles = json.dumps([{"CPU": 1, **({"GPU": count} if count else {})} for count in gpus])
     where = "a cluster of this machine alone" if address is None else address
     return (
         f"# cluster: {where}\n# placement group: {strategy.upper()} {bundles}\n# driver: {shlex.join(argv)}\n\n{config}"
@@ -164,9 +165,9 @@ def _text(argv: Sequence[str], gpus: Sequence[int], strategy: str, address: str 
 
 def _driver_of(record: JobRecord) -> Leader:
     try:
-        pid, started, boot = json.loads(record.id)
-        return Leader(int(pid), int(started), str(boot))
-    except (ValueError, TypeError):
+        pid, started, boot = record.id.split(".", 2)
+        return Leader(int(pid), int(started), boot)
+    except ValueError:
         return Leader(0, 0, "")
 
 
