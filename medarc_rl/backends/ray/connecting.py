@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import shutil
-import tempfile
 from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,17 +11,25 @@ from typing import Any
 
 from medarc_rl.backends.ray.listeners import open_listeners
 from medarc_rl.errors import MedarcError
+from prime_rl.launch.host import LocalHost
+from prime_rl.launch.reaper import MARK_VARIABLE
 from prime_rl.utils.gpus import masked_gpus, usable_gpus
+from prime_rl.utils.private import RUNTIME_VARIABLE
+from prime_rl.utils.scratch import scratch_directory
 
 TOKEN_VARIABLES = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 _STARTS = 4
 """Ray gives a node 30 seconds to start, which a busy machine may exceed."""
+_LONGEST = 44
+"""Of the directory's name, because Ray appends 62 characters to name a socket, and a socket's name has at most 107."""
 _TIMED_OUT = "timed out during startup"
 
 
 @contextmanager
 def connected(address: str | None, gpus: int | None = None) -> Iterator[None]:
     """Connect to the cluster at `address`, or start one with `gpus` GPUs on this machine for the block.
+
+    Call it in the main thread.
 
     Raises:
         MedarcError: the cluster cannot be reached or started, or others could use it.
@@ -35,9 +41,11 @@ def connected(address: str | None, gpus: int | None = None) -> Iterator[None]:
         with _initialised(address=address):
             yield
         return
-    # The names of Ray's sockets are long, and a socket's name may have 107 bytes.
-    directory = Path(tempfile.mkdtemp(prefix="mray-", dir="/tmp"))
-    try:
+    # Its guard ends Ray's processes, which carry the mark, if this process is killed.
+    with LocalHost() as guarded, scratch_directory("ray") as directory:
+        os.environ[MARK_VARIABLE] = str(guarded.directory)
+        if len(str(directory)) > _LONGEST:
+            raise MedarcError(f"{directory}: too long for the names of Ray's sockets: set {RUNTIME_VARIABLE}")
         _keep_to_this_user(os.environ, directory)
         # Reads the variables above when it is imported.
         count = len(masked_gpus(os.environ) or usable_gpus(os.environ)) if gpus is None else gpus
@@ -45,8 +53,6 @@ def connected(address: str | None, gpus: int | None = None) -> Iterator[None]:
             if listeners := open_listeners(os.getpid()):
                 raise MedarcError(f"Ray listens where other machines reach it ({', '.join(listeners)}): nothing is run")
             yield
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)
 
 
 def _keep_to_this_user(env: MutableMapping[str, str], directory: Path) -> None:
