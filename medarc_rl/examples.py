@@ -63,6 +63,7 @@ EXAMPLES: Mapping[str, tuple[str, ...]] = {
         "--gpus 2 --output-claim runs --dry-run",
         "medarc_submit sft examples/reverse_text/sft.toml --to sagemaker --build --instance-type ml.g5.2xlarge --wait",
         "medarc_submit sft examples/reverse_text/sft_cpu.toml --to sagemaker --local --image medarc-rl:dev",
+        "medarc_submit sft examples/reverse_text/sft_cpu.toml --to ray --wait",
     ),
     "medarc_submit sagemaker-policy": (
         "medarc_submit sagemaker-policy --role arn:aws:iam::123456789012:role/training --s3 s3://my-bucket/runs",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import socket
 from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +19,7 @@ from prime_rl.utils.private import RUNTIME_VARIABLE
 from prime_rl.utils.scratch import scratch_directory
 
 TOKEN_VARIABLES = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
+_LOOPBACK_VARIABLE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 _STARTS = 4
 """Ray gives a node 30 seconds to start, which a busy machine may exceed."""
 _LONGEST = 44
@@ -38,6 +40,8 @@ def connected(address: str | None, gpus: int | None = None) -> Iterator[None]:
     # Workers that ask for no GPU see none.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "1")
     if address is not None:
+        if _listens_on_loopback_alone(address):
+            os.environ[_LOOPBACK_VARIABLE] = "0"
         with _initialised(address=address):
             yield
         return
@@ -70,7 +74,23 @@ def _keep_to_this_user(env: MutableMapping[str, str], directory: Path) -> None:
     # Workers that nobody has asked for take the processor from the run.
     env["RAY_prestart_worker_first_driver"] = "0"
     # A cluster of one machine then uses 127.0.0.1.
-    env["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+    env[_LOOPBACK_VARIABLE] = "0"
+
+
+def _listens_on_loopback_alone(address: str) -> bool:
+    """Whether a cluster on this machine is one that other machines do not reach. Ray would look for it at the machine's
+    outward address."""
+    host, _, port = address.rpartition(":")
+    if host not in ("127.0.0.1", "localhost"):
+        return False
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            # Sends nothing: it only asks for the address of the route.
+            probe.connect(("192.0.2.1", 9))
+            socket.create_connection((probe.getsockname()[0], int(port)), 1.0).close()
+        except OSError:
+            return True
+    return False
 
 
 @contextmanager
