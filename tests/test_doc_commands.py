@@ -39,6 +39,7 @@ CONFIG_CLASSES = {root.component.replace("_", "-"): root for root in ROOTS}
 Check = Callable[[Sequence[str], Path], None]
 
 NOT_RUN = {
+    "ray": "Ray's job server on another machine",
     "cat": "shows a file",
     "cd": "changes the directory",
     "command": "looks for uv",

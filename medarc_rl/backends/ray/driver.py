@@ -71,7 +71,7 @@ def _run(options: argparse.Namespace, config: Any, words: Sequence[str]) -> int:
             for signum in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(signum, _stop)
             if options.address is not None and not asks_for_token():
-                _say(f"warning: Ray at {options.address} asks for no token: whoever reaches it can run code there")
+                _say(f"warning: Ray at {options.address} asks for no token: any user who reaches it can run code there")
             bundles = bundles_for(gpus_of(config, options.single_gpu), device_of(config))
             with placed(bundles, options.strategy) as cluster:
                 for seat in cluster.seats:

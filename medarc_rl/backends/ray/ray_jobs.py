@@ -29,7 +29,7 @@ from prime_rl.run.access import files_readable_by
 from prime_rl.utils.pydantic_config import to_toml
 
 DRIVER = "medarc_rl.backends.ray.driver"
-PROBE = "medarc_rl.backends.ray.probe"
+PROBE = "medarc_rl.backends.ray.room"
 _CONNECT_LIMIT_S = 5.0
 _PROBE_LIMIT_S = 120.0
 
