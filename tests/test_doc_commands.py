@@ -48,6 +48,7 @@ NOT_RUN = {
     "kill": "signals a process of a run",
     "open": "shows a file on the reader's machine",
     "prime": "downloads environments from a hub, with another package",
+    "torchrun": "starts the ranks of one of several machines",
     "source": "reads a file of shell completion",
     "sbatch": "needs Slurm; tests/test_slurm.py submits with it",
     "scp": "copies from another machine",
