@@ -194,7 +194,7 @@ def _launch(
 
 
 def _run_attempt(
-    job: Job, host: LocalHost, screen: ScreenFactory, notes: Sequence[str], facts: Mapping[str, Any] | None
+    job: Job, host: Host, screen: ScreenFactory, notes: Sequence[str], facts: Mapping[str, Any] | None
 ) -> int:
     if facts is None:
         return run_job(job, host, screen, notes)
@@ -223,7 +223,7 @@ def _screen_of_copy(screen: ScreenFactory, copied: CopiedRun, job: Job) -> Itera
             copied.say = _show
 
 
-def _asked_to_stop(host: LocalHost, timeout_s: float) -> bool:
+def _asked_to_stop(host: Host, timeout_s: float) -> bool:
     event = host.next_event(timeout_s)
     return isinstance(event, Signalled) and event.signal is not signal.SIGUSR1
 
