@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, TypeVar
@@ -12,8 +14,12 @@ from medarc_rl.cli import say
 from medarc_rl.errors import MedarcError, UsageError
 from prime_rl.configs.storage import BadS3Name, S3Name
 from prime_rl.run.paths import RunPaths
+from prime_rl.storage import S3, StorageError
+from prime_rl.storage.cache import cache_root
 from prime_rl.storage.copies import CopyRefused, upload_run
+from prime_rl.storage.restoring import RemoteRun
 from prime_rl.storage.staging import StagingRefused, staged
+from prime_rl.utils.private import private_directory
 from prime_rl.utils.pydantic_config import BaseSettings
 
 ConfigT = TypeVar("ConfigT", bound=BaseSettings)
@@ -48,6 +54,30 @@ def upload(options: UploadOptions) -> int:
         raise MedarcError(*line.splitlines())
     say(line)
     return 0
+
+
+def local_run(run: Path) -> Path:
+    """The directory of a run, for reading. Of one on S3, everything but checkpoints and weights is downloaded.
+
+    Raises:
+        UsageError: S3 holds no such run, or cannot be read.
+    """
+    try:
+        name = S3Name.of(run)
+        if name is None:
+            return run
+        digest = hashlib.sha256(str(name).encode()).hexdigest()[:16]
+        root = (
+            private_directory(cache_root(os.environ)) / "runs" / digest / (name.key.rpartition("/")[2] or name.bucket)
+        )
+        root.mkdir(parents=True, exist_ok=True)
+        remote = RemoteRun(S3.connect(), name, RunPaths(root))
+        if remote.is_empty:
+            raise UsageError(f"{name}: nothing is there")
+        remote.mirror(lambda line: None)
+    except (BadS3Name, StorageError, OSError) as error:
+        raise UsageError(str(error)) from error
+    return root
 
 
 def with_local_inputs(config: ConfigT) -> ConfigT:

@@ -11,6 +11,7 @@ from typing import Annotated
 from typer import Argument, Option
 
 from medarc_rl.errors import UsageError
+from medarc_rl.stored import local_run
 
 INTERRUPTED = 130
 """128 + SIGINT."""
@@ -39,7 +40,7 @@ def watch(options: WatchOptions) -> int:
     from prime_rl.watch.overview.facts import Reader
 
     try:
-        reader = Reader(RunHistory.open(options.run))
+        reader = Reader(RunHistory.open(local_run(options.run)))
     except NotARun as error:
         raise UsageError(str(error)) from error
     stream = following.prepared(sys.stdout)

@@ -11,6 +11,8 @@ from typer import Argument, Option
 
 from medarc_rl.cli import say, warn
 from medarc_rl.errors import MedarcError, UsageError
+from medarc_rl.stored import local_run
+from prime_rl.configs.storage import is_on_s3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,9 +45,11 @@ def report(options: ReportOptions) -> int:
 
     if options.price is not None and not math.isfinite(options.price):
         raise UsageError(f"--price {options.price}: give an amount of USD, such as 2.50")
-    runs = open_runs(options.runs)
+    runs = open_runs([local_run(run) for run in options.runs])
     groups = group_runs(runs, options.label or ())
-    directory = options.out or options.runs[0] / "report"
+    first = options.runs[0]
+    # The local copy of a run on S3 is in a cache.
+    directory = options.out or (Path(f"{first.name}-report") if is_on_s3(first) else first / "report")
     try:
         written = write_report(groups, directory, options.price, options.rollouts, options.pictures)
     except OSError as error:

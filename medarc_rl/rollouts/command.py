@@ -18,6 +18,7 @@ from typer import Argument, Option
 
 from medarc_rl.cli import say, warn
 from medarc_rl.errors import UsageError
+from medarc_rl.stored import local_run
 from prime_rl.run.paths import RunPaths
 from prime_rl.utils.logger import count_of
 from prime_rl.utils.pydantic_config.errors import one_line
@@ -62,7 +63,7 @@ def rollouts(options: RolloutsOptions) -> int:
     # Imported here so that the other commands do not load it.
     from prime_rl.history.rollouts import KeptRollouts
 
-    kept = KeptRollouts(_paths(options.run))
+    kept = KeptRollouts(_paths(local_run(options.run)))
     wanted = _filter(options)
     count = Counted(_rollouts(kept, options, wanted))
     try:

@@ -238,3 +238,21 @@ def test_an_output_directory_on_s3_is_a_local_one_that_is_copied() -> None:
         StorageConfig(upload_to="outputs/here")
     with pytest.raises(ValueError, match="a bucket's name has"):
         SFTConfig.model_validate({"output_dir": "s3://x/y"})
+
+
+def test_readers_of_a_run_get_everything_but_steps_and_only_what_changed(
+    s3: S3, proxy: Proxy, paths: RunPaths, name: S3Name, uploader: Uploader, tmp_path: Path
+) -> None:
+    uploader.look()
+    there = RunPaths(tmp_path / "there")
+    RemoteRun(s3, name, there).mirror(print)
+    assert there.metrics.read_text() == paths.metrics.read_text()
+    assert there.config("sft").exists()
+    assert not there.checkpoints.exists()
+    paths.metrics.write_text('{"step": 0}\n{"step": 1}\n')
+    uploader.look()
+    proxy.calm()
+    RemoteRun(s3, name, there).mirror(print)
+    assert [path for method, path in proxy.seen if method == "GET" and "list-type" not in path] == [
+        f"/{name.bucket}/runs/one/metrics.jsonl"
+    ]

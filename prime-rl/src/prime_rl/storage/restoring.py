@@ -32,6 +32,10 @@ class RemoteRun:
         self._objects = {path_below(name, each): each for each in s3.objects(name)}
 
     @property
+    def is_empty(self) -> bool:
+        return not self._objects
+
+    @property
     def has_evaluation(self) -> bool:
         return self._has(EvalPaths(self._paths.root).settings)
 
@@ -71,6 +75,24 @@ class RemoteRun:
             return False
         self.fetch_files(self._small(), say)
         return True
+
+    def mirror(self, say: Say) -> None:
+        """Download everything but steps, as far as it has changed: what readers of a run need.
+
+        Raises:
+            StorageError: it cannot be downloaded.
+        """
+        places = tuple(f"{self._path_of(each)}/" for each in self._step_parents())
+        paths = [path for path in self._objects if not path.startswith((WRITER, *places))]
+        if changed := [path for path in paths if self._is_newer(path)]:
+            self.fetch_files(changed, say)
+
+    def _is_newer(self, path: str) -> bool:
+        file, item = self._paths.root / path, self._objects[path]
+        if not file.is_file():
+            return True
+        found = file.stat()
+        return found.st_size != item.size_bytes or found.st_mtime < item.modified_s
 
     def forget_after(self, step: int) -> None:
         """Remove the markers of later steps, which follow from another course than the one to come."""
