@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -123,7 +123,7 @@ def engine(tokens: int, chat_s: float = 0.0, model: str = MODEL) -> Iterator[str
             process.terminate()
 
 
-def measure(args: argparse.Namespace, url: str, directory: Path) -> Speed:
+def measure(args: argparse.Namespace, urls: Sequence[str], directory: Path) -> Speed:
     """Run the orchestrator for some steps."""
     (directory / "instant_env.py").write_text(ENVIRONMENT)
     config = {
@@ -133,7 +133,7 @@ def measure(args: argparse.Namespace, url: str, directory: Path) -> Speed:
         "batch_size": args.batch,
         "rollouts_per_example": GROUP,
         "model": {"name": MODEL},
-        "client": {"base_url": [url]},
+        "client": {"base_url": list(urls)},
         "env": [{"id": "instant-env"}],
         "env_servers": args.env_servers,
         "filters": [{"type": "repetition"}],
@@ -196,7 +196,7 @@ def main() -> None:
         return
     print(f"Machine: {machine()}")
     with engine(args.tokens) as url, tempfile.TemporaryDirectory() as directory:
-        speed = measure(args, url, Path(directory))
+        speed = measure(args, [url], Path(directory))
     place = "a process of its own" if args.env_servers else "the orchestrator's process"
     print(f"{args.batch} single-turn rollouts a step, {args.tokens} tokens each, environment in {place}")
     print(f"  rollouts a second by the clock: {speed.by_the_clock:8.0f}")
