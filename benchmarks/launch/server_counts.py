@@ -80,7 +80,9 @@ def table(lines: Sequence[dict[str, float]]) -> str:
                 continue
             cost_ms = median(each["cpu_ms_per_rollout"] for each in same)
             speed = median(each["rollouts_per_s"] for each in same)
-            growth = "" if before is None else f"n^{1 + math.log(cost_ms / before[1]) / math.log(servers / before[0]):.2f}"
+            growth = (
+                "" if before is None else f"n^{1 + math.log(cost_ms / before[1]) / math.log(servers / before[0]):.2f}"
+            )
             rows.append(f"| {in_flight} | {servers} | {cost_ms:.2f} | {1000 / cost_ms:.0f} | {speed:.0f} | {growth} |")
             before = (servers, cost_ms)
     return "\n".join(rows)
