@@ -2,8 +2,8 @@
 
 The jobs are the CPU examples. `local` is `medarc_train`; `slurm` is `medarc_slurm` on a cluster of its own, as in
 `benchmarks/slurm` (needs root, slurm-wlm and munge), so the difference is what submission, queue and batch script add.
-`--out` gets a JSON line for each start; the table is the median over all lines. To add a way to launch, add a function to
-`WAYS`.
+`--out` gets a JSON line for each start; the table is the median over all lines. To add a way to launch, add a
+function to `WAYS`.
 """
 
 from __future__ import annotations
