@@ -8,7 +8,7 @@ import tarfile
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 pytest.importorskip("pathspec", reason="pathspec is not installed: `uv sync --extra sagemaker`")
@@ -37,6 +37,7 @@ FILES = [f"{folder}{name}" for folder in ("", "b/", "c/", "b/c/", "c/b/") for na
 
 
 @given(root=st.lists(st.sampled_from(PATTERNS), max_size=4), inner=st.lists(st.sampled_from(PATTERNS), max_size=3))
+@example(root=["*.txt"], inner=["!c/"])
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 def test_any_ignore_files_are_read_as_git_reads_them(
     tmp_path_factory: pytest.TempPathFactory, root: list[str], inner: list[str]

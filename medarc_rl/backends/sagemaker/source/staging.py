@@ -29,6 +29,8 @@ _SECRETS = (
     "!.env.example !.env.template !*.pub"
 ).split()
 """Files that usually hold secrets, in git's syntax."""
+_DIRECTORY = "ps_d"
+"""Group of pathspec's expressions: the slash after a directory that a pattern names."""
 _MOST_SHOWN = 3
 
 
@@ -106,8 +108,13 @@ class _Walk:
     faults: list[str] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
 
-    def files(self, directory: Path, rules: tuple[tuple[Path, GitIgnoreSpec], ...]) -> Iterator[StagedFile]:
-        """The files below a directory. `rules`: the ignore files above it, each with its own directory."""
+    def files(
+        self, directory: Path, rules: tuple[tuple[Path, GitIgnoreSpec], ...], is_ignored: bool = False
+    ) -> Iterator[StagedFile]:
+        """The files below a directory; of one that is ignored, only those to include.
+
+        `rules`: the ignore files above it, each with its own directory.
+        """
         try:
             rules = (*rules, *self._rules_of(directory))
             entries = sorted(os.scandir(directory), key=lambda entry: entry.name)
@@ -115,14 +122,16 @@ class _Walk:
             self.faults.append(f"{error.filename}: {error.strerror}: mend it, or add it to .medarcignore")
             return
         for entry in entries:
-            yield from self._of_entry(Path(entry.path), rules)
+            yield from self._of_entry(Path(entry.path), rules, is_ignored)
 
     def _rules_of(self, directory: Path) -> Iterator[tuple[Path, GitIgnoreSpec]]:
         for name in IGNORE_FILES:
             if (directory / name).is_file():
                 yield directory, _spec((directory / name).read_text(encoding="utf-8", errors="replace").splitlines())
 
-    def _of_entry(self, path: Path, rules: tuple[tuple[Path, GitIgnoreSpec], ...]) -> Iterator[StagedFile]:
+    def _of_entry(
+        self, path: Path, rules: tuple[tuple[Path, GitIgnoreSpec], ...], is_ignored: bool
+    ) -> Iterator[StagedFile]:
         name = path.relative_to(self.root).as_posix()
         is_link, is_directory = path.is_symlink(), path.is_dir()
         shown = f"{name}/" if is_directory else name
@@ -138,12 +147,14 @@ class _Walk:
                     f"--include {name}: usually holds secrets; give them with --secret-env NAME=REFERENCE"
                 )
             self.left_out.append(f"{shown}: usually holds secrets")
-        elif not asked and _is_ignored(path, is_directory, rules) and not (is_directory and self._leads_to(name)):
+        elif (ignored := not asked and (is_ignored or _is_ignored(path, is_directory, rules))) and not (
+            is_directory and self._leads_to(name)
+        ):
             return
         elif is_link and (is_directory or not path.resolve().is_relative_to(self.root)):
             self.left_out.append(f"{shown}: a link {'to a directory' if is_directory else 'that leads outside'}")
         elif is_directory:
-            yield from self.files(path, rules)
+            yield from self.files(path, rules, ignored)
         else:
             yield from self._regular(path, name)
 
@@ -183,10 +194,27 @@ def _is_ignored(path: Path, is_directory: bool, rules: Sequence[tuple[Path, GitI
     """As git decides: the last matching pattern of the innermost ignore file."""
     for directory, spec in reversed(rules):
         relative = path.relative_to(directory).as_posix()
-        verdict = spec.check_file(f"{relative}/" if is_directory else relative).include
+        verdict = _verdict(spec, f"{relative}/" if is_directory else relative)
         if verdict is not None:
             return verdict
     return False
+
+
+def _verdict(spec: GitIgnoreSpec, name: str) -> bool | None:
+    """What the last pattern that matches the name itself says.
+
+    pathspec's patterns match everything below a directory, too. That is left to the walk, which does not enter ignored
+    directories: `!c/` takes back the directory, and not the files in it.
+    """
+    for pattern in reversed(list(spec.patterns)):
+        found = None if pattern.include is None else pattern.match_file(name)
+        if found is None:
+            continue
+        groups = found.match.groupdict()
+        is_below = groups.get(_DIRECTORY) is not None and found.match.end(_DIRECTORY) < len(name)
+        if not is_below:
+            return pattern.include
+    return None
 
 
 def _too_much(staged: Staged, limit_bytes: int) -> str:
