@@ -87,6 +87,9 @@ def cluster() -> Iterator[RayNodes]:
             process.stdin.close()
 
 
+EIGHT = ("--deployment.num-gpus", "8", "--data.batch-size", "8")
+
+
 class Driver:
     """A driver in a process of its own, and what it prints."""
 
@@ -194,8 +197,18 @@ def test_reverse_text_learns_on_two_gpus_of_the_cluster(cluster: RayNodes, tmp_p
     assert not ours(out)
 
 
+def test_two_nodes_of_the_cluster_train_together(cluster: RayNodes, sft: Path, tmp_path: Path) -> None:
+    nodes = ("--launcher", "ray", "--deployment.type", "multi_node", "--deployment.num-nodes", "2")
+    words = ("--deployment.gpus-per-node", "1", "--max-steps", "2", "--device", "cpu")
+    driver = Driver(cluster, "sft", "@", str(sft), "--output-dir", str(tmp_path / "run"), *nodes, *words)
+    code, said = driver.end()
+    assert code == 0, said
+    assert "trainer rank 0" in said
+    assert "trainer rank 1" in said
+
+
 def test_a_cluster_that_is_too_small_is_a_fault(cluster: RayNodes, sft: Path, tmp_path: Path) -> None:
-    driver = Driver(cluster, "sft", "@", str(sft), "--output-dir", str(tmp_path), "--deployment.num-gpus", "8")
+    driver = Driver(cluster, "sft", "@", str(sft), "--output-dir", str(tmp_path), *EIGHT)
     code, said = driver.end()
     assert code == 1
     assert "error: the run takes 1 node with 8 GPUs; the GPUs of the cluster's nodes: 127.0.0.1 2, 127.0.0.1 2" in said

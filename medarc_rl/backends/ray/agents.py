@@ -12,6 +12,7 @@ from typing import Any
 from medarc_rl.backends.ray.ray_options import Strategy
 from medarc_rl.errors import MedarcError
 from prime_rl.launch.nodes.channels import PipeChannel, agent_argv
+from prime_rl.launch.spec import CannotStart
 from prime_rl.utils.gpus import MASK_VARIABLE
 from prime_rl.utils.waiting import Wait
 
@@ -94,7 +95,6 @@ class RayChannel:
     def close(self) -> None:
         with suppress(*_errors()):
             _get(self._actor.close.options(concurrency_group="others").remote())
-        kill(self._actor)
 
     def describe(self) -> str:
         where = f"Ray actor on {self.name} ({self._seat.address})"
@@ -122,13 +122,13 @@ class RayCluster:
         return tuple(name if hosts.count(name) == 1 else f"{name}/{index}" for index, name in enumerate(hosts))
 
     def channels(self) -> list[RayChannel]:
-        """Start an agent in each actor. Raises MedarcError."""
+        """Start an agent in each actor. A later call starts new ones. Raises CannotStart."""
         env = {name: value for name, value in os.environ.items() if not name.startswith(_OF_RAY)}
         directory = os.getcwd()  # noqa: PTH109
         starting = [actor.start.options(concurrency_group="others").remote(directory, env) for actor in self._actors]
         faults = [fault for reference in starting if (fault := _get(reference)) is not None]
         if faults:
-            raise MedarcError(*faults)
+            raise CannotStart("\n".join(faults))
         return [RayChannel(seat, actor) for seat, actor in zip(self.seats, self._actors, strict=True)]
 
     def address(self, name: str) -> str | None:

@@ -20,7 +20,7 @@ from medarc_rl.backends.ray.agents import RayCluster, bundles_for, placed
 from medarc_rl.backends.ray.connecting import asks_for_token, connected
 from medarc_rl.backends.ray.demands import device_of, gpus_of
 from medarc_rl.errors import MedarcError
-from medarc_rl.launchers.shared_node import SINGLE_GPU_VARIABLE
+from medarc_rl.launchers.shared_node import SINGLE_GPU_VARIABLE, shared_node
 from prime_rl.configs.areal.launched import RecoverConfig
 from prime_rl.configs.eval import OfflineEvalConfig
 from prime_rl.configs.rl import RLConfig
@@ -76,6 +76,8 @@ def _run(options: argparse.Namespace, config: Any, words: Sequence[str]) -> int:
             with placed(bundles, options.strategy) as cluster:
                 for seat in cluster.seats:
                     _say(f"{seat.name} ({seat.address}): {_gpu_words(seat.gpus)}")
+                if len(bundles) > 1:
+                    return _on_several_nodes(options, cluster, words)
                 return _on_one_node(options, config, cluster, words)
     except (MedarcError, CannotStart, OSError) as error:
         faults = error.faults if isinstance(error, MedarcError) else (str(error),)
@@ -100,6 +102,22 @@ def _on_one_node(options: argparse.Namespace, config: Any, cluster: RayCluster, 
         if not outcome.succeeded:
             sys.stderr.write(f"{'' if outcome.was_stopped else 'error: '}{outcome.message}\n")
         return outcome.exit_code, getattr(config, "recover", RecoverConfig())
+
+    return until_done(start, _say)
+
+
+def _on_several_nodes(options: argparse.Namespace, cluster: RayCluster, words: Sequence[str]) -> int:
+    """Plan the processes for all nodes here, and supervise them through the agents."""
+    from prime_rl.launch.commands import RL, SFT
+    from prime_rl.launch.run import launch
+    from prime_rl.watch.screens import rl_screen, sft_screen
+
+    def start(more: Sequence[str]) -> tuple[int, RecoverConfig]:
+        config = parse_argv_or_exit(ROOTS[options.kind], argv=[*words, *more])
+        sharing = shared_node(os.environ)
+        if options.kind == "rl":
+            return launch(RL, config, rl_screen, sharing, cluster=cluster), config.recover
+        return launch(SFT, config, sft_screen, sharing, cluster=cluster), config.recover
 
     return until_done(start, _say)
 

@@ -50,7 +50,9 @@ class RayJobs:
         options = request.options
         if importlib.util.find_spec("ray") is None:
             raise UsageError("--to ray needs Ray: install it with `uv sync --extra ray`")
-        run = request.load(None if request.output_dir is None else Path(request.output_dir))
+        # On one node the node's launcher starts the run, which has no other one.
+        owned = {"launcher": "ray"} if request.nodes > 1 else {}
+        run = request.load(None if request.output_dir is None else Path(request.output_dir), owned)
         if request.kind != "eval":
             refuse_other_launcher(run.config, "ray", request.words)
             check_startable(run, options.dry_run)

@@ -408,7 +408,7 @@ class SFTConfig(LaunchedConfig):
             processes = deployment.num_gpus
             yield from filter(None, (batch_fault(self.data, processes), replication_fault(self.model, processes)))
             return
-        if self.slurm is None:
+        if self.slurm is None and self.launcher != "ray":
             yield "deployment.type = 'multi_node' needs [slurm]"
         group = deployment.nodes_per_fsdp_group
         if group is not None and deployment.num_nodes % group != 0:

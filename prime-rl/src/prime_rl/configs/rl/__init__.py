@@ -76,7 +76,7 @@ class RLConfig(RunSections, LaunchedConfig):
 
     @model_validator(mode="after")
     def _check_rules(self) -> Self:
-        raise_faults(run_faults(self, has_slurm=self.slurm is not None))
+        raise_faults(run_faults(self, has_slurm=self.slurm is not None or self.launcher == "ray"))
         for text in run_warnings(self):
             warnings.warn(text, ConfigWarning, stacklevel=2)
         return self
