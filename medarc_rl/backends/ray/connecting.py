@@ -7,6 +7,7 @@ import secrets
 import socket
 from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +117,5 @@ def _initialised(**options: Any) -> Iterator[None]:
 
 def asks_for_token() -> bool:
     """Whether the cluster that this process is connected to accepts only those who know its token."""
-    from ray._raylet import AuthenticationMode, get_authentication_mode  # type: ignore[attr-defined]
-
-    return bool(get_authentication_mode() == AuthenticationMode.TOKEN)
+    raylet = import_module("ray._raylet")
+    return bool(raylet.get_authentication_mode() == raylet.AuthenticationMode.TOKEN)

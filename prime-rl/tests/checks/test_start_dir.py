@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 
 from prime_rl.checks import start_faults
 from prime_rl.checks.packages import environment_faults, environment_module, find_module, function_fault
@@ -102,3 +103,30 @@ def test_a_program_does_not_search_the_directory_that_it_starts_in(package: Path
 def test_an_environment_is_known_by_any_form_of_its_id(env_id: str) -> None:
     assert environment_module(env_id) == "reverse_text"
     assert list(environment_faults("env", [EnvConfig(id=env_id)], StartDir())) == []
+
+
+def test_an_interpreter_of_its_own_must_be_one_and_must_have_the_environment(tmp_path: Path) -> None:
+    text = tmp_path / "python.txt"
+    text.write_text("")
+
+    def faults(python: Path | str, env_id: str = "json") -> list[str]:
+        return [str(fault) for fault in environment_faults("env", [EnvConfig(id=env_id, python=python)], StartDir())]
+
+    assert faults(sys.executable) == []
+    for wrong in ("/no/such/python", text, tmp_path):
+        (fault,) = faults(wrong)
+        assert (
+            fault
+            == f"env[0]: python = {str(wrong)!r} is not a program: name an interpreter, as in env/.venv/bin/python"
+        )
+    (fault,) = faults("/bin/false")
+    assert "is no Python 3.10 or later" in fault
+    (fault,) = faults(sys.executable, "no-such-env")
+    assert (
+        fault == f"env[0]: {sys.executable} has no module named 'no_such_env': install the environment's package there"
+    )
+
+
+def test_an_environment_runs_at_an_address_or_in_an_interpreter() -> None:
+    with pytest.raises(ValidationError, match="python and address exclude each other"):
+        EnvConfig(python=sys.executable, address="tcp://127.0.0.1:5000")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import os
+import subprocess
 from collections.abc import Iterator, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
@@ -23,6 +25,15 @@ SINK_PACKAGES = {
 }
 """What each sink of `[monitor]` imports."""
 
+_FIND = """
+import sys
+from importlib.util import find_spec
+sys.exit("older than 3.10") if sys.version_info < (3, 10) else None
+print(*[name for name in sys.argv[1:] if find_spec(name) is None])
+"""
+"""Prints the top-level modules of its arguments that are not installed. Imports none of them."""
+_FIND_LIMIT_S = 60.0
+
 _HIDING_NAMES = ("__getattr__", "globals", "setattr", "exec")
 """A module that uses one of these may have names that its source does not show."""
 
@@ -36,6 +47,10 @@ def environment_faults(key: str, envs: Sequence[EnvConfig], start: StartDir) -> 
     """One line for each environment that is not installed."""
     for index, env in enumerate(envs if start.has_our_packages else ()):
         module = environment_module(env.id)
+        if env.python is not None:
+            if (fault := _interpreter_fault(env.python, module)) is not None:
+                yield f"{key}[{index}]: {fault}"
+            continue
         spec = find_module(module)
         place = f"{key}[{index}].id = {env.id!r}"
         if spec is None:
@@ -43,6 +58,32 @@ def environment_faults(key: str, envs: Sequence[EnvConfig], start: StartDir) -> 
             yield NotInstalled(line)
         elif lacks_name(spec, LOADER):
             yield f"{place}: {spec.origin} is not an environment: it has no {LOADER}"
+
+
+def _interpreter_fault(python: Path, module: str) -> str | None:
+    """Why an environment cannot be loaded in an interpreter of its own, apart from what its code does. Takes 0.1 s."""
+    if not os.access(python, os.X_OK) or python.is_dir():
+        return f"python = {str(python)!r} is not a program: name an interpreter, as in env/.venv/bin/python"
+    try:
+        found = subprocess.run(
+            [str(python), "-c", _FIND, "verifiers", module],
+            env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=_FIND_LIMIT_S,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"python = {str(python)!r} does not run: {error}"
+    if found.returncode != 0:
+        last = (found.stderr.strip().splitlines() or ["no output"])[-1]
+        return f"python = {str(python)!r} is no Python 3.10 or later: {last}"
+    missing = found.stdout.split()
+    if not missing:
+        return None
+    names = " and ".join(repr(name) for name in missing)
+    return f"{python} has no module named {names}: install the environment's package there"
 
 
 def monitor_faults(monitor: MonitorConfig, start: StartDir) -> Iterator[str]:

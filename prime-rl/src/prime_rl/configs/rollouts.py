@@ -1,9 +1,10 @@
 """Environments, and how their rollouts are sampled: for training, evaluation and validation."""
 
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Any, Literal
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import AliasChoices, Field
+from pydantic import AliasChoices, Field, model_validator
 
 from prime_rl.configs.ranges import (
     LARGEST,
@@ -114,12 +115,23 @@ class EnvConfig(BaseConfig):
     """Address of a running environment server. None runs the environment in the orchestrator, or with `env_servers` in
     a server that the orchestrator starts."""
 
+    python: Path | None = None
+    """Python interpreter of the environment, such as `envs/medqa/.venv/bin/python`: it then runs in a process of its
+    own, with the packages of that interpreter. verifiers 0.1.5 to 0.3 may be installed there. None takes the run's
+    own."""
+
     extra_env_kwargs: dict[str, Any] = Field({})
     """Attributes to set on the environment. The orchestrator adds `seq_len` and `score_rollouts`."""
 
     max_reward_errors: Fraction = 0.5
     """End the run if reward functions fail in more than this fraction of the last 32 rollouts, in all of the first 8,
     or in all of a shorter run. 1 never does."""
+
+    @model_validator(mode="after")
+    def _check_place(self) -> Self:
+        if self.python is not None and self.address is not None:
+            raise ValueError("python and address exclude each other: at an address, a server runs already")
+        return self
 
 
 class EvalEnvConfig(EnvConfig):

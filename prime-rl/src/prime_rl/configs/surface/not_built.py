@@ -61,6 +61,7 @@ NOT_BUILT: tuple[NotBuilt, ...] = (
     NotBuilt("eval.log.log_data", "only SFT logs its data"),
     NotBuilt("eval.log.env_worker_logs"),
     NotBuilt("eval.log.file", "the launcher writes the log of each process to a file", refused=False),
+    NotBuilt("env_server.env.python", "a run starts the environment in it: set it in orchestrator.env"),
     NotBuilt("env_server.log.log_data", "only SFT logs its data"),
     NotBuilt("env_server.log.env_worker_logs"),
 )

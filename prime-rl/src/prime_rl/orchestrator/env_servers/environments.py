@@ -188,8 +188,18 @@ def load_environments(
     environments: dict[str, Environment] = {}
     for index, config in enumerate(configs):
         place = f"{key}[{index}]"
-        environments[config.name or config.id] = _with_rows(load_environment(config, place), config, place, split)
+        environments[config.name or config.id] = _loaded(config, place, split)
     return environments
+
+
+def _loaded(config: EnvConfig, place: str, split: Split) -> Environment:
+    if config.python is None:
+        return _with_rows(load_environment(config, place), config, place, split)
+    from prime_rl.orchestrator.guests.guest_environment import start_guest
+
+    environment = start_guest(config, place, split, config.python)
+    _refuse_empty(environment, config, place, split)
+    return environment
 
 
 def load_environment(config: EnvConfig, place: str) -> vf.Environment:
@@ -242,10 +252,14 @@ def _with_rows(env: vf.Environment, config: EnvConfig, place: str, split: Split)
         raise EnvironmentFault(
             f"{place}: cannot build the dataset of environment {config.id!r}: {_one_line(error)}"
         ) from error
+    _refuse_empty(environment, config, place, split)
+    return environment
+
+
+def _refuse_empty(environment: Environment, config: EnvConfig, place: str, split: Split) -> None:
     if not len(environment):
         purpose = "training" if split == "train" else "evaluation"
         raise EnvironmentFault(f"{place}: environment {config.id!r} has no {purpose} rows")
-    return environment
 
 
 def _one_line(error: BaseException) -> str:

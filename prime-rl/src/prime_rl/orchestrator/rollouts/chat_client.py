@@ -13,6 +13,7 @@ import asyncio
 import itertools
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
@@ -39,6 +40,15 @@ class ServerAnswered(Exception):
         super().__init__(f"{url} answered {status}: {message}")
         self.status = status
         self.message = message
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The body of a reply, and the Unix times of request and reply."""
+
+    body: bytes
+    started_s: float
+    ended_s: float
 
 
 class ChatChannel:
@@ -71,14 +81,18 @@ class ChatChannel:
             OverlongPromptError: the prompt does not fit into the model's context.
             aiohttp.ClientError: no reply, after retries.
         """
+        answer = await self.exchange(path, body, (options or {}).get("headers"))
+        if path == "/tokenize":
+            return self._tokenize_decoder.decode(answer.body)
+        return decode_chat_reply(answer.body, answer.started_s, answer.ended_s)
+
+    async def exchange(self, path: str, body: dict[str, Any], headers: Mapping[str, str] | None = None) -> Answer:
+        """Post a body and return the reply as it is. Raises what `post` raises."""
         data = self._encoder.encode(self._prepare(body))
-        headers = (options or {}).get("headers")
         started_s = time.time()
         with own_beats().calling("inference"):
             answer = await self._post_with_retries(f"{self.base_url}{path}", data, headers)
-        if path == "/tokenize":
-            return self._tokenize_decoder.decode(answer)
-        return decode_chat_reply(answer, started_s, ended_s=time.time())
+        return Answer(answer, started_s, ended_s=time.time())
 
     async def close(self) -> None:
         if self._session is not None:

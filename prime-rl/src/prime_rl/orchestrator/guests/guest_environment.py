@@ -1,0 +1,179 @@
+"""An environment in an interpreter of its own, as the rest of the orchestrator sees any environment."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Self
+
+from prime_rl.configs.orchestrator import EnvConfig
+from prime_rl.orchestrator.env_servers.environments import Environment, Split, environment_arguments, module_id
+from prime_rl.orchestrator.env_servers.reward_errors import RewardErrors
+from prime_rl.orchestrator.errors import EnvironmentFault
+from prime_rl.orchestrator.guests.guest_process import Guest, GuestError, GuestProcess
+from prime_rl.orchestrator.proxy.recording import Session
+from prime_rl.orchestrator.proxy.routes import RecordingProxy
+from prime_rl.orchestrator.rollouts.images import ADVICE, has_image
+from prime_rl.orchestrator.rollouts.rollout import ExampleRef, Rollout, read_rollout
+from prime_rl.orchestrator.scheduling.difficulty import fingerprint
+from prime_rl.orchestrator.servers.server import InferenceServer
+from prime_rl.utils.logger import get_logger
+
+ROWS_AT_ONCE = 256
+
+
+class GuestEnvironment(Environment):
+    """Rollouts run in the guest, which asks the model through a proxy of this process. The proxy records the tokens."""
+
+    def __init__(
+        self,
+        name: str,
+        process: GuestProcess,
+        proxy: RecordingProxy,
+        split: Split = "train",
+        max_reward_errors: float = 0.5,
+    ) -> None:
+        """Raises EnvironmentFault if the guest cannot make its dataset."""
+        self.name = name
+        self.address = "its own interpreter"
+        self.vocab_size = None
+        self._process = process
+        self._proxy = proxy
+        self._split = split
+        try:
+            described = process.ask_now("describe", split=split)
+            self._rows = list(_all_rows(process, split, described["rows"]))
+        except GuestError as error:
+            raise EnvironmentFault(f"{process.guest.place}: cannot build the dataset of {name!r}: {error}") from error
+        self._tools = described["tools"]
+        self.reward_errors = RewardErrors(name, max_reward_errors)
+        self.reward_functions = described["functions"]
+
+    def held_out(self) -> Self:
+        return type(self)(self.name, self._process, self._proxy, "eval", self.reward_errors.max_share)
+
+    def prompt(self, row: int) -> Any:
+        return self._row(row)["prompt"]
+
+    def tools(self, row: int) -> list[dict[str, Any]]:
+        info = self._row(row).get("info") or {}
+        info = json.loads(info) if isinstance(info, str) else info
+        tools = info.get("tool_defs") or info.get("oai_tools") or self._tools
+        return [dict(tool) if "function" in tool else {"type": "function", "function": dict(tool)} for tool in tools]
+
+    def refuse_images(self) -> None:
+        for row in range(len(self)):
+            if has_image(self.prompt(row)):
+                raise EnvironmentFault(f"environment {self.name!r}: the prompt of row {row} has an image, and {ADVICE}")
+
+    def fingerprint(self, row: int, keys: Sequence[str]) -> str:
+        return fingerprint(self.name, self._row(row), keys)
+
+    def _row(self, row: int) -> dict[str, Any]:
+        content: dict[str, Any] = json.loads(self._rows[row])
+        return content
+
+    async def connect(self) -> None:
+        """Open the proxy."""
+        await self._proxy.open()
+
+    async def attempt(
+        self,
+        example: ExampleRef,
+        size: int,
+        server: InferenceServer,
+        sampling_args: dict[str, Any],
+        version: int,
+        max_retries: int = 0,
+    ) -> list[Rollout]:
+        """Like `Environment.attempt`; a group whose code fails is attempted again up to `max_retries` times.
+
+        Raises:
+            GuestError: the environment's code failed.
+            EnvironmentFault: its process is gone, or reward functions failed in too many rollouts.
+        """
+        await self._proxy.open()
+        for retries_left in range(max_retries, -1, -1):
+            try:
+                rollouts = await self._attempt(example, size, server, sampling_args, version)
+            except GuestError as error:
+                if not retries_left:
+                    raise
+                get_logger().warning(f"Environment {self.name!r}, row {example.row}: {error}; once more")
+            else:
+                break
+        self.reward_errors.observe(rollouts)
+        return rollouts
+
+    async def _attempt(
+        self, example: ExampleRef, size: int, server: InferenceServer, sampling_args: dict[str, Any], version: int
+    ) -> list[Rollout]:
+        with self._proxy.sessions.opened(size, server, sampling_args) as sessions:
+            outputs = await self._process.ask(
+                "run_group",
+                split=self._split,
+                row=example.row,
+                base_url=self._proxy.base_url,
+                model=server.model,
+                sampling_args=sampling_args,
+                sessions=[session.key for session in sessions],
+            )
+        by_key = {session.key: session for session in sessions}
+        temperature = sampling_args.get("temperature", 1.0)
+        return [self._rollout(output, by_key[output["session"]], example, temperature, version) for output in outputs]
+
+    def _rollout(
+        self, output: dict[str, Any], session: Session, example: ExampleRef, temperature: float, version: int
+    ) -> Rollout:
+        rollout = read_rollout(
+            {**output, "trajectory": _steps(session)}, example, temperature, version, self.vocab_size
+        )
+        rollout.is_truncated |= session.is_cut_off
+        return rollout
+
+    async def close(self) -> None:
+        await self._proxy.close()
+        await self._process.close()
+
+
+def start_guest(config: EnvConfig, place: str, split: Split, python: Path) -> GuestEnvironment:
+    """Load the environment that `config` names in the interpreter `python`.
+
+    Raises:
+        EnvironmentFault: it does not load there, or its dataset cannot be made.
+    """
+    name = config.name or config.id
+    attributes = environment_arguments(config.extra_env_kwargs)
+    guest = Guest(place, python, module_id(config.id), config.args, attributes)
+    process = GuestProcess.start(guest)
+    get_logger().info(f"Environment {name!r} runs in {python} ({process.versions})")
+    try:
+        return GuestEnvironment(name, process, RecordingProxy(), split, config.max_reward_errors)
+    except BaseException:
+        process.kill()
+        raise
+
+
+def _all_rows(process: GuestProcess, split: str, count: int) -> Any:
+    """The rows of the dataset as JSON texts, which need less memory than dictionaries."""
+    for start in range(0, count, ROWS_AT_ONCE):
+        for row in process.ask_now("rows", split=split, start=start, stop=start + ROWS_AT_ONCE):
+            yield json.dumps(row)
+
+
+def _steps(session: Session) -> list[dict[str, Any]]:
+    """The session's calls in the form of a verifiers trajectory."""
+    return [
+        {
+            "tokens": {
+                "prompt_ids": call.prompt_ids,
+                "completion_ids": call.completion_ids,
+                "completion_logprobs": call.completion_logprobs,
+                "completion_mask": call.completion_mask,
+                "prompt_mask": call.prompt_mask,
+            },
+            "response": {"call": call.details.to_builtins()},
+        }
+        for call in session.trace.calls
+    ]

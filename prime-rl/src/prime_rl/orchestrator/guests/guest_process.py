@@ -1,0 +1,189 @@
+"""Starts an environment in its own interpreter, and exchanges messages with it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import os
+import signal
+import socket
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from prime_rl.orchestrator.errors import EnvironmentFault
+from prime_rl.orchestrator.guests.inside.frames import PROTOCOL, BadFrame, encode, receive, receive_now
+from prime_rl.utils.engine_keys import ENGINE_KEY_VARIABLE
+from prime_rl.utils.gpus import MASK_VARIABLE
+
+LOOPBACK = "127.0.0.1"
+INSIDE = Path(__file__).parent / "inside"
+STOP_GRACE_S = 5.0
+_OURS = frozenset({"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "UV_RUN_RECURSION_DEPTH", ENGINE_KEY_VARIABLE})
+"""Variables of this process that an interpreter of another environment must not get."""
+
+_ADDED = {MASK_VARIABLE: "", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}
+
+
+class GuestError(Exception):
+    """The environment's own code failed in a request."""
+
+
+@dataclass(frozen=True, slots=True)
+class Guest:
+    """What to load, and in which interpreter."""
+
+    place: str
+    """Config key, for messages."""
+    python: Path
+    module: str
+    args: Mapping[str, Any]
+    attributes: Mapping[str, Any]
+
+
+class GuestProcess:
+    """One running environment.
+
+    Until `connect`, requests block: environments are loaded before the event loop runs.
+    """
+
+    def __init__(self, guest: Guest, process: subprocess.Popen[bytes], connection: socket.socket) -> None:
+        self.guest = guest
+        self._process = process
+        self._connection = connection
+        self._numbers = itertools.count()
+        self._opening: asyncio.Task[asyncio.StreamWriter] | None = None
+        self._reading: asyncio.Task[None] | None = None
+        self._waiting: dict[int, asyncio.Future[Any]] = {}
+
+    @classmethod
+    def start(cls, guest: Guest) -> Self:
+        """Load the environment. Its output goes to the log of this process.
+
+        Raises:
+            EnvironmentFault: the interpreter cannot be started, or the environment does not load in it.
+        """
+        ours, theirs = socket.socketpair()
+        with theirs:
+            argv = [str(guest.python), str(INSIDE / "__main__.py"), str(theirs.fileno())]
+            env = {name: value for name, value in os.environ.items() if name not in _OURS} | _ADDED
+            # The proxy of the run is on this machine, behind no other proxy.
+            env |= {name: ",".join(filter(None, (env.get(name), LOOPBACK))) for name in ("NO_PROXY", "no_proxy")}
+            try:
+                process = subprocess.Popen(
+                    argv, env=env, stdin=subprocess.DEVNULL, pass_fds=(theirs.fileno(),), start_new_session=True
+                )
+            except OSError as error:
+                ours.close()
+                raise EnvironmentFault(f"{guest.place}.python = {str(guest.python)!r}: {error.strerror}") from error
+        started = cls(guest, process, ours)
+        try:
+            started._greet()
+        except BaseException:
+            started.kill()
+            raise
+        return started
+
+    def _greet(self) -> None:
+        guest = self.guest
+        settings = {"module": guest.module, "args": dict(guest.args), "attributes": dict(guest.attributes)}
+        hello = self._exchange({"protocol": PROTOCOL, **settings})
+        if "fault" in hello:
+            raise EnvironmentFault(f"{guest.place}: {guest.module!r} does not load in {guest.python}: {hello['fault']}")
+        self.versions = f"verifiers {hello['verifiers']}, Python {hello['python']}"
+
+    def ask_now(self, do: str, **arguments: Any) -> Any:
+        """What `ask` does, before the event loop runs."""
+        return self._value(self._exchange({"id": next(self._numbers), "do": do, "with": arguments}))
+
+    def _exchange(self, message: dict[str, Any]) -> dict[str, Any]:
+        try:
+            self._connection.sendall(encode(message))
+            answer = receive_now(self._connection)
+        except (BadFrame, ConnectionError) as error:
+            raise self._gone(str(error)) from error
+        if answer is None:
+            raise self._gone()
+        return answer
+
+    async def ask(self, do: str, **arguments: Any) -> Any:
+        """The answer of the environment to one request. Cancelling it cancels the work there.
+
+        Raises:
+            GuestError: the environment's code failed.
+            EnvironmentFault: the process is gone.
+        """
+        writer = await self._connect()
+        number = next(self._numbers)
+        answer = self._waiting[number] = asyncio.get_running_loop().create_future()
+        try:
+            writer.write(encode({"id": number, "do": do, "with": arguments}))
+            return self._value(await answer)
+        except asyncio.CancelledError:
+            with contextlib.suppress(ConnectionError):
+                writer.write(encode({"do": "cancel", "of": number}))
+            raise
+        finally:
+            del self._waiting[number]
+
+    async def _connect(self) -> asyncio.StreamWriter:
+        if self._opening is None:
+            self._connection.setblocking(False)
+            self._opening = asyncio.create_task(self._open())
+        writer = await asyncio.shield(self._opening)
+        assert self._reading is not None
+        if self._reading.done():
+            raise self._gone()
+        return writer
+
+    async def _open(self) -> asyncio.StreamWriter:
+        reader, writer = await asyncio.open_connection(sock=self._connection)
+        self._reading = asyncio.create_task(self._read(reader))
+        return writer
+
+    async def _read(self, reader: asyncio.StreamReader) -> None:
+        why = ""
+        try:
+            while (answer := await receive(reader)) is not None:
+                if (waiting := self._waiting.get(answer["id"])) is not None and not waiting.done():
+                    waiting.set_result(answer)
+        except BadFrame as error:
+            why = str(error)
+        for waiting in self._waiting.values():
+            if not waiting.done():
+                waiting.set_exception(self._gone(why))
+
+    def _value(self, answer: dict[str, Any]) -> Any:
+        if "error" in answer:
+            raise GuestError(answer["error"])
+        return answer["value"]
+
+    def _gone(self, why: str = "") -> EnvironmentFault:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(STOP_GRACE_S)
+        code = self._process.returncode
+        how = "no longer answers" if code is None else f"ended with code {code}"
+        reason = f": {why}" if why else "; what it printed is in this log"
+        return EnvironmentFault(f"{self.guest.place}: the process of {self.guest.module!r} {how}{reason}")
+
+    async def close(self) -> None:
+        """Let the process end by itself; kill it, and all that it started, after `STOP_GRACE_S`."""
+        if self._reading is not None:
+            self._reading.cancel()
+            await asyncio.gather(self._reading, return_exceptions=True)
+        if self._opening is not None:
+            (await self._opening).close()
+        self._connection.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            await asyncio.to_thread(self._process.wait, STOP_GRACE_S)
+        self.kill()
+
+    def kill(self) -> None:
+        """End the process group at once."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self._connection.close()

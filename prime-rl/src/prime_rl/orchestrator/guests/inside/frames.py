@@ -1,0 +1,96 @@
+"""Messages between the orchestrator and an environment: a length in 4 bytes, and JSON.
+
+Both ends hold one end of a socket pair, so nobody else can connect.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import socket
+import struct
+from typing import Any
+
+PROTOCOL = 1
+"""Raised whenever a message changes its meaning."""
+MAX_FRAME_BYTES = 256 << 20
+"""A longer message ends the connection."""
+_LENGTH = struct.Struct("!I")
+
+
+class BadFrame(Exception):
+    """What arrived is no message."""
+
+
+def encode(message: dict[str, Any]) -> bytes:
+    """A message as bytes. Values that JSON lacks become their texts, or the plain values that they stand for."""
+    body = json.dumps(message, default=_plain).encode()
+    if len(body) > MAX_FRAME_BYTES:
+        raise BadFrame(f"a message of {len(body):,} bytes; at most {MAX_FRAME_BYTES:,} can be sent")
+    return _LENGTH.pack(len(body)) + body
+
+
+def _plain(value: Any) -> Any:
+    for name in ("model_dump", "tolist", "item"):
+        convert = getattr(value, name, None)
+        if callable(convert):
+            return convert()
+    if isinstance(value, (set, frozenset, tuple)):
+        return list(value)
+    return str(value)
+
+
+def _decode(body: bytes) -> dict[str, Any]:
+    try:
+        message = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise BadFrame(f"a message that is no JSON: {error}") from error
+    if not isinstance(message, dict):
+        raise BadFrame("a message that is no JSON object")
+    return message
+
+
+def _length(head: bytes) -> int:
+    (length,) = _LENGTH.unpack(head)
+    if length > MAX_FRAME_BYTES:
+        raise BadFrame(f"a message of {length:,} bytes; at most {MAX_FRAME_BYTES:,} are read")
+    return int(length)
+
+
+async def receive(reader: asyncio.StreamReader) -> dict[str, Any] | None:
+    """The next message; None at the end of the connection. Raises BadFrame."""
+    try:
+        head = await reader.readexactly(_LENGTH.size)
+        return _decode(await reader.readexactly(_length(head)))
+    except (asyncio.IncompleteReadError, ConnectionError):
+        return None
+
+
+def receive_now(connection: socket.socket) -> dict[str, Any] | None:
+    """The next message of a blocking socket; None at the end of the connection. Raises BadFrame."""
+    head = _exactly(connection, _LENGTH.size)
+    body = None if head is None else _exactly(connection, _length(head))
+    return None if body is None else _decode(body)
+
+
+def _exactly(connection: socket.socket, count: int) -> bytes | None:
+    parts = bytearray()
+    while len(parts) < count:
+        try:
+            part = connection.recv(min(count - len(parts), 1 << 20))
+        except ConnectionError:
+            return None
+        if not part:
+            return None
+        parts += part
+    return bytes(parts)
+
+
+def finite(value: Any) -> float | None:
+    """A number as a float; None for anything else, also for infinities."""
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        return None
+    return number if math.isfinite(number) else None

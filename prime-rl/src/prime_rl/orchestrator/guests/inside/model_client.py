@@ -1,0 +1,30 @@
+"""The clients with which an environment asks the model: one for each rollout, with the key of its session."""
+
+from __future__ import annotations
+
+from typing import Any
+
+TIMEOUT_S = 7200.0
+NO_SESSION = "no-session"
+"""The key of requests outside of a rollout. The proxy refuses it."""
+
+
+def model_client(base_url: str) -> Any:
+    """An `openai.AsyncOpenAI` for the proxy at `base_url`, to make those of rollouts from."""
+    from openai import AsyncOpenAI
+
+    return AsyncOpenAI(base_url=base_url, api_key=NO_SESSION, max_retries=2, timeout=TIMEOUT_S)
+
+
+def of_session(client: Any, key: str) -> Any:
+    """A client with the same connections for one session."""
+    return client.copy(api_key=key)
+
+
+def for_verifiers(client: Any) -> Any:
+    """The client in the form that the installed version of verifiers takes: since 0.1.11 it wraps OpenAI's."""
+    try:
+        from verifiers.clients import OpenAIChatCompletionsClient
+    except ImportError:
+        return client
+    return OpenAIChatCompletionsClient(client)

@@ -1,0 +1,96 @@
+"""Answers the orchestrator's requests until its end of the socket closes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import os
+import signal
+import socket
+import sys
+from functools import partial
+from typing import Any
+
+from .frames import PROTOCOL, encode, receive, receive_now
+from .verifiers_api import Served, cancelled_on_exit
+
+_DEATH_SIGNAL = 1
+"""The option PR_SET_PDEATHSIG of prctl, on Linux."""
+
+
+def main() -> None:
+    _end_with_parent()
+    with socket.socket(fileno=int(sys.argv[1])) as connection:
+        start = receive_now(connection)
+        if start is None:
+            return
+        try:
+            served = _load(start)
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - an environment's own code may raise anything
+            connection.sendall(encode({"fault": _one_line(error)}))
+            return
+        connection.sendall(encode({"protocol": PROTOCOL, "verifiers": _version(), "python": sys.version.split()[0]}))
+        asyncio.run(_serve(served, connection))
+    # Threads of the environment must not keep the process alive.
+    os._exit(0)
+
+
+def _end_with_parent() -> None:
+    """Die with the orchestrator, even while the environment's code does not let go of the interpreter."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_DEATH_SIGNAL, signal.SIGKILL)
+
+
+def _load(start: dict[str, Any]) -> Served:
+    if start["protocol"] != PROTOCOL:
+        raise RuntimeError(f"the orchestrator speaks version {start['protocol']} of the protocol, not {PROTOCOL}")
+    return Served(start["module"], start["args"], start["attributes"])
+
+
+def _version() -> str:
+    from importlib.metadata import version
+
+    return version("verifiers")
+
+
+async def _serve(served: Served, connection: socket.socket) -> None:
+    connection.setblocking(False)
+    reader, writer = await asyncio.open_connection(sock=connection)
+    tasks: dict[int, asyncio.Task[None]] = {}
+    pending: set[asyncio.Task[None]] = set()
+    async with cancelled_on_exit(pending):
+        while (request := await receive(reader)) is not None:
+            if request["do"] == "cancel":
+                if (task := tasks.get(request["of"])) is not None:
+                    task.cancel()
+                continue
+            task = asyncio.create_task(_answer(served, request, writer))
+            tasks[request["id"]] = task
+            pending.add(task)
+            task.add_done_callback(pending.discard)
+            task.add_done_callback(partial(_forget, tasks, request["id"]))
+
+
+def _forget(tasks: dict[int, asyncio.Task[None]], number: int, task: asyncio.Task[None]) -> None:
+    tasks.pop(number, None)
+
+
+async def _answer(served: Served, request: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+    try:
+        done = getattr(served, request["do"])(**request["with"])
+        value = await done if asyncio.iscoroutine(done) else done
+        answer = encode({"id": request["id"], "value": value})
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - an environment's own code may raise anything
+        answer = encode({"id": request["id"], "error": _one_line(error), "kind": type(error).__name__})
+    with contextlib.suppress(ConnectionError):
+        writer.write(answer)
+        await writer.drain()
+
+
+def _one_line(error: BaseException) -> str:
+    if isinstance(error, SystemExit):
+        return f"it called sys.exit({error.code!r})"
+    # verifiers hides why an import failed behind an error of its own.
+    texts = [" ".join(str(each).split()) for each in (error, error.__cause__) if each is not None]
+    return f"{type(error).__name__}: {': '.join(texts)}"

@@ -1,0 +1,126 @@
+"""Finds the tokens of a prompt that continues a conversation, so that sampled tokens are never tokenized again.
+
+An agent sends text. The text of an answer may tokenize differently from the tokens that were sampled, and training on
+other tokens than the sampled ones is wrong. If the messages of a request begin with a recorded conversation, its prompt
+therefore begins with the recorded tokens, and only what the agent added is tokenized.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from itertools import takewhile
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from prime_rl.orchestrator.proxy.recording import RecordedCall
+
+Tokenize = Callable[..., Awaitable[list[int]]]
+"""`tokenize(messages, tools, add_generation_prompt)`: the token ids of a rendered conversation."""
+
+_NO_ANSWERS = frozenset({"tool", "user", "system", "developer"})
+
+
+class Message(NamedTuple):
+    """What must be equal for two messages to be the same. Reasoning is left out: agents do not send it back."""
+
+    role: str
+    text: str
+    calls: tuple[tuple[str, str, str], ...]
+    """Id, name and arguments of each tool call."""
+    answers_call: str
+
+
+def canonical(message: Mapping[str, Any]) -> Message:
+    """The parts of an OpenAI message that identify it. No content, null and an empty text are the same."""
+    return Message(
+        str(message.get("role")),
+        _text(message.get("content")),
+        tuple(_call(call) for call in message.get("tool_calls") or ()),
+        str(message.get("tool_call_id") or ""),
+    )
+
+
+def _text(content: Any) -> str:
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    parts = content if isinstance(content, list) else [content]
+    # A part that is not text, such as an image, must not look like any text.
+    return "".join(
+        part["text"] if isinstance(part, Mapping) and isinstance(part.get("text"), str) else f"\0{part!r}"
+        for part in parts
+    )
+
+
+def _call(call: Mapping[str, Any]) -> tuple[str, str, str]:
+    function = call.get("function") or {}
+    return str(call.get("id")), str(function.get("name")), str(function.get("arguments"))
+
+
+def longest_prefix(calls: Iterable[RecordedCall], messages: Sequence[Mapping[str, Any]]) -> RecordedCall | None:
+    """The call with the longest conversation that `messages` begins with and continues."""
+    asked = tuple(map(canonical, messages))
+    fitting = (
+        call
+        for call in calls
+        if len(call.conversation) < len(asked) and asked[: len(call.conversation)] == call.conversation
+    )
+    return max(fitting, key=lambda call: len(call.conversation), default=None)
+
+
+async def continued_prompt(
+    calls: Iterable[RecordedCall],
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]] | None,
+    tokenize: Tokenize,
+) -> list[int] | None:
+    """Token ids of the prompt, which begin with all tokens of an earlier call.
+
+    None if `messages` continues no call, for example because the agent rewrote its history, or if the chat template
+    renders what the agent added differently after another answer. Then the server renders the messages, and the
+    request begins a new sample.
+    """
+    earlier = longest_prefix(calls, messages)
+    if earlier is None:
+        return None
+    added = messages[len(earlier.conversation) :]
+    if any(message.get("role") not in _NO_ANSWERS for message in added):
+        return None
+    before = _stand_in(added)
+    base = await tokenize([before], tools, add_generation_prompt=False)
+    whole = await tokenize([before, *added], tools, add_generation_prompt=True)
+    if whole[: len(base)] != base:
+        return None
+    said = earlier.tokens.prompt_ids + earlier.tokens.completion_ids
+    return said + _bridge(said, await _end_of_turn(tokenize), whole[len(base) :])
+
+
+def _stand_in(added: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """An answer to render in place of the recorded one, with the tool calls that the added messages answer."""
+    answered = takewhile(lambda message: message.get("role") == "tool", added)
+    calls = [
+        {"id": message.get("tool_call_id"), "type": "function", "function": {"name": "f", "arguments": "{}"}}
+        for message in answered
+    ]
+    return {"role": "assistant", "content": "", "tool_calls": calls} if calls else {"role": "assistant", "content": "x"}
+
+
+async def _end_of_turn(tokenize: Tokenize) -> list[int]:
+    """What the template writes after an answer: the common end of two short ones."""
+    turns = [[{"role": "assistant", "content": content}] for content in ("x", "y")]
+    first, second = [await tokenize(turn, None, add_generation_prompt=False) for turn in turns]
+    pairs = zip(reversed(first), reversed(second), strict=False)
+    length = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+    return first[len(first) - length :]
+
+
+def _bridge(said: list[int], end: list[int], added: list[int]) -> list[int]:
+    """The tokens between a sampled answer and the next: what is missing of its end, and what was added.
+
+    An answer that was cut off lacks the whole end of its turn; others stop with its first token.
+    """
+    present = max(count for count in range(len(end) + 1) if said[len(said) - count :] == end[:count])
+    bridge = end[present:] + added
+    # Some templates end a turn with the token that begins the next message.
+    return bridge[1:] if not present and bridge[:1] == said[-1:] and not end else bridge

@@ -1,0 +1,220 @@
+"""Environments in an interpreter of their own: they run there, and their samples have the tokens that were sampled."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prime_rl.configs.orchestrator import EnvConfig
+from prime_rl.configs.shared import ClientConfig, LogConfig
+from prime_rl.orchestrator.env_servers.environments import Environment, load_environments
+from prime_rl.orchestrator.errors import EnvironmentFault, MalformedRollout
+from prime_rl.orchestrator.guests.guest_process import GuestError
+from prime_rl.orchestrator.rollouts.rollout import ExampleRef, Rollout
+from prime_rl.orchestrator.rollouts.sampling import SamplingConfig, train_sampling_args
+from prime_rl.orchestrator.rollouts.trajectories import to_samples
+from prime_rl.orchestrator.servers.pool import InferencePool
+from prime_rl.orchestrator.servers.server import InferenceServer
+
+ARGS = train_sampling_args(SamplingConfig(max_tokens=20), 0.7)
+LOG = LogConfig(vf_level="warning")
+EXAMPLE = ExampleRef("guest-letters", 1)
+
+MODULE = """
+import os
+import sys
+import verifiers as vf
+from datasets import Dataset
+
+TEXTS = ["abc", "hello"]
+
+
+def text_of(completion):
+    return completion[-1]["content"] if isinstance(completion, list) else completion
+
+
+def reversed_text(completion, answer, **kwargs):
+    return float(text_of(completion) == answer)
+
+
+def broken(completion, **kwargs):
+    raise KeyError("no such column")
+
+
+class Twice(vf.MultiTurnEnv):
+    async def env_response(self, messages, state, **kwargs):
+        return [{"role": "user", "content": "again"}]
+
+
+class Ends(vf.SingleTurnEnv):
+    async def setup_state(self, state, **kwargs):
+        sys.exit(7) if state["answer"] == "cba" else os._exit(9)
+
+
+class Hangs(vf.SingleTurnEnv):
+    async def setup_state(self, state, **kwargs):
+        import asyncio
+        await asyncio.Event().wait()
+
+
+def load_environment(kind="single", rows=2, funcs=("reversed_text",)):
+    if kind == "fails":
+        raise RuntimeError("no such dataset")
+    if kind == "exits":
+        sys.exit(3)
+    rows = [{"question": text, "answer": text[::-1]} for text in TEXTS[:rows]]
+    classes = {"twice": Twice, "ends": Ends, "hangs": Hangs}
+    extra = {"max_turns": 2} if kind == "twice" else {}
+    rubric = vf.Rubric(funcs=[globals()[name] for name in funcs], weights=[1.0] * len(funcs))
+    data = Dataset.from_list(rows)
+    return classes.get(kind, vf.SingleTurnEnv)(dataset=data, eval_dataset=data, rubric=rubric, **extra)
+"""
+
+
+@pytest.fixture(scope="module")
+def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An interpreter that has the environment, which this one lacks."""
+    folder = tmp_path_factory.mktemp("guest")
+    (folder / "guest_letters.py").write_text(MODULE)
+    program = folder / "python"
+    program.write_text(f'#!/bin/sh\nPYTHONPATH="{folder}" exec "{sys.executable}" "$@"\n')
+    program.chmod(0o755)
+    return program
+
+
+Load = Callable[..., Environment]
+
+
+@pytest.fixture
+def load(python: Path) -> Iterator[Load]:
+    loaded: list[Environment] = []
+
+    def start(split: str = "train", **config: Any) -> Environment:
+        config = {"id": "guest-letters", "python": python, **config}
+        (environment,) = load_environments([EnvConfig(**config)], LOG, split=split).values()
+        loaded.append(environment)
+        return environment
+
+    yield start
+    for each in loaded:
+        each._process.kill()
+
+
+async def run_group(
+    environment: Environment, server: Any, size: int = 2, example: ExampleRef = EXAMPLE
+) -> list[Rollout]:
+    async with model_at(server) as model:
+        try:
+            return await environment.run_group(example, size, model, ARGS, 5)
+        finally:
+            await environment.close()
+
+
+@asynccontextmanager
+async def model_at(server: Any) -> AsyncIterator[InferenceServer]:
+    pool = InferencePool(ClientConfig(base_url=[server.url]), "letters")
+    await pool.wait_ready(use_token_client=True)
+    yield pool.servers[0]
+    await pool.close()
+
+
+async def in_flight(environment: Environment, count: int) -> None:
+    """Returns once the guest has `count` requests to answer."""
+    while len(environment._process._waiting) < count:
+        await asyncio.sleep(0)
+
+
+async def test_a_group_comes_back_scored_with_the_sampled_tokens_and_their_version(load: Load, policy_server) -> None:
+    policy_server.version = 1
+    environment = load()
+    assert (len(environment), environment.reward_functions) == (2, {"reversed_text": 1.0})
+    rollouts = await run_group(environment, policy_server)
+    assert [rollout.reward for rollout in rollouts] == [1.0, 1.0]
+    (turn,) = rollouts[0].trace.calls
+    assert bytes(turn.completion_ids[:-1]) == b"olleh"
+    assert turn.completion_logprobs == [-1.5] * 6
+    assert (rollouts[0].version, rollouts[0].temperature) == (1, 0.7)
+    assert rollouts[0].metrics["reversed_text"] == 1.0
+    sent = policy_server.requests[-1]
+    assert (sent["temperature"], sent["top_p"], sent["max_completion_tokens"]) == (0.7, 1.0, 20)
+
+
+async def test_a_later_turn_carries_the_sampled_tokens_of_the_earlier_one(load: Load, policy_server) -> None:
+    policy_server.version = 1
+    (rollout,) = await run_group(load(args={"kind": "twice"}), policy_server, size=1)
+    assert policy_server.requests[-1]["path"] == "/v1/chat/completions/tokens"
+    (sample,) = to_samples(rollout)
+    assert bytes(sample.prompt_ids) == b"user:hello\x03assistant:"
+    assert bytes(sample.completion_ids) == b"olleh\x03user:again\x03assistant:niaga\x03"
+    trained = [token for token, mask in zip(sample.completion_ids, sample.completion_mask, strict=True) if mask]
+    assert bytes(trained) == b"olleh\x03niaga\x03"
+
+
+async def test_a_reward_function_that_fails_is_named_and_a_run_of_such_failures_ends(load: Load, policy_server) -> None:
+    (rollout,) = await run_group(load(args={"funcs": ["reversed_text", "broken"]}), policy_server, size=1)
+    assert "no such column" in rollout.reward_errors["broken"]
+    with pytest.raises(EnvironmentFault, match="reward functions failed in 8 of the last 8 rollouts"):
+        await run_group(load(args={"funcs": ["broken"]}), policy_server, size=16)
+
+
+async def test_sys_exit_costs_a_group_and_a_process_that_ends_costs_the_run(load: Load, policy_server) -> None:
+    with pytest.raises((GuestError, MalformedRollout), match=r"sys\.exit\(7\)"):
+        await run_group(load(args={"kind": "ends"}), policy_server, example=ExampleRef("guest-letters", 0))
+    with pytest.raises(
+        EnvironmentFault, match=r"orchestrator\.env\[0\]: the process of 'guest-letters' ended with code 9"
+    ):
+        await run_group(load(args={"kind": "ends"}), policy_server)
+
+
+async def test_a_killed_process_fails_every_group_in_flight(load: Load, policy_server) -> None:
+    environment = load(args={"kind": "hangs"})
+    async with model_at(policy_server) as model:
+        groups = [asyncio.create_task(environment.run_group(EXAMPLE, 2, model, ARGS, 5)) for _ in range(3)]
+        await in_flight(environment, 3)
+        os.kill(environment._process._process.pid, signal.SIGKILL)
+        ended = await asyncio.gather(*groups, return_exceptions=True)
+    assert [type(each) for each in ended] == [EnvironmentFault] * 3
+    assert {str(each) for each in ended} == {
+        "orchestrator.env[0]: the process of 'guest-letters' ended with code -9; what it printed is in this log"
+    }
+
+
+async def test_a_cancelled_group_frees_its_sessions(load: Load, policy_server) -> None:
+    environment = load(args={"kind": "hangs"})
+    async with model_at(policy_server) as model:
+        group = asyncio.create_task(environment.run_group(EXAMPLE, 2, model, ARGS, 5))
+        await in_flight(environment, 1)
+        assert len(environment._proxy.sessions) == 2
+        group.cancel()
+        await asyncio.gather(group, return_exceptions=True)
+    assert len(environment._proxy.sessions) == 0
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"python": "/no/such/python"}, r"env\[0\]\.python = '/no/such/python': No such file or directory"),
+        (
+            {"args": {"kind": "fails"}},
+            r"env\[0\]: 'guest-letters' does not load in .*: RuntimeError: .*no such dataset",
+        ),
+        ({"args": {"kind": "exits"}}, r"env\[0\]: 'guest-letters' does not load in .*sys\.exit\(3\)"),
+        ({"id": "absent-env"}, r"env\[0\]: 'absent-env' does not load in .*absent_env"),
+        (
+            {"args": {"rows": 0}},
+            r"env\[0\]: (cannot build the dataset|environment 'guest-letters' has no training rows)",
+        ),
+    ],
+)
+def test_what_cannot_be_loaded_is_one_line(load: Load, config: dict[str, Any], message: str) -> None:
+    with pytest.raises(EnvironmentFault, match=message) as caught:
+        load(**config)
+    assert "\n" not in str(caught.value)
