@@ -35,7 +35,7 @@ def test_a_command_checks_its_config_before_it_loads_anything_heavy(module: str)
 
 
 def test_the_sft_command_loads_no_config_of_rl() -> None:
-    others = ("prime_rl.configs.rl", "prime_rl.configs.orchestrator", "prime_rl.configs.inference")
+    others = ("prime_rl.configs.rl", "prime_rl.configs.orchestrator")
     assert loaded_by("import prime_rl.entrypoints.sft", others) == []
 
 
