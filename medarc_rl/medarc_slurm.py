@@ -59,6 +59,7 @@ from medarc_rl.utils import (
 )
 from prime_rl.configs.rl import RLConfig
 from prime_rl.configs.sft import SFTConfig
+from prime_rl.configs.shared import SlurmConfig
 from prime_rl.launch.job import Resources
 from prime_rl.run.access import files_readable_by
 from prime_rl.run.paths import RunPaths
@@ -196,7 +197,7 @@ add_command_without_config(app, "cancel", CancelOptions, cancel)
 
 def plan_sft_job(words: list[str], gpus: SftGpus, options: JobOptions) -> tuple[BatchJob, Run[SFTConfig]]:
     words = [*words, *resume_words(options.resume)]
-    run = load_run(SFTConfig, words, "sft", options.output_dir, sft_owned(words, gpus.gpus, gpus.nodes))
+    run = load_run(SFTConfig, words, "sft", options.output_dir, sft_owned(words, gpus.gpus, gpus.nodes), submits=True)
     refuse_other_launcher(run.config, "slurm", words)
     return plan_job("sft", run, options, Resources(sft_nodes(run.config), sft_gpus(run.config))), run
 
@@ -211,11 +212,12 @@ def plan_rl_job(words: list[str], gpus: RlGpus, options: JobOptions) -> tuple[Ba
     if nodes is not None and gpus.single_gpu:
         raise UsageError("--single-gpu: trainer and inference have nodes of their own; leave out one or the other")
     split = split_of(words, gpus) if nodes is None else nodes
-    run = load_run(RLConfig, words, "rl", options.output_dir, split.owned)
+    run = load_run(RLConfig, words, "rl", options.output_dir, split.owned, submits=True)
     refuse_other_launcher(run.config, "slurm", words)
     check_rl(run.config, split)
     if isinstance(split, RlNodes):
-        return plan_job("rl", run, options, Resources(split.total, split.gpus_per_node)), run
+        job = plan_job("rl", run, options, Resources(split.total, split.gpus_per_node))
+        return replace(job, infer_nodes=split.infer), run
     for line in advice(run.config, split):
         warn(line)
     return plan_job("rl", run, options, Resources(1, split.total), single_gpu=split.single_gpu), run
@@ -225,6 +227,7 @@ def plan_job(
     command: str, run: Run[Any], options: JobOptions, resources: Resources, single_gpu: bool = False
 ) -> BatchJob:
     """Decide everything that the script contains. Raises UsageError if the project directory does not exist."""
+    options, template = with_slurm_section(options, run.config.slurm)
     project_dir = options.project_dir.absolute()
     if not project_dir.is_dir():
         raise UsageError(f"--project-dir {project_dir}: no such directory")
@@ -248,8 +251,29 @@ def plan_job(
         setup=options.setup.absolute() if options.setup is not None else None,
         container=container_of(options),
         queued=queued,
+        template=template,
         request=options,
     )
+
+
+def with_slurm_section(options: JobOptions, section: SlurmConfig | None) -> tuple[JobOptions, Path | None]:
+    """The options, with what only `[slurm]` says, and the template of the script. None takes our own.
+
+    Raises:
+        UsageError: there is no such template.
+    """
+    if section is None:
+        return options, None
+    said = section.model_fields_set
+    template = section.template_path
+    if template is not None and not template.is_file():
+        raise UsageError(f"slurm.template_path {template}: no such file")
+    changes: dict[str, Any] = {
+        "job_name": options.job_name or (section.job_name if "job_name" in said else None),
+        "partition": options.partition or (section.partition if "partition" in said else None),
+        "project_dir": section.project_dir if options.project_dir == Path() else options.project_dir,
+    }
+    return replace(options, **changes), template
 
 
 def container_of(options: JobOptions) -> Container | None:

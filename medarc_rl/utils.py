@@ -89,12 +89,17 @@ def split_words(config_cls: type[RootConfig], words: Sequence[str]) -> tuple[lis
 
 
 def load_run(
-    config_cls: type[ConfigT], words: Sequence[str], kind: str, output_dir: Path | None, owned: OwnedKeys
+    config_cls: type[ConfigT],
+    words: Sequence[str],
+    kind: str,
+    output_dir: Path | None,
+    owned: OwnedKeys,
+    submits: bool = False,
 ) -> Run[ConfigT]:
     """Load a config from the words of a command line. Warnings, and overrides without effect, are printed to stderr.
 
     The run's directory is `output_dir`, or the config's own, or `outputs/<config stem>-<kind>`, without a file
-    `outputs/<kind>`.
+    `outputs/<kind>`. Commands that submit nothing drop `[slurm]`.
 
     Raises:
         UsageError: one line for each fault.
@@ -110,7 +115,7 @@ def load_run(
             table = merge_layers(config_cls, given)
             root = output_dir or table.get("output_dir", f"outputs/{stem}-{kind}" if whole else f"outputs/{kind}")
             if isinstance(root, str | Path):
-                owned = {**_placed(root, table), **_slurm_keys(config_cls, table, owned), **owned}
+                owned = {**_placed(root, table), **_slurm_keys(config_cls, table, owned, submits), **owned}
             for line in _dropped(given, owned):
                 warn(line)
             arguments = [*overrides, *map(_as_argument, owned.items())]
@@ -122,13 +127,13 @@ def load_run(
     return Run(config, RunPaths(Path(config.output_dir)), stem, values, tuple(files))
 
 
-def _slurm_keys(config_cls: type[ConfigT], table: Mapping[str, Any], owned: OwnedKeys) -> OwnedKeys:
-    """The wrapper's own options stand for `[slurm]`, but a config for several nodes is valid only with that section."""
+def _slurm_keys(config_cls: type[ConfigT], table: Mapping[str, Any], owned: OwnedKeys, submits: bool) -> OwnedKeys:
+    """`[slurm]` concerns only a submission, but a config for several nodes is valid only with that section."""
     if "slurm" not in config_cls.model_fields:
         return {}
     if owned.get("deployment.type") != "multi_node":
-        return {"slurm": None}
-    return {} if table.get("slurm") is not None else {"slurm.job_name": "prime-rl"}
+        return {} if submits else {"slurm": None}
+    return {} if table.get("slurm") is not None else {"slurm.project_dir": "."}
 
 
 def written_value(config_cls: type[RootConfig], words: Sequence[str], key: str) -> Any:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import shlex
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -100,15 +102,56 @@ def test_the_directory_is_the_flag_else_the_files_else_named_after_it(
 
 
 def test_what_the_wrapper_decides_wins_and_what_loses_is_named(rl_toml: Path, tmp_path: Path) -> None:
-    rl_toml.write_text(rl_toml.read_text() + "[deployment]\nnum_infer_gpus = 5\n[slurm]\npartition = 'x'\n")
+    rl_toml.write_text(rl_toml.read_text() + "[deployment]\nnum_infer_gpus = 5\n")
     lost = ("--deployment.num-train-gpus", 3, "--", "--output-dir", "elsewhere")
     result = dry_run("rl", rl_toml, "--output-dir", tmp_path / "out", "--infer-gpus", 2, *lost)
     config = written(tmp_path / "out")
     assert (config["deployment"]["num_train_gpus"], config["deployment"]["num_infer_gpus"]) == (1, 2)
     assert config["inference"]["parallel"]["dp"] == 2
-    for key in ("deployment.num_train_gpus = '3'", "deployment.num_infer_gpus = 5", "'elsewhere'", "slurm"):
+    for key in ("deployment.num_train_gpus = '3'", "deployment.num_infer_gpus = 5", "'elsewhere'"):
         assert key in result.stderr
-    assert "slurm" not in config
+
+
+def test_the_slurm_section_says_what_the_options_leave_open(sft_toml: Path, tmp_path: Path) -> None:
+    sft_toml.write_text(sft_toml.read_text() + "[slurm]\npartition = 'gpu'\njob_name = 'mine'\n")
+    dry_run("sft", sft_toml, "--output-dir", tmp_path / "a")
+    assert {"--partition=gpu", "--job-name=mine"} <= set(header(tmp_path / "a", "sft"))
+    assert "slurm" not in written(tmp_path / "a", "trainer")
+    dry_run("sft", sft_toml, "--output-dir", tmp_path / "b", "--partition", "other", "--job-name", "yours")
+    assert {"--partition=other", "--job-name=yours"} <= set(header(tmp_path / "b", "sft"))
+
+
+def test_a_template_of_the_user_has_the_variables_of_prime_rl(sft_toml: Path, tmp_path: Path) -> None:
+    template = tmp_path / "own.sbatch.j2"
+    sft_toml.write_text(sft_toml.read_text() + f"[slurm]\ntemplate_path = '{template}'\n")
+    line = "{{ job_name }} {{ config_path }} {{ output_dir }} {{ num_nodes }} {{ gpus_per_node }} {{ partition | sh }}"
+    template.write_text(f"#!/bin/bash\n# {line}\n")
+    out = tmp_path / "out"
+    dry_run("sft", sft_toml, "--output-dir", out, "--gpus", 2)
+    assert (out / "sft.sh").read_text() == f"#!/bin/bash\n# tiny-sft {out}/configs/trainer.toml {out} 1 2 ''\n"
+
+    faults = {"#!/bin/bash\n{{ no_such }}": "'no_such' is undefined", "#!/bin/bash\n{% if %}": ", line 2: Expected"}
+    for text, fault in {**faults, "echo": "the script must begin with #!", None: "no such file"}.items():
+        template.write_text(text) if text is not None else template.unlink()
+        result = run("sft", sft_toml, "--output-dir", tmp_path / "none", "--dry-run")
+        assert result.exit_code == 2
+        assert result.stderr.startswith(f"error: slurm.template_path {template}")
+        assert fault in result.stderr
+        assert result.stderr.count("\n") == 1
+        assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.parametrize(("command", "gpus"), [("sft", 1), ("rl", 3)])
+def test_sft_and_rl_submit_a_config_with_a_slurm_section(
+    command: str, gpus: int, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    toml = request.getfixturevalue(f"{command}_toml")
+    toml.write_text(toml.read_text() + "[deployment]\nnum_train_gpus = 2\n" * (command == "rl") + "[slurm]\n")
+    program = Path(sys.executable).parent / command
+    words = [str(program), "@", str(toml), "--output-dir", str(tmp_path / command), "--dry-run"]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert f"--gres=gpu:{gpus}" in header(tmp_path / command, command)
 
 
 def test_sft_takes_its_gpus_from_the_flag_or_the_file(sft_toml: Path, tmp_path: Path) -> None:

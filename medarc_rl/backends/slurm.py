@@ -16,9 +16,11 @@ from typing import Annotated
 from typer import Option
 
 from medarc_rl.backends.containers import Container
+from medarc_rl.backends.launcher import CONFIGS
 from medarc_rl.errors import HeaderError, UsageError
 from prime_rl.launch.job import Job
 from prime_rl.run.paths import RunPaths
+from prime_rl.utils.pydantic_config.errors import one_line
 
 NODE_GPUS = 8
 STOP_LEAD_S = 120
@@ -95,6 +97,10 @@ class BatchJob:
     """The image that the launcher runs in. None uses the project's `.venv`."""
     queued: RunPaths | None = None
     """Where script and config of a job are that waits for another one of the same run. None: in the run's directory."""
+    template: Path | None = None
+    """The user's own template of the script. None takes ours."""
+    infer_nodes: int = 0
+    """Nodes of inference alone. The others train."""
     request: SlurmRequest = field(default_factory=SlurmRequest)
 
     def __post_init__(self) -> None:
@@ -271,12 +277,14 @@ def render(job: BatchJob) -> str:
     """The batch script.
 
     Raises:
-        UsageError: see `header`.
+        UsageError: see `header`; or the user's template cannot be rendered.
     """
-    from jinja2 import Environment, PackageLoader, StrictUndefined
+    from jinja2 import FileSystemLoader, PackageLoader, StrictUndefined, TemplateError, TemplateSyntaxError
+    from jinja2.sandbox import SandboxedEnvironment
 
-    environment = Environment(
-        loader=PackageLoader("medarc_rl", "slurm_templates"),
+    own = job.template
+    environment = SandboxedEnvironment(
+        loader=PackageLoader("medarc_rl", "slurm_templates") if own is None else FileSystemLoader(own.parent),
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
@@ -285,7 +293,37 @@ def render(job: BatchJob) -> str:
     )
     environment.filters["sh"] = sh_quote
     size = "one_node" if job.nodes == 1 else "several_nodes"
-    return environment.get_template(f"{size}_{job.command}.j2").render(job=job, header=header(job), no_arrays=NO_ARRAYS)
+    name = f"{size}_{job.command}.j2" if own is None else own.name
+    values = {"job": job, "header": header(job), "no_arrays": NO_ARRAYS}
+    try:
+        script = environment.get_template(name).render(_names_of_prime_rl(job) | values)
+    except (TemplateError, OSError, UnicodeError) as error:
+        if own is None:
+            raise
+        line = f", line {error.lineno}" if isinstance(error, TemplateSyntaxError) else ""
+        raise UsageError(f"slurm.template_path {own}{line}: {one_line(str(error))}") from error
+    if not script.startswith("#!"):
+        raise UsageError(f"slurm.template_path {own}: the script must begin with #!, as in #!/bin/bash")
+    return script
+
+
+def _names_of_prime_rl(job: BatchJob) -> dict[str, object]:
+    """The variables of PRIME-RL's templates."""
+    config = (job.queued or job.paths).config(CONFIGS[job.command])
+    return {
+        "config_path": config,
+        "config_dir": config.parent,
+        "job_name": job.name,
+        "project_dir": job.project_dir,
+        "partition": job.request.partition or "",
+        "output_dir": job.paths.root,
+        "orchestrator_output_dir": job.paths.orchestrator.root,
+        "gpus_per_node": job.gpus,
+        "num_nodes": job.nodes,
+        "num_train_nodes": job.nodes - job.infer_nodes,
+        "num_infer_nodes": job.infer_nodes,
+        "num_teacher_nodes": 0,
+    }
 
 
 def sbatch_argv(job: BatchJob) -> list[str]:

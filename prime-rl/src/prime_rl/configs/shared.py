@@ -54,19 +54,19 @@ def _without_secrets(headers: dict[str, str]) -> dict[str, str]:
 
 
 class SlurmConfig(BaseConfig):
-    """PRIME-RL's own Slurm submission."""
+    """Submit the run to Slurm instead of starting it. `medarc_slurm` has more options; they win."""
 
     job_name: str = "prime-rl"
-    """Name of the Slurm job."""
+    """Name of the job. Not set, it is made of the file's name."""
 
     project_dir: Path = Path()
-    """Root of the repository that the job runs in."""
+    """Directory that the job runs in, with `.venv`."""
 
     template_path: Path | None = None
-    """Jinja2 template of the batch script."""
+    """Jinja2 template of the batch script, with PRIME-RL's variables. None takes ours."""
 
     partition: str = "cluster"
-    """Slurm partition."""
+    """Partition. Not set, the cluster chooses."""
 
 
 class BaseModelConfig(BaseConfig):

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from prime_rl.configs.areal.launched import RecoverConfig
 from prime_rl.configs.sft import SFTConfig
+from prime_rl.entrypoints.submission import submission, submit
 from prime_rl.launch.commands import SFT
 from prime_rl.launch.nodes.srun import slurm_cluster
 from prime_rl.launch.restarts.restarting import launcher_fault, until_done
@@ -31,6 +32,8 @@ def start(more: Sequence[str]) -> tuple[int, RecoverConfig]:
     if fault := launcher_fault(config, "local", sys.argv[1:]):
         sys.stderr.write(f"error: {fault}\n")
         return 2, config.recover
+    if (command := submission(config, sys.argv[1:], os.environ)) is not None:
+        return submit(command), config.recover
     return run(config), config.recover
 
 

@@ -38,10 +38,10 @@ def _sft_faults(config: SFTConfig, sharing: Sharing) -> list[str]:
 
 
 def _slurm_faults(config: SFTConfig | RLConfig) -> list[str]:
-    """`[slurm]` on one node asks for a submission, which these commands do not do."""
+    """`[slurm]` on one node asks for a submission."""
     if config.slurm is None or config.deployment.type == "multi_node":
         return []
-    return [f"[slurm] is not supported yet: submit with `medarc_slurm {type(config).component}`"]
+    return [f"[slurm] asks for a submission: use `medarc_slurm {type(config).component}`, or leave the section out"]
 
 
 def _rl_faults(config: RLConfig, sharing: Sharing) -> list[str]:
