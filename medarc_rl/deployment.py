@@ -203,6 +203,14 @@ def sft_nodes(config: SFTConfig) -> int:
     return config.deployment.num_nodes if config.deployment.type == "multi_node" else 1
 
 
+def sft_nodes_of(words: Sequence[str]) -> int:
+    """Number of nodes that the sources of an SFT config ask for, before it is loaded."""
+    table = _deployment(SFTConfig, words)
+    nodes = str(table.get("num_nodes") or 1)
+    # Loading the config reports what is no number.
+    return int(nodes) if table.get("type") == "multi_node" and nodes.isdecimal() else 1
+
+
 def training_gpus(config: SFTConfig) -> int:
     """Number of GPUs that an SFT run trains on, on all of its nodes. Raises UsageError as `sft_gpus` does."""
     return (sft_gpus(config) - _evaluating_gpus(config)) * sft_nodes(config)

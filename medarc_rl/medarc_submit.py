@@ -16,7 +16,7 @@ from medarc_rl.backends.registry import OPTIONS, backend
 from medarc_rl.backends.sagemaker.sagemaker_options import PolicyOptions, SageMakerOptions
 from medarc_rl.backends.slurm import NODE_GPUS
 from medarc_rl.cli import Resume, add_command, add_command_without_config, new_app, resume_words, say, warn
-from medarc_rl.deployment import GpuSplit, sft_owned
+from medarc_rl.deployment import rl_nodes, rl_split, sft_nodes_of, sft_owned
 from medarc_rl.errors import MedarcError, UsageError
 from medarc_rl.jobs.log import JobLog, config_files
 from medarc_rl.jobs.record import JobRecord, circumstances
@@ -48,18 +48,28 @@ class SftOptions(SubmitOptions):
     gpus: Annotated[
         int | None, Option(min=0, max=NODE_GPUS, help="GPUs of a node; 0 is a CPU; by default deployment.num_gpus.")
     ] = None
-    nodes: Annotated[int, Option(min=1, max=1024, help="Number of nodes.")] = 1
+    nodes: Annotated[
+        int | None, Option(min=1, max=1024, help="Number of nodes; by default deployment.num_nodes, or 1.")
+    ] = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class RlOptions(SubmitOptions):
-    train_gpus: Annotated[int, Option(min=1, max=NODE_GPUS, help="GPUs of the trainer, of each of its nodes.")] = 1
-    infer_gpus: Annotated[int, Option(min=1, max=NODE_GPUS, help="GPUs of inference, of each of its nodes.")] = 1
+    train_gpus: Annotated[
+        int | None, Option(min=1, max=NODE_GPUS, help="GPUs of the trainer, 1 to 4 of one node; by default 1.")
+    ] = None
+    infer_gpus: Annotated[
+        int | None, Option(min=1, max=NODE_GPUS, help="GPUs of the inference server; by default 1.")
+    ] = None
     single_gpu: Annotated[bool, Option("--single-gpu", help="One GPU for both.")] = False
     train_nodes: Annotated[
-        int | None, Option(min=1, max=1024, help="Nodes of the trainer. Without it, one node runs everything.")
+        int | None,
+        Option(min=1, max=1024, help="Nodes of the trainer alone. --train-gpus then counts per node."),
     ] = None
-    infer_nodes: Annotated[int | None, Option(min=1, max=1024, help="Nodes of the inference servers.")] = None
+    infer_nodes: Annotated[
+        int | None,
+        Option(min=1, max=1024, help="Nodes of inference alone, with one server each. --infer-gpus: per node."),
+    ] = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,24 +84,20 @@ app = new_app(
 
 def sft(words: list[str], options: SftOptions) -> int:
     """Submit supervised fine-tuning."""
-    owned = sft_owned(words, options.gpus or None, 1) if options.nodes == 1 else _several_sft_nodes(options)
-    return submit(_request("sft", words, options, owned, nodes=options.nodes, gpus=options.gpus))
+    nodes = options.nodes or sft_nodes_of(words)
+    owned = sft_owned(words, options.gpus or None, nodes)
+    return submit(_request("sft", words, options, owned, nodes=nodes, gpus=options.gpus))
 
 
 def rl(words: list[str], options: RlOptions) -> int:
     """Submit reinforcement learning: inference server, orchestrator and trainer."""
-    if (options.train_nodes is None) != (options.infer_nodes is None):
-        raise UsageError("--train-nodes and --infer-nodes belong together: give both")
-    split = GpuSplit(options.train_gpus, options.infer_gpus, options.single_gpu)
-    if options.train_nodes is None or options.infer_nodes is None:
+    nodes = rl_nodes(words, (options.train_nodes, options.infer_nodes), (options.train_gpus, options.infer_gpus))
+    if nodes is None:
+        split = rl_split(words, options.train_gpus, options.infer_gpus, options.single_gpu)
         return submit(_request("rl", words, options, split.owned, nodes=1, split=split))
-    owned: dict[str, str | int | None] = {
-        "deployment.type": "multi_node",
-        "deployment.num_train_nodes": options.train_nodes,
-        "deployment.num_infer_nodes": options.infer_nodes,
-        "deployment.gpus_per_node": max(options.train_gpus, options.infer_gpus),
-    }
-    return submit(_request("rl", words, options, owned, nodes=options.train_nodes + options.infer_nodes, split=split))
+    if options.single_gpu:
+        raise UsageError("--single-gpu: trainer and inference have nodes of their own; leave out one or the other")
+    return submit(_request("rl", words, options, nodes.owned, nodes=nodes.total))
 
 
 def evaluate(words: list[str], options: EvalOptions) -> int:
@@ -114,11 +120,6 @@ add_command(app, "sft", SftOptions, sft)
 add_command(app, "rl", RlOptions, rl)
 add_command(app, "eval", EvalOptions, evaluate)
 add_command_without_config(app, "sagemaker-policy", PolicyOptions, sagemaker_policy)
-
-
-def _several_sft_nodes(options: SftOptions) -> OwnedKeys:
-    owned: dict[str, str | int | None] = {"deployment.type": "multi_node", "deployment.num_nodes": options.nodes}
-    return owned if not options.gpus else {**owned, "deployment.gpus_per_node": options.gpus}
 
 
 def _request(kind: Kind, words: list[str], options: SubmitOptions, owned: OwnedKeys, **shape: Any) -> Request:

@@ -32,7 +32,7 @@ class Request:
     """`--resume`, as typed. `words` hold it, too."""
     nodes: int
     split: GpuSplit | None = None
-    """RL: GPUs of the trainer and of inference. None for the others."""
+    """RL on one node: GPUs of the trainer and of inference. None for all others."""
     gpus: int | None = None
     """SFT: GPUs of a node. None leaves it to the config."""
     owned: OwnedKeys = field(default_factory=dict)

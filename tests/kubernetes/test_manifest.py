@@ -18,8 +18,11 @@ from medarc_rl import medarc_submit, medarc_train
 from medarc_rl.backends.kubernetes.cluster import manifest_of, to_yaml
 from medarc_rl.backends.kubernetes.manifest import ClusterJob
 from medarc_rl.backends.kubernetes.names import MAX_JOB_NAME, image_fault, job_name, label_fault
+from medarc_rl.backends.ray import driver
+from medarc_rl.backends.ray.demands import device_of, gpus_of
+from prime_rl.configs.ranges import AUTO
 from prime_rl.configs.rl import RLConfig
-from prime_rl.utils.pydantic_config import load_config
+from prime_rl.utils.pydantic_config import load_config, parse_argv_or_exit
 
 IMAGE = "registry.example:5000/medarc/rl:1.0"
 SFT = 'max_steps = 2\n[model]\nname = "some/model"\n'
@@ -200,12 +203,96 @@ def test_all_faults_are_told_at_once(sft_toml: Path) -> None:
     assert "no-such-key" in lines[3]
 
 
-def test_several_nodes_are_refused_by_name(sft_toml: Path) -> None:
-    lines = errors("sft", sft_toml, *("--image", IMAGE, "--output-claim", "runs"), "--nodes", 2, "--engine", "jobset")
-    assert lines == [
-        "--engine jobset: several nodes need --engine ray",
-        "2 nodes: the Ray driver of this version runs a job on one node; take Slurm for several",
-    ]
+def test_several_nodes_need_ray_and_a_directory_that_all_share(sft_toml: Path) -> None:
+    several = ("--image", IMAGE, "--nodes", 2, "--gpus", 1, "--data.batch-size", 2)
+    jobset, lost = errors("sft", sft_toml, *several, "--output-dir", "s3://bucket/rt", "--engine", "jobset")
+    assert jobset == "--engine jobset: several nodes need --engine ray"
+    assert lost.startswith("2 nodes: all pods need the run's directory: add --output-claim CLAIM")
+
+
+@pytest.mark.parametrize(
+    ("kind", "words", "pods", "gpus"),
+    [
+        ("sft", ("--engine", "ray", "--gpus", 4), 1, 4),
+        ("sft", ("--nodes", 3, "--gpus", 4, "--data.batch-size", 12), 3, 4),
+        ("sft", ("--nodes", 2, "--gpus", 1, "--device", "cpu", "--data.batch-size", 2), 2, 0),
+        ("rl", ("--engine", "ray", "--train-gpus", 2, "--infer-gpus", 3), 1, 5),
+        ("rl", ("--engine", "ray", "--single-gpu", "--output-dir", "s3://bucket/rt"), 1, 1),
+        ("rl", ("--train-nodes", 1, "--infer-nodes", 2, "--train-gpus", 8, "--infer-gpus", 8), 3, 8),
+    ],
+)
+def test_a_ray_cluster_has_what_the_driver_asks_for(
+    kind: str, words: tuple[object, ...], pods: int, gpus: int, tmp_path: Path
+) -> None:
+    file = tmp_path / f"{kind}.toml"
+    file.write_text({"sft": SFT, "rl": RL}[kind])
+    tables = rendered(kind, file, *words)
+    check_kinds(tables)
+    config, policy, ray = tables
+    assert (policy["kind"], ray["kind"]) == ("NetworkPolicy", "RayJob")
+    cluster = ray["spec"]["rayClusterSpec"]
+    assert 1 + sum(group["replicas"] for group in cluster["workerGroupSpecs"]) == pods
+    for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
+        limits = group["template"]["spec"]["containers"][0]["resources"]["limits"]
+        assert (group["rayStartParams"]["num-gpus"], limits.get("nvidia.com/gpu", 0)) == (str(gpus), gpus)
+
+    python, dash_m, module, *argv = shlex.split(ray["spec"]["entrypoint"])
+    assert (python, dash_m, module) == ("python", "-m", driver.__name__)
+    options, given = driver._options(argv)
+    assert (options.address, options.kind) == ("auto", kind)
+    mounted = tmp_path / "mounted.toml"
+    mounted.write_text(config["data"][f"{kind}.toml"])
+    assert given[:2] == ["@", f"/etc/medarc/{kind}.toml"]
+    parsed = parse_argv_or_exit(driver.ROOTS[kind], argv=["@", str(mounted), *given[2:]])
+    on_gpus = device_of(parsed) != "cpu"
+    assert [count * on_gpus for count in gpus_of(parsed, options.single_gpu)] == [gpus] * pods
+    assert (str(parsed.output_dir), parsed.ckpt.resume_step) == ("/output/rt", AUTO)
+    assert (parsed.launcher == "ray") == (pods > 1)
+
+
+def test_nodes_of_the_config_count_without_options(sft_toml: Path) -> None:
+    sft_toml.write_text(
+        f"{sft_toml.read_text()}\n[deployment]\ntype = 'multi_node'\nnum_nodes = 2\ngpus_per_node = 8\n"
+    )
+    ray = rendered("sft", sft_toml)[2]
+    (workers,) = ray["spec"]["rayClusterSpec"]["workerGroupSpecs"]
+    assert (workers["replicas"], workers["rayStartParams"]) == (1, {"num-gpus": "8"})
+
+
+def test_an_sft_pod_also_has_the_gpus_that_evaluate(sft_toml: Path) -> None:
+    sft_toml.write_text(f"{sft_toml.read_text()}\n[eval]\n[[eval.env]]\nid = 'reverse-text'\n")
+    main = container_of(rendered("sft", sft_toml, "--gpus", 2)[1])
+    assert main["resources"]["limits"]["nvidia.com/gpu"] == 3
+    assert "--gpus" not in main["command"], "the config says how many of them train"
+
+
+def test_a_run_that_is_kept_on_s3_needs_no_claim(rl_toml: Path) -> None:
+    result = submit("rl", rl_toml, "--image", IMAGE, "--name", "rt", "--output-dir", "s3://bucket/runs/rt")
+    assert (result.exit_code, "error" in result.stderr) == (0, False), result.output
+    config, jobset = yaml.safe_load_all(result.stdout)
+    pod, main = inner_job(jobset)["spec"]["template"]["spec"], container_of(jobset)
+    place = ["--output-dir", "s3://bucket/runs/rt", "--storage.work-dir", "/output/rt", "--resume", "auto"]
+    assert main["command"][-6:] == place
+    assert main["livenessProbe"]["exec"]["command"][-1] == "/output/rt"
+    assert {"name": "output", "emptyDir": {}} in pod["volumes"]
+    assert 'upload_to = "s3://bucket/runs/rt"' in config["data"]["rl.toml"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "words", "fault"),
+    [
+        ("sft", ("--launcher", "slurm"), "launcher = 'slurm': start this run with `medarc_slurm sft"),
+        ("sft", ("--launcher", "local", "--engine", "ray"), "launcher = 'local': start this run with `medarc_train"),
+        ("rl", ("--orchestrator.client.base-url", "http://x/v1", "--no-inference"), "this command starts the"),
+    ],
+)
+def test_what_the_pod_would_refuse_is_refused_here(
+    kind: str, words: tuple[str, ...], fault: str, tmp_path: Path
+) -> None:
+    config = tmp_path / f"{kind}.toml"
+    config.write_text({"sft": SFT, "rl": RL}[kind])
+    (line,) = errors(kind, config, "--image", IMAGE, "--output-claim", "runs", *words)
+    assert line.startswith(fault)
 
 
 @pytest.mark.parametrize("word", ["WANDB_API_KEY=abc", "NOTE=hf_abcdefghijklmnopqrstuv"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from importlib.util import find_spec
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -13,9 +12,10 @@ from medarc_rl.backends.kubernetes import names
 from medarc_rl.backends.kubernetes.kubernetes_options import KubernetesOptions
 from medarc_rl.backends.kubernetes.manifest import CONFIG_DIR, OUTPUT_DIR, ClusterJob
 from medarc_rl.cli import warn
+from medarc_rl.deployment import check_rl, sft_gpus
 from medarc_rl.errors import UsageError
 from medarc_rl.jobs.redaction import redacted
-from medarc_rl.utils import Run
+from medarc_rl.utils import OwnedKeys, Run, refuse_other_launcher
 from prime_rl.configs.surface.not_built import unbuilt_faults
 from prime_rl.utils.pydantic_config.dump import to_toml
 
@@ -37,12 +37,13 @@ def cluster_job(request: Request) -> tuple[ClusterJob, str]:
     name = names.job_name(request.name, stem, request.kind)
     faults = [*_name_faults(name, options), *_engine_faults(request, options)]
     output, local_output = _output(request, options, name, faults)
+    # Of a run that is kept on S3, the pod has a copy.
+    owned: OwnedKeys = {} if output == local_output else {"output_dir": local_output, "storage.work_dir": local_output}
     if request.nodes > 1:
-        raise UsageError(*faults)
+        owned = {**owned, "launcher": "ray"}
     try:
-        # Of a run that is kept on S3, the pod has a copy.
-        copy = {} if output == local_output else {"output_dir": local_output, "storage.work_dir": local_output}
-        run = request.load(Path(output), copy)
+        run = request.load(Path(output), owned)
+        _check_launch(request, options, run)
     except UsageError as error:
         raise UsageError(*faults, *error.faults) from error
     gpus = _gpus(request, run, faults)
@@ -55,7 +56,7 @@ def cluster_job(request: Request) -> tuple[ClusterJob, str]:
         namespace=options.namespace,
         kind=request.kind,
         config=config,
-        argv=_argv(request, options, gpus, output, local_output),
+        argv=_argv(request, options, output, local_output),
         image=options.image or "",
         nodes=request.nodes,
         gpus=gpus,
@@ -111,21 +112,23 @@ def _name_faults(name: str, options: KubernetesOptions) -> Iterator[str]:
 def _engine_faults(request: Request, options: KubernetesOptions) -> Iterator[str]:
     if request.nodes > 1 and options.engine == "jobset":
         yield "--engine jobset: several nodes need --engine ray"
-    if request.nodes > 1:
-        yield f"{request.nodes} nodes: the Ray driver of this version runs a job on one node; take Slurm for several"
+    if request.nodes > 1 and options.output_claim is None:
+        yield (
+            f"{request.nodes} nodes: all pods need the run's directory: add --output-claim CLAIM, of a volume that "
+            "several nodes may mount (ReadWriteMany)"
+        )
     if options.retries and (request.resume or "").isdigit():
         yield f"--resume {request.resume}: each retry would go back to step {request.resume}; add --retries 0"
-    if request.nodes == 1 and uses_ray(request, options) and not _has_ray():
-        yield "--engine ray: this version has no Ray back-end"
     if uses_ray(request, options) and request.kind == "eval":
         yield "--engine ray: an evaluation runs on one node, with --engine jobset"
 
 
-def _has_ray() -> bool:
-    try:
-        return find_spec(RAY_ENTRY) is not None
-    except ModuleNotFoundError:
-        return False
+def _check_launch(request: Request, options: KubernetesOptions, run: Run[Any]) -> None:
+    """Raises UsageError for a config that the command in the pod would refuse."""
+    if request.kind != "eval" and request.nodes == 1:
+        refuse_other_launcher(run.config, "ray" if uses_ray(request, options) else "local", request.words)
+    if request.split is not None and not uses_ray(request, options):
+        check_rl(run.config, request.split)
 
 
 def _output(request: Request, options: KubernetesOptions, name: str, faults: list[str]) -> tuple[str, str]:
@@ -147,14 +150,13 @@ def _gpus(request: Request, run: Run[Any], faults: list[str]) -> int:
     device = getattr(run.config, "device", "auto")
     if device == "cpu":
         return 0
+    if request.gpus == 0 and device == "cuda":
+        faults.append("--gpus 0: the config has device = 'cuda'; set it to 'cpu', or ask for GPUs")
     if request.split is not None:
-        return request.split.total if request.nodes == 1 else max(request.split.train, request.split.infer)
-    if request.gpus is not None:
-        if request.gpus == 0 and device == "cuda":
-            faults.append("--gpus 0: the config has device = 'cuda'; set it to 'cpu', or ask for GPUs")
-        return request.gpus
-    deployment = run.config.deployment
-    return int(getattr(deployment, "num_gpus", None) or deployment.gpus_per_node)
+        return request.split.total
+    if request.kind == "sft" and request.gpus != 0:
+        return sft_gpus(run.config)
+    return int(run.config.deployment.gpus_per_node if request.gpus is None else request.gpus)
 
 
 def _cpus(options: KubernetesOptions, gpus: int) -> str:
@@ -162,8 +164,7 @@ def _cpus(options: KubernetesOptions, gpus: int) -> str:
 
 
 def _config_faults(run: Run[Any], config: str) -> Iterator[str]:
-    # What a run needs several nodes for is decided by its back-end.
-    yield from (fault for fault in unbuilt_faults(run.config) if "deployment.type" not in fault)
+    yield from unbuilt_faults(run.config)
     size = len(config.encode())
     if size > MAX_CONFIG_BYTES:
         yield f"the config has {size:,} bytes, and a ConfigMap holds {MAX_CONFIG_BYTES:,}: move tables into files"
@@ -176,7 +177,7 @@ def _config_faults(run: Run[Any], config: str) -> Iterator[str]:
             )
 
 
-def _argv(request: Request, options: KubernetesOptions, gpus: int, output: str, local_output: str) -> Sequence[str]:
+def _argv(request: Request, options: KubernetesOptions, output: str, local_output: str) -> Sequence[str]:
     """The command in the pod. The config holds everything that was given; these options say what the place decides."""
     place = ["--output-dir", output]
     if output != local_output:
@@ -186,11 +187,12 @@ def _argv(request: Request, options: KubernetesOptions, gpus: int, output: str, 
     file, split = f"{CONFIG_DIR}/{request.kind}.toml", request.split
     if uses_ray(request, options):
         single = ["--single-gpu"] if split is not None and split.single_gpu else []
-        return ["python", "-m", RAY_ENTRY, "--address", "auto", *single, request.kind, "@", file, *place, *resume]
+        # CPU runs would fit into one pod.
+        apart = ["--strategy", "spread"] if request.nodes > 1 else []
+        driver = ["python", "-m", RAY_ENTRY, "--address", "auto", *apart, *single]
+        return [*driver, request.kind, "@", file, *place, *resume]
     shape: list[str] = []
     if split is not None:
         shape = ["--single-gpu"] if split.single_gpu else []
         shape += [] if split.single_gpu else ["--train-gpus", str(split.train), "--infer-gpus", str(split.infer)]
-    elif request.kind == "sft" and gpus:
-        shape = ["--gpus", str(gpus)]
     return ["medarc_train", request.kind, "@", file, *shape, *place, *resume]

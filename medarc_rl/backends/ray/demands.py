@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from medarc_rl.deployment import sft_gpus, sft_nodes
 from prime_rl.configs.eval import OfflineEvalConfig
 from prime_rl.configs.sft import SFTConfig
 
@@ -13,11 +14,9 @@ def gpus_of(config: Any, single_gpu: bool) -> list[int]:
     if isinstance(config, OfflineEvalConfig):
         server = config.inference
         return [0 if server is None else server.parallel.tp * server.parallel.dp]
-    deployment = config.deployment
     if isinstance(config, SFTConfig):
-        if deployment.type == "single_node":
-            return [deployment.num_gpus]
-        return [deployment.gpus_per_node] * deployment.num_nodes
+        return [sft_gpus(config)] * sft_nodes(config)
+    deployment = config.deployment
     if deployment.type == "single_node":
         infer = 0 if config.inference is None else deployment.num_infer_gpus
         return [1 if single_gpu else infer + deployment.num_train_gpus]

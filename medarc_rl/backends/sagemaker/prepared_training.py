@@ -33,6 +33,7 @@ from medarc_rl.backends.sagemaker.source.bundle import packed
 from medarc_rl.backends.sagemaker.source.local_paths import relocated
 from medarc_rl.backends.sagemaker.source.staging import Staged, stage
 from medarc_rl.cli import say
+from medarc_rl.deployment import sft_gpus
 from medarc_rl.errors import UsageError
 from medarc_rl.jobs.redaction import is_secret_name
 from medarc_rl.utils import Run
@@ -250,9 +251,7 @@ def gpu_faults(request: Request, config: Any, instance_type: str | None) -> list
 def _gpus_of(request: Request, config: Any) -> int:
     if request.split is not None:
         return request.split.total
-    if request.gpus is not None:
-        return request.gpus
-    return int(getattr(getattr(config, "deployment", None), "num_gpus", 1))
+    return sft_gpus(config) if request.kind == "sft" and request.gpus != 0 else request.gpus or 0
 
 
 def _shown(prepared: PreparedTraining, size_bytes: int) -> str:
