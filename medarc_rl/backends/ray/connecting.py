@@ -38,6 +38,8 @@ def connected(address: str | None, gpus: int | None = None) -> Iterator[None]:
         MedarcError: the cluster cannot be reached or started, or others could use it.
     """
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    # Started by `uv run`, Ray would upload the current directory and let uv make another environment for its workers.
+    os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"
     # Workers that ask for no GPU see none.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "1")
     if address is not None:
