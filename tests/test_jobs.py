@@ -96,6 +96,36 @@ def test_a_damaged_file_is_named_and_left_out(content: bytes, fault: str, log: J
     assert jobs("list", "--no-ask").exit_code == 0
 
 
+def test_a_job_that_another_process_cancels_is_cancelled_for_one_that_waits(log: JobLog) -> None:
+    record = a_job()
+    log.save(record)
+
+    def cancelled_meanwhile() -> Iterator[Status]:
+        Told.statuses = iter([Status("running")])
+        assert jobs("cancel", record.key).exit_code == 0
+        yield Status("unknown")
+
+    Told.statuses = chain([Status("running")], cancelled_meanwhile())
+    result = jobs("wait", record.key, "--interval", "0.1")
+    assert (result.exit_code, Told.cancelled) == (3, [record.id]), result.output
+    assert log.latest(record).cancelled
+    assert log.latest(record).last_status == Status("cancelled")
+
+
+def test_an_end_that_cannot_be_recorded_is_told_all_the_same(log: JobLog) -> None:
+    log.save(a_job())
+    log.directory.chmod(0o755)
+    Told.statuses = iter([Status("failed", "exit code 7")])
+    result = jobs("wait", "rt")
+    assert (result.exit_code, result.stdout) == (1, "rt (rt-7): failed: exit code 7\n")
+    assert result.stderr.startswith("warning: the job log cannot be written: ")
+
+
+def test_a_log_that_is_no_file_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(MedarcError, match="Is a directory"):
+        list(follow_file(tmp_path, lambda: True))
+
+
 def test_submissions_at_once_all_arrive(log: JobLog) -> None:
     code = (
         "from medarc_rl.jobs.log import JobLog\nfrom medarc_rl.jobs.record import JobRecord, circumstances\n"

@@ -194,10 +194,14 @@ def asked_status(log: JobLog, record: JobRecord) -> Status:
     if known is not None:
         return known
     found = tracker(record.backend).status(record)
+    record = log.latest(record)
     if found.state == "unknown" and record.cancelled:
         found = Status("cancelled")
     if found.has_ended:
-        log.save(record.with_end(found))
+        try:
+            log.save(record.with_end(found))
+        except MedarcError as error:
+            warn(printable(str(error)))
     return found
 
 

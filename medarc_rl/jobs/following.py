@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
+from medarc_rl.errors import MedarcError
+
 LOOK_EVERY_S = 0.5
 ASK_EVERY = 6
 """Looks without a new line between two questions whether the job has ended."""
@@ -21,7 +23,7 @@ def follow_file(
 ) -> Iterator[str]:
     """The lines of a file. Once `has_ended` says so, what was written before is read, and the iteration ends.
 
-    The file may not exist yet, and may be replaced by a new one or cut.
+    The file may not exist yet, and may be replaced by a new one or cut. Raises MedarcError if it cannot be read.
     """
     reader, quiet = _Reader(path), 0
     while True:
@@ -72,5 +74,10 @@ class _Reader:
                 return self._file
             self._file.close()
             self.begun = b""
-        self._file = self.path.open("rb")
+        try:
+            self._file = self.path.open("rb")
+        except FileNotFoundError:
+            self._file = None
+        except OSError as error:
+            raise MedarcError(f"{self.path}: {error.strerror}") from error
         return self._file

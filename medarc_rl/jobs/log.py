@@ -33,8 +33,7 @@ class JobLog:
 
     def save(self, record: JobRecord) -> Path:
         """Write a record, or replace it. Raises MedarcError if it cannot be written."""
-        stamp = re.sub(r"[^0-9]", "", record.submitted)[:14]
-        target = self.directory / f"{stamp}-{record.key}{_ENDING}"
+        target = self._file(record)
         # Its name is this process's own, because two may see the end of one job.
         scratch = target.with_name(f".{target.name}.{os.getpid()}.tmp")
         try:
@@ -51,6 +50,17 @@ class JobLog:
             scratch.unlink(missing_ok=True)
             raise MedarcError(f"the job log cannot be written: {error.filename}: {error.strerror}") from error
         return target
+
+    def latest(self, record: JobRecord) -> JobRecord:
+        """The record as the log has it now: another process may have cancelled the job meanwhile."""
+        try:
+            return _read(self._file(record))
+        except NotARecord:
+            return record
+
+    def _file(self, record: JobRecord) -> Path:
+        stamp = re.sub(r"[^0-9]", "", record.submitted)[:14]
+        return self.directory / f"{stamp}-{record.key}{_ENDING}"
 
     def _prepare(self) -> None:
         self.directory.parent.mkdir(parents=True, exist_ok=True)

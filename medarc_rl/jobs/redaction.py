@@ -16,8 +16,8 @@ _SECRET_NAME = re.compile(
 """A name of which a part promises a secret: `api_key`, not `max_tokens` or `keys`."""
 _FLAGS = {"--auto-auth", "--no-auto-auth"}
 """Options that take no value, though their names look like secrets."""
-_REFERENCES = {"--secret", "--secret-env"}
-"""Options whose values only name where a secret is kept."""
+_REFERENCES = {"--kms-key", "--pull-secret", "--secret", "--secret-env"}
+"""Options whose values only name a secret, or where it is kept."""
 
 _SHAPES = re.compile(
     r"\b(?:hf_[A-Za-z0-9]{16,}|sk-[A-Za-z0-9_-]{16,}|gh[pousr]_[A-Za-z0-9]{16,}|github_pat_\w{16,}|xox[a-z]-[\w-]{10,}"

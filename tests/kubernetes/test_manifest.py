@@ -303,6 +303,15 @@ def test_a_literal_secret_is_refused_and_not_repeated(word: str, sft_toml: Path)
     assert value not in line
 
 
+def test_a_variable_has_one_value(sft_toml: Path) -> None:
+    words = ("--env", "A=1", "--env", "A=2", "--secret-env", "A=b/c", "--secret-env", "A=b/d")
+    assert errors("sft", sft_toml, "--image", IMAGE, "--output-claim", "runs", *words) == [
+        "--env A: given twice",
+        "--secret-env A: given twice",
+        "--env A: also given with --secret-env",
+    ]
+
+
 def test_a_secret_in_the_config_is_refused_by_line(sft_toml: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_API_KEY", "s3cr3t-value")
     words = ("--image", IMAGE, "--output-claim", "runs", "--wandb.name", "is s3cr3t-value")

@@ -172,6 +172,19 @@ def test_another_jobs_name_is_refused(
     assert "ResourceInUse: exists; no job was made" in capsys.readouterr().err
 
 
+def test_a_name_that_was_used_before_is_refused_and_the_first_jobs_files_stay(
+    main: Callable[..., int], project: Path, bucket: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main("--name", "first") == 0
+    archive = {"Bucket": bucket, "Key": "runs/first/source/source.tar.gz"}
+    before = Aws("us-east-1").client("s3").head_object(**archive)["ETag"]
+    (project / "rows.jsonl").open("a").write("\n")
+    capsys.readouterr()
+    assert main("--name", "first") == 2
+    assert capsys.readouterr().err.startswith("error: --name first: SageMaker has such a job")
+    assert Aws("us-east-1").client("s3").head_object(**archive)["ETag"] == before
+
+
 def test_a_server_that_does_not_answer_is_given_up(proxy: Proxy) -> None:
     """The patience ends the call; the server answers only after that."""
     import threading

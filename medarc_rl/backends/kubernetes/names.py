@@ -73,6 +73,8 @@ def variables(options: Sequence[str], faults: list[str]) -> dict[str, str]:
         name, equals, value = word.partition("=")
         if not equals or not _VARIABLE.fullmatch(name):
             faults.append(f"--env {redacted(name)!r}: write NAME=VALUE; a name has letters, digits and underscores")
+        elif name in found:
+            faults.append(f"--env {name}: given twice")
         elif is_secret_name(name) or redacted(value) != value:
             faults.append(
                 f"--env {name}: a secret would be in the manifest for everyone who can read it; put it into a Secret "
@@ -95,6 +97,8 @@ def secret_variables(options: Sequence[str], faults: list[str]) -> dict[str, tup
                 f"--secret-env {redacted(name)!r}: write NAME=SECRET/KEY: the name of a Secret and a key in it, "
                 "not the secret itself"
             )
+        elif name in found:
+            faults.append(f"--secret-env {name}: given twice")
         else:
             found[name] = (secret, key)
     return found

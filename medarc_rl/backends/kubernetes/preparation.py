@@ -79,6 +79,7 @@ def cluster_job(request: Request) -> tuple[ClusterJob, str]:
         keep_s=options.keep,
         queue=options.queue,
     )
+    faults += [f"--env {name}: also given with --secret-env" for name in job.env if name in job.secret_env]
     if faults:
         raise UsageError(*faults)
     return job, output

@@ -35,7 +35,7 @@ from medarc_rl.backends.sagemaker.source.staging import Staged, stage
 from medarc_rl.cli import say
 from medarc_rl.deployment import sft_gpus
 from medarc_rl.errors import UsageError
-from medarc_rl.jobs.redaction import is_secret_name
+from medarc_rl.jobs.redaction import is_secret_name, redacted
 from medarc_rl.utils import Run
 from prime_rl.configs.ranges import AUTO, LATEST
 
@@ -164,10 +164,9 @@ def _job(request: Request, options: SageMakerOptions, sha256: str, image: str, f
         faults += _missing(options)
     env = keyed("--env", options.env, faults, "OMP_NUM_THREADS=8")
     faults += [
-        f"--env {name}: its name promises a secret, which everybody with access to the job could read: give "
-        f"--secret-env {name}=ARN"
-        for name in env
-        if is_secret_name(name)
+        f"--env {name}: a secret, which everybody with access to the job could read: give --secret-env {name}=ARN"
+        for name, value in env.items()
+        if is_secret_name(name) or redacted(value) != value
     ]
     tags = keyed("--tag", options.tag, faults, "team=radiology")
     inputs = keyed("--input", options.input, faults, "data=s3://BUCKET/PREFIX")

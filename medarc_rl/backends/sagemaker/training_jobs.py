@@ -16,7 +16,7 @@ from medarc_rl.backends.sagemaker.prepared_training import PreparedTraining, pre
 from medarc_rl.backends.sagemaker.request.training_request import TrainingJob
 from medarc_rl.backends.sagemaker.source.bundle import packed
 from medarc_rl.cli import say
-from medarc_rl.errors import MedarcError
+from medarc_rl.errors import MedarcError, UsageError
 from medarc_rl.jobs.record import JobRecord, Status
 
 _UPLOAD_PART_BYTES = 16 << 20
@@ -36,12 +36,16 @@ class SageMaker:
         """Build and push the image, upload the project's files, create the job.
 
         Raises:
+            UsageError: the name is taken.
             MedarcError: a step failed. Nothing runs then; the line says what was left in S3.
         """
         aws = Aws(prepared.region, prepared.profile, self._patience)
         for line in prepared.staged.left_out:
             say(f"left out: {line}")
         job = prepared.job
+        if described(aws.client("sagemaker"), job.name) is not None:
+            # Its files would be replaced, which it reads again when it restarts.
+            raise UsageError(f"--name {job.name}: SageMaker has such a job, and never forgets a name: give another one")
         if prepared.build is not None:
             job = replace(job, image=build_and_push(prepared.build, aws, say))
         with packed(prepared.staged, prepared.config) as bundle:

@@ -90,7 +90,7 @@ def child_env(
 
 
 def keep_off_s3(run: Path, local_disk: Path) -> None:
-    """Put what no restart needs on the instance's disk, behind links. What S3 gave back of it is replaced."""
+    """Put what no restart needs on the instance's disk, behind links, unless S3 gave back a directory of that name."""
     for name in _NOT_COPIED:
         place, link = local_disk / name, run / name
         place.mkdir(parents=True, exist_ok=True)
