@@ -65,9 +65,15 @@ class SmallCluster:
     def _applied(self, path: str, table: dict[str, Any], dry: bool) -> dict[str, Any]:
         if dry:
             self.dry_runs.append(path)
+        elif "kind" in table:
+            self.objects[path] = {**table, "metadata": {**table["metadata"], "uid": f"uid of {path}"}}
         else:
-            self.objects[path] = table
-        return table
+            # A merge patch, of the metadata alone.
+            self.objects[path] = {
+                **self.objects[path],
+                "metadata": {**self.objects[path]["metadata"], **table["metadata"]},
+            }
+        return table if dry else self.objects[path]
 
     def _discovery(self, path: str) -> Any:
         known = {key: kinds for key, kinds in KINDS.items() if key[0] != self.missing}

@@ -89,17 +89,22 @@ COMPLETED = shown(conditions=[{"type": "Completed", "status": "True"}])
 
 
 def test_a_submission_is_checked_sent_and_recorded(kubectl: FakeKubectl, sft_toml: Path) -> None:
+    owner = {"apiVersion": "jobset.x-k8s.io/v1alpha2", "kind": "JobSet", "name": "rt", "uid": "u-1"}
+    made = {**owner, "metadata": {"uid": "u-1"}}
+    kubectl.answer({"--output=json jobset": {"out": json.dumps(made)}})
     result = submit(sft_toml, "--namespace", "ml", "--context", "lab")
-    assert result.exit_code == 0, result.output
+    assert (result.exit_code, "stays in the cluster" in result.stderr) == (0, False), result.output
     assert "submitted to kubernetes: jobset/rt" in result.stdout
     before = ["--context=lab", "--namespace=ml"]
     apply = [*before, "apply", "--server-side", "--field-manager=medarc-rl", "--filename=-"]
-    (looked, _), (tried, checked), (applied, sent) = kubectl.calls
+    (looked, _), (tried, checked), (applied, sent), _, (given, _) = kubectl.calls
     assert looked == [*before, "get", "jobset", "rt", "--ignore-not-found", "--output=name"]
     assert (tried, applied) == ([*apply, "--dry-run=server"], apply)
+    change = json.dumps({"metadata": {"ownerReferences": [owner]}})
+    assert given == [*before, "patch", "configmap", "rt", "--type=merge", f"--patch={change}"]
     printed = submit(sft_toml, "--namespace", "ml", "--context", "lab", "--dry-run")
     assert checked == sent == printed.stdout
-    assert len(kubectl.calls) == 3, "a dry run calls nobody"
+    assert len(kubectl.calls) == 5, "a dry run calls nobody"
     record = JobLog.of_user().find("rt")
     assert (record.id, record.output) == ("jobset/rt", "runs:/output/rt")
     assert record.details == {"namespace": "ml", "context": "lab", "resource": "jobset"}
@@ -129,6 +134,13 @@ def test_a_refusal_keeps_the_clusters_words_and_changes_nothing(
     assert all(each.startswith(f"error: {line}") for each, line in zip(told, lines, strict=True))
     assert not [words for words, _ in kubectl.calls if words[-1] == "--filename=-"], "nothing was applied"
     assert JobLog.of_user().read() == ([], [])
+
+
+def test_a_job_that_cannot_be_made_the_owner_goes_on(kubectl: FakeKubectl, sft_toml: Path) -> None:
+    kubectl.answer({"--output=json jobset": {"code": 1, "err": "Error from server (Forbidden): no\n"}})
+    result = submit(sft_toml)
+    assert (result.exit_code, JobLog.of_user().find("rt").id) == (0, "jobset/rt"), result.output
+    assert "warning: the config of rt stays in the cluster when the job is deleted: Error from server" in result.stderr
 
 
 def test_options_of_another_back_end_are_refused(sft_toml: Path) -> None:

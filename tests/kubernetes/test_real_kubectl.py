@@ -50,7 +50,11 @@ def test_a_job_from_its_submission_to_its_end(cluster: SmallCluster, sft_toml: P
     assert result.exit_code == 0, result.output
     assert cluster.dry_runs == [CONFIG_MAP, JOBSET]
     printed = list(yaml.safe_load_all(submit(sft_toml, "--dry-run").stdout))
-    assert [cluster.objects[CONFIG_MAP], cluster.objects[JOBSET]] == printed
+    config, jobset = cluster.objects[CONFIG_MAP], cluster.objects[JOBSET]
+    (owner,) = config["metadata"].pop("ownerReferences")
+    assert (owner["kind"], owner["uid"]) == ("JobSet", jobset["metadata"].pop("uid"))
+    del config["metadata"]["uid"]
+    assert [config, jobset] == printed
     pod = {
         "apiVersion": "v1",
         "kind": "Pod",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from medarc_rl.backends.kubernetes.manifest import CONTAINER, JOB_LABEL, Cluster
 from medarc_rl.backends.kubernetes.preparation import cluster_job, uses_ray
 from medarc_rl.backends.kubernetes.rayjob import network_policy, rayjob
 from medarc_rl.backends.kubernetes.states import jobset_status, rayjob_status
+from medarc_rl.cli import warn
 from medarc_rl.errors import MedarcError, UsageError
 from medarc_rl.jobs.record import JobRecord, Status
 
@@ -83,6 +85,10 @@ class Kubernetes:
         apply = ("apply", "--server-side", f"--field-manager={MANAGER}", "--filename=-")
         kubectl.run(*apply, "--dry-run=server", stdin=prepared.text)
         kubectl.run(*apply, stdin=prepared.text)
+        try:
+            _give_to_job(kubectl, prepared)
+        except MedarcError as error:
+            warn(f"the config of {prepared.name} stays in the cluster when the job is deleted: {error}")
         return f"{prepared.resource}/{prepared.name}"
 
     def status(self, record: JobRecord) -> Status:
@@ -115,8 +121,25 @@ class Kubernetes:
         kubectl, name = _kubectl(record), _name(record)
         resource = record.details.get("resource", "jobset")
         kubectl.run("delete", resource, name, "--wait=false")
-        rest = "configmap,networkpolicy" if resource == "rayjob" else "configmap"
-        kubectl.run("delete", rest, f"--selector={JOB_LABEL}={name}", "--wait=false", "--ignore-not-found")
+        kubectl.run("delete", _rest(resource), f"--selector={JOB_LABEL}={name}", "--wait=false", "--ignore-not-found")
+
+
+def _rest(resource: str) -> str:
+    """Kinds of the other objects of a job."""
+    return "configmap,networkpolicy" if resource == "rayjob" else "configmap"
+
+
+def _give_to_job(kubectl: Kubectl, prepared: PreparedManifest) -> None:
+    """Make the job the owner of its other objects, so that they are deleted with it, also after `--keep` seconds."""
+    job = kubectl.get(prepared.resource, prepared.name)
+    try:
+        owner = {"apiVersion": job["apiVersion"], "kind": job["kind"], "name": prepared.name}
+        owner["uid"] = job["metadata"]["uid"]
+    except (KeyError, TypeError) as error:
+        raise MedarcError("the cluster's answer has no uid") from error
+    change = json.dumps({"metadata": {"ownerReferences": [owner]}})
+    for kind in _rest(prepared.resource).split(","):
+        kubectl.run("patch", kind, prepared.name, "--type=merge", f"--patch={change}")
 
 
 def _kubectl(record: JobRecord) -> Kubectl:
