@@ -154,7 +154,7 @@ def _replaces(data: Any, path: KeyPath) -> bool:
 def _place(layer: Layer, path: KeyPath, section: tuple[str, ...]) -> str:
     if not Path(layer.name).is_file():
         return layer.origin(path)
-    lines = _lines(Path(layer.name))
+    lines = _lines(Path(layer.name).read_text(encoding="utf-8"))
     inside = path[len(section) :]
     for length in range(len(inside), 0, -1):
         if inside[:length] in lines:
@@ -163,9 +163,9 @@ def _place(layer: Layer, path: KeyPath, section: tuple[str, ...]) -> str:
 
 
 @cache
-def _lines(file: Path) -> Mapping[KeyPath, int]:
-    """Line number of each header and assignment of a TOML file."""
-    statements = split_statements(file.read_text(encoding="utf-8")).statements
+def _lines(toml: str) -> Mapping[KeyPath, int]:
+    """Line number of each header and assignment of a TOML text."""
+    statements = split_statements(toml).statements
     return {
         tuple(part.replace("-", "_") if isinstance(part, str) else part for part in each.path): each.line
         for each in statements
