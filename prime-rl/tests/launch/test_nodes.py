@@ -22,7 +22,7 @@ from prime_rl.launch.nodes.agent import orders_from
 from prime_rl.launch.nodes.channels import PipeChannel, agent_argv
 from prime_rl.launch.nodes.cluster import ClusterHost
 from prime_rl.launch.nodes.messages import BadMessage, Ping, Start, Stop, encoded, order_of
-from prime_rl.launch.spec import NodeLost
+from prime_rl.launch.spec import Exited, NodeLost, StoppedEarly
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
@@ -202,6 +202,17 @@ def test_a_signal_to_an_agent_stops_the_launch_in_order(launch: Launch) -> None:
     assert launch.end().endswith("stopped by SIGTERM\n")
 
 
+def test_the_same_ctrl_c_from_several_agents_is_not_a_second_one(launch: Launch) -> None:
+    """`scancel -s INT` signals every step, and a second Ctrl-C would kill what is still saving."""
+    launch.start({"trainer": (0, SAVING), "trainer_rank_1": (1, SAVING)})
+    for node in (0, 1):
+        os.kill(launch.agent(node), signal.SIGINT)
+    assert launch.rest_of_pipe() == 2 * "saved\n"
+    output = launch.end()
+    assert output.endswith("stopped by SIGTERM\n")
+    assert "stopping now" not in output
+
+
 def test_a_child_that_hangs_on_the_second_node_is_found_and_shows_its_stack(launch: Launch) -> None:
     launch.start({"trainer_rank_1": (1, STUBBORN)}, timeout_s=0.1, grace_s=0.1)
     assert launch.rest_of_pipe() == ""
@@ -249,6 +260,40 @@ def test_a_node_that_falls_silent_is_lost_although_its_connection_stays(local: L
     assert "said nothing for 3 s" in event.fault
 
 
+BROKEN_AGENT = """
+from prime_rl.launch.nodes import agent
+def has_completed(self, spec): raise OSError("Stale file handle")
+agent.LocalHost.has_completed = has_completed
+raise SystemExit(agent.main())
+"""
+
+
+def test_an_agent_that_cannot_report_an_end_ends_instead_of_leaving_its_head_waiting(
+    local: LocalHost, tmp_path: Path
+) -> None:
+    with ClusterHost(local, [PipeChannel("n0", (sys.executable, "-c", BROKEN_AGENT))]) as host:
+        host.start(ProcessSpec("trainer", (sys.executable, "-c", ""), tmp_path / "trainer.log"))
+        event = host.next_event(None)
+    assert isinstance(event, NodeLost)
+    assert "Stale file handle" in event.fault
+
+
+def test_the_exit_code_of_a_child_is_known_to_the_head(local: LocalHost, tmp_path: Path) -> None:
+    with ClusterHost(local, [PipeChannel("n0", agent_argv())]) as host:
+        host.start(ProcessSpec("launcher", (sys.executable, "-c", "raise SystemExit(2)"), tmp_path / "launcher.log"))
+        assert isinstance(host.next_event(None), Exited)
+        assert (host.exit_code("launcher"), host.exit_code("trainer")) == (2, None)
+
+
+def test_a_signal_while_agents_start_ends_the_launch_as_a_signal_and_not_as_a_failure(local: LocalHost) -> None:
+    """A failure could be started again."""
+    os.kill(os.getpid(), signal.SIGTERM)
+    waiting = PipeChannel("n0", (sys.executable, "-c", "import sys; sys.stdin.read()"))
+    with pytest.raises(StoppedEarly, match="stopped by SIGTERM while the agents of n0 started") as stopped:
+        ClusterHost(local, [waiting]).__enter__()
+    assert stopped.value.exit_code == 143
+
+
 def test_an_agent_takes_the_silence_of_its_head_for_its_end() -> None:
     reading, writing = os.pipe()
     os.write(writing, encoded(Stop(name="trainer")) + encoded(Ping()))
@@ -272,6 +317,14 @@ def test_an_order_arrives_as_it_was_sent(tmp_path: Path) -> None:
     line = encoded(order)
     assert line.count(b"\n") == 1
     assert order_of(line) == order
-    for damaged in (line[:-9], b"{}", b'{"type":"Start"}', b"\xff\n", b"[" * 100_000):
-        with pytest.raises(BadMessage):
+    for damaged in (
+        line[:-9],
+        line[line.index(b"secret") - 9 :],
+        b"{}",
+        b'{"type":"Start"}',
+        b"\xff\n",
+        b"[" * 100_000,
+    ):
+        with pytest.raises(BadMessage) as refused:
             order_of(damaged)
+        assert "secret" not in str(refused.value)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from prime_rl.launch import Exited, FakeHost, Outcome, ProcessSpec, Signalled, Supervisor
+from prime_rl.launch.spec import NodeLost
 from prime_rl.launch.stalls.watchdog import Observed, StallLimits, Watchdog
 from prime_rl.run.beats import ANYONE, Beat
 
@@ -127,6 +128,16 @@ def test_ctrl_c_while_a_failed_run_stops_ends_it_now() -> None:
     outcome, said = run(host)
     assert said[-1] == "stopping now"
     assert (outcome.exit_code, outcome.failed, host.grace_of_end_s) == (1, "trainer", 0)
+
+
+def test_a_lost_node_that_comes_back_while_the_others_stop_is_not_heard() -> None:
+    specs = (replace(spec("trainer", True), node=0), replace(spec("trainer_rank_1", True), node=1))
+    lost = NodeLost(1, "node n1 is gone: its agent said nothing for 20 s")
+    host = FakeHost([lost, Exited("trainer_rank_1", 1), Exited("trainer", 143)])
+    said: list[str] = []
+    outcome = Supervisor(specs, host, said.append).run()
+    assert outcome.message.startswith(lost.fault)
+    assert said[-1] == "trainer stopped"
 
 
 def test_a_second_sigterm_changes_nothing() -> None:

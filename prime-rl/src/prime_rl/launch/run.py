@@ -25,7 +25,7 @@ from prime_rl.launch.nodes.cluster import ClusterHost
 from prime_rl.launch.nodes.placing import Cluster, cluster_site, placement
 from prime_rl.launch.programs import Programs
 from prime_rl.launch.site import Demand, Sharing, Site, claimed_site
-from prime_rl.launch.spec import CannotStart, Outcome, Signalled
+from prime_rl.launch.spec import CannotStart, Outcome, Signalled, StoppedEarly
 from prime_rl.launch.stalls.watchdog import Watchdog
 from prime_rl.launch.supervisor import Supervisor
 from prime_rl.run.access import files_readable_by
@@ -135,6 +135,9 @@ def launch(
         faults, code = error.faults, 2
     except (CopyRefused, DeviceError, OutputDirInUse, RunDirError) as error:
         faults, code = (str(error),), 2
+    except StoppedEarly as stopped:
+        sys.stderr.write(f"{stopped}\n")
+        return stopped.exit_code
     except (CannotStart, OSError) as error:
         faults, code = (str(error),), 1
     sys.stderr.writelines(f"error: {fault}\n" for fault in faults)
@@ -143,8 +146,11 @@ def launch(
 
 def _check_nodes(command: Command[ConfigT], config: ConfigT, cluster: Cluster | None) -> None:
     """Raise LaunchRefused if the config is for another number of nodes than the launch has."""
-    needed, names = command.demand(config).nodes, () if cluster is None else tuple(cluster.names)
-    if needed == 1 or needed == len(names):
+    needed = command.demand(config).nodes
+    if needed == 1:
+        return  # nothing is asked of the scheduler, which a container may not reach
+    names = () if cluster is None else tuple(cluster.names)
+    if needed == len(names):
         return
     has = f"the job has {len(names)}: {', '.join(names)}" if names else "this launch has one"
     raise LaunchRefused(

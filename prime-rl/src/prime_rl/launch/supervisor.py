@@ -205,7 +205,7 @@ class Supervisor:
                 case None:
                     self._say(f"{', '.join(self._running)} did not stop in time and will be killed")
                     break
-                case Exited(name):
+                case Exited(name) if name in self._running:  # and not of a lost node that came back
                     self._running.remove(name)
                     asked = event.code == 0 or event.signal is signal.SIGTERM
                     self._say(f"{name} {'stopped' if asked else event}")

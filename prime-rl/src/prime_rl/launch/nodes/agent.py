@@ -12,6 +12,7 @@ import os
 import select
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -55,7 +56,7 @@ from prime_rl.utils.gpus import DeviceError, usable_gpus
 HEAD_SILENT_S = 60.0
 """A head that says nothing for so long is gone, although the connection has not ended."""
 
-PORTS = 4
+PORTS = 3
 """Ports that an agent holds for the processes of its node."""
 
 STOPPING = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGUSR2})
@@ -190,7 +191,19 @@ class Sender:
                 return
 
 
+def _end_if_a_thread_fails() -> None:
+    """The head would wait for the reports of that thread. Without this process, the guard ends the node's processes."""
+    show = threading.excepthook
+
+    def fail(error: threading.ExceptHookArgs) -> None:
+        show(error)
+        os._exit(1)
+
+    threading.excepthook = fail
+
+
 def main() -> int:
+    _end_if_a_thread_fails()
     # Whatever prints to stdout must not disturb the messages.
     reports = os.dup(1)
     os.dup2(2, 1)

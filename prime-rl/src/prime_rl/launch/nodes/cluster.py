@@ -42,7 +42,7 @@ from prime_rl.launch.nodes.messages import (
     encoded,
     report_of,
 )
-from prime_rl.launch.spec import CannotStart, Event, Exited, NodeLost, ProcessSpec, Signalled
+from prime_rl.launch.spec import CannotStart, Event, Exited, NodeLost, ProcessSpec, Signalled, StoppedEarly
 from prime_rl.launch.stalls.watchdog import Observed
 
 JOIN_LIMIT_S = 300.0
@@ -99,7 +99,7 @@ class ClusterHost:
         self._is_closing = Flag()
 
     def __enter__(self) -> Self:
-        """Raises CannotStart: an agent does not start, or refuses."""
+        """Raises CannotStart: an agent does not start, or refuses, or a signal ends the wait (StoppedEarly)."""
         for node in self._nodes:
             Thread(target=self._receive, args=(node,), name=f"from {node.channel.name}", daemon=True).start()
         Thread(target=self._ping_all, name="pings", daemon=True).start()
@@ -136,7 +136,7 @@ class ClusterHost:
             self._refuse_faults()
             event = self._local.next_event(_LOOK_EVERY_S)
             if isinstance(event, Signalled) and event.signal is not signal.SIGUSR1:
-                raise CannotStart(f"stopped by {event.signal.name} while the agents of {names} started")
+                raise StoppedEarly(event.signal, f"the agents of {names} started")
         self._refuse_faults()
 
     def _refuse_faults(self) -> None:
@@ -177,7 +177,8 @@ class ClusterHost:
             case Status(observed):
                 node.observed = dict(observed)
             case Caught(signum):
-                self._local.report(Signalled(signum))
+                # `scancel -s INT` reaches every agent, but a second Ctrl-C would mean to stop at once.
+                self._local.report(Signalled(signal.SIGTERM if signum is signal.SIGINT else signum))
             case Ended(name, code):
                 self._ended[name] = report
                 self._local.report(Exited(name, code, node=self._name(node)))
@@ -270,6 +271,10 @@ class ClusterHost:
 
     def has_completed(self, spec: ProcessSpec) -> bool:
         return spec.name in self._ended and self._ended[spec.name].is_complete
+
+    def exit_code(self, name: str) -> int | None:
+        """As a child's agent reported it. None: the child has not ended, or its node is lost."""
+        return self._ended[name].code if name in self._ended else None
 
     def tail(self, name: str) -> list[str]:
         if name in self._ended:

@@ -144,20 +144,20 @@ def encoded(message: Order | Report) -> bytes:
 
 
 def order_of(line: bytes) -> Order:
-    """Raises BadMessage."""
-    return _decoded(line, _ORDERS)
+    """Raises BadMessage, which does not quote the line: an order may hold secrets."""
+    return _decoded(line, _ORDERS, "an order")
 
 
 def report_of(line: bytes) -> Report:
     """Raises BadMessage."""
-    return _decoded(line, _REPORTS)
+    return _decoded(line, _REPORTS, repr(line[:200].decode(errors="replace").strip()))
 
 
-def _decoded(line: bytes, decoder: msgspec.json.Decoder[_MessageT]) -> _MessageT:
+def _decoded(line: bytes, decoder: msgspec.json.Decoder[_MessageT], what: str) -> _MessageT:
     try:
         return decoder.decode(line)
     except msgspec.DecodeError as error:
-        raise BadMessage(f"{line[:200].decode(errors='replace').strip()!r} ({error})") from error
+        raise BadMessage(f"{what} ({error})") from error
 
 
 def _plain(value: Any) -> str:
