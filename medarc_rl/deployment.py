@@ -10,6 +10,8 @@ from medarc_rl.backends.slurm import NODE_GPUS
 from medarc_rl.errors import UsageError
 from medarc_rl.utils import OwnedKeys, written_value
 from prime_rl.configs.areal.grammar import AllocationError
+from prime_rl.configs.areal.keys import GPUS_PER_NODE
+from prime_rl.configs.areal.launched import with_derived_keys
 from prime_rl.configs.areal.mode import parse as parse_allocation
 from prime_rl.configs.rl import RLConfig
 from prime_rl.configs.sft import SFTConfig
@@ -107,17 +109,31 @@ def rl_nodes(words: Sequence[str], nodes: tuple[int | None, int | None], gpus: S
             "so give both the same number"
         )
     train, infer = (
-        int(option or table.get(key) or 1)
+        option or _number(table, key, 1)
         for option, key in zip(nodes, ("num_train_nodes", "num_infer_nodes"), strict=True)
     )
-    return RlNodes(train, infer, _gpus_of_node(given.pop() if given else int(table.get("gpus_per_node") or 1)))
+    default = GPUS_PER_NODE if table.get("type") == "multi_node" else 1
+    return RlNodes(train, infer, _gpus_of_node(given.pop() if given else _number(table, "gpus_per_node", default)))
+
+
+def _number(table: Mapping[str, Any], key: str, default: int) -> int:
+    """Raises UsageError: it is no whole number."""
+    try:
+        return int(table.get(key, default))
+    except (TypeError, ValueError):
+        raise UsageError(f"deployment.{key} = {table[key]!r}: write a whole number") from None
 
 
 def _deployment(config_cls: type[RLConfig | SFTConfig], words: Sequence[str]) -> Mapping[str, Any]:
-    """The table `deployment` as the config's sources give it. Empty if they cannot be read, which loading reports."""
+    """The table `deployment` as the config's sources and its `allocation_mode` give it.
+
+    Empty if they cannot be read, which loading reports.
+    """
     try:
-        table = written_value(config_cls, words, "deployment")
-    except (ConfigError, UsageError):
+        written = {key: written_value(config_cls, words, key) for key in ("deployment", "allocation_mode")}
+        given = {key: value for key, value in written.items() if value is not None}
+        table = with_derived_keys(config_cls.component, given).get("deployment")
+    except (ConfigError, UsageError, ValueError):
         return {}
     return table if isinstance(table, dict) else {}
 

@@ -224,6 +224,7 @@ RL_FAULTS = [
     ("{rl} --no-inference", "[inference]"),
     ("{rl} --single-gpu --infer-gpus 2", "--single-gpu"),
     ("{rl} --trainer.optm.lr 1", "--trainer.optim"),
+    ("{rl} --deployment.type multi_node --deployment.num-infer-nodes two", "num_infer_nodes = 'two': write a whole"),
     ("{rl} --max-steps many", "--max-steps: should be a valid integer (got 'many')"),
     ("{rl} --time soon", "--time 'soon'"),
     ("{rl} --sbatch-arg requeue", "--sbatch-arg=--requeue"),
@@ -272,6 +273,15 @@ def test_a_job_on_several_nodes_asks_for_gpus_per_node_and_not_for_whole_nodes(s
     assert "--exclusive" not in script
     refused = run("sft", sft_toml, *words, "--dry-run", "--container", "image.sif")
     assert (refused.exit_code, refused.stderr.startswith("error: --container: agents on several nodes")) == (2, True)
+
+
+def test_an_allocation_mode_asks_for_whole_nodes(rl_toml: Path, sft_toml: Path, tmp_path: Path) -> None:
+    dry_run("rl", rl_toml, "--output-dir", tmp_path, "--allocation-mode", "vllm:d8+fsdp:d16")
+    dry_run("sft", sft_toml, "--output-dir", tmp_path, "--allocation-mode", "fsdp:d16", "--data.batch-size", 16)
+    assert "\n#SBATCH --nodes=3\n" in (tmp_path / "rl.sh").read_text()
+    assert "\n#SBATCH --nodes=2\n" in (tmp_path / "sft.sh").read_text()
+    for name in ("rl.sh", "sft.sh"):
+        assert "\n#SBATCH --gres=gpu:8\n" in (tmp_path / name).read_text()
 
 
 def test_a_dry_run_only_warns_of_keys_that_are_not_built(rl_toml: Path, tmp_path: Path) -> None:
