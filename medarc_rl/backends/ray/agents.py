@@ -16,8 +16,10 @@ from prime_rl.launch.spec import CannotStart
 from prime_rl.utils.gpus import MASK_VARIABLE
 from prime_rl.utils.waiting import Wait
 
-START_LIMIT_S = 300.0
 _LOOK_S = 5.0
+_DESCRIBE_LIMIT_S = 10.0
+_CLOSE_LIMIT_S = 180.0
+"""An agent that does not end needs less to be killed."""
 _GROUPS = {"orders": 1, "reports": 1, "others": 1}
 """One thread each: lines stay in order, and waiting for a report holds up no order."""
 _OF_RAY = ("RAY_", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")
@@ -94,14 +96,15 @@ class RayChannel:
 
     def close(self) -> None:
         with suppress(*_errors()):
-            _get(self._actor.close.options(concurrency_group="others").remote())
+            # An actor that is stopped, or cannot be reached, never answers. It is killed with the others at the end.
+            _get(self._actor.close.options(concurrency_group="others").remote(), _CLOSE_LIMIT_S)
 
     def describe(self) -> str:
         where = f"Ray actor on {self.name} ({self._seat.address})"
         if self._death:
             return f"{where}: {self._death}"
         try:
-            said: str = _get(self._actor.describe.options(concurrency_group="others").remote())
+            said: str = _get(self._actor.describe.options(concurrency_group="others").remote(), _DESCRIBE_LIMIT_S)
         except _errors() as error:
             return f"{where}: {_first_line(error)}"
         return f"{where}: {said}"
@@ -204,10 +207,11 @@ def _shown(bundles: Sequence[Mapping[str, float]]) -> str:
     return f"{nodes} with {' or '.join(map(str, counts))} GPU{'' if counts == [1] else 's'}"
 
 
-def _get(references: Any) -> Any:
+def _get(references: Any, limit_s: float | None = None) -> Any:
+    """Raises one of `_errors()`, also when the limit is over."""
     import ray
 
-    return ray.get(references)
+    return ray.get(references, timeout=limit_s)
 
 
 def _errors() -> tuple[type[BaseException], ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import signal
 import socket
 from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from medarc_rl.backends.ray.listeners import open_listeners
 from medarc_rl.errors import MedarcError
 from prime_rl.launch.host import LocalHost
 from prime_rl.launch.reaper import MARK_VARIABLE
+from prime_rl.launch.spec import Signalled
 from prime_rl.utils.gpus import masked_gpus, usable_gpus
 from prime_rl.utils.private import RUNTIME_VARIABLE
 from prime_rl.utils.scratch import scratch_directory
@@ -57,9 +59,17 @@ def connected(address: str | None, gpus: int | None = None) -> Iterator[None]:
         # Reads the variables above when it is imported.
         count = len(masked_gpus(os.environ) or usable_gpus(os.environ)) if gpus is None else gpus
         with _initialised(address="local", num_gpus=count, include_dashboard=False, _temp_dir=str(directory)):
+            _end_if_asked(guarded)
             if listeners := open_listeners(os.getpid()):
                 raise MedarcError(f"Ray listens where other machines reach it ({', '.join(listeners)}): nothing is run")
             yield
+
+
+def _end_if_asked(guarded: LocalHost) -> None:
+    """Raises SystemExit if a signal arrived while Ray started: `guarded` has received it."""
+    while (event := guarded.next_event(0)) is not None:
+        if isinstance(event, Signalled) and event.signal in (signal.SIGINT, signal.SIGTERM):
+            raise SystemExit(128 + event.signal)
 
 
 def _keep_to_this_user(env: MutableMapping[str, str], directory: Path) -> None:

@@ -28,7 +28,7 @@ from prime_rl.configs.sft import SFTConfig
 from prime_rl.launch import LocalHost, ProcessSpec, Supervisor, shown
 from prime_rl.launch.nodes.cluster import ClusterHost
 from prime_rl.launch.restarts.restarting import until_done
-from prime_rl.launch.spec import CannotStart
+from prime_rl.launch.spec import CannotStart, StoppedEarly
 from prime_rl.run.access import files_readable_by
 from prime_rl.run.paths import RunPaths
 from prime_rl.utils.files import replacing_file
@@ -41,6 +41,8 @@ LAUNCHERS = {
     "eval": "prime_rl.entrypoints.eval",
 }
 LAUNCHER = "launcher"
+REFUSED = 2
+"""Exit code of a launcher whose run cannot be started as configured."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -54,22 +56,27 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _options(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(prog="python -m medarc_rl.backends.ray.driver", description=__doc__)
-    parser.add_argument("--address", default=os.environ.get("RAY_ADDRESS"), help="cluster; by default RAY_ADDRESS")
+    parser.add_argument(
+        "--address",
+        default=os.environ.get("RAY_ADDRESS"),
+        help="cluster, or local for one of this machine alone; by default RAY_ADDRESS",
+    )
     parser.add_argument("--strategy", choices=("pack", "spread"), default="pack")
     parser.add_argument("--single-gpu", action="store_true", help="RL: one GPU for both")
     parser.add_argument("--end", type=Path, help="file that receives the exit code")
     parser.add_argument("kind", choices=tuple(ROOTS))
     parser.add_argument("words", nargs=argparse.REMAINDER)
     options = parser.parse_args(argv)
+    options.address = None if options.address == "local" else options.address
     return options, options.words
 
 
 def _run(options: argparse.Namespace, config: Any, words: Sequence[str]) -> int:
     try:
+        _end_on_signals()
         with connected(options.address):
-            # Ray has handlers of its own, which exit with the number of the signal.
-            for signum in (signal.SIGTERM, signal.SIGINT):
-                signal.signal(signum, _stop)
+            # Ray has set handlers of its own, which exit with the number of the signal.
+            _end_on_signals()
             if options.address is not None and not asks_for_token():
                 _say(f"warning: Ray at {options.address} asks for no token: any user who reaches it can run code there")
             bundles = bundles_for(gpus_of(config, options.single_gpu), device_of(config))
@@ -79,6 +86,9 @@ def _run(options: argparse.Namespace, config: Any, words: Sequence[str]) -> int:
                 if len(bundles) > 1:
                     return _on_several_nodes(options, cluster, words)
                 return _on_one_node(options, config, cluster, words)
+    except StoppedEarly as stopped:
+        sys.stderr.write(f"{stopped}\n")
+        return stopped.exit_code
     except (MedarcError, CannotStart, OSError) as error:
         faults = error.faults if isinstance(error, MedarcError) else (str(error),)
         sys.stderr.writelines(f"error: {fault}\n" for fault in faults)
@@ -87,7 +97,8 @@ def _run(options: argparse.Namespace, config: Any, words: Sequence[str]) -> int:
 
 def _on_one_node(options: argparse.Namespace, config: Any, cluster: RayCluster, words: Sequence[str]) -> int:
     """Run the command's launcher on the node. It chooses ports and shares out the GPUs that Ray gave to the actor."""
-    log = RunPaths(Path(config.output_dir)).log("ray")
+    # Not in OUT/logs, which the launcher may clean.
+    log = RunPaths(Path(config.output_dir)).ray / "launcher.log"
     env = {SINGLE_GPU_VARIABLE: str(int(options.single_gpu))}
 
     def start(more: Sequence[str]) -> tuple[int, RecoverConfig]:
@@ -99,9 +110,10 @@ def _on_one_node(options: argparse.Namespace, config: Any, cluster: RayCluster, 
             shown(log),
         ):
             outcome = Supervisor([spec], host, _say).run()
+            refused = outcome.failed is not None and host.exit_code(LAUNCHER) == REFUSED
         if not outcome.succeeded:
             sys.stderr.write(f"{'' if outcome.was_stopped else 'error: '}{outcome.message}\n")
-        return outcome.exit_code, getattr(config, "recover", RecoverConfig())
+        return REFUSED if refused else outcome.exit_code, getattr(config, "recover", RecoverConfig())
 
     return until_done(start, _say)
 
@@ -124,6 +136,11 @@ def _on_several_nodes(options: argparse.Namespace, cluster: RayCluster, words: S
 
 def _gpu_words(gpus: Sequence[str]) -> str:
     return f"GPU {','.join(gpus)}" if gpus else "no GPU"
+
+
+def _end_on_signals() -> None:
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(signum, _stop)
 
 
 def _stop(signum: int, frame: FrameType | None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -14,6 +15,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 from medarc_rl.backends.backend import Prepared, Request
@@ -65,8 +67,14 @@ class RayJobs:
         ours = run.paths.ray
         log, end = ours / f"{key}.log", ours / f"{key}.end"
         config = run.paths.config(CONFIGS.get(request.kind, request.kind))
-        where = () if address is None else ("--address", address)
-        flags = (*where, "--strategy", options.ray_strategy, *(("--single-gpu",) if single_gpu else ()))
+        # Without an option, RAY_ADDRESS in the environment must not lead elsewhere than this command says.
+        flags = (
+            "--address",
+            address or "local",
+            "--strategy",
+            options.ray_strategy,
+            *(("--single-gpu",) if single_gpu else ()),
+        )
         words = ("--end", str(end), request.kind, "@", str(config))
         argv = (sys.executable, "-m", DRIVER, *flags, *words)
         return RayPrepared(
@@ -94,6 +102,8 @@ class RayJobs:
                     # It goes on after this command, and Ctrl-C is not for it.
                     start_new_session=True,
                 )
+        # Until it is waited for, a driver that was killed looks alive to `--wait`.
+        Thread(target=driver.wait, name="driver", daemon=True).start()
         leader = Leader.of(driver.pid)
         return f"{leader.pid}.{leader.started_ticks}.{leader.boot}"
 
@@ -119,8 +129,9 @@ class RayJobs:
         if record.details.get("host") != socket.gethostname():
             raise MedarcError(f"the driver of job {record.key} runs on {record.details.get('host')}: cancel it there")
         driver = _driver_of(record)
-        if driver.is_alive:
-            os.kill(driver.pid, signal.SIGTERM)
+        with contextlib.suppress(ProcessLookupError):  # it may end between the two
+            if driver.is_alive:
+                os.kill(driver.pid, signal.SIGTERM)
 
 
 def _checked_address(address: str | None, request: Request) -> str | None:
