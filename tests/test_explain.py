@@ -158,7 +158,7 @@ def test_a_run_remembers_where_its_values_came_from(files: Path) -> None:
     found = explained(out)
     assert found["optim.lr"]["origin"] == "sft.toml:6"
     (files / "sft.toml").write_text("# Another line.\n" + (files / "sft.toml").read_text())
-    assert explained("sft.toml", "--", "--data.type=fake")["optim.lr"]["origin"] == "sft.toml:7"
+    assert explained("sft.toml", "--as", "sft")["optim.lr"]["origin"] == "sft.toml:7"
     assert found["data.batch_size"]["origin"] == "--data.batch-size"
     differing = explain(out, "--diff", "sft.toml", "--json").stdout
     assert {"output_dir", "data.batch_size"} <= json.loads(differing).keys()
