@@ -14,10 +14,12 @@ import yaml
 from typer.testing import CliRunner, Result
 
 from medarc_rl import medarc_jobs, medarc_submit
+from medarc_rl.backends.kubernetes import cluster
+from medarc_rl.backends.kubernetes.cluster import Kubernetes
 from medarc_rl.backends.kubernetes.pod_probe import MAX_SILENCE_S, main
 from medarc_rl.backends.kubernetes.states import jobset_status, rayjob_status
 from medarc_rl.jobs.log import JobLog
-from medarc_rl.jobs.record import Status
+from medarc_rl.jobs.record import JobRecord, Status
 from prime_rl.run.beats import Beats, clear_beats
 from prime_rl.run.lock import run_lock
 
@@ -178,6 +180,23 @@ def test_a_job_is_waited_for_and_its_pods_talk_in_turn(kubectl: FakeKubectl, sft
     assert jobs("wait", "rt").exit_code == 0
 
 
+def test_a_pod_that_runs_between_two_looks_is_not_missed(
+    kubectl: FakeKubectl, sft_toml: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submit(sft_toml)
+    kubectl.answer({"logs rt-0": {"out": "step 1\n"}})
+    asked: list[JobRecord] = []
+
+    def status(back_end: Kubernetes, record: JobRecord) -> Status:
+        asked.append(record)
+        return Status("succeeded")
+
+    pod = {"metadata": {"name": "rt-0"}, "spec": SPEC, "status": {"phase": "Succeeded"}}
+    monkeypatch.setattr(Kubernetes, "status", status)
+    monkeypatch.setattr(cluster, "_pods", lambda kubectl, record: [pod] if asked else [])
+    assert list(Kubernetes().logs(JobLog.of_user().find("rt"), follow=True)) == ["step 1"]
+
+
 @pytest.mark.parametrize(("condition", "code"), [("Completed", 0), ("Failed", 1)])
 def test_a_submission_that_waits_exits_with_the_jobs_result(
     condition: str, code: int, kubectl: FakeKubectl, sft_toml: Path
@@ -260,6 +279,7 @@ def test_states_of_a_jobset(status: dict[str, Any], found: list[dict[str, Any]],
             {"jobDeploymentStatus": "Failed", "jobStatus": "FAILED", "message": "exit code 1"},
             Status("failed", "exit code 1"),
         ),
+        ({"jobDeploymentStatus": "ValidationFailed", "message": "bad"}, Status("failed", "bad")),
         ({"jobDeploymentStatus": "Retrying"}, Status("queued", "no pod yet")),
         ({"jobDeploymentStatus": "New and unheard"}, Status("unknown")),
     ],

@@ -278,6 +278,14 @@ def test_a_run_that_is_kept_on_s3_needs_no_claim(rl_toml: Path) -> None:
     assert 'upload_to = "s3://bucket/runs/rt"' in config["data"]["rl.toml"]
 
 
+def test_a_run_that_downloads_first_has_longer_to_start(sft_toml: Path) -> None:
+    def limit_s(*words: str) -> int:
+        probe = container_of(rendered("sft", sft_toml, *words)[1])["startupProbe"]
+        return int(probe["periodSeconds"] * probe["failureThreshold"])
+
+    assert (limit_s(), limit_s("--model.name", "s3://bucket/models/big")) == (900, 14_400)
+
+
 @pytest.mark.parametrize(
     ("kind", "words", "fault"),
     [

@@ -114,6 +114,7 @@ REFUSED = {
     "--include .env": "--include .env: usually holds secrets",
     "--nodes 2": "2 nodes: runs on SageMaker take one instance",
     "--project-dir nowhere": "no such directory",
+    "--launcher slurm": "launcher = 'slurm': start this run with `medarc_slurm",
     "--resume latest": "a new job begins with an empty directory",
     "--build --build-extra vlm": "--build-extra vlm: medarc-rl has no such extra; nearest: vllm",
     "--build": "--image and --build: give one of them",

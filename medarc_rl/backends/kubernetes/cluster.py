@@ -104,12 +104,13 @@ class Kubernetes:
         """The output of each pod, the oldest first: the run's, or that of `ray job submit`."""
         kubectl, shown = _kubectl(record), set()
         while True:
+            # Asked first: a pod that ends between the two looks has begun before the second one.
+            found = self.status(record)
             for pod in _talking(_pods(kubectl, record)):
                 name = pod["metadata"]["name"]
                 if name not in shown:
                     shown.add(name)
                     yield from kubectl.stream("logs", name, "--all-containers", *(["--follow"] if follow else []))
-            found = self.status(record)
             if not follow and not shown:
                 raise MedarcError(f"no output yet: the job is {found.state}{f': {found.detail}' * bool(found.detail)}")
             if not follow or found.state not in ("queued", "running"):

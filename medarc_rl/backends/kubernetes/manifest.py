@@ -17,6 +17,10 @@ JOB_LABEL = "medarc-rl/job"
 PROBE = "medarc_rl.backends.kubernetes.pod_probe"
 GRACE_S = 120
 """Seconds from SIGTERM until a pod is killed: a run needs at most 60 to save and stop."""
+START_LIMIT_S = 900
+"""Seconds until the launcher must hold the run's directory."""
+DOWNLOAD_LIMIT_S = 14_400
+"""The same for a run that first downloads models or data from S3."""
 USAGE_EXIT_CODE = 2
 """Exit code of a run that cannot be done as asked, which would fail in the same way again."""
 
@@ -54,6 +58,7 @@ class ClusterJob:
     retries: int = 3
     deadline_s: int | None = None
     keep_s: int = 604_800
+    start_limit_s: int = START_LIMIT_S
     queue: str | None = None
 
     @property
@@ -211,7 +216,7 @@ def probes(job: ClusterJob) -> Table:
         }
 
     return {
-        "startupProbe": probe("started", 10, 90),
+        "startupProbe": probe("started", 10, job.start_limit_s // 10),
         "livenessProbe": probe("live", 30, 4),
         "readinessProbe": probe("ready", 30, 1),
     }

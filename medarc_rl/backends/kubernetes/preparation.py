@@ -10,13 +10,20 @@ from typing import Any
 from medarc_rl.backends.backend import Request
 from medarc_rl.backends.kubernetes import names
 from medarc_rl.backends.kubernetes.kubernetes_options import KubernetesOptions
-from medarc_rl.backends.kubernetes.manifest import CONFIG_DIR, OUTPUT_DIR, ClusterJob
+from medarc_rl.backends.kubernetes.manifest import (
+    CONFIG_DIR,
+    DOWNLOAD_LIMIT_S,
+    OUTPUT_DIR,
+    START_LIMIT_S,
+    ClusterJob,
+)
 from medarc_rl.cli import warn
 from medarc_rl.deployment import check_rl, sft_gpus
 from medarc_rl.errors import UsageError
 from medarc_rl.jobs.redaction import redacted
 from medarc_rl.utils import OwnedKeys, Run, refuse_other_launcher
 from prime_rl.configs.surface.not_built import unbuilt_faults
+from prime_rl.storage.staging import has_s3_names
 from prime_rl.utils.pydantic_config.dump import to_toml
 
 MAX_CONFIG_BYTES = 1_000_000
@@ -77,6 +84,7 @@ def cluster_job(request: Request) -> tuple[ClusterJob, str]:
         retries=options.retries,
         deadline_s=options.deadline,
         keep_s=options.keep,
+        start_limit_s=DOWNLOAD_LIMIT_S if has_s3_names(run.config) else START_LIMIT_S,
         queue=options.queue,
     )
     faults += [f"--env {name}: also given with --secret-env" for name in job.env if name in job.secret_env]

@@ -18,6 +18,7 @@ _OF_RAY: Mapping[str, State] = {
     "Running": "running",
     "Complete": "succeeded",
     "Failed": "failed",
+    "ValidationFailed": "failed",
 }
 
 

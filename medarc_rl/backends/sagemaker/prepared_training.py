@@ -36,7 +36,7 @@ from medarc_rl.cli import say
 from medarc_rl.deployment import sft_gpus
 from medarc_rl.errors import UsageError
 from medarc_rl.jobs.redaction import is_secret_name, redacted
-from medarc_rl.utils import Run
+from medarc_rl.utils import Run, refuse_other_launcher
 from prime_rl.configs.ranges import AUTO, LATEST
 
 _NO_PLACE = "s3://local/runs"
@@ -109,6 +109,8 @@ def _loaded(request: Request, options: SageMakerOptions) -> Run[Any]:
             f"{request.nodes} nodes: runs on SageMaker take one instance; the largest have 8 GPUs, as ml.p5.48xlarge"
         )
     run = request.load(Path(RUN_DIR))
+    if request.kind != "eval":
+        refuse_other_launcher(run.config, "local", request.words)
     if options.spot and not run.checkpoints and request.kind != "eval":
         raise UsageError("--spot: the run would start again each time: add a [ckpt] table, or --ckpt.interval N")
     if run.resume_step not in (None, AUTO) and not request.output_dir:
