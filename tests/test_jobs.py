@@ -209,7 +209,7 @@ def test_the_list_asks_only_for_jobs_that_may_still_run(log: JobLog) -> None:
         ([Status("cancelled")], 3),
         ([Status("unknown", "forgotten")], 4),
         ([Status("unknown", "silent"), Status("succeeded")], 0),
-        ([Status("unknown", "silent")] * 11, 1),
+        ([Status("unknown", "silent")] * 10, 1),
     ],
 )
 def test_wait_exits_with_the_jobs_result(told: list[Status], code: int, log: JobLog) -> None:
@@ -221,6 +221,14 @@ def test_wait_exits_with_the_jobs_result(told: list[Status], code: int, log: Job
     # The end was recorded: nobody is asked a second time.
     if code in (0, 3):
         assert jobs("wait", "last").exit_code == code
+
+
+def test_a_back_end_that_stays_silent_ends_a_wait_though_another_answers(log: JobLog) -> None:
+    for name in ("loud", "mute"):
+        log.save(a_job(name))
+    Told.statuses = chain.from_iterable(repeat([Status("running"), Status("unknown", "silent")], 10))
+    result = jobs("wait", "loud", "mute", "--interval", "0.1")
+    assert (result.exit_code, result.stderr.splitlines()[-1]) == (1, "error: no answer")
 
 
 def test_wait_ends_after_its_timeout_and_the_job_goes_on(log: JobLog) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -160,7 +161,7 @@ def wait(options: WaitOptions) -> int:
 
 def wait_for(records: Sequence[JobRecord], log: JobLog, options: WaitOptions) -> int:
     """Wait for jobs, say how each ended, and return the exit code. Raises MedarcError if a back-end stays silent."""
-    waiting, states, silent = list(records), set(), 0
+    waiting, states, silent = list(records), set(), Counter[str]()
     end_s = None if options.timeout is None else time.monotonic() + options.timeout
     try:
         while True:
@@ -168,12 +169,12 @@ def wait_for(records: Sequence[JobRecord], log: JobLog, options: WaitOptions) ->
                 try:
                     found = asked_status(log, record)
                 except MedarcError as error:
-                    silent += 1
-                    if silent > _MOST_FAILED_ASKS:
+                    silent[record.key] += 1
+                    if silent[record.key] >= _MOST_FAILED_ASKS:
                         raise
                     warn(f"{printable(str(error))}; asking again")
                     continue
-                silent = 0
+                silent[record.key] = 0
                 if found.has_ended or found.state == "unknown":
                     waiting.remove(record)
                     states.add(found.state)
@@ -216,6 +217,4 @@ def known_status(log: JobLog, record: JobRecord, ask: bool) -> Status:
 
 
 def _last(found: Iterable[str], count: int) -> Iterable[str]:
-    from collections import deque
-
     return deque(found, maxlen=count)

@@ -311,6 +311,13 @@ def test_a_literal_secret_is_refused_and_not_repeated(word: str, sft_toml: Path)
     assert value not in line
 
 
+def test_kubernetes_replaces_nothing_in_what_was_typed(sft_toml: Path) -> None:
+    main = container_of(rendered("sft", sft_toml, "--env", "A=$(HOME) $$b", "--output-dir", "$(A)")[1])
+    assert {"name": "A", "value": "$$(HOME) $$$$b"} in main["env"]
+    assert "/output/$$(A)" in main["command"]
+    assert main["livenessProbe"]["exec"]["command"][-1] == "/output/$$(A)"
+
+
 def test_a_variable_has_one_value(sft_toml: Path) -> None:
     words = ("--env", "A=1", "--env", "A=2", "--secret-env", "A=b/c", "--secret-env", "A=b/d")
     assert errors("sft", sft_toml, "--image", IMAGE, "--output-claim", "runs", *words) == [

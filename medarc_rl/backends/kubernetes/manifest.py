@@ -170,7 +170,7 @@ def container(job: ClusterJob, argv: Sequence[str] | None, checks: Table, name: 
     found: Table = {
         "name": name,
         "image": job.image,
-        **({} if argv is None else {"command": list(argv)}),
+        **({} if argv is None else {"command": [_literal(word) for word in argv]}),
         "env": _environment(job),
         "resources": {"requests": amounts, "limits": dict(amounts)},
         "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
@@ -182,10 +182,15 @@ def container(job: ClusterJob, argv: Sequence[str] | None, checks: Table, name: 
     return found
 
 
+def _literal(text: str) -> str:
+    """A text in which Kubernetes replaces no `$(NAME)`, nor `$$`."""
+    return text.replace("$", "$$")
+
+
 def _environment(job: ClusterJob) -> list[Table]:
     # A user without a home could write no cache.
     values = {"HOME": SCRATCH_DIR, "HF_HOME": f"{SCRATCH_DIR}/huggingface", "PYTHONUNBUFFERED": "1", **job.env}
-    plain: list[Table] = [{"name": name, "value": value} for name, value in values.items()]
+    plain: list[Table] = [{"name": name, "value": _literal(value)} for name, value in values.items()]
     return plain + [
         {"name": name, "valueFrom": {"secretKeyRef": {"name": secret, "key": key}}}
         for name, (secret, key) in job.secret_env.items()
@@ -207,7 +212,7 @@ def probes(job: ClusterJob) -> Table:
     """Startup: the launcher holds the run. Liveness: it still does. Readiness: all processes have started."""
 
     def probe(what: str, period_s: int, failures: int) -> Table:
-        command = ["python", "-m", PROBE, what, job.local_output]
+        command = ["python", "-m", PROBE, what, _literal(job.local_output)]
         return {
             "exec": {"command": command},
             "periodSeconds": period_s,
