@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,7 +14,8 @@ from prime_rl.configs.areal.launched import RecoverConfig
 from prime_rl.configs.areal.mode import parse
 from prime_rl.configs.rl import RLConfig
 from prime_rl.configs.sft import SFTConfig
-from prime_rl.launch.restarts.restarting import NEXT_START, launcher_fault, until_done
+from prime_rl.launch import LocalHost
+from prime_rl.launch.restarts.restarting import FAILED, NEXT_START, launcher_fault, until_done
 from prime_rl.utils.pydantic_config import ConfigError, load_config, to_toml
 from prime_rl.utils.pydantic_config.base import recorded_derivations
 
@@ -224,6 +228,18 @@ def test_a_run_that_fails_is_started_again_from_its_newest_checkpoint(mode, code
 
     assert until_done(start, lambda line: None) == last
     assert asked == [(), *[NEXT_START] * (starts - 1)]
+
+
+def test_ctrl_c_while_a_failed_run_stops_keeps_it_from_starting_again() -> None:
+    said: list[str] = []
+
+    def start(more) -> tuple[int, RecoverConfig]:
+        with LocalHost():
+            os.kill(os.getpid(), signal.SIGUSR1 if not said else signal.SIGINT)
+        return FAILED, RecoverConfig(mode="auto")
+
+    assert until_done(start, said.append) == FAILED
+    assert [line.split(": ")[1] for line in said] == ["starting again, 1 of 3", "not starting again after SIGINT"]
 
 
 def test_a_config_for_another_launcher_is_refused_with_the_command_to_use() -> None:

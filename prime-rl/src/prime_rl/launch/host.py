@@ -7,8 +7,9 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
+from contextvars import ContextVar
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from threading import Event as Flag
@@ -37,6 +38,20 @@ CAUGHT = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.S
 TAIL_LINES = 20
 _GUARD_PAUSE_S = 0.1
 """Before a guard that was killed is replaced; doubled each time, in case guards cannot run here."""
+
+
+_noted: ContextVar[list[signal.Signals] | None] = ContextVar("noted", default=None)
+
+
+@contextlib.contextmanager
+def noted_signals() -> Iterator[list[signal.Signals]]:
+    """Collect the signals that end a launch, from all hosts of the block, also those that came after its failure."""
+    found: list[signal.Signals] = []
+    token = _noted.set(found)
+    try:
+        yield found
+    finally:
+        _noted.reset(token)
 
 
 class Host(Protocol):
@@ -137,6 +152,8 @@ class LocalHost:
                 _dismiss(self._guard)
 
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
+        if (noted := _noted.get()) is not None and signum != signal.SIGUSR1:
+            noted.append(signal.Signals(signum))
         # Only SimpleQueue.put may interrupt a get in the same thread.
         self._events.put(Signalled(signal.Signals(signum)))
 

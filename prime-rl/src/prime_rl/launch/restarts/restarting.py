@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Callable, Mapping, Sequence
 
 from prime_rl.configs.areal.launched import LaunchedConfig, Launcher, RecoverConfig
+from prime_rl.launch.host import noted_signals
 
 FAILED = 1
 """Exit code of a run that failed. A fault of the config (2) or a signal (128 + n) would only happen again."""
@@ -32,10 +33,15 @@ def until_done(start: Callable[[Sequence[str]], tuple[int, RecoverConfig]], say:
 
     `start` takes more words for the command line, and returns the exit code and the config's `recover`.
     """
-    code, recover = start(())
-    for number in range(1, recover.starts_again + 1):
-        if code != FAILED:
-            break
-        say(f"recover.mode = {recover.mode!r}: starting again, {number} of {recover.retries}")
-        code, _ = start(NEXT_START)
-    return code
+    with noted_signals() as asked_to_stop:
+        code, recover = start(())
+        for number in range(1, recover.starts_again + 1):
+            if code != FAILED:
+                break
+            # The run had failed already, so that its exit code does not tell.
+            if asked_to_stop:
+                say(f"recover.mode = {recover.mode!r}: not starting again after {asked_to_stop[-1].name}")
+                break
+            say(f"recover.mode = {recover.mode!r}: starting again, {number} of {recover.retries}")
+            code, _ = start(NEXT_START)
+        return code
