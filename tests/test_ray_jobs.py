@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import sys
 from pathlib import Path
 
@@ -42,21 +43,34 @@ def test_the_server_of_an_evaluation_beside_training_gets_a_gpu(tmp_path: Path) 
     assert gpus_of(config, single_gpu=False) == [3]
 
 
-def test_a_driver_that_was_killed_has_failed_also_for_the_process_that_started_it(tmp_path: Path) -> None:
-    (tmp_path / "sft.toml").write_text(SFT)
-    details = {"host": os.uname().nodename, "log": str(tmp_path / "log"), "end": str(tmp_path / "end")}
+def submitted(directory: Path, config: str, program: str) -> JobRecord:
+    """A job whose driver is a Python program."""
+    file, out = directory / "sft.toml", directory / "run"
+    file.write_text(config)
+    details = {"host": socket.gethostname(), "log": str(out / "ray" / "log"), "end": str(out / "ray" / "end")}
     prepared = RayPrepared(
-        name="killed",
-        output=str(tmp_path),
+        name="job",
+        output=str(out),
         text="",
         details=details,
-        run=load_run(SFTConfig, [str(tmp_path / "sft.toml")], "sft", tmp_path, {}),
+        run=load_run(SFTConfig, [str(file)], "sft", out, {}),
         kind="sft",
-        argv=(sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"),
+        argv=(sys.executable, "-c", program),
     )
-    driver = RayJobs().submit(prepared)
-    texts = {"name": "killed", "backend": "ray", "id": driver, "kind": "sft", "config": "", "output": str(tmp_path)}
-    record = JobRecord(**texts, details=details, **circumstances("medarc_submit"))
+    texts = {"id": RayJobs().submit(prepared), "kind": "sft", "config": str(file), "output": str(out)}
+    return JobRecord(**{"name": "job", "backend": "ray", **texts, **circumstances("medarc_submit"), "details": details})
+
+
+def test_a_directory_that_is_to_be_cleaned_is_cleaned_before_the_driver_starts(tmp_path: Path) -> None:
+    for name in ("configs", "checkpoints/step_2", "ray"):
+        (tmp_path / "run" / name).mkdir(parents=True)
+    submitted(tmp_path, f"clean_output_dir = true\n{SFT}", "")
+    assert not (tmp_path / "run" / "checkpoints").exists()
+    assert (tmp_path / "run" / "ray" / "log").is_file()
+
+
+def test_a_driver_that_was_killed_has_failed_also_for_the_process_that_started_it(tmp_path: Path) -> None:
+    record = submitted(tmp_path, SFT, "import os; os.kill(os.getpid(), 9)")
     while (status := RayJobs().status(record)).state == "running":
         os.sched_yield()
     assert status == Status("failed", "its driver was killed")

@@ -25,7 +25,14 @@ from medarc_rl.errors import MedarcError, UsageError
 from medarc_rl.external import NoAnswer, ask
 from medarc_rl.jobs.following import follow_file
 from medarc_rl.jobs.record import JobRecord, State, Status
-from medarc_rl.utils import Run, check_startable, refuse_other_launcher, reporting_directory_errors, write_components
+from medarc_rl.utils import (
+    Run,
+    check_startable,
+    prepare_directory,
+    refuse_other_launcher,
+    reporting_directory_errors,
+    write_components,
+)
 from prime_rl.launch.reaper import Leader
 from prime_rl.run.access import files_readable_by
 from prime_rl.utils.pydantic_config import to_toml
@@ -90,6 +97,8 @@ class RayJobs:
     def submit(self, prepared: RayPrepared) -> str:
         run, details = prepared.run, prepared.details
         component = CONFIGS.get(prepared.kind, prepared.kind)
+        if getattr(run.config, "clean_output_dir", False):
+            prepare_directory(run)  # the config that the driver reads does not say so
         write_components(run, {component: run.config}, dry_run=False)
         with reporting_directory_errors(), files_readable_by(getattr(run.config, "file_access", "owner")):
             Path(details["log"]).parent.mkdir(parents=True, exist_ok=True)
