@@ -15,6 +15,9 @@ from hypothesis import strategies as st
 
 pytest.importorskip("boto3", reason="boto3 is not installed: `uv sync --extra sagemaker`")
 
+from medarc_rl.backends.backend import Request
+from medarc_rl.backends.ray import demands
+from medarc_rl.backends.sagemaker.prepared_training import gpu_faults
 from medarc_rl.backends.sagemaker.request.api_rules import request_faults
 from medarc_rl.backends.sagemaker.request.instances import gpus_of
 from medarc_rl.backends.sagemaker.request.job_names import name_fault, nearest_name, opaque_name
@@ -22,6 +25,8 @@ from medarc_rl.backends.sagemaker.request.s3_places import JobPlaces, S3Prefix
 from medarc_rl.backends.sagemaker.request.secret_references import references
 from medarc_rl.backends.sagemaker.request.training_request import TrainingJob
 from medarc_rl.errors import UsageError
+from prime_rl.configs.sft import SFTConfig
+from prime_rl.utils.pydantic_config import load_config
 
 GOLDEN = Path(__file__).parent / "golden"
 SECRET = "arn:aws:secretsmanager:us-east-1:123456789012:secret:hf-AbCdEf"
@@ -84,6 +89,16 @@ def test_the_request_has_the_types_that_boto3_wants() -> None:
     with Stubber(client) as stub:
         stub.add_response("create_training_job", {"TrainingJobArn": "arn:aws:sagemaker:us-east-1:1:training-job/x"})
         client.create_training_job(**JOB.request())
+
+
+def test_gpus_that_evaluate_an_sft_run_count(tmp_path: Path) -> None:
+    file = tmp_path / "sft.toml"
+    file.write_text("max_steps = 2\n[model]\nname = 'm'\n[eval]\n[[eval.env]]\nid = 'reverse-text'\n")
+    config = load_config(SFTConfig, [file])
+    request = Request(kind="sft", words=(), config="", name=None, output_dir=None, nodes=1)
+    (fault,) = gpu_faults(request, config, "ml.g5.2xlarge")
+    assert fault.endswith("has 1 GPU, and the run takes 2; take ml.g5.12xlarge")
+    assert demands.gpus_of(config, single_gpu=False) == [2], "on Ray, too"
 
 
 REFUSED = {
