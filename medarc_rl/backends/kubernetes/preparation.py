@@ -174,6 +174,8 @@ def _cpus(options: KubernetesOptions, gpus: int) -> str:
 
 def _config_faults(run: Run[Any], config: str) -> Iterator[str]:
     yield from unbuilt_faults(run.config)
+    if run.checkpoints and getattr(run.config, "clean_output_dir", False):
+        yield "clean_output_dir: each pod continues what the directory holds; leave it out, and name a new --output-dir"
     size = len(config.encode())
     if size > MAX_CONFIG_BYTES:
         yield f"the config has {size:,} bytes, and a ConfigMap holds {MAX_CONFIG_BYTES:,}: move tables into files"
