@@ -86,6 +86,12 @@ def test_each_command_ends_with_0_or_2_as_documented(tmp_path: Path) -> None:
         assert result.stderr.startswith("error: "), command
 
 
+def test_a_run_on_s3_cannot_be_followed() -> None:
+    result = CliRunner().invoke(medarc_train.app, ["watch", "s3://bucket/runs/first"])
+    told = "error: RUN: a run on S3 is downloaded once, and cannot be followed: add --once\n"
+    assert (result.exit_code, result.stdout, result.stderr) == (2, "", told)
+
+
 def test_ctrl_c_ends_watching_with_130_and_leaves_the_run_alone(tmp_path: Path) -> None:
     """The launcher of the run is this process."""
     for file, table in {
