@@ -63,7 +63,7 @@ class Draft:
         component, *rest = key.split(".")
         if component == self.kind:
             return tuple(rest)
-        has_section = self.kind == "rl" or (self.kind == "eval" and component == "inference")
+        has_section = self.kind == "rl" or (self.kind in ("eval", "sft") and component == "inference")
         return (component, *rest) if has_section and component in SECTIONS_OF_RL else None
 
     def below(self, path: KeyPath) -> dict[KeyPath, Any]:

@@ -125,7 +125,7 @@ NEWER: tuple[Renamed, ...] = (
     _moved("sft.deployment.num_train_gpus", "sft.deployment.num_gpus"),
     _moved("sft.deployment.num_train_nodes", "sft.deployment.num_nodes"),
     _moved("sft.deployment.num_eval_gpus", "sft.deployment.num_infer_gpus"),
-    _removed("sft.deployment.num_infer_*", "the evaluation of sft runs on one node"),
+    _removed("sft.deployment.num_infer_nodes", "the evaluation of sft runs on one node"),
     _removed("sft.deployment.num_eval_*", "the evaluation of sft runs on one node"),
     _rewritten("sft.eval.source", "sft.eval.env", note="environments are [[eval.env]] tables with `id` and `args`"),
     _moved("sft.eval.group_size", "sft.eval.rollouts_per_example"),
@@ -403,6 +403,8 @@ def split_component(component: str, key: str) -> tuple[str, str]:
     head, _, rest = key.partition(".")
     if component in ("rl", "eval") and rest and head.removeprefix("teacher_") in SECTIONS_OF_RL:
         return head.removeprefix("teacher_"), rest
+    if component == "sft" and rest and head == "inference":
+        return head, rest
     return component, key
 
 

@@ -9,7 +9,7 @@ _ESCAPE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?
 
 def printable(text: str, max_chars: int = 300) -> str:
     """One line without escape sequences and control characters, of bounded length."""
-    return visible(text[: 4 * max_chars].strip(), max_chars).strip()
+    return visible(text[: 4 * max_chars].replace("\t", " ").strip(), max_chars).strip()
 
 
 def visible(text: str, max_chars: int) -> str:
