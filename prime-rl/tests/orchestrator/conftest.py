@@ -71,6 +71,14 @@ class PolicyServer:
     """Chat requests are answered only while it is set."""
     refusal: tuple[int, str] | None = None
     """Status and message of the error response to chat requests."""
+    waiting: int = 0
+    """Chat requests that wait for the gate."""
+    reasoning: str | None = None
+    """Reasoning of each answer, whose tokens are left out."""
+    tokenized: list[dict[str, Any]] = field(default_factory=list)
+    """Requests to tokenize a conversation."""
+    tokenize_refusal: tuple[int, str] | None = None
+    """Status and message of the error response to requests to tokenize."""
     drops: tuple[str, ...] = ()
     """Fields to omit from chat responses."""
     url: str = ""
@@ -103,6 +111,9 @@ class PolicyServer:
 
     async def _tokenize(self, request: Request) -> JSONResponse:
         body = await request.json()
+        self.tokenized.append(body)
+        if self.tokenize_refusal is not None:
+            return _error(*self.tokenize_refusal)
         ids = render(body["messages"], body.get("add_generation_prompt", True))
         return JSONResponse({"count": len(ids), "max_model_len": 1024, "tokens": ids})
 
@@ -133,7 +144,7 @@ class PolicyServer:
             return _error(400, "messages is required")
         self.requests.append(body | {"path": request.url.path})
         if not self.gate.is_set():
-            await anyio.to_thread.run_sync(self.gate.wait, abandon_on_cancel=True)
+            await self._wait_for_gate(request)
         if self.refusal is not None:
             return _error(*self.refusal)
         if body.get("model", MODEL) not in (MODEL, *self.adapters):
@@ -142,15 +153,25 @@ class PolicyServer:
         self.answers.append(bytes(response.body))
         return response
 
+    async def _wait_for_gate(self, request: Request) -> None:
+        """Wait as an engine samples: until it is done, or the client is gone."""
+        self.waiting += 1
+        try:
+            while not self.gate.is_set() and not await request.is_disconnected():
+                await anyio.to_thread.run_sync(self.gate.wait, 0.05, abandon_on_cancel=True)
+        finally:
+            self.waiting -= 1
+
     def _completion(self, body: dict[str, Any]) -> dict[str, Any]:
         version = self.adapters.get(body.get("model", MODEL), self.version)
         text = self.reply(body["messages"], version)
         prompt, ids = body.get("tokens") or render(body["messages"]), [*encode(text), END]
         logprob = -0.5 - version
         content = [{"token": chr(token), "logprob": logprob, "bytes": [], "top_logprobs": []} for token in ids]
+        said = {"reasoning_content": self.reasoning}
         choice = {
             "index": 0,
-            "message": {"role": "assistant", "content": text},
+            "message": {"role": "assistant", "content": text} | (said if self.reasoning else {}),
             "finish_reason": "stop",
             "token_ids": ids,
             "logprobs": {"content": content},

@@ -17,7 +17,7 @@ from prime_rl.configs.orchestrator import EnvConfig
 from prime_rl.configs.shared import ClientConfig, LogConfig
 from prime_rl.orchestrator.env_servers.environments import Environment, load_environments
 from prime_rl.orchestrator.errors import EnvironmentFault, MalformedRollout
-from prime_rl.orchestrator.guests.guest_process import GuestError
+from prime_rl.orchestrator.guests.guest_process import Guest, GuestError, GuestProcess
 from prime_rl.orchestrator.rollouts.rollout import ExampleRef, Rollout
 from prime_rl.orchestrator.rollouts.sampling import SamplingConfig, train_sampling_args
 from prime_rl.orchestrator.rollouts.trajectories import to_samples
@@ -30,6 +30,7 @@ EXAMPLE = ExampleRef("guest-letters", 1)
 
 MODULE = """
 import os
+import signal
 import sys
 import verifiers as vf
 from datasets import Dataset
@@ -59,6 +60,14 @@ class Ends(vf.SingleTurnEnv):
         sys.exit(7) if state["answer"] == "cba" else os._exit(9)
 
 
+class Forks(vf.SingleTurnEnv):
+    async def setup_state(self, state, **kwargs):
+        if os.fork() == 0:
+            while True:
+                signal.pause()
+        os._exit(9)
+
+
 class Hangs(vf.SingleTurnEnv):
     async def setup_state(self, state, **kwargs):
         import asyncio
@@ -71,12 +80,27 @@ def load_environment(kind="single", rows=2, funcs=("reversed_text",)):
     if kind == "exits":
         sys.exit(3)
     rows = [{"question": text, "answer": text[::-1]} for text in TEXTS[:rows]]
-    classes = {"twice": Twice, "ends": Ends, "hangs": Hangs}
+    classes = {"twice": Twice, "ends": Ends, "forks": Forks, "hangs": Hangs}
     extra = {"max_turns": 2} if kind == "twice" else {}
     rubric = vf.Rubric(funcs=[globals()[name] for name in funcs], weights=[1.0] * len(funcs))
     data = Dataset.from_list(rows)
     return classes.get(kind, vf.SingleTurnEnv)(dataset=data, eval_dataset=data, rubric=rubric, **extra)
 """
+
+
+BABBLER = """
+import socket, struct, sys
+
+def send(body):
+    connection.sendall(struct.pack("!I", len(body)) + body)
+
+connection = socket.socket(fileno=int(sys.argv[2]))
+send(b'{{"verifiers": "0", "python": "3"}}')
+connection.recv(1 << 20)
+send({answer})
+connection.shutdown(socket.SHUT_WR)
+"""
+"""An interpreter that greets, and answers the first request with what `answer` says."""
 
 
 @pytest.fixture(scope="module")
@@ -196,6 +220,26 @@ async def test_a_cancelled_group_frees_its_sessions(load: Load, policy_server) -
         group.cancel()
         await asyncio.gather(group, return_exceptions=True)
     assert len(environment._proxy.sessions) == 0
+
+
+async def test_a_child_that_outlives_the_process_does_not_keep_its_groups_waiting(load: Load, policy_server) -> None:
+    environment = load(args={"kind": "forks"})
+    with pytest.raises(EnvironmentFault, match="ended with code 9"):
+        await run_group(environment, policy_server, size=1)
+
+
+@pytest.mark.parametrize("answer", ["{}", '{"id": [1]}', "[]", "NaN {"])
+async def test_a_process_whose_answers_make_no_sense_fails_its_requests(tmp_path: Path, answer: str) -> None:
+    program = tmp_path / "python"
+    program.write_text(f"#!{sys.executable}\n{BABBLER.format(answer=answer.encode())}")
+    program.chmod(0o755)
+    process = GuestProcess.start(Guest("env[0]", program, "babbler", {}, {}))
+    try:
+        for _ in range(2):
+            with pytest.raises(EnvironmentFault, match=r"the process of 'babbler' .*: a message that"):
+                await process.ask("run_group")
+    finally:
+        await process.close()
 
 
 @pytest.mark.parametrize(

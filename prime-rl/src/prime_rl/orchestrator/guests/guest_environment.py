@@ -133,8 +133,9 @@ class GuestEnvironment(Environment):
         return rollout
 
     async def close(self) -> None:
-        await self._proxy.close()
+        # First the agents: the proxy waits for their open requests.
         await self._process.close()
+        await self._proxy.close()
 
 
 def start_guest(config: EnvConfig, place: str, split: Split, python: Path) -> GuestEnvironment:

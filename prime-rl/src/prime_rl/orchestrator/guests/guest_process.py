@@ -58,6 +58,8 @@ class GuestProcess:
         self._opening: asyncio.Task[asyncio.StreamWriter] | None = None
         self._reading: asyncio.Task[None] | None = None
         self._waiting: dict[int, asyncio.Future[Any]] = {}
+        self._fault = ""
+        """Why the process no longer answers."""
 
     @classmethod
     def start(cls, guest: Guest) -> Self:
@@ -97,7 +99,7 @@ class GuestProcess:
 
     def ask_now(self, do: str, **arguments: Any) -> Any:
         """What `ask` does, before the event loop runs."""
-        return self._value(self._exchange({"id": next(self._numbers), "do": do, "with": arguments}))
+        return _value(self._exchange({"id": next(self._numbers), "do": do, "with": arguments}))
 
     def _exchange(self, message: dict[str, Any]) -> dict[str, Any]:
         try:
@@ -121,7 +123,7 @@ class GuestProcess:
         answer = self._waiting[number] = asyncio.get_running_loop().create_future()
         try:
             writer.write(encode({"id": number, "do": do, "with": arguments}))
-            return self._value(await answer)
+            return _value(await answer)
         except asyncio.CancelledError:
             with contextlib.suppress(ConnectionError):
                 writer.write(encode({"do": "cancel", "of": number}))
@@ -136,7 +138,7 @@ class GuestProcess:
         writer = await asyncio.shield(self._opening)
         assert self._reading is not None
         if self._reading.done():
-            raise self._gone()
+            raise EnvironmentFault(self._fault)
         return writer
 
     async def _open(self) -> asyncio.StreamWriter:
@@ -148,18 +150,17 @@ class GuestProcess:
         why = ""
         try:
             while (answer := await receive(reader)) is not None:
-                if (waiting := self._waiting.get(answer["id"])) is not None and not waiting.done():
+                number = answer.get("id")
+                if not isinstance(number, int):
+                    raise BadFrame("a message that answers no request")
+                if (waiting := self._waiting.get(number)) is not None and not waiting.done():
                     waiting.set_result(answer)
         except BadFrame as error:
             why = str(error)
+        self._fault = str(await asyncio.to_thread(self._gone, why))
         for waiting in self._waiting.values():
             if not waiting.done():
-                waiting.set_exception(self._gone(why))
-
-    def _value(self, answer: dict[str, Any]) -> Any:
-        if "error" in answer:
-            raise GuestError(answer["error"])
-        return answer["value"]
+                waiting.set_exception(EnvironmentFault(self._fault))
 
     def _gone(self, why: str = "") -> EnvironmentFault:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -187,3 +188,9 @@ class GuestProcess:
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
         self._connection.close()
+
+
+def _value(answer: dict[str, Any]) -> Any:
+    if "error" in answer:
+        raise GuestError(answer["error"])
+    return answer.get("value")

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from prime_rl.orchestrator.proxy.recording import RecordedCall
 
 Tokenize = Callable[..., Awaitable[list[int]]]
-"""`tokenize(messages, tools, add_generation_prompt)`: the token ids of a rendered conversation."""
+"""`tokenize(messages, add_generation_prompt)`: the token ids of a rendered conversation."""
 
 _NO_ANSWERS = frozenset({"tool", "user", "system", "developer"})
 
@@ -58,13 +58,20 @@ def _call(call: Mapping[str, Any]) -> tuple[str, str, str]:
     return str(call.get("id")), str(function.get("name")), str(function.get("arguments"))
 
 
-def longest_prefix(calls: Iterable[RecordedCall], messages: Sequence[Mapping[str, Any]]) -> RecordedCall | None:
-    """The call with the longest conversation that `messages` begins with and continues."""
+def longest_prefix(
+    calls: Iterable[RecordedCall], messages: Sequence[Mapping[str, Any]], rendering: Mapping[str, Any]
+) -> RecordedCall | None:
+    """The call with the longest conversation that `messages` begins with and continues.
+
+    A call with other tools or template arguments fits none: its prompt tells the model of the old ones.
+    """
     asked = tuple(map(canonical, messages))
     fitting = (
         call
         for call in calls
-        if len(call.conversation) < len(asked) and asked[: len(call.conversation)] == call.conversation
+        if call.rendering == rendering
+        and len(call.conversation) < len(asked)
+        and asked[: len(call.conversation)] == call.conversation
     )
     return max(fitting, key=lambda call: len(call.conversation), default=None)
 
@@ -72,24 +79,24 @@ def longest_prefix(calls: Iterable[RecordedCall], messages: Sequence[Mapping[str
 async def continued_prompt(
     calls: Iterable[RecordedCall],
     messages: Sequence[Mapping[str, Any]],
-    tools: Sequence[Mapping[str, Any]] | None,
+    rendering: Mapping[str, Any],
     tokenize: Tokenize,
 ) -> list[int] | None:
-    """Token ids of the prompt, which begin with all tokens of an earlier call.
+    """Token ids of the prompt, which begin with all tokens of an earlier call. `rendering`: see `RecordedCall`.
 
     None if `messages` continues no call, for example because the agent rewrote its history, or if the chat template
     renders what the agent added differently after another answer. Then the server renders the messages, and the
     request begins a new sample.
     """
-    earlier = longest_prefix(calls, messages)
+    earlier = longest_prefix(calls, messages, rendering)
     if earlier is None:
         return None
     added = messages[len(earlier.conversation) :]
     if any(message.get("role") not in _NO_ANSWERS for message in added):
         return None
     before = _stand_in(added)
-    base = await tokenize([before], tools, add_generation_prompt=False)
-    whole = await tokenize([before, *added], tools, add_generation_prompt=True)
+    base = await tokenize([before], add_generation_prompt=False)
+    whole = await tokenize([before, *added], add_generation_prompt=True)
     if whole[: len(base)] != base:
         return None
     said = earlier.tokens.prompt_ids + earlier.tokens.completion_ids
@@ -109,7 +116,7 @@ def _stand_in(added: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 async def _end_of_turn(tokenize: Tokenize) -> list[int]:
     """What the template writes after an answer: the common end of two short ones."""
     turns = [[{"role": "assistant", "content": content}] for content in ("x", "y")]
-    first, second = [await tokenize(turn, None, add_generation_prompt=False) for turn in turns]
+    first, second = [await tokenize(turn, add_generation_prompt=False) for turn in turns]
     pairs = zip(reversed(first), reversed(second), strict=False)
     length = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
     return first[len(first) - length :]

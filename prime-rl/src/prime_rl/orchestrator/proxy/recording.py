@@ -24,6 +24,8 @@ class RecordedCall:
 
     conversation: tuple[Message, ...]
     """The messages of the request, and the answer."""
+    rendering: Mapping[str, Any]
+    """Arguments of the request, apart from the messages, that the chat template writes into its prompt."""
     tokens: ModelCall
 
 
@@ -39,8 +41,8 @@ class Session:
     sampling: Mapping[str, Any]
     """Arguments of every request. They replace those of the agent: training must know how tokens were sampled."""
     calls: list[RecordedCall] = field(default_factory=list)
-    num_answers: int = 0
-    """Answers so far, with or without tokens."""
+    num_asked: int = 0
+    """Answers that it has asked for."""
     is_cut_off: bool = False
     """Whether an answer reached its limit of tokens."""
 
@@ -49,15 +51,14 @@ class Session:
         """The calls in the order of their answers."""
         return TokenTrace([call.tokens for call in self.calls])
 
-    def record(self, messages: Sequence[Mapping[str, Any]], reply: ChatReply) -> None:
+    def record(self, messages: Sequence[Mapping[str, Any]], rendering: Mapping[str, Any], reply: ChatReply) -> None:
         """Keep each answer of a reply.
 
         Raises:
-            MalformedRollout: an answer has as many tokens as log-probabilities only if something is wrong.
+            MalformedRollout: an answer lacks token ids or log-probabilities, or does not have as many of both.
         """
         asked = tuple(map(canonical, messages))
         for choice in reply.choices:
-            self.num_answers += 1
             self.is_cut_off |= choice.finish_reason == "length"
             logprobs = None if choice.logprobs is None else choice.logprobs.content
             if reply.prompt_token_ids is None or choice.token_ids is None or logprobs is None:
@@ -73,7 +74,7 @@ class Session:
                 ),
             )
             answer = canonical({"role": "assistant", **_said(choice.message)})
-            self.calls.append(RecordedCall((*asked, answer), tokens))
+            self.calls.append(RecordedCall((*asked, answer), rendering, tokens))
 
 
 def _said(message: Any) -> dict[str, Any]:

@@ -13,11 +13,12 @@ from functools import partial
 from typing import Any
 
 import aiohttp
+import msgspec
 from aiohttp import web
 from verifiers import errors as vf_errors
 
 from prime_rl.orchestrator.errors import MalformedRollout
-from prime_rl.orchestrator.proxy.continuation import continued_prompt
+from prime_rl.orchestrator.proxy.continuation import canonical, continued_prompt
 from prime_rl.orchestrator.proxy.recording import MAX_CALLS, Session, Sessions
 from prime_rl.orchestrator.rollouts.chat_client import ChatChannel, ServerAnswered
 from prime_rl.orchestrator.rollouts.replies import decode_chat_reply
@@ -29,6 +30,10 @@ FORWARDED = (
     "max_tokens", "max_completion_tokens", "chat_template_kwargs",
 )  # fmt: skip
 """Arguments of the agent that reach the engine. The session sets how tokens are sampled."""
+RENDERED = ("tools", "chat_template_kwargs")
+"""Those that the chat template writes into a prompt, apart from the messages."""
+CLOSE_S = 1.0
+"""Seconds that open requests get when the proxy closes."""
 
 
 class Refused(Exception):
@@ -61,7 +66,8 @@ class RecordingProxy:
         app = web.Application(client_max_size=MAX_BODY_BYTES)
         app.router.add_post("/v1/chat/completions", self._chat)
         app.router.add_get("/v1/models", self._models)
-        runner = web.AppRunner(app, access_log=None)
+        # An agent that is gone must not keep the engine busy.
+        runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=CLOSE_S)
         await runner.setup()
         await web.TCPSite(runner, HOST, 0).start()
         return runner
@@ -83,7 +89,7 @@ class RecordingProxy:
             completion = await complete(session, body)
             answer.append(web.json_response(completion))
             if body.get("stream"):
-                return await _streamed(request, completion)
+                return await _streamed(request, body, completion)
         return answer[-1]
 
     def _session(self, request: web.Request) -> Session:
@@ -100,22 +106,40 @@ async def complete(session: Session, body: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         Refused: the body is not a chat request, or the session has asked too often.
     """
-    messages = body.get("messages")
-    if not isinstance(messages, list) or not messages or not all(isinstance(each, dict) for each in messages):
-        raise Refused(400, "messages: a list of messages, and at least one")
-    if session.num_answers >= MAX_CALLS:
-        raise Refused(429, f"the session has asked the model {MAX_CALLS} times")
-    channel: ChatChannel = session.server.client.client
+    messages = _messages(body)
     asked = {name: body[name] for name in FORWARDED if body.get(name) is not None}
+    count = asked["n"] if isinstance(asked.get("n"), int) and asked["n"] > 0 else 1
+    if session.num_asked + count > MAX_CALLS:
+        raise Refused(429, f"the session asks the model for more than {MAX_CALLS} answers")
+    session.num_asked += count
+    channel: ChatChannel = session.server.client.client
     sent = {**asked, **session.sampling, **_limits(asked, session.sampling)}
     sent |= {"model": session.model, "logprobs": True, "return_token_ids": True}
     sent.pop("max_tokens", None)
-    tokenize = partial(_tokenize, channel, session)
-    prompt_ids = await continued_prompt(session.calls, messages, body.get("tools"), tokenize)
+    rendering = {name: sent[name] for name in RENDERED if sent.get(name)}
+    try:
+        tokenize = partial(_tokenize, channel, session, rendering)
+        prompt_ids = await continued_prompt(session.calls, messages, rendering, tokenize)
+    except ServerAnswered as error:
+        if error.status >= 500:
+            raise
+        prompt_ids = None  # a template that refuses a conversation without its beginning
     path = "/chat/completions" if prompt_ids is None else "/chat/completions/tokens"
     answer = await channel.exchange(path, sent if prompt_ids is None else {**sent, "tokens": prompt_ids})
-    session.record(messages, decode_chat_reply(answer.body, answer.started_s, answer.ended_s))
+    session.record(messages, rendering, decode_chat_reply(answer.body, answer.started_s, answer.ended_s))
     return _shown(json.loads(answer.body), bool(body.get("logprobs")))
+
+
+def _messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:
+    messages = body.get("messages")
+    if not isinstance(messages, list) or not messages or not all(isinstance(each, dict) for each in messages):
+        raise Refused(400, "messages: a list of messages, and at least one")
+    try:
+        for message in messages:
+            canonical(message)
+    except (AttributeError, TypeError) as error:
+        raise Refused(400, "messages: tool_calls must be a list of calls with a function") from error
+    return messages
 
 
 def _limits(asked: Mapping[str, Any], sampling: Mapping[str, Any]) -> dict[str, int]:
@@ -128,11 +152,11 @@ def _limits(asked: Mapping[str, Any], sampling: Mapping[str, Any]) -> dict[str, 
 async def _tokenize(
     channel: ChatChannel,
     session: Session,
+    rendering: Mapping[str, Any],
     messages: Sequence[Mapping[str, Any]],
-    tools: Sequence[Mapping[str, Any]] | None,
     add_generation_prompt: bool,
 ) -> list[int]:
-    body = {"model": session.server.base_model, "messages": list(messages), "tools": tools}
+    body = {"model": session.server.base_model, "messages": list(messages), **rendering}
     root = channel.with_options(base_url=session.server.root_url)
     reply = await root.post("/tokenize", body={**body, "add_generation_prompt": add_generation_prompt})
     return list(reply.tokens)
@@ -142,7 +166,7 @@ def _shown(completion: dict[str, Any], with_logprobs: bool) -> dict[str, Any]:
     """The completion without what only training needs."""
     completion.pop("prompt_token_ids", None)
     for choice in completion["choices"]:
-        for name in ("token_ids", "weight_versions"):
+        for name in ("token_ids", "weight_versions", "routed_experts"):
             choice.pop(name, None)
         if not with_logprobs:
             choice["logprobs"] = None
@@ -151,15 +175,16 @@ def _shown(completion: dict[str, Any], with_logprobs: bool) -> dict[str, Any]:
 
 async def _body(request: web.Request) -> dict[str, Any]:
     try:
-        body = await request.json()
-    except (ValueError, RecursionError) as error:
+        # Stricter than `json`: what it takes can be sent on.
+        body = msgspec.json.decode(await request.read())
+    except (msgspec.DecodeError, RecursionError) as error:
         raise Refused(400, f"the body is no JSON: {error}") from error
     if not isinstance(body, dict):
         raise Refused(400, "the body must be a JSON object")
     return body
 
 
-async def _streamed(request: web.Request, completion: Mapping[str, Any]) -> web.StreamResponse:
+async def _streamed(request: web.Request, body: Mapping[str, Any], completion: Mapping[str, Any]) -> web.StreamResponse:
     """The finished completion as a stream of events: one delta with all of it, and its end."""
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
     await response.prepare(request)
@@ -167,14 +192,23 @@ async def _streamed(request: web.Request, completion: Mapping[str, Any]) -> web.
     for choice in completion["choices"]:
         said = choice["message"]
         calls = [{"index": at, **call} for at, call in enumerate(said.get("tool_calls") or ())]
-        delta = {"role": "assistant", "content": said.get("content"), **({"tool_calls": calls} if calls else {})}
+        # Reasoning too, which has another name in each version of an engine.
+        delta = {name: value for name, value in said.items() if value is not None} | (
+            {"tool_calls": calls} if calls else {}
+        )
         for part, reason in ((delta, None), ({}, choice.get("finish_reason"))):
-            chunk = head | {"choices": [{"index": choice.get("index", 0), "delta": part, "finish_reason": reason}]}
-            await response.write(f"data: {json.dumps(chunk)}\n\n".encode())
-    usage = head | {"choices": [], "usage": completion.get("usage")}
-    await response.write(f"data: {json.dumps(usage)}\n\ndata: [DONE]\n\n".encode())
+            shown = {"index": choice.get("index", 0), "delta": part, "finish_reason": reason}
+            await _event(response, head | {"choices": [shown | {"logprobs": choice.get("logprobs") if part else None}]})
+    options = body.get("stream_options")
+    if isinstance(options, dict) and options.get("include_usage"):
+        await _event(response, head | {"choices": [], "usage": completion.get("usage")})
+    await response.write(b"data: [DONE]\n\n")
     await response.write_eof()
     return response
+
+
+async def _event(response: web.StreamResponse, chunk: Mapping[str, Any]) -> None:
+    await response.write(f"data: {json.dumps(chunk)}\n\n".encode())
 
 
 @asynccontextmanager
@@ -189,7 +223,7 @@ async def _errors_as_answers() -> AsyncIterator[list[web.Response]]:
         answers.append(_error(400, str(error), "context_length_exceeded"))
     except ServerAnswered as error:
         answers.append(_error(error.status, error.message))
-    except (aiohttp.ClientError, TimeoutError, MalformedRollout) as error:
+    except (aiohttp.ClientError, TimeoutError, MalformedRollout, msgspec.MsgspecError) as error:
         answers.append(_error(502, f"the inference server gave no usable answer: {error}"))
 
 

@@ -12,7 +12,7 @@ NAME = "prime_rl_guest"
 def _load_package() -> None:
     """Import this directory as a package, without its parents: they are not installed here."""
     # Python puts the directory first, where its modules would hide others of the same names.
-    sys.path[:] = [place for place in sys.path if place != str(HERE)]
+    sys.path[:] = [place for place in sys.path if Path(place).resolve() != HERE]
     spec = importlib.util.spec_from_file_location(NAME, HERE / "__init__.py", submodule_search_locations=[str(HERE)])
     assert spec is not None
     assert spec.loader is not None

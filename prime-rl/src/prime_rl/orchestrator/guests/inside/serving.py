@@ -22,6 +22,7 @@ _DEATH_SIGNAL = 1
 def main() -> None:
     _end_with_parent()
     with socket.socket(fileno=int(sys.argv[1])) as connection:
+        _keep_from_children(connection)
         start = receive_now(connection)
         if start is None:
             return
@@ -40,6 +41,13 @@ def _end_with_parent() -> None:
     """Die with the orchestrator, even while the environment's code does not let go of the interpreter."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_DEATH_SIGNAL, signal.SIGKILL)
+
+
+def _keep_from_children(connection: socket.socket) -> None:
+    """Close the connection in processes that the environment starts. One that outlives this process would hold it open,
+    and the orchestrator would wait for answers forever."""
+    connection.set_inheritable(False)
+    os.register_at_fork(after_in_child=connection.close)
 
 
 def _load(start: dict[str, Any]) -> Served:
