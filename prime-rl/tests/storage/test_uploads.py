@@ -154,7 +154,7 @@ def test_checkpoints_wait_for_their_upload_up_to_a_number(paths: RunPaths) -> No
     assert Hold(paths).released(doomed) == doomed, "a run that is not copied holds nothing"
     write_plan(paths, "s3://bucket/run", max_held=2)
     assert Hold(paths).released(doomed) == doomed[:1]
-    mark_uploaded(paths, doomed[1])
+    mark_uploaded(paths, doomed[1], "s3://bucket/run")
     assert Hold(paths).released(doomed) == [doomed[1]]
 
 
@@ -196,6 +196,24 @@ def test_steps_that_a_resume_repeats_are_no_longer_whole_on_s3(
     RemoteRun(s3, name, paths).forget_after(2)
     assert RemoteRun(s3, name, paths).steps == [2]
     assert "weights/step_4/STABLE" not in held(s3, name)
+
+
+def test_a_step_that_a_resumed_run_writes_again_is_uploaded_again(s3: S3, paths: RunPaths, name: S3Name) -> None:
+    Uploader(s3, paths, name, samples=True, say=print).look()
+    RemoteRun(s3, name, paths).forget_after(2)
+    resumed = Uploader(s3, paths, name, samples=True, say=print)
+    assert resumed.look()
+    assert RemoteRun(s3, name, paths).steps == [2], "the abandoned step 4 stays away"
+    save(paths, 4)
+    assert resumed.look()
+    assert RemoteRun(s3, name, paths).steps == [2, 4]
+
+
+def test_what_is_on_s3_at_one_place_is_not_at_another(s3: S3, paths: RunPaths, name: S3Name, lines: list[str]) -> None:
+    Uploader(s3, paths, name, samples=True, say=print).look()
+    other = S3Name(name.bucket, "runs/other")
+    assert upload_run(paths, other, True, lines.append)[0]
+    assert RemoteRun(s3, other, paths).steps == [2, 4]
 
 
 def copy_of(name: S3Name, paths: RunPaths) -> RunCopy:

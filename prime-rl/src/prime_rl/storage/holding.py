@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from prime_rl.run.paths import RunPaths
+from prime_rl.utils.contents import STABLE
 from prime_rl.utils.files import replacing_file
 from prime_rl.utils.logger import get_logger
 
@@ -27,10 +28,27 @@ def read_plan(paths: RunPaths) -> dict[str, Any] | None:
     return plan if isinstance(plan, dict) else None
 
 
-def mark_uploaded(paths: RunPaths, step_directory: Path) -> None:
+def mark_uploaded(paths: RunPaths, step_directory: Path, target: str) -> None:
     marker = paths.uploaded(step_directory)
     marker.parent.mkdir(parents=True, exist_ok=True)
-    marker.touch()
+    with replacing_file(marker) as scratch:
+        scratch.write_text(_what_is_uploaded(step_directory, target), encoding="utf-8")
+
+
+def is_uploaded(paths: RunPaths, step_directory: Path, target: str) -> bool:
+    """Whether a step is on S3 at `target` as it is now.
+
+    A run may be copied to several places, one after the other, and a resumed run writes steps again.
+    """
+    try:
+        marker = paths.uploaded(step_directory).read_text(encoding="utf-8")
+        return marker == _what_is_uploaded(step_directory, target)
+    except (FileNotFoundError, UnicodeDecodeError):
+        return False
+
+
+def _what_is_uploaded(step_directory: Path, target: str) -> str:
+    return f"{target}\n{(step_directory / STABLE).stat().st_mtime_ns}\n"
 
 
 class Hold:
@@ -40,13 +58,14 @@ class Hold:
         self._paths = paths
         plan = read_plan(paths)
         self._max_held = None if plan is None else int(plan.get("max_held", 0))
+        self._target = "" if plan is None else str(plan.get("upload_to", ""))
 
     def released(self, doomed: Sequence[Path]) -> list[Path]:
         """Those of the step directories, oldest first, that may be deleted now: the uploaded ones, and the oldest of
         the others beyond `storage.max_held`."""
         if self._max_held is None:
             return list(doomed)
-        waiting = [each for each in doomed if not self._paths.uploaded(each).exists()]
+        waiting = [each for each in doomed if not is_uploaded(self._paths, each, self._target)]
         lost = waiting[: max(0, len(waiting) - self._max_held)]
         for each in lost:
             get_logger().warning(

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from prime_rl.configs.storage import S3Name
 from prime_rl.run.paths import RunPaths
-from prime_rl.storage.holding import mark_uploaded
+from prime_rl.storage.holding import is_uploaded, mark_uploaded
 from prime_rl.storage.s3 import S3, STOPPED, S3Object, StorageError
 from prime_rl.storage.selection import small_files, step_directories
 from prime_rl.storage.trees import path_below, upload_files
@@ -59,7 +59,7 @@ class Uploader:
                 self._remote = {path_below(self.name, each): each for each in self._s3.objects(self.name)}
             self._upload([path for path in small_files(self._paths, self._samples) if not self._is_done(path)])
             for directory in step_directories(self._paths):
-                if not self._paths.uploaded(directory).exists():
+                if not self._is_uploaded(directory):
                     self._upload_step(directory)
         except FileNotFoundError:
             return True  # a file that the run has deleted meanwhile; the next look sees the rest
@@ -73,7 +73,7 @@ class Uploader:
     def pending(self) -> list[Path]:
         """Files and step directories that are not on S3 as they are now."""
         small = [path for path in small_files(self._paths, self._samples) if not self._is_done(path)]
-        return [*small, *(each for each in step_directories(self._paths) if not self._paths.uploaded(each).exists())]
+        return [*small, *(each for each in step_directories(self._paths) if not self._is_uploaded(each))]
 
     def pause_s(self, every_s: float) -> float:
         """Seconds until the next look."""
@@ -102,7 +102,7 @@ class Uploader:
                 for path in _files(directory)
             )
             if is_there:
-                mark_uploaded(self._paths, directory)
+                mark_uploaded(self._paths, directory, str(self.name))
                 return
         if self._path_of(marker) in (self._remote or {}):
             # Another step of that number, which is about to be replaced.
@@ -116,7 +116,10 @@ class Uploader:
                 self._done.pop(path, None)
                 raise StorageError(f"{place}: {path.name} did not arrive whole")
         self._upload([marker])
-        mark_uploaded(self._paths, directory)
+        mark_uploaded(self._paths, directory, str(self.name))
+
+    def _is_uploaded(self, directory: Path) -> bool:
+        return is_uploaded(self._paths, directory, str(self.name))
 
     def _upload(self, files: Sequence[Path]) -> None:
         signatures = {path: _signature(path) for path in files}
