@@ -215,10 +215,13 @@ def prepare_evaluations(paths: RunPaths, resume_step: int | None, settings: Mapp
     if resume_step is None or not _are_of(results, settings):
         for file in (results.results, results.settings, results.summary, results.evaluated):
             set_aside(file)
-    elif results.results.is_file():
-        _forget_after(results.results, resume_step)
-        evaluated = EvaluatedSteps(paths)
-        evaluated.write(step for step in evaluated.read() if step <= resume_step)
+    else:
+        if results.results.is_file():
+            _forget_after(results.results, resume_step)
+        # Even without results: a step may have been evaluated in which every rollout failed.
+        if results.evaluated.is_file():
+            evaluated = EvaluatedSteps(paths)
+            evaluated.write(step for step in evaluated.read() if step <= resume_step)
     save_settings(results, check_settings(results, settings))
 
 
