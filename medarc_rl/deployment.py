@@ -119,8 +119,8 @@ def rl_nodes(words: Sequence[str], nodes: tuple[int | None, int | None], gpus: S
 def _number(table: Mapping[str, Any], key: str, default: int) -> int:
     """Raises UsageError: it is no whole number."""
     try:
-        return int(table.get(key, default))
-    except (TypeError, ValueError):
+        return int(str(table.get(key, default)))  # 2.5 is none, either
+    except ValueError:
         raise UsageError(f"deployment.{key} = {table[key]!r}: write a whole number") from None
 
 
