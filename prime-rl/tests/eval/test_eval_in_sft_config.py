@@ -9,6 +9,8 @@ import pytest
 from prime_rl.configs.sft import SFTConfig
 from prime_rl.configs.supervised.evaluation import evaluation_of
 from prime_rl.configs.surface.not_built import unbuilt_faults
+from prime_rl.run.evaluations import EvaluatedSteps, prepare_evaluations, settings_of
+from prime_rl.run.paths import RunPaths
 from prime_rl.run.resuming import compared_configs
 from prime_rl.utils.pydantic_config import ConfigError, dump_toml, load_config
 
@@ -83,3 +85,13 @@ def test_what_contradicts_itself_is_one_line(options: list[str], fault: str) -> 
         load(*options)
     (line,) = caught.value.faults
     assert fault in line
+
+
+def test_a_resumed_run_forgets_evaluations_of_steps_that_it_repeats_even_without_results(tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path)
+    config = evaluation_of(load(*ENV, "--output-dir", str(tmp_path)))
+    assert config is not None
+    prepare_evaluations(paths, None, settings_of(config))
+    EvaluatedSteps(paths).write([100, 200])
+    prepare_evaluations(paths, 100, settings_of(config))
+    assert EvaluatedSteps(paths).read() == [100]
