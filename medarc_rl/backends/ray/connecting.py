@@ -114,6 +114,9 @@ def _initialised(**options: Any) -> Iterator[None]:
         try:
             ray.init(configure_logging=False, log_to_driver=False, **options)
             break
+        except SystemExit as ended:
+            # Ray's handler of SIGTERM exits with the number of the signal.
+            raise SystemExit(128 + ended.code if isinstance(ended.code, int) else 1) from ended
         # Ray's errors have no common class.
         except Exception as error:
             ray.shutdown()
