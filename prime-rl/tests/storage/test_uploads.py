@@ -11,7 +11,7 @@ from s3_server import Proxy, failing, only
 from prime_rl.configs.sft import SFTConfig
 from prime_rl.configs.storage import StorageConfig
 from prime_rl.run.paths import RunPaths
-from prime_rl.storage import S3, S3Name
+from prime_rl.storage import S3, S3Name, StorageError
 from prime_rl.storage.copies import CopyRefused, RunCopy, upload_run
 from prime_rl.storage.holding import Hold, mark_uploaded, write_plan
 from prime_rl.storage.restoring import RemoteRun
@@ -214,6 +214,24 @@ def test_what_is_on_s3_at_one_place_is_not_at_another(s3: S3, paths: RunPaths, n
     other = S3Name(name.bucket, "runs/other")
     assert upload_run(paths, other, True, lines.append)[0]
     assert RemoteRun(s3, other, paths).steps == [2, 4]
+
+
+def test_keys_that_lead_out_of_a_run_are_refused(s3: S3, tmp_path: Path, name: S3Name) -> None:
+    for key in ("../../outside", "/absolute"):
+        s3.write(b"evil", name.below(key))
+        there = RunPaths(tmp_path / "a" / "b")
+        with pytest.raises(StorageError, match="which cannot be a file: parts of a key must not be empty"):
+            RemoteRun(s3, name, there).mirror(print)
+        assert not list(tmp_path.rglob("outside"))
+        s3.delete(name.below(key))
+
+
+def test_a_file_whose_name_is_no_text_does_not_end_the_uploads(paths: RunPaths, uploader: Uploader) -> None:
+    odd = paths.logs / os.fsdecode(b"\xff.log")
+    odd.write_text("x")
+    assert not uploader.look()
+    odd.unlink()
+    assert uploader.look()
 
 
 def copy_of(name: S3Name, paths: RunPaths) -> RunCopy:

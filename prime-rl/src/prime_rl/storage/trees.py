@@ -9,7 +9,7 @@ from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 
-from prime_rl.configs.storage import S3Name
+from prime_rl.configs.storage import S3Name, path_fault
 from prime_rl.storage.etags import etag_fault
 from prime_rl.storage.s3 import S3, S3Object, StorageError
 from prime_rl.utils.files import STABLE, TEMPORARY
@@ -48,7 +48,14 @@ def download_tree(
 
 
 def download_objects(s3: S3, name: S3Name, objects: Sequence[S3Object], target: Path, keep: bool = False) -> Tree:
-    """`download_tree` of objects below `name` that are already listed."""
+    """`download_tree` of objects below `name` that are already listed.
+
+    Raises:
+        StorageError: also if a key leads out of `target`.
+    """
+    for each in objects:
+        if fault := path_fault(path_below(name, each)):
+            raise StorageError(f"{name} holds the key {each.name.key!a}, which cannot be a file: {fault}")
     stop = threading.Event()
     files = [_Incoming(s3, each, target / path_below(name, each), stop) for each in objects]
     _refuse_clashes(name, [file.target for file in files])

@@ -63,7 +63,7 @@ class Uploader:
                     self._upload_step(directory)
         except FileNotFoundError:
             return True  # a file that the run has deleted meanwhile; the next look sees the rest
-        except (StorageError, OSError) as error:
+        except (StorageError, OSError, UnicodeEncodeError) as error:  # a file's name may be no text
             return self._failed(error)
         if self.fault is not None:
             self._say(f"uploads to {self.name} work again")
