@@ -131,6 +131,7 @@ def test_a_template_of_the_user_has_the_variables_of_prime_rl(sft_toml: Path, tm
     assert (out / "sft.sh").read_text() == f"#!/bin/bash\n# tiny-sft {out}/configs/trainer.toml {out} 1 2 ''\n"
 
     faults = {"#!/bin/bash\n{{ no_such }}": "'no_such' is undefined", "#!/bin/bash\n{% if %}": ", line 2: Expected"}
+    faults |= {"#!/bin/bash\n{{ 1 / 0 }}": "division by zero", "#!/bin/bash\n{{ 'a' + 1 }}": "can only concatenate"}
     for text, fault in {**faults, "echo": "the script must begin with #!", None: "no such file"}.items():
         template.write_text(text) if text is not None else template.unlink()
         result = run("sft", sft_toml, "--output-dir", tmp_path / "none", "--dry-run")

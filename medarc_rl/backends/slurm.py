@@ -297,7 +297,7 @@ def render(job: BatchJob) -> str:
     values = {"job": job, "header": header(job), "no_arrays": NO_ARRAYS}
     try:
         script = environment.get_template(name).render(_names_of_prime_rl(job) | values)
-    except (TemplateError, OSError, UnicodeError) as error:
+    except (TemplateError, ArithmeticError, AttributeError, LookupError, OSError, TypeError, ValueError) as error:
         if own is None:
             raise
         line = f", line {error.lineno}" if isinstance(error, TemplateSyntaxError) else ""
