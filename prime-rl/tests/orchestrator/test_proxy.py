@@ -67,6 +67,22 @@ async def test_an_agent_does_not_set_how_tokens_are_sampled(policy_server) -> No
     assert not {"logit_bias", "seed", "max_tokens"} & sent.keys()
 
 
+@pytest.mark.parametrize(
+    "mask",
+    [
+        {"response_format": {"type": "json_object"}},
+        {"tools": [TOOL], "tool_choice": "required"},
+        {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "look"}}},
+    ],
+)
+async def test_training_refuses_what_hides_tokens_from_sampling(policy_server, mask: dict[str, Any]) -> None:
+    async with agent_of(policy_server) as agent:
+        status, answer = await agent.ask(**mask)
+        assert (status, "in training" in answer["error"]["message"]) == (400, True)
+        agent.session.sampling = {"temperature": 0.7}  # as in an evaluation
+        assert (await agent.ask(**mask))[0] == 200
+
+
 @pytest.mark.parametrize("changed", [{"tools": [TOOL]}, {"chat_template_kwargs": {"enable_thinking": False}}])
 async def test_other_tools_or_template_arguments_begin_a_new_prompt(policy_server, changed: dict[str, Any]) -> None:
     async with agent_of(policy_server) as agent:

@@ -173,7 +173,13 @@ def settings_of(config: OfflineEvalConfig) -> dict[str, Any]:
         "model": config.model.name,
         "weights_dir": None if config.weights_dir is None else str(config.weights_dir.resolve()),
         "sampling": config.sampling.model_dump(),
-        "environments": {env.name or env.id: env.model_dump(include=described) for env in config.environments},
+        "environments": {
+            env.name or env.id: {
+                **env.model_dump(include=described),
+                **({} if env.python is None else {"python": str(env.python)}),
+            }
+            for env in config.environments
+        },
     }
 
 

@@ -108,6 +108,7 @@ async def complete(session: Session, body: Mapping[str, Any]) -> dict[str, Any]:
     """
     messages = _messages(body)
     asked = {name: body[name] for name in FORWARDED if body.get(name) is not None}
+    _refuse_masks(asked, session)
     count = asked["n"] if isinstance(asked.get("n"), int) and asked["n"] > 0 else 1
     if session.num_asked + count > MAX_CALLS:
         raise Refused(429, f"the session asks the model for more than {MAX_CALLS} answers")
@@ -140,6 +141,18 @@ def _messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:
     except (AttributeError, TypeError) as error:
         raise Refused(400, "messages: tool_calls must be a list of calls with a function") from error
     return messages
+
+
+def _refuse_masks(asked: Mapping[str, Any], session: Session) -> None:
+    """Refuse what lets only some tokens be sampled: the trainer computes log-probabilities over all of them."""
+    if not session.sampling.get("return_token_ids"):
+        return  # an evaluation
+    if asked.get("response_format", {"type": "text"}) != {"type": "text"}:
+        raise Refused(
+            400, "response_format: not in training, where every token can be sampled; check the answer's form"
+        )
+    if asked.get("tool_choice", "auto") not in ("auto", "none"):
+        raise Refused(400, "tool_choice: auto or none in training, where every token can be sampled")
 
 
 def _limits(asked: Mapping[str, Any], sampling: Mapping[str, Any]) -> dict[str, int]:
