@@ -14,7 +14,6 @@ import yaml
 from typer.testing import CliRunner, Result
 
 from medarc_rl import medarc_jobs, medarc_submit
-from medarc_rl.backends.kubernetes import cluster
 from medarc_rl.backends.kubernetes.cluster import Kubernetes
 from medarc_rl.backends.kubernetes.pod_probe import MAX_SILENCE_S, main
 from medarc_rl.backends.kubernetes.states import jobset_status, rayjob_status
@@ -180,21 +179,17 @@ def test_a_job_is_waited_for_and_its_pods_talk_in_turn(kubectl: FakeKubectl, sft
     assert jobs("wait", "rt").exit_code == 0
 
 
-def test_a_pod_that_runs_between_two_looks_is_not_missed(
-    kubectl: FakeKubectl, sft_toml: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_pod_that_runs_between_two_looks_is_not_missed(kubectl: FakeKubectl, sft_toml: Path) -> None:
     submit(sft_toml)
-    kubectl.answer({"logs rt-0": {"out": "step 1\n"}})
-    asked: list[JobRecord] = []
+    kubectl.answer({"get pods": pods()})
+    ended = pods({"spec": SPEC, "status": {"phase": "Succeeded"}})
 
-    def status(back_end: Kubernetes, record: JobRecord) -> Status:
-        asked.append(record)
-        return Status("succeeded")
+    class EndsAfterTheLook(Kubernetes):
+        def status(self, record: JobRecord) -> Status:
+            kubectl.answer({"get pods": ended, "logs rt-0": {"out": "step 1\n"}})
+            return Status("succeeded")
 
-    pod = {"metadata": {"name": "rt-0"}, "spec": SPEC, "status": {"phase": "Succeeded"}}
-    monkeypatch.setattr(Kubernetes, "status", status)
-    monkeypatch.setattr(cluster, "_pods", lambda kubectl, record: [pod] if asked else [])
-    assert list(Kubernetes().logs(JobLog.of_user().find("rt"), follow=True)) == ["step 1"]
+    assert list(EndsAfterTheLook().logs(JobLog.of_user().find("rt"), follow=True)) == ["step 1"]
 
 
 @pytest.mark.parametrize(("condition", "code"), [("Completed", 0), ("Failed", 1)])
