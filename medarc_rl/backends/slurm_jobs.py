@@ -110,7 +110,7 @@ def _exit_words(code: str) -> str:
 
 
 def accounted(job_id: str) -> Status | None:
-    """What the accounting database says; None where there is none, or it does not know the job.
+    """What the accounting database says. None if there is no database, or if it does not know the job.
 
     A requeued job has one row for each attempt; the last one counts.
     """

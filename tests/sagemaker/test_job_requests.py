@@ -83,12 +83,16 @@ def test_the_request_is_as_recorded_and_the_api_takes_it() -> None:
 
 def test_the_request_has_the_types_that_boto3_wants() -> None:
     import boto3
+    from botocore.exceptions import ParamValidationError
     from botocore.stub import Stubber
 
     client = boto3.client("sagemaker", region_name="us-east-1", aws_access_key_id="x", aws_secret_access_key="x")
     with Stubber(client) as stub:
-        stub.add_response("create_training_job", {"TrainingJobArn": "arn:aws:sagemaker:us-east-1:1:training-job/x"})
+        for _ in range(2):
+            stub.add_response("create_training_job", {"TrainingJobArn": "arn:aws:sagemaker:us-east-1:1:training-job/x"})
         client.create_training_job(**JOB.request())
+        with pytest.raises(ParamValidationError):
+            client.create_training_job(**JOB.request() | {"ResourceConfig": "one node"})
 
 
 def test_gpus_that_evaluate_an_sft_run_count(tmp_path: Path) -> None:

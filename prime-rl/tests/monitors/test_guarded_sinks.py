@@ -100,7 +100,7 @@ def test_a_sink_that_hangs_does_not_keep_others_from_closing(release: threading.
     hanging = Guarded("hanging", lambda: Sink(lambda step: release.wait()))
     hanging.log({}, 0)
     close_all([hanging, Guarded("last", Last)], exit_code=0, limit_s=0.01)
-    closed.wait()
+    assert closed.wait()
 
 
 def test_a_sink_that_hangs_at_its_start_delays_the_run_by_the_limit_only(

@@ -461,8 +461,7 @@ class OrchestratorConfig(RootConfig):
                 yield "rollouts_per_example is 1: with nothing to compare it to in its group, no rollout would teach"
         yield from repeated_names("env", self.env)
         yield from repeated_names("eval.env", [] if self.eval is None else self.eval.env)
-        ratios = self.buffer.env_ratios
-        if ratios is not None and len(ratios) != len(self.env):
+        if (ratios := self.buffer.env_ratios) is not None and len(ratios) != len(self.env):
             yield f"buffer.env_ratios has {len(ratios)} entries for {len(self.env)} environments"
 
     def _batching_faults(self) -> Iterator[str]:

@@ -8,36 +8,23 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
-from prime_rl.configs.areal.launched import RecoverConfig
 from prime_rl.configs.rl import RLConfig
-from prime_rl.entrypoints.submission import submission, submit
+from prime_rl.entrypoints.submission import start
 from prime_rl.launch.commands import RL
 from prime_rl.launch.nodes.srun import slurm_cluster
-from prime_rl.launch.restarts.restarting import launcher_fault, until_done
+from prime_rl.launch.restarts.restarting import until_done
 from prime_rl.launch.run import launch
 from prime_rl.utils.interrupts import end_quietly_on_ctrl_c
-from prime_rl.utils.pydantic_config import parse_argv_or_exit
 from prime_rl.watch.screens import rl_screen
 
 
 def main() -> None:
     """`rl @ rl.toml`. Exits with 0 if orchestrator and trainer both succeed, or after a dry run."""
     end_quietly_on_ctrl_c()
-    raise SystemExit(until_done(start, lambda line: sys.stderr.write(f"warning: {line}\n")))
-
-
-def start(more: Sequence[str]) -> tuple[int, RecoverConfig]:
-    """Run the config of this process's arguments and `more`. Returns the exit code, and what to do after a failure."""
-    config = parse_argv_or_exit(RLConfig, argv=[*sys.argv[1:], *more])
-    if fault := launcher_fault(config, "local", sys.argv[1:]):
-        sys.stderr.write(f"error: {fault}\n")
-        return 2, config.recover
-    if (command := submission(config, sys.argv[1:], os.environ)) is not None:
-        return submit(command), config.recover
-    return run(config), config.recover
+    raise SystemExit(until_done(partial(start, RLConfig, run), lambda line: sys.stderr.write(f"warning: {line}\n")))
 
 
 def run(config: RLConfig, bin_dir: Path | None = None) -> int:

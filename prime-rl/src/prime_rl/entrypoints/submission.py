@@ -1,20 +1,41 @@
-"""`[slurm]` in a config of `sft` or `rl` asks for a batch job, which `medarc_slurm` makes."""
+"""How `sft` and `rl` start: here, or as the batch job that `[slurm]` asks for, which `medarc_slurm` makes."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
+
+from prime_rl.configs.areal.launched import RecoverConfig
+from prime_rl.launch.restarts.restarting import launcher_fault
+from prime_rl.utils.pydantic_config import parse_argv_or_exit
 
 if TYPE_CHECKING:
     from prime_rl.configs.rl import RLConfig
     from prime_rl.configs.sft import SFTConfig
 
+ConfigT = TypeVar("ConfigT", bound="SFTConfig | RLConfig")
+
 PROGRAM = "medarc_slurm"
 _JOB_VARIABLE = "SLURM_JOB_ID"
+
+
+def start(config_cls: type[ConfigT], run: Callable[[ConfigT], int], more: Sequence[str]) -> tuple[int, RecoverConfig]:
+    """Run or submit the config of this process's arguments and `more`.
+
+    Returns the exit code, and what to do after a failure.
+    """
+    words = sys.argv[1:]
+    config = parse_argv_or_exit(config_cls, argv=[*words, *more])
+    if fault := launcher_fault(config, "local", words):
+        sys.stderr.write(f"error: {fault}\n")
+        return 2, config.recover
+    if (command := submission(config, words, os.environ)) is not None:
+        return submit(command), config.recover
+    return run(config), config.recover
 
 
 def submission(config: SFTConfig | RLConfig, words: Sequence[str], env: Mapping[str, str]) -> list[str] | None:
@@ -35,8 +56,9 @@ def _size(config: SFTConfig | RLConfig) -> list[str]:
     }
     keys = sizes.get((config.component, config.deployment.type), ())
     options = ("--train-gpus", "--infer-gpus", "--train-nodes", "--infer-nodes")
-    pairs = zip(options, keys, strict=False)
-    return [word for option, key in pairs for word in (option, str(getattr(config.deployment, key)))]
+    counts = ((option, getattr(config.deployment, key)) for option, key in zip(options, keys, strict=False))
+    # No GPUs for inference: `medarc_slurm` says what a config without a server of its own needs.
+    return [word for option, count in counts if count for word in (option, str(count))]
 
 
 def submit(command: list[str]) -> int:
