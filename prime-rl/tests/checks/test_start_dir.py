@@ -12,7 +12,7 @@ from prime_rl.checks import start_faults
 from prime_rl.checks.packages import environment_faults, environment_module, find_module, function_fault
 from prime_rl.checks.start_dir import StartDir
 from prime_rl.configs.eval import OfflineEvalConfig
-from prime_rl.configs.rollouts import EnvConfig
+from prime_rl.configs.rollouts.environments import EnvConfig
 from prime_rl.configs.sft import SFTConfig
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer, decoders, models
 
-from prime_rl.configs.rollouts import KeepRolloutsConfig
+from prime_rl.configs.rollouts.keeping import KeepRolloutsConfig
 from prime_rl.history.kept_rollout import token_texts
 from prime_rl.history.rollouts import KeptRollouts
 from prime_rl.orchestrator.batches.batch import build_batch

@@ -11,7 +11,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
 from prime_rl.checks.start_dir import NotInstalled, StartDir
-from prime_rl.configs.rollouts import EnvConfig
+from prime_rl.configs.rollouts.environments import EnvConfig
 from prime_rl.configs.shared import MonitorConfig
 
 LOADER = "load_environment"

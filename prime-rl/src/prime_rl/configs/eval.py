@@ -7,7 +7,8 @@ from pydantic import Field, model_validator
 
 from prime_rl.configs.inference import InferenceConfig
 from prime_rl.configs.ranges import Count, CountOrAll, Seconds, WholeNumber
-from prime_rl.configs.rollouts import EvalEnvConfig, EvalSamplingConfig, repeated_names
+from prime_rl.configs.rollouts.environments import EvalEnvConfig, repeated_names
+from prime_rl.configs.rollouts.sampling import EvalSamplingConfig
 from prime_rl.configs.shared import (
     BaseModelConfig,
     ClientConfig,

@@ -16,7 +16,6 @@ from prime_rl.configs.advantages import (
 from prime_rl.configs.ranges import (
     LARGEST,
     Count,
-    Fraction,
     LearningRate,
     Port,
     Processes,
@@ -26,18 +25,12 @@ from prime_rl.configs.ranges import (
     TransferSeconds,
     WholeNumber,
 )
-from prime_rl.configs.rollouts import (
-    EnvConfig,
-    EvalConfig,
-    EvalEnvConfig,
-    EvalSamplingConfig,
-    EvalSaveHFConfig,
-    KeepRolloutsConfig,
-    SamplingConfig,
-    TemperatureSchedulerConfig,
-    ValConfig,
-    repeated_names,
-)
+from prime_rl.configs.rollouts.buffer import BufferConfig
+from prime_rl.configs.rollouts.environments import EnvConfig, EvalEnvConfig, repeated_names
+from prime_rl.configs.rollouts.evaluations import EvalConfig, EvalSaveHFConfig, ValConfig
+from prime_rl.configs.rollouts.filters import FilterConfig, GibberishFilterConfig, RepetitionFilterConfig
+from prime_rl.configs.rollouts.keeping import KeepRolloutsConfig
+from prime_rl.configs.rollouts.sampling import EvalSamplingConfig, SamplingConfig, TemperatureSchedulerConfig
 from prime_rl.configs.shared import (
     BaseModelConfig,
     ClientConfig,
@@ -162,90 +155,6 @@ class CheckpointConfig(BaseConfig):
 
     skip_buffer: bool = False
     """Continue without the saved buffer."""
-
-
-class BufferConfig(BaseConfig):
-    """Chooses the examples to roll out."""
-
-    seed: Seed | None = None
-    """Seed of the choice. None is different in every run."""
-
-    env_ratios: list[Annotated[float, Field(gt=0)]] | None = None
-    """Share of each environment, above 0. None is proportional to their sizes."""
-
-    easy_threshold: float | None = None
-    """Examples whose group has at least this mean reward are easy and are not sampled again. None disables the rule."""
-
-    hard_threshold: float | None = None
-    """Examples whose group has at most this mean reward are hard and are not sampled again. None disables the rule."""
-
-    easy_fraction: Fraction = 0.0
-    """Share of the easy examples that a resume returns to the pool."""
-
-    hard_fraction: Fraction = 0.0
-    """Share of the hard examples that a resume returns to the pool."""
-
-    online_difficulty_filtering: bool = False
-    """Drop groups whose rewards are all 0 or all 1."""
-
-    drop_equal_rewards: bool = False
-    """Drop groups whose rewards are all equal, and roll out others instead (DAPO's dynamic sampling)."""
-
-    hash_keys: list[str] = Field(["task", "prompt"], min_length=1)
-    """Columns that identify an example when a run resumes. `task` is the environment's name."""
-
-    skip_verification: bool = False
-    """Do not score rollouts; every reward is 0."""
-
-    @model_validator(mode="after")
-    def _check_rules(self) -> Self:
-        raise_faults(self._faults())
-        return self
-
-    def _faults(self) -> Iterator[str]:
-        easy, hard = self.easy_threshold, self.hard_threshold
-        if easy is not None and hard is not None and easy <= hard:
-            yield f"easy_threshold ({easy}) must be above hard_threshold ({hard})"
-        thresholds = [name for name in ("easy_threshold", "hard_threshold") if getattr(self, name) is not None]
-        filters = ("online_difficulty_filtering", "drop_equal_rewards")
-        needing_scores = [*thresholds, *(name for name in filters if getattr(self, name))]
-        if self.skip_verification and needing_scores:
-            yield f"skip_verification gives no rewards, and {', '.join(needing_scores)} need them"
-
-
-class GibberishFilterConfig(BaseConfig):
-    """Detects answers with a rare token that the policy itself considered unlikely."""
-
-    type: Literal["gibberish"] = "gibberish"
-    """Gibberish."""
-
-    enforce: bool = False
-    """Exclude such rollouts from the loss. False only counts them."""
-
-    token_id_threshold: WholeNumber = 100000
-    """Token ids above this are rare."""
-
-    logprob_offset: float = 2.0
-    """A token is unlikely if its log-probability is below -ln(vocabulary size) minus this."""
-
-
-class RepetitionFilterConfig(BaseConfig):
-    """Detects answers with a long series of tokens that the policy was certain of."""
-
-    type: Literal["repetition"] = "repetition"
-    """Repetition."""
-
-    enforce: bool = False
-    """Exclude such rollouts from the loss. False only counts them."""
-
-    window: Count = 3000
-    """Length of the series in tokens."""
-
-    prob_threshold: float = Field(0.99, gt=0, le=1)
-    """The policy is certain of a token above this probability."""
-
-
-FilterConfig = Annotated[GibberishFilterConfig | RepetitionFilterConfig, Field(discriminator="type")]
 
 
 class FileSystemWeightBroadcastConfig(BaseConfig):

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from prime_rl.configs.eval import OfflineEvalConfig
-from prime_rl.configs.rollouts import EvalEnvConfig
+from prime_rl.configs.rollouts.environments import EvalEnvConfig
 from prime_rl.eval.report import Row, print_table, write_summary
 from prime_rl.eval.results import Key, Result, ResultsFile
 from prime_rl.monitors import JsonlMonitor, Monitor, MonitorError, MultiMonitor

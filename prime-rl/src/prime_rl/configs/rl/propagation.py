@@ -17,7 +17,7 @@ from prime_rl.configs.algorithms import preset
 from prime_rl.configs.inference import ParallelConfig, ServerConfig
 from prime_rl.configs.orchestrator import DEFAULT_BATCH_SIZE
 from prime_rl.configs.rl.sections import MultiNodeDeploymentConfig, SharedSettings, SingleNodeDeploymentConfig
-from prime_rl.configs.rollouts import SamplingConfig
+from prime_rl.configs.rollouts.sampling import SamplingConfig
 from prime_rl.configs.shared import BaseModelConfig
 from prime_rl.configs.trainer import LoRAConfig, ModelConfig
 from prime_rl.utils.pydantic_config import ConfigWarning, explicit_values

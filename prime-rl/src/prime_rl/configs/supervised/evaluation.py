@@ -9,7 +9,8 @@ from pydantic import Field
 
 from prime_rl.configs.inference import InferenceConfig
 from prime_rl.configs.ranges import Count, CountOrAll
-from prime_rl.configs.rollouts import EvalEnvConfig, EvalSamplingConfig, repeated_names
+from prime_rl.configs.rollouts.environments import EvalEnvConfig, repeated_names
+from prime_rl.configs.rollouts.sampling import EvalSamplingConfig
 from prime_rl.utils.pydantic_config import BaseConfig, derive
 
 if TYPE_CHECKING:

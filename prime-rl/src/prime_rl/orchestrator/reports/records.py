@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from prime_rl.configs.rollouts import KeepRolloutsConfig
+from prime_rl.configs.rollouts.keeping import KeepRolloutsConfig
 from prime_rl.orchestrator.rollouts.rollout import Rollout
 from prime_rl.orchestrator.rollouts.token_texts import TokenTexts
 from prime_rl.orchestrator.rollouts.trace import ModelCall

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from prime_rl.configs.orchestrator import OrchestratorConfig
-from prime_rl.configs.rollouts import KeepRolloutsConfig
+from prime_rl.configs.rollouts.keeping import KeepRolloutsConfig
 from prime_rl.orchestrator.batches.batch import Batch
 from prime_rl.orchestrator.reports.records import RecordEncoder, record, token_fields
 from prime_rl.orchestrator.reports.selection import choose_groups

@@ -1,0 +1,68 @@
+"""Environments, for training and for evaluation."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+from pydantic import Field, model_validator
+
+from prime_rl.configs.ranges import CountOrAll, Fraction, WholeNumber
+from prime_rl.utils.pydantic_config import BaseConfig
+
+
+class EnvConfig(BaseConfig):
+    """An environment of the verifiers library."""
+
+    id: str = "reverse-text"
+    """Id of the environment, with or without @version."""
+
+    args: dict[str, Any] = Field({})
+    """Arguments of its constructor."""
+
+    name: str | None = None
+    """Name in logs and metrics. None takes the id."""
+
+    address: str | None = None
+    """Address of a running environment server. None runs the environment in the orchestrator, or with `env_servers` in
+    a server that the orchestrator starts."""
+
+    python: Path | None = None
+    """Python interpreter of the environment, such as `envs/medqa/.venv/bin/python`: it then runs in a process of its
+    own, with the packages of that interpreter. verifiers 0.1.5 to 0.3 may be installed there. None takes the run's
+    own."""
+
+    extra_env_kwargs: dict[str, Any] = Field({})
+    """Attributes to set on the environment. The orchestrator adds `seq_len` and `score_rollouts`."""
+
+    max_reward_errors: Fraction = 0.5
+    """End the run if reward functions fail in more than this fraction of the last 32 rollouts, in all of the first 8,
+    or in all of a shorter run. 1 never does."""
+
+    @model_validator(mode="after")
+    def _check_place(self) -> Self:
+        if self.python is not None and self.address is not None:
+            raise ValueError("python and address exclude each other: at an address, a server runs already")
+        return self
+
+
+class EvalEnvConfig(EnvConfig):
+    """An environment to evaluate on."""
+
+    num_examples: CountOrAll | None = None
+    """Number of examples. None or 0 takes the value of `eval`."""
+
+    rollouts_per_example: WholeNumber | None = None
+    """Rollouts per example. None or 0 takes the value of `eval`."""
+
+    skip_first: WholeNumber = 0
+    """Number of examples to skip at the start."""
+
+    max_retries: WholeNumber = 0
+    """Number of retries after a failed rollout."""
+
+
+def repeated_names(key: str, envs: Sequence[EnvConfig]) -> Iterator[str]:
+    """One line for each name that several environments share, in logs and metrics."""
+    names = [env.name or env.id for env in envs]
+    for name in sorted({name for name in names if names.count(name) > 1}):
+        yield f"{key}: several environments are called {name!r}: set `name`"
