@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from prime_rl.interpreters.venvs import venvs_root
 from prime_rl.launch.caches import bytecode_env, cache_env, compile_caches, made_for
 from prime_rl.utils.private import NotPrivate
 
@@ -131,3 +132,6 @@ def test_children_compile_into_the_cache_unless_the_user_names_another(tmp_path:
     assert env["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "trainer" / "inductor")
     assert "VLLM_CACHE_ROOT" not in env
     assert env["HF_HOME"] == "/home/caches/huggingface"
+    assert env["UV_CACHE_DIR"] == "/home/caches/uv"
+    # A process of the launch finds the interpreters that the launcher's checks have made.
+    assert venvs_root(env) == Path("/home/caches/prime-rl/venvs")

@@ -13,6 +13,7 @@ from pathlib import Path
 from prime_rl.checks.start_dir import NotInstalled, StartDir
 from prime_rl.configs.rollouts.environments import EnvConfig
 from prime_rl.configs.shared import MonitorConfig
+from prime_rl.interpreters.venvs import VenvError, python_of, venv_of_project
 
 LOADER = "load_environment"
 """The function that verifiers calls in an environment's module."""
@@ -47,8 +48,8 @@ def environment_faults(key: str, envs: Sequence[EnvConfig], start: StartDir) -> 
     """One line for each environment that is not installed."""
     for index, env in enumerate(envs if start.has_our_packages else ()):
         module = environment_module(env.id)
-        if env.python is not None:
-            if (fault := _interpreter_fault(env.python, module)) is not None:
+        if env.python is not None or env.project is not None:
+            if (fault := _guest_fault(env, module, start)) is not None:
                 yield f"{key}[{index}]: {fault}"
             continue
         spec = find_module(module)
@@ -58,6 +59,17 @@ def environment_faults(key: str, envs: Sequence[EnvConfig], start: StartDir) -> 
             yield NotInstalled(line)
         elif lacks_name(spec, LOADER):
             yield f"{place}: {spec.origin} is not an environment: it has no {LOADER}"
+
+
+def _guest_fault(env: EnvConfig, module: str, start: StartDir) -> str | None:
+    """Why an environment cannot be loaded in an interpreter of its own, which is made if it is a project's."""
+    if env.project is None:
+        assert env.python is not None
+        return _interpreter_fault(env.python, module)
+    try:
+        return _interpreter_fault(python_of(venv_of_project(start.find(env.project))), module)
+    except VenvError as error:
+        return f"project = {str(env.project)!r}: {error}"
 
 
 def _interpreter_fault(python: Path, module: str) -> str | None:

@@ -18,6 +18,7 @@ from importlib.machinery import PathFinder
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from prime_rl.interpreters.venvs import VENVS_VARIABLE, venvs_root
 from prime_rl.utils.private import NotPrivate
 
 CACHE_VARIABLE = "PRIME_RL_CACHE"
@@ -88,14 +89,16 @@ def compile_caches(
 def cache_env(root: Path, child: str, env: Mapping[str, str]) -> dict[str, str]:
     """The environment that keeps a child's compiled code, and other caches of its libraries, in `root`.
 
-    A compile cache that `env` names stays in use. Downloaded models stay in the user's cache: HF_HOME is set, because
-    Hugging Face libraries would otherwise follow XDG_CACHE_HOME.
+    A compile cache that `env` names stays in use. Downloaded models and packages and the interpreters of environments
+    stay in the user's cache: Hugging Face libraries and uv would otherwise follow XDG_CACHE_HOME.
     """
     directories = {"XDG_CACHE_HOME": root / child / "xdg"}
     directories |= {name: root / child / part for name, part in _VARIABLES.items() if not env.get(name)}
     user_caches = env.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     hf_home = env.get("HF_HOME") or str(Path(user_caches) / "huggingface")
-    return {name: str(path) for name, path in directories.items()} | {"HF_HOME": hf_home}
+    uv_cache = env.get("UV_CACHE_DIR") or str(Path(user_caches) / "uv")
+    kept = {"HF_HOME": hf_home, "UV_CACHE_DIR": uv_cache, VENVS_VARIABLE: str(venvs_root(env))}
+    return {name: str(path) for name, path in directories.items()} | kept
 
 
 def packages_are_compiled() -> bool:

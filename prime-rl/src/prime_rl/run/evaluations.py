@@ -177,6 +177,7 @@ def settings_of(config: OfflineEvalConfig) -> dict[str, Any]:
             env.name or env.id: {
                 **env.model_dump(include=described),
                 **({} if env.python is None else {"python": str(env.python)}),
+                **({} if env.project is None else {"project": str(env.project)}),
             }
             for env in config.environments
         },

@@ -31,6 +31,11 @@ class EnvConfig(BaseConfig):
     own, with the packages of that interpreter. verifiers 0.1.5 to 0.3 may be installed there. None takes the run's
     own."""
 
+    project: Path | None = None
+    """Directory of the environment's package, with its `pyproject.toml`. The environment runs as with `python`, in an
+    interpreter that uv makes before the run starts and keeps in the user's cache. A new `pyproject.toml` or `uv.lock`
+    makes a new one."""
+
     extra_env_kwargs: dict[str, Any] = Field({})
     """Attributes to set on the environment. The orchestrator adds `seq_len` and `score_rollouts`."""
 
@@ -40,8 +45,11 @@ class EnvConfig(BaseConfig):
 
     @model_validator(mode="after")
     def _check_place(self) -> Self:
-        if self.python is not None and self.address is not None:
-            raise ValueError("python and address exclude each other: at an address, a server runs already")
+        if self.project is not None and self.python is not None:
+            raise ValueError("project and python exclude each other: uv makes the interpreter of a project")
+        for name, value in (("python", self.python), ("project", self.project)):
+            if value is not None and self.address is not None:
+                raise ValueError(f"{name} and address exclude each other: at an address, a server runs already")
         return self
 
 

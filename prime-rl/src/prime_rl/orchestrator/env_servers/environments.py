@@ -7,6 +7,7 @@ import json
 import logging
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal, Self
 
 import verifiers as vf
@@ -15,6 +16,7 @@ from verifiers.serve import ZMQEnvClient
 
 from prime_rl.configs.orchestrator import EnvConfig
 from prime_rl.configs.shared import LogConfig
+from prime_rl.interpreters.venvs import VenvError, python_of, venv_of_project
 from prime_rl.monitors.tracing import own_trace
 from prime_rl.orchestrator.env_servers.exits import contain_exits
 from prime_rl.orchestrator.env_servers.reward_errors import RewardErrors, record_reward_errors
@@ -193,13 +195,23 @@ def load_environments(
 
 
 def _loaded(config: EnvConfig, place: str, split: Split) -> Environment:
-    if config.python is None:
+    python = _own_interpreter(config, place)
+    if python is None:
         return _with_rows(load_environment(config, place), config, place, split)
     from prime_rl.orchestrator.guests.guest_environment import start_guest
 
-    environment = start_guest(config, place, split, config.python)
+    environment = start_guest(config, place, split, python)
     _refuse_empty(environment, config, place, split)
     return environment
+
+
+def _own_interpreter(config: EnvConfig, place: str) -> Path | None:
+    if config.project is None:
+        return config.python
+    try:
+        return python_of(venv_of_project(config.project))
+    except VenvError as error:
+        raise EnvironmentFault(f"{place}.project = {str(config.project)!r}: {error}") from error
 
 
 def load_environment(config: EnvConfig, place: str) -> vf.Environment:

@@ -26,6 +26,7 @@ NOT_KEYS = frozenset(
         "PRIME_RL_STORE",
         "PRIME_RL_TRANSPORT_KEY",
         "PRIME_RL_UPDATE_COUNT",
+        "PRIME_RL_VENVS",
         "PRIME_RL_VLLM_PYTHON",
     }
 )

@@ -1,0 +1,1 @@
+"""Python interpreters that environments have for themselves."""

@@ -1,0 +1,196 @@
+"""Virtual environments that uv makes, kept in the user's cache by a hash of what they are made from.
+
+A directory of the cache is whole or absent: it is made under a lock and under another name, and renamed at the end.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from prime_rl.utils.files import PARTIAL
+from prime_rl.utils.logger import get_logger
+from prime_rl.utils.private import NotPrivate, private_directory
+
+VENVS_VARIABLE = "PRIME_RL_VENVS"
+HASHED = ("pyproject.toml", "uv.lock", ".python-version")
+"""Files that decide what is installed. The project itself is installed as editable: its code may change."""
+_TOLD_CHARS = 600
+_DISTURBING = frozenset(
+    {"VIRTUAL_ENV", "PYTHONPATH", "PYTHONHOME", "CONDA_PREFIX", "UV_PROJECT_ENVIRONMENT", "UV_RUN_RECURSION_DEPTH"}
+)
+"""Variables of this process that point uv to another environment."""
+
+Tell = Callable[[str], None]
+
+
+class VenvError(Exception):
+    """A virtual environment cannot be made. The message is one line for the user."""
+
+
+def venvs_root(env: Mapping[str, str] = os.environ) -> Path:
+    """`$PRIME_RL_VENVS`, or else `prime-rl/venvs` in the user's cache directory."""
+    user_caches = Path(env.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return Path(env.get(VENVS_VARIABLE) or user_caches / "prime-rl" / "venvs").absolute()
+
+
+def python_of(venv: Path) -> Path:
+    """The interpreter of a virtual environment."""
+    return venv / "bin" / "python"
+
+
+def place_of_project(project: Path) -> Path:
+    """Where the virtual environment of a project is, or will be.
+
+    Raises:
+        VenvError: the directory has no readable `pyproject.toml`.
+    """
+    project = project.resolve()
+    parts = {name: _digest(project / name) for name in HASHED if (project / name).is_file()}
+    if HASHED[0] not in parts:
+        raise VenvError(f"{str(project)!r} has no pyproject.toml: name the directory of the environment's package")
+    return _place(project.name, {"project": str(project), **parts})
+
+
+def venv_of_project(project: Path, tell: Tell | None = None) -> Path:
+    """The virtual environment of the project in a directory, with the project and its dependencies. uv makes it if
+    there is none for the present `pyproject.toml` and `uv.lock`; without a lock file, uv resolves the dependencies.
+
+    `tell` gets a line when work begins and when it is done; by default the log does.
+
+    Raises:
+        VenvError: the directory is no project, there is no uv, or uv cannot install the project.
+    """
+    project = project.resolve()
+
+    def install(venv: Path, uv: Uv) -> None:
+        if (project / "uv.lock").is_file():
+            uv.run("sync", "--locked", "--no-dev", venv=venv)
+        else:
+            uv.run("pip", "install", "--python", str(python_of(venv)), "--editable", str(project))
+
+    return _made(place_of_project(project), project, install, tell or get_logger().info)
+
+
+def venv_of_packages(requirements: Sequence[str], tell: Tell | None = None) -> Path:
+    """The virtual environment that has packages, such as `["verifiers==0.1.10"]`.
+
+    Raises:
+        VenvError: there is no uv, or uv cannot install the packages.
+    """
+
+    def install(venv: Path, uv: Uv) -> None:
+        uv.run("pip", "install", "--python", str(python_of(venv)), "--", *requirements)
+
+    name = re.split(r"[^\w.-]", requirements[0])[0] or "packages"
+    place = _place(name, {"requirements": "\n".join(requirements)})
+    return _made(place, Path.cwd(), install, tell or get_logger().info)
+
+
+class Uv:
+    """The program `uv`, run for the project in a directory."""
+
+    def __init__(self, directory: Path) -> None:
+        """Raises VenvError if uv is not installed."""
+        found = shutil.which("uv")
+        if found is None:
+            raise VenvError("making an interpreter needs uv, which is not installed: https://docs.astral.sh/uv")
+        self._program = found
+        self._directory = directory
+
+    def run(self, *arguments: str, venv: Path | None = None) -> None:
+        """Raises VenvError with what uv said, if it fails."""
+        env = {name: value for name, value in os.environ.items() if name not in _DISTURBING}
+        if venv is not None:
+            env["UV_PROJECT_ENVIRONMENT"] = str(venv)
+        done = subprocess.run(
+            [self._program, *arguments, "--no-progress", "--color=never"],
+            cwd=self._directory,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            check=False,
+        )
+        if done.returncode != 0:
+            verb = " ".join(arguments[: 2 if arguments[0] == "pip" else 1])
+            raise VenvError(f"`uv {verb}` fails: {_one_line(done.stderr)}")
+
+
+def _digest(file: Path) -> str:
+    try:
+        return hashlib.sha256(file.read_bytes()).hexdigest()
+    except OSError as error:
+        raise VenvError(f"{file}: {error.strerror}") from error
+
+
+def _place(name: str, contents: Mapping[str, str]) -> Path:
+    digest = hashlib.sha256(json.dumps(contents, sort_keys=True).encode()).hexdigest()
+    return venvs_root() / f"{re.sub(r'[^A-Za-z0-9_.-]', '-', name)[:60] or 'project'}-{digest[:16]}"
+
+
+def _made(place: Path, directory: Path, install: Callable[[Path, Uv], None], tell: Tell) -> Path:
+    """`place`, once it holds a virtual environment with what `install` put there."""
+    if python_of(place).exists():
+        return place
+    uv = Uv(directory)
+    try:
+        place.parent.parent.mkdir(parents=True, exist_ok=True)
+        private_directory(place.parent)
+        with _locked(place.with_name(f"{place.name}.lock"), lambda: tell(f"Waiting for another uv to make {place}")):
+            # Another process may have made it meanwhile. One without an interpreter was made for a removed one.
+            if not python_of(place).exists():
+                _make(place, uv, install, tell)
+    except NotPrivate as error:
+        raise VenvError(f"{error}; or set {VENVS_VARIABLE} to another directory") from error
+    except OSError as error:
+        raise VenvError(f"{place}: {error.strerror or error}") from error
+    return place
+
+
+def _make(place: Path, uv: Uv, install: Callable[[Path, Uv], None], tell: Tell) -> None:
+    start_s = time.monotonic()
+    tell(f"Making an interpreter in {place}")
+    scratch = place.with_name(f"{place.name}{PARTIAL}")
+    for old in (scratch, place):
+        shutil.rmtree(old, ignore_errors=True)
+    try:
+        # Relocatable: the scripts in it find their interpreter after the rename.
+        uv.run("venv", "--relocatable", str(scratch))
+        install(scratch, uv)
+        scratch.rename(place)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    tell(f"Made {place} in {time.monotonic() - start_s:.1f} s")
+
+
+@contextmanager
+def _locked(lock: Path, on_wait: Callable[[], None]) -> Iterator[None]:
+    descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            on_wait()
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _one_line(said: str) -> str:
+    """What uv printed from its error on, without its drawings and control characters."""
+    start = max(said.find("error:"), 0) or max(said.find("×"), 0)
+    plain = re.sub(r"[╰─▶│├×]|[^\w\s!-~]", " ", said[start:].removeprefix("error:"))
+    text = " ".join(plain.split())
+    return text if len(text) <= _TOLD_CHARS else f"{text[: _TOLD_CHARS - 1]}…"
