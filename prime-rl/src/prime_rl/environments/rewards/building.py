@@ -1,0 +1,207 @@
+"""From specs to reward functions of a verifiers environment: `build(["math"]).rubric()`."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from prime_rl.environments.rewards.calling import HERE_ONLY, BadFunction, arguments, checked, load
+from prime_rl.environments.rewards.pool import RewardError, RewardPool, RewardTimeout, release, shared_pool
+from prime_rl.environments.rewards.registry import resolve
+from prime_rl.environments.rewards.specs import Reward, RewardFault, RewardSpec
+from prime_rl.environments.rewards.text import text_of
+from prime_rl.utils.logger import get_logger
+
+if TYPE_CHECKING:
+    import verifiers as vf
+
+TIMEOUTS = "reward_timeouts"
+"""Key of a rollout's state, and name of a metric: how many parts of its reward ran out of time."""
+_VERIFIERS_OWN = {"prompt", "completion", "answer", "info", "state", "task", *HERE_ONLY}
+
+
+class Part:
+    """One reward function, ready to be called."""
+
+    def __init__(self, spec: RewardSpec, path: str, timeout_s: float, description: Mapping[str, Any]) -> None:
+        self.name = spec.metric
+        self.weight = spec.weight
+        self.path = path
+        self.timeout_s = timeout_s
+        self.args = spec.args
+        self.parameters: list[str] = description["parameters"]
+        runs_here = description["is_async"] or any(name in HERE_ONLY for name in self.parameters)
+        self.function: Callable[..., Any] | None = load(path) if runs_here else None
+        """Set if it runs in this process: an async function, or one that takes an object of this process."""
+
+
+class Rewards:
+    """The parts of a reward. Close it to let go of the worker processes."""
+
+    def __init__(self, parts: Sequence[Part], pool: RewardPool) -> None:
+        self.parts = list(parts)
+        self.pool = pool
+        self._is_closed = False
+        self._warned: set[str] = set()
+
+    async def score(self, prompt: Any, completion: Any, row: Mapping[str, Any], **more: Any) -> dict[str, float]:
+        """Value of each part by its name, and the weighted sum as `reward`. `more`: `prompt_ids`, `completion_ids`.
+
+        Raises:
+            RewardError: a part failed. One that runs out of time is 0.
+        """
+        state: dict[str, Any] = {"prompt": prompt, "completion": completion, "input": dict(row), **more}
+        objects = {"prompt": prompt, "completion": completion, "state": state, **row}
+        values = await asyncio.gather(*(self._value(part, objects) for part in self.parts))
+        named = {part.name: value for part, value in zip(self.parts, values, strict=True)}
+        return {**named, "reward": sum(part.weight * named[part.name] for part in self.parts)}
+
+    def functions(self) -> list[tuple[Callable[..., Awaitable[float]], float]]:
+        """Each part as an async function for a verifiers rubric, with its weight. The last one only counts timeouts."""
+        return [*((self._function(part), part.weight) for part in self.parts), (_timeouts, 0.0)]
+
+    def rubric(self) -> vf.Rubric:
+        """A rubric of these parts. It lets go of the worker processes at its teardown."""
+        from prime_rl.environments.rewards.rubric import PooledRubric
+
+        return PooledRubric(self)
+
+    def close(self) -> None:
+        if not self._is_closed:
+            self._is_closed = True
+            release(self.pool)
+
+    def _function(self, part: Part) -> Callable[..., Awaitable[float]]:
+        async def reward(state: Any, **objects: Any) -> float:
+            return await self._value(part, {**objects, "state": state})
+
+        reward.__name__ = reward.__qualname__ = part.name
+        return reward
+
+    async def _value(self, part: Part, objects: Mapping[str, Any]) -> float:
+        given = _given(part, objects)
+        try:
+            if part.function is not None:
+                return await _called_here(part, part.function, {**objects, **given})
+            return await asyncio.wrap_future(self.pool.call(part.path, given, part.timeout_s))
+        except RewardTimeout as error:
+            state = objects["state"]
+            state[TIMEOUTS] = state.get(TIMEOUTS, 0) + 1
+            if part.name not in self._warned:
+                self._warned.add(part.name)
+                get_logger().warning(f"the reward {part.name!r} counts as 0: {error}; {TIMEOUTS} counts such rollouts")
+            return 0.0
+
+
+def build(specs: Sequence[Any], workers: int | None = None, pool: RewardPool | None = None) -> Rewards:
+    """Reward functions from names, paths and tables (`RewardSpec`), imported once in a worker.
+
+    `workers` is the number of processes; pools of the same number are shared. `pool` is one of the caller's own.
+
+    Raises:
+        RewardFault: a spec is malformed, a name unknown, a function not importable, or two parts have one name.
+    """
+    parsed = _parsed(specs)
+    resolved = [resolve(spec) for spec in parsed]
+    own = pool is None
+    pool = shared_pool(workers) if pool is None else pool
+    try:
+        described = [pool.describe(path) for path, _ in resolved]
+        parts = []
+        for spec, (path, timeout_s), description in zip(parsed, resolved, described, strict=True):
+            try:
+                parts.append(Part(spec, path, timeout_s, description.result()))
+            except (RewardError, BadFunction) as error:
+                raise RewardFault(f"reward {spec.fn!r}: {str(error).splitlines()[-1]}") from error
+    except RewardFault:
+        if own:
+            release(pool)
+        raise
+    return Rewards(parts, pool)
+
+
+def _parsed(specs: Sequence[Any]) -> list[RewardSpec]:
+    if not specs:
+        raise RewardFault('no reward is given: name at least one, for example `rewards = ["math"]`')
+    try:
+        parsed: list[RewardSpec] = TypeAdapter(list[Reward]).validate_python(list(specs))
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = "".join(f"[{each}]" if isinstance(each, int) else f".{each}" for each in first["loc"])
+        raise RewardFault(f"rewards{place}: {first['msg'].removeprefix('Value error, ')}") from error
+    names = [spec.metric for spec in parsed]
+    if repeated := next((name for name in names if names.count(name) > 1 or name == TIMEOUTS), None):
+        raise RewardFault(f"two parts of the reward have the name {repeated!r}: give one of them a `name`")
+    return parsed
+
+
+def _given(part: Part, objects: Mapping[str, Any]) -> dict[str, Any]:
+    """What the function may ask for, as data: only what its signature names, and the columns of the row."""
+    state = objects["state"]
+    prompt, completion = objects.get("prompt"), objects.get("completion")
+    row = {**_columns(objects.get("info")), **{name: objects[name] for name in objects if name not in _VERIFIERS_OWN}}
+    if objects.get("answer") not in (None, ""):
+        row.setdefault("answer", objects["answer"])
+    tokens = _tokens(state)
+    given: dict[str, Any] = {
+        "row": row,
+        "args": part.args,
+        "prompt_text": text_of(prompt),
+        "completion_text": text_of(completion, role="assistant"),
+        "prompt_ids": list(tokens.get("prompt_ids") or ()),
+        "completion_ids": list(tokens.get("completion_ids") or ()),
+    }
+    if part.function is None:
+        wanted = {"prompt": prompt, "completion": completion, "answer": row.get("answer"), "info": objects.get("info")}
+        wanted["task"] = objects.get("task")
+        given |= {name: value for name, value in wanted.items() if name in part.parameters}
+        if "state" in part.parameters:
+            given["state"] = {name: state[name] for name in ("prompt", "completion", "answer", "info") if name in state}
+    return given
+
+
+def _columns(info: Any) -> dict[str, Any]:
+    """The columns that a dataset keeps in `info`, which may be JSON text."""
+    if isinstance(info, str) and re.match(r"\s*\{", info):
+        try:
+            info = json.loads(info)
+        except ValueError:
+            return {}
+    return dict(info) if isinstance(info, Mapping) else {}
+
+
+def _tokens(state: Any) -> Mapping[str, Any]:
+    """The token ids of a rollout's last model call, if the engine sent them; or those that `score` was given."""
+    trajectory = state.get("trajectory") or []
+    return (trajectory[-1].get("tokens") or {}) if trajectory else state
+
+
+async def _called_here(part: Part, function: Callable[..., Any], given: Mapping[str, Any]) -> float:
+    """The value of a function that runs in this process.
+
+    Raises:
+        RewardTimeout: an async function exceeded its time. One that blocks cannot be ended.
+        RewardError: it has no number to return.
+    """
+    try:
+        positional, keywords = arguments(function, given)
+        value = function(*positional, **keywords)
+        if asyncio.iscoroutine(value):
+            value = await asyncio.wait_for(value, part.timeout_s)
+        return checked(value)
+    except BadFunction as error:
+        raise RewardError(str(error)) from error
+    except TimeoutError as error:
+        raise RewardTimeout(f"it ran for {part.timeout_s:g} s and was ended") from error
+
+
+async def _timeouts(state: Any, **_: Any) -> float:
+    return float(state.get(TIMEOUTS, 0))
+
+
+_timeouts.__name__ = _timeouts.__qualname__ = TIMEOUTS

@@ -1,0 +1,118 @@
+"""Calls a reward function with the arguments that its signature names: AReaL's, verifiers', or any of both."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+AREAL = ("prompt", "completions", "prompt_ids", "completion_ids")
+"""AReaL's four arguments, in its order. Every column of the row follows as a keyword."""
+HERE_ONLY = ("parser", "client", "judge")
+"""Objects of this process. A function that takes one runs here, not in a worker."""
+
+
+class BadFunction(Exception):
+    """No such function, or none that can be called with what there is."""
+
+
+def load(path: str, warm: bool = False) -> Callable[..., Any]:
+    """The function at `module:function`. `warm` also calls `warm_up()` of its module, if it has one.
+
+    Raises:
+        BadFunction: it does not import, or is no function.
+    """
+    module_name, _, name = path.rpartition(":")
+    try:
+        module = importlib.import_module(module_name)
+        function = getattr(module, name)
+        if warm and hasattr(module, "warm_up"):
+            module.warm_up()
+    except AttributeError:
+        raise BadFunction(f"module {module_name!r} has no {name!r}") from None
+    except (Exception, SystemExit) as error:
+        raise BadFunction(f"{module_name!r} does not import: {type(error).__name__}: {error}") from error
+    if not callable(function):
+        raise BadFunction(f"{path!r} is a {type(function).__name__}, not a function")
+    return function  # type: ignore[no-any-return]
+
+
+def describe(function: Callable[..., Any]) -> dict[str, Any]:
+    """What the pool must know of a function: whether it is async, and the names of its parameters.
+
+    Raises:
+        BadFunction: its signature cannot be read.
+    """
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError) as error:
+        raise BadFunction(f"its signature cannot be read: {error}") from error
+    call = getattr(function, "__call__", None)  # noqa: B004 - an object's own `async def __call__`
+    return {
+        "is_async": inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call),
+        "parameters": list(parameters),
+    }
+
+
+def arguments(function: Callable[..., Any], given: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    """Positional and keyword arguments for one call.
+
+    `given` has what verifiers passes (`prompt`, `completion`, `answer`, `info`, `state`, `task`), what AReaL does
+    (`prompt_text`, `completion_text`, `prompt_ids`, `completion_ids`), the columns (`row`) and the spec's `args`.
+
+    Raises:
+        BadFunction: a parameter without a default has no value.
+    """
+    parameters = inspect.signature(function).parameters
+    names = list(parameters)
+    takes_all = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
+    row, own = dict(given.get("row") or {}), dict(given.get("args") or {})
+    if "completions" in names:  # AReaL's signature: text and ids, whatever the four are called
+        first = [each for each in names if parameters[each].kind is not inspect.Parameter.VAR_KEYWORD][:4]
+        known = {"prompt": given["prompt_text"], "completions": given["completion_text"]}
+        known |= {"prompt_ids": given["prompt_ids"], "completion_ids": given["completion_ids"]}
+        row = {name: value for name, value in row.items() if name not in AREAL}
+        known = {name: value for name, value in known.items() if takes_all or name in first}
+    else:
+        known = {name: given[name] for name in _VERIFIERS if name in given}
+    if not takes_all or "completions" in names:
+        values = {**row, **known, **own}
+    else:
+        values = {**known, **{name: value for name, value in row.items() if name not in known}, **own}
+    if not takes_all:
+        values = {name: value for name, value in values.items() if name in names}
+    missing = [
+        name
+        for name, each in parameters.items()
+        if each.default is each.empty
+        and each.kind not in (each.VAR_KEYWORD, each.VAR_POSITIONAL)
+        and name not in values
+    ]
+    if missing:
+        columns = ", ".join(map(repr, sorted(row))) or "no columns"
+        raise BadFunction(f"it needs {', '.join(map(repr, missing))}, and the row has {columns}")
+    positional = [values.pop(name) for name, each in parameters.items() if each.kind is each.POSITIONAL_ONLY]
+    return positional, values
+
+
+_VERIFIERS = (
+    "prompt", "completion", "answer", "info", "state", "task",
+    "prompt_text", "completion_text", "prompt_ids", "completion_ids",
+)  # fmt: skip
+
+
+def checked(value: Any) -> float:
+    """The value as a number.
+
+    Raises:
+        BadFunction: it is none, or not finite.
+    """
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        raise BadFunction(f"it returned {str(value)[:100]!r} ({type(value).__name__}) instead of a number") from None
+    if not math.isfinite(number):
+        raise BadFunction(f"it returned {number}")
+    return number

@@ -1,0 +1,68 @@
+"""Mathematical equality, by math-verify: numbers, fractions, intervals, sets, matrices, equations."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
+
+from prime_rl.environments.rewards.text import as_number, last_boxed, without_thinking
+
+NUMERIC_DIGITS = 6
+RELATIVE_TOLERANCE = 1e-4
+NO_ANSWERS = ("", "none", "null", "nan")
+
+
+def math(completion_text: str, answer: Any, strict: bool = True) -> float:
+    """1 if the final expression of the completion equals `answer`, else 0.
+
+    Expressions are read from LaTeX and plain text, the last `\\boxed{}` first. `strict = False` also takes numbers
+    that agree to 1e-4, and percentages for fractions.
+    """
+    return float(equal(without_thinking(completion_text), answer, strict=strict))
+
+
+def equal(prediction: str, reference: Any, strict: bool = True) -> bool:
+    """Whether the last expression of a text equals a reference. A reference such as "None" equals nothing."""
+    reference = str(reference).strip()
+    if reference.lower() in NO_ANSWERS:
+        return False
+    boxed = last_boxed(prediction)
+    if boxed is not None and _same_text(boxed, reference):
+        return True
+    if not strict and _numbers_agree(boxed or prediction, reference):
+        return True
+    gold, found = _parsed(reference), _parsed(prediction)
+    if not gold or not found:
+        return False
+    # Neither function's own limit is used: it needs signals, and the pool ends a worker.
+    return bool(verify(gold, found, float_rounding=NUMERIC_DIGITS, strict=True, timeout_seconds=None))
+
+
+def warm_up() -> None:
+    """Build the grammar and import what the first comparisons of each kind would."""
+    for prediction, reference in (("4", "3/12"), (r"\frac{1}{2}", "0.5"), ("(1, 2]", "[1, 2]"), ("x^2", "x x")):
+        equal(prediction, reference)
+
+
+def _parsed(text: str) -> list[Any]:
+    targets = [LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()]
+    found: list[Any] = []
+    for form in (text, f"${text}$"):
+        found = parse(form, extraction_config=targets, parsing_timeout=None)
+        if found or "$" in text or "\\boxed" in text:
+            break
+    return found
+
+
+def _same_text(one: str, other: str) -> bool:
+    plain = [re.sub(r"\s+|\\[,;! ]|\\left|\\right|\$", "", each).lower() for each in (one, other)]
+    return bool(plain[0]) and plain[0] == plain[1]
+
+
+def _numbers_agree(prediction: str, reference: str) -> bool:
+    one, other = as_number(prediction), as_number(reference)
+    if one is None or other is None:
+        return False
+    return any(abs(one - each) <= RELATIVE_TOLERANCE * abs(each) for each in (other, other / 100, other * 100))

@@ -1,0 +1,237 @@
+"""Worker processes that call reward functions. One that exceeds its time is killed, and another takes its place."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+from prime_rl.environments.rewards.wire import Ended, encode, receive, send
+from prime_rl.utils.logger import get_logger
+
+START_LIMIT_S = 300.0
+"""For a worker to import what it calls. Importing is slow on a busy machine and no fault of the function."""
+PIPE_BYTES = 2**16
+"""What a pipe holds: a frame up to this size is written at once, whatever the worker does."""
+
+
+class RewardError(Exception):
+    """A reward function raised, returned no finite number, or ended its process."""
+
+
+class RewardTimeout(RewardError):
+    """A reward function was ended at its time limit."""
+
+
+def default_workers() -> int:
+    """Half of the processors that this process may use, 1 to 8: the engine and the trainer need the others."""
+    return min(8, max(1, len(os.sched_getaffinity(0)) // 2))
+
+
+class RewardPool:
+    """At most `workers` processes, each with a thread that waits for it.
+
+    `paths` are the functions to import before the first call. Use `shared_pool`, unless the pool is for one owner.
+    """
+
+    def __init__(self, workers: int, paths: Sequence[str] = ()) -> None:
+        self.paths = list(paths)
+        self.timeouts: Counter[str] = Counter()
+        """Calls that were ended at their time limit, by function."""
+        self.deaths: Counter[str] = Counter()
+        """Calls in which the worker process ended, by function."""
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._slots = [_Slot(self, self._jobs) for _ in range(workers)]
+        for slot in self._slots:
+            slot.start()
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    def processes(self) -> list[int]:
+        """Process ids of the workers that run."""
+        return [slot.process.pid for slot in self._slots if slot.process is not None and slot.process.poll() is None]
+
+    def describe(self, path: str) -> Future[dict[str, Any]]:
+        """Import a function in a worker. Later workers import it when they start.
+
+        The future has what `calling.describe` returns, or raises RewardError.
+        """
+        if path not in self.paths:
+            self.paths.append(path)
+        return self._submit(path, {"do": "describe", "fn": path}, START_LIMIT_S)
+
+    def call(self, path: str, given: dict[str, Any], timeout_s: float) -> Future[float]:
+        """The value of one call. The future raises RewardTimeout or RewardError. Time in the queue is not counted."""
+        return self._submit(path, {"do": "call", "fn": path, "given": given}, timeout_s)
+
+    def _submit(self, path: str, request: dict[str, Any], timeout_s: float) -> Future[Any]:
+        job = _Job(path, request, timeout_s)
+        self._jobs.put(job)
+        return job.result
+
+    def close(self) -> None:
+        """End the workers, also those that are in a call."""
+        for slot in self._slots:
+            slot.end()
+            self._jobs.put(None)
+        for slot in self._slots:
+            slot.join()
+
+
+class _Job:
+    def __init__(self, path: str, request: dict[str, Any], timeout_s: float) -> None:
+        self.path = path
+        self.request = request
+        self.timeout_s = timeout_s
+        self.result: Future[Any] = Future()
+
+
+class _Slot(threading.Thread):
+    """Owns one worker at a time. Lives as long as the pool: a worker dies with the thread that started it."""
+
+    def __init__(self, pool: RewardPool, jobs: queue.SimpleQueue[_Job | None]) -> None:
+        super().__init__(name="reward worker", daemon=True)
+        self._pool = pool
+        self._jobs = jobs
+        self._is_closed = False
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def run(self) -> None:
+        self._ensure()
+        while (job := self._jobs.get()) is not None:
+            if not job.result.set_running_or_notify_cancel():
+                continue
+            try:
+                job.result.set_result(self._do(job))
+            except Exception as error:  # noqa: BLE001 - it is the future's
+                job.result.set_exception(error)
+            self._ensure()
+        self.end()
+
+    def end(self) -> None:
+        """Kill the worker and what its functions started. Any thread may call this."""
+        self._is_closed = True
+        self._kill()
+
+    def _do(self, job: _Job) -> Any:
+        frame = encode(job.request)
+        process = self._ensure()
+        if process is None:
+            raise RewardError("the pool of reward workers is closed")
+        deadline = time.monotonic() + job.timeout_s
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            with _interrupted_at(deadline, process) if len(frame) > PIPE_BYTES else contextlib.nullcontext():
+                send(process.stdin.fileno(), frame)
+            answer = receive(process.stdout.fileno(), deadline)
+        except TimeoutError:
+            self._kill()
+            self._pool.timeouts[job.path] += 1
+            raise RewardTimeout(f"it ran for {job.timeout_s:g} s and was ended") from None
+        except Ended:
+            status = self._kill()
+            if time.monotonic() >= deadline:
+                self._pool.timeouts[job.path] += 1
+                raise RewardTimeout(f"it ran for {job.timeout_s:g} s and was ended") from None
+            self._pool.deaths[job.path] += 1
+            raise RewardError(f"its worker process ended ({_status(status)})") from None
+        if "error" in answer:
+            raise RewardError("\n".join(filter(None, [answer.get("traceback", "").rstrip(), answer["error"]])))
+        return answer["described"] if "described" in answer else answer["value"]
+
+    def _ensure(self) -> subprocess.Popen[bytes] | None:
+        """A worker that has imported the pool's functions. None if the pool is closed."""
+        if self._is_closed or (self.process is not None and self.process.poll() is None):
+            return None if self._is_closed else self.process
+        self._kill()
+        command = [sys.executable, "-m", "prime_rl.environments.rewards.worker"]
+        # Modules that this process can import, such as those of an environment's folder, are found there, too.
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        pipe = subprocess.PIPE
+        process = subprocess.Popen(command, stdin=pipe, stdout=pipe, start_new_session=True, env=env)
+        self.process = process
+        assert process.stdin is not None
+        assert process.stdout is not None
+        for path in list(self._pool.paths):
+            try:
+                send(process.stdin.fileno(), encode({"do": "describe", "fn": path}))
+                receive(process.stdout.fileno(), time.monotonic() + START_LIMIT_S)
+            except (Ended, TimeoutError):  # the call that needs it says so
+                get_logger().warning(f"a reward worker ended while it imported {path!r}")
+                break
+        return process
+
+    def _kill(self) -> int | None:
+        """End the worker and the processes that its functions started. Returns its exit status."""
+        process = self.process
+        if process is None:
+            return None
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        status = process.wait()
+        for pipe in (process.stdin, process.stdout):
+            if pipe is not None:
+                with contextlib.suppress(BrokenPipeError):
+                    pipe.close()
+        return status
+
+
+@contextlib.contextmanager
+def _interrupted_at(deadline: float, process: subprocess.Popen[bytes]) -> Iterator[None]:
+    """Kill the worker at the deadline while the block writes to it: one that does not read would hold the writer."""
+    timer = threading.Timer(max(0.0, deadline - time.monotonic()), process.kill)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _status(status: int | None) -> str:
+    if status is not None and status < 0:
+        return f"signal {signal.Signals(-status).name}"
+    return f"exit code {status}"
+
+
+class _Shared:
+    """Pools that this process shares, by their number of workers, with their users counted."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.pools: dict[int, RewardPool] = {}
+        self.users: Counter[int] = Counter()
+
+
+_SHARED = _Shared()
+
+
+def shared_pool(workers: int | None = None) -> RewardPool:
+    """The pool of this many workers, one for the whole process. Call `release` once for each call of this."""
+    count = workers or default_workers()
+    with _SHARED.lock:
+        if count not in _SHARED.pools:
+            _SHARED.pools[count] = RewardPool(count)
+        _SHARED.users[count] += 1
+        return _SHARED.pools[count]
+
+
+def release(pool: RewardPool) -> None:
+    """Close a shared pool when its last user lets go."""
+    with _SHARED.lock:
+        _SHARED.users[len(pool)] -= 1
+        if _SHARED.users[len(pool)] > 0:
+            return
+        _SHARED.pools.pop(len(pool), None)
+    pool.close()

@@ -1,0 +1,76 @@
+"""Frames between the pool and its workers: four bytes of length, then msgpack. Nothing is unpickled."""
+
+from __future__ import annotations
+
+import os
+import select
+import struct
+import time
+from typing import Any
+
+import msgspec
+
+MAX_FRAME_BYTES = 256 * 2**20
+_LENGTH = struct.Struct("<I")
+
+
+class Ended(Exception):
+    """The other side closed its end, or sent no frame."""
+
+
+def encode(message: dict[str, Any]) -> bytes:
+    body = msgspec.msgpack.encode(message, enc_hook=_plain)
+    if len(body) > MAX_FRAME_BYTES:
+        raise ValueError(f"{len(body)} bytes are more than a worker takes ({MAX_FRAME_BYTES})")
+    return _LENGTH.pack(len(body)) + body
+
+
+def _plain(value: Any) -> Any:
+    """What stands for an object that msgpack does not know."""
+    if hasattr(value, "model_dump"):
+        return value.model_dump()
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    return str(value)
+
+
+def send(descriptor: int, frame: bytes) -> None:
+    """Raises Ended if nobody reads."""
+    view = memoryview(frame)
+    try:
+        while view:
+            view = view[os.write(descriptor, view) :]
+    except BrokenPipeError as error:
+        raise Ended from error
+
+
+def receive(descriptor: int, deadline: float | None = None) -> dict[str, Any]:
+    """The next frame.
+
+    Raises:
+        Ended: there is none.
+        TimeoutError: it is not here at `deadline` (`time.monotonic()`).
+    """
+    (length,) = _LENGTH.unpack(_exactly(descriptor, _LENGTH.size, deadline))
+    if length > MAX_FRAME_BYTES:
+        raise Ended
+    try:
+        message = msgspec.msgpack.decode(_exactly(descriptor, length, deadline))
+    except msgspec.DecodeError as error:
+        raise Ended from error
+    if not isinstance(message, dict):
+        raise Ended
+    return message
+
+
+def _exactly(descriptor: int, size: int, deadline: float | None) -> bytes:
+    parts = bytearray()
+    while len(parts) < size:
+        if deadline is not None:
+            left = deadline - time.monotonic()
+            if left <= 0 or not select.select([descriptor], [], [], left)[0]:
+                raise TimeoutError
+        if not (part := os.read(descriptor, min(size - len(parts), 2**20))):
+            raise Ended
+        parts += part
+    return bytes(parts)

@@ -1,0 +1,62 @@
+"""A process that calls reward functions: `python -m prime_rl.environments.rewards.worker`, started by the pool.
+
+It reads requests from its input and writes answers to what was its output. What functions print is dropped.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import traceback
+from typing import Any
+
+from prime_rl.environments.rewards.calling import BadFunction, arguments, checked, describe, load
+from prime_rl.environments.rewards.wire import Ended, encode, receive, send
+
+_DEATH_SIGNAL = 1
+"""The option PR_SET_PDEATHSIG of prctl, on Linux."""
+MAX_TRACEBACK_CHARS = 4000
+
+
+def main() -> None:
+    if sys.platform == "linux":  # even while a function does not let go of the interpreter
+        ctypes.CDLL(None).prctl(_DEATH_SIGNAL, signal.SIGKILL)
+    requests, answers = os.dup(0), os.dup(1)
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for descriptor in (0, 1, 2):
+        os.dup2(nothing, descriptor)
+    for descriptor in (requests, answers):
+        os.set_inheritable(descriptor, False)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the pool ends its workers
+    while True:
+        try:
+            send(answers, encode(_answer(receive(requests))))
+        except Ended:
+            os._exit(0)
+
+
+def _answer(request: dict[str, Any]) -> dict[str, Any]:
+    try:
+        function = load(request["fn"], warm=request["do"] == "describe")
+        if request["do"] == "describe":
+            return {"described": describe(function)}
+        positional, keywords = arguments(function, request["given"])
+        return {"value": checked(function(*positional, **keywords))}
+    except BadFunction as error:
+        return {"error": str(error), "traceback": ""}
+    except KeyboardInterrupt as error:
+        return {"error": f"{type(error).__name__}", "traceback": ""}
+    except SystemExit as error:
+        return {"error": f"it called sys.exit({error.code!r})", "traceback": ""}
+    except BaseException as error:  # noqa: BLE001 - a user's function may raise anything
+        return {"error": _one_line(error), "traceback": traceback.format_exc()[-MAX_TRACEBACK_CHARS:]}
+
+
+def _one_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:500]
+
+
+if __name__ == "__main__":
+    main()

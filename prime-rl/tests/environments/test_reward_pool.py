@@ -1,0 +1,178 @@
+"""Reward functions run in worker processes, by name or path, with AReaL's or verifiers' signature, in limited time."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from prime_rl.environments.rewards.building import Rewards, build
+from prime_rl.environments.rewards.pool import RewardError, RewardPool, release, shared_pool
+from prime_rl.environments.rewards.specs import RewardFault
+
+FUNCTIONS = """
+import os, re, sys, time
+
+def areal(prompt, completions, prompt_ids, completion_ids, **row):
+    assert prompt == "two plus two?" and completions == "it is 4" and completion_ids == [7, 8], (prompt, completions)
+    return 1.0 if completions.endswith(row["answer"]) and row["level"] == 3 else 0.0
+
+def ours(completion, answer, bonus=0.0):
+    return 0.5 * completion[-1]["content"].endswith(answer) + bonus
+
+async def elsewhere(completion_text, **kwargs):
+    return len(completion_text)
+
+def hangs(**kwargs):
+    if os.fork() == 0:
+        time.sleep(1000)
+    re.match(r"(a+)+$", "a" * 60 + "b")  # does not let go of the interpreter
+
+def raises(**kwargs):
+    raise ValueError("no such\\x1b[31m unit")
+
+def leaves(**kwargs):
+    sys.exit(3)
+
+def dies(**kwargs):
+    os._exit(9)
+
+def nan(**kwargs):
+    return float("nan")
+
+def nothing(**kwargs):
+    pass
+
+def loud(**kwargs):
+    for _ in range(2000):
+        print("x" * 1000)
+    return 1
+
+def needy(missing):
+    return 1
+
+def pid(**kwargs):
+    return os.getpid()
+"""
+ROW = {"answer": "4", "level": 3}
+PROMPT = [{"role": "user", "content": "two plus two?"}]
+COMPLETION = [{"role": "assistant", "content": "it is 4"}]
+
+
+@pytest.fixture(scope="module")
+def functions(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    folder = tmp_path_factory.mktemp("functions")
+    (folder / "reward_functions.py").write_text(FUNCTIONS, encoding="utf-8")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(folder)
+        yield "reward_functions"
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RewardPool]:
+    pool = RewardPool(1)
+    yield pool
+    pool.close()
+
+
+def score(rewards: Rewards) -> dict[str, float]:
+    more = {"prompt_ids": [1], "completion_ids": [7, 8]}
+    return asyncio.run(rewards.score(PROMPT, COMPLETION, ROW, **more))
+
+
+def test_signatures_of_areal_and_verifiers_make_one_weighted_reward(functions: str, pool: RewardPool) -> None:
+    specs = [
+        f"{functions}:areal",
+        {"fn": f"{functions}.ours", "weight": 2, "args": {"bonus": 0.25}},
+        {"fn": f"{functions}:elsewhere", "weight": 0, "name": "length"},
+    ]
+    assert score(build(specs, pool=pool)) == {"areal": 1, "ours": 0.75, "length": 7, "reward": 2.5}
+
+
+def test_a_time_limit_ends_the_function_and_what_it_started(functions: str, pool: RewardPool) -> None:
+    rewards = build([{"fn": f"{functions}:hangs", "timeout_s": 0.5}, f"{functions}:pid"], pool=pool)
+    (before,) = pool.processes()
+    values = score(rewards)
+    assert values["hangs"] == 0
+    assert pool.timeouts == {f"{functions}:hangs": 1}
+    assert values["pid"] != before
+    while any(
+        _group(pid) == before for pid in [int(each.name) for each in Path("/proc").iterdir() if each.name.isdigit()]
+    ):
+        pass  # killed, and about to be gone
+
+
+def _group(pid: int) -> int | None:
+    try:
+        return os.getpgid(pid) if Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z" else None
+    except (OSError, ProcessLookupError):
+        return None
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("raises", "ValueError: no such"),
+        ("leaves", r"it called sys.exit\(3\)"),
+        ("dies", "its worker process ended .exit code 9."),
+        ("nan", "it returned nan"),
+        ("nothing", "it returned 'None' .NoneType. instead of a number"),
+        ("needy", "it needs 'missing', and the row has 'answer', 'level'"),
+    ],
+)
+def test_a_function_that_fails_is_named_and_the_pool_goes_on(
+    functions: str, pool: RewardPool, name: str, text: str
+) -> None:
+    rewards = build([f"{functions}:{name}"], pool=pool)
+    with pytest.raises(RewardError, match=text):
+        score(rewards)
+    assert score(build([f"{functions}:loud"], pool=pool))["reward"] == 1
+
+
+@pytest.mark.parametrize(
+    ("specs", "text"),
+    [
+        (["maths"], "no reward is named 'maths': did you mean 'math'?"),
+        (["no_such_module:f"], "reward 'no_such_module:f': 'no_such_module' does not import: ModuleNotFoundError"),
+        (["reward_functions:f"], "module 'reward_functions' has no 'f'"),
+        ([{"fn": "math", "weight": float("nan")}], r"rewards\[0\].weight"),
+        ([{"fn": "math", "timeout": 3}], r"rewards\[0\].timeout: Extra inputs"),
+        (["os.system; rm"], "is neither a registered name nor"),
+        ([], "name at least one"),
+        (["reward_functions:pid", "reward_functions:pid"], "two parts of the reward have the name 'pid'"),
+    ],
+)
+def test_a_wrong_spec_is_one_line(functions: str, pool: RewardPool, specs: list[object], text: str) -> None:
+    with pytest.raises(RewardFault, match=text) as caught:
+        build(specs, pool=pool)
+    assert "\n" not in str(caught.value)
+
+
+def test_shared_pools_end_with_their_last_user() -> None:
+    one, other = shared_pool(1), shared_pool(1)
+    assert one is other
+    one.describe("json:loads").result()
+    (worker,) = one.processes()
+    release(one)
+    assert one.processes() == [worker]
+    release(other)
+    assert one.processes() == []
+
+
+def test_a_rubric_has_each_part_as_a_metric_and_counts_timeouts(functions: str, pool: RewardPool) -> None:
+    specs = [{"fn": f"{functions}:ours", "weight": 2}, {"fn": f"{functions}:hangs", "timeout_s": 0.5}]
+    rubric = build(specs, pool=pool).rubric()
+    state = {
+        "prompt": PROMPT,
+        "completion": COMPLETION,
+        "answer": "4",
+        "info": {"level": 3},
+        "input": {},
+        "trajectory": [],
+    }
+    asyncio.run(rubric.score_rollout(state))
+    assert state["metrics"] == {"ours": 0.5, "hangs": 0, "reward_timeouts": 1}
+    assert state["reward"] == 1
