@@ -1,5 +1,6 @@
 """Plans of `sft`, `rl` and `eval`: values only, so that GPUs can be planned without any."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from prime_rl.launch.job import Job, Resources
 from prime_rl.launch.plan import plan_eval, plan_rl, plan_sft
 from prime_rl.launch.programs import Programs
 from prime_rl.launch.site import Device, Ports, Site
+from prime_rl.run.beats import SERVERS_VARIABLE
 from prime_rl.run.clearance import CLEARANCE_VARIABLE
 from prime_rl.run.paths import RunPaths
 
@@ -203,3 +205,22 @@ def test_the_engine_of_an_rl_run_waits_for_its_environments() -> None:
     assert CLEARANCE_VARIABLE not in processes["trainer"].env
     evaluation = jobs_on(GpuAssignment(("0",), ()))["eval"]
     assert all(CLEARANCE_VARIABLE not in process.env for process in evaluation.processes)
+
+
+def on_nodes(count: int) -> Site:
+    """Nodes 10.0.0.1, 10.0.0.2 and so on."""
+    each = tuple(
+        replace(site(), node=node, name=f"n{node}", address=f"10.0.0.{node + 1}", interface=f"eth{node}")
+        for node in range(count)
+    )
+    return replace(each[0], nodes=each)
+
+
+def test_the_orchestrator_knows_the_process_behind_each_of_several_servers() -> None:
+    nodes = {"type": "multi_node", "num_train_nodes": 1, "num_infer_nodes": 2, "gpus_per_node": 1}
+    processes = plan(config(slurm={}, deployment=nodes), on_nodes(3))
+    servers = {name: spec.beats for name, spec in processes.items() if spec.beats and "inference" in name}
+    assert servers == {name: PATHS.beats(name) for name in ("inference", "inference_1")}
+    names = {"http://10.0.0.1:8001/v1": "inference", "http://10.0.0.2:8001/v1": "inference_1"}
+    assert json.loads(processes["orchestrator"].env[SERVERS_VARIABLE]) == names
+    assert SERVERS_VARIABLE not in plan(config(), site())["orchestrator"].env

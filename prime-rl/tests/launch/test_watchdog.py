@@ -60,6 +60,24 @@ def test_the_blame_follows_the_waits_to_their_end(orchestrator: Observed, infere
     assert stalled.roots == (root,)
 
 
+@pytest.mark.parametrize(
+    ("waits_for", "second", "root"),
+    [
+        ("inference", says("generating"), "inference_1"),
+        ("inference_1", says("generating"), "inference_1"),
+        ("inference", says("waiting for requests", ANYONE), "orchestrator"),
+        ("inference_1", says("waiting for requests", ANYONE), "orchestrator"),
+    ],
+    ids=["any server", "its server", "idle servers", "idle server"],
+)
+def test_a_server_that_hangs_does_not_hide_behind_one_that_is_idle(waits_for: str, second: Observed, root: str) -> None:
+    idle = says("waiting for requests", ANYONE)
+    look = {"inference": idle, "inference_1": second, "orchestrator": says("groups", waits_for)}
+    stalled = watched(look, 200)
+    assert stalled is not None
+    assert stalled.roots == (root,)
+
+
 def test_waiting_is_no_stall_while_the_process_at_the_end_of_the_chain_works() -> None:
     clock_s = [0.0]
     watchdog = Watchdog(LIMITS, lambda: clock_s[0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -10,7 +11,16 @@ from pathlib import Path
 
 import pytest
 
-from prime_rl.run.beats import BEAT_VARIABLE, Beat, Beats, clear_beats, helper_beats_env, own_beats, read_beats
+from prime_rl.run.beats import (
+    BEAT_VARIABLE,
+    SERVERS_VARIABLE,
+    Beat,
+    Beats,
+    clear_beats,
+    helper_beats_env,
+    own_beats,
+    read_beats,
+)
 
 
 @pytest.fixture
@@ -66,6 +76,31 @@ def test_a_process_waits_for_the_engine_as_long_as_one_call_is_in_flight(file: P
         assert last(file).waits_for == "trainer"
         beats.say("collecting")
     assert last(file).waits_for is None
+
+
+def test_of_several_servers_a_process_waits_for_the_one_that_it_has_called_for_the_longest_time(file: Path) -> None:
+    beats = Beats(file)
+    with beats.calling("inference"), beats.calling("inference_1"), beats.calling("inference"):
+        assert last(file).waits_for == "inference"
+    with beats.calling("inference_1"):
+        with beats.calling("inference"):
+            assert last(file).waits_for == "inference_1"
+        assert last(file).waits_for == "inference_1"
+
+
+def test_a_server_has_the_name_that_the_launcher_gave_it() -> None:
+    code = (
+        "from prime_rl.run.beats import server_name; print(server_name('http://b:1/v1/'), server_name('http://c/v1'))"
+    )
+    names = {"http://a:1/v1": "inference", "http://b:1/v1": "inference_1"}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, SERVERS_VARIABLE: json.dumps(names)},
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout == "inference_1 inference\n"
 
 
 def test_a_start_is_over_once(file: Path) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
+from prime_rl.run.beats import is_replica
 from prime_rl.run.paths import RunPaths
 from prime_rl.utils.files import replacing_file
 
@@ -157,7 +158,8 @@ class _Process:
 
 
 def _rank(file: Path) -> tuple[int, str]:
-    return (_ORDER.index(file.stem) if file.stem in _ORDER else len(_ORDER), file.stem)
+    component = "inference" if is_replica(file.stem) else file.stem
+    return (_ORDER.index(component) if component in _ORDER else len(_ORDER), file.stem)
 
 
 def _span_of(file: Path) -> _Span | None:

@@ -214,7 +214,9 @@ class LocalHost:
         return bool(listeners)
 
     def end_all(self, grace_s: float) -> None:
-        reaper.end(str(self.directory), [child.pid for child in self._children.values()], grace_s)
+        # An agent starts children in another thread.
+        children = list(self._children.values())
+        reaper.end(str(self.directory), [child.pid for child in children], grace_s)
 
     def has_completed(self, spec: ProcessSpec) -> bool:
         return spec.completion is None or spec.completion.is_file()

@@ -33,7 +33,7 @@ def opened_for_attempt(spec: ProcessSpec) -> Iterator[tuple[BinaryIO, int]]:
 
 
 def tail(log: Path, lines: int, start_offset: int = 0) -> list[str]:
-    """The last lines of a log, ignoring everything before an offset in bytes."""
+    """The last lines of a log after an offset in bytes, or one that says why it cannot be read."""
     try:
         with log.open("rb") as file:
             size = file.seek(0, 2)
@@ -41,13 +41,15 @@ def tail(log: Path, lines: int, start_offset: int = 0) -> list[str]:
             text = file.read().decode(errors="replace")
     except FileNotFoundError:
         return []
+    except OSError as error:
+        return [f"({log} cannot be read: {error.strerror})"]
     # A progress bar rewrites its line; only the last version matters.
     written = [line.rstrip().rpartition("\r")[2] for line in text.split("\n") if line.strip()]
     return [readable(line) for line in written[-lines:]]
 
 
 class Follower:
-    """Reads what is appended to a file that may not exist yet."""
+    """Reads what is appended to a file that may not exist yet. While it cannot be read, there is nothing new."""
 
     def __init__(self, path: Path, offset: int = 0) -> None:
         self.path = path
@@ -57,7 +59,10 @@ class Follower:
     @classmethod
     def at_end(cls, path: Path) -> Follower:
         """Follow only what is written from now on."""
-        return cls(path, path.stat().st_size if path.exists() else 0)
+        try:
+            return cls(path, path.stat().st_size)
+        except OSError:
+            return cls(path)
 
     def read(self) -> bytes:
         """All new bytes."""
@@ -65,7 +70,7 @@ class Follower:
             with self.path.open("rb") as file:
                 file.seek(self._offset)
                 new = file.read()
-        except FileNotFoundError:
+        except OSError:  # also a stale handle of a network file system, which works again later
             return b""
         self._offset += len(new)
         return new
@@ -89,15 +94,17 @@ class Follower:
 def polled(look: Callable[[], None], name: str, every_s: float = _LOOK_EVERY_S) -> Iterator[None]:
     """Call `look` in a thread during the block, and once more after it.
 
-    An OSError ends the thread and nothing else: the terminal is gone, but the logs are complete and the run goes on.
+    An OSError ends that call and nothing else: the terminal is gone, or a network file system has a stale handle for a
+    while.
     """
     done = threading.Event()
 
     def keep_looking() -> None:
-        with contextlib.suppress(OSError):
-            while not done.wait(every_s):
+        is_done = False
+        while not is_done:
+            is_done = done.wait(every_s)
+            with contextlib.suppress(OSError):
                 look()
-            look()
 
     thread = threading.Thread(target=keep_looking, name=name, daemon=True)
     thread.start()

@@ -29,6 +29,7 @@ from prime_rl.launch.programs import (
 from prime_rl.launch.site import Demand, Site
 from prime_rl.launch.spec import ProcessSpec
 from prime_rl.launch.stalls.watchdog import StallLimits
+from prime_rl.run.beats import SERVERS_VARIABLE, replica_name
 from prime_rl.run.clearance import CLEARANCE_VARIABLE
 from prime_rl.run.paths import RunPaths
 from prime_rl.utils.engine_keys import ENGINE_KEY_VARIABLE, TRANSPORT_KEY_VARIABLE, named_key
@@ -132,9 +133,8 @@ def plan_rl(config: RLConfig, paths: RunPaths, site: Site, resume_step: int | No
     envs = [_threads(each, train_at_once) for each in train_sites]
     ranks = TrainerRanks(RL_TRAINER, paths.config("trainer"), demand.train, site.meeting_place)
     flags = (*_client_flags(config.inference, infer_sites), *broadcast, *sockets, *resume)
-    orchestrator = orchestrator_process(
-        paths, site.programs.orchestrator, _child_env("rl", "orchestrator", head, envs[0]), *flags
-    )
+    env = _child_env("rl", "orchestrator", head, envs[0]) | _server_names(infer_sites)
+    orchestrator = orchestrator_process(paths, site.programs.orchestrator, env, *flags)
     waits = {CLEARANCE_VARIABLE: str(paths.orchestrator.environments_checked)}
     servers = [
         server
@@ -312,6 +312,14 @@ def _client_flags(config: InferenceConfig | None, sites: Sequence[Site]) -> tupl
     if config is None or any(site.ports.inference is None for site in sites):
         return ()
     return ("--client.base-url", ",".join(f"{inference_url(site)}/v1" for site in sites))
+
+
+def _server_names(sites: Sequence[Site]) -> dict[str, str]:
+    """The variable that tells a process which of several servers it waits for."""
+    if len(sites) == 1:
+        return {}
+    names = {f"{inference_url(site)}/v1": replica_name(replica) for replica, site in enumerate(sites)}
+    return {SERVERS_VARIABLE: json.dumps(names)}
 
 
 def _broadcast_flags(config: RLConfig, head: Site) -> tuple[str, ...]:

@@ -12,6 +12,7 @@ from typing import Self
 
 from prime_rl.launch.devices import mask
 from prime_rl.launch.spec import CannotStart, ProcessSpec
+from prime_rl.run.beats import replica_name
 from prime_rl.run.completion import TRAINER_VARIABLE
 from prime_rl.run.paths import STORE_VARIABLE, RunPaths
 
@@ -59,7 +60,7 @@ def inference_process(
     paths: RunPaths, program: str, env: Mapping[str, str], gpus: tuple[str, ...], *flags: str, replica: int = 0
 ) -> ProcessSpec:
     """An inference server: `inference`, or with a replica's number behind it. It serves until the run is complete."""
-    name = f"inference_{replica}" if replica else "inference"
+    name = replica_name(replica)
     argv = (program, "@", str(paths.config("inference")), *flags)
     return ProcessSpec(name, argv, paths.log(name), _unbuffered(env), gpus=gpus, beats=paths.beats(name))
 

@@ -312,8 +312,8 @@ def pass_on_save_request(paths: RunPaths) -> None:
 
     The file serves where no signal can be sent: from another machine, or through a container.
     """
-    if paths.save_request.exists():
-        paths.save_request.unlink(missing_ok=True)
+    with contextlib.suppress(FileNotFoundError):
+        paths.save_request.unlink()
         os.kill(os.getpid(), signal.SIGUSR1)
 
 

@@ -11,6 +11,8 @@ import contextlib
 import functools
 import json
 import os
+import re
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -23,6 +25,9 @@ BEAT_VARIABLE = "BEAT_FILE"
 
 ANYONE = "*"
 """`Beat.waits_for` of a server without a request: it is idle, and no other process is to blame for that."""
+
+SERVERS_VARIABLE = "INFERENCE_SERVERS"
+"""Environment variable of a process that uses several inference servers: their names by URL, as JSON."""
 
 MAX_WORDS_CHARS = 300
 TICK_INTERVAL_S = 1.0
@@ -58,6 +63,7 @@ class Beats:
         self._waits_for: str | None = None
         self._is_started = False
         self._calls: dict[str, int] = {}
+        self._counting = threading.Lock()
         self._pids = [os.getpid()]
         self._followers: list[Callable[[str, str | None], None]] = []
 
@@ -93,24 +99,33 @@ class Beats:
     @contextlib.contextmanager
     def calling(self, name: str) -> Iterator[None]:
         """Report that the process waits for another during the block, unless it waits for something else."""
-        self._calls[name] = self._calls.get(name, 0) + 1
-        if self._calls[name] == 1:
+        if self._count_calls(name, 1) == 1:
             self._write()
         try:
             yield
         finally:
-            self._calls[name] -= 1
-            if self._calls[name]:
+            if self._count_calls(name, -1):
                 self.tick()
             else:
                 self._write()
+
+    def _count_calls(self, name: str, change: int) -> int:
+        with self._counting:
+            count = self._calls.get(name, 0) + change
+            self._calls[name] = count
+            if not count:
+                del self._calls[name]
+            return count
 
     def _write(self) -> None:
         if self._fd is None:
             return
         self._count += 1
         self._written_s = self._clock()
-        waits_for = self._waits_for or next((name for name, count in self._calls.items() if count), None)
+        with self._counting:
+            # The one that is called for the longest time without a gap.
+            called = next(iter(self._calls), None)
+        waits_for = self._waits_for or called
         words = self._doing[:MAX_WORDS_CHARS]
         record = json.dumps([self._count, time.time(), words, waits_for, self._is_started, self._pids]).encode()
         # A full disk must not end the process.
@@ -132,6 +147,26 @@ def own_beats() -> Beats:
     return Beats(None if file is None else Path(file))
 
 
+def replica_name(replica: int) -> str:
+    """Process and log of an inference server of a launch: `inference`, `inference_1` and so on."""
+    return f"inference_{replica}" if replica else "inference"
+
+
+def is_replica(name: str) -> bool:
+    """Whether a process is an inference server."""
+    return re.fullmatch(r"inference(_\d+)?", name) is not None
+
+
+def server_name(url: str) -> str:
+    """The process that serves a URL. A wait for `inference` may be for any server of the launch."""
+    return _server_names().get(url.rstrip("/"), replica_name(0))
+
+
+@functools.cache
+def _server_names() -> dict[str, str]:
+    return dict(json.loads(os.environ.get(SERVERS_VARIABLE, "{}")))
+
+
 def helper_beats_env(name: str) -> dict[str, str]:
     """Variables for a process that helps this one: its beats are progress of this process."""
     file = os.environ.get(BEAT_VARIABLE)
@@ -141,7 +176,11 @@ def helper_beats_env(name: str) -> dict[str, str]:
 
 def read_beats(file: Path) -> Iterator[Beat]:
     """The newest beat of a process, followed by those of its helpers. A process that has not begun has none."""
-    for each in (file, *sorted(file.parent.glob(f"{file.name}+*"))):
+    helpers: list[Path] = []
+    # A network file system may have a stale handle of the directory for a while.
+    with contextlib.suppress(OSError):
+        helpers = sorted(file.parent.glob(f"{file.name}+*"))
+    for each in (file, *helpers):
         # Missing, or being written.
         with contextlib.suppress(OSError, ValueError, TypeError):
             yield Beat(*json.loads(each.read_bytes().partition(b"\n")[0]))

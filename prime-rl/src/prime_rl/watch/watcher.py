@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from queue import Empty, SimpleQueue
 
 from prime_rl.launch.logs import HEAD, Follower, polled
+from prime_rl.run.beats import is_replica
 from prime_rl.utils.logger import readable
 from prime_rl.watch.display import Display
 from prime_rl.watch.progress import RunProgress, clock
@@ -62,9 +63,9 @@ class Watcher:
         words = _LOG_PREFIX.sub("", _ANSI.sub("", line).rpartition("\r")[2]).strip()
         if not words or line.startswith(HEAD):
             return
-        if name == "inference" and name not in self._ready and re.search(r"\bready\b", words, re.IGNORECASE):
+        if is_replica(name) and name not in self._ready and re.search(r"\bready\b", words, re.IGNORECASE):
             self._ready.add(name)
-            self._display.line(f"inference is ready after {clock(time.monotonic() - self._started_s)}")
+            self._display.line(f"{name} is ready after {clock(time.monotonic() - self._started_s)}")
         # A finished step is shown with its reward, which only the metrics contain.
         is_trainers = name == "trainer" and not _STEP_LINE.search(words)
         if is_trainers or (name == "orchestrator" and _WARNING.match(_ANSI.sub("", line))):

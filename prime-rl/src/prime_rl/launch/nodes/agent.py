@@ -3,6 +3,9 @@
 The head of the launch gives orders on stdin and receives reports on stdout (`launch/nodes/messages.py`). If stdin ends,
 or the head says nothing for `HEAD_SILENT_S`, the agent ends all of its processes. If the agent itself is killed, the
 guard of its `LocalHost` does so. There is no socket.
+
+A shared file system may hang for a while. Only threads of their own touch its files, so that the agent still says that
+it is alive, hears signals, and ends its processes.
 """
 
 from __future__ import annotations
@@ -24,30 +27,8 @@ from threading import Lock, Thread
 from prime_rl.launch.caches import bytecode_env, compile_caches, made_for, packages_are_compiled
 from prime_rl.launch.devices import gpu_names
 from prime_rl.launch.host import LocalHost
+from prime_rl.launch.nodes import messages
 from prime_rl.launch.nodes.facts import gathered_facts
-from prime_rl.launch.nodes.messages import (
-    MAX_LINE_BYTES,
-    PING_EVERY_S,
-    Answer,
-    BadMessage,
-    Caught,
-    EndAll,
-    Ended,
-    Hello,
-    Order,
-    Ping,
-    Refusal,
-    Relay,
-    Report,
-    SeeLock,
-    Stacks,
-    Start,
-    Status,
-    Stop,
-    Tail,
-    encoded,
-    order_of,
-)
 from prime_rl.launch.ports import reserved_ports
 from prime_rl.launch.reaper import GUARD_GRACE_S
 from prime_rl.launch.spec import CannotStart, Exited, ProcessSpec, Signalled
@@ -59,6 +40,9 @@ HEAD_SILENT_S = 60.0
 PORTS = 3
 """Ports that an agent holds for the processes of its node."""
 
+STUCK_S = 2.0
+"""Seconds for the last order to end. After that the file system hangs, and the guard ends what it may have started."""
+
 STOPPING = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGUSR2})
 """Signals to an agent that it reports to the head."""
 
@@ -66,45 +50,68 @@ STOPPING = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGUSR2})
 class Agent:
     """Carries out the orders of the head on this node."""
 
-    def __init__(self, host: LocalHost, say: Callable[[Report], None]) -> None:
+    def __init__(self, host: LocalHost, say: Callable[[messages.Report], None]) -> None:
         self._host = host
         self._say = say
         self._specs: dict[str, ProcessSpec] = {}
         self._running: set[str] = set()
         self._changing = Lock()
         self._is_over = Flag()
+        self._slow_orders: SimpleQueue[tuple[messages.Order, int] | None] = SimpleQueue()
+        """With the number of ends before each."""
+        self._ends = 0
 
-    def serve(self, orders: Iterator[Order]) -> None:
-        """Carry out orders until they end. Then no process is left."""
-        reporters = [Thread(target=work, daemon=True) for work in (self._report_events, self._report_status)]
-        for thread in reporters:
+    def serve(self, orders: Iterator[messages.Order]) -> bool:
+        """Carry out orders until they end. Then no process is left.
+
+        False if an order still waits for the file system. Leave without cleaning up: the guard ends what it starts.
+        """
+        worker = Thread(target=self._carry_out_slow_orders, daemon=True)
+        reporters = [
+            Thread(target=work, daemon=True) for work in (self._report_life, self._report_events, self._report_status)
+        ]
+        for thread in (worker, *reporters):
             thread.start()
         for order in orders:
-            self._carry_out(order)
+            if isinstance(order, messages.SLOW_ORDERS):
+                self._slow_orders.put((order, self._ends))
+            else:
+                self._carry_out(order, self._ends)
         self._is_over.set()
-        self._host.end_all(GUARD_GRACE_S)
+        self._end_all(GUARD_GRACE_S)
+        self._slow_orders.put(None)
+        worker.join(STUCK_S)
+        return not worker.is_alive()
 
-    def _carry_out(self, order: Order) -> None:
-        answer = Answer(order.number)
+    def _carry_out_slow_orders(self) -> None:
+        while (order := self._slow_orders.get()) is not None and not self._is_over.is_set():
+            self._carry_out(*order)
+
+    def _carry_out(self, order: messages.Order, ends: int) -> None:
+        answer = messages.Answer(order.number)
         match order:
-            case Start():
-                answer = Answer(order.number, fault=self._start(order))
-            case Stop():
+            case messages.Start():
+                answer = messages.Answer(order.number, fault=self._start(order, ends))
+            case messages.Stop():
                 self._host.stop(order.name)
-            case Relay():
-                answer = Answer(order.number, heard=self._host.relay(order.name, order.signum))
-            case Tail():
-                answer = Answer(order.number, lines={order.name: self._host.tail(order.name)})
-            case Stacks():
-                answer = Answer(order.number, lines=self._host.stacks(order.names))
-            case SeeLock():
-                answer = Answer(order.number, heard=_is_locked_elsewhere(order.file))
-            case EndAll():
-                self._host.end_all(order.grace_s)
+            case messages.Relay():
+                answer = messages.Answer(order.number, heard=self._host.relay(order.name, order.signum))
+            case messages.Tail():
+                answer = messages.Answer(order.number, lines={order.name: self._host.tail(order.name)})
+            case messages.Stacks():
+                answer = messages.Answer(order.number, lines=self._host.stacks(order.names))
+            case messages.SeeLock():
+                answer = messages.Answer(order.number, heard=_is_locked_elsewhere(order.file))
+            case messages.EndAll():
+                self._end_all(order.grace_s)
         if order.number:
             self._say(answer)
 
-    def _start(self, order: Start) -> str | None:
+    def _end_all(self, grace_s: float) -> None:
+        self._ends += 1
+        self._host.end_all(grace_s)
+
+    def _start(self, order: messages.Start, ends: int) -> str | None:
         os.umask(order.umask)
         with self._changing:
             self._specs[order.spec.name] = order.spec
@@ -113,6 +120,9 @@ class Agent:
             except (CannotStart, OSError) as error:
                 return str(error)
             self._running.add(order.spec.name)
+        if self._ends != ends:  # while the file system hung
+            self._host.end_all(0.0)
+            return f"{order.spec.name} started after the end of the launch"
         return None
 
     def _report_events(self) -> None:
@@ -122,15 +132,19 @@ class Agent:
                     with self._changing:
                         self._running.discard(name)
                         spec = self._specs[name]
-                    self._say(Ended(name, code, self._host.has_completed(spec), self._host.tail(name)))
+                    self._say(messages.Ended(name, code, self._host.has_completed(spec), self._host.tail(name)))
                 case Signalled(signum) if signum in STOPPING:
-                    self._say(Caught(signum))
+                    self._say(messages.Caught(signum))
+
+    def _report_life(self) -> None:
+        while not self._is_over.wait(messages.PING_EVERY_S):
+            self._say(messages.Alive())
 
     def _report_status(self) -> None:
-        while not self._is_over.wait(PING_EVERY_S):
+        while not self._is_over.wait(messages.PING_EVERY_S):
             with self._changing:
                 specs = [self._specs[name] for name in self._running]
-            self._say(Status({spec.name: self._host.observe(spec) for spec in specs}))
+            self._say(messages.Status({spec.name: self._host.observe(spec) for spec in specs}))
 
 
 def _is_locked_elsewhere(file: Path) -> bool:
@@ -145,22 +159,22 @@ def _is_locked_elsewhere(file: Path) -> bool:
     return False
 
 
-def orders_from(descriptor: int, silent_s: float = HEAD_SILENT_S) -> Iterator[Order]:
+def orders_from(descriptor: int, silent_s: float = HEAD_SILENT_S) -> Iterator[messages.Order]:
     """Orders of the head until the stream ends, or nothing comes for `silent_s` seconds while this process runs."""
     partial = b""
     waited_s = 0.0
     while waited_s < silent_s:
         began_s = time.monotonic()
-        if not select.select([descriptor], [], [], PING_EVERY_S)[0]:
+        if not select.select([descriptor], [], [], messages.PING_EVERY_S)[0]:
             # Time in which this process was stopped does not count.
-            waited_s += min(time.monotonic() - began_s, 2 * PING_EVERY_S)
+            waited_s += min(time.monotonic() - began_s, 2 * messages.PING_EVERY_S)
             continue
         waited_s = 0.0
         data = os.read(descriptor, 1 << 20)
         *lines, partial = (partial + data).split(b"\n")
-        if not data or len(partial) > MAX_LINE_BYTES:
+        if not data or len(partial) > messages.MAX_LINE_BYTES:
             return
-        yield from (order for line in lines if not isinstance(order := order_of(line), Ping))
+        yield from (order for line in lines if not isinstance(order := messages.order_of(line), messages.Ping))
     sys.stderr.write(f"the head of the launch said nothing for {silent_s:g} s: ending all processes\n")
 
 
@@ -173,8 +187,8 @@ class Sender:
         self._thread = Thread(target=self._write, name="reports", daemon=True)
         self._thread.start()
 
-    def __call__(self, report: Report) -> None:
-        self._outbox.put(encoded(report))
+    def __call__(self, report: messages.Report) -> None:
+        self._outbox.put(messages.encoded(report))
 
     def close(self, timeout_s: float) -> None:
         """Send what is left."""
@@ -216,10 +230,13 @@ def main() -> int:
             caches = held.enter_context(compile_caches(env, combination, host.directory / "caches"))
             ports = held.enter_context(reserved_ports(PORTS))
             bytecode = bytecode_env(env, packages_are_compiled())
-            say(Hello(gathered_facts(env, ports, caches, bytecode)))
-            Agent(host, say).serve(orders_from(0))
-    except (DeviceError, OSError, BadMessage) as error:
-        say(Refusal(str(error)))
+            say(messages.Hello(gathered_facts(env, ports, caches, bytecode)))
+            if not Agent(host, say).serve(orders_from(0)):
+                sys.stderr.write("an order still waits for the file system: its guard ends what it starts\n")
+                sys.stderr.flush()
+                os._exit(1)
+    except (DeviceError, OSError, messages.BadMessage) as error:
+        say(messages.Refusal(str(error)))
         sys.stderr.write(f"error: {error}\n")
         return 1
     finally:

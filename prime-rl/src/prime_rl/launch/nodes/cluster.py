@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from threading import Event as Flag
 from threading import Lock, Thread
 from types import TracebackType
@@ -17,31 +17,9 @@ from typing import Self
 
 from prime_rl.launch import logs
 from prime_rl.launch.host import TAIL_LINES, LocalHost, note_loss
+from prime_rl.launch.nodes import messages
 from prime_rl.launch.nodes.channels import Channel
 from prime_rl.launch.nodes.facts import NodeFacts
-from prime_rl.launch.nodes.messages import (
-    PING_EVERY_S,
-    PROTOCOL,
-    Answer,
-    BadMessage,
-    Caught,
-    EndAll,
-    Ended,
-    Hello,
-    Order,
-    Ping,
-    Refusal,
-    Relay,
-    Report,
-    SeeLock,
-    Stacks,
-    Start,
-    Status,
-    Stop,
-    Tail,
-    encoded,
-    report_of,
-)
 from prime_rl.launch.spec import CannotStart, Event, Exited, NodeLost, ProcessSpec, Signalled, StoppedEarly
 from prime_rl.launch.stalls.watchdog import Observed
 
@@ -50,6 +28,9 @@ JOIN_LIMIT_S = 300.0
 
 NODE_SILENT_S = 20.0
 """A node whose agent says nothing for so long is gone, although the connection has not ended."""
+
+ANSWER_LIMIT_S = 120.0
+"""Seconds for a node that is alive to carry out an order. Its file system may hang."""
 
 _REMIND_EVERY_S = 30.0
 _LOOK_EVERY_S = 0.1
@@ -62,7 +43,7 @@ class _Node:
     index: int
     channel: Channel
     facts: NodeFacts | None = None
-    answers: SimpleQueue[Answer | None] = field(default_factory=SimpleQueue)
+    answers: SimpleQueue[messages.Answer | None] = field(default_factory=SimpleQueue)
     """None: the node is gone."""
     observed: dict[str, Observed] = field(default_factory=dict)
     silent_s: float = 0.0
@@ -87,15 +68,19 @@ class ClusterHost:
         say: Callable[[str], None] = lambda line: None,
         join_limit_s: float = JOIN_LIMIT_S,
         silent_s: float = NODE_SILENT_S,
+        answer_limit_s: float = ANSWER_LIMIT_S,
     ) -> None:
         self._local = local
         self._nodes = [_Node(index, channel) for index, channel in enumerate(channels)]
         self._say = say
         self._join_limit_s = join_limit_s
         self._silent_limit_s = silent_s
+        self._answer_limit_s = answer_limit_s
+        self._clock_s = 0.0
+        """Counts only while this process runs."""
         self._numbers = itertools.count(1)
         self._specs: dict[str, ProcessSpec] = {}
-        self._ended: dict[str, Ended] = {}
+        self._ended: dict[str, messages.Ended] = {}
         self._is_closing = Flag()
 
     def __enter__(self) -> Self:
@@ -156,30 +141,30 @@ class ClusterHost:
         while (line := node.channel.receive()) is not None:
             node.silent_s = 0.0
             try:
-                self._take(node, report_of(line))
-            except BadMessage as error:
+                self._take(node, messages.report_of(line))
+            except messages.BadMessage as error:
                 self._lose(node, f"its agent sent a line that is no message: {error}")
                 return
         self._lose(node, "its agent ended")
 
-    def _take(self, node: _Node, report: Report) -> None:
+    def _take(self, node: _Node, report: messages.Report) -> None:
         match report:
-            case Hello(facts, protocol):
-                if protocol != PROTOCOL:
-                    self._lose(node, f"its agent speaks version {protocol} of the protocol, not {PROTOCOL}")
+            case messages.Hello(facts, protocol):
+                if protocol != messages.PROTOCOL:
+                    self._lose(node, f"its agent speaks version {protocol} of the protocol, not {messages.PROTOCOL}")
                     return
                 node.facts = facts
                 node.joined.set()
-            case Refusal(fault):
+            case messages.Refusal(fault):
                 self._lose(node, fault)
-            case Answer():
+            case messages.Answer():
                 node.answers.put(report)
-            case Status(observed):
+            case messages.Status(observed):
                 node.observed = dict(observed)
-            case Caught(signum):
+            case messages.Caught(signum):
                 # `scancel -s INT` reaches every agent, but a second Ctrl-C would mean to stop at once.
                 self._local.report(Signalled(signal.SIGTERM if signum is signal.SIGINT else signum))
-            case Ended(name, code):
+            case messages.Ended(name, code):
                 self._ended[name] = report
                 self._local.report(Exited(name, code, node=self._name(node)))
 
@@ -199,26 +184,44 @@ class ClusterHost:
                 self._local.report(NodeLost(node.index, node.fault))
 
     def _ping_all(self) -> None:
-        ping = encoded(Ping())
+        ping = messages.encoded(messages.Ping())
         looked_s = time.monotonic()
-        while not self._is_closing.wait(PING_EVERY_S):
+        while not self._is_closing.wait(messages.PING_EVERY_S):
             now_s = time.monotonic()
             # Time in which this process was stopped does not count.
-            gap_s, looked_s = min(now_s - looked_s, 2 * PING_EVERY_S), now_s
+            gap_s, looked_s = min(now_s - looked_s, 2 * messages.PING_EVERY_S), now_s
+            self._clock_s += gap_s
             for node in self._nodes:
                 node.channel.send(ping)
                 node.silent_s += gap_s
                 if node.facts is not None and node.silent_s >= self._silent_limit_s:
                     self._lose(node, f"its agent said nothing for {self._silent_limit_s:g} s")
 
-    def _tell(self, node: _Node, order: Order) -> None:
+    def _tell(self, node: _Node, order: messages.Order) -> None:
         if node.fault is None:
-            node.channel.send(encoded(order))
+            node.channel.send(messages.encoded(order))
 
-    def _answer(self, node: _Node, number: int) -> Answer | None:
-        """The answer to an order; None if the node is gone. One thread gives orders, one at a time to each node."""
+    def _answers(self, nodes: Sequence[_Node], number: int, more_s: float = 0.0) -> list[messages.Answer | None]:
+        """The answer of each node to an order. None: the node is gone, or does not answer in time.
+
+        One thread gives orders, one at a time to each node. `more_s`: seconds that carrying out the order may take.
+        """
+        deadline_s = self._clock_s + self._answer_limit_s + more_s
+        return [self._answer(node, number, deadline_s) for node in nodes]
+
+    def _answer(self, node: _Node, number: int, deadline_s: float) -> messages.Answer | None:
         while node.fault is None:
-            answer = node.answers.get()
+            try:
+                answer = node.answers.get(timeout=_LOOK_EVERY_S)
+            except Empty:
+                if self._clock_s >= deadline_s:
+                    self._say(
+                        f"{self._name(node)} is alive, but did not carry out an order within "
+                        f"{self._answer_limit_s:g} s: its file system may hang"
+                    )
+                    return None
+                continue
+            # Others are late answers to earlier orders.
             if answer is None or answer.number == number:
                 return answer
         return None
@@ -232,10 +235,11 @@ class ClusterHost:
         # There is no other way to read it.
         umask = os.umask(0o077)
         os.umask(umask)
-        self._tell(node, Start(number, spec=spec, umask=umask))
-        answer = self._answer(node, number)
+        self._tell(node, messages.Start(number, spec=spec, umask=umask))
+        (answer,) = self._answers([node], number)
         if answer is None:
-            raise CannotStart(f"{spec.name} cannot be started: {node.fault}")
+            why = node.fault or f"{self._name(node)} did not answer within {self._answer_limit_s:g} s"
+            raise CannotStart(f"{spec.name} cannot be started: {why}")
         if answer.fault is not None:
             raise CannotStart(f"on {self._name(node)}: {answer.fault}")
 
@@ -243,28 +247,27 @@ class ClusterHost:
         """Whether every node sees the lock that this process holds on a file."""
         number = next(self._numbers)
         for node in self._nodes:
-            self._tell(node, SeeLock(number, file=file))
-        answers = [self._answer(node, number) for node in self._nodes]
+            self._tell(node, messages.SeeLock(number, file=file))
+        answers = self._answers(self._nodes, number)
         return all(answer is not None and answer.heard for answer in answers)
 
     def next_event(self, timeout_s: float | None) -> Event | None:
         return self._local.next_event(timeout_s)
 
     def stop(self, name: str) -> None:
-        self._tell(self._node_of(name), Stop(name=name))
+        self._tell(self._node_of(name), messages.Stop(name=name))
 
     def relay(self, name: str, signum: signal.Signals) -> bool:
         node, number = self._node_of(name), next(self._numbers)
-        self._tell(node, Relay(number, name=name, signum=signum))
-        answer = self._answer(node, number)
+        self._tell(node, messages.Relay(number, name=name, signum=signum))
+        (answer,) = self._answers([node], number)
         return answer is not None and answer.heard
 
     def end_all(self, grace_s: float) -> None:
         number = next(self._numbers)
         for node in self._nodes:
-            self._tell(node, EndAll(number, grace_s=grace_s))
-        for node in self._nodes:
-            self._answer(node, number)
+            self._tell(node, messages.EndAll(number, grace_s=grace_s))
+        self._answers(self._nodes, number, grace_s)
 
     def give_up(self, spec: ProcessSpec) -> None:
         note_loss(spec)
@@ -280,11 +283,11 @@ class ClusterHost:
         if name in self._ended:
             return self._ended[name].tail
         node, number = self._node_of(name), next(self._numbers)
-        self._tell(node, Tail(number, name=name))
-        answer = self._answer(node, number)
+        self._tell(node, messages.Tail(number, name=name))
+        (answer,) = self._answers([node], number)
         if answer is not None:
             return answer.lines.get(name, [])
-        # The directory is shared: the log of a lost node is there, as far as it was written.
+        # The directory is shared: the log is there, as far as it was written.
         lines = logs.tail(self._specs[name].log, TAIL_LINES)
         starts = [index for index, line in enumerate(lines) if line.startswith(logs.HEAD)]
         return lines[starts[-1] + 1 :] if starts else lines
@@ -298,9 +301,8 @@ class ClusterHost:
             asked.setdefault(self._specs[name].node, []).append(name)
         number = next(self._numbers)
         for index, there in asked.items():
-            self._tell(self._nodes[index], Stacks(number, names=tuple(there)))
+            self._tell(self._nodes[index], messages.Stacks(number, names=tuple(there)))
         found: dict[str, list[str]] = {}
-        for index in asked:
-            answer = self._answer(self._nodes[index], number)
+        for answer in self._answers([self._nodes[index] for index in asked], number):
             found |= {} if answer is None else answer.lines
         return found

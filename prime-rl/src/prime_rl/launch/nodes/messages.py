@@ -17,7 +17,7 @@ from prime_rl.launch.nodes.facts import NodeFacts
 from prime_rl.launch.spec import ProcessSpec
 from prime_rl.launch.stalls.watchdog import Observed
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Raise it when a message changes: head and agents may run different checkouts."""
 
 MAX_LINE_BYTES = 64 * 2**20
@@ -85,6 +85,9 @@ class Ping(_Order, frozen=True):
 
 Order = Start | Stop | Relay | EndAll | Tail | Stacks | SeeLock | Ping
 
+SLOW_ORDERS = (Start, Tail, Stacks, SeeLock)
+"""Orders that touch files, which a shared file system may delay. Others do not wait behind them."""
+
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
     """The first line of an agent."""
@@ -127,13 +130,17 @@ class Caught(msgspec.Struct, frozen=True, tag=True):
     signum: signal.Signals
 
 
+class Alive(msgspec.Struct, frozen=True, tag=True):
+    """The agent is alive. It says so even while the file system of its node hangs."""
+
+
 class Status(msgspec.Struct, frozen=True, tag=True):
-    """What the running processes have reported of their progress. Also tells that the node is alive."""
+    """What the running processes have reported of their progress."""
 
     observed: Mapping[str, Observed]
 
 
-Report = Hello | Refusal | Answer | Ended | Caught | Status
+Report = Hello | Refusal | Answer | Ended | Caught | Alive | Status
 
 _MessageT = TypeVar("_MessageT")
 

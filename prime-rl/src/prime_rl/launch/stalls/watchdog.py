@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from prime_rl.run.beats import ANYONE, Beat
+from prime_rl.run.beats import ANYONE, Beat, is_replica, replica_name
 
 LOOK_EVERY_S = 2.0
 QUIET_S = 60.0
@@ -159,7 +159,7 @@ class Watchdog:
         """
         chain = [name]
         while True:
-            waits_for = self._processes[chain[-1]].waits_for
+            waits_for = self._awaited(self._processes[chain[-1]].waits_for)
             if waits_for == ANYONE:
                 return tuple(chain[-2:-1])
             if waits_for is not None and waits_for not in self._known:
@@ -169,6 +169,14 @@ class Watchdog:
             if waits_for in chain:
                 return tuple(sorted(chain[chain.index(waits_for) :]))
             chain.append(waits_for)
+
+    def _awaited(self, name: str | None) -> str | None:
+        """The process that `name` stands for. A wait for `inference` may be for any server: the one that works, and has
+        made no progress for the longest time, is meant."""
+        if name != replica_name(0):
+            return name
+        working = [each for each, seen in self._processes.items() if is_replica(each) and seen.waits_for != ANYONE]
+        return min(working, key=self._since, default=name)
 
     def _stalled(self, roots: tuple[str, ...], is_cycle: bool) -> Stalled:
         first, *others = roots

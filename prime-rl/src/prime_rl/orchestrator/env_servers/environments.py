@@ -28,7 +28,7 @@ from prime_rl.orchestrator.rollouts.images import ADVICE, first_row_with_image, 
 from prime_rl.orchestrator.rollouts.rollout import REWARD_ERRORS, ExampleRef, Rollout, check_trainable, read_rollout
 from prime_rl.orchestrator.scheduling.difficulty import fingerprint
 from prime_rl.orchestrator.servers.server import InferenceServer
-from prime_rl.run.beats import own_beats
+from prime_rl.run.beats import own_beats, server_name
 from prime_rl.transport.endpoints import Endpoint
 from prime_rl.transport.errors import TransportError
 from prime_rl.utils.logger import get_logger
@@ -154,7 +154,7 @@ class Environment:
         Raises:
             EnvironmentFault: reward functions failed in too many rollouts.
         """
-        with own_beats().calling("inference") if self._is_elsewhere else contextlib.nullcontext():
+        with own_beats().calling(server_name(server.base_url)) if self._is_elsewhere else contextlib.nullcontext():
             outputs = await self.vf_env.run_group(
                 [self._rows[example.row]] * size,
                 server.client if self.vf_env.env_client is None else server.client_config,

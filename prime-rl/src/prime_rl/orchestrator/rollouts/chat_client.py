@@ -26,7 +26,7 @@ from verifiers.types import ClientConfig, Response
 from prime_rl.orchestrator.rollouts.replies import ChatReply, TokenizeReply, decode_chat_reply, error_message
 from prime_rl.orchestrator.rollouts.sampling import EXACT_SEED
 from prime_rl.orchestrator.rollouts.trace import CallDetails
-from prime_rl.run.beats import own_beats
+from prime_rl.run.beats import own_beats, server_name
 
 RETRYABLE_STATUS = frozenset({408, 429, 500, 502, 503, 504})
 KEEPALIVE_S = 4.0
@@ -90,7 +90,7 @@ class ChatChannel:
         """Post a body and return the reply as it is. Raises what `post` raises."""
         data = self._encoder.encode(self._prepare(body))
         started_s = time.time()
-        with own_beats().calling("inference"):
+        with own_beats().calling(server_name(self.base_url)):
             answer = await self._post_with_retries(f"{self.base_url}{path}", data, headers)
         return Answer(answer, started_s, ended_s=time.time())
 

@@ -14,7 +14,7 @@ from prime_rl.configs.shared import ClientConfig
 from prime_rl.orchestrator.errors import InferenceFault
 from prime_rl.orchestrator.rollouts.chat_client import ServerAnswered
 from prime_rl.orchestrator.servers.server import InferenceServer, unless
-from prime_rl.run.beats import own_beats
+from prime_rl.run.beats import own_beats, server_name
 from prime_rl.utils.logger import get_logger
 from prime_rl.utils.waiting import Wait
 
@@ -78,7 +78,7 @@ class InferencePool:
     async def wait_served(self, server_log: Path | None = None) -> None:
         """Wait until every server is healthy and serves the model.
 
-        `server_log` is the log of a server that was started for this run; None if the user starts the servers.
+        `server_log` is the log of the first server that was started for this run; None if the user starts the servers.
 
         Raises:
             InferenceFault: a server is not healthy within `client.startup_timeout`, or serves another model.
@@ -227,7 +227,9 @@ class InferencePool:
             listener(server)
 
     async def _wait_healthy(self, server: InferenceServer, server_log: Path | None) -> None:
-        advice = f"its log is {server_log}" if server_log is not None else self._how_to_start(server)
+        advice = self._how_to_start(server)
+        if server_log is not None:
+            advice = f"its log is {server_log.with_stem(server_name(server.base_url))}"
         what = f"the inference server {server.root_url}"
         wait, poll_s = Wait(what, advice, self.config.startup_timeout, "client.startup_timeout"), FIRST_POLL_S
         while not await server.is_ready():
