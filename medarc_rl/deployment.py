@@ -229,12 +229,7 @@ def sft_nodes_of(words: Sequence[str]) -> int:
 
 def training_gpus(config: SFTConfig) -> int:
     """Number of GPUs that an SFT run trains on, on all of its nodes. Raises UsageError as `sft_gpus` does."""
-    return (sft_gpus(config) - _evaluating_gpus(config)) * sft_nodes(config)
-
-
-def _evaluating_gpus(config: SFTConfig) -> int:
-    deployment = config.deployment
-    return deployment.num_infer_gpus if config.eval is not None and deployment.type == "single_node" else 0
+    return (sft_gpus(config) - config.infer_gpus_per_node) * sft_nodes(config)
 
 
 def sft_gpus(config: SFTConfig) -> int:
@@ -245,7 +240,7 @@ def sft_gpus(config: SFTConfig) -> int:
     """
     if config.deployment.type == "multi_node":
         return _gpus_of_node(config.deployment.gpus_per_node)
-    train, infer = config.deployment.num_gpus, _evaluating_gpus(config)
+    train, infer = config.deployment.num_gpus, config.infer_gpus_per_node
     if train + infer > NODE_GPUS:
         added = f" + deployment.num_infer_gpus = {infer}" if infer else ""
         raise UsageError(f"deployment.num_gpus = {train}{added}: one node has 1 to {NODE_GPUS} GPUs")

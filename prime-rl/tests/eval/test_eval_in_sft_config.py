@@ -74,7 +74,10 @@ def test_a_resume_compares_the_training_and_not_only_its_server() -> None:
             [*ENV, "--deployment.num-infer-gpus", "3", "--inference.parallel.tp", "2"],
             "deployment.num_infer_gpus (3) is not a multiple of inference.parallel.tp (2)",
         ),
-        ([*ENV, "--deployment.type", "multi_node", "--slurm"], "eval runs on one node"),
+        (
+            [*ENV, "--deployment.type", "multi_node", "--slurm", "--deployment.num-infer-gpus", "8"],
+            "deployment.num_infer_gpus (8) leaves none of the gpus_per_node (8) for training",
+        ),
         ([*ENV, "--eval.skip-eval-on-resume"], "a resumed run evaluates what it has not evaluated yet"),
         ([*ENV, "--eval.cancel-inflight-rollouts-on-eval"], "sft trains on no rollouts"),
         ([*ENV, "--deployment.num-eval-gpus", "2"], "unknown option; use --deployment.num-infer-gpus"),

@@ -9,13 +9,21 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
 
+from prime_rl.launch import LocalHost
+from prime_rl.launch.nodes.channels import PipeChannel, agent_argv
+from prime_rl.launch.nodes.cluster import ClusterHost
+from prime_rl.launch.nodes.placing import cluster_site
+from prime_rl.launch.programs import Programs
+from prime_rl.launch.site import Demand
 from prime_rl.run.paths import STORE_VARIABLE
 from prime_rl.trainer.process.store import open_store
+from prime_rl.utils.gpus import DeviceError
 
 HEAD = """
 import sys
@@ -27,17 +35,19 @@ from prime_rl.launch.run import launch
 from prime_rl.watch.screens import sft_screen
 
 class Namespaces:
-    names = sys.argv[3:]
+    names = sys.argv[3:5]
     def channels(self):
         return [PipeChannel(name, ("ip", "netns", "exec", name, *agent_argv())) for name in self.names]
     def address(self, name):
         return None
 
+# Each end of the cable has a name of its own.
+interfaces = ",".join(sys.argv[5:])
 config = SFTConfig.model_validate({
     "model": {"name": sys.argv[1], "attn": "sdpa"},
     "data": {"type": "fake", "input_ids": "random", "seq_len": 32, "batch_size": 2},
     "max_steps": 2, "output_dir": sys.argv[2], "device": "cpu", "slurm": {},
-    "deployment": {"type": "multi_node", "num_nodes": 2, "gpus_per_node": 1},
+    "deployment": {"type": "multi_node", "num_nodes": 2, "gpus_per_node": 1, "network_interface": interfaces},
 })
 raise SystemExit(launch(SFT, config, sft_screen, cluster=Namespaces()))
 """
@@ -76,13 +86,55 @@ def test_two_nodes_train_over_their_own_addresses_without_a_loopback_interface(
     namespaces: tuple[str, str], tiny_model_dir: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
-    head = [sys.executable, "-c", HEAD, str(tiny_model_dir), str(out), *namespaces]
+    head = [
+        sys.executable,
+        "-c",
+        HEAD,
+        str(tiny_model_dir),
+        str(out),
+        *namespaces,
+        f"p{os.getpid()}a",
+        f"p{os.getpid()}b",
+    ]
     done = subprocess.run(head, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "(10.77.0.1): trainer rank 0; CPU" in done.stdout
     assert "(10.77.0.2): trainer rank 1; CPU" in done.stdout
     steps = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert [step["step"] for step in steps if "loss/mean" in step] == [0, 1]
+
+
+class Two:
+    """Two nodes on this machine."""
+
+    names = ("n0", "n1")
+
+    def channels(self) -> list[PipeChannel]:
+        return [PipeChannel(name, agent_argv(), {**os.environ, "SLURMD_NODENAME": name}) for name in self.names]
+
+    def address(self, name: str) -> None:
+        return None
+
+
+def test_an_interface_that_nodes_do_not_have_is_refused_with_the_names_of_theirs(
+    local: LocalHost, tmp_path: Path
+) -> None:
+    demand, programs = Demand("cpu", train=1, train_nodes=2), Programs("python", "inference", "orchestrator")
+    cases = {
+        "deployment.network_interface = loo": (replace(demand, interface="loo"), {"GLOO_SOCKET_IFNAME": "lo"}),
+        "GLOO_SOCKET_IFNAME=loo": (demand, {"GLOO_SOCKET_IFNAME": "loo"}),
+    }
+    store = tmp_path / "control" / "store"
+    with ClusterHost(local, Two().channels()) as host:
+        for words, (asked, env) in cases.items():
+            with pytest.raises(DeviceError) as refused, cluster_site(host, Two(), asked, env, store, programs):
+                pass
+            fault = str(refused.value)
+            assert fault.startswith(f"{words}: no such network interface with an IPv4 address on every node: n0 has lo")
+            assert fault.endswith("; use lo")
+        asked = replace(demand, interface="eth77,lo")
+        with cluster_site(host, Two(), asked, {}, store, programs) as site:
+            assert [(each.interface, each.address) for each in site.each] == [("lo", "127.0.0.1")] * 2
 
 
 def test_a_store_between_machines_listens_on_its_address_alone() -> None:

@@ -222,13 +222,6 @@ def test_a_child_that_hangs_on_the_second_node_is_found_and_shows_its_stack(laun
     assert "in wait_for_ever" in output
 
 
-@pytest.fixture
-def local(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalHost]:
-    monkeypatch.setenv("PRIME_RL_RUNTIME_DIR", str(tmp_path / "runtime"))
-    with LocalHost() as host:
-        yield host
-
-
 @pytest.mark.parametrize(
     ("code", "words"),
     [

@@ -12,9 +12,9 @@ from prime_rl.configs.sft import SFTConfig
 from prime_rl.launch import ProcessSpec
 from prime_rl.launch.devices import GpuAssignment
 from prime_rl.launch.job import Job, Resources
-from prime_rl.launch.plan import plan_eval, plan_rl, plan_sft
+from prime_rl.launch.plan import plan_eval, plan_rl, plan_sft, sft_demand
 from prime_rl.launch.programs import Programs
-from prime_rl.launch.site import Device, Ports, Site
+from prime_rl.launch.site import Demand, Device, Ports, Site
 from prime_rl.run.beats import SERVERS_VARIABLE
 from prime_rl.run.clearance import CLEARANCE_VARIABLE
 from prime_rl.run.paths import RunPaths
@@ -224,3 +224,30 @@ def test_the_orchestrator_knows_the_process_behind_each_of_several_servers() -> 
     names = {"http://10.0.0.1:8001/v1": "inference", "http://10.0.0.2:8001/v1": "inference_1"}
     assert json.loads(processes["orchestrator"].env[SERVERS_VARIABLE]) == names
     assert SERVERS_VARIABLE not in plan(config(), site())["orchestrator"].env
+
+
+def test_on_several_nodes_each_has_a_server_for_the_evaluation_and_trains_on_its_other_gpus() -> None:
+    nodes = {"type": "multi_node", "num_nodes": 2, "gpus_per_node": 3, "network_interface": "eth0,eth1"}
+    values = {"output_dir": "out", "slurm": {}, "deployment": nodes, "eval": {"env": [{"id": "x"}]}}
+    sft = SFTConfig.model_validate({**values, "data": {"type": "fake", "batch_size": 4}})
+    assert sft_demand(sft) == Demand("auto", infer=1, train=2, train_nodes=2, interface="eth0,eth1")
+    here = on_nodes(2)
+    nodes_of = tuple(
+        replace(each, gpus=GpuAssignment(("0",), ("1", "2")), is_interface_configured=True) for each in here.each
+    )
+    job = plan_sft(sft, PATHS, replace(nodes_of[0], nodes=nodes_of), None)
+    assert {spec.name: (spec.node, spec.gpus, spec.if_lost is not None) for spec in job.processes} == {
+        "trainer": (0, ("1", "2"), False),
+        "trainer_rank_1": (0, ("1", "2"), False),
+        "trainer_rank_2": (1, ("1", "2"), False),
+        "trainer_rank_3": (1, ("1", "2"), False),
+        "inference": (0, ("0",), True),
+        "inference_1": (1, ("0",), True),
+        "evaluator": (0, (), True),
+    }
+    assert "--client.base-url http://10.0.0.1:8001/v1,http://10.0.0.2:8001/v1" in " ".join(
+        job.process("evaluator").argv
+    )
+    for name, interface in (("trainer", "eth0"), ("trainer_rank_2", "eth1"), ("inference_1", "eth1")):
+        env = job.process(name).env
+        assert (env["GLOO_SOCKET_IFNAME"], env["NCCL_SOCKET_IFNAME"]) == (interface, f"={interface}")

@@ -126,13 +126,6 @@ def test_a_process_that_starts_after_the_end_of_its_launch_is_ended(
         assert Agent(host, say).serve(orders(host))
 
 
-@pytest.fixture
-def local(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalHost]:
-    monkeypatch.setenv("PRIME_RL_RUNTIME_DIR", str(tmp_path / "runtime"))
-    with LocalHost() as host:
-        yield host
-
-
 def test_a_head_does_not_wait_without_end_for_a_node_that_is_alive(local: LocalHost, tmp_path: Path) -> None:
     said: list[str] = []
     os.mkfifo(tmp_path / "trainer.log")

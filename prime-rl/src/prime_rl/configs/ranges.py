@@ -20,6 +20,8 @@ Gpus = Annotated[int, Field(ge=1, le=1024)]
 Nodes = Annotated[int, Field(ge=1, le=100_000)]
 Processes = Annotated[int, Field(ge=1, le=100_000)]
 """Processes, or GPUs, of all nodes."""
+NetworkInterfaces = Annotated[str, Field(pattern=r"^[^\s,/:=^]{1,15}(,[^\s,/:=^]{1,15})*$")]
+"""Names of network interfaces of Linux, with commas between."""
 Port = Annotated[int, Field(ge=1, le=65535)]
 Seed = Annotated[int, Field(ge=-(10**18), le=10**18)]
 """Fits into 64 bits after a number of requests or epochs is added to it."""

@@ -10,7 +10,17 @@ from pydantic import Field, model_validator
 from prime_rl.configs.areal.launched import LaunchedConfig
 from prime_rl.configs.inference import InferenceConfig
 from prime_rl.configs.model import replication_fault
-from prime_rl.configs.ranges import LARGEST, Count, Fraction, Gpus, NaturalSeed, Nodes, Seconds, WholeNumber
+from prime_rl.configs.ranges import (
+    LARGEST,
+    Count,
+    Fraction,
+    Gpus,
+    NaturalSeed,
+    NetworkInterfaces,
+    Nodes,
+    Seconds,
+    WholeNumber,
+)
 from prime_rl.configs.shared import (
     Device,
     FileAccess,
@@ -234,8 +244,17 @@ class MultiNodeDeploymentConfig(BaseDeploymentConfig):
     num_nodes: Nodes = 2
     """Number of nodes."""
 
+    num_infer_gpus: Gpus = 1
+    """Number of GPUs of each node, of its `gpus_per_node`, that an inference server of `[eval]` uses. The others train.
+    Without `[eval]` all train."""
+
     nodes_per_fsdp_group: Nodes | None = None
     """Number of nodes that share one copy of the model. None shares it among all nodes."""
+
+    network_interface: NetworkInterfaces | None = None
+    """Network interface through which the nodes reach each other, such as `eth1`. Holds for all addresses of the run,
+    gloo and NCCL. Of several, with commas between, each node uses the first that it has. None takes
+    `GLOO_SOCKET_IFNAME`, or else chooses."""
 
 
 SFTDeploymentConfig = Annotated[SingleNodeDeploymentConfig | MultiNodeDeploymentConfig, Field(discriminator="type")]
@@ -334,6 +353,18 @@ class SFTConfig(LaunchedConfig):
     device: Device = "auto"
     """Where to run. `auto` uses GPUs if there are any."""
 
+    @property
+    def infer_gpus_per_node(self) -> int:
+        """GPUs of the server of `[eval]` on each node. 0 without `[eval]`."""
+        return 0 if self.eval is None else self.deployment.num_infer_gpus
+
+    @property
+    def train_gpus_per_node(self) -> int:
+        """Processes of the trainer on each node, one per GPU."""
+        if self.deployment.type == "single_node":
+            return self.deployment.num_gpus
+        return self.deployment.gpus_per_node - self.infer_gpus_per_node
+
     @classmethod
     def prepare(cls, data: dict[str, Any]) -> dict[str, Any]:
         table = super().prepare(data)
@@ -413,7 +444,8 @@ class SFTConfig(LaunchedConfig):
         group = deployment.nodes_per_fsdp_group
         if group is not None and deployment.num_nodes % group != 0:
             yield f"deployment.num_nodes ({deployment.num_nodes}) is not a multiple of nodes_per_fsdp_group ({group})"
-        yield from filter(None, (batch_fault(self.data, deployment.num_nodes * deployment.gpus_per_node),))
+        if self.train_gpus_per_node > 0:
+            yield from filter(None, (batch_fault(self.data, deployment.num_nodes * self.train_gpus_per_node),))
 
 
 def _with_keys_of_data(val: dict[str, Any], data: Any) -> dict[str, Any]:

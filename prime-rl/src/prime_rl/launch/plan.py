@@ -44,19 +44,19 @@ if TYPE_CHECKING:
 
 
 def sft_demand(config: SFTConfig) -> Demand:
+    demand = Demand(config.device, infer=config.infer_gpus_per_node, train=config.train_gpus_per_node)
     deployment = config.deployment
-    if deployment.type == "multi_node":
-        return Demand(config.device, train=deployment.gpus_per_node, train_nodes=deployment.num_nodes)
-    infer = 0 if config.eval is None else deployment.num_infer_gpus
-    return Demand(config.device, infer=infer, train=deployment.num_gpus)
+    if deployment.type == "single_node":
+        return demand
+    return replace(demand, train_nodes=deployment.num_nodes, interface=deployment.network_interface)
 
 
 def rl_demand(config: RLConfig) -> Demand:
     deployment = config.deployment
     if deployment.type == "multi_node":
         gpus = deployment.gpus_per_node
-        nodes = (deployment.num_infer_nodes, deployment.num_train_nodes)
-        return Demand(config.device, gpus, gpus, infer_nodes=nodes[0], train_nodes=nodes[1])
+        demand = Demand(config.device, gpus, gpus, interface=deployment.network_interface)
+        return replace(demand, infer_nodes=deployment.num_infer_nodes, train_nodes=deployment.num_train_nodes)
     infer_ids, train_ids = config.inference_gpu_ids, config.trainer_gpu_ids
     infer = deployment.num_infer_gpus if infer_ids is None else len(infer_ids)
     return Demand(
@@ -104,19 +104,29 @@ def plan_sft(config: SFTConfig, paths: RunPaths, site: Site, resume_step: int | 
 def _evaluation_beside(
     evaluation: OfflineEvalConfig, paths: RunPaths, site: Site, at_once: int
 ) -> tuple[ProcessSpec, ...]:
-    """Inference server and evaluator next to a training. `at_once`: processes that compute at the same time."""
+    """An inference server on each node, and the evaluator on the first, next to a training.
+
+    `at_once`: processes of a node that compute at the same time.
+    """
     on_cpu = site.device == "cpu"
-    env = thread_env(site.cores, at_once, site.env) if on_cpu else {}
-    return tuple(beside_training(each, paths, on_cpu) for each in _evaluating("sft", evaluation, paths, site, env))
+    envs = [_threads(each, at_once) for each in site.each]
+    return tuple(
+        beside_training(each, paths, on_cpu) for each in _evaluating("sft", evaluation, paths, site.each, envs)
+    )
 
 
 def _evaluating(
-    command: str, config: OfflineEvalConfig, paths: RunPaths, site: Site, env: Mapping[str, str]
+    command: str,
+    config: OfflineEvalConfig,
+    paths: RunPaths,
+    sites: Sequence[Site],
+    envs: Sequence[Mapping[str, str]],
 ) -> tuple[ProcessSpec, ...]:
-    client = _client_flags(config.inference, (site,))
-    evaluator = evaluator_process(paths, site.programs.python, _child_env(command, "evaluator", site, {}), *client)
-    servers = _inference(command, config.inference, paths, site, env)
-    return _with_key(servers, evaluator, config.client, site)
+    head = sites[0]
+    env = _child_env(command, "evaluator", head, _server_names(sites))
+    evaluator = evaluator_process(paths, head.programs.python, env, *_client_flags(config.inference, sites))
+    servers = _servers(command, config.inference, paths, sites, envs)
+    return _with_key(servers, evaluator, config.client, head)
 
 
 def _eval_configs(config: OfflineEvalConfig) -> dict[str, BaseSettings]:
@@ -136,11 +146,8 @@ def plan_rl(config: RLConfig, paths: RunPaths, site: Site, resume_step: int | No
     env = _child_env("rl", "orchestrator", head, envs[0]) | _server_names(infer_sites)
     orchestrator = orchestrator_process(paths, site.programs.orchestrator, env, *flags)
     waits = {CLEARANCE_VARIABLE: str(paths.orchestrator.environments_checked)}
-    servers = [
-        server
-        for replica, each in enumerate(infer_sites)
-        for server in _inference("rl", config.inference, paths, each, _threads(each, infer_at_once) | waits, replica)
-    ]
+    infer_envs = [_threads(each, infer_at_once) | waits for each in infer_sites]
+    servers = _servers("rl", config.inference, paths, infer_sites, infer_envs)
     processes = _with_transport_key(
         (
             *_with_key(servers, replace(orchestrator, node=head.node), config.orchestrator.client, site),
@@ -165,8 +172,7 @@ def plan_rl(config: RLConfig, paths: RunPaths, site: Site, resume_step: int | No
 
 def plan_eval(config: OfflineEvalConfig, paths: RunPaths, site: Site, resume_step: int | None = None) -> Job:
     """Inference server (unless the config has none) and evaluator, which finds by itself what is left to do."""
-    env = {} if site.device == "cuda" else thread_env(site.cores, 1, site.env)
-    processes = _evaluating("eval", config, paths, site, env)
+    processes = _evaluating("eval", config, paths, (site,), (_threads(site, 1),))
     kept = "stopping; finished rollouts are kept"
     limits = _stall_limits(config.stall)
     return Job(
@@ -184,8 +190,8 @@ def plan_eval(config: OfflineEvalConfig, paths: RunPaths, site: Site, resume_ste
 
 def plan_server(command: str, config: InferenceConfig, paths: RunPaths, site: Site, waits_for: Path) -> ProcessSpec:
     """An inference server by itself, on `inference_url(site)`. It loads its model once the file `waits_for` exists."""
-    env = {} if site.device == "cuda" else thread_env(site.cores, 1, site.env)
-    (server,) = _inference(command, config, paths, site, env | {CLEARANCE_VARIABLE: str(waits_for)})
+    env = _threads(site, 1) | {CLEARANCE_VARIABLE: str(waits_for)}
+    (server,) = _servers(command, config, paths, (site,), (env,))
     return replace(server, secrets={ENGINE_KEY_VARIABLE: site.engine_key})
 
 
@@ -230,24 +236,34 @@ def _processes_at_once(demand: Demand, config: RLConfig) -> tuple[int, int]:
     return both, both
 
 
-def _inference(
+def _servers(
     command: str,
     config: InferenceConfig | None,
     paths: RunPaths,
-    site: Site,
-    env: Mapping[str, str],
-    replica: int = 0,
+    sites: Sequence[Site],
+    envs: Sequence[Mapping[str, str]],
 ) -> tuple[ProcessSpec, ...]:
+    """An inference server on each node."""
     if config is None:
         return ()
+    return tuple(
+        _server(command, config, paths, replica, (site, env))
+        for replica, (site, env) in enumerate(zip(sites, envs, strict=True))
+    )
+
+
+def _server(
+    command: str, config: InferenceConfig, paths: RunPaths, replica: int, place: tuple[Site, Mapping[str, str]]
+) -> ProcessSpec:
+    site, env = place
     gpus = site.gpus.inference
     may_be_vllm = site.device == "cuda" and config.backend != "embedded"
     visible = mask_for_vllm(gpus, site.gpu_indices) if may_be_vllm else mask(gpus)
     env = _child_env(command, "inference", site, env) | visible
     if site.name:
-        env |= interface_env(site.env, site.interface)
+        env |= interface_env(site.env, site.interface, site.is_interface_configured)
     server = inference_process(paths, site.programs.inference, env, gpus, *_server_flags(site), replica=replica)
-    return (replace(server, node=site.node),)
+    return replace(server, node=site.node)
 
 
 def _with_key(
@@ -290,7 +306,8 @@ def _trainer(
             env |= allocator_env(site.env)
         if total > 1:
             # One thread per rank on GPUs, as under torchrun. On CPUs the share of the cores is set already.
-            env = {**thread_env(1, 1, site.env), **env} | interface_env(site.env, site.interface)
+            env = {**thread_env(1, 1, site.env), **env}
+            env |= interface_env(site.env, site.interface, site.is_interface_configured)
         on_node = here.processes(paths, site.programs.python, env, site.gpus.trainer, *flags)
         processes += [replace(process, node=site.node) for process in on_node]
     return tuple(processes)

@@ -27,6 +27,7 @@ LOOPBACK = "127.0.0.1"
 LOOPBACK_INTERFACE = "lo"
 GLOO_VARIABLE = "GLOO_SOCKET_IFNAME"
 """Network interface of gloo, by name."""
+NCCL_VARIABLE = "NCCL_SOCKET_IFNAME"
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,11 +151,16 @@ def _completing(name: str, argv: tuple[str, ...], paths: RunPaths, env: Mapping[
     )
 
 
-def interface_env(env: Mapping[str, str], interface: str = LOOPBACK_INTERFACE) -> dict[str, str]:
-    """Keep gloo on a network interface, unless `env` names one.
+def interface_env(
+    env: Mapping[str, str], interface: str = LOOPBACK_INTERFACE, is_configured: bool = False
+) -> dict[str, str]:
+    """Keep gloo on a network interface, unless `env` names one. If the config names it, also NCCL.
 
     By default gloo listens on the address of the host's name, which may not resolve or may be public.
     """
+    if is_configured:
+        # For NCCL a name without "=" is the beginning of names.
+        return {GLOO_VARIABLE: interface, NCCL_VARIABLE: f"={interface}"}
     return {} if sys.platform != "linux" or GLOO_VARIABLE in env else {GLOO_VARIABLE: interface}
 
 

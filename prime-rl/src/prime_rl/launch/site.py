@@ -38,8 +38,10 @@ class Demand:
     """GPUs that the config names. None takes the first free ones."""
     train_ids: tuple[int, ...] | None = None
     infer_nodes: int = 0
-    """Nodes of their own for inference. The numbers above then count per node."""
+    """Nodes of their own for inference. On several nodes the numbers above count per node."""
     train_nodes: int = 0
+    interface: str | None = None
+    """Network interface that the config names for all nodes."""
 
     @property
     def nodes(self) -> int:
@@ -99,6 +101,8 @@ class Site:
     """Where the processes of the node listen."""
     interface: str = LOOPBACK_INTERFACE
     """The network interface with that address."""
+    is_interface_configured: bool = False
+    """Whether the config names the interface, so that NCCL must use it, too."""
     transport_key: str | None = field(default=None, repr=False)
     """Key of ZeroMQ sockets between nodes."""
     nodes: tuple[Site, ...] = ()

@@ -8,7 +8,16 @@ from pydantic import Field, model_validator
 from prime_rl.configs.algorithms import Algorithm
 from prime_rl.configs.inference import InferenceConfig
 from prime_rl.configs.orchestrator import OrchestratorConfig
-from prime_rl.configs.ranges import Count, Gpus, Nodes, Port, ResumeStep, TransferSeconds, WholeNumber
+from prime_rl.configs.ranges import (
+    Count,
+    Gpus,
+    NetworkInterfaces,
+    Nodes,
+    Port,
+    ResumeStep,
+    TransferSeconds,
+    WholeNumber,
+)
 from prime_rl.configs.shared import Device, MonitorConfig, TraceConfig
 from prime_rl.configs.trainer import TrainerConfig
 from prime_rl.utils.pydantic_config import BaseConfig
@@ -125,6 +134,11 @@ class MultiNodeDeploymentConfig(BaseDeploymentConfig):
 
     nodes_per_fsdp_group: Nodes | None = None
     """Number of nodes that share one copy of the model. None shares it among all nodes."""
+
+    network_interface: NetworkInterfaces | None = None
+    """Network interface through which the nodes reach each other, such as `eth1`. Holds for all addresses of the run,
+    gloo and NCCL. Of several, with commas between, each node uses the first that it has. None takes
+    `GLOO_SOCKET_IFNAME`, or else chooses."""
 
     @model_validator(mode="after")
     def _check_nodes(self) -> Self:

@@ -69,14 +69,13 @@ def evaluation_faults(config: SFTConfig) -> Iterator[str]:
 
 def _deployment_faults(config: SFTConfig) -> Iterator[str]:
     deployment = config.deployment
-    if deployment.type != "single_node":
+    total = config.train_gpus_per_node + deployment.num_infer_gpus
+    if deployment.type == "multi_node" and config.train_gpus_per_node < 1:
         yield (
-            f"eval runs on one node, and deployment.type is {deployment.type!r}: remove [eval], and evaluate with "
-            "`eval --watch` next to the run"
+            f"deployment.num_infer_gpus ({deployment.num_infer_gpus}) leaves none of the gpus_per_node "
+            f"({deployment.gpus_per_node}) for training"
         )
-        return
-    total = deployment.num_gpus + deployment.num_infer_gpus
-    if total > deployment.gpus_per_node:
+    elif deployment.type == "single_node" and total > deployment.gpus_per_node:
         yield (
             f"{deployment.num_gpus} training + {deployment.num_infer_gpus} inference = {total} GPUs are above "
             f"deployment.gpus_per_node ({deployment.gpus_per_node})"
@@ -90,7 +89,7 @@ def _deployment_faults(config: SFTConfig) -> Iterator[str]:
 
 def prepare_server(config: SFTConfig) -> None:
     """Fill in the server of `[eval]`. Call it in a validator of the config, once the rules hold."""
-    if config.eval is None or config.deployment.type != "single_node":
+    if config.eval is None:
         return
     if config.inference is None:
         derive(config, "[eval] needs a server", inference=InferenceConfig())

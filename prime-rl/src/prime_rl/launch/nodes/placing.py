@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Protocol
 
@@ -53,19 +54,20 @@ def cluster_site(
     """
     facts = host.facts
     device = _common_device(demand, facts)
-    places = [_address(each, cluster.address(name), env) for each, name in zip(facts, cluster.names, strict=True)]
+    named = _named_interfaces(demand, env, facts)
+    places = [_address(each, cluster.address(name), named) for each, name in zip(facts, cluster.names, strict=True)]
     _check_reachable(facts, places)
     sites = []
     engine_key = named_key(ENGINE_KEY_VARIABLE, env) or new_engine_key()
     transport_key = env.get(TRANSPORT_KEY_VARIABLE) or new_engine_key()
     with _meeting_place(host, store, places[demand.infer_nodes][1], facts[demand.infer_nodes]) as meeting_place:
         for index, (node, (interface, address)) in enumerate(zip(facts, places, strict=True)):
-            gpus = _gpus(demand.infer if index < demand.infer_nodes else demand.train, device, node)
+            gpus = _assigned(demand, index, device, node)
             sites.append(
                 Site(
                     programs=programs,
                     device=device,
-                    gpus=GpuAssignment(gpus, gpus),
+                    gpus=gpus,
                     gpu_indices=node.gpu_indices,
                     cores=node.cores,
                     env=env,
@@ -79,6 +81,7 @@ def cluster_site(
                     name=node.name,
                     address=address,
                     interface=interface,
+                    is_interface_configured=demand.interface is not None,
                     transport_key=transport_key,
                 )
             )
@@ -95,6 +98,15 @@ def _common_device(demand: Demand, facts: Sequence[NodeFacts]) -> Device:
     return "cuda"
 
 
+def _assigned(demand: Demand, index: int, device: Device, node: NodeFacts) -> GpuAssignment:
+    """The GPUs of a node. It serves or trains, unless no node is for inference alone."""
+    if demand.infer_nodes:
+        gpus = _gpus(demand.infer if index < demand.infer_nodes else demand.train, device, node)
+        return GpuAssignment(gpus, gpus)
+    gpus = _gpus(demand.infer + demand.train, device, node)
+    return GpuAssignment(gpus[: demand.infer], gpus[demand.infer :])
+
+
 def _gpus(count: int, device: Device, node: NodeFacts) -> tuple[str, ...]:
     if device == "cpu":
         return node.named_gpus[:count]
@@ -108,23 +120,39 @@ def _gpus(count: int, device: Device, node: NodeFacts) -> tuple[str, ...]:
     return node.gpus[:count]
 
 
-def _address(node: NodeFacts, given: str | None, env: Mapping[str, str]) -> tuple[str, str]:
-    """Interface and address at which the other nodes reach this one.
-
-    First the interface that the user names for gloo, then the scheduler's address, the address of the host's name, and
-    any other that is not the loopback address.
+def _named_interfaces(demand: Demand, env: Mapping[str, str], facts: Sequence[NodeFacts]) -> tuple[str, ...]:
+    """The network interfaces that the user names: of these each node uses the first that it has.
 
     Raises:
-        DeviceError: the node has no such interface.
+        DeviceError: a node has none of them.
     """
-    if named := env.get(GLOO_VARIABLE):
-        for name in named.split(","):
-            if name in node.interfaces:
-                return name, node.interfaces[name]
+    key = f"{GLOO_VARIABLE}=" if demand.interface is None else "deployment.network_interface = "
+    named = env.get(GLOO_VARIABLE, "") if demand.interface is None else demand.interface
+    names = tuple(filter(None, named.split(",")))
+    without = [node for node in facts if names and not set(names) & set(node.interfaces)]
+    if without:
+        known = sorted({name for node in without for name in node.interfaces})
+        near = get_close_matches(names[0], known, 1) or known
+        who = ", ".join(f"{node.name} has {', '.join(node.interfaces) or 'none'}" for node in without)
         raise DeviceError(
-            f"{GLOO_VARIABLE}={named}: {node.name} has no such network interface with an IPv4 address, but "
-            f"{', '.join(node.interfaces)}"
+            f"{key}{named}: no such network interface with an IPv4 address on every node: {who}; "
+            f"use {' or '.join(near) or 'another'}"
         )
+    return names
+
+
+def _address(node: NodeFacts, given: str | None, named: Sequence[str]) -> tuple[str, str]:
+    """Interface and address at which the other nodes reach this one.
+
+    First an interface that the user names, then the scheduler's address, the address of the host's name, and any other
+    that is not the loopback address.
+
+    Raises:
+        DeviceError: the node has no interface.
+    """
+    for name in named:
+        if name in node.interfaces:
+            return name, node.interfaces[name]
     by_address = {address: name for name, address in node.interfaces.items()}
     outward = [address for address in by_address if not address.startswith("127.")]
     for address in (given, node.hostname_address):
@@ -143,8 +171,8 @@ def _check_reachable(facts: Sequence[NodeFacts], places: Sequence[tuple[str, str
     for node, (_, address) in zip(facts, places, strict=True):
         if address.startswith("127."):
             raise DeviceError(
-                f"{node.name} has only the address {address}, which other nodes do not reach: set {GLOO_VARIABLE} to "
-                "the network interface that they reach"
+                f"{node.name} has only the address {address}, which other nodes do not reach: set "
+                "deployment.network_interface to the network interface that they reach"
             )
 
 
