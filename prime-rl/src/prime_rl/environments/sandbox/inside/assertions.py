@@ -1,0 +1,171 @@
+"""The process that holds the tests. The program is elsewhere: its functions are called through a connection.
+
+A test compares data that arrived, with Python's own operators, in a process that the program cannot reach. So a program
+can only answer calls. It sees arguments, never an expected value.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from .plain_data import Closed, Unsendable, decode, encode, receive, send
+
+NOT_PASSED_ON = ("StopIteration", "StopAsyncIteration", "GeneratorExit", "SystemExit", "KeyboardInterrupt")
+"""Would end a loop of the tests early, or the tests themselves."""
+
+
+class Program:
+    """The other end of the connection."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection = connection
+
+    def ask(self, do: str, on: object, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        """What an operation on an object of the program gives."""
+        send(
+            self.connection,
+            {
+                "do": do,
+                "on": on,
+                "args": [encode(each, self.number) for each in args],
+                "kwargs": {name: encode(each, self.number) for name, each in (kwargs or {}).items()},
+            },
+        )
+        answer = receive(self.connection)
+        if not isinstance(answer, dict):
+            raise Closed("an answer that is none")
+        if "value" in answer:
+            return decode(answer["value"], lambda number: Remote(self, number))
+        name, text = str(answer.get("raised")), str(answer.get("text"))[:300]
+        if do == "next" and name == "StopIteration":
+            raise StopIteration
+        kind = getattr(builtins, name, None)
+        if name in NOT_PASSED_ON or not (isinstance(kind, type) and issubclass(kind, Exception)):
+            raise RuntimeError(text)
+        try:
+            raised = kind(text)
+        except TypeError:  # UnicodeDecodeError and its like want more
+            raised = RuntimeError(text)
+        raise raised
+
+    @staticmethod
+    def number(value: object) -> dict[str, Any]:
+        """What names an object of the program in a message to it."""
+        if type(value) is Remote:
+            return {"ref": object.__getattribute__(value, "_on")}
+        raise Unsendable(f"a test cannot pass a {type(value).__name__} to the program")
+
+
+class Remote:
+    """An object of the program. It equals no data, whatever its class says."""
+
+    def __init__(self, program: Program, on: object) -> None:
+        object.__setattr__(self, "_program", program)
+        object.__setattr__(self, "_on", on)
+
+    def _ask(self, do: str, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        return object.__getattribute__(self, "_program").ask(do, object.__getattribute__(self, "_on"), args, kwargs)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._ask("call", args, kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return self._ask("get", [name])
+
+    def __iter__(self) -> Any:
+        return self._ask("iterate")
+
+    def __next__(self) -> Any:
+        return self._ask("next")
+
+    def __len__(self) -> int:
+        return int(self._ask("length"))
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._ask("item", [key])
+
+    def __str__(self) -> str:
+        return str(self._ask("text"))
+
+    def __eq__(self, other: object) -> bool:
+        return self._ask("equal", [other]) is True if type(other) is Remote else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(("remote", object.__getattribute__(self, "_on")))
+
+
+def judge(connection: socket.socket, request: Mapping[str, Any]) -> dict[str, Any]:
+    """Run tests one after another until one fails: `passed`, `total`, and the `reason` of the failure."""
+    tests, passed = request["tests"], 0
+    namespace: dict[str, Any] = {"__name__": "tests"}
+    try:
+        loaded = receive(connection)
+        if not isinstance(loaded, dict) or loaded.get("loaded") is not True:
+            failed = str(loaded.get("failed") if isinstance(loaded, dict) else loaded)[:300]
+            return _verdict(0, tests, f"the program does not load: {failed}")
+        program = Program(connection)
+        for name in exposed_names(request):
+            namespace[name] = Remote(program, name)
+        for alias, name in request.get("aliases", {}).items():
+            namespace[alias] = Remote(program, name)
+        for name in modules_used(request):
+            namespace[name] = __import__(name)
+        if request.get("setup"):
+            exec(compile(request["setup"], "setup.py", "exec"), namespace)
+        for test in tests:
+            exec(compile(test, "tests.py", "exec"), namespace)
+            passed += 1
+    except Closed as error:
+        return _verdict(passed, tests, f"the program ended or broke off: {error}")
+    except AssertionError as error:
+        return _verdict(passed, tests, f"AssertionError: {str(error)[:200]}".rstrip(": "))
+    except BaseException as error:  # noqa: BLE001 - tests raise anything
+        return _verdict(passed, tests, f"{type(error).__name__}: {' '.join(str(error)[:300].split())}")
+    return _verdict(passed, tests, "")
+
+
+def _verdict(passed: int, tests: Sequence[str], reason: str) -> dict[str, Any]:
+    return {"passed": passed, "total": len(tests), "reason": reason}
+
+
+def exposed_names(request: Mapping[str, Any]) -> list[str]:
+    """Names that the tests take from the program: those that neither they, nor Python, nor a module defines.
+
+    A program that has a function `sorted`, or a module `math`, thus changes nothing in its tests.
+    """
+    if request.get("exposed") is not None:
+        return list(request["exposed"])
+    loaded: set[str] = set()
+    defined = modules_used(request)
+    for source in [request.get("setup") or "", *request["tests"]]:
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.Name):
+                (loaded if isinstance(node.ctx, ast.Load) else defined).add(node.id)
+            elif isinstance(node, (ast.FunctionDef, ast.ClassDef, ast.AsyncFunctionDef)):
+                defined.add(node.name)
+            elif isinstance(node, ast.arg):
+                defined.add(node.arg)
+            elif isinstance(node, ast.alias):
+                defined.add((node.asname or node.name).partition(".")[0])
+            elif isinstance(node, ast.ExceptHandler) and node.name:
+                defined.add(node.name)
+    return sorted(name for name in loaded - defined if not hasattr(builtins, name))
+
+
+def modules_used(request: Mapping[str, Any]) -> set[str]:
+    """Modules of Python that tests use as `math.isclose`, often without importing them: the program has done so."""
+    return {
+        node.value.id
+        for source in [request.get("setup") or "", *request["tests"]]
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
+        if node.value.id in sys.stdlib_module_names
+    }

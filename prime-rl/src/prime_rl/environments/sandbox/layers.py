@@ -1,0 +1,89 @@
+"""What keeps programs in: bubblewrap, namespaces, seccomp alone. Finds out how each would start here."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+import sys
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+LayerName = Literal["bubblewrap", "namespaces", "seccomp", "docker", "podman"]
+AUTOMATIC: tuple[LayerName, ...] = ("bubblewrap", "namespaces", "seccomp")
+"""Tried in this order. Containers are used only by choice: each program pays for the start of one."""
+INSIDE = Path(__file__).parent / "inside"
+NOBODY = 65534
+FIRST_OWN_UID = 1_000_000_000
+"""Ids from here on belong to nobody, so a process with one of them is alone in the kernel's count of its user."""
+DEVICES = ("/dev/null", "/dev/urandom", "/dev/zero")
+
+
+class SandboxFault(Exception):
+    """Programs cannot be kept in on this machine, or not in the way that was asked for. The text is for users."""
+
+
+class Layer(NamedTuple):
+    """How the process starts that forks programs."""
+
+    name: LayerName
+    prefix: tuple[str, ...] = ()
+    """What starts Python."""
+    folder: str = "/"
+    """Working directory of programs."""
+    uid: int | None = None
+    """The user to become, if the start does not change the user."""
+    hides_files: bool = False
+    """Whether the start itself hides the machine's files. Otherwise Landlock does."""
+    counts_threads: bool = True
+
+
+def layer(name: LayerName) -> Layer:
+    """Raises SandboxFault if a program that it needs is not installed."""
+    if name == "bubblewrap":
+        return Layer(name, _bubblewrap(_program("bwrap", "bubblewrap")), "/box", hides_files=True)
+    if name == "namespaces":
+        unshare = _program("unshare", "util-linux")
+        who = (f"--map-user={NOBODY}", f"--map-group={NOBODY}")
+        spaces = ("--user", *who, "--pid", "--fork", "--kill-child", "--mount", "--net", "--ipc", "--uts")
+        return Layer(name, (unshare, *spaces, "--"))
+    if name == "seccomp":
+        own_user = os.geteuid() == 0 and _is_open_to_all(Path(sys.base_prefix))
+        return Layer(name, uid=FIRST_OWN_UID + os.getpid() if own_user else None, counts_threads=own_user)
+    raise SandboxFault(f"{name!r} is no layer of this process")
+
+
+def python() -> list[str]:
+    """The interpreter without site packages. Without `-I`: the environment is empty except for the hash seed."""
+    return [str(Path(sys.executable).resolve()), "-P", "-s", "-S", "-B"]
+
+
+def _program(name: str, package: str) -> str:
+    path = shutil.which(name)
+    if path is None:
+        raise SandboxFault(f"`{name}` is not installed (package {package})")
+    return path
+
+
+def _bubblewrap(program: str) -> tuple[str, ...]:
+    arguments = ["--unshare-user", "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts"]
+    arguments += ["--unshare-cgroup-try", "--die-with-parent", "--new-session", "--cap-drop", "ALL"]
+    arguments += ["--uid", str(NOBODY), "--gid", str(NOBODY), "--hostname", "sandbox"]
+    arguments += ["--ro-bind", "/usr", "/usr"]
+    for name in ("/lib", "/lib64", "/bin"):
+        path = Path(name)
+        if path.is_symlink():
+            arguments += ["--symlink", str(path.readlink()), name]
+        elif path.is_dir():
+            arguments += ["--ro-bind", name, name]
+    for name in (sys.base_prefix, str(INSIDE)):
+        if not name.startswith("/usr/"):
+            arguments += ["--ro-bind", name, name]
+    for name in DEVICES:
+        arguments += ["--dev-bind", name, name]
+    return (program, *arguments, "--dir", "/box", "--remount-ro", "/", "--chdir", "/box", "--")
+
+
+def _is_open_to_all(folder: Path) -> bool:
+    """Whether every user can reach a folder."""
+    return all(each.stat().st_mode & stat.S_IXOTH for each in (folder, *folder.parents))

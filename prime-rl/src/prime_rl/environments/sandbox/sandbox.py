@@ -1,0 +1,232 @@
+"""Runs programs and tests in a sandbox: `Sandbox().run("print(input())", "7")`, `Sandbox().check(program, tests)`."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import socket
+import struct
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
+from typing import Any, Literal, NamedTuple, TypeVar
+
+from prime_rl.environments.sandbox.layers import AUTOMATIC, LayerName, SandboxFault, layer
+from prime_rl.environments.sandbox.limits import Limits
+from prime_rl.environments.sandbox.zygotes import STOP_LIMIT_S, Zygote, ZygoteEnded
+
+ATTEMPTS = 3
+"""Starts of the sandbox for one program, if it ends for another reason than the program."""
+MAX_MESSAGE_BYTES = 64 * 1024
+Ended = Literal["exit", "time", "output"]
+Result = TypeVar("Result")
+
+
+class Ran(NamedTuple):
+    """How a program ended, and what it printed. `code` is negative for a signal."""
+
+    ended: Ended
+    code: int
+    output: str
+    raised: str
+    """What the program says that it raised. Not to be trusted."""
+
+
+class Verdict(NamedTuple):
+    """How many tests passed, in order, until one failed; and why that one did."""
+
+    passed: int
+    total: int
+    reason: str
+
+    @property
+    def all_passed(self) -> bool:
+        return self.total > 0 and self.passed == self.total
+
+
+class Sandbox:
+    """Runs one program at a time. Not for several threads.
+
+    Raises:
+        SandboxFault: no layer can run here, or not the one that was asked for.
+    """
+
+    def __init__(self, layer_name: LayerName | Literal["auto"] = "auto", limits: Limits | None = None) -> None:
+        self.limits = limits or Limits()
+        self.skipped: dict[str, str] = {}
+        """Layers that cannot run here, with the reason."""
+        self._candidates, self.layer = self._first(AUTOMATIC if layer_name == "auto" else (layer_name,))
+        self._judges: Zygote | None = None
+
+    def describe(self) -> str:
+        """One line: which layer is in force, and what it does not keep from a program."""
+        hello, name = self._candidates.hello, self.layer.name
+        user = "no user's id" if self.layer.uid is not None else f"user {hello['uid']}"
+        parts = {
+            "bubblewrap": "bubblewrap (own user, process, network and mount namespaces; an empty root)",
+            "namespaces": "own user, process, network and mount namespaces",
+            "seccomp": f"no namespaces ({user})",
+        }
+        files = "Landlock hides all files but Python's" if hello["landlock"] else ""
+        if not files and not self.layer.hides_files:
+            files = "programs can READ every file that this user may read: the kernel has no Landlock"
+        skipped = "".join(f"; no {each}: {reason}" for each, reason in self.skipped.items())
+        return ", ".join(filter(None, [parts[name], "seccomp", "rlimits", files])) + skipped
+
+    def run(self, source: str, text: str = "", time_s: float | None = None) -> Ran:
+        """Run a program with this text as its input. `time_s` is another limit than the sandbox's."""
+        return self._attempted(lambda: self._run(source, text, time_s or self.limits.time_s))
+
+    def check(
+        self,
+        source: str,
+        tests: Sequence[str],
+        setup: str = "",
+        exposed: Sequence[str] | None = None,
+        aliases: dict[str, str] | None = None,
+        time_s: float | None = None,
+    ) -> Verdict:
+        """Load a program in one process and run tests of its functions in another, until one fails.
+
+        `exposed` are the names that the tests take from the program; unset, those that nothing else defines. `aliases`
+        are other names for them. `setup` runs before the tests, without the program.
+        """
+        tested = {"tests": list(tests), "setup": setup, "exposed": exposed and list(exposed), "aliases": aliases or {}}
+        return self._attempted(lambda: self._check(source, tested, time_s or self.limits.time_s))
+
+    def close(self) -> None:
+        """End the processes."""
+        self._candidates.close()
+        if self._judges is not None:
+            self._judges.close()
+
+    def _first(self, names: Sequence[LayerName]) -> tuple[Zygote, Any]:
+        for name in names:
+            try:
+                found = layer(name)
+                zygote = Zygote(found, self.limits)
+            except SandboxFault as error:
+                self.skipped[name] = str(error)
+                continue
+            if not zygote.hello["seccomp"]:
+                self.skipped[name] = "the kernel does not filter system calls"
+            elif name == "namespaces" and not zygote.hello["landlock"]:
+                self.skipped[name] = "the kernel has no Landlock, which has to hide files"
+            elif name == "seccomp" and not zygote.hello["landlock"] and os.geteuid() == 0 and found.uid is None:
+                self.skipped[name] = (
+                    "it would run as root with all files, since Python lies where other users cannot go"
+                )
+            else:
+                return zygote, found
+            zygote.close()
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in self.skipped.items())
+        raise SandboxFault(f"programs cannot be kept in here ({reasons}): install bubblewrap, or use docker or podman")
+
+    def _attempted(self, action: Callable[[], Result]) -> Result:
+        for _ in range(ATTEMPTS):
+            try:
+                return action()
+            except ZygoteEnded:
+                self.close()
+                self._candidates, self._judges = Zygote(self.layer, self.limits), None
+        raise SandboxFault("the sandbox ended three times while it ran one program")
+
+    def _run(self, source: str, text: str, time_s: float) -> Ran:
+        deadline = time.monotonic() + time_s
+        with ExitStack() as stack:
+            ours, theirs = map(stack.enter_context, map(closing, socket.socketpair()))
+            reader, writer = os.pipe()
+            stack.callback(os.close, reader)
+            try:
+                self._candidates.start(theirs, writer)
+            finally:
+                os.close(writer)
+                theirs.close()
+            sent = _send(ours, {"do": "program", "source": source, "input": text}, deadline)
+            output, ended = self._collected(reader, deadline) if sent else (b"", "time")
+            code = self._code(ended, deadline)
+            if code is None:
+                ended, code = "time", -9
+            said = _received(ours)
+        raised = str(said.get("raised", ""))[:300]
+        return Ran(ended, code, output.decode("utf-8", "replace"), raised)
+
+    def _collected(self, reader: int, deadline: float) -> tuple[bytes, Ended]:
+        """What the program prints, until it ends, or its limit."""
+        output = bytearray()
+        while True:
+            left = deadline - time.monotonic()
+            if left <= 0 or not select.select([reader], [], [], left)[0]:
+                return bytes(output), "time"
+            if not (part := os.read(reader, 2**16)):
+                return bytes(output), "exit"
+            output += part
+            if len(output) > self.limits.output_bytes:
+                return bytes(output[: self.limits.output_bytes]), "output"
+
+    def _code(self, ended: Ended, deadline: float) -> int | None:
+        """The exit code of the program, killed if it has not ended. None if it closed its output and ran on."""
+        if ended == "exit":
+            try:
+                return self._candidates.wait(deadline)
+            except TimeoutError:
+                self._candidates.stop()
+                return None
+        self._candidates.stop()
+        return -9
+
+    def _check(self, source: str, tested: dict[str, Any], time_s: float) -> Verdict:
+        total = len(tested["tests"])
+        if self._judges is None:
+            self._judges = Zygote(self.layer, self.limits)
+        deadline = time.monotonic() + time_s
+        with ExitStack() as stack:
+            programs, tests = map(stack.enter_context, map(closing, socket.socketpair()))
+            ours, judge = map(stack.enter_context, map(closing, socket.socketpair()))
+            request_end, program_end = map(stack.enter_context, map(closing, socket.socketpair()))
+            self._candidates.start(program_end, programs.fileno())
+            self._judges.start(judge, tests.fileno())
+            for each in (program_end, programs, judge, tests):
+                each.close()
+            message: dict[str, Any] = {}
+            if _send(request_end, {"do": "serve", "source": source}, deadline) and _send(
+                ours, {"do": "judge", **tested}, deadline
+            ):
+                message = _received(ours, deadline)
+            for zygote in (self._judges, self._candidates):
+                if message and zygote is self._judges:
+                    zygote.wait(time.monotonic() + STOP_LIMIT_S)
+                else:
+                    zygote.stop()
+        if not message:
+            late = time.monotonic() >= deadline
+            return Verdict(0, total, f"ended at {time_s:g} s" if late else "its tests ended early")
+        return Verdict(int(message["passed"]), total, str(message["reason"]))
+
+
+def _send(connection: socket.socket, message: dict[str, Any], deadline: float) -> bool:
+    """Whether the process took the message in time."""
+    body = json.dumps(message).encode()
+    connection.settimeout(max(0.001, deadline - time.monotonic()))
+    try:
+        connection.sendall(struct.pack("<I", len(body)) + body)
+    except OSError:
+        return False
+    return True
+
+
+def _received(connection: socket.socket, deadline: float | None = None) -> dict[str, Any]:
+    """What a process reported; nothing if it did not. Without a deadline, only what is there already."""
+    body = b""
+    try:
+        while not body or len(body) < 4 + struct.unpack("<I", body[:4])[0]:
+            connection.settimeout(0.0 if deadline is None else max(0.001, deadline - time.monotonic()))
+            part = connection.recv(2**16)
+            if not part or len(body) > MAX_MESSAGE_BYTES:
+                return {}
+            body += part
+        message = json.loads(body[4:])
+    except (OSError, ValueError, struct.error, RecursionError):
+        return {}
+    return message if isinstance(message, dict) else {}

@@ -1,0 +1,132 @@
+"""A warm process in the sandbox that forks one process for each program."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import time
+from typing import Any
+
+from prime_rl.environments.sandbox.layers import INSIDE, Layer, SandboxFault, python
+from prime_rl.environments.sandbox.limits import Limits, inside
+
+START_LIMIT_S = 60.0
+STOP_LIMIT_S = 60.0
+"""For a killed process to be gone: the kernel frees its memory first."""
+BOOT = "import sys; sys.path.insert(0, sys.argv[1]); from inside.zygote import main; main()"
+ENVIRONMENT = {"PYTHONHASHSEED": "0", "LANG": "C.UTF-8", "PATH": "/usr/bin:/bin"}
+"""All of the environment: no secrets, and sets in the same order every time."""
+
+
+class ZygoteEnded(Exception):
+    """The process is gone, which programs cannot bring about."""
+
+
+class Zygote:
+    """Starts at once.
+
+    Raises:
+        SandboxFault: the layer cannot run here; the text says why.
+    """
+
+    def __init__(self, layer: Layer, limits: Limits) -> None:
+        self.layer = layer
+        self._control, child = socket.socketpair()
+        settings = {
+            "limits": {**inside(limits), **({} if layer.counts_threads else {"threads": None})},
+            "uid": layer.uid,
+            "folder": layer.folder,
+        }
+        boot = ["-c", BOOT, str(INSIDE.parent), str(child.fileno()), json.dumps(settings)]
+        command = [*layer.prefix, *python(), *boot]
+        with child:
+            self._process = subprocess.Popen(
+                command,
+                env=ENVIRONMENT,
+                pass_fds=[child.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                start_new_session=True,
+                cwd="/",
+            )
+        try:
+            self.hello: dict[str, Any] = json.loads(self._line(time.monotonic() + START_LIMIT_S))
+        except (ZygoteEnded, TimeoutError, ValueError) as error:
+            raise SandboxFault(self._last_words()) from error
+
+    def start(self, connection: socket.socket, other: int) -> None:
+        """Fork a process that reads its request from a connection. `other` is its output, or its tests' subject.
+
+        Raises:
+            ZygoteEnded
+        """
+        try:
+            socket.send_fds(self._control, [b"r"], [connection.fileno(), other])
+        except OSError as error:
+            raise ZygoteEnded from error
+
+    def wait(self, deadline: float) -> int:
+        """Exit code of the process, negative for a signal.
+
+        Raises:
+            TimeoutError: it still runs at the deadline (`time.monotonic()`).
+            ZygoteEnded
+        """
+        return os.waitstatus_to_exitcode(int(self._line(deadline)))
+
+    def stop(self) -> None:
+        """Kill the process that runs.
+
+        Raises:
+            ZygoteEnded
+        """
+        try:
+            self._control.sendall(b"s")
+            self._line(time.monotonic() + STOP_LIMIT_S)
+        except (OSError, TimeoutError) as error:
+            raise ZygoteEnded from error
+
+    def ended(self) -> bool:
+        """Whether the process that was started last has ended. `wait` then returns at once."""
+        return bool(select.select([self._control], [], [], 0)[0])
+
+    def fileno(self) -> int:
+        return self._control.fileno()
+
+    def close(self) -> None:
+        """End everything: the process group, and with it the namespace."""
+        self._control.close()
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        if self._process.stderr is not None:
+            self._process.stderr.close()
+
+    def _line(self, deadline: float) -> bytes:
+        line = bytearray()
+        while not line.endswith(b"\n"):
+            left = deadline - time.monotonic()
+            if left <= 0 or not select.select([self._control], [], [], left)[0]:
+                raise TimeoutError
+            try:
+                part = self._control.recv(1 if line else 4096)
+            except OSError as error:
+                raise ZygoteEnded from error
+            if not part:
+                raise ZygoteEnded
+            line += part
+        return bytes(line)
+
+    def _last_words(self) -> str:
+        """What it wrote before it ended."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        _, errors = self._process.communicate()
+        lines = errors.decode(errors="replace").split("\n") if errors else []
+        return " ".join(" ".join(filter(None, lines)).split())[-300:] or f"it ended with {self._process.returncode}"

@@ -1,0 +1,133 @@
+"""The sandbox holds: no program forges a verdict, gets out, or stays. What honest programs need works."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from prime_rl.environments.sandbox.attacks import ATTACKS, ESCAPES, FORGERIES, Attack, attempt
+from prime_rl.environments.sandbox.layers import LayerName, SandboxFault
+from prime_rl.environments.sandbox.limits import Limits
+from prime_rl.environments.sandbox.sandbox import Sandbox, Verdict
+
+PATIENT = Limits(time_s=300, output_bytes=10_000)
+"""An honest program passes on a slow machine, too."""
+
+
+@pytest.fixture(scope="module")
+def sandbox() -> Iterator[Sandbox]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("WANDB_TOKEN", "a secret of the trainer")
+        try:
+            sandbox = Sandbox(limits=PATIENT)
+        except SandboxFault as error:
+            pytest.skip(str(error))
+        yield sandbox
+        sandbox.close()
+
+
+@pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: attack.name)
+def test_an_attack_scores_0_and_leaves_nothing_behind(sandbox: Sandbox, attack: Attack) -> None:
+    outcome = attempt(sandbox, attack)
+    assert outcome.held, outcome
+
+
+@pytest.mark.parametrize("name", ["bubblewrap", "namespaces", "seccomp"])
+def test_every_layer_that_can_run_holds(sandbox: Sandbox, name: LayerName) -> None:
+    if name == sandbox.layer.name:
+        pytest.skip("it ran the whole table")
+    try:
+        other = Sandbox(name, PATIENT)
+    except SandboxFault as error:
+        pytest.skip(str(error))
+    try:
+        assert name in other.describe() or name == "seccomp"
+        for attack in (*FORGERIES[:3], *ESCAPES[::3]):
+            assert attempt(other, attack).held, attack
+    finally:
+        other.close()
+
+
+def test_a_program_reads_its_input_and_prints(sandbox: Sandbox) -> None:
+    ran = sandbox.run(
+        "import sys\na = int(input())\nprint(a + int(sys.stdin.readline()), sys.stdin.read())", "1\n2\nx"
+    )
+    assert (ran.ended, ran.code, ran.output) == ("exit", 0, "3 x\n")
+    assert sandbox.run("import asyncio\nprint(asyncio.run(asyncio.sleep(0, 'é')))").output == "é\n"
+    assert sandbox.run("raise ValueError('no')")[1:] == (1, "", "ValueError: no")
+    assert sandbox.run("import sys; sys.exit(3)").code == 3
+    assert sandbox.run("while True: print('x' * 1000)").ended == "output"
+    assert sandbox.run("import os, time\nos.close(1)\ntime.sleep(1000)", time_s=0.2).ended == "time"
+    assert sandbox.run("import ctypes; ctypes.string_at(0)").code == -signal.SIGSEGV
+
+
+PROGRAM = """
+import collections, dataclasses, decimal
+
+@dataclasses.dataclass
+class Point:
+    x: int
+    y: int
+
+def kinds():
+    return [1, 2.5, float("inf"), "é", None, True, (1, [2]), {3, 4}, {1: "a", (2, 3): {"b"}}, b"\\x00", range(3), 1j,
+            decimal.Decimal("0.1"), collections.Counter("aab"), 10**5000]
+
+def squares(n):
+    for i in range(n):
+        yield i * i
+
+def shifted(point, dx=0):
+    return Point(point.x + dx, point.y)
+
+def fails(kind):
+    raise {"value": ValueError, "own": type("Own", (KeyError,), {})}[kind]("no")
+"""
+
+
+def test_tests_see_the_same_values_as_in_one_process(sandbox: Sandbox) -> None:
+    tests = [
+        "assert kinds()[:8] == [1, 2.5, float('inf'), 'é', None, True, (1, [2]), {3, 4}]",
+        "assert kinds()[8:13] == [{1: 'a', (2, 3): {'b'}}, b'\\x00', range(3), 1j, decimal.Decimal('0.1')]",
+        "assert kinds()[13:] == [{'a': 2, 'b': 1}, 10**5000] and type(kinds()[6]) is tuple",
+        "assert list(squares(4)) == [0, 1, 4, 9]",
+        "assert shifted(Point(1, y=2), dx=3) == Point(4, 2) and shifted(Point(1, 2)).x == 1",
+        "assert Point(1, 2) != Point(1, 3) and Point(1, 2) != 1",
+        "try:\n    fails('value')\n    assert False\nexcept ValueError as error:\n    assert 'no' in str(error)",
+        "try:\n    fails('own')\n    assert False\nexcept KeyError:\n    pass",
+        "assert math.isclose(sum(squares(3)), 5.0)",
+    ]
+    assert sandbox.check(PROGRAM, tests) == Verdict(len(tests), len(tests), "")
+    assert (
+        sandbox.check(PROGRAM, ["assert list(squares(2)) == [0, 1]", "assert kinds() == 1", "assert False"]).passed == 1
+    )
+    assert sandbox.check("def f(x): return x", ["assert f(len) is len"]).reason.startswith("Unsendable")
+    assert not sandbox.check(PROGRAM, []).all_passed
+
+
+def test_the_sandbox_dies_with_its_owner(sandbox: Sandbox) -> None:
+    code = (
+        "import os, sys\nfrom prime_rl.environments.sandbox.sandbox import Sandbox\n"
+        f"sandbox = Sandbox({sandbox.layer.name!r})\nprint('ready', flush=True)\n"
+        "sandbox.run('while True: pass', time_s=600)"
+    )
+    reader, writer = os.pipe()  # every process of the sandbox holds its end until it is gone
+    owner = subprocess.Popen([sys.executable, "-c", code], stdout=writer, stderr=writer)
+    os.close(writer)
+    assert os.read(reader, 5) == b"ready"
+    owner.kill()
+    owner.wait()
+    while os.read(reader, 100):
+        pass
+    os.close(reader)
+
+
+def test_a_layer_that_is_not_there_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(SandboxFault, match=r"`bwrap` is not installed .package bubblewrap."):
+        Sandbox("bubblewrap")
