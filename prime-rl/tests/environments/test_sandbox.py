@@ -54,9 +54,7 @@ def test_every_layer_that_can_run_holds(sandbox: Sandbox, name: LayerName) -> No
 
 
 def test_a_program_reads_its_input_and_prints(sandbox: Sandbox) -> None:
-    ran = sandbox.run(
-        "import sys\na = int(input())\nprint(a + int(sys.stdin.readline()), sys.stdin.read())", "1\n2\nx"
-    )
+    ran = sandbox.run("import sys\na = int(input())\nprint(a + int(sys.stdin.readline()), sys.stdin.read())", "1\n2\nx")
     assert (ran.ended, ran.code, ran.output) == ("exit", 0, "3 x\n")
     assert sandbox.run("import asyncio\nprint(asyncio.run(asyncio.sleep(0, 'é')))").output == "é\n"
     assert sandbox.run("raise ValueError('no')")[1:] == (1, "", "ValueError: no")
