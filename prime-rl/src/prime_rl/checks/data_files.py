@@ -11,19 +11,7 @@ from pathlib import Path
 from prime_rl.checks.start_dir import StartDir, StartFault, looks_like_path, unexpanded_advice
 from prime_rl.configs.sft import RowFormatConfig, SFTConfig, SFTDataConfig, SourceConfig
 from prime_rl.configs.storage import is_on_s3
-
-TEXT_KINDS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv")
-KINDS = (*TEXT_KINDS, ".parquet", ".arrow")
-COMPRESSIONS = (".gz", ".zst")
-_KNOWN = f"{', '.join(KINDS)}; the text files also with {' or '.join(COMPRESSIONS)}"
-
-
-def kind_of(path: Path) -> str | None:
-    """The kind of a data file, by its suffix: one of `KINDS`, or None. `rows.csv.gz` is a .csv."""
-    if path.suffix in COMPRESSIONS:
-        inner = Path(path.stem).suffix
-        return inner if inner in TEXT_KINDS else None
-    return path.suffix if path.suffix in KINDS else None
+from prime_rl.utils.row_files.kinds import KNOWN_KINDS, files_of_split, is_saved, kind_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,10 +86,10 @@ def _found(part: Part, start: StartDir) -> Part:
         if part.subset is not None or part.split != "train":
             raise StartFault(f"{place} is a file, which has no subset or split {part.subset or part.split}")
         if kind_of(path) is None:
-            raise StartFault(f"{place}: unknown file type; known are {_KNOWN}")
+            raise StartFault(f"{place}: unknown file type; known are {KNOWN_KINDS}")
         return _with_files(part, (path,))
     if path.is_dir():
-        if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
+        if is_saved(path):
             saved = sorted(file for file in path.rglob("*") if file.suffix in (".arrow", ".json"))
             return _with_files(part, tuple(saved), is_saved=True)
         return _with_files(part, _files_of_split(path, part))
@@ -117,11 +105,9 @@ def _with_files(part: Part, files: tuple[Path, ...], is_saved: bool = False) -> 
 
 
 def _files_of_split(directory: Path, part: Part) -> tuple[Path, ...]:
-    root, split = directory / part.subset if part.subset else directory, part.split
-    files = sorted(path for path in [*root.glob("*"), *root.glob("data/*")] if kind_of(path) is not None)
-    named = [path for path in files if path.name.startswith((f"{split}-", f"{split}."))]
-    chosen = named or (files if split == "train" else [])
+    root = directory / part.subset if part.subset else directory
+    chosen = files_of_split(root, part.split)
     if not chosen:
-        where = f"{root} (split {split})" if files else f"{root}"
-        raise StartFault(f"{part.key} = {part.name}: no data files in {where}; known types are {_KNOWN}")
-    return tuple(chosen)
+        where = f"{root} (split {part.split})" if files_of_split(root, "train") else f"{root}"
+        raise StartFault(f"{part.key} = {part.name}: no data files in {where}; known types are {KNOWN_KINDS}")
+    return chosen

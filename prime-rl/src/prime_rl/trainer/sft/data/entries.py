@@ -11,8 +11,8 @@ import numpy as np
 
 from prime_rl.configs.sft import SFTDataConfig
 from prime_rl.trainer.process.errors import DataError
-from prime_rl.trainer.sft.data.row_files import Row
 from prime_rl.trainer.sft.data.sources import Reading, load_rows, stream_rows
+from prime_rl.utils.row_files.reading import Row
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Any
 
 from prime_rl.configs.sft import ColumnsConfig, RowFormatConfig
 from prime_rl.trainer.process.errors import DataError
+from prime_rl.utils.row_files.reading import parsed
 
 Row = Mapping[str, Any]
 
@@ -77,19 +77,6 @@ def check_columns(place: str, row: Row, config: RowFormatConfig) -> None:
     columns = renamed(row, config)
     if not any(all(name in columns for name in kind) for kind in FORMATS):
         raise DataError(f"{place}: {found}; expected {EXPECTED}. Name other columns in [data.columns]")
-
-
-def parsed(text: str | bytes) -> Any:
-    """Parse JSON.
-
-    Raises:
-        ValueError: it is not valid, or nothing that Python can hold; a JSONDecodeError or UnicodeDecodeError where that
-            is the reason.
-    """
-    try:
-        return json.loads(text)
-    except RecursionError:
-        raise ValueError("lists or objects are nested too deeply") from None
 
 
 def decoded(value: Any, what: str) -> Any:

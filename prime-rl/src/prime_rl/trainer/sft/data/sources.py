@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -16,7 +17,7 @@ from prime_rl.checks.start_dir import StartFault
 from prime_rl.configs.sft import RowFormatConfig, SFTDataConfig
 from prime_rl.trainer.process.errors import DataError
 from prime_rl.trainer.sft.data.formats import check_columns, renamed
-from prime_rl.trainer.sft.data.row_files import Row, RowList, read_file, stream_file
+from prime_rl.utils.row_files.reading import Row, RowFileError, RowList, read_file, stream_file
 
 
 def find_parts(config: SFTDataConfig) -> list[Part]:
@@ -182,7 +183,9 @@ class RenamedRows(RowList):
         return len(self.original)
 
     def __getitem__(self, index: int) -> Row:
-        return renamed(self.original[index], self.config)
+        with _told():
+            row = self.original[index]
+        return renamed(row, self.config)
 
     def where(self, index: int) -> str:
         return self.original.where(index)
@@ -201,16 +204,27 @@ def _load_rows(part: Part) -> RowList:
         return RowList(_load_saved(part), str(part))
     if not part.files:
         return RowList(_load_from_hub(part, streaming=False), str(part))
-    if len(part.files) == 1:
-        return read_file(part.files[0])
-    return JoinedRows([read_file(file) for file in part.files])
+    with _told():
+        if len(part.files) == 1:
+            return read_file(part.files[0])
+        return JoinedRows([read_file(file) for file in part.files])
+
+
+@contextmanager
+def _told() -> Iterator[None]:
+    """A file that cannot be read is an error of the trainer."""
+    try:
+        yield
+    except RowFileError as error:
+        raise DataError(str(error)) from error
 
 
 def _stream_part(part: Part) -> Iterator[Reading]:
     count = 0
     for reading in _readings(part):
         if count == 0:
-            check_columns(str(part), reading(), part.format)
+            with _told():
+                check_columns(str(part), reading(), part.format)
         yield partial(_renamed_reading, reading, part.format)
         count += 1
     if count == 0:
@@ -218,7 +232,9 @@ def _stream_part(part: Part) -> Iterator[Reading]:
 
 
 def _renamed_reading(reading: Reading, config: RowFormatConfig) -> Row:
-    return renamed(reading(), config)
+    with _told():
+        row = reading()
+    return renamed(row, config)
 
 
 def _readings(part: Part) -> Iterator[Reading]:
@@ -229,7 +245,8 @@ def _readings(part: Part) -> Iterator[Reading]:
         yield from (partial(dict, row) for row in _load_from_hub(part, streaming=True))
     else:
         for file in part.files:
-            yield from stream_file(file)
+            with _told():
+                yield from stream_file(file)
 
 
 def _load_saved(part: Part) -> Sequence[Row]:

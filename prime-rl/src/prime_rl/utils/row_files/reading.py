@@ -18,9 +18,8 @@ from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, cast
 
-from prime_rl.checks.data_files import COMPRESSIONS, kind_of
-from prime_rl.trainer.process.errors import DataError
-from prime_rl.trainer.sft.data.formats import parsed
+from prime_rl.utils.pydantic_config.errors import one_line
+from prime_rl.utils.row_files.kinds import COMPRESSIONS, kind_of
 
 if TYPE_CHECKING:
     import pyarrow
@@ -30,6 +29,14 @@ Row = Mapping[str, Any]
 _LINES = (".jsonl", ".ndjson")
 _DELIMITERS = {".csv": ",", ".tsv": "\t"}
 _LONGEST_FIELD = 2**31 - 1
+
+
+class RowFileError(Exception):
+    """A file of rows is missing, unreadable or malformed. The message is one line that names file and line."""
+
+    def __init__(self, message: str) -> None:
+        # It may show what the data holds.
+        super().__init__(one_line(message))
 
 
 class RowList:
@@ -97,17 +104,18 @@ class TableRows(RowList):
         self.table = table
 
     def __len__(self) -> int:
-        return self.table.num_rows
+        return int(self.table.num_rows)
 
     def __getitem__(self, index: int) -> Row:
         try:
-            return self.table.slice(index, 1).to_pylist()[0]
+            row: Row = self.table.slice(index, 1).to_pylist()[0]
         except (ValueError, OverflowError) as error:  # text that is not UTF-8, or a date that Python cannot hold
-            raise DataError(f"{self.where(index)}: {error}") from error
+            raise RowFileError(f"{self.where(index)}: {error}") from error
+        return row
 
 
 def read_file(path: Path) -> RowList:
-    """Read all rows of a file. Raises DataError if its content does not match its suffix."""
+    """Read all rows of a file. Raises RowFileError if its content does not match its suffix."""
     kind = kind_of(path)
     assert kind is not None, "files of other kinds are refused when they are looked for"
     if kind in _LINES and path.suffix in COMPRESSIONS:
@@ -119,7 +127,7 @@ def stream_file(path: Path) -> Iterator[Callable[[], Row]]:
     """Yield a function that parses each row, in order. Only a small part of the file is in memory.
 
     Raises:
-        DataError: its content does not match its suffix.
+        RowFileError: its content does not match its suffix.
     """
     kind = kind_of(path)
     if kind == ".parquet":
@@ -141,7 +149,7 @@ def opened(path: Path) -> Iterator[IO[bytes]]:
     """The bytes of a file, decompressed if its suffix says so.
 
     Raises:
-        DataError: it is not compressed like that, or it is cut short.
+        RowFileError: it is not compressed like that, or it is cut short.
     """
     try:
         if path.suffix == ".gz":
@@ -157,21 +165,34 @@ def opened(path: Path) -> Iterator[IO[bytes]]:
             with path.open("rb") as file:
                 yield file
     except (OSError, EOFError, zlib.error) as error:
-        raise DataError(f"{path}: cannot be read: {error}") from error
+        raise RowFileError(f"{path}: cannot be read: {error}") from error
+
+
+def parsed(text: str | bytes) -> Any:
+    """Parse JSON.
+
+    Raises:
+        ValueError: it is not valid, or nothing that Python can hold; a JSONDecodeError or UnicodeDecodeError where that
+            is the reason.
+    """
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("lists or objects are nested too deeply") from None
 
 
 def parse_line(path: Path, number: int, line: bytes) -> Row:
-    """Parse a line of a JSON Lines file. A DataError names file and line."""
+    """Parse a line of a JSON Lines file. A RowFileError names file and line."""
     try:
         row = parsed(line)
     except json.JSONDecodeError as error:
-        raise DataError(f"{path}:{number}: not valid JSON: {error.msg} (column {error.colno})") from error
+        raise RowFileError(f"{path}:{number}: not valid JSON: {error.msg} (column {error.colno})") from error
     except UnicodeDecodeError as error:
-        raise DataError(f"{path}:{number}: not UTF-8 text (byte {error.start})") from error
+        raise RowFileError(f"{path}:{number}: not UTF-8 text (byte {error.start})") from error
     except ValueError as error:
-        raise DataError(f"{path}:{number}: not valid JSON: {error}") from error
+        raise RowFileError(f"{path}:{number}: not valid JSON: {error}") from error
     if not isinstance(row, dict):
-        raise DataError(f"{path}:{number}: not a JSON object")
+        raise RowFileError(f"{path}:{number}: not a JSON object")
     return row
 
 
@@ -185,13 +206,13 @@ def _read_json(path: Path) -> RowList:
     try:
         rows = parsed(content)
     except json.JSONDecodeError as error:
-        raise DataError(f"{path}:{error.lineno}: not valid JSON: {error.msg}") from error
+        raise RowFileError(f"{path}:{error.lineno}: not valid JSON: {error.msg}") from error
     except UnicodeDecodeError as error:
-        raise DataError(f"{path}: not UTF-8 text (byte {error.start})") from error
+        raise RowFileError(f"{path}: not UTF-8 text (byte {error.start})") from error
     except ValueError as error:
-        raise DataError(f"{path}: not valid JSON: {error}") from error
+        raise RowFileError(f"{path}: not valid JSON: {error}") from error
     if not all(isinstance(row, dict) for row in rows):
-        raise DataError(f"{path}: the array has entries that are not objects")
+        raise RowFileError(f"{path}: the array has entries that are not objects")
     return RowList(rows, str(path))
 
 
@@ -219,7 +240,7 @@ def _table_rows(path: Path) -> Iterator[tuple[int, Row]]:
             before = table.line_num
             for fields in table:
                 if len(fields) not in (0, len(header)):
-                    raise DataError(
+                    raise RowFileError(
                         f"{path}:{before + 1}: found {len(fields)} fields; the header has {len(header)}: "
                         f"{', '.join(header)}"
                     )
@@ -227,9 +248,9 @@ def _table_rows(path: Path) -> Iterator[tuple[int, Row]]:
                     yield before + 1, dict(zip(header, fields, strict=True))
                 before = table.line_num
         except csv.Error as error:
-            raise DataError(f"{path}:{table.line_num}: not valid {kind[1:].upper()}: {error}") from error
+            raise RowFileError(f"{path}:{table.line_num}: not valid {kind[1:].upper()}: {error}") from error
         except UnicodeDecodeError as error:
-            raise DataError(f"{path}: not UTF-8 text (byte {error.start})") from error
+            raise RowFileError(f"{path}: not UTF-8 text (byte {error.start})") from error
 
 
 def _read_parquet(path: Path) -> RowList:
@@ -239,7 +260,7 @@ def _read_parquet(path: Path) -> RowList:
     try:
         return TableRows(pyarrow.parquet.read_table(path), path)
     except (pyarrow.ArrowException, OSError) as error:
-        raise DataError(f"{path}: not a Parquet file: {error}") from error
+        raise RowFileError(f"{path}: not a Parquet file: {error}") from error
 
 
 def _stream_parquet(path: Path) -> Iterator[Callable[[], Row]]:
@@ -249,7 +270,7 @@ def _stream_parquet(path: Path) -> Iterator[Callable[[], Row]]:
     try:
         file = pyarrow.parquet.ParquetFile(path)
     except (pyarrow.ArrowException, OSError) as error:
-        raise DataError(f"{path}: not a Parquet file: {error}") from error
+        raise RowFileError(f"{path}: not a Parquet file: {error}") from error
     with file:
         for batch in file.iter_batches(batch_size=1024):
             rows = TableRows(pyarrow.Table.from_batches([batch]), path)
@@ -261,7 +282,7 @@ def _read_arrow(path: Path) -> RowList:
     import pyarrow
 
     if path.stat().st_size == 0:
-        raise DataError(f"{path}: not an Arrow file: it is empty")
+        raise RowFileError(f"{path}: not an Arrow file: it is empty")
     with pyarrow.memory_map(str(path)) as source:
         for open_table in (pyarrow.ipc.open_stream, pyarrow.ipc.open_file):
             source.seek(0)
@@ -269,7 +290,7 @@ def _read_arrow(path: Path) -> RowList:
                 return TableRows(open_table(source).read_all(), path)
             except (pyarrow.ArrowException, OSError):
                 continue
-    raise DataError(f"{path}: not an Arrow file")
+    raise RowFileError(f"{path}: not an Arrow file")
 
 
 _READERS: dict[str, Callable[[Path], RowList]] = {

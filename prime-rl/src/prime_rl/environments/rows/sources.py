@@ -1,0 +1,97 @@
+"""Reads the rows of a dataset: files, directories, saved datasets, the hub, S3."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from difflib import get_close_matches
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from prime_rl.configs.storage import BadS3Name, S3Name
+from prime_rl.environments.rows.formats import Row
+from prime_rl.storage.cache import Listing, cache_root, local_copy
+from prime_rl.storage.s3 import S3, StorageError
+from prime_rl.utils.logger import get_logger
+from prime_rl.utils.pydantic_config.errors import one_line
+from prime_rl.utils.row_files.kinds import KNOWN_KINDS, files_of_split, is_saved, kind_of
+from prime_rl.utils.row_files.reading import RowFileError, stream_file
+
+
+class RowsFault(Exception):
+    """A dataset cannot be used as asked. The message is one line that begins with the dataset's name."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(one_line(message))
+
+
+def read_rows(path: str, subset: str | None = None, split: str = "train") -> Iterator[Row]:
+    """Every row of a dataset, in the order of the source.
+
+    Raises:
+        RowsFault: there is nothing at the path, or it cannot be read.
+    """
+    local = local_path(path)
+    try:
+        if local.is_file():
+            yield from _rows_of_files([local], path)
+        elif local.is_dir() and is_saved(local):
+            yield from _saved(local, split, path)
+        elif local.is_dir():
+            root = local / subset if subset else local
+            files = files_of_split(root, split)
+            if not files:
+                raise RowsFault(f"{path}: {root} has no data files of the split {split!r}; known are {KNOWN_KINDS}")
+            yield from _rows_of_files(files, path)
+        else:
+            yield from _from_hub(path, subset, split)
+    except (RowFileError, OSError) as error:
+        raise RowsFault(str(error)) from error
+
+
+def local_path(path: str | Path) -> Path:
+    """The path itself, or a local copy of what is there on S3. Raises RowsFault."""
+    try:
+        name = S3Name.of(path)
+        if name is None:
+            return Path(path)
+        s3 = S3.connect()
+        return local_copy(s3, Listing.of(s3, name), cache_root(os.environ), get_logger().info)
+    except (BadS3Name, StorageError) as error:
+        raise RowsFault(str(error)) from error
+
+
+def _rows_of_files(files: list[Path] | tuple[Path, ...], path: str) -> Iterator[Row]:
+    for file in files:
+        if kind_of(file) is None:
+            raise RowsFault(f"{path}: unknown file type; known are {KNOWN_KINDS}")
+    yield from (reading() for reading in chain.from_iterable(map(stream_file, files)))
+
+
+def _saved(directory: Path, split: str, path: str) -> Iterator[Row]:
+    import datasets
+
+    saved = datasets.load_from_disk(str(directory))
+    if isinstance(saved, datasets.DatasetDict):
+        if split not in saved:
+            raise RowsFault(f"{path} has no split {split}; it has {', '.join(saved)}")
+        saved = saved[split]
+    yield from (dict(row) for row in saved)
+
+
+def _from_hub(path: str, subset: str | None, split: str) -> Iterator[Row]:
+    given = Path(path)
+    if given.is_absolute() or path.startswith(".") or kind_of(given) is not None or path.count("/") > 1:
+        near = get_close_matches(given.name, [each.name for each in given.parent.glob("*")], 1)
+        advice = f"; did you mean {str(given.parent / near[0])!r}?" if near else ""
+        raise RowsFault(f"{path}: no such file or directory{advice}")
+    import datasets
+
+    datasets.disable_progress_bars()
+    try:
+        loaded: Any = datasets.load_dataset(path, subset, split=split)
+    except Exception as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise RowsFault(f"{path}: no such file or directory, and not loadable from the hub: {reason}") from error
+    yield from (dict(row) for row in loaded)
