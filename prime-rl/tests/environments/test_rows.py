@@ -342,3 +342,35 @@ def test_the_dummy_repeats_one_question_under_ids_of_its_own() -> None:
     problems = load({"type": "dummy", "count": 5})
     assert sorted(problem.id for problem in problems) == [f"dummy_{n}" for n in range(5)]
     assert {problem.answer for problem in problems} == {"5"}
+
+
+async def test_each_row_is_scored_by_the_functions_of_its_dataset(
+    write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from prime_rl.environments.rows.single_turn import load_environment
+
+    scoring = "def same(completion_text, answer): return float(answer in completion_text)"
+    (tmp_path / "scoring_of_rows.py").write_text(scoring, encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    first: dict[str, Any] = {"path": write("first.jsonl", questions(1)), "rewards": ["scoring_of_rows:same"]}
+    second: dict[str, Any] = {"path": write("second.jsonl", [{"question": "B?", "answer": "9"}])}
+    second["rewards"] = [{"fn": "scoring_of_rows:same", "name": "double", "weight": 2}]
+    env = load_environment(datasets=[first, second], mode="sequential")
+    rows = env.get_dataset()
+    assert rows["prompt_id"] == [problem.id for problem in load(first, second, mode="sequential")]
+    states = [
+        {**row, "info": json.loads(row["info"]), "input": row, "completion": [{"role": "assistant", "content": said}],
+         "trajectory": [], "timing": {}}
+        for row, said in zip(rows, ["It is 0.", "It is 9."], strict=True)
+    ]  # fmt: skip
+    try:
+        for state in states:  # a group holds rollouts of one row
+            await env.rubric.score_group([state])
+    finally:
+        await env._teardown()
+    assert [state["reward"] for state in states] == [1.0, 2.0]
+    scores = [
+        {name: value for name, value in state["metrics"].items() if name in ("same", "double")} for state in states
+    ]
+    assert scores == [{"same": 1.0}, {"double": 1.0}]

@@ -10,9 +10,11 @@ from collections.abc import Iterator, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
+from prime_rl.checks.built_in import built_in_faults
 from prime_rl.checks.start_dir import NotInstalled, StartDir
 from prime_rl.configs.rollouts.environments import EnvConfig
 from prime_rl.configs.shared import MonitorConfig
+from prime_rl.environments.builtin import built_in_module
 from prime_rl.interpreters.venvs import VenvError, python_of, venv_of_project
 
 LOADER = "load_environment"
@@ -41,11 +43,14 @@ _HIDING_NAMES = ("__getattr__", "globals", "setattr", "exec")
 
 def environment_module(env_id: str) -> str:
     """The module that verifiers imports for an environment's id, which may end in `@version`."""
-    return env_id.partition("@")[0].replace("-", "_").rpartition("/")[2]
+    return built_in_module(env_id) or env_id.partition("@")[0].replace("-", "_").rpartition("/")[2]
 
 
 def environment_faults(key: str, envs: Sequence[EnvConfig], start: StartDir) -> Iterator[str]:
-    """One line for each environment that is not installed."""
+    """One line for each environment that is not installed, or is built in and refuses its arguments."""
+    for index, env in enumerate(envs):
+        if env.python is None and env.project is None and env.address is None:
+            yield from built_in_faults(f"{key}[{index}]", env, start)
     for index, env in enumerate(envs if start.has_our_packages else ()):
         module = environment_module(env.id)
         if env.python is not None or env.project is not None:

@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+import importlib.util
+from pathlib import Path
+
 BUILT_IN = {
-    "rows": "prime_rl.environments.rows.environment",
+    "rows": "prime_rl.environments.rows.single_turn",
 }
-"""The module of each id. An installed package of the same name goes first if it has `load_environment`."""
+"""The module of each id."""
 
 
 def built_in_module(env_id: str) -> str | None:
-    """The module of a built-in environment; None for any other id. An id may end in `@version`."""
-    return BUILT_IN.get(env_id.partition("@")[0].replace("_", "-"))
+    """The module of a built-in environment; None for any other id. An id may end in `@version`.
+
+    An installed package of the same name that has `load_environment` goes first.
+    """
+    name = env_id.partition("@")[0]
+    module = BUILT_IN.get(name)
+    return None if module is None or _is_installed(name.replace("-", "_")) else module
+
+
+def _is_installed(name: str) -> bool:
+    spec = importlib.util.find_spec(name)
+    origin = None if spec is None else spec.origin
+    return origin is not None and Path(origin).is_file() and b"load_environment" in Path(origin).read_bytes()

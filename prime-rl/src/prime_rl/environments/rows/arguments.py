@@ -7,9 +7,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from prime_rl.configs.ranges import Count, Fraction, Seed, WholeNumber
+from prime_rl.environments.rewards.specs import Reward
 from prime_rl.environments.rows.formats import TRAINED_ELSEWHERE, UnknownFormat, find_format
 from prime_rl.utils.pydantic_config import BaseConfig, ConfigError, raise_faults
 from prime_rl.utils.pydantic_config.faults import faults_of
@@ -17,32 +18,6 @@ from prime_rl.utils.pydantic_config.layers import Layer
 
 Scalar = str | int | float | bool
 Weight = Annotated[float, Field(gt=0, le=1e9)]
-
-
-class RewardConfig(BaseConfig):
-    """One part of a reward. A string alone is its `fn`."""
-
-    fn: str
-    """Name in the registry of reward functions, or `package.module:function`."""
-
-    weight: float = 1.0
-    """Factor of this part in the reward. 0 only measures it."""
-
-    args: dict[str, Any] = Field({})
-    """Keyword arguments of the function."""
-
-    timeout_s: Annotated[float, Field(gt=0, le=3600)] | None = None
-    """Time limit of one call."""
-
-    name: str | None = None
-    """Name of the metric. None takes the function's."""
-
-
-def _from_text(value: object) -> object:
-    return {"fn": value} if isinstance(value, str) else value
-
-
-Reward = Annotated[RewardConfig, BeforeValidator(_from_text)]
 
 
 class DatasetConfig(BaseConfig):
@@ -93,7 +68,8 @@ class DatasetConfig(BaseConfig):
     """System message. None takes that of the environment."""
 
     rewards: list[Reward] | None = None
-    """Reward functions for these rows. None takes those of the environment, or the one of the format."""
+    """Reward functions for these rows: names, or `{ fn, weight, args, timeout_s, name }`.
+    None takes those of the environment, or the one of the format."""
 
     level: list[Scalar] | None = None
     """Keep rows with one of these values in the column `level`; 5 also finds `Level 5`."""
@@ -187,7 +163,8 @@ class RowsConfig(BaseConfig):
     """Text of the question, with names of columns: `"{question}\\nGive a number."`."""
 
     rewards: list[Reward] | None = None
-    """Reward functions. None takes the one of each dataset's format."""
+    """Reward functions: names, or `{ fn, weight, args, timeout_s, name }`.
+    None takes the one of each dataset's format."""
 
     tokenizer: str | None = None
     """Model, or folder with a `tokenizer.json`, that counts `min_tokens` and `max_tokens`."""

@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from prime_rl.environments.rows.arguments import DatasetConfig, RewardConfig
+from prime_rl.environments.rewards.specs import RewardSpec
+from prime_rl.environments.rows.arguments import DatasetConfig
 from prime_rl.environments.rows.formats import Format, MissingColumn, Row, column, own_id
 
 Messages = list[dict[str, Any]]
@@ -26,7 +27,7 @@ class Problem:
     """Name of its dataset."""
     prompt: Messages
     answer: str
-    rewards: tuple[RewardConfig, ...]
+    rewards: tuple[RewardSpec, ...]
     """What scores its answers."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """What reward functions need besides the answer."""
@@ -45,7 +46,7 @@ class Defaults:
 
     system_prompt: str | None = None
     template: str | None = None
-    rewards: tuple[RewardConfig, ...] | None = None
+    rewards: tuple[RewardSpec, ...] | None = None
 
 
 def problem_of(row: Row, number: int, dataset: DatasetConfig, of: Format, defaults: Defaults) -> Problem:
@@ -59,7 +60,7 @@ def problem_of(row: Row, number: int, dataset: DatasetConfig, of: Format, defaul
     answer = _answer(row, dataset, of, is_needed=chosen is None)
     system = dataset.system_prompt or defaults.system_prompt
     prompt = _prompt(question, row, dataset.template or defaults.template or of.template, system)
-    rewards = chosen or (RewardConfig(fn=of.reward_of(row) if of.reward_of else of.reward),)
+    rewards = chosen or (RewardSpec(fn=of.reward_of(row) if of.reward_of else of.reward),)
     extra = dict(of.extra(row)) if of.extra else {}
     return Problem(
         _id(row, number, dataset, of, content_id(question, answer)), dataset.title, prompt, answer, rewards, extra, row

@@ -16,6 +16,7 @@ from verifiers.serve import ZMQEnvClient
 
 from prime_rl.configs.orchestrator import EnvConfig
 from prime_rl.configs.shared import LogConfig
+from prime_rl.environments.builtin import built_in_module
 from prime_rl.interpreters.venvs import VenvError, python_of, venv_of_project
 from prime_rl.monitors.tracing import own_trace
 from prime_rl.orchestrator.env_servers.exits import contain_exits
@@ -231,7 +232,7 @@ def load_environment(config: EnvConfig, place: str) -> vf.Environment:
     except SystemExit as error:
         raise EnvironmentFault(f"{place}: environment {config.id!r} does not load: {_one_line(error)}") from error
     except Exception as error:  # an environment's own code may raise anything
-        raise EnvironmentFault(f"{place}: {_one_line(error)}") from error
+        raise EnvironmentFault(f"{place}: {_reason(error)}") from error
     contain_exits(env)
     record_reward_errors(env.rubric)
     return env
@@ -253,8 +254,8 @@ def environment_arguments(extra_env_kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def module_id(env_id: str) -> str:
-    """The id without its `@version`, as verifiers imports it."""
-    return env_id.partition("@")[0]
+    """The id without its `@version`, as verifiers imports it; of a built-in environment, its module."""
+    return built_in_module(env_id) or env_id.partition("@")[0]
 
 
 def _with_rows(env: vf.Environment, config: EnvConfig, place: str, split: Split) -> Environment:
@@ -272,6 +273,13 @@ def _refuse_empty(environment: Environment, config: EnvConfig, place: str, split
     if not len(environment):
         purpose = "training" if split == "train" else "evaluation"
         raise EnvironmentFault(f"{place}: environment {config.id!r} has no {purpose} rows")
+
+
+def _reason(error: Exception) -> str:
+    """What our own environments raise is written for users; verifiers packs it into an error of its own."""
+    cause = error.__cause__
+    is_ours = cause is not None and type(cause).__module__.startswith("prime_rl.")
+    return "; ".join(str(cause).splitlines()) if is_ours else _one_line(error)
 
 
 def _one_line(error: BaseException) -> str:

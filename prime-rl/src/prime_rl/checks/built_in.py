@@ -1,0 +1,69 @@
+"""Checks the arguments of built-in environments, without loading anything."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from prime_rl.checks.start_dir import StartDir, looks_like_path, unexpanded_advice
+from prime_rl.configs.rollouts.environments import EnvConfig
+from prime_rl.configs.storage import is_on_s3
+from prime_rl.environments.builtin import built_in_module
+from prime_rl.environments.rewards.registry import resolve
+from prime_rl.environments.rewards.specs import RewardFault
+from prime_rl.environments.rows.arguments import RowsConfig, read_rows_config
+from prime_rl.utils.pydantic_config import ConfigError
+from prime_rl.utils.row_files.kinds import kind_of
+
+_ORIGIN = "args: "
+
+
+def built_in_faults(key: str, env: EnvConfig, start: StartDir) -> Iterator[str]:
+    """One line for each argument of a built-in environment that it refuses, and for each file that is missing."""
+    check = _CHECKS.get(built_in_module(env.id) or "")
+    if check is not None:
+        yield from (f"{key}.args: {fault}" for fault in check(env.args, start))
+
+
+def _rows_faults(args: Mapping[str, Any], start: StartDir) -> Iterator[str]:
+    try:
+        config = read_rows_config(args)
+    except ConfigError as error:
+        yield from (fault.removeprefix(_ORIGIN) for fault in error.faults)
+        return
+    yield from _reward_faults(config)
+    for name in ("datasets", "eval_datasets"):
+        for index, dataset in enumerate(getattr(config, name)):
+            key = f"{name}.{index}"
+            is_file = dataset.path is not None and (looks_like_path(dataset.path) or kind_of(Path(dataset.path)))
+            if dataset.path is not None and is_file:
+                yield from _missing(f"{key}.path", dataset.path, start)
+            for field, file in (("order", dataset.order), ("pass_rates", dataset.pass_rates)):
+                if file is not None:
+                    yield from _missing(f"{key}.{field}", str(file), start)
+
+
+def _reward_faults(config: RowsConfig) -> Iterator[str]:
+    lists = [config.rewards, *(each.rewards for each in (*config.datasets, *config.eval_datasets))]
+    for spec in {spec.fn: spec for specs in lists for spec in specs or ()}.values():
+        try:
+            resolve(spec)
+        except RewardFault as fault:
+            yield f"rewards: {fault}"
+
+
+def _missing(key: str, name: str, start: StartDir) -> Iterator[str]:
+    path = start.find(name)
+    if is_on_s3(name) or not start.lacks(name):
+        return
+    near = get_close_matches(path.name, [each.name for each in path.parent.glob("*")], 1)
+    advice = f"; did you mean {str(Path(name).parent / near[0])!r}?" if near else unexpanded_advice(name)
+    yield f"{key} = {name}: no such file or directory{advice}"
+
+
+_CHECKS: Mapping[str, Callable[[Mapping[str, Any], StartDir], Iterator[str]]] = {
+    "prime_rl.environments.rows.single_turn": _rows_faults,
+}
+"""By module."""
