@@ -33,7 +33,7 @@ def watch(options: WatchOptions) -> int:
 
     On a terminal, a live view; otherwise one line for each new step, then the final state. Only the files in RUN are
     read. Ctrl-C ends watching, not the run. Exit code: 0 if the run is complete, or goes on (--once); 1 if it failed,
-    stopped or was killed; 2 if RUN is no run; 130 after Ctrl-C.
+    stopped or was killed, or its end is unknown; 2 if RUN is no run; 130 after Ctrl-C.
     """
     if is_on_s3(options.run) and not options.once:
         raise UsageError("RUN: a run on S3 is downloaded once, and cannot be followed: add --once")

@@ -75,7 +75,16 @@ def test_a_run_is_running_while_its_lock_is_held(tmp_path: Path) -> None:
         state = RunHistory.open(tmp_path).state()
         assert state.name == "running"
         assert f"process {os.getpid()} on {socket.gethostname()}" in state.detail
-    assert RunHistory.open(tmp_path).state().name == "killed"
+
+
+def test_a_copy_of_a_run_that_may_go_on_elsewhere_has_an_unknown_state(tmp_path: Path) -> None:
+    paths = run_in(tmp_path)
+    receipt(paths)
+    at_s = time.time() + 60
+    paths.metrics.write_text(json.dumps({"time": at_s, "source": "trainer", "step": 0, "loss/mean": 1.0}) + "\n")
+    state = RunHistory.open(tmp_path).state()
+    assert (state.name, state.at_s) == ("unknown", at_s)
+    assert state.detail == "no end is recorded, and there is no lock, as in a copy"
 
 
 def test_the_lock_of_a_process_that_is_gone_does_not_count(tmp_path: Path) -> None:

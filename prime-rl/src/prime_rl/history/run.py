@@ -36,7 +36,8 @@ class RunState:
     """Whether a run is going on."""
 
     name: StateName
-    """`killed` has no end in its last receipt and nobody who works on it; `unknown` has no receipt."""
+    """`killed` left its lock, and no end in its last receipt. `unknown` has no receipt; or neither end nor lock, as a
+    copy from S3 of a run that may go on elsewhere."""
     detail: str = ""
     """Why it stopped or failed, or who runs it."""
     at_s: float | None = None
@@ -120,8 +121,16 @@ class RunHistory:
         if last is None:
             is_complete = self.kind == "eval" and EvalPaths(self.paths.root).summary.is_file()
             return RunState("complete" if is_complete else "unknown")
-        newest_beat_s = max((beat.at_s for beat in self.beats().values()), default=last.started_s)
-        return RunState("killed", "the launcher was killed", seen_s or newest_beat_s)
+        if seen_s is None:
+            return RunState(
+                "unknown", "no end is recorded, and there is no lock, as in a copy", self._last_seen_s(last)
+            )
+        return RunState("killed", "the launcher was killed", seen_s)
+
+    def _last_seen_s(self, attempt: Attempt) -> float:
+        """When an attempt without a lock last wrote something."""
+        beats = [beat.at_s for beat in self.beats().values()]
+        return max([attempt.started_s, *beats, *self.metrics.times_s("loss/mean", self.trainer).values()])
 
 
 def _is_alive(holder: Holder, silent_s: float) -> bool:

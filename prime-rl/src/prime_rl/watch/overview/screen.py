@@ -85,7 +85,7 @@ def _head(overview: Overview, width: int) -> list[Text]:
     if overview.left_s is not None:
         times.append(f"{clock(overview.left_s)} left")
     elif not overview.is_running and state.at_s is not None:
-        times.append(f"{'last seen' if state.name == 'killed' else 'ended'} {shown_clock(state.at_s)}")
+        times.append(f"{'last seen' if state.name in ('killed', 'unknown') else 'ended'} {shown_clock(state.at_s)}")
     if overview.attempt is not None and overview.attempt.number > 1:
         times.append(f"attempt {overview.attempt.number}")
     if overview.holder is not None:
