@@ -29,6 +29,8 @@ _USER_IN_URL = re.compile(r"(?<=://)[^/@\s]+(?=@)")
 _QUERY = re.compile(r"(?<=[?&])([\w.-]*(?:key|secret|sig|signature|token))=[^&\s]+", re.IGNORECASE)
 _SHORTEST = 8
 """Characters of the shortest value of a variable that is looked for in other texts."""
+_SHORTEST_LINE = 16
+"""The same of a line of a value with several, such as a private key."""
 
 
 def is_secret_name(name: str) -> bool:
@@ -37,10 +39,12 @@ def is_secret_name(name: str) -> bool:
 
 
 def secrets_of(env: Mapping[str, str]) -> list[str]:
-    """The values of an environment that are secrets, as their names tell. The longest comes first."""
-    found = {value for name, value in env.items() if is_secret_name(name) and len(value) >= _SHORTEST}
+    """The values of an environment that are secrets, as their names tell, and their lines. The longest comes first."""
+    values = [value.strip() for name, value in env.items() if is_secret_name(name)]
     # Paths such as SSH_AUTH_SOCK are no secrets.
-    return sorted((value for value in found if not value.startswith("/")), key=len, reverse=True)
+    found = {value for value in values if len(value) >= _SHORTEST and not value.startswith("/")}
+    lines = {line.strip() for value in values if "\n" in value for line in value.splitlines()}
+    return sorted(found | {line for line in lines if len(line) >= _SHORTEST_LINE}, key=len, reverse=True)
 
 
 def redacted(text: str, env: Mapping[str, str] = os.environ) -> str:

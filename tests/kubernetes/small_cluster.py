@@ -48,7 +48,7 @@ class SmallCluster:
             return 200, found
         path = address.path
         if path.endswith("/log"):
-            return 200, self.logs[path.split("/")[-2]]
+            return 200, _log(self.logs[path.split("/")[-2]], "timestamps" in query, query.get("sinceTime", [""])[0])
         match = OBJECT.fullmatch(path)
         if match is None:
             return 404, _fault(404, "NotFound", f"no such path: {path}")
@@ -100,6 +100,12 @@ class SmallCluster:
             if path == f"/openapi/v3{base}":
                 return _openapi(group, version, kinds)
         return None
+
+
+def _log(text: str, has_times: bool, since: str) -> str:
+    """Each line is a second later than the one before."""
+    lines = [(f"2026-01-01T00:00:{index:02}Z", line) for index, line in enumerate(text.splitlines(keepends=True))]
+    return "".join(f"{at} {line}" if has_times else line for at, line in lines if at >= since)
 
 
 def _openapi(group: str, version: str, kinds: dict[str, str]) -> dict[str, Any]:

@@ -17,6 +17,8 @@ from medarc_rl import medarc_jobs, medarc_submit
 from medarc_rl.backends.kubernetes.cluster import Kubernetes
 from medarc_rl.backends.kubernetes.pod_probe import MAX_SILENCE_S, main
 from medarc_rl.backends.kubernetes.states import jobset_status, rayjob_status
+from medarc_rl.backends.ray.own_job import STOPS_ITSELF
+from medarc_rl.errors import MedarcError
 from medarc_rl.jobs.log import JobLog
 from medarc_rl.jobs.record import JobRecord, Status
 from prime_rl.run.beats import Beats, clear_beats
@@ -173,10 +175,64 @@ def test_a_job_is_waited_for_and_its_pods_talk_in_turn(kubectl: FakeKubectl, sft
     kubectl.answer(answers)
     assert jobs("logs", "rt", "-f").stdout == "step 1\nstep 2\nstep 3\n"
     assert [words[2:] for words, _ in kubectl.calls if "logs" in words] == [
-        ["rt-0", "--all-containers", "--follow"],
-        ["rt-1", "--all-containers", "--follow"],
+        ["rt-0", "--all-containers", "--follow", "--timestamps"],
+        ["rt-1", "--all-containers", "--follow", "--timestamps"],
     ]
     assert jobs("wait", "rt").exit_code == 0
+
+
+BEFORE = "{0}1.1Z a\n{0}2.5Z b\n{0}2.5Z b\n{0}2.6Z half of".format(DAY := "2026-01-01T00:00:0")
+AFTER = BEFORE + f" c\n{DAY}2.6Z d\nno time\n{DAY}3.0Z e"
+BROKEN = {"code": 1, "err": "error: unexpected EOF\n"}
+
+
+def followed() -> list[str]:
+    job = JobLog.of_user().find("rt")
+    return list(Kubernetes(pause=lambda seconds: None).logs(job, follow=True))
+
+
+@pytest.mark.parametrize("end", [BROKEN, {"code": 0}])
+def test_a_connection_that_breaks_neither_loses_nor_repeats_lines(
+    end: dict[str, Any], kubectl: FakeKubectl, sft_toml: Path
+) -> None:
+    submit(sft_toml)
+    answers = {
+        "get pods": pods(RUNNING),
+        "get pod": {"out": json.dumps({"status": {"phase": "Succeeded"}})},
+        "get jobset": COMPLETED,
+        f"logs --since-time={DAY}1Z": {"out": AFTER},
+        "logs": {"out": BEFORE, **end},
+    }
+    kubectl.answer(answers)
+    assert followed() == ["a", "b", "b", "half of c", "d", "no time", "e"]
+
+
+def test_a_connection_that_always_breaks_is_told_in_the_end(kubectl: FakeKubectl, sft_toml: Path) -> None:
+    submit(sft_toml)
+    kubectl.answer({"get pods": pods(RUNNING), "get jobset": shown(), "logs": BROKEN})
+    with pytest.raises(MedarcError, match="the output of pod rt-0 breaks off, 10 times: unexpected EOF"):
+        followed()
+
+
+def test_the_output_of_a_deleted_pod_ends(kubectl: FakeKubectl, sft_toml: Path) -> None:
+    submit(sft_toml)
+    gone = {"code": 1, "err": 'Error from server (NotFound): pods "rt-0" not found\n', "out": f"{DAY}1Z a\n"}
+    kubectl.answer({"get pods": pods(RUNNING), "get jobset": COMPLETED, "logs": gone})
+    assert followed() == ["a"]
+
+
+STOPPED = shown(jobDeploymentStatus="Complete", jobStatus="STOPPED")
+SUBMITTER = {"spec": {"containers": [{"name": "ray-job-submitter"}]}, "status": {"phase": "Succeeded"}}
+
+
+def test_a_ray_job_that_stops_itself_has_failed(kubectl: FakeKubectl, sft_toml: Path) -> None:
+    assert submit(sft_toml, "--nodes", "2").exit_code == 0
+    answers = {"get rayjob": STOPPED, "get pods": pods(SUBMITTER)}
+    kubectl.answer({**answers, "logs rt-0": {"out": f"error: model.name: nothing\n{STOPS_ITSELF}\n"}})
+    record = JobLog.of_user().find("rt")
+    assert Kubernetes().status(record) == Status("failed", "error: model.name: nothing")
+    kubectl.answer({**answers, "logs rt-0": {"out": "step 1\n"}})
+    assert Kubernetes().status(record) == Status("cancelled", "the Ray job was stopped")
 
 
 def test_a_pod_that_runs_between_two_looks_is_not_missed(kubectl: FakeKubectl, sft_toml: Path) -> None:

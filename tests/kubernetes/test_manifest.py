@@ -185,7 +185,7 @@ GOOD = {"--image": IMAGE, "--output-claim": "runs"}
         ("--memory", "lots", "--memory 'lots': write a number of bytes with a unit, as in 64Gi"),
         ("--env", "A-B=1", "--env 'A-B': write NAME=VALUE"),
         ("--secret-env", "HF_TOKEN=hf_abc", "--secret-env 'HF_TOKEN': write NAME=SECRET/KEY"),
-        ("--node-selector", "gpu", "--node-selector 'gpu': write LABEL=VALUE"),
+        ("--node-selector", "gpu", "--node-selector: write LABEL=VALUE"),
         ("--toleration", "a=b:Always", "--toleration 'a=b:Always': write KEY"),
         ("--gpu-resource", "gpu", "--gpu-resource 'gpu': write VENDOR/NAME"),
         ("--resume", "40", "--resume 40: each retry would go back to step 40; add --retries 0"),
@@ -219,6 +219,8 @@ def test_several_nodes_need_ray_and_a_directory_that_all_share(sft_toml: Path) -
         ("rl", ("--engine", "ray", "--train-gpus", 2, "--infer-gpus", 3), 1, 5),
         ("rl", ("--engine", "ray", "--single-gpu", "--output-dir", "s3://bucket/rt"), 1, 1),
         ("rl", ("--train-nodes", 1, "--infer-nodes", 2, "--train-gpus", 8, "--infer-gpus", 8), 3, 8),
+        ("rl", ("--allocation-mode", "vllm:d8+fsdp:d4", "--deployment.gpus-per-node", 4), 3, 4),
+        ("sft", ("--allocation-mode", "d16", "--data.batch-size", 16), 2, 8),
     ],
 )
 def test_a_ray_cluster_has_what_the_driver_asks_for(
@@ -333,13 +335,27 @@ def test_a_variable_has_one_value(sft_toml: Path) -> None:
     ]
 
 
-def test_a_secret_in_the_config_is_refused_by_line(sft_toml: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MY_API_KEY", "s3cr3t-value")
-    words = ("--image", IMAGE, "--output-claim", "runs", "--wandb.name", "is s3cr3t-value")
+PEM = '-----BEGIN PRIVATE KEY-----\nMIIEvQ"IBADANBgkqhkiG\n9w0BAQEFAASCBKcwggSj\n'
+
+
+@pytest.mark.parametrize(
+    ("secret", "name"),
+    [
+        ("s3cr3t-value", "is s3cr3t-value"),
+        ('s3cr3t"\\value', 'is s3cr3t"\\value'),
+        (PEM, f"is {PEM}"),
+        (PEM, "9w0BAQEFAASCBKcwggSj alone"),
+    ],
+)
+def test_a_secret_in_the_config_is_refused_by_key(
+    secret: str, name: str, sft_toml: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MY_API_KEY", secret)
+    words = ("--image", IMAGE, "--output-claim", "runs", "--wandb.name", name)
     (line,) = errors("sft", sft_toml, *words)
-    assert "the resolved config holds a secret, in line" in line
-    assert "(name)" in line
+    assert line.startswith("wandb.name: the resolved config holds a secret")
     assert "s3cr3t" not in line
+    assert "9w0BAQEFAASCBKcwggSj" not in line
 
 
 def test_a_config_that_no_config_map_holds_is_refused(rl_toml: Path) -> None:

@@ -13,15 +13,18 @@ import yaml
 from medarc_rl.backends.backend import Prepared, Request
 from medarc_rl.backends.kubernetes.kubectl import Kubectl, NotFound
 from medarc_rl.backends.kubernetes.manifest import CONTAINER, JOB_LABEL, ClusterJob, Table, config_map, jobset
+from medarc_rl.backends.kubernetes.pod_logs import PodLog, is_over
 from medarc_rl.backends.kubernetes.preparation import cluster_job, uses_ray
 from medarc_rl.backends.kubernetes.rayjob import network_policy, rayjob
-from medarc_rl.backends.kubernetes.states import jobset_status, rayjob_status
+from medarc_rl.backends.kubernetes.states import jobset_status, rayjob_status, refusal
 from medarc_rl.cli import warn
 from medarc_rl.errors import MedarcError, UsageError
 from medarc_rl.jobs.record import JobRecord, Status
 
 MANAGER = "medarc-rl"
 _LOOK_EVERY_S = 2.0
+_LAST_LINES = 50
+"""Of a job's output, in which a refusal is looked for."""
 
 
 class _Dumper(yaml.SafeDumper):
@@ -98,7 +101,10 @@ class Kubernetes:
         except NotFound:
             return Status("unknown", "the cluster has no such job: it was deleted")
         pods = _pods(kubectl, record)
-        return rayjob_status(shown, pods) if resource == "rayjob" else jobset_status(shown, pods)
+        if resource != "rayjob":
+            return jobset_status(shown, pods)
+        found = rayjob_status(shown, pods)
+        return found if found.state != "cancelled" else _refusal(kubectl, pods) or found
 
     def logs(self, record: JobRecord, follow: bool) -> Iterator[str]:
         """The output of each pod, the oldest first: the run's, or that of `ray job submit`."""
@@ -110,12 +116,19 @@ class Kubernetes:
                 name = pod["metadata"]["name"]
                 if name not in shown:
                     shown.add(name)
-                    yield from kubectl.stream("logs", name, "--all-containers", *(["--follow"] if follow else []))
+                    yield from self._output(record, pod, follow)
             if not follow and not shown:
                 raise MedarcError(f"no output yet: the job is {found.state}{f': {found.detail}' * bool(found.detail)}")
             if not follow or found.state not in ("queued", "running"):
                 return
             self._pause(_LOOK_EVERY_S)
+
+    def _output(self, record: JobRecord, pod: Table, follow: bool) -> Iterator[str]:
+        kubectl, name = _kubectl(record), pod["metadata"]["name"]
+        if follow:
+            has_ended = lambda: self.status(record).state not in ("queued", "running")  # noqa: E731
+            return PodLog(kubectl, name, has_ended, self._pause).follow(is_over(pod))
+        return (line.removesuffix("\n") for line in kubectl.stream("logs", name, "--all-containers"))
 
     def cancel(self, record: JobRecord) -> None:
         """Delete the job and what belongs to it. Its pods get SIGTERM, and save."""
@@ -123,6 +136,15 @@ class Kubernetes:
         resource = record.details.get("resource", "jobset")
         kubectl.run("delete", resource, name, "--wait=false")
         kubectl.run("delete", _rest(resource), f"--selector={JOB_LABEL}={name}", "--wait=false", "--ignore-not-found")
+
+
+def _refusal(kubectl: Kubectl, pods: Sequence[Table]) -> Status | None:
+    """Why a Ray job stopped itself; None if it did not, or if the pod with its output is gone."""
+    names = [pod["metadata"]["name"] for pod in _talking(pods)]
+    try:
+        return refusal(kubectl.run("logs", names[-1], f"--tail={_LAST_LINES}").splitlines()) if names else None
+    except NotFound:
+        return None
 
 
 def _rest(resource: str) -> str:

@@ -60,7 +60,7 @@ class Kubectl:
             raise MedarcError("kubectl: its answer is no JSON") from error
 
     def stream(self, *words: str) -> Iterator[str]:
-        """The lines that kubectl prints until it ends. Raises MedarcError if it fails."""
+        """The lines that kubectl prints until it ends, with their ends. Raises as `run`, also after some lines."""
         try:
             program = subprocess.Popen(
                 self.argv(*words),
@@ -74,8 +74,7 @@ class Kubectl:
             raise MedarcError(_no_kubectl(f"kubectl: {error.strerror}")) from error
         with program:
             try:
-                for line in program.stdout or ():
-                    yield line.rstrip("\n")
+                yield from program.stdout or ()
                 complaint = program.stderr.read() if program.stderr is not None else ""
                 if program.wait() != 0:
                     raise _refusal(Answer(program.returncode, "", complaint))

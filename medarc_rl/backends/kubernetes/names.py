@@ -6,7 +6,7 @@ import re
 import secrets
 from collections.abc import Iterator, Sequence
 
-from medarc_rl.jobs.redaction import is_secret_name, redacted
+from medarc_rl.backends.pairs import VARIABLE, pairs, plain_variables
 
 MAX_JOB_NAME = 47
 """Characters. JobSet and KubeRay add to a job's name, and a pod's hostname has at most 63."""
@@ -15,7 +15,7 @@ _LABEL = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?")
 _SUBDOMAIN = re.compile(rf"{_LABEL.pattern}(\.{_LABEL.pattern})*")
 _KEY_NAME = re.compile(r"[A-Za-z0-9]([\w.-]{0,61}[A-Za-z0-9])?", re.ASCII)
 _LABEL_VALUE = re.compile(rf"({_KEY_NAME.pattern})?", re.ASCII)
-_VARIABLE = re.compile(r"[A-Za-z_]\w*", re.ASCII)
+_LABEL_KEY = re.compile(rf"({_SUBDOMAIN.pattern}/)?{_KEY_NAME.pattern}", re.ASCII)
 _SECRET_KEY = re.compile(r"[\w.-]{1,253}", re.ASCII)
 _QUANTITY = re.compile(r"\d+(\.\d+)?([KMGTPE]i|[kMGTPE])?")
 _COMPONENT = r"[a-z0-9]+(?:(?:\.|_|__|-+)[a-z0-9]+)*"
@@ -67,58 +67,32 @@ def quantity_fault(option: str, value: str | None) -> Iterator[str]:
 
 
 def variables(options: Sequence[str], faults: list[str]) -> dict[str, str]:
-    """`--env NAME=VALUE`, parsed. A literal secret is a fault, which does not repeat the value."""
-    found = {}
-    for word in options:
-        name, equals, value = word.partition("=")
-        if not equals or not _VARIABLE.fullmatch(name):
-            faults.append(f"--env {redacted(name)!r}: write NAME=VALUE; a name has letters, digits and underscores")
-        elif name in found:
-            faults.append(f"--env {name}: given twice")
-        elif is_secret_name(name) or redacted(value) != value:
-            faults.append(
-                f"--env {name}: a secret would be in the manifest for everyone who can read it; put it into a Secret "
-                f"and write --secret-env {name}=SECRET/KEY"
-            )
-        else:
-            found[name] = value
-    return found
+    """`--env NAME=VALUE`, parsed."""
+    return plain_variables(options, faults, "put it into a Secret and write --secret-env {name}=SECRET/KEY")
 
 
 def secret_variables(options: Sequence[str], faults: list[str]) -> dict[str, tuple[str, str]]:
     """`--secret-env NAME=SECRET/KEY`, parsed: Secret and key by the variable's name."""
-    found = {}
-    for word in options:
-        name, equals, reference = word.partition("=")
-        secret, slash, key = reference.partition("/")
-        fits = _VARIABLE.fullmatch(name) and _SUBDOMAIN.fullmatch(secret) and _SECRET_KEY.fullmatch(key)
-        if not equals or not slash or not fits:
-            faults.append(
-                f"--secret-env {redacted(name)!r}: write NAME=SECRET/KEY: the name of a Secret and a key in it, "
-                "not the secret itself"
-            )
-        elif name in found:
-            faults.append(f"--secret-env {name}: given twice")
-        else:
-            found[name] = (secret, key)
-    return found
+
+    def reference(text: str) -> tuple[str, str] | None:
+        secret, _, key = text.partition("/")
+        return (secret, key) if _SUBDOMAIN.fullmatch(secret) and _SECRET_KEY.fullmatch(key) else None
+
+    advice = "write NAME=SECRET/KEY: the name of a Secret and a key in it, not the secret itself"
+    return pairs("--secret-env", options, faults, advice, reference, VARIABLE)
 
 
 def node_labels(options: Sequence[str], faults: list[str]) -> dict[str, str]:
     """`--node-selector LABEL=VALUE`, parsed."""
-    found = {}
-    for word in options:
-        label, equals, value = word.partition("=")
-        if not equals or not _is_label_key(label) or not _LABEL_VALUE.fullmatch(value):
-            faults.append(f"--node-selector {word!r}: write LABEL=VALUE, as in nvidia.com/gpu.product=NVIDIA-H100")
-        else:
-            found[label] = value
-    return found
-
-
-def _is_label_key(text: str) -> bool:
-    prefix, slash, name = text.rpartition("/")
-    return _KEY_NAME.fullmatch(name) is not None and (not slash or _SUBDOMAIN.fullmatch(prefix) is not None)
+    advice = "write LABEL=VALUE, as in nvidia.com/gpu.product=NVIDIA-H100"
+    return pairs(
+        "--node-selector",
+        options,
+        faults,
+        advice,
+        lambda text: text if _LABEL_VALUE.fullmatch(text) else None,
+        _LABEL_KEY,
+    )
 
 
 def tolerations(options: Sequence[str], faults: list[str]) -> list[dict[str, str]]:
@@ -127,7 +101,7 @@ def tolerations(options: Sequence[str], faults: list[str]) -> list[dict[str, str
     for word in options:
         taint, colon, effect = word.partition(":")
         key, equals, value = taint.partition("=")
-        fits = _is_label_key(key) and _LABEL_VALUE.fullmatch(value) and (not colon or effect in _EFFECTS)
+        fits = _LABEL_KEY.fullmatch(key) and _LABEL_VALUE.fullmatch(value) and (not colon or effect in _EFFECTS)
         if not fits:
             faults.append(
                 f"--toleration {word!r}: write KEY, KEY=VALUE or KEY=VALUE:EFFECT; EFFECT is {', '.join(_EFFECTS)}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -179,13 +180,21 @@ def _config_faults(run: Run[Any], config: str) -> Iterator[str]:
     size = len(config.encode())
     if size > MAX_CONFIG_BYTES:
         yield f"the config has {size:,} bytes, and a ConfigMap holds {MAX_CONFIG_BYTES:,}: move tables into files"
-    for number, line in enumerate(config.splitlines(), 1):
-        if redacted(line) != line:
-            key = line.partition("=")[0].strip()
-            yield (
-                f"the resolved config holds a secret, in line {number} ({key}), and all who see the ConfigMap can "
-                "read it: name an environment variable, and pass it with --secret-env"
-            )
+    for key in _secret_keys(tomllib.loads(config)):
+        yield (
+            f"{key}: the resolved config holds a secret, and all who see the ConfigMap can read it: name a variable, "
+            "and pass it with --secret-env"
+        )
+
+
+def _secret_keys(value: Any, key: str = "") -> Iterator[str]:
+    """Dotted keys of the texts that hold a secret. As values: TOML escapes some characters, or writes several lines."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for name, item in items:
+        inner = f"{key}[{name}]" if isinstance(value, list) else f"{key}.{name}" if key else str(name)
+        if redacted(str(name)) != str(name) or (isinstance(item, str) and redacted(item) != item):
+            yield redacted(inner)
+        yield from _secret_keys(item, inner)
 
 
 def _argv(request: Request, options: KubernetesOptions, output: str, local_output: str) -> Sequence[str]:
@@ -200,7 +209,8 @@ def _argv(request: Request, options: KubernetesOptions, output: str, local_outpu
         single = ["--single-gpu"] if split is not None and split.single_gpu else []
         # CPU runs would fit into one pod.
         apart = ["--strategy", "spread"] if request.nodes > 1 else []
-        driver = ["python", "-m", RAY_ENTRY, "--address", "auto", *apart, *single]
+        # A fault of the config would come again, and KubeRay does not look at exit codes.
+        driver = ["python", "-m", RAY_ENTRY, "--address", "auto", "--stop-if-refused", *apart, *single]
         return [*driver, request.kind, "@", file, *place, *resume]
     shape: list[str] = []
     if split is not None:

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from medarc_rl.backends.ray.own_job import STOPS_ITSELF
 from medarc_rl.jobs.record import State, Status
+from prime_rl.watch.overview.words import printable
 
 Shown = Mapping[str, Any]
+_MOST_FAULTS = 3
 _OF_RAY: Mapping[str, State] = {
     "": "queued",
     "Initializing": "queued",
@@ -48,6 +51,14 @@ def rayjob_status(rayjob: Shown, pods: Sequence[Shown]) -> Status:
     if state == "queued" and not detail:
         return Status("queued", _pods_status(pods).detail)
     return Status(state, detail)
+
+
+def refusal(lines: Sequence[str]) -> Status | None:
+    """How a Ray job ended that stopped itself, as its last lines tell; None if it did not."""
+    if not any(STOPS_ITSELF in line for line in lines):
+        return None
+    faults = [line for line in lines if line.startswith("error: ")]
+    return Status("failed", "; ".join(printable(line) for line in faults[:_MOST_FAULTS]) or "the run was refused")
 
 
 def _pods_status(pods: Sequence[Shown]) -> Status:

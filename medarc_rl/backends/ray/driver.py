@@ -19,6 +19,7 @@ from typing import Any
 from medarc_rl.backends.ray.agents import RayCluster, bundles_for, placed
 from medarc_rl.backends.ray.connecting import asks_for_token, connected
 from medarc_rl.backends.ray.demands import device_of, gpus_of
+from medarc_rl.backends.ray.own_job import stop_own_job
 from medarc_rl.errors import MedarcError
 from medarc_rl.launchers.shared_node import SINGLE_GPU_VARIABLE, shared_node
 from prime_rl.configs.areal.launched import RecoverConfig
@@ -47,6 +48,19 @@ REFUSED = 2
 
 def main(argv: Sequence[str] | None = None) -> int:
     options, words = _options(sys.argv[1:] if argv is None else argv)
+    try:
+        code = _recorded(options, words)
+    except SystemExit as refused:
+        if refused.code != REFUSED:
+            raise
+        code = REFUSED
+    if code == REFUSED and options.stop_if_refused:
+        _end_on_signals()
+        stop_own_job()
+    return code
+
+
+def _recorded(options: argparse.Namespace, words: Sequence[str]) -> int:
     with _recording_end(options.end) as end:
         config = parse_argv_or_exit(ROOTS[options.kind], argv=words)
         with files_readable_by(config.file_access):
@@ -64,6 +78,11 @@ def _options(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--strategy", choices=("pack", "spread"), default="pack")
     parser.add_argument("--single-gpu", action="store_true", help="RL: one GPU for both")
     parser.add_argument("--end", type=Path, help="file that receives the exit code")
+    parser.add_argument(
+        "--stop-if-refused",
+        action="store_true",
+        help="in a job of `ray job submit`: stop it if its config cannot be run, so that KubeRay does not try again",
+    )
     parser.add_argument("kind", choices=tuple(ROOTS))
     parser.add_argument("words", nargs=argparse.REMAINDER)
     options = parser.parse_args(argv)
