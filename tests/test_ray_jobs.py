@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from medarc_rl import medarc_submit
 from medarc_rl.backends.ray.connecting import _end_if_asked
 from medarc_rl.backends.ray.demands import gpus_of
 from medarc_rl.backends.ray.driver import _options
 from medarc_rl.backends.ray.ray_jobs import RayJobs, RayPrepared
+from medarc_rl.errors import UsageError
 from medarc_rl.jobs.record import JobRecord, Status, circumstances
 from medarc_rl.utils import load_run
 from prime_rl.configs.sft import SFTConfig
 from prime_rl.launch import LocalHost
 
+ROOT = Path(__file__).resolve().parents[1]
 SFT = """
 max_steps = 4
 [model]
@@ -43,6 +49,20 @@ def test_the_server_of_an_evaluation_beside_training_gets_a_gpu(tmp_path: Path) 
     assert gpus_of(config, single_gpu=False) == [3]
 
 
+@pytest.mark.skipif(find_spec("ray") is None, reason="the extra ray is not installed: uv sync --extra ray")
+@pytest.mark.parametrize(
+    ("kind", "mode", "bundles"), [("sft", "d16", [8, 8]), ("rl", "vllm:d8+fsdp:d16", [8, 8, 8]), ("sft", "d2", [2])]
+)
+def test_an_allocation_mode_asks_for_whole_nodes(kind: str, mode: str, bundles: list[int], tmp_path: Path) -> None:
+    example = ROOT / "examples" / "reverse_text" / f"{kind}_cpu.toml"
+    words = [kind, str(example), "--device", "auto", "--allocation-mode", mode, "--output-dir", str(tmp_path / "run")]
+    more = ["--data.batch-size", "64"] if kind == "sft" else []
+    result = CliRunner().invoke(medarc_submit.app, [*words, *more, "--to", "ray", "--dry-run"])
+    assert result.exit_code == 0, result.output
+    asked = next(line for line in result.stdout.splitlines() if line.startswith("# placement group: "))
+    assert json.loads(asked.partition("PACK ")[2]) == [{"CPU": 1, "GPU": count} for count in bundles]
+
+
 def submitted(directory: Path, config: str, program: str) -> JobRecord:
     """A job whose driver is a Python program."""
     file, out = directory / "sft.toml", directory / "run"
@@ -56,6 +76,7 @@ def submitted(directory: Path, config: str, program: str) -> JobRecord:
         run=load_run(SFTConfig, [str(file)], "sft", out, {}),
         kind="sft",
         argv=(sys.executable, "-c", program),
+        config=out / "ray" / "config.toml",
     )
     texts = {"id": RayJobs().submit(prepared), "kind": "sft", "config": str(file), "output": str(out)}
     return JobRecord(**{"name": "job", "backend": "ray", **texts, **circumstances("medarc_submit"), "details": details})
@@ -67,6 +88,21 @@ def test_a_directory_that_is_to_be_cleaned_is_cleaned_before_the_driver_starts(t
     submitted(tmp_path, f"clean_output_dir = true\n{SFT}", "")
     assert not (tmp_path / "run" / "checkpoints").exists()
     assert (tmp_path / "run" / "ray" / "log").is_file()
+
+
+def test_a_directory_has_one_driver_at_a_time(tmp_path: Path) -> None:
+    first = submitted(tmp_path, SFT, "import sys, time\nwhile True: time.sleep(60)")
+    written = (tmp_path / "run" / "configs" / "trainer.toml").read_bytes()
+    with pytest.raises(UsageError, match=r"run is in use by Ray job .*choose another --output-dir"):
+        submitted(tmp_path, SFT.replace("max_steps = 4", "max_steps = 8"), "")
+    assert (tmp_path / "run" / "configs" / "trainer.toml").read_bytes() == written
+    assert (tmp_path / "run" / "ray" / "config.toml").read_bytes() == written, "the driver reads a file of its own"
+    os.kill(int(first.id.partition(".")[0]), signal.SIGKILL)
+    while RayJobs().status(first).state == "running":
+        os.sched_yield()
+    (tmp_path / "run" / "ray" / "log").unlink()
+    submitted(tmp_path, SFT.replace("max_steps = 4", "max_steps = 8"), "")
+    assert "max_steps = 8" in (tmp_path / "run" / "ray" / "config.toml").read_text()
 
 
 def test_a_driver_that_was_killed_has_failed_also_for_the_process_that_started_it(tmp_path: Path) -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import importlib.util
 import json
 import os
+import re
 import secrets
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
@@ -21,6 +24,7 @@ from typing import Any
 from medarc_rl.backends.backend import Prepared, Request
 from medarc_rl.backends.launcher import CONFIGS
 from medarc_rl.backends.ray.demands import device_of, gpus_of
+from medarc_rl.cli import warn
 from medarc_rl.errors import MedarcError, UsageError
 from medarc_rl.external import NoAnswer, ask
 from medarc_rl.jobs.following import follow_file
@@ -35,10 +39,12 @@ from medarc_rl.utils import (
 )
 from prime_rl.launch.reaper import Leader
 from prime_rl.run.access import files_readable_by
+from prime_rl.run.paths import RunPaths
 from prime_rl.utils.pydantic_config import to_toml
 
 DRIVER = "medarc_rl.backends.ray.driver"
 PROBE = "medarc_rl.backends.ray.room"
+_KEY = re.compile(r"[0-9a-f]{8}")
 _CONNECT_LIMIT_S = 5.0
 _PROBE_LIMIT_S = 120.0
 
@@ -50,6 +56,8 @@ class RayPrepared(Prepared):
     run: Run[Any]
     kind: str
     argv: Sequence[str]
+    config: Path
+    """Where the driver finds its config. Each job has its own file, so that no other one replaces it."""
 
 
 class RayJobs:
@@ -72,8 +80,7 @@ class RayJobs:
             _check_cluster(address, gpus, run.config)
         key = secrets.token_hex(4)
         ours = run.paths.ray
-        log, end = ours / f"{key}.log", ours / f"{key}.end"
-        config = run.paths.config(CONFIGS.get(request.kind, request.kind))
+        log, end, config = (ours / f"{key}.{ending}" for ending in ("log", "end", "toml"))
         # Without an option, RAY_ADDRESS in the environment must not lead elsewhere than this command says.
         flags = (
             "--address",
@@ -92,16 +99,22 @@ class RayJobs:
             run=run,
             kind=request.kind,
             argv=argv,
+            config=config,
         )
 
     def submit(self, prepared: RayPrepared) -> str:
         run, details = prepared.run, prepared.details
         component = CONFIGS.get(prepared.kind, prepared.kind)
-        if getattr(run.config, "clean_output_dir", False):
-            prepare_directory(run)  # the config that the driver reads does not say so
-        write_components(run, {component: run.config}, dry_run=False)
-        with reporting_directory_errors(), files_readable_by(getattr(run.config, "file_access", "owner")):
-            Path(details["log"]).parent.mkdir(parents=True, exist_ok=True)
+        with (
+            reporting_directory_errors(),
+            files_readable_by(getattr(run.config, "file_access", "owner")),
+            held_for_driver(run.paths) as lock,
+        ):
+            if getattr(run.config, "clean_output_dir", False):
+                prepare_directory(run)  # the config that the driver reads does not say so
+            write_components(run, {component: run.config}, dry_run=False)
+            run.paths.ray.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(run.paths.config(component), prepared.config)
             with Path(details["log"]).open("xb") as log:
                 driver = subprocess.Popen(
                     prepared.argv,
@@ -110,6 +123,7 @@ class RayJobs:
                     stderr=subprocess.STDOUT,
                     # It goes on after this command, and Ctrl-C is not for it.
                     start_new_session=True,
+                    pass_fds=(lock,),
                 )
         # Until it is waited for, a driver that was killed looks alive to `--wait`.
         Thread(target=driver.wait, name="driver", daemon=True).start()
@@ -141,6 +155,41 @@ class RayJobs:
         with contextlib.suppress(ProcessLookupError):  # it may end between the two
             if driver.is_alive:
                 os.kill(driver.pid, signal.SIGTERM)
+
+
+@contextlib.contextmanager
+def held_for_driver(paths: RunPaths) -> Iterator[int]:
+    """Hold a run's directory while a job is written to it. The driver goes on holding it with the yielded descriptor.
+
+    Between the submission and the launcher's own lock, Ray may take hours to find GPUs.
+
+    Raises:
+        UsageError: a driver of another job holds it.
+    """
+    paths.root.mkdir(parents=True, exist_ok=True)
+    # The directory itself: a file in it could be cleaned away.
+    descriptor = os.open(paths.root, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UsageError(
+                f"{paths.root} is in use by Ray job {_open_job(paths)}: wait for it, cancel it with medarc_jobs, or "
+                "choose another --output-dir"
+            ) from None
+        except OSError:
+            # Some file systems have no locks. Then only the launcher's own, which it holds once it has started, counts.
+            warn(f"{paths.root}: its file system has no locks: submit no other job into it meanwhile")
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _open_job(paths: RunPaths) -> str:
+    """Keys of the jobs in a directory that have begun and not ended."""
+    begun = sorted(paths.ray.glob("*.log"), key=lambda log: log.stat().st_mtime)
+    keys = [log.stem for log in begun if not log.with_suffix(".end").exists() and _KEY.fullmatch(log.stem)]
+    return keys[-1] if keys else "that is being submitted"
 
 
 def _checked_address(address: str | None, request: Request) -> str | None:
