@@ -121,7 +121,7 @@ REFUSED = {
     "--env A=1 --env A=2": "--env A: given twice",
     "--env SM_X=1": "--env SM_X: SageMaker sets",
     "--env HF_TOKEN=hf_verysecretvalue": "--env HF_TOKEN: .*--secret-env HF_TOKEN=ARN",
-    "--secret-env HF_TOKEN=hf_verysecretvalue": "--secret-env HF_TOKEN: not the ARN",
+    "--secret-env HF_TOKEN=hf_verysecretvalue": "--secret-env 'HF_TOKEN': write NAME=arn",
     "--input source=s3://b/x": "--input source: this name is taken",
     "--input data=/tmp/x": "--input data=/tmp/x: write s3://",
     "--input da$ta=s3://bucket/x": "--input 'da\\$ta'",
@@ -232,6 +232,24 @@ def test_the_policies_are_as_recorded(tmp_path: Path) -> None:
     done = command("medarc_submit", tmp_path, [*words, *more, *parameter])
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == json.loads((GOLDEN / "policies.json").read_text())
+
+
+def test_a_policy_covers_what_configs_name_on_s3(tmp_path: Path) -> None:
+    (tmp_path / "sft.toml").write_text(
+        'output_dir = "s3://kept/runs/a"\n[model]\nname = "s3://models/qwen"\n[data]\nname = "s3://data/train.jsonl"\n'
+    )
+    words = ["sagemaker-policy", "--role", ROLE, "--s3", "s3://bucket/runs", "--region", "us-east-1"]
+    done = command("medarc_submit", tmp_path, [*words, "--config", "sft.toml"])
+    assert done.returncode == 0, done.stderr
+    rights = {each["Sid"]: each for each in json.loads(done.stdout)["job_role"]["Statement"]}
+    assert rights["ReadInputs"]["Resource"] == [
+        *("arn:aws:s3:::data/train.jsonl/*", "arn:aws:s3:::models/qwen/*"),
+        *("arn:aws:s3:::data/train.jsonl", "arn:aws:s3:::models/qwen"),
+    ]
+    assert rights["ReadAndWriteRuns"]["Resource"] == ["arn:aws:s3:::bucket/runs/*", "arn:aws:s3:::kept/runs/a/*"]
+    listed = rights["ListItsPrefixes"]
+    assert {"arn:aws:s3:::data", "arn:aws:s3:::kept", "arn:aws:s3:::models"} < set(listed["Resource"])
+    assert {"train.jsonl", "qwen", "qwen/*", "runs/a/*"} < set(listed["Condition"]["StringLike"]["s3:prefix"])
 
 
 def test_no_policy_allows_more_than_its_prefix() -> None:

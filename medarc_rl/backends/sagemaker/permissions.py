@@ -5,17 +5,21 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from medarc_rl.backends.sagemaker.aws_calls import Aws
-from medarc_rl.backends.sagemaker.request.s3_places import S3Prefix
+from medarc_rl.backends.sagemaker.request.s3_places import S3Prefix, input_channels
 from medarc_rl.backends.sagemaker.request.secret_references import is_parameter, references, resource_of
-from medarc_rl.backends.sagemaker.request.training_request import keyed
 from medarc_rl.backends.sagemaker.sagemaker_options import PolicyOptions, with_variables
 from medarc_rl.cli import say
 from medarc_rl.errors import UsageError
+from prime_rl.configs.storage import BadS3Name, S3Name
+from prime_rl.storage.staging import WRITTEN_KEYS, s3_names
+from prime_rl.utils.pydantic_config import ConfigError
+from prime_rl.utils.pydantic_config.toml_files import read_files
 
 VERSION = "2012-10-17"
 LOG_GROUP = "/aws/sagemaker/TrainingJobs"
@@ -39,21 +43,53 @@ def print_policies(options: PolicyOptions) -> int:
     if missing or given.role is None or given.s3 is None:
         raise UsageError(*(f"give {name}" for name in missing))
     faults: list[str] = []
-    inputs = keyed("--input", given.input, faults, "data=s3://BUCKET/PREFIX")
+    inputs = input_channels(given.input, faults)
     if faults:
         raise UsageError(*faults)
+    named, outputs = places_of(given.config)
     rights = Rights(
         role=given.role,
         region=Aws(given.region).region,
         root=S3Prefix.of(given.s3),
         repository=given.repository,
         inputs=[S3Prefix.of(uri, "--input") for uri in inputs.values()],
+        named=named,
+        outputs=outputs,
         secrets=list(references(given.secret_env).values()),
         kms_key=given.kms_key,
         in_vpc=bool(given.subnet),
     )
     say(json.dumps(rights.documents(), indent=2))
     return 0
+
+
+def places_of(files: Sequence[Path]) -> tuple[list[S3Prefix], list[S3Prefix]]:
+    """What configs name on S3: their inputs, and the places to which runs are copied.
+
+    Raises:
+        UsageError: a file cannot be read, or S3 has no such names.
+    """
+    try:
+        layers = read_files(files).layers
+        found = {(key in WRITTEN_KEYS, name) for layer in layers for key, name in _leaves(layer.data)}
+    except ConfigError as error:
+        raise UsageError(*error.faults) from error
+    except BadS3Name as error:
+        raise UsageError(f"--config: {error}") from error
+    written, read = (
+        sorted(
+            {S3Prefix(name.bucket, name.key) for is_written, name in found if is_written is chosen},
+            key=lambda place: place.uri,
+        )
+        for chosen in (True, False)
+    )
+    return read, written
+
+
+def _leaves(table: Mapping[str, Any]) -> Iterator[tuple[str, S3Name]]:
+    """Names on S3 in a table, with the last part of the key of each."""
+    for key, name in s3_names(table):
+        yield key.rpartition(".")[2], name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +101,10 @@ class Rights:
     root: S3Prefix
     repository: str
     inputs: Sequence[S3Prefix] = ()
+    named: Sequence[S3Prefix] = ()
+    """Inputs that configs name: prefixes or single objects."""
+    outputs: Sequence[S3Prefix] = ()
+    """Where configs copy runs to."""
     secrets: Sequence[str] = ()
     """ARNs of secrets and parameters."""
     kms_key: str | None = None
@@ -118,19 +158,22 @@ class Rights:
         ]
 
     def _job_role(self) -> list[dict[str, Any]]:
-        places = [self.root, *self.inputs]
+        places = [self.root, *self.outputs, *self.inputs, *self.named]
         buckets = sorted({self._arn("s3", place.bucket, "", "") for place in places})
-        prefixes = sorted({"/".join(part for part in (place.key, "*") if part) for place in places})
+        below = {"/".join(part for part in (place.key, "*") if part) for place in places}
+        prefixes = sorted(below | {place.key for place in self.named if place.key})
         writing = ["s3:AbortMultipartUpload", "s3:GetObject", "s3:PutObject"]
         statements = [
             {
                 **_allow("ListItsPrefixes", ["s3:ListBucket"], buckets),
                 "Condition": {"StringLike": {"s3:prefix": prefixes}},
             },
-            _allow("ReadAndWriteRuns", writing, [self._objects(self.root)]),
+            _allow("ReadAndWriteRuns", writing, [self._objects(place) for place in (self.root, *self.outputs)]),
         ]
-        if self.inputs:
-            statements.append(_allow("ReadInputs", ["s3:GetObject"], [self._objects(place) for place in self.inputs]))
+        if self.inputs or self.named:
+            objects = [self._arn("s3", f"{place.bucket}/{place.key}", "", "") for place in self.named if place.key]
+            read = [*(self._objects(place) for place in (*self.inputs, *self.named)), *objects]
+            statements.append(_allow("ReadInputs", ["s3:GetObject"], list(dict.fromkeys(read))))
         statements += [
             _allow("WriteLogs", ["logs:CreateLogGroup", "logs:CreateLogStream", "logs:PutLogEvents"], self._logs()),
             _allow("LogInToTheRegistry", ["ecr:GetAuthorizationToken"], ["*"]),

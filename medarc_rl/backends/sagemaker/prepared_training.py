@@ -13,15 +13,16 @@ from pathlib import Path
 from typing import Any
 
 from medarc_rl.backends.backend import Prepared, Request
+from medarc_rl.backends.pairs import pairs, plain_variables
 from medarc_rl.backends.sagemaker.aws_calls import Aws, require_boto3
 from medarc_rl.backends.sagemaker.images import ImageBuild
 from medarc_rl.backends.sagemaker.local_container import LocalContainer, require_docker
 from medarc_rl.backends.sagemaker.request.api_rules import request_faults
 from medarc_rl.backends.sagemaker.request.instances import family_of, gpus_of, smallest_with
 from medarc_rl.backends.sagemaker.request.job_names import name_fault, opaque_name
-from medarc_rl.backends.sagemaker.request.s3_places import JobPlaces, S3Prefix
+from medarc_rl.backends.sagemaker.request.s3_places import JobPlaces, S3Prefix, input_channels
 from medarc_rl.backends.sagemaker.request.secret_references import references
-from medarc_rl.backends.sagemaker.request.training_request import RUN_DIR, TrainingJob, keyed, rule_faults
+from medarc_rl.backends.sagemaker.request.training_request import RUN_DIR, TrainingJob, rule_faults
 from medarc_rl.backends.sagemaker.sagemaker_options import (
     LIMIT_S,
     ROLE_VARIABLE,
@@ -35,7 +36,6 @@ from medarc_rl.backends.sagemaker.source.staging import Staged, stage
 from medarc_rl.cli import say
 from medarc_rl.deployment import sft_gpus
 from medarc_rl.errors import UsageError
-from medarc_rl.jobs.redaction import is_secret_name, redacted
 from medarc_rl.utils import Run, refuse_other_launcher
 from prime_rl.configs.ranges import AUTO, LATEST
 
@@ -164,14 +164,9 @@ def _job(request: Request, options: SageMakerOptions, sha256: str, image: str, f
         faults.append(fault)
     if not options.local:
         faults += _missing(options)
-    env = keyed("--env", options.env, faults, "OMP_NUM_THREADS=8")
-    faults += [
-        f"--env {name}: a secret, which everybody with access to the job could read: give --secret-env {name}=ARN"
-        for name, value in env.items()
-        if is_secret_name(name) or redacted(value) != value
-    ]
-    tags = keyed("--tag", options.tag, faults, "team=radiology")
-    inputs = keyed("--input", options.input, faults, "data=s3://BUCKET/PREFIX")
+    env = plain_variables(options.env, faults, "give --secret-env {name}=ARN")
+    tags = pairs("--tag", options.tag, faults, "write NAME=VALUE, as in --tag team=radiology", str)
+    inputs = input_channels(options.input, faults)
     secrets = _collected(faults, references, options.secret_env) or {}
     root = _collected(faults, S3Prefix.of, options.s3 or _NO_PLACE) or S3Prefix.of(_NO_PLACE)
     run = None if not request.output_dir else _collected(faults, _run_prefix, request.output_dir)

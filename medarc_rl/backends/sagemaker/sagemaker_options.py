@@ -94,6 +94,10 @@ class PolicyOptions(AccountOptions):
     secret_env: Annotated[
         list[str], Option(metavar="NAME=ARN", help="Secret or parameter that jobs read; may be repeated.")
     ] = field(default_factory=list)
+    config: Annotated[
+        list[Path],
+        Option(metavar="FILE", help="Config of such jobs: the places on S3 that it names count, too; may be repeated."),
+    ] = field(default_factory=list)
 
 
 AccountOptionsT = TypeVar("AccountOptionsT", bound=AccountOptions)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from medarc_rl.backends.pairs import pairs
 from medarc_rl.errors import UsageError
 
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
@@ -70,3 +72,8 @@ class JobPlaces:
     @property
     def output(self) -> S3Prefix:
         return self.root.below("output")
+
+
+def input_channels(words: Sequence[str], faults: list[str]) -> dict[str, str]:
+    """`--input NAME=s3://BUCKET/PREFIX`, parsed: the place of each channel, as typed."""
+    return pairs("--input", words, faults, "write NAME=s3://BUCKET/PREFIX", str)

@@ -6,10 +6,10 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 
+from medarc_rl.backends.pairs import VARIABLE, pairs
 from medarc_rl.backends.sagemaker.aws_calls import Aws, calling
 from medarc_rl.errors import MedarcError, UsageError
 
-_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _SECRETS_MANAGER = re.compile(r"arn:aws[a-z-]*:secretsmanager:[a-z0-9-]+:\d{12}:secret:[A-Za-z0-9/_+=.@-]+(#[\w.-]+)?")
 _PARAMETER = re.compile(r"arn:aws[a-z-]*:ssm:[a-z0-9-]+:\d{12}:parameter/[A-Za-z0-9/_.-]+")
 _EXAMPLE = (
@@ -24,21 +24,15 @@ def references(words: Sequence[str]) -> dict[str, str]:
     Raises:
         UsageError: one line for each that is no reference. The lines hold no values: they may be the secret itself.
     """
-    found: dict[str, str] = {}
-    faults = []
-    for word in words:
-        name, equals, reference = word.partition("=")
-        if not equals or not _VARIABLE.fullmatch(name):
-            faults.append(f"--secret-env: write {_EXAMPLE}")
-        elif not (_SECRETS_MANAGER.fullmatch(reference) or _PARAMETER.fullmatch(reference)):
-            faults.append(f"--secret-env {name}: not the ARN of a secret or parameter; write {_EXAMPLE}")
-        elif name in found:
-            faults.append(f"--secret-env {name}: given twice")
-        else:
-            found[name] = reference
+    faults: list[str] = []
+    found = pairs("--secret-env", words, faults, f"write {_EXAMPLE}", _reference, VARIABLE)
     if faults:
         raise UsageError(*faults)
     return found
+
+
+def _reference(text: str) -> str | None:
+    return text if _SECRETS_MANAGER.fullmatch(text) or _PARAMETER.fullmatch(text) else None
 
 
 def resource_of(reference: str) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,8 +15,6 @@ RUN_DIR = "/opt/ml/checkpoints"
 """The run's directory in the job. SageMaker copies what changes there to S3, and back when the job restarts."""
 LONGEST_S = 28 * 86400
 """SageMaker's limit of a job's time. An account's own quota may be shorter."""
-
-_KEYED = re.compile(r"(?P<name>[^=]+)=(?P<value>.*)", re.DOTALL)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,20 +100,6 @@ class TrainingJob:
 def _channel(name: str, uri: str) -> dict[str, Any]:
     source = {"S3DataType": "S3Prefix", "S3Uri": uri, "S3DataDistributionType": "FullyReplicated"}
     return {"ChannelName": name, "DataSource": {"S3DataSource": source}, "InputMode": "File"}
-
-
-def keyed(option: str, words: Sequence[str], faults: list[str], example: str) -> dict[str, str]:
-    """The pairs of an option that is given as `NAME=VALUE`. Values are not shown in faults."""
-    found: dict[str, str] = {}
-    for word in words:
-        match = _KEYED.fullmatch(word)
-        if match is None:
-            faults.append(f"{option}: write NAME=VALUE, as in {option} {example}")
-        elif match["name"] in found:
-            faults.append(f"{option} {match['name']}: given twice")
-        else:
-            found[match["name"]] = match["value"]
-    return found
 
 
 def rule_faults(job: TrainingJob) -> list[str]:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from prime_rl.configs.storage import S3Name, path_fault
+from prime_rl.utils.pydantic_config.errors import one_line
 
 CONNECT_TIMEOUT_S = 10.0
 READ_TIMEOUT_S = 60.0
@@ -55,7 +56,8 @@ class StorageError(Exception):
     """S3 cannot be used as asked. The message is one line for the user."""
 
     def __init__(self, message: str, code: str = "") -> None:
-        super().__init__(" ".join(message.split()))
+        # Keys may hold characters that act on a terminal.
+        super().__init__(one_line(message))
         self.code = code
         """S3's own word for it, such as `NoSuchBucket`; empty if there is none."""
 

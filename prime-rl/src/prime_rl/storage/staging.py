@@ -14,7 +14,7 @@ from prime_rl.configs.storage import BadS3Name, S3Name
 from prime_rl.storage.cache import Listing, cache_root, local_copy
 from prime_rl.storage.s3 import S3, StorageError
 
-_WRITTEN = frozenset({"output_dir", "upload_to", "work_dir", "toml_files"})
+WRITTEN_KEYS = frozenset({"output_dir", "upload_to", "work_dir", "toml_files"})
 """Keys that name no input."""
 
 ConfigT = TypeVar("ConfigT")
@@ -116,7 +116,7 @@ def staged(config: ConfigT, say: Callable[[str], None]) -> ConfigT:
 def _items(value: Any, key: str) -> Iterator[tuple[str, Any]]:
     if isinstance(value, BaseModel):
         for name in type(value).model_fields:
-            if name not in _WRITTEN:
+            if name not in WRITTEN_KEYS:
                 yield f"{key}.{name}" if key else name, getattr(value, name)
     elif isinstance(value, dict):
         for name, item in value.items():
@@ -140,7 +140,7 @@ def _replaced(value: Any, paths: dict[S3Name, Path]) -> Any:
     before = {
         name: getattr(value, name) if isinstance(value, BaseModel) else value[name]
         for name in names
-        if name not in _WRITTEN
+        if name not in WRITTEN_KEYS
     }
     changed = {name: new for name, old in before.items() if (new := _replaced(old, paths)) is not old}
     if not changed:

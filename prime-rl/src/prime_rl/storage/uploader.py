@@ -17,6 +17,7 @@ from prime_rl.storage.selection import small_files, step_directories
 from prime_rl.storage.trees import path_below, upload_files
 from prime_rl.utils.contents import STABLE
 from prime_rl.utils.files import size_text
+from prime_rl.utils.pydantic_config.errors import one_line
 
 LONGEST_PAUSE_S = 300.0
 _LOOK_S, _PAUSE_AT_END_S = 0.1, 5.0
@@ -85,10 +86,11 @@ class Uploader:
         if isinstance(error, StorageError) and error.code == STOPPED:
             return False
         self._failed_in_a_row = 1 if self.fault is None else self._failed_in_a_row + 1
+        fault = one_line(str(error))
         if self.fault is None:
-            self._say(f"warning: {error}; the run goes on, and the upload is tried again")
+            self._say(f"warning: {fault}; the run goes on, and the upload is tried again")
         self.failures += 1
-        self.fault = str(error)
+        self.fault = fault
         return False
 
     def _upload_step(self, directory: Path) -> None:
@@ -222,10 +224,12 @@ def summary_of(uploader: Uploader) -> tuple[bool, str]:
     if not missing:
         done = f"{uploader.files} files, {size_text(uploader.size_bytes)}"
         return True, f"uploaded to {uploader.name}: {done}{failures}"
-    shown = ", ".join(path.name if path.is_file() else f"{path.parent.name}/{path.name}" for path in missing[:3])
+    shown = one_line(
+        ", ".join(path.name if path.is_file() else f"{path.parent.name}/{path.name}" for path in missing[:3])
+    )
     more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
     why = uploader.fault or "stopped"
     return False, (
         f"not uploaded to {uploader.name}: {shown}{more} ({why}{failures}); upload the rest with\n"
-        f"  medarc_train upload {shlex.quote(str(uploader.root))}"
+        f"  medarc_train upload {one_line(shlex.quote(str(uploader.root)))}"
     )
