@@ -30,7 +30,7 @@ from pydantic import BaseModel
 from prime_rl.configs.surface.docs import ROOTS
 from prime_rl.configs.surface.not_built import NOT_BUILT
 from prime_rl.configs.surface.root import RootConfig
-from prime_rl.utils.pydantic_config.schema import alternatives, list_items, sections_among, tag_of
+from prime_rl.utils.pydantic_config.schema import alternatives, list_items, sections_among, table_items, tag_of
 
 pytestmark = pytest.mark.slow
 
@@ -269,7 +269,7 @@ def keys_of(component: str, section: Section, prefix: Key = ()) -> Iterator[tupl
         kinds = alternatives(field.annotation)
         children = [
             child
-            for child in (*sections_among(kinds), *sections_among(list_items(kinds) or ()))
+            for child in (*sections_among(kinds), *sections_among(list_items(kinds) or table_items(kinds) or ()))
             if not issubclass(child, RootConfig) and not is_unsupported_variant(key, child)
         ]
         below = [found for child in children for found in keys_of(component, child, path)]

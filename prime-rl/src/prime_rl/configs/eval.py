@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 from prime_rl.configs.inference import InferenceConfig
 from prime_rl.configs.ranges import Count, CountOrAll, Seconds, WholeNumber
 from prime_rl.configs.rollouts.environments import EvalEnvConfig, repeated_names
+from prime_rl.configs.rollouts.judges import Judges, judge_faults
 from prime_rl.configs.rollouts.sampling import EvalSamplingConfig
 from prime_rl.configs.shared import (
     BaseModelConfig,
@@ -41,6 +42,9 @@ class OfflineEvalConfig(KeptRunConfig):
 
     env: list[EvalEnvConfig] = Field([])
     """The environments. `environment_ids` adds more."""
+
+    judge: Judges = Field({})
+    """Judges, by name: `[judge.NAME]`. Environments name theirs in `env[].judge`."""
 
     environment_ids: list[str] = Field([])
     """Ids of environments, for the command line."""
@@ -133,6 +137,7 @@ class OfflineEvalConfig(KeptRunConfig):
         if not self.env and not self.environment_ids:
             faults.append("no environment: name one with `environment_ids` or [[env]]")
         faults += repeated_names("env", [*self.env, *(EvalEnvConfig(id=each) for each in self.environment_ids)])
+        faults += judge_faults("env", self.env, self.judge)
         if self.inference is not None and self.inference.model.name != self.model.name:
             faults.append(f"inference.model.name ({self.inference.model.name!r}) is not model.name: leave it out")
         raise_faults(faults)

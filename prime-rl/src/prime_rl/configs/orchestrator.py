@@ -29,6 +29,7 @@ from prime_rl.configs.rollouts.buffer import BufferConfig
 from prime_rl.configs.rollouts.environments import EnvConfig, EvalEnvConfig, repeated_names
 from prime_rl.configs.rollouts.evaluations import EvalConfig, EvalSaveHFConfig, ValConfig
 from prime_rl.configs.rollouts.filters import FilterConfig, GibberishFilterConfig, RepetitionFilterConfig
+from prime_rl.configs.rollouts.judges import Judges, judge_faults
 from prime_rl.configs.rollouts.keeping import KeepRolloutsConfig
 from prime_rl.configs.rollouts.sampling import EvalSamplingConfig, SamplingConfig, TemperatureSchedulerConfig
 from prime_rl.configs.shared import (
@@ -211,6 +212,9 @@ class OrchestratorConfig(RootConfig):
     env_servers: bool = False
     """Run each environment without an `address` in its own process. Useful for environments with slow scoring."""
 
+    judge: Judges = Field({})
+    """Judges, by name: `[judge.NAME]`. Environments name theirs in `env[].judge`."""
+
     eval: EvalConfig | None = None
     """Evaluation during training. None disables it."""
 
@@ -370,6 +374,8 @@ class OrchestratorConfig(RootConfig):
                 yield "rollouts_per_example is 1: with nothing to compare it to in its group, no rollout would teach"
         yield from repeated_names("env", self.env)
         yield from repeated_names("eval.env", [] if self.eval is None else self.eval.env)
+        yield from judge_faults("env", self.env, self.judge)
+        yield from judge_faults("eval.env", [] if self.eval is None else self.eval.env, self.judge)
         if (ratios := self.buffer.env_ratios) is not None and len(ratios) != len(self.env):
             yield f"buffer.env_ratios has {len(ratios)} entries for {len(self.env)} environments"
 

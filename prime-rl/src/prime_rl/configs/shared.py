@@ -31,6 +31,10 @@ def _with_scheme(url: str) -> str:
     return url
 
 
+Url = Annotated[str, AfterValidator(_with_scheme)]
+"""`http://` or `https://`."""
+
+
 def _host(name: str) -> str:
     if not re.fullmatch(r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,252})", name) or ".." in name:
         raise ValueError(f"is not a host name: write it without scheme and port, such as inference.svc (got {name!r})")
@@ -106,7 +110,7 @@ class ClientConfig(BaseConfig):
     startup_timeout: Seconds = 1800
     """Seconds to wait at the start for a server to become ready."""
 
-    base_url: list[Annotated[str, AfterValidator(_with_scheme)]] = Field(["http://localhost:8000/v1"])
+    base_url: list[Url] = Field(["http://localhost:8000/v1"])
     """URLs of OpenAI-compatible servers. Each new group of rollouts goes to the least busy one."""
 
     api_key_var: str = "VLLM_API_KEY"

@@ -6,6 +6,7 @@ import os
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain, islice
 
 from prime_rl.utils.gpus import MASK_VARIABLE, DeviceError
 
@@ -19,15 +20,16 @@ _SPINS = "20000"
 
 @dataclass(frozen=True, slots=True)
 class GpuAssignment:
-    """The GPUs of inference and trainer, which may share one."""
+    """The GPUs of inference and trainer, which may share one, and those of each judge."""
 
     inference: tuple[str, ...] = ()
     trainer: tuple[str, ...] = ()
+    judges: tuple[tuple[str, ...], ...] = ()
 
     @property
     def all(self) -> tuple[str, ...]:
         """Each GPU once."""
-        return tuple(dict.fromkeys((*self.inference, *self.trainer)))
+        return tuple(dict.fromkeys((*self.inference, *self.trainer, *chain(*self.judges))))
 
 
 def mask(gpus: Sequence[str]) -> dict[str, str]:
@@ -60,8 +62,10 @@ def assign_gpus(
     train: int,
     infer_ids: Sequence[int] | None = None,
     train_ids: Sequence[int] | None = None,
+    judges: Sequence[int] = (),
 ) -> GpuAssignment:
     """Assign the first `infer` usable ids to inference and the next `train` to the trainer, or ids from the config.
+    Each judge gets as many of the rest as `judges` says.
 
     Ids in the config may overlap; then both sides share a GPU.
 
@@ -76,7 +80,14 @@ def assign_gpus(
         raise DeviceError(f"GPU {', '.join(absent)} cannot be used here; {_listed(usable)} can")
     if (infer_ids is None and len(inference) < infer) or (train_ids is None and len(trainer) < train):
         raise DeviceError(f"{infer} inference + {train} training GPUs are more than can be used: {_listed(usable)}")
-    return GpuAssignment(inference, trainer)
+    rest = iter([gpu for gpu in usable if gpu not in {*inference, *trainer}])
+    own = tuple(tuple(islice(rest, count)) for count in judges)
+    if [len(each) for each in own] != list(judges):
+        raise DeviceError(
+            f"{len(inference)} inference + {len(trainer)} training + {sum(judges)} GPUs of judges are more than can be "
+            f"used: {_listed(usable)}"
+        )
+    return GpuAssignment(inference, trainer, own)
 
 
 def _listed(gpus: Sequence[str]) -> str:

@@ -6,12 +6,13 @@ Plans are pure. They start nothing, write nothing and read no environment.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
+from prime_rl.configs.rollouts.judges import JudgeConfig, started_judges
 from prime_rl.configs.supervised.evaluation import evaluation_of
 from prime_rl.launch.caches import cache_env
 from prime_rl.launch.devices import allocator_env, mask, mask_for_vllm, spin_env, thread_env
@@ -24,6 +25,7 @@ from prime_rl.launch.programs import (
     evaluator_process,
     inference_process,
     interface_env,
+    judge_process,
     orchestrator_process,
 )
 from prime_rl.launch.site import Demand, Site
@@ -31,24 +33,38 @@ from prime_rl.launch.spec import ProcessSpec
 from prime_rl.launch.stalls.watchdog import StallLimits
 from prime_rl.run.beats import SERVERS_VARIABLE, replica_name
 from prime_rl.run.clearance import CLEARANCE_VARIABLE
-from prime_rl.run.paths import RunPaths
-from prime_rl.utils.engine_keys import ENGINE_KEY_VARIABLE, TRANSPORT_KEY_VARIABLE, named_key
+from prime_rl.run.paths import RunPaths, judge_process_name
+from prime_rl.utils.engine_keys import (
+    ENGINE_KEY_VARIABLE,
+    JUDGE_SERVER_KEY_VARIABLE,
+    JUDGE_SERVERS_VARIABLE,
+    TRANSPORT_KEY_VARIABLE,
+    named_key,
+)
 
 if TYPE_CHECKING:
     from prime_rl.configs.eval import OfflineEvalConfig
     from prime_rl.configs.inference import InferenceConfig
     from prime_rl.configs.rl import RLConfig
     from prime_rl.configs.sft import SFTConfig
-    from prime_rl.configs.shared import ClientConfig, StallConfig, TraceConfig
+    from prime_rl.configs.shared import ClientConfig, Device, StallConfig, TraceConfig
     from prime_rl.utils.pydantic_config import BaseSettings
 
 
 def sft_demand(config: SFTConfig) -> Demand:
     demand = Demand(config.device, infer=config.infer_gpus_per_node, train=config.train_gpus_per_node)
     deployment = config.deployment
+<<<<<<< HEAD
     if deployment.type == "single_node":
         return demand
     return replace(demand, train_nodes=deployment.num_nodes, interface=deployment.network_interface)
+=======
+    if deployment.type == "multi_node":
+        return Demand(config.device, train=deployment.gpus_per_node, train_nodes=deployment.num_nodes)
+    infer = 0 if config.eval is None else deployment.num_infer_gpus
+    judges = {} if config.eval is None else config.eval.judge
+    return Demand(config.device, infer=infer, train=deployment.num_gpus, judges=_judge_gpus(judges, config.device))
+>>>>>>> 1216187 ([judge.NAME]: config, GPUs and processes of judges in the one launch plan)
 
 
 def rl_demand(config: RLConfig) -> Demand:
@@ -65,13 +81,20 @@ def rl_demand(config: RLConfig) -> Demand:
         train=deployment.num_train_gpus if train_ids is None else len(train_ids),
         infer_ids=None if infer_ids is None else tuple(infer_ids),
         train_ids=None if train_ids is None else tuple(train_ids),
+        judges=_judge_gpus(config.orchestrator.judge, config.device),
     )
 
 
 def eval_demand(config: OfflineEvalConfig) -> Demand:
+    judges = _judge_gpus(config.judge, config.device)
     if config.inference is None:
-        return Demand("cpu")
-    return Demand(config.inference.device, infer=config.inference.parallel.tp * config.inference.parallel.dp)
+        return Demand(config.device if judges else "cpu", judges=judges)
+    gpus = config.inference.parallel.tp * config.inference.parallel.dp
+    return Demand(config.inference.device, infer=gpus, judges=judges)
+
+
+def _judge_gpus(judges: Mapping[str, JudgeConfig], device: Device) -> tuple[int, ...]:
+    return tuple(each.gpus_on(device) for each in started_judges(judges).values())
 
 
 def plan_sft(config: SFTConfig, paths: RunPaths, site: Site, resume_step: int | None) -> Job:
@@ -122,15 +145,24 @@ def _evaluating(
     sites: Sequence[Site],
     envs: Sequence[Mapping[str, str]],
 ) -> tuple[ProcessSpec, ...]:
+<<<<<<< HEAD
     head = sites[0]
     env = _child_env(command, "evaluator", head, _server_names(sites))
     evaluator = evaluator_process(paths, head.programs.python, env, *_client_flags(config.inference, sites))
     servers = _servers(command, config.inference, paths, sites, envs)
     return _with_key(servers, evaluator, config.client, head)
+=======
+    client = _client_flags(config.inference, (site,))
+    evaluator = evaluator_process(paths, site.programs.python, _child_env(command, "evaluator", site, {}), *client)
+    servers = _inference(command, config.inference, paths, site, env)
+    judges = _judge_servers(command, config.judge, paths, site, env)
+    return *judges, *_with_key(servers, _with_judges(evaluator, config.judge, site), config.client, site)
+>>>>>>> 1216187 ([judge.NAME]: config, GPUs and processes of judges in the one launch plan)
 
 
 def _eval_configs(config: OfflineEvalConfig) -> dict[str, BaseSettings]:
-    return {"eval": config} if config.inference is None else {"eval": config, "inference": config.inference}
+    own: dict[str, BaseSettings] = {"eval": config, **_judge_configs(config.judge, config.device)}
+    return own if config.inference is None else {**own, "inference": config.inference}
 
 
 def plan_rl(config: RLConfig, paths: RunPaths, site: Site, resume_step: int | None) -> Job:
@@ -146,11 +178,22 @@ def plan_rl(config: RLConfig, paths: RunPaths, site: Site, resume_step: int | No
     env = _child_env("rl", "orchestrator", head, envs[0]) | _server_names(infer_sites)
     orchestrator = orchestrator_process(paths, site.programs.orchestrator, env, *flags)
     waits = {CLEARANCE_VARIABLE: str(paths.orchestrator.environments_checked)}
+<<<<<<< HEAD
     infer_envs = [_threads(each, infer_at_once) | waits for each in infer_sites]
     servers = _servers("rl", config.inference, paths, infer_sites, infer_envs)
+=======
+    servers = [
+        server
+        for replica, each in enumerate(infer_sites)
+        for server in _inference("rl", config.inference, paths, each, _threads(each, infer_at_once) | waits, replica)
+    ]
+    judges = config.orchestrator.judge
+    orchestrator = _with_judges(replace(orchestrator, node=head.node), judges, site)
+>>>>>>> 1216187 ([judge.NAME]: config, GPUs and processes of judges in the one launch plan)
     processes = _with_transport_key(
         (
-            *_with_key(servers, replace(orchestrator, node=head.node), config.orchestrator.client, site),
+            *_judge_servers("rl", judges, paths, head, _threads(head, infer_at_once) | waits),
+            *_with_key(servers, orchestrator, config.orchestrator.client, site),
             *_trainer("rl", ranks, paths, train_sites, envs, *broadcast, *sockets, *resume),
         ),
         site,
@@ -206,6 +249,7 @@ def component_configs(config: RLConfig) -> dict[str, BaseSettings]:
         "rl": config,
         "trainer": config.trainer,
         "orchestrator": config.orchestrator,
+        **_judge_configs(config.orchestrator.judge, config.device),
     }
     return sections if config.inference is None else {**sections, "inference": config.inference}
 
@@ -274,7 +318,40 @@ def _with_key(
         return (user,)
     key = named_key(client.api_key_var, site.env) or site.engine_key
     keyed = (replace(server, secrets={ENGINE_KEY_VARIABLE: key}) for server in servers)
-    return *keyed, replace(user, secrets={client.api_key_var: key})
+    return *keyed, replace(user, secrets={**user.secrets, client.api_key_var: key})
+
+
+def _judge_configs(judges: Mapping[str, JudgeConfig], device: Device) -> dict[str, BaseSettings]:
+    return {judge_process_name(name): judge.server(device) for name, judge in started_judges(judges).items()}
+
+
+def _judge_servers(
+    command: str, judges: Mapping[str, JudgeConfig], paths: RunPaths, site: Site, env: Mapping[str, str]
+) -> Iterator[ProcessSpec]:
+    """A server for each judge that the run starts, with the launch's key."""
+    ours = started_judges(judges)
+    for (name, judge), port, own in zip(ours.items(), site.ports.judges, _gpus_of_judges(site, len(ours)), strict=True):
+        gpus = () if judge.device == "cpu" else own or site.gpus.inference
+        may_be_vllm = site.device == "cuda" and judge.engine.backend != "embedded" and bool(gpus)
+        visible = mask_for_vllm(gpus, site.gpu_indices) if may_be_vllm else mask(gpus)
+        flags = ("--server.host", site.address, "--server.port", str(port))
+        child = _child_env(command, judge_process_name(name), site, env) | visible
+        server = judge_process(paths, site.programs.inference, child, gpus, name, *flags)
+        yield replace(server, node=site.node, secrets={ENGINE_KEY_VARIABLE: site.engine_key})
+
+
+def _gpus_of_judges(site: Site, count: int) -> tuple[tuple[str, ...], ...]:
+    return site.gpus.judges or ((),) * count
+
+
+def _with_judges(user: ProcessSpec, judges: Mapping[str, JudgeConfig], site: Site) -> ProcessSpec:
+    """The process whose environments ask the judges, with the addresses of those that the run starts and their key."""
+    ours = started_judges(judges)
+    if not ours:
+        return user
+    urls = {name: f"http://{site.address}:{port}/v1" for name, port in zip(ours, site.ports.judges, strict=True)}
+    env = {**user.env, JUDGE_SERVERS_VARIABLE: json.dumps(urls)}
+    return replace(user, env=env, secrets={**user.secrets, JUDGE_SERVER_KEY_VARIABLE: site.engine_key})
 
 
 def _with_transport_key(processes: tuple[ProcessSpec, ...], site: Site) -> tuple[ProcessSpec, ...]:

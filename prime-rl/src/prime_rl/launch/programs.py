@@ -14,7 +14,7 @@ from prime_rl.launch.devices import mask
 from prime_rl.launch.spec import CannotStart, ProcessSpec
 from prime_rl.run.beats import replica_name
 from prime_rl.run.completion import TRAINER_VARIABLE
-from prime_rl.run.paths import STORE_VARIABLE, RunPaths
+from prime_rl.run.paths import STORE_VARIABLE, RunPaths, judge_process_name
 
 RL_TRAINER = "prime_rl.trainer.rl.train"
 SFT_TRAINER = "prime_rl.trainer.sft.train"
@@ -63,6 +63,15 @@ def inference_process(
     """An inference server: `inference`, or with a replica's number behind it. It serves until the run is complete."""
     name = replica_name(replica)
     argv = (program, "@", str(paths.config("inference")), *flags)
+    return ProcessSpec(name, argv, paths.log(name), _unbuffered(env), gpus=gpus, beats=paths.beats(name))
+
+
+def judge_process(
+    paths: RunPaths, program: str, env: Mapping[str, str], gpus: tuple[str, ...], judge: str, *flags: str
+) -> ProcessSpec:
+    """The server of a judge: `judge_NAME`. It serves until the run is complete."""
+    name = judge_process_name(judge)
+    argv = (program, "@", str(paths.config(name)), *flags)
     return ProcessSpec(name, argv, paths.log(name), _unbuffered(env), gpus=gpus, beats=paths.beats(name))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -37,6 +37,8 @@ class Demand:
     infer_ids: tuple[int, ...] | None = None
     """GPUs that the config names. None takes the first free ones."""
     train_ids: tuple[int, ...] | None = None
+    judges: tuple[int, ...] = ()
+    """GPUs of each judge's own."""
     infer_nodes: int = 0
     """Nodes of their own for inference. On several nodes the numbers above count per node."""
     train_nodes: int = 0
@@ -67,6 +69,8 @@ class Ports:
 
     inference: int | None = None
     broadcast: int | None = None
+    judges: tuple[int, ...] = ()
+    """Always chosen at run time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +133,9 @@ def claimed_site(
     programs = Programs.find(bin_dir)
     combination = made_for(gpu_names(gpus.all) if device == "cuda" else (), env)
     with ExitStack() as held:
-        ports = Ports(*held.enter_context(reserved_ports(2))) if sharing.free_ports else Ports()
+        free = held.enter_context(reserved_ports(len(demand.judges) + (2 if sharing.free_ports else 0)))
+        judges = free[: len(demand.judges)]
+        ports = Ports(*free[len(judges) :], judges=judges) if sharing.free_ports else Ports(judges=judges)
         yield Site(
             programs=programs,
             device=device,
@@ -176,17 +182,20 @@ def _assigned(demand: Demand, sharing: Sharing, ids: tuple[str, ...]) -> GpuAssi
     if named == (None, None) and sharing.single_gpu:
         if not ids:
             raise DeviceError("single-GPU mode needs 1 GPU, but none can be used here")
-        return GpuAssignment(ids[:1], ids[:1])
-    return assign_gpus(ids, demand.infer, demand.train, *named)
+        both = assign_gpus(ids, 1, 0, judges=demand.judges)
+        return replace(both, trainer=both.inference)
+    return assign_gpus(ids, demand.infer, demand.train, *named, judges=demand.judges)
 
 
 def _check_exact(demand: Demand, sharing: Sharing, ids: tuple[str, ...]) -> None:
-    needed = 1 if sharing.single_gpu else demand.infer + demand.train
+    judges = sum(demand.judges)
+    needed = (1 if sharing.single_gpu else demand.infer + demand.train) + judges
     if len(ids) == needed:
         return
-    wanted = "single-GPU mode needs 1"
+    of_judges = f" + {judges} of judges" if judges else ""
+    wanted = f"single-GPU mode needs 1{of_judges}"
     if not sharing.single_gpu:
-        wanted = f"{demand.infer} inference + {demand.train} training GPUs are {needed}"
+        wanted = f"{demand.infer} inference + {demand.train} training{of_judges} GPUs are {needed}"
     raise DeviceError(
         f"{wanted}, but {len(ids)} can be used here ({','.join(ids) or 'none'}): "
         "set CUDA_VISIBLE_DEVICES to the ones to use"

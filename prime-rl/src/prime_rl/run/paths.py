@@ -22,6 +22,11 @@ _STEP_DIR = re.compile(r"step_(\d+)")
 _SAMPLES = re.compile(r"(step|eval)_(\d+)(?:\.rank_(\d+))?\.jsonl(?:\.gz)?")
 
 
+def judge_process_name(judge: str) -> str:
+    """Name of the process that serves a judge, of its log and of its config."""
+    return f"judge_{judge}"
+
+
 @dataclass(frozen=True, slots=True)
 class RunPaths:
     """The directory of one run, `OUT`."""
@@ -67,6 +72,10 @@ class RunPaths:
     def beats(self, process: str) -> Path:
         """What the process is doing, overwritten with each progress."""
         return self.root / "control" / f"{process}.beat"
+
+    def judge_cache(self, judge: str, directory: Path | None = None) -> Path:
+        """Answers of a judge, in `directory` or in the run's."""
+        return (directory or self.root / "judges") / f"{judge}.sqlite"
 
     @property
     def save_request(self) -> Path:

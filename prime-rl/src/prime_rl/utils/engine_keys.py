@@ -25,6 +25,12 @@ ENGINE_KEY_VARIABLE = "VLLM_API_KEY"
 TRANSPORT_KEY_VARIABLE = "PRIME_RL_TRANSPORT_KEY"
 """Environment variable with the key of ZeroMQ sockets, which machines share."""
 
+JUDGE_SERVERS_VARIABLE = "JUDGE_SERVERS"
+"""Environment variable with the addresses of judges that the launch has started, by name, as JSON."""
+
+JUDGE_SERVER_KEY_VARIABLE = "JUDGE_SERVER_KEY"
+"""Environment variable with the key of these."""
+
 _NO_KEY = ("", "EMPTY")
 """Values that people set for servers without a key."""
 

@@ -98,6 +98,7 @@ def propagate(data: Table) -> Table:
     for step in (
         _place_output,
         _share_device,
+        _share_judges,
         _share_log,
         _share_ckpt,
         _wait_for_weights,
@@ -184,6 +185,11 @@ def _share_device(run: RunTables) -> None:
     if run.shared.device != "auto":
         for component in ("trainer", "inference", "teacher_inference"):
             run.override(f"{component}.device", run.shared.device, "device")
+
+
+def _share_judges(run: RunTables) -> None:
+    for name, judge in run.shared.judge.items():
+        run.override(f"orchestrator.judge.{name}", explicit_values(judge), f"judge.{name}")
 
 
 def _share_log(run: RunTables) -> None:

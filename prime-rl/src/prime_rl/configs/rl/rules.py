@@ -122,11 +122,24 @@ def _single_node_faults(run: RunSections, deployment: SingleNodeDeploymentConfig
         yield from _uneven_split("inference", run.inference, deployment.num_infer_gpus)
     if run.teacher_inference is not None and deployment.num_teacher_gpus:
         yield from _uneven_split("teacher_inference", run.teacher_inference, deployment.num_teacher_gpus)
+    yield from _judge_faults(run, deployment)
     yield from _uneven_training(run, deployment.num_train_gpus)
     if fault := replication_fault(run.trainer.model, deployment.num_train_gpus):
         yield fault
     if run.trainer.weight_broadcast.type == "nccl" and run.device != "cpu":
         yield from _shared_gpu(run, deployment)
+
+
+def _judge_faults(run: RunSections, deployment: SingleNodeDeploymentConfig) -> Iterator[str]:
+    train, infer = deployment.num_train_gpus, deployment.num_infer_gpus if run.inference is not None else 0
+    own = {name: judge.gpus_on(run.device) for name, judge in run.orchestrator.judge.items()}
+    if (total := train + infer + sum(own.values())) > deployment.gpus_per_node and any(own.values()):
+        parts = " + ".join([f"{train} train", f"{infer} infer", *(f"{count} judge.{name}" for name, count in own.items())])
+        yield f"{parts} = {total} GPUs, but deployment.gpus_per_node is {deployment.gpus_per_node}"
+    for name, judge in run.orchestrator.judge.items():
+        shares = judge.is_ours and judge.gpus == 0 and "cpu" not in (judge.device, run.device)
+        if shares and run.inference is None:
+            yield f"judge.{name}.gpus = 0 shares the GPUs of [inference], and the run starts none: give it GPUs"
 
 
 def _shared_gpu(run: RunSections, deployment: SingleNodeDeploymentConfig) -> Iterator[str]:
@@ -160,6 +173,8 @@ def _multi_node_faults(run: RunSections, deployment: MultiNodeDeploymentConfig, 
         yield "deployment.type = 'multi_node' needs [slurm]"
     if run.inference is None:
         yield "deployment.type = 'multi_node' needs [inference]"
+    if ours := [name for name, judge in run.orchestrator.judge.items() if judge.is_ours]:
+        yield f"judge.{ours[0]} is started on one node only: with deployment.type = 'multi_node', set its base_url"
     if run.teacher_inference is not None:
         yield "deployment.type = 'multi_node' does not go with [teacher_inference]"
     group = deployment.nodes_per_fsdp_group

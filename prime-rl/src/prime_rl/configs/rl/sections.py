@@ -18,6 +18,7 @@ from prime_rl.configs.ranges import (
     TransferSeconds,
     WholeNumber,
 )
+from prime_rl.configs.rollouts.judges import Judges
 from prime_rl.configs.shared import Device, MonitorConfig, TraceConfig
 from prime_rl.configs.trainer import TrainerConfig
 from prime_rl.utils.pydantic_config import BaseConfig
@@ -202,6 +203,9 @@ class SharedSettings(BaseConfig):
     trainer_gpu_ids: list[WholeNumber] | None = Field(None, min_length=1)
     """Ids of the trainer's GPUs, which may include the server's; sets `deployment.num_train_gpus`. None takes the next
     visible GPUs."""
+
+    judge: Judges = Field({})
+    """Judges, by name: `[judge.NAME]`. Environments name theirs in `orchestrator.env[].judge`."""
 
     device: Device = "auto"
     """Where every component runs. `auto` uses GPUs if there are any."""

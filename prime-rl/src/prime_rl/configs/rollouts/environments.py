@@ -36,6 +36,10 @@ class EnvConfig(BaseConfig):
     interpreter that uv makes before the run starts and keeps in the user's cache. A new `pyproject.toml` or `uv.lock`
     makes a new one."""
 
+    judge: str | None = None
+    """Name of a `[judge.NAME]`. The constructor gets it in those of these arguments that it has: `judge_client`,
+    `judge_model`, `judge_sampling_args`, `judge_base_url`, `judge_api_key_var`, `judge_api_key`."""
+
     extra_env_kwargs: dict[str, Any] = Field({})
     """Attributes to set on the environment. The orchestrator adds `seq_len` and `score_rollouts`."""
 
@@ -50,6 +54,8 @@ class EnvConfig(BaseConfig):
         for name, value in (("python", self.python), ("project", self.project)):
             if value is not None and self.address is not None:
                 raise ValueError(f"{name} and address exclude each other: at an address, a server runs already")
+        if self.judge is not None and self.address is not None:
+            raise ValueError("judge and address exclude each other: the server at an address asks its own judge")
         return self
 
 

@@ -10,6 +10,7 @@ from pydantic import Field
 from prime_rl.configs.inference import InferenceConfig
 from prime_rl.configs.ranges import Count, CountOrAll
 from prime_rl.configs.rollouts.environments import EvalEnvConfig, repeated_names
+from prime_rl.configs.rollouts.judges import Judges, judge_faults, started_judges
 from prime_rl.configs.rollouts.sampling import EvalSamplingConfig
 from prime_rl.utils.pydantic_config import BaseConfig, derive
 
@@ -23,6 +24,9 @@ class SFTEvalConfig(BaseConfig):
 
     env: list[EvalEnvConfig] = Field([])
     """The environments."""
+
+    judge: Judges = Field({})
+    """Judges, by name: `[eval.judge.NAME]`. Environments name theirs in `env[].judge`."""
 
     sampling: EvalSamplingConfig = EvalSamplingConfig()
     """How rollouts are sampled."""
@@ -56,6 +60,7 @@ def evaluation_faults(config: SFTConfig) -> Iterator[str]:
     if evaluation.num_examples == 0:
         yield "eval.num_examples is 0: at least 1, or -1 for all"
     yield from repeated_names("eval.env", evaluation.env)
+    yield from judge_faults("eval.env", evaluation.env, evaluation.judge)
     yield from _deployment_faults(config)
     if config.model.debug.random_init or config.model.debug.num_layers is not None:
         yield "eval: model.debug trains another model than the server loads from model.name: remove one of them"
@@ -69,15 +74,20 @@ def evaluation_faults(config: SFTConfig) -> Iterator[str]:
 
 def _deployment_faults(config: SFTConfig) -> Iterator[str]:
     deployment = config.deployment
-    total = config.train_gpus_per_node + deployment.num_infer_gpus
+    judges = {} if config.eval is None else started_judges(config.eval.judge)
+    of_judges = sum(each.gpus_on(config.device) for each in judges.values())
+    total = config.train_gpus_per_node + deployment.num_infer_gpus + of_judges
+    if judges and deployment.type == "multi_node":
+        yield f"eval.judge.{next(iter(judges))} is started on one node only: on several, set its base_url"
     if deployment.type == "multi_node" and config.train_gpus_per_node < 1:
         yield (
             f"deployment.num_infer_gpus ({deployment.num_infer_gpus}) leaves none of the gpus_per_node "
             f"({deployment.gpus_per_node}) for training"
         )
     elif deployment.type == "single_node" and total > deployment.gpus_per_node:
+        added = f" + {of_judges} of judges" if of_judges else ""
         yield (
-            f"{deployment.num_gpus} training + {deployment.num_infer_gpus} inference = {total} GPUs are above "
+            f"{deployment.num_gpus} training + {deployment.num_infer_gpus} inference{added} = {total} GPUs are above "
             f"deployment.gpus_per_node ({deployment.gpus_per_node})"
         )
     tp = 1 if config.inference is None else config.inference.parallel.tp
@@ -127,6 +137,7 @@ def evaluation_of(config: SFTConfig) -> OfflineEvalConfig | None:
     return OfflineEvalConfig(
         model=BaseModelConfig(name=config.model.name, trust_remote_code=config.model.trust_remote_code),
         env=environments,
+        judge=ours.judge,
         max_concurrent=ours.max_concurrent,
         weights_dir=config.output_dir / "weights",
         watch=True,

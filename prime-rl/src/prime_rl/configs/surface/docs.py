@@ -21,7 +21,7 @@ from prime_rl.configs.surface.resuming import RESUME_RULES, ResumeRule
 from prime_rl.configs.surface.root import RootConfig
 from prime_rl.configs.trainer import TrainerConfig
 from prime_rl.utils.pydantic_config.describe import bounds_text, default_text, field_doc, type_text
-from prime_rl.utils.pydantic_config.schema import Section, alternatives, list_items, sections_among
+from prime_rl.utils.pydantic_config.schema import NAMED, Section, alternatives, list_items, sections_among, table_items
 
 ROOTS: tuple[type[RootConfig], ...] = (
     RLConfig,
@@ -128,9 +128,9 @@ def sections_of_root(root: type[RootConfig]) -> dict[Section, list[str]]:
 def _sections_below(section: Section, prefix: str) -> Iterator[tuple[str, Section]]:
     for name, field in section.model_fields.items():
         kinds = alternatives(field.annotation)
-        in_list = sections_among(list_items(kinds) or ())
-        for child in (*sections_among(kinds), *in_list):
-            key = f"{prefix}{name}[]" if in_list else f"{prefix}{name}"
+        in_list, named = sections_among(list_items(kinds) or ()), sections_among(table_items(kinds) or ())
+        for child in (*sections_among(kinds), *in_list, *named):
+            key = f"{prefix}{name}[]" if in_list else f"{prefix}{name}.{NAMED}" if named else f"{prefix}{name}"
             if child not in ROOTS:
                 yield key, child
                 yield from _sections_below(child, f"{key}.")

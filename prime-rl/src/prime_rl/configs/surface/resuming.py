@@ -120,6 +120,7 @@ RESUME_RULES: tuple[ResumeRule, ...] = (
                 "sampling",
                 "env",
                 "eval",
+                "judge",
                 "val",
                 "buffer",
                 "advantage",

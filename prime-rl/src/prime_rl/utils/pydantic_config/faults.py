@@ -24,6 +24,7 @@ from prime_rl.utils.pydantic_config.schema import (
     list_items,
     literals,
     sections_among,
+    table_items,
     tag_of,
 )
 from prime_rl.utils.pydantic_config.suggest import advice_for_key, advice_for_renamed, variants_with
@@ -96,7 +97,7 @@ def locate(root: Section, loc: KeyPath) -> Place:
         elif items is not None and isinstance(part, int):
             kinds = items
         elif is_table(kinds) and str not in kinds:
-            kinds = ()
+            kinds = table_items(kinds) or ()
         else:
             break
         path.append(part)

@@ -14,6 +14,7 @@ from prime_rl.utils.pydantic_config.schema import (
     KeyPath,
     Section,
     find_field,
+    named_below,
     sections_below,
     sections_of,
     tag_of,
@@ -241,5 +242,10 @@ def _with_underscores(owners: tuple[Section, ...], value: Any, path: tuple[str, 
         name = ours if known else key
         if name in table:
             faults.append(f"{'.'.join((*path, name))}: is written twice, with dashes and with underscores: remove one")
+        if (named := named_below(owners, name)) and isinstance(item, dict):
+            table[name] = {
+                own: _with_underscores(named, each, (*path, name, own), faults) for own, each in item.items()
+            }
+            continue
         table[name] = _with_underscores(sections_below(owners, name), item, (*path, name), faults)
     return table

@@ -14,6 +14,8 @@ from pydantic.fields import FieldInfo
 Section = type[BaseModel]
 KeyPath = tuple[str | int, ...]
 MAX_INDEX_DIGITS = 20
+NAMED = "NAME"
+"""Stands in a path for the name that the user gives to a section."""
 
 
 def alternatives(annotation: Any) -> tuple[Any, ...]:
@@ -40,6 +42,14 @@ def list_items(kinds: Iterable[Any]) -> tuple[Any, ...] | None:
     for kind in kinds:
         if get_origin(kind) is list:
             return alternatives(get_args(kind)[0])
+    return None
+
+
+def table_items(kinds: Iterable[Any]) -> tuple[Any, ...] | None:
+    """Return the types of the sections in the table in `kinds`, whose names the user chooses; None if there is none."""
+    for kind in kinds:
+        if get_origin(kind) is dict and sections_among(found := alternatives(get_args(kind)[1])):
+            return found
     return None
 
 
@@ -107,7 +117,7 @@ class KeySite:
 def find_key(root: Section, dotted: str) -> KeySite | None:
     """Find a key by its dotted name, through optional sections, all variants of a union, and lists of sections.
 
-    `env.0.id` is the id of the first item of a list. None if there is no such key.
+    `env.0.id` is the id of the first item of a list, `judge.NAME.model` a key of a named section. None if there is no such key.
     """
     path: list[str | int] = []
     kinds: tuple[Any, ...] = (root,)
@@ -116,6 +126,10 @@ def find_key(root: Section, dotted: str) -> KeySite | None:
         if items is not None and sections_among(items) and part.isdecimal():
             path.append(int(part[:MAX_INDEX_DIGITS]))  # Python converts no more than 4300
             kinds = items
+            continue
+        if (named := table_items(kinds)) is not None:
+            path.append(part)
+            kinds = named
             continue
         found = [match for section in sections_among(kinds) if (match := find_field(section, part))]
         if not found:
@@ -126,7 +140,10 @@ def find_key(root: Section, dotted: str) -> KeySite | None:
 
 
 def sections_below(owners: Sequence[Section], name: str) -> tuple[Section, ...]:
-    """Return the sections in key `name` of `owners`: a section, the variants of a union, or items of a list."""
+    """Return the sections in key `name` of `owners`: a section, the variants of a union, or items of a list.
+
+    Sections that the user names are below their names, and not here.
+    """
     kinds = [
         kind
         for owner in owners
@@ -136,6 +153,14 @@ def sections_below(owners: Sequence[Section], name: str) -> tuple[Section, ...]:
     return (*sections_among(kinds), *sections_among(list_items(kinds) or ()))
 
 
+def named_below(owners: Sequence[Section], name: str) -> tuple[Section, ...]:
+    """Return the sections in key `name` of `owners` to which the user gives names."""
+    found = (match[1] for owner in owners if (match := find_field(owner, name)) is not None)
+    return tuple(
+        section for field in found for section in sections_among(table_items(alternatives(field.annotation)) or ())
+    )
+
+
 def has_key(root: Section, path: Sequence[str]) -> bool:
     """Whether a key exists at `path`, which has no list indices. Every key exists inside a dict of the user's."""
     owners: tuple[Section, ...] = (root,)
@@ -143,8 +168,11 @@ def has_key(root: Section, path: Sequence[str]) -> bool:
         found = [match for owner in owners if (match := find_field(owner, part)) is not None]
         if not found:
             return False
-        if any(is_table(alternatives(field.annotation)) for _, field in found):
-            return True
+        tables = [alternatives(field.annotation) for _, field in found if is_table(alternatives(field.annotation))]
+        if tables:
+            named = table_items(tables[0])
+            rest = path[length + 1 :]
+            return named is None or not rest or any(has_key(section, rest) for section in sections_among(named))
         owners = sections_below(owners, part)
         if length == len(path):
             return True
@@ -179,6 +207,8 @@ def walk_fields(section: Section, prefix: Sequence[str] = ()) -> Iterator[tuple[
         kinds = alternatives(field.annotation)
         for child in (*sections_among(kinds), *sections_among(list_items(kinds) or ())):
             yield from walk_fields(child, path)
+        for child in sections_among(table_items(kinds) or ()):
+            yield from walk_fields(child, (*path, NAMED))
 
 
 def get_all_fields(model: BaseModel | Section) -> list[str]:

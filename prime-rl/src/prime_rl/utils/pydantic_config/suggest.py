@@ -12,8 +12,10 @@ from prime_rl.utils.pydantic_config.schema import (
     has_key,
     is_table,
     list_items,
+    named_below,
     sections_among,
     sections_below,
+    table_items,
     tag_of,
     walk_fields,
 )
@@ -51,7 +53,7 @@ def _advice_for_item_of_table(root: Section, dotted: str) -> str | None:
     parts = dotted.split(".")
     for length in range(1, len(parts)):
         site = find_key(root, ".".join(parts[:length]))
-        if site is not None and is_table(site.kinds):
+        if site is not None and is_table(site.kinds) and table_items(site.kinds) is None:
             option, item = ".".join(parts[:length]), ".".join(parts[length:])
             return f"the items of a table are given together: --{option} {item}=VALUE"
     return None
@@ -131,11 +133,16 @@ def _existing(root: Section, path: KeyPath) -> tuple[tuple[str, ...], tuple[Sect
     """Return the leading part of `path` that exists, and the classes of its last section."""
     parents: tuple[str, ...] = ()
     owners: tuple[Section, ...] = (root,)
+    named: tuple[Section, ...] = ()
     for part in path[:-1]:
-        below = owners if _is_index(part) else sections_below(owners, str(part))
-        if not below:
+        if named:  # `part` is the user's name
+            below, named = named, ()
+        else:
+            below = owners if _is_index(part) else sections_below(owners, str(part))
+            named = () if _is_index(part) else named_below(owners, str(part))
+        if not below and not named:
             break
-        owners = below
+        owners = below or owners
         parents = (*parents, str(part))
     return parents, owners
 
