@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +20,7 @@ from prime_rl.monitors.relay import Relay
 from prime_rl.monitors.sinks.described import SinkRun
 from prime_rl.monitors.sinks.opening import open_sinks
 from prime_rl.orchestrator.env_servers.environments import Environment, load_environments
+from prime_rl.orchestrator.env_servers.judges import RunJudges, run_judges
 from prime_rl.orchestrator.errors import EnvironmentFault, InferenceFault
 from prime_rl.orchestrator.evaluation.scores import eval_metrics, score_titles
 from prime_rl.orchestrator.rollouts.attempts import Attempt, Outcome, run_attempts
@@ -110,6 +111,7 @@ class Evaluation:
     pool: InferencePool
     results: ResultsFile
     monitor: Monitor
+    judges: RunJudges
     rows: list[Row] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
 
@@ -198,6 +200,7 @@ class Evaluation:
         if ran:
             metrics["time"] = max(outcome.ended_s for outcome in ran) - started_s
             named = {f"eval/{of_env.name}/{name}": value for name, value in metrics.items()}
+            named |= self.judges.take_metrics()
             self.monitor.log({"progress/ckpt_step": candidate.step, **named}, candidate.step)
         self.rows.append(Row(str(candidate), candidate.step, of_env.name, metrics))
         get_logger().log(SUCCESS, f"{candidate} | {of_env.name} | {_scores(metrics)}")
@@ -231,9 +234,24 @@ async def _evaluate(evaluation: Evaluation, candidates: Sequence[Candidate]) -> 
         await each.environment.connect()
     paths, is_ours = RunPaths(evaluation.config.output_dir), evaluation.config.inference is not None
     await evaluation.pool.wait_served(paths.log("inference") if is_ours else None)
-    await evaluation.run(candidates)
+    await evaluation.judges.warm()
+    await _unless_lost(evaluation.judges, evaluation.run(candidates))
     for each in evaluation.sets:
         each.environment.reward_errors.conclude()
+
+
+async def _unless_lost(judges: RunJudges, work: Coroutine[Any, Any, None]) -> None:
+    """Await `work`. Raises JudgeFault as soon as a judge is lost."""
+    tasks = [asyncio.create_task(each) for each in (work, judges.watch())]
+    try:
+        ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in ended:
+            task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    judges.conclude()
 
 
 def trainer_completion() -> Path | None:
@@ -261,11 +279,12 @@ def run_evaluation(config: OfflineEvalConfig, candidates: Sequence[Candidate]) -
     """
     paths = RunPaths(config.output_dir)
     with ExitStack() as closing:
+        judges = closing.enter_context(run_judges(config.judge, paths))
         environments = load_environments(config.environments, config.log, "env", "eval")
         results = closing.enter_context(ResultsFile(EvalPaths(config.output_dir).results))
         monitor = _setup_monitor(config, paths)
         closing.push(lambda kind, error, trace: monitor.close(int(kind is not None)))
-        exit_code = asyncio.run(_until_stopped(config, environments, candidates, results, monitor))
+        exit_code = asyncio.run(_until_stopped(config, environments, judges, candidates, results, monitor))
     trainer = trainer_completion()
     if trainer is not None and trainer.is_file():
         _send_the_rest(config, paths)
@@ -275,6 +294,7 @@ def run_evaluation(config: OfflineEvalConfig, candidates: Sequence[Candidate]) -
 async def _until_stopped(
     config: OfflineEvalConfig,
     environments: Mapping[str, Environment],
+    judges: RunJudges,
     candidates: Sequence[Candidate],
     results: ResultsFile,
     monitor: Monitor,
@@ -285,6 +305,7 @@ async def _until_stopped(
         pool=inference_pool(config.client, config.model.name),
         results=results,
         monitor=monitor,
+        judges=judges,
     )
     main = asyncio.create_task(evaluate(evaluation, candidates))
     signals = StopSignals()

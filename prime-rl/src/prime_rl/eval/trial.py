@@ -15,11 +15,13 @@ def main() -> None:
     config = parse_argv_or_exit(OfflineEvalConfig)
     setup_logger("warning")
     # verifiers takes seconds to import.
+    from prime_rl.environments.judging.offer import offered_in_a_trial
     from prime_rl.eval.run import EvalSet
     from prime_rl.orchestrator.env_servers.environments import load_environments
 
     try:
-        environments = load_environments(config.environments, config.log, "env", "eval")
+        with offered_in_a_trial(config.judge):
+            environments = load_environments(config.environments, config.log, "env", "eval")
         for each in config.environments:
             environment = environments[each.name or each.id]
             environment.refuse_images()

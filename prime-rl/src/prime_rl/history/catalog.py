@@ -85,6 +85,15 @@ RL_TRAINER = (
     *_SPEED,
 )
 
+_JUDGES = (
+    Metric("judge/<name>/calls", "calls", "answered since the last record, also from the cache"),
+    Metric("judge/<name>/cache_hit_rate", "0 to 1", "share of these that the cache answered, or an equal call that was under way"),
+    Metric("judge/<name>/latency_s", "s", "mean of a call to its server, with retries, without the wait for its turn"),
+    Metric("judge/<name>/{retries,failed_calls}", "calls", "repeated; without an answer after all retries"),
+    Metric("judge/<name>/{prompt_tokens,completion_tokens}", "tokens", "of calls to its server, as it counts them"),
+    Metric("judge/<name>/cost", "currency", "of these tokens, at `prompt_price` and `completion_price`"),
+)
+
 ORCHESTRATOR = (
     Metric("reward/{mean,std,min,max,median}", "reward", "over the rollouts of the batch"),
     Metric("reward/errors", "0 to 1", "share of rollouts with a reward function that raised or returned no number"),
@@ -130,6 +139,7 @@ ORCHESTRATOR = (
     Metric("time/wait_for_ckpt", "s", "waiting for the version that the batch requires"),
     Metric("time/update_weights", "s", "servers loading new weights"),
     Metric("event_loop_lag/{min,mean,med,p90,max}", "s", "how late the orchestrator's event loop runs; a slow reward function that does not await raises it"),
+    *_JUDGES,
 )
 
 EVALUATION = (
@@ -143,6 +153,7 @@ EVALUATION = (
     Metric("eval/<environment>/is_truncated/mean", "0 to 1", "share of rollouts that ended at a length limit"),
     Metric("eval/<environment>/failed/{count,mean}", "rollouts; 0 to 1", "failed rollouts, which have no score"),
     Metric("eval/<environment>/time", "s", "the evaluation of this environment"),
+    *_JUDGES,
 )
 # fmt: on
 

@@ -134,8 +134,9 @@ def claimed_site(
     combination = made_for(gpu_names(gpus.all) if device == "cuda" else (), env)
     with ExitStack() as held:
         free = held.enter_context(reserved_ports(len(demand.judges) + (2 if sharing.free_ports else 0)))
-        judges = free[: len(demand.judges)]
-        ports = Ports(*free[len(judges) :], judges=judges) if sharing.free_ports else Ports(judges=judges)
+        ports = Ports(judges=free[: len(demand.judges)])
+        if sharing.free_ports:
+            ports = replace(ports, inference=free[-2], broadcast=free[-1])
         yield Site(
             programs=programs,
             device=device,

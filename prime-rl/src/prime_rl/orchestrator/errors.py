@@ -2,6 +2,7 @@
 
 OrchestratorError
 ├── EnvironmentFault      an environment cannot be imported, has no rows, or its server does not answer
+├── JudgeFault            a judge does not answer, refuses its key, or nothing has started it
 ├── InferenceFault        a server is down, never becomes ready, sends unusable replies, or rejects weights
 ├── TrainerFault          the trainer publishes no further policy version
 ├── MalformedRollout      a rollout cannot be trained on, whatever its reward
@@ -19,6 +20,10 @@ class OrchestratorError(Exception):
 
 class EnvironmentFault(OrchestratorError):
     """An environment cannot be used."""
+
+
+class JudgeFault(OrchestratorError):
+    """A judge cannot be used: rewards without it would be made up."""
 
 
 class InferenceFault(OrchestratorError):

@@ -22,6 +22,7 @@ from prime_rl.orchestrator.batches.filters import setup_filters
 from prime_rl.orchestrator.ckpt import Checkpoints, Progress, restore
 from prime_rl.orchestrator.env_servers.environments import Environment, load_environments
 from prime_rl.orchestrator.env_servers.examination import EVAL_KEY, placed, refuse_unusable
+from prime_rl.orchestrator.env_servers.judges import RunJudges, run_judges
 from prime_rl.orchestrator.env_servers.processes import EnvServers
 from prime_rl.orchestrator.evaluation.evaluator import EvalSchedule, EvalSet, Evaluator
 from prime_rl.orchestrator.evaluation.validator import Validator
@@ -59,17 +60,18 @@ def run_orchestrator(config: OrchestratorConfig, resume_step: int | None, sleep:
             "nothing; raise orchestrator.batch_size"
         )
     own_beats().say("loading the environments")
-    environments = Environments.load(config)
-    refuse_unusable(placed(environments.train, environments.eval), config.model, config.seq_len)
-    give_clearance(OrchestratorPaths(config.output_dir).environments_checked)
-    # Environments first: our signal handlers must replace those that verifiers installs for each environment.
-    return asyncio.run(_run_until_stopped(config, environments, resume_step, sleep))
+    with run_judges(config.judge, RunPaths.from_orchestrator_dir(config.output_dir)) as judges:
+        environments = Environments.load(config)
+        refuse_unusable(placed(environments.train, environments.eval), config.model, config.seq_len)
+        give_clearance(OrchestratorPaths(config.output_dir).environments_checked)
+        # Environments first: our signal handlers must replace those that verifiers installs for each environment.
+        return asyncio.run(_run_until_stopped(config, environments, judges, resume_step, sleep))
 
 
 async def _run_until_stopped(
-    config: OrchestratorConfig, environments: Environments, resume_step: int | None, sleep: Sleep
+    config: OrchestratorConfig, environments: Environments, judges: RunJudges, resume_step: int | None, sleep: Sleep
 ) -> int:
-    main = asyncio.create_task(_run(config, environments, resume_step, sleep))
+    main = asyncio.create_task(_run(config, environments, judges, resume_step, sleep))
     signals = StopSignals()
     signals.watch(main)
     try:
@@ -78,13 +80,16 @@ async def _run_until_stopped(
         if signals.received is None:
             raise
         return signals.exit_code
+    judges.conclude()
     for environment in environments:
         environment.reward_errors.conclude()
     get_logger().log(SUCCESS, "Orchestrator finished.")
     return 0
 
 
-async def _run(config: OrchestratorConfig, environments: Environments, resume_step: int | None, sleep: Sleep) -> None:
+async def _run(
+    config: OrchestratorConfig, environments: Environments, judges: RunJudges, resume_step: int | None, sleep: Sleep
+) -> None:
     paths = OrchestratorPaths(config.output_dir)
     filters = setup_filters(config.filters, config.model.name)
     advantage = setup_advantage(config.advantage)
@@ -102,9 +107,10 @@ async def _run(config: OrchestratorConfig, environments: Environments, resume_st
             await environments.start_servers(config, servers)
         run = RunPaths.from_orchestrator_dir(config.output_dir)
         # W&B takes seconds to start, so start it while waiting for the servers.
-        (monitor, extras), held_version = await asyncio.gather(
+        (monitor, extras), held_version, _ = await asyncio.gather(
             asyncio.to_thread(setup_monitor, config, run, paths),
             pool.wait_ready(config.use_token_client, run.server_log),
+            judges.warm(),
         )
         closing.push(lambda kind, error, trace: monitor.close(int(kind is not None)))
         closing.push_async_callback(environments.close)
@@ -139,9 +145,9 @@ async def _run(config: OrchestratorConfig, environments: Environments, resume_st
             evaluator=make_evaluator(config, environments.eval, policy, pool, monitor, rollout_log),
             validator=make_validator(config, environments.train, pool),
             empty=EmptyBatches(sleep),
-            pool_metrics=pool.take_metrics,
+            pool_metrics=lambda: {**pool.take_metrics(), **judges.take_metrics()},
         )
-        background = [policy.follow(), *pool.watchers(), servers.watch(), steps.lag.measure()]
+        background = [policy.follow(), *pool.watchers(), servers.watch(), judges.watch(), steps.lag.measure()]
         await _run_steps(steps, progress, background)
         if direct is not None:
             direct.close()

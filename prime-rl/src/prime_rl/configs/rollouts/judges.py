@@ -1,5 +1,7 @@
-"""Judges: frozen models that environments ask. `[judge.NAME]` of `rl`, `orchestrator` and `eval`, `[eval.judge.NAME]` of
-`sft`."""
+"""Judges: frozen models that environments ask.
+
+`[judge.NAME]` of `rl`, `orchestrator` and `eval`, `[eval.judge.NAME]` of `sft`.
+"""
 
 from __future__ import annotations
 
@@ -46,8 +48,8 @@ class JudgeEngineConfig(BaseConfig):
     """Context length in tokens. None takes the model's own."""
 
     gpu_memory_utilization: float = Field(0.9, gt=0, le=1)
-    """Fraction of the GPU's memory that the engine may use. With `gpus = 0`, this and `inference.gpu_memory_utilization`
-    add up to at most 1."""
+    """Fraction of the GPU's memory that the engine may use. With `gpus = 0`, leave room for the other engine: this and
+    `inference.gpu_memory_utilization` add up to less than 1."""
 
     enforce_eager: bool = False
     """vLLM: do not compile the model, and do not use CUDA graphs."""
@@ -121,7 +123,7 @@ class JudgeConfig(BaseConfig):
         if self.base_url is not None:
             ours = sorted({"gpus", "device", "engine"} & self.model_fields_set)
             if ours:
-                raise ValueError(f"base_url names a running server, so {', '.join(ours)} would do nothing: remove one side")
+                raise ValueError(f"base_url names a running server: remove it, or {', '.join(ours)}")
         elif self.gpus % self.engine.tp:
             raise ValueError(f"gpus ({self.gpus}) is not a multiple of engine.tp ({self.engine.tp})")
         return self

@@ -24,6 +24,7 @@ from prime_rl.orchestrator.env_servers.reward_errors import RewardErrors, record
 from prime_rl.orchestrator.env_servers.rubrics import reward_functions
 from prime_rl.orchestrator.env_servers.tunnel import Tunnel
 from prime_rl.orchestrator.errors import EnvironmentFault
+from prime_rl.orchestrator.guests.inside.judge_arguments import NoJudge, judge_arguments
 from prime_rl.orchestrator.reports.sessions import record_rollouts
 from prime_rl.orchestrator.rollouts.images import ADVICE, first_row_with_image, has_image
 from prime_rl.orchestrator.rollouts.rollout import REWARD_ERRORS, ExampleRef, Rollout, check_trainable, read_rollout
@@ -222,13 +223,16 @@ def load_environment(config: EnvConfig, place: str) -> vf.Environment:
         EnvironmentFault: the environment cannot be imported, or fails to load.
     """
     try:
-        env = vf.load_environment(module_id(config.id), **config.args)
+        given = judge_arguments(module_id(config.id), config.judge)
+        env = vf.load_environment(module_id(config.id), **{**given, **config.args})
         env.set_kwargs(**environment_arguments(config.extra_env_kwargs))
     except ValueError as error:  # verifiers turns every failed import into one
         raise EnvironmentFault(
             f"{place}: environment {config.id!r} does not import: {error.__cause__ or error}; "
             "install its package into this Python environment, or correct `id`"
         ) from error
+    except NoJudge as error:
+        raise EnvironmentFault(f"{place}: {error}") from error
     except SystemExit as error:
         raise EnvironmentFault(f"{place}: environment {config.id!r} does not load: {_one_line(error)}") from error
     except Exception as error:  # an environment's own code may raise anything

@@ -18,6 +18,7 @@ from prime_rl.checks.template_traces import Arguments, TemplateTraces
 from prime_rl.checks.time_limit import MAX_RENDER_S, OutOfTime, time_limit
 from prime_rl.configs.orchestrator import ModelConfig, OrchestratorConfig
 from prime_rl.configs.surface.not_built import refuse_unbuilt
+from prime_rl.environments.judging.offer import offered_in_a_trial
 from prime_rl.orchestrator.errors import EnvironmentFault
 from prime_rl.orchestrator.rollouts.token_texts import read_tokenizer
 from prime_rl.utils.logger import get_logger, setup_logger
@@ -203,8 +204,9 @@ def main() -> None:
     from prime_rl.orchestrator.env_servers.environments import load_environments
 
     try:
-        train = load_environments(config.env, config.log)
-        evals = load_environments(config.eval.env, config.log, EVAL_KEY, "eval") if config.eval else {}
+        with offered_in_a_trial(config.judge):
+            train = load_environments(config.env, config.log)
+            evals = load_environments(config.eval.env, config.log, EVAL_KEY, "eval") if config.eval else {}
         for environment in (*train.values(), *evals.values()):
             environment.refuse_images()
     except EnvironmentFault as fault:

@@ -146,7 +146,7 @@ def start_guest(config: EnvConfig, place: str, split: Split, python: Path) -> Gu
     """
     name = config.name or config.id
     attributes = environment_arguments(config.extra_env_kwargs)
-    guest = Guest(place, python, module_id(config.id), config.args, attributes)
+    guest = Guest(place, python, module_id(config.id), config.args, attributes, config.judge)
     process = GuestProcess.start(guest)
     get_logger().info(f"Environment {name!r} runs in {python} ({process.versions})")
     try:

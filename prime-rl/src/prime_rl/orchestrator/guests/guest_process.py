@@ -42,6 +42,7 @@ class Guest:
     module: str
     args: Mapping[str, Any]
     attributes: Mapping[str, Any]
+    judge: str | None = None
 
 
 class GuestProcess:
@@ -91,7 +92,12 @@ class GuestProcess:
 
     def _greet(self) -> None:
         guest = self.guest
-        settings = {"module": guest.module, "args": dict(guest.args), "attributes": dict(guest.attributes)}
+        settings: dict[str, Any] = {
+            "module": guest.module,
+            "args": dict(guest.args),
+            "attributes": dict(guest.attributes),
+        }
+        settings["judge"] = guest.judge
         hello = self._exchange({"protocol": PROTOCOL, **settings})
         if "fault" in hello:
             raise EnvironmentFault(f"{guest.place}: {guest.module!r} does not load in {guest.python}: {hello['fault']}")

@@ -117,7 +117,8 @@ class KeySite:
 def find_key(root: Section, dotted: str) -> KeySite | None:
     """Find a key by its dotted name, through optional sections, all variants of a union, and lists of sections.
 
-    `env.0.id` is the id of the first item of a list, `judge.NAME.model` a key of a named section. None if there is no such key.
+    `env.0.id` is the id of the first item of a list, `judge.NAME.model` a key of a named section.
+    None if there is no such key.
     """
     path: list[str | int] = []
     kinds: tuple[Any, ...] = (root,)

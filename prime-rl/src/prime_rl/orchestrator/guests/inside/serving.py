@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 from .frames import PROTOCOL, encode, receive, receive_now
+from .judge_arguments import judge_arguments
 from .verifiers_api import Served, cancelled_on_exit
 
 _DEATH_SIGNAL = 1
@@ -53,7 +54,8 @@ def _keep_from_children(connection: socket.socket) -> None:
 def _load(start: dict[str, Any]) -> Served:
     if start["protocol"] != PROTOCOL:
         raise RuntimeError(f"the orchestrator speaks version {start['protocol']} of the protocol, not {PROTOCOL}")
-    return Served(start["module"], start["args"], start["attributes"])
+    given = judge_arguments(start["module"], start.get("judge"))
+    return Served(start["module"], {**given, **start["args"]}, start["attributes"])
 
 
 def _version() -> str:

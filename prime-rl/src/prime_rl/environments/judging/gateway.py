@@ -1,0 +1,174 @@
+"""The gateway: an OpenAI-compatible server on the loopback interface, which all environments of a run ask.
+
+It runs in a thread with an event loop of its own, so that code of an environment that blocks this process's loop can
+still be answered. `http://127.0.0.1:PORT/NAME/v1` is the base URL of the judge NAME. Requests need the gateway's key;
+the keys of the judges stay here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+import threading
+from collections.abc import Callable, Coroutine, Mapping
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any, Self, TypeVar
+
+from aiohttp import web
+
+from prime_rl.configs.rollouts.judges import JudgeConfig
+from prime_rl.environments.judging.cache import AnswerCache
+from prime_rl.environments.judging.faults import CallFailed, CallRefused, JudgeLost
+from prime_rl.environments.judging.judge import Judge, JudgeServer
+from prime_rl.utils.engine_keys import is_bearer
+
+HOST = "127.0.0.1"
+MAX_BODY_BYTES = 16 << 20
+CLOSE_S = 1.0
+T = TypeVar("T")
+_NO_RETRY = {"x-should-retry": "false"}
+"""The `openai` package would ask again after a 5xx. The gateway has done so."""
+
+
+class JudgeGateway:
+    """Answers environments until it is closed. Use it as a context manager."""
+
+    def __init__(
+        self,
+        configs: Mapping[str, tuple[JudgeServer, JudgeConfig, AnswerCache | None]],
+        calling: Callable[[str], AbstractContextManager[None]] = lambda name: nullcontext(),
+    ) -> None:
+        """`calling` is entered with the name of a judge for each call to it."""
+        self.key = secrets.token_urlsafe(32)
+        self.lost: Future[None] = Future()
+        """Gets a `JudgeLost` as its exception when a judge cannot be used any more."""
+        self.port = 0
+        self.judges: dict[str, Judge] = {}
+        self._configs = configs
+        self._calling = calling
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="judges", daemon=True)
+        self._runner: web.AppRunner | None = None
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        try:
+            self._run(self._open())
+        except BaseException:
+            self._stop()
+            raise
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._run(self._close())
+        self._stop()
+
+    def base_url(self, name: str) -> str:
+        return f"http://{HOST}:{self.port}/{name}/v1"
+
+    async def warm(self) -> None:
+        """Wait until every judge has answered once. Await it on any event loop.
+
+        Raises:
+            JudgeLost: one does not.
+        """
+        await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._warm(), self._loop))
+
+    def take_metrics(self) -> dict[str, float]:
+        """Metrics of the time since the last call."""
+
+        async def take() -> dict[str, float]:
+            return {name: value for judge in self.judges.values() for name, value in _taken(judge).items()}
+
+        return self._run(take())
+
+    async def _warm(self) -> None:
+        await asyncio.gather(*(self._warm_one(name, judge) for name, judge in self.judges.items()))
+
+    async def _warm_one(self, name: str, judge: Judge) -> None:
+        with self._calling(name):
+            await judge.warm()
+
+    async def _open(self) -> None:
+        for name, (server, config, cache) in self._configs.items():
+            self.judges[name] = Judge(server, config, cache, self._note_lost, partial(self._calling, name))
+        app = web.Application(client_max_size=MAX_BODY_BYTES)
+        app.router.add_post("/{judge}/v1/chat/completions", self._chat)
+        app.router.add_get("/{judge}/v1/models", self._models)
+        self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=CLOSE_S)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, HOST, 0).start()
+        self.port = self._runner.addresses[0][1]
+
+    async def _close(self) -> None:
+        if self._runner is not None:
+            await self._runner.cleanup()
+        await asyncio.gather(*(judge.close() for judge in self.judges.values()))
+
+    def _stop(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def _run(self, work: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    async def _models(self, request: web.Request) -> web.Response:
+        judge = self._judge_of(request)
+        if isinstance(judge, web.Response):
+            return judge
+        return web.json_response({"object": "list", "data": [{"id": judge.config.model, "object": "model"}]})
+
+    async def _chat(self, request: web.Request) -> web.Response:
+        judge = self._judge_of(request)
+        if isinstance(judge, web.Response):
+            return judge
+        try:
+            body = json.loads(await request.read())
+        except (ValueError, RecursionError):
+            return _error(400, "the body is no JSON")
+        if not isinstance(body, dict) or not isinstance(body.get("messages"), list) or not body["messages"]:
+            return _error(400, "messages: a list of messages, and at least one")
+        if body.get("stream"):
+            return _error(400, "stream: judges answer whole, so that answers can be kept")
+        if self.lost.done():
+            return _error(503, "a judge of the run is lost, and the run ends")
+        return await _answered(judge, body)
+
+    def _note_lost(self, error: JudgeLost) -> None:
+        if not self.lost.done():
+            self.lost.set_exception(error)
+
+    def _judge_of(self, request: web.Request) -> Judge | web.Response:
+        if not is_bearer(request.headers.get("Authorization", ""), self.key):
+            return _error(401, "this gateway needs its key: judge_api_key, or the variable in judge_api_key_var")
+        name = request.match_info["judge"]
+        judge = self.judges.get(name)
+        return judge if judge is not None else _error(404, f"no judge is called {name!r}")
+
+
+async def _answered(judge: Judge, body: dict[str, Any]) -> web.Response:
+    try:
+        return web.json_response(await judge.complete(body))
+    except CallRefused as error:
+        return _error(error.status, str(error))
+    except CallFailed as error:
+        return _error(502, str(error))
+    except JudgeLost as error:
+        return _error(503, str(error))
+
+
+def _taken(judge: Judge) -> dict[str, float]:
+    prices = (judge.config.prompt_price, judge.config.completion_price)
+    metrics = judge.step.metrics(f"judge/{judge.server.name}", *prices)
+    judge.step = type(judge.step)()
+    return metrics
+
+
+def _error(status: int, message: str) -> web.Response:
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    body = {"error": {"message": message, "type": kind, "code": None}}
+    return web.json_response(body, status=status, headers=_NO_RETRY)

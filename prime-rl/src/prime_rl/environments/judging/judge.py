@@ -1,0 +1,281 @@
+"""One judge as the gateway asks it: its turn, its retries, its time budget, its cache, and when it counts as gone."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import time
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+import aiohttp
+
+from prime_rl.configs.rollouts.judges import JudgeConfig
+from prime_rl.environments.judging.cache import AnswerCache, key_of
+from prime_rl.environments.judging.counters import Counters
+from prime_rl.environments.judging.faults import CallFailed, CallRefused, JudgeLost
+from prime_rl.utils.engine_keys import is_loopback
+
+RETRYABLE_STATUS = frozenset({408, 409, 425, 429})
+"""And all from 500 on."""
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
+MAX_ANSWER_BYTES = 16 << 20
+_SHOWN_CHARS = 300
+
+
+@dataclass(frozen=True, slots=True)
+class JudgeServer:
+    """Where a judge answers."""
+
+    name: str
+    url: str
+    """Base URL, with `/v1`."""
+    key: str | None
+    key_var: str
+    """Environment variable with the key, for messages."""
+
+
+class _TryAgain(Exception):
+    """An attempt failed, and another one may not."""
+
+    def __init__(self, message: str, after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.after_s = after_s
+
+
+class Judge:
+    """Asks one judge. All of it runs on one event loop."""
+
+    def __init__(
+        self,
+        server: JudgeServer,
+        config: JudgeConfig,
+        cache: AnswerCache | None,
+        on_lost: Callable[[JudgeLost], None],
+        calling: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        """`calling` is entered for each call to the server."""
+        self.server = server
+        self.config = config
+        self.total, self.step = Counters(), Counters()
+        self._cache = cache
+        self._on_lost = on_lost
+        self._calling = calling
+        self._turns = asyncio.Semaphore(config.max_concurrent)
+        self._next_start_s = 0.0
+        self._under_way: dict[bytes, asyncio.Task[dict[str, Any]]] = {}
+        """The calls whose answer will be kept, by request."""
+        self._tasks: set[asyncio.Task[dict[str, Any]]] = set()
+        self._failures_in_a_row = 0
+        self._session: aiohttp.ClientSession | None = None
+
+    async def complete(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        """The chat completion that a request asks for.
+
+        Raises:
+            CallRefused: the server refuses this request.
+            CallFailed: there was no usable answer in time.
+            JudgeLost: the judge cannot be used any more.
+        """
+        wanted = {**self.config.sampling, **{name: value for name, value in body.items() if value is not None}}
+        wanted["model"] = self.config.model
+        key = key_of(self.config.model, wanted)
+        if self._cache is not None:
+            if (answer := await asyncio.to_thread(self._kept, key)) is not None:
+                self._count(Counters(calls=1, cached=1))
+                return answer
+            if (task := self._under_way.get(key)) is not None:
+                answer = await asyncio.shield(task)
+                self._count(Counters(calls=1, cached=1))
+                return answer
+        task = asyncio.create_task(self._asked(key, wanted))
+        self._tasks.add(task)
+        task.add_done_callback(lambda done: self._ended(key, done))
+        if self._cache is not None:
+            self._under_way[key] = task
+        # A caller that hangs up must not end the call of others who wait for the same answer.
+        return await asyncio.shield(task)
+
+    def _ended(self, key: bytes, task: asyncio.Task[dict[str, Any]]) -> None:
+        self._tasks.discard(task)
+        self._under_way.pop(key, None)
+        error = None if task.cancelled() else task.exception()
+        if isinstance(error, JudgeLost):
+            self._on_lost(error)
+
+    async def _asked(self, key: bytes, body: dict[str, Any]) -> dict[str, Any]:
+        async with self._turns:
+            await self._wait_for_rate()
+            started_s = time.monotonic()
+            with self._calling():
+                try:
+                    answer = await self._with_retries(body)
+                except CallFailed as error:
+                    raise self._failed(error) from error
+            self._failures_in_a_row = 0
+            counted = Counters(calls=1, asked_s=time.monotonic() - started_s)
+            counted.add_usage(answer.get("usage"))
+            self._count(counted)
+        if self._cache is not None:
+            await asyncio.to_thread(self._cache.put, key, answer)
+        return answer
+
+    def _kept(self, key: bytes) -> dict[str, Any] | None:
+        assert self._cache is not None
+        try:
+            return self._cache.get(key)
+        except JudgeLost as error:
+            self._on_lost(error)
+            raise
+
+    def _failed(self, error: CallFailed) -> Exception:
+        self._count(Counters(failed=1))
+        self._failures_in_a_row += 1
+        if self._failures_in_a_row > self.config.tolerated_failures:
+            return JudgeLost(f"judge {self.server.name!r} does not answer: {error}")
+        return error
+
+    async def _wait_for_rate(self) -> None:
+        if self.config.requests_per_minute is None:
+            return
+        now_s = time.monotonic()
+        start_s = max(now_s, self._next_start_s)
+        self._next_start_s = start_s + 60 / self.config.requests_per_minute
+        await asyncio.sleep(start_s - now_s)
+
+    async def _with_retries(self, body: dict[str, Any]) -> dict[str, Any]:
+        last, attempt = "no answer", 0
+        try:
+            async with asyncio.timeout(self.config.timeout_s):
+                for attempt in range(self.config.max_retries + 1):
+                    try:
+                        return await self._attempt(body)
+                    except _TryAgain as error:
+                        last = str(error)
+                        if attempt == self.config.max_retries:
+                            break
+                        self._count(Counters(retries=1))
+                        longest = min(FIRST_PAUSE_S * 2**attempt, LONGEST_PAUSE_S)
+                        # Not all at once again: the calls of a batch tend to fail together.
+                        pause_s = longest * random.uniform(0.5, 1.0)
+                        await asyncio.sleep(pause_s if error.after_s is None else max(pause_s, error.after_s))
+        except TimeoutError:
+            limit = f"no usable answer within timeout_s = {self.config.timeout_s} s"
+            raise CallFailed(f"{self.server.url}: {limit}; last: {last}") from None
+        raise CallFailed(f"{self.server.url}: {last} ({attempt + 1} attempts: max_retries = {self.config.max_retries})")
+
+    async def _attempt(self, body: dict[str, Any]) -> dict[str, Any]:
+        url = f"{self.server.url.rstrip('/')}/chat/completions"
+        try:
+            async with self._open().post(url, json=body, allow_redirects=False) as response:
+                text = await response.content.read(MAX_ANSWER_BYTES)
+                while len(text) < MAX_ANSWER_BYTES and (more := await response.content.read(MAX_ANSWER_BYTES)):
+                    text += more
+                if response.status != 200:
+                    raise self._error(response.status, text, response.headers.get("Retry-After"))
+        except aiohttp.ClientError as error:
+            raise _TryAgain(f"{type(error).__name__}: {error}") from error
+        return _completion(text)
+
+    def _error(self, status: int, text: bytes, retry_after: str | None) -> Exception:
+        message = f"status {status}: {_message(text)}"
+        if status in RETRYABLE_STATUS or status >= 500:
+            return _TryAgain(message, _seconds(retry_after))
+        where = f"judge {self.server.name!r} at {self.server.url}"
+        if status in (401, 403):
+            have = "its value is refused" if self.server.key else "it is not set"
+            return JudgeLost(f"{where} refuses the key in {self.server.key_var} ({have}): {message}")
+        if status in (404, 405) or 300 <= status < 400:
+            return JudgeLost(f"{where} does not serve {self.config.model!r}: {message}; correct model or base_url")
+        return CallRefused(status, f"the judge refuses the request: {_message(text)}")
+
+    def _open(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            headers = {} if self.server.key is None else {"Authorization": f"Bearer {self.server.key}"}
+            # The semaphore bounds the calls; keep-alive ends before uvicorn's 5 s.
+            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=4.0)
+            self._session = aiohttp.ClientSession(
+                connector=connector,
+                headers=headers,
+                timeout=aiohttp.ClientTimeout(total=None),
+                trust_env=not is_loopback(urlsplit(self.server.url).hostname or ""),
+            )
+        return self._session
+
+    def _count(self, counted: Counters) -> None:
+        self.total.add(counted)
+        self.step.add(counted)
+
+    async def warm(self) -> None:
+        """Ask once, until there is an answer: the model loads meanwhile.
+
+        Raises:
+            JudgeLost: the judge does not answer within `startup_timeout_s`, or refuses.
+        """
+        body = {"model": self.config.model, "messages": [{"role": "user", "content": "Say yes."}], "max_tokens": 1}
+        last = "no answer"
+        try:
+            async with asyncio.timeout(self.config.startup_timeout_s):
+                while True:
+                    try:
+                        await self._attempt({**self.config.sampling, **body})
+                    except _TryAgain as error:
+                        last = str(error)
+                    else:
+                        return
+                    await asyncio.sleep(FIRST_PAUSE_S)
+        except TimeoutError:
+            limit = f"startup_timeout_s = {self.config.startup_timeout_s} s"
+            raise JudgeLost(
+                f"judge {self.server.name!r} at {self.server.url} does not answer within {limit}; last: {last}"
+            ) from None
+        except CallRefused as error:
+            raise JudgeLost(f"judge {self.server.name!r} at {self.server.url}: {error}") from error
+
+    async def close(self) -> None:
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._session is not None:
+            await self._session.close()
+        if self._cache is not None:
+            self._cache.close()
+
+
+def _completion(text: bytes) -> dict[str, Any]:
+    """The answer. Raises _TryAgain if it is no chat completion."""
+    try:
+        answer = json.loads(text)
+        message = answer["choices"][0]["message"]
+        usable = isinstance(message.get("content"), str) or bool(message.get("tool_calls"))
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        raise _TryAgain(f"the answer is no chat completion: {_message(text)}") from None
+    if not usable:
+        raise _TryAgain("the answer has no text")
+    found: dict[str, Any] = answer
+    return found
+
+
+def _message(text: bytes) -> str:
+    """What an error body says, in one printable line."""
+    try:
+        error = json.loads(text)["error"]
+        shown = str(error["message"] if isinstance(error, dict) else error)
+    except (ValueError, LookupError, TypeError, RecursionError):
+        shown = text[: 4 * _SHOWN_CHARS].decode("utf-8", "replace")
+    line = " ".join("".join(each if each.isprintable() else " " for each in shown).split())
+    return line[:_SHOWN_CHARS] or "an empty body"
+
+
+def _seconds(retry_after: str | None) -> float | None:
+    """The seconds that a server asks to wait; its other form, a date, is not used."""
+    try:
+        seconds = float(retry_after or "")
+    except ValueError:
+        return None
+    return seconds if 0 <= seconds < 86_400 else None
