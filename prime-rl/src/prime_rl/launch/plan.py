@@ -54,17 +54,10 @@ if TYPE_CHECKING:
 def sft_demand(config: SFTConfig) -> Demand:
     demand = Demand(config.device, infer=config.infer_gpus_per_node, train=config.train_gpus_per_node)
     deployment = config.deployment
-<<<<<<< HEAD
     if deployment.type == "single_node":
-        return demand
+        judges = {} if config.eval is None else config.eval.judge
+        return replace(demand, judges=_judge_gpus(judges, config.device))
     return replace(demand, train_nodes=deployment.num_nodes, interface=deployment.network_interface)
-=======
-    if deployment.type == "multi_node":
-        return Demand(config.device, train=deployment.gpus_per_node, train_nodes=deployment.num_nodes)
-    infer = 0 if config.eval is None else deployment.num_infer_gpus
-    judges = {} if config.eval is None else config.eval.judge
-    return Demand(config.device, infer=infer, train=deployment.num_gpus, judges=_judge_gpus(judges, config.device))
->>>>>>> 1216187 ([judge.NAME]: config, GPUs and processes of judges in the one launch plan)
 
 
 def rl_demand(config: RLConfig) -> Demand:
@@ -145,19 +138,12 @@ def _evaluating(
     sites: Sequence[Site],
     envs: Sequence[Mapping[str, str]],
 ) -> tuple[ProcessSpec, ...]:
-<<<<<<< HEAD
     head = sites[0]
     env = _child_env(command, "evaluator", head, _server_names(sites))
     evaluator = evaluator_process(paths, head.programs.python, env, *_client_flags(config.inference, sites))
     servers = _servers(command, config.inference, paths, sites, envs)
-    return _with_key(servers, evaluator, config.client, head)
-=======
-    client = _client_flags(config.inference, (site,))
-    evaluator = evaluator_process(paths, site.programs.python, _child_env(command, "evaluator", site, {}), *client)
-    servers = _inference(command, config.inference, paths, site, env)
-    judges = _judge_servers(command, config.judge, paths, site, env)
-    return *judges, *_with_key(servers, _with_judges(evaluator, config.judge, site), config.client, site)
->>>>>>> 1216187 ([judge.NAME]: config, GPUs and processes of judges in the one launch plan)
+    judges = _judge_servers(command, config.judge, paths, head, envs[0])
+    return *judges, *_with_key(servers, _with_judges(evaluator, config.judge, head), config.client, head)
 
 
 def _eval_configs(config: OfflineEvalConfig) -> dict[str, BaseSettings]:
@@ -178,18 +164,10 @@ def plan_rl(config: RLConfig, paths: RunPaths, site: Site, resume_step: int | No
     env = _child_env("rl", "orchestrator", head, envs[0]) | _server_names(infer_sites)
     orchestrator = orchestrator_process(paths, site.programs.orchestrator, env, *flags)
     waits = {CLEARANCE_VARIABLE: str(paths.orchestrator.environments_checked)}
-<<<<<<< HEAD
     infer_envs = [_threads(each, infer_at_once) | waits for each in infer_sites]
     servers = _servers("rl", config.inference, paths, infer_sites, infer_envs)
-=======
-    servers = [
-        server
-        for replica, each in enumerate(infer_sites)
-        for server in _inference("rl", config.inference, paths, each, _threads(each, infer_at_once) | waits, replica)
-    ]
     judges = config.orchestrator.judge
-    orchestrator = _with_judges(replace(orchestrator, node=head.node), judges, site)
->>>>>>> 1216187 ([judge.NAME]: config, GPUs and processes of judges in the one launch plan)
+    orchestrator = _with_judges(replace(orchestrator, node=head.node), judges, head)
     processes = _with_transport_key(
         (
             *_judge_servers("rl", judges, paths, head, _threads(head, infer_at_once) | waits),
