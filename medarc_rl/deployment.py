@@ -13,6 +13,7 @@ from prime_rl.configs.areal.grammar import AllocationError
 from prime_rl.configs.areal.keys import GPUS_PER_NODE
 from prime_rl.configs.areal.launched import with_derived_keys
 from prime_rl.configs.areal.mode import parse as parse_allocation
+from prime_rl.configs.eval import OfflineEvalConfig
 from prime_rl.configs.rl import RLConfig
 from prime_rl.configs.sft import SFTConfig
 from prime_rl.utils.pydantic_config import ConfigError
@@ -229,22 +230,32 @@ def sft_nodes_of(words: Sequence[str]) -> int:
 
 def training_gpus(config: SFTConfig) -> int:
     """Number of GPUs that an SFT run trains on, on all of its nodes. Raises UsageError as `sft_gpus` does."""
-    return (sft_gpus(config) - config.infer_gpus_per_node) * sft_nodes(config)
+    return (sft_gpus(config) - config.infer_gpus_per_node - judge_gpus(config)) * sft_nodes(config)
+
+
+def judge_gpus(config: SFTConfig | RLConfig | OfflineEvalConfig) -> int:
+    """Number of GPUs of the judges that a run starts, which are on one node."""
+    if isinstance(config, SFTConfig):
+        judges = {} if config.eval is None else config.eval.judge
+    else:
+        judges = config.orchestrator.judge if isinstance(config, RLConfig) else config.judge
+    return sum(judge.gpus_on(config.device) for judge in judges.values())
 
 
 def sft_gpus(config: SFTConfig) -> int:
-    """Number of GPUs of an SFT run on each of its nodes, with those of the server of `[eval]`.
+    """Number of GPUs of an SFT run on each of its nodes, with those of the server and the judges of `[eval]`.
 
     Raises:
         UsageError: a node does not have as many.
     """
     if config.deployment.type == "multi_node":
         return _gpus_of_node(config.deployment.gpus_per_node)
-    train, infer = config.deployment.num_gpus, config.infer_gpus_per_node
-    if train + infer > NODE_GPUS:
+    train, infer, judges = config.deployment.num_gpus, config.infer_gpus_per_node, judge_gpus(config)
+    if train + infer + judges > NODE_GPUS:
         added = f" + deployment.num_infer_gpus = {infer}" if infer else ""
+        added += f" + {judges} of judges" if judges else ""
         raise UsageError(f"deployment.num_gpus = {train}{added}: one node has 1 to {NODE_GPUS} GPUs")
-    return train + infer
+    return train + infer + judges
 
 
 def check_one_node(config: SFTConfig) -> None:

@@ -35,6 +35,7 @@ from medarc_rl.deployment import (
     RlNodes,
     advice,
     check_rl,
+    judge_gpus,
     rl_nodes,
     rl_split,
     sft_gpus,
@@ -220,7 +221,9 @@ def plan_rl_job(words: list[str], gpus: RlGpus, options: JobOptions) -> tuple[Ba
         return replace(job, infer_nodes=split.infer), run
     for line in advice(run.config, split):
         warn(line)
-    return plan_job("rl", run, options, Resources(1, split.total), single_gpu=split.single_gpu), run
+    return plan_job(
+        "rl", run, options, Resources(1, split.total + judge_gpus(run.config)), single_gpu=split.single_gpu
+    ), run
 
 
 def plan_job(

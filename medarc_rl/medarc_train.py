@@ -18,7 +18,16 @@ from medarc_rl.commands.chat import ChatOptions, chat
 from medarc_rl.commands.estimating import EstimateOptions, print_rl_estimate, print_sft_estimate
 from medarc_rl.commands.tracing import TraceOptions, trace
 from medarc_rl.commands.watching import WatchOptions, watch
-from medarc_rl.deployment import advice, check_one_node, check_rl, rl_split, sft_gpus, sft_owned, training_gpus
+from medarc_rl.deployment import (
+    advice,
+    check_one_node,
+    check_rl,
+    judge_gpus,
+    rl_split,
+    sft_gpus,
+    sft_owned,
+    training_gpus,
+)
 from medarc_rl.explain.command import ExplainOptions, explain
 from medarc_rl.launchers import rl_local, sft_local
 from medarc_rl.launchers.shared_node import SINGLE_GPU_VARIABLE, first_gpus, shared_node
@@ -121,7 +130,7 @@ def _rl(words: list[str], options: RlOptions) -> tuple[int, RecoverConfig]:
     if options.estimate:
         return print_rl_estimate(with_local_inputs(run.config), split, options, in_job=False), ONCE
     refuse_other_launcher(run.config, "local", words)
-    gpus = first_gpus(run.config.device, split.total, os.environ)
+    gpus = first_gpus(run.config.device, split.total + judge_gpus(run.config), os.environ)
     for line in advice(run.config, split):
         warn(line)
     check_startable(run, run.config.dry_run)

@@ -29,8 +29,9 @@ if TYPE_CHECKING:
     from prime_rl.configs.model import ModelConfig
     from prime_rl.configs.orchestrator import OrchestratorConfig
     from prime_rl.configs.rl import RLConfig
+    from prime_rl.configs.rollouts.judges import JudgeConfig
     from prime_rl.configs.sft import SFTConfig
-    from prime_rl.configs.shared import ClientConfig
+    from prime_rl.configs.shared import ClientConfig, Device
     from prime_rl.configs.trainer import TrainerConfig
 
 
@@ -90,6 +91,7 @@ def _evaluation_faults(config: SFTConfig, start: StartDir) -> Iterator[str]:
         if given != config.tokenizer.chat_template:  # which is checked already
             yield from template_faults("inference.model.chat_template", given, start)
         yield from _server_faults(config.inference, start)
+    yield from _judge_faults("eval.judge", config.eval.judge, config.device, start)
 
 
 def _rl_faults(config: RLConfig, start: StartDir) -> Iterator[str]:
@@ -105,6 +107,7 @@ def _rl_faults(config: RLConfig, start: StartDir) -> Iterator[str]:
     if trainer.loss.type == "custom":
         yield from _function_faults("trainer.loss.import_path", trainer.loss.import_path, start, is_module_run=True)
     yield from _orchestrator_faults(config.orchestrator, start)
+    yield from _judge_faults("judge", config.orchestrator.judge, config.device, start)
     if server is not None:
         key = "model.name" if is_shared else "inference.model.name"
         yield from _named_faults(key, server.model.name, start)
@@ -160,6 +163,20 @@ def _eval_faults(config: OfflineEvalConfig, start: StartDir) -> Iterator[str]:
         yield from _named_faults("model.name", config.inference.model.name, start)
         yield from template_faults("inference.model.chat_template", config.inference.model.chat_template, start)
         yield from _server_faults(config.inference, start)
+    yield from _judge_faults("judge", config.judge, config.device, start)
+
+
+def _judge_faults(key: str, judges: Mapping[str, JudgeConfig], device: Device, start: StartDir) -> Iterator[str]:
+    """Faults of the judges that a run starts."""
+    from prime_rl.checks.engines import engine_faults
+
+    for name, judge in judges.items():
+        if judge.is_ours:
+            server, own = judge.server(device), f"{key}.{name}"
+            yield from _named_faults(f"{own}.model", judge.model, start)
+            yield from template_faults(f"{own}.engine.chat_template", server.model.chat_template, start)
+            for fault in engine_faults(server, start):
+                yield type(fault)(f"{own}: {fault}")
 
 
 def _header_faults(key: str, client: ClientConfig, start: StartDir) -> Iterator[str]:

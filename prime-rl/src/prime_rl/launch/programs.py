@@ -69,7 +69,7 @@ def inference_process(
 def judge_process(
     paths: RunPaths, program: str, env: Mapping[str, str], gpus: tuple[str, ...], judge: str, *flags: str
 ) -> ProcessSpec:
-    """The server of a judge: `judge_NAME`. It serves until the run is complete."""
+    """The server of a judge. It serves until the run is complete."""
     name = judge_process_name(judge)
     argv = (program, "@", str(paths.config(name)), *flags)
     return ProcessSpec(name, argv, paths.log(name), _unbuffered(env), gpus=gpus, beats=paths.beats(name))

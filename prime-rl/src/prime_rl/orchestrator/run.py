@@ -107,10 +107,9 @@ async def _run(
             await environments.start_servers(config, servers)
         run = RunPaths.from_orchestrator_dir(config.output_dir)
         # W&B takes seconds to start, so start it while waiting for the servers.
+        ready = pool.wait_ready(config.use_token_client, run.server_log)
         (monitor, extras), held_version, _ = await asyncio.gather(
-            asyncio.to_thread(setup_monitor, config, run, paths),
-            pool.wait_ready(config.use_token_client, run.server_log),
-            judges.warm(),
+            asyncio.to_thread(setup_monitor, config, run, paths), ready, judges.warm()
         )
         closing.push(lambda kind, error, trace: monitor.close(int(kind is not None)))
         closing.push_async_callback(environments.close)
