@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import MISSING, Field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
@@ -141,6 +141,34 @@ def new_app(program: str, help_text: str) -> typer.Typer:
     )
     app.callback(help=help_text, epilog=EXIT_CODES)(completion_options)
     return app
+
+
+def new_group(app: typer.Typer, name: str, help_text: str) -> typer.Typer:
+    """A command of a program that has commands of its own, as `medarc_train env`."""
+    group = typer.Typer(
+        name=f"{app.info.name} {name}",
+        add_completion=False,
+        rich_markup_mode=None,
+        no_args_is_help=True,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+    # With a callback, a group of one command keeps that command's name.
+    group.callback()(lambda: None)
+    app.add_typer(group, name=name, help=help_text)
+    return group
+
+
+def commands_of(app: typer.Typer) -> dict[str, Any]:
+    """Every command that can be typed, by its words after the program's name: `rl`, `env install`."""
+
+    def below(group: Any, prefix: str) -> Iterator[tuple[str, Any]]:
+        for name, command in group.commands.items():
+            if hasattr(command, "commands"):
+                yield from below(command, f"{prefix}{name} ")
+            else:
+                yield f"{prefix}{name}", command
+
+    return dict(below(typer.main.get_command(app), ""))
 
 
 def examples_of(app: typer.Typer, command: str) -> str | None:

@@ -45,6 +45,12 @@ EXAMPLES: Mapping[str, tuple[str, ...]] = {
         "medarc_train lm-eval outputs/rt --tasks gsm8k,ifeval --num-fewshot 4",
         "medarc_train lm-eval outputs/rt --tasks arc_easy --watch --limit 200",
     ),
+    "medarc_train env install": (
+        "medarc_train env install examples/reverse_text/environment",
+        "medarc_train env install medqa==0.1.4 --own",
+    ),
+    "medarc_train env list": ("medarc_train env list", "medarc_train env list --json"),
+    "medarc_train env uninstall": ("medarc_train env uninstall reverse-text",),
     "medarc_train migrate": ("medarc_train migrate old.toml",),
     "medarc_slurm sft": (
         "medarc_slurm sft examples/reverse_text/sft.toml --gpus 2 --output-dir outputs/rt-sft",

@@ -28,6 +28,7 @@ from medarc_rl.deployment import (
     sft_owned,
     training_gpus,
 )
+from medarc_rl.environments.command import add_environment_commands
 from medarc_rl.explain.command import ExplainOptions, explain
 from medarc_rl.launchers import rl_local, sft_local
 from medarc_rl.launchers.shared_node import SINGLE_GPU_VARIABLE, first_gpus, shared_node
@@ -163,6 +164,7 @@ add_command_without_config(app, "rollouts", RolloutsOptions, rollouts)
 add_command_without_config(app, "trace", TraceOptions, trace)
 add_command_without_config(app, "upload", UploadOptions, upload)
 add_command_without_config(app, "lm-eval", LmEvalOptions, lm_eval)
+add_environment_commands(app)
 app.command("migrate", epilog=examples_of(app, "migrate"))(migrate)
 
 

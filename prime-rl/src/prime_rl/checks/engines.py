@@ -76,7 +76,7 @@ def embedded_faults(config: InferenceConfig, has_gpu: Callable[[], bool]) -> lis
     """Return one error line for each setting that the embedded engine does not support."""
     defaults = InferenceConfig.model_construct()
     faults = [f"{key} = {_at(config, key)!r}: {_ADVICE}" for key in VLLM_ONLY if _at(config, key) != _at(defaults, key)]
-    if (parser := config.model.chosen_tool_call_parser) not in (None, *EMBEDDED_TOOL_PARSERS):
+    if (parser := config.model.tool_call_parser) not in (None, "auto", *EMBEDDED_TOOL_PARSERS):
         known = ", ".join(EMBEDDED_TOOL_PARSERS)
         faults.append(
             f'model.tool_call_parser = {parser!r}: the embedded engine supports {known}; set backend = "vllm"'

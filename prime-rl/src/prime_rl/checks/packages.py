@@ -15,6 +15,7 @@ from prime_rl.checks.start_dir import NotInstalled, StartDir
 from prime_rl.configs.rollouts.environments import EnvConfig
 from prime_rl.configs.shared import MonitorConfig
 from prime_rl.environments.builtin import built_in_module
+from prime_rl.interpreters.registry import Registry, RegistryFault, module_of
 from prime_rl.interpreters.venvs import VenvError, python_of, venv_of_project
 
 LOADER = "load_environment"
@@ -57,11 +58,18 @@ def environment_faults(key: str, envs: Sequence[EnvConfig], start: StartDir) -> 
             if (fault := _guest_fault(env, module, start)) is not None:
                 yield f"{key}[{index}]: {fault}"
             continue
-        spec = find_module(module)
         place = f"{key}[{index}].id = {env.id!r}"
+        is_installed, fault = _installed_by_command(env.id)
+        if fault:
+            yield f"{place}: {fault}"
+        if is_installed or fault:
+            continue
+        spec = find_module(module)
         if spec is None:
-            line = f"{place}: no module named {module!r}; install the environment's package here, or correct the id"
-            yield NotInstalled(line)
+            yield NotInstalled(
+                f"{place}: no module named {module!r}; install the environment's package with "
+                "`medarc_train env install PATH`, or correct the id"
+            )
         elif lacks_name(spec, LOADER):
             yield f"{place}: {spec.origin} is not an environment: it has no {LOADER}"
 
@@ -70,14 +78,25 @@ def _guest_fault(env: EnvConfig, module: str, start: StartDir) -> str | None:
     """Why an environment cannot be loaded in an interpreter of its own, which is made if it is a project's."""
     if env.project is None:
         assert env.python is not None
-        return _interpreter_fault(env.python, module)
+        return interpreter_fault(env.python, module)
     try:
-        return _interpreter_fault(python_of(venv_of_project(start.find(env.project))), module)
+        return interpreter_fault(python_of(venv_of_project(start.find(env.project))), module)
     except VenvError as error:
         return f"project = {str(env.project)!r}: {error}"
 
 
-def _interpreter_fault(python: Path, module: str) -> str | None:
+def _installed_by_command(env_id: str) -> tuple[bool, str]:
+    """Whether `medarc_train env install` has installed an environment, and what is wrong with it."""
+    try:
+        found = Registry().find(env_id)
+    except RegistryFault as fault:
+        return False, str(fault)
+    if found is None or found.is_whole:
+        return found is not None, ""
+    return True, f"its files in {found.directory} are gone: run `medarc_train env install {found.source}` again"
+
+
+def interpreter_fault(python: Path, module: str) -> str | None:
     """Why an environment cannot be loaded in an interpreter of its own, apart from what its code does. Takes 0.1 s."""
     if not os.access(python, os.X_OK) or python.is_dir():
         return f"python = {str(python)!r} is not a program: name an interpreter, as in env/.venv/bin/python"
@@ -146,10 +165,15 @@ def find_module(name: str, directory: Path | None = None) -> ModuleSpec | None:
 
 def lacks_name(spec: ModuleSpec, name: str) -> bool:
     """Whether a module's source is available and binds `name` nowhere, so that the name certainly does not exist."""
-    if spec.origin is None or not spec.origin.endswith(".py"):
+    return spec.origin is not None and lacks_name_in(Path(spec.origin), name)
+
+
+def lacks_name_in(file: Path, name: str) -> bool:
+    """The same for the source of a module."""
+    if file.suffix != ".py":
         return False
     try:
-        tree = ast.parse(Path(spec.origin).read_bytes())
+        tree = ast.parse(file.read_bytes())
     except (OSError, SyntaxError, ValueError):  # importing it will say more
         return False
     bound = set(_names(tree))

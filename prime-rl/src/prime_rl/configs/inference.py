@@ -76,8 +76,9 @@ class ModelConfig(BaseModelConfig):
     enforce_eager: bool = False
     """vLLM: do not compile the model, and do not use CUDA graphs."""
 
-    tool_call_parser: str | None = None
-    """Parser of the model's tool calls. `auto` chooses by the model's name; None parses no tool calls."""
+    tool_call_parser: str | None = "auto"
+    """Parser of the model's tool calls. `auto` chooses by the model's name or its chat template; None parses no tool
+    calls."""
 
     reasoning_parser: str | None = None
     """vLLM's reasoning parser. None parses no reasoning."""
@@ -90,7 +91,7 @@ class ModelConfig(BaseModelConfig):
 
     @property
     def chosen_tool_call_parser(self) -> str | None:
-        """`tool_call_parser`, with `auto` resolved: the parser of a known model family, or None."""
+        """`tool_call_parser`, or with `auto` the parser of a known model family; None if the name says nothing."""
         if self.tool_call_parser != "auto":
             return self.tool_call_parser
         return next((parser for prefix, parser in _TOOL_CALL_PARSERS if self.name.startswith(prefix)), None)

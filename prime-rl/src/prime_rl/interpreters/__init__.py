@@ -1,1 +1,1 @@
-"""Python interpreters that environments have for themselves."""
+"""Python interpreters and directories of environments that the run's own interpreter does not hold."""

@@ -145,7 +145,6 @@ DEFAULTS: dict[Version, tuple[Default, ...]] = {
         Default("trainer.dist_timeout_seconds", "3600", "600"),
         Default("orchestrator.max_async_level", "not limited", "1"),
         Default("orchestrator.max_inflight_rollouts", "adaptive, up to 1024", "batch_size"),
-        Default("inference.model.tool_call_parser", "auto", "none"),
         Default("inference.model.reasoning_parser", "auto", "none"),
     ),
 }

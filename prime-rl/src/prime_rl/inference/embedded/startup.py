@@ -10,6 +10,7 @@ from transformers import PreTrainedConfig
 from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
 from prime_rl.checks.engines import context_fault
+from prime_rl.checks.tool_parsers import tool_call_parser
 from prime_rl.configs.inference import InferenceConfig
 from prime_rl.inference.adapter_files import DEFAULT_MAX_RANK
 from prime_rl.inference.embedded.engine.engine import Engine
@@ -51,7 +52,7 @@ def start_service(config: InferenceConfig) -> Service:
     text = load_text(name, trust, defaults, config.model.chat_template)
     text.refuse_endless_template()
     served = ServedModel(name, max_model_len, runner.vocab_size, defaults)
-    parser = TOOL_PARSERS.get(config.model.chosen_tool_call_parser or "")
+    parser = TOOL_PARSERS.get(tool_call_parser(config.model, text.template) or "")
     engine = _engine(config, runner)
     engine.weight_source.from_trainer = config.weight_broadcast.type == "nccl"
     return Service(engine, text, served, random.Random(config.seed), parser)

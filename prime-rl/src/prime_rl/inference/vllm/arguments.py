@@ -5,19 +5,24 @@ from __future__ import annotations
 from argparse import ArgumentParser, Namespace
 
 from prime_rl.checks.chat_templates import read_template
+from prime_rl.checks.tool_parsers import tool_call_parser
 from prime_rl.configs.inference import InferenceConfig
 
 WORKER_EXTENSION = "prime_rl.inference.vllm.worker.CheckpointLoading"
 
 
-def vllm_arguments(config: InferenceConfig, extras: list[str], parser: ArgumentParser) -> Namespace:
+def vllm_arguments(
+    config: InferenceConfig, extras: list[str], parser: ArgumentParser, template: str | None = None
+) -> Namespace:
     """Build the argument namespace for vLLM's server. `extras` are raw vLLM options, which override the config.
+
+    `template` is the model's own chat template, if it is known: it decides how tool calls are parsed.
 
     Settings that are None in the config keep vLLM's default.
     """
     values = {name: value for name, value in vars(config.to_vllm()).items() if value is not None}
     values.pop("tool_call_parser", None)
-    if chosen := config.model.chosen_tool_call_parser:
+    if chosen := tool_call_parser(config.model, template):
         values |= {"tool_call_parser": chosen, "enable_auto_tool_choice": True}
     if config.model.chat_template is not None:
         values["chat_template"] = read_template("model.chat_template", config.model.chat_template)

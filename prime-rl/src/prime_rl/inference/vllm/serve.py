@@ -7,6 +7,7 @@ from argparse import Namespace
 from importlib.metadata import entry_points
 from pathlib import Path
 
+from prime_rl.checks.tool_parsers import model_template
 from prime_rl.configs.inference import InferenceConfig
 from prime_rl.inference.vllm.arguments import vllm_arguments
 from prime_rl.inference.vllm.versions import UpdateCount
@@ -40,7 +41,8 @@ def serve(config: InferenceConfig, extras: list[str]) -> int:
         )
         return 1
     cli_env_setup()
-    args = vllm_arguments(config, extras, make_arg_parser(FlexibleArgumentParser()))
+    template = model_template(config.model.name) if config.model.tool_call_parser == "auto" else None
+    args = vllm_arguments(config, extras, make_arg_parser(FlexibleArgumentParser()), template)
     if current_platform.is_cpu():
         _fit_cpu(args)
     configure_logging_from_args(args)

@@ -17,6 +17,7 @@ from verifiers.serve import ZMQEnvClient
 from prime_rl.configs.orchestrator import EnvConfig
 from prime_rl.configs.shared import LogConfig
 from prime_rl.environments.builtin import built_in_module
+from prime_rl.interpreters.registry import InstalledEnvironment, Registry, RegistryFault, use_shared
 from prime_rl.interpreters.venvs import VenvError, python_of, venv_of_project
 from prime_rl.monitors.tracing import own_trace
 from prime_rl.orchestrator.env_servers.exits import contain_exits
@@ -74,9 +75,13 @@ class Environment:
         """The same environment with its evaluation rows."""
         return type(self)(self.name, self.vf_env, self.address, "eval", self.reward_errors.max_share)
 
+    def content(self, row: int) -> dict[str, Any]:
+        """All columns of a row."""
+        return dict(self._rows[row])
+
     def prompt(self, row: int) -> Any:
         """The prompt of a row: messages, or text."""
-        return self._rows[row]["prompt"]
+        return self.content(row)["prompt"]
 
     def tools(self, row: int) -> list[dict[str, Any]]:
         """The tools that the environment offers in a row, as the engine receives them."""
@@ -209,11 +214,26 @@ def _loaded(config: EnvConfig, place: str, split: Split) -> Environment:
 
 def _own_interpreter(config: EnvConfig, place: str) -> Path | None:
     if config.project is None:
-        return config.python
+        return config.python or _installed_python(config, place)
     try:
         return python_of(venv_of_project(config.project))
     except VenvError as error:
         raise EnvironmentFault(f"{place}.project = {str(config.project)!r}: {error}") from error
+
+
+def _installed_python(config: EnvConfig, place: str) -> Path | None:
+    """The interpreter that `medarc_train env install` gave to an environment; None if it runs in this one."""
+    if config.address is not None:
+        return None
+    found = _installed(config, place)
+    return None if found is None else found.python
+
+
+def _installed(config: EnvConfig, place: str) -> InstalledEnvironment | None:
+    try:
+        return Registry().find(config.id)
+    except RegistryFault as fault:
+        raise EnvironmentFault(f"{place}: {fault}") from fault
 
 
 def load_environment(config: EnvConfig, place: str) -> vf.Environment:
@@ -222,6 +242,9 @@ def load_environment(config: EnvConfig, place: str) -> vf.Environment:
     Raises:
         EnvironmentFault: the environment cannot be imported, or fails to load.
     """
+    installed = _installed(config, place)
+    if installed is not None and not installed.has_interpreter:
+        use_shared(installed)
     try:
         given = judge_arguments(module_id(config.id), config.judge)
         env = vf.load_environment(module_id(config.id), **{**given, **config.args})
@@ -229,7 +252,7 @@ def load_environment(config: EnvConfig, place: str) -> vf.Environment:
     except ValueError as error:  # verifiers turns every failed import into one
         raise EnvironmentFault(
             f"{place}: environment {config.id!r} does not import: {error.__cause__ or error}; "
-            "install its package into this Python environment, or correct `id`"
+            "install its package with `medarc_train env install PATH`, or correct `id`"
         ) from error
     except NoJudge as error:
         raise EnvironmentFault(f"{place}: {error}") from error

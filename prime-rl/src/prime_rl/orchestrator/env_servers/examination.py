@@ -98,9 +98,9 @@ def _examine(
 ) -> Examined:
     tools = list(environment.tools(0))
     prompts = list(_prompts(environment))
-    found = Examined(environment.name, len(environment), len(tools), _text_of(prompts[0]))
+    found = Examined(environment.name, len(environment), len(tools), text_of(prompts[0]))
     if count is not None:
-        found.lengths = [count(_text_of(prompt)) for prompt in prompts]
+        found.lengths = [count(text_of(prompt)) for prompt in prompts]
         _check_lengths(found, place, seq_len)
     if tools:
         found.faults += _tool_faults(place, environment.name, _messages(prompts[0]), tools, model)
@@ -175,7 +175,7 @@ def _prompts(environment: Environment) -> Iterator[Any]:
     for row in range(0, len(environment), max(1, len(environment) // _ROWS)):
         prompt = environment.prompt(row)
         yield prompt
-        characters += len(_text_of(prompt))
+        characters += len(text_of(prompt))
         if characters > _CHARACTERS:
             return
 
@@ -185,7 +185,7 @@ def _messages(prompt: Any) -> list[Mapping[str, Any]]:
     return [{name: value for name, value in message.items() if value is not None} for message in messages]
 
 
-def _text_of(prompt: Any) -> str:
+def text_of(prompt: Any) -> str:
     """The texts of a prompt's messages."""
     if isinstance(prompt, str):
         return prompt

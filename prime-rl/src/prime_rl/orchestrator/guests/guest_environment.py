@@ -53,11 +53,12 @@ class GuestEnvironment(Environment):
     def held_out(self) -> Self:
         return type(self)(self.name, self._process, self._proxy, "eval", self.reward_errors.max_share)
 
-    def prompt(self, row: int) -> Any:
-        return self._row(row)["prompt"]
+    def content(self, row: int) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(self._rows[row])
+        return found
 
     def tools(self, row: int) -> list[dict[str, Any]]:
-        info = self._row(row).get("info") or {}
+        info = self.content(row).get("info") or {}
         info = json.loads(info) if isinstance(info, str) else info
         tools = info.get("tool_defs") or info.get("oai_tools") or self._tools
         return [dict(tool) if "function" in tool else {"type": "function", "function": dict(tool)} for tool in tools]
@@ -68,11 +69,7 @@ class GuestEnvironment(Environment):
                 raise EnvironmentFault(f"environment {self.name!r}: the prompt of row {row} has an image, and {ADVICE}")
 
     def fingerprint(self, row: int, keys: Sequence[str]) -> str:
-        return fingerprint(self.name, self._row(row), keys)
-
-    def _row(self, row: int) -> dict[str, Any]:
-        content: dict[str, Any] = json.loads(self._rows[row])
-        return content
+        return fingerprint(self.name, self.content(row), keys)
 
     async def connect(self) -> None:
         """Open the proxy."""

@@ -34,6 +34,12 @@ class Text:
             backend.no_truncation()
             backend.no_padding()
 
+    @property
+    def template(self) -> str | None:
+        """The chat template in use. Of several, the one for tools."""
+        found = self._tokenizer.chat_template
+        return found.get("tool_use", found.get("default")) if isinstance(found, dict) else found
+
     @cached_property
     def _special_token_ids(self) -> frozenset[int]:
         return frozenset(self._tokenizer.all_special_ids)

@@ -96,8 +96,10 @@ class Service:
             return None
         if self.tool_parser is None:
             raise RequestError(
-                "This server does not parse tool calls: start it with `model.tool_call_parser`, "
-                'or send `tool_choice = "none"` to leave them in the text.',
+                "This server does not parse tool calls: the chat template shows no form of calls that it knows. Set "
+                "inference.model.tool_call_parser (for `inference` alone: model.tool_call_parser), "
+                "or inference.model.chat_template to chatml, "
+                'or send tool_choice = "none" to leave calls in the text.',
                 param="tools",
             )
         return self.tool_parser

@@ -1,0 +1,1 @@
+"""`medarc_train env`: environments made, installed, checked and tried."""

@@ -1,0 +1,204 @@
+"""`env check`: looks at an environment without a model, in a process that is ended if its code never returns."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+from typer import Argument, Option
+
+from medarc_rl.cli import say
+from medarc_rl.environments.installing import install_into, source_of
+from medarc_rl.errors import UsageError
+from prime_rl.checks.packages import environment_faults
+from prime_rl.checks.start_dir import StartDir, looks_like_path
+from prime_rl.configs.rollouts.environments import EnvConfig
+from prime_rl.interpreters.registry import DIRECTORY_VARIABLE, Registry
+from prime_rl.launch.logs import tail
+from prime_rl.utils.gpus import MASK_VARIABLE
+from prime_rl.utils.pydantic_config.errors import one_line
+from prime_rl.utils.scratch import scratch_directory
+
+CHECK = "prime_rl.orchestrator.env_checks.environment_check"
+LOAD_LIMIT_S = 600.0
+"""For loading the environment and reading its rows, which may download them."""
+_GRACE_S = 5.0
+"""Between an answer's own limit and the end of the process: code that waits is cancelled, code that loops is killed."""
+_TAIL_LINES = 8
+_LEVELS = ("ok", "warn", "fail")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckOptions:
+    environment: Annotated[
+        str, Argument(metavar="ID|PATH", help="Id of an installed environment, or the directory of its package.")
+    ]
+    args: Annotated[str, Option(metavar="JSON", help="Arguments of load_environment: '{\"split\": \"test\"}'.")] = "{}"
+    model: Annotated[
+        Path | None, Option(help="Folder of a model whose tokenizer counts the tokens of prompts.")
+    ] = None
+    rows: Annotated[int, Option(min=1, max=1000, help="Rows in which answers are tried.")] = 4
+    form: Annotated[
+        str | None,
+        Option(metavar="TEXT", help="How a right answer is written, with {answer} in it: '<answer>{answer}</answer>'."),
+    ] = None
+    limit_s: Annotated[float, Option(min=0.1, help="Longest time of one rollout, in seconds.")] = 30.0
+    json: Annotated[bool, Option("--json", help="Print JSON.")] = False
+
+
+@dataclass(slots=True)
+class Findings:
+    """Rows of the check."""
+
+    show: Callable[[dict[str, str]], None]
+    rows: list[dict[str, str]] = field(default_factory=list)
+
+    def add(self, level: str, subject: str, text: str) -> None:
+        row = {"level": level if level in _LEVELS else "fail", "subject": subject, "text": text}
+        self.rows.append(row)
+        self.show(row)
+
+    def count(self, level: str) -> int:
+        return sum(row["level"] == level for row in self.rows)
+
+
+def check(options: CheckOptions) -> int:
+    """Look at an environment's dataset, and try its rewards on scripted answers: `env check medqa`. Needs no model.
+
+    Ends with 1 if something failed.
+    """
+    if options.form is not None and "{answer}" not in options.form:
+        raise UsageError("--form has no {answer}, which stands for the answer of a row")
+    if options.model is not None and not (options.model / "tokenizer.json").is_file():
+        raise UsageError(f"--model: {one_line(str(options.model))} has no tokenizer.json: name the folder of a model")
+    arguments = arguments_of(options.args)
+    findings = Findings(lambda row: None if options.json else say(_line(row)))
+    with installed(options.environment) as (config, env):
+        request = {
+            "env": {"id": config.id, "args": arguments},
+            "model": None if options.model is None else str(options.model),
+            "rows": options.rows,
+            "form": options.form,
+            "limit_s": options.limit_s,
+        }
+        run_check(request, env, findings)
+    if options.json:
+        sys.stdout.write(json.dumps(findings.rows, indent=2) + "\n")
+    else:
+        say(f"{findings.count('ok')} ok, {findings.count('warn')} warnings, {findings.count('fail')} failures")
+    return 1 if findings.count("fail") else 0
+
+
+def arguments_of(text: str) -> dict[str, Any]:
+    """The arguments of `load_environment` on the command line. Raises UsageError."""
+    try:
+        arguments = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"--args is no JSON: {one_line(str(error))}") from error
+    if not isinstance(arguments, dict):
+        raise UsageError("--args must be a JSON object: '{\"split\": \"test\"}'")
+    return arguments
+
+
+@contextlib.contextmanager
+def installed(environment: str) -> Iterator[tuple[EnvConfig, dict[str, str]]]:
+    """The config of an environment, and the variables with which a process finds it. A package that lies in a directory
+    is installed for as long as the block runs.
+
+    Raises:
+        UsageError: there is no such environment.
+    """
+    if not environment.strip():
+        raise UsageError("ID: it is empty")
+    is_directory = os.path.isdir(environment)  # noqa: PTH112 - text that is too long for a path is no directory
+    if not is_directory and looks_like_path(environment):
+        raise UsageError(f"PATH: {one_line(environment)} does not exist")
+    if not is_directory or (Path(environment).name == environment and Registry().find(environment) is not None):
+        config = EnvConfig(id=environment)
+        if faults := list(environment_faults("ID", [config], StartDir())):
+            raise UsageError(*(one_line(fault.replace("ID[0].id =", "ID")) for fault in faults))
+        yield config, {}
+        return
+    with scratch_directory("env-check") as scratch:
+        registry = Registry(scratch)
+        found = install_into(registry, source_of(environment, copy=False))
+        yield EnvConfig(id=found.id), {DIRECTORY_VARIABLE: str(scratch)}
+
+
+def run_check(request: dict[str, Any], env: dict[str, str], findings: Findings) -> None:
+    """Run the check in a process, and add its rows."""
+    with scratch_directory("env-check") as scratch:
+        log, (reading, writing) = scratch / "output.log", os.pipe()
+        argv = [sys.executable, "-m", CHECK, str(writing), json.dumps(request)]
+        with log.open("wb") as output, os.fdopen(reading, "rb", buffering=0) as pipe:
+            process = subprocess.Popen(
+                argv,
+                env={**os.environ, **env, MASK_VARIABLE: ""},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                pass_fds=(writing,),
+                start_new_session=True,
+            )
+            os.close(writing)
+            try:
+                ended = _follow(pipe.fileno(), request["limit_s"] + _GRACE_S, findings)
+                if ended != "done":
+                    _end(process)
+                    _explain(ended, process, findings, tail(log, _TAIL_LINES))
+            finally:
+                _end(process)
+
+
+def _follow(descriptor: int, limit_s: float, findings: Findings) -> str:
+    """Add rows until the process is done. Returns `done`, or what it tried when it ended or did not answer in time."""
+    trying, buffer, limit = "starting", b"", LOAD_LIMIT_S
+    deadline_s = time.monotonic() + limit
+    while True:
+        ready, _, _ = select.select([descriptor], [], [], max(0.0, deadline_s - time.monotonic()))
+        if not ready:
+            return f"{trying}: it does not end within {limit:g} s"
+        chunk = os.read(descriptor, 1 << 16)
+        if not chunk:
+            return trying
+        *lines, buffer = (buffer + chunk).split(b"\n")
+        for message in map(json.loads, lines):
+            if message.get("done"):
+                return "done"
+            if "trying" in message:
+                trying = str(message["trying"])
+                limit = limit_s if trying.startswith("the answer") else LOAD_LIMIT_S
+                deadline_s = time.monotonic() + limit
+            else:
+                findings.add(str(message["level"]), str(message["subject"]), str(message["text"]))
+
+
+def _explain(ended: str, process: subprocess.Popen[bytes], findings: Findings, printed: Sequence[str]) -> None:
+    if "does not end within" in ended:
+        findings.add("fail", "process", f"{ended}; the other answers were not tried")
+        return
+    last = f"; it printed last: {printed[-1]}" if printed else ""
+    findings.add("fail", "process", f"ended with code {process.returncode} while trying {ended}{last}")
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Wait for a process that is ending; kill its whole group otherwise."""
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(0.5)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def _line(row: dict[str, str]) -> str:
+    return f"{row['level']:<5} {one_line(row['subject'])}: {one_line(row['text'])}"

@@ -1,0 +1,265 @@
+"""`env install`: puts an environment where runs find it, and where `uv sync` does not remove it."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import secrets
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, distributions, version
+from pathlib import Path
+from typing import Annotated, Literal
+
+from packaging.requirements import InvalidRequirement, Requirement
+from packaging.specifiers import SpecifierSet
+from typer import Argument, Option
+
+from medarc_rl.cli import say, warn
+from medarc_rl.errors import MedarcError, UsageError
+from prime_rl.checks.packages import LOADER, lacks_name_in
+from prime_rl.interpreters.registry import InstalledEnvironment, Registry, RegistryFault, canonical_id, module_of
+from prime_rl.interpreters.venvs import Uv, VenvError, python_of
+from prime_rl.utils.pydantic_config.errors import one_line
+
+VERIFIERS = "verifiers>=0.1.5,<0.4"
+"""What an environment gets that does not say which verifiers it needs."""
+Kind = Literal["own", "shared", "fitting"]
+"""Which interpreter an environment gets: `fitting` is the run's if it has what the environment requires."""
+_LOOK = """
+import json, sys
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+try:
+    verifiers = version("verifiers")
+except PackageNotFoundError:
+    verifiers = ""
+spec = find_spec(sys.argv[1])
+print(json.dumps({"verifiers": verifiers, "file": spec.origin if spec else None}))
+"""
+"""Prints where a module is, without importing it."""
+_LOOK_LIMIT_S = 60.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class InstallOptions:
+    source: Annotated[
+        str, Argument(metavar="PATH|PACKAGE", help="Directory of the environment's package, a wheel, or a requirement.")
+    ]
+    own: Annotated[bool, Option("--own", help="Give it an interpreter of its own, also if it would fit.")] = False
+    shared: Annotated[bool, Option("--shared", help="Put it into the run's interpreter, or fail.")] = False
+    python: Annotated[
+        str | None, Option(metavar="VERSION", help="Python of its own interpreter: `3.12`, or a path.")
+    ] = None
+    copy: Annotated[
+        bool, Option("--copy", help="Copy a directory. Without it, later changes in PATH take effect.")
+    ] = False
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """What to install, as uv takes it."""
+
+    text: str
+    is_editable: bool
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        return ("--editable", self.text) if self.is_editable else ("--", self.text)
+
+
+@dataclass(frozen=True, slots=True)
+class Package:
+    """What the metadata of the environment's package say."""
+
+    name: str
+    version: str
+    requires: tuple[str, ...]
+    pythons: str | None
+    """Versions of Python that it runs with."""
+
+
+def install(options: InstallOptions) -> int:
+    """Install an environment for this user's runs: `env install ./medqa`. Its id then works in every config.
+
+    If the run's interpreter has what it requires, it runs there; otherwise it gets an interpreter of its own.
+    """
+    if options.own and options.shared:
+        raise UsageError("--own and --shared exclude each other: give one")
+    if options.shared and options.python is not None:
+        raise UsageError("--python chooses an interpreter of its own: leave out --shared")
+    registry = Registry()
+    kind: Kind = "own" if options.own or options.python is not None else "shared" if options.shared else "fitting"
+    installed = install_into(registry, source_of(options.source, options.copy), kind, options.python)
+    where = f"an interpreter of its own ({installed.python})" if installed.python else "the run's interpreter"
+    say(f"installed {installed.id} {installed.version} into {where}, verifiers {installed.verifiers}")
+    say(f"next: medarc_train env check {installed.id}")
+    return 0
+
+
+def install_into(
+    registry: Registry, source: Source, kind: Kind = "fitting", python: str | None = None
+) -> InstalledEnvironment:
+    """Install an environment, and put it on the list in place of an earlier one.
+
+    Raises:
+        MedarcError: it cannot be installed.
+        UsageError: it is no environment, or does not fit.
+    """
+    try:
+        registry.all()
+        registry.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        installed = _install(source, kind, python, registry)
+        replaced = registry.add(installed)
+    except VenvError as error:
+        raise MedarcError(str(error)) from error
+    except RegistryFault as fault:
+        raise UsageError(str(fault)) from fault
+    except OSError as error:
+        raise MedarcError(f"{error.filename}: {error.strerror}") from error
+    if replaced is not None:
+        remove_files(replaced, registry)
+    return installed
+
+
+def source_of(text: str, copy: bool) -> Source:
+    """A directory, an archive, or a requirement. Raises UsageError for anything else."""
+    path = Path(text)
+    if os.path.isdir(path):  # noqa: PTH112 - text that is too long for a path is no directory
+        if not any((path / name).is_file() for name in ("pyproject.toml", "setup.py")):
+            raise UsageError(f"PATH: {one_line(text)} has no pyproject.toml: name the directory of a package")
+        return Source(str(path.resolve()), not copy)
+    if text.endswith((".whl", ".tar.gz", ".zip")) and os.path.isfile(path):  # noqa: PTH113
+        return Source(str(path.resolve()), False)
+    try:
+        requirement = Requirement(text)
+    except InvalidRequirement:
+        raise UsageError(f"'{one_line(text)}' is neither a directory, nor a wheel, nor a package's name") from None
+    if os.path.exists(text):  # noqa: PTH110
+        raise UsageError(f"PATH: {one_line(text)} is a file: name a directory or a wheel")
+    return Source(str(requirement), False)
+
+
+def _install(source: Source, kind: Kind, python: str | None, registry: Registry) -> InstalledEnvironment:
+    uv = Uv(registry.directory)
+    place = registry.directory / f"new-{secrets.token_hex(4)}"
+    try:
+        target = ("--python", sys.executable, "--target", str(place), "--no-deps")
+        uv.run("pip", "install", *target, *source.words)
+        package = _package_in(place)
+        misfits = list(misfits_of(package))
+        if kind == "shared" and misfits:
+            raise UsageError(*(f"--shared: {package.name} {misfit}" for misfit in misfits))
+        module = module_of(canonical_id(package.name))
+        final = registry.directory / f"{module}-{secrets.token_hex(4)}"
+        is_own = kind == "own" or bool(misfits)
+        if not is_own:
+            place.rename(final)
+            found = _found(module, Path(sys.executable), final)
+        else:
+            for misfit in misfits:
+                warn(f"{package.name} {misfit}: it gets an interpreter of its own")
+            found = _found(module, _own_interpreter(uv, final, package, source, python))
+    except BaseException:
+        shutil.rmtree(place, ignore_errors=True)
+        raise
+    shutil.rmtree(place, ignore_errors=True)
+    try:
+        file = _file_of(module, package, found)
+    except BaseException:
+        shutil.rmtree(final, ignore_errors=True)
+        raise
+    return InstalledEnvironment(
+        id=canonical_id(package.name),
+        module=module,
+        version=package.version,
+        verifiers=found["verifiers"] or "?",
+        source=source.text,
+        directory=str(final),
+        has_interpreter=is_own,
+        file=file,
+    )
+
+
+def _package_in(directory: Path) -> Package:
+    """The one package that was installed."""
+    found = list(distributions(path=[str(directory)]))
+    if len(found) != 1:
+        raise MedarcError(f"uv installed {len(found)} packages instead of one")
+    (one,) = found
+    return Package(one.name, one.version, tuple(one.requires or ()), one.metadata["Requires-Python"])
+
+
+def misfits_of(package: Package) -> Iterator[str]:
+    """Each requirement of a package that the run's interpreter does not meet."""
+    pythons = package.pythons
+    if pythons and not SpecifierSet(pythons).contains(platform.python_version(), prereleases=True):
+        yield f"requires Python {pythons}, and the run has {platform.python_version()}"
+    for text in package.requires:
+        requirement = Requirement(text)
+        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
+            continue
+        try:
+            present = version(requirement.name)
+        except PackageNotFoundError:
+            yield f"requires {text}, which the run does not have"
+            continue
+        if requirement.url is not None or not requirement.specifier.contains(present, prereleases=True):
+            yield f"requires {text}, and the run has {present}"
+
+
+def _own_interpreter(uv: Uv, place: Path, package: Package, source: Source, python: str | None) -> Path:
+    """Make an interpreter with the environment and all that it requires."""
+    pythons = package.pythons or ">=3.10"
+    fits = SpecifierSet(pythons).contains(platform.python_version(), prereleases=True)
+    wanted = python or (sys.executable if fits else pythons)
+    try:
+        uv.run("venv", "--python", wanted, str(place))
+        names = {canonical_id(Requirement(text).name) for text in package.requires}
+        extra = () if "verifiers" in names else (VERIFIERS,)
+        uv.run("pip", "install", "--python", str(python_of(place)), *extra, *source.words)
+    except BaseException:
+        shutil.rmtree(place, ignore_errors=True)
+        raise
+    return python_of(place)
+
+
+def _found(module: str, python: Path, directory: Path | None = None) -> dict[str, str | None]:
+    """File of a module, and version of verifiers, as an interpreter sees them."""
+    added = "" if directory is None else f"import site; site.addsitedir({str(directory)!r})\n"
+    done = subprocess.run(
+        [str(python), "-c", added + _LOOK, module],
+        env={name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")},
+        cwd=python.parent,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=_LOOK_LIMIT_S,
+    )
+    if done.returncode != 0:
+        raise MedarcError(f"{python} does not start: {one_line((done.stderr.splitlines() or ['no output'])[-1])}")
+    found: dict[str, str | None] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def _file_of(module: str, package: Package, found: dict[str, str | None]) -> str:
+    file = found["file"]
+    if file is None:
+        raise UsageError(
+            f"{package.name} is not an environment: it has no module {module!r}, named as the package, with {LOADER}"
+        )
+    if lacks_name_in(Path(file), LOADER):
+        raise UsageError(f"{package.name} is not an environment: {file} has no {LOADER}")
+    return file
+
+
+def remove_files(installed: InstalledEnvironment, registry: Registry) -> None:
+    """Delete what lies in the registry's directory, and nothing else."""
+    directory = Path(installed.directory)
+    if directory.parent == registry.directory and not directory.is_symlink():
+        shutil.rmtree(directory, ignore_errors=True)

@@ -1,0 +1,150 @@
+"""`env try`: rolls out a few examples of an environment with a model, and shows the conversations with their rewards."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import tomli_w
+from typer import Argument, Option
+
+from medarc_rl.cli import say
+from medarc_rl.environments.checking import arguments_of, installed
+from medarc_rl.errors import MedarcError, UsageError
+from medarc_rl.launchers.shared_node import shared_node
+from medarc_rl.utils import load_run
+from prime_rl.configs.eval import OfflineEvalConfig
+from prime_rl.launch.commands import EVAL
+from prime_rl.launch.run import launch
+from prime_rl.run.paths import RunPaths
+from prime_rl.utils.scratch import scratch_directory
+from prime_rl.watch.screens import eval_screen
+
+if TYPE_CHECKING:
+    from prime_rl.history.rollouts import KeptRollouts
+
+
+@dataclass(frozen=True, kw_only=True)
+class TryOptions:
+    environment: Annotated[
+        str, Argument(metavar="ID|PATH", help="Id of an installed environment, or the directory of its package.")
+    ]
+    model: Annotated[str, Option(help="Folder of a model, a hub id, or with --base-url the name on the server.")]
+    base_url: Annotated[
+        str | None, Option(metavar="URL", help="OpenAI-compatible server to ask; without it, one is started.")
+    ] = None
+    args: Annotated[str, Option(metavar="JSON", help="Arguments of load_environment: '{\"split\": \"test\"}'.")] = "{}"
+    examples: Annotated[int, Option("--examples", "-n", min=1, max=1000, help="Number of examples.")] = 3
+    rollouts: Annotated[int, Option(min=1, max=100, help="Rollouts of each example.")] = 1
+    max_tokens: Annotated[int, Option(min=1, help="Longest answer, in tokens.")] = 256
+    temperature: Annotated[float | None, Option(min=0, help="By default, the model's own.")] = None
+    chat_template: Annotated[str | None, Option(help="Replaces the model's own: a file, Jinja text, or `chatml`.")] = (
+        None
+    )
+    device: Annotated[Literal["auto", "cuda", "cpu"], Option(help="`auto` uses a GPU if there is one.")] = "auto"
+    html: Annotated[Path | None, Option(metavar="FILE", help="Write the conversations as an HTML page, too.")] = None
+    full: Annotated[bool, Option("--full", help="Show long messages whole.")] = False
+
+
+def try_(options: TryOptions) -> int:
+    """Roll out a few examples, and show what was said and what it earned: `env try medqa --model MODEL`.
+
+    Evaluation rows are used, or training rows if there are none.
+    """
+    if options.html is not None and options.html.is_dir():
+        raise UsageError(f"--html {options.html} is a directory: name a file")
+    if options.base_url is not None and options.chat_template is not None:
+        raise UsageError("--chat-template: the server at --base-url has its own")
+    arguments = arguments_of(options.args)
+    with installed(options.environment) as (env, variables), scratch_directory("env-try") as scratch:
+        file, out = scratch / "try.toml", scratch / "out"
+        try:
+            file.write_text(tomli_w.dumps(_settings(options, env.id, arguments)), encoding="utf-8")
+        except TypeError as error:
+            raise UsageError("--args: a config has no null: leave the argument out") from error
+        run = load_run(OfflineEvalConfig, [str(file)], "eval", out, {})
+        with _variables(variables):
+            code = launch(EVAL, run.config, eval_screen, shared_node(os.environ))
+        shown = _show(RunPaths(out), options)
+    if code == 0 and not shown:
+        raise MedarcError("no rollout was kept")
+    return code
+
+
+def _settings(options: TryOptions, env_id: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    """The evaluation's config, as a table."""
+    env = {
+        "id": env_id,
+        "args": arguments,
+        "num_examples": options.examples,
+        "rollouts_per_example": options.rollouts,
+    }
+    sampling: dict[str, Any] = {"max_tokens": options.max_tokens}
+    if options.temperature is not None:
+        sampling["temperature"] = options.temperature
+    settings: dict[str, Any] = {
+        "model": {"name": options.model},
+        "env": [env],
+        "sampling": sampling,
+        "device": options.device,
+    }
+    if options.base_url is not None:
+        return settings | {"client": {"base_url": [options.base_url]}}
+    server = {} if options.chat_template is None else {"chat_template": options.chat_template}
+    return settings | {"inference": {"model": server}}
+
+
+@contextlib.contextmanager
+def _variables(added: dict[str, str]) -> Iterator[None]:
+    """Set environment variables in the block, for the processes that it starts."""
+    before = {name: os.environ.get(name) for name in added}
+    os.environ.update(added)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def _show(paths: RunPaths, options: TryOptions) -> int:
+    """Print the rollouts, and write the page. Returns their number."""
+    # Imported here so that the other commands do not load it.
+    from medarc_rl.rollouts.screen import Screen
+    from prime_rl.history.rollouts import KeptRollouts
+
+    kept = KeptRollouts(paths)
+    screen, count = Screen(options.full), 0
+    for count, rollout in enumerate(kept.all(), 1):
+        screen.show(rollout)
+    if count:
+        screen.note(_summary(kept))
+    if options.html is not None and count:
+        _write_page(paths, options.html)
+    return count
+
+
+def _summary(kept: KeptRollouts) -> str:
+    rewards = [rollout.reward for rollout in kept.all() if rollout.reward is not None]
+    mean = f", mean reward {sum(rewards) / len(rewards):.4g}" if rewards else ""
+    return f"{len(rewards)} rollouts{mean}"
+
+
+def _write_page(paths: RunPaths, file: Path) -> None:
+    from medarc_rl.report.groups import group_runs, open_runs
+    from medarc_rl.report.write import write_report
+
+    try:
+        written = write_report(group_runs(open_runs([paths.root]), ()), paths.root / "page", None, True, False)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        shutil.move(written.page, file)
+    except OSError as error:
+        raise MedarcError(f"{error.filename or file}: {error.strerror or error}") from error
+    say(f"written: {file}")

@@ -1,0 +1,125 @@
+"""Looks at an environment's rows: lengths, duplicates, empty prompts and answers, and rows for training and evaluation
+that are the same."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+from prime_rl.orchestrator.env_checks.findings import Reporter
+from prime_rl.orchestrator.env_servers.environments import Environment
+from prime_rl.orchestrator.env_servers.examination import CountTokens, text_of
+from prime_rl.orchestrator.rollouts.images import has_image
+
+MOST_ROWS = 20_000
+"""Of each split. Of more rows, the first ones are read."""
+
+
+@dataclass(slots=True)
+class Rows:
+    """What was read of the rows of one split."""
+
+    split: str
+    count: int
+    prompts: list[str] = field(default_factory=list)
+    answers: list[str] = field(default_factory=list)
+    missing: Counter[str] = field(default_factory=Counter)
+    """Rows that lack a column which others have, by column."""
+    images: int = 0
+
+    @property
+    def keys(self) -> list[str]:
+        """Hash of each prompt, without differences in white space and case."""
+        return [hashlib.sha256(" ".join(text.lower().split()).encode(errors="replace")).hexdigest() for text in self.prompts]
+
+
+def read_rows(environment: Environment, split: str) -> Rows:
+    rows = Rows(split, len(environment))
+    contents = [environment.content(row) for row in range(min(len(environment), MOST_ROWS))]
+    columns = {name for content in contents for name, value in content.items() if value is not None}
+    for content in contents:
+        prompt = content.get("prompt") or ""
+        rows.prompts.append(text_of(prompt))
+        rows.answers.append(answer_of(content))
+        rows.images += has_image(prompt)
+        rows.missing.update(name for name in columns if content.get(name) is None)
+    return rows
+
+
+def answer_of(content: Mapping[str, Any]) -> str:
+    answer = content.get("answer")
+    return "" if answer is None else str(answer)
+
+
+def check_rows(rows: Rows, report: Reporter, count_tokens: CountTokens | None) -> None:
+    """Report on the rows of one split."""
+    subject = f"dataset: {rows.split}"
+    read = f", the first {len(rows.prompts):,} read" if rows.count > len(rows.prompts) else ""
+    report.found("ok" if rows.count else "fail", subject, f"{rows.count:,} rows{read}; {_lengths(rows.prompts, len)}")
+    if not rows.count:
+        return
+    if count_tokens is not None:
+        report.found("ok", subject, f"prompts in tokens: {_numbers([count_tokens(each) for each in rows.prompts])}")
+    empty = [row for row, text in enumerate(rows.prompts) if not text.strip() and not rows.images]
+    if empty:
+        report.found("fail", subject, f"{len(empty):,} prompts are empty, the first in row {empty[0]}")
+    _check_answers(rows, report, subject)
+    if rows.images:
+        report.found("fail", subject, f"{rows.images:,} prompts have images, and the trained model reads text")
+    for name, lacking in rows.missing.items():
+        if name not in ("prompt", "answer"):
+            report.found("warn", subject, f"{lacking:,} rows have no {name!r}, which others have")
+    _check_duplicates(rows, report, subject)
+
+
+def _check_answers(rows: Rows, report: Reporter, subject: str) -> None:
+    empty = [row for row, text in enumerate(rows.answers) if not text.strip()]
+    if len(empty) == len(rows.answers):
+        report.found("warn", subject, "no row has an answer: right and wrong answers cannot be tried")
+    elif empty:
+        report.found("fail", subject, f"{len(empty):,} answers are empty, the first in row {empty[0]}")
+    else:
+        different = len(set(rows.answers))
+        report.found("ok", subject, f"answers: {different:,} different ones; {_lengths(rows.answers, len)}")
+
+
+def _check_duplicates(rows: Rows, report: Reporter, subject: str) -> None:
+    answers = defaultdict(set)
+    for key, answer in zip(rows.keys, rows.answers, strict=True):
+        answers[key].add(answer)
+    repeated = len(rows.prompts) - len(answers)
+    if repeated:
+        share = repeated / len(rows.prompts)
+        report.found("warn", subject, f"{repeated:,} prompts ({share:.0%}) repeat an earlier one")
+    else:
+        report.found("ok", subject, "no prompt occurs twice")
+    if contrary := sum(len(each) > 1 for each in answers.values()):
+        report.found("fail", subject, f"{contrary:,} prompts occur with different answers")
+
+
+def check_leaks(train: Rows, evaluation: Rows, report: Reporter) -> None:
+    """Report on prompts of the evaluation that are trained on."""
+    trained = set(train.keys)
+    leaked = [row for row, key in enumerate(evaluation.keys) if key in trained]
+    subject = "dataset: leaks"
+    if train.prompts == evaluation.prompts:
+        report.found("warn", subject, "evaluations use the training rows: give the environment an eval_dataset")
+    elif leaked:
+        share = len(leaked) / len(evaluation.prompts)
+        report.found(
+            "fail", subject, f"{len(leaked):,} prompts of the evaluation ({share:.0%}) are trained on, row {leaked[0]} first"
+        )
+    else:
+        report.found("ok", subject, "no prompt of the evaluation is trained on")
+
+
+def _lengths(texts: Sequence[str], measure: Callable[[str], int]) -> str:
+    return f"characters: {_numbers([measure(each) for each in texts])}" if texts else "none"
+
+
+def _numbers(values: Sequence[int]) -> str:
+    return f"{min(values):,} to {max(values):,}, median {round(median(values)):,}"

@@ -1,0 +1,260 @@
+"""Tries scripted answers on a few rows, and judges the rewards that they earn."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from prime_rl.orchestrator.env_checks.dataset_check import Rows
+from prime_rl.orchestrator.env_checks.findings import Reporter
+from prime_rl.orchestrator.env_checks.probes import (
+    EXPLOITS,
+    FORMS,
+    RIGHT,
+    WRONG,
+    Probe,
+    exploits,
+    saying,
+    tool_probes,
+    written,
+)
+from prime_rl.orchestrator.env_checks.scripted_engine import MAX_CALLS, ScriptedEngine
+from prime_rl.orchestrator.env_servers.environments import Environment
+from prime_rl.orchestrator.errors import EnvironmentFault, OrchestratorError
+from prime_rl.orchestrator.guests.guest_process import GuestError
+from prime_rl.orchestrator.rollouts.rollout import ExampleRef, Rollout
+from prime_rl.orchestrator.servers.server import InferenceServer
+
+NO_ANSWER = "an answer"
+"""Said where the dataset has no answers."""
+SLOW_S = 1.0
+"""A reward that takes longer than this holds up a run."""
+_CLOSE = 1e-9
+_SAMPLING: Mapping[str, Any] = {"temperature": 1.0, "extra_body": {}}
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What one answer earned."""
+
+    kind: str
+    row: int
+    rollout: Rollout | None
+    """None if there is none, because of `fault`."""
+    seconds: float
+    fault: str = ""
+
+
+@dataclass(slots=True)
+class Trials:
+    """Tries answers one after the other, so that the engine knows which one is asked for."""
+
+    environment: Environment
+    engine: ScriptedEngine
+    server: InferenceServer
+    report: Reporter
+    limit_s: float
+    outcomes: list[Outcome] = field(default_factory=list)
+    endless: set[str] = field(default_factory=set)
+    """Kinds of answers after which the environment asked for more and more."""
+
+    async def try_(self, probe: Probe, row: int, size: int = 1) -> list[Outcome]:
+        """Roll out one answer `size` times in one group."""
+        self.report.tries(f"the answer {probe.kind!r} in row {row}")
+        self.engine.play(probe.script, size)
+        started_s = time.perf_counter()
+        fault, rollouts = "", []
+        try:
+            async with asyncio.timeout(self.limit_s):
+                rollouts = await self.environment.attempt(
+                    ExampleRef(self.environment.name, row), size, self.server, dict(_SAMPLING), 0
+                )
+        except TimeoutError:
+            fault = f"it does not end within {self.limit_s:g} s"
+        except EnvironmentFault:
+            raise
+        except (OrchestratorError, GuestError) as error:
+            fault = _one_line(error)
+        except Exception as error:  # noqa: BLE001 - an environment's own code may raise anything
+            fault = f"{type(error).__name__}: {_one_line(error)}"
+        seconds = time.perf_counter() - started_s
+        if self.engine.is_endless:
+            self.endless.add(probe.kind)
+        found = [Outcome(probe.kind, row, rollout, seconds) for rollout in rollouts]
+        found = found or [Outcome(probe.kind, row, None, seconds, fault)]
+        self.outcomes += found
+        return found
+
+
+def _one_line(error: object) -> str:
+    return " ".join(str(error).split())
+
+
+async def check_rewards(trials: Trials, rows: Rows, count: int, form: str | None) -> None:
+    """Try every kind of answer in `count` rows, and report."""
+    spread = range(0, min(rows.count, len(rows.prompts)), max(1, len(rows.prompts) // count))[:count]
+    with_answers = [row for row in spread if rows.answers[row].strip()]
+    form = form or await _best_form(trials, rows, with_answers)
+    trials.outcomes.clear()
+    for row in spread:
+        answer = rows.answers[row].strip() or NO_ANSWER
+        for outcome in await trials.try_(saying(RIGHT, written(form, answer)), row, size=2):
+            if outcome.fault:
+                break
+        await trials.try_(saying(WRONG, written(form, _other(rows, row))), row)
+        for probe in exploits(form, rows.prompts[row], rows.answers):
+            await trials.try_(probe, row)
+        for probe in tool_probes(trials.environment.tools(row), written(form, answer)):
+            await trials.try_(probe, row)
+    judge(trials, bool(with_answers), form)
+
+
+async def _best_form(trials: Trials, rows: Rows, chosen: Sequence[int]) -> str:
+    """The form in which right answers earn most; the first of those that earn the same."""
+    earned: dict[str, float] = {}
+    for form in FORMS if chosen else ():
+        outcomes = [
+            outcome
+            for row in chosen
+            for outcome in await trials.try_(saying(RIGHT, written(form, rows.answers[row].strip())), row)
+        ]
+        earned[form] = sum(_reward(outcome) or 0.0 for outcome in outcomes) / len(outcomes)
+    return max(earned, key=lambda form: earned[form], default=FORMS[0])
+
+
+def _other(rows: Rows, row: int) -> str:
+    """The answer of another row, which is wrong here."""
+    own = rows.answers[row].strip().casefold()
+    others = (text.strip() for text in rows.answers if text.strip() and text.strip().casefold() != own)
+    return next(others, "something else")
+
+
+def _reward(outcome: Outcome) -> float | None:
+    return None if outcome.rollout is None else outcome.rollout.reward
+
+
+def judge(trials: Trials, has_answers: bool, form: str) -> None:
+    """Report on what all answers earned."""
+    report = trials.report
+    by_kind: dict[str, list[float]] = defaultdict(list)
+    for outcome in trials.outcomes:
+        if outcome.rollout is not None and outcome.rollout.error is None:
+            by_kind[outcome.kind].append(outcome.rollout.reward)
+    means = {kind: sum(values) / len(values) for kind, values in by_kind.items()}
+    for kind, values in by_kind.items():
+        spread = "" if min(values) == max(values) else f" ({min(values):g} to {max(values):g})"
+        shown = f", written as {form!r}" if kind == RIGHT and has_answers else ""
+        report.found("ok", f"reward: {kind}", f"{means[kind]:.4g}{spread} in {len(values)} rollouts{shown}")
+    faults = [*_faults(trials), *_function_faults(trials), *_determinism(trials), *_values(trials, means, has_answers)]
+    for level, subject, text in faults:
+        report.found(level, subject, text)  # type: ignore[arg-type]
+    if not any(level == "fail" for level, _, _ in faults):
+        report.found("ok", "rewards", "finite numbers, the same each time, and none without a right answer")
+    _check_time(trials)
+
+
+Row = tuple[str, str, str]
+"""Level, subject and text of a finding."""
+
+
+def _faults(trials: Trials) -> Iterator[Row]:
+    """Rollouts that gave nothing, one row for each reason; errors that ended one."""
+    reasons: dict[str, list[Outcome]] = defaultdict(list)
+    for outcome in trials.outcomes:
+        if outcome.fault:
+            reasons[outcome.fault].append(outcome)
+    for reason, outcomes in reasons.items():
+        yield "fail", "rollouts", f"{reason} ({_kinds(outcomes)})"
+    errors: dict[str, list[Outcome]] = defaultdict(list)
+    for outcome in trials.outcomes:
+        if outcome.rollout is not None and outcome.rollout.error and outcome.kind not in trials.endless:
+            errors[_one_line(outcome.rollout.error_detail or outcome.rollout.error)].append(outcome)
+    for reason, outcomes in errors.items():
+        expected = all(outcome.kind in EXPLOITS for outcome in outcomes) and "Empty" in reason
+        yield "warn" if expected else "fail", "rollouts", f"ended by {reason} ({_kinds(outcomes)})"
+    for kind in sorted(trials.endless):
+        yield "warn", "rollouts", f"no end after {MAX_CALLS} turns with the answer {kind!r}: set max_turns"
+
+
+def _function_faults(trials: Trials) -> Iterator[Row]:
+    """Reward functions that raise, or give no number."""
+    raised: dict[tuple[str, str], list[Outcome]] = defaultdict(list)
+    silent: dict[str, list[Outcome]] = defaultdict(list)
+    for outcome in trials.outcomes:
+        if outcome.rollout is None or outcome.rollout.error:
+            continue
+        for function, trace in outcome.rollout.reward_errors.items():
+            raised[function, trace.splitlines()[-1]].append(outcome)
+        for function in trials.environment.reward_functions:
+            if function not in (outcome.rollout.metrics or {}) and function not in outcome.rollout.reward_errors:
+                silent[function].append(outcome)
+    for (function, line), outcomes in raised.items():
+        yield "fail", f"reward function {function}", f"{line} ({_kinds(outcomes)})"
+    for function, outcomes in silent.items():
+        yield "fail", f"reward function {function}", f"gives no finite number ({_kinds(outcomes)})"
+
+
+def _kinds(outcomes: Sequence[Outcome]) -> str:
+    kinds = list(dict.fromkeys(outcome.kind for outcome in outcomes))
+    more = f" and {len(kinds) - 4} more" if len(kinds) > 4 else ""
+    return f"answer: {', '.join(kinds[:4])}{more}; row {outcomes[0].row}"
+
+
+def _determinism(trials: Trials) -> Iterator[Row]:
+    """Equal answers to the same row must earn the same."""
+    seen: dict[int, Rollout] = {}
+    for outcome in trials.outcomes:
+        if outcome.kind != RIGHT or outcome.rollout is None or outcome.rollout.error:
+            continue
+        first = seen.setdefault(outcome.row, outcome.rollout)
+        for name in [*trials.environment.reward_functions, ""]:
+            one, other = (_part(rollout, name) for rollout in (first, outcome.rollout))
+            if one is not None and other is not None and not math.isclose(one, other, abs_tol=_CLOSE):
+                whose = f"reward function {name}" if name else "reward"
+                yield "fail", whose, f"the same answer earns {one:.4g} and {other:.4g} in row {outcome.row}"
+                return
+
+
+def _part(rollout: Rollout, name: str) -> float | None:
+    return (rollout.metrics or {}).get(name) if name else rollout.reward
+
+
+def _values(trials: Trials, means: Mapping[str, float], has_answers: bool) -> Iterator[Row]:
+    """What kinds of answers earn, compared with each other."""
+    good = [outcome.rollout for outcome in trials.outcomes if outcome.rollout is not None and not outcome.rollout.error]
+    if good and all(rollout.reward == good[0].reward for rollout in good):
+        yield "fail", "reward", f"constant: {good[0].reward:g} for every answer, so nothing can be learned"
+        return
+    for name, weight in trials.environment.reward_functions.items():
+        values = {_part(rollout, name) for rollout in good}
+        if weight and len(values) == 1 and None not in values:
+            yield "warn", f"reward function {name}", f"constant: {values.pop():g} for every answer"
+    if not has_answers or RIGHT not in means:
+        return
+    right, wrong = means[RIGHT], means.get(WRONG, 0.0)
+    if right <= wrong + _CLOSE:
+        yield (
+            "warn",
+            "reward: right",
+            f"earns {right:.4g}, and a wrong one {wrong:.4g}: if answers have a form of their own, give it with --form",
+        )
+        return
+    for kind in EXPLOITS:
+        if kind in means and means[kind] > wrong + 0.9 * (right - wrong):
+            yield "fail", f"reward: {kind}", f"earns {means[kind]:.4g}, and a right answer {right:.4g}: a model will find it"
+        elif kind in means and means[kind] > wrong + 0.5 * (right - wrong):
+            yield "warn", f"reward: {kind}", f"earns {means[kind]:.4g}, and a right answer {right:.4g}"
+
+
+def _check_time(trials: Trials) -> None:
+    slowest = max(trials.outcomes, key=lambda outcome: outcome.seconds, default=None)
+    if slowest is None:
+        return
+    scoring_s = max((each.rollout.scoring_ms / 1e3 for each in trials.outcomes if each.rollout is not None), default=0.0)
+    text = f"slowest rollout {slowest.seconds:.2g} s (answer: {slowest.kind}); longest scoring {scoring_s:.2g} s"
+    trials.report.found("warn" if max(scoring_s, slowest.seconds) > SLOW_S else "ok", "time", text)
