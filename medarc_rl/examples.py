@@ -45,6 +45,18 @@ EXAMPLES: Mapping[str, tuple[str, ...]] = {
         "medarc_train lm-eval outputs/rt --tasks gsm8k,ifeval --num-fewshot 4",
         "medarc_train lm-eval outputs/rt --tasks arc_easy --watch --limit 200",
     ),
+    "medarc_train env new": (
+        "medarc_train env new medqa",
+        "medarc_train env new dosing --kind tools --directory environments",
+    ),
+    "medarc_train env check": (
+        "medarc_train env check reverse-text",
+        "medarc_train env check environments/dosing --rows 20 --json",
+    ),
+    "medarc_train env try": (
+        "medarc_train env try reverse-text --model examples/reverse_text/checkpoint --max-tokens 40",
+        "medarc_train env try dosing --model Qwen/Qwen3-0.6B -n 10 --html dosing.html",
+    ),
     "medarc_train env install": (
         "medarc_train env install examples/reverse_text/environment",
         "medarc_train env install medqa==0.1.4 --own",

@@ -14,11 +14,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import typer
 from typer.testing import CliRunner
 
 from medarc_rl import medarc_jobs, medarc_slurm, medarc_submit, medarc_train
-from medarc_rl.cli import EXIT_CODES
+from medarc_rl.cli import EXIT_CODES, commands_of
 from medarc_rl.examples import EXAMPLES
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -30,11 +29,9 @@ APPS = {
     "medarc_submit": medarc_submit.app,
     "medarc_jobs": medarc_jobs.app,
 }
-COMMANDS = {
-    f"{program} {name}": command
-    for program, app in APPS.items()
-    for name, command in getattr(typer.main.get_command(app), "commands").items()  # noqa: B009 - Typer's group
-}
+COMMANDS = {f"{program} {name}": command for program, app in APPS.items() for name, command in commands_of(app).items()}
+GROUPS = {command.split()[1] for command in COMMANDS if len(command.split()) == 3}
+"""Commands that have commands of their own."""
 
 
 def test_every_command_has_examples() -> None:
@@ -43,8 +40,8 @@ def test_every_command_has_examples() -> None:
 
 @pytest.mark.parametrize("command", EXAMPLES)
 def test_the_help_page_ends_with_its_examples(command: str) -> None:
-    program, name = command.split()
-    result = CliRunner().invoke(APPS[program], [name, "--help"])
+    program, *names = command.split()
+    result = CliRunner().invoke(APPS[program], [*names, "--help"])
     end = "\n".join(["  Examples:", *(f"    {example}" for example in EXAMPLES[command]), ""])
     assert (result.exit_code, result.output[-len(end) :]) == (0, end)
 
@@ -54,6 +51,7 @@ def test_an_example_can_be_typed(example: str, monkeypatch: pytest.MonkeyPatch) 
     """Its options exist, and its config loads with the keys that are not options of the command."""
     monkeypatch.chdir(ROOT)
     program, name, *words = shlex.split(example)
+    name = f"{name} {words.pop(0)}" if name in GROUPS else name
     context = COMMANDS[f"{program} {name}"].make_context(name, list(words))
     config_words = [*(context.params.get("words") or []), *context.args]
     if name == "explain" or not any(word.endswith(".toml") for word in config_words):
@@ -78,10 +76,10 @@ def test_each_command_ends_with_0_or_2_as_documented(tmp_path: Path) -> None:
         "migrate": [str(tmp_path / "no.toml")]
     }
     for command in COMMANDS:
-        program, name = command.split()
-        assert CliRunner().invoke(APPS[program], [name, "--help"]).exit_code == 0, command
-        words = wrong.get(name, [str(tmp_path / "no.toml")])
-        result = CliRunner().invoke(APPS[program], [name, *words])
+        program, *names = command.split()
+        assert CliRunner().invoke(APPS[program], [*names, "--help"]).exit_code == 0, command
+        words = wrong.get(names[0], [str(tmp_path / "no.toml")])
+        result = CliRunner().invoke(APPS[program], [*names, *words])
         assert result.exit_code == 2, f"{command}: {result.output}"
         assert result.stderr.startswith("error: "), command
 
@@ -120,7 +118,7 @@ def run_quietly(program: str, words: list[str], env: dict[str, str]) -> str:
 
 def words_of_commands() -> Iterator[tuple[str, list[str]]]:
     config = "examples/reverse_text/rl_cpu.toml"
-    yield from ((each.split()[0], [each.split()[1], "--help"]) for each in COMMANDS)
+    yield from ((each.split()[0], [*each.split()[1:], "--help"]) for each in COMMANDS)
     yield "medarc_train", ["explain", config]
     yield "medarc_train", ["rl", config, "--no-such-key", "1"]
     yield "medarc_train", ["watch", "examples"]

@@ -53,6 +53,8 @@ def values(table: dict[str, object], line: str) -> list[str]:
     ("line", "expected"),
     [
         ("medarc_train expl", ["explain"]),
+        ("medarc_train env in", ["install"]),
+        ("medarc_train env new x --kind t", ["tools"]),
         ("medarc_train rl --infer-g", ["--infer-gpus"]),
         ("medarc_train rl --trainer.opt", ["--trainer.optim."]),
         ("medarc_train rl --trainer.optim.weight", ["--trainer.optim.weight-decay"]),

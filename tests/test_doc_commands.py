@@ -17,6 +17,7 @@ import typer
 from typer.testing import CliRunner
 
 from medarc_rl import medarc_jobs, medarc_slurm, medarc_submit, medarc_train
+from medarc_rl.cli import commands_of
 from prime_rl.configs.surface.docs import ROOTS
 from prime_rl.inference.access import METRICS
 from prime_rl.inference.protocol import parse_body
@@ -159,9 +160,11 @@ def check_wrapper(words: Sequence[str], tmp_path: Path) -> None:
         program_options: Any = typer.main.get_command(app).params
         assert kind == "--help" or kind in [name for option in program_options for name in option.opts]
     else:
-        group: Any = typer.main.get_command(app)
-        assert kind in group.commands, f"{program} has no command {kind}"
-        group.commands[kind].make_context(kind, rest)
+        known = commands_of(app)
+        if kind not in known and rest:
+            kind, rest = f"{kind} {rest[0]}", rest[1:]
+        assert kind in known, f"{program} has no command {kind}"
+        known[kind].make_context(kind, rest)
 
 
 def check_dry_run(kind: str, rest: Sequence[str], tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ LINK = re.compile(r"\[[^\]\n]*\]\(([^)\s]+)\)|<img[^>]* src=\"([^\"]+)\"")
 PATH = re.compile(r"(?:\.\./)*[\w.-]+(?:/[\w.-]+)*/?")
 REPOSITORY_PATH = re.compile(r"(?<![\w./~-])(?:\.ci|benchmarks|docs|examples|medarc_rl|prime-rl)/[\w./-]*\w")
 
-MADE_BY_A_RUN = ("OUT/", "RUN/", "outputs/", "environments/abbreviations/")
+MADE_BY_A_RUN = ("OUT/", "RUN/", "outputs/", "environments/dosing/")
 """Beginnings of paths that a run writes, or that tests/test_environment_page.py takes from a page. Pages use the first
 ones for everything in a run's directory."""
 

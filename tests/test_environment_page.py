@@ -1,4 +1,4 @@
-"""docs/environments.md: the environment on the page passes its own tests, its preflight, and trains."""
+"""docs/environments.md: its commands make an environment, install it, check it, try it, and train."""
 
 from __future__ import annotations
 
@@ -13,49 +13,58 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = (ROOT / "docs" / "environments.md").read_text(encoding="utf-8")
-FILE = re.compile(r"^`([\w./]+)`[^\n]*:\n\n```\w+\n(.*?)^```", re.MULTILINE | re.DOTALL)
-INSTALL, TEST, PREFLIGHT, RUN = re.search(r"```bash\n(.*?)```", PAGE, re.DOTALL)[1].splitlines()
+NEW, INSTALL, TEST, CHECK, TRY, RUN = re.search(r"```bash\n(.*?)```", PAGE, re.DOTALL)[1].splitlines()
+SHOWN = re.search(r"```\n(ok    import.*?)```", PAGE, re.DOTALL)[1].splitlines()
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The files of the page, in a folder from which the examples can be reached."""
+    """A folder from which the examples can be reached, after the first two commands."""
     folder = tmp_path_factory.mktemp("environment")
-    for name, text in FILE.findall(PAGE):
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(text, encoding="utf-8")
     (folder / "examples").symlink_to(ROOT / "examples")
+    for line in (NEW, INSTALL):
+        done = run(line, folder)
+        assert done.returncode == 0, done.stdout + done.stderr
     return folder
 
 
 def run(command: str, folder: Path, *more: str) -> subprocess.CompletedProcess[str]:
-    """Run a line of the page. Its module is found by path, as an editable install would have it."""
+    """Run a line of the page."""
     program, *words = shlex.split(command.removeprefix("uv run "))
-    env = {**os.environ, "PYTHONPATH": str(folder / shlex.split(INSTALL)[-1])}
+    env = {**os.environ, "MEDARC_ENVIRONMENTS_DIR": str(folder / "installed")}
     words = [str(Path(sys.executable).with_name(program)), *words, *more]
     return subprocess.run(words, cwd=folder, env=env, capture_output=True, text=True, check=False)
 
 
-def test_the_page_has_a_module_a_package_a_test_and_a_config(folder: Path) -> None:
-    assert len(FILE.findall(PAGE)) == 4
-    assert INSTALL == "uv pip install -e environments/abbreviations"
-
-
-def test_the_environments_own_tests_pass(folder: Path) -> None:
+def test_the_files_are_those_of_the_page_and_pass_their_tests(folder: Path) -> None:
+    named = re.findall(r"^\| `(environments/dosing/[\w.]+)` \|", PAGE, re.MULTILINE)
+    made = [path.relative_to(folder).as_posix() for path in (folder / "environments" / "dosing").iterdir()]
+    assert sorted(named) == sorted(path for path in made if not path.endswith("__pycache__"))
     done = run(TEST, folder)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "2 passed" in done.stdout
 
 
-def test_preflight_prints_what_the_page_shows(folder: Path) -> None:
-    done = run(PREFLIGHT, folder)
+def test_the_check_prints_what_the_page_shows(folder: Path) -> None:
+    done = run(CHECK, folder)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.strip() in PAGE
+    printed = done.stdout.splitlines()
+    assert [line for line in SHOWN[1:] if line not in printed] == []
+    assert printed[-1].endswith("0 warnings, 0 failures")
+
+
+def test_a_model_is_shown(folder: Path) -> None:
+    done = run(TRY, folder, "--html", "page.html")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("A tablet has") == 3
+    assert re.search(r"right [01]\b.*is_number [01]\b", done.stdout)
+    assert "3 rollouts, mean reward" in done.stdout
+    assert (folder / "page.html").read_text(encoding="utf-8").startswith("<!doctype html>")
 
 
 @pytest.mark.slow
 def test_it_trains(folder: Path) -> None:
     done = run(RUN, folder, "--max-steps", "2")
     assert done.returncode == 0, done.stdout + done.stderr
-    metrics = (folder / "outputs" / "abbreviations" / "metrics.jsonl").read_text(encoding="utf-8")
+    metrics = (folder / "outputs" / "dosing" / "metrics.jsonl").read_text(encoding="utf-8")
     assert '"reward_parts/right"' in metrics

@@ -14,6 +14,7 @@ from typing import Any, get_args
 import typer
 
 from medarc_rl import medarc_jobs, medarc_slurm, medarc_submit, medarc_train
+from medarc_rl.cli import commands_of
 from prime_rl.configs.surface.docs import ROOTS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -71,7 +72,7 @@ def page() -> str:
         if group.params:
             rows = [f"| {option_names(each)} | {default(each)} | {cell(each.help)} |" for each in group.params]
             parts.append("\n".join(["| option | default | meaning |", "|---|---|---|", *rows, ""]))
-        parts += [command_text(f"{program} {name}", group.commands[name]) for name in group.commands]
+        parts += [command_text(f"{program} {name}", command) for name, command in commands_of(app).items()]
     parts.append("\n".join([ENGINE, *engine_rows()]) + "\n")
     return "\n".join(parts)
 

@@ -41,6 +41,9 @@ def answers(table: Table, words: Sequence[str]) -> list[Answer]:
     command = table["commands"].get(before[0])
     if command is None:
         return _starting([Answer(shell) for shell in table["shells"]], current) if before[0] in table["options"] else []
+    if "commands" in command:
+        group = {**table, "commands": command["commands"], "options": {"--help": "Show the commands."}}
+        return answers(group, words[1:])
     return list(_of_command(table, command, before[1:], current))
 
 

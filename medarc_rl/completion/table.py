@@ -23,7 +23,7 @@ CONFIGS_OF = {
 ARGUMENTS = {"RUN": "run", "RUN_OR_WEIGHTS": "run", "WEIGHTS": "run", "JOB": "job"}
 """What a command's first argument is, by its name in the help; others are files."""
 MAX_HELP_CHARS = 90
-FORMAT = 1
+FORMAT = 2
 """Changes when the table's layout does."""
 
 
@@ -87,7 +87,7 @@ def build(program: str) -> dict[str, Any]:
     app = importlib.import_module(f"medarc_rl.{program}").app
     group: Any = typer.main.get_command(app)
     commands = {name: _command(name, each) for name, each in group.commands.items()}
-    used = {kind for each in commands.values() for kind in each["configs"]}
+    used = {kind for each in commands.values() for kind in each.get("configs", ())}
     roots = {"rl": RLConfig, "sft": SFTConfig, "eval": OfflineEvalConfig}
     return {
         "shells": list(SHELLS),
@@ -102,6 +102,9 @@ def build(program: str) -> dict[str, Any]:
 
 
 def _command(name: str, command: Any) -> dict[str, Any]:
+    if hasattr(command, "commands"):
+        below = {key: _command(key, each) for key, each in command.commands.items()}
+        return {"help": _short(command.help or ""), "commands": below}
     options, argument = {"--help": {"help": "Show this help.", "flag": True}}, None
     for parameter in command.params:
         annotation = getattr(getattr(parameter, "type_descriptor", None), "annotation", None)

@@ -43,10 +43,8 @@ class CheckOptions:
     environment: Annotated[
         str, Argument(metavar="ID|PATH", help="Id of an installed environment, or the directory of its package.")
     ]
-    args: Annotated[str, Option(metavar="JSON", help="Arguments of load_environment: '{\"split\": \"test\"}'.")] = "{}"
-    model: Annotated[
-        Path | None, Option(help="Folder of a model whose tokenizer counts the tokens of prompts.")
-    ] = None
+    args: Annotated[str, Option(metavar="JSON", help='Arguments of load_environment: \'{"split": "test"}\'.')] = "{}"
+    model: Annotated[Path | None, Option(help="Folder of a model whose tokenizer counts the tokens of prompts.")] = None
     rows: Annotated[int, Option(min=1, max=1000, help="Rows in which answers are tried.")] = 4
     form: Annotated[
         str | None,
@@ -106,7 +104,7 @@ def arguments_of(text: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise UsageError(f"--args is no JSON: {one_line(str(error))}") from error
     if not isinstance(arguments, dict):
-        raise UsageError("--args must be a JSON object: '{\"split\": \"test\"}'")
+        raise UsageError('--args must be a JSON object: \'{"split": "test"}\'')
     return arguments
 
 

@@ -47,17 +47,15 @@ _LOOK_LIMIT_S = 60.0
 
 @dataclass(frozen=True, kw_only=True)
 class InstallOptions:
-    source: Annotated[
-        str, Argument(metavar="PATH|PACKAGE", help="Directory of the environment's package, a wheel, or a requirement.")
-    ]
+    source: Annotated[str, Argument(metavar="PATH|PACKAGE", help="Directory of a package, a wheel, or a requirement.")]
     own: Annotated[bool, Option("--own", help="Give it an interpreter of its own, also if it would fit.")] = False
     shared: Annotated[bool, Option("--shared", help="Put it into the run's interpreter, or fail.")] = False
     python: Annotated[
         str | None, Option(metavar="VERSION", help="Python of its own interpreter: `3.12`, or a path.")
     ] = None
-    copy: Annotated[
-        bool, Option("--copy", help="Copy a directory. Without it, later changes in PATH take effect.")
-    ] = False
+    copy: Annotated[bool, Option("--copy", help="Copy a directory. Without it, later changes in PATH take effect.")] = (
+        False
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,8 +52,8 @@ def new(options: NewOptions) -> int:
         raise UsageError(f"{one_line(str(target))} exists already, and is left as it is") from error
     except OSError as error:
         raise MedarcError(f"{one_line(str(error.filename))}: {error.strerror}") from error
-    for name in sorted(os.listdir(target)):
-        say(f"written: {target / name}")
+    for file in sorted(target.iterdir()):
+        say(f"written: {file}")
     say(f"next: medarc_train env install {target}")
     return 0
 

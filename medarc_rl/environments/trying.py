@@ -1,4 +1,4 @@
-"""`env try`: rolls out a few examples of an environment with a model, and shows the conversations with their rewards."""
+"""`env try`: rolls out a few examples of an environment with a model, and shows what was said and what it earned."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class TryOptions:
     base_url: Annotated[
         str | None, Option(metavar="URL", help="OpenAI-compatible server to ask; without it, one is started.")
     ] = None
-    args: Annotated[str, Option(metavar="JSON", help="Arguments of load_environment: '{\"split\": \"test\"}'.")] = "{}"
+    args: Annotated[str, Option(metavar="JSON", help='Arguments of load_environment: \'{"split": "test"}\'.')] = "{}"
     examples: Annotated[int, Option("--examples", "-n", min=1, max=1000, help="Number of examples.")] = 3
     rollouts: Annotated[int, Option(min=1, max=100, help="Rollouts of each example.")] = 1
     max_tokens: Annotated[int, Option(min=1, help="Longest answer, in tokens.")] = 256
@@ -122,8 +122,9 @@ def _show(paths: RunPaths, options: TryOptions) -> int:
 
     kept = KeptRollouts(paths)
     screen, count = Screen(options.full), 0
-    for count, rollout in enumerate(kept.all(), 1):
+    for rollout in kept.all():
         screen.show(rollout)
+        count += 1
     if count:
         screen.note(_summary(kept))
     if options.html is not None and count:

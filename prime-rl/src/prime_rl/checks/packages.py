@@ -15,7 +15,7 @@ from prime_rl.checks.start_dir import NotInstalled, StartDir
 from prime_rl.configs.rollouts.environments import EnvConfig
 from prime_rl.configs.shared import MonitorConfig
 from prime_rl.environments.builtin import built_in_module
-from prime_rl.interpreters.registry import Registry, RegistryFault, module_of
+from prime_rl.interpreters.registry import Registry, RegistryFault
 from prime_rl.interpreters.venvs import VenvError, python_of, venv_of_project
 
 LOADER = "load_environment"

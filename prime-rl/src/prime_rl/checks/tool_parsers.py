@@ -25,7 +25,7 @@ _FILES = ("chat_template.jinja", "tokenizer_config.json")
 
 
 def parser_of_template(template: str) -> str | None:
-    """The parser for what a chat template writes; None if it writes no tools, or in a form that no parser is known for."""
+    """The parser for what a chat template writes; None if it writes no tools, or in an unknown form."""
     if "tools" not in template:
         return None
     return next((parser for mark, parser in _MARKS if mark in template), None)

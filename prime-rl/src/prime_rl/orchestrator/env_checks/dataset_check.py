@@ -34,7 +34,9 @@ class Rows:
     @property
     def keys(self) -> list[str]:
         """Hash of each prompt, without differences in white space and case."""
-        return [hashlib.sha256(" ".join(text.lower().split()).encode(errors="replace")).hexdigest() for text in self.prompts]
+        return [
+            hashlib.sha256(" ".join(text.lower().split()).encode(errors="replace")).hexdigest() for text in self.prompts
+        ]
 
 
 def read_rows(environment: Environment, split: str) -> Rows:
@@ -111,7 +113,9 @@ def check_leaks(train: Rows, evaluation: Rows, report: Reporter) -> None:
     elif leaked:
         share = len(leaked) / len(evaluation.prompts)
         report.found(
-            "fail", subject, f"{len(leaked):,} prompts of the evaluation ({share:.0%}) are trained on, row {leaked[0]} first"
+            "fail",
+            subject,
+            f"{len(leaked):,} prompts of the evaluation ({share:.0%}) are trained on, row {leaked[0]} first",
         )
     else:
         report.found("ok", subject, "no prompt of the evaluation is trained on")

@@ -246,7 +246,11 @@ def _values(trials: Trials, means: Mapping[str, float], has_answers: bool) -> It
         return
     for kind in EXPLOITS:
         if kind in means and means[kind] > wrong + 0.9 * (right - wrong):
-            yield "fail", f"reward: {kind}", f"earns {means[kind]:.4g}, and a right answer {right:.4g}: a model will find it"
+            yield (
+                "fail",
+                f"reward: {kind}",
+                f"earns {means[kind]:.4g}, and a right answer {right:.4g}: a model will find it",
+            )
         elif kind in means and means[kind] > wrong + 0.5 * (right - wrong):
             yield "warn", f"reward: {kind}", f"earns {means[kind]:.4g}, and a right answer {right:.4g}"
 
@@ -255,6 +259,8 @@ def _check_time(trials: Trials) -> None:
     slowest = max(trials.outcomes, key=lambda outcome: outcome.seconds, default=None)
     if slowest is None:
         return
-    scoring_s = max((each.rollout.scoring_ms / 1e3 for each in trials.outcomes if each.rollout is not None), default=0.0)
+    scoring_s = max(
+        (each.rollout.scoring_ms / 1e3 for each in trials.outcomes if each.rollout is not None), default=0.0
+    )
     text = f"slowest rollout {slowest.seconds:.2g} s (answer: {slowest.kind}); longest scoring {scoring_s:.2g} s"
     trials.report.found("warn" if max(scoring_s, slowest.seconds) > SLOW_S else "ok", "time", text)
