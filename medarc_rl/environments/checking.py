@@ -32,7 +32,7 @@ from prime_rl.utils.scratch import scratch_directory
 CHECK = "prime_rl.orchestrator.env_checks.environment_check"
 LOAD_LIMIT_S = 600.0
 """For loading the environment and reading its rows, which may download them."""
-_GRACE_S = 5.0
+_GRACE_S = 2.0
 """Between an answer's own limit and the end of the process: code that waits is cancelled, code that loops is killed."""
 _TAIL_LINES = 8
 _LEVELS = ("ok", "warn", "fail")
