@@ -169,7 +169,7 @@ def rl(words: list[str], options: RlOptions) -> int:
     """Submit reinforcement learning."""
     job, run = plan_rl_job(words, options, options)
     if options.estimate:
-        return print_rl_estimate(run.config, split_of(words, options), options, in_job=True)
+        return print_rl_estimate(run.config, job.single_gpu, options, in_job=True)
     with files_readable_by(run.config.file_access):
         return write_and_submit(job, run, options)
 

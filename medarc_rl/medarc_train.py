@@ -129,7 +129,7 @@ def _rl(words: list[str], options: RlOptions) -> tuple[int, RecoverConfig]:
         return preflight(EXAMINATION, with_local_inputs(run.config).orchestrator), ONCE
     check_rl(run.config, split)
     if options.estimate:
-        return print_rl_estimate(with_local_inputs(run.config), split, options, in_job=False), ONCE
+        return print_rl_estimate(with_local_inputs(run.config), split.single_gpu, options, in_job=False), ONCE
     refuse_other_launcher(run.config, "local", words)
     gpus = first_gpus(run.config.device, split.total + judge_gpus(run.config), os.environ)
     for line in advice(run.config, split):

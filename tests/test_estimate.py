@@ -88,6 +88,24 @@ def test_both_on_one_gpu_share_its_memory(rl_toml: Path, model: Path) -> None:
     assert trainer["room_bytes"] == alone["components"][0]["room_bytes"] - engine["needed_bytes"]
 
 
+def test_nodes_of_their_own_share_nothing_and_a_trainer_that_needs_more_memory_gets_more_nodes(
+    rl_toml: Path, model: Path
+) -> None:
+    words = ("rl", rl_toml, "--model.name", model, "--gpu", "80", "--trainer.model.ac.freq", "1", "--seq-len", "16384")
+    alone = answer("medarc_slurm", *words)
+    nodes = answer("medarc_slurm", *words, "--train-nodes", "2", "--infer-nodes", "3", "--train-gpus", "2")
+    trainer, engine = nodes["components"]
+    assert (trainer["processes"], engine["processes"]) == (4, 3 * 2)
+    sharded = trainer["parts"]["weights"], trainer["parts"]["optimizer"]
+    assert sharded == tuple(
+        pytest.approx(alone["components"][0]["parts"][part] / 4, rel=0.01) for part in ("weights", "optimizer")
+    )
+    assert engine["room_bytes"] == alone["components"][1]["room_bytes"]
+    small = answer("medarc_slurm", *words, "--train-nodes", "1", "--infer-nodes", "1", "--train-gpus", "1")
+    assert small["verdict"] == "does not fit"
+    assert small["change"] == {"set": "--train-nodes 4", "verdict": "fits"}
+
+
 @pytest.mark.parametrize(
     ("gpu", "said"),
     [

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from medarc_rl.cli import say
-from medarc_rl.deployment import GpuSplit
 from medarc_rl.errors import UsageError
 
 if TYPE_CHECKING:
@@ -51,9 +50,10 @@ def print_sft_estimate(config: SFTConfig, gpus: int, options: EstimateOptions, *
     return _print(f"SFT of {config.model.name}", sft_answer(config, gpus, _gpu(options), in_job=in_job), options)
 
 
-def print_rl_estimate(config: RLConfig, split: GpuSplit, options: EstimateOptions, *, in_job: bool) -> int:
+def print_rl_estimate(config: RLConfig, single_gpu: bool, options: EstimateOptions, *, in_job: bool) -> int:
     """The same for RL."""
-    return _print(f"RL of {config.trainer.model.name}", rl_answer(config, split, _gpu(options), in_job=in_job), options)
+    answer = rl_answer(config, single_gpu, _gpu(options), in_job=in_job)
+    return _print(f"RL of {config.trainer.model.name}", answer, options)
 
 
 def sft_answer(
@@ -76,9 +76,9 @@ def sft_answer(
 
 
 def rl_answer(
-    config: RLConfig, split: GpuSplit, gpu: Gpu | None, *, in_job: bool, place: Callable[[str], str] = str
+    config: RLConfig, single_gpu: bool, gpu: Gpu | None, *, in_job: bool, place: Callable[[str], str] = str
 ) -> Answer:
-    """The same for RL."""
+    """The same for RL, on the GPUs of its `deployment`. `single_gpu`: trainer and server share one."""
     from prime_rl.checks.memory import estimate_rl
     from prime_rl.checks.memory.changes import Variant, rl_changes
 
@@ -89,8 +89,17 @@ def rl_answer(
     def estimate(run: Variant) -> Estimate:
         return estimate_rl(run.config, shapes, (run.train, run.infer), gpu, _device(config.device, gpu, in_job))
 
-    infer = 0 if split.single_gpu else split.infer
-    return _answer(Variant(config, split.train, infer), list(rl_changes(config, split.train, infer)), estimate)
+    train, infer = _gpus(config)
+    infer = 0 if single_gpu else infer
+    return _answer(Variant(config, train, infer), list(rl_changes(config, train, infer)), estimate)
+
+
+def _gpus(config: RLConfig) -> tuple[int, int]:
+    """GPUs of the trainer on all nodes, and of one server."""
+    deployment = config.deployment
+    if deployment.type == "single_node":
+        return deployment.num_train_gpus, deployment.num_infer_gpus
+    return deployment.num_train_nodes * deployment.gpus_per_node, deployment.gpus_per_node
 
 
 def _shape(name: str, num_layers: int | None = None) -> ModelShape:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from medarc_rl.backends.scontrol import SLURM_LIMIT_S, shown
 from medarc_rl.backends.slurm import BatchJob
 from medarc_rl.commands.estimating import Answer, rl_answer, sft_answer
-from medarc_rl.deployment import GpuSplit, training_gpus
+from medarc_rl.deployment import training_gpus
 from medarc_rl.errors import UsageError
 from medarc_rl.external import NoAnswer
 from medarc_rl.readiness.cluster import chosen_partitions, nodes_with_gpus
@@ -79,8 +79,4 @@ def config_device(config: SFTConfig | RLConfig) -> str:
 def _answer(config: SFTConfig | RLConfig, job: BatchJob, gpu: Gpu | None, place: Callable[[str], str]) -> Answer:
     if isinstance(config, SFTConfig):
         return sft_answer(config, training_gpus(config), gpu, in_job=True, place=place)
-    counts = config.deployment
-    if counts.type == "multi_node":
-        raise UsageError(f"not estimated for {job.nodes} nodes")
-    split = GpuSplit(counts.num_train_gpus, counts.num_infer_gpus, job.single_gpu)
-    return rl_answer(config, split, gpu, in_job=True, place=place)
+    return rl_answer(config, job.single_gpu, gpu, in_job=True, place=place)

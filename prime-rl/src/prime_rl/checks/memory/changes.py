@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -20,12 +20,14 @@ ModelT = TypeVar("ModelT", bound="BaseModel")
 _MOST_CHANGES = 3
 _NODE_GPUS = (2, 4, 8)
 _MOST_TRAIN_GPUS = 4
+_MORE_NODES = (2, 4)
+"""Times as many nodes."""
 _UTILIZATIONS = (0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
 
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """A config and its GPUs: of the trainer and of the engine. An engine of 0 shares the trainer's GPU."""
+    """A config and its GPUs: of the trainer on all nodes, and of an engine. An engine of 0 shares the trainer's GPU."""
 
     config: Any
     train: int
@@ -72,7 +74,11 @@ def sft_changes(config: SFTConfig, processes: int) -> Iterator[Change]:
     yield from _free_changes(config.model, "model")
     if rows > 1:
         yield _set("data.micro_batch_size", 1)
-    for gpus in _NODE_GPUS:
+    if config.deployment.type == "multi_node":
+        for times in _MORE_NODES:
+            if config.data.batch_size % (times * processes * rows) == 0:
+                yield _more_nodes("--nodes", "deployment.num_nodes", times * config.deployment.num_nodes)
+    for gpus in _NODE_GPUS if config.deployment.type == "single_node" else ():
         if gpus > processes and config.data.batch_size % (gpus * rows) == 0:
             yield Change("gpus", f"--gpus {gpus}", lambda run, gpus=gpus: Variant(run.config, gpus))  # type: ignore[misc]
     yield from _slow_changes(config.model, "model")
@@ -98,7 +104,12 @@ def rl_changes(config: RLConfig, train: int, infer: int) -> Iterator[Change]:
     if infer == 0:
         text = "--train-gpus 1 --infer-gpus 1 instead of --single-gpu"
         yield Change("gpus", text, lambda run: Variant(run.config, 1, 1))
-    for gpus in _NODE_GPUS:
+    deployment = config.deployment
+    if deployment.type == "multi_node":
+        for times in _MORE_NODES:
+            yield _more_nodes("--train-nodes", "deployment.num_train_nodes", times * deployment.num_train_nodes)
+        yield from (_split(tp) for tp in _NODE_GPUS if inference is not None and infer % tp == 0)
+    for gpus in _NODE_GPUS if deployment.type == "single_node" else ():
         if infer and train < gpus <= _MOST_TRAIN_GPUS:
             text = f"--train-gpus {gpus}"
             yield Change("gpus", text, lambda run, gpus=gpus: Variant(run.config, gpus, run.infer))  # type: ignore[misc]
@@ -140,6 +151,25 @@ def _tensor_parallel(gpus: int) -> Change:
         return _with(Variant(run.config, run.train, gpus), "inference.parallel.tp", gpus)
 
     return Change("infer_gpus", text, apply)
+
+
+def _more_nodes(option: str, key: str, nodes: int) -> Change:
+    """More nodes for the trainer."""
+
+    def apply(run: Variant) -> Variant:
+        before = getattr(run.config.deployment, key.rpartition(".")[2])
+        return replace(_with(run, key, nodes), train=run.train // before * nodes)
+
+    return Change("nodes", f"{option} {nodes}", apply)
+
+
+def _split(tp: int) -> Change:
+    """Fewer copies of the model on the GPUs of each server."""
+
+    def apply(run: Variant) -> Variant:
+        return _with(_with(run, "inference.parallel.tp", tp), "inference.parallel.dp", run.infer // tp)
+
+    return Change("infer_gpus", f"inference.parallel.tp = {tp}", apply)
 
 
 def _shorter(seq_len: int) -> Change:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from prime_rl.checks.memory.training import BYTES, Device, Training, host_memory
 if TYPE_CHECKING:
     from prime_rl.configs.inference import InferenceConfig
     from prime_rl.configs.rl import RLConfig
+    from prime_rl.configs.rl.sections import DeploymentConfig
     from prime_rl.configs.sft import SFTConfig
 
 Verdict = Literal["fits", "tight", "does not fit"]
@@ -95,13 +97,15 @@ def estimate_sft(config: SFTConfig, shape: ModelShape, processes: int, gpu: Gpu 
     training = Training(
         shape, config.model, config.optim.type, row_tokens, data.seq_len, processes, rows, device, is_rl=False
     )
-    room, engines = _room(gpu, device, processes), []
+    nodes = config.deployment.num_nodes if config.deployment.type == "multi_node" else 1
+    room, engines = _room(gpu, device, processes // nodes), []
     if config.eval is not None and config.inference is not None:
         longest = config.inference.model.max_model_len or shape.context or data.seq_len
         in_flight = config.eval.max_concurrent or config.eval.rollouts_per_example
-        engines = [_engine(config.inference, shape, gpu, device, Limits(longest, in_flight))]
+        limits = Limits(longest, math.ceil(in_flight / nodes), servers=nodes)
+        engines = [_engine(config.inference, shape, gpu, device, limits)]
         if device == "cpu" and room is not None:
-            room -= engines[0].needed_bytes // processes
+            room -= engines[0].needed_bytes // (processes // nodes)
     return Estimate(
         [_trainer(training, room), *engines], gpu, device, forecast_disk(config, config.output_dir, _size(shape))
     )
@@ -110,23 +114,33 @@ def estimate_sft(config: SFTConfig, shape: ModelShape, processes: int, gpu: Gpu 
 def estimate_rl(
     config: RLConfig, shapes: tuple[ModelShape, ModelShape], gpus: tuple[int, int], gpu: Gpu | None, device: Device
 ) -> Estimate:
-    """Estimate a run of RL. `shapes` and `gpus` are those of trainer and engine; 0 shares the trainer's GPU."""
+    """Estimate a run of RL. `shapes` and `gpus` are those of trainer and engine; 0 shares the trainer's GPU.
+
+    On several nodes these are the GPUs of the trainer on all nodes, and those of one server.
+    """
     processes, infer = gpus
+    train_nodes, servers = _nodes(config.deployment)
     trainer = config.trainer
     seq_len = trainer.model.seq_len
     training = Training(
         shapes[0], trainer.model, trainer.optim.type, seq_len, seq_len, processes, None, device, is_rl=True
     )
-    room = _room(gpu, device, processes)
+    room = _room(gpu, device, processes // train_nodes)
     components = [_trainer(training, room)]
     if config.inference is not None:
         rollouts = config.orchestrator
-        limits = Limits(rollouts.seq_len, rollouts.max_inflight_rollouts or rollouts.batch_size or 1)
+        in_flight = rollouts.max_inflight_rollouts or rollouts.batch_size or 1
+        limits = Limits(rollouts.seq_len, math.ceil(in_flight / max(1, servers)), max(1, servers))
         engine = _engine(config.inference, shapes[1], gpu, device, limits)
-        is_shared = infer == 0 or device == "cpu"
+        is_shared = infer == 0 or (device == "cpu" and not servers)
         left = room - engine.needed_bytes // processes if is_shared and room is not None else room
         components = [_trainer(training, left), engine]
     return Estimate(components, gpu, device, forecast_disk(trainer, config.output_dir, _size(shapes[0])))
+
+
+def _nodes(deployment: DeploymentConfig) -> tuple[int, int]:
+    """Nodes of the trainer, and those of inference alone, with one server each. 0: both are on one node."""
+    return (1, 0) if deployment.type == "single_node" else (deployment.num_train_nodes, deployment.num_infer_nodes)
 
 
 def _trainer(training: Training, room: int | None) -> Component:
@@ -147,7 +161,9 @@ class Limits:
     seq_len: int
     """Longest sequence, in tokens."""
     in_flight: int
-    """Sequences in flight, of all copies of the model."""
+    """Sequences in flight, of all copies of the model in one server."""
+    servers: int = 1
+    """Number of servers, one for each node."""
 
 
 def _engine(
@@ -178,7 +194,7 @@ def _engine(
     cache = max(serving.one_sequence, serving.cache(budget))
     return Component(
         "engine",
-        inference.parallel.tp * inference.parallel.dp,
+        inference.parallel.tp * inference.parallel.dp * limits.servers,
         {**fixed, "cache": cache},
         allowed,
         cache - serving.one_sequence,
