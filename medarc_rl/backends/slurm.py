@@ -117,7 +117,7 @@ class BatchJob:
 
     @property
     def command(self) -> str:
-        """`sft` or `rl`: names the template and the script."""
+        """`sft` or `rl`: names the script."""
         return self.job.command
 
     @property
@@ -292,8 +292,7 @@ def render(job: BatchJob) -> str:
         autoescape=False,
     )
     environment.filters["sh"] = sh_quote
-    size = "one_node" if job.nodes == 1 else "several_nodes"
-    name = f"{size}_{job.command}.j2" if own is None else own.name
+    name = "job.j2" if own is None else own.name
     values = {"job": job, "header": header(job), "no_arrays": NO_ARRAYS}
     try:
         script = environment.get_template(name).render(_names_of_prime_rl(job) | values)

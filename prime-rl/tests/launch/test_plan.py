@@ -251,3 +251,22 @@ def test_on_several_nodes_each_has_a_server_for_the_evaluation_and_trains_on_its
     for name, interface in (("trainer", "eth0"), ("trainer_rank_2", "eth1"), ("inference_1", "eth1")):
         env = job.process(name).env
         assert (env["GLOO_SOCKET_IFNAME"], env["NCCL_SOCKET_IFNAME"]) == (interface, f"={interface}")
+
+
+@pytest.mark.parametrize(
+    ("device", "backend", "members"), [("cpu", "auto", "2"), ("cpu", "vllm", None), ("cuda", "auto", None)]
+)
+def test_an_embedded_engine_on_a_cpu_is_one_receiver_of_weights_whatever_its_number_of_gpus(
+    device: Device, backend: str, members: str | None
+) -> None:
+    nodes = {"type": "multi_node", "num_train_nodes": 1, "num_infer_nodes": 2, "gpus_per_node": 4}
+    run = config(
+        slurm={}, deployment=nodes, weight_broadcast={"type": "nccl"}, max_async_level=1, inference={"backend": backend}
+    )
+    assert run.trainer.weight_broadcast.inference_world_size == 8
+    here = tuple(replace(each, device=device) for each in on_nodes(3).each)
+    processes = plan(run, replace(here[0], nodes=here))
+    flag = "--weight_broadcast.inference_world_size"
+    assert flag not in processes["orchestrator"].argv
+    argv = processes["trainer"].argv
+    assert (argv[argv.index(flag) + 1] if flag in argv else None) == members

@@ -218,7 +218,8 @@ class NCCLWeightBroadcastConfig(BaseWeightBroadcastConfig):
     """Timeout in seconds: for the servers to join, to ask for an offered version, and for its transfer."""
 
     inference_world_size: Processes = 1
-    """Number of inference workers of all servers: GPUs, or processes on a CPU. `rl` sets it for its own server."""
+    """Number of inference workers of all servers: GPUs, or 1 for each embedded engine on a CPU. `rl` sets it for its
+    own servers."""
 
 
 WeightBroadcastConfig = Annotated[

@@ -158,6 +158,7 @@ def plan_rl(config: RLConfig, paths: RunPaths, site: Site, resume_step: int | No
     infer_at_once, train_at_once = _processes_at_once(demand, config)
     head = train_sites[0]
     broadcast, sockets = _broadcast_flags(config, head), _socket_flags(config, head)
+    members = _member_flags(config, head, len(infer_sites))
     envs = [_threads(each, train_at_once) for each in train_sites]
     ranks = TrainerRanks(RL_TRAINER, paths.config("trainer"), demand.train, site.meeting_place)
     flags = (*_client_flags(config.inference, infer_sites), *broadcast, *sockets, *resume)
@@ -172,7 +173,7 @@ def plan_rl(config: RLConfig, paths: RunPaths, site: Site, resume_step: int | No
         (
             *_judge_servers("rl", judges, paths, head, _threads(head, infer_at_once) | waits),
             *_with_key(servers, orchestrator, config.orchestrator.client, site),
-            *_trainer("rl", ranks, paths, train_sites, envs, *broadcast, *sockets, *resume),
+            *_trainer("rl", ranks, paths, train_sites, envs, *broadcast, *members, *sockets, *resume),
         ),
         site,
     )
@@ -399,6 +400,14 @@ def _broadcast_flags(config: RLConfig, head: Site) -> tuple[str, ...]:
     if config.trainer.weight_broadcast.type != "nccl" or port is None:
         return ()
     return ("--weight_broadcast.host", head.address, "--weight_broadcast.port", str(port))
+
+
+def _member_flags(config: RLConfig, head: Site, servers: int) -> tuple[str, ...]:
+    """The number of receivers of weights where it is not that of GPUs: on a CPU, one embedded engine is one process."""
+    is_embedded = head.device == "cpu" and config.inference is not None and config.inference.backend != "vllm"
+    if config.trainer.weight_broadcast.type != "nccl" or not is_embedded:
+        return ()
+    return ("--weight_broadcast.inference_world_size", str(servers))
 
 
 def _socket_flags(config: RLConfig, head: Site) -> tuple[str, ...]:

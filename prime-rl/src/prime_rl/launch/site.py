@@ -50,6 +50,13 @@ class Demand:
         """Number of nodes: inference comes first, then training."""
         return max(1, self.infer_nodes + self.train_nodes)
 
+    @property
+    def gpus_of_nodes(self) -> tuple[int, ...]:
+        """GPUs of each node. It serves or trains, unless no node is for inference alone."""
+        if self.infer_nodes:
+            return (self.infer,) * self.infer_nodes + (self.train,) * self.train_nodes
+        return (self.infer + self.train + sum(self.judges),) * self.nodes
+
 
 @dataclass(frozen=True, slots=True)
 class Sharing:

@@ -99,11 +99,9 @@ def _common_device(demand: Demand, facts: Sequence[NodeFacts]) -> Device:
 
 
 def _assigned(demand: Demand, index: int, device: Device, node: NodeFacts) -> GpuAssignment:
-    """The GPUs of a node. It serves or trains, unless no node is for inference alone."""
+    gpus = _gpus(demand.gpus_of_nodes[index], device, node)
     if demand.infer_nodes:
-        gpus = _gpus(demand.infer if index < demand.infer_nodes else demand.train, device, node)
         return GpuAssignment(gpus, gpus)
-    gpus = _gpus(demand.infer + demand.train, device, node)
     return GpuAssignment(gpus[: demand.infer], gpus[demand.infer :])
 
 
