@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -35,6 +36,7 @@ class Part:
         self.timeout_s = timeout_s
         self.args = spec.args
         self.parameters: list[str] = description["parameters"]
+        self.note: str = description["note"]
         runs_here = description["is_async"] or any(name in HERE_ONLY for name in self.parameters)
         self.function: Callable[..., Any] | None = load(path) if runs_here else None
         """Set if it runs in this process: an async function, or one that takes an object of this process."""
@@ -112,7 +114,7 @@ def build(specs: Sequence[Any], workers: int | None = None, pool: RewardPool | N
     pool = shared_pool(workers) if pool is None else pool
     try:
         described = [pool.describe(path) for path, _ in resolved]
-        parts = []
+        parts: list[Part] = []
         for spec, (path, timeout_s), description in zip(parsed, resolved, described, strict=True):
             try:
                 parts.append(Part(spec, path, timeout_s, description.result()))
@@ -122,7 +124,14 @@ def build(specs: Sequence[Any], workers: int | None = None, pool: RewardPool | N
         if own:
             release(pool)
         raise
+    for note in dict.fromkeys(part.note for part in parts if part.note):
+        _say_once(note)
     return Rewards(parts, pool)
+
+
+@functools.cache
+def _say_once(note: str) -> None:
+    get_logger().info(note)
 
 
 def _parsed(specs: Sequence[Any]) -> list[RewardSpec]:

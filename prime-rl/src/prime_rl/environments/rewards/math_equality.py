@@ -33,7 +33,8 @@ def equal(prediction: str, reference: Any, strict: bool = True) -> bool:
         return True
     if not strict and _numbers_agree(boxed or prediction, reference):
         return True
-    gold, found = _parsed(reference), _parsed(prediction)
+    gold = _parsed(f"${reference}$", reference)
+    found = _parsed(prediction) if boxed is None else _parsed(f"$\\boxed{{{boxed}}}$")
     if not gold or not found:
         return False
     # Neither function's own limit is used: it needs signals, and the pool ends a worker.
@@ -42,18 +43,17 @@ def equal(prediction: str, reference: Any, strict: bool = True) -> bool:
 
 def warm_up() -> None:
     """Build the grammar and import what the first comparisons of each kind would."""
-    for prediction, reference in (("4", "3/12"), (r"\frac{1}{2}", "0.5"), ("(1, 2]", "[1, 2]"), ("x^2", "x x")):
+    for prediction, reference in (("4", "3/12"), (r"\boxed{\frac{1}{2}}", "0.5"), ("(1, 2]", "[1, 2]"), ("x^2", "x x")):
         equal(prediction, reference)
 
 
-def _parsed(text: str) -> list[Any]:
+def _parsed(*forms: str) -> list[Any]:
+    """What the first form that has an expression says."""
     targets = [LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()]
-    found: list[Any] = []
-    for form in (text, f"${text}$"):
-        found = parse(form, extraction_config=targets, parsing_timeout=None)
-        if found or "$" in text or "\\boxed" in text:
-            break
-    return found
+    for form in forms:
+        if found := parse(form, extraction_config=targets, parsing_timeout=None):
+            return list(found)
+    return []
 
 
 def _same_text(one: str, other: str) -> bool:
@@ -66,3 +66,24 @@ def _numbers_agree(prediction: str, reference: str) -> bool:
     if one is None or other is None:
         return False
     return any(abs(one - each) <= RELATIVE_TOLERANCE * abs(each) for each in (other, other / 100, other * 100))
+
+
+def hendrycks_math(completion_text: str, answer: Any) -> float:
+    r"""1 if the last `\boxed{}`, else what follows "answer is", equals `answer` as text or symbolically."""
+    text = without_thinking(completion_text)
+    found = last_boxed(text)
+    if found is None:
+        phrases = re.findall(r"answer is:?\s*(.+?)(?:\.\s|\.?$)", text, flags=re.IGNORECASE | re.MULTILINE)
+        found = phrases[-1] if phrases else None
+    return 0.0 if found is None else float(_same_text(found, str(answer)) or equal(found, answer))
+
+
+def minerva_math(completion_text: str, answer: Any) -> float:
+    r"""1 if `answer` is, as text, the `\boxed{}`, Minerva's final sentence, the last `$…$`, or else the whole text."""
+    text = without_thinking(completion_text)
+    sentences = re.findall(r"[Ff]inal [Aa]nswer:? The final answer is\s*(.*?)\.? I hope it is correct", text, re.DOTALL)
+    formulas = re.findall(r"\$([^$]+)\$", text)
+    candidates = [last_boxed(text), *sentences[-1:], *formulas[-1:]]
+    found = [each for each in candidates if each] or [text]
+    gold = last_boxed(str(answer)) or str(answer)
+    return float(any(_same_text(each, gold) for each in found))

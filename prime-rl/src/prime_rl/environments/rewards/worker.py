@@ -41,7 +41,8 @@ def _answer(request: dict[str, Any]) -> dict[str, Any]:
     try:
         function = load(request["fn"], warm=request["do"] == "describe")
         if request["do"] == "describe":
-            return {"described": describe(function)}
+            note = getattr(sys.modules[request["fn"].rpartition(":")[0]], "note", None)
+            return {"described": {**describe(function), "note": note() if note is not None else ""}}
         positional, keywords = arguments(function, request["given"])
         return {"value": checked(function(*positional, **keywords))}
     except BadFunction as error:

@@ -77,6 +77,9 @@ class Remote:
     def __getattr__(self, name: str) -> Any:
         return self._ask("get", [name])
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        self._ask("set", [name, value])
+
     def __iter__(self) -> Any:
         return self._ask("iterate")
 
@@ -112,14 +115,11 @@ def judge(connection: socket.socket, request: Mapping[str, Any]) -> dict[str, An
             failed = str(loaded.get("failed") if isinstance(loaded, dict) else loaded)[:300]
             return _verdict(0, tests, f"the program does not load: {failed}")
         program = Program(connection)
-        for name in exposed_names(request):
-            namespace[name] = Remote(program, name)
-        for alias, name in request.get("aliases", {}).items():
-            namespace[alias] = Remote(program, name)
-        for name in modules_used(request):
-            namespace[name] = __import__(name)
-        if request.get("setup"):
-            exec(compile(request["setup"], "setup.py", "exec"), namespace)
+        names = {**{name: name for name in exposed_names(request)}, **request["aliases"]}
+        remotes = {alias: Remote(program, name) for alias, name in names.items()}
+        namespace |= remotes | {name: __import__(name) for name in modules_used(request)}
+        exec(compile(request["setup"], "setup.py", "exec"), namespace)
+        namespace |= remotes  # the setup may have a stub of the same name
         for test in tests:
             exec(compile(test, "tests.py", "exec"), namespace)
             passed += 1
@@ -145,7 +145,7 @@ def exposed_names(request: Mapping[str, Any]) -> list[str]:
         return list(request["exposed"])
     loaded: set[str] = set()
     defined = modules_used(request)
-    for source in [request.get("setup") or "", *request["tests"]]:
+    for source in [request["setup"], *request["tests"]]:
         for node in ast.walk(ast.parse(source)):
             if isinstance(node, ast.Name):
                 (loaded if isinstance(node.ctx, ast.Load) else defined).add(node.id)
@@ -164,7 +164,7 @@ def modules_used(request: Mapping[str, Any]) -> set[str]:
     """Modules of Python that tests use as `math.isclose`, often without importing them: the program has done so."""
     return {
         node.value.id
-        for source in [request.get("setup") or "", *request["tests"]]
+        for source in [request["setup"], *request["tests"]]
         for node in ast.walk(ast.parse(source))
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
         if node.value.id in sys.stdlib_module_names

@@ -78,6 +78,7 @@ def _answer(
 _OPERATIONS: dict[str, Callable[..., Any]] = {
     "call": lambda target, *args, **kwargs: target(*args, **kwargs),
     "get": getattr,
+    "set": setattr,
     "iterate": iter,
     "next": next,
     "length": len,

@@ -1,0 +1,1 @@
+"""Rewards of code: MBPP, HumanEval, APPS. Programs run in the sandbox."""

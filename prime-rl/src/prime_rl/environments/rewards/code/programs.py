@@ -1,0 +1,146 @@
+"""MBPP, HumanEval and APPS: a program's functions are called from tests in another process of the sandbox."""
+
+from __future__ import annotations
+
+import functools
+import json
+import keyword
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from prime_rl.environments.rewards.code.extraction import completed, is_python, program_in
+from prime_rl.environments.rewards.specs import RewardFault
+from prime_rl.environments.sandbox.limits import Limits
+from prime_rl.environments.sandbox.sandbox import Sandbox
+
+APPS_TIME_S = 3.0
+"""Of each case."""
+MAX_FAILURES_IN_A_ROW = 3
+"""Of APPS. The cases that follow are not run and count as failed."""
+_MATCHES = """
+def _matches(found, wanted):
+    if isinstance(found, tuple):
+        found = list(found)
+    if found == wanted or (isinstance(wanted, list) and len(wanted) == 1 and _matches(found, wanted[0])):
+        return True
+    if isinstance(found, (int, float)) and isinstance(wanted, (int, float)):
+        return abs(found - wanted) <= 1e-6
+    if isinstance(found, list) and isinstance(wanted, list) and len(found) == len(wanted):
+        if all(_matches(one, other) for one, other in zip(found, wanted)):
+            return True
+        try:
+            return sorted(found) == sorted(wanted)
+        except TypeError:
+            return False
+    return False
+
+def _target():
+    try:
+        return getattr(Solution(), _NAME)
+    except Exception:
+        return _FUNCTION
+"""
+
+
+@functools.cache
+def _sandbox(layer: str, limits: Limits) -> Sandbox:
+    """One for this process, and for each setting: starting takes longer than most programs run."""
+    return Sandbox(layer, limits)  # type: ignore[arg-type]
+
+
+def sandbox_of(settings: Mapping[str, Any] | None) -> Sandbox:
+    """The sandbox of a reward's `sandbox` argument: `layer`, and the fields of `Limits`."""
+    own = dict(settings or {})
+    layer = str(own.pop("layer", "auto"))
+    return _sandbox(layer, Limits(**own))
+
+
+def note() -> str:
+    """What keeps programs in, for the log."""
+    return f"code runs in a sandbox: {sandbox_of(None).describe()}"
+
+
+def mbpp(
+    completion_text: str,
+    test_list: Any,
+    test_setup_code: str = "",
+    test_imports: Sequence[str] = (),
+    sandbox: Mapping[str, Any] | None = None,
+) -> float:
+    """1 if all of `test_list`'s asserts hold for the program in the completion, else 0."""
+    tests = json.loads(test_list) if isinstance(test_list, str) else list(test_list)
+    setup = "\n".join([*(test_imports or ()), test_setup_code or ""])
+    return float(sandbox_of(sandbox).check(program_in(completion_text), tests, setup).all_passed)
+
+
+def humaneval(
+    completion_text: str,
+    test: str,
+    entry_point: str,
+    prompt_code: str = "",
+    info: Any = None,
+    sandbox: Mapping[str, Any] | None = None,
+) -> float:
+    """1 if `check(entry_point)` of the column `test` passes, else 0.
+
+    The completion is a body that follows `prompt_code` (unset: the row's own `prompt`), or the whole function.
+    Other functions of the prompt that a test uses are the prompt's, not the completion's.
+    """
+    _refuse_no_name(entry_point)
+    columns = json.loads(info) if isinstance(info, str) and info else info or {}
+    prompt_code = prompt_code or str(columns.get("prompt") or "")
+    source = completed(prompt_code, completion_text, entry_point)
+    if not is_python(source):
+        return 0.0
+    tests = [test, "check(candidate)"]
+    verdict = sandbox_of(sandbox).check(source, tests, prompt_code, [entry_point], {"candidate": entry_point})
+    return float(verdict.all_passed)
+
+
+def apps(
+    completion_text: str,
+    input_output: Any,
+    fn_name: str | None = None,
+    max_cases: int | None = None,
+    sandbox: Mapping[str, Any] | None = None,
+) -> float:
+    """Share of the cases that the program in the completion passes, by its output or by a function's results.
+
+    `input_output` has `inputs` and `outputs`, and `fn_name` for a function or a method of `Solution`. Outputs are
+    compared word by word; results with a tolerance of 1e-6, or as sorted lists. Each case has 3 s.
+    """
+    cases = json.loads(input_output) if isinstance(input_output, str) else dict(input_output)
+    pairs = list(zip(cases["inputs"], cases["outputs"], strict=True))[:max_cases]
+    name = fn_name or cases.get("fn_name")
+    source, box = program_in(completion_text), sandbox_of(sandbox)
+    if not pairs or not is_python(source):
+        return 0.0
+    passed = failed = 0
+    for given, wanted in pairs:
+        holds = _called(box, source, name, given, wanted) if name else _printed(box, source, given, wanted)
+        passed, failed = passed + holds, 0 if holds else failed + 1
+        if failed == MAX_FAILURES_IN_A_ROW:
+            break
+    return passed / len(pairs)
+
+
+def _printed(box: Sandbox, source: str, given: Any, wanted: Any) -> bool:
+    ran = box.run(source, _text(given), time_s=APPS_TIME_S)
+    return ran.ended == "exit" and ran.code == 0 and ran.output.split() == _text(wanted).split()
+
+
+def _called(box: Sandbox, source: str, name: str, given: Any, wanted: Any) -> bool:
+    _refuse_no_name(name)
+    arguments = list(given) if isinstance(given, list | tuple) else [given]
+    setup = f"{_MATCHES}\n_NAME = {name!r}\n"
+    test = f"_FUNCTION = {name}\nassert _matches(_target()(*{arguments!r}), {wanted!r})"
+    return box.check(source, [test], setup, ["Solution", name], time_s=APPS_TIME_S).all_passed
+
+
+def _text(value: Any) -> str:
+    return "\n".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+
+
+def _refuse_no_name(name: str) -> None:
+    if not name.isidentifier() or keyword.iskeyword(name):
+        raise RewardFault(f"{name!r} is no name of a function")
