@@ -21,19 +21,19 @@ class Registered(NamedTuple):
 
 
 REWARDS: dict[str, Registered] = {
-    "math": Registered(f"{_ROOM}.math_equality:math", "the final expression equals `answer` (math-verify)"),
-    "hendrycks_math": Registered(f"{_ROOM}.math_equality:hendrycks_math", "`\\boxed{}`, or the text after *answer is*, equals `answer`"),
-    "minerva_math": Registered(f"{_ROOM}.math_equality:minerva_math", "a final answer, as Minerva's prompts ask for it, is `answer` as text"),
-    "gsm8k": Registered(f"{_ROOM}.gsm8k:gsm8k", "the number equals `answer`; `mode`: `strict`, `flexible`, `last_number`, `any`"),
-    "allenai_gsm8k": Registered(f"{_ROOM}.gsm8k:allenai_gsm8k", "the last number equals `answer`"),
-    "multiple_choice": Registered(f"{_ROOM}.choices:multiple_choice", "the letter or text chosen is `answer`"),
-    "numeric": Registered(f"{_ROOM}.units:numeric", "the number is `answer` within `rel_tol`, after conversion of units"),
-    "exact_match": Registered(f"{_ROOM}.matching:exact_match", "the text is `answer`, or one of a list"),
-    "fuzzy_match": Registered(f"{_ROOM}.matching:fuzzy_match", "similarity to `answer`, 0 to 1; with `threshold`, 1 or 0"),
-    "json_schema": Registered(f"{_ROOM}.json_schema:json_schema", "JSON that `schema` allows"),
-    "geometry3k": Registered(f"{_ROOM}.puzzles:geometry3k", "the last `[…]` or number equals that of `answer`"),
-    "clevr_count": Registered(f"{_ROOM}.puzzles:clevr_count", "the last `[number]` is `answer`"),
-    "countdown": Registered(f"{_ROOM}.puzzles:countdown", "uses each of `nums` once and gives `target`; 0.1 for a wrong try"),
+    "math": Registered(f"{_ROOM}.answers.math_equality:math", "the final expression equals `answer` (math-verify)"),
+    "hendrycks_math": Registered(f"{_ROOM}.answers.math_equality:hendrycks_math", "`\\boxed{}`, or the text after *answer is*, equals `answer`"),
+    "minerva_math": Registered(f"{_ROOM}.answers.math_equality:minerva_math", "a final answer, as Minerva's prompts ask for it, is `answer` as text"),
+    "gsm8k": Registered(f"{_ROOM}.answers.gsm8k:gsm8k", "the number equals `answer`; `mode`: `strict`, `flexible`, `last_number`, `any`"),
+    "allenai_gsm8k": Registered(f"{_ROOM}.answers.gsm8k:allenai_gsm8k", "the last number equals `answer`"),
+    "multiple_choice": Registered(f"{_ROOM}.answers.choices:multiple_choice", "the letter or text chosen is `answer`"),
+    "numeric": Registered(f"{_ROOM}.answers.units:numeric", "the number is `answer` within `rel_tol`, after conversion of units"),
+    "exact_match": Registered(f"{_ROOM}.answers.matching:exact_match", "the text is `answer`, or one of a list"),
+    "fuzzy_match": Registered(f"{_ROOM}.answers.matching:fuzzy_match", "similarity to `answer`, 0 to 1; with `threshold`, 1 or 0"),
+    "json_schema": Registered(f"{_ROOM}.answers.json_schema:json_schema", "JSON that `schema` allows"),
+    "geometry3k": Registered(f"{_ROOM}.answers.puzzles:geometry3k", "the last `[…]` or number equals that of `answer`"),
+    "clevr_count": Registered(f"{_ROOM}.answers.puzzles:clevr_count", "the last `[number]` is `answer`"),
+    "countdown": Registered(f"{_ROOM}.answers.puzzles:countdown", "uses each of `nums` once and gives `target`; 0.1 for a wrong try"),
     "ifeval": Registered(f"{_ROOM}.ifeval.instructions:ifeval", "the instructions of `ground_truth` are all followed"),
     "if_multi": Registered(f"{_ROOM}.ifeval.instructions:if_multi", "share of the instructions of `ground_truth` that are followed"),
     "mbpp": Registered(f"{_ROOM}.code.programs:mbpp", "all asserts of `test_list` hold", CODE_TIME_LIMIT_S),
@@ -46,9 +46,12 @@ ALIASES: dict[str, str] = {
     "aime": "math",
     "allenai_math": "minerva_math",
     "clevr_count_70k": "clevr_count",
+    "bracketed_number": "clevr_count",
+    "exact": "exact_match",
+    "fuzzy": "fuzzy_match",
     "if_multi_constraints": "if_multi",
 }
-"""Other names of the same rewards: verifier types of RLVR, datasets of AReaL."""
+"""Other names of the same rewards: verifier types of RLVR, datasets of AReaL, names in formats of rows."""
 
 
 def resolve(spec: RewardSpec) -> tuple[str, float]:

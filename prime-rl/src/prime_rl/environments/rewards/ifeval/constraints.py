@@ -88,7 +88,7 @@ def number_highlighted_sections(text: str, num_highlights: int) -> bool:
 
 
 def multiple_sections(text: str, section_spliter: str, num_sections: int) -> bool:
-    """Headings such as `Section 1`."""
+    """Headings of a name and a number."""
     return len(re.findall(rf"\s?{re.escape(section_spliter.strip())}\s?[\dIVX]+\s?", text)) >= num_sections
 
 

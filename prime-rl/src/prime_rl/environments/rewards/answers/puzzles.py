@@ -10,7 +10,7 @@ from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
-from prime_rl.environments.rewards.math_equality import equal, warm_up
+from prime_rl.environments.rewards.answers.math_equality import equal, warm_up
 from prime_rl.environments.rewards.text import last_number, without_thinking
 
 __all__ = ["clevr_count", "countdown", "geometry3k", "warm_up"]

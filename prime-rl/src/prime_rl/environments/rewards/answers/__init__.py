@@ -1,0 +1,1 @@
+"""Rewards that compare what a completion says with an answer."""
