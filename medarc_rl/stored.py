@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, TypeVar
@@ -15,7 +16,7 @@ from medarc_rl.errors import MedarcError, UsageError
 from prime_rl.configs.storage import BadS3Name, S3Name
 from prime_rl.run.paths import RunPaths
 from prime_rl.storage import S3, StorageError
-from prime_rl.storage.cache import cache_root
+from prime_rl.storage.cache import Listing, cache_root, local_copy
 from prime_rl.storage.copies import CopyRefused, upload_run
 from prime_rl.storage.restoring import RemoteRun
 from prime_rl.storage.staging import StagingRefused, staged
@@ -66,17 +67,45 @@ def local_run(run: Path) -> Path:
         name = S3Name.of(run)
         if name is None:
             return run
-        digest = hashlib.sha256(str(name).encode()).hexdigest()[:16]
-        root = (
-            private_directory(cache_root(os.environ)) / "runs" / digest / (name.key.rpartition("/")[2] or name.bucket)
-        )
-        root.mkdir(parents=True, exist_ok=True)
+        root = _copy_of_run(name)
         remote = RemoteRun(S3.connect(), name, RunPaths(root))
         if remote.is_empty:
             raise UsageError(f"{name}: nothing is there")
         remote.mirror(lambda line: None)
     except (BadS3Name, StorageError, OSError) as error:
         raise UsageError(str(error)) from error
+    return root
+
+
+def local_weights(weights: str, steps: Sequence[int] | None, show: Callable[[str], None]) -> str:
+    """The weights that a command line names. Of a run or a model on S3, the path of a local copy.
+
+    Args:
+        steps: of a run, those that are needed; None takes all.
+
+    Raises:
+        UsageError: S3 holds no such weights, or cannot be read.
+    """
+    try:
+        name = S3Name.of(weights)
+        if name is None:
+            return weights
+        s3, root = S3.connect(), _copy_of_run(name)
+        remote = RemoteRun(s3, name, RunPaths(root))
+        if not remote.is_run:
+            return str(local_copy(s3, Listing.of(s3, name), cache_root(os.environ), show))
+        remote.mirror(show)
+        remote.fetch_weights(steps, show)
+    except (BadS3Name, StorageError, OSError) as error:
+        raise UsageError(str(error)) from error
+    return str(root)
+
+
+def _copy_of_run(name: S3Name) -> Path:
+    """The directory in the cache for what is read of a run. Made if it is missing."""
+    digest = hashlib.sha256(str(name).encode()).hexdigest()[:16]
+    root = private_directory(cache_root(os.environ)) / "runs" / digest / (name.key.rpartition("/")[2] or name.bucket)
+    root.mkdir(parents=True, exist_ok=True)
     return root
 
 

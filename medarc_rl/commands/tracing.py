@@ -11,12 +11,17 @@ from typer import Argument, Option
 
 from medarc_rl.cli import warn
 from medarc_rl.errors import MedarcError, UsageError
+from medarc_rl.stored import local_run
+from prime_rl.configs.storage import is_on_s3
 
 
 @dataclass(frozen=True, kw_only=True)
 class TraceOptions:
-    run: Annotated[Path, Argument(metavar="RUN", help="The run's directory.")]
-    out: Annotated[Path | None, Option(help="File to write; by default RUN/trace.json.")] = None
+    run: Annotated[Path, Argument(metavar="RUN", help="The run's directory, or its s3:// prefix.")]
+    out: Annotated[
+        Path | None,
+        Option(help="File to write; by default RUN/trace.json, or NAME-trace.json here for a run on S3."),
+    ] = None
 
 
 def trace(options: TraceOptions) -> int:
@@ -29,9 +34,10 @@ def trace(options: TraceOptions) -> int:
     from prime_rl.history.traces import NoTraces, merge_traces
     from prime_rl.run.paths import RunPaths
 
-    target = options.out or options.run / "trace.json"
+    run = local_run(options.run)
+    target = options.out or (Path(f"{run.name}-trace.json") if is_on_s3(options.run) else run / "trace.json")
     try:
-        summary = merge_traces(RunPaths(options.run), target)
+        summary = merge_traces(RunPaths(run), target)
     except NoTraces as error:
         raise UsageError(str(error)) from error
     except OSError as error:

@@ -6,7 +6,7 @@ import hashlib
 import importlib.metadata
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -22,6 +22,8 @@ from medarc_rl.lm_eval.results import OtherSettings, check_settings, is_done, re
 from medarc_rl.lm_eval.scores import rows_of
 from medarc_rl.lm_eval.table import as_json, print_table, write_summary
 from medarc_rl.lm_eval.weights import Found, Group, adapter_rank, find_weights
+from medarc_rl.stored import local_weights
+from prime_rl.configs.storage import is_on_s3
 
 PACKAGE = "lm-eval"
 _MOST_BYTES = 256 << 20
@@ -34,7 +36,7 @@ class LmEvalOptions:
         Argument(
             metavar="RUN|WEIGHTS",
             help="A run's directory (all of its weights), one of its steps (`OUT/weights/step_80`), an adapter, a "
-            "model's folder, or a hub id.",
+            "model's folder, a hub id, or any of these places on S3.",
         ),
     ]
     tasks: Annotated[str, Option(help="Tasks, groups or tags of lm-eval, separated by commas.")]
@@ -85,10 +87,14 @@ def lm_eval(options: LmEvalOptions) -> int:
 
     Start the command again to continue.
     """
+    if options.watch and is_on_s3(options.weights):
+        raise UsageError("RUN: a run on S3 is downloaded once, and cannot be followed: leave out --watch")
     settings = _settings(options)
     steps = None if options.steps is None else _numbers("--steps", options.steps)
-    found = find_weights(options.weights, options.base, options.no_base, steps, options.watch)
-    paths = LmEvalPaths(options.output_dir or found.default_dir)
+    weights, base = _local(options, steps)
+    found = find_weights(weights, base, options.no_base, steps, options.watch)
+    default_dir = Path("lm_eval") / Path(weights).name if is_on_s3(options.weights) else found.default_dir
+    paths = LmEvalPaths(options.output_dir or default_dir)
     plans = [(_plan(options, settings, group, paths), _engine(options, group)) for group in found.groups]
     _check(plans[0][0], found)
     codes = [0]
@@ -100,6 +106,17 @@ def lm_eval(options: LmEvalOptions) -> int:
             break
     _report(paths, plans[0][0], options.json)
     return max(codes)
+
+
+def _local(options: LmEvalOptions, steps: Sequence[int] | None) -> tuple[str, str | None]:
+    """The weights and their base, with copies of those on S3. Raises UsageError."""
+    screen = screen_for(options.json)
+
+    def show(line: str) -> None:
+        screen.write(f"{line}\n")
+
+    base = None if options.base is None else local_weights(options.base, None, show)
+    return local_weights(options.weights, steps, show), base
 
 
 def _settings(options: LmEvalOptions) -> Settings:

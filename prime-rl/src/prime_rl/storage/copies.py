@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
-import socket
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from datetime import datetime
 
 from prime_rl.configs.storage import S3Name, StorageConfig
 from prime_rl.run.paths import RunPaths
 from prime_rl.storage.holding import read_plan, write_plan
-from prime_rl.storage.restoring import WRITER, RemoteRun, Say
+from prime_rl.storage.restoring import RemoteRun, Say
 from prime_rl.storage.s3 import S3, StorageError
 from prime_rl.storage.uploader import Uploader, UploadThread, summary_of
+from prime_rl.storage.writers import PlaceLock, Writer
 
 
 class CopyRefused(Exception):
@@ -31,6 +29,7 @@ class RunCopy:
         self._config = config
         self._paths = paths
         self._say = say
+        self._lock = PlaceLock(s3, name, Writer.this_process(paths.root, os.environ))
 
     @classmethod
     def of(cls, config: StorageConfig, paths: RunPaths, say: Say) -> RunCopy | None:
@@ -64,7 +63,9 @@ class RunCopy:
                     f"{self._name} holds the checkpoints of another run: choose another output_dir, or continue it "
                     "with --resume latest; nothing is deleted on S3"
                 )
-            self._note_writer()
+            # To write down who writes also shows that the credentials may.
+            self._lock.take(self._say)
+            self._remove_parts()
             if is_evaluation:
                 return remote.restore_evaluation(self._say)
             return resume_step is not None and remote.restore(resume_step, self._say)
@@ -92,17 +93,24 @@ class RunCopy:
         except StorageError as error:
             raise CopyRefused(f"storage.upload_to: {error}") from error
         write_plan(self._paths, str(self._name), self._config.max_held)
-        uploader = Uploader(self._s3, self._paths, self._name, self._config.samples, say)
+        uploader = Uploader(self._s3, self._paths, self._name, self._config.samples, say, lambda: self._lock.lost)
         return uploader, UploadThread(uploader, self._config.upload_every)
 
     @property
     def final_wait_s(self) -> float:
         return self._config.final_wait
 
-    def _note_writer(self) -> None:
-        now = datetime.now().astimezone().isoformat(timespec="seconds")
-        writer = {"host": socket.gethostname(), "pid": os.getpid(), "since": now, "directory": str(self._paths.root)}
-        self._s3.write(json.dumps(writer).encode(), self._name.below(WRITER))
+    def end(self) -> None:
+        """Let others write to the place."""
+        self._lock.release()
+
+    def _remove_parts(self) -> None:
+        """Parts of uploads that were killed cost storage, and no listing shows them. Nobody else uploads here now."""
+        try:
+            if count := self._s3.abort_uploads(self._name):
+                self._say(f"{self._name}: removed the parts of {count} uploads that were cut off")
+        except StorageError as error:
+            self._say(f"warning: parts of uploads that were cut off are not removed: {error}")
 
 
 @dataclass
@@ -133,12 +141,17 @@ def copying(
     if copy is None:
         yield run
         return
-    uploader, thread = copy.start(step, lambda line: run.say(line))
+    try:
+        uploader, thread = copy.start(step, lambda line: run.say(line))
+    except CopyRefused:
+        copy.end()
+        raise
     try:
         yield run
         thread.finish(copy.final_wait_s, asked_to_stop)
     finally:
         thread.stop()
+        copy.end()
     is_whole, line = summary_of(uploader)
     say(line if is_whole else f"warning: {line}")
     if not is_whole and run.code == 0:
@@ -156,7 +169,9 @@ def upload_run(paths: RunPaths, target: S3Name | None, samples: bool, say: Say) 
     if name is None:
         raise CopyRefused(f"{paths.root} was not copied to S3 before: say where with --to s3://BUCKET/PREFIX")
     try:
-        uploader = Uploader(S3.connect(), paths, name, samples, say)
+        s3 = S3.connect()
+        PlaceLock(s3, name, Writer.this_process(paths.root, os.environ)).refuse_if_held()
+        uploader = Uploader(s3, paths, name, samples, say)
     except StorageError as error:
         raise CopyRefused(str(error)) from error
     uploader.look()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from prime_rl.configs.storage import S3Name
@@ -11,14 +11,11 @@ from prime_rl.run.paths import EvalPaths, RunPaths, step_of
 from prime_rl.run.resume_point import CannotResume, SavedSteps
 from prime_rl.storage.s3 import S3, S3Object
 from prime_rl.storage.trees import download_objects, path_below
+from prime_rl.storage.writers import WRITER
 from prime_rl.utils.contents import STABLE, find_damage
 from prime_rl.utils.files import PARTIAL, begin_directory, fsync_tree, size_text
 
 Say = Callable[[str], None]
-
-
-WRITER = "writer.json"
-"""The object that says who copies the run. To write it also shows that the credentials may write."""
 
 
 class RemoteRun:
@@ -87,6 +84,24 @@ class RemoteRun:
         if changed := [path for path in paths if self._is_newer(path)]:
             self.fetch_files(changed, say)
 
+    @property
+    def is_run(self) -> bool:
+        """Whether it has the configs of a run, and is not only some files of one."""
+        place = f"{self._path_of(self._paths.configs)}/"
+        return any(path.startswith(place) for path in self._objects)
+
+    def fetch_weights(self, steps: Collection[int] | None, say: Say) -> None:
+        """Download the weights of some steps, or of all, that are whole on S3 and not here.
+
+        Raises:
+            StorageError: they cannot be downloaded.
+        """
+        for step in sorted(self._whole(self._paths.weights)):
+            target = self._paths.weight(step)
+            is_missing = (steps is None or step in steps) and self._is_newer(self._path_of(target / STABLE))
+            if is_missing and (fault := self._fetch_directory(target, say)):
+                say(f"warning: {fault}; these weights on S3 are not used")
+
     def _is_newer(self, path: str) -> bool:
         file, item = self._paths.root / path, self._objects[path]
         if not file.is_file():
@@ -115,20 +130,26 @@ class RemoteRun:
         targets = [self._paths.checkpoint(step)]
         targets += [run.checkpoint(step).parent] if self._whole(run.checkpoints) else []
         for target in targets:
-            objects = self._below(target)
-            size = size_text(sum(each.size_bytes for each in objects))
-            say(f"{self.name}: downloading {self._path_of(target)}, {size}")
-            scratch = begin_directory(target)
-            download_objects(self._s3, self.name.below(self._path_of(target)), objects, scratch)
-            if fault := find_damage(scratch):
-                say(f"warning: {fault.replace(PARTIAL, '')}; step {step} on S3 is not used")
-                shutil.rmtree(scratch)
+            if fault := self._fetch_directory(target, say):
+                say(f"warning: {fault}; step {step} on S3 is not used")
                 return False
-            fsync_tree(scratch)
-            if target.exists():
-                shutil.rmtree(target)
-            scratch.rename(target)
         return True
+
+    def _fetch_directory(self, target: Path, say: Say) -> str | None:
+        """Download a step's directory in place of the one that is here. Returns what is damaged, which is not kept."""
+        objects = self._below(target)
+        size = size_text(sum(each.size_bytes for each in objects))
+        say(f"{self.name}: downloading {self._path_of(target)}, {size}")
+        scratch = begin_directory(target)
+        download_objects(self._s3, self.name.below(self._path_of(target)), objects, scratch)
+        if fault := find_damage(scratch):
+            shutil.rmtree(scratch)
+            return fault.replace(PARTIAL, "")
+        fsync_tree(scratch)
+        if target.exists():
+            shutil.rmtree(target)
+        scratch.rename(target)
+        return None
 
     def _small(self) -> list[str]:
         """Everything that is in no step. Configs are left out: each launch writes its own."""

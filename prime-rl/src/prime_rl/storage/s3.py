@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Any, Self
 
@@ -32,6 +33,7 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 10.0
 STOPPED = "Stopped"
 """Code of the error of a transfer that was told to stop."""
 
+_NOT_IMPLEMENTED = "NotImplemented"
 _RIGHTS = {
     "ListObjectsV2": "s3:ListBucket",
     "HeadObject": "s3:GetObject",
@@ -39,6 +41,7 @@ _RIGHTS = {
     "UploadPart": "s3:PutObject",
     "CompleteMultipartUpload": "s3:PutObject",
     "DeleteObjects": "s3:DeleteObject",
+    "ListMultipartUploads": "s3:ListBucketMultipartUploads",
 }
 """Names of rights that differ from those of the operations."""
 _DENIED = frozenset({"AccessDenied", "403", "AllAccessDisabled", "AccountProblem", "UnauthorizedOperation"})
@@ -72,6 +75,16 @@ class S3Object:
     """Without quotes. The MD5 of the contents, or `<hash>-<number of parts>`."""
     modified_s: float = 0.0
     """When it was written, in seconds since 1970."""
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """A small object."""
+
+    data: bytes
+    etag: str
+    age_s: float
+    """Seconds since it was written, by S3's clock."""
 
 
 def aws_client(service: str, region: str | None = None) -> Any:
@@ -220,6 +233,47 @@ class S3:
         with told(name):
             self.client.put_object(Bucket=name.bucket, Key=name.key, Body=data)
 
+    def read_if_there(self, name: S3Name) -> Contents | None:
+        """A small object; None if there is none."""
+        try:
+            with told(name):
+                answer = self.client.get_object(Bucket=name.bucket, Key=name.key)
+                data = answer["Body"].read()
+        except StorageError as error:
+            if error.code in ("NoSuchKey", "404"):
+                return None
+            raise
+        now = parsedate_to_datetime(answer["ResponseMetadata"]["HTTPHeaders"]["date"])
+        return Contents(data, answer["ETag"].strip('"'), (now - answer["LastModified"]).total_seconds())
+
+    def write_over(self, data: bytes, name: S3Name, etag: str | None) -> str:
+        """Write a small object in place of the one with this ETag, or of none. Returns its ETag.
+
+        Raises:
+            StorageError: `PreconditionFailed` if something else is there. Servers that know no conditions write it.
+        """
+        condition = {"IfNoneMatch": "*"} if etag is None else {"IfMatch": f'"{etag}"'}
+        try:
+            with told(name):
+                answer = self.client.put_object(Bucket=name.bucket, Key=name.key, Body=data, **condition)
+        except StorageError as error:
+            if error.code != _NOT_IMPLEMENTED:
+                raise
+            with told(name):
+                answer = self.client.put_object(Bucket=name.bucket, Key=name.key, Body=data)
+        return str(answer["ETag"]).strip('"')
+
+    def abort_uploads(self, name: S3Name) -> int:
+        """Remove the parts of uploads below a prefix that never ended. Returns how many uploads that were."""
+        count = 0
+        with told(name):
+            pages = self.client.get_paginator("list_multipart_uploads").paginate(Bucket=name.bucket, Prefix=name.prefix)
+            for page in pages:
+                for each in page.get("Uploads", ()):
+                    self.client.abort_multipart_upload(Bucket=name.bucket, Key=each["Key"], UploadId=each["UploadId"])
+                    count += 1
+        return count
+
     def delete(self, name: S3Name) -> None:
         """Delete an object, if it is there."""
         with told(name):
@@ -279,7 +333,7 @@ def _refusal(error: Any) -> tuple[str, str]:
     attempts = answer.get("ResponseMetadata", {}).get("RetryAttempts", 0) + 1
     message = answer.get("Error", {}).get("Message", "")
     # A server's own fault may pass: no word for it.
-    word = "" if isinstance(status, int) and status >= 500 else code
+    word = "" if isinstance(status, int) and status >= 500 and code != _NOT_IMPLEMENTED else code
     return f"{operation} failed with {code} (HTTP {status}) after {attempts} attempts: {message}", word
 
 

@@ -33,7 +33,16 @@ class Uploader:
     Failures are counted, and `say` gets a line about the first one of a row and about its end.
     """
 
-    def __init__(self, s3: S3, paths: RunPaths, name: S3Name, samples: bool, say: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        s3: S3,
+        paths: RunPaths,
+        name: S3Name,
+        samples: bool,
+        say: Callable[[str], None],
+        lost: Callable[[], str | None] = lambda: None,
+    ) -> None:
+        """`lost` tells why nothing may be uploaded any more: another run writes to the place."""
         self.name = name
         self.root = paths.root
         self.failures = 0
@@ -47,6 +56,7 @@ class Uploader:
         self._paths = paths
         self._samples = samples
         self._say = say
+        self._lost = lost
         self._done: dict[Path, Signature] = {}
         self._remote: dict[str, S3Object] | None = None
         """What S3 held when this started; None before that is known."""
@@ -56,6 +66,8 @@ class Uploader:
     def look(self) -> bool:
         """Upload what is new; returns whether nothing failed."""
         try:
+            if (why := self._lost()) is not None:
+                raise StorageError(why)
             if self._remote is None:
                 self._remote = {path_below(self.name, each): each for each in self._s3.objects(self.name)}
             self._upload([path for path in small_files(self._paths, self._samples) if not self._is_done(path)])
@@ -75,6 +87,11 @@ class Uploader:
         """Files and step directories that are not on S3 as they are now."""
         small = [path for path in small_files(self._paths, self._samples) if not self._is_done(path)]
         return [*small, *(each for each in step_directories(self._paths) if not self._is_uploaded(each))]
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no later look can upload anything."""
+        return self._lost() is not None
 
     def pause_s(self, every_s: float) -> float:
         """Seconds until the next look."""
@@ -213,7 +230,7 @@ class UploadThread:
                     return
             else:
                 failing_since_s = failing_since_s or time.monotonic()
-                if time.monotonic() - failing_since_s >= self._limit_s:
+                if self._uploader.is_over or time.monotonic() - failing_since_s >= self._limit_s:
                     return
 
 
