@@ -74,8 +74,7 @@ def test_an_agent_says_that_it_is_alive_while_the_beats_of_a_child_cannot_be_rea
     while not (agent.directory / "trainer.beat").exists():
         agent.next(Alive)
     with (agent.directory / "trainer.beat").open("wb") as beats:  # open once the agent reads, which then waits
-        for _ in range(2):
-            agent.next(Alive)
+        agent.next(Alive)
         beats.write(b'[1, 2.0, "training", null, true, [3]]\n')
     while not (seen := agent.next(Status).observed["trainer"].beats):
         pass
