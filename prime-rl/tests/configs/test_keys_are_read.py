@@ -77,6 +77,18 @@ READ_BY_NAME = {
         "prime_rl.configs.supervised.evaluation",
         "return OfflineEvalConfig(",
     ),
+    "prime_rl.configs.rollouts.judges.JudgeEngineConfig": (
+        "prime_rl.configs.rollouts.judges",
+        "self.engine.model_dump()",
+    ),
+    **{
+        f"{place}.gpus": ("prime_rl.launch.plan", "each.gpus_on(device) for each in started_judges(judges)")
+        for place in ("rl.judge", "sft.eval.judge", "orchestrator.judge", "eval.judge")
+    },
+    **{
+        f"orchestrator.judge.{key}": ("prime_rl.launch.plan", "judge.server(device) for name, judge")
+        for key in ("device", "engine")
+    },
     "prime_rl.configs.inference.InferenceConfig": ("prime_rl.inference.vllm.arguments", "config.to_vllm()"),
     "prime_rl.configs.inference.ModelConfig": ("prime_rl.inference.vllm.arguments", "config.to_vllm()"),
     **{

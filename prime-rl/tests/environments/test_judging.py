@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,11 +17,17 @@ from typing import Any
 import openai
 import pytest
 
+from prime_rl.configs.orchestrator import EnvConfig
 from prime_rl.configs.rollouts.judges import JudgeConfig
+from prime_rl.configs.shared import LogConfig
 from prime_rl.environments.judging.cache import AnswerCache, key_of
 from prime_rl.environments.judging.faults import JudgeLost
 from prime_rl.environments.judging.gateway import JudgeGateway
 from prime_rl.environments.judging.judge import JudgeServer
+from prime_rl.orchestrator.env_servers.environments import load_environments
+from prime_rl.orchestrator.env_servers.judges import run_judges
+from prime_rl.orchestrator.errors import EnvironmentFault, JudgeFault
+from prime_rl.run.paths import RunPaths
 
 KEY = "the judge's key"
 Script = Callable[[dict[str, Any], int], tuple[int, Any, dict[str, str]]]
@@ -256,3 +264,59 @@ async def test_only_max_concurrent_requests_run_at_once_and_only_with_the_key(pl
             )
             with pytest.raises(openai.BadRequestError, match="judges answer whole"):
                 blocking.chat.completions.create(model="judge", messages=messages, stream=True)
+
+
+ASKING = """
+import os
+import openai
+import verifiers as vf
+from datasets import Dataset
+
+
+def load_environment(judge_base_url, judge_api_key_var, judge_model, judge_sampling_args, greeting="none"):
+    with openai.OpenAI(base_url=judge_base_url, api_key=os.environ[judge_api_key_var]) as client:
+        answer = client.chat.completions.create(model=judge_model, messages=[{"role": "user", "content": greeting}])
+    said = answer.choices[0].message.content + str(judge_sampling_args) + str("JUDGE_SERVER_KEY" in os.environ)
+    return vf.SingleTurnEnv(dataset=Dataset.from_list([{"question": said, "answer": ""}]), rubric=vf.Rubric())
+"""
+
+
+@pytest.mark.parametrize("python", [None, sys.executable], ids=["here", "own interpreter"])
+def test_an_environment_gets_its_judge_by_name_wherever_it_runs(
+    played: PlayedJudge, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, python: str | None
+) -> None:
+    (tmp_path / "asking_env.py").write_text(ASKING)
+    (tmp_path / "deaf_env.py").write_text("def load_environment(judge_model): pass")
+    monkeypatch.syspath_prepend(tmp_path)
+    # A guest gets no PYTHONPATH, which is ours.
+    monkeypatch.chdir(tmp_path)
+    program = None if python is None else tmp_path / "python"
+    if program is not None:
+        program.write_text(f'#!/bin/sh\nPYTHONPATH={tmp_path} exec {python} "$@"\n')
+        program.chmod(0o755)
+    monkeypatch.setenv("JUDGE_SERVERS", json.dumps({"grader": played.url}))
+    monkeypatch.setenv("JUDGE_SERVER_KEY", KEY)
+    judges = {"grader": JudgeConfig.model_validate({"model": "judge", "sampling": {"top_p": 0.5}})}
+    settings = {"python": program, "judge": "grader"}
+    with run_judges(judges, RunPaths(tmp_path / "run")):
+        env = EnvConfig(id="asking-env", args={"greeting": "hello"}, **settings)
+        (loaded,) = load_environments([env], LogConfig()).values()
+        try:
+            assert loaded.prompt(0)[-1]["content"] == "yes{'top_p': 0.5}False"
+            assert [body["messages"][0]["content"] for body in played.bodies] == ["hello"]
+        finally:
+            asyncio.run(loaded.close())
+        with pytest.raises(EnvironmentFault, match="has none of the arguments judge_client, judge_base_url"):
+            load_environments([EnvConfig(id="deaf-env", **settings)], LogConfig())
+        with pytest.raises(EnvironmentFault, match="judge = 'another': no run offers it"):
+            load_environments([EnvConfig(id="asking-env", python=program, judge="another")], LogConfig())
+    assert "ENVIRONMENT_JUDGE_KEY" not in os.environ
+
+
+def test_a_judge_that_nothing_has_started_is_named(tmp_path: Path) -> None:
+    judges = {"grader": JudgeConfig(model="judge")}
+    with (
+        pytest.raises(JudgeFault, match=r"judge\.grader: nothing has started it: set judge\.grader\.base_url"),
+        run_judges(judges, RunPaths(tmp_path)),
+    ):
+        pass

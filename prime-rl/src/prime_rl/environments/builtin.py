@@ -7,6 +7,7 @@ from pathlib import Path
 
 BUILT_IN = {
     "rows": "prime_rl.environments.rows.single_turn",
+    "rubric": "prime_rl.environments.judging.rubric_environment",
 }
 """The module of each id."""
 
