@@ -27,6 +27,7 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel
 
+from prime_rl.configs.rollouts.judges import JudgeConfig
 from prime_rl.configs.surface.docs import ROOTS
 from prime_rl.configs.surface.not_built import NOT_BUILT
 from prime_rl.configs.surface.root import RootConfig
@@ -83,7 +84,11 @@ READ_BY_NAME = {
     ),
     **{
         f"{place}.gpus": ("prime_rl.launch.plan", "each.gpus_on(device) for each in started_judges(judges)")
-        for place in ("rl.judge", "sft.eval.judge", "orchestrator.judge", "eval.judge")
+        for place in ("sft.eval.judge", "orchestrator.judge", "eval.judge")
+    },
+    **{
+        f"rl.judge.{key}": ("prime_rl.configs.rl.propagation", "explicit_values(judge)")
+        for key in JudgeConfig.model_fields
     },
     **{
         f"orchestrator.judge.{key}": ("prime_rl.launch.plan", "judge.server(device) for name, judge")

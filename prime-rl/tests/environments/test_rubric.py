@@ -13,8 +13,15 @@ import pytest
 
 from prime_rl.environments.builtin import built_in_module
 from prime_rl.environments.judging.agreement import Agreement, measure
-from prime_rl.environments.judging.rubric import Criterion, RubricFault, RubricJudge, read_cases, score, verdict
 from prime_rl.environments.judging.rubric_environment import load_environment
+from prime_rl.environments.judging.weighted_rubric import (
+    Criterion,
+    RubricFault,
+    RubricJudge,
+    read_cases,
+    score,
+    verdict,
+)
 
 CASES = Path(__file__).resolve().parents[3] / "examples" / "rubric" / "cases.jsonl"
 

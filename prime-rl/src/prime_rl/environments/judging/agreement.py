@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from prime_rl.environments.judging.rubric import Case, RubricFault, RubricJudge, read_cases, score
+from prime_rl.environments.judging.weighted_rubric import Case, RubricFault, RubricJudge, read_cases, score
 from prime_rl.utils.engine_keys import ENGINE_KEY_VARIABLE, client_key
 
 _FAIR = 0.4

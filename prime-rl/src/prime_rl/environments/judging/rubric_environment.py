@@ -9,7 +9,7 @@ from typing import Any
 import verifiers as vf
 from datasets import Dataset
 
-from prime_rl.environments.judging.rubric import Criterion, RubricJudge, read_cases, score
+from prime_rl.environments.judging.weighted_rubric import Criterion, RubricJudge, read_cases, score
 
 _VERDICTS = "rubric_verdicts"
 

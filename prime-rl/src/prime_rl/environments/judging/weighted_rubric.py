@@ -1,4 +1,4 @@
-"""Weighted rubrics, in the scheme of HealthBench (Arora et al. 2025, section 3): a judge says which criteria an answer
+"""Weighted rubrics, in the scheme of HealthBench (Arora et al. 2025): a judge says which criteria an answer
 meets; the score is the points of these divided by all positive points, clipped to 0..1."""
 
 from __future__ import annotations
