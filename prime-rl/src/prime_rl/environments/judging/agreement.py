@@ -78,7 +78,8 @@ async def measure(judge: RubricJudge, cases: Sequence[Case]) -> Agreement:
     if not graded:
         raise RubricFault("no case has a graded answer: add graded, a list of {answer, met}")
     verdicts = await asyncio.gather(*(judge.met(case.prompt, answer.text, case.rubric) for case, answer in graded))
-    pairs, errors = [], []
+    pairs: list[tuple[bool, bool | None]] = []
+    errors: list[float] = []
     for (case, answer), said in zip(graded, verdicts, strict=True):
         pairs += zip(answer.met, said, strict=True)
         errors.append(abs(score(case.rubric, answer.met) - score(case.rubric, said)))
