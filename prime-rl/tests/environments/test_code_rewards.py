@@ -7,9 +7,13 @@ from collections.abc import Iterator
 
 import pytest
 
+from prime_rl.environments.rewards.building import build
 from prime_rl.environments.rewards.code.extraction import completed, program_in
 from prime_rl.environments.rewards.code.programs import apps, humaneval, mbpp, sandbox_of
+from prime_rl.environments.rewards.pool import RewardPool
+from prime_rl.environments.rewards.specs import RewardFault
 from prime_rl.environments.sandbox.layers import SandboxFault
+from prime_rl.environments.sandbox.sandbox import Sandbox
 
 BOX = {"time_s": 300}
 PROMPT = '''from typing import List
@@ -96,6 +100,28 @@ def test_apps_calls_functions_and_methods() -> None:
     assert apps(function, cases, sandbox=BOX) == 1
     assert apps(method, cases, sandbox=BOX) == 1
     assert apps("```python\ndef half(x):\n    print('all passed')\n```", cases, sandbox=BOX) == 0
+
+
+def test_the_sandbox_is_named_once_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    pool = RewardPool(1)
+    try:
+        chosen = {"fn": "mbpp", "args": {"sandbox": {"layer": "podman"}}}
+        with pytest.raises(RewardFault, match=r"reward 'mbpp': SandboxFault: .*'podman' is no layer"):
+            build([chosen], pool=pool)
+        with caplog.at_level("INFO"):
+            build(["mbpp"], pool=pool)
+            build(["apps"], pool=pool)
+    finally:
+        pool.close()
+    assert [each for each in caplog.messages if "sandbox" in each] == [f"code runs in a sandbox: {described()}"]
+
+
+def described() -> str:
+    sandbox = Sandbox()
+    try:
+        return sandbox.describe()
+    finally:
+        sandbox.close()
 
 
 def test_code_is_found_in_what_models_write() -> None:

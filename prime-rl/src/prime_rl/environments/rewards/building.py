@@ -113,7 +113,7 @@ def build(specs: Sequence[Any], workers: int | None = None, pool: RewardPool | N
     own = pool is None
     pool = shared_pool(workers) if pool is None else pool
     try:
-        described = [pool.describe(path) for path, _ in resolved]
+        described = [pool.describe(path, spec.args) for spec, (path, _) in zip(parsed, resolved, strict=True)]
         parts: list[Part] = []
         for spec, (path, timeout_s), description in zip(parsed, resolved, described, strict=True):
             try:

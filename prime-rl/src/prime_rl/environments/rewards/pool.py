@@ -61,14 +61,14 @@ class RewardPool:
         """Process ids of the workers that run."""
         return [slot.process.pid for slot in self._slots if slot.process is not None and slot.process.poll() is None]
 
-    def describe(self, path: str) -> Future[dict[str, Any]]:
-        """Import a function in a worker. Later workers import it when they start.
+    def describe(self, path: str, args: dict[str, Any] | None = None) -> Future[dict[str, Any]]:
+        """Import a function in a worker. Later workers import it when they start. `args` are those of its calls.
 
         The future has what `calling.describe` returns, or raises RewardError.
         """
         if path not in self.paths:
             self.paths.append(path)
-        return self._submit(path, {"do": "describe", "fn": path}, START_LIMIT_S)
+        return self._submit(path, {"do": "describe", "fn": path, "args": args or {}}, START_LIMIT_S)
 
     def call(self, path: str, given: dict[str, Any], timeout_s: float) -> Future[float]:
         """The value of one call. The future raises RewardTimeout or RewardError. Time in the queue is not counted."""
@@ -165,7 +165,7 @@ class _Slot(threading.Thread):
         assert process.stdout is not None
         for path in list(self._pool.paths):
             try:
-                send(process.stdin.fileno(), encode({"do": "describe", "fn": path}))
+                send(process.stdin.fileno(), encode({"do": "describe", "fn": path, "args": {}}))
                 receive(process.stdout.fileno(), time.monotonic() + START_LIMIT_S)
             except (Ended, TimeoutError):  # the call that needs it says so
                 get_logger().warning(f"a reward worker ended while it imported {path!r}")

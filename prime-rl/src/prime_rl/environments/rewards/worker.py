@@ -42,7 +42,7 @@ def _answer(request: dict[str, Any]) -> dict[str, Any]:
         function = load(request["fn"], warm=request["do"] == "describe")
         if request["do"] == "describe":
             note = getattr(sys.modules[request["fn"].rpartition(":")[0]], "note", None)
-            return {"described": {**describe(function), "note": note() if note is not None else ""}}
+            return {"described": {**describe(function), "note": note(request["args"]) if note is not None else ""}}
         positional, keywords = arguments(function, request["given"])
         return {"value": checked(function(*positional, **keywords))}
     except BadFunction as error:

@@ -48,8 +48,10 @@ def layer(name: LayerName) -> Layer:
         spaces = ("--user", *who, "--pid", "--fork", "--kill-child", "--mount", "--net", "--ipc", "--uts")
         return Layer(name, (unshare, *spaces, "--"))
     if name == "seccomp":
-        own_user = os.geteuid() == 0 and _is_open_to_all(Path(sys.base_prefix))
-        return Layer(name, uid=FIRST_OWN_UID + os.getpid() if own_user else None, counts_threads=own_user)
+        if os.geteuid() or not (_is_open_to_all(Path(sys.base_prefix)) and _is_open_to_all(INSIDE)):
+            return Layer(name, counts_threads=False)
+        uid = FIRST_OWN_UID + os.getpid()
+        return Layer(name, uid=uid) if _is_mapped(uid) else Layer(name, uid=NOBODY, counts_threads=False)
     raise SandboxFault(f"{name!r} is no layer of this process")
 
 
@@ -87,3 +89,10 @@ def _bubblewrap(program: str) -> tuple[str, ...]:
 def _is_open_to_all(folder: Path) -> bool:
     """Whether every user can reach a folder."""
     return all(each.stat().st_mode & stat.S_IXOTH for each in (folder, *folder.parents))
+
+
+def _is_mapped(uid: int) -> bool:
+    """Whether this user namespace has a user of this number."""
+    lines = Path("/proc/self/uid_map").read_text(encoding="ascii").splitlines()
+    ranges = [tuple(map(int, line.split())) for line in lines]
+    return any(first <= uid < first + count for first, _, count in ranges)

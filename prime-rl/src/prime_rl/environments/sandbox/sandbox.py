@@ -62,7 +62,7 @@ class Sandbox:
     def describe(self) -> str:
         """One line: which layer is in force, and what it does not keep from a program."""
         hello, name = self._candidates.hello, self.layer.name
-        user = "no user's id" if self.layer.uid is not None else f"user {hello['uid']}"
+        user = "a user of its own" if self.layer.uid is not None else f"user {hello['uid']}"
         parts = {
             "bubblewrap": "bubblewrap (own user, process, network and mount namespaces; an empty root)",
             "namespaces": "own user, process, network and mount namespaces",

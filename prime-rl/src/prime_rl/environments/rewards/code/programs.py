@@ -55,9 +55,9 @@ def sandbox_of(settings: Mapping[str, Any] | None) -> Sandbox:
     return _sandbox(layer, Limits(**own))
 
 
-def note() -> str:
+def note(args: Mapping[str, Any]) -> str:
     """What keeps programs in, for the log."""
-    return f"code runs in a sandbox: {sandbox_of(None).describe()}"
+    return f"code runs in a sandbox: {sandbox_of(args.get('sandbox')).describe()}"
 
 
 def mbpp(
