@@ -19,9 +19,9 @@ from prime_rl.monitors import JsonlMonitor, Monitor, MonitorError, MultiMonitor
 from prime_rl.monitors.relay import Relay
 from prime_rl.monitors.sinks.described import SinkRun
 from prime_rl.monitors.sinks.opening import open_sinks
-from prime_rl.orchestrator.env_servers.environments import Environment, load_environments
+from prime_rl.orchestrator.env_servers.environments import Environment, load_environments, rows_to_evaluate
 from prime_rl.orchestrator.env_servers.judges import RunJudges, run_judges
-from prime_rl.orchestrator.errors import EnvironmentFault, InferenceFault
+from prime_rl.orchestrator.errors import InferenceFault
 from prime_rl.orchestrator.evaluation.scores import eval_metrics, score_titles
 from prime_rl.orchestrator.rollouts.attempts import Attempt, Outcome, run_attempts
 from prime_rl.orchestrator.rollouts.chat_client import ServerAnswered
@@ -56,17 +56,13 @@ class EvalSet:
         """`config` is one of `OfflineEvalConfig.environments`, which have all numbers filled in.
 
         Raises:
-            EnvironmentFault: `skip_first` skips every row.
+            EnvironmentFault: the rows cannot be chosen so (`rows_to_evaluate`).
         """
-        size, examples, rollouts = len(environment), config.num_examples, config.rollouts_per_example
+        examples, rollouts = config.num_examples, config.rollouts_per_example
         assert examples is not None
         assert rollouts is not None
-        if config.skip_first >= size:
-            raise EnvironmentFault(
-                f"skip_first = {config.skip_first} leaves none of the {size} rows of {environment.name!r}"
-            )
-        end = size if examples < 0 else min(config.skip_first + examples, size)
-        return cls(environment, range(config.skip_first, end), rollouts, config.max_retries)
+        rows = rows_to_evaluate(environment, config.skip_first, examples)
+        return cls(environment, rows, rollouts, config.max_retries)
 
     @property
     def name(self) -> str:

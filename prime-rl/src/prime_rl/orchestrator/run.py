@@ -265,7 +265,10 @@ class Environments:
         evals = load_environments(config.eval.env, config.log, EVAL_KEY, "eval") if config.eval else {}
         vocab_size = known_vocab_size(config.model.name)
         for purpose, environments in (("Training", train), ("Evaluation", evals)):
-            sizes = [f"{name} ({len(environment)} rows)" for name, environment in environments.items()]
+            sizes = [
+                f"{name} ({'endless' if environment.num_rows is None else f'{environment.num_rows} rows'})"
+                for name, environment in environments.items()
+            ]
             for environment in environments.values():
                 environment.refuse_images()
                 environment.vocab_size = vocab_size
@@ -298,7 +301,7 @@ class Environments:
 def make_buffer(config: OrchestratorConfig, environments: Mapping[str, Environment], ledger: Ledger) -> Buffer:
     seeds = (seed for seed in (config.buffer.seed, config.seed) if seed is not None)
     return Buffer(
-        {name: len(environment) for name, environment in environments.items()},
+        {name: environment.num_rows for name, environment in environments.items()},
         config.buffer,
         next(seeds, secrets.randbits(32)),
         lambda example: environments[example.env].fingerprint(example.row, config.buffer.hash_keys),
@@ -346,7 +349,7 @@ def make_validator(
         return None
     held_out = {name: environment.held_out() for name, environment in environments.items()}
     # A separate buffer, so that validation does not change which examples are trained on.
-    sizes = {name: len(environment) for name, environment in held_out.items()}
+    sizes = {name: environment.num_rows for name, environment in held_out.items()}
     buffer = Buffer(sizes, BufferConfig(env_ratios=config.buffer.env_ratios), config.seed or 0)
     return Validator(
         config=config.val,

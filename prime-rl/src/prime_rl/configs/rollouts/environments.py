@@ -40,6 +40,14 @@ class EnvConfig(BaseConfig):
     """Name of a `[judge.NAME]`. The constructor gets it in those of these arguments that it has: `judge_client`,
     `judge_model`, `judge_sampling_args`, `judge_base_url`, `judge_api_key_var`, `judge_api_key`."""
 
+    taskset: dict[str, Any] = Field({})
+    """Table of a taskset of verifiers v1, as verifiers reads it. Its `id` is that of the environment. Needs `python` or
+    `project`."""
+
+    agent: dict[str, Any] = Field({})
+    """Table of the agent that plays a taskset of verifiers v1, as verifiers reads it: `harness`, `runtime`, `max_turns`
+    and others. By default a chat with the task's tools, in processes on this machine."""
+
     extra_env_kwargs: dict[str, Any] = Field({})
     """Attributes to set on the environment. The orchestrator adds `seq_len` and `score_rollouts`."""
 
@@ -51,6 +59,8 @@ class EnvConfig(BaseConfig):
     def _check_place(self) -> Self:
         if self.project is not None and self.python is not None:
             raise ValueError("project and python exclude each other: uv makes the interpreter of a project")
+        if (self.taskset or self.agent) and self.project is None and self.python is None:
+            raise ValueError("taskset and agent are of verifiers v1, which the run itself lacks: set project or python")
         for name, value in (("python", self.python), ("project", self.project)):
             if value is not None and self.address is not None:
                 raise ValueError(f"{name} and address exclude each other: at an address, a server runs already")

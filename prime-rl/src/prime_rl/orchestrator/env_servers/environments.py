@@ -71,6 +71,11 @@ class Environment:
     def __len__(self) -> int:
         return len(self._rows)
 
+    @property
+    def num_rows(self) -> int | None:
+        """None if the environment makes rows without end, as they are drawn."""
+        return len(self)
+
     def held_out(self) -> Self:
         """The same environment with its evaluation rows."""
         return type(self)(self.name, self.vf_env, self.address, "eval", self.reward_errors.max_share)
@@ -265,6 +270,22 @@ def load_environment(config: EnvConfig, place: str) -> vf.Environment:
     return env
 
 
+def rows_to_evaluate(environment: Environment, skip_first: int, count: int) -> range:
+    """`count` rows after the first `skip_first`; a negative `count` takes all.
+
+    Raises:
+        EnvironmentFault: `skip_first` skips every row, or `count` takes all of an endless environment.
+    """
+    size = environment.num_rows
+    if size is None:
+        if count < 0:
+            raise EnvironmentFault(f"environment {environment.name!r} makes rows without end: set num_examples")
+        return range(skip_first, skip_first + count)
+    if skip_first >= size:
+        raise EnvironmentFault(f"skip_first = {skip_first} leaves none of the {size} rows of {environment.name!r}")
+    return range(skip_first, size if count < 0 else min(skip_first + count, size))
+
+
 def setup_verifiers_logging(log: LogConfig) -> None:
     vf.setup_logging(log.vf_level, json_logging=log.json_logging)
     if not sys.stderr.isatty():
@@ -297,7 +318,7 @@ def _with_rows(env: vf.Environment, config: EnvConfig, place: str, split: Split)
 
 
 def _refuse_empty(environment: Environment, config: EnvConfig, place: str, split: Split) -> None:
-    if not len(environment):
+    if environment.num_rows == 0:
         purpose = "training" if split == "train" else "evaluation"
         raise EnvironmentFault(f"{place}: environment {config.id!r} has no {purpose} rows")
 

@@ -47,7 +47,8 @@ class Examined:
     """What was found in one environment."""
 
     name: str
-    rows: int
+    rows: int | None
+    """None if there is no end of them."""
     tools: int
     first_prompt: str
     lengths: list[int] = field(default_factory=list)
@@ -57,11 +58,12 @@ class Examined:
 
     def describe(self) -> str:
         tools = f"{self.tools or 'no'} {'tool' if self.tools == 1 else 'tools'}"
+        rows = "endless" if self.rows is None else f"{self.rows:,} rows"
         if not self.lengths:
-            return f"{self.name}: {self.rows:,} rows, {tools}"
+            return f"{self.name}: {rows}, {tools}"
         low, middle, high = min(self.lengths), round(median(self.lengths)), max(self.lengths)
         return (
-            f"{self.name}: {self.rows:,} rows, {tools}; tokens of a prompt: {low:,} to {high:,}, median {middle:,} "
+            f"{self.name}: {rows}, {tools}; tokens of a prompt: {low:,} to {high:,}, median {middle:,} "
             f"({len(self.lengths):,} rows read)"
         )
 
@@ -98,7 +100,7 @@ def _examine(
 ) -> Examined:
     tools = list(environment.tools(0))
     prompts = list(_prompts(environment))
-    found = Examined(environment.name, len(environment), len(tools), text_of(prompts[0]))
+    found = Examined(environment.name, environment.num_rows, len(tools), text_of(prompts[0]))
     if count is not None:
         found.lengths = [count(text_of(prompt)) for prompt in prompts]
         _check_lengths(found, place, seq_len)

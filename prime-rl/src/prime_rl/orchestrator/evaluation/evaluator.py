@@ -9,7 +9,7 @@ from itertools import islice
 
 from prime_rl.configs.orchestrator import EvalConfig, EvalEnvConfig
 from prime_rl.monitors import Monitor
-from prime_rl.orchestrator.env_servers.environments import Environment
+from prime_rl.orchestrator.env_servers.environments import Environment, rows_to_evaluate
 from prime_rl.orchestrator.errors import EnvironmentFault
 from prime_rl.orchestrator.evaluation.scores import eval_metrics, score_titles
 from prime_rl.orchestrator.reports.rollout_log import RolloutLog
@@ -34,16 +34,13 @@ class EvalSet:
 
     @classmethod
     def from_config(cls, config: EvalEnvConfig, defaults: EvalConfig, environment: Environment) -> EvalSet:
-        """Raises EnvironmentFault if `skip_first` skips every row."""
-        if config.skip_first >= len(environment):
-            raise EnvironmentFault(
-                f"orchestrator.eval.env: skip_first = {config.skip_first} leaves none of the "
-                f"{len(environment)} rows of {environment.name!r}"
-            )
-        count = config.num_examples or defaults.num_examples
-        end = len(environment) if count < 0 else min(config.skip_first + count, len(environment))
+        """Raises EnvironmentFault if the rows cannot be chosen so (`rows_to_evaluate`)."""
+        try:
+            rows = rows_to_evaluate(environment, config.skip_first, config.num_examples or defaults.num_examples)
+        except EnvironmentFault as error:
+            raise EnvironmentFault(f"orchestrator.eval.env: {error}") from error
         attempts = config.rollouts_per_example or defaults.rollouts_per_example
-        return cls(environment.name, environment, range(config.skip_first, end), attempts, config.max_retries)
+        return cls(environment.name, environment, rows, attempts, config.max_retries)
 
 
 @dataclass(slots=True)

@@ -8,12 +8,15 @@ from pathlib import Path
 from typing import Any, Self
 
 from prime_rl.configs.orchestrator import EnvConfig
+from prime_rl.monitors.tracing import own_trace
 from prime_rl.orchestrator.env_servers.environments import Environment, Split, environment_arguments, module_id
 from prime_rl.orchestrator.env_servers.reward_errors import RewardErrors
 from prime_rl.orchestrator.errors import EnvironmentFault
 from prime_rl.orchestrator.guests.guest_process import Guest, GuestError, GuestProcess
+from prime_rl.orchestrator.guests.inside.frames import BadFrame
 from prime_rl.orchestrator.proxy.recording import Session
 from prime_rl.orchestrator.proxy.routes import RecordingProxy
+from prime_rl.orchestrator.reports.sessions import record_rollouts
 from prime_rl.orchestrator.rollouts.images import ADVICE, has_image
 from prime_rl.orchestrator.rollouts.rollout import ExampleRef, Rollout, read_rollout
 from prime_rl.orchestrator.scheduling.difficulty import fingerprint
@@ -21,6 +24,8 @@ from prime_rl.orchestrator.servers.server import InferenceServer
 from prime_rl.utils.logger import get_logger
 
 ROWS_AT_ONCE = 256
+SHOWN_ROWS = 16
+"""Rows of an endless environment that are read at the start, to look at their prompts."""
 
 
 class GuestEnvironment(Environment):
@@ -43,12 +48,18 @@ class GuestEnvironment(Environment):
         self._split = split
         try:
             described = process.ask_now("describe", split=split)
-            self._rows = list(_all_rows(process, split, described["rows"]))
+            self._num_rows: int | None = described["rows"]
+            count = SHOWN_ROWS if self._num_rows is None else self._num_rows
+            self._rows = list(_all_rows(process, split, count))
         except GuestError as error:
             raise EnvironmentFault(f"{process.guest.place}: cannot build the dataset of {name!r}: {error}") from error
         self._tools = described["tools"]
         self.reward_errors = RewardErrors(name, max_reward_errors)
         self.reward_functions = described["functions"]
+
+    @property
+    def num_rows(self) -> int | None:
+        return self._num_rows
 
     def held_out(self) -> Self:
         return type(self)(self.name, self._process, self._proxy, "eval", self.reward_errors.max_share)
@@ -69,6 +80,8 @@ class GuestEnvironment(Environment):
                 raise EnvironmentFault(f"environment {self.name!r}: the prompt of row {row} has an image, and {ADVICE}")
 
     def fingerprint(self, row: int, keys: Sequence[str]) -> str:
+        if self._num_rows is None:
+            return fingerprint(self.name, {"row": row}, ["task", "row"])
         return fingerprint(self.name, self.content(row), keys)
 
     async def connect(self) -> None:
@@ -84,7 +97,8 @@ class GuestEnvironment(Environment):
         version: int,
         max_retries: int = 0,
     ) -> list[Rollout]:
-        """Like `Environment.attempt`; a group whose code fails is attempted again up to `max_retries` times.
+        """Like `Environment.attempt`. A group that raises, or in which a rollout ends with an error, is attempted again
+        up to `max_retries` times.
 
         Raises:
             GuestError: the environment's code failed.
@@ -94,12 +108,14 @@ class GuestEnvironment(Environment):
         for retries_left in range(max_retries, -1, -1):
             try:
                 rollouts = await self._attempt(example, size, server, sampling_args, version)
+                fault = next((each.error_detail or each.error for each in rollouts if each.error), None)
             except GuestError as error:
                 if not retries_left:
                     raise
-                get_logger().warning(f"Environment {self.name!r}, row {example.row}: {error}; once more")
-            else:
+                fault = str(error)
+            if fault is None or not retries_left:
                 break
+            get_logger().warning(f"Environment {self.name!r}, row {example.row}: {fault}; once more")
         self.reward_errors.observe(rollouts)
         return rollouts
 
@@ -115,7 +131,9 @@ class GuestEnvironment(Environment):
                 model=server.model,
                 sampling_args=sampling_args,
                 sessions=[session.key for session in sessions],
+                proxy_key=self._proxy.key,
             )
+        record_rollouts(own_trace(), outputs, example)
         by_key = {session.key: session for session in sessions}
         temperature = sampling_args.get("temperature", 1.0)
         return [self._rollout(output, by_key[output["session"]], example, temperature, version) for output in outputs]
@@ -143,7 +161,8 @@ def start_guest(config: EnvConfig, place: str, split: Split, python: Path) -> Gu
     """
     name = config.name or config.id
     attributes = environment_arguments(config.extra_env_kwargs)
-    guest = Guest(place, python, module_id(config.id), config.args, attributes, config.judge)
+    tables = (config.taskset, config.agent)
+    guest = Guest(place, python, module_id(config.id), config.args, attributes, config.judge, *tables)
     process = GuestProcess.start(guest)
     get_logger().info(f"Environment {name!r} runs in {python} ({process.versions})")
     try:
@@ -155,9 +174,17 @@ def start_guest(config: EnvConfig, place: str, split: Split, python: Path) -> Gu
 
 def _all_rows(process: GuestProcess, split: str, count: int) -> Any:
     """The rows of the dataset as JSON texts, which need less memory than dictionaries."""
-    for start in range(0, count, ROWS_AT_ONCE):
-        for row in process.ask_now("rows", split=split, start=start, stop=start + ROWS_AT_ONCE):
-            yield json.dumps(row)
+    start, at_once = 0, ROWS_AT_ONCE
+    while start < count:
+        try:
+            rows = process.ask_now("rows", split=split, start=start, stop=min(start + at_once, count))
+        except GuestError as error:
+            if error.kind != BadFrame.__name__ or at_once == 1:
+                raise
+            at_once //= 2  # more than one message can hold
+            continue
+        yield from (json.dumps(row) for row in rows)
+        start += at_once
 
 
 def _steps(session: Session) -> list[dict[str, Any]]:

@@ -6,11 +6,12 @@ import asyncio
 import contextlib
 import itertools
 import os
+import select
 import signal
 import socket
 import subprocess
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
@@ -31,6 +32,11 @@ _ADDED = {MASK_VARIABLE: "", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}
 class GuestError(Exception):
     """The environment's own code failed in a request."""
 
+    def __init__(self, message: str, kind: str = "") -> None:
+        super().__init__(message)
+        self.kind = kind
+        """Name of the class of what it raised."""
+
 
 @dataclass(frozen=True, slots=True)
 class Guest:
@@ -43,6 +49,9 @@ class Guest:
     args: Mapping[str, Any]
     attributes: Mapping[str, Any]
     judge: str | None = None
+    taskset: Mapping[str, Any] = field(default_factory=dict)
+    agent: Mapping[str, Any] = field(default_factory=dict)
+    """Tables of verifiers v1."""
 
 
 class GuestProcess:
@@ -92,13 +101,9 @@ class GuestProcess:
 
     def _greet(self) -> None:
         guest = self.guest
-        settings: dict[str, Any] = {
-            "module": guest.module,
-            "args": dict(guest.args),
-            "attributes": dict(guest.attributes),
-        }
-        settings["judge"] = guest.judge
-        hello = self._exchange({"protocol": PROTOCOL, **settings})
+        tables = {name: dict(getattr(guest, name)) for name in ("args", "attributes", "taskset", "agent")}
+        settings = {"protocol": PROTOCOL, "module": guest.module, "judge": guest.judge, **tables}
+        hello = self._exchange(settings)
         if "fault" in hello:
             raise EnvironmentFault(f"{guest.place}: {guest.module!r} does not load in {guest.python}: {hello['fault']}")
         self.versions = f"verifiers {hello['verifiers']}, Python {hello['python']}"
@@ -169,12 +174,31 @@ class GuestProcess:
                 waiting.set_exception(EnvironmentFault(self._fault))
 
     def _gone(self, why: str = "") -> EnvironmentFault:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(STOP_GRACE_S)
-        code = self._process.returncode
+        self._has_ended(STOP_GRACE_S)
+        code = self._exit_code()
         how = "no longer answers" if code is None else f"ended with code {code}"
         reason = f": {why}" if why else "; what it printed is in this log"
         return EnvironmentFault(f"{self.guest.place}: the process of {self.guest.module!r} {how}{reason}")
+
+    def _has_ended(self, limit_s: float) -> bool:
+        """Wait for the end of the process, without reaping it: as long as it is not, its number names its group."""
+        if self._process.returncode is not None:
+            return True
+        ends = os.pidfd_open(self._process.pid)
+        try:
+            poll = select.poll()
+            poll.register(ends, select.POLLIN)
+            return bool(poll.poll(1000 * limit_s))
+        finally:
+            os.close(ends)
+
+    def _exit_code(self) -> int | None:
+        if self._process.returncode is not None:
+            return self._process.returncode
+        ended = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if ended is None:
+            return None
+        return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
 
     async def close(self) -> None:
         """Let the process end by itself; kill it, and all that it started, after `STOP_GRACE_S`."""
@@ -184,19 +208,19 @@ class GuestProcess:
         if self._opening is not None:
             (await self._opening).close()
         self._connection.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            await asyncio.to_thread(self._process.wait, STOP_GRACE_S)
+        await asyncio.to_thread(self._has_ended, STOP_GRACE_S)
         self.kill()
 
     def kill(self) -> None:
-        """End the process group at once."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+        """End the process, and all that it started, at once."""
+        if self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
         self._connection.close()
 
 
 def _value(answer: dict[str, Any]) -> Any:
     if "error" in answer:
-        raise GuestError(answer["error"])
+        raise GuestError(str(answer["error"]), str(answer.get("kind", "")))
     return answer.get("value")

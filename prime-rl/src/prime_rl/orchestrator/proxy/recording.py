@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from prime_rl.orchestrator.errors import MalformedRollout
+from prime_rl.orchestrator.guests.inside.model_client import session_name
 from prime_rl.orchestrator.proxy.continuation import Message, canonical
 from prime_rl.orchestrator.rollouts.replies import ChatReply
 from prime_rl.orchestrator.rollouts.trace import CallDetails, ModelCall, TokenTrace
@@ -86,12 +87,18 @@ class Sessions:
 
     def __init__(self) -> None:
         self._by_key: dict[str, Session] = {}
+        self._keys: dict[str, str] = {}
+        """Keys by their names."""
 
     def __len__(self) -> int:
         return len(self._by_key)
 
     def find(self, key: str) -> Session | None:
         return self._by_key.get(key)
+
+    def named(self, name: str) -> Session | None:
+        """The session whose key has this name (`session_name`)."""
+        return self._by_key.get(self._keys.get(name, ""))
 
     @contextmanager
     def opened(
@@ -101,11 +108,13 @@ class Sessions:
         sampling = flat(sampling_args)
         sessions = tuple(Session(secrets.token_hex(24), server, server.model, sampling) for _ in range(count))
         self._by_key |= {session.key: session for session in sessions}
+        self._keys |= {session_name(session.key): session.key for session in sessions}
         try:
             yield sessions
         finally:
             for session in sessions:
                 del self._by_key[session.key]
+                del self._keys[session_name(session.key)]
 
 
 def flat(sampling_args: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from prime_rl.configs.orchestrator import BufferConfig
-from prime_rl.orchestrator.errors import NothingToTrain
+from prime_rl.orchestrator.errors import EnvironmentFault, NothingToTrain
 from prime_rl.orchestrator.rollouts.rollout import ExampleRef, Group
 from prime_rl.orchestrator.scheduling.difficulty import DifficultyPools, Fingerprint
 from prime_rl.run.ledger import Ledger
@@ -35,14 +35,15 @@ class Buffer:
     """Draws examples with replacement: first an environment by ratio, then a uniformly random row of its normal pool.
 
     The n-th draw depends only on `seed`, n and the difficulty pools, so a resumed run continues with the same
-    examples. Examples returned with `put_back` come first.
+    examples. Examples returned with `put_back` come first. Rows of an endless environment are drawn in their order,
+    each once, and are in no pool.
 
     Records draws and rejections in `ledger`, and does so for others: what becomes of each example is in one file.
     """
 
     def __init__(
         self,
-        num_rows: Mapping[str, int],
+        num_rows: Mapping[str, int | None],
         config: BufferConfig,
         seed: int,
         fingerprint: Fingerprint = str,
@@ -52,12 +53,21 @@ class Buffer:
         self.num_rows = dict(num_rows)
         self.config = config
         self.seed = seed
-        self.pools = DifficultyPools(num_rows, fingerprint)
+        """None for an endless environment."""
+        self.pools = DifficultyPools({env: count or 0 for env, count in num_rows.items()}, fingerprint)
+        self._next_rows = {env: 0 for env, count in num_rows.items() if count is None}
         self._fingerprint = fingerprint
         self.counts = GroupCounts()
         self._draws = 0
         self._waiting: deque[ExampleRef] = deque()
-        self._ratios = dict(zip(self.num_rows, config.env_ratios or self.num_rows.values(), strict=True))
+        self._ratios = dict(zip(self.num_rows, config.env_ratios or self._sizes(), strict=True))
+
+    def _sizes(self) -> list[float]:
+        """The shares of environments without `env_ratios`: their rows. An endless one must be alone."""
+        if self._next_rows and len(self.num_rows) > 1:
+            names = ", ".join(map(repr, self._next_rows))
+            raise EnvironmentFault(f"{names} has rows without end beside other environments: set buffer.env_ratios")
+        return [1.0 if count is None else float(count) for count in self.num_rows.values()]
 
     def sample(self) -> ExampleRef:
         """Return the next example.
@@ -68,7 +78,7 @@ class Buffer:
         if self._waiting:
             return self._waiting.popleft()
         # The ratios are fixed at the start: an environment keeps its share as its pool shrinks.
-        envs = [env for env, rows in self.pools.normal.items() if rows]
+        envs = [env for env, rows in self.pools.normal.items() if rows or env in self._next_rows]
         if not envs:
             raise NothingToTrain(
                 "no example is left to train on, all are easy or hard: raise orchestrator.buffer.easy_threshold, lower "
@@ -77,9 +87,16 @@ class Buffer:
         number, self._draws = self._draws, self._draws + 1
         draw = random.Random(f"{self.seed}:{number}")
         (env,) = draw.choices(envs, [self._ratios[env] for env in envs])
-        example = ExampleRef(env, draw.choice(self.pools.normal[env]), number)
+        example = ExampleRef(env, self._drawn_row(env, draw), number)
         self.ledger.drawn(number, env, example.row, self._fingerprint(example))
         return example
+
+    def _drawn_row(self, env: str, draw: random.Random) -> int:
+        if env not in self._next_rows:
+            return draw.choice(self.pools.normal[env])
+        row = self._next_rows[env]
+        self._next_rows[env] += 1
+        return row
 
     def put_back(self, examples: Iterable[ExampleRef]) -> None:
         """Queue examples, to be returned by `sample` before it draws new ones."""
@@ -121,7 +138,8 @@ class Buffer:
     def state(self, in_flight: Iterable[ExampleRef]) -> dict[str, Any]:
         """State to resume from. After a resume, the examples in flight are sampled first."""
         waiting = [asdict(example) for example in (*in_flight, *self._waiting)]
-        return {"seed": self.seed, "draws": self._draws, "waiting": waiting, "pools": self.pools.state()}
+        state = {"seed": self.seed, "draws": self._draws, "waiting": waiting, "pools": self.pools.state()}
+        return {**state, "next_rows": dict(self._next_rows)} if self._next_rows else state
 
     @property
     def waiting(self) -> int:
@@ -140,9 +158,12 @@ class Buffer:
         """
         self.seed = state["seed"]
         self._draws = state["draws"]
+        saved = state.get("next_rows", {})
+        self._next_rows = {env: saved.get(env, 0) for env in self._next_rows}
         self._waiting.clear()
         for example in (ExampleRef(**each) for each in state["waiting"]):
-            if example.row < self.num_rows.get(example.env, 0):
+            count = self.num_rows.get(example.env, 0)
+            if count is None or example.row < count:
                 self._waiting.append(example)
             else:
                 self.ledger.dropped(example.draw, "the dataset has no such row any more")

@@ -12,7 +12,7 @@ import socket
 import struct
 from typing import Any
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Raised whenever a message changes its meaning."""
 MAX_FRAME_BYTES = 256 << 20
 """A longer message ends the connection."""

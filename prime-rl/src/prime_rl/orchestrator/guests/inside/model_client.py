@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
 from typing import Any
 
 TIMEOUT_S = 7200.0
+SESSION_HEADER = "X-Session-ID"
+"""verifiers 0.3 and later send the id of a rollout's trace in it."""
 NO_SESSION = "no-session"
 """The key of requests outside of a rollout. The proxy refuses it."""
+
+
+def session_name(key: str) -> str:
+    """The name of the session with a key, which does not tell the key. Where requests cannot carry a key each, they
+    carry this name in `SESSION_HEADER` and the proxy's own key."""
+    return hashlib.sha256(key.encode()).hexdigest()[:32]
 
 
 def model_client(base_url: str) -> Any:

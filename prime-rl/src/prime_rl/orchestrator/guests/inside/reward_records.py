@@ -49,7 +49,7 @@ def _recording(function: Callable[..., Any]) -> Callable[..., Any]:
             return await value if inspect.isawaitable(value) else value
         except (Exception, SystemExit) as error:
             for state in states:
-                entry = {"function": getattr(function, "__name__", repr(function)), "traceback": _shown(error)}
+                entry = {"function": getattr(function, "__name__", repr(function)), "traceback": shown(error, __file__)}
                 state.setdefault(KEY, []).append(entry)
             if isinstance(error, SystemExit):
                 raise RuntimeError(f"the reward function called sys.exit({error.code!r})") from error
@@ -63,9 +63,9 @@ def _recording(function: Callable[..., Any]) -> Callable[..., Any]:
     return recording
 
 
-def _shown(error: BaseException) -> str:
-    """The end of the traceback, from the function on."""
+def shown(error: BaseException, caller: str) -> str:
+    """The end of the traceback, from the function on that the module in the file `caller` has called."""
     trace = error.__traceback__
-    while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
+    while trace is not None and trace.tb_frame.f_code.co_filename == caller:
         trace = trace.tb_next
     return "".join(traceback.format_exception(type(error), error, trace)).rstrip()[-MAX_TRACEBACK_CHARS:]

@@ -14,7 +14,7 @@ from typing import Any
 
 from .frames import PROTOCOL, encode, receive, receive_now
 from .judge_arguments import judge_arguments
-from .verifiers_api import Served, cancelled_on_exit
+from .verifiers_api import cancelled_on_exit
 
 _DEATH_SIGNAL = 1
 """The option PR_SET_PDEATHSIG of prctl, on Linux."""
@@ -51,11 +51,22 @@ def _keep_from_children(connection: socket.socket) -> None:
     os.register_at_fork(after_in_child=connection.close)
 
 
-def _load(start: dict[str, Any]) -> Served:
+def _load(start: dict[str, Any]) -> Any:
     if start["protocol"] != PROTOCOL:
         raise RuntimeError(f"the orchestrator speaks version {start['protocol']} of the protocol, not {PROTOCOL}")
+    import verifiers
+
+    # 0.3 has both interfaces, and 0.4 only v1.
+    if start["taskset"] or start["agent"] or not hasattr(verifiers, "load_environment"):
+        from . import verifiers_v1
+
+        if start["judge"]:
+            raise RuntimeError("judge: a taskset of verifiers v1 names its judges itself, in its own table")
+        return verifiers_v1.Served(start)
+    from . import verifiers_api
+
     given = judge_arguments(start["module"], start.get("judge"))
-    return Served(start["module"], {**given, **start["args"]}, start["attributes"])
+    return verifiers_api.Served({**start, "args": {**given, **start["args"]}})
 
 
 def _version() -> str:
@@ -64,7 +75,7 @@ def _version() -> str:
     return version("verifiers")
 
 
-async def _serve(served: Served, connection: socket.socket) -> None:
+async def _serve(served: Any, connection: socket.socket) -> None:
     connection.setblocking(False)
     reader, writer = await asyncio.open_connection(sock=connection)
     tasks: dict[int, asyncio.Task[None]] = {}
@@ -80,13 +91,14 @@ async def _serve(served: Served, connection: socket.socket) -> None:
             pending.add(task)
             task.add_done_callback(pending.discard)
             task.add_done_callback(partial(_forget, tasks, request["id"]))
+    await served.close()
 
 
 def _forget(tasks: dict[int, asyncio.Task[None]], number: int, task: asyncio.Task[None]) -> None:
     tasks.pop(number, None)
 
 
-async def _answer(served: Served, request: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+async def _answer(served: Any, request: dict[str, Any], writer: asyncio.StreamWriter) -> None:
     try:
         done = getattr(served, request["do"])(**request["with"])
         value = await done if asyncio.iscoroutine(done) else done

@@ -24,10 +24,11 @@ _SESSIONS: ContextVar[Iterator[tuple[Any, str]]] = ContextVar("sessions")
 class Served:
     """An environment as the orchestrator asks for it."""
 
-    def __init__(self, module: str, args: dict[str, Any], attributes: dict[str, Any]) -> None:
+    def __init__(self, start: dict[str, Any]) -> None:
         import verifiers as vf
 
-        self.env = vf.load_environment(module, **args)
+        attributes = start["attributes"]
+        self.env = vf.load_environment(start["module"], **start["args"])
         if hasattr(self.env, "set_kwargs"):
             self.env.set_kwargs(**attributes)
         else:
@@ -53,8 +54,9 @@ class Served:
         return [dataset[row] for row in range(start, min(stop, len(dataset)))]
 
     async def run_group(
-        self, split: str, row: int, base_url: str, model: str, sampling_args: dict[str, Any], sessions: list[str]
-    ) -> list[dict[str, Any]]:
+        self, split: str, row: int, base_url: str, model: str, sampling_args: dict[str, Any], sessions: list[str],
+        proxy_key: str,
+    ) -> list[dict[str, Any]]:  # fmt: skip
         """One rollout for each session, scored together. Rollouts come in any order and name their sessions."""
         inputs = [dict(self._dataset(split)[row]) for _ in sessions]
         if base_url not in self._clients:
@@ -63,6 +65,9 @@ class Served:
         _SESSIONS.set((of_session(client, key), key) for key in sessions)
         states = await self._states(inputs, for_verifiers(client), model, sampling_args)
         return [_output(state) for state in states]
+
+    async def close(self) -> None:
+        """Nothing outlives the process."""
 
     async def _states(
         self, inputs: list[dict[str, Any]], client: Any, model: str, sampling_args: dict[str, Any]
