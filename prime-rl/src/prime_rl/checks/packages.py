@@ -6,6 +6,7 @@ import ast
 import importlib.util
 import os
 import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
@@ -80,7 +81,7 @@ def _guest_fault(env: EnvConfig, module: str, start: StartDir) -> str | None:
         assert env.python is not None
         return interpreter_fault(env.python, module)
     try:
-        return interpreter_fault(python_of(venv_of_project(start.find(env.project))), module)
+        return interpreter_fault(python_of(venv_of_project(start.find(env.project), _tell)), module)
     except VenvError as error:
         return f"project = {str(env.project)!r}: {error}"
 
@@ -94,6 +95,11 @@ def _installed_by_command(env_id: str) -> tuple[bool, str]:
     if found is None or found.is_whole:
         return found is not None, ""
     return True, f"its files in {found.directory} are gone: run `medarc_train env install {found.source}` again"
+
+
+def _tell(line: str) -> None:
+    sys.stderr.write(f"{line}\n")
+    sys.stderr.flush()
 
 
 def interpreter_fault(python: Path, module: str) -> str | None:

@@ -93,7 +93,8 @@ def venv_of_packages(requirements: Sequence[str], tell: Tell | None = None) -> P
 
     name = re.split(r"[^\w.-]", requirements[0])[0] or "packages"
     place = _place(name, {"requirements": "\n".join(requirements)})
-    return _made(place, Path.cwd(), install, tell or get_logger().info)
+    # Not in the current directory, whose project may have settings of its own.
+    return _made(place, place.parent, install, tell or get_logger().info)
 
 
 class Uv:
@@ -113,7 +114,7 @@ class Uv:
         if venv is not None:
             env["UV_PROJECT_ENVIRONMENT"] = str(venv)
         done = subprocess.run(
-            [self._program, *arguments, "--no-progress", "--color=never"],
+            [self._program, "--no-progress", "--color=never", *arguments],
             cwd=self._directory,
             env=env,
             stdin=subprocess.DEVNULL,

@@ -28,7 +28,7 @@ class EnvConfig(BaseConfig):
 
     python: Path | None = None
     """Python interpreter of the environment, such as `envs/medqa/.venv/bin/python`: it then runs in a process of its
-    own, with the packages of that interpreter. verifiers 0.1.5 to 0.3 may be installed there. None takes the run's
+    own, with the packages of that interpreter. verifiers 0.1.5 to 0.4 may be installed there. None takes the run's
     own."""
 
     project: Path | None = None

@@ -1,0 +1,158 @@
+"""Three versions of verifiers that exclude each other, each in an interpreter of its own, in one run."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from prime_rl.configs.orchestrator import BufferConfig
+from prime_rl.interpreters.venvs import VENVS_VARIABLE, VenvError, python_of, venv_of_packages
+from prime_rl.orchestrator.errors import EnvironmentFault
+from prime_rl.orchestrator.rollouts.rollout import Group
+from prime_rl.orchestrator.scheduling.buffer import Buffer
+from prime_rl.transport.filesystem import FileSystemBatchReceiver
+
+OLD = """
+import verifiers as vf
+from datasets import Dataset
+
+
+def reversed_text(completion, answer, **kwargs):
+    return float(completion[-1]["content"] == answer)
+
+
+def load_environment():
+    rows = [{"question": text, "answer": text[::-1]} for text in ["abc", "hello"]]
+    return vf.SingleTurnEnv(dataset=Dataset.from_list(rows), rubric=vf.Rubric(funcs=[reversed_text]))
+"""
+
+NEW = """
+import itertools
+import verifiers.v1 as vf
+
+
+class Data(vf.TaskData):
+    answer: str = ""
+
+
+class Reverse(vf.Task[Data, vf.State]):
+    @vf.reward(weight=0.75)
+    async def reversed_text(self, trace: vf.Trace) -> float:
+        return float(trace.branches[-1].messages[-1].content == self.data.answer)
+
+    @vf.reward(weight=0.25)
+    async def length(self, trace) -> float:
+        if self.data.idx == 1:
+            raise SystemExit("the second task is broken")
+        return 1.0
+
+
+class Config(vf.TasksetConfig):
+    prefix: str = ""
+
+
+class Letters(vf.Taskset[Reverse, Config]):
+    INFINITE = True
+
+    def load(self):
+        for number in itertools.count():
+            text = f"{self.config.prefix}{number}"
+            yield Reverse(Data(prompt=text, answer=text[::-1]), self.config.task)
+
+
+__all__ = ["Letters"]
+"""
+UNREACHABLE = ("fetch", "connect", "dns", "timed out", "offline")
+
+
+@pytest.fixture(scope="session")
+def pythons(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Interpreters with verifiers 0.1.10 and 0.4.0, by the name of the environment in them."""
+    found = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(VENVS_VARIABLE, str(tmp_path_factory.mktemp("venvs") / "cache"))
+        for name, version, module in (("old-letters", "0.1.10", OLD), ("new-letters", "0.4.0", NEW)):
+            try:
+                venv = venv_of_packages([f"verifiers=={version}"], print)
+            except VenvError as error:
+                if any(word in str(error).lower() for word in UNREACHABLE):
+                    pytest.skip(f"needs a package index with verifiers {version}: {error}")
+                raise
+            (packages,) = venv.glob("lib/python*/site-packages")
+            (packages / f"{name.replace('-', '_')}.py").write_text(module)
+            found[name] = python_of(venv)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("importable_environments")
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="verifiers 0.4 needs Python 3.11")
+def test_three_incompatible_versions_train_in_one_run(
+    orchestrate, policy_server, pythons: dict[str, Path], tmp_path: Path
+) -> None:
+    policy_server.version = 1
+    old, new = ({"id": name, "python": str(pythons[name])} for name in ("old-letters", "new-letters"))
+    code, log = orchestrate(
+        env=[{"id": "letters-env"}, old, {**new, "taskset": {"prefix": "task "}}],
+        buffer={"env_ratios": [1, 1, 1], "seed": 9},
+        batch_size=10,
+        max_concurrent=2,  # one group at a time, so that the batch has the first groups that were drawn
+        save_rollouts=True,
+    )
+    assert code == 0, log
+    assert "Environment 'old-letters' runs in" in log
+    assert "(verifiers 0.1.10, Python " in log
+    assert "(verifiers 0.4.0, Python " in log
+    assert "new-letters (endless)" in log
+    kept = gzip.decompress((tmp_path / "run_default" / "samples" / "step_0.jsonl.gz").read_bytes())
+    lines = [json.loads(line) for line in kept.splitlines()]
+    assert Counter(line["env"] for line in lines).keys() == {"letters-env", "old-letters", "new-letters"}
+    by_prompt = {line["prompt"][-1]["content"]: line for line in lines if line["env"] == "new-letters"}
+    # In the order of the taskset. The second task's reward function ends with sys.exit, which costs its group.
+    assert {"task 0", "task 2"} <= set(by_prompt)
+    assert "task 1" not in by_prompt
+    assert by_prompt["task 0"]["completion"] == [{"role": "assistant", "content": "0 ksat"}]
+    assert by_prompt["task 0"]["metrics"] == {"reversed_text": 1.0, "length": 1.0}
+    assert {line["reward"] for line in by_prompt.values()} == {1.0}
+    assert "the second task is broken" in log
+    # The trainer gets the sampled tokens of all of them, with the versions that sampled them.
+    batch = FileSystemBatchReceiver(tmp_path / "run_default").receive(0)
+    assert batch is not None
+    trained = [bytes(sample.completion_ids) for sample in batch.examples]
+    assert b"0 ksat\x03" in trained
+    assert {logprob for sample in batch.examples for logprob in sample.completion_logprobs} == {-1.5}
+
+
+def endless(config: BufferConfig | None = None) -> Buffer:
+    return Buffer({"stream": None, "table": 5}, config or BufferConfig(env_ratios=[1, 1]), seed=4)
+
+
+def test_rows_of_an_endless_environment_are_drawn_in_order_and_a_resume_skips_them() -> None:
+    buffer = endless()
+    drawn = [buffer.sample() for _ in range(20)]
+    rows = [example.row for example in drawn if example.env == "stream"]
+    assert rows == list(range(len(rows)))
+    assert 0 < len(rows) < 20
+    state = json.loads(json.dumps(buffer.state(drawn[-2:])))
+    resumed = endless()
+    resumed.restore(state)
+    assert [resumed.sample() for _ in range(2)] == drawn[-2:]
+    after = [resumed.sample() for _ in range(20)]
+    assert after == [buffer.sample() for _ in range(20)]
+    assert min(example.row for example in after if example.env == "stream") == len(rows)
+
+
+def test_an_endless_environment_is_in_no_pool_and_beside_others_needs_a_ratio(rollout) -> None:
+    alone = Buffer({"stream": None}, BufferConfig(easy_threshold=0.9), seed=0)
+    assert [alone.sample().row for _ in range(3)] == [0, 1, 2]
+    group = Group([rollout(reward=1.0, env="stream")])
+    assert alone.accepts(group)
+    assert alone.sample().row == 3
+    assert alone.take_metrics()["evicted_examples/easy"] == 0
+    with pytest.raises(EnvironmentFault, match=r"'stream' has rows without end .*: set buffer\.env_ratios"):
+        endless(BufferConfig())
