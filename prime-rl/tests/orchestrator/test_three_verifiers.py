@@ -147,7 +147,7 @@ def test_rows_of_an_endless_environment_are_drawn_in_order_and_a_resume_skips_th
     assert min(example.row for example in after if example.env == "stream") == len(rows)
 
 
-def test_an_endless_environment_is_in_no_pool_and_beside_others_needs_a_ratio(rollout) -> None:
+def test_an_endless_environment_is_in_no_pool_and_with_others_needs_a_ratio(rollout) -> None:
     alone = Buffer({"stream": None}, BufferConfig(easy_threshold=0.9), seed=0)
     assert [alone.sample().row for _ in range(3)] == [0, 1, 2]
     group = Group([rollout(reward=1.0, env="stream")])

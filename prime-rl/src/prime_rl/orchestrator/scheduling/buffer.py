@@ -66,7 +66,7 @@ class Buffer:
         """The shares of environments without `env_ratios`: their rows. An endless one must be alone."""
         if self._next_rows and len(self.num_rows) > 1:
             names = ", ".join(map(repr, self._next_rows))
-            raise EnvironmentFault(f"{names} has rows without end beside other environments: set buffer.env_ratios")
+            raise EnvironmentFault(f"{names} has rows without end, and is not alone: set buffer.env_ratios")
         return [1.0 if count is None else float(count) for count in self.num_rows.values()]
 
     def sample(self) -> ExampleRef:

@@ -25,7 +25,7 @@ KEPT_TASKS = 4096
 """Tasks of an endless taskset that are kept. An older one is asked for again only after a resume."""
 
 _ERRORS: ContextVar[list[dict[str, str]]] = ContextVar("errors")
-"""What reward functions raised in the rollout at hand."""
+"""What reward functions raised in the current rollout."""
 
 
 class Served:
