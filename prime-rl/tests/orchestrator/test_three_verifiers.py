@@ -15,6 +15,7 @@ from prime_rl.interpreters.venvs import VENVS_VARIABLE, VenvError, python_of, ve
 from prime_rl.orchestrator.errors import EnvironmentFault
 from prime_rl.orchestrator.rollouts.rollout import Group
 from prime_rl.orchestrator.scheduling.buffer import Buffer
+from prime_rl.run.paths import RunPaths
 from prime_rl.transport.filesystem import FileSystemBatchReceiver
 
 OLD = """
@@ -95,7 +96,7 @@ def pythons(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def test_three_incompatible_versions_train_in_one_run(
     orchestrate, policy_server, pythons: dict[str, Path], tmp_path: Path
 ) -> None:
-    policy_server.version = 1
+    policy_server.reply = lambda messages, _: messages[-1]["content"][::-1]
     old, new = ({"id": name, "python": str(pythons[name])} for name in ("old-letters", "new-letters"))
     code, log = orchestrate(
         env=[{"id": "letters-env"}, old, {**new, "taskset": {"prefix": "task "}}],
@@ -117,15 +118,15 @@ def test_three_incompatible_versions_train_in_one_run(
     assert {"task 0", "task 2"} <= set(by_prompt)
     assert "task 1" not in by_prompt
     assert by_prompt["task 0"]["completion"] == [{"role": "assistant", "content": "0 ksat"}]
-    assert by_prompt["task 0"]["metrics"] == {"reversed_text": 1.0, "length": 1.0}
+    assert by_prompt["task 0"]["metrics"].items() >= {("reversed_text", 1.0), ("length", 1.0)}
     assert {line["reward"] for line in by_prompt.values()} == {1.0}
     assert "the second task is broken" in log
     # The trainer gets the sampled tokens of all of them, with the versions that sampled them.
-    batch = FileSystemBatchReceiver(tmp_path / "run_default").receive(0)
+    batch = FileSystemBatchReceiver(RunPaths(tmp_path).orchestrator).receive(0)
     assert batch is not None
     trained = [bytes(sample.completion_ids) for sample in batch.examples]
     assert b"0 ksat\x03" in trained
-    assert {logprob for sample in batch.examples for logprob in sample.completion_logprobs} == {-1.5}
+    assert {logprob for sample in batch.examples for logprob in sample.completion_logprobs} == {-0.5}
 
 
 def endless(config: BufferConfig | None = None) -> Buffer:
@@ -154,5 +155,5 @@ def test_an_endless_environment_is_in_no_pool_and_with_others_needs_a_ratio(roll
     assert alone.accepts(group)
     assert alone.sample().row == 3
     assert alone.take_metrics()["evicted_examples/easy"] == 0
-    with pytest.raises(EnvironmentFault, match=r"'stream' has rows without end .*: set buffer\.env_ratios"):
+    with pytest.raises(EnvironmentFault, match=r"'stream' has rows without end.*: set buffer\.env_ratios"):
         endless(BufferConfig())
