@@ -2,6 +2,7 @@
 
 The jobs are the CPU examples. `local` is `medarc_train`; `slurm` is `medarc_slurm` on a cluster of its own, as in
 `benchmarks/slurm` (needs root, slurm-wlm and munge), so the difference is what submission, queue and batch script add.
+`ray` is `medarc_submit --to ray` (needs the extra `ray`), which starts a cluster of this machine alone for the job.
 `--out` gets a JSON line for each start; the table is the median over all lines. To add a way to launch, add a
 function to `WAYS`.
 """
@@ -94,7 +95,21 @@ def _through_slurm(env: dict[str, str], words: Sequence[str], out: Path) -> floa
     return await_step(out, lambda: True) - started
 
 
-WAYS: dict[str, Callable[[Sequence[str], Path], float]] = {"local": local, "slurm": slurm}
+def ray(words: Sequence[str], out: Path) -> float:
+    command = [str(Path(sys.executable).with_name("medarc_submit")), *words, "--to", "ray", "--output-dir", str(out)]
+    # The job log of the user stays as it is.
+    env = {**os.environ, "XDG_STATE_HOME": str(out.parent / "state")}
+    started = time.time()
+    submitted = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+    if submitted.returncode:
+        raise SystemExit(submitted.stderr)
+    ended = await_step(out, lambda: not list((out / "ray").glob("*.end")))
+    while not list((out / "ray").glob("*.end")):
+        time.sleep(LOOK_EVERY_S)
+    return ended - started
+
+
+WAYS: dict[str, Callable[[Sequence[str], Path], float]] = {"local": local, "slurm": slurm, "ray": ray}
 
 
 def table(lines: Sequence[dict[str, Any]]) -> str:

@@ -106,7 +106,8 @@ def _loaded(request: Request, options: SageMakerOptions) -> Run[Any]:
     """The config, which resumes from what the run's prefix holds, if it saves anything."""
     if request.nodes > 1:
         raise UsageError(
-            f"{request.nodes} nodes: runs on SageMaker take one instance; the largest have 8 GPUs, as ml.p5.48xlarge"
+            f"{request.nodes} nodes: runs on SageMaker take one instance, as ml.p5.48xlarge (8 GPUs): nodes of a run "
+            "share a directory, and instances do not; for several nodes take medarc_slurm, or --to ray or kubernetes"
         )
     run = request.load(Path(RUN_DIR))
     if request.kind != "eval":
