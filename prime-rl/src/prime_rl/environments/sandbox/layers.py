@@ -9,9 +9,9 @@ import sys
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-LayerName = Literal["bubblewrap", "namespaces", "seccomp", "docker", "podman"]
+LayerName = Literal["bubblewrap", "namespaces", "seccomp"]
 AUTOMATIC: tuple[LayerName, ...] = ("bubblewrap", "namespaces", "seccomp")
-"""Tried in this order. Containers are used only by choice: each program pays for the start of one."""
+"""Tried in this order."""
 INSIDE = Path(__file__).parent / "inside"
 NOBODY = 65534
 FIRST_OWN_UID = 1_000_000_000
@@ -52,7 +52,7 @@ def layer(name: LayerName) -> Layer:
             return Layer(name, counts_threads=False)
         uid = FIRST_OWN_UID + os.getpid()
         return Layer(name, uid=uid) if _is_mapped(uid) else Layer(name, uid=NOBODY, counts_threads=False)
-    raise SandboxFault(f"{name!r} is no layer of this process")
+    raise SandboxFault(f"there is no layer {name!r}: the layers are {', '.join(AUTOMATIC)}")
 
 
 def python() -> list[str]:

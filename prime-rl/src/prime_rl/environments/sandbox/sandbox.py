@@ -121,7 +121,9 @@ class Sandbox:
                 return zygote, found
             zygote.close()
         reasons = "; ".join(f"{name}: {reason}" for name, reason in self.skipped.items())
-        raise SandboxFault(f"programs cannot be kept in here ({reasons}): install bubblewrap, or use docker or podman")
+        raise SandboxFault(
+            f"programs cannot be kept in here ({reasons}): run on Linux with seccomp, or install bubblewrap"
+        )
 
     def _attempted(self, action: Callable[[], Result]) -> Result:
         for _ in range(ATTEMPTS):
