@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import ReadItem
 
-from prime_rl.trainer.checkpoints.files import first_reason
+from prime_rl.trainer.checkpoints.files import first_line, first_reason
 from prime_rl.trainer.process.errors import CheckpointError
 from prime_rl.trainer.process.unpickling import PlainUnpickler
 
@@ -25,17 +25,29 @@ def read_sharded(state: dict[str, Any], directory: Path) -> None:
     Raises:
         CheckpointError: the checkpoint does not fit `state`, cannot be read, or holds anything but plain data.
     """
+    reader = _PlainReader(directory)
     try:
-        dcp.load(state, storage_reader=_PlainReader(directory), planner=_PlainPlanner())
+        dcp.load(state, storage_reader=reader, planner=_PlainPlanner())
     except dcp.api.CheckpointException as error:
-        raise CheckpointError(f"{directory} does not fit this model and optimizer: {first_reason(error)}") from error
+        reason = first_reason(error) if reader.index_fault is None else first_line(reader.index_fault)
+        raise CheckpointError(f"{directory} does not fit this model and optimizer: {reason}") from error
 
 
 class _PlainReader(FileSystemReader):
     """Reads the index with `PlainUnpickler`, where torch unpickles it without limits."""
 
+    index_fault: Exception | None = None
+    """Why the index could not be read. torch before 2.12 logs that away, and fails later without a reason."""
+
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        with self.fs.create_stream(self._get_metadata_path(kwargs.get("rank")), "rb") as file:
+        try:
+            return self._read_index(kwargs.get("rank"))
+        except Exception as error:
+            self.index_fault = self.index_fault or error
+            raise
+
+    def _read_index(self, rank: int | None) -> Metadata:
+        with self.fs.create_stream(self._get_metadata_path(rank), "rb") as file:
             metadata: Metadata = PlainUnpickler(file).load()
         if metadata.storage_meta is None:
             metadata.storage_meta = StorageMeta()

@@ -10,9 +10,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from prime_rl.configs.trainer import CompileConfig, ModelConfig
+from prime_rl.configs.trainer import ModelConfig
 from prime_rl.trainer.model.activation_offload import ActivationOffload
 from prime_rl.trainer.process.errors import ModelError
+from prime_rl.trainer.versions import compile_for_all_shapes
 from prime_rl.utils.logger import get_logger
 
 Forward = Callable[..., Any]
@@ -46,21 +47,16 @@ def prepare_blocks(model: PreTrainedModel, config: ModelConfig, device: torch.de
     for index, block in enumerate(decoder_blocks(model)):
         forward = block.forward
         if config.compile is not None:
-            forward = _compiled(forward, config.compile)
+            # Blocks share graphs. Single rows and masked rows need their own.
+            forward = compile_for_all_shapes(
+                forward, fullgraph=config.compile.fullgraph, recompile_limit=_RECOMPILE_LIMIT
+            )
         if config.ac is not None and index % config.ac.freq == 0:
             forward = _checkpointed(forward, preserve_rng_state=is_random)
         if offload is not None:
             forward = offloaded(forward, offload)
         # Replace `forward` instead of wrapping the module, which would change parameter names.
         block.forward = forward
-
-
-def _compiled(forward: Forward, config: CompileConfig) -> Forward:
-    """Compile with dynamic shapes, so that all blocks share graphs. Single rows and masked rows need their own."""
-    # The overloads of `compile` omit `recompile_limit`.
-    return torch.compile(  # type: ignore[call-overload]
-        forward, fullgraph=config.fullgraph, dynamic=True, recompile_limit=_RECOMPILE_LIMIT
-    )
 
 
 def _checkpointed(forward: Forward, preserve_rng_state: bool) -> Forward:

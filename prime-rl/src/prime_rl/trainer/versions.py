@@ -1,0 +1,26 @@
+"""What releases of torch and Transformers that this engine supports do differently, each in one function.
+
+Supported: torch 2.11 to 2.13, Transformers 5.16 to 5.19.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+def compile_for_all_shapes(forward: Callable[..., Any], *, fullgraph: bool, recompile_limit: int) -> Callable[..., Any]:
+    """Compile with dynamic shapes, and with at most `recompile_limit` graphs.
+
+    `torch.compile` takes the limit from 2.12 on. Before, it is a setting of the process.
+    """
+    # The overloads of `compile` omit `recompile_limit`.
+    if "recompile_limit" in inspect.signature(torch.compile).parameters:
+        return torch.compile(  # type: ignore[call-overload]
+            forward, fullgraph=fullgraph, dynamic=True, recompile_limit=recompile_limit
+        )
+    torch._dynamo.config.recompile_limit = recompile_limit
+    return torch.compile(forward, fullgraph=fullgraph, dynamic=True)
