@@ -1,0 +1,135 @@
+"""The trainer's loss and gradients against Transformers: every attention kernel, packed and alone, LoRA, compiled."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from findings import Findings, findings_of_command_line
+from shapes import SHAPES, config_dir
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from prime_rl.configs.trainer import ModelConfig
+from prime_rl.trainer.kernels.attention import FLEX, VARLEN
+from prime_rl.trainer.model.build import setup_model
+from prime_rl.trainer.model.scoring import cross_entropy_sum, score_tokens
+from prime_rl.trainer.process.parallel_dims import Mesh, ParallelDims
+from prime_rl.trainer.process.world import setup_world
+
+LENGTHS = (70, 130, 1, 300)
+VOCABULARY = 512
+FLOAT32_ERROR, BFLOAT16_ERROR = 2e-5, 3e-2
+"""Largest relative error of a loss or gradient, |ours - reference| / |reference|, in each dtype."""
+
+
+def main(findings: Findings) -> None:
+    with tempfile.TemporaryDirectory() as scratch:
+        mesh = ParallelDims(1, 1).mesh(setup_world(findings.device, timeout_s=600, environ={}))
+        directory = config_dir("tiny", Path(scratch))
+        expected = reference(directory, findings.device)
+        for dtype, limit in (("float32", FLOAT32_ERROR), ("bfloat16", BFLOAT16_ERROR)):
+            for name, kernel, settings in cases(findings.device, dtype):
+                findings.attempt(
+                    f"{dtype}, {name}",
+                    lambda kernel=kernel, settings=settings, dtype=dtype, limit=limit: compared(
+                        ours(directory, mesh, kernel, settings | {"compute_dtype": dtype}), expected, limit
+                    ),
+                )
+
+
+def cases(device: str, dtype: str) -> list[tuple[str, str | None, dict[str, Any]]]:
+    """Name, kernel to force, and keys of `[model]`."""
+    sdpa: dict[str, Any] = {"attn": "sdpa"}
+    plain: list[tuple[str, str | None, dict[str, Any]]] = [
+        ("sdpa", None, sdpa),
+        ("the default kernel", None, {}),
+        ("activation checkpointing", None, sdpa | {"ac": {}}),
+        ("activation checkpointing of every second block", None, sdpa | {"ac": {"freq": 2}}),
+    ]
+    compiled = ("compiled", None, sdpa | {"compile": {}})
+    if device == "cpu":
+        # Compiling for a CPU takes minutes where its cores are busy.
+        return [*plain, compiled] if dtype == "float32" else plain
+    flash = [("varlen", VARLEN, {}), ("varlen, compiled", VARLEN, {"compile": {}})] if dtype == "bfloat16" else []
+    return [
+        *plain,
+        compiled,
+        ("flex", FLEX, {}),
+        *flash,
+        ("offloaded activations", None, sdpa | {"ac": {}, "ac_offloading": {}}),
+        ("offloaded parameters", None, sdpa | {"fsdp_cpu_offload": True}),
+    ]
+
+
+def rows() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(0, VOCABULARY, (length,), generator=generator) for length in LENGTHS]
+
+
+def reference(directory: Path, device: str) -> tuple[float, Tensor]:
+    """Summed loss and gradient of Transformers' own model in float32, one sequence after another."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(directory), dtype=torch.float32)
+    model.load_state_dict(same_weights(directory))
+    model.to(device).eval()
+    total = torch.zeros((), device=device)
+    for tokens in rows():
+        if len(tokens) > 1:
+            logits = model(input_ids=tokens[None].to(device), use_cache=False).logits[0, :-1].float()
+            total = total + torch.nn.functional.cross_entropy(logits, tokens[1:].to(device), reduction="sum")
+    total.backward()
+    return float(total), flat(parameter.grad for parameter in model.parameters())
+
+
+def same_weights(directory: Path) -> dict[str, Tensor]:
+    """Weights that are neither the trainer's nor Transformers' start: larger, so that rounding shows."""
+    torch.manual_seed(2)
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(directory), dtype=torch.float32)
+    return {name: 3 * tensor if tensor.ndim > 1 else tensor for name, tensor in model.state_dict().items()}
+
+
+def ours(directory: Path, mesh: Mesh, kernel: str | None, settings: dict[str, Any]) -> tuple[float, Tensor]:
+    """The same of the trainer's model on one packed row."""
+    config = ModelConfig.model_validate({"name": str(directory), "debug": {"random_init": True}, **settings})
+    model = setup_model(config, mesh)
+    named = dict(model.named_parameters())
+    with torch.no_grad():
+        for name, tensor in same_weights(directory).items():
+            if name in named:
+                target = named[name]
+                local = target.to_local() if hasattr(target, "to_local") else target
+                local.copy_(tensor)
+    if kernel is not None:
+        model.set_attn_implementation(kernel)
+    device = mesh.process.device
+    sequences = rows()
+    tokens = torch.cat(sequences).to(device)
+    places = torch.cat([torch.arange(length) for length in LENGTHS]).to(device)
+    wanted = torch.cat([torch.arange(length) < length - 1 for length in LENGTHS]).to(device)
+    targets = tokens.roll(-1)[wanted]
+
+    def loss_of(hidden: Tensor, logits_of: Any) -> Tensor:
+        return cross_entropy_sum(hidden[wanted], targets, logits_of, SHAPES["tiny"]["vocab_size"])
+
+    loss = score_tokens(model, tokens[None], places[None], loss_of)
+    loss.backward()
+    grads = [parameter.grad for parameter in model.parameters()]
+    return float(loss), flat(grad.full_tensor() if hasattr(grad, "full_tensor") else grad for grad in grads)
+
+
+def flat(tensors: Any) -> Tensor:
+    return torch.cat([tensor.detach().float().flatten().cpu() for tensor in tensors])
+
+
+def compared(found: tuple[float, Tensor], expected: tuple[float, Tensor], limit: float) -> tuple[bool, str]:
+    loss_error = abs(found[0] / expected[0] - 1)
+    gradient_error = float((found[1] - expected[1]).norm() / expected[1].norm())
+    text = f"loss {found[0]:.4f}, off by {loss_error:.1e}; gradient off by {gradient_error:.1e} (limit {limit:.0e})"
+    return max(loss_error, gradient_error) < limit, text
+
+
+if __name__ == "__main__":
+    main(findings_of_command_line(__doc__))

@@ -1,0 +1,130 @@
+"""The kit for a machine with a GPU: its pack installs without a network, and its scripts run on a CPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+from importlib.metadata import distributions
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+KIT = ROOT / "benchmarks" / "gpu"
+OURS = {"medarc-rl", "prime-rl", "reverse-text", "med-calc"}
+PACKED = {"pydantic", "pydantic-core", "msgspec", "tomli-w"}
+"""Some of our dependencies that the machine of these tests lacks."""
+
+
+def offline(*command: str) -> list[str]:
+    """The command without a network but a loopback interface."""
+    return ["unshare", "--net", "bash", "-c", 'ip link set lo up && exec "$@"', "--", *command]
+
+
+def needs_offline() -> None:
+    for program in ("uv", "ip", "unshare"):
+        if shutil.which(program) is None:
+            pytest.skip(f"needs {program}")
+    if subprocess.run(offline("true"), capture_output=True).returncode:
+        pytest.skip("needs the right to make a network namespace")
+    if not (ROOT / ".git").exists():
+        pytest.skip("needs a git checkout: the pack holds the committed source")
+
+
+@pytest.fixture(scope="module")
+def machine(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Python with this environment's packages, except ours and those to be packed."""
+    needs_offline()
+    home = tmp_path_factory.mktemp("machine")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", home / "venv"], check=True)
+    site = next((home / "venv" / "lib").glob("python*/site-packages"))
+    absent = OURS | PACKED
+    present = {}
+    for found in distributions():
+        name = found.metadata["Name"].lower().replace("_", "-")
+        if name not in absent and found.files is not None:
+            present[name] = found
+    for found in present.values():
+        # Whole top-level entries: a package and its metadata.
+        for top in {file.parts[0] for file in found.files or [] if file.parts[0] not in ("..", "__pycache__")}:
+            source, target = Path(str(found.locate_file(top))), site / top
+            if source.exists() and not target.exists():
+                target.symlink_to(source)
+    (home / "machine.txt").write_text("\n".join(sorted(present)) + "\n")
+    return home
+
+
+@pytest.fixture(scope="module")
+def pack(machine: Path) -> Path:
+    out = machine / "pack"
+    version = f"{sys.version_info.major}.{sys.version_info.minor}"
+    options = ["--out", str(out), "--machine", str(machine / "machine.txt"), "--python", version]
+    done = subprocess.run(["bash", str(KIT / "pack"), *options], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return out
+
+
+@pytest.mark.slow
+def test_the_pack_holds_our_packages_and_what_the_machine_lacks(pack: Path) -> None:
+    names = {wheel.name.split("-")[0].replace("_", "-").lower() for wheel in (pack / "wheels").glob("*.whl")}
+    assert {"medarc-rl", "prime-rl", "reverse-text", *PACKED} <= names
+    assert not {"torch", "transformers", "numpy", "wandb"} & names
+    with tarfile.open(pack / "source.tar.gz") as source:
+        assert "benchmarks/gpu/kit.py" in source.getnames()
+
+
+@pytest.mark.slow
+def test_without_a_network_the_pack_installs_and_its_parts_run_on_a_cpu(pack: Path, machine: Path) -> None:
+    out = machine / "results"
+    options = ["--device", "cpu", "--tiny", "--out", str(out), "--minutes", "60"]
+    done = subprocess.run(
+        offline("bash", str(pack / "run"), *options, "machine", "engine-numbers", "trainer-speed"),
+        env=os.environ | {"PYTHON": str(machine / "venv" / "bin" / "python")},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    results = json.loads((out / "results.json").read_text())
+    assert {part["part"]: part["status"] for part in results["parts"]} == {
+        "machine": "ok",
+        "engine-numbers": "ok",
+        "trainer-speed": "ok",
+    }
+    assert results["commit"] == (pack / "commit").read_text().strip()
+    # The engine that ran is the pack's, not this environment's.
+    imported = next(check for check in results["parts"][0]["checks"] if check["name"] == "every room imports")
+    assert imported["detail"].startswith(str(pack / "home"))
+    assert len(results["parts"][2]["rows"]) == 4
+
+
+def run_pack(*options: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["bash", str(KIT / "pack"), *options], cwd=ROOT, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        (["--pyton", "3.12"], "error: unknown option --pyton"),
+        (["--out"], "error: --out needs a value"),
+        (["--machine", "/no/such/file"], "error: --machine /no/such/file: no such file"),
+    ],
+)
+def test_a_wrong_option_of_pack_is_one_line(options: list[str], line: str) -> None:
+    done = run_pack(*options)
+    assert done.returncode == 2
+    assert done.stderr.startswith(line)
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_part_that_fails_or_is_unknown_is_told(tmp_path: Path) -> None:
+    command = [sys.executable, str(KIT / "kit.py"), "--device", "cpu", "--tiny", "--out", str(tmp_path)]
+    unknown = subprocess.run([*command, "trainer-sped"], cwd=ROOT, capture_output=True, text=True)
+    assert unknown.returncode == 2
+    assert "there is no part 'trainer-sped'" in unknown.stderr
+    cut_off = subprocess.run([*command, "--minutes", "0.001", "machine"], cwd=ROOT, capture_output=True, text=True)
+    assert cut_off.returncode == 1
+    assert json.loads((tmp_path / "results.json").read_text())["parts"][0]["status"].startswith("cut off after")
