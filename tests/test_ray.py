@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -17,6 +18,7 @@ import pytest
 
 from medarc_rl.backends.ray.agents import shortage
 from medarc_rl.backends.ray.listeners import open_listeners
+from medarc_rl.backends.ray.own_job import STOPS_ITSELF
 from prime_rl.utils.scratch import scratch_directory
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -55,13 +57,21 @@ nodes = Cluster()
 for index in range(2):
     for left in (3, 2, 1, 0):
         try:
-            nodes.add_node(num_cpus=2, num_gpus=2, include_dashboard=False, temp_dir=sys.argv[1])
+            # The first one also runs Ray's job server.
+            nodes.add_node(
+                num_cpus=2,
+                num_gpus=2,
+                include_dashboard=index == 0,
+                dashboard_host="127.0.0.1",
+                dashboard_port=0,
+                temp_dir=sys.argv[1],
+            )
             break
         except Exception as error:
             # Ray gives a node 30 seconds to start.
             if not left or "timed out" not in str(error):
                 raise
-print(nodes.address, flush=True)
+print(nodes.address, nodes.webui_url, flush=True)
 sys.stdin.read()
 nodes.shutdown()
 """
@@ -72,6 +82,8 @@ class RayNodes:
     """Two nodes with two GPUs each, that only this user can use."""
 
     address: str
+    jobs: str
+    """URL of the job server."""
     env: dict[str, str]
     pid: int
 
@@ -82,8 +94,12 @@ def cluster() -> Iterator[RayNodes]:
         argv = [sys.executable, "-c", CLUSTER, str(directory)]
         pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
         env = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": f"{directory}/token"}
+        # Where `Cluster` writes its address, which it does not make itself.
+        env["RAY_TMPDIR"] = str(directory)
+        (directory / "ray").mkdir()
         with subprocess.Popen(argv, cwd=ROOT, env=os.environ | env, text=True, **pipes) as process:
-            yield RayNodes(process.stdout.readline().strip(), env, process.pid)
+            address, jobs = process.stdout.readline().split()
+            yield RayNodes(address, f"http://{jobs}", env, process.pid)
             process.stdin.close()
 
 
@@ -186,15 +202,35 @@ def test_a_killed_part_ends_the_run(cluster: RayNodes, sft: Path, tmp_path: Path
         assert "Ray actor on" in said
 
 
-def test_reverse_text_learns_on_two_gpus_of_the_cluster(cluster: RayNodes, tmp_path: Path) -> None:
+def job(cluster: RayNodes, *words: object) -> subprocess.CompletedProcess[str]:
+    """`ray job submit` of the driver, as docs/ray.md has it. Waits for its end."""
+    ray = str(Path(sys.executable).with_name("ray"))
+    module = [sys.executable, *DRIVER[1:]]
+    argv = [ray, "job", "submit", "--address", cluster.jobs, "--", "env", "-C", str(ROOT), *module, *map(str, words)]
+    return subprocess.run(argv, env=os.environ | cluster.env, capture_output=True, text=True, check=False)
+
+
+def test_reverse_text_learns_in_a_job_of_ray_on_two_gpus_of_the_cluster(cluster: RayNodes, tmp_path: Path) -> None:
     out = tmp_path / "run"
-    words = ("rl", "@", "examples/reverse_text/rl_cpu.toml", "--output-dir", str(out), "--max-steps", "2")
     # `auto`, so that the run takes the cluster's GPUs; there is none behind them.
-    driver = Driver(cluster, *words, "--device", "auto", "--orchestrator.batch-size", "16")
-    code, said = driver.end()
-    assert code == 0, said
-    assert (out / "weights").exists() or (out / "metrics.jsonl").exists()
+    words = ("rl", "@", "examples/reverse_text/rl_cpu.toml", "--output-dir", out, "--device", "auto")
+    ended = job(cluster, *words, "--max-steps", 20)
+    assert ended.returncode == 0, ended.stdout
+    assert "127.0.0.1): GPU " in ended.stdout
+    records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    rewards = [record["reward/mean"] for record in records if "reward/mean" in record]
+    assert len(rewards) == 20
+    # In 80 steps it goes from 0.3 to 0.9.
+    assert sum(rewards[-4:]) / 4 > sum(rewards[:4]) / 4 + 0.1
     assert not ours(out)
+
+
+def test_a_job_that_is_refused_stops_itself(cluster: RayNodes, sft: Path, tmp_path: Path) -> None:
+    ended = job(cluster, "--stop-if-refused", "sft", "@", sft, "--max-stepz", 2, "--output-dir", tmp_path / "run")
+    assert "error: --max-stepz: unknown option" in ended.stdout, ended.stdout
+    assert STOPS_ITSELF in ended.stdout
+    # KubeRay starts a job again that failed, and no stopped one.
+    assert "was stopped" in ended.stderr + ended.stdout
 
 
 def test_two_nodes_of_the_cluster_train_together(cluster: RayNodes, sft: Path, tmp_path: Path) -> None:
