@@ -1,0 +1,245 @@
+"""`medarc_train env`: packages that are made work, installed ones are found, and broken rewards are named."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from medarc_rl.environments.installing import Package, misfits_of
+from medarc_rl.environments.making import ABOUT
+from medarc_rl.medarc_train import app
+from prime_rl.interpreters.registry import DIRECTORY_VARIABLE, Registry
+
+BROKEN = """
+import itertools
+import os
+import time
+import verifiers as vf
+from datasets import Dataset
+
+NUMBERS = itertools.count()
+
+
+def text_of(completion):
+    return str(completion[-1]["content"] or "")
+
+
+def contains(completion, answer):
+    return float(answer in text_of(completion))
+
+
+def raises(completion):
+    return {}["no such key"]
+
+
+def not_a_number(completion):
+    return float("nan")
+
+
+def constant(completion):
+    return 0.5
+
+
+def different(completion):
+    return float(next(NUMBERS))
+
+
+def words(completion):
+    return "good"
+
+
+async def never_ends(completion):
+    while True:
+        pass
+
+
+def leaves(completion):
+    os._exit(7)
+
+
+def load_environment(functions=("contains",), repeated=False):
+    rows = [{"question": f"Say {at}.", "answer": f"word {at}"} for at in range(8)]
+    rows += [{"question": "Say 1.", "answer": ""}] if repeated else []
+    funcs = [globals()[name] for name in functions]
+    return vf.SingleTurnEnv(
+        dataset=Dataset.from_list(rows),
+        eval_dataset=Dataset.from_list(rows[:2]),
+        rubric=vf.Rubric(funcs=funcs, weights=[1.0 if name == "contains" else 0.0 for name in functions]),
+    )
+"""
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory with a module, and a list of environments of its own."""
+    monkeypatch.setenv(DIRECTORY_VARIABLE, str(tmp_path / "installed"))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "modules"))
+    monkeypatch.syspath_prepend(tmp_path / "modules")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "modules").mkdir()
+    (tmp_path / "modules" / "broken_rewards.py").write_text(BROKEN)
+    return tmp_path
+
+
+def env(*words: object) -> Result:
+    return CliRunner().invoke(app, ["env", *map(str, words)])
+
+
+def rows_of(*words: object) -> tuple[int, dict[tuple[str, str], str]]:
+    """Exit code, and the rows of a check by level and subject."""
+    result = env("check", "broken-rewards", "--json", *words)
+    return result.exit_code, {(row["level"], row["subject"]): row["text"] for row in json.loads(result.stdout)}
+
+
+def functions(*names: str, **more: object) -> str:
+    return json.dumps({"functions": ["contains", *names], **more})
+
+
+def test_every_broken_reward_and_row_is_named() -> None:
+    broken = ("raises", "not_a_number", "words", "different")
+    code, rows = rows_of("--args", functions(*broken, repeated=True), "--rows", 2)
+    assert code == 1
+    assert "KeyError: 'no such key'" in rows["fail", "reward function raises"]
+    assert "gives no finite number" in rows["fail", "reward function not_a_number"]
+    assert "it returned good instead of a number" in rows["fail", "reward function words"]
+    assert "the same answer earns" in rows["fail", "reward function different"]
+    assert "a model will find it" in rows["fail", "reward: all answers at once"]
+    assert "2 of 2 prompts of the evaluation are trained on" in rows["fail", "dataset: leaks"]
+    assert "1 prompts occur with different answers" in rows["fail", "dataset: train"]
+
+
+def test_code_that_never_returns_or_ends_the_process_is_a_row() -> None:
+    code, rows = rows_of("--args", functions("never_ends"), "--limit-s", 0.5, "--rows", 1)
+    assert code == 1
+    assert "the answer 'right' in row 0: it does not end within" in rows["fail", "process"]
+    code, rows = rows_of("--args", functions("leaves"), "--rows", 1)
+    assert code == 1
+    assert "ended with code 7 while trying the answer 'right' in row 0" in rows["fail", "process"]
+
+
+def test_packages_that_are_made_pass_their_tests(place: Path) -> None:
+    for kind in ABOUT:
+        assert env("new", f"made-{kind}", "--kind", kind).exit_code == 0
+    words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *(f"made-{kind}" for kind in ABOUT)]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+    assert "11 passed" in done.stdout
+
+
+@pytest.mark.parametrize("kind", ["multi-turn", "tools"])
+def test_packages_that_are_made_pass_the_check(kind: str, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Single-turn: tests/test_environment_page.py."""
+    name = f"checked-{kind}"
+    assert env("new", name, "--kind", kind).exit_code == 0
+    monkeypatch.setenv("PYTHONPATH", str(place / name))
+    monkeypatch.syspath_prepend(place / name)
+    (place / "elsewhere").mkdir()
+    monkeypatch.chdir(place / "elsewhere")
+    result = env("check", name, "--rows", 2)
+    assert result.exit_code == 0, result.output
+    assert result.stdout.splitlines()[-1].endswith("0 warnings, 0 failures")
+
+
+@pytest.mark.parametrize(
+    ("name", "fault"),
+    [
+        ("Med QA", "use lower case letters, digits and single dashes, such as med-qa"),
+        ("../up", "use lower case letters, digits and single dashes, such as up"),
+        ("a\x1b[31m", "NAME 'a\\x1b[31m': use lower case"),
+        ("json", "Python has a module of this name; choose another"),
+        ("class", "Python has a module of this name; choose another"),
+        ("reverse-text", "a module 'reverse_text' is installed already"),
+        ("x" * 51, "use lower case letters"),
+    ],
+)
+def test_a_name_that_is_none_is_refused(name: str, fault: str, place: Path) -> None:
+    before = sorted(place.iterdir())
+    result = env("new", name)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert fault in result.stderr
+    assert sorted(place.iterdir()) == before
+
+
+def test_nothing_is_overwritten(place: Path) -> None:
+    (place / "mine").mkdir()
+    (place / "mine" / "notes.txt").write_text("keep")
+    result = env("new", "mine")
+    assert (result.exit_code, result.stderr) == (2, "error: mine exists already, and is left as it is\n")
+    assert [path.name for path in (place / "mine").iterdir()] == ["notes.txt"]
+
+
+@pytest.mark.parametrize(
+    ("words", "fault"),
+    [
+        (("check", "nowhere"), "ID 'nowhere': no module named 'nowhere'; install the environment's package with"),
+        (("check", "./nowhere"), "PATH: ./nowhere does not exist"),
+        (("check", "reverse-text", "--form", "x"), "--form has no {answer}"),
+        (("check", "reverse-text", "--args", "["), "--args is no JSON"),
+        (("check", "reverse-text", "--args", "[]"), "--args must be a JSON object"),
+        (("check", "reverse-text", "--model", "."), "--model: . has no tokenizer.json"),
+        (("try", "nowhere", "--model", "x"), "ID 'nowhere': no module named 'nowhere'"),
+        (("install", "modules"), "PATH: modules has no pyproject.toml"),
+        (("install", "--", "--index-url=x"), "'--index-url=x' is neither a directory"),
+        (("install", "x", "--own", "--shared"), "--own and --shared exclude each other"),
+        (("uninstall", "nowhere"), "no environment 'nowhere' is installed by `env install`"),
+    ],
+)
+def test_a_mistake_is_one_line(words: tuple[str, ...], fault: str) -> None:
+    result = env(*words)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert fault in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_misfits_are_named() -> None:
+    requires = ("verifiers>=0.1.11", "verifiers<0.1.11", "no-such-package>1", 'absent-too; python_version < "3"')
+    package = Package("medqa", "1", requires, ">=3.99")
+    version, verifiers, absent = misfits_of(package)
+    assert "requires Python >=3.99" in version
+    assert "requires verifiers<0.1.11, and the run has 0.1.14" in verifiers
+    assert "requires no-such-package>1, which the run does not have" in absent
+
+
+@pytest.mark.skipif(shutil.which("uv") is None, reason="uv is not installed")
+def test_an_installed_package_is_listed_found_and_removed(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = place / "wheels"
+    _write_wheel(source, "listed_letters", "verifiers>=0.1.11")
+    result = env("install", source / "listed_letters-1.0-py3-none-any.whl")
+    assert result.exit_code == 0, result.output
+    assert "installed listed-letters 1.0 into the run's interpreter" in result.stdout
+    (row,) = [each for each in json.loads(env("list", "--json").stdout) if each["id"] == "listed-letters"]
+    assert (row["interpreter"], row["fault"]) == ("the run's, added", "")
+    (installed,) = Registry().all()
+    assert os.path.isfile(installed.file)  # noqa: PTH113
+    assert env("uninstall", "listed-letters").stdout == "removed listed-letters 1.0\n"
+    assert not Path(installed.directory).exists()
+    _write_wheel(source, "unlisted_letters", "no-such-package")
+    result = env("install", source / "unlisted_letters-1.0-py3-none-any.whl", "--shared")
+    fault = "error: --shared: unlisted-letters requires no-such-package, which the run does not have\n"
+    assert (result.exit_code, result.stderr) == (2, fault)
+    assert [path.name for path in Registry().directory.iterdir()] == [".lock", "registry.json"]
+
+
+def _write_wheel(folder: Path, module: str, requirement: str) -> None:
+    """A wheel that no package from an index builds."""
+    import zipfile
+
+    folder.mkdir(exist_ok=True)
+    head, info = f"{module}-1.0", f"{module}-1.0.dist-info"
+    name = module.replace("_", "-")
+    files = {
+        f"{module}.py": "def load_environment():\n    raise NotImplementedError\n",
+        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\nRequires-Dist: {requirement}\n",
+        f"{info}/WHEEL": "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+    }
+    record = "".join(f"{file},,\n" for file in [*files, f"{info}/RECORD"])
+    with zipfile.ZipFile(folder / f"{head}-py3-none-any.whl", "w") as wheel:
+        for file, text in {**files, f"{info}/RECORD": record}.items():
+            wheel.writestr(file, text)
