@@ -111,7 +111,7 @@ def test_every_broken_reward_and_row_is_named() -> None:
     assert "it returned good instead of a number" in rows["fail", "reward function words"]
     assert "the same answer earns" in rows["fail", "reward function different"]
     assert "a model will find it" in rows["fail", "reward: all answers at once"]
-    assert "2 of 2 prompts of the evaluation are trained on" in rows["fail", "dataset: leaks"]
+    assert "2 prompts of the evaluation (100%) are trained on" in rows["fail", "dataset: leaks"]
     assert "1 prompts occur with different answers" in rows["fail", "dataset: train"]
 
 

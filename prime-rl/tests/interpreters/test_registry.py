@@ -45,9 +45,7 @@ def letters(registry: Registry) -> InstalledEnvironment:
     place.mkdir(parents=True)
     (place / "found_letters.py").write_text(MODULE)
     file = str(place / "found_letters.py")
-    return InstalledEnvironment(
-        "found-letters", "found_letters", "1.0", "0.1.14", "./letters", str(place), False, file
-    )
+    return InstalledEnvironment("found-letters", "found_letters", "1.0", "0.1.14", "./letters", str(place), False, file)
 
 
 def faults(env_id: str) -> list[str]:

@@ -26,6 +26,10 @@ def gives_none(completion, state):
     return None
 
 
+def gives_nan(completion):
+    return float("nan")
+
+
 def leaves(completion):
     sys.exit(0)
 
@@ -60,6 +64,7 @@ LAST_LINES = {
     "raises": "KeyError: 'no such key'",
     "raises_later": "RuntimeError: the judge is down",
     "gives_none": "it returned None instead of a number",
+    "gives_nan": "it returned nan instead of a finite number",
     "leaves": "SystemExit: 0",
     "scores_groups": "ValueError: no group score",
     "gives_none_for_groups": "it returned None instead of 2 numbers",

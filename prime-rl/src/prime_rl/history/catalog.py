@@ -96,7 +96,7 @@ _JUDGES = (
 
 ORCHESTRATOR = (
     Metric("reward/{mean,std,min,max,median}", "reward", "over the rollouts of the batch"),
-    Metric("reward/errors", "0 to 1", "share of rollouts with a reward function that raised or returned no number"),
+    Metric("reward/errors", "0 to 1", "share of rollouts with a reward function that raised or returned no finite number"),
     Metric("reward/<environment>", "reward", "with several environments: mean of each"),
     Metric("reward_parts/<function>", "reward", "mean of each reward function, without its weight; `reward_parts/<environment>/<function>` with several environments"),
     Metric("metrics/<function>", "", "mean of what the environment measures: functions of weight 0, turns, filters"),

@@ -5,6 +5,7 @@ OrchestratorError
 ├── JudgeFault            a judge does not answer, refuses its key, or nothing has started it
 ├── InferenceFault        a server is down, never becomes ready, sends unusable replies, or rejects weights
 ├── TrainerFault          the trainer publishes no further policy version
+├── GroupTimeout          a group took longer than its environment's limit (in env_servers/group_limits.py)
 ├── MalformedRollout      a rollout cannot be trained on, whatever its reward
 ├── TooManyFailures       too many groups failed in a row
 ├── NothingToTrain        several batches in a row have no token to train on, or no example is left

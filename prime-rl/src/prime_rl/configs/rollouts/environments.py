@@ -6,7 +6,7 @@ from typing import Any, Self
 
 from pydantic import Field, model_validator
 
-from prime_rl.configs.ranges import CountOrAll, Fraction, WholeNumber
+from prime_rl.configs.ranges import CountOrAll, Fraction, Seconds, WholeNumber
 from prime_rl.utils.pydantic_config import BaseConfig
 
 
@@ -54,6 +54,11 @@ class EnvConfig(BaseConfig):
     max_reward_errors: Fraction = 0.5
     """End the run if reward functions fail in more than this fraction of the last 32 rollouts, in all of the first 8,
     or in all of a shorter run. 1 never does."""
+
+    timeout_s: Seconds | None = None
+    """Longest time of a group of rollouts with its scoring, in seconds. A group that takes longer fails and is repeated
+    as after any error. A loop without `await` cannot be ended this way: it blocks its whole process. None sets
+    no limit."""
 
     @model_validator(mode="after")
     def _check_place(self) -> Self:

@@ -17,6 +17,8 @@ from prime_rl.orchestrator.rollouts.images import has_image
 
 MOST_ROWS = 20_000
 """Of each split. Of more rows, the first ones are read."""
+MOST_ENDLESS_ROWS = 256
+"""Of an environment that makes rows without end."""
 
 
 @dataclass(slots=True)
@@ -40,8 +42,9 @@ class Rows:
 
 
 def read_rows(environment: Environment, split: str) -> Rows:
-    rows = Rows(split, len(environment))
-    contents = [environment.content(row) for row in range(min(len(environment), MOST_ROWS))]
+    known = environment.num_rows
+    rows = Rows(split, MOST_ENDLESS_ROWS if known is None else known)
+    contents = [environment.content(row) for row in range(min(rows.count, MOST_ROWS))]
     columns = {name for content in contents for name, value in content.items() if value is not None}
     for content in contents:
         prompt = content.get("prompt") or ""

@@ -25,6 +25,7 @@ from prime_rl.orchestrator.env_checks.probes import (
 )
 from prime_rl.orchestrator.env_checks.scripted_engine import MAX_CALLS, ScriptedEngine
 from prime_rl.orchestrator.env_servers.environments import Environment
+from prime_rl.orchestrator.env_servers.reward_errors import RewardFailure
 from prime_rl.orchestrator.errors import EnvironmentFault, OrchestratorError
 from prime_rl.orchestrator.guests.guest_process import GuestError
 from prime_rl.orchestrator.rollouts.rollout import ExampleRef, Rollout
@@ -35,6 +36,7 @@ NO_ANSWER = "an answer"
 SLOW_S = 1.0
 """A reward that takes longer than this holds up a run."""
 _CLOSE = 1e-9
+_OURS = f"{RewardFailure.__module__}.{RewardFailure.__name__}: "
 _SAMPLING: Mapping[str, Any] = {"temperature": 1.0, "extra_body": {}}
 
 
@@ -189,7 +191,7 @@ def _function_faults(trials: Trials) -> Iterator[Row]:
         if outcome.rollout is None or outcome.rollout.error:
             continue
         for function, trace in outcome.rollout.reward_errors.items():
-            raised[function, trace.splitlines()[-1]].append(outcome)
+            raised[function, trace.splitlines()[-1].removeprefix(_OURS)].append(outcome)
         for function in trials.environment.reward_functions:
             if function not in (outcome.rollout.metrics or {}) and function not in outcome.rollout.reward_errors:
                 silent[function].append(outcome)

@@ -21,6 +21,7 @@ from prime_rl.interpreters.registry import InstalledEnvironment, Registry, Regis
 from prime_rl.interpreters.venvs import VenvError, python_of, venv_of_project
 from prime_rl.monitors.tracing import own_trace
 from prime_rl.orchestrator.env_servers.exits import contain_exits
+from prime_rl.orchestrator.env_servers.group_limits import in_time
 from prime_rl.orchestrator.env_servers.reward_errors import RewardErrors, record_reward_errors
 from prime_rl.orchestrator.env_servers.rubrics import reward_functions
 from prime_rl.orchestrator.env_servers.tunnel import Tunnel
@@ -59,6 +60,8 @@ class Environment:
         self.address = address
         self._is_elsewhere = address is not None  # somebody else's server: its model calls are not seen here
         self.vf_env = env
+        self.timeout_s: float | None = None
+        """Longest time of a group, as in the config."""
         self.vocab_size: int | None = None
         """That of the trained model, if it is known: no rollout may have other tokens."""
         self._tunnel: Tunnel | None = None
@@ -78,7 +81,9 @@ class Environment:
 
     def held_out(self) -> Self:
         """The same environment with its evaluation rows."""
-        return type(self)(self.name, self.vf_env, self.address, "eval", self.reward_errors.max_share)
+        other = type(self)(self.name, self.vf_env, self.address, "eval", self.reward_errors.max_share)
+        other.timeout_s = self.timeout_s
+        return other
 
     def content(self, row: int) -> dict[str, Any]:
         """All columns of a row."""
@@ -165,16 +170,19 @@ class Environment:
 
         Raises:
             EnvironmentFault: reward functions failed in too many rollouts.
+            GroupTimeout: it took longer than `timeout_s` of the environment.
         """
-        with own_beats().calling(server_name(server.base_url)) if self._is_elsewhere else contextlib.nullcontext():
-            outputs = await self.vf_env.run_group(
-                [self._rows[example.row]] * size,
-                server.client if self.vf_env.env_client is None else server.client_config,
-                server.model,
-                sampling_args,
-                max_retries,
-                state_columns=STATE_COLUMNS,
-            )
+        calling = own_beats().calling(server_name(server.base_url)) if self._is_elsewhere else contextlib.nullcontext()
+        async with in_time(self.timeout_s, self.name, example.row):
+            with calling:
+                outputs = await self.vf_env.run_group(
+                    [self._rows[example.row]] * size,
+                    server.client if self.vf_env.env_client is None else server.client_config,
+                    server.model,
+                    sampling_args,
+                    max_retries,
+                    state_columns=STATE_COLUMNS,
+                )
         record_rollouts(own_trace(), outputs, example)
         temperature = sampling_args.get("temperature", 1.0)
         rollouts = [read_rollout(output, example, temperature, version, self.vocab_size) for output in outputs]
@@ -202,7 +210,8 @@ def load_environments(
     environments: dict[str, Environment] = {}
     for index, config in enumerate(configs):
         place = f"{key}[{index}]"
-        environments[config.name or config.id] = _loaded(config, place, split)
+        environment = environments[config.name or config.id] = _loaded(config, place, split)
+        environment.timeout_s = config.timeout_s
     return environments
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 import traceback
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
@@ -29,7 +30,7 @@ MIN_ROLLOUTS = 8
 
 
 class RewardFailure(Exception):
-    """A reward function called `sys.exit`, or returned no number."""
+    """A reward function called `sys.exit`, or returned no finite number."""
 
 
 def record_reward_errors(rubric: vf.Rubric | None) -> None:
@@ -84,13 +85,15 @@ def _recorded(name: str, states: Sequence[vf.State]) -> Iterator[None]:
 
 
 def _checked(value: Any, count: int | None) -> Any:
-    """The value. Raises RewardFailure if it is no number, or for a group no sequence of `count` numbers."""
+    """The value. Raises RewardFailure if it is no finite number, or for a group no sequence of `count` of them."""
+    wanted = "a number" if count is None else f"{count} numbers"
     try:
-        for each in [value] if count is None else [value[index] for index in range(count)]:
-            float(each)
-    except (TypeError, ValueError, LookupError):
-        wanted = "a number" if count is None else f"{count} numbers"
+        numbers = [float(each) for each in ([value] if count is None else [value[index] for index in range(count)])]
+    except (TypeError, ValueError, LookupError, OverflowError):
         raise RewardFailure(f"it returned {str(value)[:100]} instead of {wanted}") from None
+    if not all(map(math.isfinite, numbers)):
+        # Even with the weight 0 it would make the whole reward NaN.
+        raise RewardFailure(f"it returned {str(value)[:100]} instead of a finite number")
     return value
 
 

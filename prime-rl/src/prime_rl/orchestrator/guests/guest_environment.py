@@ -10,6 +10,7 @@ from typing import Any, Self
 from prime_rl.configs.orchestrator import EnvConfig
 from prime_rl.monitors.tracing import own_trace
 from prime_rl.orchestrator.env_servers.environments import Environment, Split, environment_arguments, module_id
+from prime_rl.orchestrator.env_servers.group_limits import in_time
 from prime_rl.orchestrator.env_servers.reward_errors import RewardErrors
 from prime_rl.orchestrator.errors import EnvironmentFault
 from prime_rl.orchestrator.guests.guest_process import Guest, GuestError, GuestProcess
@@ -43,6 +44,7 @@ class GuestEnvironment(Environment):
         self.name = name
         self.address = "its own interpreter"
         self.vocab_size = None
+        self.timeout_s = None
         self._process = process
         self._proxy = proxy
         self._split = split
@@ -62,7 +64,9 @@ class GuestEnvironment(Environment):
         return self._num_rows
 
     def held_out(self) -> Self:
-        return type(self)(self.name, self._process, self._proxy, "eval", self.reward_errors.max_share)
+        other = type(self)(self.name, self._process, self._proxy, "eval", self.reward_errors.max_share)
+        other.timeout_s = self.timeout_s
+        return other
 
     def content(self, row: int) -> dict[str, Any]:
         found: dict[str, Any] = json.loads(self._rows[row])
@@ -103,6 +107,7 @@ class GuestEnvironment(Environment):
         Raises:
             GuestError: the environment's code failed.
             EnvironmentFault: its process is gone, or reward functions failed in too many rollouts.
+            GroupTimeout: it took longer than `timeout_s` of the environment.
         """
         await self._proxy.open()
         for retries_left in range(max_retries, -1, -1):
@@ -122,17 +127,19 @@ class GuestEnvironment(Environment):
     async def _attempt(
         self, example: ExampleRef, size: int, server: InferenceServer, sampling_args: dict[str, Any], version: int
     ) -> list[Rollout]:
-        with self._proxy.sessions.opened(size, server, sampling_args) as sessions:
-            outputs = await self._process.ask(
-                "run_group",
-                split=self._split,
-                row=example.row,
-                base_url=self._proxy.base_url,
-                model=server.model,
-                sampling_args=sampling_args,
-                sessions=[session.key for session in sessions],
-                proxy_key=self._proxy.key,
-            )
+        sessions_of_group = self._proxy.sessions.opened(size, server, sampling_args)
+        async with in_time(self.timeout_s, self.name, example.row):
+            with sessions_of_group as sessions:
+                outputs = await self._process.ask(
+                    "run_group",
+                    split=self._split,
+                    row=example.row,
+                    base_url=self._proxy.base_url,
+                    model=server.model,
+                    sampling_args=sampling_args,
+                    sessions=[session.key for session in sessions],
+                    proxy_key=self._proxy.key,
+                )
         record_rollouts(own_trace(), outputs, example)
         by_key = {session.key: session for session in sessions}
         temperature = sampling_args.get("temperature", 1.0)

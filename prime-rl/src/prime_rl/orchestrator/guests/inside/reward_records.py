@@ -5,8 +5,10 @@ from __future__ import annotations
 import functools
 import inspect
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
+
+from .frames import finite
 
 KEY = "reward_errors"
 """Key of a rollout's state: a list of `{"function", "traceback"}`."""
@@ -46,7 +48,7 @@ def _recording(function: Callable[..., Any]) -> Callable[..., Any]:
         states = [] if found is None else found if scores_group else [found]
         try:
             value = function(*args, **kwargs)
-            return await value if inspect.isawaitable(value) else value
+            return _checked(await value if inspect.isawaitable(value) else value, bool(scores_group))
         except (Exception, SystemExit) as error:
             for state in states:
                 entry = {"function": getattr(function, "__name__", repr(function)), "traceback": shown(error, __file__)}
@@ -61,6 +63,14 @@ def _recording(function: Callable[..., Any]) -> Callable[..., Any]:
             parameters=[*signature.parameters.values(), own]
         )
     return recording
+
+
+def _checked(value: Any, scores_group: bool) -> Any:
+    """The value. Raises ValueError if it is no finite number, or for a group no sequence of them."""
+    values = list(value) if scores_group and isinstance(value, Iterable) else [value]
+    if any(finite(each) is None for each in values):
+        raise ValueError(f"it returned {str(value)[:100]} instead of a finite number")
+    return value
 
 
 def shown(error: BaseException, caller: str) -> str:
