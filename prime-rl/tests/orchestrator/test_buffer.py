@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+import itertools
 import json
 from collections import Counter
 
-from prime_rl.configs.orchestrator import BufferConfig
+import pytest
+
+from prime_rl.configs.orchestrator import BufferConfig, EnvConfig, OrchestratorConfig
 from prime_rl.orchestrator.rollouts.rollout import ExampleRef, Group
 from prime_rl.orchestrator.scheduling.buffer import Buffer
 
@@ -70,3 +73,51 @@ def test_groups_of_equal_rewards_are_rejected_whatever_the_rewards(rollout) -> N
     assert [buffer.accepts(group) for group in groups] == [False, False, False, True]
     shares = {"filtered_rollouts/easy": 0.25, "filtered_rollouts/hard": 0.25, "filtered_rollouts/equal": 0.25}
     assert buffer.take_metrics().items() >= shares.items()
+
+
+def test_in_turn_every_row_comes_once_before_any_comes_again() -> None:
+    buffer = Buffer({"a": 5}, BufferConfig(order="sequential"), seed=1)
+    assert [example.row for example in draws(buffer, 12)] == [0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 0, 1]
+
+
+def test_a_buffer_in_turn_resumes_at_the_row_after_the_last(rollout) -> None:
+    config = BufferConfig(order="sequential", easy_threshold=1.0)
+    buffer = Buffer(ROWS, config, seed=5)
+    in_flight = draws(buffer, 7)
+    solved = rollout(reward=1.0)
+    solved.example = ExampleRef("a", 12)
+    assert buffer.accepts(Group([solved]))
+    state = json.loads(json.dumps(buffer.state(in_flight)))
+    expected = draws(buffer, 60)
+    assert ExampleRef("a", 11) in expected[:20]
+    assert ExampleRef("a", 12) not in expected
+    for env in ROWS:
+        rows = [example.row for example in expected if example.env == env]
+        assert all(after > before or after <= 1 for before, after in itertools.pairwise(rows)), rows
+
+    resumed = Buffer(ROWS, config, seed=99)
+    resumed.restore(state)
+    assert draws(resumed, 67) == in_flight + expected
+
+
+def test_a_checkpoint_without_positions_begins_at_the_first_row() -> None:
+    state = Buffer(ROWS, BufferConfig(), seed=0).state([])
+    assert "next_rows" not in state
+    buffer = Buffer({"a": 3}, BufferConfig(order="sequential"), seed=0)
+    buffer.restore(state)
+    assert [example.row for example in draws(buffer, 2)] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("datasets", "order"),
+    [
+        ([{"path": "a.jsonl"}], "random"),
+        ([{"path": "a.jsonl", "order": "ids.txt"}], "sequential"),
+        ([{"path": "a.jsonl"}, {"path": "b.jsonl"}], "sequential"),
+        ("a.jsonl", "random"),
+    ],
+)
+def test_a_curriculum_of_rows_is_followed_unless_the_config_says_otherwise(datasets: object, order: str) -> None:
+    env = EnvConfig(id="rows", args={"datasets": datasets})
+    assert OrchestratorConfig(env=[env]).buffer.order == order
+    assert OrchestratorConfig(env=[env], buffer=BufferConfig(order="random")).buffer.order == "random"

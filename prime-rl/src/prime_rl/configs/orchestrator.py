@@ -26,7 +26,7 @@ from prime_rl.configs.ranges import (
     WholeNumber,
 )
 from prime_rl.configs.rollouts.buffer import BufferConfig
-from prime_rl.configs.rollouts.environments import EnvConfig, EvalEnvConfig, repeated_names
+from prime_rl.configs.rollouts.environments import EnvConfig, EvalEnvConfig, has_own_order, repeated_names
 from prime_rl.configs.rollouts.evaluations import EvalConfig, EvalSaveHFConfig, ValConfig
 from prime_rl.configs.rollouts.filters import FilterConfig, GibberishFilterConfig, RepetitionFilterConfig
 from prime_rl.configs.rollouts.judges import Judges, judge_faults
@@ -344,6 +344,8 @@ class OrchestratorConfig(RootConfig):
         set_by_us = {"seq_len": self.seq_len, "score_rollouts": not self.buffer.skip_verification}
         for env in self.env:
             derive(env, "seq_len and buffer.skip_verification", extra_env_kwargs=env.extra_env_kwargs | set_by_us)
+        if "order" not in self.buffer.model_fields_set and any(map(has_own_order, self.env)):
+            derive(self.buffer, "an environment `rows` mixes datasets or follows an order", order="sequential")
         if self.eval is not None:
             own = self.eval.sampling.model_fields_set
             # Only keys that the user chose: the defaults of training are not those of a server.

@@ -1,7 +1,7 @@
 """Which examples are rolled out."""
 
 from collections.abc import Iterator
-from typing import Annotated, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -14,6 +14,10 @@ class BufferConfig(BaseConfig):
 
     seed: Seed | None = None
     """Seed of the choice. None is different in every run."""
+
+    order: Literal["random", "sequential"] = "random"
+    """`random` draws rows with replacement. `sequential` takes the rows of each environment in their order, and begins
+    again after the last one: a curriculum. The environment `rows` sets it if it mixes datasets or has an `order`."""
 
     env_ratios: list[Annotated[float, Field(gt=0)]] | None = None
     """Share of each environment, above 0. None is proportional to their sizes."""

@@ -95,3 +95,11 @@ def repeated_names(key: str, envs: Sequence[EnvConfig]) -> Iterator[str]:
     names = [env.name or env.id for env in envs]
     for name in sorted({name for name in names if names.count(name) > 1}):
         yield f"{key}: several environments are called {name!r}: set `name`"
+
+
+def has_own_order(env: EnvConfig) -> bool:
+    """Whether the order of an environment's rows means something: `rows` with several datasets or with a curriculum."""
+    datasets = env.args.get("datasets")
+    if env.id != "rows" or not isinstance(datasets, list):
+        return False
+    return len(datasets) > 1 or any(isinstance(each, dict) and each.get("order") is not None for each in datasets)

@@ -187,11 +187,6 @@ class RowsConfig(BaseConfig):
         if self.template is not None:
             yield from template_faults("template", self.template)
 
-    @property
-    def is_ordered(self) -> bool:
-        """Whether the order of the rows means something: a curriculum, a mixture, or one dataset after the other."""
-        return len(self.datasets) > 1 or any(dataset.order is not None for dataset in self.datasets)
-
 
 def template_faults(key: str, template: str) -> Iterator[str]:
     """Why a template cannot be filled in."""

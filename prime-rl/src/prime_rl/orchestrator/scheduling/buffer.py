@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
@@ -32,10 +33,11 @@ class GroupCounts:
 
 
 class Buffer:
-    """Draws examples with replacement: first an environment by ratio, then a uniformly random row of its normal pool.
+    """Draws examples: first an environment by ratio, then a row of its normal pool, at random or in turn.
 
-    The n-th draw depends only on `seed`, n and the difficulty pools, so a resumed run continues with the same
-    examples. Examples returned with `put_back` come first. Rows of an endless environment are drawn in their order,
+    A random row is drawn with replacement, and depends only on `seed`, the number of draws and the difficulty pools.
+    In turn, the next row follows the last one; after the end of the dataset comes its beginning. So a resumed run
+    continues with the same examples. Examples returned with `put_back` come first. Rows of an endless environment are drawn in their order,
     each once, and are in no pool.
 
     Records draws and rejections in `ledger`, and does so for others: what becomes of each example is in one file.
@@ -55,7 +57,9 @@ class Buffer:
         self.seed = seed
         """None for an endless environment."""
         self.pools = DifficultyPools({env: count or 0 for env, count in num_rows.items()}, fingerprint)
-        self._next_rows = {env: 0 for env, count in num_rows.items() if count is None}
+        self._endless = [env for env, count in num_rows.items() if count is None]
+        self._next_rows = dict.fromkeys(self._endless if config.order == "random" else num_rows, 0)
+        """Where the environments continue whose rows are drawn in turn."""
         self._fingerprint = fingerprint
         self.counts = GroupCounts()
         self._draws = 0
@@ -64,8 +68,8 @@ class Buffer:
 
     def _sizes(self) -> list[float]:
         """The shares of environments without `env_ratios`: their rows. An endless one must be alone."""
-        if self._next_rows and len(self.num_rows) > 1:
-            names = ", ".join(map(repr, self._next_rows))
+        if self._endless and len(self.num_rows) > 1:
+            names = ", ".join(map(repr, self._endless))
             raise EnvironmentFault(f"{names} has rows without end, and is not alone: set buffer.env_ratios")
         return [1.0 if count is None else float(count) for count in self.num_rows.values()]
 
@@ -78,7 +82,7 @@ class Buffer:
         if self._waiting:
             return self._waiting.popleft()
         # The ratios are fixed at the start: an environment keeps its share as its pool shrinks.
-        envs = [env for env, rows in self.pools.normal.items() if rows or env in self._next_rows]
+        envs = [env for env, rows in self.pools.normal.items() if rows or env in self._endless]
         if not envs:
             raise NothingToTrain(
                 "no example is left to train on, all are easy or hard: raise orchestrator.buffer.easy_threshold, lower "
@@ -95,7 +99,12 @@ class Buffer:
         if env not in self._next_rows:
             return draw.choice(self.pools.normal[env])
         row = self._next_rows[env]
-        self._next_rows[env] += 1
+        if env not in self._endless:
+            # The first normal row that has not had its turn, or else the first one of all.
+            rows = self.pools.normal[env]
+            index = bisect_left(rows, row)
+            row = rows[index] if index < len(rows) else rows[0]
+        self._next_rows[env] = row + 1
         return row
 
     def put_back(self, examples: Iterable[ExampleRef]) -> None:
@@ -149,7 +158,9 @@ class Buffer:
     def summary(self) -> dict[str, Any]:
         """The state in numbers. `seed` and `draws` decide the next draw."""
         waiting = [[example.env, example.row, example.draw] for example in self._waiting]
-        return {"seed": self.seed, "draws": self._draws, "to_draw_again": waiting, "pools": self.pools.sizes()}
+        position = {"next_rows": dict(self._next_rows)} if self._next_rows else {}
+        pools = self.pools.sizes()
+        return {"seed": self.seed, "draws": self._draws, **position, "to_draw_again": waiting, "pools": pools}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue from a saved state. Drops examples whose environment or row no longer exists.
