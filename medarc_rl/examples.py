@@ -16,6 +16,11 @@ EXAMPLES: Mapping[str, tuple[str, ...]] = {
         "medarc_train rl examples/med_calc/rl_cpu.toml --preflight",
     ),
     "medarc_train eval": ("medarc_train eval examples/med_calc/eval_cpu.toml --output-dir outputs/med-calc-eval",),
+    "medarc_train passk": (
+        "medarc_train passk examples/med_questions/eval_cpu.toml --attempts 8 --output-dir outputs/med-pass",
+        "medarc_train passk examples/med_questions/eval_cpu.toml --output-dir outputs/med-pass --curriculum order.txt "
+        "--order easy --min-pass-rate 0.1 --max-pass-rate 0.9",
+    ),
     "medarc_train explain": (
         "medarc_train explain examples/reverse_text/rl_cpu.toml trainer.optim.lr",
         "medarc_train explain outputs/rt --diff examples/reverse_text/rl_cpu.toml --json",

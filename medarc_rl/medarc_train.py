@@ -16,6 +16,7 @@ from medarc_rl.backends.slurm import NODE_GPUS
 from medarc_rl.cli import Resume, add_command, add_command_without_config, examples_of, new_app, resume_words, warn
 from medarc_rl.commands.chat import ChatOptions, chat
 from medarc_rl.commands.estimating import EstimateOptions, print_rl_estimate, print_sft_estimate
+from medarc_rl.commands.passing import PasskOptions, passk
 from medarc_rl.commands.tracing import TraceOptions, trace
 from medarc_rl.commands.watching import WatchOptions, watch
 from medarc_rl.deployment import (
@@ -156,6 +157,7 @@ def evaluate(words: list[str], options: EvalOptions) -> int:
 add_command(app, "sft", SftOptions, sft)
 add_command(app, "rl", RlOptions, rl)
 add_command(app, "eval", EvalOptions, evaluate)
+add_command(app, "passk", PasskOptions, passk)
 add_command(app, "explain", ExplainOptions, explain)
 add_command_without_config(app, "chat", ChatOptions, chat)
 add_command_without_config(app, "watch", WatchOptions, watch)

@@ -43,6 +43,8 @@ class Result:
     completion: Any
     reward_errors: Mapping[str, str] = field(default_factory=dict)
     """The traceback of each reward function that failed."""
+    prompt_id: str = ""
+    """Identifies the prompt wherever its row is. Empty in results of earlier versions."""
 
     @classmethod
     def from_rollout(cls, key: Key, rollout: Rollout, seconds: float) -> Self:
@@ -57,6 +59,7 @@ class Result:
             prompt=rollout.prompt,
             completion=rollout.completion,
             reward_errors=rollout.reward_errors,
+            prompt_id=rollout.prompt_id,
         )
 
     @property

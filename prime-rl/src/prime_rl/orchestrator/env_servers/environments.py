@@ -39,6 +39,8 @@ from prime_rl.utils.logger import get_logger
 
 SERVER_STARTUP_TIMEOUT_S = 600.0
 STATE_COLUMNS = ["trajectory", "sampling_args", REWARD_ERRORS]
+PROMPT_ID_LENGTH = 16
+"""Hexadecimal digits of a prompt's hash."""
 Split = Literal["train", "eval"]
 
 
@@ -109,6 +111,16 @@ class Environment:
     def fingerprint(self, row: int, keys: Sequence[str]) -> str:
         """Hash of a row's content, which identifies the row even if its index changes."""
         return fingerprint(self.name, self._rows[row], keys)
+
+    def prompt_id(self, row: int) -> str:
+        """The id that the dataset gives a row's prompt, or else a hash of its prompt and answer."""
+        content = self._row(row)
+        own = content.get("prompt_id")
+        return str(own) if own not in (None, "") else fingerprint("", content, ("prompt", "answer"))[:PROMPT_ID_LENGTH]
+
+    def _row(self, row: int) -> Mapping[str, Any]:
+        content: Mapping[str, Any] = self._rows[row]
+        return content
 
     async def connect(self) -> None:
         """Connect to the environment's server, if it has one.
@@ -186,6 +198,8 @@ class Environment:
         record_rollouts(own_trace(), outputs, example)
         temperature = sampling_args.get("temperature", 1.0)
         rollouts = [read_rollout(output, example, temperature, version, self.vocab_size) for output in outputs]
+        for rollout in rollouts:
+            rollout.prompt_id = self.prompt_id(example.row)
         self.reward_errors.observe(rollouts)
         return rollouts
 

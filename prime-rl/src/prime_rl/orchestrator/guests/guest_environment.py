@@ -121,6 +121,8 @@ class GuestEnvironment(Environment):
             if fault is None or not retries_left:
                 break
             get_logger().warning(f"Environment {self.name!r}, row {example.row}: {fault}; once more")
+        for rollout in rollouts:
+            rollout.prompt_id = self.prompt_id(example.row)
         self.reward_errors.observe(rollouts)
         return rollouts
 

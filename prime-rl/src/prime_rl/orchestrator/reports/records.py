@@ -25,6 +25,7 @@ def record(rollout: Rollout, /, **more: Any) -> dict[str, Any]:
     return {
         "env": rollout.example.env,
         "row": rollout.example.row,
+        "prompt_id": rollout.prompt_id or None,
         **more,
         "prompt": rollout.prompt,
         "completion": rollout.completion,

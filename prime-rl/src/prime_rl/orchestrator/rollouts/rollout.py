@@ -59,6 +59,8 @@ class Rollout:
     prompt: Any = None
     completion: Any = None
     advantage: float | None = None
+    prompt_id: str = ""
+    """Identifies the prompt wherever its row is: the dataset's own id, or a hash of prompt and answer."""
     masked_by: str | None = None
     """Name of the enforced filter that excludes its tokens from training."""
 

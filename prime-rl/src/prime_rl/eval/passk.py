@@ -1,0 +1,136 @@
+"""Writes the pass rates of an evaluation as a table, and a curriculum: `python -m prime_rl.eval.passk PLAN`.
+
+PLAN is the JSON of `PassPlan`. Exit status: 0, or 2 with one line for what cannot be done as asked.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Literal
+
+from prime_rl.environments.rows.orders import write_order
+from prime_rl.environments.rows.pass_rates import PassRate, write_pass_rates
+from prime_rl.environments.rows.sources import RowsFault
+from prime_rl.history.rollouts import KeptRollouts
+from prime_rl.orchestrator.evaluation.pass_at_k import pass_at_k
+from prime_rl.run.paths import RunPaths
+from prime_rl.utils.logger import count_of
+
+_ALMOST = 1e-9
+"""Rewards are sums of floats: one this much below the threshold counts as right."""
+
+
+@dataclass(frozen=True, slots=True)
+class PassPlan:
+    """What to make of the results of an evaluation."""
+
+    output_dir: str
+    """Directory of the evaluation."""
+    table: str
+    """File to write: JSON Lines, or CSV if its name ends in `.csv`."""
+    threshold: float = 1.0
+    """Least reward of a right answer."""
+    step: int | None = None
+    """Weights that were evaluated. None if there are only some of one step."""
+    env: str | None = None
+    curriculum: str | None = None
+    """Text file of prompt ids to write."""
+    order: Literal["easy", "hard"] = "easy"
+    """Which prompts come first in it."""
+    min_pass_rate: float | None = None
+    max_pass_rate: float | None = None
+
+
+def pass_rates(plan: PassPlan) -> list[PassRate]:
+    """The pass rate of each prompt in the results of an evaluation, in the order of the dataset.
+
+    Raises:
+        RowsFault: there are no results, or those of several weights and no `step` chooses among them.
+    """
+    rewards: dict[tuple[str, str], list[float]] = {}
+    for env, prompt_id, reward in _rewards(plan):
+        rewards.setdefault((env, prompt_id), []).append(reward)
+    return [_rate(plan, env, prompt_id, values) for (env, prompt_id), values in rewards.items()]
+
+
+def ordered(rates: Iterable[PassRate], plan: PassPlan) -> list[str]:
+    """Prompt ids of the rates within the plan's band, by rate; those of equal rates stay as they are."""
+    low, high = plan.min_pass_rate, plan.max_pass_rate
+    kept = [rate for rate in rates if (low is None or rate.rate >= low) and (high is None or rate.rate <= high)]
+    kept.sort(key=lambda rate: rate.rate, reverse=plan.order == "easy")
+    return list(dict.fromkeys(rate.prompt_id for rate in kept))
+
+
+def _rewards(plan: PassPlan) -> Iterator[tuple[str, str, float]]:
+    """Environment, prompt id and reward of each scored rollout, sorted by environment, row and number."""
+    kept = KeptRollouts(RunPaths(Path(plan.output_dir)))
+    steps = kept.evaluations()
+    if plan.step is None and len(steps) > 1:
+        raise RowsFault(f"--step: results are there of the weights of steps {', '.join(map(str, steps))}: choose one")
+    step = plan.step if plan.step is not None else next(iter(steps), None)
+    if step not in steps:
+        raise RowsFault(f"{kept.results}: no results{'' if step is None else f' of the weights of step {step}'}")
+    found = []
+    for rollout in kept.of_evaluation(step):
+        prompt_id, reward = rollout.fields.get("prompt_id"), rollout.reward
+        if (plan.env is None or rollout.env == plan.env) and rollout.error is None and reward is not None:
+            if not isinstance(prompt_id, str) or not prompt_id:
+                raise RowsFault(f"{kept.results} was written by an earlier version, without prompt ids: start anew")
+            found.append((rollout.env, rollout.row or 0, rollout.rollout or 0, prompt_id, reward))
+    if not found:
+        raise RowsFault(f"{kept.results}: no scored rollout" + (f" of environment {plan.env!r}" if plan.env else ""))
+    yield from ((env, prompt_id, reward) for env, _, _, prompt_id, reward in sorted(found))
+
+
+def _rate(plan: PassPlan, env: str, prompt_id: str, rewards: list[float]) -> PassRate:
+    n = len(rewards)
+    correct = sum(reward >= plan.threshold - _ALMOST for reward in rewards)
+    powers = [2**exponent for exponent in range(n.bit_length())]
+    passes = {k: pass_at_k(n, correct, k) for k in powers if k <= n}
+    return PassRate(prompt_id, n, correct, env, passes, fmean(rewards))
+
+
+def write(plan: PassPlan) -> str:
+    """Write the table and, if asked, the curriculum. Returns lines that say what was written. Raises RowsFault."""
+    rates = pass_rates(plan)
+    write_pass_rates(rates, Path(plan.table))
+    most = min(rate.n for rate in rates)
+    means = [
+        f"pass@{k} {fmean((rate.pass_at or {})[k] for rate in rates):.4f}"
+        for k in (2**exponent for exponent in range(most.bit_length()))
+        if k <= most
+    ]
+    never = sum(rate.correct == 0 for rate in rates)
+    always = sum(rate.correct == rate.n for rate in rates)
+    lines = [
+        f"{count_of('prompt', len(rates))} in {plan.table}: {', '.join(means)}; {never} never right, {always} always",
+    ]
+    if len({rate.n for rate in rates}) > 1:
+        lines.append(f"attempts per prompt differ, from {most} to {max(rate.n for rate in rates)}: some rollouts failed")
+    if plan.curriculum is not None:
+        ids = ordered(rates, plan)
+        if not ids:
+            raise RowsFault(f"no prompt has a pass rate in the band of --min-pass-rate and --max-pass-rate; {lines[0]}")
+        write_order(ids, Path(plan.curriculum))
+        first = "easy" if plan.order == "easy" else "hard"
+        lines.append(f"{count_of('prompt', len(ids))} in {plan.curriculum}, the {first} ones first")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Write the table, print what it says, and exit."""
+    try:
+        text = write(PassPlan(**json.loads(sys.argv[1])))
+    except (RowsFault, OSError) as fault:
+        sys.stderr.write(f"error: {fault}\n")
+        raise SystemExit(2) from fault
+    sys.stdout.write(f"{text}\n")
+
+
+if __name__ == "__main__":
+    main()
