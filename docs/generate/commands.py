@@ -31,6 +31,7 @@ CLASSES = {
     "orchestrator": "OrchestratorConfig",
     "inference": "InferenceConfig",
     "eval": "OfflineEvalConfig",
+    "passk": "OfflineEvalConfig",
     "env-server": "EnvServerConfig",
 }
 """The config class of each program of the engine."""

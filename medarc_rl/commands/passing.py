@@ -37,9 +37,9 @@ class PasskOptions:
     table: Annotated[
         Path | None, Option(help=f"Table to write, .jsonl or .csv; by default OUT/{TABLE}.", dir_okay=False)
     ] = None
-    curriculum: Annotated[
-        Path | None, Option(help="Curriculum to write: one prompt id per line.", dir_okay=False)
-    ] = None
+    curriculum: Annotated[Path | None, Option(help="Curriculum to write: one prompt id per line.", dir_okay=False)] = (
+        None
+    )
     order: Annotated[Literal["easy", "hard"], Option(help="--curriculum: which prompts come first.")] = "easy"
     min_pass_rate: Annotated[
         float | None, Option(min=0, max=1, help="--curriculum: leave out prompts that are right less often.")

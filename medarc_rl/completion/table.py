@@ -16,6 +16,7 @@ CONFIGS_OF = {
     "sft": ("sft",),
     "rl": ("rl",),
     "eval": ("eval",),
+    "passk": ("eval",),
     "explain": ("rl", "sft", "eval"),
     "check": ("rl", "sft"),
 }

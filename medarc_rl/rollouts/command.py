@@ -10,7 +10,7 @@ import os
 import random
 import sys
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -33,7 +33,9 @@ SHOWN = 5
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutsOptions:
-    run: Annotated[Path, Argument(metavar="RUN", help="Directory of a run or an evaluation.")]
+    runs: Annotated[
+        list[Path], Argument(metavar="RUN", help="Directory of a run or an evaluation; --to-sft takes several.")
+    ]
     step: Annotated[
         str | None, Option(metavar="N|last|all", help="Training step, from 0 as in the metrics; by default, the last.")
     ] = None
@@ -53,6 +55,19 @@ class RolloutsOptions:
     search: Annotated[str | None, Option(metavar="TEXT", help="Only those whose messages contain TEXT.")] = None
     full: Annotated[bool, Option("--full", help="Show long messages whole.")] = False
     json: Annotated[bool, Option("--json", help="Print JSON lines: all that match, unless a number is given.")] = False
+    to_sft: Annotated[
+        Path | None,
+        Option(
+            metavar="FILE",
+            help="Write a dataset for `medarc_train sft`: rollouts of all steps with at least --min-reward, once each.",
+        ),
+    ] = None
+    per_prompt: Annotated[int | None, Option(min=1, help="--to-sft: at most N rollouts of a prompt, the best.")] = None
+
+    @property
+    def run(self) -> Path:
+        """The only run."""
+        return self.runs[0]
 
 
 def rollouts(options: RolloutsOptions) -> int:
@@ -63,6 +78,12 @@ def rollouts(options: RolloutsOptions) -> int:
     # Imported here so that the other commands do not load it.
     from prime_rl.history.rollouts import KeptRollouts
 
+    if options.to_sft is not None:
+        return _to_sft(options, options.to_sft)
+    if options.per_prompt is not None:
+        raise UsageError("--per-prompt is for --to-sft")
+    if len(options.runs) > 1:
+        raise UsageError("give one RUN; only --to-sft takes several")
     kept = KeptRollouts(_paths(local_run(options.run)))
     wanted = _filter(options)
     count = Counted(_rollouts(kept, options, wanted))
@@ -77,6 +98,42 @@ def rollouts(options: RolloutsOptions) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     for fault in kept.faults:
         warn(one_line(fault))
+    return 0
+
+
+def _to_sft(options: RolloutsOptions, file: Path) -> int:
+    """Write good rollouts of several runs as a dataset."""
+    from medarc_rl.rollouts.to_sft import Export, write_rows
+    from prime_rl.history.rollouts import KeptRollouts
+
+    if options.min_reward is None:
+        raise UsageError("--to-sft needs --min-reward: the least reward of a rollout that is worth learning from")
+    useless = {"--json": options.json, "--full": options.full, "--errors": options.errors}
+    useless |= {"--truncated": options.truncated} | dict.fromkeys(_numbers(options), True)
+    if given := [name for name, value in useless.items() if value]:
+        raise UsageError(f"--to-sft excludes {', '.join(given)}")
+    if file.exists():
+        raise UsageError(f"--to-sft {file}: there is such a file already; name another one, or delete it")
+    wanted, export = _filter(options), Export(options.per_prompt)
+    looked_at = 0
+    for run in options.runs:
+        kept = KeptRollouts(_paths(local_run(run)))
+        # Evaluations are not trained on unless they are asked for, and of a training all steps count.
+        asked = options if options.eval is not None or options.step is not None else replace(options, step="all")
+        for each in _rollouts(kept, replace(asked, runs=[run]), wanted):
+            looked_at += 1
+            export.add(each, str(run))
+        for fault in kept.faults:
+            warn(one_line(fault))
+    rows = export.rows()
+    for reason in export.reasons():
+        say(reason)
+    if not rows:
+        hint = "" if looked_at else "; of evaluations, --eval chooses"
+        raise UsageError(f"no rollout is left of {looked_at} with a reward of at least {options.min_reward:g}{hint}")
+    write_rows(rows, file)
+    prompts = count_of("prompt", len({row["prompt_id"] for row in rows}))
+    say(f"{count_of('row', len(rows))} of {prompts} in {file}: `medarc_train sft --data.name {file}`")
     return 0
 
 

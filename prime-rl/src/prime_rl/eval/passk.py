@@ -111,7 +111,9 @@ def write(plan: PassPlan) -> str:
         f"{count_of('prompt', len(rates))} in {plan.table}: {', '.join(means)}; {never} never right, {always} always",
     ]
     if len({rate.n for rate in rates}) > 1:
-        lines.append(f"attempts per prompt differ, from {most} to {max(rate.n for rate in rates)}: some rollouts failed")
+        lines.append(
+            f"attempts per prompt differ, from {most} to {max(rate.n for rate in rates)}: some rollouts failed"
+        )
     if plan.curriculum is not None:
         ids = ordered(rates, plan)
         if not ids:

@@ -1,0 +1,156 @@
+"""`medarc_train rollouts RUN --to-sft FILE`: kept rollouts as a dataset for SFT."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from medarc_rl.medarc_train import app
+from prime_rl.configs.sft import SFTDataConfig
+from prime_rl.run.paths import EvalPaths, RunPaths
+
+HOSTILE = "\x1b[31m\u202e\udce4 [bold]\r\n"
+
+
+def record(answer: str, reward: float | None, **more: Any) -> dict[str, Any]:
+    return {
+        "env": "letters",
+        "row": 1,
+        "prompt_id": "p1",
+        "reward": reward,
+        "policy_version": 4,
+        "prompt": [{"role": "user", "content": "question"}],
+        "completion": [{"role": "assistant", "content": answer, "tool_calls": None}],
+        **more,
+    }
+
+
+def write(run: Path, step: int, *records: dict[str, Any]) -> Path:
+    path = RunPaths(run).orchestrator.step_samples(step)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(gzip.compress("".join(f"{json.dumps(each)}\n" for each in records).encode()))
+    return run
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    bad = [
+        record("half", 0.5),
+        record("cut", 1.0, cut_chars=3),
+        record("long", 1.0, is_truncated=True),
+        record("late", 1.0, error="Timeout"),
+        record("noise", 1.0, masked_by="gibberish"),
+        record("", 1.0),
+        record("none", reward=None),
+    ]
+    write(tmp_path / "run", 0, record("right", 1.0), *bad)
+    write(
+        tmp_path / "run", 3, record("right", 1.0), record("better", 1.5), record("other", 1.0, prompt_id="p2", env="b")
+    )
+    results = EvalPaths(tmp_path / "run").results
+    results.parent.mkdir(parents=True)
+    results.write_text(json.dumps(record("held out", 1.0, step=3, example=0)) + "\n", encoding="utf-8")
+    return tmp_path / "run"
+
+
+def export(file: Path, *words: object) -> Result:
+    return CliRunner().invoke(app, ["rollouts", *map(str, words), "--to-sft", str(file)])
+
+
+def rows(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+
+
+def test_good_rollouts_of_training_are_exported_once_and_the_others_are_counted(run: Path, tmp_path: Path) -> None:
+    file = tmp_path / "sft.jsonl"
+    result = export(file, run, "--min-reward", 1)
+    assert result.exit_code == 0, result.output
+    assert [each["messages"][-1] for each in rows(file)] == [
+        {"role": "assistant", "content": answer} for answer in ("right", "better", "other")
+    ]
+    assert {name: value for name, value in rows(file)[0].items() if name != "messages"} == {
+        "run": str(run),
+        "step": 0,
+        "is_evaluation": False,
+        "env": "letters",
+        "row": 1,
+        "prompt_id": "p1",
+        "reward": 1.0,
+        "model_version": 4,
+    }
+    assert file.stat().st_mode & 0o777 == 0o600
+    for line in (
+        "left out 1 rollout whose kept text was cut (orchestrator.keep_rollouts.max_chars)",
+        "left out 1 rollout that reached a limit on tokens",
+        "left out 1 rollout with an error",
+        "left out 1 rollout that a filter kept from training",
+        "left out 1 rollout without an answer",
+        "left out 1 rollout that repeat another one",
+        f"3 rows of 2 prompts in {file}",
+    ):
+        assert line in result.stdout
+    again = export(file, run, "--min-reward", 1)
+    assert (again.exit_code, "there is such a file already" in again.stderr) == (2, True)
+
+
+def test_the_best_of_each_prompt_of_several_runs(run: Path, tmp_path: Path) -> None:
+    other = write(tmp_path / "other", 0, record("best", 2.0), record(HOSTILE, 1.2, prompt_id="p3"))
+    file = tmp_path / "sft.jsonl"
+    result = export(file, run, other, "--min-reward", 1, "--per-prompt", 1, "--env", "letters")
+    assert result.exit_code == 0, result.output
+    assert [(each["messages"][-1]["content"][:4], Path(each["run"]).name) for each in rows(file)] == [
+        ("best", "other"),
+        (HOSTILE[:4], "other"),
+    ]
+    assert "left out 2 rollouts beyond --per-prompt" in result.stdout
+
+
+def test_evaluations_are_exported_only_when_asked_for(run: Path, tmp_path: Path) -> None:
+    result = export(tmp_path / "sft.jsonl", run, "--min-reward", 1, "--eval", "last")
+    assert result.exit_code == 0, result.output
+    (row,) = rows(tmp_path / "sft.jsonl")
+    assert (row["messages"][-1]["content"], row["is_evaluation"], row["step"]) == ("held out", True, 3)
+
+
+@pytest.mark.parametrize(
+    ("words", "fault"),
+    [
+        ([], "--to-sft needs --min-reward"),
+        (["--min-reward", "9"], "no rollout is left of 0 with a reward of at least 9"),
+        (["--min-reward", "1", "--json", "--best", "2"], "--to-sft excludes --json, --best"),
+        (["--min-reward", "nan"], "--min-reward is not a number"),
+    ],
+)
+def test_a_mistake_is_one_line_and_writes_nothing(run: Path, tmp_path: Path, words: list[str], fault: str) -> None:
+    result = export(tmp_path / "sft.jsonl", run, *words)
+    assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
+    assert fault in result.stderr
+    assert not (tmp_path / "sft.jsonl").exists()
+
+
+def test_several_runs_and_a_number_per_prompt_are_for_the_export(run: Path) -> None:
+    for words, fault in (([run, run], "give one RUN; only --to-sft"), ([run, "--per-prompt", "2"], "is for --to-sft")):
+        result = CliRunner().invoke(app, ["rollouts", *map(str, words)])
+        assert (result.exit_code, fault in result.stderr) == (2, True)
+
+
+def test_the_sft_trainer_reads_what_was_exported(run: Path, tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    from prime_rl.trainer.sft.data.conversation import ConversationTokenizer
+    from prime_rl.trainer.sft.data.sources import load_rows
+
+    file = tmp_path / "sft.jsonl"
+    assert export(file, run, "--min-reward", 1).exit_code == 0
+    config = SFTDataConfig(name=str(file))
+    model = Path(__file__).resolve().parents[1] / "examples" / "reverse_text" / "model"
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenize = ConversationTokenizer(tokenizer, config.loss_mask, config.ignored_keys, config.seq_len)
+    samples = [tokenize(each) for each in load_rows(config)]
+    trained = [tokenizer.decode(sample.token_ids[sample.is_trained]) for sample in samples]
+    assert [text.split("<")[0].strip() for text in trained] == ["right", "better", "other"]
