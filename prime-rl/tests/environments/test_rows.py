@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from prime_rl.environments.rewards.registry import resolve
+from prime_rl.environments.rewards.specs import RewardSpec
 from prime_rl.environments.rows.arguments import read_rows_config
 from prime_rl.environments.rows.formats import FORMATS, boxed, find_format
 from prime_rl.environments.rows.loading import load_problems
@@ -123,7 +125,12 @@ def test_what_rewards_need_besides_the_answer_is_decoded(write: Write) -> None:
     assert of("if_multi_constraints").extra["ground_truth"] == [{"instruction_id": ["a:b"]}]
     assert of("humaneval").id == "HumanEval/0"
     assert of("mbpp").id == "mbpp_11"
-    assert [reward.fn for reward in of("allenai_rlvr").rewards] == ["gsm8k"]
+    assert [reward.fn for reward in of("allenai_rlvr").rewards] == ["allenai_gsm8k"]
+
+
+def test_the_reward_of_every_format_is_registered() -> None:
+    for each in FORMATS:
+        assert resolve(RewardSpec(fn=each.reward))
 
 
 @pytest.mark.parametrize(

@@ -80,7 +80,9 @@ def _rewards(plan: PassPlan) -> Iterator[tuple[str, str, float]]:
         prompt_id, reward = rollout.fields.get("prompt_id"), rollout.reward
         if (plan.env is None or rollout.env == plan.env) and rollout.error is None and reward is not None:
             if not isinstance(prompt_id, str) or not prompt_id:
-                raise RowsFault(f"{kept.results} was written by an earlier version, without prompt ids: name another --output-dir")
+                raise RowsFault(
+                    f"{kept.results} was written by an earlier version, without prompt ids: name another --output-dir"
+                )
             found.append((rollout.env, rollout.row or 0, rollout.rollout or 0, prompt_id, reward))
     if not found:
         raise RowsFault(f"{kept.results}: no scored rollout" + (f" of environment {plan.env!r}" if plan.env else ""))

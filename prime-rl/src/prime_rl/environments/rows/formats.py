@@ -51,7 +51,7 @@ class Format:
     """None looks for a column of a common name."""
     id_prefix: str = ""
     """Goes before the id of a row."""
-    reward: str = "exact"
+    reward: str = "exact_match"
     """Registered reward function that fits the answer. A row may choose another."""
     reward_of: Callable[[Row], str] | None = None
     extra: Callable[[Row], Mapping[str, Any]] | None = None
@@ -138,7 +138,7 @@ def _apps_question(row: Row) -> str:
 
 def _allenai_part(row: Row) -> str:
     part = str(row.get("dataset") or "").lower()
-    return {"gsm8k": "gsm8k", "math": "math", "ifeval": "ifeval"}.get(part, "math")
+    return {"gsm8k": "allenai_gsm8k", "math": "minerva_math", "ifeval": "ifeval"}.get(part, "math")
 
 
 def _dummy(row: Row) -> str:
@@ -169,7 +169,7 @@ FORMATS: tuple[Format, ...] = (
            id_prefix="allenai_", reward="math", reward_of=_allenai_part,
            extra=_columns("ground_truth", "constraint", "constraint_type", "dataset"), aliases=("rlvr-gsm-math-if",)),
     Format("clevr_count_70k", column("problem", "question"), column("answer"),
-           "{question}\nAnswer with the number in brackets, as in [3].", id_prefix="clevr_", reward="bracketed_number",
+           "{question}\nAnswer with the number in brackets, as in [3].", id_prefix="clevr_", reward="clevr_count",
            aliases=("clevr",)),
     Format("torl_data", column("prompt", "question", "problem"), _torl_answer, id_prefix="torl_", reward="math",
            aliases=("torl",)),
