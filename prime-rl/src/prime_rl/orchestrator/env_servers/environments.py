@@ -114,13 +114,9 @@ class Environment:
 
     def prompt_id(self, row: int) -> str:
         """The id that the dataset gives a row's prompt, or else a hash of its prompt and answer."""
-        content = self._row(row)
+        content = self.content(row)
         own = content.get("prompt_id")
         return str(own) if own not in (None, "") else fingerprint("", content, ("prompt", "answer"))[:PROMPT_ID_LENGTH]
-
-    def _row(self, row: int) -> Mapping[str, Any]:
-        content: Mapping[str, Any] = self._rows[row]
-        return content
 
     async def connect(self) -> None:
         """Connect to the environment's server, if it has one.
