@@ -37,8 +37,8 @@ class Buffer:
 
     A random row is drawn with replacement, and depends only on `seed`, the number of draws and the difficulty pools.
     In turn, the next row follows the last one; after the end of the dataset comes its beginning. So a resumed run
-    continues with the same examples. Examples returned with `put_back` come first. Rows of an endless environment are drawn in their order,
-    each once, and are in no pool.
+    continues with the same examples. Examples returned with `put_back` come first. Rows of an endless environment are
+    drawn in their order, each once, and are in no pool.
 
     Records draws and rejections in `ledger`, and does so for others: what becomes of each example is in one file.
     """
