@@ -7,6 +7,7 @@ import re
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -30,7 +31,7 @@ from prime_rl.utils.pydantic_config import load_config
 
 MODEL = "letters"
 END = 3
-Reply = Callable[[list[dict[str, Any]], int], str]
+Reply = Callable[[list[dict[str, Any]], int], str | dict[str, Any]]
 
 
 def encode(text: str) -> list[int]:
@@ -94,6 +95,7 @@ class PolicyServer:
             Route("/health", self._health),
             Route("/v1/models", self._models),
             Route("/v1/chat/completions", self._chat, methods=["POST"]),
+            Route("/v1/completions", self._complete, methods=["POST"]),
             Route("/tokenize", self._tokenize, methods=["POST"]),
             Route("/update_weights", self._update_weights, methods=["POST"]),
             Route("/load_lora_adapter", self._load_adapter, methods=["POST"]),
@@ -153,6 +155,18 @@ class PolicyServer:
         self.answers.append(bytes(response.body))
         return response
 
+    async def _complete(self, request: Request) -> JSONResponse:
+        """Answer a prompt of tokens: the letters after its last colon."""
+        body = await request.json()
+        self.requests.append(body | {"path": request.url.path})
+        text = "".join(map(chr, body["prompt"])).rpartition(":")[2]
+        letters = "".join(letter for letter in text if letter.isprintable())[: body["max_tokens"] - 1]
+        ids = [*encode(letters), END]
+        versions = [{"version": self.version, "start": 0, "end": len(ids)}]
+        logprobs = {"token_logprobs": [-0.5 - self.version] * len(ids)}
+        choice = {"text": letters, "token_ids": ids, "logprobs": logprobs, "weight_versions": versions}
+        return JSONResponse({"choices": [choice | {"index": 0, "finish_reason": "stop"}]})
+
     async def _wait_for_gate(self, request: Request) -> None:
         """Wait as an engine samples: until it is done, or the client is gone."""
         self.waiting += 1
@@ -164,23 +178,27 @@ class PolicyServer:
 
     def _completion(self, body: dict[str, Any]) -> dict[str, Any]:
         version = self.adapters.get(body.get("model", MODEL), self.version)
-        text = self.reply(body["messages"], version)
+        said = self.reply(body["messages"], version)
+        # A reply that is no text is a message with tool calls.
+        message = {"content": said} if isinstance(said, str) else said
+        text = said if isinstance(said, str) else json.dumps(said["tool_calls"])
         prompt, ids = body.get("tokens") or render(body["messages"]), [*encode(text), END]
         logprob = -0.5 - version
         content = [{"token": chr(token), "logprob": logprob, "bytes": [], "top_logprobs": []} for token in ids]
-        said = {"reasoning_content": self.reasoning}
+        reasoning = {"reasoning_content": self.reasoning}
         choice = {
             "index": 0,
-            "message": {"role": "assistant", "content": text} | (said if self.reasoning else {}),
-            "finish_reason": "stop",
+            "message": {"role": "assistant"} | message | (reasoning if self.reasoning else {}),
+            "finish_reason": "tool_calls" if "tool_calls" in message else "stop",
             "token_ids": ids,
             "logprobs": {"content": content},
             "weight_versions": [{"version": version, "start": 0, "end": len(ids)}],
         }
-        answer = {"id": "x", "created": 1, "model": MODEL, "prompt_token_ids": prompt, "choices": [choice]}
+        choices = [choice | {"index": index} for index in range(body.get("n") or 1)]
+        answer = {"id": "x", "created": 1, "model": MODEL, "prompt_token_ids": prompt, "choices": choices}
         for name in self.drops:
-            answer.pop(name, None)
-            choice.pop(name, None)
+            for each in (answer, *choices):
+                each.pop(name, None)
         usage = {"prompt_tokens": len(prompt), "completion_tokens": len(ids), "total_tokens": len(prompt) + len(ids)}
         return answer | {"object": "chat.completion", "usage": usage}
 
@@ -206,6 +224,19 @@ class _Uvicorn(uvicorn.Server):
 @pytest.fixture
 def serve() -> Iterator[Callable[[PolicyServer], PolicyServer]]:
     """Starts a policy server, on a free port unless the test says which."""
+    with serving() as start:
+        yield start
+
+
+@pytest.fixture(scope="module")
+def module_server() -> Iterator[PolicyServer]:
+    """A policy server for all tests of a module."""
+    with serving() as start:
+        yield start(PolicyServer())
+
+
+@contextmanager
+def serving() -> Iterator[Callable[[PolicyServer], PolicyServer]]:
     started: list[PolicyServer] = []
 
     def stop(policy: PolicyServer, server: _Uvicorn, thread: threading.Thread) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from prime_rl.checks.built_in import built_in_faults
 from prime_rl.checks.start_dir import NotInstalled, StartDir
+from prime_rl.configs.rollouts.agents import EXTERNAL, ROW_FILES
 from prime_rl.configs.rollouts.environments import EnvConfig
 from prime_rl.configs.shared import MonitorConfig
 from prime_rl.environments.builtin import built_in_module
@@ -54,6 +55,9 @@ def environment_faults(key: str, envs: Sequence[EnvConfig], start: StartDir) -> 
         if env.python is None and env.project is None and env.address is None:
             yield from built_in_faults(f"{key}[{index}]", env, start)
     for index, env in enumerate(envs if start.has_our_packages else ()):
+        if env.is_agent:
+            yield from (f"{key}[{index}].{fault}" for fault in _agent_faults(env, start))
+            continue
         module = environment_module(env.id)
         if env.python is not None or env.project is not None:
             if (fault := _guest_fault(env, module, start)) is not None:
@@ -73,6 +77,32 @@ def environment_faults(key: str, envs: Sequence[EnvConfig], start: StartDir) -> 
             )
         elif lacks_name(spec, LOADER):
             yield f"{place}: {spec.origin} is not an environment: it has no {LOADER}"
+
+
+def _agent_faults(env: EnvConfig, start: StartDir) -> Iterator[str]:
+    """What of an agent or a workflow is missing. Imports neither."""
+    keys = env.agent_keys
+    targets = {} if keys.target == EXTERNAL else {"workflow": keys.target}
+    datasets = {"agent_dataset": keys.dataset, "agent_eval_dataset": keys.eval_dataset}
+    for name, dataset in datasets.items():
+        if dataset is not None and not dataset.endswith(ROW_FILES):
+            targets[name] = dataset
+        elif dataset is not None and start.lacks(dataset):
+            yield f"{name} = {dataset!r}: no such file"
+    for name, target in targets.items():
+        module, _, found = target.partition(":") if ":" in target else target.rpartition(".")
+        spec = _module_in(start.find(Path()), module) or find_module(module)
+        if spec is None:
+            yield f"{name} = {target!r}: no module named {module!r}; start in its directory, or install its package"
+        elif lacks_name(spec, found.partition(".")[0]):
+            yield f"{name} = {target!r}: {spec.origin} has no {found.partition('.')[0]!r}"
+
+
+def _module_in(directory: Path, name: str) -> ModuleSpec | None:
+    """A module below a directory, whose folders need no `__init__.py`: agents are found from where a run starts."""
+    place = directory.joinpath(*name.split("."))
+    files = [file for file in (place.with_suffix(".py"), place / "__init__.py") if file.is_file()]
+    return importlib.util.spec_from_file_location(name, files[0].absolute()) if files else None
 
 
 def _guest_fault(env: EnvConfig, module: str, start: StartDir) -> str | None:

@@ -15,6 +15,8 @@ CountOrAll = Annotated[int, Field(ge=-1, le=LARGEST)]
 Seconds = Annotated[int, Field(ge=1, le=LARGEST)]
 TransferSeconds = Annotated[int, Field(ge=1, le=604_800)]
 """At most a week, which the inference servers accept."""
+SessionSeconds = Annotated[float, Field(gt=0, le=604_800)]
+"""At most a week."""
 Gpus = Annotated[int, Field(ge=1, le=1024)]
 """GPUs, or processes, of one node."""
 Nodes = Annotated[int, Field(ge=1, le=100_000)]

@@ -166,6 +166,10 @@ class EvaluatedSteps:
         return step not in self.read()
 
 
+_AGENT_KEYS = {"workflow", "agent_dataset", "agent_eval_dataset", "agent_timeout_s"}
+"""Those of an agent that its results depend on."""
+
+
 def settings_of(config: OfflineEvalConfig) -> dict[str, Any]:
     """The settings that results depend on, apart from their number."""
     described = {"id", "args", "extra_env_kwargs"}
@@ -177,6 +181,7 @@ def settings_of(config: OfflineEvalConfig) -> dict[str, Any]:
             env.name or env.id: {
                 **env.model_dump(include=described),
                 **({} if env.python is None else {"python": str(env.python)}),
+                **(env.model_dump(include=_AGENT_KEYS) if env.is_agent else {}),
                 **({} if env.project is None else {"project": str(env.project)}),
             }
             for env in config.environments

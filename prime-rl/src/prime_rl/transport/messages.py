@@ -31,6 +31,8 @@ class TrainingSample(msgspec.Struct, array_like=True):
     """Oldest policy version that sampled any of its tokens; None if unknown."""
     kept_as: list[int] | None = None
     """Group, rollout and line of conversation of the kept rollout (`RUN/samples`) that it belongs to. None if none."""
+    completion_advantages: list[float] | None = None
+    """M values, if the tokens of several calls have different ones. None: `advantage`, for all of them."""
 
 
 class TrainingBatch(msgspec.Struct, array_like=True):

@@ -1,20 +1,25 @@
 """Environments, for training and for evaluation."""
 
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Self
 
 from pydantic import Field, model_validator
 
-from prime_rl.configs.ranges import CountOrAll, Fraction, Seconds, WholeNumber
-from prime_rl.utils.pydantic_config import BaseConfig
+from prime_rl.configs.ranges import CountOrAll, Fraction, Port, Seconds, SessionSeconds, WholeNumber
+from prime_rl.configs.rollouts.agents import EXTERNAL, AgentKeys, Samples
+from prime_rl.utils.pydantic_config import BaseConfig, derive
+
+_TARGET = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*[:.][^\W\d]\w*(\.[^\W\d]\w*)*")
 
 
 class EnvConfig(BaseConfig):
     """An environment of the verifiers library."""
 
     id: str = "reverse-text"
-    """Id of the environment, with or without @version."""
+    """Id of the environment, with or without @version. With `workflow`, only its name: by default the last part of
+    that."""
 
     args: dict[str, Any] = Field({})
     """Arguments of its constructor."""
@@ -48,6 +53,31 @@ class EnvConfig(BaseConfig):
     """Table of the agent that plays a taskset of verifiers v1, as verifiers reads it: `harness`, `runtime`, `max_turns`
     and others. By default a chat with the task's tools, in processes on this machine."""
 
+    workflow: str | None = None
+    """Code to train instead of a verifiers environment, as `module:object`: an `async def agent(task, client)` that
+    returns a reward, a class with `async def run(data)`, or one with `async def arun_episode(engine, data)` that
+    returns tensors. `external` lets processes that you start yourself begin sessions over HTTP."""
+
+    agent_dataset: str | None = None
+    """Rows for `workflow`: a `.jsonl`, `.json` or `.parquet` file, or `module:function` that returns
+    rows."""
+
+    agent_eval_dataset: str | None = None
+    """Rows for evaluations. None takes those of `agent_dataset`."""
+
+    agent_turn_discount: Fraction = 1.0
+    """Each model call of an agent is worth its own reward plus this times the worth of the next call. 0 gives each call
+    its own reward alone. With 1 and one reward for the session, all calls share it."""
+
+    agent_samples: Samples = "interleaved"
+    """`interleaved`: one sample for each line of conversation. `separate`: one sample for each model call."""
+
+    agent_timeout_s: SessionSeconds = 3600.0
+    """Time limit for an attempt of an agent. One that takes longer is not trained on."""
+
+    agent_port: Port | None = None
+    """Port on the loopback interface at which `workflow = "external"` starts sessions. None takes a free one."""
+
     extra_env_kwargs: dict[str, Any] = Field({})
     """Attributes to set on the environment. The orchestrator adds `seq_len` and `score_rollouts`."""
 
@@ -59,6 +89,54 @@ class EnvConfig(BaseConfig):
     """Longest time of a group of rollouts with its scoring, in seconds. A group that takes longer fails and is repeated
     as after any error. A loop without `await` cannot be ended this way: it blocks its whole process. None sets
     no limit."""
+
+    @property
+    def is_agent(self) -> bool:
+        """Whether attempts are made by an agent or a workflow."""
+        return self.workflow is not None
+
+    @property
+    def agent_keys(self) -> AgentKeys:
+        """Raises ValueError if there is no agent."""
+        target = self.workflow
+        if target is None or self.agent_dataset is None:
+            raise ValueError("no agent")
+        return AgentKeys(
+            target,
+            self.agent_dataset,
+            self.agent_eval_dataset,
+            self.agent_turn_discount,
+            self.agent_samples,
+            self.agent_timeout_s,
+            self.agent_port,
+        )
+
+    @model_validator(mode="after")
+    def _check_agent(self) -> Self:
+        set_keys = [
+            name
+            for name, field in type(self).model_fields.items()
+            if name.startswith("agent_") and getattr(self, name) != field.default
+        ]
+        if not self.is_agent:
+            if set_keys:
+                raise ValueError(f"{set_keys[0]} needs workflow")
+            return self
+        target = self.workflow or ""
+        if target != EXTERNAL and not _TARGET.fullmatch(target):
+            raise ValueError(f"workflow = {target!r}: write module:object, as in my_agents.search:agent")
+        if self.agent_dataset is None:
+            raise ValueError('workflow needs rows: set agent_dataset, as in agent_dataset = "tasks.jsonl"')
+        for name in ("python", "project", "address", "judge", "taskset", "agent"):
+            if getattr(self, name):
+                raise ValueError(f"{name} does not go with workflow: its code runs in the interpreter of the run")
+        if self.timeout_s is not None:
+            raise ValueError("timeout_s does not go with workflow: agent_timeout_s limits each of its attempts")
+        if self.agent_port is not None and target != EXTERNAL:
+            raise ValueError('agent_port needs workflow = "external"')
+        if "id" not in self.model_fields_set:
+            derive(self, "it is the name of the agent", id=target.replace(":", ".").rpartition(".")[2])
+        return self
 
     @model_validator(mode="after")
     def _check_place(self) -> Self:

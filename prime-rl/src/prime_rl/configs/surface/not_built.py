@@ -63,6 +63,7 @@ NOT_BUILT: tuple[NotBuilt, ...] = (
     NotBuilt("eval.log.file", "the launcher writes the log of each process to a file", refused=False),
     NotBuilt("env_server.env.python", "a run starts the environment in it: set it in orchestrator.env"),
     NotBuilt("env_server.env.project", "a run starts the environment in it: set it in orchestrator.env"),
+    NotBuilt("env_server.env.workflow", "a run starts the process of a workflow: set it in orchestrator.env"),
     NotBuilt("env_server.log.log_data", "only SFT logs its data"),
     NotBuilt("env_server.log.env_worker_logs"),
 )

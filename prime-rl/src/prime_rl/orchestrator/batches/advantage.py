@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ from prime_rl.configs.advantages import (
 )
 from prime_rl.orchestrator.errors import OrchestratorError
 from prime_rl.orchestrator.rollouts.rollout import Group, Rollout
+from prime_rl.orchestrator.rollouts.trace import TokenTrace
 
 if TYPE_CHECKING:
     import torch
@@ -58,10 +59,48 @@ def setup_advantage(config: AdvantageConfig | None) -> AdvantageFunction:
 
 
 def assign_advantages(groups: Sequence[Group], advantage: AdvantageFunction) -> None:
-    """Set the advantage of every rollout."""
-    for group, values in zip(groups, advantage(groups), strict=True):
-        for rollout, value in zip(group.rollouts, values, strict=True):
-            rollout.advantage = float(value)
+    """Set the advantage of every rollout, and of every call of rollouts whose calls have rewards of their own.
+
+    If calls of a group have such rewards, each call is compared with all calls of the group, as if it were a rollout:
+    as AReaL does with single completions. Rejected rollouts are compared with nothing, and have 0.
+    """
+    compared = [Compared.of(group) for group in groups]
+    for group, values in zip(compared, advantage([each.as_group for each in compared]), strict=True):
+        group.assign(values)
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """What the rewards of one group are compared between: its rollouts, or their calls."""
+
+    group: Group
+    members: list[tuple[Rollout, list[Rollout]]]
+    """Each rollout that is not rejected, and what stands for it: itself, or one rollout for each of its calls."""
+
+    @classmethod
+    def of(cls, group: Group) -> Compared:
+        by_call = group.has_call_rewards
+        return cls(group, [(each, _calls_of(each) if by_call else [each]) for each in group.scored])
+
+    @property
+    def as_group(self) -> Group:
+        return Group([each for _, members in self.members for each in members], self.group.off_policy_level)
+
+    def assign(self, values: Sequence[float]) -> None:
+        for rollout in self.group.rollouts:
+            rollout.advantage, rollout.call_advantages = 0.0, None
+        left = iter(values)
+        for rollout, members in self.members:
+            own = [float(next(left)) for _ in members]
+            rollout.advantage = _mean(own)
+            rollout.call_advantages = None if members[0] is rollout else own
+
+
+def _calls_of(rollout: Rollout) -> list[Rollout]:
+    """One rollout for each call; the rollout itself if it has none."""
+    rewards = rollout.call_rewards or [rollout.reward] * len(rollout.trace.calls)
+    calls = zip(rollout.trace.calls, rewards, strict=True)
+    return [replace(rollout, reward=reward, trace=TokenTrace([call])) for call, reward in calls] or [rollout]
 
 
 def raw_rewards(groups: Sequence[Group]) -> list[list[float]]:
@@ -108,6 +147,11 @@ def _call_custom(function: Callable[..., Any], kwargs: dict[str, Any], groups: S
     # Torch takes more than a second to import, and only custom functions use tensors.
     import torch
 
+    if len({len(group.rollouts) for group in groups}) > 1:
+        raise OrchestratorError(
+            "a custom advantage function takes groups of one size; rewards of single calls, and rejected rollouts, "
+            "give groups of several"
+        )
     rewards = torch.tensor([[rollout.reward for rollout in group.rollouts] for group in groups])
     lengths = torch.tensor([[rollout.completion_tokens for rollout in group.rollouts] for group in groups])
     advantages: torch.Tensor = function(AdvantageInputs(rewards, lengths), **kwargs).advantages

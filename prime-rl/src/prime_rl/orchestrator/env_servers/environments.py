@@ -226,6 +226,10 @@ def load_environments(
 
 
 def _loaded(config: EnvConfig, place: str, split: Split) -> Environment:
+    if config.is_agent:
+        from prime_rl.orchestrator.agents.agent_environment import start_agent
+
+        return start_agent(config, place, split)
     python = _own_interpreter(config, place)
     if python is None:
         return _with_rows(load_environment(config, place), config, place, split)

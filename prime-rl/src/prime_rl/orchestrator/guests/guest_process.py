@@ -52,6 +52,10 @@ class Guest:
     taskset: Mapping[str, Any] = field(default_factory=dict)
     agent: Mapping[str, Any] = field(default_factory=dict)
     """Tables of verifiers v1."""
+    program: tuple[str, ...] = (str(INSIDE / "__main__.py"),)
+    """Arguments of the interpreter, before the number of the socket."""
+    added: Mapping[str, str] = field(default_factory=dict)
+    """Environment variables that it gets besides those of this process."""
 
 
 class GuestProcess:
@@ -80,8 +84,8 @@ class GuestProcess:
         """
         ours, theirs = socket.socketpair()
         with theirs:
-            argv = [str(guest.python), str(INSIDE / "__main__.py"), str(theirs.fileno())]
-            env = {name: value for name, value in os.environ.items() if name not in _OURS} | _ADDED
+            argv = [str(guest.python), *guest.program, str(theirs.fileno())]
+            env = {name: value for name, value in os.environ.items() if name not in _OURS} | _ADDED | dict(guest.added)
             # The proxy of the run is on this machine, behind no other proxy.
             env |= {name: ",".join(filter(None, (env.get(name), LOOPBACK))) for name in ("NO_PROXY", "no_proxy")}
             try:
@@ -106,7 +110,8 @@ class GuestProcess:
         hello = self._exchange(settings)
         if "fault" in hello:
             raise EnvironmentFault(f"{guest.place}: {guest.module!r} does not load in {guest.python}: {hello['fault']}")
-        self.versions = f"verifiers {hello['verifiers']}, Python {hello['python']}"
+        names = (("verifiers", "verifiers"), ("python", "Python"))
+        self.versions = ", ".join(f"{shown} {hello[name]}" for name, shown in names if name in hello)
 
     def ask_now(self, do: str, **arguments: Any) -> Any:
         """What `ask` does, before the event loop runs."""

@@ -1,13 +1,15 @@
-"""Sessions of the proxy: what one rollout asked a model, and the exact tokens of each answer."""
+"""Sessions of the proxy: what one rollout asked a model, the exact tokens of each answer, and its rewards."""
 
 from __future__ import annotations
 
+import math
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from prime_rl.environments.agents.returns import InvalidReward, checked_reward
 from prime_rl.orchestrator.errors import MalformedRollout
 from prime_rl.orchestrator.guests.inside.model_client import session_name
 from prime_rl.orchestrator.proxy.continuation import Message, canonical
@@ -19,7 +21,7 @@ MAX_CALLS = 1000
 """Model calls of one session. An agent that needs more is in a loop."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RecordedCall:
     """One answer, and the conversation that it ends."""
 
@@ -28,6 +30,9 @@ class RecordedCall:
     rendering: Mapping[str, Any]
     """Arguments of the request, apart from the messages, that the chat template writes into its prompt."""
     tokens: ModelCall
+    completion_id: str = ""
+    """The id of the completion, as the agent knows it. The choices of one completion share it."""
+    reward: float | None = None
 
 
 @dataclass(slots=True)
@@ -46,13 +51,65 @@ class Session:
     """Answers that it has asked for."""
     is_cut_off: bool = False
     """Whether an answer reached its limit of tokens."""
+    reward: float | None = None
+    """The reward of the whole session, which counts for its last call."""
+    dialogues: dict[str, list[dict[str, Any]]] = field(default_factory=dict, repr=False)
+    """The messages of each response of the responses API, with its answer."""
 
     @property
     def trace(self) -> TokenTrace:
         """The calls in the order of their answers."""
         return TokenTrace([call.tokens for call in self.calls])
 
-    def record(self, messages: Sequence[Mapping[str, Any]], rendering: Mapping[str, Any], reply: ChatReply) -> None:
+    @property
+    def rewards(self) -> list[float | None]:
+        """The reward of each call. That of the whole session is added to the last call's."""
+        rewards = [call.reward for call in self.calls]
+        if self.reward is not None and rewards:
+            rewards[-1] = math.fsum((rewards[-1] or 0.0, self.reward))
+        return rewards
+
+    def set_reward(self, reward: Any, completion_id: str | None = None, choice: int | None = None) -> None:
+        """Set the reward of the whole session, of a completion, or of one of its choices. The last value counts.
+
+        Raises:
+            InvalidReward: it is not a finite number, or there is no such completion.
+        """
+        value = checked_reward(reward)
+        if completion_id is None:
+            self.reward = value
+            return
+        choices = [call for call in self.calls if call.completion_id == completion_id]
+        if not choices:
+            raise InvalidReward(f"this session has no completion {completion_id!r}")
+        if choice is not None and not 0 <= choice < len(choices):
+            raise InvalidReward(f"completion {completion_id!r} has the choices 0 to {len(choices) - 1}")
+        for call in choices if choice is None else [choices[choice]]:
+            call.reward = value
+
+    def set_rewards(self, result: Any) -> None:
+        """Set what an agent returned: a number for the session, or a number for each completion id. None sets nothing.
+
+        Raises:
+            InvalidReward: it is neither, or names completions that do not exist.
+        """
+        if isinstance(result, Mapping):
+            for completion_id, reward in result.items():
+                self.set_reward(reward, str(completion_id))
+        elif result is not None:
+            self.set_reward(result)
+
+    @property
+    def is_rewarded(self) -> bool:
+        return self.reward is not None or any(call.reward is not None for call in self.calls)
+
+    def record(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        rendering: Mapping[str, Any],
+        reply: ChatReply,
+        completion_id: str = "",
+    ) -> None:
         """Keep each answer of a reply.
 
         Raises:
@@ -75,7 +132,7 @@ class Session:
                 ),
             )
             answer = canonical({"role": "assistant", **_said(choice.message)})
-            self.calls.append(RecordedCall((*asked, answer), rendering, tokens))
+            self.calls.append(RecordedCall((*asked, answer), rendering, tokens, completion_id))
 
 
 def _said(message: Any) -> dict[str, Any]:
@@ -100,6 +157,11 @@ class Sessions:
         """The session whose key has this name (`session_name`)."""
         return self._by_key.get(self._keys.get(name, ""))
 
+    def end(self, session: Session) -> None:
+        """Answer no more requests with its key. What it recorded stays."""
+        self._by_key.pop(session.key, None)
+        self._keys.pop(session_name(session.key), None)
+
     @contextmanager
     def opened(
         self, count: int, server: InferenceServer, sampling_args: Mapping[str, Any]
@@ -113,8 +175,7 @@ class Sessions:
             yield sessions
         finally:
             for session in sessions:
-                del self._by_key[session.key]
-                del self._keys[session_name(session.key)]
+                self.end(session)
 
 
 def flat(sampling_args: Mapping[str, Any]) -> dict[str, Any]:

@@ -100,7 +100,9 @@ def reward_metrics(groups: Sequence[Group]) -> dict[str, float]:
 
     With several environments, also the mean reward and the fraction of rollouts of each.
     """
-    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    every = [rollout for group in groups for rollout in group.rollouts]
+    # A rejected rollout has no reward.
+    rollouts = [rollout for rollout in every if not rollout.is_rejected] or every
     rewards = [rollout.reward for rollout in rollouts]
     solved_none = sum(sum(rollout.reward for rollout in group.rollouts) == 0 for group in groups) / len(groups)
     solved_all = sum(sum(r.reward for r in group.rollouts) == len(group.rollouts) for group in groups) / len(groups)

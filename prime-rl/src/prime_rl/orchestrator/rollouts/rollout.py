@@ -58,15 +58,24 @@ class Rollout:
     """The traceback of each reward function that failed, by name. verifiers counts it as 0."""
     prompt: Any = None
     completion: Any = None
+    call_rewards: list[float] | None = None
+    """What each call of the trace is worth: its own reward, or its discounted return. None: `reward`, for each."""
+    separate_calls: bool = False
+    """Whether each call is a sample of its own, even if it continues another."""
+    is_rejected: bool = False
+    """Whether it has no reward: it is neither trained on nor compared with."""
     advantage: float | None = None
+    """The mean over the calls, if they have rewards of their own."""
     prompt_id: str = ""
     """Identifies the prompt wherever its row is: the dataset's own id, or a hash of prompt and answer."""
+    call_advantages: list[float] | None = None
+    """Advantage of each call of the trace. None: `advantage`, for all of them."""
     masked_by: str | None = None
     """Name of the enforced filter that excludes its tokens from training."""
 
     @property
     def trains(self) -> bool:
-        return self.error is None and self.masked_by is None
+        return self.error is None and self.masked_by is None and not self.is_rejected
 
     @property
     def completion_tokens(self) -> int:
@@ -92,8 +101,30 @@ class Group:
         return self.rollouts[0].example
 
     @property
+    def scored(self) -> list[Rollout]:
+        """The rollouts that have a reward."""
+        return [rollout for rollout in self.rollouts if not rollout.is_rejected]
+
+    @property
     def mean_reward(self) -> float:
-        return sum(rollout.reward for rollout in self.rollouts) / len(self.rollouts)
+        rewards = [rollout.reward for rollout in self.scored]
+        return sum(rewards) / len(rewards) if rewards else 0.0
+
+    @property
+    def has_call_rewards(self) -> bool:
+        """Whether the calls of a rollout have rewards of their own."""
+        return any(rollout.call_rewards is not None for rollout in self.scored)
+
+    @property
+    def compared_rewards(self) -> list[float]:
+        """The rewards that advantages compare: those of the calls, if they have their own."""
+        if not self.has_call_rewards:
+            return [rollout.reward for rollout in self.scored]
+        return [
+            reward
+            for rollout in self.scored
+            for reward in rollout.call_rewards or [rollout.reward] * len(rollout.trace.calls)
+        ]
 
 
 def read_rollout(

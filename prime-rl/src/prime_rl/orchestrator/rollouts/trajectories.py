@@ -14,18 +14,27 @@ def to_samples(rollout: Rollout) -> list[TrainingSample]:
     prompt adds after them, and it is not trained. Any other call opens a line. A plain conversation is therefore one
     sample; agents that take turns, or a template that rewrites history, give several.
 
+    With `separate_calls`, each call is a sample of its own. Completion tokens carry the advantage of their call, if the
+    rollout's calls have one each.
+
     Each completion token carries the rollout's temperature. If the rollout is not trained on, its tokens are masked.
     """
     lines: list[tuple[list[int], TrainingSample]] = []
-    for call in rollout.trace.calls:
+    for number, call in enumerate(rollout.trace.calls):
         tokens = call.prompt_ids + call.completion_ids
-        for index, (prefix, sample) in enumerate(lines):
+        for index, (prefix, sample) in enumerate(() if rollout.separate_calls else lines):
             if call.prompt_ids[: len(prefix)] == prefix:
                 _append(sample, call, call.prompt_ids[len(prefix) :])
                 lines[index] = (tokens, sample)
                 break
         else:
-            lines.append((tokens, _open(call)))
+            sample = _open(call)
+            lines.append((tokens, sample))
+        if rollout.call_advantages is not None:
+            known = sample.completion_advantages or []
+            # The tokens that the environment wrote before the call are not trained on.
+            added = len(sample.completion_ids) - len(known)
+            sample.completion_advantages = known + [rollout.call_advantages[number]] * added
     samples = [sample for _, sample in lines]
     for sample in samples:
         if not rollout.trains:

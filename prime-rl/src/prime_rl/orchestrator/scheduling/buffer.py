@@ -120,7 +120,7 @@ class Buffer:
         self.counts.groups += 1
         self._evict(group)
         easy, hard = group.mean_reward == 1.0, group.mean_reward == 0.0
-        equal = len({rollout.reward for rollout in group.rollouts}) == 1
+        equal = len(set(group.compared_rewards)) <= 1
         solved_all_or_none = self.config.online_difficulty_filtering and (easy or hard)
         if not solved_all_or_none and not (self.config.drop_equal_rewards and equal):
             return True

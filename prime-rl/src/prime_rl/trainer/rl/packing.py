@@ -61,6 +61,8 @@ def find_fault(sample: TrainingSample, vocab_size: int | None = None) -> str | N
     }
     if sample.teacher_logprobs is not None:
         expected["teacher_logprobs"] = (sample.teacher_logprobs, prompt + completion)
+    if sample.completion_advantages is not None:
+        expected["completion_advantages"] = (sample.completion_advantages, completion)
     for name, (values, length) in expected.items():
         if len(values) != length:
             return f"{name} has {len(values)} entries for {length} tokens"
@@ -90,7 +92,9 @@ def row_from_sample(sample: TrainingSample, seq_len: int) -> MicroBatch:
     row = MicroBatch(
         input_ids=sample.prompt_ids + sample.completion_ids,
         loss_mask=loss_mask,
-        advantages=[sample.advantage] * length,
+        advantages=[sample.advantage] * length
+        if sample.completion_advantages is None
+        else [sample.advantage] * prompt + sample.completion_advantages,
         inference_logprobs=[0.0] * prompt + sample.completion_logprobs,
         position_ids=list(range(length)),
         temperatures=[first_temperature] * prompt + sample.completion_temperatures,

@@ -1,0 +1,1 @@
+"""Agents as environments: their code runs in a process of its own, and asks the model through the proxy."""

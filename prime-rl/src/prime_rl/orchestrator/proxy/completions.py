@@ -1,0 +1,125 @@
+"""Chat completions of a session: what of a request reaches the engine, and what of the answer reaches the agent."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from prime_rl.orchestrator.proxy.continuation import canonical, continued_prompt
+from prime_rl.orchestrator.proxy.recording import MAX_CALLS, Session
+from prime_rl.orchestrator.rollouts.chat_client import ChatChannel, ServerAnswered
+from prime_rl.orchestrator.rollouts.replies import decode_chat_reply
+
+FORWARDED = (
+    "messages", "tools", "tool_choice", "parallel_tool_calls", "response_format", "stop", "n",
+    "max_tokens", "max_completion_tokens", "chat_template_kwargs",
+)  # fmt: skip
+"""Arguments of the agent that reach the engine. The session sets how tokens are sampled."""
+RENDERED = ("tools", "chat_template_kwargs")
+"""Those that the chat template writes into a prompt, apart from the messages."""
+
+
+class Refused(Exception):
+    """The proxy does not forward a request."""
+
+    def __init__(self, status: int, message: str, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+
+
+async def complete(session: Session, body: Mapping[str, Any]) -> dict[str, Any]:
+    """The chat completion that a request's body asks for, recorded in its session.
+
+    Raises:
+        Refused: the body is not a chat request, or the session has asked too often.
+    """
+    messages = _messages(body)
+    asked = {name: body[name] for name in FORWARDED if body.get(name) is not None}
+    _refuse_masks(asked, session)
+    count = asked["n"] if isinstance(asked.get("n"), int) and asked["n"] > 0 else 1
+    count_calls(session, count)
+    channel: ChatChannel = session.server.client.client
+    sent = {**asked, **session.sampling, **_limits(asked, session.sampling)}
+    sent |= {"model": session.model, "logprobs": True, "return_token_ids": True}
+    sent.pop("max_tokens", None)
+    rendering = {name: sent[name] for name in RENDERED if sent.get(name)}
+    try:
+        tokenize = partial(_tokenize, channel, session, rendering)
+        prompt_ids = await continued_prompt(session.calls, messages, rendering, tokenize)
+    except ServerAnswered as error:
+        if error.status >= 500:
+            raise
+        prompt_ids = None  # a template that refuses a conversation without its beginning
+    path = "/chat/completions" if prompt_ids is None else "/chat/completions/tokens"
+    answer = await channel.exchange(path, sent if prompt_ids is None else {**sent, "tokens": prompt_ids})
+    # Rewards need ids that are unique, whatever an engine does after a restart.
+    completion_id = f"chatcmpl-{secrets.token_hex(12)}"
+    reply = decode_chat_reply(answer.body, answer.started_s, answer.ended_s)
+    session.record(messages, rendering, reply, completion_id)
+    return _shown(json.loads(answer.body), bool(body.get("logprobs"))) | {"id": completion_id}
+
+
+def count_calls(session: Session, count: int) -> None:
+    """Raises Refused if the session has asked too often."""
+    if session.num_asked + count > MAX_CALLS:
+        raise Refused(429, f"the session asks the model for more than {MAX_CALLS} answers")
+    session.num_asked += count
+
+
+def _messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:
+    messages = body.get("messages")
+    if not isinstance(messages, list) or not messages or not all(isinstance(each, dict) for each in messages):
+        raise Refused(400, "messages: a list of messages, and at least one")
+    try:
+        for message in messages:
+            canonical(message)
+    except (AttributeError, TypeError) as error:
+        raise Refused(400, "messages: tool_calls must be a list of calls with a function") from error
+    return messages
+
+
+def _refuse_masks(asked: Mapping[str, Any], session: Session) -> None:
+    """Refuse what lets only some tokens be sampled: the trainer computes log-probabilities over all of them."""
+    if not session.sampling.get("return_token_ids"):
+        return  # an evaluation
+    if asked.get("response_format", {"type": "text"}) != {"type": "text"}:
+        raise Refused(
+            400, "response_format: not in training, where every token can be sampled; check the answer's form"
+        )
+    if asked.get("tool_choice", "auto") not in ("auto", "none"):
+        raise Refused(400, "tool_choice: auto or none in training, where every token can be sampled")
+
+
+def _limits(asked: Mapping[str, Any], sampling: Mapping[str, Any]) -> dict[str, int]:
+    """The smaller limit of tokens, if agent and session both set one."""
+    limits = [sampling.get("max_completion_tokens"), asked.get("max_completion_tokens"), asked.get("max_tokens")]
+    known = [limit for limit in limits if isinstance(limit, int)]
+    return {"max_completion_tokens": min(known)} if known else {}
+
+
+async def _tokenize(
+    channel: ChatChannel,
+    session: Session,
+    rendering: Mapping[str, Any],
+    messages: Sequence[Mapping[str, Any]],
+    add_generation_prompt: bool,
+) -> list[int]:
+    body = {"model": session.server.base_model, "messages": list(messages), **rendering}
+    root = channel.with_options(base_url=session.server.root_url)
+    reply = await root.post("/tokenize", body={**body, "add_generation_prompt": add_generation_prompt})
+    return list(reply.tokens)
+
+
+def _shown(completion: dict[str, Any], with_logprobs: bool) -> dict[str, Any]:
+    """The completion without what only training needs."""
+    completion.pop("prompt_token_ids", None)
+    for choice in completion["choices"]:
+        for name in ("token_ids", "weight_versions", "routed_experts"):
+            choice.pop(name, None)
+        if not with_logprobs:
+            choice["logprobs"] = None
+    return completion
