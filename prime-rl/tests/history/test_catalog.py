@@ -11,7 +11,11 @@ from prime_rl.history.catalog import CATALOG, expanded, is_described, page
 
 ROOT = Path(__file__).resolve().parents[3]
 SOURCES = ROOT / "prime-rl" / "src" / "prime_rl"
-MODULES = [path for room in ("trainer", "orchestrator", "eval") for path in sorted((SOURCES / room).rglob("*.py"))]
+MODULES = [
+    path
+    for room in ("trainer", "orchestrator", "eval", "environments/judging")
+    for path in sorted((SOURCES / room).rglob("*.py"))
+]
 
 NAME = re.compile(r"[a-z_*]+(/[a-z_*0-9@]+)+")
 NOT_METRICS = {"distributions/rewards", "distributions/advantages"}

@@ -22,6 +22,7 @@ NOT_KEYS = frozenset(
         "PRIME_RL_BUCKET_CACHE",
         "PRIME_RL_CACHE",
         "PRIME_RL_METRICS_KEY",
+        "PRIME_RL_PROXY_API_KEY",
         "PRIME_RL_RUNTIME_DIR",
         "PRIME_RL_STORE",
         "PRIME_RL_TRANSPORT_KEY",
