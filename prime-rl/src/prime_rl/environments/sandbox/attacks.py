@@ -143,6 +143,7 @@ _ESCAPES = (
     ("its parent's memory", _tries("os", "open(f'/proc/{os.getppid()}/mem', 'rb').read(1)")),
     ("ptrace of its parent", _tries("ctypes, os", "if ctypes.CDLL(None).ptrace(16, os.getppid(), 0, 0) < 0: raise OSError")),
     ("kills its parent", _tries("os", "os.kill(os.getppid(), 9)")),
+    ("kills its parent, as the owner of a socket's signals", _tries("fcntl, os, socket", "one, other = socket.socketpair()", "fcntl.fcntl(one, fcntl.F_SETOWN, os.getppid())", "fcntl.fcntl(one, 10, 9)", "fcntl.fcntl(one, fcntl.F_SETFL, os.O_ASYNC)", "other.send(b'x')")),
     ("kills everything", _tries("os", "os.kill(-1, 9)")),
     ("a session of its own", _tries("os", "os.setsid()")),
     ("outlives its parent", _tries("ctypes", "if ctypes.CDLL(None).prctl(1, 0, 0, 0, 0): raise OSError")),

@@ -23,7 +23,7 @@ FREE: dict[str, tuple[int, int | None]] = {
     "pwrite64": (18, 68), "readv": (19, 65), "writev": (20, 66), "access": (21, None), "pipe": (22, None),
     "select": (23, None), "sched_yield": (24, 124), "mremap": (25, 216), "madvise": (28, 233), "dup": (32, 23),
     "dup2": (33, None), "nanosleep": (35, 101), "getitimer": (36, 102), "alarm": (37, None), "setitimer": (38, 103),
-    "getpid": (39, 172), "exit": (60, 93), "uname": (63, 160), "fcntl": (72, 25), "fsync": (74, 82),
+    "getpid": (39, 172), "exit": (60, 93), "uname": (63, 160), "fsync": (74, 82),
     "fdatasync": (75, 83), "getcwd": (79, 17), "readlink": (89, None), "umask": (95, 166), "gettimeofday": (96, 169),
     "getrlimit": (97, 163), "getrusage": (98, 165), "sysinfo": (99, 179), "times": (100, 153), "getuid": (102, 174),
     "getgid": (104, 176), "geteuid": (107, 175), "getegid": (108, 177), "getppid": (110, 173),
@@ -36,10 +36,12 @@ FREE: dict[str, tuple[int, int | None]] = {
     "dup3": (292, 24), "pipe2": (293, 59), "getrandom": (318, 278), "membarrier": (324, 283), "statx": (332, 291),
     "rseq": (334, 293), "faccessat2": (439, 439), "recvfrom": (45, 207), "shutdown": (48, 210),
 }  # fmt: skip
-OPENAT, CLONE, CLONE3, IOCTL = (257, 56), (56, 220), (435, 435), (16, 29)
+OPENAT, CLONE, CLONE3, IOCTL, FCNTL = (257, 56), (56, 220), (435, 435), (16, 29), (72, 25)
 PRLIMIT, TGKILL, SOCKETPAIR, SENDTO = (302, 261), (234, 131), (53, 199), (44, 206)
 TERMINAL_QUERIES = (0x5401, 0x5413, 0x5421, 0x5451)
 """ioctl: is it a terminal, its size; non-blocking, close on exec."""
+DESCRIPTOR_QUERIES = (0, 1, 2, 3, 4, 1030)
+"""fcntl: duplicate, flags. Not F_SETOWN and F_SETSIG, with which the kernel sends a signal to any process of the user."""
 CLONE_THREAD = 0x10000
 WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 O_TMPFILE = 0o20000000
@@ -84,8 +86,9 @@ def program(architecture: str, own_pid: int) -> bytes:
     when(OPENAT, _step(_LOAD, _low(2)), _step(_ANY_BIT, WRITES | O_TMPFILE, 1, 0), allow, deny)
     when(CLONE, _step(_LOAD, _low(0)), _step(_ANY_BIT, CLONE_THREAD, 0, 1), allow, deny)
     when(CLONE3, absent)  # its flags lie in memory that a filter cannot read; the C library then uses clone
-    queries = [_step(_EQUAL, each, len(TERMINAL_QUERIES) - index, 0) for index, each in enumerate(TERMINAL_QUERIES)]
-    when(IOCTL, _step(_LOAD, _low(1)), *queries, deny, allow)
+    for call, known in ((IOCTL, TERMINAL_QUERIES), (FCNTL, DESCRIPTOR_QUERIES)):
+        queries = [_step(_EQUAL, each, len(known) - index, 0) for index, each in enumerate(known)]
+        when(call, _step(_LOAD, _low(1)), *queries, deny, allow)
     when(PRLIMIT, _step(_LOAD, _low(0)), _step(_EQUAL, 0, 0, 1), allow, deny)
     when(TGKILL, _step(_LOAD, _low(0)), _step(_EQUAL, own_pid, 0, 1), allow, deny)
     when(SOCKETPAIR, _step(_LOAD, _low(0)), _step(_EQUAL, 1, 0, 1), allow, deny)
