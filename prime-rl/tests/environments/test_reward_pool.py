@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import os
+import resource
+import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from prime_rl.environments.rewards import pool as pool_module
 from prime_rl.environments.rewards.building import Rewards, build
 from prime_rl.environments.rewards.pool import RewardError, RewardPool, release, shared_pool
 from prime_rl.environments.rewards.specs import RewardFault
+from prime_rl.environments.rewards.wire import encode, receive, send
 
 FUNCTIONS = """
 import os, re, sys, time
@@ -132,6 +138,34 @@ def test_a_function_that_fails_is_named_and_the_pool_goes_on(
     assert score(build([f"{functions}:loud"], pool=pool))["reward"] == 1
 
 
+def test_an_import_has_a_limit_of_its_own_and_its_late_answer_is_nobody_elses(
+    functions: str, pool: RewardPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rewards = build([f"{functions}:ours"], pool=pool)
+    os.kill(pool.processes()[0], signal.SIGKILL)
+    while pool.processes():
+        pass
+    with monkeypatch.context() as patch:
+        patch.setattr(pool_module, "START_LIMIT_S", 0.0)
+        with pytest.raises(RewardError, match=r"its worker process ended .signal SIGKILL."):
+            score(rewards)
+    assert score(rewards)["ours"] == 0.5
+
+
+def test_a_frame_arrives_where_a_process_has_thousands_of_connections() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < 2048:
+        pytest.skip("this user may not open 2048 files")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2048), hard))
+    reader, writer = os.pipe()
+    high = fcntl.fcntl(reader, fcntl.F_DUPFD, 1024)
+    send(writer, encode({"value": 1}))
+    assert receive(high, time.monotonic() + pool_module.START_LIMIT_S) == {"value": 1}
+    for descriptor in (reader, writer, high):
+        os.close(descriptor)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
 @pytest.mark.parametrize(
     ("specs", "text"),
     [
@@ -158,6 +192,13 @@ def test_shared_pools_end_with_their_last_user() -> None:
     (worker,) = one.processes()
     release(one)
     assert one.processes() == [worker]
+    mine = RewardPool(1)
+    rewards = build(["json:loads"], pool=mine)
+    rewards.close()
+    assert mine.processes(), "a pool of the caller's own is the caller's to close"
+    mine.close()
+    assert shared_pool(1) is one
+    release(one)
     release(other)
     assert one.processes() == []
 

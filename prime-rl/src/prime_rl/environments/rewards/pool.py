@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import Future
 from typing import Any
 
@@ -38,13 +38,9 @@ def default_workers() -> int:
 
 
 class RewardPool:
-    """At most `workers` processes, each with a thread that waits for it.
+    """`workers` processes, each with a thread that waits for it. Use `shared_pool`, unless it is for one owner."""
 
-    `paths` are the functions to import before the first call. Use `shared_pool`, unless the pool is for one owner.
-    """
-
-    def __init__(self, workers: int, paths: Sequence[str] = ()) -> None:
-        self.paths = list(paths)
+    def __init__(self, workers: int) -> None:
         self.timeouts: Counter[str] = Counter()
         """Calls that were ended at their time limit, by function."""
         self.deaths: Counter[str] = Counter()
@@ -62,16 +58,17 @@ class RewardPool:
         return [slot.process.pid for slot in self._slots if slot.process is not None and slot.process.poll() is None]
 
     def describe(self, path: str, args: dict[str, Any] | None = None) -> Future[dict[str, Any]]:
-        """Import a function in a worker. Later workers import it when they start. `args` are those of its calls.
+        """Import a function in a worker. `args` are those of its calls.
 
         The future has what `calling.describe` returns, or raises RewardError.
         """
-        if path not in self.paths:
-            self.paths.append(path)
         return self._submit(path, {"do": "describe", "fn": path, "args": args or {}}, START_LIMIT_S)
 
     def call(self, path: str, given: dict[str, Any], timeout_s: float) -> Future[float]:
-        """The value of one call. The future raises RewardTimeout or RewardError. Time in the queue is not counted."""
+        """The value of one call. The future raises RewardTimeout or RewardError.
+
+        The time in the queue, and that of a worker's first import of the function, are not counted.
+        """
         return self._submit(path, {"do": "call", "fn": path, "given": given}, timeout_s)
 
     def _submit(self, path: str, request: dict[str, Any], timeout_s: float) -> Future[Any]:
@@ -104,6 +101,8 @@ class _Slot(threading.Thread):
         self._pool = pool
         self._jobs = jobs
         self._is_closed = False
+        self._imported: set[str] = set()
+        """Functions that the worker has imported, or tried to."""
         self.process: subprocess.Popen[bytes] | None = None
 
     def run(self) -> None:
@@ -128,6 +127,10 @@ class _Slot(threading.Thread):
         process = self._ensure()
         if process is None:
             raise RewardError("the pool of reward workers is closed")
+        if job.request["do"] == "call":
+            self._import(process, job.path)
+        else:
+            self._imported.add(job.path)
         deadline = time.monotonic() + job.timeout_s
         assert process.stdin is not None
         assert process.stdout is not None
@@ -151,7 +154,7 @@ class _Slot(threading.Thread):
         return answer["described"] if "described" in answer else answer["value"]
 
     def _ensure(self) -> subprocess.Popen[bytes] | None:
-        """A worker that has imported the pool's functions. None if the pool is closed."""
+        """A worker. None if the pool is closed."""
         if self._is_closed or (self.process is not None and self.process.poll() is None):
             return None if self._is_closed else self.process
         self._kill()
@@ -160,17 +163,23 @@ class _Slot(threading.Thread):
         env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         pipe = subprocess.PIPE
         process = subprocess.Popen(command, stdin=pipe, stdout=pipe, start_new_session=True, env=env)
-        self.process = process
+        self.process, self._imported = process, set()
+        return process
+
+    def _import(self, process: subprocess.Popen[bytes], path: str) -> None:
+        """Let the worker import a function, once. A function that does not import says so when it is called."""
+        if path in self._imported or process.poll() is not None:
+            return
+        self._imported.add(path)
         assert process.stdin is not None
         assert process.stdout is not None
-        for path in list(self._pool.paths):
-            try:
-                send(process.stdin.fileno(), encode({"do": "describe", "fn": path, "args": {}}))
-                receive(process.stdout.fileno(), time.monotonic() + START_LIMIT_S)
-            except (Ended, TimeoutError):  # the call that needs it says so
-                get_logger().warning(f"a reward worker ended while it imported {path!r}")
-                break
-        return process
+        try:
+            send(process.stdin.fileno(), encode({"do": "import", "fn": path}))
+            receive(process.stdout.fileno(), time.monotonic() + START_LIMIT_S)
+        except (Ended, TimeoutError):
+            get_logger().warning(f"a reward worker ended while it imported {path!r}")
+            with contextlib.suppress(ProcessLookupError):  # its late answer would be taken for that of the next call
+                os.killpg(process.pid, signal.SIGKILL)
 
     def _kill(self) -> int | None:
         """End the worker and the processes that its functions started. Returns its exit status."""
@@ -228,8 +237,10 @@ def shared_pool(workers: int | None = None) -> RewardPool:
 
 
 def release(pool: RewardPool) -> None:
-    """Close a shared pool when its last user lets go."""
+    """Close a shared pool when its last user lets go. One of the caller's own stays open."""
     with _SHARED.lock:
+        if _SHARED.pools.get(len(pool)) is not pool:
+            return
         _SHARED.users[len(pool)] -= 1
         if _SHARED.users[len(pool)] > 0:
             return

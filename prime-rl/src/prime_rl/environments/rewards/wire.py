@@ -65,10 +65,12 @@ def receive(descriptor: int, deadline: float | None = None) -> dict[str, Any]:
 
 def _exactly(descriptor: int, size: int, deadline: float | None) -> bytes:
     parts = bytearray()
+    poll = select.poll()  # not select, which takes descriptors below 1024 only: a run holds many connections
+    poll.register(descriptor, select.POLLIN)
     while len(parts) < size:
         if deadline is not None:
-            left = deadline - time.monotonic()
-            if left <= 0 or not select.select([descriptor], [], [], left)[0]:
+            left_s = deadline - time.monotonic()
+            if left_s <= 0 or not poll.poll(left_s * 1000):
                 raise TimeoutError
         if not (part := os.read(descriptor, min(size - len(parts), 2**20))):
             raise Ended

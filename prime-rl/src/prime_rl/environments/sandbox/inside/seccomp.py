@@ -41,7 +41,7 @@ PRLIMIT, TGKILL, SOCKETPAIR, SENDTO = (302, 261), (234, 131), (53, 199), (44, 20
 TERMINAL_QUERIES = (0x5401, 0x5413, 0x5421, 0x5451)
 """ioctl: is it a terminal, its size; non-blocking, close on exec."""
 DESCRIPTOR_QUERIES = (0, 1, 2, 3, 4, 1030)
-"""fcntl: duplicate, flags. Not F_SETOWN and F_SETSIG, with which the kernel sends a signal to any process of the user."""
+"""fcntl: duplicate, flags. Not F_SETOWN and F_SETSIG: with them, the kernel signals any process of the user."""
 CLONE_THREAD = 0x10000
 WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 O_TMPFILE = 0o20000000
