@@ -232,6 +232,16 @@ async def test_a_judge_that_hangs_or_refuses_the_key_is_lost(played: PlayedJudge
         assert "wrong" not in str(lost.value)
 
 
+async def test_a_judge_that_reasons_and_takes_no_max_tokens_starts(played: PlayedJudge) -> None:
+    no_text = {"choices": [{"message": {"content": None}, "finish_reason": "length"}]}
+    refused = {"error": {"message": "Unsupported parameter: max_tokens"}}
+    played.script = lambda body, number: (400, refused, {}) if "max_tokens" in body else (200, no_text, {})
+    with gateway(played) as opened:
+        await opened.warm()
+    assert len(played.bodies) == 1
+    assert KEY not in repr(opened._configs)
+
+
 async def test_a_refused_request_is_the_environments_own_and_failures_may_be_tolerated(played: PlayedJudge) -> None:
     bad = {"error": {"message": "the prompt is too long"}}
     played.script = lambda body, number: (400, bad, {}) if "long" in str(body) else (503, {}, {})

@@ -8,7 +8,7 @@ import random
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -34,7 +34,7 @@ class JudgeServer:
     name: str
     url: str
     """Base URL, with `/v1`."""
-    key: str | None
+    key: str | None = field(repr=False)
     key_var: str
     """Environment variable with the key, for messages."""
 
@@ -168,7 +168,7 @@ class Judge:
             raise CallFailed(f"{self.server.url}: {limit}; last: {last}") from None
         raise CallFailed(f"{self.server.url}: {last} ({attempt + 1} attempts: max_retries = {self.config.max_retries})")
 
-    async def _attempt(self, body: dict[str, Any]) -> dict[str, Any]:
+    async def _attempt(self, body: dict[str, Any], needs_text: bool = True) -> dict[str, Any]:
         url = f"{self.server.url.rstrip('/')}/chat/completions"
         try:
             async with self._open().post(url, json=body, allow_redirects=False) as response:
@@ -179,7 +179,7 @@ class Judge:
                     raise self._error(response.status, text, response.headers.get("Retry-After"))
         except aiohttp.ClientError as error:
             raise _TryAgain(f"{type(error).__name__}: {error}") from error
-        return _completion(text)
+        return _completion(text, needs_text)
 
     def _error(self, status: int, text: bytes, retry_after: str | None) -> Exception:
         message = f"status {status}: {_message(text)}"
@@ -211,18 +211,20 @@ class Judge:
         self.step.add(counted)
 
     async def warm(self) -> None:
-        """Ask once, until there is an answer: the model loads meanwhile.
+        """Ask until there is an answer: the model loads meanwhile. It may lack text, while a model still reasons.
 
         Raises:
             JudgeLost: the judge does not answer within `startup_timeout_s`, or refuses.
         """
-        body = {"model": self.config.model, "messages": [{"role": "user", "content": "Say yes."}], "max_tokens": 1}
+        body = {"model": self.config.model, "messages": [{"role": "user", "content": "Say yes."}]}
+        # Of another's server, only what its user set: OpenAI's reasoning models refuse max_tokens.
+        body |= {"max_tokens": 1} if self.config.is_ours else {}
         last = "no answer"
         try:
             async with asyncio.timeout(self.config.startup_timeout_s):
                 while True:
                     try:
-                        await self._attempt({**self.config.sampling, **body})
+                        await self._attempt({**self.config.sampling, **body}, needs_text=False)
                     except _TryAgain as error:
                         last = str(error)
                     else:
@@ -247,7 +249,7 @@ class Judge:
             self._cache.close()
 
 
-def _completion(text: bytes) -> dict[str, Any]:
+def _completion(text: bytes, needs_text: bool) -> dict[str, Any]:
     """The answer. Raises _TryAgain if it is no chat completion."""
     try:
         answer = json.loads(text)
@@ -255,7 +257,7 @@ def _completion(text: bytes) -> dict[str, Any]:
         usable = isinstance(message.get("content"), str) or bool(message.get("tool_calls"))
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         raise _TryAgain(f"the answer is no chat completion: {_message(text)}") from None
-    if not usable:
+    if needs_text and not usable:
         raise _TryAgain("the answer has no text")
     found: dict[str, Any] = answer
     return found
