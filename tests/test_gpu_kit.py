@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tarfile
@@ -128,3 +129,53 @@ def test_a_part_that_fails_or_is_unknown_is_told(tmp_path: Path) -> None:
     cut_off = subprocess.run([*command, "--minutes", "0.001", "machine"], cwd=ROOT, capture_output=True, text=True)
     assert cut_off.returncode == 1
     assert json.loads((tmp_path / "results.json").read_text())["parts"][0]["status"].startswith("cut off after")
+
+
+LAUNCHER = """
+import signal, subprocess, sys
+run = subprocess.Popen(["sleep", "infinity"], start_new_session=True)
+def end(signum, frame):
+    run.kill()
+    sys.exit(run.wait())
+signal.signal(signal.SIGTERM, end)
+print(run.pid, flush=True)
+signal.pause()
+"""
+"""Like ours, it ends its run, which has a session of its own, when it is told to end."""
+
+
+def test_a_part_that_is_cut_off_leaves_no_process_of_its_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(KIT))
+    from kit import end_group
+
+    part = subprocess.Popen([sys.executable, "-c", LAUNCHER], stdout=subprocess.PIPE, start_new_session=True)
+    assert part.stdout is not None
+    with part, part.stdout as said:
+        run = int(said.readline())
+        end_group(part)
+    assert not Path(f"/proc/{run}").exists()
+
+
+def test_a_kit_that_is_told_to_end_takes_its_part_with_it(tmp_path: Path) -> None:
+    command = [sys.executable, str(KIT / "kit.py"), "--device", "cpu", "--out", str(tmp_path), "machine"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as kit:
+        assert kit.stdout is not None
+        while not parts_with(tmp_path, kit.pid):
+            assert kit.poll() is None
+        kit.terminate()
+        assert b"Traceback" not in kit.communicate()[1]
+    assert kit.returncode == 128 + signal.SIGTERM
+    assert not parts_with(tmp_path, kit.pid)
+
+
+def parts_with(out: Path, kit: int) -> list[bytes]:
+    """Command lines of other processes that name the folder of results."""
+    commands = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.parent.name != str(kit)]
+    return [command for command in commands if str(out).encode() in command]
+
+
+def test_the_corner_of_versions_deletes_no_folder_that_it_did_not_make(tmp_path: Path) -> None:
+    (tmp_path / "thesis.txt").write_text("mine")
+    done = subprocess.run(["bash", str(ROOT / ".ci" / "test-corner"), str(tmp_path)], capture_output=True, text=True)
+    assert done.returncode != 0
+    assert (tmp_path / "thesis.txt").read_text() == "mine"

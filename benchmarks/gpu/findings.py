@@ -47,7 +47,10 @@ class Findings:
         self._write()
 
     def _write(self) -> None:
-        self.file.write_text(json.dumps({"checks": self.checks, "rows": self.rows, "facts": self.facts}, indent=1))
+        # The part may be killed at any moment, and half a file is none.
+        scratch = self.file.with_name(f"{self.file.name}.new")
+        scratch.write_text(json.dumps({"checks": self.checks, "rows": self.rows, "facts": self.facts}, indent=1))
+        scratch.replace(self.file)
 
 
 def findings_of_command_line(description: str | None) -> Findings:

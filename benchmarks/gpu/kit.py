@@ -24,6 +24,8 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 REPOSITORY = HERE.parents[1]
+GRACE_S = 30.0
+"""For a launcher to end the processes of its run."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,10 @@ TINY_ONLY = {"memory": ("--only", "llama, sgd")}
 
 def main() -> int:
     args = parse_arguments()
+    # So that the processes of the running part end, too.
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(signum) is not signal.SIG_IGN:  # as nohup does
+            signal.signal(signum, lambda signum, frame: sys.exit(128 + signum))
     if args.list:
         for part in PARTS:
             print(f"{part.name:16} {part.limit_min:>3g} min  {part.purpose}")
@@ -121,7 +127,14 @@ def command_of(part: Part, args: argparse.Namespace, findings: Path) -> list[str
 
 
 def end_group(child: subprocess.Popen[bytes]) -> None:
+    """End what is left of a part. The processes of a run have sessions of their own: their launcher must end them."""
     with contextlib.suppress(ProcessLookupError):
+        os.killpg(child.pid, signal.SIGTERM)
+        deadline_s = time.monotonic() + GRACE_S
+        while time.monotonic() < deadline_s:
+            child.poll()
+            os.killpg(child.pid, 0)
+            time.sleep(0.1)
         os.killpg(child.pid, signal.SIGKILL)
     child.wait()
 
@@ -130,7 +143,7 @@ def write(out: Path, results: list[dict[str, Any]], args: argparse.Namespace) ->
     commit = os.environ.get("MEDARC_GPU_COMMIT", "unknown")
     about = {"commit": commit, "device": args.device, "tiny": args.tiny}
     (out / "results.json").write_text(json.dumps(about | {"parts": results}, indent=1) + "\n")
-    lines = [f"Commit {commit[:9]}, device {args.device}{', tiny shapes' if args.tiny else ''}.", ""]
+    lines = [f"Commit {commit}, device {args.device}{', tiny shapes' if args.tiny else ''}.", ""]
     for result in results:
         lines += [f"## {result['part']}: {result['status']} ({result.get('seconds', 0)} s)", ""]
         lines += [f"- {name}: {value}" for name, value in result.get("facts", {}).items()]

@@ -1,4 +1,4 @@
-"""The trainer's loss and gradients against Transformers: every attention kernel, packed and alone, LoRA, compiled."""
+"""The trainer's loss and gradients on a packed row against Transformers: every attention kernel, compiled, offloaded."""
 
 from __future__ import annotations
 
