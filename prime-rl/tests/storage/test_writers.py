@@ -104,6 +104,46 @@ def test_of_two_that_begin_at_once_one_is_refused(s3: S3, place: S3Name, proxy: 
     assert s3.read(S3Name(place.bucket, "c")) == b"3", "a server without conditions"
 
 
+def test_of_two_that_wait_for_the_same_silence_one_is_refused(s3: S3, place: S3Name) -> None:
+    note(s3, place, ELSEWHERE)
+    first, waited = PlaceLock(s3, place, replace(ELSEWHERE, host="node8", token="first")), []
+
+    def wait(seconds: float) -> None:
+        waited.append(seconds)
+
+    class LaterReads(S3):
+        """The other one takes the place after the last look."""
+
+        def write_over(self, data: bytes, name: S3Name, etag: str | None) -> str:
+            first.take(print)
+            return super().write_over(data, name, etag)
+
+    first._pause = wait
+    with pytest.raises(PlaceInUse, match="in use by process .* on node8"):
+        PlaceLock(LaterReads(s3.client), place, HERE, pause=wait).take(print)
+    assert (written(s3, place).token, sum(waited)) == ("first", 2 * STALE_S)
+    first.release()
+
+
+def test_a_writer_knows_its_own_word_and_writes_it_again_when_it_is_deleted(s3: S3, place: S3Name) -> None:
+    class Repeating(S3):
+        """The answer to the first request is lost, and the client sends it again."""
+
+        def write_over(self, data: bytes, name: S3Name, etag: str | None) -> str:
+            super().write_over(data, name, etag)
+            return super().write_over(data, name, etag)
+
+    lock = PlaceLock(Repeating(s3.client), place, HERE)
+    lock.take(pytest.fail)
+    lock._s3 = s3
+    s3.delete(place.below(WRITER))
+    lock.renew()
+    lock.renew()
+    assert (written(s3, place).token, lock.lost) == (HERE.token, None)
+    lock.release()
+    assert written(s3, place).ended
+
+
 def test_a_run_whose_place_was_taken_uploads_nothing_more_and_says_who_did(
     s3: S3, place: S3Name, tmp_path: Path
 ) -> None:

@@ -106,6 +106,8 @@ class RunCopy:
 
     def _remove_parts(self) -> None:
         """Parts of uploads that were killed cost storage, and no listing shows them. Nobody else uploads here now."""
+        if not self._name.key:
+            return  # the whole bucket, in which others may upload
         try:
             if count := self._s3.abort_uploads(self._name):
                 self._say(f"{self._name}: removed the parts of {count} uploads that were cut off")
@@ -170,9 +172,14 @@ def upload_run(paths: RunPaths, target: S3Name | None, samples: bool, say: Say) 
         raise CopyRefused(f"{paths.root} was not copied to S3 before: say where with --to s3://BUCKET/PREFIX")
     try:
         s3 = S3.connect()
-        PlaceLock(s3, name, Writer.this_process(paths.root, os.environ)).refuse_if_held()
-        uploader = Uploader(s3, paths, name, samples, say)
+        lock = PlaceLock(s3, name, Writer.this_process(paths.root, os.environ))
+        lock.refuse_if_held()
+        lock.take(say)
     except StorageError as error:
         raise CopyRefused(str(error)) from error
-    uploader.look()
-    return summary_of(uploader)
+    try:
+        uploader = Uploader(s3, paths, name, samples, say, lambda: lock.lost)
+        uploader.look()
+        return summary_of(uploader)
+    finally:
+        lock.release()

@@ -33,6 +33,9 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 10.0
 STOPPED = "Stopped"
 """Code of the error of a transfer that was told to stop."""
 
+MISSING = frozenset({"NoSuchKey", "404"})
+"""Codes of the errors that there is no such object."""
+
 _NOT_IMPLEMENTED = "NotImplemented"
 _RIGHTS = {
     "ListObjectsV2": "s3:ListBucket",
@@ -240,7 +243,7 @@ class S3:
                 answer = self.client.get_object(Bucket=name.bucket, Key=name.key)
                 data = answer["Body"].read()
         except StorageError as error:
-            if error.code in ("NoSuchKey", "404"):
+            if error.code in MISSING:
                 return None
             raise
         now = parsedate_to_datetime(answer["ResponseMetadata"]["HTTPHeaders"]["date"])
@@ -326,7 +329,7 @@ def _refusal(error: Any) -> tuple[str, str]:
         return f"access is denied: the credentials lack the right {_RIGHTS.get(operation, f's3:{operation}')}", code
     if code in _BAD_CREDENTIALS:
         return f"S3 does not accept the credentials ({code}): renew them", code
-    if code in ("NoSuchKey", "404"):
+    if code in MISSING:
         return "there is no such object", code
     if code in ("PreconditionFailed", "412"):
         return "it has changed since it was listed: start again", code

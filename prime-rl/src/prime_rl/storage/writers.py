@@ -17,7 +17,7 @@ from pathlib import Path
 from uuid import uuid4
 
 from prime_rl.configs.storage import S3Name
-from prime_rl.storage.s3 import S3, StorageError
+from prime_rl.storage.s3 import MISSING, S3, StorageError
 from prime_rl.utils.pydantic_config.errors import one_line
 
 WRITER = "writer.json"
@@ -112,16 +112,18 @@ class PlaceLock:
             PlaceInUse: another launch does.
             StorageError: S3 cannot be read or written.
         """
-        last, etag, _ = self._read()
-        if last is not None and not last.is_gone_for(self._me):
-            self._await_silence(last, say)
-            last, etag, _ = self._read()
+        last, etag, silent_s = self._read()
+        if last is not None and not last.is_gone_for(self._me) and silent_s <= STALE_S:
+            etag = self._await_silence(last, etag, say)
         try:
+            # In place of what was judged, so that of two that wait for the same silence one is refused.
             self._write(etag)
         except StorageError as error:
-            if error.code in _CHANGED:
-                raise self._in_use(self._read()[0]) from error
-            raise
+            if error.code not in _CHANGED:
+                raise
+            now, self._etag, _ = self._read()
+            if now is None or now.token != self._me.token:  # else it is ours: the first answer was lost
+                raise self._in_use(now) from error
         self._thread.start()
 
     def refuse_if_held(self) -> None:
@@ -151,6 +153,8 @@ class PlaceLock:
         except StorageError as error:
             if error.code in _CHANGED:
                 self.lost = self._who_took_it()
+            elif error.code in MISSING:  # somebody has deleted it: the next beat writes it anew
+                self._etag = None
             # Otherwise S3 is away for now, which the uploads tell.
 
     def _who_took_it(self) -> str | None:
@@ -164,19 +168,20 @@ class PlaceLock:
             return None
         return f"{self.place} is written by {other or 'another launch'} now, and no longer by this one"
 
-    def _await_silence(self, last: Writer, say: Say) -> None:
-        """Return once the last writer can no longer be alive. Only changes count: clocks may differ."""
-        _, first_etag, silent_s = self._read()
-        if silent_s > STALE_S:
-            return
+    def _await_silence(self, last: Writer, first_etag: str | None, say: Say) -> str | None:
+        """Return once the last writer can no longer be alive, with the ETag of what it left.
+
+        Only changes count: clocks may differ.
+        """
         say(f"{self.place} was left by {last}: waiting {STALE_S:.0f} s to see whether it still writes")
         for _ in range(int(STALE_S / _LOOK_S)):
             self._pause(_LOOK_S)
             now, etag, _ = self._read()
             if now is None or now.is_gone_for(self._me):
-                return
+                return etag
             if etag != first_etag:
                 raise self._in_use(now)
+        return first_etag
 
     def _in_use(self, writer: Writer | None) -> PlaceInUse:
         where = f", from {one_line(writer.directory)}" if writer is not None and writer.directory else ""
