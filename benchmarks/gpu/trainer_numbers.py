@@ -1,4 +1,4 @@
-"""The trainer's loss and gradients on a packed row against Transformers: every attention kernel, compiled, offloaded."""
+"""The trainer's loss and gradients on a packed row against Transformers: kernels of attention, compiled, offloaded."""
 
 from __future__ import annotations
 

@@ -119,7 +119,7 @@ def test_of_two_that_wait_for_the_same_silence_one_is_refused(s3: S3, place: S3N
             return super().write_over(data, name, etag)
 
     first._pause = wait
-    with pytest.raises(PlaceInUse, match="in use by process .* on node8"):
+    with pytest.raises(PlaceInUse, match=r"in use by process .* on node8"):
         PlaceLock(LaterReads(s3.client), place, HERE, pause=wait).take(print)
     assert (written(s3, place).token, sum(waited)) == ("first", 2 * STALE_S)
     first.release()

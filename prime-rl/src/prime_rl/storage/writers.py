@@ -153,7 +153,7 @@ class PlaceLock:
         except StorageError as error:
             if error.code in _CHANGED:
                 self.lost = self._who_took_it()
-            elif error.code in MISSING:  # somebody has deleted it: the next beat writes it anew
+            elif error.code in MISSING:  # somebody has deleted it: the next beat writes it again
                 self._etag = None
             # Otherwise S3 is away for now, which the uploads tell.
 
