@@ -7,12 +7,14 @@ import json
 import sys
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from prime_rl.configs.orchestrator import BufferConfig
 from prime_rl.interpreters.venvs import VENVS_VARIABLE, VenvError, python_of, venv_of_packages
 from prime_rl.orchestrator.errors import EnvironmentFault
+from prime_rl.orchestrator.guests.guest_environment import SHOWN_ROWS, GuestEnvironment
 from prime_rl.orchestrator.rollouts.rollout import Group
 from prime_rl.orchestrator.scheduling.buffer import Buffer
 from prime_rl.run.paths import RunPaths
@@ -146,6 +148,21 @@ def test_rows_of_an_endless_environment_are_drawn_in_order_and_a_resume_skips_th
     after = [resumed.sample() for _ in range(20)]
     assert after == [buffer.sample() for _ in range(20)]
     assert min(example.row for example in after if example.env == "stream") == len(rows)
+
+
+class EndlessProcess:
+    """Answers as the process of an endless taskset does."""
+
+    def ask_now(self, do: str, split: str, start: int = 0, stop: int = 0) -> Any:
+        if do == "describe":
+            return {"rows": None, "functions": {}, "tools": []}
+        return [{"prompt": [{"role": "user", "content": str(row)}]} for row in range(start, stop)]
+
+
+def test_every_row_of_an_endless_environment_has_a_prompt_id() -> None:
+    environment = GuestEnvironment("stream", EndlessProcess(), proxy=None)
+    ids = [environment.prompt_id(row) for row in range(2 * SHOWN_ROWS)]
+    assert len(set(ids)) == len(ids)
 
 
 def test_an_endless_environment_is_in_no_pool_and_with_others_needs_a_ratio(rollout) -> None:

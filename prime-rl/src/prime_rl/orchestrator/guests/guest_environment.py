@@ -9,7 +9,13 @@ from typing import Any, Self
 
 from prime_rl.configs.orchestrator import EnvConfig
 from prime_rl.monitors.tracing import own_trace
-from prime_rl.orchestrator.env_servers.environments import Environment, Split, environment_arguments, module_id
+from prime_rl.orchestrator.env_servers.environments import (
+    PROMPT_ID_LENGTH,
+    Environment,
+    Split,
+    environment_arguments,
+    module_id,
+)
 from prime_rl.orchestrator.env_servers.group_limits import in_time
 from prime_rl.orchestrator.env_servers.reward_errors import RewardErrors
 from prime_rl.orchestrator.errors import EnvironmentFault
@@ -87,6 +93,10 @@ class GuestEnvironment(Environment):
         if self._num_rows is None:
             return fingerprint(self.name, {"row": row}, ["task", "row"])
         return fingerprint(self.name, self.content(row), keys)
+
+    def prompt_id(self, row: int) -> str:
+        # Rows of an endless environment are not known here, only their numbers.
+        return super().prompt_id(row) if self._num_rows is not None else self.fingerprint(row, ())[:PROMPT_ID_LENGTH]
 
     async def connect(self) -> None:
         """Open the proxy."""
