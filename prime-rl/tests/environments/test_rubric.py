@@ -82,17 +82,22 @@ async def test_agreement_is_1_for_the_person_and_0_for_a_judge_that_always_says_
 
 
 def test_a_file_that_cannot_be_used_is_named_with_its_line(tmp_path: Path) -> None:
-    good = {"prompt": [{"role": "user", "content": "?"}], "rubrics": [{"criterion": "c", "points": 1}]}
+    good: dict[str, Any] = {"prompt": [{"role": "user", "content": "?"}], "rubrics": [{"criterion": "c", "points": 1}]}
     for broken, named in (
         ("not json", "Expecting value"),
         (json.dumps([1]), "needs prompt"),
         (json.dumps({**good, "rubrics": [{"criterion": "c", "points": -1}]}), "positive points"),
         (json.dumps({**good, "graded": [{"answer": "a", "met": [True, False]}]}), "1 values in met"),
+        (json.dumps({**good, "graded": [{"answer": "a", "met": ["no"]}]}), "1 values in met, true or false"),
+        (json.dumps({**good, "rubrics": [{"criterion": "c", "points": float("inf")}]}), "no finite number"),
     ):
         file = tmp_path / "cases.jsonl"
         file.write_text(f"{json.dumps(good)}\n{broken}\n")
         with pytest.raises(RubricFault, match=f"cases.jsonl:2: .*{named}"):
             read_cases(file)
+    good["rubrics"][0]["criterion"] = "one\u2028two"
+    file.write_text(json.dumps(good, ensure_ascii=False), encoding="utf-8")
+    assert read_cases(file)[0].rubric[0].text == "one\u2028two"
 
 
 async def test_the_built_in_environment_rewards_what_the_judge_grants() -> None:

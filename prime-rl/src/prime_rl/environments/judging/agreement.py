@@ -16,6 +16,7 @@ from pathlib import Path
 
 from prime_rl.environments.judging.weighted_rubric import Case, RubricFault, RubricJudge, read_cases, score
 from prime_rl.utils.engine_keys import ENGINE_KEY_VARIABLE, client_key
+from prime_rl.utils.pydantic_config.errors import one_line
 
 _FAIR = 0.4
 """Cohen's kappa below which Landis and Koch (1977) call an agreement fair or slight."""
@@ -109,10 +110,10 @@ def main() -> None:
     try:
         found = asyncio.run(_measured(options))
     except RubricFault as fault:
-        sys.stderr.write(f"error: {fault}\n")
+        sys.stderr.write(f"error: {one_line(str(fault))}\n")
         raise SystemExit(2) from fault
     except OpenAIError as error:
-        sys.stderr.write(f"error: {options.base_url}: {' '.join(str(error).split())}\n")
+        sys.stderr.write(f"error: {one_line(f'{options.base_url}: {error}')}\n")
         raise SystemExit(1) from error
     names = ("accuracy", "baseline", "kappa", "unclear", "mean_score_error")
     text = json.dumps({name: getattr(found, name) for name in names}) if options.json else "\n".join(found.lines())

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -59,18 +60,17 @@ class Case:
         try:
             prompt = tuple({"role": str(each["role"]), "content": str(each["content"])} for each in row["prompt"])
             rubric = tuple(Criterion(str(each["criterion"]), float(each["points"])) for each in row["rubrics"])
-            graded = tuple(
-                GradedAnswer(str(each["answer"]), tuple(bool(met) for met in each["met"]))
-                for each in row.get("graded", ())
-            )
+            graded = tuple(GradedAnswer(str(each["answer"]), tuple(each["met"])) for each in row.get("graded", ()))
         except (TypeError, KeyError, ValueError, AttributeError) as error:
             raise RubricFault(
                 f"needs prompt (messages) and rubrics (criterion, points): {type(error).__name__}: {error}"
             ) from error
         if not prompt or not any(criterion.points > 0 for criterion in rubric):
             raise RubricFault("needs a message, and a criterion with positive points: no answer could score")
-        if any(len(each.met) != len(rubric) for each in graded):
-            raise RubricFault(f"each graded answer needs {len(rubric)} values in met, one for each criterion")
+        if not all(math.isfinite(criterion.points) for criterion in rubric):
+            raise RubricFault("points: one is no finite number")
+        if any(list(map(type, each.met)) != [bool] * len(rubric) for each in graded):
+            raise RubricFault(f"each graded answer needs {len(rubric)} values in met, true or false for each criterion")
         return cls(prompt, rubric, graded)
 
 
@@ -78,7 +78,7 @@ def read_cases(file: Path) -> list[Case]:
     """Raises RubricFault with file and line."""
     cases = []
     try:
-        lines = file.read_text(encoding="utf-8").splitlines()
+        lines = file.read_text(encoding="utf-8").split("\n")  # JSON may hold other line separators, such as U+2028
     except (OSError, UnicodeDecodeError) as error:
         raise RubricFault(f"{file}: {error}") from error
     for number, line in enumerate(lines, start=1):
