@@ -12,6 +12,7 @@ from prime_rl.environments.rewards.specs import RewardFault, RewardSpec
 
 MATRIX = r"\begin{pmatrix}1 & 2\\3 & 4\end{pmatrix}"
 SCHEMA = {"type": "object", "required": ["dose"], "properties": {"dose": {"type": "number", "minimum": 0}}}
+NESTED = {"type": "array", "items": {"$ref": "#"}}
 OPTIONS = ["aspirin", "ibuprofen", "no drug"]
 CASES: list[tuple[str, str, dict[str, Any], float]] = [
     ("math", "0.0666668", {"answer": "0.066666793"}, 1),
@@ -44,6 +45,7 @@ CASES: list[tuple[str, str, dict[str, Any], float]] = [
     ("gsm8k", "3 + 2 = 5", {"answer": "5", "mode": "strict"}, 0),
     ("gsm8k", "The answer is 6.", {"answer": "5", "mode": "strict", "format_weight": 0.1}, 0.1),
     ("gsm8k", "no number", {"answer": "5"}, 0),
+    ("gsm8k", "It lost -$5.", {"answer": "-5"}, 1),
     ("allenai_gsm8k", "from 7 to 8", {"answer": 8}, 1),
     ("multiple_choice", "B", {"answer": "B"}, 1),
     ("multiple_choice", "A is wrong. The answer is (C).", {"answer": "C"}, 1),
@@ -52,6 +54,7 @@ CASES: list[tuple[str, str, dict[str, Any], float]] = [
     ("multiple_choice", "<answer>a) aspirin</answer>", {"answer": "A"}, 1),
     ("multiple_choice", "I would give ibuprofen.", {"answer": "B", "choices": OPTIONS}, 1),
     ("multiple_choice", "aspirin or ibuprofen", {"answer": "A", "choices": OPTIONS}, 0),
+    ("multiple_choice", "Answer: I think it is (B)", {"answer": "B", "choices": OPTIONS}, 1),
     ("multiple_choice", "B", {"answer": "ibuprofen", "choices": {"A": "aspirin", "B": "ibuprofen"}}, 1),
     ("multiple_choice", "A drug is needed", {"answer": "A"}, 0),
     ("multiple_choice", "", {"answer": "A"}, 0),
@@ -74,9 +77,14 @@ CASES: list[tuple[str, str, dict[str, Any], float]] = [
     ("exact_match", "The Aspirin.", {"answer": "aspirin"}, 1),
     ("exact_match", "The Aspirin.", {"answer": "aspirin", "normalize": False}, 0),
     ("exact_match", "<answer>Paracetamol</answer>", {"answer": ["acetaminophen", "paracetamol"]}, 1),
+    ("exact_match", "a", {"answer": "A"}, 1),
+    ("exact_match", "", {"answer": "A"}, 0),
+    ("exact_match", "-", {"answer": "+"}, 0),
+    ("fuzzy_match", "", {"answer": "A"}, 0),
     ("fuzzy_match", "aspirin", {"answer": "aspirin"}, 1),
     ("fuzzy_match", "asprin", {"answer": "aspirin", "threshold": 0.9}, 1),
     ("fuzzy_match", "abcd", {"answer": "abxy"}, 0.5),
+    ("json_schema", "[" * 900 + "]" * 900, {"schema": NESTED}, 0),
     ("json_schema", '{"dose": 3}', {"schema": SCHEMA}, 1),
     ("json_schema", 'Here:\n```json\n{"dose": 3}\n```\n', {"schema": '{"required": ["dose"]}'}, 1),
     ("json_schema", '{"dose": -3}', {"schema": SCHEMA, "partial": 0.2}, 0.2),

@@ -20,7 +20,7 @@ from prime_rl.environments.rewards.specs import RewardFault
 from prime_rl.environments.rewards.wire import encode, receive, send
 
 FUNCTIONS = """
-import os, re, sys, time
+import asyncio, os, re, sys, time
 
 def areal(prompt, completions, prompt_ids, completion_ids, **row):
     assert prompt == "two plus two?" and completions == "it is 4" and completion_ids == [7, 8], (prompt, completions)
@@ -31,6 +31,12 @@ def ours(completion, answer, bonus=0.0):
 
 async def elsewhere(completion_text, **kwargs):
     return len(completion_text)
+
+async def no_server(client=None, **kwargs):
+    raise TimeoutError("connecting took 1 s")
+
+async def waits(**kwargs):
+    await asyncio.Event().wait()
 
 def hangs(**kwargs):
     if os.fork() == 0:
@@ -136,6 +142,12 @@ def test_a_function_that_fails_is_named_and_the_pool_goes_on(
     with pytest.raises(RewardError, match=text):
         score(rewards)
     assert score(build([f"{functions}:loud"], pool=pool))["reward"] == 1
+
+
+def test_an_async_function_has_its_limit_and_a_timeout_of_its_own_is_an_error(functions: str, pool: RewardPool) -> None:
+    assert score(build([{"fn": f"{functions}:waits", "timeout_s": 0.01}], pool=pool))["waits"] == 0
+    with pytest.raises(TimeoutError, match="connecting took 1 s"):
+        score(build([f"{functions}:no_server"], pool=pool))
 
 
 def test_an_import_has_a_limit_of_its_own_and_its_late_answer_is_nobody_elses(

@@ -201,12 +201,21 @@ async def _called_here(part: Part, function: Callable[..., Any], given: Mapping[
         positional, keywords = arguments(function, given)
         value = function(*positional, **keywords)
         if asyncio.iscoroutine(value):
-            value = await asyncio.wait_for(value, part.timeout_s)
+            value = await _within(part.timeout_s, value)
         return checked(value)
     except BadFunction as error:
         raise RewardError(str(error)) from error
+
+
+async def _within(timeout_s: float, value: Awaitable[Any]) -> Any:
+    """Raises RewardTimeout at the limit. A TimeoutError of the function's own is an error like any other."""
+    try:
+        async with asyncio.timeout(timeout_s) as limit:
+            return await value
     except TimeoutError as error:
-        raise RewardTimeout(f"it ran for {part.timeout_s:g} s and was ended") from error
+        if not limit.expired():
+            raise
+        raise RewardTimeout(f"it ran for {timeout_s:g} s and was ended") from error
 
 
 async def _timeouts(state: Any, **_: Any) -> float:

@@ -63,7 +63,7 @@ def last_number(text: str) -> str | None:
 def as_number(text: str) -> float | None:
     """A number that may have `$`, `%`, thousands separators or a final dot."""
     try:
-        return float(text.strip().strip("$%").replace(",", "").rstrip("."))
+        return float(text.strip().strip("$%").replace("-$", "-").replace(",", "").rstrip("."))
     except ValueError:
         return None
 

@@ -36,7 +36,8 @@ def chosen(completion: str, options: Sequence[str] = ()) -> str | None:
     for pattern in (_STATED, _BRACKETED):
         if pattern is _BRACKETED and (only := _only_letter(text)):
             return only
-        if found := pattern.findall(text):
+        letters = string.ascii_uppercase[: len(options) or None]  # in "Answer: I think B", I is no choice
+        if found := [letter for letter in pattern.findall(text) if letter in letters]:
             return str(found[-1])
     return _by_text(text, options)
 

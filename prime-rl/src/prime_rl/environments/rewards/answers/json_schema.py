@@ -28,7 +28,10 @@ def json_schema(completion_text: str, schema: Any, partial: float = 0.0) -> floa
     except ValueError:
         return 0.0
     validator = jsonschema.validators.validator_for(schema)(schema, registry=referencing.Registry())
-    return 1.0 if validator.is_valid(document) else partial
+    try:
+        return 1.0 if validator.is_valid(document) else partial
+    except RecursionError:  # a schema that refers to itself, and a document nested too deep
+        return 0.0
 
 
 def parsed(completion: str) -> Any:

@@ -22,8 +22,8 @@ def exact_match(completion_text: str, answer: Any, normalize: bool = True) -> fl
     punctuation, articles and repeated spaces.
     """
     given = _given(completion_text)
-    prepare = normalized if normalize else str.strip
-    return float(any(prepare(given) == prepare(each) for each in _answers(answer)))
+    pairs = (_comparable(given, each) if normalize else (given.strip(), each.strip()) for each in _answers(answer))
+    return float(any(one == other for one, other in pairs))
 
 
 def fuzzy_match(completion_text: str, answer: Any, threshold: float | None = None) -> float:
@@ -31,8 +31,8 @@ def fuzzy_match(completion_text: str, answer: Any, threshold: float | None = Non
 
     With `threshold`, 1 from there on and 0 below.
     """
-    given = normalized(_given(completion_text))[:MAX_CHARS]
-    ratio = max((fuzz.ratio(given, normalized(each)[:MAX_CHARS]) / 100 for each in _answers(answer)), default=0.0)
+    pairs = (_comparable(_given(completion_text), each) for each in _answers(answer))
+    ratio = max((fuzz.ratio(one[:MAX_CHARS], other[:MAX_CHARS]) / 100 for one, other in pairs), default=0.0)
     return ratio if threshold is None else float(ratio >= threshold)
 
 
@@ -41,6 +41,13 @@ def normalized(text: str) -> str:
     text = unicodedata.normalize("NFKC", text).casefold()
     text = "".join(" " if each in string.punctuation else each for each in text)
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", text).split())
+
+
+def _comparable(given: str, answer: str) -> tuple[str, str]:
+    """Both normalized. An answer that would be empty then, such as `A` or `+`, stays: no answer would equal it."""
+    if normal := normalized(answer):
+        return normalized(given), normal
+    return given.strip().casefold(), answer.strip().casefold()
 
 
 def _given(completion: str) -> str:
