@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 from prime_rl.environments.sandbox.layers import AUTOMATIC, LayerName, SandboxFault, layer
 from prime_rl.environments.sandbox.limits import Limits
-from prime_rl.environments.sandbox.zygotes import STOP_LIMIT_S, Zygote, ZygoteEnded
+from prime_rl.environments.sandbox.zygotes import START_LIMIT_S, STOP_LIMIT_S, Zygote, ZygoteEnded
 
 ATTEMPTS = 3
 """Starts of the sandbox for one program, if it ends for another reason than the program."""
@@ -117,12 +117,27 @@ class Sandbox:
                 self.skipped[name] = (
                     "it would run as root with all files, since Python lies where other users cannot go"
                 )
-            else:
+            elif not (failure := self._failure_of_a_first_program(zygote)):
                 return zygote, found
+            else:
+                self.skipped[name] = failure
             zygote.close()
         reasons = "; ".join(f"{name}: {reason}" for name, reason in self.skipped.items())
         raise SandboxFault(
             f"programs cannot be kept in here ({reasons}): run on Linux with seccomp, or install bubblewrap"
+        )
+
+    def _failure_of_a_first_program(self, zygote: Zygote) -> str:
+        """Why a program that does nothing fails, if it does: every program of a model would, and count as 0."""
+        self._candidates = zygote
+        try:
+            ran = self._run("", "", START_LIMIT_S)
+        except ZygoteEnded:
+            return "it ended while it ran an empty program"
+        return (
+            ""
+            if (ran.ended, ran.code) == ("exit", 0)
+            else f"an empty program ends with {ran.code} {ran.raised}".strip()
         )
 
     def _attempted(self, action: Callable[[], Result]) -> Result:
