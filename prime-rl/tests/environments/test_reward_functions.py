@@ -93,6 +93,8 @@ CASES: list[tuple[str, str, dict[str, Any], float]] = [
     ("geometry3k", "[3] or [12]", {"answer": "12"}, 1),
     ("geometry3k", r"it is [2\sqrt{2}]", {"answer": r"\sqrt{8}"}, 1),
     ("geometry3k", "the area is 24", {"answer": "[24.0]"}, 1),
+    ("clevr_count", "<think>perhaps [3]</think> I cannot tell", {"answer": "3"}, 0),
+    ("countdown", "<think>try <answer>1+2</answer>", {"nums": [1, 2], "target": 3}, 0),
     ("clevr_count", "[3], no: [4]", {"answer": "4"}, 1),
     ("clevr_count", "4", {"answer": "4"}, 0),
     ("countdown", "so\n<answer>(3 + 5) * 2</answer>", {"target": 16, "nums": [2, 3, 5]}, 1),

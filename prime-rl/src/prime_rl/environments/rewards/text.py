@@ -32,9 +32,12 @@ def _content(message: Any) -> str:
     return "".join(str(_field(part, "text") or "") for part in content or ())
 
 
+THINKING_TAGS = ("think", "thinking", "reasoning")
+
+
 def without_thinking(text: str) -> str:
     """The text after the last thinking block. An open block has no answer behind it."""
-    for tag in ("think", "thinking", "reasoning"):
+    for tag in THINKING_TAGS:
         _, closed, after = text.rpartition(f"</{tag}>")
         if closed:
             return after.strip()

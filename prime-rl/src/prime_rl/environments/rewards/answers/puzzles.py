@@ -33,13 +33,13 @@ def geometry3k(completion_text: str, answer: Any) -> float:
 
 def clevr_count(completion_text: str, answer: Any) -> float:
     """1 if the last `[number]` of the completion is `answer`, digit for digit."""
-    found = re.findall(r"\[([\d.]+)\]", completion_text)
+    found = re.findall(r"\[([\d.]+)\]", without_thinking(completion_text))
     return float(bool(found) and found[-1] == str(answer).strip().strip("[]"))
 
 
 def countdown(completion_text: str, target: Any, nums: Any = None, numbers: Any = None) -> float:
     """1 if the `<answer>` on the last line uses each number once and gives `target`; 0.1 if it does not; else 0."""
-    lines = completion_text.strip().splitlines()
+    lines = without_thinking(completion_text).splitlines()
     found = re.findall(r"<answer>(.*?)</answer>", lines[-1]) if lines else []
     if not found:
         return 0.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import re
 
-from prime_rl.environments.rewards.text import without_thinking
+from prime_rl.environments.rewards.text import THINKING_TAGS, without_thinking
 
 _FENCE = re.compile(r"^[ \t]*```[ \t]*(\w*)[^\n]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
 """A fenced block. One that is not closed ends with the text."""
@@ -14,7 +14,8 @@ _PYTHON = ("python", "py", "python3")
 
 def program_in(completion: str) -> str:
     """All Python blocks, else all other blocks, else the whole text; up to `[DONE]`."""
-    text = without_thinking(completion) if "</think" in completion else completion
+    # A body without thinking keeps the indentation of its first line.
+    text = without_thinking(completion) if any(f"{tag}>" in completion for tag in THINKING_TAGS) else completion
     blocks = [(name.lower(), body) for name, body in _FENCE.findall(text)]
     chosen = [body for name, body in blocks if name in _PYTHON] or [body for name, body in blocks if not name]
     source = "\n".join(chosen) if chosen else text if not blocks else "\n".join(body for _, body in blocks)
