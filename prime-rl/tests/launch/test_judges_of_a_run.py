@@ -72,6 +72,7 @@ def test_a_judge_gets_gpus_of_its_own_and_a_config_that_cannot_have_them_is_refu
         (["--judge.grader.base-url", "http://j/v1", "--judge.grader.gpus", "1"], "base_url names a running server"),
         (["--orchestrator.env.0.judge", "grade"], "no \\[judge.grade\\]; there is grader"),
         (["--judge.grader.max-concurent", "3"], "max_concurrent|max-concurrent"),
+        (["--judge.grader.sampling", '{"stream": true}'], "each request sets stream itself: remove it"),
         (["--judge", '{"A B": {"model": "m"}}'], "is no name for a judge"),
     ):
         with pytest.raises(ConfigError, match=named):

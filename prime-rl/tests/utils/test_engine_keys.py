@@ -20,6 +20,7 @@ def own_runtime_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_variable_comes_before_a_file() -> None:
     with published_key(8123, "from file"):
         assert client_key("http://localhost:8123/v1", "KEY", {"KEY": "named"}) == "named"
+        assert client_key("http://localhost:8123/v1", "KEY", {"KEY": "named\n"}) == "named"
         assert client_key("http://localhost:8123/v1", "KEY", {"KEY": "EMPTY"}) == "from file"
         assert client_key("http://127.0.0.1:8123/v1", "KEY", {}) == "from file"
 

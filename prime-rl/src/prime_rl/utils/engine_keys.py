@@ -41,7 +41,7 @@ def new_engine_key() -> str:
 
 def named_key(variable: str, environ: Mapping[str, str]) -> str | None:
     """The key in an environment variable; None if it is unset, empty or `EMPTY`."""
-    key = environ.get(variable, "")
+    key = environ.get(variable, "").strip()  # one from a file ends in a line break, which no header may hold
     return None if key in _NO_KEY else key
 
 

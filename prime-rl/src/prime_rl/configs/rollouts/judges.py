@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from prime_rl.configs.inference import InferenceConfig
 from prime_rl.configs.ranges import Count, Processes, Seconds, WholeNumber
@@ -117,6 +117,13 @@ class JudgeConfig(BaseConfig):
 
     completion_price: Price = 0.0
     """Price of a million completion tokens, in the same currency."""
+
+    @field_validator("sampling")
+    @classmethod
+    def _refuse_what_a_request_has(cls, sampling: dict[str, Any]) -> dict[str, Any]:
+        if taken := sorted({"model", "messages", "stream"} & sampling.keys()):
+            raise ValueError(f"each request sets {', '.join(taken)} itself: remove it")
+        return sampling
 
     @model_validator(mode="after")
     def _check_place(self) -> Self:
