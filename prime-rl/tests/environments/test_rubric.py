@@ -114,7 +114,7 @@ async def test_the_built_in_environment_rewards_what_the_judge_grants() -> None:
         "timing": {},
         "trajectory": [],
     }
-    state["completion"] = [{"role": "assistant", "content": case.graded[2].text}]
+    state["completion"] = [{"role": "assistant", "content": f"<think>Hm.</think>{case.graded[2].text}"}]
     await env.rubric.score_rollout(state)
     assert state["reward"] == pytest.approx(5 / 12)
     metrics = {name: state["metrics"][name] for name in ("criteria_met", "unclear_verdicts")}

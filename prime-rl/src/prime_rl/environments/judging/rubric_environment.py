@@ -10,6 +10,7 @@ import verifiers as vf
 from datasets import Dataset
 
 from prime_rl.environments.judging.weighted_rubric import Criterion, RubricJudge, read_cases, score
+from prime_rl.environments.rewards.text import text_of, without_thinking
 
 _VERDICTS = "rubric_verdicts"
 
@@ -40,7 +41,8 @@ def load_environment(
 
     async def rubric_score(prompt: Any, completion: Any, info: Mapping[str, Any], state: vf.State) -> float:
         rubric = [Criterion(each["text"], each["points"]) for each in info["rubric"]]
-        met = await judge.met(_plain(prompt), _text(completion), rubric)
+        answer = without_thinking(text_of(completion, role="assistant"))
+        met = await judge.met(_plain(prompt), answer, rubric)
         state[_VERDICTS] = met
         return score(rubric, met)
 
@@ -69,7 +71,3 @@ def _plain(messages: Any) -> list[dict[str, str]]:
     if isinstance(messages, str):
         return [{"role": "user", "content": messages}]
     return [{"role": str(each["role"]), "content": str(each.get("content") or "")} for each in messages]
-
-
-def _text(completion: Any) -> str:
-    return completion if isinstance(completion, str) else str(completion[-1].get("content") or "")
