@@ -127,6 +127,7 @@ def described() -> str:
 def test_code_is_found_in_what_models_write() -> None:
     assert program_in("a\n```\nx = 1\n```\nb") == "x = 1"
     assert program_in("```bash\nls\n```\n```python\nx = 1\n```") == "x = 1"
+    assert program_in("<think>```python\nx = 1\n```") == program_in("<reasoning>x = 1</reasoning>") == ""
     assert program_in("[BEGIN]\nx = 1\n[DONE]\nbla") == "x = 1"
     assert (
         completed("def f():\n    '''d'''\n", "x = 1\nreturn x", "f")

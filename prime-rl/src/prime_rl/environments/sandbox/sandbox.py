@@ -134,11 +134,7 @@ class Sandbox:
             ran = self._run("", "", START_LIMIT_S)
         except ZygoteEnded:
             return "it ended while it ran an empty program"
-        return (
-            ""
-            if (ran.ended, ran.code) == ("exit", 0)
-            else f"an empty program ends with {ran.code} {ran.raised}".strip()
-        )
+        return "" if ran[:2] == ("exit", 0) else f"an empty program ends with {ran.code} {ran.raised}".strip()
 
     def _attempted(self, action: Callable[[], Result]) -> Result:
         for _ in range(ATTEMPTS):

@@ -58,6 +58,7 @@ class Zygote:
         try:
             self.hello: dict[str, Any] = json.loads(self._line(time.monotonic() + START_LIMIT_S))
         except (ZygoteEnded, TimeoutError, ValueError) as error:
+            self._control.close()
             raise SandboxFault(self._last_words()) from error
 
     def start(self, connection: socket.socket, other: int) -> None:
