@@ -94,6 +94,8 @@ def cluster() -> Iterator[RayNodes]:
         argv = [sys.executable, "-c", CLUSTER, str(directory)]
         pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
         env = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": f"{directory}/token"}
+        # Under `uv run`, Ray would upload the directory and start workers without ray.
+        env["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"
         # Where `Cluster` writes its address, which it does not make itself.
         env["RAY_TMPDIR"] = str(directory)
         (directory / "ray").mkdir()
@@ -207,7 +209,11 @@ def job(cluster: RayNodes, *words: object) -> subprocess.CompletedProcess[str]:
     ray = str(Path(sys.executable).with_name("ray"))
     module = [sys.executable, *DRIVER[1:]]
     argv = [ray, "job", "submit", "--address", cluster.jobs, "--", "env", "-C", str(ROOT), *module, *map(str, words)]
-    return subprocess.run(argv, env=os.environ | cluster.env, capture_output=True, text=True, check=False)
+    while True:
+        ended = subprocess.run(argv, env=os.environ | cluster.env, capture_output=True, text=True, check=False)
+        # The job server answers before the agents of the cluster's nodes have told it that they are there.
+        if "No available agent" not in ended.stderr:
+            return ended
 
 
 def test_reverse_text_learns_in_a_job_of_ray_on_two_gpus_of_the_cluster(cluster: RayNodes, tmp_path: Path) -> None:
