@@ -74,13 +74,19 @@ class Hangs(vf.SingleTurnEnv):
         await asyncio.Event().wait()
 
 
+class Cancels(vf.SingleTurnEnv):
+    async def setup_state(self, state, **kwargs):
+        import asyncio
+        raise asyncio.CancelledError
+
+
 def load_environment(kind="single", rows=2, funcs=("reversed_text",)):
     if kind == "fails":
         raise RuntimeError("no such dataset")
     if kind == "exits":
         sys.exit(3)
     rows = [{"question": text, "answer": text[::-1]} for text in TEXTS[:rows]]
-    classes = {"twice": Twice, "ends": Ends, "forks": Forks, "hangs": Hangs}
+    classes = {"twice": Twice, "ends": Ends, "forks": Forks, "hangs": Hangs, "cancels": Cancels}
     extra = {"max_turns": 2} if kind == "twice" else {}
     rubric = vf.Rubric(funcs=[globals()[name] for name in funcs], weights=[1.0] * len(funcs))
     data = Dataset.from_list(rows)
@@ -209,6 +215,11 @@ async def test_a_killed_process_fails_every_group_in_flight(load: Load, policy_s
     assert {str(each) for each in ended} == {
         "orchestrator.env[0]: the process of 'guest-letters' ended with code -9; what it printed is in this log"
     }
+
+
+async def test_an_environment_that_cancels_itself_fails_its_group(load: Load, policy_server) -> None:
+    with pytest.raises(GuestError, match="it was cancelled"):
+        await run_group(load(args={"kind": "cancels"}), policy_server)
 
 
 async def test_a_cancelled_group_frees_its_sessions(load: Load, policy_server) -> None:

@@ -15,6 +15,7 @@ from prime_rl.configs.orchestrator import BufferConfig
 from prime_rl.interpreters.venvs import VENVS_VARIABLE, VenvError, python_of, venv_of_packages
 from prime_rl.orchestrator.errors import EnvironmentFault
 from prime_rl.orchestrator.guests.guest_environment import SHOWN_ROWS, GuestEnvironment
+from prime_rl.orchestrator.guests.inside import verifiers_v1
 from prime_rl.orchestrator.rollouts.rollout import Group
 from prime_rl.orchestrator.scheduling.buffer import Buffer
 from prime_rl.run.paths import RunPaths
@@ -148,6 +149,20 @@ def test_rows_of_an_endless_environment_are_drawn_in_order_and_a_resume_skips_th
     after = [resumed.sample() for _ in range(20)]
     assert after == [buffer.sample() for _ in range(20)]
     assert min(example.row for example in after if example.env == "stream") == len(rows)
+
+
+@pytest.mark.parametrize("value", [float("nan"), {"one": 1.0, "other": float("inf")}, None])
+async def test_a_reward_of_v1_that_is_no_finite_number_is_named(value: object) -> None:
+    errors: list[dict[str, str]] = []
+    verifiers_v1._ERRORS.set(errors)
+
+    async def correct() -> object:
+        return value
+
+    with pytest.raises(ValueError, match="instead of a finite number"):
+        await verifiers_v1._contained(correct, True)()
+    assert [error["function"] for error in errors] == ["correct"]
+    assert await verifiers_v1._contained(correct, False)() is value
 
 
 class EndlessProcess:

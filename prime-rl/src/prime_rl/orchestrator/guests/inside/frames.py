@@ -91,6 +91,6 @@ def finite(value: Any) -> float | None:
     """A number as a float; None for anything else, also for infinities."""
     try:
         number = float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return None
     return number if math.isfinite(number) else None

@@ -48,7 +48,7 @@ def _recording(function: Callable[..., Any]) -> Callable[..., Any]:
         states = [] if found is None else found if scores_group else [found]
         try:
             value = function(*args, **kwargs)
-            return _checked(await value if inspect.isawaitable(value) else value, bool(scores_group))
+            return checked(await value if inspect.isawaitable(value) else value, bool(scores_group))
         except (Exception, SystemExit) as error:
             for state in states:
                 entry = {"function": getattr(function, "__name__", repr(function)), "traceback": shown(error, __file__)}
@@ -65,9 +65,9 @@ def _recording(function: Callable[..., Any]) -> Callable[..., Any]:
     return recording
 
 
-def _checked(value: Any, scores_group: bool) -> Any:
-    """The value. Raises ValueError if it is no finite number, or for a group no sequence of them."""
-    values = list(value) if scores_group and isinstance(value, Iterable) else [value]
+def checked(value: Any, is_several: bool) -> Any:
+    """The value. Raises ValueError if it is no finite number, or with `is_several` a collection of them."""
+    values = list(value) if is_several and isinstance(value, Iterable) else [value]
     if any(finite(each) is None for each in values):
         raise ValueError(f"it returned {str(value)[:100]} instead of a finite number")
     return value

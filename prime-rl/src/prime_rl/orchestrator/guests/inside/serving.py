@@ -105,6 +105,9 @@ async def _answer(served: Any, request: dict[str, Any], writer: asyncio.StreamWr
         answer = encode({"id": request["id"], "value": value})
     except (Exception, SystemExit) as error:  # noqa: BLE001 - an environment's own code may raise anything
         answer = encode({"id": request["id"], "error": _one_line(error), "kind": type(error).__name__})
+    except asyncio.CancelledError as error:
+        # The environment may have cancelled its own task. The orchestrator ignores answers that it does not wait for.
+        answer = encode({"id": request["id"], "error": "it was cancelled", "kind": type(error).__name__})
     with contextlib.suppress(ConnectionError):
         writer.write(answer)
         await writer.drain()

@@ -7,14 +7,14 @@ import functools
 import inspect
 import itertools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from typing import Any
 
 from .frames import finite
 from .model_client import session_name
 from .reward_records import KEY as REWARD_ERRORS
-from .reward_records import shown
+from .reward_records import checked, shown
 from .scripts import run_scripts_here
 
 KEY_VARIABLE = "PRIME_RL_PROXY_API_KEY"
@@ -189,7 +189,10 @@ def _contained(function: Callable[..., Any], is_reward: bool) -> Callable[..., A
     async def contained(*args: Any, **kwargs: Any) -> Any:
         try:
             value = function(*args, **kwargs)
-            return await value if inspect.isawaitable(value) else value
+            value = await value if inspect.isawaitable(value) else value
+            if is_reward:  # a mapping holds several rewards
+                checked(list(value.values()) if isinstance(value, Mapping) else value, isinstance(value, Mapping))
+            return value
         except (Exception, SystemExit) as error:
             if is_reward:
                 name = getattr(function, "__name__", repr(function))
