@@ -144,7 +144,7 @@ def source_of(text: str, copy: bool) -> Source:
 
 def _install(source: Source, kind: Kind, python: str | None, registry: Registry) -> InstalledEnvironment:
     uv = Uv(registry.directory)
-    place = registry.directory / f"new-{secrets.token_hex(4)}"
+    place = final = registry.directory / f"new-{secrets.token_hex(4)}"
     try:
         target = ("--python", sys.executable, "--target", str(place), "--no-deps")
         uv.run("pip", "install", *target, *source.words)
@@ -162,15 +162,12 @@ def _install(source: Source, kind: Kind, python: str | None, registry: Registry)
             for misfit in misfits:
                 warn(f"{package.name} {misfit}: it gets an interpreter of its own")
             found = _found(module, _own_interpreter(uv, final, package, source, python))
-    except BaseException:
-        shutil.rmtree(place, ignore_errors=True)
-        raise
-    shutil.rmtree(place, ignore_errors=True)
-    try:
         file = _file_of(module, package, found)
     except BaseException:
         shutil.rmtree(final, ignore_errors=True)
         raise
+    finally:
+        shutil.rmtree(place, ignore_errors=True)
     return InstalledEnvironment(
         id=canonical_id(package.name),
         module=module,
@@ -215,30 +212,29 @@ def _own_interpreter(uv: Uv, place: Path, package: Package, source: Source, pyth
     pythons = package.pythons or ">=3.10"
     fits = SpecifierSet(pythons).contains(platform.python_version(), prereleases=True)
     wanted = python or (sys.executable if fits else pythons)
-    try:
-        uv.run("venv", "--python", wanted, str(place))
-        names = {canonical_id(Requirement(text).name) for text in package.requires}
-        extra = () if "verifiers" in names else (VERIFIERS,)
-        uv.run("pip", "install", "--python", str(python_of(place)), *extra, *source.words)
-    except BaseException:
-        shutil.rmtree(place, ignore_errors=True)
-        raise
+    uv.run("venv", "--python", wanted, str(place))
+    names = {canonical_id(Requirement(text).name) for text in package.requires}
+    extra = () if "verifiers" in names else (VERIFIERS,)
+    uv.run("pip", "install", "--python", str(python_of(place)), *extra, *source.words)
     return python_of(place)
 
 
 def _found(module: str, python: Path, directory: Path | None = None) -> dict[str, str | None]:
     """File of a module, and version of verifiers, as an interpreter sees them."""
     added = "" if directory is None else f"import site; site.addsitedir({str(directory)!r})\n"
-    done = subprocess.run(
-        [str(python), "-c", added + _LOOK, module],
-        env={name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")},
-        cwd=python.parent,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=_LOOK_LIMIT_S,
-    )
+    try:
+        done = subprocess.run(
+            [str(python), "-c", added + _LOOK, module],
+            env={name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")},
+            cwd=python.parent,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=_LOOK_LIMIT_S,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise MedarcError(f"{python} does not start within {_LOOK_LIMIT_S:g} s") from error
     if done.returncode != 0:
         raise MedarcError(f"{python} does not start: {one_line((done.stderr.splitlines() or ['no output'])[-1])}")
     found: dict[str, str | None] = json.loads(done.stdout.splitlines()[-1])
