@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import shutil
@@ -146,13 +147,12 @@ signal.pause()
 
 def test_a_part_that_is_cut_off_leaves_no_process_of_its_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(KIT))
-    from kit import end_group
-
+    kit = importlib.import_module("kit")
     part = subprocess.Popen([sys.executable, "-c", LAUNCHER], stdout=subprocess.PIPE, start_new_session=True)
     assert part.stdout is not None
     with part, part.stdout as said:
         run = int(said.readline())
-        end_group(part)
+        kit.end_group(part)
     assert not Path(f"/proc/{run}").exists()
 
 

@@ -39,6 +39,8 @@ def shares_of_step(step: Callable[[], object], device: str) -> dict[str, float]:
         elapsed_us = (time.perf_counter() - started_s) * 1e6
     spent_us: dict[str, float] = defaultdict(float)
     for event in profiler.key_averages():
+        if event.is_user_annotation:  # spans kernels that count by themselves
+            continue
         spent_us[kind_of(event.key)] += event.self_device_time_total if on_gpu else event.self_cpu_time_total
     shares = {kind: round(us / elapsed_us, 3) for kind, us in sorted(spent_us.items(), key=lambda item: -item[1])}
     return shares | {"idle": round(max(0.0, 1 - sum(spent_us.values()) / elapsed_us), 3)}

@@ -162,13 +162,18 @@ class Rights:
         buckets = sorted({self._arn("s3", place.bucket, "", "") for place in places})
         below = {"/".join(part for part in (place.key, "*") if part) for place in places}
         prefixes = sorted(below | {place.key for place in self.named if place.key})
-        writing = ["s3:AbortMultipartUpload", "s3:GetObject", "s3:PutObject"]
+        written = (self.root, *self.outputs)
+        written_buckets = sorted({self._arn("s3", place.bucket, "", "") for place in written})
+        # A step that is replaced loses its marker first.
+        writing = ["s3:AbortMultipartUpload", "s3:DeleteObject", "s3:GetObject", "s3:PutObject"]
         statements = [
             {
                 **_allow("ListItsPrefixes", ["s3:ListBucket"], buckets),
                 "Condition": {"StringLike": {"s3:prefix": prefixes}},
             },
-            _allow("ReadAndWriteRuns", writing, [self._objects(place) for place in (self.root, *self.outputs)]),
+            # It knows no condition on prefixes.
+            _allow("FindPartsOfUploads", ["s3:ListBucketMultipartUploads"], written_buckets),
+            _allow("ReadAndWriteRuns", writing, [self._objects(place) for place in written]),
         ]
         if self.inputs or self.named:
             objects = [self._arn("s3", f"{place.bucket}/{place.key}", "", "") for place in self.named if place.key]

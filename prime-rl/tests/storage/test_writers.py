@@ -77,9 +77,9 @@ def test_a_launch_that_was_killed_here_or_requeued_is_followed_at_once(s3: S3, p
     with subprocess.Popen([sys.executable, "-c", ""]) as gone:
         gone.wait()
     older = {"host": "node7", "pid": 1, "since": "then", "directory": "/runs/there"}
-    for last in (replace(HERE, pid=gone.pid), replace(ELSEWHERE, slurm_job="17")):
+    for last in (replace(HERE, pid=gone.pid), replace(ELSEWHERE, slurm_job="17", slurm_start="0")):
         note(s3, place, last)
-        lock = PlaceLock(s3, place, replace(HERE, slurm_job="17"), pause=pytest.fail)
+        lock = PlaceLock(s3, place, replace(HERE, slurm_job="17", slurm_start="1"), pause=pytest.fail)
         lock.take(pytest.fail)
         lock.release()
     for data in (b"{", b"[]", b'{"host": "x", "pid": "y", "since": ""}', json.dumps(older).encode()):
@@ -87,6 +87,17 @@ def test_a_launch_that_was_killed_here_or_requeued_is_followed_at_once(s3: S3, p
         lock = PlaceLock(s3, place, HERE, pause=pytest.fail)
         lock.take(pytest.fail)
         lock.release()
+
+
+def test_a_second_launch_of_the_same_slurm_job_or_in_another_container_is_no_successor() -> None:
+    me = Writer.this_process(Path("/runs/here"), {"SLURM_JOB_ID": "17"})
+    beside = replace(me, host="node7", boot="another", token="another")
+    assert not beside.is_gone_for(me)
+    assert beside.is_gone_for(
+        Writer.this_process(Path("/runs/here"), {"SLURM_JOB_ID": "17", "SLURM_RESTART_COUNT": "1"})
+    )
+    container = replace(me, boot=f"{me.boot.split()[0]} pid:[1]")
+    assert not container.is_gone_for(me)
 
 
 def test_of_two_that_begin_at_once_one_is_refused(s3: S3, place: S3Name, proxy: Proxy) -> None:
@@ -106,7 +117,8 @@ def test_of_two_that_begin_at_once_one_is_refused(s3: S3, place: S3Name, proxy: 
 
 def test_of_two_that_wait_for_the_same_silence_one_is_refused(s3: S3, place: S3Name) -> None:
     note(s3, place, ELSEWHERE)
-    first, waited = PlaceLock(s3, place, replace(ELSEWHERE, host="node8", token="first")), []
+    first = PlaceLock(s3, place, replace(ELSEWHERE, host="node8", token="first"))
+    waited: list[float] = []
 
     def wait(seconds: float) -> None:
         waited.append(seconds)

@@ -27,7 +27,7 @@ STALE_S = 3 * BEAT_S
 _LOOK_S = 2.0
 _CHANGED = ("PreconditionFailed", "412", "ConditionalRequestConflict", "409")
 """S3's words for: another one has written meanwhile."""
-_BOOT = Path("/proc/sys/kernel/random/boot_id")
+_BOOT, _PIDS = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
 
 Say = Callable[[str], None]
 
@@ -47,8 +47,11 @@ class Writer:
     token: str = ""
     """Differs between launches."""
     boot: str = ""
-    """Differs between starts of a machine, and between machines of one name."""
+    """Differs between starts of a machine, between machines of one name, and between containers: a process id means
+    something only where it is the same."""
     slurm_job: str | None = None
+    slurm_start: str = ""
+    """How often Slurm has requeued the job."""
     beats: int = 0
     ended: bool = True
     """Nobody writes any more."""
@@ -64,6 +67,7 @@ class Writer:
             token=uuid4().hex,
             boot=_boot(),
             slurm_job=env.get("SLURM_JOB_ID"),
+            slurm_start=env.get("SLURM_RESTART_COUNT", "0"),
             ended=False,
         )
 
@@ -79,8 +83,9 @@ class Writer:
 
     def is_gone_for(self, other: Writer) -> bool:
         """Whether `other` knows, without waiting, that this one no longer writes."""
-        if self.ended or (self.slurm_job is not None and self.slurm_job == other.slurm_job):
-            return True  # a job that Slurm requeues runs once at a time
+        is_same_job = self.slurm_job is not None and self.slurm_job == other.slurm_job
+        if self.ended or (is_same_job and self.slurm_start != other.slurm_start):
+            return True  # a job that Slurm requeues runs once at a time, but may hold several launches
         if (self.host, self.boot) != (other.host, other.boot):
             return False
         return self.pid == other.pid or not _is_alive(self.pid)
@@ -200,7 +205,7 @@ class PlaceLock:
 
 def _boot() -> str:
     try:
-        return _BOOT.read_text(encoding="ascii").strip()
+        return f"{_BOOT.read_text(encoding='ascii').strip()} {_PIDS.readlink()}"
     except OSError:
         return ""
 
