@@ -247,6 +247,7 @@ def test_a_policy_covers_what_configs_name_on_s3(tmp_path: Path) -> None:
         *("arn:aws:s3:::data/train.jsonl", "arn:aws:s3:::models/qwen"),
     ]
     assert rights["ReadAndWriteRuns"]["Resource"] == ["arn:aws:s3:::bucket/runs/*", "arn:aws:s3:::kept/runs/a/*"]
+    assert rights["FindPartsOfUploads"]["Resource"] == ["arn:aws:s3:::bucket", "arn:aws:s3:::kept"]
     listed = rights["ListItsPrefixes"]
     assert {"arn:aws:s3:::data", "arn:aws:s3:::kept", "arn:aws:s3:::models"} < set(listed["Resource"])
     assert {"train.jsonl", "qwen", "qwen/*", "runs/a/*"} < set(listed["Condition"]["StringLike"]["s3:prefix"])

@@ -91,11 +91,9 @@ def test_a_launch_that_was_killed_here_or_requeued_is_followed_at_once(s3: S3, p
 
 def test_a_second_launch_of_the_same_slurm_job_or_in_another_container_is_no_successor() -> None:
     me = Writer.this_process(Path("/runs/here"), {"SLURM_JOB_ID": "17"})
-    beside = replace(me, host="node7", boot="another", token="another")
-    assert not beside.is_gone_for(me)
-    assert beside.is_gone_for(
-        Writer.this_process(Path("/runs/here"), {"SLURM_JOB_ID": "17", "SLURM_RESTART_COUNT": "1"})
-    )
+    other = replace(me, host="node7", boot="another", token="another")
+    assert not other.is_gone_for(me)
+    assert other.is_gone_for(replace(me, slurm_start="1"))
     container = replace(me, boot=f"{me.boot.split()[0]} pid:[1]")
     assert not container.is_gone_for(me)
 
@@ -117,43 +115,46 @@ def test_of_two_that_begin_at_once_one_is_refused(s3: S3, place: S3Name, proxy: 
 
 def test_of_two_that_wait_for_the_same_silence_one_is_refused(s3: S3, place: S3Name) -> None:
     note(s3, place, ELSEWHERE)
-    first = PlaceLock(s3, place, replace(ELSEWHERE, host="node8", token="first"))
     waited: list[float] = []
+    first = PlaceLock(s3, place, replace(ELSEWHERE, host="node8", token="first"), pause=waited.append)
 
-    def wait(seconds: float) -> None:
-        waited.append(seconds)
-
-    class LaterReads(S3):
+    class TakenBefore(S3):
         """The other one takes the place after the last look."""
 
         def write_over(self, data: bytes, name: S3Name, etag: str | None) -> str:
             first.take(print)
             return super().write_over(data, name, etag)
 
-    first._pause = wait
     with pytest.raises(PlaceInUse, match=r"in use by process .* on node8"):
-        PlaceLock(LaterReads(s3.client), place, HERE, pause=wait).take(print)
+        PlaceLock(TakenBefore(s3.client), place, HERE, pause=waited.append).take(print)
     assert (written(s3, place).token, sum(waited)) == ("first", 2 * STALE_S)
     first.release()
 
 
-def test_a_writer_knows_its_own_word_and_writes_it_again_when_it_is_deleted(s3: S3, place: S3Name) -> None:
-    class Repeating(S3):
+def test_a_writer_knows_its_own_word(s3: S3, place: S3Name) -> None:
+    class SendingTwice(S3):
         """The answer to the first request is lost, and the client sends it again."""
 
         def write_over(self, data: bytes, name: S3Name, etag: str | None) -> str:
             super().write_over(data, name, etag)
             return super().write_over(data, name, etag)
 
-    lock = PlaceLock(Repeating(s3.client), place, HERE)
+    lock = PlaceLock(SendingTwice(s3.client), place, HERE)
     lock.take(pytest.fail)
-    lock._s3 = s3
+    lock.renew()
+    assert (written(s3, place).token, lock.lost) == (HERE.token, None)
+    lock.release()
+    assert written(s3, place).ended
+
+
+def test_a_writer_whose_word_was_deleted_writes_it_again(s3: S3, place: S3Name) -> None:
+    lock = PlaceLock(s3, place, HERE)
+    lock.take(pytest.fail)
     s3.delete(place.below(WRITER))
     lock.renew()
     lock.renew()
     assert (written(s3, place).token, lock.lost) == (HERE.token, None)
     lock.release()
-    assert written(s3, place).ended
 
 
 def test_a_run_whose_place_was_taken_uploads_nothing_more_and_says_who_did(
