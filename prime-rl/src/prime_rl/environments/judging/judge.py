@@ -216,7 +216,7 @@ class Judge:
         Raises:
             JudgeLost: the judge does not answer within `startup_timeout_s`, or refuses.
         """
-        body = {"model": self.config.model, "messages": [{"role": "user", "content": "Say yes."}]}
+        body: dict[str, Any] = {"model": self.config.model, "messages": [{"role": "user", "content": "Say yes."}]}
         # Of another's server, only what its user set: OpenAI's reasoning models refuse max_tokens.
         body |= {"max_tokens": 1} if self.config.is_ours else {}
         last = "no answer"
