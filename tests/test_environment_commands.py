@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from medarc_rl.environments import installing
 from medarc_rl.environments.installing import Package, misfits_of
 from medarc_rl.environments.making import ABOUT
 from medarc_rl.medarc_train import app
@@ -227,22 +226,6 @@ def test_an_installed_package_is_listed_found_and_removed(place: Path, monkeypat
     fault = "error: --shared: unlisted-letters requires no-such-package, which the run does not have\n"
     assert (result.exit_code, result.stderr) == (2, fault)
     assert [path.name for path in Registry().directory.iterdir()] == [".lock", "registry.json"]
-
-
-@pytest.mark.skipif(shutil.which("uv") is None, reason="uv is not installed")
-@pytest.mark.parametrize(
-    ("setting", "value", "fault"),
-    [("_LOOK", "raise SystemExit('no look')", "does not start: no look"), ("_LOOK_LIMIT_S", 0.0, "within 0 s")],
-)
-def test_an_install_that_fails_at_its_end_leaves_no_files(
-    place: Path, monkeypatch: pytest.MonkeyPatch, setting: str, value: object, fault: str
-) -> None:
-    monkeypatch.setattr(installing, setting, value)
-    _write_wheel(place / "wheels", "half_letters", "verifiers>=0.1.11")
-    result = env("install", place / "wheels" / "half_letters-1.0-py3-none-any.whl")
-    assert result.exit_code == 1
-    assert fault in result.stderr
-    assert list(Registry().directory.iterdir()) == []
 
 
 def test_an_interpreter_of_its_own_is_not_searched_in_the_current_directory(place: Path) -> None:

@@ -150,17 +150,15 @@ def test_an_async_function_has_its_limit_and_a_timeout_of_its_own_is_an_error(fu
         score(build([f"{functions}:no_server"], pool=pool))
 
 
-def test_an_import_has_a_limit_of_its_own_and_its_late_answer_is_nobody_elses(
-    functions: str, pool: RewardPool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_import_has_a_limit_of_its_own_and_its_late_answer_is_nobody_elses(functions: str, pool: RewardPool) -> None:
     rewards = build([f"{functions}:ours"], pool=pool)
     os.kill(pool.processes()[0], signal.SIGKILL)
     while pool.processes():
         pass
-    with monkeypatch.context() as patch:
-        patch.setattr(pool_module, "START_LIMIT_S", 0.0)
-        with pytest.raises(RewardError, match=r"its worker process ended .signal SIGKILL."):
-            score(rewards)
+    allowed_s, pool.start_limit_s = pool.start_limit_s, 0.0
+    with pytest.raises(RewardError, match=r"its worker process ended .signal SIGKILL."):
+        score(rewards)
+    pool.start_limit_s = allowed_s
     assert score(rewards)["ours"] == 0.5
 
 

@@ -10,9 +10,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from prime_rl.environments.sandbox import sandbox as sandbox_module
 from prime_rl.environments.sandbox.attacks import ATTACKS, ESCAPES, FORGERIES, Attack, attempt
-from prime_rl.environments.sandbox.layers import LayerName, SandboxFault, layer
+from prime_rl.environments.sandbox.layers import Layer, LayerName, SandboxFault, layer
 from prime_rl.environments.sandbox.limits import Limits
 from prime_rl.environments.sandbox.sandbox import Sandbox, Verdict
 
@@ -132,7 +131,9 @@ def test_a_layer_that_is_not_there_is_a_fault(monkeypatch: pytest.MonkeyPatch) -
         Sandbox("bubblewrap")
 
 
-def test_a_layer_in_which_no_program_runs_is_not_used(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sandbox_module, "layer", lambda name: layer(name)._replace(folder="/no/such/folder"))
+def test_a_layer_in_which_no_program_runs_is_not_used(sandbox: Sandbox) -> None:
+    def broken(name: LayerName) -> Layer:
+        return layer(name)._replace(folder="/no/such/folder")
+
     with pytest.raises(SandboxFault, match="an empty program ends with 70"):
-        Sandbox(sandbox.layer.name, PATIENT)
+        Sandbox(sandbox.layer.name, PATIENT, broken)

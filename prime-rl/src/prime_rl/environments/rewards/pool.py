@@ -40,7 +40,9 @@ def default_workers() -> int:
 class RewardPool:
     """`workers` processes, each with a thread that waits for it. Use `shared_pool`, unless it is for one owner."""
 
-    def __init__(self, workers: int) -> None:
+    def __init__(self, workers: int, start_limit_s: float = START_LIMIT_S) -> None:
+        self.start_limit_s = start_limit_s
+        """For a worker to import a function."""
         self.timeouts: Counter[str] = Counter()
         """Calls that were ended at their time limit, by function."""
         self.deaths: Counter[str] = Counter()
@@ -62,7 +64,7 @@ class RewardPool:
 
         The future has what `calling.describe` returns, or raises RewardError.
         """
-        return self._submit(path, {"do": "describe", "fn": path, "args": args or {}}, START_LIMIT_S)
+        return self._submit(path, {"do": "describe", "fn": path, "args": args or {}}, self.start_limit_s)
 
     def call(self, path: str, given: dict[str, Any], timeout_s: float) -> Future[float]:
         """The value of one call. The future raises RewardTimeout or RewardError.
@@ -175,7 +177,7 @@ class _Slot(threading.Thread):
         assert process.stdout is not None
         try:
             send(process.stdin.fileno(), encode({"do": "import", "fn": path}))
-            receive(process.stdout.fileno(), time.monotonic() + START_LIMIT_S)
+            receive(process.stdout.fileno(), time.monotonic() + self._pool.start_limit_s)
         except (Ended, TimeoutError):
             get_logger().warning(f"a reward worker ended while it imported {path!r}")
             with contextlib.suppress(ProcessLookupError):  # its late answer would be taken for that of the next call

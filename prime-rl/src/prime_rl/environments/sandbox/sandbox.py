@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from typing import Any, Literal, NamedTuple, TypeVar
 
-from prime_rl.environments.sandbox.layers import AUTOMATIC, LayerName, SandboxFault, layer
+from prime_rl.environments.sandbox.layers import AUTOMATIC, Layer, LayerName, SandboxFault, layer
 from prime_rl.environments.sandbox.limits import Limits
 from prime_rl.environments.sandbox.zygotes import START_LIMIT_S, STOP_LIMIT_S, Zygote, ZygoteEnded
 
@@ -52,7 +52,13 @@ class Sandbox:
         SandboxFault: no layer can run here, or not the one that was asked for.
     """
 
-    def __init__(self, layer_name: LayerName | Literal["auto"] = "auto", limits: Limits | None = None) -> None:
+    def __init__(
+        self,
+        layer_name: LayerName | Literal["auto"] = "auto",
+        limits: Limits | None = None,
+        layer_of: Callable[[LayerName], Layer] = layer,
+    ) -> None:
+        self._layer_of = layer_of
         self.limits = limits or Limits()
         self.skipped: dict[str, str] = {}
         """Layers that cannot run here, with the reason."""
@@ -104,7 +110,7 @@ class Sandbox:
     def _first(self, names: Sequence[LayerName]) -> tuple[Zygote, Any]:
         for name in names:
             try:
-                found = layer(name)
+                found = self._layer_of(name)
                 zygote = Zygote(found, self.limits)
             except SandboxFault as error:
                 self.skipped[name] = str(error)
