@@ -76,6 +76,15 @@ def test_a_module_is_found_without_importing_its_package(package: Path) -> None:
     assert find_module("mine.sub.losses") is None
 
 
+def test_a_module_in_folders_without_init_is_found(tmp_path: Path) -> None:
+    (tmp_path / "agents_of_mine" / "inner").mkdir(parents=True)
+    (tmp_path / "agents_of_mine" / "inner" / "plain.py").write_text("raise SystemExit('imported')")
+    found = find_module("agents_of_mine.inner.plain", tmp_path)
+    assert found is not None
+    assert found.origin == str(tmp_path / "agents_of_mine" / "inner" / "plain.py")
+    assert find_module("agents_of_mine.inner.nothing", tmp_path) is None
+
+
 @pytest.mark.parametrize(
     ("path", "fault"),
     [

@@ -16,6 +16,7 @@ from prime_rl.environments.rows.arguments import read_rows_config
 from prime_rl.environments.rows.formats import FORMATS, boxed, find_format
 from prime_rl.environments.rows.loading import load_problems
 from prime_rl.environments.rows.mixing import mixed
+from prime_rl.environments.rows.orders import write_order
 from prime_rl.environments.rows.pass_rates import PassRate, read_pass_rates, write_pass_rates
 from prime_rl.environments.rows.problems import Problem
 from prime_rl.environments.rows.sources import RowsFault
@@ -381,3 +382,20 @@ async def test_each_row_is_scored_by_the_functions_of_its_dataset(
         {name: value for name, value in state["metrics"].items() if name in ("same", "double")} for state in states
     ]
     assert scores == [{"same": 1.0}, {"double": 1.0}]
+
+
+def test_a_column_of_numbers_is_filtered_by_its_values(write: Write) -> None:
+    grades = [1, -1, 1.0, 1.5, "1", "Grade 1"]
+    rows = [{"question": f"{number}?", "answer": "1", "grade": grade} for number, grade in enumerate(grades)]
+    dataset = {"path": str(write("grades.jsonl", rows)), "where": {"grade": [1]}, "shuffle": False}
+    kept = load_problems(read_rows_config({"datasets": [dataset]}))
+    assert [problem.row["grade"] for problem in kept] == [1, 1.0, "1", "Grade 1"]
+
+
+def test_an_id_with_line_breaks_survives_a_curriculum(write: Write, tmp_path: Path) -> None:
+    rows = [{"id": f"a\n{mark}b", "question": f"{mark!r}?", "answer": "1"} for mark in ("\u2028", "\x85x")]
+    path = str(write("ids.jsonl", rows))
+    ids = [problem.id for problem in load_problems(read_rows_config({"datasets": [{"path": path}]}))]
+    write_order(ids[::-1], tmp_path / "order.txt")
+    ordered = read_rows_config({"datasets": [{"path": path, "order": str(tmp_path / "order.txt")}]})
+    assert [problem.id for problem in load_problems(ordered)] == ids[::-1]

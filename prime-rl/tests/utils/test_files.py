@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from prime_rl.utils.contents import find_damage
-from prime_rl.utils.files import STABLE, publishing_directory, replacing_directory, scratch_of
+from prime_rl.utils.files import STABLE, locked_file, publishing_directory, replacing_directory, scratch_of
 
 REPLACES = """
 import sys
@@ -61,3 +62,38 @@ def test_a_killed_replacement_leaves_a_whole_directory(replacements: int, tmp_pa
     assert find_damage(target) is None
     assert (target / STABLE).is_file()
     assert (target / "one").read_text() == (target / "other").read_text()
+
+
+def test_a_lock_that_another_process_holds_is_told(tmp_path: Path) -> None:
+    told: list[str] = []
+
+    def release() -> None:
+        told.append("waiting")
+        holder.communicate()
+
+    holds = "import fcntl, sys; file = open(sys.argv[1], 'w'); fcntl.flock(file, fcntl.LOCK_EX); print(); input()"
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", holds, tmp_path / "lock"], **pipes) as holder:
+        assert holder.stdout is not None
+        holder.stdout.readline()
+        with locked_file(tmp_path / "lock", release):
+            assert told == ["waiting"]
+    with locked_file(tmp_path / "lock", release):
+        assert told == ["waiting"], "nobody holds it"
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP])
+def test_a_file_system_without_locks_is_used_without(number: int, tmp_path: Path) -> None:
+    def flock(descriptor: int, operation: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    with locked_file(tmp_path / "lock", flock=flock):
+        pass
+
+
+def test_another_fault_of_a_lock_is_raised(tmp_path: Path) -> None:
+    def flock(descriptor: int, operation: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with pytest.raises(OSError, match="Input/output"), locked_file(tmp_path / "lock", flock=flock):
+        pytest.fail("entered without the lock")

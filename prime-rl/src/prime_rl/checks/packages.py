@@ -194,10 +194,11 @@ def find_module(name: str, directory: Path | None = None) -> ModuleSpec | None:
     top, *parts = name.split(".")
     spec = None if directory is None else PathFinder.find_spec(top, [str(directory.absolute())])
     spec = spec or _installed(top)
-    for count in range(1, len(parts) + 1):
+    for part in parts:
         if spec is None or spec.submodule_search_locations is None:
             return None
-        spec = PathFinder.find_spec(".".join([top, *parts[:count]]), list(spec.submodule_search_locations))
+        # By its own name: with a dotted one, folders without `__init__.py` ask for their parent in `sys.modules`.
+        spec = PathFinder.find_spec(part, list(spec.submodule_search_locations))
     return spec
 
 

@@ -13,10 +13,9 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from fcntl import LOCK_EX, flock
 from pathlib import Path
 
-from prime_rl.utils.files import replacing_file
+from prime_rl.utils.files import locked_file, replacing_file
 
 DIRECTORY_VARIABLE = "MEDARC_ENVIRONMENTS_DIR"
 FILE = "registry.json"
@@ -114,12 +113,8 @@ class Registry:
     @contextmanager
     def _changing(self) -> Iterator[None]:
         self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-        descriptor = os.open(self.directory / ".lock", os.O_RDWR | os.O_CREAT, 0o600)
-        try:
-            flock(descriptor, LOCK_EX)
+        with locked_file(self.directory / ".lock"):
             yield
-        finally:
-            os.close(descriptor)
 
     def _write(self, environments: list[InstalledEnvironment]) -> None:
         table = {"format": FORMAT, "environments": [asdict(each) for each in environments]}

@@ -5,7 +5,6 @@ A directory of the cache is whole or absent: it is made under a lock and under a
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
@@ -13,11 +12,10 @@ import re
 import shutil
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from prime_rl.utils.files import PARTIAL
+from prime_rl.utils.files import PARTIAL, locked_file
 from prime_rl.utils.logger import get_logger
 from prime_rl.utils.private import NotPrivate, private_directory
 
@@ -148,7 +146,9 @@ def _made(place: Path, directory: Path, install: Callable[[Path, Uv], None], tel
     try:
         place.parent.parent.mkdir(parents=True, exist_ok=True)
         private_directory(place.parent)
-        with _locked(place.with_name(f"{place.name}.lock"), lambda: tell(f"Waiting for another uv to make {place}")):
+        with locked_file(
+            place.with_name(f"{place.name}.lock"), lambda: tell(f"Waiting for another uv to make {place}")
+        ):
             # Another process may have made it meanwhile. One without an interpreter was made for a removed one.
             if not python_of(place).exists():
                 _make(place, uv, install, tell)
@@ -173,20 +173,6 @@ def _make(place: Path, uv: Uv, install: Callable[[Path, Uv], None], tell: Tell) 
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     tell(f"Made {place} in {time.monotonic() - start_s:.1f} s")
-
-
-@contextmanager
-def _locked(lock: Path, on_wait: Callable[[], None]) -> Iterator[None]:
-    descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            on_wait()
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
 
 
 def _one_line(said: str) -> str:

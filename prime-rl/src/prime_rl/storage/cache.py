@@ -6,20 +6,17 @@ objects change, the next use makes another copy.
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import hashlib
 import json
-import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from prime_rl.configs.storage import S3Name
 from prime_rl.storage.s3 import S3, S3Object, StorageError
 from prime_rl.storage.trees import download_objects, path_below
-from prime_rl.utils.files import DELETED, PARTIAL, fsync_tree, size_text
+from prime_rl.utils.files import DELETED, PARTIAL, fsync_tree, locked_file, size_text
 from prime_rl.utils.private import NotPrivate, private_directory
 
 CACHE_VARIABLE = "PRIME_RL_BUCKET_CACHE"
@@ -69,7 +66,7 @@ def local_copy(s3: S3, listing: Listing, root: Path, say: Callable[[str], None])
     """
     try:
         private_directory(root)
-        with _locked(root / f"{listing.digest}.lock", lambda: say(f"{listing.name}: waiting for another download")):
+        with locked_file(root / f"{listing.digest}.lock", lambda: say(f"{listing.name}: waiting for another download")):
             return _copy(s3, listing, root, say)
     except NotPrivate as error:
         raise StorageError(f"{error}; or set {CACHE_VARIABLE} to another directory") from error
@@ -124,18 +121,3 @@ def _check_room(listing: Listing, scratch: Path, root: Path) -> None:
             f"{listing.name} has {size_text(listing.size_bytes)}, and {root} has {size_text(free)} free: make room, or "
             f"set {CACHE_VARIABLE} to a directory on another disk"
         )
-
-
-@contextlib.contextmanager
-def _locked(path: Path, on_wait: Callable[[], None]) -> Iterator[None]:
-    """Hold the lock of one copy. On a file system without locks, go on without one: whole files are renamed."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            on_wait()
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -25,6 +26,7 @@ __all__ = [
     "complete_directory",
     "disk_fault",
     "fsync_tree",
+    "locked_file",
     "publishing_directory",
     "remove_directory",
     "replacing_directory",
@@ -39,6 +41,8 @@ PARTIAL, TEMPORARY, DELETED = ".partial", ".tmp", ".deleted"
 `run/unfinished.py` finds those that a killed run has left.
 """
 
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP)
+"""What file systems say that have no locks."""
 
 _DISK_FAULTS = {
     errno.ENOSPC: "the disk is full",
@@ -73,6 +77,30 @@ def fsync_tree(directory: Path) -> None:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
+
+
+@contextmanager
+def locked_file(
+    path: Path, on_wait: Callable[[], None] = lambda: None, flock: Callable[[int, int], None] = fcntl.flock
+) -> Iterator[None]:
+    """Hold the lock of a file, which is made if it is not there. `on_wait` is called if another process holds it.
+
+    On a file system without locks, goes on without one.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        try:
+            try:
+                flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                on_wait()
+                flock(descriptor, fcntl.LOCK_EX)
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+        yield
+    finally:
+        os.close(descriptor)
 
 
 @contextmanager

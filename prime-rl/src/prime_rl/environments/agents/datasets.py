@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from prime_rl.configs.rollouts.agents import ROW_FILES
 from prime_rl.environments.agents.targets import resolve
+from prime_rl.utils.row_files.reading import RowFileError, stream_file
 
 MAX_ROWS = 1_000_000
 
@@ -24,9 +24,8 @@ def read_dataset(name: str) -> list[dict[str, Any]]:
         BadRows: there are none, or one is no table.
         BadTarget: the function cannot be imported.
     """
-    rows = _of_file(Path(name)) if name.endswith(ROW_FILES) else _of_function(name)
     read: list[dict[str, Any]] = []
-    for number, row in enumerate(rows):
+    for number, row in enumerate(_of_file(Path(name)) if name.endswith(ROW_FILES) else _of_function(name)):
         if not isinstance(row, Mapping):
             raise BadRows(f"{name}: row {number} is no table, but a {type(row).__name__}")
         if number >= MAX_ROWS:
@@ -37,30 +36,24 @@ def read_dataset(name: str) -> list[dict[str, Any]]:
     return read
 
 
-def _of_function(name: str) -> Iterable[Any]:
+def _of_function(name: str) -> Iterator[Any]:
     function = resolve(name)
     if not callable(function):
         raise BadRows(f"{name} is no function")
     try:
         rows = function()
+        if not isinstance(rows, Iterable):
+            raise BadRows(f"{name} returned no rows, but a {type(rows).__name__}")
+        # Within the block: a generator's code runs here.
+        yield from rows
     except (Exception, SystemExit) as error:
+        if isinstance(error, BadRows):
+            raise
         raise BadRows(f"{name} failed: {type(error).__name__}: {' '.join(str(error).split())}") from error
-    if not isinstance(rows, Iterable):
-        raise BadRows(f"{name} returned no rows, but a {type(rows).__name__}")
-    return rows
 
 
-def _of_file(file: Path) -> Iterable[Any]:
+def _of_file(file: Path) -> Iterator[Any]:
     try:
-        if file.suffix == ".parquet":
-            import pyarrow.parquet
-
-            rows: list[Any] = pyarrow.parquet.read_table(file).to_pylist()
-            return rows
-        text = file.read_text(encoding="utf-8")
-        if file.suffix == ".json":
-            loaded = json.loads(text)
-            return loaded if isinstance(loaded, list) else [loaded]
-        return [json.loads(line) for line in text.split("\n") if line.strip()]
-    except (OSError, ValueError) as error:
+        yield from (read() for read in stream_file(file))
+    except (OSError, RowFileError) as error:
         raise BadRows(f"{file} cannot be read: {' '.join(str(error).split())}") from error

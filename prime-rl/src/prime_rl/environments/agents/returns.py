@@ -43,7 +43,7 @@ def _plain_number(value: Any) -> Any:
 
 
 def discounted(rewards: Sequence[float | None], discount: float) -> list[float]:
-    """Returns of calls in the order of their creation: R_i = r_i + discount * R_(i+1). A call without reward has 0."""
+    """Returns of calls in the order of their answers: R_i = r_i + discount * R_(i+1). A call without reward has 0."""
     returns: list[float] = []
     following = 0.0
     for reward in reversed(rewards):

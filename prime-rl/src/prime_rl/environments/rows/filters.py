@@ -56,7 +56,8 @@ def _by_column(dataset: DatasetConfig, column: str, values: Sequence[Scalar]) ->
             raise RowsFault(
                 f"{dataset.title}: a row has no column {column!r} to filter by; it has {', '.join(problem.row)}"
             )
-        return words(str(problem.row[column])) in wanted
+        value = problem.row[column]
+        return value in values or (isinstance(value, str) and words(value) in wanted)
 
     return Filter(f"{column} in {', '.join(map(str, values))}", keeps)
 

@@ -216,9 +216,9 @@ def words(text: str) -> str:
 
 
 def own_id(row: Row, name: str | None) -> str | None:
-    """The id that the source itself gives a row; None if it has none."""
+    """The id that the source itself gives a row, on one line as curricula need it; None if it has none."""
     for each in (name,) if name is not None else _IDS:
         value = row.get(each)
         if isinstance(value, str | int) and not isinstance(value, bool) and str(value).strip():
-            return str(value).strip()
+            return " ".join(str(value).split())
     return None

@@ -41,7 +41,7 @@ def read_order(file: Path, known: Iterable[str]) -> Order:
         RowsFault: the file cannot be read, or names no known id.
     """
     try:
-        lines = local_path(file).read_text(encoding="utf-8").splitlines()
+        lines = local_path(file).read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise RowsFault(f"order = {file}: cannot be read: {error}") from error
     ids = [line.strip() for line in lines if line.strip()]

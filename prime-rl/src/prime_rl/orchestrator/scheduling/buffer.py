@@ -53,9 +53,9 @@ class Buffer:
     ) -> None:
         self.ledger = ledger or Ledger()
         self.num_rows = dict(num_rows)
+        """None for an endless environment."""
         self.config = config
         self.seed = seed
-        """None for an endless environment."""
         self.pools = DifficultyPools({env: count or 0 for env, count in num_rows.items()}, fingerprint)
         self._endless = [env for env, count in num_rows.items() if count is None]
         self._next_rows = dict.fromkeys(self._endless if config.order == "random" else num_rows, 0)
