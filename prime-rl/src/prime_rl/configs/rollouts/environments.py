@@ -136,6 +136,8 @@ class EnvConfig(BaseConfig):
             raise ValueError("timeout_s does not go with workflow: agent_timeout_s limits each of its attempts")
         if self.agent_port is not None and target != EXTERNAL:
             raise ValueError('agent_port needs workflow = "external"')
+        if target == EXTERNAL and self.args:
+            raise ValueError('args does not go with workflow = "external": the run does not start that program')
         if "id" not in self.model_fields_set:
             derive(self, "it is the name of the agent", id=target.replace(":", ".").rpartition(".")[2])
         return self

@@ -1,0 +1,42 @@
+"""Keys of an environment that is an agent: those that would have no effect are refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from prime_rl.configs.rollouts.environments import EnvConfig
+
+AGENT = {"workflow": "agents play", "agent_dataset": "tasks.jsonl"}
+EXTERNAL = {**AGENT, "workflow": "external"}
+
+
+@pytest.mark.parametrize(
+    ("keys", "fault"),
+    [
+        ({"agent_dataset": "tasks.jsonl"}, "agent_dataset needs workflow"),
+        ({"workflow": "agents play"}, "workflow needs rows: set agent_dataset"),
+        ({**AGENT, "workflow": "agents play"}, "write module:object"),
+        ({**AGENT, "python": "venv/bin/python"}, "python does not go with workflow"),
+        ({**AGENT, "project": "mine"}, "project does not go with workflow"),
+        ({**AGENT, "address": "tcp://127.0.0.1:5000"}, "address does not go with workflow"),
+        ({**AGENT, "judge": "grader"}, "judge does not go with workflow"),
+        ({**AGENT, "taskset": {"id": "x"}}, "taskset does not go with workflow"),
+        ({**AGENT, "agent": {"harness": {}}}, "agent does not go with workflow"),
+        ({**AGENT, "max_reward_errors": 0.1}, "max_reward_errors does not go with workflow"),
+        ({**AGENT, "timeout_s": 5.0}, "agent_timeout_s limits each of its attempts"),
+        ({**AGENT, "agent_port": 8000}, 'agent_port needs workflow = "external"'),
+        ({**EXTERNAL, "args": {"level": 1}}, 'args does not go with workflow = "external"'),
+    ],
+)
+def test_a_key_without_effect_is_refused(keys: dict[str, Any], fault: str) -> None:
+    with pytest.raises(ValidationError, match=fault):
+        EnvConfig.model_validate(keys)
+
+
+def test_an_agent_is_named_after_its_function_and_keeps_its_arguments() -> None:
+    config = EnvConfig.model_validate({**AGENT, "args": {"level": 1}})
+    assert (config.id, config.args) == ("play", {"level": 1})
+    assert EnvConfig.model_validate({**EXTERNAL, "agent_port": 8000}).agent_port == 8000
