@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from prime_rl.configs.rollouts.environments import EnvConfig
 
-AGENT = {"workflow": "agents play", "agent_dataset": "tasks.jsonl"}
+AGENT = {"workflow": "agents:play", "agent_dataset": "tasks.jsonl"}
 EXTERNAL = {**AGENT, "workflow": "external"}
 
 
@@ -17,7 +17,7 @@ EXTERNAL = {**AGENT, "workflow": "external"}
     ("keys", "fault"),
     [
         ({"agent_dataset": "tasks.jsonl"}, "agent_dataset needs workflow"),
-        ({"workflow": "agents play"}, "workflow needs rows: set agent_dataset"),
+        ({"workflow": "agents:play"}, "workflow needs rows: set agent_dataset"),
         ({**AGENT, "workflow": "agents play"}, "write module:object"),
         ({**AGENT, "python": "venv/bin/python"}, "python does not go with workflow"),
         ({**AGENT, "project": "mine"}, "project does not go with workflow"),
