@@ -7,9 +7,10 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from prime_rl.checks.start_dir import StartDir, looks_like_path, unexpanded_advice
+from prime_rl.checks.start_dir import NotInstalled, StartDir, looks_like_path, unexpanded_advice
 from prime_rl.configs.rollouts.environments import EnvConfig
 from prime_rl.configs.storage import is_on_s3
+from prime_rl.environments.adapters.options import missing_package, read_reasoning_gym_config
 from prime_rl.environments.builtin import built_in_module
 from prime_rl.environments.rewards.registry import resolve
 from prime_rl.environments.rewards.specs import RewardFault
@@ -22,7 +23,10 @@ _ORIGIN = "args: "
 
 def built_in_faults(key: str, env: EnvConfig, start: StartDir) -> Iterator[str]:
     """One line for each argument of a built-in environment that it refuses, and for each file that is missing."""
-    check = _CHECKS.get(built_in_module(env.id) or "")
+    module = built_in_module(env.id) or ""
+    if start.has_our_packages and (fault := missing_package(module)) is not None:
+        yield NotInstalled(f"{key}.id = {env.id!r}: {fault}")
+    check = _CHECKS.get(module)
     if check is not None:
         yield from (f"{key}.args: {fault}" for fault in check(env.args, start))
 
@@ -45,6 +49,13 @@ def _rows_faults(args: Mapping[str, Any], start: StartDir) -> Iterator[str]:
                     yield from _missing(f"{key}.{field}", str(file), start)
 
 
+def _reasoning_gym_faults(args: Mapping[str, Any], start: StartDir) -> Iterator[str]:
+    try:
+        read_reasoning_gym_config(args)
+    except ConfigError as error:
+        yield from (fault.removeprefix(_ORIGIN) for fault in error.faults)
+
+
 def _reward_faults(config: RowsConfig) -> Iterator[str]:
     lists = [config.rewards, *(each.rewards for each in (*config.datasets, *config.eval_datasets))]
     for spec in {spec.fn: spec for specs in lists for spec in specs or ()}.values():
@@ -64,6 +75,7 @@ def _missing(key: str, name: str, start: StartDir) -> Iterator[str]:
 
 
 _CHECKS: Mapping[str, Callable[[Mapping[str, Any], StartDir], Iterator[str]]] = {
+    "prime_rl.environments.adapters.reasoning_gym": _reasoning_gym_faults,
     "prime_rl.environments.rows.single_turn": _rows_faults,
 }
 """By module."""

@@ -6,6 +6,7 @@ import importlib.util
 from pathlib import Path
 
 BUILT_IN = {
+    "reasoning-gym": "prime_rl.environments.adapters.reasoning_gym",
     "rows": "prime_rl.environments.rows.single_turn",
     "rubric": "prime_rl.environments.judging.rubric_environment",
 }
