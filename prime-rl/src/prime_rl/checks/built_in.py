@@ -10,7 +10,7 @@ from typing import Any
 from prime_rl.checks.start_dir import NotInstalled, StartDir, looks_like_path, unexpanded_advice
 from prime_rl.configs.rollouts.environments import EnvConfig
 from prime_rl.configs.storage import is_on_s3
-from prime_rl.environments.adapters.options import missing_package, read_reasoning_gym_config
+from prime_rl.environments.adapters.options import READERS, missing_package
 from prime_rl.environments.builtin import built_in_module
 from prime_rl.environments.rewards.registry import resolve
 from prime_rl.environments.rewards.specs import RewardFault
@@ -26,9 +26,10 @@ def built_in_faults(key: str, env: EnvConfig, start: StartDir) -> Iterator[str]:
     module = built_in_module(env.id) or ""
     if start.has_our_packages and (fault := missing_package(module)) is not None:
         yield NotInstalled(f"{key}.id = {env.id!r}: {fault}")
-    check = _CHECKS.get(module)
-    if check is not None:
+    if (check := _CHECKS.get(module)) is not None:
         yield from (f"{key}.args: {fault}" for fault in check(env.args, start))
+    if (read := READERS.get(module)) is not None:
+        yield from (f"{key}.args: {fault}" for fault in _option_faults(env.args, read))
 
 
 def _rows_faults(args: Mapping[str, Any], start: StartDir) -> Iterator[str]:
@@ -49,9 +50,9 @@ def _rows_faults(args: Mapping[str, Any], start: StartDir) -> Iterator[str]:
                     yield from _missing(f"{key}.{field}", str(file), start)
 
 
-def _reasoning_gym_faults(args: Mapping[str, Any], start: StartDir) -> Iterator[str]:
+def _option_faults(args: Mapping[str, Any], read: Callable[[Mapping[str, Any]], object]) -> Iterator[str]:
     try:
-        read_reasoning_gym_config(args)
+        read(args)
     except ConfigError as error:
         yield from (fault.removeprefix(_ORIGIN) for fault in error.faults)
 
@@ -75,7 +76,6 @@ def _missing(key: str, name: str, start: StartDir) -> Iterator[str]:
 
 
 _CHECKS: Mapping[str, Callable[[Mapping[str, Any], StartDir], Iterator[str]]] = {
-    "prime_rl.environments.adapters.reasoning_gym": _reasoning_gym_faults,
     "prime_rl.environments.rows.single_turn": _rows_faults,
 }
 """By module."""

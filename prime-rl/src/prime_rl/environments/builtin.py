@@ -6,9 +6,12 @@ import importlib.util
 from pathlib import Path
 
 BUILT_IN = {
+    "gymnasium": "prime_rl.environments.adapters.gymnasium",
+    "openenv": "prime_rl.environments.adapters.openenv",
     "reasoning-gym": "prime_rl.environments.adapters.reasoning_gym",
     "rows": "prime_rl.environments.rows.single_turn",
     "rubric": "prime_rl.environments.judging.rubric_environment",
+    "textarena": "prime_rl.environments.adapters.textarena",
 }
 """The module of each id."""
 

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Self
+from collections.abc import Callable, Iterator, Mapping
+from typing import Annotated, Any, Self, TypeVar
 
 from pydantic import Field, ValidationError, model_validator
 
 from prime_rl.configs.ranges import Count, Seed, WholeNumber
+from prime_rl.environments.adapters.games.game_options import GymnasiumConfig, OpenEnvConfig, TextArenaConfig
 from prime_rl.utils.pydantic_config import BaseConfig, ConfigError, raise_faults
 from prime_rl.utils.pydantic_config.faults import faults_of
 from prime_rl.utils.pydantic_config.layers import Layer
 
-PACKAGES = {"prime_rl.environments.adapters.reasoning_gym": "reasoning_gym"}
+Config = TypeVar("Config", bound=BaseConfig)
+PACKAGES = {
+    "prime_rl.environments.adapters.gymnasium": "gymnasium",
+    "prime_rl.environments.adapters.reasoning_gym": "reasoning_gym",
+    "prime_rl.environments.adapters.textarena": "textarena",
+}
 """The package that each module of this room needs."""
 
 
@@ -88,10 +94,38 @@ class ReasoningGymConfig(BaseConfig):
 
 def read_reasoning_gym_config(args: Mapping[str, Any]) -> ReasoningGymConfig:
     """Check the arguments. Raises ConfigError with one line for each fault."""
+    return _read(ReasoningGymConfig, args)
+
+
+def read_gymnasium_config(args: Mapping[str, Any]) -> GymnasiumConfig:
+    """Check the arguments. Raises ConfigError with one line for each fault."""
+    return _read(GymnasiumConfig, args)
+
+
+def read_textarena_config(args: Mapping[str, Any]) -> TextArenaConfig:
+    """Check the arguments. Raises ConfigError with one line for each fault."""
+    return _read(TextArenaConfig, args)
+
+
+def read_openenv_config(args: Mapping[str, Any]) -> OpenEnvConfig:
+    """Check the arguments. Raises ConfigError with one line for each fault."""
+    return _read(OpenEnvConfig, args)
+
+
+def _read(kind: type[Config], args: Mapping[str, Any]) -> Config:
     try:
-        return ReasoningGymConfig.model_validate(dict(args))
+        return kind.model_validate(dict(args))
     except ValidationError as error:
-        raise ConfigError(faults_of(ReasoningGymConfig, error, [Layer("args", dict(args))])) from error
+        raise ConfigError(faults_of(kind, error, [Layer("args", dict(args))])) from error
+
+
+READERS: Mapping[str, Callable[[Mapping[str, Any]], BaseConfig]] = {
+    "prime_rl.environments.adapters.gymnasium": read_gymnasium_config,
+    "prime_rl.environments.adapters.openenv": read_openenv_config,
+    "prime_rl.environments.adapters.reasoning_gym": read_reasoning_gym_config,
+    "prime_rl.environments.adapters.textarena": read_textarena_config,
+}
+"""What checks the arguments, by module."""
 
 
 def missing_package(module: str) -> str | None:

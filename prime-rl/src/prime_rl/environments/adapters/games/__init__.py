@@ -1,0 +1,1 @@
+"""Games of several turns: of Gymnasium, of TextArena, and on OpenEnv servers."""

@@ -1,0 +1,179 @@
+"""Games in processes of their own, as the environment sees them; `game_host.py` is the other side."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from prime_rl.environments.adapters.games.turns import GameError, GameFault, Turn, clean
+from prime_rl.environments.rewards.wire import MAX_FRAME_BYTES, encode
+
+_HOST = "prime_rl.environments.adapters.games.game_host"
+_LENGTH = struct.Struct("<I")
+_ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+"""A process that has threads cannot be forked safely."""
+_MAX_ERROR_CHARACTERS = 500
+
+
+def made_rows(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """What the players of each row see first.
+
+    Returns:
+        `train` and `eval`: lists of `{"seed", "seat", "text"}`; `about`: `actions` and `players`; `repeats`: whether
+        the same seed started the same game twice.
+
+    Raises:
+        GameFault: the game cannot be used.
+    """
+    done = subprocess.run(
+        [sys.executable, "-m", _HOST, "rows"],
+        input=json.dumps(settings).encode(),
+        env=_environment(),
+        capture_output=True,
+        check=False,
+    )
+    if done.returncode < 0:
+        raise GameFault(
+            f"the start of {settings['game']} ended its process with signal {-done.returncode}; "
+            f"it may take longer than step_timeout_s = {settings['step_timeout_s']:g} s"
+        )
+    if done.returncode != 0:
+        raise GameFault(_last_line(done.stderr.decode(errors="replace")) or f"exit code {done.returncode}")
+    made: dict[str, Any] = msgspec.msgpack.decode(done.stdout)
+    return made
+
+
+def _environment() -> dict[str, str]:
+    """Sets have the same order every time; modules that this process finds are found there, too."""
+    path = os.pathsep.join(filter(None, sys.path))
+    return {**os.environ, **_ONE_THREAD, "PYTHONHASHSEED": "0", "PYTHONPATH": path}
+
+
+def _last_line(text: str) -> str:
+    lines = [line for line in clean(text[-100_000:], 100_000).splitlines() if line.strip()]
+    return lines[-1].strip()[:_MAX_ERROR_CHARACTERS] if lines else ""
+
+
+class GameProcesses:
+    """Starts a process for each game, forked from one that has loaded the game."""
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        self.settings = settings
+        self._lock = threading.Lock()
+        self._control: socket.socket | None = None
+        self._host: subprocess.Popen[bytes] | None = None
+        self._errors: Any = None
+
+    async def open(self) -> GameProcess:
+        """Raises GameError: no process can be started."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            await asyncio.to_thread(self._send, theirs.fileno())
+        reader, writer = await asyncio.open_unix_connection(sock=ours, limit=2**20)
+        return GameProcess(self, reader, writer)
+
+    def _send(self, descriptor: int) -> None:
+        with self._lock:
+            for _ in range(2):  # a host that has ended since is started again
+                try:
+                    socket.send_fds(self._running(), [b"g"], [descriptor])
+                except OSError:
+                    self._end()
+                else:
+                    return
+        raise GameError(f"no process for {self.settings['game']} can be started{self.last_words()}")
+
+    def _running(self) -> socket.socket:
+        if self._control is not None and self._host is not None and self._host.poll() is None:
+            return self._control
+        self._end()
+        ours, theirs = socket.socketpair()
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - read when the process has ended
+        with theirs:
+            self._host = subprocess.Popen(
+                [sys.executable, "-m", _HOST, "serve", str(theirs.fileno())],
+                stdin=subprocess.PIPE,
+                stdout=self._errors,
+                stderr=self._errors,
+                env=_environment(),
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+            )
+        assert self._host.stdin is not None
+        with self._host.stdin as settings:
+            settings.write(json.dumps(self.settings).encode())
+        self._control = ours
+        return ours
+
+    def _end(self) -> None:
+        if self._control is not None:
+            self._control.close()
+        if self._host is not None:
+            self._host.kill()
+            self._host.wait()
+        self._control = self._host = None
+
+    def last_words(self) -> str:
+        """What the host wrote last, if it has ended."""
+        if self._errors is None or (self._host is not None and self._host.poll() is None):
+            return ""
+        self._errors.seek(0)
+        line = _last_line(self._errors.read(2**20).decode(errors="replace"))
+        return f": {line}" if line else ""
+
+    def close(self) -> None:
+        """End the host. Games end when they are closed."""
+        with self._lock:
+            self._end()
+
+
+class GameProcess:
+    """One game in a process of its own. Ends with its connection."""
+
+    def __init__(self, host: GameProcesses, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._host = host
+        self._reader = reader
+        self._writer = writer
+
+    async def reset(self, seed: int, seat: int) -> Turn:
+        return await self._ask({"do": "reset", "seed": seed, "seat": seat})
+
+    async def act(self, text: str) -> Turn:
+        return await self._ask({"do": "act", "text": text})
+
+    async def close(self) -> None:
+        self._writer.close()
+        with contextlib.suppress(OSError):
+            await self._writer.wait_closed()
+
+    async def _ask(self, request: dict[str, Any]) -> Turn:
+        settings = self._host.settings
+        started_s = time.monotonic()
+        try:
+            self._writer.write(encode(request))
+            await self._writer.drain()
+            (length,) = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))
+            if length > MAX_FRAME_BYTES:
+                raise GameError(f"{settings['game']} answered {length:,} bytes")
+            answer = msgspec.msgpack.decode(await self._reader.readexactly(length))
+        except (OSError, asyncio.IncompleteReadError) as error:
+            if time.monotonic() - started_s >= settings["step_timeout_s"]:
+                limit = f"step_timeout_s = {settings['step_timeout_s']:g} s"
+                raise GameError(f"{settings['game']} took longer than {limit} and was ended") from error
+            raise GameError(f"the process of {settings['game']} ended{self._host.last_words()}") from error
+        if "error" in answer:
+            raise GameError(str(answer["error"]))
+        return msgspec.convert(answer["turn"], Turn)

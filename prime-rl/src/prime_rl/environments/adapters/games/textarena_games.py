@@ -1,0 +1,183 @@
+"""Games of TextArena. Runs in a process of its own; see `game_host.py`."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import json
+import random
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from difflib import get_close_matches
+from typing import Any
+
+import nltk
+
+from prime_rl.environments.adapters.games.policies import NoMove, random_move
+from prime_rl.environments.adapters.games.turns import GameError, GameFault, Turn, finite
+from prime_rl.environments.rewards.text import without_thinking
+
+nltk.download = lambda *args, **kwargs: False  # games load word lists from the network when they are made
+import textarena  # noqa: E402
+from textarena.envs.registration import ENV_REGISTRY  # noqa: E402
+
+SELF = "self"
+_MOST_PLAYERS = 15
+_RAISED = (
+    ImportError,
+    SyntaxError,
+    TypeError,
+    ValueError,
+    AssertionError,
+    KeyError,
+    AttributeError,
+    IndexError,
+    OSError,
+)
+Policy = Callable[[str, random.Random], str]
+
+
+def warm(settings: Mapping[str, Any]) -> None:
+    """Make the game once: some load dictionaries. Raises GameFault: there is no such game, or it cannot be made."""
+    _made(settings["game"], json.dumps(settings["config"], sort_keys=True))
+
+
+@functools.lru_cache(maxsize=1)
+def _made(game: str, config: str) -> Any:
+    if game not in ENV_REGISTRY:
+        near = get_close_matches(game, list(ENV_REGISTRY), 1)
+        advice = f"; did you mean {near[0]!r}?" if near else ""
+        raise GameFault(f"game = {game!r}: TextArena has no such game{advice}")
+    try:
+        return textarena.make(game, **json.loads(config))
+    except LookupError as error:
+        raise GameFault(f"{game} cannot be made: {_lookup(error)}") from error
+    except _RAISED as error:
+        raise GameFault(f"{game} cannot be made: {_one_line(error)}") from error
+
+
+class TextArenaGame:
+    """One game. `act` plays the seat of `Turn.player`; a policy plays the other seats, unless that is the model."""
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        """Raises GameFault: the game or the opponent cannot be used."""
+        self._title = settings["game"]
+        self._env = _made(self._title, json.dumps(settings["config"], sort_keys=True))
+        self._inner = self._env
+        while hasattr(self._inner, "env"):
+            self._inner = self._inner.env
+        self._policy = _policy(settings["opponent"])
+        self._players = settings["players"] or self._smallest()
+        if settings["seat"] is not None and settings["seat"] >= self._players:
+            raise GameFault(f"seat = {settings['seat']}: {self._title} has {self._players} players, from 0 on")
+        self._seat = 0
+        self._random = random.Random(0)
+        self._heard: dict[int, list[str]] = {}
+
+    def about(self) -> dict[str, Any]:
+        return {"actions": [], "players": self._players}
+
+    def reset(self, seed: int, seat: int) -> Turn:
+        """Raises GameFault: the game does not start, or lists no moves for a random opponent."""
+        self._seat = seat
+        self._random = random.Random(seed)
+        self._heard = defaultdict(list)
+        try:
+            self._start(self._players, seed)
+        except LookupError as error:
+            raise GameFault(f"{self._title} does not start: {_lookup(error)}") from error
+        except AssertionError as error:
+            raise GameFault(f"{self._title} does not start with {self._players} players: {error}") from error
+        return self._until_asked()
+
+    def act(self, text: str) -> Turn:
+        state = self._inner.state
+        mover, errors = state.current_player_id, getattr(state, "error_count", 0)
+        self._env.step(without_thinking(text))
+        # The game asks the same player again.
+        again = state.current_player_id == mover and getattr(state, "error_count", 0) > errors
+        lost = bool(state.done and state.game_info.get(mover, {}).get("invalid_move"))
+        turn = self._until_asked()
+        is_invalid = mover == self._seat and (again or lost)
+        return Turn(turn.text, turn.reward, turn.is_over, turn.is_truncated, is_invalid, turn.player)
+
+    def _start(self, players: int, seed: int) -> None:
+        random.seed(seed)
+        self._env.reset(num_players=players, seed=seed)
+
+    def _smallest(self) -> int:
+        for players in range(1, _MOST_PLAYERS + 1):
+            try:
+                self._start(players, 0)
+            except LookupError as error:
+                if "nltk" in str(error):
+                    raise GameFault(f"{self._title} does not start: {_lookup(error)}") from error
+            except _RAISED:
+                continue
+            else:
+                return players
+        raise GameFault(f"{self._title} starts with none of 1 to {_MOST_PLAYERS} players: set `players` and `config`")
+
+    def _until_asked(self) -> Turn:
+        """Let the policy play until the model is asked, or the game is over."""
+        state = self._inner.state
+        while not state.done:
+            player, messages = self._inner.get_observation()
+            news = _text(messages, player, state.role_mapping)
+            self._heard[player].append(news)
+            if player == self._seat or self._policy is None:
+                return Turn(news, player=player)
+            try:
+                answer = self._policy("\n".join(self._heard[player]), self._random)
+            except NoMove as error:
+                raise GameFault(
+                    f"{self._title} lists no moves, so opponent = 'random' cannot play it: "
+                    "name a function as in `module:function`, or `self`"
+                ) from error
+            if not isinstance(answer, str):
+                raise GameError(f"the opponent of {self._title} returned no text, but {type(answer).__name__}")
+            self._env.step(answer)
+        reward = finite((state.rewards or {}).get(self._seat, 0.0), self._title)
+        left = _text(state.observations.get(self._seat, ()), self._seat, state.role_mapping)
+        reason = str(state.game_info.get(self._seat, {}).get("reason") or "The game is over.")
+        return Turn("\n".join(filter(None, (left, reason))), reward, is_over=True, player=self._seat)
+
+
+def _policy(opponent: str) -> Policy | None:
+    """Who plays the other seats; None if the model does. Raises GameFault."""
+    if opponent == SELF:
+        return None
+    if opponent == "random":
+        return random_move
+    module, _, name = opponent.partition(":")
+    try:
+        found: Any = functools.reduce(getattr, name.split("."), importlib.import_module(module))
+    except (ImportError, AttributeError) as error:
+        raise GameFault(f"opponent = {opponent!r} cannot be imported: {_one_line(error)}") from error
+    if not callable(found):
+        raise GameFault(f"opponent = {opponent!r} is no function")
+    policy: Policy = found
+    return policy
+
+
+def _text(messages: Iterable[Any], player: int, roles: Mapping[int, str]) -> str:
+    """What a player has not seen. Its own answers are in its conversation."""
+    lines = []
+    for sender, text, *kind in messages:
+        if sender == player and kind and kind[0] is textarena.ObservationType.PLAYER_ACTION:
+            continue
+        lines.append(f"[{roles.get(sender, 'GAME')}] {text}")
+    return "\n".join(lines)
+
+
+def _lookup(error: LookupError) -> str:
+    """NLTK's message has a dozen lines; the first one names the data."""
+    words = str(error).split()
+    if "nltk" in words:
+        name = next((word.strip("'.") for word in words if word.startswith("'")), "popular")
+        return f"it needs NLTK's data {name!r}: run `uv run python -m nltk.downloader {name}`"
+    return _one_line(error)
+
+
+def _one_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
