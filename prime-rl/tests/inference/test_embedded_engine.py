@@ -11,10 +11,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from prime_rl.inference.embedded.engine.attention import SlotStep, attend
+from prime_rl.inference.embedded.engine.common_start import CommonStart
 from prime_rl.inference.embedded.engine.engine import Engine
 from prime_rl.inference.embedded.engine.generation import Completion, GenerationRequest, SamplingParams
 from prime_rl.inference.embedded.engine.model import ModelRunner, load_model
 from prime_rl.inference.embedded.engine.scheduler import Limits
+from prime_rl.inference.embedded.engine.slots import KVSlots
 from prime_rl.inference.embedded.engine.text import StopStringMatcher
 from prime_rl.inference.embedded.engine.weights import read_weights
 from prime_rl.inference.embedded.errors import EngineBusy, EngineStopped, GenerationFailed, UnsupportedModel
@@ -172,9 +175,40 @@ def test_weights_that_produce_nan_fail_the_request_but_not_the_engine(qwen3_dir,
     with running(Engine(runner_of(qwen3_dir))) as engine:
         engine.update_weights(tmp_path).result()
         with pytest.raises(GenerationFailed, match="version 1"):
-            engine.submit(request_of(PROMPTS[0])).result()
+            engine.submit(request_of(PROMPTS[5])).result()
         engine.update_weights(None).result()
-        assert len(engine.submit(request_of(PROMPTS[0])).result().completions[0].token_ids) == 20
+        # A short sequence takes the row of the failed one, and a long one makes the batch read the row to its end.
+        short, started, others = request_of(PROMPTS[0]), threading.Event(), []
+
+        def join() -> None:
+            if not started.is_set():
+                others.append(engine.submit(request_of(PROMPTS[5])))
+                started.set()
+
+        short.on_progress = join
+        assert len(engine.submit(short).result().completions[0].token_ids) == 20
+        assert len(others[0].result().completions[0].token_ids) == 20
+
+
+@pytest.mark.parametrize("shared", [0, 6])
+def test_bfloat16_rows_give_the_same_read_whole_or_in_part(shared: int) -> None:
+    """On a CPU, a product of parts of rows copies them, so rows are read whole unless much of them is empty."""
+    count, positions = 40, [20 + row % 30 for row in range(40)]
+    generator = torch.Generator().manual_seed(0)
+    tensors = torch.randn(2, count, 2, 64, 8, generator=generator)
+    tensors[:, :, :, :shared] = tensors[:, :1, :, :shared]
+    new = [torch.randn(count, heads, 8, generator=generator).bfloat16() for heads in (6, 2, 2)]
+    results = []
+    for width in (64, 512):
+        slots = KVSlots(PLENTY_BYTES, torch.device("cpu"))
+        slots.reserve(count, width)
+        for slot, values in zip(slots.layer(0, *[torch.zeros(1, 2, 8).bfloat16()] * 2), tensors, strict=True):
+            slot[:count, :, :64] = values
+        common = CommonStart([range(count)], shared, torch.device("cpu")) if shared else None
+        step = SlotStep(slots, positions, None, common_start=common)
+        assert step.decode_span(slots.layer(0, *new[1:])[0])[1] == (128 if width == 64 else 50)
+        results.append(attend(step, 0, (new[0], new[1], new[2]), 0.3, None).float())
+    torch.testing.assert_close(*results, atol=2e-2, rtol=2e-2)
 
 
 def unheld() -> GenerationRequest:

@@ -22,6 +22,10 @@ from prime_rl.inference.embedded.errors import UnsupportedModel
 
 ATTENTION_NAME = "kv_slots"
 
+_COPY_COST = 3
+"""What a batched product of part of each row costs in bfloat16 on a CPU, relative to one of whole rows of that length:
+oneDNN copies the part first. Measured: 2.5 to 3.5."""
+
 _CHANGES_SCORES = ("softcap", "s_aux", "position_bias")
 """Options of Transformers' attention functions that `attend` does not have: soft caps, sinks, biases."""
 
@@ -83,7 +87,7 @@ class SlotStep:
         self._decode_targets: dict[int, Tensor] = {}
         self.decode_positions = torch.tensor(decode_positions, device=slots.device)
         self.decode_length = max(decode_positions, default=-1) + 1
-        self._masks: dict[int | None, Tensor] = {}
+        self._masks: dict[tuple[int | None, int], Tensor] = {}
 
     def decode_targets(self, num_heads: int) -> Tensor:
         """Flat index [B * K] of each row's and head's new token in the stored tensors viewed as [rows * K * L, D]."""
@@ -92,17 +96,26 @@ class SlotStep:
             self._decode_targets[num_heads] = (heads * self.slots.length + self.decode_positions[:, None]).flatten()
         return self._decode_targets[num_heads]
 
-    def decode_mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
-        """Additive mask [B, 1, 1, L] over the stored tokens of each sequence, limited to the last `window` tokens."""
-        if window not in self._masks:
-            columns = torch.arange(self.decode_length, device=self.slots.device)
+    def decode_mask(self, window: int | None, length: int, dtype: torch.dtype) -> Tensor:
+        """Additive mask [B, 1, 1, length] over each row's stored tokens, limited to the last `window` tokens."""
+        if (window, length) not in self._masks:
+            columns = torch.arange(length, device=self.slots.device)
             last = self.decode_positions[:, None]
             visible = columns <= last
             if window is not None:
                 visible &= columns > last - window
             hidden = torch.full(visible.shape, -torch.inf, dtype=dtype, device=self.slots.device)
-            self._masks[window] = hidden.masked_fill_(visible, 0.0)[:, None, None]
-        return self._masks[window]
+            self._masks[window, length] = hidden.masked_fill_(visible, 0.0)[:, None, None]
+        return self._masks[window, length]
+
+    def decode_span(self, stored: Tensor) -> tuple[CommonStart | None, int]:
+        """The groups of rows with a common start, and the number of tokens [0, length) to read of each other row."""
+        start = self.common_start.length if self.common_start is not None else 0
+        width = stored.shape[2]
+        copies = stored.device.type == "cpu" and stored.dtype == torch.bfloat16
+        if copies and width <= _COPY_COST * (self.decode_length - start):
+            return None, width
+        return self.common_start, self.decode_length
 
 
 def attend(
@@ -171,7 +184,7 @@ def _decode(
 ) -> Tensor:
     """Attend with one query per row. Uses plain matrix products, which are faster than the fused kernel on a CPU."""
     keys, values = stored
-    batch, length = step.num_decode, step.decode_length
+    batch = step.num_decode
     heads = keys.shape[1]
     query, *fresh = (tensor[:batch] for tensor in new)
     targets = step.decode_targets(heads)
@@ -179,12 +192,14 @@ def _decode(
         size = slot.shape[3]
         slot.view(-1, size).index_copy_(0, targets, tokens.reshape(-1, size))
     grouped = (query * scaling).view(batch, heads, -1, keys.shape[3])
-    common = step.common_start
+    common, length = step.decode_span(keys)
     start = common.length if common is not None else 0
     scores = grouped @ keys[:batch, :, start:length].transpose(2, 3)
     if common is not None:
         scores = torch.cat((common.scores(grouped, keys), scores), -1)
-    weights = scores.add_(step.decode_mask(window, scores.dtype)).softmax(-1, dtype=torch.float32).to(values.dtype)
+    weights = (
+        scores.add_(step.decode_mask(window, length, scores.dtype)).softmax(-1, dtype=torch.float32).to(values.dtype)
+    )
     mixed = weights[..., start:] @ values[:batch, :, start:length]
     if common is not None:
         mixed += common.mix(weights[..., :start], values)

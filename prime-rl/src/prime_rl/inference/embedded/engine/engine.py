@@ -282,6 +282,8 @@ class Engine:
             adapter = sequence.request.adapter
             version = self.version if adapter is None else adapter.version
             if not math.isfinite(logprob):
+                # The next sequence in this row would read the keys and values past its own end, masked but NaN.
+                self._runner.slots.erase(next(row for row, each in enumerate(running) if each is sequence))
                 sequence.request.fail(GenerationFailed(f"weights of version {version} produced NaN logits"))
                 continue
             with _failing(sequence.request):

@@ -65,6 +65,12 @@ class KVSlots:
             for tensor in pair:
                 tensor[targets, :, :length] = tensor[source, :, :length]
 
+    def erase(self, row: int) -> None:
+        """Overwrite a row with zeros."""
+        for pair in self._layers.values():
+            for tensor in pair:
+                tensor[row].zero_()
+
     def read_row(self, row: int, length: int) -> list[Tensor]:
         """Copy out the first `length` tokens of a row: key and value tensors [kv heads, length, head dim] per layer."""
         return [tensor[row, :, :length].clone() for pair in self._layers.values() for tensor in pair]
