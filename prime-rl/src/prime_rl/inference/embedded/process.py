@@ -14,7 +14,7 @@ from prime_rl.configs.inference import InferenceConfig
 from prime_rl.inference.embedded.http.api import Api
 from prime_rl.inference.embedded.http.connections import BoundedConnection, connection_limit
 from prime_rl.run.beats import own_beats
-from prime_rl.utils.imports import import_transformers, import_without_gc
+from prime_rl.utils.imports import bound_kernel_caches, import_transformers, import_without_gc
 from prime_rl.utils.logger import SUCCESS, get_logger
 
 _GRACE_S = 3
@@ -72,6 +72,7 @@ class EmbeddedServer(uvicorn.Server):
         started = time.perf_counter()
         try:
             # Imported here because it takes seconds, during which the server already responds with 503.
+            bound_kernel_caches()
             with import_without_gc():
                 import_transformers()
                 from prime_rl.inference.embedded.startup import start_service

@@ -13,7 +13,7 @@ from prime_rl.run.directory import OutputDirInUse, check_output_dir
 from prime_rl.run.lifeline import end_with_launch
 from prime_rl.run.paths import RunPaths
 from prime_rl.trainer.process.errors import exit_on_error, leaving_at_once
-from prime_rl.utils.imports import import_transformers, import_without_gc
+from prime_rl.utils.imports import bound_kernel_caches, import_transformers, import_without_gc
 from prime_rl.utils.interrupts import end_quietly_on_ctrl_c
 from prime_rl.utils.logger import setup_logger
 from prime_rl.utils.pydantic_config import parse_argv_or_exit
@@ -39,6 +39,7 @@ def main() -> None:
     own_trace()
     with leaving_at_once(), exit_on_error():
         # Imported here so that config errors are reported at once: this loads torch and transformers.
+        bound_kernel_caches()
         with import_without_gc():
             import_transformers()
             from prime_rl.trainer.rl.run import train

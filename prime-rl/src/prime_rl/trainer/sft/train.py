@@ -7,7 +7,7 @@ from prime_rl.configs.surface.not_built import refuse_unbuilt
 from prime_rl.run.completion import report_completion
 from prime_rl.run.lifeline import end_with_launch
 from prime_rl.trainer.process.errors import leaving_at_once
-from prime_rl.utils.imports import import_transformers, import_without_gc
+from prime_rl.utils.imports import bound_kernel_caches, import_transformers, import_without_gc
 from prime_rl.utils.interrupts import end_quietly_on_ctrl_c
 from prime_rl.utils.pydantic_config import parse_argv_or_exit
 from prime_rl.utils.stacks import write_stacks_on_signal
@@ -24,6 +24,7 @@ def main() -> None:
         return
     with leaving_at_once():
         # Imported here because it loads torch and Transformers: mistakes in the config are reported before that.
+        bound_kernel_caches()
         with import_without_gc():
             import_transformers()
             from prime_rl.trainer.sft.run import run
