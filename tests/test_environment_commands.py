@@ -184,6 +184,7 @@ def test_nothing_is_overwritten(place: Path) -> None:
         (("check", "reverse-text", "--form", "x"), "--form has no {answer}"),
         (("check", "reverse-text", "--args", "["), "--args is no JSON"),
         (("check", "reverse-text", "--args", "[]"), "--args must be a JSON object"),
+        (("check", "openenv", "--args", '{"url": "localhost"}'), "--args: url = 'localhost': give a base URL such as"),
         (("check", "reverse-text", "--model", "."), "--model: . has no tokenizer.json"),
         (("try", "nowhere", "--model", "x"), "ID 'nowhere': no module named 'nowhere'"),
         (("install", "modules"), "PATH: modules has no pyproject.toml"),

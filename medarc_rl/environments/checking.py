@@ -81,7 +81,7 @@ def check(options: CheckOptions) -> int:
         raise UsageError(f"--model: {one_line(str(options.model))} has no tokenizer.json: name the folder of a model")
     arguments = arguments_of(options.args)
     findings = Findings(lambda row: None if options.json else say(_line(row)))
-    with installed(options.environment) as (config, env):
+    with installed(options.environment, arguments) as (config, env):
         request = {
             "env": {"id": config.id, "args": arguments},
             "model": None if options.model is None else str(options.model),
@@ -109,12 +109,12 @@ def arguments_of(text: str) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def installed(environment: str) -> Iterator[tuple[EnvConfig, dict[str, str]]]:
+def installed(environment: str, arguments: dict[str, Any]) -> Iterator[tuple[EnvConfig, dict[str, str]]]:
     """The config of an environment, and the variables with which a process finds it. A package that lies in a directory
     is installed for as long as the block runs.
 
     Raises:
-        UsageError: there is no such environment.
+        UsageError: there is no such environment, or one of ours does not take the arguments.
     """
     if not environment.strip():
         raise UsageError("ID: it is empty")
@@ -122,15 +122,20 @@ def installed(environment: str) -> Iterator[tuple[EnvConfig, dict[str, str]]]:
     if not is_directory and looks_like_path(environment):
         raise UsageError(f"PATH: {one_line(environment)} does not exist")
     if not is_directory or (Path(environment).name == environment and Registry().find(environment) is not None):
-        config = EnvConfig(id=environment)
+        config = EnvConfig(id=environment, args=arguments)
         if faults := list(environment_faults("ID", [config], StartDir())):
-            raise UsageError(*(one_line(fault.replace("ID[0].id =", "ID")) for fault in faults))
+            raise UsageError(*(one_line(_in_words(fault)) for fault in faults))
         yield config, {}
         return
     with scratch_directory("env-check") as scratch:
         registry = Registry(scratch)
         found = install_into(registry, source_of(environment, copy=False))
         yield EnvConfig(id=found.id), {DIRECTORY_VARIABLE: str(scratch)}
+
+
+def _in_words(fault: str) -> str:
+    """A fault of a config, with the words of the command line for its keys."""
+    return fault.replace("ID[0].id =", "ID").replace("ID[0].args:", "--args:", 1)
 
 
 def run_check(request: dict[str, Any], env: dict[str, str], findings: Findings) -> None:

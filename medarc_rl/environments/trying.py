@@ -61,7 +61,7 @@ def try_(options: TryOptions) -> int:
     if options.base_url is not None and options.chat_template is not None:
         raise UsageError("--chat-template: the server at --base-url has its own")
     arguments = arguments_of(options.args)
-    with installed(options.environment) as (env, variables), scratch_directory("env-try") as scratch:
+    with installed(options.environment, arguments) as (env, variables), scratch_directory("env-try") as scratch:
         file, out = scratch / "try.toml", scratch / "out"
         try:
             file.write_text(tomli_w.dumps(_settings(options, env.id, arguments)), encoding="utf-8")

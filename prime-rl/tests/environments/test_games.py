@@ -199,6 +199,15 @@ def test_the_model_plays_against_itself_and_trains_on_one_seat() -> None:
     ]
 
 
+def test_a_game_that_another_seat_of_the_models_ends_early_begins_again() -> None:
+    environment = load("textarena", {"game": "TicTacToe-v0", "opponent": "self", "seat": 1, "size": 1, "eval_size": 1})
+    assert environment.prompt(0)[0]["content"].startswith("[GAME] You are Player 1")
+    answers = ["[9]", "[9]", "[4]", "[0]", "[5]", "[1]", "[7]", "[2]"]  # seat 0 loses, and begins again
+    rollout = play(environment, answers)
+    assert "[Player 0] [4]" in rollout.prompt[0]["content"]
+    assert (rollout.reward, rollout.num_turns) == (1.0, 3)
+
+
 def test_a_game_for_one_player_has_one() -> None:
     rollout = play(
         load("textarena", {"game": "GuessTheNumber-v0", **FEW}), [f"[{number}]" for number in range(20, 0, -1)]

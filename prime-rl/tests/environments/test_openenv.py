@@ -46,9 +46,9 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
             pytest.skip(f"openenv-core cannot be installed: {error}")
 
 
-def started(python: Path) -> Server:
+def started(python: Path, port: int = 0) -> Server:
     """A server that listens already, though it answers once it has imported its package."""
-    listening = socket.create_server(("127.0.0.1", 0))
+    listening = socket.create_server(("127.0.0.1", port))
     with listening:
         descriptor = listening.fileno()
         command = [python, PROJECT / "guessing_server.py", str(descriptor), str(SESSIONS)]
@@ -114,28 +114,6 @@ def test_an_environment_that_fails_is_named(server: Server) -> None:
         asyncio.run(attempts(load(server), ["crash"]))
 
 
-def test_a_server_that_is_gone_costs_the_group_and_is_named(python: Path) -> None:
-    gone = started(python)
-    environment = load(gone)
-
-    async def run() -> None:
-        client = OpenEnvServer(OpenEnvConfig(url=gone.url))
-        await client.read_schema()
-        session = await client.open()
-        await session.reset(0, 0)
-        gone.process.kill()
-        gone.process.wait()
-        with pytest.raises(GameError, match=f"^the OpenEnv server at {gone.url} is gone"):
-            await session.act("1")
-        await session.close()
-        with pytest.raises(GameError, match=f"^the OpenEnv server at {gone.url} is gone: Cannot connect"):
-            await attempts(environment, ["1"])
-
-    asyncio.run(run())
-    with pytest.raises(EnvironmentFault, match=rf"^orchestrator.env\[0\]: url = {gone.url}: no OpenEnv server answers"):
-        load(gone)
-
-
 @pytest.mark.parametrize(
     ("schema", "args", "answer", "action"),
     [
@@ -159,3 +137,30 @@ def test_answers_become_actions_of_the_servers_schema(
 def test_a_field_that_actions_do_not_have_is_named() -> None:
     with pytest.raises(GameFault, match="action_field = 'txt': actions have the fields text"):
         Answers({"properties": {"text": {}}}, OpenEnvConfig(url="http://host", action_field="txt"))
+
+
+def test_a_server_that_is_gone_is_named_and_one_that_comes_back_is_used(server: Server, python: Path) -> None:
+    """The last test: it ends the server of the others."""
+
+    async def run() -> None:
+        client, impatient = (OpenEnvServer(OpenEnvConfig(url=server.url, step_timeout_s=limit)) for limit in (600, 0.1))
+        session = await client.open()
+        await session.reset(0, 0)
+        server.process.kill()
+        server.process.wait()
+        with pytest.raises(GameError, match=f"^the OpenEnv server at {server.url} is gone"):
+            await session.act('{"guess": "1"}')
+        await session.close()
+        with pytest.raises(GameError, match=f"^the OpenEnv server at {server.url} is gone: Cannot connect"):
+            await impatient.open()
+        with pytest.raises(
+            EnvironmentFault, match=rf"^orchestrator.env\[0\]: url = {server.url}: no OpenEnv server answ"
+        ):
+            load(server)
+        waiting = asyncio.create_task(client.open())
+        server.process = started(python, int(server.url.rpartition(":")[2])).process
+        session = await waiting
+        assert (await session.reset(0, 0)).text.startswith("Guess")
+        await session.close()
+
+    asyncio.run(run())

@@ -27,6 +27,7 @@ NOT_WAITS = {
     "orchestrator/servers/pool.py:InferencePool._watch": "runs next to the steps",
     "orchestrator/servers/pool.py:InferencePool._readmit": "runs next to the steps, which have other servers",
     "orchestrator/servers/server.py:InferenceServer._update": "retries a limited number of times",
+    "environments/adapters/games/openenv_client.py:OpenEnvServer.open": "waits for a session of its own to end",
     "environments/checking.py:_follow": "each step of a check has a limit",
     "environments/judging/judge.py:Judge._with_retries": "retries a limited number of times, within `timeout_s`",
     "environments/judging/judge.py:Judge.warm": "its limit is `startup_timeout_s`",

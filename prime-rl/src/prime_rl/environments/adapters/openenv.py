@@ -63,4 +63,4 @@ async def _row(session: Any, seed: int) -> dict[str, Any]:
     turn = await session.reset(seed, 0)
     if turn.is_over:
         raise GameError(f"the seed {seed} starts an episode that is already over")
-    return {"seed": seed, "seat": 0, "text": turn.text}
+    return {"seed": seed, "seat": 0, "begins": True, "text": turn.text}

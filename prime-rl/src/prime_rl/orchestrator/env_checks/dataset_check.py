@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
+from prime_rl.environments.adapters.games.turns import START_COLUMN
 from prime_rl.orchestrator.env_checks.findings import Reporter
 from prime_rl.orchestrator.env_servers.environments import Environment
 from prime_rl.orchestrator.env_servers.examination import CountTokens, text_of
@@ -32,13 +33,23 @@ class Rows:
     missing: Counter[str] = field(default_factory=Counter)
     """Rows that lack a column which others have, by column."""
     images: int = 0
+    starts: list[str] = field(default_factory=list)
+    """What a row starts, if it is a game: games with the same prompt may go on differently. Otherwise empty texts."""
+
+    @property
+    def are_games(self) -> bool:
+        return any(self.starts)
+
+    @property
+    def what(self) -> str:
+        """What must not occur twice."""
+        return "start" if self.are_games else "prompt"
 
     @property
     def keys(self) -> list[str]:
         """Hash of each prompt, without differences in white space and case."""
-        return [
-            hashlib.sha256(" ".join(text.lower().split()).encode(errors="replace")).hexdigest() for text in self.prompts
-        ]
+        texts = (f"{start} {text}" for start, text in zip(self.starts, self.prompts, strict=True))
+        return [hashlib.sha256(" ".join(text.lower().split()).encode(errors="replace")).hexdigest() for text in texts]
 
 
 def read_rows(environment: Environment, split: str) -> Rows:
@@ -51,6 +62,7 @@ def read_rows(environment: Environment, split: str) -> Rows:
         rows.prompts.append(text_of(prompt))
         rows.answers.append(answer_of(content))
         rows.images += has_image(prompt)
+        rows.starts.append(str(content.get(START_COLUMN) or ""))
         rows.missing.update(name for name in columns if content.get(name) is None)
     return rows
 
@@ -83,7 +95,9 @@ def check_rows(rows: Rows, report: Reporter, count_tokens: CountTokens | None) -
 
 def _check_answers(rows: Rows, report: Reporter, subject: str) -> None:
     empty = [row for row, text in enumerate(rows.answers) if not text.strip()]
-    if len(empty) == len(rows.answers):
+    if rows.are_games:
+        report.found("ok", subject, f"starts of a game: {len(set(rows.starts)):,} different ones")
+    elif len(empty) == len(rows.answers):
         report.found("warn", subject, "no row has an answer: right and wrong answers cannot be tried")
     elif empty:
         report.found("fail", subject, f"{len(empty):,} answers are empty, the first in row {empty[0]}")
@@ -99,9 +113,9 @@ def _check_duplicates(rows: Rows, report: Reporter, subject: str) -> None:
     repeated = len(rows.prompts) - len(answers)
     if repeated:
         share = repeated / len(rows.prompts)
-        report.found("warn", subject, f"{repeated:,} prompts ({share:.0%}) repeat an earlier one")
+        report.found("warn", subject, f"{repeated:,} {rows.what}s ({share:.0%}) repeat an earlier one")
     else:
-        report.found("ok", subject, "no prompt occurs twice")
+        report.found("ok", subject, f"no {rows.what} occurs twice")
     if contrary := sum(len(each) > 1 for each in answers.values()):
         report.found("fail", subject, f"{contrary:,} prompts occur with different answers")
 
@@ -118,10 +132,10 @@ def check_leaks(train: Rows, evaluation: Rows, report: Reporter) -> None:
         report.found(
             "fail",
             subject,
-            f"{len(leaked):,} prompts of the evaluation ({share:.0%}) are trained on, row {leaked[0]} first",
+            f"{len(leaked):,} {train.what}s of the evaluation ({share:.0%}) are trained on, row {leaked[0]} first",
         )
     else:
-        report.found("ok", subject, "no prompt of the evaluation is trained on")
+        report.found("ok", subject, f"no {train.what} of the evaluation is trained on")
 
 
 def _lengths(texts: Sequence[str], measure: Callable[[str], int]) -> str:

@@ -64,6 +64,8 @@ class Trials:
     outcomes: list[Outcome] = field(default_factory=list)
     endless: set[str] = field(default_factory=set)
     """Kinds of answers after which the environment asked for more and more."""
+    are_games: bool = False
+    """Whether rows are starts of a game, which scripted answers cannot play."""
 
     async def try_(self, probe: Probe, row: int, size: int = 1) -> list[Outcome]:
         """Roll out one answer `size` times in one group."""
@@ -102,6 +104,7 @@ async def check_rewards(trials: Trials, rows: Rows, count: int, form: str | None
     spread = range(0, min(rows.count, len(rows.prompts)), max(1, len(rows.prompts) // count))[:count]
     with_answers = [row for row in spread if rows.answers[row].strip()]
     form = form or await _best_form(trials, rows, with_answers)
+    trials.are_games = rows.are_games
     trials.outcomes.clear()
     for row in spread:
         answer = rows.answers[row].strip() or NO_ANSWER
@@ -156,7 +159,8 @@ def judge(trials: Trials, has_answers: bool, form: str) -> None:
     for level, subject, text in faults:
         report.found(level, subject, text)  # type: ignore[arg-type]
     if not any(level == "fail" for level, _, _ in faults):
-        report.found("ok", "rewards", "finite numbers, the same each time, and none without a right answer")
+        unearned = "" if trials.are_games else ", and none without a right answer"
+        report.found("ok", "rewards", f"finite numbers, the same each time{unearned}")
     _check_time(trials)
 
 
@@ -230,7 +234,11 @@ def _values(trials: Trials, means: Mapping[str, float], has_answers: bool) -> It
     """What kinds of answers earn, compared with each other."""
     good = [outcome.rollout for outcome in trials.outcomes if outcome.rollout is not None and not outcome.rollout.error]
     if good and all(rollout.reward == good[0].reward for rollout in good):
-        yield "fail", "reward", f"constant: {good[0].reward:g} for every answer, so nothing can be learned"
+        constant = f"constant: {good[0].reward:g} for every answer"
+        if trials.are_games:
+            yield "warn", "reward", f"{constant}. Scripted answers play no game: let a model play with `env try`"
+        else:
+            yield "fail", "reward", f"{constant}, so nothing can be learned"
         return
     for name, weight in trials.environment.reward_functions.items():
         values = {_part(rollout, name) for rollout in good}

@@ -74,17 +74,24 @@ def _rows(settings: Mapping[str, Any]) -> dict[str, Any]:
         ("train", settings["seed"], settings["size"]),
         ("eval", settings["eval_seed"], settings["eval_size"]),
     ):
-        made[split] = [_row(game, settings, first + index, seats[index % len(seats)]) for index in range(count)]
-    made["repeats"] = made["train"][0] == _row(game, settings, settings["seed"], seats[0])
+        rows = (_row(game, settings, first + index, seats[index % len(seats)]) for index in range(count))
+        made[split] = [row for row in rows if row is not None]
+        if count and not made[split]:
+            raise GameFault(f"{settings['game']} is over before the model's first action, with every seed")
+    again = made["train"][0]
+    made["repeats"] = again == _row(game, settings, again["seed"], again["seat"])
     return made
 
 
-def _row(game: Any, settings: Mapping[str, Any], seed: int, seat: int) -> dict[str, Any]:
+def _row(game: Any, settings: Mapping[str, Any], seed: int, seat: int) -> dict[str, Any] | None:
+    """None if the game is over before the model acts."""
     with _time_limit(settings):
         turn = _started(game, seed, seat)
-    if turn.is_over:
-        raise GameFault(f"{settings['game']} with the seed {seed} is over before its first action")
-    return {"seed": seed, "seat": seat, "text": clean(turn.text, settings["max_chars"])}
+        if turn.is_over:
+            return None
+        begins = turn.player == seat
+        text = turn.text if begins else game.first_seen()
+    return {"seed": seed, "seat": seat, "begins": begins, "text": clean(text, settings["max_chars"])}
 
 
 def _loaded(settings: Mapping[str, Any]) -> tuple[Any, Any]:

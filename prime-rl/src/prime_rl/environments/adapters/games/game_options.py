@@ -32,7 +32,7 @@ class GameConfig(BaseConfig):
     system_prompt: str | None = None
     """System message. None describes how to answer, where that is known; an empty one leaves it out."""
 
-    max_turns: Count = 50
+    max_turns: Count = 30
     """Most answers of the model in a game."""
 
     max_chars: Annotated[int, Field(ge=100, le=10_000_000)] = 20_000

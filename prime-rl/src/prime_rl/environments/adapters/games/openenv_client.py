@@ -19,9 +19,11 @@ import aiohttp
 from prime_rl.environments.adapters.games.game_options import OpenEnvConfig
 from prime_rl.environments.adapters.games.turns import GameError, GameFault, Turn, clean, finite
 from prime_rl.environments.rewards.text import without_thinking
+from prime_rl.utils.waiting import Wait
 
 MAX_MESSAGE_BYTES = 16 << 20
 CLOSE_LIMIT_S = 5.0
+CONNECT_PAUSE_S = 0.2
 _FULL = "CAPACITY_REACHED"
 _SHOWN_CHARACTERS = 300
 _NOT_SHOWN = frozenset({"done", "reward", "metadata"})
@@ -123,13 +125,22 @@ class OpenEnvSession:
         self._socket: aiohttp.ClientWebSocketResponse | None = None
 
     async def connect(self) -> None:
-        """Raises GameError: the server is gone; _Refused: it is full."""
-        try:
-            self._socket = await self._http.ws_connect(
-                f"{self._server.url}/ws", max_msg_size=MAX_MESSAGE_BYTES, autoclose=True
-            )
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise self._gone(error) from error
+        """Connect; a server that starts again has `step_timeout_s` for it.
+
+        Raises:
+            GameError: the server is gone.
+            _Refused: it is full.
+        """
+        config = self._server.config
+        advice = "start it again"
+        wait = Wait(f"the OpenEnv server at {self._server.url}", advice, config.step_timeout_s, "step_timeout_s")
+        while self._socket is None:
+            try:
+                self._socket = await self._http.ws_connect(f"{self._server.url}/ws", max_msg_size=MAX_MESSAGE_BYTES)
+            except (aiohttp.ClientError, TimeoutError, OSError) as error:
+                if wait.is_over():
+                    raise self._gone(error) from error
+                await asyncio.sleep(CONNECT_PAUSE_S)
         # A full server says so at once; another one answers this.
         await self._ask({"type": "state"})
 

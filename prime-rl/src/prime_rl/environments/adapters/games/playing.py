@@ -10,12 +10,13 @@ from typing import Any
 
 import verifiers as vf
 from datasets import Dataset
-from verifiers.utils.message_utils import maybe_normalize_messages
+from verifiers.utils.message_utils import normalize_messages
 
-from prime_rl.environments.adapters.games.turns import Game, Turn
+from prime_rl.environments.adapters.games.turns import START_COLUMN, Game, GameError, Turn
 from prime_rl.environments.rewards.text import text_of
 from prime_rl.utils.logger import get_logger
 
+MOST_STARTS = 10
 _PLAY = "game_play"
 
 
@@ -51,7 +52,7 @@ class PlayedEnvironment(vf.MultiTurnEnv):  # type: ignore[misc]
     """One row is one start of the game."""
 
     def __init__(self, rules: Rules, train: Sequence[Mapping[str, Any]], held_out: Sequence[Mapping[str, Any]]) -> None:
-        """Rows have `seed`, `seat`, and the `text` that the player sees first."""
+        """Rows have `seed`, `seat`, the `text` that the player sees first, and whether it `begins`."""
         self._rules = rules
         self._has_warned = False
         super().__init__(
@@ -63,13 +64,20 @@ class PlayedEnvironment(vf.MultiTurnEnv):  # type: ignore[misc]
         )
 
     async def setup_state(self, state: vf.State) -> None:
-        """Start the game. Raises GameError."""
+        """Start the game; again if the model ends it in another seat before the trained one acts. Raises GameError."""
         info = state["info"]
         play = state[_PLAY] = Play(await self._rules.open_game(), info["seat"])
-        turn = await self._own_turn(state, play, await play.game.reset(info["seed"], play.seat))
+        for _ in range(MOST_STARTS):
+            turn = await self._own_turn(state, play, await play.game.reset(info["seed"], play.seat))
+            if not turn.is_over:
+                break
+            play.reward, play.conversations = 0.0, {}
+        else:
+            raise GameError(f"{self._rules.title} was over before seat {play.seat} acted, {MOST_STARTS} times")
         if turn.text != info["text"]:
-            self._warn_once(info["seed"])
-            state["prompt"] = maybe_normalize_messages(_prompt(self._rules, turn.text), field_name="prompt")
+            if info["begins"]:
+                self._warn_once(info["seed"])
+            state["prompt"] = normalize_messages(_prompt(self._rules, turn.text), field_name="prompt")
 
     async def env_response(self, messages: vf.Messages, state: vf.State, **_: Any) -> vf.Messages:
         """Play the model's answer. Raises GameError."""
@@ -78,7 +86,7 @@ class PlayedEnvironment(vf.MultiTurnEnv):  # type: ignore[misc]
         play.turns += 1
         play.invalid_actions += turn.is_invalid
         turn = await self._own_turn(state, play, turn)
-        said = maybe_normalize_messages([{"role": "user", "content": turn.text}], field_name="env_response")
+        said = normalize_messages([{"role": "user", "content": turn.text}], field_name="env_response")
         if play.is_over or play.turns >= self._rules.max_turns:
             if not play.is_over:
                 play.reward += self._rules.unfinished_reward
@@ -100,7 +108,7 @@ class PlayedEnvironment(vf.MultiTurnEnv):  # type: ignore[misc]
         conversation.append({"role": "user", "content": turn.text})
         other = copy.copy(state)
         other["trajectory"] = []
-        prompt = maybe_normalize_messages([dict(message) for message in conversation], field_name="prompt")
+        prompt = normalize_messages([dict(message) for message in conversation], field_name="prompt")
         response = await self.get_model_response(other, prompt)
         answer = response.message.content or ""
         conversation.append({"role": "assistant", "content": answer})
@@ -160,7 +168,7 @@ def _table(rules: Rules, rows: Sequence[Mapping[str, Any]]) -> Dataset:
         {
             "prompt": [_prompt(rules, row["text"]) for row in rows],
             "prompt_id": [f"seed-{row['seed']}-seat-{row['seat']}" for row in rows],
-            "answer": [""] * len(rows),
+            START_COLUMN: [f"seed {row['seed']}, seat {row['seat']}" for row in rows],
             "info": [json.dumps(dict(row), ensure_ascii=False) for row in rows],
         }
     )

@@ -90,6 +90,11 @@ class TextArenaGame:
             raise GameFault(f"{self._title} does not start with {self._players} players: {error}") from error
         return self._until_asked()
 
+    def first_seen(self) -> str:
+        """What the trained player has been told already, if another one begins."""
+        state = self._inner.state
+        return _text(state.observations.get(self._seat, ()), self._seat, state.role_mapping)
+
     def act(self, text: str) -> Turn:
         state = self._inner.state
         mover, errors = state.current_player_id, getattr(state, "error_count", 0)

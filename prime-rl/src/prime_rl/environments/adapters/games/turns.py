@@ -8,6 +8,8 @@ from typing import Any, Protocol
 
 import msgspec
 
+START_COLUMN = "start"
+"""Column of a row that names what it starts, in words. Its prompt alone does not decide how the game goes on."""
 _ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-Z\\-_])")
 """Terminal sequences: colours, cursor movements, titles."""
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
