@@ -188,32 +188,29 @@ def test_the_model_takes_a_seat_against_a_function_and_then_the_other_one() -> N
 
 
 def test_the_model_plays_against_itself_and_trains_on_one_seat() -> None:
-    environment = load("textarena", {"game": "TicTacToe-v0", "opponent": "self", "seat": 0, "size": 1, "eval_size": 1})
-    rollout = play(environment, ["[0]", "[3]", "[1]", "[4]", "[2]"])
-    assert rollout.reward == 1.0
-    assert rollout.num_turns == 3
-    assert [message["content"] for message in rollout.completion if message["role"] == "assistant"] == [
-        "[0]",
-        "[1]",
-        "[2]",
-    ]
-
-
-def test_a_game_that_another_seat_of_the_models_ends_early_begins_again() -> None:
-    environment = load("textarena", {"game": "TicTacToe-v0", "opponent": "self", "seat": 1, "size": 1, "eval_size": 1})
-    assert environment.prompt(0)[0]["content"].startswith("[GAME] You are Player 1")
-    answers = ["[9]", "[9]", "[4]", "[0]", "[5]", "[1]", "[7]", "[2]"]  # seat 0 loses, and begins again
-    rollout = play(environment, answers)
-    assert "[Player 0] [4]" in rollout.prompt[0]["content"]
-    assert (rollout.reward, rollout.num_turns) == (1.0, 3)
+    environment = load("textarena", {"game": "TicTacToe-v0", "opponent": "self", "size": 2, "eval_size": 0})
+    first = play(environment, ["[0]", "[3]", "[1]", "[4]", "[2]"])
+    assert (first.reward, first.num_turns) == (1.0, 3)
+    trained = [message["content"] for message in first.completion if message["role"] == "assistant"]
+    assert trained == ["[0]", "[1]", "[2]"]
+    assert environment.prompt(1)[0]["content"].startswith("[GAME] You are Player 1")
+    # Seat 0 loses at once, and the game begins again.
+    second = play(environment, ["[9]", "[9]", "[4]", "[0]", "[5]", "[1]", "[7]", "[2]"], row=1)
+    assert "[Player 0] [4]" in second.prompt[0]["content"]
+    assert (second.reward, second.num_turns) == (1.0, 3)
 
 
 def test_a_game_for_one_player_has_one() -> None:
-    rollout = play(
-        load("textarena", {"game": "GuessTheNumber-v0", **FEW}), [f"[{number}]" for number in range(20, 0, -1)]
-    )
-    assert 0 <= rollout.reward <= 1
-    assert (rollout.metrics or {})["unfinished_games"] == 0
+    async def run() -> None:
+        async with games(settings_of("textarena", game="GuessTheNumber-v0"), 1) as (game,):
+            turn = await game.reset(0, 0)
+            for number in range(20, 0, -1):
+                if not turn.is_over:
+                    turn = await game.act(f"[{number}]")
+            assert turn.is_over
+            assert 0 <= turn.reward <= 1
+
+    asyncio.run(run())
 
 
 @pytest.mark.parametrize(
