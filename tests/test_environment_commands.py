@@ -7,7 +7,9 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
+from subprocess import PIPE
 
 import pytest
 from typer.testing import CliRunner, Result
@@ -76,6 +78,17 @@ def load_environment(functions=("contains",), repeated=False):
     )
 """
 
+USER = """
+import sys
+from pathlib import Path
+from prime_rl.interpreters.in_use import use
+
+use(Path(sys.argv[1]))
+print("used", flush=True)
+sys.stdin.read()
+"""
+"""A process that uses a directory until its input ends."""
+
 
 @pytest.fixture(autouse=True)
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -131,7 +144,7 @@ def test_packages_that_are_made_pass_their_tests(place: Path) -> None:
     words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *(f"made-{kind}" for kind in ABOUT)]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
-    assert "11 passed" in done.stdout
+    assert "12 passed" in done.stdout
 
 
 @pytest.mark.parametrize("kind", ["multi-turn", "tools"])
@@ -157,6 +170,8 @@ def test_packages_that_are_made_pass_the_check(kind: str, place: Path, monkeypat
         ("json", "Python has a module of this name; choose another"),
         ("class", "Python has a module of this name; choose another"),
         ("reverse-text", "a module 'reverse_text' is installed already"),
+        ("rows", "medarc-rl has an environment of this name, which it would hide"),
+        ("rubric", "medarc-rl has an environment of this name, which it would hide"),
         ("x" * 51, "use lower case letters"),
     ],
 )
@@ -209,6 +224,22 @@ def test_misfits_are_named() -> None:
     assert "requires no-such-package>1, which the run does not have" in absent
 
 
+def test_what_an_extra_requires_must_fit_too(place: Path) -> None:
+    info = place / "modules" / "letters_of_more-1.0.dist-info"
+    info.mkdir()
+    requires = [
+        "letters-of-more[more]; extra == 'all'",
+        "no-such-package>2; extra == 'more'",
+        "absent; extra == 'else'",
+    ]
+    lines = ["Metadata-Version: 2.1", "Name: letters-of-more", "Version: 1.0", "Provides-Extra: all"]
+    lines += ["Provides-Extra: more", "Provides-Extra: else", *(f"Requires-Dist: {text}" for text in requires)]
+    (info / "METADATA").write_text("\n".join(lines) + "\n")
+    wanted = ("letters-of-more>=1", "letters-of-more[all]>=1", "letters-of-more[no-such-extra]")
+    (misfit,) = misfits_of(Package("medqa", "1", wanted, None))
+    assert misfit == "requires no-such-package>2; extra == 'more', which the run does not have"
+
+
 @pytest.mark.skipif(shutil.which("uv") is None, reason="uv is not installed")
 def test_an_installed_package_is_listed_found_and_removed(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = place / "wheels"
@@ -222,6 +253,20 @@ def test_an_installed_package_is_listed_found_and_removed(place: Path, monkeypat
     assert os.path.isfile(installed.file)  # noqa: PTH113
     assert env("uninstall", "listed-letters").stdout == "removed listed-letters 1.0\n"
     assert not Path(installed.directory).exists()
+    assert env("install", source / "listed_letters-1.0-py3-none-any.whl").exit_code == 0
+    (used,) = Registry().all()
+    with subprocess.Popen([sys.executable, "-c", USER, used.directory], stdin=PIPE, stdout=PIPE) as run:
+        assert run.stdout is not None
+        run.stdout.readline()
+        result = env("install", source / "listed_letters-1.0-py3-none-any.whl")
+        assert "a run uses the earlier listed-letters: its files stay" in result.stderr
+        assert os.path.isfile(used.file)  # noqa: PTH113
+        run.communicate()
+    two_days_ago_s = time.time() - 2 * 86_400
+    os.utime(used.directory, (two_days_ago_s, two_days_ago_s))
+    assert env("install", source / "listed_letters-1.0-py3-none-any.whl").exit_code == 0
+    assert not Path(used.directory).exists()
+    assert env("uninstall", "listed-letters").exit_code == 0
     _write_wheel(source, "unlisted_letters", "no-such-package")
     result = env("install", source / "unlisted_letters-1.0-py3-none-any.whl", "--shared")
     fault = "error: --shared: unlisted-letters requires no-such-package, which the run does not have\n"

@@ -8,6 +8,7 @@ import statistics
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -65,6 +66,24 @@ def test_the_shipped_inputs_are_what_their_script_makes(tmp_path: Path) -> None:
     for made in filter(Path.is_file, tmp_path.rglob("*")):
         shipped = REVERSE_TEXT / made.relative_to(tmp_path)
         assert made.read_bytes() == shipped.read_bytes(), shipped.name
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("reverse-text", {}),
+        ("reverse-text", {"max_terms": 1, "seed": 3}),
+        ("med-calc", {}),
+        ("med-calc", {"calculators": ["map"], "difficulty": "easy", "style": "compact", "num_examples": 4000}),
+    ],
+)
+def test_no_prompt_of_an_evaluation_is_for_training(name: str, arguments: dict[str, Any]) -> None:
+    import verifiers
+
+    environment = verifiers.load_environment(name, **arguments)
+    rows, held_out = environment.get_dataset(), environment.get_eval_dataset()
+    assert len(held_out) == len(rows) // 10
+    assert not set(held_out["question"]) & set(rows["question"])
 
 
 def test_the_sft_example_trains_and_exports(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, distributions, version
+from importlib.metadata import PackageNotFoundError, distribution, distributions
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -22,6 +22,7 @@ from typer import Argument, Option
 from medarc_rl.cli import say, warn
 from medarc_rl.errors import MedarcError, UsageError
 from prime_rl.checks.packages import LOADER, lacks_name_in
+from prime_rl.interpreters.in_use import remove_unless_used, unused_for
 from prime_rl.interpreters.registry import InstalledEnvironment, Registry, RegistryFault, canonical_id, module_of
 from prime_rl.interpreters.venvs import Uv, VenvError, python_of
 from prime_rl.utils.pydantic_config.errors import one_line
@@ -43,6 +44,7 @@ print(json.dumps({"verifiers": verifiers, "file": spec.origin if spec else None}
 """
 """Prints where a module is, without importing it."""
 _LOOK_LIMIT_S = 60.0
+_LEFT_DAYS = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,8 +121,9 @@ def install_into(
         raise UsageError(str(fault)) from fault
     except OSError as error:
         raise MedarcError(f"{error.filename}: {error.strerror}") from error
-    if replaced is not None:
-        remove_files(replaced, registry)
+    if replaced is not None and not remove_files(replaced, registry):
+        warn(f"a run uses the earlier {replaced.id}: its files stay until a later `env install`")
+    _remove_left(registry)
     return installed
 
 
@@ -195,16 +198,31 @@ def misfits_of(package: Package) -> Iterator[str]:
     if pythons and not SpecifierSet(pythons).contains(platform.python_version(), prereleases=True):
         yield f"requires Python {pythons}, and the run has {platform.python_version()}"
     for text in package.requires:
-        requirement = Requirement(text)
-        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
+        yield from _misfits_of_requirement(text, "", frozenset())
+
+
+def _misfits_of_requirement(text: str, extra: str, seen: frozenset[tuple[str, str]]) -> Iterator[str]:
+    """`extra` is the one of the package that requires `text`; `seen` are packages with an extra that ask for it."""
+    requirement = Requirement(text)
+    if requirement.marker is not None and not requirement.marker.evaluate({"extra": extra}):
+        return
+    try:
+        present = distribution(requirement.name)
+    except PackageNotFoundError:
+        yield f"requires {text}, which the run does not have"
+        return
+    if requirement.url is not None or not requirement.specifier.contains(present.version, prereleases=True):
+        yield f"requires {text}, and the run has {present.version}"
+        return
+    name = canonical_id(requirement.name)
+    for wanted in sorted(requirement.extras):
+        if (name, wanted) in seen:
             continue
-        try:
-            present = version(requirement.name)
-        except PackageNotFoundError:
-            yield f"requires {text}, which the run does not have"
-            continue
-        if requirement.url is not None or not requirement.specifier.contains(present, prereleases=True):
-            yield f"requires {text}, and the run has {present}"
+        if wanted not in map(canonical_id, present.metadata.get_all("Provides-Extra") or ()):
+            continue  # pip and uv warn of it, and go on
+        for below in present.requires or ():
+            if "extra" in str(Requirement(below).marker or ""):
+                yield from _misfits_of_requirement(below, wanted, seen | {(name, wanted)})
 
 
 def _own_interpreter(uv: Uv, place: Path, package: Package, source: Source, python: str | None) -> Path:
@@ -252,8 +270,17 @@ def _file_of(module: str, package: Package, found: dict[str, str | None]) -> str
     return file
 
 
-def remove_files(installed: InstalledEnvironment, registry: Registry) -> None:
-    """Delete what lies in the registry's directory, and nothing else."""
+def remove_files(installed: InstalledEnvironment, registry: Registry) -> bool:
+    """Delete what lies in the registry's directory, and nothing else. False if a run uses it: it stays."""
     directory = Path(installed.directory)
-    if directory.parent == registry.directory and not directory.is_symlink():
-        shutil.rmtree(directory, ignore_errors=True)
+    is_ours = directory.parent == registry.directory and not directory.is_symlink()
+    return not is_ours or remove_unless_used(directory)
+
+
+def _remove_left(registry: Registry) -> None:
+    """Delete files of earlier environments that a run used when they were replaced."""
+    listed = {Path(each.directory) for each in registry.all()}
+    for directory in registry.directory.iterdir():
+        is_left = directory not in listed and directory.is_dir() and not directory.is_symlink()
+        if is_left and unused_for(directory, _LEFT_DAYS):  # a newer one may be an install that is under way
+            remove_unless_used(directory)

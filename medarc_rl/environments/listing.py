@@ -75,7 +75,8 @@ def uninstall(options: UninstallOptions) -> int:
     registry = Registry()
     found = _entry(registry, options.id)
     registry.remove(found)
-    remove_files(found, registry)
+    if not remove_files(found, registry):
+        warn(f"a run uses {found.id}: its files stay until a later `env install`")
     say(f"removed {found.id} {found.version}")
     return 0
 

@@ -17,6 +17,7 @@ from typer import Argument, Option
 
 from medarc_rl.cli import say
 from medarc_rl.errors import MedarcError, UsageError
+from prime_rl.checks.built_in import is_built_in
 from prime_rl.checks.packages import find_module
 from prime_rl.interpreters.registry import Registry, RegistryFault, module_of
 from prime_rl.utils.pydantic_config.errors import one_line
@@ -67,6 +68,10 @@ def _check_name(name: str) -> None:
         raise UsageError(f"NAME '{shown}': use lower case letters, digits and single dashes{advice}")
     if keyword.iskeyword(module) or module in sys.stdlib_module_names:
         raise UsageError(f"NAME '{shown}': Python has a module of this name; choose another")
+    if is_built_in(name):
+        raise UsageError(
+            f"NAME '{shown}': medarc-rl has an environment of this name, which it would hide; choose another"
+        )
     try:
         taken = Registry().find(name)
     except RegistryFault as fault:

@@ -88,6 +88,7 @@ RL_CURVES = (
     LENGTH,
     TRUNCATED,
     Curve("error/mean", ORCHESTRATOR, "Rollouts with an error", "%", scale=100),
+    Curve("failed_groups/share", ORCHESTRATOR, "Groups that the environment failed", "%", scale=100),
     Curve(
         "batch/effective_batch_size", ORCHESTRATOR, "Groups that are neither all solved nor all failed", "%", scale=100
     ),

@@ -2,13 +2,17 @@
 
 `load_environment()` needs no network: its texts are one or two medical terms. With `dataset_name` the texts come from a
 Hugging Face dataset instead, and with `answer_tag` the answer is read from `<tag>…</tag>`, which suits larger models.
+A hash of each text decides whether it is for training or for evaluation, so no text is for both.
 The reward is the similarity of answer and reversed text, 0 to 1 (`difflib.SequenceMatcher.ratio`).
 """
 
 from __future__ import annotations
 
 import random
+import zlib
+from collections.abc import Iterator
 from difflib import SequenceMatcher
+from itertools import islice
 
 import verifiers as vf
 from datasets import Dataset, load_dataset
@@ -26,12 +30,24 @@ TERMS = tuple(
     """.split()
 )
 EVAL_SEED_OFFSET = 1_000_000
+HELD_OUT = 10
+"""One of this many texts is held out for evaluation."""
 
 
 def sample_texts(num_texts: int, max_terms: int, seed: int) -> list[str]:
     """`num_texts` texts of 1 to `max_terms` different medical terms, the same for the same seed."""
+    return list(islice(_texts(max_terms, seed), num_texts))
+
+
+def is_held_out(text: str) -> bool:
+    """Whether a text is only for evaluation."""
+    return zlib.crc32(text.encode()) % HELD_OUT == 0
+
+
+def _texts(max_terms: int, seed: int) -> Iterator[str]:
     rng = random.Random(seed)
-    return [" ".join(rng.sample(TERMS, rng.randint(1, max_terms))) for _ in range(num_texts)]
+    while True:
+        yield " ".join(rng.sample(TERMS, rng.randint(1, max_terms)))
 
 
 def similarity(completion: vf.Messages, answer: str, parser: vf.Parser) -> float:
@@ -55,15 +71,17 @@ def load_environment(
 ) -> vf.Environment:
     """Build the environment.
 
-    `num_examples`, `max_terms` and `seed` shape the built-in texts and have no effect with `dataset_name`, whose
-    column `prompt` holds the texts. The system prompt that goes with `answer_tag` can be replaced by `system_prompt`.
+    `num_examples`, `max_terms` and `seed` shape the built-in texts. With `dataset_name` all texts of the dataset are
+    used, whose column `prompt` holds the texts. There are a tenth as many evaluation texts as `num_examples`. The
+    system prompt that goes with `answer_tag` can be replaced by `system_prompt`.
     """
-    eval_texts = sample_texts(max(num_examples // 10, 1), max_terms, seed + EVAL_SEED_OFFSET)
     if dataset_name is None:
-        texts = sample_texts(num_examples, max_terms, seed)
+        texts = list(islice((text for text in _texts(max_terms, seed) if not is_held_out(text)), num_examples))
+        held_out = filter(is_held_out, _texts(max_terms, seed + EVAL_SEED_OFFSET))
     else:
-        texts = list(load_dataset(dataset_name, split=dataset_split)["prompt"])
-        eval_texts = texts[: len(eval_texts)]
+        found = load_dataset(dataset_name, split=dataset_split)["prompt"]
+        texts, held_out = [text for text in found if not is_held_out(text)], filter(is_held_out, found)
+    eval_texts = list(islice(held_out, max(num_examples // 10, 1)))
     parser = vf.XMLParser([answer_tag], answer_field=answer_tag) if answer_tag else vf.Parser()
     if answer_tag and system_prompt is None:
         system_prompt = f"Reverse the text character-by-character. Put your answer in <{answer_tag}> tags."

@@ -242,6 +242,16 @@ async def test_a_judge_that_reasons_and_takes_no_max_tokens_starts(played: Playe
     assert KEY not in repr(opened._configs)
 
 
+async def test_a_retry_waits_for_the_rate_like_any_other_request(played: PlayedJudge) -> None:
+    played.script = lambda body, number: (503, {}, {"Retry-After": "0"})
+    with (
+        gateway(played, timeout_s=2, requests_per_minute=1, tolerated_failures=1) as opened,
+        pytest.raises(openai.APIStatusError, match="within timeout_s = 2 s"),
+    ):
+        await ask(opened)
+    assert len(played.bodies) == 1
+
+
 async def test_a_refused_request_is_the_environments_own_and_failures_may_be_tolerated(played: PlayedJudge) -> None:
     bad = {"error": {"message": "the prompt is too long"}}
     played.script = lambda body, number: (400, bad, {}) if "long" in str(body) else (503, {}, {})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from collections.abc import Callable
@@ -79,6 +80,37 @@ async def test_agreement_is_1_for_the_person_and_0_for_a_judge_that_always_says_
     table = Agreement(tuple(pairs), (0.0,))
     assert (table.accuracy, table.kappa) == (0.7, pytest.approx(0.4))
     assert "accuracy 0.70 (always the same verdict: 0.50)" in table.lines()
+
+
+@pytest.mark.parametrize(
+    ("sampling", "max_tokens", "asked"),
+    [
+        ({}, 8, {"max_tokens": 8}),
+        ({"temperature": 0.0}, 500, {"max_tokens": 500, "temperature": 0.0}),
+        ({"max_completion_tokens": 2000}, 8, {"max_completion_tokens": 2000}),
+        ({"max_tokens": 3}, 8, {"max_tokens": 3}),
+        ({}, None, {}),
+    ],
+)
+async def test_a_verdict_has_one_limit_and_requests_wait_for_their_turn(
+    sampling: dict[str, Any], max_tokens: int | None, asked: dict[str, Any]
+) -> None:
+    running, most, seen = 0, 0, []
+
+    async def create(model: str, messages: list[dict[str, str]], **given: Any) -> Any:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        seen.append(given)
+        await asyncio.sleep(0)  # the others' turn
+        running -= 1
+        return SimpleNamespace(choices=[SimpleNamespace(message=SimpleNamespace(content="yes"))])
+
+    client = SimpleNamespace(chat=SimpleNamespace(completions=SimpleNamespace(create=create)))
+    found = await measure(RubricJudge(client, "m", sampling, max_tokens, max_concurrent=3), read_cases(CASES))
+    assert most == 3
+    assert len(seen) == len(found.pairs)
+    assert all(given == asked for given in seen)
 
 
 def test_a_file_that_cannot_be_used_is_named_with_its_line(tmp_path: Path) -> None:

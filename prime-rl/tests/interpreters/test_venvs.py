@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import shutil
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -13,7 +16,14 @@ import pytest
 from prime_rl.checks.packages import environment_faults
 from prime_rl.checks.start_dir import StartDir
 from prime_rl.configs.rollouts.environments import EnvConfig
-from prime_rl.interpreters.venvs import VENVS_VARIABLE, VenvError, place_of_project, python_of, venv_of_project
+from prime_rl.interpreters.venvs import (
+    KEPT_DAYS,
+    VENVS_VARIABLE,
+    VenvError,
+    place_of_project,
+    python_of,
+    venv_of_project,
+)
 
 pytestmark = pytest.mark.skipif(shutil.which("uv") is None, reason="uv is not installed")
 
@@ -101,6 +111,26 @@ def test_other_contents_make_another_interpreter(project: Path) -> None:
     second = place_of_project(project)
     (project / "uv.lock").write_text("version = 1\n")
     assert len({first, second, place_of_project(project)}) == 3
+
+
+def test_an_old_interpreter_goes_when_the_next_is_made_unless_a_process_uses_it(project: Path, cache: Path) -> None:
+    old, used, new = cache / "old-1", cache / "used-1", cache / "new-1"
+    cache.mkdir(mode=0o700)
+    last_used_s = time.time() - (KEPT_DAYS + 1) * 86_400
+    for venv in (old, used, new, cache / "notes"):
+        (venv / "bin").mkdir(parents=True)
+        if venv.name != "notes":
+            python_of(venv).touch()
+        if venv is not new:
+            os.utime(venv, (last_used_s, last_used_s))
+    lock = os.open(used, os.O_RDONLY)
+    fcntl.flock(lock, fcntl.LOCK_SH)
+    os.utime(used, (last_used_s, last_used_s))
+    said: list[str] = []
+    venv = venv_of_project(project, said.append)
+    os.close(lock)
+    assert names(cache) == sorted([venv.name, "new-1", "notes", "used-1"])
+    assert said[-1] == f"Removed {old}, which no run has used for {KEPT_DAYS} days"
 
 
 def test_many_that_want_the_same_make_it_once(project: Path, cache: Path) -> None:

@@ -23,7 +23,7 @@ from prime_rl.orchestrator.agents.agent_environment import AgentEnvironment
 from prime_rl.orchestrator.agents.agent_process import AgentProcess, agent_guest
 from prime_rl.orchestrator.agents.attempted import rollout_of
 from prime_rl.orchestrator.env_servers.environments import load_environments
-from prime_rl.orchestrator.errors import EnvironmentFault, MalformedRollout
+from prime_rl.orchestrator.errors import EnvironmentFault, GroupFailed
 from prime_rl.orchestrator.proxy.routes import RecordingProxy
 from prime_rl.orchestrator.rollouts.rollout import ExampleRef, Group, Rollout
 from prime_rl.orchestrator.rollouts.sampling import SamplingConfig, train_sampling_args
@@ -248,7 +248,7 @@ def attempted(folder: Path, module_server) -> Iterator[Callable[..., Attempted]]
             example = ExampleRef("dispatch", rows.index(row))
             try:
                 return runner.run(made.attempt(example, size, pool.servers[0], ARGS, 5, retries))
-            except MalformedRollout as error:
+            except GroupFailed as error:
                 return error
 
         yield attempt
@@ -310,7 +310,7 @@ def test_samples_are_lines_of_conversation_or_single_calls(attempted) -> None:
 @pytest.mark.parametrize(("how", "says"), MISBEHAVIOUR)
 def test_code_that_misbehaves_costs_its_attempts_and_says_why(attempted, how: str, says: str) -> None:
     failed = attempted({"do": "misbehaves", "how": how}, 2, timeout_s=1.0 if how == "hangs" else 60.0)
-    assert isinstance(failed, MalformedRollout)
+    assert isinstance(failed, GroupFailed)
     assert says in str(failed)
 
 

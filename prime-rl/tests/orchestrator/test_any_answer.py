@@ -21,7 +21,7 @@ from prime_rl.history.rollouts import KeptRollouts
 from prime_rl.orchestrator.batches.advantage import assign_advantages, setup_advantage
 from prime_rl.orchestrator.batches.batch import build_batch
 from prime_rl.orchestrator.batches.filters import GibberishFilter, RepetitionFilter, apply_filters
-from prime_rl.orchestrator.env_servers.reward_errors import RewardErrors
+from prime_rl.orchestrator.env_servers.failures import Failures
 from prime_rl.orchestrator.errors import EnvironmentFault, MalformedRollout
 from prime_rl.orchestrator.reports.rollout_log import RolloutLog
 from prime_rl.orchestrator.rollouts.images import has_image
@@ -85,7 +85,7 @@ def used(outputs: list[Any], log: RolloutLog) -> list[Rollout]:
     """The rollouts of a group, after everything that the orchestrator and the trainer's packer do with them."""
     example = ExampleRef("any", 0)
     rollouts = [read_rollout(output, example, 1.0, 3) for output in outputs]
-    RewardErrors("any", 1.0).observe(rollouts)
+    Failures("any", 1.0).observe_scored(rollouts)
     assert not any(has_image(part) for rollout in rollouts for part in (rollout.prompt, rollout.completion))
     check_trainable(rollouts)
     groups = [Group(rollouts)]

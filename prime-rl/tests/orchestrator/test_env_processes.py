@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from prime_rl.orchestrator.env_servers import processes
+
 pytestmark = pytest.mark.usefixtures("importable_environments")
 
 
@@ -40,7 +42,11 @@ def test_environments_run_in_processes_that_end_with_the_run(orchestrate, tmp_pa
 
 
 @pytest.mark.usefixtures("inherited_environments")
-def test_a_server_that_dies_ends_the_run_with_its_last_words(orchestrate, policy_server, tmp_path: Path) -> None:
+def test_a_server_that_dies_starts_again_and_one_that_always_does_ends_the_run(
+    orchestrate, policy_server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "MAX_ENDS_IN_A_ROW", 2)
+
     def reply(messages, version) -> str:
         if len(policy_server.requests) > 6:
             for pid in running_servers():
@@ -50,8 +56,8 @@ def test_a_server_that_dies_ends_the_run_with_its_last_words(orchestrate, policy
     policy_server.reply = reply
     code, log = orchestrate(env_servers=True, env=[{"id": "letters-env", "args": {"kind": "twice"}}], max_steps=2)
     assert code == 1
-    assert "the server of environment 'letters-env' ended with code -9; its log is" in log
-    assert "INFO Serving at ipc://" in log.split("ended with code -9")[1]
+    assert log.count("It starts again: the server of environment 'letters-env' ended with code -9") == 1
+    assert "INFO Serving at ipc://" in log.rpartition("ERROR the server of environment 'letters-env' ended")[2]
 
 
 def test_a_server_that_cannot_start_ends_the_run_at_once(orchestrate, monkeypatch: pytest.MonkeyPatch) -> None:

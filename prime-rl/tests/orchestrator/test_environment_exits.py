@@ -109,5 +109,6 @@ def test_a_process_that_an_environment_ends_with_0_fails_the_run(supervise, when
     assert (outcome.exit_code, outcome.failed) == (1, "orchestrator"), log
     if env_servers:
         assert "the server of environment 'leaving-env' ended with code 0" in log
+        assert "starts again" in log
     else:
         assert outcome.message.startswith("orchestrator exited with code 0 before its work was done")

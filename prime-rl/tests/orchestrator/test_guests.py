@@ -16,8 +16,10 @@ import pytest
 from prime_rl.configs.orchestrator import EnvConfig
 from prime_rl.configs.shared import ClientConfig, LogConfig
 from prime_rl.orchestrator.env_servers.environments import Environment, load_environments
-from prime_rl.orchestrator.errors import EnvironmentFault, MalformedRollout
+from prime_rl.orchestrator.errors import EnvironmentFault, GroupFailed
+from prime_rl.orchestrator.guests import guest_environment
 from prime_rl.orchestrator.guests.guest_process import Guest, GuestError, GuestProcess
+from prime_rl.orchestrator.guests.restarting import MAX_ENDS_IN_A_ROW, GuestEnded, RestartingGuest
 from prime_rl.orchestrator.rollouts.rollout import ExampleRef, Rollout
 from prime_rl.orchestrator.rollouts.sampling import SamplingConfig, train_sampling_args
 from prime_rl.orchestrator.rollouts.trajectories import to_samples
@@ -74,6 +76,12 @@ class Hangs(vf.SingleTurnEnv):
         await asyncio.Event().wait()
 
 
+class Blocks(vf.SingleTurnEnv):
+    async def setup_state(self, state, **kwargs):
+        import threading
+        threading.Event().wait()
+
+
 class Cancels(vf.SingleTurnEnv):
     async def setup_state(self, state, **kwargs):
         import asyncio
@@ -86,7 +94,7 @@ def load_environment(kind="single", rows=2, funcs=("reversed_text",)):
     if kind == "exits":
         sys.exit(3)
     rows = [{"question": text, "answer": text[::-1]} for text in TEXTS[:rows]]
-    classes = {"twice": Twice, "ends": Ends, "forks": Forks, "hangs": Hangs, "cancels": Cancels}
+    classes = {"twice": Twice, "ends": Ends, "forks": Forks, "hangs": Hangs, "cancels": Cancels, "blocks": Blocks}
     extra = {"max_turns": 2} if kind == "twice" else {}
     rubric = vf.Rubric(funcs=[globals()[name] for name in funcs], weights=[1.0] * len(funcs))
     data = Dataset.from_list(rows)
@@ -103,7 +111,7 @@ def send(body):
 connection = socket.socket(fileno=int(sys.argv[2]))
 send(b'{{"verifiers": "0", "python": "3"}}')
 connection.recv(1 << 20)
-send({answer})
+send({answer}) if {answer} else None
 connection.shutdown(socket.SHUT_WR)
 """
 """An interpreter that greets, and answers the first request with what `answer` says."""
@@ -135,7 +143,7 @@ def load(python: Path) -> Iterator[Load]:
 
     yield start
     for each in loaded:
-        each._process.kill()
+        each._guest.kill()
 
 
 async def run_group(
@@ -188,20 +196,30 @@ async def test_a_later_turn_carries_the_sampled_tokens_of_the_earlier_one(load: 
     assert bytes(trained) == b"olleh\x03niaga\x03"
 
 
-async def test_a_reward_function_that_fails_is_named_and_a_run_of_such_failures_ends(load: Load, policy_server) -> None:
-    (rollout,) = await run_group(load(args={"funcs": ["reversed_text", "broken"]}), policy_server, size=1)
-    assert "no such column" in rollout.reward_errors["broken"]
-    with pytest.raises(EnvironmentFault, match="reward functions failed in 8 of the last 8 rollouts"):
-        await run_group(load(args={"funcs": ["broken"]}), policy_server, size=16)
+async def test_a_reward_function_that_fails_fails_its_group(load: Load, policy_server) -> None:
+    with pytest.raises(GroupFailed, match=r"the reward function 'broken' failed: .*no such column"):
+        await run_group(load(args={"funcs": ["reversed_text", "broken"]}), policy_server, size=1)
 
 
-async def test_sys_exit_costs_a_group_and_a_process_that_ends_costs_the_run(load: Load, policy_server) -> None:
-    with pytest.raises((GuestError, MalformedRollout), match=r"sys\.exit\(7\)"):
-        await run_group(load(args={"kind": "ends"}), policy_server, example=ExampleRef("guest-letters", 0))
-    with pytest.raises(
-        EnvironmentFault, match=r"orchestrator\.env\[0\]: the process of 'guest-letters' ended with code 9"
-    ):
-        await run_group(load(args={"kind": "ends"}), policy_server)
+async def test_a_process_that_ends_whenever_it_starts_ends_the_run(tmp_path: Path) -> None:
+    program = tmp_path / "python"
+    program.write_text(f"#!{sys.executable} -S\n{BABBLER.format(answer=b'')}")
+    program.chmod(0o755)
+    guest = RestartingGuest(GuestProcess.start(Guest("env[0]", program, "babbler", {}, {})))
+    for _ in range(MAX_ENDS_IN_A_ROW):
+        with pytest.raises(GuestEnded, match=r"env\[0\]: the process of 'babbler' ended with code 0"):
+            await guest.ask("run_group")
+    with pytest.raises(EnvironmentFault, match=r"env\[0\]: the process of 'babbler' ended 5 times in a row"):
+        await guest.ask("run_group")
+
+
+async def test_a_process_that_its_code_blocks_is_replaced(load: Load, policy_server, monkeypatch) -> None:
+    monkeypatch.setattr(guest_environment, "BLOCKED_S", 1.0)
+    environment = load(args={"kind": "blocks"}, timeout_s=1)
+    blocked = environment._process
+    with pytest.raises(GroupFailed, match=r"it blocks its process: no answer within 1 s"):
+        await run_group(environment, policy_server)
+    assert blocked._process.returncode is not None
 
 
 async def test_a_killed_process_fails_every_group_in_flight(load: Load, policy_server) -> None:
@@ -211,7 +229,8 @@ async def test_a_killed_process_fails_every_group_in_flight(load: Load, policy_s
         await in_flight(environment, 3)
         os.kill(environment._process._process.pid, signal.SIGKILL)
         ended = await asyncio.gather(*groups, return_exceptions=True)
-    assert [type(each) for each in ended] == [EnvironmentFault] * 3
+    assert [type(each) for each in ended] == [GuestEnded] * 3
+    assert [each.is_of_environment for each in ended] == [True, False, False]
     assert {str(each) for each in ended} == {
         "orchestrator.env[0]: the process of 'guest-letters' ended with code -9; what it printed is in this log"
     }
@@ -235,7 +254,7 @@ async def test_a_cancelled_group_frees_its_sessions(load: Load, policy_server) -
 
 async def test_a_child_that_outlives_the_process_does_not_keep_its_groups_waiting(load: Load, policy_server) -> None:
     environment = load(args={"kind": "forks"})
-    with pytest.raises(EnvironmentFault, match="ended with code 9"):
+    with pytest.raises(GuestEnded, match="ended with code 9"):
         await run_group(environment, policy_server, size=1)
 
 

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("importable_environments")
 def test_when_every_group_fails_the_log_has_the_reason_and_where_it_was(orchestrate) -> None:
     code, log = orchestrate(env=[{"id": "letters-env", "args": {"kind": "crashing"}}])
     assert code == 1
-    assert "8 groups of rollouts failed in a row; the last one: environment 'letters-env'" in log
+    assert "environment 'letters-env': 8 of the last 8 groups failed" in log
     assert "RuntimeError: the database is down" in log
     assert "letters_env.py" in log
 

@@ -36,7 +36,8 @@ def load_environment(
     """Build the environment.
 
     `calculators` names some of `CALCULATORS`; None is all. `difficulty` is easy, medium or hard and `style` text or
-    compact (see `make_question`). There are a tenth as many eval questions. The answer is read from
+    compact (see `make_question`). There are a tenth as many eval questions, none of which is for training, whatever the
+    other arguments are. The answer is read from
     `<answer_tag>…</answer_tag>`, which a system prompt asks for, else from the last number. A right answer has
     reward 1; a wrong one `partial_credit` (0 to below 1) times its closeness, by default 0.
 
@@ -49,8 +50,10 @@ def load_environment(
     system_prompt = SYSTEM_PROMPT.format(tag=answer_tag) if answer_tag is not None and style == "text" else None
     grader = _Grader(answer_tag, partial_credit)
     return vf.SingleTurnEnv(
-        dataset=_as_dataset(make_questions(names, num_examples, seed, difficulty, style)),
-        eval_dataset=_as_dataset(make_questions(names, num_eval_examples, seed + EVAL_SEED_OFFSET, difficulty, style)),
+        dataset=_as_dataset(make_questions(names, num_examples, seed, difficulty, style, "train")),
+        eval_dataset=_as_dataset(
+            make_questions(names, num_eval_examples, seed + EVAL_SEED_OFFSET, difficulty, style, "eval")
+        ),
         system_prompt=system_prompt,
         rubric=vf.Rubric(funcs=[grader.score, grader.correct, grader.readable], weights=[1.0, 0.0, 0.0]),
     )

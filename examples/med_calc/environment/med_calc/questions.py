@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -14,8 +15,10 @@ from med_calc.quantities import Measurement, Quantity, measure
 
 Difficulty = Literal["easy", "medium", "hard"]
 Style = Literal["text", "compact"]
+Split = Literal["train", "eval"]
 
 OTHER_UNIT_PROBABILITY = 0.5
+HELD_OUT = 10
 DISTRACTORS: Sequence[Quantity] = (
     Quantity("potassium", "K", 3.2, 5.5, (quantities.Unit("mEq/L", 1, 1),)),
     Quantity("temperature", "T", 36.0, 39.5, (quantities.Unit("°C", 1, 1),)),
@@ -46,11 +49,30 @@ class Question:
 
 
 def make_questions(
-    names: Sequence[str], count: int, seed: int, difficulty: Difficulty = "medium", style: Style = "text"
+    names: Sequence[str],
+    count: int,
+    seed: int,
+    difficulty: Difficulty = "medium",
+    style: Style = "text",
+    split: Split | None = None,
 ) -> list[Question]:
-    """`count` questions that take turns through the calculators `names`; the same for the same arguments."""
+    """`count` questions that take turns through the calculators `names`; the same for the same arguments.
+
+    A hash of its text decides which split a question belongs to. None takes them all.
+    """
     rng = random.Random(seed)
-    return [make_question(names[index % len(names)], rng, difficulty, style) for index in range(count)]
+    questions = [make_question(names[index % len(names)], rng, difficulty, style) for index in range(count)]
+    # Others come from a generator of their own, so that the rest stays the same.
+    spare = random.Random(f"{seed}: spare")
+    for index in range(count):
+        while split is not None and split_of(questions[index].text) != split:
+            questions[index] = make_question(questions[index].calculator, spare, difficulty, style)
+    return questions
+
+
+def split_of(text: str) -> Split:
+    """One question in `HELD_OUT` is for evaluation."""
+    return "eval" if zlib.crc32(text.encode()) % HELD_OUT == 0 else "train"
 
 
 def make_question(name: str, rng: random.Random, difficulty: Difficulty, style: Style) -> Question:

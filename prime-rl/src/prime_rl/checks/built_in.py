@@ -11,7 +11,7 @@ from prime_rl.checks.start_dir import NotInstalled, StartDir, looks_like_path, u
 from prime_rl.configs.rollouts.environments import EnvConfig
 from prime_rl.configs.storage import is_on_s3
 from prime_rl.environments.adapters.options import READERS, missing_package
-from prime_rl.environments.builtin import built_in_module
+from prime_rl.environments.builtin import BUILT_IN, built_in_module
 from prime_rl.environments.rewards.registry import resolve
 from prime_rl.environments.rewards.specs import RewardFault
 from prime_rl.environments.rows.arguments import RowsConfig, read_rows_config
@@ -19,6 +19,11 @@ from prime_rl.utils.pydantic_config import ConfigError
 from prime_rl.utils.row_files.kinds import kind_of
 
 _ORIGIN = "args: "
+
+
+def is_built_in(env_id: str) -> bool:
+    """Whether an environment of this id comes with the engine."""
+    return env_id in BUILT_IN
 
 
 def built_in_faults(key: str, env: EnvConfig, start: StartDir) -> Iterator[str]:

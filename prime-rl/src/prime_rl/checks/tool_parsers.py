@@ -10,17 +10,18 @@ from prime_rl.checks.chat_templates import read_template
 from prime_rl.configs.inference import ModelConfig
 
 _MARKS = (
-    ("<minimax:tool_call>", "minimax_m2"),
-    ("<|tool_calls_section_begin|>", "kimi_k2"),
-    ("<｜tool▁calls▁begin｜>", "deepseek_v3"),
-    ("<arg_key>", "glm45"),
-    ("<function=", "qwen3_coder"),
-    ("<tool_call>", "hermes"),
-    ("[TOOL_CALLS]", "mistral"),
-    ("<|python_tag|>", "llama3_json"),
+    (("<minimax:tool_call>",), "minimax_m2"),
+    (("<|tool_calls_section_begin|>",), "kimi_k2"),
+    (("<｜tool▁calls▁begin｜>", "```json"), "deepseek_v3"),
+    (("<｜tool▁calls▁begin｜>",), "deepseek_v31"),
+    (("<arg_key>",), "glm45"),
+    (("<function=",), "qwen3_coder"),
+    (("<tool_call>",), "hermes"),
+    (("[TOOL_CALLS]",), "mistral"),
+    (("<|python_tag|>",), "llama3_json"),
 )
-"""What a template writes around a call, and vLLM's parser for it. The first that occurs decides: GLM and Qwen3-Coder
-write `<tool_call>` too."""
+"""What a template writes around a call, and vLLM's parser for it. The first of which all parts occur decides: GLM and
+Qwen3-Coder write `<tool_call>` too, and DeepSeek V3.1 no longer fences the arguments."""
 _FILES = ("chat_template.jinja", "tokenizer_config.json")
 
 
@@ -28,7 +29,7 @@ def parser_of_template(template: str) -> str | None:
     """The parser for what a chat template writes; None if it writes no tools, or in an unknown form."""
     if "tools" not in template:
         return None
-    return next((parser for mark, parser in _MARKS if mark in template), None)
+    return next((parser for marks, parser in _MARKS if all(mark in template for mark in marks)), None)
 
 
 def tool_call_parser(model: ModelConfig, template: str | None) -> str | None:

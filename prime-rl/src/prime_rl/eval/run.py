@@ -233,7 +233,7 @@ async def _evaluate(evaluation: Evaluation, candidates: Sequence[Candidate]) -> 
     await evaluation.judges.warm()
     await _unless_lost(evaluation.judges, evaluation.run(candidates))
     for each in evaluation.sets:
-        each.environment.reward_errors.conclude()
+        each.environment.failures.conclude()
 
 
 async def _unless_lost(judges: RunJudges, work: Coroutine[Any, Any, None]) -> None:

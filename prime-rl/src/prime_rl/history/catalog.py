@@ -96,11 +96,11 @@ _JUDGES = (
 
 ORCHESTRATOR = (
     Metric("reward/{mean,std,min,max,median}", "reward", "over the rollouts of the batch"),
-    Metric("reward/errors", "0 to 1", "share of rollouts with a reward function that raised or returned no finite number"),
     Metric("reward/<environment>", "reward", "with several environments: mean of each"),
     Metric("reward_parts/<function>", "reward", "mean of each reward function, without its weight; `reward_parts/<environment>/<function>` with several environments"),
     Metric("metrics/<function>", "", "mean of what the environment measures: functions of weight 0, turns, filters"),
     Metric("val_reward/<statistic>", "reward", "the same as `reward/*`, of `[orchestrator.val]`"),
+    Metric("val_reward/errors", "0 to 1", "share of its rollouts with a reward function that raised or returned no finite number"),
     Metric("val_batch/<environment>", "0 to 1", "share of each environment in the validation"),
     Metric("val_failed/count", "rollouts", "of the validation that failed and have no score"),
     Metric("batch/solve_{none,all}", "0 to 1", "share of groups whose rewards are all 0, all 1"),
@@ -117,6 +117,8 @@ ORCHESTRATOR = (
     Metric(f"num_turns{_RANGE}", "turns", "model calls of a rollout"),
     Metric(f"is_truncated{_RANGE}", "0 or 1", "the rollout ended at a length limit"),
     Metric(f"{{generation,scoring}}_ms{_RANGE}", "ms", "per rollout, as verifiers measures it"),
+    Metric("failed_groups/share", "0 to 1", "share of groups since the last step that failed; they are attempted up to three times, and not trained on"),
+    Metric("failed_groups/<environment>/<reason>", "groups", "of them, by what failed: `GroupTimeout`, `EnvironmentEnded`, the class of an error, or `reward.<function>`"),
     Metric("error/mean", "0 to 1", "share of rollouts that ended with an error"),
     Metric("error/<name>", "0 to 1", "share of these errors with this name"),
     Metric("filter/<filter>_{count,rate}", "rollouts; 0 to 1", "rollouts that a filter detects"),

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from prime_rl.interpreters.in_use import remove_unless_used, unused_for, use
 from prime_rl.utils.files import PARTIAL, locked_file
 from prime_rl.utils.logger import get_logger
 from prime_rl.utils.private import NotPrivate, private_directory
@@ -22,6 +23,8 @@ from prime_rl.utils.private import NotPrivate, private_directory
 VENVS_VARIABLE = "PRIME_RL_VENVS"
 HASHED = ("pyproject.toml", "uv.lock", ".python-version")
 """Files that decide what is installed. The project itself is installed as editable: its code may change."""
+KEPT_DAYS = 30
+"""An interpreter that no run has used for so many days is removed when the next one is made."""
 _TOLD_CHARS = 600
 _DISTURBING = frozenset(
     {"VIRTUAL_ENV", "PYTHONPATH", "PYTHONHOME", "CONDA_PREFIX", "UV_PROJECT_ENVIRONMENT", "UV_RUN_RECURSION_DEPTH"}
@@ -140,6 +143,7 @@ def _place(name: str, contents: Mapping[str, str]) -> Path:
 
 def _made(place: Path, directory: Path, install: Callable[[Path, Uv], None], tell: Tell) -> Path:
     """`place`, once it holds a virtual environment with what `install` put there."""
+    use(place)
     if python_of(place).exists():
         return place
     uv = Uv(directory)
@@ -152,6 +156,8 @@ def _made(place: Path, directory: Path, install: Callable[[Path, Uv], None], tel
             # Another process may have made it meanwhile. One without an interpreter was made for a removed one.
             if not python_of(place).exists():
                 _make(place, uv, install, tell)
+                use(place)
+                _remove_old(place, tell)
     except NotPrivate as error:
         raise VenvError(f"{error}; or set {VENVS_VARIABLE} to another directory") from error
     except OSError as error:
@@ -173,6 +179,14 @@ def _make(place: Path, uv: Uv, install: Callable[[Path, Uv], None], tell: Tell) 
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     tell(f"Made {place} in {time.monotonic() - start_s:.1f} s")
+
+
+def _remove_old(made: Path, tell: Tell) -> None:
+    """Remove interpreters next to a new one that no run has used for `KEPT_DAYS`."""
+    for venv in sorted(made.parent.iterdir()):
+        is_venv = venv != made and not venv.is_symlink() and python_of(venv).is_file()
+        if is_venv and unused_for(venv, KEPT_DAYS) and remove_unless_used(venv):
+            tell(f"Removed {venv}, which no run has used for {KEPT_DAYS} days")
 
 
 def _one_line(said: str) -> str:

@@ -54,7 +54,7 @@ TRAINER = Gauges(
 ORCHESTRATOR = Gauges(
     {
         "orchestrator_reward": "reward/mean",
-        "orchestrator_reward_errors": "reward/errors",
+        "orchestrator_failed_groups": "failed_groups/share",
         "orchestrator_rollout_error_rate": "error/mean",
         "orchestrator_solve_none": "batch/solve_none",
         "orchestrator_solve_all": "batch/solve_all",

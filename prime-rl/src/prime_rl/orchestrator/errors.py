@@ -5,8 +5,9 @@ OrchestratorError
 ├── JudgeFault            a judge does not answer, refuses its key, or nothing has started it
 ├── InferenceFault        a server is down, never becomes ready, sends unusable replies, or rejects weights
 ├── TrainerFault          the trainer publishes no further policy version
-├── GroupTimeout          a group took longer than its environment's limit (in env_servers/group_limits.py)
-├── MalformedRollout      a rollout cannot be trained on, whatever its reward
+├── GroupFailed           a group failed, and is retried
+│   ├── GroupTimeout      it took longer than its environment's limit (in env_servers/group_limits.py)
+│   └── MalformedRollout  a rollout cannot be trained on, whatever its reward
 ├── TooManyFailures       too many groups failed in a row
 ├── NothingToTrain        several batches in a row have no token to train on, or no example is left
 └── ResumeFault           a checkpoint or its weights are missing or unreadable
@@ -35,8 +36,21 @@ class TrainerFault(OrchestratorError):
     """The trainer does not continue."""
 
 
-class MalformedRollout(OrchestratorError):
-    """A rollout lacks data that training needs. Its group fails and is retried."""
+class GroupFailed(OrchestratorError):
+    """A group of rollouts failed. It is retried."""
+
+    def __init__(self, message: str, reason: str = "", detail: str = "", is_of_environment: bool = True) -> None:
+        super().__init__(message)
+        self.reason = reason or type(self).__name__
+        """Its name in metrics."""
+        self.detail = detail
+        """The traceback, if there is one."""
+        self.is_of_environment = is_of_environment
+        """Whether the environment failed it, and not the model or its engine."""
+
+
+class MalformedRollout(GroupFailed):
+    """A rollout lacks data that training needs."""
 
 
 class TooManyFailures(OrchestratorError):

@@ -22,6 +22,7 @@ from prime_rl.orchestrator.batches.filters import setup_filters
 from prime_rl.orchestrator.ckpt import Checkpoints, Progress, restore
 from prime_rl.orchestrator.env_servers.environments import Environment, load_environments
 from prime_rl.orchestrator.env_servers.examination import EVAL_KEY, placed, refuse_unusable
+from prime_rl.orchestrator.env_servers.failures import failure_metrics
 from prime_rl.orchestrator.env_servers.judges import RunJudges, run_judges
 from prime_rl.orchestrator.env_servers.processes import EnvServers
 from prime_rl.orchestrator.evaluation.evaluator import EvalSchedule, EvalSet, Evaluator
@@ -82,7 +83,7 @@ async def _run_until_stopped(
         return signals.exit_code
     judges.conclude()
     for environment in environments:
-        environment.reward_errors.conclude()
+        environment.failures.conclude()
     get_logger().log(SUCCESS, "Orchestrator finished.")
     return 0
 
@@ -144,7 +145,7 @@ async def _run(
             evaluator=make_evaluator(config, environments.eval, policy, pool, monitor, rollout_log),
             validator=make_validator(config, environments.train, pool),
             empty=EmptyBatches(sleep),
-            pool_metrics=lambda: {**pool.take_metrics(), **judges.take_metrics()},
+            pool_metrics=lambda: {**pool.take_metrics(), **judges.take_metrics(), **environments.failure_metrics()},
         )
         background = [policy.follow(), *pool.watchers(), servers.watch(), judges.watch(), steps.lag.measure()]
         await _run_steps(steps, progress, background)
@@ -290,6 +291,10 @@ class Environments:
     def weights(self) -> dict[str, Mapping[str, float]]:
         """Weight of each reward function, by environment."""
         return {environment.name: environment.reward_functions for environment in self}
+
+    def failure_metrics(self) -> dict[str, float]:
+        """`failed_groups/*` of training since the last call."""
+        return failure_metrics({name: environment.failures.take_counts() for name, environment in self.train.items()})
 
     async def close(self) -> None:
         await asyncio.gather(*(environment.close() for environment in self))

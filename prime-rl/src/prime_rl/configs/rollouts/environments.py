@@ -81,9 +81,10 @@ class EnvConfig(BaseConfig):
     extra_env_kwargs: dict[str, Any] = Field({})
     """Attributes to set on the environment. The orchestrator adds `seq_len` and `score_rollouts`."""
 
-    max_reward_errors: Fraction = 0.5
-    """End the run if reward functions fail in more than this fraction of the last 32 rollouts, in all of the first 8,
-    or in all of a shorter run. 1 never does."""
+    max_failed_groups: Fraction = 0.5
+    """End the run if more than this fraction of the last 32 groups of this environment failed, all of the first 8, or
+    all of a shorter run. A group fails if the environment or one of its reward functions raises, calls `sys.exit` or
+    gives no finite reward, if its process ends, or after `timeout_s`. 1 leaves it to the limit on failures in a row."""
 
     timeout_s: Seconds | None = None
     """Longest time of a group of rollouts with its scoring, in seconds. A group that takes longer fails and is repeated

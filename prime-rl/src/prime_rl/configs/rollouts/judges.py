@@ -92,10 +92,10 @@ class JudgeConfig(BaseConfig):
     """Maximum number of requests at once. More wait."""
 
     requests_per_minute: Count | None = None
-    """Maximum number of requests per minute, evenly spread. None sets no limit."""
+    """Maximum number of requests per minute, retries included, evenly spread. None sets no limit."""
 
     timeout_s: Seconds = 300
-    """Seconds that a call may take, with its retries. The time that it waits for its turn does not count."""
+    """Seconds that a call may take, with its retries. The time that it waits for its first turn does not count."""
 
     startup_timeout_s: Seconds = 1800
     """Seconds to wait at the start until the judge answers."""

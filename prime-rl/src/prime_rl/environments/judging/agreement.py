@@ -14,7 +14,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from prime_rl.environments.judging.weighted_rubric import Case, RubricFault, RubricJudge, read_cases, score
+from prime_rl.environments.judging.weighted_rubric import (
+    MAX_TOKENS,
+    Case,
+    RubricFault,
+    RubricJudge,
+    read_cases,
+    score,
+)
 from prime_rl.utils.engine_keys import ENGINE_KEY_VARIABLE, client_key
 from prime_rl.utils.pydantic_config.errors import one_line
 
@@ -92,8 +99,14 @@ async def _measured(options: argparse.Namespace) -> Agreement:
 
     key = client_key(options.base_url, options.api_key_var) or "EMPTY"
     async with AsyncOpenAI(base_url=options.base_url, api_key=key) as client:
-        judge = RubricJudge(client, options.model, {"temperature": 0.0})
+        judge = RubricJudge(client, options.model, {"temperature": 0.0}, options.max_tokens, options.max_concurrent)
         return await measure(judge, read_cases(options.cases))
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{one_line(text)!r} is no whole number from 1 on")
+    return int(text)
 
 
 def main() -> None:
@@ -103,6 +116,10 @@ def main() -> None:
     parser.add_argument("--model", required=True, help="the judge, under the name that its server knows")
     parser.add_argument("--base-url", default="http://127.0.0.1:8000/v1", help="an OpenAI-compatible server")
     parser.add_argument("--api-key-var", default=ENGINE_KEY_VARIABLE, help="environment variable with its key")
+    parser.add_argument(
+        "--max-tokens", type=_positive, default=MAX_TOKENS, help="most tokens of a verdict (default: 8)"
+    )
+    parser.add_argument("--max-concurrent", type=_positive, default=32, help="requests at once (default: 32)")
     parser.add_argument("--json", action="store_true", help="print numbers as JSON")
     options = parser.parse_args()
     from openai import OpenAIError

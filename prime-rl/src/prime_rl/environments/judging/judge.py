@@ -163,6 +163,8 @@ class Judge:
                         # Not all at once again: the calls of a batch tend to fail together.
                         pause_s = longest * random.uniform(0.5, 1.0)
                         await asyncio.sleep(pause_s if error.after_s is None else max(pause_s, error.after_s))
+                        # A retry is a request like any other.
+                        await self._wait_for_rate()
         except TimeoutError:
             limit = f"no usable answer within timeout_s = {self.config.timeout_s} s"
             raise CallFailed(f"{self.server.url}: {limit}; last: {last}") from None
@@ -223,6 +225,7 @@ class Judge:
         try:
             async with asyncio.timeout(self.config.startup_timeout_s):
                 while True:
+                    await self._wait_for_rate()
                     try:
                         await self._attempt({**self.config.sampling, **body}, needs_text=False)
                     except _TryAgain as error:

@@ -9,7 +9,7 @@ from typing import Any
 import verifiers as vf
 from datasets import Dataset
 
-from prime_rl.environments.judging.weighted_rubric import Criterion, RubricJudge, read_cases, score
+from prime_rl.environments.judging.weighted_rubric import MAX_TOKENS, Criterion, RubricJudge, read_cases, score
 from prime_rl.environments.rewards.text import text_of, without_thinking
 
 _VERDICTS = "rubric_verdicts"
@@ -20,10 +20,12 @@ def load_environment(
     judge_client: Any,
     judge_model: str,
     judge_sampling_args: Mapping[str, Any] | None = None,
+    judge_max_tokens: int | None = MAX_TOKENS,
     num_eval: int = 0,
     system_prompt: str | None = None,
 ) -> vf.Environment:
     """`cases` is a file in HealthBench's format. Its last `num_eval` cases are for evaluation; 0 uses all for both.
+    `judge_max_tokens` limits a verdict, unless the judge's `sampling` does; None does not.
 
     Raises:
         RubricFault: the file cannot be used.
@@ -37,7 +39,7 @@ def load_environment(
     ]
     if not 0 <= num_eval < len(rows):
         raise ValueError(f"num_eval = {num_eval}: {cases} has {len(rows)} cases, and training needs one")
-    judge = RubricJudge(judge_client, judge_model, judge_sampling_args)
+    judge = RubricJudge(judge_client, judge_model, judge_sampling_args, judge_max_tokens)
 
     async def rubric_score(prompt: Any, completion: Any, info: Mapping[str, Any], state: vf.State) -> float:
         rubric = [Criterion(each["text"], each["points"]) for each in info["rubric"]]

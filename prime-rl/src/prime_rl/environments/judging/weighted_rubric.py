@@ -8,6 +8,7 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -23,6 +24,8 @@ Answer:
 Criterion: {criterion}
 
 Does the answer meet the criterion? Reply with one word, yes or no."""
+MAX_TOKENS = 8
+"""Enough for a verdict. A model that reasons first needs more."""
 _VERDICT = re.compile(r"\b(yes|no|true|false)\b", re.IGNORECASE)
 
 
@@ -107,11 +110,22 @@ def verdict(text: str) -> bool | None:
 class RubricJudge:
     """Asks a judge about one criterion at a time."""
 
-    def __init__(self, client: Any, model: str, sampling_args: Mapping[str, Any] | None = None) -> None:
-        """`client` is an `openai.AsyncOpenAI`."""
+    def __init__(
+        self,
+        client: Any,
+        model: str,
+        sampling_args: Mapping[str, Any] | None = None,
+        max_tokens: int | None = MAX_TOKENS,
+        max_concurrent: int | None = None,
+    ) -> None:
+        """`client` is an `openai.AsyncOpenAI`. `max_tokens` is asked for unless `sampling_args` limit the answer. None
+        for `max_concurrent` sets no limit."""
         self._client = client
         self._model = model
-        self._sampling = {"max_tokens": 8, **(sampling_args or {})}
+        own = dict(sampling_args or {})
+        has_limit = max_tokens is None or not {"max_tokens", "max_completion_tokens"}.isdisjoint(own)
+        self._sampling = own if has_limit else {"max_tokens": max_tokens, **own}
+        self._turns = nullcontext() if max_concurrent is None else asyncio.Semaphore(max_concurrent)
 
     async def met(
         self, prompt: Sequence[Mapping[str, Any]], answer: str, rubric: Sequence[Criterion]
@@ -122,7 +136,8 @@ class RubricJudge:
     async def _met(self, prompt: Sequence[Mapping[str, Any]], answer: str, criterion: Criterion) -> bool | None:
         conversation = "\n".join(f"{each['role']}: {each['content']}" for each in prompt)
         asked = PROMPT.format(conversation=conversation, answer=answer, criterion=criterion.text)
-        reply = await self._client.chat.completions.create(
-            model=self._model, messages=[{"role": "user", "content": asked}], **self._sampling
-        )
+        async with self._turns:
+            reply = await self._client.chat.completions.create(
+                model=self._model, messages=[{"role": "user", "content": asked}], **self._sampling
+            )
         return verdict(str(reply.choices[0].message.content or ""))

@@ -15,10 +15,10 @@ from prime_rl.environments.agents.datasets import BadRows, read_dataset
 from prime_rl.environments.agents.returns import InvalidReward
 from prime_rl.environments.agents.targets import BadTarget
 from prime_rl.orchestrator.agents.agent_process import AgentFailed, AgentProcess, agent_guest
-from prime_rl.orchestrator.agents.attempted import rollout_of
+from prime_rl.orchestrator.agents.attempted import REJECTED, rollout_of
 from prime_rl.orchestrator.env_servers.environments import Environment, Split
-from prime_rl.orchestrator.env_servers.reward_errors import RewardErrors
-from prime_rl.orchestrator.errors import EnvironmentFault, MalformedRollout
+from prime_rl.orchestrator.env_servers.failures import Failures
+from prime_rl.orchestrator.errors import EnvironmentFault, GroupFailed
 from prime_rl.orchestrator.proxy.recording import Session
 from prime_rl.orchestrator.proxy.routes import RecordingProxy
 from prime_rl.orchestrator.rollouts.images import ADVICE, has_image
@@ -43,13 +43,14 @@ class AgentEnvironment(Environment):
         process: AgentProcess | None,
         proxy: RecordingProxy,
         split: Split = "train",
+        max_failed_groups: float = 0.5,
     ) -> None:
         """Without a process, attempts are offered to agents that start sessions over HTTP."""
         self.name = name
         self.address = "the process of its agent"
         self.vocab_size = None
         self.timeout_s = None
-        self.reward_errors = RewardErrors(name, 1.0)
+        self.failures = Failures(name, max_failed_groups)
         self.reward_functions: dict[str, float] = {}
         self._keys = keys
         self._all_rows = rows
@@ -69,7 +70,8 @@ class AgentEnvironment(Environment):
         return len(self._texts)
 
     def held_out(self) -> Self:
-        return type(self)(self.name, self._keys, self._all_rows, self._process, self._proxy, "eval")
+        share = self.failures.max_share
+        return type(self)(self.name, self._keys, self._all_rows, self._process, self._proxy, "eval", share)
 
     def prompt(self, row: int) -> Any:
         """What the row asks, as far as its columns say so: the agent decides what the model is asked."""
@@ -109,19 +111,19 @@ class AgentEnvironment(Environment):
                 self._opened.enter_context(published_key(port, self._proxy.starter_key, KEY_SERVICE))
                 get_logger().info(f"Agents of environment {self.name!r} start sessions at {self._proxy.base_url}")
 
-    async def attempt(
+    async def _roll_out(
         self,
         example: ExampleRef,
         size: int,
         server: InferenceServer,
         sampling_args: dict[str, Any],
         version: int,
-        max_retries: int = 0,
+        max_retries: int,
     ) -> list[Rollout]:
-        """Like `Environment.attempt`. An attempt that fails is made again up to `max_retries` times.
+        """An attempt that fails is made again up to `max_retries` times.
 
         Raises:
-            MalformedRollout: every attempt failed or was rejected.
+            GroupFailed: every attempt failed or was rejected.
             EnvironmentFault: the agent's process ends whenever it is started.
         """
         await self.connect()
@@ -131,8 +133,10 @@ class AgentEnvironment(Environment):
             attempts = (self._one(example, each, temperature, version) for each in tries)
             rollouts = await _all_of(attempts)
         if all(rollout.is_rejected for rollout in rollouts):
-            why = rollouts[-1].error_detail or "the agent rejected each"
-            raise MalformedRollout(f"no attempt of the group has a reward: {why}")
+            failed = next((each for each in rollouts if each.error != REJECTED), rollouts[-1])
+            why = failed.error_detail or "the agent rejected each"
+            is_fault = failed.error != REJECTED
+            raise GroupFailed(f"no attempt of the group has a reward: {why}", failed.error or REJECTED, "", is_fault)
         return rollouts
 
     async def _one(self, example: ExampleRef, sessions: Sequence[Session], temperature: float, version: int) -> Rollout:
@@ -211,4 +215,4 @@ def start_agent(config: EnvConfig, place: str, split: Split) -> AgentEnvironment
         raise EnvironmentFault(f"{place}.agent_dataset: {error}") from error
     name = config.name or config.id
     process = None if keys.target == EXTERNAL else AgentProcess(agent_guest(place, keys.target, config.args))
-    return AgentEnvironment(name, keys, rows, process, RecordingProxy(keys.port or 0), split)
+    return AgentEnvironment(name, keys, rows, process, RecordingProxy(keys.port or 0), split, config.max_failed_groups)

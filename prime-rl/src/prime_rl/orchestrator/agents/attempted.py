@@ -16,6 +16,8 @@ from prime_rl.orchestrator.proxy.recording import Session
 from prime_rl.orchestrator.rollouts.rollout import ExampleRef, Rollout, read_rollout
 from prime_rl.orchestrator.rollouts.trace import CallDetails, ModelCall
 
+REJECTED = "Rejected"
+"""The error of a rollout that its agent gave no reward."""
 NOTHING = {"prompt": None, "completion": None}
 
 
@@ -47,7 +49,7 @@ def rollout_of(
         total = math.fsum(each["reward"] for each in sequences) / len(sequences)
     error, detail = outcome.get("error"), outcome.get("detail")
     if outcome.get("is_rejected"):
-        error, detail = "Rejected", "the agent returned no reward"
+        error, detail = REJECTED, "the agent returned no reward"
     output = {
         "reward": total,
         "trajectory": list(_steps(calls)),

@@ -31,7 +31,7 @@ def main() -> None:
     with import_without_gc():
         from prime_rl.orchestrator.env_servers.environments import load_environments
 
-    config = EnvConfig.model_validate({**request["env"], "max_reward_errors": 1.0})
+    config = EnvConfig.model_validate({**request["env"], "max_failed_groups": 1.0})
     report.tries("loading the environment")
     started_s = time.perf_counter()
     try:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -17,15 +18,18 @@ from verifiers.serve import ZMQEnvClient
 from prime_rl.configs.orchestrator import EnvConfig
 from prime_rl.configs.shared import LogConfig
 from prime_rl.environments.builtin import built_in_module
+from prime_rl.interpreters.in_use import use
 from prime_rl.interpreters.registry import InstalledEnvironment, Registry, RegistryFault, use_shared
 from prime_rl.interpreters.venvs import VenvError, python_of, venv_of_project
 from prime_rl.monitors.tracing import own_trace
 from prime_rl.orchestrator.env_servers.exits import contain_exits
+from prime_rl.orchestrator.env_servers.failures import Failures, refuse_failed
 from prime_rl.orchestrator.env_servers.group_limits import in_time
-from prime_rl.orchestrator.env_servers.reward_errors import RewardErrors, record_reward_errors
+from prime_rl.orchestrator.env_servers.reward_errors import record_reward_errors
 from prime_rl.orchestrator.env_servers.rubrics import reward_functions
+from prime_rl.orchestrator.env_servers.server_life import ServerLife
 from prime_rl.orchestrator.env_servers.tunnel import Tunnel
-from prime_rl.orchestrator.errors import EnvironmentFault
+from prime_rl.orchestrator.errors import EnvironmentFault, GroupFailed
 from prime_rl.orchestrator.guests.inside.judge_arguments import NoJudge, judge_arguments
 from prime_rl.orchestrator.reports.sessions import record_rollouts
 from prime_rl.orchestrator.rollouts.images import ADVICE, first_row_with_image, has_image
@@ -42,6 +46,8 @@ STATE_COLUMNS = ["trajectory", "sampling_args", REWARD_ERRORS]
 PROMPT_ID_LENGTH = 16
 """Hexadecimal digits of a prompt's hash."""
 Split = Literal["train", "eval"]
+_ERROR_NAME = re.compile(r"(?:\w+\.)*(\w+)[(:]")
+"""The class that an error's text begins with."""
 
 
 class Environment:
@@ -56,7 +62,7 @@ class Environment:
         env: vf.Environment,
         address: str | None,
         split: Split = "train",
-        max_reward_errors: float = 0.5,
+        max_failed_groups: float = 0.5,
     ) -> None:
         self.name = name
         self.address = address
@@ -67,9 +73,10 @@ class Environment:
         self.vocab_size: int | None = None
         """That of the trained model, if it is known: no rollout may have other tokens."""
         self._tunnel: Tunnel | None = None
+        self._server_life = ServerLife()
         self._rows: Dataset = env.get_dataset() if split == "train" else env.get_eval_dataset()
 
-        self.reward_errors = RewardErrors(name, max_reward_errors)
+        self.failures = Failures(name, max_failed_groups)
         self.reward_functions = reward_functions(env.rubric)
         """Weight of each reward function, by name; 0 for one that is only measured."""
 
@@ -83,7 +90,7 @@ class Environment:
 
     def held_out(self) -> Self:
         """The same environment with its evaluation rows."""
-        other = type(self)(self.name, self.vf_env, self.address, "eval", self.reward_errors.max_share)
+        other = type(self)(self.name, self.vf_env, self.address, "eval", self.failures.max_share)
         other.timeout_s = self.timeout_s
         return other
 
@@ -145,6 +152,11 @@ class Environment:
             ) from error
         self.vf_env.env_client = client
 
+    def server_ended(self, why: str) -> bool:
+        """Fail the groups that its server had. Whether it had answered any since its start."""
+        life, self._server_life = self._server_life, ServerLife()
+        return life.end(why)
+
     async def run_group(
         self, example: ExampleRef, size: int, server: InferenceServer, sampling_args: dict[str, Any], version: int
     ) -> list[Rollout]:
@@ -153,13 +165,16 @@ class Environment:
         Whatever the environment's code raises passes through.
 
         Raises:
-            MalformedRollout: nothing that came back can be trained on.
-            EnvironmentFault: the environment showed the model an image.
+            GroupFailed: a reward function failed, the environment's code ended a rollout, it took longer than
+                `timeout_s`, or nothing that came back can be trained on.
+            EnvironmentFault: the environment showed the model an image, or too many of its groups failed.
         """
-        rollouts = await self.attempt(example, size, server, sampling_args, version)
-        if any(has_image(rollout.prompt) or has_image(rollout.completion) for rollout in rollouts):
-            raise EnvironmentFault(f"environment {self.name!r} shows the model images, and {ADVICE}")
-        check_trainable(rollouts)
+        with self.failures.group(server.lost):
+            rollouts = await self._roll_out(example, size, server, sampling_args, version, 0)
+            if any(has_image(rollout.prompt) or has_image(rollout.completion) for rollout in rollouts):
+                raise EnvironmentFault(f"environment {self.name!r} shows the model images, and {ADVICE}")
+            refuse_failed(rollouts)
+            check_trainable(rollouts)
         return rollouts
 
     async def attempt(
@@ -177,13 +192,26 @@ class Environment:
         propagate.
 
         Raises:
-            EnvironmentFault: reward functions failed in too many rollouts.
+            EnvironmentFault: reward functions failed in too many groups.
             GroupTimeout: it took longer than `timeout_s` of the environment.
         """
+        rollouts = await self._roll_out(example, size, server, sampling_args, version, max_retries)
+        self.failures.observe_scored(rollouts)
+        return rollouts
+
+    async def _roll_out(
+        self,
+        example: ExampleRef,
+        size: int,
+        server: InferenceServer,
+        sampling_args: dict[str, Any],
+        version: int,
+        max_retries: int,
+    ) -> list[Rollout]:
         calling = own_beats().calling(server_name(server.base_url)) if self._is_elsewhere else contextlib.nullcontext()
         async with in_time(self.timeout_s, self.name, example.row):
-            with calling:
-                outputs = await self.vf_env.run_group(
+            with calling, self._named_failures():
+                group = self.vf_env.run_group(
                     [self._rows[example.row]] * size,
                     server.client if self.vf_env.env_client is None else server.client_config,
                     server.model,
@@ -191,13 +219,24 @@ class Environment:
                     max_retries,
                     state_columns=STATE_COLUMNS,
                 )
+                outputs = await self._server_life.of(group)
         record_rollouts(own_trace(), outputs, example)
         temperature = sampling_args.get("temperature", 1.0)
         rollouts = [read_rollout(output, example, temperature, version, self.vocab_size) for output in outputs]
         for rollout in rollouts:
             rollout.prompt_id = self.prompt_id(example.row)
-        self.reward_errors.observe(rollouts)
         return rollouts
+
+    @contextlib.contextmanager
+    def _named_failures(self) -> Iterator[None]:
+        """verifiers' client raises a RuntimeError with the text of whatever the server's environment raised."""
+        try:
+            yield
+        except RuntimeError as error:
+            if self.vf_env.env_client is None:
+                raise
+            named = _ERROR_NAME.match(str(error))
+            raise GroupFailed(_one_line(error), named[1] if named else "") from error
 
     async def close(self) -> None:
         if self.vf_env.env_client is not None:
@@ -259,9 +298,12 @@ def _installed_python(config: EnvConfig, place: str) -> Path | None:
 
 def _installed(config: EnvConfig, place: str) -> InstalledEnvironment | None:
     try:
-        return Registry().find(config.id)
+        found = Registry().find(config.id)
     except RegistryFault as fault:
         raise EnvironmentFault(f"{place}: {fault}") from fault
+    if found is not None:
+        use(Path(found.directory))  # another `env install` leaves the files that this run uses
+    return found
 
 
 def load_environment(config: EnvConfig, place: str) -> vf.Environment:
@@ -331,7 +373,7 @@ def module_id(env_id: str) -> str:
 
 def _with_rows(env: vf.Environment, config: EnvConfig, place: str, split: Split) -> Environment:
     try:
-        environment = Environment(config.name or config.id, env, config.address, split, config.max_reward_errors)
+        environment = Environment(config.name or config.id, env, config.address, split, config.max_failed_groups)
     except (Exception, SystemExit) as error:  # building the dataset is the environment's own code
         raise EnvironmentFault(
             f"{place}: cannot build the dataset of environment {config.id!r}: {_one_line(error)}"

@@ -6,11 +6,11 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from prime_rl.orchestrator.errors import OrchestratorError
+from prime_rl.orchestrator.errors import GroupFailed
 
 
-class GroupTimeout(OrchestratorError):
-    """A group took longer than its environment's limit. It fails and is retried."""
+class GroupTimeout(GroupFailed):
+    """A group took longer than its environment's limit."""
 
 
 @asynccontextmanager

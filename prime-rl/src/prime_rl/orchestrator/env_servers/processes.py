@@ -27,18 +27,30 @@ from prime_rl.utils.pydantic_config import dump_toml
 from prime_rl.utils.scratch import scratch_directory
 
 STOP_GRACE_S = 8.0
+MAX_ENDS_IN_A_ROW = 5
+"""Ends of a server without an answer between them, after which its environment counts as broken."""
 TAIL_LINES = 20
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class EnvServer:
-    """One running server."""
+    """One server. Its process is replaced when it ends."""
 
-    name: str
+    spec: ProcessSpec
+    environment: Environment
     process: asyncio.subprocess.Process
-    log: Path
     log_offset: int
-    """Byte offset in the log at which this attempt's output starts."""
+    """Byte offset in the log at which this process's output starts."""
+    ends_in_a_row: int = 0
+    """Ends without an answer between them."""
+
+    @property
+    def name(self) -> str:
+        return self.environment.name
+
+    @property
+    def log(self) -> Path:
+        return self.spec.log
 
     def fault(self) -> EnvironmentFault:
         """An error that reports the exit code and the last lines of the log."""
@@ -74,7 +86,8 @@ class EnvServers:
                 argv = (sys.executable, "-m", "prime_rl.orchestrator.env_server", "@", str(file))
                 log_file = self.paths.env_log(purpose, environment.name)
                 env = helper_beats_env(f"{purpose}-{environment.name}")
-                self._servers.append(await _start(ProcessSpec(environment.name, argv, log_file, env)))
+                spec = ProcessSpec(environment.name, argv, log_file, env)
+                self._servers.append(EnvServer(spec, environment, *await _start(spec)))
 
     async def guard(self, work: Coroutine[Any, Any, None]) -> None:
         """Await `work`, but fail as soon as a server exits.
@@ -82,7 +95,7 @@ class EnvServers:
         Raises:
             EnvironmentFault: a server has exited.
         """
-        tasks = [asyncio.create_task(each) for each in (work, self.watch())]
+        tasks = [asyncio.create_task(each) for each in (work, self._ends())]
         try:
             ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in ended:
@@ -92,11 +105,21 @@ class EnvServers:
                 task.cancel()
 
     async def watch(self) -> None:
-        """Wait until cancelled, or until a server exits.
+        """Start servers that end again, until cancelled. The groups that they had fail.
 
         Raises:
-            EnvironmentFault: a server has exited.
+            EnvironmentFault: a server ends whenever it is started.
         """
+        try:
+            async with asyncio.TaskGroup() as group:
+                for server in self._servers:
+                    group.create_task(_keep_running(server))
+                await asyncio.Event().wait()
+        except BaseExceptionGroup as failures:
+            raise failures.exceptions[0]  # noqa: B904 - keep the error's own cause, not the group
+
+    async def _ends(self) -> None:
+        """Wait until cancelled, or until a server exits. Raises EnvironmentFault then."""
         ends = [asyncio.create_task(server.process.wait()) for server in self._servers]
         try:
             if not ends:
@@ -137,7 +160,21 @@ class EnvServers:
         )
 
 
-async def _start(spec: ProcessSpec) -> EnvServer:
+async def _keep_running(server: EnvServer) -> None:
+    while True:
+        await server.process.wait()
+        fault = server.fault()
+        has_answered = server.environment.server_ended(str(fault).splitlines()[0])
+        server.ends_in_a_row = 1 if has_answered else server.ends_in_a_row + 1
+        if server.ends_in_a_row >= MAX_ENDS_IN_A_ROW:
+            raise fault
+        get_logger().warning(f"It starts again: {fault}")
+        # Its process group, including processes that the environment started.
+        _send_group(server.process, signal.SIGKILL)
+        server.process, server.log_offset = await _start(server.spec)
+
+
+async def _start(spec: ProcessSpec) -> tuple[asyncio.subprocess.Process, int]:
     with opened_for_attempt(spec) as (log, offset):
         process = await asyncio.create_subprocess_exec(
             *spec.argv,
@@ -149,7 +186,7 @@ async def _start(spec: ProcessSpec) -> EnvServer:
             start_new_session=True,
         )
     get_logger().info(f"Environment {spec.name!r} is served by process {process.pid}; its log is {spec.log}")
-    return EnvServer(spec.name, process, spec.log, offset)
+    return process, offset
 
 
 def _send_group(process: asyncio.subprocess.Process, number: signal.Signals) -> None:

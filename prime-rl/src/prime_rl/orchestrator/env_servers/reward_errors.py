@@ -1,7 +1,4 @@
-"""Keeps what reward functions raise, and ends a run in which they mostly do.
-
-verifiers counts a call that fails as 0 and only logs it.
-"""
+"""Keeps what reward functions raise. verifiers counts a call that fails as 0 and only logs it."""
 
 from __future__ import annotations
 
@@ -9,24 +6,17 @@ import functools
 import inspect
 import math
 import traceback
-from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import verifiers as vf
 
 from prime_rl.orchestrator.env_servers.rubrics import leaves
-from prime_rl.orchestrator.errors import EnvironmentFault
-from prime_rl.orchestrator.rollouts.rollout import REWARD_ERRORS, Rollout
-from prime_rl.utils.logger import get_logger
+from prime_rl.orchestrator.rollouts.rollout import REWARD_ERRORS
 
 MAX_TRACEBACK_LINES = 15
 MAX_TRACEBACK_CHARS = 4000
-WINDOW = 32
-"""Rollouts over which the share of failures is taken."""
-MIN_ROLLOUTS = 8
-"""Rollouts at the start that are enough if all of them failed."""
 
 
 class RewardFailure(Exception):
@@ -104,51 +94,3 @@ def _shown(error: BaseException) -> str:
         trace = trace.tb_next
     lines = "".join(traceback.format_exception(type(error), error, trace)).splitlines()
     return "\n".join(lines[-MAX_TRACEBACK_LINES:])[-MAX_TRACEBACK_CHARS:]
-
-
-class RewardErrors:
-    """Warns of reward functions that fail, and ends a run in which most rollouts have no true reward."""
-
-    def __init__(self, env: str, max_share: float) -> None:
-        self.env = env
-        self.max_share = max_share
-        self._failed: deque[bool] = deque(maxlen=WINDOW)
-        self._first: dict[str, str] = {}
-        """The first traceback of each function."""
-
-    def observe(self, rollouts: Iterable[Rollout]) -> None:
-        """Raises EnvironmentFault if more than `max_share` of the last `WINDOW` rollouts failed, or all of the first
-        `MIN_ROLLOUTS`."""
-        for rollout in rollouts:
-            self._failed.append(bool(rollout.reward_errors))
-            for function, text in rollout.reward_errors.items():
-                self._note(function, text)
-            if self._too_many(MIN_ROLLOUTS):
-                raise self._fault()
-
-    def conclude(self) -> None:
-        """Call it after the last rollout. Raises EnvironmentFault if every rollout of a short run failed."""
-        if self._too_many(1):
-            raise self._fault()
-
-    def _fault(self) -> EnvironmentFault:
-        function, text = next(iter(self._first.items()))
-        return EnvironmentFault(
-            f"environment {self.env!r}: reward functions failed in {sum(self._failed)} of the last "
-            f"{len(self._failed)} rollouts (limit: max_reward_errors = {self.max_share:g} of the environment); "
-            f"the first was {function!r}:\n{text}"
-        )
-
-    def _note(self, function: str, text: str) -> None:
-        if function in self._first:
-            return
-        self._first[function] = text
-        get_logger().warning(
-            f"environment {self.env!r}: the reward function {function!r} failed and counts as 0: "
-            f"{text.splitlines()[-1]}; metrics have the share of rollouts in which this happens"
-        )
-
-    def _too_many(self, min_rollouts: int) -> bool:
-        count, failed = len(self._failed), sum(self._failed)
-        enough = count == WINDOW or (count >= min_rollouts and failed == count)
-        return enough and failed > self.max_share * count

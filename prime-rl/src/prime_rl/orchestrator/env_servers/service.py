@@ -63,9 +63,9 @@ class EnvironmentService:
             *route, request_id, body = frames
             client = tuple(route)
             if body == PING:
-                await self._send(client, request_id, {"success": True, "error": None})
+                await self._socket.send_multipart([*client, request_id, _packed({"success": True, "error": None})])
             elif not body:
-                self._cancel(client, request_id)
+                await self._cancel(client, request_id)
             else:
                 self._start(client, request_id, body)
 
@@ -85,18 +85,24 @@ class EnvironmentService:
         self._running[client, request_id] = task
         task.add_done_callback(lambda _: self._running.pop((client, request_id), None))
 
-    def _cancel(self, client: Route, request_id: bytes) -> None:
+    async def _cancel(self, client: Route, request_id: bytes) -> None:
         task = self._running.get((client, request_id))
-        if task is not None:
-            task.cancel()
+        if task is not None and task.cancel():
+            await self._socket.send_multipart([*client, request_id, _CANCELLED])
 
     async def _answer(self, client: Route, request_id: bytes, body: bytes) -> None:
+        """Run a request, and answer it whatever happens: a client waits hours for an answer."""
         try:
-            answer = {"success": True, "error": None, **await self._run(msgpack.unpackb(body, raw=False))}
-        except Exception as error:  # noqa: BLE001 - an environment's own code may raise anything
+            value = await self._run(msgpack.unpackb(body, raw=False))
+            answer = _packed({"success": True, "error": None, **value})
+        except asyncio.CancelledError:
+            if (task := asyncio.current_task()) is None or task.cancelling():
+                raise
+            answer = _CANCELLED  # by the environment's own code
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - an environment's own code may raise anything
             get_logger().warning("A request failed", exc_info=True)
-            answer = {"success": False, "error": repr(error)}
-        await self._send(client, request_id, answer)
+            answer = _packed({"success": False, "error": repr(error)})
+        await self._socket.send_multipart([*client, request_id, answer])
 
     async def _run(self, body: dict[str, Any]) -> dict[str, Any]:
         if body["request_type"] == "run_group":
@@ -116,5 +122,10 @@ class EnvironmentService:
             self._clients[key] = CLIENTS.get(config.client_type, resolve_client)(config)
         return self._clients[key]
 
-    async def _send(self, client: Route, request_id: bytes, answer: dict[str, Any]) -> None:
-        await self._socket.send_multipart([*client, request_id, msgpack.packb(answer, default=msgpack_encoder)])
+
+def _packed(answer: dict[str, Any]) -> bytes:
+    packed: bytes = msgpack.packb(answer, default=msgpack_encoder)
+    return packed
+
+
+_CANCELLED = _packed({"success": False, "error": "CancelledError: the request was cancelled"})

@@ -35,7 +35,7 @@ def eval_metrics(
         "completion_len/mean": statistics.fmean(lengths),
         "completion_len/max": max(lengths),
         "completion_len/min": min(lengths),
-        "reward_errors/mean": statistics.fmean(bool(rollout.reward_errors) for rollout in rollouts),
+        "reward_errors/mean": reward_error_share(rollouts),
         "is_truncated/mean": statistics.fmean(rollout.is_truncated for rollout in rollouts),
         **{f"pass@{k}": value for k, value in pass_at_powers(rewards.values()).items()},
         **_function_means(rollouts, functions or {}),
@@ -75,3 +75,8 @@ def has_response(rollout: Rollout) -> bool:
         for message in rollout.completion
         if message.get("role") == "assistant"
     )
+
+
+def reward_error_share(rollouts: Sequence[Rollout]) -> float:
+    """Fraction of rollouts with a reward function that failed. Such rollouts are scored, but not trained on."""
+    return statistics.fmean(bool(rollout.reward_errors) for rollout in rollouts)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from prime_rl.configs.orchestrator import ValConfig
+from prime_rl.orchestrator.evaluation.scores import reward_error_share
 from prime_rl.orchestrator.reports.metrics import reward_metrics
 from prime_rl.orchestrator.rollouts.attempts import Attempt, Attemptable, ServerPool, run_attempts
 from prime_rl.orchestrator.rollouts.rollout import ExampleRef, Group
@@ -49,8 +50,9 @@ def validation_metrics(groups: list[Group]) -> dict[str, float]:
         return {}
     envs = {rollout.example.env for group in groups for rollout in group.rollouts}
     shares = {f"batch/{env}" for env in envs}
-    return {
+    named = {
         f"val_{name}": value
         for name, value in reward_metrics(groups).items()
         if name.startswith("reward/") or name in shares
     }
+    return {**named, "val_reward/errors": reward_error_share([each for group in groups for each in group.rollouts])}

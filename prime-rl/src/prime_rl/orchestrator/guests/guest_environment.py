@@ -16,11 +16,12 @@ from prime_rl.orchestrator.env_servers.environments import (
     environment_arguments,
     module_id,
 )
-from prime_rl.orchestrator.env_servers.group_limits import in_time
-from prime_rl.orchestrator.env_servers.reward_errors import RewardErrors
+from prime_rl.orchestrator.env_servers.failures import Failures
+from prime_rl.orchestrator.env_servers.group_limits import GroupTimeout, in_time
 from prime_rl.orchestrator.errors import EnvironmentFault
 from prime_rl.orchestrator.guests.guest_process import Guest, GuestError, GuestProcess
 from prime_rl.orchestrator.guests.inside.frames import BadFrame
+from prime_rl.orchestrator.guests.restarting import BLOCKED_S, RestartingGuest
 from prime_rl.orchestrator.proxy.recording import Session
 from prime_rl.orchestrator.proxy.routes import RecordingProxy
 from prime_rl.orchestrator.reports.sessions import record_rollouts
@@ -44,7 +45,8 @@ class GuestEnvironment(Environment):
         process: GuestProcess,
         proxy: RecordingProxy,
         split: Split = "train",
-        max_reward_errors: float = 0.5,
+        max_failed_groups: float = 0.5,
+        guest: RestartingGuest | None = None,
     ) -> None:
         """Raises EnvironmentFault if the guest cannot make its dataset."""
         self.name = name
@@ -52,6 +54,7 @@ class GuestEnvironment(Environment):
         self.vocab_size = None
         self.timeout_s = None
         self._process = process
+        self._guest = RestartingGuest(process) if guest is None else guest
         self._proxy = proxy
         self._split = split
         try:
@@ -62,7 +65,7 @@ class GuestEnvironment(Environment):
         except GuestError as error:
             raise EnvironmentFault(f"{process.guest.place}: cannot build the dataset of {name!r}: {error}") from error
         self._tools = described["tools"]
-        self.reward_errors = RewardErrors(name, max_reward_errors)
+        self.failures = Failures(name, max_failed_groups)
         self.reward_functions = described["functions"]
 
     @property
@@ -70,7 +73,7 @@ class GuestEnvironment(Environment):
         return self._num_rows
 
     def held_out(self) -> Self:
-        other = type(self)(self.name, self._process, self._proxy, "eval", self.reward_errors.max_share)
+        other = type(self)(self.name, self._process, self._proxy, "eval", self.failures.max_share, self._guest)
         other.timeout_s = self.timeout_s
         return other
 
@@ -102,21 +105,21 @@ class GuestEnvironment(Environment):
         """Open the proxy."""
         await self._proxy.open()
 
-    async def attempt(
+    async def _roll_out(
         self,
         example: ExampleRef,
         size: int,
         server: InferenceServer,
         sampling_args: dict[str, Any],
         version: int,
-        max_retries: int = 0,
+        max_retries: int,
     ) -> list[Rollout]:
-        """Like `Environment.attempt`. A group that raises, or in which a rollout ends with an error, is attempted again
-        up to `max_retries` times.
+        """A group that raises, or in which a rollout ends with an error, is attempted again up to `max_retries` times.
 
         Raises:
             GuestError: the environment's code failed.
-            EnvironmentFault: its process is gone, or reward functions failed in too many rollouts.
+            GuestEnded: its process ended; the next group gets a new one.
+            EnvironmentFault: its process ends whenever it is started.
             GroupTimeout: it took longer than `timeout_s` of the environment.
         """
         await self._proxy.open()
@@ -133,25 +136,29 @@ class GuestEnvironment(Environment):
             get_logger().warning(f"Environment {self.name!r}, row {example.row}: {fault}; once more")
         for rollout in rollouts:
             rollout.prompt_id = self.prompt_id(example.row)
-        self.reward_errors.observe(rollouts)
         return rollouts
 
     async def _attempt(
         self, example: ExampleRef, size: int, server: InferenceServer, sampling_args: dict[str, Any], version: int
     ) -> list[Rollout]:
         sessions_of_group = self._proxy.sessions.opened(size, server, sampling_args)
-        async with in_time(self.timeout_s, self.name, example.row):
-            with sessions_of_group as sessions:
-                outputs = await self._process.ask(
-                    "run_group",
-                    split=self._split,
-                    row=example.row,
-                    base_url=self._proxy.base_url,
-                    model=server.model,
-                    sampling_args=sampling_args,
-                    sessions=[session.key for session in sessions],
-                    proxy_key=self._proxy.key,
-                )
+        try:
+            async with in_time(self.timeout_s, self.name, example.row):
+                with sessions_of_group as sessions:
+                    outputs = await self._guest.ask(
+                        "run_group",
+                        split=self._split,
+                        row=example.row,
+                        base_url=self._proxy.base_url,
+                        model=server.model,
+                        sampling_args=sampling_args,
+                        sessions=[session.key for session in sessions],
+                        proxy_key=self._proxy.key,
+                    )
+        except GroupTimeout:
+            # A process that code without `await` blocks answers nothing, and is replaced.
+            await self._guest.ask("describe", BLOCKED_S, split=self._split)
+            raise
         record_rollouts(own_trace(), outputs, example)
         by_key = {session.key: session for session in sessions}
         temperature = sampling_args.get("temperature", 1.0)
@@ -168,7 +175,7 @@ class GuestEnvironment(Environment):
 
     async def close(self) -> None:
         # First the agents: the proxy waits for their open requests.
-        await self._process.close()
+        await self._guest.close()
         await self._proxy.close()
 
 
@@ -185,7 +192,7 @@ def start_guest(config: EnvConfig, place: str, split: Split, python: Path) -> Gu
     process = GuestProcess.start(guest)
     get_logger().info(f"Environment {name!r} runs in {python} ({process.versions})")
     try:
-        return GuestEnvironment(name, process, RecordingProxy(), split, config.max_reward_errors)
+        return GuestEnvironment(name, process, RecordingProxy(), split, config.max_failed_groups)
     except BaseException:
         process.kill()
         raise

@@ -112,7 +112,6 @@ def reward_metrics(groups: Sequence[Group]) -> dict[str, float]:
         "reward/min": min(rewards),
         "reward/max": max(rewards),
         "reward/median": statistics.median(rewards),
-        "reward/errors": statistics.fmean(bool(rollout.reward_errors) for rollout in rollouts),
         "batch/solve_none": solved_none,
         "batch/solve_all": solved_all,
         "batch/effective_batch_size": 1.0 - solved_none - solved_all,

@@ -55,7 +55,8 @@ class Rollout:
     usage_output_tokens: int = 0
     metrics: dict[str, float] | None = None
     reward_errors: dict[str, str] = field(default_factory=dict)
-    """The traceback of each reward function that failed, by name. verifiers counts it as 0."""
+    """The traceback of each reward function that failed, by name. verifiers counts it as 0; no group with one is
+    trained on."""
     prompt: Any = None
     completion: Any = None
     call_rewards: list[float] | None = None
@@ -207,9 +208,12 @@ def check_trainable(rollouts: Iterable[Rollout]) -> None:
     """
     rollouts = list(rollouts)
     if all(rollout.error for rollout in rollouts):
-        raise MalformedRollout(f"every rollout of the group failed: {rollouts[-1].error_detail or rollouts[-1].error}")
+        last = rollouts[-1]
+        message = f"every rollout of the group failed: {last.error_detail or last.error}"
+        raise MalformedRollout(message, last.error or "", is_of_environment=False)
     if not any(rollout.trace for rollout in rollouts):
-        raise MalformedRollout("no rollout of the group has token ids and log-probabilities")
+        message = "no rollout of the group has token ids and log-probabilities"
+        raise MalformedRollout(message, "NoTokens", is_of_environment=False)
 
 
 def _read_trace(steps: Iterable[Mapping[str, Any]], example: ExampleRef) -> TokenTrace:

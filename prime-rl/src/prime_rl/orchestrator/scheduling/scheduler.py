@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from aiolimiter import AsyncLimiter
 
 from prime_rl.orchestrator.batches.batch import BatchTarget
+from prime_rl.orchestrator.env_servers.failures import reason_of
 from prime_rl.orchestrator.errors import EnvironmentFault, TooManyFailures
 from prime_rl.orchestrator.rollouts.rollout import ExampleRef, Group, Rollout
 from prime_rl.orchestrator.scheduling.buffer import Buffer
@@ -311,7 +312,7 @@ class Scheduler:
             raise TooManyFailures(
                 f"{self._failures_in_a_row} groups of rollouts failed in a row; the last one: {reason}"
             ) from error
-        outcome = "will retry" if self._retry(group, type(error).__name__) else "giving up"
+        outcome = "will retry" if self._retry(group, reason_of(error)) else "giving up"
         get_logger().warning(f"A group failed (attempt {group.attempt} of {MAX_ATTEMPTS}, {outcome}), {reason}")
 
     def _retry(self, group: InFlightGroup, reason: str) -> bool:
