@@ -25,7 +25,6 @@ EXTERNAL = {**AGENT, "workflow": "external"}
         ({**AGENT, "judge": "grader"}, "judge does not go with workflow"),
         ({**AGENT, "taskset": {"id": "x"}}, "taskset does not go with workflow"),
         ({**AGENT, "agent": {"harness": {}}}, "agent does not go with workflow"),
-        ({**AGENT, "max_reward_errors": 0.1}, "max_reward_errors does not go with workflow"),
         ({**AGENT, "timeout_s": 5.0}, "agent_timeout_s limits each of its attempts"),
         ({**AGENT, "agent_port": 8000}, 'agent_port needs workflow = "external"'),
         ({**EXTERNAL, "args": {"level": 1}}, 'args does not go with workflow = "external"'),

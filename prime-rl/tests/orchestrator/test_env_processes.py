@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 from pathlib import Path
 
 import pytest
-
-from prime_rl.orchestrator.env_servers import processes
 
 pytestmark = pytest.mark.usefixtures("importable_environments")
 
@@ -39,25 +35,6 @@ def test_environments_run_in_processes_that_end_with_the_run(orchestrate, tmp_pa
     logs = tmp_path / "run_default" / "logs"
     assert "Serving at ipc://" in (logs / "train" / "two turns.log").read_text()
     assert (logs / "eval" / "letters-env.log").is_file()
-
-
-@pytest.mark.usefixtures("inherited_environments")
-def test_a_server_that_dies_starts_again_and_one_that_always_does_ends_the_run(
-    orchestrate, policy_server, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(processes, "MAX_ENDS_IN_A_ROW", 2)
-
-    def reply(messages, version) -> str:
-        if len(policy_server.requests) > 6:
-            for pid in running_servers():
-                os.kill(pid, signal.SIGKILL)
-        return "text"
-
-    policy_server.reply = reply
-    code, log = orchestrate(env_servers=True, env=[{"id": "letters-env", "args": {"kind": "twice"}}], max_steps=2)
-    assert code == 1
-    assert log.count("It starts again: the server of environment 'letters-env' ended with code -9") == 1
-    assert "INFO Serving at ipc://" in log.rpartition("ERROR the server of environment 'letters-env' ended")[2]
 
 
 def test_a_server_that_cannot_start_ends_the_run_at_once(orchestrate, monkeypatch: pytest.MonkeyPatch) -> None:

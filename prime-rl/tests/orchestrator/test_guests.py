@@ -17,7 +17,6 @@ from prime_rl.configs.orchestrator import EnvConfig
 from prime_rl.configs.shared import ClientConfig, LogConfig
 from prime_rl.orchestrator.env_servers.environments import Environment, load_environments
 from prime_rl.orchestrator.errors import EnvironmentFault, GroupFailed
-from prime_rl.orchestrator.guests import guest_environment
 from prime_rl.orchestrator.guests.guest_process import Guest, GuestError, GuestProcess
 from prime_rl.orchestrator.guests.restarting import MAX_ENDS_IN_A_ROW, GuestEnded, RestartingGuest
 from prime_rl.orchestrator.rollouts.rollout import ExampleRef, Rollout
@@ -213,9 +212,9 @@ async def test_a_process_that_ends_whenever_it_starts_ends_the_run(tmp_path: Pat
         await guest.ask("run_group")
 
 
-async def test_a_process_that_its_code_blocks_is_replaced(load: Load, policy_server, monkeypatch) -> None:
-    monkeypatch.setattr(guest_environment, "BLOCKED_S", 1.0)
+async def test_a_process_that_its_code_blocks_is_replaced(load: Load, policy_server) -> None:
     environment = load(args={"kind": "blocks"}, timeout_s=1)
+    environment._guest.blocked_s = 1.0
     blocked = environment._process
     with pytest.raises(GroupFailed, match=r"it blocks its process: no answer within 1 s"):
         await run_group(environment, policy_server)

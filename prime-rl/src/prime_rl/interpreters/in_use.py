@@ -20,7 +20,7 @@ _HELD: dict[Path, int] = {}
 
 def use(directory: Path) -> None:
     """Keep a directory until this process ends, and note the time. Without such a directory, nothing happens."""
-    if directory in _HELD:
+    if directory in _HELD and _is_at(_HELD[directory], directory):
         return
     try:
         descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -31,9 +31,19 @@ def use(directory: Path) -> None:
     except OSError:  # a file system without locks
         os.close(descriptor)
         return
+    if (earlier := _HELD.get(directory)) is not None:
+        os.close(earlier)
     _HELD[directory] = descriptor
     with suppress(OSError):  # somebody else's directory
         os.utime(directory)
+
+
+def _is_at(descriptor: int, directory: Path) -> bool:
+    """Whether the directory is still the one that was opened."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.stat(directory))  # noqa: PTH116
+    except OSError:
+        return False
 
 
 def remove_unless_used(directory: Path) -> bool:

@@ -156,8 +156,8 @@ def _made(place: Path, directory: Path, install: Callable[[Path, Uv], None], tel
             # Another process may have made it meanwhile. One without an interpreter was made for a removed one.
             if not python_of(place).exists():
                 _make(place, uv, install, tell)
-                use(place)
                 _remove_old(place, tell)
+            use(place)
     except NotPrivate as error:
         raise VenvError(f"{error}; or set {VENVS_VARIABLE} to another directory") from error
     except OSError as error:

@@ -131,8 +131,6 @@ class EnvConfig(BaseConfig):
         for name in ("python", "project", "address", "judge", "taskset", "agent"):
             if getattr(self, name):
                 raise ValueError(f"{name} does not go with workflow: its code runs in the interpreter of the run")
-        if self.max_reward_errors != type(self).model_fields["max_reward_errors"].default:
-            raise ValueError("max_reward_errors does not go with workflow: attempts without reward are not trained on")
         if self.timeout_s is not None:
             raise ValueError("timeout_s does not go with workflow: agent_timeout_s limits each of its attempts")
         if self.agent_port is not None and target != EXTERNAL:

@@ -21,7 +21,7 @@ from prime_rl.orchestrator.env_servers.group_limits import GroupTimeout, in_time
 from prime_rl.orchestrator.errors import EnvironmentFault
 from prime_rl.orchestrator.guests.guest_process import Guest, GuestError, GuestProcess
 from prime_rl.orchestrator.guests.inside.frames import BadFrame
-from prime_rl.orchestrator.guests.restarting import BLOCKED_S, RestartingGuest
+from prime_rl.orchestrator.guests.restarting import RestartingGuest
 from prime_rl.orchestrator.proxy.recording import Session
 from prime_rl.orchestrator.proxy.routes import RecordingProxy
 from prime_rl.orchestrator.reports.sessions import record_rollouts
@@ -157,7 +157,7 @@ class GuestEnvironment(Environment):
                     )
         except GroupTimeout:
             # A process that code without `await` blocks answers nothing, and is replaced.
-            await self._guest.ask("describe", BLOCKED_S, split=self._split)
+            await self._guest.ask("describe", self._guest.blocked_s, split=self._split)
             raise
         record_rollouts(own_trace(), outputs, example)
         by_key = {session.key: session for session in sessions}

@@ -24,6 +24,7 @@ class RestartingGuest:
 
     def __init__(self, process: GuestProcess) -> None:
         self.guest: Guest = process.guest
+        self.blocked_s = BLOCKED_S
         self._process: GuestProcess | None = process
         self._starting = asyncio.Lock()
         self._ends_in_a_row = 0
