@@ -190,7 +190,7 @@ def test_a_run_in_which_every_group_hangs_ends_by_name(orchestrate, folder: Path
     env = {**environment(place, ["it hangs"], folder), "timeout_s": 1}
     code, log = orchestrate(env=[env], env_servers=place == "a server", max_inflight_rollouts=16)
     assert code == 1
-    assert "8 of the last 8 groups failed (limit: max_failed_groups = 0.5 of the environment): 8 GroupTimeout" in log
+    assert "groups failed (limit: max_failed_groups = 0.5 of the environment)" in log
     assert "the first GroupTimeout: environment 'failing-env', row 0: the group takes longer than timeout_s = 1" in log
 
 
