@@ -6,7 +6,8 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP
 
-from prime_rl.trainer.kernels.lean_mlp import use_lean_mlps
+from prime_rl.trainer.kernels.lean_linear import onednn_product, plain_product
+from prime_rl.trainer.kernels.lean_mlp import Product, use_lean_mlps
 
 WIDTH = 64
 
@@ -24,12 +25,17 @@ def outcome_and_gradients(mlp: nn.Module, x: Tensor) -> list[Tensor]:
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
-@pytest.mark.parametrize("shape", [(2, 7, WIDTH), (1, 33, WIDTH)])
-def test_a_lean_mlp_matches_transformers(dtype: torch.dtype, tolerance: float, shape: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(
+    ("shape", "product"),
+    [((2, 7, WIDTH), onednn_product), ((1, 33, WIDTH), onednn_product), ((33, WIDTH), plain_product)],
+)
+def test_a_lean_mlp_matches_transformers(
+    dtype: torch.dtype, tolerance: float, shape: tuple[int, ...], product: Product
+) -> None:
     mlp = llama_mlp().to(dtype)
     x = (torch.randn(shape, generator=torch.Generator().manual_seed(0)) * 3).to(dtype)
     expected = outcome_and_gradients(mlp, x)
-    use_lean_mlps(mlp)
+    use_lean_mlps(mlp, product)
     assert "forward" in vars(mlp)
     for ours, theirs in zip(outcome_and_gradients(mlp, x), expected, strict=True):
         assert ours.dtype == dtype

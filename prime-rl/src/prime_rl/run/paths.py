@@ -91,6 +91,11 @@ class RunPaths:
         """What an attempt started from, and what each part restored, as JSON."""
         return self.attempts / f"{attempt:03}.json"
 
+    @property
+    def matrix_products(self) -> Path:
+        """The library that the trainer chose for matrix products on a CPU, as JSON. A resumed run keeps it."""
+        return self.attempts / "matrix_products.json"
+
     def restored(self, part: str) -> Path:
         """What a part of this attempt has restored, on its way to the receipt."""
         return self.root / "control" / f"{part}.restored.json"

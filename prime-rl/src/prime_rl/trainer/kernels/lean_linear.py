@@ -1,4 +1,4 @@
-"""Linear layers in float32 through oneDNN, for CPUs with AVX-512.
+"""Linear layers in float32 on a CPU through oneDNN, where `product_choice` finds it faster.
 
 For float32 matrix products, PyTorch uses MKL, which uses only half the register width of AMD cores. oneDNN's kernels,
 which PyTorch includes for other dtypes and compiled graphs, take less than half the time there. Both compute and
@@ -16,28 +16,29 @@ from torch import Tensor, nn
 _ROW_MULTIPLE = 32
 
 
-def has_lean_products() -> bool:
-    """Whether the CPU and the PyTorch build support the oneDNN kernels."""
-    return (
-        torch.backends.cpu.get_cpu_capability() == "AVX512"
-        and torch.backends.mkldnn.is_available()
-        and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-    )
+def has_onednn_products() -> bool:
+    """Whether the PyTorch build has the oneDNN kernels."""
+    return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
 def use_lean_linears(model: nn.Module) -> None:
-    """Replace the forward of the model's linear layers by oneDNN's, if the machine supports it."""
-    if not has_lean_products():
+    """Replace the forward of the model's linear layers by oneDNN's, if PyTorch has it."""
+    if not has_onednn_products():
         return
     linears: list[nn.Module] = [module for module in model.modules() if type(module) is nn.Linear]
     for module in linears:
         module.forward = MethodType(_forward, module)
 
 
-def product(a_NK: Tensor, b_MK: Tensor) -> Tensor:
-    """Compute `a @ b.T`, [N, M], without a gradient."""
-    if not (a_NK.dtype == torch.float32 and a_NK.device.type == "cpu" and has_lean_products()):
-        return a_NK @ b_MK.t()
+def plain_product(a_NK: Tensor, b_MK: Tensor) -> Tensor:
+    """Compute `a @ b.T`, [N, M], as PyTorch does."""
+    return a_NK @ b_MK.t()
+
+
+def onednn_product(a_NK: Tensor, b_MK: Tensor) -> Tensor:
+    """Compute `a @ b.T`, [N, M], without a gradient; in float32 on a CPU through oneDNN, if PyTorch has it."""
+    if not (a_NK.dtype == torch.float32 and a_NK.device.type == "cpu" and has_onednn_products()):
+        return plain_product(a_NK, b_MK)
     if len(a_NK) > len(b_MK) and not (a_NK.is_contiguous() or b_MK.is_contiguous()):
         # Weight gradients: the kernel is faster with the smaller operand first.
         return _product(b_MK, a_NK).t().contiguous()
@@ -61,7 +62,7 @@ class _Linear(torch.autograd.Function):
         wants_x, wants_weight, wants_bias = ctx.needs_input_grad
         grads, rows = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
         grad_x = _product(grads, weight.t()).view(x.shape) if wants_x else None
-        grad_weight = product(grads.t(), rows.t()) if wants_weight else None
+        grad_weight = onednn_product(grads.t(), rows.t()) if wants_weight else None
         return grad_x, grad_weight, grads.sum(0) if wants_bias else None
 
 

@@ -7,17 +7,20 @@ two instead, which takes less than 2% of the layer's time. The two gradients of 
 from __future__ import annotations
 
 import inspect
-from types import MethodType
-from typing import Any, Protocol
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 from transformers.activations import SiLUActivation
 
-from prime_rl.trainer.kernels.lean_linear import product
+from prime_rl.trainer.kernels.lean_linear import onednn_product
 
 _FORMULA = "self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))"
 """The forward pass as written in Llama and related models."""
+Product = Callable[[Tensor, Tensor], Tensor]
+"""Computes `a @ b.T`."""
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
 
@@ -27,21 +30,22 @@ class _PlainMLP(Protocol):
     down_proj: nn.Linear
 
 
-def use_lean_mlps(model: nn.Module) -> None:
+def use_lean_mlps(model: nn.Module, product: Product = onednn_product) -> None:
     """Replace the forward of the model's SwiGLU layers. Call after adapters are added: adapted layers are skipped."""
     for module in model.modules():
         if _is_plain(module):
-            module.forward = MethodType(_forward, module)
+            module.forward = partial(_forward, cast("_PlainMLP", module), product)
 
 
-def swiglu_mlp(x: Tensor, gate_IH: Tensor, up_IH: Tensor, down_HI: Tensor) -> Tensor:
+def swiglu_mlp(x: Tensor, gate_IH: Tensor, up_IH: Tensor, down_HI: Tensor, product: Product) -> Tensor:
     """Compute `(silu(x @ gate.T) * (x @ up.T)) @ down.T` for x [..., H]."""
-    return _SwiGLU.apply(x, gate_IH, up_IH, down_HI)
+    return _SwiGLU.apply(x, gate_IH, up_IH, down_HI, product)
 
 
 class _SwiGLU(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, gate_IH: Tensor, up_IH: Tensor, down_HI: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, gate_IH: Tensor, up_IH: Tensor, down_HI: Tensor, product: Product) -> Tensor:
+        ctx.product = product
         x_NH = x.reshape(-1, x.shape[-1])
         gates, ups = product(x_NH, gate_IH), product(x_NH, up_IH)
         ctx.save_for_backward(x, gates, ups, gate_IH, up_IH, down_HI)
@@ -50,7 +54,8 @@ class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, gates, ups, gate_IH, up_IH, down_HI = ctx.saved_tensors
-        wants_x, wants_gate, wants_up, wants_down = ctx.needs_input_grad
+        wants_x, wants_gate, wants_up, wants_down, _ = ctx.needs_input_grad
+        product = ctx.product
         x_NH, grad_NH = x.reshape(-1, x.shape[-1]), grad.reshape(-1, grad.shape[-1])
         active = nn.functional.silu(gates)
         inner = active * ups
@@ -60,18 +65,18 @@ class _SwiGLU(torch.autograd.Function):
         grad_ups = grad_inner.mul_(active)
         grad_gate = product(grad_gates.t(), x_NH.t()) if wants_gate else None
         grad_up = product(grad_ups.t(), x_NH.t()) if wants_up else None
-        grad_x = _sum_of_products(grad_gates, gate_IH, grad_ups, up_IH).view(x.shape) if wants_x else None
-        return grad_x, grad_gate, grad_up, grad_down
+        grad_x = _sum_of_products(product, grad_gates, gate_IH, grad_ups, up_IH).view(x.shape) if wants_x else None
+        return grad_x, grad_gate, grad_up, grad_down, None
 
 
-def _sum_of_products(a_NI: Tensor, one_IH: Tensor, b_NI: Tensor, other_IH: Tensor) -> Tensor:
+def _sum_of_products(product: Product, a_NI: Tensor, one_IH: Tensor, b_NI: Tensor, other_IH: Tensor) -> Tensor:
     if a_NI.dtype == torch.float32:
         return product(a_NI, one_IH.t()).add_(product(b_NI, other_IH.t()))
     return torch.mm(a_NI, one_IH).addmm_(b_NI, other_IH)
 
 
-def _forward(self: _PlainMLP, x: Tensor) -> Tensor:
-    return swiglu_mlp(x, self.gate_proj.weight, self.up_proj.weight, self.down_proj.weight)
+def _forward(self: _PlainMLP, product: Product, x: Tensor) -> Tensor:
+    return swiglu_mlp(x, self.gate_proj.weight, self.up_proj.weight, self.down_proj.weight, product)
 
 
 def _is_plain(module: nn.Module) -> bool:

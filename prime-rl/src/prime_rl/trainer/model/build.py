@@ -27,9 +27,10 @@ from prime_rl.run.beats import own_beats
 from prime_rl.trainer.kernels.attention import choose_attention
 from prime_rl.trainer.kernels.attention_apart import SequenceLayout
 from prime_rl.trainer.kernels.lean_embedding import use_lean_embedding
-from prime_rl.trainer.kernels.lean_linear import use_lean_linears
+from prime_rl.trainer.kernels.lean_linear import onednn_product, plain_product, use_lean_linears
 from prime_rl.trainer.kernels.lean_mlp import use_lean_mlps
 from prime_rl.trainer.kernels.lean_norm import use_lean_norms
+from prime_rl.trainer.kernels.product_choice import Library, ProductChoice
 from prime_rl.trainer.lora.adapters import add_adapters, log_adapters
 from prime_rl.trainer.model.blocks import decoder_blocks, prepare_blocks
 from prime_rl.trainer.model.scoring import enable_scoring
@@ -46,8 +47,12 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _RANDOM_INIT_SEED = 0
 
 
-def setup_model(config: ModelConfig, mesh: Mesh, *, has_dropout: bool = False) -> PreTrainedModel:
+def setup_model(
+    config: ModelConfig, mesh: Mesh, *, has_dropout: bool = False, products: ProductChoice | None = None
+) -> PreTrainedModel:
     """Build, load and shard the model. Collective.
+
+    `products` chooses the library of float32 matrix products on a CPU; None: without measuring.
 
     With `has_dropout`, the model is in training mode, with the dropouts of its config and of its adapters. Without, it
     is in evaluation mode: its log-probabilities are a function of its weights and the tokens before, as RL's importance
@@ -85,10 +90,7 @@ def setup_model(config: ModelConfig, mesh: Mesh, *, has_dropout: bool = False) -
     if config.freeze_moe_router:
         freeze_routers(model)
     if process.device.type == "cpu" and config.compile is None:
-        use_lean_norms(model)
-        use_lean_mlps(model)
-        use_lean_embedding(model)
-        use_lean_linears(model)
+        _use_lean_kernels(model, products or ProductChoice.without_measuring())
     is_random = has_dropout and bool(dropouts := dropouts_of(config, model_config))
     if is_random and process.is_main:
         get_logger().info(f"Dropout: {', '.join(f'{key} = {value:g}' for key, value in dropouts.items())}")
@@ -226,6 +228,15 @@ def _build_full(config: ModelConfig, model_config: PretrainedConfig, options: di
     except (OSError, ValueError, ImportError) as error:
         hint = "; to start from random weights set model.debug.random_init = true"
         raise ModelError(_load_error("model.name", config.name, error) + hint) from error
+
+
+def _use_lean_kernels(model: PreTrainedModel, products: ProductChoice) -> None:
+    has_onednn = products.of(model.config.get_text_config().hidden_size) is Library.ONEDNN
+    use_lean_norms(model)
+    use_lean_mlps(model, onednn_product if has_onednn else plain_product)
+    use_lean_embedding(model)
+    if has_onednn:
+        use_lean_linears(model)
 
 
 def _shard(model: PreTrainedModel, config: ModelConfig, mesh: Mesh) -> None:

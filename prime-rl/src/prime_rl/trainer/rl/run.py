@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from dataclasses import asdict
 
 from transformers import PretrainedConfig, PreTrainedModel
 
@@ -16,6 +17,7 @@ from prime_rl.trainer.checkpoints.changes import check_changes
 from prime_rl.trainer.checkpoints.manager import CheckpointManager
 from prime_rl.trainer.checkpoints.restored import restored_state, summary_of
 from prime_rl.trainer.checkpoints.state import TrainedModel, TrainState
+from prime_rl.trainer.kernels.product_choice import ProductChoice, choose_products
 from prime_rl.trainer.model.build import compute_dtype, export_dtype, setup_model, setup_tokenizer
 from prime_rl.trainer.observe.kept_logprobs import KeptLogprobs
 from prime_rl.trainer.observe.perf import Performance, known_peak_flops, peak_flops
@@ -96,13 +98,14 @@ def setup_components(
     # Before loading the model, because other processes may look for versions while it loads.
     broadcast.start(resume_step or 0)
     tokenizer = setup_tokenizer(config.tokenizer, config.model)
-    model = setup_model(config.model, mesh)
+    products = choose_products(paths, process, is_resumed=resume_step is not None)
+    model = setup_model(config.model, mesh, products=products)
     optimizer = setup_optimizer(config.optim, model, config.model.optim_cpu_offload)
     scheduler = setup_scheduler(config.scheduler, optimizer, config.max_steps)
     kept = KeptLogprobs(paths.orchestrator, mesh.data_axis)
     state = TrainState({"policy": TrainedModel(model, optimizer, scheduler)})
     if checkpoints is not None and resume_step is not None:
-        resume(state, checkpoints, resume_step, config.max_steps)
+        resume(state, checkpoints, resume_step, config.max_steps, products)
     return Components(
         state=state,
         tokenizer=tokenizer,
@@ -149,7 +152,9 @@ def setup_batches(config: TrainerConfig, paths: RunPaths, mesh: Mesh, model_conf
     return PackedBatches(config, paths, mesh, limit, vocab_size)
 
 
-def resume(state: TrainState, checkpoints: CheckpointManager, step: int, max_steps: int | None) -> None:
+def resume(
+    state: TrainState, checkpoints: CheckpointManager, step: int, max_steps: int | None, products: ProductChoice
+) -> None:
     """Restore the checkpoint of `step`, and log what was restored.
 
     Raises:
@@ -159,7 +164,8 @@ def resume(state: TrainState, checkpoints: CheckpointManager, step: int, max_ste
         raise CheckpointError(fault)
     checkpoints.load(state, step)
     if checkpoints.process.is_main:
-        facts = restored_state(state, checkpoints.paths, step, checkpoints.process)
+        restored = restored_state(state, checkpoints.paths, step, checkpoints.process)
+        facts = {**restored, "matrix_products": asdict(products)}
         summary = summary_of(facts)
         get_logger().info(f"Resumed from {checkpoints.paths.trainer_checkpoint(step)}: {summary}")
         report_restored(summary, facts)

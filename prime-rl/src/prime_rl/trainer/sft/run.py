@@ -6,6 +6,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
 
 import torch.distributed as dist
 
@@ -21,6 +22,7 @@ from prime_rl.trainer.checkpoints.evaluated import EvaluationQueue
 from prime_rl.trainer.checkpoints.manager import CheckpointManager
 from prime_rl.trainer.checkpoints.restored import restored_state
 from prime_rl.trainer.checkpoints.state import TrainedModel, TrainState
+from prime_rl.trainer.kernels.product_choice import choose_products
 from prime_rl.trainer.model.build import compute_dtype, export_dtype, setup_model, setup_tokenizer
 from prime_rl.trainer.observe.perf import Performance, known_peak_flops
 from prime_rl.trainer.observe.telemetry import Telemetry, open_telemetry
@@ -134,7 +136,8 @@ def setup_components(config: SFTConfig, paths: RunPaths, mesh: Mesh) -> Componen
     rows = setup_rows(config.data, tokenizer, len(tokenizer), data_axis)
     check_first_rows(rows, tokenizer, process, show=config.log.log_data)
     validation = Validation(config.val.data, tokenizer, mesh) if config.val is not None else None
-    model = setup_model(config.model, mesh, has_dropout=True)
+    products = choose_products(paths, process, is_resumed=resume_step is not None)
+    model = setup_model(config.model, mesh, has_dropout=True, products=products)
     # Added tokens may leave gaps, so that the highest id is above the number of tokens.
     highest, vocab_size = max(tokenizer.get_vocab().values()), model.config.get_text_config().vocab_size
     if highest >= vocab_size:
@@ -148,7 +151,7 @@ def setup_components(config: SFTConfig, paths: RunPaths, mesh: Mesh) -> Componen
     state = TrainState({"policy": TrainedModel(model, optimizer, scheduler)})
     if checkpoints is not None and resume_step is not None:
         positions = checkpoints.load(state, resume_step)
-        facts = restored_state(state, paths, resume_step, process)
+        facts = {**restored_state(state, paths, resume_step, process), "matrix_products": asdict(products)}
         place = restore_position(rows, positions)
         leave_receipt(config, checkpoints, facts, {**rows.cursor(), "place": place, "verified": verified})
     dtype = export_dtype(config.model, config.ckpt.weights if config.ckpt else None, process.device)

@@ -1,0 +1,154 @@
+"""Chooses the library of float32 matrix products on a CPU by measuring both: PyTorch's default (MKL) or oneDNN.
+
+Which one is faster depends on the processor, the versions, the number of threads and the size, and its name does not
+tell. Products of two sizes are measured once; the result is kept in the user's cache for each machine and version.
+The libraries round differently. A run therefore records its choice, and keeps it when it resumes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from prime_rl.launch.caches import cache_root, made_for
+from prime_rl.run.paths import RunPaths
+from prime_rl.trainer.kernels.lean_linear import has_onednn_products, onednn_product, plain_product
+from prime_rl.trainer.process.world import Process
+from prime_rl.utils.files import replacing_file
+from prime_rl.utils.logger import get_logger
+
+Product = Callable[[Tensor, Tensor], Tensor]
+
+_NARROW, _WIDE = (512, 256, 512), (256, 576, 1536)
+"""Rows, inputs and outputs of the products that are measured: about 1 and 5 ms, so that even on a busy machine some of
+them run without interruption."""
+_WIDE_FROM = 512
+"""Hidden size from which a model is wide."""
+_ROUNDS = 8
+_HEADROOM = 0.95
+"""oneDNN has to take less than this share of the time, because it compiles a kernel for each shape."""
+
+
+class Library(StrEnum):
+    """What computes a product of float32 matrices."""
+
+    PYTORCH = "pytorch"
+    ONEDNN = "onednn"
+
+
+@dataclass(frozen=True, slots=True)
+class ProductChoice:
+    """The library for narrow and for wide models."""
+
+    narrow: Library
+    wide: Library
+
+    @classmethod
+    def without_measuring(cls) -> ProductChoice:
+        """What every run used before choices were measured: oneDNN on a processor with AVX-512."""
+        has_width = torch.backends.cpu.get_cpu_capability() == "AVX512"
+        library = Library.ONEDNN if has_width and has_onednn_products() else Library.PYTORCH
+        return cls(library, library)
+
+    @classmethod
+    def measured(cls, rounds: int = _ROUNDS) -> ProductChoice:
+        """Measure both libraries here and now. Takes a few tenths of a second."""
+        if not has_onednn_products():
+            return cls(Library.PYTORCH, Library.PYTORCH)
+        return cls(*(_faster(*shape, rounds) for shape in (_NARROW, _WIDE)))
+
+    @classmethod
+    def read(cls, file: Path) -> ProductChoice | None:
+        """A written choice; None if there is none that can be read and used here."""
+        try:
+            table = json.loads(file.read_bytes())
+            choice = cls(Library(table["narrow"]), Library(table["wide"]))
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+            return None
+        is_usable = has_onednn_products() or Library.ONEDNN not in (choice.narrow, choice.wide)
+        return choice if is_usable else None
+
+    def write(self, file: Path) -> None:
+        """Write the choice: whole or not at all.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with replacing_file(file) as scratch:
+            scratch.write_text(json.dumps(asdict(self)) + "\n", encoding="utf-8")
+
+    def of(self, hidden_size: int) -> Library:
+        """The library for a model."""
+        return self.wide if hidden_size >= _WIDE_FROM else self.narrow
+
+
+def choose_products(paths: RunPaths, process: Process, is_resumed: bool) -> ProductChoice:
+    """The choice of a run, recorded in its directory. All ranks get that of rank 0. Collective.
+
+    A resumed run keeps what it began with. One that began before choices were recorded keeps the rule of that time.
+    """
+    if process.device.type != "cpu":
+        return ProductChoice.without_measuring()
+    choice = _choice_of_main(paths, is_resumed) if process.is_main else ProductChoice.without_measuring()
+    if process.world_size > 1:
+        names = list(Library)
+        shared = torch.tensor([names.index(choice.narrow), names.index(choice.wide)])
+        dist.broadcast(shared, src=0)
+        choice = ProductChoice(*(names[index] for index in shared.tolist()))
+    return choice
+
+
+def _choice_of_main(paths: RunPaths, is_resumed: bool) -> ProductChoice:
+    if is_resumed:
+        return ProductChoice.read(paths.matrix_products) or ProductChoice.without_measuring()
+    choice = cached_choice(_cache_file())
+    choice.write(paths.matrix_products)
+    get_logger().info(f"Matrix products in float32: {choice.narrow} in narrow models, {choice.wide} in wide ones")
+    return choice
+
+
+def cached_choice(file: Path) -> ProductChoice:
+    """The choice in a file of the cache. Measured and written if there is none."""
+    known = ProductChoice.read(file)
+    if known is not None:
+        return known
+    choice = ProductChoice.measured()
+    try:
+        choice.write(file)
+    except OSError as error:
+        get_logger().debug(f"the next run measures matrix products again: {file}: {error.strerror}")
+    return choice
+
+
+def _cache_file() -> Path:
+    """One file for each processor, set of versions and number of threads."""
+    key = f"{made_for((), os.environ)}{torch.get_num_threads()} threads\n"
+    return cache_root(os.environ) / "matrix_products" / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
+
+
+def _faster(rows: int, inputs: int, outputs: int, rounds: int) -> Library:
+    generator = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(*size, generator=generator) for size in ((rows, inputs), (outputs, inputs)))
+    grad = torch.randn(rows, outputs, generator=generator)
+    # As in a linear layer: the output, the gradient of the input, and that of the weight.
+    operands = ((x, weight), (grad, weight.t()), (grad.t(), x.t()))
+    seconds = {product: [float("inf")] * len(operands) for product in (onednn_product, plain_product)}
+    for _ in range(1 + rounds):  # the first round compiles kernels, and is never the fastest
+        for product, best in seconds.items():
+            for index, pair in enumerate(operands):
+                started_s = time.perf_counter()
+                product(*pair)
+                best[index] = min(best[index], time.perf_counter() - started_s)
+    is_onednn = sum(seconds[onednn_product]) < _HEADROOM * sum(seconds[plain_product])
+    return Library.ONEDNN if is_onednn else Library.PYTORCH

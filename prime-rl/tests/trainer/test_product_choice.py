@@ -1,0 +1,65 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from prime_rl.run.paths import RunPaths
+from prime_rl.trainer.kernels.lean_linear import has_onednn_products
+from prime_rl.trainer.kernels.product_choice import Library, ProductChoice, cached_choice, choose_products
+from prime_rl.trainer.process.world import Process
+
+ONLY_PYTORCH = ProductChoice(Library.PYTORCH, Library.PYTORCH)
+MIXED = ProductChoice(Library.PYTORCH, Library.ONEDNN)
+THIS_PROCESS = Process(rank=0, world_size=1, local_rank=0, device=torch.device("cpu"))
+
+needs_both = pytest.mark.skipif(not has_onednn_products(), reason="PyTorch without oneDNN")
+
+
+@needs_both
+def test_a_choice_in_the_cache_is_not_measured_again(tmp_path: Path) -> None:
+    for choice in (ONLY_PYTORCH, MIXED):
+        choice.write(tmp_path / "cache" / "choice.json")
+        assert cached_choice(tmp_path / "cache" / "choice.json") == choice
+
+
+@pytest.mark.parametrize(
+    "damaged", [b"", b"{", b"[]", b'{"narrow": "pytorch"}', b'{"narrow": "blas", "wide": "onednn"}', b"[" * 100_000]
+)
+def test_a_damaged_file_of_the_cache_is_replaced(tmp_path: Path, damaged: bytes) -> None:
+    file = tmp_path / "choice.json"
+    file.write_bytes(damaged)
+    measured = cached_choice(file)
+    assert ProductChoice.read(file) == measured
+    assert sorted(json.loads(file.read_text())) == ["narrow", "wide"]
+
+
+def test_without_a_place_to_keep_it_the_choice_is_still_measured(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    assert cached_choice(tmp_path / "file" / "choice.json").of(256) in Library
+
+
+@needs_both
+def test_a_resumed_run_keeps_the_choice_that_it_began_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PRIME_RL_CACHE", str(tmp_path / "cache"))
+    paths = RunPaths(tmp_path / "run")
+    begun = choose_products(paths, THIS_PROCESS, is_resumed=False)
+    assert ProductChoice.read(paths.matrix_products) == begun
+    (cached,) = (tmp_path / "cache" / "matrix_products").iterdir()
+    for choice in (ONLY_PYTORCH, MIXED):
+        # The cache may change between two attempts; the record of the run decides.
+        choice.write(paths.matrix_products)
+        begun.write(cached)
+        assert choose_products(paths, THIS_PROCESS, is_resumed=True) == choice
+    assert choose_products(paths, THIS_PROCESS, is_resumed=False) == begun
+
+
+def test_a_run_without_a_record_resumes_as_it_began(tmp_path: Path) -> None:
+    resumed = choose_products(RunPaths(tmp_path), THIS_PROCESS, is_resumed=True)
+    assert resumed == ProductChoice.without_measuring()
+
+
+def test_models_are_wide_from_a_hidden_size_of_512() -> None:
+    assert [MIXED.of(size) for size in (64, 511, 512, 4096)] == [Library.PYTORCH] * 2 + [Library.ONEDNN] * 2
