@@ -24,7 +24,7 @@ from prime_rl.launch.caches import cache_root, made_for
 from prime_rl.run.paths import RunPaths
 from prime_rl.trainer.kernels.lean_linear import has_onednn_products, onednn_product, plain_product
 from prime_rl.trainer.process.world import Process
-from prime_rl.utils.files import replacing_file
+from prime_rl.utils.files import locked_file, replacing_file
 from prime_rl.utils.logger import get_logger
 
 Product = Callable[[Tensor, Tensor], Tensor]
@@ -119,15 +119,18 @@ def _choice_of_main(paths: RunPaths, is_resumed: bool) -> ProductChoice:
 
 
 def cached_choice(file: Path) -> ProductChoice:
-    """The choice in a file of the cache. Measured and written if there is none."""
+    """The choice in a file of the cache. Measured and written if there is none, by one process at a time."""
     known = ProductChoice.read(file)
     if known is not None:
         return known
-    choice = ProductChoice.measured()
     try:
-        choice.write(file)
+        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with locked_file(file.with_suffix(".lock")):
+            choice = ProductChoice.read(file) or ProductChoice.measured()
+            choice.write(file)
     except OSError as error:
         get_logger().debug(f"the next run measures matrix products again: {file}: {error.strerror}")
+        return ProductChoice.measured()
     return choice
 
 
