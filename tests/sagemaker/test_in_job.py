@@ -143,7 +143,7 @@ GOOD = {"command": "sft", "source_sha256": "0" * 64}
         ({**GOOD, "command": "rm"}, None, "not a job of medarc_submit"),
         ({**GOOD, "secrets": "{"}, None, "no JSON"),
         (GOOD, {"hosts": []}, "names no hosts"),
-        (GOOD, {"hosts": ["algo-1", "algo-2"]}, "2 instances: runs on SageMaker take one"),
+        (GOOD, {"hosts": ["algo-1", "algo-2"]}, "2 instances, which share no directory"),
         (GOOD, None, "source.tar.gz: missing"),
     ],
 )

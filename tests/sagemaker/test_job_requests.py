@@ -6,6 +6,7 @@ import json
 import os
 import re
 import socket
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from medarc_rl.backends.backend import Request
 from medarc_rl.backends.ray import demands
 from medarc_rl.backends.sagemaker.prepared_training import gpu_faults
 from medarc_rl.backends.sagemaker.request.api_rules import request_faults
+from medarc_rl.backends.sagemaker.request.file_systems import FileSystem
 from medarc_rl.backends.sagemaker.request.instances import gpus_of
 from medarc_rl.backends.sagemaker.request.job_names import name_fault, nearest_name, opaque_name
 from medarc_rl.backends.sagemaker.request.s3_places import JobPlaces, S3Prefix
@@ -30,6 +32,7 @@ from prime_rl.utils.pydantic_config import load_config
 
 GOLDEN = Path(__file__).parent / "golden"
 SECRET = "arn:aws:secretsmanager:us-east-1:123456789012:secret:hf-AbCdEf"
+EFS_ACTIONS = ("ClientMount", "ClientRootAccess", "ClientWrite", "DescribeFileSystems", "DescribeMountTargets")
 JOB = TrainingJob(
     name="medarc-20260131-120000-1a2b3c4d",
     command="rl",
@@ -79,6 +82,13 @@ def test_generated_names_are_opaque_and_do_not_collide() -> None:
 def test_the_request_is_as_recorded_and_the_api_takes_it() -> None:
     assert json.loads((GOLDEN / "request.json").read_text()) == JOB.request()
     assert request_faults(JOB.request()) == []
+
+
+def test_the_request_of_several_nodes_is_as_recorded() -> None:
+    shared = FileSystem.of("fsx:fs-0123456789abcdef0:/mountname/runs")
+    job = replace(JOB, nodes=4, single_gpu=False, file_system=shared)
+    assert json.loads((GOLDEN / "request_of_nodes.json").read_text()) == job.request()
+    assert request_faults(job.request()) == []
 
 
 def test_the_request_has_the_types_that_boto3_wants() -> None:
@@ -131,7 +141,14 @@ REFUSED = {
     "--include ../outside": "--include ../outside",
     "--include missing": "--include missing: no such file",
     "--include .env": "--include .env: usually holds secrets",
-    "--nodes 2": "2 nodes: runs on SageMaker take one instance",
+    "--nodes 2": "2 nodes: they share a directory, and instances do not: give --file-system",
+    "--nodes 2 --local": "2 nodes: --local runs one container|docker",
+    "--file-system fsx:fs-01234567:/m/runs --subnet subnet-1 --security-group sg-1": "belongs to several nodes",
+    "--nodes 2 --gpus 1 --file-system efs:fs-0123456789abcdef0:/": "--file-system needs --subnet",
+    "--nodes 2 --gpus 1 --file-system nfs:fs-0123456789abcdef0:/": "write fsx:ID:/PATH or efs:ID:/PATH",
+    "--nodes 2 --gpus 1 --file-system efs:fs-012:/ --subnet subnet-1 --security-group sg-1": "'fs-012' is no",
+    "--nodes 2 --gpus 1 --file-system efs:fs-01234567:runs --subnet subnet-1 --security-group sg-1": "begins with /",
+    "--nodes 2 --gpus 1 --file-system fsx:fs-01234567:/ --subnet subnet-1 --security-group sg-1": "its mount name",
     "--project-dir nowhere": "no such directory",
     "--launcher slurm": "launcher = 'slurm': start this run with `medarc_slurm",
     "--resume latest": "a new job begins with an empty directory",
@@ -251,6 +268,25 @@ def test_a_policy_covers_what_configs_name_on_s3(tmp_path: Path) -> None:
     listed = rights["ListItsPrefixes"]
     assert {"arn:aws:s3:::data", "arn:aws:s3:::kept", "arn:aws:s3:::models"} < set(listed["Resource"])
     assert {"train.jsonl", "qwen", "qwen/*", "runs/a/*"} < set(listed["Condition"]["StringLike"]["s3:prefix"])
+
+
+@pytest.mark.parametrize(
+    ("kind", "actions"),
+    [
+        ("fsx", {"fsx:DescribeFileSystems"}),
+        ("efs", {f"elasticfilesystem:{name}" for name in EFS_ACTIONS}),
+    ],
+)
+def test_a_policy_lets_the_job_mount_its_file_system(tmp_path: Path, kind: str, actions: set[str]) -> None:
+    words = ["sagemaker-policy", "--role", ROLE, "--s3", "s3://bucket/runs", "--region", "us-east-1"]
+    done = command("medarc_submit", tmp_path, [*words, "--file-system", f"{kind}:fs-0123456789abcdef0:/mount/runs"])
+    assert done.returncode == 0, done.stderr
+    rights = {each["Sid"]: each for each in json.loads(done.stdout)["job_role"]["Statement"]}
+    (mounting,) = (each for name, each in rights.items() if name.endswith("TheFileSystem"))
+    assert set(mounting["Action"]) == actions
+    (resource,) = mounting["Resource"]
+    assert resource.endswith(":123456789012:file-system/fs-0123456789abcdef0")
+    assert "JoinTheNetwork" in rights
 
 
 def test_no_policy_allows_more_than_its_prefix() -> None:

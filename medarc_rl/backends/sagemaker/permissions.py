@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from medarc_rl.backends.sagemaker.aws_calls import Aws
+from medarc_rl.backends.sagemaker.request.file_systems import FileSystem
 from medarc_rl.backends.sagemaker.request.s3_places import S3Prefix, input_channels
 from medarc_rl.backends.sagemaker.request.secret_references import is_parameter, references, resource_of
 from medarc_rl.backends.sagemaker.sagemaker_options import PolicyOptions, with_variables
@@ -57,7 +58,8 @@ def print_policies(options: PolicyOptions) -> int:
         outputs=outputs,
         secrets=list(references(given.secret_env).values()),
         kms_key=given.kms_key,
-        in_vpc=bool(given.subnet),
+        in_vpc=bool(given.subnet or given.file_system),
+        file_system=None if given.file_system is None else FileSystem.of(given.file_system),
     )
     say(json.dumps(rights.documents(), indent=2))
     return 0
@@ -109,6 +111,7 @@ class Rights:
     """ARNs of secrets and parameters."""
     kms_key: str | None = None
     in_vpc: bool = False
+    file_system: FileSystem | None = None
 
     def __post_init__(self) -> None:
         if _ROLE.fullmatch(self.role) is None:
@@ -196,7 +199,17 @@ class Rights:
             statements.append(_allow("ReadParameters", ["ssm:GetParameter"], parameters))
         if self.in_vpc:
             statements.append(_allow("JoinTheNetwork", list(_NETWORK), ["*"]))
+        if self.file_system is not None:
+            statements.append(self._mount(self.file_system))
         return [*statements, *self._key_use(["kms:Decrypt", "kms:GenerateDataKey", "kms:CreateGrant"])]
+
+    def _mount(self, system: FileSystem) -> dict[str, Any]:
+        if system.kind == "fsx":
+            described = self._arn("fsx", f"file-system/{system.id}")
+            return _allow("FindTheFileSystem", ["fsx:DescribeFileSystems"], [described])
+        actions = ("ClientMount", "ClientRootAccess", "ClientWrite", "DescribeFileSystems", "DescribeMountTargets")
+        mounted = self._arn("elasticfilesystem", f"file-system/{system.id}")
+        return _allow("MountTheFileSystem", [f"elasticfilesystem:{name}" for name in actions], [mounted])
 
     def _logs(self) -> list[str]:
         group = self._arn("logs", f"log-group:{LOG_GROUP}")

@@ -14,10 +14,12 @@ from typing import Any
 
 from medarc_rl.backends.backend import Prepared, Request
 from medarc_rl.backends.pairs import pairs, plain_variables
+from medarc_rl.backends.ray import demands
 from medarc_rl.backends.sagemaker.aws_calls import Aws, require_boto3
 from medarc_rl.backends.sagemaker.images import ImageBuild
 from medarc_rl.backends.sagemaker.local_container import LocalContainer, require_docker
 from medarc_rl.backends.sagemaker.request.api_rules import request_faults
+from medarc_rl.backends.sagemaker.request.file_systems import FileSystem
 from medarc_rl.backends.sagemaker.request.instances import family_of, gpus_of, smallest_with
 from medarc_rl.backends.sagemaker.request.job_names import name_fault, opaque_name
 from medarc_rl.backends.sagemaker.request.s3_places import JobPlaces, S3Prefix, input_channels
@@ -73,7 +75,8 @@ def prepared_training(request: Request) -> PreparedTraining:
     staged = stage(project, options.include, options.max_upload_mb * 1_000_000)
     config, path_faults = _config_of(run, project, staged)
     region = "local" if options.local and options.region is None else Aws(options.region, options.profile).region
-    build = ImageBuild.of(options.repository, options.build_extra) if options.build else None
+    extras = [*options.build_extra, *(("ray",) if request.nodes > 1 else ())]
+    build = ImageBuild.of(options.repository, list(dict.fromkeys(extras))) if options.build else None
     with packed(staged, config) as bundle:
         sha256, size_bytes = bundle.sha256, bundle.size_bytes
     faults = [*path_faults, *gpu_faults(request, run.config, options.instance_type)]
@@ -104,14 +107,18 @@ def prepared_training(request: Request) -> PreparedTraining:
 
 def _loaded(request: Request, options: SageMakerOptions) -> Run[Any]:
     """The config, which resumes from what the run's prefix holds, if it saves anything."""
-    if request.nodes > 1:
+    is_large = request.nodes > 1
+    if is_large and options.local:
+        raise UsageError(f"{request.nodes} nodes: --local runs one container, which is one node")
+    if is_large and options.file_system is None:
         raise UsageError(
-            f"{request.nodes} nodes: runs on SageMaker take one instance, as ml.p5.48xlarge (8 GPUs): nodes of a run "
-            "share a directory, and instances do not; for several nodes take medarc_slurm, or --to ray or kubernetes"
+            f"{request.nodes} nodes: they share a directory, and instances do not: give --file-system "
+            "fsx:ID:/PATH (or efs:…), or take medarc_slurm, --to ray or --to kubernetes"
         )
-    run = request.load(Path(RUN_DIR))
+    owned = {"launcher": "ray"} if is_large else {}
+    run = request.load(Path(RUN_DIR), owned)
     if request.kind != "eval":
-        refuse_other_launcher(run.config, "local", request.words)
+        refuse_other_launcher(run.config, "ray" if is_large else "local", request.words)
     if options.spot and not run.checkpoints and request.kind != "eval":
         raise UsageError("--spot: the run would start again each time: add a [ckpt] table, or --ckpt.interval N")
     if run.resume_step not in (None, AUTO) and not request.output_dir:
@@ -121,7 +128,7 @@ def _loaded(request: Request, options: SageMakerOptions) -> Run[Any]:
             "--output-dir s3://BUCKET/PREFIX/JOB/run, which `medarc_jobs list` shows"
         )
     if run.resume_step is None and run.checkpoints:
-        return replace(request, words=[*request.words, "--resume=auto"]).load(Path(RUN_DIR))
+        return replace(request, words=[*request.words, "--resume=auto"]).load(Path(RUN_DIR), owned)
     return run
 
 
@@ -194,6 +201,8 @@ def _job(request: Request, options: SageMakerOptions, sha256: str, image: str, f
         subnets=options.subnet,
         security_groups=options.security_group,
         kms_key=options.kms_key,
+        nodes=request.nodes,
+        file_system=None if options.file_system is None else _collected(faults, FileSystem.of, options.file_system),
     )
 
 
@@ -246,6 +255,9 @@ def gpu_faults(request: Request, config: Any, instance_type: str | None) -> list
 
 
 def _gpus_of(request: Request, config: Any) -> int:
+    """Of one instance."""
+    if request.nodes > 1:
+        return max(demands.gpus_of(config, single_gpu=False))
     if request.split is not None:
         return request.split.total + judge_gpus(config)
     return sft_gpus(config) if request.kind == "sft" and request.gpus != 0 else request.gpus or 0

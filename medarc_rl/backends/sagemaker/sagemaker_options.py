@@ -53,6 +53,13 @@ class AccountOptions:
     security_group: Annotated[list[str], Option(help="sagemaker: security group of the job; may be repeated.")] = field(
         default_factory=list
     )
+    file_system: Annotated[
+        str | None,
+        Option(
+            metavar="fsx:ID:/PATH|efs:ID:/PATH",
+            help="sagemaker: directory that the instances of a run on several nodes share; needs --subnet.",
+        ),
+    ] = None
 
 
 @dataclass(frozen=True, kw_only=True)

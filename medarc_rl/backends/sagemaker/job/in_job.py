@@ -1,7 +1,8 @@
 """The entry point of a training job: `python -m medarc_rl.backends.sagemaker.job.in_job`.
 
-Unpacks the project's files, reads secrets, and starts the run's launcher. Its output goes to CloudWatch. SageMaker
-sends SIGTERM when a job is stopped or loses its spot capacity, and SIGKILL 120 s later.
+Unpacks the project's files, reads secrets, and starts the run's launcher, or on several hosts Ray and its driver. Its
+output goes to CloudWatch. SageMaker sends SIGTERM to each host when a job is stopped or loses its spot capacity, and
+SIGKILL 120 s later.
 """
 
 from __future__ import annotations
@@ -20,16 +21,23 @@ from types import FrameType
 from typing import IO
 
 from medarc_rl.backends.sagemaker.job.job_inputs import JobInputs, MlPaths, unpack_source
+from medarc_rl.backends.sagemaker.job.several_hosts import RAY_PORT, Hosts, end
 from medarc_rl.backends.sagemaker.request.secret_references import resolved
 from medarc_rl.errors import MedarcError, UsageError
+from prime_rl.storage.cache import CACHE_VARIABLE
+from prime_rl.utils.private import private_directory
 
 MODULES = {
     "sft": "medarc_rl.launchers.sft_local",
     "rl": "medarc_rl.launchers.rl_local",
     "eval": "prime_rl.entrypoints.eval",
 }
+DRIVER = "medarc_rl.backends.ray.driver"
+_INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 STOP_LIMIT_S = 110.0
 """Seconds after SIGTERM at which a run that has not stopped is killed, before SageMaker kills the container."""
+_LOSS_LIMIT_S = 60.0
+"""Seconds for a driver to end after a host was lost. It says which processes ran there."""
 _KEPT_LINES = 30
 _FAILURE_CHARS = 1024
 _NOT_COPIED = ("run_default/broadcasts", "run_default/rollouts", "rollouts")
@@ -42,10 +50,11 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--local-disk", type=Path, default=Path("/tmp/medarc-run"), help="for files that no restart needs"
     )
+    parser.add_argument("--ray-port", type=int, default=RAY_PORT, help="on several hosts; the next one is used, too")
     options = parser.parse_args(words)
     paths = MlPaths(options.root)
     try:
-        return _run(paths, options.local_disk)
+        return _run(paths, options.local_disk, options.ray_port)
     except MedarcError as error:
         for fault in error.faults:
             sys.stderr.write(f"error: {fault}\n")
@@ -53,19 +62,61 @@ def main(words: Sequence[str] | None = None) -> int:
         return error.exit_code
 
 
-def _run(paths: MlPaths, local_disk: Path) -> int:
+def _run(paths: MlPaths, local_disk: Path, ray_port: int) -> int:
     inputs = JobInputs.read(paths)
-    if len(inputs.hosts) > 1:
-        raise UsageError(f"{len(inputs.hosts)} instances: runs on SageMaker take one; submit with --nodes 1")
+    if len(inputs.hosts) > 1 and inputs.shared_run is None:
+        raise UsageError(f"{len(inputs.hosts)} instances, which share no directory: submit with --file-system")
     unpack_source(inputs, paths)
+    if inputs.shared_run is not None:
+        return _run_on_hosts(inputs, paths, inputs.shared_run, local_disk, ray_port)
     secrets = resolved(inputs.secrets)
     if inputs.command == "rl":
         keep_off_s3(paths.run, local_disk)
     child = Child(argv_of(inputs, paths), paths.source, child_env(inputs, paths, secrets, os.environ, local_disk))
-    code = child.run()
+    return _finished(child.run(), paths, child.last_lines, secrets)
+
+
+def _run_on_hosts(inputs: JobInputs, paths: MlPaths, run: str, local_disk: Path, ray_port: int) -> int:
+    """The first host runs Ray's driver over all of them; the others end with its exit code."""
+    env = child_env(inputs, paths, {}, os.environ, local_disk)
+    if inputs.interface is not None:
+        env |= {name: env.get(name, inputs.interface) for name in _INTERFACE_VARIABLES}
+    shared = private_directory(paths.shared(run))
+    # What the config names on S3 is downloaded once, to where all hosts find it.
+    env.setdefault(CACHE_VARIABLE, str(shared / "inputs"))
+    hosts = Hosts(inputs.hosts, inputs.current_host, shared / "hosts", env, ray_port)
+    if not hosts.leads:
+        return hosts.follow()
+    # While hosts join there is no child to pass it to.
+    signal.signal(signal.SIGTERM, end)
+    secrets = resolved(inputs.secrets)
+    argv = driver_argv(inputs, paths, shared / "run", hosts.ray_address)
+    child = Child(argv, paths.source, {**hosts.ray_env(), **secrets})
+    with hosts.led(_say, child.end_soon) as tell:
+        code = child.run()
+        code = 1 if hosts.lost and code == 128 + signal.SIGTERM else code
+        tell(code)
+    gone = [f"error: host {name} is gone" for name in hosts.lost]
+    return _finished(code, paths, [*gone, *child.last_lines], secrets)
+
+
+def _finished(code: int, paths: MlPaths, lines: Sequence[str], secrets: Mapping[str, str]) -> int:
     if code not in (0, 128 + signal.SIGTERM):
-        write_failure(paths, child.last_lines, tuple(secrets.values()))
+        write_failure(paths, list(lines), tuple(secrets.values()))
     return code
+
+
+def _say(line: str) -> None:
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
+def driver_argv(inputs: JobInputs, paths: MlPaths, run: Path, address: str) -> tuple[str, ...]:
+    """Ray's driver. It copies the run to S3 itself: SageMaker would do so on each host."""
+    kept = () if inputs.upload_to is None else (f"--storage.upload-to={inputs.upload_to}",)
+    flags = ("--address", address, "--strategy", "spread")
+    words = (inputs.command, "@", str(paths.config), f"--output-dir={run}", *kept)
+    return (sys.executable, "-m", DRIVER, *flags, *words)
 
 
 def argv_of(inputs: JobInputs, paths: MlPaths) -> tuple[str, ...]:
@@ -147,6 +198,12 @@ class Child:
         code = self._process.wait()
         copying.join(timeout=10.0)
         return code if code >= 0 else 128 - code
+
+    def end_soon(self) -> None:
+        """Ask it to end in a while, unless it has ended by then."""
+        limit = threading.Timer(_LOSS_LIMIT_S, self._stop, (signal.SIGTERM, None))
+        limit.daemon = True
+        limit.start()
 
     def _copy(self, stream: IO[bytes]) -> None:
         for line in stream:

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from medarc_rl.backends.sagemaker.request.file_systems import SHARED_CHANNEL
+from medarc_rl.backends.sagemaker.request.job_names import name_fault
 from medarc_rl.backends.sagemaker.request.training_request import SOURCE_CHANNEL
 from medarc_rl.backends.sagemaker.source.bundle import CONFIG, SOURCE, sha256_of, unpack
 from medarc_rl.errors import UsageError
@@ -53,8 +55,12 @@ class MlPaths:
 
     @property
     def run(self) -> Path:
-        """The run's directory."""
+        """The run's directory on one instance."""
         return self.root / "checkpoints"
+
+    def shared(self, run: str) -> Path:
+        """What the instances of a run share."""
+        return self.channel(SHARED_CHANNEL) / run
 
     @property
     def failure(self) -> Path:
@@ -72,6 +78,12 @@ class JobInputs:
     secrets: Mapping[str, str]
     current_host: str
     hosts: tuple[str, ...]
+    interface: str | None = None
+    """Network interface between the hosts."""
+    shared_run: str | None = None
+    """Name of the run's directory in the shared one. None: the hosts share none."""
+    upload_to: str | None = None
+    """With a shared directory: where on S3 the run is kept."""
 
     @classmethod
     def read(cls, paths: MlPaths) -> JobInputs:
@@ -84,6 +96,9 @@ class JobInputs:
         hosts = resources.get("hosts")
         if not isinstance(hosts, list) or not hosts or not all(isinstance(host, str) for host in hosts):
             raise UsageError(f"{paths.resources}: names no hosts")
+        run, interface = given.get("run"), resources.get("network_interface_name")
+        if run is not None and (not isinstance(run, str) or name_fault(run)):
+            raise UsageError(f"{paths.hyperparameters}: not a job of medarc_submit: run is {run!r}")
         return cls(
             command=command,
             source_sha256=digest,
@@ -92,6 +107,9 @@ class JobInputs:
             current_host=str(resources.get("current_host", hosts[0])),
             # Every host gets the same list, in the same order.
             hosts=tuple(sorted(hosts)),
+            interface=interface if isinstance(interface, str) else None,
+            shared_run=run,
+            upload_to=str(given["upload_to"]) if "upload_to" in given else None,
         )
 
 

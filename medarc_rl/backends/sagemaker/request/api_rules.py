@@ -30,6 +30,8 @@ OPTIONS: Mapping[str, str] = {
     "InputDataConfig[].ChannelName": "--input",
     "InputDataConfig[].DataSource.S3DataSource.S3Uri": "--input",
     "InputDataConfig": "--input",
+    "InputDataConfig[].DataSource.FileSystemDataSource.FileSystemId": "--file-system",
+    "InputDataConfig[].DataSource.FileSystemDataSource.DirectoryPath": "--file-system",
     "VpcConfig.SecurityGroupIds": "--security-group",
     "VpcConfig.SecurityGroupIds[]": "--security-group",
     "VpcConfig.Subnets": "--subnet",

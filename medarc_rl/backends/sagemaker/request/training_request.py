@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from medarc_rl.backends.sagemaker.request.file_systems import SHARED_CHANNEL, FileSystem
 from medarc_rl.backends.sagemaker.request.s3_places import JobPlaces
 
 JOB_MODULE = "medarc_rl.backends.sagemaker.job.in_job"
@@ -45,12 +46,16 @@ class TrainingJob:
     subnets: Sequence[str] = ()
     security_groups: Sequence[str] = ()
     kms_key: str | None = None
+    file_system: FileSystem | None = None
+    """With several nodes: holds the run's directory, which the run itself copies to S3."""
 
     def hyperparameters(self) -> dict[str, str]:
         """What the job reads about itself. The console shows it, so it tells nothing about the experiment."""
         values = {"command": self.command, "source_sha256": self.source_sha256}
         if self.single_gpu:
             values["single_gpu"] = "1"
+        if self.file_system is not None:
+            values |= {"run": self.name, "upload_to": self.places.run.uri}
         if self.secrets:
             values["secrets"] = json.dumps(dict(sorted(self.secrets.items())), separators=(",", ":"))
         return values
@@ -70,7 +75,6 @@ class TrainingJob:
             "HyperParameters": self.hyperparameters(),
             "InputDataConfig": self._channels(),
             "OutputDataConfig": {"S3OutputPath": self.places.output.uri, **key},
-            "CheckpointConfig": {"S3Uri": self.places.run.uri, "LocalPath": RUN_DIR},
             "ResourceConfig": {
                 "InstanceType": self.instance_type,
                 "InstanceCount": self.nodes,
@@ -80,6 +84,8 @@ class TrainingJob:
             "StoppingCondition": {"MaxRuntimeInSeconds": self.limit_s},
             "EnableManagedSpotTraining": self.wait_s is not None,
         }
+        if self.file_system is None:
+            request["CheckpointConfig"] = {"S3Uri": self.places.run.uri, "LocalPath": RUN_DIR}
         if self.wait_s is not None:
             request["StoppingCondition"]["MaxWaitTimeInSeconds"] = self.wait_s
         if self.nodes > 1:
@@ -94,7 +100,8 @@ class TrainingJob:
 
     def _channels(self) -> list[dict[str, Any]]:
         prefixes = {SOURCE_CHANNEL: f"{self.places.source.uri}/", **self.inputs}
-        return [_channel(name, uri) for name, uri in prefixes.items()]
+        shared = [] if self.file_system is None else [self.file_system.channel()]
+        return [*(_channel(name, uri) for name, uri in prefixes.items()), *shared]
 
 
 def _channel(name: str, uri: str) -> dict[str, Any]:
@@ -114,6 +121,7 @@ def rule_faults(job: TrainingJob) -> list[str]:
         faults.append(f"--max-wait {job.wait_s} is shorter than the time that the job may run; nearest: {job.limit_s}")
     if job.volume_gb < 1 or job.volume_gb > 16384:
         faults.append(f"--volume-gb {job.volume_gb}: 1 to 16384; nearest: {min(max(job.volume_gb, 1), 16384)}")
+    faults += _file_system_faults(job)
     if SOURCE_CHANNEL in job.inputs:
         faults.append(f"--input {SOURCE_CHANNEL}: this name is taken by the project's files; choose another one")
     for name, uri in job.inputs.items():
@@ -122,4 +130,19 @@ def rule_faults(job: TrainingJob) -> list[str]:
     reserved = [name for name in job.env if name.startswith(("SM_", "SAGEMAKER_", "TRAINING_JOB_"))]
     faults += [f"--env {name}: SageMaker sets variables of this name itself" for name in reserved]
     faults += [f"--env {name}: also given with --secret-env" for name in job.env if name in job.secrets]
+    return faults
+
+
+def _file_system_faults(job: TrainingJob) -> list[str]:
+    if job.file_system is None:
+        return []
+    faults = []
+    if job.nodes == 1:
+        faults.append(
+            "--file-system belongs to several nodes: leave it out; a run on one keeps its directory on its disk"
+        )
+    if not job.subnets and not job.security_groups:
+        faults.append("--file-system needs --subnet and --security-group: SageMaker mounts it through your network")
+    if SHARED_CHANNEL in job.inputs:
+        faults.append(f"--input {SHARED_CHANNEL}: this name is taken by --file-system; choose another one")
     return faults
