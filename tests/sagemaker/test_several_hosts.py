@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import queue
 import signal
 import socket
 import stat
@@ -24,15 +25,13 @@ from s3_server import Proxy
 pytest.importorskip("boto3", reason="boto3 is not installed: `uv sync --extra sagemaker --group aws`")
 
 from medarc_rl.backends.sagemaker.aws_calls import Aws
+from medarc_rl.backends.sagemaker.job.gate import Gate, connect, proof_of, read_line
 from medarc_rl.backends.sagemaker.job.job_inputs import MlPaths
 from medarc_rl.backends.sagemaker.request.file_systems import SHARED_CHANNEL
+from medarc_rl.errors import MedarcError
 from prime_rl.run.paths import RunPaths, stable_steps
 
-pytestmark = [
-    pytest.mark.ray,
-    pytest.mark.slow,
-    pytest.mark.skipif(find_spec("ray") is None, reason="the extra ray is not installed: uv sync --extra ray"),
-]
+needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="the extra ray is not installed: uv sync --extra ray")
 
 HOSTS = ("127.0.0.2", "127.0.0.3")
 FILE_SYSTEM = "fsx:fs-0123456789abcdef0:/mount/runs"
@@ -117,6 +116,9 @@ def instances(directory: Path, job: dict[str, Any]) -> Iterator[list[Instance]]:
         yield found
 
 
+@pytest.mark.ray
+@pytest.mark.slow
+@needs_ray
 def test_two_instances_train_one_run_and_keep_it_on_s3(tmp_path: Path, proxy: Proxy) -> None:
     job = submitted(tmp_path)
     assert job["ResourceConfig"]["InstanceCount"] == 2
@@ -130,17 +132,19 @@ def test_two_instances_train_one_run_and_keep_it_on_s3(tmp_path: Path, proxy: Pr
     assert "trainer rank 1" in said
     shared = first.paths.shared(job["TrainingJobName"])
     run = RunPaths(shared / "run")
-    assert len(stable_steps(run.checkpoints)) == 1
+    assert stable_steps(run.checkpoints) == [1, 2]
     assert stat.S_IMODE(shared.stat().st_mode) == 0o700
     assert not (shared / "hosts" / "token").exists()
     place = job["HyperParameters"]["upload_to"].removeprefix("s3://several-hosts/")
     kept = Aws("us-east-1").client("s3").list_objects_v2(Bucket="several-hosts", Prefix=f"{place}/")
     keys = {each["Key"].removeprefix(f"{place}/") for each in kept["Contents"]}
-    (step,) = stable_steps(run.checkpoints)
     assert {name.split("/")[0] for name in keys} >= {"checkpoints", "weights", "metrics.jsonl"}, keys
-    assert any(f"step_{step}/" in name for name in keys), keys
+    assert any("step_2/" in name for name in keys), keys
 
 
+@pytest.mark.ray
+@pytest.mark.chaos
+@needs_ray
 def test_a_lost_instance_ends_the_job_by_name(tmp_path: Path, proxy: Proxy) -> None:
     job = submitted(tmp_path, "--max-steps", "1000000", "--ckpt.interval", "100000")
     with instances(tmp_path, job) as (first, second):
@@ -152,6 +156,9 @@ def test_a_lost_instance_ends_the_job_by_name(tmp_path: Path, proxy: Proxy) -> N
     assert first.paths.failure.read_text().startswith(f"error: host {HOSTS[1]} is gone")
 
 
+@pytest.mark.ray
+@pytest.mark.chaos
+@needs_ray
 def test_a_stop_saves_on_all_instances(tmp_path: Path, proxy: Proxy) -> None:
     job = submitted(tmp_path, "--max-steps", "1000000", "--ckpt.interval", "100000")
     with instances(tmp_path, job) as (first, second):
@@ -163,3 +170,56 @@ def test_a_stop_saves_on_all_instances(tmp_path: Path, proxy: Proxy) -> None:
     assert not first.paths.failure.exists()
     run = RunPaths(first.paths.shared(job["TrainingJobName"]) / "run")
     assert len(stable_steps(run.checkpoints)) == 1
+
+
+@dataclass
+class OpenGate:
+    port: int
+    gate: Gate
+    lost: list[str]
+    said: queue.Queue[str]
+    losses: queue.Queue[str]
+
+
+@pytest.fixture
+def gate() -> Iterator[OpenGate]:
+    """A gate for the hosts b and c, whose token is "secret"."""
+    said: queue.Queue[str] = queue.Queue()
+    losses: queue.Queue[str] = queue.Queue()
+    lost: list[str] = []
+    with socket.create_server((HOSTS[0], 0)) as server:
+        made = Gate(server, "secret", ("b", "c"), lost, said.put, lambda: losses.put(lost[-1]))
+        made.open()
+        yield OpenGate(server.getsockname()[1], made, lost, said, losses)
+        made.close(1)
+
+
+def test_hosts_join_at_the_gate_and_hear_how_the_job_ended(gate: OpenGate) -> None:
+    with connect(HOSTS[0], gate.port) as second, connect(HOSTS[0], gate.port) as third:
+        for name, connection in (("b", second), ("c", third)):
+            connection.sendall(f"{name} {proof_of('secret', name)}\n".encode())
+        gate.gate.await_all()
+        gate.gate.close(143)
+        assert (read_line(second), read_line(third)) == ("143", "143")
+    assert gate.losses.empty()
+
+
+def test_the_gate_names_a_lost_host(gate: OpenGate) -> None:
+    with connect(HOSTS[0], gate.port) as second:
+        second.sendall(f"b {proof_of('secret', 'b')}\n".encode())
+        assert gate.said.get().endswith(") has joined")
+    assert gate.losses.get() == "b"
+    assert gate.said.get().startswith("error: host b (")
+    with pytest.raises(MedarcError, match="host b is gone"):
+        gate.gate.await_all()
+
+
+@pytest.mark.parametrize(
+    "line", [b"b wrong\n", b"d " + proof_of("secret", "d").encode() + b"\n", b"b \xff\xc3\n", b"x" * 300]
+)
+def test_the_gate_takes_no_host_without_the_token_or_of_another_name(gate: OpenGate, line: bytes) -> None:
+    with connect(HOSTS[0], gate.port) as stranger:
+        stranger.sendall(line)
+        assert read_line(stranger) == ""
+    assert gate.said.empty()
+    assert gate.lost == []

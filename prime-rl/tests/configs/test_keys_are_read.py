@@ -116,7 +116,7 @@ BOUNDS = {
     "sft.deployment.gpus_per_node": "the most processes of a run",
     "trainer.model.impl": "`hf` and `auto` mean the same as long as `custom` is not supported",
     "sft.model.impl": "as `trainer.model.impl`",
-    "rl.deployment.num_teacher_nodes": "must stay unset: a teacher's server runs on one node",
+    "rl.deployment.num_teacher_nodes": "must stay unset: no teacher is started",
     "sft.loss_impl": "`torch` is the only value that is supported",
 }
 """Keys that do their work in rules alone."""

@@ -248,7 +248,13 @@ def test_several_nodes_follow_their_own_rules(rl, rl_faults) -> None:
     assert run.trainer.model.dp_replicate == 2
     assert (run.trainer.weight_broadcast.host, run.trainer.weight_broadcast.inference_world_size) == ("0.0.0.0", 8)
     assert "'multi_node' needs [slurm]" in rl_faults(*nodes)[0]
-    assert "num_teacher_nodes must stay None" in rl_faults(*nodes, "--slurm", "--deployment.num-teacher-nodes=1")[0]
+    assert "no teacher is started; train with" in rl_faults(*nodes, "--slurm", "--deployment.num-teacher-nodes=1")[0]
+    assert "not supported yet: train with SFT" in rl_faults(*nodes, "--slurm", "--teacher-inference.model.name=x")[0]
+    (of_a_judge,) = rl_faults(*nodes, "--slurm", "--judge.grader.model=x", "--judge.grader.gpus=1")
+    assert "judge.grader is started on one node only" in of_a_judge
+    assert of_a_judge.endswith(
+        "start its server yourself, such as with `inference` on another node, and set its base_url"
+    )
     assert (
         "belongs to deployment.type = 'single_node'" in rl_faults(*nodes, "--slurm", "--deployment.num-train-gpus=1")[0]
     )

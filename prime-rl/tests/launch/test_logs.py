@@ -59,6 +59,18 @@ def test_a_follower_can_start_at_the_present_end(tmp_path: Path) -> None:
     assert follower.lines() == ["new"]
 
 
+def test_control_characters_of_a_log_reach_no_terminal(tmp_path: Path, capfdbinary) -> None:
+    log = tmp_path / "trainer.log"
+    written = b"\x1b[32mgreen\x1b[0m \x1b]0;title\x07 \x1b[2J\ttab \x9b1m\xc2\x9b\r\nreward \xc3\xa9\x08"
+    with logs.shown(log):
+        attempt(log, "")
+        with log.open("ab") as file:
+            file.write(written)
+    safe = ["green \\x1b]0;title\\x07 \\x1b[2J\ttab \ufffd1m\\x9b", "reward é\\x08"]
+    assert capfdbinary.readouterr().out.decode().splitlines() == safe
+    assert logs.tail(log, 2) == safe
+
+
 def test_a_shown_log_leaves_out_headings_and_keeps_a_last_line_without_an_end(tmp_path: Path, capfdbinary) -> None:
     log = tmp_path / "trainer.log"
     attempt(log, "old\n")

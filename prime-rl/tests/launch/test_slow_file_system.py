@@ -16,8 +16,8 @@ from threading import Event as Flag
 import pytest
 
 from prime_rl.launch import CannotStart, LocalHost, ProcessSpec, logs
-from prime_rl.launch.nodes.agent import Agent
-from prime_rl.launch.nodes.channels import PipeChannel, agent_argv
+from prime_rl.launch.nodes.agent import LAST_REPORTS_S, STUCK_S, Agent
+from prime_rl.launch.nodes.channels import CLOSING_S, PipeChannel, agent_argv
 from prime_rl.launch.nodes.cluster import ClusterHost
 from prime_rl.launch.nodes.messages import (
     Alive,
@@ -32,6 +32,7 @@ from prime_rl.launch.nodes.messages import (
     encoded,
     report_of,
 )
+from prime_rl.launch.reaper import GUARD_GRACE_S
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
@@ -123,6 +124,42 @@ def test_a_process_that_starts_after_the_end_of_its_launch_is_ended(
 
     with SlowHost() as host:
         assert Agent(host, say).serve(orders(host))
+
+
+class SlowUntilTheEnd(SlowHost):
+    """Starts children once the launch is over, as a file system that is slow but does not hang."""
+
+    gate = Flag()
+    asked = Flag()
+
+    def start(self, spec: ProcessSpec) -> None:
+        self.asked.set()
+        super().start(spec)
+
+    def end_all(self, grace_s: float) -> None:
+        super().end_all(grace_s)
+        self.gate.set()
+
+
+def test_an_agent_waits_for_a_slow_start_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PRIME_RL_RUNTIME_DIR", str(tmp_path / "runtime"))
+    answers: SimpleQueue[Report] = SimpleQueue()
+    spec = ProcessSpec("trainer", (sys.executable, "-c", "import signal; signal.pause()"), tmp_path / "trainer.log")
+
+    def orders(host: SlowUntilTheEnd) -> Iterator[Order]:
+        yield Start(1, spec=spec, umask=0o077)
+        host.asked.wait()
+
+    with SlowUntilTheEnd() as host:
+        assert Agent(host, answers.put, stuck_s=600.0).serve(orders(host))
+    said = []
+    while not answers.empty():
+        said.append(answers.get())
+    assert Answer(1, fault="trainer started after the end of the launch") in said
+
+
+def test_a_head_waits_longer_for_an_agent_than_the_agent_takes_to_end() -> None:
+    assert GUARD_GRACE_S + STUCK_S + LAST_REPORTS_S < CLOSING_S
 
 
 def test_a_head_does_not_wait_without_end_for_a_node_that_is_alive(local: LocalHost, tmp_path: Path) -> None:

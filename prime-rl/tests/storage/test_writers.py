@@ -7,9 +7,10 @@ import subprocess
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
+from threading import Lock
 
 import pytest
-from s3_server import Proxy, failing, only
+from s3_server import Handler, Proxy, failing, only
 
 from prime_rl.configs.storage import StorageConfig
 from prime_rl.run.paths import RunPaths
@@ -17,6 +18,7 @@ from prime_rl.storage import S3, S3Name
 from prime_rl.storage.copies import CopyRefused, RunCopy, copying, upload_run
 from prime_rl.storage.uploader import Uploader, UploadThread, summary_of
 from prime_rl.storage.writers import STALE_S, WRITER, PlaceInUse, PlaceLock, Writer
+from prime_rl.utils.files import STABLE
 
 HERE = Writer.this_process(Path("/runs/here"), {})
 ELSEWHERE = replace(HERE, host="node7", boot="another", token="another", directory="/runs/there")
@@ -177,13 +179,61 @@ def test_a_run_whose_place_was_taken_uploads_nothing_more_and_says_who_did(
     assert not written(s3, place).ended, "the other one still writes"
 
 
+def test_a_place_that_is_taken_during_a_long_upload_ends_it(
+    s3: S3, proxy: Proxy, place: S3Name, tmp_path: Path
+) -> None:
+    paths = RunPaths(tmp_path / "run")
+    paths.root.mkdir()
+    with paths.metrics.open("wb") as file:
+        file.truncate(30 << 20)
+    small_parts = S3(s3.client, part_bytes=5 << 20)
+    lock, taking = PlaceLock(s3, place, HERE), Lock()
+    lock.take(print)
+    uploader = Uploader(small_parts, paths, place, True, lambda line: None, lambda: lock.lost)
+    lock.on_loss = uploader.stop.set
+
+    def take_the_place(handler: Handler) -> bool:
+        """No part arrives before the writer knows."""
+        with taking:
+            if lock.lost is None:
+                note(s3, place, ELSEWHERE)
+                lock.renew()
+        return False
+
+    proxy.disturb(only("PUT", "partNumber=", take_the_place), times=100)
+    assert not uploader.look()
+    assert uploader.fault is not None
+    assert "is written by process" in uploader.fault
+    assert "metrics.jsonl" not in {each.name.key.rpartition("/")[2] for each in s3.objects(place)}
+    assert "Uploads" not in s3.client.list_multipart_uploads(Bucket=place.bucket)
+    lock.release()
+
+
+def test_what_another_launch_wrote_before_the_place_was_taken_is_seen(
+    s3: S3, proxy: Proxy, place: S3Name, tmp_path: Path
+) -> None:
+    def write_a_step(handler: Handler) -> bool:
+        s3.write(b"{}", place.below(f"checkpoints/step_2/{STABLE}"))
+        return False
+
+    proxy.disturb(only("PUT", WRITER, write_a_step))
+    copy = RunCopy.of(StorageConfig(upload_to=str(place)), RunPaths(tmp_path / "run"), print)
+    assert copy is not None
+    with pytest.raises(CopyRefused, match="holds the checkpoints of another run"):
+        copy.restore(None, is_evaluation=False, dry_run=False)
+    assert written(s3, place).ended
+
+
 def test_a_copied_run_holds_its_place_and_removes_parts_of_killed_uploads(
     s3: S3, proxy: Proxy, place: S3Name, tmp_path: Path
 ) -> None:
     begun = {"Bucket": place.bucket, "Key": place.below("checkpoints/step_2/trainer/rank_0.pt").key}
     upload = s3.client.create_multipart_upload(**begun)["UploadId"]
     s3.client.upload_part(**begun, UploadId=upload, PartNumber=1, Body=b"half")
-    s3.client.create_multipart_upload(Bucket=place.bucket, Key="runs/one-more/x")
+    nested = place.below("nested")
+    note(s3, nested, ELSEWHERE)
+    for key in ("runs/one-more/x", nested.below("x").key):
+        s3.client.create_multipart_upload(Bucket=place.bucket, Key=key)
     paths, lines = RunPaths(tmp_path / "run"), []
     paths.root.mkdir()
     copy = RunCopy.of(StorageConfig(upload_to=str(place)), paths, lines.append)
@@ -191,7 +241,7 @@ def test_a_copied_run_holds_its_place_and_removes_parts_of_killed_uploads(
     copy.restore(None, is_evaluation=False, dry_run=False)
     assert lines == [f"{place}: removed the parts of 1 uploads that were cut off"]
     left = s3.client.list_multipart_uploads(Bucket=place.bucket)["Uploads"]
-    assert [each["Key"] for each in left] == ["runs/one-more/x"]
+    assert sorted(each["Key"] for each in left) == ["runs/one-more/x", "runs/one/nested/x"]
     with copying(copy, None, lambda timeout_s: False, print):
         assert not written(s3, place).ended
     assert written(s3, place).ended

@@ -60,6 +60,10 @@ def main(words: Sequence[str] | None = None) -> int:
             sys.stderr.write(f"error: {fault}\n")
         write_failure(paths, [f"error: {fault}" for fault in error.faults], ())
         return error.exit_code
+    except OSError as error:  # such as a shared directory that may not be written
+        sys.stderr.write(f"error: {error}\n")
+        write_failure(paths, [f"error: {error}"], ())
+        return 1
 
 
 def _run(paths: MlPaths, local_disk: Path, ray_port: int) -> int:

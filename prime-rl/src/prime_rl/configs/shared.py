@@ -14,6 +14,9 @@ ServerType = Literal["vllm", "openai"]
 Device = Literal["auto", "cuda", "cpu"]
 FileAccess = Literal["owner", "group", "umask"]
 
+NO_TEACHER = "train with SFT on texts that the teacher wrote, or let rewards ask it as a judge"
+"""What to do instead of distillation."""
+
 
 def _of_a_function(path: str) -> str:
     if not re.fullmatch(r"[^.:/\s]+(\.[^.:/\s]+)+", path):

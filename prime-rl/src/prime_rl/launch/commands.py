@@ -46,10 +46,6 @@ def _slurm_faults(config: SFTConfig | RLConfig) -> list[str]:
 
 def _rl_faults(config: RLConfig, sharing: Sharing) -> list[str]:
     faults = _slurm_faults(config)
-    if config.deployment.type == "single_node" and config.deployment.num_teacher_gpus:
-        faults.append(f"deployment.num_teacher_gpus = {config.deployment.num_teacher_gpus}: no teacher is started here")
-    if config.teacher_inference is not None:
-        faults.append("teacher_inference: no teacher is started here")
     # On several nodes the launch chooses the ports.
     fault = None if sharing.free_ports or config.deployment.type == "multi_node" else port_fault(config)
     if fault is not None:

@@ -43,8 +43,7 @@ def tail(log: Path, lines: int, start_offset: int = 0) -> list[str]:
         return []
     except OSError as error:
         return [f"({log} cannot be read: {error.strerror})"]
-    # A progress bar rewrites its line; only the last version matters.
-    written = [line.rstrip().rpartition("\r")[2] for line in text.split("\n") if line.strip()]
+    written = [line.rstrip() for line in text.split("\n") if line.strip()]
     return [readable(line) for line in written[-lines:]]
 
 
@@ -122,7 +121,7 @@ def shown(log: Path) -> Iterator[None]:
     with polled(lambda: _show(follower.new_lines()), name=f"show-{log.name}"):
         yield
     # A process that was killed leaves a line without an end.
-    _show([follower.unfinished_line] if follower.unfinished_line else [])
+    _show([readable(follower.unfinished_line)] if follower.unfinished_line else [])
 
 
 def _show(lines: list[str]) -> None:

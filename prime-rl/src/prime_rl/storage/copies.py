@@ -58,19 +58,30 @@ class RunCopy:
             if dry_run:
                 self._refuse_dry_run(remote, resume_step)
                 return False
-            if resume_step is None and remote.steps and not is_evaluation:
-                raise CopyRefused(
-                    f"{self._name} holds the checkpoints of another run: choose another output_dir, or continue it "
-                    "with --resume latest; nothing is deleted on S3"
-                )
+            is_new = resume_step is None and not is_evaluation
+            self._refuse_steps(remote, is_new)
             # To write down who writes also shows that the credentials may.
             self._lock.take(self._say)
-            self._remove_parts()
-            if is_evaluation:
-                return remote.restore_evaluation(self._say)
-            return resume_step is not None and remote.restore(resume_step, self._say)
+            try:
+                # Another launch may have written until now.
+                remote = RemoteRun(self._s3, self._name, self._paths)
+                self._refuse_steps(remote, is_new)
+                self._remove_parts(remote)
+                if is_evaluation:
+                    return remote.restore_evaluation(self._say)
+                return resume_step is not None and remote.restore(resume_step, self._say)
+            except BaseException:
+                self._lock.release()
+                raise
         except StorageError as error:
             raise CopyRefused(f"storage.upload_to: {error}") from error
+
+    def _refuse_steps(self, remote: RemoteRun, is_new: bool) -> None:
+        if is_new and remote.steps:
+            raise CopyRefused(
+                f"{self._name} holds the checkpoints of another run: choose another output_dir, or continue it "
+                "with --resume latest; nothing is deleted on S3"
+            )
 
     def _refuse_dry_run(self, remote: RemoteRun, resume_step: int | None) -> None:
         """A dry run downloads no checkpoint, and so cannot look at the one that a resume would take."""
@@ -94,6 +105,7 @@ class RunCopy:
             raise CopyRefused(f"storage.upload_to: {error}") from error
         write_plan(self._paths, str(self._name), self._config.max_held)
         uploader = Uploader(self._s3, self._paths, self._name, self._config.samples, say, lambda: self._lock.lost)
+        self._lock.on_loss = uploader.stop.set
         return uploader, UploadThread(uploader, self._config.upload_every)
 
     @property
@@ -104,12 +116,15 @@ class RunCopy:
         """Let others write to the place."""
         self._lock.release()
 
-    def _remove_parts(self) -> None:
-        """Parts of uploads that were killed cost storage, and no listing shows them. Nobody else uploads here now."""
+    def _remove_parts(self, remote: RemoteRun) -> None:
+        """Parts of uploads that were killed cost storage, and no listing shows them.
+
+        Nobody else uploads here now, except runs whose places are below this one.
+        """
         if not self._name.key:
             return  # the whole bucket, in which others may upload
         try:
-            if count := self._s3.abort_uploads(self._name):
+            if count := self._s3.abort_uploads(self._name, remote.places_below):
                 self._say(f"{self._name}: removed the parts of {count} uploads that were cut off")
         except StorageError as error:
             self._say(f"warning: parts of uploads that were cut off are not removed: {error}")
@@ -179,6 +194,7 @@ def upload_run(paths: RunPaths, target: S3Name | None, samples: bool, say: Say) 
         raise CopyRefused(str(error)) from error
     try:
         uploader = Uploader(s3, paths, name, samples, say, lambda: lock.lost)
+        lock.on_loss = uploader.stop.set
         uploader.look()
         return summary_of(uploader)
     finally:

@@ -33,6 +33,12 @@ class RemoteRun:
         return not self._objects
 
     @property
+    def places_below(self) -> list[S3Name]:
+        """Places of other runs below this one, whose launches write there."""
+        end = f"/{WRITER}"
+        return [self.name.below(path.removesuffix(end)) for path in self._objects if path.endswith(end)]
+
+    @property
     def has_evaluation(self) -> bool:
         return self._has(EvalPaths(self._paths.root).settings)
 

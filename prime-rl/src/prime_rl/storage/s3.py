@@ -7,7 +7,7 @@ import os
 import random
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from pathlib import Path
@@ -266,13 +266,20 @@ class S3:
                 answer = self.client.put_object(Bucket=name.bucket, Key=name.key, Body=data)
         return str(answer["ETag"]).strip('"')
 
-    def abort_uploads(self, name: S3Name) -> int:
-        """Remove the parts of uploads below a prefix that never ended. Returns how many uploads that were."""
+    def abort_uploads(self, name: S3Name, but: Collection[S3Name] = ()) -> int:
+        """Remove the parts of uploads below a prefix that never ended. Returns how many uploads that were.
+
+        Args:
+            but: prefixes below it that are left alone.
+        """
+        others = tuple(each.prefix for each in but)
         count = 0
         with told(name):
             pages = self.client.get_paginator("list_multipart_uploads").paginate(Bucket=name.bucket, Prefix=name.prefix)
             for page in pages:
                 for each in page.get("Uploads", ()):
+                    if each["Key"].startswith(others):
+                        continue
                     self.client.abort_multipart_upload(Bucket=name.bucket, Key=each["Key"], UploadId=each["UploadId"])
                     count += 1
         return count

@@ -101,7 +101,9 @@ class Uploader:
 
     def _failed(self, error: Exception) -> bool:
         if isinstance(error, StorageError) and error.code == STOPPED:
-            return False
+            if (why := self._lost()) is None:
+                return False
+            error = StorageError(why)
         self._failed_in_a_row = 1 if self.fault is None else self._failed_in_a_row + 1
         fault = one_line(str(error))
         if self.fault is None:

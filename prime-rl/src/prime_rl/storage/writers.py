@@ -102,6 +102,8 @@ class PlaceLock:
         self.place = place
         self.lost: str | None = None
         """Who else writes there now; None as long as the place is ours."""
+        self.on_loss: Callable[[], None] = lambda: None
+        """Called once when the place is lost, in the thread that sees it."""
         self._s3 = s3
         self._name = place.below(WRITER)
         self._me = me
@@ -158,6 +160,8 @@ class PlaceLock:
         except StorageError as error:
             if error.code in _CHANGED:
                 self.lost = self._who_took_it()
+                if self.lost is not None:
+                    self.on_loss()
             elif error.code in MISSING:  # somebody has deleted it: the next beat writes it again
                 self._etag = None
             # Otherwise S3 is away for now, which the uploads tell.

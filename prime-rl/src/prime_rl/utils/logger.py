@@ -6,6 +6,7 @@ import contextlib
 import json
 import logging
 import os
+import re
 import sys
 from datetime import UTC, datetime
 from io import TextIOWrapper
@@ -31,6 +32,7 @@ _COLOURS = {
     "CRITICAL": "\033[31m",
 }
 _RESET = "\033[0m"
+_COLOR = re.compile("\033\\[[0-9;:]*m")
 
 
 class TextFormatter(logging.Formatter):
@@ -75,18 +77,29 @@ class JsonFormatter(logging.Formatter):
 
 
 def readable(line: str) -> str:
-    """A line of a log as text: JSON lines become what the other format would have written; others stay."""
+    """A line of a log as text for a terminal: JSON lines become what the other format would have written.
+
+    Colours are dropped, and other control characters are spelled out. Of a line that rewrites itself, such as a
+    progress bar, the last version stays.
+    """
+    return _without_controls(_text_of(line))
+
+
+def _text_of(line: str) -> str:
     if not line.startswith("{"):
-        return line
+        return line.rpartition("\r")[2]
     try:
         entry = json.loads(line)
         clock = datetime.fromisoformat(entry["timestamp"]).astimezone().strftime("%H:%M:%S")
         text = f"{clock} {entry['level']:>7} {entry['message']}"
-        text = f"{text}\n{entry['exception']}" if "exception" in entry else text
+        return f"{text}\n{entry['exception']}" if "exception" in entry else text
     except (ValueError, TypeError, KeyError, RecursionError):  # another program's line, or one that was cut off
         return line
-    # JSON hides escape sequences, which must not reach a terminal.
-    return "".join(char if char.isprintable() or char in "\n\t" else ascii(char)[1:-1] for char in text)
+
+
+def _without_controls(text: str) -> str:
+    plain = _COLOR.sub("", text)
+    return "".join(char if char.isprintable() or char in "\n\t" else ascii(char)[1:-1] for char in plain)
 
 
 class _StreamHandler(logging.StreamHandler[StreamT]):

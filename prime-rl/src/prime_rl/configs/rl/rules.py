@@ -8,6 +8,7 @@ from typing import Any
 from prime_rl.configs.inference import InferenceConfig
 from prime_rl.configs.model import replication_fault
 from prime_rl.configs.rl.sections import MultiNodeDeploymentConfig, RunSections, SingleNodeDeploymentConfig
+from prime_rl.configs.shared import NO_TEACHER
 
 TOY_MODELS = "Jackmin108/"
 """Test models that are published under one name per component."""
@@ -176,9 +177,12 @@ def _multi_node_faults(run: RunSections, deployment: MultiNodeDeploymentConfig, 
     if run.inference is None:
         yield "deployment.type = 'multi_node' needs [inference]"
     if ours := [name for name, judge in run.orchestrator.judge.items() if judge.is_ours]:
-        yield f"judge.{ours[0]} is started on one node only: with deployment.type = 'multi_node', set its base_url"
+        yield (
+            f"judge.{ours[0]} is started on one node only: with deployment.type = 'multi_node', start its server "
+            "yourself, such as with `inference` on another node, and set its base_url"
+        )
     if run.teacher_inference is not None:
-        yield "deployment.type = 'multi_node' does not go with [teacher_inference]"
+        yield f"[teacher_inference] is not supported yet: {NO_TEACHER}"
     group = deployment.nodes_per_fsdp_group
     if group is not None and deployment.num_train_nodes % group != 0:
         nodes = deployment.num_train_nodes

@@ -19,7 +19,7 @@ from prime_rl.configs.ranges import (
     WholeNumber,
 )
 from prime_rl.configs.rollouts.judges import Judges
-from prime_rl.configs.shared import Device, MonitorConfig, TraceConfig
+from prime_rl.configs.shared import NO_TEACHER, Device, MonitorConfig, TraceConfig
 from prime_rl.configs.trainer import TrainerConfig
 from prime_rl.utils.pydantic_config import BaseConfig
 
@@ -144,7 +144,7 @@ class MultiNodeDeploymentConfig(BaseDeploymentConfig):
     @model_validator(mode="after")
     def _check_nodes(self) -> Self:
         if self.num_teacher_nodes is not None:
-            raise ValueError("num_teacher_nodes must stay None: a teacher's server runs on a single node only")
+            raise ValueError(f"num_teacher_nodes must stay None: no teacher is started; {NO_TEACHER}")
         return self
 
 

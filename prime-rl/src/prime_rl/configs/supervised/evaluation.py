@@ -78,7 +78,10 @@ def _deployment_faults(config: SFTConfig) -> Iterator[str]:
     of_judges = sum(each.gpus_on(config.device) for each in judges.values())
     total = config.train_gpus_per_node + deployment.num_infer_gpus + of_judges
     if judges and deployment.type == "multi_node":
-        yield f"eval.judge.{next(iter(judges))} is started on one node only: on several, set its base_url"
+        yield (
+            f"eval.judge.{next(iter(judges))} is started on one node only: on several, start its server yourself, such "
+            "as with `inference`, and set its base_url"
+        )
     if deployment.type == "multi_node" and config.train_gpus_per_node < 1:
         yield (
             f"deployment.num_infer_gpus ({deployment.num_infer_gpus}) leaves none of the gpus_per_node "

@@ -40,8 +40,11 @@ HEAD_SILENT_S = 60.0
 PORTS = 3
 """Ports that an agent holds for the processes of its node."""
 
-STUCK_S = 2.0
-"""Seconds for the last order to end. After that the file system hangs, and the guard ends what it may have started."""
+STUCK_S = 5.0
+"""Seconds for the last order to end on a slow file system. After that it hangs, and the guard ends what it may have
+started. The head waits longer for this node: `CLOSING_S`."""
+
+LAST_REPORTS_S = 5.0
 
 STOPPING = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGUSR2})
 """Signals to an agent that it reports to the head."""
@@ -50,9 +53,10 @@ STOPPING = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGUSR2})
 class Agent:
     """Carries out the orders of the head on this node."""
 
-    def __init__(self, host: LocalHost, say: Callable[[messages.Report], None]) -> None:
+    def __init__(self, host: LocalHost, say: Callable[[messages.Report], None], stuck_s: float = STUCK_S) -> None:
         self._host = host
         self._say = say
+        self._stuck_s = stuck_s
         self._specs: dict[str, ProcessSpec] = {}
         self._running: set[str] = set()
         self._changing = Lock()
@@ -80,7 +84,7 @@ class Agent:
         self._is_over.set()
         self._end_all(GUARD_GRACE_S)
         self._slow_orders.put(None)
-        worker.join(STUCK_S)
+        worker.join(self._stuck_s)
         return not worker.is_alive()
 
     def _carry_out_slow_orders(self) -> None:
@@ -240,7 +244,7 @@ def main() -> int:
         sys.stderr.write(f"error: {error}\n")
         return 1
     finally:
-        say.close(timeout_s=5.0)
+        say.close(LAST_REPORTS_S)
     return 0
 
 

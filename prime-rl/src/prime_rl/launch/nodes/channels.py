@@ -20,7 +20,7 @@ from prime_rl.utils.logger import readable
 AGENT = "prime_rl.launch.nodes.agent"
 
 _STDERR_LINES = 20
-_CLOSING_S = 30.0
+CLOSING_S = 30.0
 """An agent needs less to end what is left on its node."""
 
 
@@ -94,10 +94,10 @@ class PipeChannel:
             if signum is not None:
                 self._process.send_signal(signum)
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(_CLOSING_S)
+                self._process.wait(CLOSING_S)
                 break
         for thread in self._threads:
-            thread.join(_CLOSING_S)
+            thread.join(CLOSING_S)
 
     def describe(self) -> str:
         with contextlib.suppress(subprocess.TimeoutExpired):

@@ -47,6 +47,8 @@ class _Node:
     """None: the node is gone."""
     observed: dict[str, Observed] = field(default_factory=dict)
     silent_s: float = 0.0
+    is_silent: bool = False
+    """It has said nothing for too long, and counts as gone."""
     fault: str | None = None
     """Why it is gone."""
     joined: Flag = field(default_factory=Flag)
@@ -194,8 +196,11 @@ class ClusterHost:
             for node in self._nodes:
                 node.channel.send(ping)
                 node.silent_s += gap_s
-                if node.facts is not None and node.silent_s >= self._silent_limit_s:
-                    self._lose(node, f"its agent said nothing for {self._silent_limit_s:g} s")
+                if node.facts is not None and node.silent_s >= self._silent_limit_s and not node.is_silent:
+                    node.is_silent = True
+                    why = f"its agent said nothing for {self._silent_limit_s:g} s"
+                    # To describe a node that does not answer takes seconds, in which others need their pings.
+                    Thread(target=self._lose, args=(node, why), name=f"lost {node.channel.name}", daemon=True).start()
 
     def _tell(self, node: _Node, order: messages.Order) -> None:
         if node.fault is None:
