@@ -51,6 +51,8 @@ class Speed:
 
     by_the_clock: float
     per_cpu_second: float
+    peak_mib: float
+    """Largest resident set of the orchestrator at the end of a measured step."""
 
 
 def answers(tokens: int, model: str = MODEL) -> dict[str, bytes]:
@@ -154,6 +156,7 @@ def measure(args: argparse.Namespace, urls: Sequence[str], directory: Path) -> S
 def watch(process: subprocess.Popen[bytes], metrics: Path, args: argparse.Namespace) -> Speed:
     """Follow the metrics to the end, and read the CPU time when the first and the last measured step end."""
     marks: list[tuple[int, float]] = []
+    peak_mib = 0.0
     started = time.monotonic()
     while process.poll() is None:
         if time.monotonic() - started > LIMIT_S:
@@ -162,19 +165,25 @@ def watch(process: subprocess.Popen[bytes], metrics: Path, args: argparse.Namesp
         steps = len(metrics.read_text().splitlines()) if metrics.exists() else 0
         if steps >= WARMUP_STEPS and (not marks or marks[-1][0] != steps):
             marks.append((steps, cpu_s(process.pid)))
+            peak_mib = max(peak_mib, resident_mib(process.pid))
         time.sleep(0.005)
     if process.returncode:
         raise SystemExit(f"the orchestrator ended with code {process.returncode}")
     times_s = [json.loads(line)["time/step"] for line in metrics.read_text().splitlines()][WARMUP_STEPS:]
     (first, cpu_before), (last, cpu_after) = marks[0], marks[-1]
     rollouts = (last - first) * args.batch
-    return Speed(args.batch * len(times_s) / sum(times_s), rollouts / (cpu_after - cpu_before))
+    return Speed(args.batch * len(times_s) / sum(times_s), rollouts / (cpu_after - cpu_before), peak_mib)
 
 
 def cpu_s(pid: int) -> float:
     """User and system time of a process so far."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def resident_mib(pid: int) -> float:
+    """Resident set of a process now."""
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
 def machine() -> str:

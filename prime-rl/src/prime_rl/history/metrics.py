@@ -9,8 +9,10 @@ from __future__ import annotations
 import json
 import math
 from array import array
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,9 @@ from prime_rl.history.attempts import Attempt
 
 _FIELDS = ("time", "source", "step")
 _MAX_STEPS = 2**63
+_COURSE_VALUES = 2048
+_BLOCK_BYTES = 2**22
+"""Read at once: a file of a long run has gigabytes."""
 _AFTER_UPDATES = ("eval/", "val/")
 """Prefixes of metrics that belong to the weights after `step` updates, which a resume from `step` does not repeat."""
 
@@ -29,6 +34,31 @@ class _Column:
     steps: array[int] = field(default_factory=lambda: array("q"))
     values: array[float] = field(default_factory=lambda: array("d"))
     times_s: array[float] = field(default_factory=lambda: array("d"))
+    is_ascending: bool = True
+    """Whether each step is above the one before it, as nearly always: then nothing needs sorting."""
+
+    def append(self, step: int, value: float, time_s: float) -> None:
+        self.is_ascending = self.is_ascending and (not self.steps or step > self.steps[-1])
+        self.steps.append(step)
+        self.values.append(value)
+        self.times_s.append(time_s)
+
+    def by_step(self, values: array[float]) -> dict[int, float]:
+        """Values or times, ascending. Of a step that was written twice, the later value holds."""
+        found = dict(zip(self.steps, values, strict=True))
+        return found if self.is_ascending else {step: found[step] for step in sorted(found)}
+
+    def newest(self, values: array[float], count: int) -> dict[int, float]:
+        """Values or times of the highest steps, ascending."""
+        if self.is_ascending:
+            return dict(zip(self.steps[-count:], values[-count:], strict=True))
+        return dict(list(self.by_step(values).items())[-count:])
+
+    def at(self, step: int, values: array[float]) -> float | None:
+        if not self.is_ascending:
+            return self.by_step(values).get(step)
+        index = bisect_left(self.steps, step)
+        return values[index] if index < len(self.steps) and self.steps[index] == step else None
 
     def cut(self, step: int) -> None:
         """Remove everything from a step on."""
@@ -36,6 +66,7 @@ class _Column:
         self.steps = array("q", (self.steps[index] for index in kept))
         self.values = array("d", (self.values[index] for index in kept))
         self.times_s = array("d", (self.times_s[index] for index in kept))
+        self.is_ascending = all(one < next_one for one, next_one in pairwise(self.steps))
 
 
 class MetricLog:
@@ -55,19 +86,21 @@ class MetricLog:
 
     def refresh(self, attempts: Sequence[Attempt]) -> bool:
         """Read what is new. True if anything was."""
+        lines = 0
         try:
             with self.path.open("rb") as file:
                 if file.seek(0, 2) < self._offset:  # a new run has renamed the old file
                     self._begin()
                 file.seek(self._offset)
-                new = file.read()
+                while block := file.read(_BLOCK_BYTES):
+                    self._offset += len(block)
+                    *whole, self._partial = (self._partial + block).split(b"\n")
+                    for line in filter(None, whole):
+                        self._take(line, attempts)
+                    lines += len(whole)
         except FileNotFoundError:
             return False
-        self._offset += len(new)
-        *lines, self._partial = (self._partial + new).split(b"\n")
-        for line in filter(None, lines):
-            self._take(line, attempts)
-        return bool(lines)
+        return lines > 0
 
     @property
     def sources(self) -> list[str]:
@@ -80,16 +113,47 @@ class MetricLog:
     def series(self, name: str, source: str) -> dict[int, float]:
         """Values by step, ascending. A NaN or an infinity, which the file holds as null, is NaN."""
         column = self._columns.get(source, {}).get(name)
-        return {} if column is None else _by_step(column.steps, column.values)
+        return {} if column is None else column.by_step(column.values)
 
     def times_s(self, name: str, source: str) -> dict[int, float]:
         """When each value was written, in seconds since the epoch, by step."""
         column = self._columns.get(source, {}).get(name)
-        return {} if column is None else _by_step(column.steps, column.times_s)
+        return {} if column is None else column.by_step(column.times_s)
 
     def last(self, name: str, source: str) -> float | None:
         """The value of the highest step."""
-        return next(reversed(self.series(name, source).values()), None)
+        return next(iter(self.newest(name, source, 1).values()), None)
+
+    def newest(self, name: str, source: str, count: int) -> dict[int, float]:
+        """Values of the `count` highest steps, ascending. Unlike `series`, as fast for a long run as for a short one."""
+        column = self._columns.get(source, {}).get(name)
+        return {} if column is None else column.newest(column.values, count)
+
+    def newest_times_s(self, name: str, source: str, count: int) -> dict[int, float]:
+        """When they were written."""
+        column = self._columns.get(source, {}).get(name)
+        return {} if column is None else column.newest(column.times_s, count)
+
+    def course(self, name: str, source: str) -> list[float]:
+        """Values by step for a small picture: the first, the last, and at most `_COURSE_VALUES` in between."""
+        column = self._columns.get(source, {}).get(name)
+        if column is None:
+            return []
+        values = column.values if column.is_ascending else array("d", column.by_step(column.values).values())
+        stride = max(1, len(values) // _COURSE_VALUES)
+        # From the end, so that the last value is one of them.
+        return [*values[:1], *values[:0:-stride][::-1]]
+
+    def of_step(self, step: int, names: Sequence[str], source: str) -> dict[str, float]:
+        """Those of the metrics that have a value of the step."""
+        columns = self._columns.get(source, {})
+        found = {name: columns[name].at(step, columns[name].values) for name in names if name in columns}
+        return {name: value for name, value in found.items() if value is not None}
+
+    def time_s(self, step: int, name: str, source: str) -> float:
+        """When the value of a step was written; 0 without one."""
+        column = self._columns.get(source, {}).get(name)
+        return 0.0 if column is None else column.at(step, column.times_s) or 0.0
 
     def _take(self, line: bytes, attempts: Sequence[Attempt]) -> None:
         try:
@@ -106,9 +170,7 @@ class MetricLog:
         for name, value in record.items():
             if name not in _FIELDS and (value is None or isinstance(value, int | float)):
                 column = columns.setdefault(name, _Column())
-                column.steps.append(step)
-                column.values.append(_number(value))
-                column.times_s.append(time_s)
+                column.append(step, _number(value), time_s)
 
     def _begin_attempts(self, attempts: Sequence[Attempt], time_s: float) -> None:
         """Forget what the attempts that had begun by `time_s` were to do again."""
@@ -122,12 +184,6 @@ class MetricLog:
 
     def _named_columns(self) -> Iterable[tuple[str, _Column]]:
         return [each for columns in self._columns.values() for each in columns.items()]
-
-
-def _by_step(steps: Iterable[int], values: Iterable[float]) -> dict[int, float]:
-    """Of a step that was written twice, the later value holds."""
-    found = dict(zip(steps, values, strict=True))
-    return {step: found[step] for step in sorted(found)}
 
 
 def _number(value: float | None) -> float:

@@ -9,9 +9,10 @@ from __future__ import annotations
 import gzip
 import json
 import zlib
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -82,10 +83,14 @@ class KeptRollouts:
 
     def of_step(self, step: int, wanted: RolloutFilter = EVERY) -> Iterator[KeptRollout]:
         """The rollouts of a step, with the trainer's log-probabilities if it has trained on them."""
+        return self._of_step(step, [file for file in self._files() if file.number == step], wanted)
+
+    def _of_step(self, step: int, files: Sequence[SamplesFile], wanted: RolloutFilter) -> Iterator[KeptRollout]:
+        """The same, from the files with the step's number."""
         scores: dict[tuple[Any, Any], dict[int, Json]] | None = None
-        for file in self._of("step", step):
+        for file in _best("step", files):
             for record in self._records(file.path):
-                scores = self._scores(step) if scores is None else scores
+                scores = self._scores(files) if scores is None else scores
                 of_lines = scores.get(_place(record), {})
                 rollout = KeptRollout(step, None, record, of_lines)
                 if wanted.accepts(rollout):
@@ -93,22 +98,26 @@ class KeptRollouts:
 
     def of_evaluation(self, version: int, wanted: RolloutFilter = EVERY) -> Iterator[KeptRollout]:
         """The rollouts of an evaluation during training, then those of `eval`."""
-        for file in self._of("eval", version):
-            for record in self._records(file.path):
-                rollout = KeptRollout(None, version, record)
-                if wanted.accepts(rollout):
-                    yield rollout
-        yield from (rollout for rollout in self._of_results(version) if wanted.accepts(rollout))
+        files = [file for file in self._files() if file.number == version]
+        for rollout in chain(self._of_kept_evaluation(version, files), self._of_results(version)):
+            if wanted.accepts(rollout):
+                yield rollout
 
     def all(self, wanted: RolloutFilter = EVERY) -> Iterator[KeptRollout]:
         """The rollouts of all steps, then those of all evaluations."""
-        for step in self.steps():
-            yield from self.of_step(step, wanted)
-        for version in sorted({file.number for file in self._files() if file.kind == "eval"}):
-            for file in self._of("eval", version):
-                kept = (KeptRollout(None, version, record) for record in self._records(file.path))
-                yield from (rollout for rollout in kept if wanted.accepts(rollout))
-        yield from (rollout for rollout in self._of_results(None) if wanted.accepts(rollout))
+        # Listed once: a listing for each step would take as long as there are steps, each time.
+        files: dict[int, list[SamplesFile]] = {}
+        for file in self._files():
+            files.setdefault(file.number, []).append(file)
+        for number in sorted(files):
+            yield from self._of_step(number, files[number], wanted)
+        for number in sorted(files):
+            yield from filter(wanted.accepts, self._of_kept_evaluation(number, files[number]))
+        yield from filter(wanted.accepts, self._of_results(None))
+
+    def _of_kept_evaluation(self, version: int, files: Sequence[SamplesFile]) -> Iterator[KeptRollout]:
+        for file in _best("eval", files):
+            yield from (KeptRollout(None, version, record) for record in self._records(file.path))
 
     def _of_results(self, version: int | None) -> Iterator[KeptRollout]:
         if not self.results.is_file():
@@ -125,16 +134,11 @@ class KeptRollouts:
             self._note(self.samples, f"cannot be listed: {error.strerror or error}")
             return []
 
-    def _of(self, kind: str, number: int) -> list[SamplesFile]:
-        """The file of a step or an evaluation: a compressed one goes before one of an earlier release."""
-        files = [file for file in self._files() if (file.kind, file.number, file.data_rank) == (kind, number, None)]
-        return sorted(files, key=lambda file: file.path.suffix != ".gz")[:1]
-
-    def _scores(self, step: int) -> dict[tuple[Any, Any], dict[int, Json]]:
+    def _scores(self, files: Sequence[SamplesFile]) -> dict[tuple[Any, Any], dict[int, Json]]:
         """The trainer's records of a step, by group and rollout, then by line of conversation."""
         found: dict[tuple[Any, Any], dict[int, Json]] = {}
-        for file in self._files():
-            if file.kind != "step" or file.number != step or file.data_rank is None:
+        for file in files:
+            if file.kind != "step" or file.data_rank is None:
                 continue
             for record in self._records(file.path):
                 place = record.get("kept_as")
@@ -164,6 +168,12 @@ class KeptRollouts:
 
     def _note(self, path: Path, fault: str) -> None:
         self._faults[f"{path} {fault}"] = None
+
+
+def _best(kind: str, files: Sequence[SamplesFile]) -> list[SamplesFile]:
+    """Of the files of one step or evaluation that of the rollouts: a compressed one before one of an earlier release."""
+    of_kind = [file for file in files if file.kind == kind and file.data_rank is None]
+    return sorted(of_kind, key=lambda file: file.path.suffix != ".gz")[:1]
 
 
 def _lines(path: Path) -> Generator[bytes]:

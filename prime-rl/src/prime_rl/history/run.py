@@ -92,7 +92,7 @@ class RunHistory:
     @property
     def steps_done(self) -> int:
         """Number of finished steps: the last step with a loss, plus 1."""
-        return 1 + max(self.metrics.series("loss/mean", self.trainer), default=-1)
+        return 1 + max(self.metrics.newest("loss/mean", self.trainer, 1), default=-1)
 
     @property
     def trainer(self) -> str:
@@ -130,7 +130,7 @@ class RunHistory:
     def _last_seen_s(self, attempt: Attempt) -> float:
         """When an attempt without a lock last wrote something."""
         beats = [beat.at_s for beat in self.beats().values()]
-        return max([attempt.started_s, *beats, *self.metrics.times_s("loss/mean", self.trainer).values()])
+        return max([attempt.started_s, *beats, *self.metrics.newest_times_s("loss/mean", self.trainer, 1).values()])
 
 
 def _is_alive(holder: Holder, silent_s: float) -> bool:

@@ -12,9 +12,11 @@ import json
 import os
 import zlib
 from array import array
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, cast
 
@@ -101,14 +103,18 @@ class TableRows(RowList):
 
     def __init__(self, table: pyarrow.Table, path: Path) -> None:
         super().__init__((), str(path))
-        self.table = table
+        # A slice of a table takes as long as the table has batches, and a file may have thousands.
+        self._batches = [batch for batch in table.to_batches() if batch.num_rows]
+        self._ends = list(accumulate(batch.num_rows for batch in self._batches))
 
     def __len__(self) -> int:
-        return int(self.table.num_rows)
+        return self._ends[-1] if self._ends else 0
 
     def __getitem__(self, index: int) -> Row:
+        at = bisect_right(self._ends, index)
+        batch = self._batches[at]
         try:
-            row: Row = self.table.slice(index, 1).to_pylist()[0]
+            row: Row = batch.slice(index - self._ends[at] + batch.num_rows, 1).to_pylist()[0]
         except (ValueError, OverflowError) as error:  # text that is not UTF-8, or a date that Python cannot hold
             raise RowFileError(f"{self.where(index)}: {error}") from error
         return row
@@ -258,7 +264,9 @@ def _read_parquet(path: Path) -> RowList:
     import pyarrow.parquet
 
     try:
-        return TableRows(pyarrow.parquet.read_table(path), path)
+        # Not `read_table`, which imports pandas.
+        with pyarrow.parquet.ParquetFile(path) as file:
+            return TableRows(file.read(), path)
     except (pyarrow.ArrowException, OSError) as error:
         raise RowFileError(f"{path}: not a Parquet file: {error}") from error
 

@@ -86,7 +86,7 @@ class Figure:
     first: float
     last: float
     course: tuple[float, ...] = field(repr=False)
-    """All values, in the order of the steps."""
+    """Values in the order of the steps: all, or of a long run some of them."""
     form: str = "{:.3f}"
 
     @classmethod
@@ -186,9 +186,8 @@ class Reader:
         state = history.state(now_s)
         config = history.config()
         source = history.trainer
-        ends_s = history.metrics.times_s(LOSS, source)
+        ends_s = history.metrics.newest_times_s(LOSS, source, PACE_STEPS)
         max_steps = history.max_steps
-        steps_done = 1 + max(ends_s, default=-1)
         holder = Holder.read(history.paths.root / LOCK_NAME) if state.name == "running" else None
         logs = tuple(sorted(history.paths.logs.glob("*.log")))
         return Overview(
@@ -199,7 +198,7 @@ class Reader:
             now_s=now_s,
             holder=holder,
             attempt=history.attempts[-1] if history.attempts else None,
-            steps_done=steps_done,
+            steps_done=history.steps_done,
             max_steps=max_steps,
             elapsed_s=_elapsed_s(history, state, now_s),
             left_s=_left_s(ends_s, max_steps) if state.name == "running" else None,
@@ -220,7 +219,7 @@ class Reader:
 
     def _figures(self, shown: Sequence[Shown]) -> Iterator[Figure]:
         for label, source, name, form in shown:
-            figure = Figure.of(label, list(self.history.metrics.series(name, source).values()), form)
+            figure = Figure.of(label, self.history.metrics.course(name, source), form)
             if figure is not None:
                 yield figure
 
@@ -268,8 +267,8 @@ def _elapsed_s(history: RunHistory, state: RunState, now_s: float) -> float:
 def _left_s(ends_s: dict[int, float], max_steps: int | None) -> float | None:
     pace = Pace(max_steps)
     left_s = None
-    for step in sorted(ends_s)[-PACE_STEPS:]:
-        left_s = pace.left_s(step + 1, ends_s[step])
+    for step, end_s in ends_s.items():
+        left_s = pace.left_s(step + 1, end_s)
     return left_s
 
 

@@ -146,11 +146,9 @@ class StepLines:
     def _record(self, source: str, step: int) -> dict[str, object]:
         """A step's values, as `RunProgress` takes them."""
         names = [name for name in self._metrics.names(source) if name in _IN_A_LINE or name.startswith(PART)]
-        series = {name: self._metrics.series(name, source) for name in names}
-        values = {name: each[step] for name, each in series.items() if step in each}
-        ended_s = self._metrics.times_s(LOSS, source).get(step, 0.0)
+        values = self._metrics.of_step(step, names, source)
         role = "orchestrator" if source == "orchestrator" else "trainer"
-        return {"time": ended_s, "source": role, "step": step, **values}
+        return {"time": self._metrics.time_s(step, LOSS, source), "source": role, "step": step, **values}
 
 
 def _eval_lines(overview: Overview) -> Iterator[str]:

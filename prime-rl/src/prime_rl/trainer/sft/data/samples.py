@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 _CACHED_TOKENS = 2**26
 """Number of tokens kept from one epoch to the next, about 340 MB per process."""
+_TOKENS_PER_ROW = 100
+"""A kept row takes as much memory as these, besides its tokens. Ten million short rows would take gigabytes."""
 _MAX_SKIPPED_IN_A_ROW = 100_000
 """A stream of unknown length fails after this many unusable rows in a row."""
 
@@ -229,7 +231,7 @@ class DatasetStream:
         if entry.key is not None and entry.key in self._cache:
             return self._cache[entry.key]
         made = self._make(entry)
-        size = 0 if made.sample is None else len(made.sample)
+        size = _TOKENS_PER_ROW + (0 if made.sample is None else len(made.sample))
         if entry.key is not None and self._cached_tokens + size <= _CACHED_TOKENS:
             self._cache[entry.key] = made
             self._cached_tokens += size
