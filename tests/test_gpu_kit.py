@@ -73,10 +73,10 @@ def pack(machine: Path) -> Path:
 @pytest.mark.slow
 def test_the_pack_holds_our_packages_and_what_the_machine_lacks(pack: Path) -> None:
     names = {wheel.name.split("-")[0].replace("_", "-").lower() for wheel in (pack / "wheels").glob("*.whl")}
-    assert {"medarc-rl", "prime-rl", "reverse-text", *PACKED} <= names
+    assert {"medarc-rl", "prime-rl", "reverse-text", "trl", *PACKED} <= names
     assert not {"torch", "transformers", "numpy", "wandb"} & names
     with tarfile.open(pack / "source.tar.gz") as source:
-        assert "benchmarks/gpu/kit.py" in source.getnames()
+        assert {"benchmarks/gpu/kit.py", "benchmarks/trainer_step.py"} <= set(source.getnames())
 
 
 @pytest.mark.slow
@@ -100,7 +100,8 @@ def test_without_a_network_the_pack_installs_and_its_parts_run_on_a_cpu(pack: Pa
     # The engine that ran is the pack's, not this environment's.
     imported = next(check for check in results["parts"][0]["checks"] if check["name"] == "every room imports")
     assert imported["detail"].startswith(str(pack / "home"))
-    assert len(results["parts"][2]["rows"]) == 4
+    rows = [row["case"] for row in results["parts"][2]["rows"]]
+    assert rows == ["sft tiny 128", "rl tiny 128 ac", "rl tiny 128 lora", "plain tiny 128", "trl tiny 128"]
 
 
 def run_pack(*options: str) -> subprocess.CompletedProcess[str]:

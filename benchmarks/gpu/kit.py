@@ -42,7 +42,7 @@ class Part:
 
 PARTS = (
     Part("machine", "versions, matrix products, bandwidth", 2, "machine.py"),
-    Part("trainer-numbers", "loss and gradients against Transformers", 4, "trainer_numbers.py"),
+    Part("trainer-numbers", "loss and gradients against Transformers and PEFT", 4, "trainer_numbers.py"),
     Part("engine-numbers", "the engine against Transformers; weight updates", 3, "engine_numbers.py"),
     Part("runs", "sft resumes, rl on one GPU learns", 6, "runs.py"),
     Part("tests", "the tests with the mark gpu", 4, command=("-m", "pytest", "-q", "-m", "gpu", "prime-rl/tests")),

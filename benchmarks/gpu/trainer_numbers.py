@@ -1,10 +1,15 @@
-"""The trainer's loss and gradients on a packed row against Transformers: kernels of attention, compiled, offloaded."""
+"""The trainer's loss and gradients on a packed row against Transformers: kernels of attention, compiled, offloaded.
+
+With LoRA, against PEFT: the gradients of the adapters.
+"""
 
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import torch
 from findings import Findings, findings_of_command_line
@@ -21,6 +26,7 @@ from prime_rl.trainer.process.world import setup_world
 
 LENGTHS = (70, 130, 1, 300)
 VOCABULARY = 512
+LORA: dict[str, Any] = {"attn": "sdpa", "lora": {"rank": 8, "alpha": 16.0}}
 FLOAT32_ERROR, BFLOAT16_ERROR = 2e-5, 3e-2
 """Largest relative error of a loss or gradient, |ours - reference| / |reference|, in each dtype."""
 
@@ -36,6 +42,15 @@ def main(findings: Findings) -> None:
                     f"{dtype}, {name}",
                     lambda kernel=kernel, settings=settings, dtype=dtype, limit=limit: compared(
                         ours(directory, mesh, kernel, settings | {"compute_dtype": dtype}), expected, limit
+                    ),
+                )
+            for name, settings in {"LoRA": {}, "LoRA, activation checkpointing": {"ac": {}}}.items():
+                findings.attempt(
+                    f"{dtype}, {name}, against PEFT",
+                    lambda settings=settings, dtype=dtype, limit=limit: compared(
+                        ours(directory, mesh, None, LORA | settings | {"compute_dtype": dtype}),
+                        reference(directory, findings.device, with_lora=True),
+                        limit,
                     ),
                 )
 
@@ -69,11 +84,24 @@ def rows() -> list[Tensor]:
     return [torch.randint(0, VOCABULARY, (length,), generator=generator) for length in LENGTHS]
 
 
-def reference(directory: Path, device: str) -> tuple[float, Tensor]:
-    """Summed loss and gradient of Transformers' own model in float32, one sequence after another."""
+def reference(directory: Path, device: str, with_lora: bool = False) -> tuple[float, Tensor]:
+    """Summed loss and gradient of Transformers' own model in float32, one sequence after another.
+
+    With LoRA, the model is PEFT's, and the gradient is that of the adapters.
+    """
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(directory), dtype=torch.float32)
     model.load_state_dict(same_weights(directory))
+    if with_lora:
+        from peft import LoraConfig, get_peft_model
+
+        lora = LORA["lora"]
+        options = LoraConfig(r=lora["rank"], lora_alpha=lora["alpha"], target_modules="all-linear", lora_dropout=0.0)
+        model = get_peft_model(model, options)
+        fill_adapters(
+            (name.replace("base_model.model.", "").replace(".default.weight", ""), tensor)
+            for name, tensor in model.named_parameters()
+        )
     model.to(device).eval()
     total = torch.zeros((), device=device)
     for tokens in rows():
@@ -81,7 +109,7 @@ def reference(directory: Path, device: str) -> tuple[float, Tensor]:
             logits = model(input_ids=tokens[None].to(device), use_cache=False).logits[0, :-1].float()
             total = total + torch.nn.functional.cross_entropy(logits, tokens[1:].to(device), reduction="sum")
     total.backward()
-    return float(total), flat(parameter.grad for parameter in model.parameters())
+    return float(total), flat(parameter.grad for parameter in model.parameters() if parameter.requires_grad)
 
 
 def same_weights(directory: Path) -> dict[str, Tensor]:
@@ -91,17 +119,25 @@ def same_weights(directory: Path) -> dict[str, Tensor]:
     return {name: 3 * tensor if tensor.ndim > 1 else tensor for name, tensor in model.state_dict().items()}
 
 
+@torch.no_grad()
+def fill_adapters(named: Iterable[tuple[str, Tensor]]) -> None:
+    """Give adapters the same values, not zero, under PEFT's names for them: `….q_proj.lora_A`."""
+    for name, tensor in named:
+        if "lora_" in name:
+            generator = torch.Generator().manual_seed(crc32(name.encode()))
+            tensor.copy_(0.1 * torch.randn(tensor.shape, generator=generator))
+
+
 def ours(directory: Path, mesh: Mesh, kernel: str | None, settings: dict[str, Any]) -> tuple[float, Tensor]:
     """The same of the trainer's model on one packed row."""
     config = ModelConfig.model_validate({"name": str(directory), "debug": {"random_init": True}, **settings})
     model = setup_model(config, mesh)
-    named = dict(model.named_parameters())
+    named = {name: local_part(parameter) for name, parameter in model.named_parameters()}
     with torch.no_grad():
         for name, tensor in same_weights(directory).items():
             if name in named:
-                target = named[name]
-                local = target.to_local() if hasattr(target, "to_local") else target
-                local.copy_(tensor)
+                named[name].copy_(tensor)
+    fill_adapters((name.replace(".lora.", ".lora_"), tensor) for name, tensor in named.items())
     if kernel is not None:
         model.set_attn_implementation(kernel)
     device = mesh.process.device
@@ -116,8 +152,12 @@ def ours(directory: Path, mesh: Mesh, kernel: str | None, settings: dict[str, An
 
     loss = score_tokens(model, tokens[None], places[None], loss_of)
     loss.backward()
-    grads = [parameter.grad for parameter in model.parameters()]
+    grads = [parameter.grad for parameter in model.parameters() if parameter.requires_grad]
     return float(loss), flat(grad.full_tensor() if hasattr(grad, "full_tensor") else grad for grad in grads)
+
+
+def local_part(parameter: Tensor) -> Tensor:
+    return parameter.to_local() if hasattr(parameter, "to_local") else parameter
 
 
 def flat(tensors: Any) -> Tensor:

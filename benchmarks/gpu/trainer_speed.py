@@ -2,42 +2,46 @@
 
 A row makes whole optimizer steps of one process on one row of random tokens. MFU counts `6 P + 12 L H Q T` FLOP per
 token (4 P for frozen weights; `observe/perf.py`) and divides by the matrix products that this GPU made in this run.
-`plain` is a loop with nothing but Transformers, autocast and fused AdamW.
+`plain` is a loop with nothing but Transformers, autocast and fused AdamW; `trl` is the training step of TRL's
+SFTTrainer, if the pack has TRL.
 """
 
 from __future__ import annotations
 
 import gc
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import torch
+from datasets import Dataset
 from findings import Findings, findings_of_command_line
 from machine import speeds, synchronize
 from profile_summary import bound_of, shares_of_step
 from shapes import SHAPES, config_dir
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from prime_rl.configs.losses import DefaultLossConfig
 from prime_rl.configs.trainer import AdamWConfig, ModelConfig
 from prime_rl.trainer.model.build import setup_model
 from prime_rl.trainer.observe.perf import flops_per_token
 from prime_rl.trainer.optim.optimizer import clip_gradients, setup_optimizer
 from prime_rl.trainer.process.parallel_dims import Mesh, ParallelDims
 from prime_rl.trainer.process.world import setup_world
-from prime_rl.trainer.rl.loss import setup_loss
-from prime_rl.trainer.rl.rows import Row, vocab_chunk_of
-from prime_rl.trainer.rl.step import ForwardBackward, StepSize
-from prime_rl.trainer.sft.data.packer import PackedRow
-from prime_rl.trainer.sft.step import forward_backward
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from trainer_step import rl_pass, sft_pass
 
 Step = Callable[[], object]
 LORA = {"lora": {"rank": 16}}
@@ -48,7 +52,7 @@ MEASURED_S = 6.0
 class Case:
     """One row of the table."""
 
-    kind: Literal["sft", "rl", "plain"]
+    kind: Literal["sft", "rl", "plain", "trl"]
     shape: str
     seq_len: int
     settings: dict[str, Any] = field(default_factory=dict)
@@ -70,6 +74,7 @@ def cases() -> list[Case]:
         Case("rl", "0.6B", 65536, ac, published=(10_200, 19.6)),
         Case("rl", "4B", 65536, LORA | ac, published=(4_160, 42.0)),
         Case("plain", "0.6B", 8192),
+        Case("trl", "0.6B", 8192),
         Case("sft", "0.6B", 8192, compiled),
         Case("rl", "0.6B", 16384, ac | compiled),
         Case("rl", "0.6B", 16384, half),
@@ -89,6 +94,7 @@ def tiny_cases() -> list[Case]:
         Case("rl", "tiny", 128, {"ac": {}}),
         Case("rl", "tiny", 128, LORA),
         Case("plain", "tiny", 128),
+        Case("trl", "tiny", 128),
     ]
 
 
@@ -108,6 +114,8 @@ def main(findings: Findings) -> None:
 
 def measured(case: Case, scratch: Path, mesh: Mesh, peak_flops: float, findings: Findings) -> tuple[bool, str]:
     device = findings.device
+    if case.kind == "trl" and find_spec("trl") is None:
+        return True, "skipped: this machine and the pack have no TRL"
     config = ModelConfig.model_validate(
         {
             "name": str(config_dir(case.shape, scratch)),
@@ -162,7 +170,7 @@ def median_step_s(step: Step, device: str, at_least_s: float) -> float:
 def _ours(case: Case, config: ModelConfig, mesh: Mesh) -> tuple[nn.Module, Step]:
     model = setup_model(config, mesh, has_dropout=case.kind == "sft")
     optimizer = setup_optimizer(AdamWConfig(), model, config.optim_cpu_offload)
-    run = _sft(case, model, mesh) if case.kind == "sft" else _rl(case, config, model, mesh)
+    run = _pass(case, config, model, mesh)
 
     def step() -> None:
         run()
@@ -173,30 +181,11 @@ def _ours(case: Case, config: ModelConfig, mesh: Mesh) -> tuple[nn.Module, Step]
     return model, step
 
 
-def _sft(case: Case, model: nn.Module, mesh: Mesh) -> Step:
-    ids = np.random.default_rng(0).integers(0, SHAPES[case.shape]["vocab_size"], case.seq_len)
-    row = PackedRow(ids, np.roll(ids, -1), np.ones(case.seq_len, bool), np.arange(case.seq_len), samples=1)
-    return lambda: forward_backward(model, [row], case.seq_len, mesh)
-
-
-def _rl(case: Case, config: ModelConfig, model: nn.Module, mesh: Mesh) -> Step:
-    tokens, device = case.seq_len, mesh.process.device
-    ones = torch.ones(tokens, device=device)
-    row = Row(
-        lengths=[tokens],
-        is_trained=[True],
-        trained_tokens=tokens,
-        input_ids=torch.randint(SHAPES[case.shape]["vocab_size"], (tokens,), device=device),
-        position_ids=torch.arange(tokens, device=device),
-        loss_mask=ones.bool(),
-        advantages=ones,
-        inference_logprobs=-10 * ones,
-        temperatures=ones,
-        teacher_logprobs=None,
-        versions=torch.zeros(tokens, device=device, dtype=torch.long),
-    )
-    runner = ForwardBackward(model, setup_loss(DefaultLossConfig()), vocab_chunk_of(config), mesh)
-    return lambda: runner.run([row], StepSize.from_rows([row], mesh.data_axis))
+def _pass(case: Case, config: ModelConfig, model: nn.Module, mesh: Mesh) -> Step:
+    vocabulary = SHAPES[case.shape]["vocab_size"]
+    if case.kind == "sft":
+        return sft_pass(model, vocabulary, [case.seq_len], 1, mesh)
+    return rl_pass(model, vocabulary, case.seq_len, 1, config, mesh)
 
 
 def _plain(case: Case, config: ModelConfig, mesh: Mesh) -> tuple[nn.Module, Step]:
@@ -216,10 +205,46 @@ def _plain(case: Case, config: ModelConfig, mesh: Mesh) -> tuple[nn.Module, Step
     return model, step
 
 
+def _trl(case: Case, config: ModelConfig, mesh: Mesh) -> tuple[nn.Module, Step]:
+    from trl import SFTConfig, SFTTrainer
+
+    device = mesh.process.device
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(config.name), dtype=torch.float32)
+    arguments = SFTConfig(
+        output_dir=config.name,
+        use_cpu=device.type == "cpu",
+        bf16=True,
+        per_device_train_batch_size=1,
+        max_length=None,
+        gradient_checkpointing=False,
+        report_to="none",
+    )
+    ids = np.random.default_rng(0).integers(1, SHAPES[case.shape]["vocab_size"], case.seq_len).tolist()
+    rows = Dataset.from_list([{"input_ids": ids}])
+    trainer = SFTTrainer(model=model, args=arguments, train_dataset=rows, processing_class=_two_words())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+    batch = next(iter(trainer.get_train_dataloader()))
+
+    def step() -> None:
+        trainer.training_step(model, dict(batch))
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return model, step
+
+
+def _two_words() -> PreTrainedTokenizerFast:
+    """A tokenizer that TRL asks for and, as the rows are tokens already, does not use."""
+    words = Tokenizer(WordLevel({"<end>": 0, "<unknown>": 1}, "<unknown>"))
+    return PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<end>", pad_token="<end>")
+
+
 STEPS: dict[str, Callable[[Case, ModelConfig, Mesh], tuple[nn.Module, Step]]] = {
     "sft": _ours,
     "rl": _ours,
     "plain": _plain,
+    "trl": _trl,
 }
 
 if __name__ == "__main__":

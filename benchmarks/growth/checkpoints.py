@@ -53,18 +53,26 @@ def begin(loads: bool, size: int, folder: Path) -> Action:
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
     optimizer.zero_grad()
-    state = TrainState({"policy": TrainedModel(model, optimizer, setup_scheduler(ConstantSchedulerConfig(), optimizer, 9))})
+    state = TrainState(
+        {"policy": TrainedModel(model, optimizer, setup_scheduler(ConstantSchedulerConfig(), optimizer, 9))}
+    )
     paths = RunPaths(folder / "run")
     manager = CheckpointManager(CheckpointConfig(), paths, mesh.process, mesh.data_axis)
     if loads:
         manager.save(state, {})
-        return lambda: None if manager.load(state, 0) else None
-    return lambda: manager.save(state, {})
+
+    def work() -> None:
+        if loads:
+            manager.load(state, 0)
+        else:
+            manager.save(state, {})
+
+    return work
 
 
 COSTS = [
-    Cost("checkpoint-save", "parameters", tens(5, 8), partial(begin, False)),
-    Cost("checkpoint-load", "parameters", tens(5, 8), partial(begin, True)),
+    Cost("checkpoint-save", "parameters", tens(5, 8), partial(begin, False), repeats=False),
+    Cost("checkpoint-load", "parameters", tens(5, 8), partial(begin, True), repeats=False),
 ]
 
 if __name__ == "__main__":

@@ -15,10 +15,10 @@ from measure import HERE, Action, Cost, measure_from_command_line
 
 sys.path.insert(0, str(HERE.parent / "rl"))
 
-from orchestrator_overhead import engine, measure  # noqa: E402
+from orchestrator_overhead import engine, measure
 
 TOKENS = 64
-MEASURED_ROLLOUTS = 8192
+MEASURED_ROLLOUTS = 4096
 SIZES = (16, 64, 256, 1024, 4096, 16384)
 
 
@@ -36,7 +36,7 @@ def begin(size: int, folder: Path) -> Action:
     return work
 
 
-COSTS = [Cost("in-flight", "rollouts in flight", SIZES, begin)]
+COSTS = [Cost("in-flight", "rollouts in flight", SIZES, begin, repeats=False)]
 
 if __name__ == "__main__":
     measure_from_command_line(__doc__, COSTS)

@@ -52,6 +52,8 @@ class Cost:
     """Import and open what the work needs, and return the work. What it returns replaces what was measured."""
     prepare: Callable[[int, Path], None] = lambda size, folder: None
     """Make files in a folder, in an earlier process."""
+    repeats: bool = True
+    """Whether short work may be done three times in one process."""
 
 
 def tens(first: int, last: int) -> tuple[int, ...]:
@@ -138,14 +140,13 @@ def _too_much(points: Sequence[dict[str, Any]], size: int) -> str:
 def _point(cost: Cost, size: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         _child(cost, "prepare", size, folder)
-        runs = [_child(cost, "run", size, folder)]
-        while len(runs) < 3 and runs[0]["wall_s"] < SHORT_S:
-            runs.append(_child(cost, "run", size, folder))
+        runs = _child(cost, "run", size, folder)
     middle = {name: float(f"{statistics.median(run[name] for run in runs):.4g}") for name in runs[0]}
-    return {"size": size, **middle, "runs": len(runs)}
+    # Later runs find memory that the first one has got and given back.
+    return {"size": size, **middle, "memory_mib": float(f"{runs[0]['memory_mib']:.4g}"), "runs": len(runs)}
 
 
-def _child(cost: Cost, phase: str, size: int, folder: str) -> dict[str, float]:
+def _child(cost: Cost, phase: str, size: int, folder: str) -> list[dict[str, float]]:
     command = [sys.executable, sys.argv[0], "--child", cost.name, phase, str(size), folder]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     # Libraries may print lines of their own before it.
@@ -155,15 +156,22 @@ def _child(cost: Cost, phase: str, size: int, folder: str) -> dict[str, float]:
 def _work_in_child(cost: Cost, phase: str, size: int, folder: Path) -> None:
     if phase == "prepare":
         cost.prepare(size, folder)
-        print("{}")
+        print("[]")
         return
+    runs = [_measured_once(cost, size, folder)]
+    while cost.repeats and len(runs) < 3 and runs[0]["wall_s"] < SHORT_S:
+        runs.append(_measured_once(cost, size, folder))
+    print(json.dumps(runs))
+
+
+def _measured_once(cost: Cost, size: int, folder: Path) -> dict[str, float]:
     action = cost.begin(size, folder)
     before_mib = _forget_peak_mib()
     cpu_s, wall_s = _cpu_s(), time.perf_counter()
     own = action()
     found = {"wall_s": time.perf_counter() - wall_s, "cpu_s": _cpu_s() - cpu_s}
     found["memory_mib"] = max(0.0, _status_mib("VmHWM") - before_mib)
-    print(json.dumps(found | (own or {})))
+    return found | (own or {})
 
 
 def _cpu_s() -> float:

@@ -24,7 +24,7 @@ ROLLOUTS = 4
 
 def lines_of(step: int) -> Iterator[str]:
     at_s = START_S + 2 * step
-    metrics = {name: step % 97 / 97 for name in NAMES}
+    metrics = dict.fromkeys(NAMES, step % 97 / 97)
     yield json.dumps({"time": at_s, "source": "orchestrator", "step": step, **metrics})
     metrics = {"loss/mean": 1 / (step + 1), "entropy/mean": 0.5, "optim/lr": 1e-5, "time/step": 2.0}
     yield json.dumps({"time": at_s + 1, "source": "trainer", "step": step, **metrics})
@@ -70,7 +70,9 @@ def begin_report(size: int, folder: Path) -> Action:
 
     def work() -> None:
         run = RunHistory.open(folder / "run")
-        written = write_report([Group("run", (run,), 0)], folder / "page", None, with_rollouts=True, with_pictures=False)
+        written = write_report(
+            [Group("run", (run,), 0)], folder / "page", None, with_rollouts=True, with_pictures=False
+        )
         assert written.page.stat().st_size
 
     return work
@@ -83,15 +85,18 @@ def begin_watch(is_open: bool, size: int, folder: Path) -> Action:
     def opened() -> Reader:
         return Reader(RunHistory.open(folder / "run"))
 
+    def open_and_look() -> None:
+        opened().read()
+
     if is_open:
-        return lambda: None if opened().read() else None
+        return open_and_look
     reader = opened()
     reader.read()
 
     def look() -> None:
-        # The files of the other runs of this size stay as they are.
+        # Each run of the same size adds one.
         with reader.history.paths.metrics.open("a") as file:
-            file.writelines(f"{line}\n" for line in lines_of(size))
+            file.writelines(f"{line}\n" for line in lines_of(reader.history.steps_done))
         reader.read()
 
     return look

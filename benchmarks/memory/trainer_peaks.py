@@ -12,25 +12,19 @@ from itertools import pairwise
 from pathlib import Path
 from unittest.mock import patch
 
-import numpy as np
 import torch
 from cases import Case
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
+from trainer_step import rl_pass, sft_pass
 from transformers import AttentionInterface
 
-from prime_rl.configs.losses import DefaultLossConfig
 from prime_rl.configs.trainer import AdamWConfig, ModelConfig, MuonConfig, OptimizerConfig, SGDConfig
 from prime_rl.trainer.kernels.attention import VARLEN, varlen_attention
 from prime_rl.trainer.model.build import setup_model
 from prime_rl.trainer.optim.offload import local
 from prime_rl.trainer.optim.optimizer import clip_gradients, setup_optimizer
 from prime_rl.trainer.process.parallel_dims import Mesh
-from prime_rl.trainer.rl.loss import setup_loss
-from prime_rl.trainer.rl.rows import Row, vocab_chunk_of
-from prime_rl.trainer.rl.step import ForwardBackward, StepSize
-from prime_rl.trainer.sft.data.packer import PackedRow
-from prime_rl.trainer.sft.step import forward_backward
 
 OPTIMIZERS: dict[str, type[OptimizerConfig]] = {"adamw": AdamWConfig, "sgd": SGDConfig, "muon": MuonConfig}
 BUILD = "prime_rl.trainer.model.build"
@@ -61,7 +55,7 @@ def measure(case: Case, mesh: Mesh) -> tuple[ModelConfig, Measured]:
             stack.enter_context(running_as_on_a_gpu())
         model = setup_model(config, mesh, has_dropout=case.kind == "sft")
         optimizer = setup_optimizer(OPTIMIZERS[case.optimizer](), model, config.optim_cpu_offload)
-        run = _sft(case, model, mesh) if case.kind == "sft" else _rl(case, config, model, mesh)
+        run = _pass(case, config, model, mesh)
 
         def forward_and_backward() -> int:
             run()
@@ -120,34 +114,11 @@ def _flash_of_sequences(
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
-def _sft(case: Case, model: nn.Module, mesh: Mesh) -> Callable[[], object]:
-    tokens = case.seq_len * case.micro_batch
-    ids = np.random.default_rng(0).integers(0, case.model["vocab_size"], tokens)
-    positions = np.tile(np.arange(case.seq_len), case.micro_batch)
-    row = PackedRow(ids, np.roll(ids, -1), np.ones(tokens, bool), positions, samples=case.micro_batch)
-    return lambda: forward_backward(model, [row] * case.rows, tokens * case.rows, mesh)
-
-
-def _rl(case: Case, config: ModelConfig, model: nn.Module, mesh: Mesh) -> Callable[[], object]:
-    tokens, device = case.seq_len, mesh.process.device
-    ids = torch.randint(case.model["vocab_size"], (tokens,), device=device)
-    ones = torch.ones(tokens, device=device)
-    row = Row(
-        lengths=[tokens],
-        is_trained=[True],
-        trained_tokens=tokens,
-        input_ids=ids,
-        position_ids=torch.arange(tokens, device=device),
-        loss_mask=ones.bool(),
-        advantages=ones,
-        inference_logprobs=-10 * ones,
-        temperatures=ones,
-        teacher_logprobs=None,
-        versions=torch.zeros(tokens, device=device, dtype=torch.long),
-    )
-    step = ForwardBackward(model, setup_loss(DefaultLossConfig()), vocab_chunk_of(config), mesh)
-    rows = [row] * case.rows
-    return lambda: step.run(rows, StepSize.from_rows(rows, mesh.data_axis))
+def _pass(case: Case, config: ModelConfig, model: nn.Module, mesh: Mesh) -> Callable[[], object]:
+    vocabulary = case.model["vocab_size"]
+    if case.kind == "sft":
+        return sft_pass(model, vocabulary, [case.seq_len] * case.micro_batch, case.rows, mesh)
+    return rl_pass(model, vocabulary, case.seq_len, case.rows, config, mesh)
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:

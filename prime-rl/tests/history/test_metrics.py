@@ -142,3 +142,32 @@ def test_of_a_step_that_was_written_twice_the_later_value_holds(log: MetricLog) 
     append(log, 0, 3.0, loss=2.0)
     log.refresh([])
     assert list(log.series("loss", "trainer").items()) == [(0, 2.0), (1, 5.0)]
+
+
+@pytest.mark.parametrize("twice", [False, True], ids=["each-step-once", "a-step-twice"])
+def test_the_newest_values_and_those_of_a_step_are_those_of_the_whole_series(log: MetricLog, twice: bool) -> None:
+    for step in range(5000):
+        append(log, step, 2.0 * step, loss=step / 7)
+    if twice:
+        append(log, 4000, 9e9, loss=1.5)
+    log.refresh([])
+    whole, times_s = log.series("loss", "trainer"), log.times_s("loss", "trainer")
+    assert log.newest("loss", "trainer", 3) == {step: whole[step] for step in (4997, 4998, 4999)}
+    assert log.newest_times_s("loss", "trainer", 1) == {4999: times_s[4999]}
+    assert log.last("loss", "trainer") == whole[4999]
+    for step in (0, 4000, 4999):
+        assert log.of_step(step, ["loss", "other"], "trainer") == {"loss": whole[step]}
+        assert log.time_s(step, "loss", "trainer") == times_s[step]
+    assert (log.of_step(5000, ["loss"], "trainer"), log.time_s(5000, "loss", "trainer")) == ({}, 0.0)
+    course = log.course("loss", "trainer")
+    assert (course[0], course[-1]) == (whole[0], whole[4999])
+    assert 2000 < len(course) < 4200
+    assert set(course) <= set(whole.values())
+
+
+def test_a_file_is_read_whole_however_large_its_lines_are(log: MetricLog) -> None:
+    for step in range(6):
+        append(log, step, float(step), loss=float(step), note="x" * 3_000_000)
+    log.refresh([])
+    assert list(log.series("loss", "trainer")) == list(range(6))
+    assert log.damaged_lines == 0

@@ -125,7 +125,7 @@ class MetricLog:
         return next(iter(self.newest(name, source, 1).values()), None)
 
     def newest(self, name: str, source: str, count: int) -> dict[int, float]:
-        """Values of the `count` highest steps, ascending. Unlike `series`, as fast for a long run as for a short one."""
+        """Values of the `count` highest steps, ascending. Unlike `series`, no slower for a long run."""
         column = self._columns.get(source, {}).get(name)
         return {} if column is None else column.newest(column.values, count)
 

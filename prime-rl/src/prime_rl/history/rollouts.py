@@ -171,7 +171,7 @@ class KeptRollouts:
 
 
 def _best(kind: str, files: Sequence[SamplesFile]) -> list[SamplesFile]:
-    """Of the files of one step or evaluation that of the rollouts: a compressed one before one of an earlier release."""
+    """The file of the rollouts of one step or evaluation: a compressed one goes before one of an earlier release."""
     of_kind = [file for file in files if file.kind == kind and file.data_rank is None]
     return sorted(of_kind, key=lambda file: file.path.suffix != ".gz")[:1]
 

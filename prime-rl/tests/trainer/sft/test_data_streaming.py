@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from itertools import islice
 from pathlib import Path
 
@@ -106,6 +108,28 @@ def test_every_kind_of_file_can_be_streamed(tmp_path: Path) -> None:
     for name in ("rows.parquet", "rows.arrow", "rows.json", "saved"):
         config = SFTDataConfig(name=str(tmp_path / name), streaming=True)
         assert [dict(reading()) for reading in stream_rows(config)] == rows
+
+
+def test_a_row_of_a_table_is_found_in_any_of_its_row_groups(tmp_path: Path) -> None:
+    rows = [{"text": f"row {number}"} for number in range(50)]
+    table = pyarrow.Table.from_pylist(rows)
+    pyarrow.parquet.write_table(table, tmp_path / "rows.parquet", row_group_size=3)
+    with pyarrow.ipc.new_stream(str(tmp_path / "rows.arrow"), table.schema) as writer:
+        for start, count in ((0, 0), (0, 7), (7, 0), (7, 1), (8, 42), (50, 0)):
+            writer.write_table(table.slice(start, count))
+    for name in ("rows.parquet", "rows.arrow"):
+        opened = load_rows(SFTDataConfig(name=str(tmp_path / name)))
+        assert [opened[index] for index in range(len(opened))] == rows
+
+
+def test_a_parquet_file_is_read_without_pandas(tmp_path: Path) -> None:
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["a"]}), tmp_path / "rows.parquet")
+    program = (
+        "import sys; from prime_rl.utils.row_files.reading import read_file; from pathlib import Path; "
+        f"print(read_file(Path({str(tmp_path / 'rows.parquet')!r}))[0], 'pandas' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout == "{'text': 'a'} False\n"
 
 
 def test_several_files_are_one_dataset(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import os
 import zlib
 from array import array
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import accumulate
@@ -24,6 +24,8 @@ from prime_rl.utils.pydantic_config.errors import one_line
 from prime_rl.utils.row_files.kinds import COMPRESSIONS, kind_of
 
 if TYPE_CHECKING:
+    from _csv import Reader as CsvReader
+
     import pyarrow
 
 Row = Mapping[str, Any]
@@ -31,6 +33,7 @@ Row = Mapping[str, Any]
 _LINES = (".jsonl", ".ndjson")
 _DELIMITERS = {".csv": ",", ".tsv": "\t"}
 _LONGEST_FIELD = 2**31 - 1
+_BLOCK_BYTES = 2**20
 
 
 class RowFileError(Exception):
@@ -96,6 +99,44 @@ class ParsedRows(RowList):
 
     def where(self, index: int) -> str:
         return f"{self.name}:{self._numbers[index]}"
+
+
+class TextTable(RowList):
+    """A CSV or TSV file. All rows are checked when it is opened, and parsed again on access."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__((), str(path))
+        self.path = path
+        self._file = path.open("rb")
+        self._offsets, self._lengths, self._numbers = array("q"), array("q"), array("q")
+        self._read_bytes = 0
+        fields = _fields_of(path, self._lines())
+        _, self._header = next(fields)
+        before = self._read_bytes
+        for number, _ in fields:
+            self._offsets.append(before)
+            self._lengths.append(self._read_bytes - before)
+            self._numbers.append(number)
+            before = self._read_bytes
+
+    def __len__(self) -> int:
+        return len(self._offsets)
+
+    def __getitem__(self, index: int) -> Row:
+        text = os.pread(self._file.fileno(), self._lengths[index], self._offsets[index]).decode()
+        # Empty lines come before the row.
+        fields = next(fields for fields in _csv_reader(self.path, io.StringIO(text, newline="")) if fields)
+        return dict(zip(self._header, fields, strict=True))
+
+    def where(self, index: int) -> str:
+        return f"{self.path}:{self._numbers[index]}"
+
+    def _lines(self) -> Iterator[str]:
+        """Lines one at a time, so that the bytes read are those of the rows so far."""
+        for line in self._file:
+            encoding = "utf-8" if self._read_bytes else "utf-8-sig"
+            self._read_bytes += len(line)
+            yield line.decode(encoding)
 
 
 class TableRows(RowList):
@@ -230,33 +271,60 @@ def _numbered_lines(path: Path) -> Iterator[tuple[int, Row]]:
 
 
 def _read_table(path: Path) -> RowList:
-    return ParsedRows(path, list(_table_rows(path)))
+    if path.suffix in COMPRESSIONS or _has_bare_returns(path):
+        return ParsedRows(path, list(_table_rows(path)))
+    return TextTable(path)
+
+
+def _has_bare_returns(path: Path) -> bool:
+    """Whether lines may end with a carriage return alone, so that line feeds do not show where rows end."""
+    with path.open("rb") as file:
+        held = b""
+        while block := file.read(_BLOCK_BYTES):
+            held = held[-1:] + block
+            if held.count(b"\r", 0, -1) > held.count(b"\r\n"):
+                return True
+    return held.endswith(b"\r")
 
 
 def _table_rows(path: Path) -> Iterator[tuple[int, Row]]:
     """The rows of a CSV or TSV file with a header, as texts, with the line that each begins in or after."""
+    with opened(path) as file, io.TextIOWrapper(file, encoding="utf-8-sig", newline="") as lines:
+        numbered = _fields_of(path, lines)
+        _, header = next(numbered)
+        yield from ((number, dict(zip(header, fields, strict=True))) for number, fields in numbered)
+
+
+def _fields_of(path: Path, lines: Iterable[str]) -> Iterator[tuple[int, list[str]]]:
+    """The fields of the header, then those of each row, with its line."""
+    kind = kind_of(path)
+    assert kind is not None
+    table = _csv_reader(path, lines)
+    try:
+        header = next(table, [])
+        yield 1, header
+        before = table.line_num
+        for fields in table:
+            if len(fields) not in (0, len(header)):
+                raise RowFileError(
+                    f"{path}:{before + 1}: found {len(fields)} fields; the header has {len(header)}: "
+                    f"{', '.join(header)}"
+                )
+            if fields:
+                yield before + 1, fields
+            before = table.line_num
+    except csv.Error as error:
+        raise RowFileError(f"{path}:{table.line_num}: not valid {kind[1:].upper()}: {error}") from error
+    except UnicodeDecodeError as error:
+        raise RowFileError(f"{path}: not UTF-8 text (byte {error.start})") from error
+
+
+def _csv_reader(path: Path, lines: Iterable[str]) -> CsvReader:
     kind = kind_of(path)
     assert kind is not None
     # Texts may be longer than the module's default limit of 128 KiB.
     csv.field_size_limit(_LONGEST_FIELD)
-    with opened(path) as file, io.TextIOWrapper(file, encoding="utf-8-sig", newline="") as lines:
-        table = csv.reader(lines, delimiter=_DELIMITERS[kind], strict=True)
-        try:
-            header = next(table, [])
-            before = table.line_num
-            for fields in table:
-                if len(fields) not in (0, len(header)):
-                    raise RowFileError(
-                        f"{path}:{before + 1}: found {len(fields)} fields; the header has {len(header)}: "
-                        f"{', '.join(header)}"
-                    )
-                if fields:
-                    yield before + 1, dict(zip(header, fields, strict=True))
-                before = table.line_num
-        except csv.Error as error:
-            raise RowFileError(f"{path}:{table.line_num}: not valid {kind[1:].upper()}: {error}") from error
-        except UnicodeDecodeError as error:
-            raise RowFileError(f"{path}: not UTF-8 text (byte {error.start})") from error
+    return csv.reader(lines, delimiter=_DELIMITERS[kind], strict=True)
 
 
 def _read_parquet(path: Path) -> RowList:

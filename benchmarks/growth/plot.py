@@ -1,0 +1,96 @@
+"""Draws the results in `results` as one picture, and writes their table into the page: needs the extra `report`.
+
+uv run --extra report benchmarks/growth/plot.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+PAGE = HERE / "README.md"
+BEGIN, END = "<!-- results: written by plot.py -->", "<!-- end of results -->"
+PANELS = {
+    "packing": ("packing",),
+    "preflight, reading": ("preflight", "reading"),
+    "resume": ("resume",),
+    "report, watch": ("report", "watch"),
+    "in flight": ("in-flight",),
+    "checkpoints": ("checkpoint",),
+}
+COLUMNS = 3
+
+
+def read_results(folder: Path = HERE / "results") -> list[dict[str, Any]]:
+    return [json.loads(file.read_text()) for file in sorted(folder.glob("*.json"))]
+
+
+def draw(results: Sequence[dict[str, Any]], out: Path) -> None:
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    mpl.rcParams["svg.hashsalt"] = "growth"
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(2, COLUMNS, figsize=(15, 9), layout="constrained")
+    for panel, (title, prefixes) in zip(axes.flat, PANELS.items(), strict=True):
+        own = [result for result in results if result["cost"].startswith(prefixes)]
+        for result in own:
+            sizes = [point["size"] for point in result["points"]]
+            slope = "no slope" if result["slope"] is None else f"slope {result['slope']:.2f}"
+            label = f"{result['cost']}: {slope}"
+            panel.loglog(sizes, [point["cpu_s"] for point in result["points"]], marker="o", markersize=4, label=label)
+        _draw_linear(panel, own)
+        panel.set_title(title)
+        panel.set_xlabel(own[0]["of"] if own else "")
+        panel.set_ylabel("CPU time, s")
+        panel.grid(visible=True, which="major", alpha=0.3)
+        panel.legend(fontsize=8)
+    figure.savefig(out, metadata={"Date": None} if out.suffix == ".svg" else None)
+
+
+def _draw_linear(panel: Any, results: Sequence[dict[str, Any]]) -> None:
+    """A dashed line of slope 1 through the last point of the costliest."""
+    last = max((result["points"][-1] for result in results), key=lambda point: point["cpu_s"], default=None)
+    if last is not None:
+        first = min(result["points"][0]["size"] for result in results)
+        ends = [last["cpu_s"] * first / last["size"], last["cpu_s"]]
+        panel.loglog([first, last["size"]], ends, "--", color="gray", linewidth=1, label="linear")
+
+
+def table(results: Sequence[dict[str, Any]]) -> str:
+    lines = [
+        "| cost | largest size | CPU s | by the clock, s | slope | memory, MiB | its slope | stopped |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for each in results:
+        last = each["points"][-1]
+        slopes = ["" if slope is None else f"{slope:.2f}" for slope in (each["slope"], each["memory_slope"])]
+        size = f"{last['size']:,} {each['of']}"
+        seconds = f"{last['cpu_s']:.3g} | {last['wall_s']:.3g}"
+        memory = f"{last['memory_mib']:,.0f} | {slopes[1]}"
+        lines.append(f"| {each['cost']} | {size} | {seconds} | {slopes[0]} | {memory} | {each['stopped']} |")
+    return "\n".join(lines)
+
+
+def with_table(page: str, results: Sequence[dict[str, Any]]) -> str:
+    before, _, rest = page.partition(BEGIN)
+    after = rest.partition(END)[2]
+    return f"{before}{BEGIN}\n\n{table(results)}\n\n{END}{after}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=HERE / "growth.svg", help="a .svg or .png file")
+    args = parser.parse_args()
+    results = read_results()
+    draw(results, args.out)
+    PAGE.write_text(with_table(PAGE.read_text(), results))
+
+
+if __name__ == "__main__":
+    main()

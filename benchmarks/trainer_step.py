@@ -1,0 +1,50 @@
+"""One row of random tokens through the trainer's own forward and backward pass: for benchmarks of speed and memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import nn
+
+from prime_rl.configs.losses import DefaultLossConfig
+from prime_rl.configs.trainer import ModelConfig
+from prime_rl.trainer.process.parallel_dims import Mesh
+from prime_rl.trainer.rl.loss import setup_loss
+from prime_rl.trainer.rl.rows import Row, vocab_chunk_of
+from prime_rl.trainer.rl.step import ForwardBackward, StepSize
+from prime_rl.trainer.sft.data.packer import PackedRow
+from prime_rl.trainer.sft.step import forward_backward
+
+Pass = Callable[[], object]
+
+
+def sft_pass(model: nn.Module, vocabulary: int, lengths: list[int], rows: int, mesh: Mesh) -> Pass:
+    """SFT on `rows` equal rows, each with samples of these lengths, every token trained."""
+    tokens = sum(lengths)
+    ids = np.random.default_rng(0).integers(0, vocabulary, tokens)
+    positions = np.concatenate([np.arange(length) for length in lengths])
+    row = PackedRow(ids, np.roll(ids, -1), np.ones(tokens, bool), positions, samples=len(lengths))
+    return lambda: forward_backward(model, [row] * rows, tokens * rows, mesh)
+
+
+def rl_pass(model: nn.Module, vocabulary: int, tokens: int, rows: int, config: ModelConfig, mesh: Mesh) -> Pass:
+    """RL on `rows` equal rows of one trained sequence each, with the default loss."""
+    device = mesh.process.device
+    ones = torch.ones(tokens, device=device)
+    row = Row(
+        lengths=[tokens],
+        is_trained=[True],
+        trained_tokens=tokens,
+        input_ids=torch.randint(vocabulary, (tokens,), device=device),
+        position_ids=torch.arange(tokens, device=device),
+        loss_mask=ones.bool(),
+        advantages=ones,
+        inference_logprobs=-10 * ones,
+        temperatures=ones,
+        teacher_logprobs=None,
+        versions=torch.zeros(tokens, device=device, dtype=torch.long),
+    )
+    runner = ForwardBackward(model, setup_loss(DefaultLossConfig()), vocab_chunk_of(config), mesh)
+    return lambda: runner.run([row] * rows, StepSize.from_rows([row] * rows, mesh.data_axis))
