@@ -223,6 +223,8 @@ def _trl(case: Case, config: ModelConfig, mesh: Mesh) -> tuple[nn.Module, Step]:
     rows = Dataset.from_list([{"input_ids": ids}])
     trainer = SFTTrainer(model=model, args=arguments, train_dataset=rows, processing_class=_two_words())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+    # Set by `train`, of which this is one step.
+    trainer.current_gradient_accumulation_steps = 1
     batch = next(iter(trainer.get_train_dataloader()))
 
     def step() -> None:

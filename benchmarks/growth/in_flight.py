@@ -1,6 +1,6 @@
 """The orchestrator's CPU time for a step of single-turn rollouts that are all in flight at once.
 
-The engine, another process, answers at once; `../rl/orchestrator_overhead.py` describes it.
+The engine, another process, answers at once; `benchmarks/rl/orchestrator_overhead.py` describes it.
 
     uv run benchmarks/growth/in_flight.py
 """

@@ -39,6 +39,10 @@ def draw(results: Sequence[dict[str, Any]], out: Path) -> None:
     figure, axes = pyplot.subplots(2, COLUMNS, figsize=(15, 9), layout="constrained")
     for panel, (title, prefixes) in zip(axes.flat, PANELS.items(), strict=True):
         own = [result for result in results if result["cost"].startswith(prefixes)]
+        if not own:
+            panel.set_title(f"{title}: not measured")
+            panel.set_axis_off()
+            continue
         for result in own:
             sizes = [point["size"] for point in result["points"]]
             slope = "no slope" if result["slope"] is None else f"slope {result['slope']:.2f}"
@@ -46,7 +50,7 @@ def draw(results: Sequence[dict[str, Any]], out: Path) -> None:
             panel.loglog(sizes, [point["cpu_s"] for point in result["points"]], marker="o", markersize=4, label=label)
         _draw_linear(panel, own)
         panel.set_title(title)
-        panel.set_xlabel(own[0]["of"] if own else "")
+        panel.set_xlabel(own[0]["of"])
         panel.set_ylabel("CPU time, s")
         panel.grid(visible=True, which="major", alpha=0.3)
         panel.legend(fontsize=8)
@@ -55,11 +59,10 @@ def draw(results: Sequence[dict[str, Any]], out: Path) -> None:
 
 def _draw_linear(panel: Any, results: Sequence[dict[str, Any]]) -> None:
     """A dashed line of slope 1 through the last point of the costliest."""
-    last = max((result["points"][-1] for result in results), key=lambda point: point["cpu_s"], default=None)
-    if last is not None:
-        first = min(result["points"][0]["size"] for result in results)
-        ends = [last["cpu_s"] * first / last["size"], last["cpu_s"]]
-        panel.loglog([first, last["size"]], ends, "--", color="gray", linewidth=1, label="linear")
+    last = max((result["points"][-1] for result in results), key=lambda point: point["cpu_s"])
+    first = min(result["points"][0]["size"] for result in results)
+    ends = [last["cpu_s"] * first / last["size"], last["cpu_s"]]
+    panel.loglog([first, last["size"]], ends, "--", color="gray", linewidth=1, label="linear")
 
 
 def table(results: Sequence[dict[str, Any]]) -> str:

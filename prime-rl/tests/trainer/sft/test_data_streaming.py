@@ -122,6 +122,20 @@ def test_a_row_of_a_table_is_found_in_any_of_its_row_groups(tmp_path: Path) -> N
         assert [opened[index] for index in range(len(opened))] == rows
 
 
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\r"], ids=["unix", "windows", "old-mac"])
+def test_a_row_of_a_csv_file_is_found_after_rows_of_several_lines(tmp_path: Path, end: str) -> None:
+    lines = ["\ufeffprompt,completion", 'one,"1', '2"', "", "", "zwei ä,2", '"a ""b"", c",3', ""]
+    file = tmp_path / "rows.csv"
+    file.write_bytes(end.join(lines).encode())
+    rows = load_rows(SFTDataConfig(name=str(file)))
+    read = [(rows[index], rows.where(index)) for index in (2, 0, 1)]
+    assert [row["prompt"] for row, _ in read] == ['a "b", c', "one", "zwei ä"]
+    assert read[1][0]["completion"] == f"1{end}2"
+    assert len(rows) == 3
+    # The lines that the rows begin in.
+    assert [where for _, where in read] == [f"{file}:7", f"{file}:2", f"{file}:6"]
+
+
 def test_a_parquet_file_is_read_without_pandas(tmp_path: Path) -> None:
     pyarrow.parquet.write_table(pyarrow.table({"text": ["a"]}), tmp_path / "rows.parquet")
     program = (

@@ -332,7 +332,7 @@ def _read_parquet(path: Path) -> RowList:
     import pyarrow.parquet
 
     try:
-        # Not `read_table`, which imports pandas.
+        # The function read_table of pyarrow.parquet imports pandas.
         with pyarrow.parquet.ParquetFile(path) as file:
             return TableRows(file.read(), path)
     except (pyarrow.ArrowException, OSError) as error:
