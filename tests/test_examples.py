@@ -15,6 +15,8 @@ from typer.testing import CliRunner
 
 from medarc_rl import medarc_slurm
 from prime_rl.history.catalog import is_described
+from prime_rl.history.rollouts import KeptRollouts
+from prime_rl.run.paths import RunPaths
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = ROOT / "examples"
@@ -61,10 +63,11 @@ def test_the_command_in_the_header_of_every_example_is_dry_run(
     assert (tmp_path / f"{kind}.sh").is_file()
 
 
-def test_the_shipped_inputs_are_what_their_script_makes(tmp_path: Path) -> None:
-    subprocess.run([sys.executable, REVERSE_TEXT / "make_inputs.py", "--to", tmp_path], check=True)
+@pytest.mark.parametrize("folder", [REVERSE_TEXT, EXAMPLES / "agents"], ids=lambda folder: folder.name)
+def test_the_shipped_inputs_are_what_their_script_makes(folder: Path, tmp_path: Path) -> None:
+    subprocess.run([sys.executable, folder / "make_inputs.py", "--to", tmp_path], check=True)
     for made in filter(Path.is_file, tmp_path.rglob("*")):
-        shipped = REVERSE_TEXT / made.relative_to(tmp_path)
+        shipped = folder / made.relative_to(tmp_path)
         assert made.read_bytes() == shipped.read_bytes(), shipped.name
 
 
@@ -109,3 +112,16 @@ def test_the_rl_example_learns(name: str, tmp_path: Path) -> None:
     assert statistics.mean(rewards[-5:]) > 0.55
     assert metrics_without_description(tmp_path) == set()
     assert (tmp_path / "weights" / f"step_{len(rewards)}" / "model.safetensors").is_file()
+
+
+def test_the_agent_of_openai_agents_trains_with_its_tool(tmp_path: Path) -> None:
+    """The checkpoint that it starts from uses the tool in about two of three attempts."""
+    shorter = ("--max-steps", "2", "--orchestrator.keep-rollouts.per-step", "16")
+    config = EXAMPLES / "agents" / "rl_tool_cpu.toml"
+    result = run_command("medarc_train", "rl", config, "--output-dir", tmp_path, *shorter)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert metric_values(tmp_path, "trainer", "loss/mean")
+    rollouts = [each for step in (0, 1) for each in KeptRollouts(RunPaths(tmp_path)).of_step(step)]
+    assert {rollout.error for rollout in rollouts} == {None}
+    assert {rollout.num_turns for rollout in rollouts} >= {1, 2}, "with the tool, and without"
+    assert {rollout.reward for rollout in rollouts} <= {0.0, 0.25, 0.75, 1.0}

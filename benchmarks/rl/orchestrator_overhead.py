@@ -69,6 +69,8 @@ def answers(tokens: int, model: str = MODEL) -> dict[str, bytes]:
     usage = {"prompt_tokens": 20, "completion_tokens": tokens, "total_tokens": 20 + tokens}
     chat = {"id": "x", "created": 1, "model": model, "prompt_token_ids": list(range(20)), "choices": [choice]}
     bodies = {"/v1/chat/completions": chat | {"usage": usage}, "/v1/models": {"data": [{"id": model}]}}
+    bodies["/v1/chat/completions/tokens"] = bodies["/v1/chat/completions"]
+    bodies["/tokenize"] = {"tokens": list(range(8)), "count": 8, "max_model_len": 1024}
     return {path: json.dumps(body).encode() for path, body in bodies.items()}
 
 
@@ -101,7 +103,7 @@ class InstantEngine(asyncio.Protocol):
                 len(body),
                 body,
             )
-            if self.chat_s and path.endswith("/chat/completions"):
+            if self.chat_s and path.startswith("/v1/chat/completions"):
                 asyncio.get_running_loop().call_later(self.chat_s, self.transport.write, reply)
             else:
                 self.transport.write(reply)

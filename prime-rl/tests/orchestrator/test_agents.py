@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from prime_rl.configs.orchestrator import EnvConfig
+from prime_rl.configs.orchestrator import BufferConfig, EnvConfig, OrchestratorConfig
 from prime_rl.configs.shared import ClientConfig, LogConfig
 from prime_rl.environments.agents import context
 from prime_rl.environments.agents.attempting import Attempts
@@ -318,6 +318,12 @@ def test_megabytes_of_output_disturb_nothing(attempted, capfd) -> None:
     rollouts = attempted({"do": "misbehaves", "how": "prints"}, 2)
     capfd.readouterr()
     assert [rollout.reward for rollout in rollouts] == [1.0, 1.0]
+
+
+def test_a_buffer_that_skips_rewards_is_refused_for_an_agent() -> None:
+    agent = EnvConfig(name="mine", workflow="my_agents:echo", agent_dataset="rows.jsonl")
+    with pytest.raises(ValueError, match="skip_verification does not go with workflow: the agent of 'mine' gives"):
+        OrchestratorConfig(env=[agent], buffer=BufferConfig(skip_verification=True), advantage=None)
 
 
 def test_a_failed_attempt_is_not_trained_on_and_compared_with_nothing(attempted) -> None:

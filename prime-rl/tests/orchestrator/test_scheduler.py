@@ -66,6 +66,9 @@ class Environment:
             raise outcome
         return outcome
 
+    def waits_for(self) -> str:
+        return ""
+
     async def wait_for(self, count: int) -> None:
         """Wait until `count` groups have started."""
         async with self.started:

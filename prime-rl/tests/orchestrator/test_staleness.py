@@ -159,6 +159,9 @@ class Run:
         rewards = [1.0, 1.0] if self.draw.random() < self.conditions.rejected else [0.0, 1.0]
         return [Rollout(example, reward, TokenTrace(), 1.0, version) for reward in rewards]
 
+    def waits_for(self) -> str:
+        return ""
+
     async def train(self) -> None:
         """Publish a version after each batch. Servers may miss versions, except those that a batch needs."""
         while True:
@@ -290,6 +293,9 @@ def test_a_batch_that_waits_for_an_old_group_says_so_every_minute(capsys: pytest
             await asyncio.sleep(300.0 if example == self.buffer.first else 1.0)
             return [Rollout(example, reward, TokenTrace(), 1.0, args[-1]) for reward in (0.0, 1.0)]
 
+        def waits_for(self) -> str:
+            return "for agents"
+
     conditions = Conditions(0, max_level=0, num_steps=1)
     setup_logger("info")
 
@@ -302,4 +308,4 @@ def test_a_batch_that_waits_for_an_old_group_says_so_every_minute(capsys: pytest
     with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
         run = runner.run(whole_run())
     line = "Step 0: waiting for 1 group; the oldest started with version 0: environment 'letters'"
-    assert capsys.readouterr().out.count(f"{line}, row {run.buffer.first.row}") == 4
+    assert capsys.readouterr().out.count(f"{line}, row {run.buffer.first.row}, which waits for agents") == 4

@@ -79,6 +79,9 @@ class Attempt:
         # The completion says which row it is, so that a batch does.
         return [self.make_rollout(example, reward) for reward in rewards[:size]]
 
+    def waits_for(self) -> str:
+        return ""
+
     def send(self, batch: TrainingBatch) -> None:
         rows = Counter(sample.completion_ids[0] for sample in batch.examples)
         self.sent[batch.step] = Counter({row: count // GROUP_SIZE for row, count in rows.items()})

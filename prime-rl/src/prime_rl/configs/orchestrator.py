@@ -376,6 +376,8 @@ class OrchestratorConfig(RootConfig):
                 yield "rollouts_per_example is 1: with nothing to compare it to in its group, no rollout would teach"
         yield from repeated_names("env", self.env)
         yield from repeated_names("eval.env", [] if self.eval is None else self.eval.env)
+        if self.buffer.skip_verification and (scored := [env.name or env.id for env in self.env if env.is_agent]):
+            yield f"buffer.skip_verification does not go with workflow: the agent of {scored[0]!r} gives its own reward"
         yield from judge_faults("env", self.env, self.judge)
         yield from judge_faults("eval.env", [] if self.eval is None else self.eval.env, self.judge)
         if (ratios := self.buffer.env_ratios) is not None and len(ratios) != len(self.env):

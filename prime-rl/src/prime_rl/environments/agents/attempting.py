@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from prime_rl.environments.agents.engine import Post
 
 MAX_ERROR_CHARS = 2000
+POOLS = 8
 HUNG_THREADS = 8
 """Threads of functions that did not end in time, before the process gives up. They cannot be stopped."""
 
@@ -30,7 +31,8 @@ class Attempts:
 
     def __init__(self, target: Target) -> None:
         self._target = target
-        self._http: DefaultAsyncHttpxClient | None = None
+        self._pools: list[DefaultAsyncHttpxClient] = []
+        self._next_pool = 0
         self.hung_threads = 0
 
     async def make(self, row: Mapping[str, Any], session: Mapping[str, Any], attempt: Attempt) -> dict[str, Any]:
@@ -56,18 +58,25 @@ class Attempts:
             return {"error": type(error).__name__, "detail": " ".join(str(error).split())[:MAX_ERROR_CHARS]}
 
     def _client(self, session: Mapping[str, Any]) -> AsyncOpenAI:
-        from openai import AsyncOpenAI, DefaultAsyncHttpxClient
+        from openai import AsyncOpenAI
 
-        if self._http is None:
-            # The proxy is on this machine, behind no other, and the session limits the time.
-            self._http = DefaultAsyncHttpxClient(timeout=None, trust_env=False)
         return AsyncOpenAI(
             base_url=session["base_url"],
             api_key=session["api_key"],
             max_retries=0,
             timeout=session["timeout_s"],
-            http_client=self._http,
+            http_client=self._pool(),
         )
+
+    def _pool(self) -> DefaultAsyncHttpxClient:
+        """The next of several pools of connections. For each request, httpx looks at all connections of a pool."""
+        from openai import DefaultAsyncHttpxClient
+
+        if not self._pools:
+            # The proxy is on this machine, behind no other, and the session limits the time.
+            self._pools = [DefaultAsyncHttpxClient(timeout=None, trust_env=False) for _ in range(POOLS)]
+        self._next_pool = (self._next_pool + 1) % POOLS
+        return self._pools[self._next_pool]
 
     async def _run(self, row: Mapping[str, Any], client: AsyncOpenAI, session: Mapping[str, Any]) -> Any:
         target = self._target
@@ -78,7 +87,7 @@ class Attempts:
             "base_url": session["base_url"],
             "api_key": session["api_key"],
             "model": session["model"],
-            "http_client": self._http,
+            "http_client": self._pool(),
         }
         return await self._awaited(partial(target.call, dict(row), **accepted(target.call, extras), **target.arguments))
 

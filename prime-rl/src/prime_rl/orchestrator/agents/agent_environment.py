@@ -26,7 +26,7 @@ from prime_rl.orchestrator.rollouts.rollout import ExampleRef, Rollout
 from prime_rl.orchestrator.scheduling.difficulty import fingerprint
 from prime_rl.orchestrator.servers.server import InferenceServer
 from prime_rl.utils.engine_keys import published_key
-from prime_rl.utils.logger import get_logger
+from prime_rl.utils.logger import count_of, get_logger
 
 KEY_SERVICE = "agents"
 """Under this name, the key for starting sessions is kept in a file that only this user can read."""
@@ -97,6 +97,12 @@ class AgentEnvironment(Environment):
         content: dict[str, Any] = json.loads(self._texts[row])
         return content
 
+    def waits_for(self) -> str:
+        if self._process is not None:
+            return ""
+        started = count_of("session", self._proxy.offers.num_started)
+        return f"for agents at {self._proxy.base_url} ({started} started so far)"
+
     async def connect(self) -> None:
         """Open the proxy. Raises EnvironmentFault if its port is taken."""
         async with self._opening:
@@ -108,8 +114,9 @@ class AgentEnvironment(Environment):
                 raise EnvironmentFault(f"agent_port = {self._keys.port}: {error.strerror}") from error
             if self._process is None:
                 port = int(self._proxy.base_url.rpartition(":")[2].removesuffix("/v1"))
-                self._opened.enter_context(published_key(port, self._proxy.starter_key, KEY_SERVICE))
-                get_logger().info(f"Agents of environment {self.name!r} start sessions at {self._proxy.base_url}")
+                file = self._opened.enter_context(published_key(port, self._proxy.starter_key, KEY_SERVICE))
+                where = f"at {self._proxy.base_url} with the key in {file}"
+                get_logger().info(f"Agents of environment {self.name!r} start sessions {where}")
 
     async def _roll_out(
         self,

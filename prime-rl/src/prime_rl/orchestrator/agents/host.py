@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import gc
 import os
 import signal
 import socket
@@ -42,6 +43,7 @@ def main() -> None:
             connection.sendall(encode({"fault": str(error)}))
             return
         connection.sendall(encode({"python": sys.version.split()[0]}))
+        gc.freeze()  # what is loaded stays: collections need not look at it
         asyncio.run(_serve(Attempts(target), connection))
     # Threads of the agent must not keep the process alive.
     os._exit(0)

@@ -125,6 +125,10 @@ class Environment:
         own = content.get("prompt_id")
         return str(own) if own not in (None, "") else fingerprint("", content, ("prompt", "answer"))[:PROMPT_ID_LENGTH]
 
+    def waits_for(self) -> str:
+        """What running groups wait for, other than the model and the environment's own code; empty if nothing."""
+        return ""
+
     async def connect(self) -> None:
         """Connect to the environment's server, if it has one.
 

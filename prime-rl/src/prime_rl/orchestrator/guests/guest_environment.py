@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -151,7 +151,7 @@ class GuestEnvironment(Environment):
                         row=example.row,
                         base_url=self._proxy.base_url,
                         model=server.model,
-                        sampling_args=sampling_args,
+                        sampling_args=_asked_for(sampling_args),
                         sessions=[session.key for session in sessions],
                         proxy_key=self._proxy.key,
                     )
@@ -196,6 +196,12 @@ def start_guest(config: EnvConfig, place: str, split: Split, python: Path) -> Gu
     except BaseException:
         process.kill()
         raise
+
+
+def _asked_for(sampling_args: Mapping[str, Any]) -> dict[str, Any]:
+    """Sampling arguments without what the proxy asks for by itself, so that answers do not carry log-probabilities to
+    an environment that drops them."""
+    return {name: value for name, value in sampling_args.items() if name not in ("logprobs", "extra_body")}
 
 
 def _all_rows(process: GuestProcess, split: str, count: int) -> Any:

@@ -49,7 +49,7 @@ async def complete(session: Session, body: Mapping[str, Any]) -> dict[str, Any]:
     rendering = {name: sent[name] for name in RENDERED if sent.get(name)}
     try:
         tokenize = partial(_tokenize, channel, session, rendering)
-        prompt_ids = await continued_prompt(session.calls, messages, rendering, tokenize)
+        prompt_ids = await continued_prompt(session.calls, messages, rendering, tokenize, session.ends)
     except ServerAnswered as error:
         if error.status >= 500:
             raise

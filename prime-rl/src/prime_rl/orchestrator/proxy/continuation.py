@@ -7,9 +7,12 @@ therefore begins with the recorded tokens, and only what the agent added is toke
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgspec
 
 if TYPE_CHECKING:
     from prime_rl.orchestrator.proxy.recording import RecordedCall
@@ -17,6 +20,7 @@ if TYPE_CHECKING:
 Tokenize = Callable[..., Awaitable[list[int]]]
 """`tokenize(messages, add_generation_prompt)`: the token ids of a rendered conversation."""
 
+MAX_ENDS = 256
 _NO_ANSWERS = frozenset({"tool", "user", "system", "developer"})
 
 
@@ -81,6 +85,7 @@ async def continued_prompt(
     messages: Sequence[Mapping[str, Any]],
     rendering: Mapping[str, Any],
     tokenize: Tokenize,
+    ends: EndsOfTurns,
 ) -> list[int] | None:
     """Token ids of the prompt, which begin with all tokens of an earlier call. `rendering`: see `RecordedCall`.
 
@@ -95,12 +100,15 @@ async def continued_prompt(
     if any(message.get("role") not in _NO_ANSWERS for message in added):
         return None
     before = _stand_in(added)
-    base = await tokenize([before], add_generation_prompt=False)
-    whole = await tokenize([before, *added], add_generation_prompt=True)
+    base, whole, end = await asyncio.gather(
+        tokenize([before], add_generation_prompt=False),
+        tokenize([before, *added], add_generation_prompt=True),
+        ends.after(rendering, tokenize),
+    )
     if whole[: len(base)] != base:
         return None
     said = earlier.tokens.prompt_ids + earlier.tokens.completion_ids
-    return said + _bridge(said, await _end_of_turn(tokenize), whole[len(base) :])
+    return said + _bridge(said, end, whole[len(base) :])
 
 
 def _stand_in(added: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -113,10 +121,26 @@ def _stand_in(added: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {"role": "assistant", "content": "", "tool_calls": calls} if calls else {"role": "assistant", "content": "x"}
 
 
+class EndsOfTurns:
+    """What a chat template writes after an answer. It is the same for all sessions with the same template arguments."""
+
+    def __init__(self) -> None:
+        self._known: dict[bytes, list[int]] = {}
+
+    async def after(self, rendering: Mapping[str, Any], tokenize: Tokenize) -> list[int]:
+        key = msgspec.json.encode(rendering)
+        if key not in self._known:
+            end = await _end_of_turn(tokenize)
+            if len(self._known) >= MAX_ENDS:  # tasks with tools of their own
+                self._known.clear()
+            self._known[key] = end
+        return self._known[key]
+
+
 async def _end_of_turn(tokenize: Tokenize) -> list[int]:
     """What the template writes after an answer: the common end of two short ones."""
     turns = [[{"role": "assistant", "content": content}] for content in ("x", "y")]
-    first, second = [await tokenize(turn, add_generation_prompt=False) for turn in turns]
+    first, second = await asyncio.gather(*(tokenize(turn, add_generation_prompt=False) for turn in turns))
     pairs = zip(reversed(first), reversed(second), strict=False)
     length = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
     return first[len(first) - length :]

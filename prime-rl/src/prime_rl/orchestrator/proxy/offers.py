@@ -29,6 +29,8 @@ class Offers:
         self._waiting: deque[Offer] = deque()
         self._by_session: dict[str, Offer] = {}
         self._added = asyncio.Condition()
+        self.num_started = 0
+        """Attempts that an agent has taken, since the beginning."""
 
     def __len__(self) -> int:
         """Attempts that no agent has taken."""
@@ -55,6 +57,7 @@ class Offers:
                 await self._added.wait_for(lambda: bool(self._waiting))
                 offer = self._waiting.popleft()
                 offer.is_taken = True
+                self.num_started += 1
                 return offer
         except TimeoutError:
             return None

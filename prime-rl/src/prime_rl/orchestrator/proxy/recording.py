@@ -12,7 +12,7 @@ from typing import Any
 from prime_rl.environments.agents.returns import InvalidReward, checked_reward
 from prime_rl.orchestrator.errors import MalformedRollout
 from prime_rl.orchestrator.guests.inside.model_client import session_name
-from prime_rl.orchestrator.proxy.continuation import Message, canonical
+from prime_rl.orchestrator.proxy.continuation import EndsOfTurns, Message, canonical
 from prime_rl.orchestrator.rollouts.replies import ChatReply
 from prime_rl.orchestrator.rollouts.trace import CallDetails, ModelCall, TokenTrace
 from prime_rl.orchestrator.servers.server import InferenceServer
@@ -46,6 +46,7 @@ class Session:
     """The name that all calls ask for. A rollout that began with the base model goes on with it."""
     sampling: Mapping[str, Any]
     """Arguments of every request. They replace those of the agent: training must know how tokens were sampled."""
+    ends: EndsOfTurns = field(default_factory=EndsOfTurns, repr=False)
     calls: list[RecordedCall] = field(default_factory=list)
     num_asked: int = 0
     """Answers that it has asked for."""
@@ -146,6 +147,7 @@ class Sessions:
         self._by_key: dict[str, Session] = {}
         self._keys: dict[str, str] = {}
         """Keys by their names."""
+        self._ends = EndsOfTurns()
 
     def __len__(self) -> int:
         return len(self._by_key)
@@ -168,7 +170,9 @@ class Sessions:
     ) -> Iterator[tuple[Session, ...]]:
         """`count` sessions with keys that nobody can guess. Their keys are worthless after the block."""
         sampling = flat(sampling_args)
-        sessions = tuple(Session(secrets.token_hex(24), server, server.model, sampling) for _ in range(count))
+        sessions = tuple(
+            Session(secrets.token_hex(24), server, server.model, sampling, self._ends) for _ in range(count)
+        )
         self._by_key |= {session.key: session for session in sessions}
         self._keys |= {session_name(session.key): session.key for session in sessions}
         try:

@@ -36,6 +36,8 @@ class GroupRunner(Protocol):
         self, example: ExampleRef, size: int, server: InferenceServer, sampling_args: dict[str, Any], version: int
     ) -> list[Rollout]: ...
 
+    def waits_for(self) -> str: ...
+
 
 class ServerPool(Protocol):
     """The part of the server pool that the scheduler uses."""
@@ -255,9 +257,11 @@ class Scheduler:
         if not running:  # the last one has just ended
             return "waiting to start groups"
         oldest = min(running, key=lambda group: group.version)
+        name = oldest.example.env
+        what = self.environments[name].waits_for()
         return (
             f"waiting for {count_of('group', len(running))}; the oldest started with version {oldest.version}: "
-            f"environment {oldest.example.env!r}, row {oldest.example.row}"
+            f"environment {name!r}, row {oldest.example.row}{what and f', which waits {what}'}"
         )
 
     async def _run(self, group: InFlightGroup, sampling_args: dict[str, Any]) -> list[Rollout]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import gc
 import os
 import signal
 import socket
@@ -33,6 +34,8 @@ def main() -> None:
             connection.sendall(encode({"fault": _one_line(error)}))
             return
         connection.sendall(encode({"protocol": PROTOCOL, "verifiers": _version(), "python": sys.version.split()[0]}))
+        # What is loaded stays. Rollouts make garbage fast, and each full collection would look at all of it.
+        gc.freeze()
         asyncio.run(_serve(served, connection))
     # Threads of the environment must not keep the process alive.
     os._exit(0)

@@ -11,7 +11,7 @@ from contextvars import ContextVar
 from typing import Any
 
 from .frames import finite
-from .model_client import for_verifiers, model_client, of_session
+from .model_client import NO_SESSION, Clients, for_verifiers
 from .reward_records import KEY as REWARD_ERRORS
 from .reward_records import leaves, record_reward_errors
 
@@ -38,7 +38,7 @@ class Served:
         for rubric in self._rubrics:
             record_reward_errors(rubric)
         self.env.rollout = _signed(self.env.rollout)
-        self._clients: dict[str, Any] = {}
+        self._clients: dict[str, Clients] = {}
         self._datasets: dict[str, Any] = {}
 
     def describe(self, split: str) -> dict[str, Any]:
@@ -60,10 +60,11 @@ class Served:
         """One rollout for each session, scored together. Rollouts come in any order and name their sessions."""
         inputs = [dict(self._dataset(split)[row]) for _ in sessions]
         if base_url not in self._clients:
-            self._clients[base_url] = model_client(base_url)
-        client = self._clients[base_url]
-        _SESSIONS.set((of_session(client, key), key) for key in sessions)
-        states = await self._states(inputs, for_verifiers(client), model, sampling_args)
+            self._clients[base_url] = Clients(base_url)
+        clients = self._clients[base_url]
+        _SESSIONS.set((clients.of_session(key), key) for key in sessions)
+        outside = for_verifiers(clients.of_session(NO_SESSION))
+        states = await self._states(inputs, outside, model, sampling_args)
         return [_output(state) for state in states]
 
     async def close(self) -> None:
