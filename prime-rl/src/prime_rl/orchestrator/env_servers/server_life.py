@@ -17,7 +17,9 @@ class ServerLife:
     again if one of them ends it."""
 
     def __init__(self) -> None:
-        self._has_ended = asyncio.Event()
+        self._has_ended = False
+        self._ends: set[asyncio.Event] = set()
+        """One for each group that it has, so that groups may be of different event loops."""
         self._has_answered = False
         self._why = ""
         self._is_counted = False
@@ -25,13 +27,19 @@ class ServerLife:
     async def of(self, group: Coroutine[Any, Any, T]) -> T:
         """The result of a group. Raises GroupFailed if the server ends before; only the first one counts against the
         environment."""
+        ended = asyncio.Event()
+        if self._has_ended:
+            ended.set()
+        self._ends.add(ended)
         try:
-            outputs = await unless(self._has_ended, group)
+            outputs = await unless(ended, group)
         except Exception:
             self._has_answered = True
             raise
+        finally:
+            self._ends.discard(ended)
         if outputs is None:
-            if not self._has_ended.is_set():
+            if not ended.is_set():
                 raise asyncio.CancelledError  # by the environment's own code
             is_first, self._is_counted = not self._is_counted, True
             raise GroupFailed(self._why, "EnvironmentEnded", is_of_environment=is_first)
@@ -41,5 +49,7 @@ class ServerLife:
     def end(self, why: str) -> bool:
         """Fail its groups. Returns whether it had answered any before."""
         self._why = why
-        self._has_ended.set()
+        self._has_ended = True
+        for ended in self._ends:
+            ended.set()
         return self._has_answered
