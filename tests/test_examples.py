@@ -123,5 +123,5 @@ def test_the_agent_of_openai_agents_trains_with_its_tool(tmp_path: Path) -> None
     assert metric_values(tmp_path, "trainer", "loss/mean")
     rollouts = [each for step in (0, 1) for each in KeptRollouts(RunPaths(tmp_path)).of_step(step)]
     assert {rollout.error for rollout in rollouts} == {None}
-    assert {rollout.num_turns for rollout in rollouts} >= {1, 2}, "with the tool, and without"
+    assert {rollout.fields["num_turns"] for rollout in rollouts} >= {1, 2}, "with the tool, and without"
     assert {rollout.reward for rollout in rollouts} <= {0.0, 0.25, 0.75, 1.0}

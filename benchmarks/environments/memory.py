@@ -44,6 +44,7 @@ def config_of(folder: Path, url: str, args: argparse.Namespace) -> Path:
         "model": {"name": MODEL},
         "client": {"base_url": [url]},
         "env": [{"id": "instant-env"}],
+        "filters": [{"type": "repetition"}],
         "log": {"level": "warning", "vf_level": "error"},
     }
     file = folder / "orchestrator.toml"
