@@ -267,5 +267,7 @@ def test_rl_trains_on_one_node_what_the_server_on_the_other_samples_from(
     records = map(json.loads, (tmp_path / "out" / "metrics.jsonl").read_text().splitlines())
     mismatches = [record["mismatch_kl/mean"] for record in records if "mismatch_kl/mean" in record]
     assert len(mismatches) == 2
-    assert max(mismatches) < 1e-4
+    # Both have the first weights in the first step. The second batch may be sampled before the update.
+    assert mismatches[0] < 1e-4
+    assert mismatches[1] < 0.05
     assert processes_of_job(job_id) == []

