@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tomli_w
 
 from prime_rl.history.rollouts import KeptRollouts
 from prime_rl.run.paths import RunPaths
@@ -49,17 +51,7 @@ asyncio.run(main(*sys.argv[1:]))
 """
 """Takes one session, posts wrong rewards, and dies without an end."""
 
-DIES_BEFORE_OTHERS_PLAY = """
-import json, os, pathlib, signal, subprocess, sys, time
-dying, playing, metrics = json.loads(sys.argv[1])
-print("ended with code", subprocess.run([sys.executable, *dying]).returncode, flush=True)
-player = subprocess.Popen([sys.executable, *playing], stdout=subprocess.DEVNULL)
-while not os.path.exists(metrics) or len(pathlib.Path(metrics).read_text().splitlines()) < 3:
-    time.sleep(0.05)
-os.kill(os.getppid(), signal.SIGTERM)
-player.kill()
-"""
-"""Ends the run after three steps, in which nobody ended the first session."""
+LOOK_S = 0.05
 
 
 @pytest.fixture
@@ -109,17 +101,38 @@ def test_a_foreign_process_that_came_before_the_run_makes_all_of_its_attempts(
 
 
 def test_an_agent_that_posts_wrong_rewards_and_dies_costs_its_attempt_alone(
-    orchestrate, policy_server, env: dict[str, Any], port: int, tmp_path: Path
+    policy_server, env: dict[str, Any], port: int, tmp_path: Path
 ) -> None:
-    key_file = tmp_path / "runtime" / f"agents-{port}.key"
-    dying = ["-c", DIES, f"http://127.0.0.1:{port}/v1", str(key_file)]
-    playing = [str(PLAY), "--port", str(port), "--sessions", "2", "--patience-s", str(NOTHING_ENDS_IT_S)]
-    words = json.dumps([dying, playing, str(tmp_path / "metrics.jsonl")])
-    with started("-c", DIES_BEFORE_OTHERS_PLAY, words) as process:
-        _, log = orchestrate(env=[env], max_async_level=99, max_steps=99)
-        said = process.communicate()[0].splitlines()
-    assert "Step 2 | " in log
-    assert said == ["invalid_reward"] * 5 + ["ended with code 9"]
+    config = {
+        "output_dir": str(tmp_path / "run_default"),
+        "max_steps": 99,
+        "max_async_level": 99,
+        "batch_size": 4,
+        "rollouts_per_example": 2,
+        "model": {"name": "letters"},
+        "client": {"base_url": [policy_server.url]},
+        "env": [env],
+        "filters": [{"type": "repetition"}],
+    }
+    (tmp_path / "orchestrator.toml").write_text(tomli_w.dumps(config))
+    command = [Path(sys.executable).with_name("orchestrator"), "@", tmp_path / "orchestrator.toml"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as run:
+        dying = started("-c", DIES, f"http://127.0.0.1:{port}/v1", tmp_path / "runtime" / f"agents-{port}.key")
+        with dying as process:
+            assert process.communicate()[0].splitlines() == ["invalid_reward"] * 5
+            assert process.returncode == 9
+        with started(PLAY, "--port", port, "--sessions", 2, "--patience-s", NOTHING_ENDS_IT_S):
+            # Three steps, in which nobody ended the first session.
+            while not lines_of(tmp_path / "metrics.jsonl")[2:]:
+                with suppress(subprocess.TimeoutExpired):
+                    pytest.fail(f"ended with {run.wait(LOOK_S)}:\n{run.communicate()[0]}")
+        run.terminate()
+        assert "Step 2 | " in run.communicate()[0]
+    assert run.returncode == 128 + signal.SIGTERM
+
+
+def lines_of(file: Path) -> list[str]:
+    return file.read_text().splitlines() if file.exists() else []
 
 
 def test_a_run_to_which_no_agent_comes_ends_and_says_so(orchestrate, env: dict[str, Any], port: int) -> None:
