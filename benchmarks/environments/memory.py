@@ -31,7 +31,7 @@ def resident_mib(pid: int) -> float:
 
 
 def config_of(folder: Path, url: str, args: argparse.Namespace) -> Path:
-    """The orchestrator's config: as many rollouts in flight as asked for, in batches of a quarter of them."""
+    """The orchestrator's config: `--in-flight` rollouts at once, in batches of a quarter of that number."""
     (folder / "instant_env.py").write_text(ENVIRONMENT)
     batch = max(GROUP, args.in_flight // 4 // GROUP * GROUP)
     config = {

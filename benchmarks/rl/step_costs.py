@@ -19,10 +19,11 @@ from pathlib import Path
 from statistics import median
 
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE))
+sys.path[:0] = [str(HERE), str(HERE.parent)]
 
 import tomli_w  # noqa: E402
 from against_trl import GROUP, NEW_TOKENS, PROMPTS, WARMUP_STEPS, our_config, our_steps, tiny_model  # noqa: E402
+from process_tree import process_tree  # noqa: E402
 
 LOOK_EVERY_S = 0.05
 NAMES = {"inference": "inference", "orchestrator": "orchestrator", "trainer.rl": "trainer", "medarc_train": "launcher"}
@@ -39,7 +40,7 @@ def cpu_seconds(root: int) -> dict[str, float]:
     """User and system time of each process of a tree so far."""
     found: dict[str, float] = defaultdict(float)
     ticks = os.sysconf("SC_CLK_TCK")
-    for process in _tree(root):
+    for process in process_tree(root):
         try:
             command = Path(f"/proc/{process}/cmdline").read_bytes().replace(b"\0", b" ").decode()
             fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
@@ -48,15 +49,6 @@ def cpu_seconds(root: int) -> dict[str, float]:
         name = next((name for part, name in NAMES.items() if part in command), "others")
         found[name] += (int(fields[11]) + int(fields[12])) / ticks
     return found
-
-
-def _tree(root: int) -> list[int]:
-    try:
-        tasks = list(Path(f"/proc/{root}/task").iterdir())
-        children = [int(child) for task in tasks for child in (task / "children").read_text().split()]
-    except OSError:
-        return []
-    return [root, *(process for child in children for process in _tree(child))]
 
 
 def costs_of_run(out: Path, steps: int, async_level: int) -> tuple[dict[str, float], float]:

@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from process_tree import process_tree
+
 LOOK_EVERY_S = 0.1
 
 
@@ -34,21 +36,11 @@ def run_watched(argv: Sequence[str], log: Path, environment: Mapping[str, str]) 
     with log.open("w") as output:
         child = subprocess.Popen(argv, stdout=output, stderr=subprocess.STDOUT, env=os.environ | environment)
         while child.poll() is None:
-            peaks_kb |= {process: _peak_kb(process, peaks_kb.get(process, 0)) for process in _tree(child.pid)}
+            peaks_kb |= {process: _peak_kb(process, peaks_kb.get(process, 0)) for process in process_tree(child.pid)}
             time.sleep(LOOK_EVERY_S)
     if child.returncode != 0:
         raise RuntimeError(f"{argv[0]} ended with {child.returncode}:\n{log.read_text()[-3000:]}")
     return Watched(started_at, time.time() - started_at, sum(peaks_kb.values()) * 1024 / 1e9)
-
-
-def _tree(root: int) -> list[int]:
-    """`root` and all its descendants that are still running."""
-    try:
-        tasks = list(Path(f"/proc/{root}/task").iterdir())
-        children = [int(child) for task in tasks for child in (task / "children").read_text().split()]
-    except OSError:
-        return []
-    return [root, *(process for child in children for process in _tree(child))]
 
 
 def _peak_kb(process: int, known: int) -> int:

@@ -34,11 +34,10 @@ async def agent(task: Mapping[str, Any], client: AsyncOpenAI, model: str) -> flo
         model=OpenAIResponsesModel(model, client),
         model_settings=ModelSettings(max_tokens=80),
     )
-    said = ""
     try:
         # Without tracing: nothing leaves this machine.
         quiet = RunConfig(tracing_disabled=True)
         said = str((await Runner.run(nurse, task["question"], max_turns=MAX_TURNS, run_config=quiet)).final_output)
-    except AgentsException:
-        pass  # too many turns, or a call of a tool that does not exist
+    except AgentsException:  # too many turns, or a call of a tool that does not exist
+        said = ""
     return FOR_LOOKING * has_looked + (1 - FOR_LOOKING) * (said.strip() == task["diagnosis"])

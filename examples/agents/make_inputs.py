@@ -1,7 +1,8 @@
 """Make the demonstrations of `sft_tool_cpu.toml`: `uv run python examples/agents/make_inputs.py`.
 
-Each of the 312 tasks has three of them. One looks the bed up and repeats the diagnosis. One looks it up and writes the
-diagnosis backwards. One guesses without looking. A model that imitates them is right about one time in three.
+There are three demonstrations for each of the 312 tasks. One looks the bed up and repeats the diagnosis. One looks it
+up and writes the diagnosis backwards. One guesses without looking. A model that imitates them is right about one time
+in three.
 """
 
 from __future__ import annotations

@@ -32,6 +32,7 @@ OLDER: list[tuple[type, str, str | None]] = [
     (TrainerConfig, "ckpt.keep", "use ckpt.keep_last"),
     (RLConfig, "teacher_gpu_ids", "use deployment.num_teacher_gpus (a count; not supported yet)"),
     (RLConfig, "clean", "use clean_output_dir"),
+    (OrchestratorConfig, "env.max_reward_errors", "use env.max_failed_groups (a share of groups instead of rollouts)"),
     (SFTConfig, "clean", "use clean_output_dir"),
     (RLConfig, "dump_config", "use dry_run"),
     (TrainerConfig, "dump_config", "remove it"),

@@ -10,6 +10,7 @@ from prime_rl.run.paths import RunPaths
 from prime_rl.trainer.kernels.lean_linear import has_onednn_products
 from prime_rl.trainer.kernels.product_choice import Library, ProductChoice, cached_choice, choose_products
 from prime_rl.trainer.process.world import Process
+from prime_rl.utils.logger import setup_logger
 
 ONLY_PYTORCH = ProductChoice(Library.PYTORCH, Library.PYTORCH)
 MIXED = ProductChoice(Library.PYTORCH, Library.ONEDNN)
@@ -59,6 +60,15 @@ def test_a_resumed_run_keeps_the_choice_that_it_began_with(tmp_path: Path, monke
 def test_a_run_without_a_record_resumes_as_it_began(tmp_path: Path) -> None:
     resumed = choose_products(RunPaths(tmp_path), THIS_PROCESS, is_resumed=True)
     assert resumed == ProductChoice.without_measuring()
+
+
+def test_a_damaged_record_of_a_run_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    setup_logger("info")
+    paths = RunPaths(tmp_path)
+    paths.attempts.mkdir()
+    paths.matrix_products.write_bytes(b"{")
+    assert choose_products(paths, THIS_PROCESS, is_resumed=True) == ProductChoice.without_measuring()
+    assert f"{paths.matrix_products} cannot be used here" in capsys.readouterr().out
 
 
 def test_models_are_wide_from_a_hidden_size_of_512() -> None:

@@ -87,8 +87,10 @@ def test_a_file_system_without_locks_is_used_without(number: int, tmp_path: Path
     def flock(descriptor: int, operation: int) -> None:
         raise OSError(number, os.strerror(number))
 
+    entered = False
     with locked_file(tmp_path / "lock", flock=flock):
-        pass
+        entered = True
+    assert entered
 
 
 def test_another_fault_of_a_lock_is_raised(tmp_path: Path) -> None:

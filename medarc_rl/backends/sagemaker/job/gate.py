@@ -18,6 +18,8 @@ from prime_rl.utils.waiting import Wait
 
 JOIN_LIMIT_S = 600.0
 """Seconds for all hosts to join. Each unpacks its sources and loads Ray first."""
+_PROOF_LIMIT_S = 30.0
+"""Seconds for a connection to prove that it is a host of the job. Others are closed then."""
 _LOOK_S = 1.0
 _LONGEST_LINE = 256
 
@@ -81,9 +83,11 @@ class Gate:
     def _serve(self, connection: socket.socket, address: str) -> None:
         with connection:
             _keep_alive(connection)
+            connection.settimeout(_PROOF_LIMIT_S)
             name, _, proof = read_line(connection).partition(" ")
             if name not in self._names or not hmac.compare_digest(proof.encode(), proof_of(self._token, name).encode()):
                 return
+            connection.settimeout(None)
             with self._changed:
                 self._joined[name] = connection
                 self._changed.notify_all()

@@ -81,7 +81,7 @@ def _run(paths: MlPaths, local_disk: Path, ray_port: int) -> int:
 
 
 def _run_on_hosts(inputs: JobInputs, paths: MlPaths, run: str, local_disk: Path, ray_port: int) -> int:
-    """The first host runs Ray's driver over all of them; the others end with its exit code."""
+    """Train on all hosts: Ray's driver runs on the first one, and the others end with its exit code."""
     env = child_env(inputs, paths, {}, os.environ, local_disk)
     if inputs.interface is not None:
         env |= {name: env.get(name, inputs.interface) for name in _INTERFACE_VARIABLES}

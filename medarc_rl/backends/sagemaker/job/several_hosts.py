@@ -37,7 +37,7 @@ _STOP_LIMIT_S = 115.0
 
 @dataclass(slots=True)
 class Hosts:
-    """The hosts of a job, seen from one of them."""
+    """The hosts of a job, as one host knows them."""
 
     names: Sequence[str]
     """The first leads."""

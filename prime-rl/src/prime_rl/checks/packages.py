@@ -38,7 +38,7 @@ sys.exit("older than 3.10") if sys.version_info < (3, 10) else None
 sys.path[:] = filter(None, sys.path)
 print(*[name for name in sys.argv[1:] if find_spec(name) is None])
 """
-"""Prints which of its arguments, names of top-level modules, are not installed. Imports none of them, and does not look
+"""Prints those of its arguments that name no installed top-level module. Imports none of them, and does not look
 into the current directory: the environment's process does not either."""
 _FIND_LIMIT_S = 60.0
 

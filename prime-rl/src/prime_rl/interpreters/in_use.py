@@ -14,14 +14,13 @@ from contextlib import suppress
 from pathlib import Path
 
 _DAY_S = 86_400.0
-_HELD: dict[Path, int] = {}
-"""Descriptors of the locks of this process."""
 
 
 def use(directory: Path) -> None:
-    """Keep a directory until this process ends, and note the time. Without such a directory, nothing happens."""
-    if directory in _HELD and _is_at(_HELD[directory], directory):
-        return
+    """Keep a directory until this process ends, and note the time. Without such a directory, nothing happens.
+
+    Each call leaves a descriptor open, which holds the lock: call it once when an environment is loaded.
+    """
     try:
         descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except (FileNotFoundError, NotADirectoryError):
@@ -31,19 +30,8 @@ def use(directory: Path) -> None:
     except OSError:  # a file system without locks
         os.close(descriptor)
         return
-    if (earlier := _HELD.get(directory)) is not None:
-        os.close(earlier)
-    _HELD[directory] = descriptor
     with suppress(OSError):  # somebody else's directory
         os.utime(directory)
-
-
-def _is_at(descriptor: int, directory: Path) -> bool:
-    """Whether the directory is still the one that was opened."""
-    try:
-        return os.path.samestat(os.fstat(descriptor), os.stat(directory))  # noqa: PTH116
-    except OSError:
-        return False
 
 
 def remove_unless_used(directory: Path) -> bool:

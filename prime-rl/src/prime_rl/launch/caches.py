@@ -19,6 +19,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from prime_rl.interpreters.venvs import VENVS_VARIABLE, venvs_root
+from prime_rl.utils.files import locked_file
 from prime_rl.utils.private import NotPrivate
 
 CACHE_VARIABLE = "PRIME_RL_CACHE"
@@ -71,7 +72,8 @@ def compile_caches(
             raise
         yield fallback
         return
-    with _changing(root):
+    # One launch at a time begins to use directories, or removes some.
+    with locked_file(root / ".lock"):
         _evict(root, limit_bytes)
         directory = root / hashlib.sha256(combination.encode()).hexdigest()[:16]
         directory.mkdir(mode=0o700, exist_ok=True)
@@ -181,14 +183,6 @@ def _is_unused(lock: Path) -> bool:
         return True
     with lock.open("r+") as file:
         return _lock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
-
-
-@contextlib.contextmanager
-def _changing(root: Path) -> Iterator[None]:
-    """Let one launch at a time begin to use directories, or remove some."""
-    with (root / ".lock").open("a") as lock:
-        _lock(lock.fileno(), fcntl.LOCK_EX)
-        yield
 
 
 def _lock(descriptor: int, operation: int) -> bool:

@@ -43,6 +43,8 @@ def _removed(old: str, note: str = "remove it") -> Renamed:
     return Renamed(old, (), note)
 
 
+_OF_GROUPS = "a share of groups instead of rollouts"
+
 OLDER: tuple[Renamed, ...] = (
     _moved("*.async_level", "*.max_async_level"),
     _moved("*.ckpt.keep", "*.ckpt.keep_last"),
@@ -76,6 +78,10 @@ OLDER: tuple[Renamed, ...] = (
     _removed("orchestrator.zero_truncated_completions"),
     _removed("orchestrator.reload_weights_on_start"),
     _removed("orchestrator.env.log"),
+    _moved("orchestrator.env.max_reward_errors", "orchestrator.env.max_failed_groups", note=_OF_GROUPS),
+    _moved("orchestrator.eval.env.max_reward_errors", "orchestrator.eval.env.max_failed_groups", note=_OF_GROUPS),
+    _moved("sft.eval.env.max_reward_errors", "sft.eval.env.max_failed_groups", note=_OF_GROUPS),
+    _moved("eval.env.max_reward_errors", "eval.env.max_failed_groups", note=_OF_GROUPS),
     _removed("orchestrator.eval.save"),
     _rewritten("orchestrator.eval.retry", "orchestrator.eval.env.max_retries", note="in each [[eval.env]] table"),
     _removed("orchestrator.ckpt.buffer_path"),

@@ -111,7 +111,12 @@ def choose_products(paths: RunPaths, process: Process, is_resumed: bool) -> Prod
 
 def _choice_of_main(paths: RunPaths, is_resumed: bool) -> ProductChoice:
     if is_resumed:
-        return ProductChoice.read(paths.matrix_products) or ProductChoice.without_measuring()
+        begun = ProductChoice.read(paths.matrix_products)
+        if begun is None and paths.matrix_products.exists():
+            get_logger().warning(
+                f"{paths.matrix_products} cannot be used here: products may be rounded otherwise than before the resume"
+            )
+        return begun or ProductChoice.without_measuring()
     choice = cached_choice(_cache_file())
     choice.write(paths.matrix_products)
     get_logger().info(f"Matrix products in float32: {choice.narrow} in narrow models, {choice.wide} in wide ones")
