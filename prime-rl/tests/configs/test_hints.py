@@ -32,7 +32,6 @@ OLDER: list[tuple[type, str, str | None]] = [
     (TrainerConfig, "ckpt.keep", "use ckpt.keep_last"),
     (RLConfig, "teacher_gpu_ids", "use deployment.num_teacher_gpus (a count; not supported yet)"),
     (RLConfig, "clean", "use clean_output_dir"),
-    (OrchestratorConfig, "env.max_reward_errors", "use env.max_failed_groups (a share of groups instead of rollouts)"),
     (SFTConfig, "clean", "use clean_output_dir"),
     (RLConfig, "dump_config", "use dry_run"),
     (TrainerConfig, "dump_config", "remove it"),
@@ -381,6 +380,10 @@ def test_a_table_of_another_version_is_answered_key_by_key(toml, faults) -> None
 
 def test_an_option_of_another_version_is_answered_with_options(faults) -> None:
     assert faults(RLConfig, "--async-level", "2") == ["--async-level: unknown option; use --max-async-level"]
+    assert faults(RLConfig, "--orchestrator.env.0.max_reward_errors", "0.3") == [
+        "--orchestrator.env.0.max_reward_errors: unknown option; use --orchestrator.env.max-failed-groups "
+        "(a share of groups instead of rollouts)"
+    ]
     assert faults(RLConfig, "--orchestrator.train.sampling.max-completion-tokens", "9") == [
         "--orchestrator.train.sampling.max-completion-tokens: unknown option; use --orchestrator.sampling.max-tokens"
     ]
