@@ -224,7 +224,7 @@ def test_a_game_for_one_player_has_one() -> None:
         ("textarena", {"game": "TicTacTo-v0"}, "TextArena has no such game; did you mean 'TicTacToe-v0'?"),
         ("textarena", {"game": "Nim-v0", "seat": 1}, "opponent = 'random' cannot play it"),
         ("textarena", {"game": "TicTacToe-v0", "players": 3}, "does not start with 3 players"),
-        ("textarena", {"game": "TicTacToe-v0", "opponent": "played_games:nope"}, "cannot be imported"),
+        ("textarena", {"game": "TicTacToe-v0", "opponent": "played_games:nope"}, "has no 'nope'"),
         ("textarena", {"game": "TicTacToe-v0", "seat": 1, "opponent": "played_games:says_nothing"}, "returned no text"),
     ],
 )

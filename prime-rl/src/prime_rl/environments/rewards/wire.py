@@ -6,9 +6,12 @@ import os
 import select
 import struct
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
+
+if TYPE_CHECKING:
+    import asyncio
 
 MAX_FRAME_BYTES = 256 * 2**20
 _LENGTH = struct.Struct("<I")
@@ -51,11 +54,31 @@ def receive(descriptor: int, deadline: float | None = None) -> dict[str, Any]:
         Ended: there is none.
         TimeoutError: it is not here at `deadline` (`time.monotonic()`).
     """
-    (length,) = _LENGTH.unpack(_exactly(descriptor, _LENGTH.size, deadline))
-    if length > MAX_FRAME_BYTES:
-        raise Ended
+    return _message(_exactly(descriptor, _size(_exactly(descriptor, _LENGTH.size, deadline)), deadline))
+
+
+async def receive_from(reader: asyncio.StreamReader) -> dict[str, Any]:
+    """The next frame of a stream.
+
+    Raises:
+        Ended: there is none.
+    """
     try:
-        message = msgspec.msgpack.decode(_exactly(descriptor, length, deadline))
+        return _message(await reader.readexactly(_size(await reader.readexactly(_LENGTH.size))))
+    except EOFError as error:
+        raise Ended from error
+
+
+def _size(header: bytes) -> int:
+    (size,) = _LENGTH.unpack(header)
+    if size > MAX_FRAME_BYTES:
+        raise Ended
+    return int(size)
+
+
+def _message(body: bytes) -> dict[str, Any]:
+    try:
+        message = msgspec.msgpack.decode(body)
     except msgspec.DecodeError as error:
         raise Ended from error
     if not isinstance(message, dict):

@@ -7,7 +7,6 @@ import contextlib
 import json
 import os
 import socket
-import struct
 import subprocess
 import sys
 import tempfile
@@ -19,10 +18,9 @@ from typing import Any
 import msgspec
 
 from prime_rl.environments.adapters.games.turns import GameError, GameFault, Turn, clean
-from prime_rl.environments.rewards.wire import MAX_FRAME_BYTES, encode
+from prime_rl.environments.rewards.wire import Ended, encode, receive_from
 
 _HOST = "prime_rl.environments.adapters.games.game_host"
-_LENGTH = struct.Struct("<I")
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 """A process that has threads cannot be forked safely."""
 _MAX_ERROR_CHARACTERS = 500
@@ -165,11 +163,8 @@ class GameProcess:
         try:
             self._writer.write(encode(request))
             await self._writer.drain()
-            (length,) = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))
-            if length > MAX_FRAME_BYTES:
-                raise GameError(f"{settings['game']} answered {length:,} bytes")
-            answer = msgspec.msgpack.decode(await self._reader.readexactly(length))
-        except (OSError, asyncio.IncompleteReadError) as error:
+            answer = await receive_from(self._reader)
+        except (OSError, Ended) as error:
             if time.monotonic() - started_s >= settings["step_timeout_s"]:
                 limit = f"step_timeout_s = {settings['step_timeout_s']:g} s"
                 raise GameError(f"{settings['game']} took longer than {limit} and was ended") from error

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import json
 import random
 from collections import defaultdict
@@ -15,6 +14,7 @@ import nltk
 
 from prime_rl.environments.adapters.games.policies import NoMove, random_move
 from prime_rl.environments.adapters.games.turns import GameError, GameFault, Turn, finite
+from prime_rl.environments.agents.targets import BadTarget, resolve
 from prime_rl.environments.rewards.text import without_thinking
 
 nltk.download = lambda *args, **kwargs: False  # games load word lists from the network when they are made
@@ -154,11 +154,10 @@ def _policy(opponent: str) -> Policy | None:
         return None
     if opponent == "random":
         return random_move
-    module, _, name = opponent.partition(":")
     try:
-        found: Any = functools.reduce(getattr, name.split("."), importlib.import_module(module))
-    except (ImportError, AttributeError) as error:
-        raise GameFault(f"opponent = {opponent!r} cannot be imported: {_one_line(error)}") from error
+        found = resolve(opponent)
+    except BadTarget as error:
+        raise GameFault(f"opponent = {opponent!r}: {error}") from error
     if not callable(found):
         raise GameFault(f"opponent = {opponent!r} is no function")
     policy: Policy = found
