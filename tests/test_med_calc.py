@@ -267,8 +267,7 @@ def test_the_rl_file_starts_from_the_shipped_checkpoint_and_learns(tmp_path: Pat
     assert len(rewards) == 30
     # The demonstrations are right one time in four, and so is a model that has learned from them alone.
     assert all(0.05 < reward < 0.5 for reward in rewards[:2])
-    assert statistics.fmean(rewards[:5]) < 0.35
-    assert statistics.fmean(rewards[-5:]) > 0.5
+    assert statistics.fmean(rewards[-5:]) > statistics.fmean(rewards[:5]) + 0.15
     assert (tmp_path / "weights" / "step_30" / "model.safetensors").is_file()
 
 

@@ -14,26 +14,35 @@ from prime_rl.interpreters.venvs import venvs_root
 from prime_rl.launch.caches import bytecode_env, cache_env, compile_caches, made_for
 from prime_rl.utils.private import NotPrivate
 
-FORBIDDEN = {"PYTHONDONTWRITEBYTECODE": "1", "XDG_CACHE_HOME": "/home/caches"}
-
-
 @pytest.mark.parametrize(
-    ("env", "is_compiled", "kept"),
+    ("variables", "is_compiled", "kept"),
     [
-        (FORBIDDEN, False, "/home/caches/prime-rl/bytecode"),
-        (FORBIDDEN | {"PYTHONPYCACHEPREFIX": "/elsewhere"}, False, "/elsewhere"),
-        (FORBIDDEN, True, None),
+        ({"XDG_CACHE_HOME": "{}/caches"}, False, "{}/caches/prime-rl/bytecode"),
+        ({"PRIME_RL_CACHE": "{}/fast"}, False, "{}/fast/bytecode"),
+        ({"PYTHONPYCACHEPREFIX": "{}/elsewhere"}, False, "{}"),
+        ({}, True, None),
         ({"PYTHONDONTWRITEBYTECODE": ""}, False, None),
-        (FORBIDDEN | {"PRIME_RL_CACHE": "/fast"}, False, "/fast/bytecode"),
-        ({}, False, None),
     ],
 )
 def test_children_keep_bytecode_only_where_it_is_missing_and_forbidden(
-    env: dict[str, str], is_compiled: bool, kept: str | None
+    tmp_path: Path, variables: dict[str, str], is_compiled: bool, kept: str | None
 ) -> None:
-    changed = bytecode_env(env, is_compiled)
-    assert changed.get("PYTHONPYCACHEPREFIX") == kept
+    named = {name: value.format(tmp_path) for name, value in variables.items()}
+    changed = bytecode_env({"PYTHONDONTWRITEBYTECODE": "1"} | named, is_compiled)
     assert bool(changed) == (kept is not None)
+    if kept is not None:
+        assert Path(changed["PYTHONPYCACHEPREFIX"]).parent == Path(kept.format(tmp_path))
+
+
+def test_bytecode_of_the_least_recently_used_environments_goes(tmp_path: Path) -> None:
+    env = {"PYTHONDONTWRITEBYTECODE": "1", "PRIME_RL_CACHE": str(tmp_path)}
+    for age_s in range(10, 70, 10):
+        other = tmp_path / "bytecode" / f"{age_s}s"
+        (other / "opt").mkdir(parents=True)
+        os.utime(other, (time.time() - age_s,) * 2)
+    own = Path(bytecode_env(env, is_compiled=False)["PYTHONPYCACHEPREFIX"])
+    assert {path.name for path in own.parent.iterdir()} == {own.name, "10s", "20s", "30s"}
+    assert bytecode_env(env, is_compiled=False)["PYTHONPYCACHEPREFIX"] == str(own)
 
 
 def test_python_keeps_bytecode_under_that_environment_and_not_next_to_the_source(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import os
 import platform
 import shutil
 import stat
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from importlib.machinery import PathFinder
 from importlib.metadata import PackageNotFoundError, version
@@ -25,6 +26,9 @@ from prime_rl.utils.private import NotPrivate
 CACHE_VARIABLE = "PRIME_RL_CACHE"
 LIMIT_BYTES = 20 * 2**30
 """Compiled code of all combinations. A start removes the least recently used ones beyond this."""
+
+BYTECODE_OF = 4
+"""Environments whose bytecode is kept, each some 150 MB. A start removes that of the least recently used others."""
 
 _PACKAGES = ("torch", "triton", "vllm", "transformers")
 _LOCK = "in_use.lock"
@@ -117,8 +121,23 @@ def bytecode_env(env: Mapping[str, str], is_compiled: bool) -> dict[str, str]:
     """
     if is_compiled or not env.get("PYTHONDONTWRITEBYTECODE"):
         return {}
-    kept = env.get("PYTHONPYCACHEPREFIX") or str(cache_root(env) / "bytecode")
+    kept = env.get("PYTHONPYCACHEPREFIX") or str(_bytecode_directory(cache_root(env) / "bytecode"))
     return {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": kept}
+
+
+def _bytecode_directory(root: Path) -> Path:
+    """The directory for this Python environment, whose time says when it was used last.
+
+    Python compiles the source again where bytecode is missing: a process whose bytecode goes loses time only.
+    """
+    own = root / hashlib.sha256(sys.prefix.encode()).hexdigest()[:16]
+    with contextlib.suppress(OSError):
+        own.mkdir(mode=0o700, parents=True, exist_ok=True)
+        os.utime(own)
+        used = sorted(root.iterdir(), key=lambda path: path.stat().st_mtime)
+        for old in used[:-BYTECODE_OF]:
+            shutil.rmtree(old, ignore_errors=True)
+    return own
 
 
 def _version(package: str) -> str:
