@@ -14,6 +14,7 @@ from prime_rl.interpreters.venvs import venvs_root
 from prime_rl.launch.caches import bytecode_env, cache_env, compile_caches, made_for
 from prime_rl.utils.private import NotPrivate
 
+
 @pytest.mark.parametrize(
     ("variables", "is_compiled", "kept"),
     [
