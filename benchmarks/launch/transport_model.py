@@ -8,8 +8,11 @@ with engines and a network of B bytes/s:
     gloo  = W/gloo + ceil(log2(N + 1)) W/B              a tree of broadcasts
     delta = W/make + W/apply + share * files            the changed elements alone, through files
 
-`share` is the size of the delta divided by W. The network is not measured: B is a parameter. A delta beats whole files
-below B = N (1 - share) / (1/make + 1/apply - (1 - share) (1/write + 1/read)), or always if that is not positive.
+`share` is the size of the delta divided by W. A delta beats whole files below
+B = N (1 - share) / (1/make + 1/apply - (1 - share) (1/write + 1/read)), or always if that is not positive.
+
+B is a parameter. Where `weight_transfer.py --gigabits` has measured gloo on a network of a known speed, a second table
+compares those times with the model's.
 """
 
 from __future__ import annotations
@@ -41,8 +44,9 @@ class Speeds:
     @classmethod
     def measured(cls, transfers: Lines, changes: Lines) -> Speeds:
         """`changes` are those of one learning rate: the more changes, the slower a delta is made and applied."""
-        largest = max(each["megabytes"] for each in transfers)
-        same = [each for each in transfers if each["megabytes"] == largest]
+        unlimited = [each for each in transfers if not each.get("gigabits")]
+        largest = max(each["megabytes"] for each in unlimited)
+        same = [each for each in unlimited if each["megabytes"] == largest]
 
         def best(way: str, key: str) -> float:
             return largest * 1e6 / min(each[key] for each in same if each["way"] == way)
@@ -105,6 +109,22 @@ def report(transfers: Lines, changes: Lines, weights: float) -> str:
     return "\n".join(lines)
 
 
+def check(transfers: Lines) -> str:
+    """The best time of gloo on each measured network, and what the model says of it."""
+    lines = ["| MB | nodes | Gbit/s | measured, s | model, s |", "|---|---|---|---|---|"]
+    best: dict[tuple[int, int, float], float] = {}
+    for each in transfers:
+        if each["way"].startswith("gloo"):
+            key = (each["megabytes"], int(each["way"].split()[1]), each.get("gigabits") or math.inf)
+            best[key] = min(best.get(key, math.inf), each["total_s"])
+    for (megabytes, nodes, gigabits), measured_s in sorted(best.items()):
+        if not math.isinf(gigabits):
+            network_s = math.ceil(math.log2(nodes + 1)) * megabytes * 8e-3 / gigabits
+            model_s = best[megabytes, 1, math.inf] + network_s
+            lines.append(f"| {megabytes} | {nodes} | {gigabits:g} | {measured_s:.2f} | {model_s:.2f} |")
+    return "\n".join(lines) if len(lines) > 2 else ""
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--transfers", type=Path, default=Path("outputs/benchmarks/weight_transfer.jsonl"))
@@ -117,6 +137,7 @@ def main() -> None:
         [json.loads(line) for line in file.read_text().splitlines()] for file in (args.transfers, args.changes)
     )
     print(report(transfers, changes, args.gigabytes * 1e9))
+    print(f"\n{check(transfers)}")
 
 
 if __name__ == "__main__":

@@ -4,24 +4,28 @@
 - `gloo`: broadcast them with the group of `weight_broadcast.type = "nccl"` on a CPU, to 1 and 2 other processes.
 
 The weights are random, in bfloat16, in layers like Qwen3's. `--out` gets a JSON line for each transfer; the table is
-the median over all lines. Between two machines: on the second, `weight_transfer.py --receive RANK SIZE HOST PORT ROUNDS
-MEGABYTES` with the first one's address, and here `--host ADDRESS --remote`, which starts no receiver.
+the median over all lines. `--gigabits 1 10` repeats gloo between network namespaces whose cards have that speed (root
+only). Between two machines: on the second, `weight_transfer.py --receive RANK SIZE HOST PORT ROUNDS MEGABYTES` with the
+first one's address, and here `--host ADDRESS --remote`, which starts no receiver.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
+from limited_network import LimitedNetwork, limited_network
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent / "rl"))
@@ -66,18 +70,28 @@ def through_files(weights: dict[str, torch.Tensor], directory: Path, rounds: int
     return found[1:]
 
 
-def through_gloo(
-    weights: dict[str, torch.Tensor], receivers: int, rounds: int, place: tuple[str, int, bool]
-) -> list[dict[str, Any]]:
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where the processes of a broadcast meet."""
+
+    host: str
+    is_remote: bool = False
+    """The receivers are started by hand."""
+    network: LimitedNetwork | None = None
+
+
+def through_gloo(weights: dict[str, torch.Tensor], receivers: int, rounds: int, place: Place) -> list[dict[str, Any]]:
     """Seconds until all receivers have copied the weights."""
-    host, port, is_remote = place
     megabytes = round(sum(each.nbytes for each in weights.values()) / 1e6)
-    group = WeightGroup((host, port), 0, receivers + 1, CPU, TIMEOUT_S)
-    common = [str(receivers + 1), host, str(port), str(rounds), str(megabytes)]
-    started = [
-        subprocess.Popen([sys.executable, __file__, "--receive", str(rank), *common], stdout=subprocess.PIPE)
-        for rank in ([] if is_remote else range(1, receivers + 1))
-    ]
+    with reserved_ports(1) as (port,):
+        address = (place.host, port)
+    group = WeightGroup(address, 0, receivers + 1, CPU, TIMEOUT_S)
+    common = [str(receivers + 1), place.host, str(port), str(rounds), str(megabytes)]
+    started = []
+    for rank in [] if place.is_remote else range(1, receivers + 1):
+        argv = [sys.executable, __file__, "--receive", str(rank), *common]
+        argv = place.network.command(rank - 1, *argv) if place.network else argv
+        started.append(subprocess.Popen(argv, stdout=subprocess.PIPE))
     for process in started:
         process.stdout.readline()
     found = []
@@ -92,6 +106,17 @@ def through_gloo(
     return found[1:]
 
 
+def between_namespaces(
+    weights: dict[str, torch.Tensor], receivers: int, rounds: int, gigabits: float
+) -> list[dict[str, Any]]:
+    with limited_network(receivers, gigabits) as network:
+        os.environ["GLOO_SOCKET_IFNAME"] = network.interface
+        try:
+            return through_gloo(weights, receivers, rounds, Place(network.address, network=network))
+        finally:
+            del os.environ["GLOO_SOCKET_IFNAME"]
+
+
 def receive(rank: int, size: int, place: tuple[str, int], rounds: int, megabytes: int) -> None:
     engine = {name: torch.empty_like(tensor) for name, tensor in weights_of(megabytes).items()}
     group = WeightGroup(place, rank, size, CPU, TIMEOUT_S)
@@ -104,19 +129,32 @@ def receive(rank: int, size: int, place: tuple[str, int], rounds: int, megabytes
 
 def table(lines: Sequence[dict[str, Any]]) -> str:
     rows = [
-        "| MB | files: write | read | total, s | gloo to 1, s | gloo to 2, s |",
-        "|---|---|---|---|---|---|",
+        "| MB | Gbit/s | files: write | read | total, s | gloo to 1, s | gloo to 2, s |",
+        "|---|---|---|---|---|---|---|",
     ]
 
-    def seconds(megabytes: int, way: str, key: str) -> str:
-        same = [each[key] for each in lines if (each["megabytes"], each["way"]) == (megabytes, way)]
+    def seconds(megabytes: int, gigabits: float, way: str, key: str) -> str:
+        wanted = (megabytes, gigabits, way)
+        same = [each[key] for each in lines if (each["megabytes"], speed(each), each["way"]) == wanted]
         return f"{median(same):.3f} ({len(same)})" if same else ""
 
-    for megabytes in sorted({each["megabytes"] for each in lines}):
-        cells = [seconds(megabytes, "files", key) for key in ("write_s", "read_s", "total_s")]
-        cells += [seconds(megabytes, f"gloo {receivers}", "total_s") for receivers in (1, 2)]
-        rows.append(f"| {megabytes} | {' | '.join(cells)} |")
+    def speed(line: dict[str, Any]) -> float:
+        return float(line.get("gigabits") or 0)
+
+    for megabytes, gigabits in sorted({(each["megabytes"], speed(each)) for each in lines}):
+        cells = [seconds(megabytes, gigabits, "files", key) for key in ("write_s", "read_s", "total_s")]
+        cells += [seconds(megabytes, gigabits, f"gloo {receivers}", "total_s") for receivers in (1, 2)]
+        rows.append(f"| {megabytes} | {f'{gigabits:g}' if gigabits else 'no limit'} | {' | '.join(cells)} |")
     return "\n".join(rows)
+
+
+def keep(
+    out: Path, megabytes: int, way: str, transfers: Sequence[dict[str, Any]], gigabits: float | None = None
+) -> None:
+    with out.open("a") as file:
+        for each in transfers:
+            line = {"megabytes": megabytes, "way": way, "gigabits": gigabits, **each, "machine": machine()}
+            file.write(f"{json.dumps(line)}\n")
 
 
 def main() -> None:
@@ -125,6 +163,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5, help="one more, which is not counted, comes first")
     parser.add_argument("--directory", type=Path, help="where the files go: name a shared directory to measure it")
     parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--gigabits", type=float, nargs="*", default=[], help="speeds of a network to repeat gloo on")
     parser.add_argument("--remote", action="store_true", help="the receivers are started by hand on other machines")
     parser.add_argument("--out", type=Path, default=Path("outputs/benchmarks/weight_transfer.jsonl"))
     parser.add_argument("--receive", nargs=6, help=argparse.SUPPRESS)
@@ -136,17 +175,15 @@ def main() -> None:
     args.out.parent.mkdir(parents=True, exist_ok=True)
     for megabytes in args.megabytes:
         weights = weights_of(megabytes)
+        rounds = args.rounds + 1
         with tempfile.TemporaryDirectory(dir=args.directory) as directory:
-            found = {"files": through_files(weights, Path(directory), args.rounds + 1)}
+            keep(args.out, megabytes, "files", through_files(weights, Path(directory), rounds))
         for receivers in (1, 2):
-            with reserved_ports(1) as (port,):
-                place = (args.host, port, args.remote)
-            found[f"gloo {receivers}"] = through_gloo(weights, receivers, args.rounds + 1, place)
-        with args.out.open("a") as file:
-            for way, transfers in found.items():
-                for each in transfers:
-                    line = {"megabytes": megabytes, "way": way, **each, "machine": machine()}
-                    file.write(f"{json.dumps(line)}\n")
+            found = through_gloo(weights, receivers, rounds, Place(args.host, args.remote))
+            keep(args.out, megabytes, f"gloo {receivers}", found)
+            for gigabits in args.gigabits:
+                found = between_namespaces(weights, receivers, rounds, gigabits)
+                keep(args.out, megabytes, f"gloo {receivers}", found, gigabits)
     print(table([json.loads(line) for line in args.out.read_text().splitlines()]))
 
 
