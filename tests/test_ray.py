@@ -249,6 +249,26 @@ def test_two_nodes_of_the_cluster_train_together(cluster: RayNodes, sft: Path, t
     assert "trainer rank 1" in said
 
 
+PLACING = """
+import sys
+from medarc_rl.backends.ray.agents import placed
+from medarc_rl.backends.ray.connecting import connected
+
+with connected(sys.argv[1]), placed([{"CPU": 1, "GPU": 1}] * 2, sys.argv[2]):
+    from ray.util import placement_group_table
+
+    (group,) = [each for each in placement_group_table().values() if each["state"] == "CREATED"]
+    print("nodes", len(set(group["bundles_to_node_id"].values())))
+"""
+
+
+@pytest.mark.parametrize(("strategy", "nodes"), [("pack", 1), ("spread", 2)])
+def test_the_strategy_puts_two_parts_on_one_node_or_on_two(cluster: RayNodes, strategy: str, nodes: int) -> None:
+    argv = [sys.executable, "-c", PLACING, cluster.address, strategy]
+    done = subprocess.run(argv, env=os.environ | cluster.env, capture_output=True, text=True, check=False)
+    assert f"nodes {nodes}" in done.stdout.splitlines(), done.stdout + done.stderr
+
+
 def test_a_cluster_that_is_too_small_is_a_fault(cluster: RayNodes, sft: Path, tmp_path: Path) -> None:
     driver = Driver(cluster, "sft", "@", str(sft), "--output-dir", str(tmp_path), *EIGHT)
     code, said = driver.end()

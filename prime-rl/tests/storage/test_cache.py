@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import stat
 import subprocess
@@ -12,7 +13,10 @@ from pathlib import Path
 import pytest
 from s3_server import Proxy, failing, only
 
+from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.configs.sft import SFTConfig
+from prime_rl.environments.rows.arguments import read_rows_config
+from prime_rl.environments.rows.loading import load_problems
 from prime_rl.storage import S3, S3Name, StorageError
 from prime_rl.storage.cache import CACHE_VARIABLE, Listing, local_copy
 from prime_rl.storage.staging import StagingRefused, inputs_of, staged
@@ -145,6 +149,19 @@ def test_a_config_gets_the_paths_of_its_copies(s3: S3, model: S3Name, root: Path
     assert config.model.name == str(model), "the given config stays as it is"
     assert any(line.startswith(f"model.name = {model}: 3 files, 1 MB, in {root}") for line in lines)
     assert staged(sft(), lines.append) == sft()
+
+
+def test_a_curriculum_on_s3_is_followed(s3: S3, model: S3Name, root: Path) -> None:
+    rows = "".join(json.dumps({"id": name, "question": f"{name}?", "answer": name}) + "\n" for name in "abc")
+    s3.write(rows.encode(), S3Name(model.bucket, "rows.jsonl"))
+    s3.write(b"c\na\n", S3Name(model.bucket, "easy_first.txt"))
+    place = f"s3://{model.bucket}"
+    dataset = {"path": f"{place}/rows.jsonl", "order": f"{place}/easy_first.txt"}
+    env = {"id": "rows", "args": {"datasets": [dataset]}}
+    local = staged(OrchestratorConfig.model_validate({"env": [env]}), lambda line: None)
+    problems = load_problems(read_rows_config(local.env[0].args))
+    assert [problem.answer for problem in problems] == ["c", "a"]
+    assert local.buffer.order == "sequential"
 
 
 def test_every_input_that_is_missing_has_its_own_line(s3: S3, model: S3Name, root: Path) -> None:
