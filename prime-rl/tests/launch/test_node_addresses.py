@@ -149,3 +149,28 @@ def test_a_store_between_machines_listens_on_its_address_alone() -> None:
     assert second.get("word") == b"met"
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.2", port))
+
+
+LATER_RANK = """
+import os
+from datetime import timedelta
+from prime_rl.trainer.process.store import open_store
+print("asks", flush=True)
+print(open_store(os.environ, 2, timedelta(minutes=10)).get("word").decode())
+"""
+
+
+@pytest.mark.parametrize("kind", ["tcp", "file"])
+def test_a_rank_waits_for_a_first_one_whose_node_is_slow(kind: str, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    environ = {STORE_VARIABLE: f"tcp://127.0.0.1:{port}" if kind == "tcp" else str(tmp_path / "control" / "store")}
+    argv = [sys.executable, "-c", LATER_RANK]
+    env = os.environ | environ | {"RANK": "1"}
+    with subprocess.Popen(argv, env=env, stdout=subprocess.PIPE, text=True) as later:
+        assert later.stdout is not None
+        assert later.stdout.readline() == "asks\n"
+        first = open_store({**environ, "RANK": "0"}, 2, timedelta(minutes=10))
+        assert first is not None
+        first.set("word", "met")
+        assert later.stdout.read() == "met\n"
