@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import select
+import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
+from typing import get_args
 
 import pytest
 
@@ -37,7 +42,7 @@ def test_an_attack_scores_0_and_leaves_nothing_behind(sandbox: Sandbox, attack: 
     assert outcome.held, outcome
 
 
-@pytest.mark.parametrize("name", ["bubblewrap", "namespaces", "seccomp"])
+@pytest.mark.parametrize("name", get_args(LayerName))
 def test_every_layer_that_can_run_holds(sandbox: Sandbox, name: LayerName) -> None:
     if name == sandbox.layer.name:
         pytest.skip("it ran the whole table")
@@ -49,8 +54,11 @@ def test_every_layer_that_can_run_holds(sandbox: Sandbox, name: LayerName) -> No
         assert name in other.describe() or name == "seccomp"
         for attack in (*FORGERIES[:3], *ESCAPES[::3]):
             assert attempt(other, attack).held, attack
+        pids = other.pids()
+        assert len(pids) == 2
     finally:
         other.close()
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
 def test_a_program_reads_its_input_and_prints(sandbox: Sandbox) -> None:
@@ -123,6 +131,57 @@ def test_the_sandbox_dies_with_its_owner(sandbox: Sandbox) -> None:
     while os.read(reader, 100):
         pass
     os.close(reader)
+
+
+@pytest.mark.parametrize("name", ["docker", "podman"])
+def test_a_container_ends_with_its_owner(name: LayerName) -> None:
+    try:
+        Sandbox(name, PATIENT).close()
+    except SandboxFault as error:
+        pytest.skip(str(error))
+    code = (
+        "from prime_rl.environments.sandbox.sandbox import Sandbox\n"
+        f"sandbox = Sandbox({name!r})\nprint(*sandbox.pids(), flush=True)\n"
+        "sandbox.run('while True: pass', time_s=600)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as owner:
+        assert owner.stdout is not None
+        container = os.pidfd_open(int(owner.stdout.readline()))
+        owner.kill()
+    select.select([container], [], [])  # readable once that process has ended
+    os.close(container)
+
+
+def test_a_container_has_no_network_no_privileges_and_the_limits_of_its_programs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = tmp_path / "podman"
+    engine.write_text(
+        f"#!/bin/sh\n[ $1 = image ] && exit\nprintf '%s\\n' \"$@\" > {tmp_path}/asked\necho no >&2; exit 125"
+    )
+    engine.chmod(0o700)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    with pytest.raises(SandboxFault, match=r"podman: no\)"):
+        Sandbox("podman", Limits(memory_mb=300, threads=7))
+    asked = (tmp_path / "asked").read_text().split("\n")
+    flags = "--network none --cap-drop ALL --user 65534:65534 --memory 428m --pids-limit 9".split()
+    wanted = {
+        ("--security-opt", "no-new-privileges"),
+        ("/usr/bin/env", "-i"),
+        *zip(flags[::2], flags[1::2], strict=True),
+    }
+    assert wanted <= set(itertools.pairwise(asked))
+    assert {"--rm", "--read-only"} <= set(asked)
+    assert all(each.endswith(",readonly") for each in asked if each.startswith("type=bind"))
+    assert not list(tmp_path.glob("medarc-sandbox-*"))
+
+
+def test_an_engine_that_does_not_run_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    if shutil.which("docker") is None:
+        pytest.skip("docker is not installed")
+    monkeypatch.setenv("DOCKER_HOST", "unix:///no/such/socket")
+    with pytest.raises(SandboxFault, match=r"docker: .*daemon"):
+        Sandbox("docker")
 
 
 def test_a_layer_that_is_not_there_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,13 +5,15 @@ Each holds if its verdict is 0, an honest program after it passes, a wrong one f
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Set
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
+from prime_rl.environments.sandbox.layers import LayerName, SandboxFault
 from prime_rl.environments.sandbox.sandbox import Sandbox
 
 ANSWER = "broken-7919"
@@ -176,11 +178,13 @@ def attempt(sandbox: Sandbox, attack: Attack) -> Outcome:
     """Run an attack, then an honest and a wrong program in the same sandbox, and look for what remained."""
     honest_program = f"def solve(n): return {ANSWER!r}"
     sandbox.check(honest_program, [TEST])  # both of its processes run from now on
-    processes, files = _processes(), _files()
+    processes, files = _processes(sandbox), _files()
     verdict = sandbox.check(attack.source, attack.tests, time_s=STAYING_TIME_S if attack in STAYING else None)
     honest = sandbox.check(honest_program, [TEST])
     wrong = sandbox.check("def solve(n): return n", [TEST])
-    left = tuple(sorted(_processes() - processes) + sorted(each for each in _files() - files if "attack" in each))
+    left = tuple(
+        sorted(_processes(sandbox) - processes) + sorted(each for each in _files() - files if "attack" in each)
+    )
     if not honest.all_passed:
         return Outcome(False, f"an honest program then failed: {honest.reason}", left)
     if wrong.all_passed:
@@ -188,13 +192,14 @@ def attempt(sandbox: Sandbox, attack: Attack) -> Outcome:
     return Outcome(not verdict.all_passed and not left, verdict.reason, left)
 
 
-def _processes() -> set[str]:
-    """Processes below this one that are no part of the sandbox's two warm ones: descendants of those."""
+def _processes(sandbox: Sandbox) -> set[str]:
+    """Processes below this one, and below those of the sandbox: in a container, these are children of an engine."""
     parents: dict[int, int] = {}
     for path in Path("/proc").iterdir():
         if path.name.isdigit() and (parent := _parent(path)) is not None:
             parents[int(path.name)] = parent
-    return {f"process {pid}" for pid in parents if _depth(pid, parents) is not None}
+    roots = {os.getpid(), *sandbox.pids()}
+    return {f"process {pid}" for pid in parents if _is_below(pid, parents, roots)}
 
 
 def _parent(path: Path) -> int | None:
@@ -206,15 +211,13 @@ def _parent(path: Path) -> int | None:
     return None if state in "ZX" else int(parent)
 
 
-def _depth(pid: int, parents: dict[int, int]) -> int | None:
-    """How far a process is below this one. None if it is not."""
-    for depth in range(len(parents)):
-        if pid == os.getpid():
-            return depth
-        if pid not in parents:
-            return None
+def _is_below(pid: int, parents: Mapping[int, int], roots: Set[int]) -> bool:
+    """Whether a process is one of the roots, or below one."""
+    for _ in range(len(parents)):
+        if pid in roots or pid not in parents:
+            break
         pid = parents[pid]
-    return None
+    return pid in roots
 
 
 def _files() -> set[str]:
@@ -222,8 +225,13 @@ def _files() -> set[str]:
 
 
 def main(write: Callable[[str], object] = sys.stdout.write) -> int:
-    """Print the table of attacks. The exit code is 1 if one got through."""
-    sandbox = Sandbox()
+    """Print the table of attacks. The exit code is 1 if one got through, 2 if the layer cannot run here."""
+    parser = argparse.ArgumentParser(description="Tries attacks on the sandbox.")
+    parser.add_argument("--layer", choices=("auto", *get_args(LayerName)), default="auto")
+    try:
+        sandbox = Sandbox(parser.parse_args().layer)
+    except SandboxFault as error:
+        parser.error(str(error))
     write(f"In force: {sandbox.describe()}\n\n| attack | verdict | how it ended |\n|---|---|---|\n")
     failures = 0
     try:

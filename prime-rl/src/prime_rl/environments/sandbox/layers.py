@@ -1,4 +1,4 @@
-"""What keeps programs in: bubblewrap, namespaces, seccomp alone. Finds out how each would start here."""
+"""What keeps programs in: bubblewrap, namespaces, seccomp alone, a container. Finds out how each would start here."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ import shutil
 import stat
 import sys
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
-LayerName = Literal["bubblewrap", "namespaces", "seccomp"]
+LayerName = Literal["bubblewrap", "namespaces", "seccomp", "docker", "podman"]
 AUTOMATIC: tuple[LayerName, ...] = ("bubblewrap", "namespaces", "seccomp")
-"""Tried in this order."""
+"""Tried in this order. Containers are used by choice only."""
 INSIDE = Path(__file__).parent / "inside"
 NOBODY = 65534
 FIRST_OWN_UID = 1_000_000_000
 """Ids from here on belong to nobody, so a process with one of them is alone in the kernel's count of its user."""
+_SYSTEM = ("/lib", "/lib64", "/bin")
 DEVICES = ("/dev/null", "/dev/urandom", "/dev/zero")
 
 
@@ -36,6 +37,8 @@ class Layer(NamedTuple):
     hides_files: bool = False
     """Whether the start itself hides the machine's files. Otherwise Landlock does."""
     counts_threads: bool = True
+    engine: str = ""
+    """Program that starts it in a container."""
 
 
 def layer(name: LayerName) -> Layer:
@@ -52,12 +55,27 @@ def layer(name: LayerName) -> Layer:
             return Layer(name, counts_threads=False)
         uid = FIRST_OWN_UID + os.getpid()
         return Layer(name, uid=uid) if _is_mapped(uid) else Layer(name, uid=NOBODY, counts_threads=False)
-    raise SandboxFault(f"there is no layer {name!r}: the layers are {', '.join(AUTOMATIC)}")
+    if name in ("docker", "podman"):
+        # The engine's own limit counts the threads.
+        return Layer(name, engine=_program(name, name), hides_files=True, counts_threads=False)
+    raise SandboxFault(f"there is no layer {name!r}: the layers are {', '.join(get_args(LayerName))}")
 
 
 def python() -> list[str]:
     """The interpreter without site packages. Without `-I`: the environment is empty except for the hash seed."""
     return [str(Path(sys.executable).resolve()), "-P", "-s", "-S", "-B"]
+
+
+def linked_folders() -> dict[str, str]:
+    """Folders of libraries and programs that are links on this machine, with their targets."""
+    return {name: str(Path(name).readlink()) for name in _SYSTEM if Path(name).is_symlink()}
+
+
+def python_folders() -> list[str]:
+    """Folders that Python needs, and this package's own."""
+    system = [name for name in _SYSTEM if Path(name).is_dir() and not Path(name).is_symlink()]
+    own = [name for name in (sys.base_prefix, str(INSIDE)) if not name.startswith("/usr/")]
+    return ["/usr", *system, *own]
 
 
 def _program(name: str, package: str) -> str:
@@ -71,16 +89,10 @@ def _bubblewrap(program: str) -> tuple[str, ...]:
     arguments = ["--unshare-user", "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts"]
     arguments += ["--unshare-cgroup-try", "--die-with-parent", "--new-session", "--cap-drop", "ALL"]
     arguments += ["--uid", str(NOBODY), "--gid", str(NOBODY), "--hostname", "sandbox"]
-    arguments += ["--ro-bind", "/usr", "/usr"]
-    for name in ("/lib", "/lib64", "/bin"):
-        path = Path(name)
-        if path.is_symlink():
-            arguments += ["--symlink", str(path.readlink()), name]
-        elif path.is_dir():
-            arguments += ["--ro-bind", name, name]
-    for name in (sys.base_prefix, str(INSIDE)):
-        if not name.startswith("/usr/"):
-            arguments += ["--ro-bind", name, name]
+    for name, target in linked_folders().items():
+        arguments += ["--symlink", target, name]
+    for name in python_folders():
+        arguments += ["--ro-bind", name, name]
     for name in DEVICES:
         arguments += ["--dev-bind", name, name]
     return (program, *arguments, "--dir", "/box", "--remount-ro", "/", "--chdir", "/box", "--")

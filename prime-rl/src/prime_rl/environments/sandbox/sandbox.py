@@ -19,6 +19,7 @@ from prime_rl.environments.sandbox.zygotes import START_LIMIT_S, STOP_LIMIT_S, Z
 ATTEMPTS = 3
 """Starts of the sandbox for one program, if it ends for another reason than the program."""
 MAX_MESSAGE_BYTES = 64 * 1024
+_CONTAINER = "a container without network and capabilities, read-only, as user nobody; Python's files alone"
 Ended = Literal["exit", "time", "output"]
 Result = TypeVar("Result")
 
@@ -73,6 +74,8 @@ class Sandbox:
             "bubblewrap": "bubblewrap (own user, process, network and mount namespaces; an empty root)",
             "namespaces": "own user, process, network and mount namespaces",
             "seccomp": f"no namespaces ({user})",
+            "docker": f"docker ({_CONTAINER})",
+            "podman": f"podman ({_CONTAINER})",
         }
         files = "Landlock hides all files but Python's" if hello["landlock"] else ""
         if not files and not self.layer.hides_files:
@@ -100,6 +103,10 @@ class Sandbox:
         """
         tested = {"tests": list(tests), "setup": setup, "exposed": exposed and list(exposed), "aliases": aliases or {}}
         return self._attempted(lambda: self._check(source, tested, time_s or self.limits.time_s))
+
+    def pids(self) -> list[int]:
+        """The processes that fork programs, or those above them."""
+        return [each.pid for each in (self._candidates, self._judges) if each is not None]
 
     def close(self) -> None:
         """End the processes."""

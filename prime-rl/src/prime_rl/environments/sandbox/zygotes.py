@@ -8,10 +8,12 @@ import os
 import select
 import signal
 import socket
+import struct
 import subprocess
 import time
 from typing import Any
 
+from prime_rl.environments.sandbox.containers import SOCKET, Container
 from prime_rl.environments.sandbox.layers import INSIDE, Layer, SandboxFault, python
 from prime_rl.environments.sandbox.limits import Limits, inside
 
@@ -36,19 +38,23 @@ class Zygote:
 
     def __init__(self, layer: Layer, limits: Limits) -> None:
         self.layer = layer
-        self._control, child = socket.socketpair()
         settings = {
             "limits": {**inside(limits), **({} if layer.counts_threads else {"threads": None})},
             "uid": layer.uid,
             "folder": layer.folder,
         }
-        boot = ["-c", BOOT, str(INSIDE.parent), str(child.fileno()), json.dumps(settings)]
-        command = [*layer.prefix, *python(), *boot]
+        self._container = Container(layer.engine, limits, ENVIRONMENT) if layer.engine else None
+        self._control, child = socket.socketpair()
+        prefix, address = layer.prefix, str(child.fileno())
+        if self._container is not None:
+            prefix, address = self._container.prefix, SOCKET
+        command = [*prefix, *python(), "-c", BOOT, str(INSIDE.parent), address, json.dumps(settings)]
         with child:
             self._process = subprocess.Popen(
                 command,
-                env=ENVIRONMENT,
-                pass_fds=[child.fileno()],
+                # An engine's command finds its daemon and its settings by our variables, and passes none of them on.
+                env=ENVIRONMENT if self._container is None else None,
+                pass_fds=[child.fileno()] if self._container is None else [],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
@@ -56,10 +62,22 @@ class Zygote:
                 cwd="/",
             )
         try:
-            self.hello: dict[str, Any] = json.loads(self._line(time.monotonic() + START_LIMIT_S))
+            deadline = time.monotonic() + START_LIMIT_S
+            if self._container is not None:
+                self._control.close()
+                self._control = self._container.connection(self._process, deadline)
+            self.hello: dict[str, Any] = json.loads(self._line(deadline))
         except (ZygoteEnded, TimeoutError, ValueError) as error:
             self._control.close()
             raise SandboxFault(self._last_words()) from error
+
+    @property
+    def pid(self) -> int:
+        """Of the process that forks programs, or of one above it."""
+        if self._container is None:
+            return self._process.pid
+        credentials = self._control.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+        return int(struct.unpack("3i", credentials)[0])
 
     def start(self, connection: socket.socket, other: int) -> None:
         """Fork a process that reads its request from a connection. `other` is its output, or its tests' subject.
@@ -101,13 +119,19 @@ class Zygote:
         return self._control.fileno()
 
     def close(self) -> None:
-        """End everything: the process group, and with it the namespace."""
+        """End everything: the container, or the process group and with it the namespace."""
         self._control.close()
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+        self._end()
         self._process.wait()
         if self._process.stderr is not None:
             self._process.stderr.close()
+
+    def _end(self) -> None:
+        if self._container is not None:
+            self._container.remove(self._process)
+        if self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._process.pid, signal.SIGKILL)
 
     def _line(self, deadline: float) -> bytes:
         line = bytearray()
@@ -126,8 +150,7 @@ class Zygote:
 
     def _last_words(self) -> str:
         """What it wrote before it ended."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+        self._end()
         _, errors = self._process.communicate()
         lines = errors.decode(errors="replace").split("\n") if errors else []
         return " ".join(" ".join(filter(None, lines)).split())[-300:] or f"it ended with {self._process.returncode}"

@@ -1,7 +1,8 @@
 """A warm Python that forks a process for each program. Its arguments are this package's folder, CONTROL and SETTINGS.
 
-CONTROL is a socket. A message on it is one byte: `r` (run) with two descriptors, the program's connection and where its
-output goes; or `s` (stop): end the program. The answer to every `r` is a line: the wait status of its process.
+CONTROL is a socket: its descriptor, or in a container its path. A message on it is one byte: `r` (run) with two
+descriptors, the program's connection and where its output goes; or `s` (stop): end the program. The answer to every `r`
+is a line: the wait status of its process.
 """
 
 from __future__ import annotations
@@ -28,11 +29,13 @@ COMMON = (
 
 
 def main() -> None:
-    control = socket.socket(fileno=int(sys.argv[2]))
+    is_in_container = not sys.argv[2].isdigit()
+    control = _connected(sys.argv[2]) if is_in_container else socket.socket(fileno=int(sys.argv[2]))
     settings = json.loads(sys.argv[3])
     nothing = os.open(os.devnull, os.O_RDWR)
     confinement.drop_privileges(settings["uid"])
-    confinement.end_with_parent()
+    if not is_in_container:  # there, the parent is a thread of the engine, and may end
+        confinement.end_with_parent()
     hello = {"landlock": confinement.hide_files(), "seccomp": _filters_calls(), "uid": os.getuid()}
     for descriptor in (0, 1, 2):
         os.dup2(nothing, descriptor)
@@ -50,6 +53,12 @@ def main() -> None:
             return
         if command == b"r":
             _run(control, descriptors, settings)
+
+
+def _connected(path: str) -> socket.socket:
+    control = socket.socket(socket.AF_UNIX)
+    control.connect(path)
+    return control
 
 
 def _filters_calls() -> bool:
