@@ -108,7 +108,7 @@ def _fault(installed: InstalledEnvironment) -> str:
         return f"its files are gone; install it again: medarc_train env install {installed.source}"
     if installed.python is None:
         return ""
-    return interpreter_fault(installed.python, installed.module) or ""
+    return interpreter_fault(installed.python, "verifiers", installed.module) or ""
 
 
 def _of_the_run() -> Iterator[Entry]:

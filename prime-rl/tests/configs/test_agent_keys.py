@@ -19,15 +19,14 @@ EXTERNAL = {**AGENT, "workflow": "external"}
         ({"agent_dataset": "tasks.jsonl"}, "agent_dataset needs workflow"),
         ({"workflow": "agents:play"}, "workflow needs rows: set agent_dataset"),
         ({**AGENT, "workflow": "agents play"}, "write module:object"),
-        ({**AGENT, "python": "venv/bin/python"}, "python does not go with workflow"),
-        ({**AGENT, "project": "mine"}, "project does not go with workflow"),
         ({**AGENT, "address": "tcp://127.0.0.1:5000"}, "address does not go with workflow"),
-        ({**AGENT, "judge": "grader"}, "judge does not go with workflow"),
         ({**AGENT, "taskset": {"id": "x"}}, "taskset does not go with workflow"),
         ({**AGENT, "agent": {"harness": {}}}, "agent does not go with workflow"),
-        ({**AGENT, "timeout_s": 5.0}, "agent_timeout_s limits each of its attempts"),
         ({**AGENT, "agent_port": 8000}, 'agent_port needs workflow = "external"'),
-        ({**EXTERNAL, "args": {"level": 1}}, 'args does not go with workflow = "external"'),
+        *(
+            ({**EXTERNAL, key: value}, f'{key} does not go with workflow = "external": the run does not start')
+            for key, value in {"args": {"level": 1}, "python": "bin/python", "project": "mine", "judge": "grader"}.items()
+        ),
     ],
 )
 def test_a_key_without_effect_is_refused(keys: dict[str, Any], fault: str) -> None:

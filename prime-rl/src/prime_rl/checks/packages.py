@@ -62,7 +62,7 @@ def environment_faults(key: str, envs: Sequence[EnvConfig], start: StartDir) -> 
             continue
         module = environment_module(env.id)
         if env.python is not None or env.project is not None:
-            if (fault := _guest_fault(env, module, start)) is not None:
+            if (fault := _own_interpreter_fault(env, start, "verifiers", module)) is not None:
                 yield f"{key}[{index}]: {fault}"
             continue
         place = f"{key}[{index}].id = {env.id!r}"
@@ -93,7 +93,14 @@ def _agent_faults(env: EnvConfig, start: StartDir) -> Iterator[str]:
             yield f"{name} = {dataset!r}: no such file"
     for name, target in targets.items():
         module, _, found = target.partition(":") if ":" in target else target.rpartition(".")
-        spec = _module_in(start.find(Path()), module) or find_module(module)
+        spec = _module_in(start.find(Path()), module)
+        if name == "workflow" and (env.python is not None or env.project is not None):
+            needed = module.partition(".")[0] if spec is None else "asyncio"  # a module here needs Python alone
+            if (fault := _own_interpreter_fault(env, start, needed)) is not None:
+                yield fault
+            if spec is None or fault is not None:
+                continue
+        spec = spec or find_module(module)
         if spec is None:
             yield f"{name} = {target!r}: no module named {module!r}; start in its directory, or install its package"
         elif lacks_name(spec, found.partition(".")[0]):
@@ -107,13 +114,13 @@ def _module_in(directory: Path, name: str) -> ModuleSpec | None:
     return importlib.util.spec_from_file_location(name, files[0].absolute()) if files else None
 
 
-def _guest_fault(env: EnvConfig, module: str, start: StartDir) -> str | None:
+def _own_interpreter_fault(env: EnvConfig, start: StartDir, *modules: str) -> str | None:
     """Why an environment cannot be loaded in an interpreter of its own, which is made if it is a project's."""
     if env.project is None:
         assert env.python is not None
-        return interpreter_fault(env.python, module)
+        return interpreter_fault(env.python, *modules)
     try:
-        return interpreter_fault(python_of(venv_of_project(start.find(env.project), _tell)), module)
+        return interpreter_fault(python_of(venv_of_project(start.find(env.project), _tell)), *modules)
     except VenvError as error:
         return f"project = {str(env.project)!r}: {error}"
 
@@ -134,13 +141,13 @@ def _tell(line: str) -> None:
     sys.stderr.flush()
 
 
-def interpreter_fault(python: Path, module: str) -> str | None:
-    """Why an environment cannot be loaded in an interpreter of its own, apart from what its code does. Takes 0.1 s."""
+def interpreter_fault(python: Path, *modules: str) -> str | None:
+    """Why modules cannot be loaded in another interpreter, apart from what their code does. Takes 0.1 s."""
     if not os.access(python, os.X_OK) or python.is_dir():
         return f"python = {str(python)!r} is not a program: name an interpreter, as in env/.venv/bin/python"
     try:
         found = subprocess.run(
-            [str(python), "-c", _FIND, "verifiers", module],
+            [str(python), "-c", _FIND, *modules],
             env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
             stdin=subprocess.DEVNULL,
             capture_output=True,

@@ -33,8 +33,8 @@ class EnvConfig(BaseConfig):
 
     python: Path | None = None
     """Python interpreter of the environment, such as `envs/medqa/.venv/bin/python`: it then runs in a process of its
-    own, with the packages of that interpreter. verifiers 0.1.5 to 0.4 may be installed there. None takes the run's
-    own."""
+    own, with the packages of that interpreter. verifiers 0.1.5 to 0.4 may be installed there; with `workflow`, Python
+    3.11 or later and the agent's own packages. None takes the run's own."""
 
     project: Path | None = None
     """Directory of the environment's package, with its `pyproject.toml`. The environment runs as with `python`, in an
@@ -43,7 +43,8 @@ class EnvConfig(BaseConfig):
 
     judge: str | None = None
     """Name of a `[judge.NAME]`. The constructor gets it in those of these arguments that it has: `judge_client`,
-    `judge_model`, `judge_sampling_args`, `judge_base_url`, `judge_api_key_var`, `judge_api_key`."""
+    `judge_model`, `judge_sampling_args`, `judge_base_url`, `judge_api_key_var`, `judge_api_key`. With `workflow`, a
+    function that is named there gets them with each call."""
 
     taskset: dict[str, Any] = Field({})
     """Table of a taskset of verifiers v1, as verifiers reads it. Its `id` is that of the environment. Needs `python` or
@@ -128,15 +129,14 @@ class EnvConfig(BaseConfig):
             raise ValueError(f"workflow = {target!r}: write module:object, as in my_agents.search:agent")
         if self.agent_dataset is None:
             raise ValueError('workflow needs rows: set agent_dataset, as in agent_dataset = "tasks.jsonl"')
-        for name in ("python", "project", "address", "judge", "taskset", "agent"):
+        for name in ("address", "taskset", "agent"):
             if getattr(self, name):
-                raise ValueError(f"{name} does not go with workflow: its code runs in the interpreter of the run")
-        if self.timeout_s is not None:
-            raise ValueError("timeout_s does not go with workflow: agent_timeout_s limits each of its attempts")
+                raise ValueError(f"{name} does not go with workflow: it belongs to an environment of verifiers")
         if self.agent_port is not None and target != EXTERNAL:
             raise ValueError('agent_port needs workflow = "external"')
-        if target == EXTERNAL and self.args:
-            raise ValueError('args does not go with workflow = "external": the run does not start that program')
+        for name in ("args", "python", "project", "judge"):
+            if target == EXTERNAL and getattr(self, name):
+                raise ValueError(f'{name} does not go with workflow = "external": the run does not start that program')
         if "id" not in self.model_fields_set:
             derive(self, "it is the name of the agent", id=target.replace(":", ".").rpartition(".")[2])
         return self

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from prime_rl.environments.agents.context import Attempt, enter
 from prime_rl.environments.agents.engine import SessionEngine
 from prime_rl.environments.agents.returns import InvalidReward, checked_reward
-from prime_rl.environments.agents.targets import Target, accepted
+from prime_rl.environments.agents.targets import CLIENTS, Target, accepted
 from prime_rl.environments.agents.tensors import BadTensors, read_sequences
 
 if TYPE_CHECKING:
@@ -43,10 +43,9 @@ class Attempts:
             `error` and `detail`: name and message of what ended the attempt.
         """
         enter(attempt)
-        client = self._client(session)
         try:
             async with asyncio.timeout(session["timeout_s"]):
-                result = await self._run(row, client, session)
+                result = await self._run(row, session)
             return _read(result)
         except TimeoutError:
             return {"error": "SessionTimeout", "detail": f"the agent did not end within {session['timeout_s']:g} s"}
@@ -78,18 +77,18 @@ class Attempts:
         self._next_pool = (self._next_pool + 1) % POOLS
         return self._pools[self._next_pool]
 
-    async def _run(self, row: Mapping[str, Any], client: AsyncOpenAI, session: Mapping[str, Any]) -> Any:
+    async def _run(self, row: Mapping[str, Any], session: Mapping[str, Any]) -> Any:
         target = self._target
         if target.kind == "workflow":
-            return await self._awaited(partial(target.call, SessionEngine(_posting(client)), dict(row)))
-        extras = {
-            "client": client,
-            "base_url": session["base_url"],
-            "api_key": session["api_key"],
-            "model": session["model"],
-            "http_client": self._pool(),
-        }
-        return await self._awaited(partial(target.call, dict(row), **accepted(target.call, extras), **target.arguments))
+            engine = SessionEngine(_posting(self._client(session)))
+            return await self._awaited(partial(target.call, engine, dict(row)))
+        named = accepted(target.call, dict.fromkeys((*CLIENTS, "base_url", "api_key", "model")))
+        extras = {name: session[name] for name in named if name not in CLIENTS}
+        if "client" in named:
+            extras["client"] = self._client(session)
+        if "http_client" in named:
+            extras["http_client"] = self._pool()
+        return await self._awaited(partial(target.call, dict(row), **extras, **target.arguments))
 
     async def _awaited(self, call: Callable[[], Any]) -> Any:
         """The result of a coroutine function, or of a plain function in a thread."""

@@ -9,7 +9,12 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 Kind = Literal["workflow", "agent"]
+CLIENTS = ("client", "http_client")
+"""Arguments whose values are objects of the package openai."""
 EPISODE, RUN = "arun_episode", "run"
+
+
+Offered = Callable[[Callable[..., Any]], Mapping[str, Any]]
 
 
 class BadTarget(Exception):
@@ -50,14 +55,18 @@ def resolve(name: str) -> Any:
     return found
 
 
-def load_target(name: str, arguments: Mapping[str, Any]) -> Target:
+def load_target(name: str, arguments: Mapping[str, Any], offered: Offered = lambda _: {}) -> Target:
     """Import what a config names. A class is made with `arguments`; a function gets them with each call.
+
+    `offered(function)` are arguments of the run for that class or function, over which those of the config win.
 
     Raises:
         BadTarget: it cannot be imported or made, or has neither `arun_episode` nor `run` and is no function.
     """
     found = resolve(name)
     is_made = inspect.isclass(found)
+    if callable(found):
+        arguments = {**offered(found), **arguments}
     if is_made:
         try:
             found = found(**arguments)
@@ -73,6 +82,11 @@ def load_target(name: str, arguments: Mapping[str, Any]) -> Target:
     if callable(found):
         return Target("agent", found, left)
     raise BadTarget(f"{name!r} has no {EPISODE}(engine, data) and no {RUN}(data), and is no function")
+
+
+def needs_client(target: Target) -> bool:
+    """Whether it asks the model through the client of `openai` that it is given."""
+    return target.kind == "workflow" or bool(accepted(target.call, dict.fromkeys(CLIENTS)))
 
 
 def accepted(call: Callable[..., Any], extras: Mapping[str, Any]) -> dict[str, Any]:

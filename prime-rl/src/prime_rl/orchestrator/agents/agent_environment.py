@@ -7,6 +7,7 @@ import contextlib
 import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Self
 
 from prime_rl.configs.rollouts.agents import EXTERNAL, AgentKeys
@@ -18,6 +19,7 @@ from prime_rl.orchestrator.agents.agent_process import AgentFailed, AgentProcess
 from prime_rl.orchestrator.agents.attempted import REJECTED, rollout_of
 from prime_rl.orchestrator.env_servers.environments import Environment, Split
 from prime_rl.orchestrator.env_servers.failures import Failures
+from prime_rl.orchestrator.env_servers.group_limits import GroupTimeout, in_time
 from prime_rl.orchestrator.errors import EnvironmentFault, GroupFailed
 from prime_rl.orchestrator.proxy.recording import Session
 from prime_rl.orchestrator.proxy.routes import RecordingProxy
@@ -71,7 +73,9 @@ class AgentEnvironment(Environment):
 
     def held_out(self) -> Self:
         share = self.failures.max_share
-        return type(self)(self.name, self._keys, self._all_rows, self._process, self._proxy, "eval", share)
+        other = type(self)(self.name, self._keys, self._all_rows, self._process, self._proxy, "eval", share)
+        other.timeout_s = self.timeout_s
+        return other
 
     def prompt(self, row: int) -> Any:
         """What the row asks, as far as its columns say so: the agent decides what the model is asked."""
@@ -131,6 +135,7 @@ class AgentEnvironment(Environment):
 
         Raises:
             GroupFailed: every attempt failed or was rejected.
+            GroupTimeout: it took longer than `timeout_s` of the environment.
             EnvironmentFault: the agent's process ends whenever it is started.
         """
         await self.connect()
@@ -138,7 +143,13 @@ class AgentEnvironment(Environment):
             tries = [sessions[at::size][: max_retries + 1] for at in range(size)]
             temperature = sampling_args.get("temperature", 1.0)
             attempts = (self._one(example, each, temperature, version) for each in tries)
-            rollouts = await _all_of(attempts)
+            try:
+                async with in_time(self.timeout_s, self.name, example.row):
+                    rollouts = await _all_of(attempts)
+            except GroupTimeout:
+                if self._process is not None:
+                    await self._process.refuse_blocked()
+                raise
         if all(rollout.is_rejected for rollout in rollouts):
             failed = next((each for each in rollouts if each.error != REJECTED), rollouts[-1])
             why = failed.error_detail or "the agent rejected each"
@@ -207,8 +218,8 @@ async def _all_of(attempts: Iterator[Any]) -> list[Rollout]:
     return [task.result() for task in tasks]
 
 
-def start_agent(config: EnvConfig, place: str, split: Split) -> AgentEnvironment:
-    """Read the dataset of an agent, and load it in a process of its own.
+def start_agent(config: EnvConfig, place: str, split: Split, python: Path | None) -> AgentEnvironment:
+    """Read the dataset of an agent, and load it in a process of its own: that of `python`, or of this interpreter.
 
     Raises:
         EnvironmentFault: the dataset cannot be read, or the agent does not load.
@@ -221,5 +232,7 @@ def start_agent(config: EnvConfig, place: str, split: Split) -> AgentEnvironment
     except (BadRows, BadTarget) as error:
         raise EnvironmentFault(f"{place}.agent_dataset: {error}") from error
     name = config.name or config.id
-    process = None if keys.target == EXTERNAL else AgentProcess(agent_guest(place, keys.target, config.args))
+    process = None
+    if keys.target != EXTERNAL:
+        process = AgentProcess(agent_guest(place, keys.target, config.args, python, config.judge))
     return AgentEnvironment(name, keys, rows, process, RecordingProxy(keys.port or 0), split, config.max_failed_groups)

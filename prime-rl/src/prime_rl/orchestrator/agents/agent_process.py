@@ -10,16 +10,21 @@ from typing import Any
 from prime_rl.orchestrator.guests.guest_process import Guest, GuestError, GuestProcess
 from prime_rl.orchestrator.guests.restarting import BLOCKED_S, GuestEnded, RestartingGuest
 
-HOST = ("-m", "prime_rl.orchestrator.agents.host")
+BOOT = Path(__file__).with_name("boot.py")
 _QUIET = {"OPENAI_AGENTS_DISABLE_TRACING": "1", "OPENAI_AGENTS_DONT_LOG_MODEL_DATA": "1"}
 """Agents send no traces, unless they ask for it themselves."""
 
 
-def agent_guest(place: str, target: str, args: Mapping[str, Any]) -> Guest:
-    """What to start. `place` is the config key, for messages."""
-    path = [str(Path.cwd()), *(entry for entry in sys.path if entry)]
-    attributes = {"path": path}
-    return Guest(place, Path(sys.executable), target, args, attributes, program=HOST, added=_QUIET)
+def agent_guest(
+    place: str, target: str, args: Mapping[str, Any], python: Path | None = None, judge: str | None = None
+) -> Guest:
+    """What to start, in the interpreter `python` or in this one. `place` is the config key, for messages."""
+    ours = [entry for entry in sys.path if entry] if python is None else []
+    attributes = {"path": [str(Path.cwd()), *ours]}
+    program = (str(BOOT),)
+    return Guest(
+        place, python or Path(sys.executable), target, args, attributes, judge, program=program, added=_QUIET
+    )
 
 
 class AgentFailed(Exception):
@@ -45,6 +50,10 @@ class AgentProcess:
         except (GuestEnded, GuestError) as error:
             raise AgentFailed(str(error)) from error
         return value
+
+    async def refuse_blocked(self) -> None:
+        """Replace the process if an agent's code blocks it. Raises GuestEnded if it does."""
+        await self._guest.ask("ping", self._guest.blocked_s)
 
     async def close(self) -> None:
         await self._guest.close()

@@ -1,6 +1,6 @@
-"""`python -m prime_rl.orchestrator.agents.host SOCKET_FD`: runs the attempts of one agent.
+"""Runs the attempts of one agent.
 
-A process of its own, so that code which blocks, exits or crashes takes only attempts with it.
+In a process of its own, which `boot.py` starts, so that code which blocks, exits or crashes takes only attempts with it.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import ctypes
 import gc
+import importlib.util
 import os
 import signal
 import socket
@@ -18,8 +19,9 @@ from typing import Any
 
 from prime_rl.environments.agents.attempting import HUNG_THREADS, Attempts
 from prime_rl.environments.agents.context import Attempt
-from prime_rl.environments.agents.targets import BadTarget, load_target
+from prime_rl.environments.agents.targets import BadTarget, Target, load_target, needs_client
 from prime_rl.orchestrator.guests.inside.frames import BadFrame, encode, receive, receive_now
+from prime_rl.orchestrator.guests.inside.judge_arguments import NoJudge, offered_arguments
 
 _DEATH_SIGNAL = 1
 """The option PR_SET_PDEATHSIG of prctl, on Linux."""
@@ -35,11 +37,14 @@ def main() -> None:
         start = receive_now(connection)
         if start is None:
             return
-        # As in the orchestrator: an agent is found there, too.
-        sys.path[:] = start["attributes"]["path"]
+        # An agent is found where the run starts.
+        given = start["attributes"]["path"]
+        sys.path[:] = [*given, *(place for place in sys.path if place not in given)]
         try:
-            target = load_target(start["module"], start["args"])
-        except BadTarget as error:
+            offered = partial(offered_arguments, start["judge"], repr(start["module"]))
+            target = load_target(start["module"], start["args"], offered)
+            _refuse_without_client(target)
+        except (BadTarget, NoJudge) as error:
             connection.sendall(encode({"fault": str(error)}))
             return
         connection.sendall(encode({"python": sys.version.split()[0]}))
@@ -47,6 +52,12 @@ def main() -> None:
         asyncio.run(_serve(Attempts(target), connection))
     # Threads of the agent must not keep the process alive.
     os._exit(0)
+
+
+def _refuse_without_client(target: Target) -> None:
+    """Raises BadTarget if the target asks the model through a package that is not installed."""
+    if needs_client(target) and importlib.util.find_spec("openai") is None:
+        raise BadTarget("it asks the model through the package openai, which is not installed there")
 
 
 async def _serve(attempts: Attempts, connection: socket.socket) -> None:
@@ -71,7 +82,9 @@ def _forget(tasks: dict[int, asyncio.Task[None]], number: int, task: asyncio.Tas
 
 async def _answer(attempts: Attempts, request: dict[str, Any], writer: asyncio.StreamWriter) -> None:
     given = request["with"]
-    value = await attempts.make(given["row"], given["session"], Attempt(given["task_id"], given["is_eval"]))
+    value: dict[str, Any] | None = None
+    if request["do"] == "attempt":
+        value = await attempts.make(given["row"], given["session"], Attempt(given["task_id"], given["is_eval"]))
     try:
         answer = encode({"id": request["id"], "value": value})
     except (BadFrame, RecursionError, ValueError) as error:
@@ -85,6 +98,3 @@ async def _answer(attempts: Attempts, request: dict[str, Any], writer: asyncio.S
         sys.stderr.flush()
         os._exit(1)
 
-
-if __name__ == "__main__":
-    main()

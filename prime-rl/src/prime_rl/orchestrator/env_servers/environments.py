@@ -269,11 +269,11 @@ def load_environments(
 
 
 def _loaded(config: EnvConfig, place: str, split: Split) -> Environment:
+    python = _own_interpreter(config, place)
     if config.is_agent:
         from prime_rl.orchestrator.agents.agent_environment import start_agent
 
-        return start_agent(config, place, split)
-    python = _own_interpreter(config, place)
+        return start_agent(config, place, split, python)
     if python is None:
         return _with_rows(load_environment(config, place), config, place, split)
     from prime_rl.orchestrator.guests.guest_environment import start_guest
@@ -294,7 +294,7 @@ def _own_interpreter(config: EnvConfig, place: str) -> Path | None:
 
 def _installed_python(config: EnvConfig, place: str) -> Path | None:
     """The interpreter that `medarc_train env install` gave to an environment; None if it runs in this one."""
-    if config.address is not None:
+    if config.address is not None or config.is_agent:
         return None
     found = _installed(config, place)
     return None if found is None else found.python

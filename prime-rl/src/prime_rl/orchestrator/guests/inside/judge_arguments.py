@@ -6,6 +6,7 @@ import importlib
 import inspect
 import json
 import os
+from collections.abc import Callable, Mapping
 from typing import Any
 
 JUDGES_VARIABLE = "ENVIRONMENT_JUDGES"
@@ -26,15 +27,25 @@ def judge_arguments(module: str, judge: str | None) -> dict[str, Any]:
     """
     if judge is None:
         return {}
-    offered = json.loads(os.environ.get(JUDGES_VARIABLE) or "{}")
-    if judge not in offered:
-        raise NoJudge(f"judge = {judge!r}: no run offers it to this process")
-    names = _parameters(module)
-    if names is None:
+    _offer(judge)
+    constructor = _constructor(module)
+    if constructor is None:
         return {}  # verifiers says why it does not import
+    return offered_arguments(judge, f"load_environment of {module!r}", constructor)
+
+
+def offered_arguments(judge: str | None, who: str, function: Callable[..., Any]) -> dict[str, Any]:
+    """The arguments for a function, of those that it has. Empty without a judge. `who` names it in messages.
+
+    Raises:
+        NoJudge: the run offers no such judge, or the function takes none.
+    """
+    if judge is None:
+        return {}
+    found, key = _offer(judge), os.environ.get(JUDGE_KEY_VARIABLE, "")
+    names = set(inspect.signature(function).parameters)
     if not any(way in names for way in WAYS):
-        raise NoJudge(f"judge = {judge!r}: load_environment of {module!r} has none of the arguments {', '.join(WAYS)}")
-    found, key = offered[judge], os.environ.get(JUDGE_KEY_VARIABLE, "")
+        raise NoJudge(f"judge = {judge!r}: {who} has none of the arguments {', '.join(WAYS)}")
     values = {
         "judge_model": found["model"],
         "judge_base_url": found["base_url"],
@@ -52,10 +63,17 @@ def judge_arguments(module: str, judge: str | None) -> dict[str, Any]:
     return arguments
 
 
-def _parameters(module: str) -> set[str] | None:
+def _offer(judge: str) -> Mapping[str, Any]:
+    offered: dict[str, Mapping[str, Any]] = json.loads(os.environ.get(JUDGES_VARIABLE) or "{}")
+    if judge not in offered:
+        raise NoJudge(f"judge = {judge!r}: no run offers it to this process")
+    return offered[judge]
+
+
+def _constructor(module: str) -> Callable[..., Any] | None:
     try:
         loaded = importlib.import_module(module.replace("-", "_").split("/")[-1])
     except ImportError:
         return None
-    function = getattr(loaded, "load_environment", None)
-    return None if function is None else set(inspect.signature(function).parameters)
+    function: Callable[..., Any] | None = getattr(loaded, "load_environment", None)
+    return function
