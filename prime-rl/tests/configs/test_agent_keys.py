@@ -25,7 +25,7 @@ EXTERNAL = {**AGENT, "workflow": "external"}
         ({**AGENT, "agent_port": 8000}, 'agent_port needs workflow = "external"'),
         *(
             ({**EXTERNAL, key: value}, f'{key} does not go with workflow = "external": the run does not start')
-            for key, value in {"args": {"level": 1}, "python": "bin/python", "project": "mine", "judge": "grader"}.items()
+            for key, value in {"args": {"level": 1}, "python": "python", "project": "mine", "judge": "grader"}.items()
         ),
     ],
 )

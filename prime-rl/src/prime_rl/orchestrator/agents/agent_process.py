@@ -22,9 +22,7 @@ def agent_guest(
     ours = [entry for entry in sys.path if entry] if python is None else []
     attributes = {"path": [str(Path.cwd()), *ours]}
     program = (str(BOOT),)
-    return Guest(
-        place, python or Path(sys.executable), target, args, attributes, judge, program=program, added=_QUIET
-    )
+    return Guest(place, python or Path(sys.executable), target, args, attributes, judge, program=program, added=_QUIET)
 
 
 class AgentFailed(Exception):

@@ -1,4 +1,4 @@
-"""`python …/boot.py SOCKET_FD`: runs an agent's attempts, in an interpreter in which our packages need not be installed.
+"""`python …/boot.py SOCKET_FD`: runs an agent, in an interpreter in which our packages need not be installed.
 
 Our code is imported from this tree, and needs nothing but Python 3.11. An agent that takes a client needs `openai`.
 """

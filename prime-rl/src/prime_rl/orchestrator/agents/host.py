@@ -1,6 +1,6 @@
 """Runs the attempts of one agent.
 
-In a process of its own, which `boot.py` starts, so that code which blocks, exits or crashes takes only attempts with it.
+In a process of its own, so that code which blocks, exits or crashes takes only attempts with it. `boot.py` starts it.
 """
 
 from __future__ import annotations
@@ -97,4 +97,3 @@ async def _answer(attempts: Attempts, request: dict[str, Any], writer: asyncio.S
         sys.stderr.write(f"{HUNG_THREADS} threads of the agent did not end in time; its process starts again\n")
         sys.stderr.flush()
         os._exit(1)
-
