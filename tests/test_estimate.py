@@ -131,3 +131,21 @@ def test_a_gpu_that_does_not_answer_is_not_waited_for(sft_toml: Path, stand_ins:
     (stand_ins.directory / "nvidia-smi").chmod(0o755)
     done = run("medarc_slurm", "sft", sft_toml, "--estimate")
     assert "No GPU is known here: name one" in done.stdout
+
+
+def test_judges_that_a_run_starts_need_memory_and_gpus(model: Path, tmp_path: Path) -> None:
+    config = tmp_path / "rl.toml"
+    remote = '[judge.remote]\nmodel = "other"\nbase_url = "https://example.org/v1"\n'
+    ours = f'[judge.grader]\nmodel = "{model}"\ngpus = 2\nengine = {{ tp = 2, max_model_len = 8192 }}\n'
+    config.write_text(
+        f'max_steps = 4\n[model]\nname = "{model}"\n{ours}{remote}'
+        '[[orchestrator.env]]\nid = "rubric"\njudge = "grader"\n[inference]\n'
+    )
+    words = ("medarc_train", "rl", config, "--output-dir", tmp_path / "out", "--gpu", "H100")
+    judge = next(each for each in answer(*words)["components"] if each["name"] == "judge grader")
+    assert (judge["processes"], judge["verdict"]) == (2, "fits")
+    assert judge["parts"]["weights"] == pytest.approx(8.19e9 * 2 / 2, rel=0.01)
+    assert judge["notes"][0] == f"judge 'grader': {model}, on 2 GPUs of its own"
+    shown = run(*words, "--estimate").stdout
+    assert "judge gr… x 2" in shown
+    assert "remote" not in shown

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from prime_rl.checks.memory import Device, Estimate, Gpu, ModelShape
     from prime_rl.checks.memory.changes import Change, Variant
     from prime_rl.configs.rl import RLConfig
+    from prime_rl.configs.rollouts.judges import JudgeConfig
     from prime_rl.configs.sft import SFTConfig
 
 Option = typer.Option
@@ -68,9 +69,10 @@ def sft_answer(
     from prime_rl.checks.memory.changes import Variant, sft_changes
 
     shape = _shape(place(config.model.name), config.model.debug.num_layers)
+    judges = {} if config.eval is None else _judge_shapes(config.eval.judge, place)
 
     def estimate(run: Variant) -> Estimate:
-        return estimate_sft(run.config, shape, run.train, gpu, _device(config.device, gpu, in_job))
+        return estimate_sft(run.config, shape, run.train, gpu, _device(config.device, gpu, in_job), judges)
 
     return _answer(Variant(config, gpus), list(sft_changes(config, gpus)), estimate)
 
@@ -86,8 +88,11 @@ def rl_answer(
     shape = _shape(place(trained.name), trained.debug.num_layers)
     shapes = shape, _shape(place(config.inference.model.name)) if config.inference is not None else shape
 
+    judges = _judge_shapes(config.orchestrator.judge, place)
+
     def estimate(run: Variant) -> Estimate:
-        return estimate_rl(run.config, shapes, (run.train, run.infer), gpu, _device(config.device, gpu, in_job))
+        device = _device(config.device, gpu, in_job)
+        return estimate_rl(run.config, shapes, (run.train, run.infer), gpu, device, judges)
 
     train, infer = _gpus(config)
     infer = 0 if single_gpu else infer
@@ -100,6 +105,12 @@ def _gpus(config: RLConfig) -> tuple[int, int]:
     if deployment.type == "single_node":
         return deployment.num_train_gpus, deployment.num_infer_gpus
     return deployment.num_train_nodes * deployment.gpus_per_node, deployment.gpus_per_node
+
+
+def _judge_shapes(judges: Mapping[str, JudgeConfig], place: Callable[[str], str]) -> dict[str, ModelShape]:
+    from prime_rl.configs.rollouts.judges import started_judges
+
+    return {name: _shape(place(judge.model)) for name, judge in started_judges(judges).items()}
 
 
 def _shape(name: str, num_layers: int | None = None) -> ModelShape:

@@ -1,7 +1,8 @@
-"""Throughput, where the time went, GPU-hours and money, memory."""
+"""Throughput, where the time went, GPU-hours and money, memory, judges."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 
 from medarc_rl.report.charts import Chart, Line, Section, Table, chart_of, short
@@ -10,7 +11,12 @@ from medarc_rl.report.groups import Group
 from medarc_rl.report.overview import duration, gpu_hours
 from prime_rl.history.run import RunHistory
 from prime_rl.history.spending import SFT, Phases, Spending, phases_of, split_hint
+from prime_rl.history.trends import finite
 
+_JUDGE_CALLS = re.compile("judge/([^/]+)/calls")
+_JUDGE_COLUMNS = ("calls", "from the cache", "failed", "retries", "prompt tokens", "answer tokens", "cost", "time")
+_SUMMED = ("failed_calls", "retries", "prompt_tokens", "completion_tokens", "cost")
+"""Metrics of a judge that are summed over the steps."""
 Spendings = Mapping[int, Sequence[Spending]]
 """By `id` of the run."""
 
@@ -29,7 +35,11 @@ def costs_section(groups: Sequence[Group], spendings: Spendings, price: float | 
     else:
         section.tables += _phase_tables([run.name for run in runs], phases)
     section.charts += [chart for curve in (*SPEED_CURVES, MEMORY) for chart in curve_chart(groups, curve)]
-    section.tables += ledger_tables(runs, spendings, price)
+    section.tables += [*ledger_tables(runs, spendings, price), *_judges_table(runs)]
+    if is_single:
+        section.charts += [
+            chart for source, judge in _judges_of(runs[0]) for chart in _judge_charts(runs[0], source, judge)
+        ]
     if not any(spendings.values()):
         section.notes.append("The run has no receipts of attempts, so its time and its GPU-hours are not known.")
     return section
@@ -123,3 +133,58 @@ def _sum_row(
         if price is not None:
             cells.append(f"{price * whole:,.2f}")
     return tuple(cells)
+
+
+def _judges_table(runs: Sequence[RunHistory]) -> list[Table]:
+    """A row for each judge of each run, with sums over the steps."""
+    found = [(run, source, name) for run in runs for source, name in _judges_of(run)]
+    rows = [
+        (name if len(runs) == 1 else f"{run.name}, {name}", *_judge_cells(run, source, name))
+        for run, source, name in found
+    ]
+    caption = (
+        "Judges: sums over the steps. Cost: in the currency of prompt_price and completion_price. Time: of all calls "
+        "to the server one after another, with retries; many run at once"
+    )
+    return [Table(("judge", *_JUDGE_COLUMNS), rows, caption, is_wide=True)] if rows else []
+
+
+def _judges_of(run: RunHistory) -> list[tuple[str, str]]:
+    """The process that reports a judge, and the judge's name."""
+    metrics = run.metrics
+    return [
+        (source, match[1])
+        for source in metrics.sources
+        for name in metrics.names(source)
+        if (match := _JUDGE_CALLS.fullmatch(name))
+    ]
+
+
+def _judge_cells(run: RunHistory, source: str, judge: str) -> list[str]:
+    sums = {name: _sum(run, source, f"judge/{judge}/{name}") for name in _SUMMED}
+    calls, cached = _of_calls(run, source, judge, "calls"), _of_calls(run, source, judge, "cache_hit_rate")
+    hits = sum(cached.get(step, 0.0) * count for step, count in calls.items())
+    seconds = _of_calls(run, source, judge, "latency_s")
+    asked = {step: count * (1 - cached.get(step, 0.0)) for step, count in calls.items()}
+    counts = [f"{sums[name]:,.0f}" for name in ("failed_calls", "retries", "prompt_tokens", "completion_tokens")]
+    cost = short(sums["cost"], 4) if sums["cost"] else "–"
+    total = sum(calls.values())
+    time_s = sum(each * asked.get(step, 0.0) for step, each in seconds.items())
+    return [f"{total:,.0f}", f"{hits / total:.1%}" if total else "–", *counts, cost, duration(time_s)]
+
+
+def _of_calls(run: RunHistory, source: str, judge: str, name: str) -> dict[int, float]:
+    return dict(finite(run.metrics.series(f"judge/{judge}/{name}", source)))
+
+
+def _sum(run: RunHistory, source: str, name: str) -> float:
+    return sum(finite(run.metrics.series(name, source)).values())
+
+
+def _judge_charts(run: RunHistory, source: str, judge: str) -> list[Chart]:
+    calls, cached = _of_calls(run, source, judge, "calls"), _of_calls(run, source, judge, "cache_hit_rate")
+    hits = {step: count * cached.get(step, 0.0) for step, count in calls.items()}
+    lines = [Line("calls", calls), Line("from the cache", hits, color=1)]
+    charts = chart_of(f"judge-calls-{judge}", f"Judge {judge}: calls", lines)
+    seconds = [Line("seconds", _of_calls(run, source, judge, "latency_s"), color=2)]
+    return charts + chart_of(f"judge-latency-{judge}", f"Judge {judge}: a call to its server", seconds, unit="s")

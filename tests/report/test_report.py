@@ -96,6 +96,21 @@ def test_its_charts_hold_the_metrics_of_the_file(run: Path) -> None:
     assert at_5 == {**parts, "evaluate": 1.0}
 
 
+def test_a_judge_has_its_sums_and_its_charts(run: Path) -> None:
+    asked = {"calls": 60, "cache_hit_rate": 0.25, "latency_s": 2.0, "failed_calls": 1, "retries": 2}
+    spent = {"prompt_tokens": 9000, "completion_tokens": 300, "cost": 0.125}
+    metrics = {f"judge/grader/{name}": value for name, value in {**asked, **spent}.items()}
+    with (run / "metrics.jsonl").open("a") as file:
+        for step in range(4):
+            file.write(json.dumps({"time": 1e9, "source": "orchestrator", "step": step, **metrics}) + "\n")
+    assert report(run).exit_code == 0
+    page = Reader(page_of(run))
+    costs = " ".join(page.sections["costs"].split())
+    assert "grader 240 25.0% 4 8 36,000 1,200 0.5 6 min 00 s" in costs, costs
+    charts = {chart["title"]: chart for chart in page.charts.values()}
+    assert charts["Judge grader: a call to its server"]["lines"][0]["points"][0] == [0, 2.0]
+
+
 def test_warnings_come_only_with_a_trend_and_state_their_limit(run: Path) -> None:
     report(run)
     signs = Reader(page_of(run)).sections["signs"]

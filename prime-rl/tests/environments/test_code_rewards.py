@@ -105,8 +105,8 @@ def test_apps_calls_functions_and_methods() -> None:
 def test_the_sandbox_is_named_once_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
     pool = RewardPool(1)
     try:
-        chosen = {"fn": "mbpp", "args": {"sandbox": {"layer": "podman"}}}
-        with pytest.raises(RewardFault, match=r"reward 'mbpp': SandboxFault: .*there is no layer 'podman'"):
+        chosen = {"fn": "mbpp", "args": {"sandbox": {"layer": "firejail"}}}
+        with pytest.raises(RewardFault, match=r"reward 'mbpp': SandboxFault: .*there is no layer 'firejail'"):
             build([chosen], pool=pool)
         with caplog.at_level("INFO"):
             build(["mbpp"], pool=pool)

@@ -15,7 +15,7 @@ import pytest
 
 from prime_rl.environments.rewards import pool as pool_module
 from prime_rl.environments.rewards.building import Rewards, build
-from prime_rl.environments.rewards.pool import RewardError, RewardPool, release, shared_pool
+from prime_rl.environments.rewards.pool import RewardError, RewardPool, RewardTimeout, release, shared_pool
 from prime_rl.environments.rewards.specs import RewardFault
 from prime_rl.environments.rewards.wire import encode, receive, send
 
@@ -105,7 +105,8 @@ def test_signatures_of_areal_and_verifiers_make_one_weighted_reward(functions: s
 
 
 def test_a_time_limit_ends_the_function_and_what_it_started(functions: str, pool: RewardPool) -> None:
-    rewards = build([{"fn": f"{functions}:hangs", "timeout_s": 0.5}, f"{functions}:pid"], pool=pool)
+    hangs = {"fn": f"{functions}:hangs", "timeout_s": 0.5, "on_timeout": "zero"}
+    rewards = build([hangs, f"{functions}:pid"], pool=pool)
     (before,) = pool.processes()
     values = score(rewards)
     assert values["hangs"] == 0
@@ -145,7 +146,12 @@ def test_a_function_that_fails_is_named_and_the_pool_goes_on(
 
 
 def test_an_async_function_has_its_limit_and_a_timeout_of_its_own_is_an_error(functions: str, pool: RewardPool) -> None:
-    assert score(build([{"fn": f"{functions}:waits", "timeout_s": 0.01}], pool=pool))["waits"] == 0
+    waits = {"fn": f"{functions}:waits", "timeout_s": 0.01}
+    assert score(build([{**waits, "on_timeout": "zero"}], pool=pool))["waits"] == 0
+    with pytest.raises(
+        RewardTimeout, match=r"it ran for 0.01 s and was ended; on_timeout = .zero. would count it as 0"
+    ):
+        score(build([waits], pool=pool))
     with pytest.raises(TimeoutError, match="connecting took 1 s"):
         score(build([f"{functions}:no_server"], pool=pool))
 
@@ -213,8 +219,16 @@ def test_shared_pools_end_with_their_last_user() -> None:
     assert one.processes() == []
 
 
+def test_at_its_limit_a_function_of_ones_own_fails_and_a_known_one_is_worth_0(functions: str, pool: RewardPool) -> None:
+    areal = {"fn": f"{functions}:areal"}
+    specs = ["math", areal, f"{functions}:ours", {**areal, "on_timeout": "fail", "name": "strict"}]
+    on_timeout = {part.name: part.on_timeout for part in build(specs, pool=pool).parts}
+    assert on_timeout == {"math": "zero", "areal": "zero", "ours": "fail", "strict": "fail"}
+
+
 def test_a_rubric_has_each_part_as_a_metric_and_counts_timeouts(functions: str, pool: RewardPool) -> None:
-    specs = [{"fn": f"{functions}:ours", "weight": 2}, {"fn": f"{functions}:hangs", "timeout_s": 0.5}]
+    hangs = {"fn": f"{functions}:hangs", "timeout_s": 0.5}
+    specs = [{"fn": f"{functions}:ours", "weight": 2}, {**hangs, "on_timeout": "zero"}]
     rubric = build(specs, pool=pool).rubric()
     state = {
         "prompt": PROMPT,
@@ -225,5 +239,5 @@ def test_a_rubric_has_each_part_as_a_metric_and_counts_timeouts(functions: str, 
         "trajectory": [],
     }
     asyncio.run(rubric.score_rollout(state))
-    assert state["metrics"] == {"ours": 0.5, "hangs": 0, "reward_timeouts": 1}
+    assert state["metrics"] == {"ours": 0.5, "hangs": 0, "hangs_timeouts": 1}
     assert state["reward"] == 1

@@ -122,6 +122,28 @@ def test_a_loss_that_became_nan_is_shown(run: RunFolder) -> None:
     }
 
 
+def test_a_judge_shows_what_it_was_asked_and_what_that_cost(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "judged")
+    folder.attempt()
+    for step in range(3):
+        folder.rl_step(step, 0.5)
+        asked = {"calls": 64, "cache_hit_rate": step / 4, "latency_s": 1.25, "failed_calls": 0, "cost": 0.02}
+        folder.metrics("orchestrator", step, **{f"judge/grader/{name}": value for name, value in asked.items()})
+    overview = overview_of(folder)
+    shown = text_of(overview)
+    for part in (
+        "grader: calls",
+        "64 →   64",
+        "grader: from cache",
+        "0% →  50%",
+        "grader: seconds a call",
+        "grader: cost",
+    ):
+        assert part in shown, shown
+    assert "failed calls" not in shown
+    assert as_json(overview)["judges"]["grader: from cache"] == {"first": 0.0, "last": 0.5}
+
+
 def test_sft_shows_validation_and_rows(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "tuned", "sft", max_steps=None)
     folder.attempt("complete")

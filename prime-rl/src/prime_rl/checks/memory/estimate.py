@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from prime_rl.checks.disk import DiskForecast, ModelSize, forecast_disk
@@ -19,9 +19,12 @@ if TYPE_CHECKING:
     from prime_rl.configs.inference import InferenceConfig
     from prime_rl.configs.rl import RLConfig
     from prime_rl.configs.rl.sections import DeploymentConfig
+    from prime_rl.configs.rollouts.judges import JudgeConfig
     from prime_rl.configs.sft import SFTConfig
 
 Verdict = Literal["fits", "tight", "does not fit"]
+JudgeShapes = Mapping[str, ModelShape]
+"""Models of the judges that a run starts, by name."""
 
 TIGHT_SHARE = 0.9
 """Above this share of what is available, allocators fragment and an estimate of 10% may be wrong."""
@@ -31,6 +34,8 @@ PROCESS_BYTES = 600 * 2**20
 """A Python process with torch and Transformers, on a CPU."""
 PACKED_SHARE = 0.1
 """Of the machine's memory: larger models are not packed."""
+JUDGE_TOKENS = 4096
+"""Assumed length of a judge's requests, if its model reads more."""
 CPU_SHARE = 0.25
 """Of the machine's memory, what the embedded engine takes for its key-value cache on a CPU."""
 
@@ -89,8 +94,10 @@ def verdict_of(share: float) -> Verdict:
     return "tight" if share >= TIGHT_SHARE else "fits"
 
 
-def estimate_sft(config: SFTConfig, shape: ModelShape, processes: int, gpu: Gpu | None, device: Device) -> Estimate:
-    """Estimate a run of SFT of a model of `shape` with `processes` trainer processes."""
+def estimate_sft(
+    config: SFTConfig, shape: ModelShape, processes: int, gpu: Gpu | None, device: Device, judges: JudgeShapes
+) -> Estimate:
+    """Estimate a run of SFT of a model of `shape` with `processes` trainer processes. `judges`: see `estimate_rl`."""
     data = config.data
     row_tokens = data.seq_len * data.micro_batch_size
     rows = max(1, data.batch_size // (data.micro_batch_size * processes))
@@ -104,17 +111,24 @@ def estimate_sft(config: SFTConfig, shape: ModelShape, processes: int, gpu: Gpu 
         in_flight = config.eval.max_concurrent or config.eval.rollouts_per_example
         limits = Limits(longest, math.ceil(in_flight / nodes), servers=nodes)
         engines = [_engine(config.inference, shape, gpu, device, limits)]
+        engines += _judges(config.eval.judge, judges, gpu, device)
         if device == "cpu" and room is not None:
-            room -= engines[0].needed_bytes // (processes // nodes)
+            room -= sum(each.needed_bytes for each in engines) // (processes // nodes)
     return Estimate(
         [_trainer(training, room), *engines], gpu, device, forecast_disk(config, config.output_dir, _size(shape))
     )
 
 
 def estimate_rl(
-    config: RLConfig, shapes: tuple[ModelShape, ModelShape], gpus: tuple[int, int], gpu: Gpu | None, device: Device
+    config: RLConfig,
+    shapes: tuple[ModelShape, ModelShape],
+    gpus: tuple[int, int],
+    gpu: Gpu | None,
+    device: Device,
+    judges: JudgeShapes,
 ) -> Estimate:
-    """Estimate a run of RL. `shapes` and `gpus` are those of trainer and engine; 0 shares the trainer's GPU.
+    """Estimate a run of RL. `shapes` and `gpus` are those of trainer and engine; 0 shares the trainer's GPU. `judges`
+    are the models of those that the run starts.
 
     On several nodes these are the GPUs of the trainer on all nodes, and those of one server.
     """
@@ -126,6 +140,9 @@ def estimate_rl(
         shapes[0], trainer.model, trainer.optim.type, seq_len, seq_len, processes, None, device, is_rl=True
     )
     room = _room(gpu, device, processes // train_nodes)
+    of_judges = _judges(config.orchestrator.judge, judges, gpu, device)
+    if device == "cpu" and room is not None:
+        room -= sum(each.needed_bytes for each in of_judges) // processes
     components = [_trainer(training, room)]
     if config.inference is not None:
         rollouts = config.orchestrator
@@ -135,7 +152,8 @@ def estimate_rl(
         is_shared = infer == 0 or (device == "cpu" and not servers)
         left = room - engine.needed_bytes // processes if is_shared and room is not None else room
         components = [_trainer(training, left), engine]
-    return Estimate(components, gpu, device, forecast_disk(trainer, config.output_dir, _size(shapes[0])))
+    disk = forecast_disk(trainer, config.output_dir, _size(shapes[0]))
+    return Estimate([*components, *of_judges], gpu, device, disk)
 
 
 def _nodes(deployment: DeploymentConfig) -> tuple[int, int]:
@@ -200,6 +218,26 @@ def _engine(
         cache - serving.one_sequence,
         _cache_notes(serving, cache),
     )
+
+
+def _judges(judges: Mapping[str, JudgeConfig], shapes: JudgeShapes, gpu: Gpu | None, device: Device) -> list[Component]:
+    """The servers of judges that the run starts. One that is placed on the CPU of a run on GPUs is only noted."""
+    found: list[Component] = []
+    for name, shape in shapes.items():
+        judge = judges[name]
+        where: Device = "cpu" if judge.device == "cpu" else device
+        longest = min(judge.engine.max_model_len or shape.context or JUDGE_TOKENS, JUDGE_TOKENS)
+        engine = _engine(judge.server(device), shape, gpu, where, Limits(longest, judge.max_concurrent))
+        own = judge.gpus_on(device)
+        place = f"{own} GPU{'s' if own > 1 else ''} of its own" if own else "the inference server's GPUs"
+        if where == "cpu":
+            place = "the CPU"
+            if device != "cpu":
+                place += f", {engine.needed_bytes / 2**30:.1f} GiB of host memory"
+                engine = replace(engine, parts={}, room_bytes=None, elastic_bytes=0)
+        of_judge = f"judge {name!r}: {judge.model}, on {place}"
+        found.append(replace(engine, name=f"judge {name}", notes=[of_judge, *engine.notes]))
+    return found
 
 
 def _has_vllm(gpu: Gpu | None) -> bool:

@@ -34,7 +34,7 @@ def table_lines(title: str, estimate: Estimate, change: tuple[str, Estimate] | N
     largest = max(part.needed_bytes for part in components)
     size = _GIB if largest >= _GIB else _MIB
     unit = f"{'GiB' if size == _GIB else 'MiB'} {'of each process' if on_cpu else 'on each GPU'}"
-    yield _row(unit, [f"{part.name} x {part.processes}" for part in components])
+    yield _row(unit, [_heading(part) for part in components])
     for key, label in LABELS.items():
         if any(part.parts.get(key) for part in components):
             label = "Python and libraries" if on_cpu and key == "reserve" else label
@@ -69,6 +69,13 @@ def verdict_line(estimate: Estimate, change: tuple[str, Estimate] | None) -> str
     """The verdict in one line, for a table of checks."""
     advice = f"; {change[0]}: {change[1].verdict}" if change is not None else ""
     return f"{estimate.verdict or 'needs'}: {_sizes(estimate.components)}{advice}"
+
+
+def _heading(part: Component) -> str:
+    """Its name, cut to the width of a column: a judge's is in a note, too."""
+    count = f" x {part.processes}"
+    room = _COLUMN + 1 - len(count)
+    return (part.name if len(part.name) <= room else f"{part.name[: room - 1]}…") + count
 
 
 def _gpu_text(estimate: Estimate) -> str:

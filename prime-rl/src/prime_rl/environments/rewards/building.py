@@ -6,6 +6,7 @@ import asyncio
 import functools
 import json
 import re
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,7 @@ from pydantic import TypeAdapter, ValidationError
 from prime_rl.environments.rewards.calling import HERE_ONLY, BadFunction, arguments, checked, load
 from prime_rl.environments.rewards.pool import RewardError, RewardPool, RewardTimeout, release, shared_pool
 from prime_rl.environments.rewards.registry import resolve
-from prime_rl.environments.rewards.specs import Reward, RewardFault, RewardSpec
+from prime_rl.environments.rewards.specs import OnTimeout, Reward, RewardFault, RewardSpec
 from prime_rl.environments.rewards.text import text_of
 from prime_rl.utils.logger import get_logger
 
@@ -22,7 +23,9 @@ if TYPE_CHECKING:
     import verifiers as vf
 
 TIMEOUTS = "reward_timeouts"
-"""Key of a rollout's state, and name of a metric: how many parts of its reward ran out of time."""
+"""Key of a rollout's state: how often each part of its reward ran out of time, by name."""
+_AREAL = frozenset({"prompt", "completions", "prompt_ids", "completion_ids"})
+"""Arguments of AReaL's signature."""
 _VERIFIERS_OWN = {"prompt", "completion", "answer", "info", "state", "task", *HERE_ONLY}
 
 
@@ -37,6 +40,8 @@ class Part:
         self.args = spec.args
         self.parameters: list[str] = description["parameters"]
         self.note: str = description["note"]
+        is_known = _is_registered(spec.fn) or _AREAL.issubset(self.parameters)
+        self.on_timeout: OnTimeout = spec.on_timeout or ("zero" if is_known else "fail")
         runs_here = description["is_async"] or any(name in HERE_ONLY for name in self.parameters)
         self.function: Callable[..., Any] | None = load(path) if runs_here else None
         """Set if it runs in this process: an async function, or one that takes an object of this process."""
@@ -55,7 +60,7 @@ class Rewards:
         """Value of each part by its name, and the weighted sum as `reward`. `more`: `prompt_ids`, `completion_ids`.
 
         Raises:
-            RewardError: a part failed. One that runs out of time is 0.
+            RewardError: a part failed. One that runs out of time is 0, or fails with `on_timeout = "fail"`.
         """
         state: dict[str, Any] = {"prompt": prompt, "completion": completion, "input": dict(row), **more}
         objects = {"prompt": prompt, "completion": completion, "state": state, **row}
@@ -64,8 +69,10 @@ class Rewards:
         return {**named, "reward": sum(part.weight * named[part.name] for part in self.parts)}
 
     def functions(self) -> list[tuple[Callable[..., Awaitable[float]], float]]:
-        """Each part as an async function for a verifiers rubric, with its weight. The last one only counts timeouts."""
-        return [*((self._function(part), part.weight) for part in self.parts), (_timeouts, 0.0)]
+        """Each part as an async function for a verifiers rubric, with its weight. The last ones only count timeouts."""
+        counted = [part for part in self.parts if part.on_timeout == "zero"]
+        parts = [(self._function(part), part.weight) for part in self.parts]
+        return [*parts, *((_timeouts_of(part), 0.0) for part in counted)]
 
     def rubric(self) -> vf.Rubric:
         """A rubric of these parts. It lets go of the worker processes at its teardown."""
@@ -92,11 +99,15 @@ class Rewards:
                 return await _called_here(part, part.function, {**objects, **given})
             return await asyncio.wrap_future(self.pool.call(part.path, given, part.timeout_s))
         except RewardTimeout as error:
-            state = objects["state"]
-            state[TIMEOUTS] = state.get(TIMEOUTS, 0) + 1
+            counts = objects["state"].setdefault(TIMEOUTS, Counter())
+            counts[part.name] += 1
+            if part.on_timeout == "fail":
+                raise RewardTimeout(f'{error}; on_timeout = "zero" would count it as 0') from error
             if part.name not in self._warned:
                 self._warned.add(part.name)
-                get_logger().warning(f"the reward {part.name!r} counts as 0: {error}; {TIMEOUTS} counts such rollouts")
+                get_logger().warning(
+                    f"the reward {part.name!r} counts as 0: {error}; {timeouts_of(part.name)} counts them"
+                )
             return 0.0
 
 
@@ -143,8 +154,8 @@ def _parsed(specs: Sequence[Any]) -> list[RewardSpec]:
         first = error.errors()[0]
         place = "".join(f"[{each}]" if isinstance(each, int) else f".{each}" for each in first["loc"])
         raise RewardFault(f"rewards{place}: {first['msg'].removeprefix('Value error, ')}") from error
-    names = [spec.metric for spec in parsed]
-    if repeated := next((name for name in names if names.count(name) > 1 or name == TIMEOUTS), None):
+    names = [name for spec in parsed for name in (spec.metric, timeouts_of(spec.metric))]
+    if repeated := next((name for name in names if names.count(name) > 1), None):
         raise RewardFault(f"two parts of the reward have the name {repeated!r}: give one of them a `name`")
     return parsed
 
@@ -218,8 +229,18 @@ async def _within(timeout_s: float, value: Awaitable[Any]) -> Any:
         raise RewardTimeout(f"it ran for {timeout_s:g} s and was ended") from error
 
 
-async def _timeouts(state: Any, **_: Any) -> float:
-    return float(state.get(TIMEOUTS, 0))
+def _timeouts_of(part: Part) -> Callable[..., Awaitable[float]]:
+    async def timeouts(state: Any, **_: Any) -> float:
+        return float(state.get(TIMEOUTS, {}).get(part.name, 0))
+
+    timeouts.__name__ = timeouts.__qualname__ = timeouts_of(part.name)
+    return timeouts
 
 
-_timeouts.__name__ = _timeouts.__qualname__ = TIMEOUTS
+def timeouts_of(name: str) -> str:
+    """The metric that counts the calls of a part that ran out of time."""
+    return f"{name}_timeouts"
+
+
+def _is_registered(fn: str) -> bool:
+    return "." not in fn and ":" not in fn

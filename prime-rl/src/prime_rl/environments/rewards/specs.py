@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
 
 DEFAULT_TIME_LIMIT_S = 15.0
+
+
+OnTimeout = Literal["zero", "fail"]
 
 
 class RewardFault(Exception):
@@ -27,6 +30,10 @@ class RewardSpec(BaseModel):
     """Keyword arguments for the function, in addition to the row's columns. They win over columns of the same name."""
     timeout_s: float | None = Field(None, gt=0, le=3600)
     """Time limit of one call. Unset: the registered function's own, or 15 s."""
+    on_timeout: OnTimeout | None = None
+    """What a call at its time limit is: `zero`, a reward of 0, or `fail`, a failed reward. Unset: `zero` for a
+    registered function, which is slow on strange answers only, and for AReaL's signature, as in AReaL; `fail` for
+    others."""
     name: str | None = None
     """Name of the metric. Unset: the function's name."""
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import verifiers as vf
 
-from prime_rl.environments.rewards.building import Rewards, build
+from prime_rl.environments.rewards.building import Rewards, build, timeouts_of
 from prime_rl.environments.rewards.rubric import PooledRubric
 from prime_rl.environments.rewards.specs import RewardFault, RewardSpec
 from prime_rl.environments.rows.problems import Problem
@@ -38,6 +38,7 @@ class RowsRubric(PooledRubric):
     def _forget_others(self, state: vf.State) -> None:
         for name in self.names.difference(_names(state)):
             state["metrics"].pop(name, None)
+            state["metrics"].pop(timeouts_of(name), None)
 
 
 def rubric_of(problems: Sequence[Problem]) -> vf.Rubric:

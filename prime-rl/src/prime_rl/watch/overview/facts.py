@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -73,6 +74,17 @@ RUNNING: dict[Kind, tuple[Shown, ...]] = {
     ),
     "eval": (),
 }
+JUDGE = (
+    ("calls", "calls", "{:,.0f}"),
+    ("from cache", "cache_hit_rate", "{:.0%}"),
+    ("seconds a call", "latency_s", "{:.2f}"),
+    ("failed calls", "failed_calls", "{:,.0f}"),
+    ("prompt tokens", "prompt_tokens", "{:,.0f}"),
+    ("answer tokens", "completion_tokens", "{:,.0f}"),
+    ("cost", "cost", "{:.3g}"),
+)
+"""What is shown of each judge, of each step."""
+JUDGE_CALLS = re.compile("judge/[^/]+/calls")
 ROW_COUNTS = ("seen", "truncated", "overlong", "untrainable", "unmaskable")
 """Metrics `data/…` of SFT: rows so far."""
 PART = "reward_parts/"
@@ -135,6 +147,8 @@ class Overview:
     parts: tuple[Figure, ...] = ()
     """Reward functions, if the reward is a sum of several."""
     running: tuple[Figure, ...] = ()
+    judges: tuple[Figure, ...] = ()
+    """What judges were asked in each step."""
     evals: tuple[Figure, ...] = ()
     """Scores of evaluations during training, over the steps."""
     progress: tuple[EvalProgress, ...] = ()
@@ -205,6 +219,7 @@ class Reader:
             learning=tuple(self._figures(LEARNING[history.kind])),
             parts=tuple(self._parts()),
             running=tuple(self._figures(RUNNING[history.kind])),
+            judges=tuple(self._judges()),
             evals=tuple(self._evals()) if history.kind != "eval" else (),
             progress=self._tally.progress(config, history.metrics) if history.kind == "eval" else (),
             rows=self._rows(),
@@ -229,6 +244,15 @@ class Reader:
             labels = (printable(name.removeprefix(PART)) for name in names)
             shown = [Shown(label, _ORCHESTRATOR, name) for label, name in zip(labels, names, strict=True)]
             yield from self._figures(shown)
+
+    def _judges(self) -> Iterator[Figure]:
+        """`judge/<name>/…`. What a judge never had, such as failed calls, is left out."""
+        for source in self.history.metrics.sources:
+            names = self.history.metrics.names(source)
+            for judge in [name.split("/")[1] for name in names if JUDGE_CALLS.fullmatch(name)]:
+                for label, name, form in JUDGE:
+                    shown = Shown(f"{printable(judge)}: {label}", source, f"judge/{judge}/{name}", form)
+                    yield from (each for each in self._figures([shown]) if any(each.course))
 
     def _evals(self) -> Iterator[Figure]:
         """`eval/<environment>/avg@n` and `pass@k`."""
@@ -277,7 +301,7 @@ def as_json(overview: Overview) -> dict[str, Any]:
     from dataclasses import asdict
 
     table = asdict(overview)
-    for group in ("learning", "parts", "running", "evals"):
+    for group in ("learning", "parts", "running", "judges", "evals"):
         table[group] = {
             figure.label: {"first": _number(figure.first), "last": _number(figure.last)}
             for figure in getattr(overview, group)

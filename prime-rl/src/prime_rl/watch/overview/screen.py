@@ -61,6 +61,7 @@ def _sections(overview: Overview, width: int) -> Iterable[_Section]:
     else:
         yield _Section(1, learning(width))
         yield _Section(4, running(width))
+    yield _Section(4, _figures(overview.judges, "yellow")(width))
     yield _Section(3, _figures(overview.evals, "magenta")(width))
     yield _Section(1, _evaluation(overview, width))
     yield _Section(2, _processes(overview))

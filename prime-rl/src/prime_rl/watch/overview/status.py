@@ -66,7 +66,14 @@ def _timing(overview: Overview) -> Iterator[str]:
 
 
 def _figures(overview: Overview) -> Iterator[str]:
-    figures = (*overview.learning[:1], *overview.parts, *overview.learning[1:], *overview.running, *overview.evals)
+    figures = (
+        *overview.learning[:1],
+        *overview.parts,
+        *overview.learning[1:],
+        *overview.running,
+        *overview.judges,
+        *overview.evals,
+    )
     if figures:
         yield from ("| metric | first | last |", "|---|---|---|")
         yield from (_row(each) for each in figures)
