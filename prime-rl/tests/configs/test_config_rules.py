@@ -54,6 +54,7 @@ def words(options: str) -> list[str]:
         ),
         (OrchestratorConfig, "max-concurrent=3 rollouts-per-example=4", "max_concurrent (3) is below"),
         (OrchestratorConfig, "weight-broadcast.type=nccl max-async-level=2", "needs max_async_level = 1 (got 2)"),
+        (OrchestratorConfig, "servers-sleep", "inference.enable_sleep_mode needs max_async_level = 0"),
         (OrchestratorConfig, "batch-size=8 token-batch-size=8 max-inflight-rollouts=8", "exclude each other"),
         (OrchestratorConfig, "token-batch-size=8", "token_batch_size needs max_inflight_rollouts"),
         (OrchestratorConfig, "token-batch-size=8 max-inflight-rollouts=8 bound-lag=true", "bound_lag needs batch_size"),

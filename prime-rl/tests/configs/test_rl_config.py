@@ -32,6 +32,12 @@ def test_the_tokenizer_follows_the_shared_model(rl) -> None:
     assert rl("--model.name=m").trainer.tokenizer.name == "m"
 
 
+def test_an_engine_that_can_sleep_does_so_while_the_trainer_computes(rl) -> None:
+    assert rl(*words("inference.enable-sleep-mode max-async-level=0")).orchestrator.servers_sleep
+    assert not rl(*words("inference.enable-sleep-mode orchestrator.servers-sleep=false")).orchestrator.servers_sleep
+    assert not rl(*words("max-async-level=0")).orchestrator.servers_sleep
+
+
 def test_shared_seq_len_only_fills(rl) -> None:
     run = rl(*words("seq-len=64 trainer.model.seq-len=128"))
     assert (run.trainer.model.seq_len, run.orchestrator.seq_len) == (128, 64)

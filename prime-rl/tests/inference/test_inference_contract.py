@@ -252,6 +252,29 @@ def test_a_paused_server_responds_after_resume(server) -> None:
         assert len(waiting.result()["choices"][0]["token_ids"]) == 4
 
 
+@pytest.mark.parametrize("engine", [pytest.param("vllm", marks=pytest.mark.vllm)], indirect=True)
+def test_a_sleeping_server_wakes_up_with_new_weights(server, next_reference, next_weights) -> None:
+    before = server.complete(PROMPT, max_tokens=4, temperature=0, ignore_eos=True)["choices"][0]
+    for _ in range(2):
+        server.post("/sleep", {})
+        assert server.client.get("/is_sleeping").json() == {"is_sleeping": True}
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(server.complete, PROMPT, max_tokens=8, temperature=0, ignore_eos=True)
+            assert server.client.get("/health").status_code == 200
+            server.post("/update_weights", {"weight_dir": str(next_weights)})
+            (choice,) = waiting.result()["choices"]
+        assert choice["token_ids"] == next_reference.greedy(PROMPT, 8)
+        assert choice["weight_versions"] == [{"version": 3, "start": 0, "end": 8}]
+        assert server.client.get("/is_sleeping").json() == {"is_sleeping": False}
+    server.post("/pause", {})
+    assert "POST /resume first" in server.client.post("/sleep").text
+    server.post("/resume", {})
+    server.post("/sleep", {})
+    server.post("/reload_weights", {})
+    again = server.complete(PROMPT, max_tokens=4, temperature=0, ignore_eos=True)["choices"][0]
+    assert again["token_ids"] == before["token_ids"]
+
+
 def test_a_pause_under_load_holds_every_request_where_it_is(server, reference, wait_for_load) -> None:
     def running() -> list[tuple[list[int], Future[dict[str, Any]]]]:
         """Four requests that have begun and are paused before any of them has ended."""

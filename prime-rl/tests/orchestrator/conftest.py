@@ -63,6 +63,8 @@ class PolicyServer:
     missing_adapters: int = 0
     """Number of adapter loads that fail because the files are missing."""
     loaded: list[str | None] = field(default_factory=list)
+    on_sleep: Callable[[], bool] = lambda: False
+    """Called by a request to sleep; whether the server can."""
     joins: list[dict[str, Any]] = field(default_factory=list)
     """Requests to join a weight group. Joining fails on port 1."""
     requests: list[dict[str, Any]] = field(default_factory=list)
@@ -98,6 +100,7 @@ class PolicyServer:
             Route("/v1/completions", self._complete, methods=["POST"]),
             Route("/tokenize", self._tokenize, methods=["POST"]),
             Route("/update_weights", self._update_weights, methods=["POST"]),
+            Route("/sleep", self._sleep, methods=["POST"]),
             Route("/load_lora_adapter", self._load_adapter, methods=["POST"]),
             Route("/init_broadcaster", self._join, methods=["POST"]),
         ]
@@ -124,6 +127,10 @@ class PolicyServer:
         self.loaded.append(directory)
         self.version = int(re.search(r"step_(\d+)$", directory).group(1)) if directory else 0
         return JSONResponse({"status": "ok"})
+
+    async def _sleep(self, request: Request) -> JSONResponse:
+        can = self.on_sleep()
+        return JSONResponse({"status": "sleeping"}) if can else _error(400, "it has no sleep mode")
 
     async def _load_adapter(self, request: Request) -> JSONResponse:
         body = await request.json()

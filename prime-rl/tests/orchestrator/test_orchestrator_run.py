@@ -114,6 +114,26 @@ def test_some_rollouts_of_a_step_are_kept_by_default_and_marked_for_the_trainer(
     }
 
 
+def test_servers_free_their_memory_before_the_trainer_gets_the_batch(orchestrate, policy_server, tmp_path) -> None:
+    batches_then: list[bool] = []
+
+    def sleep() -> bool:
+        batches_then.append(OrchestratorPaths(tmp_path / "run_default").batch(0).exists())
+        return True
+
+    policy_server.on_sleep = sleep
+    code, _ = orchestrate(servers_sleep=True, max_async_level=0)
+    assert (code, batches_then) == (0, [False])
+    assert OrchestratorPaths(tmp_path / "run_default").batch(0).exists()
+
+
+def test_a_server_that_cannot_sleep_ends_the_run_with_its_reason(orchestrate) -> None:
+    code, log = orchestrate(servers_sleep=True, max_async_level=0)
+    assert code == 1
+    assert "did not go to sleep: " in log
+    assert "it has no sleep mode" in log
+
+
 def test_no_rollouts_are_kept_if_that_is_asked_for(orchestrate, tmp_path: Path) -> None:
     orchestrate(keep_rollouts=None)
     assert not (tmp_path / "run_default" / "samples").exists()

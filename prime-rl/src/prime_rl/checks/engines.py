@@ -28,6 +28,7 @@ VLLM_ONLY = (
     "enable_expert_parallel",
     "enable_eplb",
     "all2all_backend",
+    "enable_sleep_mode",
 )
 _ADVICE = 'only the vllm engine supports it: remove it, or set backend = "vllm"'
 

@@ -155,6 +155,10 @@ class InferenceConfig(RootConfig):
     weight_broadcast: WeightBroadcastConfig = WeightBroadcastConfig()
     """How new weights arrive."""
 
+    enable_sleep_mode: bool = False
+    """vLLM: answer `/sleep`, which frees the GPU's memory until the next weights arrive. In `rl`, the server sleeps
+    while the trainer computes: for one GPU that both share. Needs `max_async_level = 0` there."""
+
     device: Device = "auto"
     """Where to run. `auto` uses a GPU if there is one."""
 
@@ -175,6 +179,16 @@ class InferenceConfig(RootConfig):
         # An adapter is loaded through one server process and must reach every engine, so LoRA allows only one.
         count = 1 if self.enable_lora else max(self.api_server_count, self.parallel.dp)
         derive(self, "enable_lora allows one server, otherwise parallel.dp needs as many", api_server_count=count)
+        return self
+
+    @model_validator(mode="after")
+    def _check_sleep(self) -> Self:
+        if self.enable_sleep_mode and (self.parallel.dp > 1 or self.api_server_count > 1):
+            dp, count = self.parallel.dp, self.api_server_count
+            raise ValueError(
+                f"enable_sleep_mode needs one server process: parallel.dp = 1 and api_server_count = 1 (got {dp} and "
+                f"{count})"
+            )
         return self
 
     def to_vllm(self) -> Namespace:

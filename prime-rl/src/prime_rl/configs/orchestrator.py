@@ -306,6 +306,10 @@ class OrchestratorConfig(RootConfig):
     strict_async_level: bool = False
     """Run exactly `max_async_level` steps ahead, not at most."""
 
+    servers_sleep: bool = False
+    """Let the servers free the GPU's memory from a finished batch until the next weights. Needs
+    `inference.enable_sleep_mode`, for which `rl` fills it in, and `max_async_level = 0`."""
+
     bench: bool = False
     """Benchmark mode: four steps, no evaluation."""
 
@@ -368,6 +372,9 @@ class OrchestratorConfig(RootConfig):
             yield f"max_concurrent ({most}) is below rollouts_per_example ({group}): no group could run"
         if self.weight_broadcast.type == "nccl" and self.max_async_level != 1 and not self.bench:
             yield f"NCCL weight broadcast needs max_async_level = 1 (got {self.max_async_level})"
+        if self.servers_sleep and (self.max_async_level or self.bench):
+            found = "bench = true" if self.bench else self.max_async_level
+            yield f"inference.enable_sleep_mode needs max_async_level = 0 (got {found}): asleep, it samples nothing"
         if self.weight_broadcast.type == "nccl" and self.client.is_elastic:
             yield "client.elastic needs weight_broadcast.type = 'filesystem': an NCCL group cannot change its members"
         if isinstance(self.advantage, NormalizedAdvantageConfig) and self.rollouts_per_example == 1:

@@ -145,6 +145,7 @@ async def _run(
             evaluator=make_evaluator(config, environments.eval, policy, pool, monitor, rollout_log),
             validator=make_validator(config, environments.train, pool),
             empty=EmptyBatches(sleep),
+            free_servers=pool.free_memory if config.servers_sleep else None,
             pool_metrics=lambda: {**pool.take_metrics(), **judges.take_metrics(), **environments.failure_metrics()},
         )
         background = [policy.follow(), *pool.watchers(), servers.watch(), judges.watch(), steps.lag.measure()]

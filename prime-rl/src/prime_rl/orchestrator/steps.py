@@ -79,6 +79,8 @@ class Steps:
     lag: LoopLag = field(default_factory=LoopLag)
     empty: EmptyBatches = field(default_factory=EmptyBatches)
     pool_metrics: Callable[[], dict[str, float]] = dict
+    free_servers: Callable[[], Awaitable[None]] | None = None
+    """Frees the servers' GPU memory for the trainer, until it publishes the next weights."""
     times: StepTimes = field(default_factory=StepTimes)
 
     async def run(self, progress: Progress) -> None:
@@ -131,6 +133,8 @@ class Steps:
     async def send(self, batch: Batch, progress: Progress) -> None:
         own_beats().say(f"step {progress.step}: sending the batch")
         kept = self.rollout_log.choose(batch, progress.step)
+        if self.free_servers is not None:
+            await self.free_servers()
         # In threads, so that a slow disk does not block the event loop and the rollouts in flight.
         await asyncio.to_thread(self.sender.send, batch.message(progress.step))
         self.scheduler.buffer.ledger.trained((group.example.draw for group in batch.groups), progress.step)

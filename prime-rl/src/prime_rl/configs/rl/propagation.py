@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from prime_rl.configs.algorithms import preset
-from prime_rl.configs.inference import ParallelConfig, ServerConfig
+from prime_rl.configs.inference import InferenceConfig, ParallelConfig, ServerConfig
 from prime_rl.configs.orchestrator import DEFAULT_BATCH_SIZE
 from prime_rl.configs.rl.sections import MultiNodeDeploymentConfig, SharedSettings, SingleNodeDeploymentConfig
 from prime_rl.configs.rollouts.sampling import SamplingConfig
@@ -109,6 +109,7 @@ def propagate(data: Table) -> Table:
         _expand_algorithm,
         _share_bench,
         _share_lora,
+        _share_sleep,
         _split_gpus,
         _share_weight_broadcast,
         _add_teacher,
@@ -306,6 +307,12 @@ def _share_lora(run: RunTables) -> None:
         return
     run.override("inference.enable_lora", True, "trainer.model.lora")
     run.put("inference.max_lora_rank", lora.rank, "trainer.model.lora.rank")
+
+
+def _share_sleep(run: RunTables) -> None:
+    server = None if run.inference is None else peek(InferenceConfig, run.get("inference"))
+    if server is not None and server.enable_sleep_mode:
+        run.fill("orchestrator.servers_sleep", True, "inference.enable_sleep_mode")
 
 
 def _split_gpus(run: RunTables) -> None:

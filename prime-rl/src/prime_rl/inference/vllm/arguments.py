@@ -33,5 +33,6 @@ def vllm_arguments(
         # Not vLLM arguments: our routes read them, because they have no other access to the config.
         "weight_broadcast": config.weight_broadcast.type,
         "public_metrics": config.server.public_metrics,
+        "may_sleep": config.enable_sleep_mode,
     }
     return parser.parse_args(extras, namespace=Namespace(**values))

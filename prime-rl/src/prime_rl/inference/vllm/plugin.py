@@ -42,6 +42,8 @@ from prime_rl.run.paths import step_of
 from prime_rl.utils.engine_keys import ENGINE_KEY_VARIABLE
 from prime_rl.utils.logger import SUCCESS, get_logger, setup_logger
 
+SLEEP_LEVEL = 1
+"""vLLM keeps the weights in the machine's memory: an adapter needs them again, and so does an update that fails."""
 _POLL_S = 0.1
 _GRACE_S = 3
 
@@ -59,6 +61,7 @@ class PrimeRoutes:
         self._open_paths = {HEALTH}
         self._is_held = False
         """Whether a request to `/pause` holds the engine."""
+        self._is_asleep = False
 
     def attach_router(self, app: FastAPI) -> None:
         self._app = app
@@ -73,10 +76,12 @@ class PrimeRoutes:
             "/init_broadcaster": self.init_broadcaster,
             "/pause": self.pause,
             "/resume": self.resume,
+            "/sleep": self.sleep,
             "/v1/chat/completions/tokens": self.chat_from_tokens,
         }.items():
             app.add_api_route(path, handler, methods=["POST"])
         app.add_api_route("/is_paused", self.is_paused, methods=["GET"])
+        app.add_api_route("/is_sleeping", self.is_sleeping, methods=["GET"])
 
     async def init_state(self, engine_client: EngineClient | None, state: State, args: Namespace) -> None:
         assert engine_client is not None, "the task `generate` requires an engine"
@@ -91,6 +96,7 @@ class PrimeRoutes:
         self._base = Path(str(cached_file(args.model, "config.json"))).parent
         self._from_trainer = args.weight_broadcast == "nccl"
         self._workers = args.data_parallel_size * args.tensor_parallel_size
+        self._may_sleep = args.may_sleep
         self._adapters = Adapters(engine_client, state.openai_serving_models, self._base)
         self._update_count = UpdateCount()
         await self._engine.update_weight_version(label_of(0, {}))
@@ -145,6 +151,21 @@ class PrimeRoutes:
     async def is_paused(self) -> JSONResponse:
         return JSONResponse({"is_paused": await self._engine.is_paused()})
 
+    async def sleep(self) -> JSONResponse:
+        """Free the GPU's memory once running requests have ended. The next weights or adapter wake the engine up."""
+        if not self._may_sleep:
+            raise RequestError("the server was not started with enable_sleep_mode = true")
+        if self._is_held:
+            raise RequestError("the server is paused: running requests would never end; POST /resume first")
+        async with self._updating:
+            if not self._is_asleep:
+                await self._engine.sleep(level=SLEEP_LEVEL, mode="wait")
+                self._is_asleep = True
+        return JSONResponse({"status": "sleeping"})
+
+    async def is_sleeping(self) -> JSONResponse:
+        return JSONResponse({"is_sleeping": self._is_asleep})
+
     async def chat_from_tokens(self, request: TokensChatRequest, raw_request: Request) -> Any:
         return await create_chat_completion(request, raw_request=raw_request)
 
@@ -181,14 +202,20 @@ class PrimeRoutes:
     async def _between_steps(self) -> AsyncIterator[None]:
         """Pause generation while the block changes weights, then relabel them and invalidate the prefix cache."""
         was_paused = await self._engine.is_paused()
-        if not was_paused:
+        if self._is_asleep:
+            # The cache stays away until the weights are loaded, which need memory for a while.
+            await self._engine.wake_up(["weights"])
+        elif not was_paused:
             await self._engine.pause_generation(mode="keep", clear_cache=False)
         try:
             yield
             self._update_count.advance()
             await self._engine.update_weight_version(label_of(self._version, self._adapters.versions))
         finally:
-            if not was_paused:
+            if self._is_asleep:
+                await self._engine.wake_up()  # which resumes, too
+                self._is_asleep = False
+            elif not was_paused:
                 await self._engine.resume_generation()
 
     async def _watch(self, args: Namespace) -> None:
@@ -203,10 +230,15 @@ class PrimeRoutes:
         get_logger().log(SUCCESS, f"Inference ready: {args.model} on {args.host}:{args.port}")
         progress = EngineProgress(self._engine)
         while not self._engine.errored:
-            progress.look(self._is_held)
+            progress.look(self._why_idle())
             await asyncio.sleep(_POLL_S)
         get_logger().error("Inference failed: vLLM's engine has died")
         raise SystemExit(1)
+
+    def _why_idle(self) -> str | None:
+        if self._is_asleep:
+            return "sleeping until the next weights"
+        return "paused until a request to /resume" if self._is_held else None
 
     def _stop(self) -> None:
         """Shut down through uvicorn: stop accepting requests and give those in flight a few seconds to finish."""

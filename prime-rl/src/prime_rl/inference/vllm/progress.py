@@ -23,11 +23,12 @@ class EngineProgress:
         own_beats().started()
         own_trace()
 
-    def look(self, is_paused: bool) -> None:
+    def look(self, why_idle: str | None) -> None:
+        """`why_idle` says why the engine generates nothing; None if it may."""
         unfinished = self._engine.get_num_unfinished_requests()
         seen = (_tokens(), unfinished)
-        if is_paused:
-            own_beats().say("paused until a request to /resume")
+        if why_idle is not None:
+            own_beats().say(why_idle)
         elif not unfinished:
             own_beats().say("waiting for requests", waits_for=ANYONE)
         else:

@@ -79,6 +79,9 @@ def _fit_cpu(args: Namespace) -> None:
         args.kv_cache_memory_bytes = int(CPU_CACHE_SHARE * total_bytes)
     if args.dtype == "auto":
         args.dtype = "float32"
+    if args.enable_sleep_mode:
+        # The CPU build refuses to start with it. It answers `sleep`, but keeps its memory.
+        args.enable_sleep_mode = False
     # vLLM binds each tensor-parallel process to one NUMA node and refuses to start if there are too few nodes.
     memory_nodes = len(list(_MEMORY_NODES.glob("node[0-9]*"))) or 1
     if args.tensor_parallel_size > memory_nodes and "VLLM_CPU_OMP_THREADS_BIND" not in os.environ:

@@ -122,6 +122,10 @@ class InferencePool:
             elif result is not None:
                 raise result
 
+    async def free_memory(self) -> None:
+        """Put all serving servers to sleep until the next update. Raises InferenceFault if one cannot."""
+        await asyncio.gather(*(server.free_memory() for server in self.serving))
+
     async def load(self, weight_dir: Path | None) -> None:
         """Load weights into all servers, and keep those that fail: other weights may work again.
 

@@ -176,6 +176,19 @@ class InferenceServer:
                 f"{self.root_url} did not load the weights {weight_dir or 'of the base model'}: {reason}"
             ) from error
 
+    async def free_memory(self) -> None:
+        """Put the server to sleep: it frees the GPU's memory until the next update.
+
+        Raises:
+            InferenceFault: the server cannot sleep, or does not answer.
+        """
+        try:
+            async with self._session().post(f"{self.root_url}/sleep") as response:
+                await self._check(response)
+        except (ServerAnswered, aiohttp.ClientError, TimeoutError) as error:
+            reason = str(error) or type(error).__name__
+            raise InferenceFault(f"{self.root_url} did not go to sleep: {reason}") from error
+
     async def join_weight_group(self, host: str, port: int, place: tuple[int, int], timeout_s: int) -> None:
         """Join the trainer's weight group at `host:port`. `place` is the server's rank and the number of servers.
 

@@ -23,6 +23,8 @@ _MOST_MAPPINGS = 65536
 _OWN_MAPPING_BYTES = 128 * 2**10
 """Blocks of at least this size get a mapping. It is glibc's default; unless set, glibc raises it over time."""
 
+_STEPS_PER_RETURN = 100
+
 
 def map_large_tensors() -> None:
     """From now on, give each large tensor its own mapping, which returns to the system when the tensor is freed."""
@@ -37,6 +39,16 @@ def keep_freed_memory() -> None:
         libc.malloc_trim(0)
         libc.mallopt(_M_MMAP_MAX, 0)
         libc.mallopt(_M_TRIM_THRESHOLD, _INT_MAX)
+
+
+def return_freed_memory(step: int) -> None:
+    """Every 100 steps, return the pages of freed blocks to the system.
+
+    Tensors of ever new sizes leave ever new holes on the heap: 3,000 steps of a small model added 180 MiB. A call takes
+    milliseconds, and as many to get the pages of the next step again.
+    """
+    if step % _STEPS_PER_RETURN == 0 and (libc := _glibc()) is not None:
+        libc.malloc_trim(0)
 
 
 def untouched_zeros_like(tensor: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ from prime_rl.trainer.observe.kept_logprobs import KeptLogprobs
 from prime_rl.trainer.optim.optimizer import clip_gradients
 from prime_rl.trainer.process.data_axis import DataAxis
 from prime_rl.trainer.process.errors import BatchError, DivergedError
+from prime_rl.trainer.process.host_memory import return_freed_memory
 from prime_rl.trainer.process.signals import SignalBox
 from prime_rl.trainer.process.world import Process
 from prime_rl.trainer.rl.batches import BatchSource
@@ -110,6 +111,7 @@ class RLTrainer:
             report = self._train_step(rows)
             self._publish()
             self._save_if_due()
+            return_freed_memory(self.progress.step)
             self.components.reporter.report(report, self.times.lap())
             self.beats.started()
         self._finish()
@@ -201,6 +203,10 @@ class RLTrainer:
     def _publish(self) -> None:
         self.beats.say(f"publishing version {self.progress.step}")
         with self.times("broadcast_weights"):
+            if self.config.max_async_level == 0:
+                # The trainer computes nothing until these weights have made a batch. An engine that shares its GPU, and
+                # wakes up with them, needs the memory.
+                torch.cuda.empty_cache()
             self.components.broadcast.publish(
                 self.components.state.policy.model, self.progress.step, self.components.published_dtype
             )

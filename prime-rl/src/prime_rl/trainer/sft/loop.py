@@ -20,6 +20,7 @@ from prime_rl.trainer.checkpoints.state import TrainState
 from prime_rl.trainer.checkpoints.weights import gather_export, write_export
 from prime_rl.trainer.process.data_axis import DataAxis
 from prime_rl.trainer.process.errors import DataError, DivergedError
+from prime_rl.trainer.process.host_memory import return_freed_memory
 from prime_rl.trainer.process.parallel_dims import Mesh
 from prime_rl.trainer.process.signals import SignalBox
 from prime_rl.trainer.sft.data.fingerprint import DataFingerprint
@@ -81,6 +82,7 @@ class SFTTrainer:
         while not (self.is_done or requests.stop):
             stats = self.train_step()
             reporter.record(state.progress, self.components.rows.stream, stats)
+            return_freed_memory(state.progress.step)
             self.beats.started()
             if self.validation_is_due:
                 self.validate(reporter)
