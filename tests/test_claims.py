@@ -72,7 +72,9 @@ def test_slopes_are_those_of_the_last_two_decades() -> None:
 def test_the_page_of_growth_has_the_table_of_its_results() -> None:
     plot = runpy.run_path(str(BENCHMARKS / "growth" / "plot.py"))
     results, page = plot["read_results"](), (BENCHMARKS / "growth" / "README.md").read_text()
-    assert plot["with_table"](page, results) == page
+    assert plot["with_table"](page, plot["BEGIN"], plot["table"](results)) == page
+    long_runs = plot["read_long_runs"]()
+    assert plot["with_table"](page, plot["BEGIN_LONG_RUNS"], plot["long_runs_table"](long_runs)) == page
     for result in results:
         # Linear or better: what grows faster is to be mended, or explained on the page.
         assert (result["slope"] or 0) <= 1.1 or f"`{result['cost']}`" in page

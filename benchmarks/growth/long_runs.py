@@ -141,7 +141,7 @@ def process_name(arguments: list[str]) -> str:
     """The command's or the module's name, without Python and its options."""
     words = [word for word in arguments if word and not word.startswith("-")]
     words = [word for word in words if not Path(word).name.startswith("python")] or words
-    return Path(words[0]).name.rpartition(".")[2] if words else ""
+    return Path(words[0]).name.removesuffix(".py").rpartition(".")[2] if words else ""
 
 
 def steps_done(metrics: Path) -> Iterator[int]:
@@ -161,7 +161,7 @@ def steps_done(metrics: Path) -> Iterator[int]:
 
 def followed(command: list[str], folder: Path, metrics: Path, steps: int) -> list[dict[str, Any]]:
     points: list[dict[str, Any]] = []
-    environment = {**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": f"{folder}:{os.environ.get('PYTHONPATH', '')}", "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(command, env=environment) as process:
         newest = steps_done(metrics)
         while process.poll() is None:
