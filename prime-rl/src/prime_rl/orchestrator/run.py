@@ -120,7 +120,6 @@ async def _run(
             direct = await DirectWeights.connect(config.weight_broadcast, pool, paths)
         checkpoints = Checkpoints(run, paths, config.ckpt or CheckpointConfig(), bool(pool.adapter or direct))
         progress = await _start(config, checkpoints, buffer, pool, resume_step, held_version)
-        _warn_if_done(config, progress)
         policy = Policy(paths, pool, async_limits(config), config.trainer_timeout, progress.step)
         scheduler = Scheduler(environments.train, buffer, pool, policy, scheduler_limits(config))
         closing.push_async_callback(scheduler.close)
@@ -159,9 +158,9 @@ def make_pool(config: OrchestratorConfig) -> InferencePool:
     return inference_pool(config.client, config.model.name, lora.adapter_name if lora else None)
 
 
-def _warn_if_done(config: OrchestratorConfig, progress: Progress) -> None:
-    if config.max_steps is not None and progress.step >= config.max_steps:
-        get_logger().warning(f"Nothing left to do: max_steps is {config.max_steps}")
+def _warn_if_done(steps: Steps, progress: Progress) -> None:
+    if steps.max_steps is not None and progress.step >= steps.max_steps:
+        get_logger().warning(f"Nothing left to do: max_steps is {steps.max_steps}")
 
 
 async def _start(
@@ -238,6 +237,7 @@ def weights_timeout_s(config: OrchestratorConfig) -> float | None:
 
 async def _run_steps(steps: Steps, progress: Progress, background: Sequence[Coroutine[Any, Any, None]]) -> None:
     """Run the steps and the background tasks. The first failure cancels the rest and is raised."""
+    _warn_if_done(steps, progress)
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(each) for each in background]
