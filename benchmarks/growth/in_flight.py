@@ -18,7 +18,7 @@ sys.path.insert(0, str(HERE.parent / "rl"))
 from orchestrator_overhead import engine, measure
 
 TOKENS = 64
-MEASURED_ROLLOUTS = 1024
+MEASURED_ROLLOUTS = 4096
 SIZES = (16, 64, 256, 1024, 4096, 16384)
 
 
