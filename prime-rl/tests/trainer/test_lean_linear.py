@@ -4,7 +4,16 @@ import pytest
 import torch
 from torch import nn
 
-from prime_rl.trainer.kernels.lean_linear import has_onednn_products, onednn_product, padded_row_count, use_lean_linears
+from prime_rl.trainer.kernels.lean_linear import (
+    ONEDNN,
+    PLAIN,
+    Products,
+    has_onednn_products,
+    onednn_product,
+    padded_row_count,
+    plain_product,
+    use_lean_linears,
+)
 
 needs_the_kernels = pytest.mark.skipif(not has_onednn_products(), reason="PyTorch without oneDNN")
 
@@ -27,17 +36,24 @@ def drawn_linear(inputs: int, outputs: int, bias: bool) -> nn.Linear:
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize(("inputs", "outputs"), [(48, 80), (80, 48)])
 @pytest.mark.parametrize("shape", [(37,), (1, 33), (2, 3, 5)])
+@pytest.mark.parametrize("products", [ONEDNN, Products(plain_product, onednn_product, plain_product)])
 def test_a_lean_linear_layer_matches_the_plain_one_in_float64(
-    shape: tuple[int, ...], inputs: int, outputs: int, bias: bool
+    products: Products, shape: tuple[int, ...], inputs: int, outputs: int, bias: bool
 ) -> None:
     x = torch.randn(*shape, inputs, generator=torch.Generator().manual_seed(1))
     linear = drawn_linear(inputs, outputs, bias)
     expected = outcome_and_gradients(drawn_linear(inputs, outputs, bias).double(), x.double())
-    use_lean_linears(linear)
+    use_lean_linears(linear, products)
     assert "forward" in vars(linear)
     for ours, exact in zip(outcome_and_gradients(linear, x), expected, strict=True):
         assert ours.is_contiguous()
         torch.testing.assert_close(ours.double(), exact, rtol=1e-5, atol=1e-5)
+
+
+def test_layers_stay_as_they_are_if_pytorch_is_faster() -> None:
+    linear = drawn_linear(48, 80, bias=False)
+    use_lean_linears(linear, PLAIN)
+    assert "forward" not in vars(linear)
 
 
 @needs_the_kernels

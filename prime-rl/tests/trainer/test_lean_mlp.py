@@ -6,8 +6,8 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP
 
-from prime_rl.trainer.kernels.lean_linear import onednn_product, plain_product
-from prime_rl.trainer.kernels.lean_mlp import Product, use_lean_mlps
+from prime_rl.trainer.kernels.lean_linear import ONEDNN, PLAIN, Products, onednn_product, plain_product
+from prime_rl.trainer.kernels.lean_mlp import use_lean_mlps
 
 WIDTH = 64
 
@@ -26,16 +26,20 @@ def outcome_and_gradients(mlp: nn.Module, x: Tensor) -> list[Tensor]:
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
 @pytest.mark.parametrize(
-    ("shape", "product"),
-    [((2, 7, WIDTH), onednn_product), ((1, 33, WIDTH), onednn_product), ((33, WIDTH), plain_product)],
+    ("shape", "products"),
+    [
+        ((2, 7, WIDTH), ONEDNN),
+        ((1, 33, WIDTH), Products(onednn_product, onednn_product, plain_product)),
+        ((33, WIDTH), PLAIN),
+    ],
 )
 def test_a_lean_mlp_matches_transformers(
-    dtype: torch.dtype, tolerance: float, shape: tuple[int, ...], product: Product
+    dtype: torch.dtype, tolerance: float, shape: tuple[int, ...], products: Products
 ) -> None:
     mlp = llama_mlp().to(dtype)
     x = (torch.randn(shape, generator=torch.Generator().manual_seed(0)) * 3).to(dtype)
     expected = outcome_and_gradients(mlp, x)
-    use_lean_mlps(mlp, product)
+    use_lean_mlps(mlp, products)
     assert "forward" in vars(mlp)
     for ours, theirs in zip(outcome_and_gradients(mlp, x), expected, strict=True):
         assert ours.dtype == dtype

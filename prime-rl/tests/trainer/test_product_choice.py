@@ -8,12 +8,19 @@ import torch
 
 from prime_rl.run.paths import RunPaths
 from prime_rl.trainer.kernels.lean_linear import has_onednn_products
-from prime_rl.trainer.kernels.product_choice import Library, ProductChoice, cached_choice, choose_products
+from prime_rl.trainer.kernels.product_choice import (
+    LayerLibraries,
+    Library,
+    ProductChoice,
+    cached_choice,
+    choose_products,
+)
 from prime_rl.trainer.process.world import Process
 from prime_rl.utils.logger import setup_logger
 
-ONLY_PYTORCH = ProductChoice(Library.PYTORCH, Library.PYTORCH)
-MIXED = ProductChoice(Library.PYTORCH, Library.ONEDNN)
+ALL_PYTORCH, ALL_ONEDNN = LayerLibraries.only(Library.PYTORCH), LayerLibraries.only(Library.ONEDNN)
+ONLY_PYTORCH = ProductChoice(ALL_PYTORCH, ALL_PYTORCH)
+MIXED = ProductChoice(LayerLibraries(Library.ONEDNN, Library.ONEDNN, Library.PYTORCH), ALL_ONEDNN)
 THIS_PROCESS = Process(rank=0, world_size=1, local_rank=0, device=torch.device("cpu"))
 
 needs_both = pytest.mark.skipif(not has_onednn_products(), reason="PyTorch without oneDNN")
@@ -27,7 +34,17 @@ def test_a_choice_in_the_cache_is_not_measured_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "damaged", [b"", b"{", b"[]", b'{"narrow": "pytorch"}', b'{"narrow": "blas", "wide": "onednn"}', b"[" * 100_000]
+    "damaged",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"[" * 100_000,
+        b'{"narrow": "pytorch"}',
+        b'{"narrow": "blas", "wide": "onednn"}',
+        b'{"narrow": {"outputs": "onednn"}, "wide": "pytorch"}',
+        b'{"narrow": {"x": "pytorch"}, "wide": "pytorch"}',
+    ],
 )
 def test_a_damaged_file_of_the_cache_is_replaced(tmp_path: Path, damaged: bytes) -> None:
     file = tmp_path / "choice.json"
@@ -39,7 +56,20 @@ def test_a_damaged_file_of_the_cache_is_replaced(tmp_path: Path, damaged: bytes)
 
 def test_without_a_place_to_keep_it_the_choice_is_still_measured(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    assert cached_choice(tmp_path / "file" / "choice.json").of(256) in Library
+    assert cached_choice(tmp_path / "file" / "choice.json").of(256).outputs in Library
+
+
+@needs_both
+def test_a_run_of_an_earlier_version_recorded_one_name_for_all_three_products(tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path)
+    paths.attempts.mkdir()
+    paths.matrix_products.write_text('{"narrow": "onednn", "wide": "pytorch"}\n')
+    assert choose_products(paths, THIS_PROCESS, is_resumed=True) == ProductChoice(ALL_ONEDNN, ALL_PYTORCH)
+
+
+def test_the_log_names_the_product_only_where_libraries_differ() -> None:
+    assert f"{MIXED.wide}" == "onednn"
+    assert f"{MIXED.narrow}" == "onednn for outputs, onednn for input grads, pytorch for weight grads"
 
 
 @needs_both
@@ -72,4 +102,4 @@ def test_a_damaged_record_of_a_run_is_told(tmp_path: Path, capsys: pytest.Captur
 
 
 def test_models_are_wide_from_a_hidden_size_of_512() -> None:
-    assert [MIXED.of(size) for size in (64, 511, 512, 4096)] == [Library.PYTORCH] * 2 + [Library.ONEDNN] * 2
+    assert [MIXED.of(size) for size in (64, 511, 512, 4096)] == [MIXED.narrow] * 2 + [ALL_ONEDNN] * 2

@@ -23,12 +23,12 @@ def row_of(sequences: list[list[int]]) -> tuple[Tensor, Tensor]:
     return tokens, torch.cat([torch.arange(len(sequence)) for sequence in sequences])[None]
 
 
-def losses_and_gradient(model, rows: list[list[list[int]]]) -> tuple[Tensor, Tensor]:
+def losses_and_gradient(model, rows: list[list[list[int]]], uses_last: bool = True) -> tuple[Tensor, Tensor]:
     """Log-probabilities of every token except each sequence's first, and the gradient of their sum."""
     scored = []
     for sequences in rows:
         tokens, places = row_of(sequences)
-        logits = score_tokens(model, tokens, places, lambda hidden, logits_of: logits_of(hidden))
+        logits = score_tokens(model, tokens, places, lambda hidden, logits_of: logits_of(hidden), uses_last=uses_last)
         logprobs = logits[:-1].log_softmax(-1).gather(1, tokens[0, 1:, None])[:, 0]
         scored.append(logprobs[places[0, 1:] != 0])
     torch.cat(scored).sum().backward()
@@ -51,11 +51,26 @@ def test_the_same_token_after_another_prefix_is_another_node() -> None:
     assert find_shared_prefixes(*row_of([[1, 2, 3], [2, 2, 3]])) is None
 
 
-def test_a_group_has_the_losses_and_gradients_of_separate_sequences(tiny_model_dir: Path, mesh: Mesh) -> None:
+def test_last_tokens_have_no_node_if_nothing_is_predicted_after_them() -> None:
+    rows = [*GROUP, [7], [7], [20, 21]]
+    tree = find_shared_prefixes(*row_of(rows), without_last=True)
+    assert tree is not None
+    sequences = list(tree.node_of_token_T.split([len(sequence) for sequence in rows]))
+    assert all(sequence[-1] == sequence[max(len(sequence) - 2, 0)] for sequence in sequences)
+    shorter = [sequence[:-1] or sequence for sequence in rows]
+    prefixes = {tuple(sequence[:end]) for sequence in shorter for end in range(1, len(sequence) + 1)}
+    assert int(tree.node_of_token_T.max()) + 1 == len(prefixes)
+    assert tree.node_of_cell_SW.shape == (len(rows), max(map(len, shorter)))
+
+
+@pytest.mark.parametrize("uses_last", [True, False])
+def test_a_group_has_the_losses_and_gradients_of_separate_sequences(
+    tiny_model_dir: Path, mesh: Mesh, uses_last: bool
+) -> None:
     model = setup_model(ModelConfig(name=str(tiny_model_dir), attn="sdpa"), mesh)
     assert model.config._attn_implementation == SHARED
     alone = losses_and_gradient(model, [[sequence] for sequence in GROUP])
-    together = losses_and_gradient(model, [GROUP])
+    together = losses_and_gradient(model, [GROUP], uses_last)
     for ours, expected in zip(together, alone, strict=True):
         torch.testing.assert_close(ours, expected, atol=2e-5, rtol=1e-4)
 

@@ -1,33 +1,30 @@
 """Linear layers in float32 on a CPU through oneDNN, where `product_choice` finds it faster.
 
-For float32 matrix products, PyTorch uses MKL, which uses only half the register width of AMD cores. oneDNN's kernels,
-which PyTorch includes for other dtypes and compiled graphs, take less than half the time there. Both compute and
-accumulate in float32.
+For float32 matrix products, PyTorch uses MKL, which uses only half the register width of some AMD cores. oneDNN's
+kernels, which PyTorch includes for other dtypes and compiled graphs, take less than half the time there. On other cores
+the two differ only in some of a layer's three products. Both compute and accumulate in float32.
 """
 
 from __future__ import annotations
 
-from types import MethodType
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import linear as _linear
 
 _ROW_MULTIPLE = 32
+
+Product = Callable[[Tensor, Tensor], Tensor]
+"""Computes `a @ b.T`, without a gradient."""
 
 
 def has_onednn_products() -> bool:
     """Whether the PyTorch build has the oneDNN kernels."""
     return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-
-
-def use_lean_linears(model: nn.Module) -> None:
-    """Replace the forward of the model's linear layers by oneDNN's, if PyTorch has it."""
-    if not has_onednn_products():
-        return
-    linears: list[nn.Module] = [module for module in model.modules() if type(module) is nn.Linear]
-    for module in linears:
-        module.forward = MethodType(_forward, module)
 
 
 def plain_product(a_NK: Tensor, b_MK: Tensor) -> Tensor:
@@ -50,27 +47,51 @@ def padded_row_count(rows: int) -> int:
     return -(-rows // _ROW_MULTIPLE) * _ROW_MULTIPLE
 
 
+@dataclass(frozen=True, slots=True)
+class Products:
+    """What computes the three products of a linear layer."""
+
+    outputs: Product = onednn_product
+    input_grads: Product = onednn_product
+    weight_grads: Product = onednn_product
+
+
+ONEDNN = Products()
+PLAIN = Products(plain_product, plain_product, plain_product)
+
+
+def use_lean_linears(model: nn.Module, products: Products = ONEDNN) -> None:
+    """Replace the forward of the model's linear layers, if PyTorch has oneDNN's kernels and `products` names one."""
+    if not has_onednn_products() or products == PLAIN:
+        return
+    for module in model.modules():
+        if type(module) is nn.Linear:
+            linear: nn.Module = module
+            linear.forward = partial(_forward, module, products)
+
+
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, products: Products) -> Tensor:
         ctx.save_for_backward(x, weight)
-        return _product(x, weight, bias)
+        ctx.products = products
+        return _product(x, weight, bias) if products.outputs is onednn_product else _linear(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        wants_x, wants_weight, wants_bias = ctx.needs_input_grad
+        wants_x, wants_weight, wants_bias, _ = ctx.needs_input_grad
         grads, rows = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
-        grad_x = _product(grads, weight.t()).view(x.shape) if wants_x else None
-        grad_weight = onednn_product(grads.t(), rows.t()) if wants_weight else None
-        return grad_x, grad_weight, grads.sum(0) if wants_bias else None
+        grad_x = ctx.products.input_grads(grads, weight.t()).view(x.shape) if wants_x else None
+        grad_weight = ctx.products.weight_grads(grads.t(), rows.t()) if wants_weight else None
+        return grad_x, grad_weight, grads.sum(0) if wants_bias else None, None
 
 
 def _product(a_NK: Tensor, b_MK: Tensor, bias_M: Tensor | None = None) -> Tensor:
     return torch.ops.mkldnn._linear_pointwise(a_NK, b_MK, bias_M, "none", [], "")
 
 
-def _forward(self: nn.Linear, x: Tensor) -> Tensor:
+def _forward(self: nn.Linear, products: Products, x: Tensor) -> Tensor:
     if x.dtype != torch.float32 or x.device.type != "cpu":
-        return nn.functional.linear(x, self.weight, self.bias)
-    return _Linear.apply(x, self.weight, self.bias)
+        return _linear(x, self.weight, self.bias)
+    return _Linear.apply(x, self.weight, self.bias, products)

@@ -7,7 +7,6 @@ two instead, which takes less than 2% of the layer's time. The two gradients of 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol, cast
 
@@ -15,12 +14,10 @@ import torch
 from torch import Tensor, nn
 from transformers.activations import SiLUActivation
 
-from prime_rl.trainer.kernels.lean_linear import onednn_product
+from prime_rl.trainer.kernels.lean_linear import ONEDNN, Product, Products
 
 _FORMULA = "self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))"
 """The forward pass as written in Llama and related models."""
-Product = Callable[[Tensor, Tensor], Tensor]
-"""Computes `a @ b.T`."""
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
 
@@ -30,22 +27,22 @@ class _PlainMLP(Protocol):
     down_proj: nn.Linear
 
 
-def use_lean_mlps(model: nn.Module, product: Product = onednn_product) -> None:
+def use_lean_mlps(model: nn.Module, products: Products = ONEDNN) -> None:
     """Replace the forward of the model's SwiGLU layers. Call after adapters are added: adapted layers are skipped."""
     for module in model.modules():
         if _is_plain(module):
-            module.forward = partial(_forward, cast("_PlainMLP", module), product)
+            module.forward = partial(_forward, cast("_PlainMLP", module), products)
 
 
-def swiglu_mlp(x: Tensor, gate_IH: Tensor, up_IH: Tensor, down_HI: Tensor, product: Product) -> Tensor:
+def swiglu_mlp(x: Tensor, gate_IH: Tensor, up_IH: Tensor, down_HI: Tensor, products: Products) -> Tensor:
     """Compute `(silu(x @ gate.T) * (x @ up.T)) @ down.T` for x [..., H]."""
-    return _SwiGLU.apply(x, gate_IH, up_IH, down_HI, product)
+    return _SwiGLU.apply(x, gate_IH, up_IH, down_HI, products)
 
 
 class _SwiGLU(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, gate_IH: Tensor, up_IH: Tensor, down_HI: Tensor, product: Product) -> Tensor:
-        ctx.product = product
+    def forward(ctx: Any, x: Tensor, gate_IH: Tensor, up_IH: Tensor, down_HI: Tensor, products: Products) -> Tensor:
+        ctx.products, product = products, products.outputs
         x_NH = x.reshape(-1, x.shape[-1])
         gates, ups = product(x_NH, gate_IH), product(x_NH, up_IH)
         ctx.save_for_backward(x, gates, ups, gate_IH, up_IH, down_HI)
@@ -55,17 +52,21 @@ class _SwiGLU(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, gates, ups, gate_IH, up_IH, down_HI = ctx.saved_tensors
         wants_x, wants_gate, wants_up, wants_down, _ = ctx.needs_input_grad
-        product = ctx.product
+        products: Products = ctx.products
         x_NH, grad_NH = x.reshape(-1, x.shape[-1]), grad.reshape(-1, grad.shape[-1])
         active = nn.functional.silu(gates)
         inner = active * ups
-        grad_down = product(grad_NH.t(), inner.t()) if wants_down else None
-        grad_inner = product(grad_NH, down_HI.t())
+        grad_down = products.weight_grads(grad_NH.t(), inner.t()) if wants_down else None
+        grad_inner = products.input_grads(grad_NH, down_HI.t())
         grad_gates = torch.ops.aten.silu_backward(torch.mul(grad_inner, ups, out=inner), gates)
         grad_ups = grad_inner.mul_(active)
-        grad_gate = product(grad_gates.t(), x_NH.t()) if wants_gate else None
-        grad_up = product(grad_ups.t(), x_NH.t()) if wants_up else None
-        grad_x = _sum_of_products(product, grad_gates, gate_IH, grad_ups, up_IH).view(x.shape) if wants_x else None
+        grad_gate = products.weight_grads(grad_gates.t(), x_NH.t()) if wants_gate else None
+        grad_up = products.weight_grads(grad_ups.t(), x_NH.t()) if wants_up else None
+        grad_x = (
+            _sum_of_products(products.input_grads, grad_gates, gate_IH, grad_ups, up_IH).view(x.shape)
+            if wants_x
+            else None
+        )
         return grad_x, grad_gate, grad_up, grad_down, None
 
 
@@ -75,8 +76,8 @@ def _sum_of_products(product: Product, a_NI: Tensor, one_IH: Tensor, b_NI: Tenso
     return torch.mm(a_NI, one_IH).addmm_(b_NI, other_IH)
 
 
-def _forward(self: _PlainMLP, product: Product, x: Tensor) -> Tensor:
-    return swiglu_mlp(x, self.gate_proj.weight, self.up_proj.weight, self.down_proj.weight, product)
+def _forward(self: _PlainMLP, products: Products, x: Tensor) -> Tensor:
+    return swiglu_mlp(x, self.gate_proj.weight, self.up_proj.weight, self.down_proj.weight, products)
 
 
 def _is_plain(module: nn.Module) -> bool:

@@ -1,8 +1,9 @@
 """Chooses the library of float32 matrix products on a CPU by measuring both: PyTorch's default (MKL) or oneDNN.
 
-Which one is faster depends on the processor, the versions, the number of threads and the size, and its name does not
-tell. Products of two sizes are measured once; the result is kept in the user's cache for each machine and version.
-The libraries round differently. A run therefore records its choice, and keeps it when it resumes.
+Which one is faster depends on the processor, the versions, the number of threads, the size and the memory order of the
+factors, and its name does not tell. A layer's three products are measured once in two sizes; the result is kept in the
+user's cache for each machine and version. The libraries round differently. A run therefore records its choice, and
+keeps it when it resumes.
 """
 
 from __future__ import annotations
@@ -11,30 +12,32 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from enum import StrEnum
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from prime_rl.launch.caches import cache_root, made_for
 from prime_rl.run.paths import RunPaths
-from prime_rl.trainer.kernels.lean_linear import has_onednn_products, onednn_product, plain_product
+from prime_rl.trainer.kernels.lean_linear import (
+    Products,
+    has_onednn_products,
+    onednn_product,
+    plain_product,
+)
 from prime_rl.trainer.process.world import Process
 from prime_rl.utils.files import locked_file, replacing_file
 from prime_rl.utils.logger import get_logger
 
-Product = Callable[[Tensor, Tensor], Tensor]
-
-_NARROW, _WIDE = (512, 256, 512), (256, 576, 1536)
-"""Rows, inputs and outputs of the products that are measured: about 1 and 5 ms, so that even on a busy machine some of
-them run without interruption."""
+_NARROW, _WIDE = (2048, 256, 512), (256, 576, 1536)
+"""Rows, inputs and outputs of the products that are measured: about 5 ms, so that even on a busy machine some of
+them run without interruption. A narrow model's rows are long: with 512, the libraries differ less."""
 _WIDE_FROM = 512
 """Hidden size from which a model is wide."""
-_ROUNDS = 8
+_ROUNDS = 10
 _HEADROOM = 0.95
 """oneDNN has to take less than this share of the time, because it compiles a kernel for each shape."""
 
@@ -47,24 +50,62 @@ class Library(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class ProductChoice:
-    """The library for narrow and for wide models."""
+class LayerLibraries:
+    """The library for each of the three products of a linear layer."""
 
-    narrow: Library
-    wide: Library
+    outputs: Library
+    input_grads: Library
+    weight_grads: Library
+
+    @classmethod
+    def only(cls, library: Library) -> LayerLibraries:
+        return cls(library, library, library)
+
+    @classmethod
+    def parsed(cls, value: Any) -> LayerLibraries:
+        """From JSON: one name for all three, as earlier versions wrote it, or a name for each."""
+        return (
+            cls(**{key: Library(name) for key, name in value.items()})
+            if isinstance(value, dict)
+            else cls.only(Library(value))
+        )
+
+    @property
+    def all(self) -> tuple[Library, ...]:
+        return self.outputs, self.input_grads, self.weight_grads
+
+    @property
+    def products(self) -> Products:
+        return Products(*(onednn_product if library is Library.ONEDNN else plain_product for library in self.all))
+
+    def __str__(self) -> str:
+        if len(set(self.all)) == 1:
+            return self.outputs
+        return ", ".join(
+            f"{library} for {field.name.replace('_', ' ')}"
+            for field, library in zip(fields(self), self.all, strict=True)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ProductChoice:
+    """The libraries for narrow and for wide models."""
+
+    narrow: LayerLibraries
+    wide: LayerLibraries
 
     @classmethod
     def without_measuring(cls) -> ProductChoice:
         """What every run used before choices were measured: oneDNN on a processor with AVX-512."""
         has_width = torch.backends.cpu.get_cpu_capability() == "AVX512"
-        library = Library.ONEDNN if has_width and has_onednn_products() else Library.PYTORCH
-        return cls(library, library)
+        libraries = LayerLibraries.only(Library.ONEDNN if has_width and has_onednn_products() else Library.PYTORCH)
+        return cls(libraries, libraries)
 
     @classmethod
     def measured(cls, rounds: int = _ROUNDS) -> ProductChoice:
         """Measure both libraries here and now. Takes a few tenths of a second."""
         if not has_onednn_products():
-            return cls(Library.PYTORCH, Library.PYTORCH)
+            return cls(LayerLibraries.only(Library.PYTORCH), LayerLibraries.only(Library.PYTORCH))
         return cls(*(_faster(*shape, rounds) for shape in (_NARROW, _WIDE)))
 
     @classmethod
@@ -72,11 +113,10 @@ class ProductChoice:
         """A written choice; None if there is none that can be read and used here."""
         try:
             table = json.loads(file.read_bytes())
-            choice = cls(Library(table["narrow"]), Library(table["wide"]))
+            choice = cls(LayerLibraries.parsed(table["narrow"]), LayerLibraries.parsed(table["wide"]))
         except (OSError, ValueError, KeyError, TypeError, RecursionError):
             return None
-        is_usable = has_onednn_products() or Library.ONEDNN not in (choice.narrow, choice.wide)
-        return choice if is_usable else None
+        return choice if has_onednn_products() or Library.ONEDNN not in choice.all else None
 
     def write(self, file: Path) -> None:
         """Write the choice: whole or not at all.
@@ -88,8 +128,13 @@ class ProductChoice:
         with replacing_file(file) as scratch:
             scratch.write_text(json.dumps(asdict(self)) + "\n", encoding="utf-8")
 
-    def of(self, hidden_size: int) -> Library:
-        """The library for a model."""
+    @property
+    def all(self) -> tuple[Library, ...]:
+        """The six libraries: narrow, then wide."""
+        return *self.narrow.all, *self.wide.all
+
+    def of(self, hidden_size: int) -> LayerLibraries:
+        """The libraries for a model."""
         return self.wide if hidden_size >= _WIDE_FROM else self.narrow
 
 
@@ -103,9 +148,10 @@ def choose_products(paths: RunPaths, process: Process, is_resumed: bool) -> Prod
     choice = _choice_of_main(paths, is_resumed) if process.is_main else ProductChoice.without_measuring()
     if process.world_size > 1:
         names = list(Library)
-        shared = torch.tensor([names.index(choice.narrow), names.index(choice.wide)])
+        shared = torch.tensor([names.index(library) for library in choice.all])
         dist.broadcast(shared, src=0)
-        choice = ProductChoice(*(names[index] for index in shared.tolist()))
+        found = [names[index] for index in shared.tolist()]
+        choice = ProductChoice(LayerLibraries(*found[:3]), LayerLibraries(*found[3:]))
     return choice
 
 
@@ -119,7 +165,7 @@ def _choice_of_main(paths: RunPaths, is_resumed: bool) -> ProductChoice:
         return begun or ProductChoice.without_measuring()
     choice = cached_choice(_cache_file())
     choice.write(paths.matrix_products)
-    get_logger().info(f"Matrix products in float32: {choice.narrow} in narrow models, {choice.wide} in wide ones")
+    get_logger().info(f"Matrix products in float32: narrow models: {choice.narrow}; wide models: {choice.wide}")
     return choice
 
 
@@ -141,11 +187,11 @@ def cached_choice(file: Path) -> ProductChoice:
 
 def _cache_file() -> Path:
     """One file for each processor, set of versions and number of threads."""
-    key = f"{made_for((), os.environ)}{torch.get_num_threads()} threads\n"
+    key = f"{made_for((), os.environ)}{torch.get_num_threads()} threads, three products\n"
     return cache_root(os.environ) / "matrix_products" / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
 
 
-def _faster(rows: int, inputs: int, outputs: int, rounds: int) -> Library:
+def _faster(rows: int, inputs: int, outputs: int, rounds: int) -> LayerLibraries:
     generator = torch.Generator().manual_seed(0)
     x, weight = (torch.randn(*size, generator=generator) for size in ((rows, inputs), (outputs, inputs)))
     grad = torch.randn(rows, outputs, generator=generator)
@@ -158,5 +204,5 @@ def _faster(rows: int, inputs: int, outputs: int, rounds: int) -> Library:
                 started_s = time.perf_counter()
                 product(*pair)
                 best[index] = min(best[index], time.perf_counter() - started_s)
-    is_onednn = sum(seconds[onednn_product]) < _HEADROOM * sum(seconds[plain_product])
-    return Library.ONEDNN if is_onednn else Library.PYTORCH
+    of_kinds = zip(seconds[onednn_product], seconds[plain_product], strict=True)
+    return LayerLibraries(*(Library.ONEDNN if own < _HEADROOM * other else Library.PYTORCH for own, other in of_kinds))

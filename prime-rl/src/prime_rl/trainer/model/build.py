@@ -27,10 +27,10 @@ from prime_rl.run.beats import own_beats
 from prime_rl.trainer.kernels.attention import choose_attention
 from prime_rl.trainer.kernels.attention_apart import SequenceLayout
 from prime_rl.trainer.kernels.lean_embedding import use_lean_embedding
-from prime_rl.trainer.kernels.lean_linear import onednn_product, plain_product, use_lean_linears
+from prime_rl.trainer.kernels.lean_linear import use_lean_linears
 from prime_rl.trainer.kernels.lean_mlp import use_lean_mlps
 from prime_rl.trainer.kernels.lean_norm import use_lean_norms
-from prime_rl.trainer.kernels.product_choice import Library, ProductChoice
+from prime_rl.trainer.kernels.product_choice import ProductChoice
 from prime_rl.trainer.lora.adapters import add_adapters, log_adapters
 from prime_rl.trainer.model.blocks import decoder_blocks, prepare_blocks
 from prime_rl.trainer.model.scoring import enable_scoring
@@ -230,13 +230,12 @@ def _build_full(config: ModelConfig, model_config: PretrainedConfig, options: di
         raise ModelError(_load_error("model.name", config.name, error) + hint) from error
 
 
-def _use_lean_kernels(model: PreTrainedModel, products: ProductChoice) -> None:
-    has_onednn = products.of(model.config.get_text_config().hidden_size) is Library.ONEDNN
+def _use_lean_kernels(model: PreTrainedModel, choice: ProductChoice) -> None:
+    products = choice.of(model.config.get_text_config().hidden_size).products
     use_lean_norms(model)
-    use_lean_mlps(model, onednn_product if has_onednn else plain_product)
+    use_lean_mlps(model, products)
     use_lean_embedding(model)
-    if has_onednn:
-        use_lean_linears(model)
+    use_lean_linears(model, products)
 
 
 def _shard(model: PreTrainedModel, config: ModelConfig, mesh: Mesh) -> None:

@@ -33,7 +33,7 @@ Layout = Grid | PrefixTree | SequenceLayout
 class Scoring(Protocol):
     """Attributes that `enable_scoring` adds to a model."""
 
-    score_tokens: Callable[[Tensor, Tensor, Callable[[Tensor, LogitsOf], Any]], Any]
+    score_tokens: Callable[[Tensor, Tensor, Callable[[Tensor, LogitsOf], Any], bool], Any]
     layouts: Sequence[type[Layout]]
     """The layouts to choose from. A row for which none of them is possible has a `Grid`."""
     shares_rows: bool
@@ -41,15 +41,21 @@ class Scoring(Protocol):
 
 
 def score_tokens(
-    model: nn.Module, input_ids_1T: Tensor, position_ids_1T: Tensor, score: Callable[[Tensor, LogitsOf], Result]
+    model: nn.Module,
+    input_ids_1T: Tensor,
+    position_ids_1T: Tensor,
+    score: Callable[[Tensor, LogitsOf], Result],
+    *,
+    uses_last: bool = True,
 ) -> Result:
     """Run one packed row of T tokens and return `score(hidden_TH, logits_of)`.
 
     `hidden_TH` holds the final hidden states; entry t predicts token t + 1. A sequence starts at each position that is
     not the previous one plus 1, and attention never crosses sequences. `score` returns a tensor or a tuple of tensors;
-    it must not keep a reference to `logits_of`.
+    it must not keep a reference to `logits_of`. `uses_last`: it uses the hidden state of each sequence's last token;
+    otherwise that may be any state, because some layouts do not compute it.
     """
-    return scoring_of(model).score_tokens(input_ids_1T, position_ids_1T, score)
+    return scoring_of(model).score_tokens(input_ids_1T, position_ids_1T, score, uses_last)
 
 
 def cross_entropy_sum(
@@ -84,11 +90,15 @@ def scoring_of(model: nn.Module) -> Scoring:
 
 
 def _score_tokens(
-    self: PreTrainedModel, input_ids_1T: Tensor, position_ids_1T: Tensor, score: Callable[[Tensor, LogitsOf], Result]
+    self: PreTrainedModel,
+    input_ids_1T: Tensor,
+    position_ids_1T: Tensor,
+    score: Callable[[Tensor, LogitsOf], Result],
+    uses_last: bool,
 ) -> Result:
     kernel = self.config._attn_implementation
     if kernel in (SDPA, SHARED, EAGER):
-        layout = _cheapest_layout(self, input_ids_1T, position_ids_1T)
+        layout = _cheapest_layout(self, input_ids_1T, position_ids_1T, uses_last)
         if isinstance(layout, PrefixTree):
             nodes, positions = (row[:, layout.token_of_node_N] for row in (input_ids_1T, position_ids_1T))
             hidden = self.base_model(
@@ -109,12 +119,12 @@ def _score_tokens(
     return score(row[0], _logits_of(self))
 
 
-def _cheapest_layout(model: PreTrainedModel, input_ids_1T: Tensor, position_ids_1T: Tensor) -> Layout:
+def _cheapest_layout(model: PreTrainedModel, input_ids_1T: Tensor, position_ids_1T: Tensor, uses_last: bool) -> Layout:
     hidden_size, scoring = model.config.hidden_size, scoring_of(model)
     allowed = scoring.layouts
     found: list[Layout | None] = []
     if PrefixTree in allowed:
-        found.append(find_shared_prefixes(input_ids_1T, position_ids_1T))
+        found.append(find_shared_prefixes(input_ids_1T, position_ids_1T, without_last=not uses_last))
     if SequenceLayout in allowed:
         found.append(find_sequence_layout(position_ids_1T, model.config))
     layouts = [layout for layout in found if layout is not None]

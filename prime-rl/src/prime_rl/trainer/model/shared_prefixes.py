@@ -54,12 +54,18 @@ class PrefixTree:
         }
 
 
-def find_shared_prefixes(input_ids_1T: Tensor, position_ids_1T: Tensor) -> PrefixTree | None:
-    """Build the prefix tree of a packed row. Returns None if no two sequences share a prefix."""
+def find_shared_prefixes(
+    input_ids_1T: Tensor, position_ids_1T: Tensor, *, without_last: bool = False
+) -> PrefixTree | None:
+    """Build the prefix tree of a packed row. Returns None if no two sequences share a prefix.
+
+    `without_last`: the last token of a sequence, after which nothing is predicted, has no node of its own. It refers to
+    that of the token before it.
+    """
     ids, positions = input_ids_1T[0].cpu().numpy(), position_ids_1T[0].cpu().numpy()
     starts = sequence_starts(positions)
     bounds = [*starts.tolist(), len(ids)]
-    spans = [range(*pair) for pair in pairwise(bounds)]
+    spans = [range(start, max(stop - without_last, start + 1)) for start, stop in pairwise(bounds)]
     # In sorted order, each sequence shares its longest common prefix with the one before it.
     spans.sort(key=lambda span: (positions[span.start], ids[span.start : span.stop].tolist()))
     node_of_token = np.empty(len(ids), dtype=np.int64)
@@ -74,8 +80,11 @@ def find_shared_prefixes(input_ids_1T: Tensor, position_ids_1T: Tensor) -> Prefi
         tokens.append(own)
         count += len(own)
         before = span
-    if count == len(ids):
+    if count == sum(map(len, spans)):
         return None
+    if without_last:
+        last = np.array(bounds[1:]) - 1
+        node_of_token[last] = node_of_token[np.maximum(last - 1, starts)]
     # Pad with unused nodes, so that linear layers see fewer different row counts.
     tokens.append(np.zeros(padded_row_count(count) - count, dtype=np.int64))
     return _tree(node_of_token, np.concatenate(tokens), spans, input_ids_1T.device)

@@ -104,7 +104,7 @@ def score_row(model: PreTrainedModel, row: Row, wanted: Tensor, vocab_chunk: int
             return fused_logprobs(hidden, head.weight, labels, temperatures, vocab_chunk)
         return plain_logprobs(hidden, logits_of, labels, temperatures, model.config.vocab_size)
 
-    scored, scored_entropy = score_tokens(model, row.input_ids[None], row.position_ids[None], score)
+    scored, scored_entropy = score_tokens(model, row.input_ids[None], row.position_ids[None], score, uses_last=False)
     log_vocab = math.log(model.config.vocab_size)
     logprobs = torch.full_like(row.temperatures, -log_vocab).index_put((targets,), scored)
     entropy = torch.full_like(row.temperatures, log_vocab).index_put((targets,), scored_entropy)
