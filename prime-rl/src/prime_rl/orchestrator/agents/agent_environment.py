@@ -17,7 +17,7 @@ from prime_rl.environments.agents.returns import InvalidReward
 from prime_rl.environments.agents.targets import BadTarget
 from prime_rl.orchestrator.agents.agent_process import AgentFailed, AgentProcess, agent_guest
 from prime_rl.orchestrator.agents.attempted import REJECTED, rollout_of
-from prime_rl.orchestrator.env_servers.environments import Environment, Split
+from prime_rl.orchestrator.env_servers.environments import Environment, GroupRequest, Split
 from prime_rl.orchestrator.env_servers.failures import Failures
 from prime_rl.orchestrator.env_servers.group_limits import GroupTimeout, in_time
 from prime_rl.orchestrator.errors import EnvironmentFault, GroupFailed
@@ -26,7 +26,6 @@ from prime_rl.orchestrator.proxy.routes import RecordingProxy
 from prime_rl.orchestrator.rollouts.images import ADVICE, has_image
 from prime_rl.orchestrator.rollouts.rollout import ExampleRef, Rollout
 from prime_rl.orchestrator.scheduling.difficulty import fingerprint
-from prime_rl.orchestrator.servers.server import InferenceServer
 from prime_rl.utils.engine_keys import published_key
 from prime_rl.utils.logger import count_of, get_logger
 
@@ -122,15 +121,7 @@ class AgentEnvironment(Environment):
                 where = f"at {self._proxy.base_url} with the key in {file}"
                 get_logger().info(f"Agents of environment {self.name!r} start sessions {where}")
 
-    async def _roll_out(
-        self,
-        example: ExampleRef,
-        size: int,
-        server: InferenceServer,
-        sampling_args: dict[str, Any],
-        version: int,
-        max_retries: int,
-    ) -> list[Rollout]:
+    async def _roll_out(self, request: GroupRequest) -> list[Rollout]:
         """An attempt that fails is made again up to `max_retries` times.
 
         Raises:
@@ -139,12 +130,11 @@ class AgentEnvironment(Environment):
             EnvironmentFault: the agent's process ends whenever it is started.
         """
         await self.connect()
-        with self._proxy.sessions.opened(size * (max_retries + 1), server, sampling_args) as sessions:
-            tries = [sessions[at::size][: max_retries + 1] for at in range(size)]
-            temperature = sampling_args.get("temperature", 1.0)
-            attempts = (self._one(example, each, temperature, version) for each in tries)
+        count = request.size * (request.max_retries + 1)
+        with self._proxy.sessions.opened(count, request.server, request.sampling_args) as sessions:
+            attempts = (self._one(request, sessions[at :: request.size]) for at in range(request.size))
             try:
-                async with in_time(self.timeout_s, self.name, example.row):
+                async with in_time(self.timeout_s, self.name, request.example.row):
                     rollouts = await _all_of(attempts)
             except GroupTimeout:
                 if self._process is not None:
@@ -157,11 +147,12 @@ class AgentEnvironment(Environment):
             raise GroupFailed(f"no attempt of the group has a reward: {why}", failed.error or REJECTED, "", is_fault)
         return rollouts
 
-    async def _one(self, example: ExampleRef, sessions: Sequence[Session], temperature: float, version: int) -> Rollout:
+    async def _one(self, request: GroupRequest, sessions: Sequence[Session]) -> Rollout:
+        example, sampled = request.example, (request.temperature, request.version)
         for session in sessions:
             started_s = time.perf_counter()
             outcome = await self._outcome(example, session)
-            rollout = rollout_of(session, outcome, self._keys, example, (temperature, version), self.vocab_size)
+            rollout = rollout_of(session, outcome, self._keys, example, sampled, self.vocab_size)
             rollout.prompt_id = self.prompt_id(example.row)
             rollout.generation_ms = 1e3 * (time.perf_counter() - started_s)
             if rollout.error is None:

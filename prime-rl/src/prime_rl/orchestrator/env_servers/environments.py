@@ -8,6 +8,7 @@ import logging
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -48,6 +49,23 @@ PROMPT_ID_LENGTH = 16
 Split = Literal["train", "eval"]
 _ERROR_NAME = re.compile(r"(?:\w+\.)*(\w+)[(:]")
 """The class that an error's text begins with."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupRequest:
+    """Attempts at one example, which are scored together."""
+
+    example: ExampleRef
+    size: int
+    server: InferenceServer
+    sampling_args: dict[str, Any]
+    version: int
+    """Policy version at submission."""
+    max_retries: int = 0
+
+    @property
+    def temperature(self) -> float:
+        return float(self.sampling_args.get("temperature", 1.0))
 
 
 class Environment:
@@ -174,7 +192,7 @@ class Environment:
             EnvironmentFault: the environment showed the model an image, or too many of its groups failed.
         """
         with self.failures.group(server.lost):
-            rollouts = await self._roll_out(example, size, server, sampling_args, version, 0)
+            rollouts = await self._roll_out(GroupRequest(example, size, server, sampling_args, version))
             if any(has_image(rollout.prompt) or has_image(rollout.completion) for rollout in rollouts):
                 raise EnvironmentFault(f"environment {self.name!r} shows the model images, and {ADVICE}")
             refuse_failed(rollouts)
@@ -199,34 +217,29 @@ class Environment:
             EnvironmentFault: reward functions failed in too many groups.
             GroupTimeout: it took longer than `timeout_s` of the environment.
         """
-        rollouts = await self._roll_out(example, size, server, sampling_args, version, max_retries)
+        request = GroupRequest(example, size, server, sampling_args, version, max_retries)
+        rollouts = await self._roll_out(request)
         self.failures.observe_scored(rollouts)
         return rollouts
 
-    async def _roll_out(
-        self,
-        example: ExampleRef,
-        size: int,
-        server: InferenceServer,
-        sampling_args: dict[str, Any],
-        version: int,
-        max_retries: int,
-    ) -> list[Rollout]:
+    async def _roll_out(self, request: GroupRequest) -> list[Rollout]:
+        example, server = request.example, request.server
         calling = own_beats().calling(server_name(server.base_url)) if self._is_elsewhere else contextlib.nullcontext()
         async with in_time(self.timeout_s, self.name, example.row):
             with calling, self._named_failures():
                 group = self.vf_env.run_group(
-                    [self._rows[example.row]] * size,
+                    [self._rows[example.row]] * request.size,
                     server.client if self.vf_env.env_client is None else server.client_config,
                     server.model,
-                    sampling_args,
-                    max_retries,
+                    request.sampling_args,
+                    request.max_retries,
                     state_columns=STATE_COLUMNS,
                 )
                 outputs = await self._server_life.of(group)
         record_rollouts(own_trace(), outputs, example)
-        temperature = sampling_args.get("temperature", 1.0)
-        rollouts = [read_rollout(output, example, temperature, version, self.vocab_size) for output in outputs]
+        rollouts = [
+            read_rollout(output, example, request.temperature, request.version, self.vocab_size) for output in outputs
+        ]
         for rollout in rollouts:
             rollout.prompt_id = self.prompt_id(example.row)
         return rollouts

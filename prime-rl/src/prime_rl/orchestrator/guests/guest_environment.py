@@ -12,6 +12,7 @@ from prime_rl.monitors.tracing import own_trace
 from prime_rl.orchestrator.env_servers.environments import (
     PROMPT_ID_LENGTH,
     Environment,
+    GroupRequest,
     Split,
     environment_arguments,
     module_id,
@@ -26,9 +27,8 @@ from prime_rl.orchestrator.proxy.recording import Session
 from prime_rl.orchestrator.proxy.routes import RecordingProxy
 from prime_rl.orchestrator.reports.sessions import record_rollouts
 from prime_rl.orchestrator.rollouts.images import ADVICE, has_image
-from prime_rl.orchestrator.rollouts.rollout import ExampleRef, Rollout, read_rollout
+from prime_rl.orchestrator.rollouts.rollout import Rollout, read_rollout
 from prime_rl.orchestrator.scheduling.difficulty import fingerprint
-from prime_rl.orchestrator.servers.server import InferenceServer
 from prime_rl.utils.logger import get_logger
 
 ROWS_AT_ONCE = 256
@@ -105,15 +105,7 @@ class GuestEnvironment(Environment):
         """Open the proxy."""
         await self._proxy.open()
 
-    async def _roll_out(
-        self,
-        example: ExampleRef,
-        size: int,
-        server: InferenceServer,
-        sampling_args: dict[str, Any],
-        version: int,
-        max_retries: int,
-    ) -> list[Rollout]:
+    async def _roll_out(self, request: GroupRequest) -> list[Rollout]:
         """A group that raises, or in which a rollout ends with an error, is attempted again up to `max_retries` times.
 
         Raises:
@@ -123,9 +115,10 @@ class GuestEnvironment(Environment):
             GroupTimeout: it took longer than `timeout_s` of the environment.
         """
         await self._proxy.open()
-        for retries_left in range(max_retries, -1, -1):
+        row = request.example.row
+        for retries_left in range(request.max_retries, -1, -1):
             try:
-                rollouts = await self._attempt(example, size, server, sampling_args, version)
+                rollouts = await self._attempt(request)
                 fault = next((each.error_detail or each.error for each in rollouts if each.error), None)
             except GuestError as error:
                 if not retries_left:
@@ -133,15 +126,14 @@ class GuestEnvironment(Environment):
                 fault = str(error)
             if fault is None or not retries_left:
                 break
-            get_logger().warning(f"Environment {self.name!r}, row {example.row}: {fault}; once more")
+            get_logger().warning(f"Environment {self.name!r}, row {row}: {fault}; once more")
         for rollout in rollouts:
-            rollout.prompt_id = self.prompt_id(example.row)
+            rollout.prompt_id = self.prompt_id(row)
         return rollouts
 
-    async def _attempt(
-        self, example: ExampleRef, size: int, server: InferenceServer, sampling_args: dict[str, Any], version: int
-    ) -> list[Rollout]:
-        sessions_of_group = self._proxy.sessions.opened(size, server, sampling_args)
+    async def _attempt(self, request: GroupRequest) -> list[Rollout]:
+        example = request.example
+        sessions_of_group = self._proxy.sessions.opened(request.size, request.server, request.sampling_args)
         try:
             async with in_time(self.timeout_s, self.name, example.row):
                 with sessions_of_group as sessions:
@@ -150,8 +142,8 @@ class GuestEnvironment(Environment):
                         split=self._split,
                         row=example.row,
                         base_url=self._proxy.base_url,
-                        model=server.model,
-                        sampling_args=_asked_for(sampling_args),
+                        model=request.server.model,
+                        sampling_args=_asked_for(request.sampling_args),
                         sessions=[session.key for session in sessions],
                         proxy_key=self._proxy.key,
                     )
@@ -161,15 +153,11 @@ class GuestEnvironment(Environment):
             raise
         record_rollouts(own_trace(), outputs, example)
         by_key = {session.key: session for session in sessions}
-        temperature = sampling_args.get("temperature", 1.0)
-        return [self._rollout(output, by_key[output["session"]], example, temperature, version) for output in outputs]
+        return [self._rollout(output, by_key[output["session"]], request) for output in outputs]
 
-    def _rollout(
-        self, output: dict[str, Any], session: Session, example: ExampleRef, temperature: float, version: int
-    ) -> Rollout:
-        rollout = read_rollout(
-            {**output, "trajectory": _steps(session)}, example, temperature, version, self.vocab_size
-        )
+    def _rollout(self, output: dict[str, Any], session: Session, request: GroupRequest) -> Rollout:
+        given = {**output, "trajectory": _steps(session)}
+        rollout = read_rollout(given, request.example, request.temperature, request.version, self.vocab_size)
         rollout.is_truncated |= session.is_cut_off
         return rollout
 
