@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gzip
 import json
 import sys
@@ -11,13 +12,18 @@ from typing import Any
 
 import pytest
 
-from prime_rl.configs.orchestrator import BufferConfig
+from prime_rl.configs.orchestrator import BufferConfig, EnvConfig
+from prime_rl.configs.shared import ClientConfig, LogConfig
 from prime_rl.interpreters.venvs import VENVS_VARIABLE, VenvError, python_of, venv_of_packages
+from prime_rl.orchestrator.env_servers.environments import load_environments
+from prime_rl.orchestrator.env_servers.group_limits import GroupTimeout
 from prime_rl.orchestrator.errors import EnvironmentFault
 from prime_rl.orchestrator.guests.guest_environment import SHOWN_ROWS, GuestEnvironment
 from prime_rl.orchestrator.guests.inside import verifiers_v1
-from prime_rl.orchestrator.rollouts.rollout import Group
+from prime_rl.orchestrator.rollouts.rollout import ExampleRef, Group
+from prime_rl.orchestrator.rollouts.sampling import SamplingConfig, train_sampling_args
 from prime_rl.orchestrator.scheduling.buffer import Buffer
+from prime_rl.orchestrator.servers.pool import InferencePool
 from prime_rl.run.paths import RunPaths
 from prime_rl.transport.filesystem import FileSystemBatchReceiver
 
@@ -71,36 +77,86 @@ class Letters(vf.Taskset[Reverse, Config]):
 
 __all__ = ["Letters"]
 """
+FAILING = """
+import asyncio
+import sys
+import verifiers.v1 as vf
+
+
+class Data(vf.TaskData):
+    way: str = ""
+
+
+class Failing(vf.Task[Data, vf.State]):
+    async def setup(self, trace, runtime):
+        if self.data.way == "setup raises":
+            raise OSError("the database is down")
+        if self.data.way == "it hangs":
+            await asyncio.Event().wait()
+
+    @vf.reward
+    async def scored(self, trace) -> float:
+        if self.data.way == "a reward leaves":
+            sys.exit(0)
+        return float("nan")
+
+
+class Config(vf.TasksetConfig):
+    ways: list[str] = []
+
+
+class Ways(vf.Taskset[Failing, Config]):
+    def load(self):
+        return [Failing(Data(prompt=f"{row}", way=way), self.config.task) for row, way in enumerate(self.config.ways)]
+
+
+__all__ = ["Ways"]
+"""
+WAYS = {
+    "setup raises": "TaskError",
+    "a reward leaves": "reward.scored",
+    "a reward is NaN": "reward.scored",
+    "it hangs": "GroupTimeout",
+}
 UNREACHABLE = ("fetch", "connect", "dns", "timed out", "offline")
 
 
 @pytest.fixture(scope="session")
-def pythons(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Interpreters with verifiers 0.1.10 and 0.4.0, by the name of the environment in them."""
-    found = {}
+def venvs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("venvs") / "cache"
+
+
+def with_verifiers(version: str, venvs: Path, **modules: str) -> Path:
+    """An interpreter with a version of verifiers and these modules."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(VENVS_VARIABLE, str(tmp_path_factory.mktemp("venvs") / "cache"))
-        for name, version, module in (("old-letters", "0.1.10", OLD), ("new-letters", "0.4.0", NEW)):
-            try:
-                venv = venv_of_packages([f"verifiers=={version}"], print)
-            except VenvError as error:
-                if any(word in str(error).lower() for word in UNREACHABLE):
-                    pytest.skip(f"needs a package index with verifiers {version}: {error}")
-                raise
-            (packages,) = venv.glob("lib/python*/site-packages")
-            (packages / f"{name.replace('-', '_')}.py").write_text(module)
-            found[name] = python_of(venv)
-    return found
+        patch.setenv(VENVS_VARIABLE, str(venvs))
+        try:
+            venv = venv_of_packages([f"verifiers=={version}"], print)
+        except VenvError as error:
+            if any(word in str(error).lower() for word in UNREACHABLE):
+                pytest.skip(f"needs a package index with verifiers {version}: {error}")
+            raise
+    (packages,) = venv.glob("lib/python*/site-packages")
+    for name, text in modules.items():
+        (packages / f"{name}.py").write_text(text)
+    return python_of(venv)
+
+
+@pytest.fixture(scope="session")
+def newest(venvs: Path) -> Path:
+    """An interpreter with verifiers 0.4.0."""
+    return with_verifiers("0.4.0", venvs, new_letters=NEW, failing_ways=FAILING)
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("importable_environments")
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="verifiers 0.4 needs Python 3.11")
 def test_three_incompatible_versions_train_in_one_run(
-    orchestrate, policy_server, pythons: dict[str, Path], tmp_path: Path
+    orchestrate, policy_server, newest: Path, venvs: Path, tmp_path: Path
 ) -> None:
     policy_server.reply = lambda messages, _: messages[-1]["content"][::-1]
-    old, new = ({"id": name, "python": str(pythons[name])} for name in ("old-letters", "new-letters"))
+    old = {"id": "old-letters", "python": str(with_verifiers("0.1.10", venvs, old_letters=OLD))}
+    new = {"id": "new-letters", "python": str(newest)}
     code, log = orchestrate(
         env=[{"id": "letters-env"}, old, {**new, "taskset": {"prefix": "task "}}],
         buffer={"env_ratios": [1, 1, 1], "seed": 9},
@@ -130,6 +186,27 @@ def test_three_incompatible_versions_train_in_one_run(
     trained = [bytes(sample.completion_ids) for sample in batch.examples]
     assert b"0 ksat\x03" in trained
     assert {logprob for sample in batch.examples for logprob in sample.completion_logprobs} == {-0.5}
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="verifiers 0.4 needs Python 3.11")
+async def test_a_task_of_v1_that_fails_fails_its_group_by_name(newest: Path, policy_server) -> None:
+    config = EnvConfig(id="failing-ways", python=newest, taskset={"ways": list(WAYS)})
+    (environment,) = load_environments([config], LogConfig(level="warning", vf_level="error")).values()
+    pool = InferencePool(ClientConfig(base_url=[policy_server.url]), "letters")
+    sampling = train_sampling_args(SamplingConfig(max_tokens=20), 1.0)
+    try:
+        await pool.wait_ready(use_token_client=True)
+        await environment.connect()
+        (server,) = pool.servers
+        groups = [environment.run_group(ExampleRef("failing-ways", row), 1, server, sampling, 0) for row in range(3)]
+        failed = await asyncio.gather(*groups, return_exceptions=True)
+        assert [getattr(each, "reason", each) for each in failed] == list(WAYS.values())[:3]
+        environment.timeout_s = 1.0
+        with pytest.raises(GroupTimeout, match="row 3"):
+            await environment.run_group(ExampleRef("failing-ways", 3), 1, server, sampling, 0)
+    finally:
+        await environment.close()
+        await pool.close()
 
 
 def endless(config: BufferConfig | None = None) -> Buffer:

@@ -52,6 +52,7 @@ class EnvironmentService:
         Endpoint.of_address(address).bind(self._socket)
         self._clients: dict[str, vf.Client] = {}
         self._running: dict[tuple[Route, bytes], asyncio.Task[None]] = {}
+        self._unanswered: set[tuple[Route, bytes]] = set()
 
     async def serve(self) -> None:
         """Serve until cancelled."""
@@ -81,14 +82,19 @@ class EnvironmentService:
         self._context.term()
 
     def _start(self, client: Route, request_id: bytes, body: bytes) -> None:
+        self._unanswered.add((client, request_id))
         task = asyncio.create_task(self._answer(client, request_id, body))
         self._running[client, request_id] = task
         task.add_done_callback(lambda _: self._running.pop((client, request_id), None))
 
     async def _cancel(self, client: Route, request_id: bytes) -> None:
-        task = self._running.get((client, request_id))
-        if task is not None and task.cancel():
-            await self._socket.send_multipart([*client, request_id, _CANCELLED])
+        if (client, request_id) in self._unanswered:
+            self._running[client, request_id].cancel()
+            await self._send(client, request_id, _CANCELLED)
+
+    async def _send(self, client: Route, request_id: bytes, answer: bytes) -> None:
+        self._unanswered.discard((client, request_id))
+        await self._socket.send_multipart([*client, request_id, answer])
 
     async def _answer(self, client: Route, request_id: bytes, body: bytes) -> None:
         """Run a request, and answer it whatever happens: a client waits hours for an answer."""
@@ -96,13 +102,12 @@ class EnvironmentService:
             value = await self._run(msgpack.unpackb(body, raw=False))
             answer = _packed({"success": True, "error": None, **value})
         except asyncio.CancelledError:
-            if (task := asyncio.current_task()) is None or task.cancelling():
-                raise
-            answer = _CANCELLED  # by the environment's own code
+            answer = _CANCELLED  # by the environment's own code, or by the client, which has its answer
         except (Exception, SystemExit) as error:  # noqa: BLE001 - an environment's own code may raise anything
             get_logger().warning("A request failed", exc_info=True)
             answer = _packed({"success": False, "error": repr(error)})
-        await self._socket.send_multipart([*client, request_id, answer])
+        if (client, request_id) in self._unanswered:
+            await self._send(client, request_id, answer)
 
     async def _run(self, body: dict[str, Any]) -> dict[str, Any]:
         if body["request_type"] == "run_group":

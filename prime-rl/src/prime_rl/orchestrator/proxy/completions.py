@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import secrets
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
+
+import msgspec
 
 from prime_rl.orchestrator.proxy.continuation import canonical, continued_prompt
 from prime_rl.orchestrator.proxy.recording import MAX_CALLS, Session
@@ -60,7 +61,7 @@ async def complete(session: Session, body: Mapping[str, Any]) -> dict[str, Any]:
     completion_id = f"chatcmpl-{secrets.token_hex(12)}"
     reply = decode_chat_reply(answer.body, answer.started_s, answer.ended_s)
     session.record(messages, rendering, reply, completion_id)
-    return _shown(json.loads(answer.body), bool(body.get("logprobs"))) | {"id": completion_id}
+    return _shown(msgspec.json.decode(answer.body), bool(body.get("logprobs"))) | {"id": completion_id}
 
 
 def count_calls(session: Session, count: int) -> None:

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 Tokenize = Callable[..., Awaitable[list[int]]]
 """`tokenize(messages, add_generation_prompt)`: the token ids of a rendered conversation."""
 
+SHORT_ANSWER = {"role": "assistant", "content": "x"}
+"""Stands for a recorded answer where only what surrounds it is tokenized."""
 MAX_ENDS = 256
 _NO_ANSWERS = frozenset({"tool", "user", "system", "developer"})
 
@@ -99,51 +101,64 @@ async def continued_prompt(
     added = messages[len(earlier.conversation) :]
     if any(message.get("role") not in _NO_ANSWERS for message in added):
         return None
-    before = _stand_in(added)
-    base, whole, end = await asyncio.gather(
-        tokenize([before], add_generation_prompt=False),
-        tokenize([before, *added], add_generation_prompt=True),
-        ends.after(rendering, tokenize),
-    )
+    answered = _answered_calls(added)
+    before = {"role": "assistant", "content": "", "tool_calls": answered} if answered else SHORT_ANSWER
+    rendered = [tokenize([before, *added], add_generation_prompt=True)]
+    if answered:
+        rendered.append(tokenize([before], add_generation_prompt=False))
+    turn, (whole, *own) = await asyncio.gather(ends.after(rendering, tokenize), asyncio.gather(*rendered))
+    base = own[0] if own else turn.whole
     if whole[: len(base)] != base:
+        ends.forget(rendering)  # a template may write the date
         return None
     said = earlier.tokens.prompt_ids + earlier.tokens.completion_ids
-    return said + _bridge(said, end, whole[len(base) :])
+    return said + _bridge(said, turn.end, whole[len(base) :])
 
 
-def _stand_in(added: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """An answer to render in place of the recorded one, with the tool calls that the added messages answer."""
+def _answered_calls(added: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Tool calls for the stand-in of the recorded answer: those that the added messages answer."""
     answered = takewhile(lambda message: message.get("role") == "tool", added)
-    calls = [
+    return [
         {"id": message.get("tool_call_id"), "type": "function", "function": {"name": "f", "arguments": "{}"}}
         for message in answered
     ]
-    return {"role": "assistant", "content": "", "tool_calls": calls} if calls else {"role": "assistant", "content": "x"}
+
+
+class Turn(NamedTuple):
+    """How a chat template writes `SHORT_ANSWER`."""
+
+    whole: list[int]
+    end: list[int]
+    """What follows the answer's text."""
 
 
 class EndsOfTurns:
     """What a chat template writes after an answer. It is the same for all sessions with the same template arguments."""
 
     def __init__(self) -> None:
-        self._known: dict[bytes, list[int]] = {}
+        self._known: dict[bytes, Turn] = {}
 
-    async def after(self, rendering: Mapping[str, Any], tokenize: Tokenize) -> list[int]:
+    async def after(self, rendering: Mapping[str, Any], tokenize: Tokenize) -> Turn:
         key = msgspec.json.encode(rendering)
         if key not in self._known:
-            end = await _end_of_turn(tokenize)
+            turn = await _short_turn(tokenize)
             if len(self._known) >= MAX_ENDS:  # tasks with tools of their own
                 self._known.clear()
-            self._known[key] = end
+            self._known[key] = turn
+            return turn
         return self._known[key]
 
+    def forget(self, rendering: Mapping[str, Any]) -> None:
+        self._known.pop(msgspec.json.encode(rendering), None)
 
-async def _end_of_turn(tokenize: Tokenize) -> list[int]:
-    """What the template writes after an answer: the common end of two short ones."""
-    turns = [[{"role": "assistant", "content": content}] for content in ("x", "y")]
+
+async def _short_turn(tokenize: Tokenize) -> Turn:
+    """The end of a turn is the common end of two short ones."""
+    turns = [[SHORT_ANSWER], [{**SHORT_ANSWER, "content": "y"}]]
     first, second = await asyncio.gather(*(tokenize(turn, add_generation_prompt=False) for turn in turns))
     pairs = zip(reversed(first), reversed(second), strict=False)
     length = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-    return first[len(first) - length :]
+    return Turn(first, first[len(first) - length :])
 
 
 def _bridge(said: list[int], end: list[int], added: list[int]) -> list[int]:

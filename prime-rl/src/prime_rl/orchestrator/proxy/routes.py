@@ -150,7 +150,7 @@ async def _chat(request: web.Request, session: Session) -> web.StreamResponse:
     completion = await complete(session, body)
     if body.get("stream"):
         return await streamed(request, chat_chunks(body, completion), done=True)
-    return web.json_response(completion)
+    return _json(completion)
 
 
 async def _responses(request: web.Request, session: Session) -> web.StreamResponse:
@@ -158,11 +158,15 @@ async def _responses(request: web.Request, session: Session) -> web.StreamRespon
     response = await respond(session, body)
     if body.get("stream"):
         return await streamed(request, response_events(response), named=True)
-    return web.json_response(response)
+    return _json(response)
 
 
 async def _generate(request: web.Request, session: Session) -> web.StreamResponse:
-    return web.json_response(await generate(session, await _body(request)))
+    return _json(await generate(session, await _body(request)))
+
+
+def _json(body: Any) -> web.Response:
+    return web.Response(body=msgspec.json.encode(body), content_type="application/json")
 
 
 def _key(request: web.Request) -> str:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 from typing import Any
+
+from .loopback import http_client
 
 TIMEOUT_S = 7200.0
 SESSION_HEADER = "X-Session-ID"
 """verifiers 0.3 and later send the id of a rollout's trace in it."""
-POOLS = 8
 NO_SESSION = "no-session"
 """The key of requests outside of a rollout. The proxy refuses it."""
 
@@ -21,23 +21,18 @@ def session_name(key: str) -> str:
 
 
 class Clients:
-    """Clients of the proxy at `base_url`, in turn from several pools of connections.
-
-    For each request, httpx looks at all connections of its pool, which costs more than the rest of a request when
-    hundreds are open.
-    """
+    """Clients of the proxy at `base_url`, which share their connections."""
 
     def __init__(self, base_url: str) -> None:
         from openai import AsyncOpenAI
 
-        def pooled() -> Any:
-            return AsyncOpenAI(base_url=base_url, api_key=NO_SESSION, max_retries=2, timeout=TIMEOUT_S)
-
-        self._pools = itertools.cycle([pooled() for _ in range(POOLS)])
+        self._client = AsyncOpenAI(
+            base_url=base_url, api_key=NO_SESSION, max_retries=2, timeout=TIMEOUT_S, http_client=http_client()
+        )
 
     def of_session(self, key: str) -> Any:
         """An `openai.AsyncOpenAI` for one session."""
-        return next(self._pools).copy(api_key=key)
+        return self._client.copy(api_key=key)
 
 
 def for_verifiers(client: Any) -> Any:

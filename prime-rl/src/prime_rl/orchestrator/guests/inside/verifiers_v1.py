@@ -234,6 +234,8 @@ def _row(data: Any) -> dict[str, Any]:
 def _output(episode: Any, errors: list[dict[str, str]], attempts: int) -> dict[str, Any]:
     """What the orchestrator reads of a rollout."""
     found = [*(error for trace in episode.traces for error in trace.errors), *episode.errors]
+    if errors:  # verifiers reports what a reward function raised as an error of the task, without the function's name
+        found = [each for each in found if each.type != "TaskError"]
     error = {"error": found[-1].type, "error_chain_repr": found[-1].message} if found else None
     if attempts > 1 and error is None:
         message = f"{attempts} runs of the agent in one episode, and one rollout is one run: set no retries"
