@@ -1,5 +1,7 @@
-"""HTTP/1.1 to the proxy of the same machine, for the `openai` client: httpx's own connections cost more than the rest of
-a request, because for each one it looks at all connections of its pool."""
+"""HTTP/1.1 to the proxy of the same machine, for the `openai` client.
+
+httpx's own connections cost more than the rest of a request: for each one, it looks at all connections of its pool.
+"""
 
 from __future__ import annotations
 
