@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import socket
 import sys
@@ -61,6 +62,19 @@ def test_an_allocation_mode_asks_for_whole_nodes(kind: str, mode: str, bundles: 
     assert result.exit_code == 0, result.output
     asked = next(line for line in result.stdout.splitlines() if line.startswith("# placement group: "))
     assert json.loads(asked.partition("PACK ")[2]) == [{"CPU": 1, "GPU": count} for count in bundles]
+
+
+@pytest.mark.skipif(find_spec("ray") is None, reason="the extra ray is not installed: uv sync --extra ray")
+@pytest.mark.parametrize(("shape", "gpus"), [((), 2), (("--single-gpu",), 1)])
+def test_trainer_and_server_have_a_gpu_each_or_share_one(shape: tuple[str, ...], gpus: int, tmp_path: Path) -> None:
+    example = ROOT / "examples" / "reverse_text" / "rl_cpu.toml"
+    words = ["rl", str(example), *shape, "--device", "auto", "--output-dir", str(tmp_path / "run")]
+    result = CliRunner().invoke(medarc_submit.app, [*words, "--to", "ray", "--dry-run"])
+    assert result.exit_code == 0, result.output
+    asked, driver = (line for line in result.stdout.splitlines() if line.startswith(("# placement", "# driver")))
+    assert json.loads(asked.partition("PACK ")[2]) == [{"CPU": 1, "GPU": gpus}]
+    options, _ = _options(shlex.split(driver.removeprefix("# driver: "))[3:])
+    assert options.single_gpu == bool(shape)
 
 
 def submitted(directory: Path, config: str, program: str) -> JobRecord:

@@ -113,7 +113,10 @@ class BatchJob:
                 "requeue the job with --sbatch-arg=--requeue"
             )
         if self.nodes > 1 and self.container is not None:
-            raise UsageError("--container: agents on several nodes are started with srun, which no container has")
+            raise UsageError(
+                "--container: agents on several nodes are started with srun, which no container has: leave it out and "
+                "keep the environment in a directory that the nodes share, or run on one node"
+            )
 
     @property
     def command(self) -> str:

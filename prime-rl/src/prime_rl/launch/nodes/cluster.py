@@ -198,7 +198,10 @@ class ClusterHost:
                 node.silent_s += gap_s
                 if node.facts is not None and node.silent_s >= self._silent_limit_s and not node.is_silent:
                     node.is_silent = True
-                    why = f"its agent said nothing for {self._silent_limit_s:g} s"
+                    why = (
+                        f"its agent said nothing for {self._silent_limit_s:g} s (the machine, its network or a file "
+                        "system of it stands still)"
+                    )
                     # To describe a node that does not answer takes seconds, in which others need their pings.
                     Thread(target=self._lose, args=(node, why), name=f"lost {node.channel.name}", daemon=True).start()
 
