@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib
-from typing import Any
+from typing import Any, NamedTuple
 
 MAX_HEAD_BYTES = 64 << 10
 
@@ -18,7 +18,8 @@ def http_client() -> Any:
 
     base = next(each for each in DefaultAsyncHttpxClient.__mro__ if each.__name__ == "AsyncClient")
     httpx = importlib.import_module(base.__module__.partition(".")[0])
-    return DefaultAsyncHttpxClient(transport=Loopback(httpx), timeout=None)
+    transport: Any = Loopback(httpx)
+    return DefaultAsyncHttpxClient(transport=transport, timeout=None)
 
 
 class Loopback:
@@ -70,6 +71,12 @@ class Loopback:
         except OSError as error:
             raise self._httpx.ConnectError(str(error)) from error
         return connection
+
+
+class _Answer(NamedTuple):
+    status: int
+    headers: list[tuple[bytes, bytes]]
+    body: bytes
 
 
 class _Connection(asyncio.Protocol):
@@ -130,9 +137,6 @@ class _Connection(asyncio.Protocol):
             self._answer.set_exception(TimeoutError())
 
 
-_Answer = tuple  # of status, headers and body; Python 3.8 cannot say so
-
-
 def _encoded(request: Any, body: bytes) -> bytes:
     lines = [request.method.encode() + b" " + request.url.raw_path + b" HTTP/1.1"]
     lines += [name + b": " + value for name, value in request.headers.raw]
@@ -155,14 +159,16 @@ def _parsed(received: bytearray) -> _Answer | None:
         if body is None:
             return None
         # httpx would join the chunks again.
-        return status, [pair for pair in headers if pair[0].lower() != b"transfer-encoding"], body
+        return _Answer(status, [pair for pair in headers if pair[0].lower() != b"transfer-encoding"], body)
     length = int(lower.get(b"content-length", b"0"))
-    return (status, headers, bytes(received[start : start + length])) if len(received) >= start + length else None
+    return (
+        _Answer(status, headers, bytes(received[start : start + length])) if len(received) >= start + length else None
+    )
 
 
 def _joined(received: bytearray, at: int) -> bytes | None:
     """The chunks from `at` on, or None while the last one is missing."""
-    chunks = []
+    chunks: list[bytes] = []
     while (line := received.find(b"\r\n", at)) >= 0:
         size = int(bytes(received[at:line]).partition(b";")[0], 16)
         at = line + 2
