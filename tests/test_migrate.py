@@ -81,6 +81,10 @@ OLDER_KEYS: list[Row] = [
     ("orchestrator", "zero_truncated_completions", True, "", NOT_CARRIED),
     ("orchestrator", "reload_weights_on_start", True, "", NOT_CARRIED),
     ("orchestrator", "env", [{"id": "x", "log": {"level": "info"}}], "env", [{"id": "x"}]),
+    *(
+        (kind, key, [{"id": "x", "max_reward_errors": 0.5}], key, [{"id": "x", "max_failed_groups": 0.5}])
+        for kind, key in (("orchestrator", "env"), ("orchestrator", "eval.env"), ("sft", "eval.env"), ("eval", "env"))
+    ),
     ("orchestrator", "eval.save", {"disk": {}}, "", NOT_CARRIED),
     ("orchestrator", "eval.retry", {"attempts": 3}, "", NOT_CARRIED),
     ("orchestrator", "ckpt.buffer_path", "x", "", NOT_CARRIED),

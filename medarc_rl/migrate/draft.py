@@ -118,12 +118,19 @@ class Draft:
         self.findings.append(Finding(verdict, f"{key_text(origin)} = {shown(value)}: {why}", origin))
 
     def _overlapping(self, origin: KeyPath, target: KeyPath) -> Iterator[tuple[KeyPath, Any]]:
-        """Other settings at `target`, above it or below it."""
+        """Other settings at `target`, above it or below it, or that make a table of the list which it is in."""
         decided = {path: placed.value for path, placed in self.placed.items()}
         for path, value in (self.left | decided).items():
-            above = target[: len(path)] == path and value != {}
-            if path != origin and (above or path[: len(target)] == target):
+            if path != origin and _excludes(path, value, target):
                 yield path, value
+
+
+def _excludes(path: KeyPath, value: Any, target: KeyPath) -> bool:
+    """Whether a file that sets `path` cannot also set `target`."""
+    for part, other in zip(path, target, strict=False):
+        if part != other:
+            return isinstance(part, int) != isinstance(other, int)
+    return len(path) >= len(target) or value != {}
 
 
 def names(path: KeyPath) -> tuple[str, ...]:
