@@ -163,12 +163,18 @@ def sft(tmp_path: Path) -> Path:
     return file
 
 
-def the_actor() -> psutil.Process:
-    """The process of the one actor that runs."""
-    (actor,) = (
-        each for each in psutil.process_iter(["cmdline"]) if (each.info["cmdline"] or [""])[0].startswith(ACTOR)
-    )
+def the_actor(cluster: RayNodes) -> psutil.Process:
+    """The process of the one actor that runs there. Other clusters of this machine have their own."""
+    below = psutil.Process(cluster.pid).children(recursive=True)
+    (actor,) = (each for each in below if (words_of(each) or [""])[0].startswith(ACTOR))
     return actor
+
+
+def words_of(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.NoSuchProcess:
+        return []
 
 
 def started(cluster: RayNodes, sft: Path, out: Path) -> Driver:
@@ -195,7 +201,7 @@ def test_a_killed_part_ends_the_run(cluster: RayNodes, sft: Path, tmp_path: Path
     out = tmp_path / "run"
     driver = started(cluster, sft, out)
     processes = list(ours(out).values())
-    actor = the_actor()
+    actor = the_actor(cluster)
     (actor if victim == "actor" else psutil.Process(driver.process.pid)).kill()
     code, said = driver.end()
     psutil.wait_procs([*processes, actor])
@@ -297,7 +303,7 @@ def test_a_killed_node_ends_the_run(cluster: RayNodes, sft: Path, tmp_path: Path
     out = tmp_path / "run"
     driver = started(cluster, sft, out)
     processes = list(ours(out).values())
-    raylet = psutil.Process(the_actor().ppid())
+    raylet = psutil.Process(the_actor(cluster).ppid())
     raylet.kill()
     code, said = driver.end()
     psutil.wait_procs(processes)
