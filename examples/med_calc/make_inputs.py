@@ -16,7 +16,7 @@ import json
 import random
 from pathlib import Path
 
-from med_calc.questions import Question, Split, make_questions
+from med_calc.questions import Question, make_questions
 
 NUM_DEMONSTRATIONS = 8000
 NUM_RIGHT = 800
@@ -37,11 +37,11 @@ def working(question: Question, right: bool) -> str:
     return f"2*{twice}={2 * twice} {2 * twice}+{once}={total} {total}/3={round(total / 3)}"
 
 
-def demonstrations(count: int, share_right: float, split: Split | None) -> list[dict[str, list[dict[str, str]]]]:
-    """Rows of `prompt` and `completion` messages, about questions of one split, or of both."""
+def demonstrations(count: int, share_right: float) -> list[dict[str, list[dict[str, str]]]]:
+    """Rows of `prompt` and `completion` messages, about questions that the environment never evaluates on."""
     rng = random.Random(SEED)
     rows = []
-    for question in make_questions(["anion_gap", "map"], count, SEED, "easy", "compact", split):
+    for question in make_questions(["anion_gap", "map"], count, SEED, "easy", "compact", "train"):
         reply = working(question, right=rng.random() < share_right)
         prompt = [{"role": "user", "content": question.text}]
         rows.append({"prompt": prompt, "completion": [{"role": "assistant", "content": reply}]})
@@ -52,13 +52,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--to", type=Path, default=Path(__file__).parent, help="folder to write to (default: here)")
     folder: Path = parser.parse_args().to
-    files: dict[str, tuple[int, float, Split | None]] = {
-        # Three in four are wrong, so that questions of the evaluation give nothing away.
-        "demonstrations": (NUM_DEMONSTRATIONS, SHARE_RIGHT, None),
-        "right_answers": (NUM_RIGHT, 1.0, "train"),
-    }
-    for name, chosen in files.items():
-        lines = (json.dumps(row) for row in demonstrations(*chosen))
+    files = {"demonstrations": (NUM_DEMONSTRATIONS, SHARE_RIGHT), "right_answers": (NUM_RIGHT, 1.0)}
+    for name, (count, share_right) in files.items():
+        lines = (json.dumps(row) for row in demonstrations(count, share_right))
         (folder / f"{name}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
