@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -168,6 +169,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("outputs/benchmarks/weight_transfer.jsonl"))
     parser.add_argument("--receive", nargs=6, help=argparse.SUPPRESS)
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that no network namespace is left
     if args.receive:
         rank, size, host, port, rounds, megabytes = args.receive
         receive(int(rank), int(size), (host, int(port)), int(rounds), int(megabytes))

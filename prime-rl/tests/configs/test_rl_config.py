@@ -38,6 +38,11 @@ def test_an_engine_that_can_sleep_does_so_while_the_trainer_computes(rl) -> None
     assert not rl(*words("max-async-level=0")).orchestrator.servers_sleep
 
 
+def test_a_server_that_cannot_sleep_is_not_asked_to(rl_faults) -> None:
+    faults = rl_faults(*words("max-async-level=0 orchestrator.servers-sleep"))
+    assert any("orchestrator.servers_sleep needs inference.enable_sleep_mode" in fault for fault in faults)
+
+
 def test_shared_seq_len_only_fills(rl) -> None:
     run = rl(*words("seq-len=64 trainer.model.seq-len=128"))
     assert (run.trainer.model.seq_len, run.orchestrator.seq_len) == (128, 64)

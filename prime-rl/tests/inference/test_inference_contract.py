@@ -258,6 +258,8 @@ def test_a_sleeping_server_wakes_up_with_new_weights(server, next_reference, nex
     for _ in range(2):
         server.post("/sleep", {})
         assert server.client.get("/is_sleeping").json() == {"is_sleeping": True}
+        for path in ("/pause", "/resume"):
+            assert "sleeps until the next weights" in server.client.post(path).text
         with ThreadPoolExecutor(1) as pool:
             waiting = pool.submit(server.complete, PROMPT, max_tokens=8, temperature=0, ignore_eos=True)
             assert server.client.get("/health").status_code == 200

@@ -38,8 +38,8 @@ sys.exit("older than 3.10") if sys.version_info < (3, 10) else None
 sys.path[:] = filter(None, sys.path)
 print(*[name for name in sys.argv[1:] if find_spec(name) is None])
 """
-"""Prints those of its arguments that name no installed top-level module. Imports none of them, and does not look
-into the current directory: the environment's process does not either."""
+"""Prints the arguments that name no installed top-level module. It imports nothing, and ignores the current directory
+as the environment's process does."""
 _FIND_LIMIT_S = 60.0
 
 _HIDING_NAMES = ("__getattr__", "globals", "setattr", "exec")

@@ -27,6 +27,8 @@ def run_faults(run: RunSections, has_slurm: bool) -> Iterator[str]:
         yield (
             "orchestrator.client.elastic finds servers that the run does not start: remove it, or remove [inference]"
         )
+    if run.orchestrator.servers_sleep and run.inference is not None and not run.inference.enable_sleep_mode:
+        yield "orchestrator.servers_sleep needs inference.enable_sleep_mode = true: the server would refuse to sleep"
     yield from _teacher_faults(run)
     if isinstance(run.deployment, SingleNodeDeploymentConfig):
         yield from _port_faults(run)

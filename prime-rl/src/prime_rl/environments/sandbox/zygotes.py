@@ -52,7 +52,7 @@ class Zygote:
         with child:
             self._process = subprocess.Popen(
                 command,
-                # An engine's command finds its daemon and its settings by our variables, and passes none of them on.
+                # An engine's command needs our variables to find its daemon and settings. It passes on none.
                 env=ENVIRONMENT if self._container is None else None,
                 pass_fds=[child.fileno()] if self._container is None else [],
                 stdin=subprocess.DEVNULL,

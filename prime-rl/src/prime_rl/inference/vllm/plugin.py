@@ -139,14 +139,21 @@ class PrimeRoutes:
         return JSONResponse({"status": "ok"})
 
     async def pause(self) -> JSONResponse:
+        self._refuse_asleep()
         await self._engine.pause_generation(mode="keep", clear_cache=False)
         self._is_held = True
         return JSONResponse({"status": "paused"})
 
     async def resume(self) -> JSONResponse:
+        self._refuse_asleep()
         await self._engine.resume_generation()
         self._is_held = False
         return JSONResponse({"status": "resumed"})
+
+    def _refuse_asleep(self) -> None:
+        """Its cache is gone: it cannot generate, and the weights that wake it up also resume it."""
+        if self._is_asleep:
+            raise RequestError("the server sleeps until the next weights")
 
     async def is_paused(self) -> JSONResponse:
         return JSONResponse({"is_paused": await self._engine.is_paused()})

@@ -72,6 +72,7 @@ class EnvironmentService:
 
     async def close(self) -> None:
         """Cancel all requests, tear down the environment and close the socket."""
+        self._unanswered.clear()  # nobody cancelled them: clients learn that the server has ended
         for task in self._running.values():
             task.cancel()
         await asyncio.gather(*self._running.values(), return_exceptions=True)
