@@ -109,11 +109,19 @@ def send(body):
 
 connection = socket.socket(fileno=int(sys.argv[2]))
 send(b'{{"verifiers": "0", "python": "3"}}')
-connection.recv(1 << 20)
+for message in ("settings", "request"):
+    connection.recv(*struct.unpack("!I", connection.recv(4)), socket.MSG_WAITALL)
 send({answer}) if {answer} else None
 connection.shutdown(socket.SHUT_WR)
 """
 """An interpreter that greets, and answers the first request with what `answer` says."""
+
+
+def babbler(folder: Path, answer: bytes) -> Guest:
+    program = folder / f"python-{len(answer)}"
+    program.write_text(f"#!{sys.executable}\n{BABBLER.format(answer=answer)}")
+    program.chmod(0o755)
+    return Guest("env[0]", program, "babbler", {}, {})
 
 
 @pytest.fixture(scope="module")
@@ -259,16 +267,29 @@ async def test_a_child_that_outlives_the_process_does_not_keep_its_groups_waitin
 
 @pytest.mark.parametrize("answer", ["{}", '{"id": [1]}', "[]", "NaN {"])
 async def test_a_process_whose_answers_make_no_sense_fails_its_requests(tmp_path: Path, answer: str) -> None:
-    program = tmp_path / "python"
-    program.write_text(f"#!{sys.executable}\n{BABBLER.format(answer=answer.encode())}")
-    program.chmod(0o755)
-    process = GuestProcess.start(Guest("env[0]", program, "babbler", {}, {}))
+    process = GuestProcess.start(babbler(tmp_path, answer.encode()))
     try:
         for _ in range(2):
             with pytest.raises(EnvironmentFault, match=r"the process of 'babbler' .*: a message that"):
                 await process.ask("run_group")
     finally:
         await process.close()
+
+
+async def test_a_process_that_replaces_another_is_heard_after_the_other_is_forgotten(tmp_path: Path) -> None:
+    first = GuestProcess.start(babbler(tmp_path, b""))
+    with pytest.raises(EnvironmentFault, match="ended with code 0"):
+        await first.ask("run_group")
+    assert first._opening is not None
+    writer = first._opening.result()
+    first.kill()
+    second = GuestProcess.start(babbler(tmp_path, b'{"id": 0, "value": 5}'))
+    answer = asyncio.create_task(second.ask("run_group"))
+    while not second._waiting:
+        await asyncio.sleep(0)
+    writer.close()  # what the garbage collector does at a time of its own
+    assert await answer == 5
+    await second.close()
 
 
 @pytest.mark.parametrize(

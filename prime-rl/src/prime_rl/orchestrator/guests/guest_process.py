@@ -210,9 +210,7 @@ class GuestProcess:
         if self._reading is not None:
             self._reading.cancel()
             await asyncio.gather(self._reading, return_exceptions=True)
-        if self._opening is not None:
-            (await self._opening).close()
-        self._connection.close()
+        self._disconnect()
         await asyncio.to_thread(self._has_ended, STOP_GRACE_S)
         self.kill()
 
@@ -222,7 +220,18 @@ class GuestProcess:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
-        self._connection.close()
+        self._disconnect()
+
+    def _disconnect(self) -> None:
+        """Close the connection, through the event loop if the loop reads it. The loop knows connections by their
+        numbers: if this one were closed without it, the next process could get the number, and the loop would stop
+        reading that process's answers when it drops this one."""
+        if self._opening is None or self._opening.get_loop().is_closed():
+            self._connection.close()
+        elif not self._opening.done():
+            self._opening.cancel()
+        elif not self._opening.cancelled() and self._opening.exception() is None:
+            self._opening.result().transport.abort()
 
 
 def _value(answer: dict[str, Any]) -> Any:
