@@ -44,7 +44,6 @@ class AdapterMissing(WeightError):
 class AdapterSpec:
     """A validated adapter. A layer's weight update is `scale * lora_B @ lora_A`."""
 
-    tensors: Path
     scale: float
     paths: tuple[str, ...]
     """Module paths of the linear layers that the adapter changes."""
@@ -79,7 +78,7 @@ def read_adapter_spec(directory: Path, base: Shapes, max_rank: int) -> AdapterSp
     for path in paths:
         _check_layer(directory, path, rank, shapes, base)
     scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
-    return AdapterSpec(directory / _TENSORS, scale, paths)
+    return AdapterSpec(scale, paths)
 
 
 def check_name(name: str, base_model: str, loaded: Collection[str], max_loaded: int) -> None:

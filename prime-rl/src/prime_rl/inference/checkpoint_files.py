@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+from collections.abc import Iterator
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
@@ -13,18 +16,53 @@ class WeightError(Exception):
     """A directory does not contain weights of the served model. The live weights are unchanged."""
 
 
-def checkpoint_files(directory: Path) -> list[Path]:
-    """List the safetensors files of a checkpoint, sorted by name.
+@contextlib.contextmanager
+def open_checkpoint(directory: Path) -> Iterator[dict[Path, Path]]:
+    """Open the safetensors files of a checkpoint. Yields, sorted by name, each file's path and the path to read it by.
+
+    A trainer that resumes may replace the directory at any time. safetensors opens a file by its path more than once,
+    and a second file could belong to another version. The paths to read by stay the same files, even deleted ones.
 
     Raises:
-        WeightError: the directory or its files are missing.
+        WeightError: the directory or its files are missing or cannot be opened.
     """
-    if not directory.is_dir():
-        raise WeightError(f"weight directory {str(directory)!r} does not exist")
-    files = sorted(directory.glob("*.safetensors"))
-    if not files:
-        raise WeightError(f"weight directory {str(directory)!r} has no .safetensors file")
-    return files
+    with contextlib.ExitStack() as stack:
+        yield _opened(directory, stack)
+
+
+def _opened(directory: Path, stack: contextlib.ExitStack) -> dict[Path, Path]:
+    while True:
+        try:
+            folder = _open(directory, os.O_DIRECTORY, stack)
+        except (FileNotFoundError, NotADirectoryError) as exc:
+            raise WeightError(f"weight directory {str(directory)!r} does not exist") from exc
+        except OSError as exc:
+            raise WeightError(f"cannot read {str(directory)!r}: {exc}") from exc
+        try:
+            names = sorted(each.name for each in _held(folder).glob("*.safetensors"))
+            files = {directory / name: _held(_open(_held(folder) / name, 0, stack)) for name in names}
+        except OSError as exc:
+            if _is_replaced(directory, folder):
+                continue
+            raise WeightError(f"cannot read {str(directory)!r}: {exc}") from exc
+        if files:
+            return files
+        if not _is_replaced(directory, folder):
+            raise WeightError(f"weight directory {str(directory)!r} has no .safetensors file")
+
+
+def _open(path: Path, flags: int, stack: contextlib.ExitStack) -> int:
+    descriptor = os.open(path, os.O_RDONLY | flags)
+    stack.callback(os.close, descriptor)
+    return descriptor
+
+
+def _held(descriptor: int) -> Path:
+    return Path(f"/proc/self/fd/{descriptor}")
+
+
+def _is_replaced(directory: Path, descriptor: int) -> bool:
+    return directory.is_dir() and not os.path.samestat(directory.stat(), os.fstat(descriptor))
 
 
 def checkpoint_shapes(directory: Path) -> Shapes:
@@ -34,12 +72,13 @@ def checkpoint_shapes(directory: Path) -> Shapes:
         WeightError: a file is missing or damaged.
     """
     shapes: Shapes = {}
-    for file in checkpoint_files(directory):
-        try:
-            with safe_open(file, framework="numpy") as tensors:
-                shapes |= {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
-        except (OSError, SafetensorError) as exc:
-            raise WeightError(f"cannot read {str(file)!r}: {exc}") from exc
+    with open_checkpoint(directory) as files:
+        for file, held in files.items():
+            try:
+                with safe_open(held, framework="numpy") as tensors:
+                    shapes |= {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
+            except (OSError, SafetensorError) as exc:
+                raise WeightError(f"cannot read {str(file)!r}: {exc}") from exc
     return shapes
 
 

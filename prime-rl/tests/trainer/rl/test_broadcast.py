@@ -11,6 +11,8 @@ import torch
 from safetensors.torch import load_file
 
 from prime_rl.configs.trainer import FileSystemWeightBroadcastConfig, ModelConfig
+from prime_rl.inference.checkpoint_files import WeightError, open_checkpoint
+from prime_rl.inference.embedded.engine.weights import read_weights
 from prime_rl.run.paths import RunPaths, stable_steps
 from prime_rl.trainer.model.build import setup_model
 from prime_rl.trainer.rl.broadcast import FileSystemBroadcast
@@ -101,13 +103,13 @@ def test_a_server_that_reads_a_version_is_never_harmed_by_a_resumed_trainer(dtyp
     """A thread loads the version again and again while trainers resume, with the same weights or in another dtype."""
     file = RunPaths(tmp_path).orchestrator.broadcast(3) / "model.safetensors"
     broadcast_to(tmp_path, mesh).publish(model, 3, dtypes[0])
-    names, resumed = load_file(file).keys(), threading.Event()
+    names, resumed = read_weights(file.parent).keys(), threading.Event()
 
     def read() -> int:
         count = 0
         while not resumed.is_set() or not count:
             assert (file.parent / STABLE).is_file()
-            assert load_file(file).keys() == names
+            assert read_weights(file.parent).keys() == names
             count += 1
         return count
 
@@ -117,3 +119,19 @@ def test_a_server_that_reads_a_version_is_never_harmed_by_a_resumed_trainer(dtyp
             broadcast_to(tmp_path, mesh).publish(model, 3, dtype)
         resumed.set()
         assert reads.result() > 0
+
+
+def test_a_checkpoint_that_is_open_stays_whole_when_it_is_replaced_and_deleted(tmp_path, model, mesh) -> None:
+    directory = RunPaths(tmp_path).orchestrator.broadcast(3)
+    broadcast_to(tmp_path, mesh).publish(model, 3, torch.float32)
+    before = load_file(directory / "model.safetensors")
+    with open_checkpoint(directory) as files:
+        broadcast_to(tmp_path, mesh).publish(model, 3, torch.bfloat16)
+        (held,) = files.values()
+        read = load_file(held)
+        assert read.keys() == before.keys()
+        assert all(torch.equal(read[name], before[name]) for name in before)
+        shutil.rmtree(directory)
+        assert load_file(held).keys() == before.keys()
+    with pytest.raises(WeightError, match="does not exist"), open_checkpoint(directory):
+        pass

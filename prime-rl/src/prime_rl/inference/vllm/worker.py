@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from prime_rl.inference.checkpoint_files import WeightError, checkpoint_files
+from prime_rl.inference.checkpoint_files import WeightError, open_checkpoint
 from prime_rl.inference.protocol import InitBroadcasterBody
 from prime_rl.inference.weight_group import join_group, received_tensors
 from prime_rl.run.lifeline import end_with_launch
@@ -77,7 +77,8 @@ class CheckpointLoading:
 def _tensors(directory: Path) -> Iterator[tuple[str, Tensor]]:
     from safetensors import safe_open
 
-    for file in checkpoint_files(directory):
-        with safe_open(file, framework="pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118 - not a mapping
-                yield name, tensors.get_tensor(name)
+    with open_checkpoint(directory) as files:
+        for file in files.values():
+            with safe_open(file, framework="pt") as tensors:
+                for name in tensors.keys():  # noqa: SIM118 - not a mapping
+                    yield name, tensors.get_tensor(name)

@@ -12,13 +12,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from prime_rl.inference.adapter_files import AdapterSpec, check_name, read_adapter_spec
-from prime_rl.inference.checkpoint_files import Shapes, WeightError, mismatch_error
+from prime_rl.inference.checkpoint_files import Shapes, mismatch_error
+from prime_rl.inference.embedded.engine.weights import read_weights
 from prime_rl.run.paths import step_of
 
 Site = tuple[str, ...]
@@ -168,10 +167,7 @@ class AdapterStore:
         known = {path for site in self.sites for path in site}
         if odd := [path for path in spec.paths if path not in known]:
             raise mismatch_error(directory, f"adapters on {odd[0]} are not supported")
-        try:
-            tensors = load_file(spec.tensors)
-        except (OSError, SafetensorError) as exc:
-            raise WeightError(f"cannot read {str(spec.tensors)!r}: {exc}") from exc
+        tensors = read_weights(directory)
 
         def update_of(path: str) -> LowRank:
             if path not in spec.paths:

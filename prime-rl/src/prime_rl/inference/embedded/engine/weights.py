@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from prime_rl.inference.checkpoint_files import WeightError, checkpoint_files, mismatch_error
+from prime_rl.inference.checkpoint_files import WeightError, mismatch_error, open_checkpoint
 from prime_rl.inference.embedded.errors import first_line
 from prime_rl.inference.protocol import InitBroadcasterBody, RequestError
 from prime_rl.inference.weight_group import NO_WEIGHT_GROUP, join_group, received_tensors
@@ -86,11 +86,12 @@ def read_weights(directory: Path) -> dict[str, Tensor]:
         WeightError: the directory or a file is missing or unreadable.
     """
     tensors: dict[str, Tensor] = {}
-    for file in checkpoint_files(directory):
-        try:
-            tensors.update(load_file(file))
-        except (OSError, SafetensorError) as exc:
-            raise WeightError(f"cannot read {str(file)!r}: {exc}") from exc
+    with open_checkpoint(directory) as files:
+        for file, held in files.items():
+            try:
+                tensors.update(load_file(held))
+            except (OSError, SafetensorError) as exc:
+                raise WeightError(f"cannot read {str(file)!r}: {exc}") from exc
     return tensors
 
 
