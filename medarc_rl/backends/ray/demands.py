@@ -19,7 +19,7 @@ def gpus_of(config: Any, single_gpu: bool) -> list[int]:
     if isinstance(config, SFTConfig):
         sft_gpus(config)
     demand = _demand(config)
-    return [1 + sum(demand.judges)] if single_gpu and demand.nodes == 1 else list(demand.gpus_of_nodes)
+    return [1 + sum(demand.frozen)] if single_gpu and demand.nodes == 1 else list(demand.gpus_of_nodes)
 
 
 def device_of(config: Any) -> str:

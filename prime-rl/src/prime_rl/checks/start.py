@@ -95,6 +95,8 @@ def _evaluation_faults(config: SFTConfig, start: StartDir) -> Iterator[str]:
 
 
 def _rl_faults(config: RLConfig, start: StartDir) -> Iterator[str]:
+    from prime_rl.checks.engines import engine_faults
+
     trainer, server = config.trainer, config.inference
     yield from _run_faults(config.output_dir, trainer, start)
     run = RunPaths(start.find(config.output_dir))
@@ -108,6 +110,12 @@ def _rl_faults(config: RLConfig, start: StartDir) -> Iterator[str]:
         yield from _function_faults("trainer.loss.import_path", trainer.loss.import_path, start, is_module_run=True)
     yield from _orchestrator_faults(config.orchestrator, start)
     yield from _judge_faults("judge", config.orchestrator.judge, config.device, start)
+    if config.teacher_inference is not None:
+        yield from _named_faults("teacher_inference.model.name", config.teacher_inference.model.name, start)
+        for fault in engine_faults(config.teacher_inference, start):
+            yield type(fault)(f"teacher_inference: {fault}")
+    if config.orchestrator.teacher_model is not None:
+        yield from _header_faults("orchestrator.teacher_model.client", config.orchestrator.teacher_model.client, start)
     if server is not None:
         key = "model.name" if is_shared else "inference.model.name"
         yield from _named_faults(key, server.model.name, start)

@@ -121,13 +121,13 @@ class OptimizerConfig(BaseConfig):
 
 
 class TeacherModelConfig(BaseConfig):
-    """A teacher whose log-probabilities guide the policy."""
+    """A teacher: a frozen model whose log-probabilities of the sampled tokens guide the policy."""
 
     client: ClientConfig = ClientConfig()
-    """How to reach the teacher's server."""
+    """How to reach the teacher's servers, which take turns. `rl` sets it if it starts one."""
 
     model: ModelConfig = ModelConfig()
-    """The teacher."""
+    """The teacher. Its tokenizer must be the policy's. `rl` sets its name if it starts the server."""
 
 
 class CheckpointConfig(BaseConfig):

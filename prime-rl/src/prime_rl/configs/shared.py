@@ -14,7 +14,10 @@ ServerType = Literal["vllm", "openai"]
 Device = Literal["auto", "cuda", "cpu"]
 FileAccess = Literal["owner", "group", "umask"]
 
-NO_TEACHER = "train with SFT on texts that the teacher wrote, or let rewards ask it as a judge"
+TEACHER_ELSEWHERE = (
+    "a run on several nodes starts no teacher: start its server yourself, such as with `inference` on another node, "
+    "and set orchestrator.teacher_model.client.base_url"
+)
 """What to do instead of distillation."""
 
 

@@ -20,16 +20,16 @@ _SPINS = "20000"
 
 @dataclass(frozen=True, slots=True)
 class GpuAssignment:
-    """The GPUs of inference and trainer, which may share one, and those of each judge."""
+    """The GPUs of inference and trainer, which may share one, and those of each judge and of the teacher."""
 
     inference: tuple[str, ...] = ()
     trainer: tuple[str, ...] = ()
-    judges: tuple[tuple[str, ...], ...] = ()
+    frozen: tuple[tuple[str, ...], ...] = ()
 
     @property
     def all(self) -> tuple[str, ...]:
         """Each GPU once."""
-        return tuple(dict.fromkeys((*self.inference, *self.trainer, *chain(*self.judges))))
+        return tuple(dict.fromkeys((*self.inference, *self.trainer, *chain(*self.frozen))))
 
 
 def mask(gpus: Sequence[str]) -> dict[str, str]:
@@ -62,10 +62,10 @@ def assign_gpus(
     train: int,
     infer_ids: Sequence[int] | None = None,
     train_ids: Sequence[int] | None = None,
-    judges: Sequence[int] = (),
+    frozen: Sequence[int] = (),
 ) -> GpuAssignment:
     """Assign the first `infer` usable ids to inference and the next `train` to the trainer, or ids from the config.
-    Each judge gets as many of the rest as `judges` says.
+    Each judge and the teacher get as many of the rest as `frozen` says.
 
     Ids in the config may overlap; then both sides share a GPU.
 
@@ -81,11 +81,11 @@ def assign_gpus(
     if (infer_ids is None and len(inference) < infer) or (train_ids is None and len(trainer) < train):
         raise DeviceError(f"{infer} inference + {train} training GPUs are more than can be used: {_listed(usable)}")
     rest = iter([gpu for gpu in usable if gpu not in {*inference, *trainer}])
-    own = tuple(tuple(islice(rest, count)) for count in judges)
-    if [len(each) for each in own] != list(judges):
+    own = tuple(tuple(islice(rest, count)) for count in frozen)
+    if [len(each) for each in own] != list(frozen):
         raise DeviceError(
-            f"{len(inference)} inference + {len(trainer)} training + {sum(judges)} GPUs of judges are more than can be "
-            f"used: {_listed(usable)}"
+            f"{len(inference)} inference + {len(trainer)} training + {sum(frozen)} GPUs of judges and teacher are more "
+            f"than can be used: {_listed(usable)}"
         )
     return GpuAssignment(inference, trainer, own)
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
+from prime_rl.configs.rollouts.frozen import FrozenModel, frozen_judges, frozen_models
 from prime_rl.configs.rollouts.judges import JudgeConfig, started_judges
 from prime_rl.configs.supervised.evaluation import evaluation_of
 from prime_rl.launch.caches import cache_env
@@ -23,9 +24,9 @@ from prime_rl.launch.programs import (
     TrainerRanks,
     beside_training,
     evaluator_process,
+    frozen_process,
     inference_process,
     interface_env,
-    judge_process,
     orchestrator_process,
 )
 from prime_rl.launch.site import Demand, Site
@@ -33,7 +34,7 @@ from prime_rl.launch.spec import ProcessSpec
 from prime_rl.launch.stalls.watchdog import StallLimits
 from prime_rl.run.beats import SERVERS_VARIABLE, replica_name
 from prime_rl.run.clearance import CLEARANCE_VARIABLE
-from prime_rl.run.paths import RunPaths, judge_process_name
+from prime_rl.run.paths import TEACHER, RunPaths
 from prime_rl.utils.engine_keys import (
     ENGINE_KEY_VARIABLE,
     JUDGE_SERVER_KEY_VARIABLE,
@@ -47,7 +48,7 @@ if TYPE_CHECKING:
     from prime_rl.configs.inference import InferenceConfig
     from prime_rl.configs.rl import RLConfig
     from prime_rl.configs.sft import SFTConfig
-    from prime_rl.configs.shared import ClientConfig, Device, StallConfig, TraceConfig
+    from prime_rl.configs.shared import ClientConfig, StallConfig, TraceConfig
     from prime_rl.utils.pydantic_config import BaseSettings
 
 
@@ -56,7 +57,7 @@ def sft_demand(config: SFTConfig) -> Demand:
     deployment = config.deployment
     if deployment.type == "single_node":
         judges = {} if config.eval is None else config.eval.judge
-        return replace(demand, judges=_judge_gpus(judges, config.device))
+        return replace(demand, frozen=_gpus_of(frozen_judges(judges, config.device)))
     return replace(demand, train_nodes=deployment.num_nodes, interface=deployment.network_interface)
 
 
@@ -74,20 +75,20 @@ def rl_demand(config: RLConfig) -> Demand:
         train=deployment.num_train_gpus if train_ids is None else len(train_ids),
         infer_ids=None if infer_ids is None else tuple(infer_ids),
         train_ids=None if train_ids is None else tuple(train_ids),
-        judges=_judge_gpus(config.orchestrator.judge, config.device),
+        frozen=_gpus_of(frozen_models(config)),
     )
 
 
 def eval_demand(config: OfflineEvalConfig) -> Demand:
-    judges = _judge_gpus(config.judge, config.device)
+    judges = _gpus_of(frozen_judges(config.judge, config.device))
     if config.inference is None:
-        return Demand(config.device if judges else "cpu", judges=judges)
+        return Demand(config.device if judges else "cpu", frozen=judges)
     gpus = config.inference.parallel.tp * config.inference.parallel.dp
-    return Demand(config.inference.device, infer=gpus, judges=judges)
+    return Demand(config.inference.device, infer=gpus, frozen=judges)
 
 
-def _judge_gpus(judges: Mapping[str, JudgeConfig], device: Device) -> tuple[int, ...]:
-    return tuple(each.gpus_on(device) for each in started_judges(judges).values())
+def _gpus_of(models: Sequence[FrozenModel]) -> tuple[int, ...]:
+    return tuple(each.gpus for each in models)
 
 
 def plan_sft(config: SFTConfig, paths: RunPaths, site: Site, resume_step: int | None) -> Job:
@@ -142,12 +143,13 @@ def _evaluating(
     env = _child_env(command, "evaluator", head, _server_names(sites))
     evaluator = evaluator_process(paths, head.programs.python, env, *_client_flags(config.inference, sites))
     servers = _servers(command, config.inference, paths, sites, envs)
-    judges = _judge_servers(command, config.judge, paths, head, envs[0])
+    judges = _frozen_servers(command, frozen_judges(config.judge, config.device), paths, head, envs[0])
     return *judges, *_with_key(servers, _with_judges(evaluator, config.judge, head), config.client, head)
 
 
 def _eval_configs(config: OfflineEvalConfig) -> dict[str, BaseSettings]:
-    own: dict[str, BaseSettings] = {"eval": config, **_judge_configs(config.judge, config.device)}
+    judges = frozen_judges(config.judge, config.device)
+    own: dict[str, BaseSettings] = {"eval": config, **{each.process: each.server for each in judges}}
     return own if config.inference is None else {**own, "inference": config.inference}
 
 
@@ -167,11 +169,11 @@ def plan_rl(config: RLConfig, paths: RunPaths, site: Site, resume_step: int | No
     waits = {CLEARANCE_VARIABLE: str(paths.orchestrator.environments_checked)}
     infer_envs = [_threads(each, infer_at_once) | waits for each in infer_sites]
     servers = _servers("rl", config.inference, paths, infer_sites, infer_envs)
-    judges = config.orchestrator.judge
-    orchestrator = _with_judges(replace(orchestrator, node=head.node), judges, head)
+    orchestrator = _with_judges(replace(orchestrator, node=head.node), config.orchestrator.judge, head)
+    orchestrator = _with_teacher(orchestrator, config, head)
     processes = _with_transport_key(
         (
-            *_judge_servers("rl", judges, paths, head, _threads(head, infer_at_once) | waits),
+            *_frozen_servers("rl", frozen_models(config), paths, head, _threads(head, infer_at_once) | waits),
             *_with_key(servers, orchestrator, config.orchestrator.client, site),
             *_trainer("rl", ranks, paths, train_sites, envs, *broadcast, *members, *sockets, *resume),
         ),
@@ -228,7 +230,7 @@ def component_configs(config: RLConfig) -> dict[str, BaseSettings]:
         "rl": config,
         "trainer": config.trainer,
         "orchestrator": config.orchestrator,
-        **_judge_configs(config.orchestrator.judge, config.device),
+        **{each.process: each.server for each in frozen_models(config)},
     }
     return sections if config.inference is None else {**sections, "inference": config.inference}
 
@@ -300,27 +302,38 @@ def _with_key(
     return *keyed, replace(user, secrets={**user.secrets, client.api_key_var: key})
 
 
-def _judge_configs(judges: Mapping[str, JudgeConfig], device: Device) -> dict[str, BaseSettings]:
-    return {judge_process_name(name): judge.server(device) for name, judge in started_judges(judges).items()}
-
-
-def _judge_servers(
-    command: str, judges: Mapping[str, JudgeConfig], paths: RunPaths, site: Site, env: Mapping[str, str]
+def _frozen_servers(
+    command: str, models: Sequence[FrozenModel], paths: RunPaths, site: Site, env: Mapping[str, str]
 ) -> Iterator[ProcessSpec]:
-    """A server for each judge that the run starts, with the launch's key."""
-    ours = started_judges(judges)
-    for (name, judge), port, own in zip(ours.items(), site.ports.judges, _gpus_of_judges(site, len(ours)), strict=True):
-        gpus = () if judge.device == "cpu" else own or site.gpus.inference
-        may_be_vllm = site.device == "cuda" and judge.engine.backend != "embedded" and bool(gpus)
+    """A server for each judge and for the teacher, with the launch's key."""
+    gpus_of_each = site.gpus.frozen or ((),) * len(models)
+    for model, port, own in zip(models, site.ports.frozen, gpus_of_each, strict=True):
+        gpus = () if model.server.device == "cpu" else own or site.gpus.inference
+        may_be_vllm = site.device == "cuda" and model.server.backend != "embedded" and bool(gpus)
         visible = mask_for_vllm(gpus, site.gpu_indices) if may_be_vllm else mask(gpus)
-        flags = ("--server.host", site.address, "--server.port", str(port))
-        child = _child_env(command, judge_process_name(name), site, env) | visible
-        server = judge_process(paths, site.programs.inference, child, gpus, name, *flags)
-        yield replace(server, node=site.node, secrets={ENGINE_KEY_VARIABLE: site.engine_key})
+        is_as_configured = model.process == TEACHER and site.ports.inference is None
+        flags = () if is_as_configured else ("--server.host", site.address, "--server.port", str(port))
+        child = _child_env(command, model.process, site, env) | visible
+        server = frozen_process(paths, site.programs.inference, child, gpus, model.process, *flags)
+        key = model.key_variable and named_key(model.key_variable, site.env)
+        yield replace(server, node=site.node, secrets={ENGINE_KEY_VARIABLE: key or site.engine_key})
 
 
-def _gpus_of_judges(site: Site, count: int) -> tuple[tuple[str, ...], ...]:
-    return site.gpus.judges or ((),) * count
+def _with_teacher(user: ProcessSpec, config: RLConfig, site: Site) -> ProcessSpec:
+    """The orchestrator, with the address and the key of the teacher that the run starts."""
+    models = dict(zip((each.process for each in frozen_models(config)), site.ports.frozen, strict=True))
+    teacher = config.orchestrator.teacher_model
+    if TEACHER not in models or teacher is None:
+        return user
+    url, flags = teacher.client.base_url[0], tuple[str, ...]()
+    if site.ports.inference is not None:
+        url = f"http://{site.address}:{models[TEACHER]}/v1"
+        flags = ("--teacher-model.client.base-url", url)
+    variable = teacher.client.api_key_var
+    key = named_key(variable, site.env) or site.engine_key
+    names = json.loads(user.env.get(SERVERS_VARIABLE, "{}")) | {url: TEACHER}
+    env = {**user.env, SERVERS_VARIABLE: json.dumps(names)}
+    return replace(user, argv=(*user.argv, *flags), env=env, secrets={**user.secrets, variable: key})
 
 
 def _with_judges(user: ProcessSpec, judges: Mapping[str, JudgeConfig], site: Site) -> ProcessSpec:
@@ -328,7 +341,7 @@ def _with_judges(user: ProcessSpec, judges: Mapping[str, JudgeConfig], site: Sit
     ours = started_judges(judges)
     if not ours:
         return user
-    urls = {name: f"http://{site.address}:{port}/v1" for name, port in zip(ours, site.ports.judges, strict=True)}
+    urls = {name: f"http://{site.address}:{port}/v1" for name, port in zip(ours, site.ports.frozen, strict=False)}
     env = {**user.env, JUDGE_SERVERS_VARIABLE: json.dumps(urls)}
     return replace(user, env=env, secrets={**user.secrets, JUDGE_SERVER_KEY_VARIABLE: site.engine_key})
 

@@ -14,7 +14,7 @@ from prime_rl.launch.devices import mask
 from prime_rl.launch.spec import CannotStart, ProcessSpec
 from prime_rl.run.beats import replica_name
 from prime_rl.run.completion import TRAINER_VARIABLE
-from prime_rl.run.paths import STORE_VARIABLE, RunPaths, judge_process_name
+from prime_rl.run.paths import STORE_VARIABLE, RunPaths
 
 RL_TRAINER = "prime_rl.trainer.rl.train"
 SFT_TRAINER = "prime_rl.trainer.sft.train"
@@ -66,11 +66,10 @@ def inference_process(
     return ProcessSpec(name, argv, paths.log(name), _unbuffered(env), gpus=gpus, beats=paths.beats(name))
 
 
-def judge_process(
-    paths: RunPaths, program: str, env: Mapping[str, str], gpus: tuple[str, ...], judge: str, *flags: str
+def frozen_process(
+    paths: RunPaths, program: str, env: Mapping[str, str], gpus: tuple[str, ...], name: str, *flags: str
 ) -> ProcessSpec:
-    """The server of a judge. It serves until the run is complete."""
-    name = judge_process_name(judge)
+    """The server of a judge or of the teacher. It serves until the run is complete."""
     argv = (program, "@", str(paths.config(name)), *flags)
     return ProcessSpec(name, argv, paths.log(name), _unbuffered(env), gpus=gpus, beats=paths.beats(name))
 

@@ -37,8 +37,8 @@ class Demand:
     infer_ids: tuple[int, ...] | None = None
     """GPUs that the config names. None takes the first free ones."""
     train_ids: tuple[int, ...] | None = None
-    judges: tuple[int, ...] = ()
-    """GPUs of each judge's own."""
+    frozen: tuple[int, ...] = ()
+    """GPUs of their own of each judge and of the teacher."""
     infer_nodes: int = 0
     """Nodes of their own for inference. On several nodes the numbers above count per node."""
     train_nodes: int = 0
@@ -55,7 +55,7 @@ class Demand:
         """GPUs of each node. It serves or trains, unless no node is for inference alone."""
         if self.infer_nodes:
             return (self.infer,) * self.infer_nodes + (self.train,) * self.train_nodes
-        return (self.infer + self.train + sum(self.judges),) * self.nodes
+        return (self.infer + self.train + sum(self.frozen),) * self.nodes
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +76,8 @@ class Ports:
 
     inference: int | None = None
     broadcast: int | None = None
-    judges: tuple[int, ...] = ()
-    """Always chosen at run time."""
+    frozen: tuple[int, ...] = ()
+    """Those of judges and of the teacher, chosen at run time. The teacher's is used if `inference` is chosen."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,8 +140,8 @@ def claimed_site(
     programs = Programs.find(bin_dir)
     combination = made_for(gpu_names(gpus.all) if device == "cuda" else (), env)
     with ExitStack() as held:
-        free = held.enter_context(reserved_ports(len(demand.judges) + (2 if sharing.free_ports else 0)))
-        ports = Ports(judges=free[: len(demand.judges)])
+        free = held.enter_context(reserved_ports(len(demand.frozen) + (2 if sharing.free_ports else 0)))
+        ports = Ports(frozen=free[: len(demand.frozen)])
         if sharing.free_ports:
             ports = replace(ports, inference=free[-2], broadcast=free[-1])
         yield Site(
@@ -190,20 +190,20 @@ def _assigned(demand: Demand, sharing: Sharing, ids: tuple[str, ...]) -> GpuAssi
     if named == (None, None) and sharing.single_gpu:
         if not ids:
             raise DeviceError("single-GPU mode needs 1 GPU, but none can be used here")
-        both = assign_gpus(ids, 1, 0, judges=demand.judges)
+        both = assign_gpus(ids, 1, 0, frozen=demand.frozen)
         return replace(both, trainer=both.inference)
-    return assign_gpus(ids, demand.infer, demand.train, *named, judges=demand.judges)
+    return assign_gpus(ids, demand.infer, demand.train, *named, frozen=demand.frozen)
 
 
 def _check_exact(demand: Demand, sharing: Sharing, ids: tuple[str, ...]) -> None:
-    judges = sum(demand.judges)
-    needed = (1 if sharing.single_gpu else demand.infer + demand.train) + judges
+    frozen = sum(demand.frozen)
+    needed = (1 if sharing.single_gpu else demand.infer + demand.train) + frozen
     if len(ids) == needed:
         return
-    of_judges = f" + {judges} of judges" if judges else ""
-    wanted = f"single-GPU mode needs 1{of_judges}"
+    of_frozen = f" + {frozen} of judges and teacher" if frozen else ""
+    wanted = f"single-GPU mode needs 1{of_frozen}"
     if not sharing.single_gpu:
-        wanted = f"{demand.infer} inference + {demand.train} training{of_judges} GPUs are {needed}"
+        wanted = f"{demand.infer} inference + {demand.train} training{of_frozen} GPUs are {needed}"
     raise DeviceError(
         f"{wanted}, but {len(ids)} can be used here ({','.join(ids) or 'none'}): "
         "set CUDA_VISIBLE_DEVICES to the ones to use"

@@ -3,6 +3,7 @@
 OrchestratorError
 ├── EnvironmentFault      an environment cannot be imported, has no rows, or its server does not answer
 ├── JudgeFault            a judge does not answer, refuses its key, or nothing has started it
+├── TeacherFault          the teacher does not answer, or cannot score a sample
 ├── InferenceFault        a server is down, never becomes ready, sends unusable replies, or rejects weights
 ├── TrainerFault          the trainer publishes no further policy version
 ├── GroupFailed           a group failed, and is retried
@@ -26,6 +27,10 @@ class EnvironmentFault(OrchestratorError):
 
 class JudgeFault(OrchestratorError):
     """A judge cannot be used: rewards without it would be made up."""
+
+
+class TeacherFault(OrchestratorError):
+    """The teacher cannot be used: its part of the loss would be missing."""
 
 
 class InferenceFault(OrchestratorError):

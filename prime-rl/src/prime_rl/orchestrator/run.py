@@ -19,6 +19,7 @@ from prime_rl.monitors.heartbeat import Heartbeat
 from prime_rl.orchestrator.batches.advantage import setup_advantage
 from prime_rl.orchestrator.batches.batch import BatchTarget
 from prime_rl.orchestrator.batches.filters import setup_filters
+from prime_rl.orchestrator.batches.teacher import Teacher
 from prime_rl.orchestrator.ckpt import Checkpoints, Progress, restore
 from prime_rl.orchestrator.env_servers.environments import Environment, load_environments
 from prime_rl.orchestrator.env_servers.examination import EVAL_KEY, placed, refuse_unusable
@@ -44,7 +45,7 @@ from prime_rl.run.attempts import checked_files, report_restored
 from prime_rl.run.beats import own_beats
 from prime_rl.run.clearance import give_clearance
 from prime_rl.run.ledger import Ledger, read_ledger
-from prime_rl.run.paths import OrchestratorPaths, RunPaths
+from prime_rl.run.paths import TEACHER, OrchestratorPaths, RunPaths
 from prime_rl.transport import setup_batch_sender
 from prime_rl.utils.logger import SUCCESS, get_logger
 
@@ -112,6 +113,11 @@ async def _run(
         (monitor, extras), held_version, _ = await asyncio.gather(
             asyncio.to_thread(setup_monitor, config, run, paths), ready, judges.warm()
         )
+        teacher = None
+        if config.teacher_model is not None:
+            teacher = Teacher(config.teacher_model)
+            closing.push_async_callback(teacher.close)
+            await teacher.wait_ready(run.started_log(TEACHER))
         closing.push(lambda kind, error, trace: monitor.close(int(kind is not None)))
         closing.push_async_callback(environments.close)
         await servers.guard(environments.connect())
@@ -141,6 +147,7 @@ async def _run(
             sampling=config.sampling,
             target=BatchTarget(config.batch_size, config.token_batch_size),
             max_steps=config.max_steps,
+            teacher=teacher,
             evaluator=make_evaluator(config, environments.eval, policy, pool, monitor, rollout_log),
             validator=make_validator(config, environments.train, pool),
             empty=EmptyBatches(sleep),

@@ -14,6 +14,7 @@ from prime_rl.monitors.heartbeat import Heartbeat
 from prime_rl.orchestrator.batches.advantage import AdvantageFunction, assign_advantages
 from prime_rl.orchestrator.batches.batch import Batch, BatchTarget, build_batch
 from prime_rl.orchestrator.batches.filters import Filter, apply_filters
+from prime_rl.orchestrator.batches.teacher import Teacher
 from prime_rl.orchestrator.ckpt import Checkpoints, Progress
 from prime_rl.orchestrator.errors import NothingToTrain
 from prime_rl.orchestrator.evaluation.evaluator import Evaluator
@@ -72,6 +73,7 @@ class Steps:
     sampling: SamplingConfig
     target: BatchTarget
     max_steps: int | None
+    teacher: Teacher | None = None
     evaluator: Evaluator | None = None
     validator: Validator | None = None
     validation: dict[str, float] = field(default_factory=dict)
@@ -99,6 +101,8 @@ class Steps:
                         self.scheduler.buffer.ledger.dropped(group.example.draw, "its batch had no token to train on")
                     await self.empty.pause(progress.step)
                     continue
+                if self.teacher is not None:
+                    await self.score(batch, progress.step, self.teacher)
                 await self.send(batch, progress)
             self.report(batch, progress)
             self.heartbeat.beat()
@@ -129,6 +133,12 @@ class Steps:
             apply_filters(self.filters, [rollout for group in groups for rollout in group.rollouts])
             assign_advantages(groups, self.advantage)
             return build_batch(groups)
+
+    async def score(self, batch: Batch, step: int, teacher: Teacher) -> None:
+        """Add the teacher's log-probabilities to the samples that are trained on."""
+        own_beats().say(f"step {step}: waiting for the teacher's log-probabilities")
+        with self._timing("teacher_logprobs"):
+            await teacher.score(batch.trained)
 
     async def send(self, batch: Batch, progress: Progress) -> None:
         own_beats().say(f"step {progress.step}: sending the batch")

@@ -22,6 +22,10 @@ _STEP_DIR = re.compile(r"step_(\d+)")
 _SAMPLES = re.compile(r"(step|eval)_(\d+)(?:\.rank_(\d+))?\.jsonl(?:\.gz)?")
 
 
+TEACHER = "teacher_inference"
+"""Name of the process that serves the teacher, of its log and of its config."""
+
+
 def judge_process_name(judge: str) -> str:
     """Name of the process that serves a judge, of its log and of its config."""
     return f"judge_{judge}"
@@ -123,7 +127,11 @@ class RunPaths:
     @property
     def server_log(self) -> Path | None:
         """Log of the inference server that was started for the run; None if somebody else started it."""
-        return self.log("inference") if self.config("inference").is_file() else None
+        return self.started_log("inference")
+
+    def started_log(self, server: str) -> Path | None:
+        """Log of a server that was started for the run; None if somebody else started it."""
+        return self.log(server) if self.config(server).is_file() else None
 
     def rank_log(self, rank: int) -> Path:
         return self.logs / "trainer" / f"rank_{rank}.log"

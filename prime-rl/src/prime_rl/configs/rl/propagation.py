@@ -30,6 +30,8 @@ _ABSENT = object()
 RESUMED_WEIGHTS_TIMEOUT_S = 600
 METRICS_PORT_OFFSET = 2
 """Distance of the trainer's metrics port from the server's. The teacher's is between; the orchestrator's follows."""
+_OF_A_POLICY = ("enable_lora", "max_lora_rank", "enable_sleep_mode", "weight_broadcast")
+"""Keys of `[inference]` for a model that is trained."""
 _BENCH_TOKEN_BATCH = 32
 """Number of fake samples in a benchmark with `token_batch_size`."""
 
@@ -392,17 +394,30 @@ def _place_metrics(run: RunTables) -> None:
             run.fill(f"{component}.metrics_server.port", server.port + offset, "inference.server.port")
 
 
+def _remove(table: Table, key: str) -> None:
+    *path, name = key.split(".")
+    above = value_at(table, tuple(path), None) if path else table
+    if isinstance(above, dict):
+        above.pop(name, None)
+
+
 def _add_teacher(run: RunTables) -> None:
+    """A server for the teacher: with GPUs of its own, or as `[teacher_inference]` says. By itself it is as the
+    inference server, and serves the model that the run starts from."""
     gpus = (run.single_node.num_teacher_gpus or 0) if run.single_node is not None else 0
-    if gpus == 0:
+    if run.multi_node is not None or (gpus == 0 and run.teacher_inference is None):
         return
+    server = peek(ServerConfig, run.get("inference.server")) or ServerConfig()
     if run.teacher_inference is None:
-        server = peek(ServerConfig, run.get("inference.server"))
         run.teacher_inference = copy.deepcopy(run.inference or {})
-        run.put("teacher_inference.server.port", (server or ServerConfig()).port + 1, "inference.server.port")
-        # The copied number applies to the server's GPUs.
-        if isinstance(run.get("teacher_inference.parallel"), dict):
-            run.teacher_inference["parallel"].pop("dp", None)
+        # What belongs to the server that is copied: its address, its GPUs and its updates.
+        for key in ("server.port", "parallel.dp", *_OF_A_POLICY):
+            _remove(run.teacher_inference, key)
+        longest = run.get("inference.model.max_model_len")
+        if isinstance(longest, int):
+            run.put("teacher_inference.model.max_model_len", longest + 1, "a teacher generates a token to score others")
+    run.fill("teacher_inference.server.port", server.port + 1, "inference.server.port")
+    run.fill("teacher_inference.model.name", run.get("trainer.model.name"), "the model that the run starts from")
     _fill_dp(run, "teacher_inference", gpus)
     server = peek(ServerConfig, run.get("teacher_inference.server"))
     model = peek(BaseModelConfig, {"name": run.get("teacher_inference.model.name", BaseModelConfig().name)})

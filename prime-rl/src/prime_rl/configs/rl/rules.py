@@ -8,7 +8,8 @@ from typing import Any
 from prime_rl.configs.inference import InferenceConfig
 from prime_rl.configs.model import replication_fault
 from prime_rl.configs.rl.sections import MultiNodeDeploymentConfig, RunSections, SingleNodeDeploymentConfig
-from prime_rl.configs.shared import NO_TEACHER
+from prime_rl.configs.rollouts.sampling import SamplingConfig
+from prime_rl.configs.shared import TEACHER_ELSEWHERE
 
 TOY_MODELS = "Jackmin108/"
 """Test models that are published under one name per component."""
@@ -36,8 +37,17 @@ def run_faults(run: RunSections, has_slurm: bool) -> Iterator[str]:
 
 def run_warnings(run: RunSections) -> Iterator[str]:
     """One line for each setting that works, but probably not as intended."""
+    if run.orchestrator.teacher_model is not None and not _samples_at_one(run.orchestrator.sampling):
+        yield (
+            "a teacher's log-probabilities are those at temperature 1, and the policy's are those at "
+            "orchestrator.sampling.temperature: only 1 compares the same"
+        )
     if run.algorithm == "dapo" and run.orchestrator.sampling.max_tokens is None:
         yield "algorithm = 'dapo' has no overlong penalty without orchestrator.sampling.max_tokens"
+
+
+def _samples_at_one(sampling: SamplingConfig) -> bool:
+    return sampling.temp_scheduler is None and sampling.temperature in (None, 1.0)
 
 
 def _pairing_faults(run: RunSections) -> Iterator[str]:
@@ -125,6 +135,8 @@ def _single_node_faults(run: RunSections, deployment: SingleNodeDeploymentConfig
         yield from _uneven_split("inference", run.inference, deployment.num_infer_gpus)
     if run.teacher_inference is not None and deployment.num_teacher_gpus:
         yield from _uneven_split("teacher_inference", run.teacher_inference, deployment.num_teacher_gpus)
+    elif run.teacher_inference is not None and run.device != "cpu":
+        yield "[teacher_inference] has no GPU: set deployment.num_teacher_gpus, or device = 'cpu'"
     yield from _judge_faults(run, deployment)
     yield from _uneven_training(run, deployment.num_train_gpus)
     if fault := replication_fault(run.trainer.model, deployment.num_train_gpus):
@@ -184,7 +196,7 @@ def _multi_node_faults(run: RunSections, deployment: MultiNodeDeploymentConfig, 
             "yourself, such as with `inference` on another node, and set its base_url"
         )
     if run.teacher_inference is not None:
-        yield f"[teacher_inference] is not supported yet: {NO_TEACHER}"
+        yield f"[teacher_inference]: {TEACHER_ELSEWHERE}"
     group = deployment.nodes_per_fsdp_group
     if group is not None and deployment.num_train_nodes % group != 0:
         nodes = deployment.num_train_nodes
@@ -206,9 +218,27 @@ def _broadcast_faults(run: RunSections) -> Iterator[str]:
 
 
 def _teacher_faults(run: RunSections) -> Iterator[str]:
-    loss = run.trainer.loss
-    if loss.type == "default" and loss.teacher_tau > 0 and run.orchestrator.teacher_model is None:
-        yield "trainer.loss.teacher_tau needs deployment.num_teacher_gpus or [orchestrator.teacher_model]"
+    loss, teacher = run.trainer.loss, run.orchestrator.teacher_model
+    if loss.type == "default" and loss.teacher_tau > 0 and teacher is None:
+        yield (
+            "trainer.loss.teacher_tau needs a teacher: set deployment.num_teacher_gpus, [teacher_inference], or "
+            "orchestrator.teacher_model.client.base_url for one that runs already"
+        )
+    if teacher is None:
+        return
+    if loss.type not in ("default", "custom"):
+        yield f"a teacher has no effect with trainer.loss.type = {loss.type!r}: set it to 'default', or 'custom'"
+    if run.teacher_inference is None and set(teacher.client.base_url) & set(run.orchestrator.client.base_url):
+        yield (
+            "orchestrator.teacher_model.client.base_url names the server of the model that is trained: name the "
+            "teacher's, or let the run start it with [teacher_inference]"
+        )
+    served = run.teacher_inference.model.max_model_len if run.teacher_inference is not None else None
+    if served is not None and served <= run.orchestrator.seq_len:
+        yield (
+            f"teacher_inference.model.max_model_len ({served}) is too short for sequences of orchestrator.seq_len "
+            f"({run.orchestrator.seq_len}) tokens: set it to {run.orchestrator.seq_len + 1} or more"
+        )
 
 
 def _port_faults(run: RunSections) -> Iterator[str]:

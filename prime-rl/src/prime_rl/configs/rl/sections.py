@@ -19,7 +19,7 @@ from prime_rl.configs.ranges import (
     WholeNumber,
 )
 from prime_rl.configs.rollouts.judges import Judges
-from prime_rl.configs.shared import NO_TEACHER, Device, MonitorConfig, TraceConfig
+from prime_rl.configs.shared import TEACHER_ELSEWHERE, Device, MonitorConfig, TraceConfig
 from prime_rl.configs.trainer import TrainerConfig
 from prime_rl.utils.pydantic_config import BaseConfig
 
@@ -107,7 +107,7 @@ class SingleNodeDeploymentConfig(BaseDeploymentConfig):
     """Number of GPUs of the inference server."""
 
     num_teacher_gpus: int | None = Field(None, ge=0, le=1024)
-    """Number of GPUs of the teacher's server. None starts none."""
+    """Number of GPUs of the teacher's server. None starts none, unless there is `[teacher_inference]` on a CPU."""
 
     @model_validator(mode="after")
     def _check_gpus(self) -> Self:
@@ -144,7 +144,7 @@ class MultiNodeDeploymentConfig(BaseDeploymentConfig):
     @model_validator(mode="after")
     def _check_nodes(self) -> Self:
         if self.num_teacher_nodes is not None:
-            raise ValueError(f"num_teacher_nodes must stay None: no teacher is started; {NO_TEACHER}")
+            raise ValueError(f"num_teacher_nodes must stay None: {TEACHER_ELSEWHERE}")
         return self
 
 
@@ -225,4 +225,5 @@ class RunSections(SharedSettings):
     `orchestrator.client.base_url` is set or `deployment.num_infer_gpus` is 0. `"None"` starts none."""
 
     teacher_inference: InferenceConfig | None = None
-    """The teacher's server. None starts none."""
+    """The teacher's server. None starts none, unless `deployment.num_teacher_gpus` is set: it is then as
+    `[inference]`."""

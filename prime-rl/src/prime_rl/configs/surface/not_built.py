@@ -9,7 +9,6 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from prime_rl.configs.shared import NO_TEACHER
 from prime_rl.utils.pydantic_config import BaseSettings
 
 
@@ -33,8 +32,6 @@ def _of_both_trainers(key: str, why: str, values: tuple[Any, ...] = (), refused:
 
 
 NOT_BUILT: tuple[NotBuilt, ...] = (
-    NotBuilt("rl.deployment.num_teacher_gpus", NO_TEACHER),
-    NotBuilt("rl.teacher_inference", NO_TEACHER),
     NotBuilt("rl.max_model_len", "set `inference.model.max_model_len`"),
     *_of_both_trainers("model.attn", "use flash_attention_2, flash_attention_3 or sdpa", ("fa4",)),
     *_of_both_trainers("model.cp", "context parallelism is missing"),
@@ -51,11 +48,13 @@ NOT_BUILT: tuple[NotBuilt, ...] = (
     NotBuilt("trainer.ckpt.skip_dataloader", "RL resumes with everything that was saved"),
     NotBuilt("trainer.weight_broadcast.save_format", "the engines read safetensors", ("torch",)),
     NotBuilt("trainer.max_concurrent_runs", "a trainer serves one run"),
-    NotBuilt("trainer.loss.teacher_tau", NO_TEACHER),
     NotBuilt("orchestrator.log.log_data", "only SFT logs its data"),
     NotBuilt("orchestrator.log.env_worker_logs"),
     NotBuilt("orchestrator.model.trust_remote_code", "the orchestrator loads no model code", refused=False),
-    NotBuilt("orchestrator.teacher_model", NO_TEACHER),
+    NotBuilt("orchestrator.teacher_model.client.elastic", "name the teacher's servers in base_url"),
+    NotBuilt("orchestrator.teacher_model.model.lora", "name the adapter in teacher_model.model.name"),
+    NotBuilt("orchestrator.teacher_model.model.chat_template", "the teacher reads tokens", refused=False),
+    NotBuilt("orchestrator.teacher_model.model.trust_remote_code", "the server loads the model", refused=False),
     NotBuilt("orchestrator.prime_monitor", "metrics go to metrics.jsonl and W&B"),
     NotBuilt("orchestrator.optim.lr", "a trainer serves one run: set `trainer.optim.lr`"),
     NotBuilt("inference.model.rope_scaling", "set it in the model's config.json"),

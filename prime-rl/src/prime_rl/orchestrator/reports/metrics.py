@@ -21,6 +21,7 @@ class StepTimes:
     step: float = 0.0
     generate_completions: float = 0.0
     parallel_preprocess: float = 0.0
+    teacher_logprobs: float = 0.0
     save_ckpt: float = 0.0
     wait_for_ckpt: float = 0.0
     update_weights: float = 0.0

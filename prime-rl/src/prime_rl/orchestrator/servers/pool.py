@@ -83,7 +83,7 @@ class InferencePool:
         Raises:
             InferenceFault: a server is not healthy within `client.startup_timeout`, or serves another model.
         """
-        own_beats().say("waiting for the inference servers", waits_for="inference")
+        own_beats().say("waiting for the inference servers", waits_for=server_name(self.servers[0].base_url))
         await asyncio.gather(*(self._wait_healthy(server, server_log) for server in self.servers))
         if not self.config.skip_model_check:
             await asyncio.gather(*(self._check_model(server) for server in self.servers))

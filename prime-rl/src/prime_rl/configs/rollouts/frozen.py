@@ -1,0 +1,48 @@
+"""Models that a run serves and does not train: judges and the teacher."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from prime_rl.configs.inference import InferenceConfig
+from prime_rl.configs.rollouts.judges import JudgeConfig, started_judges
+from prime_rl.configs.shared import Device
+from prime_rl.run.paths import TEACHER, judge_process_name
+
+if TYPE_CHECKING:
+    from prime_rl.configs.rl import RLConfig
+
+
+@dataclass(frozen=True, slots=True)
+class FrozenModel:
+    """A server that the run starts for one of them."""
+
+    process: str
+    """Name of its process, of its log and of its config."""
+    server: InferenceConfig
+    gpus: int
+    """GPUs of its own. 0: none on a CPU, those of the inference server otherwise."""
+    key_variable: str | None = None
+    """Environment variable in which its client looks for its key. None: judges have one of their own."""
+
+
+def frozen_judges(judges: Mapping[str, JudgeConfig], device: Device) -> tuple[FrozenModel, ...]:
+    """The judges that a run on `device` starts."""
+    return tuple(
+        FrozenModel(judge_process_name(name), judge.server(device), judge.gpus_on(device))
+        for name, judge in started_judges(judges).items()
+    )
+
+
+def frozen_models(config: RLConfig) -> tuple[FrozenModel, ...]:
+    """The judges and the teacher that a run of RL starts. The teacher is last."""
+    return *frozen_judges(config.orchestrator.judge, config.device), *_teacher(config)
+
+
+def _teacher(config: RLConfig) -> Iterator[FrozenModel]:
+    teacher, deployment = config.orchestrator.teacher_model, config.deployment
+    if config.teacher_inference is not None and teacher is not None and deployment.type == "single_node":
+        gpus = 0 if config.device == "cpu" else deployment.num_teacher_gpus or 0
+        yield FrozenModel(TEACHER, config.teacher_inference, gpus, teacher.client.api_key_var)

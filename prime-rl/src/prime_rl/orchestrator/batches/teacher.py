@@ -1,0 +1,111 @@
+"""The teacher of a run: a frozen model that scores the samples before they are sent to the trainer."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import aiohttp
+import msgspec
+from verifiers.errors import OverlongPromptError
+
+from prime_rl.configs.orchestrator import TeacherModelConfig
+from prime_rl.orchestrator.errors import InferenceFault, TeacherFault
+from prime_rl.orchestrator.rollouts.chat_client import ChatChannel, ServerAnswered
+from prime_rl.orchestrator.servers.pool import InferencePool
+from prime_rl.orchestrator.servers.server import MAX_RETRIES
+from prime_rl.transport.messages import TrainingSample
+
+MAX_AT_ONCE = 64
+"""Samples that each server scores at once. More wait."""
+
+
+class _Entry(msgspec.Struct):
+    logprob: float
+
+
+class _Choice(msgspec.Struct):
+    prompt_logprobs: list[dict[str, _Entry] | None] | None = None
+
+
+class _Reply(msgspec.Struct):
+    choices: list[_Choice]
+
+
+class Teacher:
+    """Asks the servers of the teacher for the log-probabilities of given tokens. They take turns."""
+
+    def __init__(self, config: TeacherModelConfig) -> None:
+        self.model = config.model.name
+        self._pool = InferencePool(config.client, self.model)
+        self._timeout_s = config.client.timeout
+        self._channels: list[ChatChannel] = []
+        self._room = asyncio.Semaphore(MAX_AT_ONCE * len(self._pool.servers))
+        self._decoder = msgspec.json.Decoder(_Reply)
+
+    async def wait_ready(self, server_log: Path | None) -> None:
+        """Wait until every server is healthy and serves the model, and score one token.
+
+        `server_log` is the log of the server that was started for this run; None if the user starts it.
+
+        Raises:
+            TeacherFault: a server is not ready in time, serves another model, or does not score tokens.
+        """
+        try:
+            await self._pool.wait_served(server_log)
+        except InferenceFault as error:
+            raise TeacherFault(f"teacher: {error}") from error
+        self._channels = [
+            ChatChannel(server.base_url, server.headers, self._timeout_s, MAX_RETRIES) for server in self._pool.servers
+        ]
+        await asyncio.gather(*(self._logprobs(channel, [0, 0]) for channel in self._channels))
+
+    async def score(self, samples: Sequence[TrainingSample]) -> None:
+        """Set `teacher_logprobs` of the samples: entry t is the teacher's log-probability of token t at temperature 1.
+
+        Nothing predicts the first token, so its entry is 0.
+
+        Raises:
+            TeacherFault: a server does not answer after its retries, or cannot score a sample.
+        """
+        turns = zip(samples, itertools.cycle(self._channels), strict=False)
+        try:
+            async with asyncio.TaskGroup() as group:
+                for sample, channel in turns:
+                    group.create_task(self._score(sample, channel))
+        except BaseExceptionGroup as failures:
+            raise failures.exceptions[0]  # noqa: B904 - keep the error's own cause, not the group
+
+    async def _score(self, sample: TrainingSample, channel: ChatChannel) -> None:
+        tokens = sample.prompt_ids + sample.completion_ids
+        async with self._room:
+            sample.teacher_logprobs = await self._logprobs(channel, tokens)
+
+    async def _logprobs(self, channel: ChatChannel, tokens: list[int]) -> list[float]:
+        body = {"model": self.model, "prompt": tokens, "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
+        where = f"the teacher at {channel.base_url}"
+        try:
+            answer = await channel.exchange("/completions", body)
+            (choice,) = self._decoder.decode(answer.body).choices
+        except OverlongPromptError as error:
+            raise TeacherFault(
+                f"{where} cannot read a sample of {len(tokens)} tokens and one more: raise its max_model_len ({error})"
+            ) from error
+        except (ServerAnswered, aiohttp.ClientError, TimeoutError) as error:
+            raise TeacherFault(f"{where} does not answer: {str(error) or type(error).__name__}") from error
+        except (msgspec.DecodeError, ValueError) as error:
+            raise TeacherFault(f"{where} sends an answer that cannot be read: {error}") from error
+        entries = choice.prompt_logprobs or []
+        scored = [
+            entry[str(token)].logprob if entry is not None and str(token) in entry else math.nan
+            for token, entry in zip(tokens[1:], entries[1:], strict=False)
+        ]
+        if len(scored) != len(tokens) - 1 or not all(map(math.isfinite, scored)):
+            raise TeacherFault(f"{where} does not return log-probabilities of a prompt: it needs `prompt_logprobs`")
+        return [0.0, *scored]
+
+    async def close(self) -> None:
+        await asyncio.gather(self._pool.close(), *(channel.close() for channel in self._channels))
