@@ -15,6 +15,7 @@ from prime_rl.configs.areal.launched import with_derived_keys
 from prime_rl.configs.areal.mode import parse as parse_allocation
 from prime_rl.configs.eval import OfflineEvalConfig
 from prime_rl.configs.rl import RLConfig
+from prime_rl.configs.rollouts.frozen import frozen_judges, frozen_models
 from prime_rl.configs.sft import SFTConfig
 from prime_rl.utils.pydantic_config import ConfigError
 
@@ -230,16 +231,17 @@ def sft_nodes_of(words: Sequence[str]) -> int:
 
 def training_gpus(config: SFTConfig) -> int:
     """Number of GPUs that an SFT run trains on, on all of its nodes. Raises UsageError as `sft_gpus` does."""
-    return (sft_gpus(config) - config.infer_gpus_per_node - judge_gpus(config)) * sft_nodes(config)
+    return (sft_gpus(config) - config.infer_gpus_per_node - frozen_gpus(config)) * sft_nodes(config)
 
 
-def judge_gpus(config: SFTConfig | RLConfig | OfflineEvalConfig) -> int:
-    """Number of GPUs of the judges that a run starts, which are on one node."""
-    if isinstance(config, SFTConfig):
-        judges = {} if config.eval is None else config.eval.judge
+def frozen_gpus(config: SFTConfig | RLConfig | OfflineEvalConfig) -> int:
+    """Number of GPUs of the judges and of the teacher that a run starts, which are on one node."""
+    if isinstance(config, RLConfig):
+        models = frozen_models(config)
     else:
-        judges = config.orchestrator.judge if isinstance(config, RLConfig) else config.judge
-    return sum(judge.gpus_on(config.device) for judge in judges.values())
+        asking = config.eval if isinstance(config, SFTConfig) else config
+        models = () if asking is None else frozen_judges(asking.judge, config.device)
+    return sum(model.gpus for model in models)
 
 
 def sft_gpus(config: SFTConfig) -> int:
@@ -250,7 +252,7 @@ def sft_gpus(config: SFTConfig) -> int:
     """
     if config.deployment.type == "multi_node":
         return _gpus_of_node(config.deployment.gpus_per_node)
-    train, infer, judges = config.deployment.num_gpus, config.infer_gpus_per_node, judge_gpus(config)
+    train, infer, judges = config.deployment.num_gpus, config.infer_gpus_per_node, frozen_gpus(config)
     if train + infer + judges > NODE_GPUS:
         added = f" + deployment.num_infer_gpus = {infer}" if infer else ""
         added += f" + {judges} of judges" if judges else ""

@@ -35,7 +35,7 @@ from medarc_rl.deployment import (
     RlNodes,
     advice,
     check_rl,
-    judge_gpus,
+    frozen_gpus,
     rl_nodes,
     rl_split,
     sft_gpus,
@@ -222,7 +222,7 @@ def plan_rl_job(words: list[str], gpus: RlGpus, options: JobOptions) -> tuple[Ba
     for line in advice(run.config, split):
         warn(line)
     return plan_job(
-        "rl", run, options, Resources(1, split.total + judge_gpus(run.config)), single_gpu=split.single_gpu
+        "rl", run, options, Resources(1, split.total + frozen_gpus(run.config)), single_gpu=split.single_gpu
     ), run
 
 

@@ -23,7 +23,7 @@ from medarc_rl.deployment import (
     advice,
     check_one_node,
     check_rl,
-    judge_gpus,
+    frozen_gpus,
     rl_split,
     sft_gpus,
     sft_owned,
@@ -132,7 +132,7 @@ def _rl(words: list[str], options: RlOptions) -> tuple[int, RecoverConfig]:
     if options.estimate:
         return print_rl_estimate(with_local_inputs(run.config), split.single_gpu, options, in_job=False), ONCE
     refuse_other_launcher(run.config, "local", words)
-    gpus = first_gpus(run.config.device, split.total + judge_gpus(run.config), os.environ)
+    gpus = first_gpus(run.config.device, split.total + frozen_gpus(run.config), os.environ)
     for line in advice(run.config, split):
         warn(line)
     check_startable(run, run.config.dry_run)

@@ -187,11 +187,11 @@ def test_a_file_of_something_else_is_refused(tmp_path: Path) -> None:
 
 def test_the_report_says_where_what_why_and_what_to_do(tmp_path: Path) -> None:
     file = tmp_path / "old.toml"
-    file.write_text("batch_size = 8\n\nworkers_per_env = 4\nreference_model = { x = 1 }\n", encoding="utf-8")
+    file.write_text('batch_size = 8\n\nworkers_per_env = 4\ntrajectory_strategy = "branching"\n', encoding="utf-8")
     not_carried = [line for line in migrate(file).report if "not carried: " in line]
     assert not_carried[:2] == [
         f"{file}:3: not carried: workers_per_env = 4: it was removed",
-        f"{file}:4: not carried: reference_model.x = 1: teacher models are not supported yet; train without one",
+        f'{file}:4: not carried: trajectory_strategy = "branching": it was removed',
     ]
 
 

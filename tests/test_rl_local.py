@@ -340,7 +340,7 @@ def test_a_dry_run_shows_the_commands_and_starts_none(stage: Stage, capsys: pyte
 @pytest.mark.parametrize(
     ("values", "fault"),
     [
-        ({"deployment": {"num_teacher_gpus": 1}}, "deployment.num_teacher_gpus = 1 is not supported yet: train with"),
+        ({"max_model_len": 128}, "max_model_len = 128 is not supported yet: set `inference.model.max_model_len`"),
         ({"device": "cuda"}, 'device = "cuda", but no GPU can be used here'),
     ],
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from prime_rl.checks.memory import Device, Estimate, Gpu, ModelShape
     from prime_rl.checks.memory.changes import Change, Variant
     from prime_rl.configs.rl import RLConfig
-    from prime_rl.configs.rollouts.judges import JudgeConfig
+    from prime_rl.configs.rollouts.frozen import FrozenModel
     from prime_rl.configs.sft import SFTConfig
 
 Option = typer.Option
@@ -67,12 +67,14 @@ def sft_answer(
     """
     from prime_rl.checks.memory import estimate_sft
     from prime_rl.checks.memory.changes import Variant, sft_changes
+    from prime_rl.configs.rollouts.frozen import frozen_judges
 
     shape = _shape(place(config.model.name), config.model.debug.num_layers)
-    judges = {} if config.eval is None else _judge_shapes(config.eval.judge, place)
+    judges = () if config.eval is None else frozen_judges(config.eval.judge, config.device)
+    frozen = _frozen_shapes(judges, place)
 
     def estimate(run: Variant) -> Estimate:
-        return estimate_sft(run.config, shape, run.train, gpu, _device(config.device, gpu, in_job), judges)
+        return estimate_sft(run.config, shape, run.train, gpu, _device(config.device, gpu, in_job), frozen)
 
     return _answer(Variant(config, gpus), list(sft_changes(config, gpus)), estimate)
 
@@ -83,16 +85,17 @@ def rl_answer(
     """The same for RL, on the GPUs of its `deployment`. `single_gpu`: trainer and server share one."""
     from prime_rl.checks.memory import estimate_rl
     from prime_rl.checks.memory.changes import Variant, rl_changes
+    from prime_rl.configs.rollouts.frozen import frozen_models
 
     trained = config.trainer.model
     shape = _shape(place(trained.name), trained.debug.num_layers)
     shapes = shape, _shape(place(config.inference.model.name)) if config.inference is not None else shape
 
-    judges = _judge_shapes(config.orchestrator.judge, place)
+    frozen = _frozen_shapes(frozen_models(config), place)
 
     def estimate(run: Variant) -> Estimate:
         device = _device(config.device, gpu, in_job)
-        return estimate_rl(run.config, shapes, (run.train, run.infer), gpu, device, judges)
+        return estimate_rl(run.config, shapes, (run.train, run.infer), gpu, device, frozen)
 
     train, infer = _gpus(config)
     infer = 0 if single_gpu else infer
@@ -107,10 +110,8 @@ def _gpus(config: RLConfig) -> tuple[int, int]:
     return deployment.num_train_nodes * deployment.gpus_per_node, deployment.gpus_per_node
 
 
-def _judge_shapes(judges: Mapping[str, JudgeConfig], place: Callable[[str], str]) -> dict[str, ModelShape]:
-    from prime_rl.configs.rollouts.judges import started_judges
-
-    return {name: _shape(place(judge.model)) for name, judge in started_judges(judges).items()}
+def _frozen_shapes(models: Sequence[FrozenModel], place: Callable[[str], str]) -> dict[str, ModelShape]:
+    return {model.process: _shape(place(model.server.model.name)) for model in models}
 
 
 def _shape(name: str, num_layers: int | None = None) -> ModelShape:

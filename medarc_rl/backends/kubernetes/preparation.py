@@ -19,7 +19,7 @@ from medarc_rl.backends.kubernetes.manifest import (
     ClusterJob,
 )
 from medarc_rl.cli import warn
-from medarc_rl.deployment import check_rl, judge_gpus, sft_gpus
+from medarc_rl.deployment import check_rl, frozen_gpus, sft_gpus
 from medarc_rl.errors import UsageError
 from medarc_rl.jobs.redaction import redacted
 from medarc_rl.utils import OwnedKeys, Run, refuse_other_launcher
@@ -163,7 +163,7 @@ def _gpus(request: Request, run: Run[Any], faults: list[str]) -> int:
     if request.gpus == 0 and device == "cuda":
         faults.append("--gpus 0: the config has device = 'cuda'; set it to 'cpu', or ask for GPUs")
     if request.split is not None:
-        return request.split.total + judge_gpus(run.config)
+        return request.split.total + frozen_gpus(run.config)
     if request.kind == "sft" and request.gpus != 0:
         return sft_gpus(run.config)
     return int(run.config.deployment.gpus_per_node if request.gpus is None else request.gpus)

@@ -36,7 +36,7 @@ from medarc_rl.backends.sagemaker.source.bundle import packed
 from medarc_rl.backends.sagemaker.source.local_paths import relocated
 from medarc_rl.backends.sagemaker.source.staging import Staged, stage
 from medarc_rl.cli import say
-from medarc_rl.deployment import judge_gpus, sft_gpus
+from medarc_rl.deployment import frozen_gpus, sft_gpus
 from medarc_rl.errors import UsageError
 from medarc_rl.utils import Run, refuse_other_launcher
 from prime_rl.configs.ranges import AUTO, LATEST
@@ -259,7 +259,7 @@ def _gpus_of(request: Request, config: Any) -> int:
     if request.nodes > 1:
         return max(demands.gpus_of(config, single_gpu=False))
     if request.split is not None:
-        return request.split.total + judge_gpus(config)
+        return request.split.total + frozen_gpus(config)
     return sft_gpus(config) if request.kind == "sft" and request.gpus != 0 else request.gpus or 0
 
 

@@ -83,16 +83,19 @@ READ_BY_NAME = {
         "self.engine.model_dump()",
     ),
     **{
-        f"{place}.gpus": ("prime_rl.launch.plan", "each.gpus_on(device) for each in started_judges(judges)")
+        f"{place}.{key}": ("prime_rl.configs.rollouts.frozen", text)
         for place in ("sft.eval.judge", "orchestrator.judge", "eval.judge")
+        for key, text in {
+            "gpus": "judge.gpus_on(device)",
+            "device": "judge.server(device)",
+            "engine": "judge.server(device)",
+            "max_concurrent": "judge.max_concurrent",
+        }.items()
     },
+    "rl.teacher_inference": ("prime_rl.configs.rollouts.frozen", "config.teacher_inference,"),
     **{
         f"rl.judge.{key}": ("prime_rl.configs.rl.propagation", "explicit_values(judge)")
         for key in JudgeConfig.model_fields
-    },
-    **{
-        f"orchestrator.judge.{key}": ("prime_rl.launch.plan", "judge.server(device) for name, judge")
-        for key in ("device", "engine")
     },
     "prime_rl.configs.inference.InferenceConfig": ("prime_rl.inference.vllm.arguments", "config.to_vllm()"),
     "prime_rl.configs.inference.ModelConfig": ("prime_rl.inference.vllm.arguments", "config.to_vllm()"),
@@ -116,7 +119,7 @@ BOUNDS = {
     "sft.deployment.gpus_per_node": "the most processes of a run",
     "trainer.model.impl": "`hf` and `auto` mean the same as long as `custom` is not supported",
     "sft.model.impl": "as `trainer.model.impl`",
-    "rl.deployment.num_teacher_nodes": "must stay unset: no teacher is started",
+    "rl.deployment.num_teacher_nodes": "must stay unset: a run on several nodes starts no teacher",
     "sft.loss_impl": "`torch` is the only value that is supported",
 }
 """Keys that do their work in rules alone."""

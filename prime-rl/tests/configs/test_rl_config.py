@@ -131,7 +131,18 @@ def test_equal_values_are_no_conflict(rl, recwarn, options: str) -> None:
             "deployment.num-train-gpus=5 deployment.num-infer-gpus=4",
             "5 train + 4 infer = 9 GPUs, but gpus_per_node is 8",
         ),
-        ("trainer.loss.teacher-tau=1", "trainer.loss.teacher_tau needs"),
+        ("trainer.loss.teacher-tau=1", "trainer.loss.teacher_tau needs a teacher: set deployment.num_teacher_gpus"),
+        ("teacher-inference.model.name=x", "[teacher_inference] has no GPU: set deployment.num_teacher_gpus"),
+        ("orchestrator.teacher-model.model.name=x", "names the server of the model that is trained"),
+        (
+            "device=cpu teacher-inference.model.name=x trainer.loss.type=gspo",
+            "no effect with trainer.loss.type = 'gspo'",
+        ),
+        (
+            "device=cpu teacher-inference.model.max-model-len=128 seq-len=128",
+            "teacher_inference.model.max_model_len (128) is too short for sequences of orchestrator.seq_len (128) tokens: "
+            "set it to 129 or more",
+        ),
         ("trainer.rollout-transport.type=zmq", "trainer.rollout_transport.type (zmq) and"),
         ("inference.weight-broadcast.type=nccl", "and inference.weight_broadcast.type ('nccl') differ"),
         ("deployment.num-teacher-gpus=1 teacher-inference.server.port=8000", "are both 8000: change one"),
@@ -248,6 +259,14 @@ def test_teacher_gpus_start_a_teacher_beside_the_server(rl) -> None:
     assert (run.teacher_inference.server.port, run.teacher_inference.parallel.dp) == (9001, 2)
     assert run.orchestrator.teacher_model.client.base_url == ["http://localhost:9001/v1"]
     assert run.orchestrator.teacher_model.model.name == "m"
+    own = rl(*words("device=cpu model.name=m inference.model.max-model-len=128 teacher-inference.model.name=big"))
+    assert (own.teacher_inference.server.port, own.teacher_inference.model.name) == (8001, "big")
+    assert own.teacher_inference.model.max_model_len is None
+    copied = rl(*words("deployment.num-teacher-gpus=1 model.name=m inference.model.max-model-len=128 seq-len=128"))
+    # A request for the log-probabilities of a prompt generates a token.
+    assert copied.teacher_inference.model.max_model_len == 129
+    lora = rl(*words("deployment.num-teacher-gpus=1 model.name=m trainer.model.lora.rank=8"))
+    assert (lora.inference.enable_lora, lora.teacher_inference.enable_lora) == (True, False)
 
 
 def test_several_nodes_follow_their_own_rules(rl, rl_faults) -> None:
@@ -259,8 +278,14 @@ def test_several_nodes_follow_their_own_rules(rl, rl_faults) -> None:
     assert run.trainer.model.dp_replicate == 2
     assert (run.trainer.weight_broadcast.host, run.trainer.weight_broadcast.inference_world_size) == ("0.0.0.0", 8)
     assert "'multi_node' needs [slurm]" in rl_faults(*nodes)[0]
-    assert "no teacher is started; train with" in rl_faults(*nodes, "--slurm", "--deployment.num-teacher-nodes=1")[0]
-    assert "not supported yet: train with SFT" in rl_faults(*nodes, "--slurm", "--teacher-inference.model.name=x")[0]
+    assert (
+        "a run on several nodes starts no teacher: start its server yourself"
+        in rl_faults(*nodes, "--slurm", "--deployment.num-teacher-nodes=1")[0]
+    )
+    assert (
+        "[teacher_inference]: a run on several nodes starts no teacher"
+        in rl_faults(*nodes, "--slurm", "--teacher-inference.model.name=x")[0]
+    )
     (of_a_judge,) = rl_faults(*nodes, "--slurm", "--judge.grader.model=x", "--judge.grader.gpus=1")
     assert "judge.grader is started on one node only" in of_a_judge
     assert of_a_judge.endswith(

@@ -57,15 +57,16 @@ def rl_config(*words: str) -> RLConfig:
 
 def test_a_judge_gets_gpus_of_its_own_and_a_config_that_cannot_have_them_is_refused() -> None:
     config = rl_config("--judge.grader.gpus", "2", "--judge.grader.engine.tp", "2", "--judge.small.model", "s")
-    assert rl_demand(config).judges == (2, 1)
-    gpus = assign_gpus(tuple("012345"), 1, 1, judges=(2, 1))
-    assert (gpus.inference, gpus.trainer, gpus.judges) == (("0",), ("1",), (("2", "3"), ("4",)))
+    assert rl_demand(config).frozen == (2, 1)
+    gpus = assign_gpus(tuple("012345"), 1, 1, frozen=(2, 1))
+    assert (gpus.inference, gpus.trainer, gpus.frozen) == (("0",), ("1",), (("2", "3"), ("4",)))
     with pytest.raises(
-        DeviceError, match="1 inference \\+ 1 training \\+ 3 GPUs of judges are more than can be used: 0,1,2"
+        DeviceError,
+        match="1 inference \\+ 1 training \\+ 3 GPUs of judges and teacher are more than can be used: 0,1,2",
     ):
-        assign_gpus(tuple("012"), 1, 1, judges=(2, 1))
-    assert rl_demand(rl_config("--judge.grader.device", "cpu")).judges == (0,)
-    assert rl_demand(rl_config("--judge.grader.base-url", "https://judge.example/v1")).judges == ()
+        assign_gpus(tuple("012"), 1, 1, frozen=(2, 1))
+    assert rl_demand(rl_config("--judge.grader.device", "cpu")).frozen == (0,)
+    assert rl_demand(rl_config("--judge.grader.base-url", "https://judge.example/v1")).frozen == ()
     for words, named in (
         (["--judge.grader.gpus", "8"], "1 train \\+ 1 infer \\+ 8 judge.grader = 10 GPUs"),
         (["--judge.grader.gpus", "3", "--judge.grader.engine.tp", "2"], "gpus \\(3\\) is not a multiple of engine.tp"),

@@ -127,6 +127,40 @@ def known_vocab_size(model: str) -> int | None:
         return None
 
 
+def other_token(model: str, other: str, start: StartDir) -> str | None:
+    """The first token id that means different texts in the tokenizers of two models.
+
+    None if there is none, or if one of them has no `tokenizer.json` on this machine.
+    """
+    ours, theirs = (_texts_by_id(_local_folder(name, start)) for name in (model, other))
+    for number in sorted(ours.keys() | theirs.keys()) if ours and theirs else ():
+        if ours.get(number) != theirs.get(number):
+            shown = [repr(each[number]) if number in each else "nothing" for each in (ours, theirs)]
+            return f"{number} ({shown[0]} and {shown[1]})"
+    return None
+
+
+def _local_folder(name: str, start: StartDir) -> Path | None:
+    folder = start.find(name)
+    return folder if folder.is_dir() else snapshot_in_cache(name, default_hub_cache())
+
+
+def _texts_by_id(folder: Path | None) -> dict[int, str]:
+    """The tokens of a `tokenizer.json`. Empty if there is none that can be read; the process that loads it tells."""
+    try:
+        tokenizer = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8")) if folder is not None else {}
+        tokens = tokenizer.get("model", {}).get("vocab", {})
+        # A vocabulary is a table of ids, or a list of texts with their scores.
+        texts = (
+            {number: text for text, number in tokens.items()}
+            if isinstance(tokens, dict)
+            else dict(enumerate(text for text, _ in tokens))
+        )
+        return texts | {each["id"]: each["content"] for each in tokenizer.get("added_tokens", [])}
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return {}
+
+
 def text_setting(config: Mapping[str, Any], key: str) -> Any:
     """A value of a model's config; of a model with several parts, that of its language model."""
     return config.get(key) or (config.get("text_config") or {}).get(key)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from prime_rl.checks.chat_templates import template_faults
 from prime_rl.checks.model_files import (
     model_fault,
+    other_token,
     rotary_choice,
     tokenizer_faults,
     trained_model_fault,
@@ -114,8 +115,13 @@ def _rl_faults(config: RLConfig, start: StartDir) -> Iterator[str]:
         yield from _named_faults("teacher_inference.model.name", config.teacher_inference.model.name, start)
         for fault in engine_faults(config.teacher_inference, start):
             yield type(fault)(f"teacher_inference: {fault}")
-    if config.orchestrator.teacher_model is not None:
-        yield from _header_faults("orchestrator.teacher_model.client", config.orchestrator.teacher_model.client, start)
+    if (teacher := config.orchestrator.teacher_model) is not None:
+        yield from _header_faults("orchestrator.teacher_model.client", teacher.client, start)
+        if (token := other_token(trainer.model.name, teacher.model.name, start)) is not None:
+            yield (
+                f"the teacher {teacher.model.name} has another tokenizer than {trainer.model.name}: token {token}; "
+                "use a teacher with the same tokenizer"
+            )
     if server is not None:
         key = "model.name" if is_shared else "inference.model.name"
         yield from _named_faults(key, server.model.name, start)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
@@ -14,17 +14,17 @@ from prime_rl.checks.memory.gpus import Gpu
 from prime_rl.checks.memory.serving import Serving
 from prime_rl.checks.memory.shapes import ModelShape
 from prime_rl.checks.memory.training import BYTES, Device, Training, host_memory, peak_memory
+from prime_rl.configs.rollouts.frozen import FrozenModel, frozen_judges, frozen_models
 
 if TYPE_CHECKING:
     from prime_rl.configs.inference import InferenceConfig
     from prime_rl.configs.rl import RLConfig
     from prime_rl.configs.rl.sections import DeploymentConfig
-    from prime_rl.configs.rollouts.judges import JudgeConfig
     from prime_rl.configs.sft import SFTConfig
 
 Verdict = Literal["fits", "tight", "does not fit"]
-JudgeShapes = Mapping[str, ModelShape]
-"""Models of the judges that a run starts, by name."""
+FrozenShapes = Mapping[str, ModelShape]
+"""Models of the judges and of the teacher that a run starts, by the names of their processes."""
 
 TIGHT_SHARE = 0.9
 """Above this share of what is available, allocators fragment and an estimate of 10% may be wrong."""
@@ -95,9 +95,9 @@ def verdict_of(share: float) -> Verdict:
 
 
 def estimate_sft(
-    config: SFTConfig, shape: ModelShape, processes: int, gpu: Gpu | None, device: Device, judges: JudgeShapes
+    config: SFTConfig, shape: ModelShape, processes: int, gpu: Gpu | None, device: Device, frozen: FrozenShapes
 ) -> Estimate:
-    """Estimate a run of SFT of a model of `shape` with `processes` trainer processes. `judges`: see `estimate_rl`."""
+    """Estimate a run of SFT of a model of `shape` with `processes` trainer processes. `frozen`: see `estimate_rl`."""
     data = config.data
     row_tokens = data.seq_len * data.micro_batch_size
     rows = max(1, data.batch_size // (data.micro_batch_size * processes))
@@ -111,7 +111,7 @@ def estimate_sft(
         in_flight = config.eval.max_concurrent or config.eval.rollouts_per_example
         limits = Limits(longest, math.ceil(in_flight / nodes), servers=nodes)
         engines = [_engine(config.inference, shape, gpu, device, limits)]
-        engines += _judges(config.eval.judge, judges, gpu, device)
+        engines += _frozen(frozen_judges(config.eval.judge, config.device), frozen, gpu, device)
         if device == "cpu" and room is not None:
             room -= sum(each.needed_bytes for each in engines) // (processes // nodes)
     return Estimate(
@@ -125,10 +125,10 @@ def estimate_rl(
     gpus: tuple[int, int],
     gpu: Gpu | None,
     device: Device,
-    judges: JudgeShapes,
+    frozen: FrozenShapes,
 ) -> Estimate:
-    """Estimate a run of RL. `shapes` and `gpus` are those of trainer and engine; 0 shares the trainer's GPU. `judges`
-    are the models of those that the run starts.
+    """Estimate a run of RL. `shapes` and `gpus` are those of trainer and engine; 0 shares the trainer's GPU. `frozen`
+    are the models of the judges and of the teacher that the run starts.
 
     On several nodes these are the GPUs of the trainer on all nodes, and those of one server.
     """
@@ -140,9 +140,9 @@ def estimate_rl(
         shapes[0], trainer.model, trainer.optim.type, seq_len, seq_len, processes, None, device, is_rl=True
     )
     room = _room(gpu, device, processes // train_nodes)
-    of_judges = _judges(config.orchestrator.judge, judges, gpu, device)
+    of_frozen = list(_frozen(frozen_models(config), frozen, gpu, device))
     if device == "cpu" and room is not None:
-        room -= sum(each.needed_bytes for each in of_judges) // processes
+        room -= sum(each.needed_bytes for each in of_frozen) // processes
     components = [_trainer(training, room)]
     if config.inference is not None:
         rollouts = config.orchestrator
@@ -153,7 +153,7 @@ def estimate_rl(
         left = room - engine.needed_bytes // processes if is_shared and room is not None else room
         components = [_trainer(training, left), engine]
     disk = forecast_disk(trainer, config.output_dir, _size(shapes[0]))
-    return Estimate([*components, *of_judges], gpu, device, disk)
+    return Estimate([*components, *of_frozen], gpu, device, disk)
 
 
 def _nodes(deployment: DeploymentConfig) -> tuple[int, int]:
@@ -220,24 +220,26 @@ def _engine(
     )
 
 
-def _judges(judges: Mapping[str, JudgeConfig], shapes: JudgeShapes, gpu: Gpu | None, device: Device) -> list[Component]:
-    """The servers of judges that the run starts. One that is placed on the CPU of a run on GPUs is only noted."""
-    found: list[Component] = []
-    for name, shape in shapes.items():
-        judge = judges[name]
-        where: Device = "cpu" if judge.device == "cpu" else device
-        longest = min(judge.engine.max_model_len or shape.context or JUDGE_TOKENS, JUDGE_TOKENS)
-        engine = _engine(judge.server(device), shape, gpu, where, Limits(longest, judge.max_concurrent))
-        own = judge.gpus_on(device)
-        place = f"{own} GPU{'s' if own > 1 else ''} of its own" if own else "the inference server's GPUs"
+def _frozen(
+    models: Sequence[FrozenModel], shapes: FrozenShapes, gpu: Gpu | None, device: Device
+) -> Iterator[Component]:
+    """The servers of judges and of the teacher. One that is placed on the CPU of a run on GPUs is only noted."""
+    for model in models:
+        shape, server = shapes[model.process], model.server
+        where: Device = "cpu" if server.device == "cpu" else device
+        context = server.model.max_model_len or shape.context or JUDGE_TOKENS
+        longest = min(context, model.longest_tokens or JUDGE_TOKENS)
+        engine = _engine(server, shape, gpu, where, Limits(longest, model.at_once))
+        place = f"{model.gpus} GPU{'s' if model.gpus > 1 else ''} of its own"
         if where == "cpu":
             place = "the CPU"
             if device != "cpu":
                 place += f", {engine.needed_bytes / 2**30:.1f} GiB of host memory"
                 engine = replace(engine, parts={}, room_bytes=None, elastic_bytes=0)
-        of_judge = f"judge {name!r}: {judge.model}, on {place}"
-        found.append(replace(engine, name=f"judge {name}", notes=[of_judge, *engine.notes]))
-    return found
+        elif not model.gpus:
+            place = "the inference server's GPUs"
+        note = f"{model.title}: {server.model.name}, on {place}"
+        yield replace(engine, name=model.title, notes=[note, *engine.notes])
 
 
 def _has_vllm(gpu: Gpu | None) -> bool:

@@ -413,15 +413,17 @@ def _add_teacher(run: RunTables) -> None:
         # What belongs to the server that is copied: its address, its GPUs and its updates.
         for key in ("server.port", "parallel.dp", *_OF_A_POLICY):
             _remove(run.teacher_inference, key)
-        longest = run.get("inference.model.max_model_len")
-        if isinstance(longest, int):
-            run.put("teacher_inference.model.max_model_len", longest + 1, "a teacher generates a token to score others")
+        served = peek(InferenceConfig, run.get("inference"))
+        if served is not None and served.model.max_model_len is not None:
+            longest = served.model.max_model_len + 1
+            run.put("teacher_inference.model.max_model_len", longest, "a teacher generates a token to score others")
     run.fill("teacher_inference.server.port", server.port + 1, "inference.server.port")
-    run.fill("teacher_inference.model.name", run.get("trainer.model.name"), "the model that the run starts from")
+    trained = run.get("trainer.model.name", BaseModelConfig().name)
+    run.fill("teacher_inference.model.name", trained, "the model that the run starts from")
     _fill_dp(run, "teacher_inference", gpus)
-    server = peek(ServerConfig, run.get("teacher_inference.server"))
-    model = peek(BaseModelConfig, {"name": run.get("teacher_inference.model.name", BaseModelConfig().name)})
-    if server is not None and model is not None:
-        url = f"http://{server.host or 'localhost'}:{server.port}/v1"
+    own = peek(ServerConfig, run.get("teacher_inference.server"))
+    model = peek(BaseModelConfig, {"name": run.get("teacher_inference.model.name")})
+    if own is not None and model is not None:
+        url = f"http://{own.host or 'localhost'}:{own.port}/v1"
         run.override("orchestrator.teacher_model.client.base_url", [url], "teacher_inference.server")
         run.override("orchestrator.teacher_model.model.name", model.name, "teacher_inference.model.name")

@@ -14,6 +14,9 @@ from prime_rl.run.paths import TEACHER, judge_process_name
 if TYPE_CHECKING:
     from prime_rl.configs.rl import RLConfig
 
+TEACHER_AT_ONCE = 64
+"""Samples that each server of a teacher scores at once."""
+
 
 @dataclass(frozen=True, slots=True)
 class FrozenModel:
@@ -21,9 +24,15 @@ class FrozenModel:
 
     process: str
     """Name of its process, of its log and of its config."""
+    title: str
+    """For tables: `judge grader` or `teacher`."""
     server: InferenceConfig
     gpus: int
     """GPUs of its own. 0: none on a CPU, those of the inference server otherwise."""
+    at_once: int
+    """Requests that it answers at once."""
+    longest_tokens: int | None = None
+    """Longest sequence that it reads, if the config tells."""
     key_variable: str | None = None
     """Environment variable in which its client looks for its key. None: judges have one of their own."""
 
@@ -31,7 +40,9 @@ class FrozenModel:
 def frozen_judges(judges: Mapping[str, JudgeConfig], device: Device) -> tuple[FrozenModel, ...]:
     """The judges that a run on `device` starts."""
     return tuple(
-        FrozenModel(judge_process_name(name), judge.server(device), judge.gpus_on(device))
+        FrozenModel(
+            judge_process_name(name), f"judge {name}", judge.server(device), judge.gpus_on(device), judge.max_concurrent
+        )
         for name, judge in started_judges(judges).items()
     )
 
@@ -45,4 +56,12 @@ def _teacher(config: RLConfig) -> Iterator[FrozenModel]:
     teacher, deployment = config.orchestrator.teacher_model, config.deployment
     if config.teacher_inference is not None and teacher is not None and deployment.type == "single_node":
         gpus = 0 if config.device == "cpu" else deployment.num_teacher_gpus or 0
-        yield FrozenModel(TEACHER, config.teacher_inference, gpus, teacher.client.api_key_var)
+        yield FrozenModel(
+            TEACHER,
+            "teacher",
+            config.teacher_inference,
+            gpus,
+            TEACHER_AT_ONCE,
+            config.orchestrator.seq_len + 1,
+            teacher.client.api_key_var,
+        )

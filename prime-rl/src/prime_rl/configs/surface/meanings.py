@@ -74,7 +74,6 @@ _OTHER_LOSS = "newer versions have a different default loss (DPPO)"
 
 DIFFERENT: tuple[Meaning, ...] = (
     Meaning("rl.teacher_gpu_ids", "GPUs of a teacher are counted, not named", "set deployment.num_teacher_gpus"),
-    Meaning("orchestrator.reference_model", "it is called a teacher here", "set orchestrator.teacher_model"),
     Meaning("rl.async_level", _NO_EFFECT, "set max_async_level to the value that you want", (0,)),
     Meaning("rl.max_steps", _NO_EFFECT, "remove it, or set the number of steps that you want", (0,), "older"),
     Meaning("rl.ckpt.resume_step", _NO_EFFECT, "remove it, or set the step that you want", (0,), "older"),

@@ -69,7 +69,7 @@ OLDER: tuple[Renamed, ...] = (
     _moved("*.loss.sequence_mask_ratio_low", "*.loss.sequence_mask_low"),
     _moved("*.loss.sequence_mask_ratio_high", "*.loss.sequence_mask_high"),
     _moved("*.loss.ref_tau", "*.loss.teacher_tau"),
-    _rewritten("orchestrator.reference_model", "orchestrator.teacher_model", note="a table with client and model"),
+    _moved("orchestrator.reference_model", "orchestrator.teacher_model"),
     _removed("orchestrator.trajectory_strategy"),
     _removed("orchestrator.workers_per_env"),
     _removed("orchestrator.max_env_worker_restarts"),

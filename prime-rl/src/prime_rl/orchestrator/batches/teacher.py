@@ -13,14 +13,12 @@ import msgspec
 from verifiers.errors import OverlongPromptError
 
 from prime_rl.configs.orchestrator import TeacherModelConfig
+from prime_rl.configs.rollouts.frozen import TEACHER_AT_ONCE
 from prime_rl.orchestrator.errors import InferenceFault, TeacherFault
 from prime_rl.orchestrator.rollouts.chat_client import ChatChannel, ServerAnswered
 from prime_rl.orchestrator.servers.pool import InferencePool
 from prime_rl.orchestrator.servers.server import MAX_RETRIES
 from prime_rl.transport.messages import TrainingSample
-
-MAX_AT_ONCE = 64
-"""Samples that each server scores at once. More wait."""
 
 
 class _Entry(msgspec.Struct):
@@ -43,7 +41,7 @@ class Teacher:
         self._pool = InferencePool(config.client, self.model)
         self._timeout_s = config.client.timeout
         self._channels: list[ChatChannel] = []
-        self._room = asyncio.Semaphore(MAX_AT_ONCE * len(self._pool.servers))
+        self._room = asyncio.Semaphore(TEACHER_AT_ONCE * len(self._pool.servers))
         self._decoder = msgspec.json.Decoder(_Reply)
 
     async def wait_ready(self, server_log: Path | None) -> None:

@@ -1,0 +1,175 @@
+"""A teacher: planned with the run, asked for log-probabilities, and a run that ends by its name when it is lost."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomli_w
+import torch
+from transformers import AutoModelForCausalLM
+
+from prime_rl.checks.model_files import other_token
+from prime_rl.checks.start_dir import StartDir
+from prime_rl.configs.orchestrator import TeacherModelConfig
+from prime_rl.configs.rl import RLConfig
+from prime_rl.launch.plan import rl_demand
+from prime_rl.orchestrator.batches.teacher import Teacher
+from prime_rl.orchestrator.errors import TeacherFault
+from prime_rl.run.paths import TEACHER, RunPaths
+from prime_rl.transport.messages import TrainingSample
+from prime_rl.utils.pydantic_config import load_config
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+MODEL = REPOSITORY / "examples" / "reverse_text" / "checkpoint"
+SETTINGS = {
+    "device": "cpu",
+    "seq_len": 64,
+    "max_steps": 1000,
+    "model": {"name": str(MODEL)},
+    "trainer": {"loss": {"adv_tau": 0.0, "teacher_tau": 1.0}, "model": {"attn": "sdpa"}},
+    "orchestrator": {
+        "batch_size": 8,
+        "rollouts_per_example": 2,
+        "sampling": {"max_tokens": 16},
+        "env": [{"id": "reverse-text"}],
+    },
+    "teacher_inference": {"model": {"name": str(MODEL)}},
+}
+
+
+def rl_config(*words: str) -> RLConfig:
+    return load_config(RLConfig, overrides=list(words))
+
+
+def sample_of(prompt: list[int], completion: list[int]) -> TrainingSample:
+    count = len(completion)
+    return TrainingSample(prompt, [False] * len(prompt), completion, [True] * count, [-1.0] * count, [1.0] * count)
+
+
+def test_a_teacher_gets_gpus_behind_those_of_the_judges() -> None:
+    words = ["--judge.grader.model", "x/y", "--deployment.num-teacher-gpus", "2", "--deployment.gpus-per-node", "8"]
+    assert rl_demand(rl_config(*words)).frozen == (1, 2)
+    assert rl_demand(rl_config("--device", "cpu", "--teacher-inference.model.name", "x/y")).frozen == (0,)
+    outside = ["--orchestrator.teacher-model.client.base-url", "http://teacher:8000/v1"]
+    assert rl_demand(rl_config(*outside)).frozen == ()
+
+
+@pytest.mark.parametrize("vocabulary", ["table", "list"])
+def test_a_teacher_with_another_tokenizer_is_told_by_its_first_token(tmp_path: Path, vocabulary: str) -> None:
+    tokens = ["a", "b", "c"]
+    for name, changed in (("policy", "b"), ("teacher", "B"), ("same", "b")):
+        texts = [changed if each == "b" else each for each in tokens]
+        model = (
+            {text: at for at, text in enumerate(texts)} if vocabulary == "table" else [[text, -1.0] for text in texts]
+        )
+        (tmp_path / name).mkdir()
+        tokenizer = {"model": {"vocab": model}, "added_tokens": [{"id": 3, "content": "<|end|>"}]}
+        (tmp_path / name / "tokenizer.json").write_text(json.dumps(tokenizer))
+    start = StartDir(tmp_path)
+    assert other_token("policy", "teacher", start) == "1 ('b' and 'B')"
+    assert other_token("policy", "same", start) is None
+    (tmp_path / "same" / "tokenizer.json").write_text("[")
+    assert other_token("policy", "same", start) is None
+
+
+@pytest.fixture(scope="module")
+def distillation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[subprocess.Popen[str], RunPaths]]:
+    """A run whose teacher is the model that it starts from, after two steps."""
+    folder = tmp_path_factory.mktemp("distillation")
+    (folder / "rl.toml").write_text(tomli_w.dumps(SETTINGS))
+    paths = RunPaths(folder / "run")
+    command = [Path(sys.executable).with_name("medarc_train"), "rl", folder / "rl.toml", "--output-dir", paths.root]
+    process = subprocess.Popen(
+        list(map(str, command)), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=REPOSITORY
+    )
+    assert process.stdout is not None
+    lines = []
+    for line in process.stdout:
+        lines.append(line)
+        if line.startswith("step 1 "):
+            break
+    else:
+        pytest.fail("".join(lines))
+    yield process, paths
+    process.kill()
+    process.wait()
+
+
+def pid_of(name: str, run: RunPaths) -> int:
+    """The first process in the beats of a child: itself."""
+    return int(json.loads(run.beats(name).read_bytes().partition(b"\n")[0])[5][0])
+
+
+def teacher_at(run: RunPaths, model: Path = MODEL, **client: Any) -> Teacher:
+    """A client of the run's teacher, which finds the key in this user's file."""
+    url = re.search(r"--server.host (\S+) --server.port (\d+)", run.log(TEACHER).read_text())
+    assert url is not None
+    settings = {"base_url": [f"http://{url[1]}:{url[2]}/v1"], "api_key_var": "UNSET_VARIABLE", **client}
+    return Teacher(TeacherModelConfig.model_validate({"client": settings, "model": {"name": str(model)}}))
+
+
+async def test_scores_are_those_of_transformers(distillation) -> None:
+    samples = [sample_of([3, 10, 11], [12, 13, 14, 1]), sample_of([3], [9]), sample_of([7] * 30, [20] * 30)]
+    teacher = teacher_at(distillation[1])
+    await teacher.wait_ready(None)
+    await teacher.score(samples)
+    await teacher.close()
+    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()
+    for sample in samples:
+        tokens = torch.tensor(sample.prompt_ids + sample.completion_ids)
+        with torch.inference_mode():
+            logprobs_LV = model(tokens[None]).logits[0].log_softmax(-1)
+        expected = [0.0, *logprobs_LV[:-1].gather(1, tokens[1:, None])[:, 0].tolist()]
+        assert sample.teacher_logprobs == pytest.approx(expected, abs=1e-4)
+
+
+def test_a_teacher_that_is_the_policy_has_nothing_to_teach_in_the_first_step(distillation) -> None:
+    records = [json.loads(line) for line in distillation[1].metrics.read_text().splitlines()]
+    first = next(record for record in records if "teacher_kl/mean" in record)
+    assert first["teacher_kl/mean"] == pytest.approx(0, abs=1e-3)
+    assert next(record["time/teacher_logprobs"] for record in records if "time/teacher_logprobs" in record) > 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "tokens", "fault"),
+    [
+        ({"model": REPOSITORY}, 2, "teacher: .* does not serve .* correct model.name"),
+        ({}, 70_000, "cannot read a sample of 70000 tokens and one more: raise its max_model_len"),
+        ({}, -1, "the teacher at http://.* does not answer: .* 400"),
+    ],
+)
+async def test_what_a_teacher_cannot_score_is_one_line(distillation, settings, tokens: int, fault: str) -> None:
+    teacher = teacher_at(distillation[1], **settings)
+    sample = sample_of([3], [10**9] if tokens < 0 else [9] * (tokens - 1))
+    with pytest.raises(TeacherFault, match=fault):
+        await teacher.wait_ready(None)
+        await teacher.score([sample])
+    await teacher.close()
+
+
+async def test_a_server_without_prompt_logprobs_is_told_before_the_first_step(policy_server) -> None:
+    client = {"base_url": [policy_server.url], "skip_model_check": True}
+    teacher = Teacher(TeacherModelConfig.model_validate({"client": client, "model": {"name": "letters"}}))
+    with pytest.raises(TeacherFault, match=r"the teacher at http://.*"):
+        await teacher.wait_ready(None)
+    await teacher.close()
+
+
+def test_a_run_whose_teacher_is_killed_ends_by_its_name(distillation) -> None:
+    process, paths = distillation
+    os.kill(pid_of(TEACHER, paths), signal.SIGKILL)
+    output = process.stdout.read()
+    assert process.wait() == 1, output
+    assert re.search(r"teacher_inference was ended by SIGKILL|the teacher at \S+ does not answer", output), output
+    # The launch's key is 43 URL-safe letters, which nothing else in its text files is.
+    for file in (*paths.configs.rglob("*.toml"), *paths.logs.rglob("*.log"), paths.metrics):
+        assert not re.search(r"(?<![\w/-])[\w-]{43}(?![\w/-])", file.read_text()), file
