@@ -140,8 +140,8 @@ def test_equal_values_are_no_conflict(rl, recwarn, options: str) -> None:
         ),
         (
             "device=cpu teacher-inference.model.max-model-len=128 seq-len=128",
-            "teacher_inference.model.max_model_len (128) is too short for sequences of orchestrator.seq_len (128) tokens: "
-            "set it to 129 or more",
+            "teacher_inference.model.max_model_len (128) is too short for sequences of orchestrator.seq_len (128) "
+            "tokens: set it to 129 or more",
         ),
         ("trainer.rollout-transport.type=zmq", "trainer.rollout_transport.type (zmq) and"),
         ("inference.weight-broadcast.type=nccl", "and inference.weight_broadcast.type ('nccl') differ"),
@@ -278,14 +278,9 @@ def test_several_nodes_follow_their_own_rules(rl, rl_faults) -> None:
     assert run.trainer.model.dp_replicate == 2
     assert (run.trainer.weight_broadcast.host, run.trainer.weight_broadcast.inference_world_size) == ("0.0.0.0", 8)
     assert "'multi_node' needs [slurm]" in rl_faults(*nodes)[0]
-    assert (
-        "a run on several nodes starts no teacher: start its server yourself"
-        in rl_faults(*nodes, "--slurm", "--deployment.num-teacher-nodes=1")[0]
-    )
-    assert (
-        "[teacher_inference]: a run on several nodes starts no teacher"
-        in rl_faults(*nodes, "--slurm", "--teacher-inference.model.name=x")[0]
-    )
+    for teacher in ("--deployment.num-teacher-nodes=1", "--teacher-inference.model.name=x"):
+        fault = rl_faults(*nodes, "--slurm", teacher)[0]
+        assert "a run on several nodes starts no teacher: start its server yourself" in fault
     (of_a_judge,) = rl_faults(*nodes, "--slurm", "--judge.grader.model=x", "--judge.grader.gpus=1")
     assert "judge.grader is started on one node only" in of_a_judge
     assert of_a_judge.endswith(

@@ -8,7 +8,9 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -150,18 +152,43 @@ def test_a_teacher_that_is_the_policy_has_nothing_to_teach_in_the_first_step(dis
 async def test_what_a_teacher_cannot_score_is_one_line(distillation, settings, tokens: int, fault: str) -> None:
     teacher = teacher_at(distillation[1], **settings)
     sample = sample_of([3], [10**9] if tokens < 0 else [9] * (tokens - 1))
-    with pytest.raises(TeacherFault, match=fault):
+
+    async def ask() -> None:
         await teacher.wait_ready(None)
         await teacher.score([sample])
+
+    with pytest.raises(TeacherFault, match=fault):
+        await ask()
     await teacher.close()
 
 
-async def test_a_server_without_prompt_logprobs_is_told_before_the_first_step(policy_server) -> None:
-    client = {"base_url": [policy_server.url], "skip_model_check": True}
-    teacher = Teacher(TeacherModelConfig.model_validate({"client": client, "model": {"name": "letters"}}))
-    with pytest.raises(TeacherFault, match=r"the teacher at http://.*"):
-        await teacher.wait_ready(None)
-    await teacher.close()
+class ForgetfulServer(BaseHTTPRequestHandler):
+    """Completes any prompt, and ignores what it does not know."""
+
+    def do_GET(self) -> None:
+        self._answer({})
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self._answer({"choices": [{"text": "a"}]})
+
+    def _answer(self, body: dict[str, Any]) -> None:
+        data = json.dumps(body).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+
+async def test_a_server_without_prompt_logprobs_is_told_before_the_first_step() -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), ForgetfulServer) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        client = {"base_url": [f"http://127.0.0.1:{server.server_port}/v1"], "skip_model_check": True}
+        teacher = Teacher(TeacherModelConfig.model_validate({"client": client, "model": {"name": "letters"}}))
+        with pytest.raises(TeacherFault, match="does not return log-probabilities of a prompt: it needs"):
+            await teacher.wait_ready(None)
+        await teacher.close()
+        server.shutdown()
 
 
 def test_a_run_whose_teacher_is_killed_ends_by_its_name(distillation) -> None:
