@@ -23,10 +23,11 @@ from prime_rl.checks.model_files import other_token
 from prime_rl.checks.start_dir import StartDir
 from prime_rl.configs.orchestrator import TeacherModelConfig
 from prime_rl.configs.rl import RLConfig
+from prime_rl.configs.rollouts.frozen import TEACHER
 from prime_rl.launch.plan import rl_demand
 from prime_rl.orchestrator.batches.teacher import Teacher
 from prime_rl.orchestrator.errors import TeacherFault
-from prime_rl.run.paths import TEACHER, RunPaths
+from prime_rl.run.paths import RunPaths
 from prime_rl.transport.messages import TrainingSample
 from prime_rl.utils.pydantic_config import load_config
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from prime_rl.configs.rollouts.frozen import FrozenModel, frozen_judges, frozen_models
+from prime_rl.configs.rollouts.frozen import TEACHER, FrozenModel, frozen_judges, frozen_models
 from prime_rl.configs.rollouts.judges import JudgeConfig, started_judges
 from prime_rl.configs.supervised.evaluation import evaluation_of
 from prime_rl.launch.caches import cache_env
@@ -34,7 +34,7 @@ from prime_rl.launch.spec import ProcessSpec
 from prime_rl.launch.stalls.watchdog import StallLimits
 from prime_rl.run.beats import SERVERS_VARIABLE, replica_name
 from prime_rl.run.clearance import CLEARANCE_VARIABLE
-from prime_rl.run.paths import TEACHER, RunPaths
+from prime_rl.run.paths import RunPaths
 from prime_rl.utils.engine_keys import (
     ENGINE_KEY_VARIABLE,
     JUDGE_SERVER_KEY_VARIABLE,

@@ -14,6 +14,7 @@ from typing import Any
 
 from prime_rl.checks.model_files import known_vocab_size
 from prime_rl.configs.orchestrator import BufferConfig, CheckpointConfig, OrchestratorConfig
+from prime_rl.configs.rollouts.frozen import TEACHER
 from prime_rl.monitors import Monitor
 from prime_rl.monitors.heartbeat import Heartbeat
 from prime_rl.orchestrator.batches.advantage import setup_advantage
@@ -45,7 +46,7 @@ from prime_rl.run.attempts import checked_files, report_restored
 from prime_rl.run.beats import own_beats
 from prime_rl.run.clearance import give_clearance
 from prime_rl.run.ledger import Ledger, read_ledger
-from prime_rl.run.paths import TEACHER, OrchestratorPaths, RunPaths
+from prime_rl.run.paths import OrchestratorPaths, RunPaths
 from prime_rl.transport import setup_batch_sender
 from prime_rl.utils.logger import SUCCESS, get_logger
 
@@ -113,11 +114,6 @@ async def _run(
         (monitor, extras), held_version, _ = await asyncio.gather(
             asyncio.to_thread(setup_monitor, config, run, paths), ready, judges.warm()
         )
-        teacher = None
-        if config.teacher_model is not None:
-            teacher = Teacher(config.teacher_model)
-            closing.push_async_callback(teacher.close)
-            await teacher.wait_ready(run.started_log(TEACHER))
         closing.push(lambda kind, error, trace: monitor.close(int(kind is not None)))
         closing.push_async_callback(environments.close)
         await servers.guard(environments.connect())
@@ -133,12 +129,13 @@ async def _run(
         heartbeat = Heartbeat(config.heartbeat.url if config.heartbeat else None)
         closing.callback(heartbeat.close)
         rollout_log = closing.enter_context(RolloutLog.from_config(config, environments.weights()))
-        reward_watch = make_reward_watch(config, environments.train)
         steps = Steps(
             scheduler=scheduler,
             policy=policy,
             sender=sender,
-            reporter=Reporter(monitor, filters, sample_interval(config), extras, reward_watch),
+            reporter=Reporter(
+                monitor, filters, sample_interval(config), extras, make_reward_watch(config, environments.train)
+            ),
             rollout_log=rollout_log,
             heartbeat=heartbeat,
             checkpoints=checkpoints if config.ckpt else None,
@@ -147,7 +144,7 @@ async def _run(
             sampling=config.sampling,
             target=BatchTarget(config.batch_size, config.token_batch_size),
             max_steps=config.max_steps,
-            teacher=teacher,
+            teacher=await ready_teacher(config, run, closing),
             evaluator=make_evaluator(config, environments.eval, policy, pool, monitor, rollout_log),
             validator=make_validator(config, environments.train, pool),
             empty=EmptyBatches(sleep),
@@ -309,6 +306,16 @@ class Environments:
 
     def __iter__(self) -> Iterator[Environment]:
         return chain(self.train.values(), self.eval.values())
+
+
+async def ready_teacher(config: OrchestratorConfig, run: RunPaths, closing: AsyncExitStack) -> Teacher | None:
+    """The teacher, once it has scored a token. None in a run without one. Raises TeacherFault."""
+    if config.teacher_model is None:
+        return None
+    teacher = Teacher(config.teacher_model)
+    closing.push_async_callback(teacher.close)
+    await teacher.wait_ready(run.started_log(TEACHER))
+    return teacher
 
 
 def make_buffer(config: OrchestratorConfig, environments: Mapping[str, Environment], ledger: Ledger) -> Buffer:

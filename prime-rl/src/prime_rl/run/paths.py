@@ -22,15 +22,6 @@ _STEP_DIR = re.compile(r"step_(\d+)")
 _SAMPLES = re.compile(r"(step|eval)_(\d+)(?:\.rank_(\d+))?\.jsonl(?:\.gz)?")
 
 
-TEACHER = "teacher_inference"
-"""Name of the process that serves the teacher, of its log and of its config."""
-
-
-def judge_process_name(judge: str) -> str:
-    """Name of the process that serves a judge, of its log and of its config."""
-    return f"judge_{judge}"
-
-
 @dataclass(frozen=True, slots=True)
 class RunPaths:
     """The directory of one run, `OUT`."""

@@ -147,11 +147,11 @@ def _single_node_faults(run: RunSections, deployment: SingleNodeDeploymentConfig
 
 def _judge_faults(run: RunSections, deployment: SingleNodeDeploymentConfig) -> Iterator[str]:
     train, infer = deployment.num_train_gpus, deployment.num_infer_gpus if run.inference is not None else 0
-    own = {name: judge.gpus_on(run.device) for name, judge in run.orchestrator.judge.items()}
+    teacher = deployment.num_teacher_gpus or 0
+    own = {f"judge.{name}": judge.gpus_on(run.device) for name, judge in run.orchestrator.judge.items()}
+    own |= {"teacher": teacher} if teacher else {}
     if (total := train + infer + sum(own.values())) > deployment.gpus_per_node and any(own.values()):
-        parts = " + ".join(
-            [f"{train} train", f"{infer} infer", *(f"{count} judge.{name}" for name, count in own.items())]
-        )
+        parts = " + ".join([f"{train} train", f"{infer} infer", *(f"{count} {name}" for name, count in own.items())])
         yield f"{parts} = {total} GPUs, but deployment.gpus_per_node is {deployment.gpus_per_node}"
     for name, judge in run.orchestrator.judge.items():
         shares = judge.is_ours and judge.gpus == 0 and "cpu" not in (judge.device, run.device)

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING
 from prime_rl.configs.inference import InferenceConfig
 from prime_rl.configs.rollouts.judges import JudgeConfig, started_judges
 from prime_rl.configs.shared import Device
-from prime_rl.run.paths import TEACHER, judge_process_name
 
 if TYPE_CHECKING:
     from prime_rl.configs.rl import RLConfig
 
+TEACHER = "teacher_inference"
+"""Name of the process that serves the teacher, of its log and of its config."""
 TEACHER_AT_ONCE = 64
 """Samples that each server of a teacher scores at once."""
 
@@ -35,6 +36,11 @@ class FrozenModel:
     """Longest sequence that it reads, if the config tells."""
     key_variable: str | None = None
     """Environment variable in which its client looks for its key. None: judges have one of their own."""
+
+
+def judge_process_name(judge: str) -> str:
+    """Name of the process that serves a judge, of its log and of its config."""
+    return f"judge_{judge}"
 
 
 def frozen_judges(judges: Mapping[str, JudgeConfig], device: Device) -> tuple[FrozenModel, ...]:

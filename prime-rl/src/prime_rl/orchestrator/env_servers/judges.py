@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 
+from prime_rl.configs.rollouts.frozen import judge_process_name
 from prime_rl.configs.rollouts.judges import JudgeConfig
 from prime_rl.environments.judging.cache import AnswerCache
 from prime_rl.environments.judging.faults import JudgeLost
@@ -16,7 +17,7 @@ from prime_rl.environments.judging.judge import JudgeServer
 from prime_rl.environments.judging.offer import offered
 from prime_rl.orchestrator.errors import JudgeFault
 from prime_rl.run.beats import own_beats
-from prime_rl.run.paths import RunPaths, judge_process_name
+from prime_rl.run.paths import RunPaths
 from prime_rl.utils.engine_keys import JUDGE_SERVER_KEY_VARIABLE, JUDGE_SERVERS_VARIABLE, named_key
 from prime_rl.utils.logger import get_logger
 
