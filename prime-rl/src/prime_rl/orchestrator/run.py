@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import secrets
 import sys
@@ -100,8 +101,7 @@ async def _run(
     buffer = make_buffer(config, environments.train, ledger)
     async with AsyncExitStack() as closing:
         closing.callback(ledger.close)
-        sender = setup_batch_sender(config.rollout_transport, paths)
-        closing.callback(sender.close)
+        sender = closing.enter_context(contextlib.closing(setup_batch_sender(config.rollout_transport, paths)))
         pool = make_pool(config)
         closing.push_async_callback(pool.close)
         servers = EnvServers(paths)
@@ -126,16 +126,14 @@ async def _run(
         scheduler = Scheduler(environments.train, buffer, pool, policy, scheduler_limits(config))
         closing.push_async_callback(scheduler.close)
         scheduler.follow(pool)
-        heartbeat = Heartbeat(config.heartbeat.url if config.heartbeat else None)
-        closing.callback(heartbeat.close)
+        heartbeat = closing.enter_context(contextlib.closing(make_heartbeat(config)))
         rollout_log = closing.enter_context(RolloutLog.from_config(config, environments.weights()))
+        reward_watch = make_reward_watch(config, environments.train)
         steps = Steps(
             scheduler=scheduler,
             policy=policy,
             sender=sender,
-            reporter=Reporter(
-                monitor, filters, sample_interval(config), extras, make_reward_watch(config, environments.train)
-            ),
+            reporter=Reporter(monitor, filters, sample_interval(config), extras, reward_watch),
             rollout_log=rollout_log,
             heartbeat=heartbeat,
             checkpoints=checkpoints if config.ckpt else None,
@@ -327,6 +325,10 @@ def make_buffer(config: OrchestratorConfig, environments: Mapping[str, Environme
         lambda example: environments[example.env].fingerprint(example.row, config.buffer.hash_keys),
         ledger,
     )
+
+
+def make_heartbeat(config: OrchestratorConfig) -> Heartbeat:
+    return Heartbeat(config.heartbeat.url if config.heartbeat else None)
 
 
 def make_reward_watch(config: OrchestratorConfig, environments: Mapping[str, Environment]) -> RewardWatch | None:
