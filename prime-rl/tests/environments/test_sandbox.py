@@ -7,8 +7,10 @@ import os
 import select
 import shutil
 import signal
+import stat
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import get_args
@@ -19,6 +21,8 @@ from prime_rl.environments.sandbox.attacks import ATTACKS, ESCAPES, FORGERIES, A
 from prime_rl.environments.sandbox.layers import Layer, LayerName, SandboxFault, layer
 from prime_rl.environments.sandbox.limits import Limits
 from prime_rl.environments.sandbox.sandbox import Sandbox, Verdict
+from prime_rl.utils.private import RUNTIME_VARIABLE
+from prime_rl.utils.scratch import scratch_directory
 
 PATIENT = Limits(time_s=300, output_bytes=10_000)
 """An honest program passes on a slow machine, too."""
@@ -196,3 +200,46 @@ def test_a_layer_in_which_no_program_runs_is_not_used(sandbox: Sandbox) -> None:
 
     with pytest.raises(SandboxFault, match="an empty program ends with 70"):
         Sandbox(sandbox.layer.name, PATIENT, broken)
+
+
+@pytest.fixture
+def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The user's runtime directory. Its path is short, as that of a socket must be."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as directory:
+        monkeypatch.setenv(RUNTIME_VARIABLE, directory)
+        yield Path(directory)
+
+
+def test_what_a_killed_owner_leaves_of_a_starting_container_is_removed_by_the_next_program(
+    runtime: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, starting = tmp_path / "podman", tmp_path / "starting"
+    os.mkfifo(starting)
+    engine.write_text(f"#!/bin/sh\n[ $1 = image ] && exit\necho $$ > {starting}\nexec sleep infinity")
+    engine.chmod(0o700)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setenv("TMPDIR", f"/tmp/{'long' * 40}")  # the path of a socket has at most 107 bytes
+    code = "from prime_rl.environments.sandbox.sandbox import Sandbox\nSandbox('podman')"
+    owner = subprocess.Popen([sys.executable, "-c", code], umask=0o077)
+    command = int(starting.read_text())
+    shared = next(runtime.glob("sandbox-*/control"))
+    assert (stat.S_IMODE(shared.parent.stat().st_mode), stat.S_IMODE(shared.stat().st_mode)) == (0o700, 0o755)
+    owner.kill()
+    owner.wait()
+    os.killpg(command, signal.SIGKILL)
+    with scratch_directory("other"):
+        assert not list(runtime.glob("sandbox-*"))
+
+
+def test_a_container_without_a_place_for_its_socket_is_refused_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, runtime = tmp_path / "podman", tmp_path / ("long" * 30)
+    engine.write_text("#!/bin/sh\n")
+    engine.chmod(0o700)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setenv(RUNTIME_VARIABLE, str(runtime))
+    with pytest.raises(SandboxFault, match=rf"too long; {RUNTIME_VARIABLE} names") as refused:
+        Sandbox("podman", PATIENT)
+    assert "\n" not in str(refused.value)
+    assert not list(runtime.glob("sandbox-*"))

@@ -7,17 +7,17 @@ import io
 import os
 import secrets
 import select
-import shutil
 import socket
 import subprocess
 import tarfile
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from prime_rl.environments.sandbox.layers import NOBODY, SandboxFault, linked_folders, python_folders
 from prime_rl.environments.sandbox.limits import Limits
+from prime_rl.utils.private import RUNTIME_VARIABLE
+from prime_rl.utils.scratch import scratch_directory
 
 IMAGE = "localhost/medarc-sandbox:1"
 SOCKET = "/control/socket"
@@ -40,20 +40,14 @@ class Container:
         """`engine` is the path of docker or podman, `environment` all variables of the process.
 
         Raises:
-            SandboxFault: the engine cannot make the image, or cannot mount Python's folders.
+            SandboxFault: the engine cannot make the image, or cannot mount Python's folders; or there is no private
+                folder for the socket.
         """
         python_mounts = [word for name in python_folders() for word in _mount(name, name)]
         _ensure_image(engine)
         self._engine = engine
         self.name = f"medarc-sandbox-{secrets.token_hex(8)}"
-        # Nobody else enters the outer folder. Every user of the container may use the socket.
-        self._folder = tempfile.mkdtemp(prefix="medarc-sandbox-")
-        shared = Path(self._folder, "control")
-        shared.mkdir(mode=0o755)
-        self._listener = socket.socket(socket.AF_UNIX)
-        self._listener.bind(str(shared / "socket"))
-        (shared / "socket").chmod(0o777)
-        self._listener.listen(1)
+        shared = self._listen()
         memory = f"{limits.memory_mb + OWN_MEMORY_MB}m"
         self.prefix: tuple[str, ...] = (
             *(engine, "run", "--rm", "--name", self.name, "--pull", "never", "--log-driver", "none"),
@@ -98,9 +92,26 @@ class Container:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 _command(self._engine, "rm", "--force", self.name)
 
+    def _listen(self) -> Path:
+        """Open the socket, and return its folder, which every user of the container may enter."""
+        with contextlib.ExitStack() as files:
+            try:
+                # Nobody else enters the outer folder. If this process is killed, the next one removes it.
+                shared = files.enter_context(scratch_directory("sandbox")) / "control"
+                shared.mkdir()
+                shared.chmod(0o755)  # whatever the umask is
+                self._listener = files.enter_context(socket.socket(socket.AF_UNIX))
+                self._listener.bind(str(shared / "socket"))
+                (shared / "socket").chmod(0o777)
+                self._listener.listen(1)
+            except OSError as error:
+                where = f"{RUNTIME_VARIABLE} names the folder for it, whose path must be short"
+                raise SandboxFault(f"a container gets no socket: {error}; {where}") from error
+            self._files = files.pop_all()
+            return shared
+
     def _forget_socket(self) -> None:
-        self._listener.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._files.close()
 
 
 def _ensure_image(engine: str) -> None:
