@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 
 import pytest
@@ -24,11 +25,14 @@ CALL = ToolCall("weather", '{"city": "Köln"}')
         ('<tool_call>{"name": "weather"}</tool_call>', '<tool_call>{"name": "weather"}</tool_call>', []),
         ("<tool_call>[1]</tool_call>", "<tool_call>[1]</tool_call>", []),
         ('<tool_call>{"name": "wea', '<tool_call>{"name": "wea', []),
+        (f"Look. <tool_call>{WEATHER}</tool_call><tool_call>{{</tool_call>", "unchanged", []),
+        ('<tool_call>{"name": 3, "arguments": {}}</tool_call>', "unchanged", []),
+        ('<tool_call>{"name": "f", "arguments": {"x": "\\ud800"}}</tool_call>', "unchanged", []),
     ],
 )
 def test_hermes_parses_tagged_json_and_keeps_the_rest(text, content, calls) -> None:
     reading = TOOL_PARSERS["hermes"].parse(text)
-    assert (reading.content, list(reading.calls)) == (content, calls)
+    assert (reading.content, list(reading.calls)) == (text if content == "unchanged" else content, calls)
 
 
 @pytest.mark.parametrize(
@@ -41,10 +45,14 @@ def test_hermes_parses_tagged_json_and_keeps_the_rest(text, content, calls) -> N
         ('{"name": "f", "parameters": {"point": {"x": 1}}}', None, [ToolCall("f", '{"point": {"x": 1}}')]),
         ("{not json}", "{not json}", []),
         ('{"city": "Köln"}', '{"city": "Köln"}', []),
+        (f"Let me see. {WEATHER}", None, [CALL]),
+        (f"{WEATHER}; {{", f"{WEATHER}; {{", []),
+        ('{"name": 3, "parameters": {}}', '{"name": 3, "parameters": {}}', []),
     ],
 )
-def test_llama3_json_parses_bare_json_and_keeps_the_rest(text, content, calls) -> None:
-    reading = TOOL_PARSERS["llama3_json"].parse(text)
+@pytest.mark.parametrize("name", ["llama3_json", "llama4_json"])
+def test_llama_json_parses_bare_json_and_keeps_the_rest(name, text, content, calls) -> None:
+    reading = TOOL_PARSERS[name].parse(text)
     assert (reading.content, list(reading.calls)) == (content, calls)
 
 
@@ -54,6 +62,17 @@ def test_llama3_json_parses_bare_json_and_keeps_the_rest(text, content, calls) -
 )
 def test_text_that_may_become_a_call_is_not_final_content(text, final_length) -> None:
     assert TOOL_PARSERS["hermes"].final_length(text) == final_length
+
+
+@pytest.mark.parametrize("name", TOOL_PARSERS)
+def test_content_that_was_streamed_is_never_taken_back(name: str) -> None:
+    text = f"Two. <tool_call>{WEATHER}</tool_call>\n<tool_call>{WEATHER}</tool_call>"
+    parser = TOOL_PARSERS[name]
+    reading = parser.parse(text)
+    assert list(reading.calls) == [CALL, CALL]
+    sent = [text[: parser.final_length(text[:size])] for size in range(len(text) + 1)]
+    assert all(after.startswith(before) for before, after in itertools.pairwise(sent))
+    assert (reading.content or "").startswith(sent[-1])
 
 
 def test_arguments_stay_json_text() -> None:

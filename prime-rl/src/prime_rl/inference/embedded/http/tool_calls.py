@@ -91,4 +91,9 @@ TOOL_PARSERS: Mapping[str, ToolParser] = MappingProxyType(
 
 
 def _call(value: Any, arguments_key: str) -> ToolCall:
-    return ToolCall(value["name"], json.dumps(value[arguments_key], ensure_ascii=False))
+    """Raises KeyError, TypeError or ValueError if the object is no call, or not one that an answer can carry."""
+    name, arguments = value["name"], json.dumps(value[arguments_key], ensure_ascii=False)
+    if not isinstance(name, str):
+        raise TypeError(f"a function's name is text, not {type(name).__name__}")
+    (name + arguments).encode()  # raises for half of a surrogate pair
+    return ToolCall(name, arguments)
