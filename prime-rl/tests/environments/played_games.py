@@ -53,3 +53,8 @@ def highest_cell(seen: str, rng: random.Random) -> str:
 
 def says_nothing(seen: str, rng: random.Random) -> None:
     """No answer at all."""
+
+
+def leaves_the_board(seen: str, rng: random.Random) -> str:
+    """A cell that Tic Tac Toe does not have."""
+    return "[9]"

@@ -83,6 +83,7 @@ def test_a_walk_over_the_frozen_lake_earns_its_reward_and_counts_what_was_no_act
     assert rollout.metrics == {
         "game_reward": 1.0,
         "invalid_actions": 1.0,
+        "opponent_invalid_actions": 0.0,
         "unfinished_games": 0.0,
         "truncated_games": 0.0,
         "num_turns": 7.0,
@@ -198,6 +199,15 @@ def test_the_model_plays_against_itself_and_trains_on_one_seat() -> None:
     second = play(environment, ["[9]", "[9]", "[4]", "[0]", "[5]", "[1]", "[7]", "[2]"], row=1)
     assert "[Player 0] [4]" in second.prompt[0]["content"]
     assert (second.reward, second.num_turns) == (1.0, 3)
+
+
+@pytest.mark.parametrize(
+    ("opponent", "answers"), [("played_games:leaves_the_board", ["[0]"]), ("self", ["[0]", "[9]", "[9]"])]
+)
+def test_a_win_by_the_opponents_invalid_moves_is_visible(opponent: str, answers: list[str]) -> None:
+    won = play(load("textarena", {"game": "TicTacToe-v0", "opponent": opponent, "size": 2, "eval_size": 0}), answers)
+    metrics = won.metrics or {}
+    assert (won.reward, metrics["opponent_invalid_actions"], metrics["invalid_actions"]) == (1.0, 2.0, 0.0)
 
 
 def test_a_game_for_one_player_has_one() -> None:

@@ -42,6 +42,7 @@ class Play:
     reward: float = 0.0
     turns: int = 0
     invalid_actions: int = 0
+    opponent_invalid_actions: int = 0
     is_over: bool = False
     is_truncated: bool = False
     conversations: dict[int, list[dict[str, str]]] = field(default_factory=dict)
@@ -59,7 +60,8 @@ class PlayedEnvironment(vf.MultiTurnEnv):  # type: ignore[misc]
             dataset=_table(rules, train),
             eval_dataset=_table(rules, held_out) if held_out else None,
             rubric=vf.Rubric(
-                funcs=[game_reward, invalid_actions, unfinished_games, truncated_games], weights=[1.0, 0.0, 0.0, 0.0]
+                funcs=[game_reward, invalid_actions, opponent_invalid_actions, unfinished_games, truncated_games],
+                weights=[1.0, 0.0, 0.0, 0.0, 0.0],
             ),
         )
 
@@ -71,7 +73,7 @@ class PlayedEnvironment(vf.MultiTurnEnv):  # type: ignore[misc]
             turn = await self._own_turn(state, play, await play.game.reset(info["seed"], play.seat))
             if not turn.is_over:
                 break
-            play.reward, play.conversations = 0.0, {}
+            play.reward, play.opponent_invalid_actions, play.conversations = 0.0, 0, {}
         else:
             raise GameError(f"{self._rules.title} was over before seat {play.seat} acted, {MOST_STARTS} times")
         if turn.text != info["text"]:
@@ -97,6 +99,7 @@ class PlayedEnvironment(vf.MultiTurnEnv):  # type: ignore[misc]
         """Let the model play the other seats until it is the trained one's turn, or the game is over."""
         while True:
             play.reward += turn.reward
+            play.opponent_invalid_actions += turn.invalid_by_others
             play.is_over, play.is_truncated = turn.is_over, turn.is_truncated
             if turn.is_over or turn.player == play.seat:
                 return turn
@@ -144,6 +147,12 @@ def invalid_actions(state: vf.State) -> float:
     """Answers without an action that the game allows."""
     play: Play | None = state.get(_PLAY)
     return 0.0 if play is None else float(play.invalid_actions)
+
+
+def opponent_invalid_actions(state: vf.State) -> float:
+    """The same for the answers of the other seats."""
+    play: Play | None = state.get(_PLAY)
+    return 0.0 if play is None else float(play.opponent_invalid_actions)
 
 
 def unfinished_games(state: vf.State) -> float:

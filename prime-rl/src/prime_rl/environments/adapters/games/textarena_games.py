@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
 from typing import Any
 
+import msgspec
 import nltk
 
 from prime_rl.environments.adapters.games.policies import NoMove, random_move
@@ -96,15 +97,21 @@ class TextArenaGame:
         return _text(state.observations.get(self._seat, ()), self._seat, state.role_mapping)
 
     def act(self, text: str) -> Turn:
+        mover = self._inner.state.current_player_id
+        is_invalid = self._step(without_thinking(text))
+        turn = self._until_asked()
+        if mover == self._seat:
+            return msgspec.structs.replace(turn, is_invalid=is_invalid)
+        return msgspec.structs.replace(turn, invalid_by_others=turn.invalid_by_others + is_invalid)
+
+    def _step(self, answer: str) -> bool:
+        """Give the answer of the player whose turn it is. Whether it held no action that the game allows."""
         state = self._inner.state
         mover, errors = state.current_player_id, getattr(state, "error_count", 0)
-        self._env.step(without_thinking(text))
+        self._env.step(answer)
         # The game asks the same player again.
         again = state.current_player_id == mover and getattr(state, "error_count", 0) > errors
-        lost = bool(state.done and state.game_info.get(mover, {}).get("invalid_move"))
-        turn = self._until_asked()
-        is_invalid = mover == self._seat and (again or lost)
-        return Turn(turn.text, turn.reward, turn.is_over, turn.is_truncated, is_invalid, turn.player)
+        return again or bool(state.done and state.game_info.get(mover, {}).get("invalid_move"))
 
     def _start(self, players: int, seed: int) -> None:
         random.seed(seed)
@@ -125,13 +132,13 @@ class TextArenaGame:
 
     def _until_asked(self) -> Turn:
         """Let the policy play until the model is asked, or the game is over."""
-        state = self._inner.state
+        state, invalid = self._inner.state, 0
         while not state.done:
             player, messages = self._inner.get_observation()
             news = _text(messages, player, state.role_mapping)
             self._heard[player].append(news)
             if player == self._seat or self._policy is None:
-                return Turn(news, player=player)
+                return Turn(news, invalid_by_others=invalid, player=player)
             try:
                 answer = self._policy("\n".join(self._heard[player]), self._random)
             except NoMove as error:
@@ -141,11 +148,12 @@ class TextArenaGame:
                 ) from error
             if not isinstance(answer, str):
                 raise GameError(f"the opponent of {self._title} returned no text, but {type(answer).__name__}")
-            self._env.step(answer)
+            invalid += self._step(answer)
         reward = finite((state.rewards or {}).get(self._seat, 0.0), self._title)
         left = _text(state.observations.get(self._seat, ()), self._seat, state.role_mapping)
         reason = str(state.game_info.get(self._seat, {}).get("reason") or "The game is over.")
-        return Turn("\n".join(filter(None, (left, reason))), reward, is_over=True, player=self._seat)
+        text = "\n".join(filter(None, (left, reason)))
+        return Turn(text, reward, is_over=True, invalid_by_others=invalid, player=self._seat)
 
 
 def _policy(opponent: str) -> Policy | None:

@@ -38,6 +38,8 @@ class Turn(msgspec.Struct, frozen=True):
     """Whether the game was cut off by its own limit."""
     is_invalid: bool = False
     """Whether the answer held no action that the game allows."""
+    invalid_by_others: int = 0
+    """Answers of other seats without such an action, since the last turn."""
     player: int = 0
     """Who acts next."""
 
