@@ -27,7 +27,16 @@ def test_the_page_of_claims_is_what_the_command_makes() -> None:
 
 def test_every_claim_names_its_machine_and_how_often_it_was_measured(claims: dict[str, Any]) -> None:
     found, machines = claims["read_claims"]()
-    assert {each.page for each in found} == {"chaos", "growth", "launch", "memory", "rl", "sft", "slurm"}
+    assert {each.page for each in found} == {
+        "chaos",
+        "environments",
+        "growth",
+        "launch",
+        "memory",
+        "rl",
+        "sft",
+        "slurm",
+    }
     for each in found:
         assert "cores" in machines[each.machine]
         assert each.date >= "2026-11"
