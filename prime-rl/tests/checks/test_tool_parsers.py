@@ -12,7 +12,7 @@ from jinja2 import Environment
 from prime_rl.checks.tool_parsers import parser_of_template
 from prime_rl.inference.embedded.http.tool_calls import TOOL_PARSERS
 
-# How each family writes calls, as its model card has it. `EACH` begins the loop over them.
+# How each family writes calls, in a short template of our own. `EACH` begins the loop over them.
 FORMS = {
     "minimax_m2": '<minimax:tool_call>EACH<invoke name="{{ c.name }}">{% for k, v in c.arguments.items() %}'
     '<parameter name="{{ k }}">{{ v }}</parameter>{% endfor %}</invoke>\nEND</minimax:tool_call>',
