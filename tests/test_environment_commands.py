@@ -195,6 +195,7 @@ def test_nothing_is_overwritten(place: Path) -> None:
     ("words", "fault"),
     [
         (("check", "nowhere"), "ID 'nowhere': no module named 'nowhere'; install the environment's package with"),
+        (("check", "Reasoning_Gim"), "or correct the id (did you mean 'reasoning-gym'?)"),
         (("check", "./nowhere"), "PATH: ./nowhere does not exist"),
         (("check", "reverse-text", "--form", "x"), "--form has no {answer}"),
         (("check", "reverse-text", "--args", "["), "--args is no JSON"),

@@ -117,7 +117,9 @@ async def test_a_group_whose_every_request_failed_is_a_failure_not_a_score(polic
     ("config", "message"),
     [
         ({"id": "no-such-env"}, r"env\[0\]: environment 'no-such-env' does not import: No module named 'no_such_env'"),
+        ({"id": "no-such-env"}, "No module named 'no_such_env'; install its package with .* or correct `id`"),
         ({"id": "broken-env"}, r"'broken-env' does not import: No module named 'a_module_that_is_not_there'"),
+        ({"id": "broken-env"}, "; its code imports that module: add the package that has it to `dependencies`"),
         (
             {"id": "letters-env", "args": {"kind": "odd"}},
             "Failed to load environment 'letters-env': .*no such kind: odd",

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from difflib import get_close_matches
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from prime_rl.checks.start_dir import NotInstalled, StartDir
 from prime_rl.configs.rollouts.agents import EXTERNAL, ROW_FILES
 from prime_rl.configs.rollouts.environments import EnvConfig
 from prime_rl.configs.shared import MonitorConfig
-from prime_rl.environments.builtin import built_in_module
+from prime_rl.environments.builtin import BUILT_IN, built_in_module
 from prime_rl.interpreters.registry import Registry, RegistryFault
 from prime_rl.interpreters.venvs import VenvError, python_of, venv_of_project
 
@@ -75,10 +76,17 @@ def environment_faults(key: str, envs: Sequence[EnvConfig], start: StartDir) -> 
         if spec is None:
             yield NotInstalled(
                 f"{place}: no module named {module!r}; install the environment's package with "
-                "`medarc_train env install PATH`, or correct the id"
+                f"`medarc_train env install PATH`, or correct the id{_nearest_id(env.id)}"
             )
         elif lacks_name(spec, LOADER):
             yield f"{place}: {spec.origin} is not an environment: it has no {LOADER}"
+
+
+def _nearest_id(env_id: str) -> str:
+    """Names the installed or built-in environment with the most similar id, if there is one."""
+    known = {*BUILT_IN, *(each.id for each in Registry().all())}
+    near = get_close_matches(env_id.partition("@")[0].lower().replace("_", "-"), sorted(known), 1)
+    return f" (did you mean {near[0]!r}?)" if near else ""
 
 
 def _agent_faults(env: EnvConfig, start: StartDir) -> Iterator[str]:

@@ -323,6 +323,18 @@ def _installed(config: EnvConfig, place: str) -> InstalledEnvironment | None:
     return found
 
 
+def _import_advice(error: ValueError, module: str) -> str:
+    """What to do about a failed import, by which module is missing: the environment's own, or one that it imports."""
+    cause = error.__cause__
+    own = module.replace("-", "_").rpartition("/")[2]
+    if isinstance(cause, ModuleNotFoundError) and cause.name not in (None, own):
+        return (
+            "its code imports that module: add the package that has it to `dependencies` in the environment's "
+            "pyproject.toml, then run `medarc_train env install PATH` again"
+        )
+    return "install its package with `medarc_train env install PATH`, or correct `id`"
+
+
 def load_environment(config: EnvConfig, place: str) -> vf.Environment:
     """Load a verifiers environment. Its dataset may be built later. `place` is its config key, for error messages.
 
@@ -339,7 +351,7 @@ def load_environment(config: EnvConfig, place: str) -> vf.Environment:
     except ValueError as error:  # verifiers turns every failed import into one
         raise EnvironmentFault(
             f"{place}: environment {config.id!r} does not import: {error.__cause__ or error}; "
-            "install its package with `medarc_train env install PATH`, or correct `id`"
+            f"{_import_advice(error, module_id(config.id))}"
         ) from error
     except NoJudge as error:
         raise EnvironmentFault(f"{place}: {error}") from error
