@@ -78,6 +78,33 @@ def test_a_key_that_the_user_sets_is_kept() -> None:
     assert processes["inference"].secrets == processes["orchestrator"].secrets == {"VLLM_API_KEY": "mine"}
 
 
+def test_a_teacher_elsewhere_never_gets_the_key_of_the_policys_servers() -> None:
+    """Both clients name VLLM_API_KEY by default, in which the launch passes the key that it makes."""
+    elsewhere = config(orchestrator={"teacher_model": {"client": {"base_url": ["http://teacher:8000/v1"]}}})
+    orchestrator = plan(elsewhere, site())["orchestrator"]
+    assert orchestrator.secrets == {"VLLM_API_KEY": "the-key"}
+    assert orchestrator.argv[-2:] == ("--teacher-model.client.api-key-var", "TEACHER_KEY")
+    named = {"base_url": ["http://teacher:8000/v1"], "api_key_var": "MINE"}
+    orchestrator = plan(config(orchestrator={"teacher_model": {"client": named}}), site(MINE="own"))["orchestrator"]
+    assert orchestrator.secrets == {"VLLM_API_KEY": "the-key", "TEACHER_KEY": "own"}
+
+
+@pytest.mark.parametrize("chosen", [True, False])
+def test_a_teacher_of_the_run_has_gpus_a_key_and_a_port(chosen: bool) -> None:
+    here = site(gpus=GpuAssignment(("0",), ("1",), (("2", "3"),)))
+    here = replace(here, ports=replace(here.ports if chosen else Ports(), frozen=(8005,)))
+    processes = plan(config(deployment={"num_teacher_gpus": 2}), here)
+    teacher, orchestrator = processes["teacher_inference"], processes["orchestrator"]
+    assert (teacher.gpus, teacher.env["CUDA_VISIBLE_DEVICES"]) == (("2", "3"), "2,3")
+    assert teacher.secrets == {"VLLM_API_KEY": "the-key"}
+    assert orchestrator.secrets == {"VLLM_API_KEY": "the-key", "TEACHER_KEY": "the-key"}
+    # Ports are those of the config unless the launch chooses ports.
+    assert ("--server.port" in teacher.argv) == chosen
+    url = "http://127.0.0.1:8005/v1" if chosen else "http://localhost:8001/v1"
+    assert (url in orchestrator.argv) == chosen
+    assert json.loads(orchestrator.env[SERVERS_VARIABLE]) == {url: "teacher_inference"}
+
+
 def test_the_key_of_a_foreign_server_is_left_to_the_environment() -> None:
     values = {"inference": None, "output_dir": "out"}
 

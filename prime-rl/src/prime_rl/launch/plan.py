@@ -39,6 +39,7 @@ from prime_rl.utils.engine_keys import (
     ENGINE_KEY_VARIABLE,
     JUDGE_SERVER_KEY_VARIABLE,
     JUDGE_SERVERS_VARIABLE,
+    TEACHER_KEY_VARIABLE,
     TRANSPORT_KEY_VARIABLE,
     named_key,
 )
@@ -320,20 +321,26 @@ def _frozen_servers(
 
 
 def _with_teacher(user: ProcessSpec, config: RLConfig, site: Site) -> ProcessSpec:
-    """The orchestrator, with the address and the key of the teacher that the run starts."""
-    models = dict(zip((each.process for each in frozen_models(config)), site.ports.frozen, strict=True))
+    """The orchestrator, with the key of the teacher and, if the run starts it, with its address.
+
+    The key is in a variable of its own: the configured one may be that of the policy's servers, whose key it must not
+    get.
+    """
     teacher = config.orchestrator.teacher_model
-    if TEACHER not in models or teacher is None:
+    if teacher is None:
         return user
-    url, flags = teacher.client.base_url[0], tuple[str, ...]()
-    if site.ports.inference is not None:
-        url = f"http://{site.address}:{models[TEACHER]}/v1"
-        flags = ("--teacher-model.client.base-url", url)
-    variable = teacher.client.api_key_var
-    key = named_key(variable, site.env) or site.engine_key
-    names = json.loads(user.env.get(SERVERS_VARIABLE, "{}")) | {url: TEACHER}
-    env = {**user.env, SERVERS_VARIABLE: json.dumps(names)}
-    return replace(user, argv=(*user.argv, *flags), env=env, secrets={**user.secrets, variable: key})
+    flags = ("--teacher-model.client.api-key-var", TEACHER_KEY_VARIABLE)
+    key, env = named_key(teacher.client.api_key_var, site.env), user.env
+    ports = dict(zip((each.process for each in frozen_models(config)), site.ports.frozen, strict=True))
+    if TEACHER in ports:
+        key, url = key or site.engine_key, teacher.client.base_url[0]
+        if site.ports.inference is not None:
+            url = f"http://{site.address}:{ports[TEACHER]}/v1"
+            flags = (*flags, "--teacher-model.client.base-url", url)
+        names = json.loads(env.get(SERVERS_VARIABLE, "{}")) | {url: TEACHER}
+        env = {**env, SERVERS_VARIABLE: json.dumps(names)}
+    secrets = {} if key is None else {TEACHER_KEY_VARIABLE: key}
+    return replace(user, argv=(*user.argv, *flags), env=env, secrets={**user.secrets, **secrets})
 
 
 def _with_judges(user: ProcessSpec, judges: Mapping[str, JudgeConfig], site: Site) -> ProcessSpec:

@@ -31,6 +31,9 @@ JUDGE_SERVERS_VARIABLE = "JUDGE_SERVERS"
 JUDGE_SERVER_KEY_VARIABLE = "JUDGE_SERVER_KEY"
 """Environment variable with the key of these."""
 
+TEACHER_KEY_VARIABLE = "TEACHER_KEY"
+"""Environment variable with the key of a run's teacher, wherever it runs."""
+
 _NO_KEY = ("", "EMPTY")
 """Values that people set for servers without a key."""
 

@@ -17,13 +17,15 @@ from typing import Any, Self
 
 from prime_rl.orchestrator.errors import EnvironmentFault
 from prime_rl.orchestrator.guests.inside.frames import PROTOCOL, BadFrame, encode, receive, receive_now
-from prime_rl.utils.engine_keys import ENGINE_KEY_VARIABLE
+from prime_rl.utils.engine_keys import ENGINE_KEY_VARIABLE, TEACHER_KEY_VARIABLE
 from prime_rl.utils.gpus import MASK_VARIABLE
 
 LOOPBACK = "127.0.0.1"
 INSIDE = Path(__file__).parent / "inside"
 STOP_GRACE_S = 5.0
-_OURS = frozenset({"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "UV_RUN_RECURSION_DEPTH", ENGINE_KEY_VARIABLE})
+_OURS = frozenset(
+    {"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "UV_RUN_RECURSION_DEPTH", ENGINE_KEY_VARIABLE, TEACHER_KEY_VARIABLE}
+)
 """Variables of this process that an interpreter of another environment must not get."""
 
 _ADDED = {MASK_VARIABLE: "", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}
