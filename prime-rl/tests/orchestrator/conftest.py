@@ -357,6 +357,16 @@ def load_environment(kind="single", rows=4):
         texts = TEXTS if kind == "images" else TEXTS[:1]
         rows = Dataset.from_list([{"prompt": with_image(text)} for text in texts])
         return vf.SingleTurnEnv(dataset=rows, rubric=rubric)
+    if kind == "odd arguments":
+        rubric = vf.Rubric(funcs=[lambda completion, answr: 1.0])
+        return vf.SingleTurnEnv(dataset=data, rubric=rubric)
+    if kind == "odd group arguments":
+        rubric = vf.Rubric(funcs=[lambda completions, answer: [1.0] * len(completions)])
+        return vf.SingleTurnEnv(dataset=data, rubric=rubric)
+    if kind == "many arguments":
+        rubric = vf.Rubric(funcs=[lambda state, level, judge, bonus=1.0, *rest, **more: 1.0])
+        rubric.add_class_object("judge", None)
+        return vf.SingleTurnEnv(dataset=data.add_column("level", [1] * rows), rubric=rubric)
     if kind == "eval only":
         return vf.SingleTurnEnv(eval_dataset=data, rubric=rubric)
     raise KeyError(f"no such kind: {kind}")

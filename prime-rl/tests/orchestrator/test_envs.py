@@ -124,6 +124,14 @@ async def test_a_group_whose_every_request_failed_is_a_failure_not_a_score(polic
             {"id": "letters-env", "args": {"kind": "odd"}},
             "Failed to load environment 'letters-env': .*no such kind: odd",
         ),
+        (
+            {"id": "letters-env", "args": {"kind": "odd arguments"}},
+            r"reward function '<lambda>' requires 'answr' \(did you mean 'answer'\?\), and gets only prompt, ",
+        ),
+        (
+            {"id": "letters-env", "args": {"kind": "odd group arguments"}},
+            r"requires 'answer' \(did you mean 'answers'\?\), and gets only prompts, completions, answers, states",
+        ),
         ({"id": "letters-env", "args": {"size": 1}}, "unexpected keyword argument 'size'"),
         ({"id": "letters-env", "args": {"rows": 0}}, "'letters-env' has no training rows"),
         ({"id": "letters-env", "args": {"kind": "eval only"}}, "cannot build the dataset of environment 'letters-env'"),
@@ -133,6 +141,10 @@ def test_an_environment_that_cannot_be_used_is_one_line(config, message: str) ->
     with pytest.raises(EnvironmentFault, match=message) as fault:
         load_environments([EnvConfig(**config)], LOG)
     assert "\n" not in str(fault.value)
+
+
+def test_a_reward_function_may_ask_for_columns_objects_and_anything_else() -> None:
+    assert load_environments([EnvConfig(id="letters-env", args={"kind": "many arguments"})], LOG)
 
 
 def test_a_version_in_the_id_is_left_out_of_the_import() -> None:

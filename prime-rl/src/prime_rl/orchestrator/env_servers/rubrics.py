@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import inspect
+from collections.abc import Collection, Iterator
+from difflib import get_close_matches
 from itertools import chain
 
 import verifiers as vf
+
+_OF_ROLLOUT = ("prompt", "completion", "answer", "state", "task", "info")
+_OF_GROUP = ("prompts", "completions", "answers", "states", "tasks", "infos")
+_SCORING = ("_call_individual_reward_func", "_call_group_reward_func", "score_objects", "group_score_objects")
+"""Methods of verifiers 0.1.14 that choose a reward function's arguments by their names."""
+
+
+_OPTIONAL = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
 
 
 def reward_functions(rubric: vf.Rubric | None) -> dict[str, float]:
@@ -29,3 +39,23 @@ def leaves(rubric: vf.Rubric | None) -> Iterator[vf.Rubric]:
     members += [env.rubric for env in getattr(rubric, "env_map", {}).values()]
     yield rubric
     yield from chain.from_iterable(map(leaves, members))
+
+
+def argument_faults(rubric: vf.Rubric | None, columns: Collection[str]) -> Iterator[str]:
+    """One line for each argument that a reward function requires and never gets, so that each of its calls would fail.
+
+    `columns` are those of the dataset, which become arguments, too. A rubric that chooses arguments itself has none.
+    """
+    for part in leaves(rubric):
+        own = [name for name in _SCORING if getattr(type(part), name) is not getattr(vf.Rubric, name)]
+        if own or part.score_object_providers or part.group_score_object_providers:
+            continue
+        for function in part.funcs:
+            base = _OF_GROUP if part._is_group_func(function) else (*_OF_ROLLOUT, *columns)
+            known = dict.fromkeys((*base, *part.class_objects))
+            for each in inspect.signature(function).parameters.values():
+                if each.name not in known and each.default is each.empty and each.kind not in _OPTIONAL:
+                    near = get_close_matches(each.name, known, 1)
+                    meant = f" (did you mean {near[0]!r}?)" if near else ""
+                    name = getattr(function, "__name__", repr(function))
+                    yield f"reward function {name!r} requires {each.name!r}{meant}, and gets only {', '.join(known)}"
