@@ -329,7 +329,7 @@ def _with_teacher(user: ProcessSpec, config: RLConfig, site: Site) -> ProcessSpe
     teacher = config.orchestrator.teacher_model
     if teacher is None:
         return user
-    flags = ("--teacher-model.client.api-key-var", TEACHER_KEY_VARIABLE)
+    flags: tuple[str, ...] = ("--teacher-model.client.api-key-var", TEACHER_KEY_VARIABLE)
     key, env = named_key(teacher.client.api_key_var, site.env), user.env
     ports = dict(zip((each.process for each in frozen_models(config)), site.ports.frozen, strict=True))
     if TEACHER in ports:
