@@ -133,6 +133,10 @@ def test_equal_values_are_no_conflict(rl, recwarn, options: str) -> None:
         ),
         ("trainer.loss.teacher-tau=1", "trainer.loss.teacher_tau needs a teacher: set deployment.num_teacher_gpus"),
         ("teacher-inference.model.name=x", "[teacher_inference] has no GPU: set deployment.num_teacher_gpus"),
+        (
+            "device=cpu teacher-inference.enable-lora=true",
+            "teacher_inference.enable_lora: a teacher serves no adapters",
+        ),
         ("orchestrator.teacher-model.model.name=x", "names the server of the model that is trained"),
         (
             "device=cpu teacher-inference.model.name=x trainer.loss.type=gspo",

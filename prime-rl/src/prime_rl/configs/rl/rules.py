@@ -233,6 +233,8 @@ def _teacher_faults(run: RunSections) -> Iterator[str]:
             "orchestrator.teacher_model.client.base_url names the server of the model that is trained: name the "
             "teacher's, or let the run start it with [teacher_inference]"
         )
+    if run.teacher_inference is not None and run.teacher_inference.enable_lora:
+        yield "teacher_inference.enable_lora: a teacher serves no adapters; remove it, or name a merged model"
     served = run.teacher_inference.model.max_model_len if run.teacher_inference is not None else None
     if served is not None and served <= run.orchestrator.seq_len:
         yield (
