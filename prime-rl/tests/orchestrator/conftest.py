@@ -363,6 +363,8 @@ def load_environment(kind="single", rows=4):
     if kind == "odd group arguments":
         rubric = vf.Rubric(funcs=[lambda completions, answer: [1.0] * len(completions)])
         return vf.SingleTurnEnv(dataset=data, rubric=rubric)
+    if kind == "no answers":
+        return vf.SingleTurnEnv(dataset=data.rename_column("answer", "reply"), rubric=rubric)
     if kind == "many arguments":
         rubric = vf.Rubric(funcs=[lambda state, level, judge, bonus=1.0, *rest, **more: 1.0])
         rubric.add_class_object("judge", None)

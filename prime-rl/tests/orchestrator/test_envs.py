@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from prime_rl.configs.orchestrator import EnvConfig
@@ -10,6 +12,7 @@ from prime_rl.orchestrator.rollouts.rollout import ExampleRef
 from prime_rl.orchestrator.rollouts.sampling import SamplingConfig, train_sampling_args
 from prime_rl.orchestrator.rollouts.trajectories import to_samples
 from prime_rl.orchestrator.servers.pool import InferencePool
+from prime_rl.utils.logger import setup_logger
 
 pytestmark = pytest.mark.usefixtures("importable_environments")
 ARGS = train_sampling_args(SamplingConfig(), 0.7)
@@ -145,6 +148,14 @@ def test_an_environment_that_cannot_be_used_is_one_line(config, message: str) ->
 
 def test_a_reward_function_may_ask_for_columns_objects_and_anything_else() -> None:
     assert load_environments([EnvConfig(id="letters-env", args={"kind": "many arguments"})], LOG)
+
+
+def test_a_reward_function_that_never_gets_an_answer_is_told(capsys) -> None:
+    setup_logger("info")
+    load_environments([EnvConfig(id="letters-env", args={"kind": "no answers"})], LOG)
+    logged = capsys.readouterr().out
+    assert "env[0]: environment 'letters-env': reversed_text requires `answer`, and the rows have no such" in logged
+    assert re.search(r"it is always empty; the columns are .*\breply\b", logged)
 
 
 def test_a_version_in_the_id_is_left_out_of_the_import() -> None:

@@ -27,7 +27,7 @@ from prime_rl.orchestrator.env_servers.exits import contain_exits
 from prime_rl.orchestrator.env_servers.failures import Failures, refuse_failed
 from prime_rl.orchestrator.env_servers.group_limits import in_time
 from prime_rl.orchestrator.env_servers.reward_errors import record_reward_errors
-from prime_rl.orchestrator.env_servers.rubrics import argument_faults, reward_functions
+from prime_rl.orchestrator.env_servers.rubrics import argument_faults, reward_functions, without_answers
 from prime_rl.orchestrator.env_servers.server_life import ServerLife
 from prime_rl.orchestrator.env_servers.tunnel import Tunnel
 from prime_rl.orchestrator.errors import EnvironmentFault, GroupFailed
@@ -408,8 +408,14 @@ def _with_rows(env: vf.Environment, config: EnvConfig, place: str, split: Split)
             f"{place}: cannot build the dataset of environment {config.id!r}: {_one_line(error)}"
         ) from error
     _refuse_empty(environment, config, place, split)
-    for fault in argument_faults(env.rubric, environment.content(0)):
+    columns = list(environment.content(0))
+    for fault in argument_faults(env.rubric, columns):
         raise EnvironmentFault(f"{place}: environment {config.id!r}: {fault}")
+    if functions := without_answers(env.rubric, columns):
+        get_logger().warning(
+            f"{place}: environment {config.id!r}: {', '.join(functions)} requires `answer`, and the rows have no such "
+            f"column: it is always empty; the columns are {', '.join(columns)}"
+        )
     return environment
 
 

@@ -8,6 +8,7 @@ from difflib import get_close_matches
 from itertools import chain
 
 import verifiers as vf
+from verifiers.types import TASK_INPUT_FIELDS
 
 _OF_ROLLOUT = ("prompt", "completion", "answer", "state", "task", "info")
 _OF_GROUP = ("prompts", "completions", "answers", "states", "tasks", "infos")
@@ -46,12 +47,13 @@ def argument_faults(rubric: vf.Rubric | None, columns: Collection[str]) -> Itera
 
     `columns` are those of the dataset, which become arguments, too. A rubric that chooses arguments itself has none.
     """
+    added = [name for name in columns if name not in TASK_INPUT_FIELDS]
     for part in leaves(rubric):
         own = [name for name in _SCORING if getattr(type(part), name) is not getattr(vf.Rubric, name)]
         if own or part.score_object_providers or part.group_score_object_providers:
             continue
         for function in part.funcs:
-            base = _OF_GROUP if part._is_group_func(function) else (*_OF_ROLLOUT, *columns)
+            base = _OF_GROUP if part._is_group_func(function) else (*_OF_ROLLOUT, *added)
             known = dict.fromkeys((*base, *part.class_objects))
             for each in inspect.signature(function).parameters.values():
                 if each.name not in known and each.default is each.empty and each.kind not in _OPTIONAL:
@@ -59,3 +61,14 @@ def argument_faults(rubric: vf.Rubric | None, columns: Collection[str]) -> Itera
                     meant = f" (did you mean {near[0]!r}?)" if near else ""
                     name = getattr(function, "__name__", repr(function))
                     yield f"reward function {name!r} requires {each.name!r}{meant}, and gets only {', '.join(known)}"
+
+
+def without_answers(rubric: vf.Rubric | None, columns: Collection[str]) -> list[str]:
+    """Reward functions that require `answer` in an environment whose rows have none, and so always get an empty one."""
+    functions = [function for part in leaves(rubric) for function in part.funcs] if "answer" not in columns else []
+    parameters = [(function, inspect.signature(function).parameters.get("answer")) for function in functions]
+    return [
+        getattr(function, "__name__", repr(function))
+        for function, found in parameters
+        if found is not None and found.default is found.empty
+    ]
