@@ -147,7 +147,11 @@ def test_judges_that_a_run_starts_need_memory_and_gpus(model: Path, tmp_path: Pa
     assert judge["parts"]["weights"] == pytest.approx(8.19e9 * 2 / 2, rel=0.01)
     assert judge["notes"][0] == f"judge grader: {model}, on 2 GPUs of its own"
     teacher = next(
-        each for each in answer(*words, "--deployment.num-teacher-gpus", "1")["components"] if each["name"] == "teacher"
+        each
+        for each in answer(*words, "--deployment.num-teacher-gpus", "1", "--trainer.loss.teacher-tau", "1")[
+            "components"
+        ]
+        if each["name"] == "teacher"
     )
     assert (teacher["processes"], teacher["notes"][0]) == (1, f"teacher: {model}, on 1 GPU of its own")
     shown = run(*words, "--estimate").stdout

@@ -27,7 +27,7 @@ CONFIGS = {
     "nccl bench": (RLConfig, [*RL, "--bench", "--weight-broadcast.type", "nccl"]),
     "nccl": (RLConfig, [*RL, "--weight-broadcast.type", "nccl", "--deployment.num-infer-gpus", "4"]),
     "lora": (RLConfig, [*RL, "--trainer.model.lora.rank", "12"]),
-    "teacher": (RLConfig, [*RL, "--deployment.num-teacher-gpus", "2"]),
+    "teacher": (RLConfig, [*RL, "--deployment.num-teacher-gpus", "2", "--trainer.loss.teacher-tau", "1"]),
     "tokens": (
         RLConfig,
         [*RL, "--orchestrator.token-batch-size", "999", "--orchestrator.max-inflight-rollouts", "8", "--bench"],

@@ -128,15 +128,15 @@ def known_vocab_size(model: str) -> int | None:
 
 
 def other_token(model: str, other: str, start: StartDir) -> str | None:
-    """The first token id that means different texts in the tokenizers of two models.
+    """The first token of `model` that is another one in the tokenizer of `other`, or none. Tokens that only `other` has
+    do not matter.
 
     None if there is none, or if one of them has no `tokenizer.json` on this machine.
     """
     ours, theirs = (_texts_by_id(_local_folder(name, start)) for name in (model, other))
-    for number in sorted(ours.keys() | theirs.keys()) if ours and theirs else ():
-        if ours.get(number) != theirs.get(number):
-            shown = [repr(each[number]) if number in each else "nothing" for each in (ours, theirs)]
-            return f"{number} ({shown[0]} and {shown[1]})"
+    for number in sorted(ours) if theirs else ():
+        if ours[number] != theirs.get(number):
+            return f"{number} ({ours[number]!r} and {repr(theirs[number]) if number in theirs else 'nothing'})"
     return None
 
 
@@ -146,7 +146,7 @@ def _local_folder(name: str, start: StartDir) -> Path | None:
 
 
 def _texts_by_id(folder: Path | None) -> dict[int, str]:
-    """The tokens of a `tokenizer.json`. Empty if there is none that can be read; the process that loads it tells."""
+    """The tokens of a `tokenizer.json`; empty if it is missing or damaged, which is reported when it is loaded."""
     try:
         tokenizer = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8")) if folder is not None else {}
         tokens = tokenizer.get("model", {}).get("vocab", {})

@@ -18,7 +18,7 @@ TEACHER_ELSEWHERE = (
     "a run on several nodes starts no teacher: start its server yourself, such as with `inference` on another node, "
     "and set orchestrator.teacher_model.client.base_url"
 )
-"""What to do instead of distillation."""
+"""Why a run on several nodes has no teacher of its own, and what to do."""
 
 
 def _of_a_function(path: str) -> str:

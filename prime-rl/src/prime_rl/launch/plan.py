@@ -316,8 +316,7 @@ def _frozen_servers(
         flags = () if is_as_configured else ("--server.host", site.address, "--server.port", str(port))
         child = _child_env(command, model.process, site, env) | visible
         server = frozen_process(paths, site.programs.inference, child, gpus, model.process, *flags)
-        key = model.key_variable and named_key(model.key_variable, site.env)
-        yield replace(server, node=site.node, secrets={ENGINE_KEY_VARIABLE: key or site.engine_key})
+        yield replace(server, node=site.node, secrets={ENGINE_KEY_VARIABLE: site.engine_key})
 
 
 def _with_teacher(user: ProcessSpec, config: RLConfig, site: Site) -> ProcessSpec:
@@ -333,7 +332,7 @@ def _with_teacher(user: ProcessSpec, config: RLConfig, site: Site) -> ProcessSpe
     key, env = named_key(teacher.client.api_key_var, site.env), user.env
     ports = dict(zip((each.process for each in frozen_models(config)), site.ports.frozen, strict=True))
     if TEACHER in ports:
-        key, url = key or site.engine_key, teacher.client.base_url[0]
+        key, url = site.engine_key, teacher.client.base_url[0]
         if site.ports.inference is not None:
             url = f"http://{site.address}:{ports[TEACHER]}/v1"
             flags = (*flags, "--teacher-model.client.base-url", url)

@@ -37,6 +37,9 @@ def run_faults(run: RunSections, has_slurm: bool) -> Iterator[str]:
 
 def run_warnings(run: RunSections) -> Iterator[str]:
     """One line for each setting that works, but probably not as intended."""
+    loss = run.trainer.loss
+    if run.orchestrator.teacher_model is not None and loss.type == "default" and loss.teacher_tau == 0:
+        yield "trainer.loss.teacher_tau is 0: the teacher scores every sample, and only the metric teacher_kl shows it"
     if run.orchestrator.teacher_model is not None and not _samples_at_one(run.orchestrator.sampling):
         yield (
             "a teacher's log-probabilities are those at temperature 1, and the policy's are those at "

@@ -21,7 +21,7 @@ TEACHER_AT_ONCE = 64
 
 @dataclass(frozen=True, slots=True)
 class FrozenModel:
-    """A server that the run starts for one of them."""
+    """A frozen model and the server that the run starts for it."""
 
     process: str
     """Name of its process, of its log and of its config."""
@@ -34,8 +34,6 @@ class FrozenModel:
     """Requests that it answers at once."""
     longest_tokens: int | None = None
     """Longest sequence that it reads, if the config tells."""
-    key_variable: str | None = None
-    """Environment variable in which its client looks for its key. None: judges have one of their own."""
 
 
 def judge_process_name(judge: str) -> str:
@@ -59,15 +57,8 @@ def frozen_models(config: RLConfig) -> tuple[FrozenModel, ...]:
 
 
 def _teacher(config: RLConfig) -> Iterator[FrozenModel]:
-    teacher, deployment = config.orchestrator.teacher_model, config.deployment
-    if config.teacher_inference is not None and teacher is not None and deployment.type == "single_node":
+    deployment = config.deployment
+    if config.teacher_inference is not None and deployment.type == "single_node":
         gpus = 0 if config.device == "cpu" else deployment.num_teacher_gpus or 0
-        yield FrozenModel(
-            TEACHER,
-            "teacher",
-            config.teacher_inference,
-            gpus,
-            TEACHER_AT_ONCE,
-            config.orchestrator.seq_len + 1,
-            teacher.client.api_key_var,
-        )
+        longest = config.orchestrator.seq_len + 1
+        yield FrozenModel(TEACHER, "teacher", config.teacher_inference, gpus, TEACHER_AT_ONCE, longest)
