@@ -25,7 +25,6 @@ from prime_rl.checks.start_dir import StartFault, looks_like_path
 from prime_rl.configs.trainer import ModelConfig, TokenizerConfig, WeightCheckpointConfig
 from prime_rl.run.beats import own_beats
 from prime_rl.trainer.kernels.attention import choose_attention
-from prime_rl.trainer.kernels.attention_apart import SequenceLayout
 from prime_rl.trainer.kernels.lean_embedding import use_lean_embedding
 from prime_rl.trainer.kernels.lean_linear import use_lean_linears
 from prime_rl.trainer.kernels.lean_mlp import use_lean_mlps
@@ -34,6 +33,7 @@ from prime_rl.trainer.kernels.product_choice import ProductChoice
 from prime_rl.trainer.lora.adapters import add_adapters, log_adapters
 from prime_rl.trainer.model.blocks import decoder_blocks, prepare_blocks
 from prime_rl.trainer.model.scoring import enable_scoring
+from prime_rl.trainer.model.sequence_blocks import SequenceBlocks
 from prime_rl.trainer.model.shared_prefixes import PrefixTree
 from prime_rl.trainer.model.start_check import check_scoring
 from prime_rl.trainer.optim.kept_gradients import keep_gradients
@@ -106,7 +106,7 @@ def setup_model(
         model.eval()
     else:
         leave_dropout_out(model)
-    check_scoring(model, process.device, config.seq_len, [PrefixTree, SequenceLayout] if is_separable else [PrefixTree])
+    check_scoring(model, process.device, config.seq_len, [SequenceBlocks if is_separable else PrefixTree])
     if has_dropout:
         model.train()
     return model

@@ -18,15 +18,15 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from prime_rl.trainer.kernels.attention import EAGER, SDPA, varlen_arguments
-from prime_rl.trainer.kernels.attention_apart import SequenceLayout, find_sequence_layout
 from prime_rl.trainer.kernels.linear_cross_entropy import LIMITS, Limits, linear_cross_entropy_sum
 from prime_rl.trainer.model.packed_rows import Grid, fold
+from prime_rl.trainer.model.sequence_blocks import SequenceBlocks, find_sequence_blocks
 from prime_rl.trainer.model.shared_prefixes import SHARED, PrefixTree, find_shared_prefixes
 
 Result = TypeVar("Result")
 LogitsOf = Callable[[Tensor], Tensor]
 """Maps hidden states [N, H] to logits [N, V], in the compute dtype."""
-Layout = Grid | PrefixTree | SequenceLayout
+Layout = Grid | PrefixTree | SequenceBlocks
 """An arrangement of a packed row's tokens for attention kernels without support for packing."""
 
 
@@ -99,36 +99,35 @@ def _score_tokens(
     kernel = self.config._attn_implementation
     if kernel in (SDPA, SHARED, EAGER):
         layout = _cheapest_layout(self, input_ids_1T, position_ids_1T, uses_last)
-        if isinstance(layout, PrefixTree):
-            nodes, positions = (row[:, layout.token_of_node_N] for row in (input_ids_1T, position_ids_1T))
-            hidden = self.base_model(
-                input_ids=nodes, position_ids=positions, use_cache=False, **layout.options()
-            ).last_hidden_state
-            return score(hidden[0].index_select(0, layout.node_of_token_T), _logits_of(self))
         if isinstance(layout, Grid):
             rows = self.base_model(
                 input_ids=layout.scatter(input_ids_1T), position_ids=layout.position_ids_RW, use_cache=False
             ).last_hidden_state
             return score(layout.gather(rows), _logits_of(self))
-        options = layout.options()
-    else:
-        options = varlen_arguments(kernel, position_ids_1T)
+        nodes, positions = (row[:, layout.token_of_node_N] for row in (input_ids_1T, position_ids_1T))
+        hidden = self.base_model(
+            input_ids=nodes, position_ids=positions, use_cache=False, **layout.options()
+        ).last_hidden_state
+        return score(hidden[0].index_select(0, layout.node_of_token_T), _logits_of(self))
     row = self.base_model(
-        input_ids=input_ids_1T, position_ids=position_ids_1T, use_cache=False, **options
+        input_ids=input_ids_1T,
+        position_ids=position_ids_1T,
+        use_cache=False,
+        **varlen_arguments(kernel, position_ids_1T),
     ).last_hidden_state
     return score(row[0], _logits_of(self))
 
 
 def _cheapest_layout(model: PreTrainedModel, input_ids_1T: Tensor, position_ids_1T: Tensor, uses_last: bool) -> Layout:
     hidden_size, scoring = model.config.hidden_size, scoring_of(model)
-    allowed = scoring.layouts
-    found: list[Layout | None] = []
-    if PrefixTree in allowed:
-        found.append(find_shared_prefixes(input_ids_1T, position_ids_1T, without_last=not uses_last))
-    if SequenceLayout in allowed:
-        found.append(find_sequence_layout(position_ids_1T, model.config))
-    layouts = [layout for layout in found if layout is not None]
-    if Grid in allowed or not layouts:
+    if SequenceBlocks in scoring.layouts:
+        heads = model.config.get_text_config().num_attention_heads
+        return find_sequence_blocks(input_ids_1T, position_ids_1T, heads, without_last=not uses_last)
+    layouts: list[Layout] = []
+    if PrefixTree in scoring.layouts:
+        tree = find_shared_prefixes(input_ids_1T, position_ids_1T, without_last=not uses_last)
+        layouts += [tree] if tree is not None else []
+    if Grid in scoring.layouts or not layouts:
         layouts.append(fold(position_ids_1T, hidden_size, shares_rows=scoring.shares_rows))
     return min(layouts, key=lambda layout: layout.cost(hidden_size))
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from prime_rl.trainer.kernels.attention_apart import attend_per_sequence
+from prime_rl.trainer.kernels.blocked_attention import attend_blocks
 from prime_rl.trainer.kernels.lean_linear import padded_row_count
 from prime_rl.trainer.model.packed_rows import layout_cost, sequence_starts
 from prime_rl.trainer.process.errors import ModelError
@@ -54,10 +54,20 @@ class PrefixTree:
         }
 
 
-def find_shared_prefixes(
-    input_ids_1T: Tensor, position_ids_1T: Tensor, *, without_last: bool = False
-) -> PrefixTree | None:
-    """Build the prefix tree of a packed row. Returns None if no two sequences share a prefix.
+class Nodes(NamedTuple):
+    """The prefix tree of a packed row of T tokens, without an arrangement for attention."""
+
+    node_of_token_T: np.ndarray
+    token_of_node_N: np.ndarray
+    """Index of one of the node's tokens. The last nodes may be padding, whose results are never used."""
+    spans: list[range]
+    """The tokens of each sequence that have a node, sequences with a common prefix next to each other."""
+    shared: list[int]
+    """Number of each sequence's first tokens whose nodes it shares with the sequence before it."""
+
+
+def prefix_nodes(input_ids_1T: Tensor, position_ids_1T: Tensor, *, without_last: bool = False) -> Nodes | None:
+    """Find the common prefixes of a packed row's sequences. Returns None if no two sequences have one.
 
     `without_last`: the last token of a sequence, after which nothing is predicted, has no node of its own. It refers to
     that of the token before it.
@@ -68,45 +78,55 @@ def find_shared_prefixes(
     spans = [range(start, max(stop - without_last, start + 1)) for start, stop in pairwise(bounds)]
     # In sorted order, each sequence shares its longest common prefix with the one before it.
     spans.sort(key=lambda span: (positions[span.start], ids[span.start : span.stop].tolist()))
+    shared = [_common_prefix_length(ids, positions, *pair) for pair in pairwise([range(0), *spans])]
+    if not any(shared):
+        return None
     node_of_token = np.empty(len(ids), dtype=np.int64)
     tokens: list[np.ndarray] = []
     count = 0
     before = range(0)
-    for span in spans:
-        shared = _common_prefix_length(ids, positions, before, span)
-        node_of_token[span.start : span.start + shared] = node_of_token[before.start : before.start + shared]
-        own = np.arange(span.start + shared, span.stop)
+    for span, common in zip(spans, shared, strict=True):
+        node_of_token[span.start : span.start + common] = node_of_token[before.start : before.start + common]
+        own = np.arange(span.start + common, span.stop)
         node_of_token[own] = np.arange(count, count + len(own))
         tokens.append(own)
         count += len(own)
         before = span
-    if count == sum(map(len, spans)):
-        return None
     if without_last:
         last = np.array(bounds[1:]) - 1
         node_of_token[last] = node_of_token[np.maximum(last - 1, starts)]
     # Pad with unused nodes, so that linear layers see fewer different row counts.
     tokens.append(np.zeros(padded_row_count(count) - count, dtype=np.int64))
-    return _tree(node_of_token, np.concatenate(tokens), spans, input_ids_1T.device)
+    return Nodes(node_of_token, np.concatenate(tokens), spans, shared)
+
+
+def find_shared_prefixes(
+    input_ids_1T: Tensor, position_ids_1T: Tensor, *, without_last: bool = False
+) -> PrefixTree | None:
+    """Build the prefix tree of a packed row. Returns None if no two sequences share a prefix.
+
+    `without_last` as in `prefix_nodes`.
+    """
+    nodes = prefix_nodes(input_ids_1T, position_ids_1T, without_last=without_last)
+    return None if nodes is None else _tree(nodes, input_ids_1T.device)
 
 
 def shared_prefix_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, None]:
-    """SDPA behind Transformers' attention interface: [B, heads, T, D] in, [B, T, heads, D] out.
+    """Attention behind Transformers' interface: [B, heads, T, D] in, [B, T, heads, D] out.
 
-    B = 1 for a prefix tree (`node_of_cell`) and for attention per sequence (`sequence_lengths`).
+    B = 1 for blocks (`blocks`) and for a prefix tree (`node_of_cell`). Without either, this is SDPA.
 
     Raises:
-        ModelError: the model needs a soft cap, sinks or a bias of the scores, or something else that the layout lacks.
+        ModelError: the model needs a soft cap, sinks or a bias of the scores.
     """
     if any(options.get(name) is not None for name in ("softcap", "s_aux", "position_bias")):
         raise ModelError(f"{type(module).__name__} is not supported by SDPA: soft caps, sinks or biases of scores")
-    lengths, window = options.pop("sequence_lengths", None), options.get("sliding_window")
-    if lengths is not None:
-        if (window or max(lengths)) < max(lengths) or query.shape[-1] != value.shape[-1]:
-            raise ModelError(f"{type(module).__name__} has a window or values of another head dim than its queries")
-        return attend_per_sequence(query[0], key[0], value[0], lengths, options["scaling"])[None], None
+    blocks, window = options.pop("blocks", None), options.get("sliding_window")
+    if blocks is not None:
+        q, k, v = (states[0].transpose(0, 1) for states in (query, key, value))
+        return attend_blocks(q, k, v, blocks, options["scaling"], window)[None], None
     node_of_cell, cell_of_node = options.pop("node_of_cell", None), options.pop("cell_of_node", None)
     if node_of_cell is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
@@ -129,15 +149,15 @@ def _common_prefix_length(ids: np.ndarray, positions: np.ndarray, first: range, 
     return int(np.argmax(differs)) if differs.any() else length
 
 
-def _tree(node_of_token: np.ndarray, token_of_node: np.ndarray, spans: list[range], device: torch.device) -> PrefixTree:
-    width = max(map(len, spans))
-    starts, lengths = np.array([[span.start, len(span)] for span in spans]).T
+def _tree(nodes: Nodes, device: torch.device) -> PrefixTree:
+    width = max(map(len, nodes.spans))
+    starts, lengths = np.array([[span.start, len(span)] for span in nodes.spans]).T
     columns = np.minimum(np.arange(width)[None, :], lengths[:, None] - 1)
-    node_of_cell = node_of_token[starts[:, None] + columns]
-    cell_of_node = np.zeros(len(token_of_node), dtype=np.int64)
+    node_of_cell = nodes.node_of_token_T[starts[:, None] + columns]
+    cell_of_node = np.zeros(len(nodes.token_of_node_N), dtype=np.int64)
     is_token = np.arange(width)[None, :] < lengths[:, None]
     cell_of_node[node_of_cell[is_token]] = np.flatnonzero(is_token)
-    arrays = (node_of_token, token_of_node, node_of_cell, cell_of_node)
+    arrays = (nodes.node_of_token_T, nodes.token_of_node_N, node_of_cell, cell_of_node)
     return PrefixTree(*(torch.from_numpy(array).to(device) for array in arrays))
 
 
