@@ -218,6 +218,25 @@ def test_on_the_cpu_the_cores_are_shared_by_those_who_compute_at_once(level: int
     assert {spec.env["OMP_NUM_THREADS"] for spec in specs.values()} == {threads}
 
 
+@pytest.mark.parametrize(
+    ("values", "spins"),
+    [
+        ({"max_async_level": 0}, True),
+        ({"max_async_level": 1}, False),
+        ({"max_async_level": 0, "orchestrator": {"judge": {"strict": {"model": "judge"}}}}, False),
+    ],
+)
+def test_threads_spin_where_inference_and_trainer_take_turns(values: dict, spins: bool) -> None:
+    here = site("cpu")
+    judges = len(values.get("orchestrator", {}))
+    here = replace(here, ports=replace(here.ports, frozen=(8005,) * judges))
+    found = plan(config(device="cpu", **values), here)
+    assert {name for name in ("inference", "trainer") if "GOMP_SPINCOUNT" in found[name].env} == (
+        {"inference", "trainer"} if spins else set()
+    )
+    assert "GOMP_SPINCOUNT" not in found["orchestrator"].env
+
+
 def test_resuming_from_the_latest_names_the_step_and_from_a_step_says_it_once() -> None:
     latest = plan(config(ckpt={"resume_step": -1}), site(), resume_step=6)
     assert latest["trainer"].argv[-2:] == latest["orchestrator"].argv[-2:] == ("--ckpt.resume-step", "6")

@@ -30,10 +30,10 @@ from prime_rl.trainer.kernels.attention import (
     varlen_arguments,
     varlen_attention,
 )
-from prime_rl.trainer.kernels.attention_apart import SequenceLayout
 from prime_rl.trainer.model.build import setup_model
 from prime_rl.trainer.model.packed_rows import sequence_bounds
 from prime_rl.trainer.model.scoring import enable_scoring, score_tokens
+from prime_rl.trainer.model.sequence_blocks import SequenceBlocks
 from prime_rl.trainer.model.shared_prefixes import PrefixTree
 from prime_rl.trainer.model.start_check import check_scoring
 from prime_rl.trainer.process.errors import ModelError
@@ -166,7 +166,7 @@ def test_a_model_that_mixes_the_sequences_of_a_row_gets_a_row_for_each(tiny_mode
     # Mix tokens outside attention, as a recurrent layer does.
     model.get_input_embeddings().register_forward_hook(lambda module, inputs, output: output + output.cumsum(1))
     enable_scoring(model)
-    check_scoring(model, mesh.process.device, 64, [PrefixTree, SequenceLayout])
+    check_scoring(model, mesh.process.device, 64, [PrefixTree, SequenceBlocks])
     tokens = torch.arange(50)[None]
 
     def logits_of_row(tokens: Tensor, *lengths: int) -> Tensor:

@@ -5,10 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoConfig
 
 from prime_rl.configs.trainer import ModelConfig
-from prime_rl.trainer.kernels.attention_apart import attend_per_sequence, find_sequence_layout
 from prime_rl.trainer.kernels.linear_cross_entropy import Limits
 from prime_rl.trainer.model.build import setup_model
 from prime_rl.trainer.model.packed_rows import fold
@@ -83,33 +81,3 @@ def test_cross_entropy_in_chunks_equals_cross_entropy_at_once(kind: str) -> None
         found = [loss.detach(), *torch.autograd.grad(loss, (hidden, linear.weight))]
         for ours, theirs in zip(found, expected, strict=True):
             torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-5)
-
-
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 3e-2)])
-def test_attention_per_sequence_equals_attention_of_separate_sequences(dtype: torch.dtype, tolerance: float) -> None:
-    generator = torch.Generator().manual_seed(0)
-    lengths, scale = [20, 1, 12, 7], 0.2
-    states = [torch.randn(heads, 40, 16, generator=generator).requires_grad_() for heads in (6, 2, 2)]
-    pieces = zip(*(state.split(lengths, dim=1) for state in states), strict=True)
-    alone = [
-        torch.nn.functional.scaled_dot_product_attention(
-            *(one[None] for one in piece), is_causal=True, scale=scale, enable_gqa=True
-        )
-        for piece in pieces
-    ]
-    expected = torch.cat(alone, dim=2)[0].transpose(0, 1)
-    slope = torch.randn(expected.shape, generator=generator)
-    theirs = [expected, *torch.autograd.grad(expected, states, slope)]
-    ours = attend_per_sequence(*(state.to(dtype) for state in states), lengths, scale)
-    for one, other in zip([ours, *torch.autograd.grad(ours, states, slope.to(dtype))], theirs, strict=True):
-        torch.testing.assert_close(one.float(), other, rtol=tolerance, atol=tolerance * float(other.abs().max()))
-
-
-def test_attention_per_sequence_is_cheaper_for_few_long_sequences_only(tiny_model_dir: Path) -> None:
-    config = AutoConfig.from_pretrained(tiny_model_dir)
-    hidden_size = 576
-    few, many = positions(200, 150, 100), positions(*[8] * 64)
-    apart = [find_sequence_layout(row, config).cost(hidden_size) for row in (few, many)]
-    folded = [fold(row, hidden_size).cost(hidden_size) for row in (few, many)]
-    assert apart[0] < folded[0]
-    assert apart[1] > folded[1]

@@ -162,13 +162,14 @@ def plan_rl(config: RLConfig, paths: RunPaths, site: Site, resume_step: int | No
     head = train_sites[0]
     broadcast, sockets = _broadcast_flags(config, head), _socket_flags(config, head)
     members = _member_flags(config, head, len(infer_sites))
-    envs = [_threads(each, train_at_once) for each in train_sites]
+    turns = _spins_in_turns(config, site)
+    envs = [_threads(each, train_at_once) | turns for each in train_sites]
     ranks = TrainerRanks(RL_TRAINER, paths.config("trainer"), demand.train, site.meeting_place)
     flags = (*_client_flags(config.inference, infer_sites), *broadcast, *sockets, *resume)
-    env = _child_env("rl", "orchestrator", head, envs[0]) | _server_names(infer_sites)
+    env = _child_env("rl", "orchestrator", head, _threads(head, train_at_once)) | _server_names(infer_sites)
     orchestrator = orchestrator_process(paths, site.programs.orchestrator, env, *flags)
     waits = {CLEARANCE_VARIABLE: str(paths.orchestrator.environments_checked)}
-    infer_envs = [_threads(each, infer_at_once) | waits for each in infer_sites]
+    infer_envs = [_threads(each, infer_at_once) | turns | waits for each in infer_sites]
     servers = _servers("rl", config.inference, paths, infer_sites, infer_envs)
     orchestrator = _with_judges(replace(orchestrator, node=head.node), config.orchestrator.judge, head)
     orchestrator = _with_teacher(orchestrator, config, head)
@@ -260,6 +261,12 @@ def _processes_at_once(demand: Demand, config: RLConfig) -> tuple[int, int]:
     # At async level 0 inference and trainer take turns.
     both = demand.infer + demand.train if config.orchestrator.max_async_level else max(demand.infer, demand.train)
     return both, both
+
+
+def _spins_in_turns(config: RLConfig, site: Site) -> dict[str, str]:
+    """At async level 0, inference and trainer take turns, so their threads may spin. A judge or teacher takes none."""
+    takes_turns = config.orchestrator.max_async_level == 0 and not frozen_models(config)
+    return spin_env(site.env) if takes_turns and site.device == "cpu" else {}
 
 
 def _servers(

@@ -123,7 +123,7 @@ def _cheapest_layout(model: PreTrainedModel, input_ids_1T: Tensor, position_ids_
     if SequenceBlocks in scoring.layouts:
         heads = model.config.get_text_config().num_attention_heads
         return find_sequence_blocks(input_ids_1T, position_ids_1T, heads, without_last=not uses_last)
-    layouts: list[Layout] = []
+    layouts: list[Grid | PrefixTree] = []
     if PrefixTree in scoring.layouts:
         tree = find_shared_prefixes(input_ids_1T, position_ids_1T, without_last=not uses_last)
         layouts += [tree] if tree is not None else []
