@@ -1,7 +1,8 @@
 """Measures an RL step against TRL's: `uv run python benchmarks/rl/against_trl.py`. See README.md for what is compared.
 
-Rows run one after another: `medarc_train rl` with its three processes, or TRL's GRPOTrainer. Results are appended to
-`measurements.jsonl` in `--out`, so rounds can be spread over several calls; the table uses all of them.
+Rows run one after another: `medarc_train rl` with its three processes, or TRL's GRPOTrainer. `TRL / this` compares with
+the faster of TRL's rows. Results are appended to `measurements.jsonl` in `--out`, so rounds can be spread over several
+calls; the table uses all of them.
 """
 
 from __future__ import annotations
@@ -29,8 +30,11 @@ from trl_venv import trl_python  # noqa: E402
 PROMPTS, GROUP, NEW_TOKENS, LR = 16, 8, 64, 2e-5
 WARMUP_STEPS, LAST_STEPS = 2, 2
 """Steps excluded at the end: our run generates nothing there, so its steps are shorter."""
-OURS = {"ours-async-1": 1, "ours-async-0": 0}
-ROWS = ("trl", *OURS)
+BF16 = "-bf16"
+"""End of the names of rows that compute in bfloat16: TRL with autocast, ours with `compute_dtype` and the engine's
+`dtype`. The others compute in float32. Weights, gradients and optimizer states are float32 everywhere."""
+LEVELS = {"ours-async-1": 1, "ours-async-0": 0}
+ROWS = tuple(name + dtype for dtype in ("", BF16) for name in ("trl", *LEVELS))
 TOKENIZER = HERE.parents[1] / "examples" / "reverse_text" / "model"
 
 
@@ -77,7 +81,8 @@ class Bench:
         work = self.out / "work" / row
         shutil.rmtree(work, ignore_errors=True)
         work.mkdir(parents=True)
-        argv = self.trl_argv(work) if row == "trl" else self.our_argv(work, OURS[row])
+        name, is_bf16 = row.removesuffix(BF16), row.endswith(BF16)
+        argv = self.trl_argv(work, is_bf16) if name == "trl" else self.our_argv(work, LEVELS[name], is_bf16)
         # As in an installation: modules are compiled once, not on every start.
         environment = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
         environment |= {
@@ -90,11 +95,12 @@ class Bench:
             code = subprocess.run(argv, stdout=log, stderr=subprocess.STDOUT, env=environment, check=False).returncode
         if code != 0:
             raise RuntimeError(f"{row} ended with {code}:\n{(work / 'log').read_text()[-3000:]}")
-        steps = json.loads((work / "result.json").read_text())["steps"] if row == "trl" else our_steps(work / "run")
+        steps = json.loads((work / "result.json").read_text())["steps"] if name == "trl" else our_steps(work / "run")
         return Measurement.from_run(row, started_at, steps)
 
-    def trl_argv(self, work: Path) -> list[str]:
+    def trl_argv(self, work: Path, is_bf16: bool) -> list[str]:
         options = {
+            "bf16": is_bf16,
             "max_steps": self.steps,
             "per_device_train_batch_size": PROMPTS * GROUP,
             "num_generations": GROUP,
@@ -106,8 +112,10 @@ class Bench:
         (work / "job.json").write_text(json.dumps({"model": str(self.model), "trl": options}))
         return [str(self.trl), str(HERE / "trl_row.py"), str(work / "job.json"), str(work / "result.json")]
 
-    def our_argv(self, work: Path, async_level: int) -> list[str]:
+    def our_argv(self, work: Path, async_level: int, is_bf16: bool) -> list[str]:
         config = our_config(self.model, work / "run", self.steps, async_level)
+        if is_bf16:
+            compute_in_bf16(config)
         (work / "rl.toml").write_text(tomli_w.dumps(config))
         return [str(Path(sys.executable).with_name("medarc_train")), "rl", str(work / "rl.toml")]
 
@@ -131,6 +139,12 @@ def our_config(model: Path, output: Path, steps: int, async_level: int) -> dict[
         },
         "inference": {"backend": "embedded", "model": {"max_model_len": 128}},
     }
+
+
+def compute_in_bf16(config: dict[str, Any]) -> None:
+    """Let trainer and engine of a run compute in bfloat16."""
+    config["trainer"]["model"]["compute_dtype"] = "bfloat16"
+    config["inference"]["model"]["dtype"] = "bfloat16"
 
 
 def our_steps(run: Path) -> list[dict[str, float]]:
@@ -182,12 +196,13 @@ def table(records: Sequence[Mapping[str, Any]]) -> str:
     ]
     by_row = {row: [record for record in records if record["row"] == row] for row in ROWS}
     seconds = {row: median(record["step_s"] for record in same) for row, same in by_row.items() if same}
+    theirs = [step_s for row, step_s in seconds.items() if row.startswith("trl")]
     for row, step_s in seconds.items():
         same = by_row[row]
         least, most = min(record["step_s"] for record in same), max(record["step_s"] for record in same)
         rate = 2 * median(record["generated"] for record in same) / step_s
         startup = median(record["startup_s"] for record in same)
-        ratio = f"{seconds['trl'] / step_s:.2f}" if "trl" in seconds else "-"
+        ratio = f"{min(theirs) / step_s:.2f}" if theirs else "-"
         lines.append(f"| {row} | {step_s:.2f} ({least:.2f} to {most:.2f}) | {rate:.0f} | {startup:.1f} | {ratio} |")
     return "\n".join(lines)
 

@@ -22,15 +22,24 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
 import tomli_w  # noqa: E402
-from against_trl import GROUP, NEW_TOKENS, PROMPTS, WARMUP_STEPS, our_config, our_steps, tiny_model  # noqa: E402
+from against_trl import (  # noqa: E402
+    GROUP,
+    NEW_TOKENS,
+    PROMPTS,
+    WARMUP_STEPS,
+    compute_in_bf16,
+    our_config,
+    our_steps,
+    tiny_model,
+)
 from process_tree import process_tree  # noqa: E402
 
 LOOK_EVERY_S = 0.05
 NAMES = {"inference": "inference", "orchestrator": "orchestrator", "trainer.rl": "trainer", "medarc_train": "launcher"}
 """Part of the command line, and name, of each process."""
 KINDS = {
-    "matrix products": ("linear_pointwise", "aten::mm", "aten::addmm", "aten::bmm"),
-    "attention": ("flash_attention",),
+    "matrix products": ("linear_pointwise", "aten::mm", "aten::addmm"),
+    "attention": ("_BlockedAttention", "aten::bmm", "aten::baddbmm", "_softmax"),
     "optimizer": ("adamw",),
 }
 """Parts of the names of PyTorch's operations. The rest is elementwise operations, copies and Python."""
@@ -51,7 +60,7 @@ def cpu_seconds(root: int) -> dict[str, float]:
     return found
 
 
-def costs_of_run(out: Path, steps: int, async_level: int) -> tuple[dict[str, float], float]:
+def costs_of_run(out: Path, steps: int, async_level: int, is_bf16: bool) -> tuple[dict[str, float], float]:
     """Core-seconds per step of each process, and seconds per step, without the first steps and the last.
 
     Raises:
@@ -60,9 +69,10 @@ def costs_of_run(out: Path, steps: int, async_level: int) -> tuple[dict[str, flo
     work = out / "work" / "step-costs"
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)
-    (work / "rl.toml").write_text(
-        tomli_w.dumps(our_config(tiny_model(out / "model"), work / "run", steps, async_level))
-    )
+    config = our_config(tiny_model(out / "model"), work / "run", steps, async_level)
+    if is_bf16:
+        compute_in_bf16(config)
+    (work / "rl.toml").write_text(tomli_w.dumps(config))
     argv = [str(Path(sys.executable).with_name("medarc_train")), "rl", str(work / "rl.toml")]
     path = {"PYTHONPATH": os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])}
     looks: list[tuple[float, dict[str, float]]] = []
@@ -84,7 +94,7 @@ def _at(looks: Sequence[tuple[float, dict[str, float]]], when: float) -> dict[st
     return min(looks, key=lambda look: abs(look[0] - when))[1]
 
 
-def costs_of_trainer(out: Path, steps: int) -> tuple[dict[str, float], float]:
+def costs_of_trainer(out: Path, steps: int, is_bf16: bool) -> tuple[dict[str, float], float]:
     """Core-seconds per step of each kind of operation in the trainer, and the median step's in all."""
     import numpy as np
     import torch
@@ -105,7 +115,8 @@ def costs_of_trainer(out: Path, steps: int) -> tuple[dict[str, float], float]:
 
     torch.set_num_threads(1)
     mesh = ParallelDims(dp_replicate=1, dp_shard=1).mesh(setup_world("cpu", 3600, {}))
-    config = ModelConfig(name=str(tiny_model(out / "model")), seq_len=128, attn="sdpa")
+    dtype = "bfloat16" if is_bf16 else "float32"
+    config = ModelConfig(name=str(tiny_model(out / "model")), seq_len=128, attn="sdpa", compute_dtype=dtype)
     choice = ProductChoice.measured()
     print(f"matrix products: {choice.narrow}")
     model = setup_model(config, mesh, products=choice)
@@ -162,15 +173,16 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=14)
     parser.add_argument("--async-level", type=int, default=1)
     parser.add_argument("--trainer", action="store_true", help="the trainer's part alone, by kind of operation")
+    parser.add_argument("--bf16", action="store_true", help="compute in bfloat16 instead of float32")
     parser.add_argument("--out", type=Path, default=Path("outputs/benchmarks/rl"))
     options = parser.parse_args()
     out = options.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     if options.trainer:
-        costs, step_s = costs_of_trainer(out, options.steps)
+        costs, step_s = costs_of_trainer(out, options.steps, options.bf16)
         print(f"{table(costs)}\n\n{step_s:.2f} core-seconds per step without the profiler (median of {options.steps})")
         return
-    costs, step_s = costs_of_run(out, options.steps, options.async_level)
+    costs, step_s = costs_of_run(out, options.steps, options.async_level, options.bf16)
     print(f"{table(costs)}\n\n{step_s:.2f} s per step, {sum(costs.values()):.2f} core-seconds")
 
 

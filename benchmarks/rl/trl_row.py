@@ -40,7 +40,6 @@ def main(job: dict[str, Any], result: Path) -> None:
         output_dir=str(result.parent / "trl"),
         model_init_kwargs={"dtype": "float32"},
         use_cpu=True,
-        bf16=False,
         report_to="none",
         save_strategy="no",
         disable_tqdm=True,
