@@ -28,7 +28,9 @@ def test_a_lean_norm_matches_transformers(dtype: torch.dtype, tolerance: float, 
     use_lean_norms(norm)
     for ours, theirs in zip(outcome_and_gradients(norm, x), expected, strict=True):
         assert ours.dtype == dtype
-        torch.testing.assert_close(ours.float(), theirs, rtol=tolerance, atol=tolerance * float(theirs.detach().abs().max()))
+        torch.testing.assert_close(
+            ours.float(), theirs, rtol=tolerance, atol=tolerance * float(theirs.detach().abs().max())
+        )
 
 
 def test_norms_with_another_formula_are_not_replaced() -> None:

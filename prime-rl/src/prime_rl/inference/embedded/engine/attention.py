@@ -197,9 +197,7 @@ def _decode(
     scores = grouped @ keys[:batch, :, start:length].transpose(2, 3)
     if common is not None:
         scores = torch.cat((common.scores(grouped, keys), scores), -1)
-    weights = (
-        scores.add_(step.decode_mask(window, length, scores.dtype)).softmax(-1, dtype=torch.float32).to(values.dtype)
-    )
+    weights = scores.add_(step.decode_mask(window, length, scores.dtype)).softmax(-1)
     mixed = weights[..., start:] @ values[:batch, :, start:length]
     if common is not None:
         mixed += common.mix(weights[..., :start], values)
