@@ -114,6 +114,8 @@ def run_pack(*options: str) -> subprocess.CompletedProcess[str]:
         (["--pyton", "3.12"], "error: unknown option --pyton"),
         (["--out"], "error: --out needs a value"),
         (["--machine", "/no/such/file"], "error: --machine /no/such/file: no such file"),
+        (["--python", "3.10"], "error: --python 3.10: 3.11, 3.12 or 3.13"),
+        (["--limit-mib", "64M"], "error: --limit-mib 64M: a whole number of MiB"),
     ],
 )
 def test_a_wrong_option_of_pack_is_one_line(options: list[str], line: str) -> None:
@@ -121,6 +123,69 @@ def test_a_wrong_option_of_pack_is_one_line(options: list[str], line: str) -> No
     assert done.returncode == 2
     assert done.stderr.startswith(line)
     assert len(done.stderr.splitlines()) == 1
+
+
+VERSION = f"{sys.version_info.major}.{sys.version_info.minor}"
+WHOLE = {
+    "commit": "abc",
+    "python": VERSION,
+    "source.tar.gz": "x",
+    "wheels/prime_rl-1-py3-none-any.whl": "x",
+    "wheels/medarc_rl-1-py3-none-any.whl": "x",
+    "pip/pip-1-py3-none-any.whl": "x",
+}
+PARTIAL = {name: "the pack in {pack} lacks " + name.replace("-1-py3-none-any", "-*") for name in WHOLE}
+
+
+def run_of(pack: Path, python: str) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"PYTHON": python}
+    return subprocess.run(["bash", str(pack / "run")], env=environment, capture_output=True, text=True)
+
+
+def pack_of(directory: Path, files: dict[str, str]) -> Path:
+    (directory / "wheels").mkdir()
+    (directory / "pip").mkdir()
+    for name, text in files.items():
+        (directory / name).write_text(text)
+    shutil.copy(KIT / "run", directory / "run")
+    return directory
+
+
+@pytest.mark.parametrize("lost", PARTIAL)
+def test_a_pack_that_was_copied_in_part_is_one_line(lost: str, tmp_path: Path) -> None:
+    pack = pack_of(tmp_path, {name: text for name, text in WHOLE.items() if name != lost})
+    done = run_of(pack, sys.executable)
+    assert (done.returncode, done.stderr) == (2, f"error: {PARTIAL[lost].format(pack=pack)}: copy it again\n")
+
+
+@pytest.mark.parametrize(
+    ("packed_for", "python", "line"),
+    [
+        (VERSION, "no-such-python", "PYTHON=no-such-python: no such program"),
+        (VERSION, "false", "PYTHON=false is no Python"),
+        ("3.99", sys.executable, f"is Python {VERSION}, and the pack is for 3.99"),
+        (VERSION, "{bare}", "bin/python has no torch: set PYTHON to the interpreter that has it"),
+    ],
+)
+def test_an_interpreter_that_cannot_run_the_kit_is_one_line(
+    packed_for: str, python: str, line: str, tmp_path: Path
+) -> None:
+    bare = tmp_path / "bare"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", bare], check=True)
+    pack = pack_of(tmp_path, WHOLE | {"python": packed_for})
+    done = run_of(pack, python.format(bare=bare / "bin" / "python"))
+    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
+    assert line in done.stderr
+    assert not (pack / "home").exists()
+
+
+def test_without_a_pack_the_kit_says_how_to_make_one(tmp_path: Path) -> None:
+    alone = tmp_path / "benchmarks" / "gpu"
+    alone.mkdir(parents=True)
+    shutil.copy(KIT / "run", alone / "run")
+    done = run_of(alone, sys.executable)
+    assert done.returncode == 2
+    assert "run bash benchmarks/gpu/pack first" in done.stderr
 
 
 def test_a_part_that_fails_or_is_unknown_is_told(tmp_path: Path) -> None:
