@@ -80,5 +80,10 @@ def test_a_long_sequence_is_divided_so_that_its_blocks_skip_what_the_mask_discar
     assert scores < 0.6 * 1024 * 1024
 
 
+def test_the_blocks_of_a_very_long_sequence_stay_small() -> None:
+    blocks = arranged([list(range(40_000))]).blocks
+    assert max(block.targets_CQ.shape[1] * block.nodes_CW.shape[1] for block in blocks) * HEADS <= 1 << 24
+
+
 def test_short_sequences_share_a_block() -> None:
     assert len(arranged([[token] * 8 for token in range(64)]).blocks) == 1

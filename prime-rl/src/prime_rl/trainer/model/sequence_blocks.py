@@ -17,8 +17,10 @@ from prime_rl.trainer.model.shared_prefixes import Nodes, prefix_nodes
 
 _SCORES = 1 << 19
 """Scores of one block, over all heads: 1 MB in bfloat16 and 2 MB in float32, which fit into a core's cache."""
-_MOST_QUERIES, _FEWEST_QUERIES = 128, 32
-"""Queries per sequence and block. Fewer compute less of what the causal mask discards, in more calls."""
+_MOST_QUERIES = 128
+"""Queries per sequence and block. Fewer compute less of what the causal mask discards, but read keys more often."""
+_LONG_SCORES = 1 << 24
+"""Most scores of a block of one long sequence, over all heads: 64 MB in float32."""
 _PADDING, _CALL_SCORES = 1.25, 4096
 """Sequences share a block up to this ratio of padded to useful scores. A block of its own costs as much time as
 `_CALL_SCORES` more of them in each head."""
@@ -47,11 +49,8 @@ def find_sequence_blocks(
     `without_last` as in `prefix_nodes`. It has no effect on a row without common prefixes.
     """
     nodes = prefix_nodes(input_ids_1T, position_ids_1T, without_last=without_last) or _separate(position_ids_1T)
-    blocks = [
-        block
-        for members in _groups(nodes, max(1, _SCORES // heads))
-        for block in _blocks(nodes, members, max(1, _SCORES // heads))
-    ]
+    groups = _groups(nodes, max(1, _SCORES // heads))
+    blocks = [block for members in groups for block in _blocks(nodes, members, max(1, _LONG_SCORES // heads))]
     return SequenceBlocks(torch.from_numpy(nodes.node_of_token_T), torch.from_numpy(nodes.token_of_node_N), blocks)
 
 
@@ -85,7 +84,10 @@ def _groups(nodes: Nodes, limit: int) -> Iterator[list[int]]:
 
 
 def _blocks(nodes: Nodes, members: list[int], limit: int) -> Iterator[Block]:
-    """The blocks of a group: its queries in order, each block with the keys up to its last query."""
+    """The blocks of a group: its queries in order, each block with the keys up to its last query.
+
+    `limit` is the most scores of a block, in each head.
+    """
     spans, shared = [nodes.spans[index] for index in members], np.array([nodes.shared[index] for index in members])
     lengths = np.array([len(span) for span in spans])
     starts = np.array([span.start for span in spans])
@@ -96,7 +98,7 @@ def _blocks(nodes: Nodes, members: list[int], limit: int) -> Iterator[Block]:
     nodes_CW = nodes.node_of_token_T[tokens]
     is_own = (columns >= shared[:, None]) & (columns < lengths[:, None])
     targets_CW = np.where(is_own, nodes_CW, len(nodes.token_of_node_N))
-    step = min(max(limit // (len(members) * width), _FEWEST_QUERIES), _MOST_QUERIES)
+    step = min(max(limit // (len(members) * width), 1), _MOST_QUERIES)
     for start in range(first, end, step):
         stop = min(start + step, end)
         seen = -(-stop // _WIDTH_MULTIPLE) * _WIDTH_MULTIPLE
