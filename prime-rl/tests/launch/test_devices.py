@@ -86,7 +86,7 @@ def test_each_process_on_the_cpu_gets_its_share_of_the_cores_unless_told_otherwi
 
 
 def test_threads_with_cores_of_their_own_spin_for_a_moment_unless_told_otherwise() -> None:
-    assert devices.spin_env({}) == {"GOMP_SPINCOUNT": "20000"}
+    assert devices.spin_env({}) == {"GOMP_SPINCOUNT": "2000"}
     assert devices.spin_env({"GOMP_SPINCOUNT": "0"}) == {}
 
 

@@ -237,6 +237,15 @@ def test_threads_spin_where_inference_and_trainer_take_turns(values: dict, spins
     assert "GOMP_SPINCOUNT" not in found["orchestrator"].env
 
 
+@pytest.mark.parametrize("judges", [{}, {"strict": {"model": "judge"}}], ids=["alone", "with a judge"])
+def test_threads_of_an_evaluation_spin_unless_a_judge_computes_too(judges: dict) -> None:
+    here = site("cpu")
+    here = replace(here, ports=replace(here.ports, frozen=(8005,) * len(judges)))
+    values = {"environment_ids": ["x"], "inference": {"device": "cpu"}, "judge": judges, "output_dir": "out"}
+    processes = {each.name: each for each in plan_eval(OfflineEvalConfig.model_validate(values), PATHS, here).processes}
+    assert ("GOMP_SPINCOUNT" in processes["inference"].env) is (not judges)
+
+
 def test_resuming_from_the_latest_names_the_step_and_from_a_step_says_it_once() -> None:
     latest = plan(config(ckpt={"resume_step": -1}), site(), resume_step=6)
     assert latest["trainer"].argv[-2:] == latest["orchestrator"].argv[-2:] == ("--ckpt.resume-step", "6")

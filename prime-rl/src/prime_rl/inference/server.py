@@ -27,6 +27,7 @@ from prime_rl.checks.engines import (
 )
 from prime_rl.configs.inference import InferenceConfig
 from prime_rl.configs.surface.not_built import refuse_unbuilt
+from prime_rl.launch.devices import THREADS_VARIABLE, spin_env
 from prime_rl.monitors.tracing import own_trace
 from prime_rl.run.lifeline import end_with_launch
 from prime_rl.utils.engine_keys import ENGINE_KEY_VARIABLE, named_key, new_engine_key, published_key
@@ -48,6 +49,8 @@ def main() -> None:
     refuse_unstartable(config)
     setup_logger("info")
     own_trace()
+    if THREADS_VARIABLE not in os.environ:  # a launch divides the cores among its processes; this server has them all
+        os.environ |= spin_env(os.environ)
     backend, reason = choose_backend(config, has_vllm, gpu_visible)
     # Checked again, because torch may see other GPUs than the start check, which does not import torch.
     if backend == "embedded" and (faults := [*embedded_faults(config, gpu_visible), *option_faults(extras)]):

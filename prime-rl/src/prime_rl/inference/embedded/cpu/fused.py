@@ -149,12 +149,14 @@ def _norm(hidden: Tensor, module: Any) -> Tensor:
 
 
 def _rms_norm(vectors: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """RMSNorm over the last dimension. In float32, one norm reduction replaces the separate square and mean."""
-    if vectors.dtype != torch.float32:
+    """RMSNorm over the last dimension, computed in float32. On a CPU, one norm reduction replaces the separate square
+    and mean."""
+    if vectors.device.type != "cpu":
         return rms_norm(vectors, vectors.shape[-1:], None, epsilon) * weight
-    length = torch.linalg.vector_norm(vectors, dim=-1, keepdim=True)
-    inverse = length.square_().div_(vectors.shape[-1]).add_(epsilon).rsqrt_()
-    return vectors.mul(inverse).mul_(weight)
+    values = vectors.float()
+    length = torch.linalg.vector_norm(values, dim=-1, keepdim=True)
+    inverse = length.square_().div_(values.shape[-1]).add_(epsilon).rsqrt_()
+    return values.mul(inverse).to(vectors.dtype).mul_(weight)
 
 
 def _rotate(heads: Tensor, cosine: Tensor, signed_sine: Tensor) -> Tensor:

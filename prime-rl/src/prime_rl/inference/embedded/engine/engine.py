@@ -298,7 +298,7 @@ class Engine:
         running = self._scheduler.running
         try:
             if self._sampler is None or not self._sampler.fits(running):
-                self._sampler = BatchSampler([sequence.params for sequence in running], logits.device)
+                self._sampler = BatchSampler([each.params for each in running], logits.shape[1], logits.device)
             return _zipped(running, self._sampler.draw(logits, running))
         except Exception as exc:  # noqa: BLE001 - raised again for the requests at fault, which it then ends
             get_logger().warning(f"Sampling {len(running)} sequences together failed; sampling each request: {exc!r}")
@@ -309,7 +309,7 @@ class Engine:
         draws: list[Draw] = []
         for request, own in rows.items():
             with _failing(request):
-                sampler = BatchSampler([request.params] * len(own), logits.device)
+                sampler = BatchSampler([request.params] * len(own), logits.shape[1], logits.device)
                 sequences = [running[row] for row in own]
                 draws += _zipped(sequences, sampler.draw(logits[own], sequences))
         return draws

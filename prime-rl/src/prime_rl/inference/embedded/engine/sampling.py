@@ -14,6 +14,15 @@ from torch import Tensor
 
 from prime_rl.inference.embedded.engine.generation import PromptLogprob, SamplingParams, Sequence, TopLogprobs
 
+_CACHED_LOGITS = 1 << 20
+"""A CPU samples rows of at most this many logits at once. For larger intermediate results, of more than 4 MiB, the
+system would zero new pages."""
+
+_BLOCK = 256
+"""Weights of a large vocabulary are summed in blocks of this many."""
+_ONE_LEVEL = 4096
+"""The largest vocabulary for which blocks do not pay."""
+
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
@@ -44,7 +53,35 @@ class _Bias:
 
 
 class BatchSampler:
-    """Samples from R sequences, whose sampling parameters it holds as tensors.
+    """Samples from R sequences. On a CPU, it takes only as many of them at once as fit into a core's cache."""
+
+    def __init__(self, params: SequenceOf[SamplingParams], vocab_size: int, device: torch.device) -> None:
+        at_once = max(1, _CACHED_LOGITS // vocab_size) if device.type == "cpu" else len(params)
+        self._starts = range(0, len(params), at_once)
+        self._parts = [_PartSampler(params[start : start + at_once], device) for start in self._starts]
+
+    def fits(self, sequences: SequenceOf[Sequence]) -> bool:
+        """Whether this sampler was built for exactly these sequences, in this order."""
+        params = [params for part in self._parts for params in part.params]
+        return len(sequences) == len(params) and all(
+            sequence.params is own for sequence, own in zip(sequences, params, strict=True)
+        )
+
+    def draw(self, logits_RV: Tensor, sequences: SequenceOf[Sequence]) -> Drawn:
+        """Sample one token per row. Each sequence uses its own generator, so results do not depend on the batch."""
+        drawn = Drawn([], [], [] if any(part.num_top for part in self._parts) else None)
+        for start, part in zip(self._starts, self._parts, strict=True):
+            rows = slice(start, start + len(part.params))
+            tokens, logprobs, top = part.draw(logits_RV[rows], sequences[rows])
+            drawn.tokens.extend(tokens)
+            drawn.logprobs.extend(logprobs)
+            if drawn.top is not None:
+                drawn.top.extend(top or [[] for _ in tokens])
+        return drawn
+
+
+class _PartSampler:
+    """Holds the sampling parameters of R sequences as tensors.
 
     Processes logits in vLLM's order: logit bias, minimum length, penalties, temperature, min-p, top-k, top-p. Greedy
     rows take the most likely token and report log-probabilities at temperature 1 without truncation.
@@ -63,26 +100,20 @@ class BatchSampler:
         self.delayed = [row for row, p in enumerate(params) if p.min_tokens > 0 and p.stop_token_ids]
         self.num_top = max(p.top_logprobs for p in params)
 
-    def fits(self, sequences: SequenceOf[Sequence]) -> bool:
-        """Whether the tensors were built for exactly these sequences, in this order."""
-        return len(sequences) == len(self.params) and all(
-            sequence.params is params for sequence, params in zip(sequences, self.params, strict=True)
-        )
-
-    def draw(self, logits_RV: Tensor, sequences: SequenceOf[Sequence]) -> Drawn:
-        """Sample one token per row. Each sequence uses its own generator, so results do not depend on the batch."""
+    def draw(
+        self, logits_RV: Tensor, sequences: SequenceOf[Sequence]
+    ) -> tuple[list[int], list[float], list[TopLogprobs] | None]:
+        """The tokens, their log-probabilities and, if any sequence wants them, the most likely tokens."""
         logits = self._process(logits_RV.float(), sequences)
         peak = logits.amax(-1, keepdim=True)
-        weights = (logits - peak).exp_()
         uniforms = self._column([sequence.rng.random() for sequence in sequences], logits.dtype)
-        cdf = weights.cumsum(-1)
-        chosen = _inverse_cdf(cdf, uniforms)
+        chosen, total = _draw_by_weight((logits - peak).exp_(), uniforms)
         if self.greedy is not None:
             chosen = torch.where(self.greedy, logits.argmax(-1, keepdim=True), chosen)
-        log_norm = peak + cdf[:, -1:].log()
+        log_norm = peak + total.log()
         logprobs = logits.gather(1, chosen) - log_norm
         top = _top(logits - log_norm, self.num_top) if self.num_top else None
-        return Drawn(chosen.squeeze(1).tolist(), logprobs.squeeze(1).tolist(), top)
+        return chosen.squeeze(1).tolist(), logprobs.squeeze(1).tolist(), top
 
     def _process(self, logits: Tensor, sequences: SequenceOf[Sequence]) -> Tensor:
         if self.bias is not None or self.penalised or self.delayed:
@@ -132,15 +163,42 @@ def prompt_logprobs(logits_LV: Tensor, prompt: SequenceOf[int], num_top: int) ->
     return [PromptLogprob(*row) for row in zip(prompt[1:], own.squeeze(1).tolist(), ranks, tops, strict=True)]
 
 
-def _inverse_cdf(cdf: Tensor, uniforms: Tensor) -> Tensor:
-    """Return the index of the first token whose cumulative weight exceeds `uniform * total`, [R, 1].
+def _draw_by_weight(weights_RV: Tensor, uniforms_R1: Tensor) -> tuple[Tensor, Tensor]:
+    """Draw an index with probability proportional to its weight, by the inverse of the cumulative weights.
 
-    Uses one binary search, because `torch.multinomial` is 40 times slower on a CPU. Rounding can make the target equal
-    to the total; clamping to the last token with positive weight ensures that tokens of weight 0 are never chosen.
+    `torch.multinomial` is 40 times slower on a CPU. Sums over a large vocabulary are cumulated in two levels, first
+    over blocks and then within the chosen block, which is faster than one level and rounds less.
+
+    Returns:
+        The indices [R, 1], and the sums of the weights [R, 1].
     """
+    vocab_size = weights_RV.shape[1]
+    if vocab_size <= _ONE_LEVEL:
+        cdf = weights_RV.cumsum(-1)
+        total = cdf[:, -1:].contiguous()
+        return _first_above(cdf, uniforms_R1 * total), total
+    whole = vocab_size // _BLOCK * _BLOCK
+    sums = [weights_RV[:, :whole].unflatten(1, (-1, _BLOCK)).sum(-1)]
+    if whole < vocab_size:
+        sums.append(weights_RV[:, whole:].sum(-1, keepdim=True))
+    cdf = torch.cat(sums, 1).cumsum(-1)
     total = cdf[:, -1:].contiguous()
-    chosen = torch.searchsorted(cdf, uniforms * total, right=True)
-    last = torch.searchsorted(cdf, total)
+    target = uniforms_R1 * total
+    block = _first_above(cdf, target)
+    before = cdf.gather(1, (block - 1).clamp_(min=0)).masked_fill_(block == 0, 0)
+    columns = block * _BLOCK + torch.arange(_BLOCK, device=block.device)
+    inside = weights_RV.gather(1, columns.clamp(max=vocab_size - 1)).masked_fill_(columns >= vocab_size, 0)
+    return block * _BLOCK + _first_above(inside.cumsum(-1), target - before), total
+
+
+def _first_above(cdf: Tensor, targets: Tensor) -> Tensor:
+    """Return the index of the first cumulative weight above the target, [R, 1].
+
+    Rounding can make the target equal to the total; clamping to the last index with positive weight ensures that
+    indices of weight 0 are never chosen.
+    """
+    chosen = torch.searchsorted(cdf, targets, right=True)
+    last = torch.searchsorted(cdf, cdf[:, -1:].contiguous())
     return torch.minimum(chosen, last).clamp_(max=cdf.shape[-1] - 1)
 
 
