@@ -14,8 +14,8 @@ from torch import Tensor
 
 from prime_rl.inference.embedded.engine.generation import PromptLogprob, SamplingParams, Sequence, TopLogprobs
 
-_CACHED_LOGITS = 1 << 20
-"""A CPU samples rows of at most this many logits at once. For larger intermediate results, of more than 4 MiB, the
+_CACHED_LOGITS = 1 << 18
+"""A CPU samples rows of at most this many logits at once. For larger intermediate results, of more than 1 MiB, the
 system would zero new pages."""
 
 _BLOCK = 256
