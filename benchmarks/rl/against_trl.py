@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -83,7 +83,7 @@ class Bench:
         work.mkdir(parents=True)
         name, is_bf16 = row.removesuffix(BF16), row.endswith(BF16)
         argv = self.trl_argv(work, is_bf16) if name == "trl" else self.our_argv(work, LEVELS[name], is_bf16)
-        # As in an installation: modules are compiled once, not on every start.
+        # As in an installation: modules are compiled once (by `compile_modules`), not on every start.
         environment = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
         environment |= {
             "PYTHONPATH": os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")]),
@@ -97,6 +97,13 @@ class Bench:
             raise RuntimeError(f"{row} ended with {code}:\n{(work / 'log').read_text()[-3000:]}")
         steps = json.loads((work / "result.json").read_text())["steps"] if name == "trl" else our_steps(work / "run")
         return Measurement.from_run(row, started_at, steps)
+
+    def compile_modules(self, rows: Sequence[str]) -> None:
+        """Start TRL's rows and ours once without measuring: the first start of each compiles all modules."""
+        sides = {row.startswith("trl"): row for row in reversed(rows)}
+        for row in sides.values():
+            print(f"not measured: {row}", flush=True)
+            replace(self, steps=WARMUP_STEPS + LAST_STEPS + 2).measure(row)
 
     def trl_argv(self, work: Path, is_bf16: bool) -> list[str]:
         options = {
@@ -213,6 +220,8 @@ def main() -> None:
     out.mkdir(parents=True, exist_ok=True)
     bench = Bench(out, tiny_model(out / "model"), trl_python(options.trl_venv).absolute(), options.steps)
     measured = out / "measurements.jsonl"
+    if options.rounds:
+        bench.compile_modules(options.rows)
     with measured.open("a") as lines:
         for index in range(options.rounds):
             for row in options.rows:
