@@ -68,7 +68,7 @@ SMALL_MODELS = {
 class Server:
     """An inference server in its own process."""
 
-    def __init__(self, python: str, model: Path, *options: str) -> None:
+    def __init__(self, python: str, model: Path, *options: str, **env: str) -> None:
         self.model = str(model)
         with reserved_ports(1) as (port,):
             argv = [python, "-m", "prime_rl.inference.server", "--model.name", self.model, "--model.dtype", "float32"]
@@ -78,7 +78,7 @@ class Server:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                env={**os.environ, "OMP_NUM_THREADS": "1", **env},
             )
             self.lines: list[str] = []
             self._read_until_ready()

@@ -16,7 +16,11 @@ from prime_rl.checks.engines import EMBEDDED_TOOL_PARSERS, choose_backend, embed
 from prime_rl.configs.inference import InferenceConfig
 from prime_rl.inference.embedded.http.tool_calls import TOOL_PARSERS
 from prime_rl.launch import reserved_ports
+from prime_rl.launch.devices import SPIN_VARIABLE, spin_env
 from prime_rl.utils.pydantic_config import load_config
+from prime_rl.utils.pydantic_config.environment import LAUNCH_VARIABLE
+
+from .conftest import Server
 
 
 def config_of(**settings: object) -> InferenceConfig:
@@ -144,3 +148,14 @@ def test_a_loading_server_responds_with_503_and_stops_on_sigterm(tiny_model_dir:
     output, _ = process.communicate()
     assert process.returncode == 0, output
     assert "Traceback" not in output
+
+
+@pytest.mark.parametrize("launched", [False, True], ids=["by hand", "by a launch"])
+def test_threads_of_a_server_spin_unless_a_launch_has_divided_the_cores(
+    served_model_dir: Path, tmp_path: Path, launched: bool
+) -> None:
+    env = {LAUNCH_VARIABLE: str(tmp_path)} if launched else {}
+    server = Server(sys.executable, served_model_dir, "--backend", "embedded", OMP_DISPLAY_ENV="verbose", **env)
+    assert server.stop() == 0
+    (spins,) = {line.split("'")[1] for line in server.lines if SPIN_VARIABLE in line}
+    assert spins == ("0" if launched else spin_env({})[SPIN_VARIABLE])

@@ -27,7 +27,7 @@ from prime_rl.checks.engines import (
 )
 from prime_rl.configs.inference import InferenceConfig
 from prime_rl.configs.surface.not_built import refuse_unbuilt
-from prime_rl.launch.devices import THREADS_VARIABLE, spin_env
+from prime_rl.launch.devices import spin_env
 from prime_rl.monitors.tracing import own_trace
 from prime_rl.run.lifeline import end_with_launch
 from prime_rl.utils.engine_keys import ENGINE_KEY_VARIABLE, named_key, new_engine_key, published_key
@@ -35,6 +35,7 @@ from prime_rl.utils.interrupts import end_quietly_on_ctrl_c
 from prime_rl.utils.logger import get_logger, setup_logger
 from prime_rl.utils.private import NotPrivate
 from prime_rl.utils.pydantic_config import get_unknown_args, parse_argv_or_exit
+from prime_rl.utils.pydantic_config.environment import LAUNCH_VARIABLE
 from prime_rl.utils.stacks import write_stacks_on_signal
 
 
@@ -49,7 +50,7 @@ def main() -> None:
     refuse_unstartable(config)
     setup_logger("info")
     own_trace()
-    if THREADS_VARIABLE not in os.environ:  # a launch divides the cores among its processes; this server has them all
+    if LAUNCH_VARIABLE not in os.environ:  # started by hand: no launch has given cores to other processes
         os.environ |= spin_env(os.environ)
     backend, reason = choose_backend(config, has_vllm, gpu_visible)
     # Checked again, because torch may see other GPUs than the start check, which does not import torch.
