@@ -121,13 +121,27 @@ def test_draws_of_any_vocabulary_are_those_of_the_cumulative_weights_in_float64(
 @pytest.mark.parametrize("vocab_size", [128, 49152])
 def test_a_draw_does_not_depend_on_the_other_rows(vocab_size: int) -> None:
     logits = torch.randn((70, vocab_size), generator=torch.Generator().manual_seed(0))
-    variants = [SamplingParams(max_tokens=4, temperature=0.5 + row % 3 / 2, top_logprobs=row % 2) for row in range(70)]
+    variants = [
+        SamplingParams(
+            max_tokens=4,
+            temperature=row % 3 / 2,
+            repetition_penalty=1 + row % 4,
+            min_tokens=row % 5,
+            stop_token_ids=frozenset({row}),
+            top_logprobs=3 if row < 3 else 0,
+        )
+        for row in range(70)
+    ]
     rows = sequences(*variants)
     together = BatchSampler(variants, vocab_size, CPU).draw(logits, rows)
     for index, alone in enumerate(sequences(*variants)):
         single = BatchSampler([alone.params], vocab_size, CPU).draw(logits[index : index + 1], [alone])
         assert single.tokens == [together.tokens[index]]
         assert single.logprobs == pytest.approx([together.logprobs[index]], abs=1e-6)
+        count = alone.params.top_logprobs
+        wanted = [token for token, _ in together.top[index][:count]]
+        assert [token for token, _ in (single.top or [[]])[0]] == wanted
+        assert len(wanted) == count
 
 
 def test_prompt_logprobs_carry_ranks() -> None:

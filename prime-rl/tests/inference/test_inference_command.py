@@ -152,8 +152,10 @@ def test_a_loading_server_responds_with_503_and_stops_on_sigterm(tiny_model_dir:
 
 @pytest.mark.parametrize("launched", [False, True], ids=["by hand", "by a launch"])
 def test_threads_of_a_server_spin_unless_a_launch_has_divided_the_cores(
-    served_model_dir: Path, tmp_path: Path, launched: bool
+    served_model_dir: Path, tmp_path: Path, launched: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    for variable in (SPIN_VARIABLE, LAUNCH_VARIABLE, "OMP_WAIT_POLICY"):
+        monkeypatch.delenv(variable, raising=False)
     env = {LAUNCH_VARIABLE: str(tmp_path)} if launched else {}
     server = Server(sys.executable, served_model_dir, "--backend", "embedded", OMP_DISPLAY_ENV="verbose", **env)
     assert server.stop() == 0

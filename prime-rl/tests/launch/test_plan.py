@@ -7,12 +7,13 @@ from pathlib import Path
 import pytest
 
 from prime_rl.configs.eval import OfflineEvalConfig
+from prime_rl.configs.inference import InferenceConfig
 from prime_rl.configs.rl import RLConfig
 from prime_rl.configs.sft import SFTConfig
 from prime_rl.launch import ProcessSpec
 from prime_rl.launch.devices import GpuAssignment
 from prime_rl.launch.job import Job, Resources
-from prime_rl.launch.plan import plan_eval, plan_rl, plan_sft, sft_demand
+from prime_rl.launch.plan import plan_eval, plan_rl, plan_server, plan_sft, sft_demand
 from prime_rl.launch.programs import Programs
 from prime_rl.launch.site import Demand, Device, Ports, Site
 from prime_rl.run.beats import SERVERS_VARIABLE
@@ -244,6 +245,12 @@ def test_threads_of_an_evaluation_spin_unless_a_judge_computes_too(judges: dict)
     values = {"environment_ids": ["x"], "inference": {"device": "cpu"}, "judge": judges, "output_dir": "out"}
     processes = {each.name: each for each in plan_eval(OfflineEvalConfig.model_validate(values), PATHS, here).processes}
     assert ("GOMP_SPINCOUNT" in processes["inference"].env) is (not judges)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_threads_of_a_server_that_is_planned_alone_spin_on_a_cpu(device: str) -> None:
+    server = plan_server("lm-eval", InferenceConfig.model_validate({}), PATHS, site(device), Path("tasks_found"))
+    assert ("GOMP_SPINCOUNT" in server.env) is (device == "cpu")
 
 
 def test_resuming_from_the_latest_names_the_step_and_from_a_step_says_it_once() -> None:

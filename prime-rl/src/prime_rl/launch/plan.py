@@ -96,7 +96,7 @@ def plan_sft(config: SFTConfig, paths: RunPaths, site: Site, resume_step: int | 
     """The ranks of the SFT trainer, and what evaluates its exports. `resume_step` is the step that "the latest" (-1) in
     the config stands for."""
     demand, evaluation = sft_demand(config), evaluation_of(config)
-    own_cores = _spins_alone(site) if evaluation is None else {}
+    own_cores = _spins(site) if evaluation is None else {}
     envs = [_threads(each, demand.train) | own_cores for each in site.each]
     ranks = TrainerRanks(SFT_TRAINER, paths.config("sft"), demand.train, site.meeting_place)
     processes = _trainer("sft", ranks, paths, site.each, envs, *_resume_flags(config.ckpt, resume_step))
@@ -198,7 +198,7 @@ def plan_rl(config: RLConfig, paths: RunPaths, site: Site, resume_step: int | No
 
 def plan_eval(config: OfflineEvalConfig, paths: RunPaths, site: Site, resume_step: int | None = None) -> Job:
     """Inference server (unless the config has none) and evaluator, which finds by itself what is left to do."""
-    own_cores = {} if frozen_judges(config.judge, config.device) else _spins_alone(site)
+    own_cores = {} if frozen_judges(config.judge, config.device) else _spins(site)
     processes = _evaluating("eval", config, paths, (site,), (_threads(site, 1) | own_cores,))
     kept = "stopping; finished rollouts are kept"
     limits = _stall_limits(config.stall)
@@ -217,7 +217,7 @@ def plan_eval(config: OfflineEvalConfig, paths: RunPaths, site: Site, resume_ste
 
 def plan_server(command: str, config: InferenceConfig, paths: RunPaths, site: Site, waits_for: Path) -> ProcessSpec:
     """An inference server by itself, on `inference_url(site)`. It loads its model once the file `waits_for` exists."""
-    env = _threads(site, 1) | _spins_alone(site) | {CLEARANCE_VARIABLE: str(waits_for)}
+    env = _threads(site, 1) | _spins(site) | {CLEARANCE_VARIABLE: str(waits_for)}
     (server,) = _servers(command, config, paths, (site,), (env,))
     return replace(server, secrets={ENGINE_KEY_VARIABLE: site.engine_key})
 
@@ -264,15 +264,15 @@ def _processes_at_once(demand: Demand, config: RLConfig) -> tuple[int, int]:
     return both, both
 
 
-def _spins_alone(site: Site) -> dict[str, str]:
-    """The threads of the only process of a launch that computes on the CPU may spin."""
+def _spins(site: Site) -> dict[str, str]:
+    """Let the threads of a CPU process spin. Only if no other process of the launch computes at the same time."""
     return spin_env(site.env) if site.device == "cpu" else {}
 
 
 def _spins_in_turns(config: RLConfig, site: Site) -> dict[str, str]:
     """At async level 0, inference and trainer take turns, so their threads may spin. A judge or teacher takes none."""
     takes_turns = config.orchestrator.max_async_level == 0 and not frozen_models(config)
-    return _spins_alone(site) if takes_turns else {}
+    return _spins(site) if takes_turns else {}
 
 
 def _servers(

@@ -53,7 +53,7 @@ class _Bias:
 
 
 class BatchSampler:
-    """Samples from R sequences. On a CPU, it takes only as many of them at once as fit into a core's cache."""
+    """Samples the next token of R sequences. On a CPU, it samples a few rows at a time to keep results in the cache."""
 
     def __init__(self, params: SequenceOf[SamplingParams], vocab_size: int, device: torch.device) -> None:
         at_once = max(1, _CACHED_LOGITS // vocab_size) if device.type == "cpu" else len(params)
