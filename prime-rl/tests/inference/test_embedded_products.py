@@ -98,3 +98,16 @@ def test_new_weights_reach_every_layer_and_the_head(name, small_model) -> None:
     prompt = [3, 1, 4, 1, 5, 9, 2, 6]
     logits, _ = runner.forward([], [prompt], [0])
     torch.testing.assert_close(logits, reference(torch.tensor([prompt])).logits[0, -1:], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["qwen3_with_tied_head", "qwen2", "llama"])
+def test_in_bfloat16_the_engine_is_as_close_to_float32_as_transformers(name, small_model) -> None:
+    directory = small_model(name)
+    tokens = torch.randint(1, 16, (8, 24), generator=torch.Generator().manual_seed(0))
+    exact = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)(tokens).logits[:, -1]
+    rounded = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16)(tokens).logits[:, -1].float()
+    model, _ = load_model(str(directory), "bfloat16", torch.device("cpu"))
+    runner = ModelRunner(model, 1 << 24)
+    runner.slots.reserve(len(tokens), tokens.shape[1])
+    logits, _ = runner.forward([], tokens.tolist(), list(range(len(tokens))))
+    assert (logits.float() - exact).norm() <= 1.5 * (rounded - exact).norm()
