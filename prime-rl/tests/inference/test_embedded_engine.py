@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
 from prime_rl.inference.embedded.engine.attention import SlotStep, attend
@@ -105,14 +107,47 @@ def test_more_requests_than_rows_wait_their_turn(qwen3_dir) -> None:
 def test_sequences_that_outgrow_the_memory_are_preempted_and_prefilled_again(qwen3_dir) -> None:
     reference = AutoModelForCausalLM.from_pretrained(qwen3_dir, dtype=torch.float32)
     bytes_per_token = runner_of(qwen3_dir).slots.bytes_per_token
-    # The budget fits 32 rows of 128 tokens, but only 16 rows of 256.
+    # The budget fits 32 rows of 128 tokens, but only 16 rows of 160.
     runner = runner_of(qwen3_dir, budget_bytes=32 * 128 * bytes_per_token)
     prompts = [(row % 64, 3, row // 2) for row in range(20)]
     with running(Engine(runner)) as engine:
         for prompt, completion in zip(prompts, answers(engine, prompts, max_tokens=140), strict=True):
             assert_greedy(reference, prompt, completion)
-        assert runner.slots.length == 256
+        assert runner.slots.length == 160
         assert runner.slots.rows == 16
+
+
+def test_samples_of_a_prompt_that_fills_its_rows_equal_transformers(qwen3_dir) -> None:
+    reference = AutoModelForCausalLM.from_pretrained(qwen3_dir, dtype=torch.float32)
+    prompts = [tuple((3 * place + length) % 64 for place in range(length)) for length in (32, 64, 128, 256)]
+    with running(Engine(runner_of(qwen3_dir))) as engine:
+        for prompt in prompts:
+            for completion in engine.submit(request_of(prompt, max_tokens=3, n=4)).result().completions:
+                assert_greedy(reference, prompt, completion)
+
+
+@pytest.mark.parametrize("length", [1, 31, 32, 33, 128, 129, 1000])
+def test_a_row_is_copied_and_kept_while_rows_grow(length) -> None:
+    slots = KVSlots(PLENTY_BYTES, torch.device("cpu"))
+    slots.reserve(3, length)
+    new = torch.zeros(1, 2, 4)
+    stored = torch.randn(slots.rows, 2, slots.length, 4)[:, :, :length]
+    for tensor in slots.layer(0, new, new):
+        tensor[:, :, :length] = stored
+    slots.copy(2, [0, 1], length)
+    slots.reserve(40, length + 100)
+    for tensor in slots.layer(0, new, new):
+        torch.testing.assert_close(tensor[:3, :, :length], stored[2].expand(3, -1, -1, -1), atol=0, rtol=0)
+        assert tensor.shape[2] >= length + 100
+
+
+@given(length=st.integers(1, 1 << 20))
+def test_rows_grow_in_few_steps_and_waste_little(length) -> None:
+    slots = KVSlots(PLENTY_BYTES, torch.device("cpu"))
+    slots.reserve(1, length)
+    assert length <= slots.length <= max(length + 31, 1.25 * length)
+    slots.reserve(1, slots.length + 1)
+    assert slots.length >= min(1.125 * length, length + 32)
 
 
 class CountingRunner(ModelRunner):
@@ -206,7 +241,7 @@ def test_bfloat16_rows_give_the_same_read_whole_or_in_part(shared: int) -> None:
             slot[:count, :, :64] = values
         common = CommonStart([range(count)], shared, torch.device("cpu")) if shared else None
         step = SlotStep(slots, positions, None, common_start=common)
-        assert step.decode_span(slots.layer(0, *new[1:])[0])[1] == (128 if width == 64 else 50)
+        assert step.decode_span(slots.layer(0, *new[1:])[0])[1] == (64 if width == 64 else 50)
         results.append(attend(step, 0, (new[0], new[1], new[2]), 0.3, None).float())
     torch.testing.assert_close(*results, atol=2e-2, rtol=2e-2)
 

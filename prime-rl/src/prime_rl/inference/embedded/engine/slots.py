@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-_FIRST_LENGTH = 128
+_LENGTH_STEP = 32
 _ROW_STEP = 16
 
 
@@ -63,7 +63,8 @@ class KVSlots:
         """Copy the first `length` tokens of one row to other rows."""
         for pair in self._layers.values():
             for tensor in pair:
-                tensor[targets, :, :length] = tensor[source, :, :length]
+                # PyTorch refuses to copy between views that share memory if both are dense, as whole rows are.
+                tensor[targets, :, :length] = tensor[source, :, :length].clone()
 
     def erase(self, row: int) -> None:
         """Overwrite a row with zeros."""
@@ -94,4 +95,7 @@ class KVSlots:
 
     @staticmethod
     def _rounded_length(length: int) -> int:
-        return max(_FIRST_LENGTH, 1 << (length - 1).bit_length())
+        """At most 31 tokens or a quarter more. Attention reads whole rows, so a short step of growth saves time; the
+        steps become longer with the rows, so that sequences are copied a few times only."""
+        step = max(_LENGTH_STEP, 1 << max(0, (length - 1).bit_length() - 3))
+        return -(-length // step) * step
