@@ -6,11 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 from torch.nn.functional import linear, silu
 from transformers import AutoModelForCausalLM
 
-from prime_rl.inference.embedded.cpu.products import MergedLinear, uses_onednn
+from prime_rl.inference.embedded.cpu.products import MergedLinear, rounded_rows, uses_onednn
 from prime_rl.inference.embedded.engine.lora import Adapter, LowRank, StepAdapters
 from prime_rl.inference.embedded.engine.model import ModelRunner, load_model
 from prime_rl.inference.embedded.engine.weights import read_weights
@@ -98,6 +100,36 @@ def test_new_weights_reach_every_layer_and_the_head(name, small_model) -> None:
     prompt = [3, 1, 4, 1, 5, 9, 2, 6]
     logits, _ = runner.forward([], [prompt], [0])
     torch.testing.assert_close(logits, reference(torch.tensor([prompt])).logits[0, -1:], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["qwen3_with_tied_head", "mistral_with_window", "qwen3_moe"])
+def test_a_step_of_any_size_gives_the_logits_of_transformers(name, small_model) -> None:
+    directory = small_model(name)
+    model, _ = load_model(str(directory), "float32", torch.device("cpu"))
+    reference = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    tokens = torch.randint(1, 16, (24, 12), generator=torch.Generator().manual_seed(0))
+    expected_logits = reference(tokens).logits
+    sequences = tokens.tolist()
+    for num_running in (0, 1, 7, 8, 9, 15, 16, 17):
+        for num_prompts in (0 if num_running else 3, 1, 2, 7):
+            rows = list(range(num_running, num_running + num_prompts))
+            runner = ModelRunner(model, 1 << 24)
+            runner.slots.reserve(num_running + num_prompts, 12)
+            running = sequences[:num_running]
+            prompts = [sequences[row][: 3 + row % 5] for row in rows]
+            if running:
+                runner.forward([], [sequence[:-1] for sequence in running], range(num_running))
+            logits, _ = runner.forward(running, prompts, rows)
+            ends = [11] * num_running + [len(prompt) - 1 for prompt in prompts]
+            torch.testing.assert_close(logits, expected_logits[range(len(ends)), ends], atol=1e-4, rtol=1e-4)
+
+
+@given(count=st.integers(1, 1 << 16))
+def test_padding_costs_little_and_leaves_few_sizes(count) -> None:
+    rows = rounded_rows(count)
+    assert count <= rows <= max(count + 7, 1.125 * count)
+    assert rounded_rows(rows) == rows
+    assert len({rounded_rows(smaller) for smaller in range(1, 1025)}) < 48
 
 
 @pytest.mark.parametrize("name", ["qwen3_with_tied_head", "qwen2", "llama"])

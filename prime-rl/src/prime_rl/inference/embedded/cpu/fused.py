@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import embedding, rms_norm
+from torch.nn.functional import embedding, pad, rms_norm
 from transformers import PreTrainedModel
 
-from prime_rl.inference.embedded.cpu.products import MergedLinear, is_packable
+from prime_rl.inference.embedded.cpu.products import MergedLinear, is_packable, rounded_rows
 from prime_rl.inference.embedded.engine.attention import SlotStep, attend
 from prime_rl.inference.embedded.engine.lora import Site
 
@@ -97,6 +97,9 @@ class FusedDecoder:
 
     def logits(self, step: SlotStep, token_ids_N: Tensor, position_ids_N: Tensor, wanted: Tensor) -> Tensor:
         """Logits [W, V] at the indices `wanted` of the N tokens."""
+        num_wanted = len(wanted)
+        if token_ids_N.device.type == "cpu":
+            token_ids_N, position_ids_N, wanted = map(_padded, (token_ids_N, position_ids_N, wanted))
         hidden = embedding(token_ids_N, self._model.embed_tokens.weight)
         rotary = self._rotary(hidden, position_ids_N)
         adapters = step.adapters
@@ -106,7 +109,7 @@ class FusedDecoder:
             normed = _norm(hidden, layer.module.post_attention_layernorm)
             gated = layer.up.mul(normed, layer.gate.silu(normed, adapters), adapters)
             hidden = layer.down.add(gated, hidden, adapters)
-        return self._head(_norm(hidden[wanted], self._model.norm))
+        return self._head(_norm(hidden[wanted], self._model.norm))[:num_wanted]
 
     def _rotary(self, hidden: Tensor, position_ids_N: Tensor) -> tuple[Tensor, Tensor]:
         """Rotary cosine and sine [N, 1, D]. The minus sign of `(-x2, x1)` is folded into the sine."""
@@ -123,7 +126,9 @@ class FusedDecoder:
             rotated = _rms_norm(rotated, layer.head_norm, layer.module.self_attn.q_norm.variance_epsilon)
         rotated = _rotate(rotated, *rotary)
         new = (rotated[:, :num_query], rotated[:, num_query:], heads[:, num_rotated:])
-        return attend(step, layer.index, new, layer.module.self_attn.scaling, layer.window)
+        attended = attend(step, layer.index, new, layer.module.self_attn.scaling, layer.window)
+        missing = len(hidden) - len(attended)
+        return pad(attended, (0, 0, 0, missing)) if missing else attended
 
 
 def _layer(index: int, module: Any, window_owner: Any, packs: bool) -> _Layer:
@@ -142,6 +147,11 @@ def _layer(index: int, module: Any, window_owner: Any, packs: bool) -> _Layer:
         down=merged("mlp", "down_proj"),
         window_owner=window_owner,
     )
+
+
+def _padded(values_N: Tensor) -> Tensor:
+    """Pad with zeros to a number of rows that oneDNN has a kernel for."""
+    return pad(values_N, (0, rounded_rows(len(values_N)) - len(values_N)))
 
 
 def _norm(hidden: Tensor, module: Any) -> Tensor:

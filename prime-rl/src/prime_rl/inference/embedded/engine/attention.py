@@ -12,9 +12,10 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface
 
+from prime_rl.inference.embedded.cpu.products import rounded_rows
 from prime_rl.inference.embedded.engine.common_start import CommonStart
 from prime_rl.inference.embedded.engine.lora import StepAdapters
 from prime_rl.inference.embedded.engine.slots import KVSlots
@@ -84,6 +85,8 @@ class SlotStep:
         self.adapters = adapters
         self.prompts = prompts
         self.num_decode = len(decode_positions)
+        self.padded_decode = rounded_rows(self.num_decode) if slots.device.type == "cpu" else self.num_decode
+        """Number of rows to decode, with up to an eighth of padding: the first tokens after the last row."""
         self._decode_targets: dict[int, Tensor] = {}
         self.decode_positions = torch.tensor(decode_positions, device=slots.device)
         self.decode_length = max(decode_positions, default=-1) + 1
@@ -97,10 +100,13 @@ class SlotStep:
         return self._decode_targets[num_heads]
 
     def decode_mask(self, window: int | None, length: int, dtype: torch.dtype) -> Tensor:
-        """Additive mask [B, 1, 1, length] over each row's stored tokens, limited to the last `window` tokens."""
+        """Additive mask [padded B, 1, 1, length] over each row's stored tokens, limited to the last `window` tokens.
+
+        Rows of padding see their first token, so that no row is without any.
+        """
         if (window, length) not in self._masks:
             columns = torch.arange(length, device=self.slots.device)
-            last = self.decode_positions[:, None]
+            last = pad(self.decode_positions, (0, self.padded_decode - self.num_decode))[:, None]
             visible = columns <= last
             if window is not None:
                 visible &= columns > last - window
@@ -186,22 +192,23 @@ def _decode(
     keys, values = stored
     batch = step.num_decode
     heads = keys.shape[1]
-    query, *fresh = (tensor[:batch] for tensor in new)
+    query, *fresh = new
     targets = step.decode_targets(heads)
     for slot, tokens in zip(stored, fresh, strict=True):
         size = slot.shape[3]
-        slot.view(-1, size).index_copy_(0, targets, tokens.reshape(-1, size))
-    grouped = (query * scaling).view(batch, heads, -1, keys.shape[3])
+        slot.view(-1, size).index_copy_(0, targets, tokens[:batch].reshape(-1, size))
     common, length = step.decode_span(keys)
     start = common.length if common is not None else 0
-    scores = grouped @ keys[:batch, :, start:length].transpose(2, 3)
+    rows = batch if common is not None else min(step.padded_decode, len(query), len(keys))
+    grouped = (query[:rows] * scaling).view(rows, heads, -1, keys.shape[3])
+    scores = grouped @ keys[:rows, :, start:length].transpose(2, 3)
     if common is not None:
         scores = torch.cat((common.scores(grouped, keys), scores), -1)
-    weights = scores.add_(step.decode_mask(window, length, scores.dtype)).softmax(-1)
-    mixed = weights[..., start:] @ values[:batch, :, start:length]
+    weights = scores.add_(step.decode_mask(window, length, scores.dtype)[:rows]).softmax(-1)
+    mixed = weights[..., start:] @ values[:rows, :, start:length]
     if common is not None:
         mixed += common.mix(weights[..., :start], values)
-    return mixed.view(batch, -1)
+    return mixed[:batch].view(batch, -1)
 
 
 def _prefill(
