@@ -204,4 +204,5 @@ def test_the_tab_key_completes_in_a_real_shell(shell: str, shell_env: dict[str, 
     # A shell draws only what changes, so the completed line is printed by a command put before it.
     line = "medarc_train rl --trainer.optim.weight\t 7 --trainer.optim.type mu\tX"
     done = r"rl\|--trainer\.optim\.weight-decay\|7\|--trainer\.optim\.type\|muon\|X\|"
-    typed(shell, shell_env, place, [(start, READY), (f"{line}{LINE_START}printf '%s|' \n", done)])
+    shown = typed(shell, shell_env, place, [(start, READY), (f"{line}{LINE_START}printf '%s|' \n", done)])
+    assert re.search(done, shown)

@@ -129,6 +129,7 @@ def test_filters_and_search_choose_rollouts(opened: Opened, name: str, value: st
     """A rollout without a reward is in no range of rewards."""
     opened.page.fill(f"[name={name}]", value)
     wait_for(opened, f"{shown} ")
+    assert opened.complaints == []
 
 
 def test_a_step_and_truncation_choose_rollouts_and_reset_shows_all(opened: Opened) -> None:
@@ -138,6 +139,7 @@ def test_a_step_and_truncation_choose_rollouts_and_reset_shows_all(opened: Opene
     wait_for(opened, "1 of 12 ")
     opened.page.click("button[type=reset]")
     wait_for(opened, "12 of 12 ")
+    assert opened.complaints == []
 
 
 def test_arrows_move_in_the_list_and_the_detail_follows(opened: Opened) -> None:

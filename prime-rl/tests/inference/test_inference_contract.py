@@ -373,3 +373,4 @@ def test_a_client_disconnect_cancels_its_request(server, wait_for_load) -> None:
         wait_for_load(lambda load: load > 0)
     wait_for_load(lambda load: load == 0)
     server.post("/resume", {})
+    assert server.client.get("/load").json()["server_load"] == 0

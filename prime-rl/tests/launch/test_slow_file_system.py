@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import os
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from queue import SimpleQueue
@@ -183,12 +184,11 @@ def test_a_log_that_cannot_be_read_says_so_and_ends_nothing(tmp_path: Path, path
 
 
 def test_a_look_that_fails_is_not_the_last(tmp_path: Path) -> None:
-    looks: SimpleQueue[None] = SimpleQueue()
+    looks: SimpleQueue[str] = SimpleQueue()
 
     def look() -> None:
-        looks.put(None)
+        looks.put(threading.current_thread().name)
         raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
 
     with logs.polled(look, name="failing", every_s=0.01):
-        for _ in range(3):
-            looks.get()
+        assert [looks.get() for _ in range(3)] == ["failing"] * 3

@@ -124,9 +124,13 @@ def test_a_damaged_file_is_no_beat(file: Path) -> None:
         assert list(read_beats(file)) == []
 
 
-def test_a_full_disk_does_not_end_the_process() -> None:
-    for file in (Path("/dev/full"), Path("/dev/null/no/such/directory")):
-        Beats(file).say("saving")
+@pytest.mark.parametrize("place", ["/dev/full", "/dev/null/no/such/directory"])
+def test_a_full_disk_does_not_end_the_process(place: str) -> None:
+    beats, heard = Beats(Path(place)), []
+    beats.follow(lambda doing, _: heard.append(doing))
+    beats.say("saving")
+    beats.say("training")
+    assert heard[1:] == ["saving", "training"]
 
 
 def test_any_thread_may_report(file: Path) -> None:

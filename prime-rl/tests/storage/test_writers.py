@@ -83,11 +83,13 @@ def test_a_launch_that_was_killed_here_or_requeued_is_followed_at_once(s3: S3, p
         note(s3, place, last)
         lock = PlaceLock(s3, place, replace(HERE, slurm_job="17", slurm_start="1"), pause=pytest.fail)
         lock.take(pytest.fail)
+        assert written(s3, place).token == HERE.token
         lock.release()
     for data in (b"{", b"[]", b'{"host": "x", "pid": "y", "since": ""}', json.dumps(older).encode()):
         s3.write(data, place.below(WRITER))
         lock = PlaceLock(s3, place, HERE, pause=pytest.fail)
         lock.take(pytest.fail)
+        assert written(s3, place).token == HERE.token
         lock.release()
 
 

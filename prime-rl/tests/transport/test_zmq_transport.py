@@ -42,9 +42,10 @@ def engine_log(caplog, monkeypatch):
     return caplog
 
 
-def poll_until(receiver, is_done) -> None:
-    while not is_done(receiver.receive(0)):
+def poll_until(receiver, is_done) -> TrainingBatch | None:
+    while not is_done(batch := receiver.receive(0)):
         continue
+    return batch
 
 
 def test_a_batch_of_another_run_is_dropped_and_both_runs_are_named(config, receiver, tmp_path, engine_log) -> None:
@@ -69,8 +70,10 @@ def test_the_last_of_two_batches_for_one_step_counts(config, receiver, tmp_path)
     samples = [TrainingSample([token], [False], [], [], [], []) for token in (1, 2)]
     for sample in samples:
         sender.send(TrainingBatch([sample], step=0))
-    poll_until(receiver, lambda batch: batch is not None and batch.examples == [samples[1]])
+    last = poll_until(receiver, lambda batch: batch is not None and batch.examples != [samples[0]])
     sender.close()
+    assert last is not None
+    assert last.examples == [samples[1]]
 
 
 def test_a_port_in_use_is_reported_with_the_keys_to_change(config, receiver, tmp_path) -> None:

@@ -17,9 +17,10 @@ from torch import Tensor
 from torch.nn.functional import embedding, pad, rms_norm
 from transformers import PreTrainedModel
 
-from prime_rl.inference.embedded.cpu.products import MergedLinear, is_packable, rounded_rows
+from prime_rl.inference.embedded.cpu.products import MergedLinear, is_packable
 from prime_rl.inference.embedded.engine.attention import SlotStep, attend
 from prime_rl.inference.embedded.engine.lora import Site
+from prime_rl.inference.embedded.sizes import padded_tokens
 
 _WINDOW_OWNERS = {
     "LlamaForCausalLM": "nothing",
@@ -150,8 +151,7 @@ def _layer(index: int, module: Any, window_owner: Any, packs: bool) -> _Layer:
 
 
 def _padded(values_N: Tensor) -> Tensor:
-    """Pad with zeros to a number of rows that oneDNN has a kernel for."""
-    return pad(values_N, (0, rounded_rows(len(values_N)) - len(values_N)))
+    return pad(values_N, (0, padded_tokens(len(values_N)) - len(values_N)))
 
 
 def _norm(hidden: Tensor, module: Any) -> Tensor:

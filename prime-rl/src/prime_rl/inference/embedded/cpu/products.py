@@ -23,8 +23,6 @@ PACKED_SHARE = 0.1
 _TYPICAL_TOKENS = 64
 """Batch size to pack the weights for. The resulting layout is the best one for all batches of 2 or more tokens."""
 
-_ROW_STEP = 8
-
 
 class MergedLinear:
     """One or more linear layers with the same input, computed as one product. Shares its weights with the layers.
@@ -78,17 +76,6 @@ class MergedLinear:
 
     def _binary(self, inputs_NI: Tensor, others_NO: Tensor, then: str) -> Tensor:
         return torch.ops.mkldnn._linear_pointwise.binary(inputs_NI, others_NO, self._operand, self.bias_O, then)
-
-
-def rounded_rows(count: int) -> int:
-    """The number of rows to compute `count` rows with: a multiple of 8 above 8, and of larger steps above 128.
-
-    oneDNN compiles a kernel for every new number of rows, which takes as long as it runs, and keeps a limited number.
-    """
-    if count <= _ROW_STEP:
-        return count
-    step = max(_ROW_STEP, 1 << ((count - 1).bit_length() - 4))
-    return -(-count // step) * step
 
 
 def uses_onednn(weight: Tensor) -> bool:

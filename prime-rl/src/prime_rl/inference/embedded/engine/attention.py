@@ -15,11 +15,11 @@ from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface
 
-from prime_rl.inference.embedded.cpu.products import rounded_rows
 from prime_rl.inference.embedded.engine.common_start import CommonStart
 from prime_rl.inference.embedded.engine.lora import StepAdapters
 from prime_rl.inference.embedded.engine.slots import KVSlots
 from prime_rl.inference.embedded.errors import UnsupportedModel
+from prime_rl.inference.embedded.sizes import padded_tokens
 
 ATTENTION_NAME = "kv_slots"
 
@@ -85,8 +85,8 @@ class SlotStep:
         self.adapters = adapters
         self.prompts = prompts
         self.num_decode = len(decode_positions)
-        self.padded_decode = rounded_rows(self.num_decode) if slots.device.type == "cpu" else self.num_decode
-        """Number of rows to decode, with up to an eighth of padding: the first tokens after the last row."""
+        self.padded_decode = padded_tokens(self.num_decode) if slots.device.type == "cpu" else self.num_decode
+        """Number of rows to decode at once. The results of those after `num_decode` are dropped."""
         self._decode_targets: dict[int, Tensor] = {}
         self.decode_positions = torch.tensor(decode_positions, device=slots.device)
         self.decode_length = max(decode_positions, default=-1) + 1
@@ -102,7 +102,7 @@ class SlotStep:
     def decode_mask(self, window: int | None, length: int, dtype: torch.dtype) -> Tensor:
         """Additive mask [padded B, 1, 1, length] over each row's stored tokens, limited to the last `window` tokens.
 
-        Rows of padding see their first token, so that no row is without any.
+        Rows of padding see their first token: the softmax over none would be NaN.
         """
         if (window, length) not in self._masks:
             columns = torch.arange(length, device=self.slots.device)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from prime_rl.inference.embedded.sizes import rounded_up
+
 _LENGTH_STEP = 32
 _ROW_STEP = 16
 
@@ -97,5 +99,4 @@ class KVSlots:
     def _rounded_length(length: int) -> int:
         """At most 31 tokens or a quarter more. Attention reads whole rows, so a short step of growth saves time; the
         steps become longer with the rows, so that sequences are copied a few times only."""
-        step = max(_LENGTH_STEP, 1 << max(0, (length - 1).bit_length() - 3))
-        return -(-length // step) * step
+        return rounded_up(length, _LENGTH_STEP, steps_per_doubling=4)
