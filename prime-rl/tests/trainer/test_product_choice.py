@@ -1,13 +1,15 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from prime_rl.run.paths import RunPaths
-from prime_rl.trainer.kernels.lean_linear import has_onednn_products
+from prime_rl.trainer.kernels import product_choice
+from prime_rl.trainer.kernels.lean_linear import PLAIN, Products, has_onednn_products
 from prime_rl.trainer.kernels.product_choice import (
     LayerLibraries,
     Library,
@@ -21,6 +23,7 @@ from prime_rl.utils.logger import setup_logger
 ALL_PYTORCH, ALL_ONEDNN = LayerLibraries.only(Library.PYTORCH), LayerLibraries.only(Library.ONEDNN)
 ONLY_PYTORCH = ProductChoice(ALL_PYTORCH, ALL_PYTORCH)
 MIXED = ProductChoice(LayerLibraries(Library.ONEDNN, Library.ONEDNN, Library.PYTORCH), ALL_ONEDNN)
+IN_FLOAT32 = replace(MIXED, bfloat16_in_float32=True)
 THIS_PROCESS = Process(rank=0, world_size=1, local_rank=0, device=torch.device("cpu"))
 
 needs_both = pytest.mark.skipif(not has_onednn_products(), reason="PyTorch without oneDNN")
@@ -28,7 +31,7 @@ needs_both = pytest.mark.skipif(not has_onednn_products(), reason="PyTorch witho
 
 @needs_both
 def test_a_choice_in_the_cache_is_not_measured_again(tmp_path: Path) -> None:
-    for choice in (ONLY_PYTORCH, MIXED):
+    for choice in (ONLY_PYTORCH, MIXED, IN_FLOAT32):
         choice.write(tmp_path / "cache" / "choice.json")
         assert cached_choice(tmp_path / "cache" / "choice.json") == choice
 
@@ -44,6 +47,7 @@ def test_a_choice_in_the_cache_is_not_measured_again(tmp_path: Path) -> None:
         b'{"narrow": "blas", "wide": "onednn"}',
         b'{"narrow": {"outputs": "onednn"}, "wide": "pytorch"}',
         b'{"narrow": {"x": "pytorch"}, "wide": "pytorch"}',
+        b'{"narrow": "pytorch", "bfloat16_in_float32": true}',
     ],
 )
 def test_a_damaged_file_of_the_cache_is_replaced(tmp_path: Path, damaged: bytes) -> None:
@@ -51,7 +55,7 @@ def test_a_damaged_file_of_the_cache_is_replaced(tmp_path: Path, damaged: bytes)
     file.write_bytes(damaged)
     measured = cached_choice(file)
     assert ProductChoice.read(file) == measured
-    assert sorted(json.loads(file.read_text())) == ["narrow", "wide"]
+    assert sorted(json.loads(file.read_text())) == ["bfloat16_in_float32", "narrow", "wide"]
 
 
 def test_without_a_place_to_keep_it_the_choice_is_still_measured(tmp_path: Path) -> None:
@@ -79,7 +83,7 @@ def test_a_resumed_run_keeps_the_choice_that_it_began_with(tmp_path: Path, monke
     begun = choose_products(paths, THIS_PROCESS, is_resumed=False)
     assert ProductChoice.read(paths.matrix_products) == begun
     (cached,) = (tmp_path / "cache" / "matrix_products").glob("*.json")
-    for choice in (ONLY_PYTORCH, MIXED):
+    for choice in (ONLY_PYTORCH, MIXED, IN_FLOAT32):
         # The cache may change between two attempts; the record of the run decides.
         choice.write(paths.matrix_products)
         begun.write(cached)
@@ -103,3 +107,26 @@ def test_a_damaged_record_of_a_run_is_told(tmp_path: Path, capsys: pytest.Captur
 
 def test_models_are_wide_from_a_hidden_size_of_512() -> None:
     assert [MIXED.of(size) for size in (64, 511, 512, 4096)] == [MIXED.narrow] * 2 + [ALL_ONEDNN] * 2
+
+
+@needs_both
+def test_only_the_products_of_bfloat16_matrices_are_computed_in_another_dtype() -> None:
+    for size in (64, 4096):
+        for choice in (MIXED, IN_FLOAT32):
+            assert choice.products(size, torch.float32) == choice.of(size).products
+        assert MIXED.products(size, torch.bfloat16) == MIXED.of(size).products
+        assert IN_FLOAT32.products(size, torch.bfloat16) == IN_FLOAT32.of(size).products.for_bfloat16()
+
+
+def test_the_faster_dtype_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured: dict[tuple[Products, ...], list[list[float]]] = {}
+
+    def seconds(ways: tuple[Products, ...], operands: object, rounds: int) -> list[list[float]]:
+        assert len(ways) == 2
+        return measured.get(ways, [[1.0, 1.0, 1.0], [1.0, 1.0, 1.0]])
+
+    monkeypatch.setattr(product_choice, "_seconds", seconds)
+    in_turn = PLAIN.for_bfloat16(), PLAIN
+    for converted, is_chosen in (([0.2, 0.3, 1.0], True), ([0.9, 1.0, 1.0], False), ([2.0, 2.0, 2.0], False)):
+        measured[in_turn] = [converted, [1.0, 1.0, 1.0]]
+        assert ProductChoice.measured().bfloat16_in_float32 is is_chosen

@@ -1,13 +1,14 @@
-"""Linear layers in float32 on a CPU through oneDNN, where `product_choice` finds it faster.
+"""Linear layers on a CPU, with the matrix products that `product_choice` finds fastest.
 
 For float32 matrix products, PyTorch uses MKL, which uses only half the register width of some AMD cores. oneDNN's
 kernels, which PyTorch includes for other dtypes and compiled graphs, take less than half the time there. On other cores
 the two differ only in some of a layer's three products. Both compute and accumulate in float32.
+
+Products of bfloat16 matrices may be computed in float32 (`float32_products.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,10 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear as _linear
 
-_ROW_MULTIPLE = 32
+from prime_rl.trainer.kernels.float32_products import Product, in_float32
 
-Product = Callable[[Tensor, Tensor], Tensor]
-"""Computes `a @ b.T`, without a gradient."""
+_ROW_MULTIPLE = 32
 
 
 def has_onednn_products() -> bool:
@@ -54,6 +54,14 @@ class Products:
     outputs: Product = onednn_product
     input_grads: Product = onednn_product
     weight_grads: Product = onednn_product
+    dtype: torch.dtype = torch.float32
+    """Dtype of the matrices that they are meant for. They compute products of other dtypes as PyTorch does."""
+
+    def for_bfloat16(self) -> Products:
+        """The same products for bfloat16 matrices, computed in float32."""
+        return Products(
+            in_float32(self.outputs), in_float32(self.input_grads), in_float32(self.weight_grads), torch.bfloat16
+        )
 
 
 ONEDNN = Products()
@@ -61,8 +69,8 @@ PLAIN = Products(plain_product, plain_product, plain_product)
 
 
 def use_lean_linears(model: nn.Module, products: Products = ONEDNN) -> None:
-    """Replace the forward of the model's linear layers, if PyTorch has oneDNN's kernels and `products` names one."""
-    if not has_onednn_products() or products == PLAIN:
+    """Replace the forward of the model's linear layers, unless `products` are PyTorch's own."""
+    if products == PLAIN or (products.dtype == torch.float32 and not has_onednn_products()):
         return
     for module in model.modules():
         if type(module) is nn.Linear:
@@ -70,12 +78,28 @@ def use_lean_linears(model: nn.Module, products: Products = ONEDNN) -> None:
             linear.forward = partial(_forward, module, products)
 
 
+def head_product(head: nn.Module) -> Product:
+    """What computes the products of a head whose logits are computed in parts, without its forward.
+
+    In float32 that is PyTorch, whatever computes the other layers: oneDNN copies large weight gradients.
+    """
+    forward = vars(head).get("forward")
+    if isinstance(forward, partial) and forward.func is _forward and forward.args[1].dtype == torch.bfloat16:
+        return in_float32(plain_product)
+    return plain_product
+
+
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, products: Products) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.products = products
-        return _product(x, weight, bias) if products.outputs is onednn_product else _linear(x, weight, bias)
+        if products.outputs is onednn_product:
+            return _product(x, weight, bias)
+        if products.outputs is plain_product:
+            return _linear(x, weight, bias)
+        out = products.outputs(x.reshape(-1, x.shape[-1]), weight).view(*x.shape[:-1], -1)
+        return out if bias is None else out.add_(bias)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -92,6 +116,6 @@ def _product(a_NK: Tensor, b_MK: Tensor, bias_M: Tensor | None = None) -> Tensor
 
 
 def _forward(self: nn.Linear, products: Products, x: Tensor) -> Tensor:
-    if x.dtype != torch.float32 or x.device.type != "cpu":
+    if x.dtype != products.dtype or x.device.type != "cpu":
         return _linear(x, self.weight, self.bias)
     return _Linear.apply(x, self.weight, self.bias, products)

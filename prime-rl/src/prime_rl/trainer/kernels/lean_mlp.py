@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers.activations import SiLUActivation
 
-from prime_rl.trainer.kernels.lean_linear import ONEDNN, Product, Products
+from prime_rl.trainer.kernels.lean_linear import ONEDNN, Products
 
 _FORMULA = "self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))"
 """The forward pass as written in Llama and related models."""
@@ -62,17 +62,13 @@ class _SwiGLU(torch.autograd.Function):
         grad_ups = grad_inner.mul_(active)
         grad_gate = products.weight_grads(grad_gates.t(), x_NH.t()) if wants_gate else None
         grad_up = products.weight_grads(grad_ups.t(), x_NH.t()) if wants_up else None
-        grad_x = (
-            _sum_of_products(products.input_grads, grad_gates, gate_IH, grad_ups, up_IH).view(x.shape)
-            if wants_x
-            else None
-        )
+        grad_x = _sum_of_products(products, grad_gates, gate_IH, grad_ups, up_IH).view(x.shape) if wants_x else None
         return grad_x, grad_gate, grad_up, grad_down, None
 
 
-def _sum_of_products(product: Product, a_NI: Tensor, one_IH: Tensor, b_NI: Tensor, other_IH: Tensor) -> Tensor:
-    if a_NI.dtype == torch.float32:
-        return product(a_NI, one_IH.t()).add_(product(b_NI, other_IH.t()))
+def _sum_of_products(products: Products, a_NI: Tensor, one_IH: Tensor, b_NI: Tensor, other_IH: Tensor) -> Tensor:
+    if a_NI.dtype == products.dtype:
+        return products.input_grads(a_NI, one_IH.t()).add_(products.input_grads(b_NI, other_IH.t()))
     return torch.mm(a_NI, one_IH).addmm_(b_NI, other_IH)
 
 

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from prime_rl.trainer.kernels.float32_products import Product
+from prime_rl.trainer.kernels.lean_linear import plain_product
 from prime_rl.trainer.optim.kept_gradients import KeptGradient, kept_gradient_of
 
 
@@ -33,22 +35,32 @@ LIMITS = Limits()
 
 
 def linear_cross_entropy_sum(
-    hidden_NH: Tensor, weight_VH: Tensor, targets_N: Tensor, limits: Limits = LIMITS
+    hidden_NH: Tensor,
+    weight_VH: Tensor,
+    targets_N: Tensor,
+    limits: Limits = LIMITS,
+    product: Product = plain_product,
 ) -> Tensor:
-    """Sum over N tokens of the cross-entropy of `hidden @ weight.T`, in float32.
+    """Sum over N tokens of the cross-entropy of `hidden @ weight.T`, in float32. `product` computes `a @ b.T`.
 
     Gradients are computed together with the loss, so that the backward pass recomputes no logits.
     """
     kept = kept_gradient_of(weight_VH)
     if not torch.is_grad_enabled():
         hidden_NH, weight_VH = hidden_NH.detach(), weight_VH.detach()
-    return _LinearCrossEntropy.apply(hidden_NH, weight_VH, targets_N, kept, limits)
+    return _LinearCrossEntropy.apply(hidden_NH, weight_VH, targets_N, kept, limits, product)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, kept: KeptGradient | None, limits: Limits
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        kept: KeptGradient | None,
+        limits: Limits,
+        product: Product,
     ) -> Tensor:
         rows = max(1, limits.logits // len(weight))
         # With a single chunk, saving the gradient of the logits takes no more memory than saving the weight gradient,
@@ -60,20 +72,21 @@ class _LinearCrossEntropy(torch.autograd.Function):
         loss = hidden.new_zeros((), dtype=torch.float32)
         for start in range(0, len(targets), rows):
             chunk = slice(start, start + rows)
-            grad_logits, chunk_loss = _loss_and_grad_logits(hidden[chunk], weight, targets[chunk], is_trained, limits)
-            loss += chunk_loss
-            if grad_logits is None or grad_hidden is None:
+            logits = product(hidden[chunk], weight)
+            loss += _loss_in_place(logits, targets[chunk], is_trained, limits)
+            if grad_hidden is None:
                 continue
-            torch.mm(grad_logits, weight, out=grad_hidden[chunk])
+            grad_logits = logits
+            grad_hidden[chunk] = product(grad_logits, weight.t())
             if is_added_later:
                 break
-            own = torch.mm(grad_logits.t(), hidden[chunk])
+            own = product(grad_logits.t(), hidden[chunk].t())
             # Several chunks are summed in float32; a single chunk needs no float32 copy.
             if len(targets) > rows:
                 own = own.float() if grad_weight is None else grad_weight.add_(own)
             grad_weight = own
         ctx.save_for_backward(grad_hidden, grad_weight, *((grad_logits, hidden) if is_added_later else (None, None)))
-        ctx.weight_dtype, ctx.kept, ctx.vocab_chunk = weight.dtype, kept, limits.vocab_chunk
+        ctx.weight_dtype, ctx.kept, ctx.vocab_chunk, ctx.product = weight.dtype, kept, limits.vocab_chunk, product
         return loss
 
     @staticmethod
@@ -82,36 +95,24 @@ class _LinearCrossEntropy(torch.autograd.Function):
         # In place, because the weight gradient is as large as the embedding.
         grad_hidden.mul_(grad)
         if ctx.kept is None:
-            return grad_hidden, grad_weight.mul_(grad).to(ctx.weight_dtype), None, None, None
+            return grad_hidden, grad_weight.mul_(grad).to(ctx.weight_dtype), None, None, None, None
         place, scale = ctx.kept.place(), float(grad)
         if grad_logits is None:
             place.add_(grad_weight, alpha=scale)
         else:
-            _accumulate_grad_weight(place, grad_logits, hidden, scale, ctx.vocab_chunk)
-        return grad_hidden, None, None, None, None
+            # Part by part of the vocabulary, which bounds the temporary memory.
+            for part, own in zip(place.split(ctx.vocab_chunk), grad_logits.split(ctx.vocab_chunk, dim=1), strict=True):
+                part.add_(ctx.product(own.t(), hidden.t()), alpha=scale)
+        return grad_hidden, None, None, None, None, None
 
 
-def _accumulate_grad_weight(
-    grad_VH: Tensor, grad_logits_NV: Tensor, hidden_NH: Tensor, scale: float, vocab_chunk: int
-) -> None:
-    """Add the weight gradient to `grad_VH` in chunks of the vocabulary, which bounds the temporary memory."""
-    for grad, grad_logits in zip(grad_VH.split(vocab_chunk), grad_logits_NV.split(vocab_chunk, dim=1), strict=True):
-        grad.add_(torch.mm(grad_logits.t(), hidden_NH), alpha=scale)
-
-
-def _loss_and_grad_logits(
-    hidden_NH: Tensor, weight_VH: Tensor, targets_N: Tensor, is_trained: bool, limits: Limits
-) -> tuple[Tensor | None, Tensor]:
-    """Gradient of the summed loss with respect to the logits, in the compute dtype, and the loss.
-
-    The gradient is None if `is_trained` is false.
-    """
-    rows = limits.float_rows(len(weight_VH), on_cpu=hidden_NH.device.type == "cpu")
-    loss = hidden_NH.new_zeros((), dtype=torch.float32)
-    logits = torch.mm(hidden_NH, weight_VH.t())
+def _loss_in_place(logits_NV: Tensor, targets_N: Tensor, is_trained: bool, limits: Limits) -> Tensor:
+    """The summed loss. If `is_trained`, its gradient replaces the logits, in the compute dtype."""
+    rows = limits.float_rows(logits_NV.shape[1], on_cpu=logits_NV.device.type == "cpu")
+    loss = logits_NV.new_zeros((), dtype=torch.float32)
     for start in range(0, len(targets_N), rows):
         part = slice(start, start + rows)
-        values, picked = logits[part].float(), targets_N[part, None]
+        values, picked = logits_NV[part].float(), targets_N[part, None]
         peak, own = values.amax(1, keepdim=True), values.gather(1, picked)
         # Each logit's exponential is used for both the loss and the gradient.
         total = values.sub_(peak).exp_().sum(1, keepdim=True)
@@ -119,5 +120,5 @@ def _loss_and_grad_logits(
         if is_trained:
             grad_logits = values.div_(total)
             grad_logits.scatter_add_(1, picked, -torch.ones_like(total))
-            logits[part] = grad_logits
-    return logits if is_trained else None, loss
+            logits_NV[part] = grad_logits
+    return loss

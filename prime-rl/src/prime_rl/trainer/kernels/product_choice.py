@@ -1,9 +1,10 @@
-"""Chooses the library of float32 matrix products on a CPU by measuring both: PyTorch's default (MKL) or oneDNN.
+"""Chooses how matrix products are computed on a CPU, by measuring.
 
-Which one is faster depends on the processor, the versions, the number of threads, the size and the memory order of the
-factors, and its name does not tell. A layer's three products are measured once in two sizes; the result is kept in the
-user's cache for each machine and version. The libraries round differently. A run therefore records its choice, and
-keeps it when it resumes.
+In float32, PyTorch's default (MKL) or oneDNN is faster, depending on the processor, the versions, the number of
+threads, the size and the memory order of the factors. In bfloat16, some processors are slower than in float32. The name
+of a processor tells neither. A layer's three products are measured once in two sizes; the result is kept in the user's
+cache for each machine and version. Each way rounds differently. A run therefore records its choice, and keeps it when
+it resumes.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import hashlib
 import json
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from enum import StrEnum
 from pathlib import Path
@@ -19,10 +21,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from prime_rl.launch.caches import cache_root, made_for
 from prime_rl.run.paths import RunPaths
 from prime_rl.trainer.kernels.lean_linear import (
+    ONEDNN,
+    PLAIN,
     Products,
     has_onednn_products,
     onednn_product,
@@ -37,9 +42,12 @@ _NARROW, _WIDE = (2048, 256, 512), (256, 576, 1536)
 them run without interruption. A narrow model's rows are long: with 512, the libraries differ less."""
 _WIDE_FROM = 512
 """Hidden size from which a model is wide."""
+_BFLOAT16 = (512, 576, 1536)
+"""Converting the factors takes a sixth of the time of such a product in float32."""
 _ROUNDS = 10
 _HEADROOM = 0.95
-"""oneDNN has to take less than this share of the time, because it compiles a kernel for each shape."""
+"""oneDNN has to take less than this share of the time, because it compiles a kernel for each shape. So does float32
+instead of bfloat16, because it takes more memory."""
 
 
 class Library(StrEnum):
@@ -76,7 +84,10 @@ class LayerLibraries:
 
     @property
     def products(self) -> Products:
-        return Products(*(onednn_product if library is Library.ONEDNN else plain_product for library in self.all))
+        outputs, input_grads, weight_grads = (
+            onednn_product if library is Library.ONEDNN else plain_product for library in self.all
+        )
+        return Products(outputs, input_grads, weight_grads)
 
     def __str__(self) -> str:
         if len(set(self.all)) == 1:
@@ -89,10 +100,11 @@ class LayerLibraries:
 
 @dataclass(frozen=True, slots=True)
 class ProductChoice:
-    """The libraries for narrow and for wide models."""
+    """The libraries for narrow and for wide models, and whether bfloat16 matrices are multiplied in float32."""
 
     narrow: LayerLibraries
     wide: LayerLibraries
+    bfloat16_in_float32: bool = False
 
     @classmethod
     def without_measuring(cls) -> ProductChoice:
@@ -103,17 +115,21 @@ class ProductChoice:
 
     @classmethod
     def measured(cls, rounds: int = _ROUNDS) -> ProductChoice:
-        """Measure both libraries here and now. Takes a few tenths of a second."""
-        if not has_onednn_products():
-            return cls(LayerLibraries.only(Library.PYTORCH), LayerLibraries.only(Library.PYTORCH))
-        return cls(*(_faster(*shape, rounds) for shape in (_NARROW, _WIDE)))
+        """Measure here and now. Takes a few tenths of a second."""
+        only_pytorch = LayerLibraries.only(Library.PYTORCH)
+        narrow, wide = (
+            _faster(*shape, rounds) if has_onednn_products() else only_pytorch for shape in (_NARROW, _WIDE)
+        )
+        return cls(narrow, wide, _is_faster_in_float32(wide.products, rounds))
 
     @classmethod
     def read(cls, file: Path) -> ProductChoice | None:
         """A written choice; None if there is none that can be read and used here."""
         try:
             table = json.loads(file.read_bytes())
-            choice = cls(LayerLibraries.parsed(table["narrow"]), LayerLibraries.parsed(table["wide"]))
+            narrow, wide = (LayerLibraries.parsed(table[width]) for width in ("narrow", "wide"))
+            # Earlier versions, which did not write it, computed in bfloat16.
+            choice = cls(narrow, wide, bfloat16_in_float32=table.get("bfloat16_in_float32", False) is True)
         except (OSError, ValueError, KeyError, TypeError, RecursionError):
             return None
         return choice if has_onednn_products() or Library.ONEDNN not in choice.all else None
@@ -137,6 +153,15 @@ class ProductChoice:
         """The libraries for a model."""
         return self.wide if hidden_size >= _WIDE_FROM else self.narrow
 
+    def products(self, hidden_size: int, dtype: torch.dtype) -> Products:
+        """The products of a model that computes in `dtype`."""
+        products = self.of(hidden_size).products
+        return products.for_bfloat16() if dtype == torch.bfloat16 and self.bfloat16_in_float32 else products
+
+    def __str__(self) -> str:
+        of_bfloat16 = "float32" if self.bfloat16_in_float32 else "bfloat16"
+        return f"narrow models: {self.narrow}; wide models: {self.wide}; of bfloat16 matrices: in {of_bfloat16}"
+
 
 def choose_products(paths: RunPaths, process: Process, is_resumed: bool) -> ProductChoice:
     """The choice of a run, recorded in its directory. All ranks get that of rank 0. Collective.
@@ -148,10 +173,11 @@ def choose_products(paths: RunPaths, process: Process, is_resumed: bool) -> Prod
     choice = _choice_of_main(paths, is_resumed) if process.is_main else ProductChoice.without_measuring()
     if process.world_size > 1:
         names = list(Library)
-        shared = torch.tensor([names.index(library) for library in choice.all])
+        shared = torch.tensor([*(names.index(library) for library in choice.all), choice.bfloat16_in_float32])
         dist.broadcast(shared, src=0)
-        found = [names[index] for index in shared.tolist()]
-        choice = ProductChoice(LayerLibraries(*found[:3]), LayerLibraries(*found[3:]))
+        *indices, in_float32 = shared.tolist()
+        found = [names[index] for index in indices]
+        choice = ProductChoice(LayerLibraries(*found[:3]), LayerLibraries(*found[3:]), bool(in_float32))
     return choice
 
 
@@ -165,7 +191,7 @@ def _choice_of_main(paths: RunPaths, is_resumed: bool) -> ProductChoice:
         return begun or ProductChoice.without_measuring()
     choice = cached_choice(_cache_file())
     choice.write(paths.matrix_products)
-    get_logger().info(f"Matrix products in float32: narrow models: {choice.narrow}; wide models: {choice.wide}")
+    get_logger().info(f"Matrix products: {choice}")
     return choice
 
 
@@ -187,22 +213,43 @@ def cached_choice(file: Path) -> ProductChoice:
 
 def _cache_file() -> Path:
     """One file for each processor, set of versions and number of threads."""
-    key = f"{made_for((), os.environ)}{torch.get_num_threads()} threads, three products\n"
+    key = f"{made_for((), os.environ)}{torch.get_num_threads()} threads, three products, bfloat16\n"
     return cache_root(os.environ) / "matrix_products" / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
 
 
 def _faster(rows: int, inputs: int, outputs: int, rounds: int) -> LayerLibraries:
+    onednn, pytorch = _seconds((ONEDNN, PLAIN), _operands(rows, inputs, outputs, torch.float32), rounds)
+    return LayerLibraries(
+        *(
+            Library.ONEDNN if own < _HEADROOM * other else Library.PYTORCH
+            for own, other in zip(onednn, pytorch, strict=True)
+        )
+    )
+
+
+def _is_faster_in_float32(products: Products, rounds: int) -> bool:
+    """Whether the three products of bfloat16 matrices together take less time in float32, conversions included."""
+    operands = _operands(*_BFLOAT16, torch.bfloat16)
+    converted, direct = _seconds((products.for_bfloat16(), PLAIN), operands, rounds)
+    return sum(converted) < _HEADROOM * sum(direct)
+
+
+def _operands(rows: int, inputs: int, outputs: int, dtype: torch.dtype) -> tuple[tuple[Tensor, Tensor], ...]:
+    """The factors of a linear layer's output, of the gradient of its input, and of that of its weight."""
     generator = torch.Generator().manual_seed(0)
-    x, weight = (torch.randn(*size, generator=generator) for size in ((rows, inputs), (outputs, inputs)))
-    grad = torch.randn(rows, outputs, generator=generator)
-    # As in a linear layer: the output, the gradient of the input, and that of the weight.
-    operands = ((x, weight), (grad, weight.t()), (grad.t(), x.t()))
-    seconds = {product: [float("inf")] * len(operands) for product in (onednn_product, plain_product)}
+    sizes = (rows, inputs), (outputs, inputs), (rows, outputs)
+    x, weight, grad = (torch.randn(*size, generator=generator).to(dtype) for size in sizes)
+    return (x, weight), (grad, weight.t()), (grad.t(), x.t())
+
+
+def _seconds(ways: Sequence[Products], operands: Sequence[tuple[Tensor, Tensor]], rounds: int) -> list[list[float]]:
+    """The least time of each of the three products, for each way to compute them. They alternate."""
+    seconds = [[float("inf")] * len(operands) for _ in ways]
     for _ in range(1 + rounds):  # the first round compiles kernels, and is never the fastest
-        for product, best in seconds.items():
-            for index, pair in enumerate(operands):
+        for way, best in zip(ways, seconds, strict=True):
+            products = (way.outputs, way.input_grads, way.weight_grads)
+            for index, (product, pair) in enumerate(zip(products, operands, strict=True)):
                 started_s = time.perf_counter()
                 product(*pair)
                 best[index] = min(best[index], time.perf_counter() - started_s)
-    of_kinds = zip(seconds[onednn_product], seconds[plain_product], strict=True)
-    return LayerLibraries(*(Library.ONEDNN if own < _HEADROOM * other else Library.PYTORCH for own, other in of_kinds))
+    return seconds

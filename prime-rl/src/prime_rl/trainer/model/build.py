@@ -26,7 +26,7 @@ from prime_rl.configs.trainer import ModelConfig, TokenizerConfig, WeightCheckpo
 from prime_rl.run.beats import own_beats
 from prime_rl.trainer.kernels.attention import choose_attention
 from prime_rl.trainer.kernels.lean_embedding import use_lean_embedding
-from prime_rl.trainer.kernels.lean_linear import use_lean_linears
+from prime_rl.trainer.kernels.lean_linear import Products, use_lean_linears
 from prime_rl.trainer.kernels.lean_mlp import use_lean_mlps
 from prime_rl.trainer.kernels.lean_norm import use_lean_norms
 from prime_rl.trainer.kernels.product_choice import ProductChoice
@@ -52,7 +52,7 @@ def setup_model(
 ) -> PreTrainedModel:
     """Build, load and shard the model. Collective.
 
-    `products` chooses the library of float32 matrix products on a CPU; None: without measuring.
+    `products` chooses how matrix products are computed on a CPU; None: without measuring.
 
     With `has_dropout`, the model is in training mode, with the dropouts of its config and of its adapters. Without, it
     is in evaluation mode: its log-probabilities are a function of its weights and the tokens before, as RL's importance
@@ -90,7 +90,9 @@ def setup_model(
     if config.freeze_moe_router:
         freeze_routers(model)
     if process.device.type == "cpu" and config.compile is None:
-        _use_lean_kernels(model, products or ProductChoice.without_measuring())
+        choice = products or ProductChoice.without_measuring()
+        hidden_size = model.config.get_text_config().hidden_size
+        _use_lean_kernels(model, choice.products(hidden_size, compute_dtype(config, process.device)))
     is_random = has_dropout and bool(dropouts := dropouts_of(config, model_config))
     if is_random and process.is_main:
         get_logger().info(f"Dropout: {', '.join(f'{key} = {value:g}' for key, value in dropouts.items())}")
@@ -230,8 +232,7 @@ def _build_full(config: ModelConfig, model_config: PretrainedConfig, options: di
         raise ModelError(_load_error("model.name", config.name, error) + hint) from error
 
 
-def _use_lean_kernels(model: PreTrainedModel, choice: ProductChoice) -> None:
-    products = choice.of(model.config.get_text_config().hidden_size).products
+def _use_lean_kernels(model: PreTrainedModel, products: Products) -> None:
     use_lean_norms(model)
     use_lean_mlps(model, products)
     use_lean_embedding(model)

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from prime_rl.trainer.kernels.attention import EAGER, SDPA, varlen_arguments
+from prime_rl.trainer.kernels.lean_linear import head_product
 from prime_rl.trainer.kernels.linear_cross_entropy import LIMITS, Limits, linear_cross_entropy_sum
 from prime_rl.trainer.model.packed_rows import Grid, fold
 from prime_rl.trainer.model.sequence_blocks import SequenceBlocks, find_sequence_blocks
@@ -63,7 +64,7 @@ def cross_entropy_sum(
 ) -> Tensor:
     """Sum over N tokens of the cross-entropy in float32, with at most `limits.logits` logits in memory."""
     if type(logits_of) is nn.Linear and logits_of.bias is None:
-        return linear_cross_entropy_sum(hidden_NH, logits_of.weight, targets_N, limits)
+        return linear_cross_entropy_sum(hidden_NH, logits_of.weight, targets_N, limits, head_product(logits_of))
     chunk = max(1, limits.logits // vocab_size)
 
     def loss_of(hidden: Tensor, targets: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from prime_rl.configs.trainer import ModelConfig
 from prime_rl.trainer.kernels.fused_logprobs import fused_logprobs
+from prime_rl.trainer.kernels.lean_linear import head_product
 from prime_rl.trainer.lora.adapters import is_adapted
 from prime_rl.trainer.model.scoring import LogitsOf, logit_scale, score_tokens
 from prime_rl.trainer.rl.loss import sequence_lengths
@@ -101,7 +102,8 @@ def score_row(model: PreTrainedModel, row: Row, wanted: Tensor, vocab_chunk: int
         hidden = hidden[targets - 1]
         head = model.get_output_embeddings()
         if vocab_chunk is not None and is_plain(head, model):
-            return fused_logprobs(hidden, head.weight, labels, temperatures, vocab_chunk)
+            product = head_product(head)
+            return fused_logprobs(hidden, head.weight, labels, temperatures, vocab_chunk, product)
         return plain_logprobs(hidden, logits_of, labels, temperatures, model.config.vocab_size)
 
     scored, scored_entropy = score_tokens(model, row.input_ids[None], row.position_ids[None], score, uses_last=False)
