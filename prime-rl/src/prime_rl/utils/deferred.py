@@ -46,7 +46,7 @@ def defer(
 ) -> None:
     """Put a stand-in in the place of a module, unless it has been imported already or is not installed.
 
-    The parent package has to be imported. `apart` are submodules that can be imported without their package. `on_load`
+    A parent package has to be imported. `apart` are submodules that can be imported without their package. `on_load`
     is called with the real module, as soon as it is loaded.
     """
     spec = None if name in sys.modules else importlib.util.find_spec(name)
@@ -57,7 +57,8 @@ def defer(
     module.__dict__.update(answers, _answers=answers, _on_load=on_load)
     sys.modules[name] = module
     parent, _, own_name = name.rpartition(".")
-    setattr(sys.modules[parent], own_name, module)
+    if parent:
+        setattr(sys.modules[parent], own_name, module)
     if spec.submodule_search_locations is not None:
         sys.meta_path.insert(0, _Submodules(name, frozenset(f"{name}.{each}" for each in apart)))
 

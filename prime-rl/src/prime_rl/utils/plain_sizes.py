@@ -13,13 +13,34 @@ from itertools import chain
 from types import ModuleType
 from typing import Any
 
-from prime_rl.utils.deferred import defer, load
+from prime_rl.utils.deferred import defer, is_deferred, load
 
 SHAPES = "torch.fx.experimental.symbolic_shapes"
+SYMPY = "sympy"
 
 
 class GuardOnDataDependentSymNode(RuntimeError):
     """In the place of an exception of the same name, which only the module that is not loaded raises."""
+
+
+class _Expressions:
+    """`sympy.Basic`, the class of all expressions: it has no instances before SymPy is loaded."""
+
+    def __instancecheck__(self, value: Any) -> bool:
+        return not is_deferred(SYMPY) and isinstance(value, self._real())
+
+    def __subclasscheck__(self, value: type) -> bool:
+        return issubclass(value, self._real())
+
+    def __mro_entries__(self, bases: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (self._real(),)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real(), name)
+
+    def _real(self) -> Any:
+        load(sys.modules[SYMPY])
+        return sys.modules[SYMPY].Basic
 
 
 _NeverRaised = GuardOnDataDependentSymNode
@@ -54,6 +75,7 @@ def defer_symbols() -> None:
         _NeverRaised.__name__: _NeverRaised,
     }
     defer(SHAPES, answers, on_load=_replace_exception)
+    defer(SYMPY, {"Basic": _Expressions()})
 
 
 def _of_numbers(name: str) -> Callable[..., Any]:
