@@ -94,8 +94,9 @@ class _Submodules(MetaPathFinder):
         if not isinstance(package, DeferredModule):
             return None
         load(package)
-        # The package may have imported the submodule, which must not be executed twice.
-        found = sys.modules.get(fullname)
+        # The package may have imported the submodule, which must not be executed twice. As long as it is listed, Python
+        # would take the spec that the module has, and with it the loader that executes it.
+        found = sys.modules.pop(fullname, None)
         return None if found is None else ModuleSpec(fullname, _Loaded(found))
 
 

@@ -46,14 +46,13 @@ class _Expressions:
 _NeverRaised = GuardOnDataDependentSymNode
 
 _OF_BOOL: Mapping[str, Callable[..., Any]] = {
-    **dict.fromkeys(("expect_true", "guard_bool", "guard_or_false", "guard_or_true", "guard_size_oblivious"), bool),
+    **dict.fromkeys(("expect_true", "guard_bool", "guard_or_false", "guard_or_true"), bool),
     "guarding_hint_or_throw": bool,
     "statically_known_true": bool,
     "sym_and": lambda *values: all(values),
     "sym_or": lambda *values: any(values),
 }
 _OF_INT: Mapping[str, Callable[..., Any]] = {
-    "free_unbacked_symbols": lambda value: set(),
     "guard_int": int,
     "guarding_hint_or_throw": int,
     "has_free_unbacked_symbols": lambda value: False,
@@ -63,10 +62,13 @@ _OF_INT: Mapping[str, Callable[..., Any]] = {
     "sym_eq": lambda left, right: left == right,
 }
 
+_ONLY_IMPORTED = ("free_unbacked_symbols", "guard_size_oblivious")
+"""Imported together with the others, and called with symbols only."""
+
 
 def defer_symbols() -> None:
     """Put a stand-in in the place of the module. Call when `torch.fx.experimental` has been imported."""
-    of_numbers = {name: _of_numbers(name) for name in {**_OF_BOOL, **_OF_INT}}
+    of_numbers = {name: _of_numbers(name) for name in (*_OF_BOOL, *_OF_INT, *_ONLY_IMPORTED)}
     iterations = {name: _nothing_in_plain(name) for name in ("_iterate_exprs", "_iterate_nodes")}
     answers = {
         **of_numbers,

@@ -13,7 +13,7 @@ import inspect
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 from prime_rl.utils.deferred import defer, is_deferred, load
@@ -39,8 +39,7 @@ def defer_compiler() -> None:
         "disable": _disable,
         "disallow_in_graph": marks.recorder("disallow_in_graph"),
         "graph_break": lambda msg="": None,
-        # Called when a process group is made, to forget what was traced before.
-        "trace_rules": SimpleNamespace(clear_lru_cache=lambda: None),
+        "trace_rules": _TraceRules(),
     }
     defer(_DYNAMO, answers, apart=("config", "_trace_wrapped_higher_order_op"), on_load=marks.repeat)
     defer_symbols()
@@ -53,6 +52,18 @@ def computing_eagerly() -> AbstractContextManager[object]:
     import torch
 
     return torch.compiler.set_stance("force_eager")
+
+
+class _TraceRules:
+    """`torch._dynamo.trace_rules`, whose cache is cleared whenever a process group is made."""
+
+    def clear_lru_cache(self) -> None:
+        if not is_deferred(_DYNAMO):
+            sys.modules[_DYNAMO].trace_rules.clear_lru_cache()
+
+    def __getattr__(self, name: str) -> Any:
+        load(sys.modules[_DYNAMO])
+        return getattr(sys.modules[_DYNAMO].trace_rules, name)
 
 
 class _Marks:
