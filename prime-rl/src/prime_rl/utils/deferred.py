@@ -70,7 +70,8 @@ def load(module: ModuleType) -> None:
             return
         answers, on_load = module._answers, module._on_load
         spec = module.__spec__
-        assert spec is not None and spec.loader is not None, "`defer` found it"
+        assert spec is not None, "`defer` found it"
+        assert spec.loader is not None, "`defer` found it"
         for name in (*answers, "_answers", "_on_load"):
             del module.__dict__[name]
         module.__class__ = ModuleType  # type: ignore[assignment]

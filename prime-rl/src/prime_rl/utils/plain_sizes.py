@@ -106,8 +106,7 @@ def _new_symbols(shape_env: Any, *values: Any, **options: Any) -> Any:
 
 def _is_plain(value: Any) -> bool:
     """Whether a value has no symbols: a number, shapes of numbers, or a tensor with such a shape."""
-    import torch
-
+    torch = sys.modules["torch"]
     if type(value) in (bool, int):
         return True
     if type(value) in {list, tuple} | _shape_types():
@@ -118,9 +117,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _shape_types() -> set[type]:
-    import torch
-
-    return {torch.Size}
+    return {sys.modules["torch"].Size}
 
 
 def _real(name: str) -> Any:

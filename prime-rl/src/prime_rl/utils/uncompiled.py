@@ -9,6 +9,7 @@ nothing is compiled: there is nothing to mark or to switch off, and every size i
 from __future__ import annotations
 
 import functools
+import importlib
 import inspect
 import sys
 from collections.abc import Callable
@@ -30,8 +31,7 @@ def computes_without_gpu(device: str) -> bool:
 
 def defer_compiler() -> None:
     """Import torch with stand-ins in the places of `torch._dynamo` and of the module that imports SymPy."""
-    import torch.fx.experimental
-
+    importlib.import_module("torch.fx.experimental")
     marks = _Marks()
     answers = {
         "allow_in_graph": marks.recorder("allow_in_graph"),
@@ -49,9 +49,8 @@ def computing_eagerly() -> AbstractContextManager[object]:
     """Run compiled functions of the block as they are written. Without the compiler, there are none."""
     if is_deferred(_DYNAMO):
         return nullcontext()
-    import torch
-
-    return torch.compiler.set_stance("force_eager")
+    stance: AbstractContextManager[object] = sys.modules["torch"].compiler.set_stance("force_eager")
+    return stance
 
 
 class _TraceRules:
@@ -88,7 +87,7 @@ class _Marks:
 
 def _disable(fn: Any = None, recursive: bool = True, *, reason: str | None = None, wrapping: bool = True) -> Any:
     """`torch._dynamo.disable`. What it returns looks whether the compiler has been loaded since, at each call."""
-    options = {"recursive": recursive, "reason": reason, "wrapping": wrapping}
+    options: dict[str, Any] = {"recursive": recursive, "reason": reason, "wrapping": wrapping}
     if not is_deferred(_DYNAMO):
         return sys.modules[_DYNAMO].disable(fn, **options)
     if fn is None:
@@ -108,8 +107,10 @@ def _disable(fn: Any = None, recursive: bool = True, *, reason: str | None = Non
     if wrapping:
         functools.update_wrapper(call, fn)
     # What the compiler looks at, if it comes to compile the caller.
-    call._torchdynamo_disable = True
-    call._torchdynamo_disable_msg = reason
-    call._torchdynamo_disable_recursive = recursive
-    call._torchdynamo_orig_callable = fn
+    vars(call).update(
+        _torchdynamo_disable=True,
+        _torchdynamo_disable_msg=reason,
+        _torchdynamo_disable_recursive=recursive,
+        _torchdynamo_orig_callable=fn,
+    )
     return call
