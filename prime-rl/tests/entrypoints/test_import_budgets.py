@@ -62,7 +62,7 @@ def test_a_process_of_a_run_loads_nothing_of_another_s_work(module: str, unused:
     "module", ["prime_rl.trainer.sft.run", "prime_rl.trainer.rl.run", "prime_rl.inference.embedded.startup"]
 )
 def test_a_process_that_compiles_nothing_loads_no_compiler(module: str) -> None:
-    start = "from prime_rl.utils.imports import *; from prime_rl.utils.uncompiled import *"
+    start = "from prime_rl.utils.imports import *; from prime_rl.utils.stand_ins.uncompiled import *"
     code = (
         f"{start}; import_transformers(); defer_compiler(); import {module}, transformers.models.llama.modeling_llama"
     )

@@ -12,12 +12,12 @@ from pathlib import Path
 
 DEFERRED = """
 import sys
-from prime_rl.utils.uncompiled import defer_compiler
+from prime_rl.utils.stand_ins.uncompiled import defer_compiler
 defer_compiler()
 import torch
 import transformers.models.qwen3.modeling_qwen3
 from torch.distributed.fsdp import fully_shard
-from prime_rl.utils.deferred import is_deferred
+from prime_rl.utils.stand_ins.deferred import is_deferred
 assert is_deferred("torch._dynamo") and is_deferred("sympy")
 """
 STEP = """
@@ -129,7 +129,7 @@ def test_a_submodule_is_executed_once_and_after_its_package() -> None:
 
 def test_answers_for_numbers_are_those_of_the_real_functions() -> None:
     code = """
-    from prime_rl.utils.plain_sizes import SHAPES
+    from prime_rl.utils.stand_ins.plain_sizes import SHAPES
     module = sys.modules[SHAPES]
     calls = [
         *((name, value) for name in ("expect_true", "guard_bool", "guard_or_false", "guard_or_true",
@@ -163,7 +163,7 @@ def test_answers_for_numbers_are_those_of_the_real_functions() -> None:
 
 def test_symbols_go_to_the_real_functions() -> None:
     code = """
-    from prime_rl.utils.plain_sizes import SHAPES
+    from prime_rl.utils.stand_ins.plain_sizes import SHAPES
     from torch.distributed.tensor import _decompositions
     stand_in = sys.modules[SHAPES].guard_or_false
     ours = _decompositions.GuardOnDataDependentSymNode

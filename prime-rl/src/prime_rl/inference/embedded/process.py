@@ -16,7 +16,7 @@ from prime_rl.inference.embedded.http.connections import BoundedConnection, conn
 from prime_rl.run.beats import own_beats
 from prime_rl.utils.imports import bound_kernel_caches, import_transformers, import_without_gc
 from prime_rl.utils.logger import SUCCESS, get_logger
-from prime_rl.utils.uncompiled import computes_without_gpu, defer_compiler
+from prime_rl.utils.stand_ins.uncompiled import computes_without_gpu, defer_compiler
 
 _GRACE_S = 3
 

@@ -20,7 +20,7 @@ from prime_rl.trainer.model.scoring import Layout, score_tokens, scoring_of
 from prime_rl.trainer.model.shared_prefixes import SHARED
 from prime_rl.trainer.process.errors import ModelError
 from prime_rl.utils.model_lengths import tightened
-from prime_rl.utils.uncompiled import computing_eagerly
+from prime_rl.utils.stand_ins.uncompiled import computing_eagerly
 
 _PROBES = (range(12), range(20, 27), (*range(6), 30, 31))
 """Sequences that every model is checked with, as indices of `_token`. They are longer than a `tightened` window. The

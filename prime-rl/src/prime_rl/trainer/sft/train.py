@@ -11,7 +11,7 @@ from prime_rl.utils.imports import bound_kernel_caches, import_transformers, imp
 from prime_rl.utils.interrupts import end_quietly_on_ctrl_c
 from prime_rl.utils.pydantic_config import parse_argv_or_exit
 from prime_rl.utils.stacks import write_stacks_on_signal
-from prime_rl.utils.uncompiled import computes_without_gpu, defer_compiler
+from prime_rl.utils.stand_ins.uncompiled import computes_without_gpu, defer_compiler
 
 
 def main() -> None:

@@ -17,9 +17,9 @@ from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
 from typing import Any
 
-from prime_rl.utils.deferred import defer, is_deferred, load
 from prime_rl.utils.gpus import machine_gpus
-from prime_rl.utils.plain_sizes import defer_symbols
+from prime_rl.utils.stand_ins.deferred import defer, is_deferred, load
+from prime_rl.utils.stand_ins.plain_sizes import defer_symbols
 
 _DYNAMO = "torch._dynamo"
 

@@ -13,7 +13,7 @@ from itertools import chain
 from types import ModuleType
 from typing import Any
 
-from prime_rl.utils.deferred import defer, is_deferred, load
+from prime_rl.utils.stand_ins.deferred import defer, is_deferred, load
 
 SHAPES = "torch.fx.experimental.symbolic_shapes"
 SYMPY = "sympy"
