@@ -76,7 +76,7 @@ class Distributions(Mapping[str, list[str]]):
 @contextmanager
 def _distributions_on_demand() -> Iterator[None]:
     original = importlib.metadata.packages_distributions
-    importlib.metadata.packages_distributions = lambda: Distributions(original)  # type: ignore[assignment,return-value]
+    importlib.metadata.packages_distributions = lambda: Distributions(original)
     try:
         yield
     finally:

@@ -1,7 +1,7 @@
 """Stands in for a module that a library imports and this process may never use. The first use loads the real one.
 
-The stand-in is the module object itself, still empty: whoever holds it, has the real module afterwards. It answers a
-few names by itself, with what they mean as long as the module has not been loaded.
+The stand-in is the module object itself, still empty, so code that refers to it has the real module afterwards. It
+answers a few names by itself, with what they mean as long as the module has not been loaded.
 """
 
 from __future__ import annotations
