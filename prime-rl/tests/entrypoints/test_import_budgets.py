@@ -5,15 +5,18 @@ from __future__ import annotations
 import gc
 import subprocess
 import sys
+from collections.abc import Mapping
+from importlib.metadata import packages_distributions
 
 import pytest
 
-from prime_rl.utils.imports import import_without_gc
+from prime_rl.utils.imports import Distributions, import_without_gc
 
 HEAVY = ("torch", "transformers", "numpy", "rich", "datasets", "pandas", "pyarrow", "verifiers", "vllm", "wandb")
 OF_NOTEBOOKS = ("IPython", "matplotlib", "sklearn", "scipy", "tensorboard")
 OF_DATASETS = ("datasets", "pandas", "pyarrow")
 OF_ENVIRONMENTS = ("verifiers", "openai", "anthropic", "aiohttp")
+OF_THE_COMPILER = ("torch._dynamo.eval_frame", "torch._inductor", "sympy.core")
 OF_SERVERS = ("uvicorn", "starlette", "fastapi", "vllm")
 
 
@@ -53,6 +56,32 @@ def test_a_process_of_a_run_loads_nothing_of_another_s_work(module: str, unused:
     is_without_transformers = "transformers" in unused
     start = "" if is_without_transformers else "from prime_rl.utils.imports import *; import_transformers(); "
     assert loaded_by(f"{start}import {module}", ("wandb", *unused)) == []
+
+
+@pytest.mark.parametrize(
+    "module", ["prime_rl.trainer.sft.run", "prime_rl.trainer.rl.run", "prime_rl.inference.embedded.startup"]
+)
+def test_a_process_that_compiles_nothing_loads_no_compiler(module: str) -> None:
+    start = "from prime_rl.utils.imports import *; from prime_rl.utils.stand_ins.uncompiled import *"
+    code = (
+        f"{start}; import_transformers(); defer_compiler(); import {module}, transformers.models.llama.modeling_llama"
+    )
+    assert loaded_by(code, OF_THE_COMPILER) == []
+
+
+def test_the_distributions_of_packages_are_those_that_python_lists() -> None:
+    made: list[Mapping[str, list[str]]] = []
+
+    def make() -> Mapping[str, list[str]]:
+        made.append(packages_distributions())
+        return made[-1]
+
+    ours = Distributions(make)
+    assert (ours["torch"], ours.get("accelerate")) == (["torch"], packages_distributions().get("accelerate"))
+    assert not made
+    assert dict(ours) == packages_distributions()
+    assert ours.get("no_such_package", []) == []
+    assert len(made) == 1
 
 
 def test_transformers_is_the_same_when_it_lists_its_models_once() -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 import gc
+import importlib.metadata
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
 KERNELS_KEPT = 128
@@ -43,6 +45,44 @@ def import_without_gc() -> Iterator[None]:
             gc.enable()
 
 
+class Distributions(Mapping[str, list[str]]):
+    """`importlib.metadata.packages_distributions()`, made when it is needed.
+
+    Transformers looks up torch and accelerate in it to get their versions. Their distributions have the same names.
+    """
+
+    _NAMED_ALIKE = ("torch", "accelerate")
+
+    def __init__(self, make: Callable[[], Mapping[str, list[str]]]) -> None:
+        self._make = make
+
+    @functools.cached_property
+    def whole(self) -> Mapping[str, list[str]]:
+        return self._make()
+
+    def __getitem__(self, package: str) -> list[str]:
+        if package in self._NAMED_ALIKE and "whole" not in vars(self):
+            with suppress(PackageNotFoundError):
+                return [distribution(package).metadata["Name"]]
+        return self.whole[package]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.whole)
+
+    def __len__(self) -> int:
+        return len(self.whole)
+
+
+@contextmanager
+def _distributions_on_demand() -> Iterator[None]:
+    original = importlib.metadata.packages_distributions
+    importlib.metadata.packages_distributions = lambda: Distributions(original)
+    try:
+        yield
+    finally:
+        importlib.metadata.packages_distributions = original
+
+
 def import_transformers() -> None:
     """Import `transformers` and `transformers.models`, scan their files only once, and leave out SciPy.
 
@@ -51,8 +91,12 @@ def import_transformers() -> None:
 
     Transformers imports scikit-learn and SciPy, if they are installed, for assisted generation and object detection,
     which nothing here uses. With the packages of `--extra lm-eval` that would take 1.5 seconds.
+
+    It also lists which installed distribution has which package, and reads the metadata of all of them for that. See
+    `Distributions`.
     """
-    import transformers
+    with _distributions_on_demand():
+        import transformers
 
     transformers.utils.is_sklearn_available = transformers.utils.is_scipy_available = lambda: False
     try:

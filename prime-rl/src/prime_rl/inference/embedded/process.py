@@ -16,6 +16,7 @@ from prime_rl.inference.embedded.http.connections import BoundedConnection, conn
 from prime_rl.run.beats import own_beats
 from prime_rl.utils.imports import bound_kernel_caches, import_transformers, import_without_gc
 from prime_rl.utils.logger import SUCCESS, get_logger
+from prime_rl.utils.stand_ins.uncompiled import computes_without_gpu, defer_compiler
 
 _GRACE_S = 3
 
@@ -75,6 +76,8 @@ class EmbeddedServer(uvicorn.Server):
             bound_kernel_caches()
             with import_without_gc():
                 import_transformers()
+                if computes_without_gpu(self.inference.device):
+                    defer_compiler()
                 from prime_rl.inference.embedded.startup import start_service
 
             service = start_service(self.inference)

@@ -11,6 +11,7 @@ from prime_rl.utils.imports import bound_kernel_caches, import_transformers, imp
 from prime_rl.utils.interrupts import end_quietly_on_ctrl_c
 from prime_rl.utils.pydantic_config import parse_argv_or_exit
 from prime_rl.utils.stacks import write_stacks_on_signal
+from prime_rl.utils.stand_ins.uncompiled import computes_without_gpu, defer_compiler
 
 
 def main() -> None:
@@ -27,6 +28,8 @@ def main() -> None:
         bound_kernel_caches()
         with import_without_gc():
             import_transformers()
+            if config.model.compile is None and computes_without_gpu(config.device):
+                defer_compiler()
             from prime_rl.trainer.sft.run import run
 
         exit_code = run(config)

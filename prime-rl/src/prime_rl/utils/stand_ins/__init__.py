@@ -1,0 +1,1 @@
+"""Stand-ins for modules that libraries import and a process may never use."""
