@@ -20,6 +20,7 @@ from prime_rl.inference.embedded.engine.lora import StepAdapters
 from prime_rl.inference.embedded.engine.slots import KVSlots
 from prime_rl.inference.embedded.errors import UnsupportedModel
 from prime_rl.inference.embedded.sizes import padded_tokens
+from prime_rl.inference.embedded.transfer import moved, on_device
 
 ATTENTION_NAME = "kv_slots"
 
@@ -46,16 +47,19 @@ class PromptBatch:
         offset: int,
         device: torch.device,
     ) -> None:
-        self.rows = torch.tensor(rows, device=device)
+        self.rows = on_device(rows, device)
         self.width = max(lengths)
         starts = offset + torch.tensor([0, *lengths[:-1]]).cumsum(0)
         columns = torch.arange(self.width)
         sizes = torch.tensor(lengths)[:, None]
-        self.token_index = (starts[:, None] + columns.minimum(sizes - 1)).to(device)
-        self.is_token = (columns < sizes).to(device)
+        self.token_index = moved(starts[:, None] + columns.minimum(sizes - 1), device)
+        # Found on the host: a boolean mask on a GPU would make every layer wait for the number of its true elements.
+        prompt, column = (columns < sizes).nonzero(as_tuple=True)
+        self.places = moved(prompt, device), moved(column, device)
+        """Prompt and column of each token that is not padding."""
         self.has_cached = any(num_cached)
         """Whether any prompt has cached tokens in its row."""
-        self.positions = torch.tensor(num_cached, device=device)[:, None] + columns.to(device)
+        self.positions = moved(torch.tensor(num_cached)[:, None] + columns, device)
         self.total = max(count + length for count, length in zip(num_cached, lengths, strict=True))
 
     def visible(self, window: int | None) -> Tensor:
@@ -74,12 +78,17 @@ class SlotStep:
     def __init__(
         self,
         slots: KVSlots,
-        decode_positions: SequenceOf[int],
+        decode_positions: SequenceOf[int] | Tensor,
         prompts: PromptBatch | None,
         adapters: StepAdapters | None = None,
         common_start: CommonStart | None = None,
+        decode_length: int | None = None,
     ) -> None:
-        """`common_start` groups decoding rows with a shared prompt; None computes attention row by row."""
+        """`common_start` groups decoding rows with a shared prompt; None computes attention row by row.
+
+        Positions in a tensor are on the slots' device, and the host does not read them: the caller says by
+        `decode_length` how many tokens of each row attention has to read.
+        """
         self.slots = slots
         self.common_start = common_start
         self.adapters = adapters
@@ -88,8 +97,12 @@ class SlotStep:
         self.padded_decode = padded_tokens(self.num_decode) if slots.device.type == "cpu" else self.num_decode
         """Number of rows to decode at once. The results of those after `num_decode` are dropped."""
         self._decode_targets: dict[int, Tensor] = {}
-        self.decode_positions = torch.tensor(decode_positions, device=slots.device)
-        self.decode_length = max(decode_positions, default=-1) + 1
+        if isinstance(decode_positions, Tensor):
+            self.decode_positions = decode_positions
+        else:
+            self.decode_positions = on_device(decode_positions, slots.device, torch.long)
+            decode_length = max(decode_positions, default=-1) + 1
+        self.decode_length = decode_length or 0
         self._masks: dict[tuple[int | None, int], Tensor] = {}
 
     def decode_targets(self, num_heads: int) -> Tensor:
@@ -232,7 +245,7 @@ def _prefill(
         scale=scaling,
         enable_gqa=query.shape[1] != key.shape[1],
     )
-    return attended.transpose(1, 2)[prompts.is_token].flatten(1)
+    return attended.transpose(1, 2)[prompts.places].flatten(1)
 
 
 def _extend(
@@ -244,10 +257,10 @@ def _extend(
 ) -> Tensor:
     """Prefill prompts whose first tokens are cached: store the new tokens after them and attend to the whole row."""
     query, key, value = (tensor[prompts.token_index] for tensor in new)
-    rows = prompts.rows[:, None].expand_as(prompts.positions)[prompts.is_token]
-    positions = prompts.positions[prompts.is_token]
+    rows = prompts.rows[prompts.places[0]]
+    positions = prompts.positions[prompts.places]
     for slot, fresh in zip(stored, (key, value), strict=True):
-        slot[rows, :, positions] = fresh[prompts.is_token]
+        slot[rows, :, positions] = fresh[prompts.places]
     keys, values = (slot[prompts.rows, :, : prompts.total] for slot in stored)
     attended = scaled_dot_product_attention(
         query.transpose(1, 2),
@@ -257,7 +270,7 @@ def _extend(
         scale=scaling,
         enable_gqa=query.shape[2] != keys.shape[1],
     )
-    return attended.transpose(1, 2)[prompts.is_token].flatten(1)
+    return attended.transpose(1, 2)[prompts.places].flatten(1)
 
 
 def _band(width: int, window: int, device: torch.device) -> Tensor:
