@@ -41,11 +41,15 @@ class OnDevice(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.names: set[str] = set()
+        self.attention: list[tuple[Any, ...]] = []
+        """Positional arguments of every call of PyTorch's attention."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         name = func.name().replace("::", ".").split(".", 2)
         self.names.add(".".join(name[:2]))
+        if func.name() == "aten::scaled_dot_product_attention":
+            self.attention.append(args)
         for leaf in tree_leaves((args, kwargs or {}, result)):
             if isinstance(leaf, Tensor):
                 assert leaf.device == GPU, f"{func} has a tensor on {leaf.device}"
@@ -116,10 +120,15 @@ def test_no_layer_of_a_step_with_prompts_waits(num_cached, decoder: FusedDecoder
             setattr(prompts, name, tuple(on_gpu(mode, each) for each in value))
     tokens, positions = torch.empty(2, 17, dtype=torch.long, device=GPU).unbind()
     wanted = torch.empty(5, dtype=torch.long, device=GPU)
-    with OnDevice():
+    with OnDevice() as seen:
         step = SlotStep(slots, positions[:2], prompts, decode_length=40)
         logits = decoder.logits(step, tokens, positions, wanted)
     assert logits.shape == (5, 64)
+    assert len(seen.attention) == 2
+    for query, key, value, *mask in seen.attention:
+        # With a mask, the kernel that takes fewer key-value heads than query heads cannot be used.
+        heads = 4 if mask and mask[0] is not None else 2
+        assert (query.shape[1], key.shape[1], value.shape[1]) == (4, heads, heads)
 
 
 def test_slots_double_on_a_gpu_as_long_as_they_fit(slots: KVSlots) -> None:

@@ -150,6 +150,7 @@ class DecodeGraphs:
             get_logger().warning(f"Decoding goes on without CUDA graphs, because recording failed: {first_line(exc)}")
             return None
         self.num_recorded += 1
+        get_logger().debug(f"Recorded a step of {shape[0]} rows and {shape[1]} tokens")
         while len(self._recorded) >= MOST_GRAPHS:
             oldest, _ = self._recorded.popitem(last=False)
             del self._asked[oldest]

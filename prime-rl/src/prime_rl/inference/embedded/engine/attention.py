@@ -61,15 +61,29 @@ class PromptBatch:
         """Whether any prompt has cached tokens in its row."""
         self.positions = moved(torch.tensor(num_cached)[:, None] + columns, device)
         self.total = max(count + length for count, length in zip(num_cached, lengths, strict=True))
+        self._visible: dict[int | None, Tensor] = {}
+        self._bands: dict[int, Tensor] = {}
 
     def visible(self, window: int | None) -> Tensor:
         """Boolean mask [P, 1, width, total]: the stored tokens that each padded token attends to."""
-        columns = torch.arange(self.total, device=self.positions.device)
-        last = self.positions[..., None]
-        visible = columns <= last
-        if window is not None:
-            visible &= columns > last - window
-        return visible[:, None]
+        if window not in self._visible:
+            columns = torch.arange(self.total, device=self.positions.device)
+            last = self.positions[..., None]
+            visible = columns <= last
+            if window is not None:
+                visible &= columns > last - window
+            self._visible[window] = visible[:, None]
+        return self._visible[window]
+
+    def band(self, window: int | None) -> Tensor | None:
+        """Boolean mask [width, width] of a window among a prompt's own tokens; None if the window reaches them all."""
+        if window is None or window >= self.width:
+            return None
+        if window not in self._bands:
+            columns = torch.arange(self.width, device=self.positions.device)
+            distance = columns[:, None] - columns
+            self._bands[window] = (distance >= 0) & (distance < window)
+        return self._bands[window]
 
 
 class SlotStep:
@@ -235,16 +249,7 @@ def _prefill(
     query, key, value = (tensor[prompts.token_index].transpose(1, 2) for tensor in new)
     for slot, fresh in zip(stored, (key, value), strict=True):
         slot[prompts.rows, :, : prompts.width] = fresh
-    band = None if window is None or window >= prompts.width else _band(prompts.width, window, query.device)
-    attended = scaled_dot_product_attention(
-        query,
-        key,
-        value,
-        attn_mask=band,
-        is_causal=band is None,
-        scale=scaling,
-        enable_gqa=query.shape[1] != key.shape[1],
-    )
+    attended = _attended(query, key, value, prompts.band(window), scaling)
     return attended.transpose(1, 2)[prompts.places].flatten(1)
 
 
@@ -262,20 +267,29 @@ def _extend(
     for slot, fresh in zip(stored, (key, value), strict=True):
         slot[rows, :, positions] = fresh[prompts.places]
     keys, values = (slot[prompts.rows, :, : prompts.total] for slot in stored)
-    attended = scaled_dot_product_attention(
-        query.transpose(1, 2),
-        keys,
-        values,
-        attn_mask=prompts.visible(window),
-        scale=scaling,
-        enable_gqa=query.shape[2] != keys.shape[1],
-    )
+    attended = _attended(query.transpose(1, 2), keys, values, prompts.visible(window), scaling)
     return attended.transpose(1, 2)[prompts.places].flatten(1)
 
 
-def _band(width: int, window: int, device: torch.device) -> Tensor:
-    distance = torch.arange(width, device=device)[:, None] - torch.arange(width, device=device)
-    return (distance >= 0) & (distance < window)
+def _attended(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scaling: float) -> Tensor:
+    """Attention [P, H, width, D] of [P, heads, tokens, D]; causal if there is no mask.
+
+    On a GPU, the flash kernel takes fewer key-value heads than query heads, but neither a mask nor float32. Without it,
+    PyTorch may compute all scores in float32, which takes gigabytes for a long prompt. Keys and values are repeated
+    there, for the kernel that takes both.
+    """
+    groups = query.shape[1] // keys.shape[1]
+    if groups > 1 and query.device.type == "cuda" and (mask is not None or query.dtype == torch.float32):
+        keys, values = (each[:, :, None].expand(-1, -1, groups, -1, -1).flatten(1, 2) for each in (keys, values))
+    return scaled_dot_product_attention(
+        query,
+        keys,
+        values,
+        attn_mask=mask,
+        is_causal=mask is None,
+        scale=scaling,
+        enable_gqa=query.shape[1] != keys.shape[1],
+    )
 
 
 def register_slot_attention() -> None:
