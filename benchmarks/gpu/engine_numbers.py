@@ -40,7 +40,7 @@ def main(findings: Findings) -> None:
         findings.attempt("a process group of one sends its weights", lambda: sent(directory, findings.device))
 
 
-class Anew:
+class Recomputing:
     """Stands for CUDA graphs on a CPU: a replay computes the step of fixed shape again."""
 
     def record(self, compute: Compute) -> Compute:
@@ -57,7 +57,7 @@ def runner_of(directory: Path, dtype: str, device: str, enforce_eager: bool = Fa
     model, source = load_model(str(directory), dtype, torch.device(device))
     runner = ModelRunner(model, 1 << 30, source, enforce_eager=enforce_eager)
     if device == "cpu" and not enforce_eager:
-        runner.replay_with(Anew())
+        runner.replay_with(Recomputing())
     return runner
 
 

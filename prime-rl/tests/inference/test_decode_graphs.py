@@ -223,7 +223,7 @@ def test_padding_touches_no_sequence(small_model) -> None:
         assert own <= changed <= own | padding
 
 
-def test_prompts_and_adapters_are_computed_anew(small_model) -> None:
+def test_prompts_and_adapters_are_not_replayed(small_model) -> None:
     runner, graphs = replaying(small_model("qwen2"))
     runner.slots.reserve(2, 8)
     adapter = Adapter("some", Path(), 1, {})

@@ -44,7 +44,7 @@ class ModelRunner:
         find_common_start: FindCommonStart = CommonStart.from_origins,
         enforce_eager: bool = False,
     ) -> None:
-        """`enforce_eager` computes every step anew also on a GPU, where decoding replays recorded steps."""
+        """`enforce_eager` turns off CUDA graphs, which on a GPU replay steps that only decode."""
         self.model = model
         self.device = model.device
         self.vocab_size: int = model.config.get_text_config().vocab_size
@@ -57,7 +57,7 @@ class ModelRunner:
         self._origins: list[Origin | None] = []
         self._shared: CommonStart | None = None
         self.graphs: DecodeGraphs | None = None
-        """None if every step is computed anew."""
+        """None if no step is replayed."""
         self._warm_up()
         if self.device.type == "cuda" and not enforce_eager:
             self.replay_with(CudaRecorder(self.device))
@@ -140,7 +140,7 @@ class ModelRunner:
         return logits[:num_next], list(full) if full_prompts else []
 
     def _replayed(self, tokens: list[int], positions: list[int], adapters: SequenceOf[Adapter | None]) -> Tensor | None:
-        """Logits [B, V] of a step that only decodes; None if it has to be computed anew."""
+        """Logits [B, V] of a step that only decodes; None if it is not replayed."""
         if self._fused is None or self.graphs is None or any(adapter is not None for adapter in adapters):
             return None
         hidden = self.graphs.hidden(tokens, positions)
