@@ -73,7 +73,9 @@ def on_gpu(mode: FakeTensorMode, host: Tensor) -> Tensor:
 
 @pytest.fixture(params=["qwen3_with_tied_head", "qwen2", "llama", "mistral_with_window"])
 def decoder(request: pytest.FixtureRequest, small_model: Callable[..., Path], mode: FakeTensorMode) -> FusedDecoder:
-    return FusedDecoder(model_on_gpu(small_model(request.param), mode))
+    with unset_fake_temporarily():
+        directory = small_model(request.param)
+    return FusedDecoder(model_on_gpu(directory, mode))
 
 
 def model_on_gpu(directory: Path, mode: FakeTensorMode) -> PreTrainedModel:
@@ -131,7 +133,7 @@ def test_no_layer_of_a_step_with_prompts_waits(num_cached, decoder: FusedDecoder
         assert (query.shape[1], key.shape[1], value.shape[1]) == (4, heads, heads)
 
 
-def test_slots_double_on_a_gpu_as_long_as_they_fit(slots: KVSlots) -> None:
+def test_the_length_of_slots_doubles_on_a_gpu_as_long_as_it_fits(slots: KVSlots) -> None:
     assert (slots.rows, slots.length) == (32, 512)
     before = slots.generation
     slots.reserve(32, 512)

@@ -46,7 +46,7 @@ class KVSlots:
         """Make room for `rows` sequences of up to `length` tokens, keeping stored tokens.
 
         If keeping the larger of the old and new size in both dimensions would exceed the budget, the tensors are
-        resized to exactly the requested size, so one dimension may shrink. On a GPU, both double if that fits:
+        resized to exactly the requested size, so one dimension may shrink. On a GPU, the length doubles if that fits:
         attention reads no more for it, and every new size costs all captured graphs.
         """
         if rows <= self.rows and length <= self.length:
@@ -54,9 +54,9 @@ class KVSlots:
         widest = max(rows, self.rows), max(length, self.length)
         if self.fits(*widest):
             rows, length = widest
-        ample = rounded_up(rows, _ROW_STEP, 1), rounded_up(length, _AMPLE_LENGTH_STEP, 1)
-        if self.device.type == "cuda" and self.fits(*ample):
-            rows, length = ample
+        ample = rounded_up(length, _AMPLE_LENGTH_STEP, steps_per_doubling=1)
+        if self.device.type == "cuda" and self.fits(rows, ample):
+            length = ample
         rows, length = self._rounded_rows(rows), self._rounded_length(length)
         for index, pair in self._layers.items():
             self._layers[index] = (self._resized(pair[0], rows, length), self._resized(pair[1], rows, length))
