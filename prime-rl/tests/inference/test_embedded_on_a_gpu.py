@@ -58,7 +58,7 @@ def answers(engine: Engine, temperature: float = 0.0) -> list[Completion]:
 
 
 def assert_same(found: list[Completion], expected: list[Completion]) -> None:
-    """Token for token. Kernels for other numbers of rows round differently, so one answer may leave the other's path."""
+    """Token for token. Other numbers of rows round differently, so one answer of all may leave the other's path."""
     assert sum(one.token_ids != other.token_ids for one, other in zip(found, expected, strict=True)) <= 1
     for one, other in zip(found, expected, strict=True):
         pairs = zip(one.token_ids, other.token_ids, strict=True)
