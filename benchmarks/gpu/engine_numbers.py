@@ -1,4 +1,5 @@
-"""The embedded engine against Transformers; weights replaced in place, from a file and through a process group."""
+"""The embedded engine against Transformers; decoding by CUDA graphs against decoding without; weights replaced in
+place, from a file and through a process group."""
 
 from __future__ import annotations
 
@@ -16,6 +17,7 @@ from shapes import model_dir
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from prime_rl.inference.embedded.cuda.decode_graphs import Compute, DecodeGraphs
 from prime_rl.inference.embedded.engine.engine import Engine
 from prime_rl.inference.embedded.engine.generation import Completion, GenerationRequest, SamplingParams
 from prime_rl.inference.embedded.engine.model import ModelRunner, load_model
@@ -33,14 +35,35 @@ def main(findings: Findings) -> None:
             directory = model_dir("tiny", Path(scratch), findings.device, dtype)
             findings.attempt(f"{dtype}: logprobs", lambda d=directory, t=dtype: against_transformers(d, t, findings))
         directory = model_dir("tiny", Path(scratch), findings.device, "float32")
+        findings.attempt("graphs draw the tokens of eager decoding", lambda: as_eager(directory, findings))
         findings.attempt("a weight update is a fresh engine", lambda: updated_in_place(directory, findings.device))
         findings.attempt("a process group of one sends its weights", lambda: sent(directory, findings.device))
 
 
-@contextmanager
-def engine_of(directory: Path, dtype: str, device: str) -> Iterator[Engine]:
+class Recomputing:
+    """Stands for CUDA graphs on a CPU: a replay computes the step of fixed shape again."""
+
+    def record(self, compute: Compute) -> Compute:
+        return compute
+
+    def has_room(self) -> bool:
+        return True
+
+    def forget(self) -> None:
+        pass
+
+
+def runner_of(directory: Path, dtype: str, device: str, enforce_eager: bool = False) -> ModelRunner:
     model, source = load_model(str(directory), dtype, torch.device(device))
-    engine = Engine(ModelRunner(model, 1 << 30, source))
+    runner = ModelRunner(model, 1 << 30, source, enforce_eager=enforce_eager)
+    if device == "cpu" and not enforce_eager:
+        runner.replay_with(Recomputing())
+    return runner
+
+
+@contextmanager
+def engine_of(runner: ModelRunner) -> Iterator[Engine]:
+    engine = Engine(runner)
     thread = threading.Thread(target=engine.run)
     thread.start()
     try:
@@ -58,7 +81,8 @@ def completions(engine: Engine) -> list[Completion]:
 
 
 def against_transformers(directory: Path, dtype: str, findings: Findings) -> tuple[bool, str]:
-    with engine_of(directory, dtype, findings.device) as engine:
+    runner = runner_of(directory, dtype, findings.device)
+    with engine_of(runner) as engine:
         found = completions(engine)
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=getattr(torch, dtype)).to(findings.device).eval()
     worst = 0.0
@@ -70,7 +94,32 @@ def against_transformers(directory: Path, dtype: str, findings: Findings) -> tup
         given = torch.tensor(completion.logprobs, device=expected.device)
         worst = max(worst, float((given - expected).abs().max()))
     count = sum(len(completion.token_ids) for completion in found)
-    return worst < LIMITS[dtype], f"{count} tokens, worst difference {worst:.1e} (limit {LIMITS[dtype]:g})"
+    is_replayed, replays = replays_of(runner.graphs)
+    detail = f"{count} tokens, worst difference {worst:.1e} (limit {LIMITS[dtype]:g}), {replays}"
+    return worst < LIMITS[dtype] and is_replayed, detail
+
+
+def replays_of(graphs: DecodeGraphs | None) -> tuple[bool, str]:
+    """Whether most steps were replayed, and how many."""
+    if graphs is None or graphs.is_off:
+        return False, "no graphs"
+    is_right = graphs.num_replayed > NEW_TOKENS // 2
+    return is_right, f"{graphs.num_replayed} steps replayed from {graphs.num_recorded} graphs"
+
+
+def as_eager(directory: Path, findings: Findings) -> tuple[bool, str]:
+    """In float32, where two kernels hardly ever round to different tokens."""
+    runner = runner_of(directory, "float32", findings.device)
+    with engine_of(runner) as engine:
+        found = completions(engine)
+    with engine_of(runner_of(directory, "float32", findings.device, enforce_eager=True)) as engine:
+        expected = completions(engine)
+    is_same = [one.token_ids for one in found] == [one.token_ids for one in expected]
+    pairs = zip(found, expected, strict=True)
+    worst = max(float((torch.tensor(a.logprobs) - torch.tensor(b.logprobs)).abs().max()) for a, b in pairs)
+    is_replayed, replays = replays_of(runner.graphs)
+    detail = f"same tokens: {is_same}, worst difference {worst:.1e} (limit {LIMITS['float32']:g}), {replays}"
+    return is_same and worst < LIMITS["float32"] and is_replayed, detail
 
 
 def updated_in_place(directory: Path, device: str) -> tuple[bool, str]:
@@ -84,11 +133,11 @@ def updated_in_place(directory: Path, device: str) -> tuple[bool, str]:
     save_file(tensors, changed / "model.safetensors", metadata={"format": "pt"})
     (changed / "config.json").write_text((directory / "config.json").read_text())
     (changed / "STABLE").touch()
-    with engine_of(directory, "float32", device) as engine:
+    with engine_of(runner_of(directory, "float32", device)) as engine:
         before = completions(engine)
         version = engine.update_weights(changed).result()
         after = completions(engine)
-    with engine_of(changed, "float32", device) as engine:
+    with engine_of(runner_of(changed, "float32", device)) as engine:
         fresh = completions(engine)
     same = [one.token_ids for one in after] == [one.token_ids for one in fresh]
     differs = [one.token_ids for one in after] != [one.token_ids for one in before]

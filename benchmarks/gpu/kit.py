@@ -44,11 +44,11 @@ class Part:
 PARTS = (
     Part("machine", "versions, matrix products, bandwidth", 2, "machine.py"),
     Part("trainer-numbers", "loss and gradients against Transformers and PEFT", 4, "trainer_numbers.py"),
-    Part("engine-numbers", "the engine against Transformers; weight updates", 3, "engine_numbers.py"),
+    Part("engine-numbers", "the engine against Transformers; CUDA graphs; weight updates", 3, "engine_numbers.py"),
     Part("runs", "sft resumes, rl on one GPU learns", 6, "runs.py"),
     Part("tests", "the tests with the mark gpu", 4, command=("-m", "pytest", "-q", "-m", "gpu", "prime-rl/tests")),
     Part("trainer-speed", "tokens/s, memory, MFU, where the time goes", 9, "trainer_speed.py"),
-    Part("engine-speed", "tokens/s of decoding, share of the bandwidth", 4, "engine_speed.py"),
+    Part("engine-speed", "tokens/s with CUDA graphs and without, share of the bandwidth", 4, "engine_speed.py"),
     Part(
         "memory",
         "the estimate against the allocator",

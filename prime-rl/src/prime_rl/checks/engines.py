@@ -20,8 +20,8 @@ VLLM_PYTHON_VARIABLE = "PRIME_RL_VLLM_PYTHON"
 EMBEDDED_TOOL_PARSERS = ("hermes", "llama3_json", "llama4_json")
 """Tool call parsers of the embedded engine, by vLLM's names."""
 
-# Settings that only vLLM reads. `enforce_eager` is not listed because the embedded engine never compiles, and
-# `gpu_memory_utilization` is not listed because the embedded engine uses it on a GPU.
+# Settings that only vLLM reads. `enforce_eager` and `gpu_memory_utilization` are not listed because the embedded engine
+# uses them on a GPU.
 VLLM_ONLY = (
     "model.reasoning_parser",
     "model.rope_scaling",

@@ -74,7 +74,7 @@ class ModelConfig(BaseModelConfig):
     """Context length in tokens. None takes the model's own."""
 
     enforce_eager: bool = False
-    """vLLM: do not compile the model, and do not use CUDA graphs."""
+    """Do not use CUDA graphs. vLLM does not compile the model either."""
 
     tool_call_parser: str | None = "auto"
     """Parser of the model's tool calls. `auto` chooses by the model's name or its chat template; None parses no tool

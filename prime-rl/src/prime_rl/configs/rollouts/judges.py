@@ -52,7 +52,7 @@ class JudgeEngineConfig(BaseConfig):
     `inference.gpu_memory_utilization` add up to less than 1."""
 
     enforce_eager: bool = False
-    """vLLM: do not compile the model, and do not use CUDA graphs."""
+    """Do not use CUDA graphs. vLLM does not compile the model either."""
 
     chat_template: str | None = None
     """Chat template that replaces the model's own: Jinja text, the path of a file, or `chatml`."""

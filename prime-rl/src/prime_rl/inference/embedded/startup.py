@@ -47,7 +47,8 @@ def start_service(config: InferenceConfig) -> Service:
     if device.type == "cpu":
         _use_cores_of(config.parallel.tp * config.parallel.dp)
     model, directory = load_model(name, config.model.dtype, device, trust, max_model_len)
-    runner = ModelRunner(model, _kv_budget_bytes(device, config.gpu_memory_utilization), directory)
+    budget_bytes = _kv_budget_bytes(device, config.gpu_memory_utilization)
+    runner = ModelRunner(model, budget_bytes, directory, enforce_eager=config.model.enforce_eager)
     defaults = generation_defaults(directory)
     text = load_text(name, trust, defaults, config.model.chat_template)
     text.refuse_endless_template()

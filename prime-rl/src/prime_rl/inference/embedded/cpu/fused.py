@@ -94,13 +94,23 @@ class FusedDecoder:
             attention = layer.module.self_attn
             if hasattr(attention, "q_norm"):
                 query, key = attention.q_norm.weight.data, attention.k_norm.weight.data
-                layer.head_norm = torch.cat((query.expand(num_query, -1), key.expand(num_key, -1)))
+                joined = torch.cat((query.expand(num_query, -1), key.expand(num_key, -1)))
+                # In place, because captured graphs read it where it was.
+                layer.head_norm = joined if layer.head_norm is None else layer.head_norm.copy_(joined)
 
     def logits(self, step: SlotStep, token_ids_N: Tensor, position_ids_N: Tensor, wanted: Tensor) -> Tensor:
         """Logits [W, V] at the indices `wanted` of the N tokens."""
         num_wanted = len(wanted)
         if token_ids_N.device.type == "cpu":
             token_ids_N, position_ids_N, wanted = map(_padded, (token_ids_N, position_ids_N, wanted))
+        return self.head(self.hidden(step, token_ids_N, position_ids_N)[wanted])[:num_wanted]
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """Logits [N, V] of hidden states."""
+        return self._head(_norm(hidden, self._model.norm))
+
+    def hidden(self, step: SlotStep, token_ids_N: Tensor, position_ids_N: Tensor) -> Tensor:
+        """The last layer's hidden states [N, H]."""
         hidden = embedding(token_ids_N, self._model.embed_tokens.weight)
         rotary = self._rotary(hidden, position_ids_N)
         adapters = step.adapters
@@ -110,7 +120,7 @@ class FusedDecoder:
             normed = _norm(hidden, layer.module.post_attention_layernorm)
             gated = layer.up.mul(normed, layer.gate.silu(normed, adapters), adapters)
             hidden = layer.down.add(gated, hidden, adapters)
-        return self._head(_norm(hidden[wanted], self._model.norm))[:num_wanted]
+        return hidden
 
     def _rotary(self, hidden: Tensor, position_ids_N: Tensor) -> tuple[Tensor, Tensor]:
         """Rotary cosine and sine [N, 1, D]. The minus sign of `(-x2, x1)` is folded into the sine."""

@@ -20,6 +20,7 @@ from prime_rl.inference.embedded.engine.lora import StepAdapters
 from prime_rl.inference.embedded.engine.slots import KVSlots
 from prime_rl.inference.embedded.errors import UnsupportedModel
 from prime_rl.inference.embedded.sizes import padded_tokens
+from prime_rl.inference.embedded.transfer import moved, on_device
 
 ATTENTION_NAME = "kv_slots"
 
@@ -46,26 +47,43 @@ class PromptBatch:
         offset: int,
         device: torch.device,
     ) -> None:
-        self.rows = torch.tensor(rows, device=device)
+        self.rows = on_device(rows, device)
         self.width = max(lengths)
         starts = offset + torch.tensor([0, *lengths[:-1]]).cumsum(0)
         columns = torch.arange(self.width)
         sizes = torch.tensor(lengths)[:, None]
-        self.token_index = (starts[:, None] + columns.minimum(sizes - 1)).to(device)
-        self.is_token = (columns < sizes).to(device)
+        self.token_index = moved(starts[:, None] + columns.minimum(sizes - 1), device)
+        # Found on the host: a boolean mask on a GPU would make every layer wait for the number of its true elements.
+        prompt, column = (columns < sizes).nonzero(as_tuple=True)
+        self.places = moved(prompt, device), moved(column, device)
+        """Prompt and column of each token that is not padding."""
         self.has_cached = any(num_cached)
         """Whether any prompt has cached tokens in its row."""
-        self.positions = torch.tensor(num_cached, device=device)[:, None] + columns.to(device)
+        self.positions = moved(torch.tensor(num_cached)[:, None] + columns, device)
         self.total = max(count + length for count, length in zip(num_cached, lengths, strict=True))
+        self._visible: dict[int | None, Tensor] = {}
+        self._bands: dict[int, Tensor] = {}
 
     def visible(self, window: int | None) -> Tensor:
         """Boolean mask [P, 1, width, total]: the stored tokens that each padded token attends to."""
-        columns = torch.arange(self.total, device=self.positions.device)
-        last = self.positions[..., None]
-        visible = columns <= last
-        if window is not None:
-            visible &= columns > last - window
-        return visible[:, None]
+        if window not in self._visible:
+            columns = torch.arange(self.total, device=self.positions.device)
+            last = self.positions[..., None]
+            visible = columns <= last
+            if window is not None:
+                visible &= columns > last - window
+            self._visible[window] = visible[:, None]
+        return self._visible[window]
+
+    def band(self, window: int | None) -> Tensor | None:
+        """Boolean mask [width, width] of a window among a prompt's own tokens; None if the window reaches them all."""
+        if window is None or window >= self.width:
+            return None
+        if window not in self._bands:
+            columns = torch.arange(self.width, device=self.positions.device)
+            distance = columns[:, None] - columns
+            self._bands[window] = (distance >= 0) & (distance < window)
+        return self._bands[window]
 
 
 class SlotStep:
@@ -74,12 +92,17 @@ class SlotStep:
     def __init__(
         self,
         slots: KVSlots,
-        decode_positions: SequenceOf[int],
+        decode_positions: SequenceOf[int] | Tensor,
         prompts: PromptBatch | None,
         adapters: StepAdapters | None = None,
         common_start: CommonStart | None = None,
+        decode_length: int | None = None,
     ) -> None:
-        """`common_start` groups decoding rows with a shared prompt; None computes attention row by row."""
+        """`common_start` groups decoding rows with a shared prompt; None computes attention row by row.
+
+        Positions in a tensor are on the slots' device, and the host does not read them: the caller says by
+        `decode_length` how many tokens of each row attention has to read.
+        """
         self.slots = slots
         self.common_start = common_start
         self.adapters = adapters
@@ -88,8 +111,12 @@ class SlotStep:
         self.padded_decode = padded_tokens(self.num_decode) if slots.device.type == "cpu" else self.num_decode
         """Number of rows to decode at once. The results of those after `num_decode` are dropped."""
         self._decode_targets: dict[int, Tensor] = {}
-        self.decode_positions = torch.tensor(decode_positions, device=slots.device)
-        self.decode_length = max(decode_positions, default=-1) + 1
+        if isinstance(decode_positions, Tensor):
+            self.decode_positions = decode_positions
+        else:
+            self.decode_positions = on_device(decode_positions, slots.device, torch.long)
+            decode_length = max(decode_positions, default=-1) + 1
+        self.decode_length = decode_length or 0
         self._masks: dict[tuple[int | None, int], Tensor] = {}
 
     def decode_targets(self, num_heads: int) -> Tensor:
@@ -222,17 +249,8 @@ def _prefill(
     query, key, value = (tensor[prompts.token_index].transpose(1, 2) for tensor in new)
     for slot, fresh in zip(stored, (key, value), strict=True):
         slot[prompts.rows, :, : prompts.width] = fresh
-    band = None if window is None or window >= prompts.width else _band(prompts.width, window, query.device)
-    attended = scaled_dot_product_attention(
-        query,
-        key,
-        value,
-        attn_mask=band,
-        is_causal=band is None,
-        scale=scaling,
-        enable_gqa=query.shape[1] != key.shape[1],
-    )
-    return attended.transpose(1, 2)[prompts.is_token].flatten(1)
+    attended = _attended(query, key, value, prompts.band(window), scaling)
+    return attended.transpose(1, 2)[prompts.places].flatten(1)
 
 
 def _extend(
@@ -244,25 +262,34 @@ def _extend(
 ) -> Tensor:
     """Prefill prompts whose first tokens are cached: store the new tokens after them and attend to the whole row."""
     query, key, value = (tensor[prompts.token_index] for tensor in new)
-    rows = prompts.rows[:, None].expand_as(prompts.positions)[prompts.is_token]
-    positions = prompts.positions[prompts.is_token]
+    rows = prompts.rows[prompts.places[0]]
+    positions = prompts.positions[prompts.places]
     for slot, fresh in zip(stored, (key, value), strict=True):
-        slot[rows, :, positions] = fresh[prompts.is_token]
+        slot[rows, :, positions] = fresh[prompts.places]
     keys, values = (slot[prompts.rows, :, : prompts.total] for slot in stored)
-    attended = scaled_dot_product_attention(
-        query.transpose(1, 2),
+    attended = _attended(query.transpose(1, 2), keys, values, prompts.visible(window), scaling)
+    return attended.transpose(1, 2)[prompts.places].flatten(1)
+
+
+def _attended(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scaling: float) -> Tensor:
+    """Attention [P, H, width, D] of [P, heads, tokens, D]; causal if there is no mask.
+
+    On a GPU, the flash kernel takes fewer key-value heads than query heads, but neither a mask nor float32. Without it,
+    PyTorch may compute all scores in float32, which takes gigabytes for a long prompt. Keys and values are repeated
+    there, for the kernel that takes both.
+    """
+    groups = query.shape[1] // keys.shape[1]
+    if groups > 1 and query.device.type == "cuda" and (mask is not None or query.dtype == torch.float32):
+        keys, values = (each[:, :, None].expand(-1, -1, groups, -1, -1).flatten(1, 2) for each in (keys, values))
+    return scaled_dot_product_attention(
+        query,
         keys,
         values,
-        attn_mask=prompts.visible(window),
+        attn_mask=mask,
+        is_causal=mask is None,
         scale=scaling,
-        enable_gqa=query.shape[2] != keys.shape[1],
+        enable_gqa=query.shape[1] != keys.shape[1],
     )
-    return attended.transpose(1, 2)[prompts.is_token].flatten(1)
-
-
-def _band(width: int, window: int, device: torch.device) -> Tensor:
-    distance = torch.arange(width, device=device)[:, None] - torch.arange(width, device=device)
-    return (distance >= 0) & (distance < window)
 
 
 def register_slot_attention() -> None:

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from prime_rl.inference.embedded.transfer import on_device
+
 FEWEST_ROWS = 32
 """With fewer rows, a layer's rows stay in the processor's cache and sharing gains nothing."""
 _FEWEST_TOKENS = 16
@@ -40,9 +42,9 @@ class CommonStart:
         members = [row for rows in groups for row in (*rows, *[rows[0]] * (width - len(rows)))]
         places = {row: index * width + place for index, rows in enumerate(groups) for place, row in enumerate(rows)}
         self._shape = (len(groups), width)
-        self._leader_C = torch.tensor([rows[0] for rows in groups], device=device)
-        self._members = torch.tensor(members, device=device)
-        self._position_B = torch.tensor([places[row] for row in range(len(places))], device=device)
+        self._leader_C = on_device([rows[0] for rows in groups], device)
+        self._members = on_device(members, device)
+        self._position_B = on_device([places[row] for row in range(len(places))], device)
 
     @classmethod
     def from_origins(

@@ -25,6 +25,7 @@ from prime_rl.inference.embedded.engine.sampling import BatchSampler, Drawn, pro
 from prime_rl.inference.embedded.engine.scheduler import Limits, PrefillBatch, Scheduler
 from prime_rl.inference.embedded.engine.weights import WeightSource, read_weights
 from prime_rl.inference.embedded.errors import EngineBusy, EngineStopped, GenerationFailed
+from prime_rl.inference.embedded.transfer import on_device
 from prime_rl.monitors.tracing import own_trace
 from prime_rl.run.beats import ANYONE, own_beats
 from prime_rl.run.paths import step_of
@@ -274,7 +275,8 @@ class Engine:
                 followers.setdefault(prompts.leaders[source], []).append(num_decode + index)
         for leader, rows in followers.items():
             self._runner.slots.copy(num_decode + leader, rows, len(prompts.sequences[leader].tokens))
-        return logits[[*range(num_decode), *(num_decode + source for source in prompts.source)]]
+        rows = [*range(num_decode), *(num_decode + source for source in prompts.source)]
+        return logits[on_device(rows, logits.device)]
 
     def _sample(self, logits: torch.Tensor) -> None:
         running = self._scheduler.running

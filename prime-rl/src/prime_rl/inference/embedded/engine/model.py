@@ -12,6 +12,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from transformers.utils import cached_file
 
 from prime_rl.inference.embedded.cpu.fused import FusedDecoder
+from prime_rl.inference.embedded.cuda.decode_graphs import DecodeGraphs, Recorder
+from prime_rl.inference.embedded.cuda.recorder import CudaRecorder
 from prime_rl.inference.embedded.engine.attention import (
     ATTENTION_NAME,
     PromptBatch,
@@ -24,6 +26,7 @@ from prime_rl.inference.embedded.engine.slots import KVSlots
 from prime_rl.inference.embedded.engine.start_check import check_positions, check_slots
 from prime_rl.inference.embedded.engine.weights import load_weights
 from prime_rl.inference.embedded.errors import ModelNotFound, UnsupportedModel, first_line
+from prime_rl.inference.embedded.transfer import on_device
 from prime_rl.utils.model_lengths import fix_rotary_lengths
 
 FindCommonStart = Callable[[SequenceOf[Origin], torch.device], CommonStart | None]
@@ -39,7 +42,9 @@ class ModelRunner:
         kv_budget_bytes: int,
         weights_dir: Path | None = None,
         find_common_start: FindCommonStart = CommonStart.from_origins,
+        enforce_eager: bool = False,
     ) -> None:
+        """`enforce_eager` turns off CUDA graphs, which on a GPU replay steps that only decode."""
         self.model = model
         self.device = model.device
         self.vocab_size: int = model.config.get_text_config().vocab_size
@@ -51,7 +56,16 @@ class ModelRunner:
         self._find_common_start = find_common_start
         self._origins: list[Origin | None] = []
         self._shared: CommonStart | None = None
+        self.graphs: DecodeGraphs | None = None
+        """None if no step is replayed."""
         self._warm_up()
+        if self.device.type == "cuda" and not enforce_eager:
+            self.replay_with(CudaRecorder(self.device))
+
+    def replay_with(self, recorder: Recorder) -> None:
+        """Replay steps that only decode, if the model allows. Not during the warm-up, which changes its windows."""
+        if self._fused is not None:
+            self.graphs = DecodeGraphs(self._fused, self.slots, recorder)
 
     def adapter_store(self, base_model: str, limits: AdapterLimits) -> AdapterStore:
         """Prepare the model for LoRA adapters. Call once, before the first step."""
@@ -105,6 +119,8 @@ class ModelRunner:
         lengths = [len(tokens) - count for tokens, count in zip(prompts, num_cached, strict=True)]
         positions = [len(tokens) - 1 for tokens in running]
         flat = [tokens[-1] for tokens in running]
+        if not prompts and (logits := self._replayed(flat, positions, adapters)) is not None:
+            return logits, []
         batch = PromptBatch(prompt_rows, lengths, num_cached, len(flat), self.device) if prompts else None
         step_adapters = StepAdapters.from_owners(adapters, [1] * len(flat) + lengths, self.device)
         step = SlotStep(self.slots, positions, batch, step_adapters, self._common_start(origins))
@@ -123,6 +139,13 @@ class ModelRunner:
         full = logits[num_next:].split([spans[index][1] - spans[index][0] for index in full_prompts])
         return logits[:num_next], list(full) if full_prompts else []
 
+    def _replayed(self, tokens: list[int], positions: list[int], adapters: SequenceOf[Adapter | None]) -> Tensor | None:
+        """Logits [B, V] of a step that only decodes; None if it is not replayed."""
+        if self._fused is None or self.graphs is None or any(adapter is not None for adapter in adapters):
+            return None
+        hidden = self.graphs.hidden(tokens, positions)
+        return None if hidden is None else self._fused.head(hidden)
+
     def _common_start(self, origins: SequenceOf[Origin | None]) -> CommonStart | None:
         """The shared-prefix groups of the running sequences, rebuilt only when the sequences change."""
         if origins != self._origins:
@@ -133,9 +156,9 @@ class ModelRunner:
 
     def _logits(self, step: SlotStep, tokens: list[int], positions: list[int], wanted: list[int]) -> Tensor:
         """Logits [W, V] at the indices `wanted` of the N tokens."""
-        token_ids = torch.tensor(tokens, device=self.device)
-        position_ids = torch.tensor(positions, device=self.device)
-        wanted_index = torch.tensor(wanted, device=self.device)
+        token_ids = on_device(tokens, self.device)
+        position_ids = on_device(positions, self.device)
+        wanted_index = on_device(wanted, self.device)
         if self._fused is not None:
             return self._fused.logits(step, token_ids, position_ids, wanted_index)
         self._hooks.current = step.adapters

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from prime_rl.inference.embedded.engine.generation import PromptLogprob, SamplingParams, Sequence, TopLogprobs
+from prime_rl.inference.embedded.transfer import on_device
 
 _CACHED_LOGITS = 1 << 18
 """A CPU samples rows of at most this many logits at once. For larger intermediate results, of more than 1 MiB, the
@@ -47,9 +48,7 @@ class _Bias:
         if not entries:
             return None
         rows, tokens, values = zip(*entries, strict=True)
-        return cls(
-            torch.tensor(rows, device=device), torch.tensor(tokens, device=device), torch.tensor(values).to(device)
-        )
+        return cls(on_device(rows, device), on_device(tokens, device), on_device(values, device))
 
 
 class BatchSampler:
@@ -97,7 +96,12 @@ class _PartSampler:
         self.top_p = self._optional([1.0 if p.greedy else p.top_p for p in params], neutral=1.0)
         self.bias = _Bias.from_params(params, device)
         self.penalised = [row for row, p in enumerate(params) if p.penalised]
-        self.delayed = [row for row, p in enumerate(params) if p.min_tokens > 0 and p.stop_token_ids]
+        self.delayed = [
+            (row, on_device(list(p.stop_token_ids), device))
+            for row, p in enumerate(params)
+            if p.min_tokens > 0 and p.stop_token_ids
+        ]
+        """Rows that may not stop yet, and the tokens that would stop them."""
         self.num_top = max(p.top_logprobs for p in params)
 
     def draw(
@@ -105,24 +109,35 @@ class _PartSampler:
     ) -> tuple[list[int], list[float], list[TopLogprobs] | None]:
         """The tokens, their log-probabilities and, if any sequence wants them, the most likely tokens."""
         logits = self._process(logits_RV.float(), sequences)
-        peak = logits.amax(-1, keepdim=True)
         uniforms = self._column([sequence.rng.random() for sequence in sequences], logits.dtype)
+        drawn, normalized = self._choose(logits, uniforms)
+        # One copy to the host, because each waits for the device. A token is exact in float64.
+        tokens, logprobs = drawn.tolist()
+        top = _top(normalized, self.num_top) if normalized is not None else None
+        return [int(token) for token in tokens], logprobs, top
+
+    def _choose(self, logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Tokens and log-probabilities [2, R] in float64, and all log-probabilities [R, V] if some are wanted.
+
+        Nothing here waits for the device.
+        """
+        peak = logits.amax(-1, keepdim=True)
         chosen, total = _draw_by_weight((logits - peak).exp_(), uniforms)
         if self.greedy is not None:
             chosen = torch.where(self.greedy, logits.argmax(-1, keepdim=True), chosen)
         log_norm = peak + total.log()
         logprobs = logits.gather(1, chosen) - log_norm
-        top = _top(logits - log_norm, self.num_top) if self.num_top else None
-        return chosen.squeeze(1).tolist(), logprobs.squeeze(1).tolist(), top
+        drawn = torch.cat((chosen.double(), logprobs.double()), 1).t()
+        return drawn, logits - log_norm if self.num_top else None
 
     def _process(self, logits: Tensor, sequences: SequenceOf[Sequence]) -> Tensor:
         if self.bias is not None or self.penalised or self.delayed:
             logits = logits.clone()
         if self.bias is not None:
             logits[self.bias.rows, self.bias.tokens] += self.bias.values
-        for row in self.delayed:
+        for row, stops in self.delayed:
             if sequences[row].num_generated < self.params[row].min_tokens:
-                logits[row, list(self.params[row].stop_token_ids)] = -torch.inf
+                logits[row].index_fill_(0, stops, -torch.inf)
         for row in self.penalised:
             _penalise(logits[row], sequences[row])
         if self.temperature is not None:
@@ -147,7 +162,7 @@ class _PartSampler:
         return logits.masked_fill(logits < lowest_kept, -torch.inf)
 
     def _column(self, values: SequenceOf[float], dtype: torch.dtype | None = None) -> Tensor:
-        return torch.tensor(values, dtype=dtype, device=self.device).unsqueeze(1)
+        return on_device(values, self.device, dtype).unsqueeze(1)
 
     def _optional(self, values: SequenceOf[float], neutral: float) -> Tensor | None:
         return None if all(value == neutral for value in values) else self._column(values)
@@ -156,7 +171,7 @@ class _PartSampler:
 def prompt_logprobs(logits_LV: Tensor, prompt: SequenceOf[int], num_top: int) -> list[PromptLogprob]:
     """Log-probabilities of `prompt[1:]` from the logits [L, V] of `prompt[:-1]`, at temperature 1, not truncated."""
     logprobs = logits_LV.float().log_softmax(-1)
-    targets = torch.tensor(prompt[1:], device=logits_LV.device).unsqueeze(1)
+    targets = on_device(prompt[1:], logits_LV.device, torch.long).unsqueeze(1)
     own = logprobs.gather(1, targets)
     ranks = ((logprobs > own).sum(-1) + 1).tolist()
     tops = _top(logprobs, num_top) if num_top else [[] for _ in ranks]
@@ -214,11 +229,11 @@ def _penalise(logits_V: Tensor, sequence: Sequence) -> None:
     """
     params = sequence.params
     if params.repetition_penalty != 1:
-        seen = torch.tensor(sorted(set(sequence.tokens)), device=logits_V.device)
+        seen = on_device(sorted(set(sequence.tokens)), logits_V.device)
         values = logits_V[seen]
         logits_V[seen] = torch.where(values > 0, values / params.repetition_penalty, values * params.repetition_penalty)
     generated = Counter(sequence.tokens[len(sequence.request.prompt) :])
     if generated and (params.presence_penalty or params.frequency_penalty):
-        tokens = torch.tensor(list(generated), device=logits_V.device)
-        counts = torch.tensor(list(generated.values()), device=logits_V.device)
+        tokens = on_device(list(generated), logits_V.device)
+        counts = on_device(list(generated.values()), logits_V.device)
         logits_V[tokens] -= params.presence_penalty + params.frequency_penalty * counts

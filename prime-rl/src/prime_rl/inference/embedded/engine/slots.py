@@ -6,9 +6,11 @@ import torch
 from torch import Tensor
 
 from prime_rl.inference.embedded.sizes import rounded_up
+from prime_rl.inference.embedded.transfer import on_device
 
 _LENGTH_STEP = 32
 _ROW_STEP = 16
+_AMPLE_LENGTH_STEP = 128
 
 
 class KVSlots:
@@ -22,6 +24,8 @@ class KVSlots:
         self.device = device
         self.rows = 0
         self.length = 0
+        self.generation = 0
+        """Changes whenever tensors are replaced: their addresses in a captured graph are then those of freed memory."""
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
 
     @property
@@ -42,31 +46,39 @@ class KVSlots:
         """Make room for `rows` sequences of up to `length` tokens, keeping stored tokens.
 
         If keeping the larger of the old and new size in both dimensions would exceed the budget, the tensors are
-        resized to exactly the requested size, so one dimension may shrink.
+        resized to exactly the requested size, so one dimension may shrink. On a GPU, the length doubles if that fits:
+        attention reads no more for it, and every new size costs all captured graphs.
         """
         if rows <= self.rows and length <= self.length:
             return
         widest = max(rows, self.rows), max(length, self.length)
         if self.fits(*widest):
             rows, length = widest
+        ample = rounded_up(length, _AMPLE_LENGTH_STEP, steps_per_doubling=1)
+        if self.device.type == "cuda" and self.fits(rows, ample):
+            length = ample
         rows, length = self._rounded_rows(rows), self._rounded_length(length)
         for index, pair in self._layers.items():
             self._layers[index] = (self._resized(pair[0], rows, length), self._resized(pair[1], rows, length))
         self.rows, self.length = rows, length
+        self.generation += 1
 
     def layer(self, index: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of a layer. New tensors `[tokens, kv heads, head dim]` set the shapes and the dtype."""
         if index not in self._layers:
             shapes = [(self.rows, new.shape[1], self.length, new.shape[2]) for new in (key, value)]
             self._layers[index] = (key.new_zeros(shapes[0]), value.new_zeros(shapes[1]))
+            self.generation += 1
         return self._layers[index]
 
     def copy(self, source: int, targets: list[int], length: int) -> None:
         """Copy the first `length` tokens of one row to other rows."""
+        # A list as an index would be copied to the device for every tensor.
+        into = targets[0] if len(targets) == 1 else on_device(targets, self.device)
         for pair in self._layers.values():
             for tensor in pair:
                 # PyTorch refuses to copy between views that share memory if both are dense, as whole rows are.
-                tensor[targets, :, :length] = tensor[source, :, :length].clone()
+                tensor[into, :, :length] = tensor[source, :, :length].clone()
 
     def erase(self, row: int) -> None:
         """Overwrite a row with zeros."""

@@ -1,0 +1,169 @@
+"""Decodes by replaying recorded steps: a step of a small model is hundreds of kernels, and launching each from Python
+takes longer than computing it.
+
+A recorded step has a fixed shape and reads its inputs from fixed memory. Running sequences are padded to one of a few
+numbers of rows, and attention reads one of a few numbers of tokens. Everything else in a step follows from token ids
+and positions, on the device. Weights are replaced in place, so that recorded steps stay right; slots that grow move,
+which drops them all.
+Shapes: B rows, H hidden size.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from prime_rl.inference.embedded.cpu.fused import FusedDecoder
+from prime_rl.inference.embedded.engine.attention import SlotStep
+from prime_rl.inference.embedded.engine.slots import KVSlots
+from prime_rl.inference.embedded.errors import first_line
+from prime_rl.inference.embedded.sizes import rounded_up
+from prime_rl.inference.embedded.transfer import fill
+from prime_rl.utils.logger import get_logger
+
+MOST_GRAPHS = 64
+"""Recorded steps kept, the last used ones. One of a model with 30 layers takes some MiB in the driver."""
+
+_ROW_STEP = 16
+_LENGTH_STEP = 128
+_TOLERANCE = 0.02
+"""Largest norm of a row's difference between a replayed and an ordinary step, relative to the row's norm. The kernels
+are the same; a step that reads or writes the wrong memory differs by about 1."""
+
+Compute = Callable[[], Tensor]
+"""Computes a result from inputs in fixed memory."""
+Shape = tuple[int, int]
+"""Number of rows, and number of tokens that attention reads of each."""
+
+
+class Recorder(Protocol):
+    """Records computations. What it returns computes the same again, from what the same memory then holds."""
+
+    def record(self, compute: Compute) -> Compute: ...
+
+    def has_room(self) -> bool:
+        """Whether there is memory for another recording."""
+
+    def forget(self) -> None:
+        """All recordings are gone."""
+
+
+class StaticStep:
+    """A decode step of a fixed shape, with inputs in fixed memory.
+
+    Rows after the running sequences are padding: token 0 at position 0 of slot rows that no sequence has. A sequence
+    that gets such a row later overwrites this position before it reads it.
+    """
+
+    def __init__(self, decoder: FusedDecoder, slots: KVSlots, shape: Shape) -> None:
+        self._decoder = decoder
+        self._slots = slots
+        self._rows, self._length = shape
+        self._inputs = torch.zeros(2, self._rows, dtype=torch.long, device=slots.device)
+
+    def load(self, tokens: SequenceOf[int], positions: SequenceOf[int]) -> None:
+        """Set the inputs of the next computation."""
+        padding = [0] * (self._rows - len(tokens))
+        fill(self._inputs, [[*tokens, *padding], [*positions, *padding]])
+
+    def compute(self) -> Tensor:
+        """Store the tokens' keys and values, and return the last layer's hidden states [B, H]."""
+        tokens, positions = self._inputs.unbind()
+        step = SlotStep(self._slots, positions, None, decode_length=self._length)
+        return self._decoder.hidden(step, tokens, positions)
+
+
+@dataclass(frozen=True, slots=True)
+class _Recorded:
+    step: StaticStep
+    replay: Compute
+
+
+class DecodeGraphs:
+    """The recorded steps of a model. A shape is recorded when it occurs for the second time."""
+
+    def __init__(self, decoder: FusedDecoder, slots: KVSlots, recorder: Recorder) -> None:
+        self.num_recorded = 0
+        self.num_replayed = 0
+        self.is_off = False
+        """True after a recording has failed: all steps are then computed without."""
+        self._decoder = decoder
+        self._slots = slots
+        self._recorder = recorder
+        self._generation = slots.generation
+        self._recorded: OrderedDict[Shape, _Recorded] = OrderedDict()
+        self._asked: Counter[Shape] = Counter()
+
+    def hidden(self, tokens: SequenceOf[int], positions: SequenceOf[int]) -> Tensor | None:
+        """Hidden states [B, H] of the running sequences' last tokens; None if the step is to be computed without.
+
+        The result is valid until the next call.
+        """
+        if self.is_off:
+            return None
+        if self._slots.generation != self._generation:
+            self._clear()
+        shape = self.shape_of(len(tokens), max(positions) + 1)
+        recorded = self._recorded.get(shape) or self._record(shape, tokens, positions)
+        if recorded is None:
+            return None
+        self._recorded.move_to_end(shape)
+        recorded.step.load(tokens, positions)
+        self.num_replayed += 1
+        return recorded.replay()[: len(tokens)]
+
+    def shape_of(self, rows: int, length: int) -> Shape:
+        """The shape that computes `rows` sequences of up to `length` tokens.
+
+        1, 2, 4, 8 or a multiple of 16 rows, so that at most an eighth more or 15 more are computed, and up to a quarter
+        more tokens or 127 more.
+        """
+        padded = 1 << (rows - 1).bit_length() if rows <= _ROW_STEP else rounded_up(rows, _ROW_STEP, 8)
+        return min(padded, self._slots.rows), min(rounded_up(length, _LENGTH_STEP, 4), self._slots.length)
+
+    def _record(self, shape: Shape, tokens: SequenceOf[int], positions: SequenceOf[int]) -> _Recorded | None:
+        """Record a shape that occurs again, and compare its first replay with an ordinary computation."""
+        self._asked[shape] += 1
+        if self._asked[shape] == 1:
+            return None
+        if not self._recorder.has_room():
+            self._asked[shape] = 0
+            return None
+        step = StaticStep(self._decoder, self._slots, shape)
+        try:
+            step.load(tokens, positions)
+            expected = step.compute()[: len(tokens)]
+            if not expected.isfinite().all():
+                return None
+            replay = self._recorder.record(step.compute)
+            if not _is_close(replay()[: len(tokens)], expected):
+                raise RuntimeError(f"a replayed step of {shape[0]} rows and {shape[1]} tokens computes something else")
+        except Exception as exc:  # noqa: BLE001 - whatever failed, the ordinary path computes this step and says why
+            self.is_off = True
+            self._clear()
+            get_logger().warning(f"Decoding goes on without CUDA graphs, because recording failed: {first_line(exc)}")
+            return None
+        self.num_recorded += 1
+        get_logger().debug(f"Recorded a step of {shape[0]} rows and {shape[1]} tokens")
+        while len(self._recorded) >= MOST_GRAPHS:
+            oldest, _ = self._recorded.popitem(last=False)
+            del self._asked[oldest]
+        self._recorded[shape] = _Recorded(step, replay)
+        return self._recorded[shape]
+
+    def _clear(self) -> None:
+        self._generation = self._slots.generation
+        self._recorded.clear()
+        self._asked.clear()
+        self._recorder.forget()
+
+
+def _is_close(found: Tensor, expected: Tensor) -> bool:
+    norms = expected.float().norm(dim=-1)
+    return bool(((found.float() - expected.float()).norm(dim=-1) <= _TOLERANCE * norms).all())
