@@ -74,7 +74,7 @@ def begin_reading(kind: str, size: int, folder: Path) -> Action:
 COSTS = [
     *(Cost(f"preflight-{kind}", "rows", tens(3, 7), partial(begin, kind), partial(prepare, kind)) for kind in WRITERS),
     *(
-        Cost(f"reading-{kind}", "rows", tens(3, 6), partial(begin_reading, kind), partial(prepare, kind))
+        Cost(f"reading-{kind}", "rows", tens(3, 7), partial(begin_reading, kind), partial(prepare, kind))
         for kind in ("jsonl", "parquet")
     ),
 ]

@@ -103,7 +103,7 @@ def begin_watch(is_open: bool, size: int, folder: Path) -> Action:
 
 
 COSTS = [
-    Cost("report", "steps", tens(2, 5), begin_report, partial(prepare, True)),
+    Cost("report", "steps", tens(2, 6), begin_report, partial(prepare, True)),
     Cost("watch-open", "steps", tens(2, 6), partial(begin_watch, True), partial(prepare, False)),
     Cost("watch-look", "steps", tens(2, 6), partial(begin_watch, False), partial(prepare, False)),
 ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from prime_rl.orchestrator.rollouts.rollout import Group, Rollout
@@ -17,11 +16,16 @@ class BatchTarget:
     rollouts: int | None = None
     tokens: int | None = None
 
-    def reached(self, groups: Sequence[Group]) -> bool:
-        rollouts = [rollout for group in groups for rollout in group.rollouts]
-        if self.tokens is not None:
-            return sum(rollout.total_tokens for rollout in rollouts) >= self.tokens
-        return len(rollouts) >= (self.rollouts or 1)
+    @property
+    def size(self) -> int:
+        """What the groups of a batch count together, at least."""
+        return self.rollouts or 1 if self.tokens is None else self.tokens
+
+    def count(self, group: Group) -> int:
+        """What a group counts: its rollouts, or their tokens."""
+        if self.tokens is None:
+            return len(group.rollouts)
+        return sum(rollout.total_tokens for rollout in group.rollouts)
 
 
 @dataclass(frozen=True, slots=True)

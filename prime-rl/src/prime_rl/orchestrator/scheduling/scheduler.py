@@ -100,8 +100,8 @@ class Scheduler:
         self.limits = limits
         self.cancelled_groups = 0
         self._in_flight: dict[Task, InFlightGroup] = {}
-        self._finished: list[Task] = []
-        """Tasks in flight that have ended, in that order."""
+        self._finished: dict[Task, None] = {}
+        """Tasks in flight that have ended, in that order: with thousands of groups, a list would be searched often."""
         self._changed = asyncio.Event()
         """Set when a task ends and when a version is announced: there may be something to collect or to start."""
         self._retries: deque[tuple[ExampleRef, int]] = deque()
@@ -131,7 +131,8 @@ class Scheduler:
         """
         await self.policy.require(step)
         groups: list[Group] = []
-        while not target.reached(groups):
+        left = target.size
+        while left > 0:
             self._changed.clear()
             self._refill(sampling_args, step, len(groups))
             task = self._next_finished(step, len(groups))
@@ -144,6 +145,7 @@ class Scheduler:
             group = self._take_result(task)
             if group is not None and self._accept(group):
                 groups.append(group)
+                left -= target.count(group)
         return groups
 
     def on_new_version(self, version: int) -> None:
@@ -234,8 +236,10 @@ class Scheduler:
 
         Failed tasks come too: they need no room in the batch.
         """
-        staleness, versions = self.limits.staleness, [group.version for group in self._in_flight.values()]
-        newest = None if staleness is None else staleness.newest_collectable(step, collected, versions)
+        staleness, newest = self.limits.staleness, None
+        if self._finished and staleness is not None and staleness.max_lag is not None:
+            versions = [group.version for group in self._in_flight.values()]
+            newest = staleness.newest_collectable(step, collected, versions)
         for task in self._finished:
             if newest is None or self._in_flight[task].version <= newest or _has_failed(task):
                 return task
@@ -251,16 +255,16 @@ class Scheduler:
             get_logger().info(f"Step {step}: {self._waiting_for()}")
 
     def _waiting_for(self) -> str:
-        running = [group for task, group in self._in_flight.items() if not task.done()]
-        if not running and self.pool.least_loaded() is None:
+        oldest = next((group for task, group in self._in_flight.items() if not task.done()), None)
+        if oldest is None and self.pool.least_loaded() is None:
             return f"waiting for an inference server: {self.pool.missing()}"
-        if not running:  # the last one has just ended
+        if oldest is None:  # the last one has just ended
             return "waiting to start groups"
-        oldest = min(running, key=lambda group: group.version)
+        running = len(self._in_flight) - len(self._finished)
         name = oldest.example.env
         what = self.environments[name].waits_for()
         return (
-            f"waiting for {count_of('group', len(running))}; the oldest started with version {oldest.version}: "
+            f"waiting for {count_of('group', running)}; the oldest started with version {oldest.version}: "
             f"environment {name!r}, row {oldest.example.row}{what and f', which waits {what}'}"
         )
 
@@ -275,7 +279,7 @@ class Scheduler:
 
     def _on_end(self, task: Task) -> None:
         if task in self._in_flight:
-            self._finished.append(task)
+            self._finished[task] = None
         elif not task.cancelled():
             task.exception()  # retrieved, or asyncio would log it
         self._changed.set()
@@ -285,8 +289,7 @@ class Scheduler:
         task.cancel()
 
     def _release(self, task: Task) -> InFlightGroup:
-        if task in self._finished:
-            self._finished.remove(task)
+        self._finished.pop(task, None)
         group = self._in_flight.pop(task)
         group.server.groups_in_flight -= 1
         return group

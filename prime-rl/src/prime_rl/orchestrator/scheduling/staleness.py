@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -45,9 +46,10 @@ class Staleness:
         """
         if self.max_lag is None:
             return None
-        for version in sorted(set(versions)):
+        due_by_end = 0
+        for version, count in sorted(Counter(versions).items()):
             end = max(step, version + self.max_lag)
-            due_by_end = sum(other <= version for other in versions)
+            due_by_end += count
             if collected + due_by_end >= self.groups_per_batch * (end - step + 1):
                 return end - self.max_lag
         return None
