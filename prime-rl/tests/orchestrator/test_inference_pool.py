@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ from verifiers.types import UserMessage
 
 from prime_rl.configs.shared import ClientConfig
 from prime_rl.orchestrator.errors import InferenceFault
+from prime_rl.orchestrator.rollouts import chat_client
 from prime_rl.orchestrator.rollouts.chat_client import ChatChannel
 from prime_rl.orchestrator.rollouts.replies import VersionSpan
 from prime_rl.orchestrator.rollouts.sampling import SamplingConfig, train_sampling_args
@@ -276,6 +279,30 @@ async def test_a_busy_server_is_asked_again(policy_server) -> None:
     assert reply.choices[0].message.content == "a"
     assert pauses == [0.5, 1.0]
     await channel.close()
+
+
+async def test_calls_beyond_the_connections_to_a_server_wait_and_are_all_answered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(chat_client, "MAX_CONNECTIONS", 3)
+    connections: list[asyncio.StreamWriter] = []
+
+    async def answer_all(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        connections.append(writer)
+        with contextlib.suppress(asyncio.IncompleteReadError):  # the channel has closed its connection
+            while head := await reader.readuntil(b"\r\n\r\n"):
+                length = int(head.lower().partition(b"content-length: ")[2].partition(b"\r\n")[0])
+                body = await reader.readexactly(length)
+                writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body))
+        writer.close()
+
+    server = await asyncio.start_server(answer_all, "127.0.0.1")
+    channel = ChatChannel(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", {}, 3600, max_retries=0)
+    answers = await asyncio.gather(*(channel.exchange("/echo", {"number": number}) for number in range(20)))
+    assert [json.loads(answer.body)["number"] for answer in answers] == list(range(20))
+    assert len(connections) == 3
+    await channel.close()
+    server.close()
 
 
 async def test_the_api_key_and_configured_headers_go_with_every_request(monkeypatch: pytest.MonkeyPatch) -> None:

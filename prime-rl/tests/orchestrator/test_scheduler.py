@@ -113,6 +113,26 @@ async def test_a_token_target_counts_the_last_turn_of_each_rollout(tmp_path: Pat
     await scheduler.close()
 
 
+class Counted(list):
+    """A list that counts how often all of it is read."""
+
+    reads = 0
+
+    def __iter__(self):
+        self.reads += 1
+        return super().__iter__()
+
+
+@pytest.mark.parametrize("target", [BatchTarget(rollouts=64), BatchTarget(tokens=96)])
+async def test_a_group_of_a_batch_is_not_looked_at_again_for_each_other_group(tmp_path: Path, pair, target) -> None:
+    scheduler = make_scheduler(tmp_path, Environment(lambda example: Counted(pair)), groups=32)
+    groups = await scheduler.collect(0, target, ARGS)
+    assert len(groups) > 20
+    reads = [group.rollouts.reads for group in groups]
+    assert len(set(reads)) == 1, "the first group was read more often than the last one"
+    await scheduler.close()
+
+
 async def test_no_group_starts_that_the_run_cannot_use(tmp_path: Path, pair) -> None:
     environment = Environment(lambda example: pair)
     scheduler = make_scheduler(tmp_path, environment, groups=8, staleness=Staleness(groups_per_batch=3, max_steps=1))
