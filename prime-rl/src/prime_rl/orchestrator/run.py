@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import random
 import secrets
 import sys
@@ -51,6 +52,10 @@ from prime_rl.run.paths import OrchestratorPaths, RunPaths
 from prime_rl.transport import setup_batch_sender
 from prime_rl.utils.logger import SUCCESS, get_logger
 
+COLLECTION_THRESHOLDS = 10_000, 10, 20
+"""Of `gc`: everything is looked at after two million new objects, which are those of some 25,000 short rollouts, at the
+earliest. By default it is after 77,000."""
+
 
 def run_orchestrator(config: OrchestratorConfig, resume_step: int | None, sleep: Sleep) -> int:
     """Run to the end and return the exit code. `sleep` is called between batches without a token to train on.
@@ -68,8 +73,15 @@ def run_orchestrator(config: OrchestratorConfig, resume_step: int | None, sleep:
         environments = Environments.load(config)
         refuse_unusable(placed(environments.train, environments.eval), config.model, config.seq_len)
         give_clearance(OrchestratorPaths(config.output_dir).environments_checked)
+        _collect_garbage_seldom()
         # Environments first: our signal handlers must replace those that verifiers installs for each environment.
         return asyncio.run(_run_until_stopped(config, environments, judges, resume_step, sleep))
+
+
+def _collect_garbage_seldom() -> None:
+    """A rollout in flight is hundreds of objects, and Python looks at all of them whenever there are a quarter more."""
+    gc.freeze()  # what is loaded stays: collections need not look at it
+    gc.set_threshold(*COLLECTION_THRESHOLDS)
 
 
 async def _run_until_stopped(
