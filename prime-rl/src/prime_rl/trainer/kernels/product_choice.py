@@ -33,6 +33,7 @@ from prime_rl.trainer.kernels.lean_linear import (
     onednn_product,
     plain_product,
 )
+from prime_rl.trainer.process.host_memory import memory_of_a_step
 from prime_rl.trainer.process.world import Process
 from prime_rl.utils.files import locked_file, replacing_file
 from prime_rl.utils.logger import get_logger
@@ -117,10 +118,11 @@ class ProductChoice:
     def measured(cls, rounds: int = _ROUNDS) -> ProductChoice:
         """Measure here and now. Takes a few tenths of a second."""
         only_pytorch = LayerLibraries.only(Library.PYTORCH)
-        narrow, wide = (
-            _faster(*shape, rounds) if has_onednn_products() else only_pytorch for shape in (_NARROW, _WIDE)
-        )
-        return cls(narrow, wide, _is_faster_in_float32(wide.products, rounds))
+        with memory_of_a_step():
+            narrow, wide = (
+                _faster(*shape, rounds) if has_onednn_products() else only_pytorch for shape in (_NARROW, _WIDE)
+            )
+            return cls(narrow, wide, _is_faster_in_float32(wide.products, rounds))
 
     @classmethod
     def read(cls, file: Path) -> ProductChoice | None:
@@ -213,7 +215,7 @@ def cached_choice(file: Path) -> ProductChoice:
 
 def _cache_file() -> Path:
     """One file for each processor, set of versions and number of threads."""
-    key = f"{made_for((), os.environ)}{torch.get_num_threads()} threads, three products, bfloat16\n"
+    key = f"{made_for((), os.environ)}{torch.get_num_threads()} threads, three products, bfloat16, as in a step\n"
     return cache_root(os.environ) / "matrix_products" / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
 
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import ctypes
 import platform
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -39,6 +41,19 @@ def keep_freed_memory() -> None:
         libc.malloc_trim(0)
         libc.mallopt(_M_MMAP_MAX, 0)
         libc.mallopt(_M_TRIM_THRESHOLD, _INT_MAX)
+
+
+@contextmanager
+def memory_of_a_step() -> Iterator[None]:
+    """Within the block, allocate as in a training step, so that what is measured in a setup holds for the steps.
+
+    Otherwise each result would be in new pages, for which the system takes as long as some operations.
+    """
+    keep_freed_memory()
+    try:
+        yield
+    finally:
+        map_large_tensors()
 
 
 def return_freed_memory(step: int) -> None:
