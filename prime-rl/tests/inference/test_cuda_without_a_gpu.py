@@ -61,6 +61,8 @@ class OnDevice(TorchDispatchMode):
 
 @pytest.fixture
 def mode() -> Iterator[FakeTensorMode]:
+    if not torch.backends.cuda.is_built():
+        pytest.skip("needs a CUDA build of torch, but no GPU")
     with FakeTensorMode() as mode, torch.inference_mode():
         yield mode
 
@@ -166,12 +168,19 @@ PARAMS = {
 def test_sampling_waits_only_for_its_result(name, vocab_size, mode, monkeypatch) -> None:
     """Values of the host arrive by `on_device` alone."""
 
-    def placed(values: Any, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    make = torch.tensor
+
+    def on_host(values: Any, dtype: torch.dtype | None = None) -> Tensor:
         with _disable_current_modes():
-            host = torch.tensor(values, dtype=dtype)
+            return make(values, dtype=dtype)
+
+    def pinned(host: Tensor) -> Tensor:
+        """What is pinned is only copied to the GPU, so that it may be there already."""
+        with _disable_current_modes():
             return on_gpu(mode, host)
 
-    monkeypatch.setattr(sampling, "on_device", placed)
+    monkeypatch.setattr(torch, "tensor", on_host)
+    monkeypatch.setattr(Tensor, "pin_memory", pinned)
     params = PARAMS[name]
     rows = [GenerationRequest((1, 2), one, seed=0).sequences[0] for one in params]
     for row in rows:

@@ -19,8 +19,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
 
-from prime_rl.inference.embedded.cpu import products
-from prime_rl.inference.embedded.cuda import decode_graphs
 from prime_rl.inference.embedded.cuda.decode_graphs import Compute, DecodeGraphs
 from prime_rl.inference.embedded.engine.engine import Engine
 from prime_rl.inference.embedded.engine.generation import Completion, GenerationRequest, SamplingParams
@@ -81,8 +79,8 @@ class TapeRecorder:
 
 @pytest.fixture(autouse=True)
 def unpacked_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A packed copy, which only CPUs have, is a new tensor after every update."""
-    monkeypatch.setattr(products, "PACKED_SHARE", 0)
+    """A packed copy for oneDNN, which only CPUs have, is a new tensor after every update."""
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
 
 
 def replaying(directory: Path, recorder: Any = None, budget_bytes: int = 1 << 30) -> tuple[ModelRunner, DecodeGraphs]:
@@ -243,10 +241,10 @@ def test_a_model_that_transformers_computes_is_not_recorded(small_model) -> None
     assert runner.graphs is None
 
 
-def test_only_the_last_used_shapes_are_kept(small_model, monkeypatch) -> None:
-    monkeypatch.setattr(decode_graphs, "MOST_GRAPHS", 2)
+def test_only_the_last_used_shapes_are_kept(small_model) -> None:
     directory = small_model("llama")
     runner, graphs = replaying(directory)
+    graphs.most_graphs = 2
     runner.slots.reserve(16, 128)
     batch = Batch(runner)
     batch.join(*[prompt_of(number, 4) for number in range(9)])

@@ -12,7 +12,6 @@ from verifiers.types import UserMessage
 
 from prime_rl.configs.shared import ClientConfig
 from prime_rl.orchestrator.errors import InferenceFault
-from prime_rl.orchestrator.rollouts import chat_client
 from prime_rl.orchestrator.rollouts.chat_client import ChatChannel
 from prime_rl.orchestrator.rollouts.replies import VersionSpan
 from prime_rl.orchestrator.rollouts.sampling import SamplingConfig, train_sampling_args
@@ -281,10 +280,7 @@ async def test_a_busy_server_is_asked_again(policy_server) -> None:
     await channel.close()
 
 
-async def test_calls_beyond_the_connections_to_a_server_wait_and_are_all_answered(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(chat_client, "MAX_CONNECTIONS", 3)
+async def test_calls_beyond_the_connections_to_a_server_wait_and_are_all_answered() -> None:
     connections: list[asyncio.StreamWriter] = []
 
     async def answer_all(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -298,6 +294,7 @@ async def test_calls_beyond_the_connections_to_a_server_wait_and_are_all_answere
 
     server = await asyncio.start_server(answer_all, "127.0.0.1")
     channel = ChatChannel(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", {}, 3600, max_retries=0)
+    channel.max_connections = 3
     answers = await asyncio.gather(*(channel.exchange("/echo", {"number": number}) for number in range(20)))
     assert [json.loads(answer.body)["number"] for answer in answers] == list(range(20))
     assert len(connections) == 3

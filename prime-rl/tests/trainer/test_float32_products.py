@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from prime_rl.configs.trainer import ModelConfig
-from prime_rl.trainer.kernels import float32_products
 from prime_rl.trainer.kernels.float32_products import in_float32
 from prime_rl.trainer.kernels.fused_logprobs import fused_logprobs
 from prime_rl.trainer.kernels.lean_linear import (
@@ -41,15 +40,14 @@ def drawn(*size: int, seed: int = 0) -> Tensor:
 @pytest.mark.parametrize("is_transposed", [False, True])
 @pytest.mark.parametrize(("rows", "columns", "inner"), [(5, 7, 3), (40, 6, 7), (6, 40, 7), (5, 7, 90), (1, 1, 1)])
 def test_a_product_is_exact_but_for_one_rounding(
-    monkeypatch: pytest.MonkeyPatch, rows: int, columns: int, inner: int, is_transposed: bool, most_elements: int
+    rows: int, columns: int, inner: int, is_transposed: bool, most_elements: int
 ) -> None:
-    monkeypatch.setattr(float32_products, "_MOST_ELEMENTS", most_elements)
     a, b = (
         (drawn(inner, rows).t(), drawn(inner, columns, seed=1).t())
         if is_transposed
         else (drawn(rows, inner), drawn(columns, inner, seed=1))
     )
-    found = in_float32(plain_product)(a, b)
+    found = in_float32(plain_product, most_elements)(a, b)
     assert found.dtype == torch.bfloat16
     torch.testing.assert_close(found.double(), a.double() @ b.double().t(), rtol=ROUNDING, atol=1e-5)
 
@@ -89,11 +87,10 @@ def test_a_linear_layer_and_its_gradients_are_those_in_float64(products: Product
 
 
 @pytest.mark.parametrize("logits", [60, 1 << 20])
-def test_a_loss_in_parts_has_the_gradients_of_float64(monkeypatch: pytest.MonkeyPatch, logits: int) -> None:
-    monkeypatch.setattr(float32_products, "_MOST_ELEMENTS", 64)
+def test_a_loss_in_parts_has_the_gradients_of_float64(logits: int) -> None:
     targets = torch.arange(9) % 30
     found = []
-    for dtype, product in ((torch.float64, plain_product), (torch.bfloat16, in_float32(plain_product))):
+    for dtype, product in ((torch.float64, plain_product), (torch.bfloat16, in_float32(plain_product, 64))):
         hidden, weight = drawn(9, 16).to(dtype).requires_grad_(), drawn(30, 16, seed=1).to(dtype).requires_grad_()
         loss = linear_cross_entropy_sum(hidden, weight, targets, Limits(logits=logits), product)
         found.append([loss, *torch.autograd.grad(loss, (hidden, weight))])

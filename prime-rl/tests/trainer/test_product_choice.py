@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,8 +9,7 @@ import pytest
 import torch
 
 from prime_rl.run.paths import RunPaths
-from prime_rl.trainer.kernels import product_choice
-from prime_rl.trainer.kernels.lean_linear import PLAIN, Products, has_onednn_products
+from prime_rl.trainer.kernels.lean_linear import Products, has_onednn_products
 from prime_rl.trainer.kernels.product_choice import (
     LayerLibraries,
     Library,
@@ -118,15 +118,11 @@ def test_only_the_products_of_bfloat16_matrices_are_computed_in_another_dtype() 
         assert IN_FLOAT32.products(size, torch.bfloat16) == IN_FLOAT32.of(size).products.for_bfloat16()
 
 
-def test_the_faster_dtype_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    measured: dict[tuple[Products, ...], list[list[float]]] = {}
+@pytest.mark.parametrize(
+    ("converted", "is_chosen"), [([0.2, 0.3, 1.0], True), ([0.9, 1.0, 1.0], False), ([2.0, 2.0, 2.0], False)]
+)
+def test_the_faster_dtype_is_chosen(converted: list[float], is_chosen: bool) -> None:
+    def timing(ways: Sequence[Products], operands: object) -> list[list[float]]:
+        return [converted if way.dtype == torch.bfloat16 else [1.0, 1.0, 1.0] for way in ways]
 
-    def seconds(ways: tuple[Products, ...], operands: object, rounds: int) -> list[list[float]]:
-        assert len(ways) == 2
-        return measured.get(ways, [[1.0, 1.0, 1.0], [1.0, 1.0, 1.0]])
-
-    monkeypatch.setattr(product_choice, "_seconds", seconds)
-    in_turn = PLAIN.for_bfloat16(), PLAIN
-    for converted, is_chosen in (([0.2, 0.3, 1.0], True), ([0.9, 1.0, 1.0], False), ([2.0, 2.0, 2.0], False)):
-        measured[in_turn] = [converted, [1.0, 1.0, 1.0]]
-        assert ProductChoice.measured().bfloat16_in_float32 is is_chosen
+    assert ProductChoice.measured(timing).bfloat16_in_float32 is is_chosen

@@ -62,6 +62,7 @@ class ChatChannel:
     def __init__(self, base_url: str, headers: Mapping[str, str], timeout_s: float, max_retries: int) -> None:
         self.base_url = base_url.rstrip("/")
         self.max_retries = max_retries
+        self.max_connections = MAX_CONNECTIONS
         self.sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
         self._timeout = aiohttp.ClientTimeout(total=timeout_s)
         self._headers = {"Content-Type": "application/json", **headers}
@@ -107,7 +108,7 @@ class ChatChannel:
 
     def _open(self) -> aiohttp.ClientSession:
         if self._session is None:
-            connector = aiohttp.TCPConnector(limit=MAX_CONNECTIONS, keepalive_timeout=KEEPALIVE_S)
+            connector = aiohttp.TCPConnector(limit=self.max_connections, keepalive_timeout=KEEPALIVE_S)
             self._session = aiohttp.ClientSession(connector=connector, timeout=self._timeout, headers=self._headers)
         return self._session
 

@@ -17,7 +17,7 @@ from torch import Tensor
 Product = Callable[[Tensor, Tensor], Tensor]
 """Computes `a @ b.T`, without a gradient."""
 
-_MOST_ELEMENTS = 1 << 22
+MOST_ELEMENTS = 1 << 22
 """Elements of a factor that are in float32 at a time, 16 MiB, so that the head of a large vocabulary takes no more."""
 
 
@@ -26,17 +26,18 @@ class _InFloat32:
     """A value, so that two of the same product are equal."""
 
     product: Product
+    most_elements: int
 
     def __call__(self, a_NK: Tensor, b_MK: Tensor) -> Tensor:
         if a_NK.dtype != torch.bfloat16:
             return self.product(a_NK, b_MK)
         rows, columns, inner = len(a_NK), len(b_MK), a_NK.shape[1]
-        if inner * max(rows, columns) <= _MOST_ELEMENTS:
+        if inner * max(rows, columns) <= self.most_elements:
             return self.product(a_NK.float(), b_MK.float()).to(a_NK.dtype)
         if inner >= max(rows, columns):
             return self._summed(a_NK, b_MK)
         out = a_NK.new_empty(rows, columns)
-        step = max(1, _MOST_ELEMENTS // inner)
+        step = max(1, self.most_elements // inner)
         if rows >= columns:
             wide = b_MK.float()
             for part, own in zip(a_NK.split(step), out.split(step), strict=True):
@@ -49,13 +50,16 @@ class _InFloat32:
 
     def _summed(self, a_NK: Tensor, b_MK: Tensor) -> Tensor:
         """The product as a sum over parts of a long inner dimension."""
-        step = max(1, _MOST_ELEMENTS // max(len(a_NK), len(b_MK)))
+        step = max(1, self.most_elements // max(len(a_NK), len(b_MK)))
         total = torch.zeros(len(a_NK), len(b_MK))
         for a, b in zip(a_NK.split(step, dim=1), b_MK.split(step, dim=1), strict=True):
             total += self.product(a.float(), b.float())
         return total.to(a_NK.dtype)
 
 
-def in_float32(product: Product) -> Product:
-    """A product that converts bfloat16 factors to float32, and its result back. Other dtypes go to `product`."""
-    return _InFloat32(product)
+def in_float32(product: Product, most_elements: int = MOST_ELEMENTS) -> Product:
+    """A product that converts bfloat16 factors to float32, and its result back. Other dtypes go to `product`.
+
+    It converts at most `most_elements` of a factor at a time.
+    """
+    return _InFloat32(product, most_elements)

@@ -13,7 +13,7 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
 from enum import StrEnum
 from pathlib import Path
@@ -49,6 +49,12 @@ _ROUNDS = 10
 _HEADROOM = 0.95
 """oneDNN has to take less than this share of the time, because it compiles a kernel for each shape. So does float32
 instead of bfloat16, because it takes more memory."""
+
+
+Operands = Sequence[tuple[Tensor, Tensor]]
+"""The factors of a layer's three products."""
+Timing = Callable[[Sequence[Products], Operands], list[list[float]]]
+"""Seconds of each of the three products, for each way to compute them."""
 
 
 class Library(StrEnum):
@@ -115,14 +121,16 @@ class ProductChoice:
         return cls(libraries, libraries)
 
     @classmethod
-    def measured(cls, rounds: int = _ROUNDS) -> ProductChoice:
-        """Measure here and now. Takes a few tenths of a second."""
+    def measured(cls, timing: Timing | None = None) -> ProductChoice:
+        """Measure here and now. Takes a few tenths of a second. `timing` stands in for the clock in tests."""
+        timing = timing or best_seconds
         only_pytorch = LayerLibraries.only(Library.PYTORCH)
         with memory_of_a_step():
             narrow, wide = (
-                _faster(*shape, rounds) if has_onednn_products() else only_pytorch for shape in (_NARROW, _WIDE)
+                _faster(_operands(*shape, torch.float32), timing) if has_onednn_products() else only_pytorch
+                for shape in (_NARROW, _WIDE)
             )
-            return cls(narrow, wide, _is_faster_in_float32(wide.products, rounds))
+            return cls(narrow, wide, _is_faster_in_float32(wide.products, timing))
 
     @classmethod
     def read(cls, file: Path) -> ProductChoice | None:
@@ -219,24 +227,22 @@ def _cache_file() -> Path:
     return cache_root(os.environ) / "matrix_products" / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
 
 
-def _faster(rows: int, inputs: int, outputs: int, rounds: int) -> LayerLibraries:
-    onednn, pytorch = _seconds((ONEDNN, PLAIN), _operands(rows, inputs, outputs, torch.float32), rounds)
-    return LayerLibraries(
-        *(
-            Library.ONEDNN if own < _HEADROOM * other else Library.PYTORCH
-            for own, other in zip(onednn, pytorch, strict=True)
-        )
+def _faster(operands: Operands, timing: Timing) -> LayerLibraries:
+    onednn, pytorch = timing((ONEDNN, PLAIN), operands)
+    chosen = (
+        Library.ONEDNN if own < _HEADROOM * other else Library.PYTORCH
+        for own, other in zip(onednn, pytorch, strict=True)
     )
+    return LayerLibraries(*chosen)
 
 
-def _is_faster_in_float32(products: Products, rounds: int) -> bool:
+def _is_faster_in_float32(products: Products, timing: Timing) -> bool:
     """Whether the three products of bfloat16 matrices together take less time in float32, conversions included."""
-    operands = _operands(*_BFLOAT16, torch.bfloat16)
-    converted, direct = _seconds((products.for_bfloat16(), PLAIN), operands, rounds)
+    converted, direct = timing((products.for_bfloat16(), PLAIN), _operands(*_BFLOAT16, torch.bfloat16))
     return sum(converted) < _HEADROOM * sum(direct)
 
 
-def _operands(rows: int, inputs: int, outputs: int, dtype: torch.dtype) -> tuple[tuple[Tensor, Tensor], ...]:
+def _operands(rows: int, inputs: int, outputs: int, dtype: torch.dtype) -> Operands:
     """The factors of a linear layer's output, of the gradient of its input, and of that of its weight."""
     generator = torch.Generator().manual_seed(0)
     sizes = (rows, inputs), (outputs, inputs), (rows, outputs)
@@ -244,10 +250,10 @@ def _operands(rows: int, inputs: int, outputs: int, dtype: torch.dtype) -> tuple
     return (x, weight), (grad, weight.t()), (grad.t(), x.t())
 
 
-def _seconds(ways: Sequence[Products], operands: Sequence[tuple[Tensor, Tensor]], rounds: int) -> list[list[float]]:
+def best_seconds(ways: Sequence[Products], operands: Operands) -> list[list[float]]:
     """The least time of each of the three products, for each way to compute them. They alternate."""
     seconds = [[float("inf")] * len(operands) for _ in ways]
-    for _ in range(1 + rounds):  # the first round compiles kernels, and is never the fastest
+    for _ in range(1 + _ROUNDS):  # the first round compiles kernels, and is never the fastest
         for way, best in zip(ways, seconds, strict=True):
             products = (way.outputs, way.input_grads, way.weight_grads)
             for index, (product, pair) in enumerate(zip(products, operands, strict=True)):

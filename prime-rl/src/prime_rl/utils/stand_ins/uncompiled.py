@@ -14,6 +14,7 @@ import inspect
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from importlib.metadata import version
 from types import ModuleType
 from typing import Any
 
@@ -22,6 +23,8 @@ from prime_rl.utils.stand_ins.deferred import defer, is_deferred, load
 from prime_rl.utils.stand_ins.plain_sizes import defer_symbols
 
 _DYNAMO = "torch._dynamo"
+_TORCH = "2.13."
+"""The version that the stand-ins were compared with. Others get the real modules: 2.11 asks them for more."""
 
 
 def computes_without_gpu(device: str) -> bool:
@@ -29,8 +32,13 @@ def computes_without_gpu(device: str) -> bool:
     return device == "cpu" or not machine_gpus()
 
 
-def defer_compiler() -> None:
-    """Import torch with stand-ins in the places of `torch._dynamo` and of the module that imports SymPy."""
+def defer_compiler(installed: str | None = None) -> None:
+    """Import torch with stand-ins in the places of `torch._dynamo` and of the module that imports SymPy.
+
+    Does nothing with another version of torch than 2.13; `installed` is its version, None looks it up.
+    """
+    if not (installed or version("torch")).startswith(_TORCH):
+        return
     importlib.import_module("torch.fx.experimental")
     marks = _Marks()
     answers = {

@@ -89,6 +89,7 @@ class DecodeGraphs:
     """The recorded steps of a model. A shape is recorded when it occurs for the second time."""
 
     def __init__(self, decoder: FusedDecoder, slots: KVSlots, recorder: Recorder) -> None:
+        self.most_graphs = MOST_GRAPHS
         self.num_recorded = 0
         self.num_replayed = 0
         self.is_off = False
@@ -151,7 +152,7 @@ class DecodeGraphs:
             return None
         self.num_recorded += 1
         get_logger().debug(f"Recorded a step of {shape[0]} rows and {shape[1]} tokens")
-        while len(self._recorded) >= MOST_GRAPHS:
+        while len(self._recorded) >= self.most_graphs:
             oldest, _ = self._recorded.popitem(last=False)
             del self._asked[oldest]
         self._recorded[shape] = _Recorded(step, replay)
