@@ -147,10 +147,11 @@ def test_the_length_of_slots_doubles_on_a_gpu_as_long_as_it_fits(slots: KVSlots)
 
 
 def test_copies_between_rows_need_nothing_of_the_host(slots: KVSlots) -> None:
-    with OnDevice():
+    with OnDevice() as seen:
         slots.copy(3, [1], 20)
         slots.erase(2)
         slots.write_row(slots.read_row(1, 30), 4, 30)
+    assert {"aten.copy_", "aten.zero_", "aten.clone"} <= seen.names
 
 
 PARAMS = {

@@ -48,6 +48,7 @@ def test_a_choice_in_the_cache_is_not_measured_again(tmp_path: Path) -> None:
         b'{"narrow": {"outputs": "onednn"}, "wide": "pytorch"}',
         b'{"narrow": {"x": "pytorch"}, "wide": "pytorch"}',
         b'{"narrow": "pytorch", "bfloat16_in_float32": true}',
+        b'{"narrow": "pytorch", "wide": "pytorch", "bfloat16_in_float32": "true"}',
     ],
 )
 def test_a_damaged_file_of_the_cache_is_replaced(tmp_path: Path, damaged: bytes) -> None:

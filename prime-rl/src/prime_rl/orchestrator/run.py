@@ -53,8 +53,8 @@ from prime_rl.transport import setup_batch_sender
 from prime_rl.utils.logger import SUCCESS, get_logger
 
 COLLECTION_THRESHOLDS = 10_000, 10, 20
-"""Of `gc`: everything is looked at after two million new objects, which are those of some 25,000 short rollouts, at the
-earliest. By default it is after 77,000."""
+"""For `gc`: it scans all objects after two million new ones at the earliest, which some 25,000 short rollouts make. By
+default it does so after 77,000."""
 
 
 def run_orchestrator(config: OrchestratorConfig, resume_step: int | None, sleep: Sleep) -> int:
@@ -79,8 +79,12 @@ def run_orchestrator(config: OrchestratorConfig, resume_step: int | None, sleep:
 
 
 def _collect_garbage_seldom() -> None:
-    """A rollout in flight is hundreds of objects, and Python looks at all of them whenever there are a quarter more."""
-    gc.freeze()  # what is loaded stays: collections need not look at it
+    """Scan for garbage less often.
+
+    A rollout in flight has hundreds of objects. By default, Python scans all of them each time their number has grown
+    by a quarter.
+    """
+    gc.freeze()  # loaded modules and environments stay, so collections skip them
     gc.set_threshold(*COLLECTION_THRESHOLDS)
 
 

@@ -139,7 +139,10 @@ class ProductChoice:
             table = json.loads(file.read_bytes())
             narrow, wide = (LayerLibraries.parsed(table[width]) for width in ("narrow", "wide"))
             # Earlier versions, which did not write it, computed in bfloat16.
-            choice = cls(narrow, wide, bfloat16_in_float32=table.get("bfloat16_in_float32", False) is True)
+            in_float32 = table.get("bfloat16_in_float32", False)
+            if not isinstance(in_float32, bool):
+                return None
+            choice = cls(narrow, wide, in_float32)
         except (OSError, ValueError, KeyError, TypeError, RecursionError):
             return None
         return choice if has_onednn_products() or Library.ONEDNN not in choice.all else None
