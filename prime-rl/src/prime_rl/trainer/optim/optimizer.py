@@ -28,6 +28,7 @@ def setup_optimizer(config: OptimizerConfig, model: nn.Module, states_on_host: b
     if device.type == "cpu":
         if isinstance(optimizer, AdamW):
             _make_states(optimizer)
+            _write_states_before_first_read(optimizer)
         # From here on, tensors live for a step at most.
         keep_freed_memory()
     return optimizer
@@ -69,3 +70,19 @@ def _make_states(optimizer: AdamW) -> None:
         for parameter in group["params"]:
             moments = {name: untouched_zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
             optimizer.state[parameter] = {"step": torch.zeros(()), **moments}
+
+
+def _write_states_before_first_read(optimizer: AdamW) -> None:
+    """Write each state's pages just before the first update.
+
+    The update reads a state before it writes it. Each page would then be mapped twice: for the read as the system's
+    shared page of zeros, and for the write as a page of its own, which interrupts the other threads.
+    """
+
+    def write(optimizer: Optimizer, *_: object) -> None:
+        for state in optimizer.state.values():
+            if state["step"] == 0:  # Later updates, and those of a resumed run, find pages that were written.
+                state["exp_avg"].zero_()
+                state["exp_avg_sq"].zero_()
+
+    optimizer.register_step_pre_hook(write)
