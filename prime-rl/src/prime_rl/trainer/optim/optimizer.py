@@ -10,7 +10,7 @@ from torch.optim import AdamW, Optimizer
 from prime_rl.configs.trainer import AdamWConfig, MuonConfig, OptimizerConfig, SGDConfig
 from prime_rl.trainer.optim.muon import Muon, split_for_muon
 from prime_rl.trainer.optim.offload import offload_states
-from prime_rl.trainer.process.host_memory import keep_freed_memory, untouched_zeros_like
+from prime_rl.trainer.process.host_memory import keep_freed_memory
 from prime_rl.utils.logger import get_logger
 
 
@@ -28,7 +28,6 @@ def setup_optimizer(config: OptimizerConfig, model: nn.Module, states_on_host: b
     if device.type == "cpu":
         if isinstance(optimizer, AdamW):
             _make_states(optimizer)
-            _write_states_before_first_read(optimizer)
         # From here on, tensors live for a step at most.
         keep_freed_memory()
     return optimizer
@@ -68,21 +67,7 @@ def _make_states(optimizer: AdamW) -> None:
     """Create AdamW's states now, instead of in the first update, when activations are already on the heap."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            moments = {name: untouched_zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+            # These zeros are written here. Pages that the system zeroes (NumPy's zeros) would be mapped twice in the
+            # first update, once to be read and once to be written, each time interrupting the other threads.
+            moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
             optimizer.state[parameter] = {"step": torch.zeros(()), **moments}
-
-
-def _write_states_before_first_read(optimizer: AdamW) -> None:
-    """Write each state's pages just before the first update.
-
-    The update reads a state before it writes it. Each page would then be mapped twice: for the read as the system's
-    shared page of zeros, and for the write as a page of its own, which interrupts the other threads.
-    """
-
-    def write(optimizer: Optimizer, *_: object) -> None:
-        for state in optimizer.state.values():
-            if state["step"] == 0:  # Later updates, and those of a resumed run, find pages that were written.
-                state["exp_avg"].zero_()
-                state["exp_avg_sq"].zero_()
-
-    optimizer.register_step_pre_hook(write)

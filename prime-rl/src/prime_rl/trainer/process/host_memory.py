@@ -13,11 +13,6 @@ import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import numpy as np
-import torch
-from torch import Tensor
-from torch.distributed.tensor import DTensor
-
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -3, -4
 _INT_MAX = 2**31 - 1
 _MOST_MAPPINGS = 65536
@@ -64,17 +59,6 @@ def return_freed_memory(step: int) -> None:
     """
     if step % _STEPS_PER_RETURN == 0 and (libc := _glibc()) is not None:
         libc.malloc_trim(0)
-
-
-def untouched_zeros_like(tensor: Tensor) -> Tensor:
-    """Zeros like `tensor` whose pages are allocated when they are first written."""
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    # PyTorch writes the zeros. NumPy leaves that to the system, page by page.
-    zeros = torch.from_numpy(np.zeros(local.nbytes, np.uint8)).view(local.dtype).view(local.shape)
-    if not isinstance(tensor, DTensor):
-        return zeros
-    mesh, placements = tensor.device_mesh, tensor.placements
-    return DTensor.from_local(zeros, mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride())
 
 
 def _glibc() -> ctypes.CDLL | None:
