@@ -10,7 +10,7 @@ import signal
 
 from medarc_rl.completion.entry import complete
 from medarc_rl.completion.hooks import is_asked
-from prime_rl.utils.interrupts import end_quietly_on_ctrl_c
+from prime_rl.utils.signals import end_quietly_on_ctrl_c
 
 
 def medarc_train() -> None:

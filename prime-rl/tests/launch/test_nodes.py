@@ -61,7 +61,7 @@ PRELUDE = """
 import os, signal, sys
 from prime_rl.run.beats import own_beats
 from prime_rl.run.completion import report_completion
-from prime_rl.utils.stacks import write_stacks_on_signal
+from prime_rl.utils.signals import write_stacks_on_signal
 write_stacks_on_signal()
 pipe = os.open(os.environ["PIPE"], os.O_WRONLY)
 def tell(word): os.write(pipe, f"{word}\\n".encode())

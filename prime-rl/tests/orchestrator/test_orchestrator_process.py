@@ -11,7 +11,9 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from resource import RLIMIT_NOFILE, getrlimit, setrlimit
 from typing import Any
 
 import pytest
@@ -82,7 +84,8 @@ def start(environments_dir: Path, tmp_path: Path, policy_server) -> Iterator[Cal
     running: list[subprocess.Popen[bytes]] = []
     environment = {**os.environ, "PYTHONPATH": str(environments_dir), "OMP_NUM_THREADS": "1"}
 
-    def begin(**config: Any) -> Run:
+    def begin(open_files: tuple[int, int] | None = None, **config: Any) -> Run:
+        """`open_files` are the process's limits: the one that it starts with, and the one that it may raise it to."""
         paths = RunPaths(tmp_path / "run")
         defaults = {
             "output_dir": str(paths.orchestrator.root),
@@ -98,7 +101,13 @@ def start(environments_dir: Path, tmp_path: Path, policy_server) -> Iterator[Cal
         command = [str(Path(sys.executable).with_name("orchestrator")), "@", str(file)]
         output = tmp_path / "output.log"
         with output.open("w") as stream:
-            process = subprocess.Popen(command, env=environment, stdout=stream, stderr=subprocess.STDOUT)
+            process = subprocess.Popen(
+                command,
+                env=environment,
+                stdout=stream,
+                stderr=subprocess.STDOUT,
+                preexec_fn=partial(setrlimit, RLIMIT_NOFILE, open_files) if open_files else None,
+            )
         running.append(process)
         return Run(paths, process, output)
 
@@ -134,6 +143,25 @@ def test_a_run_sends_its_batches_follows_the_trainer_and_ends_with_exit_0(start,
     assert 3 in stable_steps(run.paths.orchestrator.checkpoints)
     assert run.paths.orchestrator.resolved_config.is_file()
     assert [record["step"] for record in run.metrics] == [0, 1, 2]
+
+
+def test_more_rollouts_can_be_in_flight_than_files_may_be_open_at_the_start(start, policy_server) -> None:
+    def reply(messages: list[dict[str, Any]], version: int) -> str:
+        if not policy_server.answers:
+            policy_server.gate.clear()  # after the probe
+        return messages[-1]["content"]
+
+    policy_server.reply = reply
+    run = start(open_files=(128, getrlimit(RLIMIT_NOFILE)[1]), max_steps=1, batch_size=200)
+    run.until(lambda: policy_server.waiting == 200)
+    policy_server.gate.set()
+    assert run.finish() == 0, run.log
+
+
+@pytest.mark.parametrize("env_servers", [False, True], ids=["in its process", "in a server"])
+def test_calls_wait_where_the_system_allows_fewer_files_than_rollouts_in_flight(start, env_servers: bool) -> None:
+    run = start(open_files=(128, 300), max_steps=1, batch_size=400, env_servers=env_servers)
+    assert run.finish() == 0, run.log
 
 
 def test_the_policy_is_evaluated_before_during_and_after_training(start, policy_server) -> None:

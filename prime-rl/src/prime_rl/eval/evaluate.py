@@ -18,10 +18,9 @@ from prime_rl.run.completion import report_completion
 from prime_rl.run.evaluations import Candidate, EvaluationRefused, candidates_of
 from prime_rl.run.lifeline import end_with_launch
 from prime_rl.utils.imports import import_without_gc
-from prime_rl.utils.interrupts import end_quietly_on_ctrl_c
 from prime_rl.utils.logger import get_logger, setup_logger
 from prime_rl.utils.pydantic_config import parse_argv_or_exit
-from prime_rl.utils.stacks import write_stacks_on_signal
+from prime_rl.utils.signals import end_quietly_on_ctrl_c, write_stacks_on_signal
 
 
 def main() -> None:

@@ -23,8 +23,8 @@ from prime_rl.inference.embedded.errors import EngineError
 from prime_rl.inference.preparation import in_time
 from prime_rl.inference.protocol import ChatBody, RequestError
 from prime_rl.utils.imports import import_transformers, import_without_gc
-from prime_rl.utils.interrupts import end_quietly_on_ctrl_c
 from prime_rl.utils.logger import setup_logger
+from prime_rl.utils.signals import end_quietly_on_ctrl_c
 
 if TYPE_CHECKING:
     from prime_rl.inference.embedded.http.service import Service

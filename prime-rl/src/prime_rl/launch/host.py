@@ -27,7 +27,7 @@ from prime_rl.run.lifeline import start_guard
 from prime_rl.utils.logger import PROCESS_VARIABLE
 from prime_rl.utils.private import runtime_directory
 from prime_rl.utils.scratch import LAUNCH_KIND, abandoned_launches, owned_directory
-from prime_rl.utils.stacks import STACKS_SIGNAL
+from prime_rl.utils.signals import STACKS_SIGNAL
 
 Handler = Callable[[int, FrameType | None], Any] | signal.Handlers | int | None
 """What `signal.signal` takes and gives back."""

@@ -20,10 +20,9 @@ from prime_rl.run.lifeline import end_with_launch
 from prime_rl.run.paths import OrchestratorPaths
 from prime_rl.transport.errors import TransportError
 from prime_rl.utils.imports import import_without_gc
-from prime_rl.utils.interrupts import end_quietly_on_ctrl_c
 from prime_rl.utils.logger import get_logger, setup_logger
 from prime_rl.utils.pydantic_config import parse_argv_or_exit
-from prime_rl.utils.stacks import write_stacks_on_signal
+from prime_rl.utils.signals import end_quietly_on_ctrl_c, write_stacks_on_signal
 
 if TYPE_CHECKING:
     import verifiers as vf

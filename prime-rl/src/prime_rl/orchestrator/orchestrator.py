@@ -25,7 +25,7 @@ from prime_rl.utils.files import disk_fault
 from prime_rl.utils.imports import import_without_gc
 from prime_rl.utils.logger import get_logger, setup_logger
 from prime_rl.utils.pydantic_config import dump_toml, parse_argv_or_exit
-from prime_rl.utils.stacks import write_stacks_on_signal
+from prime_rl.utils.signals import write_stacks_on_signal
 
 if TYPE_CHECKING:
     from prime_rl.orchestrator.steps import Sleep

@@ -12,10 +12,12 @@ import uvicorn
 
 from prime_rl.configs.inference import InferenceConfig
 from prime_rl.inference.embedded.http.api import Api
-from prime_rl.inference.embedded.http.connections import BoundedConnection, connection_limit
+from prime_rl.inference.embedded.http.connections import BoundedConnection
+from prime_rl.inference.limits import MAX_CONNECTIONS
 from prime_rl.run.beats import own_beats
 from prime_rl.utils.imports import bound_kernel_caches, import_transformers, import_without_gc
 from prime_rl.utils.logger import SUCCESS, get_logger
+from prime_rl.utils.open_files import allow_connections
 from prime_rl.utils.stand_ins.uncompiled import computes_without_gpu, defer_compiler
 
 _GRACE_S = 3
@@ -39,7 +41,7 @@ class EmbeddedServer(uvicorn.Server):
                 timeout_graceful_shutdown=_GRACE_S,
                 timeout_keep_alive=75,
                 http=BoundedConnection,
-                limit_concurrency=connection_limit(),
+                limit_concurrency=allow_connections(MAX_CONNECTIONS),
             )
         )
         self.inference = config

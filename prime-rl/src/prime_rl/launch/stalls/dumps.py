@@ -1,4 +1,4 @@
-"""Reads the stacks that Python processes write to their logs (`utils/stacks.py`)."""
+"""Reads the stacks that Python processes write to their logs (`utils/signals.py`)."""
 
 from __future__ import annotations
 

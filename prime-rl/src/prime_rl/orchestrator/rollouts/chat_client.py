@@ -27,6 +27,7 @@ from prime_rl.orchestrator.rollouts.replies import ChatReply, TokenizeReply, dec
 from prime_rl.orchestrator.rollouts.sampling import EXACT_SEED
 from prime_rl.orchestrator.rollouts.trace import CallDetails
 from prime_rl.run.beats import own_beats, server_name
+from prime_rl.utils.open_files import allow_connections
 
 RETRYABLE_STATUS = frozenset({408, 429, 500, 502, 503, 504})
 KEEPALIVE_S = 4.0
@@ -36,6 +37,13 @@ MAX_CONNECTIONS = 8000
 """To one server; further calls wait here instead of in the server's queue. Our server has 8,192, and needs some for
 health checks and updates. Linux gives out every second one of its 28,232 ports first: with more than 14,116 connections
 to one address it searches thousands of ports for each new one, which takes 1.1 to 1.5 ms instead of 0.01."""
+MIN_SERVERS = 4
+"""Number of servers whose connections fit into the limit on open files, also where the system allows few."""
+
+
+def connections_to_one_server() -> int:
+    """Raise this process's limit on open files as far as needed. Returns the number of connections to each server."""
+    return min(MAX_CONNECTIONS, allow_connections(MIN_SERVERS * MAX_CONNECTIONS) // MIN_SERVERS)
 
 
 class ServerAnswered(Exception):
@@ -62,7 +70,8 @@ class ChatChannel:
     def __init__(self, base_url: str, headers: Mapping[str, str], timeout_s: float, max_retries: int) -> None:
         self.base_url = base_url.rstrip("/")
         self.max_retries = max_retries
-        self.max_connections = MAX_CONNECTIONS
+        self.max_connections: int | None = None
+        """None: as many as this process may open."""
         self.sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
         self._timeout = aiohttp.ClientTimeout(total=timeout_s)
         self._headers = {"Content-Type": "application/json", **headers}
@@ -108,7 +117,8 @@ class ChatChannel:
 
     def _open(self) -> aiohttp.ClientSession:
         if self._session is None:
-            connector = aiohttp.TCPConnector(limit=self.max_connections, keepalive_timeout=KEEPALIVE_S)
+            limit = self.max_connections or connections_to_one_server()
+            connector = aiohttp.TCPConnector(limit=limit, keepalive_timeout=KEEPALIVE_S)
             self._session = aiohttp.ClientSession(connector=connector, timeout=self._timeout, headers=self._headers)
         return self._session
 

@@ -31,9 +31,9 @@ from prime_rl.trainer.sft.data.examination import (
 )
 from prime_rl.trainer.sft.data.samples import SampleMaker
 from prime_rl.trainer.sft.epochs import steps_of
-from prime_rl.utils.interrupts import end_quietly_on_ctrl_c
 from prime_rl.utils.logger import setup_logger
 from prime_rl.utils.pydantic_config import parse_argv_or_exit
+from prime_rl.utils.signals import end_quietly_on_ctrl_c
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

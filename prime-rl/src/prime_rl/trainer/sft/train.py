@@ -8,9 +8,8 @@ from prime_rl.run.completion import report_completion
 from prime_rl.run.lifeline import end_with_launch
 from prime_rl.trainer.process.errors import leaving_at_once
 from prime_rl.utils.imports import bound_kernel_caches, import_transformers, import_without_gc
-from prime_rl.utils.interrupts import end_quietly_on_ctrl_c
 from prime_rl.utils.pydantic_config import parse_argv_or_exit
-from prime_rl.utils.stacks import write_stacks_on_signal
+from prime_rl.utils.signals import end_quietly_on_ctrl_c, write_stacks_on_signal
 from prime_rl.utils.stand_ins.uncompiled import computes_without_gpu, defer_compiler
 
 

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import resource
 from itertools import islice
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from prime_rl.inference.limits import HEAD_TIMEOUT_S, MAX_CONNECTIONS
+from prime_rl.inference.limits import HEAD_TIMEOUT_S
 
-_OTHER_FILES = 256
-"""Files that the process keeps open besides its connections."""
 _NUM_CANDIDATES = 32
 
 
@@ -53,14 +50,3 @@ class BoundedConnection(H11Protocol):
         if oldest := min(islice(idle, _NUM_CANDIDATES), key=lambda one: one._idle_since_s, default=None):
             self.connections.discard(oldest)
             oldest.transport.close()
-
-
-def connection_limit() -> int:
-    """Raise the process's limit on open files as far as connections need it. Returns the number of connections."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = MAX_CONNECTIONS + _OTHER_FILES
-    if soft == resource.RLIM_INFINITY or soft >= wanted:
-        return MAX_CONNECTIONS
-    allowed = wanted if hard == resource.RLIM_INFINITY else min(hard, wanted)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
-    return max(allowed - _OTHER_FILES, allowed // 2)

@@ -1,8 +1,4 @@
-"""Writes the stacks of this process to stderr when somebody asks: `kill -USR2 PID`.
-
-Threads are written by faulthandler, even while one of them holds the interpreter. The tasks of the main thread's event
-loop follow, if that loop runs.
-"""
+"""Signals that all programs handle alike: Ctrl-C before they handle it themselves, and a request for their stacks."""
 
 from __future__ import annotations
 
@@ -19,8 +15,18 @@ STACKS_SIGNAL = signal.SIGUSR2
 STDERR = 2
 
 
+def end_quietly_on_ctrl_c() -> None:
+    """Let Ctrl-C end this process without a traceback, unless SIGINT is ignored. A later handler replaces this."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def write_stacks_on_signal() -> None:
-    """Write all stacks to stderr at each `STACKS_SIGNAL`. Call it in the main thread."""
+    """Write all stacks to stderr at each `STACKS_SIGNAL`, as of `kill -USR2 PID`. Call it in the main thread.
+
+    Threads are written by faulthandler, even while one of them holds the interpreter. The tasks of the main thread's
+    event loop follow, if that loop runs.
+    """
     signal.signal(STACKS_SIGNAL, _write_tasks)
     # `chain` calls the handler above once the threads are written.
     faulthandler.register(STACKS_SIGNAL, file=STDERR, chain=True)
