@@ -56,6 +56,7 @@ def main(model_dir: str, results: Path) -> None:
     for name, optim, settings in (
         ("adamw", AdamWConfig(lr=1e-2), {}),
         ("sgd", SGDConfig(lr=1e-2), {}),
+        ("sgd of replicas", SGDConfig(lr=1e-2), {"dp_replicate": process.world_size}),
         ("muon", MuonConfig(lr=1e-2), {}),
         ("muon of replicas", MuonConfig(lr=1e-2), {"dp_replicate": process.world_size}),
         ("fsdp_cpu_offload", AdamWConfig(lr=1e-2), {"fsdp_cpu_offload": True}),

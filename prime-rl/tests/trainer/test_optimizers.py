@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from prime_rl.configs.trainer import (
     AdamWConfig,
@@ -205,3 +210,56 @@ def test_the_returned_norm_is_the_norm_before_clipping() -> None:
     assert clip_gradients(net, 0.5) == pytest.approx(norm)
     clipped = math.sqrt(sum(float(parameter.grad.square().sum()) for parameter in net.parameters()))
     assert clipped == pytest.approx(0.5, rel=1e-4)
+
+
+class Lists(TorchDispatchMode):
+    """Counts the operations on lists of tensors, by name and by whether a tensor in them is a DTensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: Counter[tuple[str, bool]] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        tensors = [tensor for arg in args if isinstance(arg, (list, tuple)) for tensor in arg]
+        if any(isinstance(tensor, Tensor) for tensor in tensors):
+            self.seen[func.overloadpacket.__name__, any(isinstance(tensor, DTensor) for tensor in tensors)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def sharded_net(mesh: Mesh) -> nn.Module:
+    torch.manual_seed(0)
+    net = nn.Sequential(*(nn.Linear(6, 6) for _ in range(5)))
+    fully_shard(net, mesh=mesh.fsdp)
+    generator = torch.Generator().manual_seed(0)
+    for parameter in net.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+        parameter.grad.to_local().normal_(generator=generator)
+    return net
+
+
+def test_a_sharded_model_is_updated_as_by_pytorchs_adamw_and_clipping_and_keeps_sharded_states(mesh: Mesh) -> None:
+    net, reference = sharded_net(mesh), sharded_net(mesh)
+    optimizer = setup_optimizer(AdamWConfig(lr=1e-2, weight_decay=0.1), net)
+    expected = torch.optim.AdamW(reference.parameters(), lr=1e-2, weight_decay=0.1, fused=True)
+    for _ in range(2):
+        norm = nn.utils.clip_grad_norm_(reference.parameters(), 0.5, foreach=True)
+        assert clip_gradients(net, 0.5) == pytest.approx(float(norm.full_tensor()), rel=1e-6)
+        optimizer.step()
+        expected.step()
+    for ours, theirs in zip(net.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad.to_local(), theirs.grad.to_local(), rtol=1e-6, atol=0)
+        torch.testing.assert_close(ours.to_local(), theirs.to_local(), rtol=0, atol=1e-7)
+        assert optimizer.state[ours].keys() == expected.state[theirs].keys()
+        assert isinstance(optimizer.state[ours]["exp_avg_sq"], DTensor)
+
+
+@pytest.mark.parametrize("config", [OPTIMIZERS[0], OPTIMIZERS[2]])
+def test_no_operation_gets_a_list_of_sharded_tensors(config: OptimizerConfig, mesh: Mesh) -> None:
+    """The first call of such an operation takes time in proportion to the square of the list's length."""
+    net = sharded_net(mesh)
+    optimizer = setup_optimizer(config, net)
+    with Lists() as lists:
+        clip_gradients(net, 0.5)
+        optimizer.step()
+    assert {"_foreach_norm", "_foreach_mul_", "_fused_adamw_"} <= {name for name, _ in lists.seen}
+    assert [name for name, is_sharded in lists.seen if is_sharded] == []

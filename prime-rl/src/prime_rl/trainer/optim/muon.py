@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.optim import AdamW, Optimizer
+from torch.optim import Optimizer
 
 from prime_rl.configs.trainer import MuonConfig
+from prime_rl.trainer.optim.shards import ShardAdamW
 
 _QUINTIC = (3.4445, -4.7750, 2.0315)
 """Coefficients with a steep slope at zero. Five iterations bring singular values to between about 0.7 and 1.2."""
@@ -34,9 +35,9 @@ class Muon(Optimizer):
         groups: list[dict[str, Any]] = []
         if matrices := list(matrices):
             groups.append({"params": matrices, "algorithm": "muon", "momentum": config.mu})
-        self._adamw: AdamW | None = None
+        self._adamw: ShardAdamW | None = None
         if others := list(others):
-            self._adamw = AdamW(others, lr=config.lr, betas=(config.betas1, config.betas2), fused=True)
+            self._adamw = ShardAdamW(others, lr=config.lr, betas=(config.betas1, config.betas2), fused=True)
             groups.append({**self._adamw.param_groups[0], "algorithm": "adamw"})
         for group in groups:
             group |= {"lr": config.lr, "weight_decay": config.weight_decay}

@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from prime_rl.trainer.optim.shards import local
+
 SLICE_BYTES = 2**30
 """Size of the parameters that are updated at a time, at least one of them. AdamW's states take twice that."""
 
@@ -80,11 +82,6 @@ class _HostCopies:
             else:
                 copy = copy.pin_memory()
         return copy
-
-
-def local(tensor: Tensor) -> Tensor:
-    """This process's shard of a sharded tensor, or the tensor itself if it is not sharded."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _copy_on(device: torch.device, state: Tensor) -> Tensor:

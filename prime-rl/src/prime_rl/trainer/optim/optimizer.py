@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Optimizer
 
 from prime_rl.configs.trainer import AdamWConfig, MuonConfig, OptimizerConfig, SGDConfig
 from prime_rl.trainer.optim.muon import Muon, split_for_muon
 from prime_rl.trainer.optim.offload import offload_states
+from prime_rl.trainer.optim.shards import ShardAdamW, global_norm, scale
 from prime_rl.trainer.process.host_memory import keep_freed_memory
 from prime_rl.utils.logger import get_logger
 
@@ -35,8 +35,13 @@ def setup_optimizer(config: OptimizerConfig, model: nn.Module, states_on_host: b
 
 def clip_gradients(model: nn.Module, max_norm: float) -> float:
     """Scale the gradients so that their norm is at most `max_norm`; returns the norm before. Collective."""
-    norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm, foreach=True)
-    return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    if not gradients:
+        return 0.0
+    norm = global_norm(gradients)
+    # As PyTorch's `clip_grad_norm_`: no division by zero, and no branch, for which a GPU would have to be waited for.
+    scale(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))
+    return float(norm)
 
 
 def _optimizer(config: OptimizerConfig, model: nn.Module) -> Optimizer:
@@ -44,7 +49,7 @@ def _optimizer(config: OptimizerConfig, model: nn.Module) -> Optimizer:
     match config:
         case AdamWConfig():
             # The fused kernel updates all parameters in one pass. On a CPU it is five times as fast as the loop.
-            return AdamW(
+            return ShardAdamW(
                 parameters,
                 lr=config.lr,
                 betas=(config.betas1, config.betas2),
