@@ -17,13 +17,15 @@ BEGIN, END = "<!-- results: written by plot.py -->", "<!-- end of results -->"
 BEGIN_LONG_RUNS = "<!-- long runs: written by plot.py -->"
 PANELS = {
     "packing": ("packing",),
-    "preflight, reading": ("preflight", "reading"),
+    "preflight": ("preflight",),
+    "reading": ("reading",),
     "resume": ("resume",),
     "report, watch": ("report", "watch"),
     "in flight": ("in-flight",),
     "checkpoints": ("checkpoint",),
+    "layers": ("layers",),
 }
-COLUMNS = 3
+COLUMNS = 4
 
 
 def read_results(folder: Path = HERE / "results") -> list[dict[str, Any]]:
@@ -37,7 +39,7 @@ def draw(results: Sequence[dict[str, Any]], out: Path) -> None:
     mpl.rcParams["svg.hashsalt"] = "growth"
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(2, COLUMNS, figsize=(15, 9), layout="constrained")
+    figure, axes = pyplot.subplots(2, COLUMNS, figsize=(20, 9), layout="constrained")
     for panel, (title, prefixes) in zip(axes.flat, PANELS.items(), strict=True):
         own = [result for result in results if result["cost"].startswith(prefixes)]
         if not own:
