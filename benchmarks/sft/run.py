@@ -177,7 +177,12 @@ def main() -> None:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=4, help="of each row in each round; the first one warms up")
+    parser.add_argument(
+        "--steps",
+        type=int,
+        default=4,
+        help="of each row in each round; the first one warms up. With 1, only the start-up and memory are measured",
+    )
     parser.add_argument("--losses", action="store_true", help="also compare losses on unpacked data")
     parser.add_argument(
         "--model", type=Path, default=Path("outputs/benchmarks/smollm2"), help="made if it is not there"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
@@ -21,7 +22,7 @@ class Measurement:
 
     row: str
     tokens_per_s: float
-    """Median over the steps after the first; tokens of samples, not of padding."""
+    """Median over the steps after the first; tokens of samples, not of padding. NaN for a run of one step."""
     step_s: float
     startup_s: float
     """Seconds from the start of the first process to the start of the first step."""
@@ -36,7 +37,8 @@ class Measurement:
         rates = [step["tokens"] / each_s for step, each_s in zip(steps[1:], seconds, strict=True)]
         startup_s = results["first_step_began_at"] - watched.started_at
         losses = [step["loss"] for step in steps]
-        return cls(row, median(rates), median(seconds), startup_s, watched.peak_gb, losses)
+        rate, step_s = (median(values) if values else math.nan for values in (rates, seconds))
+        return cls(row, rate, step_s, startup_s, watched.peak_gb, losses)
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -70,23 +72,24 @@ def _figures(same: Sequence[Mapping[str, Any]], peak: float) -> dict[str, float]
     rates = [record["tokens_per_s"] for record in same]
     figures = {key: median_of(record[key] for record in same) for key in (*COMPARED, "step_s")}
     share = figures["tokens_per_s"] * FLOP_PER_TOKEN / (peak * 1e9)
-    return figures | {"least": min(rates), "most": max(rates), "rounds": len(same), "matmul_share": share}
+    starts = [record["startup_s"] for record in same]
+    ranges = {"least": min(rates), "most": max(rates), "least_startup_s": min(starts), "most_startup_s": max(starts)}
+    return figures | ranges | {"rounds": len(same), "matmul_share": share}
 
 
 def _rows_table(rows: Mapping[str, Mapping[str, float]], peak: float) -> list[str]:
     lines = [
         f"bfloat16 matrix products of these cores: {peak:.0f} GFLOP/s",
         "",
-        "| row | tokens/s (range of rounds) | s/step | peak GB | start-up s | share of matmul peak | rounds |",
+        "| row | tokens/s (range of rounds) | s/step | peak GB | start-up s (range) | share of matmul peak | rounds |",
         "|---|---|---|---|---|---|---|",
     ]
     for name, row in rows.items():
         rate = f"{row['tokens_per_s']:.0f} ({row['least']:.0f} to {row['most']:.0f})"
+        startup = f"{row['startup_s']:.2f} ({row['least_startup_s']:.2f} to {row['most_startup_s']:.2f})"
         share = f"{row['matmul_share']:.0%}"
-        lines.append(
-            f"| {name} | {rate} | {row['step_s']:.1f} | {row['peak_gb']:.2f} | {row['startup_s']:.1f} | {share} "
-            f"| {row['rounds']:.0f} |"
-        )
+        peak_gb, rounds = f"{row['peak_gb']:.2f}", f"{row['rounds']:.0f}"
+        lines.append(f"| {name} | {rate} | {row['step_s']:.1f} | {peak_gb} | {startup} | {share} | {rounds} |")
     return lines
 
 
