@@ -21,9 +21,9 @@ class Measurement:
     """One row in one round."""
 
     row: str
-    tokens_per_s: float
-    """Median over the steps after the first; tokens of samples, not of padding. NaN for a run of one step."""
-    step_s: float
+    tokens_per_s: float | None
+    """Median over the steps after the first; tokens of samples, not of padding. None for a run of one step."""
+    step_s: float | None
     startup_s: float
     """Seconds from the start of the first process to the start of the first step."""
     peak_gb: float
@@ -37,7 +37,7 @@ class Measurement:
         rates = [step["tokens"] / each_s for step, each_s in zip(steps[1:], seconds, strict=True)]
         startup_s = results["first_step_began_at"] - watched.started_at
         losses = [step["loss"] for step in steps]
-        rate, step_s = (median(values) if values else math.nan for values in (rates, seconds))
+        rate, step_s = (median(values) if values else None for values in (rates, seconds))
         return cls(row, rate, step_s, startup_s, watched.peak_gb, losses)
 
     def as_dict(self) -> dict[str, Any]:
@@ -64,12 +64,14 @@ def comparison(records: Sequence[Mapping[str, Any]]) -> tuple[str, dict[str, Any
     return text, {"matmul_bf16_gflops": peak, "rows": rows, "ratios": ratios, "losses": losses[-1] if losses else None}
 
 
-def median_of(values: Iterable[float]) -> float:
-    return float(median(list(values)))
+def median_of(values: Iterable[float | None]) -> float:
+    """The median of what was measured; NaN if nothing was."""
+    measured = [value for value in values if value is not None]
+    return float(median(measured)) if measured else math.nan
 
 
 def _figures(same: Sequence[Mapping[str, Any]], peak: float) -> dict[str, float]:
-    rates = [record["tokens_per_s"] for record in same]
+    rates = [record["tokens_per_s"] for record in same if record["tokens_per_s"] is not None] or [math.nan]
     figures = {key: median_of(record[key] for record in same) for key in (*COMPARED, "step_s")}
     share = figures["tokens_per_s"] * FLOP_PER_TOKEN / (peak * 1e9)
     starts = [record["startup_s"] for record in same]

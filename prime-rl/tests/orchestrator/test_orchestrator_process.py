@@ -152,8 +152,8 @@ def test_more_rollouts_can_be_in_flight_than_files_may_be_open_at_the_start(star
         return messages[-1]["content"]
 
     policy_server.reply = reply
-    run = start(open_files=(128, getrlimit(RLIMIT_NOFILE)[1]), max_steps=1, batch_size=200)
-    run.until(lambda: policy_server.waiting == 200)
+    run = start(open_files=(96, getrlimit(RLIMIT_NOFILE)[1]), max_steps=1, batch_size=120)
+    run.until(lambda: policy_server.waiting == 120)
     policy_server.gate.set()
     assert run.finish() == 0, run.log
 

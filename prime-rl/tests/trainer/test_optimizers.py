@@ -29,6 +29,7 @@ from prime_rl.trainer.optim.muon import orthogonalised, split_for_muon
 from prime_rl.trainer.optim.offload import offload_states
 from prime_rl.trainer.optim.optimizer import clip_gradients, setup_optimizer
 from prime_rl.trainer.optim.scheduler import setup_scheduler
+from prime_rl.trainer.optim.shards import global_norm
 from prime_rl.trainer.process.parallel_dims import Mesh
 from prime_rl.utils.logger import setup_logger
 
@@ -263,3 +264,9 @@ def test_no_operation_gets_a_list_of_sharded_tensors(config: OptimizerConfig, me
         optimizer.step()
     assert {"_foreach_norm", "_foreach_mul_", "_fused_adamw_"} <= {name for name, _ in lists.seen}
     assert [name for name, is_sharded in lists.seen if is_sharded] == []
+
+
+def test_the_norm_of_tensors_that_are_sharded_in_different_ways_is_refused(mesh: Mesh) -> None:
+    sharded = next(sharded_net(mesh).parameters()).grad
+    with pytest.raises(ValueError, match="sharded in 2 ways"):
+        global_norm([sharded, torch.ones(3)])

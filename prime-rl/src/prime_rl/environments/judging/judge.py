@@ -19,6 +19,7 @@ from prime_rl.environments.judging.cache import AnswerCache, key_of
 from prime_rl.environments.judging.counters import Counters
 from prime_rl.environments.judging.faults import CallFailed, CallRefused, JudgeLost
 from prime_rl.utils.engine_keys import is_loopback
+from prime_rl.utils.open_files import allow_connections
 
 RETRYABLE_STATUS = frozenset({408, 409, 425, 429})
 """And all from 500 on."""
@@ -198,8 +199,8 @@ class Judge:
     def _open(self) -> aiohttp.ClientSession:
         if self._session is None:
             headers = {} if self.server.key is None else {"Authorization": f"Bearer {self.server.key}"}
-            # The semaphore bounds the calls; keep-alive ends before uvicorn's 5 s.
-            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=4.0)
+            # The semaphore bounds the calls too; keep-alive ends before uvicorn's 5 s.
+            connector = aiohttp.TCPConnector(limit=allow_connections(self.config.max_concurrent), keepalive_timeout=4.0)
             self._session = aiohttp.ClientSession(
                 connector=connector,
                 headers=headers,

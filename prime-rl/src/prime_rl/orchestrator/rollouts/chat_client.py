@@ -43,7 +43,7 @@ MIN_SERVERS = 4
 
 def connections_to_one_server() -> int:
     """Raise this process's limit on open files as far as needed. Returns the number of connections to each server."""
-    return min(MAX_CONNECTIONS, allow_connections(MIN_SERVERS * MAX_CONNECTIONS) // MIN_SERVERS)
+    return max(1, allow_connections(MIN_SERVERS * MAX_CONNECTIONS) // MIN_SERVERS)
 
 
 class ServerAnswered(Exception):

@@ -68,6 +68,7 @@ def check_scoring(model: PreTrainedModel, device: torch.device, seq_len: int, op
                 raise ModelError(f"{name} has other logits with {kernel} than with eager attention{advice}")
             if not all(_match(model, device, [long])):
                 raise ModelError(f"{name} modifies its logits after the head, which is not supported")
+            # What remains is that sequences of a row are not isolated. Each may need a row of the grid for itself.
             scoring_of(model).shares_rows = False
             if kernel not in (SDPA, EAGER) or not all(_match(model, device, [other, long], far)):
                 raise ModelError(f"{name} lets sequences of a packed row influence each other{advice}")

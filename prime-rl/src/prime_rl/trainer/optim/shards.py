@@ -1,8 +1,8 @@
 """AdamW and the gradient norm on this process's own shards.
 
-An operation on a list of DTensors first derives how its results are sharded. For each tensor, that looks at all the
-others, so the first call takes time in proportion to the square of the number of parameters. Here the same operations
-get the shards themselves.
+The first time that PyTorch runs an operation on a list of DTensors, it works out how each result is sharded, and goes
+through the whole list for each. That takes time in proportion to the square of the number of parameters. So the
+operations here get plain tensors: this process's shards.
 """
 
 from __future__ import annotations
@@ -37,17 +37,21 @@ class ShardAdamW(AdamW):
 def global_norm(tensors: Sequence[Tensor]) -> Tensor:
     """The norm of all tensors as one vector, of every process's shards. Collective.
 
-    All tensors are sharded along the same axes of one mesh, or none is.
+    Raises:
+        ValueError: the tensors are not sharded alike.
     """
+    layouts = {(each.device_mesh, each.placements) if isinstance(each, DTensor) else None for each in tensors}
+    if len(layouts) != 1:
+        raise ValueError(f"the norm of tensors that are sharded in {len(layouts)} ways")
     norm = get_total_norm(list(map(local, tensors)), foreach=True)
-    first = tensors[0]
-    if isinstance(first, DTensor):
-        squared = norm.square()
-        for axis, placement in enumerate(first.placements):
-            if placement.is_shard():
-                dist.all_reduce(squared, group=first.device_mesh.get_group(axis))
-        norm = squared.sqrt()
-    return norm
+    if (layout := layouts.pop()) is None:
+        return norm
+    mesh, placements = layout
+    squared = norm.square()
+    for axis, placement in enumerate(placements):
+        if placement.is_shard():
+            dist.all_reduce(squared, group=mesh.get_group(axis))
+    return squared.sqrt()
 
 
 def scale(tensors: Sequence[Tensor], factor: Tensor) -> None:
