@@ -253,6 +253,48 @@ def test_threads_of_a_server_that_is_planned_alone_spin_on_a_cpu(device: str) ->
     assert ("GOMP_SPINCOUNT" in server.env) is (device == "cpu")
 
 
+TCMALLOC = "/usr/lib/libtcmalloc_minimal.so.4"
+
+
+def preloads_of(job: Job) -> dict[str, str | None]:
+    return {each.name: each.env.get("LD_PRELOAD") for each in job.processes}
+
+
+def test_processes_that_compute_on_a_cpu_allocate_with_tcmalloc() -> None:
+    here = replace(site("cpu"), tcmalloc=TCMALLOC)
+    evaluation = {"environment_ids": ["x"], "inference": {"device": "cpu"}, "output_dir": "out"}
+    judge = {"strict": {"model": "judge"}}
+    judged = replace(here, ports=replace(here.ports, frozen=(8005,)))
+
+    assert preloads_of(plan_sft(SFTConfig.model_validate({"output_dir": "out"}), PATHS, here, None)) == {
+        "trainer": TCMALLOC
+    }
+    assert preloads_of(plan_rl(config(orchestrator={"judge": judge}), PATHS, judged, None)) == {
+        "judge_strict": TCMALLOC,
+        "inference": TCMALLOC,
+        "orchestrator": None,
+        "trainer": TCMALLOC,
+    }
+    assert preloads_of(plan_eval(OfflineEvalConfig.model_validate(evaluation), PATHS, here)) == {
+        "inference": TCMALLOC,
+        "evaluator": None,
+    }
+
+
+@pytest.mark.parametrize(
+    "here",
+    [
+        site("cpu"),
+        replace(site("cuda"), tcmalloc=TCMALLOC),
+        replace(site("cpu", LD_PRELOAD=""), tcmalloc=TCMALLOC),
+        replace(site("cpu", LD_PRELOAD="/opt/xalt.so"), tcmalloc=TCMALLOC),
+    ],
+    ids=["not installed", "on a GPU", "switched off", "a library of the user's"],
+)
+def test_otherwise_the_allocator_stays(here: Site) -> None:
+    assert set(preloads_of(plan_rl(config(), PATHS, here, None)).values()) == {None}
+
+
 def test_resuming_from_the_latest_names_the_step_and_from_a_step_says_it_once() -> None:
     latest = plan(config(ckpt={"resume_step": -1}), site(), resume_step=6)
     assert latest["trainer"].argv[-2:] == latest["orchestrator"].argv[-2:] == ("--ckpt.resume-step", "6")

@@ -12,7 +12,6 @@ from prime_rl.utils.gpus import MASK_VARIABLE, DeviceError
 
 THREADS_VARIABLE = "OMP_NUM_THREADS"
 SPIN_VARIABLE = "GOMP_SPINCOUNT"
-ALLOCATOR_VARIABLE = "PYTORCH_CUDA_ALLOC_CONF"
 
 _SPINS = "2000"
 """A few hundredths of a millisecond. Ten times as many make no step shorter, but where another program needs the core,
@@ -112,15 +111,6 @@ def spin_env(env: Mapping[str, str]) -> dict[str, str]:
     effect only in a process that has not loaded torch yet.
     """
     return {} if SPIN_VARIABLE in env else {SPIN_VARIABLE: _SPINS}
-
-
-def allocator_env(env: Mapping[str, str]) -> dict[str, str]:
-    """Let the segments of a trainer's GPU memory grow, unless `env` configures the allocator.
-
-    Rows of varying lengths fragment fixed segments.
-    """
-    given = any(name in env for name in ("PYTORCH_ALLOC_CONF", ALLOCATOR_VARIABLE))
-    return {} if given else {ALLOCATOR_VARIABLE: "expandable_segments:True"}
 
 
 def processes_on(gpus: Sequence[str]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Log files of children: each attempt is appended; they can be read while they grow."""
+"""Log files of a launch and its children: each attempt is appended; they can be read while they grow."""
 
 from __future__ import annotations
 
@@ -19,6 +19,26 @@ HEAD = "===="
 
 _TAIL_BYTES = 65_536
 _LOOK_EVERY_S = 0.1
+
+
+class LaunchLog:
+    """The launcher's own log, `OUT/logs/<command>.log`: appends lines to it and shows them."""
+
+    def __init__(self, path: Path, show: Callable[[str], None]) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._path = path
+        self._show = show
+
+    def note(self, text: str) -> None:
+        """Log without showing."""
+        # On a full disk the children will fail. The launcher must survive to stop them in order.
+        with contextlib.suppress(OSError), self._path.open("a", encoding="utf-8") as log:
+            log.writelines(f"{datetime.now():%Y-%m-%d %H:%M:%S} {line}\n" for line in text.splitlines())
+
+    def say(self, text: str) -> None:
+        """Log and show."""
+        self.note(text)
+        self._show(text)
 
 
 @contextlib.contextmanager

@@ -15,8 +15,9 @@ from urllib.parse import urlsplit
 from prime_rl.configs.rollouts.frozen import TEACHER, FrozenModel, frozen_judges, frozen_models
 from prime_rl.configs.rollouts.judges import JudgeConfig, started_judges
 from prime_rl.configs.supervised.evaluation import evaluation_of
+from prime_rl.launch.allocators import cpu_allocator_env, cuda_allocator_env
 from prime_rl.launch.caches import cache_env
-from prime_rl.launch.devices import allocator_env, mask, mask_for_vllm, spin_env, thread_env
+from prime_rl.launch.devices import mask, mask_for_vllm, spin_env, thread_env
 from prime_rl.launch.job import Job, Resources
 from prime_rl.launch.programs import (
     RL_TRAINER,
@@ -298,7 +299,7 @@ def _server(
     gpus = site.gpus.inference
     may_be_vllm = site.device == "cuda" and config.backend != "embedded"
     visible = mask_for_vllm(gpus, site.gpu_indices) if may_be_vllm else mask(gpus)
-    env = _child_env(command, "inference", site, env) | visible
+    env = _computing_env(command, "inference", site, env) | visible
     if site.name:
         env |= interface_env(site.env, site.interface, site.is_interface_configured)
     server = inference_process(paths, site.programs.inference, env, gpus, *_server_flags(site), replica=replica)
@@ -327,7 +328,7 @@ def _frozen_servers(
         visible = mask_for_vllm(gpus, site.gpu_indices) if may_be_vllm else mask(gpus)
         is_as_configured = model.process == TEACHER and site.ports.inference is None
         flags = () if is_as_configured else ("--server.host", site.address, "--server.port", str(port))
-        child = _child_env(command, model.process, site, env) | visible
+        child = _computing_env(command, model.process, site, env) | visible
         server = frozen_process(paths, site.programs.inference, child, gpus, model.process, *flags)
         yield replace(server, node=site.node, secrets={ENGINE_KEY_VARIABLE: site.engine_key})
 
@@ -389,9 +390,9 @@ def _trainer(
     processes: list[ProcessSpec] = []
     for site, own in zip(sites, envs, strict=True):
         here = replace(ranks, first=len(processes), total=total)
-        env = _child_env(command, "trainer", site, own) | mask(site.gpus.trainer)
+        env = _computing_env(command, "trainer", site, own) | mask(site.gpus.trainer)
         if site.device == "cuda":
-            env |= allocator_env(site.env)
+            env |= cuda_allocator_env(site.env)
         if total > 1:
             # One thread per rank on GPUs, as under torchrun. On CPUs the share of the cores is set already.
             env = {**thread_env(1, 1, site.env), **env}
@@ -404,6 +405,13 @@ def _trainer(
 def _child_env(command: str, child: str, site: Site, env: Mapping[str, str]) -> dict[str, str]:
     caches = cache_env(site.caches, child, site.env)
     return {**site.bytecode, **caches, **env, "WANDB_PROGRAM": command, "WANDB_ARGS": json.dumps(site.arguments)}
+
+
+def _computing_env(command: str, child: str, site: Site, env: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a process that computes with PyTorch. Programs that other processes start would inherit
+    tcmalloc, too."""
+    allocator = cpu_allocator_env(site.tcmalloc, site.env) if site.device == "cpu" else {}
+    return _child_env(command, child, site, env) | allocator
 
 
 def _server_flags(site: Site) -> tuple[str, ...]:

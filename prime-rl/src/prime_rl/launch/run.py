@@ -19,8 +19,7 @@ from prime_rl.configs.storage import StorageConfig
 from prime_rl.history.machine import machine_facts
 from prime_rl.launch.host import Host, LocalHost
 from prime_rl.launch.job import Job
-from prime_rl.launch.launch_log import LaunchLog
-from prime_rl.launch.logs import polled
+from prime_rl.launch.logs import LaunchLog, polled
 from prime_rl.launch.nodes.cluster import ClusterHost
 from prime_rl.launch.nodes.placing import Cluster, cluster_site, placement
 from prime_rl.launch.programs import Programs

@@ -1,4 +1,5 @@
-"""Tunes glibc's allocator for the tensors of a CPU trainer. Does nothing with another C library.
+"""Tunes glibc's allocator for the tensors of a CPU trainer. Does nothing with another C library, or with tcmalloc,
+which needs no tuning.
 
 By default glibc returns large blocks to the system at once, and the system zeroes each page before it hands it out
 again. That takes half of the time of operations that create such tensors. Keeping the blocks instead mixes long-lived

@@ -1,0 +1,54 @@
+"""Memory allocators of the processes that compute: PyTorch's on a GPU, and tcmalloc on a CPU, if this machine has it.
+
+glibc's allocator searches long lists of freed blocks, because PyTorch asks for aligned blocks of many sizes.
+`benchmarks/rl/README.md` compares the two. tcmalloc is part of Google's gperftools, which systems package.
+"""
+
+from __future__ import annotations
+
+import sys
+import sysconfig
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+PRELOAD_VARIABLE = "LD_PRELOAD"
+CUDA_VARIABLE = "PYTORCH_CUDA_ALLOC_CONF"
+
+_LIBRARIES = ("libtcmalloc_minimal.so.4", "libtcmalloc.so.4")
+_REPORT_VARIABLE = "TCMALLOC_LARGE_ALLOC_REPORT_THRESHOLD"
+_NEVER_REPORT = str(2**63 - 1)
+"""Bytes. By default, tcmalloc writes a line to stderr for each block of 1 GiB or more."""
+
+
+def installed_tcmalloc(directories: Iterable[Path] | None = None) -> str | None:
+    """The path of tcmalloc in `directories`, by default those of the system and of the Python environment.
+
+    None if it is not installed.
+    """
+    places = _library_directories() if directories is None else directories
+    libraries = (directory / name for directory in places for name in _LIBRARIES)
+    return next((str(library) for library in libraries if library.is_file()), None)
+
+
+def cpu_allocator_env(tcmalloc: str | None, env: Mapping[str, str]) -> dict[str, str]:
+    """Let a process allocate with the library `tcmalloc`, unless `env` sets LD_PRELOAD, also if it is empty."""
+    if tcmalloc is None or PRELOAD_VARIABLE in env:
+        return {}
+    quiet = {} if _REPORT_VARIABLE in env else {_REPORT_VARIABLE: _NEVER_REPORT}
+    return {PRELOAD_VARIABLE: tcmalloc, **quiet}
+
+
+def cuda_allocator_env(env: Mapping[str, str]) -> dict[str, str]:
+    """Let the segments of a trainer's GPU memory grow, unless `env` configures the allocator.
+
+    Rows of varying lengths fragment fixed segments.
+    """
+    given = any(name in env for name in ("PYTORCH_ALLOC_CONF", CUDA_VARIABLE))
+    return {} if given else {CUDA_VARIABLE: "expandable_segments:True"}
+
+
+def _library_directories() -> Iterator[Path]:
+    """Those with libraries for this Python's architecture: /usr/lib may hold libraries of another one."""
+    if multiarch := sysconfig.get_config_var("MULTIARCH"):
+        yield Path("/usr/lib", multiarch)
+    yield from (Path("/usr/lib64"), Path("/usr/local/lib"), Path(sys.prefix, "lib"), Path(sys.base_prefix, "lib"))

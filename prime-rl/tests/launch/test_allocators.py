@@ -1,0 +1,46 @@
+"""Memory allocators: which one a process gets. The tests with tcmalloc use the system's."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from prime_rl.launch.allocators import cpu_allocator_env, cuda_allocator_env, installed_tcmalloc
+
+BLOCK_OF_2_GIB = "bytearray(2 * 2**30); print(open('/proc/self/maps').read())"
+
+
+@pytest.fixture
+def tcmalloc() -> str:
+    library = installed_tcmalloc()
+    if library is None:
+        pytest.skip("tcmalloc is not installed (Debian and Ubuntu: libtcmalloc-minimal4)")
+    return library
+
+
+def test_a_process_loads_the_installed_tcmalloc_which_writes_nothing_about_large_blocks(tcmalloc: str) -> None:
+    env = {**os.environ, **cpu_allocator_env(tcmalloc, {})}
+    done = subprocess.run([sys.executable, "-c", BLOCK_OF_2_GIB], env=env, capture_output=True, text=True, check=True)
+    assert os.path.realpath(tcmalloc) in done.stdout
+    assert done.stderr == ""
+
+
+def test_libraries_of_the_python_environment_are_found(tmp_path: Path) -> None:
+    library = tmp_path / "libtcmalloc.so.4"
+    assert installed_tcmalloc([tmp_path]) is None
+    library.touch()
+    assert installed_tcmalloc([tmp_path]) == str(library)
+
+
+def test_a_preloaded_library_and_a_report_threshold_of_the_user_stay() -> None:
+    assert cpu_allocator_env("/lib/tcmalloc.so", {"LD_PRELOAD": ""}) == {}
+    given = {"TCMALLOC_LARGE_ALLOC_REPORT_THRESHOLD": "1000"}
+    assert cpu_allocator_env("/lib/tcmalloc.so", given) == {"LD_PRELOAD": "/lib/tcmalloc.so"}
+
+
+def test_a_configuration_of_the_cuda_allocator_stays() -> None:
+    assert cuda_allocator_env({}) == {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    assert cuda_allocator_env({"PYTORCH_ALLOC_CONF": "backend:native"}) == {}
+    assert cuda_allocator_env({"PYTORCH_CUDA_ALLOC_CONF": ""}) == {}
