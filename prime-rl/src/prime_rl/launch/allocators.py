@@ -1,7 +1,7 @@
 """Memory allocators of the processes that compute: PyTorch's on a GPU, and tcmalloc on a CPU, if this machine has it.
 
 glibc's allocator searches long lists of freed blocks, because PyTorch asks for aligned blocks of many sizes.
-`benchmarks/rl/README.md` compares the two. tcmalloc is part of Google's gperftools, which systems package.
+The RL benchmarks compare the two. tcmalloc is part of Google's gperftools, which systems package.
 """
 
 from __future__ import annotations
