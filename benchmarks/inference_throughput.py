@@ -118,12 +118,17 @@ def compare(directory: Path, dtype: str, batches: Sequence[int], rounds: int) ->
     reference.generation_config.eos_token_id = None
     reference.generation_config.pad_token_id = 0
     model, _ = load_model(str(directory), dtype, torch.device("cpu"))
-    engine = Engine(ModelRunner(model, 4 << 30))
-    thread = threading.Thread(target=engine.run)
-    thread.start()
-    url, server = serve(engine, model.config.vocab_size)
+    with Engine(ModelRunner(model, 4 << 30)).in_thread() as engine:
+        compare_batches(engine, reference, batches, dtype, rounds)
+
+
+def compare_batches(
+    engine: Engine, reference: torch.nn.Module, batches: Sequence[int], dtype: str, rounds: int
+) -> None:
+    vocab_size = reference.config.vocab_size
+    url, server = serve(engine, vocab_size)
     for batch in batches:
-        prompts = prompts_of(batch, model.config.vocab_size)
+        prompts = prompts_of(batch, vocab_size)
         contestants: dict[str, Callable[[], float]] = {
             "Transformers generate": lambda prompts=prompts: generate_tokens_per_s(reference, prompts),
             "embedded engine": lambda prompts=prompts: engine_tokens_per_s(engine, prompts),
@@ -141,8 +146,6 @@ def compare(directory: Path, dtype: str, batches: Sequence[int], rounds: int) ->
             median = statistics.median(values)
             print(f"  {name:22} {median:8.0f} tokens/s  {median / base:5.2f}x")
     server.should_exit = True
-    engine.stop()
-    thread.join()
 
 
 def converse_s(engine: Engine, conversations: int, turns: int) -> float:
@@ -166,12 +169,8 @@ def compare_conversations(directory: Path, conversations: int, turns: int, round
     seconds: dict[str, list[float]] = {"not cached": [], "cached": []}
     for _ in range(rounds):
         for name, kept_bytes in (("not cached", 0), ("cached", 1 << 30)):
-            engine = Engine(ModelRunner(model, 4 << 30), Limits(max_prefix_bytes=kept_bytes))
-            thread = threading.Thread(target=engine.run)
-            thread.start()
-            seconds[name].append(converse_s(engine, conversations, turns))
-            engine.stop()
-            thread.join()
+            with Engine(ModelRunner(model, 4 << 30), Limits(max_prefix_bytes=kept_bytes)).in_thread() as engine:
+                seconds[name].append(converse_s(engine, conversations, turns))
     uncached = statistics.median(seconds["not cached"])
     print(f"{conversations} conversations of {turns} turns, {TURN_TOKENS} new and {TURN_TOKENS // 2} drawn tokens each")
     for name, values in seconds.items():

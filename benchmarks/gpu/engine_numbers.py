@@ -5,9 +5,6 @@ from __future__ import annotations
 
 import socket
 import tempfile
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -61,18 +58,6 @@ def runner_of(directory: Path, dtype: str, device: str, enforce_eager: bool = Fa
     return runner
 
 
-@contextmanager
-def engine_of(runner: ModelRunner) -> Iterator[Engine]:
-    engine = Engine(runner)
-    thread = threading.Thread(target=engine.run)
-    thread.start()
-    try:
-        yield engine
-    finally:
-        engine.stop()
-        thread.join()
-
-
 def completions(engine: Engine) -> list[Completion]:
     """Greedy completions of prompts of several lengths that run together."""
     params = SamplingParams(max_tokens=NEW_TOKENS, temperature=0)
@@ -82,7 +67,7 @@ def completions(engine: Engine) -> list[Completion]:
 
 def against_transformers(directory: Path, dtype: str, findings: Findings) -> tuple[bool, str]:
     runner = runner_of(directory, dtype, findings.device)
-    with engine_of(runner) as engine:
+    with Engine(runner).in_thread() as engine:
         found = completions(engine)
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=getattr(torch, dtype)).to(findings.device).eval()
     worst = 0.0
@@ -110,9 +95,9 @@ def replays_of(graphs: DecodeGraphs | None) -> tuple[bool, str]:
 def as_eager(directory: Path, findings: Findings) -> tuple[bool, str]:
     """In float32, where two kernels hardly ever round to different tokens."""
     runner = runner_of(directory, "float32", findings.device)
-    with engine_of(runner) as engine:
+    with Engine(runner).in_thread() as engine:
         found = completions(engine)
-    with engine_of(runner_of(directory, "float32", findings.device, enforce_eager=True)) as engine:
+    with Engine(runner_of(directory, "float32", findings.device, enforce_eager=True)).in_thread() as engine:
         expected = completions(engine)
     is_same = [one.token_ids for one in found] == [one.token_ids for one in expected]
     pairs = zip(found, expected, strict=True)
@@ -133,11 +118,11 @@ def updated_in_place(directory: Path, device: str) -> tuple[bool, str]:
     save_file(tensors, changed / "model.safetensors", metadata={"format": "pt"})
     (changed / "config.json").write_text((directory / "config.json").read_text())
     (changed / "STABLE").touch()
-    with engine_of(runner_of(directory, "float32", device)) as engine:
+    with Engine(runner_of(directory, "float32", device)).in_thread() as engine:
         before = completions(engine)
         version = engine.update_weights(changed).result()
         after = completions(engine)
-    with engine_of(runner_of(changed, "float32", device)) as engine:
+    with Engine(runner_of(changed, "float32", device)).in_thread() as engine:
         fresh = completions(engine)
     same = [one.token_ids for one in after] == [one.token_ids for one in fresh]
     differs = [one.token_ids for one in after] != [one.token_ids for one in before]

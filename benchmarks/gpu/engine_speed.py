@@ -9,7 +9,6 @@ of the same prompts with few tokens; `tokens_per_s` is that of the long run with
 from __future__ import annotations
 
 import tempfile
-import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,10 +56,7 @@ def measured(
     model, source = load_model(str(directory), "bfloat16", torch.device(findings.device))
     kv_bytes = (1 if findings.is_tiny else 16) << 30
     runner = ModelRunner(model, kv_bytes, source, enforce_eager=is_eager)
-    engine = Engine(runner, Limits(max_running=max(sizes.batches)))
-    thread = threading.Thread(target=engine.run)
-    thread.start()
-    try:
+    with Engine(runner, Limits(max_running=max(sizes.batches))).in_thread() as engine:
         weight_bytes = sum(parameter.nbytes for parameter in model.parameters())
         for batch in sizes.batches:
             first_s = generate(engine, shape, batch, sizes.new_tokens)  # records the graphs of these sizes
@@ -77,9 +73,6 @@ def measured(
                 graphs=runner.graphs.num_recorded if runner.graphs is not None else 0,
                 shares=shares_of_step(lambda batch=batch: generate(engine, shape, batch, 8), findings.device),
             )
-    finally:
-        engine.stop()
-        thread.join()
     is_right = findings.device == "cpu" or is_eager == (runner.graphs is None or runner.graphs.is_off)
     return is_right, f"{len(sizes.batches)} batch sizes" if is_right else "no graphs: the log of this part says why"
 

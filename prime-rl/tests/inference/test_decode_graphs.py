@@ -7,7 +7,6 @@ is Transformers.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -317,19 +316,13 @@ def test_weights_of_nan_do_not_end_replaying(small_model) -> None:
 def test_an_engine_that_replays_answers_as_transformers(name, small_model) -> None:
     directory = small_model(name)
     runner, graphs = replaying(directory)
-    engine = Engine(runner)
-    thread = threading.Thread(target=engine.run)
-    thread.start()
     prompts = [tuple(prompt_of(number, 1 + 7 * number)) for number in range(20)]
-    try:
+    with Engine(runner).in_thread() as engine:
         futures = [
             engine.submit(GenerationRequest(prompt, SamplingParams(max_tokens=5 + 4 * number), seed=number))
             for number, prompt in enumerate(prompts)
         ]
         answers = [future.result().completions[0] for future in futures]
-    finally:
-        engine.stop()
-        thread.join()
     assert graphs.num_replayed > 20
     for prompt, answer in zip(prompts, answers, strict=True):
         assert_drawn_from(directory, prompt, answer)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -57,17 +55,6 @@ def engine_of(base: Path, max_in_batch: int = 8, max_loaded: int = 3, max_rank: 
     return Engine(runner, Limits(max_adapters=max_in_batch), store)
 
 
-@contextmanager
-def running(engine: Engine) -> Iterator[Engine]:
-    thread = threading.Thread(target=engine.run)
-    thread.start()
-    try:
-        yield engine
-    finally:
-        engine.stop()
-        thread.join()
-
-
 def submit(engine: Engine, prompt: tuple[int, ...], name: str | None, max_tokens: int = 16) -> Future[Generation]:
     assert engine.adapters is not None
     params = SamplingParams(max_tokens=max_tokens, temperature=0)
@@ -110,7 +97,7 @@ def test_a_batch_of_the_base_and_of_two_adapters_equals_peft(name, max_in_batch,
         "second": adapter_of(base, tmp_path / "step_2", 2, ["q_proj", "v_proj"], rank=8),
         None: None,
     }
-    with running(engine_of(base, max_in_batch)) as engine:
+    with engine_of(base, max_in_batch).in_thread() as engine:
         for chosen in ("first", "second"):
             engine.load_adapter(chosen, paths[chosen]).result()
         engine.pause().result()
@@ -122,7 +109,7 @@ def test_a_batch_of_the_base_and_of_two_adapters_equals_peft(name, max_in_batch,
 
 
 def test_a_new_version_takes_effect_between_two_steps_of_running_requests(qwen3, adapters) -> None:
-    with running(engine_of(qwen3)) as engine:
+    with engine_of(qwen3).in_thread() as engine:
         assert engine.load_adapter("mine", adapters[0]).result() == 1
         longer = {name: submit(engine, PROMPTS[0], name, max_tokens=200) for name in ("mine", None)}
         while not all(future.done() for future in longer.values()):
@@ -135,14 +122,14 @@ def test_a_new_version_takes_effect_between_two_steps_of_running_requests(qwen3,
 
 
 def test_completions_after_a_new_version_equal_peft_with_that_version(qwen3, adapters) -> None:
-    with running(engine_of(qwen3)) as engine:
+    with engine_of(qwen3).in_thread() as engine:
         for directory in adapters:
             engine.load_adapter("mine", directory).result()
             assert_greedy(reference(qwen3, directory), PROMPTS[1], submit(engine, PROMPTS[1], "mine").result())
 
 
 def test_replacing_the_base_weights_ends_only_requests_with_adapters(qwen3, adapters) -> None:
-    with running(engine_of(qwen3)) as engine:
+    with engine_of(qwen3).in_thread() as engine:
         engine.load_adapter("mine", adapters[0]).result()
         engine.pause().result()
         lost, kept = submit(engine, PROMPTS[0], "mine"), submit(engine, PROMPTS[0], None)
@@ -156,7 +143,7 @@ def test_replacing_the_base_weights_ends_only_requests_with_adapters(qwen3, adap
 
 def test_adapters_require_the_initial_weights(qwen3, adapters, tmp_path) -> None:
     (tmp_path / "step_7").symlink_to(qwen3)
-    with running(engine_of(qwen3)) as engine:
+    with engine_of(qwen3).in_thread() as engine:
         engine.update_weights(tmp_path / "step_7").result()
         with pytest.raises(WeightError, match="holds weights of version 7"):
             engine.load_adapter("mine", adapters[0]).result()
@@ -219,7 +206,7 @@ def test_an_adapter_that_does_not_fit_is_refused_and_the_old_version_stays(fault
     break_it, message = FAULTS[fault]
     broken = adapter_of(qwen3, tmp_path / "step_5", seed=5, targets=ALL)
     break_it(broken)
-    with running(engine_of(qwen3)) as engine:
+    with engine_of(qwen3).in_thread() as engine:
         engine.load_adapter("mine", adapters[0]).result()
         with pytest.raises(WeightError, match=message):
             engine.load_adapter("mine", broken).result()
@@ -230,14 +217,14 @@ def test_an_adapter_that_does_not_fit_is_refused_and_the_old_version_stays(fault
 
 def test_a_missing_file_is_a_different_error_than_an_unfit_adapter(qwen3, adapters, tmp_path) -> None:
     (tmp_path / "step_1").mkdir()
-    with running(engine_of(qwen3)) as engine:
+    with engine_of(qwen3).in_thread() as engine:
         for directory in (tmp_path / "nowhere", tmp_path / "step_1"):
             with pytest.raises(AdapterMissing, match="has no adapter_config"):
                 engine.load_adapter("mine", directory).result()
 
 
 def test_no_more_adapters_are_loaded_than_the_limit(qwen3, adapters) -> None:
-    with running(engine_of(qwen3, max_loaded=2)) as engine:
+    with engine_of(qwen3, max_loaded=2).in_thread() as engine:
         for name in ("first", "second", "first"):
             engine.load_adapter(name, adapters[0]).result()
         with pytest.raises(WeightError, match="max_cpu_loras is 2"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -93,8 +92,6 @@ def test_groups_of_different_weight_versions_are_not_merged(directories) -> None
 
     model, source = load_model(str(start), "float32", CPU)
     engine = Engine(ModelRunner(model, 1 << 28, source, find_common_start))
-    thread = threading.Thread(target=engine.run)
-    thread.start()
 
     def submit(max_tokens: int) -> list:
         """Run groups of ten samples that end at different lengths."""
@@ -105,7 +102,7 @@ def test_groups_of_different_weight_versions_are_not_merged(directories) -> None
             for prompt in PROMPTS
         ]
 
-    try:
+    with engine.in_thread():
         first = submit(200)
         engine.resume().result()
         engine.submit(GenerationRequest((1, 2, 3), SamplingParams(max_tokens=4), seed=0)).result()
@@ -114,9 +111,6 @@ def test_groups_of_different_weight_versions_are_not_merged(directories) -> None
         second = submit(10)
         engine.resume().result()
         answers = [[future.result().completions[0] for future in wave] for wave in (first, second)]
-    finally:
-        engine.stop()
-        thread.join()
     assert any(found)
     for prompt, completion in zip(PROMPTS * 10, answers[1], strict=True):
         assert_drawn_from(newer, prompt, completion)

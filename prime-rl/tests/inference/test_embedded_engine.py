@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -39,17 +38,6 @@ def qwen3_dir(small_model: Callable[..., Path]) -> Path:
     return small_model("qwen3")
 
 
-@contextmanager
-def running(engine: Engine) -> Iterator[Engine]:
-    thread = threading.Thread(target=engine.run)
-    thread.start()
-    try:
-        yield engine
-    finally:
-        engine.stop()
-        thread.join()
-
-
 def request_of(prompt: tuple[int, ...], max_tokens: int = 20, n: int = 1, temperature: float = 0) -> GenerationRequest:
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature)
     return GenerationRequest(prompt=prompt, params=params, seed=0, n=n)
@@ -77,7 +65,7 @@ def assert_greedy(model: torch.nn.Module, prompt: tuple[int, ...], completion: C
 def test_a_mixed_batch_equals_transformers(name, small_model) -> None:
     directory = small_model(name)
     reference = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-    with running(Engine(runner_of(directory))) as engine:
+    with Engine(runner_of(directory)).in_thread() as engine:
         for prompt, completion in zip(PROMPTS, answers(engine, PROMPTS), strict=True):
             assert_greedy(reference, prompt, completion)
 
@@ -99,7 +87,7 @@ def test_a_model_with_soft_caps_is_refused_before_it_serves(small_model) -> None
 
 def test_more_requests_than_rows_wait_their_turn(qwen3_dir) -> None:
     reference = AutoModelForCausalLM.from_pretrained(qwen3_dir, dtype=torch.float32)
-    with running(Engine(runner_of(qwen3_dir), Limits(max_running=2, max_prefill_tokens=8))) as engine:
+    with Engine(runner_of(qwen3_dir), Limits(max_running=2, max_prefill_tokens=8)).in_thread() as engine:
         for prompt, completion in zip(PROMPTS, answers(engine, PROMPTS), strict=True):
             assert_greedy(reference, prompt, completion)
 
@@ -110,7 +98,7 @@ def test_sequences_that_outgrow_the_memory_are_preempted_and_prefilled_again(qwe
     # The budget fits 32 rows of 128 tokens, but only 16 rows of 160.
     runner = runner_of(qwen3_dir, budget_bytes=32 * 128 * bytes_per_token)
     prompts = [(row % 64, 3, row // 2) for row in range(20)]
-    with running(Engine(runner)) as engine:
+    with Engine(runner).in_thread() as engine:
         for prompt, completion in zip(prompts, answers(engine, prompts, max_tokens=140), strict=True):
             assert_greedy(reference, prompt, completion)
         assert runner.slots.length == 160
@@ -120,7 +108,7 @@ def test_sequences_that_outgrow_the_memory_are_preempted_and_prefilled_again(qwe
 def test_samples_of_a_prompt_that_fills_its_rows_equal_transformers(qwen3_dir) -> None:
     reference = AutoModelForCausalLM.from_pretrained(qwen3_dir, dtype=torch.float32)
     prompts = [tuple((3 * place + length) % 64 for place in range(length)) for length in (32, 64, 128, 256)]
-    with running(Engine(runner_of(qwen3_dir))) as engine:
+    with Engine(runner_of(qwen3_dir)).in_thread() as engine:
         for prompt in prompts:
             for completion in engine.submit(request_of(prompt, max_tokens=3, n=4)).result().completions:
                 assert_greedy(reference, prompt, completion)
@@ -164,7 +152,7 @@ def test_samples_of_one_prompt_prefill_it_once(qwen3_dir) -> None:
     model, _ = load_model(str(qwen3_dir), "float32", torch.device("cpu"))
     runner = CountingRunner(model, PLENTY_BYTES)
     runner.num_prompts = 0
-    with running(Engine(runner)) as engine:
+    with Engine(runner).in_thread() as engine:
         engine.pause().result()
         both = [engine.submit(request_of(PROMPTS[3], n=4, temperature=1)) for _ in range(2)]
         engine.resume().result()
@@ -182,7 +170,7 @@ def test_a_full_queue_refuses(qwen3_dir) -> None:
 
 
 def test_a_cancelled_request_leaves_the_batch_and_the_others_continue(qwen3_dir) -> None:
-    with running(Engine(runner_of(qwen3_dir))) as engine:
+    with Engine(runner_of(qwen3_dir)).in_thread() as engine:
         engine.pause().result()
         unwanted = engine.submit(request_of(PROMPTS[0], max_tokens=200))
         wanted = engine.submit(request_of(PROMPTS[1], max_tokens=10))
@@ -193,7 +181,7 @@ def test_a_cancelled_request_leaves_the_batch_and_the_others_continue(qwen3_dir)
 
 
 def test_stopping_fails_pending_requests(qwen3_dir) -> None:
-    with running(Engine(runner_of(qwen3_dir))) as engine:
+    with Engine(runner_of(qwen3_dir)).in_thread() as engine:
         engine.pause().result()
         waiting = engine.submit(request_of(PROMPTS[0]))
     with pytest.raises(EngineStopped):
@@ -207,7 +195,7 @@ def test_weights_that_produce_nan_fail_the_request_but_not_the_engine(qwen3_dir,
 
     tensors = load_file(qwen3_dir / "model.safetensors")
     save_file({key: tensor * torch.nan for key, tensor in tensors.items()}, tmp_path / "model.safetensors")
-    with running(Engine(runner_of(qwen3_dir))) as engine:
+    with Engine(runner_of(qwen3_dir)).in_thread() as engine:
         engine.update_weights(tmp_path).result()
         with pytest.raises(GenerationFailed, match="version 1"):
             engine.submit(request_of(PROMPTS[5])).result()
@@ -283,7 +271,7 @@ def test_an_error_in_one_request_fails_that_request_alone(qwen3_dir, faulty: Cal
         engine.resume().result()
         return [completion.token_ids for other in others for completion in other.result().completions]
 
-    with running(Engine(runner_of(qwen3_dir))) as engine:
+    with Engine(runner_of(qwen3_dir)).in_thread() as engine:
         expected = together()
         request = faulty()
         assert together(request) == expected

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -34,14 +33,8 @@ def runner_of(directory: Path, dtype: str = "float32", enforce_eager: bool = Fal
 @contextmanager
 def running(runner: ModelRunner) -> Iterator[Engine]:
     # Fewer rows than prompts: some sequences join while others are being decoded.
-    engine = Engine(runner, Limits(max_running=18))
-    thread = threading.Thread(target=engine.run)
-    thread.start()
-    try:
+    with Engine(runner, Limits(max_running=18)).in_thread() as engine:
         yield engine
-    finally:
-        engine.stop()
-        thread.join()
 
 
 def answers(engine: Engine, temperature: float = 0.0) -> list[Completion]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -41,14 +40,8 @@ def running(directory: Path, max_prefix_bytes: int = 1 << 20) -> Iterator[tuple[
     model, source = load_model(str(directory), "float32", torch.device("cpu"))
     runner = ReadingRunner(model, 1 << 30, source)
     runner.num_read = 0
-    engine = Engine(runner, Limits(max_prefix_bytes=max_prefix_bytes))
-    thread = threading.Thread(target=engine.run)
-    thread.start()
-    try:
+    with Engine(runner, Limits(max_prefix_bytes=max_prefix_bytes)).in_thread() as engine:
         yield engine, runner
-    finally:
-        engine.stop()
-        thread.join()
 
 
 def answer(engine: Engine, prompt: tuple[int, ...], max_tokens: int = 24) -> Completion:

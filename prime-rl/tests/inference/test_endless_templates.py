@@ -35,11 +35,8 @@ def service(tiny_model_dir: Path) -> Iterator[Service]:
         {"model": {"name": str(tiny_model_dir), "chat_template": TEMPLATE}, "device": "cpu"}
     )
     service = start_service(config)
-    thread = threading.Thread(target=service.engine.run, daemon=True)
-    thread.start()
-    yield service
-    service.engine.stop()
-    thread.join()
+    with service.engine.in_thread():
+        yield service
 
 
 @pytest.fixture

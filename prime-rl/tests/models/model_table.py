@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import sys
 import tempfile
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -223,17 +222,11 @@ def _compare_engine(case: Case, directory: Path, reference: PreTrainedModel) -> 
     """Samples that run together: groups of a prompt, then second turns with kept prefixes."""
     model, source = load_model(str(directory), "float32", torch.device("cpu"), max_model_len=case.seq_len)
     runner = ModelRunner(model, 1 << 28, source, partial(CommonStart.from_origins, fewest_rows=6))
-    engine = Engine(runner, Limits(max_prefix_bytes=1 << 24))
-    thread = threading.Thread(target=engine.run)
-    thread.start()
-    try:
+    with Engine(runner, Limits(max_prefix_bytes=1 << 24)).in_thread() as engine:
         sampled = _sampled(engine, [([*range(5, 5 + case.seq_len // 2)], 6), ([7, 8, 9], 2)], case.seq_len // 4)
         # Second turns, whose first tokens are kept.
         turns = [[*tokens, 9] for tokens, _ in (sampled[0], sampled[-1])]
         sampled += _sampled(engine, [(tokens, 2) for tokens in turns], 4)
-    finally:
-        engine.stop()
-        thread.join()
     for tokens, logprobs in sampled:
         expected = reference_logprobs(case, reference, tokens)[-len(logprobs) :]
         _check_logprobs(torch.tensor(logprobs), expected)

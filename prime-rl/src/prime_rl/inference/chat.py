@@ -9,12 +9,11 @@ from __future__ import annotations
 import json
 import signal
 import sys
-import threading
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from prime_rl.checks.chat_models import ChatModel, ChatPlan
 from prime_rl.configs.inference import InferenceConfig
@@ -41,7 +40,7 @@ class CannotAnswer(Exception):
 
 
 class Speaker:
-    """One model with its own conversation. A context manager, which runs the engine's thread."""
+    """One model with its own conversation. Answers while it is `loaded`."""
 
     def __init__(self, model: ChatModel, service: Service, system: str | None) -> None:
         self.title = model.title
@@ -49,21 +48,19 @@ class Speaker:
         self._service = service
         self._opening: list[Message] = [] if system is None else [{"role": "system", "content": system}]
         self._messages = list(self._opening)
-        self._thread = threading.Thread(target=service.engine.run, name=f"engine of {model.title}", daemon=True)
 
-    def __enter__(self) -> Speaker:
-        """Raises WeightError if the weights or the adapter do not fit the model."""
-        self._thread.start()
-        engine = self._service.engine
-        if self._model.weights is not None:
-            engine.update_weights(Path(self._model.weights)).result()
-        if self._model.adapter is not None:
-            engine.load_adapter(ADAPTER, Path(self._model.adapter)).result()
-        return self
+    @contextmanager
+    def loaded(self) -> Iterator[Self]:
+        """Run the engine during the block, with the model's own weights or its adapter.
 
-    def __exit__(self, *error: object) -> None:
-        self._service.engine.stop()
-        self._thread.join()
+        Raises WeightError if they do not fit the model.
+        """
+        with self._service.engine.in_thread(f"engine of {self.title}") as engine:
+            if self._model.weights is not None:
+                engine.update_weights(Path(self._model.weights)).result()
+            if self._model.adapter is not None:
+                engine.load_adapter(ADAPTER, Path(self._model.adapter)).result()
+            yield self
 
     def reset(self) -> None:
         self._messages = list(self._opening)
@@ -189,7 +186,7 @@ def _tell(line: str) -> None:
 def _entered(model: ChatModel, plan: ChatPlan, closing: ExitStack) -> Speaker | None:
     """A running speaker; None if a model that may be missing cannot be loaded."""
     try:
-        return closing.enter_context(speaker_of(model, plan))
+        return closing.enter_context(speaker_of(model, plan).loaded())
     except (EngineError, WeightError) as error:
         if not model.is_optional:
             _tell(f"error: {error}")

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -182,6 +182,17 @@ class Engine:
         with self._lock:
             self._stopped = True
         self._inbox.put(None)
+
+    @contextlib.contextmanager
+    def in_thread(self, name: str | None = None) -> Iterator[Self]:
+        """Run in a thread of its own during the block, then stop."""
+        thread = threading.Thread(target=self.run, name=name, daemon=True)
+        thread.start()
+        try:
+            yield self
+        finally:
+            self.stop()
+            thread.join()
 
     @torch.inference_mode()
     def run(self) -> None:
