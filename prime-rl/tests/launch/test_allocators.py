@@ -34,6 +34,14 @@ def test_libraries_of_the_python_environment_are_found(tmp_path: Path) -> None:
     assert installed_tcmalloc([tmp_path]) == str(library)
 
 
+@pytest.mark.parametrize("name", ["my project", "a:b"])
+def test_a_path_that_ld_preload_would_split_is_left_out(tmp_path: Path, name: str) -> None:
+    folder = tmp_path / name
+    folder.mkdir()
+    (folder / "libtcmalloc.so.4").touch()
+    assert installed_tcmalloc([folder]) is None
+
+
 def test_a_preloaded_library_and_a_report_threshold_of_the_user_stay() -> None:
     assert cpu_allocator_env("/lib/tcmalloc.so", {"LD_PRELOAD": ""}) == {}
     given = {"TCMALLOC_LARGE_ALLOC_REPORT_THRESHOLD": "1000"}

@@ -6,6 +6,7 @@ The RL benchmarks compare the two. tcmalloc is part of Google's gperftools, whic
 
 from __future__ import annotations
 
+import re
 import sys
 import sysconfig
 from collections.abc import Iterable, Iterator, Mapping
@@ -27,7 +28,7 @@ def installed_tcmalloc(directories: Iterable[Path] | None = None) -> str | None:
     """
     places = _library_directories() if directories is None else directories
     libraries = (directory / name for directory in places for name in _LIBRARIES)
-    return next((str(library) for library in libraries if library.is_file()), None)
+    return next((str(library) for library in libraries if library.is_file() and _can_be_preloaded(library)), None)
 
 
 def cpu_allocator_env(tcmalloc: str | None, env: Mapping[str, str]) -> dict[str, str]:
@@ -45,6 +46,11 @@ def cuda_allocator_env(env: Mapping[str, str]) -> dict[str, str]:
     """
     given = any(name in env for name in ("PYTORCH_ALLOC_CONF", CUDA_VARIABLE))
     return {} if given else {CUDA_VARIABLE: "expandable_segments:True"}
+
+
+def _can_be_preloaded(library: Path) -> bool:
+    """LD_PRELOAD separates paths by colons and spaces, and has no way to escape one."""
+    return not re.search(r"[:\s]", str(library))
 
 
 def _library_directories() -> Iterator[Path]:
