@@ -9,7 +9,13 @@ import pytest
 
 from prime_rl.launch.allocators import cpu_allocator_env, cuda_allocator_env, installed_tcmalloc
 
-BLOCK_OF_2_GIB = "bytearray(2 * 2**30); print(open('/proc/self/maps').read())"
+BLOCK_OF_2_GIB = """
+import ctypes
+malloc = ctypes.CDLL(None).malloc
+malloc.argtypes, malloc.restype = [ctypes.c_size_t], ctypes.c_void_p
+assert malloc(2 * 2**30)  # never written to, so it takes no memory
+print(open("/proc/self/maps").read())
+"""
 
 
 @pytest.fixture
