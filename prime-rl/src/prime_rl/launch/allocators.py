@@ -18,7 +18,7 @@ CUDA_VARIABLE = "PYTORCH_CUDA_ALLOC_CONF"
 _LIBRARIES = ("libtcmalloc_minimal.so.4", "libtcmalloc.so.4")
 _REPORT_VARIABLE = "TCMALLOC_LARGE_ALLOC_REPORT_THRESHOLD"
 _NEVER_REPORT = str(2**63 - 1)
-"""Bytes. By default, tcmalloc writes a line to stderr for each block of 1 GiB or more."""
+"""Bytes. Older versions write a line to stderr for each block of 1 GiB or more."""
 
 
 def installed_tcmalloc(directories: Iterable[Path] | None = None) -> str | None:
