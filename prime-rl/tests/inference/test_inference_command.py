@@ -16,9 +16,7 @@ from prime_rl.checks.engines import EMBEDDED_TOOL_PARSERS, choose_backend, embed
 from prime_rl.configs.inference import InferenceConfig
 from prime_rl.inference.embedded.http.tool_calls import TOOL_PARSERS
 from prime_rl.launch import reserved_ports
-from prime_rl.launch.allocators import PRELOAD_VARIABLE, installed_tcmalloc
 from prime_rl.launch.devices import SPIN_VARIABLE, spin_env
-from prime_rl.utils.gpus import machine_gpus
 from prime_rl.utils.pydantic_config import load_config
 from prime_rl.utils.pydantic_config.environment import LAUNCH_VARIABLE
 
@@ -163,20 +161,3 @@ def test_threads_of_a_server_spin_unless_a_launch_has_divided_the_cores(
     assert server.stop() == 0
     (spins,) = {line.split("'")[1] for line in server.lines if SPIN_VARIABLE in line}
     assert spins == ("0" if launched else spin_env({})[SPIN_VARIABLE])
-
-
-@pytest.mark.parametrize("launched", [False, True], ids=["by hand", "by a launch"])
-def test_a_server_that_is_started_by_hand_on_a_cpu_allocates_with_tcmalloc(
-    served_model_dir: Path, tmp_path: Path, launched: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if (library := installed_tcmalloc()) is None:
-        pytest.skip("tcmalloc is not installed (Debian and Ubuntu: libtcmalloc-minimal4)")
-    if machine_gpus():
-        pytest.skip("this machine has a GPU")
-    for variable in (PRELOAD_VARIABLE, LAUNCH_VARIABLE):
-        monkeypatch.delenv(variable, raising=False)
-    env = {LAUNCH_VARIABLE: str(tmp_path)} if launched else {}
-    server = Server(sys.executable, served_model_dir, "--backend", "embedded", **env)
-    loaded = Path(f"/proc/{server.process.pid}/maps").read_text()
-    assert server.stop() == 0
-    assert (os.path.realpath(library) in loaded) is not launched

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import venv
 from pathlib import Path
 
 import pytest
@@ -33,11 +34,23 @@ def test_a_process_loads_the_installed_tcmalloc_which_writes_nothing_about_large
     assert done.stderr == ""
 
 
-def test_libraries_of_the_python_environment_are_found(tmp_path: Path) -> None:
-    library = tmp_path / "libtcmalloc.so.4"
-    assert installed_tcmalloc([tmp_path]) is None
+def test_a_library_in_the_python_environment_goes_before_the_systems(tmp_path: Path) -> None:
+    venv.create(tmp_path, with_pip=False)
+    library = tmp_path / "lib" / "libtcmalloc.so.4"
     library.touch()
-    assert installed_tcmalloc([tmp_path]) == str(library)
+    program = "from prime_rl.launch.allocators import installed_tcmalloc; print(installed_tcmalloc())"
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    argv = [str(tmp_path / "bin" / "python"), "-c", program]
+    assert subprocess.check_output(argv, env=env, text=True).strip() == str(library)
+
+
+def test_a_damaged_library_is_ignored_and_the_process_says_so(tmp_path: Path) -> None:
+    (tmp_path / "libtcmalloc.so.4").write_bytes(b"\x7fELF")
+    env = {**os.environ, **cpu_allocator_env(installed_tcmalloc([tmp_path]), {})}
+    argv = [sys.executable, "-c", "print('runs')"]
+    done = subprocess.run(argv, env=env, capture_output=True, text=True, check=True)
+    assert done.stdout == "runs\n"
+    assert "cannot be preloaded" in done.stderr
 
 
 @pytest.mark.parametrize("name", ["my project", "a:b"])
@@ -48,10 +61,18 @@ def test_a_path_that_ld_preload_would_split_is_left_out(tmp_path: Path, name: st
     assert installed_tcmalloc([folder]) is None
 
 
-def test_a_preloaded_library_and_a_report_threshold_of_the_user_stay() -> None:
-    assert cpu_allocator_env("/lib/tcmalloc.so", {"LD_PRELOAD": ""}) == {}
+@pytest.mark.parametrize("given", ["", "/opt/xalt.so"], ids=["switched off", "another library"])
+def test_what_the_user_preloads_stays(given: str) -> None:
+    assert cpu_allocator_env("/lib/tcmalloc.so", {"LD_PRELOAD": given}) == {}
+
+
+def test_a_report_threshold_of_the_user_stays() -> None:
     given = {"TCMALLOC_LARGE_ALLOC_REPORT_THRESHOLD": "1000"}
     assert cpu_allocator_env("/lib/tcmalloc.so", given) == {"LD_PRELOAD": "/lib/tcmalloc.so"}
+
+
+def test_without_tcmalloc_the_environment_stays() -> None:
+    assert cpu_allocator_env(None, {}) == {}
 
 
 def test_a_configuration_of_the_cuda_allocator_stays() -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from prime_rl.launch import LocalHost
+from prime_rl.launch.allocators import PRELOAD_VARIABLE, installed_tcmalloc
 from prime_rl.launch.nodes.channels import PipeChannel, agent_argv
 from prime_rl.launch.nodes.cluster import ClusterHost
 from prime_rl.launch.nodes.placing import cluster_site
@@ -135,6 +136,22 @@ def test_an_interface_that_nodes_do_not_have_is_refused_with_the_names_of_theirs
         asked = replace(demand, interface="eth77,lo")
         with cluster_site(host, Two(), asked, {}, store, programs) as site:
             assert [(each.interface, each.address) for each in site.each] == [("lo", "127.0.0.1")] * 2
+
+
+def test_a_node_gets_tcmalloc_unless_something_is_preloaded_there(local: LocalHost, tmp_path: Path) -> None:
+    if (library := installed_tcmalloc()) is None:
+        pytest.skip("tcmalloc is not installed (Debian and Ubuntu: libtcmalloc-minimal4)")
+    env = {name: value for name, value in os.environ.items() if name != PRELOAD_VARIABLE}
+    agents = [
+        PipeChannel(name, agent_argv(), {**env, "SLURMD_NODENAME": name, **preloads})
+        for name, preloads in (("n0", {}), ("n1", {PRELOAD_VARIABLE: ""}))
+    ]
+    demand, programs = Demand("cpu", train=1, train_nodes=2), Programs("python", "inference", "orchestrator")
+    with (
+        ClusterHost(local, agents) as host,
+        cluster_site(host, Two(), demand, env, tmp_path / "control" / "store", programs) as site,
+    ):
+        assert [each.allocator.get(PRELOAD_VARIABLE) for each in site.each] == [library, None]
 
 
 def test_a_store_between_machines_listens_on_its_address_alone() -> None:

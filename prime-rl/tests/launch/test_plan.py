@@ -254,6 +254,7 @@ def test_threads_of_a_server_that_is_planned_alone_spin_on_a_cpu(device: str) ->
 
 
 TCMALLOC = "/usr/lib/libtcmalloc_minimal.so.4"
+ALLOCATOR = {"LD_PRELOAD": TCMALLOC}
 
 
 def preloads_of(job: Job) -> dict[str, str | None]:
@@ -261,7 +262,7 @@ def preloads_of(job: Job) -> dict[str, str | None]:
 
 
 def test_processes_that_compute_on_a_cpu_allocate_with_tcmalloc() -> None:
-    here = replace(site("cpu"), tcmalloc=TCMALLOC)
+    here = replace(site("cpu"), allocator=ALLOCATOR)
     evaluation = {"environment_ids": ["x"], "inference": {"device": "cpu"}, "output_dir": "out"}
     judge = {"strict": {"model": "judge"}}
     judged = replace(here, ports=replace(here.ports, frozen=(8005,)))
@@ -281,17 +282,8 @@ def test_processes_that_compute_on_a_cpu_allocate_with_tcmalloc() -> None:
     }
 
 
-@pytest.mark.parametrize(
-    "here",
-    [
-        site("cpu"),
-        replace(site("cuda"), tcmalloc=TCMALLOC),
-        replace(site("cpu", LD_PRELOAD=""), tcmalloc=TCMALLOC),
-        replace(site("cpu", LD_PRELOAD="/opt/xalt.so"), tcmalloc=TCMALLOC),
-    ],
-    ids=["not installed", "on a GPU", "switched off", "a library of the user's"],
-)
-def test_otherwise_the_allocator_stays(here: Site) -> None:
+def test_processes_on_a_gpu_keep_the_systems_allocator() -> None:
+    here = replace(site("cuda"), allocator=ALLOCATOR)
     assert set(preloads_of(plan_rl(config(), PATHS, here, None)).values()) == {None}
 
 

@@ -27,12 +27,10 @@ from prime_rl.checks.engines import (
 )
 from prime_rl.configs.inference import InferenceConfig
 from prime_rl.configs.surface.not_built import refuse_unbuilt
-from prime_rl.launch.allocators import cpu_allocator_env, installed_tcmalloc
 from prime_rl.launch.devices import spin_env
 from prime_rl.monitors.tracing import own_trace
 from prime_rl.run.lifeline import end_with_launch
 from prime_rl.utils.engine_keys import ENGINE_KEY_VARIABLE, named_key, new_engine_key, published_key
-from prime_rl.utils.gpus import machine_gpus
 from prime_rl.utils.logger import get_logger, setup_logger
 from prime_rl.utils.private import NotPrivate
 from prime_rl.utils.pydantic_config import get_unknown_args, parse_argv_or_exit
@@ -49,10 +47,10 @@ def main() -> None:
     extras = get_unknown_args()
     refuse_unbuilt(config)
     refuse_unstartable(config)
-    if LAUNCH_VARIABLE not in os.environ:
-        _prepare_by_hand()
     setup_logger("info")
     own_trace()
+    if LAUNCH_VARIABLE not in os.environ:  # started by hand: no launch has given cores to other processes
+        os.environ |= spin_env(os.environ)
     backend, reason = choose_backend(config, has_vllm, gpu_visible)
     # Checked again, because torch may see other GPUs than the start check, which does not import torch.
     if backend == "embedded" and (faults := [*embedded_faults(config, gpu_visible), *option_faults(extras)]):
@@ -62,15 +60,6 @@ def main() -> None:
     if backend == "vllm":
         raise SystemExit(_serve_vllm(config, extras))
     _exit_now(_serve_embedded(config))
-
-
-def _prepare_by_hand() -> None:
-    """Set what a launch would have set. No other process of a run needs the cores."""
-    os.environ |= spin_env(os.environ)
-    allocator = {} if machine_gpus() else cpu_allocator_env(installed_tcmalloc(), os.environ)
-    if allocator:
-        # The dynamic linker loads it before a program starts. The process id stays the same.
-        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, **allocator})
 
 
 def gpu_visible() -> bool:

@@ -22,7 +22,7 @@ _NEVER_REPORT = str(2**63 - 1)
 
 
 def installed_tcmalloc(directories: Iterable[Path] | None = None) -> str | None:
-    """The path of tcmalloc in `directories`, by default those of the system and of the Python environment.
+    """The path of tcmalloc in `directories`, by default those of the Python environment and of the system.
 
     None if it is not installed.
     """
@@ -55,6 +55,7 @@ def _can_be_preloaded(library: Path) -> bool:
 
 def _library_directories() -> Iterator[Path]:
     """Those with libraries for this Python's architecture: /usr/lib may hold libraries of another one."""
+    yield from (Path(sys.prefix, "lib"), Path(sys.base_prefix, "lib"), Path("/usr/local/lib"))
     if multiarch := sysconfig.get_config_var("MULTIARCH"):
         yield Path("/usr/lib", multiarch)
-    yield from (Path("/usr/lib64"), Path("/usr/local/lib"), Path(sys.prefix, "lib"), Path(sys.base_prefix, "lib"))
+    yield Path("/usr/lib64")

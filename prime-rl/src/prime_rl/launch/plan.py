@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 from prime_rl.configs.rollouts.frozen import TEACHER, FrozenModel, frozen_judges, frozen_models
 from prime_rl.configs.rollouts.judges import JudgeConfig, started_judges
 from prime_rl.configs.supervised.evaluation import evaluation_of
-from prime_rl.launch.allocators import cpu_allocator_env, cuda_allocator_env
+from prime_rl.launch.allocators import cuda_allocator_env
 from prime_rl.launch.caches import cache_env
 from prime_rl.launch.devices import mask, mask_for_vllm, spin_env, thread_env
 from prime_rl.launch.job import Job, Resources
@@ -408,10 +408,10 @@ def _child_env(command: str, child: str, site: Site, env: Mapping[str, str]) -> 
 
 
 def _computing_env(command: str, child: str, site: Site, env: Mapping[str, str]) -> dict[str, str]:
-    """The environment of a process that computes with PyTorch. Programs that other processes start would inherit
-    tcmalloc, too."""
-    allocator = cpu_allocator_env(site.tcmalloc, site.env) if site.device == "cpu" else {}
-    return _child_env(command, child, site, env) | allocator
+    """The environment of a trainer or a server. Others do not get the allocator: the programs that an orchestrator's
+    environments start would inherit it."""
+    allocator = site.allocator if site.device == "cpu" else {}
+    return {**_child_env(command, child, site, env), **allocator}
 
 
 def _server_flags(site: Site) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
-from prime_rl.launch.allocators import installed_tcmalloc
+from prime_rl.launch.allocators import cpu_allocator_env, installed_tcmalloc
 from prime_rl.launch.caches import bytecode_env, compile_caches, made_for, packages_are_compiled
 from prime_rl.launch.devices import (
     GpuAssignment,
@@ -103,8 +103,8 @@ class Site:
     """Directory for caches of compiled code."""
     bytecode: Mapping[str, str] = field(default_factory=dict)
     """Environment variables that let children keep bytecode."""
-    tcmalloc: str | None = None
-    """Library that allocates memory on a CPU, if it is installed."""
+    allocator: Mapping[str, str] = field(default_factory=dict)
+    """Environment variables with which processes that compute on a CPU allocate memory."""
     arguments: tuple[str, ...] = ()
     """The launcher's command line, which W&B records."""
     node: int = 0
@@ -159,7 +159,7 @@ def claimed_site(
             engine_key=named_key(ENGINE_KEY_VARIABLE, env) or new_engine_key(),
             caches=held.enter_context(compile_caches(env, combination, scratch / "caches")),
             bytecode=bytecode_env(env, packages_are_compiled()),
-            tcmalloc=installed_tcmalloc(),
+            allocator=cpu_allocator_env(installed_tcmalloc(), env),
             arguments=tuple(sys.argv[1:]),
         )
 

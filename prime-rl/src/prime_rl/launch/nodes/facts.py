@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from prime_rl.launch.allocators import installed_tcmalloc
+from prime_rl.launch.allocators import cpu_allocator_env, installed_tcmalloc
 from prime_rl.launch.devices import indices_by_uuid, processes_on, usable_cores
 from prime_rl.utils.gpus import masked_gpus, usable_gpus
 
@@ -46,8 +46,8 @@ class NodeFacts:
     """Directory for caches of compiled code."""
     bytecode: Mapping[str, str] = field(default_factory=dict)
     """Environment variables that let children keep bytecode."""
-    tcmalloc: str | None = None
-    """Library that allocates memory on a CPU, if it is installed."""
+    allocator: Mapping[str, str] = field(default_factory=dict)
+    """Environment variables with which processes that compute on a CPU allocate memory."""
 
 
 def node_name(env: Mapping[str, str]) -> str:
@@ -73,7 +73,7 @@ def gathered_facts(
         ports=ports,
         caches=caches,
         bytecode=bytecode,
-        tcmalloc=installed_tcmalloc(),
+        allocator=cpu_allocator_env(installed_tcmalloc(), env),
     )
 
 

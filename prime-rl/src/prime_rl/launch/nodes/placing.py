@@ -76,7 +76,7 @@ def cluster_site(
                     engine_key=engine_key,
                     caches=node.caches,
                     bytecode=node.bytecode,
-                    tcmalloc=node.tcmalloc,
+                    allocator=node.allocator,
                     arguments=tuple(sys.argv[1:]),
                     node=index,
                     name=node.name,
