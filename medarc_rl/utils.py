@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ from prime_rl.run.lock import refuse_if_locked
 from prime_rl.run.paths import RunPaths
 from prime_rl.run.resume_point import end_of
 from prime_rl.storage.staging import StagingRefused, has_s3_names, inputs_of
-from prime_rl.utils.pydantic_config import BaseSettings, ConfigError, showing_warnings
+from prime_rl.utils.pydantic_config import BaseSettings, ConfigError, ConfigWarning, showing_warnings
 from prime_rl.utils.pydantic_config.arguments import arguments_layer, is_boolean_flag, parse_arguments
 from prime_rl.utils.pydantic_config.layers import Layer, merge_layers, value_at, with_underscores
 from prime_rl.utils.pydantic_config.load import read_layers
@@ -137,9 +138,15 @@ def _slurm_keys(config_cls: type[ConfigT], table: Mapping[str, Any], owned: Owne
 
 
 def written_value(config_cls: type[RootConfig], words: Sequence[str], key: str) -> Any:
-    """A top-level key as the sources of a config give it, before it is loaded. Raises UsageError or ConfigError."""
+    """A top-level key as the sources of a config give it, before it is loaded. Raises UsageError or ConfigError.
+
+    Warnings are left to the loading.
+    """
     files, overrides = split_words(config_cls, words)
-    return merge_layers(config_cls, read_layers(config_cls, files, arguments_layer(config_cls, overrides))).get(key)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ConfigWarning)
+        layers = read_layers(config_cls, files, arguments_layer(config_cls, overrides))
+        return merge_layers(config_cls, layers).get(key)
 
 
 def refuse_other_launcher(config: SFTConfig | RLConfig, here: Launcher, words: Sequence[str]) -> None:

@@ -144,3 +144,28 @@ def test_no_command_prints_colours_into_a_pipe_or_with_no_color(monkeypatch: pyt
 def test_json_is_one_document(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     assert json.loads(CliRunner().invoke(medarc_train.app, words).stdout)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "medarc_train sft --dry-run @ examples/reverse_text/sft_cpu.toml --scheduler.type constant",
+        "medarc_train sft --estimate --gpu H100 @ examples/reverse_text/sft_cpu.toml --scheduler.type constant",
+        "medarc_train rl --dry-run examples/reverse_text/rl_cpu.toml",
+        "medarc_slurm sft --dry-run @ examples/reverse_text/sft_cpu.toml --scheduler.type constant",
+        "medarc_slurm rl --dry-run examples/reverse_text/rl_cpu.toml",
+        "sft --dry-run @ examples/reverse_text/sft_cpu.toml --scheduler.type constant",
+        "rl --dry-run @ examples/reverse_text/rl_cpu.toml",
+    ],
+)
+def test_a_warning_about_the_config_is_one_line_and_said_once(command: str, tmp_path: Path) -> None:
+    program, *words = command.split()
+    argv = [str(BIN / program), *words, "--output-dir", str(tmp_path / "out")]
+    env = {**os.environ, "PRIME_RL_TYPO": "1"}
+    done = subprocess.run(argv, cwd=ROOT, env=env, capture_output=True, text=True, check=True)
+    said = [line for line in done.stderr.splitlines() if "PRIME_RL_TYPO" in line or "scheduler.type" in line]
+    kind = "sft" if "sft" in words or program == "sft" else "rl"
+    assert f"warning: PRIME_RL_TYPO is ignored: {kind} has no key typo" in said
+    assert len(said) == len(set(said)) == (2 if "constant" in words else 1)
+    assert all(line.startswith("warning: ") for line in said)
+    assert "Warning" not in done.stderr
