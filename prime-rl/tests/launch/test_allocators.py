@@ -8,7 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from prime_rl.launch.allocators import cpu_allocator_env, cuda_allocator_env, installed_tcmalloc
+from prime_rl.launch.allocators import (
+    cpu_allocator_env,
+    cuda_allocator_env,
+    installed_tcmalloc,
+    library_directories,
+)
 
 BLOCK_OF_2_GIB = """
 import ctypes
@@ -42,6 +47,12 @@ def test_a_library_in_the_python_environment_goes_before_the_systems(tmp_path: P
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     argv = [str(tmp_path / "bin" / "python"), "-c", program]
     assert subprocess.check_output(argv, env=env, text=True).strip() == str(library)
+
+
+def test_a_system_python_does_not_search_libraries_of_other_architectures(monkeypatch: pytest.MonkeyPatch) -> None:
+    for prefix in ("prefix", "base_prefix"):
+        monkeypatch.setattr(sys, prefix, "/usr")
+    assert Path("/usr/lib") not in set(library_directories())
 
 
 def test_a_damaged_library_is_ignored_and_the_process_says_so(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ def installed_tcmalloc(directories: Iterable[Path] | None = None) -> str | None:
 
     None if it is not installed.
     """
-    places = _library_directories() if directories is None else directories
+    places = library_directories() if directories is None else directories
     libraries = (directory / name for directory in places for name in _LIBRARIES)
     return next((str(library) for library in libraries if library.is_file() and _can_be_preloaded(library)), None)
 
@@ -53,9 +53,10 @@ def _can_be_preloaded(library: Path) -> bool:
     return not re.search(r"[:\s]", str(library))
 
 
-def _library_directories() -> Iterator[Path]:
+def library_directories() -> Iterator[Path]:
     """Those with libraries for this Python's architecture: /usr/lib may hold libraries of another one."""
-    yield from (Path(sys.prefix, "lib"), Path(sys.base_prefix, "lib"), Path("/usr/local/lib"))
+    yield from (Path(prefix, "lib") for prefix in (sys.prefix, sys.base_prefix) if prefix != "/usr")
+    yield Path("/usr/local/lib")
     if multiarch := sysconfig.get_config_var("MULTIARCH"):
         yield Path("/usr/lib", multiarch)
     yield Path("/usr/lib64")
