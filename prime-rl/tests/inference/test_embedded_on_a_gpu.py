@@ -148,6 +148,7 @@ def test_no_step_waits_for_the_gpu(name, small_model, request) -> None:
     rows = [list(prompt) for prompt in PROMPTS[1:6]]
     runner.slots.reserve(16, 128)
 
+    @torch.inference_mode()
     def steps() -> None:
         runner.forward(rows[:3], rows[3:], [3, 4])
         runner.forward(rows[:3], rows[3:], [3, 4], num_cached=[2, 3])
