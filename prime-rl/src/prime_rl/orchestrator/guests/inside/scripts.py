@@ -8,10 +8,9 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import json
+import os
 import re
 import sys
-import tempfile
-from pathlib import Path
 from typing import Any
 
 _DEPENDENCIES = re.compile(r"^# dependencies = (\[.*\])$", re.MULTILINE)
@@ -23,7 +22,7 @@ def run_scripts_here() -> None:
     from verifiers.v1.runtimes.subprocess import SubprocessRuntime
 
     of_uv = SubprocessRuntime.prepare_uv_script
-    written: dict[str, Path] = {}
+    paths: dict[str, str] = {}
 
     async def prepare_uv_script(
         self: Any, script: str | bytes, env: dict[str, str] | None = None, *, activate: bool = True
@@ -33,13 +32,19 @@ def run_scripts_here() -> None:
             found: list[str] = await of_uv(self, script, env, activate=activate)
             return found
         digest = hashlib.sha256(text.encode()).hexdigest()[:16]
-        if digest not in written:
-            path = Path(tempfile.mkdtemp(prefix="prime-rl-script-")) / f"{digest}.py"
-            path.write_text(text, encoding="utf-8")
-            written[digest] = path
-        return [sys.executable, str(written[digest])]
+        if digest not in paths:
+            paths[digest] = in_memory(f"{digest}.py", text)
+        return [sys.executable, paths[digest]]
 
     SubprocessRuntime.prepare_uv_script = prepare_uv_script
+
+
+def in_memory(name: str, script: str) -> str:
+    """A path that this process's children can read the script from. The script is gone when this process ends, even by
+    SIGKILL, with which it usually does."""
+    with os.fdopen(os.memfd_create(name), "w", encoding="utf-8", closefd=False) as file:
+        file.write(script)
+        return f"/proc/{os.getpid()}/fd/{file.fileno()}"
 
 
 def has_all(script: str) -> bool:
