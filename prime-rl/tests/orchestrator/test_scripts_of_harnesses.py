@@ -23,7 +23,9 @@ def test_a_script_runs_and_is_gone_when_the_process_that_wrote_it_is_killed(tmp_
     ) as writer:
         assert writer.stdout is not None
         path = writer.stdout.readline().strip()
-        ran = subprocess.run([sys.executable, path], capture_output=True, text=True, check=True, env={"PYTHONUTF8": "1"})
+        ran = subprocess.run(
+            [sys.executable, path], capture_output=True, text=True, check=True, env={"PYTHONUTF8": "1"}
+        )
         writer.kill()
     assert ran.stdout == "grüße\n"
     assert not Path(path).exists()

@@ -19,7 +19,7 @@ from prime_rl.trainer.process.world import Process
 from prime_rl.transport import TransportError
 from prime_rl.transport.weights import SENDER, WeightGroup
 from prime_rl.utils.files import STABLE
-from prime_rl.utils.logger import get_logger
+from prime_rl.utils.logger import count_of, get_logger
 from prime_rl.utils.waiting import Wait
 
 POLL_S = 0.02
@@ -71,7 +71,8 @@ class GroupBroadcast:
             self._group = WeightGroup(address, SENDER, size, self.process.device, self.config.timeout)
         except TransportError as error:
             raise BroadcastError(str(error)) from error
-        get_logger().info(f"Broadcasting weights to {size - 1} inference workers, which join {address[0]}:{address[1]}")
+        workers = count_of("inference worker", size - 1)
+        get_logger().info(f"Weights are broadcast to {workers}, through {address[0]}:{address[1]}")
 
     def publish(self, model: PreTrainedModel, version: int, dtype: torch.dtype) -> None:
         """Offer `version`, and send it in `dtype` and hub format once the servers are ready. Collective.
