@@ -13,6 +13,7 @@ from prime_rl.configs.trainer import ModelConfig
 from prime_rl.trainer.process.parallel_dims import Mesh
 from prime_rl.trainer.rl.loss import setup_loss
 from prime_rl.trainer.rl.rows import Row, vocab_chunk_of
+from prime_rl.trainer.rl.sequences import RowLayout
 from prime_rl.trainer.rl.step import ForwardBackward, StepSize
 from prime_rl.trainer.sft.data.packer import PackedRow
 from prime_rl.trainer.sft.step import forward_backward
@@ -34,12 +35,10 @@ def rl_pass(model: nn.Module, vocabulary: int, tokens: int, rows: int, config: M
     device = mesh.process.device
     ones = torch.ones(tokens, device=device)
     row = Row(
-        lengths=[tokens],
-        is_trained=[True],
-        trained_tokens=tokens,
+        layout=RowLayout.of_mask(torch.arange(tokens) > 0, [tokens], device),
         input_ids=torch.randint(vocabulary, (tokens,), device=device),
         position_ids=torch.arange(tokens, device=device),
-        loss_mask=ones.bool(),
+        loss_mask=torch.arange(tokens, device=device) > 0,
         advantages=ones,
         inference_logprobs=-10 * ones,
         temperatures=ones,

@@ -158,7 +158,7 @@ def _packed_row(case: Case) -> Row:
 
 def _compare_trainer(case: Case, directory: Path, reference: PreTrainedModel, mesh: Mesh) -> None:
     model, row = setup_model(ModelConfig(name=str(directory), seq_len=case.seq_len), mesh), _packed_row(case)
-    logprobs, _ = score_row(model, row, row.loss_mask, vocab_chunk=512)
+    logprobs, _ = score_row(model, row, row.layout.trained_M, vocab_chunk=512)
     expected = _expected(case, reference, row)
     _check_logprobs(logprobs[row.loss_mask], expected[row.loss_mask])
     (logprobs * row.advantages)[row.loss_mask].sum().backward()
@@ -187,13 +187,13 @@ def _compare_flex(case: Case, directory: Path, reference: PreTrainedModel, mesh:
         raise NotCompared("needs a GPU") from error
     # Compiling for a CPU takes a minute per model.
     with torch.compiler.set_stance("force_eager"):
-        logprobs, _ = score_row(model, row, row.loss_mask, vocab_chunk=512)
+        logprobs, _ = score_row(model, row, row.layout.trained_M, vocab_chunk=512)
     _check_logprobs(logprobs[row.loss_mask], _expected(case, reference, row)[row.loss_mask])
 
 
 def _expected(case: Case, reference: PreTrainedModel, row: Row) -> Tensor:
     """The reference's log-probabilities of a row's tokens; 0 for the first of each sequence."""
-    sequences = row.input_ids.split(row.lengths)
+    sequences = row.input_ids.split(row.layout.lengths)
     scored = [reference_logprobs(case, reference, tokens.tolist()) for tokens in sequences]
     return torch.cat([torch.cat([logprobs.new_zeros(1), logprobs]) for logprobs in scored])
 

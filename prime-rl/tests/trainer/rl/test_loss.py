@@ -9,11 +9,16 @@ from prime_rl.configs.trainer import CustomLossConfig, DefaultLossConfig
 from prime_rl.trainer.rl.loss import (
     BadLoss,
     LossInputs,
-    default_loss,
+    RowLosses,
+    default_losses,
     sequence_lengths,
     setup_loss,
     split_inputs,
+    tokens_of,
 )
+from prime_rl.trainer.rl.sequences import RowLayout
+
+CPU = torch.device("cpu")
 
 TEACHER = [-2.0, -0.8, -0.7, -1.5, -0.1]
 
@@ -28,6 +33,14 @@ def reference_inputs(teacher: list[float] | None = None) -> LossInputs:
     )
 
 
+def layout_of(inputs: LossInputs, lengths: list[int] | None = None) -> RowLayout:
+    return RowLayout.of_mask(inputs.loss_mask, lengths or [len(inputs.loss_mask)], CPU)
+
+
+def default_loss(inputs: LossInputs, config: DefaultLossConfig, lengths: list[int] | None = None) -> RowLosses:
+    return default_losses(tokens_of(inputs, layout_of(inputs, lengths)), config)
+
+
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
@@ -40,12 +53,12 @@ def reference_inputs(teacher: list[float] | None = None) -> LossInputs:
 )
 def test_loss_of_the_reference_sequence(settings, expected) -> None:
     outputs = default_loss(reference_inputs(), DefaultLossConfig(**settings))
-    assert outputs.loss.item() == pytest.approx(expected, abs=2e-6)
+    assert outputs.losses_S.item() == pytest.approx(expected, abs=2e-6)
 
 
 def test_loss_with_a_teacher() -> None:
     outputs = default_loss(reference_inputs(TEACHER), DefaultLossConfig(teacher_tau=0.5, token_mask_high=100))
-    assert outputs.loss.item() == pytest.approx(31.163683, abs=2e-5)
+    assert outputs.losses_S.item() == pytest.approx(31.163683, abs=2e-5)
     assert outputs.metrics["teacher_kl"].item() == pytest.approx(0.15, abs=1e-6)
 
 
@@ -62,7 +75,7 @@ def test_metrics_of_the_reference_sequence() -> None:
 
 def test_gradient_is_the_detached_weight_of_each_kept_token() -> None:
     inputs = reference_inputs()
-    default_loss(inputs, DefaultLossConfig(kl_tau=0.1)).loss.backward()
+    default_loss(inputs, DefaultLossConfig(kl_tau=0.1)).losses_S.sum().backward()
     difference = inputs.trainer_logprobs.detach() - inputs.inference_logprobs
     weight = difference.exp() * (0.5 - 0.1 * difference)
     keep = torch.tensor([0.0, 1.0, 1.0, 0.0, 1.0])
@@ -80,7 +93,7 @@ def test_gradient_is_the_detached_weight_of_each_kept_token() -> None:
 )
 def test_a_sequence_mask_drops_every_token(settings, metric) -> None:
     outputs = default_loss(reference_inputs(), DefaultLossConfig(**settings))
-    assert outputs.loss.item() == 0
+    assert outputs.losses_S.item() == 0
     assert outputs.metrics[metric].item() == 1
     assert outputs.metrics["is_masked"].mean().item() == 1
 
@@ -94,7 +107,7 @@ def test_an_infinite_ratio_is_dropped_and_leaves_no_nan() -> None:
         loss_mask=torch.tensor([True, True]),
     )
     outputs = default_loss(inputs, DefaultLossConfig(geo_mask_high=1e300, sequence_mask_high=1e300))
-    outputs.loss.backward()
+    outputs.losses_S.sum().backward()
     assert outputs.metrics["is_masked"].tolist() == [1, 0]
     assert inputs.trainer_logprobs.grad.isfinite().all()
 
@@ -131,15 +144,36 @@ def test_a_packed_row_splits_into_its_sequences() -> None:
     assert second.teacher_logprobs is None
 
 
-def test_a_sequence_with_an_empty_mask_has_loss_zero_and_no_metrics() -> None:
-    inputs = reference_inputs()
-    empty = LossInputs(
-        inputs.trainer_logprobs, inputs.inference_logprobs, None, inputs.advantages, torch.zeros(5, dtype=torch.bool)
+@pytest.mark.parametrize("ratio_type", ["token", "sequence"])
+def test_sequences_of_a_row_have_the_losses_metrics_and_gradients_that_they_have_alone(ratio_type) -> None:
+    """With trust regions that treat sequences and their tokens differently, and a sequence without trained tokens."""
+    generator = torch.Generator().manual_seed(5)
+    lengths = [7, 1, 12, 3, 9]
+    logprobs, behaviour, teacher = (-2 * torch.rand(sum(lengths), generator=generator) for _ in range(3))
+    mask = torch.rand(sum(lengths), generator=generator) < 0.7
+    mask[8:20] = False
+    config = DefaultLossConfig(
+        ratio_type=ratio_type,
+        kl_tau=0.1,
+        teacher_tau=0.3,
+        token_mask_high=3.0,
+        geo_mask_high=1.2,
+        sequence_mask_low=0.2,
     )
-    outputs = default_loss(empty, DefaultLossConfig())
-    outputs.loss.backward()
-    assert outputs.metrics == {}
-    assert inputs.trainer_logprobs.grad.abs().sum() == 0
+    advantages = torch.repeat_interleave(torch.tensor([1.0, -1.0, 2.0, 0.5, -0.3]), torch.tensor(lengths))
+    row = LossInputs(logprobs.clone().requires_grad_(), behaviour, teacher, advantages, mask)
+    together = default_loss(row, config, lengths)
+    together.losses_S.sum().backward()
+    alone = [LossInputs(logprobs.clone().requires_grad_(), behaviour, teacher, advantages, mask)]
+    parts = [part for part in split_inputs(alone[0], lengths) if part.loss_mask.any()]
+    losses = [default_loss(part, config) for part in parts]
+    torch.stack([each.losses_S.sum() for each in losses]).sum().backward()
+    assert len(together.losses_S) == len(parts) < len(lengths)
+    torch.testing.assert_close(together.losses_S, torch.cat([each.losses_S for each in losses]))
+    torch.testing.assert_close(row.trainer_logprobs.grad, alone[0].trainer_logprobs.grad)
+    for name, values in together.metrics.items():
+        torch.testing.assert_close(values, torch.cat([each.metrics[name] for each in losses]), msg=name)
+    assert 0 < together.metrics["is_masked"].mean() < 1
 
 
 @pytest.mark.parametrize(("ratio_type", "per_token"), [("token", True), ("sequence", False)])
@@ -155,9 +189,10 @@ def test_a_custom_loss_is_imported_and_called_per_sequence(monkeypatch, tmp_path
     )
     monkeypatch.syspath_prepend(tmp_path)
     config = CustomLossConfig(type="custom", import_path="losses_of_a_user.reinforce", kwargs={"scale": 2.0})
-    outputs = setup_loss(config).sequence_loss(reference_inputs())
-    assert outputs.loss.item() == pytest.approx(2 * 3.7)
-    assert outputs.metrics["mismatch_kl"].item() == pytest.approx(4.029237, abs=2e-6)
+    inputs = packed_twice(reference_inputs())
+    outputs = setup_loss(config).row_losses(inputs, layout_of(inputs, [5, 5]))
+    assert outputs.losses_S.tolist() == pytest.approx([2 * 3.7] * 2)
+    assert outputs.metrics["mismatch_kl"].tolist() == pytest.approx([4.029237] * 2, abs=2e-6)
 
 
 @pytest.mark.parametrize("path", ["no_such_module.f", "math.no_such_name", "math.pi"])
@@ -178,6 +213,6 @@ def test_a_custom_loss_with_a_parameter_stats_records_masked_statistics(monkeypa
     monkeypatch.syspath_prepend(tmp_path)
     loss = setup_loss(CustomLossConfig(type="custom", import_path="losses_that_record.reinforce"))
     for _ in range(2):
-        loss.sequence_loss(reference_inputs())
+        loss.row_losses(reference_inputs(), layout_of(reference_inputs()))
     assert loss.stats is not None
     assert loss.stats.export() == pytest.approx({"tokens": 8, "policy/logprob": (-1.0 - 0.5 - 2.0 - 0.2) / 4})

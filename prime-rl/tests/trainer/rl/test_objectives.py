@@ -18,6 +18,7 @@ from prime_rl.configs.trainer import (
 )
 from prime_rl.trainer.rl.loss import LossInputs, setup_loss
 from prime_rl.trainer.rl.objectives import Tokens, objective_of
+from prime_rl.trainer.rl.sequences import RowLayout, Sequences
 
 THETA, PROX, BEHAVE, ADVANTAGES = [-1, -0.5, -2, -0.1], [-1.2, -0.5, -1, -0.6], [-1.3, -0.9, -1, -3], [1, -1, -1, 1]
 """Inputs of the reference values for decoupled PPO."""
@@ -25,7 +26,8 @@ THETA, PROX, BEHAVE, ADVANTAGES = [-1, -0.5, -2, -0.1], [-1.2, -0.5, -1, -0.6], 
 
 def tokens_of(theta=THETA, behave=BEHAVE, advantages=ADVANTAGES, prox=PROX) -> Tokens:
     logprobs = torch.tensor(theta, dtype=torch.float64, requires_grad=True)
-    return Tokens(logprobs, *(torch.tensor(values, dtype=torch.float64) for values in (behave, prox, advantages)))
+    others = (torch.tensor(values, dtype=torch.float64) for values in (behave, prox, advantages))
+    return Tokens(logprobs, *others, Sequences.of_lengths([len(theta)], torch.device("cpu")))
 
 
 def losses_of(config, tokens: Tokens) -> list[float]:
@@ -147,17 +149,18 @@ def numpy_loss(algorithm: str) -> float:
 )
 def test_the_loss_of_a_step_matches_the_paper(algorithm) -> None:
     loss = setup_loss(TrainerConfig(loss=preset(algorithm, max_tokens=40, seq_len=64)[LOSS]).loss)
-    total = 0.0
-    for logprobs, behaviour, advantage in zip(by_sequence(LOGPROBS), by_sequence(BEHAVIOUR), ADVANTAGE_OF, strict=True):
-        prompt = np.zeros(1)
-        inputs = LossInputs(
-            trainer_logprobs=torch.tensor(np.concatenate([prompt, logprobs])),
-            inference_logprobs=torch.tensor(np.concatenate([prompt, behaviour])),
-            teacher_logprobs=None,
-            advantages=torch.full((len(logprobs) + 1,), advantage),
-            loss_mask=torch.arange(len(logprobs) + 1) > 0,
-        )
-        outputs = loss.sequence_loss(inputs)
-        total += outputs.loss.item()
-        assert outputs.metrics["mismatch_kl"] > 0
+    with_prompts = [np.concatenate([np.zeros(1), part]) for part in by_sequence(LOGPROBS)]
+    lengths = [len(part) for part in with_prompts]
+    inputs = LossInputs(
+        trainer_logprobs=torch.tensor(np.concatenate(with_prompts)),
+        inference_logprobs=torch.tensor(
+            np.concatenate([np.concatenate([[0], part]) for part in by_sequence(BEHAVIOUR)])
+        ),
+        teacher_logprobs=None,
+        advantages=torch.tensor(np.repeat(ADVANTAGE_OF, lengths)),
+        loss_mask=torch.cat([torch.arange(length) > 0 for length in lengths]),
+    )
+    outputs = loss.row_losses(inputs, RowLayout.of_mask(inputs.loss_mask, lengths, torch.device("cpu")))
+    assert (outputs.metrics["mismatch_kl"] > 0).all()
+    total = outputs.losses_S.sum().item()
     assert total / (sum(LENGTHS) if loss.per_token else len(LENGTHS)) == pytest.approx(numpy_loss(algorithm), rel=1e-6)

@@ -63,7 +63,7 @@ def logprobs_alone(directory, tokens: list[int], temperature: float) -> tuple[to
 @pytest.mark.parametrize("vocab_chunk", [None, 40, 8192])
 def test_each_sequence_scores_as_if_it_were_separate(tiny_model_dir, model, samples, vocab_chunk) -> None:
     row = packed_row(samples)
-    logprobs, entropy = score_row(model, row, row.loss_mask, vocab_chunk)
+    logprobs, entropy = score_row(model, row, row.layout.trained_M, vocab_chunk)
     start = 0
     for sample in sorted(samples, key=lambda one: -len(one.completion_ids)):
         tokens = sample.prompt_ids + sample.completion_ids
@@ -76,7 +76,7 @@ def test_each_sequence_scores_as_if_it_were_separate(tiny_model_dir, model, samp
 
 def test_unselected_tokens_get_uniform_values(model, samples) -> None:
     row = packed_row(samples)
-    logprobs, entropy = score_row(model, row, row.loss_mask, 8192)
+    logprobs, entropy = score_row(model, row, row.layout.trained_M, 8192)
     assert torch.all(logprobs[~row.loss_mask] == -math.log(128))
     assert torch.all(entropy[~row.loss_mask] == math.log(128))
 
@@ -118,7 +118,7 @@ def test_mean_of_the_reported_losses_is_the_loss_of_the_step(model, mesh, sample
     rows = [packed_row(samples)]
     size = StepSize.from_rows(rows, mesh.data_axis)
     values = ForwardBackward(model, setup_loss(DefaultLossConfig()), 8192, mesh).run(rows, size).gather(mesh.data_axis)
-    logprobs, _ = score_row(model, rows[0], rows[0].loss_mask, 8192)
+    logprobs, _ = score_row(model, rows[0], rows[0].layout.trained_M, 8192)
     ratio = (logprobs - rows[0].inference_logprobs).exp()
     summed = -(ratio * rows[0].advantages * logprobs)[rows[0].loss_mask].sum()
     assert values["loss"].mean().item() == pytest.approx(summed.item() / size.trained_tokens, abs=1e-5)
@@ -129,7 +129,7 @@ def test_mean_of_the_reported_losses_is_the_loss_of_the_step(model, mesh, sample
 def test_proximal_log_probabilities_are_those_of_the_current_weights(model, mesh, samples) -> None:
     step = ForwardBackward(model, setup_loss(DecoupledLossConfig()), 8192, mesh)
     (row,) = step.with_proximal([packed_row(samples)])
-    now, _ = score_row(model, row, row.loss_mask, 8192)
+    now, _ = score_row(model, row, row.layout.trained_M, 8192)
     assert torch.equal(row.proximal_logprobs, now.detach())
     assert not row.proximal_logprobs.requires_grad
 
@@ -146,4 +146,4 @@ def test_fake_rows_fill_the_batch_without_an_orchestrator(mesh, generate_samples
     assert batches.is_ready(0)
     assert len(rows) == 3
     assert all(len(row.input_ids) <= 32 for row in rows)
-    assert (max(len(row.lengths) for row in rows) > 1) == generate_samples
+    assert (max(len(row.layout.lengths) for row in rows) > 1) == generate_samples

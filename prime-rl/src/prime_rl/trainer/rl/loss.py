@@ -1,4 +1,4 @@
-"""Sequence losses: the default loss, published objectives, and user-defined losses.
+"""Losses: the default loss, published objectives, and user-defined losses.
 
 The default loss is an importance-weighted policy gradient, which drops tokens whose importance ratio is outside a trust
 region. Per sequence, with trainer log-probability p_t, inference log-probability q_t, d_t = p_t - q_t and
@@ -19,6 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+import torch
 from torch import Tensor
 
 from prime_rl.configs.losses import (
@@ -30,6 +31,7 @@ from prime_rl.configs.losses import (
 from prime_rl.monitors.stats import Stats
 from prime_rl.trainer.process.errors import TrainerError
 from prime_rl.trainer.rl.objectives import Objective, Tokens, objective_of
+from prime_rl.trainer.rl.sequences import RowLayout
 
 MAX_LOG_SEQUENCE_RATIO = 10.0
 """Maximum of a sequence's summed log-ratio, so that its exponential stays finite."""
@@ -37,11 +39,11 @@ MAX_LOG_SEQUENCE_RATIO = 10.0
 
 @dataclass(frozen=True, slots=True)
 class LossInputs:
-    """Inputs of a loss for one sequence of T tokens. Entry t of every field belongs to token t."""
+    """Inputs of a custom loss for one sequence of T tokens, or of a whole row. Entry t of every field belongs to token
+    t."""
 
     trainer_logprobs: Tensor
-    """[T], with gradient. Outside the mask, built-in losses get values of a uniform distribution, custom losses the
-    real ones."""
+    """[T], with gradient. Custom losses get the real values also outside the mask."""
     inference_logprobs: Tensor
     teacher_logprobs: Tensor | None
     advantages: Tensor
@@ -53,17 +55,27 @@ class LossInputs:
 
 @dataclass(frozen=True, slots=True)
 class LossOutputs:
-    """The summed loss of one sequence, and its metrics: scalars or 1-D tensors without gradient."""
+    """What a custom loss returns for one sequence: its summed loss, and scalars or 1-D tensors without gradient."""
 
     loss: Tensor
     metrics: dict[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
-class Loss:
-    """A loss per sequence, and how its sum over a step is normalized."""
+class RowLosses:
+    """The summed loss of each sequence of a row that has trained tokens, and the metrics of all of them."""
 
-    sequence_loss: Callable[[LossInputs], LossOutputs]
+    losses_S: Tensor
+    metrics: dict[str, Tensor]
+    """One value per sequence, or per trained token, without gradient."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """A loss of each sequence of a row, and how the sum over a step is normalized."""
+
+    row_losses: Callable[[LossInputs, RowLayout], RowLosses]
+    """For rows with at least one trained token."""
     per_token: bool
     """Divide by the number of masked-in tokens in the step over all ranks; if false, by the number of sequences."""
     masked_in_only: bool
@@ -88,14 +100,36 @@ def setup_loss(config: LossConfig) -> Loss:
         imported = import_function(config.import_path)
         stats = Stats() if "stats" not in config.kwargs and _takes_stats(imported) else None
         function = functools.partial(imported, **config.kwargs, **({} if stats is None else {"stats": stats}))
-        sequence_loss = functools.partial(custom_loss, function=function)
-        return Loss(sequence_loss, per_token=False, masked_in_only=False, stats=stats)
+        row_losses = functools.partial(custom_losses, function=function)
+        return Loss(row_losses, per_token=False, masked_in_only=False, stats=stats)
     if isinstance(config, DefaultLossConfig):
-        function = functools.partial(default_loss, config=config)
-        return Loss(function, per_token=config.ratio_type == "token", masked_in_only=True)
-    function = functools.partial(surrogate_loss, objective=objective_of(config), config=config)
+        of_tokens = functools.partial(default_losses, config=config)
+        return Loss(_on_tokens(of_tokens), per_token=config.ratio_type == "token", masked_in_only=True)
+    of_tokens = functools.partial(surrogate_losses, objective=objective_of(config), config=config)
     per_token, needs_proximal = config.average == "token", isinstance(config, DecoupledLossConfig)
-    return Loss(function, per_token, masked_in_only=True, needs_proximal=needs_proximal)
+    return Loss(_on_tokens(of_tokens), per_token, masked_in_only=True, needs_proximal=needs_proximal)
+
+
+def _on_tokens(losses: Callable[[Tokens], RowLosses]) -> Callable[[LossInputs, RowLayout], RowLosses]:
+    return lambda inputs, layout: losses(tokens_of(inputs, layout))
+
+
+def tokens_of(inputs: LossInputs, layout: RowLayout) -> Tokens:
+    """The trained tokens of a row."""
+
+    def trained(values_T: Tensor) -> Tensor:
+        return values_T.index_select(0, layout.trained_M)
+
+    logprobs = trained(inputs.trainer_logprobs)
+    proximal, teacher = inputs.proximal_logprobs, inputs.teacher_logprobs
+    return Tokens(
+        logprobs,
+        trained(inputs.inference_logprobs),
+        logprobs.detach() if proximal is None else trained(proximal),
+        trained(inputs.advantages),
+        layout.sequences,
+        None if teacher is None else trained(teacher),
+    )
 
 
 def import_function(path: str) -> Callable[..., LossOutputs]:
@@ -117,63 +151,78 @@ def _takes_stats(function: Callable[..., LossOutputs]) -> bool:
         return False
 
 
+def custom_losses(inputs: LossInputs, layout: RowLayout, function: Callable[[LossInputs], LossOutputs]) -> RowLosses:
+    """The user's loss of each sequence, and the mismatch KL between trainer and inference as a metric."""
+    outputs = [
+        custom_loss(sequence, function)
+        for sequence, is_trained in zip(split_inputs(inputs, layout.lengths), layout.num_trained, strict=True)
+        if is_trained
+    ]
+    names = dict.fromkeys(name for output in outputs for name in output.metrics)
+    values = {name: [o.metrics[name].reshape(-1) for o in outputs if name in o.metrics] for name in names}
+    losses_S = torch.stack([output.loss.reshape(()) for output in outputs])
+    return RowLosses(losses_S, {name: torch.cat(parts) for name, parts in values.items()})
+
+
 def custom_loss(inputs: LossInputs, function: Callable[[LossInputs], LossOutputs]) -> LossOutputs:
-    """The user's loss, plus the mismatch KL between trainer and inference as a metric."""
+    """The user's loss of one sequence, and its mismatch KL."""
     outputs = function(inputs)
     log_ratio = (inputs.trainer_logprobs.detach() - inputs.inference_logprobs)[inputs.loss_mask]
     return LossOutputs(outputs.loss, {"mismatch_kl": mismatch_kl(log_ratio).mean(), **outputs.metrics})
 
 
-def surrogate_loss(inputs: LossInputs, objective: Objective, config: BaseSurrogateLossConfig) -> LossOutputs:
-    """Loss of one sequence for a published objective, before division by the step's tokens or sequences."""
-    mask = inputs.loss_mask
-    logprobs, behave_logprobs = inputs.trainer_logprobs[mask], inputs.inference_logprobs[mask]
-    if logprobs.numel() == 0:
-        return LossOutputs(logprobs.sum())
-    proximal = inputs.proximal_logprobs
-    prox_logprobs = logprobs.detach() if proximal is None else proximal[mask]
-    losses, metrics = objective(Tokens(logprobs, behave_logprobs, prox_logprobs, inputs.advantages[mask]))
-    divisor = {"token": 1, "sequence": logprobs.numel(), "constant": config.constant_tokens}[config.average]
-    mismatch = mismatch_kl(logprobs.detach() - behave_logprobs).mean()
-    return LossOutputs(losses.sum() / divisor, {"mismatch_kl": mismatch, **metrics})
+def surrogate_losses(tokens: Tokens, objective: Objective, config: BaseSurrogateLossConfig) -> RowLosses:
+    """Losses for a published objective, before division by the step's tokens or sequences."""
+    losses, metrics = objective(tokens)
+    sums_S = tokens.sequences.sum(losses)
+    if config.average == "sequence":
+        sums_S = sums_S / tokens.sequences.lengths_S
+    elif config.average == "constant":
+        sums_S = sums_S / config.constant_tokens
+    mismatch = mismatch_kl(tokens.logprobs.detach() - tokens.behave_logprobs)
+    return RowLosses(sums_S, {"mismatch_kl": tokens.sequences.mean(mismatch), **metrics})
 
 
-def default_loss(inputs: LossInputs, config: DefaultLossConfig) -> LossOutputs:
-    """Default loss of one sequence, before division by the step's tokens or sequences. Formula: see the module."""
-    mask = inputs.loss_mask
-    logprobs = inputs.trainer_logprobs[mask]
-    if logprobs.numel() == 0:
-        return LossOutputs(logprobs.sum())
-    log_ratio = logprobs.detach() - inputs.inference_logprobs[mask]
+def default_losses(tokens: Tokens, config: DefaultLossConfig) -> RowLosses:
+    """Default losses, before division by the step's tokens or sequences. Formula: see the module."""
+    sequences = tokens.sequences
+    log_ratio = tokens.logprobs.detach() - tokens.behave_logprobs
     ratio = log_ratio.exp()
-    dropped, metrics = _trust_region_mask(log_ratio, ratio, config)
-    bonus = config.adv_tau * inputs.advantages[mask]
-    if inputs.teacher_logprobs is not None:
-        teacher_gap = inputs.teacher_logprobs[mask] - logprobs.detach()
+    dropped, metrics = _trust_region_mask(tokens, log_ratio, ratio, config)
+    bonus = config.adv_tau * tokens.advantages
+    if tokens.teacher_logprobs is not None:
+        teacher_gap = tokens.teacher_logprobs - tokens.logprobs.detach()
         bonus = bonus + config.teacher_tau * teacher_gap
-        metrics["teacher_kl"] = teacher_gap.mean()
+        metrics["teacher_kl"] = sequences.mean(teacher_gap)
+    weight = bonus - config.kl_tau * log_ratio
     if config.ratio_type == "sequence":
-        sequence_ratio = log_ratio.sum().clamp(max=MAX_LOG_SEQUENCE_RATIO).exp().clamp(max=config.sequence_clip_high)
-        weight = sequence_ratio / mask.sum() * (bonus - config.kl_tau * log_ratio)
+        clipped = sequences.sum(log_ratio).clamp(max=MAX_LOG_SEQUENCE_RATIO).exp().clamp(max=config.sequence_clip_high)
+        weight = sequences.spread(clipped / sequences.lengths_S) * weight
     else:
-        weight = ratio * (bonus - config.kl_tau * log_ratio)
+        weight = ratio * weight
     # Select instead of multiplying by a mask: a dropped ratio may be infinite, and infinity times 0 is NaN.
-    kept = ~dropped
-    return LossOutputs(-(weight[kept] * logprobs[kept]).sum(), metrics)
+    kept_weight = weight.masked_fill(dropped, 0)
+    return RowLosses(sequences.sum(-kept_weight * tokens.logprobs), metrics)
 
 
-def _trust_region_mask(log_ratio: Tensor, ratio: Tensor, config: DefaultLossConfig) -> tuple[Tensor, dict[str, Tensor]]:
-    """Boolean mask over masked-in tokens of those that the trust region drops, and its metrics."""
-    geo_ratio = log_ratio.mean().exp()
+def _trust_region_mask(
+    tokens: Tokens, log_ratio: Tensor, ratio: Tensor, config: DefaultLossConfig
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Boolean mask [M] of the tokens that the trust region drops, and its metrics."""
+    sequences = tokens.sequences
+    geo_ratio = sequences.mean(log_ratio).exp()
     low, high = ratio < config.token_mask_low, ratio > config.token_mask_high
     geo_low, geo_high = geo_ratio < config.geo_mask_low, geo_ratio > config.geo_mask_high
-    sequence_low, sequence_high = ratio.min() < config.sequence_mask_low, ratio.max() > config.sequence_mask_high
-    dropped = low | high | geo_low | geo_high | sequence_low | sequence_high
+    sequence_low = sequences.min(ratio) < config.sequence_mask_low
+    sequence_high = sequences.max(ratio) > config.sequence_mask_high
+    dropped = low | high | sequences.spread(geo_low | geo_high | sequence_low | sequence_high)
     mismatch = mismatch_kl(log_ratio)
+    num_dropped = sequences.sum(dropped.float())
     return dropped, {
-        "mismatch_kl": mismatch.mean(),
-        "masked_mismatch_kl": mismatch[dropped].sum() / dropped.sum().clamp(min=1),
-        "unmasked_mismatch_kl": mismatch[~dropped].sum() / (~dropped).sum().clamp(min=1),
+        "mismatch_kl": sequences.mean(mismatch),
+        "masked_mismatch_kl": sequences.sum(mismatch.masked_fill(~dropped, 0)) / num_dropped.clamp(min=1),
+        "unmasked_mismatch_kl": sequences.sum(mismatch.masked_fill(dropped, 0))
+        / (sequences.lengths_S - num_dropped).clamp(min=1),
         "is_masked": dropped.float(),
         "is_masked_low": low.float(),
         "is_masked_high": high.float(),

@@ -1,4 +1,4 @@
-"""Published policy-gradient objectives, as functions of one sequence's trained tokens.
+"""Published policy-gradient objectives, as functions of the trained tokens of a row's sequences.
 
 Each objective computes the loss l_t of every token from its advantage A_t and its probabilities under three policies:
 the trained one (theta), the one that sampled it (behave), and the one at the start of the step (prox). The caller
@@ -21,6 +21,7 @@ from prime_rl.configs.losses import (
     SurrogateLossConfig,
     TruncatedLossConfig,
 )
+from prime_rl.trainer.rl.sequences import Sequences
 
 MAX_LOG_RATIO = 20.0
 """Log-ratios are clamped to this magnitude, because an infinite ratio makes the gradient of clipping NaN."""
@@ -28,17 +29,20 @@ MAX_LOG_RATIO = 20.0
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """The M trained tokens of one sequence; every tensor is [M]."""
+    """The M trained tokens of a row; every tensor is [M]."""
 
     logprobs: Tensor
     """Log-probabilities under the trained policy; the only field with a gradient."""
     behave_logprobs: Tensor
     prox_logprobs: Tensor
     advantages: Tensor
+    sequences: Sequences
+    """The sequences that the tokens belong to."""
+    teacher_logprobs: Tensor | None = None
 
 
 Objective = Callable[[Tokens], tuple[Tensor, dict[str, Tensor]]]
-"""Maps tokens to their losses [M] and to metrics, scalars or [M] without gradient."""
+"""Maps tokens to their losses [M] and to metrics [M] without gradient."""
 
 
 def clip_objective(tokens: Tokens, config: ClipLossConfig) -> tuple[Tensor, dict[str, Tensor]]:
@@ -58,7 +62,8 @@ def gspo_objective(tokens: Tokens, config: GSPOLossConfig) -> tuple[Tensor, dict
     s = exp(mean over t of (log theta_t - log behave_t)) is the ratio of the sequence. s_t = sg(s) * theta_t /
     sg(theta_t) has the value of s and the gradient of token t; l_t = -min(s_t*A_t, clip(s_t, 1-low, 1+high)*A_t).
     """
-    sequence_log_ratio = (tokens.logprobs - tokens.behave_logprobs).detach().mean()
+    means_S = tokens.sequences.mean((tokens.logprobs - tokens.behave_logprobs).detach())
+    sequence_log_ratio = tokens.sequences.spread(means_S)
     ratio = importance_ratio(sequence_log_ratio + tokens.logprobs, tokens.logprobs.detach())
     return clipped_surrogate(ratio, tokens.advantages, (config.clip_low, config.clip_high))
 

@@ -17,6 +17,7 @@ from prime_rl.trainer.kernels.lean_linear import head_product
 from prime_rl.trainer.lora.adapters import is_adapted
 from prime_rl.trainer.model.scoring import LogitsOf, logit_scale, score_tokens
 from prime_rl.trainer.rl.loss import sequence_lengths
+from prime_rl.trainer.rl.sequences import RowLayout
 from prime_rl.transport.messages import MicroBatch
 
 AUTO_VOCAB_CHUNK = 8192
@@ -28,12 +29,7 @@ MAX_LOGITS = 2**25
 class Row:
     """A packed row of T tokens in one or more sequences. Every tensor is [T] on the model's device."""
 
-    lengths: list[int]
-    """Length of each sequence; they sum to T."""
-    is_trained: list[bool]
-    """For each sequence, whether any of its tokens is masked in."""
-    trained_tokens: int
-    """Number of masked-in tokens."""
+    layout: RowLayout
     input_ids: Tensor
     position_ids: Tensor
     loss_mask: Tensor
@@ -57,11 +53,8 @@ class Row:
 
         # Counted on the host, to avoid synchronizing with the GPU.
         position_ids, loss_mask = torch.tensor(message.position_ids), torch.tensor(message.loss_mask, dtype=torch.bool)
-        lengths = sequence_lengths(position_ids)
         return cls(
-            lengths=lengths,
-            is_trained=[bool(mask.any()) for mask in loss_mask.split(lengths)],
-            trained_tokens=int(loss_mask.sum()),
+            layout=RowLayout.of_mask(loss_mask, sequence_lengths(position_ids), device),
             input_ids=torch.tensor(message.input_ids, device=device),
             position_ids=position_ids.to(device),
             loss_mask=loss_mask.to(device),
@@ -73,6 +66,11 @@ class Row:
             minibatch=message.minibatch,
             kept_as=message.kept_as,
         )
+
+    @property
+    def trained_tokens(self) -> int:
+        """Number of masked-in tokens."""
+        return sum(self.layout.num_trained)
 
     def on_policy_mask(self, version: int) -> Tensor:
         """Boolean mask [T] of the masked-in tokens that were sampled from `version`, the trainer's current one.
@@ -89,13 +87,13 @@ def vocab_chunk_of(config: ModelConfig) -> int | None:
     return AUTO_VOCAB_CHUNK if config.fused_lm_head_chunk_size == "auto" else config.fused_lm_head_chunk_size
 
 
-def score_row(model: PreTrainedModel, row: Row, wanted: Tensor, vocab_chunk: int | None) -> tuple[Tensor, Tensor]:
-    """Log-probabilities (with gradient) and entropies of the tokens selected by `wanted` [T]; both float32 [T].
+def score_row(model: PreTrainedModel, row: Row, targets: Tensor, vocab_chunk: int | None) -> tuple[Tensor, Tensor]:
+    """Log-probabilities (with gradient) and entropies of the tokens at the indices `targets`; both float32 [T].
 
     Entry t belongs to token t, which the model predicts at t - 1 with the temperature of t - 1. Entries that are not
-    selected, and entry 0, have the values of a uniform distribution.
+    targets have the values of a uniform distribution.
+    `targets` must not contain 0, which nothing predicts.
     """
-    targets = wanted[1:].nonzero().flatten() + 1
     labels, temperatures = row.input_ids[targets], row.temperatures[targets - 1]
 
     def score(hidden: Tensor, logits_of: LogitsOf) -> tuple[Tensor, Tensor]:

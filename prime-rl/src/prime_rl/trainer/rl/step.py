@@ -16,7 +16,7 @@ from prime_rl.trainer.observe.kept_logprobs import KeptLogprobs
 from prime_rl.trainer.optim.accumulation import accumulated
 from prime_rl.trainer.process.data_axis import DataAxis
 from prime_rl.trainer.process.parallel_dims import Mesh
-from prime_rl.trainer.rl.loss import Loss, LossInputs, LossOutputs, split_inputs
+from prime_rl.trainer.rl.loss import Loss, LossInputs
 from prime_rl.trainer.rl.metrics import MetricValues
 from prime_rl.trainer.rl.rows import Row, score_row
 
@@ -37,7 +37,7 @@ class StepSize:
         own = [
             sum(len(row.input_ids) for row in real),
             sum(row.trained_tokens for row in real),
-            sum(sum(row.is_trained) for row in real),
+            sum(len(row.layout.sequences) for row in real),
         ]
         return cls(*data_axis.sum_counts(own))
 
@@ -84,7 +84,7 @@ class ForwardBackward:
             if self._reduces_once:
                 assert isinstance(self.model, FSDPModule)
                 self.model.set_requires_gradient_sync(index == len(rows))
-            logprobs, entropy = score_row(self.model, row, self._wanted(row), self.vocab_chunk)
+            logprobs, entropy = score_row(self.model, row, self._targets(row), self.vocab_chunk)
             inputs = LossInputs(
                 trainer_logprobs=logprobs,
                 inference_logprobs=row.inference_logprobs,
@@ -93,15 +93,18 @@ class ForwardBackward:
                 loss_mask=row.loss_mask,
                 proximal_logprobs=row.proximal_logprobs,
             )
-            outputs = self._losses(inputs, row)
+            losses = self.loss.row_losses(inputs, row.layout) if row.trained_tokens else None
             # The backward pass is a collective, so rows without a trained sequence take part in it too.
-            total = torch.stack([output.loss for output in outputs]).sum() if outputs else logprobs.sum() * 0.0
+            total = losses.losses_S.sum() if losses is not None else logprobs.sum() * 0.0
             # FSDP averages over all processes, and those that share rows have equal gradients.
             (total * (self.data_axis.data_size / divisor)).backward()
-            self._collect(values, inputs, entropy, outputs, size.sequences / divisor)
+            if losses is not None:
+                # Scaled so that the mean over all sequences is the loss of the update.
+                values.add({**losses.metrics, "loss": losses.losses_S * (size.sequences / divisor)})
+            values.add(_of_trained_tokens(inputs, entropy, row))
             if row.kept_as is not None and self.kept is not None:
                 scored = torch.stack([row.loss_mask.float(), logprobs.detach().float(), entropy.detach().float()])
-                self.kept.add(row.kept_as, row.minibatch, row.lengths, scored)
+                self.kept.add(row.kept_as, row.minibatch, row.layout.lengths, scored)
         return values
 
     def with_proximal(self, rows: Sequence[Row]) -> list[Row]:
@@ -112,26 +115,19 @@ class ForwardBackward:
 
     def _own_logprobs(self, row: Row) -> Tensor:
         own_beats().tick()
-        return score_row(self.model, row, self._wanted(row), self.vocab_chunk)[0]
+        return score_row(self.model, row, self._targets(row), self.vocab_chunk)[0]
 
-    def _wanted(self, row: Row) -> Tensor:
-        return row.loss_mask if self.loss.masked_in_only else torch.ones_like(row.loss_mask)
+    def _targets(self, row: Row) -> Tensor:
+        """Indices of the tokens whose log-probabilities the loss uses."""
+        if self.loss.masked_in_only:
+            return row.layout.trained_M
+        return torch.arange(1, len(row.input_ids), device=row.input_ids.device)
 
-    def _losses(self, inputs: LossInputs, row: Row) -> list[LossOutputs]:
-        sequences = zip(split_inputs(inputs, row.lengths), row.is_trained, strict=True)
-        return [self.loss.sequence_loss(sequence) for sequence, is_trained in sequences if is_trained]
 
-    def _collect(
-        self, values: MetricValues, inputs: LossInputs, entropy: Tensor, outputs: Sequence[LossOutputs], share: float
-    ) -> None:
-        mask = inputs.loss_mask
-        values.add(
-            {
-                "trainer_probs": inputs.trainer_logprobs.detach()[mask].exp(),
-                "inference_probs": inputs.inference_logprobs[mask].exp(),
-                "entropy": entropy[mask],
-            }
-        )
-        for output in outputs:
-            # Scaled so that the mean over all sequences is the loss of the update.
-            values.add({**output.metrics, "loss": output.loss * share})
+def _of_trained_tokens(inputs: LossInputs, entropy: Tensor, row: Row) -> dict[str, Tensor]:
+    trained_M = row.layout.trained_M
+    return {
+        "trainer_probs": inputs.trainer_logprobs.detach()[trained_M].exp(),
+        "inference_probs": inputs.inference_logprobs[trained_M].exp(),
+        "entropy": entropy[trained_M],
+    }
