@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.multiprocessing as mp
+from torch.testing._internal.distributed import fake_pg  # noqa: F401 - registers the fake backend
 
-from prime_rl.monitors.stats import Stats, StatsError
+from prime_rl.monitors.stats import Stats, StatsError, collective_device
 
 RANKS = 3
 
@@ -53,6 +54,18 @@ def run_rank(rank: int, directory: str) -> None:
     again = stats.export(torch.distributed.group.WORLD)
     Path(directory, f"{rank}.json").write_text(json.dumps([metrics, again]))
     torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("backend", "device"),
+    [("gloo", "cpu"), ("cpu:gloo,cuda:fake", "cpu"), ("cuda:fake,cpu:gloo", "cpu"), ("cuda:fake", "cuda")],
+)
+def test_the_device_of_collectives_depends_on_the_group_alone(backend: str, device: str) -> None:
+    """A rank without records has no tensor whose device it could take. The fake backend stands in for NCCL."""
+    torch.distributed.init_process_group(backend, store=torch.distributed.HashStore(), rank=0, world_size=1)
+    chosen = collective_device(torch.distributed.group.WORLD)
+    torch.distributed.destroy_process_group()
+    assert chosen == device
 
 
 def test_ranks_give_what_plain_torch_gives(tmp_path: Path) -> None:

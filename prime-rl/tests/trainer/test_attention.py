@@ -111,6 +111,14 @@ def test_varlen_looks_back_as_far_as_the_window_of_the_layer(window: int | None)
     torch.testing.assert_close(out, expected.transpose(1, 2), atol=1e-6, rtol=0)
 
 
+@pytest.mark.parametrize("key_heads", [4, 2])
+def test_the_installed_torch_takes_what_varlen_gets(key_heads: int) -> None:
+    """Torch 2.11 has no `enable_gqa`. On the meta device its own function runs, up to the kernel."""
+    query, key, value = (torch.empty(1, heads, 10, 8, device="meta") for heads in (4, key_heads, key_heads))
+    out, _ = varlen_attention(torch.nn.Module(), query, key, value, None, scaling=0.3, sliding_window=3)
+    assert out.shape == (1, 10, 4, 8)
+
+
 @pytest.mark.parametrize("wanted", [{"softcap": 30.0}, {"s_aux": torch.ones(4)}, {"dropout": 0.1}])
 def test_varlen_refuses_unsupported_options(wanted: dict) -> None:
     states = torch.ones(1, 4, 5, 8)

@@ -36,10 +36,11 @@ from prime_rl.configs.trainer import (
 )
 from prime_rl.run.paths import RunPaths
 from prime_rl.trainer.checkpoints.weights import export_model, gather_weights, save_adapter
-from prime_rl.trainer.lora.adapters import LowRank
+from prime_rl.trainer.kernels.linear_cross_entropy import Limits
+from prime_rl.trainer.lora.adapters import LowRank, full_tensor
 from prime_rl.trainer.lora.export import gather_adapter
 from prime_rl.trainer.model.build import setup_model, setup_tokenizer
-from prime_rl.trainer.model.scoring import score_tokens
+from prime_rl.trainer.model.scoring import LogitsOf, cross_entropy_sum, score_tokens
 from prime_rl.trainer.observe.perf import flops_per_token
 from prime_rl.trainer.optim.optimizer import setup_optimizer
 from prime_rl.trainer.process.errors import ModelError
@@ -287,6 +288,26 @@ def test_an_adapted_head_is_used_with_the_fused_head_enabled(moe_model_dir: Path
     scored, _ = score_row(model, row, row.layout.trained_M, vocab_chunk=512)
     expected = logits_of(model).log_softmax(-1)[:-1].gather(1, TOKENS[1:, None])[:, 0]
     torch.testing.assert_close(scored[1:], expected)
+
+
+@pytest.mark.parametrize("most_logits", [2**25, 16 * 128], ids=["head in one part", "head in parts"])
+def test_sft_trains_the_adapter_of_a_head(moe_model_dir: Path, mesh: Mesh, most_logits: int) -> None:
+    model = train(setup_model(config_of(moe_model_dir, {"target_modules": ["lm_head"]}), mesh))
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+    def score(hidden: Tensor, logits_of: LogitsOf) -> Tensor:
+        return cross_entropy_sum(hidden[:-1], TOKENS[1:], logits_of, 128, Limits(logits=most_logits))
+
+    def loss_and_gradients(loss: Tensor) -> list[Tensor]:
+        loss.backward()
+        gradients = [full_tensor(parameter.grad).clone() for parameter in trained]
+        model.zero_grad()
+        return [loss.detach(), *gradients]
+
+    expected = loss_and_gradients(loss_of(logits_of(model)) * (len(TOKENS) - 1))
+    found = loss_and_gradients(score_tokens(model, TOKENS[None], torch.arange(len(TOKENS))[None], score))
+    torch.testing.assert_close(found, expected)
+    assert all(gradient.any() for gradient in found)
 
 
 def test_unknown_names_are_one_line_with_the_nearest_ones(

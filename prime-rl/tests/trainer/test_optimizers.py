@@ -197,6 +197,34 @@ def test_states_stay_in_the_same_host_memory() -> None:
     assert places[0] == places[1] == places[2]
 
 
+@pytest.mark.parametrize("config", OPTIMIZERS)
+def test_loading_puts_no_state_on_the_device_of_its_parameter(config: OptimizerConfig) -> None:
+    net, on_device = Net(), []
+    saving, loading = (setup_optimizer(config, net) for _ in range(2))
+    # This hook runs before the one that moves states to the host.
+    loading.register_load_state_dict_post_hook(lambda loaded: on_device.extend(large_states(loaded)))
+    for optimizer in (saving, loading):
+        offload_states(optimizer, CPU)
+        give_gradients(net, 0)
+        optimizer.step()
+    give_gradients(net, 1)
+    saving.step()
+    places = [state.data_ptr() for state in large_states(loading)]
+    loading.load_state_dict(saving.state_dict())
+    assert on_device == []
+    assert [state.data_ptr() for state in large_states(loading)] == places
+    assert len(places) >= len(list(net.parameters()))
+    for parameter, states in saving.state.items():
+        loaded = loading.state[parameter]
+        assert loaded.keys() == states.keys()
+        assert all(torch.equal(loaded[name], state) for name, state in states.items())
+
+
+def large_states(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    found = (state for states in optimizer.state.values() for state in states.values())
+    return [state for state in found if isinstance(state, Tensor) and state.ndim > 0]
+
+
 def test_offloading_on_a_cpu_logs_that_it_has_no_effect(capsys: pytest.CaptureFixture[str]) -> None:
     setup_logger("info")
     optimizer = setup_optimizer(AdamWConfig(lr=1e-2), Net(), states_on_host=True)

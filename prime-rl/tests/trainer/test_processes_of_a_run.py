@@ -6,13 +6,17 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from prime_rl.launch import reserved_ports
+from prime_rl.trainer.process.errors import ModelError
 from prime_rl.trainer.process.parallel_dims import Mesh
 from prime_rl.trainer.process.signals import listen_for_signals
+from prime_rl.trainer.process.world import destroy_world, leaving_when_done, setup_world
 
 WORKER = Path(__file__).with_name("worker_of_torchrun.py")
 
@@ -65,3 +69,20 @@ def test_a_rank_whose_peers_never_come_ends_in_one_line(rank: int, tiny_model_di
     (fault,) = (line for line in done.stdout.splitlines() if "ERROR" in line)
     assert f"the other ranks of the trainer at 127.0.0.1:{port} (2 in all, this is rank {rank}) since " in fault
     assert "(limit: dist_timeout_seconds = 2 s)" in fault
+
+
+@pytest.mark.parametrize(("world_size", "stays"), [(1, False), (2, True)])
+def test_a_rank_that_fails_leaves_no_group_that_others_are_in(world_size: int, stays: bool) -> None:
+    """Leaving an NCCL group waits for its other ranks, so the error would be logged only after their time-out."""
+    alone = setup_world("cpu", timeout_s=3600, environ={})
+    with pytest.raises(ModelError), leaving_when_done(replace(alone, world_size=world_size)):
+        raise ModelError("of one rank")
+    assert dist.is_initialized() == stays
+    destroy_world()
+
+
+def test_ranks_that_are_done_leave_their_group() -> None:
+    alone = setup_world("cpu", timeout_s=3600, environ={})
+    with leaving_when_done(replace(alone, world_size=2)):
+        assert dist.is_initialized()
+    assert not dist.is_initialized()

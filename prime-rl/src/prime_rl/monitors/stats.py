@@ -150,9 +150,9 @@ class Stats:
         rows = [self._totals.get(key, _Total(reduce)) for key, reduce in reduces.items()]
         if not rows:
             return {}, []
-        device = next((x.device for row in rows for x in (row.sum, row.min) if not isinstance(x, float)), "cpu")
-        if group is not None and torch.distributed.get_backend(group) == "gloo":
-            device = "cpu"
+        own = next((x.device for row in rows for x in (row.sum, row.min) if not isinstance(x, float)), "cpu")
+        # A rank that recorded no tensor must join the others' collectives on their device.
+        device = own if group is None else collective_device(group)
         sums, least, most = (
             torch.stack([torch.as_tensor(value, dtype=torch.float64, device=device) for value in column])
             for column in (
@@ -183,6 +183,15 @@ class Stats:
         if total.reduce != reduce:
             raise StatsError(f"{key} was recorded as {total.reduce!r} and as {reduce!r}")
         return total
+
+
+def collective_device(group: ProcessGroup) -> str:
+    """Type of the device for small tensors in collectives of `group`, the same on all ranks: "cpu" if it has a backend
+    for it."""
+    from torch.distributed import get_backend_config
+
+    devices = [part.partition(":")[0] for part in get_backend_config(group).split(",")]
+    return "cpu" if "cpu" in devices else devices[0]
 
 
 def _all_keys(own: dict[str, Reduce], group: ProcessGroup) -> dict[str, Reduce]:

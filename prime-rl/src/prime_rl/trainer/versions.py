@@ -10,6 +10,22 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
+
+
+def varlen_kernel() -> Callable[..., Tensor | tuple[Tensor, ...]]:
+    """PyTorch's varlen kernel, with the argument `enable_gqa`.
+
+    Torch 2.11 has no such argument, and passes on any number of key heads, which its flash kernels support.
+    """
+    if "enable_gqa" in inspect.signature(varlen_attn).parameters:
+        return varlen_attn
+
+    def without_argument(*inputs: Any, enable_gqa: bool, **options: Any) -> Tensor | tuple[Tensor, ...]:
+        return varlen_attn(*inputs, **options)
+
+    return without_argument
 
 
 def compile_for_all_shapes(forward: Callable[..., Any], *, fullgraph: bool, recompile_limit: int) -> Callable[..., Any]:

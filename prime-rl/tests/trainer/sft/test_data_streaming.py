@@ -10,11 +10,14 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
+import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from prime_rl.configs.sft import SFTDataConfig
 from prime_rl.trainer.process.data_axis import DataAxis
 from prime_rl.trainer.process.errors import DataError
+from prime_rl.trainer.process.world import Process
+from prime_rl.trainer.sft.data.examination import check_first_rows
 from prime_rl.trainer.sft.data.packer import PackedRows, setup_rows
 from prime_rl.trainer.sft.data.sources import load_rows, stream_rows
 
@@ -57,6 +60,15 @@ def test_a_stream_has_every_row_once_an_epoch_shuffled_by_blocks(
     assert first != everything
     assert sorted(first[:20]) == everything[:20]
     assert rows.stream.row_count == 50
+
+
+@pytest.mark.parametrize("shuffle_buffer", [20, 50, 1000])
+def test_inspecting_the_first_rows_moves_no_stream(
+    file: Path, tokenizer: PreTrainedTokenizerBase, shuffle_buffer: int
+) -> None:
+    inspected, other = (open_stream(file, tokenizer, shuffle_buffer=shuffle_buffer) for _ in range(2))
+    check_first_rows(inspected, tokenizer, Process(0, 1, 0, torch.device("cpu")), show=False)
+    assert texts_of(inspected, tokenizer, 120) == texts_of(other, tokenizer, 120)
 
 
 def test_a_stream_is_divided_over_the_processes(file: Path, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -12,7 +12,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention.varlen import varlen_attn
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AttentionInterface,
@@ -25,9 +24,11 @@ from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_availa
 
 from prime_rl.trainer.model.packed_rows import sequence_bounds
 from prime_rl.trainer.process.errors import ModelError
+from prime_rl.trainer.versions import varlen_kernel
 
 SDPA, EAGER, FLEX, VARLEN = "sdpa", "eager", "flex_attention", "varlen"
 _MAX_VARLEN_HEAD = 256
+_PYTORCH_VARLEN = varlen_kernel()
 _FIRST_FLASH_GENERATION = 8
 """Lowest compute capability (Ampere) that PyTorch's flash kernels support."""
 
@@ -79,7 +80,7 @@ def varlen_attention(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
-    varlen: Callable[..., Tensor | tuple[Tensor, ...]] = varlen_attn,
+    varlen: Callable[..., Tensor | tuple[Tensor, ...]] = _PYTORCH_VARLEN,
     **options: Any,
 ) -> tuple[Tensor, None]:
     """PyTorch's varlen kernel behind Transformers' attention interface: [B, heads, T, D] in, [B, T, heads, D] out.

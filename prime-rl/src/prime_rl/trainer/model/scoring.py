@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from prime_rl.trainer.kernels.attention import EAGER, SDPA, varlen_arguments
 from prime_rl.trainer.kernels.lean_linear import head_product
 from prime_rl.trainer.kernels.linear_cross_entropy import LIMITS, Limits, linear_cross_entropy_sum
+from prime_rl.trainer.lora.adapters import is_adapted
 from prime_rl.trainer.model.packed_rows import Grid, fold
 from prime_rl.trainer.model.sequence_blocks import SequenceBlocks, find_sequence_blocks
 from prime_rl.trainer.model.shared_prefixes import SHARED, PrefixTree, find_shared_prefixes
@@ -63,7 +64,7 @@ def cross_entropy_sum(
     hidden_NH: Tensor, targets_N: Tensor, logits_of: LogitsOf, vocab_size: int, limits: Limits = LIMITS
 ) -> Tensor:
     """Sum over N tokens of the cross-entropy in float32, with at most `limits.logits` logits in memory."""
-    if type(logits_of) is nn.Linear and logits_of.bias is None:
+    if isinstance(logits_of, nn.Linear) and is_plain(logits_of):
         return linear_cross_entropy_sum(hidden_NH, logits_of.weight, targets_N, limits, head_product(logits_of))
     chunk = max(1, limits.logits // vocab_size)
 
@@ -74,6 +75,11 @@ def cross_entropy_sum(
         return loss_of(hidden_NH, targets_N)
     chunks = zip(hidden_NH.split(chunk), targets_N.split(chunk), strict=True)
     return torch.stack([checkpoint(loss_of, h, t, use_reentrant=False) for h, t in chunks]).sum()
+
+
+def is_plain(head: nn.Linear) -> bool:
+    """Whether its output is its input times its weight, as fused heads compute it."""
+    return type(head) is nn.Linear and head.bias is None and not is_adapted(head)
 
 
 def enable_scoring(model: PreTrainedModel) -> None:

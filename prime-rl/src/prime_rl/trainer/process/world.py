@@ -16,6 +16,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
+from prime_rl.run.beats import own_beats
 from prime_rl.trainer.process.errors import DeviceError, RendezvousError
 from prime_rl.trainer.process.host_memory import map_large_tensors
 from prime_rl.trainer.process.store import open_store
@@ -139,8 +140,37 @@ def sum_over_processes(values: Sequence[float], process: Process) -> list[float]
     return totals.tolist()
 
 
+@contextmanager
+def joined_world(device: DeviceChoice, timeout_s: int) -> Iterator[Process]:
+    """Join the process group for the block.
+
+    Raises:
+        DeviceError, RendezvousError: as `setup_world`.
+    """
+    own_beats().say("waiting for the other ranks")
+    process = setup_world(device, timeout_s)
+    with leaving_when_done(process):
+        yield process
+
+
+@contextmanager
+def leaving_when_done(process: Process) -> Iterator[None]:
+    """Leave the process group when the block ends, but not when it raises, unless this process is alone.
+
+    Leaving an NCCL group waits for the other ranks, which may sit in a collective that needs this one. The exception
+    would be logged after that, if at all. A process that fails is about to exit, which closes its connections.
+    """
+    try:
+        yield
+    except BaseException:
+        if process.world_size == 1:
+            destroy_world()
+        raise
+    destroy_world()
+
+
 def destroy_world() -> None:
-    """Leave the process group, if there is one."""
+    """Leave the process group, if there is one. Every rank must do so."""
     if dist.is_initialized():
         dist.destroy_process_group()
 

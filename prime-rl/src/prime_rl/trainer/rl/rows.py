@@ -14,8 +14,7 @@ from transformers import PreTrainedModel
 from prime_rl.configs.trainer import ModelConfig
 from prime_rl.trainer.kernels.fused_logprobs import fused_logprobs
 from prime_rl.trainer.kernels.lean_linear import head_product
-from prime_rl.trainer.lora.adapters import is_adapted
-from prime_rl.trainer.model.scoring import LogitsOf, logit_scale, score_tokens
+from prime_rl.trainer.model.scoring import LogitsOf, is_plain, logit_scale, score_tokens
 from prime_rl.trainer.rl.loss import sequence_lengths
 from prime_rl.trainer.rl.sequences import RowLayout
 from prime_rl.transport.messages import MicroBatch
@@ -99,7 +98,7 @@ def score_row(model: PreTrainedModel, row: Row, targets: Tensor, vocab_chunk: in
     def score(hidden: Tensor, logits_of: LogitsOf) -> tuple[Tensor, Tensor]:
         hidden = hidden[targets - 1]
         head = model.get_output_embeddings()
-        if vocab_chunk is not None and is_plain(head, model):
+        if vocab_chunk is not None and has_plain_logits(head, model):
             product = head_product(head)
             return fused_logprobs(hidden, head.weight, labels, temperatures, vocab_chunk, product)
         return plain_logprobs(hidden, logits_of, labels, temperatures, model.config.vocab_size)
@@ -111,10 +110,10 @@ def score_row(model: PreTrainedModel, row: Row, targets: Tensor, vocab_chunk: in
     return logprobs, entropy
 
 
-def is_plain(head: nn.Module, model: PreTrainedModel) -> bool:
+def has_plain_logits(head: nn.Module, model: PreTrainedModel) -> bool:
     """Whether logits are just hidden states times the head's weight, as the fused head computes them."""
     is_changed = getattr(model.config, "final_logit_softcapping", None) is not None or logit_scale(model) != 1
-    return isinstance(head, nn.Linear) and head.bias is None and not is_changed and not is_adapted(head)
+    return isinstance(head, nn.Linear) and is_plain(head) and not is_changed
 
 
 def plain_logprobs(

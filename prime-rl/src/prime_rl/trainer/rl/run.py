@@ -10,7 +10,6 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from prime_rl.configs.trainer import ParityConfig, TrainerConfig, beyond_end
 from prime_rl.run.attempts import report_restored
-from prime_rl.run.beats import own_beats
 from prime_rl.run.paths import RunPaths
 from prime_rl.run.resuming import changes_since, configs_to_save
 from prime_rl.trainer.checkpoints.changes import check_changes
@@ -27,7 +26,7 @@ from prime_rl.trainer.optim.scheduler import setup_scheduler
 from prime_rl.trainer.process.errors import CheckpointError
 from prime_rl.trainer.process.parallel_dims import Mesh, setup_mesh
 from prime_rl.trainer.process.signals import EXIT_STOPPED, SignalBox, listen_for_signals, stopped_line
-from prime_rl.trainer.process.world import Process, destroy_world, setup_world
+from prime_rl.trainer.process.world import Process, joined_world
 from prime_rl.trainer.rl.batches import BatchSource, FakeBatches, PackedBatches, row_tokens
 from prime_rl.trainer.rl.broadcast import Broadcast, FileSystemBroadcast
 from prime_rl.trainer.rl.group_broadcast import GroupBroadcast
@@ -47,8 +46,17 @@ def train(config: TrainerConfig, paths: RunPaths) -> None:
         SystemExit: with status 143, if a signal stopped it.
         TrainerError: a fault that the user can fix; the message is one line.
     """
-    own_beats().say("waiting for the other ranks")
-    process = setup_world(config.device, config.dist_timeout_seconds)
+    with joined_world(config.device, config.dist_timeout_seconds) as process:
+        # A stop reaches every rank, and all of them leave the group.
+        is_done = run(config, paths, process)
+    if not is_done:
+        raise SystemExit(EXIT_STOPPED)
+    if process.is_main:
+        get_logger().log(SUCCESS, "RL trainer finished!")
+
+
+def run(config: TrainerConfig, paths: RunPaths, process: Process) -> bool:
+    """Build the trainer and run it. Returns False if a signal stopped it."""
     try:
         with open_telemetry(config, paths, process) as telemetry, listen_for_signals(process) as signals:
             mesh = setup_mesh(config.model, process)
@@ -63,11 +71,8 @@ def train(config: TrainerConfig, paths: RunPaths) -> None:
     except Stopped as stopped:
         if process.is_main:
             get_logger().warning(stopped_line(stopped.step, paths.checkpoint(stopped.step)))
-        raise SystemExit(EXIT_STOPPED) from None
-    finally:
-        destroy_world()
-    if process.is_main:
-        get_logger().log(SUCCESS, "RL trainer finished!")
+        return False
+    return True
 
 
 @contextmanager

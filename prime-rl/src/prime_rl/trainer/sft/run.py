@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import asdict
 
 import torch.distributed as dist
@@ -31,7 +30,7 @@ from prime_rl.trainer.optim.scheduler import setup_scheduler
 from prime_rl.trainer.process.errors import CheckpointError, ModelError, exit_on_error
 from prime_rl.trainer.process.parallel_dims import Mesh, setup_mesh
 from prime_rl.trainer.process.signals import EXIT_STOPPED, listen_for_signals, stopped_line
-from prime_rl.trainer.process.world import Process, destroy_world, setup_world
+from prime_rl.trainer.process.world import Process, joined_world
 from prime_rl.trainer.sft.data.examination import check_first_rows
 from prime_rl.trainer.sft.data.fingerprint import fingerprint_of
 from prime_rl.trainer.sft.data.packer import setup_rows
@@ -55,7 +54,7 @@ def run(config: SFTConfig) -> int:
     log_file = paths.rank_log(rank) if config.log.file else None
     setup_logger(config.log.level if rank == 0 else "warning", log_file, config.log.json_logging)
     own_trace()
-    with exit_on_error(), joined_world(config) as process:
+    with exit_on_error(), joined_world(config.device, config.dist_timeout_seconds) as process:
         prepare_output_dir(config, paths, process)
         with open_telemetry(config, paths, process) as telemetry:
             mesh = setup_mesh(config.model, process)
@@ -80,15 +79,6 @@ def train(trainer: SFTTrainer, telemetry: Telemetry) -> bool:
     if process.is_main:
         report_end(is_done, trainer, reporter.summary)
     return is_done
-
-
-@contextmanager
-def joined_world(config: SFTConfig) -> Iterator[Process]:
-    own_beats().say("waiting for the other ranks")
-    try:
-        yield setup_world(config.device, config.dist_timeout_seconds)
-    finally:
-        destroy_world()
 
 
 def prepare_output_dir(config: SFTConfig, paths: RunPaths, process: Process) -> None:

@@ -200,9 +200,12 @@ class DatasetStream:
 
         Call it before the first sample is taken. It ends with the first epoch, if the epoch's length is known.
         """
+        start = self.entries.state()
         for position in range(min(count, self.row_count or self.config.shuffle_buffer)):
             entry = self.entries.at(position)
             if self.entries.epoch_of(position) > 0:
+                # A stream has gone on to its second epoch, and cannot go back by itself.
+                self.entries.restore(start)
                 return
             yield self._made(entry)
 
