@@ -9,6 +9,7 @@ import random
 import secrets
 import sys
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass
 from itertools import chain
@@ -118,6 +119,7 @@ async def _run(
     async with AsyncExitStack() as closing:
         closing.callback(ledger.close)
         sender = closing.enter_context(contextlib.closing(setup_batch_sender(config.rollout_transport, paths)))
+        sending = closing.enter_context(ThreadPoolExecutor(1, "batches"))
         pool = make_pool(config)
         closing.push_async_callback(pool.close)
         servers = EnvServers(paths)
@@ -149,6 +151,7 @@ async def _run(
             scheduler=scheduler,
             policy=policy,
             sender=sender,
+            sending=sending,
             reporter=Reporter(monitor, filters, sample_interval(config), extras, reward_watch),
             rollout_log=rollout_log,
             heartbeat=heartbeat,
