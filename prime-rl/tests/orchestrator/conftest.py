@@ -274,6 +274,10 @@ def policy_server(serve: Callable[[PolicyServer], PolicyServer]) -> PolicyServer
 
 
 ENVIRONMENTS = '''
+import asyncio
+import os
+import threading
+from pathlib import Path
 import verifiers as vf
 from datasets import Dataset
 
@@ -320,6 +324,48 @@ class EvalFails(vf.SingleTurnEnv):
         return state
 
 
+async def catch_cancellations():
+    while True:
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            pass
+
+
+class Stuck(vf.SingleTurnEnv):
+    """Keeps every thread of the event loop for ever, and leaves tasks that do not end."""
+
+    async def setup_state(self, state):
+        for _ in range(64):
+            asyncio.get_running_loop().run_in_executor(None, threading.Event().wait)
+        self.left = asyncio.create_task(catch_cancellations())
+        return state
+
+
+class EvalDies(vf.SingleTurnEnv):
+    """Ends its process at the first evaluation row."""
+
+    async def setup_state(self, state):
+        is_eval = (state["input"].get("info") or {}).get("split") == "eval"
+        if is_eval and not self.died.exists():
+            self.died.touch()
+            os._exit(9)
+        return state
+
+
+class Cooler(vf.SingleTurnEnv):
+    """Samples at a temperature of its own: in its state's arguments, or in new ones."""
+
+    async def setup_state(self, state):
+        if self.way == "in place":
+            state["sampling_args"]["temperature"] = 0.25
+        elif self.way == "anew":
+            state["sampling_args"] = {**state["sampling_args"], "temperature": 0.25}
+        else:
+            state["sampling_args"] = {**state["sampling_args"], "temperature": self.way}
+        return state
+
+
 class Crashing(Twice):
     async def env_response(self, messages, state):
         raise RuntimeError("the database is down")
@@ -335,7 +381,7 @@ def add(a: int, b: int) -> int:
     return a + b
 
 
-def load_environment(kind="single", rows=4):
+def load_environment(kind="single", rows=4, died=None, way="in place"):
     data = Dataset.from_list([{"question": text, "answer": text[::-1]} for text in TEXTS]).select(range(rows))
     rubric = vf.Rubric(funcs=[reversed_text])
     if kind == "single":
@@ -347,10 +393,17 @@ def load_environment(kind="single", rows=4):
         return Twice(dataset=data, rubric=rubric, max_turns=2)
     if kind == "tools":
         return vf.ToolEnv(tools=[add], dataset=data, rubric=rubric, system_prompt="Use the tool.")
+    if kind == "stuck threads":
+        return Stuck(dataset=data, rubric=rubric)
     if kind == "crashing":
         return Crashing(dataset=data, rubric=rubric, max_turns=2)
     if kind == "eval fails":
         return EvalFails(dataset=data, eval_dataset=data.add_column("info", [{"split": "eval"}] * rows), rubric=rubric)
+    if kind == "eval dies":
+        evals = data.add_column("info", [{"split": "eval"}] * rows)
+        return EvalDies(dataset=data, eval_dataset=evals, rubric=rubric, died=Path(died))
+    if kind == "cooler":
+        return Cooler(dataset=data, rubric=rubric, way=way)
     if kind == "screenshots":
         return Screenshots(dataset=data, rubric=rubric, max_turns=2)
     if kind in ("images", "parts"):
