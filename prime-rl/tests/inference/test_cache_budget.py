@@ -51,9 +51,9 @@ def test_a_gpu_with_room_for_many_sequences_starts_without_a_word() -> None:
 def test_a_cache_for_few_sequences_warns_with_their_number() -> None:
     budget = CacheBudget.on_cpu(memory_bytes=8 * GIB)
     assert shortage(budget, max_model_len=4096) == (
-        "the key-value cache has room for 16384 tokens (2.0 GiB: 0.25 of the 8.0 GiB of memory here), so long "
-        "sequences run one at a time: 4.0 of model.max_model_len = 4096 fit. To run more, use a machine or a job "
-        "with more memory, or lower model.max_model_len"
+        "the key-value cache has room for 16384 tokens (2.0 GiB: 0.25 of the 8.0 GiB of memory that this process "
+        "may use), so long sequences run one at a time: 4.0 of model.max_model_len = 4096 fit. To run more, use a "
+        "machine or a job with more memory, or lower model.max_model_len"
     )
 
 

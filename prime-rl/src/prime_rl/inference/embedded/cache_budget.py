@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from typing import Self
 
 from prime_rl.inference.embedded.engine.slots import KVSlots
 from prime_rl.inference.embedded.errors import UnsupportedModel
+from prime_rl.utils.machine.memory import usable_memory_bytes
 
 CPU_MEMORY_SHARE = 0.25
-"""Fraction of the machine's memory for the key-value cache on a CPU, which is shared with trainer and environments."""
+"""Fraction of the usable memory for the key-value cache on a CPU, which is shared with trainer and environments."""
 
 ORDINARY_TOKENS = 4096
 """Length that the cache must have room for if `model.max_model_len` is not set: many models have a context that is far
@@ -42,16 +42,16 @@ class CacheBudget:
 
     @classmethod
     def on_cpu(cls, memory_bytes: int) -> Self:
-        """A share of the machine's memory."""
+        """A share of the memory of this machine or job."""
         return cls(
             int(CPU_MEMORY_SHARE * memory_bytes),
-            f"{CPU_MEMORY_SHARE:g} of the {_gib(memory_bytes)} of memory here",
+            f"{CPU_MEMORY_SHARE:g} of the {_gib(memory_bytes)} of memory that this process may use",
             "use a machine or a job with more memory",
         )
 
     @classmethod
     def of_this_machine(cls) -> Self:
-        return cls.on_cpu(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+        return cls.on_cpu(usable_memory_bytes())
 
     def shortage(self, slots: KVSlots, max_model_len: int | None, context: int) -> str | None:
         """A warning if long sequences run one at a time; None if there is room for several.

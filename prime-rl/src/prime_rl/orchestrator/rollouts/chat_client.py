@@ -27,7 +27,7 @@ from prime_rl.orchestrator.rollouts.replies import ChatReply, TokenizeReply, dec
 from prime_rl.orchestrator.rollouts.sampling import EXACT_SEED
 from prime_rl.orchestrator.rollouts.trace import CallDetails
 from prime_rl.run.beats import own_beats, server_name
-from prime_rl.utils.open_files import allow_connections
+from prime_rl.utils.machine.open_files import allow_connections
 
 RETRYABLE_STATUS = frozenset({408, 429, 500, 502, 503, 504})
 KEEPALIVE_S = 4.0
