@@ -23,6 +23,7 @@ from prime_rl.inference.embedded.engine.slots import KVSlots
 from prime_rl.inference.embedded.engine.text import StopStringMatcher
 from prime_rl.inference.embedded.engine.weights import read_weights
 from prime_rl.inference.embedded.errors import EngineBusy, EngineStopped, GenerationFailed, UnsupportedModel
+from prime_rl.inference.limits import MAX_CONNECTIONS, MAX_TOTAL_SAMPLES
 
 ARCHITECTURES = ("qwen3", "qwen2", "llama", "mistral_with_window", "qwen3_moe")
 PROMPTS = [tuple((5 + 7 * index + place) % 64 for place in range(2 + 3 * index)) for index in range(6)]
@@ -168,6 +169,14 @@ def test_a_full_queue_refuses(qwen3_dir) -> None:
     engine.submit(request_of(PROMPTS[0], n=5))
     with pytest.raises(EngineBusy):
         engine.submit(request_of(PROMPTS[1]))
+
+
+def test_a_call_on_every_connection_fits_into_the_queue_whoever_sends_them(qwen3_dir) -> None:
+    engine = Engine(runner_of(qwen3_dir))
+    for _ in range(MAX_CONNECTIONS):
+        engine.submit(request_of(PROMPTS[0]))
+    assert engine.load == MAX_CONNECTIONS
+    engine.submit(request_of(PROMPTS[0], n=MAX_TOTAL_SAMPLES))
 
 
 def test_a_cancelled_request_leaves_the_batch_and_the_others_continue(qwen3_dir) -> None:
