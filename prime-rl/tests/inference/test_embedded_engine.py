@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from prime_rl.inference.embedded.engine.slots import KVSlots
 from prime_rl.inference.embedded.engine.text import StopStringMatcher
 from prime_rl.inference.embedded.engine.weights import read_weights
 from prime_rl.inference.embedded.errors import EngineBusy, EngineStopped, GenerationFailed, UnsupportedModel
+from prime_rl.inference.limits import MAX_CONNECTIONS, MAX_TOTAL_SAMPLES
 
 ARCHITECTURES = ("qwen3", "qwen2", "llama", "mistral_with_window", "qwen3_moe")
 PROMPTS = [tuple((5 + 7 * index + place) % 64 for place in range(2 + 3 * index)) for index in range(6)]
@@ -169,6 +171,14 @@ def test_a_full_queue_refuses(qwen3_dir) -> None:
         engine.submit(request_of(PROMPTS[1]))
 
 
+def test_a_call_on_every_connection_fits_into_the_queue_whoever_sends_them(qwen3_dir) -> None:
+    engine = Engine(runner_of(qwen3_dir))
+    for _ in range(MAX_CONNECTIONS):
+        engine.submit(request_of(PROMPTS[0]))
+    assert engine.load == MAX_CONNECTIONS
+    engine.submit(request_of(PROMPTS[0], n=MAX_TOTAL_SAMPLES))
+
+
 def test_a_cancelled_request_leaves_the_batch_and_the_others_continue(qwen3_dir) -> None:
     with Engine(runner_of(qwen3_dir)).in_thread() as engine:
         engine.pause().result()
@@ -178,6 +188,30 @@ def test_a_cancelled_request_leaves_the_batch_and_the_others_continue(qwen3_dir)
         engine.resume().result()
         assert len(wanted.result().completions[0].token_ids) == 10
         assert engine.load == 0
+
+
+def test_a_request_cancelled_between_the_inbox_and_the_step_is_not_generated(qwen3_dir, monkeypatch) -> None:
+    with Engine(runner_of(qwen3_dir)).in_thread() as engine:
+        wanted, unwanted = request_of(PROMPTS[0], max_tokens=3), request_of(PROMPTS[1])
+        ahead: list[str] = []
+        read_clock = time.perf_counter
+
+        def clock() -> float:
+            """A step reads the clock when it ends, and the next one after the inbox was emptied."""
+            if ahead and ahead.pop() == "the next step begins":
+                engine.submit(unwanted)
+                assert unwanted.result.cancel()
+            return read_clock()
+
+        def first_token() -> None:
+            wanted.on_progress = None
+            ahead.extend(["the next step begins", "this step ends"])
+
+        wanted.on_progress = first_token
+        monkeypatch.setattr(time, "perf_counter", clock)
+        assert len(engine.submit(wanted).result().completions[0].token_ids) == 3
+        engine.pause().result()
+    assert (unwanted.sequences[0].num_generated, ahead) == (0, [])
 
 
 def test_stopping_fails_pending_requests(qwen3_dir) -> None:

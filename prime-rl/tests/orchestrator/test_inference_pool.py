@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ from verifiers.types import UserMessage
 from prime_rl.configs.shared import ClientConfig
 from prime_rl.orchestrator.errors import InferenceFault
 from prime_rl.orchestrator.rollouts.chat_client import ChatChannel
+from prime_rl.orchestrator.rollouts.connections import Connections
 from prime_rl.orchestrator.rollouts.replies import VersionSpan
 from prime_rl.orchestrator.rollouts.sampling import SamplingConfig, train_sampling_args
 from prime_rl.orchestrator.rollouts.trace import CallDetails
@@ -290,25 +293,89 @@ async def test_a_busy_server_is_asked_again(policy_server) -> None:
     await channel.close()
 
 
-async def test_calls_beyond_the_connections_to_a_server_wait_and_are_all_answered() -> None:
-    connections: list[asyncio.StreamWriter] = []
+class Echo:
+    """A server that returns each body, and counts the connections that it accepts."""
 
-    async def answer_all(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        connections.append(writer)
+    def __init__(self, on_call: Callable[[], None] = lambda: None) -> None:
+        self.connections: list[asyncio.StreamWriter] = []
+        self._on_call = on_call
+
+    async def start(self) -> int:
+        """Returns the port."""
+        self._server = await asyncio.start_server(self._answer_all, "127.0.0.1")
+        return self._server.sockets[0].getsockname()[1]
+
+    async def _answer_all(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.connections.append(writer)
         with contextlib.suppress(asyncio.IncompleteReadError):  # the channel has closed its connection
             while head := await reader.readuntil(b"\r\n\r\n"):
                 length = int(head.lower().partition(b"content-length: ")[2].partition(b"\r\n")[0])
                 body = await reader.readexactly(length)
+                self._on_call()
                 writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body))
         writer.close()
 
-    server = await asyncio.start_server(answer_all, "127.0.0.1")
-    channel = ChatChannel(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", {}, 3600, max_retries=0)
+    def close(self) -> None:
+        self._server.close()
+
+
+async def numbers_from(channels: Sequence[ChatChannel], count: int) -> list[int]:
+    """What the servers of some channels return for as many calls at once, which the channels make in turn."""
+    turns = zip(range(count), itertools.cycle(channels), strict=False)
+    calls = [channel.exchange("/echo", {"number": number}) for number, channel in turns]
+    return [json.loads(answer.body)["number"] for answer in await asyncio.gather(*calls)]
+
+
+async def test_calls_beyond_the_connections_to_a_server_wait_and_are_all_answered() -> None:
+    server = Echo()
+    channel = ChatChannel(f"http://127.0.0.1:{await server.start()}", {}, 3600, max_retries=0)
     channel.max_connections = 3
-    answers = await asyncio.gather(*(channel.exchange("/echo", {"number": number}) for number in range(20)))
-    assert [json.loads(answer.body)["number"] for answer in answers] == list(range(20))
-    assert len(connections) == 3
+    assert await numbers_from([channel], 20) == list(range(20))
+    assert len(server.connections) == 3
     await channel.close()
+    server.close()
+
+
+def open_connections_to(ports: Collection[int]) -> int:
+    """Open sockets that are connected to one of these ports, from the kernel's table. Closed ones have no inode."""
+    rows = [row.split() for row in Path("/proc/self/net/tcp").read_text(encoding="utf-8").splitlines()[1:]]
+    return sum(int(row[2].partition(":")[2], 16) in ports and row[9] != "0" for row in rows)
+
+
+async def test_connections_to_all_servers_together_stay_within_the_limit_used_or_idle() -> None:
+    most_open, ports = 0, set()
+
+    def count() -> None:
+        nonlocal most_open
+        most_open = max(most_open, open_connections_to(ports))
+
+    servers = [Echo(count) for _ in range(6)]
+    shared, channels = Connections(total=8), []
+    for server in servers:
+        ports.add(port := await server.start())
+        channels.append(ChatChannel(f"http://127.0.0.1:{port}", {}, 3600, max_retries=0))
+        channels[-1].connections = shared
+    assert await numbers_from(channels, 60) == list(range(60))
+    for channel in channels:
+        assert await numbers_from([channel], 10) == list(range(10))
+    assert 2 <= most_open <= 8
+    assert all(len(server.connections) >= 2 for server in servers), "a quarter of 8 at once"
+    for channel, server in zip(channels, servers, strict=True):
+        await channel.close()
+        server.close()
+    assert open_connections_to(ports) == 0
+
+
+async def test_connections_outlast_a_channel_that_is_closed_while_others_use_them() -> None:
+    server = Echo()
+    url = f"http://127.0.0.1:{await server.start()}"
+    first, second = [ChatChannel(url, {}, 3600, max_retries=0) for _ in range(2)]
+    assert await numbers_from([first, second], 4) == list(range(4))
+    await first.close()
+    await first.close()
+    assert await numbers_from([second], 4) == list(range(4))
+    assert (await second.with_options(url).exchange("/echo", {"number": 4})).body == b'{"number":4}'
+    await second.close()
     server.close()
 
 

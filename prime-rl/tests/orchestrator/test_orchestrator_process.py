@@ -171,6 +171,15 @@ def test_calls_wait_where_the_system_allows_fewer_files_than_rollouts_in_flight(
     assert run.finish() == 0, run.log
 
 
+def test_connections_to_many_servers_share_the_files_of_the_process(start, serve, policy_server) -> None:
+    servers = [policy_server, *(serve(type(policy_server)()) for _ in range(11))]
+    client = {"base_url": [server.url for server in servers]}
+    run = start(open_files=(128, 300), max_steps=1, batch_size=600, client=client)
+    assert run.finish() == 0, run.log
+    assert "Too many open files" not in run.log
+    assert all(len(server.requests) > 1 for server in servers)
+
+
 def test_the_policy_is_evaluated_before_during_and_after_training(start, policy_server) -> None:
     env = {"id": "letters-env", "name": "held-out", "rollouts_per_example": 2, "skip_first": 1, "num_examples": 2}
     crashing = {"id": "letters-env", "name": "crashing", "args": {"kind": "crashing"}}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
@@ -15,6 +14,7 @@ from prime_rl.checks.memory.serving import Serving
 from prime_rl.checks.memory.shapes import ModelShape
 from prime_rl.checks.memory.training import BYTES, Device, Training, host_memory, peak_memory
 from prime_rl.configs.rollouts.frozen import FrozenModel, frozen_judges, frozen_models
+from prime_rl.utils.machine.memory import usable_memory_bytes
 
 if TYPE_CHECKING:
     from prime_rl.configs.inference import InferenceConfig
@@ -249,9 +249,8 @@ def _has_vllm(gpu: Gpu | None) -> bool:
 
 def _is_packed(shape: ModelShape) -> bool:
     """By the rules of `inference/embedded/cpu`: of a fused family, and small for this machine."""
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     is_fused = shape.config.get("model_type") in ("llama", "mistral", "qwen2", "qwen3")
-    return is_fused and 4 * shape.parameters <= PACKED_SHARE * memory
+    return is_fused and 4 * shape.parameters <= PACKED_SHARE * usable_memory_bytes()
 
 
 def _cache_notes(serving: Serving, cache: int) -> list[str]:
@@ -272,9 +271,9 @@ def _served_bytes(shape: ModelShape, inference: InferenceConfig, is_vllm: bool, 
 
 
 def _room(gpu: Gpu | None, device: Device, processes: int) -> int | None:
-    """What one process may use. On a CPU all share the machine's memory."""
+    """What one process may use. On a CPU all share the memory of the machine or the job."""
     if device == "cpu":
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // processes
+        return usable_memory_bytes() // processes
     return None if gpu is None else gpu.total_bytes
 
 

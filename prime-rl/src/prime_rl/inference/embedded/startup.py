@@ -13,6 +13,7 @@ from prime_rl.checks.engines import context_fault
 from prime_rl.checks.tool_parsers import tool_call_parser
 from prime_rl.configs.inference import InferenceConfig
 from prime_rl.inference.adapter_files import DEFAULT_MAX_RANK
+from prime_rl.inference.embedded.cache_budget import CacheBudget
 from prime_rl.inference.embedded.engine.engine import Engine
 from prime_rl.inference.embedded.engine.lora import AdapterLimits
 from prime_rl.inference.embedded.engine.model import ModelRunner, load_model, model_config
@@ -24,9 +25,6 @@ from prime_rl.inference.embedded.http.tool_calls import TOOL_PARSERS
 from prime_rl.launch.devices import usable_cores
 from prime_rl.run.clearance import wait_for_clearance
 from prime_rl.utils.logger import get_logger
-
-CPU_MEMORY_SHARE = 0.25
-"""Fraction of the machine's memory for the key-value cache on a CPU, which is shared with trainer and environments."""
 
 PREFIX_SHARE = 0.125
 """Size of the prefix cache as a fraction of the key-value memory of running sequences, in addition to it."""
@@ -47,8 +45,10 @@ def start_service(config: InferenceConfig) -> Service:
     if device.type == "cpu":
         _use_cores_of(config.parallel.tp * config.parallel.dp)
     model, directory = load_model(name, config.model.dtype, device, trust, max_model_len)
-    budget_bytes = _kv_budget_bytes(device, config.gpu_memory_utilization)
-    runner = ModelRunner(model, budget_bytes, directory, enforce_eager=config.model.enforce_eager)
+    budget = _cache_budget(device, config.gpu_memory_utilization)
+    runner = ModelRunner(model, budget.num_bytes, directory, enforce_eager=config.model.enforce_eager)
+    if shortage := budget.shortage(runner.slots, config.model.max_model_len, max_model_len):
+        get_logger().warning(shortage)
     defaults = generation_defaults(directory)
     text = load_text(name, trust, defaults, config.model.chat_template)
     text.refuse_endless_template()
@@ -91,9 +91,7 @@ def _max_model_len(model: PreTrainedConfig, wanted: int | None) -> int:
     return wanted
 
 
-def _kv_budget_bytes(device: torch.device, gpu_memory_utilization: float) -> int:
+def _cache_budget(device: torch.device, gpu_memory_utilization: float) -> CacheBudget:
     if device.type == "cpu":
-        return int(CPU_MEMORY_SHARE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-    free, total = torch.cuda.mem_get_info(device)
-    # Halved because the old and the new tensors are alive at the same time while the slots grow.
-    return max(0, int(gpu_memory_utilization * total) - (total - free)) // 2
+        return CacheBudget.of_this_machine()
+    return CacheBudget.on_gpu(*torch.cuda.mem_get_info(device), gpu_memory_utilization)

@@ -13,12 +13,13 @@ from prime_rl.inference.vllm.arguments import vllm_arguments
 from prime_rl.inference.vllm.versions import UpdateCount
 from prime_rl.run.clearance import wait_for_clearance
 from prime_rl.utils.logger import get_logger
+from prime_rl.utils.machine.memory import usable_memory_bytes
 
 PLUGIN_NAME = "prime_rl"
 """Name of the entry point for `prime_rl.inference.vllm.plugin` in the group `vllm.endpoint_plugins`."""
 
 CPU_CACHE_SHARE = 0.1
-"""Fraction of the machine's memory for the key-value cache on a CPU, which is shared with trainer and environments."""
+"""Fraction of the usable memory for the key-value cache on a CPU, which is shared with trainer and environments."""
 
 _MEMORY_NODES = Path("/sys/devices/system/node")
 
@@ -75,8 +76,7 @@ def _fit_cpu(args: Namespace) -> None:
     """
     default = InferenceConfig.model_fields["gpu_memory_utilization"].default
     if args.gpu_memory_utilization == default and args.kv_cache_memory_bytes is None:
-        total_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        args.kv_cache_memory_bytes = int(CPU_CACHE_SHARE * total_bytes)
+        args.kv_cache_memory_bytes = int(CPU_CACHE_SHARE * usable_memory_bytes())
     if args.dtype == "auto":
         args.dtype = "float32"
     if args.enable_sleep_mode:

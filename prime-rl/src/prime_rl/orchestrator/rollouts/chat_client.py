@@ -13,6 +13,7 @@ import asyncio
 import itertools
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,27 +24,13 @@ from verifiers.clients.openai_chat_completions_client import OpenAIChatCompletio
 from verifiers.clients.openai_chat_completions_token_client import OpenAIChatCompletionsTokenClient
 from verifiers.types import ClientConfig, Response
 
+from prime_rl.orchestrator.rollouts.connections import Connections
 from prime_rl.orchestrator.rollouts.replies import ChatReply, TokenizeReply, decode_chat_reply, error_message
 from prime_rl.orchestrator.rollouts.sampling import EXACT_SEED
 from prime_rl.orchestrator.rollouts.trace import CallDetails
 from prime_rl.run.beats import own_beats, server_name
-from prime_rl.utils.open_files import allow_connections
 
 RETRYABLE_STATUS = frozenset({408, 429, 500, 502, 503, 504})
-KEEPALIVE_S = 4.0
-"""Less than the 5 s after which uvicorn closes an idle connection, so that no request uses a closing one."""
-
-MAX_CONNECTIONS = 8000
-"""To one server; further calls wait here instead of in the server's queue. Our server has 8,192, and needs some for
-health checks and updates. Linux gives out every second one of its 28,232 ports first: with more than 14,116 connections
-to one address it searches thousands of ports for each new one, which takes 1.1 to 1.5 ms instead of 0.01."""
-MIN_SERVERS = 4
-"""Number of servers whose connections fit into the limit on open files, also where the system allows few."""
-
-
-def connections_to_one_server() -> int:
-    """Raise this process's limit on open files as far as needed. Returns the number of connections to each server."""
-    return max(1, allow_connections(MIN_SERVERS * MAX_CONNECTIONS) // MIN_SERVERS)
 
 
 class ServerAnswered(Exception):
@@ -71,7 +58,11 @@ class ChatChannel:
         self.base_url = base_url.rstrip("/")
         self.max_retries = max_retries
         self.max_connections: int | None = None
-        """None: as many as this process may open."""
+        """None: the share of one server in the connections of this process."""
+        self.connections: Connections | None = None
+        """None: from the first call on, those of the event loop."""
+        self._line: AbstractAsyncContextManager[None] = nullcontext()
+        """Entered by each call: waits until there may be one more connection."""
         self.sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
         self._timeout = aiohttp.ClientTimeout(total=timeout_s)
         self._headers = {"Content-Type": "application/json", **headers}
@@ -83,7 +74,7 @@ class ChatChannel:
     def with_options(self, base_url: str) -> ChatChannel:
         """The same connections with another base URL; verifiers calls this to reach `/tokenize`."""
         channel = ChatChannel(base_url, self._headers, self._timeout.total or 0.0, self.max_retries)
-        channel._session = self._open()
+        channel._session, channel._line, channel.connections = self._open(), self._line, self.connections
         return channel
 
     async def post(
@@ -105,21 +96,29 @@ class ChatChannel:
         """Post a body and return the reply as it is. Raises what `post` raises."""
         data = self._encoder.encode(self._prepare(body))
         started_s = time.time()
+        self._open()
         with own_beats().calling(server_name(self.base_url)):
-            answer = await self._post_with_retries(f"{self.base_url}{path}", data, headers)
+            async with self._line:
+                answer = await self._post_with_retries(f"{self.base_url}{path}", data, headers)
         return Answer(answer, started_s, ended_s=time.time())
 
     async def close(self) -> None:
-        if self._session is not None:
+        if self._session is not None and self.connections is not None and not self._session.closed:
             await self._session.close()
+            await self.connections.leave()
             # aiohttp closes its transports in the next iteration of the event loop.
             await asyncio.sleep(0)
 
     def _open(self) -> aiohttp.ClientSession:
         if self._session is None:
-            limit = self.max_connections or connections_to_one_server()
-            connector = aiohttp.TCPConnector(limit=limit, keepalive_timeout=KEEPALIVE_S)
-            self._session = aiohttp.ClientSession(connector=connector, timeout=self._timeout, headers=self._headers)
+            self.connections = self.connections or Connections.of_this_loop()
+            self._line = self.connections.line(self.max_connections)
+            self._session = aiohttp.ClientSession(
+                connector=self.connections.enter(),
+                connector_owner=False,
+                timeout=self._timeout,
+                headers=self._headers,
+            )
         return self._session
 
     def _prepare(self, body: dict[str, Any]) -> dict[str, Any]:

@@ -8,7 +8,6 @@ compiler emits. Shapes: N tokens, I inputs and O outputs.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 
 import torch
@@ -16,9 +15,10 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, silu
 
 from prime_rl.inference.embedded.engine.lora import Site, StepAdapters
+from prime_rl.utils.machine.memory import usable_memory_bytes
 
 PACKED_SHARE = 0.1
-"""Fraction of the machine's memory for a packed copy of the weights. Larger models are not packed."""
+"""Fraction of the usable memory for a packed copy of the weights. Larger models are not packed."""
 
 _TYPICAL_TOKENS = 64
 """Batch size to pack the weights for. The resulting layout is the best one for all batches of 2 or more tokens."""
@@ -90,8 +90,7 @@ def uses_onednn(weight: Tensor) -> bool:
 
 def is_packable(model: nn.Module) -> bool:
     """Whether there is enough memory for a packed copy of the weights."""
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return sum(parameter.nbytes for parameter in model.parameters()) <= PACKED_SHARE * total
+    return sum(parameter.nbytes for parameter in model.parameters()) <= PACKED_SHARE * usable_memory_bytes()
 
 
 def _merged(parameters: Sequence[Tensor]) -> Tensor:

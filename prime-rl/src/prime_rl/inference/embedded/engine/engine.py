@@ -221,11 +221,11 @@ class Engine:
                 return True
             if item is None:
                 return False
-            if isinstance(item, GenerationRequest):
+            if not isinstance(item, GenerationRequest):
+                item.perform()
+            elif not item.result.done():  # a step may have dropped what was cancelled while this one lay in the inbox
                 self._scheduler.waiting.extend(item.sequences)
                 self._fail_unless_loaded(item)
-            else:
-                item.perform()
 
     def _say_idle(self) -> None:
         if self.paused:

@@ -10,6 +10,7 @@ from prime_rl.inference.embedded.engine.common_start import Origin
 from prime_rl.inference.embedded.engine.generation import Sequence
 from prime_rl.inference.embedded.engine.prefixes import Match, PrefixCache
 from prime_rl.inference.embedded.engine.slots import KVSlots
+from prime_rl.inference.limits import MAX_CONNECTIONS, MAX_TOTAL_SAMPLES
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,8 +18,9 @@ class Limits:
     """Limits on batch and queue sizes."""
 
     max_running: int = 128
-    max_waiting: int = 4096
-    """Maximum number of queued samples; requests beyond it are rejected."""
+    max_waiting: int = MAX_CONNECTIONS + MAX_TOTAL_SAMPLES
+    """Maximum number of queued samples; requests beyond it are rejected. A call for one sample, as of a rollout, on
+    every connection fits, and one request for many: clients give up on a server that rejects them for long."""
     max_prefill_tokens: int = 4096
     """Maximum number of prompt tokens, including padding, in one forward pass. A longer prompt is prefilled alone."""
     max_adapters: int = 8

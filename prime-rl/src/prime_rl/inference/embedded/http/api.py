@@ -272,6 +272,8 @@ class Api:
 async def _generate(service: Service, request: Request, wanted: list[GenerationRequest]) -> Answered:
     """Run requests to completion, or cancel them if the client disconnects first."""
     everything = asyncio.gather(*map(asyncio.wrap_future, _submit(service, wanted)))
+    # After a disconnect nobody awaits it, and asyncio logs each error that nobody has looked at.
+    everything.add_done_callback(lambda done: done.cancelled() or done.exception())
     gone = asyncio.create_task(_disconnected(request))
     either: set[asyncio.Future[Any]] = {everything, gone}
     try:
