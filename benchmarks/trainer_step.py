@@ -37,7 +37,7 @@ def rl_pass(model: nn.Module, vocabulary: int, tokens: int, rows: int, config: M
     row = Row(
         layout=RowLayout.of_mask(torch.arange(tokens) > 0, [tokens], device),
         input_ids=torch.randint(vocabulary, (tokens,), device=device),
-        position_ids=torch.arange(tokens, device=device),
+        position_ids=torch.arange(tokens),
         loss_mask=torch.arange(tokens, device=device) > 0,
         advantages=ones,
         inference_logprobs=-10 * ones,

@@ -402,6 +402,7 @@ void forbid_waiting(bool is_forbidden) { is_waiting_forbidden = is_forbidden; }
 
 TORCH_LIBRARY(simulated_gpu, library) {
   library.def("on_host(Tensor self) -> Tensor", TORCH_FN(on_host));
+  library.def("to_gpu(Tensor self) -> Tensor", TORCH_FN(to_gpu));
   library.def("resize_storage(Tensor self, int bytes) -> ()", TORCH_FN(resize_storage));
   library.def("set_device(int index) -> ()", TORCH_FN(set_device));
   library.def("current_device() -> int", TORCH_FN(current_device));

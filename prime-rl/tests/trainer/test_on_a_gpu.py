@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -15,6 +16,9 @@ from prime_rl.configs.trainer import (
     AdamWConfig,
     CompileConfig,
     DebugModelConfig,
+    DecoupledLossConfig,
+    DefaultLossConfig,
+    GSPOLossConfig,
     ModelConfig,
     MuonConfig,
     OptimizerConfig,
@@ -25,6 +29,12 @@ from prime_rl.trainer.model.scoring import score_tokens
 from prime_rl.trainer.optim.optimizer import clip_gradients, setup_optimizer
 from prime_rl.trainer.process.parallel_dims import Mesh, ParallelDims
 from prime_rl.trainer.process.world import destroy_world, setup_world
+from prime_rl.trainer.rl.loss import setup_loss
+from prime_rl.trainer.rl.rows import Row
+from prime_rl.trainer.rl.step import ForwardBackward, StepSize
+from prime_rl.trainer.sft.data.packer import PackedRow
+from prime_rl.trainer.sft.step import row_loss_sum
+from prime_rl.transport.messages import MicroBatch
 
 pytestmark = [
     pytest.mark.gpu,
@@ -87,6 +97,47 @@ def test_packed_rows_have_the_same_gradient_with_every_kernel(wide_model_dir: Pa
     model.set_attn_implementation(kernel)
     found = gradient_of(model)
     assert relative(found, expected) < 1.5 * relative(rounded, expected)
+
+
+@pytest.fixture
+def no_waiting(gpu: Mesh) -> Iterator[Callable[[], None]]:
+    """Call it where the host must not wait for the GPU any more."""
+
+    def forbid() -> None:
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+
+    yield forbid
+    torch.cuda.set_sync_debug_mode("default")
+
+
+def test_no_row_of_sft_waits_for_the_gpu(wide_model_dir: Path, gpu: Mesh, no_waiting: Callable[[], None]) -> None:
+    model = setup_model(config_of(wide_model_dir), gpu)
+    tokens, places = np.arange(sum(LENGTHS)), np.concatenate([np.arange(length) for length in LENGTHS])
+    row = PackedRow(tokens, np.roll(tokens, -1), tokens % 3 > 0, places, samples=len(LENGTHS))
+    row_loss_sum(model, row, gpu.process.device).backward()
+    no_waiting()
+    row_loss_sum(model, row, gpu.process.device).backward()
+
+
+@pytest.mark.parametrize("loss", [DefaultLossConfig(), GSPOLossConfig(), DecoupledLossConfig()])
+def test_no_row_of_rl_waits_for_the_gpu(loss, wide_model_dir: Path, gpu: Mesh, no_waiting: Callable[[], None]) -> None:
+    model = setup_model(config_of(wide_model_dir), gpu)
+    num_tokens = sum(LENGTHS)
+    message = MicroBatch(
+        input_ids=list(range(num_tokens)),
+        position_ids=[place for length in LENGTHS for place in range(length)],
+        loss_mask=[place > 1 for length in LENGTHS for place in range(length)],
+        advantages=[0.5] * num_tokens,
+        inference_logprobs=[-6.9] * num_tokens,
+        temperatures=[1.0] * num_tokens,
+    )
+    step = ForwardBackward(model, setup_loss(loss), 256, gpu)
+    rows = [Row.from_message(message, gpu.process.device)]
+    size = StepSize.from_rows(rows, gpu.data_axis)
+    step.run(step.with_proximal(rows), size)
+    no_waiting()
+    step.run(step.with_proximal(rows), size)
 
 
 def test_without_flash_attention_the_varlen_kernel_is_chosen(wide_model_dir: Path) -> None:

@@ -19,7 +19,6 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
 )
-from transformers.masking_utils import flash_attention_mask
 from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available, is_kernels_available
 
 from prime_rl.trainer.model.packed_rows import sequence_bounds
@@ -66,12 +65,23 @@ def choose_attention(
     return instead if instead and kernel == SDPA else (kernel, f"model.attn = {requested} is not installed")
 
 
-def varlen_arguments(kernel: str, position_ids_1T: Tensor) -> dict[str, Any]:
-    """Model arguments with the sequence bounds of a packed row; empty for kernels that take no bounds."""
+def varlen_arguments(kernel: str, position_ids_1T: Tensor, device: torch.device | None = None) -> dict[str, Any]:
+    """Model arguments with the sequence bounds of a packed row; empty for kernels that take no bounds.
+
+    The bounds are on `device`, by default that of the positions.
+    """
     if kernel in (SDPA, EAGER, FLEX):
         return {}
-    bounds, longest = sequence_bounds(position_ids_1T)
-    return {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": longest, "max_length_k": longest}
+    bounds, longest = sequence_bounds(position_ids_1T, device)
+    told = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": longest, "max_length_k": longest}
+    if kernel != VARLEN:
+        return told
+    # Without any mask, Transformers looks on the device whether the row is packed, for which the host would wait.
+    return told | {"attention_mask": torch.ones_like(position_ids_1T, device=bounds.device, dtype=torch.bool)}
+
+
+def no_mask(*_: Any, **__: Any) -> None:
+    """The varlen kernel follows sequence bounds. A mask of ones, the only one that a row has, says nothing more."""
 
 
 def varlen_attention(
@@ -115,7 +125,7 @@ def varlen_attention(
 
 
 AttentionInterface.register(VARLEN, varlen_attention)
-AttentionMaskInterface.register(VARLEN, flash_attention_mask)
+AttentionMaskInterface.register(VARLEN, no_mask)
 
 
 def _model_class(model_config: PretrainedConfig) -> type[PreTrainedModel] | None:

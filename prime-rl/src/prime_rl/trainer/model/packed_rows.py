@@ -13,6 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from prime_rl.trainer.process.to_device import to_device
+
 
 @dataclass(frozen=True, slots=True)
 class Grid:
@@ -37,13 +39,18 @@ class Grid:
         return grid_RWH.flatten(0, 1).index_select(0, self.cells_T)
 
 
-def fold(position_ids_1T: Tensor, hidden_size: int, *, shares_rows: bool = True) -> Grid:
+def fold(
+    position_ids_1T: Tensor, hidden_size: int, device: torch.device | None = None, *, shares_rows: bool = True
+) -> Grid:
     """Choose the cheaper of two layouts: the packed row itself, or a grid as wide as the longest sequence.
+
+    The positions are on the host, and the grid is for `device`, by default the host too.
 
     As in Transformers' packed mask, a sequence starts at each position that is not the previous one plus 1. With
     `shares_rows=False`, every sequence has a row of the grid to itself, for models that mix the sequences of a row.
     """
-    positions = position_ids_1T[0].cpu().numpy()
+    device = device or position_ids_1T.device
+    positions = position_ids_1T[0].numpy()
     starts = sequence_starts(positions)
     lengths = np.diff(np.append(starts, len(positions)))
     width = int(lengths.max())
@@ -53,16 +60,14 @@ def fold(position_ids_1T: Tensor, hidden_size: int, *, shares_rows: bool = True)
         rows, columns, row_count = np.arange(len(lengths)), np.zeros_like(lengths), len(lengths)
     unfolded_cost = layout_cost(len(positions), len(positions), hidden_size)
     if shares_rows and layout_cost(row_count * width, width, hidden_size) >= unfolded_cost:
-        cells = torch.arange(len(positions), device=position_ids_1T.device)
-        return Grid(cells, position_ids_1T)
+        return Grid(torch.arange(len(positions), device=device), to_device(position_ids_1T, device))
     within = np.arange(len(positions)) - np.repeat(starts, lengths)
     cells = np.repeat(rows * width + columns, lengths) + within
     last_start = np.zeros(row_count, dtype=np.int64)
     np.maximum.at(last_start, rows, columns)
     grid = np.arange(width)[None, :] - last_start[:, None]
     grid.flat[cells] = positions
-    device = position_ids_1T.device
-    return Grid(torch.from_numpy(cells).to(device), torch.from_numpy(grid).to(device))
+    return Grid(to_device(torch.from_numpy(cells), device), to_device(torch.from_numpy(grid), device))
 
 
 def layout_cost(cells: int, width: int, hidden_size: int) -> int:
@@ -70,11 +75,14 @@ def layout_cost(cells: int, width: int, hidden_size: int) -> int:
     return cells * (6 * hidden_size + width)
 
 
-def sequence_bounds(position_ids_1T: Tensor) -> tuple[Tensor, int]:
-    """Start of each of a row's S sequences and the row's end, int32 [S + 1], and the length of the longest sequence."""
+def sequence_bounds(position_ids_1T: Tensor, device: torch.device | None = None) -> tuple[Tensor, int]:
+    """Start of each of a row's S sequences and the row's end, int32 [S + 1], and the length of the longest sequence.
+
+    The bounds are on `device`, by default that of the positions.
+    """
     positions = position_ids_1T[0].cpu().numpy()
     bounds = np.append(sequence_starts(positions), len(positions)).astype(np.int32)
-    return torch.from_numpy(bounds).to(position_ids_1T.device), int(np.diff(bounds).max())
+    return to_device(torch.from_numpy(bounds), device or position_ids_1T.device), int(np.diff(bounds).max())
 
 
 def sequence_starts(positions: np.ndarray) -> np.ndarray:

@@ -8,6 +8,7 @@ where the head's weights are gathered.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from types import MethodType
 from typing import Any, Protocol, TypeVar, cast
 
@@ -24,6 +25,7 @@ from prime_rl.trainer.lora.adapters import is_adapted
 from prime_rl.trainer.model.packed_rows import Grid, fold
 from prime_rl.trainer.model.sequence_blocks import SequenceBlocks, find_sequence_blocks
 from prime_rl.trainer.model.shared_prefixes import SHARED, PrefixTree, find_shared_prefixes
+from prime_rl.trainer.process.to_device import to_device
 
 Result = TypeVar("Result")
 LogitsOf = Callable[[Tensor], Tensor]
@@ -32,10 +34,20 @@ Layout = Grid | PrefixTree | SequenceBlocks
 """An arrangement of a packed row's tokens for attention kernels without support for packing."""
 
 
+@dataclass(frozen=True, slots=True)
+class ArrangedRow:
+    """A packed row of T tokens as the attention kernel takes it, on the model's device."""
+
+    inputs: dict[str, Any]
+    """Arguments of the model."""
+    of_tokens: Callable[[Tensor], Tensor]
+    """The hidden states of the row's tokens [T, H], from those that the model computes."""
+
+
 class Scoring(Protocol):
     """Attributes that `enable_scoring` adds to a model."""
 
-    score_tokens: Callable[[Tensor, Tensor, Callable[[Tensor, LogitsOf], Any], bool], Any]
+    score_tokens: Callable[[ArrangedRow, Callable[[Tensor, LogitsOf], Any]], Any]
     layouts: Sequence[type[Layout]]
     """The layouts to choose from. A row for which none of them is possible has a `Grid`."""
     shares_rows: bool
@@ -56,8 +68,11 @@ def score_tokens(
     not the previous one plus 1, and attention never crosses sequences. `score` returns a tensor or a tuple of tensors;
     it must not keep a reference to `logits_of`. `uses_last`: it uses the hidden state of each sequence's last token;
     otherwise that may be any state, because some layouts do not compute it.
+
+    Keep `position_ids_1T` on the host: the sequences are found there, and for positions on a GPU the host would wait.
     """
-    return scoring_of(model).score_tokens(input_ids_1T, position_ids_1T, score, uses_last)
+    row = _arranged(cast("PreTrainedModel", model), input_ids_1T, position_ids_1T, uses_last)
+    return scoring_of(model).score_tokens(row, score)
 
 
 def cross_entropy_sum(
@@ -96,33 +111,23 @@ def scoring_of(model: nn.Module) -> Scoring:
     return cast("Scoring", model)
 
 
-def _score_tokens(
-    self: PreTrainedModel,
-    input_ids_1T: Tensor,
-    position_ids_1T: Tensor,
-    score: Callable[[Tensor, LogitsOf], Result],
-    uses_last: bool,
-) -> Result:
-    kernel = self.config._attn_implementation
-    if kernel in (SDPA, SHARED, EAGER):
-        layout = _cheapest_layout(self, input_ids_1T, position_ids_1T, uses_last)
-        if isinstance(layout, Grid):
-            rows = self.base_model(
-                input_ids=layout.scatter(input_ids_1T), position_ids=layout.position_ids_RW, use_cache=False
-            ).last_hidden_state
-            return score(layout.gather(rows), _logits_of(self))
-        nodes, positions = (row[:, layout.token_of_node_N] for row in (input_ids_1T, position_ids_1T))
-        hidden = self.base_model(
-            input_ids=nodes, position_ids=positions, use_cache=False, **layout.options()
-        ).last_hidden_state
-        return score(hidden[0].index_select(0, layout.node_of_token_T), _logits_of(self))
-    row = self.base_model(
-        input_ids=input_ids_1T,
-        position_ids=position_ids_1T,
-        use_cache=False,
-        **varlen_arguments(kernel, position_ids_1T),
-    ).last_hidden_state
-    return score(row[0], _logits_of(self))
+def _score_tokens(self: PreTrainedModel, row: ArrangedRow, score: Callable[[Tensor, LogitsOf], Result]) -> Result:
+    hidden = self.base_model(use_cache=False, **row.inputs).last_hidden_state
+    return score(row.of_tokens(hidden), _logits_of(self))
+
+
+def _arranged(model: PreTrainedModel, input_ids_1T: Tensor, position_ids_1T: Tensor, uses_last: bool) -> ArrangedRow:
+    kernel, device, positions = model.config._attn_implementation, input_ids_1T.device, position_ids_1T.cpu()
+    if kernel not in (SDPA, SHARED, EAGER):
+        inputs = {"input_ids": input_ids_1T, "position_ids": to_device(positions, device)}
+        return ArrangedRow(inputs | varlen_arguments(kernel, positions, device), lambda hidden: hidden[0])
+    layout = _cheapest_layout(model, input_ids_1T, positions, uses_last)
+    if isinstance(layout, Grid):
+        inputs = {"input_ids": layout.scatter(input_ids_1T), "position_ids": layout.position_ids_RW}
+        return ArrangedRow(inputs, layout.gather)
+    ids, places = (row[:, layout.token_of_node_N] for row in (input_ids_1T, to_device(positions, device)))
+    inputs = {"input_ids": ids, "position_ids": places, **layout.options()}
+    return ArrangedRow(inputs, lambda hidden: hidden[0].index_select(0, layout.node_of_token_T))
 
 
 def _cheapest_layout(model: PreTrainedModel, input_ids_1T: Tensor, position_ids_1T: Tensor, uses_last: bool) -> Layout:
@@ -135,7 +140,7 @@ def _cheapest_layout(model: PreTrainedModel, input_ids_1T: Tensor, position_ids_
         tree = find_shared_prefixes(input_ids_1T, position_ids_1T, without_last=not uses_last)
         layouts += [tree] if tree is not None else []
     if Grid in scoring.layouts or not layouts:
-        layouts.append(fold(position_ids_1T, hidden_size, shares_rows=scoring.shares_rows))
+        layouts.append(fold(position_ids_1T, hidden_size, input_ids_1T.device, shares_rows=scoring.shares_rows))
     return min(layouts, key=lambda layout: layout.cost(hidden_size))
 
 

@@ -26,11 +26,12 @@ MAX_LOGITS = 2**25
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A packed row of T tokens in one or more sequences. Every tensor is [T] on the model's device."""
+    """A packed row of T tokens in one or more sequences. Tensors are [T], on the model's device unless said otherwise."""
 
     layout: RowLayout
     input_ids: Tensor
     position_ids: Tensor
+    """On the host, as `score_tokens` wants it."""
     loss_mask: Tensor
     advantages: Tensor
     inference_logprobs: Tensor
@@ -55,7 +56,7 @@ class Row:
         return cls(
             layout=RowLayout.of_mask(loss_mask, sequence_lengths(position_ids), device),
             input_ids=torch.tensor(message.input_ids, device=device),
-            position_ids=position_ids.to(device),
+            position_ids=position_ids,
             loss_mask=loss_mask.to(device),
             advantages=floats(message.advantages),
             inference_logprobs=floats(message.inference_logprobs),

@@ -19,6 +19,7 @@ from prime_rl.trainer.optim.accumulation import accumulated
 from prime_rl.trainer.optim.optimizer import clip_gradients
 from prime_rl.trainer.process.errors import DivergedError
 from prime_rl.trainer.process.parallel_dims import Mesh
+from prime_rl.trainer.process.to_device import to_device
 from prime_rl.trainer.process.world import Process, sum_over_processes
 from prime_rl.trainer.sft.data.packer import PackedRow
 from prime_rl.trainer.sft.reporting import StepStats
@@ -77,18 +78,15 @@ def has_finite_weights(model: nn.Module, process: Process) -> bool:
 
 def row_loss_sum(model: PreTrainedModel, row: PackedRow, device: torch.device) -> Tensor:
     """Sum of the cross-entropy over a row's trained tokens."""
-    input_ids_1T, position_ids_1T = _row_tensor(row.input_ids, device), _row_tensor(row.position_ids, device)
-    trained = torch.from_numpy(np.flatnonzero(row.is_trained)).to(device)
-    targets = torch.from_numpy(row.target_ids[row.is_trained]).to(device)
+    trained, targets, input_ids_T = (
+        to_device(torch.from_numpy(values), device)
+        for values in (np.flatnonzero(row.is_trained), row.target_ids[row.is_trained], row.input_ids)
+    )
 
     def score(hidden_TH: Tensor, logits_of: LogitsOf) -> Tensor:
         return cross_entropy_sum(hidden_TH[trained], targets, logits_of, model.config.vocab_size)
 
-    return score_tokens(model, input_ids_1T, position_ids_1T, score)
-
-
-def _row_tensor(values: np.ndarray, device: torch.device) -> Tensor:
-    return torch.from_numpy(values)[None].to(device)
+    return score_tokens(model, input_ids_T[None], torch.from_numpy(row.position_ids)[None], score)
 
 
 def _trained(rows: Sequence[PackedRow]) -> int:
