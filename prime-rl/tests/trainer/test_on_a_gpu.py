@@ -133,11 +133,14 @@ def test_no_row_of_rl_waits_for_the_gpu(loss, wide_model_dir: Path, gpu: Mesh, n
         temperatures=[1.0] * num_tokens,
     )
     step = ForwardBackward(model, setup_loss(loss), 256, gpu)
-    rows = [Row.from_message(message, gpu.process.device)]
-    size = StepSize.from_rows(rows, gpu.data_axis)
-    step.run(step.with_proximal(rows), size)
+
+    def train() -> None:
+        rows = [Row.from_message(message, gpu.process.device)]
+        step.run(step.with_proximal(rows), StepSize.from_rows(rows, gpu.data_axis))
+
+    train()
     no_waiting()
-    step.run(step.with_proximal(rows), size)
+    train()
 
 
 def test_without_flash_attention_the_varlen_kernel_is_chosen(wide_model_dir: Path) -> None:

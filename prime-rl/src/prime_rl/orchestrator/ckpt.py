@@ -101,7 +101,8 @@ class Checkpoints:
     def prune(self, version: int, newest: int) -> None:
         """Delete checkpoints before `version` that neither a trainer's checkpoint nor the config keeps.
 
-        A checkpoint that the trainer still writes counts. `version` is the policy version, which the trainer has reached; `newest` is the step saved last.
+        A checkpoint that the trainer still writes counts. `version` is the policy version, which the trainer has
+        reached; `newest` is the step saved last.
         """
         steps = stable_steps(self.paths.checkpoints)
         # First those that are being written: one that is complete a moment later is then found under its final name.

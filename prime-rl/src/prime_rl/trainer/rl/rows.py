@@ -15,6 +15,7 @@ from prime_rl.configs.trainer import ModelConfig
 from prime_rl.trainer.kernels.fused_logprobs import fused_logprobs
 from prime_rl.trainer.kernels.lean_linear import head_product
 from prime_rl.trainer.model.scoring import LogitsOf, is_plain, logit_scale, score_tokens
+from prime_rl.trainer.process.to_device import to_device
 from prime_rl.trainer.rl.loss import sequence_lengths
 from prime_rl.trainer.rl.sequences import RowLayout
 from prime_rl.transport.messages import MicroBatch
@@ -26,12 +27,12 @@ MAX_LOGITS = 2**25
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A packed row of T tokens in one or more sequences. Tensors are [T], on the model's device unless said otherwise."""
+    """A packed row of T tokens in one or more sequences. Tensors are [T] and on the model's device."""
 
     layout: RowLayout
     input_ids: Tensor
     position_ids: Tensor
-    """On the host, as `score_tokens` wants it."""
+    """On the host, for `score_tokens`."""
     loss_mask: Tensor
     advantages: Tensor
     inference_logprobs: Tensor
@@ -49,20 +50,20 @@ class Row:
     @classmethod
     def from_message(cls, message: MicroBatch, device: torch.device) -> Row:
         def floats(values: list[float]) -> Tensor:
-            return torch.tensor(values, dtype=torch.float32, device=device)
+            return to_device(torch.tensor(values, dtype=torch.float32), device)
 
         # Counted on the host, to avoid synchronizing with the GPU.
         position_ids, loss_mask = torch.tensor(message.position_ids), torch.tensor(message.loss_mask, dtype=torch.bool)
         return cls(
             layout=RowLayout.of_mask(loss_mask, sequence_lengths(position_ids), device),
-            input_ids=torch.tensor(message.input_ids, device=device),
+            input_ids=to_device(torch.tensor(message.input_ids), device),
             position_ids=position_ids,
-            loss_mask=loss_mask.to(device),
+            loss_mask=to_device(loss_mask, device),
             advantages=floats(message.advantages),
             inference_logprobs=floats(message.inference_logprobs),
             temperatures=floats(message.temperatures),
             teacher_logprobs=None if message.teacher_logprobs is None else floats(message.teacher_logprobs),
-            versions=torch.tensor(message.versions or [-1] * len(message.input_ids), device=device),
+            versions=to_device(torch.tensor(message.versions or [-1] * len(message.input_ids)), device),
             minibatch=message.minibatch,
             kept_as=message.kept_as,
         )

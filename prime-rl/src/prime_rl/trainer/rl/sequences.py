@@ -15,6 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from prime_rl.trainer.process.to_device import to_device
+
 
 @dataclass(frozen=True, slots=True)
 class Sequences:
@@ -34,7 +36,7 @@ class Sequences:
         first_of = np.cumsum(counts) - counts
         cell_of = sequence_of * longest + np.arange(len(sequence_of)) - first_of[sequence_of]
         numbers, sequence, cell = (
-            torch.from_numpy(each).to(device) for each in (counts.astype(np.float32), sequence_of, cell_of)
+            to_device(torch.from_numpy(each), device) for each in (counts.astype(np.float32), sequence_of, cell_of)
         )
         return cls(numbers, sequence, cell, longest)
 
@@ -84,5 +86,5 @@ class RowLayout:
     def of_mask(cls, loss_mask_T: Tensor, lengths: list[int], device: torch.device) -> Self:
         """`loss_mask_T` is on the host; the result's tensors are on `device`."""
         num_trained = [int(mask.sum()) for mask in loss_mask_T.split(lengths)]
-        trained = loss_mask_T.nonzero().flatten().to(device)
+        trained = to_device(loss_mask_T.nonzero().flatten(), device)
         return cls(lengths, num_trained, trained, Sequences.of_lengths([each for each in num_trained if each], device))
