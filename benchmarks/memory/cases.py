@@ -20,6 +20,7 @@ LLAMA: dict[str, Any] = {
     "hidden_act": "silu",
     "attention_dropout": 0.0,
 }
+WIDE = LLAMA | {"vocab_size": 16000}
 QWEN3 = LLAMA | {"model_type": "qwen3", "tie_word_embeddings": True, "num_key_value_heads": 1, "vocab_size": 12000}
 MOE = LLAMA | {
     "model_type": "qwen3_moe",
@@ -73,6 +74,8 @@ def grid() -> Iterator[Case]:
         Case("llama, bfloat16 masters", settings=BFLOAT16 | {"optimization_dtype": "bfloat16"}),
         Case("llama, lora 16", settings=BFLOAT16 | {"lora": {"rank": 16}}, seq_len=1024),
         Case("llama, lora 16, ac", settings=BFLOAT16 | {"lora": {"rank": 16}, "ac": {}}, seq_len=1024),
+        Case("llama, lora 16, head in parts", WIDE, settings=BFLOAT16 | {"lora": {"rank": 16}}, seq_len=3072),
+        Case("llama, lora 16 and the head", settings=BFLOAT16 | {"lora": {"rank": 16, "modules_to_save": ["lm_head"]}}),
         Case("llama, sgd", optimizer="sgd"),
         Case("llama, muon", optimizer="muon"),
         Case("mixture of 8 experts", MOE),
@@ -81,6 +84,7 @@ def grid() -> Iterator[Case]:
         Case("rl, llama", kind="rl"),
         Case("rl, llama, disabled fused head", kind="rl", settings=BFLOAT16 | {"fused_lm_head_chunk_size": "disabled"}),
         Case("rl, llama, 1024 tokens", kind="rl", seq_len=1024),
+        Case("rl, llama, lora 16", kind="rl", settings=BFLOAT16 | {"lora": {"rank": 16}}),
         Case("rl, qwen3, ac", QWEN3, kind="rl", settings=BFLOAT16 | {"ac": {}}, seq_len=1024),
     ]
     yield from both

@@ -12,9 +12,12 @@ from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
     AutoModelForCausalLM,
+    DeepseekV32Config,
     Gemma2Config,
     GptOssConfig,
+    Llama4TextConfig,
     MistralConfig,
+    PretrainedConfig,
     Qwen3Config,
 )
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -161,6 +164,20 @@ def test_a_gpu_without_flash_attention_runs_the_best_kernel_of_pytorch(
 def test_an_installed_kernel_is_used() -> None:
     chosen = choose_attention("flash_attention_3", QWEN, GPU, torch.bfloat16, lambda name: True)
     assert chosen == ("flash_attention_3", "")
+
+
+@pytest.mark.parametrize(
+    ("config", "kernel"),
+    [
+        pytest.param(Llama4TextConfig(), FLEX, id="llama4"),
+        pytest.param(DeepseekV32Config(), SDPA, id="deepseek_v32"),
+    ],
+)
+def test_an_installed_kernel_that_the_model_does_not_support_is_not_used(config: PretrainedConfig, kernel: str) -> None:
+    chosen = choose_attention(
+        "flash_attention_2", config, GPU, torch.bfloat16, lambda name: True, lambda device: (9, 0)
+    )
+    assert chosen == (kernel, "model.attn = flash_attention_2 is not supported by the model")
 
 
 def test_the_choice_is_logged_once(tiny_model_dir: Path, mesh: Mesh, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -16,11 +16,13 @@ from prime_rl.configs.shared import FileSystemTransportConfig, TransportConfig, 
 from prime_rl.configs.trainer import FakeDataLoaderConfig, ModelConfig, TrainerConfig
 from prime_rl.run.paths import RunPaths
 from prime_rl.trainer.process.data_axis import DataAxis, data_groups
+from prime_rl.trainer.process.errors import BatchError
 from prime_rl.trainer.process.parallel_dims import Mesh
 from prime_rl.trainer.process.world import Process
 from prime_rl.trainer.rl.batches import FakeBatches, PackedBatches, readers_by_data_rank
 from prime_rl.trainer.sft.data.packer import setup_rows
 from prime_rl.transport import MicroBatch, TrainingBatch, TrainingSample, setup_batch_sender
+from prime_rl.transport.sockets import ZMQMicroBatchSender
 
 CPU = torch.device("cpu")
 SEQ_LEN = 8
@@ -91,15 +93,15 @@ def taken(transport: TransportConfig, mesh: Mesh, root: Path, data_ranks: list[i
     config = TrainerConfig(
         output_dir=root, device="cpu", model=ModelConfig(seq_len=SEQ_LEN), rollout_transport=transport
     )
-    with ExitStack() as closing:
+    with ExitStack() as stack:
         sources = []
         for rank, data_rank in enumerate(data_ranks):
             process = Process(rank, len(data_ranks), rank, CPU)
             seen = replace(mesh, process=process, data_axis=DataAxis(data_rank, data_size))
             sources.append(PackedBatches(config, paths, seen, SEQ_LEN))
-            closing.callback(sources[-1].close)
+            stack.callback(sources[-1].close)
         sender = setup_batch_sender(transport, paths.orchestrator)
-        closing.callback(sender.close)
+        stack.callback(sender.close)
         rest = SEQ_LEN - 1
         samples = [
             TrainingSample([1], [False], [token] * rest, [True] * rest, [-0.5] * rest, [1.0] * rest, advantage=0.5)
@@ -123,3 +125,18 @@ def test_processes_of_one_data_rank_take_the_same_packed_rows(
     if transport.type == "filesystem":
         files = {file.name for file in (tmp_path / "run" / "rollouts" / "step_0").glob("rank_*.bin")}
         assert files == {f"rank_{data_rank}.bin" for data_rank in data_ranks[1:]}
+
+
+def test_rows_of_another_step_are_an_error_of_one_line(mesh: Mesh, tmp_path: Path, zmq_port: int) -> None:
+    transport, paths = ZMQTransportConfig(host="127.0.0.1", port=zmq_port), RunPaths(tmp_path)
+    config = TrainerConfig(
+        output_dir=tmp_path, device="cpu", model=ModelConfig(seq_len=SEQ_LEN), rollout_transport=transport
+    )
+    second = replace(mesh, process=Process(1, 2, 1, CPU), data_axis=DataAxis(1, 2))
+    with (
+        closing(ZMQMicroBatchSender(transport, paths, {1: 1})) as first,
+        closing(PackedBatches(config, paths, second, SEQ_LEN)) as batches,
+    ):
+        first.send(4, {1: []})
+        with pytest.raises(BatchError, match="expected the rows of step 5, but received those of step 4"):
+            batches.take(5)

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -146,6 +149,35 @@ def test_a_missing_model_is_named_in_one_line(tmp_path: Path, mesh: Mesh, monkey
     with pytest.raises(ModelError, match=r"model\.name = .*nowhere: no such directory") as raised:
         setup_model(config_of(tmp_path / "nowhere"), mesh)
     assert "\n" not in str(raised.value)
+
+
+LOADS_FROM_A_HUB = """
+from prime_rl.configs.trainer import ModelConfig
+from prime_rl.trainer.model.build import load_model_config
+from prime_rl.trainer.process.errors import ModelError
+
+for name in ("a/b", "a/nowhere"):
+    try:
+        load_model_config(ModelConfig(name=name))
+    except ModelError as error:
+        print(error)
+"""
+
+
+def test_a_hub_model_that_cannot_be_loaded_is_missing_only_if_it_was_not_found(tmp_path: Path) -> None:
+    cached = tmp_path / "models--a--b"
+    for file, text in (("refs/main", "0" * 40), (f"snapshots/{'0' * 40}/config.json", '{"model_type": "unheard_of"}')):
+        (cached / file).parent.mkdir(parents=True)
+        (cached / file).write_text(text)
+    environment = os.environ | {"HF_HUB_CACHE": str(tmp_path), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", LOADS_FROM_A_HUB], env=environment, capture_output=True, text=True, check=True
+    )
+    unsupported, missing = done.stdout.splitlines()
+    assert unsupported.startswith("model.name = a/b: The checkpoint you are trying to load has model type `unheard_of`")
+    start = "model.name = a/nowhere: no such directory, and not found in the model hub or its local cache: "
+    assert missing.startswith(start)
+    assert "offline" in missing.removeprefix(start) or "connect" in missing.removeprefix(start)
 
 
 def test_a_directory_without_weights_points_at_random_init(tiny_model_dir: Path, tmp_path: Path, mesh: Mesh) -> None:

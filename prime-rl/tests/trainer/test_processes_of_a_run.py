@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 from dataclasses import replace
@@ -13,7 +14,8 @@ import pytest
 import torch.distributed as dist
 
 from prime_rl.launch import reserved_ports
-from prime_rl.trainer.process.errors import ModelError
+from prime_rl.run.paths import STORE_VARIABLE
+from prime_rl.trainer.process.errors import ModelError, RendezvousError
 from prime_rl.trainer.process.parallel_dims import Mesh
 from prime_rl.trainer.process.signals import listen_for_signals
 from prime_rl.trainer.process.world import destroy_world, leaving_when_done, setup_world
@@ -86,3 +88,11 @@ def test_ranks_that_are_done_leave_their_group() -> None:
     with leaving_when_done(replace(alone, world_size=2)):
         assert dist.is_initialized()
     assert not dist.is_initialized()
+
+
+def test_a_port_of_the_ranks_that_is_taken_is_one_line() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", STORE_VARIABLE: f"tcp://127.0.0.1:{port}"}
+        with pytest.raises(RendezvousError, match=f"listen for the other ranks at 127.0.0.1:{port}: Address already"):
+            setup_world("cpu", timeout_s=60, environ=ranks)

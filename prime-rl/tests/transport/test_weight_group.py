@@ -95,6 +95,29 @@ def test_sending_without_receivers_fails_after_the_timeout(port) -> None:
     assert engine.rank == 1
 
 
+STOPS_RECEIVING = """
+import os, sys
+import torch
+from prime_rl.transport.weights import WeightGroup
+
+group = WeightGroup(("127.0.0.1", int(sys.argv[1])), rank=1, size=2, device=torch.device("cpu"), timeout_s=3600)
+dict(group.receive(1))
+sys.stdin.readline()
+os._exit(9)
+"""
+
+
+def test_an_engine_that_stops_receiving_is_an_error_after_the_timeout(port) -> None:
+    engine = subprocess.Popen([sys.executable, "-c", STOPS_RECEIVING, str(port)], stdin=subprocess.PIPE, text=True)
+    trainer = join(port, 0)
+    trainer.send({"model.norm.weight": torch.ones(3)}, 1)
+    trainer._timeout = timedelta(seconds=0.3)  # of each message from here on
+    more_than_sockets_hold = torch.ones(2**23)
+    with pytest.raises(TransportError, match="version 2 did not reach the inference servers"):
+        trainer.send({"model.norm.weight": more_than_sockets_hold}, 2)
+    engine.communicate("die\n")  # closes the connection that gloo's thread still waits for
+
+
 def test_a_group_of_another_size_is_refused_on_joining(port) -> None:
     trainer = join(port, 0, size=3)
     with pytest.raises(TransportError, match=r"expects 2 inference workers, but there are 1: .*world_size = 1"):

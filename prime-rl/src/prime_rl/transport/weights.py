@@ -138,8 +138,9 @@ class WeightGroup:
             self._backend = _backend(self._store, self.rank, self.size, self.device, self._timeout)
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = SENDER, 0
-        # torch's stub omits the backend's methods.
-        self._backend.broadcast([tensor], options).wait()  # type: ignore[union-attr]
+        # torch's stub omits the backend's methods. Without a timeout, NCCL's `wait` does not wait for a lost rank, but
+        # leaves that to the next use of the tensor, which has no limit.
+        self._backend.broadcast([tensor], options).wait(self._timeout)  # type: ignore[union-attr]
 
     def _send_number(self, number: int) -> None:
         self._broadcast(torch.tensor([number], dtype=torch.int64, device=self.device))

@@ -10,6 +10,7 @@ import torch
 from transformers import AutoTokenizer, GraniteConfig, GraniteForCausalLM
 
 from prime_rl.configs.sft import SFTConfig
+from prime_rl.configs.trainer import CheckpointConfig
 from prime_rl.run.paths import RunPaths, stable_steps
 from prime_rl.trainer.sft.run import run
 
@@ -64,3 +65,7 @@ def test_a_nan_loss_names_the_rows_saves_and_stops(poisoned_model_dir: Path, tmp
     assert "rows.jsonl:4" not in line
     assert "Traceback" not in out
     assert stable_steps(RunPaths(config.output_dir).checkpoints) == [2]
+    with pytest.raises(SystemExit):
+        run(config.model_copy(update={"ckpt": CheckpointConfig(weights=None, resume_step=2)}))
+    # The resumed run starts with the rows of the step that failed.
+    assert "step 2: loss nan" in capsys.readouterr().out

@@ -59,10 +59,13 @@ def choose_attention(
         return (EAGER, instead[1]) if instead else (SDPA, reason)
     if requested == SDPA:
         return instead or (SDPA, "")
-    if has_kernel(requested):
+    model_class = _model_class(model_config)
+    is_supported = model_class is None or model_class._supports_flash_attn
+    if is_supported and has_kernel(requested):
         return requested, ""
     kernel = _best_pytorch_kernel(model_config, capability_of(device), compute)
-    return instead if instead and kernel == SDPA else (kernel, f"model.attn = {requested} is not installed")
+    reason = f"model.attn = {requested} is not {'installed' if is_supported else 'supported by the model'}"
+    return instead if instead and kernel == SDPA else (kernel, reason)
 
 
 def varlen_arguments(kernel: str, position_ids_1T: Tensor, device: torch.device | None = None) -> dict[str, Any]:

@@ -274,8 +274,11 @@ def _is_router(name: str, module: nn.Module) -> bool:
 
 def _load_error(key: str, name: str, error: Exception) -> str:
     """One-line error message for a failure to load `name`, the value of config key `key`."""
+    reason = (str(error).splitlines() or [type(error).__name__])[0]
     if Path(name).is_dir():
-        return f"{key} = {name}: {str(error).splitlines()[0]}"
+        return f"{key} = {name}: {reason}"
     if looks_like_path(name):
         return f"{key} = {name}: no such directory"
-    return f"{key} = {name}: no such directory, and not found in the model hub or its local cache"
+    # Also for a hub that cannot be reached, or that asks for a login; the reason tells these apart.
+    missing = "no such directory, and not found in the model hub or its local cache: "
+    return f"{key} = {name}: {missing if isinstance(error, OSError) else ''}{reason}"

@@ -6,7 +6,7 @@ TrainerError             logged as one line, exit code 1, no traceback
 ├── ModelError           model or tokenizer missing, unreadable, or not supported
 ├── DataError            dataset missing, unreadable, or without the fields that training needs
 ├── ScheduleError        learning-rate schedule that does not fit `max_steps`
-├── BatchError           the orchestrator sends no further batch
+├── BatchError           a batch of the orchestrator does not come, or its rows do not reach every rank
 ├── BroadcastError       new weights did not reach the inference servers
 ├── CheckpointError      no checkpoint at the step to resume from, or one of another run
 └── DivergedError        the loss or the gradient is not finite

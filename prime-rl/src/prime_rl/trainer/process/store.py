@@ -9,6 +9,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from prime_rl.run.paths import STORE_VARIABLE
+from prime_rl.trainer.process.errors import RendezvousError
 from prime_rl.transport.weights import tcp_store
 
 
@@ -18,6 +19,9 @@ def open_store(environ: Mapping[str, str], world_size: int, timeout: timedelta) 
     One process needs no network. Ranks of one launch meet in a file that only their user can read, because torch's own
     store listens on every interface of the machine and trusts all who connect. Nodes that share no file which they can
     lock meet at a TCP store, which listens on the address of the cluster alone.
+
+    Raises:
+        RendezvousError: this process cannot listen at its address, for instance because the port is taken.
     """
     if world_size == 1:
         return dist.HashStore()
@@ -26,7 +30,13 @@ def open_store(environ: Mapping[str, str], world_size: int, timeout: timedelta) 
         return None
     if place.startswith("tcp://"):
         host, _, port = place.removeprefix("tcp://").rpartition(":")
-        return tcp_store(host, int(port), is_master=environ["RANK"] == "0", timeout=timeout)
+        try:
+            return tcp_store(host, int(port), is_master=environ["RANK"] == "0", timeout=timeout)
+        except OSError as error:
+            # torch's own store raises a DistError instead.
+            raise RendezvousError(
+                f"rank 0 cannot listen for the other ranks at {host}:{port}: {error.strerror}; start the run again"
+            ) from error
     # A person who copies the commands of a dry run needs the directory, too.
     Path(place).parent.mkdir(mode=0o700, exist_ok=True)
     return dist.FileStore(place, world_size)

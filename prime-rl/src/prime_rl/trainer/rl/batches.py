@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Protocol, TypeVar
 
 import numpy as np
@@ -13,7 +13,7 @@ from transformers import PretrainedConfig
 from prime_rl.configs.trainer import FakeDataLoaderConfig, TrainerConfig
 from prime_rl.run.paths import RunPaths
 from prime_rl.trainer.process.data_axis import DataAxis
-from prime_rl.trainer.process.errors import DataError
+from prime_rl.trainer.process.errors import BatchError, DataError, TrainerError
 from prime_rl.trainer.process.parallel_dims import Mesh
 from prime_rl.trainer.process.world import Process
 from prime_rl.trainer.rl.packing import pack_batch, pack_rows
@@ -74,7 +74,7 @@ class PackedBatches:
         self._readers = readers_by_data_rank(process, data_axis)
         transport = config.rollout_transport
         self._closing = ExitStack()
-        try:
+        with _transport_errors_as(DataError):
             if process.is_main:
                 self._batches = self._close_on_exit(setup_batch_receiver(transport, paths.orchestrator))
                 if self._readers:
@@ -82,8 +82,6 @@ class PackedBatches:
             else:
                 rows = setup_micro_batch_receiver(transport, paths, data_axis.data_rank)
                 self._rows = self._close_on_exit(rows)
-        except TransportError as error:
-            raise DataError(str(error)) from error
         self._is_main = process.is_main
 
     def is_ready(self, step: int) -> bool:
@@ -93,11 +91,15 @@ class PackedBatches:
         rows_of_ranks = self._pack(batch)
         self._own_rows = rows_of_ranks[0]
         if self._readers:
-            self._ranks.send(step, {data_rank: rows_of_ranks[data_rank] for data_rank in self._readers})
+            with _transport_errors_as(BatchError):
+                self._ranks.send(step, {data_rank: rows_of_ranks[data_rank] for data_rank in self._readers})
         return True
 
     def take(self, step: int) -> list[MicroBatch]:
-        return self._own_rows if self._is_main else self._rows.receive(step)
+        if self._is_main:
+            return self._own_rows
+        with _transport_errors_as(BatchError):
+            return self._rows.receive(step)
 
     def close(self) -> None:
         self._closing.close()
@@ -132,6 +134,15 @@ class FakeBatches:
 
     def close(self) -> None:
         """Do nothing."""
+
+
+@contextmanager
+def _transport_errors_as(kind: type[TrainerError]) -> Iterator[None]:
+    """Convert a TransportError, whose message is enough, to an error that is logged without a traceback."""
+    try:
+        yield
+    except TransportError as error:
+        raise kind(str(error)) from error
 
 
 def readers_by_data_rank(process: Process, data_axis: DataAxis) -> dict[int, int]:

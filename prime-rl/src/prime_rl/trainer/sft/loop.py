@@ -100,10 +100,12 @@ class SFTTrainer:
         """Update the model on the next rows.
 
         Raises:
-            DivergedError: loss or gradient is not finite. The state before the step is saved if its weights are finite.
+            DivergedError: loss or gradient is not finite. The state before the step, which includes the position in the
+                data, is saved if its weights are finite.
         """
         state, stream = self.components.state, self.components.rows.stream
         stream.drawn.clear()
+        place = self.components.place_in_data()
         self.beats.say(f"step {state.progress.step}: reading rows")
         rows = list(islice(self.components.rows, self.micro_batches))
         self.beats.say(f"step {state.progress.step}: forward and backward")
@@ -112,7 +114,7 @@ class SFTTrainer:
         except DivergedError as error:
             # A checkpoint of broken weights could cause a good one to be deleted.
             if has_finite_weights(state.policy.model, self.process):
-                self.save()
+                self.save(place)
             raise DivergedError(f"{error}. Rows of this step: {self._names_of_rows()}") from None
 
     def _names_of_rows(self) -> str:
@@ -151,14 +153,17 @@ class SFTTrainer:
             reporter.saved(self.save())
             checkpoints.mark_best(step, stats.loss)
 
-    def save(self) -> float:
-        """Write the checkpoint and weights of this step unless they exist. Returns the seconds it took."""
+    def save(self, place: dict[str, Any] | None = None) -> float:
+        """Write the checkpoint and weights of this step unless they exist. Returns the seconds it took.
+
+        `place` is the position in the data, if it is not the current one.
+        """
         checkpoints, step = self.components.checkpoints, self.components.state.progress.step
         if checkpoints is None or step == self.saved_step:
             return 0.0
         self.beats.say(f"saving the checkpoint of step {step}")
         started_s = time.perf_counter()
-        checkpoints.save(self.components.state, self.components.place_in_data())
+        checkpoints.save(self.components.state, self.components.place_in_data() if place is None else place)
         checkpoints.export(self.components.state, self.components.tokenizer, self.components.export_dtype)
         self.saved_step = self.exported_step = step
         elapsed_s = time.perf_counter() - started_s
