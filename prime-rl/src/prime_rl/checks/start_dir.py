@@ -16,7 +16,8 @@ class StartFault(Exception):
 
 
 class NotInstalled(str):
-    """A line about a package that is missing in this environment. A dry run only warns of it: the run may start elsewhere."""
+    """A line about a package that is missing in this environment. A dry run only warns of it: the run may start elsewhere.
+    """
 
     __slots__ = ()
 
