@@ -125,7 +125,7 @@ def test_a_wrong_value_is_told_with_its_key(toml, faults, config_cls: type, text
 
 
 def test_no_key_tells_twice_what_it_got() -> None:
-    tried = set()
+    tried, told = set(), []
     for root in ROOTS:
         for path, owner, _ in walk_fields(root):
             if (owner, path[-1]) in tried:
@@ -134,8 +134,9 @@ def test_no_key_tells_twice_what_it_got() -> None:
             try:
                 load_config(root, [], [f"--{'.'.join(path)}", "misspelled"])
             except ConfigError as error:
-                assert [fault for fault in error.faults if fault.count("(got ") > 1] == []
-    assert len(tried) > 500
+                told += error.faults
+    assert len(told) > 500
+    assert [fault for fault in told if fault.count("(got ") > 1] == []
 
 
 def test_a_key_of_another_variant_names_the_variant_and_who_chose(toml, faults) -> None:

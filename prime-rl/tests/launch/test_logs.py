@@ -40,7 +40,7 @@ def test_of_a_progress_bar_the_tail_has_what_stood_there_last(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("lines", "reason"),
     [
-        (["12:30:05    INFO fine", "12:30:06   ERROR rows.jsonl:12: no `content`", "bye"], "rows.jsonl:12: no `content`"),
+        (["12:30:05    INFO fine", "12:30:06   ERROR rows.jsonl:12: faulty", "bye"], "rows.jsonl:12: faulty"),
         (["12:30:05   ERROR first", "12:30:06   ERROR last"], "last"),
         (["error: model.name: no such directory"], "model.name: no such directory"),
         (

@@ -16,8 +16,7 @@ class StartFault(Exception):
 
 
 class NotInstalled(str):
-    """A line about a package that is missing in this environment. A dry run only warns of it: the run may start elsewhere.
-    """
+    """A line about a package that is missing in this environment. A dry run only warns: the run may be elsewhere."""
 
     __slots__ = ()
 
