@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import inspect
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import MISSING, Field, fields
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
 
@@ -14,12 +16,14 @@ import typer
 from typer.core import TyperGroup
 
 from medarc_rl.completion.hooks import Shell, hook, install
-from medarc_rl.errors import MedarcError
+from medarc_rl.errors import MedarcError, UsageError
 from medarc_rl.examples import examples_text
 from prime_rl.run.directory import RunFinished
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
+
+_UNKNOWN_OPTION = re.compile(r"(?P<option>--[a-z][a-z-]*): unknown option(?:; did you mean (?P<keys>[^?]*)\?)?")
 
 OptionsT = TypeVar("OptionsT", bound="DataclassInstance")
 
@@ -79,13 +83,21 @@ class OneLineErrors(TyperGroup):
             faults, code = error.faults, error.exit_code
         # Typer's own errors about options have no more specific public class.
         except typer.TyperException as error:
-            faults, code = (" ".join(error.format_message().split()),), error.exit_code
+            faults, code = (" ".join(error.format_message().split()) + _commands_instead(error),), error.exit_code
         except typer.Abort:
             faults, code = ("aborted",), 1
         sys.stderr.writelines(f"error: {fault}\n" for fault in faults)
         if standalone_mode:
             sys.exit(code)
         return code
+
+
+def _commands_instead(error: typer.TyperException) -> str:
+    """Names the commands, if the user has named none."""
+    context = getattr(error, "ctx", None)
+    if context is None or error.format_message() != "Missing command.":
+        return ""
+    return f" Give one of {', '.join(context.command.list_commands(context))}, or --help"
 
 
 EXIT_CODES = "\b\nExit codes:\n" + "\n".join(
@@ -149,7 +161,6 @@ def new_group(app: typer.Typer, name: str, help_text: str) -> typer.Typer:
         name=f"{app.info.name} {name}",
         add_completion=False,
         rich_markup_mode=None,
-        no_args_is_help=True,
         context_settings={"help_option_names": ["-h", "--help"]},
     )
     # With a callback, a group of one command keeps that command's name.
@@ -185,11 +196,31 @@ def add_command(
     """
 
     def command(words: list[str] | None = None, **values: Any) -> int:
-        return run(words or [], options(**values))
+        try:
+            return run(words or [], options(**values))
+        except UsageError as error:
+            own = [f"--{field.name.replace('_', '-')}" for field in fields(options)]
+            raise UsageError(*(_with_own_option(fault, own) for fault in error.faults)) from error
 
     _declare(command, [_parameter("words", Words, None), *_parameters(options)])
     settings = {"ignore_unknown_options": True, "allow_extra_args": True}
     app.command(name, help=inspect.getdoc(run), epilog=examples_of(app, name), context_settings=settings)(command)
+
+
+def _with_own_option(fault: str, own: Sequence[str]) -> str:
+    """The fault of an unknown option with the command's own options that were probably meant.
+
+    Keys of the config are suggested where the fault was found, which does not know the options of commands.
+    """
+    found = _UNKNOWN_OPTION.fullmatch(fault)
+    if found is None:
+        return fault
+    last = found["option"].rpartition("-")[2]
+    near = [name for name in own if name.rpartition("-")[2] == last]
+    if found["keys"] is None:
+        near = list(dict.fromkeys([*get_close_matches(found["option"], own, 1), *near]))
+    words = [*near, *([found["keys"]] if found["keys"] else [])]
+    return f"{found['option']}: unknown option; did you mean {' or '.join(words)}?" if near else fault
 
 
 def add_command_without_config(

@@ -21,6 +21,7 @@ from medarc_rl.backends.slurm import (
     NODE_GPUS,
     BatchJob,
     SlurmRequest,
+    check_dependency,
     log_file,
     render,
     sbatch_argv,
@@ -236,6 +237,8 @@ def plan_job(
         raise UsageError(f"--project-dir {project_dir}: no such directory")
     if options.setup is not None and not options.setup.is_file():
         raise UsageError(f"--setup {options.setup}: no such file")
+    if options.dependency is not None:
+        check_dependency(options.dependency)
     if options.dependency is not None and run.config.clean_output_dir:
         raise UsageError(
             "--clean-output-dir would remove the files of the run that --dependency waits for: leave it out"

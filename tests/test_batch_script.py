@@ -17,6 +17,7 @@ from medarc_rl.backends.launcher import launcher_job
 from medarc_rl.backends.slurm import (
     BatchJob,
     SlurmRequest,
+    check_dependency,
     header,
     log_file,
     render,
@@ -231,6 +232,26 @@ def test_slurms_notations_of_time(text: str, seconds: int) -> None:
 def test_no_notation_of_time(text: str) -> None:
     with pytest.raises(UsageError, match="--time"):
         walltime_s(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *(f"{condition}:123" for condition in ("after", "afterok", "afternotok", "afterany", "aftercorr")),
+        *("singleton", "after:1+5:2", "afterok:1_2:3_*", "afterok:1,afterany:2:3,singleton", "afterok:1?afternotok:2"),
+    ],
+)
+def test_slurms_conditions_are_taken(text: str) -> None:
+    check_dependency(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "foo", "123", "afterok", "afterok:", "afterok:x", "aftr:1", "afterok:1,", "afterok:1,afterany:2?singleton"],
+)
+def test_no_condition_of_slurm(text: str) -> None:
+    with pytest.raises(UsageError, match="--dependency"):
+        check_dependency(text)
 
 
 def test_a_short_job_is_not_stopped_before_it_starts(tmp_path: Path) -> None:

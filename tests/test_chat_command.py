@@ -14,7 +14,7 @@ CHECKPOINT = ROOT / "examples" / "reverse_text" / "checkpoint"
 
 def chat(*words: object) -> subprocess.CompletedProcess[str]:
     program = Path(sys.executable).with_name("medarc_train")
-    return subprocess.run([program, "chat", *map(str, words)], capture_output=True, text=True, check=False)
+    return subprocess.run([program, "chat", *map(str, words)], cwd=ROOT, capture_output=True, text=True, check=False)
 
 
 def test_a_prompt_is_answered_by_both_models_under_their_names() -> None:
@@ -24,12 +24,23 @@ def test_a_prompt_is_answered_by_both_models_under_their_names() -> None:
     assert done.stdout == f"[{CHECKPOINT}/]\nclinic cramp\n\n[{CHECKPOINT}]\nclinic cramp\n\n"
 
 
+def test_a_model_without_a_base_is_told_once_it_is_loaded(tmp_path: Path) -> None:
+    done = chat(CHECKPOINT, "--prompt", "a", "--max-tokens", "2", "--device", "cpu")
+    assert (done.returncode, done.stderr) == (0, "warning: no base model answers: name one with --base\n")
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").touch()
+    done = chat(tmp_path, "--prompt", "a", "--device", "cpu")
+    assert (done.returncode, "no base model" in done.stderr) == (1, False)
+
+
 @pytest.mark.parametrize(
     ("words", "fault"),
     [
         ([], "Missing argument 'WEIGHTS'."),
         (["/gone"], "/gone: no such directory"),
         ([ROOT / "examples"], f"{ROOT / 'examples'}: the folder has no config.json"),
+        (["examples/revrese_text"], "examples/revrese_text: no such directory; did you mean examples/reverse_text?"),
+        (["examples/nope/weights"], "examples/nope/weights: no such directory"),
         ([CHECKPOINT, "--base", "/gone"], "--base /gone: no such directory"),
         ([CHECKPOINT, "--base", CHECKPOINT, "--no-base"], "--base and --no-base exclude each other: give one"),
         ([CHECKPOINT, "--chat-template", "gone.jinja"], "--chat-template = 'gone.jinja': no such file"),

@@ -65,6 +65,27 @@ def table_in(text: str) -> dict[str, str]:
     return dict(re.findall(r"^\| (\d+|128 \+ n) \| ([^|]+) \|$", text, re.MULTILINE))
 
 
+@pytest.mark.parametrize(
+    ("words", "fault"),
+    [
+        ("", "Missing command. Give one of sft, rl, eval, "),
+        ("env", "Missing command. Give one of new, check, try, install, list, uninstall, or --help"),
+        ("sft {sft} --train-gpus 2", "--train-gpus: unknown option; did you mean --gpus?"),
+        ("rl {rl} --gpus 2", "--gpus: unknown option; did you mean --train-gpus or --infer-gpus or --judge."),
+        ("sft {sft} --data foo", "foo: unexpected argument; --data is a section: did you mean --data.name?"),
+        ("sft {sft} --ckpt foo", "foo: unexpected argument; --ckpt is a section: set one of its keys, as --ckpt.KEY"),
+        ("sft {sft} foo", "foo: unexpected argument"),
+    ],
+)
+def test_a_slip_names_what_was_probably_meant(words: str, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    configs = {name: f"examples/reverse_text/{name}_cpu.toml" for name in ("sft", "rl")}
+    result = CliRunner().invoke(medarc_train.app, words.format(**configs).split())
+    assert result.exit_code == 2
+    (line,) = result.stderr.splitlines()
+    assert line.startswith(f"error: {fault}")
+
+
 def test_the_page_and_the_help_list_the_same_exit_codes() -> None:
     documented = set(table_in(PAGE.read_text(encoding="utf-8")))
     assert documented == {"0", "1", "2", "128 + n"}

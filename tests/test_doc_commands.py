@@ -169,12 +169,17 @@ def check_wrapper(words: Sequence[str], tmp_path: Path) -> None:
 
 def check_dry_run(kind: str, rest: Sequence[str], tmp_path: Path) -> None:
     """`medarc_slurm` stands in for `medarc_train`: it takes the same words, and looks for no GPU. A run that a command
-    resumes has saved one step."""
+    resumes or evaluates has saved one step."""
     words = [word for word in rest if word not in ("--preflight", "--dry-run")]
     run = RunPaths(tmp_path)
     for saved in (run.checkpoint(1), run.orchestrator.checkpoint(1).parent) if "--resume" in words else ():
         saved.mkdir(parents=True)
         (saved / STABLE).touch()
+    if "--weights-dir" in words:
+        weights = tmp_path / "trained" / "weights"
+        (weights / "step_5").mkdir(parents=True)
+        (weights / "step_5" / STABLE).touch()
+        words[words.index("--weights-dir") + 1] = str(weights)
     app = medarc_train.app if kind == "eval" else medarc_slurm.app
     result = CliRunner().invoke(app, [kind, *words, "--dry-run", "--output-dir", str(tmp_path)])
     assert result.exit_code == 0, result.output

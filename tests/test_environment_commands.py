@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -145,6 +146,25 @@ def test_packages_that_are_made_pass_their_tests(place: Path) -> None:
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
     assert "12 passed" in done.stdout
+
+
+@pytest.mark.parametrize("prefix", ["", "uv run "])
+def test_a_new_package_names_commands_that_run_where_it_was_made(
+    prefix: str, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if prefix:
+        monkeypatch.setenv("UV_RUN_RECURSION_DEPTH", "1")
+    else:
+        monkeypatch.delenv("UV_RUN_RECURSION_DEPTH", raising=False)
+    said = env("new", "placed", "--directory", "my envs").stdout.splitlines()
+    assert said[-1] == f"next: {prefix}medarc_train env install 'my envs/placed'"
+    page = (place / "my envs" / "placed" / "README.md").read_text()
+    commands = re.search(r"```bash\n(.*?)```", page, re.DOTALL)[1].splitlines()
+    assert commands[:2] == [f"{prefix}medarc_train env install 'my envs/placed'", f"{prefix}pytest 'my envs/placed'"]
+    trains = f"{prefix}medarc_train rl 'my envs/placed/rl.toml' --model.name MODEL --output-dir outputs/placed"
+    assert commands[-1] == trains
+    first, *_ = (place / "my envs" / "placed" / "rl.toml").read_text().splitlines()
+    assert first == f"# A first run: {trains}"
 
 
 @pytest.mark.parametrize("kind", ["multi-turn", "tools"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -19,9 +20,10 @@ SHOWN = re.search(r"```\n(ok    import.*?)```", PAGE, re.DOTALL)[1].splitlines()
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder from which the examples can be reached, after the first two commands."""
+    """A folder like the repository's, with the same settings of pytest, after the first two commands."""
     folder = tmp_path_factory.mktemp("environment")
     (folder / "examples").symlink_to(ROOT / "examples")
+    shutil.copy(ROOT / "pyproject.toml", folder)
     for line in (NEW, INSTALL):
         done = run(line, folder)
         assert done.returncode == 0, done.stdout + done.stderr

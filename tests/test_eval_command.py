@@ -36,7 +36,12 @@ def test_the_command_in_the_files_header_is_dry_run(tmp_path: Path, monkeypatch:
     monkeypatch.chdir(ROOT)
     (line,) = [line for line in EVAL_TOML.read_text().splitlines() if line.startswith("#   uv run medarc_train eval ")]
     words = shlex.split(line)[5:]
-    words[words.index("--output-dir") + 1] = str(tmp_path)
+    words[words.index("--output-dir") + 1] = str(tmp_path / "out")
+    # Those of the run that the file's README trains first.
+    words[words.index("--weights-dir") + 1] = str(tmp_path / "weights")
+    step = tmp_path / "weights" / "step_5"
+    step.mkdir(parents=True)
+    (step / "STABLE").touch()
     assert invoke(*words, "--dry-run").exit_code == 0
 
 
@@ -62,6 +67,8 @@ def test_without_anything_the_environment_is_asked_for() -> None:
         (["--num-exmples", "3"], "did you mean --num-examples?"),
         (["--client.elastic.hostname", "http://x"], "is not a host name: write it without scheme and port"),
         (["--slurm.partition", "x"], "--slurm.partition: unknown option"),
+        (["--weights-dir", "nowhere"], "nowhere lacks any step; complete steps: none; there is no such folder"),
+        (["--weights-dir", "nowhere", "--dry-run"], "nowhere lacks any step"),
     ],
 )
 def test_a_fault_is_one_line_and_nothing_is_written(options: list[str], fault: str, tmp_path: Path) -> None:

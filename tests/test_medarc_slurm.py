@@ -228,6 +228,7 @@ RL_FAULTS = [
     ("{rl} --deployment.type multi_node --deployment.num-infer-nodes two", "num_infer_nodes = 'two': write a whole"),
     ("{rl} --max-steps many", "--max-steps: should be a valid integer (got 'many')"),
     ("{rl} --time soon", "--time 'soon'"),
+    ("{rl} --dependency foo", "--dependency 'foo': write a condition and numbers of jobs, as afterany:123"),
     ("{rl} --sbatch-arg requeue", "--sbatch-arg=--requeue"),
     *((f"{{rl}} --sbatch-arg={array}", f"'{array}': the tasks of a job array") for array in ARRAYS),
     ("{rl} --project-dir nowhere", "nowhere: no such directory"),

@@ -38,6 +38,11 @@ def test_the_new_file_goes_to_stdout_and_the_report_to_stderr(old: Path) -> None
     assert old.read_text(encoding="utf-8") == OLD
 
 
+def test_a_byte_order_mark_is_no_part_of_a_file(old: Path) -> None:
+    old.write_text(OLD, encoding="utf-8-sig")
+    assert run(old).stdout == NEW
+
+
 def test_the_example_in_the_documentation_is_what_is_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     _, old, new, report, *_ = re.findall(

@@ -204,7 +204,9 @@ def test_the_run_is_compared_with_the_gpu_that_slurm_offers(scontrol: Describe, 
     assert "compare with --estimate --gpu NAME" in memory_row(config, job, None).detail
     elsewhere = SFTConfig(model={"name": "some/model"}, data={"name": "x"}, device="cuda")
     assert memory_row(elsewhere, job, gpu, lambda name: str(EXAMPLES / "checkpoint")).state is State.OK, "in its cache"
-    assert memory_row(elsewhere, job, gpu).detail.startswith("some/model: not in the local cache")
+    assert memory_row(elsewhere, job, gpu).detail == (
+        f"some/model: not in the local cache: run `HF_HOME={tmp_path}/hf hf download some/model config.json` first"
+    )
 
 
 class Hub(BaseHTTPRequestHandler):
@@ -284,6 +286,16 @@ def test_a_complete_cache_needs_no_hub_and_half_of_one_does(tmp_path: Path) -> N
     assert (row.state, "not complete in the cache" in row.detail) == (State.FAILED, True)
     (snapshot / "model-2.safetensors").touch()
     assert access.model_row("some/model", needs_weights=True).detail == "some/model: complete in the cache"
+
+
+def test_a_model_in_the_users_own_cache_is_told_with_the_option_that_finds_it(tmp_path: Path) -> None:
+    usual = tmp_path / "home" / ".cache" / "huggingface" / "hub"
+    make_cached_model(usual, shards=2)
+    access = replace(access_to("http://127.0.0.1:9", tmp_path, offline=True), usual_cache=usual)
+    told = f"not in the cache {tmp_path}/hf/hub (it is in another one: --hf-cache-dir {usual.parent}), and"
+    assert told in access.model_row("some/model", needs_weights=True).detail
+    assert "another one" not in access.model_row("some/other", needs_weights=True).detail
+    assert "another one" not in access.dataset_row("some/model").detail
 
 
 def test_an_output_folder_that_cannot_be_written_is_told() -> None:

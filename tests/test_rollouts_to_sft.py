@@ -98,6 +98,15 @@ def test_good_rollouts_of_training_are_exported_once_and_the_others_are_counted(
     assert (again.exit_code, "there is such a file already" in again.stderr) == (2, True)
 
 
+def test_the_printed_command_has_a_config_and_the_start_that_the_user_typed(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("UV_RUN_RECURSION_DEPTH", "1")
+    file = tmp_path / "my rows.jsonl"
+    result = export(file, run, "--min-reward", 1)
+    assert f"`uv run medarc_train sft CONFIG --data.name '{file}'`" in result.stdout
+
+
 def test_the_best_of_each_prompt_of_several_runs(run: Path, tmp_path: Path) -> None:
     other = write(tmp_path / "other", 0, record("best", 2.0), record(HOSTILE, 1.2, prompt_id="p3"))
     file = tmp_path / "sft.jsonl"

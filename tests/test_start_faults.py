@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from medarc_rl import medarc_train
+from medarc_rl import medarc_slurm, medarc_train
 
 HEAVY = ("torch", "transformers", "datasets", "verifiers", "vllm", "wandb", "numpy", "rich")
 
@@ -154,12 +154,12 @@ CASES = {
             "run/run_default/checkpoints/step_1/STABLE": "",
         },
     ),
-    "environment that is not installed": Case(
+    "environment that is nowhere": Case(
         "rl",
         '--orchestrator.env [{{"id":"me/not-here@1.0"}}]',
         "orchestrator.env[0].id = 'me/not-here@1.0': no module named 'not_here'",
     ),
-    "evaluation environment that is not installed": Case(
+    "evaluation environment that is nowhere": Case(
         "eval", "--environment-ids not-here", "env[0].id = 'not-here': no module named 'not_here'"
     ),
     "environment that is another module": Case(
@@ -274,13 +274,18 @@ def words_of(root: Path, name: str, program: str) -> list[str]:
     case, directory = CASES[name], directory_of(root, name)
     options = case.options.format(dir=directory).split()
     place = [] if "--output-dir" in options else ["--output-dir", str(directory / "out")]
-    if not name.endswith("not installed"):  # a dry run only warns of those
+    if not _goes_on(name, program):
         place.append("--dry-run")
     config = str(root / f"{case.command}.toml")
     if program == "engine":
         return ["@", config, *options, *place]
     project = ["--project-dir", str(root / "project")] if program == "medarc_slurm" else []
     return [case.command, config, *options, *place, *project]
+
+
+def _goes_on(name: str, program: str) -> bool:
+    """Whether a dry run only warns of a fault: of packages, and of environments of a job on another machine."""
+    return name.endswith("not installed") or (program == "medarc_slurm" and name.endswith("is nowhere"))
 
 
 def run_all(root: Path, program: str, module: str, names: list[str]) -> dict[str, tuple[int, str]]:
@@ -326,9 +331,10 @@ def test_a_fault_is_one_line_and_exit_code_2(
     assert not (directory_of(root, name) / "out").exists()
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name.endswith("not installed")])
-def test_a_dry_run_warns_of_what_is_not_installed_and_goes_on(name: str, root: Path) -> None:
-    words = [*words_of(root, name, "medarc_train"), "--dry-run"]
-    result = CliRunner().invoke(medarc_train.app, words)
+@pytest.mark.parametrize(("program", "name"), [run for run in RUNS if run[0] != "engine" and _goes_on(run[1], run[0])])
+def test_a_dry_run_warns_of_what_the_run_may_find_elsewhere_and_goes_on(program: str, name: str, root: Path) -> None:
+    words = [*words_of(root, name, program), "--dry-run"]
+    app = {"medarc_train": medarc_train.app, "medarc_slurm": medarc_slurm.app}[program]
+    result = CliRunner().invoke(app, words)
     assert result.exit_code == 0, result.output
     assert any(line.startswith("warning: ") and CASES[name].fault in line for line in result.stderr.splitlines())

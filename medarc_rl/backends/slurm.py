@@ -29,6 +29,9 @@ _SHORTEST_TIME_WITH_LEAD_S = 10 * STOP_LEAD_S
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 _PLAIN_HEADER = re.compile(r"[A-Za-z0-9_@%+=:,./\[\]-]+")
+_CONDITION = r"(?:after(?:ok|notok|any|corr)?(?::\d+(?:_(?:\d+|\*))?(?:\+\d+)?)+|singleton)"
+_DEPENDENCY = re.compile(rf"{_CONDITION}(?:(?:,{_CONDITION})*|(?:\?{_CONDITION})*)", re.ASCII)
+"""All of them, separated by commas, or any of them, by question marks. `+` is minutes after the start of `after`."""
 _ARRAY = re.compile(r"--ar|-[HhIkOQsvWX]*a")
 """sbatch's `--array`, abbreviated, or as `-a` after other letters."""
 NO_ARRAYS = "the tasks of a job array would share one directory: submit a job for each, with its own --output-dir"
@@ -197,6 +200,19 @@ def log_pattern(paths: RunPaths) -> str:
 def log_file(paths: RunPaths, job_id: str) -> Path:
     """The file that `log_pattern` means for one job."""
     return paths.slurm / ("job.log" if "\\" in str(paths.slurm) else f"job_{job_id}.log")
+
+
+def check_dependency(text: str) -> None:
+    """Refuse a dependency that Slurm does not read. It would say so only at the submission, in its own words.
+
+    Raises:
+        UsageError: `text` has another form than `sbatch --dependency`.
+    """
+    if _DEPENDENCY.fullmatch(text) is None:
+        raise UsageError(
+            f"--dependency '{one_line(text)}': write a condition and numbers of jobs, as afterany:123 or "
+            "afterok:123:124,singleton; conditions: after, afterok, afternotok, afterany, aftercorr, singleton"
+        )
 
 
 def walltime_s(text: str) -> int:

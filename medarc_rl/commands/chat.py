@@ -9,7 +9,6 @@ from typing import Annotated, Any, Literal
 
 from typer import Argument, Option
 
-from medarc_rl.cli import warn
 from medarc_rl.errors import UsageError
 from prime_rl.checks.chat_models import ChatPlan, find_chat_models
 from prime_rl.checks.chat_templates import read_template
@@ -75,9 +74,14 @@ def plan_of(options: ChatOptions) -> ChatPlan:
             read_template("--chat-template", options.chat_template)
     except StartFault as fault:
         raise UsageError(str(fault)) from fault
-    if found.base is None and not options.no_base:
-        warn(f"no base model answers: {found.no_base}")
     models = [found.tuned] if found.base is None or options.no_base else [found.base, found.tuned]
     if options.chat_template is not None:
         models = [replace(model, chat_template=options.chat_template) for model in models]
-    return ChatPlan(tuple(models), options.sampling, tuple(options.prompt or ()), options.system, options.device)
+    return ChatPlan(
+        tuple(models),
+        options.sampling,
+        tuple(options.prompt or ()),
+        options.system,
+        options.device,
+        no_base="" if found.base is not None or options.no_base else found.no_base,
+    )

@@ -25,6 +25,7 @@ from prime_rl.checks.packages import LOADER, lacks_name_in
 from prime_rl.interpreters.in_use import remove_unless_used, unused_for
 from prime_rl.interpreters.registry import InstalledEnvironment, Registry, RegistryFault, canonical_id, module_of
 from prime_rl.interpreters.venvs import Uv, VenvError, python_of
+from prime_rl.launch.job import command_prefix
 from prime_rl.utils.pydantic_config.errors import one_line
 
 VERIFIERS = "verifiers>=0.1.5,<0.4"
@@ -97,7 +98,7 @@ def install(options: InstallOptions) -> int:
     installed = install_into(registry, source_of(options.source, options.copy), kind, options.python)
     where = f"an interpreter of its own ({installed.python})" if installed.python else "the run's interpreter"
     say(f"installed {installed.id} {installed.version} into {where}, verifiers {installed.verifiers}")
-    say(f"next: medarc_train env check {installed.id}")
+    say(f"next: {command_prefix(os.environ)}medarc_train env check {installed.id}")
     return 0
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import keyword
 import os
 import re
+import shlex
 import shutil
 import sys
 import tempfile
@@ -20,6 +21,7 @@ from medarc_rl.errors import MedarcError, UsageError
 from prime_rl.checks.built_in import is_built_in
 from prime_rl.checks.packages import find_module
 from prime_rl.interpreters.registry import Registry, RegistryFault, module_of
+from prime_rl.launch.job import command_prefix
 from prime_rl.utils.pydantic_config.errors import one_line
 
 NAME = re.compile(r"[a-z][a-z0-9]*(?:-[a-z0-9]+)*")
@@ -55,7 +57,7 @@ def new(options: NewOptions) -> int:
         raise MedarcError(f"{one_line(str(error.filename))}: {error.strerror}") from error
     for file in sorted(target.iterdir()):
         say(f"written: {file}")
-    say(f"next: medarc_train env install {target}")
+    say(f"next: {command_prefix(os.environ)}medarc_train env install {shlex.quote(str(target))}")
     return 0
 
 
@@ -87,6 +89,10 @@ def _write(options: NewOptions, target: Path) -> None:
     module, stem = module_of(options.name), options.kind.replace("-", "_")
     values = {
         "name": options.name,
+        # The commands in the files work from here, as `next:` does.
+        "folder": one_line(shlex.quote(str(target))),
+        "rl_config": one_line(shlex.quote(str(target / "rl.toml"))),
+        "prefix": command_prefix(os.environ),
         "module": module,
         "kind": options.kind,
         "about": ABOUT[options.kind],

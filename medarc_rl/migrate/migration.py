@@ -84,7 +84,7 @@ def _read(file: Path) -> str:
     if len(content) > MAX_BYTES:
         raise UsageError(f"{file}: more than {MAX_BYTES // 1024} KiB: not a config")
     try:
-        return content.decode()
+        return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise UsageError(f"{file}: not UTF-8 text (byte {error.start})") from None
 

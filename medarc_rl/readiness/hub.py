@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -32,6 +33,8 @@ class HubAccess:
     offline: bool
     env: Mapping[str, str]
     """The job's environment, with its token."""
+    usual_cache: Path | None = None
+    """Where other commands of this user keep repositories."""
 
     def model_row(self, name: str, needs_weights: bool) -> Row:
         folder = self.folder(name)
@@ -60,7 +63,7 @@ class HubAccess:
         return any(path is not None and path.is_dir() and any(path.iterdir()) for path in (snapshot, prepared))
 
     def _remote_row(self, kind: str, name: str, state: str) -> Row:
-        missing = f"{name}: {state} the cache {self.cache}"
+        missing = f"{name}: {state} the cache {self.cache}{self._elsewhere(kind, name)}"
         if self.offline:
             return failed(kind, f"{missing}, and --hf-hub-offline forbids to download it")
         env = {**self.env, "HF_HUB_OFFLINE": "0", "PYTHONUNBUFFERED": "1"}
@@ -72,6 +75,15 @@ class HubAccess:
             return failed(kind, f"{missing}, and {answer.last_line}")
         found = json.loads(answer.stdout)
         return ok(kind, f"{name}: on the hub, {found['files']} files to download; the node needs the network, too")
+
+    def _elsewhere(self, kind: str, name: str) -> str:
+        """Names the option that finds a repository which other commands have downloaded."""
+        usual = self.usual_cache
+        if usual is None or usual.name != "hub" or usual == self.cache:
+            return ""
+        found = snapshot_in_cache(name, usual, f"{kind}s")
+        is_there = found is not None and found.is_dir()
+        return f" (it is in another one: --hf-cache-dir {shlex.quote(str(usual.parent))})" if is_there else ""
 
 
 def hub_rows(config: SFTConfig | RLConfig, access: HubAccess) -> Iterator[Row]:

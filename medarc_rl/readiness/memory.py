@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 from collections.abc import Callable, Iterator
 
 from medarc_rl.backends.scontrol import SLURM_LIMIT_S, shown
@@ -30,7 +31,9 @@ def memory_row(config: SFTConfig | RLConfig, job: BatchJob, gpu: Gpu | None, pla
     try:
         answer = _answer(config, job, gpu, place)
     except UsageError as error:
-        return unknown(WHAT, str(error).removeprefix("--estimate: "))
+        # A download goes to the cache of the job, which is not the one of the user's shell.
+        downloads = f"`HF_HOME={shlex.quote(str(job.hf_cache_dir))} hf download"
+        return unknown(WHAT, str(error).removeprefix("--estimate: ").replace("`hf download", downloads))
     found = verdict_line(answer.estimate, answer.change)
     if config_device(config) == "cpu":
         return unknown(WHAT, f"{found.partition(': ')[2]}; on a CPU, and the memory of its node is not asked for")

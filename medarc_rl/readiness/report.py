@@ -12,6 +12,7 @@ from medarc_rl.readiness.rows import Row, State, failed
 from medarc_rl.readiness.software import Unreadable, job_environment, script_row, software_rows
 from medarc_rl.readiness.storage import storage_rows
 from medarc_rl.readiness.tokens import token_rows
+from prime_rl.checks.disk import default_hub_cache
 from prime_rl.checks.start_dir import StartDir
 from prime_rl.configs.rl import RLConfig
 from prime_rl.configs.sft import SFTConfig
@@ -34,7 +35,8 @@ def job_rows(config: SFTConfig | RLConfig, job: BatchJob, env: Mapping[str, str]
         yield failed(".env", f"{job.project_dir}/.env: {error}")
         return
     yield from token_rows(config, job_env)
-    access = HubAccess(StartDir.of_job(job.project_dir), job.hf_cache_dir / "hub", job.hf_hub_offline, job_env)
+    start, cache = StartDir.of_job(job.project_dir), job.hf_cache_dir / "hub"
+    access = HubAccess(start, cache, job.hf_hub_offline, job_env, default_hub_cache())
     yield from hub_rows(config, access)
     gpu = offered_gpu(job) if answers else None
     yield memory_row(config, job, gpu, lambda name: str(access.folder(name) or name))

@@ -8,6 +8,7 @@ import json
 import math
 import os
 import random
+import shlex
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -105,6 +106,7 @@ def _to_sft(options: RolloutsOptions, file: Path) -> int:
     """Write good rollouts of several runs as a dataset."""
     from medarc_rl.rollouts.to_sft import Export, write_rows
     from prime_rl.history.rollouts import KeptRollouts
+    from prime_rl.launch.job import command_prefix
 
     if options.min_reward is None:
         raise UsageError("--to-sft needs --min-reward: the least reward of a rollout that is worth learning from")
@@ -132,8 +134,9 @@ def _to_sft(options: RolloutsOptions, file: Path) -> int:
         hint = "" if looked_at else "; of evaluations, --eval chooses"
         raise UsageError(f"no rollout is left of {looked_at} with a reward of at least {options.min_reward:g}{hint}")
     write_rows(rows, file)
+    train, name = f"{command_prefix(os.environ)}medarc_train", shlex.quote(str(file))
     prompts = count_of("prompt", len({row["prompt_id"] for row in rows}))
-    say(f"{count_of('row', len(rows))} of {prompts} in {file}: `medarc_train sft --data.name {file}`")
+    say(f"{count_of('row', len(rows))} of {prompts} in {file}: `{train} sft CONFIG --data.name {name}`")
     return 0
 
 

@@ -165,6 +165,7 @@ def check_faults(faults: list[str]) -> None:
         assert fault.strip()
         assert fault.isprintable()
         assert len(fault) <= 2100
+        assert fault.count(" (got ") <= 1, "the value is told once"
 
 
 def check_config(root: Section, load: Callable[[], BaseModel], directory: Path) -> BaseModel | None:

@@ -9,8 +9,10 @@ from prime_rl.configs.inference import InferenceConfig
 from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.configs.rl import RLConfig
 from prime_rl.configs.sft import SFTConfig
+from prime_rl.configs.surface.docs import ROOTS
 from prime_rl.configs.trainer import TrainerConfig
-from prime_rl.utils.pydantic_config import parse_argv_or_exit
+from prime_rl.utils.pydantic_config import ConfigError, load_config, parse_argv_or_exit
+from prime_rl.utils.pydantic_config.schema import walk_fields
 
 
 @pytest.mark.parametrize(
@@ -120,6 +122,21 @@ def test_an_unknown_key_names_the_nearest_one(toml, faults, config_cls: type, te
 def test_a_wrong_value_is_told_with_its_key(toml, faults, config_cls: type, text: str, fault: str) -> None:
     file = toml(text)
     assert faults(config_cls, files=(file,)) == [f"{file}: {fault}"]
+
+
+def test_no_key_tells_twice_what_it_got() -> None:
+    tried, told = set(), []
+    for root in ROOTS:
+        for path, owner, _ in walk_fields(root):
+            if (owner, path[-1]) in tried:
+                continue
+            tried.add((owner, path[-1]))
+            try:
+                load_config(root, [], [f"--{'.'.join(path)}", "misspelled"])
+            except ConfigError as error:
+                told += error.faults
+    assert len(told) > 500
+    assert [fault for fault in told if fault.count("(got ") > 1] == []
 
 
 def test_a_key_of_another_variant_names_the_variant_and_who_chose(toml, faults) -> None:

@@ -18,6 +18,14 @@ def test_a_child_file_overrides_its_base_key_by_key(toml) -> None:
     assert (config.max_steps, config.optim.lr, config.optim.weight_decay) == (5, 2.0, 0.5)
 
 
+def test_a_byte_order_mark_is_no_part_of_a_file(tmp_path: Path) -> None:
+    base, child = tmp_path / "base.toml", tmp_path / "child.toml"
+    base.write_text("max_steps = 5\n", encoding="utf-8-sig")
+    child.write_text('toml_files = ["base.toml"]\nmax_async_level = 2\n', encoding="utf-8-sig")
+    config = load_config(TrainerConfig, [child])
+    assert (config.max_steps, config.max_async_level) == (5, 2)
+
+
 def test_the_child_wins_over_every_ancestor_and_a_later_base_over_an_earlier_one(toml) -> None:
     toml("max_steps = 1\nmax_async_level = 1\ndist_timeout_seconds = 1", "grandparent.toml")
     toml('toml_files = ["grandparent.toml"]\nmax_steps = 2\nmax_async_level = 2', "first.toml")

@@ -24,7 +24,8 @@ root = Path(__file__).parent.parent
 (root / f"{{name}}.json").write_text(json.dumps(dict(argv=sys.argv[1:], env=dict(os.environ))))
 print(name, "says hello", flush=True)
 if name == "inference": signal.pause()
-if Path(root / f"{{name}}.fails").exists(): sys.exit("it broke")
+fails = Path(root / f"{{name}}.fails")
+if fails.exists(): sys.exit(fails.read_text())
 if not Path(root / f"{{name}}.leaves").exists(): Path(os.environ["COMPLETION_MARKER"]).touch()
 """
 
@@ -39,8 +40,8 @@ class Programs:
             (self.bin / name).write_text(STAND_IN.format(python=sys.executable))
             (self.bin / name).chmod(0o755)
 
-    def fail(self, name: str) -> None:
-        (self.root / f"{name}.fails").touch()
+    def fail(self, name: str, last_words: str = "it broke") -> None:
+        (self.root / f"{name}.fails").write_text(last_words)
 
     def leave_early(self, name: str) -> None:
         """Let a program exit with 0 before its work is done."""
@@ -174,6 +175,17 @@ def test_a_failed_sft_run_is_one_line_under_the_log_that_was_just_shown(
     assert "it broke" in stdout
     assert "Done" not in stdout
     assert stderr == f"error: trainer exited with code 1; its log is {out.log('trainer')}\n"
+
+
+def test_the_last_error_of_a_failed_child_is_the_reason_on_the_terminal_and_in_the_run(
+    programs: Programs, out: RunPaths, capsys: pytest.CaptureFixture[str]
+) -> None:
+    programs.fail("trainer", "12:30:06   ERROR rows.jsonl:12: not valid JSON")
+    assert sft.run(sft_config(out), programs.bin) == 1
+    reason = f"trainer: rows.jsonl:12: not valid JSON (exit code 1; log {out.log('trainer')})"
+    assert capsys.readouterr().err == f"error: {reason}\n"
+    assert json.loads(out.receipt(1).read_text())["outcome"] == reason
+    assert f"Why it ended: `{reason}`" in out.status.read_text()
 
 
 def test_another_runs_checkpoints_are_refused(

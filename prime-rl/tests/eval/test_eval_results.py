@@ -117,6 +117,23 @@ def test_a_step_that_is_not_complete_is_refused(weights: Path, tmp_path: Path) -
         find_candidates(False, tmp_path / "empty", None)
 
 
+def test_a_base_model_does_not_stand_in_for_weights_that_are_not_there(weights: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    weights_dir = run / "weights"
+    (weights_dir / "step_5").mkdir(parents=True)
+    with pytest.raises(MissingSteps, match=r"lacks any step; complete steps: none$"):
+        find_candidates(True, weights_dir, None)
+    (weights_dir / "step_5" / "STABLE").touch()
+    with pytest.raises(MissingSteps, match=rf"^{run} lacks any step; .*; did you mean {weights_dir}\?$"):
+        find_candidates(True, run, None)
+    with pytest.raises(MissingSteps, match=rf"there is no such folder: did you mean {weights_dir}\?$"):
+        find_candidates(True, run / "wieghts", None)
+    with pytest.raises(MissingSteps, match=rf"there is no such folder: did you mean {weights_dir}\?$"):
+        find_candidates(True, tmp_path / "rum" / "weights", None)
+    with pytest.raises(MissingSteps, match=r"there is no such folder$"):
+        find_candidates(True, Path("/nowhere/at/all"), None)
+
+
 def test_the_table_is_plain_text_where_there_is_no_terminal() -> None:
     file = io.StringIO()
     scores = {"avg@4": 0.25, "pass@1": 0.25, "pass@4": 1.0, "completion_len/mean": 9.5, "is_truncated/mean": 0.5}

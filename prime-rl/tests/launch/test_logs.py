@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import pytest
+
 from prime_rl.launch import Follower, ProcessSpec, logs
 
 
@@ -33,6 +35,27 @@ def test_of_a_progress_bar_the_tail_has_what_stood_there_last(tmp_path: Path) ->
     log = tmp_path / "trainer.log"
     log.write_bytes(b"  0%|\r 50%|\r100%|\ndone\n")
     assert logs.tail(log, 5) == ["100%|", "done"]
+
+
+@pytest.mark.parametrize(
+    ("lines", "reason"),
+    [
+        (["12:30:05    INFO fine", "12:30:06   ERROR rows.jsonl:12: faulty", "bye"], "rows.jsonl:12: faulty"),
+        (["12:30:05   ERROR first", "12:30:06   ERROR last"], "last"),
+        (["error: model.name: no such directory"], "model.name: no such directory"),
+        (
+            ["12:30:06   ERROR the trainer failed\nTraceback:", "  File x", "a.b.SomeError: row text"],
+            "the trainer failed: a.b.SomeError",
+        ),
+        (["Traceback (most recent call last):", "ValueError: row text"], "ValueError"),
+        (["12:30:05 WARNING hot", "it broke"], None),
+        ([], None),
+        (["12:30:06   ERROR " + "long " * 100], "long " * 39 + "long…"),
+        (["12:30:06   ERROR the key k-12345 is refused"], "the key *** is refused"),
+    ],
+)
+def test_the_reason_is_the_last_error_on_one_short_line(lines: list[str], reason: str | None) -> None:
+    assert logs.reason_in(lines, ["", "k-12345"]) == reason
 
 
 def test_a_log_that_was_never_written_has_no_tail(tmp_path: Path) -> None:

@@ -2,9 +2,12 @@ from __future__ import annotations
 
 import json
 import re
+import socket
 from pathlib import Path
 
 import pytest
+from httpx import ConnectError
+from huggingface_hub.utils import http_backoff
 
 from prime_rl.utils.logger import SUCCESS, readable, setup_logger
 
@@ -16,6 +19,19 @@ def test_a_line_has_time_level_and_message(capsys: pytest.CaptureFixture[str], t
     logger.debug("not at this level")
     assert re.fullmatch(r"\d\d:\d\d:\d\d SUCCESS Step 3 \| Loss: 0\.1234\n", log_file.read_text())
     assert capsys.readouterr().out == log_file.read_text()
+
+
+def test_retries_of_the_hub_are_one_line(capfd: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        for _ in range(2):
+            setup_logger("warning")
+            with pytest.raises(ConnectError):
+                http_backoff("GET", f"http://127.0.0.1:{nobody.getsockname()[1]}", max_retries=3, base_wait_time=0)
+            out, err = capfd.readouterr()
+            (line,) = out.splitlines()
+            assert re.search(r"WARNING 127\.0\.0\.1 is not reachable \(.*Connection refused\): trying again$", line)
+            assert err == ""
 
 
 def test_a_second_start_adds_to_the_log(tmp_path: Path) -> None:

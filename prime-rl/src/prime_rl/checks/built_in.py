@@ -7,7 +7,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from prime_rl.checks.start_dir import NotInstalled, StartDir, looks_like_path, unexpanded_advice
+from prime_rl.checks.start_dir import StartDir, looks_like_path, unexpanded_advice
 from prime_rl.configs.rollouts.environments import EnvConfig
 from prime_rl.configs.storage import is_on_s3
 from prime_rl.environments.adapters.options import READERS, missing_package
@@ -30,7 +30,7 @@ def built_in_faults(key: str, env: EnvConfig, start: StartDir) -> Iterator[str]:
     """One line for each argument of a built-in environment that it refuses, and for each file that is missing."""
     module = built_in_module(env.id) or ""
     if start.has_our_packages and (fault := missing_package(module)) is not None:
-        yield NotInstalled(f"{key}.id = {env.id!r}: {fault}")
+        yield start.no_environment(f"{key}.id = {env.id!r}: {fault}")
     if (check := _CHECKS.get(module)) is not None:
         yield from (f"{key}.args: {fault}" for fault in check(env.args, start))
     if (read := READERS.get(module)) is not None:

@@ -8,10 +8,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from prime_rl.checks.disk import default_hub_cache, snapshot_in_cache
 from prime_rl.checks.model_files import model_fault
 from prime_rl.checks.start_dir import StartDir, StartFault
 from prime_rl.run.paths import RunPaths, stable_steps, step_of
-from prime_rl.utils.files import STABLE
+from prime_rl.utils.files import STABLE, nearest_path
 
 ADAPTER_CONFIG = "adapter_config.json"
 
@@ -46,6 +47,8 @@ class ChatPlan:
     """Messages to answer, one after the other. Empty reads them from stdin."""
     system: str | None = None
     device: str = "auto"
+    no_base: str = ""
+    """Why no base model answers, if the user has not asked for that. Told once the model is loaded."""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -79,12 +82,20 @@ def find_chat_models(weights: str, base: str | None = None) -> FoundModels:
     """
     path = Path(weights)
     if not path.exists():
-        if fault := model_fault(weights, StartDir()):
+        if fault := model_fault(weights, StartDir()) or _mistyped(path):
             raise StartFault(f"{weights}: {fault}")
         return _with_base(ChatModel(weights, weights), None, base)
     if not path.is_dir():
         raise StartFault(f"{weights}: a file; name the folder of a model, an adapter or a run")
     return _in_folder(_newest(path), base)
+
+
+def _mistyped(path: Path) -> str | None:
+    """Why `outputs/nope` is no hub id where there is a folder `outputs`: the hub would be asked for half a minute."""
+    if len(path.parts) < 2 or not Path(path.parts[0]).is_dir() or snapshot_in_cache(str(path), default_hub_cache()):
+        return None
+    near = nearest_path(path)
+    return "no such directory" + (f"; did you mean {near}?" if near else "")
 
 
 def _newest(folder: Path) -> Path:

@@ -74,7 +74,7 @@ def environment_faults(key: str, envs: Sequence[EnvConfig], start: StartDir) -> 
             continue
         spec = find_module(module)
         if spec is None:
-            yield NotInstalled(
+            yield start.no_environment(
                 f"{place}: no module named {module!r}; install the environment's package with "
                 f"`medarc_train env install PATH`, or correct the id{_nearest_id(env.id)}"
             )

@@ -16,7 +16,7 @@ class StartFault(Exception):
 
 
 class NotInstalled(str):
-    """A line about a package that is missing in this environment. A dry run only warns of it."""
+    """A line about a package that is missing in this environment. A dry run only warns: the run may be elsewhere."""
 
     __slots__ = ()
 
@@ -42,6 +42,10 @@ class StartDir:
     def has_our_packages(self) -> bool:
         """Whether the run imports what this interpreter imports. A batch job uses the `.venv` of its project."""
         return self.is_here or Path(sys.prefix).resolve() == (self.path / ".venv").resolve()
+
+    def no_environment(self, line: str) -> str:
+        """A line about an environment that is not installed. A dry run here would load it, so it does not go on."""
+        return line if self.is_here else NotInstalled(line)
 
     def find(self, name: str | Path) -> Path:
         """`name` as seen from here."""

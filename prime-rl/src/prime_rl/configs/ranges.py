@@ -42,9 +42,7 @@ def _step_of_word(value: Any) -> Any:
         return value
     if value not in _RESUME_WORDS:
         words = ", ".join(_RESUME_WORDS)
-        raise PydanticCustomError(
-            "resume_step", "is neither a step nor one of {words} (got '{value}')", {"words": words, "value": value}
-        )
+        raise PydanticCustomError("resume_step", "is neither a step nor one of {words}", {"words": words})
     return _RESUME_WORDS[value]
 
 

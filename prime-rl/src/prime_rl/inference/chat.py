@@ -203,6 +203,8 @@ def main() -> None:
         import_transformers()
     with ExitStack() as closing:
         speakers = [speaker for model in plan.models if (speaker := _entered(model, plan, closing)) is not None]
+        if plan.no_base:
+            _tell(f"warning: no base model answers: {plan.no_base}")
         # From here on Ctrl-C ends an answer.
         signal.signal(signal.SIGINT, signal.default_int_handler)
         try:

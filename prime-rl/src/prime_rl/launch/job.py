@@ -26,6 +26,11 @@ UV_VARIABLE = "UV_RUN_RECURSION_DEPTH"
 """`uv run` sets it."""
 
 
+def command_prefix(env: Mapping[str, str]) -> str:
+    """What a user has to type before one of our programs, as this one was started."""
+    return "uv run " if UV_VARIABLE in env else ""
+
+
 @dataclass(frozen=True, slots=True)
 class Resources:
     """Nodes and GPUs of a job."""
@@ -81,8 +86,7 @@ class Job:
         if program not in COMMANDS:
             return f"continue with {shlex.join(self.resume)}"
         words = (*_without(argv[1:], ("--resume", "--ckpt.resume-step") if self.resume else ()), *self.resume)
-        start = "uv run " if UV_VARIABLE in env else ""
-        return f"continue with\n  {start}{shlex.join((program, *words))}"
+        return f"continue with\n  {command_prefix(env)}{shlex.join((program, *words))}"
 
     def in_attempt(self, number: int) -> Job:
         """The job with the number in its logs, and parts that report what they restored."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import shlex
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import BinaryIO
@@ -17,6 +18,9 @@ from prime_rl.utils.logger import readable
 HEAD = "===="
 """Start of the line that begins an attempt."""
 
+_ERROR = re.compile(r"(?:\d{2}:\d{2}:\d{2}\s+(?:ERROR|CRITICAL)\s+|error: )(\S.*)")
+_EXCEPTION = re.compile(r"((?:\w+\.)*\w*(?:Error|Exception))(?::|$)")
+_MAX_REASON_CHARS = 200
 _TAIL_BYTES = 65_536
 _LOOK_EVERY_S = 0.1
 
@@ -65,6 +69,24 @@ def tail(log: Path, lines: int, start_offset: int = 0) -> list[str]:
         return [f"({log} cannot be read: {error.strerror})"]
     written = [line.rstrip() for line in text.split("\n") if line.strip()]
     return [readable(line) for line in written[-lines:]]
+
+
+def reason_in(lines: Sequence[str], secrets: Iterable[str] = ()) -> str | None:
+    """The last error in readable lines of a log, as one short line. None: they tell of none.
+
+    Of a traceback only the exception's class is told: its text may hold rows of the data. `secrets` are hidden.
+    """
+    found = None
+    for line in (each for entry in lines for each in entry.splitlines()):
+        if (error := _ERROR.match(line)) is not None:
+            found = error[1]
+        elif (exception := _EXCEPTION.match(line)) is not None:
+            found = exception[1] if found is None else f"{found.partition(': ' + exception[1])[0]}: {exception[1]}"
+    if found is None:
+        return None
+    for secret in filter(None, secrets):
+        found = found.replace(secret, "***")
+    return found if len(found) <= _MAX_REASON_CHARS else f"{found[: _MAX_REASON_CHARS - 1]}…"
 
 
 class Follower:

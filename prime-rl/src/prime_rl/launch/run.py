@@ -167,7 +167,7 @@ def _launch(
 ) -> int:
     faults = command.check(config, sharing)
     _refuse(faults, config.dry_run)
-    if config.dry_run and not faults:
+    if config.dry_run:
         _refuse(command.try_out(config), config.dry_run)
     config = _with_local_inputs(command, config, sharing)
     paths = RunPaths(config.output_dir)

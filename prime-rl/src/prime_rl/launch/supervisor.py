@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
 from prime_rl.launch.host import Host
+from prime_rl.launch.logs import reason_in
 from prime_rl.launch.spec import CannotStart, Event, Exited, NodeLost, Outcome, ProcessSpec, Signalled
 from prime_rl.launch.stalls.watchdog import LOOK_EVERY_S, Stalled, Watchdog
 from prime_rl.run.beats import ANYONE
@@ -261,8 +262,13 @@ class Supervisor:
         what = str(end) if end.node is None else f"{end} on {end.node}"
         if not end.code:
             what += " before its work was done" if spec.completes_run else ", although the run was not complete"
-        message = f"{end.name} {what}; its log is {spec.log}"
         log_tail = tuple(self._host.tail(end.name))
+        # What a killed process logged last is not why it ended.
+        reason = reason_in(log_tail, spec.secrets.values()) if end.code and end.signal is None else None
+        if reason is None:
+            message = f"{end.name} {what}; its log is {spec.log}"
+        else:
+            message = f"{end.name}: {reason} ({what.replace('exited with', 'exit', 1)}; log {spec.log})"
         if self._watchdog is not None:
             others = (name for name in self._specs if name != end.name)
             message = "\n".join([message, *self._watchdog.quiet(others)])

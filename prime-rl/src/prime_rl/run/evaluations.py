@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from prime_rl.run.directory import set_aside
 from prime_rl.run.lock import is_running
 from prime_rl.run.paths import EvalPaths, RunPaths, stable_steps
-from prime_rl.utils.files import replacing_file
+from prime_rl.utils.files import nearest_path, replacing_file
 
 if TYPE_CHECKING:
     from prime_rl.configs.eval import OfflineEvalConfig
@@ -75,13 +75,24 @@ def find_candidates(eval_base: bool, weights_dir: Path | None, steps: Iterable[i
     complete = stable_steps(weights_dir)
     wanted = complete if steps is None else sorted(set(steps))
     missing = [step for step in wanted if step not in complete]
-    if missing or not (wanted or base):
+    # The base model alone would look like the result of a run whose directory is misspelled.
+    if missing or not wanted:
         there = ", ".join(map(str, complete)) or "none"
         lacking = f"step {', '.join(map(str, missing))}" if missing else "any step"
-        raise MissingSteps(f"{weights_dir} lacks {lacking}; complete steps: {there}")
+        raise MissingSteps(f"{weights_dir} lacks {lacking}; complete steps: {there}{_other_folder(weights_dir)}")
     # The weights of step 0 are the base model again.
     steps_left = [step for step in wanted if not (base and step == BASE_STEP)]
     return [*base, *(Candidate(step, weights_dir / f"step_{step}") for step in steps_left)]
+
+
+def _other_folder(weights_dir: Path) -> str:
+    """Names the folder that was probably meant: that of the weights in a run's directory, or one of a similar name."""
+    if stable_steps(weights_dir / "weights"):
+        return f"; did you mean {weights_dir / 'weights'}?"
+    if weights_dir.is_dir():
+        return ""
+    near = nearest_path(weights_dir)
+    return "; there is no such folder" + (f": did you mean {near}?" if near else "")
 
 
 class Following:

@@ -13,6 +13,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from difflib import get_close_matches
 from pathlib import Path
 
 from prime_rl.utils.contents import STABLE, Contents, record_contents, write_marker
@@ -27,6 +28,7 @@ __all__ = [
     "disk_fault",
     "fsync_tree",
     "locked_file",
+    "nearest_path",
     "publishing_directory",
     "remove_directory",
     "replacing_directory",
@@ -197,3 +199,12 @@ def _exchange(one: Path, other: Path) -> bool:
         return False
     here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
     return bool(rename(here, os.fsencode(one), here, os.fsencode(other), exchange) == 0)
+
+
+def nearest_path(path: Path) -> Path | None:
+    """What a path that does not exist was probably meant to be: its first missing part, replaced by a similar name."""
+    missing = next(each for each in (*reversed(path.parents), path) if not each.exists())
+    if not missing.parent.is_dir():
+        return None
+    near = get_close_matches(missing.name, [each.name for each in missing.parent.iterdir()], 1)
+    return None if not near else missing.parent / near[0] / path.relative_to(missing)

@@ -124,11 +124,27 @@ class _FileHandler(_StreamHandler[TextIOWrapper], logging.FileHandler):
     pass
 
 
+class _HubRetries(logging.Filter):
+    """Tells once that the hub is not reachable. Its library tells each of a dozen tries, past our log."""
+
+    _failed = re.compile(r"(?P<why>.*) thrown while requesting \w+ \w+://(?P<host>[^/:]+)", re.DOTALL)
+    _has_told = False
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        text = record.getMessage()
+        failed = self._failed.match(text)
+        if failed is not None and not self._has_told:
+            self._has_told = True
+            why = failed["why"].strip("'")
+            get_logger().warning(f"{failed['host']} is not reachable ({why}): trying again")
+        return failed is None and not text.startswith("Retrying in ")
+
+
 def setup_logger(level: str, log_file: Path | None = None, json_logging: bool = False) -> logging.Logger:
     """Send log records of `prime_rl` to stdout and, if given, append them to `log_file`.
 
     `level` is a level name in upper or lower case. A second call replaces the handlers of the first. A file that cannot
-    be written is one warning on stderr.
+    be written is one warning on stderr. What the hub's library says of its retries becomes one line of ours.
     """
     logging.addLevelName(SUCCESS, "SUCCESS")
     logger = logging.getLogger("prime_rl")
@@ -148,6 +164,8 @@ def setup_logger(level: str, log_file: Path | None = None, json_logging: bool = 
         colour = index == 0 and sys.stdout.isatty()
         handler.setFormatter(JsonFormatter() if json_logging else TextFormatter(colour))
         logger.addHandler(handler)
+    hub = logging.getLogger("huggingface_hub.utils._http")
+    hub.filters = [each for each in hub.filters if not isinstance(each, _HubRetries)] + [_HubRetries()]
     attempt = os.environ.get(ATTEMPT_VARIABLE)
     for handler in handlers[1:] if attempt is not None else ():  # the launcher begins the log of stdout
         handler.handle(logger.makeRecord(logger.name, logging.INFO, __file__, 0, f"Attempt {attempt}", (), None))

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, cast
 
 from prime_rl.history.run import RunHistory
-from prime_rl.launch.job import UV_VARIABLE, Job
+from prime_rl.launch.job import Job, command_prefix
 from prime_rl.launch.logs import Follower, polled, shown
 from prime_rl.launch.run import Screen
 from prime_rl.utils.logger import readable
@@ -129,5 +129,5 @@ def _log_screen(job: Job, child: str) -> Iterator[Screen]:
 
 def status_of(job: Job) -> StatusFile:
     """`OUT/STATUS.md` of a job that this process launches."""
-    prefix = "uv run " if UV_VARIABLE in os.environ else ""
+    prefix = command_prefix(os.environ)
     return StatusFile(job.paths, lambda: job.how_to_continue(sys.argv, os.environ), command_prefix=prefix)

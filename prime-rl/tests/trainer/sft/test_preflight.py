@@ -149,6 +149,19 @@ def test_bad_data_is_one_line(
     assert said in line
 
 
+def test_one_start_tells_every_faulty_row_up_to_twenty(report: Report, capsys: pytest.CaptureFixture[str]) -> None:
+    setup_logger("warning")
+    for faulty, more in ((3, []), (23, ["3 more rows cannot be read; the faults above are the first"])):
+        rows = [row for _ in range(faulty) for row in (GOOD[0], {"text": None})]
+        with pytest.raises(SystemExit) as stopped:
+            report(rows)
+        assert stopped.value.code == 1
+        lines = [line.partition("ERROR")[2].strip() for line in capsys.readouterr().out.splitlines()]
+        told = sorted(int(re.search(r"rows\.jsonl:(\d+): found no field", line)[1]) for line in lines[:20])
+        assert set(told) <= {2 * number for number in range(1, faulty + 1)}
+        assert (len(told), lines[20:]) == (min(faulty, 20), more)
+
+
 # --- the same checks at the start of a run
 
 

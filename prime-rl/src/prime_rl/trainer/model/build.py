@@ -183,7 +183,8 @@ def setup_tokenizer(config: TokenizerConfig, model_config: ModelConfig) -> PreTr
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust)
     except (OSError, ValueError, KeyError) as error:
-        raise ModelError(_load_error("tokenizer.name", name, error)) from error
+        key = "model.name" if config.name is None else "tokenizer.name"
+        raise ModelError(_load_error(key, name, error)) from error
     if config.chat_template is not None:
         try:
             tokenizer.chat_template = read_template("tokenizer.chat_template", config.chat_template)

@@ -37,6 +37,10 @@ MAX_WORDS = 10_000
 _BOOLEANS = ("true", "false", "yes", "no", "on", "off", "1", "0")
 
 
+_LIKELY_KEYS = ("name", "id", "type")
+"""What somebody means who gives a section a word, the likeliest first."""
+
+
 @dataclass
 class ParsedArguments:
     """The values of options, the arguments that are no options of the config, and the faults."""
@@ -88,7 +92,7 @@ def parse_arguments(root: Section, args: Sequence[str], allow_extras: bool = Fal
             if allow_extras:
                 parsed.extras.append(word)
             else:
-                parsed.faults.append(_stray(word))
+                parsed.faults.append(_stray(root, word, after="".join(args[: -1 - len(words)][-1:])))
             continue
         flag, equals, text = word.partition("=")
         try:
@@ -191,9 +195,15 @@ def _holds_sections(site: KeySite) -> bool:
     return bool(sections_among(list_items(site.kinds) or ()))
 
 
-def _stray(word: str) -> str:
+def _stray(root: Section, word: str, after: str) -> str:
+    """What is wrong with a word that belongs to no option. `after` is the word before it."""
     if word.endswith(".toml"):
         return f"{word}: unexpected argument; a config file is written `@ {word}`"
     if word.startswith("-"):
         return f"{word}: unknown option; options start with two dashes"
+    site = find_key(root, after[2:]) if after.startswith("--") and "=" not in after else None
+    if site is not None and site.is_section:
+        likely = next((key for key in _LIKELY_KEYS if find_key(root, f"{after[2:]}.{key}") is not None), None)
+        advice = f"did you mean {after}.{likely}?" if likely else f"set one of its keys, as {after}.KEY"
+        return f"{word}: unexpected argument; {after} is a section: {advice}"
     return f"{word}: unexpected argument; items of a list are separated by commas"

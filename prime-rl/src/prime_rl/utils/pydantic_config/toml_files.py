@@ -50,7 +50,8 @@ def read_toml(path: Path) -> dict[str, Any]:
         with path.open("rb") as file:
             content = file.read(MAX_FILE_BYTES + 1)
         if len(content) <= MAX_FILE_BYTES:
-            return parse_toml(path, content.decode())
+            # Editors of Windows begin a file with a byte order mark.
+            return parse_toml(path, content.decode("utf-8-sig"))
         fault = f"more than {MAX_FILE_BYTES >> 20} MiB, too large for a config"
     except FileNotFoundError:
         fault = "no such file"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import cycle
 from typing import TYPE_CHECKING
@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 from prime_rl.configs.sft import SFTDataConfig
 from prime_rl.trainer.process.errors import DataError
 from prime_rl.trainer.sft.data.conversation import TokenizedSample
-from prime_rl.trainer.sft.data.entries import Entries
+from prime_rl.trainer.sft.data.entries import Entries, Entry
 from prime_rl.trainer.sft.data.packer import PackedRows, setup_packer
-from prime_rl.trainer.sft.data.samples import DatasetStream, Made, SampleCounts, SampleMaker
+from prime_rl.trainer.sft.data.samples import DatasetStream, Made, SampleCounts
 from prime_rl.utils.logger import get_logger
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ def steps_per_epoch(found: Examination, config: SFTDataConfig) -> float:
     return found.packed_rows * found.per_epoch * config.micro_batch_size / config.batch_size
 
 
-def made_rows(entries: Entries, make: SampleMaker, max_rows: int, max_tokens: int) -> Iterator[Made]:
+def made_rows(entries: Entries, make: Callable[[Entry], Made], max_rows: int, max_tokens: int) -> Iterator[Made]:
     """The first rows of the first epoch, until there are enough of them or of their tokens."""
     tokens = 0
     for position in range(min(max_rows, entries.row_count or max_rows)):
