@@ -232,6 +232,14 @@ def check_path(words: Sequence[str], tmp_path: Path) -> None:
     assert [name for name in names if not Path(name).exists()] == []
 
 
+def check_script(words: Sequence[str], tmp_path: Path) -> None:
+    """The script exists, and the command that it runs can be run."""
+    start = words.index("uv") if "uv" in words else len(words)
+    check_path(words[:start], tmp_path)
+    if command := without_uv(words[start:]):
+        CHECKS[command[0]](command, tmp_path)
+
+
 CHECKS: dict[str, Check] = {
     **dict.fromkeys(APPS, check_wrapper),
     **dict.fromkeys(CONFIG_CLASSES, check_engine),
@@ -239,7 +247,7 @@ CHECKS: dict[str, Check] = {
     "pytest": check_pytest,
     "curl": check_curl,
     "uv": check_uv,
-    "bash": check_path,
+    "bash": check_script,
     "pip": check_path,
     # CI runs these, and tests/test_site.py builds the site.
     "ruff": lambda words, tmp_path: None,
