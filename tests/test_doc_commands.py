@@ -236,7 +236,8 @@ def check_script(words: Sequence[str], tmp_path: Path) -> None:
     """The script exists, and the command that it runs can be run."""
     start = words.index("uv") if "uv" in words else len(words)
     check_path(words[:start], tmp_path)
-    if command := without_uv(words[start:]):
+    if start < len(words):
+        command = without_uv(words[start:])
         CHECKS[command[0]](command, tmp_path)
 
 
