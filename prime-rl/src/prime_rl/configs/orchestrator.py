@@ -284,6 +284,9 @@ class OrchestratorConfig(RootConfig):
     seq_len: Count = 2048
     """Maximum length of a sample, in tokens."""
 
+    max_model_len: Count | None = None
+    """Longest prompt with its answer that the servers take, in tokens, for warnings. `rl` fills it in."""
+
     num_train_workers: Processes = 1
     """Trainer processes that share the batch of a step; `rl` fills it in. A `batch_size` below it gets a warning."""
 
