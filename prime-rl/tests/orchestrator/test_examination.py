@@ -15,7 +15,7 @@ from prime_rl.checks.environments import EXAMINATION, trial_faults
 from prime_rl.configs.orchestrator import EnvConfig, ModelConfig, OrchestratorConfig
 from prime_rl.configs.shared import LogConfig
 from prime_rl.orchestrator.env_servers.environments import Environment, load_environments
-from prime_rl.orchestrator.env_servers.examination import Room, examine, main
+from prime_rl.orchestrator.env_servers.examination import Room, config_warnings, examine, main
 from prime_rl.orchestrator.env_servers.prompts import token_counter
 from prime_rl.run.clearance import CLEARANCE_VARIABLE, give_clearance, wait_for_clearance
 from prime_rl.run.paths import OrchestratorPaths
@@ -91,6 +91,16 @@ def test_the_smallest_limit_counts_and_one_below_seq_len_is_warned_of(
     assert (room.tokens, room.limit) == (tokens, limit)
     warnings = (f"longer answers are cut off: {limit}, and orchestrator.seq_len = {seq_len}",)
     assert room.warnings == (() if tokens == seq_len else warnings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "count"),
+    [({}, 1), ({"rollouts_per_example": 2}, 0), ({"advantage": None}, 0), ({"teacher_model": {}}, 0)],
+)
+def test_groups_of_one_rollout_are_warned_of(settings: dict[str, Any], count: int) -> None:
+    lines = config_warnings(OrchestratorConfig(**settings), Room(2048, ""))
+    assert len(lines) == count
+    assert all("a group has one rollout, and its reward is compared with nothing" in line for line in lines)
 
 
 @pytest.mark.parametrize("model", ["letters", "someone/letters", "/nowhere/letters", "./letters"])
@@ -174,7 +184,12 @@ def config_of(environments_dir: Path, tiny_model_dir: Path, monkeypatch: pytest.
     def config(seq_len: int = 100, **env: Any) -> OrchestratorConfig:
         env = {"id": "letters-env", **env}
         return OrchestratorConfig(
-            env=[env], eval={"env": [env]}, model={"name": str(tiny_model_dir)}, seq_len=seq_len, max_steps=1
+            env=[env],
+            eval={"env": [env]},
+            model={"name": str(tiny_model_dir)},
+            seq_len=seq_len,
+            max_steps=1,
+            rollouts_per_example=2,
         )
 
     return config

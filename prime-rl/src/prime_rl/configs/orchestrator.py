@@ -363,6 +363,13 @@ class OrchestratorConfig(RootConfig):
         return self
 
     @property
+    def compares_single_rollouts(self) -> bool:
+        """Whether the default advantage subtracts the mean of groups of one rollout from its reward."""
+        is_default = isinstance(self.advantage, DefaultAdvantageConfig)
+        # Agents may give a reward for each call, which are compared with each other.
+        return is_default and self.rollouts_per_example == 1 and not any(env.is_agent for env in self.env)
+
+    @property
     def _rollouts_per_step(self) -> int:
         return DEFAULT_BATCH_SIZE if self.batch_size is None else self.batch_size
 

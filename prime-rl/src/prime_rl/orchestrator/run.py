@@ -354,8 +354,16 @@ def make_reward_watch(config: OrchestratorConfig, environments: Mapping[str, Env
         return None
     functions = {name: environment.reward_functions for name, environment in environments.items()}
     return RewardWatch(
-        {env: {name: weight for name, weight in weights.items() if weight} for env, weights in functions.items()}
+        {env: {name: weight for name, weight in weights.items() if weight} for env, weights in functions.items()},
+        answer_limits(config),
     )
+
+
+def answer_limits(config: OrchestratorConfig) -> str:
+    """What ends an answer early."""
+    tokens = config.sampling.max_tokens
+    own = [] if tokens is None else [f"orchestrator.sampling.max_tokens = {tokens}"]
+    return ", ".join([*own, Room.of(config).limit])
 
 
 def make_evaluator(

@@ -84,6 +84,17 @@ class Room:
         return cls(tokens, limit, (f"longer answers are cut off: {limit}, and {own}",))
 
 
+def config_warnings(config: OrchestratorConfig, room: Room) -> list[str]:
+    """One line for each setting with which a run goes on, but not as intended."""
+    lines = list(room.warnings)
+    if config.compares_single_rollouts and config.teacher_model is None and not config.bench:
+        lines.append(
+            "orchestrator.rollouts_per_example is 1: a group has one rollout, and its reward is compared with nothing, "
+            "so all advantages are 0 and nothing is learned; set 2 or more, or another orchestrator.advantage"
+        )
+    return lines
+
+
 def examine(environments: Sequence[tuple[str, Environment]], model: ModelConfig, room: Room) -> list[Examined]:
     """Examine environments, each with its config key, for a model whose prompts and answers must fit into `room`."""
     lengths = PromptLengths.of(model)
@@ -97,7 +108,7 @@ def refuse_unusable(environments: Sequence[tuple[str, Environment]], config: Orc
         EnvironmentFault: prompts leave no room for an answer, or the model would not see the tools.
     """
     room = Room.of(config)
-    for line in room.warnings:
+    for line in config_warnings(config, room):
         get_logger().warning(line)
     for found in examine(environments, config.model, room):
         for line in found.warnings:
@@ -192,7 +203,7 @@ def main() -> None:
     for each in found:
         sys.stdout.write(f"{each.describe()}\n")
         sys.stdout.write(f"  first prompt: {each.first_prompt[:_SHOWN_CHARACTERS]!r}\n")
-    warnings = [*room.warnings, *(line for each in found for line in each.warnings)]
+    warnings = [*config_warnings(config, room), *(line for each in found for line in each.warnings)]
     faults = [line for each in found for line in each.faults]
     sys.stdout.writelines(f"warning: {line}\n" for line in warnings)
     sys.stdout.write("" if warnings or faults else "No problems found.\n")

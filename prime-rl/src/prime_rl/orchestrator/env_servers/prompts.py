@@ -41,11 +41,13 @@ def renderer(model: ModelConfig) -> Render:
 
     # `AutoTokenizer` loads torch, which takes seconds. A model without a tokenizer.json needs it.
     if read_tokenizer(model.name) is None:
-        from transformers import AutoTokenizer as Tokenizer
-    else:
-        from transformers import PreTrainedTokenizerFast as Tokenizer
+        from transformers import AutoTokenizer
 
-    tokenizer = Tokenizer.from_pretrained(model.name)
+        tokenizer: Any = AutoTokenizer.from_pretrained(model.name)
+    else:
+        from transformers import PreTrainedTokenizerFast
+
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(model.name)
     if model.chat_template is not None:
         tokenizer.chat_template = read_template("orchestrator.model.chat_template", model.chat_template)
 
