@@ -29,6 +29,7 @@ import verifiers as vf
 from datasets import Dataset
 
 NUMBERS = itertools.count()
+REFUSED = []
 
 
 def text_of(completion):
@@ -36,7 +37,7 @@ def text_of(completion):
 
 
 def contains(completion, answer):
-    return float(answer in text_of(completion))
+    return float(answer in text_of(completion) and answer not in REFUSED)
 
 
 def raises(completion):
@@ -68,8 +69,9 @@ def leaves(completion):
     os._exit(7)
 
 
-def load_environment(functions=("contains",), repeated=False):
+def load_environment(functions=("contains",), repeated=False, refuses=None):
     rows = [{"question": f"Say {at}.", "answer": f"word {at}"} for at in range(8)]
+    REFUSED.append(f"word {refuses}")
     rows += [{"question": "Say 1.", "answer": ""}] if repeated else []
     funcs = [globals()[name] for name in functions]
     return vf.SingleTurnEnv(
@@ -128,6 +130,13 @@ def test_every_broken_reward_and_row_is_named() -> None:
     assert "a model will find it" in rows["fail", "reward: all answers at once"]
     assert "2 prompts of the evaluation (100%) are trained on" in rows["fail", "dataset: leaks"]
     assert "1 prompts occur with different answers" in rows["fail", "dataset: train"]
+    assert "IndexError: list index out of range (answer: no message; row 0)" in rows["warn", "reward function contains"]
+
+
+def test_right_answers_are_tried_in_more_rows_and_rows_that_refuse_theirs_are_named() -> None:
+    _, rows = rows_of("--args", functions(refuses=6), "--rows", 2)
+    assert rows["ok", "rows"] == "all kinds of answers tried in 2 of 8, right ones in 8"
+    assert rows["warn", "reward: right"] == "earns no more than a wrong answer in 1 row, row 6 first"
 
 
 def test_code_that_never_returns_or_ends_the_process_is_a_row() -> None:

@@ -45,7 +45,14 @@ class CheckOptions:
     ]
     args: Annotated[str, Option(metavar="JSON", help='Arguments of load_environment: \'{"split": "test"}\'.')] = "{}"
     model: Annotated[Path | None, Option(help="Folder of a model whose tokenizer counts the tokens of prompts.")] = None
-    rows: Annotated[int, Option(min=1, max=1000, help="Rows in which answers are tried.")] = 4
+    rows: Annotated[
+        int,
+        Option(
+            min=1,
+            max=1000,
+            help="Rows in which all kinds of answers are tried. Right answers are tried in the first 64, too.",
+        ),
+    ] = 4
     form: Annotated[
         str | None,
         Option(metavar="TEXT", help="How a right answer is written, with {answer} in it: '<answer>{answer}</answer>'."),

@@ -38,6 +38,11 @@ def test_an_engine_that_can_sleep_does_so_while_the_trainer_computes(rl) -> None
     assert not rl(*words("max-async-level=0")).orchestrator.servers_sleep
 
 
+def test_the_orchestrator_knows_what_the_server_takes(rl) -> None:
+    assert rl(*words("seq-len=64 inference.model.max-model-len=48")).orchestrator.max_model_len == 48
+    assert rl(*words("seq-len=64")).orchestrator.max_model_len is None
+
+
 def test_a_server_that_cannot_sleep_is_not_asked_to(rl_faults) -> None:
     faults = rl_faults(*words("max-async-level=0 orchestrator.servers-sleep"))
     assert any("orchestrator.servers_sleep needs inference.enable_sleep_mode" in fault for fault in faults)

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from prime_rl.configs.orchestrator import EvalConfig, EvalSamplingConfig
@@ -9,7 +11,7 @@ from prime_rl.orchestrator.evaluation.evaluator import EvalSchedule
 from prime_rl.orchestrator.evaluation.scores import eval_metrics, has_response, score_titles
 from prime_rl.orchestrator.rollouts.attempts import Attempt, Outcome, run_attempts
 from prime_rl.orchestrator.rollouts.rollout import ExampleRef, Rollout
-from prime_rl.orchestrator.rollouts.sampling import eval_sampling_args
+from prime_rl.orchestrator.rollouts.sampling import eval_sampling_args, rollout_seed
 from prime_rl.orchestrator.servers.policy import AsyncLimits, Policy
 from prime_rl.run.paths import OrchestratorPaths
 from prime_rl.utils.files import replacing_directory
@@ -146,11 +148,41 @@ async def test_the_servers_keep_one_version_while_an_evaluation_runs(tmp_path: P
 
 
 def test_eval_requests_carry_what_is_set_and_nothing_else() -> None:
-    assert eval_sampling_args(EvalSamplingConfig(), 0) == {"extra_body": {}}
+    assert eval_sampling_args(EvalSamplingConfig(), ExampleRef("env", 4), 0) == {"extra_body": {}}
     config = EvalSamplingConfig(temperature=0.0, max_tokens=5, top_k=3, seed=7, extra_body={"stop": "x"})
-    assert eval_sampling_args(config, 2) == {
+    assert eval_sampling_args(config, ExampleRef("env", 4), 2) == {
         "temperature": 0.0,
         "max_tokens": 5,
-        "seed": 9,
+        "seed": rollout_seed(7, ExampleRef("env", 4), 2),
         "extra_body": {"stop": "x", "top_k": 3, "exact_seed": True},
     }
+
+
+def seeds_of(seed: int, env: str, attempt: int) -> list[int]:
+    """Of 100 examples."""
+    config = EvalSamplingConfig(seed=seed)
+    return [eval_sampling_args(config, ExampleRef(env, row), attempt)["seed"] for row in range(100)]
+
+
+def test_every_rollout_of_an_evaluation_has_its_own_seed_which_the_next_evaluation_repeats() -> None:
+    keys = [(seed, env, attempt) for seed in (0, 1, -(10**18)) for env in ("a", "b") for attempt in range(4)]
+    seeds = [seed for key in keys for seed in seeds_of(*key)]
+    assert len(set(seeds)) == len(seeds) == 2400
+    assert all(0 <= seed < 2**31 for seed in seeds)
+    assert [seed for key in keys for seed in seeds_of(*key)] == seeds
+
+
+def test_a_seed_is_the_same_in_another_process_and_on_another_machine() -> None:
+    assert rollout_seed(0, ExampleRef("med-calc", 3, draw=9), 1) == 704_998_514
+
+
+def test_the_means_of_attempts_agree_within_the_sampling_error() -> None:
+    """100 examples of which a model answers one in four: the embedded engine draws from `random.Random(seed)`."""
+    means = [
+        fmean(random.Random(each).random() < 0.25 for each in seeds_of(seed, "med-calc", attempt))
+        for seed in range(5)
+        for attempt in range(4)
+    ]
+    standard_error = (0.25 * 0.75 / 100) ** 0.5
+    assert all(abs(mean - 0.25) < 4 * standard_error for mean in means), means
+    assert abs(fmean(means) - 0.25) < 3 * standard_error / len(means) ** 0.5

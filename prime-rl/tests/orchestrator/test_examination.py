@@ -15,7 +15,8 @@ from prime_rl.checks.environments import EXAMINATION, trial_faults
 from prime_rl.configs.orchestrator import EnvConfig, ModelConfig, OrchestratorConfig
 from prime_rl.configs.shared import LogConfig
 from prime_rl.orchestrator.env_servers.environments import Environment, load_environments
-from prime_rl.orchestrator.env_servers.examination import examine, main, token_counter
+from prime_rl.orchestrator.env_servers.examination import Room, config_warnings, examine, main
+from prime_rl.orchestrator.env_servers.prompts import token_counter
 from prime_rl.run.clearance import CLEARANCE_VARIABLE, give_clearance, wait_for_clearance
 from prime_rl.run.paths import OrchestratorPaths
 from prime_rl.utils.pydantic_config import dump_toml
@@ -32,28 +33,74 @@ def load(**args: Any) -> Environment:
     return environment
 
 
-def found(model: Path, seq_len: int = 100, template: str | None = None, **args: Any) -> Any:
+def found(model: Path, seq_len: int = 1000, template: str | None = None, **args: Any) -> Any:
     config = ModelConfig(name=str(model), chat_template=template)
-    (result,) = examine([("orchestrator.env[0]", load(**args))], config, seq_len)
+    room = Room(seq_len, f"orchestrator.seq_len = {seq_len}")
+    (result,) = examine([("orchestrator.env[0]", load(**args))], config, room)
     return result
 
 
-def test_prompts_are_counted_in_tokens(tiny_model_dir: Path) -> None:
+ADDED = len("user\n" + "\n" + "assistant\n") + 3
+"""Tokens that the template adds to the one message of a prompt: each special token is one."""
+
+
+def test_prompts_are_counted_in_tokens_as_the_template_renders_them(tiny_model_dir: Path) -> None:
     result = found(tiny_model_dir)
-    assert result.lengths == [len(text) for text in ("abc", "hello", "verifiers", "noon time")]
+    assert result.lengths == [len(text) + ADDED for text in ("abc", "hello", "verifiers", "noon time")]
     assert (result.faults, result.warnings) == ([], [])
-    assert result.describe() == ("letters-env: 4 rows, no tools; tokens of a prompt: 3 to 9, median 7 (4 rows read)")
+    assert result.describe() == (
+        f"letters-env: 4 rows, no tools; tokens of a prompt: {3 + ADDED} to {9 + ADDED}, median {7 + ADDED} "
+        "(4 rows read)"
+    )
+
+
+def test_tools_are_part_of_a_prompts_length(tiny_model_dir: Path) -> None:
+    plain, with_tools = (found(tiny_model_dir, 9999, "chatml", kind=kind).lengths for kind in ("single", "tools"))
+    assert min(with_tools) > max(plain) + len("You can call these functions:")
+
+
+def test_a_prompt_that_the_template_refuses_is_counted_without_it(tiny_model_dir: Path) -> None:
+    result = found(tiny_model_dir, template="{{ raise_exception('no') }}")
+    assert result.lengths == [3, 5, 9, 9]
 
 
 def test_prompts_that_leave_no_room_are_a_fault_if_all_do_else_a_warning(tiny_model_dir: Path) -> None:
-    (warning,) = found(tiny_model_dir, seq_len=9).warnings
+    (warning,) = found(tiny_model_dir, seq_len=9 + ADDED).warnings
     assert warning == (
         "orchestrator.env[0]: 2 of 4 prompts of environment 'letters-env' leave no room for an answer: the longest has "
-        "9 tokens, and orchestrator.seq_len = 9"
+        f"{9 + ADDED} tokens, and orchestrator.seq_len = {9 + ADDED}"
     )
-    (fault,) = found(tiny_model_dir, seq_len=3).faults
+    (fault,) = found(tiny_model_dir, seq_len=9).faults
     assert fault.startswith("orchestrator.env[0]: no prompt of environment 'letters-env' leaves room for an answer")
-    assert "the shortest of 4 has 3 tokens, and orchestrator.seq_len = 3" in fault
+    assert f"the shortest of 4 has {3 + ADDED} tokens, and orchestrator.seq_len = 9" in fault
+
+
+@pytest.mark.parametrize(
+    ("seq_len", "served", "tokens", "limit"),
+    [
+        (128, 256, 128, "orchestrator.seq_len = 128"),
+        (512, 256, 256, "inference.model.max_model_len = 256"),
+        (4096, None, 1024, "the model's context is 1024 tokens"),
+        (4096, 2048, 1024, "the model's context is 1024 tokens"),
+    ],
+)
+def test_the_smallest_limit_counts_and_one_below_seq_len_is_warned_of(
+    seq_len: int, served: int | None, tokens: int, limit: str, tiny_model_dir: Path
+) -> None:
+    room = Room.of(OrchestratorConfig(model={"name": str(tiny_model_dir)}, seq_len=seq_len, max_model_len=served))
+    assert (room.tokens, room.limit) == (tokens, limit)
+    warnings = (f"longer answers are cut off: {limit}, and orchestrator.seq_len = {seq_len}",)
+    assert room.warnings == (() if tokens == seq_len else warnings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "count"),
+    [({}, 1), ({"rollouts_per_example": 2}, 0), ({"advantage": None}, 0), ({"teacher_model": {}}, 0)],
+)
+def test_groups_of_one_rollout_are_warned_of(settings: dict[str, Any], count: int) -> None:
+    lines = config_warnings(OrchestratorConfig(**settings), Room(2048, ""))
+    assert len(lines) == count
+    assert all("a group has one rollout, and its reward is compared with nothing" in line for line in lines)
 
 
 @pytest.mark.parametrize("model", ["letters", "someone/letters", "/nowhere/letters", "./letters"])
@@ -137,7 +184,12 @@ def config_of(environments_dir: Path, tiny_model_dir: Path, monkeypatch: pytest.
     def config(seq_len: int = 100, **env: Any) -> OrchestratorConfig:
         env = {"id": "letters-env", **env}
         return OrchestratorConfig(
-            env=[env], eval={"env": [env]}, model={"name": str(tiny_model_dir)}, seq_len=seq_len, max_steps=1
+            env=[env],
+            eval={"env": [env]},
+            model={"name": str(tiny_model_dir)},
+            seq_len=seq_len,
+            max_steps=1,
+            rollouts_per_example=2,
         )
 
     return config
@@ -176,10 +228,10 @@ def test_environments_that_cannot_be_loaded_are_one_line(
 
 
 def test_the_report_shows_rows_lengths_and_a_prompt(config_of, tmp_path: Path) -> None:
-    dump_toml(config_of(seq_len=9), tmp_path / "orchestrator.toml")
+    dump_toml(config_of(seq_len=9 + ADDED), tmp_path / "orchestrator.toml")
     argv = [sys.executable, "-m", EXAMINATION, "@", str(tmp_path / "orchestrator.toml")]
     done = subprocess.run(argv, capture_output=True, text=True, check=True)
-    assert "letters-env: 4 rows, no tools; tokens of a prompt: 3 to 9" in done.stdout
+    assert f"letters-env: 4 rows, no tools; tokens of a prompt: {3 + ADDED} to {9 + ADDED}" in done.stdout
     assert "first prompt: 'abc'" in done.stdout
     assert "warning: orchestrator.env[0]: 2 of 4 prompts" in done.stdout
     assert "No problems" not in done.stdout

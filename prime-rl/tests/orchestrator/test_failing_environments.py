@@ -185,6 +185,29 @@ def test_a_way_to_fail_costs_its_group_and_is_counted_by_name(
     assert account.dropped == Counter(f"{reason}, {ATTEMPTS} times" for reason in reasons.values())
 
 
+SAID = (
+    "This model's maximum context length is 128 tokens. Your prompt has 200 tokens, which leaves no room for an answer."
+)
+
+
+@pytest.mark.parametrize(
+    ("said", "shown"),
+    [(SAID, "prompt too long (200 tokens, limit 128)"), ("no: max_model_len", "prompt too long: no: max_model_len")],
+)
+def test_a_prompt_that_is_too_long_is_named_and_its_rewards_do_not_run(
+    orchestrate, policy_server, folder: Path, said: str, shown: str
+) -> None:
+    def reply(messages: list[dict[str, Any]], version: int) -> str:
+        policy_server.refusal = (400, said)  # after the probe
+        return "probed"
+
+    policy_server.reply = reply
+    code, log = orchestrate(env=[{"id": "failing-env", "args": {"answers": ["a reward raises"]}}])
+    assert code == 1
+    assert f"every rollout of the group failed: {shown}" in log
+    assert "no such key" not in log
+
+
 @pytest.mark.parametrize("place", ["the orchestrator", "a server", "its own interpreter"])
 def test_a_run_in_which_every_group_hangs_ends_by_name(orchestrate, folder: Path, place: str) -> None:
     env = {**environment(place, ["it hangs"], folder), "timeout_s": 1}

@@ -195,9 +195,9 @@ def test_the_policy_is_evaluated_before_during_and_after_training(start, policy_
     assert [record["eval/held-out/pass@2"] for record in records] == [0.0, 1.0, 1.0]
     assert [record["eval/crashing/failed/mean"] for record in records] == [1.0, 1.0, 1.0]
     asked = [request for request in policy_server.requests if request.get("max_completion_tokens") == 9]
-    of_row = [request for request in asked if request["messages"] == [{"role": "user", "content": "hello"}]]
-    assert {request["seed"] for request in of_row} == {5, 6}
-    assert "exact_seed" not in of_row[0]
+    assert len({(request["seed"], request["messages"][0]["content"]) for request in asked}) == 8
+    assert set(Counter(request["seed"] for request in asked).values()) == {3}, "each rollout has its own seed, repeated"
+    assert "exact_seed" not in asked[0]
     kept = KeptRollouts(run.paths)
     assert [rollout.reward for rollout in kept.of_evaluation(3)] == [1.0] * 4 + [None] * 4
     assert (kept.steps(), kept.evaluations(), kept.faults) == ([0, 1, 2], [0, 2, 3], [])

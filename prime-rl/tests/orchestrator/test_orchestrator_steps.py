@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from prime_rl.orchestrator.batches.batch import build_batch
+from prime_rl.orchestrator.batches.batch import build_batch, what_is_left_out
 from prime_rl.orchestrator.ckpt import Progress
 from prime_rl.orchestrator.errors import MalformedRollout, NothingToTrain
 from prime_rl.orchestrator.reports.metrics import (
@@ -107,6 +107,16 @@ def test_a_sample_reads_as_a_conversation(rollout) -> None:
     assert sample_text(attempt) == "letters row 0, reward 0.5000, max_turns_reached:\n  [user] abc\n  [assistant] cba"
 
 
+def test_an_empty_batch_says_how_many_rollouts_were_cut_and_by_which_limit(turn, rollout) -> None:
+    rollouts = [rollout(turn([1, 2, 3], []), is_truncated=True) for _ in range(3)]
+    rollouts += [rollout(error="OverlongPromptError", error_detail="16 tokens"), rollout(turn([1], []))]
+    said = what_is_left_out(build_batch([Group(rollouts)]), "orchestrator.seq_len = 3")
+    assert said == (
+        "of 5 rollouts 1 ended with an error (the first with 16 tokens), 3 were cut off (orchestrator.seq_len = 3), 1 "
+        "have no answer"
+    )
+
+
 async def test_empty_batches_wait_longer_each_time_and_end_the_run_at_the_fifth() -> None:
     pauses: list[float] = []
 
@@ -115,9 +125,9 @@ async def test_empty_batches_wait_longer_each_time_and_end_the_run_at_the_fifth(
 
     empty = EmptyBatches(sleep)
     for _ in range(4):
-        await empty.pause(step=3)
-    with pytest.raises(NothingToTrain, match="step 3: 5 batches in a row"):
-        await empty.pause(step=3)
+        await empty.pause(3, "of 2 rollouts 2 have no answer")
+    with pytest.raises(NothingToTrain, match=r"step 3: 5 batches in a row .* of the last one, of 2 rollouts 2 have"):
+        await empty.pause(3, "of 2 rollouts 2 have no answer")
     assert pauses == [30, 60, 120, 240]
 
 

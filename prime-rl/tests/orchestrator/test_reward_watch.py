@@ -6,6 +6,7 @@ import json
 import random
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import verifiers as vf
 from datasets import Dataset
 
 from prime_rl.orchestrator.env_servers.rubrics import reward_functions
-from prime_rl.orchestrator.reports.reward_watch import WINDOW_STEPS, EqualRewards, PartTrend, RewardWatch
+from prime_rl.orchestrator.reports.reward_watch import WINDOW_STEPS, CutAnswers, EqualRewards, PartTrend, RewardWatch
 from prime_rl.orchestrator.rollouts.rollout import ExampleRef, Group, Rollout
 from prime_rl.orchestrator.rollouts.trace import TokenTrace
 
@@ -47,6 +48,24 @@ def test_rewards_that_tell_nothing_are_warned_of(batch: list[Rollout], words: st
     warning = EqualRewards().observe(0, batch)
     assert warning is not None
     assert warning.startswith(words)
+
+
+def test_groups_of_one_rollout_are_named_as_the_reason() -> None:
+    groups = [Group([each]) for each in rollouts(0.0, 1.0, advantage=0.0) * 16]
+    (warning,) = RewardWatch({"letters": {}}).observe(0, groups)
+    assert warning.endswith("; a group has one rollout, compared with nothing")
+    assert "one rollout" not in RewardWatch({"letters": {}}).observe(0, [Group(ZERO)])[0]
+
+
+def test_steps_in_which_most_answers_are_cut_off_are_warned_of_once() -> None:
+    whole = rollouts(0.0, 1.0)
+    cut = [replace(each, is_truncated=True) for each in whole]
+    watch = CutAnswers("orchestrator.seq_len = 20")
+    warning = watch.observe(cut + whole + cut)
+    assert warning == "4 of 6 rollouts were cut off, so most answers have no end (orchestrator.seq_len = 20)"
+    others = [watch.observe(batch) for batch in (cut, whole + cut, cut, *[whole] * 5)]
+    assert others == [None] * 8
+    assert watch.observe(cut) is not None
 
 
 def test_small_batches_are_warned_of_once_32_rollouts_in_a_row_are_equal() -> None:

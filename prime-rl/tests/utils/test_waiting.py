@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from prime_rl.utils.logger import get_logger
-from prime_rl.utils.waiting import REMIND_EVERY_S, Wait
+from prime_rl.utils.pydantic_config.environment import LAUNCH_VARIABLE
+from prime_rl.utils.waiting import REMIND_EVERY_S, Wait, advice_on
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 PACKAGES = (REPOSITORY / "prime-rl" / "src" / "prime_rl", REPOSITORY / "medarc_rl")
@@ -111,3 +112,11 @@ def polls() -> Iterator[tuple[str, ast.AST]]:
 def test_every_poll_in_the_code_is_a_wait_with_a_limit() -> None:
     unlimited = [place for place, function in polls() if "Wait" not in calls(function)]
     assert sorted(unlimited) == sorted(NOT_WAITS)
+
+
+def test_only_a_program_that_was_started_by_hand_is_told_to_start_another() -> None:
+    advice = [advice_on("trainer", Path("out"), Path("out/logs"), environ) for environ in ({}, {LAUNCH_VARIABLE: "/x"})]
+    assert advice == [
+        "start it with `trainer --output-dir out`, or see why it does not go on in out/logs",
+        "see why it does not go on in out/logs",
+    ]

@@ -284,6 +284,9 @@ class OrchestratorConfig(RootConfig):
     seq_len: Count = 2048
     """Maximum length of a sample, in tokens."""
 
+    max_model_len: Count | None = None
+    """Longest prompt with its answer that the servers take, in tokens, for warnings. `rl` fills it in."""
+
     num_train_workers: Processes = 1
     """Trainer processes that share the batch of a step; `rl` fills it in. A `batch_size` below it gets a warning."""
 
@@ -358,6 +361,13 @@ class OrchestratorConfig(RootConfig):
         if self.sampling.temperature is None and self.sampling.temp_scheduler is None:
             derive(self.sampling, "neither temperature nor temp_scheduler is set", temperature=1.0)
         return self
+
+    @property
+    def compares_single_rollouts(self) -> bool:
+        """Whether the default advantage subtracts the mean of groups of one rollout from its reward."""
+        is_default = isinstance(self.advantage, DefaultAdvantageConfig)
+        # Agents may give a reward for each call, which are compared with each other.
+        return is_default and self.rollouts_per_example == 1 and not any(env.is_agent for env in self.env)
 
     @property
     def _rollouts_per_step(self) -> int:

@@ -175,10 +175,11 @@ class Evaluation:
 
     def _attempt(self, key: Key) -> Attempt:
         (of_env,) = [each for each in self.sets if each.name == key.env]
+        example = ExampleRef(key.env, key.example)
         return Attempt(
             Recorded(of_env.environment, key, self.results),
-            ExampleRef(key.env, key.example),
-            eval_sampling_args(self.config.sampling, key.rollout),
+            example,
+            eval_sampling_args(self.config.sampling, example, key.rollout),
             max_retries=of_env.max_retries,
         )
 

@@ -26,7 +26,7 @@ from prime_rl.orchestrator.batches.filters import setup_filters
 from prime_rl.orchestrator.batches.teacher import Teacher
 from prime_rl.orchestrator.ckpt import Checkpoints, Progress, restore
 from prime_rl.orchestrator.env_servers.environments import Environment, load_environments
-from prime_rl.orchestrator.env_servers.examination import EVAL_KEY, placed, refuse_unusable
+from prime_rl.orchestrator.env_servers.examination import EVAL_KEY, Room, placed, refuse_unusable
 from prime_rl.orchestrator.env_servers.failures import failure_metrics
 from prime_rl.orchestrator.env_servers.judges import RunJudges, run_judges
 from prime_rl.orchestrator.env_servers.processes import EnvServers
@@ -72,7 +72,7 @@ def run_orchestrator(config: OrchestratorConfig, resume_step: int | None, sleep:
     own_beats().say("loading the environments")
     with run_judges(config.judge, RunPaths.from_orchestrator_dir(config.output_dir)) as judges:
         environments = Environments.load(config)
-        refuse_unusable(placed(environments.train, environments.eval), config.model, config.seq_len)
+        refuse_unusable(placed(environments.train, environments.eval), config)
         give_clearance(OrchestratorPaths(config.output_dir).environments_checked)
         _collect_garbage_seldom()
         # Environments first: our signal handlers must replace those that verifiers installs for each environment.
@@ -162,6 +162,7 @@ async def _run(
             sampling=config.sampling,
             target=BatchTarget(config.batch_size, config.token_batch_size),
             max_steps=config.max_steps,
+            room=Room.of(config).limit,
             teacher=await ready_teacher(config, run, closing),
             evaluator=make_evaluator(config, environments.eval, policy, pool, monitor, rollout_log),
             validator=make_validator(config, environments.train, pool),
@@ -357,8 +358,16 @@ def make_reward_watch(config: OrchestratorConfig, environments: Mapping[str, Env
         return None
     functions = {name: environment.reward_functions for name, environment in environments.items()}
     return RewardWatch(
-        {env: {name: weight for name, weight in weights.items() if weight} for env, weights in functions.items()}
+        {env: {name: weight for name, weight in weights.items() if weight} for env, weights in functions.items()},
+        answer_limits(config),
     )
+
+
+def answer_limits(config: OrchestratorConfig) -> str:
+    """What ends an answer early."""
+    tokens = config.sampling.max_tokens
+    own = [] if tokens is None else [f"orchestrator.sampling.max_tokens = {tokens}"]
+    return ", ".join([*own, Room.of(config).limit])
 
 
 def make_evaluator(

@@ -13,7 +13,7 @@ from typing import Any
 from prime_rl.configs.orchestrator import SamplingConfig
 from prime_rl.monitors.heartbeat import Heartbeat
 from prime_rl.orchestrator.batches.advantage import AdvantageFunction, assign_advantages
-from prime_rl.orchestrator.batches.batch import Batch, BatchTarget, build_batch
+from prime_rl.orchestrator.batches.batch import Batch, BatchTarget, build_batch, what_is_left_out
 from prime_rl.orchestrator.batches.filters import Filter, apply_filters
 from prime_rl.orchestrator.batches.teacher import Teacher
 from prime_rl.orchestrator.ckpt import Checkpoints, Progress
@@ -44,17 +44,17 @@ class EmptyBatches:
     sleep: Sleep = asyncio.sleep
     in_a_row: int = 0
 
-    async def pause(self, step: int) -> None:
-        """Raises NothingToTrain after `MAX_EMPTY_BATCHES` empty batches in a row."""
+    async def pause(self, step: int, why: str) -> None:
+        """`why` names what became of the rollouts. Raises NothingToTrain after `MAX_EMPTY_BATCHES` in a row."""
         self.in_a_row += 1
         if self.in_a_row >= MAX_EMPTY_BATCHES:
             raise NothingToTrain(
-                f"step {step}: {self.in_a_row} batches in a row had no token to train on; look at the metrics error/* "
-                "and filter/*, and at the log lines of failed rollouts"
+                f"step {step}: {self.in_a_row} batches in a row had no token to train on; of the last one, {why}; look "
+                "at the metrics error/* and filter/*, and at the log lines of failed rollouts"
             )
         own_beats().say(f"step {step}: pausing after a batch without a token to train on")
         pause_s = min(FIRST_PAUSE_S * 2 ** (self.in_a_row - 1), LONGEST_PAUSE_S)
-        get_logger().warning(f"Step {step}: the batch has no token to train on; retrying in {pause_s:.0f} s")
+        get_logger().warning(f"Step {step}: the batch has no token to train on: {why}; retrying in {pause_s:.0f} s")
         await self.sleep(pause_s)
 
 
@@ -76,6 +76,8 @@ class Steps:
     sampling: SamplingConfig
     target: BatchTarget
     max_steps: int | None
+    room: str = "their length limit"
+    """What limits a prompt with its answer."""
     teacher: Teacher | None = None
     evaluator: Evaluator | None = None
     validator: Validator | None = None
@@ -102,7 +104,7 @@ class Steps:
                 if not batch.trained:
                     for group in groups:
                         self.scheduler.buffer.ledger.dropped(group.example.draw, "its batch had no token to train on")
-                    await self.empty.pause(progress.step)
+                    await self.empty.pause(progress.step, what_is_left_out(batch, self.room))
                     continue
                 if self.teacher is not None:
                     await self.score(batch, progress.step, self.teacher)

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from prime_rl.utils.logger import get_logger
+from prime_rl.utils.pydantic_config.environment import LAUNCH_VARIABLE
 
 REMIND_EVERY_S = 60.0
+
+
+def advice_on(program: str, output_dir: Path, logs: Path, environ: Mapping[str, str] = os.environ) -> str:
+    """What to do if another program of the run does not go on. A launch starts it by itself."""
+    if LAUNCH_VARIABLE in environ:
+        return f"see why it does not go on in {logs}"
+    return f"start it with `{program} --output-dir {output_dir}`, or see why it does not go on in {logs}"
 
 
 @dataclass(slots=True)

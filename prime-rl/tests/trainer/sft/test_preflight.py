@@ -72,6 +72,13 @@ def test_the_figures_of_an_epoch(report: Report) -> None:
     assert "warning: 1 of 23 rows have no trained token within data.seq_len = 32 and are skipped" in text
 
 
+def test_a_batch_that_reads_the_data_more_than_once_is_warned_of(report: Report) -> None:
+    # Three packed rows of 32 tokens hold the 20 samples.
+    text = report(GOOD, batch_size=120)
+    assert "warning: a batch of 120 rows reads the 20 rows of this data " in text
+    assert " of this data " not in report(GOOD, batch_size=2)
+
+
 def test_lengths_are_shown_with_the_limit(report: Report) -> None:
     text = report([*GOOD, LONG])
     bars = [line for line in text.splitlines() if re.match(r" \d+ to ", line)]
@@ -236,7 +243,7 @@ def test_a_template_that_renders_tools_or_ignored_keys_pass(report: Report) -> N
     rows = [{"messages": CALLS, "tools": json.dumps(TOOLS)}]
     shown = report(rows, tokenizer={"chat_template": "chatml"}, seq_len=1000)
     assert '«<tool_call>\n{"name": "add", "arguments": {"a": 2}}\n</tool_call><|im_end|>»' in shown
-    assert "No problems found" in report(rows, ignored_keys=["tools", "tool_calls"], seq_len=1000)
+    assert "No problems found" in report(rows, ignored_keys=["tools", "tool_calls"], seq_len=1000, batch_size=1)
 
 
 # --- validation data

@@ -111,6 +111,7 @@ def propagate(data: Table) -> Table:
         _expand_algorithm,
         _share_bench,
         _share_lora,
+        _share_context,
         _share_sleep,
         _split_gpus,
         _share_weight_broadcast,
@@ -309,6 +310,12 @@ def _share_lora(run: RunTables) -> None:
         return
     run.override("inference.enable_lora", True, "trainer.model.lora")
     run.put("inference.max_lora_rank", lora.rank, "trainer.model.lora.rank")
+
+
+def _share_context(run: RunTables) -> None:
+    server = None if run.inference is None else peek(InferenceConfig, run.get("inference"))
+    if server is not None and server.model.max_model_len is not None:
+        run.fill("orchestrator.max_model_len", server.model.max_model_len, "inference.model.max_model_len")
 
 
 def _share_sleep(run: RunTables) -> None:

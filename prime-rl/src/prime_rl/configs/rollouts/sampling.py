@@ -90,7 +90,8 @@ class EvalSamplingConfig(BaseConfig):
     """Reasoning effort."""
 
     seed: Seed | None = None
-    """Seed of the sampler. The n-th rollout of each example uses seed + n."""
+    """Seed of the sampler. Each rollout uses a hash of it and of the rollout's environment, row and number, so rollouts
+    differ, and another evaluation with the seed repeats them."""
 
     extra_body: dict[str, Any] = Field({})
     """Additional keys of the request body."""

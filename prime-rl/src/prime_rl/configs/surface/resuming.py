@@ -177,6 +177,7 @@ RESUME_RULES: tuple[ResumeRule, ...] = (
                 "output_dir",
                 "rollout_transport",
                 "weight_broadcast",
+                "max_model_len",
                 "num_train_workers",
                 "servers_sleep",
                 "trainer_timeout",

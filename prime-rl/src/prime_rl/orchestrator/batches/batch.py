@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from prime_rl.orchestrator.rollouts.rollout import Group, Rollout
 from prime_rl.orchestrator.rollouts.trajectories import to_samples
 from prime_rl.transport.messages import TrainingBatch, TrainingSample
+from prime_rl.utils.logger import count_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,3 +52,22 @@ class Batch:
 def build_batch(groups: list[Group]) -> Batch:
     """Convert the rollouts of a step to samples."""
     return Batch(groups, [(rollout, to_samples(rollout)) for group in groups for rollout in group.rollouts])
+
+
+def what_is_left_out(batch: Batch, limit: str) -> str:
+    """What became of the rollouts of a batch without a token to train on. `limit` is what limits their length."""
+    rollouts = batch.rollouts
+    failed = [rollout for rollout in rollouts if rollout.error is not None]
+    whole = [rollout for rollout in rollouts if rollout.error is None]
+    cut = sum(rollout.is_truncated for rollout in whole)
+    masked = sum(not rollout.trains for rollout in whole)
+    empty = sum(rollout.trains and not rollout.is_truncated for rollout in whole)
+    first = f" (the first with {failed[0].error_detail or failed[0].error})" if failed else ""
+    counts = (
+        (len(failed), f"ended with an error{first}"),
+        (cut, f"were cut off ({limit})"),
+        (masked, "were masked by filters"),
+        (empty, "have no answer"),
+    )
+    words = [f"{count} {what}" for count, what in counts if count]
+    return f"of {count_of('rollout', len(rollouts))} {', '.join(words)}"

@@ -53,7 +53,7 @@ async def _check(environment: Any, request: dict[str, Any], report: Reporter) ->
     from prime_rl.orchestrator.env_checks.dataset_check import check_leaks, check_rows, read_rows
     from prime_rl.orchestrator.env_checks.reward_check import Trials, check_rewards
     from prime_rl.orchestrator.env_checks.scripted_engine import MODEL, ScriptedEngine
-    from prime_rl.orchestrator.env_servers.examination import token_counter
+    from prime_rl.orchestrator.env_servers.prompts import token_counter
     from prime_rl.orchestrator.servers.server import InferenceServer
 
     count = token_counter(request["model"]) if request["model"] else None

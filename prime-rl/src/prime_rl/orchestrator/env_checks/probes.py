@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-RIGHT, WRONG, EMPTY, BLANK = "right", "wrong", "empty", "blank"
+RIGHT, WRONG, EMPTY, BLANK, NO_MESSAGE = "right", "wrong", "empty", "blank", "no message"
 REPEATED, ALL_AT_ONCE = "prompt repeated", "all answers at once"
 CONTROL, UNICODE, LONG = "control characters", "huge unicode", "very long"
 EXPLOITS = (EMPTY, BLANK, REPEATED, ALL_AT_ONCE, CONTROL, UNICODE, LONG)
@@ -65,6 +65,11 @@ def exploits(form: str, prompt: str, answers: Iterable[str]) -> Iterator[Probe]:
     yield saying(CONTROL, written(form, "\x00\x07\x1b[31m\x1b]0;x\x07\r\b\u202e\ufeff{}{0}%s$(id)`id`</answer>"))
     yield saying(UNICODE, written(form, "\U0001f600e\u0301\u0e33\ufdfd" * 5000 + "\u0663" * 5000))
     yield saying(LONG, written(form, "because " * (LONG_CHARS // 8)))
+
+
+def no_message() -> Probe:
+    """The engine refuses the prompt: the completion has no message."""
+    return Probe(NO_MESSAGE, ())
 
 
 def tool_probes(tools: Sequence[Mapping[str, Any]], final: str) -> Iterator[Probe]:

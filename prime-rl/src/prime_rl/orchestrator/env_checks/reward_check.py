@@ -15,10 +15,12 @@ from prime_rl.orchestrator.env_checks.findings import Reporter
 from prime_rl.orchestrator.env_checks.probes import (
     EXPLOITS,
     FORMS,
+    NO_MESSAGE,
     RIGHT,
     WRONG,
     Probe,
     exploits,
+    no_message,
     saying,
     tool_probes,
     written,
@@ -30,11 +32,15 @@ from prime_rl.orchestrator.errors import EnvironmentFault, OrchestratorError
 from prime_rl.orchestrator.guests.guest_process import GuestError
 from prime_rl.orchestrator.rollouts.rollout import ExampleRef, Rollout
 from prime_rl.orchestrator.servers.server import InferenceServer
+from prime_rl.utils.logger import count_of
 
 NO_ANSWER = "an answer"
 """Said where the dataset has no answers."""
 SLOW_S = 1.0
 """A reward that takes longer than this holds up a run."""
+MORE_ROWS = 64
+"""First rows whose right answers are tried, in addition to the rows in which all kinds of answers are."""
+MORE_ROWS_S = 30.0
 _CLOSE = 1e-9
 _OURS = f"{RewardFailure.__module__}.{RewardFailure.__name__}: "
 _SAMPLING: Mapping[str, Any] = {"temperature": 1.0, "extra_body": {}}
@@ -112,11 +118,28 @@ async def check_rewards(trials: Trials, rows: Rows, count: int, form: str | None
             if outcome.fault:
                 break
         await trials.try_(saying(WRONG, written(form, _other(rows, row))), row)
-        for probe in exploits(form, rows.prompts[row], rows.answers):
+        for probe in (no_message(), *exploits(form, rows.prompts[row], rows.answers)):
             await trials.try_(probe, row)
         for probe in tool_probes(trials.environment.tools(row), written(form, answer)):
             await trials.try_(probe, row)
+    tried = [] if rows.are_games else await _more_right_answers(trials, rows, spread, form)
+    read, right = len(rows.prompts), len(tried) or len(spread)
+    words = f"all kinds of answers tried in {len(spread)} of {read:,}, right ones in {right}"
+    trials.report.found("ok", "rows", words)
     judge(trials, bool(with_answers), form)
+
+
+async def _more_right_answers(trials: Trials, rows: Rows, spread: Sequence[int], form: str) -> list[int]:
+    """Try the right answers of the first rows too, which is quick. Returns all rows whose right answer was tried."""
+    tried = [row for row in spread if rows.answers[row].strip()]
+    deadline_s = time.perf_counter() + MORE_ROWS_S
+    for row in range(min(len(rows.prompts), MORE_ROWS)):
+        if time.perf_counter() > deadline_s:
+            break
+        if rows.answers[row].strip() and row not in spread:
+            await trials.try_(saying(RIGHT, written(form, rows.answers[row].strip())), row)
+            tried.append(row)
+    return tried
 
 
 async def _best_form(trials: Trials, rows: Rows, chosen: Sequence[int]) -> str:
@@ -178,7 +201,9 @@ def _faults(trials: Trials) -> Iterator[Row]:
         yield "fail", "rollouts", f"{reason} ({_kinds(outcomes)})"
     errors: dict[str, list[Outcome]] = defaultdict(list)
     for outcome in trials.outcomes:
-        if outcome.rollout is not None and outcome.rollout.error and outcome.kind not in trials.endless:
+        if outcome.kind == NO_MESSAGE or outcome.kind in trials.endless:
+            continue
+        if outcome.rollout is not None and outcome.rollout.error:
             errors[_one_line(outcome.rollout.error_detail or outcome.rollout.error)].append(outcome)
     for reason, outcomes in errors.items():
         expected = all(outcome.kind in EXPLOITS for outcome in outcomes) and "Empty" in reason
@@ -192,15 +217,18 @@ def _function_faults(trials: Trials) -> Iterator[Row]:
     raised: dict[tuple[str, str], list[Outcome]] = defaultdict(list)
     silent: dict[str, list[Outcome]] = defaultdict(list)
     for outcome in trials.outcomes:
-        if outcome.rollout is None or outcome.rollout.error:
+        if outcome.rollout is None or (outcome.rollout.error and outcome.kind != NO_MESSAGE):
             continue
         for function, trace in outcome.rollout.reward_errors.items():
             raised[function, trace.splitlines()[-1].removeprefix(_OURS)].append(outcome)
-        for function in trials.environment.reward_functions:
-            if function not in (outcome.rollout.metrics or {}) and function not in outcome.rollout.reward_errors:
+        scored = {**(outcome.rollout.metrics or {}), **outcome.rollout.reward_errors}
+        for function in trials.environment.reward_functions if outcome.kind != NO_MESSAGE else ():
+            if function not in scored:
                 silent[function].append(outcome)
     for (function, line), outcomes in raised.items():
-        yield "fail", f"reward function {function}", f"{line} ({_kinds(outcomes)})"
+        # A run does not score a rollout without a message.
+        level = "warn" if all(outcome.kind == NO_MESSAGE for outcome in outcomes) else "fail"
+        yield level, f"reward function {function}", f"{line} ({_kinds(outcomes)})"
     for function, outcomes in silent.items():
         yield "fail", f"reward function {function}", f"gives no finite number ({_kinds(outcomes)})"
 
@@ -254,6 +282,10 @@ def _values(trials: Trials, means: Mapping[str, float], has_answers: bool) -> It
             f"earns {right:.4g}, and a wrong one {wrong:.4g}: if answers have a form of their own, give it with --form",
         )
         return
+    unearned = {outcome.row for outcome in trials.outcomes if outcome.kind == RIGHT and _earns_at_most(outcome, wrong)}
+    if unearned:
+        count = count_of("row", len(unearned))
+        yield "warn", "reward: right", f"earns no more than a wrong answer in {count}, row {min(unearned)} first"
     for kind in EXPLOITS:
         if kind in means and means[kind] > wrong + 0.9 * (right - wrong):
             yield (
@@ -263,6 +295,11 @@ def _values(trials: Trials, means: Mapping[str, float], has_answers: bool) -> It
             )
         elif kind in means and means[kind] > wrong + 0.5 * (right - wrong):
             yield "warn", f"reward: {kind}", f"earns {means[kind]:.4g}, and a right answer {right:.4g}"
+
+
+def _earns_at_most(outcome: Outcome, reward: float) -> bool:
+    rollout = outcome.rollout
+    return rollout is not None and rollout.error is None and rollout.reward <= reward + _CLOSE
 
 
 def _check_time(trials: Trials) -> None:

@@ -28,7 +28,10 @@ class ScriptedEngine:
         self._script: Sequence[Message] = ()
 
     def play(self, script: Sequence[Message], rollouts: int = 1) -> None:
-        """Answer with these messages from now on. Several rollouts are supposed to get the same single message."""
+        """Answer with these messages from now on, or refuse without any.
+
+        Several rollouts are supposed to get the same single message.
+        """
         self._script = script
         self.num_calls = 0
         self.max_calls = MAX_CALLS * rollouts
@@ -71,6 +74,9 @@ class ScriptedEngine:
         self.num_calls += 1
         if self.num_calls > self.max_calls:
             error = {"message": f"more than {MAX_CALLS} calls in one rollout", "type": "invalid_request_error"}
+            return web.json_response({"error": error}, status=400)
+        if not self._script:
+            error = {"message": "the script has no answer", "type": "invalid_request_error"}
             return web.json_response({"error": error}, status=400)
         message = self._script[min(self.num_calls, len(self._script)) - 1]
         prompt = body.get("tokens") or tokens_of(body.get("messages") or [])

@@ -27,6 +27,7 @@ from prime_rl.monitors.tracing import own_trace
 from prime_rl.orchestrator.env_servers.exits import contain_exits
 from prime_rl.orchestrator.env_servers.failures import Failures, refuse_failed
 from prime_rl.orchestrator.env_servers.group_limits import in_time
+from prime_rl.orchestrator.env_servers.overlong import record_overlong_prompts
 from prime_rl.orchestrator.env_servers.reward_errors import record_reward_errors
 from prime_rl.orchestrator.env_servers.rubrics import argument_faults, reward_functions, without_answers
 from prime_rl.orchestrator.env_servers.server_life import ServerLives
@@ -35,7 +36,14 @@ from prime_rl.orchestrator.errors import EnvironmentFault, GroupFailed
 from prime_rl.orchestrator.guests.inside.judge_arguments import NoJudge, judge_arguments
 from prime_rl.orchestrator.reports.sessions import record_rollouts
 from prime_rl.orchestrator.rollouts.images import ADVICE, first_row_with_image, has_image
-from prime_rl.orchestrator.rollouts.rollout import REWARD_ERRORS, ExampleRef, Rollout, check_trainable, read_rollout
+from prime_rl.orchestrator.rollouts.rollout import (
+    OVERLONG_PROMPT,
+    REWARD_ERRORS,
+    ExampleRef,
+    Rollout,
+    check_trainable,
+    read_rollout,
+)
 from prime_rl.orchestrator.scheduling.difficulty import fingerprint
 from prime_rl.orchestrator.servers.server import InferenceServer
 from prime_rl.run.beats import own_beats, server_name
@@ -44,7 +52,7 @@ from prime_rl.transport.errors import TransportError
 from prime_rl.utils.logger import get_logger
 
 SERVER_STARTUP_TIMEOUT_S = 600.0
-STATE_COLUMNS = ["trajectory", "sampling_args", REWARD_ERRORS]
+STATE_COLUMNS = ["trajectory", "sampling_args", REWARD_ERRORS, OVERLONG_PROMPT]
 PROMPT_ID_LENGTH = 16
 """Hexadecimal digits of a prompt's hash."""
 Split = Literal["train", "eval"]
@@ -362,6 +370,7 @@ def load_environment(config: EnvConfig, place: str) -> vf.Environment:
         raise EnvironmentFault(f"{place}: {_reason(error)}") from error
     contain_exits(env)
     record_reward_errors(env.rubric)
+    record_overlong_prompts(env)
     return env
 
 

@@ -7,20 +7,20 @@ a run: `medarc_train rl CONFIG --preflight`.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from prime_rl.checks.chat_templates import read_template
+from prime_rl.checks.model_files import context_length
 from prime_rl.checks.start_dir import StartFault
-from prime_rl.checks.template_traces import Arguments, TemplateTraces
-from prime_rl.checks.time_limit import MAX_RENDER_S, OutOfTime, time_limit
+from prime_rl.checks.template_traces import TemplateTraces
 from prime_rl.configs.orchestrator import ModelConfig, OrchestratorConfig
 from prime_rl.configs.surface.not_built import refuse_unbuilt
 from prime_rl.environments.judging.offer import offered_in_a_trial
+from prime_rl.orchestrator.env_servers.prompts import PromptLengths, Refused, plain_messages, renderer, text_of
 from prime_rl.orchestrator.errors import EnvironmentFault
-from prime_rl.orchestrator.rollouts.token_texts import read_tokenizer
 from prime_rl.utils.logger import get_logger, setup_logger
 from prime_rl.utils.pydantic_config import parse_argv_or_exit
 
@@ -35,12 +35,6 @@ _SHOWN_CHARACTERS = 600
 _CALL_ID = "call00001"
 """Nine letters and digits: Mistral's templates refuse other ids."""
 
-CountTokens = Callable[[str], int]
-
-
-class _Refused(Exception):
-    """The chat template refuses a conversation."""
-
 
 @dataclass(slots=True)
 class Examined:
@@ -52,7 +46,7 @@ class Examined:
     tools: int
     first_prompt: str
     lengths: list[int] = field(default_factory=list)
-    """Tokens of each prompt that was read, without what the template adds. Empty if nothing counts them."""
+    """Tokens of each prompt that was read, as the engine gets it. Empty if nothing counts them."""
     faults: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
 
@@ -68,59 +62,87 @@ class Examined:
         )
 
 
-def examine(environments: Sequence[tuple[str, Environment]], model: ModelConfig, seq_len: int) -> list[Examined]:
-    """Examine environments, each with its config key, for a model whose samples have at most `seq_len` tokens."""
-    count = token_counter(model.name)
-    return [_examine(place, environment, model, seq_len, count) for place, environment in environments]
+@dataclass(frozen=True, slots=True)
+class Room:
+    """The longest prompt with its answer, in tokens, and what limits it."""
+
+    tokens: int
+    limit: str
+    warnings: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, config: OrchestratorConfig) -> Room:
+        """The smallest of what samples may have, what the servers take and what the model takes."""
+        own = f"orchestrator.seq_len = {config.seq_len}"
+        served, context = config.max_model_len, context_length(Path(config.model.name))
+        limits = [(config.seq_len, own)]
+        limits += [] if served is None else [(served, f"inference.model.max_model_len = {served}")]
+        limits += [] if context is None else [(context, f"the model's context is {context} tokens")]
+        tokens, limit = min(limits, key=lambda each: each[0])
+        if tokens == config.seq_len:
+            return cls(tokens, limit)
+        return cls(tokens, limit, (f"longer answers are cut off: {limit}, and {own}",))
 
 
-def refuse_unusable(environments: Sequence[tuple[str, Environment]], model: ModelConfig, seq_len: int) -> None:
+def config_warnings(config: OrchestratorConfig, room: Room) -> list[str]:
+    """One line for each setting with which a run goes on, but not as intended."""
+    lines = list(room.warnings)
+    if config.compares_single_rollouts and config.teacher_model is None and not config.bench:
+        lines.append(
+            "orchestrator.rollouts_per_example is 1: a group has one rollout, and its reward is compared with nothing, "
+            "so all advantages are 0 and nothing is learned; set 2 or more, or another orchestrator.advantage"
+        )
+    return lines
+
+
+def examine(environments: Sequence[tuple[str, Environment]], model: ModelConfig, room: Room) -> list[Examined]:
+    """Examine environments, each with its config key, for a model whose prompts and answers must fit into `room`."""
+    lengths = PromptLengths.of(model)
+    return [_examine(place, environment, model, room, lengths) for place, environment in environments]
+
+
+def refuse_unusable(environments: Sequence[tuple[str, Environment]], config: OrchestratorConfig) -> None:
     """Examine environments and log warnings.
 
     Raises:
         EnvironmentFault: prompts leave no room for an answer, or the model would not see the tools.
     """
-    for found in examine(environments, model, seq_len):
+    room = Room.of(config)
+    for line in config_warnings(config, room):
+        get_logger().warning(line)
+    for found in examine(environments, config.model, room):
         for line in found.warnings:
             get_logger().warning(line)
         if found.faults:
             raise EnvironmentFault("; ".join(found.faults))
 
 
-def token_counter(model: str) -> CountTokens | None:
-    """Counts the tokens of a text; None without a `tokenizer.json` on this machine."""
-    tokenizer = read_tokenizer(model)
-    if tokenizer is None:
-        return None
-    return lambda text: len(tokenizer.encode(text, add_special_tokens=False).ids)
-
-
 def _examine(
-    place: str, environment: Environment, model: ModelConfig, seq_len: int, count: CountTokens | None
+    place: str, environment: Environment, model: ModelConfig, room: Room, lengths: PromptLengths | None
 ) -> Examined:
     tools = list(environment.tools(0))
-    prompts = list(_prompts(environment))
-    found = Examined(environment.name, environment.num_rows, len(tools), text_of(prompts[0]))
-    if count is not None:
-        found.lengths = [count(text_of(prompt)) for prompt in prompts]
-        _check_lengths(found, place, seq_len)
+    rows = list(_rows(environment))
+    first = environment.prompt(0)
+    found = Examined(environment.name, environment.num_rows, len(tools), text_of(first))
+    if lengths is not None:
+        found.lengths = [lengths.of_prompt(environment.prompt(row), environment.tools(row)) for row in rows]
+        _check_lengths(found, place, room)
     if tools:
-        found.faults += _tool_faults(place, environment.name, _messages(prompts[0]), tools, model)
+        found.faults += _tool_faults(place, environment.name, plain_messages(first), tools, model)
     return found
 
 
-def _check_lengths(found: Examined, place: str, seq_len: int) -> None:
-    too_long = sum(length >= seq_len for length in found.lengths)
-    limit = f"orchestrator.seq_len = {seq_len}"
+def _check_lengths(found: Examined, place: str, room: Room) -> None:
+    too_long = sum(length >= room.tokens for length in found.lengths)
     if too_long == len(found.lengths):
         found.faults.append(
             f"{place}: no prompt of environment {found.name!r} leaves room for an answer: the shortest of {too_long} "
-            f"has {min(found.lengths)} tokens, and {limit}"
+            f"has {min(found.lengths)} tokens, and {room.limit}"
         )
     elif too_long:
         found.warnings.append(
             f"{place}: {too_long} of {len(found.lengths)} prompts of environment {found.name!r} leave no room for an "
-            f"answer: the longest has {max(found.lengths)} tokens, and {limit}"
+            f"answer: the longest has {max(found.lengths)} tokens, and {room.limit}"
         )
 
 
@@ -140,8 +162,8 @@ def _tool_faults(
     advice = "set trainer.tokenizer.chat_template (chatml renders tools), or take a model whose template renders them"
     whose = f"{place}: environment {name!r} has tools, and the chat template of {model.name}"
     try:
-        left_out = TemplateTraces(_renderer(model), _Refused).left_out({"messages": messages, "tools": list(tools)})
-    except _Refused as error:
+        left_out = TemplateTraces(renderer(model), Refused).left_out({"messages": messages, "tools": list(tools)})
+    except Refused as error:
         yield f"{whose} refuses a conversation with a call: {error}; {advice}"
     except (OSError, ValueError, StartFault) as error:
         yield f"{whose} cannot be read: {' '.join(str(error).split())}"
@@ -150,52 +172,14 @@ def _tool_faults(
             yield f"{whose} leaves out {', '.join(left_out)}: {advice}"
 
 
-def _renderer(model: ModelConfig) -> Callable[[Arguments], str]:
-    import jinja2
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(model.name)
-    if model.chat_template is not None:
-        tokenizer.chat_template = read_template("orchestrator.model.chat_template", model.chat_template)
-
-    def render(arguments: Arguments) -> str:
-        try:
-            with time_limit(MAX_RENDER_S):
-                text = tokenizer.apply_chat_template(arguments["messages"], tools=arguments["tools"], tokenize=False)
-        except OutOfTime:
-            raise _Refused(f"rendering it takes more than {MAX_RENDER_S:g} s, so the template may loop") from None
-        except (jinja2.TemplateError, TypeError, IndexError, KeyError, ValueError) as error:
-            raise _Refused(" ".join(str(error).split())) from error
-        return str(text)
-
-    return render
-
-
-def _prompts(environment: Environment) -> Iterator[Any]:
-    """Prompts of rows spread over the environment, the first one first."""
+def _rows(environment: Environment) -> Iterator[int]:
+    """Rows spread over the environment, the first one first."""
     characters = 0
     for row in range(0, len(environment), max(1, len(environment) // _ROWS)):
-        prompt = environment.prompt(row)
-        yield prompt
-        characters += len(text_of(prompt))
+        yield row
+        characters += len(text_of(environment.prompt(row)))
         if characters > _CHARACTERS:
             return
-
-
-def _messages(prompt: Any) -> list[Mapping[str, Any]]:
-    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    return [{name: value for name, value in message.items() if value is not None} for message in messages]
-
-
-def text_of(prompt: Any) -> str:
-    """The texts of a prompt's messages."""
-    if isinstance(prompt, str):
-        return prompt
-    contents = [message.get("content") or "" for message in prompt]
-    parts = [content if isinstance(content, list) else [content] for content in contents]
-    return "\n".join(
-        str(part.get("text", "") if isinstance(part, Mapping) else part) for each in parts for part in each
-    )
 
 
 def main() -> None:
@@ -214,11 +198,12 @@ def main() -> None:
     except EnvironmentFault as fault:
         sys.stderr.write(f"error: {fault}\n")
         raise SystemExit(1) from fault
-    found = examine(placed(train, evals), config.model, config.seq_len)
+    room = Room.of(config)
+    found = examine(placed(train, evals), config.model, room)
     for each in found:
         sys.stdout.write(f"{each.describe()}\n")
         sys.stdout.write(f"  first prompt: {each.first_prompt[:_SHOWN_CHARACTERS]!r}\n")
-    warnings = [line for each in found for line in each.warnings]
+    warnings = [*config_warnings(config, room), *(line for each in found for line in each.warnings)]
     faults = [line for each in found for line in each.faults]
     sys.stdout.writelines(f"warning: {line}\n" for line in warnings)
     sys.stdout.write("" if warnings or faults else "No problems found.\n")

@@ -12,6 +12,7 @@ from typing import Any
 
 import verifiers as vf
 
+from prime_rl.orchestrator.env_servers.overlong import got_no_answer
 from prime_rl.orchestrator.env_servers.rubrics import leaves
 from prime_rl.orchestrator.rollouts.rollout import REWARD_ERRORS
 
@@ -26,7 +27,8 @@ class RewardFailure(Exception):
 def record_reward_errors(rubric: vf.Rubric | None) -> None:
     """Let each reward function of a rubric write down in the rollout's state what it raises.
 
-    The exception then goes on to verifiers, which counts the call as 0.
+    The exception then goes on to verifiers, which counts the call as 0. A rollout whose prompt was too long has no
+    answer, and is not scored.
     """
     for part in leaves(rubric):
         part.funcs = [_recording(function, part._is_group_func(function)) for function in part.funcs]
@@ -46,6 +48,8 @@ def _recording(function: Callable[..., Any], scores_group: bool) -> Callable[...
         found = kwargs.get(key) if wants_key else kwargs.pop(key, None)
         states = [] if found is None else found if scores_group else [found]
         count = len(states) if scores_group else None
+        if states and all(map(got_no_answer, states)):
+            return 0.0 if count is None else [0.0] * count
         with _recorded(name, states):
             value = function(*args, **kwargs)
             return _awaited(value, name, states, count) if inspect.isawaitable(value) else _checked(value, count)

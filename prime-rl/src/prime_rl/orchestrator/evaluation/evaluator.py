@@ -113,10 +113,10 @@ class Evaluator:
 
     def _attempts(self, eval_set: EvalSet) -> Iterator[Attempt]:
         # All attempts at a row are adjacent, so that servers hit their prefix cache.
-        arguments = [eval_sampling_args(self.config.sampling, number) for number in range(eval_set.attempts)]
         for row in eval_set.rows:
             example = ExampleRef(eval_set.name, row)
-            for sampling_args in arguments:
+            for number in range(eval_set.attempts):
+                sampling_args = eval_sampling_args(self.config.sampling, example, number)
                 yield Attempt(eval_set.environment, example, sampling_args, max_retries=eval_set.max_retries)
 
 

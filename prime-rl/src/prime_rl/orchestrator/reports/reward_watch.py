@@ -37,15 +37,21 @@ def reward_parts(rollouts: Sequence[Rollout], parts: RewardParts) -> dict[str, d
 class RewardWatch:
     """Looks at the rewards of every step."""
 
-    def __init__(self, parts: RewardParts) -> None:
+    def __init__(self, parts: RewardParts, limits: str = "their length limit") -> None:
+        """`limits` names what ends an answer early."""
         self.parts = parts
+        self._cuts = CutAnswers(limits)
+        self._group_size = 0
         self._equal = {env: EqualRewards() for env in parts}
         self._trends = {(env, name): PartTrend() for env, weights in parts.items() for name in weights}
 
     def observe(self, step: int, groups: Sequence[Group]) -> list[str]:
         """Returns warnings: one at the start of each stretch of steps with the same trouble in one environment."""
         rollouts = [rollout for group in groups for rollout in group.rollouts]
+        self._group_size = max((len(group.rollouts) for group in groups), default=0)
         warnings = []
+        if (words := self._cuts.observe(rollouts)) is not None:
+            warnings.append(f"Step {step}: {words}")
         for env in self.parts:
             of_env = [rollout for rollout in rollouts if rollout.example.env == env]
             place = f"environment {env!r}: " if len(self.parts) > 1 else ""
@@ -55,12 +61,34 @@ class RewardWatch:
 
     def _observe(self, step: int, env: str, rollouts: Sequence[Rollout]) -> Iterator[str]:
         if (words := self._equal[env].observe(step, rollouts)) is not None:
-            yield words
+            yield words if self._group_size != 1 else f"{words}; a group has one rollout, compared with nothing"
         reward = fmean(rollout.reward for rollout in rollouts)
         for name, value in reward_parts(rollouts, self.parts).get(env, {}).items():
             weight = self.parts[env][name]
             if (fall := self._trends[env, name].observe(step, weight * value, reward)) is not None:
                 yield fall.describe(name, weight)
+
+
+class CutAnswers:
+    """Finds stretches of steps in which most answers are cut off."""
+
+    def __init__(self, limits: str) -> None:
+        self._limits = limits
+        self._has_warned = False
+        self._good_steps = 0
+
+    def observe(self, rollouts: Sequence[Rollout]) -> str | None:
+        """Returns a warning in the first of such steps, and again only after `RECOVERY_STEPS` others in a row."""
+        cut = sum(rollout.is_truncated for rollout in rollouts)
+        if 2 * cut <= len(rollouts):
+            self._good_steps += 1
+            self._has_warned &= self._good_steps < RECOVERY_STEPS
+            return None
+        self._good_steps = 0
+        if self._has_warned:
+            return None
+        self._has_warned = True
+        return f"{cut} of {len(rollouts)} rollouts were cut off, so most answers have no end ({self._limits})"
 
 
 class EqualRewards:

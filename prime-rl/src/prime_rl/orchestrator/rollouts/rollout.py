@@ -22,6 +22,9 @@ _MALFORMED = (ArithmeticError, AttributeError, LookupError, RecursionError, Type
 REWARD_ERRORS = "reward_errors"
 """Key of a rollout's state: a list of `{"function", "traceback"}`, one for each reward function that failed."""
 
+OVERLONG_PROMPT = "overlong_prompt"
+"""Key of a rollout's state: why the server refused a prompt as too long."""
+
 
 @dataclass(frozen=True, slots=True, order=True)
 class ExampleRef:
@@ -173,6 +176,8 @@ def _read_rollout(output: Mapping[str, Any], example: ExampleRef, temperature: f
     trace = _read_trace(steps, example)
     oldest = trace.oldest_version
     error = output.get("error") or {}
+    if not steps and (overlong := output.get(OVERLONG_PROMPT)):
+        error = {"error": "OverlongPromptError", "error_chain_repr": overlong}
     timing = output.get("timing") or {}
     changed = (output.get("sampling_args") or {}).get("temperature")
     return Rollout(

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 from typing import Any
 
 from prime_rl.configs.orchestrator import EvalSamplingConfig, SamplingConfig, TemperatureSchedulerConfig
+from prime_rl.orchestrator.rollouts.rollout import ExampleRef
 
 EXACT_SEED = "exact_seed"
 """Key in a request's body that makes the chat channel send the seed unchanged. The key itself is not sent."""
@@ -51,10 +54,20 @@ def train_sampling_args(config: SamplingConfig, temperature: float) -> dict[str,
     }
 
 
-def eval_sampling_args(config: EvalSamplingConfig, attempt: int) -> dict[str, Any]:
-    """Sampling arguments of the 0-based `attempt` at each example of an evaluation. Contains only keys that are set.
+def rollout_seed(seed: int, example: ExampleRef, attempt: int) -> int:
+    """The seed of one rollout of an evaluation, from 0 to 2**31 - 1: the same in every process and on every machine.
 
-    With a seed, the attempts at an example differ from each other, and the next evaluation repeats them.
+    Every rollout has its own. With one seed for an attempt at all examples, engines would draw the same random numbers
+    for all of them, and a mean over examples would vary almost as much as a single rollout.
+    """
+    identity = json.dumps([seed, example.env, example.row, attempt])
+    return int.from_bytes(hashlib.blake2b(identity.encode(), digest_size=4).digest()) >> 1
+
+
+def eval_sampling_args(config: EvalSamplingConfig, example: ExampleRef, attempt: int) -> dict[str, Any]:
+    """Sampling arguments of the 0-based `attempt` at an example of an evaluation. Contains only keys that are set.
+
+    With a seed, all rollouts of an evaluation differ from each other, and the next evaluation repeats them.
     """
     named = _set(temperature=config.temperature, max_tokens=config.max_tokens, top_p=config.top_p)
     named |= _set(reasoning_effort=config.reasoning_effort)
@@ -65,7 +78,7 @@ def eval_sampling_args(config: EvalSamplingConfig, attempt: int) -> dict[str, An
         repetition_penalty=config.repetition_penalty,
     )
     if config.seed is not None:
-        named["seed"] = config.seed + attempt
+        named["seed"] = rollout_seed(config.seed, example, attempt)
         extra[EXACT_SEED] = True
     return {**named, "extra_body": {**config.extra_body, **extra}}
 

@@ -15,7 +15,7 @@ from prime_rl.orchestrator.errors import TrainerFault
 from prime_rl.run.beats import own_beats
 from prime_rl.run.paths import OrchestratorPaths, RunPaths, stable_steps
 from prime_rl.utils.logger import get_logger
-from prime_rl.utils.waiting import Wait
+from prime_rl.utils.waiting import Wait, advice_on
 
 POLL_S = 0.05
 """Interval between listings of the broadcasts directory. A listing takes microseconds; a late update idles the run."""
@@ -103,7 +103,7 @@ class Policy:
         what = f"the trainer's policy version {version} in {self.run.broadcasts}"
         wait = Wait(
             what,
-            f"start it with `trainer --output-dir {out.root}`, or see why it does not go on in {out.logs}",
+            advice_on("trainer", out.root, out.logs),
             self.timeout_s,
             "trainer_timeout",
             QUIET_S,

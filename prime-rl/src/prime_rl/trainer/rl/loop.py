@@ -32,7 +32,7 @@ from prime_rl.trainer.rl.report import Reporter, StepReport
 from prime_rl.trainer.rl.rows import Row
 from prime_rl.trainer.rl.step import ForwardBackward, StepSize
 from prime_rl.utils.logger import get_logger
-from prime_rl.utils.waiting import Wait
+from prime_rl.utils.waiting import Wait, advice_on
 
 POLL_S = 0.02
 """Interval in seconds between polls for a batch. A small model's step takes a few tenths of a second."""
@@ -124,7 +124,7 @@ class RLTrainer:
             BatchError: the orchestrator sends no batch in time. The state is saved.
         """
         run, step = self.paths.orchestrator, self.progress.step
-        advice = f"start it with `orchestrator --output-dir {run.root}`, or see why it does not go on in {run.log}"
+        advice = advice_on("orchestrator", run.root, run.log)
         wait = Wait(
             f"the orchestrator's batch of step {step}", advice, self.config.batch_timeout, "batch_timeout", QUIET_S
         )

@@ -26,6 +26,7 @@ from prime_rl.trainer.sft.data.examination import (
     examine,
     made_rows,
     packed_whole,
+    repeats,
     steps_per_epoch,
     untrainable_fault,
     worries,
@@ -95,7 +96,7 @@ def _inspected(title: str, data: DataConfig, config: SFTConfig, console: Console
     for number, sample in enumerate(found.shown, start=1):
         console.print(Text(f"\nSample {number}: {sample.inputs} tokens, {sample.targets} trained", style="bold"))
         console.print(rendered(sample, tokenizer, in_colour=console.is_terminal))
-    return _verdict(found, data, console)
+    return _verdict(found, data, console, list(repeats(found, data)) if data is config.data else [])
 
 
 class _PatientMaker:
@@ -201,8 +202,9 @@ def _histogram(found: Examination, seq_len: int) -> Table:
     return table
 
 
-def _verdict(found: Examination, config: SFTDataConfig, console: Console) -> int:
-    lines = list(worries(found, config))
+def _verdict(found: Examination, config: SFTDataConfig, console: Console, more: list[str]) -> int:
+    """Print the warnings of one dataset, and `more` of them. Returns the exit code."""
+    lines = [*worries(found, config), *more]
     fault = untrainable_fault(found, config)
     console.print()
     for line in lines:

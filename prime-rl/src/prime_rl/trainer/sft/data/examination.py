@@ -13,7 +13,7 @@ from prime_rl.trainer.sft.data.conversation import TokenizedSample
 from prime_rl.trainer.sft.data.entries import Entries, Entry
 from prime_rl.trainer.sft.data.packer import PackedRows, setup_packer
 from prime_rl.trainer.sft.data.samples import DatasetStream, Made, SampleCounts
-from prime_rl.utils.logger import get_logger
+from prime_rl.utils.logger import count_of, get_logger
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -168,6 +168,15 @@ def worries(found: Examination, config: SFTDataConfig) -> Iterator[str]:
         yield f'data.pack_function = "{config.pack_function}" leaves {padding}{better}'
 
 
+def repeats(found: Examination, config: SFTDataConfig) -> Iterator[str]:
+    """One line if a step reads the training data more than once."""
+    if not found.row_count or not found.packed_rows or (steps := steps_per_epoch(found, config)) >= 1:
+        return
+    times = f"{1 / steps:,.0f}" if steps < 0.1 else f"{1 / steps:.1f}"
+    rows = count_of("row", found.row_count)
+    yield f"a batch of {count_of('row', config.batch_size)} reads the {rows} of this data {times} times"
+
+
 def check_first_rows(rows: PackedRows, tokenizer: PreTrainedTokenizerBase, process: Process, show: bool) -> None:
     """Inspect the first rows before training: warn about likely mistakes, and log the first sample if `show` is set.
 
@@ -185,7 +194,7 @@ def check_first_rows(rows: PackedRows, tokenizer: PreTrainedTokenizerBase, proce
         raise DataError(fault)
     if not process.is_main:
         return
-    for line in worries(found, stream.config):
+    for line in (*worries(found, stream.config), *repeats(found, stream.config)):
         get_logger().warning(f"First rows of the data: {line}")
     if show:
         first = found.shown[0]
