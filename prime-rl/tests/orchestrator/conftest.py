@@ -274,6 +274,8 @@ def policy_server(serve: Callable[[PolicyServer], PolicyServer]) -> PolicyServer
 
 
 ENVIRONMENTS = '''
+import asyncio
+import threading
 import verifiers as vf
 from datasets import Dataset
 
@@ -320,6 +322,15 @@ class EvalFails(vf.SingleTurnEnv):
         return state
 
 
+class Stuck(vf.SingleTurnEnv):
+    """Keeps every thread of the event loop for ever."""
+
+    async def setup_state(self, state):
+        for _ in range(64):
+            asyncio.get_running_loop().run_in_executor(None, threading.Event().wait)
+        return state
+
+
 class Crashing(Twice):
     async def env_response(self, messages, state):
         raise RuntimeError("the database is down")
@@ -347,6 +358,8 @@ def load_environment(kind="single", rows=4):
         return Twice(dataset=data, rubric=rubric, max_turns=2)
     if kind == "tools":
         return vf.ToolEnv(tools=[add], dataset=data, rubric=rubric, system_prompt="Use the tool.")
+    if kind == "stuck threads":
+        return Stuck(dataset=data, rubric=rubric)
     if kind == "crashing":
         return Crashing(dataset=data, rubric=rubric, max_turns=2)
     if kind == "eval fails":

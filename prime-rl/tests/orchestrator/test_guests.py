@@ -6,7 +6,9 @@ import asyncio
 import os
 import signal
 import sys
+import threading
 from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -206,6 +208,32 @@ async def test_a_later_turn_carries_the_sampled_tokens_of_the_earlier_one(load: 
 async def test_a_reward_function_that_fails_fails_its_group(load: Load, policy_server) -> None:
     with pytest.raises(GroupFailed, match=r"the reward function 'broken' failed: .*no such column"):
         await run_group(load(args={"funcs": ["reversed_text", "broken"]}), policy_server, size=1)
+
+
+@pytest.fixture
+async def stuck_threads() -> AsyncIterator[None]:
+    """As after environment code that keeps every thread of the event loop."""
+    threads, gate = ThreadPoolExecutor(1), threading.Event()
+    asyncio.get_running_loop().set_default_executor(threads)
+    threads.submit(gate.wait)
+    yield
+    gate.set()
+
+
+@pytest.mark.usefixtures("stuck_threads")
+async def test_a_process_is_replaced_and_ends_while_other_environments_keep_every_thread(
+    load: Load, policy_server
+) -> None:
+    environment = load(args={"kind": "hangs"})
+    async with model_at(policy_server) as model:
+        group = asyncio.create_task(environment.run_group(EXAMPLE, 2, model, ARGS, 5))
+        await in_flight(environment, 1)
+        os.kill(environment._process._process.pid, signal.SIGKILL)
+        with pytest.raises(GuestEnded, match="ended with code -9"):
+            await group
+        described = await environment._guest.ask("describe", split="train")
+        assert described["rows"] == 2
+        await environment.close()
 
 
 async def test_a_process_that_ends_whenever_it_starts_ends_the_run(tmp_path: Path) -> None:

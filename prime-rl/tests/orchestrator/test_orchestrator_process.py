@@ -301,6 +301,11 @@ def test_images_are_refused_in_one_line_before_the_server_is_asked_anything(star
     assert policy_server.requests == []
 
 
+def test_batches_go_out_when_environment_code_keeps_every_thread_of_the_event_loop(start) -> None:
+    run = start(max_steps=2, max_async_level=0, env=[{"id": "letters-env", "args": {"kind": "stuck threads"}}])
+    assert [len(run.train_step(step).examples) for step in range(2)] == [4, 4]
+
+
 def test_a_dead_inference_server_ends_the_run(start, policy_server) -> None:
     run = start(max_steps=2, max_async_level=0)
     run.until(lambda: run.receiver.receive(0))

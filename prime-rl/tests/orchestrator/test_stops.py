@@ -9,6 +9,7 @@ import asyncio
 import random
 from collections import Counter, defaultdict
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -59,6 +60,7 @@ class Attempt:
 
     def __post_init__(self) -> None:
         self.server, self.rows_of = Server(), defaultdict(list)
+        self.sending = ThreadPoolExecutor(1)
 
     def least_loaded(self) -> Server:
         return self.server
@@ -119,6 +121,7 @@ class Attempt:
             scheduler=scheduler,
             policy=policy,
             sender=self,  # type: ignore[arg-type]
+            sending=self.sending,
             reporter=nothing,
             rollout_log=nothing,
             heartbeat=nothing,
@@ -137,6 +140,7 @@ class Attempt:
         await asyncio.gather(*running, return_exceptions=True)
         await asyncio.gather(*done)
         await scheduler.close()
+        self.sending.shutdown()
         ledger.close()
 
 

@@ -9,6 +9,7 @@ import random
 import secrets
 import sys
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass
 from itertools import chain
@@ -149,6 +150,7 @@ async def _run(
             scheduler=scheduler,
             policy=policy,
             sender=sender,
+            sending=closing.enter_context(ThreadPoolExecutor(1, "batches")),
             reporter=Reporter(monitor, filters, sample_interval(config), extras, reward_watch),
             rollout_log=rollout_log,
             heartbeat=heartbeat,

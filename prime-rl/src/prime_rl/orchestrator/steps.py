@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from concurrent.futures import Executor
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -64,6 +65,8 @@ class Steps:
     scheduler: Scheduler
     policy: Policy
     sender: BatchSender
+    sending: Executor
+    """Runs the sender. Not the event loop's own threads: environment code can keep all of those."""
     reporter: Reporter
     rollout_log: RolloutLog
     heartbeat: Heartbeat
@@ -145,8 +148,9 @@ class Steps:
         kept = self.rollout_log.choose(batch, progress.step)
         if self.free_servers is not None:
             await self.free_servers()
-        # In threads, so that a slow disk does not block the event loop and the rollouts in flight.
-        await asyncio.to_thread(self.sender.send, batch.message(progress.step))
+        # In a thread, so that a slow disk does not block the event loop and the rollouts in flight.
+        loop = asyncio.get_running_loop()
+        await loop.run_in_executor(self.sending, self.sender.send, batch.message(progress.step))
         self.scheduler.buffer.ledger.trained((group.example.draw for group in batch.groups), progress.step)
         self.rollout_log.write_batch(progress.step, batch.groups, kept)
         tokens = count_tokens(sample for _, samples in batch.samples for sample in samples)

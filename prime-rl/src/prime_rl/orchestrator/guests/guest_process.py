@@ -10,7 +10,7 @@ import select
 import signal
 import socket
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -175,29 +175,59 @@ class GuestProcess:
                     waiting.set_result(answer)
         except BadFrame as error:
             why = str(error)
-        self._fault = str(await asyncio.to_thread(self._gone, why))
+        await self._end(STOP_GRACE_S)
+        self._fault = str(self._fault_of(why))
         for waiting in self._waiting.values():
             if not waiting.done():
                 waiting.set_exception(EnvironmentFault(self._fault))
 
     def _gone(self, why: str = "") -> EnvironmentFault:
-        self._has_ended(STOP_GRACE_S)
+        self._await_end(STOP_GRACE_S)
+        return self._fault_of(why)
+
+    def _fault_of(self, why: str) -> EnvironmentFault:
         code = self._exit_code()
         how = "no longer answers" if code is None else f"ended with code {code}"
         reason = f": {why}" if why else "; what it printed is in this log"
         return EnvironmentFault(f"{self.guest.place}: the process of {self.guest.module!r} {how}{reason}")
 
-    def _has_ended(self, limit_s: float) -> bool:
-        """Wait for the end of the process, without reaping it: as long as it is not, its number names its group."""
+    @contextlib.contextmanager
+    def _end_descriptor(self) -> Iterator[int | None]:
+        """A descriptor that becomes readable when the process ends. None if it is reaped.
+
+        Waiting for it does not reap the process: as long as it is not reaped, its number names its group.
+        """
         if self._process.returncode is not None:
-            return True
-        ends = os.pidfd_open(self._process.pid)
+            yield None
+            return
+        descriptor = os.pidfd_open(self._process.pid)
         try:
-            poll = select.poll()
-            poll.register(ends, select.POLLIN)
-            return bool(poll.poll(1000 * limit_s))
+            yield descriptor
         finally:
-            os.close(ends)
+            os.close(descriptor)
+
+    def _await_end(self, limit_s: float) -> None:
+        """What `_end` does, before the event loop runs."""
+        with self._end_descriptor() as descriptor:
+            if descriptor is not None:
+                poll = select.poll()
+                poll.register(descriptor, select.POLLIN)
+                poll.poll(1000 * limit_s)
+
+    async def _end(self, limit_s: float) -> None:
+        """Wait for the end of the process, at most `limit_s`."""
+        with self._end_descriptor() as descriptor:
+            if descriptor is None:
+                return
+            loop, ended = asyncio.get_running_loop(), asyncio.Event()
+            loop.add_reader(descriptor, ended.set)
+            try:
+                async with asyncio.timeout(limit_s):
+                    await ended.wait()
+            except TimeoutError:
+                return  # the caller says so, or kills it
+            finally:
+                loop.remove_reader(descriptor)
 
     def _exit_code(self) -> int | None:
         if self._process.returncode is not None:
@@ -213,7 +243,7 @@ class GuestProcess:
             self._reading.cancel()
             await asyncio.gather(self._reading, return_exceptions=True)
         self._disconnect()
-        await asyncio.to_thread(self._has_ended, STOP_GRACE_S)
+        await self._end(STOP_GRACE_S)
         self.kill()
 
     def kill(self) -> None:

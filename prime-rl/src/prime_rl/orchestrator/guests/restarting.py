@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from prime_rl.orchestrator.errors import EnvironmentFault, GroupFailed
@@ -27,6 +28,9 @@ class RestartingGuest:
         self.blocked_s = BLOCKED_S
         self._process: GuestProcess | None = process
         self._starting = asyncio.Lock()
+        # Not the event loop's own threads: environment code can keep all of those. It lives as long as this object,
+        # because a guest dies with the thread that started it.
+        self._thread = ThreadPoolExecutor(1, "guest")
         self._ends_in_a_row = 0
 
     async def ask(self, do: str, limit_s: float | None = None, **arguments: Any) -> Any:
@@ -59,8 +63,8 @@ class RestartingGuest:
                         f"{self.guest.place}: the process of {self.guest.module!r} ended {self._ends_in_a_row} times "
                         "in a row before it answered anything; what it printed is in this log"
                     )
-                # The thread outlives this call, as the process requires of the thread that starts it.
-                self._process = await asyncio.to_thread(GuestProcess.start, self.guest)
+                loop = asyncio.get_running_loop()
+                self._process = await loop.run_in_executor(self._thread, GuestProcess.start, self.guest)
             return self._process
 
     def _lost(self, process: GuestProcess, why: str, reason: str) -> GuestEnded:
