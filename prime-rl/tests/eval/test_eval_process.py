@@ -17,7 +17,7 @@ import pytest
 from prime_rl.launch import reserved_ports
 
 ENVIRONMENT = """
-import asyncio, itertools, os
+import asyncio, itertools, os, threading
 import verifiers as vf
 from datasets import Dataset
 
@@ -41,6 +41,8 @@ def load_environment(rows=8):
     async def setup(state):
         if next(first) >= int(os.environ.get("ROLLOUTS", 1000)):
             await asyncio.Event().wait()
+        if "STUCK" in os.environ:
+            asyncio.get_running_loop().run_in_executor(None, threading.Event().wait)
         return await setup_state(state)
 
     environment.setup_state = setup
@@ -135,6 +137,15 @@ def test_base_and_checkpoints_are_evaluated_and_a_broken_one_stops_no_other(
     (record, *_) = map(json.loads, (command.out / "metrics.jsonl").read_text().splitlines())
     assert (record["source"], record["step"]) == ("eval", 0)
     assert record["eval/vowels/completion_len/mean"] <= 8
+
+
+def test_a_thread_that_environment_code_leaves_behind_does_not_keep_the_evaluation_from_ending(
+    command: Command, server_url: str
+) -> None:
+    stuck = replace(command, env={**command.env, "STUCK": ""})
+    done = stuck.run("--client.base-url", server_url, "--num-examples", 2)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len(command.results) == 2
 
 
 def test_what_is_there_is_not_done_again(command: Command, server_url: str, weights_dir: Path) -> None:

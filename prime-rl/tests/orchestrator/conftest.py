@@ -322,12 +322,21 @@ class EvalFails(vf.SingleTurnEnv):
         return state
 
 
+async def catch_cancellations():
+    while True:
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            pass
+
+
 class Stuck(vf.SingleTurnEnv):
-    """Keeps every thread of the event loop for ever."""
+    """Keeps every thread of the event loop for ever, and leaves tasks that do not end."""
 
     async def setup_state(self, state):
         for _ in range(64):
             asyncio.get_running_loop().run_in_executor(None, threading.Event().wait)
+        self.left = asyncio.create_task(catch_cancellations())
         return state
 
 

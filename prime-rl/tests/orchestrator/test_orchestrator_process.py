@@ -9,11 +9,12 @@ import signal
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from resource import RLIMIT_NOFILE, getrlimit, setrlimit
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ import tomli_w
 
 from prime_rl.configs.shared import FileSystemTransportConfig
 from prime_rl.history.rollouts import KeptRollouts
+from prime_rl.run.completion import COMPLETION_VARIABLE
 from prime_rl.run.ledger import check_ledger
 from prime_rl.run.paths import RunPaths, stable_steps
 from prime_rl.transport import TrainingBatch, setup_batch_receiver
@@ -84,8 +86,13 @@ def start(environments_dir: Path, tmp_path: Path, policy_server) -> Iterator[Cal
     running: list[subprocess.Popen[bytes]] = []
     environment = {**os.environ, "PYTHONPATH": str(environments_dir), "OMP_NUM_THREADS": "1"}
 
-    def begin(open_files: tuple[int, int] | None = None, **config: Any) -> Run:
-        """`open_files` are the process's limits: the one that it starts with, and the one that it may raise it to."""
+    def begin(
+        open_files: tuple[int, int] | None = None, also: Mapping[str, str] = MappingProxyType({}), **config: Any
+    ) -> Run:
+        """`open_files` are the process's limits: the one that it starts with, and the one that it may raise it to.
+
+        `also` are more environment variables.
+        """
         paths = RunPaths(tmp_path / "run")
         defaults = {
             "output_dir": str(paths.orchestrator.root),
@@ -103,7 +110,7 @@ def start(environments_dir: Path, tmp_path: Path, policy_server) -> Iterator[Cal
         with output.open("w") as stream:
             process = subprocess.Popen(
                 command,
-                env=environment,
+                env={**environment, **also},
                 stdout=stream,
                 stderr=subprocess.STDOUT,
                 preexec_fn=partial(setrlimit, RLIMIT_NOFILE, open_files) if open_files else None,
@@ -301,9 +308,28 @@ def test_images_are_refused_in_one_line_before_the_server_is_asked_anything(star
     assert policy_server.requests == []
 
 
+STUCK = [{"id": "letters-env", "args": {"kind": "stuck threads"}}]
+
+
 def test_batches_go_out_when_environment_code_keeps_every_thread_of_the_event_loop(start) -> None:
-    run = start(max_steps=2, max_async_level=0, env=[{"id": "letters-env", "args": {"kind": "stuck threads"}}])
+    run = start(max_steps=2, max_async_level=0, env=STUCK)
     assert [len(run.train_step(step).examples) for step in range(2)] == [4, 4]
+
+
+def test_a_run_ends_with_exit_0_whatever_environment_code_leaves_running(start, tmp_path: Path) -> None:
+    marker = tmp_path / "completed"
+    run = start(max_steps=1, env=STUCK, also={COMPLETION_VARIABLE: str(marker)})
+    assert run.finish() == 0
+    assert run.log.rstrip().endswith("Orchestrator finished.")
+    assert marker.is_file()
+
+
+def test_a_failure_is_reported_whatever_environment_code_leaves_running(start, policy_server) -> None:
+    run = start(max_steps=2, max_async_level=0, env=STUCK)
+    run.until(lambda: run.receiver.receive(0))
+    policy_server.close()
+    assert run.finish() == 1
+    assert "is gone" in run.log
 
 
 def test_a_dead_inference_server_ends_the_run(start, policy_server) -> None:

@@ -75,6 +75,19 @@ class Environment:
             await self.started.wait_for(lambda: len(self.running) >= count)
 
 
+@dataclass
+class Deaf(Environment):
+    """Runs groups that do not end when they are cancelled, until they may."""
+
+    may_end: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def run_group(self, *args: Any) -> list[Rollout]:
+        try:
+            return await super().run_group(*args)
+        finally:
+            await self.may_end.wait()
+
+
 ARGS = {"temperature": 1.0}
 
 
@@ -280,6 +293,18 @@ async def test_a_group_that_is_not_accepted_is_replaced(tmp_path: Path, pair, ro
     (group,) = await scheduler.collect(0, BatchTarget(rollouts=2), ARGS)
     assert group.rollouts == pair
     await scheduler.close()
+
+
+@pytest.mark.parametrize("end", [Scheduler.interrupt, Scheduler.close])
+async def test_groups_whose_environment_catches_the_cancellation_are_left_behind(tmp_path: Path, end) -> None:
+    environment = Deaf()
+    scheduler = make_scheduler(tmp_path, environment, ending_s=0.0)
+    collecting = asyncio.create_task(scheduler.collect(0, BatchTarget(rollouts=4), ARGS))
+    await environment.wait_for(2)
+    await end(scheduler)
+    assert scheduler.groups_in_flight == 0
+    collecting.cancel()
+    environment.may_end.set()
 
 
 async def test_closing_cancels_all_groups_and_waits_for_them(tmp_path: Path) -> None:

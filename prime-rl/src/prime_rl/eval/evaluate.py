@@ -11,12 +11,13 @@ import sys
 from collections.abc import Sequence
 
 from prime_rl.configs.eval import OfflineEvalConfig
+from prime_rl.monitors import MonitorError
 from prime_rl.monitors.tracing import own_trace
 from prime_rl.orchestrator.errors import OrchestratorError
-from prime_rl.orchestrator.stopping import EXIT_GRACE_S, exit_within, explained_exit_code
-from prime_rl.run.completion import report_completion
+from prime_rl.orchestrator.stopping import EXIT_GRACE_S, Ending, end_reported, exit_within, explained_exit_code
 from prime_rl.run.evaluations import Candidate, EvaluationRefused, candidates_of
 from prime_rl.run.lifeline import end_with_launch
+from prime_rl.utils.files import disk_fault
 from prime_rl.utils.imports import import_without_gc
 from prime_rl.utils.logger import get_logger, setup_logger
 from prime_rl.utils.pydantic_config import parse_argv_or_exit
@@ -36,15 +37,22 @@ def main() -> None:
         signal.signal(number, lambda received, frame: sys.exit(128 + received))
     try:
         exit_code = _evaluate(config, candidates_of(config))
-    except SystemExit as exit_:
-        exit_code = explained_exit_code(exit_)
-    except (EvaluationRefused, OrchestratorError) as error:
-        get_logger().error(str(error))
-        exit_code = 1
-    if exit_code == 0:
-        report_completion()
+    except (Exception, SystemExit) as failure:  # noqa: BLE001 - the process's last handler
+        exit_code = _explained(failure)
     exit_within(EXIT_GRACE_S, exit_code)
     raise SystemExit(exit_code)
+
+
+def _explained(failure: Exception | SystemExit) -> int:
+    """Log why the evaluation failed, and return the exit code."""
+    if isinstance(failure, SystemExit):
+        return explained_exit_code(failure)
+    if isinstance(failure, EvaluationRefused | OrchestratorError | MonitorError):
+        get_logger().error(str(failure))
+    else:
+        fault = disk_fault(failure)
+        get_logger().error(fault or "The evaluation failed", exc_info=None if fault else failure)
+    return 1
 
 
 def _evaluate(config: OfflineEvalConfig, candidates: Sequence[Candidate]) -> int:
@@ -52,7 +60,7 @@ def _evaluate(config: OfflineEvalConfig, candidates: Sequence[Candidate]) -> int
     with import_without_gc():
         from prime_rl.eval.run import run_evaluation
 
-    return run_evaluation(config, candidates)
+    return run_evaluation(config, candidates, Ending(_explained, end_reported))
 
 
 if __name__ == "__main__":

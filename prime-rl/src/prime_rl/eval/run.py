@@ -30,7 +30,7 @@ from prime_rl.orchestrator.rollouts.sampling import eval_sampling_args
 from prime_rl.orchestrator.servers.elastic import inference_pool
 from prime_rl.orchestrator.servers.pool import InferencePool
 from prime_rl.orchestrator.servers.server import InferenceServer
-from prime_rl.orchestrator.stopping import StopSignals
+from prime_rl.orchestrator.stopping import Ending, StopSignals
 from prime_rl.run.beats import ANYONE, own_beats
 from prime_rl.run.completion import TRAINER_VARIABLE
 from prime_rl.run.evaluations import Candidate, EvaluatedSteps, Following
@@ -267,20 +267,32 @@ def _scores(metrics: Mapping[str, float]) -> str:
     return " | ".join([*(scores or ["no rollout succeeded"]), *time_s])
 
 
-def run_evaluation(config: OfflineEvalConfig, candidates: Sequence[Candidate]) -> int:
+def run_evaluation(config: OfflineEvalConfig, candidates: Sequence[Candidate], ending: Ending) -> int:
     """Evaluate every candidate and return the exit code. Call it in the main thread.
 
+    `ending` explains what ends the evaluation once the environments are loaded.
+
     Raises:
-        OrchestratorError: the evaluation cannot start or cannot continue.
+        OrchestratorError: the evaluation cannot start.
     """
+    with run_judges(config.judge, RunPaths(config.output_dir)) as judges:
+        environments = load_environments(config.environments, config.log, "env", "eval")
+        return ending.run(lambda runner: _evaluate_all(runner, config, environments, judges, candidates))
+
+
+def _evaluate_all(
+    runner: asyncio.Runner,
+    config: OfflineEvalConfig,
+    environments: Mapping[str, Environment],
+    judges: RunJudges,
+    candidates: Sequence[Candidate],
+) -> int:
     paths = RunPaths(config.output_dir)
     with ExitStack() as closing:
-        judges = closing.enter_context(run_judges(config.judge, paths))
-        environments = load_environments(config.environments, config.log, "env", "eval")
         results = closing.enter_context(ResultsFile(EvalPaths(config.output_dir).results))
         monitor = _setup_monitor(config, paths)
         closing.push(lambda kind, error, trace: monitor.close(int(kind is not None)))
-        exit_code = asyncio.run(_until_stopped(config, environments, judges, candidates, results, monitor))
+        exit_code = runner.run(_until_stopped(config, environments, judges, candidates, results, monitor))
     trainer = trainer_completion()
     if trainer is not None and trainer.is_file():
         _send_the_rest(config, paths)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from prime_rl.configs.orchestrator import OrchestratorConfig
@@ -16,8 +17,7 @@ from prime_rl.monitors import MonitorError
 from prime_rl.monitors.tracing import own_trace
 from prime_rl.orchestrator.ckpt import Checkpoints, remove_empty_broadcasts, remove_stale
 from prime_rl.orchestrator.errors import OrchestratorError, TooManyFailures
-from prime_rl.orchestrator.stopping import exit_process, explained_exit_code
-from prime_rl.run.completion import report_completion
+from prime_rl.orchestrator.stopping import Ending, end_reported, exit_process, explained_exit_code
 from prime_rl.run.directory import OutputDirInUse, check_output_dir
 from prime_rl.run.lifeline import end_with_launch
 from prime_rl.run.paths import OrchestratorPaths, RunPaths
@@ -42,16 +42,18 @@ def main() -> None:
     paths = OrchestratorPaths(config.output_dir)
     setup_logger(config.log.level, paths.log if config.log.file else None, config.log.json_logging)
     own_trace()
-    exit_code = run(config, paths)
-    if exit_code == 0:
-        report_completion()
-    exit_process(exit_code)
+    exit_process(run(config, paths, finish=end_reported))
 
 
-def run(config: OrchestratorConfig, paths: OrchestratorPaths, sleep: Sleep = asyncio.sleep) -> int:
+def run(
+    config: OrchestratorConfig,
+    paths: OrchestratorPaths,
+    sleep: Sleep = asyncio.sleep,
+    finish: Callable[[int], None] = lambda exit_code: None,
+) -> int:
     """Run the orchestrator and return the exit code. Logs expected errors in one line, others with a traceback.
 
-    `sleep` is called between batches without a token to train on.
+    `sleep` is called between batches without a token to train on; `finish` as in `Ending`.
     """
     try:
         resume_step = prepare_directory(config, paths)
@@ -59,21 +61,25 @@ def run(config: OrchestratorConfig, paths: OrchestratorPaths, sleep: Sleep = asy
         with import_without_gc():
             from prime_rl.orchestrator.run import run_orchestrator
 
-        return run_orchestrator(config, resume_step, sleep)
-    except TooManyFailures as failure:
+        return run_orchestrator(config, resume_step, sleep, Ending(_explained, finish))
+    except (Exception, SystemExit) as failure:  # noqa: BLE001 - the process's last handler
+        return _explained(failure)
+
+
+def _explained(failure: Exception | SystemExit) -> int:
+    """Log why the process failed, and return its exit code."""
+    if isinstance(failure, SystemExit):
+        return explained_exit_code(failure)
+    if isinstance(failure, TooManyFailures):
         # The author of an environment needs to see where its code failed.
         cause = failure.__cause__
         get_logger().error(str(failure), exc_info=None if isinstance(cause, OrchestratorError) else cause)
-        return 1
-    except (OrchestratorError, MonitorError, OutputDirInUse) as failure:
+    elif isinstance(failure, OrchestratorError | MonitorError | OutputDirInUse):
         get_logger().error(str(failure))
-        return 1
-    except SystemExit as exit_:
-        return explained_exit_code(exit_)
-    except Exception as failure:  # noqa: BLE001 - the process's last handler
+    else:
         fault = disk_fault(failure)
-        get_logger().error(fault or "The orchestrator failed", exc_info=fault is None)
-        return 1
+        get_logger().error(fault or "The orchestrator failed", exc_info=None if fault else failure)
+    return 1
 
 
 def prepare_directory(config: OrchestratorConfig, paths: OrchestratorPaths) -> int | None:

@@ -44,7 +44,7 @@ from prime_rl.orchestrator.servers.elastic import inference_pool
 from prime_rl.orchestrator.servers.policy import AsyncLimits, Policy
 from prime_rl.orchestrator.servers.pool import InferencePool
 from prime_rl.orchestrator.steps import EmptyBatches, Sleep, Steps
-from prime_rl.orchestrator.stopping import StopSignals
+from prime_rl.orchestrator.stopping import Ending, StopSignals
 from prime_rl.run.attempts import checked_files, report_restored
 from prime_rl.run.beats import own_beats
 from prime_rl.run.clearance import give_clearance
@@ -58,10 +58,10 @@ COLLECTION_THRESHOLDS = 10_000, 10, 20
 default it does so after 77,000."""
 
 
-def run_orchestrator(config: OrchestratorConfig, resume_step: int | None, sleep: Sleep) -> int:
+def run_orchestrator(config: OrchestratorConfig, resume_step: int | None, sleep: Sleep, ending: Ending) -> int:
     """Run to the end and return the exit code. `sleep` is called between batches without a token to train on.
 
-    Call it in the main thread. Errors propagate.
+    Call it in the main thread. Errors before the event loop runs propagate; `ending` explains later ones.
     """
     random.seed(config.seed)
     if config.batch_size is not None and config.batch_size < config.num_train_workers:
@@ -76,7 +76,8 @@ def run_orchestrator(config: OrchestratorConfig, resume_step: int | None, sleep:
         give_clearance(OrchestratorPaths(config.output_dir).environments_checked)
         _collect_garbage_seldom()
         # Environments first: our signal handlers must replace those that verifiers installs for each environment.
-        return asyncio.run(_run_until_stopped(config, environments, judges, resume_step, sleep))
+        work = _run_until_stopped(config, environments, judges, resume_step, sleep)
+        return ending.run(lambda runner: runner.run(work))
 
 
 def _collect_garbage_seldom() -> None:

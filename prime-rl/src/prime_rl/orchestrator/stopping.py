@@ -8,9 +8,11 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+from prime_rl.run.completion import report_completion
 from prime_rl.utils.logger import get_logger
 
 EXIT_GRACE_S = 10.0
@@ -40,6 +42,37 @@ class StopSignals:
         get_logger().info(f"{signal.Signals(number).name}: stopping")
         exit_within(STOP_GRACE_S, self.exit_code)
         task.cancel()
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """How a process ends that runs environment code on its event loop."""
+
+    explain: Callable[[Exception | SystemExit], int]
+    """Logs why the work failed, and returns the exit code."""
+    finish: Callable[[int], None]
+    """Called with the exit code when all work is done."""
+
+    def run(self, work: Callable[[asyncio.Runner], int]) -> int:
+        """The exit code of `work`.
+
+        Closing an event loop waits without limit for what environment code left on it: threads, and tasks that catch
+        their cancellation. All that matters therefore comes before.
+        """
+        with asyncio.Runner() as runner:
+            try:
+                exit_code = work(runner)
+            except (Exception, SystemExit) as failure:  # noqa: BLE001 - `explain` logs it
+                exit_code = self.explain(failure)
+            self.finish(exit_code)
+        return exit_code
+
+
+def end_reported(exit_code: int) -> None:
+    """The `finish` of a process of its own: tell the launcher of a success, and let the process end in time."""
+    if exit_code == 0:
+        report_completion()
+    exit_within(EXIT_GRACE_S, exit_code)
 
 
 def explained_exit_code(exit_: SystemExit) -> int:

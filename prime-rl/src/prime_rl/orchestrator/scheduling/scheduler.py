@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -58,6 +58,8 @@ class SchedulerLimits:
     groups_per_minute: int | None = None
     staleness: Staleness | None = None
     """Bounds what starts. None if the number of groups in a batch is not known: nothing is bounded then."""
+    ending_s: float = 10.0
+    """Longest wait for cancelled groups to end."""
 
     @property
     def max_failures_in_a_row(self) -> int:
@@ -177,7 +179,7 @@ class Scheduler:
 
     async def interrupt(self) -> None:
         """Cancel all running groups. Their examples are retried before new ones are sampled."""
-        await asyncio.gather(*self._requeue(lambda group: True, "an evaluation"), return_exceptions=True)
+        await self._ended(self._requeue(lambda group: True, "an evaluation"))
 
     def follow(self, pool: InferencePool) -> None:
         """Move groups away from servers that `pool` loses, and start groups on those that join it."""
@@ -193,13 +195,25 @@ class Scheduler:
         self._changed.set()
 
     async def close(self) -> None:
-        """Cancel all groups in flight, and wait until their tasks have ended."""
+        """Cancel all groups in flight, and wait until they have ended, at most `ending_s`."""
         tasks = list(self._in_flight)
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._ended(tasks)
         self._in_flight.clear()
         self._finished.clear()
+
+    async def _ended(self, cancelled: Sequence[Task]) -> None:
+        """Wait until cancelled groups have ended, at most `ending_s`: environment code may catch the cancellation."""
+        if not cancelled:
+            return
+        ended, running = await asyncio.wait(cancelled, timeout=self.limits.ending_s)
+        await asyncio.gather(*ended, return_exceptions=True)  # retrieves their errors, or asyncio would log them
+        if running:
+            get_logger().warning(
+                f"{count_of('group', len(running))} did not end within {self.limits.ending_s:g} s of the cancellation, "
+                "which the environment's code catches; they are left behind"
+            )
 
     def _requeue(self, matches: Callable[[InFlightGroup], bool], reason: str) -> list[Task]:
         """Cancel the running groups that match, and queue their examples for a retry."""
