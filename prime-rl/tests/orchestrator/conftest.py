@@ -275,7 +275,9 @@ def policy_server(serve: Callable[[PolicyServer], PolicyServer]) -> PolicyServer
 
 ENVIRONMENTS = '''
 import asyncio
+import os
 import threading
+from pathlib import Path
 import verifiers as vf
 from datasets import Dataset
 
@@ -340,6 +342,17 @@ class Stuck(vf.SingleTurnEnv):
         return state
 
 
+class EvalDies(vf.SingleTurnEnv):
+    """Ends its process at the first evaluation row."""
+
+    async def setup_state(self, state):
+        is_eval = (state["input"].get("info") or {}).get("split") == "eval"
+        if is_eval and not self.died.exists():
+            self.died.touch()
+            os._exit(9)
+        return state
+
+
 class Crashing(Twice):
     async def env_response(self, messages, state):
         raise RuntimeError("the database is down")
@@ -355,7 +368,7 @@ def add(a: int, b: int) -> int:
     return a + b
 
 
-def load_environment(kind="single", rows=4):
+def load_environment(kind="single", rows=4, died=None):
     data = Dataset.from_list([{"question": text, "answer": text[::-1]} for text in TEXTS]).select(range(rows))
     rubric = vf.Rubric(funcs=[reversed_text])
     if kind == "single":
@@ -373,6 +386,9 @@ def load_environment(kind="single", rows=4):
         return Crashing(dataset=data, rubric=rubric, max_turns=2)
     if kind == "eval fails":
         return EvalFails(dataset=data, eval_dataset=data.add_column("info", [{"split": "eval"}] * rows), rubric=rubric)
+    if kind == "eval dies":
+        evals = data.add_column("info", [{"split": "eval"}] * rows)
+        return EvalDies(dataset=data, eval_dataset=evals, rubric=rubric, died=Path(died))
     if kind == "screenshots":
         return Screenshots(dataset=data, rubric=rubric, max_turns=2)
     if kind in ("images", "parts"):

@@ -37,6 +37,14 @@ def test_environments_run_in_processes_that_end_with_the_run(orchestrate, tmp_pa
     assert (logs / "eval" / "letters-env.log").is_file()
 
 
+@pytest.mark.usefixtures("inherited_environments")
+def test_a_server_that_ends_during_a_validation_fails_its_rollouts_and_not_the_run(orchestrate, tmp_path: Path) -> None:
+    env = [{"id": "letters-env", "args": {"kind": "eval dies", "died": str(tmp_path / "died")}}]
+    code, log = orchestrate(env=env, env_servers=True, val={"num_examples": 2})
+    assert code == 0, log
+    assert "validation rollouts failed; first error: GroupFailed: the server of environment 'letters-env' ended" in log
+
+
 def test_a_server_that_cannot_start_ends_the_run_at_once(orchestrate, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PYTHONPATH", raising=False)
     code, log = orchestrate(env_servers=True)

@@ -28,7 +28,7 @@ from prime_rl.orchestrator.env_servers.failures import Failures, refuse_failed
 from prime_rl.orchestrator.env_servers.group_limits import in_time
 from prime_rl.orchestrator.env_servers.reward_errors import record_reward_errors
 from prime_rl.orchestrator.env_servers.rubrics import argument_faults, reward_functions, without_answers
-from prime_rl.orchestrator.env_servers.server_life import ServerLife
+from prime_rl.orchestrator.env_servers.server_life import ServerLives
 from prime_rl.orchestrator.env_servers.tunnel import Tunnel
 from prime_rl.orchestrator.errors import EnvironmentFault, GroupFailed
 from prime_rl.orchestrator.guests.inside.judge_arguments import NoJudge, judge_arguments
@@ -91,7 +91,7 @@ class Environment:
         self.vocab_size: int | None = None
         """That of the trained model, if it is known: no rollout may have other tokens."""
         self._tunnel: Tunnel | None = None
-        self._server_life = ServerLife()
+        self._server_lives = ServerLives()
         self._rows: Dataset = env.get_dataset() if split == "train" else env.get_eval_dataset()
 
         self.failures = Failures(name, max_failed_groups)
@@ -110,6 +110,7 @@ class Environment:
         """The same environment with its evaluation rows."""
         other = type(self)(self.name, self.vf_env, self.address, "eval", self.failures.max_share)
         other.timeout_s = self.timeout_s
+        other._server_lives = self._server_lives  # it has the same server
         return other
 
     def content(self, row: int) -> dict[str, Any]:
@@ -176,8 +177,7 @@ class Environment:
 
     def server_ended(self, why: str) -> bool:
         """Fail the groups that its server had. Whether it had answered any since its start."""
-        life, self._server_life = self._server_life, ServerLife()
-        return life.end(why)
+        return self._server_lives.end(why)
 
     async def run_group(
         self, example: ExampleRef, size: int, server: InferenceServer, sampling_args: dict[str, Any], version: int
@@ -235,7 +235,7 @@ class Environment:
                     request.max_retries,
                     state_columns=STATE_COLUMNS,
                 )
-                outputs = await self._server_life.of(group)
+                outputs = await self._server_lives.of(group)
         record_rollouts(own_trace(), outputs, example)
         rollouts = [
             read_rollout(output, example, request.temperature, request.version, self.vocab_size) for output in outputs

@@ -53,3 +53,17 @@ class ServerLife:
         for ended in self._ends:
             ended.set()
         return self._has_answered
+
+
+class ServerLives:
+    """The lives of a server, one after another. All environments that send it groups share them."""
+
+    def __init__(self) -> None:
+        self._current = ServerLife()
+
+    async def of(self, group: Coroutine[Any, Any, T]) -> T:
+        return await self._current.of(group)
+
+    def end(self, why: str) -> bool:
+        life, self._current = self._current, ServerLife()
+        return life.end(why)
