@@ -12,7 +12,7 @@ from prime_rl.orchestrator.errors import ResumeFault
 from prime_rl.orchestrator.run import weights_timeout_s
 from prime_rl.run.paths import RunPaths, stable_steps
 from prime_rl.utils.contents import write_marker
-from prime_rl.utils.files import replacing_directory
+from prime_rl.utils.files import begin_directory, complete_directory, replacing_directory
 
 
 @pytest.fixture
@@ -84,6 +84,15 @@ def test_steps_that_the_trainer_passed_without_saving_are_removed(checkpoints: C
     save_trainer(checkpoints, 2)
     checkpoints.prune(version=5, newest=6)
     assert stable_steps(checkpoints.paths.checkpoints) == [2, 4, 5, 6]
+
+
+def test_a_step_that_the_trainer_still_writes_is_kept(checkpoints: Checkpoints) -> None:
+    save(checkpoints, *range(7))
+    begin_directory(checkpoints.run.checkpoint(2))
+    checkpoints.prune(version=5, newest=6)
+    assert stable_steps(checkpoints.paths.checkpoints) == [2, 4, 5, 6]
+    complete_directory(checkpoints.run.checkpoint(2), {})
+    assert checkpoints.resolve(LATEST) == 2
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from prime_rl.run.paths import OrchestratorPaths, RunPaths, stable_steps, step_o
 from prime_rl.run.resume_point import CannotResume, SavedSteps
 from prime_rl.run.retention import kept_steps
 from prime_rl.utils.contents import find_damage
-from prime_rl.utils.files import STABLE, remove_directory, replacing_directory
+from prime_rl.utils.files import STABLE, remove_directory, replacing_directory, scratch_of
 from prime_rl.utils.logger import get_logger
 from prime_rl.utils.waiting import Wait
 
@@ -101,10 +101,13 @@ class Checkpoints:
     def prune(self, version: int, newest: int) -> None:
         """Delete checkpoints before `version` that neither a trainer's checkpoint nor the config keeps.
 
-        `version` is the policy version, which the trainer has reached; `newest` is the step saved last.
+        A checkpoint that the trainer still writes counts. `version` is the policy version, which the trainer has
+        reached; `newest` is the step saved last.
         """
         steps = stable_steps(self.paths.checkpoints)
-        kept = {*_steps_in(self.run.checkpoints), *self._kept_by_config(steps, newest)}
+        # First those that are being written: one that is complete a moment later is then found under its final name.
+        kept = {step for step in steps if scratch_of(self.run.checkpoint(step)).is_dir()}
+        kept |= {*_steps_in(self.run.checkpoints), *self._kept_by_config(steps, newest)}
         for step in steps:
             # One step of slack, because the trainer publishes a version before it saves it.
             if step < version - 1 and step not in kept:
