@@ -246,6 +246,16 @@ async def test_each_request_gets_a_seed_of_its_own(policy_server) -> None:
     await server.close()
 
 
+async def test_requests_for_several_answers_share_no_seed_with_others(policy_server) -> None:
+    """The server samples answer i with seed + i."""
+    channel = ChatChannel(policy_server.url, {}, timeout_s=60, max_retries=0)
+    messages = [{"role": "user", "content": "abc"}]
+    for count in (3, None, 2, 1):
+        await channel.exchange("/chat/completions", {"messages": messages, "seed": 40, "n": count})
+    assert [request["seed"] for request in policy_server.requests] == [40, 43, 44, 46]
+    await channel.close()
+
+
 async def test_a_prompt_that_does_not_fit_ends_a_rollout_without_an_error_of_the_model(policy_server) -> None:
     policy_server.refusal = (400, "This model's maximum context length is 128 tokens")
     server = make_pool(policy_server).servers[0]

@@ -78,7 +78,7 @@ class ChatChannel:
         self._session: aiohttp.ClientSession | None = None
         self._encoder = msgspec.json.Encoder()
         self._tokenize_decoder = msgspec.json.Decoder(TokenizeReply)
-        self._requests = itertools.count()
+        self._num_samples = 0
 
     def with_options(self, base_url: str) -> ChatChannel:
         """The same connections with another base URL; verifiers calls this to reach `/tokenize`."""
@@ -126,7 +126,9 @@ class ChatChannel:
         body = {name: value for name, value in body.items() if value is not None}
         if not body.pop(EXACT_SEED, False) and "seed" in body:
             # With one seed for all, the rollouts of a group would be identical and have no advantage.
-            body["seed"] += next(self._requests)
+            body["seed"] += self._num_samples
+            # The server samples answer i of a request with seed + i.
+            self._num_samples += body.get("n") or 1
         if "messages" in body:
             body["messages"] = [
                 {name: value for name, value in message.items() if value is not None or name == "content"}
