@@ -333,7 +333,7 @@ async def catch_cancellations():
 
 
 class Stuck(vf.SingleTurnEnv):
-    """Keeps every thread of the event loop for ever, and leaves tasks that do not end."""
+    """Keeps every thread of the event loop, and leaves tasks that do not end."""
 
     async def setup_state(self, state):
         for _ in range(64):
@@ -353,6 +353,19 @@ class EvalDies(vf.SingleTurnEnv):
         return state
 
 
+class Cooler(vf.SingleTurnEnv):
+    """Samples at a temperature of its own: in its state's arguments, or in new ones."""
+
+    async def setup_state(self, state):
+        if self.way == "in place":
+            state["sampling_args"]["temperature"] = 0.25
+        elif self.way == "in new ones":
+            state["sampling_args"] = {**state["sampling_args"], "temperature": 0.25}
+        else:
+            state["sampling_args"] = {**state["sampling_args"], "temperature": self.way}
+        return state
+
+
 class Crashing(Twice):
     async def env_response(self, messages, state):
         raise RuntimeError("the database is down")
@@ -368,7 +381,7 @@ def add(a: int, b: int) -> int:
     return a + b
 
 
-def load_environment(kind="single", rows=4, died=None):
+def load_environment(kind="single", rows=4, died=None, way="in place"):
     data = Dataset.from_list([{"question": text, "answer": text[::-1]} for text in TEXTS]).select(range(rows))
     rubric = vf.Rubric(funcs=[reversed_text])
     if kind == "single":
@@ -389,6 +402,8 @@ def load_environment(kind="single", rows=4, died=None):
     if kind == "eval dies":
         evals = data.add_column("info", [{"split": "eval"}] * rows)
         return EvalDies(dataset=data, eval_dataset=evals, rubric=rubric, died=Path(died))
+    if kind == "cooler":
+        return Cooler(dataset=data, rubric=rubric, way=way)
     if kind == "screenshots":
         return Screenshots(dataset=data, rubric=rubric, max_turns=2)
     if kind in ("images", "parts"):

@@ -46,6 +46,19 @@ async def test_a_group_comes_back_scored_with_tokens_and_the_version_that_made_t
     assert rollouts[0].stop_condition == "max_turns_reached"
 
 
+@pytest.mark.parametrize("way", ["in place", "in new ones"])
+async def test_a_rollout_has_the_temperature_at_which_its_environment_had_it_sampled(policy_server, way: str) -> None:
+    rollouts = await run_group(load(args={"kind": "cooler", "way": way}), policy_server)
+    assert [request["temperature"] for request in policy_server.requests[1:]] == [0.25, 0.25]
+    assert [rollout.temperature for rollout in rollouts] == [0.25, 0.25]
+    assert ARGS["temperature"] == 0.7  # other groups are not concerned
+
+
+async def test_a_temperature_that_is_no_number_fails_the_group(policy_server) -> None:
+    with pytest.raises(MalformedRollout, match="gave a malformed rollout"):
+        await run_group(load(args={"kind": "cooler", "way": "warm"}), policy_server)
+
+
 async def test_where_servers_do_not_tell_the_version_is_that_of_the_submission(policy_server) -> None:
     policy_server.drops = ("weight_versions",)
     rollouts = await run_group(load(), policy_server)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import logging
 import re
@@ -231,7 +232,7 @@ class Environment:
                     [self._rows[example.row]] * request.size,
                     server.client if self.vf_env.env_client is None else server.client_config,
                     server.model,
-                    request.sampling_args,
+                    copy.deepcopy(request.sampling_args),  # the environment may change them, for this group alone
                     request.max_retries,
                     state_columns=STATE_COLUMNS,
                 )

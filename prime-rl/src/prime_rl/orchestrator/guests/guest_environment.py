@@ -156,7 +156,8 @@ class GuestEnvironment(Environment):
         return [self._rollout(output, by_key[output["session"]], request) for output in outputs]
 
     def _rollout(self, output: dict[str, Any], session: Session, request: GroupRequest) -> Rollout:
-        given = {**output, "trajectory": _steps(session)}
+        # The proxy samples as the run says, whatever the environment makes of its arguments.
+        given = {**output, "trajectory": _steps(session), "sampling_args": None}
         rollout = read_rollout(given, request.example, request.temperature, request.version, self.vocab_size)
         rollout.is_truncated |= session.is_cut_off
         return rollout

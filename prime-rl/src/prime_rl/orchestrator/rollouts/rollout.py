@@ -133,6 +133,7 @@ def read_rollout(
 ) -> Rollout:
     """Read the rollout in a verifiers output, which must have the state columns `trajectory` and `sampling_args`.
 
+    `temperature` is what was asked for. An environment may change it in `sampling_args`, with which verifiers samples.
     `vocab_size` is that of the trained model, if it is known.
 
     Raises:
@@ -173,11 +174,12 @@ def _read_rollout(output: Mapping[str, Any], example: ExampleRef, temperature: f
     oldest = trace.oldest_version
     error = output.get("error") or {}
     timing = output.get("timing") or {}
+    changed = (output.get("sampling_args") or {}).get("temperature")
     return Rollout(
         example=example,
         reward=float(reward),
         trace=trace,
-        temperature=temperature,
+        temperature=temperature if changed is None else _finite([msgspec.convert(changed, float)])[0],
         version=version if oldest is None else oldest,
         num_turns=len(steps),
         error=_text(error.get("error")),
@@ -242,7 +244,7 @@ def _read_call(tokens: Mapping[str, Any], response: Any) -> ModelCall:
 
 def _finite(values: list[float]) -> list[float]:
     if not all(map(math.isfinite, values)):
-        raise ValueError("a log-probability is not a finite number")
+        raise ValueError("a log-probability or the temperature is not a finite number")
     return values
 
 
