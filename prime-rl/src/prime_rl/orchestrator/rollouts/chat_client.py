@@ -28,6 +28,7 @@ from prime_rl.orchestrator.rollouts.replies import ChatReply, TokenizeReply, dec
 from prime_rl.orchestrator.rollouts.sampling import EXACT_SEED
 from prime_rl.orchestrator.rollouts.trace import CallDetails
 from prime_rl.orchestrator.rollouts.turns import EndsOfTurns, bridge
+from prime_rl.orchestrator.servers.discovery import ServerNames
 from prime_rl.run.beats import own_beats, server_name
 from prime_rl.utils.open_files import allow_connections
 
@@ -120,7 +121,7 @@ class ChatChannel:
     def _open(self) -> aiohttp.ClientSession:
         if self._session is None:
             limit = self.max_connections or connections_to_one_server()
-            connector = aiohttp.TCPConnector(limit=limit, keepalive_timeout=KEEPALIVE_S)
+            connector = aiohttp.TCPConnector(limit=limit, keepalive_timeout=KEEPALIVE_S, resolver=ServerNames())
             self._session = aiohttp.ClientSession(connector=connector, timeout=self._timeout, headers=self._headers)
         return self._session
 
