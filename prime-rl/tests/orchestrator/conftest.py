@@ -333,7 +333,7 @@ async def catch_cancellations():
 
 
 class Stuck(vf.SingleTurnEnv):
-    """Keeps every thread of the event loop for ever, and leaves tasks that do not end."""
+    """Keeps every thread of the event loop, and leaves tasks that do not end."""
 
     async def setup_state(self, state):
         for _ in range(64):
@@ -359,7 +359,7 @@ class Cooler(vf.SingleTurnEnv):
     async def setup_state(self, state):
         if self.way == "in place":
             state["sampling_args"]["temperature"] = 0.25
-        elif self.way == "anew":
+        elif self.way == "in new ones":
             state["sampling_args"] = {**state["sampling_args"], "temperature": 0.25}
         else:
             state["sampling_args"] = {**state["sampling_args"], "temperature": self.way}

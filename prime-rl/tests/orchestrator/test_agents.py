@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,7 @@ import asyncio
 import json
 import os
 import sys
+import threading
 import time
 
 from prime_rl.environments.agents import context
@@ -128,6 +130,23 @@ async def crashes_once(task, client):
         open(task["mark"], "w").close()
         os._exit(9)
     return 0.5
+
+
+ALL = threading.Barrier(40)
+
+
+def together(task):
+    ALL.wait(60)
+    return 1.0
+
+
+class Waits:
+    may_end, calls = threading.Event(), []
+
+    def run(self, data):
+        self.calls.append(data)
+        self.may_end.wait()
+        return 1.0
 
 
 def plain(task, base_url, api_key):
@@ -345,6 +364,54 @@ async def test_plain_functions_and_classes_are_agents_too(in_process) -> None:
     assert (await in_process("my_agents:plain", {}))[0] == {"reward": 1.0}
     assert (await in_process("my_agents.Chatty", {"text": "abc"}, bonus=2.0))[0] == {"reward": 3.0}
     assert (await in_process("my_agents:Chatty", {"text": "abc"}, is_eval=True))[0] == {"reward": 101.0}
+
+
+async def test_plain_functions_do_not_wait_for_each_other(in_process) -> None:
+    """Each of them ends when all of them run."""
+    made = await asyncio.gather(*(in_process("my_agents:together", {}) for _ in range(40)))
+    assert [outcome for outcome, _ in made] == [{"reward": 1.0}] * 40
+
+
+@pytest.fixture
+def waiting(folder: Path) -> Iterator[Any]:
+    """Attempts with a plain function that waits for `may_end`, one at a time."""
+    target = load_target("my_agents:Waits", {})
+    made = Attempts(target, max_threads=1)
+    agent = sys.modules["my_agents"].Waits
+    agent.may_end.clear()
+    agent.calls.clear()
+    yield made, agent
+    agent.may_end.set()
+
+
+def begin(attempts: Attempts, timeout_s: float) -> asyncio.Task[dict[str, Any]]:
+    session = {"base_url": "", "api_key": "", "model": "", "timeout_s": timeout_s}
+    return asyncio.create_task(attempts.make({}, session, context.Attempt("7", False)))
+
+
+async def test_a_plain_function_that_has_not_started_ends_with_its_attempt_and_hangs_nowhere(waiting) -> None:
+    attempts, agent = waiting
+    first = begin(attempts, 60.0)
+    while not agent.calls:
+        await asyncio.sleep(0)
+    others = [begin(attempts, 60.0) for _ in range(10)]
+    await asyncio.sleep(0)
+    for each in others:
+        each.cancel()
+    await asyncio.gather(*others, return_exceptions=True)
+    assert attempts.hung_threads == 0
+    agent.may_end.set()
+    assert await first == {"reward": 1.0}
+    assert len(agent.calls) == 1
+
+
+async def test_a_plain_function_that_exceeds_its_time_limit_hangs_until_it_ends(waiting) -> None:
+    attempts, agent = waiting
+    assert (await begin(attempts, 0.0))["error"] == "SessionTimeout"
+    assert attempts.hung_threads == 1
+    agent.may_end.set()
+    while attempts.hung_threads:
+        await asyncio.sleep(0)
 
 
 async def test_a_workflow_returns_its_own_sequences_each_with_its_reward(in_process) -> None:

@@ -46,7 +46,7 @@ async def test_a_group_comes_back_scored_with_tokens_and_the_version_that_made_t
     assert rollouts[0].stop_condition == "max_turns_reached"
 
 
-@pytest.mark.parametrize("way", ["in place", "anew"])
+@pytest.mark.parametrize("way", ["in place", "in new ones"])
 async def test_a_rollout_has_the_temperature_at_which_its_environment_had_it_sampled(policy_server, way: str) -> None:
     rollouts = await run_group(load(args={"kind": "cooler", "way": way}), policy_server)
     assert [request["temperature"] for request in policy_server.requests[1:]] == [0.25, 0.25]

@@ -4,7 +4,9 @@ import asyncio
 import contextlib
 import itertools
 import json
+import threading
 from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -247,6 +249,22 @@ async def test_each_request_gets_a_seed_of_its_own(policy_server) -> None:
         await server.client.get_response(PROMPT, server.model, ARGS | {"seed": 40})
     assert [request["seed"] for request in policy_server.requests] == [40, 41, 42]
     await server.close()
+
+
+async def test_a_server_is_found_by_name_when_environment_code_keeps_every_thread_of_the_event_loop(
+    policy_server,
+) -> None:
+    threads, gate = ThreadPoolExecutor(1), threading.Event()
+    asyncio.get_running_loop().set_default_executor(threads)
+    threads.submit(gate.wait)
+    try:
+        url = policy_server.url.replace("127.0.0.1", "localhost")
+        pool = InferencePool(ClientConfig(base_url=[url]), "letters")
+        await pool.wait_ready(use_token_client=True)
+        await pool.update_weights(None)
+        await pool.close()
+    finally:
+        gate.set()
 
 
 async def test_requests_for_several_answers_share_no_seed_with_others(policy_server) -> None:

@@ -120,7 +120,6 @@ async def _run(
     async with AsyncExitStack() as closing:
         closing.callback(ledger.close)
         sender = closing.enter_context(contextlib.closing(setup_batch_sender(config.rollout_transport, paths)))
-        sending = closing.enter_context(ThreadPoolExecutor(1, "batches"))
         pool = make_pool(config)
         closing.push_async_callback(pool.close)
         servers = EnvServers(paths)
@@ -152,7 +151,7 @@ async def _run(
             scheduler=scheduler,
             policy=policy,
             sender=sender,
-            sending=sending,
+            sending=closing.enter_context(ThreadPoolExecutor(1, "batches")),
             reporter=Reporter(monitor, filters, sample_interval(config), extras, reward_watch),
             rollout_log=rollout_log,
             heartbeat=heartbeat,

@@ -66,7 +66,7 @@ class Steps:
     policy: Policy
     sender: BatchSender
     sending: Executor
-    """Runs the sender. Not the event loop's own threads: environment code can keep all of those for ever."""
+    """Runs the sender. Not the event loop's own threads: environment code can keep all of those."""
     reporter: Reporter
     rollout_log: RolloutLog
     heartbeat: Heartbeat

@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 import inspect
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -24,16 +26,28 @@ MAX_ERROR_CHARS = 2000
 POOLS = 8
 HUNG_THREADS = 8
 """Threads of functions that did not end in time, before the process gives up. They cannot be stopped."""
+HUNG_AFTER_S = 5.0
+"""Seconds after which a function whose attempt was cancelled should have ended: its calls of the model are refused."""
+MAX_THREADS = 16_384
+"""As many as rollouts may be in flight. A thread starts only when no other is free."""
 
 
 class Attempts:
     """Makes attempts with one target. Its clients share their connections."""
 
-    def __init__(self, target: Target) -> None:
+    def __init__(self, target: Target, max_threads: int = MAX_THREADS) -> None:
         self._target = target
+        # Not the event loop's own threads, which are few: a function would wait for others, until its time is up.
+        self._threads = ThreadPoolExecutor(max_threads, "agent")
+        self._left: dict[asyncio.Future[Any], float] = {}
+        """When each function that runs without an attempt should have ended, by the event loop's clock."""
         self._pools: list[DefaultAsyncHttpxClient] = []
         self._next_pool = 0
-        self.hung_threads = 0
+
+    @property
+    def hung_threads(self) -> int:
+        now_s = asyncio.get_running_loop().time()
+        return sum(limit_s <= now_s for limit_s in self._left.values())
 
     async def make(self, row: Mapping[str, Any], session: Mapping[str, Any], attempt: Attempt) -> dict[str, Any]:
         """Make one attempt at a row. `session` has `base_url`, `api_key`, `model` and `timeout_s`.
@@ -44,8 +58,8 @@ class Attempts:
         """
         enter(attempt)
         try:
-            async with asyncio.timeout(session["timeout_s"]):
-                result = await self._run(row, session)
+            async with asyncio.timeout(session["timeout_s"]) as limit:
+                result = await self._run(row, session, limit)
             return _read(result)
         except TimeoutError:
             return {"error": "SessionTimeout", "detail": f"the agent did not end within {session['timeout_s']:g} s"}
@@ -77,36 +91,51 @@ class Attempts:
         self._next_pool = (self._next_pool + 1) % POOLS
         return self._pools[self._next_pool]
 
-    async def _run(self, row: Mapping[str, Any], session: Mapping[str, Any]) -> Any:
+    async def _run(self, row: Mapping[str, Any], session: Mapping[str, Any], limit: asyncio.Timeout) -> Any:
         target = self._target
         if target.kind == "workflow":
             engine = SessionEngine(_posting(self._client(session)))
-            return await self._awaited(partial(target.call, engine, dict(row)))
+            return await self._awaited(partial(target.call, engine, dict(row)), limit)
         named = accepted(target.call, dict.fromkeys((*CLIENTS, "base_url", "api_key", "model")))
         extras = {name: session[name] for name in named if name not in CLIENTS}
         if "client" in named:
             extras["client"] = self._client(session)
         if "http_client" in named:
             extras["http_client"] = self._pool()
-        return await self._awaited(partial(target.call, dict(row), **extras, **target.arguments))
+        return await self._awaited(partial(target.call, dict(row), **extras, **target.arguments), limit)
 
-    async def _awaited(self, call: Callable[[], Any]) -> Any:
-        """The result of a coroutine function, or of a plain function in a thread."""
+    async def _awaited(self, call: Callable[[], Any], limit: asyncio.Timeout) -> Any:
+        """The result of a coroutine function, or of a plain function in a thread. `limit` counts from its start."""
         function = call.func if isinstance(call, partial) else call
         if inspect.iscoroutinefunction(function):
             return await call()
-        running = asyncio.ensure_future(asyncio.to_thread(call))
-        try:
-            result = await asyncio.shield(running)
-        except asyncio.CancelledError:
-            if not running.done():
-                self.hung_threads += 1
-                running.add_done_callback(self._thread_ended)
-            raise
+        result = await self._threaded(call, limit)
         return await result if inspect.isawaitable(result) else result
 
+    async def _threaded(self, call: Callable[[], Any], limit: asyncio.Timeout) -> Any:
+        loop, started = asyncio.get_running_loop(), asyncio.Event()
+        time_s = (limit.when() or 0.0) - loop.time()
+        limit.reschedule(None)
+
+        def start() -> Any:
+            loop.call_soon_threadsafe(started.set)
+            return call()
+
+        given = self._threads.submit(copy_context().run, start)
+        running = asyncio.wrap_future(given)
+        try:
+            await started.wait()
+            limit.reschedule(loop.time() + time_s)
+            return await asyncio.shield(running)
+        except asyncio.CancelledError:
+            # One that has not started never will.
+            if not given.cancel() and not running.done():
+                self._left[running] = loop.time() + (0.0 if limit.expired() else HUNG_AFTER_S)
+                running.add_done_callback(self._thread_ended)
+            raise
+
     def _thread_ended(self, running: asyncio.Future[Any]) -> None:
-        self.hung_threads -= 1
+        del self._left[running]
         with contextlib.suppress(asyncio.CancelledError):
             running.exception()  # retrieved, or asyncio would log it
 

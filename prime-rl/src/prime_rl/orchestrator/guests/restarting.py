@@ -28,8 +28,8 @@ class RestartingGuest:
         self.blocked_s = BLOCKED_S
         self._process: GuestProcess | None = process
         self._starting = asyncio.Lock()
-        # Not the event loop's own threads: environment code can keep all of those for ever. It lives as long as this
-        # object, because a guest dies with the thread that started it.
+        # Not the event loop's own threads: environment code can keep all of those. It lives as long as this object,
+        # because a guest dies with the thread that started it.
         self._thread = ThreadPoolExecutor(1, "guest")
         self._ends_in_a_row = 0
 

@@ -12,9 +12,10 @@ from typing import Any
 from prime_rl.environments.agents.returns import InvalidReward, checked_reward
 from prime_rl.orchestrator.errors import MalformedRollout
 from prime_rl.orchestrator.guests.inside.model_client import session_name
-from prime_rl.orchestrator.proxy.continuation import EndsOfTurns, Message, canonical
+from prime_rl.orchestrator.proxy.continuation import Message, canonical
 from prime_rl.orchestrator.rollouts.replies import ChatReply
 from prime_rl.orchestrator.rollouts.trace import CallDetails, ModelCall, TokenTrace
+from prime_rl.orchestrator.rollouts.turns import EndsOfTurns
 from prime_rl.orchestrator.servers.server import InferenceServer
 
 MAX_CALLS = 1000

@@ -15,6 +15,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import aiohttp
@@ -28,6 +29,7 @@ from prime_rl.orchestrator.rollouts.connections import Connections
 from prime_rl.orchestrator.rollouts.replies import ChatReply, TokenizeReply, decode_chat_reply, error_message
 from prime_rl.orchestrator.rollouts.sampling import EXACT_SEED
 from prime_rl.orchestrator.rollouts.trace import CallDetails
+from prime_rl.orchestrator.rollouts.turns import EndsOfTurns, bridge
 from prime_rl.run.beats import own_beats, server_name
 
 RETRYABLE_STATUS = frozenset({408, 429, 500, 502, 503, 504})
@@ -200,41 +202,45 @@ class ChatClient(OpenAIChatCompletionsClient):
 class TokenChatClient(OpenAIChatCompletionsTokenClient, ChatClient):
     """Sends the tokens of earlier turns as they were sampled, instead of their text."""
 
+    def __init__(self, client_or_config: Any) -> None:
+        super().__init__(client_or_config)
+        self._ends = EndsOfTurns()
+
     async def get_prompt_ids(self, state: Mapping[str, Any], prompt_messages: Any, oai_tools: Any) -> list[int] | None:
         """Token ids of the next prompt: those of an earlier turn, and those that the environment added since.
 
-        A turn that `max_tokens` cut off has no end token. verifiers would render such a conversation from its text
-        ("TITO fell back to MITO"), and its tokens could differ from the sampled ones. Here the turn is closed with the
-        chat template's end of turn, which is not trained, like everything that the environment adds.
+        verifiers finds the earlier turn and what was added, but takes for granted that a turn ends as the chat template
+        ends it. One that ended at `max_tokens`, a stop string or a stop token does not: verifiers would render the
+        conversation from its text ("TITO fell back to MITO"), leave out the end of the turn, or write a stand-in of the
+        answer into the prompt. Here it gets the template's end, which is not trained, like everything that the
+        environment adds.
         """
-        ids: list[int] | None = await super().get_prompt_ids(state, prompt_messages, oai_tools)
-        is_cut_off = ids is None and any(map(_is_cut_off, state["trajectory"]))
-        if is_cut_off and (end := await self._end_of_turn(state["model"])):
-            steps = [_closed(step, end) if _is_cut_off(step) else step for step in state["trajectory"]]
-            closed = {"model": state["model"], "trajectory": steps}
-            ids = await super().get_prompt_ids(closed, prompt_messages, oai_tools)
-        return ids
+        steps = state["trajectory"]
+        marked = [_marked(step, index) for index, step in enumerate(steps)]
+        found = await super().get_prompt_ids({**state, "trajectory": marked}, prompt_messages, oai_tools)
+        if found is None:
+            return None
+        mark, *added = found
+        tokens = steps[-1 - mark]["tokens"]
+        said = [*tokens["prompt_ids"], *tokens["completion_ids"]]
+        turn = await self._ends.after({"model": state["model"]}, partial(self._rendered, state["model"]))
+        return said + bridge(said, turn.end, added)
 
-    async def _end_of_turn(self, model: str) -> list[int]:
-        """The tokens that the template writes after an answer: the common suffix of two short answers."""
-        turns = [[{"role": "assistant", "content": content}] for content in ("x", "y")]
-        options = {"add_generation_prompt": False}
-        first, second = [list(await self.tokenize(turn, None, model, extra_kwargs=options)) for turn in turns]
-        pairs = zip(reversed(first), reversed(second), strict=False)
-        length = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
-        return first[len(first) - length :]
-
-
-def _is_cut_off(step: Mapping[str, Any]) -> bool:
-    """Whether a turn ended at `max_tokens` and all of its tokens are known."""
-    tokens, response = step["tokens"], step.get("response")
-    return tokens is not None and not tokens["is_truncated"] and bool(response and response.message.is_truncated)
+    async def _rendered(self, model: str, messages: Any, add_generation_prompt: bool) -> list[int]:
+        return list(
+            await self.tokenize(messages, None, model, extra_kwargs={"add_generation_prompt": add_generation_prompt})
+        )
 
 
-def _closed(step: Mapping[str, Any], end: list[int]) -> dict[str, Any]:
-    """The turn as if the model had ended it."""
-    tokens = step["tokens"]
-    return {**step, "response": None, "tokens": {**tokens, "completion_ids": [*tokens["completion_ids"], *end]}}
+def _marked(step: Mapping[str, Any], index: int) -> dict[str, Any]:
+    """The turn with a mark, which is no token, in place of its tokens: verifiers joins nothing to it by its last one.
+
+    Whether it ended at `max_tokens` does not count, but one that was cut to the environment's `max_seq_len` lacks
+    tokens, and cannot be continued.
+    """
+    if step["tokens"] is None:
+        return dict(step)
+    return {**step, "response": None, "tokens": {**step["tokens"], "prompt_ids": [-1 - index], "completion_ids": []}}
 
 
 def _is_overlong(message: str) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 import aiohttp
 from aiohttp.client_proto import ResponseHandler
 
+from prime_rl.orchestrator.servers.discovery import ServerNames
 from prime_rl.utils.machine.open_files import allow_connections
 
 KEEPALIVE_S = 4.0
@@ -97,7 +98,7 @@ class _Connector(aiohttp.TCPConnector):
     """
 
     def __init__(self, total: int) -> None:
-        super().__init__(limit=0, keepalive_timeout=KEEPALIVE_S)
+        super().__init__(limit=0, keepalive_timeout=KEEPALIVE_S, resolver=ServerNames())
         self._total = total
 
     async def _create_connection(self, *args: Any) -> ResponseHandler:

@@ -56,10 +56,10 @@ class SchedulerLimits:
     max_off_policy_steps: int
     """A group in flight is cancelled after more weight updates than this."""
     groups_per_minute: int | None = None
-    ending_s: float = 10.0
-    """Longest wait for cancelled groups to end."""
     staleness: Staleness | None = None
     """Bounds what starts. None if the number of groups in a batch is not known: nothing is bounded then."""
+    ending_s: float = 10.0
+    """Longest wait for cancelled groups to end."""
 
     @property
     def max_failures_in_a_row(self) -> int:

@@ -1,11 +1,17 @@
-"""Looks up the addresses of inference servers under a DNS name, such as a headless Kubernetes service."""
+"""Looks up the addresses of inference servers: the one of a host, or all under a DNS name, such as a headless
+Kubernetes service."""
 
 from __future__ import annotations
 
 import asyncio
 import socket
-from typing import Protocol
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any, Protocol
 
+from aiohttp.abc import AbstractResolver, ResolveResult
+
+LOOKUPS_AT_ONCE = 4
 NO_SUCH_NAME = frozenset({socket.EAI_NONAME, getattr(socket, "EAI_NODATA", socket.EAI_NONAME)})
 """Errors that are answers: the name does not exist, or has no address. A service without a ready pod gives either."""
 
@@ -26,13 +32,50 @@ class Resolver(Protocol):
         ...
 
 
+class SystemLookups:
+    """Asks the operating system: `/etc/hosts`, then DNS.
+
+    In threads of its own: environment code can keep all of those that an event loop uses for this.
+    """
+
+    def __init__(self) -> None:
+        self._threads = ThreadPoolExecutor(LOOKUPS_AT_ONCE, "lookups")
+
+    async def find(self, hostname: str, port: int | None, **options: Any) -> list[tuple[Any, ...]]:
+        """What `socket.getaddrinfo` returns."""
+        look_up = partial(socket.getaddrinfo, hostname, port, type=socket.SOCK_STREAM, **options)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, look_up)
+
+
+class ServerNames(AbstractResolver):
+    """Finds the hosts of HTTP servers for aiohttp."""
+
+    def __init__(self) -> None:
+        self._lookups = SystemLookups()
+
+    async def resolve(
+        self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_INET
+    ) -> list[ResolveResult]:
+        found = await self._lookups.find(host, port, family=family, flags=socket.AI_ADDRCONFIG)
+        numeric = socket.AI_NUMERICHOST | socket.AI_NUMERICSERV
+        return [
+            ResolveResult(hostname=host, host=address[0], port=port, family=of_family, proto=proto, flags=numeric)
+            for of_family, _, proto, _, address in found
+        ]
+
+    async def close(self) -> None:
+        """Nothing to close: its threads end with it."""
+
+
 class SystemResolver:
-    """Asks the operating system: `/etc/hosts`, then DNS."""
+    """Finds all addresses of a name."""
+
+    def __init__(self) -> None:
+        self._lookups = SystemLookups()
 
     async def addresses(self, hostname: str) -> frozenset[str]:
-        loop = asyncio.get_running_loop()
         try:
-            found = await loop.getaddrinfo(hostname, None, type=socket.SOCK_STREAM)
+            found = await self._lookups.find(hostname, None)
         except socket.gaierror as error:
             if error.errno in NO_SUCH_NAME:
                 return frozenset()

@@ -21,6 +21,7 @@ from prime_rl.orchestrator.rollouts.chat_client import (
     TokenChatClient,
 )
 from prime_rl.orchestrator.rollouts.replies import check_reply, error_message
+from prime_rl.orchestrator.servers.discovery import ServerNames
 from prime_rl.utils.engine_keys import client_key
 from prime_rl.utils.logger import get_logger
 
@@ -231,7 +232,7 @@ class InferenceServer:
         if self._admin is None:
             # Each call opens a new connection: an update must not fail because the server closed an idle one.
             self._admin = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(force_close=True),
+                connector=aiohttp.TCPConnector(force_close=True, resolver=ServerNames()),
                 headers=self.headers,
                 timeout=aiohttp.ClientTimeout(total=ADMIN_TIMEOUT_S, sock_connect=CONNECT_TIMEOUT_S),
             )
