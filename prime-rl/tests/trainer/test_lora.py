@@ -36,7 +36,7 @@ from prime_rl.configs.trainer import (
 )
 from prime_rl.run.paths import RunPaths
 from prime_rl.trainer.checkpoints.weights import export_model, gather_weights, save_adapter
-from prime_rl.trainer.kernels.linear_cross_entropy import Limits
+from prime_rl.trainer.kernels.linear_cross_entropy import Limits, linear_cross_entropy_sum
 from prime_rl.trainer.lora.adapters import LowRank, full_tensor
 from prime_rl.trainer.lora.export import gather_adapter
 from prime_rl.trainer.model.build import setup_model, setup_tokenizer
@@ -308,6 +308,26 @@ def test_sft_trains_the_adapter_of_a_head(moe_model_dir: Path, mesh: Mesh, most_
     found = loss_and_gradients(score_tokens(model, TOKENS[None], torch.arange(len(TOKENS))[None], score))
     torch.testing.assert_close(found, expected)
     assert all(gradient.any() for gradient in found)
+
+
+@pytest.mark.parametrize("most_logits", [2**25, 8 * 50], ids=["head in one part", "head in parts"])
+def test_a_frozen_head_has_no_weight_gradient_to_compute(most_logits: int) -> None:
+    generator, targets = torch.Generator().manual_seed(0), torch.arange(17)
+    hidden, weight = torch.randn(17, 6, generator=generator), torch.randn(50, 6, generator=generator)
+    gradients, shapes = {}, {}
+    for is_frozen in (False, True):
+        shapes[is_frozen] = made = set()
+
+        def product(a_NK: Tensor, b_MK: Tensor, made: set[tuple[int, int]] = made) -> Tensor:
+            made.add((len(a_NK), len(b_MK)))
+            return a_NK @ b_MK.t()
+
+        leaf = hidden.clone().requires_grad_()
+        head = weight.clone().requires_grad_(not is_frozen)
+        linear_cross_entropy_sum(leaf, head, targets, Limits(logits=most_logits), product).backward()
+        gradients[is_frozen] = leaf.grad
+    assert torch.equal(gradients[True], gradients[False])
+    assert shapes[False] - shapes[True] == {(50, 6)}
 
 
 def test_unknown_names_are_one_line_with_the_nearest_ones(

@@ -18,6 +18,8 @@ from cases import LLAMA, Case  # noqa: E402
 from estimate import compared  # noqa: E402
 
 TINY = LLAMA | {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 2, "vocab_size": 1000}
+WIDE = TINY | {"vocab_size": 16000}
+HEAD = {"rank": 8, "target_modules": ["q_proj", "lm_head"]}
 BFLOAT16 = {"compute_dtype": "bfloat16"}
 
 
@@ -27,8 +29,10 @@ BFLOAT16 = {"compute_dtype": "bfloat16"}
         Case("as on a GPU", TINY, seq_len=384),
         Case("as on a GPU, recomputed", TINY, seq_len=384, settings=BFLOAT16 | {"ac": {}}),
         Case("as on a GPU, adapters", TINY, seq_len=384, settings=BFLOAT16 | {"lora": {"rank": 8}}),
+        Case("as on a GPU, an adapter of the head", TINY, seq_len=384, settings=BFLOAT16 | {"lora": HEAD}),
         Case("as on a GPU, rl", TINY, kind="rl", seq_len=384),
         Case("on a CPU", as_on_gpu=False),
+        Case("on a CPU, adapters", WIDE, as_on_gpu=False, settings={"lora": {"rank": 8}}),
     ],
     ids=lambda case: case.name,
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from prime_rl.checks.memory.activations import is_target
 from prime_rl.checks.memory.shapes import ModelShape
 from prime_rl.configs.model import DEFAULT_VOCAB_CHUNK, ModelConfig
 
@@ -26,10 +27,12 @@ class LossMemory:
     """From there through the backward pass of the last block."""
 
 
-def sft_loss(shape: ModelShape, model: ModelConfig, tokens: int, size: int, on_cpu: bool) -> LossMemory:
+def sft_loss(
+    shape: ModelShape, model: ModelConfig, tokens: int, size: int, on_cpu: bool, trains_head: bool
+) -> LossMemory:
     """Cross-entropy with `linear_cross_entropy_sum`, which computes gradients together with the loss."""
     vocab, hidden = shape.vocab, shape.hidden
-    if not _has_plain_head(shape):
+    if not _has_plain_head(shape, model):
         return _plain_head(vocab, hidden, tokens, size)
     rows = max(1, _LOGITS // vocab)
     chunk = min(rows, tokens) * vocab * size
@@ -41,6 +44,8 @@ def sft_loss(shape: ModelShape, model: ModelConfig, tokens: int, size: int, on_c
     floats = _FLOAT32 * vocab * copied
     states = tokens * hidden * size
     head = vocab * hidden
+    if not trains_head:
+        return LossMemory(3 * states + chunk + next_chunk + floats, states)
     if tokens > rows:
         # So is the next chunk. The weight's gradient is summed in float32.
         summed = _FLOAT32 * head
@@ -52,10 +57,12 @@ def sft_loss(shape: ModelShape, model: ModelConfig, tokens: int, size: int, on_c
     return LossMemory(3 * states + chunk + max(floats, size * head), states + size * head)
 
 
-def rl_loss(shape: ModelShape, model: ModelConfig, tokens: int, size: int, on_cpu: bool) -> LossMemory:
+def rl_loss(
+    shape: ModelShape, model: ModelConfig, tokens: int, size: int, on_cpu: bool, trains_head: bool
+) -> LossMemory:
     """Log-probabilities with `fused_logprobs`, or with the model's own head."""
     chunk = model.fused_lm_head_chunk_size
-    if chunk == "disabled" or not _has_plain_head(shape):
+    if chunk == "disabled" or not _has_plain_head(shape, model):
         return _plain_head(shape.vocab, shape.hidden, tokens, size)
     width = min(shape.vocab, DEFAULT_VOCAB_CHUNK if chunk == "auto" else chunk)
     next_width = min(width, shape.vocab - width)
@@ -63,10 +70,10 @@ def rl_loss(shape: ModelShape, model: ModelConfig, tokens: int, size: int, on_cp
     # Both passes keep tensors of the last slice until those of the next one replace them.
     forward = _FLOAT32 * tokens * max(3 * width, 2 * width + 2 * next_width)
     one, following = 3 * _FLOAT32 + rounded, (_FLOAT32 + rounded) * width + 2 * _FLOAT32 * next_width
-    gradients = size * shape.vocab * shape.hidden + _FLOAT32 * tokens * shape.hidden
-    backward = gradients + tokens * max(one * width, following)
+    of_weight = size * shape.vocab * shape.hidden if trains_head else 0
+    backward = of_weight + _FLOAT32 * tokens * shape.hidden + tokens * max(one * width, following)
     states = tokens * shape.hidden * size
-    return LossMemory(states + max(forward, backward), states + size * shape.vocab * shape.hidden)
+    return LossMemory(states + max(forward, backward), states + of_weight)
 
 
 def _plain_head(vocab: int, hidden: int, tokens: int, size: int) -> LossMemory:
@@ -75,8 +82,10 @@ def _plain_head(vocab: int, hidden: int, tokens: int, size: int) -> LossMemory:
     return LossMemory(2 * states + chunk * _PLAIN_FLOATS * _FLOAT32, states + size * vocab * hidden)
 
 
-def _has_plain_head(shape: ModelShape) -> bool:
-    """Whether logits are hidden states times the head's weight, without bias, scale or cap."""
+def _has_plain_head(shape: ModelShape, model: ModelConfig) -> bool:
+    """Whether logits are hidden states times the head's weight, without bias, scale, cap or adapter."""
+    if model.lora is not None and is_target(model.lora, "lm_head"):
+        return False
     changes = ("final_logit_softcapping", "logit_scale", "logits_scaling")
     has_bias = any(name.endswith("lm_head.bias") for name in shape.root)
     return not has_bias and not any(shape.config.get(key) not in (None, 1, 1.0) for key in changes)

@@ -98,7 +98,10 @@ class Training:
     @cached_property
     def loss(self) -> LossMemory:
         make = rl_loss if self.is_rl else sft_loss
-        return make(self.shape, self.model, self.row_tokens, self.compute_bytes, on_cpu=self.device == "cpu")
+        lora = self.model.lora
+        # With a tied head, its weight is the embedding's.
+        trains_head = lora is None or any(_is_saved(lora, name) for name in self.shape.root if "norm" not in name)
+        return make(self.shape, self.model, self.row_tokens, self.compute_bytes, self.device == "cpu", trains_head)
 
     @cached_property
     def blocks(self) -> list[BlockActivations]:

@@ -43,7 +43,8 @@ def linear_cross_entropy_sum(
 ) -> Tensor:
     """Sum over N tokens of the cross-entropy of `hidden @ weight.T`, in float32. `product` computes `a @ b.T`.
 
-    Gradients are computed together with the loss, so that the backward pass recomputes no logits.
+    Gradients are computed together with the loss, so that the backward pass recomputes no logits. A frozen weight has
+    none.
     """
     kept = kept_gradient_of(weight_VH)
     if not torch.is_grad_enabled():
@@ -80,6 +81,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
             grad_hidden[chunk] = product(grad_logits, weight.t())
             if is_added_later:
                 break
+            if not ctx.needs_input_grad[1]:
+                continue
             own = product(grad_logits.t(), hidden[chunk].t())
             # Several chunks are summed in float32; a single chunk needs no float32 copy.
             if len(targets) > rows:
@@ -94,6 +97,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         grad_hidden, grad_weight, grad_logits, hidden = ctx.saved_tensors
         # In place, because the weight gradient is as large as the embedding.
         grad_hidden.mul_(grad)
+        if not ctx.needs_input_grad[1]:
+            return grad_hidden, None, None, None, None, None
         if ctx.kept is None:
             return grad_hidden, grad_weight.mul_(grad).to(ctx.weight_dtype), None, None, None, None
         place, scale = ctx.kept.place(), float(grad)
