@@ -144,7 +144,6 @@ async def _run(
         scheduler = Scheduler(environments.train, buffer, pool, policy, scheduler_limits(config))
         closing.push_async_callback(scheduler.close)
         scheduler.follow(pool)
-        heartbeat = closing.enter_context(contextlib.closing(make_heartbeat(config)))
         rollout_log = closing.enter_context(RolloutLog.from_config(config, environments.weights()))
         reward_watch = make_reward_watch(config, environments.train)
         steps = Steps(
@@ -154,7 +153,7 @@ async def _run(
             sending=closing.enter_context(ThreadPoolExecutor(1, "batches")),
             reporter=Reporter(monitor, filters, sample_interval(config), extras, reward_watch),
             rollout_log=rollout_log,
-            heartbeat=heartbeat,
+            heartbeat=closing.enter_context(contextlib.closing(make_heartbeat(config))),
             checkpoints=checkpoints if config.ckpt else None,
             advantage=advantage,
             filters=filters,
