@@ -77,7 +77,7 @@ def _serve_embedded(config: InferenceConfig) -> int:
         with _bound_socket(config) as listener, _key(listener.getsockname()[1]) as key:
             EmbeddedServer(config, key).serve_until_stopped(listener)
     except EngineError as exc:
-        get_logger().error(f"Inference failed: {exc}")
+        get_logger().error(str(exc))
         return 1
     except OSError as exc:
         _report(exc, config)
@@ -87,7 +87,7 @@ def _serve_embedded(config: InferenceConfig) -> int:
 
 def _report(error: OSError, config: InferenceConfig) -> None:
     if isinstance(error, NotPrivate):
-        get_logger().error(f"Inference failed: {error}")
+        get_logger().error(str(error))
     else:
         get_logger().error(f"Inference cannot listen on {config.server.address}:{config.server.port}: {error.strerror}")
 
@@ -143,7 +143,7 @@ def _serve_vllm(config: InferenceConfig, extras: list[str]) -> int:
             return serve(config, extras)
     if (python := vllm_python()) is not None:
         return _exec_under(python)
-    get_logger().error(f"Inference failed: {no_vllm()}")
+    get_logger().error(no_vllm())
     return 1
 
 
@@ -156,7 +156,7 @@ def _exec_under(python: str) -> int:
     try:
         os.execve(python, [python, "-m", "prime_rl.inference.server", *sys.argv[1:]], env)
     except OSError as exc:
-        get_logger().error(f"Inference failed: {VLLM_PYTHON_VARIABLE} = {python!r}: {exc.strerror}")
+        get_logger().error(f"{VLLM_PYTHON_VARIABLE} = {python!r}: {exc.strerror}")
         return 1
 
 

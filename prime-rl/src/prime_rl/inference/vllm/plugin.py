@@ -91,7 +91,7 @@ class PrimeRoutes:
         self._engine = engine_client
         tokenizer = engine_client.renderer.tokenizer
         if tokenizer is not None and (fault := bound_rendering(tokenizer)):
-            get_logger().error(f"Inference failed: {fault}")
+            get_logger().error(str(fault))
             raise SystemExit(1)
         self._base = Path(str(cached_file(args.model, "config.json"))).parent
         self._from_trainer = args.weight_broadcast == "nccl"
@@ -239,7 +239,7 @@ class PrimeRoutes:
         while not self._engine.errored:
             progress.look(self._why_idle())
             await asyncio.sleep(_POLL_S)
-        get_logger().error("Inference failed: vLLM's engine has died")
+        get_logger().error("vLLM's engine has died")
         raise SystemExit(1)
 
     def _why_idle(self) -> str | None:

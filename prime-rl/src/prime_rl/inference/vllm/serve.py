@@ -38,7 +38,7 @@ def serve(config: InferenceConfig, extras: list[str]) -> int:
     wanted = config.device
     if wanted != "auto" and (wanted == "cpu") != current_platform.is_cpu():
         get_logger().error(
-            f'Inference failed: device = "{wanted}", but this vLLM runs on {current_platform.device_type}'
+            f'device = "{wanted}", but this vLLM runs on {current_platform.device_type}'
         )
         return 1
     cli_env_setup()

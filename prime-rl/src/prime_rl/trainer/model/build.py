@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from transformers import (
@@ -228,7 +229,7 @@ def _build_full(config: ModelConfig, model_config: PretrainedConfig, options: di
             return AutoModelForCausalLM.from_config(model_config, **options)
     try:
         return AutoModelForCausalLM.from_pretrained(config.name, config=model_config, **options)
-    except (OSError, ValueError, ImportError) as error:
+    except (OSError, ValueError, ImportError, SafetensorError) as error:
         hint = "; to start from random weights set model.debug.random_init = true"
         raise ModelError(_load_error("model.name", config.name, error) + hint) from error
 

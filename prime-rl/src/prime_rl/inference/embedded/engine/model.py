@@ -7,6 +7,7 @@ from collections.abc import Sequence as SequenceOf
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import cached_file
@@ -209,7 +210,7 @@ def load_model(
         directory = Path(str(cached_file(name, "config.json"))).parent
     except KeyError as exc:
         raise UnsupportedModel("the model has its own attention code, which is not supported") from exc
-    except (OSError, ValueError) as exc:
+    except (OSError, ValueError, SafetensorError) as exc:
         raise ModelNotFound(f"cannot load model {name!r}: {first_line(exc)}") from exc
     # Transformers decorates `to`, which hides from type checkers that it is a method.
     model = model.to(device).requires_grad_(False).eval()  # type: ignore[arg-type]
