@@ -7,6 +7,7 @@ Shapes: T tokens of all sequences, H heads, D head size.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -38,7 +39,7 @@ def _sequences(
 
 def _pairs(bounds: Tensor) -> list[tuple[int, int]]:
     values = bounds.tolist()
-    return list(zip(values, values[1:], strict=False))
+    return list(pairwise(values))
 
 
 def _check(query: Tensor, bounds: Tensor, longest: int) -> None:
@@ -51,7 +52,7 @@ def _check(query: Tensor, bounds: Tensor, longest: int) -> None:
         raise RuntimeError(f"a sequence of {int(lengths.max())} tokens is longer than max_q = {longest}")
 
 
-def forward(
+def forward(  # noqa: PLR0913 - the operator's own signature
     query: Tensor, key: Tensor, value: Tensor, bounds_q: Tensor, bounds_k: Tensor, longest_q: int, longest_k: int,
     dropout: float, is_causal: bool, return_debug_mask: bool, *, scale: float | None = None,
     window_size_left: int | None = None, window_size_right: int | None = None, **_: Any,
@@ -70,7 +71,7 @@ def forward(
     return tuple(map(torch.ops.simulated_gpu.to_gpu, (out, log_sum_HT, *random, torch.empty(0))))
 
 
-def backward(
+def backward(  # noqa: PLR0913 - the operator's own signature
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, log_sum_HT: Tensor, bounds_q: Tensor,
     bounds_k: Tensor, longest_q: int, longest_k: int, dropout: float, is_causal: bool, *random: Tensor,
     scale: float | None = None, window_size_left: int | None = None, window_size_right: int | None = None, **_: Any,
