@@ -31,7 +31,7 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 _PLAIN_HEADER = re.compile(r"[A-Za-z0-9_@%+=:,./\[\]-]+")
 _CONDITION = r"(?:after(?:ok|notok|any|corr)?(?::\d+(?:_(?:\d+|\*))?(?:\+\d+)?)+|singleton)"
 _DEPENDENCY = re.compile(rf"{_CONDITION}(?:(?:,{_CONDITION})*|(?:\?{_CONDITION})*)", re.ASCII)
-"""All of them, separated by commas, or any of them, by question marks. `+` is minutes after the start of `after`."""
+"""After commas, all conditions must hold; after question marks, one. `after:1+5` is five minutes after job 1 began."""
 _ARRAY = re.compile(r"--ar|-[HhIkOQsvWX]*a")
 """sbatch's `--array`, abbreviated, or as `-a` after other letters."""
 NO_ARRAYS = "the tasks of a job array would share one directory: submit a job for each, with its own --output-dir"

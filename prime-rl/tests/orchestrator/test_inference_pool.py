@@ -262,7 +262,9 @@ async def test_a_server_is_found_by_name_when_environment_code_keeps_every_threa
         pool = InferencePool(ClientConfig(base_url=[url]), "letters")
         await pool.wait_ready(use_token_client=True)
         await pool.update_weights(None)
+        assert [server.base_url for server in pool.servers] == [url]
         await pool.close()
+        assert threads._work_queue.empty()  # nothing waits for the thread that is kept
     finally:
         gate.set()
 

@@ -91,3 +91,25 @@ def test_rl_sends_weights_from_two_gpus_to_a_third(on_gpus: OnGpus, tmp_path: Pa
     assert "inference on GPU 0, trainer on GPU 1,2" in output
     records = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
     assert len([record for record in records if "reward/mean" in record]) == 3
+
+
+@pytest.mark.parametrize(
+    ("command", "setting", "fault"),
+    [
+        (["true"], {"SIMULATED_GPUS": "x[$(touch made)]"}, "is no number of GPUs"),
+        (["true"], {"SIMULATED_GPUS": ""}, None),
+        (["true"], {"PYTHON": "/no/such/python"}, "no torch in /no/such/python"),
+        ([], {}, "name the command"),
+    ],
+)
+def test_what_cannot_run_is_one_line(
+    command: list[str], setting: dict[str, str], fault: str | None, on_gpus: OnGpus, tmp_path: Path
+) -> None:
+    env = {**os.environ, "PYTHON": sys.executable, **setting}
+    done = subprocess.run(
+        ["bash", str(HERE / "run"), *command], cwd=tmp_path, env=env, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == (0 if fault is None else 2)
+    assert len(done.stderr.splitlines()) == (fault is not None)
+    assert (fault or "") in done.stderr
+    assert list(tmp_path.iterdir()) == []

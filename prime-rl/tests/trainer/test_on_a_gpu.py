@@ -30,6 +30,7 @@ from prime_rl.trainer.optim.optimizer import clip_gradients, setup_optimizer
 from prime_rl.trainer.process.parallel_dims import Mesh, ParallelDims
 from prime_rl.trainer.process.world import destroy_world, setup_world
 from prime_rl.trainer.rl.loss import setup_loss
+from prime_rl.trainer.rl.metrics import MetricValues
 from prime_rl.trainer.rl.rows import Row
 from prime_rl.trainer.rl.step import ForwardBackward, StepSize
 from prime_rl.trainer.sft.data.packer import PackedRow
@@ -115,9 +116,13 @@ def test_no_row_of_sft_waits_for_the_gpu(wide_model_dir: Path, gpu: Mesh, no_wai
     model = setup_model(config_of(wide_model_dir), gpu)
     tokens, places = np.arange(sum(LENGTHS)), np.concatenate([np.arange(length) for length in LENGTHS])
     row = PackedRow(tokens, np.roll(tokens, -1), tokens % 3 > 0, places, samples=len(LENGTHS))
-    row_loss_sum(model, row, gpu.process.device).backward()
+    losses = [row_loss_sum(model, row, gpu.process.device)]
+    losses[0].backward()
     no_waiting()
-    row_loss_sum(model, row, gpu.process.device).backward()
+    losses.append(row_loss_sum(model, row, gpu.process.device))
+    losses[1].backward()
+    torch.cuda.set_sync_debug_mode("default")
+    assert losses[0].item() == losses[1].item() > 0
 
 
 @pytest.mark.parametrize("loss", [DefaultLossConfig(), GSPOLossConfig(), DecoupledLossConfig()])
@@ -134,13 +139,15 @@ def test_no_row_of_rl_waits_for_the_gpu(loss, wide_model_dir: Path, gpu: Mesh, n
     )
     step = ForwardBackward(model, setup_loss(loss), 256, gpu)
 
-    def train() -> None:
+    def train() -> MetricValues:
         rows = [Row.from_message(message, gpu.process.device)]
-        step.run(step.with_proximal(rows), StepSize.from_rows(rows, gpu.data_axis))
+        return step.run(step.with_proximal(rows), StepSize.from_rows(rows, gpu.data_axis))
 
     train()
     no_waiting()
-    train()
+    values = train()
+    torch.cuda.set_sync_debug_mode("default")
+    assert values.gather(gpu.data_axis)["loss"].isfinite().all()
 
 
 def test_without_flash_attention_the_varlen_kernel_is_chosen(wide_model_dir: Path) -> None:

@@ -13,7 +13,7 @@ from prime_rl.orchestrator.rollouts.rollout import Group, Rollout
 MIN_ROLLOUTS = 32
 """Number of rollouts without a difference in a row that is worth a warning."""
 RECOVERY_STEPS = 5
-"""Number of steps with different rewards in a row that end a stretch."""
+"""Number of good steps in a row that end a stretch of bad ones."""
 WINDOW_STEPS = 20
 MIN_FALL = 0.1
 """Fall of a part that is worth a warning, as a fraction of its highest mean over a window."""
@@ -69,25 +69,33 @@ class RewardWatch:
                 yield fall.describe(name, weight)
 
 
+class Stretch:
+    """A stretch of bad steps, which is worth one warning. `RECOVERY_STEPS` good steps in a row end it."""
+
+    def __init__(self) -> None:
+        self.has_warned = False
+        self._good_steps = 0
+
+    def observe(self, is_good: bool) -> bool:
+        """Take the next step. Returns whether it is a bad one of a stretch without a warning so far."""
+        self._good_steps = self._good_steps + 1 if is_good else 0
+        self.has_warned &= self._good_steps < RECOVERY_STEPS
+        return not is_good and not self.has_warned
+
+
 class CutAnswers:
     """Finds stretches of steps in which most answers are cut off."""
 
     def __init__(self, limits: str) -> None:
         self._limits = limits
-        self._has_warned = False
-        self._good_steps = 0
+        self._stretch = Stretch()
 
     def observe(self, rollouts: Sequence[Rollout]) -> str | None:
-        """Returns a warning in the first of such steps, and again only after `RECOVERY_STEPS` others in a row."""
+        """Returns a warning in the first step of a stretch."""
         cut = sum(rollout.is_truncated for rollout in rollouts)
-        if 2 * cut <= len(rollouts):
-            self._good_steps += 1
-            self._has_warned &= self._good_steps < RECOVERY_STEPS
+        if not self._stretch.observe(is_good=2 * cut <= len(rollouts)):
             return None
-        self._good_steps = 0
-        if self._has_warned:
-            return None
-        self._has_warned = True
+        self._stretch.has_warned = True
         return f"{cut} of {len(rollouts)} rollouts were cut off, so most answers have no end ({self._limits})"
 
 
@@ -98,29 +106,22 @@ class EqualRewards:
         self._rewards: Counter[float] = Counter()
         """Rewards of the stretch so far. Empty once it has been warned of."""
         self._first_step = 0
-        self._has_warned = False
-        self._good_steps = 0
+        self._stretch = Stretch()
 
     def observe(self, step: int, rollouts: Sequence[Rollout]) -> str | None:
-        """Returns a warning once `MIN_ROLLOUTS` in a row do not differ.
-
-        The next warning comes only after `RECOVERY_STEPS` steps in a row with different rewards.
-        """
+        """Returns a warning once `MIN_ROLLOUTS` in a row do not differ, and one in each stretch."""
         rewards = Counter(rollout.reward for rollout in rollouts)
-        if len(rewards) > 1 and any(rollout.advantage for rollout in rollouts):
+        is_good = len(rewards) > 1 and any(rollout.advantage for rollout in rollouts)
+        if is_good:
             self._rewards.clear()
-            self._good_steps += 1
-            self._has_warned &= self._good_steps < RECOVERY_STEPS
-            return None
-        self._good_steps = 0
-        if self._has_warned:
+        if not self._stretch.observe(is_good):
             return None
         if not self._rewards:
             self._first_step = step
         self._rewards += rewards
         if self._rewards.total() < MIN_ROLLOUTS:
             return None
-        self._has_warned = True
+        self._stretch.has_warned = True
         (reward, _), *others = self._rewards.most_common()
         what = "advantages are 0" if others else f"rewards are {reward:g}"
         steps = f"steps {self._first_step} to {step}" if step > self._first_step else "this step"

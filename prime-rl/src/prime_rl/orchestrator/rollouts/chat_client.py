@@ -63,8 +63,8 @@ class ChatChannel:
         """None: the share of one server in the connections of this process."""
         self.connections: Connections | None = None
         """None: from the first call on, those of the event loop."""
-        self._line: AbstractAsyncContextManager[None] = nullcontext()
-        """Entered by each call: waits until there may be one more connection."""
+        self._limit: AbstractAsyncContextManager[None] = nullcontext()
+        """Each call enters it."""
         self.sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
         self._timeout = aiohttp.ClientTimeout(total=timeout_s)
         self._headers = {"Content-Type": "application/json", **headers}
@@ -76,7 +76,7 @@ class ChatChannel:
     def with_options(self, base_url: str) -> ChatChannel:
         """The same connections with another base URL; verifiers calls this to reach `/tokenize`."""
         channel = ChatChannel(base_url, self._headers, self._timeout.total or 0.0, self.max_retries)
-        channel._session, channel._line, channel.connections = self._open(), self._line, self.connections
+        channel._session, channel._limit, channel.connections = self._open(), self._limit, self.connections
         return channel
 
     async def post(
@@ -100,7 +100,7 @@ class ChatChannel:
         started_s = time.time()
         self._open()
         with own_beats().calling(server_name(self.base_url)):
-            async with self._line:
+            async with self._limit:
                 answer = await self._post_with_retries(f"{self.base_url}{path}", data, headers)
         return Answer(answer, started_s, ended_s=time.time())
 
@@ -114,7 +114,7 @@ class ChatChannel:
     def _open(self) -> aiohttp.ClientSession:
         if self._session is None:
             self.connections = self.connections or Connections.of_this_loop()
-            self._line = self.connections.line(self.max_connections)
+            self._limit = self.connections.limit_calls(self.max_connections)
             self._session = aiohttp.ClientSession(
                 connector=self.connections.enter(),
                 connector_owner=False,

@@ -1,4 +1,4 @@
-"""The connections of this process to inference servers. All of them together are bounded: each is an open file."""
+"""The connections of this process to inference servers. Each is an open file, so their total number is limited."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ several processes may call it."""
 
 
 class Connections:
-    """A connector that the channels of an event loop share, open while one of them uses it."""
+    """The connector that all channels of an event loop share. It is open while at least one channel uses it."""
 
     def __init__(self, total: int) -> None:
         self.total = total
@@ -44,9 +44,9 @@ class Connections:
             by_loop[loop] = cls(allow_connections(SHARES * MAX_CONNECTIONS))
         return by_loop[loop]
 
-    def line(self, most: int | None = None) -> Line:
-        """Where calls to one server wait. At most `most` of them are sent at once; None is one server's share."""
-        return Line(asyncio.Semaphore(most or max(1, self.total // SHARES)), self._room)
+    def limit_calls(self, most: int | None = None) -> CallLimit:
+        """Limits the calls to one server: at most `most` at once, by default one server's share of all connections."""
+        return CallLimit(asyncio.Semaphore(most or max(1, self.total // SHARES)), self._room)
 
     def enter(self) -> aiohttp.TCPConnector:
         """The connector, for one more channel. `leave` ends its use."""
@@ -67,10 +67,11 @@ def _by_loop() -> dict[asyncio.AbstractEventLoop, Connections]:
     return {}
 
 
-class Line:
-    """Calls to one server, which wait until it and this process may have one more connection.
+class CallLimit:
+    """A call to a server enters this first. It waits until the server and this process may have one more connection.
 
-    aiohttp lets calls wait too, but within their time limit: a call would fail because others take long.
+    aiohttp can make calls wait too, but counts the wait as part of a call's time: a call would fail because others take
+    long.
     """
 
     def __init__(self, to_server: asyncio.Semaphore, to_all: asyncio.Semaphore) -> None:

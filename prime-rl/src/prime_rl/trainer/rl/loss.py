@@ -63,7 +63,7 @@ class LossOutputs:
 
 @dataclass(frozen=True, slots=True)
 class RowLosses:
-    """The summed loss of each sequence of a row that has trained tokens, and the metrics of all of them."""
+    """The summed losses of a row's sequences, without those that have no trained token, and their metrics."""
 
     losses_S: Tensor
     metrics: dict[str, Tensor]

@@ -47,7 +47,7 @@ def train(config: TrainerConfig, paths: RunPaths) -> None:
         TrainerError: a fault that the user can fix; the message is one line.
     """
     with joined_world(config.device, config.dist_timeout_seconds) as process:
-        # A stop reaches every rank, and all of them leave the group.
+        # Inside the block, because all ranks stop together: each then leaves the group.
         is_done = run(config, paths, process)
     if not is_done:
         raise SystemExit(EXIT_STOPPED)
