@@ -1,7 +1,6 @@
-"""Moves values that the host decides to the model's device without waiting for it.
+"""Moves values that the host decides to the model's device without waiting for it, as `to_device` does.
 
-`torch.tensor(values, device="cuda")` copies from pageable memory, for which the host waits until the GPU has done all
-its work. A copy from pinned memory is queued behind that work.
+`torch.tensor(values, device="cuda")` waits until the GPU has done all its work.
 """
 
 from __future__ import annotations
@@ -10,6 +9,8 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+
+from prime_rl.transport.to_device import to_device
 
 Values = Sequence[int] | Sequence[float] | Sequence[Sequence[int]]
 
@@ -20,15 +21,7 @@ def on_device(
     dtype: torch.dtype | None = None,
 ) -> Tensor:
     """A tensor of the values on the device."""
-    return moved(torch.tensor(values, dtype=dtype), device)
-
-
-def moved(host: Tensor, device: torch.device) -> Tensor:
-    """A copy of a host tensor on the device; the tensor itself if that is a CPU.
-
-    The allocator of pinned memory keeps the source until the copy is done.
-    """
-    return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
+    return to_device(torch.tensor(values, dtype=dtype), device)
 
 
 def fill(target: Tensor, values: Values) -> None:

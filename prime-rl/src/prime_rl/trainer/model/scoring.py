@@ -25,7 +25,7 @@ from prime_rl.trainer.lora.adapters import is_adapted
 from prime_rl.trainer.model.packed_rows import Grid, fold
 from prime_rl.trainer.model.sequence_blocks import SequenceBlocks, find_sequence_blocks
 from prime_rl.trainer.model.shared_prefixes import SHARED, PrefixTree, find_shared_prefixes
-from prime_rl.trainer.process.to_device import to_device
+from prime_rl.transport.to_device import to_device
 
 Result = TypeVar("Result")
 LogitsOf = Callable[[Tensor], Tensor]

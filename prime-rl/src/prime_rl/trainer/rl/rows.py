@@ -15,10 +15,10 @@ from prime_rl.configs.trainer import ModelConfig
 from prime_rl.trainer.kernels.fused_logprobs import fused_logprobs
 from prime_rl.trainer.kernels.lean_linear import head_product
 from prime_rl.trainer.model.scoring import LogitsOf, is_plain, logit_scale, score_tokens
-from prime_rl.trainer.process.to_device import to_device
 from prime_rl.trainer.rl.loss import sequence_lengths
 from prime_rl.trainer.rl.sequences import RowLayout
 from prime_rl.transport.messages import MicroBatch
+from prime_rl.transport.to_device import to_device
 
 AUTO_VOCAB_CHUNK = 8192
 MAX_LOGITS = 2**25

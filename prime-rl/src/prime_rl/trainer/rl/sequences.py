@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from prime_rl.trainer.process.to_device import to_device
+from prime_rl.transport.to_device import to_device
 
 
 @dataclass(frozen=True, slots=True)

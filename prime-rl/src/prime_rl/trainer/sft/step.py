@@ -19,10 +19,10 @@ from prime_rl.trainer.optim.accumulation import accumulated
 from prime_rl.trainer.optim.optimizer import clip_gradients
 from prime_rl.trainer.process.errors import DivergedError
 from prime_rl.trainer.process.parallel_dims import Mesh
-from prime_rl.trainer.process.to_device import to_device
 from prime_rl.trainer.process.world import Process, sum_over_processes
 from prime_rl.trainer.sft.data.packer import PackedRow
 from prime_rl.trainer.sft.reporting import StepStats
+from prime_rl.transport.to_device import to_device
 
 
 def train_step(state: TrainState, rows: Sequence[PackedRow], max_norm: float, mesh: Mesh) -> StepStats:

@@ -20,7 +20,8 @@ from prime_rl.inference.embedded.engine.lora import StepAdapters
 from prime_rl.inference.embedded.engine.slots import KVSlots
 from prime_rl.inference.embedded.errors import UnsupportedModel
 from prime_rl.inference.embedded.sizes import padded_tokens
-from prime_rl.inference.embedded.transfer import moved, on_device
+from prime_rl.inference.embedded.transfer import on_device
+from prime_rl.transport.to_device import to_device
 
 ATTENTION_NAME = "kv_slots"
 
@@ -52,14 +53,14 @@ class PromptBatch:
         starts = offset + torch.tensor([0, *lengths[:-1]]).cumsum(0)
         columns = torch.arange(self.width)
         sizes = torch.tensor(lengths)[:, None]
-        self.token_index = moved(starts[:, None] + columns.minimum(sizes - 1), device)
+        self.token_index = to_device(starts[:, None] + columns.minimum(sizes - 1), device)
         # Found on the host: a boolean mask on a GPU would make every layer wait for the number of its true elements.
         prompt, column = (columns < sizes).nonzero(as_tuple=True)
-        self.places = moved(prompt, device), moved(column, device)
+        self.places = to_device(prompt, device), to_device(column, device)
         """Prompt and column of each token that is not padding."""
         self.has_cached = any(num_cached)
         """Whether any prompt has cached tokens in its row."""
-        self.positions = moved(torch.tensor(num_cached)[:, None] + columns, device)
+        self.positions = to_device(torch.tensor(num_cached)[:, None] + columns, device)
         self.total = max(count + length for count, length in zip(num_cached, lengths, strict=True))
         self._visible: dict[int | None, Tensor] = {}
         self._bands: dict[int, Tensor] = {}

@@ -18,8 +18,8 @@ from torch.nn.functional import linear
 from prime_rl.inference.adapter_files import AdapterSpec, check_name, read_adapter_spec
 from prime_rl.inference.checkpoint_files import Shapes, mismatch_error
 from prime_rl.inference.embedded.engine.weights import read_weights
-from prime_rl.inference.embedded.transfer import moved
 from prime_rl.run.paths import step_of
+from prime_rl.transport.to_device import to_device
 
 Site = tuple[str, ...]
 """Module paths of the linear layers computed by one matrix product: one layer, or several with the same input."""
@@ -68,7 +68,7 @@ class StepAdapters:
         owner_N = indices.repeat_interleave(torch.tensor(lengths))
         for index, adapter in enumerate(used):
             if adapter is not None:
-                self._rows.append((adapter, moved((owner_N == index).nonzero().squeeze(1), device)))
+                self._rows.append((adapter, to_device((owner_N == index).nonzero().squeeze(1), device)))
 
     @classmethod
     def from_owners(
