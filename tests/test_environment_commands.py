@@ -22,6 +22,7 @@ from prime_rl.checks.packages import interpreter_fault
 from prime_rl.interpreters.registry import DIRECTORY_VARIABLE, Registry
 
 BROKEN = """
+import asyncio
 import itertools
 import os
 import time
@@ -63,6 +64,11 @@ def words(completion):
 async def never_ends(completion):
     while True:
         pass
+
+
+async def keeps_a_thread(completion):
+    asyncio.get_running_loop().run_in_executor(None, time.sleep, 3600)
+    return 0.0
 
 
 def leaves(completion):
@@ -146,6 +152,12 @@ def test_code_that_never_returns_or_ends_the_process_is_a_row() -> None:
     code, rows = rows_of("--args", functions("leaves"), "--rows", 1)
     assert code == 1
     assert "ended with code 7 while trying the answer 'right' in row 0" in rows["fail", "process"]
+
+
+def test_threads_that_an_environment_leaves_do_not_keep_the_check() -> None:
+    _, rows = rows_of("--args", functions("keeps_a_thread"), "--limit-s", 20, "--rows", 1)
+    assert ("fail", "process") not in rows
+    assert ("ok", "rows") in rows
 
 
 def test_packages_that_are_made_pass_their_tests(place: Path) -> None:

@@ -34,15 +34,16 @@ def main() -> None:
     config = EnvConfig.model_validate({**request["env"], "max_failed_groups": 1.0})
     report.tries("loading the environment")
     started_s = time.perf_counter()
-    try:
-        (environment,) = load_environments([config], LogConfig(vf_level="critical"), "env").values()
-        report.found("ok", "import", f"{config.id} loads in {time.perf_counter() - started_s:.1f} s")
-        asyncio.run(_check(environment, request, report))
-    except EnvironmentFault as fault:
-        report.found("fail", "import" if report.trying == "loading the environment" else "process", _plain(fault))
-    report.done()
-    # Threads of the environment must not keep the process alive.
-    os._exit(0)
+    with asyncio.Runner() as runner:
+        try:
+            (environment,) = load_environments([config], LogConfig(vf_level="critical"), "env").values()
+            report.found("ok", "import", f"{config.id} loads in {time.perf_counter() - started_s:.1f} s")
+            runner.run(_check(environment, request, report))
+        except EnvironmentFault as fault:
+            report.found("fail", "import" if report.trying == "loading the environment" else "process", _plain(fault))
+        report.done()
+        # Closing the event loop would wait for the environment's threads, which may never end.
+        os._exit(0)
 
 
 def _plain(fault: EnvironmentFault) -> str:
