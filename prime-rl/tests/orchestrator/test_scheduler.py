@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,7 @@ class Environment:
     cancelled: list[ExampleRef] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     temperatures: list[float] = field(default_factory=list)
+    seeds: list[int | None] = field(default_factory=list)
     started: asyncio.Condition = field(default_factory=asyncio.Condition)
 
     async def run_group(
@@ -53,6 +54,7 @@ class Environment:
     ) -> list[Rollout]:
         self.versions.append(version)
         self.temperatures.append(sampling_args["temperature"])
+        self.seeds.append(sampling_args.get("seed"))
         end: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
         self.running.append((example, end))
         async with self.started:
@@ -161,6 +163,28 @@ async def test_groups_start_at_most_so_often_a_minute(tmp_path: Path, pair) -> N
     assert len(environment.running) == 2
     assert scheduler.groups_in_flight > 0
     await scheduler.close()
+
+
+async def seeds_of(
+    folder: Path, outcome: Outcome, state: Mapping[str, Any] | None = None
+) -> tuple[list[int | None], dict[str, Any]]:
+    """The seeds of the groups that start for two batches, and the buffer's state after them."""
+    environment = Environment(lambda example: outcome)
+    scheduler = make_scheduler(folder, environment)
+    if state is not None:
+        scheduler.buffer.restore(state)
+    for step in range(2):
+        await scheduler.collect(step, BatchTarget(rollouts=4), ARGS | {"seed": 7})
+    state = scheduler.buffer.state(scheduler.examples_in_flight)
+    await scheduler.close()
+    return environment.seeds, state
+
+
+async def test_each_group_has_a_seed_of_its_own_also_after_a_resume(tmp_path: Path, pair) -> None:
+    first, state = await seeds_of(tmp_path / "first", pair)
+    resumed, _ = await seeds_of(tmp_path / "resumed", pair, state)
+    assert len({*first, *resumed}) == len(first) + len(resumed) >= 8
+    assert (await seeds_of(tmp_path / "again", pair))[0] == first
 
 
 async def test_each_group_goes_to_the_server_with_the_fewest(tmp_path: Path) -> None:

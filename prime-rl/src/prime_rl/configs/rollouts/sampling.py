@@ -52,7 +52,8 @@ class SamplingConfig(BaseConfig):
     """Minimum tokens per turn."""
 
     seed: Seed | None = None
-    """Seed of the sampler. None leaves it to the server."""
+    """Seed of the sampler. Each group of rollouts starts from a hash of it and of the example that was drawn, and its
+    rollouts differ. None leaves it to the server."""
 
     extra_body: dict[str, Any] = Field({})
     """Additional keys of the request body."""

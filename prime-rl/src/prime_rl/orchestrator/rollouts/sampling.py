@@ -54,14 +54,24 @@ def train_sampling_args(config: SamplingConfig, temperature: float) -> dict[str,
     }
 
 
+def seeded_for_group(sampling_args: dict[str, Any], example: ExampleRef) -> dict[str, Any]:
+    """Training `sampling_args` for a group of rollouts of `example`, with a seed of the group's own if they have one.
+
+    The chat channel counts up from it. Channels to other servers and of other processes count on their own, and all
+    start again with the run: from one seed for all groups, they would draw the same random numbers for many of them.
+    """
+    if "seed" not in sampling_args:
+        return sampling_args
+    return {**sampling_args, "seed": _hashed(sampling_args["seed"], example.env, example.row, example.draw)}
+
+
 def rollout_seed(seed: int, example: ExampleRef, attempt: int) -> int:
     """The seed of one rollout of an evaluation, from 0 to 2**31 - 1: the same in every process and on every machine.
 
     Every rollout has its own. With one seed for an attempt at all examples, engines would draw the same random numbers
     for all of them, and a mean over examples would vary almost as much as a single rollout.
     """
-    identity = json.dumps([seed, example.env, example.row, attempt])
-    return int.from_bytes(hashlib.blake2b(identity.encode(), digest_size=4).digest()) >> 1
+    return _hashed(seed, example.env, example.row, attempt)
 
 
 def eval_sampling_args(config: EvalSamplingConfig, example: ExampleRef, attempt: int) -> dict[str, Any]:
@@ -81,6 +91,10 @@ def eval_sampling_args(config: EvalSamplingConfig, example: ExampleRef, attempt:
         named["seed"] = rollout_seed(config.seed, example, attempt)
         extra[EXACT_SEED] = True
     return {**named, "extra_body": {**config.extra_body, **extra}}
+
+
+def _hashed(*identity: int | str | None) -> int:
+    return int.from_bytes(hashlib.blake2b(json.dumps(identity).encode(), digest_size=4).digest()) >> 1
 
 
 def _set(**values: Any) -> dict[str, Any]:

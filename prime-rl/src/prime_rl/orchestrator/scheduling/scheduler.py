@@ -14,6 +14,7 @@ from prime_rl.orchestrator.batches.batch import BatchTarget
 from prime_rl.orchestrator.env_servers.failures import reason_of
 from prime_rl.orchestrator.errors import EnvironmentFault, TooManyFailures
 from prime_rl.orchestrator.rollouts.rollout import ExampleRef, Group, Rollout
+from prime_rl.orchestrator.rollouts.sampling import seeded_for_group
 from prime_rl.orchestrator.scheduling.buffer import Buffer
 from prime_rl.orchestrator.scheduling.staleness import Staleness
 from prime_rl.orchestrator.servers.policy import Policy
@@ -287,6 +288,7 @@ class Scheduler:
             await self._limiter.acquire()
         group.version = self.policy.version
         environment = self.environments[group.example.env]
+        sampling_args = seeded_for_group(sampling_args, group.example)
         return await environment.run_group(
             group.example, self.limits.group_size, group.server, sampling_args, group.version
         )

@@ -148,7 +148,7 @@ class Service:
         return GenerationRequest(
             prompt=tuple(prompt),
             params=params,
-            seed=body.seed if body.seed is not None else self.seeds.getrandbits(62),
+            seed=body.seed if body.seed is not None else self._next_seed(prompt),
             n=body.n,
             eos_token_ids=self.text.eos_token_ids,
             adapter=self.adapter(body.model),
@@ -157,6 +157,10 @@ class Service:
                 self.text.stop_matcher(stops, body.skip_special_tokens) for _ in range(body.n if stops else 0)
             ],
         )
+
+    def _next_seed(self, prompt: Sequence[int]) -> int:
+        """Depends on the prompt too: servers of a run, and all its starts, generate the same numbers in turn."""
+        return self.seeds.getrandbits(62) ^ (hash(tuple(prompt)) & (1 << 62) - 1)
 
     def _max_new_tokens(self, prompt: Sequence[int]) -> int:
         remaining = self.model.max_model_len - len(prompt)
