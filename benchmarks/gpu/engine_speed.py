@@ -4,12 +4,16 @@ decoding uses.
 Every decoded token of a batch needs the weights once: bytes per step = weights + keys and values read. The bound is
 the bandwidth of a copy on this GPU, measured in this run. The time of decoding is that of a long run minus that of one
 of the same prompts with few tokens; `tokens_per_s` is that of the long run with its prefill.
+
+Two more rows for each shape, with graphs: all samples with a LoRA adapter, and samples of different lengths that arrive
+one by one as others finish, as in RL, with and without prompts that join together.
 """
 
 from __future__ import annotations
 
 import tempfile
 import time
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,11 +24,14 @@ from profile_summary import shares_of_step
 from shapes import SHAPES, model_dir
 
 from prime_rl.inference.embedded.engine.engine import Engine
-from prime_rl.inference.embedded.engine.generation import GenerationRequest, SamplingParams
+from prime_rl.inference.embedded.engine.generation import Generation, GenerationRequest, SamplingParams
+from prime_rl.inference.embedded.engine.lora import Adapter, AdapterLimits, LowRank
 from prime_rl.inference.embedded.engine.model import ModelRunner, load_model
 from prime_rl.inference.embedded.engine.scheduler import Limits
+from prime_rl.inference.embedded.startup import STEPS_WITHOUT_PROMPTS
 
 PROMPT_TOKENS = 128
+ADAPTER_RANK = 16
 
 
 def main(findings: Findings) -> None:
@@ -40,6 +47,10 @@ def main(findings: Findings) -> None:
                     f"{shape}, {'eager' if eager else 'graphs'}",
                     lambda shape=shape, eager=eager: measured(shape, Path(scratch), sizes, eager, bandwidth, findings),
                 )
+            findings.attempt(
+                f"{shape}, adapter and arrivals",
+                lambda shape=shape: as_in_rl(shape, Path(scratch), sizes, findings),
+            )
 
 
 @dataclass(frozen=True)
@@ -77,6 +88,59 @@ def measured(
     return is_right, f"{len(sizes.batches)} batch sizes" if is_right else "no graphs: the log of this part says why"
 
 
+def as_in_rl(shape: str, scratch: Path, sizes: Sizes, findings: Findings) -> tuple[bool, str]:
+    """Decode with an adapter, and answer samples that arrive one by one."""
+    directory = model_dir(shape, scratch, findings.device)
+    model, source = load_model(str(directory), "bfloat16", torch.device(findings.device))
+    runner = ModelRunner(model, (1 if findings.is_tiny else 16) << 30, source)
+    adapter = random_adapter(runner)
+    batch = sizes.batches[len(sizes.batches) // 2]
+    with Engine(runner, Limits(max_running=batch)).in_thread() as engine:
+        generate(engine, shape, batch, sizes.new_tokens, adapter)
+        seconds = generate(engine, shape, batch, sizes.new_tokens, adapter)
+    findings.row(
+        shape=shape, decoding="adapter", batch=batch, tokens_per_s=round(batch * sizes.new_tokens / seconds, 1)
+    )
+    for waiting in (0, STEPS_WITHOUT_PROMPTS):
+        with Engine(runner, Limits(max_running=batch, steps_without_prompts=waiting)).in_thread() as engine:
+            arriving(engine, shape, batch, sizes.new_tokens)
+            tokens_per_s = arriving(engine, shape, batch, sizes.new_tokens)
+        decoding = f"arriving, joining every {waiting + 1} steps"
+        findings.row(shape=shape, decoding=decoding, batch=batch, tokens_per_s=round(tokens_per_s, 1))
+    return True, f"{batch} samples at once"
+
+
+def random_adapter(runner: ModelRunner) -> Adapter:
+    """A LoRA adapter on all linear layers that are computed apart from others, whose update is small but not zero."""
+    store = runner.adapter_store("base", AdapterLimits(1, ADAPTER_RANK))
+    like = {"device": runner.device, "dtype": store.dtype}
+    layers = {}
+    for site in store.sites:
+        shapes = [store.base[f"{path}.weight"] for path in site]
+        num_outputs, num_inputs = sum(shape[0] for shape in shapes), shapes[0][1]
+        rank = ADAPTER_RANK * len(site)
+        down = torch.randn(rank, num_inputs, **like) / num_inputs**0.5
+        layers[site] = LowRank(down, 1e-3 * torch.randn(num_outputs, rank, **like))
+    return Adapter("random", runner.weights_dir or Path(), 1, layers)
+
+
+def arriving(engine: Engine, shape: str, batch: int, most_tokens: int) -> float:
+    """Tokens per second of `4 * batch` samples of an eighth to all of `most_tokens` tokens, `batch` of them at once."""
+    generator = torch.Generator().manual_seed(batch)
+    size = 4 * batch, PROMPT_TOKENS
+    prompts = torch.randint(0, SHAPES[shape]["vocab_size"], size, generator=generator).tolist()
+    lengths = torch.randint(max(1, most_tokens // 8), most_tokens + 1, (len(prompts),), generator=generator).tolist()
+    started_s = time.perf_counter()
+    pending: set[Future[Generation]] = set()
+    for index, (prompt, length) in enumerate(zip(prompts, lengths, strict=True)):
+        if len(pending) == batch:
+            _, pending = wait(pending, return_when=FIRST_COMPLETED)
+        params = SamplingParams(max_tokens=length, min_tokens=length)
+        pending.add(engine.submit(GenerationRequest(prompt=tuple(prompt), params=params, seed=index)))
+    wait(pending)
+    return sum(lengths) / (time.perf_counter() - started_s)
+
+
 def timed(engine: Engine, shape: str, batch: int, sizes: Sizes) -> dict[str, float]:
     """Tokens per second with prefill, and the time of a step that only decodes."""
     few_s = generate(engine, shape, batch, sizes.few_tokens)
@@ -90,14 +154,14 @@ def timed(engine: Engine, shape: str, batch: int, sizes: Sizes) -> dict[str, flo
     }
 
 
-def generate(engine: Engine, shape: str, batch: int, new_tokens: int) -> float:
+def generate(engine: Engine, shape: str, batch: int, new_tokens: int, adapter: Adapter | None = None) -> float:
     """Seconds for `batch` samples, prefill included."""
     generator = torch.Generator().manual_seed(batch)
     prompts = torch.randint(0, SHAPES[shape]["vocab_size"], (batch, PROMPT_TOKENS), generator=generator).tolist()
     params = SamplingParams(max_tokens=new_tokens, min_tokens=new_tokens)
     engine.pause().result()
     futures = [
-        engine.submit(GenerationRequest(prompt=tuple(prompt), params=params, seed=index))
+        engine.submit(GenerationRequest(prompt=tuple(prompt), params=params, seed=index, adapter=adapter))
         for index, prompt in enumerate(prompts)
     ]
     started_s = time.perf_counter()

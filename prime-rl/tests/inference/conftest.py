@@ -185,6 +185,27 @@ def small_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]
     return directory_of
 
 
+@pytest.fixture(scope="session")
+def adapter_of() -> Callable[..., Path]:
+    """Saves a random PEFT adapter of a base model in a directory, and returns the directory."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    @torch.no_grad()
+    def saved(base: Path, directory: Path, seed: int, targets: list[str] | str = "all-linear", rank: int = 4) -> Path:
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+            peft = get_peft_model(model, LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=targets))
+            for name, parameter in peft.named_parameters():
+                if "lora_B" in name:  # not zero, as in a trained adapter
+                    parameter.normal_(std=0.3)
+            peft.save_pretrained(directory)
+        return directory
+
+    return saved
+
+
 @pytest.fixture(scope="session", params=["embedded", pytest.param("vllm", marks=pytest.mark.vllm)])
 def engine(request: pytest.FixtureRequest) -> str:
     return request.param

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import PeftModel
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -21,7 +22,7 @@ from transformers import AutoModelForCausalLM
 from prime_rl.inference.embedded.cuda.decode_graphs import Compute, DecodeGraphs
 from prime_rl.inference.embedded.engine.engine import Engine
 from prime_rl.inference.embedded.engine.generation import Completion, GenerationRequest, SamplingParams
-from prime_rl.inference.embedded.engine.lora import Adapter
+from prime_rl.inference.embedded.engine.lora import Adapter, AdapterLimits
 from prime_rl.inference.embedded.engine.model import ModelRunner, load_model
 from prime_rl.inference.embedded.engine.weights import read_weights
 
@@ -93,8 +94,9 @@ def replaying(directory: Path, recorder: Any = None, budget_bytes: int = 1 << 30
 class Batch:
     """Running sequences, of which every decoded position's logits are kept."""
 
-    def __init__(self, runner: ModelRunner) -> None:
+    def __init__(self, runner: ModelRunner, adapter: Adapter | None = None) -> None:
         self.runner = runner
+        self.adapter = adapter
         self.rows: list[list[int]] = []
         self.logits: list[dict[int, Tensor]] = []
         self.ended: list[tuple[list[int], dict[int, Tensor]]] = []
@@ -105,7 +107,7 @@ class Batch:
         self.rows += [list(prompt) for prompt in prompts]
         self.logits += [{} for _ in prompts]
         self.runner.slots.reserve(len(self.rows), max(map(len, self.rows)))
-        self.runner.forward([], prompts, list(range(first, len(self.rows))))
+        self.runner.forward([], prompts, list(range(first, len(self.rows))), adapters=[self.adapter] * len(prompts))
         for row in self.rows[first:]:
             row.append((row[-1] * 5 + 3) % VOCAB)
 
@@ -117,7 +119,7 @@ class Batch:
     def decode(self, times: int = 1) -> None:
         for _ in range(times):
             self.runner.slots.reserve(len(self.rows), max(map(len, self.rows)))
-            logits, _ = self.runner.forward(self.rows, [], [])
+            logits, _ = self.runner.forward(self.rows, [], [], adapters=[self.adapter] * len(self.rows))
             for row, kept, own in zip(self.rows, self.logits, logits, strict=True):
                 kept[len(row) - 1] = own.clone()
                 row.append(int(own.argmax()))
@@ -220,17 +222,52 @@ def test_padding_touches_no_sequence(small_model) -> None:
         assert own <= changed <= own | padding
 
 
-def test_prompts_and_adapters_are_not_replayed(small_model) -> None:
+def test_steps_with_prompts_or_different_adapters_are_not_replayed(small_model) -> None:
     runner, graphs = replaying(small_model("qwen2"))
     runner.slots.reserve(2, 8)
     adapter = Adapter("some", Path(), 1, {})
     for _ in range(3):
         runner.forward([[1, 2]], [[3, 4]], [1])
-        runner.forward([[1, 2]], [], [], adapters=[adapter])
+        runner.forward([[1, 2], [3, 4]], [], [], adapters=[adapter, None])
     assert graphs.num_recorded == graphs.num_replayed == 0
     for _ in range(3):
         runner.forward([[1, 2]], [], [], adapters=[None])
     assert (graphs.num_recorded, graphs.num_replayed) == (1, 2)
+
+
+@torch.no_grad()
+def merged(base: Path, adapter: Path) -> Path:
+    """The base model with an adapter merged into its weights."""
+    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), adapter)
+    model.merge_and_unload().save_pretrained(adapter / "merged")
+    return adapter / "merged"
+
+
+@pytest.mark.parametrize("name", ["qwen3_with_tied_head", "llama"])
+def test_replayed_steps_compute_with_an_adapters_newest_version(name, small_model, adapter_of, tmp_path) -> None:
+    base = small_model(name)
+    runner, graphs = replaying(base)
+    store = runner.adapter_store("base", AdapterLimits(max_loaded=2, max_rank=8))
+    runner.slots.reserve(16, 128)
+
+    def decode_with(adapter: Adapter | None, reference: Path) -> int:
+        """Compare 6 decoded steps with the reference, and return the number of recorded steps so far."""
+        batch = Batch(runner, adapter)
+        batch.join(*[prompt_of(number, 20) for number in range(4)])
+        batch.decode(6)
+        batch.assert_equals_transformers(reference)
+        return graphs.num_recorded
+
+    first, second, other = (adapter_of(base, tmp_path / str(seed), seed) for seed in range(3))
+    for directory in (first, second):
+        mine = store.load("mine", directory)
+        assert decode_with(mine, merged(base, directory)) == 1, "a new version is read where the old one was"
+    assert decode_with(None, base) == 2
+    assert decode_with(store.load("other", other), merged(base, other)) == 3
+    assert decode_with(mine, second / "merged") == 3
+    wider = adapter_of(base, tmp_path / "wider", 3, rank=8)
+    assert decode_with(store.load("mine", wider), merged(base, wider)) == 4, "another rank lies elsewhere"
+    assert graphs.num_replayed > 20
 
 
 def test_a_model_that_transformers_computes_is_not_recorded(small_model) -> None:

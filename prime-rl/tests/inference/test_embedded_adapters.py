@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -27,20 +27,6 @@ ARCHITECTURES = ("qwen3", "qwen2", "llama", "mistral_with_window", "qwen3_moe", 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 ALL = [*ATTENTION, "gate_proj", "up_proj", "down_proj"]
 PROMPTS = [tuple((5 + 7 * index + place) % 64 for place in range(2 + 3 * index)) for index in range(4)]
-
-
-@torch.no_grad()
-def adapter_of(base: Path, directory: Path, seed: int, targets: list[str], rank: int = 4) -> Path:
-    """A PEFT adapter whose B is not zero, like a trained one."""
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-        peft = get_peft_model(model, LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=targets))
-        for name, parameter in peft.named_parameters():
-            if "lora_B" in name:
-                parameter.normal_(std=0.3)
-        peft.save_pretrained(directory)
-    return directory
 
 
 def reference(base: Path, adapter: Path | None) -> torch.nn.Module:
@@ -79,7 +65,7 @@ def qwen3(small_model: Callable[..., Path]) -> Path:
 
 
 @pytest.fixture(scope="module")
-def adapters(qwen3: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+def adapters(qwen3: Path, adapter_of: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """Two adapters with different ranks and targets, in directories step_1 and step_2."""
     parent = tmp_path_factory.mktemp("broadcasts")
     return [
@@ -89,7 +75,9 @@ def adapters(qwen3: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path
 
 
 @pytest.mark.parametrize(("name", "max_in_batch"), [*((name, 2) for name in ARCHITECTURES), ("qwen3", 1)])
-def test_a_batch_of_the_base_and_of_two_adapters_equals_peft(name, max_in_batch, small_model, tmp_path) -> None:
+def test_a_batch_of_the_base_and_of_two_adapters_equals_peft(
+    name, max_in_batch, small_model, adapter_of, tmp_path
+) -> None:
     base = small_model(name)
     targets = ATTENTION if name == "qwen3_moe" else ALL
     paths = {
@@ -202,7 +190,9 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_an_adapter_that_does_not_fit_is_refused_and_the_old_version_stays(fault, qwen3, adapters, tmp_path) -> None:
+def test_an_adapter_that_does_not_fit_is_refused_and_the_old_version_stays(
+    fault, qwen3, adapters, adapter_of, tmp_path
+) -> None:
     break_it, message = FAULTS[fault]
     broken = adapter_of(qwen3, tmp_path / "step_5", seed=5, targets=ALL)
     break_it(broken)

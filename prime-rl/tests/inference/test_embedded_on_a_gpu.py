@@ -14,6 +14,7 @@ from prime_rl.inference.embedded.cuda.decode_graphs import Compute
 from prime_rl.inference.embedded.cuda.recorder import CudaRecorder
 from prime_rl.inference.embedded.engine.engine import Engine
 from prime_rl.inference.embedded.engine.generation import Completion, GenerationRequest, SamplingParams
+from prime_rl.inference.embedded.engine.lora import Adapter, AdapterLimits
 from prime_rl.inference.embedded.engine.model import ModelRunner, load_model
 from prime_rl.inference.embedded.engine.scheduler import Limits
 
@@ -37,12 +38,17 @@ def running(runner: ModelRunner) -> Iterator[Engine]:
         yield engine
 
 
-def answers(engine: Engine, temperature: float = 0.0) -> list[Completion]:
+def answers(engine: Engine, temperature: float = 0.0, adapter: Adapter | None = None) -> list[Completion]:
     """Completions of different lengths, so that the batch shrinks row by row."""
     engine.pause().result()
     futures = [
         engine.submit(
-            GenerationRequest(prompt, SamplingParams(max_tokens=20 + 5 * index, temperature=temperature), seed=index)
+            GenerationRequest(
+                prompt,
+                SamplingParams(max_tokens=20 + 5 * index, temperature=temperature),
+                seed=index,
+                adapter=adapter,
+            )
         )
         for index, prompt in enumerate(PROMPTS)
     ]
@@ -109,6 +115,24 @@ def test_recorded_steps_compute_with_the_newest_weights(small_model, tmp_path) -
         engine.update_weights(newer).result()
         found = answers(engine)
     assert_same(found, expected)
+
+
+def test_recorded_steps_compute_with_the_newest_version_of_an_adapter(small_model, adapter_of, tmp_path) -> None:
+    base = small_model("qwen3_with_tied_head")
+    versions = [adapter_of(base, tmp_path / f"step_{seed}", seed) for seed in (1, 2)]
+
+    def answers_of(runner: ModelRunner) -> list[list[Completion]]:
+        store = runner.adapter_store("base", AdapterLimits(max_loaded=1, max_rank=4))
+        with running(runner) as engine:
+            return [answers(engine, adapter=store.load("mine", directory)) for directory in versions]
+
+    runner = runner_of(base)
+    found, expected = answers_of(runner), answers_of(runner_of(base, enforce_eager=True))
+    assert runner.graphs is not None
+    assert runner.graphs.num_replayed > 200
+    assert found[0] != found[1]
+    for one, other in zip(found, expected, strict=True):
+        assert_same(one, other)
 
 
 class Waiting(CudaRecorder):

@@ -3,8 +3,8 @@ takes longer than computing it.
 
 A recorded step has a fixed shape and reads its inputs from fixed memory. Running sequences are padded to one of a few
 numbers of rows, and attention reads one of a few numbers of tokens. Everything else in a step follows from token ids
-and positions, on the device. Weights are replaced in place, so that recorded steps stay right; slots that grow move,
-which drops them all.
+and positions, on the device. All sequences of a recorded step have the same adapter, or none. Weights and adapters are
+replaced in place, so that recorded steps stay right; slots that grow move, which drops them all.
 Shapes: B rows, H hidden size.
 """
 
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from prime_rl.inference.embedded.cpu.fused import FusedDecoder
 from prime_rl.inference.embedded.engine.attention import SlotStep
+from prime_rl.inference.embedded.engine.lora import Adapter, Layers, StepAdapters
 from prime_rl.inference.embedded.engine.slots import KVSlots
 from prime_rl.inference.embedded.errors import first_line
 from prime_rl.inference.embedded.sizes import rounded_up
@@ -40,6 +41,7 @@ Compute = Callable[[], Tensor]
 """Computes a result from inputs in fixed memory."""
 Shape = tuple[int, int]
 """Number of rows, and number of tokens that attention reads of each."""
+_Key = tuple[Shape, Adapter | None]
 
 
 class Recorder(Protocol):
@@ -61,10 +63,11 @@ class StaticStep:
     that gets such a row later overwrites this position before it reads it.
     """
 
-    def __init__(self, decoder: FusedDecoder, slots: KVSlots, shape: Shape) -> None:
+    def __init__(self, decoder: FusedDecoder, slots: KVSlots, shape: Shape, adapter: Adapter | None = None) -> None:
         self._decoder = decoder
         self._slots = slots
         self._rows, self._length = shape
+        self._adapters = StepAdapters.from_owners([adapter], [self._rows], slots.device)
         self._inputs = torch.zeros(2, self._rows, dtype=torch.long, device=slots.device)
 
     def load(self, tokens: SequenceOf[int], positions: SequenceOf[int]) -> None:
@@ -75,7 +78,7 @@ class StaticStep:
     def compute(self) -> Tensor:
         """Store the tokens' keys and values, and return the last layer's hidden states [B, H]."""
         tokens, positions = self._inputs.unbind()
-        step = SlotStep(self._slots, positions, None, decode_length=self._length)
+        step = SlotStep(self._slots, positions, None, self._adapters, decode_length=self._length)
         return self._decoder.hidden(step, tokens, positions)
 
 
@@ -83,10 +86,12 @@ class StaticStep:
 class _Recorded:
     step: StaticStep
     replay: Compute
+    layers: Layers | None
+    """The tensors of the adapter that the step reads; None without an adapter."""
 
 
 class DecodeGraphs:
-    """The recorded steps of a model. A shape is recorded when it occurs for the second time."""
+    """The recorded steps of a model. A shape is recorded when it occurs for the second time, for each adapter."""
 
     def __init__(self, decoder: FusedDecoder, slots: KVSlots, recorder: Recorder) -> None:
         self.most_graphs = MOST_GRAPHS
@@ -98,23 +103,27 @@ class DecodeGraphs:
         self._slots = slots
         self._recorder = recorder
         self._generation = slots.generation
-        self._recorded: OrderedDict[Shape, _Recorded] = OrderedDict()
-        self._asked: Counter[Shape] = Counter()
+        self._recorded: OrderedDict[_Key, _Recorded] = OrderedDict()
+        self._asked: Counter[_Key] = Counter()
 
-    def hidden(self, tokens: SequenceOf[int], positions: SequenceOf[int]) -> Tensor | None:
+    def hidden(
+        self, tokens: SequenceOf[int], positions: SequenceOf[int], adapter: Adapter | None = None
+    ) -> Tensor | None:
         """Hidden states [B, H] of the running sequences' last tokens; None if the step is to be computed without.
 
-        The result is valid until the next call.
+        `adapter` is that of all sequences. The result is valid until the next call.
         """
         if self.is_off:
             return None
         if self._slots.generation != self._generation:
             self._clear()
-        shape = self.shape_of(len(tokens), max(positions) + 1)
-        recorded = self._recorded.get(shape) or self._record(shape, tokens, positions)
+        key = self.shape_of(len(tokens), max(positions) + 1), adapter
+        recorded = self._recorded.get(key)
+        if recorded is None or recorded.layers is not _layers_of(adapter):
+            recorded = self._record(key, tokens, positions)
         if recorded is None:
             return None
-        self._recorded.move_to_end(shape)
+        self._recorded.move_to_end(key)
         recorded.step.load(tokens, positions)
         self.num_replayed += 1
         return recorded.replay()[: len(tokens)]
@@ -128,15 +137,16 @@ class DecodeGraphs:
         padded = 1 << (rows - 1).bit_length() if rows <= _ROW_STEP else rounded_up(rows, _ROW_STEP, 8)
         return min(padded, self._slots.rows), min(rounded_up(length, _LENGTH_STEP, 4), self._slots.length)
 
-    def _record(self, shape: Shape, tokens: SequenceOf[int], positions: SequenceOf[int]) -> _Recorded | None:
+    def _record(self, key: _Key, tokens: SequenceOf[int], positions: SequenceOf[int]) -> _Recorded | None:
         """Record a shape that occurs again, and compare its first replay with an ordinary computation."""
-        self._asked[shape] += 1
-        if self._asked[shape] == 1:
+        shape, adapter = key
+        self._asked[key] += 1
+        if self._asked[key] == 1:
             return None
         if not self._recorder.has_room():
-            self._asked[shape] = 0
+            self._asked[key] = 0
             return None
-        step = StaticStep(self._decoder, self._slots, shape)
+        step = StaticStep(self._decoder, self._slots, shape, adapter)
         try:
             step.load(tokens, positions)
             expected = step.compute()[: len(tokens)]
@@ -155,14 +165,18 @@ class DecodeGraphs:
         while len(self._recorded) >= self.most_graphs:
             oldest, _ = self._recorded.popitem(last=False)
             del self._asked[oldest]
-        self._recorded[shape] = _Recorded(step, replay)
-        return self._recorded[shape]
+        self._recorded[key] = _Recorded(step, replay, _layers_of(adapter))
+        return self._recorded[key]
 
     def _clear(self) -> None:
         self._generation = self._slots.generation
         self._recorded.clear()
         self._asked.clear()
         self._recorder.forget()
+
+
+def _layers_of(adapter: Adapter | None) -> Layers | None:
+    return None if adapter is None else adapter.layers
 
 
 def _is_close(found: Tensor, expected: Tensor) -> bool:

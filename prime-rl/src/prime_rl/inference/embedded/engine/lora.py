@@ -41,6 +41,9 @@ class LowRank:
         return cls(down_RI, torch.block_diag(*(update.up_OR for update in updates)))
 
 
+Layers = dict[Site, LowRank]
+
+
 @dataclass(slots=True, eq=False)
 class Adapter:
     """A loaded adapter. Requests keep a reference; loading a new version updates its fields between decode steps."""
@@ -48,7 +51,7 @@ class Adapter:
     name: str
     directory: Path
     version: int
-    layers: dict[Site, LowRank]
+    layers: Layers
     is_loaded: bool = True
     """False once the base weights have been replaced; requests with this adapter then fail."""
 
@@ -155,7 +158,8 @@ class AdapterStore:
             self.loaded = {**self.loaded, name: adapter}
         else:
             adapter.version = adapter.version + 1 if step is None else step
-            adapter.directory, adapter.layers = directory, layers
+            adapter.directory = directory
+            _replace(adapter, layers)
         return adapter
 
     def unload_all(self) -> None:
@@ -164,7 +168,7 @@ class AdapterStore:
             adapter.is_loaded = False
         self.loaded = {}
 
-    def _read(self, directory: Path, spec: AdapterSpec) -> dict[Site, LowRank]:
+    def _read(self, directory: Path, spec: AdapterSpec) -> Layers:
         known = {path for site in self.sites for path in site}
         if odd := [path for path in spec.paths if path not in known]:
             raise mismatch_error(directory, f"adapters on {odd[0]} are not supported")
@@ -182,3 +186,19 @@ class AdapterStore:
 
     def _to_device(self, change: LowRank) -> LowRank:
         return LowRank(*(tensor.to(self.device, self.dtype) for tensor in (change.down_RI, change.up_OR)))
+
+
+@torch.inference_mode()
+def _replace(adapter: Adapter, layers: Layers) -> None:
+    """Give an adapter new tensors: in place if they have the shapes of the old, because captured graphs read those."""
+    old = adapter.layers
+    pairs = [
+        (mine, new)
+        for site in old.keys() & layers.keys()
+        for mine, new in ((old[site].down_RI, layers[site].down_RI), (old[site].up_OR, layers[site].up_OR))
+    ]
+    if old.keys() != layers.keys() or any(mine.shape != new.shape for mine, new in pairs):
+        adapter.layers = layers
+        return
+    for mine, new in pairs:
+        mine.copy_(new)

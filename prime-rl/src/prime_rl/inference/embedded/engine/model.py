@@ -142,9 +142,10 @@ class ModelRunner:
 
     def _replayed(self, tokens: list[int], positions: list[int], adapters: SequenceOf[Adapter | None]) -> Tensor | None:
         """Logits [B, V] of a step that only decodes; None if it is not replayed."""
-        if self._fused is None or self.graphs is None or any(adapter is not None for adapter in adapters):
+        used = set(adapters) or {None}
+        if self._fused is None or self.graphs is None or len(used) > 1:
             return None
-        hidden = self.graphs.hidden(tokens, positions)
+        hidden = self.graphs.hidden(tokens, positions, *used)
         return None if hidden is None else self._fused.head(hidden)
 
     def _common_start(self, origins: SequenceOf[Origin | None]) -> CommonStart | None:

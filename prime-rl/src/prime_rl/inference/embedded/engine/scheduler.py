@@ -27,6 +27,9 @@ class Limits:
     """Maximum number of different adapters in the running batch; sequences with another adapter wait."""
     max_prefix_bytes: int = 0
     """Size of the prefix cache in bytes; 0 disables it."""
+    steps_without_prompts: int = 0
+    """Number of steps that only decode after all waiting prompts that fit have joined. Prompts that arrive meanwhile
+    join together: a step with prompts cannot be replayed as a captured graph, and takes several times as long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +55,8 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self._numbers = itertools.count()
+        self._steps_to_wait = 0
+        """Number of steps that only decode before prompts may join."""
         self.has_aborted = False
         """Set by any thread when a request is cancelled or has failed."""
 
@@ -87,6 +92,9 @@ class Scheduler:
 
     def admit(self) -> PrefillBatch:
         """Move sequences from the queue to the batch, within the limits on rows, memory and prefill tokens."""
+        if self.running and self._steps_to_wait:
+            self._steps_to_wait -= 1
+            return PrefillBatch([], [], [], [])
         sequences: list[Sequence] = []
         leaders: list[int] = []
         source: list[int] = []
@@ -95,6 +103,7 @@ class Scheduler:
         before = list(self.running)
         longest = max((len(sequence.tokens) for sequence in before), default=0)
         width = 0
+        more_fit = False
         while self.waiting and len(self.running) < self.limits.max_running:
             sequence = self.waiting[0]
             longest = max(longest, len(sequence.tokens))
@@ -106,7 +115,8 @@ class Scheduler:
             if key not in leader_of:
                 match = self.prefixes.find(sequence, before)
                 width = max(width, len(sequence.tokens) - (match.length if match else 0))
-                if leaders and width * (len(leaders) + 1) > self.limits.max_prefill_tokens:
+                more_fit = bool(leaders) and width * (len(leaders) + 1) > self.limits.max_prefill_tokens
+                if more_fit:
                     break
                 leader_of[key] = len(leaders)
                 leaders.append(len(sequences))
@@ -117,6 +127,8 @@ class Scheduler:
         self._reserve_rows(
             sequences, [(len(before) + leader, match) for leader, match in zip(leaders, matches, strict=True)]
         )
+        if sequences and not more_fit:
+            self._steps_to_wait = self.limits.steps_without_prompts
         return PrefillBatch(sequences, leaders, source, [match.length if match else 0 for match in matches])
 
     def _reserve_rows(self, sequences: list[Sequence], matches: list[tuple[int, Match | None]]) -> None:
