@@ -22,6 +22,7 @@ LLAMA: dict[str, Any] = {
 }
 WIDE = LLAMA | {"vocab_size": 16000}
 QWEN3 = LLAMA | {"model_type": "qwen3", "tie_word_embeddings": True, "num_key_value_heads": 1, "vocab_size": 12000}
+HEADS = LLAMA | {"num_attention_heads": 32, "intermediate_size": 128}
 MOE = LLAMA | {
     "model_type": "qwen3_moe",
     "num_experts": 8,
@@ -58,11 +59,13 @@ def grid() -> Iterator[Case]:
     both = [
         Case("llama"),
         Case("llama, 1024 tokens", seq_len=1024),
+        Case("llama, 4096 tokens", seq_len=4096),
         Case("llama, 2 x 512 tokens", micro_batch=2),
         Case("llama, 128 tokens", seq_len=128),
         Case("llama, 10 layers", LLAMA | {"num_hidden_layers": 10}),
         Case("llama, wide mlp", LLAMA | {"intermediate_size": 1024}),
         Case("llama, heads of 64, no groups", LLAMA | {"head_dim": 64, "num_key_value_heads": 4}),
+        Case("llama, 32 heads, narrow mlp, 2048 tokens", HEADS, seq_len=2048),
         Case("llama, tied", LLAMA | {"tie_word_embeddings": True}),
         Case("llama, 100k vocabulary", LLAMA | {"vocab_size": 100_000, "hidden_size": 64}),
         Case("qwen3", QWEN3),

@@ -108,7 +108,7 @@ def main() -> int:
         result = compare(case, args.device)
         errors.append(abs(result.error))
         print(result.row, flush=True)
-    print(f"\n{len(errors)} cases: median {statistics.median(errors):.1%}, worst {max(errors):.1%}")
+    print(f"\n{len(errors)} cases: median {statistics.median(errors):.2%}, worst {max(errors):.1%}")
     return int(max(errors) > args.worst_percent / 100)
 
 

@@ -14,7 +14,7 @@ from prime_rl.trainer.process.parallel_dims import Mesh
 
 sys.path[:0] = [str(Path(__file__).parents[3] / "benchmarks" / "memory")]
 
-from cases import LLAMA, Case  # noqa: E402
+from cases import HEADS, LLAMA, Case  # noqa: E402
 from estimate import compared  # noqa: E402
 
 TINY = LLAMA | {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 2, "vocab_size": 1000}
@@ -32,6 +32,7 @@ BFLOAT16 = {"compute_dtype": "bfloat16"}
         Case("as on a GPU, an adapter of the head", TINY, seq_len=384, settings=BFLOAT16 | {"lora": HEAD}),
         Case("as on a GPU, rl", TINY, kind="rl", seq_len=384),
         Case("on a CPU", as_on_gpu=False),
+        Case("on a CPU, mostly attention", HEADS, as_on_gpu=False, seq_len=2048),
         Case("on a CPU, adapters", WIDE, as_on_gpu=False, settings={"lora": {"rank": 8}}),
     ],
     ids=lambda case: case.name,

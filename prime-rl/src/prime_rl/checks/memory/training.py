@@ -27,6 +27,10 @@ STATES = {"adamw": 2, "muon": 2, "sgd": 1}
 _OFFLOAD_SLICE_BYTES = 2**30
 _KEPT_WHOLE_BYTES = 2**30
 """RL accumulates unsharded gradients up to this size."""
+_BLOCK_QUERIES, _BLOCK_SCORES = 128, 2**24
+"""Limits of a block of one sequence, as in `trainer/model/sequence_blocks.py`."""
+_BLOCK_RESULTS = 3
+"""Probabilities, their gradients and those of the scores."""
 _INFLIGHT_BLOCKS = 2
 """Gathered blocks: the one that runs, and the next one."""
 
@@ -199,12 +203,19 @@ def _in_backward(training: Training) -> Parts:
 
 
 def _attention_temporaries(training: Training) -> int:
-    """Scores of the longest sequence, which our backward pass for CPUs computes; elsewhere a float32 gradient."""
-    heads, length = training.shape.heads, training.seq_len
-    if training.device == "cpu":
-        half = 0 if training.compute_bytes == 4 else 2
-        return heads * length * length * (2 * 4 + half)
-    return heads * training.row_tokens * (4 * training.shape.key_dim + 4)
+    """A float32 gradient; on a CPU the gradients of queries, keys and values, and what a block of queries computes.
+
+    See `trainer/kernels/blocked_attention.py`. The estimate is of a row that is one sequence: shorter ones need less.
+    """
+    shape, size = training.shape, training.compute_bytes
+    heads, length = shape.heads, training.seq_len
+    if training.device == "cuda":
+        return heads * training.row_tokens * (4 * shape.key_dim + 4)
+    queries = min(length, _BLOCK_QUERIES, max(1, _BLOCK_SCORES // (heads * length)))
+    scores = heads * queries * length * size
+    outputs = heads * training.row_tokens * size * (shape.value_dim + shape.key_dim)
+    keys_and_values = shape.kv_heads * training.row_tokens * 4 * (shape.key_dim + shape.value_dim)
+    return _BLOCK_RESULTS * scores + outputs + keys_and_values
 
 
 def _block_buffers(training: Training) -> int:

@@ -87,6 +87,7 @@ class _BlockedAttention(torch.autograd.Function):
             grad_q.index_copy_(0, block.targets_CQ.flatten(), _ungroup(of_q, block, groups))
             queries = _gather(q, block.query_nodes_CQ, groups)
             _add(grad_k, block, torch.bmm(of_scores.transpose(1, 2), queries).mul_(ctx.scale))
+            del p, of_p, of_scores  # before the next block's: in float32 64 MB each
         return grad_q[:-1], grad_k.to(k.dtype), grad_v.to(v.dtype), None, None, None
 
 
