@@ -360,7 +360,9 @@ def test_an_engine_that_replays_answers_as_transformers(name, small_model) -> No
             for number, prompt in enumerate(prompts)
         ]
         answers = [future.result().completions[0] for future in futures]
+        said = str(engine.stats)
     assert graphs.num_replayed > 20
+    assert f", {graphs.num_replayed} of {engine.stats.steps} steps replayed" in said
     for prompt, answer in zip(prompts, answers, strict=True):
         assert_drawn_from(directory, prompt, answer)
 

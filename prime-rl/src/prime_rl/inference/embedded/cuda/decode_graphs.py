@@ -161,7 +161,6 @@ class DecodeGraphs:
             get_logger().warning(f"Decoding goes on without CUDA graphs, because recording failed: {first_line(exc)}")
             return None
         self.num_recorded += 1
-        get_logger().debug(f"Recorded a step of {shape[0]} rows and {shape[1]} tokens")
         while len(self._recorded) >= self.most_graphs:
             oldest, _ = self._recorded.popitem(last=False)
             del self._asked[oldest]

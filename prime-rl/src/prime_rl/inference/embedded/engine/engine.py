@@ -41,10 +41,17 @@ class EngineStats:
 
     tokens: int = 0
     busy_s: float = 0.0
+    steps: int = 0
+    replayed: int = 0
+    """Steps that a captured graph computed."""
 
     @property
     def tokens_per_s(self) -> float:
         return self.tokens / self.busy_s if self.busy_s else 0.0
+
+    def __str__(self) -> str:
+        replayed = f", {self.replayed} of {self.steps} steps replayed" if self.replayed else ""
+        return f"{self.tokens} tokens at {self.tokens_per_s:.0f} tokens/s{replayed}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,7 +251,10 @@ class Engine:
         prompts = scheduler.admit()
         if not scheduler.running:
             return
+        replayed_before = self._runner.num_replayed
         logits = self._forward(num_decode, prompts)
+        self.stats.steps += 1
+        self.stats.replayed += self._runner.num_replayed - replayed_before
         self._sample(logits)
         grown = {sequence.request for sequence in scheduler.running if sequence.request.on_progress is not None}
         for sequence in scheduler.retire_finished():
@@ -358,7 +368,7 @@ class Engine:
         get_logger().info(
             f"{what} live after {time.perf_counter() - started:.2f}s | "
             f"{len(self._scheduler.running)} running, {len(self._scheduler.waiting)} waiting | "
-            f"previous version: {self.stats.tokens} tokens at {self.stats.tokens_per_s:.0f} tokens/s"
+            f"previous version: {self.stats}"
         )
         self._earlier.tokens += self.stats.tokens
         self._earlier.busy_s += self.stats.busy_s

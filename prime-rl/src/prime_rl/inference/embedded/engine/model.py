@@ -68,6 +68,11 @@ class ModelRunner:
         if self._fused is not None:
             self.graphs = DecodeGraphs(self._fused, self.slots, recorder)
 
+    @property
+    def num_replayed(self) -> int:
+        """Number of steps so far that a captured graph computed."""
+        return self.graphs.num_replayed if self.graphs is not None else 0
+
     def adapter_store(self, base_model: str, limits: AdapterLimits) -> AdapterStore:
         """Prepare the model for LoRA adapters. Call once, before the first step."""
         if self._fused is None:
