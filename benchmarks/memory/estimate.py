@@ -15,6 +15,7 @@ import argparse
 import os
 import statistics
 import sys
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -65,12 +66,17 @@ def compare(case: Case, device: str) -> Result:
 
 def compared(case: Case, mesh: Mesh) -> Result:
     """Estimate and measure one case with the only process of `mesh`."""
+    with tempfile.TemporaryDirectory() as folder:
+        return _compared(case, mesh, Path(folder))
+
+
+def _compared(case: Case, mesh: Mesh, folder: Path) -> Result:
     from trainer_peaks import measure
 
     from prime_rl.checks.memory import ModelShape
     from prime_rl.checks.memory.training import Training, peak_memory
 
-    config, measured = measure(case, mesh)
+    config, measured = measure(case, mesh, folder)
     training = Training(
         ModelShape.of(config.name),
         config,

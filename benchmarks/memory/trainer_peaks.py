@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -44,9 +43,8 @@ class Measured:
         return self.peak - self.weights - self.gradients - self.optimizer
 
 
-def measure(case: Case, mesh: Mesh) -> tuple[ModelConfig, Measured]:
-    """Make two steps and measure the second. Returns the model's config, whose directory stays."""
-    folder = Path(tempfile.mkdtemp())
+def measure(case: Case, mesh: Mesh, folder: Path) -> tuple[ModelConfig, Measured]:
+    """Make two steps of the model whose config is written to `folder`, and measure the second."""
     (folder / "config.json").write_text(json.dumps(case.model))
     config = ModelConfig(name=str(folder), seq_len=case.seq_len, debug={"random_init": True}, **case.settings)
     on_cpu = mesh.process.device.type == "cpu"

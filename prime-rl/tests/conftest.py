@@ -52,6 +52,8 @@ def pytest_configure(config: pytest.Config) -> None:
         # Not in pytest's own folders, whose paths are too long for a socket.
         os.environ[RUNTIME_VARIABLE] = tempfile.mkdtemp(prefix="prime-rl-tests-", dir="/tmp")
         config.add_cleanup(partial(shutil.rmtree, os.environ[RUNTIME_VARIABLE], ignore_errors=True))
+    # torchrun would leave a folder in /tmp.
+    os.environ["PET_LOG_DIR"] = f"{os.environ[RUNTIME_VARIABLE]}/torchrun"
     for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT):
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, lambda signum, frame: None)

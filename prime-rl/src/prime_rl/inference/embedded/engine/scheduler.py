@@ -103,7 +103,7 @@ class Scheduler:
         before = list(self.running)
         longest = max((len(sequence.tokens) for sequence in before), default=0)
         width = 0
-        more_fit = False
+        is_cut_short = False
         while self.waiting and len(self.running) < self.limits.max_running:
             sequence = self.waiting[0]
             longest = max(longest, len(sequence.tokens))
@@ -115,8 +115,8 @@ class Scheduler:
             if key not in leader_of:
                 match = self.prefixes.find(sequence, before)
                 width = max(width, len(sequence.tokens) - (match.length if match else 0))
-                more_fit = bool(leaders) and width * (len(leaders) + 1) > self.limits.max_prefill_tokens
-                if more_fit:
+                is_cut_short = bool(leaders) and width * (len(leaders) + 1) > self.limits.max_prefill_tokens
+                if is_cut_short:
                     break
                 leader_of[key] = len(leaders)
                 leaders.append(len(sequences))
@@ -127,7 +127,7 @@ class Scheduler:
         self._reserve_rows(
             sequences, [(len(before) + leader, match) for leader, match in zip(leaders, matches, strict=True)]
         )
-        if sequences and not more_fit:
+        if sequences and not is_cut_short:
             self._steps_to_wait = self.limits.steps_without_prompts
         return PrefillBatch(sequences, leaders, source, [match.length if match else 0 for match in matches])
 
