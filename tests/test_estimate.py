@@ -79,6 +79,16 @@ def test_the_named_change_fits(sft_toml: Path) -> None:
     assert (found["verdict"], found["change"]) == ("fits", None)
 
 
+def test_short_sequences_fill_rows_of_the_same_length_on_a_cpu(rl_toml: Path, model: Path) -> None:
+    def activations(*words: str) -> int:
+        found = answer("medarc_train", "rl", rl_toml, "--model.name", model, "--device", "cpu", *words)
+        return found["components"][0]["parts"]["activations"]
+
+    words = ("--seq-len", "128", "--orchestrator.sampling.max-tokens", "64", "--orchestrator.batch-size")
+    assert activations(*words, "16") == pytest.approx(activations(*words, "64"), rel=0.01)
+    assert activations(*words, "16") > 1.5 * activations(*words, "8")
+
+
 def test_both_on_one_gpu_share_its_memory(rl_toml: Path, model: Path) -> None:
     words = ("rl", rl_toml, "--model.name", model, "--gpu", "H200")
     alone = answer("medarc_train", *words)

@@ -13,6 +13,7 @@ from prime_rl.checks.memory.gpus import Gpu
 from prime_rl.checks.memory.serving import Serving
 from prime_rl.checks.memory.shapes import ModelShape
 from prime_rl.checks.memory.training import BYTES, Device, Training, host_memory, peak_memory
+from prime_rl.configs.model import cpu_row_tokens
 from prime_rl.configs.rollouts.frozen import FrozenModel, frozen_judges, frozen_models
 from prime_rl.utils.machine.memory import usable_memory_bytes
 
@@ -135,9 +136,9 @@ def estimate_rl(
     processes, infer = gpus
     train_nodes, servers = _nodes(config.deployment)
     trainer = config.trainer
-    seq_len = trainer.model.seq_len
+    seq_len, row_tokens = trainer.model.seq_len, _row_tokens(config, shapes[0], device)
     training = Training(
-        shapes[0], trainer.model, trainer.optim.type, seq_len, seq_len, processes, None, device, is_rl=True
+        shapes[0], trainer.model, trainer.optim.type, row_tokens, seq_len, processes, None, device, is_rl=True
     )
     room = _room(gpu, device, processes // train_nodes)
     of_frozen = list(_frozen(frozen_models(config), frozen, gpu, device))
@@ -154,6 +155,15 @@ def estimate_rl(
         components = [_trainer(training, left), engine]
     disk = forecast_disk(trainer, config.output_dir, _size(shapes[0]))
     return Estimate([*components, *of_frozen], gpu, device, disk)
+
+
+def _row_tokens(config: RLConfig, shape: ModelShape, device: Device) -> int:
+    """Tokens of a packed row. On a CPU rows hold more than one sequence, but not more than the batch."""
+    seq_len, rollouts = config.trainer.model.seq_len, config.orchestrator.batch_size
+    if device != "cpu":
+        return seq_len
+    capacity = cpu_row_tokens(seq_len, shape.hidden, shape.layers)
+    return capacity if rollouts is None else min(capacity, rollouts * seq_len)
 
 
 def _nodes(deployment: DeploymentConfig) -> tuple[int, int]:
