@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import (
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
@@ -138,7 +139,9 @@ def test_two_processes_share_weights_of_two_dtypes(biased_dir: Path, tmp_path: P
     assert all(torch.equal(tensor, together[name]) for name, tensor in alone.items())
 
 
-def test_routers_that_transformers_loads_in_float32_train_in_bfloat16(tmp_path: Path, mesh: Mesh) -> None:
+@pytest.fixture
+def ernie_dir(tmp_path: Path) -> Path:
+    """Transformers loads its router in float32."""
     config = Ernie4_5_MoeConfig(
         vocab_size=64,
         hidden_size=32,
@@ -152,7 +155,25 @@ def test_routers_that_transformers_loads_in_float32_train_in_bfloat16(tmp_path: 
         moe_layer_start_index=1,
         moe_layer_end_index=1,
     )
-    Ernie4_5_MoeForCausalLM(config).save_pretrained(tmp_path)
-    model = setup_model(config_of(tmp_path, optimization_dtype="bfloat16"), mesh)
+    model = Ernie4_5_MoeForCausalLM(config)
+    router = model.model.layers[1].mlp.gate.weight
+    router.data = torch.linspace(-1, 1, router.numel()).view_as(router)
+    model.save_pretrained(tmp_path)
+    return tmp_path
+
+
+def test_routers_that_transformers_loads_in_float32_train_in_bfloat16(ernie_dir: Path, mesh: Mesh) -> None:
+    model = setup_model(config_of(ernie_dir, optimization_dtype="bfloat16"), mesh)
     loss_of(model).backward()
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+
+
+def test_frozen_routers_under_adapters_are_exported_as_they_were(ernie_dir: Path, mesh: Mesh) -> None:
+    config = config_of(ernie_dir, compute_dtype="bfloat16", lora={"target_modules": ["q_proj"]})
+    model = setup_model(config, mesh)
+    loss_of(model).backward()
+    exported = gather_weights(model, torch.bfloat16)
+    published = load_file(ernie_dir / "model.safetensors")
+    name = "model.layers.1.mlp.gate.weight"
+    assert torch.equal(exported[name], published[name])
+    assert model.get_parameter("model.layers.1.self_attn.k_proj.weight").dtype == torch.bfloat16

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +17,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from prime_rl.configs.trainer import WeightCheckpointConfig
 from prime_rl.run.beats import own_beats
-from prime_rl.trainer.lora.adapters import adapter_parameter_names, full_tensor, merge_adapter
+from prime_rl.trainer.lora.adapters import adapter_parameter_names, float32_names, full_tensor, merge_adapter
 from prime_rl.trainer.lora.export import PeftAdapter, gather_adapter
 from prime_rl.utils.files import replacing_directory
 
@@ -38,7 +37,7 @@ def gather_weights(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, Tens
     tensors are cast to `dtype`, except those that Transformers loads in float32 whatever the model's dtype. Adapters
     are merged into their weights.
     """
-    in_float32 = re.compile("|".join(model._get_dtype_plan(dtype)).replace("*", ".*") or "(?!)")
+    in_float32 = float32_names(model, dtype)
     left_out = adapter_parameter_names(model).union(model.all_tied_weights_keys)
     state: dict[str, Tensor] = {}
     for name, tensor in model.state_dict().items():
