@@ -79,6 +79,30 @@ def test_the_named_change_fits(sft_toml: Path) -> None:
     assert (found["verdict"], found["change"]) == ("fits", None)
 
 
+def test_short_sequences_fill_rows_of_the_same_length_on_a_cpu(rl_toml: Path, model: Path) -> None:
+    def activations(*words: str) -> int:
+        found = answer("medarc_train", "rl", rl_toml, "--model.name", model, "--device", "cpu", *words)
+        return found["components"][0]["parts"]["activations"]
+
+    words = ("--seq-len", "128", "--orchestrator.sampling.max-tokens", "64", "--orchestrator.batch-size")
+    assert activations(*words, "16") == pytest.approx(activations(*words, "64"), rel=0.01)
+    assert activations(*words, "16") > 1.5 * activations(*words, "8")
+
+
+def test_a_checkpoint_in_the_background_takes_a_copy_of_weights_and_states(sft_toml: Path) -> None:
+    words = ("medarc_train", "sft", sft_toml, "--ckpt.interval", "10")
+
+    def needed(*more: str) -> dict[str, int]:
+        (trainer,) = answer(*words, *more)["components"]
+        return {"needed": trainer["needed_bytes"], **trainer["parts"]}
+
+    at_once, copied = (needed("--device", "cpu", *more) for more in ((), ("--ckpt.async-save",)))
+    assert copied["needed"] - at_once["needed"] == copied["copy"] == at_once["weights"] + at_once["optimizer"]
+    # On a GPU the copy is in the host's memory.
+    assert needed("--gpu", "80", "--ckpt.async-save") == needed("--gpu", "80")
+    assert "host memory: 91.5 GiB" in run(*words, "--gpu", "80", "--ckpt.async-save", "--estimate").stdout
+
+
 def test_both_on_one_gpu_share_its_memory(rl_toml: Path, model: Path) -> None:
     words = ("rl", rl_toml, "--model.name", model, "--gpu", "H200")
     alone = answer("medarc_train", *words)

@@ -1,10 +1,20 @@
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from safetensors.torch import load_file
+from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    Ernie4_5_MoeConfig,
+    Ernie4_5_MoeForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from prime_rl.configs.trainer import AdamWConfig, ModelConfig, MuonConfig
 from prime_rl.trainer.checkpoints.weights import gather_weights
@@ -35,6 +45,38 @@ def moe_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         Qwen3MoeForCausalLM(config).save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def biased_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A router with a bias in float32, as on the hub, where all other weights are in bfloat16."""
+    directory = tmp_path_factory.mktemp("biased")
+    config = DeepseekV3Config(
+        vocab_size=128,
+        hidden_size=32,
+        intermediate_size=32,
+        moe_intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        n_routed_experts=4,
+        n_group=2,
+        topk_group=1,
+        num_experts_per_tok=2,
+        first_k_dense_replace=1,
+        q_lora_rank=8,
+        kv_lora_rank=8,
+        qk_rope_head_dim=8,
+        qk_nope_head_dim=8,
+        v_head_dim=8,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = DeepseekV3ForCausalLM(config).to(torch.bfloat16)
+    # Neighbours in bfloat16 are 0.03 apart here.
+    model.model.layers[1].mlp.gate.e_score_correction_bias = torch.tensor([4.01, 4.02, 4.03, 4.04])
+    model.save_pretrained(directory)
     return directory
 
 
@@ -76,3 +118,62 @@ def test_frozen_routers_do_not_change_while_the_rest_trains(moe_dir: Path, mesh:
 def test_routers_of_a_dense_model_cannot_be_frozen(tiny_model_dir: Path, mesh: Mesh) -> None:
     with pytest.raises(ModelError, match="freeze_moe_router: Qwen3ForCausalLM has no router"):
         setup_model(config_of(tiny_model_dir, freeze_moe_router=True), mesh)
+
+
+@pytest.mark.parametrize("master", ["float32", "bfloat16"])
+def test_a_router_bias_that_is_published_in_float32_is_exported_so(biased_dir: Path, mesh: Mesh, master: str) -> None:
+    exported = gather_weights(setup_model(config_of(biased_dir, optimization_dtype=master), mesh), torch.bfloat16)
+    bias = exported["model.layers.1.mlp.gate.e_score_correction_bias"]
+    assert torch.equal(bias, torch.tensor([4.01, 4.02, 4.03, 4.04]))
+    assert exported["model.layers.1.mlp.gate.weight"].dtype == torch.bfloat16
+
+
+def test_two_processes_share_weights_of_two_dtypes(biased_dir: Path, tmp_path: Path, mesh: Mesh) -> None:
+    alone = gather_weights(setup_model(config_of(biased_dir, optimization_dtype="bfloat16"), mesh), torch.bfloat16)
+    script, file = Path(__file__).with_name("weights_of_a_launch.py"), tmp_path / "weights.pt"
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    completed = subprocess.run([*launch, script, biased_dir, file], capture_output=True, text=True, check=False)
+    assert completed.returncode == 0, completed.stderr
+    together = torch.load(file, weights_only=True)
+    assert {name: tensor.dtype for name, tensor in together.items()} == {n: t.dtype for n, t in alone.items()}
+    assert all(torch.equal(tensor, together[name]) for name, tensor in alone.items())
+
+
+@pytest.fixture
+def ernie_dir(tmp_path: Path) -> Path:
+    """Transformers loads its router in float32."""
+    config = Ernie4_5_MoeConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=32,
+        moe_intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        moe_num_experts=4,
+        moe_k=2,
+        moe_layer_start_index=1,
+        moe_layer_end_index=1,
+    )
+    model = Ernie4_5_MoeForCausalLM(config)
+    router = model.model.layers[1].mlp.gate.weight
+    router.data = torch.linspace(-1, 1, router.numel()).view_as(router)
+    model.save_pretrained(tmp_path)
+    return tmp_path
+
+
+def test_routers_that_transformers_loads_in_float32_train_in_bfloat16(ernie_dir: Path, mesh: Mesh) -> None:
+    model = setup_model(config_of(ernie_dir, optimization_dtype="bfloat16"), mesh)
+    loss_of(model).backward()
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+
+
+def test_frozen_routers_under_adapters_are_exported_as_they_were(ernie_dir: Path, mesh: Mesh) -> None:
+    config = config_of(ernie_dir, compute_dtype="bfloat16", lora={"target_modules": ["q_proj"]})
+    model = setup_model(config, mesh)
+    loss_of(model).backward()
+    exported = gather_weights(model, torch.bfloat16)
+    published = load_file(ernie_dir / "model.safetensors")
+    name = "model.layers.1.mlp.gate.weight"
+    assert torch.equal(exported[name], published[name])
+    assert model.get_parameter("model.layers.1.self_attn.k_proj.weight").dtype == torch.bfloat16

@@ -51,6 +51,12 @@ def test_cosine_has_the_recorded_values() -> None:
     assert rates(config, 10, 10) == pytest.approx(expected, abs=1e-6)
 
 
+@pytest.mark.parametrize(("ratio", "steps", "warmup"), [(0.07, 100, 7), (0.07, 101, 8), (0.5, 3, 2), (0.0, 20, 0)])
+def test_a_share_of_the_steps_is_rounded_up(ratio: float, steps: int, warmup: int) -> None:
+    config = LinearSchedulerConfig(warmup_ratio=ratio, decay_steps=0 if warmup else 10)
+    assert rates(config, steps, warmup + 1).index(1) == warmup
+
+
 def test_constant_needs_no_end() -> None:
     assert rates(ConstantSchedulerConfig(), None, 3, lr=0.5) == [0.5] * 3
 

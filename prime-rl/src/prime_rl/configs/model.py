@@ -14,6 +14,16 @@ from prime_rl.utils.pydantic_config import BaseConfig, ConfigWarning, derive, ra
 DEFAULT_VOCAB_CHUNK = 8192
 """A fused output layer with smaller chunks is slow."""
 
+CPU_ROW_TOKENS = 2048
+"""Minimum capacity of RL's packed rows in tokens on a CPU, where forward passes of short and long rows take about as
+long."""
+
+SMALL_MODEL_ROW_TOKENS = 4096
+"""Minimum row capacity on a CPU for small models. With 2.4 million parameters, a step takes 10% less time."""
+
+SMALL_MODEL_WIDTH = 2048
+"""Maximum hidden size times layers of a small model. Its activations for such a row take a few hundred MiB."""
+
 
 def _short_kernel_name(name: Any) -> Any:
     return "fa4" if name == "flash_attention_4" else name
@@ -201,6 +211,12 @@ class ModelConfig(BaseModelConfig):
             yield f"attn = 'fa4' needs impl = 'custom' (got {self.impl!r})"
         if self.ep > 1 and self.impl == "hf":
             yield f"ep ({self.ep}) needs our own model code: impl = 'custom' or 'auto'"
+
+
+def cpu_row_tokens(seq_len: int, hidden_size: int, layers: int) -> int:
+    """Capacity of RL's packed rows in tokens on a CPU."""
+    is_small = hidden_size * layers <= SMALL_MODEL_WIDTH
+    return max(seq_len, SMALL_MODEL_ROW_TOKENS if is_small else CPU_ROW_TOKENS)
 
 
 def replication_fault(model: ModelConfig, processes: int) -> str | None:

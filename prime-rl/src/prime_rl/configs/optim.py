@@ -42,7 +42,8 @@ class BaseWarmupConfig(BaseConfig):
 def warmup_of(config: BaseWarmupConfig, steps: int | None) -> int:
     """Number of warm-up steps in a schedule of `steps`, which `warmup_ratio` needs to know."""
     if config.warmup_ratio is not None and steps is not None:
-        return math.ceil(config.warmup_ratio * steps)
+        # 0.07 * 100 is a little above 7.
+        return math.ceil(config.warmup_ratio * steps - 1e-9)
     return config.warmup_steps or 0
 
 

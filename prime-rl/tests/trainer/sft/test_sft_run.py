@@ -186,6 +186,16 @@ def wait_for(text: str, process: subprocess.Popen) -> None:
     assert any(text in line for line in process.stdout), f"the run ended before it said {text!r}"
 
 
+def test_the_time_of_a_checkpoint_that_is_both_the_best_and_due_is_reported(
+    base: dict[str, Any], tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    val = {"interval": 1, "data": {"name": base["data"]["name"]}}
+    run_sft(base, out, max_steps=2, scheduler={}, val=val, ckpt={"keep_best": True, "interval": 1})
+    steps = [record for record in metrics_of(out) if "loss/mean" in record]
+    assert [step["time/save_ckpt"] > 0 for step in steps] == [False, True]
+
+
 def test_two_processes_train_like_one(
     base: dict[str, Any], tmp_path: Path, assert_two_processes_train_like_one: Callable[[SFTConfig], None]
 ) -> None:

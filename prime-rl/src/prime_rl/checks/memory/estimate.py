@@ -12,7 +12,15 @@ from prime_rl.checks.engines import has_vllm
 from prime_rl.checks.memory.gpus import Gpu
 from prime_rl.checks.memory.serving import Serving
 from prime_rl.checks.memory.shapes import ModelShape
-from prime_rl.checks.memory.training import BYTES, Device, Training, host_memory, peak_memory
+from prime_rl.checks.memory.training import (
+    BYTES,
+    Device,
+    Training,
+    copied_state,
+    host_memory,
+    peak_memory,
+)
+from prime_rl.configs.model import cpu_row_tokens
 from prime_rl.configs.rollouts.frozen import FrozenModel, frozen_judges, frozen_models
 from prime_rl.utils.machine.memory import usable_memory_bytes
 
@@ -21,6 +29,7 @@ if TYPE_CHECKING:
     from prime_rl.configs.rl import RLConfig
     from prime_rl.configs.rl.sections import DeploymentConfig
     from prime_rl.configs.sft import SFTConfig
+    from prime_rl.configs.trainer import CheckpointConfig
 
 Verdict = Literal["fits", "tight", "does not fit"]
 FrozenShapes = Mapping[str, ModelShape]
@@ -115,7 +124,10 @@ def estimate_sft(
         if device == "cpu" and room is not None:
             room -= sum(each.needed_bytes for each in engines) // (processes // nodes)
     return Estimate(
-        [_trainer(training, room), *engines], gpu, device, forecast_disk(config, config.output_dir, _size(shape))
+        [_trainer(training, room, config.ckpt), *engines],
+        gpu,
+        device,
+        forecast_disk(config, config.output_dir, _size(shape)),
     )
 
 
@@ -135,15 +147,15 @@ def estimate_rl(
     processes, infer = gpus
     train_nodes, servers = _nodes(config.deployment)
     trainer = config.trainer
-    seq_len = trainer.model.seq_len
+    seq_len, row_tokens = trainer.model.seq_len, _row_tokens(config, shapes[0], device)
     training = Training(
-        shapes[0], trainer.model, trainer.optim.type, seq_len, seq_len, processes, None, device, is_rl=True
+        shapes[0], trainer.model, trainer.optim.type, row_tokens, seq_len, processes, None, device, is_rl=True
     )
     room = _room(gpu, device, processes // train_nodes)
     of_frozen = list(_frozen(frozen_models(config), frozen, gpu, device))
     if device == "cpu" and room is not None:
         room -= sum(each.needed_bytes for each in of_frozen) // processes
-    components = [_trainer(training, room)]
+    components = [_trainer(training, room, trainer.ckpt)]
     if config.inference is not None:
         rollouts = config.orchestrator
         in_flight = rollouts.max_inflight_rollouts or rollouts.batch_size or 1
@@ -151,9 +163,18 @@ def estimate_rl(
         engine = _engine(config.inference, shapes[1], gpu, device, limits)
         is_shared = infer == 0 or (device == "cpu" and not servers)
         left = room - engine.needed_bytes // processes if is_shared and room is not None else room
-        components = [_trainer(training, left), engine]
+        components = [_trainer(training, left, trainer.ckpt), engine]
     disk = forecast_disk(trainer, config.output_dir, _size(shapes[0]))
     return Estimate([*components, *of_frozen], gpu, device, disk)
+
+
+def _row_tokens(config: RLConfig, shape: ModelShape, device: Device) -> int:
+    """Tokens of a packed row. On a CPU rows hold more than one sequence, but not more than the batch."""
+    seq_len, rollouts = config.trainer.model.seq_len, config.orchestrator.batch_size
+    if device != "cpu":
+        return seq_len
+    capacity = cpu_row_tokens(seq_len, shape.hidden, shape.layers)
+    return capacity if rollouts is None else min(capacity, rollouts * seq_len)
 
 
 def _nodes(deployment: DeploymentConfig) -> tuple[int, int]:
@@ -161,15 +182,13 @@ def _nodes(deployment: DeploymentConfig) -> tuple[int, int]:
     return (1, 0) if deployment.type == "single_node" else (deployment.num_train_nodes, deployment.num_infer_nodes)
 
 
-def _trainer(training: Training, room: int | None) -> Component:
-    reserve = CUDA_BYTES if training.device == "cuda" else PROCESS_BYTES
-    parts = {**peak_memory(training), "reserve": reserve}
-    return Component("trainer", training.processes, parts, room, notes=_host_notes(training))
-
-
-def _host_notes(training: Training) -> list[str]:
-    moved = host_memory(training)
-    return [f"host memory: {moved / 2**30:.1f} GiB for each process of the trainer"] if moved else []
+def _trainer(training: Training, room: int | None, ckpt: CheckpointConfig | None) -> Component:
+    on_cpu = training.device == "cpu"
+    copied = copied_state(training) if ckpt is not None and ckpt.async_save else 0
+    own = {"copy": copied if on_cpu else 0, "reserve": PROCESS_BYTES if on_cpu else CUDA_BYTES}
+    moved = 0 if on_cpu else host_memory(training) + copied
+    notes = [f"host memory: {moved / 2**30:.1f} GiB for each process of the trainer"] if moved else []
+    return Component("trainer", training.processes, peak_memory(training) | own, room, notes=notes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ LABELS = {
     "buffers": "gathered and reduced",
     "working": "step and CUDA graphs",
     "cache": "key-value cache",
+    "copy": "copy for a checkpoint",
     "reserve": "CUDA and libraries",
 }
 

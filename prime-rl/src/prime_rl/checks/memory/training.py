@@ -128,6 +128,12 @@ def host_memory(training: Training) -> int:
     return training.states if training.model.optim_cpu_offload else 0
 
 
+def copied_state(training: Training) -> int:
+    """What a process copies into host memory for `ckpt.async_save`, whose memory is kept for the next copy."""
+    # Trained weights, which are as large as their gradients, and optimizer states.
+    return training.gradients + training.states
+
+
 def _persistent(training: Training) -> Parts:
     on_gpu = training.device == "cuda"
     if training.model.fsdp_cpu_offload and on_gpu:

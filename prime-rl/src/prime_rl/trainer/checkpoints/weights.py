@@ -17,7 +17,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from prime_rl.configs.trainer import WeightCheckpointConfig
 from prime_rl.run.beats import own_beats
-from prime_rl.trainer.lora.adapters import adapter_parameter_names, full_tensor, merge_adapter
+from prime_rl.trainer.lora.adapters import adapter_parameter_names, float32_names, full_tensor, merge_adapter
 from prime_rl.trainer.lora.export import PeftAdapter, gather_adapter
 from prime_rl.utils.files import replacing_directory
 
@@ -34,8 +34,10 @@ def gather_weights(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, Tens
     """A copy of all weights in host memory on rank 0, and an empty dict on the others. Collective.
 
     Names are those of the hub. Of tied weights, only the one that Transformers keeps is returned. Floating-point
-    tensors are cast to `dtype`. Adapters are merged into their weights.
+    tensors are cast to `dtype`, except those that Transformers loads in float32 whatever the model's dtype. Adapters
+    are merged into their weights.
     """
+    in_float32 = float32_names(model, dtype)
     left_out = adapter_parameter_names(model).union(model.all_tied_weights_keys)
     state: dict[str, Tensor] = {}
     for name, tensor in model.state_dict().items():
@@ -44,7 +46,8 @@ def gather_weights(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, Tens
             continue
         full = merge_adapter(model, name, full_tensor(tensor))
         if dist.get_rank() == 0:
-            target = dtype if full.is_floating_point() else full.dtype
+            wanted = torch.float32 if in_float32.search(name) else dtype
+            target = wanted if full.is_floating_point() else full.dtype
             # Always a copy: training continues in the tensors of the model.
             state[name] = full.to("cpu", target, copy=True)
     return dict(revert_weight_conversion(model, state)) if state else {}
@@ -86,6 +89,8 @@ class Export:
     """The tensors of an export, in host memory."""
 
     weights: dict[str, Tensor]
+    dtype: torch.dtype
+    """That of the weights, except those that Transformers loads in float32."""
     adapter: PeftAdapter | None
 
 
@@ -93,7 +98,7 @@ def gather_export(model: PreTrainedModel, config: WeightCheckpointConfig, dtype:
     """A copy of the tensors that `config` asks for, weights in `dtype`, on rank 0. Collective."""
     # In float32, so that training can continue from it. It is small.
     adapter = gather_adapter(model, torch.float32) if config.save_adapter_separately else None
-    return Export(gather_weights(model, dtype), adapter)
+    return Export(gather_weights(model, dtype), dtype, adapter)
 
 
 def export_model(
@@ -121,11 +126,10 @@ def write_export(
     marker: str | None = None,
 ) -> None:
     """Write a gathered `export` to `target`, with an empty file `marker`. Reads only the configs of `model`."""
-    dtype = next(tensor.dtype for tensor in export.weights.values() if tensor.is_floating_point())
     with replacing_directory(target) as scratch:
         save_weights(export.weights, scratch, config.save_sharded, config.save_format)
         model_config = copy.deepcopy(model.config)
-        model_config.dtype = str(dtype).removeprefix("torch.")
+        model_config.dtype = str(export.dtype).removeprefix("torch.")
         model_config.architectures = [type(model).__name__.removeprefix("FSDP")]
         model_config.save_pretrained(scratch)
         generation_config = copy.deepcopy(model.generation_config)

@@ -7,6 +7,7 @@ projection for stacked experts. FSDP, activation checkpointing and exports there
 from __future__ import annotations
 
 import math
+import re
 from functools import partial
 from types import MethodType
 from typing import Protocol, cast
@@ -73,7 +74,8 @@ class _StackedExperts(Protocol):
 def add_adapters(model: PreTrainedModel, config: LoRAConfig | None, compute_dtype: torch.dtype) -> PreTrainedModel:
     """Freeze `model` except for `modules_to_save`, and add the adapters in `config`. None changes nothing.
 
-    Frozen weights are only read in the compute dtype, so they are stored in it if it is smaller than their own.
+    Frozen weights are only read in the compute dtype, so they are stored in it if it is smaller than their own. Those
+    that Transformers loads in float32 stay in it, because exports do too.
 
     Raises:
         ModelError: a target name matches no module, or a module that cannot be adapted.
@@ -91,8 +93,10 @@ def add_adapters(model: PreTrainedModel, config: LoRAConfig | None, compute_dtyp
         module.register_forward_hook(_add_low_rank)
     for module in chosen.experts.values():
         _adapt_experts(module, config, generator)
-    for parameter in model.parameters():
-        if not parameter.requires_grad and compute_dtype.itemsize < parameter.dtype.itemsize:
+    in_float32 = float32_names(model, compute_dtype)
+    for name, parameter in model.named_parameters():
+        is_larger = compute_dtype.itemsize < parameter.dtype.itemsize
+        if not parameter.requires_grad and is_larger and not in_float32.search(name):
             parameter.data = parameter.data.to(compute_dtype)
     return model
 
@@ -129,6 +133,11 @@ def merge_adapter(model: nn.Module, name: str, weight: Tensor) -> Tensor:
     if isinstance(lora, nn.ModuleDict) and leaf in EXPERT_PROJECTIONS:
         return weight.float() + torch.cat([part.delta() for part in _parts_of(lora, leaf)], dim=-2)
     return weight
+
+
+def float32_names(model: PreTrainedModel, dtype: torch.dtype) -> re.Pattern[str]:
+    """Matches the names of weights that Transformers loads in float32 if the model is in `dtype`, such as routers."""
+    return re.compile("|".join(model._get_dtype_plan(dtype)).replace("*", ".*") or "(?!)")
 
 
 def full_tensor(tensor: Tensor) -> Tensor:

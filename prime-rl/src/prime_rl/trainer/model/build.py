@@ -228,10 +228,14 @@ def _build_full(config: ModelConfig, model_config: PretrainedConfig, options: di
             torch.manual_seed(_RANDOM_INIT_SEED)
             return AutoModelForCausalLM.from_config(model_config, **options)
     try:
-        return AutoModelForCausalLM.from_pretrained(config.name, config=model_config, **options)
+        model = AutoModelForCausalLM.from_pretrained(config.name, config=model_config, **options)
     except (OSError, ValueError, ImportError, SafetensorError) as error:
         hint = "; to start from random weights set model.debug.random_init = true"
         raise ModelError(_load_error("model.name", config.name, error) + hint) from error
+    # Some families load a few weights in float32, and FSDP takes one dtype.
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(options["dtype"])
+    return model
 
 
 def _use_lean_kernels(model: PreTrainedModel, products: Products) -> None:
@@ -262,9 +266,11 @@ def _scatter_weights(full: nn.Module | None, model: nn.Module, home: torch.devic
     model.to_empty(device=home)
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     set_model_state_dict(model, full.state_dict() if full is not None else {}, options=options)
-    # Buffers such as the rotary frequencies are not in the state dict.
+    # Buffers such as the rotary frequencies are not in the state dict. Loading may have changed the dtypes of others.
+    dtypes = [{} if full is None else {name: buffer.dtype for name, buffer in full.named_buffers()}]
+    dist.broadcast_object_list(dtypes, src=0)
     for name, buffer in list(model.named_buffers()):
-        filled = (buffer if full is None else full.get_buffer(name)).to(process.device)
+        filled = (buffer if full is None else full.get_buffer(name)).to(process.device, dtypes[0][name])
         dist.broadcast(filled, src=0)
         owner, _, own_name = name.rpartition(".")
         setattr(model.get_submodule(owner), own_name, filled)

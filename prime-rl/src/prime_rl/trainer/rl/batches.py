@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from transformers import PretrainedConfig
 
+from prime_rl.configs.model import cpu_row_tokens
 from prime_rl.configs.trainer import FakeDataLoaderConfig, TrainerConfig
 from prime_rl.run.paths import RunPaths
 from prime_rl.trainer.process.data_axis import DataAxis
@@ -30,15 +31,6 @@ from prime_rl.transport import (
 )
 
 EndpointT = TypeVar("EndpointT", BatchReceiver, MicroBatchSender, MicroBatchReceiver)
-
-CPU_ROW_TOKENS = 2048
-"""Minimum row capacity in tokens on a CPU, where forward passes of short and long rows take about as long."""
-
-SMALL_MODEL_ROW_TOKENS = 4096
-"""Minimum row capacity on a CPU for small models. With 2.4 million parameters, a step takes 10% less time."""
-
-SMALL_MODEL_WIDTH = 2048
-"""Maximum hidden size times layers of a small model. Its activations for such a row take a few hundred MiB."""
 
 FAKE_TOKEN_IDS = 100
 """Fake token ids are below this number, so that they are valid in every vocabulary."""
@@ -157,8 +149,7 @@ def row_tokens(seq_len: int, model: PretrainedConfig, device: torch.device) -> i
     """Capacity of a packed row in tokens."""
     if device.type != "cpu":
         return seq_len
-    is_small = model.hidden_size * model.num_hidden_layers <= SMALL_MODEL_WIDTH
-    return max(seq_len, SMALL_MODEL_ROW_TOKENS if is_small else CPU_ROW_TOKENS)
+    return cpu_row_tokens(seq_len, model.hidden_size, model.num_hidden_layers)
 
 
 def fake_row(rng: np.random.Generator, length: int) -> MicroBatch:

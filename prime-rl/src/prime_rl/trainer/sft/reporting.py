@@ -74,8 +74,8 @@ class StepReporter:
         self._lap_s = time.perf_counter()
 
     def saved(self, seconds: float) -> None:
-        """Record the duration of a checkpoint for the next step's report."""
-        self._save_s = seconds
+        """Add the duration of a checkpoint or an export to the next step's report."""
+        self._save_s += seconds
 
     def validated(self, step: int, stats: ValStats) -> None:
         """Report the validation after `step` updates. Its time does not count in the next step."""
