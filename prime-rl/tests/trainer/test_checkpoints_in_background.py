@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,11 @@ def everything(state: TrainState) -> list[torch.Tensor]:
 
 def manager(root: Path, mesh: Mesh, **fields) -> CheckpointManager:
     return CheckpointManager(CheckpointConfig(async_save=True, **fields), RunPaths(root), mesh.process, mesh.data_axis)
+
+
+def test_a_loss_that_is_no_number_is_never_the_best(tmp_path: Path, mesh: Mesh) -> None:
+    checkpoints = manager(tmp_path, mesh, keep_best=True)
+    assert [checkpoints.is_best(loss) for loss in (math.nan, math.inf, 3.0)] == [False, False, True]
 
 
 def test_a_checkpoint_holds_the_state_at_the_time_of_the_save(tiny_model_dir: Path, tmp_path: Path, mesh: Mesh) -> None:

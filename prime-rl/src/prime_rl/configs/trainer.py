@@ -258,6 +258,9 @@ def training_faults(config: Any) -> Iterator[str]:
     if weights is not None and weights.save_adapter_separately and config.model.lora is None:
         yield "ckpt.weights.save_adapter_separately needs model.lora"
     yield from _step_faults(config)
+    rate, min_rate = config.optim.lr, getattr(config.scheduler, "min_lr", 0.0)
+    if min_rate > rate > 0:
+        yield f"scheduler.min_lr = {min_rate:g} is above optim.lr = {rate:g}: the rate would rise instead of decay"
     if config.memory_profiler_path is not None and config.device == "cpu":
         yield NO_MEMORY_PROFILE
     if config.optim.type == "muon" and config.model.fsdp_cpu_offload:

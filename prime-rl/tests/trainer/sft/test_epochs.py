@@ -95,6 +95,10 @@ def test_more_epochs_continue_a_finished_run(base: dict[str, Any], capsys) -> No
             ["--max-steps", "10", "--scheduler.type", "cosine", "--scheduler.warmup-ratio", "1"],
             "the cosine schedule needs max_steps above scheduler.warmup_steps = 10 (got max_steps = 10)",
         ),
+        (
+            ["--max-steps", "99", "--scheduler.type", "cosine", "--scheduler.min-lr", "1e-4", "--optim.lr", "5e-5"],
+            "scheduler.min_lr = 0.0001 is above optim.lr = 5e-05: the rate would rise instead of decay",
+        ),
     ],
 )
 def test_what_does_not_fit_together_is_refused(options: list[str], fault: str) -> None:

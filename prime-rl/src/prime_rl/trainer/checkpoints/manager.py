@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import shutil
 import time
 from collections.abc import Callable, Mapping
@@ -153,8 +154,8 @@ class CheckpointManager:
         return [] if self.config.skip_dataloader else self._positions(directory, own)
 
     def is_best(self, val_loss: float) -> bool:
-        """Whether `ckpt.keep_best` asks for a checkpoint of a step with this validation loss."""
-        return self.config.keep_best and (self._best is None or val_loss < self._best.val_loss)
+        """Whether `ckpt.keep_best` asks for a checkpoint of a step with this validation loss. A NaN is never best."""
+        return self.config.keep_best and val_loss < (math.inf if self._best is None else self._best.val_loss)
 
     def mark_best(self, step: int, val_loss: float) -> None:
         """Record that the saved `step` is the best, and keep its checkpoint until another is better."""
