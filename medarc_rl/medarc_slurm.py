@@ -357,7 +357,7 @@ def submit(job: BatchJob, run: Run[Any], env: dict[str, str]) -> None:
         MedarcError: there is no `sbatch`, or it refuses the script.
     """
     try:
-        answer = subprocess.run(sbatch_argv(job), env=sbatch_env(env), capture_output=True, text=True, check=False)
+        answer = subprocess.run(sbatch_argv(job), env=sbatch_env(env, job), capture_output=True, text=True, check=False)
     except FileNotFoundError:
         complaints = ["sbatch: not found: submit where Slurm is, or run here with medarc_train"]
         raise MedarcError(*complaints, f"nothing was submitted; the script stays: {job.script}") from None

@@ -26,6 +26,7 @@ from medarc_rl.backends.slurm import (
     walltime_s,
 )
 from medarc_rl.errors import HeaderError, UsageError
+from medarc_rl.readiness.software import Unreadable, job_environment
 from prime_rl.launch.job import Resources
 from prime_rl.run.paths import RunPaths
 
@@ -301,6 +302,32 @@ def test_dot_env_and_setup_may_use_what_is_not_set_and_dot_env_what_fails(projec
     (call,) = programs.calls
     assert (call["env"]["A"], call["env"]["FROM_SETUP"]) == ("/a", "yes")
     assert not list(tmp_path.rglob("pwned"))
+
+
+@pytest.mark.parametrize(
+    ("line", "code", "says"),
+    [
+        ("PASSWORD=open(sesame)", 1, "error: bash cannot read {}: put quotes around"),
+        ("PASSWORD='open sesame", 1, "error: bash cannot read {}: put quotes around"),
+        ("PASSWORD=open sesame", 0, "warning: {}: line 2 failed"),
+    ],
+)
+def test_a_secret_that_bash_cannot_read_stays_out_of_the_log(
+    line: str, code: int, says: str, project, tmp_path: Path
+) -> None:
+    """bash itself prints such a line, or the word that it takes for a command, and the job began without the rest."""
+    programs = project(tmp_path / "project")
+    programs.record = tmp_path / "calls.jsonl"
+    file = tmp_path / "project" / ".env"
+    file.write_text(f"A=1\n{line}\nB=2\n")
+    job = make_job("sft", tmp_path)
+    done = run_script(job, tmp_path)
+    assert (done.returncode, len(done.stderr.splitlines())) == (code, 1)
+    assert done.stderr.startswith(says.format(file))
+    assert [call["env"]["B"] for call in programs.calls] == ["2"] * (not code)
+    if code:
+        with pytest.raises(Unreadable, match="bash cannot read it: put quotes around"):
+            job_environment(job, os.environ)
 
 
 @pytest.mark.parametrize("runtime", ["apptainer", "pyxis"])

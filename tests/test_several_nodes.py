@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -228,6 +229,17 @@ def test_a_step_that_is_killed_ends_the_job_by_the_name_of_its_node(slurm, waiti
     assert "error: node node2 is gone: its agent ended (srun " in log_of(job)
     assert "it ran trainer_rank_2, trainer_rank_3\nthe last lines of trainer_rank_2:\n  | last words" in log_of(job)
     assert processes_of_job(waiting.job_id) == []
+
+
+def test_a_node_has_one_agent_with_all_its_gpus_whatever_the_job_counts_tasks_by(slurm, tmp_path: Path) -> None:
+    """srun would start a task for each GPU, because the job of the user's own says so."""
+    nodes = '[deployment]\ntype = "multi_node"\nnum_nodes = 2\ngpus_per_node = 2\n[slurm]\n'
+    (tmp_path / "sft.toml").write_text(SFT_TOML + nodes)
+    sft = [Path(sys.executable).parent / "sft", "@", tmp_path / "sft.toml", *MODEL, "--dry-run"]
+    log, line = tmp_path / "job.log", shlex.join(map(str, [*sft, "--output-dir", tmp_path / "out"]))
+    asked = ("--partition=pair", "--nodes=2", "--gpus-per-node=2", "--ntasks-per-gpu=1")
+    slurm.ask("sbatch", "--wait", *asked, f"--output={log}", f"--wrap=exec {line}")
+    assert re.findall(r"^CUDA_VISIBLE_DEVICES=(\S+) ", log.read_text(), re.MULTILINE) == ["0,1"] * 4
 
 
 def losses(out: Path) -> list[tuple[float, float]]:

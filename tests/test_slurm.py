@@ -209,6 +209,26 @@ def test_slurm_gets_what_was_asked_of_it(slurm, stand_ins, project, sft_toml: Pa
     assert "Comment=two words" in slurm.ask("scontrol", "show", "job", job_id_of(result))
 
 
+def test_what_was_asked_for_wins_over_the_variables_of_a_login_script_and_of_an_outer_job(
+    slurm, project, sft_toml: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """sbatch itself lets its variables win over a script's header."""
+    project(tmp_path)
+    monkeypatch.setenv("RECORD", str(tmp_path / "record"))
+    login = {"PARTITION": "urgent", "TIMELIMIT": "5", "ACCOUNT": "theirs", "JOB_NAME": "shell", "NO_REQUEUE": "1"}
+    for name, value in {**login, "GRES": "gpu:7", "EXPORT": "NONE", "OPEN_MODE": "truncate"}.items():
+        monkeypatch.setenv(f"SBATCH_{name}", value)
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    asked = ("--time=1:00:00", "--partition=main", "--account=mine", "--sbatch-arg=--requeue", "--ckpt.interval=1")
+    result = submit_and_wait("sft", sft_toml, *asked, "--project-dir", tmp_path, "--output-dir", tmp_path / "out")
+    assert result.exit_code == 0, result.output
+    job = slurm.job(job_id_of(result))
+    assert (job["Partition"], job["TimeLimit"], job["Account"]) == ("main", "01:00:00", "mine")
+    assert (job["JobName"], job["Requeue"], job["TresPerNode"]) == ("tiny-sft", "1", "gres:gpu:1")
+    (call,) = map(json.loads, (tmp_path / "record").read_text().splitlines())
+    assert "--resume" not in call["argv"]
+
+
 def test_tasks_of_an_array_never_share_a_directory(
     slurm, stand_ins, project, sft_toml: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -34,6 +34,14 @@ _DEPENDENCY = re.compile(rf"{_CONDITION}(?:(?:,{_CONDITION})*|(?:\?{_CONDITION})
 """After commas, all conditions must hold; after question marks, one. `after:1+5` is five minutes after job 1 began."""
 _ARRAY = re.compile(r"--ar|-[HhIkOQsvWX]*a")
 """sbatch's `--array`, abbreviated, or as `-a` after other letters."""
+_VARIABLES: Mapping[str, tuple[str, ...]] = {
+    "--gres": ("GRES", "GPUS", "GPUS_PER_NODE", "GPUS_PER_SOCKET", "GPUS_PER_TASK"),
+    "--mem": ("MEM_PER_NODE", "MEM_PER_CPU", "MEM_PER_GPU"),
+    "--requeue": ("REQUEUE", "NO_REQUEUE"),
+    "--time": ("TIMELIMIT",),
+}
+"""Variables of sbatch, without `SBATCH_`, that are named otherwise than their option, or contradict it."""
+_OF_A_JOB = {"SLURM_RESTART_COUNT", "MEDARC_MAX_REQUEUES"}
 NO_ARRAYS = "the tasks of a job array would share one directory: submit a job for each, with its own --output-dir"
 _WALLTIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<clock>\d+(?::\d+){0,2})")
 
@@ -351,12 +359,21 @@ def sbatch_argv(job: BatchJob) -> list[str]:
     return ["sbatch", *log, str(job.script)]
 
 
-def sbatch_env(env: Mapping[str, str]) -> dict[str, str]:
-    """The environment to submit with, without that of a job array which this process is a task of.
+def sbatch_env(env: Mapping[str, str], job: BatchJob) -> dict[str, str]:
+    """The environment to submit a job with.
+
+    It lacks variables that would win over the script's header, such as the SBATCH_PARTITION of a login script, and what
+    a job that this process is part of would pass on: its array, how often it has started and how often it may.
 
     Raises:
-        UsageError: it makes each job an array.
+        UsageError: the environment makes each job an array; or see `header`.
     """
     if array := env.get("SBATCH_ARRAY_INX"):
         raise UsageError(f"SBATCH_ARRAY_INX={array}: {NO_ARRAYS}")
-    return {name: value for name, value in env.items() if not name.startswith("SLURM_ARRAY_")}
+    options = [option.partition("=")[0] for option in header(job)]
+    dropped = {f"SBATCH_{name}" for option in options for name in _variables(option)} | _OF_A_JOB
+    return {name: value for name, value in env.items() if name not in dropped and not name.startswith("SLURM_ARRAY_")}
+
+
+def _variables(option: str) -> tuple[str, ...]:
+    return _VARIABLES.get(option, (option.removeprefix("--").upper().replace("-", "_"),))

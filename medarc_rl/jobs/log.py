@@ -11,6 +11,7 @@ from pathlib import Path
 
 from medarc_rl.errors import MedarcError, UsageError
 from medarc_rl.jobs.record import JobRecord, NotARecord
+from prime_rl.utils.files import naming
 from prime_rl.utils.private import NotPrivate, private_directory
 
 LAST = "last"
@@ -39,7 +40,7 @@ class JobLog:
         try:
             self._prepare()
             descriptor = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
-            with os.fdopen(descriptor, "w", encoding="utf-8", errors="backslashreplace") as writing:
+            with naming(target), os.fdopen(descriptor, "w", encoding="utf-8", errors="backslashreplace") as writing:
                 json.dump(record.to_table(), writing, indent=1)
                 writing.flush()
                 os.fsync(writing.fileno())

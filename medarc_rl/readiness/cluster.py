@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Iterator, Mapping
 
 from medarc_rl.backends.scontrol import SLURM_LIMIT_S, Properties, shown
-from medarc_rl.backends.slurm import BatchJob, render, sbatch_argv, walltime_s
+from medarc_rl.backends.slurm import BatchJob, render, sbatch_argv, sbatch_env, walltime_s
 from medarc_rl.errors import UsageError
 from medarc_rl.external import NoAnswer, ask
 from medarc_rl.readiness.rows import Row, failed, ok, unknown
@@ -40,7 +40,7 @@ def trial_row(job: BatchJob, limit_s: float) -> Row:
     """Whether sbatch would accept the script. Nothing is submitted or written."""
     argv = [*sbatch_argv(job)[:-1], "--test-only"]
     try:
-        answer = ask(argv, limit_s, stdin=render(job))
+        answer = ask(argv, limit_s, env=sbatch_env(os.environ, job), stdin=render(job))
     except NoAnswer as error:
         return failed("sbatch --test-only", str(error))
     return (ok if answer.code == 0 else failed)("sbatch --test-only", _without_prefix(answer.last_line))

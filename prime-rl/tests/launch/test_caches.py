@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -145,3 +146,18 @@ def test_children_compile_into_the_cache_unless_the_user_names_another(tmp_path:
     assert env["UV_CACHE_DIR"] == "/home/caches/uv"
     # A process of the launch finds the interpreters that the launcher's checks have made.
     assert venvs_root(env) == Path("/home/caches/prime-rl/venvs")
+
+
+@pytest.mark.parametrize("caches", ["/dev/null/caches", "/proc/caches", "{}/left"])
+def test_a_home_that_cannot_be_written_costs_a_launch_its_cache_and_no_more(tmp_path: Path, caches: str) -> None:
+    """Some clusters mount home directories read-only on their nodes; others are full, or over their quota."""
+    root = Path(caches.format(tmp_path)) / "prime-rl"
+    if caches == "{}/left":  # it was made where the home can be written, and cannot be used any more
+        (root / "compiled" / ".lock").mkdir(parents=True)
+    with compile_caches({"XDG_CACHE_HOME": str(root.parent)}, "any", tmp_path / "scratch") as directory:
+        assert directory == tmp_path / "scratch"
+    with (
+        pytest.raises(OSError, match=re.escape(str(root.parent))),
+        compile_caches({"PRIME_RL_CACHE": str(root)}, "any", tmp_path / "scratch"),
+    ):
+        pass

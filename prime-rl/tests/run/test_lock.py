@@ -161,3 +161,12 @@ def test_a_damaged_lock_file_does_not_keep_the_directory(out: Path, text: str) -
 
     with run_lock(out):
         assert json.loads((out / LOCK_NAME).read_text())["pid"] == os.getpid()
+
+
+def test_a_lock_that_cannot_be_written_is_named_and_does_not_stay(out: Path) -> None:
+    limited = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))" + HOLD
+    failed = subprocess.run(
+        [sys.executable, "-c", limited, out], stdin=subprocess.DEVNULL, capture_output=True, text=True
+    )
+    assert failed.stderr.splitlines()[-1] == f"OSError: [Errno 27] File too large: '{out / LOCK_NAME}'"
+    assert not out.exists()

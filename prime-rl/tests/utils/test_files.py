@@ -10,7 +10,14 @@ from pathlib import Path
 import pytest
 
 from prime_rl.utils.contents import find_damage
-from prime_rl.utils.files import STABLE, locked_file, publishing_directory, replacing_directory, scratch_of
+from prime_rl.utils.files import (
+    STABLE,
+    locked_file,
+    publishing_directory,
+    replacing_directory,
+    replacing_file,
+    scratch_of,
+)
 
 REPLACES = """
 import sys
@@ -99,3 +106,13 @@ def test_another_fault_of_a_lock_is_raised(tmp_path: Path) -> None:
 
     with pytest.raises(OSError, match="Input/output"), locked_file(tmp_path / "lock", flock=flock):
         pytest.fail("entered without the lock")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="has no /dev/full")
+def test_what_a_full_disk_says_names_the_file(tmp_path: Path) -> None:
+    target = tmp_path / "rl.toml"
+    (tmp_path / "rl.toml.tmp").symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space left on device") as raised, replacing_file(target) as scratch:
+        scratch.write_text("text")
+    assert raised.value.filename == str(target)
+    assert list(tmp_path.iterdir()) == []

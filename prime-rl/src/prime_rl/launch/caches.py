@@ -67,15 +67,25 @@ def compile_caches(
         NotPrivate: another user owns the cache.
         OSError: `$PRIME_RL_CACHE` cannot be written.
     """
-    root = cache_root(env) / "compiled"
     try:
-        _make_private(root.parent)
-        root.mkdir(mode=0o700, exist_ok=True)
-    except PermissionError:
+        directory, lock = _claimed(cache_root(env) / "compiled", combination, limit_bytes)
+    except NotPrivate:
+        raise
+    except OSError:  # read-only on this node, full, over its quota, or not there
         if env.get(CACHE_VARIABLE):
             raise
         yield fallback
         return
+    try:
+        yield directory
+    finally:
+        os.close(lock)
+
+
+def _claimed(root: Path, combination: str, limit_bytes: int) -> tuple[Path, int]:
+    """The directory of a combination, and the descriptor that keeps it from being removed."""
+    _make_private(root.parent)
+    root.mkdir(mode=0o700, exist_ok=True)
     # One launch at a time begins to use directories, or removes some.
     with locked_file(root / ".lock"):
         _evict(root, limit_bytes)
@@ -86,10 +96,7 @@ def compile_caches(
         # Its time says when it was used last.
         os.utime(lock)
         _lock(lock, fcntl.LOCK_SH)
-    try:
-        yield directory
-    finally:
-        os.close(lock)
+    return directory, lock
 
 
 def cache_env(root: Path, child: str, env: Mapping[str, str]) -> dict[str, str]:

@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from prime_rl.run.directory import OutputDirInUse
+from prime_rl.utils.files import naming
 
 LOCK_NAME = "run.lock"
 BEAT_S = 10.0
@@ -73,9 +74,10 @@ def run_lock(
     descriptor, is_locked = _locked(path)
     try:
         _await_silence(path, me, is_locked, sleep)
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, json.dumps(asdict(me)).encode(), 0)
         try:
+            with naming(path):
+                os.ftruncate(descriptor, 0)
+                os.pwrite(descriptor, json.dumps(asdict(me)).encode(), 0)
             with _beating(path):
                 yield descriptor
         finally:

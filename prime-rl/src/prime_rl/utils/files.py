@@ -28,6 +28,7 @@ __all__ = [
     "disk_fault",
     "fsync_tree",
     "locked_file",
+    "naming",
     "nearest_path",
     "publishing_directory",
     "remove_directory",
@@ -106,13 +107,25 @@ def locked_file(
 
 
 @contextmanager
+def naming(file: Path) -> Iterator[None]:
+    """Let a system's error name the file: one from a write, as on a full disk, names none."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None and error.errno is not None:
+            error.filename = str(file)
+        raise
+
+
+@contextmanager
 def replacing_file(target: Path) -> Iterator[Path]:
     """Yield a scratch path next to `target`, and rename it to `target` only if the block succeeds."""
     target.parent.mkdir(parents=True, exist_ok=True)
     scratch = target.with_name(f"{target.name}{TEMPORARY}")
     try:
-        yield scratch
-        scratch.replace(target)
+        with naming(target):
+            yield scratch
+            scratch.replace(target)
     finally:
         scratch.unlink(missing_ok=True)
 
