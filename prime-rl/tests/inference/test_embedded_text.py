@@ -8,6 +8,7 @@ from transformers import PreTrainedTokenizerFast
 
 from prime_rl.inference.embedded.engine.generation import Completion
 from prime_rl.inference.embedded.engine.text import (
+    IncrementalDetokenizer,
     StopStringMatcher,
     Text,
     generation_defaults,
@@ -62,6 +63,19 @@ def test_a_stop_string_whose_last_character_has_several_tokens_is_cut_off_whole(
         for kept in (False, True)
     ]
     assert texts == ["你好", f"你好{stop}"]
+
+
+def test_bytes_that_are_part_of_no_character_are_decoded_a_few_times_only() -> None:
+    pieces = [*[b"\xe3"] * 1000, *(bytes([byte]) for byte in "。é".encode()), *[b"\xe3", b"\x80"] * 1000, b"\x82!"]
+    counts: list[int] = []
+
+    def decode(ids: list[int]) -> str:
+        counts.append(len(ids))
+        return b"".join(pieces[index] for index in ids).decode(errors="replace")
+
+    detokenizer = IncrementalDetokenizer(decode)
+    assert "".join(detokenizer.push([token]) for token in range(len(pieces))) == decode(list(range(len(pieces))))
+    assert max(counts[:-1]) < 20
 
 
 def test_messages_are_rendered_with_the_chat_template(text) -> None:
