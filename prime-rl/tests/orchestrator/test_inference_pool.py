@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from starlette.responses import JSONResponse
 from verifiers.errors import ModelError, OverlongPromptError
-from verifiers.types import UserMessage
+from verifiers.types import AssistantMessage, UserMessage
 
 from prime_rl.configs.orchestrator import EvalSamplingConfig, SamplingConfig
 from prime_rl.configs.shared import ClientConfig
@@ -269,6 +269,17 @@ async def test_each_call_of_an_evaluations_rollout_has_a_seed_of_its_own_which_t
     assert seeds[:3] == seeds[3:]
     assert len(set(seeds)) == 3
     await pool.close()
+
+
+async def test_an_answer_outside_of_the_trajectory_gives_the_next_call_another_seed(policy_server) -> None:
+    """A game asks the model for the answers of its other seats so."""
+    server = make_pool(policy_server).servers[0]
+    args = eval_sampling_args(EvalSamplingConfig(seed=7), ExampleRef("env", 4), 0)
+    for prompt in (PROMPT, [*PROMPT, AssistantMessage(content="cba"), *PROMPT]):
+        await server.client.get_response(prompt, server.model, args, state={"trajectory": []})
+    first, second = (request["seed"] for request in policy_server.requests)
+    assert first != second
+    await server.close()
 
 
 async def test_a_server_is_found_by_name_when_environment_code_keeps_every_thread_of_the_event_loop(

@@ -168,7 +168,9 @@ class ChatClient(OpenAIChatCompletionsClient):
         return ChatChannel(config.api_base_url, config.extra_headers, config.timeout, config.max_retries)
 
     async def get_response(self, prompt: Any, model: str, sampling_args: Any, *args: Any, **kwargs: Any) -> Response:
+        # The calls of a game's other seats are in no trajectory, but their answers are in the next prompt.
         number = len((kwargs.get("state") or {}).get("trajectory") or ())
+        number += sum(getattr(message, "role", None) == "assistant" for message in prompt)
         return await super().get_response(prompt, model, seeded_for_call(sampling_args, number), *args, **kwargs)
 
     async def get_native_response(
