@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -76,6 +78,17 @@ def test_bytes_that_are_part_of_no_character_are_decoded_a_few_times_only() -> N
     detokenizer = IncrementalDetokenizer(decode)
     assert "".join(detokenizer.push([token]) for token in range(len(pieces))) == decode(list(range(len(pieces))))
     assert max(counts[:-1]) < 20
+
+
+@example([b"\xf0", b"\x9f", b"\x82", b"\xe3", b"\x80\x9f\x82", b"\x9f", b"\x99\xc3\xa9"])
+@given(st.lists(st.lists(st.sampled_from(b"\xe3\x80\x82\xf0\x9f\xed\xa0a"), min_size=1, max_size=3).map(bytes)))
+def test_any_bytes_give_the_same_text_piece_by_piece(pieces: list[bytes]) -> None:
+    def decode(ids: list[int]) -> str:
+        return b"".join(pieces[index] for index in ids).decode(errors="replace")
+
+    detokenizer = IncrementalDetokenizer(decode)
+    found = "".join(detokenizer.push([token]) for token in range(len(pieces)))
+    assert decode(list(range(len(pieces)))).startswith(found)
 
 
 def test_messages_are_rendered_with_the_chat_template(text) -> None:

@@ -123,9 +123,10 @@ class IncrementalDetokenizer:
         if text.endswith(_REPLACEMENT):
             # Only the last tokens can belong to a character that later ones complete. Bytes that are part of none would
             # otherwise be decoded again and again.
-            num_complete -= _MOST_BYTES
-            complete = self._decode(self._context + self._pending[: max(num_complete, 0)])
-            if num_complete <= 0 or not text.startswith(complete):
+            num_complete = max(num_complete - _MOST_BYTES, 0)
+            complete = self._decode(self._context + self._pending[:num_complete])
+            # Several bytes may have one replacement together, and are not torn apart.
+            if not num_complete or complete + self._decode(self._pending[num_complete:]) != text:
                 return ""
             text = complete
         self._context, self._pending = self._pending[:num_complete], self._pending[num_complete:]
