@@ -6,18 +6,20 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from prime_rl.inference.embedded.engine.attention import SlotStep, attend
 from prime_rl.inference.embedded.engine.common_start import CommonStart
 from prime_rl.inference.embedded.engine.engine import Engine
 from prime_rl.inference.embedded.engine.generation import Completion, GenerationRequest, SamplingParams
-from prime_rl.inference.embedded.engine.model import ModelRunner, load_model
+from prime_rl.inference.embedded.engine.model import TOKENS_AT_ONCE, ModelRunner, load_model
 from prime_rl.inference.embedded.engine.scheduler import Limits
 from prime_rl.inference.embedded.engine.slots import KVSlots
 from prime_rl.inference.embedded.engine.text import StopStringMatcher
@@ -162,6 +164,43 @@ def test_samples_of_one_prompt_prefill_it_once(qwen3_dir) -> None:
     assert runner.num_prompts == 1
     assert first == second
     assert len({tuple(tokens) for tokens in first}) == 4
+
+
+class LargestLogits(TorchDispatchMode):
+    """Notes how many rows of logits an operator made at most."""
+
+    def __init__(self, vocab_size: int) -> None:
+        super().__init__()
+        self.vocab_size = vocab_size
+        self.rows = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and result.shape[-1:] == (self.vocab_size,):
+            self.rows = max(self.rows, result.shape[0])
+        return result
+
+
+def test_log_probabilities_of_long_prompts_take_the_memory_of_a_few_hundred_tokens(tmp_path) -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
+    reference = LlamaForCausalLM(LlamaConfig(vocab_size=1000, max_position_embeddings=2048, **sizes))
+    reference.save_pretrained(tmp_path)
+    prompts = [tuple((start + 7 * place) % 1000 for place in range(length)) for start, length in ((3, 900), (5, 600))]
+    runner = runner_of(tmp_path)
+    engine = Engine(runner)
+    requests = [request_of(prompt, max_tokens=2) for prompt in prompts]
+    for request in requests:
+        request.num_prompt_logprobs = 0
+        engine.submit(request).add_done_callback(lambda _: engine.stop() if engine.load == 0 else None)
+    with LargestLogits(1000) as largest:
+        engine.run()
+    assert TOKENS_AT_ONCE <= largest.rows < 300
+    for request in requests:
+        tokens = torch.tensor(request.prompt)
+        with torch.no_grad():
+            logprobs = reference(tokens[None]).logits[0, :-1].log_softmax(-1)
+        found = torch.tensor([token.logprob for token in request.prompt_logprobs or ()])
+        torch.testing.assert_close(found, logprobs.gather(1, tokens[1:, None]).squeeze(1), atol=1e-4, rtol=0)
 
 
 def test_a_full_queue_refuses(qwen3_dir) -> None:

@@ -145,7 +145,12 @@ def test_a_draw_does_not_depend_on_the_other_rows(vocab_size: int) -> None:
 
 
 def test_prompt_logprobs_carry_ranks() -> None:
-    (scored,) = prompt_logprobs(torch.tensor([LOGITS]), [4, 2], num_top=1)
+    (scored,) = prompt_logprobs([torch.tensor([LOGITS])], [4, 2], num_top=1)
     assert (scored.token_id, scored.rank) == (2, 3)
     assert scored.logprob == pytest.approx(math.log(softmax({0: 2.0, 1: 1.0, 2: 0.0, 3: -1.0})[2]), abs=1e-6)
     assert scored.top[0][0] == 0
+
+
+def test_the_samples_of_a_request_differ_for_a_negative_seed_too() -> None:
+    request = GenerationRequest(prompt=(0,), params=SamplingParams(max_tokens=1), seed=-2, n=5)
+    assert len({sequence.rng.random() for sequence in request.sequences}) == 5

@@ -7,6 +7,7 @@ from collections import Counter
 import pytest
 
 from prime_rl.configs.orchestrator import BufferConfig, EnvConfig, OrchestratorConfig
+from prime_rl.orchestrator.reports.metrics import reward_metrics
 from prime_rl.orchestrator.rollouts.rollout import ExampleRef, Group
 from prime_rl.orchestrator.scheduling.buffer import Buffer
 
@@ -60,6 +61,13 @@ def test_online_filtering_rejects_groups_that_are_solved_always_or_never(rollout
     assert [buffer.accepts(group) for group in groups] == [False, False, False, True]
     metrics = buffer.take_metrics()
     assert (metrics["filtered_rollouts/easy"], metrics["filtered_rollouts/hard"]) == (0.25, 0.5)
+
+
+def test_a_group_with_different_rewards_is_neither_solved_always_nor_never_whatever_their_mean(rollout) -> None:
+    buffer = Buffer(ROWS, BufferConfig(online_difficulty_filtering=True), seed=0)
+    groups = [Group([rollout(reward=r) for r in rewards]) for rewards in ([1, -1], [2, 0])]
+    assert [buffer.accepts(group) for group in groups] == [True, True]
+    assert reward_metrics(groups)["batch/effective_batch_size"] == 1
 
 
 def test_without_filtering_every_group_is_accepted(rollout) -> None:

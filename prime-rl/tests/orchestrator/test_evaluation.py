@@ -6,9 +6,10 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from prime_rl.configs.orchestrator import EvalConfig, EvalSamplingConfig
+from prime_rl.configs.orchestrator import EvalConfig, EvalSamplingConfig, ValConfig
 from prime_rl.orchestrator.evaluation.evaluator import EvalSchedule
 from prime_rl.orchestrator.evaluation.scores import eval_metrics, has_response, score_titles
+from prime_rl.orchestrator.evaluation.validator import Validator
 from prime_rl.orchestrator.rollouts.attempts import Attempt, Outcome, run_attempts
 from prime_rl.orchestrator.rollouts.rollout import ExampleRef, Rollout
 from prime_rl.orchestrator.rollouts.sampling import eval_sampling_args, rollout_seed
@@ -39,9 +40,11 @@ class Environment:
         self.started = 0
         self.running = 0
         self.peak_concurrency = 0
+        self.seeds: list[int | None] = []
 
     async def attempt(self, example, size, server, sampling_args, version, max_retries=0) -> list[Rollout]:
         self.started += 1
+        self.seeds.append(sampling_args.get("seed"))
         number = self.started
         self.running += 1
         self.peak_concurrency = max(self.peak_concurrency, self.running)
@@ -174,6 +177,16 @@ def test_every_rollout_of_an_evaluation_has_its_own_seed_which_the_next_evaluati
 
 def test_a_seed_is_the_same_in_another_process_and_on_another_machine() -> None:
     assert rollout_seed(0, ExampleRef("med-calc", 3, draw=9), 1) == 704_998_514
+
+
+async def test_each_example_of_a_validation_has_a_seed_of_its_own_which_the_next_validation_repeats(rollout) -> None:
+    environment = Environment(rollout)
+    examples = [ExampleRef("env", row, draw=row) for row in range(4)]
+    validator = Validator(ValConfig(num_examples=4), {"env": environment}, examples, Pool(), max_concurrent=1)
+    for step in range(2):
+        await validator.run(step, {"temperature": 1.0, "seed": 7}, version=step)
+    assert environment.seeds[:4] == environment.seeds[4:]
+    assert len(set(environment.seeds)) == 4
 
 
 def test_the_means_of_attempts_agree_within_the_sampling_error() -> None:

@@ -12,14 +12,16 @@ from pathlib import Path
 import pytest
 from starlette.responses import JSONResponse
 from verifiers.errors import ModelError, OverlongPromptError
-from verifiers.types import UserMessage
+from verifiers.types import AssistantMessage, UserMessage
 
+from prime_rl.configs.orchestrator import EvalSamplingConfig, SamplingConfig
 from prime_rl.configs.shared import ClientConfig
 from prime_rl.orchestrator.errors import InferenceFault
 from prime_rl.orchestrator.rollouts.chat_client import ChatChannel
 from prime_rl.orchestrator.rollouts.connections import Connections
 from prime_rl.orchestrator.rollouts.replies import VersionSpan
-from prime_rl.orchestrator.rollouts.sampling import SamplingConfig, train_sampling_args
+from prime_rl.orchestrator.rollouts.rollout import ExampleRef
+from prime_rl.orchestrator.rollouts.sampling import eval_sampling_args, train_sampling_args
 from prime_rl.orchestrator.rollouts.trace import CallDetails
 from prime_rl.orchestrator.servers.pool import WATCH_INTERVAL_S, InferencePool
 
@@ -248,6 +250,35 @@ async def test_each_request_gets_a_seed_of_its_own(policy_server) -> None:
     for _ in range(3):
         await server.client.get_response(PROMPT, server.model, ARGS | {"seed": 40})
     assert [request["seed"] for request in policy_server.requests] == [40, 41, 42]
+    await server.close()
+
+
+@pytest.mark.parametrize("use_token_client", [False, True])
+async def test_each_call_of_an_evaluations_rollout_has_a_seed_of_its_own_which_the_next_evaluation_repeats(
+    policy_server, use_token_client: bool
+) -> None:
+    pool = make_pool(policy_server)
+    await pool.wait_ready(use_token_client)
+    (server,) = pool.servers
+    args = eval_sampling_args(EvalSamplingConfig(seed=7), ExampleRef("env", 4), 0)
+    policy_server.requests.clear()
+    for number in (0, 1, 2, 0, 1, 2):
+        state = {"trajectory": [{"prompt": [], "tokens": None}] * number, "model": server.model}
+        await server.client.get_response(PROMPT, server.model, args, state=state)
+    seeds = [request["seed"] for request in policy_server.requests]
+    assert seeds[:3] == seeds[3:]
+    assert len(set(seeds)) == 3
+    await pool.close()
+
+
+async def test_an_answer_outside_of_the_trajectory_gives_the_next_call_another_seed(policy_server) -> None:
+    """A game asks the model for the answers of its other seats so."""
+    server = make_pool(policy_server).servers[0]
+    args = eval_sampling_args(EvalSamplingConfig(seed=7), ExampleRef("env", 4), 0)
+    for prompt in (PROMPT, [*PROMPT, AssistantMessage(content="cba"), *PROMPT]):
+        await server.client.get_response(prompt, server.model, args, state={"trajectory": []})
+    first, second = (request["seed"] for request in policy_server.requests)
+    assert first != second
     await server.close()
 
 

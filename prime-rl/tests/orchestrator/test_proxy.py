@@ -11,10 +11,12 @@ from typing import Any
 import aiohttp
 import pytest
 
+from prime_rl.configs.orchestrator import EvalSamplingConfig, SamplingConfig
 from prime_rl.configs.shared import ClientConfig
 from prime_rl.orchestrator.proxy.recording import MAX_CALLS, Session
 from prime_rl.orchestrator.proxy.routes import RecordingProxy
-from prime_rl.orchestrator.rollouts.sampling import SamplingConfig, train_sampling_args
+from prime_rl.orchestrator.rollouts.rollout import ExampleRef
+from prime_rl.orchestrator.rollouts.sampling import eval_sampling_args, train_sampling_args
 from prime_rl.orchestrator.servers.pool import InferencePool
 
 ARGS = train_sampling_args(SamplingConfig(max_tokens=20), 0.7)
@@ -45,13 +47,13 @@ class Agent:
 
 
 @asynccontextmanager
-async def agent_of(server: Any) -> AsyncIterator[Agent]:
+async def agent_of(server: Any, sampling_args: dict[str, Any] = ARGS) -> AsyncIterator[Agent]:
     pool, proxy = InferencePool(ClientConfig(base_url=[server.url]), "letters"), RecordingProxy()
     await pool.wait_ready(use_token_client=True)
     await proxy.open()
     try:
         async with aiohttp.ClientSession() as http:
-            with proxy.sessions.opened(1, pool.servers[0], ARGS) as (session,):
+            with proxy.sessions.opened(1, pool.servers[0], sampling_args) as (session,):
                 yield Agent(http, proxy.base_url, session)
     finally:
         await proxy.close()
@@ -65,6 +67,19 @@ async def test_an_agent_does_not_set_how_tokens_are_sampled(policy_server) -> No
     assert (sent["temperature"], sent["top_p"], sent["top_k"], sent["model"]) == (0.7, 1.0, -1, "letters")
     assert sent["max_completion_tokens"] == 7
     assert not {"logit_bias", "seed", "max_tokens"} & sent.keys()
+
+
+async def test_an_agent_that_asks_the_same_again_in_an_evaluation_gets_another_sample(policy_server) -> None:
+    seeds, sampling_args = [], eval_sampling_args(EvalSamplingConfig(seed=7), ExampleRef("env", 4), 0)
+    for _ in range(2):
+        async with agent_of(policy_server, sampling_args) as agent:
+            policy_server.requests.clear()
+            await agent.ask(n=2)
+            await agent.ask()
+            await agent.ask()
+            seeds.append([request["seed"] for request in policy_server.requests])
+    first = seeds[0][0]
+    assert seeds == [[first, first + 2, first + 3]] * 2
 
 
 @pytest.mark.parametrize(

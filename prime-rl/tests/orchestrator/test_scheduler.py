@@ -165,6 +165,18 @@ async def test_groups_start_at_most_so_often_a_minute(tmp_path: Path, pair) -> N
     await scheduler.close()
 
 
+async def test_a_group_that_may_not_start_yet_does_not_age(tmp_path: Path) -> None:
+    environment = Environment()
+    scheduler = make_scheduler(tmp_path, environment, groups=3, groups_per_minute=2, max_off_policy_steps=0)
+    collecting = asyncio.create_task(scheduler.collect(0, BatchTarget(rollouts=6), ARGS))
+    await environment.wait_for(2)
+    for version in range(1, MAX_ATTEMPTS + 2):
+        await scheduler.policy.announce(version)
+    assert scheduler.take_cancelled() == len(environment.running) == 2
+    collecting.cancel()
+    await scheduler.close()
+
+
 async def seeds_of(
     folder: Path, outcome: Outcome, state: Mapping[str, Any] | None = None
 ) -> tuple[list[int | None], dict[str, Any]]:

@@ -11,6 +11,7 @@ from prime_rl.orchestrator.evaluation.scores import reward_error_share
 from prime_rl.orchestrator.reports.metrics import reward_metrics
 from prime_rl.orchestrator.rollouts.attempts import Attempt, Attemptable, ServerPool, run_attempts
 from prime_rl.orchestrator.rollouts.rollout import ExampleRef, Group
+from prime_rl.orchestrator.rollouts.sampling import seeded_for_group
 from prime_rl.utils.logger import get_logger
 
 
@@ -34,7 +35,10 @@ class Validator:
         Failed rollouts are counted but not scored.
         """
         size = self.config.rollouts_per_example
-        attempts = [Attempt(self.environments[example.env], example, sampling_args, size) for example in self.examples]
+        attempts = [
+            Attempt(self.environments[example.env], example, seeded_for_group(sampling_args, example), size)
+            for example in self.examples
+        ]
         outcomes = await run_attempts(attempts, self.pool, version, self.max_concurrent)
         failed = sum(outcome.failed for outcome in outcomes)
         if failed:

@@ -13,6 +13,7 @@ from prime_rl.orchestrator.proxy.continuation import canonical, continued_prompt
 from prime_rl.orchestrator.proxy.recording import MAX_CALLS, Session
 from prime_rl.orchestrator.rollouts.chat_client import ChatChannel, ServerAnswered
 from prime_rl.orchestrator.rollouts.replies import decode_chat_reply
+from prime_rl.orchestrator.rollouts.sampling import seeded_for_call
 
 FORWARDED = (
     "messages", "tools", "tool_choice", "parallel_tool_calls", "response_format", "stop", "n",
@@ -42,9 +43,8 @@ async def complete(session: Session, body: Mapping[str, Any]) -> dict[str, Any]:
     asked = {name: body[name] for name in FORWARDED if body.get(name) is not None}
     _refuse_masks(asked, session)
     count = asked["n"] if isinstance(asked.get("n"), int) and asked["n"] > 0 else 1
-    count_calls(session, count)
+    sent = counted(session, {**asked, **session.sampling, **_limits(asked, session.sampling)}, count)
     channel: ChatChannel = session.server.client.client
-    sent = {**asked, **session.sampling, **_limits(asked, session.sampling)}
     sent |= {"model": session.model, "logprobs": True, "return_token_ids": True}
     sent.pop("max_tokens", None)
     rendering = {name: sent[name] for name in RENDERED if sent.get(name)}
@@ -64,11 +64,12 @@ async def complete(session: Session, body: Mapping[str, Any]) -> dict[str, Any]:
     return _shown(msgspec.json.decode(answer.body), bool(body.get("logprobs"))) | {"id": completion_id}
 
 
-def count_calls(session: Session, count: int) -> None:
-    """Raises Refused if the session has asked too often."""
+def counted(session: Session, body: Mapping[str, Any], count: int = 1) -> dict[str, Any]:
+    """The body of a request for the next `count` answers of a session. Raises Refused if it has asked too often."""
     if session.num_asked + count > MAX_CALLS:
         raise Refused(429, f"the session asks the model for more than {MAX_CALLS} answers")
     session.num_asked += count
+    return seeded_for_call(body, session.num_asked - count)
 
 
 def _messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:

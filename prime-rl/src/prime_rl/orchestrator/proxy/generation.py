@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from prime_rl.orchestrator.errors import MalformedRollout
-from prime_rl.orchestrator.proxy.completions import Refused, count_calls
+from prime_rl.orchestrator.proxy.completions import Refused, counted
 from prime_rl.orchestrator.proxy.recording import RecordedCall, Session
 from prime_rl.orchestrator.rollouts.chat_client import ChatChannel
 from prime_rl.orchestrator.rollouts.replies import VersionSpan
@@ -23,8 +23,7 @@ async def generate(session: Session, body: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         Refused: the body asks for something else.
     """
-    sent = _request(session, body)
-    count_calls(session, 1)
+    sent = counted(session, _request(session, body))
     channel: ChatChannel = session.server.client.client
     answer = await channel.exchange("/completions", sent)
     try:

@@ -105,8 +105,9 @@ def reward_metrics(groups: Sequence[Group]) -> dict[str, float]:
     # A rejected rollout has no reward.
     rollouts = [rollout for rollout in every if not rollout.is_rejected] or every
     rewards = [rollout.reward for rollout in rollouts]
-    solved_none = sum(sum(rollout.reward for rollout in group.rollouts) == 0 for group in groups) / len(groups)
-    solved_all = sum(sum(r.reward for r in group.rollouts) == len(group.rollouts) for group in groups) / len(groups)
+    solved_none, solved_all = (
+        sum(group.is_equal_to(reward) for group in groups) / len(groups) for reward in (0.0, 1.0)
+    )
     metrics = {
         "reward/mean": statistics.fmean(rewards),
         "reward/std": statistics.pstdev(rewards),

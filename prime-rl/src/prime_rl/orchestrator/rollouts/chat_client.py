@@ -27,7 +27,7 @@ from verifiers.types import ClientConfig, Response
 
 from prime_rl.orchestrator.rollouts.connections import Connections
 from prime_rl.orchestrator.rollouts.replies import ChatReply, TokenizeReply, decode_chat_reply, error_message
-from prime_rl.orchestrator.rollouts.sampling import EXACT_SEED
+from prime_rl.orchestrator.rollouts.sampling import EXACT_SEED, seeded_for_call
 from prime_rl.orchestrator.rollouts.trace import CallDetails
 from prime_rl.orchestrator.rollouts.turns import EndsOfTurns, bridge
 from prime_rl.run.beats import own_beats, server_name
@@ -166,6 +166,12 @@ class ChatClient(OpenAIChatCompletionsClient):
 
     def setup_client(self, config: ClientConfig) -> ChatChannel:
         return ChatChannel(config.api_base_url, config.extra_headers, config.timeout, config.max_retries)
+
+    async def get_response(self, prompt: Any, model: str, sampling_args: Any, *args: Any, **kwargs: Any) -> Response:
+        # The calls of a game's other seats are in no trajectory, but their answers are in the next prompt.
+        number = len((kwargs.get("state") or {}).get("trajectory") or ())
+        number += sum(getattr(message, "role", None) == "assistant" for message in prompt)
+        return await super().get_response(prompt, model, seeded_for_call(sampling_args, number), *args, **kwargs)
 
     async def get_native_response(
         self, prompt: Any, model: str, sampling_args: Mapping[str, Any], tools: Any = None, **kwargs: Any

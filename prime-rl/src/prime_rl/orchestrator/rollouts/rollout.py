@@ -114,6 +114,10 @@ class Group:
         rewards = [rollout.reward for rollout in self.scored]
         return sum(rewards) / len(rewards) if rewards else 0.0
 
+    def is_equal_to(self, reward: float) -> bool:
+        """Whether every rollout has this reward. Several scales have a mean of 0 or 1 too."""
+        return bool(self.scored) and all(rollout.reward == reward for rollout in self.scored)
+
     @property
     def has_call_rewards(self) -> bool:
         """Whether the calls of a rollout have rewards of their own."""

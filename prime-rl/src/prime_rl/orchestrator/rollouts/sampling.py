@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from prime_rl.configs.orchestrator import EvalSamplingConfig, SamplingConfig, TemperatureSchedulerConfig
@@ -77,7 +78,8 @@ def rollout_seed(seed: int, example: ExampleRef, attempt: int) -> int:
 def eval_sampling_args(config: EvalSamplingConfig, example: ExampleRef, attempt: int) -> dict[str, Any]:
     """Sampling arguments of the 0-based `attempt` at an example of an evaluation. Contains only keys that are set.
 
-    With a seed, all rollouts of an evaluation differ from each other, and the next evaluation repeats them.
+    With a seed, all rollouts of an evaluation differ from each other, and the next evaluation repeats them. See also
+    `seeded_for_call`.
     """
     named = _set(temperature=config.temperature, max_tokens=config.max_tokens, top_p=config.top_p)
     named |= _set(reasoning_effort=config.reasoning_effort)
@@ -91,6 +93,18 @@ def eval_sampling_args(config: EvalSamplingConfig, example: ExampleRef, attempt:
         named["seed"] = rollout_seed(config.seed, example, attempt)
         extra[EXACT_SEED] = True
     return {**named, "extra_body": {**config.extra_body, **extra}}
+
+
+def seeded_for_call(sampling_args: Mapping[str, Any], number: int) -> dict[str, Any]:
+    """`sampling_args` of an evaluation, nested or flat, for the 0-based call `number` of a rollout: a seed counts up.
+
+    With one seed for all its calls, a rollout would draw the same random numbers in each turn, and an agent that asks
+    the same several times would get the same answer. The seeds of training count up in the chat channel.
+    """
+    is_exact = {**sampling_args, **sampling_args.get("extra_body", {})}.get(EXACT_SEED)
+    if not is_exact or "seed" not in sampling_args:
+        return dict(sampling_args)
+    return {**sampling_args, "seed": sampling_args["seed"] + number}
 
 
 def _hashed(*identity: int | str | None) -> int:

@@ -114,12 +114,12 @@ class Buffer:
     def accepts(self, group: Group) -> bool:
         """Whether to train on a finished group. Moves its example to the easy or hard pool if a threshold is reached.
 
-        `online_difficulty_filtering` rejects groups whose mean reward is exactly 0 or 1. `drop_equal_rewards` rejects
+        `online_difficulty_filtering` rejects groups whose rewards are all 0 or all 1. `drop_equal_rewards` rejects
         groups whose rewards are all equal, since their advantages are 0 (dynamic sampling; Yu et al. 2025, DAPO).
         """
         self.counts.groups += 1
         self._evict(group)
-        easy, hard = group.mean_reward == 1.0, group.mean_reward == 0.0
+        easy, hard = group.is_equal_to(1.0), group.is_equal_to(0.0)
         equal = len(set(group.compared_rewards)) <= 1
         solved_all_or_none = self.config.online_difficulty_filtering and (easy or hard)
         if not solved_all_or_none and not (self.config.drop_equal_rewards and equal):

@@ -79,6 +79,8 @@ class InFlightGroup:
     """Policy version when the group started."""
     off_policy_level: int = 0
     """Number of weight updates since the group started."""
+    has_started: bool = False
+    """False while it waits for `groups_per_minute`."""
 
 
 class Scheduler:
@@ -158,7 +160,7 @@ class Scheduler:
         """
         limit = self.limits.max_off_policy_steps
         for group in self._in_flight.values():
-            group.off_policy_level += 1
+            group.off_policy_level += group.has_started
         old = {task: group for task, group in self._in_flight.items() if group.off_policy_level > limit}
         for task, group in old.items():
             self._cancel(task)
@@ -286,7 +288,7 @@ class Scheduler:
     async def _run(self, group: InFlightGroup, sampling_args: dict[str, Any]) -> list[Rollout]:
         if self._limiter is not None:
             await self._limiter.acquire()
-        group.version = self.policy.version
+        group.version, group.has_started = self.policy.version, True
         environment = self.environments[group.example.env]
         sampling_args = seeded_for_group(sampling_args, group.example)
         return await environment.run_group(

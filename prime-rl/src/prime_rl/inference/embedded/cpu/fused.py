@@ -100,10 +100,19 @@ class FusedDecoder:
 
     def logits(self, step: SlotStep, token_ids_N: Tensor, position_ids_N: Tensor, wanted: Tensor) -> Tensor:
         """Logits [W, V] at the indices `wanted` of the N tokens."""
-        num_wanted = len(wanted)
+        return self.logits_of(self.hidden_at(step, token_ids_N, position_ids_N, wanted))
+
+    def hidden_at(self, step: SlotStep, token_ids_N: Tensor, position_ids_N: Tensor, wanted: Tensor) -> Tensor:
+        """Hidden states [W, H] at the indices `wanted` of the N tokens."""
         if token_ids_N.device.type == "cpu":
-            token_ids_N, position_ids_N, wanted = map(_padded, (token_ids_N, position_ids_N, wanted))
-        return self.head(self.hidden(step, token_ids_N, position_ids_N)[wanted])[:num_wanted]
+            token_ids_N, position_ids_N = map(_padded, (token_ids_N, position_ids_N))
+        return self.hidden(step, token_ids_N, position_ids_N)[wanted]
+
+    def logits_of(self, hidden: Tensor) -> Tensor:
+        """Logits [W, V] of hidden states."""
+        if hidden.device.type != "cpu":
+            return self.head(hidden)
+        return self.head(pad(hidden, (0, 0, 0, padded_tokens(len(hidden)) - len(hidden))))[: len(hidden)]
 
     def head(self, hidden: Tensor) -> Tensor:
         """Logits [N, V] of hidden states."""

@@ -278,12 +278,10 @@ class Engine:
             adapters=[sequence.request.adapter for sequence in (*running[:num_decode], *leaders)],
             origins=[sequence.origin for sequence in running[:num_decode]],
         )
-        for row, prompt_logits in zip(full, full_logits, strict=True):
+        for row, parts in zip(full, full_logits, strict=True):
             request = leaders[row].request
             with _failing(request):
-                request.prompt_logprobs = prompt_logprobs(
-                    prompt_logits[: len(request.prompt) - 1], request.prompt, request.num_prompt_logprobs or 0
-                )
+                request.prompt_logprobs = prompt_logprobs(parts, request.prompt, request.num_prompt_logprobs or 0)
         if len(leaders) < len(prompts.sequences):
             logits = self._copy_to_followers(logits, num_decode, prompts)
         return logits

@@ -195,7 +195,8 @@ class GenerationRequest:
     def __post_init__(self) -> None:
         matchers = self.stop_matchers or [None] * self.n
         self.sequences = [
-            Sequence(self, self.params, random.Random(self.seed + index), list(self.prompt), matcher)
+            # `Random` drops the sign of a seed: -1 and 1 would be the same.
+            Sequence(self, self.params, random.Random((self.seed + index) % (1 << 64)), list(self.prompt), matcher)
             for index, matcher in enumerate(matchers)
         ]
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -31,6 +32,8 @@ from prime_rl.inference.embedded.transfer import on_device
 from prime_rl.utils.model_lengths import fix_rotary_lengths
 
 FindCommonStart = Callable[[SequenceOf[Origin], torch.device], CommonStart | None]
+TOKENS_AT_ONCE = 256
+"""Tokens of a prompt of which logits are held at once: 160 MB in float32, for a vocabulary of 152,000."""
 _SUPPORTED_LAYERS = {"full_attention", "sliding_attention"}
 
 
@@ -106,7 +109,7 @@ class ModelRunner:
         full_prompts: SequenceOf[int] = (),
         adapters: SequenceOf[Adapter | None] = (),
         origins: SequenceOf[Origin | None] = (),
-    ) -> tuple[Tensor, list[Tensor]]:
+    ) -> tuple[Tensor, list[Iterator[Tensor]]]:
         """Run one step: decode the last token of every running sequence and prefill the prompts.
 
         Args:
@@ -119,7 +122,8 @@ class ModelRunner:
             origins: prompt origin of each running sequence; empty disables shared-prefix attention.
 
         Returns:
-            Next-token logits [running + prompts, V], and the logits [length - 1, V] of each full prompt.
+            Next-token logits [running + prompts, V], and the logits [length - 1, V] of each full prompt, in parts:
+            those of a long prompt are larger than a model.
         """
         num_cached = num_cached or [0] * len(prompts)
         lengths = [len(tokens) - count for tokens, count in zip(prompts, num_cached, strict=True)]
@@ -139,11 +143,13 @@ class ModelRunner:
             wanted.append(len(flat) - 1)
             start = len(flat)
         num_next = len(wanted)
+        places = []
         for index in full_prompts:
+            places.append(len(wanted))
             wanted.extend(range(*spans[index]))
-        logits = self._logits(step, flat, positions, wanted)
-        full = logits[num_next:].split([spans[index][1] - spans[index][0] for index in full_prompts])
-        return logits[:num_next], list(full) if full_prompts else []
+        logits_at = self._logits(step, flat, positions, wanted)
+        full = [_in_parts(logits_at, *ends) for ends in pairwise([*places, len(wanted)])]
+        return logits_at(slice(num_next)), full
 
     def _replayed(self, tokens: list[int], positions: list[int], adapters: SequenceOf[Adapter | None]) -> Tensor | None:
         """Logits [B, V] of a step that only decodes; None if it is not replayed."""
@@ -161,13 +167,19 @@ class ModelRunner:
             self._shared = self._find_common_start(found, self.device) if len(found) == len(origins) else None
         return self._shared
 
-    def _logits(self, step: SlotStep, tokens: list[int], positions: list[int], wanted: list[int]) -> Tensor:
-        """Logits [W, V] at the indices `wanted` of the N tokens."""
+    def _logits(
+        self, step: SlotStep, tokens: list[int], positions: list[int], wanted: list[int]
+    ) -> Callable[[slice], Tensor]:
+        """A function that computes logits [W, V] of a part of the indices `wanted` of the N tokens.
+
+        Transformers' own forward pass computes all of them at once.
+        """
         token_ids = on_device(tokens, self.device)
         position_ids = on_device(positions, self.device)
         wanted_index = on_device(wanted, self.device)
         if self._fused is not None:
-            return self._fused.logits(step, token_ids, position_ids, wanted_index)
+            decoder, hidden = self._fused, self._fused.hidden_at(step, token_ids, position_ids, wanted_index)
+            return lambda part: decoder.logits_of(hidden[part])
         self._hooks.current = step.adapters
         output = self.model(
             input_ids=token_ids[None],
@@ -176,7 +188,8 @@ class ModelRunner:
             logits_to_keep=wanted_index,
             slot_step=step,
         )
-        return output.logits[0]
+        logits: Tensor = output.logits[0]
+        return lambda part: logits[part]
 
     def _warm_up(self) -> None:
         """Run one prefill and one decode step, to allocate the slots and to check that the model is supported."""
@@ -192,6 +205,11 @@ class ModelRunner:
         if self.slots.num_layers != self.model.config.get_text_config().num_hidden_layers:
             raise UnsupportedModel("the model has layers without a key-value cache, which are not supported")
         check_slots(self.model, self.forward)
+
+
+def _in_parts(logits_at: Callable[[slice], Tensor], start: int, end: int) -> Iterator[Tensor]:
+    for at in range(start, end, TOKENS_AT_ONCE):
+        yield logits_at(slice(at, min(at + TOKENS_AT_ONCE, end)))
 
 
 def load_model(

@@ -6,6 +6,7 @@ Shapes: R sequences, V tokens in the vocabulary.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
@@ -168,14 +169,24 @@ class _PartSampler:
         return None if all(value == neutral for value in values) else self._column(values)
 
 
-def prompt_logprobs(logits_LV: Tensor, prompt: SequenceOf[int], num_top: int) -> list[PromptLogprob]:
-    """Log-probabilities of `prompt[1:]` from the logits [L, V] of `prompt[:-1]`, at temperature 1, not truncated."""
+def prompt_logprobs(parts: Iterable[Tensor], prompt: SequenceOf[int], num_top: int) -> list[PromptLogprob]:
+    """Log-probabilities of `prompt[1:]` at temperature 1, not truncated, from parts of the logits [L, V] of
+    `prompt[:-1]` and perhaps of tokens after it."""
+    found: list[PromptLogprob] = []
+    for logits_LV in parts:
+        targets = prompt[1 + len(found) : 1 + len(found) + len(logits_LV)]
+        if not targets:
+            break
+        found += _scored(logits_LV[: len(targets)], targets, num_top)
+    return found
+
+
+def _scored(logits_LV: Tensor, targets: SequenceOf[int], num_top: int) -> list[PromptLogprob]:
     logprobs = logits_LV.float().log_softmax(-1)
-    targets = on_device(prompt[1:], logits_LV.device, torch.long).unsqueeze(1)
-    own = logprobs.gather(1, targets)
+    own = logprobs.gather(1, on_device(targets, logits_LV.device, torch.long).unsqueeze(1))
     ranks = ((logprobs > own).sum(-1) + 1).tolist()
     tops = _top(logprobs, num_top) if num_top else [[] for _ in ranks]
-    return [PromptLogprob(*row) for row in zip(prompt[1:], own.squeeze(1).tolist(), ranks, tops, strict=True)]
+    return [PromptLogprob(*row) for row in zip(targets, own.squeeze(1).tolist(), ranks, tops, strict=True)]
 
 
 def _draw_by_weight(weights_RV: Tensor, uniforms_R1: Tensor) -> tuple[Tensor, Tensor]:

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from prime_rl.inference.embedded.errors import UnsupportedModel
 from prime_rl.utils.model_lengths import tightened
 
-Forward = Callable[..., tuple[Tensor, list[Tensor]]]
+Forward = Callable[..., tuple[Tensor, list[Iterator[Tensor]]]]
 """`ModelRunner.forward`."""
 
 _LENGTH = 12
@@ -61,7 +61,7 @@ def check_slots(model: PreTrainedModel, forward: Forward) -> None:
         _, (first,) = forward([], [probe[: _CACHED + 1]], [0], full_prompts=[0])
         last, (middle,) = forward([], [probe[:end]], [0], num_cached=[_CACHED], full_prompts=[0])
         decoded = [forward([probe[: index + 1]], [], [])[0] for index in range(end, _LENGTH)]
-    if not _is_close(torch.cat([first, middle, last, *decoded]), own):
+    if not _is_close(torch.cat([*first, *middle, last, *decoded]), own):
         raise UnsupportedModel(f"{type(model).__name__} has an attention that the embedded engine does not support")
 
 

@@ -18,6 +18,8 @@ from prime_rl.checks.time_limit import MAX_RENDER_S, OutOfTime, time_limit
 from prime_rl.inference.embedded.errors import ModelNotFound, TemplateFailed, UnsupportedModel, first_line
 
 _REPLACEMENT = "\ufffd"
+_MOST_BYTES = 4
+"""Bytes of a character in UTF-8, and so the largest number of tokens that it takes."""
 _SHORT = [{"role": "user", "content": "hello"}]
 
 
@@ -117,9 +119,17 @@ class IncrementalDetokenizer:
         self._pending += tokens
         before = self._decode(self._context)
         text = self._decode(self._context + self._pending)
+        num_complete = len(self._pending)
         if text.endswith(_REPLACEMENT):
-            return ""
-        self._context, self._pending = self._pending, []
+            # Only the last tokens can belong to a character that later ones complete. Bytes that are part of none would
+            # otherwise be decoded again and again.
+            num_complete = max(num_complete - _MOST_BYTES, 0)
+            complete = self._decode(self._context + self._pending[:num_complete])
+            # Several bytes may have one replacement together, and are not torn apart.
+            if not num_complete or complete + self._decode(self._pending[num_complete:]) != text:
+                return ""
+            text = complete
+        self._context, self._pending = self._pending[:num_complete], self._pending[num_complete:]
         return text[len(before) :]
 
 

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 _LOWEST_LOGPROB = -9999.0
 """Replaces minus infinity, which JSON cannot represent."""
 
+_REPLACEMENT = "\ufffd"
+"""Stands for the bytes of a character of which some are missing."""
+
 Answered = Sequence[tuple[GenerationRequest, Generation]]
 
 
@@ -153,7 +156,8 @@ def completion_text(body: SamplingBody, text: Text, completion: Completion) -> s
     if not isinstance(reason, str):
         return before
     answer = text.decode(token_ids, body.skip_special_tokens)
-    start = answer.find(reason, max(0, len(before) - len(reason) + 1))
+    # The last token may complete a character.
+    start = answer.find(reason, max(0, len(before.rstrip(_REPLACEMENT)) - len(reason) + 1))
     return answer[: start + len(reason)] if body.include_stop_str_in_output else answer[:start]
 
 
