@@ -267,6 +267,10 @@ def test_replayed_steps_compute_with_an_adapters_newest_version(name, small_mode
     assert decode_with(mine, second / "merged") == 3
     wider = adapter_of(base, tmp_path / "wider", 3, rank=8)
     assert decode_with(store.load("mine", wider), merged(base, wider)) == 4, "another rank lies elsewhere"
+    store.unload_all()
+    decode_with(None, base)
+    runner.forward([[1, 2]] * 9, [], [])
+    assert {adapter for _, adapter in graphs._asked} == {None}, "an unloaded adapter is not kept"
     assert graphs.num_replayed > 20
 
 

@@ -140,6 +140,7 @@ class DecodeGraphs:
     def _record(self, key: _Key, tokens: SequenceOf[int], positions: SequenceOf[int]) -> _Recorded | None:
         """Record a shape that occurs again, and compare its first replay with an ordinary computation."""
         shape, adapter = key
+        self._drop_unloaded()
         self._asked[key] += 1
         if self._asked[key] == 1:
             return None
@@ -166,6 +167,11 @@ class DecodeGraphs:
             del self._asked[oldest]
         self._recorded[key] = _Recorded(step, replay, _layers_of(adapter))
         return self._recorded[key]
+
+    def _drop_unloaded(self) -> None:
+        for key in [key for key in self._asked if key[1] is not None and not key[1].is_loaded]:
+            del self._asked[key]
+            self._recorded.pop(key, None)
 
     def _clear(self) -> None:
         self._generation = self._slots.generation
