@@ -139,6 +139,12 @@ def test_every_broken_reward_and_row_is_named() -> None:
     assert "IndexError: list index out of range (answer: no message; row 0)" in rows["warn", "reward function contains"]
 
 
+def test_the_last_line_counts_the_rows() -> None:
+    result = env("check", "broken-rewards", "--args", '{"functions": ["no_such_function"]}')
+    assert result.exit_code == 1
+    assert result.stdout.splitlines()[-1] == "0 ok, 0 warnings, 1 failure"
+
+
 def test_right_answers_are_tried_in_more_rows_and_rows_that_refuse_theirs_are_named() -> None:
     _, rows = rows_of("--args", functions(refuses=6), "--rows", 2)
     assert rows["ok", "rows"] == "all kinds of answers tried in 2 of 8, right ones in 8"

@@ -26,6 +26,7 @@ from prime_rl.configs.rollouts.environments import EnvConfig
 from prime_rl.interpreters.registry import DIRECTORY_VARIABLE, Registry
 from prime_rl.launch.logs import tail
 from prime_rl.utils.gpus import MASK_VARIABLE
+from prime_rl.utils.logger import count_of
 from prime_rl.utils.pydantic_config.errors import one_line
 from prime_rl.utils.scratch import scratch_directory
 
@@ -100,7 +101,8 @@ def check(options: CheckOptions) -> int:
     if options.json:
         sys.stdout.write(json.dumps(findings.rows, indent=2) + "\n")
     else:
-        say(f"{findings.count('ok')} ok, {findings.count('warn')} warnings, {findings.count('fail')} failures")
+        warnings, failures = count_of("warning", findings.count("warn")), count_of("failure", findings.count("fail"))
+        say(f"{findings.count('ok')} ok, {warnings}, {failures}")
     return 1 if findings.count("fail") else 0
 
 

@@ -70,7 +70,7 @@ def test_a_judge_gets_gpus_of_its_own_and_a_config_that_cannot_have_them_is_refu
     for words, named in (
         (["--judge.grader.gpus", "8"], "1 train \\+ 1 infer \\+ 8 judge.grader = 10 GPUs"),
         (["--judge.grader.gpus", "3", "--judge.grader.engine.tp", "2"], "gpus \\(3\\) is not a multiple of engine.tp"),
-        (["--judge.grader.base-url", "http://j/v1", "--judge.grader.gpus", "1"], "base_url names a running server"),
+        (["--judge.grader.base-url", "http://j/v1", "--judge.grader.gpus", "2"], "base_url names a running server"),
         (["--orchestrator.env.0.judge", "grade"], "no \\[judge.grade\\]; there is grader"),
         (["--judge.grader.max-concurent", "3"], "max_concurrent|max-concurrent"),
         (["--judge.grader.sampling", '{"stream": true}'], "each request sets stream itself: remove it"),
@@ -78,6 +78,13 @@ def test_a_judge_gets_gpus_of_its_own_and_a_config_that_cannot_have_them_is_refu
     ):
         with pytest.raises(ConfigError, match=named):
             rl_config(*words)
+
+
+def test_a_process_of_the_run_loads_a_judge_elsewhere_with_every_key_written_out() -> None:
+    orchestrator = rl_config("--judge.grader.base-url", "http://j/v1").orchestrator
+    written = orchestrator.model_dump()
+    assert {"gpus", "device", "engine"} <= written["judge"]["grader"].keys()
+    assert type(orchestrator).model_validate(written).judge == orchestrator.judge
 
 
 def test_a_run_trains_on_its_judge_and_ends_by_its_name_when_it_is_killed(tmp_path: Path) -> None:

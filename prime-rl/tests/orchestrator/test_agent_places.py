@@ -134,3 +134,11 @@ async def test_a_class_and_a_function_get_their_judge_by_name(attempted: Attempt
 async def test_a_group_that_takes_too_long_fails_by_name(attempted: Attempted) -> None:
     with pytest.raises(GroupTimeout, match=r"environment 'waits', row 0: .* timeout_s = 1 "):
         await attempted("waits", timeout_s=1)
+
+
+def test_rows_of_a_function_are_found_from_where_the_run_starts(tmp_path: Path) -> None:
+    (tmp_path / "cases.py").write_text("def rows():\n    return [{'text': 'abc'}]\n")
+    # Like the program `orchestrator`, `-P` does not search the current directory.
+    ask = "from prime_rl.environments.agents.datasets import read_dataset; print(read_dataset('cases:rows'))"
+    done = subprocess.run([sys.executable, "-P", "-c", ask], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert done.stdout == "[{'text': 'abc'}]\n"

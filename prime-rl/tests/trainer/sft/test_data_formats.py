@@ -173,6 +173,12 @@ def test_long_fields_are_read(tmp_path: Path) -> None:
     assert len(load_rows(config_of(path))[0]["text"]) == 300_000
 
 
+def test_the_line_that_is_not_utf8_is_named(tmp_path: Path) -> None:
+    (tmp_path / "rows.csv").write_bytes(b"text\na\nb\xff\n")
+    with pytest.raises(DataError, match=r"rows\.csv:3: not UTF-8 text \(byte 1\)"):
+        load_rows(config_of(tmp_path / "rows.csv"))
+
+
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [

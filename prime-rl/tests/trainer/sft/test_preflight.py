@@ -135,7 +135,10 @@ def test_data_that_would_stop_the_run_fails_the_preflight(report: Report, capsys
     ("content", "said"),
     [
         ("", "has no rows"),
-        ('{"prompt": "a", "completion": "b"}\n{"prompt":\n', "rows.jsonl:2: not valid JSON"),
+        (
+            '{"prompt": "a", "completion": "b"}\n{"prompt":\n',
+            "rows.jsonl:2: not valid JSON: Expecting value (column 11)",
+        ),
         ('{"question": "a"}\n', "found the columns question; expected `messages`"),
         ('{"text": "a"}\n{"text": null}\n', "rows.jsonl:2: found no field at all; expected"),
         ('{"messages": [{"role": "wizard", "content": "x"}]}\n', "rows.jsonl:1: message 1: unknown role 'wizard'"),
@@ -243,7 +246,9 @@ def test_a_template_that_renders_tools_or_ignored_keys_pass(report: Report) -> N
     rows = [{"messages": CALLS, "tools": json.dumps(TOOLS)}]
     shown = report(rows, tokenizer={"chat_template": "chatml"}, seq_len=1000)
     assert '«<tool_call>\n{"name": "add", "arguments": {"a": 2}}\n</tool_call><|im_end|>»' in shown
-    assert "No problems found" in report(rows, ignored_keys=["tools", "tool_calls"], seq_len=1000, batch_size=1)
+    assert "SFT data: no problems found" in report(
+        rows, ignored_keys=["tools", "tool_calls"], seq_len=1000, batch_size=1
+    )
 
 
 # --- validation data
@@ -271,7 +276,9 @@ def test_validation_data_that_would_stop_the_run_fails_the_preflight(
     tmp_path: Path, tiny_model_dir: Path, mesh: Mesh, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = with_validation([GOOD[0], MASKED, MASKED], tmp_path, tiny_model_dir)
-    assert preflight(config, Console(file=io.StringIO())) == 1
+    out = io.StringIO()
+    assert preflight(config, Console(file=out)) == 1
+    assert "Validation data: no problems found" not in out.getvalue()
     assert "val.jsonl: of 3 rows 2 cannot be trained on" in capsys.readouterr().err
     tokenizer = AutoTokenizer.from_pretrained(tiny_model_dir)
     assert config.val is not None

@@ -128,7 +128,9 @@ class JudgeConfig(BaseConfig):
     @model_validator(mode="after")
     def _check_place(self) -> Self:
         if self.base_url is not None:
-            ours = sorted({"gpus", "device", "engine"} & self.model_fields_set)
+            # By value: the config that a run hands to its processes has every key.
+            places = {"device": "auto", "engine": JudgeEngineConfig(), "gpus": 1}
+            ours = [name for name, default in places.items() if getattr(self, name) != default]
             if ours:
                 raise ValueError(f"base_url names a running server: remove it, or {', '.join(ours)}")
         elif self.gpus % self.engine.tp:

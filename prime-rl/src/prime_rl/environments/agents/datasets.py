@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,9 @@ def read_dataset(name: str) -> list[dict[str, Any]]:
 
 
 def _of_function(name: str) -> Iterator[Any]:
+    # A program such as `orchestrator` does not search the directory that it starts in; an agent's process does.
+    if (here := str(Path.cwd())) not in sys.path:
+        sys.path.append(here)
     function = resolve(name)
     if not callable(function):
         raise BadRows(f"{name} is no function")

@@ -96,7 +96,7 @@ def _inspected(title: str, data: DataConfig, config: SFTConfig, console: Console
     for number, sample in enumerate(found.shown, start=1):
         console.print(Text(f"\nSample {number}: {sample.inputs} tokens, {sample.targets} trained", style="bold"))
         console.print(rendered(sample, tokenizer, in_colour=console.is_terminal))
-    return _verdict(found, data, console, list(repeats(found, data)) if data is config.data else [])
+    return _verdict(title, found, data, console, list(repeats(found, data)) if data is config.data else [])
 
 
 class _PatientMaker:
@@ -202,7 +202,7 @@ def _histogram(found: Examination, seq_len: int) -> Table:
     return table
 
 
-def _verdict(found: Examination, config: SFTDataConfig, console: Console, more: list[str]) -> int:
+def _verdict(title: str, found: Examination, config: SFTDataConfig, console: Console, more: list[str]) -> int:
     """Print the warnings of one dataset, and `more` of them. Returns the exit code."""
     lines = [*worries(found, config), *more]
     fault = untrainable_fault(found, config)
@@ -214,7 +214,7 @@ def _verdict(found: Examination, config: SFTDataConfig, console: Console, more: 
         sys.stderr.write(f"error: {fault}\n")
         return 1
     if not lines:
-        console.print("No problems found.", style="green")
+        console.print(f"{title}: no problems found.", style="green")
     return 0
 
 

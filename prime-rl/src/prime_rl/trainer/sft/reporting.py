@@ -168,7 +168,8 @@ class Summary:
         return [
             f"{count_of('step', len(self._losses))} and {self._tokens:,} tokens in {clock(elapsed_s)} "
             f"({self._tokens / elapsed_s:,.0f} tokens/s); loss {self._loss_course()}",
-            f"Rows read so far: {counts['seen']:,}" + (f"; {fates}" if fates else "; none was cut or skipped"),
+            f"Rows read so far: {counts['seen']:,}"
+            + (f"; {fates}" if fates else "; none was cut to data.seq_len or skipped"),
         ]
 
     def _loss_course(self) -> str:

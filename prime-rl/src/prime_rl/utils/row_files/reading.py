@@ -133,10 +133,14 @@ class TextTable(RowList):
 
     def _lines(self) -> Iterator[str]:
         """Lines one at a time, so that the bytes read are those of the rows so far."""
-        for line in self._file:
+        for number, line in enumerate(self._file, 1):
             encoding = "utf-8" if self._read_bytes else "utf-8-sig"
             self._read_bytes += len(line)
-            yield line.decode(encoding)
+            try:
+                text = line.decode(encoding)
+            except UnicodeDecodeError as error:
+                raise RowFileError(f"{self.path}:{number}: not UTF-8 text (byte {error.start})") from error
+            yield text
 
 
 class TableRows(RowList):
@@ -231,7 +235,7 @@ def parsed(text: str | bytes) -> Any:
 def parse_line(path: Path, number: int, line: bytes) -> Row:
     """Parse a line of a JSON Lines file. A RowFileError names file and line."""
     try:
-        row = parsed(line)
+        row = parsed(line.rstrip(b"\r\n"))  # or a cut line is blamed on a column of the next one
     except json.JSONDecodeError as error:
         raise RowFileError(f"{path}:{number}: not valid JSON: {error.msg} (column {error.colno})") from error
     except UnicodeDecodeError as error:
@@ -315,8 +319,8 @@ def _fields_of(path: Path, lines: Iterable[str]) -> Iterator[tuple[int, list[str
             before = table.line_num
     except csv.Error as error:
         raise RowFileError(f"{path}:{table.line_num}: not valid {kind[1:].upper()}: {error}") from error
-    except UnicodeDecodeError as error:
-        raise RowFileError(f"{path}: not UTF-8 text (byte {error.start})") from error
+    except UnicodeDecodeError as error:  # of a block that was read ahead
+        raise RowFileError(f"{path}: not UTF-8 text, after line {table.line_num}") from error
 
 
 def _csv_reader(path: Path, lines: Iterable[str]) -> CsvReader:
