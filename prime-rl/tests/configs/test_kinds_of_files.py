@@ -29,12 +29,12 @@ SEVERAL = "[optim]\nlr = 1e-5\n"
         (RLConfig, TRAINER, "is a config of trainer, not of rl: pass it as `--trainer @ {}`"),
         (RLConfig, ORCHESTRATOR, "is a config of orchestrator, not of rl: pass it as `--orchestrator @ {}`"),
         (RLConfig, INFERENCE, "is a config of inference, not of rl: pass it as `--inference @ {}`"),
-        (RLConfig, SFT, "is a config of sft, not of rl: start sft with it"),
-        (RLConfig, EVAL, "is a config of eval, not of rl: start eval with it"),
-        (SFTConfig, RL, "is a config of rl, not of sft: start rl with it"),
-        (SFTConfig, TRAINER, "is a config of trainer, not of sft: start trainer with it"),
-        (TrainerConfig, ORCHESTRATOR, "is a config of orchestrator, not of trainer: start orchestrator with it"),
-        (OfflineEvalConfig, SFT, "is a config of sft, not of eval: start sft with it"),
+        (RLConfig, SFT, "is a config of sft, not of rl: pass it to sft"),
+        (RLConfig, EVAL, "is a config of eval, not of rl: pass it to eval"),
+        (SFTConfig, RL, "is a config of rl, not of sft: pass it to rl"),
+        (SFTConfig, TRAINER, "is a config of trainer, not of sft: pass it to trainer"),
+        (TrainerConfig, ORCHESTRATOR, "is a config of orchestrator, not of trainer: pass it to orchestrator"),
+        (OfflineEvalConfig, SFT, "is a config of sft, not of eval: pass it to sft"),
     ],
 )
 def test_the_right_command_is_named(toml: Callable[..., Path], faults, config_cls: type, text: str, fault: str) -> None:

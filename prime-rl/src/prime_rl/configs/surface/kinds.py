@@ -40,7 +40,7 @@ def fault_of_file(component: str, name: str, data: Mapping[str, Any]) -> str | N
     sections = [kind for kind in fitting if component == "rl" and kind in SECTIONS_OF_RL]
     commands = [kind for kind in fitting if kind not in sections]
     ways = [f"pass it as `--{section} @ {name}`" for section in sections]
-    ways += [f"start {_either(commands)} with it"] if commands else []
+    ways += [f"pass it to {_either(commands)}"] if commands else []
     return f"{name}: is a config of {_either(fitting)}, not of {component}: {_either(ways)}"
 
 
