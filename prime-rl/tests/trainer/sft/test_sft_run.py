@@ -107,6 +107,14 @@ def test_a_resumed_run_is_bit_identical(base: dict[str, Any], tmp_path: Path, ca
     assert "step 3, 768 tokens" in capsys.readouterr().out
 
 
+def test_a_run_with_dropout_can_be_repeated(base: dict[str, Any], tmp_path: Path) -> None:
+    base["model"]["lora"] = {"rank": 4, "dropout": 0.5}
+    for name in ("one", "other"):
+        torch.seed()  # as in a new process
+        run_sft(base, tmp_path / name)
+    assert losses_of(tmp_path / "one") == losses_of(tmp_path / "other")
+
+
 def test_a_finished_run_resumed_says_so_and_does_nothing(base: dict[str, Any], tmp_path: Path) -> None:
     run_sft(base, tmp_path, ckpt={})
     before = metrics_of(tmp_path)

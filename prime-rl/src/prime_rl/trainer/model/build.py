@@ -46,6 +46,7 @@ from prime_rl.utils.model_lengths import fix_rotary_lengths
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _RANDOM_INIT_SEED = 0
+_DROPOUT_SEED = 0
 
 
 def setup_model(
@@ -112,6 +113,9 @@ def setup_model(
     check_scoring(model, process.device, config.seq_len, [SequenceBlocks if is_separable else PrefixTree])
     if has_dropout:
         model.train()
+    if is_random:
+        # PyTorch starts with another seed in each process, so that no run could be repeated.
+        torch.manual_seed(_DROPOUT_SEED + process.rank)
     return model
 
 
