@@ -221,7 +221,7 @@ async def test_a_judge_that_hangs_or_refuses_the_key_is_lost(played: PlayedJudge
     with gateway(played, timeout_s=1, startup_timeout_s=1) as opened:
         with pytest.raises(openai.APIStatusError, match="within timeout_s = 1 s"):
             await ask(opened)
-        with pytest.raises(JudgeLost, match="does not answer within startup_timeout_s = 1 s"):
+        with pytest.raises(JudgeLost, match=r"waited for judge 'grader' .* \(limit: startup_timeout_s = 1 s\)"):
             await opened.warm()
     played.gate.set()
     with gateway(played, key="wrong") as opened:
@@ -230,6 +230,16 @@ async def test_a_judge_that_hangs_or_refuses_the_key_is_lost(played: PlayedJudge
         ) as lost:
             await opened.warm()
         assert "wrong" not in str(lost.value)
+
+
+async def test_a_wait_for_a_judge_says_what_it_waits_for(played: PlayedJudge, caplog) -> None:
+    loading, answer = (503, {"error": {"message": "the model loads"}}, {}), (200, verdict(), {})
+    played.script = lambda body, number: loading if number < 2 else answer
+    with caplog.at_level("INFO"), gateway(played) as opened:
+        await opened.warm()
+    (line,) = [record.message for record in caplog.records if record.message.startswith("Waiting for judge 'grader'")]
+    assert "startup_timeout_s" in line
+    assert "status 503" in line
 
 
 async def test_a_judge_that_reasons_and_takes_no_max_tokens_starts(played: PlayedJudge) -> None:

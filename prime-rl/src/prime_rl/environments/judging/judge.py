@@ -20,6 +20,7 @@ from prime_rl.environments.judging.counters import Counters
 from prime_rl.environments.judging.faults import CallFailed, CallRefused, JudgeLost
 from prime_rl.utils.engine_keys import is_loopback
 from prime_rl.utils.machine.open_files import allow_connections
+from prime_rl.utils.waiting import Wait
 
 RETRYABLE_STATUS = frozenset({408, 409, 425, 429})
 """And all from 500 on."""
@@ -222,23 +223,22 @@ class Judge:
         body: dict[str, Any] = {"model": self.config.model, "messages": [{"role": "user", "content": "Say yes."}]}
         # Of another's server, only what its user set: OpenAI's reasoning models refuse max_tokens.
         body |= {"max_tokens": 1} if self.config.is_ours else {}
-        last = "no answer"
+        limit_s = self.config.startup_timeout_s
+        wait = Wait(f"judge {self.server.name!r} at {self.server.url}", "no answer", limit_s, "startup_timeout_s")
         try:
-            async with asyncio.timeout(self.config.startup_timeout_s):
+            async with asyncio.timeout(limit_s):
                 while True:
                     await self._wait_for_rate()
                     try:
                         await self._attempt({**self.config.sampling, **body}, needs_text=False)
                     except _TryAgain as error:
-                        last = str(error)
+                        wait.advice = f"last: {error}"
+                        wait.is_over()  # says each minute that the wait goes on
                     else:
                         return
                     await asyncio.sleep(FIRST_PAUSE_S)
         except TimeoutError:
-            limit = f"startup_timeout_s = {self.config.startup_timeout_s} s"
-            raise JudgeLost(
-                f"judge {self.server.name!r} at {self.server.url} does not answer within {limit}; last: {last}"
-            ) from None
+            raise JudgeLost(wait.fault) from None
         except CallRefused as error:
             raise JudgeLost(f"judge {self.server.name!r} at {self.server.url}: {error}") from error
 
