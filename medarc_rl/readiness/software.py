@@ -23,7 +23,7 @@ ENVIRONMENTS_LIMIT_S = 600.0
 SHELL_LIMIT_S = 30.0
 
 _SOURCED = """bash -n "$1" 2>/dev/null || {
-  echo "bash cannot read it: put quotes around values with other signs than letters and digits" >&2; exit 1
+  echo "bash cannot read it: put quotes around values that contain more than letters and digits" >&2; exit 1
 }
 set -a; source "$1" >/dev/null; env -0"""
 """Prints the environment after the project's `.env`, as the batch script reads it. The file's name is an argument."""
