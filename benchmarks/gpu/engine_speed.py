@@ -125,7 +125,10 @@ def random_adapter(runner: ModelRunner) -> Adapter:
 
 
 def arriving(engine: Engine, shape: str, batch: int, most_tokens: int) -> float:
-    """Tokens per second of `4 * batch` samples of an eighth to all of `most_tokens` tokens, `batch` of them at once."""
+    """Tokens per second while `batch` samples run at once. A new one arrives as soon as one ends, `4 * batch` in all.
+
+    Their lengths are drawn between an eighth of `most_tokens` and `most_tokens`.
+    """
     generator = torch.Generator().manual_seed(batch)
     size = 4 * batch, PROMPT_TOKENS
     prompts = torch.randint(0, SHAPES[shape]["vocab_size"], size, generator=generator).tolist()

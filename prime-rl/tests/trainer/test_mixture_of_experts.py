@@ -24,6 +24,13 @@ from prime_rl.trainer.optim.optimizer import clip_gradients, setup_optimizer
 from prime_rl.trainer.process.errors import ModelError
 from prime_rl.trainer.process.parallel_dims import Mesh
 
+SMALL = {
+    "hidden_size": 32,
+    "moe_intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+}
 TOKENS, PLACES = torch.arange(30)[None], torch.cat([torch.arange(12), torch.arange(18)])[None]
 
 
@@ -32,12 +39,8 @@ def moe_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two layers of four experts, two of them active per token."""
     directory = tmp_path_factory.mktemp("moe")
     config = Qwen3MoeConfig(
+        **SMALL,
         vocab_size=64,
-        hidden_size=32,
-        moe_intermediate_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
         head_dim=16,
         num_experts=4,
         num_experts_per_tok=2,
@@ -53,13 +56,9 @@ def biased_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A router with a bias in float32, as on the hub, where all other weights are in bfloat16."""
     directory = tmp_path_factory.mktemp("biased")
     config = DeepseekV3Config(
+        **SMALL,
         vocab_size=128,
-        hidden_size=32,
         intermediate_size=32,
-        moe_intermediate_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
         n_routed_experts=4,
         n_group=2,
         topk_group=1,
@@ -143,13 +142,9 @@ def test_two_processes_share_weights_of_two_dtypes(biased_dir: Path, tmp_path: P
 def ernie_dir(tmp_path: Path) -> Path:
     """Transformers loads its router in float32."""
     config = Ernie4_5_MoeConfig(
+        **SMALL,
         vocab_size=64,
-        hidden_size=32,
         intermediate_size=32,
-        moe_intermediate_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
         moe_num_experts=4,
         moe_k=2,
         moe_layer_start_index=1,

@@ -12,14 +12,7 @@ from prime_rl.checks.engines import has_vllm
 from prime_rl.checks.memory.gpus import Gpu
 from prime_rl.checks.memory.serving import Serving
 from prime_rl.checks.memory.shapes import ModelShape
-from prime_rl.checks.memory.training import (
-    BYTES,
-    Device,
-    Training,
-    copied_state,
-    host_memory,
-    peak_memory,
-)
+from prime_rl.checks.memory.training import BYTES, Device, Training, copied_state, host_memory, peak_memory
 from prime_rl.configs.model import cpu_row_tokens
 from prime_rl.configs.rollouts.frozen import FrozenModel, frozen_judges, frozen_models
 from prime_rl.utils.machine.memory import usable_memory_bytes

@@ -27,7 +27,7 @@ STATES = {"adamw": 2, "muon": 2, "sgd": 1}
 _OFFLOAD_SLICE_BYTES = 2**30
 _KEPT_WHOLE_BYTES = 2**30
 """RL accumulates unsharded gradients up to this size."""
-_BLOCK_QUERIES, _BLOCK_SCORES = 128, 2**24
+BLOCK_QUERIES, BLOCK_SCORES = 128, 2**24
 """Limits of a block of one sequence, as in `trainer/model/sequence_blocks.py`."""
 _BLOCK_RESULTS = 3
 """Probabilities, their gradients and those of the scores."""
@@ -217,7 +217,7 @@ def _attention_temporaries(training: Training) -> int:
     heads, length = shape.heads, training.seq_len
     if training.device == "cuda":
         return heads * training.row_tokens * (4 * shape.key_dim + 4)
-    queries = min(length, _BLOCK_QUERIES, max(1, _BLOCK_SCORES // (heads * length)))
+    queries = min(length, BLOCK_QUERIES, max(1, BLOCK_SCORES // (heads * length)))
     scores = heads * queries * length * size
     outputs = heads * training.row_tokens * size * (shape.value_dim + shape.key_dim)
     keys_and_values = shape.kv_heads * training.row_tokens * 4 * (shape.key_dim + shape.value_dim)

@@ -14,8 +14,12 @@ from prime_rl.launch.spec import CannotStart
 _LIMIT_S = 30.0
 
 _OF_THE_STEP = (
-    *("SLURM_NTASKS", "SLURM_NPROCS", "SLURM_NTASKS_PER_NODE", "SLURM_NTASKS_PER_GPU"),
-    *("SLURM_CPUS_PER_GPU", "SLURM_EXCLUSIVE"),
+    "SLURM_NTASKS",
+    "SLURM_NPROCS",
+    "SLURM_NTASKS_PER_NODE",
+    "SLURM_NTASKS_PER_GPU",
+    "SLURM_CPUS_PER_GPU",
+    "SLURM_EXCLUSIVE",
 )
 """Options of the job that srun would apply to a step, too."""
 

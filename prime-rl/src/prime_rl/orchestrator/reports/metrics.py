@@ -106,7 +106,7 @@ def reward_metrics(groups: Sequence[Group]) -> dict[str, float]:
     rollouts = [rollout for rollout in every if not rollout.is_rejected] or every
     rewards = [rollout.reward for rollout in rollouts]
     solved_none, solved_all = (
-        sum(group.is_equal_to(reward) for group in groups) / len(groups) for reward in (0.0, 1.0)
+        sum(group.every_reward_is(reward) for group in groups) / len(groups) for reward in (0.0, 1.0)
     )
     metrics = {
         "reward/mean": statistics.fmean(rewards),

@@ -114,8 +114,8 @@ class Group:
         rewards = [rollout.reward for rollout in self.scored]
         return sum(rewards) / len(rewards) if rewards else 0.0
 
-    def is_equal_to(self, reward: float) -> bool:
-        """Whether every rollout has this reward. Several scales have a mean of 0 or 1 too."""
+    def every_reward_is(self, reward: float) -> bool:
+        """Whether all scored rollouts have this reward. Rewards that differ may have a mean of 0 or 1, too."""
         return bool(self.scored) and all(rollout.reward == reward for rollout in self.scored)
 
     @property

@@ -119,7 +119,7 @@ class Buffer:
         """
         self.counts.groups += 1
         self._evict(group)
-        easy, hard = group.is_equal_to(1.0), group.is_equal_to(0.0)
+        easy, hard = group.every_reward_is(1.0), group.every_reward_is(0.0)
         equal = len(set(group.compared_rewards)) <= 1
         solved_all_or_none = self.config.online_difficulty_filtering and (easy or hard)
         if not solved_all_or_none and not (self.config.drop_equal_rewards and equal):
