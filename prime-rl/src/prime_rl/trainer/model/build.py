@@ -45,6 +45,10 @@ from prime_rl.utils.logger import get_logger
 from prime_rl.utils.model_lengths import fix_rotary_lengths
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_BUFFER_DTYPES = (
+    *(torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.bool),
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8),
+)
 _RANDOM_INIT_SEED = 0
 _DROPOUT_SEED = 0
 
@@ -271,10 +275,13 @@ def _scatter_weights(full: nn.Module | None, model: nn.Module, home: torch.devic
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     set_model_state_dict(model, full.state_dict() if full is not None else {}, options=options)
     # Buffers such as the rotary frequencies are not in the state dict. Loading may have changed the dtypes of others.
-    dtypes = [{} if full is None else {name: buffer.dtype for name, buffer in full.named_buffers()}]
-    dist.broadcast_object_list(dtypes, src=0)
-    for name, buffer in list(model.named_buffers()):
-        filled = (buffer if full is None else full.get_buffer(name)).to(process.device, dtypes[0][name])
+    buffers = list(model.named_buffers())
+    # Numbers, so that nothing is unpickled.
+    own = [0 if full is None else _BUFFER_DTYPES.index(full.get_buffer(name).dtype) for name, _ in buffers]
+    dtypes = torch.tensor(own, dtype=torch.long, device=process.device)
+    dist.broadcast(dtypes, src=0)
+    for (name, buffer), number in zip(buffers, dtypes.tolist(), strict=True):
+        filled = (buffer if full is None else full.get_buffer(name)).to(process.device, _BUFFER_DTYPES[number])
         dist.broadcast(filled, src=0)
         owner, _, own_name = name.rpartition(".")
         setattr(model.get_submodule(owner), own_name, filled)
