@@ -31,7 +31,6 @@ NOT_WAITS = {
     "environments/adapters/games/openenv_client.py:OpenEnvServer.open": "waits for a session of its own to end",
     "environments/checking.py:_follow": "each step of a check has a limit",
     "environments/judging/judge.py:Judge._with_retries": "retries a limited number of times, within `timeout_s`",
-    "environments/judging/judge.py:Judge.warm": "its limit is `startup_timeout_s`",
     "environments/rewards/wire.py:_exactly": "has a deadline; without one, a worker waits for its next call",
     "environments/sandbox/inside/zygote.py:_run": "ends with the program or with the connection, which kills it",
     "environments/sandbox/sandbox.py:Sandbox._collected": "has a deadline",
