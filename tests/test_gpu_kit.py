@@ -198,6 +198,17 @@ def test_a_part_that_fails_or_is_unknown_is_told(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "results.json").read_text())["parts"][0]["status"].startswith("cut off after")
 
 
+def test_with_too_little_time_each_part_gets_its_share_and_what_is_left_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.syspath_prepend(str(KIT))
+    kit = importlib.import_module("kit")
+    first, second = kit.Part("first", "", 9), kit.Part("second", "", 3)
+    assert kit.share_s([first, second], left_s=6 * 60) == 4.5 * 60
+    assert kit.share_s([second], left_s=4 * 60) == 3 * 60
+    assert kit.share_s([second], left_s=2 * 60) == 2 * 60
+
+
 LAUNCHER = """
 import signal, subprocess, sys
 run = subprocess.Popen(["sleep", "infinity"], start_new_session=True)

@@ -18,7 +18,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -73,17 +73,26 @@ def main() -> int:
     out = args.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     deadline_s = time.monotonic() + 60 * args.minutes
+    wanted = [part for part in PARTS if not args.parts or part.name in args.parts]
     results = []
-    for part in PARTS:
-        if args.parts and part.name not in args.parts:
-            continue
+    for index, part in enumerate(wanted):
         left_s = deadline_s - time.monotonic()
+        limit_s = share_s(wanted[index:], left_s) if args.device == "cuda" else left_s
         results.append(
-            run_part(part, args, out, left_s, ending) if left_s > 0 else {"part": part.name, "status": "no time left"}
+            run_part(part, args, out, limit_s, ending) if left_s > 0 else {"part": part.name, "status": "no time left"}
         )
         write(out, results, args)
     print((out / "results.md").read_text())
     return int(any(result["status"] != "ok" for result in results))
+
+
+def share_s(parts: Sequence[Part], left_s: float) -> float:
+    """How long the first of the parts that are left may run: up to its limit, or its share of too little time.
+
+    So the last parts get some time too, and what an early one leaves goes to those after it.
+    """
+    first = 60 * parts[0].limit_min
+    return min(first, left_s * first / sum(60 * part.limit_min for part in parts))
 
 
 class Ending:
@@ -113,13 +122,12 @@ class Ending:
             sys.exit(128 + self._waiting)
 
 
-def run_part(part: Part, args: argparse.Namespace, out: Path, left_s: float, ending: Ending) -> dict[str, Any]:
+def run_part(part: Part, args: argparse.Namespace, out: Path, limit_s: float, ending: Ending) -> dict[str, Any]:
     """The part's result; its output goes to a log and, line by line, to the terminal."""
     print(f"== {part.name}: {part.purpose}", flush=True)
     findings, log = out / f"{part.name}.json", out / f"{part.name}.log"
     findings.unlink(missing_ok=True)
     started_s = time.monotonic()
-    limit_s = min(60 * part.limit_min, left_s) if args.device == "cuda" else left_s
     child: subprocess.Popen[bytes] | None = None
     with log.open("wb") as file:
         try:
@@ -202,7 +210,12 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"default: all of {', '.join(names)}")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tiny", action="store_true", help="small shapes and few steps, to see that everything runs")
-    parser.add_argument("--minutes", type=float, default=28, help="start no part after this, and end the running one")
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        default=28,
+        help="for all parts together: with less than the sum of their limits, each gets its share",
+    )
     parser.add_argument("--out", type=Path, default=Path("outputs/gpu"), help="folder of results and logs")
     parser.add_argument("--list", action="store_true", help="list the parts and end")
     args = parser.parse_args()
