@@ -190,7 +190,7 @@ def _pass(case: Case, config: ModelConfig, model: nn.Module, mesh: Mesh) -> Step
 
 def _plain(case: Case, config: ModelConfig, mesh: Mesh) -> tuple[nn.Module, Step]:
     device = mesh.process.device
-    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(config.name), dtype=torch.float32).to(device)
+    model = _float32_model(config, device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
     ids = torch.randint(SHAPES[case.shape]["vocab_size"], (1, case.seq_len), device=device)
 
@@ -205,11 +205,17 @@ def _plain(case: Case, config: ModelConfig, mesh: Mesh) -> tuple[nn.Module, Step
     return model, step
 
 
+def _float32_model(config: ModelConfig, device: torch.device) -> nn.Module:
+    """Drawn on the device: a host takes half a minute for the weights of the largest."""
+    with device:
+        return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(config.name), dtype=torch.float32)
+
+
 def _trl(case: Case, config: ModelConfig, mesh: Mesh) -> tuple[nn.Module, Step]:
     from trl import SFTConfig, SFTTrainer
 
     device = mesh.process.device
-    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(config.name), dtype=torch.float32)
+    model = _float32_model(config, device)
     arguments = SFTConfig(
         output_dir=config.name,
         use_cpu=device.type == "cpu",

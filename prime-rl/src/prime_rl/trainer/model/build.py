@@ -81,7 +81,8 @@ def setup_model(
     home = torch.device("cpu") if config.fsdp_cpu_offload else process.device
     adapt = partial(add_adapters, config=config.lora, compute_dtype=compute_dtype(config, process.device))
     # Only rank 0 reads the weights; the other ranks receive their shards from it.
-    full = adapt(_build_full(config, model_config, options)) if process.is_main else None
+    built_on = home if process.world_size == 1 else torch.device("cpu")
+    full = adapt(_build_full(config, model_config, options, built_on)) if process.is_main else None
     if full is not None and process.world_size == 1:
         # Transformers decorates `to`, which hides from type checkers that it is a method.
         model = full.to(home)  # type: ignore[arg-type]
@@ -229,10 +230,15 @@ def _model_options(config: ModelConfig, model_config: PretrainedConfig, process:
     return options if config.moe_use_grouped_mm else options | {"experts_implementation": "eager"}
 
 
-def _build_full(config: ModelConfig, model_config: PretrainedConfig, options: dict[str, Any]) -> PreTrainedModel:
-    """Build the unsharded model in host memory, loaded from `config.name` or initialized with a fixed seed."""
+def _build_full(
+    config: ModelConfig, model_config: PretrainedConfig, options: dict[str, Any], device: torch.device
+) -> PreTrainedModel:
+    """Build the unsharded model: loaded from `config.name` in host memory, or drawn on `device` from a fixed seed.
+
+    A GPU draws random weights much faster than a host: one core took 9 s for 0.6B parameters.
+    """
     if config.debug.random_init:
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
             torch.manual_seed(_RANDOM_INIT_SEED)
             return AutoModelForCausalLM.from_config(model_config, **options)
     try:
