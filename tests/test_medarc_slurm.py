@@ -334,6 +334,20 @@ def test_a_chain_queues_while_its_first_job_runs(stand_ins, sft_toml: Path, tmp_
     assert (cleaning.exit_code, "--clean-output-dir would remove" in cleaning.stderr) == (2, True)
 
 
+def test_a_queue_that_does_not_answer_is_told_and_does_not_stop_a_submission(
+    stand_ins, sft_toml: Path, tmp_path: Path
+) -> None:
+    stand_ins.add("sbatch", says="Submitted batch job 4711")
+    stand_ins.add("squeue", says="slurm_load_jobs error: Unable to contact slurm controller", code=1)
+    first, second = (run("sft", sft_toml, "--output-dir", tmp_path / "out") for _ in range(2))
+    assert (first.exit_code, second.exit_code) == (0, 0)
+    assert first.stderr == "", "nothing could be overwritten"
+    assert second.stderr.splitlines() == [
+        f"warning: whether a job of {tmp_path}/out still waits in the queue is not known: "
+        "squeue: slurm_load_jobs error: Unable to contact slurm controller"
+    ]
+
+
 def test_only_the_directory_of_a_run_is_cleaned(stand_ins, rl_toml: Path, tmp_path: Path) -> None:
     stand_ins.add("sbatch")
     out = tmp_path / "thesis"
