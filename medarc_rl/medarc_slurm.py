@@ -8,8 +8,8 @@ import os
 import re
 import stat
 import subprocess
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -182,6 +182,7 @@ def check(words: list[str], options: CheckOptions) -> int:
     code: 0 if everything is there, 1 if something is not, 2 if the config cannot be used.
     """
     kind, words = job_kind(words)
+    refuse_options_of_the_other(kind, options)
     job, run = plan_rl_job(words, options, options) if kind == "rl" else plan_sft_job(words, options, options)
     check_startable(run, dry_run=False, job_dir=job.project_dir, waits=job.queued is not None)
     env = dict(os.environ)
@@ -204,15 +205,25 @@ def plan_sft_job(words: list[str], gpus: SftGpus, options: JobOptions) -> tuple[
     return plan_job("sft", run, options, Resources(sft_nodes(run.config), sft_gpus(run.config))), run
 
 
+def refuse_options_of_the_other(kind: str, options: CheckOptions) -> None:
+    """Raises UsageError for GPUs or nodes that only the other command takes."""
+    own, other = (RlGpus, SftGpus) if kind == "rl" else (SftGpus, RlGpus)
+    given = [each.name for each in fields(other) if getattr(options, each.name) != each.default]
+    if given:
+        raise UsageError(f"{_listed(given)}: no option of {kind}, which takes {_listed(f.name for f in fields(own))}")
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(f"--{name.replace('_', '-')}" for name in names)
+
+
 def split_of(words: list[str], gpus: RlGpus) -> GpuSplit:
     return rl_split(words, gpus.train_gpus, gpus.infer_gpus, gpus.single_gpu)
 
 
 def plan_rl_job(words: list[str], gpus: RlGpus, options: JobOptions) -> tuple[BatchJob, Run[RLConfig]]:
     words = [*words, *resume_words(options.resume)]
-    nodes = rl_nodes(words, (gpus.train_nodes, gpus.infer_nodes), (gpus.train_gpus, gpus.infer_gpus))
-    if nodes is not None and gpus.single_gpu:
-        raise UsageError("--single-gpu: trainer and inference have nodes of their own; leave out one or the other")
+    nodes = rl_nodes(words, (gpus.train_nodes, gpus.infer_nodes), (gpus.train_gpus, gpus.infer_gpus), gpus.single_gpu)
     split = split_of(words, gpus) if nodes is None else nodes
     run = load_run(RLConfig, words, "rl", options.output_dir, split.owned, submits=True)
     refuse_other_launcher(run.config, "slurm", words)
@@ -287,7 +298,10 @@ def container_of(options: JobOptions) -> Container | None:
     runtime = next((known for known in RUNTIMES if known == options.container_runtime), None)
     if runtime is None:
         raise UsageError(f"--container-runtime {options.container_runtime!r}: {' or '.join(RUNTIMES)}")
-    if options.container is None:
+    if not options.container:
+        # An empty variable of a shell, as in `--container "$IMAGE"`, is no image.
+        if options.container is not None or options.container_mount:
+            raise UsageError("--container: name an image, or leave it and --container-mount out")
         return None
     return Container(options.container, runtime, tuple(options.container_mount))
 

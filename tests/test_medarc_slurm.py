@@ -223,7 +223,18 @@ RL_FAULTS = [
     ("{rl} --weight-broadcast.type nccl --max-async-level 2", "max_async_level = 1"),
     ("{rl} --infer-gpus 3 --inference.parallel.tp 2", "3 GPUs / parallel.tp 2 = 1.5"),
     ("{rl} --no-inference", "[inference]"),
-    ("{rl} --single-gpu --infer-gpus 2", "--single-gpu"),
+    (
+        "{rl} --single-gpu --infer-gpus 2",
+        "error: --single-gpu takes one GPU for trainer and server: leave it out, or --infer-gpus 2",
+    ),
+    ("{rl} --single-gpu --train-gpus 2 --infer-gpus 3", "leave it out, or --train-gpus 2 --infer-gpus 3"),
+    ("{rl} --single-gpu --allocation-mode vllm:d2+fsdp:d2", "leave it out, or allocation_mode"),
+    ("{rl} --single-gpu --train-gpus 2 --train-nodes 2", "--single-gpu, --train-nodes 2: trainer and inference share"),
+    ("{rl} --single-gpu --deployment.type multi_node", "--single-gpu, deployment.type = 'multi_node': trainer and"),
+    ("{rl} --requeue --ckpt --sbatch-arg=--no-requeue", "--requeue, --sbatch-arg '--no-requeue': leave out one"),
+    ("{rl} --max-requeues 3", "--max-requeues 3 has an effect only with --requeue"),
+    ("{rl} --container-mount /data", "--container: name an image"),
+    ("{rl} --container=", "--container: name an image"),
     ("{rl} --trainer.optm.lr 1", "--trainer.optim"),
     ("{rl} --deployment.type multi_node --deployment.num-infer-nodes two", "num_infer_nodes = 'two': write a whole"),
     ("{rl} --max-steps many", "--max-steps: should be a valid integer (got 'many')"),
@@ -403,3 +414,23 @@ def test_a_token_is_only_filled_in_where_there_is_none(monkeypatch: pytest.Monke
     assert env == {"HF_TOKEN": "local"}
     monkeypatch.setattr("huggingface_hub.utils.get_token", lambda: None)
     assert maybe_autoset_auth_env({}, enabled=True) == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "words", "says"),
+    [
+        ("rl", "--gpus 3 --nodes 2", "--gpus, --nodes: no option of rl, which takes --train-gpus, --infer-gpus,"),
+        (
+            "sft",
+            "--train-gpus 3 --single-gpu",
+            "--train-gpus, --single-gpu: no option of sft, which takes --gpus, --nodes",
+        ),
+    ],
+)
+def test_check_refuses_gpus_that_only_the_other_command_takes(
+    kind: str, words: str, says: str, rl_toml: Path, tmp_path: Path
+) -> None:
+    argv = ["check", kind, str(rl_toml), *words.split(), "--output-dir", str(tmp_path / "out")]
+    result = CliRunner().invoke(medarc_slurm.app, argv)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.startswith(f"error: {says}")
