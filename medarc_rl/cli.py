@@ -82,8 +82,11 @@ class OneLineErrors(TyperGroup):
             code = 0
         except MedarcError as error:
             faults, code = error.faults, error.exit_code
-        except NotPrivate as error:
-            faults, code = (str(error),), 1
+        except OSError as error:
+            # A path that this user may not see, say, on which no command can go on.
+            if error.filename is None and not isinstance(error, NotPrivate):
+                raise
+            faults, code = (f"{error.filename}: {error.strerror}" if error.filename else str(error),), 1
         # Typer's own errors about options have no more specific public class.
         except typer.TyperException as error:
             faults, code = (" ".join(error.format_message().split()) + _commands_instead(error),), error.exit_code

@@ -147,6 +147,28 @@ def words_of_commands() -> Iterator[tuple[str, list[str]]]:
     yield "medarc_train", ["watch", "examples"]
 
 
+@pytest.mark.parametrize(
+    ("program", "words"),
+    [
+        ("medarc_slurm", "sft {toml} --dry-run --setup {path}"),
+        ("medarc_slurm", "sft {toml} --dry-run --dependency afterany:1 --output-dir {path}"),
+        ("medarc_train", "explain {path}"),
+        ("medarc_train", "chat {path}"),
+    ],
+)
+def test_a_path_that_the_system_refuses_is_one_line(
+    program: str, words: str, sft_toml: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the paths of another user are. Root may see these; a name that is too long stops it, too."""
+    monkeypatch.chdir(tmp_path)
+    path = f"{tmp_path}/{'x' * 300}"
+    result = CliRunner().invoke(APPS[program], words.format(toml=sft_toml, path=path).split())
+    assert result.exit_code in (1, 2), result.output
+    (line,) = [line for line in result.stderr.splitlines() if not line.startswith("warning: ")]
+    assert line.startswith(f"error: {path}")
+    assert line.endswith(": File name too long")
+
+
 WITHOUT_HOME = ("unshare", "--user", "--map-user=12345", "env", "-u", "HOME", "-u", "XDG_STATE_HOME")
 """A user whom the system does not know, as in a container with a random user id."""
 
