@@ -69,6 +69,8 @@ from prime_rl.utils.files import replacing_file
 
 Option = typer.Option
 MOST_NODES = 1024
+_SUBMITTED = re.compile(r"^(?:Submitted batch job )?(\d+)(?:;\S*| on cluster \S+)?$", re.MULTILINE)
+"""What sbatch says, with `--parsable` too. A cluster's own words, about a budget say, may stand before it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -370,22 +372,26 @@ def submit(job: BatchJob, run: Run[Any], env: dict[str, str]) -> None:
     Raises:
         MedarcError: there is no `sbatch`, or it refuses the script.
     """
+    argv, job_env = sbatch_argv(job), sbatch_env(env, job)
     try:
-        answer = subprocess.run(sbatch_argv(job), env=sbatch_env(env, job), capture_output=True, text=True, check=False)
-    except FileNotFoundError:
-        complaints = ["sbatch: not found: submit where Slurm is, or run here with medarc_train"]
-        raise MedarcError(*complaints, f"nothing was submitted; the script stays: {job.script}") from None
+        answer = subprocess.run(argv, env=job_env, capture_output=True, text=True, errors="replace", check=False)
+    except OSError as error:
+        absent = isinstance(error, FileNotFoundError)
+        complaint = "not found: submit where Slurm is, or run here with medarc_train" if absent else error.strerror
+        raise MedarcError(f"sbatch: {complaint}", f"nothing was submitted; the script stays: {job.script}") from error
     said, complained = (answer.stdout or "").strip(), (answer.stderr or "").strip()
-    job_id = re.search(r"\d+", said)
+    job_id = _SUBMITTED.search(said)
     if answer.returncode != 0 and job_id is None:
         complaints = complained.splitlines() or [f"sbatch ended with exit code {answer.returncode}"]
         raise MedarcError(*complaints, f"nothing was submitted; the script stays: {job.script}")
     for line in complained.splitlines():
         warn(line)
     say(said)
-    if job_id is not None:
-        say(f"log: {log_file(job.paths, job_id[0])}")
-        record_job(submitted(job, run, job_id[0]))
+    if job_id is None:
+        warn("sbatch did not say the number of the job, so it is not in the job log")
+    else:
+        say(f"log: {log_file(job.paths, job_id[1])}")
+        record_job(submitted(job, run, job_id[1]))
     if answer.returncode != 0:
         raise MedarcError(f"the job that sbatch was told to wait for ended with exit code {answer.returncode}")
 

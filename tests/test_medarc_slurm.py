@@ -376,6 +376,29 @@ def test_a_directory_that_cannot_be_written_is_one_line(rl_toml: Path, tmp_path:
     assert f"{tmp_path / 'file'} is not a directory" in result.stderr
 
 
+@pytest.mark.parametrize(
+    ("says", "job_id"),
+    [
+        ("Submitted batch job 77", "77"),
+        ("Budget 2026: 1500 hours are left.\nSubmitted batch job 77 on cluster big", "77"),
+        ("77;big", "77"),
+        ("caf\udce9\n77", "77"),
+        ("Budget 2026: 1500 hours are left.", None),
+    ],
+)
+def test_the_number_of_a_job_is_the_one_that_sbatch_says(
+    says: str, job_id: str | None, stand_ins, sft_toml: Path, tmp_path: Path
+) -> None:
+    stand_ins.add("sbatch")
+    (tmp_path / "says").write_bytes(says.encode(errors="surrogateescape"))
+    (stand_ins.directory / "sbatch").write_text(f"#!/bin/sh\ncat '{tmp_path}/says'\n")
+    result = run("sft", sft_toml, "--output-dir", tmp_path / "out")
+    assert result.exit_code == 0, result.output
+    logs = [line for line in result.stdout.splitlines() if line.startswith("log: ")]
+    assert logs == ([] if job_id is None else [f"log: {tmp_path}/out/slurm/job_{job_id}.log"])
+    assert ("sbatch did not say the number" in result.stderr) == (job_id is None)
+
+
 def test_without_slurm_the_artifacts_stay(rl_toml: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     result = run("rl", rl_toml, "--output-dir", tmp_path / "out")
