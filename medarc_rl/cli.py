@@ -19,6 +19,7 @@ from medarc_rl.completion.hooks import Shell, hook, install
 from medarc_rl.errors import MedarcError, UsageError
 from medarc_rl.examples import examples_text
 from prime_rl.run.directory import RunFinished
+from prime_rl.utils.private import NotPrivate, home_directory
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -81,6 +82,11 @@ class OneLineErrors(TyperGroup):
             code = 0
         except MedarcError as error:
             faults, code = error.faults, error.exit_code
+        except OSError as error:
+            # A path that this user may not see, say, on which no command can go on.
+            if error.filename is None and not isinstance(error, NotPrivate):
+                raise
+            faults, code = (f"{error.filename}: {error.strerror}" if error.filename else str(error),), 1
         # Typer's own errors about options have no more specific public class.
         except typer.TyperException as error:
             faults, code = (" ".join(error.format_message().split()) + _commands_instead(error),), error.exit_code
@@ -118,7 +124,7 @@ def _show_completion(context: typer.Context, shell: Shell | None) -> None:
 
 def _install_completion(context: typer.Context, shell: Shell | None) -> None:
     if shell is not None:
-        for file in install(shell, _program(context), os.environ, Path.home()):
+        for file in install(shell, _program(context), os.environ, home_directory()):
             say(f"written: {file}")
         say("open a new shell to use it")
         raise typer.Exit(0)

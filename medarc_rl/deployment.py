@@ -38,10 +38,7 @@ class GpuSplit:
         """Raises UsageError if a node does not have enough GPUs."""
         if self.single_gpu:
             if (self.train, self.infer) != (1, 1):
-                raise UsageError(
-                    "--single-gpu takes one GPU for both: leave out "
-                    f"--train-gpus {self.train} and --infer-gpus {self.infer}"
-                )
+                raise UsageError(f"one GPU cannot be {self.train} that train and {self.infer} that serve")
         elif self.train > MOST_TRAIN_GPUS:
             raise UsageError(f"--train-gpus {self.train}: the trainer takes 1 to {MOST_TRAIN_GPUS} GPUs of one node")
         elif self.total > NODE_GPUS:
@@ -91,19 +88,27 @@ class RlNodes:
         }
 
 
-def rl_nodes(words: Sequence[str], nodes: tuple[int | None, int | None], gpus: Sequence[int | None]) -> RlNodes | None:
+def rl_nodes(
+    words: Sequence[str], nodes: tuple[int | None, int | None], gpus: Sequence[int | None], single_gpu: bool
+) -> RlNodes | None:
     """The nodes of trainer and inference that the options or the config give; None: the run has one node.
 
     Args:
         nodes: of trainer and inference, as options.
         gpus: of the trainer and of inference on each node, as options.
+        single_gpu: whether both were asked to share one GPU.
 
     Raises:
-        UsageError: nodes would have different numbers of GPUs.
+        UsageError: nodes would have different numbers of GPUs, or both would have to share one.
     """
     table = _deployment(RLConfig, words)
     if nodes == (None, None) and table.get("type") != "multi_node":
         return None
+    if single_gpu:
+        what = _typed(("--train-nodes", nodes[0]), ("--infer-nodes", nodes[1])) or "deployment.type = 'multi_node'"
+        raise UsageError(
+            f"--single-gpu, {what}: trainer and inference share one GPU or have nodes of their own; leave one out"
+        )
     given = {each for each in gpus if each is not None}
     if len(given) > 1:
         raise UsageError(
@@ -116,6 +121,10 @@ def rl_nodes(words: Sequence[str], nodes: tuple[int | None, int | None], gpus: S
     )
     default = GPUS_PER_NODE if table.get("type") == "multi_node" else 1
     return RlNodes(train, infer, _gpus_of_node(given.pop() if given else _number(table, "gpus_per_node", default)))
+
+
+def _typed(*options: tuple[str, int | None]) -> str:
+    return " ".join(f"{option} {value}" for option, value in options if value is not None)
 
 
 def _number(table: Mapping[str, Any], key: str, default: int) -> int:
@@ -160,7 +169,12 @@ def rl_split(words: Sequence[str], train: int | None, infer: int | None, single_
             f"allocation_mode shares {asked[0]} GPUs between trainer and servers: this command shares one; "
             "use `rl @ CONFIG`, or give each its own, as in vllm:d4+fsdp:d4"
         )
-    return GpuSplit(train or asked[0], infer or asked[1], single_gpu or shares)
+    counts = train or asked[0], infer or asked[1]
+    if (single_gpu or shares) and counts != (1, 1):
+        one = "--single-gpu" if single_gpu else "allocation_mode"
+        several = _typed(("--train-gpus", train), ("--infer-gpus", infer)) or "allocation_mode"
+        raise UsageError(f"{one} takes one GPU for trainer and server: leave it out, or {several}")
+    return GpuSplit(*counts, single_gpu or shares)
 
 
 def _allocated(words: Sequence[str]) -> tuple[tuple[int, int] | None, tuple[int, int] | None]:

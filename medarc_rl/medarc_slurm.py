@@ -8,8 +8,8 @@ import os
 import re
 import stat
 import subprocess
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -69,6 +69,8 @@ from prime_rl.utils.files import replacing_file
 
 Option = typer.Option
 MOST_NODES = 1024
+_SUBMITTED = re.compile(r"^(?:Submitted batch job )?(\d+)(?:;\S*| on cluster \S+)?$", re.MULTILINE)
+"""What sbatch says, with `--parsable` too. A cluster's own words, about a budget say, may stand before it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,6 +184,7 @@ def check(words: list[str], options: CheckOptions) -> int:
     code: 0 if everything is there, 1 if something is not, 2 if the config cannot be used.
     """
     kind, words = job_kind(words)
+    refuse_options_of_the_other(kind, options)
     job, run = plan_rl_job(words, options, options) if kind == "rl" else plan_sft_job(words, options, options)
     check_startable(run, dry_run=False, job_dir=job.project_dir, waits=job.queued is not None)
     env = dict(os.environ)
@@ -204,15 +207,25 @@ def plan_sft_job(words: list[str], gpus: SftGpus, options: JobOptions) -> tuple[
     return plan_job("sft", run, options, Resources(sft_nodes(run.config), sft_gpus(run.config))), run
 
 
+def refuse_options_of_the_other(kind: str, options: CheckOptions) -> None:
+    """Raises UsageError for GPUs or nodes that only the other command takes."""
+    own, other = (RlGpus, SftGpus) if kind == "rl" else (SftGpus, RlGpus)
+    given = [each.name for each in fields(other) if getattr(options, each.name) != each.default]
+    if given:
+        raise UsageError(f"{_listed(given)}: no option of {kind}, which takes {_listed(f.name for f in fields(own))}")
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(f"--{name.replace('_', '-')}" for name in names)
+
+
 def split_of(words: list[str], gpus: RlGpus) -> GpuSplit:
     return rl_split(words, gpus.train_gpus, gpus.infer_gpus, gpus.single_gpu)
 
 
 def plan_rl_job(words: list[str], gpus: RlGpus, options: JobOptions) -> tuple[BatchJob, Run[RLConfig]]:
     words = [*words, *resume_words(options.resume)]
-    nodes = rl_nodes(words, (gpus.train_nodes, gpus.infer_nodes), (gpus.train_gpus, gpus.infer_gpus))
-    if nodes is not None and gpus.single_gpu:
-        raise UsageError("--single-gpu: trainer and inference have nodes of their own; leave out one or the other")
+    nodes = rl_nodes(words, (gpus.train_nodes, gpus.infer_nodes), (gpus.train_gpus, gpus.infer_gpus), gpus.single_gpu)
     split = split_of(words, gpus) if nodes is None else nodes
     run = load_run(RLConfig, words, "rl", options.output_dir, split.owned, submits=True)
     refuse_other_launcher(run.config, "slurm", words)
@@ -287,7 +300,10 @@ def container_of(options: JobOptions) -> Container | None:
     runtime = next((known for known in RUNTIMES if known == options.container_runtime), None)
     if runtime is None:
         raise UsageError(f"--container-runtime {options.container_runtime!r}: {' or '.join(RUNTIMES)}")
-    if options.container is None:
+    if not options.container:
+        # An empty variable of a shell, as in `--container "$IMAGE"`, is no image.
+        if options.container is not None or options.container_mount:
+            raise UsageError("--container: name an image, or leave it and --container-mount out")
         return None
     return Container(options.container, runtime, tuple(options.container_mount))
 
@@ -356,22 +372,26 @@ def submit(job: BatchJob, run: Run[Any], env: dict[str, str]) -> None:
     Raises:
         MedarcError: there is no `sbatch`, or it refuses the script.
     """
+    argv, job_env = sbatch_argv(job), sbatch_env(env, job)
     try:
-        answer = subprocess.run(sbatch_argv(job), env=sbatch_env(env, job), capture_output=True, text=True, check=False)
-    except FileNotFoundError:
-        complaints = ["sbatch: not found: submit where Slurm is, or run here with medarc_train"]
-        raise MedarcError(*complaints, f"nothing was submitted; the script stays: {job.script}") from None
+        answer = subprocess.run(argv, env=job_env, capture_output=True, text=True, errors="replace", check=False)
+    except OSError as error:
+        absent = isinstance(error, FileNotFoundError)
+        complaint = "not found: submit where Slurm is, or run here with medarc_train" if absent else error.strerror
+        raise MedarcError(f"sbatch: {complaint}", f"nothing was submitted; the script stays: {job.script}") from error
     said, complained = (answer.stdout or "").strip(), (answer.stderr or "").strip()
-    job_id = re.search(r"\d+", said)
+    job_id = _SUBMITTED.search(said)
     if answer.returncode != 0 and job_id is None:
         complaints = complained.splitlines() or [f"sbatch ended with exit code {answer.returncode}"]
         raise MedarcError(*complaints, f"nothing was submitted; the script stays: {job.script}")
     for line in complained.splitlines():
         warn(line)
     say(said)
-    if job_id is not None:
-        say(f"log: {log_file(job.paths, job_id[0])}")
-        record_job(submitted(job, run, job_id[0]))
+    if job_id is None:
+        warn("sbatch did not say the number of the job, so it is not in the job log")
+    else:
+        say(f"log: {log_file(job.paths, job_id[1])}")
+        record_job(submitted(job, run, job_id[1]))
     if answer.returncode != 0:
         raise MedarcError(f"the job that sbatch was told to wait for ended with exit code {answer.returncode}")
 

@@ -91,12 +91,12 @@ def sft(words: list[str], options: SftOptions) -> int:
 
 def rl(words: list[str], options: RlOptions) -> int:
     """Submit reinforcement learning: inference server, orchestrator and trainer."""
-    nodes = rl_nodes(words, (options.train_nodes, options.infer_nodes), (options.train_gpus, options.infer_gpus))
+    nodes = rl_nodes(
+        words, (options.train_nodes, options.infer_nodes), (options.train_gpus, options.infer_gpus), options.single_gpu
+    )
     if nodes is None:
         split = rl_split(words, options.train_gpus, options.infer_gpus, options.single_gpu)
         return submit(_request("rl", words, options, split.owned, nodes=1, split=split))
-    if options.single_gpu:
-        raise UsageError("--single-gpu: trainer and inference have nodes of their own; leave out one or the other")
     return submit(_request("rl", words, options, nodes.owned, nodes=nodes.total))
 
 

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from medarc_rl.backends.slurm_jobs import refuse_if_queued
 from medarc_rl.cli import say, warn
 from medarc_rl.errors import MedarcError, UsageError
 from medarc_rl.explain.origins import Explained, explained_config
@@ -208,7 +209,7 @@ def check_startable(run: Run[Any], dry_run: bool, job_dir: Path | None = None, w
 
     Raises:
         UsageError: a key is not built, a file or package of the config is missing, or the directory holds another run,
-            or not the step to continue from.
+            or not the step to continue from, or belongs to a job in Slurm's queue.
         RunFinished: `--resume auto` finds nothing left to do.
     """
     unbuilt, unstartable = unbuilt_faults(run.config), start_faults(run.config, job_dir)
@@ -219,11 +220,12 @@ def check_startable(run: Run[Any], dry_run: bool, job_dir: Path | None = None, w
     for fault in tolerated if job_dir is not None else ():
         warn(fault)
     _check_inputs(run.config, is_here=job_dir is None)
-    if run.resume_step is not None and (waits or run.config.storage.upload_to is not None):
-        return  # what it continues from may still be written, or on S3
     with reporting_directory_errors():
         if not waits:
             refuse_if_locked(run.paths.root)
+            refuse_if_queued(run.paths, submits=job_dir is not None)
+        if run.resume_step is not None and (waits or run.config.storage.upload_to is not None):
+            return  # what it continues from may still be written, or on S3
         check_run_dir(run.paths, run.resume_step, run.config.clean_output_dir, end_of(run.config))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -328,6 +329,23 @@ def test_a_secret_that_bash_cannot_read_stays_out_of_the_log(
     if code:
         with pytest.raises(Unreadable, match="bash cannot read it: put quotes around"):
             job_environment(job, os.environ)
+
+
+def test_a_dot_env_from_windows_is_refused_before_its_values_are_used(project, tmp_path: Path) -> None:
+    """Each value would end with a carriage return, which no token may contain."""
+    programs = project(tmp_path / "project")
+    programs.record = tmp_path / "calls.jsonl"
+    file = tmp_path / "project" / ".env"
+    file.write_bytes(b"HF_TOKEN=hf_secret\r\nA=1\r\n")
+    job = make_job("sft", tmp_path)
+    done = run_script(job, tmp_path)
+    advice = r'end as on Windows: run sed -i "s/\r$//" on it'
+    assert (done.returncode, done.stderr) == (1, f"error: the lines of {file} {advice}\n")
+    with pytest.raises(Unreadable, match=re.escape(f"its lines {advice}")):
+        job_environment(job, os.environ)
+    subprocess.run(["sed", "-i", r"s/\r$//", file], check=True)
+    assert run_script(job, tmp_path).returncode == 0
+    assert [call["env"]["HF_TOKEN"] for call in programs.calls] == ["hf_secret"]
 
 
 @pytest.mark.parametrize("runtime", ["apptainer", "pyxis"])

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
@@ -19,6 +20,7 @@ from typer.testing import CliRunner
 from medarc_rl import medarc_jobs, medarc_slurm, medarc_submit, medarc_train
 from medarc_rl.cli import EXIT_CODES, commands_of
 from medarc_rl.examples import EXAMPLES
+from prime_rl.utils.private import RUNTIME_VARIABLE
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "cli.md"
@@ -143,6 +145,57 @@ def words_of_commands() -> Iterator[tuple[str, list[str]]]:
     yield "medarc_train", ["explain", config]
     yield "medarc_train", ["rl", config, "--no-such-key", "1"]
     yield "medarc_train", ["watch", "examples"]
+
+
+@pytest.mark.parametrize(
+    ("program", "words"),
+    [
+        ("medarc_slurm", "sft {toml} --dry-run --setup {path}"),
+        ("medarc_slurm", "sft {toml} --dry-run --dependency afterany:1 --output-dir {path}"),
+        ("medarc_train", "explain {path}"),
+        ("medarc_train", "chat {path}"),
+    ],
+)
+def test_a_path_that_the_system_refuses_is_one_line(
+    program: str, words: str, sft_toml: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the paths of another user are. Root may see these; a name that is too long stops it, too."""
+    monkeypatch.chdir(tmp_path)
+    path = f"{tmp_path}/{'x' * 300}"
+    result = CliRunner().invoke(APPS[program], words.format(toml=sft_toml, path=path).split())
+    assert result.exit_code in (1, 2), result.output
+    (line,) = [line for line in result.stderr.splitlines() if not line.startswith("warning: ")]
+    assert line.startswith(f"error: {path}")
+    assert line.endswith(": File name too long")
+
+
+WITHOUT_HOME = ("unshare", "--user", "--map-user=12345", "env", "-u", "HOME", "-u", "XDG_STATE_HOME")
+"""A user whom the system does not know, as in a container with a random user id."""
+
+
+@pytest.mark.skipif(
+    shutil.which("unshare") is None or subprocess.run([*WITHOUT_HOME, "true"]).returncode != 0,
+    reason="unshare --user is missing or not allowed",
+)
+@pytest.mark.parametrize(
+    ("program", "words"),
+    [
+        ("medarc_jobs", "list"),
+        ("medarc_train", "env list"),
+        ("medarc_train", "sft tiny.toml --device cpu --dry-run --output-dir out --clean-output-dir"),
+        ("medarc_slurm", "sft tiny.toml --dry-run --output-dir out"),
+    ],
+)
+def test_commands_run_for_a_user_without_a_home_directory(
+    program: str, words: str, sft_toml: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "out" / "configs").mkdir(parents=True)
+    start = f"from medarc_rl.scripts import {program}; {program}()"
+    env = os.environ | {RUNTIME_VARIABLE: str(tmp_path / "runtime")}
+    argv = [*WITHOUT_HOME, sys.executable, "-c", start, *words.split()]
+    done = subprocess.run(argv, env=env, cwd=tmp_path, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert not (tmp_path / "~").exists()
 
 
 @pytest.mark.slow

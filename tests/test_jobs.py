@@ -187,6 +187,14 @@ def test_a_job_is_found_by_key_id_name_or_as_the_last(log: JobLog) -> None:
     )
 
 
+def test_a_list_of_one_back_end_does_not_say_that_there_are_no_jobs(log: JobLog) -> None:
+    log.save(a_job())
+    assert jobs("list", "--to", "ray").output == "no jobs of ray\n"
+    misspelled = jobs("list", "--to", "slrum")
+    assert (misspelled.exit_code, misspelled.stdout) == (2, "")
+    assert "'slrum' is not one of 'slurm', 'kubernetes', 'ray', 'sagemaker'" in misspelled.stderr
+
+
 def test_the_list_asks_only_for_jobs_that_may_still_run(log: JobLog) -> None:
     Told.statuses = iter([Status("running", "on n1")])
     log.save(a_job("done", submitted="2026-01-01T00:00:00+00:00").with_end(Status("succeeded")))

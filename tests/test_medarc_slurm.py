@@ -223,7 +223,18 @@ RL_FAULTS = [
     ("{rl} --weight-broadcast.type nccl --max-async-level 2", "max_async_level = 1"),
     ("{rl} --infer-gpus 3 --inference.parallel.tp 2", "3 GPUs / parallel.tp 2 = 1.5"),
     ("{rl} --no-inference", "[inference]"),
-    ("{rl} --single-gpu --infer-gpus 2", "--single-gpu"),
+    (
+        "{rl} --single-gpu --infer-gpus 2",
+        "error: --single-gpu takes one GPU for trainer and server: leave it out, or --infer-gpus 2",
+    ),
+    ("{rl} --single-gpu --train-gpus 2 --infer-gpus 3", "leave it out, or --train-gpus 2 --infer-gpus 3"),
+    ("{rl} --single-gpu --allocation-mode vllm:d2+fsdp:d2", "leave it out, or allocation_mode"),
+    ("{rl} --single-gpu --train-gpus 2 --train-nodes 2", "--single-gpu, --train-nodes 2: trainer and inference share"),
+    ("{rl} --single-gpu --deployment.type multi_node", "--single-gpu, deployment.type = 'multi_node': trainer and"),
+    ("{rl} --requeue --ckpt --sbatch-arg=--no-requeue", "--requeue, --sbatch-arg '--no-requeue': leave out one"),
+    ("{rl} --max-requeues 3", "--max-requeues 3 has an effect only with --requeue"),
+    ("{rl} --container-mount /data", "--container: name an image"),
+    ("{rl} --container=", "--container: name an image"),
     ("{rl} --trainer.optm.lr 1", "--trainer.optim"),
     ("{rl} --deployment.type multi_node --deployment.num-infer-nodes two", "num_infer_nodes = 'two': write a whole"),
     ("{rl} --max-steps many", "--max-steps: should be a valid integer (got 'many')"),
@@ -334,6 +345,20 @@ def test_a_chain_queues_while_its_first_job_runs(stand_ins, sft_toml: Path, tmp_
     assert (cleaning.exit_code, "--clean-output-dir would remove" in cleaning.stderr) == (2, True)
 
 
+def test_a_queue_that_does_not_answer_is_told_and_does_not_stop_a_submission(
+    stand_ins, sft_toml: Path, tmp_path: Path
+) -> None:
+    stand_ins.add("sbatch", says="Submitted batch job 4711")
+    stand_ins.add("squeue", says="slurm_load_jobs error: Unable to contact slurm controller", code=1)
+    first, second = (run("sft", sft_toml, "--output-dir", tmp_path / "out") for _ in range(2))
+    assert (first.exit_code, second.exit_code) == (0, 0)
+    assert first.stderr == "", "nothing could be overwritten"
+    assert second.stderr.splitlines() == [
+        f"warning: whether a job of {tmp_path}/out still waits in the queue is not known: "
+        "squeue: slurm_load_jobs error: Unable to contact slurm controller"
+    ]
+
+
 def test_only_the_directory_of_a_run_is_cleaned(stand_ins, rl_toml: Path, tmp_path: Path) -> None:
     stand_ins.add("sbatch")
     out = tmp_path / "thesis"
@@ -349,6 +374,29 @@ def test_a_directory_that_cannot_be_written_is_one_line(rl_toml: Path, tmp_path:
     result = run("rl", rl_toml, "--output-dir", tmp_path / "file" / "out", "--dry-run")
     assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
     assert f"{tmp_path / 'file'} is not a directory" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("says", "job_id"),
+    [
+        ("Submitted batch job 77", "77"),
+        ("Budget 2026: 1500 hours are left.\nSubmitted batch job 77 on cluster big", "77"),
+        ("77;big", "77"),
+        ("caf\udce9\n77", "77"),
+        ("Budget 2026: 1500 hours are left.", None),
+    ],
+)
+def test_the_number_of_a_job_is_the_one_that_sbatch_says(
+    says: str, job_id: str | None, stand_ins, sft_toml: Path, tmp_path: Path
+) -> None:
+    stand_ins.add("sbatch")
+    (tmp_path / "says").write_bytes(says.encode(errors="surrogateescape"))
+    (stand_ins.directory / "sbatch").write_text(f"#!/bin/sh\ncat '{tmp_path}/says'\n")
+    result = run("sft", sft_toml, "--output-dir", tmp_path / "out")
+    assert result.exit_code == 0, result.output
+    logs = [line for line in result.stdout.splitlines() if line.startswith("log: ")]
+    assert logs == ([] if job_id is None else [f"log: {tmp_path}/out/slurm/job_{job_id}.log"])
+    assert ("sbatch did not say the number" in result.stderr) == (job_id is None)
 
 
 def test_without_slurm_the_artifacts_stay(rl_toml: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -389,3 +437,23 @@ def test_a_token_is_only_filled_in_where_there_is_none(monkeypatch: pytest.Monke
     assert env == {"HF_TOKEN": "local"}
     monkeypatch.setattr("huggingface_hub.utils.get_token", lambda: None)
     assert maybe_autoset_auth_env({}, enabled=True) == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "words", "says"),
+    [
+        ("rl", "--gpus 3 --nodes 2", "--gpus, --nodes: no option of rl, which takes --train-gpus, --infer-gpus,"),
+        (
+            "sft",
+            "--train-gpus 3 --single-gpu",
+            "--train-gpus, --single-gpu: no option of sft, which takes --gpus, --nodes",
+        ),
+    ],
+)
+def test_check_refuses_gpus_that_only_the_other_command_takes(
+    kind: str, words: str, says: str, rl_toml: Path, tmp_path: Path
+) -> None:
+    argv = ["check", kind, str(rl_toml), *words.split(), "--output-dir", str(tmp_path / "out")]
+    result = CliRunner().invoke(medarc_slurm.app, argv)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.startswith(f"error: {says}")

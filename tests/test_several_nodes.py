@@ -231,15 +231,26 @@ def test_a_step_that_is_killed_ends_the_job_by_the_name_of_its_node(slurm, waiti
     assert processes_of_job(waiting.job_id) == []
 
 
-def test_a_node_has_one_agent_with_all_its_gpus_whatever_the_job_counts_tasks_by(slurm, tmp_path: Path) -> None:
-    """srun would start a task for each GPU, because the job of the user's own says so."""
-    nodes = '[deployment]\ntype = "multi_node"\nnum_nodes = 2\ngpus_per_node = 2\n[slurm]\n'
+@pytest.mark.parametrize(
+    ("asked", "gpus"),
+    [
+        (("--gpus-per-node=2", "--ntasks-per-gpu=1"), 2),
+        (("--gpus-per-task=1", "--ntasks=4", "--ntasks-per-node=2"), 2),
+        (("--gpus=16",), 8),
+    ],
+)
+def test_a_node_has_one_agent_with_all_its_gpus_however_the_job_asks_for_them(
+    asked: tuple[str, ...], gpus: int, slurm, tmp_path: Path
+) -> None:
+    """srun would start a task for each GPU, or want the job's number of them on one node, because the job says so."""
+    nodes = f'[deployment]\ntype = "multi_node"\nnum_nodes = 2\ngpus_per_node = {gpus}\n[slurm]\n'
     (tmp_path / "sft.toml").write_text(SFT_TOML + nodes)
-    sft = [Path(sys.executable).parent / "sft", "@", tmp_path / "sft.toml", *MODEL, "--dry-run"]
+    sft = [Path(sys.executable).parent / "sft", "@", tmp_path / "sft.toml", *MODEL, "--data.batch-size=16", "--dry-run"]
     log, line = tmp_path / "job.log", shlex.join(map(str, [*sft, "--output-dir", tmp_path / "out"]))
-    asked = ("--partition=pair", "--nodes=2", "--gpus-per-node=2", "--ntasks-per-gpu=1")
-    slurm.ask("sbatch", "--wait", *asked, f"--output={log}", f"--wrap=exec {line}")
-    assert re.findall(r"^CUDA_VISIBLE_DEVICES=(\S+) ", log.read_text(), re.MULTILINE) == ["0,1"] * 4
+    where = ("--partition=pair", "--nodes=2")
+    slurm.ask("sbatch", "--wait", *where, *asked, f"--output={log}", f"--wrap=exec {line}")
+    all_of_a_node = ",".join(map(str, range(gpus)))
+    assert re.findall(r"^CUDA_VISIBLE_DEVICES=(\S+) ", log.read_text(), re.MULTILINE) == [all_of_a_node] * 2 * gpus
 
 
 def losses(out: Path) -> list[tuple[float, float]]:

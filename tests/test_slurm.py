@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from medarc_rl import medarc_slurm
+from medarc_rl import medarc_slurm, medarc_train
 
 ROOT = Path(__file__).resolve().parents[1]
 HOSTILE = 'it\'s "a" $(touch pwned) `id` \\back #hash %j é'
@@ -248,6 +248,35 @@ def test_tasks_of_an_array_never_share_a_directory(
     # A task of an array may submit jobs with directories of their own.
     monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "3")
     assert submit_and_wait("sft", sft_toml, *words, "--output-dir", out).exit_code == 0
+
+
+def test_the_config_of_a_job_that_waits_is_never_overwritten(
+    slurm, stand_ins, project, sft_toml: Path, tmp_path: Path
+) -> None:
+    project(tmp_path / "project")
+    out, config = tmp_path / HOSTILE, tmp_path / HOSTILE / "configs" / "trainer.toml"
+    where = (sft_toml, "--project-dir", tmp_path / "project", "--output-dir", out)
+    job_id = job_id_of(submit("sft", *where, "--sbatch-arg=--hold"))
+    of_the_job = config.read_bytes()
+    says = f"{out} belongs to job {job_id} of root (pending), which reads its config there when it starts"
+
+    for again in (("--resume", "auto"), ("--dry-run",)):
+        refused = submit("sft", *where, "--max-steps", 3, *again)
+        assert (refused.exit_code, config.read_bytes()) == (2, of_the_job)
+        assert says in refused.stderr
+        assert f"`scancel {job_id}`, continue after it with --dependency afterany:{job_id} --resume auto, or" in (
+            refused.stderr
+        )
+    here = CliRunner().invoke(medarc_train.app, ["sft", str(sft_toml), "--output-dir", str(out), "--device=cpu"])
+    assert (here.exit_code, config.read_bytes()) == (2, of_the_job)
+    assert says in here.stderr
+    chained = submit("sft", *where, "--dependency", f"afterany:{job_id}", "--resume", "auto")
+    assert (chained.exit_code, config.read_bytes()) == (0, of_the_job)
+
+    slurm.ask("scancel", job_id, job_id_of(chained))
+    again = submit_and_wait("sft", *where, "--max-steps", 3)
+    assert again.exit_code == 0, again.output
+    assert "max_steps = 3" in config.read_text()
 
 
 def test_what_slurm_refuses_is_told_in_its_own_words(slurm, sft_toml: Path, tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
 
 from medarc_rl.external import Answer, NoAnswer, ask
 
@@ -11,6 +13,18 @@ SLURM_LIMIT_S = 20.0
 
 Properties = Mapping[str, str]
 """`Name=value` pairs as scontrol prints them for one thing."""
+
+
+@dataclass(frozen=True, slots=True)
+class QueuedJob:
+    """A job that has not ended."""
+
+    id: str
+    state: str
+    """In Slurm's words, as PENDING."""
+    user: str
+    script: Path
+    """The script's path when it was submitted. The job itself has a copy."""
 
 
 def shown(kind: str, *names: str, limit_s: float = SLURM_LIMIT_S) -> list[Properties]:
@@ -34,6 +48,20 @@ def shown_job(job_id: str) -> Properties | None:
     if found is None and "invalid job id" not in (answer.stderr + answer.stdout).lower():
         raise NoAnswer(answer.last_line)
     return found
+
+
+def queued_jobs() -> list[QueuedJob]:
+    """Jobs of all users that wait or run.
+
+    Raises:
+        NoAnswer: there is no squeue, or the controller did not answer.
+    """
+    answer = ask(["squeue", "--noheader", "--format=%i|%T|%u|%o"], SLURM_LIMIT_S)
+    if answer.code != 0:
+        raise NoAnswer(f"squeue: {answer.last_line}")
+    # A path with a line break tears its line apart; such a script is not found.
+    rows = [row for line in answer.stdout.splitlines() if len(row := line.split("|", 3)) == 4]
+    return [QueuedJob(job_id, state, user, Path(script)) for job_id, state, user, script in rows]
 
 
 def _properties(line: str) -> Properties:

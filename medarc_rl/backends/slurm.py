@@ -25,6 +25,7 @@ from prime_rl.utils.pydantic_config.errors import one_line
 NODE_GPUS = 8
 STOP_LEAD_S = 120
 """Seconds before its time limit at which a job is asked to save and stop, unless `--signal-before` says otherwise."""
+MAX_REQUEUES = 20
 _SHORTEST_TIME_WITH_LEAD_S = 10 * STOP_LEAD_S
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
@@ -34,6 +35,8 @@ _DEPENDENCY = re.compile(rf"{_CONDITION}(?:(?:,{_CONDITION})*|(?:\?{_CONDITION})
 """After commas, all conditions must hold; after question marks, one. `after:1+5` is five minutes after job 1 began."""
 _ARRAY = re.compile(r"--ar|-[HhIkOQsvWX]*a")
 """sbatch's `--array`, abbreviated, or as `-a` after other letters."""
+_NO_REQUEUE = re.compile(r"--no-r")
+"""sbatch's `--no-requeue`, abbreviated."""
 _VARIABLES: Mapping[str, tuple[str, ...]] = {
     "--gres": ("GRES", "GPUS", "GPUS_PER_NODE", "GPUS_PER_SOCKET", "GPUS_PER_TASK"),
     "--mem": ("MEM_PER_NODE", "MEM_PER_CPU", "MEM_PER_GPU"),
@@ -72,7 +75,7 @@ class SlurmRequest:
     ] = False
     max_requeues: Annotated[
         int, Option(min=1, max=1000, help="How often the job starts again, for whatever reason, before it ends itself.")
-    ] = 20
+    ] = MAX_REQUEUES
     signal_before: Annotated[
         int | None,
         Option(
@@ -86,6 +89,11 @@ class SlurmRequest:
     sbatch_arg: Annotated[
         list[str], Option(help="Any other option of sbatch, as in --sbatch-arg=--requeue; may be repeated.")
     ] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        """Raises UsageError for an option that would have no effect."""
+        if self.max_requeues != MAX_REQUEUES and not self.requeue:
+            raise UsageError(f"--max-requeues {self.max_requeues} has an effect only with --requeue: add it")
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,6 +291,8 @@ def _requested(request: SlurmRequest) -> Iterator[str]:
             raise UsageError(f"--sbatch-arg {argument!r}: write a whole option of sbatch, as in --sbatch-arg=--requeue")
         if _ARRAY.match(argument):
             raise UsageError(f"--sbatch-arg {argument!r}: {NO_ARRAYS}")
+        if request.requeue and _NO_REQUEUE.match(argument):
+            raise UsageError(f"--requeue, --sbatch-arg {argument!r}: leave out one or the other")
         name, equals, value = argument.partition("=")
         yield header_word(name, value) if equals else _header_quote("--sbatch-arg", argument)
 

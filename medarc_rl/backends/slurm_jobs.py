@@ -6,14 +6,19 @@ has no such database, the run's directory tells how the job ended.
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from medarc_rl.backends.scontrol import SLURM_LIMIT_S, Properties, shown_job
-from medarc_rl.errors import MedarcError
+from medarc_rl.backends.launcher import CONFIGS
+from medarc_rl.backends.scontrol import SLURM_LIMIT_S, Properties, queued_jobs, shown_job
+from medarc_rl.cli import warn
+from medarc_rl.errors import MedarcError, UsageError
 from medarc_rl.external import NoAnswer, ask
 from medarc_rl.jobs.following import follow_file
 from medarc_rl.jobs.record import JobRecord, State, Status
+from prime_rl.run.paths import RunPaths
 from prime_rl.watch.overview.words import printable
 
 LOG = "log"
@@ -131,7 +136,6 @@ def accounted(job_id: str) -> Status | None:
 def _status_of_run(directory: Path, job_id: str) -> Status:
     """How the job's last attempt at a run ended, as the run's directory tells."""
     from prime_rl.history.attempts import read_attempts
-    from prime_rl.run.paths import RunPaths
 
     forgotten = "Slurm does not know the job any more"
     attempts = [each for each in read_attempts(RunPaths(directory)) if str(each.slurm_job) == job_id]
@@ -139,3 +143,43 @@ def _status_of_run(directory: Path, job_id: str) -> Status:
     if state is None:
         return Status("unknown", forgotten)
     return Status(state, f"{forgotten}; its run: {attempts[-1].result} {attempts[-1].message}".strip())
+
+
+def refuse_if_queued(paths: RunPaths, submits: bool, env: Mapping[str, str] = os.environ) -> None:
+    """Refuse to overwrite the config that a job reads when it starts, or starts again. A chain's jobs have their own.
+
+    Raises:
+        UsageError: such a job waits or runs. This process's own job does not count.
+    """
+    scripts = [script for command in CONFIGS if (script := paths.batch_script(command)).exists()]
+    if not scripts or shutil.which("squeue") is None:
+        return
+    try:
+        jobs = queued_jobs()
+    except NoAnswer as error:
+        warn(f"whether a job of {paths.root} still waits in the queue is not known: {printable(str(error))}")
+        return
+    readers = [
+        job
+        for job in jobs
+        if job.state != "COMPLETING"
+        and job.id != env.get("SLURM_JOB_ID")
+        and any(_is_same_file(job.script, script) for script in scripts)
+    ]
+    if not readers:
+        return
+    ids = [job.id for job in readers]
+    shown = ", ".join(f"job {job.id} of {job.user} ({job.state.lower()})" for job in readers)
+    chain = f"continue after it with --dependency afterany:{':'.join(ids)} --resume auto, " if submits else ""
+    raise UsageError(
+        f"{paths.root} belongs to {shown}, which reads its config there when it starts: "
+        f"cancel it with `scancel {' '.join(ids)}`, {chain}or choose another --output-dir"
+    )
+
+
+def _is_same_file(job_script: Path, script: Path) -> bool:
+    # Only paths with that name: others may be on file systems that do not answer.
+    try:
+        return job_script.name == script.name and job_script.samefile(script)
+    except OSError:
+        return False

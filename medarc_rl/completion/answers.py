@@ -170,11 +170,11 @@ def _jobs(current: str) -> Iterator[Answer]:
 def _files(begun: str, endings: tuple[str, ...] | None) -> Iterator[Answer]:
     """Paths that begin with this: folders, and files with these endings. () takes all files, None takes none."""
     folder, slash, name = begun.rpartition("/")
-    place = Path(folder + slash or ".").expanduser()
     try:
+        place = Path(folder + slash or ".").expanduser()
         with os.scandir(place) as entries:
             found = sorted((entry.name, entry.is_dir()) for _, entry in zip(range(_MAX_ENTRIES), entries, strict=False))
-    except OSError:
+    except (OSError, RuntimeError):  # unreadable, or `~` of an unknown user
         return
     for entry, is_folder in found:
         hidden = entry.startswith(".") and not name.startswith(".")

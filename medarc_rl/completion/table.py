@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args, get_origin
 import medarc_rl
 import prime_rl
 from medarc_rl.completion.hooks import SHELLS
+from prime_rl.utils.private import home_directory
 
 CONFIGS_OF = {
     "sft": ("sft",),
@@ -46,7 +47,7 @@ def load(program: str) -> dict[str, Any]:
 def cache_file(program: str) -> Path:
     """In the same place as `launch/caches.py` keeps caches, whose import would take longer than the answer."""
     caches = os.environ.get("PRIME_RL_CACHE") or Path(
-        os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "prime-rl"
+        os.environ.get("XDG_CACHE_HOME") or home_directory() / ".cache", "prime-rl"
     )
     return Path(caches, "completion", f"{program}.json")
 

@@ -9,7 +9,7 @@ from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal
 
 from typer import Argument, Option
 
@@ -38,7 +38,9 @@ Json = Annotated[bool, Option("--json", help="Print JSON.")]
 @dataclass(frozen=True, kw_only=True)
 class ListOptions:
     limit: Annotated[int, Option("--limit", "-n", min=1, max=100_000, help="Most jobs to list.")] = 20
-    to: Annotated[str | None, Option(help="Only jobs of this back-end, as in slurm.")] = None
+    to: Annotated[
+        Literal["slurm", "kubernetes", "ray", "sagemaker"] | None, Option(help="Only jobs of this back-end.")
+    ] = None
     ask: Annotated[
         bool, Option("--ask/--no-ask", help="Ask the back-ends about jobs that were not seen to have ended.")
     ] = True
@@ -89,6 +91,8 @@ def list_jobs(options: ListOptions) -> int:
     elif rows:
         for line in lines(rows):
             say(line)
+    elif options.to is not None:
+        say(f"no jobs of {options.to}")
     else:
         say("no jobs yet: medarc_slurm and medarc_submit record what they submit")
     return 0

@@ -12,7 +12,7 @@ from pathlib import Path
 from medarc_rl.errors import MedarcError, UsageError
 from medarc_rl.jobs.record import JobRecord, NotARecord
 from prime_rl.utils.files import naming
-from prime_rl.utils.private import NotPrivate, private_directory
+from prime_rl.utils.private import NotPrivate, home_directory, private_directory
 
 LAST = "last"
 """Names the newest job."""
@@ -29,7 +29,7 @@ class JobLog:
     @classmethod
     def of_user(cls, env: Mapping[str, str] = os.environ) -> JobLog:
         """`$XDG_STATE_HOME/medarc-rl/jobs`, or else `~/.local/state/medarc-rl/jobs`."""
-        state = Path(env.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
+        state = Path(env.get("XDG_STATE_HOME") or home_directory() / ".local" / "state")
         return cls(state.absolute() / "medarc-rl" / "jobs")
 
     def save(self, record: JobRecord) -> Path:

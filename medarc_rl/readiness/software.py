@@ -22,7 +22,10 @@ ENVIRONMENTS_LIMIT_S = 600.0
 """Seconds to load the environments, which may download their data."""
 SHELL_LIMIT_S = 30.0
 
-_SOURCED = """bash -n "$1" 2>/dev/null || {
+_SOURCED = r"""if grep -q $'\r$' "$1"; then
+  echo 'its lines end as on Windows: run sed -i "s/\r$//" on it' >&2; exit 1
+fi
+bash -n "$1" 2>/dev/null || {
   echo "bash cannot read it: put quotes around values that contain more than letters and digits" >&2; exit 1
 }
 set -a; source "$1" >/dev/null; env -0"""

@@ -15,6 +15,7 @@ from prime_rl.checks.start_dir import gpus_here
 from prime_rl.configs.trainer import CheckpointConfig, TrainerConfig
 from prime_rl.run.retention import DEFAULT_KEPT
 from prime_rl.utils.files import size_text
+from prime_rl.utils.private import home_directory
 
 if TYPE_CHECKING:
     from prime_rl.configs.sft import SFTConfig
@@ -171,7 +172,7 @@ def _header(file: Path) -> dict[str, dict[str, list[int]]]:
 
 def default_hub_cache() -> Path:
     """Where this process's environment places the hub's cache."""
-    home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
+    home = Path(os.environ.get("HF_HOME") or home_directory() / ".cache" / "huggingface")
     return Path(os.environ.get("HF_HUB_CACHE") or home / "hub")
 
 

@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from prime_rl.utils.files import locked_file, replacing_file
+from prime_rl.utils.private import home_directory
 
 DIRECTORY_VARIABLE = "MEDARC_ENVIRONMENTS_DIR"
 FILE = "registry.json"
@@ -57,7 +58,7 @@ class InstalledEnvironment:
 
 def environments_directory(env: Mapping[str, str] = os.environ) -> Path:
     """`$MEDARC_ENVIRONMENTS_DIR`, or else `medarc-rl/environments` in the user's data directory."""
-    user_data = Path(env.get("XDG_DATA_HOME") or Path.home() / ".local" / "share")
+    user_data = Path(env.get("XDG_DATA_HOME") or home_directory() / ".local" / "share")
     return Path(env.get(DIRECTORY_VARIABLE) or user_data / "medarc-rl" / "environments").absolute()
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from prime_rl.interpreters.in_use import remove_unless_used, unused_for, use
 from prime_rl.utils.files import PARTIAL, locked_file
 from prime_rl.utils.logger import get_logger
-from prime_rl.utils.private import NotPrivate, private_directory
+from prime_rl.utils.private import NotPrivate, home_directory, private_directory
 
 VENVS_VARIABLE = "PRIME_RL_VENVS"
 HASHED = ("pyproject.toml", "uv.lock", ".python-version")
@@ -40,7 +40,7 @@ class VenvError(Exception):
 
 def venvs_root(env: Mapping[str, str] = os.environ) -> Path:
     """`$PRIME_RL_VENVS`, or else `prime-rl/venvs` in the user's cache directory."""
-    user_caches = Path(env.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    user_caches = Path(env.get("XDG_CACHE_HOME") or home_directory() / ".cache")
     return Path(env.get(VENVS_VARIABLE) or user_caches / "prime-rl" / "venvs").absolute()
 
 

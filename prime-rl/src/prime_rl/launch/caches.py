@@ -21,7 +21,7 @@ from pathlib import Path
 
 from prime_rl.interpreters.venvs import VENVS_VARIABLE, venvs_root
 from prime_rl.utils.files import locked_file
-from prime_rl.utils.private import NotPrivate
+from prime_rl.utils.private import NotPrivate, home_directory, home_env
 
 CACHE_VARIABLE = "PRIME_RL_CACHE"
 LIMIT_BYTES = 20 * 2**30
@@ -43,7 +43,7 @@ _VARIABLES = {
 
 def cache_root(env: Mapping[str, str]) -> Path:
     """`$PRIME_RL_CACHE`, or else `prime-rl` in the user's cache directory."""
-    user_caches = Path(env.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    user_caches = Path(env.get("XDG_CACHE_HOME") or home_directory() / ".cache")
     return Path(env.get(CACHE_VARIABLE) or user_caches / "prime-rl").absolute()
 
 
@@ -103,15 +103,16 @@ def cache_env(root: Path, child: str, env: Mapping[str, str]) -> dict[str, str]:
     """The environment that keeps a child's compiled code, and other caches of its libraries, in `root`.
 
     A compile cache that `env` names stays in use. Downloaded models and packages and the interpreters of environments
-    stay in the user's cache: Hugging Face libraries and uv would otherwise follow XDG_CACHE_HOME.
+    stay in the user's cache: Hugging Face libraries and uv would otherwise follow XDG_CACHE_HOME. HOME is set
+    if it is missing.
     """
     directories = {"XDG_CACHE_HOME": root / child / "xdg"}
     directories |= {name: root / child / part for name, part in _VARIABLES.items() if not env.get(name)}
-    user_caches = env.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    user_caches = env.get("XDG_CACHE_HOME") or str(home_directory() / ".cache")
     hf_home = env.get("HF_HOME") or str(Path(user_caches) / "huggingface")
     uv_cache = env.get("UV_CACHE_DIR") or str(Path(user_caches) / "uv")
     kept = {"HF_HOME": hf_home, "UV_CACHE_DIR": uv_cache, VENVS_VARIABLE: str(venvs_root(env))}
-    return {name: str(path) for name, path in directories.items()} | kept
+    return {name: str(path) for name, path in directories.items()} | kept | home_env(env)
 
 
 def packages_are_compiled() -> bool:

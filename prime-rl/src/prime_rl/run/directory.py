@@ -14,6 +14,7 @@ from prime_rl.run.paths import RunPaths, SamplesFile, step_of
 from prime_rl.run.resume_point import CannotResume, End, SavedSteps
 from prime_rl.utils.contents import STABLE
 from prime_rl.utils.files import PARTIAL
+from prime_rl.utils.private import home_directory
 
 if TYPE_CHECKING:
     from prime_rl.utils.pydantic_config import BaseSettings
@@ -107,7 +108,7 @@ def _is_to_be_cleaned(clean: bool) -> bool:
 
 
 def _check_cleanable(root: Path) -> None:
-    precious = any(place.is_relative_to(root.resolve()) for place in (Path.cwd(), Path.home()))
+    precious = any(place.is_relative_to(root.resolve()) for place in (Path.cwd(), home_directory()))
     is_run = any((root / sign).exists() for sign in _SIGNS_OF_A_RUN)
     is_empty = not root.is_dir() or not {path.name for path in root.iterdir()} - {"run.lock"}
     if not is_empty and (precious or not is_run):

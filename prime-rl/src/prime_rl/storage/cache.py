@@ -17,7 +17,7 @@ from prime_rl.configs.storage import S3Name
 from prime_rl.storage.s3 import S3, S3Object, StorageError
 from prime_rl.storage.trees import download_objects, path_below
 from prime_rl.utils.files import DELETED, PARTIAL, fsync_tree, locked_file, size_text
-from prime_rl.utils.private import NotPrivate, private_directory
+from prime_rl.utils.private import NotPrivate, home_directory, private_directory
 
 CACHE_VARIABLE = "PRIME_RL_BUCKET_CACHE"
 _SOURCE = "source.json"
@@ -52,7 +52,7 @@ class Listing:
 
 def cache_root(env: Mapping[str, str]) -> Path:
     """`$PRIME_RL_BUCKET_CACHE`, or else `prime-rl/s3` in the user's cache directory."""
-    user_caches = Path(env.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    user_caches = Path(env.get("XDG_CACHE_HOME") or home_directory() / ".cache")
     return Path(env.get(CACHE_VARIABLE) or user_caches / "prime-rl" / "s3").absolute()
 
 

@@ -27,6 +27,25 @@ def runtime_directory(environ: Mapping[str, str] = os.environ) -> Path:
     return private_directory(Path(environ.get(RUNTIME_VARIABLE) or f"/tmp/prime-rl-{os.getuid()}"))
 
 
+def home_directory() -> Path:
+    """This user's home directory.
+
+    A container's random user has none. `runtime_directory` takes its place, which is lost with the container.
+
+    Raises:
+        NotPrivate: see `runtime_directory`.
+    """
+    try:
+        return Path.home()
+    except RuntimeError:
+        return runtime_directory()
+
+
+def home_env(env: Mapping[str, str]) -> dict[str, str]:
+    """HOME for processes that would have none. Libraries fail without it. Raises NotPrivate."""
+    return {} if env.get("HOME") else {"HOME": str(home_directory())}
+
+
 def private_directory(directory: Path) -> Path:
     """Make `directory` with mode 0700 if it is missing, and check that it belongs to this user alone.
 

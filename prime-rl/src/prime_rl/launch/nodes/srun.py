@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -13,7 +14,12 @@ from prime_rl.launch.spec import CannotStart
 
 _LIMIT_S = 30.0
 
+_OF_TASKS_OR_ALL_NODES = ("SLURM_GPUS", "SLURM_GPUS_PER_TASK", "SLURM_TRES_PER_TASK")
+"""GPUs of a job that are not asked for by node. srun would take their number for one node."""
+_GPUS = re.compile(r"\bgpu:(?:[^:(),]+:)?(\d+)\(")
+"""Number of GPUs of a type, as in `gpu:a100:2(IDX:0-1)`."""
 _OF_THE_STEP = (
+    *_OF_TASKS_OR_ALL_NODES,
     "SLURM_NTASKS",
     "SLURM_NPROCS",
     "SLURM_NTASKS_PER_NODE",
@@ -41,6 +47,19 @@ class SlurmCluster:
         """Raises CannotStart: Slurm does not answer."""
         return tuple(_ask("scontrol", "show", "hostnames", self.env.get("SLURM_JOB_NODELIST", "")))
 
+    @cached_property
+    def gpus(self) -> Mapping[str, int]:
+        """GPUs that the job has on each node, if srun must be told. Raises CannotStart: Slurm does not answer."""
+        found: dict[str, int] = {}
+        if not set(_OF_TASKS_OR_ALL_NODES) & set(self.env):
+            return found
+        for line in _ask("scontrol", "--details", "show", "job", self.env["SLURM_JOB_ID"]):
+            words = dict(word.split("=", 1) for word in line.split() if "=" in word)
+            count = sum(map(int, _GPUS.findall(words.get("GRES", ""))))
+            if "Nodes" in words and count:
+                found |= dict.fromkeys(_ask("scontrol", "show", "hostnames", words["Nodes"]), count)
+        return found
+
     def channels(self) -> Sequence[Channel]:
         env = {name: value for name, value in self.env.items() if name not in _OF_THE_STEP}
         return [PipeChannel(name, self.step(name), env) for name in self.names]
@@ -52,7 +71,8 @@ class SlurmCluster:
         task that fails does not make srun wait.
         """
         options = ("--nodes=1", "--ntasks=1", f"--nodelist={name}", "--overlap", "--mem=0", "--export=ALL")
-        return ("srun", *options, "--kill-on-bad-exit=1", "--job-name=agent", *agent_argv())
+        gpus = (f"--gpus={self.gpus[name]}",) if name in self.gpus else ()
+        return ("srun", *options, *gpus, "--kill-on-bad-exit=1", "--job-name=agent", *agent_argv())
 
     def address(self, name: str) -> str | None:
         for line in _ask("scontrol", "--oneliner", "show", "node", name):
