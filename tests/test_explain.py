@@ -178,3 +178,20 @@ def test_a_damaged_record_of_a_run_is_one_line(files: Path) -> None:
 def test_every_key_has_a_reader_and_a_rule_for_resuming(component: str, files: Path) -> None:
     for path, _, _ in walk_fields(ROOTS[component]):
         assert reader_of(component, path)
+
+
+def test_a_value_that_validation_takes_from_the_data_names_its_key_there(tmp_path: Path) -> None:
+    config = tmp_path / "sft.toml"
+    config.write_text(
+        "[data]\nname = 'a.jsonl'\nseq_len = 64\nloss_mask.user = true\n"
+        "[val.data]\nname = 'b.jsonl'\nloss_mask.tool = true\n"
+    )
+    values = explained(config, "val.data")
+    assert values["val.data.seq_len"]["origin"] == "follows: data.seq_len"
+    assert (values["val.data.loss_mask.user"]["value"], values["val.data.loss_mask.user"]["origin"]) == (
+        True,
+        "follows: data.loss_mask.user",
+    )
+    assert values["val.data.name"]["origin"].endswith("sft.toml:6")
+    assert values["val.data.shuffle"]["origin"] == "default"
+    assert "also sets" in explain(config, "data.seq_len").stdout

@@ -22,11 +22,16 @@ class Part:
     subset: str | None
     split: str
     format: RowFormatConfig
-    key: str = "data.name"
-    """The config key that names it."""
+    section: str = "data"
+    """The config's section that names it."""
     files: tuple[Path, ...] = ()
     is_saved: bool = False
     """Written by `datasets` with `save_to_disk`; `files` is then everything that it wrote."""
+
+    @property
+    def key(self) -> str:
+        """The config key that names it."""
+        return f"{self.section}.name"
 
     def __str__(self) -> str:
         chosen = " ".join(
@@ -44,26 +49,28 @@ def find_parts(config: SFTDataConfig, start: StartDir | None = None) -> list[Par
     start = start or StartDir()
     if config.sources is not None:
         return [
-            _found(Part(source.name, source.subset, source.split, _format_of(source, config), key), start)
-            for source, key in ((each, f"data.sources[{at}].name") for at, each in enumerate(config.sources))
+            _found(
+                Part(each.name, each.subset, each.split, _format_of(each, config), f"{config.section}.sources[{at}]"),
+                start,
+            )
+            for at, each in enumerate(config.sources)
         ]
     wanted: list[tuple[str | None, str]]
     if config.subsets is None:
         wanted = [(None, split) for split in config.splits or ["train"]]
     else:
         wanted = list(zip_longest(config.subsets, config.splits or [], fillvalue="train"))
-    return [_found(Part(config.name, subset, split, config), start) for subset, split in wanted]
+    return [_found(Part(config.name, subset, split, config, config.section), start) for subset, split in wanted]
 
 
 def data_faults(config: SFTConfig, start: StartDir) -> Iterator[str]:
     """One line for each dataset of the run whose files cannot be trained on."""
-    datasets = {"data": config.data} | ({} if config.val is None else {"val.data": config.val.data})
-    for key, data in datasets.items():
+    for data in (config.data, *(() if config.val is None else (config.val.data,))):
         if isinstance(data, SFTDataConfig):
             try:
                 _check_not_empty(find_parts(data, start))
             except StartFault as fault:
-                yield str(fault).replace("data.", f"{key}.", 1)
+                yield str(fault)
 
 
 def _format_of(source: SourceConfig, config: SFTDataConfig) -> RowFormatConfig:
@@ -101,7 +108,7 @@ def _found(part: Part, start: StartDir) -> Part:
 
 
 def _with_files(part: Part, files: tuple[Path, ...], is_saved: bool = False) -> Part:
-    return Part(part.name, part.subset, part.split, part.format, part.key, files, is_saved)
+    return Part(part.name, part.subset, part.split, part.format, part.section, files, is_saved)
 
 
 def _files_of_split(directory: Path, part: Part) -> tuple[Path, ...]:

@@ -195,7 +195,7 @@ def _load_part(part: Part) -> RowList:
     rows = _load_rows(part)
     if len(rows) == 0:
         raise DataError(f"{part} has no rows")
-    check_columns(str(part), rows[0], part.format)
+    check_columns(part, rows[0])
     return RenamedRows(rows, part.format)
 
 
@@ -224,7 +224,7 @@ def _stream_part(part: Part) -> Iterator[Reading]:
     for reading in _readings(part):
         if count == 0:
             with _told():
-                check_columns(str(part), reading(), part.format)
+                check_columns(part, reading())
         yield partial(_renamed_reading, reading, part.format)
         count += 1
     if count == 0:
