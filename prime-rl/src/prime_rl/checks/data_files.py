@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from difflib import get_close_matches
 from itertools import zip_longest
 from pathlib import Path
 
-from prime_rl.checks.start_dir import StartDir, StartFault, looks_like_path, unexpanded_advice
+from prime_rl.checks.start_dir import StartDir, StartFault, looks_like_path
 from prime_rl.configs.sft import RowFormatConfig, SFTConfig, SFTDataConfig, SourceConfig
 from prime_rl.configs.storage import is_on_s3
+from prime_rl.utils.files import missing_advice
 from prime_rl.utils.row_files.kinds import KNOWN_KINDS, files_of_split, is_saved, kind_of
 
 
@@ -101,9 +101,7 @@ def _found(part: Part, start: StartDir) -> Part:
             return _with_files(part, tuple(saved), is_saved=True)
         return _with_files(part, _files_of_split(path, part))
     if (looks_like_path(part.name) or kind_of(path) is not None) and start.lacks(given):
-        near = get_close_matches(path.name, [each.name for each in path.parent.glob("*")], 1)
-        advice = f"; did you mean {str(given.parent / near[0])!r}?" if near else unexpanded_advice(part.name)
-        raise StartFault(f"{place}: no such file or directory{advice}")
+        raise StartFault(f"{place}: no such file or directory{missing_advice(given, start.path)}")
     return part
 
 
