@@ -65,6 +65,8 @@ def read_row(row: Mapping[str, Any], section: str = "data") -> Conversation | Pl
         parts = {"prompt": row.get("prompt"), "completion": row.get("completion")}
     elif isinstance(row.get("text"), str):
         return PlainText(None, row["text"])
+    elif row.get("text") is not None:
+        raise DataError(f"`text` must be a string, got {row['text']!r}")
     else:
         raise DataError(f"found {_filled(row)}; expected {EXPECTED}")
     missing = [name for name, part in parts.items() if part is None]
