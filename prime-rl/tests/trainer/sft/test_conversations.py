@@ -159,6 +159,6 @@ def test_a_tokenizer_without_a_template_is_refused(tokenizer: PreTrainedTokenize
 def test_a_dataset_without_conversations_is_named_with_its_columns() -> None:
     with pytest.raises(
         DataError,
-        match=r"data\.name = somewhere \(split train\): found the columns question, label; expected `messages`, .*`text`",
+        match=r"data\.name = somewhere \(split train\): found the columns question, label; expected `messages`, .*",
     ):
         check_columns(Part("somewhere", None, "train", SFTDataConfig()), {"question": "", "label": 1})
