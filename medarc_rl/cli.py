@@ -84,6 +84,11 @@ class OneLineErrors(TyperGroup):
         # Typer's own errors about options have no more specific public class.
         except typer.TyperException as error:
             faults, code = (" ".join(error.format_message().split()) + _commands_instead(error),), error.exit_code
+        except (PermissionError, IsADirectoryError, NotADirectoryError) as error:
+            # A file of another user's, or a folder in the place of a file, wherever a command reads.
+            if error.filename is None:
+                raise
+            faults, code = (f"{error.filename}: {error.strerror}",), MedarcError.exit_code
         except typer.Abort:
             faults, code = ("aborted",), 1
         sys.stderr.writelines(f"error: {fault}\n" for fault in faults)

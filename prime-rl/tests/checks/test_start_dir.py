@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -156,3 +157,12 @@ def test_a_path_that_is_mistyped_names_the_one_that_was_meant(tmp_path: Path) ->
     assert sft_faults(tmp_path, data={"name": "./data/rwos.jsonl"}) == [
         "data.name = ./data/rwos.jsonl: no such file or directory; did you mean 'data/rows.jsonl'?"
     ]
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root reads every file")
+def test_data_that_the_user_may_not_read_is_named_before_the_start(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text("{}\n")
+    file.chmod(0)
+    assert sft_faults(data={"name": str(file)}) == [f"data.name = {file}: you may not read {file}"]
+    assert sft_faults(tmp_path, data={"name": str(file)}) == []

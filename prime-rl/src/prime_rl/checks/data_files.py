@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -68,7 +69,7 @@ def data_faults(config: SFTConfig, start: StartDir) -> Iterator[str]:
     for data in (config.data, *(() if config.val is None else (config.val.data,))):
         if isinstance(data, SFTDataConfig):
             try:
-                _check_not_empty(find_parts(data, start))
+                _check_contents(find_parts(data, start), start)
             except StartFault as fault:
                 yield str(fault)
 
@@ -77,8 +78,11 @@ def _format_of(source: SourceConfig, config: SFTDataConfig) -> RowFormatConfig:
     return source if source.model_fields_set & {"columns", "roles"} else config
 
 
-def _check_not_empty(parts: list[Part]) -> None:
+def _check_contents(parts: list[Part], start: StartDir) -> None:
     for part in parts:
+        # The processes of a run here are the same user's.
+        if sealed := next((file for file in part.files if start.is_here and not os.access(file, os.R_OK)), None):
+            raise StartFault(f"{part.key} = {part.name}: you may not read {sealed}")
         if part.files and not any(file.stat().st_size for file in part.files):
             raise StartFault(f"{part} has no rows: {part.files[0]} is empty")
 

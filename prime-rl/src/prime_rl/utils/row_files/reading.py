@@ -184,12 +184,15 @@ class TableRows(RowList):
 
 
 def read_file(path: Path) -> RowList:
-    """Read all rows of a file. Raises RowFileError if its content does not match its suffix."""
+    """Read all rows of a file. Raises RowFileError if it cannot be read, or its content does not match its suffix."""
     kind = kind_of(path)
     assert kind is not None, "files of other kinds are refused when they are looked for"
-    if kind in _LINES and path.suffix in COMPRESSIONS:
-        return ParsedRows(path, list(_numbered_lines(path)))
-    return _READERS[kind](path)
+    try:
+        if kind in _LINES and path.suffix in COMPRESSIONS:
+            return ParsedRows(path, list(_numbered_lines(path)))
+        return _READERS[kind](path)
+    except OSError as error:
+        raise RowFileError(f"{path}: cannot be read: {error.strerror or error}") from error
 
 
 def stream_file(path: Path) -> Iterator[StreamedRow]:
