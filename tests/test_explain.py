@@ -164,14 +164,26 @@ def test_a_run_remembers_where_its_values_came_from(files: Path) -> None:
     assert {"output_dir", "data.batch_size"} <= json.loads(differing).keys()
 
 
-def test_a_damaged_record_of_a_run_is_one_line(files: Path) -> None:
+@pytest.mark.parametrize("record", [{"model.name": 3}, {"model.name": {"origin": "a", "overrides": {}}}])
+def test_a_damaged_record_of_a_run_is_one_line(record: dict[str, object], files: Path) -> None:
     configs = files / "run" / "configs"
     configs.mkdir(parents=True)
     (configs / "sft.toml").write_text("")
-    (configs / "origins.json").write_text('{"model.name": 3}')
+    (configs / "origins.json").write_text(json.dumps(record))
     result = explain(files / "run")
     assert result.exit_code == 2
     assert "origins.json cannot be read" in result.stderr
+
+
+@pytest.mark.parametrize("origin", ["\x1b[31m", "\ud800", 1, None])
+def test_an_origin_of_any_kind_is_shown_as_plain_text(origin: object, files: Path) -> None:
+    configs = files / "run" / "configs"
+    configs.mkdir(parents=True)
+    (configs / "sft.toml").write_text("max_steps = 3")
+    (configs / "origins.json").write_text(json.dumps({"max_steps": {"origin": origin, "overrides": []}}))
+    result = explain(files / "run")
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert all(line.isprintable() for line in result.stdout.splitlines())
 
 
 @pytest.mark.parametrize("component", ["rl", "sft", "eval"])
