@@ -13,7 +13,7 @@ from typing import Any
 
 from prime_rl.configs.eval import OfflineEvalConfig
 from prime_rl.configs.rollouts.environments import EvalEnvConfig
-from prime_rl.eval.report import Row, print_table, write_summary, unscored_line
+from prime_rl.eval.report import Row, print_table, unscored_line, write_summary
 from prime_rl.eval.results import Key, Result, ResultsFile
 from prime_rl.monitors import JsonlMonitor, Monitor, MonitorError, MultiMonitor
 from prime_rl.monitors.relay import Relay
