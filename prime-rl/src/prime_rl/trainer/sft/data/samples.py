@@ -16,7 +16,7 @@ from prime_rl.trainer.sft.data.chat_spans import UnmaskableSample
 from prime_rl.trainer.sft.data.conversation import ConversationTokenizer, TokenizedSample
 from prime_rl.trainer.sft.data.entries import Entry, setup_entries
 from prime_rl.trainer.sft.data.places import Place, Places
-from prime_rl.utils.logger import get_logger
+from prime_rl.utils.logger import count_of, get_logger
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -233,7 +233,7 @@ class DatasetStream:
             line = _WARNINGS[kind].format(
                 where=entry.where, limit=f"{self.config.section}.seq_len = {self.config.seq_len}"
             )
-            get_logger().warning(f"{line} ({count} such rows so far)")
+            get_logger().warning(f"{line} ({count_of('such row', count)} so far)")
 
     def _made(self, entry: Entry) -> Made:
         if entry.key is not None and entry.key in self._cache:
