@@ -57,7 +57,7 @@ class Place:
 def faults_of(root: Section, error: ValidationError, layers: Sequence[Layer]) -> list[str]:
     """Return one line for each wrong key. What the members of a union say about one value is joined."""
     complaints: dict[tuple[str, str], list[str]] = {}
-    for number, detail in enumerate(error.errors(include_url=False)):
+    for number, detail in enumerate(_written(root, error, layers)):
         place = locate(root, detail["loc"])
         origin = _origin(place.path, layers, of_rule=_is_rule(detail))
         if _is_rule(detail):
@@ -75,6 +75,19 @@ def faults_of(root: Section, error: ValidationError, layers: Sequence[Layer]) ->
         what = _complaint(place, detail)
         complaints.setdefault((origin, _shown_key(place.key, origin)), []).append(what)
     return [f"{origin}: {key}{_joined(whats)}" for (origin, key), whats in complaints.items()]
+
+
+def _written(root: Section, error: ValidationError, layers: Sequence[Layer]) -> list[ErrorDetails]:
+    """The errors without those about values that a rule copied from keys which have errors themselves."""
+    details = error.errors(include_url=False)
+    paths = [locate(root, detail["loc"]).path for detail in details]
+    are_written = [any(layer.holds(path) for layer in layers) for path in paths]
+    found = [(path[-1:], _got(detail)) for path, detail, own in zip(paths, details, are_written, strict=True) if own]
+    return [
+        detail
+        for path, detail, is_own in zip(paths, details, are_written, strict=True)
+        if is_own or _is_rule(detail) or (path[-1:], _got(detail)) not in found
+    ]
 
 
 def locate(root: Section, loc: KeyPath) -> Place:
