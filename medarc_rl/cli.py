@@ -83,7 +83,7 @@ class OneLineErrors(TyperGroup):
         except MedarcError as error:
             faults, code = error.faults, error.exit_code
         except OSError as error:
-            # A path that this user may not see, say, on which no command can go on.
+            # A file of another user's, say, or a folder in the place of a file, wherever a command reads.
             if error.filename is None and not isinstance(error, NotPrivate):
                 raise
             faults, code = (f"{error.filename}: {error.strerror}" if error.filename else str(error),), 1

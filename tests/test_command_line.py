@@ -243,3 +243,12 @@ def test_a_warning_about_the_config_is_one_line_and_said_once(command: str, tmp_
     assert len(said) == len(set(said)) == (2 if "constant" in words else 1)
     assert all(line.startswith("warning: ") for line in said)
     assert "Warning" not in done.stderr
+
+
+def test_a_folder_in_the_place_of_a_file_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs" / "sft.toml").touch()
+    (tmp_path / "metrics.jsonl").mkdir()
+    result = CliRunner().invoke(medarc_train.app, ["watch", str(tmp_path), "--once"])
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert result.stderr == f"error: {tmp_path / 'metrics.jsonl'}: Is a directory\n"

@@ -164,17 +164,46 @@ def test_a_run_remembers_where_its_values_came_from(files: Path) -> None:
     assert {"output_dir", "data.batch_size"} <= json.loads(differing).keys()
 
 
-def test_a_damaged_record_of_a_run_is_one_line(files: Path) -> None:
+@pytest.mark.parametrize("record", [{"model.name": 3}, {"model.name": {"origin": "a", "overrides": {}}}])
+def test_a_damaged_record_of_a_run_is_one_line(record: dict[str, object], files: Path) -> None:
     configs = files / "run" / "configs"
     configs.mkdir(parents=True)
     (configs / "sft.toml").write_text("")
-    (configs / "origins.json").write_text('{"model.name": 3}')
+    (configs / "origins.json").write_text(json.dumps(record))
     result = explain(files / "run")
     assert result.exit_code == 2
     assert "origins.json cannot be read" in result.stderr
+
+
+@pytest.mark.parametrize("origin", ["\x1b[31m", "\ud800", 1, None])
+def test_an_origin_of_any_kind_is_shown_as_plain_text(origin: object, files: Path) -> None:
+    configs = files / "run" / "configs"
+    configs.mkdir(parents=True)
+    (configs / "sft.toml").write_text("max_steps = 3")
+    (configs / "origins.json").write_text(json.dumps({"max_steps": {"origin": origin, "overrides": []}}))
+    result = explain(files / "run")
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert all(line.isprintable() for line in result.stdout.splitlines())
 
 
 @pytest.mark.parametrize("component", ["rl", "sft", "eval"])
 def test_every_key_has_a_reader_and_a_rule_for_resuming(component: str, files: Path) -> None:
     for path, _, _ in walk_fields(ROOTS[component]):
         assert reader_of(component, path)
+
+
+def test_a_value_that_validation_takes_from_the_data_names_its_key_there(tmp_path: Path) -> None:
+    config = tmp_path / "sft.toml"
+    config.write_text(
+        "[data]\nname = 'a.jsonl'\nseq_len = 64\nloss_mask.user = true\n"
+        "[val.data]\nname = 'b.jsonl'\nloss_mask.tool = true\n"
+    )
+    values = explained(config, "val.data")
+    assert values["val.data.seq_len"]["origin"] == "follows: data.seq_len"
+    assert (values["val.data.loss_mask.user"]["value"], values["val.data.loss_mask.user"]["origin"]) == (
+        True,
+        "follows: data.loss_mask.user",
+    )
+    assert values["val.data.name"]["origin"].endswith("sft.toml:6")
+    assert values["val.data.shuffle"]["origin"] == "default"
+    assert "also sets" in explain(config, "data.seq_len").stdout

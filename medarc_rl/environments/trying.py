@@ -18,10 +18,13 @@ from medarc_rl.environments.checking import arguments_of, installed
 from medarc_rl.errors import MedarcError, UsageError
 from medarc_rl.launchers.shared_node import shared_node
 from medarc_rl.utils import load_run
+from prime_rl.checks.chat_models import find_chat_models
+from prime_rl.checks.start_dir import StartFault
 from prime_rl.configs.eval import OfflineEvalConfig
 from prime_rl.launch.commands import EVAL
 from prime_rl.launch.run import launch
-from prime_rl.run.paths import RunPaths
+from prime_rl.run.paths import RunPaths, step_of
+from prime_rl.utils.logger import count_of
 from prime_rl.utils.scratch import scratch_directory
 from prime_rl.watch.screens import eval_screen
 
@@ -34,7 +37,13 @@ class TryOptions:
     environment: Annotated[
         str, Argument(metavar="ID|PATH", help="Id of an installed environment, or the directory of its package.")
     ]
-    model: Annotated[str, Option(help="Folder of a model, a hub id, or with --base-url the name on the server.")]
+    model: Annotated[
+        str,
+        Option(
+            help="A run's directory (its newest weights), one of its steps, a model's folder, a hub id, or with "
+            "--base-url the name on the server."
+        ),
+    ]
     base_url: Annotated[
         str | None, Option(metavar="URL", help="OpenAI-compatible server to ask; without it, one is started.")
     ] = None
@@ -88,15 +97,36 @@ def _settings(options: TryOptions, env_id: str, arguments: dict[str, Any]) -> di
     if options.temperature is not None:
         sampling["temperature"] = options.temperature
     settings: dict[str, Any] = {
-        "model": {"name": options.model},
         "env": [env],
         "sampling": sampling,
         "device": options.device,
     }
     if options.base_url is not None:
-        return settings | {"client": {"base_url": [options.base_url]}}
+        return settings | {"model": {"name": options.model}, "client": {"base_url": [options.base_url]}}
     server = {} if options.chat_template is None else {"chat_template": options.chat_template}
-    return settings | {"inference": {"model": server}}
+    return settings | _weights(options.model) | {"inference": {"model": server}}
+
+
+def _weights(model: str) -> dict[str, Any]:
+    """What of the evaluation's config says which weights answer. Raises UsageError if there are none."""
+    try:
+        found = find_chat_models(model).tuned
+    except StartFault as fault:
+        raise UsageError(f"--model {fault}") from fault
+    if found.adapter is not None:
+        raise UsageError(
+            f"--model {model}: {found.adapter} is an adapter without its model: name a step of the run's weights, or "
+            "ask a server that has loaded it, with --base-url"
+        )
+    if found.weights is None:
+        return {"model": {"name": found.name}}
+    folder = Path(found.weights).absolute()  # a broadcast, which holds tensors only
+    return {
+        "model": {"name": found.name},
+        "weights_dir": str(folder.parent),
+        "steps": [step_of(folder)],
+        "eval_base": False,
+    }
 
 
 @contextlib.contextmanager
@@ -133,9 +163,10 @@ def _show(paths: RunPaths, options: TryOptions) -> int:
 
 
 def _summary(kept: KeptRollouts) -> str:
-    rewards = [rollout.reward for rollout in kept.all() if rollout.reward is not None]
+    shown = [rollout.reward for rollout in kept.all()]
+    rewards = [reward for reward in shown if reward is not None]
     mean = f", mean reward {sum(rewards) / len(rewards):.4g}" if rewards else ""
-    return f"{len(rewards)} rollouts{mean}"
+    return f"{count_of('rollout', len(shown))}{mean}"
 
 
 def _write_page(paths: RunPaths, file: Path) -> None:

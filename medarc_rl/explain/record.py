@@ -11,6 +11,7 @@ from medarc_rl.explain.origins import Explained, Setting
 from medarc_rl.explain.screen import as_json
 from prime_rl.run.paths import RunPaths
 from prime_rl.utils.files import replacing_file
+from prime_rl.utils.pydantic_config.errors import one_line
 
 NAME = "origins.json"
 
@@ -37,7 +38,7 @@ def recorded_origins(paths: RunPaths, values: Sequence[Explained]) -> list[Expla
     try:
         record = json.loads(file.read_text(encoding="utf-8"))
         return [_with_origin(each, record.get(each.key)) for each in values]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UsageError(f"{file} cannot be read ({error}): delete it to see the values alone") from error
 
 
@@ -45,6 +46,8 @@ def _with_origin(value: Explained, entry: dict[str, object] | None) -> Explained
     if entry is None:
         return replace(value, written=(), rule=None)
     lost = entry["overrides"]
-    assert isinstance(lost, list)
-    written = [Setting(value.value, str(entry["origin"])), *(Setting(each["value"], each["origin"]) for each in lost)]
+    if not isinstance(lost, list):
+        raise TypeError("overrides is no list")
+    places = [one_line(str(each["origin"])) for each in (entry, *lost)]
+    written = [Setting(*each) for each in zip((value.value, *(each["value"] for each in lost)), places, strict=True)]
     return replace(value, written=tuple(written), rule=None)

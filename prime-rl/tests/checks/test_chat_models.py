@@ -101,7 +101,7 @@ def test_a_model_alone_has_no_base(base: Path) -> None:
 def test_a_base_that_is_gone_is_told_and_the_weights_still_answer(run: RunPaths) -> None:
     run.config("trainer").write_text('[model]\nname = "/gone/model"\n')
     found = find_chat_models(str(run.root))
-    assert (found.base, found.no_base) == (None, "/gone/model: no such directory")
+    assert (found.base, found.no_base) == (None, "/gone/model: no such directory; there is no directory /gone")
 
 
 def test_what_is_no_model_is_one_line(tmp_path: Path, run: RunPaths, base: Path) -> None:
@@ -110,7 +110,7 @@ def test_what_is_no_model_is_one_line(tmp_path: Path, run: RunPaths, base: Path)
     young = RunPaths(tmp_path / "young")
     young.configs.mkdir(parents=True)
     faults = {
-        "/gone/model": "/gone/model: no such directory",
+        "/gone/model": "/gone/model: no such directory; there is no directory /gone",
         str(base / "config.json"): f"{base}/config.json: a file; name the folder of a model, an adapter or a run",
         str(empty): f"{empty}: the folder has no config.json",
         str(tmp_path): f"{tmp_path}: the folder has no config.json; did you mean {base}?",

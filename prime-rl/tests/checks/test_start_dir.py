@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -28,14 +29,18 @@ def test_a_hub_id_is_never_refused(tmp_path: Path) -> None:
 
 def test_a_path_of_a_job_is_missing_only_if_its_parent_is_here(tmp_path: Path) -> None:
     near, far = tmp_path / "no.jsonl", tmp_path / "scratch-of-the-node" / "no.jsonl"
-    assert sft_faults(data={"name": str(far)}) == [f"data.name = {far}: no such file or directory"]
+    assert sft_faults(data={"name": str(far)}) == [
+        f"data.name = {far}: no such file or directory; there is no directory {far.parent}"
+    ]
     assert sft_faults(tmp_path, data={"name": str(far)}) == []
     assert sft_faults(tmp_path, data={"name": str(near)}) == [f"data.name = {near}: no such file or directory"]
 
 
 def test_a_relative_path_of_a_job_starts_in_its_project(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text("{}\n")
-    assert sft_faults(data={"name": "./rows.jsonl"}) == ["data.name = ./rows.jsonl: no such file or directory"]
+    assert sft_faults(data={"name": "./rows.jsonl"}) == [
+        f"data.name = ./rows.jsonl: no such file or directory; looked in {Path.cwd()}"
+    ]
     assert sft_faults(tmp_path, data={"name": "./rows.jsonl"}) == []
 
 
@@ -139,3 +144,25 @@ def test_an_interpreter_of_its_own_must_be_one_and_must_have_the_environment(tmp
 def test_an_environment_runs_at_an_address_or_in_an_interpreter() -> None:
     with pytest.raises(ValidationError, match="python and address exclude each other"):
         EnvConfig(python=sys.executable, address="tcp://127.0.0.1:5000")
+
+
+def test_a_path_that_is_mistyped_names_the_one_that_was_meant(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "rows.jsonl").write_text("{}\n")
+    meant = tmp_path / "data" / "rows.jsonl"
+    for given in (tmp_path / "data" / "rwos.jsonl", tmp_path / "daat" / "rows.jsonl"):
+        assert sft_faults(data={"name": str(given)}) == [
+            f"data.name = {given}: no such file or directory; did you mean {str(meant)!r}?"
+        ]
+    assert sft_faults(tmp_path, data={"name": "./data/rwos.jsonl"}) == [
+        "data.name = ./data/rwos.jsonl: no such file or directory; did you mean 'data/rows.jsonl'?"
+    ]
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root reads every file")
+def test_data_that_the_user_may_not_read_is_named_before_the_start(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text("{}\n")
+    file.chmod(0)
+    assert sft_faults(data={"name": str(file)}) == [f"data.name = {file}: you may not read {file}"]
+    assert sft_faults(tmp_path, data={"name": str(file)}) == []

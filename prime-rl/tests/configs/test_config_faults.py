@@ -65,6 +65,24 @@ def test_an_unknown_key_names_the_nearest_one(toml, faults, config_cls: type, te
             "max_steps = 10.5",
             "max_steps: should be a valid integer, got a number with a fractional part (got 10.5)",
         ),
+        (
+            TrainerConfig,
+            "max_steps = [10]",
+            "max_steps: should be one integer, at least 0 and at most 1_000_000_000 (got [10])",
+        ),
+        (
+            OrchestratorConfig,
+            "[eval]\nrollouts_per_example = [3, 4]",
+            "eval.rollouts_per_example: should be one integer, at least 1 and at most 1_000_000_000 (got [3, 4]); "
+            "set rollouts_per_example in each [[eval.env]] to have one for each",
+        ),
+        (SFTConfig, "[data]\nsplits = 'test'", "data.splits: should be a list, such as [\"test\"] (got 'test')"),
+        (SFTConfig, "[data]\nsplits = 3", "data.splits: should be a list (got 3)"),
+        (
+            SFTConfig,
+            "[data]\nsources = 'a'",
+            "data.sources: should be a list of tables: write [[data.sources]] (got 'a')",
+        ),
         (TrainerConfig, "ckpt = 3", "ckpt: should be a table (got 3)"),
         (TrainerConfig, "output_dir = 3", "output_dir: should be a path (got 3)"),
         (TrainerConfig, "[optim]\nlr = -1", "optim.lr: should be at least 0 and at most 100 (got -1)"),
@@ -182,3 +200,11 @@ def test_a_command_prints_faults_and_warnings_as_lines(capsys, toml) -> None:
     assert caught.value.code == 2
     lines = capsys.readouterr().err.splitlines()
     assert [line.split(":")[0] for line in lines] == ["warning", "error", "error"]
+
+
+def test_a_fault_that_validation_takes_from_the_data_is_told_once(toml, faults) -> None:
+    file = toml("[data]\nseq_len = 'big'\nloss_mask.usr = true\n[val.data]\nname = 'x'\n")
+    assert sorted(faults(SFTConfig, files=(file,))) == [
+        f"{file}: data.loss_mask.usr: unknown key; did you mean data.loss_mask.user?",
+        f"{file}: data.seq_len: should be a valid integer (got 'big')",
+    ]

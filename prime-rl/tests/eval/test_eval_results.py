@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from prime_rl.eval.report import Row, print_table
+from prime_rl.eval.report import Row, print_table, unscored_line
 from prime_rl.eval.results import Key, Result, ResultsFile
 from prime_rl.orchestrator.rollouts.rollout import ExampleRef, Rollout
 from prime_rl.run.evaluations import (
@@ -153,3 +153,17 @@ def test_the_table_has_the_parts_of_the_reward_and_what_is_only_measured() -> No
     titles, values = (line.split() for line in file.getvalue().splitlines())
     assert titles[2:7] == ["avg@1", "right", "layout", "words", "length"]
     assert values[2:7] == ["0.850", "0.400", "0.900", "12.500", "9.5"]
+
+
+def test_scores_that_failed_reward_functions_lowered_are_told() -> None:
+    trace = "Traceback (most recent call last):\n  File\nRuntimeError: boom\n"
+    whole, lowered = (result(number).as_rollout() for number in range(2))
+    lowered.reward_errors["right"] = trace
+    assert unscored_line([whole]) is None
+    assert unscored_line([whole, lowered]) == (
+        "1 of 2 rollouts had a reward function that failed, which counts as 0; the first: right: RuntimeError: boom"
+    )
+    file = io.StringIO()
+    print_table([Row("base", 0, "a", {"avg@1": 0.5, "reward_errors/mean": 0.5})], file)
+    titles, values = file.getvalue().splitlines()
+    assert (titles.split()[-2:], values.split()[-1]) == (["reward", "errors"], "50.0%")

@@ -64,6 +64,8 @@ def test_a_line_counts_once_it_is_complete(log: MetricLog) -> None:
         "[" * 5000,
         '{"time": 1, "source": "a", "step": 1e400}',
         f'{{"time": 1, "source": "a", "step": {10**30}}}',
+        '{"time": 1e999, "source": "a", "step": 1}',
+        '{"time": 1e300, "source": "a", "step": 1}',
         "\0\0",
         "\udcff",
     ],
@@ -83,8 +85,9 @@ def test_null_is_nan_and_text_is_left_out(log: MetricLog) -> None:
     assert log.names("trainer") == ["loss", "is_late"]
 
 
-def test_an_integer_that_no_float_holds_is_nan(log: MetricLog) -> None:
-    append(log, 0, 1.0, loss=10**400)
+@pytest.mark.parametrize("value", [10**400, math.inf, -math.inf])
+def test_an_infinity_and_an_integer_that_no_float_holds_are_nan(value: float, log: MetricLog) -> None:
+    append(log, 0, 1.0, loss=value)
     log.refresh([])
     assert math.isnan(log.series("loss", "trainer")[0])
 

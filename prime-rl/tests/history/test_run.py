@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import socket
 import subprocess
@@ -109,11 +110,26 @@ def test_damaged_files_are_left_out(tmp_path: Path) -> None:
     paths.receipt(2).write_text("{")
     paths.receipt(3).write_text("[]")
     paths.receipt(4).write_bytes(b"\xff")
+    whole = json.loads(paths.receipt(1).read_text())
+    paths.receipt(5).write_text(json.dumps({**whole, "attempt": math.inf}))
     paths.config("rl").write_bytes(b"\xff")
     paths.beats("trainer").parent.mkdir(exist_ok=True)
     paths.beats("trainer").write_text("[")
     history = RunHistory.open(tmp_path)
     assert ([attempt.number for attempt in history.attempts], history.config(), history.beats()) == ([1], {}, {})
+
+
+@pytest.mark.parametrize("key", ["result", "slurm_job_id", "machine", "parts", "message"])
+@pytest.mark.parametrize("value", [math.nan, True, {}, [], 3])
+def test_a_receipt_with_values_of_other_types_is_read(key: str, value: object, tmp_path: Path) -> None:
+    paths = run_in(tmp_path)
+    receipt(paths).end("complete", "")
+    paths.receipt(1).write_text(json.dumps({**json.loads(paths.receipt(1).read_text()), key: value}))
+    history = RunHistory.open(tmp_path)
+    assert history.state().name in ("complete", "unknown")
+    (attempt,) = history.attempts
+    assert isinstance(attempt.machine or {}, dict)
+    assert isinstance(attempt.slurm_job or "", str)
 
 
 def test_beats_are_read_by_process(tmp_path: Path) -> None:

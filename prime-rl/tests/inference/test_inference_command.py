@@ -105,10 +105,13 @@ def test_a_missing_vllm_is_one_line(python: str, advice: str) -> None:
     assert advice in line
 
 
-@pytest.mark.parametrize("name", ["./no/such/model", "/no/such/model"])
-def test_a_missing_model_is_one_line(name) -> None:
+@pytest.mark.parametrize(("name", "missing"), [("./no/such/model", Path("no").absolute()), ("/no/such/model", "/no")])
+def test_a_missing_model_is_one_line(name: str, missing: object) -> None:
     done = inference("--backend", "embedded", "--model.name", name, "--server.port", "0")
-    assert (done.returncode, done.stderr) == (2, f"error: model.name = {name}: no such directory\n")
+    assert (done.returncode, done.stderr) == (
+        2,
+        f"error: model.name = {name}: no such directory; there is no directory {missing}\n",
+    )
 
 
 def test_a_context_beyond_the_models_is_one_line(tiny_model_dir: Path) -> None:

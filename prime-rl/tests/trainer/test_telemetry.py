@@ -26,10 +26,11 @@ from prime_rl.monitors.heartbeat import Heartbeat
 from prime_rl.monitors.prometheus import MetricsServer
 from prime_rl.run.paths import RunPaths
 from prime_rl.trainer.model.build import setup_model
-from prime_rl.trainer.observe.perf import flops_per_token, measured_peak_flops
+from prime_rl.trainer.observe.perf import Peak, Performance, flops_per_token, measured_peak_flops
 from prime_rl.trainer.observe.telemetry import open_telemetry
 from prime_rl.trainer.process.errors import TrainerError
 from prime_rl.trainer.process.parallel_dims import Mesh
+from prime_rl.trainer.process.world import Process
 from prime_rl.trainer.rl.run import train as train_rl
 from prime_rl.trainer.sft.run import run as run_sft
 from prime_rl.utils.engine_keys import key_file
@@ -242,3 +243,30 @@ def test_equal_speed_prints_a_higher_mfu_than_upstreams_formula(row_tokens: int,
 
 def test_the_measured_peak_is_that_of_matrix_products() -> None:
     assert 1e8 < measured_peak_flops(torch.float32) < 1e14
+
+
+def performance_of(peak: Peak) -> Performance:
+    config = Qwen3Config(
+        vocab_size=64, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, head_dim=8
+    )
+    with torch.device("meta"):
+        model = Qwen3ForCausalLM(config)
+    performance = Performance(model, 16, Process(0, 1, 0, torch.device("cpu")), peak)
+    performance.step(0)
+    return performance
+
+
+def test_a_speed_above_a_measured_peak_measures_it_again() -> None:
+    peak = Peak(1.0, torch.float32)
+    assert 0 < performance_of(peak).step(1)["perf/mfu"] <= 100
+    assert peak.flops > 1e8
+
+
+def test_a_speed_above_the_peak_has_no_mfu_and_one_warning(capsys: pytest.CaptureFixture[str]) -> None:
+    setup_logger("warning")
+    performance = performance_of(Peak(1.0))
+    for _ in range(3):
+        metrics = performance.step(1)
+        assert "perf/throughput" in metrics
+        assert "perf/mfu" not in metrics
+    assert capsys.readouterr().out.count("is left out while it is above 100%") == 1

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from prime_rl.checks.start_dir import StartDir, looks_like_path, unexpanded_advice
+from prime_rl.checks.start_dir import StartDir, looks_like_path
 from prime_rl.configs.rollouts.environments import EnvConfig
 from prime_rl.configs.storage import is_on_s3
 from prime_rl.environments.adapters.options import READERS, missing_package
@@ -15,6 +14,7 @@ from prime_rl.environments.builtin import BUILT_IN, built_in_module
 from prime_rl.environments.rewards.registry import resolve
 from prime_rl.environments.rewards.specs import RewardFault
 from prime_rl.environments.rows.arguments import RowsConfig, read_rows_config
+from prime_rl.utils.files import missing_advice
 from prime_rl.utils.pydantic_config import ConfigError
 from prime_rl.utils.row_files.kinds import kind_of
 
@@ -72,12 +72,9 @@ def _reward_faults(config: RowsConfig) -> Iterator[str]:
 
 
 def _missing(key: str, name: str, start: StartDir) -> Iterator[str]:
-    path = start.find(name)
     if is_on_s3(name) or not start.lacks(name):
         return
-    near = get_close_matches(path.name, [each.name for each in path.parent.glob("*")], 1)
-    advice = f"; did you mean {str(Path(name).parent / near[0])!r}?" if near else unexpanded_advice(name)
-    yield f"{key} = {name}: no such file or directory{advice}"
+    yield f"{key} = {name}: no such file or directory{missing_advice(name, start.path)}"
 
 
 _CHECKS: Mapping[str, Callable[[Mapping[str, Any], StartDir], Iterator[str]]] = {

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from difflib import get_close_matches
 from itertools import zip_longest
 from pathlib import Path
 
-from prime_rl.checks.start_dir import StartDir, StartFault, looks_like_path, unexpanded_advice
+from prime_rl.checks.start_dir import StartDir, StartFault, looks_like_path
 from prime_rl.configs.sft import RowFormatConfig, SFTConfig, SFTDataConfig, SourceConfig
 from prime_rl.configs.storage import is_on_s3
+from prime_rl.utils.files import missing_advice
 from prime_rl.utils.row_files.kinds import KNOWN_KINDS, files_of_split, is_saved, kind_of
 
 
@@ -22,11 +23,16 @@ class Part:
     subset: str | None
     split: str
     format: RowFormatConfig
-    key: str = "data.name"
-    """The config key that names it."""
+    section: str = "data"
+    """The config's section that names it."""
     files: tuple[Path, ...] = ()
     is_saved: bool = False
     """Written by `datasets` with `save_to_disk`; `files` is then everything that it wrote."""
+
+    @property
+    def key(self) -> str:
+        """The config key that names it."""
+        return f"{self.section}.name"
 
     def __str__(self) -> str:
         chosen = " ".join(
@@ -44,34 +50,39 @@ def find_parts(config: SFTDataConfig, start: StartDir | None = None) -> list[Par
     start = start or StartDir()
     if config.sources is not None:
         return [
-            _found(Part(source.name, source.subset, source.split, _format_of(source, config), key), start)
-            for source, key in ((each, f"data.sources[{at}].name") for at, each in enumerate(config.sources))
+            _found(
+                Part(each.name, each.subset, each.split, _format_of(each, config), f"{config.section}.sources[{at}]"),
+                start,
+            )
+            for at, each in enumerate(config.sources)
         ]
     wanted: list[tuple[str | None, str]]
     if config.subsets is None:
         wanted = [(None, split) for split in config.splits or ["train"]]
     else:
         wanted = list(zip_longest(config.subsets, config.splits or [], fillvalue="train"))
-    return [_found(Part(config.name, subset, split, config), start) for subset, split in wanted]
+    return [_found(Part(config.name, subset, split, config, config.section), start) for subset, split in wanted]
 
 
 def data_faults(config: SFTConfig, start: StartDir) -> Iterator[str]:
     """One line for each dataset of the run whose files cannot be trained on."""
-    datasets = {"data": config.data} | ({} if config.val is None else {"val.data": config.val.data})
-    for key, data in datasets.items():
+    for data in (config.data, *(() if config.val is None else (config.val.data,))):
         if isinstance(data, SFTDataConfig):
             try:
-                _check_not_empty(find_parts(data, start))
+                _check_contents(find_parts(data, start), start)
             except StartFault as fault:
-                yield str(fault).replace("data.", f"{key}.", 1)
+                yield str(fault)
 
 
 def _format_of(source: SourceConfig, config: SFTDataConfig) -> RowFormatConfig:
     return source if source.model_fields_set & {"columns", "roles"} else config
 
 
-def _check_not_empty(parts: list[Part]) -> None:
+def _check_contents(parts: list[Part], start: StartDir) -> None:
     for part in parts:
+        # The processes of a run here are the same user's.
+        if sealed := next((file for file in part.files if start.is_here and not os.access(file, os.R_OK)), None):
+            raise StartFault(f"{part.key} = {part.name}: you may not read {sealed}")
         if part.files and not any(file.stat().st_size for file in part.files):
             raise StartFault(f"{part} has no rows: {part.files[0]} is empty")
 
@@ -94,14 +105,12 @@ def _found(part: Part, start: StartDir) -> Part:
             return _with_files(part, tuple(saved), is_saved=True)
         return _with_files(part, _files_of_split(path, part))
     if (looks_like_path(part.name) or kind_of(path) is not None) and start.lacks(given):
-        near = get_close_matches(path.name, [each.name for each in path.parent.glob("*")], 1)
-        advice = f"; did you mean {str(given.parent / near[0])!r}?" if near else unexpanded_advice(part.name)
-        raise StartFault(f"{place}: no such file or directory{advice}")
+        raise StartFault(f"{place}: no such file or directory{missing_advice(given, start.path)}")
     return part
 
 
 def _with_files(part: Part, files: tuple[Path, ...], is_saved: bool = False) -> Part:
-    return Part(part.name, part.subset, part.split, part.format, part.key, files, is_saved)
+    return Part(part.name, part.subset, part.split, part.format, part.section, files, is_saved)
 
 
 def _files_of_split(directory: Path, part: Part) -> tuple[Path, ...]:

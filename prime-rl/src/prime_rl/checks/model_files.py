@@ -9,8 +9,9 @@ from typing import Any
 
 from prime_rl.checks.chat_templates import template_faults
 from prime_rl.checks.disk import default_hub_cache, snapshot_in_cache
-from prime_rl.checks.start_dir import StartDir, StartFault, looks_like_path, unexpanded_advice
+from prime_rl.checks.start_dir import StartDir, StartFault, looks_like_path
 from prime_rl.configs.model import ModelConfig, TokenizerConfig
+from prime_rl.utils.files import missing_advice
 
 _WEIGHTS = ("*.safetensors", "*.bin")
 _TOKENIZERS = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
@@ -188,7 +189,7 @@ def _check_weights(folder: Path) -> None:
 def _no_folder(name: str, start: StartDir) -> str | None:
     if not looks_like_path(name) or not start.lacks(name):
         return None
-    return "no such directory" + unexpanded_advice(name)
+    return "no such directory" + missing_advice(name, start.path)
 
 
 def _has_any(folder: Path, patterns: tuple[str, ...]) -> bool:

@@ -20,6 +20,7 @@ from prime_rl.configs.shared import MonitorConfig
 from prime_rl.environments.builtin import BUILT_IN, built_in_module
 from prime_rl.interpreters.registry import Registry, RegistryFault
 from prime_rl.interpreters.venvs import VenvError, python_of, venv_of_project
+from prime_rl.utils.files import missing_advice
 
 LOADER = "load_environment"
 """The function that verifiers calls in an environment's module."""
@@ -98,7 +99,7 @@ def _agent_faults(env: EnvConfig, start: StartDir) -> Iterator[str]:
         if dataset is not None and not dataset.endswith(ROW_FILES):
             targets[name] = dataset
         elif dataset is not None and start.lacks(dataset):
-            yield f"{name} = {dataset!r}: no such file"
+            yield f"{name} = {dataset!r}: no such file{missing_advice(dataset, start.path)}"
     for name, target in targets.items():
         module, _, found = target.partition(":") if ":" in target else target.rpartition(".")
         spec = _module_in(start.find(Path()), module)

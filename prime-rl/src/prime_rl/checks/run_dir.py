@@ -6,12 +6,13 @@ import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from prime_rl.checks.start_dir import StartDir, unexpanded_advice
+from prime_rl.checks.start_dir import StartDir
 from prime_rl.configs.ranges import LATEST
 from prime_rl.configs.trainer import CheckpointConfig, beyond_end
 from prime_rl.run.paths import RunPaths
 from prime_rl.run.resume_point import CannotResume, SavedSteps
 from prime_rl.run.resuming import changes_since
+from prime_rl.utils.files import unexpanded_advice
 from prime_rl.utils.pydantic_config import BaseSettings
 
 

@@ -65,11 +65,6 @@ def gpus_here() -> bool:
         return True
 
 
-def unexpanded_advice(name: str) -> str:
-    """What to add to a message about a path that begins with `~`, which only a shell replaces; empty for others."""
-    return "; ~ is not replaced here: write the whole path" if name.startswith("~") else ""
-
-
 def looks_like_path(name: str) -> bool:
     """Whether `name` can be neither a hub id, `owner/name` or `name`, nor a name on S3."""
     return not is_on_s3(name) and (name.startswith((".", "/", "~")) or name.count("/") > 1)

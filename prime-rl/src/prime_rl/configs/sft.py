@@ -5,7 +5,7 @@ from math import isclose
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, PrivateAttr, model_validator
 
 from prime_rl.configs.areal.launched import LaunchedConfig
 from prime_rl.configs.inference import InferenceConfig
@@ -48,6 +48,7 @@ from prime_rl.configs.trainer import (
     training_faults,
 )
 from prime_rl.utils.pydantic_config import BaseConfig, derive, raise_faults
+from prime_rl.utils.pydantic_config.base import Derivation, note_derivation
 
 __all__ = ["ColumnsConfig", "LossMaskConfig", "RowFormatConfig", "SFTConfig", "SFTDataConfig", "SourceConfig"]
 
@@ -150,12 +151,23 @@ class SFTDataConfig(BaseDataConfig, RowFormatConfig):
     """Keys of messages and tools that the chat template may leave out. Any other key that leaves no trace in the text
     stops the run. Common metadata, such as `id` and `timestamp`, need not be listed."""
 
+    _section: str = PrivateAttr("data")
+
+    @property
+    def section(self) -> str:
+        """Its key in the config, for messages."""
+        return self._section
+
+    def name_section(self, section: str) -> None:
+        """Set `section`. Call it only in validators."""
+        self._section = section
+
     @property
     def label(self) -> str:
         """The dataset, in messages."""
         if self.sources is None:
-            return f"data.name = {self.name}"
-        return f"data.sources = {', '.join(source.name for source in self.sources)}"
+            return f"{self.section}.name = {self.name}"
+        return f"{self.section}.sources = {', '.join(source.name for source in self.sources)}"
 
     @property
     def shares(self) -> list[float] | None:
@@ -197,10 +209,12 @@ class ValConfig(BaseConfig):
     """Also validate before the first step."""
 
     data: SFTDataConfig = SFTDataConfig()
-    """The dataset. Unset keys take the values of `data`. Rows are always packed with `best_fit`."""
+    """The dataset. Unset keys take the values of `data`, but `columns` is taken whole. Rows are always packed with
+    `best_fit`."""
 
     @model_validator(mode="after")
     def _check_data(self) -> Self:
+        self.data.name_section("val.data")
         if self.data.streaming:
             raise ValueError("data.streaming = true: validation reads all of its rows at the start")
         return self
@@ -457,4 +471,21 @@ def _with_keys_of_data(val: dict[str, Any], data: Any) -> dict[str, Any]:
     if "name" in own or "sources" in own:
         left_out |= {"name", "sources", "subsets", "splits", "probabilities"}
     shared = {key: value for key, value in data.items() if key in SFTDataConfig.model_fields and key not in left_out}
-    return {**val, "data": {**shared, **own}}
+    return {**val, "data": dict(_completed(own, shared, ("val", "data"), ("data",)))}
+
+
+def _completed(
+    own: dict[str, Any], shared: dict[str, Any], path: tuple[str, ...], origin: tuple[str, ...]
+) -> Iterator[tuple[str, Any]]:
+    """The items of the raw table at `path`, completed by those of the raw table at `origin`, key by key."""
+    for key in {**shared, **own}:
+        mine, theirs = own.get(key, {}), shared.get(key, {})
+        # Columns of one dataset say nothing of another that has columns of its own.
+        is_whole = key in own and (key == "columns" or not (isinstance(mine, dict) and isinstance(theirs, dict)))
+        if is_whole:
+            yield key, mine
+        elif isinstance(theirs, dict):
+            yield key, dict(_completed(mine, theirs, (*path, key), (*origin, key)))
+        else:
+            note_derivation(Derivation(".".join((*path, key)), ".".join((*origin, key))))
+            yield key, theirs

@@ -13,7 +13,7 @@ from typing import Any
 
 from prime_rl.configs.eval import OfflineEvalConfig
 from prime_rl.configs.rollouts.environments import EvalEnvConfig
-from prime_rl.eval.report import Row, print_table, write_summary
+from prime_rl.eval.report import Row, print_table, unscored_line, write_summary
 from prime_rl.eval.results import Key, Result, ResultsFile
 from prime_rl.monitors import JsonlMonitor, Monitor, MonitorError, MultiMonitor
 from prime_rl.monitors.relay import Relay
@@ -201,6 +201,8 @@ class Evaluation:
             self.monitor.log({"progress/ckpt_step": candidate.step, **named}, candidate.step)
         self.rows.append(Row(str(candidate), candidate.step, of_env.name, metrics))
         get_logger().log(SUCCESS, f"{candidate} | {of_env.name} | {_scores(metrics)}")
+        if line := unscored_line(rollouts):
+            get_logger().warning(f"{candidate} | {of_env.name} | {line}")
         if failed:
             self._fail(
                 f"{candidate}, {of_env.name}: {len(failed)} of {len(wanted)} rollouts failed, "

@@ -47,19 +47,20 @@ class Attempt:
         result = table.get("result")
         if result is None and outcome is not None:
             result = "complete" if outcome == "complete" else "failed"
+        machine, parts, job = table.get("machine"), table.get("parts"), table.get("slurm_job_id")
         return cls(
             number=int(table["attempt"]),
             started_s=_seconds(table["started"]),
             host=str(table["host"]),
             step=None if table.get("step") is None else int(table["step"]),
             ended_s=None if table.get("ended") is None else _seconds(table["ended"]),
-            result=result,
+            result=None if result is None else str(result),
             message="" if outcome in (None, "complete") else str(outcome),
             command=str(table.get("command", "")),
-            slurm_job=table.get("slurm_job_id"),
-            machine=table.get("machine"),
+            slurm_job=None if job is None else str(job),
+            machine=machine if isinstance(machine, Mapping) else None,
             gpus=_gpus(table.get("gpus")),
-            parts=table.get("parts"),
+            parts=parts if isinstance(parts, Mapping) else None,
             lost=[str(line) for line in lost] if isinstance(lost := table.get("lost"), list) else [],
         )
 
@@ -70,7 +71,7 @@ def read_attempts(paths: RunPaths) -> list[Attempt]:
     for file in paths.attempts.glob("*.json"):
         try:
             found.append(Attempt.of_receipt(json.loads(file.read_bytes())))
-        except (OSError, ValueError, TypeError, KeyError, RecursionError):
+        except (OSError, ValueError, TypeError, KeyError, OverflowError, RecursionError):
             continue
     return sorted(found, key=lambda attempt: attempt.number)
 

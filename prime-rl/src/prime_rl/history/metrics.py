@@ -20,6 +20,8 @@ from prime_rl.history.attempts import Attempt
 
 _FIELDS = ("time", "source", "step")
 _MAX_STEPS = 2**63
+_MAX_TIME_S = 253_402_300_800
+"""The year 10,000, which no date of Python reaches."""
 _COURSE_VALUES = 2048
 _BLOCK_BYTES = 2**22
 """Read at once: a file of a long run has gigabytes."""
@@ -162,7 +164,7 @@ class MetricLog:
         except (ValueError, TypeError, KeyError, RecursionError, OverflowError):
             self.damaged_lines += 1
             return
-        if abs(step) >= _MAX_STEPS:
+        if abs(step) >= _MAX_STEPS or not 0 <= time_s < _MAX_TIME_S:
             self.damaged_lines += 1
             return
         self._begin_attempts(attempts, time_s)
@@ -187,8 +189,9 @@ class MetricLog:
 
 
 def _number(value: float | None) -> float:
-    """NaN for null, and for an integer that no float can hold."""
+    """NaN for null and an infinity, and for an integer that no float can hold."""
     try:
-        return math.nan if value is None else float(value)
+        number = math.nan if value is None else float(value)
     except OverflowError:
         return math.nan
+    return number if math.isfinite(number) else math.nan

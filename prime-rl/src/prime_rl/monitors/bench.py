@@ -19,7 +19,7 @@ Measured = Mapping[str, Sequence[float]]
 class BenchTable:
     """A monitor that logs a table of all steps at the end, except the first one, which is a warm-up.
 
-    `columns` maps metric names to column titles. Metrics that are missing from the steps get no column.
+    `columns` maps metric names to column titles. Metrics that are missing from a step get no column.
     """
 
     def __init__(self, columns: Mapping[str, str], write: Callable[[Measured], None] = lambda measured: None) -> None:
@@ -40,7 +40,7 @@ class BenchTable:
         measured = {
             name: [float(self._steps[step][name]) for step in steps]
             for name in self.columns
-            if name in self._steps[steps[0]]
+            if all(name in self._steps[step] for step in steps)
         }
         get_logger().log(SUCCESS, f"Benchmark\n{self._table(steps, measured)}")
         self._write(measured)

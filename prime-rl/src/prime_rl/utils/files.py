@@ -28,6 +28,7 @@ __all__ = [
     "disk_fault",
     "fsync_tree",
     "locked_file",
+    "missing_advice",
     "naming",
     "nearest_path",
     "publishing_directory",
@@ -36,6 +37,7 @@ __all__ = [
     "replacing_file",
     "scratch_of",
     "size_text",
+    "unexpanded_advice",
 ]
 
 PARTIAL, TEMPORARY, DELETED = ".partial", ".tmp", ".deleted"
@@ -221,3 +223,21 @@ def nearest_path(path: Path) -> Path | None:
         return None
     near = get_close_matches(missing.name, [each.name for each in missing.parent.iterdir()], 1)
     return None if not near else missing.parent / near[0] / path.relative_to(missing)
+
+
+def missing_advice(name: str | Path, root: Path = Path()) -> str:
+    """What to add to a message about a path below `root` that does not exist: a similar one, or how far it leads."""
+    given, path = Path(name), root / name
+    if advice := unexpanded_advice(str(name)):
+        return advice
+    if near := nearest_path(path):
+        return f"; did you mean {str(near if given.is_absolute() else near.relative_to(root))!r}?"
+    missing = next(each for each in (*reversed(path.parents), path) if not each.exists())
+    if missing != path:
+        return f"; there is no directory {missing.absolute()}"
+    return "" if given.is_absolute() else f"; looked in {path.parent.absolute()}"
+
+
+def unexpanded_advice(name: str) -> str:
+    """What to add to a message about a path that begins with `~`, which only a shell replaces; empty for others."""
+    return "; ~ is not replaced here: write the whole path" if name.startswith("~") else ""

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from prime_rl.checks.data_files import Part
 from prime_rl.configs.sft import LossMaskConfig, SFTDataConfig
 from prime_rl.trainer.process.errors import DataError
 from prime_rl.trainer.sft.data.chat_spans import UnmaskableSample
@@ -156,5 +157,8 @@ def test_a_tokenizer_without_a_template_is_refused(tokenizer: PreTrainedTokenize
 
 
 def test_a_dataset_without_conversations_is_named_with_its_columns() -> None:
-    with pytest.raises(DataError, match=r"somewhere: found the columns question, label; expected `messages`, .*`text`"):
-        check_columns("somewhere", {"question": "", "label": 1}, SFTDataConfig())
+    with pytest.raises(
+        DataError,
+        match=r"data\.name = somewhere \(split train\): found the columns question, label; expected `messages`, .*",
+    ):
+        check_columns(Part("somewhere", None, "train", SFTDataConfig()), {"question": "", "label": 1})

@@ -183,6 +183,8 @@ def test_the_line_that_is_not_utf8_is_named(tmp_path: Path) -> None:
     ("name", "content", "said"),
     [
         ("rows.csv", b"prompt,response\na,b,c\n", r"rows\.csv:2: found 3 fields; the header has 2: prompt, response"),
+        ("rows.csv", b"text,text\na,b\n", r"rows\.csv:1: the header names 'text' more than once"),
+        ("rows.jsonl", '{"text": "a"}\n'.encode("utf-16"), r"rows\.jsonl:1: not UTF-8 text \(byte 0\)"),
         ("rows.csv", b'text\n"a" b\n', r"rows\.csv:2: not valid CSV"),
         ("rows.tsv", b"text\n\xff\n", "not UTF-8 text"),
         ("rows.csv", b"", "has no rows"),

@@ -137,4 +137,4 @@ def test_validation_data_may_be_one_dataset_of_a_mixture() -> None:
     assert config.val.data.columns.prompt == "q"
     mixed = SFTConfig(data={"name": "x"}, val={"data": {"sources": [{"name": "y"}]}}, max_steps=1)
     assert mixed.val is not None
-    assert mixed.val.data.label == "data.sources = y"
+    assert mixed.val.data.label == "val.data.sources = y"

@@ -180,6 +180,14 @@ def test_a_broken_line_of_a_stream_is_named_when_it_is_reached(
         open_stream(tmp_path / "empty.jsonl", tokenizer)
 
 
+def test_a_faulty_row_of_a_shuffled_stream_has_its_line(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"text": "good"}\n' * 4 + '{"text": 3}\n')
+    rows = open_stream(file, tokenizer)
+    with pytest.raises(DataError, match=r"^\S+rows\.jsonl:5: `text` must be a string, got 3$"):
+        texts_of(rows, tokenizer, 5)
+
+
 @pytest.mark.parametrize(("overlong", "lengths"), [("truncate", [3, 8, 5]), ("drop", [3, 5, 3])])
 def test_samples_that_are_too_long_are_cut_or_left_out_and_counted(
     overlong: str, lengths: list[int], tmp_path: Path, tokenizer: PreTrainedTokenizerBase

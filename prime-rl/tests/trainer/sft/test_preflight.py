@@ -282,5 +282,25 @@ def test_validation_data_that_would_stop_the_run_fails_the_preflight(
     assert "val.jsonl: of 3 rows 2 cannot be trained on" in capsys.readouterr().err
     tokenizer = AutoTokenizer.from_pretrained(tiny_model_dir)
     assert config.val is not None
-    with pytest.raises(DataError, match=r"validation: .*val\.jsonl: of .* rows .* cannot be trained on"):
+    with pytest.raises(DataError, match=r"^val\.data\.name = .*val\.jsonl: of .* rows .* cannot be trained on"):
         Validation(config.val.data, tokenizer, mesh)
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        (MASKED, "val.data.max_untrainable_share allows 50%"),
+        ({"question": "a"}, "Name other columns in val.data.columns"),
+        ({"messages": [{"role": "wizard", "content": "x"}]}, "map others in val.data.roles"),
+        ({"messages": [{"speaker": "user", "content": "x"}]}, "Name others in val.data.columns"),
+        ({**CHAT, "tools": [{"name": "f"}]}, "list keys that the model need not see in val.data.ignored_keys"),
+    ],
+)
+def test_faults_of_validation_data_name_the_keys_of_validation_data(
+    row: dict[str, Any], said: str, tmp_path: Path, tiny_model_dir: Path, mesh: Mesh
+) -> None:
+    config = with_validation([row], tmp_path, tiny_model_dir)
+    assert config.val is not None
+    with pytest.raises(DataError, match=re.escape(said)) as raised:
+        Validation(config.val.data, AutoTokenizer.from_pretrained(tiny_model_dir), mesh)
+    assert not re.search(r"(?<!val\.)\bdata\.", str(raised.value))

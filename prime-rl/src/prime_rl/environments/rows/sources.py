@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from difflib import get_close_matches
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from prime_rl.configs.storage import BadS3Name, S3Name
 from prime_rl.environments.rows.formats import Row
 from prime_rl.storage.cache import Listing, cache_root, local_copy
 from prime_rl.storage.s3 import S3, StorageError
+from prime_rl.utils.files import missing_advice
 from prime_rl.utils.logger import get_logger
 from prime_rl.utils.pydantic_config.errors import one_line
 from prime_rl.utils.row_files.kinds import KNOWN_KINDS, files_of_split, is_saved, kind_of
@@ -83,9 +83,7 @@ def _saved(directory: Path, split: str, path: str) -> Iterator[Row]:
 def _from_hub(path: str, subset: str | None, split: str) -> Iterator[Row]:
     given = Path(path)
     if given.is_absolute() or path.startswith(".") or kind_of(given) is not None or path.count("/") > 1:
-        near = get_close_matches(given.name, [each.name for each in given.parent.glob("*")], 1)
-        advice = f"; did you mean {str(given.parent / near[0])!r}?" if near else ""
-        raise RowsFault(f"{path}: no such file or directory{advice}")
+        raise RowsFault(f"{path}: no such file or directory{missing_advice(path)}")
     import datasets
 
     datasets.disable_progress_bars()

@@ -8,6 +8,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -65,28 +66,46 @@ def head_dim(model: PreTrainedModel) -> int:
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
-def peak_flops(device: torch.device) -> float | None:
-    """Peak FLOP/s of a GPU in bfloat16; None for a CPU or an unknown GPU."""
+def published_peak(device: torch.device) -> Peak | None:
+    """Peak of a GPU in bfloat16; None for a CPU or an unknown GPU."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
-    return next((peak for known, peak in _PEAK_FLOPS if known in name), None)
+    return next((Peak(flops) for known, flops in _PEAK_FLOPS if known in name), None)
 
 
-def known_peak_flops(process: Process, dtype: torch.dtype) -> float | None:
-    """`peak_flops`; on a CPU, the measured peak of matrix products in `dtype`, which is logged.
+@dataclass(slots=True)
+class Peak:
+    """The peak of one process, which no speed should exceed."""
+
+    flops: float
+    """FLOP/s."""
+    dtype: torch.dtype | None = None
+    """Of the matrix products in which it was measured; None if it was published."""
+
+    def rises(self) -> bool:
+        """Measure again, and say whether the peak is higher. The first time, other programs may have had the cores."""
+        if self.dtype is None or (now := measured_peak_flops(self.dtype)) <= self.flops:
+            return False
+        self.flops = now
+        get_logger().info(f"Peak of a process: {now / 1e9:.0f} GFLOP/s, measured again, as a step exceeded the first")
+        return True
+
+
+def known_peak(process: Process, dtype: torch.dtype) -> Peak | None:
+    """`published_peak`; on a CPU, the measured peak of matrix products in `dtype`, which is logged.
 
     All processes measure at the same time, because they share the cores.
     """
     if process.device.type != "cpu":
-        return peak_flops(process.device)
+        return published_peak(process.device)
     peak = measured_peak_flops(dtype)
     if process.is_main:
         get_logger().info(
             f"Peak of a process: {peak / 1e9:.0f} GFLOP/s, measured now in {str(dtype).partition('.')[2]} matrix "
             f"products on {count_of('thread', torch.get_num_threads())}"
         )
-    return peak
+    return Peak(peak, dtype)
 
 
 def measured_peak_flops(dtype: torch.dtype) -> float:
@@ -106,21 +125,20 @@ def measured_peak_flops(dtype: torch.dtype) -> float:
 class Performance:
     """Speed, MFU and memory metrics of each step, with the same names for every trainer."""
 
-    def __init__(self, model: PreTrainedModel, row_tokens: int, process: Process, peak: float | None) -> None:
-        """`row_tokens` is the length of a row. `peak` is the peak of one process in FLOP/s, None if unknown."""
+    def __init__(self, model: PreTrainedModel, row_tokens: int, process: Process, peak: Peak | None) -> None:
+        """`row_tokens` is the length of a row. `peak` is None if it is unknown."""
         self.process = process
         self.total_memory_gib = total_memory_gib(process.device)
         self._throughput = Throughput()
-        self._flops_share: float | None = None
-        if peak:
-            flops = flops_per_token(model, row_tokens)
-            self._flops_share = flops / (peak * process.world_size)
-            if process.is_main:
-                get_logger().info(
-                    f"MFU = {flops:.4g} FLOP per token * tokens/s / "
-                    f"({peak:.4g} FLOP/s * {count_of('process', process.world_size, 'es')}) "
-                    f"with 6 P + 12 L H Q T FLOP per token, Q = {head_dim(model)}, T = {row_tokens}"
-                )
+        self._peak = peak
+        self._flops = 0.0 if peak is None else flops_per_token(model, row_tokens)
+        self._has_exceeded = False
+        if peak is not None and process.is_main:
+            get_logger().info(
+                f"MFU = {self._flops:.4g} FLOP per token * tokens/s / "
+                f"({peak.flops:.4g} FLOP/s * {count_of('process', process.world_size, 'es')}) "
+                f"with 6 P + 12 L H Q T FLOP per token, Q = {head_dim(model)}, T = {row_tokens}"
+            )
 
     def step(self, tokens: int) -> dict[str, float]:
         """Metrics of a step that ended now, with `tokens` tokens over all processes. The first step has no speed."""
@@ -132,9 +150,20 @@ class Performance:
             "perf/throughput": tokens_per_s,
             "perf/throughput_per_gpu": tokens_per_s / self.process.world_size,
         }
-        if self._flops_share is not None:
-            metrics["perf/mfu"] = 100 * tokens_per_s * self._flops_share
+        if self._peak is not None and (mfu := self._mfu(tokens_per_s, self._peak)) is not None:
+            metrics["perf/mfu"] = mfu
         return metrics
+
+    def _mfu(self, tokens_per_s: float, peak: Peak) -> float | None:
+        """MFU in percent. None if it is above 100, and would be no share of anything."""
+        speed = self._flops * tokens_per_s / self.process.world_size
+        if speed > peak.flops and not self._has_exceeded and not peak.rises():
+            self._has_exceeded = True
+            get_logger().warning(
+                f"MFU would be {speed / peak.flops:.0%}, and is left out while it is above 100%: its FLOP per token "
+                "count attention over whole rows, which short samples do not need"
+            )
+        return 100 * speed / peak.flops if speed <= peak.flops else None
 
     def leave_out(self, seconds: float) -> None:
         """Do not count the `seconds` that have just passed, as those of a validation."""

@@ -19,7 +19,7 @@ from prime_rl.trainer.checkpoints.state import TrainedModel, TrainState
 from prime_rl.trainer.kernels.product_choice import ProductChoice, choose_products
 from prime_rl.trainer.model.build import compute_dtype, export_dtype, setup_model, setup_tokenizer
 from prime_rl.trainer.observe.kept_logprobs import KeptLogprobs
-from prime_rl.trainer.observe.perf import Performance, known_peak_flops, peak_flops
+from prime_rl.trainer.observe.perf import Performance, known_peak, published_peak
 from prime_rl.trainer.observe.telemetry import Telemetry, open_telemetry
 from prime_rl.trainer.optim.optimizer import setup_optimizer
 from prime_rl.trainer.optim.scheduler import setup_scheduler
@@ -138,7 +138,7 @@ def setup_performance(config: TrainerConfig, model: PreTrainedModel, process: Pr
     uses the same CPU."""
     is_measured = config.bench is not None
     dtype = compute_dtype(config.model, process.device)
-    peak = known_peak_flops(process, dtype) if is_measured else peak_flops(process.device)
+    peak = known_peak(process, dtype) if is_measured else published_peak(process.device)
     return Performance(model, row_tokens(config.model.seq_len, model.config, process.device), process, peak)
 
 

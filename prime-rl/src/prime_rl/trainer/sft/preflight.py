@@ -92,7 +92,7 @@ def _inspected(title: str, data: DataConfig, config: SFTConfig, console: Console
     if data is config.data:
         _add_steps(figures, found, data, config.num_epochs)
     console.print(figures)
-    console.print(_histogram(found, data.seq_len))
+    console.print(_histogram(found, data))
     for number, sample in enumerate(found.shown, start=1):
         console.print(Text(f"\nSample {number}: {sample.inputs} tokens, {sample.targets} trained", style="bold"))
         console.print(rendered(sample, tokenizer, in_colour=console.is_terminal))
@@ -168,7 +168,7 @@ def _figures(title: str, found: Examination, config: SFTDataConfig) -> Table:
     add("tokens per epoch", f"{about}{found.tokens * factor:,.0f}")
     add("  trained", f"{found.targets / max(found.tokens, 1):.1%}")
     for name, count in (
-        ("cut to data.seq_len", counts.truncated),
+        (f"cut to {config.section}.seq_len", counts.truncated),
         ("skipped, too long", counts.overlong),
         ("skipped, no trained token", counts.untrainable),
         ("skipped, messages not found", counts.unmaskable),
@@ -187,7 +187,7 @@ def _add_steps(table: Table, found: Examination, config: SFTDataConfig, num_epoc
         table.add_row(f"steps of num_epochs = {num_epochs:g}", f"{about}{steps_of(num_epochs, steps):,}")
 
 
-def _histogram(found: Examination, seq_len: int) -> Table:
+def _histogram(found: Examination, config: SFTDataConfig) -> Table:
     """Histogram of row lengths. Bins have equal width; the last one includes everything beyond the 99th percentile."""
     table = Table(title="\nLengths in tokens", title_justify="left", show_header=False, box=None)
     lengths = np.array(found.lengths or [0])
@@ -197,7 +197,7 @@ def _histogram(found: Examination, seq_len: int) -> Table:
     for place, count in enumerate(counts.tolist()):
         last = int(lengths.max()) if place == _HISTOGRAM_BARS - 1 else (place + 1) * width - 1
         bar = "█" * round(_BAR_WIDTH * count / counts.max())
-        limit = "  <- data.seq_len" if place * width <= seq_len <= last else ""
+        limit = f"  <- {config.section}.seq_len" if place * width <= config.seq_len <= last else ""
         table.add_row(f"{place * width:,} to {max(last, place * width):,}", f"{count:,}", bar + limit)
     return table
 

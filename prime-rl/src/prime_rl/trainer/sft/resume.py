@@ -34,15 +34,15 @@ def check_same_rows(checkpoints: CheckpointManager, step: int, now: DataFingerpr
     differences = DataFingerprint.from_dict(saved).differences(now)
     if not differences:
         return "data, tokenizer, chat template and packing are unchanged"
-    listed = "".join(f"\n  - {line}" for line in differences)
+    listed = "; ".join(differences)  # the last line of a run that fails tells one line of its log
     if not checkpoints.config.skip_dataloader:
         raise CheckpointError(
-            f"{checkpoint} was trained on different rows than this config gives:{listed}\n"
+            f"{checkpoint} was trained on different rows than this config gives: {listed}. "
             "Undo the change, or continue from the beginning of the data with --ckpt.skip-dataloader"
         )
     if checkpoints.process.is_main:
         get_logger().warning(
-            f"{checkpoint} was trained on different rows; continuing from the beginning of the data:{listed}"
+            f"{checkpoint} was trained on different rows; continuing from the beginning of the data: {listed}"
         )
     return f"not the data: {len(differences)} differences ignored (ckpt.skip_dataloader)"
 

@@ -23,7 +23,7 @@ from prime_rl.trainer.checkpoints.restored import restored_state
 from prime_rl.trainer.checkpoints.state import TrainedModel, TrainState
 from prime_rl.trainer.kernels.product_choice import choose_products
 from prime_rl.trainer.model.build import compute_dtype, export_dtype, setup_model, setup_tokenizer
-from prime_rl.trainer.observe.perf import Performance, known_peak_flops
+from prime_rl.trainer.observe.perf import Performance, known_peak
 from prime_rl.trainer.observe.telemetry import Telemetry, open_telemetry
 from prime_rl.trainer.optim.optimizer import setup_optimizer
 from prime_rl.trainer.optim.scheduler import setup_scheduler
@@ -66,7 +66,7 @@ def run(config: SFTConfig) -> int:
 def train(trainer: SFTTrainer, telemetry: Telemetry) -> bool:
     """Run the training loop with signals, reports and the progress bar. Returns False if a signal ended it."""
     config, process = trainer.config, trainer.process
-    peak = known_peak_flops(process, compute_dtype(config.model, process.device))
+    peak = known_peak(process, compute_dtype(config.model, process.device))
     performance = Performance(trainer.components.state.policy.model, config.data.seq_len, process, peak)
     with ExitStack() as stack:
         signals = stack.enter_context(listen_for_signals(process))

@@ -75,7 +75,7 @@ def _first_epoch(config: SFTDataConfig, tokenizer: PreTrainedTokenizerBase, tell
     made = list(stream.first_ones(stream.row_count))
     found = examine(made, stream.row_count, config)
     if fault := untrainable_fault(found, config):
-        raise DataError(f"validation: {fault}")
+        raise DataError(fault)
     for line in worries(found, config) if tells else ():
         get_logger().warning(f"Validation data: {line}")
     return [each.sample for each in made if each.sample is not None]

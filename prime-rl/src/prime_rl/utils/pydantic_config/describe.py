@@ -63,11 +63,11 @@ def bounds_text(field: FieldInfo) -> str:
     return ", ".join([*(f"at least {each.min_length} item" for each in lengths), *_bounds(field, _SIGNS)])
 
 
-def range_text(field: FieldInfo) -> str:
+def range_text(field: FieldInfo, unbounded: str = "a finite number") -> str:
     """Return bounds such as `at least 1 and at most 8`, or `a finite number at least 0` without an upper one."""
     bounds = _bounds(field, _WORDS)
     has_upper = any(bound.startswith(("at most", "below")) for bound in bounds)
-    return " and ".join(bounds) if has_upper else " ".join(["a finite number", *bounds])
+    return " and ".join(bounds) if has_upper else " ".join(filter(None, [unbounded, *bounds]))
 
 
 def _bounds(field: FieldInfo, words: Mapping[str, str]) -> list[str]:

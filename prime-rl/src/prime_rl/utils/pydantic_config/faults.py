@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from prime_rl.utils.pydantic_config.describe import range_text
+from prime_rl.utils.pydantic_config.describe import range_text, value_text
 from prime_rl.utils.pydantic_config.errors import MAX_FAULTS
 from prime_rl.utils.pydantic_config.layers import Layer
 from prime_rl.utils.pydantic_config.schema import (
@@ -32,6 +32,9 @@ from prime_rl.utils.pydantic_config.suggest import advice_for_key, advice_for_re
 _OUT_OF_RANGE = frozenset(
     {"finite_number", "greater_than", "greater_than_equal", "int_parsing_size", "less_than", "less_than_equal"}
 )
+
+_ONE_VALUE = {"int_type": "integer", "float_type": "number", "bool_type": "boolean", "string_type": "string"}
+"""What a key accepts that is given a list, by the kind of Pydantic's error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +57,7 @@ class Place:
 def faults_of(root: Section, error: ValidationError, layers: Sequence[Layer]) -> list[str]:
     """Return one line for each wrong key. What the members of a union say about one value is joined."""
     complaints: dict[tuple[str, str], list[str]] = {}
-    for number, detail in enumerate(error.errors(include_url=False)):
+    for number, detail in enumerate(_written(root, error, layers)):
         place = locate(root, detail["loc"])
         origin = _origin(place.path, layers, of_rule=_is_rule(detail))
         if _is_rule(detail):
@@ -72,6 +75,19 @@ def faults_of(root: Section, error: ValidationError, layers: Sequence[Layer]) ->
         what = _complaint(place, detail)
         complaints.setdefault((origin, _shown_key(place.key, origin)), []).append(what)
     return [f"{origin}: {key}{_joined(whats)}" for (origin, key), whats in complaints.items()]
+
+
+def _written(root: Section, error: ValidationError, layers: Sequence[Layer]) -> list[ErrorDetails]:
+    """The errors without those about values that a rule copied from keys which have errors themselves."""
+    details = error.errors(include_url=False)
+    paths = [locate(root, detail["loc"]).path for detail in details]
+    are_written = [any(layer.holds(path) for layer in layers) for path in paths]
+    found = [(path[-1:], _got(detail)) for path, detail, own in zip(paths, details, are_written, strict=True) if own]
+    return [
+        detail
+        for path, detail, is_own in zip(paths, details, are_written, strict=True)
+        if is_own or _is_rule(detail) or (path[-1:], _got(detail)) not in found
+    ]
 
 
 def locate(root: Section, loc: KeyPath) -> Place:
@@ -166,7 +182,35 @@ def _complaint(place: Place, detail: ErrorDetails) -> str:
             return f"should be {range_text(place.field)}{_got(detail)}"
         case "model_type" | "model_attributes_type" | "dict_type":
             return f"should be a table{_got(detail)}"
+        case "list_type" if isinstance(detail["input"], str | int | float):
+            return f"should be a list{_list_example(place, detail['input'])}{_got(detail)}"
+        case kind if kind in _ONE_VALUE and isinstance(detail["input"], list):
+            return f"should be {_one_value(place, kind)}{_got(detail)}{_each_item(place)}"
     return detail["msg"].removeprefix("Input ").split(", unable to")[0] + _got(detail)
+
+
+def _one_value(place: Place, kind: str) -> str:
+    bounds = "" if place.field is None else range_text(place.field, "")
+    return ", ".join(filter(None, (f"one {_ONE_VALUE[kind]}", bounds)))
+
+
+def _list_example(place: Place, value: Any) -> str:
+    """How to write a list that the user wrote as one value."""
+    items = list_items(place.kinds) or ()
+    if sections_among(items):
+        return f" of tables: write [[{place.key}]]"
+    return f", such as {value_text([value])}" if type(value) in items else ""
+
+
+def _each_item(place: Place) -> str:
+    """Where a key may have several values, for a section whose list of tables has the key too."""
+    for section in place.variants:
+        for name, field in section.model_fields.items():
+            items = sections_among(list_items(alternatives(field.annotation)) or ())
+            if any(find_field(item, str(place.path[-1])) for item in items):
+                inside = _dotted((*place.path[:-1], name))
+                return f"; set {place.path[-1]} in each [[{inside}]] to have one for each"
+    return ""
 
 
 def _advice_for_variant(place: Place, owners: Sequence[str], layers: Sequence[Layer]) -> str:

@@ -15,6 +15,7 @@ from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
@@ -60,6 +61,18 @@ class RowList:
     def where(self, index: int) -> str:
         """File and line of row `index`, or dataset and row, for messages."""
         return f"{self.name}, row {index}"
+
+
+@dataclass(frozen=True, slots=True)
+class StreamedRow:
+    """A row of a stream, which is parsed when it is called."""
+
+    read: Callable[[], Row]
+    where: str
+    """File and line, or dataset and row, for messages."""
+
+    def __call__(self) -> Row:
+        return self.read()
 
 
 class JsonLines(RowList):
@@ -146,8 +159,10 @@ class TextTable(RowList):
 class TableRows(RowList):
     """An Arrow table read row by row."""
 
-    def __init__(self, table: pyarrow.Table, path: Path) -> None:
+    def __init__(self, table: pyarrow.Table, path: Path, before: int = 0) -> None:
+        """`before` is the number of rows of the file that come before those of the table."""
         super().__init__((), str(path))
+        self._before = before
         # A slice of a table takes as long as the table has batches, and a file may have thousands.
         self._batches = [batch for batch in table.to_batches() if batch.num_rows]
         self._ends = list(accumulate(batch.num_rows for batch in self._batches))
@@ -164,18 +179,24 @@ class TableRows(RowList):
             raise RowFileError(f"{self.where(index)}: {error}") from error
         return row
 
+    def where(self, index: int) -> str:
+        return super().where(self._before + index)
+
 
 def read_file(path: Path) -> RowList:
-    """Read all rows of a file. Raises RowFileError if its content does not match its suffix."""
+    """Read all rows of a file. Raises RowFileError if it cannot be read, or its content does not match its suffix."""
     kind = kind_of(path)
     assert kind is not None, "files of other kinds are refused when they are looked for"
-    if kind in _LINES and path.suffix in COMPRESSIONS:
-        return ParsedRows(path, list(_numbered_lines(path)))
-    return _READERS[kind](path)
+    try:
+        if kind in _LINES and path.suffix in COMPRESSIONS:
+            return ParsedRows(path, list(_numbered_lines(path)))
+        return _READERS[kind](path)
+    except OSError as error:
+        raise RowFileError(f"{path}: cannot be read: {error.strerror or error}") from error
 
 
-def stream_file(path: Path) -> Iterator[Callable[[], Row]]:
-    """Yield a function that parses each row, in order. Only a small part of the file is in memory.
+def stream_file(path: Path) -> Iterator[StreamedRow]:
+    """Yield each row, in order. Only a small part of the file is in memory.
 
     Raises:
         RowFileError: its content does not match its suffix.
@@ -187,12 +208,12 @@ def stream_file(path: Path) -> Iterator[Callable[[], Row]]:
         with opened(path) as file:
             for number, line in enumerate(file, start=1):
                 if line.strip():
-                    yield partial(parse_line, path, number, line)
+                    yield StreamedRow(partial(parse_line, path, number, line), f"{path}:{number}")
     elif kind in _DELIMITERS:
-        yield from (partial(dict, row) for _, row in _table_rows(path))
+        yield from (StreamedRow(partial(dict, row), f"{path}:{number}") for number, row in _table_rows(path))
     else:
         rows = read_file(path)
-        yield from (partial(rows.__getitem__, index) for index in range(len(rows)))
+        yield from (StreamedRow(partial(rows.__getitem__, index), rows.where(index)) for index in range(len(rows)))
 
 
 @contextmanager
@@ -227,7 +248,8 @@ def parsed(text: str | bytes) -> Any:
             is the reason.
     """
     try:
-        return json.loads(text)
+        # Of bytes, json guesses the encoding: the first line of a UTF-16 file would pass for one.
+        return json.loads(text.decode("utf-8-sig") if isinstance(text, bytes) else text)
     except RecursionError:
         raise ValueError("lists or objects are nested too deeply") from None
 
@@ -306,6 +328,8 @@ def _fields_of(path: Path, lines: Iterable[str]) -> Iterator[tuple[int, list[str
     table = _csv_reader(path, lines)
     try:
         header = next(table, [])
+        if repeated := next((name for name in header if name and header.count(name) > 1), None):
+            raise RowFileError(f"{path}:1: the header names {repeated!r} more than once")
         yield 1, header
         before = table.line_num
         for fields in table:
@@ -343,7 +367,7 @@ def _read_parquet(path: Path) -> RowList:
         raise RowFileError(f"{path}: not a Parquet file: {error}") from error
 
 
-def _stream_parquet(path: Path) -> Iterator[Callable[[], Row]]:
+def _stream_parquet(path: Path) -> Iterator[StreamedRow]:
     import pyarrow
     import pyarrow.parquet
 
@@ -351,10 +375,12 @@ def _stream_parquet(path: Path) -> Iterator[Callable[[], Row]]:
         file = pyarrow.parquet.ParquetFile(path)
     except (pyarrow.ArrowException, OSError) as error:
         raise RowFileError(f"{path}: not a Parquet file: {error}") from error
+    before = 0
     with file:
         for batch in file.iter_batches(batch_size=1024):
-            rows = TableRows(pyarrow.Table.from_batches([batch]), path)
-            yield from (partial(rows.__getitem__, index) for index in range(len(rows)))
+            rows = TableRows(pyarrow.Table.from_batches([batch]), path, before)
+            yield from (StreamedRow(partial(rows.__getitem__, index), rows.where(index)) for index in range(len(rows)))
+            before += len(rows)
 
 
 def _read_arrow(path: Path) -> RowList:

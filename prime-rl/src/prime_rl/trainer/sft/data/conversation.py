@@ -57,6 +57,7 @@ class ConversationTokenizer:
     """Tokenizes rows and marks the tokens of trained roles. A token belongs to the message in which it starts.
 
     Of a very long text, only as much is tokenized as has more than `max_inputs` tokens. None tokenizes everything.
+    `section` is the config's section with the dataset, for messages.
     """
 
     def __init__(
@@ -65,11 +66,13 @@ class ConversationTokenizer:
         loss_mask: LossMaskConfig,
         ignored_keys: Sequence[str] = (),
         max_inputs: int | None = None,
+        section: str = "data",
     ) -> None:
         if not tokenizer.is_fast:
             raise ModelError(f"{type(tokenizer).__name__} gives no token offsets: use a fast tokenizer")
         self.tokenizer = tokenizer
         self.max_inputs = max_inputs
+        self.section = section
         self.trained_roles = {role: getattr(loss_mask, role) for role in ROLES}
         self._spans = ChatSpans(tokenizer, self.trained_roles)
         self._traces = TemplateTraces(self._rendered, DataError, ignored_keys)
@@ -82,7 +85,7 @@ class ConversationTokenizer:
                 template leaves out a key of the row.
             UnmaskableSample: the chat template does not show where the messages start and end.
         """
-        content = read_row(row)
+        content = read_row(row, self.section)
         return self._plain(content) if isinstance(content, PlainText) else self._chat(content)
 
     def _chat(self, conversation: Conversation) -> TokenizedSample:
@@ -101,7 +104,7 @@ class ConversationTokenizer:
             raise DataError(
                 f"the chat template of {self.tokenizer.name_or_path} leaves out {', '.join(left_out)}: set "
                 "tokenizer.chat_template to one that renders them (chatml renders tools), or list keys that the model "
-                "need not see in data.ignored_keys"
+                f"need not see in {self.section}.ignored_keys"
             )
 
     def _rendered(self, arguments: Mapping[str, Any]) -> str:

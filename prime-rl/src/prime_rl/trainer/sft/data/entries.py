@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Protocol
@@ -11,15 +11,15 @@ import numpy as np
 
 from prime_rl.configs.sft import SFTDataConfig
 from prime_rl.trainer.process.errors import DataError
-from prime_rl.trainer.sft.data.sources import Reading, load_rows, stream_rows
-from prime_rl.utils.row_files.reading import Row
+from prime_rl.trainer.sft.data.sources import load_rows, stream_rows
+from prime_rl.utils.row_files.reading import Row, StreamedRow
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
     """One position of the sequence."""
 
-    read: Reading
+    read: Callable[[], Row]
     where: str
     """File and line, or dataset and row, for messages."""
     key: int | None = None
@@ -87,8 +87,8 @@ class StreamedEntries:
         self._epoch = 0
         self._epoch_start = 0
         self._block_start = 0
-        self._block: list[Reading] = []
-        self._rows: Iterator[Reading] = stream_rows(config)
+        self._block: list[StreamedRow] = []
+        self._rows: Iterator[StreamedRow] = stream_rows(config)
         self._read_block()
 
     def at(self, position: int) -> Entry:
@@ -97,8 +97,8 @@ class StreamedEntries:
         while position >= self._block_start + len(self._block):
             self._block_start += len(self._block)
             self._read_block()
-        where = f"{self.config.label}, row {position - self._epoch_start} of epoch {self._epoch}"
-        return Entry(self._block[position - self._block_start], where)
+        row = self._block[position - self._block_start]
+        return Entry(row, row.where)
 
     def epoch_of(self, position: int) -> int:
         """The current epoch, since the start of the next one is unknown."""

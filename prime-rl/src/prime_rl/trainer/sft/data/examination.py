@@ -120,29 +120,30 @@ def packed_whole(config: SFTDataConfig) -> SFTDataConfig:
 
 def untrainable_fault(found: Examination, config: SFTDataConfig) -> str | None:
     """Why a run must not start; None if it may."""
-    counts = found.counts
+    counts, section = found.counts, config.section
+    limit = f"{section}.seq_len = {config.seq_len}"
     useless = counts.untrainable + counts.unmaskable
     if counts.seen == 0 or (found.samples > 0 and found.share(useless) <= config.max_untrainable_share):
         return None
     reasons = [
         f"{count} {text}"
         for count, text in (
-            (counts.untrainable, f"without a trained token within data.seq_len = {config.seq_len}"),
+            (counts.untrainable, f"without a trained token within {limit}"),
             (counts.unmaskable, "whose messages cannot be found in the chat template's text"),
-            (counts.overlong, f'longer than data.seq_len = {config.seq_len} (data.overlong = "drop")'),
+            (counts.overlong, f'longer than {limit} ({section}.overlong = "drop")'),
         )
         if count
     ]
     return (
         f"{config.label}: of {counts.seen} rows {counts.left_out} cannot be trained on "
-        f"({', '.join(reasons)}); data.max_untrainable_share allows {config.max_untrainable_share:.0%}: "
-        "check data.loss_mask, data.seq_len and the chat template"
+        f"({', '.join(reasons)}); {section}.max_untrainable_share allows {config.max_untrainable_share:.0%}: "
+        f"check {section}.loss_mask, {section}.seq_len and the chat template"
     )
 
 
 def worries(found: Examination, config: SFTDataConfig) -> Iterator[str]:
     """One line for each likely mistake."""
-    counts, limit = found.counts, f"data.seq_len = {config.seq_len}"
+    counts, limit = found.counts, f"{config.section}.seq_len = {config.seq_len}"
     of_rows = f"of {counts.seen} rows"
     longest = max(found.lengths, default=0)
     if found.share(counts.truncated) > _WORRYING_TRUNCATED:
@@ -159,13 +160,13 @@ def worries(found: Examination, config: SFTDataConfig) -> Iterator[str]:
         yield f"{found.duplicates} {of_rows} have the same tokens as an earlier row"
     if found.discarded > _WORRYING_LOSS_OF_PACKING:
         yield (
-            f'data.pack_function = "{config.pack_function}" cuts off {found.discarded:.0%} of the tokens; '
+            f'{config.section}.pack_function = "{config.pack_function}" cuts off {found.discarded:.0%} of the tokens; '
             '"best_fit" cuts none'
         )
     if 1 - found.fill > _WORRYING_LOSS_OF_PACKING and found.packed_rows > 1:
         better = "" if config.pack_function == "best_fit" else '; "best_fit" fills them better'
         padding = f"{1 - found.fill:.0%} of the rows to padding"
-        yield f'data.pack_function = "{config.pack_function}" leaves {padding}{better}'
+        yield f'{config.section}.pack_function = "{config.pack_function}" leaves {padding}{better}'
 
 
 def repeats(found: Examination, config: SFTDataConfig) -> Iterator[str]:

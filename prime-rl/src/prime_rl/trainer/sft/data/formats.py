@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Any
 
+from prime_rl.checks.data_files import Part
 from prime_rl.configs.sft import ColumnsConfig, RowFormatConfig
 from prime_rl.trainer.process.errors import DataError
 from prime_rl.utils.row_files.reading import parsed
@@ -62,21 +63,22 @@ def standard(row: Row) -> Row:
     return {**{name: filled[name] for name in _WITH_EVERY_FORMAT if name in filled}, "messages": messages}
 
 
-def check_columns(place: str, row: Row, config: RowFormatConfig) -> None:
-    """Check that a row of a dataset has columns to train on. `place` names the dataset in the message.
+def check_columns(part: Part, row: Row) -> None:
+    """Check that a row of a dataset has columns to train on.
 
     Raises:
         DataError: a column of `data.columns` is missing, or no format applies. The message lists the columns.
     """
+    config = part.format
     found = f"found the columns {', '.join(row) or '(none)'}"
     for ours, theirs in config.columns.of_rows.items():
         if theirs not in row:
             near = get_close_matches(theirs, row, 1)
             advice = f"; did you mean {near[0]!r}?" if near else ""
-            raise DataError(f"{place}: no column {theirs!r} for columns.{ours}; {found}{advice}")
+            raise DataError(f"{part}: no column {theirs!r} for columns.{ours}; {found}{advice}")
     columns = renamed(row, config)
     if not any(all(name in columns for name in kind) for kind in FORMATS):
-        raise DataError(f"{place}: {found}; expected {EXPECTED}. Name other columns in [data.columns]")
+        raise DataError(f"{part}: {found}; expected {EXPECTED}. Name other columns in {part.section}.columns")
 
 
 def decoded(value: Any, what: str) -> Any:

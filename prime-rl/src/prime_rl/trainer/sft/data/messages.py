@@ -52,8 +52,8 @@ class PlainText:
     completion: str
 
 
-def read_row(row: Mapping[str, Any]) -> Conversation | PlainText:
-    """Read a row of any format in `formats.py`.
+def read_row(row: Mapping[str, Any], section: str = "data") -> Conversation | PlainText:
+    """Read a row of any format in `formats.py`. `section` is the config's section with the dataset, for messages.
 
     Raises:
         DataError: a field is missing or malformed.
@@ -65,6 +65,8 @@ def read_row(row: Mapping[str, Any]) -> Conversation | PlainText:
         parts = {"prompt": row.get("prompt"), "completion": row.get("completion")}
     elif isinstance(row.get("text"), str):
         return PlainText(None, row["text"])
+    elif row.get("text") is not None:
+        raise DataError(f"`text` must be a string, got {row['text']!r}")
     else:
         raise DataError(f"found {_filled(row)}; expected {EXPECTED}")
     missing = [name for name, part in parts.items() if part is None]
@@ -72,14 +74,14 @@ def read_row(row: Mapping[str, Any]) -> Conversation | PlainText:
         raise DataError(f"`{missing[0]}` is missing")
     if "prompt" in parts and all(isinstance(part, str) for part in parts.values()):
         return PlainText(parts["prompt"], parts["completion"])
-    return Conversation(_messages(parts), _template_kwargs(row))
+    return Conversation(_messages(parts, section), _template_kwargs(row))
 
 
 def _filled(row: Mapping[str, Any]) -> str:
     return ", ".join(name for name, value in row.items() if value is not None) or "no field at all"
 
 
-def _messages(parts: Mapping[str, Any]) -> list[Message]:
+def _messages(parts: Mapping[str, Any], section: str) -> list[Message]:
     parts = {name: decoded(part, name) if name == "messages" else part for name, part in parts.items()}
     if not all(isinstance(part, list) for part in parts.values()):
         if "messages" in parts:
@@ -88,10 +90,10 @@ def _messages(parts: Mapping[str, Any]) -> list[Message]:
     together = [message for part in parts.values() for message in part]
     if not together:
         raise DataError("the conversation has no messages")
-    return [_message(number, message) for number, message in enumerate(together, start=1)]
+    return [_message(number, message, section) for number, message in enumerate(together, start=1)]
 
 
-def _message(number: int, message: Any) -> Message:
+def _message(number: int, message: Any, section: str) -> Message:
     """A message as chat templates expect it: no nulls, trimmed text, decoded tool arguments."""
     if not isinstance(message, Mapping):
         raise DataError(f"message {number}: found {message!r}; expected an object with `role` and `content`")
@@ -101,11 +103,11 @@ def _message(number: int, message: Any) -> Message:
         keys = ", ".join(f"`{name}`" for name in message)
         raise DataError(
             f"message {number}: found the keys {keys or '(none)'}; expected `role` and `content`, or `from` and "
-            "`value`. Name others in [data.columns]"
+            f"`value`. Name others in {section}.columns"
         )
     if role not in ROLES:
         known = ", ".join((*ROLES, *OTHER_NAMES))
-        raise DataError(f"message {number}: unknown role {role!r}: known are {known}; map others in data.roles")
+        raise DataError(f"message {number}: unknown role {role!r}: known are {known}; map others in {section}.roles")
     if "content" not in cleaned:
         if role != "assistant" or not ("tool_calls" in cleaned or "reasoning_content" in cleaned):
             raise DataError(f"message {number}: the {role} message has no `content`")

@@ -16,7 +16,7 @@ from prime_rl.trainer.sft.data.chat_spans import UnmaskableSample
 from prime_rl.trainer.sft.data.conversation import ConversationTokenizer, TokenizedSample
 from prime_rl.trainer.sft.data.entries import Entry, setup_entries
 from prime_rl.trainer.sft.data.places import Place, Places
-from prime_rl.utils.logger import get_logger
+from prime_rl.utils.logger import count_of, get_logger
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -102,7 +102,9 @@ class SampleMaker:
     ) -> None:
         self.config = config
         self.max_row_s = max_row_s
-        self._tokenize = ConversationTokenizer(tokenizer, config.loss_mask, config.ignored_keys, config.seq_len)
+        self._tokenize = ConversationTokenizer(
+            tokenizer, config.loss_mask, config.ignored_keys, config.seq_len, config.section
+        )
         self._special_ids = frozenset(tokenizer.all_special_ids)
 
     def __call__(self, entry: Entry) -> Made:
@@ -131,8 +133,8 @@ class SampleMaker:
         if is_overlong and self.config.overlong == "error":
             count = f"at least {sample.inputs}" if sample.is_cut else sample.inputs
             raise DataError(
-                f"{entry.where}: {count} tokens, more than data.seq_len = {self.config.seq_len}, "
-                'and data.overlong = "error"'
+                f"{entry.where}: {count} tokens, more than {self.config.section}.seq_len = {self.config.seq_len}, "
+                f'and {self.config.section}.overlong = "error"'
             )
         if is_overlong and self.config.overlong == "drop":
             return Made(None, "overlong", sample.inputs)
@@ -182,9 +184,10 @@ class DatasetStream:
             # Two passes over this data rank's share without a usable row mean that it has none.
             share = 2 * self.row_count // self.data_axis.data_size + 1
             if skipped > (share if self.row_count else _MAX_SKIPPED_IN_A_ROW):
+                section = self.config.section
                 raise DataError(
-                    f"{self.config.label}: no row has a trained token within data.seq_len = "
-                    f"{self.config.seq_len}; check data.loss_mask, data.overlong and data.seq_len"
+                    f"{self.config.label}: no row has a trained token within {section}.seq_len = "
+                    f"{self.config.seq_len}; check {section}.loss_mask, {section}.overlong and {section}.seq_len"
                 )
 
     def state(self) -> dict[str, Any]:
@@ -227,8 +230,10 @@ class DatasetStream:
             self._warned.add(entry.key)
         count = getattr(self.counts, kind)
         if count & (count - 1) == 0:
-            line = _WARNINGS[kind].format(where=entry.where, limit=self.config.seq_len)
-            get_logger().warning(f"{line} ({count} such rows so far)")
+            line = _WARNINGS[kind].format(
+                where=entry.where, limit=f"{self.config.section}.seq_len = {self.config.seq_len}"
+            )
+            get_logger().warning(f"{line} ({count_of('such row', count)} so far)")
 
     def _made(self, entry: Entry) -> Made:
         if entry.key is not None and entry.key in self._cache:
@@ -242,9 +247,9 @@ class DatasetStream:
 
 
 _WARNINGS = {
-    "truncated": "Cut {where}: longer than data.seq_len = {limit}",
-    "overlong": "Skipped {where}: longer than data.seq_len = {limit}",
-    "untrainable": "Skipped {where}: no trained token within data.seq_len = {limit}",
+    "truncated": "Cut {where}: longer than {limit}",
+    "overlong": "Skipped {where}: longer than {limit}",
+    "untrainable": "Skipped {where}: no trained token within {limit}",
     "unmaskable": "Skipped {where}: the chat template does not show where its messages start and end",
 }
 

@@ -17,7 +17,7 @@ from prime_rl.checks.start_dir import StartFault
 from prime_rl.configs.sft import RowFormatConfig, SFTDataConfig
 from prime_rl.trainer.process.errors import DataError
 from prime_rl.trainer.sft.data.formats import check_columns, renamed
-from prime_rl.utils.row_files.reading import Row, RowFileError, RowList, read_file, stream_file
+from prime_rl.utils.row_files.reading import Row, RowFileError, RowList, StreamedRow, read_file, stream_file
 
 
 def find_parts(config: SFTDataConfig) -> list[Part]:
@@ -31,9 +31,6 @@ def find_parts(config: SFTDataConfig) -> list[Part]:
     except StartFault as fault:
         raise DataError(str(fault)) from fault
 
-
-Reading = Callable[[], Row]
-"""Reads and parses one row."""
 
 _INTERLEAVE_SEED = 0
 _DRAWS_AT_ONCE = 1000
@@ -52,7 +49,7 @@ def load_rows(config: SFTDataConfig) -> RowList:
     return InterleavedRows(loaded, interleave(lengths, config.shares, config.stopping_strategy))
 
 
-def stream_rows(config: SFTDataConfig) -> Iterator[Reading]:
+def stream_rows(config: SFTDataConfig) -> Iterator[StreamedRow]:
     """Stream the rows of one epoch in the same order.
 
     Raises:
@@ -93,8 +90,8 @@ def interleave(lengths: Sequence[int], probabilities: Sequence[float] | None, st
 
 
 def interleave_streams(
-    parts: Sequence[Callable[[], Iterator[Reading]]], probabilities: Sequence[float] | None, stopping_strategy: str
-) -> Iterator[Reading]:
+    parts: Sequence[Callable[[], Iterator[StreamedRow]]], probabilities: Sequence[float] | None, stopping_strategy: str
+) -> Iterator[StreamedRow]:
     """Like `interleave`, for parts of unknown length."""
     enough = any if stopping_strategy == "first_exhausted" else all
     streams = [part() for part in parts]
@@ -195,7 +192,7 @@ def _load_part(part: Part) -> RowList:
     rows = _load_rows(part)
     if len(rows) == 0:
         raise DataError(f"{part} has no rows")
-    check_columns(str(part), rows[0], part.format)
+    check_columns(part, rows[0])
     return RenamedRows(rows, part.format)
 
 
@@ -219,30 +216,32 @@ def _told() -> Iterator[None]:
         raise DataError(str(error)) from error
 
 
-def _stream_part(part: Part) -> Iterator[Reading]:
+def _stream_part(part: Part) -> Iterator[StreamedRow]:
     count = 0
     for reading in _readings(part):
         if count == 0:
             with _told():
-                check_columns(str(part), reading(), part.format)
-        yield partial(_renamed_reading, reading, part.format)
+                check_columns(part, reading())
+        yield StreamedRow(partial(_renamed_reading, reading, part.format), reading.where)
         count += 1
     if count == 0:
         raise DataError(f"{part} has no rows")
 
 
-def _renamed_reading(reading: Reading, config: RowFormatConfig) -> Row:
+def _renamed_reading(reading: StreamedRow, config: RowFormatConfig) -> Row:
     with _told():
         row = reading()
     return renamed(row, config)
 
 
-def _readings(part: Part) -> Iterator[Reading]:
+def _readings(part: Part) -> Iterator[StreamedRow]:
     if part.is_saved:
         rows = _load_saved(part)
-        yield from (partial(rows.__getitem__, index) for index in range(len(rows)))
+        places = RowList(rows, str(part))
+        yield from (StreamedRow(partial(rows.__getitem__, at), places.where(at)) for at in range(len(rows)))
     elif not part.files:
-        yield from (partial(dict, row) for row in _load_from_hub(part, streaming=True))
+        rows = _load_from_hub(part, streaming=True)
+        yield from (StreamedRow(partial(dict, row), f"{part}, row {at}") for at, row in enumerate(rows))
     else:
         for file in part.files:
             with _told():
